@@ -1,0 +1,313 @@
+"""The GPT: configuration, blocks, forward pass, initial weights. One file, top to bottom.
+
+A decoder-only transformer with the choices of GPT-2 (LayerNorm, learned positions, GELU, biases)
+and of Llama (RMSNorm, rotary positions, SwiGLU, no biases) as options, and a few newer ones, each a
+field of GPTConfig. Shapes: B batch, T time (tokens), C channels (n_embd), H heads, D head size.
+"""
+
+import math
+from dataclasses import dataclass, fields
+
+import torch
+import torch.nn as nn
+import torch.nn.functional as F
+from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
+
+from model.cross_entropy import linear_cross_entropy, mask_padding, soft_cap
+
+
+@dataclass
+class GPTConfig:
+    """The shape of a GPT; the defaults are the production model. Meanings: run_train.py --help."""
+    block_size: int = 512
+    vocab_size: int = 32000
+    n_layer: int = 16
+    n_head: int = 6
+    n_kv_head: int | None = None
+    n_embd: int = 384
+    n_hidden: int | None = None
+    dropout: float = 0.0
+    bias: bool = False
+    norm: str = "rms"
+    norm_eps: float = 1e-5
+    pos: str = "rope"
+    rope_theta: float = 10000.0
+    mlp: str = "swiglu"
+    tie_weights: bool = True
+    qk_norm: bool = False
+    softcap: float = 0.0
+    zero_init: bool = False
+    value_embeddings: bool = False
+    x0_residual: bool = False
+
+    def __post_init__(self):
+        self.n_kv_head = self.n_kv_head or self.n_head
+        self.n_hidden = self.n_hidden or 4 * self.n_embd
+
+    @property
+    def head_dim(self):
+        return self.n_embd // self.n_head
+
+    @property
+    def padded_vocab_size(self):
+        """Rows of the embedding in memory: a multiple of 128, which matrix units want."""
+        return (self.vocab_size + 127) // 128 * 128
+
+
+class Norm(nn.Module):
+    """RMSNorm (arXiv:1910.07467) or LayerNorm over the last dimension, computed in float32."""
+
+    def __init__(self, dim, kind, bias, eps):
+        super().__init__()
+        self.rms, self.eps = kind == "rms", eps
+        self.weight = nn.Parameter(torch.ones(dim))
+        self.bias = nn.Parameter(torch.zeros(dim)) if bias and not self.rms else None
+
+    def forward(self, x):
+        if self.rms:
+            return F.rms_norm(x.float(), self.weight.shape, self.weight, self.eps).type_as(x)
+        return F.layer_norm(x.float(), self.weight.shape, self.weight, self.bias, self.eps).type_as(x)
+
+
+def rope_tables(start, length, dim, theta, device):
+    """cos, sin (length, dim / 2) of the rotary embedding (arXiv:2104.09864) from position `start`."""
+    freq = theta ** (-torch.arange(0, dim, 2, device=device, dtype=torch.float32) / dim)
+    angles = torch.outer(torch.arange(start, start + length, device=device).float(), freq)
+    return angles.cos(), angles.sin()
+
+
+def apply_rope(x, cos, sin):
+    """Rotate the two halves of the last dimension of x (B, T, H, D): Hugging Face's layout."""
+    a, b = x.chunk(2, dim=-1)
+    cos, sin = cos[:, None].to(x.dtype), sin[:, None].to(x.dtype)  # (T, 1, D/2)
+    return torch.cat((a * cos - b * sin, b * cos + a * sin), dim=-1)
+
+
+class KVCache:
+    """Keys and values of every layer for up to `length` positions: sampling computes each once."""
+
+    def __init__(self, config, batch_size, length, device, dtype):
+        shape = (2, config.n_layer, batch_size, config.n_kv_head, length, config.head_dim)
+        self.kv, self.length, self.used = torch.zeros(shape, device=device, dtype=dtype), length, 0
+
+    def update(self, layer, k, v):
+        """Append k, v (B, H, T, D) of a layer; all of its keys and values so far."""
+        end = self.used + k.size(2)
+        self.kv[0, layer, :, :, self.used:end] = k
+        self.kv[1, layer, :, :, self.used:end] = v
+        return self.kv[0, layer, :, :, :end], self.kv[1, layer, :, :, :end]
+
+
+class Attention(nn.Module):
+    """Causal self-attention with grouped queries (arXiv:2305.13245)."""
+
+    def __init__(self, config, layer):
+        super().__init__()
+        c = self.config = config
+        self.layer = layer
+        kv_dim = c.n_kv_head * c.head_dim
+        self.q = nn.Linear(c.n_embd, c.n_embd, bias=c.bias)
+        self.k = nn.Linear(c.n_embd, kv_dim, bias=c.bias)
+        self.v = nn.Linear(c.n_embd, kv_dim, bias=c.bias)
+        self.o = nn.Linear(c.n_embd, c.n_embd, bias=c.bias)
+        if has_value_embedding(c, layer):
+            self.ve = nn.Embedding(c.padded_vocab_size, kv_dim)
+            self.ve_gate = nn.Linear(VE_GATE_CHANNELS, c.n_kv_head, bias=False)
+
+    def forward(self, x, rope, idx, cache=None):
+        c, (B, T, C) = self.config, x.size()
+        q = self.q(x).view(B, T, c.n_head, c.head_dim)
+        k = self.k(x).view(B, T, c.n_kv_head, c.head_dim)
+        v = self.v(x).view(B, T, c.n_kv_head, c.head_dim)
+        if has_value_embedding(c, self.layer):
+            gate = 2 * torch.sigmoid(self.ve_gate(x[..., :VE_GATE_CHANNELS]))  # (B, T, H): 1 at first
+            v = v + gate[..., None] * self.ve(idx).view_as(v).type_as(v)
+        if c.qk_norm:
+            q, k = F.rms_norm(q, (c.head_dim,)).type_as(v), F.rms_norm(k, (c.head_dim,)).type_as(v)
+        if rope is not None:
+            q, k = apply_rope(q, *rope), apply_rope(k, *rope)
+        q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)  # (B, H, T, D)
+        mask = None
+        if cache is not None:
+            k, v = cache.update(self.layer, k, v)
+            if T > 1 and cache.used:  # query i stands at position used + i
+                mask = torch.ones(T, k.size(2), dtype=torch.bool, device=x.device).tril(cache.used)
+        if c.n_kv_head != c.n_head:
+            k, v = (t.repeat_interleave(c.n_head // c.n_kv_head, dim=1) for t in (k, v))
+        y = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=T > 1 and mask is None,
+                                           dropout_p=c.dropout if self.training else 0.0)
+        y = self.o(y.transpose(1, 2).reshape(B, T, C))
+        return F.dropout(y, c.dropout, self.training)
+
+
+VE_GATE_CHANNELS = 12  # channels of the stream that decide how much value embedding a head takes
+
+
+def has_value_embedding(config, layer):
+    return config.value_embeddings and layer % 2 == (config.n_layer - 1) % 2
+
+
+class MLP(nn.Module):
+    """SwiGLU (arXiv:2002.05202), GELU (GPT-2's tanh form) or squared ReLU (arXiv:2109.08668)."""
+
+    def __init__(self, config):
+        super().__init__()
+        c = self.config = config
+        if c.mlp == "swiglu":
+            self.gate = nn.Linear(c.n_embd, c.n_hidden, bias=c.bias)
+        self.up = nn.Linear(c.n_embd, c.n_hidden, bias=c.bias)
+        self.down = nn.Linear(c.n_hidden, c.n_embd, bias=c.bias)
+
+    def forward(self, x):
+        if self.config.mlp == "swiglu":
+            x = F.silu(self.gate(x)) * self.up(x)
+        elif self.config.mlp == "gelu":
+            x = F.gelu(self.up(x), approximate="tanh")
+        else:
+            x = F.relu(self.up(x)).square()
+        return F.dropout(self.down(x), self.config.dropout, self.training)
+
+
+class Block(nn.Module):
+    def __init__(self, config, layer):
+        super().__init__()
+        norm = (config.n_embd, config.norm, config.bias, config.norm_eps)
+        self.ln_1, self.attn = Norm(*norm), Attention(config, layer)
+        self.ln_2, self.mlp = Norm(*norm), MLP(config)
+
+    def forward(self, x, rope, idx, cache=None):
+        x = x + self.attn(self.ln_1(x), rope, idx, cache)
+        return x + self.mlp(self.ln_2(x))
+
+
+class GPT(nn.Module):
+    """forward(idx, targets) -> (loss, metrics); forward(idx) -> logits (B, T, vocab_size)."""
+
+    def __init__(self, config, seed=1337):
+        super().__init__()
+        c = self.config = config
+        self.gradient_checkpointing = "false"
+        self.wte = nn.Embedding(c.padded_vocab_size, c.n_embd)
+        self.wpe = nn.Embedding(c.block_size, c.n_embd) if c.pos == "learned" else None
+        self.h = nn.ModuleList(Block(c, i) for i in range(c.n_layer))
+        self.ln_f = Norm(c.n_embd, c.norm, c.bias, c.norm_eps)
+        self.lm_head = None if c.tie_weights else nn.Linear(c.n_embd, c.padded_vocab_size, bias=False)
+        if c.x0_residual:
+            self.resid_scale = nn.Parameter(torch.ones(c.n_layer))
+            self.x0_scale = nn.Parameter(torch.zeros(c.n_layer))
+        for name, p in self.named_parameters():
+            if not p.is_meta:
+                with torch.no_grad():
+                    p.copy_(self.initial(name, p.shape, seed))
+
+    def forward(self, idx, targets=None, cache=None, last_only=False):
+        """idx (B, T) int64, targets (B, T) int64 with -1 where none. With a cache, idx are the tokens
+        that follow what the cache holds; last_only gives the logits of the last position, (B, 1, V)."""
+        x = self.trunk(idx, cache)  # (B, T, C)
+        if targets is None:
+            return self.logits(x[:, -1:] if last_only else x)
+        loss = linear_cross_entropy(x.flatten(0, 1), self.head_weight(), targets.flatten(),
+                                    self.config.vocab_size, self.config.softcap)
+        return loss, {}
+
+    def trunk(self, idx, cache=None):
+        c, start = self.config, cache.used if cache is not None else 0
+        x = self.wte(idx)
+        if self.wpe is not None:
+            x = x + self.wpe.weight[start:start + idx.size(1)]
+        if use_bfloat16(x.device.type):
+            x = x.bfloat16()  # the residual stream: half the memory traffic of float32
+        x = F.dropout(x, c.dropout, self.training)
+        rope = (rope_tables(start, idx.size(1), c.head_dim, c.rope_theta, x.device)
+                if c.pos == "rope" else None)
+        x0 = x
+        for i, block in enumerate(self.h):
+            if c.x0_residual:
+                x = self.resid_scale[i].type_as(x) * x + self.x0_scale[i].type_as(x) * x0
+            x = self._run(block, x, rope, idx, cache)
+        if cache is not None:
+            cache.used += idx.size(1)
+        return self.ln_f(x)
+
+    def _run(self, block, x, rope, idx, cache):
+        if self.gradient_checkpointing == "false" or not self.training:
+            return block(x, rope, idx, cache)
+        policy = dict(context_fn=_save_matmuls) if self.gradient_checkpointing == "selective" else {}
+        return checkpoint(block, x, rope, idx, use_reentrant=False, **policy)
+
+    def head_weight(self):
+        return self.wte.weight if self.lm_head is None else self.lm_head.weight
+
+    def logits(self, x):
+        """Logits (..., vocab_size) of normalised states x (..., C): padded ids are left out."""
+        z = F.linear(x, self.head_weight().to(x.dtype)).float()[..., :self.config.vocab_size]
+        return soft_cap(z, self.config.softcap)
+
+    def initial(self, name, shape, seed):
+        """The initial value of a parameter: a pure function of (seed, name), so that a sharded model
+        can be filled one tensor at a time. GPT-2's scheme: N(0, 0.02), the projections back into the
+        stream shrunk by sqrt(2 n_layer); the output layer small enough that the first loss is
+        ln(vocab_size)."""
+        c, kind = self.config, name.rsplit(".", 2)[-2:]
+        if name.endswith("bias") or name == "x0_scale" or "ve_gate" in name:
+            return torch.zeros(shape)
+        if len(shape) == 1:
+            return torch.ones(shape)
+        std = 0.02
+        if kind[0] in ("o", "down"):
+            std = 0.0 if c.zero_init else 0.02 / math.sqrt(2 * c.n_layer)
+        if kind[0] == ("wte" if c.tie_weights else "lm_head"):
+            std = min(0.02, 0.3 / math.sqrt(c.n_embd))
+        if kind[0] == "lm_head" and c.zero_init:
+            std = 0.0
+        generator = torch.Generator().manual_seed(stable_hash(seed, name))
+        return torch.empty(shape).normal_(0.0, std, generator=generator)
+
+    def flops_per_token(self):
+        """Training FLOPs a token, PaLM's count (arXiv:2204.02311, appendix B): 6 for each weight that
+        multiplies, plus 12 n_layer n_embd block_size for attention (causality not deducted)."""
+        c = self.config
+        lookups = [self.wpe] + [b.attn.ve for b in self.h if hasattr(b.attn, "ve")]
+        lookups += [self.wte] if self.lm_head is not None else []
+        n = sum(p.numel() for p in self.parameters())
+        n -= sum(m.weight.numel() for m in lookups if m is not None)
+        return 6 * n + 12 * c.n_layer * c.n_embd * c.block_size
+
+
+def use_bfloat16(device_type):
+    return (torch.is_autocast_enabled(device_type)
+            and torch.get_autocast_dtype(device_type) == torch.bfloat16)
+
+
+def stable_hash(seed, name):
+    """63 bits of (seed, name), the same on every machine (Python's hash() is salted)."""
+    h = 0xCBF29CE484222325 ^ seed
+    for byte in name.encode():
+        h = ((h ^ byte) * 0x100000001B3) % 2**64  # FNV-1a
+    return h >> 1
+
+
+def _save_matmuls():
+    """Selective checkpointing: keep the results of matrix products, recompute the cheap rest."""
+    keep = [torch.ops.aten.mm.default, torch.ops.aten.addmm.default,
+            torch.ops.aten._scaled_dot_product_flash_attention.default,
+            torch.ops.aten._scaled_dot_product_cudnn_attention.default,
+            torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default]
+    return create_selective_checkpoint_contexts(keep)
+
+
+# -----------------------------------------------------------------------------
+# what train/train.py asks of a model file
+
+def build_model(config, vocab_size):
+    """The model of a run: `config` is a TrainConfig, whose keys of the same names are taken."""
+    args = {f.name: getattr(config, f.name) for f in fields(GPTConfig)}
+    model = GPT(GPTConfig(**args | dict(vocab_size=vocab_size)), seed=config.seed)
+    model.gradient_checkpointing = config.gradient_checkpointing
+    return model
+
+
+def sample_text(*args):
+    """See model/sample.py."""
+    from model import sample
+    return sample.sample_text(*args)

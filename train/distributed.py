@@ -1,0 +1,289 @@
+"""Where the run computes: device, dtype, ranks, DDP and FSDP2, reductions, seeds.
+
+`python run_train.py` is rank 0 of 1; under torchrun the same code is one rank of several. Nothing
+here knows what is trained.
+"""
+
+import contextlib
+import os
+import random
+import sys
+import threading
+import time
+from dataclasses import dataclass
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+import torch.nn as nn
+from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.nn.parallel import DistributedDataParallel
+
+
+class SetupError(ValueError):
+    """The machine or the environment cannot do what was asked; the message says what to change."""
+
+
+@dataclass
+class Ranks:
+    """Who this process is among the processes of the run."""
+    rank: int = 0
+    local_rank: int = 0
+    world_size: int = 1
+    device: torch.device = torch.device("cpu")
+    control: object = None  # a gloo group for decisions made on the host, also beside NCCL
+
+    @property
+    def main(self):
+        return self.rank == 0
+
+
+# -----------------------------------------------------------------------------
+# device, dtype, threads, seeds
+
+def get_device(name="auto", local_rank=0, local_world_size=1):
+    """torch.device for `name`: auto takes cuda, then mps, then cpu; a rank takes the GPU of its
+    LOCAL_RANK. Raises SetupError where the device is missing."""
+    if name == "auto":
+        mps = torch.backends.mps.is_available() and local_world_size == 1
+        name = "cuda" if torch.cuda.is_available() else "mps" if mps else "cpu"
+    kind = name.partition(":")[0]
+    if kind not in ("cpu", "cuda", "mps"):
+        raise SetupError(f"device: {name!r} is unknown; use auto, cpu, cuda, cuda:N or mps")
+    if kind == "cuda":
+        if not torch.cuda.is_available():
+            raise SetupError("device: cuda was asked for, but this PyTorch sees no CUDA GPU "
+                             f"(torch {torch.__version__}); check nvidia-smi and the torch build, or "
+                             "use --device cpu")
+        index = int(name.partition(":")[2] or local_rank)
+        if local_world_size > torch.cuda.device_count() or index >= torch.cuda.device_count():
+            raise SetupError(f"device: {max(local_world_size, index + 1)} GPUs are needed on this "
+                             f"machine, {torch.cuda.device_count()} are visible; lower --nproc_per_node "
+                             "or set CUDA_VISIBLE_DEVICES")
+        torch.cuda.set_device(index)
+        return torch.device("cuda", index)
+    if kind == "mps" and not torch.backends.mps.is_available():
+        raise SetupError("device: mps was asked for, but it is not available here; use --device cpu")
+    return torch.device(name)
+
+
+def describe_device(device):
+    """One line on the device: name, memory, capability, what it does natively."""
+    if device.type != "cuda":
+        return f"{device.type}, {torch.get_num_threads()} threads, bf16 {has_native_bfloat16(device)}"
+    p = torch.cuda.get_device_properties(device)
+    ampere = p.major >= 8
+    return (f"{device} {p.name}, {p.total_memory / 2**30:.0f} GiB, capability {p.major}.{p.minor}, "
+            f"TF32 {ampere}, bf16 {ampere}, CUDA {torch.version.cuda}")
+
+
+def has_native_bfloat16(device):
+    """Whether the device multiplies bfloat16 in hardware: capability 8.0 on CUDA (older cards emulate
+    it, slowly), AMX or AVX512-BF16 on x86, always on Apple's GPUs."""
+    if device.type == "cuda":
+        return torch.cuda.get_device_capability(device)[0] >= 8
+    if device.type == "cpu":
+        probes = ("_is_amx_tile_supported", "_is_avx512_bf16_supported", "_is_arm_bf16_supported")
+        return any(getattr(torch.cpu, p, bool)() for p in probes)
+    return True
+
+
+def choose_dtype(name, device):
+    """(torch.dtype of the matrix products, why)."""
+    native = has_native_bfloat16(device)
+    if name == "auto":
+        if native:
+            return torch.bfloat16, "native on this device"
+        if device.type == "cuda":
+            return torch.float16, "no native bfloat16 before capability 8.0; gradients are scaled"
+        return torch.float32, "this CPU has no bfloat16 arithmetic"
+    if name == "bfloat16" and not native:
+        return torch.bfloat16, "asked for; emulated here and slow: --dtype auto would not choose it"
+    if name == "float16" and device.type == "cpu":
+        return torch.float16, "asked for; slow on a CPU"
+    return getattr(torch, name), "asked for"
+
+
+def set_num_threads(config):
+    """CPU threads: the config, else OMP_NUM_THREADS, else one for each physical core."""
+    if config.num_threads:
+        torch.set_num_threads(config.num_threads)
+    elif "OMP_NUM_THREADS" not in os.environ:
+        torch.set_num_threads(physical_cores())
+
+
+def physical_cores():
+    """Cores this process may use, hyper-threads counted once (Linux; elsewhere the CPU count)."""
+    with contextlib.suppress(OSError, AttributeError):
+        siblings = set()
+        for cpu in os.sched_getaffinity(0):
+            with open(f"/sys/devices/system/cpu/cpu{cpu}/topology/thread_siblings_list") as f:
+                siblings.add(f.read())
+        return len(siblings)
+    return os.cpu_count() or 1
+
+
+def set_seed(seed, deterministic=False, cudnn_benchmark=None):
+    """Seed python, numpy and torch (CPU and all GPUs); with `deterministic` also forbid algorithms
+    whose result depends on timing (https://pytorch.org/docs/stable/notes/randomness.html)."""
+    import numpy as np
+    os.environ.setdefault("PYTHONHASHSEED", str(seed))  # for child processes; ours has started
+    random.seed(seed)
+    np.random.seed(seed % 2**32)
+    torch.manual_seed(seed)
+    if deterministic:
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # before the first CUDA call
+        torch.utils.deterministic.fill_uninitialized_memory = False  # costs time, changes nothing
+    torch.use_deterministic_algorithms(deterministic)
+    torch.backends.cudnn.deterministic = deterministic
+    torch.backends.cudnn.benchmark = (not deterministic) if cudnn_benchmark is None else cudnn_benchmark
+    if not deterministic:
+        torch.backends.cuda.matmul.allow_tf32 = True
+        torch.backends.cudnn.allow_tf32 = True
+
+
+def seed_step(seed, step, rank):
+    """Make every random draw of a step (dropout) a function of (seed, step, rank), never of history:
+    nothing has to be saved for a resumed run to draw the same."""
+    torch.manual_seed((seed * 1_000_003 + step) * 65_537 + rank)
+
+
+# -----------------------------------------------------------------------------
+# the process group
+
+@contextlib.contextmanager
+def process_group(config):
+    """The Ranks of this process; under torchrun inside a process group (NCCL on CUDA, else gloo)."""
+    env = {k: os.environ.get(k) for k in ("RANK", "LOCAL_RANK", "WORLD_SIZE")}
+    missing = [k for k, v in env.items() if v is None]
+    if 0 < len(missing) < 3:
+        found = ", ".join(f"{k}={v}" for k, v in env.items() if v is not None)
+        raise SetupError(f"environment: {found} is set but {', '.join(missing)} is not; start several "
+                         "ranks with `torchrun --nproc_per_node=N run_train.py ...`, or unset them")
+    set_num_threads(config)
+    if missing:
+        yield Ranks(device=get_device(config.device))
+        return
+    rank, local_rank, world_size = (int(v) for v in env.values())
+    local_world_size = int(os.environ.get("LOCAL_WORLD_SIZE", world_size))
+    device = get_device(config.device, local_rank, local_world_size)
+    backend = "nccl" if device.type == "cuda" and dist.is_nccl_available() else "gloo"
+    exit_with_parent()
+    timeout = timedelta(seconds=config.dist_timeout)
+    dist.init_process_group(backend, timeout=timeout,
+                            device_id=device if backend == "nccl" else None)
+    control = dist.new_group(backend="gloo", timeout=timeout) if backend != "gloo" else dist.group.WORLD
+    try:
+        yield Ranks(rank, local_rank, world_size, device, control)
+        dist.barrier(group=control)
+    finally:
+        if sys.exc_info()[0] is None:  # after an error the peers may be gone: do not wait for them
+            dist.destroy_process_group()
+
+
+def exit_with_parent(interval=2.0):
+    """End this process when torchrun dies (kill -9 leaves its workers behind, holding the devices)."""
+    parent = os.getppid()
+
+    def watch():
+        while os.getppid() == parent:
+            time.sleep(interval)
+        print(f"[rank {os.environ.get('RANK')}] torchrun (pid {parent}) is gone: leaving",
+              file=sys.stderr, flush=True)
+        os._exit(1)
+    threading.Thread(target=watch, daemon=True).start()
+
+
+def sum_over_ranks(tensor, ranks):
+    """The elementwise sum of a CPU tensor over all ranks, on all ranks."""
+    if ranks.world_size > 1:
+        dist.all_reduce(tensor, group=ranks.control)
+    return tensor
+
+
+def max_over_ranks(value, ranks):
+    """The largest of an integer over all ranks, on all ranks: how ranks agree on a decision."""
+    if ranks.world_size == 1:
+        return value
+    tensor = torch.tensor([value])
+    dist.all_reduce(tensor, dist.ReduceOp.MAX, group=ranks.control)
+    return int(tensor)
+
+
+def from_main(make, ranks):
+    """What rank 0 gets from make(), on every rank; an exception of make() is raised on every rank."""
+    box = [None, None]
+    if ranks.main:
+        try:
+            box[0] = make()
+        except Exception as error:
+            box[1] = error
+    if ranks.world_size > 1:
+        dist.broadcast_object_list(box, src=0, group=ranks.control)
+    if box[1] is not None:
+        raise box[1]
+    return box[0]
+
+
+# -----------------------------------------------------------------------------
+# the model over ranks
+
+def wrap_ddp(model, ranks):
+    """The model, under DDP where there are several ranks."""
+    if ranks.world_size == 1:
+        return model
+    ids = [ranks.device.index] if ranks.device.type == "cuda" else None
+    return DistributedDataParallel(model, device_ids=ids, gradient_as_bucket_view=True,
+                                   broadcast_buffers=False)
+
+
+def shard(model, ranks, dtype):
+    """FSDP2 (https://pytorch.org/docs/stable/distributed.fsdp.fully_shard.html): every block is
+    gathered just before it computes, the rest (embedding, head) with the root."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+    mesh = init_device_mesh(ranks.device.type, (ranks.world_size,))
+    low = dtype if dtype == torch.bfloat16 else None
+    options = dict(mesh=mesh, mp_policy=MixedPrecisionPolicy(low, torch.float32,
+                                                             cast_forward_inputs=False))
+    for module in list(model.modules()):
+        if isinstance(module, nn.ModuleList):
+            for block in module:
+                fully_shard(block, **options)
+    return fully_shard(model, **options)
+
+
+def gradient_sync(model, last):
+    """Context for one micro-batch: DDP exchanges gradients only in the last one of a step."""
+    if isinstance(model, DistributedDataParallel) and not last:
+        return model.no_sync()
+    return contextlib.nullcontext()
+
+
+def full(tensor):
+    """The whole of a tensor, gathered from all ranks where it is sharded (then all must call)."""
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+def assign(target, source):
+    """Copy the whole tensor `source` into `target`, of which this rank may hold a shard."""
+    with torch.no_grad():
+        if isinstance(target, DTensor):
+            # Every rank has the same `source`, so each cuts out its shard without communication.
+            source = distribute_tensor(source.to(target.device), target.device_mesh, target.placements,
+                                       src_data_rank=None)
+        target.copy_(source)
+
+
+def broadcast_tensor(tensor, like, ranks):
+    """Rank 0's CPU tensor on every rank; `like` = (shape, dtype) tells the others what comes."""
+    if ranks.world_size == 1:
+        return tensor
+    tensor = tensor.contiguous() if ranks.main else torch.empty(like[0], dtype=like[1])
+    dist.broadcast(tensor, src=0, group=ranks.control)
+    return tensor
+
+
+def convert_ddp_state(state):
+    """A state dict without the prefixes that DDP (`module.`) and torch.compile (`_orig_mod.`) add."""
+    return {k.replace("module.", "").replace("_orig_mod.", ""): v for k, v in state.items()}

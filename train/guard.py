@@ -1,0 +1,105 @@
+"""What watches over a run: signals that ask it to stop, a limit on the time of a step, and numbers
+that go wrong."""
+
+import collections
+import contextlib
+import faulthandler
+import math
+import os
+import signal
+import statistics
+import sys
+
+from train.distributed import max_over_ranks
+
+
+class BadNumbers(RuntimeError):
+    """Loss, gradients or weights are not finite; training has stopped before they did harm."""
+
+
+class Stopped(Exception):
+    """The run was asked to end by a signal and has saved; exit_code is 128 + the signal's number."""
+
+    def __init__(self, signum):
+        super().__init__(f"stopped by {signal.Signals(signum).name}")
+        self.exit_code = 128 + signum
+
+
+class Signals:
+    """SIGTERM, SIGINT and SIGHUP ask for a stop with a checkpoint, SIGUSR1 for a checkpoint only.
+
+    The handler sets a flag and nothing else: the loop reads it between steps, when the state is whole.
+    A second request to stop leaves at once.
+    """
+
+    STOP = ("SIGTERM", "SIGINT", "SIGHUP")
+
+    def __init__(self):
+        self.stop = self.save = 0
+        self.old = {}
+
+    def __enter__(self):
+        for name in (*self.STOP, "SIGUSR1"):
+            with contextlib.suppress(ValueError, AttributeError):  # not the main thread; Windows
+                number = getattr(signal, name)
+                self.old[number] = signal.signal(number, self._handle)
+        return self
+
+    def __exit__(self, *_):
+        for number, handler in self.old.items():
+            signal.signal(number, handler)
+
+    def _handle(self, signum, frame):
+        if signum == getattr(signal, "SIGUSR1", None):
+            self.save = 1
+            return
+        if self.stop:
+            os._exit(128 + signum)
+        self.stop = signum
+        with contextlib.suppress(OSError):
+            os.write(2, b"\nstopping after this step, with a checkpoint; once more leaves at once\n")
+
+    def agree(self, ranks):
+        """(signal to stop for or 0, whether to save), the same on every rank: all must call."""
+        decision = max_over_ranks(2 * self.stop + self.save, ranks)
+        self.save = 0
+        return decision // 2, bool(decision)
+
+
+class Watchdog:
+    """Ends the process with the stacks of all its threads when a step takes longer than `timeout`
+    seconds: a C thread, so it also fires while Python waits inside a collective."""
+
+    def __init__(self, timeout):
+        self.timeout = timeout
+
+    def arm(self, factor=1):
+        if self.timeout:
+            faulthandler.dump_traceback_later(self.timeout * factor, exit=True, file=sys.stderr)
+
+    def disarm(self):
+        if self.timeout:
+            faulthandler.cancel_dump_traceback_later()
+
+
+class SpikeDetector:
+    """Is a loss more than `sigma` standard deviations above the mean of the last `window` good ones?
+    (OLMo 2's criterion, arXiv:2501.00656.) Silent until half of the window is filled."""
+
+    def __init__(self, sigma=6.0, window=128):
+        self.sigma, self.losses = sigma, collections.deque(maxlen=window)
+
+    def update(self, loss):
+        if len(self.losses) >= self.losses.maxlen // 2:
+            mean, deviation = statistics.fmean(self.losses), statistics.pstdev(self.losses)
+            if not loss <= mean + self.sigma * max(deviation, 1e-3 * abs(mean)):
+                return True
+        if math.isfinite(loss):
+            self.losses.append(loss)
+        return False
+
+    def state_dict(self):
+        return list(self.losses)
+
+    def load_state_dict(self, losses):
+        self.losses = collections.deque(losses, maxlen=self.losses.maxlen)

@@ -1,0 +1,148 @@
+"""The optimizer: which tensors decay and at which rate; fused AdamW; Muon for the block matrices."""
+
+from fnmatch import fnmatch
+
+import torch
+import torch.nn as nn
+
+
+def configure_optimizers(model, weight_decay, learning_rate, betas, eps=1e-8, muon=None, lr_groups=None,
+                         log=print):
+    """One optimizer over the parameters of `model`, with its groups made.
+
+    Tensors of two or more dimensions decay, the rest (norms, biases, scalars) do not. `muon`, a dict
+    of lr, momentum and weight_decay, gives the matrices of the linear layers to Muon. `lr_groups` maps
+    a name pattern to a multiplier of the learning rate (0 freezes) or to a dict with learning_rate,
+    lr_mult or weight_decay; the last pattern that matches wins. Every group keeps its peak rate in
+    `initial_lr`, which the schedule scales.
+    """
+    matrices = muon_parameters(model) if muon else set()
+    groups, named = {}, dict(model.named_parameters())
+    check_patterns(lr_groups or {}, named)
+    for name, p in named.items():
+        options = dict(lr=learning_rate, weight_decay=weight_decay if p.dim() >= 2 else 0.0, muon=False)
+        if name in matrices:
+            options = dict(lr=muon["lr"], weight_decay=muon["weight_decay"], muon=True)
+        options |= group_options(name, lr_groups or {}, options)
+        p.requires_grad_(options["lr"] > 0)
+        if options["lr"] > 0:
+            group = groups.setdefault(tuple(options.items()), dict(options, params=[], names=[]))
+            group["params"].append(p)
+            group["names"].append(name)
+    for group in groups.values():
+        group["initial_lr"] = group["lr"]
+    report(model, groups.values(), log)
+    kind = Muon if muon else torch.optim.AdamW
+    extra = dict(momentum=muon["momentum"]) if muon else {}
+    fused = all(p.device.type in ("cpu", "cuda", "mps", "xpu") for p in named.values())
+    return kind(list(groups.values()), lr=learning_rate, betas=tuple(betas), eps=eps, fused=fused, **extra)
+
+
+def muon_parameters(model):
+    """Names of the matrices Muon is meant for: weights of linear layers, without the output layer,
+    whose rows are classes, and without slivers, which have nothing to orthogonalise."""
+    return {f"{name}.weight" for name, m in model.named_modules()
+            if isinstance(m, nn.Linear) and "head" not in name and min(m.weight.shape) >= 16}
+
+
+def group_options(name, lr_groups, options):
+    out = {}
+    for pattern, value in lr_groups.items():
+        if fnmatch(name, f"*{pattern}*"):
+            value = value if isinstance(value, dict) else {"lr_mult": value}
+            out = {"lr": value.get("learning_rate", options["lr"] * value.get("lr_mult", 1.0)),
+                   "weight_decay": value.get("weight_decay", options["weight_decay"])}
+    return out
+
+
+def check_patterns(lr_groups, names):
+    allowed = {"learning_rate", "lr_mult", "weight_decay"}
+    for pattern, value in lr_groups.items():
+        if not any(fnmatch(n, f"*{pattern}*") for n in names):
+            raise ValueError(f"lr_groups: no parameter matches {pattern!r}; names look like "
+                             f"{', '.join(list(names)[:4])}")
+        unknown = set(value) - allowed if isinstance(value, dict) else ()
+        numbers = value.values() if isinstance(value, dict) else [value]
+        if unknown or min(numbers, default=0) < 0:
+            raise ValueError(f"lr_groups: {pattern}: expected a number of at least 0 or a mapping of "
+                             f"{', '.join(sorted(allowed))}; got {value}")
+
+
+def report(model, groups, log):
+    """Print how many tensors decay, as nanoGPT does, and what Muon takes and lr_groups froze."""
+    def count(params):
+        return f"{len(params)} tensors", f"({sum(p.numel() for p in params):,} params)"
+    used = [p for g in groups for p in g["params"]]
+    decayed, n_decayed = count([p for p in used if p.dim() >= 2])
+    rest, n_rest = count([p for p in used if p.dim() < 2])
+    log(f"Optimizer configured: {decayed} decayed {n_decayed}, {rest} not decayed {n_rest}")
+    matrices = [p for g in groups if g["muon"] for p in g["params"]]
+    if matrices:
+        log(f"Muon takes {' '.join(count(matrices))}, AdamW the rest")
+    frozen = [p for p in model.parameters() if not p.requires_grad]
+    if frozen:
+        log(f"Frozen by lr_groups: {' '.join(count(frozen))}")
+
+
+class Muon(torch.optim.AdamW):
+    """Muon (Jordan et al. 2024, https://kellerjordan.github.io/posts/muon/) for groups with
+    muon=True, AdamW for the others: one optimizer, one state, one step().
+
+    The update of a matrix is its Nesterov momentum made orthogonal by five Newton-Schulz steps, times
+    sqrt(max(1, rows / columns)). Matrices of one shape go through those steps as one batch.
+    """
+
+    def __init__(self, groups, momentum=0.95, **kwargs):
+        super().__init__(groups, **kwargs)
+        for group in self.param_groups:
+            group.setdefault("momentum", momentum)
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        loss = closure() if closure is not None else None
+        found_inf = getattr(self, "found_inf", None)  # set where a step may have to be skipped
+        groups = self.param_groups
+        for group in groups:
+            if group["muon"]:
+                self._muon_step(group, found_inf)
+        self.param_groups = [g for g in groups if not g["muon"]]
+        try:
+            super().step()
+        finally:
+            self.param_groups = groups
+        return loss
+
+    def _muon_step(self, group, found_inf):
+        by_shape = {}
+        for p in group["params"]:
+            if p.grad is not None:
+                by_shape.setdefault(p.shape, []).append(p)
+        for (rows, columns), params in by_shape.items():
+            grads = [p.grad for p in params]
+            for p in params:
+                if "momentum_buffer" not in self.state[p]:
+                    self.state[p]["momentum_buffer"] = torch.zeros_like(p)
+            buffers = [self.state[p]["momentum_buffer"] for p in params]
+            torch._foreach_lerp_(buffers, grads, 1 - group["momentum"])
+            nesterov = torch._foreach_lerp(grads, buffers, group["momentum"])
+            update = orthogonalize(torch.stack(nesterov)).to(params[0].dtype)
+            update *= -group["lr"] * max(1.0, rows / columns) ** 0.5
+            if found_inf is not None:
+                update = torch.where(found_inf > 0, torch.zeros_like(update), update)
+            if group["weight_decay"]:
+                torch._foreach_mul_(params, 1 - group["lr"] * group["weight_decay"])
+            torch._foreach_add_(params, list(update))
+
+
+def orthogonalize(g, steps=5):
+    """The nearest semi-orthogonal matrices to g (N, rows, columns), roughly: singular values end in
+    about [0.7, 1.2]. A quintic Newton-Schulz iteration, in bfloat16 with the matrices wide."""
+    a, b, c = 3.4445, -4.7750, 2.0315
+    x = g.bfloat16()
+    tall = x.size(-2) > x.size(-1)
+    x = x.mT if tall else x
+    x = x / (x.norm(dim=(-2, -1), keepdim=True) + 1e-7)
+    for _ in range(steps):
+        s = x @ x.mT
+        x = torch.baddbmm(a * x, torch.baddbmm(s, s, s, beta=b, alpha=c), x)
+    return x.mT if tall else x

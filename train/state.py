@@ -1,0 +1,67 @@
+"""The state of model and optimizer as whole named tensors, and back: the same for one device, DDP
+and FSDP2, at any number of ranks."""
+
+from dataclasses import dataclass
+
+import torch
+
+from train.distributed import assign, broadcast_tensor, full
+
+
+def model_state(model):
+    """{name: whole tensor} of the bare model; with FSDP2 all ranks must call. The tensors of an
+    unsharded model are the live ones: copy before training goes on."""
+    return {name: full(p.detach()) for name, p in model.state_dict().items()}
+
+
+def optimizer_state(optimizer):
+    """The optimizer's state by parameter name: {"state": {name: {key: tensor}}, "param_groups"}."""
+    state, groups = {}, []
+    for group in optimizer.param_groups:
+        for name, p in zip(group["names"], group["params"], strict=True):
+            if p in optimizer.state:
+                state[name] = {k: full(v) for k, v in optimizer.state[p].items()}
+        plain = {k: v for k, v in group.items() if k not in ("params", "names")}
+        groups.append(plain | {"betas": list(group["betas"]), "params": list(group["names"])})
+    return {"state": state, "param_groups": groups}
+
+
+@dataclass
+class Spec:
+    """Stands for a tensor while a state travels to the other ranks."""
+    shape: tuple
+    dtype: torch.dtype
+
+
+def specs(state):
+    """A nest of dicts and lists with its tensors replaced by Specs."""
+    if isinstance(state, torch.Tensor):
+        return Spec(tuple(state.shape), state.dtype)
+    if isinstance(state, dict):
+        return {k: specs(v) for k, v in state.items()}
+    return [specs(v) for v in state] if isinstance(state, list) else state
+
+
+def load_model(model, wanted, tensors, ranks):
+    """Fill the model, one tensor at a time, from rank 0's {name: tensor}."""
+    own = model.state_dict()
+    for name, spec in wanted.items():
+        assign(own[name], broadcast_tensor(tensors and tensors[name], (spec.shape, spec.dtype), ranks))
+
+
+def load_optimizer(optimizer, wanted, tensors, ranks):
+    """Fill the optimizer's state, one tensor at a time, from rank 0's {name: {key: tensor}}."""
+    named = {n: (p, g) for g in optimizer.param_groups
+             for n, p in zip(g["names"], g["params"], strict=True)}
+    for name, entry in wanted.items():
+        for key, spec in entry.items():
+            tensor = broadcast_tensor(tensors and tensors[name][key], (spec.shape, spec.dtype), ranks)
+            if name not in named:  # frozen since
+                continue
+            p, group = named[name]
+            if key == "step":  # a scalar; fused kernels want it on the device
+                value = tensor.to(p.device if group.get("fused") else "cpu", copy=True)
+            else:
+                value = torch.zeros_like(p, dtype=spec.dtype)
+                assign(value, tensor)
+            optimizer.state[p][key] = value

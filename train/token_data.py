@@ -1,0 +1,50 @@
+"""What a run needs of a dataset of tokens: loaders, vocabulary, tokenizer."""
+
+from dataclasses import dataclass
+
+import torch
+
+from data.prepare import ensure_dataset
+from data.tokenizer import load_dataset_tokenizer
+from train.dataloader import DataError, DataLoader
+from train.distributed import from_main
+
+GPT2_VOCABULARY = 50257  # of raw token files that say nothing else, as nanoGPT's and llm.c's
+
+
+@dataclass
+class TokenData:
+    train: DataLoader
+    val: DataLoader | None
+    vocab_size: int
+    tokenizer: object              # None where the folder says nothing about it
+    token_bytes: torch.Tensor | None   # (vocab_size,) bytes of text each id stands for
+    folder: str
+
+    def announce(self, log):
+        log(f"Loading data from {self.folder}...")
+        log(f"[train] Data loaded. Length: {self.train.n_tokens:,} tokens")
+        if self.val is not None:
+            log(f"[val] Data loaded. Length: {self.val.n_tokens:,} tokens")
+
+
+def open_token_data(config, micro_batch, ranks):
+    """The TokenData of a run; a built-in dataset is prepared on first use."""
+    c = config
+    from_main(lambda: ensure_dataset(c.data_dir), ranks)
+    tokenizer = load_dataset_tokenizer(c.data_dir)
+    known = c.vocab_size or (tokenizer.n_vocab if tokenizer else None)
+    train = DataLoader(c.data_dir, micro_batch, c.block_size, "train", c.seed, ranks.rank,
+                       ranks.world_size, vocab_size=known)
+    vocab_size = known or train.vocab_size or GPT2_VOCABULARY
+    if tokenizer and tokenizer.n_vocab > vocab_size:
+        raise DataError(f"vocab_size: {vocab_size} is below the {tokenizer.n_vocab} of the tokenizer of "
+                        f"{c.data_dir}; leave vocab_size out to take the data's")
+    val = None
+    if c.eval_interval:
+        val = DataLoader(c.data_dir, c.batch_size, c.block_size, "val", c.seed, vocab_size=vocab_size)
+    token_bytes = None
+    if tokenizer:
+        token_bytes = torch.zeros(vocab_size, dtype=torch.int64)
+        token_bytes[:tokenizer.n_vocab] = torch.from_numpy(tokenizer.token_bytes())
+    return TokenData(train, val, vocab_size, tokenizer, token_bytes, c.data_dir)
