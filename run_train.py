@@ -1,13 +1,15 @@
 """Train a model: python run_train.py [--config FILE.yaml] [--key value]...
 
-Several GPUs: torchrun --nproc_per_node=8 run_train.py ... (the same arguments, the same run, faster).
+Several GPUs: torchrun --nproc_per_node=8 run_train.py ... (the same run, faster).
 `--help` lists every key. This file leads from the command line to train(); train/train.py trains.
 """
 
 import os
 import sys
+import time
 
-from train.config import DEFAULT_PATH, ConfigError, describe, help_text, load_with_origins
+from train.config import DEFAULT_PATH, ConfigError, load_with_origins
+from train.help import describe, help_text
 
 
 def take_flag(argv, *names):
@@ -17,16 +19,16 @@ def take_flag(argv, *names):
 
 
 def take_config(argv):
-    """The path given as --config PATH, --config=PATH or a bare FILE.yaml, and argv without it."""
+    """The path given as --config PATH, --config=PATH or a first argument FILE.yaml; the rest."""
     path, rest, argv = DEFAULT_PATH, [], list(argv)
+    if argv and argv[0].endswith((".yaml", ".yml")) and "=" not in argv[0]:
+        path = argv.pop(0)
     while argv:
         a = argv.pop(0)
         if a == "--config" and argv:
             path = argv.pop(0)
         elif a.startswith("--config="):
             path = a.partition("=")[2]
-        elif a.endswith((".yaml", ".yml")) and "=" not in a and not (rest and rest[-1].startswith("--")):
-            path = a
         else:
             rest.append(a)
     return path, rest
@@ -46,6 +48,8 @@ def main(argv):
     except ConfigError as error:
         if os.environ.get("RANK", "0") == "0":  # every rank finds the same: one speaks
             print(error, file=sys.stderr)
+        else:
+            time.sleep(3)  # torchrun ends the others as soon as one has gone
         return 2
     if show_config:
         print(describe(config, origins))

@@ -11,20 +11,18 @@ import json
 import os
 import pickle
 import re
-import tempfile
 
 import numpy as np
 import tiktoken
+
+from data.download import R50K_SHA256, gpt2_ranks
 
 NAMES = ("byte", "char", "gpt2")
 EOT = "<|endoftext|>"
 GPT2_PATTERN = (r"""'(?:[sdmt]|ll|ve|re)| ?\p{L}++| ?\p{N}++| ?[^\s\p{L}\p{N}]++"""
                 r"""|\s++$|\s+(?!\S)|\s""")
-# r50k_base is GPT-2's vocabulary in one file; tiktoken's own "gpt2" needs two files for the same ids.
-R50K_URL = "https://openaipublic.blob.core.windows.net/encodings/r50k_base.tiktoken"
-R50K_SHA256 = "306cd27f03c1a714eca7108e03d66b7dc042abe8c258b44c199a7ed9838dd930"
-RANKS_FILE = "tokenizer.tiktoken"  # beside meta.json, for tokenizers that are made of ranks
 SPACE_RUN = 500_000  # tiktoken's regex overflows its stack on a million blanks in a row
+LONG_SPACE = re.compile(rf"\s{{{SPACE_RUN}}}")
 
 
 def clean(text):
@@ -36,21 +34,30 @@ def clean(text):
         return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
 
 
-def check_ids(ids, n_vocab, kind):
-    """`ids` as a list of ints; ValueError for one outside 0..n_vocab - 1."""
-    ids = [int(i) for i in ids]
-    for at, i in enumerate(ids):
-        if not 0 <= i < n_vocab:
-            raise ValueError(f"token id {i} (number {at} of {len(ids)}) is outside 0..{n_vocab - 1}, "
-                             f"the vocabulary of this {kind} tokenizer")
-    return ids
+class Tokenizer:
+    """What both kinds share. Subclasses give kind, n_vocab, eot_token (or None), encode_array,
+    decode_known, token_bytes() -> int64 (n_vocab,) bytes of text per id, and spec()."""
+
+    def encode(self, text):
+        """list of ids; special tokens written in the text are ordinary text."""
+        return self.encode_array(text).tolist()
+
+    def encode_batch(self, texts):
+        return [self.encode(text) for text in texts]
+
+    def decode(self, ids):
+        """Text of `ids`; bytes that are not UTF-8 become replacement characters. ValueError for an
+        id that is not in the vocabulary."""
+        ids = [int(i) for i in ids]
+        for at, i in enumerate(ids):
+            if not 0 <= i < self.n_vocab:
+                raise ValueError(f"token id {i} (number {at} of {len(ids)}) is outside the "
+                                 f"vocabulary of this {self.kind} tokenizer, 0..{self.n_vocab - 1}")
+        return self.decode_known(ids)
 
 
-class RankTokenizer:
-    """A `tiktoken.Encoding` (`enc`) plus one end-of-text token; kind is byte, gpt2 or ranks.
-
-    Special tokens in text are ordinary text: no input can produce the end-of-text id or an error.
-    """
+class RankTokenizer(Tokenizer):
+    """A `tiktoken.Encoding` (`enc`) and one end-of-text token; kind is byte, gpt2 or ranks."""
 
     def __init__(self, kind, ranks, pattern, eot_token):
         self.kind, self.ranks, self.pattern, self.eot_token = kind, ranks, pattern, eot_token
@@ -59,37 +66,25 @@ class RankTokenizer:
         self.n_vocab = self.enc.n_vocab
 
     def encode_array(self, text):
-        """Ids of `text` as a numpy array: uint8 (byte) or uint32."""
+        """Ids of `text` as a numpy array, uint8 (byte) or uint32."""
         text = clean(text)
-        if self.kind == "byte":  # what tiktoken would give, 100 times faster
+        if self.kind == "byte":  # what tiktoken gives, without its loop over a million matches
             return np.frombuffer(text.encode("utf-8"), np.uint8)
         parts = []
-        while len(text) > SPACE_RUN and (run := re.search(r"\s{%d}" % SPACE_RUN, text)):
+        while len(text) > SPACE_RUN and (run := LONG_SPACE.search(text)):
             parts.append(text[:run.end()])
             text = text[run.end():]
-        arrays = [self.enc.encode_to_numpy(p, disallowed_special=()) for p in [*parts, text]]
-        return np.concatenate(arrays)
+        return np.concatenate([self.enc.encode_to_numpy(part, disallowed_special=())
+                               for part in [*parts, text]])
 
-    def encode(self, text):
-        return self.encode_array(text).tolist()
-
-    def encode_batch(self, texts):
-        return [self.encode(text) for text in texts]
-
-    def decode_bytes(self, ids):
-        ids = check_ids(ids, self.n_vocab, self.kind)
+    def decode_known(self, ids):
         try:
-            return self.enc.decode_bytes(ids)
+            return self.enc.decode(ids, errors="replace")
         except KeyError as e:  # rank files may leave gaps
             raise ValueError(f"{e.args[0]}: the {self.kind} tokenizer has no such token") from None
 
-    def decode(self, ids):
-        """Text of `ids`; bytes that are not UTF-8 become replacement characters."""
-        return self.decode_bytes(ids).decode("utf-8", "replace")
-
     def token_bytes(self):
-        """int64 (n_vocab,): the bytes of text each id stands for, 0 for end-of-text."""
-        sizes = np.zeros(self.n_vocab, np.int64)
+        sizes = np.zeros(self.n_vocab, np.int64)  # end-of-text stands for no text
         for token, rank in self.ranks.items():
             sizes[rank] = len(token)
         return sizes
@@ -97,13 +92,13 @@ class RankTokenizer:
     def spec(self):
         if self.kind == "byte":
             return {"kind": "byte"}
-        lines = (f"{base64.b64encode(token).decode()} {rank}\n" for token, rank in self.ranks.items())
+        lines = (f"{base64.b64encode(t).decode()} {rank}\n" for t, rank in self.ranks.items())
         return {"kind": self.kind, "pattern": self.pattern, "eot_token": self.eot_token,
                 "ranks": "".join(lines)}
 
 
-class CharTokenizer:
-    """One id for each character of `chars`, in that order; no end-of-text (nanoGPT's char level)."""
+class CharTokenizer(Tokenizer):
+    """One id for each character of `chars`, in that order; no end-of-text, as nanoGPT's."""
 
     kind, eot_token = "char", None
 
@@ -112,8 +107,8 @@ class CharTokenizer:
             raise ValueError(f"a char tokenizer needs distinct characters; got {chars[:80]!r}")
         self.chars, self.n_vocab = chars, len(chars)
         codes = np.array([ord(c) for c in chars], np.uint32)
-        self.order = np.argsort(codes)   # position in sorted order -> id
-        self.codes = codes[self.order]   # sorted code points
+        self.order = np.argsort(codes)  # place among the sorted code points -> id
+        self.codes = codes[self.order]
 
     def encode_array(self, text):
         """Ids of `text` as an int64 array; ValueError names characters outside the vocabulary."""
@@ -121,24 +116,14 @@ class CharTokenizer:
         at = np.minimum(np.searchsorted(self.codes, codes), self.n_vocab - 1)
         if (self.codes[at] != codes).any():
             unknown = "".join(sorted(set(text) - set(self.chars)))
-            raise ValueError(f"{len(unknown)} characters are not among the {self.n_vocab} of this char "
-                             f"tokenizer: {unknown[:40]!r}; leave them out, or use --tokenizer byte")
+            raise ValueError(f"characters {unknown[:40]!r} are not among the {self.n_vocab} of "
+                             "this char tokenizer; leave them out, or use the byte tokenizer")
         return self.order[at]
 
-    def encode(self, text):
-        return self.encode_array(text).tolist()
-
-    def encode_batch(self, texts):
-        return [self.encode(text) for text in texts]
-
-    def decode_bytes(self, ids):
-        return self.decode(ids).encode("utf-8")
-
-    def decode(self, ids):
-        return "".join(self.chars[i] for i in check_ids(ids, self.n_vocab, self.kind))
+    def decode_known(self, ids):
+        return "".join(self.chars[i] for i in ids)
 
     def token_bytes(self):
-        """int64 (n_vocab,): the UTF-8 bytes of each character."""
         return np.array([len(c.encode("utf-8")) for c in self.chars], np.int64)
 
     def spec(self):
@@ -146,32 +131,32 @@ class CharTokenizer:
 
 
 def parse_ranks(text, where):
-    """{token bytes: rank} of a rank file's text: one `base64 rank` a line, all 256 bytes among them."""
+    """{token bytes: rank} of a rank file's text: `base64 rank` lines, all 256 bytes among them."""
     ranks = {}
     for number, line in enumerate(text.splitlines(), 1):
-        if line.strip():
-            try:
+        try:
+            if line.strip():
                 token, rank = line.split()
                 ranks[base64.b64decode(token, validate=True)] = int(rank)
-            except ValueError:
-                raise ValueError(f"{where}:{number}: expected `base64 rank`, as in tiktoken's files; "
-                                 f"got {line[:60]!r}") from None
+        except ValueError:
+            raise ValueError(f"{where}:{number}: expected `base64 rank`, as in tiktoken's files; "
+                             f"got {line[:60]!r}") from None
     missing = sum(bytes([i]) not in ranks for i in range(256))
     if missing or len(set(ranks.values())) != len(ranks) or min(ranks.values()) < 0:
-        raise ValueError(f"{where}: not a usable rank file: {len(ranks)} tokens, {missing} of the 256 "
-                         "single bytes missing (expected none), ranks must be distinct and >= 0")
+        raise ValueError(f"{where}: not a usable rank file of {len(ranks)} tokens: {missing} of "
+                         "the 256 single bytes are missing, or ranks are negative or repeated")
     return ranks
 
 
 def rank_tokenizer(text, where):
-    """RankTokenizer of a rank file's text, split as GPT-2 splits, end-of-text after the last rank."""
-    ranks = parse_ranks(text, where)
+    """Tokenizer of a rank file's text; split as GPT-2 splits, end-of-text after the last rank."""
     kind = "gpt2" if hashlib.sha256(text.encode()).hexdigest() == R50K_SHA256 else "ranks"
+    ranks = parse_ranks(text, where)
     return RankTokenizer(kind, ranks, GPT2_PATTERN, max(ranks.values()) + 1)
 
 
 def tokenizer_from_spec(spec):
-    """The tokenizer that `spec()` described; ValueError if the dict is not such a description."""
+    """The tokenizer that `spec()` described; ValueError if the dict describes none."""
     kind = spec.get("kind") if isinstance(spec, dict) else None
     try:
         if kind == "byte":
@@ -182,5 +167,67 @@ def tokenizer_from_spec(spec):
             ranks = parse_ranks(spec["ranks"], "tokenizer ranks")
             return RankTokenizer(kind, ranks, spec["pattern"], int(spec["eot_token"]))
     except (KeyError, TypeError) as e:
-        raise ValueError(f"tokenizer description of kind {kind!r} is incomplete: {e!r}") from None
+        raise ValueError(f"tokenizer of kind {kind!r}: broken description: {e!r}") from None
     raise ValueError(f"tokenizer kind {kind!r} is unknown; expected byte, char, gpt2 or ranks")
+
+
+class PlainUnpickler(pickle.Unpickler):
+    """Builds dict, list, str, int and the like; a pickle that names anything else is refused."""
+
+    def find_class(self, module, name):
+        raise ValueError(f"it names {module}.{name}, which could run code")
+
+
+def pickled_tokenizer(path):
+    """Tokenizer of nanoGPT's meta.pkl (char level: itos), or None where it has no characters."""
+    try:
+        with open(path, "rb") as f:
+            itos = PlainUnpickler(f).load().get("itos")
+        return CharTokenizer("".join(itos[i] for i in range(len(itos)))) if itos else None
+    except Exception as e:  # a broken pickle can raise nearly anything
+        raise ValueError(f"{path}: not a meta.pkl as nanoGPT writes them: {e}") from None
+
+
+def load_dataset_tokenizer(data_dir):
+    """Tokenizer of prepared data (its folder, or token files in it), from meta.json or nanoGPT's
+    meta.pkl; None if these name none."""
+    folder = data_dir if os.path.isdir(data_dir) else os.path.dirname(data_dir)
+    path = os.path.join(folder, "meta.json")
+    if not os.path.isfile(path):
+        path = os.path.join(folder, "meta.pkl")
+        return pickled_tokenizer(path) if os.path.isfile(path) else None
+    try:
+        with open(path, encoding="utf-8") as f:
+            spec = json.load(f).get("tokenizer")
+        if spec and "ranks_file" in spec:  # only its name counts: never a file of another folder
+            ranks = os.path.join(folder, os.path.basename(spec["ranks_file"]))
+            with open(ranks, encoding="ascii") as f:
+                spec = {**spec, "ranks": f.read()}
+        return tokenizer_from_spec(spec) if spec else None
+    except (ValueError, TypeError, AttributeError, OSError) as e:
+        raise ValueError(f"{path}: cannot rebuild its tokenizer: {e}; prepare it again") from None
+
+
+def load_tokenizer(name, path=None):
+    """Tokenizer by name (byte, gpt2), or from a rank file or a prepared folder, given as `path` or
+    as `name` itself. char exists only in a prepared folder: its characters are those of a text."""
+    path = path or (None if name in NAMES else name)
+    if path and os.path.isdir(path):
+        tokenizer = load_dataset_tokenizer(path)
+        if tokenizer is None or name in NAMES and name != tokenizer.kind:
+            kind = name if name in NAMES else "known"
+            raise ValueError(f"{path}: this folder has no {kind} tokenizer")
+        return tokenizer
+    if name == "byte":
+        return tokenizer_from_spec({"kind": "byte"})
+    if name == "gpt2" and not path:
+        return rank_tokenizer(gpt2_ranks(), "gpt2")
+    if name == "char":
+        raise ValueError("tokenizer char: give the prepared folder whose characters it has")
+    if not os.path.isfile(path):
+        near = difflib.get_close_matches(name, NAMES, 1, 0.4)
+        hint = f"; did you mean {near[0]}?" if near else ""
+        raise ValueError(f"tokenizer {path!r}: no such name or file; expected byte, char, gpt2, "
+                         f"a rank file in tiktoken's format or a prepared folder{hint}")
+    with open(path, encoding="utf-8", errors="replace") as f:
+        return rank_tokenizer(f.read(), path)

@@ -44,45 +44,48 @@ def chunk_rows(n_rows, n_columns, limit=1 << 23):
 
 
 class _ChunkedLinearCrossEntropy(torch.autograd.Function):
-    """The gradients are those of the mean loss, made in forward; backward only scales them."""
+    """Forward makes d loss / d logits in passing, so that nothing is computed twice."""
 
     @staticmethod
     def forward(ctx, h, weight, targets, vocab_size, softcap):
-        n, total = (targets != IGNORE).sum().clamp(min=1), h.new_zeros((), dtype=torch.float32)
+        counts, index = targets != IGNORE, targets.clamp(min=0)[:, None]
+        share = counts / counts.sum().clamp(min=1)  # (N,) of each row in the mean
         wants_grad = ctx.needs_input_grad[0] or ctx.needs_input_grad[1]
-        dh = torch.empty_like(h) if wants_grad else None
         dlogits = h.new_empty(h.size(0), weight.size(0)) if wants_grad else None
+        dh = torch.empty_like(h) if wants_grad else None
+        total = h.new_zeros((), dtype=torch.float32)
         rows = chunk_rows(h.size(0), weight.size(0))
-        for a in range(0, h.size(0), rows):
-            chunk = slice(a, a + rows)
-            loss, d = _chunk(F.linear(h[chunk], weight).float(), targets[chunk], vocab_size, softcap,
-                             wants_grad)
-            total += loss
+        for start in range(0, h.size(0), rows):
+            chunk = slice(start, start + rows)
+            loss, d = _losses(F.linear(h[chunk], weight).float(), index[chunk], vocab_size, softcap)
+            total += (loss * share[chunk]).sum()
             if wants_grad:
-                dlogits[chunk] = d.div_(n)
+                dlogits[chunk] = d
                 torch.mm(dlogits[chunk], weight, out=dh[chunk])
         if wants_grad:
-            ctx.save_for_backward(dh, dlogits.t() @ h)
-        return total / n
+            ctx.save_for_backward(h, dh, dlogits, share)
+        return total
 
     @staticmethod
     def backward(ctx, grad):
-        dh, dweight = ctx.saved_tensors
-        return dh * grad.to(dh.dtype), dweight * grad.to(dweight.dtype), None, None, None
+        h, dh, dlogits, share = ctx.saved_tensors
+        # The scale comes last and in float32: float16 would lose 1 / N, and rows that do not count.
+        scale = (grad * share)[:, None]
+        return (dh * scale).to(h.dtype), dlogits.t() @ (h * scale).to(h.dtype), None, None, None
 
 
-def _chunk(z, y, vocab_size, softcap, wants_grad):
-    """Summed loss of logits z (n, V) float32 against y (n,), and d loss / d z (made in z's memory)."""
-    z = z.div_(softcap).tanh_().mul_(softcap) if softcap else z
-    slope = 1 - (z / softcap).square() if softcap and wants_grad else None
+def _losses(z, index, vocab_size, softcap):
+    """Loss (n,) of each row of logits z (n, V) float32 at its index (n, 1), and d loss / d z. z is
+    overwritten."""
+    slope = 1.0
+    if softcap:
+        z = z.div_(softcap).tanh_()
+        slope = 1 - z.square()
+        z = z.mul_(softcap)
     z[:, vocab_size:] = float("-inf")
-    counts, index = y != IGNORE, y.clamp(min=0)[:, None]
-    picked = z.gather(1, index)[:, 0]
-    lse = z.logsumexp(1)
-    loss = ((lse - picked) * counts).sum()
-    if not wants_grad:
-        return loss, None
-    z.sub_(lse[:, None]).exp_()
-    z.scatter_add_(1, index, z.new_full(index.shape, -1.0))
-    z.mul_(counts[:, None])
-    return loss, z.mul_(slope) if slope is not None else z
+    p = z.softmax(1)
+    # log sum exp(z) from the largest entry, whose p is at least 1 / V: no second exp over the chunk.
+    lse = z.amax(1) - p.amax(1).log()
+    loss = lse - z.gather(1, index)[:, 0]
+    p.scatter_add_(1, index, p.new_full(index.shape, -1.0))
+    return loss, p.mul_(slope) if softcap else p

@@ -27,10 +27,12 @@ def start(*args, ranks=0, env=None, torchrun=(), **popen):
     """Start run_train.py, under torchrun where ranks are given; its Popen."""
     command = [sys.executable]
     if ranks:
-        command += ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={ranks}", *torchrun]
+        command += ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={ranks}",
+                    *torchrun]
     environment = os.environ | {"OMP_NUM_THREADS": "1"} | (env or {})
-    return subprocess.Popen([*command, str(REPO / "run_train.py"), *map(str, args)], cwd=REPO, text=True,
-                            env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, **popen)
+    return subprocess.Popen([*command, str(REPO / "run_train.py"), *map(str, args)], cwd=REPO,
+                            text=True, env=environment, stdout=subprocess.PIPE,
+                            stderr=subprocess.STDOUT, **popen)
 
 
 def run(*args, timeout=120, **kwargs):
@@ -47,7 +49,8 @@ def run(*args, timeout=120, **kwargs):
 def data_dir(tmp_path_factory):
     """A prepared folder of learnable bytes: 20,000 training tokens, 4,000 validation tokens."""
     folder = tmp_path_factory.mktemp("data")
-    text = b"".join(b"line %d: the quick brown fox jumps over the lazy dog\n" % i for i in range(500))
+    line = b"line %d: the quick brown fox jumps over the lazy dog\n"
+    text = b"".join(line % i for i in range(500))
     tokens = np.frombuffer(text, np.uint8).astype("<u2")
     tokens[:20_000].tofile(folder / "train.bin")
     tokens[20_000:24_000].tofile(folder / "val.bin")

@@ -7,8 +7,8 @@ from train.report import is_out_of_memory
 
 
 def fit_micro_batch(run):
-    """Try a forward and backward pass before training starts, and halve run.micro_batch while one rank
-    or another runs out of memory. Nothing is exchanged between ranks inside a try, so none hangs."""
+    """Try a forward and backward pass before training starts, and halve run.micro_batch while any
+    rank runs out of memory. Nothing is exchanged between ranks inside a try, so none hangs."""
     while True:
         failed = 0
         try:
@@ -25,8 +25,8 @@ def fit_micro_batch(run):
         if not max_over_ranks(failed, run.ranks):
             return
         if run.micro_batch == 1:
-            raise RuntimeError("can't allocate memory even for a micro-batch of 1: use a smaller model "
-                               "or block_size, or --gradient_checkpointing true")
+            raise RuntimeError("can't allocate memory even for a micro-batch of 1: use a smaller "
+                               "model or block_size, or --gradient_checkpointing true")
         before = run.micro_batch
         run.open_data(replace(run.given, batch_size=before // 2))
         run.log.warn(f"out of memory: micro-batch {before} -> {run.micro_batch}, accumulation "

@@ -7,12 +7,11 @@ ckpt_prev.pt. Nothing read here can run code: weights_only is always on.
 """
 
 import contextlib
+import errno
 import hashlib
 import os
+import pickletools
 import shutil
-import socket
-import threading
-import time
 import zipfile
 
 import torch
@@ -51,7 +50,7 @@ def save_checkpoint(path, state, links=()):
             fault.point("save_before_fsync", step)
             os.fsync(f.fileno())
         fault.point("save_before_replace", step)
-        if os.path.exists(path):
+        if os.path.exists(path):  # a symlink is replaced; the file it points to becomes *_prev.pt
             _link(path, prev_path(path))
         os.replace(temporary, path)
         fault.point("save_after_replace", step)
@@ -70,10 +69,12 @@ class _HashingFile:
 
     def __init__(self, file, step):
         self.file, self.step, self.sha, self.error = file, step, hashlib.sha256(), None
+        self.midway = False
 
     def write(self, data):
         try:
-            if self.file.tell() > 1000:
+            if not self.midway and self.file.tell() > 1000:
+                self.midway = True
                 fault.point("save_mid", self.step)
             self.sha.update(data)
             return self.file.write(data)
@@ -89,116 +90,96 @@ def prev_path(path):
     return path.removesuffix(".pt") + "_prev.pt"
 
 
+def named_tensors(state, name=""):
+    """(dotted name, tensor) of every tensor in a nest of dicts and lists."""
+    if isinstance(state, torch.Tensor):
+        yield name, state
+    nested = isinstance(state, (dict, list))
+    for k, v in (state.items() if isinstance(state, dict) else enumerate(state)) if nested else ():
+        yield from named_tensors(v, f"{name}.{k}" if name else str(k))
+
+
 def tensor_bytes(state):
     """Bytes of all tensors in a nest of dicts and lists."""
-    if isinstance(state, torch.Tensor):
-        return state.nbytes
-    items = state.values() if isinstance(state, dict) else state if isinstance(state, list) else ()
-    return sum(tensor_bytes(v) for v in items)
+    return sum(tensor.nbytes for _, tensor in named_tensors(state))
+
+
+def find_not_finite(state):
+    """The name of a tensor in a nest that holds a NaN or an infinity, or None."""
+    named = [(n, t) for n, t in named_tensors(state) if t.is_floating_point() and t.numel()]
+    if not named:
+        return None
+    finite = torch.stack([torch.isfinite(t).all() for _, t in named])  # one wait for the device
+    return None if finite.all() else named[int(finite.int().argmin())][0]
 
 
 def _check_space(folder, needed):
     free = shutil.disk_usage(folder).free
     if free < needed * 1.02 + 2**20:
-        raise OSError(f"it needs {needed / 2**20:,.0f} MiB and {free / 2**20:,.0f} MiB are free on the "
-                      f"disk of {folder}")
+        raise OSError(f"it needs {needed / 2**20:,.0f} MiB and {free / 2**20:,.0f} MiB are free on "
+                      f"the disk of {folder}")
 
 
 def _link(source, target):
-    """Give the file `source` the further name `target`, atomically; a copy where links are refused."""
+    """Give the file `source` the name `target` too, atomically; copy where links are refused."""
     temporary = f"{target}.tmp.{os.getpid()}"
     with contextlib.suppress(FileNotFoundError):
         os.unlink(temporary)
     try:
-        os.link(source, temporary, follow_symlinks=True)
+        try:
+            os.link(source, temporary, follow_symlinks=True)
+        except OSError:
+            shutil.copyfile(source, temporary)
+            with open(temporary, "rb") as f:
+                os.fsync(f.fileno())
+        os.replace(temporary, target)
     except OSError:
-        shutil.copyfile(source, temporary)
-        with open(temporary, "rb") as f:
-            os.fsync(f.fileno())
-    os.replace(temporary, target)
+        with contextlib.suppress(OSError):
+            os.unlink(temporary)
+        raise
 
 
 def _sync_folder(folder):
-    """Make renames in `folder` durable (POSIX; elsewhere a folder cannot be opened)."""
-    with contextlib.suppress(OSError):
+    """Make renames in `folder` durable, where a folder can be opened and synced (POSIX)."""
+    try:
         fd = os.open(folder, os.O_RDONLY)
         try:
             os.fsync(fd)
         finally:
             os.close(fd)
+    except OSError as error:
+        if error.errno == errno.EIO:
+            raise
 
 
 def prune(folder, keep):
-    """Remove the oldest numbered checkpoints but `keep`, once newer ones are durable."""
-    numbered = sorted(n for n in os.listdir(folder) if n[5:-3].isdigit() and n.startswith("ckpt_"))
-    for name in numbered[:len(numbered) - keep]:
+    """Remove the oldest numbered checkpoints but `keep`, once newer ones are durable; 0: none."""
+    numbered = [n for n in os.listdir(folder) if n.startswith("ckpt_") and n[5:-3].isdigit()]
+    numbered.sort(key=lambda n: int(n[5:-3]))
+    for name in numbered[:-keep] if keep else ():
         with contextlib.suppress(OSError):
             os.unlink(os.path.join(folder, name))
 
 
-class Saver:
-    """Saves in a background thread, at most one at a time, from a snapshot taken by the caller.
-
-    save() waits for a save still under way (so slow disks cannot pile up work) and returns the seconds
-    the training was held up. What went wrong in the background is raised by the next wait() or save().
-    """
-
-    def __init__(self):
-        self.thread, self.error = None, None
-
-    def save(self, path, state, links=(), after=lambda: None, background=True):
-        started = time.monotonic()
-        self.wait()
-        if background and memory_available() > 2 * tensor_bytes(state):
-            self.thread = threading.Thread(target=self._write, args=(path, snapshot(state), links, after))
-            self.thread.start()
-        else:
-            save_checkpoint(path, state, links)
-            after()
-        return time.monotonic() - started
-
-    def _write(self, path, state, links, after):
-        try:
-            save_checkpoint(path, state, links)
-            after()
-        except Exception as error:
-            self.error = error
-
-    def wait(self):
-        if self.thread is not None:
-            self.thread.join()
-            self.thread = None
-        if self.error is not None:
-            error, self.error = self.error, None
-            raise error
-
-
-def snapshot(state):
-    """A copy of a nest of dicts, lists and tensors that training can no longer change, on the CPU."""
-    if isinstance(state, torch.Tensor):
-        return state.detach().to("cpu", copy=True)
-    if isinstance(state, dict):
-        return {k: snapshot(v) for k, v in state.items()}
-    return [snapshot(v) for v in state] if isinstance(state, list) else state
-
-
-def memory_available():
-    """Bytes of memory free for use (Linux; elsewhere assumed plenty)."""
-    with contextlib.suppress(OSError, ValueError), open("/proc/meminfo") as f:
-        return next(int(line.split()[1]) * 1024 for line in f if line.startswith("MemAvailable"))
-    return 2**62
+def remove_leftovers(folder):
+    """Delete temporary files that a killed process left in a run folder (the lock held)."""
+    for name in os.listdir(folder):
+        if ".pt.tmp." in name:
+            os.unlink(os.path.join(folder, name))
 
 
 # -----------------------------------------------------------------------------
 # loading
 
 def load_checkpoint(path):
-    """The state saved at `path`, on the CPU, verified: digest, plain types only, known format.
-    Also reads foreign files of plain tensors (nanoGPT's). Raises CheckpointError."""
+    """The state saved at `path`, on the CPU, verified: digest, plain types only, known format,
+    finite numbers. Also reads foreign files of plain tensors (nanoGPT's).
+    Raises CheckpointError."""
     try:
         fault.point("load")
         signed = _verify(path)
-        state = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+        # Not mapped into memory: whoever changes the file later would change, or crash, the reader.
+        state = torch.load(path, map_location="cpu", weights_only=True)
     except CheckpointError:
         raise
     except Exception as error:
@@ -208,12 +189,13 @@ def load_checkpoint(path):
     version = state.get("format_version", 0)
     if version and not signed:
         raise CheckpointError(f"{path}: damaged: its digest is missing")
-    if version > FORMAT_VERSION:
+    if not isinstance(version, int) or version > FORMAT_VERSION:
         raise CheckpointError(f"{path}: format {version} is newer than this program's "
                               f"{FORMAT_VERSION}: update the program")
-    for name, tensor in state["model"].items():
-        if tensor.is_floating_point() and not torch.isfinite(tensor).all():
-            raise CheckpointError(f"{path}: {name} holds values that are not finite")
+    if strange := [n for n, t in state["model"].items() if not isinstance(t, torch.Tensor)]:
+        raise CheckpointError(f"{path}: not a checkpoint: its model has {strange[0]}, no tensor")
+    if bad := find_not_finite({k: state[k] for k in ("model", "optimizer") if k in state}):
+        raise CheckpointError(f"{path}: {bad} holds values that are not finite")
     return state
 
 
@@ -228,8 +210,10 @@ def _verify(path):
         f.seek(max(0, size - TRAILER_BYTES))
         trailer = f.read()
         if not trailer.startswith(MARK):
-            if zipfile.is_zipfile(path) and (bad := zipfile.ZipFile(path).testzip()):
-                raise CheckpointError(f"{path}: damaged at {bad}")
+            if zipfile.is_zipfile(f):
+                with zipfile.ZipFile(f) as z:
+                    if bad := z.testzip():
+                        raise CheckpointError(f"{path}: damaged at {bad}")
             return False
         f.seek(0)
         sha, left = hashlib.sha256(), size - TRAILER_BYTES
@@ -244,20 +228,32 @@ def _verify(path):
 def _load_problem(path, error):
     if isinstance(error, FileNotFoundError):
         return "no such file"
-    with contextlib.suppress(Exception):
-        if unsafe := torch.serialization.get_unsafe_globals_in_checkpoint(path):
-            return (f"refused: it would run or build {', '.join(sorted(unsafe))} when loaded; a "
-                    "checkpoint holds plain tensors only")
-    text = str(error).split("\n")[0]
-    if "Unsupported global" in str(error) or "GLOBAL" in str(error):
-        text = str(error)[str(error).find("GLOBAL"):].split("\n")[0]
-        return f"refused: it would run code when loaded ({text})"
+    if unsafe := _unsafe_names(path):
+        return (f"refused: it would run or build {', '.join(sorted(unsafe))} when loaded; a "
+                "checkpoint holds plain tensors only")
+    text = str(error).strip().split("\n")[0]
     return f"cannot be read as a checkpoint ({type(error).__name__}: {text})"
 
 
+def _unsafe_names(path):
+    """What a pickle in the file would import, read off without running it; empty if unknown."""
+    with contextlib.suppress(Exception):
+        return torch.serialization.get_unsafe_globals_in_checkpoint(path)
+    found, strings = set(), []
+    with contextlib.suppress(Exception), open(path, "rb") as f:
+        for op, value, _ in pickletools.genops(f):  # a bare pickle
+            if isinstance(value, str):
+                strings.append(value)
+            if op.name in ("GLOBAL", "INST"):
+                found.add(value.replace(" ", "."))
+            elif op.name == "STACK_GLOBAL":
+                found.add(".".join(strings[-2:]))
+    return found
+
+
 def load_latest(folder, log):
-    """(state, path) of the newest good checkpoint of a run folder, (None, None) where there is none.
-    A bad ckpt.pt is moved to ckpt_bad.pt and the one before it is used; with no good one left this
+    """(state, path) of the newest good checkpoint of a run folder, (None, None) without any. A bad
+    ckpt.pt is moved to ckpt_bad_1.pt and the one before it is used; with no good one left this
     raises, so that a run with a history never starts from scratch by accident."""
     path = os.path.join(folder, "ckpt.pt")
     candidates = [p for p in (path, prev_path(path)) if os.path.lexists(p)]
@@ -266,6 +262,8 @@ def load_latest(folder, log):
         try:
             state = load_checkpoint(p)
         except CheckpointError as error:
+            if "allocate memory" in str(error):  # the file may well be good
+                raise
             problems.append(str(error))
             continue
         for problem in problems:
@@ -273,95 +271,70 @@ def load_latest(folder, log):
         if p != path:
             log(f"going on from {p}, saved at iter {state.get('iter_num')}, instead")
             if os.path.lexists(path):  # or the next save would make the bad file the previous one
-                os.replace(path, os.path.join(folder, "ckpt_bad.pt"))
+                os.replace(path, _free_name(folder, "ckpt_bad"))
         return state, p
     if problems:
-        raise CheckpointError("no checkpoint can be used:\n" + "\n".join(f"  - {p}" for p in problems)
+        raise CheckpointError("no checkpoint can be used:\n"
+                              + "\n".join(f"  - {p}" for p in problems)
                               + "\nrestore one of them, or start afresh with --resume never")
     return None, None
 
 
+def _free_name(folder, stem, suffix=".pt"):
+    paths = (os.path.join(folder, f"{stem}_{n}{suffix}") for n in range(1, 10**6))
+    return next(p for p in paths if not os.path.lexists(p))
+
+
 def move_aside(folder):
-    """Move a run's files to old_1/ (or the next free number) inside `folder`; the new place or None."""
-    names = [n for n in os.listdir(folder) if n.startswith(RUN_FILES) and not n.startswith("old_")]
+    """Move a run's files to old_1/ (or the next free number) inside `folder`; the new place."""
+    names = [n for n in os.listdir(folder) if n.startswith(RUN_FILES)]
     if not names:
         return None
-    n = next(i for i in range(1, 10**6) if not os.path.exists(os.path.join(folder, f"old_{i}")))
-    target = os.path.join(folder, f"old_{n}")
+    target = _free_name(folder, "old", "")
     os.makedirs(target)
     for name in names:
         os.replace(os.path.join(folder, name), os.path.join(target, name))
     return target
 
 
-def check_state(state, shapes, path):
-    """Raise CheckpointError unless `state` fits a model whose parameters have `shapes` {name: shape}:
-    names, shapes and kinds of the weights and of the optimizer's state."""
-    if not isinstance(state.get("optimizer"), dict) or "state" not in state["optimizer"]:
-        raise CheckpointError(f"{path}: has weights but no optimizer state, so it cannot be resumed; "
-                              f"start from its weights with --init_from {path} --resume never")
-    check_model(state["model"], shapes, path)
-    problems = []
+def check_state(state, wanted, path):
+    """Raise CheckpointError unless `state` fits a model with the tensors `wanted` {name: tensor}:
+    names, shapes and dtypes of the weights and of the optimizer's state."""
+    problems = _mismatches("", state["model"], wanted)
     for name, entry in state["optimizer"]["state"].items():
-        if name not in shapes:
+        if name not in wanted:
             problems.append(f"optimizer state of unknown parameter {name}")
             continue
         moments = {k: v for k, v in entry.items() if k != "step"}
-        problems += _mismatches(f"optimizer {name} ", moments, {k: shapes[name] for k in moments})
+        problems += _mismatches(f"optimizer {name} ", moments, {k: wanted[name] for k in moments})
     _refuse(problems, path)
 
 
-def check_model(weights, shapes, path):
+def check_model(weights, wanted, path):
     """Raise CheckpointError unless the names and shapes of `weights` are those of the model."""
-    _refuse(_mismatches("", weights, shapes), path)
+    _refuse(_mismatches("", weights, wanted, dtypes=False), path)
 
 
 def _refuse(problems, path):
     if problems:
         shown = problems[:10] + [f"and {len(problems) - 10} more"] * (len(problems) > 10)
-        raise CheckpointError(f"{path} does not fit this model:\n" + "\n".join(f"  - {p}" for p in shown)
+        raise CheckpointError(f"{path} does not fit this model:\n"
+                              + "\n".join(f"  - {p}" for p in shown)
                               + "\nuse the configuration it was made with, or another out_dir")
 
 
-def _mismatches(prefix, found, wanted):
+def _mismatches(prefix, found, wanted, dtypes=True):
     out = [f"{prefix}{n}: missing" for n in wanted if n not in found]
     out += [f"{prefix}{n}: not a parameter of this model" for n in found if n not in wanted]
     for name in (n for n in found if n in wanted):
-        if not isinstance(found[name], torch.Tensor) or tuple(found[name].shape) != tuple(wanted[name]):
-            out.append(f"{prefix}{name}: shape {tuple(getattr(found[name], 'shape', ()))}, "
-                       f"wanted {tuple(wanted[name])}")
+        has, want = _kind(found[name], dtypes), _kind(wanted[name], dtypes)
+        if has != want:
+            out.append(f"{prefix}{name}: {has}, wanted {want}")
     return out
 
 
-# -----------------------------------------------------------------------------
-# one writer a folder
-
-class FolderLock:
-    """Exclusive use of a run folder while the process lives; the system frees a dead holder's lock."""
-
-    def __init__(self, folder):
-        self.path = os.path.join(folder, ".lock")
-        self.file = open(self.path, "a+")
-        try:
-            import fcntl  # POSIX; without it there is no lock
-            fcntl.flock(self.file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except ImportError:
-            return
-        except BlockingIOError:
-            self.file.seek(0)
-            holder = self.file.read().strip() or "another process"
-            raise CheckpointError(f"{folder} is in use by {holder}; wait for it, stop it, or choose "
-                                  "another --out_dir") from None
-        self.file.truncate(0)
-        self.file.write(f"pid {os.getpid()} on {socket.gethostname()}")
-        self.file.flush()
-
-    def release(self):
-        self.file.close()
-
-
-def remove_leftovers(folder):
-    """Delete temporary files that a killed process left in a run folder (call with the lock held)."""
-    for name in os.listdir(folder):
-        if ".pt.tmp." in name:
-            os.unlink(os.path.join(folder, name))
+def _kind(tensor, dtypes):
+    if not isinstance(tensor, torch.Tensor):
+        return f"a {type(tensor).__name__}"
+    dtype = f" {str(tensor.dtype).removeprefix('torch.')}" if dtypes else ""
+    return f"shape {tuple(tensor.shape)}{dtype}"

@@ -1,17 +1,17 @@
 """Configuration: one flat namespace of typed keys, read from YAML and the command line.
 
-The keys themselves are declared in train/keys.py. Values are parsed by the type of their key, never by YAML's guesses (in YAML 1.1 `1e-4` is a string,
-`010` is eight and `1:30` is ninety), so a file and the command line accept exactly the same text.
+The keys themselves are declared in train/keys.py. Values are parsed by the type of their key, never
+by YAML's guesses (in YAML 1.1 `1e-4` is a string, `010` is eight and `1:30` is ninety), so a file
+and the command line accept exactly the same text.
 """
 
 import difflib
 import math
 import os
-from dataclasses import asdict, fields
 
 import yaml
 
-from train.keys import FIELDS, GROUPS, TrainConfig
+from train.keys import FIELDS, TrainConfig
 
 DEFAULT_PATH = "train/config.yaml"
 
@@ -38,7 +38,7 @@ def parse_value(name, raw):
             return None
         if kind is not str or raw is None or raw.strip():
             raise ValueError(f"expected {type_name(name)}, got nothing")
-    value = _PARSERS[_base_type(kind)](raw)
+    value = _PARSERS[base_type(kind)](raw)
     for v in value if isinstance(value, list) else [value]:
         _check_limits(v, meta)
     return value
@@ -47,10 +47,10 @@ def parse_value(name, raw):
 def type_name(name):
     names = {int: "a whole number", float: "a number", bool: "true or false", str: "text",
              list: "a list", dict: "a mapping"}
-    return names[_base_type(FIELDS[name].type)]
+    return names[base_type(FIELDS[name].type)]
 
 
-def _base_type(kind):
+def base_type(kind):
     for base in (bool, int, float, list, dict):
         if kind is base or str(kind).startswith(base.__name__):
             return base
@@ -68,7 +68,7 @@ def _parse_bool(raw):
 
 def _parse_int(raw):
     try:
-        if isinstance(raw, bool) or isinstance(raw, float):
+        if isinstance(raw, (bool, float)):
             raise ValueError
         return int(raw)
     except (ValueError, TypeError):
@@ -144,9 +144,11 @@ def read_yaml(path, problems):
     except (OSError, UnicodeDecodeError) as error:
         problems.append(f"{path}: cannot be read as UTF-8 text ({error})")
     except yaml.YAMLError as error:
-        mark, what = getattr(error, "problem_mark", None), getattr(error, "problem", None) or str(error)
+        mark = getattr(error, "problem_mark", None)
+        what = getattr(error, "problem", None) or str(error)
+        where = f":{mark.line + 1}" if mark else ""
         hint = "; indent with spaces, not tabs" if "\\t" in what else ""
-        problems.append(f"{path}{f':{mark.line + 1}' if mark else ''}: not valid YAML: {what}{hint}")
+        problems.append(f"{path}{where}: not valid YAML: {what}{hint}")
     else:
         if isinstance(root, yaml.MappingNode):
             return _read_mapping(root, path, problems)
@@ -171,7 +173,7 @@ def _read_mapping(root, path, problems):
 def _plain(node):
     """A YAML node as str, list or dict. Tags that would build objects are refused, never run."""
     if not node.tag.startswith("tag:yaml.org,2002:") or "python" in node.tag:
-        raise ValueError(f"the tag {node.tag!r} is not allowed: a configuration holds plain values only")
+        raise ValueError(f"the tag {node.tag!r} is not allowed; expected a plain value")
     if isinstance(node, yaml.MappingNode):
         return {str(k.value): _plain(v) for k, v in node.value}
     return [_plain(v) for v in node.value] if isinstance(node, yaml.SequenceNode) else node.value
@@ -202,7 +204,8 @@ def parse_overrides(argv, problems):
         name, has_value, text = token.lstrip("-").partition("=")
         name = name.replace("-", "_").rpartition(".")[2]
         if not token.startswith("-") and not has_value:
-            problems.append(f"command line: {token!r} is not understood; write --key value or key=value")
+            problems.append(f"command line: {token!r} is not understood; "
+                            "write --key value or key=value")
             continue
         if not has_value:
             negated = name.removeprefix("no_") if name not in FIELDS else name
@@ -276,12 +279,15 @@ def check(c, world_size=1):
     if c.sequences_per_step % world_size:
         valid = [w for w in range(1, c.sequences_per_step + 1) if c.sequences_per_step % w == 0]
         out.append(f"batch_size x gradient_accumulation_steps ({c.batch_size} x "
-                   f"{c.gradient_accumulation_steps} = {c.sequences_per_step} sequences a step) cannot be "
-                   f"shared equally by {world_size} ranks; valid numbers of ranks: "
+                   f"{c.gradient_accumulation_steps} = {c.sequences_per_step} sequences a step) "
+                   f"cannot be shared equally by {world_size} ranks; valid numbers of ranks: "
                    f"{', '.join(map(str, valid[:12]))}{', ...' if len(valid) > 12 else ''}")
     if c.optimizer == "muon" and c.distributed == "fsdp":
         out.append("optimizer: muon works on whole matrices and cannot run with distributed: fsdp; "
                    "use distributed: ddp or optimizer: adamw")
+    if c.auto_batch and c.distributed == "fsdp" and world_size > 1:
+        out.append("auto_batch tries batches on each rank alone, which a sharded model cannot do; "
+                   "use distributed: ddp or set batch_size by hand")
     if c.lr_schedule == "plateau" and not c.eval_interval:
         out.append("lr_schedule: plateau follows val_loss and needs eval_interval above 0")
     if c.early_stopping_patience and not c.eval_interval:
@@ -299,46 +305,3 @@ def differences(old, new):
             new[n] for n in batch):
         changed = [c for c in changed if c[0] not in batch]
     return changed
-
-
-# -----------------------------------------------------------------------------
-# showing it
-
-def help_text():
-    """The --help page: every key by group, with type, default and meaning."""
-    lines = ["usage: python run_train.py [--config FILE.yaml] [--key value | --key=value | key=value | "
-             "--flag | --no-flag]...", "       torchrun --nproc_per_node=N run_train.py ...", "",
-             f"  --config FILE         YAML file of keys (default: {DEFAULT_PATH}); `base:` names a file "
-             "underneath",
-             "  --print_config        print every key, its value and where it came from",
-             "  --dry_run             estimate parameters, memory, tokens and time; write nothing", ""]
-    for group, keys in GROUPS.items():
-        lines.append(f"{group}:")
-        for f in fields(keys):
-            default = getattr(TrainConfig(), f.name)
-            shown = "" if default in (None, [], {}) else f" [{_show(default)}]"
-            choices = f" ({' | '.join(f.metadata['choices'])})" if "choices" in f.metadata else ""
-            lines.append(f"  --{f.name:<{20}} {f.metadata['help']}{choices}{shown}")
-        lines.append("")
-    return "\n".join(lines)
-
-
-def describe(config, origins):
-    """The --print_config page: valid YAML with the origin of each value as a comment."""
-    lines = []
-    for group, keys in GROUPS.items():
-        lines.append(f"# {group}")
-        for f in fields(keys):
-            text = f"{f.name}: {_show(getattr(config, f.name))}"
-            lines.append(f"{text:<44} # {origins.get(f.name, 'default')}")
-    return "\n".join(lines)
-
-
-def _show(value):
-    text = yaml.safe_dump(value, default_flow_style=True, width=10**9).strip()
-    return text.removesuffix("...").strip()
-
-
-def to_yaml(config):
-    """The resolved configuration as YAML text that load_config reads back to the same values."""
-    return yaml.safe_dump(asdict(config), sort_keys=False, allow_unicode=True)

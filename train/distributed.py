@@ -7,7 +7,6 @@ here knows what is trained.
 import contextlib
 import os
 import random
-import sys
 import threading
 import time
 from dataclasses import dataclass
@@ -22,6 +21,11 @@ from torch.nn.parallel import DistributedDataParallel
 
 class SetupError(ValueError):
     """The machine or the environment cannot do what was asked; the message says what to change."""
+
+
+class LeaveTogether(Exception):
+    """Raised by all ranks at the same point of the run: they wait for each other before they exit,
+    since torchrun ends the others as soon as one has gone."""
 
 
 @dataclass
@@ -52,25 +56,29 @@ def get_device(name="auto", local_rank=0, local_world_size=1):
         raise SetupError(f"device: {name!r} is unknown; use auto, cpu, cuda, cuda:N or mps")
     if kind == "cuda":
         if not torch.cuda.is_available():
-            raise SetupError("device: cuda was asked for, but this PyTorch sees no CUDA GPU "
-                             f"(torch {torch.__version__}); check nvidia-smi and the torch build, or "
-                             "use --device cpu")
+            raise SetupError("device: cuda was asked for, but this PyTorch sees no CUDA GPU (torch "
+                             f"{torch.__version__}); check nvidia-smi and the torch build, or use "
+                             "--device cpu")
+        if ":" in name and local_world_size > 1:
+            raise SetupError(f"device: {name} is one GPU for {local_world_size} ranks; use "
+                             "--device cuda, and choose the GPUs with CUDA_VISIBLE_DEVICES")
         index = int(name.partition(":")[2] or local_rank)
         if local_world_size > torch.cuda.device_count() or index >= torch.cuda.device_count():
             raise SetupError(f"device: {max(local_world_size, index + 1)} GPUs are needed on this "
-                             f"machine, {torch.cuda.device_count()} are visible; lower --nproc_per_node "
-                             "or set CUDA_VISIBLE_DEVICES")
+                             f"machine, {torch.cuda.device_count()} are visible; lower "
+                             "--nproc_per_node or set CUDA_VISIBLE_DEVICES")
         torch.cuda.set_device(index)
         return torch.device("cuda", index)
     if kind == "mps" and not torch.backends.mps.is_available():
-        raise SetupError("device: mps was asked for, but it is not available here; use --device cpu")
+        raise SetupError("device: mps was asked for, but is not available here; use --device cpu")
     return torch.device(name)
 
 
 def describe_device(device):
     """One line on the device: name, memory, capability, what it does natively."""
     if device.type != "cuda":
-        return f"{device.type}, {torch.get_num_threads()} threads, bf16 {has_native_bfloat16(device)}"
+        native = has_native_bfloat16(device)
+        return f"{device.type}, {torch.get_num_threads()} threads, bf16 {native}"
     p = torch.cuda.get_device_properties(device)
     ampere = p.major >= 8
     return (f"{device} {p.name}, {p.total_memory / 2**30:.0f} GiB, capability {p.major}.{p.minor}, "
@@ -78,8 +86,8 @@ def describe_device(device):
 
 
 def has_native_bfloat16(device):
-    """Whether the device multiplies bfloat16 in hardware: capability 8.0 on CUDA (older cards emulate
-    it, slowly), AMX or AVX512-BF16 on x86, always on Apple's GPUs."""
+    """Whether the device multiplies bfloat16 in hardware: capability 8.0 on CUDA (older cards
+    emulate it, slowly), AMX or AVX512-BF16 on x86, always on Apple's GPUs."""
     if device.type == "cuda":
         return torch.cuda.get_device_capability(device)[0] >= 8
     if device.type == "cpu":
@@ -130,66 +138,96 @@ def set_seed(seed, deterministic=False, cudnn_benchmark=None):
     os.environ.setdefault("PYTHONHASHSEED", str(seed))  # for child processes; ours has started
     random.seed(seed)
     np.random.seed(seed % 2**32)
-    torch.manual_seed(seed)
+    torch.manual_seed(seed % 2**63)
     if deterministic:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # before the first CUDA call
         torch.utils.deterministic.fill_uninitialized_memory = False  # costs time, changes nothing
     torch.use_deterministic_algorithms(deterministic)
     torch.backends.cudnn.deterministic = deterministic
-    torch.backends.cudnn.benchmark = (not deterministic) if cudnn_benchmark is None else cudnn_benchmark
+    benchmark = not deterministic if cudnn_benchmark is None else cudnn_benchmark
+    torch.backends.cudnn.benchmark = benchmark
     if not deterministic:
         torch.backends.cuda.matmul.allow_tf32 = True
         torch.backends.cudnn.allow_tf32 = True
 
 
 def seed_step(seed, step, rank):
-    """Make every random draw of a step (dropout) a function of (seed, step, rank), never of history:
-    nothing has to be saved for a resumed run to draw the same."""
-    torch.manual_seed((seed * 1_000_003 + step) * 65_537 + rank)
+    """Make every random draw of a step (dropout) a function of (seed, step, rank), never of
+    history: nothing has to be saved for a resumed run to draw the same."""
+    torch.manual_seed(((seed * 1_000_003 + step) * 65_537 + rank) % 2**63)
 
 
 # -----------------------------------------------------------------------------
 # the process group
 
+ENVIRONMENT = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+
+
 @contextlib.contextmanager
 def process_group(config):
-    """The Ranks of this process; under torchrun inside a process group (NCCL on CUDA, else gloo)."""
-    env = {k: os.environ.get(k) for k in ("RANK", "LOCAL_RANK", "WORLD_SIZE")}
-    missing = [k for k, v in env.items() if v is None]
-    if 0 < len(missing) < 3:
-        found = ", ".join(f"{k}={v}" for k, v in env.items() if v is not None)
-        raise SetupError(f"environment: {found} is set but {', '.join(missing)} is not; start several "
-                         "ranks with `torchrun --nproc_per_node=N run_train.py ...`, or unset them")
+    """The Ranks of this process; under torchrun in a process group (NCCL on CUDA, else gloo)."""
     set_num_threads(config)
-    if missing:
+    env = read_environment()
+    if env is None:
         yield Ranks(device=get_device(config.device))
         return
-    rank, local_rank, world_size = (int(v) for v in env.values())
-    local_world_size = int(os.environ.get("LOCAL_WORLD_SIZE", world_size))
+    rank, local_rank, world_size, local_world_size = env
     device = get_device(config.device, local_rank, local_world_size)
     backend = "nccl" if device.type == "cuda" and dist.is_nccl_available() else "gloo"
     exit_with_parent()
     timeout = timedelta(seconds=config.dist_timeout)
     dist.init_process_group(backend, timeout=timeout,
                             device_id=device if backend == "nccl" else None)
-    control = dist.new_group(backend="gloo", timeout=timeout) if backend != "gloo" else dist.group.WORLD
+    control = dist.group.WORLD
+    if backend != "gloo":
+        control = dist.new_group(backend="gloo", timeout=timeout)
     try:
         yield Ranks(rank, local_rank, world_size, device, control)
-        dist.barrier(group=control)
-    finally:
-        if sys.exc_info()[0] is None:  # after an error the peers may be gone: do not wait for them
-            dist.destroy_process_group()
+    except LeaveTogether:
+        leave(control)
+        raise
+    else:  # after any other error the peers may be gone: do not wait for them
+        leave(control)
+
+
+def read_environment():
+    """(RANK, LOCAL_RANK, WORLD_SIZE, LOCAL_WORLD_SIZE) as torchrun sets them; None without it.
+    Raises SetupError where they are half set: such ranks would train without each other."""
+    env = {k: os.environ.get(k) for k in ENVIRONMENT}
+    missing = [k for k, v in env.items() if not v]
+    if "RANK" in missing and "WORLD_SIZE" in missing and "LOCAL_RANK" in missing:
+        return None
+    found = ", ".join(f"{k}={v}" for k, v in env.items() if v)
+    advice = ("start several ranks with `torchrun --nproc_per_node=N run_train.py ...`, or unset "
+              "these variables to train on one device")
+    if missing:
+        raise SetupError(f"environment: {found} set, but not {', '.join(missing)}; {advice}")
+    try:
+        rank, local_rank, world_size = (int(env[k]) for k in ENVIRONMENT[:3])
+        local_world_size = int(os.environ.get("LOCAL_WORLD_SIZE") or world_size)
+    except ValueError:
+        raise SetupError(f"environment: expected whole numbers, got {found}; {advice}") from None
+    if not 0 <= rank < world_size:
+        raise SetupError(f"environment: RANK must be below WORLD_SIZE, got {found}; {advice}")
+    return rank, local_rank, world_size, local_world_size
+
+
+def leave(control):
+    """Wait until every rank is done, then take the process group down."""
+    dist.barrier(group=control)
+    dist.destroy_process_group()
 
 
 def exit_with_parent(interval=2.0):
-    """End this process when torchrun dies (kill -9 leaves its workers behind, holding the devices)."""
+    """End this process when torchrun dies: after a kill -9 its ranks would go on, orphaned."""
     parent = os.getppid()
 
     def watch():
         while os.getppid() == parent:
             time.sleep(interval)
-        print(f"[rank {os.environ.get('RANK')}] torchrun (pid {parent}) is gone: leaving",
-              file=sys.stderr, flush=True)
+        with contextlib.suppress(OSError):  # whoever read our output may be gone as well
+            os.write(2, f"[rank {os.environ['RANK']}] torchrun (pid {parent}) is gone: leaving\n"
+                     .encode())
         os._exit(1)
     threading.Thread(target=watch, daemon=True).start()
 
@@ -211,7 +249,7 @@ def max_over_ranks(value, ranks):
 
 
 def from_main(make, ranks):
-    """What rank 0 gets from make(), on every rank; an exception of make() is raised on every rank."""
+    """What rank 0 gets from make(), on every rank; what make() raises is raised on every rank."""
     box = [None, None]
     if ranks.main:
         try:
@@ -233,8 +271,7 @@ def wrap_ddp(model, ranks):
     if ranks.world_size == 1:
         return model
     ids = [ranks.device.index] if ranks.device.type == "cuda" else None
-    return DistributedDataParallel(model, device_ids=ids, gradient_as_bucket_view=True,
-                                   broadcast_buffers=False)
+    return DistributedDataParallel(model, device_ids=ids, gradient_as_bucket_view=True)
 
 
 def shard(model, ranks, dtype):
@@ -265,13 +302,22 @@ def full(tensor):
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
+def full_on_main(tensor):
+    """full(tensor) on the CPU of rank 0 and None elsewhere, where `tensor` is sharded: a rank holds
+    one whole tensor at a time. A tensor that is not sharded comes back as it is, on every rank."""
+    if not isinstance(tensor, DTensor):
+        return tensor
+    whole = tensor.full_tensor()
+    return whole.cpu() if tensor.device_mesh.get_rank() == 0 else None
+
+
 def assign(target, source):
     """Copy the whole tensor `source` into `target`, of which this rank may hold a shard."""
     with torch.no_grad():
         if isinstance(target, DTensor):
             # Every rank has the same `source`, so each cuts out its shard without communication.
-            source = distribute_tensor(source.to(target.device), target.device_mesh, target.placements,
-                                       src_data_rank=None)
+            source = distribute_tensor(source.to(target.device), target.device_mesh,
+                                       target.placements, src_data_rank=None)
         target.copy_(source)
 
 
@@ -285,5 +331,7 @@ def broadcast_tensor(tensor, like, ranks):
 
 
 def convert_ddp_state(state):
-    """A state dict without the prefixes that DDP (`module.`) and torch.compile (`_orig_mod.`) add."""
-    return {k.replace("module.", "").replace("_orig_mod.", ""): v for k, v in state.items()}
+    """A state dict without the names that DDP (`module`) and torch.compile (`_orig_mod`) add."""
+    added = ("module", "_orig_mod")
+    return {".".join(part for part in name.split(".") if part not in added): tensor
+            for name, tensor in state.items()}

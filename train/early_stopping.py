@@ -4,7 +4,7 @@ import math
 
 
 class EarlyStopping:
-    """update(value) is true once `patience` values in a row were no better than the best by more than
+    """update(value) is true once `patience` values in a row did not better the best by more than
     `min_delta`. mode: "min" if the value should fall, "max" if it should rise."""
 
     def __init__(self, patience=7, min_delta=0.0, mode="min"):

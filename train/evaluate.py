@@ -8,12 +8,13 @@ from train.distributed import sum_over_ranks
 
 
 @torch.no_grad()
-def evaluate(forward, loader, batches, ranks, autocast, token_bytes=None, should_stop=lambda: False):
-    """{val_loss, val_ppl, val_bpb} over `batches` fixed batches of `loader` (fewer if it has fewer),
-    with loss = forward(x, y)[0] of a model in eval mode.
+def evaluate(forward, loader, batches, ranks, autocast, token_bytes=None,
+             should_stop=lambda: False):
+    """{val_loss, val_ppl, val_bpb} over `batches` fixed batches of `loader` (fewer if it has
+    fewer), with loss = forward(x, y)[0] of a model in eval mode.
 
-    Rank r takes batches r, r + world_size, ...; the sums of all batches meet in one float64 table and
-    are added in order, so the numbers do not depend on who computed what. bits per byte needs
+    Rank r takes batches r, r + world_size, ...; the sums of all batches meet in one float64 table
+    and are added in order, so the numbers do not depend on who computed what. bits per byte needs
     `token_bytes` (vocab_size,), the bytes each id stands for, else it is None. Returns None when
     `should_stop()`, which all ranks ask together, says so.
     """

@@ -1,7 +1,8 @@
-"""Faults on purpose, for the tests of the tests' promises: FAULT="point@step[:rank]=action".
+"""Faults on purpose, for the tests of what the program promises: FAULT="point@step[:rank]=action".
 
-Honoured only in processes that pytest started. Points are named where they stand in the code;
-actions: raise, exit7, kill9, sleep, nan, enospc. Several faults are separated by commas.
+Honoured only in processes that pytest started. Points are named where they stand in the code.
+Actions: raise, oom, exit7, kill9, sleep, nan, a signal to this process (sigterm, sigint, ...), an
+error of the system (enospc, eio, ...). Several faults are separated by commas.
 """
 
 import errno
@@ -28,12 +29,17 @@ def point(name, step=None):
 def _act(action, name):
     if action == "raise":
         raise RuntimeError(f"fault at {name}")
-    if action == "enospc":
-        raise OSError(errno.ENOSPC, "No space left on device")
+    if action == "oom":
+        raise RuntimeError(f"fault at {name}: can't allocate memory")
     if action == "exit7":
         os._exit(7)
     if action == "kill9":
         os.kill(os.getpid(), signal.SIGKILL)
     if action == "sleep":
         time.sleep(10_000)
+    if action.startswith("sig"):
+        os.kill(os.getpid(), getattr(signal, action.upper()))
+    if hasattr(errno, action.upper()):
+        number = getattr(errno, action.upper())
+        raise OSError(number, os.strerror(number))
     return action == "nan"

@@ -10,15 +10,19 @@ import signal
 import statistics
 import sys
 
-from train.distributed import max_over_ranks
+from train.distributed import LeaveTogether, max_over_ranks
 
 
-class BadNumbers(RuntimeError):
+class BadNumbers(LeaveTogether):
     """Loss, gradients or weights are not finite; training has stopped before they did harm."""
 
 
-class Stopped(Exception):
-    """The run was asked to end by a signal and has saved; exit_code is 128 + the signal's number."""
+class SaveFailed(LeaveTogether):
+    """The last checkpoint could not be written: what was trained since the one before is lost."""
+
+
+class Stopped(LeaveTogether):
+    """A signal asked the run to end and it has saved; exit_code is 128 + the signal's number."""
 
     def __init__(self, signum):
         super().__init__(f"stopped by {signal.Signals(signum).name}")
@@ -28,8 +32,10 @@ class Stopped(Exception):
 class Signals:
     """SIGTERM, SIGINT and SIGHUP ask for a stop with a checkpoint, SIGUSR1 for a checkpoint only.
 
-    The handler sets a flag and nothing else: the loop reads it between steps, when the state is whole.
-    A second request to stop leaves at once.
+    The handler sets a flag and nothing else: the loop reads it between steps, when the state is
+    whole. A second request to stop leaves at once, but not under torchrun: there one request
+    arrives twice (Slurm signals torchrun and its ranks, torchrun its ranks), and torchrun kills a
+    rank that takes too long. A signal that the process was started to ignore (nohup) stays ignored.
     """
 
     STOP = ("SIGTERM", "SIGINT", "SIGHUP")
@@ -42,7 +48,8 @@ class Signals:
         for name in (*self.STOP, "SIGUSR1"):
             with contextlib.suppress(ValueError, AttributeError):  # not the main thread; Windows
                 number = getattr(signal, name)
-                self.old[number] = signal.signal(number, self._handle)
+                if signal.getsignal(number) != signal.SIG_IGN:
+                    self.old[number] = signal.signal(number, self._handle)
         return self
 
     def __exit__(self, *_):
@@ -53,16 +60,19 @@ class Signals:
         if signum == getattr(signal, "SIGUSR1", None):
             self.save = 1
             return
-        if self.stop:
+        alone = "WORLD_SIZE" not in os.environ
+        if self.stop and alone:
             os._exit(128 + signum)
-        self.stop = signum
-        with contextlib.suppress(OSError):
-            os.write(2, b"\nstopping after this step, with a checkpoint; once more leaves at once\n")
+        if not self.stop and os.environ.get("RANK", "0") == "0":
+            again = b"; again: at once" if alone else b""
+            with contextlib.suppress(OSError):
+                os.write(2, b"\nstopping after this step, with a checkpoint" + again + b"\n")
+        self.stop = self.stop or signum
 
     def agree(self, ranks):
         """(signal to stop for or 0, whether to save), the same on every rank: all must call."""
-        decision = max_over_ranks(2 * self.stop + self.save, ranks)
-        self.save = 0
+        asked, self.save = 2 * self.stop + self.save, 0
+        decision = max_over_ranks(asked, ranks)
         return decision // 2, bool(decision)
 
 
@@ -83,8 +93,8 @@ class Watchdog:
 
 
 class SpikeDetector:
-    """Is a loss more than `sigma` standard deviations above the mean of the last `window` good ones?
-    (OLMo 2's criterion, arXiv:2501.00656.) Silent until half of the window is filled."""
+    """Is a loss more than `sigma` standard deviations above the mean of the last `window` good
+    ones? (OLMo 2's criterion, arXiv:2501.00656.) Silent until half of the window is filled."""
 
     def __init__(self, sigma=6.0, window=128):
         self.sigma, self.losses = sigma, collections.deque(maxlen=window)

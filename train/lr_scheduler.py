@@ -33,11 +33,13 @@ def _shape(it, c):
     if c.lr_schedule == "wsd":  # warm-up, stable, decay: linear over the last part of the run
         return min(1.0, (c.lr_decay_iters - it) / max(1.0, c.wsd_decay * c.lr_decay_iters))
     progress = (it - c.warmup_iters) / (c.lr_decay_iters - c.warmup_iters)
-    return 1.0 - progress if c.lr_schedule == "linear" else 0.5 * (1.0 + math.cos(math.pi * progress))
+    if c.lr_schedule == "linear":
+        return 1.0 - progress
+    return 0.5 * (1.0 + math.cos(math.pi * progress))
 
 
 def resolve_lengths(config, tokens_per_epoch):
-    """`config` with everything given in epochs, as a ratio or left out turned into steps and rates."""
+    """`config` with what is given in epochs, as a ratio or not at all turned into steps and rates."""
     c = config
     steps = tokens_per_epoch / c.tokens_per_step  # steps an epoch, not rounded
     max_iters = c.max_iters if c.max_epochs is None else max(1, math.ceil(c.max_epochs * steps))
@@ -54,7 +56,7 @@ def resolve_lengths(config, tokens_per_epoch):
 
 
 class ReduceOnPlateau:
-    """Multiplies the learning rate by `factor` after `patience` evaluations without a better value."""
+    """Multiplies the learning rate by `factor` after `patience` evaluations that were no better."""
 
     def __init__(self, factor=0.5, patience=5):
         self.factor, self.scale = factor, 1.0

@@ -5,6 +5,8 @@ from fnmatch import fnmatch
 import torch
 import torch.nn as nn
 
+from train.distributed import has_native_bfloat16
+
 
 def configure_optimizers(model, weight_decay, learning_rate, betas, eps=1e-8, muon=None, lr_groups=None,
                          log=print):
@@ -113,36 +115,41 @@ class Muon(torch.optim.AdamW):
         return loss
 
     def _muon_step(self, group, found_inf):
-        by_shape = {}
+        by_shape = {}  # a matrix and the transpose of another go through as one batch
         for p in group["params"]:
             if p.grad is not None:
-                by_shape.setdefault(p.shape, []).append(p)
-        for (rows, columns), params in by_shape.items():
-            grads = [p.grad for p in params]
-            for p in params:
                 if "momentum_buffer" not in self.state[p]:
                     self.state[p]["momentum_buffer"] = torch.zeros_like(p)
+                by_shape.setdefault(tuple(sorted(p.shape)), []).append(p)
+        for params in by_shape.values():
+            grads, keep = [p.grad for p in params], 1.0
             buffers = [self.state[p]["momentum_buffer"] for p in params]
+            if found_inf is not None:  # decided on the device: a skipped step changes nothing
+                grads = [torch.where(found_inf > 0, b, g) for b, g in zip(buffers, grads, strict=True)]
+                keep = (found_inf == 0).float()
             torch._foreach_lerp_(buffers, grads, 1 - group["momentum"])
             nesterov = torch._foreach_lerp(grads, buffers, group["momentum"])
-            update = orthogonalize(torch.stack(nesterov)).to(params[0].dtype)
-            update *= -group["lr"] * max(1.0, rows / columns) ** 0.5
-            if found_inf is not None:
-                update = torch.where(found_inf > 0, torch.zeros_like(update), update)
             if group["weight_decay"]:
-                torch._foreach_mul_(params, 1 - group["lr"] * group["weight_decay"])
-            torch._foreach_add_(params, list(update))
+                torch._foreach_mul_(params, 1 - group["lr"] * group["weight_decay"] * keep)
+            updates = orthogonalize(torch.stack([wide(u) for u in nesterov])).to(params[0].dtype)
+            for p, update in zip(params, updates * keep, strict=True):
+                update = update.mT if p.size(0) > p.size(1) else update
+                p.add_(update, alpha=-group["lr"] * max(1.0, p.size(0) / p.size(1)) ** 0.5)
+
+
+def wide(x):
+    """x (..., rows, columns), transposed where it has more rows than columns."""
+    return x.mT if x.size(-2) > x.size(-1) else x
 
 
 def orthogonalize(g, steps=5):
     """The nearest semi-orthogonal matrices to g (N, rows, columns), roughly: singular values end in
-    about [0.7, 1.2]. A quintic Newton-Schulz iteration, in bfloat16 with the matrices wide."""
+    about [0.7, 1.2], enough for an update. A quintic Newton-Schulz iteration on the short side, in
+    bfloat16 where the device multiplies it natively: emulated it is slower than float32."""
     a, b, c = 3.4445, -4.7750, 2.0315
-    x = g.bfloat16()
-    tall = x.size(-2) > x.size(-1)
-    x = x.mT if tall else x
+    x = wide(g).to(torch.bfloat16 if has_native_bfloat16(g.device) else torch.float32)
     x = x / (x.norm(dim=(-2, -1), keepdim=True) + 1e-7)
-    for _ in range(steps):
+    for _ in range(steps):  # x <- (a I + b S + c S S) x with S = x x'
         s = x @ x.mT
-        x = torch.baddbmm(a * x, torch.baddbmm(s, s, s, beta=b, alpha=c), x)
-    return x.mT if tall else x
+        x = torch.baddbmm(x, torch.baddbmm(s, s, s, beta=b, alpha=c), x, beta=a)
+    return x.mT if g.size(-2) > g.size(-1) else x

@@ -1,4 +1,4 @@
-"""What a run says about itself: the start-up block, MFU, memory, estimates, and advice on errors."""
+"""What a run says about itself: start-up block, MFU, memory, estimates, advice on errors."""
 
 import os
 import shlex
@@ -11,14 +11,16 @@ import torch
 from train import distributed
 from train.checkpoint import CheckpointError
 from train.dataloader import DataError
-from train.guard import BadNumbers, Stopped
+from train.guard import BadNumbers, SaveFailed, Stopped
 
-# Dense peak of the matrix units, TFLOP/s (bfloat16 or float16, float32), by the vendors' data sheets.
+# Dense peak of the matrix units, TFLOP/s (16-bit floats, float32), by the vendors' data sheets.
 PEAK_TFLOPS = {
-    "B300": (2500, 80), "B200": (2250, 80), "GB200": (2500, 80), "H200": (989, 67), "GH200": (989, 67),
-    "H100 PCIe": (756, 51), "H100 NVL": (835, 60), "H100": (989, 67), "H800": (989, 67),
-    "A100": (312, 19.5), "A800": (312, 19.5), "A40": (150, 37), "A30": (165, 10.3), "A10G": (70, 35),
-    "A10": (125, 31), "L40S": (362, 91), "L40": (181, 90), "L4": (121, 30), "T4": (65, 8.1),
+    "B300": (2500, 80), "B200": (2250, 80), "GB200": (2500, 80), "GH200": (989, 67),
+    "H200": (989, 67), "H100 PCIe": (756, 51), "H100 NVL": (835, 60), "H100": (989, 67),
+    "H800": (989, 67),
+    "A100": (312, 19.5), "A800": (312, 19.5), "A40": (150, 37), "A30": (165, 10.3),
+    "A10G": (70, 35), "A10": (125, 31), "L40S": (362, 91), "L40": (181, 90), "L4": (121, 30),
+    "T4": (65, 8.1),
     "V100": (125, 15.7), "P100": (21, 10.6), "RTX 5090": (209, 105), "RTX 4090": (165, 82),
     "RTX 4080": (97, 49), "RTX 3090": (71, 36), "RTX 6000 Ada": (364, 91)}
 
@@ -33,7 +35,7 @@ def peak_flops(device, dtype):
 
 
 def mfu(model, tokens_per_sec, ranks, dtype):
-    """Model FLOPs utilisation in [0, 1] (PaLM, arXiv:2204.02311, appendix B), None where unknown."""
+    """Model FLOPs utilisation, 0 to 1 (PaLM, arXiv:2204.02311, appendix B); None where unknown."""
     peak = peak_flops(ranks.device, dtype)
     if peak is None or not hasattr(model, "flops_per_token"):
         return None
@@ -53,8 +55,8 @@ def peak_memory(device):
 
 
 def compile_pays(run):
-    """Whether compiling (about a minute) is repaid: a run of at least ten times that, guessed from its
-    FLOPs at a modest speed of the device."""
+    """Whether compiling (about a minute) is repaid: by a run of at least ten times that, guessed
+    from its FLOPs at a modest speed of the device."""
     model, config, ranks = run.raw, run.config, run.ranks
     if ranks.device.type not in ("cpu", "cuda") or not hasattr(model, "flops_per_token"):
         return False
@@ -80,7 +82,7 @@ def duration(seconds):
 def parameters_by_part(model):
     """'embedding 12,288,000, blocks 37,748,736, ...' of the named parameters' first names."""
     parts = {}
-    names = {"wte": "token embedding", "wpe": "position embedding", "h": "blocks", "lm_head": "head"}
+    names = dict(wte="token embedding", wpe="position embedding", h="blocks", lm_head="head")
     for name, p in model.named_parameters():
         part = names.get(name.split(".")[0], "rest")
         part = "value embeddings" if ".ve." in name else part
@@ -99,7 +101,8 @@ def start_up(run, log):
     log(f"Precision: {str(run.dtype).removeprefix('torch.')} ({run.dtype_why}); "
         f"compile {'on' if run.compiled else 'off'}" + (" (the first step takes a while)"
                                                        if run.compiled else ""))
-    log(f"Model: {n:,} parameters ({parameters_by_part(model)}); vocabulary {run.data.vocab_size:,}")
+    log(f"Model: {n:,} parameters ({parameters_by_part(model)}); "
+        f"vocabulary {run.data.vocab_size:,}")
     log(f"Batch: {run.micro_batch} x {c.block_size} x {run.accumulation} accumulated x "
         f"{ranks.world_size} ranks = {c.tokens_per_step:,} tokens a step")
     flops = model.flops_per_token() * total if hasattr(model, "flops_per_token") else 0
@@ -138,7 +141,7 @@ def dry_run(run):
 
 
 def time_steps(run, wanted=3):
-    """Seconds of an optimizer step: the median of a few single micro-batches, times their number."""
+    """Seconds of an optimizer step: the median of a few micro-batches, times their number."""
     times, model = [], run.raw
     batch = run.data.train.get_batch(run.ranks.device, 0)
     for _ in range(wanted + 1):
@@ -157,7 +160,7 @@ def available_memory(device):
     """Bytes a run could use on the device."""
     if device.type == "cuda":
         return torch.cuda.mem_get_info(device)[0]
-    from train.checkpoint import memory_available
+    from train.saver import memory_available
     return memory_available()
 
 
@@ -165,7 +168,8 @@ def available_memory(device):
 # when something goes wrong
 
 def is_out_of_memory(error):
-    return isinstance(error, torch.OutOfMemoryError) or "can't allocate memory" in str(error).lower()
+    text = str(error).lower()
+    return isinstance(error, (torch.OutOfMemoryError, MemoryError)) or "allocate memory" in text
 
 
 def is_compile_error(error):
@@ -177,16 +181,16 @@ def advice(error, config):
     text = str(error).lower()
     if is_out_of_memory(error):
         b, g = config.batch_size, config.gradient_accumulation_steps
-        pair = (f"--batch_size {b // 2} --gradient_accumulation_steps {g * 2} (the same global batch) "
-                if b % 2 == 0 else "a smaller --batch_size ")
-        return (f"Out of memory. Try {pair}or --auto_batch, then --gradient_checkpointing true, then a "
-                "smaller block_size or model. `--dry_run` shows where the memory goes.")
+        pair = (f"--batch_size {b // 2} --gradient_accumulation_steps {g * 2} (the same global "
+                "batch) " if b % 2 == 0 else "a smaller --batch_size ")
+        return (f"Out of memory. Try {pair}or --auto_batch, then --gradient_checkpointing true, "
+                "then a smaller block_size or model. `--dry_run` shows where the memory goes.")
     if "nccl" in text:
         return ("NCCL failed. NCCL_DEBUG=INFO shows why; check that every rank sees its GPU "
-                "(CUDA_VISIBLE_DEVICES, nvidia-smi) and that all nodes reach the rendezvous address.")
+                "(CUDA_VISIBLE_DEVICES, nvidia-smi) and that all nodes reach the rendezvous.")
     if "connection closed by peer" in text or "connection reset" in text or "timed out" in text:
-        return ("Another rank died or hung: look for the first error above. torchrun --max-restarts=3 "
-                "restarts from the last checkpoint by itself.")
+        return ("Another rank died or hung: look for the first error above. torchrun "
+                "--max-restarts=3 restarts from the last checkpoint by itself.")
     if is_compile_error(error):
         return "Compiling failed: --compile false trains without it."
     return ""
@@ -197,29 +201,30 @@ def next_steps(run):
     out = run.config.out_dir
     return (f"Next: read {out}/samples.txt, open {out}/loss.svg, or write text with\n"
             f"  python -m model.sample --ckpt {out}/ckpt.pt --prompt \"...\"\n"
-            "Your own text: python -m data.prepare my.txt, then --data_dir data/bin/my. A GPU is used "
-            "where there is one;\nseveral: torchrun --nproc_per_node=N run_train.py --config "
-            "train/config.yaml")
+            "Your own text: python -m data.prepare my.txt, then --data_dir data/bin/my\n"
+            "A GPU is used where there is one; several: torchrun --nproc_per_node=N run_train.py "
+            "--config train/config.yaml")
 
 
-def resume_command(ranks):
+def resume_command(run):
     """The command line that goes on with this run."""
-    args = shlex.join(a for a in sys.argv[1:] if a not in ("--resume=never", "--allow_change"))
-    args = args.replace("--resume never", "--resume auto")
-    if ranks.world_size > 1:
-        return f"  torchrun --nproc_per_node={ranks.world_size} run_train.py {args}"
+    args = shlex.join(a for a in sys.argv[1:] if a != "--allow_change")
+    if run.given.resume == "never":
+        args += " --resume auto"  # the last word counts
+    if run.ranks.world_size > 1:
+        return f"  torchrun --nproc_per_node={run.ranks.world_size} run_train.py {args}"
     return f"  python run_train.py {args}"
 
 
-def run_reporting_errors(config, dry=False):
-    """train(config), with errors told to a person: the exit code. 2: bad input, 1: it broke,
-    128 + n: stopped by signal n."""
+def run_reporting_errors(config, dry=False, job=None):
+    """train(config), or job(config), with errors told to a person: the exit code. 2: bad input, 1: it
+    broke, 128 + n: stopped by signal n."""
     rank = int(os.environ.get("RANK") or 0)
     from train import train as training
     try:
         if dry:
             return 0 if training.estimate(config) else 1
-        training.train(config)
+        (job or training.train)(config)
         return 0
     except Stopped as stopped:
         return stopped.exit_code
@@ -229,8 +234,8 @@ def run_reporting_errors(config, dry=False):
         if rank:
             time.sleep(3)  # rank 0 most likely says the same, and torchrun then ends this process
         print(f"{f'[rank {rank}] ' if rank else ''}{error}", file=sys.stderr, flush=True)
-        return 2
-    except BadNumbers as error:
+        return leave(2)
+    except (BadNumbers, SaveFailed) as error:
         if not rank:
             print(error, file=sys.stderr, flush=True)
         return 1
@@ -242,10 +247,16 @@ def broke(error, config, rank):
     """Print what broke and what to do, and leave without waiting for peers that may be gone."""
     traceback.print_exception(error)
     hint = advice(error, config)
-    print(f"{f'[rank {rank}] ' if rank else ''}{hint}", file=sys.stderr, flush=True) if hint else None
+    if hint:
+        print(f"{f'[rank {rank}] ' if rank else ''}{hint}", file=sys.stderr, flush=True)
+    return leave(1)
+
+
+def leave(code):
+    """The exit code; under torchrun exit with it here, not waiting for peers that may be gone."""
     sys.stdout.flush()
     if "WORLD_SIZE" in os.environ:
-        os._exit(1)
-    return 1
+        os._exit(code)
+    return code
 
 

@@ -5,22 +5,23 @@ from dataclasses import dataclass
 
 import torch
 
-from train.distributed import assign, broadcast_tensor, full
+from train.distributed import assign, broadcast_tensor, full_on_main
 
 
 def model_state(model):
-    """{name: whole tensor} of the bare model; with FSDP2 all ranks must call. The tensors of an
-    unsharded model are the live ones: copy before training goes on."""
-    return {name: full(p.detach()) for name, p in model.state_dict().items()}
+    """{name: whole tensor} of the bare model. The tensors of an unsharded model are the live ones:
+    copy before training goes on. With FSDP2 all ranks must call, and only rank 0 gets them."""
+    return {name: full_on_main(p.detach()) for name, p in model.state_dict().items()}
 
 
 def optimizer_state(optimizer):
-    """The optimizer's state by parameter name: {"state": {name: {key: tensor}}, "param_groups"}."""
+    """The optimizer's state by parameter name: {"state": {name: {key: tensor}}, "param_groups"};
+    for whom and for how long as in model_state."""
     state, groups = {}, []
     for group in optimizer.param_groups:
         for name, p in zip(group["names"], group["params"], strict=True):
             if p in optimizer.state:
-                state[name] = {k: full(v) for k, v in optimizer.state[p].items()}
+                state[name] = {k: full_on_main(v) for k, v in optimizer.state[p].items()}
         plain = {k: v for k, v in group.items() if k not in ("params", "names")}
         groups.append(plain | {"betas": list(group["betas"]), "params": list(group["names"])})
     return {"state": state, "param_groups": groups}
@@ -46,7 +47,8 @@ def load_model(model, wanted, tensors, ranks):
     """Fill the model, one tensor at a time, from rank 0's {name: tensor}."""
     own = model.state_dict()
     for name, spec in wanted.items():
-        assign(own[name], broadcast_tensor(tensors and tensors[name], (spec.shape, spec.dtype), ranks))
+        tensor = broadcast_tensor(tensors and tensors[name], (spec.shape, spec.dtype), ranks)
+        assign(own[name], tensor)
 
 
 def load_optimizer(optimizer, wanted, tensors, ranks):
@@ -55,7 +57,8 @@ def load_optimizer(optimizer, wanted, tensors, ranks):
              for n, p in zip(g["names"], g["params"], strict=True)}
     for name, entry in wanted.items():
         for key, spec in entry.items():
-            tensor = broadcast_tensor(tensors and tensors[name][key], (spec.shape, spec.dtype), ranks)
+            tensor = tensors and tensors[name][key]
+            tensor = broadcast_tensor(tensor, (spec.shape, spec.dtype), ranks)
             if name not in named:  # frozen since
                 continue
             p, group = named[name]

@@ -38,11 +38,12 @@ def open_token_data(config, micro_batch, ranks):
                        ranks.world_size, vocab_size=known)
     vocab_size = known or train.vocab_size or GPT2_VOCABULARY
     if tokenizer and tokenizer.n_vocab > vocab_size:
-        raise DataError(f"vocab_size: {vocab_size} is below the {tokenizer.n_vocab} of the tokenizer of "
-                        f"{c.data_dir}; leave vocab_size out to take the data's")
+        raise DataError(f"vocab_size: {vocab_size} is below the {tokenizer.n_vocab} of the "
+                        f"tokenizer of {c.data_dir}; leave vocab_size out to take the data's")
     val = None
     if c.eval_interval:
-        val = DataLoader(c.data_dir, c.batch_size, c.block_size, "val", c.seed, vocab_size=vocab_size)
+        val = DataLoader(c.data_dir, c.batch_size, c.block_size, "val", c.seed,
+                         vocab_size=vocab_size)
     token_bytes = None
     if tokenizer:
         token_bytes = torch.zeros(vocab_size, dtype=torch.int64)

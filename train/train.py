@@ -1,7 +1,7 @@
-"""The training loop. Read Trainer from top to bottom: set up, the run, one step, evaluation, the end.
+"""The training loop. Read Trainer from top to bottom: set up, run, one step, evaluation, the end.
 
 The loop does not know what it trains. It asks a loader for the batches of a step and a model for a
-loss, `loss, metrics = model(*batch)`; the file model/NAME.py that the config names builds the model.
+loss, `loss, metrics = model(*batch)`; the file model/NAME.py that the config names builds it.
 Saving and resuming are in train/resume.py; where it computes, in train/distributed.py.
 """
 
@@ -14,26 +14,29 @@ from dataclasses import asdict
 
 import torch
 import torch.distributed as dist
-from torch.nn.parallel import DistributedDataParallel
 
 from train import checkpoint, distributed, fault, report, resume
-from train.config import to_yaml
 from train.early_stopping import EarlyStopping
 from train.evaluate import evaluate
 from train.guard import BadNumbers, Signals, SpikeDetector, Stopped, Watchdog
+from train.help import to_yaml
+from train.lock import FolderLock
 from train.logger import Logger, write_training_args, write_yaml
 from train.lr_scheduler import ReduceOnPlateau, get_lr, resolve_lengths
 from train.optimizer import configure_optimizers
 from train.progress import Progress, StepNumbers
+from train.saver import Saver
 from train.token_data import open_token_data
 
 MAX_OVERFLOWS_IN_A_ROW = 20  # fp16: then it is not the scale that is wrong
 
 
-def train(config):
+def train(config, on_evaluation=None):
     """The whole run that `config` (a TrainConfig) describes. Returns its last numbers.
-    Raises guard.Stopped after a signal, guard.BadNumbers when loss or gradients are not finite."""
+    Raises guard.Stopped after a signal, guard.BadNumbers when loss or gradients are not finite.
+    `on_evaluation(iter_num, numbers)` hears of every evaluation; what it raises ends the run."""
     with distributed.process_group(config) as ranks, Trainer(config, ranks) as trainer:
+        trainer.on_evaluation = on_evaluation or trainer.on_evaluation
         trainer.start()
         return trainer.fit()
 
@@ -53,14 +56,15 @@ class Trainer:
         c = self.given = self.config = config
         self.ranks, self.log, self.progress = ranks, None, Progress()
         self.signals, self.watchdog = Signals(), Watchdog(c.step_timeout)
-        self.saver, self.lock = checkpoint.Saver(), None
+        self.saver, self.lock = Saver(), None
         self.spikes = SpikeDetector(c.spike_sigma)
         self.plateau = ReduceOnPlateau(c.lr_factor, c.plateau_patience)
         self.stopping = EarlyStopping(c.early_stopping_patience, c.early_stopping_min_delta,
                                       c.early_stopping_mode)
         self.pending = self.batch = None    # numbers of the last step; the micro-batch prepared
-        self.pause = self.overhead = 0.0    # seconds saves took in all; not to count in a step's time
+        self.pause = self.overhead = 0.0    # seconds: of all saves; not to count in a step's time
         self.saved_at, self.best_due = 0, False
+        self.on_evaluation = lambda iter_num, numbers: None
         self.model_file = importlib.import_module(f"model.{c.model}")
         distributed.set_seed(c.seed, c.deterministic)
         self.open_data(c)
@@ -72,14 +76,16 @@ class Trainer:
     def __exit__(self, kind, error, trace):
         self.watchdog.disarm()
         self.signals.__exit__()
+        with contextlib.suppress(Exception):  # the folder is ours until its last save is over
+            self.saver.wait()
         if self.log is not None:
             self.log.close("finished" if kind is None else "failed")
         if self.lock is not None:
             self.lock.release()
 
     def open_data(self, config):
-        """Loaders for the largest micro-batch that fits `config`, and the lengths that depend on how
-        much data there is."""
+        """Loaders for the largest micro-batch that fits `config`, and the lengths that depend on
+        how much data there is."""
         self.micro_batch = micro_batch_size(config, self.ranks.world_size)
         make = getattr(self.model_file, "open_data", open_token_data)
         self.data, self.batch = make(self.given, self.micro_batch, self.ranks), None
@@ -104,14 +110,24 @@ class Trainer:
                 distributed.assign(p, self.raw.initial(name, p.shape, c.seed))
         else:
             self.raw.to(device)
-            self.model = distributed.wrap_ddp(self.raw, self.ranks)
+            self.model = self.raw
         self.compiled = c.compile == "true" or c.compile == "auto" and report.compile_pays(self)
         if self.compiled:
             self.raw.compile()  # in place: no wrapper, and state_dict keeps its names
         self.scaler = torch.amp.GradScaler(device.type, enabled=self.dtype == torch.float16)
-        # A GPU runs behind the host: there the numbers of a step are judged while the next one runs.
+        # A GPU runs behind the host: there a step's numbers are judged while the next one runs.
         self.lag = (device.type == "cuda" and c.on_spike == "warn" and not self.sharded
                     and not self.scaler.is_enabled())
+
+    def build_optimizer(self, log):
+        """The optimizer, then DDP, which must know which parameters it froze."""
+        c = self.config
+        muon = dict(lr=c.muon_lr, momentum=c.muon_momentum, weight_decay=c.muon_weight_decay)
+        self.optimizer = configure_optimizers(
+            self.raw, c.weight_decay, c.learning_rate, (c.beta1, c.beta2), c.adam_eps,
+            muon if c.optimizer == "muon" else None, c.lr_groups, log)
+        if not self.sharded:
+            self.model = distributed.wrap_ddp(self.raw, self.ranks)
 
     def start(self):
         """Everything up to the first step: folder, model, checkpoint, log, optimizer."""
@@ -128,10 +144,7 @@ class Trainer:
         report.start_up(self, self.log.info)
         if specs is None and c.init_from != "scratch":
             resume.load_weights(self, c.init_from)
-        muon = dict(lr=c.muon_lr, momentum=c.muon_momentum, weight_decay=c.muon_weight_decay)
-        self.optimizer = configure_optimizers(
-            self.raw, c.weight_decay, c.learning_rate, (c.beta1, c.beta2), c.adam_eps,
-            muon if c.optimizer == "muon" else None, c.lr_groups, self.log.info)
+        self.build_optimizer(self.log.info)
         if specs is not None:
             resume.restore(self, specs)
             self.log.info(f"Resuming from {c.out_dir} at iter {self.progress.iter_num}")
@@ -148,10 +161,10 @@ class Trainer:
             raise checkpoint.CheckpointError(f"out_dir: {out} is a file; expected a folder")
         try:
             os.makedirs(out, exist_ok=True)
-            self.lock = checkpoint.FolderLock(out)
+            self.lock = FolderLock(out)
             checkpoint.remove_leftovers(out)
         except OSError as error:
-            raise checkpoint.CheckpointError(f"out_dir: {out} cannot be written: {error}") from error
+            raise checkpoint.CheckpointError(f"out_dir: {out} cannot be used: {error}") from error
 
     # -------------------------------------------------------------------------
     # the run
@@ -170,14 +183,14 @@ class Trainer:
             if stop:
                 self.stop(stop)
             done = p.iter_num >= c.max_iters or c.eval_only
-            if p.evaluated != p.iter_num and (self.is_due(c.eval_interval) or done and c.eval_interval):
-                if not self.validate():
+            if p.evaluated != p.iter_num and (self.is_due(c.eval_interval) or done):
+                if c.eval_interval and not self.validate():
                     continue  # asked to stop meanwhile
             if c.eval_only:
                 return self.summary()
             if done:
                 p.finished = f"max_iters {c.max_iters} reached"
-            elif save or self.saved_at != p.iter_num and (self.best_due or self.is_due(c.save_interval)):
+            elif save or self.save_is_due():
                 resume.save(self)
             if not p.finished:
                 self.train_step()
@@ -187,6 +200,10 @@ class Trainer:
 
     def is_due(self, interval):
         return interval > 0 and self.progress.iter_num % interval == 0
+
+    def save_is_due(self):
+        unsaved = self.saved_at != self.progress.iter_num
+        return self.best_due or self.is_due(self.config.save_interval) and unsaved
 
     def train_step(self):
         """One optimizer step: micro-batches forward and backward, clip, judge, update."""
@@ -201,7 +218,7 @@ class Trainer:
         fault.point("before_opt", it)
         numbers = self.collect(it, lr, loss, norm)
         if self.lag:
-            # The device itself skips an update that is not finite; the host hears of it a step later.
+            # The device itself skips an update that is not finite; the host hears a step later.
             self.optimizer.found_inf = (~torch.isfinite(norm)).float()
             numbers, self.pending = self.pending, numbers
         verdict = self.judge(numbers) if numbers is not None else "update"
@@ -221,10 +238,10 @@ class Trainer:
         return lr
 
     def forward_backward(self, it):
-        """Gradients of the mean loss over this rank's share of the global batch; returns that loss."""
+        """Gradients of the mean loss over this rank's share of the global batch; that loss."""
         n, total = self.accumulation, 0.0
         first = (it + self.progress.data_shift) * n
-        with self.autocast():  # around all micro-batches: eager autocast then casts each weight once
+        with self.autocast():  # around all micro-batches: eager code then casts each weight once
             for micro in range(n):
                 batch = self.get_batch(first + micro)
                 with distributed.gradient_sync(self.model, last=micro == n - 1):
@@ -261,7 +278,8 @@ class Trainer:
             return self.model(*batch)
 
     def autocast(self):
-        return torch.autocast(self.ranks.device.type, self.dtype, enabled=self.dtype != torch.float32)
+        enabled = self.dtype != torch.float32
+        return torch.autocast(self.ranks.device.type, self.dtype, enabled=enabled)
 
     def clip_gradients(self):
         """Clip the global gradient norm to grad_clip; returns it as it was before."""
@@ -278,22 +296,22 @@ class Trainer:
             dist.all_reduce(loss)
             loss = loss / self.ranks.world_size
         values = torch.cat([loss, norm.float().reshape(1)])
-        if not self.lag:
+        if not (self.lag and values.is_cuda):
             return StepNumbers(it, lr, values.cpu())
         values, event = values.to("cpu", non_blocking=True), torch.cuda.Event()
         event.record()
         return StepNumbers(it, lr, values, event)
 
     def judge(self, numbers):
-        """Look at the numbers of a step and log them: "update", "skip" or "rewind". The same on every
-        rank, since loss and norm are."""
+        """Look at the numbers of a step and log them: "update", "skip" or "rewind". The same on
+        every rank, since loss and norm are."""
         p, c, (loss, norm) = self.progress, self.config, numbers.read()
         if not (math.isfinite(loss) and math.isfinite(norm)):
             return self.not_finite(numbers.it, loss, norm, numbers.lr)
         p.overflows_in_a_row, verdict = 0, "update"
         if self.spikes.update(loss):
-            self.log.warn(f"iter {numbers.it}: loss {loss:.4f} is a spike (norm {norm:.2f}, windows at "
-                          f"{self.windows(numbers.it)}); on_spike: {c.on_spike}")
+            self.log.warn(f"iter {numbers.it}: loss {loss:.4f} is a spike (norm {norm:.2f}, "
+                          f"windows at {self.windows(numbers.it)}); on_spike: {c.on_spike}")
             if c.on_spike == "rewind" and p.rewinds < resume.MAX_REWINDS:
                 return "rewind"
             verdict = "skip" if c.on_spike == "skip" else "update"
@@ -303,7 +321,7 @@ class Trainer:
         return verdict
 
     def not_finite(self, it, loss, norm, lr):
-        """fp16: the scaler lowers its scale and skips the step. Otherwise stop before the update."""
+        """fp16: the scaler lowers its scale and skips the step. Else stop before the update."""
         p = self.progress
         if self.scaler.is_enabled() and math.isfinite(loss):
             p.overflows, p.overflows_in_a_row = p.overflows + 1, p.overflows_in_a_row + 1
@@ -312,10 +330,11 @@ class Trainer:
         self.saver.wait()
         good = os.path.join(self.config.out_dir, "ckpt.pt")
         raise BadNumbers(
-            f"iter {it}: not finite: loss {loss}, gradient norm {norm}, lr {lr:.3g}; stopped before the "
-            f"update. Windows of the batch start at {self.windows(it)}.\nLast good checkpoint: "
-            f"{good if os.path.exists(good) else 'none yet'}. Try a lower --learning_rate, a longer "
-            "--warmup_iters, --grad_clip 1.0, --dtype float32 or --on_spike rewind.")
+            f"iter {it}: not finite: loss {loss}, gradient norm {norm}, lr {lr:.3g}; stopped "
+            f"before the update. Windows of the batch start at {self.windows(it)}.\n"
+            f"Last good checkpoint: {good if os.path.exists(good) else 'none yet'}. Try a lower "
+            "--learning_rate, a longer --warmup_iters, --grad_clip 1.0, --dtype float32 or "
+            "--on_spike rewind.")
 
     def windows(self, it):
         """Where this rank's sequences of step `it` start in the token stream, for messages."""
@@ -333,7 +352,8 @@ class Trainer:
             iter=it, max_iters=c.max_iters, tokens=(it + 1) * c.tokens_per_step, loss=loss, lr=lr,
             grad_norm=norm, time_ms=seconds * 1000, tokens_per_sec=speed,
             mfu=report.mfu(self.raw, speed, self.ranks, self.dtype),
-            eta_s=(c.max_iters - it - 1) * seconds, memory_mib=report.peak_memory(self.ranks.device)))
+            eta_s=(c.max_iters - it - 1) * seconds,
+            memory_mib=report.peak_memory(self.ranks.device)))
 
     # -------------------------------------------------------------------------
     # evaluation
@@ -350,8 +370,8 @@ class Trainer:
         p, c, started = self.progress, self.config, time.perf_counter()
         fault.point("eval", p.iter_num)
         self.raw.eval()
-        numbers = evaluate(self.eval_model(), self.data.val, c.eval_iters, self.ranks, self.autocast,
-                           self.data.token_bytes, self.asked_to_stop)
+        numbers = evaluate(self.eval_model(), self.data.val, c.eval_iters, self.ranks,
+                           self.autocast, self.data.token_bytes, self.asked_to_stop)
         self.raw.train()
         if numbers is None:
             return False
@@ -361,6 +381,7 @@ class Trainer:
         self.log.evaluation(dict(iter=p.iter_num, tokens=p.iter_num * c.tokens_per_step,
                                  train_loss=train_loss, **numbers))
         self.react(numbers)
+        self.on_evaluation(p.iter_num, numbers)
         self.show_samples()
         self.log.plot()
         self.overhead += time.perf_counter() - started
@@ -372,7 +393,8 @@ class Trainer:
     def eval_model(self):
         """What evaluation calls: past the compiled code on a CPU, where compiling once more for it
         costs more than it saves; through FSDP's hooks where the model is sharded."""
-        return self.raw.forward if self.ranks.device.type == "cpu" and not self.sharded else self.raw
+        past = self.ranks.device.type == "cpu" and not self.sharded
+        return self.raw.forward if past else self.raw
 
     def react(self, numbers):
         """What follows from an evaluation: best checkpoint, learning rate, early stopping."""
@@ -383,7 +405,11 @@ class Trainer:
             self.log.info(f"val_loss has not improved for {c.plateau_patience} evaluations: "
                           f"learning rate x {self.plateau.scale:g}")
         watched = numbers.get(c.early_stopping_metric)
-        if c.early_stopping_patience and watched is not None and self.stopping.update(watched):
+        if c.early_stopping_patience and watched is None:
+            known = ", ".join(name for name, value in numbers.items() if value is not None)
+            raise distributed.SetupError(f"early_stopping_metric: this evaluation does not yield "
+                                         f"{c.early_stopping_metric!r}; choose one of {known}")
+        if c.early_stopping_patience and self.stopping.update(watched):
             p.finished = (f"early stopping: no better {c.early_stopping_metric} in "
                           f"{c.early_stopping_patience} evaluations")
 
@@ -393,8 +419,8 @@ class Trainer:
         if sample_text and c.sample_tokens and self.data.tokenizer and self.ranks.main and (
                 not self.sharded):
             self.raw.eval()
-            for text in sample_text(self.raw, self.data.tokenizer, c.sample_prompts, c.sample_tokens,
-                                    c.seed, self.autocast):
+            for text in sample_text(self.raw, self.data.tokenizer, c.sample_prompts,
+                                    c.sample_tokens, c.seed, self.autocast):
                 self.log.samples(self.progress.iter_num, text)
             self.raw.train()
 
@@ -412,7 +438,7 @@ class Trainer:
         """Save, say how to go on, and leave."""
         resume.save_or_fail(self)
         self.log.info(f"Stopped at iter {self.progress.iter_num}, saved. To resume:")
-        self.log.info(report.resume_command(self.ranks))
+        self.log.info(report.resume_command(self))
         raise Stopped(signum)
 
     def summary(self):

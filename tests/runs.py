@@ -1,0 +1,150 @@
+"""Runs for the tests of reliability: small ones in this process, and the program in processes of its
+own that can be killed, forked from one that has imported it (0.1 s instead of 3 s each)."""
+
+import contextlib
+import json
+import multiprocessing
+import os
+import signal
+import sys
+import time
+
+import torch
+from conftest import TINY
+
+from train.config import load_config
+from train.guard import Stopped
+from train.train import train
+
+# One layer, 20 steps of 4 sequences of 8 tokens: a run of a quarter of a second. lr_decay_iters is
+# fixed, so that runs of other lengths have the same learning rates.
+SMALL = TINY | dict(n_layer=1, n_embd=16, n_hidden=32, block_size=8, batch_size=2, max_iters=20,
+                    lr_decay_iters=20, vocab_size=256)
+
+
+def configure(data_dir, out_dir, **changes):
+    return load_config(None, SMALL | dict(data_dir=str(data_dir), out_dir=str(out_dir)) | changes)
+
+
+@contextlib.contextmanager
+def faults(spec):
+    """FAULT for this process (see train/fault.py)."""
+    os.environ["FAULT"] = spec
+    try:
+        yield
+    finally:
+        del os.environ["FAULT"]
+
+
+def go(data_dir, out_dir, fault="", **changes):
+    """Train in this process; its last numbers, or the Stopped that ended it."""
+    with faults(fault) if fault else contextlib.nullcontext():
+        try:
+            return train(configure(data_dir, out_dir, **changes))
+        except Stopped as stopped:
+            return stopped
+
+
+def tensors(path):
+    """{name: tensor} of everything in a checkpoint that must be equal bit for bit, weights and
+    optimizer state, and the rest of it that does."""
+    c = torch.load(path, weights_only=True)
+    out = {f"model.{n}": t for n, t in c["model"].items()}
+    for name, entry in c["optimizer"]["state"].items():
+        out |= {f"optimizer.{name}.{k}": t for k, t in entry.items()}
+    return out, {k: c[k] for k in ("iter_num", "best_val_loss", "progress", "plateau",
+                                   "early_stopping", "spikes", "scaler")}
+
+
+def metrics(out_dir):
+    """The lines of metrics.jsonl, without what depends on the clock or the machine."""
+    lines = [json.loads(line) for line in (out_dir / "metrics.jsonl").read_text().splitlines()]
+    timed = ("time_ms", "tokens_per_sec", "memory_mib", "mfu")
+    return [{k: v for k, v in line.items() if k not in timed} for line in lines]
+
+
+def assert_same_file(a, b):
+    (tensors_a, rest_a), (tensors_b, rest_b) = tensors(a), tensors(b)
+    assert tensors_a.keys() == tensors_b.keys()
+    different = [n for n in tensors_a if not torch.equal(tensors_a[n], tensors_b[n])]
+    assert not different
+    assert rest_a == rest_b
+
+
+def assert_same(a, b, best=True):
+    """Two runs ended alike: every tensor, every counter, every line of the metrics, once."""
+    assert_same_file(a / "ckpt.pt", b / "ckpt.pt")
+    if best and (a / "ckpt_best.pt").exists():
+        assert_same_file(a / "ckpt_best.pt", b / "ckpt_best.pt")
+    assert metrics(a) == metrics(b)
+
+
+# -----------------------------------------------------------------------------
+# the program in a process of its own
+
+_forker = multiprocessing.get_context("forkserver")
+_forker.set_forkserver_preload(["pytest", "torch._inductor", "train.train", "train.report",
+                                "train.plot", "model.gpt", "data.tokenizer", "run_train"])
+
+
+def _run_program(args, output, env, prepare):
+    os.environ.clear()
+    os.environ.update(env)
+    fd = os.open(output, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+    os.dup2(fd, 1)
+    os.dup2(fd, 2)
+    sys.stdout, sys.stderr = os.fdopen(1, "w", 1), os.fdopen(2, "w", 1)
+    sys.argv = ["run_train.py", *args]
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # pytest may run with it ignored
+    prepare()
+    import run_train
+    sys.exit(run_train.main(args))
+
+
+def nothing():
+    pass
+
+
+class Program:
+    """`python run_train.py ARGS`; prepare() is called in the process first."""
+
+    def __init__(self, data_dir, out_dir, *args, output=None, env=None, prepare=nothing, **changes):
+        self.output = str(output or f"{out_dir}.output")
+        settings = SMALL | dict(data_dir=str(data_dir), out_dir=str(out_dir)) | changes
+        with open(self.output + ".yaml", "w") as f:
+            f.writelines(f"{k}: {json.dumps(v)}\n" for k, v in settings.items())
+        args = ["--config", self.output + ".yaml", *args]
+        self.process = _forker.Process(
+            target=_run_program, args=(args, self.output, dict(os.environ) | (env or {}), prepare))
+        self.process.start()
+
+    def send(self, signum):
+        os.kill(self.process.pid, signum)
+
+    def kill(self):
+        self.send(signal.SIGKILL)
+        self.process.join()
+
+    def text(self):
+        with contextlib.suppress(FileNotFoundError), open(self.output, errors="replace") as f:
+            return f.read()
+        return ""
+
+    def wait_for(self, what, timeout=30):
+        """Until the output has `what` in it."""
+        end = time.monotonic() + timeout
+        while what not in self.text():
+            assert self.process.is_alive() and time.monotonic() < end, self.text()
+            time.sleep(0.005)
+
+    def wait(self, timeout=60):
+        """(exit code, output); -9 after a kill -9."""
+        self.process.join(timeout)
+        if self.process.is_alive():
+            self.kill()
+            raise AssertionError(f"still running after {timeout} s:\n{self.text()}")
+        return self.process.exitcode, self.text()
+
+
+def run_program(*args, timeout=60, **kwargs):
+    return Program(*args, **kwargs).wait(timeout)

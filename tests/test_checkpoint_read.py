@@ -1,0 +1,450 @@
+"""Loading: a bad file is refused with its name and what is wrong, and never runs code.
+
+Matrix cases 19 to 41. The run under test has two checkpoints, of iter 10 and 5; each test breaks the
+newer one, or puts something else in its place.
+"""
+
+import io
+import os
+import pickle
+import random
+import shutil
+
+import pytest
+import torch
+from runs import assert_same, configure, go, metrics, run_program, tensors
+
+from train.checkpoint import CheckpointError, load_checkpoint, save_checkpoint
+from train.config import ConfigError, parse_value
+from train.guard import Stopped
+from train.keys import FIELDS
+from train.train import Trainer, train
+
+
+@pytest.fixture(scope="module")
+def stopped_run(tmp_path_factory, data_dir):
+    """A run that was killed at iter 12, and how it ends if it goes on."""
+    folder = tmp_path_factory.mktemp("stopped")
+    with pytest.raises(RuntimeError, match="fault at before_step"):
+        go(data_dir, folder / "out", "before_step@12=raise")
+    go(data_dir, folder / "whole")
+    return folder
+
+
+@pytest.fixture
+def out(tmp_path, stopped_run):
+    """A copy of the killed run's folder."""
+    shutil.copytree(stopped_run / "out", tmp_path / "out")
+    return tmp_path / "out"
+
+
+def refused(path, match=""):
+    with pytest.raises(CheckpointError, match=match) as caught:
+        load_checkpoint(path)
+    text = str(caught.value)
+    assert text.startswith(str(path)) and len(text.splitlines()) == 1, text
+    return text
+
+
+def truncate(path, share):
+    os.truncate(path, int(path.stat().st_size * share))
+
+
+def replace_by_folder(path):
+    path.unlink()
+    path.mkdir()
+
+
+def legacy_pickle(path):
+    torch.save({"model": {"w": torch.ones(2)}}, path, _use_new_zipfile_serialization=False)
+    truncate(path, 0.7)
+
+
+def torchscript(path):
+    torch.jit.script(torch.nn.Linear(2, 2)).save(path)
+
+
+BROKEN = {
+    "19 empty": lambda p: truncate(p, 0), "20 random bytes": lambda p: p.write_bytes(
+        random.Random(20).randbytes(5000)),
+    "21 text": lambda p: p.write_text("not a checkpoint\n" * 50),
+    "22 zeros": lambda p: p.write_bytes(bytes(p.stat().st_size)),
+    "23 10 %": lambda p: truncate(p, 0.1), "23 50 %": lambda p: truncate(p, 0.5),
+    "23 90 %": lambda p: truncate(p, 0.9), "23 99.9 %": lambda p: truncate(p, 0.999),
+    "23 less a byte": lambda p: os.truncate(p, p.stat().st_size - 1),
+    "24 folder": replace_by_folder, "29 TorchScript": torchscript, "29 legacy": legacy_pickle}
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("what", BROKEN)
+def test_19_to_24_and_29_bad_file(out, data_dir, stopped_run, capsys, what):
+    """ckpt.pt empty, random bytes, text, zeros, truncated at 10, 50, 90 and 99.9 %, a folder,
+    TorchScript or a damaged legacy file -> named with the reason, the checkpoint before it is used,
+    and the end is exact; the bad file is kept aside"""
+    BROKEN[what](out / "ckpt.pt")
+    refused(out / "ckpt.pt")
+    go(data_dir, out)
+    text = capsys.readouterr().out
+    assert f"warning: {out}/ckpt.pt: " in text
+    assert f"warning: going on from {out}/ckpt_prev.pt, saved at iter 5, instead" in text
+    assert "Resuming from" in text and "at iter 5" in text
+    assert_same(stopped_run / "whole", out)
+    assert (out / "ckpt_bad_1.pt").exists()
+
+
+def test_25_bit_flips(out, data_dir, stopped_run):
+    """one bit flipped at 300 random places -> 300 detected; the run goes on from the checkpoint
+    before it"""
+    path, draw = out / "ckpt.pt", random.Random(25)
+    good, detected = path.read_bytes(), 0
+    for _ in range(300):
+        bad, place = bytearray(good), draw.randrange(len(good))
+        bad[place] ^= 1 << draw.randrange(8)
+        path.write_bytes(bad)
+        refused(path, "damaged")
+        detected += 1
+    assert detected == 300
+    go(data_dir, out)
+    assert_same(stopped_run / "whole", out)
+
+
+def test_25_bit_flips_in_the_digest(out):
+    """one bit flipped in each byte of the digest behind the content -> detected every time"""
+    path = out / "ckpt.pt"
+    good = path.read_bytes()
+    for place in range(len(good) - 79, len(good)):
+        bad = bytearray(good)
+        bad[place] ^= 4
+        path.write_bytes(bad)
+        refused(path, "damaged")
+
+
+def test_26_no_good_checkpoint(out, data_dir):
+    """both checkpoints corrupt -> exit 2, both named, nothing trained and nothing changed on disk"""
+    for name in ("ckpt.pt", "ckpt_prev.pt"):
+        truncate(out / name, 0.5)
+    before = {p.name: p.stat().st_mtime_ns for p in out.iterdir() if p.name != ".lock"}
+    code, text = run_program(data_dir, out)
+    assert code == 2 and "no checkpoint can be used" in text and "--resume never" in text
+    assert f"{out}/ckpt.pt" in text and f"{out}/ckpt_prev.pt" in text
+    assert "iter 0" not in text and "Traceback" not in text
+    assert before == {p.name: p.stat().st_mtime_ns for p in out.iterdir() if p.name != ".lock"}
+
+
+def test_26_previous_one_is_used_when_the_newest_is_missing(out, data_dir, stopped_run):
+    """ckpt.pt deleted -> the run goes on from ckpt_prev.pt, it does not start from scratch"""
+    (out / "ckpt.pt").unlink()
+    go(data_dir, out)
+    assert_same(stopped_run / "whole", out)
+
+
+def test_26_two_bad_files_in_a_row(out, data_dir, stopped_run):
+    """a bad ckpt.pt, twice in the life of a run, once a folder -> both kept aside, the end exact"""
+    truncate(out / "ckpt.pt", 0.5)
+    go(data_dir, out, max_iters=12)
+    replace_by_folder(out / "ckpt.pt")
+    go(data_dir, out)
+    assert (out / "ckpt_bad_1.pt").is_file() and (out / "ckpt_bad_2.pt").is_dir()
+    assert_same(stopped_run / "whole", out, best=False)  # an evaluation at 12 was logged besides
+
+
+class Evil:
+    """Unpickled, it calls function(*args)."""
+
+    def __init__(self, function, *args):
+        self.call = function, args
+
+    def __reduce__(self):
+        return self.call
+
+
+def attacks(marker):
+    touch = f"touch {marker}"
+    return {"os.system": Evil(os.system, touch), "exec": Evil(exec, f"open({str(marker)!r}, 'w')"),
+            "torch.hub": Evil(torch.hub.load, "a/b", "c"), "eval": Evil(eval, touch),
+            "getattr": Evil(getattr, os, "system"), "Popen": Evil(__import__, "subprocess")}
+
+
+NAMES = {"os.system": "posix.system", "exec": "builtins.exec", "torch.hub": "torch.hub.load",
+         "eval": "builtins.eval", "getattr": "builtins.getattr", "Popen": "builtins.__import__"}
+
+
+@pytest.mark.parametrize("forced", [False, True])
+@pytest.mark.parametrize("attack", NAMES)
+def test_27_28_30_code_in_a_checkpoint(out, data_dir, tmp_path, monkeypatch, attack, forced):
+    """a pickle that calls os.system, exec, torch.hub.load ... as the model, inside the optimizer
+    state, or as a bare pickle of any protocol, also with TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD=1 ->
+    refused with the name shown, not run"""
+    if forced:
+        monkeypatch.setenv("TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD", "1")
+    marker, path, state = tmp_path / "marker", out / "ckpt.pt", load_checkpoint(out / "ckpt_prev.pt")
+    evil = attacks(marker)[attack]
+    state["optimizer"]["state"]["wte.weight"]["exp_avg"] = evil
+    for content in (evil, {"model": evil}, state):
+        torch.save(content, path)
+        assert NAMES[attack] in refused(path, "refused")
+        torch.save(content, path, _use_new_zipfile_serialization=False)
+        assert NAMES[attack] in refused(path, "refused")
+    for protocol in range(6):
+        path.write_bytes(pickle.dumps({"model": evil}, protocol))
+        assert NAMES[attack] in refused(path, "refused")
+    if attack == "os.system":  # a whole run meets it
+        code, text = run_program(data_dir, out, max_iters=6)
+        assert code == 0 and "refused: it would run or build posix.system" in text
+    assert not marker.exists()
+
+
+def test_27_signed_code_in_a_checkpoint(tmp_path):
+    """the same with a valid digest -> refused all the same: the digest is no permission"""
+    path = tmp_path / "ckpt.pt"
+    save_checkpoint(str(path), {"model": Evil(os.system, f"touch {tmp_path / 'marker'}")})
+    refused(path, "refused: it would run or build posix.system")
+    assert not (tmp_path / "marker").exists()
+
+
+def test_31_weights_without_the_rest(out, data_dir):
+    """a checkpoint without optimizer or progress -> refused, --init_from offered, which works"""
+    state = load_checkpoint(out / "ckpt.pt")
+    for key in ("optimizer", "progress"):
+        less = {k: v for k, v in state.items() if k != key}
+        save_checkpoint(str(out / "ckpt.pt"), less)
+        with pytest.raises(CheckpointError, match=f"not the rest of a run .{key}.*--init_from"):
+            go(data_dir, out)
+    go(data_dir, out.parent / "other", init_from=str(out / "ckpt.pt"), max_iters=2)
+
+
+def test_31_init_from_what_never_moves_aside(out, data_dir):
+    """--init_from a file of the out_dir that --resume never clears -> refused before moving it"""
+    with pytest.raises(CheckpointError, match="choose another --out_dir"):
+        go(data_dir, out, init_from=str(out / "ckpt.pt"), resume="never")
+    assert (out / "ckpt.pt").exists()
+
+
+def test_32_unknown_keys(out, data_dir, stopped_run, capsys):
+    """unknown keys in a checkpoint -> named, ignored, the end exact"""
+    save_checkpoint(str(out / "ckpt.pt"), load_checkpoint(out / "ckpt.pt") | {"colour": "blue"})
+    go(data_dir, out)
+    assert "ignoring what this program does not know: colour" in capsys.readouterr().out
+    assert_same(stopped_run / "whole", out)
+
+
+@pytest.mark.parametrize("version, message", [(99, "format 99 is newer than this program's 1"),
+                                              ("one", "format one is newer")])
+def test_33_newer_format(out, version, message):
+    """a newer or senseless format version -> refused: update the program"""
+    state = load_checkpoint(out / "ckpt.pt") | {"format_version": version}
+    save_checkpoint(str(out / "ckpt.pt"), state)
+    assert "update the program" in refused(out / "ckpt.pt", message)
+
+
+def test_34_foreign_format(out, data_dir):
+    """a file without version and digest, as nanoGPT writes -> reads as weights, cannot be resumed"""
+    state = load_checkpoint(out / "ckpt.pt")
+    keys = ("model", "optimizer", "model_args", "iter_num", "best_val_loss", "config")
+    torch.save({k: state[k] for k in keys}, out / "ckpt.pt")
+    assert load_checkpoint(out / "ckpt.pt")["iter_num"] == 10
+    with pytest.raises(CheckpointError, match="not the rest of a run .progress, .*--init_from"):
+        go(data_dir, out)
+
+
+def test_34_digest_cut_off(out):
+    """our own file with its digest cut off -> damaged, not taken for a foreign one"""
+    torch.save(load_checkpoint(out / "ckpt.pt"), out / "ckpt.pt")
+    refused(out / "ckpt.pt", "damaged: its digest is missing")
+
+
+@pytest.mark.parametrize("key, value, shapes", [
+    ("n_layer", 2, ["h.1.attn.q.weight: missing"]), ("n_embd", 32, ["wte.weight: shape (256, 16)"]),
+    ("vocab_size", 300, ["wte.weight: shape (256, 16) float32, wanted shape (384, 16) float32"]),
+    ("n_hidden", 16, ["h.0.mlp.up.weight: shape (32, 16) float32, wanted shape (16, 16) float32"])])
+def test_35_model_of_another_size(out, data_dir, key, value, shapes):
+    """n_layer, n_embd, vocab_size or n_hidden changed -> refused naming the key; with
+    --allow_change refused naming every tensor, found and wanted shape"""
+    with pytest.raises(CheckpointError, match=f"{key}: checkpoint has .*, now {value}"):
+        go(data_dir, out, **{key: value})
+    with pytest.raises(CheckpointError, match="does not fit this model") as caught:
+        go(data_dir, out, **{key: value}, allow_change=True)
+    for text in shapes:
+        assert text in str(caught.value)
+    assert load_checkpoint(out / "ckpt.pt")["iter_num"] == 10
+
+
+def broken_state(out, change):
+    state = load_checkpoint(out / "ckpt.pt")
+    change(state)
+    save_checkpoint(str(out / "ckpt.pt"), state)
+
+
+def entry(state, name="wte.weight"):
+    return state["optimizer"]["state"][name]
+
+
+@pytest.mark.parametrize("change, message", [
+    (lambda s: entry(s).update(exp_avg=torch.zeros(3)),
+     r"optimizer wte.weight exp_avg: shape \(3,\) float32, wanted shape \(256, 16\) float32"),
+    (lambda s: entry(s).update(exp_avg=[1.0]), "optimizer wte.weight exp_avg: a list, wanted shape"),
+    (lambda s: s["optimizer"]["state"].update(other=entry(s)), "unknown parameter other"),
+    (lambda s: entry(s).update(exp_avg=entry(s)["exp_avg"].bfloat16()), "bfloat16, wanted"),
+    (lambda s: s["model"].update({"ln_f.weight": torch.ones(16).bfloat16()}), "bfloat16, wanted"),
+    (lambda s: s["model"].pop("ln_f.weight"), "ln_f.weight: missing"),
+    (lambda s: s["model"].update(extra=torch.ones(1)), "extra: not a parameter of this model"),
+    (lambda s: s["optimizer"]["state"].pop("wte.weight"), "lacks the optimizer state of wte.weight"),
+    (lambda s: entry(s).pop("exp_avg_sq"), "lacks the optimizer state of wte.weight")])
+def test_36_37_38_optimizer_state_that_does_not_fit(out, data_dir, change, message):
+    """optimizer state of a wrong shape, kind, size or dtype, missing or unknown tensors (torch
+    accepts most of it) -> refused, each named with found and wanted"""
+    broken_state(out, change)
+    with pytest.raises(CheckpointError, match=message):
+        go(data_dir, out)
+
+
+@pytest.mark.parametrize("place", [("model", "ln_f.weight"),
+                                   ("optimizer", "state", "wte.weight", "exp_avg")])
+def test_36_not_finite(out, data_dir, capsys, place):
+    """a NaN in a checkpoint's weights or optimizer state, under a valid digest -> refused by name,
+    the one before it is used"""
+    def poison(state):
+        for key in place:
+            state = state[key]
+        state.view(-1)[0] = torch.nan
+    broken_state(out, poison)
+    go(data_dir, out)
+    assert f"{'.'.join(place)} holds values that are not finite" in capsys.readouterr().out
+
+
+def test_37_another_optimizer(out, data_dir, capsys):
+    """optimizer changed from adamw to muon and back with --allow_change -> what does not fit starts
+    afresh and is counted; without it refused"""
+    go(data_dir, out, optimizer="muon", allow_change=True, max_iters=14)
+    assert "optimizer state of 7 tensors starts afresh" in capsys.readouterr().out
+    with pytest.raises(CheckpointError, match="optimizer: checkpoint has 'muon', now 'adamw'"):
+        go(data_dir, out)
+    go(data_dir, out, allow_change=True)
+    assert "optimizer state of 7 tensors starts afresh" in capsys.readouterr().out
+
+
+def test_38_39_init_from_other_precision_and_names(tmp_path, data_dir, stopped_run, capsys):
+    """--init_from a bfloat16 file whose names have module. and _orig_mod. before them -> loads,
+    converted, and says so"""
+    path, state = tmp_path / "theirs.pt", load_checkpoint(stopped_run / "out" / "ckpt.pt")
+    torch.save({"model": {f"module._orig_mod.{n}": t.bfloat16() for n, t in state["model"].items()}},
+               path)
+    go(data_dir, tmp_path / "out", init_from=str(path), max_iters=0)
+    assert f"Starting from the weights of {path} (bfloat16)" in capsys.readouterr().out
+    loaded = load_checkpoint(tmp_path / "out" / "ckpt.pt")["model"]
+    assert all(torch.equal(t.bfloat16().float(), loaded[n]) for n, t in state["model"].items())
+
+
+def test_40_compile_on_and_off(tmp_path, data_dir, stopped_run, monkeypatch):
+    """compile switched on, then off, across resumes -> loads, names unchanged, losses within 1e-5
+    (traced by Dynamo but not lowered to C++, which takes a minute)"""
+    whole, real = torch.nn.Module.compile, []
+
+    def compile_eagerly(module):
+        real.append(1)
+        whole(module, backend="eager")
+    monkeypatch.setattr(torch.nn.Module, "compile", compile_eagerly)
+    for stop, compiled in ((6, "false"), (13, "true"), (20, "false")):
+        go(data_dir, tmp_path, compile=compiled, max_iters=stop)
+    assert real == [1]
+    a, b = ({m["iter"]: m["loss"] for m in metrics(p) if "loss" in m}
+            for p in (stopped_run / "whole", tmp_path))
+    assert a.keys() == b.keys() and all(abs(a[i] - b[i]) < 1e-5 * a[i] for i in a)
+    assert (tensors(tmp_path / "ckpt.pt")[0].keys()
+            == tensors(stopped_run / "whole" / "ckpt.pt")[0].keys())
+
+
+def test_41_no_checkpoint(tmp_path, data_dir, capsys):
+    """no checkpoint with resume must, and auto -> must refuses, auto starts from scratch and says so"""
+    with pytest.raises(CheckpointError, match=f"--resume must: there is no ckpt.pt in {tmp_path}"):
+        go(data_dir, tmp_path, resume="must")
+    go(data_dir, tmp_path, max_iters=1)
+    assert f"No checkpoint in {tmp_path}: starting from scratch" in capsys.readouterr().out
+    go(data_dir, tmp_path, resume="must", max_iters=2)
+
+
+def test_resume_never_moves_aside(out, data_dir, stopped_run, capsys, monkeypatch):
+    """resume never -> what was there is moved to old_1, nothing deleted; but a restart by torchrun
+    goes on with the run it restarts"""
+    before = (out / "ckpt.pt").read_bytes()
+    assert isinstance(go(data_dir, out, "before_step@7=sigterm", resume="never"), Stopped)
+    assert (out / "old_1" / "ckpt.pt").read_bytes() == before
+    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
+    go(data_dir, out, resume="never")
+    assert "Resuming from" in capsys.readouterr().out
+    assert_same(stopped_run / "whole", out)
+
+
+def other_value(key, now):
+    """Some other valid value of a configuration key."""
+    meta, kind = FIELDS[key].metadata, str(FIELDS[key].type)
+    if "choices" in meta:
+        return next(c for c in meta["choices"] if c != now)
+    if "bool" in kind:
+        return not now
+    for value in (0.25, 0.5, 1, 2, 3, 4, 24, 32, 64, "{wte: 0.5}", "text"):
+        try:
+            parsed = parse_value(key, value if isinstance(value, str) else str(value))
+        except (ValueError, ConfigError):
+            continue
+        if parsed != now:
+            return parsed
+
+
+@pytest.mark.parametrize("key", [n for n, f in FIELDS.items() if not f.metadata.get("free")])
+def test_51_changed_key(out, data_dir, key):
+    """each configuration key that changes what is computed, changed on resume -> refused with old
+    and new value, nothing on disk changed"""
+    old = getattr(configure(data_dir, out), key)
+    new = other_value(key, old)
+    try:
+        config = configure(data_dir, out, **{key: new})
+    except ConfigError:
+        pytest.skip("the other value needs other keys changed too")
+    before = (out / "ckpt.pt").read_bytes()
+    if key in ("model", "data_dir"):
+        pytest.skip("needs a file of that name; see test_51_changed_data_folder")
+    with pytest.raises(CheckpointError) as caught:
+        train(config)
+    assert f"  - {key}: checkpoint has {old!r}, now {new!r}" in str(caught.value)
+    assert (out / "ckpt.pt").read_bytes() == before
+
+
+def test_51_changed_data_folder(out, data_dir, tmp_path, stopped_run):
+    """another data folder with the same data -> refused; with --allow_change the end is exact"""
+    shutil.copytree(data_dir, tmp_path / "copy")
+    with pytest.raises(CheckpointError, match="data_dir: checkpoint has"):
+        go(tmp_path / "copy", out)
+    go(tmp_path / "copy", out, allow_change=True)
+    assert_same(stopped_run / "whole", out)
+
+
+def test_51_same_global_batch(out, data_dir):
+    """batch_size halved and accumulation doubled: the same global batch -> goes on"""
+    go(data_dir, out, batch_size=1, gradient_accumulation_steps=4)
+
+
+@pytest.mark.parametrize("change", ["appended", "one token changed"])
+def test_52_changed_data(out, data_dir, tmp_path, change):
+    """the token file grown, or one token of it changed -> refused by its fingerprint"""
+    shutil.copytree(data_dir, tmp_path / "data")
+    save = load_checkpoint(out / "ckpt.pt")
+    save["config"]["data_dir"] = str(tmp_path / "data")
+    save_checkpoint(str(out / "ckpt.pt"), save)
+    with open(tmp_path / "data" / "train.bin", "r+b") as f:
+        f.seek(0, io.SEEK_END if change == "appended" else io.SEEK_SET)
+        f.write(b"\x01\x00")
+    with pytest.raises(CheckpointError, match="the data in .*: checkpoint has"):
+        go(tmp_path / "data", out)
+
+
+def test_113_not_enough_memory_to_load(out, monkeypatch):
+    """memory runs out while the checkpoint is read -> said so; the good file is not taken for a bad
+    one and not moved"""
+    def fail(*_, **__):
+        raise RuntimeError("unable to mmap 123 bytes: Cannot allocate memory (12)")
+    monkeypatch.setattr(torch, "load", fail)
+    from train.checkpoint import load_latest
+    with pytest.raises(CheckpointError, match="allocate memory"):
+        load_latest(str(out), print)
+    assert (out / "ckpt.pt").exists() and Trainer

@@ -1,0 +1,335 @@
+"""Saving: a checkpoint that was once complete stays readable, whatever happens to the next one.
+
+Matrix cases 1 to 18, 118 and 119 (short; the long campaigns are in test_soak.py). A docstring of a
+test says "what is done to the run -> what is expected", for tests/README.md.
+"""
+
+import errno
+import os
+import random
+import resource
+import signal
+import stat
+import threading
+import time
+
+import pytest
+import torch
+from runs import Program, assert_same, go, run_program, tensors
+
+from train import checkpoint, resume
+from train.checkpoint import CheckpointError, load_checkpoint, save_checkpoint
+from train.guard import BadNumbers, SaveFailed
+from train.lock import FolderLock
+from train.saver import Saver, snapshot
+from train.train import Trainer
+
+POINTS = {1: "save_open", 2: "save_mid", 3: "save_before_fsync", 4: "save_before_replace",
+          5: "save_after_replace"}
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory, data_dir):
+    """The run that all others must end like."""
+    out = tmp_path_factory.mktemp("undisturbed")
+    go(data_dir, out)
+    return out
+
+
+def temporary_files(out):
+    return [p.name for p in out.iterdir() if ".tmp" in p.name]
+
+
+@pytest.mark.parametrize("case", POINTS)
+def test_01_to_05_kill_inside_a_save(tmp_path, data_dir, undisturbed, case):
+    """kill -9 at five points of the save at step 10 -> the old or the new checkpoint loads, resume
+    is exact, no temporary file is left"""
+    out = tmp_path / "out"
+    code, _ = run_program(data_dir, out, env={"FAULT": f"{POINTS[case]}@10=kill9"})
+    assert code == -9
+    assert load_checkpoint(out / "ckpt.pt")["iter_num"] == (10 if case == 5 else 5)
+    assert bool(temporary_files(out)) == (case in (2, 3, 4))
+    go(data_dir, out)
+    assert_same(undisturbed, out)
+    assert not temporary_files(out)
+
+
+def test_06_kill_at_random_times(tmp_path, data_dir, undisturbed):
+    """kill -9 at random wall-clock times in a run saving every step, restarted until it ends (8
+    kills; 200 in test_soak.py) -> no unreadable checkpoint, the end is exact"""
+    out, draw, kills = tmp_path / "out", random.Random(6), 0
+    while kills < 8:
+        program = Program(data_dir, out, save_interval=1)
+        program.process.join(0.1 + draw.random() * 0.25)
+        kills += program.process.is_alive()
+        program.kill()
+        if (out / "ckpt.pt").exists():
+            assert load_checkpoint(out / "ckpt.pt")["iter_num"] <= 20
+            assert load_checkpoint(out / "ckpt.pt")["progress"]["finished"] == "" or kills > 0
+    go(data_dir, out)
+    assert_same(undisturbed, out)
+
+
+@pytest.mark.parametrize("fault", ["enospc", "eio"])
+def test_07_09_disk_full_or_broken_once(tmp_path, data_dir, undisturbed, capsys, fault):
+    """ENOSPC or EIO in the middle of a periodic save -> a warning, the old checkpoint intact,
+    training goes on, and the next save works"""
+    go(data_dir, tmp_path, f"save_mid@10={fault}")
+    text = capsys.readouterr().out
+    reason = os.strerror(getattr(errno, fault.upper()))
+    assert f"warning: {tmp_path}/ckpt.pt could not be written" in text and reason in text
+    assert "the checkpoint before it is intact, training goes on" in text
+    assert_same(undisturbed, tmp_path, best=False)  # the best was at step 10, and could not be saved
+    assert not temporary_files(tmp_path)
+
+
+def test_07_file_size_limit(tmp_path, data_dir, capsys):
+    """a real write error, by RLIMIT_FSIZE -> save_checkpoint names file and reason, the old file
+    and the folder are as before"""
+    path, state = str(tmp_path / "ckpt.pt"), {"model": {"w": torch.zeros(1000)}}
+    save_checkpoint(path, state)
+    before, limit = (tmp_path / "ckpt.pt").read_bytes(), resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (8192, limit[1]))
+    try:
+        with pytest.raises(CheckpointError, match="could not be written.*File too large"):
+            save_checkpoint(path, {"model": {"w": torch.zeros(100_000)}})
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limit)
+    assert [p.name for p in tmp_path.iterdir()] == ["ckpt.pt"]
+    assert (tmp_path / "ckpt.pt").read_bytes() == before
+
+
+def test_07_free_space_is_checked_first(tmp_path, monkeypatch):
+    """less free space than the checkpoint needs -> refused before writing, with both numbers"""
+    monkeypatch.setattr(checkpoint.shutil, "disk_usage", lambda p: type("U", (), {"free": 10**6}))
+    with pytest.raises(CheckpointError, match="needs 38 MiB and 1 MiB are free"):
+        save_checkpoint(str(tmp_path / "ckpt.pt"), {"w": torch.zeros(10**7)})
+    assert not list(tmp_path.iterdir())
+
+
+def test_08_disk_full_at_the_last_save(tmp_path, data_dir):
+    """ENOSPC at the last save and at its retries -> exit 1 with the reason, no traceback, the
+    checkpoint before it intact; with room again the run ends exactly"""
+    out = tmp_path / "out"
+    code, text = run_program(data_dir, out, max_iters=12, env={"FAULT": "save_mid@12=enospc"})
+    assert code == 1 and "Traceback" not in text
+    assert "the last checkpoint could not be saved" in text and "No space left" in text
+    assert text.count("trying again") == 2
+    assert load_checkpoint(out / "ckpt.pt")["iter_num"] == 10
+    assert go(data_dir, out, max_iters=12)["iter_num"] == 12
+
+
+def test_08_disk_full_at_the_last_save_for_a_moment(tmp_path, data_dir, undisturbed, monkeypatch):
+    """ENOSPC at the first attempt of the last save only -> tried again, and the run ends exactly"""
+    real, failures = checkpoint.save_checkpoint, []
+
+    def once(path, state, links=()):
+        if state["iter_num"] == 20 and not failures:
+            failures.append(1)
+            raise CheckpointError("No space left")
+        real(path, state, links)
+    monkeypatch.setattr("train.saver.save_checkpoint", once)
+    monkeypatch.setattr(resume.time, "sleep", lambda s: None)
+    go(data_dir, tmp_path)
+    assert failures and load_checkpoint(tmp_path / "ckpt.pt")["iter_num"] == 20
+    assert_same(undisturbed, tmp_path)
+
+
+def test_09_open_fails(tmp_path, data_dir, undisturbed, capsys):
+    """PermissionError when the temporary file is opened -> as a full disk: warned, goes on"""
+    go(data_dir, tmp_path, "save_open@5=eacces")
+    assert "Permission denied; the checkpoint before it" in capsys.readouterr().out
+    assert_same(undisturbed, tmp_path)
+
+
+def test_10_out_dir_removed_during_the_run(tmp_path, data_dir, undisturbed, monkeypatch, capsys):
+    """out_dir deleted under the run -> made again with a warning, locked again, checkpoints go on"""
+    import shutil
+    out, step = tmp_path / "out", Trainer.train_step
+
+    def train_step(run):
+        if run.progress.iter_num == 8:
+            run.saver.wait()
+            shutil.rmtree(out)
+        step(run)
+        if run.progress.iter_num == 12:
+            run.saver.wait()
+            with pytest.raises(CheckpointError, match="is in use by pid"):
+                FolderLock(out)
+    monkeypatch.setattr(Trainer, "train_step", train_step)
+    go(data_dir, out)
+    assert f"warning: {out} is gone; making it again" in capsys.readouterr().out
+    assert all(torch.equal(a, b) for a, b in zip(tensors(undisturbed / "ckpt.pt")[0].values(),
+                                                 tensors(out / "ckpt.pt")[0].values()))
+
+
+def test_11_out_dir_is_a_file(tmp_path, data_dir):
+    """out_dir is a file -> one line, exit 2, before any work; the file untouched"""
+    out = tmp_path / "out"
+    out.write_text("precious")
+    code, text = run_program(data_dir, out)
+    assert code == 2 and text == f"out_dir: {out} is a file; expected a folder\n"
+    assert out.read_text() == "precious"
+
+
+def test_12_out_dir_cannot_be_written(tmp_path, data_dir, monkeypatch):
+    """out_dir in a read-only file system -> one line, exit 2 (root may write anywhere, so the error
+    is made: /proc refuses new folders to everyone)"""
+    code, text = run_program(data_dir, "/proc/out", output=str(tmp_path / "output"))
+    assert code == 2 and text.startswith("out_dir: /proc/out cannot be used: ")
+    assert "Traceback" not in text and len(text.splitlines()) == 1
+
+
+def test_13_14_one_run_a_folder(tmp_path, data_dir, undisturbed):
+    """a second run in the same out_dir, while the first lives and after its kill -9 -> refused with
+    the holder's pid, exit 2; then the dead one's lock is taken over"""
+    out = tmp_path / "out"
+    first = Program(data_dir, out, env={"FAULT": "before_step@7=sleep"})
+    first.wait_for("iter 6:")
+    code, text = run_program(data_dir, out, output=str(tmp_path / "second"))
+    assert code == 2 and f"{out} is in use by pid {first.process.pid} on " in text
+    first.kill()
+    go(data_dir, out)
+    assert_same(undisturbed, out)
+
+
+def test_13_file_system_without_locks(tmp_path, monkeypatch):
+    """flock is not supported -> the run goes on without a lock rather than not at all"""
+    def refuse(*_):
+        raise OSError(errno.ENOLCK, "No locks available")
+    monkeypatch.setattr("fcntl.flock", refuse)
+    FolderLock(tmp_path).release()
+
+
+def test_15_mode_follows_the_umask(tmp_path):
+    """umask 022 and 077 -> mode 0644 and 0600, not the 0600 of a temporary file"""
+    for umask, mode in ((0o022, 0o644), (0o077, 0o600)):
+        old = os.umask(umask)
+        try:
+            save_checkpoint(str(tmp_path / f"{mode}.pt"), {"model": {}})
+        finally:
+            os.umask(old)
+        assert stat.S_IMODE(os.stat(tmp_path / f"{mode}.pt").st_mode) == mode
+
+
+def test_16_checkpoint_is_a_symlink(tmp_path):
+    """ckpt.pt is a symlink -> it is replaced by a file; what it pointed to stays as it was, and is
+    the previous checkpoint"""
+    elsewhere, link = tmp_path / "elsewhere.pt", tmp_path / "ckpt.pt"
+    save_checkpoint(str(elsewhere), {"model": {}, "iter_num": 1})
+    link.symlink_to(elsewhere)
+    save_checkpoint(str(link), {"model": {}, "iter_num": 2})
+    assert not link.is_symlink() and load_checkpoint(link)["iter_num"] == 2
+    assert load_checkpoint(elsewhere)["iter_num"] == 1
+    assert load_checkpoint(tmp_path / "ckpt_prev.pt")["iter_num"] == 1
+
+
+@pytest.mark.parametrize("full", [False, True])
+def test_17_no_hard_links(tmp_path, monkeypatch, full):
+    """the file system refuses hard links, without and with room for copies -> copies; without room
+    the save fails and leaves nothing behind"""
+    def refuse(*_, **__):
+        raise OSError(errno.EPERM, "Operation not permitted")
+
+    def no_room(source, target):
+        open(target, "wb").write(b"half")
+        raise OSError(errno.ENOSPC, "No space left on device")
+    monkeypatch.setattr(checkpoint.os, "link", refuse)
+    path = str(tmp_path / "ckpt.pt")
+    save_checkpoint(path, {"model": {}, "iter_num": 1})
+    if full:
+        monkeypatch.setattr(checkpoint.shutil, "copyfile", no_room)
+        with pytest.raises(CheckpointError, match="No space left"):
+            save_checkpoint(path, {"model": {}, "iter_num": 2}, [str(tmp_path / "ckpt_best.pt")])
+        assert load_checkpoint(path)["iter_num"] == 1 and len(list(tmp_path.iterdir())) == 1
+    else:
+        save_checkpoint(path, {"model": {}, "iter_num": 2}, [str(tmp_path / "ckpt_best.pt")])
+        assert load_checkpoint(path)["iter_num"] == 2
+        assert load_checkpoint(tmp_path / "ckpt_prev.pt")["iter_num"] == 1
+        assert load_checkpoint(tmp_path / "ckpt_best.pt")["iter_num"] == 2
+
+
+@pytest.mark.parametrize("where", ["weights", "optimizer state"])
+def test_18_nan_in_what_is_saved(tmp_path, data_dir, monkeypatch, where):
+    """a NaN in the weights or the optimizer state at a save -> refused by name, run stopped, the
+    old checkpoint kept"""
+    step = Trainer.train_step
+
+    def train_step(run):
+        step(run)
+        if run.progress.iter_num == 10:
+            p = run.raw.ln_f.weight
+            (p.data if where == "weights" else run.optimizer.state[p]["exp_avg"])[3] = torch.nan
+    monkeypatch.setattr(Trainer, "train_step", train_step)
+    with pytest.raises(BadNumbers, match=f"iter 10: {where.split()[0].strip('weights')}.*ln_f"):
+        go(data_dir, tmp_path, eval_interval=0, save_interval=5)
+    assert load_checkpoint(tmp_path / "ckpt.pt")["iter_num"] == 5
+
+
+def test_keep_last_and_best(tmp_path, data_dir):
+    """keep_last 2 -> the two newest numbered checkpoints, and none removed by a run without it"""
+    go(data_dir, tmp_path, keep_last=2, max_iters=15)
+    numbered = ["ckpt_0000010.pt", "ckpt_0000015.pt"]
+    assert sorted(p.name for p in tmp_path.glob("ckpt_0*")) == numbered
+    assert load_checkpoint(tmp_path / numbered[0])["iter_num"] == 10
+    go(data_dir, tmp_path, keep_last=0)
+    assert sorted(p.name for p in tmp_path.glob("ckpt_0*")) == numbered
+    state = load_checkpoint(tmp_path / "ckpt_best.pt")
+    assert state["best_val_loss"] == state["progress"]["val_loss"]
+
+
+def test_snapshot_is_apart_from_training(tmp_path):
+    """weights changed while a save is under way -> the file has the numbers of the moment of save"""
+    w = torch.ones(1000)
+    saver, failures = Saver(), []
+    saver.save(str(tmp_path / "ckpt.pt"), {"model": {"w": w}, "step": 3}, failed=failures.append)
+    w.zero_()
+    saver.wait()
+    assert load_checkpoint(tmp_path / "ckpt.pt")["model"]["w"].sum() == 1000 and not failures
+    state = {"a": [torch.ones(3), {"b": torch.tensor(5)}], "c": "text"}
+    copy = snapshot(state)
+    assert torch.equal(copy["a"][0], state["a"][0]) and copy["a"][1]["b"] == 5
+    assert copy["a"][0].data_ptr() != state["a"][0].data_ptr()
+
+
+def test_118_saving_takes_longer_than_the_interval(tmp_path, data_dir, undisturbed, monkeypatch):
+    """a disk so slow that a save takes longer than the steps between saves -> never more than one
+    save at a time, the end exact"""
+    real, running, most = checkpoint.save_checkpoint, [], []
+
+    def slow(path, state, links=()):
+        running.append(state["iter_num"])
+        most.append(len(running))
+        time.sleep(0.03)
+        real(path, state, links)
+        running.remove(state["iter_num"])
+    monkeypatch.setattr("train.saver.save_checkpoint", slow)
+    threads = threading.active_count()
+    go(data_dir, tmp_path, save_interval=1)
+    assert max(most) == 1 and len(most) >= 19 and threading.active_count() == threads
+    assert_same(undisturbed, tmp_path, best=False)
+
+
+def test_119_many_saves_leave_nothing_behind(tmp_path):
+    """100 saves in the background with best and numbered names (2,000 in test_soak.py) -> open files
+    and files in the folder stay constant"""
+    saver, state, failures = Saver(), {"model": {"w": torch.ones(10_000)}}, []
+    counts = []
+    for i in range(100):
+        links = [str(tmp_path / "ckpt_best.pt"), str(tmp_path / f"ckpt_{i:07d}.pt")]
+        saver.save(str(tmp_path / "ckpt.pt"), state | {"iter_num": i}, links,
+                   lambda: checkpoint.prune(tmp_path, 3), failures.append)
+        saver.wait()
+        counts.append((len(os.listdir("/proc/self/fd")), len(list(tmp_path.iterdir()))))
+    assert not failures and set(counts[5:]) == {counts[-1]} and counts[-1][1] == 6
+
+
+def test_second_signal_during_the_last_save(tmp_path, data_dir, undisturbed):
+    """SIGTERM, and again in the middle of the save that follows -> leaves at once with 143, the
+    checkpoint before it is intact"""
+    out = tmp_path / "out"
+    code, _ = run_program(data_dir, out, env={"FAULT": "before_step@12=sigterm,save_mid@13=sigterm"})
+    assert code == 143 and load_checkpoint(out / "ckpt.pt")["iter_num"] == 10
+    go(data_dir, out)
+    assert_same(undisturbed, out)
+    assert signal.SIGTERM == 15 and SaveFailed

@@ -1,0 +1,186 @@
+"""train/config.py through the command line and as a library. Matrix cases 91-105 and 77."""
+
+import subprocess
+import sys
+import time
+
+import pytest
+from conftest import REPO
+
+from train.config import ConfigError, differences, load_config, parse_value
+from train.help import help_text, markdown_table, to_yaml
+from train.keys import FIELDS, TrainConfig
+
+
+def write(tmp_path, text, name="c.yaml"):
+    path = tmp_path / name
+    path.write_text(text)
+    return str(path)
+
+
+def problems(path=None, overrides=()):
+    with pytest.raises(ConfigError) as caught:
+        load_config(path, overrides)
+    return caught.value.problems
+
+
+def command(*args):
+    return subprocess.run([sys.executable, "run_train.py", *args], cwd=REPO, text=True,
+                          capture_output=True)
+
+
+def test_forms_of_an_override():
+    c = load_config(None, ["--max_iters", "7", "--batch-size=3", "n_layer=5", "--bias",
+                           "--no-tie_weights", "--no_qk_norm", "model.n_head=2",
+                           "--learning_rate=1e-4", "--min_lr", "0"])
+    assert (c.max_iters, c.batch_size, c.n_layer, c.n_head) == (7, 3, 5, 2)
+    assert (c.bias, c.tie_weights, c.qk_norm) == (True, False, False)
+    assert (c.learning_rate, c.min_lr) == (1e-4, 0.0)
+
+
+def test_lists_mappings_and_nothing():
+    c = load_config(None, ["--tracker", "tensorboard", "--sample_prompts", "[one, two]",
+                           "--lr_groups", "{wte: 0.5, h.0: {weight_decay: 0}}",
+                           "--max_epochs", "null"])
+    assert c.tracker == ["tensorboard"] and c.sample_prompts == ["one", "two"]
+    assert c.max_epochs is None
+    assert c.lr_groups == {"wte": 0.5, "h.0": {"weight_decay": 0.0}}
+    assert load_config(None, ["--tracker", "[wandb, mlflow]"]).tracker == ["wandb", "mlflow"]
+
+
+def test_base_files_and_precedence(tmp_path):
+    write(tmp_path, "max_iters: 1\nn_layer: 2\nbatch_size: 8\n", "base.yaml")
+    path = write(tmp_path, "base: base.yaml\nmax_iters: 2\n")
+    c = load_config(path, ["--n_layer=3"])
+    assert (c.max_iters, c.n_layer, c.batch_size) == (2, 3, 8)
+    write(tmp_path, "base: c.yaml\n", "base.yaml")
+    assert "circle" in problems(path)[0]
+
+
+def test_written_configuration_reads_back_the_same(tmp_path):
+    c = load_config(None, ["--learning_rate=1e-4", "--tracker=wandb", "--run_name", "no",
+                           "--min_lr=0"])
+    assert load_config(write(tmp_path, to_yaml(c))) == c
+
+
+def test_91_unknown_key_offers_the_nearest(tmp_path):
+    path = write(tmp_path, "n_layr: 2\n")
+    assert "c.yaml:1: unknown key 'n_layr' (did you mean 'n_layer'?)" in problems(path)[0]
+
+
+def test_92_exponent_without_a_dot_is_a_number(tmp_path):
+    assert load_config(write(tmp_path, "learning_rate: 1e-4\n")).learning_rate == 1e-4
+
+
+@pytest.mark.parametrize("line, expected", [
+    ("n_layer: twelve", "a whole number"), ("n_layer: true", "a whole number"),
+    ("n_layer: 1.5", "a whole number"), ("learning_rate: fast", "a finite number"),
+    ("bias: 3", "true or false"), ("optimizer: [adamw]", "text"), ("lr_groups: 3", "a mapping"),
+    ("optimizer: adam", "must be one of adamw, muon"), ("n_layer:", "a whole number")])
+def test_93_wrong_types(tmp_path, line, expected):
+    [problem] = problems(write(tmp_path, line + "\n"))
+    assert expected in problem and "c.yaml:1" in problem
+
+
+def test_94_duplicate_key(tmp_path):
+    assert "set twice" in problems(write(tmp_path, "n_layer: 2\nn_layer: 3\n"))[0]
+
+
+def test_95_empty_file(tmp_path):
+    assert "empty" in problems(write(tmp_path, ""))[0]
+
+
+def test_96_list_at_top_level(tmp_path):
+    assert "sequence at top level" in problems(write(tmp_path, "- n_layer\n"))[0]
+
+
+def test_97_tab_names_the_line(tmp_path):
+    [problem] = problems(write(tmp_path, "n_layer: 2\n\tn_head: 2\n"))
+    assert "c.yaml:2" in problem and "tabs" in problem
+
+
+def test_98_python_tag_is_refused_and_not_run(tmp_path):
+    path = write(tmp_path, f"out_dir: !!python/object/apply:os.mkdir [{tmp_path}/ran]\n")
+    assert "tag" in problems(path)[0] and not (tmp_path / "ran").exists()
+
+
+def test_99_missing_file():
+    assert "no such file" in problems("nowhere.yaml")[0]
+
+
+def test_100_not_utf8(tmp_path):
+    (tmp_path / "c.yaml").write_bytes(b"out_dir: \xff\xfe\n")
+    assert "UTF-8" in problems(str(tmp_path / "c.yaml"))[0]
+
+
+def test_101_heads_must_divide_the_width():
+    assert "multiple of n_head" in problems(None, ["--n_head=5"])[0]
+    assert "n_kv_head (4) must divide" in problems(None, ["--n_kv_head=4"])[0]
+
+
+def test_102_world_size_that_does_not_divide(monkeypatch):
+    monkeypatch.setenv("WORLD_SIZE", "3")
+    [problem] = problems(None, ["--batch_size=4", "--gradient_accumulation_steps=2"])
+    assert "valid numbers of ranks: 1, 2, 4, 8" in problem
+
+
+@pytest.mark.parametrize("text", ["--n_layer=0", "--n_layer=-1", "--n_embd=99999999", "--dropout=1",
+                                  "--batch_size=0", "--learning_rate=0", "--learning_rate=-1",
+                                  "--learning_rate=.inf", "--learning_rate=nan", "--seed=-1"])
+def test_77_104_out_of_range(text):
+    assert len(problems(None, [text])) == 1
+
+
+def test_105_all_problems_at_once_exit_2_fast_without_traceback():
+    started = time.time()
+    done = command("--foo=1", "--n_layr=3", "--n_layer=x", "--n_head", "5", "--bias=maybe",
+                   "--n_embd")
+    assert done.returncode == 2 and time.time() - started < 2
+    assert "6 problems" in done.stderr and "Traceback" not in done.stderr
+    for part in ("foo", "n_layr", "n_layer", "n_head", "bias", "n_embd"):
+        assert part in done.stderr
+
+
+def test_muon_with_fsdp_is_refused_by_name():
+    assert "muon" in problems(None, ["--optimizer=muon", "--distributed=fsdp"])[0]
+
+
+def test_help_shows_every_key_fast():
+    started = time.time()
+    done = command("--help")
+    assert done.returncode == 0 and time.time() - started < 1.5
+    assert all(f"--{name} " in done.stdout for name in FIELDS)
+    assert max(map(len, help_text().splitlines())) <= 100
+
+
+def test_print_config_names_origins():
+    done = command("train/config_test.yaml", "--n_layer=3", "--print_config")
+    lines = {line.split(":")[0]: line for line in done.stdout.splitlines()}
+    assert "command line" in lines["n_layer"] and "config_test.yaml:" in lines["n_head"]
+    assert "config.yaml:" in lines["weight_decay"] and "default" in lines["seed"]
+
+
+def test_every_shipped_config_is_valid():
+    for path in sorted((REPO / "train").glob("config*.yaml")):
+        load_config(str(path))
+
+
+def test_every_key_documents_itself():
+    for name, f in FIELDS.items():
+        assert len(f.metadata["help"]) > 5, name
+        default = getattr(TrainConfig(), name)
+        if default is not None and default != {}:
+            assert parse_value(name, default) == default
+
+
+def test_differences_ignores_free_keys_and_equal_global_batches():
+    old = load_config(None).__dict__
+    assert differences(old, load_config(None, ["--max_iters=9", "--log_interval=3"]).__dict__) == []
+    halved = load_config(None, ["--batch_size=8", "--gradient_accumulation_steps=8"])
+    assert differences(old, halved.__dict__) == []
+    other = load_config(None, ["--batch_size=8"])
+    assert differences(old, other.__dict__) == [("batch_size", 16, 8)]
+
+
+def test_readme_lists_every_key_as_it_is():
+    assert markdown_table().strip() in (REPO / "README.md").read_text()

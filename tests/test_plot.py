@@ -1,0 +1,229 @@
+"""Pictures of runs: well-formed, true to the numbers, small; and the command that compares runs."""
+
+import json
+import math
+import pathlib
+import re
+import subprocess
+import sys
+from xml.etree import ElementTree
+
+import pytest
+
+from train import plot
+
+REPO = pathlib.Path(__file__).resolve().parent.parent
+SVG = "{http://www.w3.org/2000/svg}"
+
+
+def write_run(folder, steps=200, every=1, evals=50, floor=2.0, **changes):
+    """A metrics.jsonl as a run writes it; its folder."""
+    folder.mkdir(parents=True, exist_ok=True)
+    lines = []
+    for k in range(0, steps + 1, every):
+        loss = floor + 3.0 * math.exp(-k / steps * 5)
+        if evals and k % evals == 0:
+            lines.append(dict(iter=k, tokens=k * 100, train_loss=None, val_loss=loss + 0.1,
+                              val_ppl=math.exp(loss), val_bpb=None))
+        if k < steps:
+            lines.append(dict(iter=k, tokens=(k + 1) * 100, loss=loss, lr=1e-3 * (1 - k / steps),
+                              grad_norm=1.0, time_ms=500.0, tokens_per_sec=200.0, mfu=None) | changes)
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(r) + "\n" for r in lines))
+    return folder
+
+
+def records(folder):
+    return plot.read_metrics(folder / "metrics.jsonl")
+
+
+def parse(text):
+    return ElementTree.fromstring(text)
+
+
+def texts(svg):
+    return [t.text for t in svg.iter(f"{SVG}text")]
+
+
+def lines(svg, css):
+    """Points of the polylines of a class, as [[(x, y), ...], ...]."""
+    return [[tuple(map(float, p.split(","))) for p in line.get("points").split()]
+            for line in svg.iter(f"{SVG}polyline") if css in line.get("class").split()]
+
+
+def command(*args):
+    return subprocess.run([sys.executable, "-m", "train.plot", *map(str, args)], cwd=REPO,
+                          capture_output=True, text=True, timeout=60)
+
+
+def test_a_picture_of_one_run(tmp_path):
+    svg = parse(plot.loss_svg([("out/a", records(write_run(tmp_path)))]))
+    words = texts(svg)
+    assert words[0] == "out/a" and "step" in words and "learning rate" in words and "loss" in words
+    assert any(w.startswith("training loss 2.0") for w in words)
+    assert any(w.startswith("validation loss 2.12") and "best 2.12" in w for w in words)
+    (raw,), (mean,) = lines(svg, "raw"), lines(svg, "bold")
+    assert len(raw) == len(mean) == 200
+    circles = list(svg.iter(f"{SVG}circle"))
+    assert len(circles) == 5 and circles[0][0].text == "out/a, validation: 5.1000"
+    # The loss falls: on the screen, y grows downwards. x runs from left to right.
+    assert raw[0][1] < raw[100][1] < raw[199][1] and raw[0][0] == plot.LEFT
+    assert [x for x, _ in raw] == sorted(x for x, _ in raw)
+
+
+def test_points_are_where_their_values_are(tmp_path):
+    """The mark at a tick's value and the grid line of that tick have the same height."""
+    rows = [dict(iter=k, val_loss=v) for k, v in ((0, 4.0), (50, 3.0), (100, 2.0))]
+    svg = parse(plot.loss_svg([("r", rows)]))
+    ticks = {t.text: float(t.get("y")) - 4 for t in svg.iter(f"{SVG}text")
+             if t.get("class") == "soft end"}
+    marks = [(float(c.get("cx")), float(c.get("cy"))) for c in svg.iter(f"{SVG}circle")]
+    assert [y for _, y in marks] == pytest.approx([ticks["4"], ticks["3"], ticks["2"]], abs=0.1)
+    across = {t.text: float(t.get("x")) for t in svg.iter(f"{SVG}text")
+              if t.get("class") == "soft mid"}
+    assert [x for x, _ in marks] == pytest.approx([across["0"], (across["0"] + across["100"]) / 2,
+                                                   across["100"]], abs=0.1)
+
+
+def test_light_and_dark(tmp_path):
+    style = parse(plot.loss_svg([("a", records(write_run(tmp_path)))])).find(f"{SVG}style").text
+    light, dark = style.split("@media(prefers-color-scheme:dark)")
+    for name in (".bg", ".ink", ".soft", ".grid", ".s0", ".f5"):
+        a, b = (re.search(re.escape(name) + r"\{([^}]*)\}", part)[1] for part in (light, dark))
+        assert a != b
+
+
+def test_names_are_escaped(tmp_path):
+    name = 'a<b> & "c" <script>'
+    rows = records(write_run(tmp_path))
+    assert texts(parse(plot.loss_svg([(name, rows)])))[0] == name
+    assert texts(parse(plot.loss_svg([("x", rows)], title="<&>")))[0] == "<&>"
+    assert "<script>" not in plot.html_page([(name, rows)] * 2)
+
+
+def test_long_runs_are_decimated_but_spikes_stay():
+    rows = [dict(iter=k, loss=2.0 + (7.0 if k == 33_333 else 0.0), lr=1e-3) for k in range(100_000)]
+    text = plot.loss_svg([("long", rows)])
+    svg = parse(text)
+    assert all(len(line) <= plot.MAX_POINTS for css in ("raw", "bold", "val")
+               for line in lines(svg, css))
+    (raw,) = lines(svg, "raw")
+    assert min(y for _, y in raw) < plot.LOSS_HEIGHT / 2  # the spike is near the top
+    assert len(text) < 150_000
+
+
+@pytest.mark.parametrize("rows", [
+    [],
+    [dict(iter=0, loss="nan", lr=0.0)],
+    [dict(iter=0, loss=3.0, lr=1e-3)],
+    [dict(iter=0, val_loss=3.0)],
+    [dict(iter=k, loss=2.0, lr=0.0) for k in range(100)],
+    [dict(iter=k, loss=-1.0 * k, lr=1e-9) for k in range(100)],
+    [dict(iter=k, loss=10.0 ** k, lr=1e3) for k in range(12)],
+    [dict(iter=k, loss=5.0 - k) for k in range(6)],
+    [dict(iter=k, loss=math.nan if k % 2 else 2.0, lr=math.inf) for k in range(6)],
+    [dict(iter=k, loss="inf" if k % 2 else 2.0 + k, lr=None) for k in range(100)],
+    [dict(iter=k, loss=None, tokens=None, time_ms="nan") for k in range(3)]])
+@pytest.mark.parametrize("x", ["iter", "tokens", "time"])
+def test_odd_runs_are_drawn(rows, x):
+    svg = parse(plot.loss_svg([("odd", rows)], x))
+    for css in ("raw", "bold", "val"):
+        assert all(math.isfinite(a) and math.isfinite(b) for line in lines(svg, css) for a, b in line)
+    plot.html_page([("odd", rows), ("odd", rows)]) if rows else None
+
+
+def test_log_scale_only_where_it_helps(tmp_path):
+    steep, flat = write_run(tmp_path / "a", floor=0.1), write_run(tmp_path / "b", floor=6.0)
+    below = [dict(iter=k, loss=1.0 - k) for k in range(10)]
+    assert "loss (log scale)" in texts(parse(plot.loss_svg([("a", records(steep))])))
+    assert "loss (log scale)" not in texts(parse(plot.loss_svg([("b", records(flat))])))
+    assert "loss (log scale)" not in texts(parse(plot.loss_svg([("c", below)])))
+
+
+def test_axes_by_tokens_and_time(tmp_path):
+    rows = records(write_run(tmp_path, steps=2000, every=10, evals=500))
+    by_time = plot.curve(rows, "loss", "time")
+    # Lines stand for the steps since the line before: 0.5 s each, the last line is of step 1990.
+    assert by_time[0] == (0.5, rows[1]["loss"]) and by_time[-1][0] == pytest.approx(1991 * 0.5)
+    assert plot.curve(rows, "val_loss", "time")[0][0] == 0.0
+    assert "training time (minutes)" in texts(parse(plot.loss_svg([("a", rows)], "time")))
+    words = texts(parse(plot.loss_svg([("a", rows)], "tokens")))
+    assert "tokens" in words and "100k" in words
+
+
+@pytest.mark.parametrize("low, high", [(0, 1), (2.9, 10.4), (0, 5e6), (3.01, 3.02), (-4, 17), (0, 1e-7)])
+def test_linear_ticks_are_round_and_few(low, high):
+    ticks = plot.linear_ticks(low, high)
+    assert 3 <= len(ticks) <= 8 and low - 1e-9 <= ticks[0] and ticks[-1] <= high * (1 + 1e-9)
+    gaps = {f"{b - a:.3g}" for a, b in zip(ticks, ticks[1:], strict=False)}
+    assert len(gaps) == 1 and float(gaps.pop()) / 10 ** math.floor(
+        math.log10((ticks[1] - ticks[0]) * 1.0001)) == pytest.approx(
+        round((ticks[1] - ticks[0]) / 10 ** math.floor(math.log10((ticks[1] - ticks[0]) * 1.0001))))
+
+
+@pytest.mark.parametrize("value, text", [(0, "0"), (2.5, "2.5"), (6e-4, "6e-4"), (1.5e-3, "1.5e-3"),
+                                         (12_000, "12k"), (0.30000000000000004, "0.3")])
+def test_tick_labels(value, text):
+    assert plot._label(value) == text
+
+
+def test_smoothing_neither_lags_nor_invents():
+    line = [(k, 5.0 - 0.01 * k) for k in range(300)]
+    assert plot.smooth(line)[:290] == [(x, pytest.approx(y)) for x, y in line[:290]]
+    noisy = [(k, 2.0 + (-1) ** k) for k in range(300)]
+    assert all(abs(y - 2.0) < 0.2 for _, y in plot.smooth(noisy)[50:])
+
+
+def test_read_metrics_skips_what_is_torn(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    path.write_bytes(b'{"iter": 0, "loss": 1.0}\n{"iter": 1, "lo\n[1]\n"x"\n{"loss": 1}\n\xff\xfe\n'
+                     b'{"iter": 2, "val_loss": 1.0}\n{"iter": 3')
+    assert [r["iter"] for r in plot.read_metrics(path)] == [0, 2]
+    assert plot.read_metrics(tmp_path / "nowhere") == []
+
+
+def test_reading_a_part_keeps_every_evaluation(tmp_path):
+    write_run(tmp_path, steps=5000, evals=100)
+    some = plot.read_metrics(tmp_path / "metrics.jsonl", limit=500)
+    assert sum("val_loss" in r for r in some) == 51 and 400 < len(some) < 600
+
+
+def test_comparing_runs(tmp_path):
+    a, b = write_run(tmp_path / "a"), write_run(tmp_path / "b", floor=2.5)
+    done = command(a, b, "--x", "tokens", "--out", tmp_path / "both.svg")
+    assert done.returncode == 0 and done.stdout == f"Wrote {tmp_path}/both.svg\n", done.stderr
+    svg = ElementTree.parse(tmp_path / "both.svg").getroot()
+    assert texts(svg)[0] == "2 runs" and len(lines(svg, "raw")) == 2
+    assert {line.get("class") for line in svg.iter(f"{SVG}polyline")} >= {"line raw s0", "line raw s1"}
+    assert any(t.startswith(f"{a} (validation 2.12") for t in texts(svg))
+
+
+def test_a_page_has_three_charts_and_a_table(tmp_path):
+    a, b = write_run(tmp_path / "a"), write_run(tmp_path / "b", floor=2.5)
+    assert command(a, b / "metrics.jsonl", "--out", tmp_path / "both.html").returncode == 0
+    page = (tmp_path / "both.html").read_text()
+    charts = [parse(svg) for svg in re.findall(r"<svg.*?</svg>", page)]
+    assert [c for c in ("step", "tokens", "training time (seconds)") if c in texts(charts[0])] == ["step"]
+    assert "tokens" in texts(charts[1]) and "training time (seconds)" in texts(charts[2])
+    row = re.findall(r"<td>(.*?)</td>", page)[:10]
+    assert row[1:] == ["200", "20k", row[3], "2.1202", "2.1202 at 200", "7.54", "-", "200", "0:01:40"]
+    assert "<script" not in page and page.count('type="radio"') == 3
+
+
+def test_one_run_is_drawn_into_its_folder(tmp_path):
+    write_run(tmp_path / "a")
+    assert command(tmp_path / "a").returncode == 0
+    assert (tmp_path / "a" / "loss.svg").exists()
+
+
+def test_bad_input_is_told_at_once(tmp_path):
+    good, empty = write_run(tmp_path / "good"), tmp_path / "empty"
+    empty.mkdir()
+    (empty / "metrics.jsonl").write_text("")
+    done = command(good, empty, tmp_path / "missing", "--out", tmp_path / "x.svg")
+    assert done.returncode == 2 and "Traceback" not in done.stderr
+    assert "holds no numbers yet" in done.stderr and f"{tmp_path / 'missing'}" in done.stderr
+    assert not (tmp_path / "x.svg").exists()
+    for out in ("x.png", tmp_path / "no" / "folder" / "x.svg"):
+        done = command(good, "--out", out)
+        assert done.returncode == 2 and str(out) in done.stderr and "Traceback" not in done.stderr
+    assert command(good, "--x", "miles").returncode == 2

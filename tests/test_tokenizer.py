@@ -1,0 +1,273 @@
+"""data/tokenizer.py: ids, round trips, descriptions, and what is refused."""
+
+import base64
+import hashlib
+import json
+import pickle
+import subprocess
+import sys
+import threading
+from http.server import BaseHTTPRequestHandler, HTTPServer
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from data.download import R50K_SHA256, R50K_URL, download, gpt2_ranks
+from data.tokenizer import (
+    CharTokenizer,
+    load_dataset_tokenizer,
+    load_tokenizer,
+    tokenizer_from_spec,
+)
+
+CACHE = Path(__file__).resolve().parents[2] / "shared" / "data" / "tiktoken_cache"
+CACHE_NAME = hashlib.sha1(R50K_URL.encode()).hexdigest()
+TEXT = "Grüße, 世界! <|endoftext|> it's\r\n\t 12345  🙂 x\n\n  end"
+
+
+def rank_text(extra=(b"th", b"the", b" the")):
+    tokens = [bytes([i]) for i in range(256)] + list(extra)
+    return "".join(f"{base64.b64encode(t).decode()} {i}\n" for i, t in enumerate(tokens))
+
+
+@pytest.fixture
+def gpt2(monkeypatch):
+    if not (CACHE / CACHE_NAME).is_file():
+        pytest.skip("no cached rank file of GPT-2")
+    monkeypatch.setenv("TIKTOKEN_CACHE_DIR", str(CACHE))
+    return load_tokenizer("gpt2")
+
+
+@pytest.fixture
+def offline(monkeypatch, tmp_path):
+    """No rank file, and a proxy that refuses: the same on machines with a network and without."""
+    monkeypatch.setenv("TIKTOKEN_CACHE_DIR", str(tmp_path / "cache"))
+    monkeypatch.setenv("HTTPS_PROXY", "http://127.0.0.1:9")
+    monkeypatch.setenv("https_proxy", "http://127.0.0.1:9")
+    return tmp_path / "cache"
+
+
+@pytest.fixture(params=["byte", "char", "ranks", "gpt2"])
+def tokenizer(request, tmp_path):
+    if request.param == "gpt2":
+        return request.getfixturevalue("gpt2")
+    if request.param == "char":
+        return CharTokenizer("".join(sorted(set(TEXT))))
+    if request.param == "ranks":
+        (tmp_path / "my.tiktoken").write_text(rank_text())
+        return load_tokenizer(str(tmp_path / "my.tiktoken"))
+    return load_tokenizer("byte")
+
+
+def test_round_trip_and_exact_bytes(tokenizer):
+    ids = tokenizer.encode(TEXT)
+    assert tokenizer.decode(ids) == TEXT
+    assert tokenizer.decode(np.array(ids)) == TEXT
+    assert all(type(i) is int for i in ids) and max(ids) < tokenizer.n_vocab
+    assert tokenizer.eot_token not in ids  # written in the text, it is ordinary text
+    assert tokenizer.encode_batch([TEXT, "", "x"]) == [ids, [], tokenizer.encode("x")]
+    assert np.array_equal(tokenizer.encode_array(TEXT), ids)
+    sizes = tokenizer.token_bytes()
+    assert sizes.dtype == np.int64 and sizes.shape == (tokenizer.n_vocab,)
+    assert sizes[ids].sum() == len(TEXT.encode())
+    assert tokenizer.eot_token is None or sizes[tokenizer.eot_token] == 0
+
+
+def test_spec_rebuilds_it_without_files(tokenizer, offline):
+    spec = json.loads(json.dumps(tokenizer.spec()))  # builtin types only
+    again = tokenizer_from_spec(spec)
+    assert again.encode(TEXT) == tokenizer.encode(TEXT)
+    assert (again.n_vocab, again.eot_token) == (tokenizer.n_vocab, tokenizer.eot_token)
+    assert again.spec() == spec
+
+
+@pytest.mark.parametrize("bad", [-1, 10**6, 10**30])
+def test_id_out_of_range(tokenizer, bad):
+    with pytest.raises(ValueError, match=rf"token id {bad} \(number 1 of 2\).*0\.\."):
+        tokenizer.decode([0, bad])
+
+
+def test_byte_is_tiktoken_and_the_bytes_themselves():
+    tok = load_tokenizer("byte")
+    assert tok.encode(TEXT) == list(TEXT.encode()) == tok.enc.encode_ordinary(TEXT)
+    assert (tok.n_vocab, tok.eot_token) == (257, 256)
+    assert tok.decode([0xC3, 0x28, 256]) == "\ufffd(<|endoftext|>"  # broken UTF-8 is replaced
+    assert tok.decode(tok.encode("a\ud800b")) == "a\ufffdb"          # so are lone surrogates
+
+
+def test_char_order_and_unknown():
+    tok = CharTokenizer("b\na🙂")  # ids are places in the text given, sorted or not
+    assert tok.encode("ab\n🙂") == [2, 0, 1, 3] and tok.eot_token is None
+    assert tok.token_bytes().tolist() == [1, 1, 1, 4]
+    with pytest.raises(ValueError, match="'xz'.*not among the 4"):
+        tok.encode("azxz")
+    for chars in ("", "aba"):
+        with pytest.raises(ValueError, match="distinct"):
+            CharTokenizer(chars)
+
+
+def test_rank_file_golden(tmp_path):
+    path = tmp_path / "my.tiktoken"
+    path.write_text(rank_text())
+    tok = load_tokenizer(str(path))
+    assert tok.encode("the the th") == [257, 258, 32, 256]
+    assert (tok.kind, tok.n_vocab, tok.eot_token) == ("ranks", 260, 259)
+    path.write_text(rank_text() + f"{base64.b64encode(b'qu').decode()} 300\n")
+    tok = load_tokenizer(str(path))
+    assert (tok.encode("qu"), tok.eot_token) == ([300], 301)
+    with pytest.raises(ValueError, match="280"):  # a gap in the ranks
+        tok.decode([280])
+
+
+@pytest.mark.parametrize("text, message", [
+    (rank_text() + "dGhl\n", r"my\.tiktoken:260: expected `base64 rank`"),
+    (rank_text() + "d$hl 260\n", r"my\.tiktoken:260"),
+    ("dGhl 0\n", "256 of the 256 single bytes are missing"),
+    ("", "single bytes are missing"),
+    (rank_text() + "dGhlbg== 258\n", "repeated"),
+    ("not a rank file at all", r":1: expected"),
+])
+def test_bad_rank_file(tmp_path, text, message):
+    (tmp_path / "my.tiktoken").write_text(text)
+    with pytest.raises(ValueError, match=message):
+        load_tokenizer(str(tmp_path / "my.tiktoken"))
+
+
+def test_gpt2_golden(gpt2):
+    assert gpt2.encode("Hello world<|endoftext|>") == [15496, 995, 27, 91, 437, 1659, 5239, 91, 29]
+    assert (gpt2.n_vocab, gpt2.eot_token) == (50257, 50256)
+    assert gpt2.decode([50256]) == "<|endoftext|>"
+    assert hashlib.sha256(gpt2.spec()["ranks"].encode()).hexdigest() == R50K_SHA256
+    assert load_tokenizer(str(CACHE / CACHE_NAME)).kind == "gpt2"  # the same file by its path
+
+
+def test_gpt2_survives_a_million_blanks(gpt2):
+    text = "a" + "\n" * 1_000_000 + "x" + " " * 1_000_000 + "y"  # tiktoken itself panics here
+    assert gpt2.decode(gpt2.encode(text)) == text
+
+
+def test_gpt2_offline_says_what_to_do(offline):
+    with pytest.raises(ValueError) as e:
+        load_tokenizer("gpt2")
+    for part in ("r50k_base.tiktoken", "--tokenizer byte", str(offline / CACHE_NAME), "curl -O"):
+        assert part in str(e.value)
+
+
+def test_gpt2_damaged_cache_is_not_used(offline):
+    offline.mkdir()
+    (offline / CACHE_NAME).write_bytes(b"damaged")
+    with pytest.raises(ValueError, match="could not be downloaded"):
+        load_tokenizer("gpt2")
+
+
+def test_download_checks_the_content(monkeypatch, tmp_path):
+    class Serve(BaseHTTPRequestHandler):
+        def do_GET(self):
+            self.send_response(200 if self.path == "/good" else 404)
+            self.end_headers()
+            self.wfile.write(b"content")
+
+        def log_message(self, *args):
+            pass
+
+    monkeypatch.setenv("NO_PROXY", "127.0.0.1")
+    server = HTTPServer(("127.0.0.1", 0), Serve)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    url, digest = f"http://127.0.0.1:{server.server_port}", hashlib.sha256(b"content").hexdigest()
+    try:
+        assert download(f"{url}/good", digest) == b"content"
+        with pytest.raises(OSError, match="expected 0000"):
+            download(f"{url}/good", "0000")
+        with pytest.raises(OSError, match="HTTPError"):
+            download(f"{url}/bad", digest)
+        monkeypatch.setattr("data.download.R50K_URL", f"{url}/good")
+        monkeypatch.setattr("data.download.R50K_SHA256", digest)
+        monkeypatch.setenv("TIKTOKEN_CACHE_DIR", str(tmp_path))
+        assert gpt2_ranks() == "content"
+    finally:
+        server.shutdown()
+        server.server_close()
+    assert gpt2_ranks() == "content"  # from the cache now
+    assert len(list(tmp_path.iterdir())) == 1
+
+
+@pytest.mark.parametrize("name, message", [
+    ("gtp2", "did you mean gpt2"), ("bytes", "did you mean byte"),
+    ("nope.tiktoken", "expected byte"), ("", "expected byte"), ("char", "prepared folder")])
+def test_unknown_name(name, message):
+    with pytest.raises(ValueError, match=message):
+        load_tokenizer(name)
+
+
+@pytest.mark.parametrize("spec", [None, {}, {"kind": "bpe"}, {"kind": "char"}, {"kind": "gpt2"},
+                                  {"kind": "char", "chars": 3}, ["byte"]])
+def test_bad_spec(spec):
+    with pytest.raises(ValueError, match="tokenizer|char"):
+        tokenizer_from_spec(spec)
+
+
+def test_nanogpt_folder(tmp_path):
+    assert load_dataset_tokenizer(tmp_path) is None
+    stoi = {"\n": 0, "b": 1, "a": 2}
+    meta = {"vocab_size": 3, "itos": {i: c for c, i in stoi.items()}, "stoi": stoi}
+    (tmp_path / "meta.pkl").write_bytes(pickle.dumps(meta))
+    tok = load_dataset_tokenizer(tmp_path)
+    assert tok.encode("ab\n") == [2, 1, 0] and tok.decode([1, 2]) == "ba"
+    assert load_tokenizer("char", str(tmp_path)).n_vocab == 3
+    assert load_dataset_tokenizer(str(tmp_path / "train_*.bin")).n_vocab == 3  # files of the folder
+    (tmp_path / "meta.pkl").write_bytes(pickle.dumps({"vocab_size": 3}))
+    assert load_dataset_tokenizer(tmp_path) is None
+
+
+class Evil:
+    def __init__(self, path):
+        self.path = path
+
+    def __reduce__(self):
+        return (Path.touch, (Path(self.path),))
+
+
+@pytest.mark.parametrize("protocol", range(pickle.HIGHEST_PROTOCOL + 1))
+def test_pickle_runs_no_code(tmp_path, protocol):
+    target = tmp_path / "ran"
+    (tmp_path / "meta.pkl").write_bytes(pickle.dumps({"itos": Evil(target)}, protocol))
+    with pytest.raises(ValueError, match=r"meta\.pkl.*could run code"):
+        load_dataset_tokenizer(tmp_path)
+    assert not target.exists()
+
+
+@pytest.mark.parametrize("content", [
+    b"", b"junk", pickle.dumps([1]), pickle.dumps({"itos": {0: 5}}),
+    pickle.dumps({"itos": {1: "a"}})])
+def test_broken_pickle(tmp_path, content):
+    (tmp_path / "meta.pkl").write_bytes(content)
+    with pytest.raises(ValueError, match=r"meta\.pkl: not a meta\.pkl"):
+        load_dataset_tokenizer(tmp_path)
+
+
+@pytest.mark.parametrize("content", [
+    "", "[]", "{", '{"tokenizer": {"kind": "x"}}', '{"tokenizer": 3}',
+    '{"tokenizer": {"kind": "gpt2", "ranks_file": "none"}}'])
+def test_broken_meta_json(tmp_path, content):
+    (tmp_path / "meta.json").write_text(content)
+    with pytest.raises(ValueError, match=r"meta\.json: cannot rebuild"):
+        load_dataset_tokenizer(tmp_path)
+
+
+def test_meta_json_reads_only_its_own_folder(tmp_path):
+    (tmp_path / "outside.tiktoken").write_text(rank_text())
+    inside = tmp_path / "inside"
+    inside.mkdir()
+    spec = {"kind": "ranks", "pattern": ".", "eot_token": 259, "ranks_file": "../outside.tiktoken"}
+    (inside / "meta.json").write_text(json.dumps({"tokenizer": spec}))
+    with pytest.raises(ValueError, match="cannot rebuild"):
+        load_dataset_tokenizer(inside)
+    (inside / "outside.tiktoken").write_text(rank_text())
+    assert load_dataset_tokenizer(inside).n_vocab == 260
+
+
+def test_imports_stay_light():
+    code = "import sys, data.prepare; print({'torch', 'requests'} & set(sys.modules))"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "set()"

@@ -1,0 +1,184 @@
+"""The optional trackers, against the real packages; what they show is read back from their files."""
+
+import json
+import pathlib
+import subprocess
+import sys
+
+import pytest
+
+from train.logger import Logger
+from train.trackers import _Guarded, check_trackers, numbers, open_trackers
+
+REPO = pathlib.Path(__file__).resolve().parent.parent
+CONFIG = dict(learning_rate=6e-4, n_layer=2, run_name="try 1", tracker=["x"], min_lr=None)
+
+
+def step(k, **changes):
+    return dict(iter=k, max_iters=6, tokens=(k + 1) * 10, loss=3.0 - k / 10, lr=1e-3, grad_norm=0.5,
+                time_ms=1.0, tokens_per_sec=100.0, mfu=None, eta_s=1.0) | changes
+
+
+def run(out, name, first, last, monkeypatch, status="finished"):
+    """Steps first ... last - 1 and an evaluation, as the loop logs them; what the console said."""
+    monkeypatch.setenv("HOME", str(out.parent))  # nobody's login
+    for variable in ("WANDB_MODE", "WANDB_API_KEY", "NETRC", "MLFLOW_TRACKING_URI", "WANDB_PROJECT"):
+        monkeypatch.delenv(variable, raising=False)
+    out.mkdir(exist_ok=True)
+    (out / "config.yaml").write_text("n_layer: 2\n")
+    log = Logger(out, resume_iter=first or None, trackers=[name], config=CONFIG,
+                 system_info=dict(device="cpu"))
+    for k in range(first, last):
+        log.step(step(k))
+    log.evaluation(dict(iter=last, tokens=last * 10, train_loss=2.0, val_loss=1.5, val_ppl=4.48,
+                        val_bpb=0.9))
+    log.plot()
+    log.close(status)
+    assert "failed and is dropped" not in (out / "train.log").read_text()
+
+
+def test_tensorboard(tmp_path, monkeypatch):
+    pytest.importorskip("tensorboard")
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+    run(tmp_path / "a", "tensorboard", 0, 4, monkeypatch)
+    run(tmp_path / "a", "tensorboard", 2, 6, monkeypatch)
+    events = EventAccumulator(str(tmp_path / "a" / "tensorboard")).Reload()
+    assert {"train/loss", "lr", "grad_norm", "tokens_per_sec", "val/loss", "val/ppl", "val/bpb"} <= set(
+        events.Tags()["scalars"])
+    # Steps 2 and 3 of the first part were done again: purged, not shown twice.
+    assert [e.step for e in events.Scalars("train/loss")] == [0, 1, 2, 3, 4, 5]
+    assert events.Scalars("train/loss")[3].value == pytest.approx(2.7)
+    assert [e.step for e in events.Scalars("val/loss")] == [6]
+    config, system = (events.Tensors(f"{n}/text_summary")[0].tensor_proto.string_val[0].decode()
+                      for n in ("config", "system"))
+    assert "| n_layer | 2 |" in config and "| device | cpu |" in system and "git_commit" in system
+
+
+def test_tensorboard_rewinds_during_a_run(tmp_path):
+    pytest.importorskip("tensorboard")
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+    with Logger(tmp_path, trackers="tensorboard") as log:
+        for first, last in ((0, 5), (3, 6)):
+            log.rewind(first) if first else None
+            for k in range(first, last):
+                log.step(step(k))
+    events = EventAccumulator(str(tmp_path / "tensorboard")).Reload()
+    assert [e.step for e in events.Scalars("train/loss")] == [0, 1, 2, 3, 4, 5]
+
+
+def offline_records(folder):
+    """The records of a W&B offline run: a LevelDB log (after 7 bytes of W&B's own) of protobufs."""
+    from wandb.proto import wandb_internal_pb2
+    (file,), parts, at = folder.glob("run-*.wandb"), b"", 7
+    data = file.read_bytes()
+    while at + 7 <= len(data):
+        if 32768 - at % 32768 < 7:  # the rest of a block that no header fits into
+            at += 32768 - at % 32768
+            continue
+        size, kind = int.from_bytes(data[at + 4:at + 6], "little"), data[at + 6]
+        parts += data[at + 7:at + 7 + size]
+        at += 7 + size
+        if kind in (1, 4):  # whole, or the last part
+            yield wandb_internal_pb2.Record.FromString(parts)
+            parts = b""
+
+
+def test_wandb_offline(tmp_path, monkeypatch):
+    pytest.importorskip("wandb")
+    run(tmp_path / "a", "wandb", 0, 4, monkeypatch)
+    run(tmp_path / "a", "wandb", 2, 6, monkeypatch, "failed")
+    parts = sorted((tmp_path / "a" / "wandb").glob("offline-run-*"))
+    run_id = json.loads((tmp_path / "a" / "tracker.json").read_text())["wandb"]
+    assert len(parts) == 2 and all(p.name.endswith(run_id) for p in parts)  # the same run goes on
+    rows, configs, exits = [], {}, []
+    for part in parts:
+        for record in offline_records(part):
+            if record.HasField("history"):
+                rows.append({i.key or i.nested_key[0]: json.loads(i.value_json)
+                             for i in record.history.item})
+            if record.HasField("run"):
+                configs |= {u.key: json.loads(u.value_json) for u in record.run.config.update}
+                assert (record.run.display_name, record.run.project) == ("try 1", "ironGPT")
+            if record.HasField("exit"):
+                exits.append(record.exit.exit_code)
+    losses = [(r["iter"], r["train/loss"]) for r in rows if "train/loss" in r]
+    assert [k for k, _ in losses] == [0, 1, 2, 3, 2, 3, 4, 5] and losses[-1][1] == pytest.approx(2.5)
+    assert [r["val/loss"] for r in rows if "val/loss" in r] == [1.5, 1.5]
+    assert configs["n_layer"] == 2 and configs["system"]["device"] == "cpu"
+    assert exits == [0, 1]
+    assert (tmp_path / "a" / "config.yaml").read_text() == "n_layer: 2\n"  # W&B has a file so named
+
+
+def test_mlflow(tmp_path, monkeypatch):
+    mlflow = pytest.importorskip("mlflow")
+    pytest.importorskip("sqlalchemy")
+    run(tmp_path / "a", "mlflow", 0, 4, monkeypatch, "stopped")
+    client = mlflow.MlflowClient(f"sqlite:///{tmp_path}/mlflow.db")
+    run_id = json.loads((tmp_path / "a" / "tracker.json").read_text())["mlflow"]
+    assert client.get_run(run_id).info.status == "KILLED"
+    run(tmp_path / "a", "mlflow", 4, 6, monkeypatch)
+    (only,) = client.search_runs([client.get_experiment_by_name("ironGPT").experiment_id])
+    assert only.info.run_id == run_id and only.info.run_name == "try 1"
+    assert only.info.status == "FINISHED"
+    assert only.data.params["n_layer"] == "2" and only.data.params["min_lr"] == "None"
+    assert only.data.tags["system.device"] == "cpu" and "system.versions" in only.data.tags
+    history = client.get_metric_history(run_id, "train/loss")
+    assert [(m.step, m.value) for m in history] == [(k, pytest.approx(3.0 - k / 10)) for k in range(6)]
+    assert {"lr", "grad_norm", "tokens_per_sec", "val/loss", "val/ppl", "val/bpb"} <= set(
+        only.data.metrics)
+    assert {f.path for f in client.list_artifacts(run_id)} == {"loss.svg", "config.yaml"}
+
+
+def test_a_missing_package_is_one_line():
+    code = ("import sys; sys.path.insert(0, '.'); from train.trackers import check_trackers; "
+            "check_trackers(['wandb', 'mlflow'])")
+    done = subprocess.run([sys.executable, "-S", "-c", code], cwd=REPO, capture_output=True, text=True)
+    lines = done.stderr.strip().split("\n")
+    assert lines[-2:] == [
+        "ValueError: tracker 'wandb' needs the 'wandb' package: pip install wandb (or drop --tracker)",
+        "tracker 'mlflow' needs the 'mlflow' package: pip install mlflow (or drop --tracker)"]
+
+
+def test_a_folder_of_that_name_is_no_package(tmp_path):
+    (tmp_path / "wandb").mkdir()
+    code = f"import sys; sys.path.insert(0, {str(REPO)!r}); from train.trackers import _installed; " \
+           "print(_installed('wandb'))"
+    done = subprocess.run([sys.executable, "-S", "-c", code], cwd=tmp_path, capture_output=True, text=True)
+    assert done.stdout == "False\n"
+
+
+def test_an_unknown_tracker_is_named_before_work_starts(tmp_path):
+    with pytest.raises(ValueError, match="tracker 'excel' is unknown: expected tensorboard, wandb"):
+        check_trackers("excel")
+    with pytest.raises(ValueError, match="excel"):
+        Logger(tmp_path, trackers=["excel"])
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_numbers_have_the_names_that_trackers_show():
+    assert numbers(dict(iter=3, loss=2, lr=0.1, mfu=None, note="x")) == {"train/loss": 2.0, "lr": 0.1}
+    assert numbers(dict(iter=3, val_loss=2.0, val_bpb=None, val_f1=0.5)) == {"val/loss": 2.0, "val/f1": 0.5}
+
+
+def test_a_tracker_that_fails_is_dropped_with_one_warning():
+    class Breaks:
+        def record(self, record):
+            raise RuntimeError("quota exceeded\nmore")
+    said = []
+    tracker = _Guarded("wandb", said.append, Breaks)
+    tracker.record({})
+    tracker.record({})
+    tracker.close("finished")
+    assert said == ["tracker 'wandb' failed and is dropped, training goes on: quota exceeded"]
+
+
+def test_a_tracker_that_does_not_open_is_left_out(tmp_path):
+    pytest.importorskip("tensorboard")
+    (tmp_path / "tensorboard").write_text("a file in the way")
+    said = []
+    assert open_trackers(["tensorboard"], tmp_path, {}, "r", {}, None, said.append) == []
+    assert len(said) == 1 and said[0].startswith("tracker 'tensorboard' failed and is dropped")
+    with Logger(tmp_path, trackers=["tensorboard"]) as log:
+        log.step(step(0))
+        log.step(step(1))
+    assert (tmp_path / "train.log").read_text().count("is dropped") == 1

@@ -1,0 +1,354 @@
+"""What a run tells: console, train.log, metrics.jsonl, samples.txt, loss.svg, optional trackers.
+
+Telling never stops training: a closed pipe or a full disk costs its own output and one warning.
+"""
+
+import importlib.metadata
+import json
+import math
+import os
+import platform
+import re
+import shlex
+import shutil
+import socket
+import subprocess
+import sys
+import time
+from contextlib import contextmanager, suppress
+
+import yaml
+
+
+class Logger:
+    """The voice of a run; on ranks other than 0 (main=False) silent, except for error().
+
+    resume_iter, evaluated: see rewind(). progress: True, False or "auto" (live on a terminal).
+    trackers: names for train/trackers.py; ValueError where a package is missing. config: the
+    run's, as a dict. system_info: what trackers are told besides environment()."""
+
+    def __init__(self, out_dir, main=True, resume_iter=None, progress="auto", trackers=(),
+                 config=None, evaluated=False, system_info=None):
+        self.out_dir, self.main, self.closed = os.path.normpath(out_dir), main, False
+        self.config, self.system_info = config or {}, system_info or {}
+        self.names = [trackers] if isinstance(trackers, str) else list(trackers or ())
+        self.trackers = []  # opened at the first number, when it is known where the run goes on
+        self.first_iter = self.last_eval = None
+        if self.names:
+            from train.trackers import check_trackers
+            check_trackers(self.names)
+        self.console = _Console(sys.stdout, progress)
+        self.log_file, self.metrics, self.sample_file = self.files = [
+            _LineFile(f"{self.out_dir}/{n}") for n in ("train.log", "metrics.jsonl", "samples.txt")]
+        if resume_iter is not None:
+            self.rewind(resume_iter, evaluated)
+
+    def info(self, message, yellow=False):
+        if self.main:
+            self.console.line(str(message), yellow)
+            self._write_log(str(message))
+
+    def warn(self, message):
+        self.info(f"warning: {message}", yellow=True)
+
+    def error(self, message):
+        """To stderr, from any rank."""
+        if self.main:
+            self.console.bar("")
+            self._write_log(f"error: {message}")
+        _stderr(f"[rank {os.environ.get('RANK', 0)}] {message}")
+
+    def _write_log(self, text):
+        stamp = time.strftime("%Y-%m-%d %H:%M:%S ")
+        self.log_file.write("".join(f"{stamp}{line}\n" for line in text.split("\n")))
+
+    def samples(self, iter, text):
+        """Append text that the model wrote to samples.txt; show how it begins."""
+        if self.main:
+            self.sample_file.write(f"=== iter {iter} ===\n{text}\n\n")
+            # A model writes anything, also what would steer the terminal.
+            start = "".join(c if c.isprintable() else "?" for c in " ".join(text.split()))
+            self.info(f"sample: {start[:160]}{'...' * (len(start) > 160)}")
+
+    def step(self, record):
+        """A training step: iter, tokens, loss, lr, grad_norm, time_ms, tokens_per_sec, mfu (None
+        where unknown). max_iters and eta_s are only shown, further keys only stored."""
+        if self.main:
+            self._write_metrics({k: record[k] for k in record if k not in ("max_iters", "eta_s")})
+            self._write_log(step_line(record))
+            if self.console.live:
+                self.console.bar(progress_line(record, self.console.blocks))
+            else:
+                self.console.line(step_line(record))
+
+    def evaluation(self, record):
+        """An evaluation before step `iter`: iter, tokens, train_loss, val_loss, val_ppl, val_bpb
+        (None where unknown) and whatever else the model's evaluation yields."""
+        if self.main:
+            if record["iter"] != self.last_eval:  # a finished run, evaluated again: no second line
+                self._write_metrics(record)
+            self.last_eval = record["iter"]
+            self.info(evaluation_line(record))
+
+    def _write_metrics(self, record):
+        if self.first_iter is None:  # a fresh start: keep numbers of a lost run, but apart
+            self.first_iter = record["iter"]
+            with suppress(OSError):
+                os.replace(self.metrics.path, self.metrics.path + ".old")
+        record = {"iter": record["iter"], **_strict(record)}
+        self.metrics.write(json.dumps(record, allow_nan=False, default=str) + "\n")
+        if self.names:
+            names, self.names = self.names, ()
+            from train.trackers import open_trackers
+            self.trackers = open_trackers(
+                names, self.out_dir, self.config, self.config.get("run_name") or self.out_dir,
+                environment() | self.system_info, self.first_iter, self.warn)
+        for tracker in self.trackers:
+            tracker.record(record)
+
+    def rewind(self, iter, evaluated=False):
+        """Go on at iteration `iter`: forget the numbers of steps that will be done again.
+
+        Step k is logged as iter k after it ran: steps below `iter` stay. An evaluation comes before
+        its step: the one at `iter` stays only if it is not repeated (evaluated)."""
+        if self.main:
+            self.first_iter, self.last_eval = iter, iter if evaluated else None
+            self.metrics.close()
+            try:
+                drop_lines_from(self.metrics.path, iter, evaluated)
+            except OSError as error:
+                self.warn(f"{self.metrics.path} not rewritten, steps may appear twice: {error}")
+            for tracker in self.trackers:
+                tracker.rewind(iter)
+
+    def plot(self):
+        """Redraw loss.svg from metrics.jsonl."""
+        if self.main:
+            try:
+                from train.plot import loss_svg, read_metrics
+                picture = loss_svg([(self.out_dir, read_metrics(self.metrics.path, limit=20_000))])
+                write_text(os.path.join(self.out_dir, "loss.svg"), picture)
+            except Exception as error:  # a picture is not worth a run
+                self.warn(f"loss.svg could not be drawn: {error}")
+
+    def close(self, status="finished"):
+        """The end: "finished", "failed" or "stopped" (by a signal). A second call does nothing."""
+        if self.main and not self.closed:
+            self.closed = True
+            self.console.bar("")
+            for tracker in self.trackers:
+                for name in ("loss.svg", "config.yaml", "training_args.json"):
+                    tracker.artifact(os.path.join(self.out_dir, name))
+                tracker.close(status)
+            for file in self.files:
+                file.close()
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, kind, error, trace):
+        self.close("failed" if kind else "finished")
+
+
+class _Console:
+    """Standard output: lines, and on a terminal a live one below them; dropped when it breaks."""
+
+    def __init__(self, stream, progress):
+        terminal = bool(stream and stream.isatty()) and os.environ.get("TERM") != "dumb"
+        self.stream, self.shown = stream, ""
+        self.live = terminal if progress == "auto" else bool(progress)
+        self.color = terminal and not os.environ.get("NO_COLOR")
+        self.encoding = getattr(stream, "encoding", None) or "utf-8"
+        self.blocks = self.encoding.lower().startswith("utf")
+
+    def line(self, text, yellow=False):
+        text = f"\x1b[33m{text}\x1b[0m" if yellow and self.color else text
+        self._write("\r\x1b[K" * bool(self.shown) + text + "\n" + self.shown)
+
+    def bar(self, text):
+        """Replace the live line; "" clears it."""
+        if text or self.shown:
+            self.shown = text
+            self._write("\r\x1b[K" + text)
+
+    def _write(self, text):
+        try:
+            if self.stream is not None:
+                self.stream.write(text.encode(self.encoding, "replace").decode(self.encoding))
+                self.stream.flush()
+        except (OSError, ValueError):
+            with suppress(OSError, ValueError):  # or Python fails once more when it flushes at exit
+                os.dup2(os.open(os.devnull, os.O_WRONLY), self.stream.fileno())
+            self.stream = None
+
+
+class _LineFile:
+    """A file that grows by lines, each handed to the system at once; warns at the first failure."""
+
+    def __init__(self, path):
+        self.path, self.file, self.torn, self.warned = path, None, False, False
+
+    def write(self, line):
+        data = b"\n" * self.torn + line.encode("utf-8", "replace")
+        try:
+            self.file = self.file or open(self.path, "ab", buffering=0)
+            self.torn = self.file.write(data) < len(data)
+            if self.torn:
+                raise OSError("the disk is full")
+        except OSError as error:
+            if not self.warned:
+                _stderr(f"warning: {self.path} cannot be written, training goes on: {error}")
+            self.warned = True
+
+    def close(self):
+        if self.file:
+            with suppress(OSError):
+                self.file.close()
+        self.file = None
+
+
+def _stderr(text):
+    with suppress(OSError, ValueError, AttributeError):
+        print(text, file=sys.stderr, flush=True)
+
+
+# -----------------------------------------------------------------------------
+# lines
+
+def compact(n):
+    """950.2, 12345, 1250000 -> '950', '12.3k', '1.25M'."""
+    for size, unit in ((1e12, "T"), (1e9, "B"), (1e6, "M"), (1e3, "k")):
+        if abs(n) >= size * 0.9995:  # what would round to 1000 is 1 of the next unit
+            return f"{n / size:.3g}{unit}"
+    return f"{n:.3g}"
+
+
+def duration(seconds):
+    """Seconds as '1:02:05' or '2d 3:00:00'."""
+    s = max(0, round(seconds))
+    return f"{s // 86400}d " * (s >= 86400) + f"{s // 3600 % 24}:{s // 60 % 60:02d}:{s % 60:02d}"
+
+
+def _parts(r, **forms):
+    """The parts of a line whose numbers are known."""
+    return [form(r[k]) for k, form in forms.items() if r.get(k) is not None]
+
+
+def step_line(r):
+    """'iter 120: loss 3.2104, time 48.7ms, lr 0.000360, norm 0.83, 672k tok/s, ...'"""
+    return f"iter {r['iter']}: " + ", ".join(_parts(
+        r, loss="loss {:.4f}".format, time_ms="time {:.1f}ms".format,
+        lr=lambda lr: f"lr {lr:.6f}" if lr >= 1e-5 or lr == 0 else f"lr {lr:.2e}",
+        grad_norm="norm {:.2f}".format, **SPEED))
+
+
+SPEED = dict(tokens_per_sec=lambda n: f"{compact(n)} tok/s", mfu="mfu {:.1%}".format,
+             eta_s=lambda s: f"eta {duration(s)}")
+
+
+def evaluation_line(r):
+    """'step 200: train loss 3.1022, val loss 3.1954, ppl 24.42, bpb 1.104' and further numbers."""
+    forms = dict(train_loss="train loss {:.4f}".format, val_loss="val loss {:.4f}".format,
+                 val_ppl="ppl {:.2f}".format, val_bpb="bpb {:.3f}".format)
+    forms |= {k: (k.removeprefix("val_").replace("_", " ") + " {:.4f}").format for k, v in r.items()
+              if isinstance(v, float) and k not in forms}
+    return f"step {r['iter']}: " + ", ".join(_parts(r, **forms))
+
+
+def progress_line(r, blocks=True):
+    """' 42%|████      | 2100/5000, loss 3.2104, ...': the bar fills what the terminal has left."""
+    width, total = shutil.get_terminal_size().columns - 1, r.get("max_iters") or r["iter"] + 1
+    share = min(1.0, (r["iter"] + 1) / total)
+    parts = [f"| {r['iter'] + 1}/{total}", *_parts(r, loss="loss {:.4f}".format, **SPEED)]
+    while len(parts) > 1 and len(", ".join(parts)) + 15 > width:
+        parts.pop()
+    cells = max(0, min(40, width - 5 - len(", ".join(parts))))
+    bar = ("█" if blocks else "#") * int(share * cells)
+    return f"{share:4.0%}|{bar.ljust(cells)}{', '.join(parts)}"[:width]
+
+
+def _strict(value):
+    """A value that strict JSON can hold: arrays become lists, NaN and infinities strings."""
+    value = value.tolist() if hasattr(value, "tolist") else value
+    if isinstance(value, dict):
+        return {str(k): _strict(v) for k, v in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_strict(v) for v in value]
+    return str(value) if isinstance(value, float) and not math.isfinite(value) else value
+
+
+# -----------------------------------------------------------------------------
+# files
+
+@contextmanager
+def _replacing(path):
+    """A binary file that takes the place of `path` once it is complete."""
+    try:
+        with open(f"{path}.tmp", "wb") as f:
+            yield f
+            f.flush()
+            os.fsync(f.fileno())
+        os.replace(f"{path}.tmp", path)
+    except BaseException:
+        with suppress(OSError):
+            os.unlink(f"{path}.tmp")
+        raise
+
+
+def drop_lines_from(path, iter, evaluated=False):
+    """Rewrite a metrics.jsonl, atomically and line by line, without torn lines, steps from `iter`
+    on, and evaluations from `iter` on (after `iter`, if evaluated). No file: nothing to do."""
+    if os.path.exists(path):
+        with open(path, "rb") as source, _replacing(path) as target:
+            for line in source:  # not json.loads: a resume must not wait for millions of lines
+                whole = re.fullmatch(rb'\{\s*"iter":\s*(\d+)\b.*\}\s*\n', line)
+                if whole and int(whole[1]) < iter + (evaluated and b'"val_loss"' in line):
+                    target.write(line)
+
+
+def write_text(path, text):
+    """Replace a small file atomically."""
+    with _replacing(path) as f:
+        f.write(text.encode("utf-8", "replace"))
+
+
+def write_yaml(path, config):
+    """Write a dict, or YAML text as it is."""
+    if not isinstance(config, str):
+        config = yaml.safe_dump(config, sort_keys=False, allow_unicode=True)
+    write_text(path, config)
+
+
+def write_training_args(out_dir, config, extra=()):
+    """training_args.json: every argument, and what else a result depends on."""
+    record = dict(
+        arguments=config, argv=sys.argv, command=shlex.join(sys.orig_argv), **environment(),
+        pid=os.getpid(), time=time.strftime("%Y-%m-%dT%H:%M:%S%z"), **dict(extra))
+    text = json.dumps(_strict(record), indent=2, default=str)
+    write_text(os.path.join(out_dir, "training_args.json"), text + "\n")
+
+
+def environment():
+    """Versions, host and git commit of this run, as a dict."""
+    versions = dict(python=platform.python_version())
+    for package in ("torch", "numpy", "tiktoken", "pyyaml"):
+        with suppress(importlib.metadata.PackageNotFoundError):
+            versions[package] = importlib.metadata.version(package)
+    commit, dirty = git_state()
+    return dict(versions=versions, git_commit=commit, git_dirty=dirty, host=socket.gethostname(),
+                platform=platform.platform())
+
+
+def git_state():
+    """(commit, whether files differ from it) of this code; (None, None) where unknown."""
+    root = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
+
+    def git(*args):
+        return subprocess.check_output(["git", "--no-optional-locks", "-C", root, *args], text=True,
+                                       timeout=10, stderr=subprocess.DEVNULL).strip()
+    try:
+        if not os.path.samefile(git("rev-parse", "--show-toplevel"), root):
+            return None, None  # the repository of something around this code
+        return git("rev-parse", "HEAD"), bool(git("status", "--porcelain"))
+    except (OSError, subprocess.SubprocessError):
+        return None, None
