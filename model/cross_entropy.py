@@ -23,7 +23,9 @@ def linear_cross_entropy(h, weight, targets, vocab_size, softcap=0.0):
         # Inductor fuses this into one pass over bfloat16 logits, faster than chunks on a GPU.
         return F.cross_entropy(mask_padding(soft_cap(F.linear(h, weight).float(), softcap), vocab_size),
                                targets, ignore_index=IGNORE)
-    return _ChunkedLinearCrossEntropy.apply(h, weight.to(h.dtype), targets, vocab_size, softcap)
+    device = h.device.type
+    dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else h.dtype
+    return _ChunkedLinearCrossEntropy.apply(h.to(dtype), weight.to(dtype), targets, vocab_size, softcap)
 
 
 def soft_cap(logits, cap):

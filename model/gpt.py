@@ -100,6 +100,9 @@ class KVCache:
         return self.kv[0, layer, :, :, :end], self.kv[1, layer, :, :, :end]
 
 
+VE_GATE_CHANNELS = 12  # channels of the stream that decide how much value embedding a head takes
+
+
 class Attention(nn.Module):
     """Causal self-attention with grouped queries (arXiv:2305.13245)."""
 
@@ -112,7 +115,8 @@ class Attention(nn.Module):
         self.k = nn.Linear(c.n_embd, kv_dim, bias=c.bias)
         self.v = nn.Linear(c.n_embd, kv_dim, bias=c.bias)
         self.o = nn.Linear(c.n_embd, c.n_embd, bias=c.bias)
-        if has_value_embedding(c, layer):
+        self.ve = None
+        if c.value_embeddings and layer % 2 == (c.n_layer - 1) % 2:
             self.ve = nn.Embedding(c.padded_vocab_size, kv_dim)
             self.ve_gate = nn.Linear(VE_GATE_CHANNELS, c.n_kv_head, bias=False)
 
@@ -121,7 +125,7 @@ class Attention(nn.Module):
         q = self.q(x).view(B, T, c.n_head, c.head_dim)
         k = self.k(x).view(B, T, c.n_kv_head, c.head_dim)
         v = self.v(x).view(B, T, c.n_kv_head, c.head_dim)
-        if has_value_embedding(c, self.layer):
+        if self.ve is not None:
             gate = 2 * torch.sigmoid(self.ve_gate(x[..., :VE_GATE_CHANNELS]))  # (B, T, H): 1 at first
             v = v + gate[..., None] * self.ve(idx).view_as(v).type_as(v)
         if c.qk_norm:
@@ -165,13 +169,6 @@ def attend_in_blocks(q, k, v, dropout, size=128):
         p = F.dropout(scores.softmax(-1), dropout)
         blocks.append(p @ v[:, :end])
     return torch.cat(blocks, dim=1).view(shape)
-
-
-VE_GATE_CHANNELS = 12  # channels of the stream that decide how much value embedding a head takes
-
-
-def has_value_embedding(config, layer):
-    return config.value_embeddings and layer % 2 == (config.n_layer - 1) % 2
 
 
 class MLP(nn.Module):
@@ -257,10 +254,20 @@ class GPT(nn.Module):
         return self.ln_f(x)
 
     def _run(self, block, x, rope, idx, cache):
+        if cache is not None:
+            return block.forward(x, rope, idx, cache)  # past compiled code: every call has its length
         if self.gradient_checkpointing == "false" or not self.training:
             return block(x, rope, idx, cache)
         policy = dict(context_fn=_save_matmuls) if self.gradient_checkpointing == "selective" else {}
         return checkpoint(block, x, rope, idx, use_reentrant=False, **policy)
+
+    def compile(self, *args, **kwargs):
+        """torch.compile, in place. On a CPU by blocks: the first serves all, so that compiling takes
+        seconds, and the loss in chunks gains nothing from it."""
+        if self.wte.weight.device.type != "cpu":
+            return super().compile(*args, **kwargs)
+        for block in self.h:
+            block.compile(*args, **kwargs)
 
     def head_weight(self):
         return self.wte.weight if self.lm_head is None else self.lm_head.weight
@@ -294,7 +301,7 @@ class GPT(nn.Module):
         """Training FLOPs a token, PaLM's count (arXiv:2204.02311, appendix B): 6 for each weight that
         multiplies, plus 12 n_layer n_embd block_size for attention (causality not deducted)."""
         c = self.config
-        lookups = [self.wpe] + [b.attn.ve for b in self.h if hasattr(b.attn, "ve")]
+        lookups = [self.wpe] + [b.attn.ve for b in self.h]
         lookups += [self.wte] if self.lm_head is not None else []
         n = sum(p.numel() for p in self.parameters())
         n -= sum(m.weight.numel() for m in lookups if m is not None)

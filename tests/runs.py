@@ -1,5 +1,5 @@
-"""Runs for the tests of reliability: small ones in this process, and the program in processes of its
-own that can be killed, forked from one that has imported it (0.1 s instead of 3 s each)."""
+"""Runs for the tests of reliability: small ones in this process, and the program in processes that
+can be killed, forked from one that has imported it (0.1 s instead of 3 s each)."""
 
 import contextlib
 import json

@@ -1,7 +1,7 @@
 """Loading: a bad file is refused with its name and what is wrong, and never runs code.
 
-Matrix cases 19 to 41. The run under test has two checkpoints, of iter 10 and 5; each test breaks the
-newer one, or puts something else in its place.
+Matrix cases 19 to 41, and 51 and 52. The run under test has two checkpoints, of iter 10 and 5; each
+test breaks the newer one, or puts something else in its place.
 """
 
 import io
@@ -120,7 +120,7 @@ def test_25_bit_flips_in_the_digest(out):
 
 
 def test_26_no_good_checkpoint(out, data_dir):
-    """both checkpoints corrupt -> exit 2, both named, nothing trained and nothing changed on disk"""
+    """both checkpoints corrupt -> exit 2, both named, nothing trained or changed on disk"""
     for name in ("ckpt.pt", "ckpt_prev.pt"):
         truncate(out / name, 0.5)
     before = {p.name: p.stat().st_mtime_ns for p in out.iterdir() if p.name != ".lock"}
@@ -162,13 +162,16 @@ def attacks(marker):
     touch = f"touch {marker}"
     return {"os.system": Evil(os.system, touch), "exec": Evil(exec, f"open({str(marker)!r}, 'w')"),
             "torch.hub": Evil(torch.hub.load, "a/b", "c"), "eval": Evil(eval, touch),
-            "getattr": Evil(getattr, os, "system"), "Popen": Evil(__import__, "subprocess")}
+            "getattr": Evil(getattr, "os", "system"), "import": Evil(__import__, "subprocess")}
 
 
-NAMES = {"os.system": "posix.system", "exec": "builtins.exec", "torch.hub": "torch.hub.load",
-         "eval": "builtins.eval", "getattr": "builtins.getattr", "Popen": "builtins.__import__"}
+NAMES = {"os.system": r"posix\.system", "exec": r"(__builtin__|builtins)\.exec",
+         "torch.hub": r"torch\.hub\.load", "eval": r"(__builtin__|builtins)\.eval",
+         "getattr": r"(__builtin__|builtins)\.getattr",
+         "import": r"(__builtin__|builtins)\.__import__"}  # Python 2's name in old protocols
 
 
+@pytest.mark.filterwarnings("ignore:Detected pickle protocol")
 @pytest.mark.parametrize("forced", [False, True])
 @pytest.mark.parametrize("attack", NAMES)
 def test_27_28_30_code_in_a_checkpoint(out, data_dir, tmp_path, monkeypatch, attack, forced):
@@ -177,17 +180,17 @@ def test_27_28_30_code_in_a_checkpoint(out, data_dir, tmp_path, monkeypatch, att
     refused with the name shown, not run"""
     if forced:
         monkeypatch.setenv("TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD", "1")
-    marker, path, state = tmp_path / "marker", out / "ckpt.pt", load_checkpoint(out / "ckpt_prev.pt")
+    marker, path = tmp_path / "marker", out / "ckpt.pt"
+    state = load_checkpoint(out / "ckpt_prev.pt")
     evil = attacks(marker)[attack]
     state["optimizer"]["state"]["wte.weight"]["exp_avg"] = evil
     for content in (evil, {"model": evil}, state):
-        torch.save(content, path)
-        assert NAMES[attack] in refused(path, "refused")
-        torch.save(content, path, _use_new_zipfile_serialization=False)
-        assert NAMES[attack] in refused(path, "refused")
+        for zipped in (True, False):
+            torch.save(content, path, _use_new_zipfile_serialization=zipped)
+            refused(path, f"refused: .*{NAMES[attack]}")
     for protocol in range(6):
         path.write_bytes(pickle.dumps({"model": evil}, protocol))
-        assert NAMES[attack] in refused(path, "refused")
+        refused(path, f"refused: .*{NAMES[attack]}")
     if attack == "os.system":  # a whole run meets it
         code, text = run_program(data_dir, out, max_iters=6)
         assert code == 0 and "refused: it would run or build posix.system" in text
@@ -238,7 +241,7 @@ def test_33_newer_format(out, version, message):
 
 
 def test_34_foreign_format(out, data_dir):
-    """a file without version and digest, as nanoGPT writes -> reads as weights, cannot be resumed"""
+    """a file without version and digest, as nanoGPT writes -> read as weights, not resumed"""
     state = load_checkpoint(out / "ckpt.pt")
     keys = ("model", "optimizer", "model_args", "iter_num", "best_val_loss", "config")
     torch.save({k: state[k] for k in keys}, out / "ckpt.pt")
@@ -282,14 +285,14 @@ def entry(state, name="wte.weight"):
 @pytest.mark.parametrize("change, message", [
     (lambda s: entry(s).update(exp_avg=torch.zeros(3)),
      r"optimizer wte.weight exp_avg: shape \(3,\) float32, wanted shape \(256, 16\) float32"),
-    (lambda s: entry(s).update(exp_avg=[1.0]), "optimizer wte.weight exp_avg: a list, wanted shape"),
+    (lambda s: entry(s).update(exp_avg=[1.0]), "optimizer wte.weight exp_avg: a list, wanted"),
     (lambda s: s["optimizer"]["state"].update(other=entry(s)), "unknown parameter other"),
     (lambda s: entry(s).update(exp_avg=entry(s)["exp_avg"].bfloat16()), "bfloat16, wanted"),
     (lambda s: s["model"].update({"ln_f.weight": torch.ones(16).bfloat16()}), "bfloat16, wanted"),
     (lambda s: s["model"].pop("ln_f.weight"), "ln_f.weight: missing"),
     (lambda s: s["model"].update(extra=torch.ones(1)), "extra: not a parameter of this model"),
-    (lambda s: s["optimizer"]["state"].pop("wte.weight"), "lacks the optimizer state of wte.weight"),
-    (lambda s: entry(s).pop("exp_avg_sq"), "lacks the optimizer state of wte.weight")])
+    (lambda s: s["optimizer"]["state"].pop("wte.weight"), "lacks the optimizer state of wte"),
+    (lambda s: entry(s).pop("exp_avg_sq"), "lacks the optimizer state of wte")])
 def test_36_37_38_optimizer_state_that_does_not_fit(out, data_dir, change, message):
     """optimizer state of a wrong shape, kind, size or dtype, missing or unknown tensors (torch
     accepts most of it) -> refused, each named with found and wanted"""
@@ -327,8 +330,8 @@ def test_38_39_init_from_other_precision_and_names(tmp_path, data_dir, stopped_r
     """--init_from a bfloat16 file whose names have module. and _orig_mod. before them -> loads,
     converted, and says so"""
     path, state = tmp_path / "theirs.pt", load_checkpoint(stopped_run / "out" / "ckpt.pt")
-    torch.save({"model": {f"module._orig_mod.{n}": t.bfloat16() for n, t in state["model"].items()}},
-               path)
+    theirs = {f"module._orig_mod.{n}": t.bfloat16() for n, t in state["model"].items()}
+    torch.save({"model": theirs}, path)
     go(data_dir, tmp_path / "out", init_from=str(path), max_iters=0)
     assert f"Starting from the weights of {path} (bfloat16)" in capsys.readouterr().out
     loaded = load_checkpoint(tmp_path / "out" / "ckpt.pt")["model"]
@@ -355,7 +358,7 @@ def test_40_compile_on_and_off(tmp_path, data_dir, stopped_run, monkeypatch):
 
 
 def test_41_no_checkpoint(tmp_path, data_dir, capsys):
-    """no checkpoint with resume must, and auto -> must refuses, auto starts from scratch and says so"""
+    """no checkpoint with resume must, and auto -> must refuses, auto says so and starts from scratch"""
     with pytest.raises(CheckpointError, match=f"--resume must: there is no ckpt.pt in {tmp_path}"):
         go(data_dir, tmp_path, resume="must")
     go(data_dir, tmp_path, max_iters=1)
@@ -391,19 +394,18 @@ def other_value(key, now):
             return parsed
 
 
-@pytest.mark.parametrize("key", [n for n, f in FIELDS.items() if not f.metadata.get("free")])
+NOT_FREE = [n for n, f in FIELDS.items() if not f.metadata.get("free")]
+
+
+# Changing these needs a file of that name, or data that fits: see the tests after this one.
+@pytest.mark.parametrize("key", [k for k in NOT_FREE if k not in ("model", "data_dir")])
 def test_51_changed_key(out, data_dir, key):
     """each configuration key that changes what is computed, changed on resume -> refused with old
     and new value, nothing on disk changed"""
     old = getattr(configure(data_dir, out), key)
-    new = other_value(key, old)
-    try:
-        config = configure(data_dir, out, **{key: new})
-    except ConfigError:
-        pytest.skip("the other value needs other keys changed too")
+    new = dict(vocab_size=300, min_lr=1e-4).get(key) or other_value(key, old)
+    config = configure(data_dir, out, **{key: new})
     before = (out / "ckpt.pt").read_bytes()
-    if key in ("model", "data_dir"):
-        pytest.skip("needs a file of that name; see test_51_changed_data_folder")
     with pytest.raises(CheckpointError) as caught:
         train(config)
     assert f"  - {key}: checkpoint has {old!r}, now {new!r}" in str(caught.value)

@@ -8,18 +8,18 @@ import errno
 import os
 import random
 import resource
-import signal
+import shutil
 import stat
 import threading
 import time
 
 import pytest
 import torch
-from runs import Program, assert_same, go, run_program, tensors
+from runs import Program, assert_same, assert_same_file, go, run_program
 
 from train import checkpoint, resume
 from train.checkpoint import CheckpointError, load_checkpoint, save_checkpoint
-from train.guard import BadNumbers, SaveFailed
+from train.guard import BadNumbers
 from train.lock import FolderLock
 from train.saver import Saver, snapshot
 from train.train import Trainer
@@ -65,7 +65,6 @@ def test_06_kill_at_random_times(tmp_path, data_dir, undisturbed):
         program.kill()
         if (out / "ckpt.pt").exists():
             assert load_checkpoint(out / "ckpt.pt")["iter_num"] <= 20
-            assert load_checkpoint(out / "ckpt.pt")["progress"]["finished"] == "" or kills > 0
     go(data_dir, out)
     assert_same(undisturbed, out)
 
@@ -79,7 +78,7 @@ def test_07_09_disk_full_or_broken_once(tmp_path, data_dir, undisturbed, capsys,
     reason = os.strerror(getattr(errno, fault.upper()))
     assert f"warning: {tmp_path}/ckpt.pt could not be written" in text and reason in text
     assert "the checkpoint before it is intact, training goes on" in text
-    assert_same(undisturbed, tmp_path, best=False)  # the best was at step 10, and could not be saved
+    assert_same(undisturbed, tmp_path)
     assert not temporary_files(tmp_path)
 
 
@@ -143,8 +142,7 @@ def test_09_open_fails(tmp_path, data_dir, undisturbed, capsys):
 
 
 def test_10_out_dir_removed_during_the_run(tmp_path, data_dir, undisturbed, monkeypatch, capsys):
-    """out_dir deleted under the run -> made again with a warning, locked again, checkpoints go on"""
-    import shutil
+    """out_dir deleted under the run -> made again and locked, with a warning; saves go on"""
     out, step = tmp_path / "out", Trainer.train_step
 
     def train_step(run):
@@ -159,8 +157,7 @@ def test_10_out_dir_removed_during_the_run(tmp_path, data_dir, undisturbed, monk
     monkeypatch.setattr(Trainer, "train_step", train_step)
     go(data_dir, out)
     assert f"warning: {out} is gone; making it again" in capsys.readouterr().out
-    assert all(torch.equal(a, b) for a, b in zip(tensors(undisturbed / "ckpt.pt")[0].values(),
-                                                 tensors(out / "ckpt.pt")[0].values()))
+    assert_same_file(undisturbed / "ckpt.pt", out / "ckpt.pt")
 
 
 def test_11_out_dir_is_a_file(tmp_path, data_dir):
@@ -279,7 +276,7 @@ def test_keep_last_and_best(tmp_path, data_dir):
 
 
 def test_snapshot_is_apart_from_training(tmp_path):
-    """weights changed while a save is under way -> the file has the numbers of the moment of save"""
+    """weights changed while a save is under way -> the file has those of the moment of save"""
     w = torch.ones(1000)
     saver, failures = Saver(), []
     saver.save(str(tmp_path / "ckpt.pt"), {"model": {"w": w}, "step": 3}, failed=failures.append)
@@ -311,8 +308,8 @@ def test_118_saving_takes_longer_than_the_interval(tmp_path, data_dir, undisturb
 
 
 def test_119_many_saves_leave_nothing_behind(tmp_path):
-    """100 saves in the background with best and numbered names (2,000 in test_soak.py) -> open files
-    and files in the folder stay constant"""
+    """100 saves in the background with best and numbered names (2,000 in test_soak.py) -> the
+    numbers of open files and of files in the folder stay constant"""
     saver, state, failures = Saver(), {"model": {"w": torch.ones(10_000)}}, []
     counts = []
     for i in range(100):
@@ -328,8 +325,8 @@ def test_second_signal_during_the_last_save(tmp_path, data_dir, undisturbed):
     """SIGTERM, and again in the middle of the save that follows -> leaves at once with 143, the
     checkpoint before it is intact"""
     out = tmp_path / "out"
-    code, _ = run_program(data_dir, out, env={"FAULT": "before_step@12=sigterm,save_mid@13=sigterm"})
+    fault = "before_step@12=sigterm,save_mid@13=sigterm"
+    code, _ = run_program(data_dir, out, env={"FAULT": fault})
     assert code == 143 and load_checkpoint(out / "ckpt.pt")["iter_num"] == 10
     go(data_dir, out)
     assert_same(undisturbed, out)
-    assert signal.SIGTERM == 15 and SaveFailed

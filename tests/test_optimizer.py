@@ -19,7 +19,8 @@ class Alone:
 
 def gpt(**changes):
     torch.manual_seed(0)
-    return GPT(GPTConfig(**dict(n_layer=2, n_head=2, n_embd=32, block_size=8, vocab_size=50) | changes))
+    shape = dict(n_layer=2, n_head=2, n_embd=32, block_size=8, vocab_size=50)
+    return GPT(GPTConfig(**shape | changes))
 
 
 def configure(model, muon=None, lr_groups=None, log=lambda text: None):
@@ -100,7 +101,7 @@ def test_the_update_is_orthogonal(shape):
 
 
 def test_a_batch_of_shapes_equals_one_by_one():
-    """Wide, tall and square matrices in one group, stepped together or each by its own optimizer."""
+    """Wide, tall and square matrices in one group, stepped together or each on its own."""
     shapes = [(16, 16), (16, 48), (48, 16), (48, 16), (16, 16)]
     generator = torch.Generator().manual_seed(1)
     start = [torch.randn(s, generator=generator) for s in shapes]

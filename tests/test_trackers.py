@@ -1,9 +1,10 @@
-"""The optional trackers, against the real packages; what they show is read back from their files."""
+"""The optional trackers, with the real packages; what they show is read back from their files."""
 
 import json
 import pathlib
 import subprocess
 import sys
+import time
 
 import pytest
 
@@ -11,6 +12,7 @@ from train.logger import Logger
 from train.trackers import _Guarded, check_trackers, numbers, open_trackers
 
 REPO = pathlib.Path(__file__).resolve().parent.parent
+NAMES = {"train/loss", "lr", "grad_norm", "tokens_per_sec", "val/loss", "val/ppl", "val/bpb"}
 CONFIG = dict(learning_rate=6e-4, n_layer=2, run_name="try 1", tracker=["x"], min_lr=None)
 
 
@@ -22,8 +24,10 @@ def step(k, **changes):
 def run(out, name, first, last, monkeypatch, status="finished"):
     """Steps first ... last - 1 and an evaluation, as the loop logs them; what the console said."""
     monkeypatch.setenv("HOME", str(out.parent))  # nobody's login
-    for variable in ("WANDB_MODE", "WANDB_API_KEY", "NETRC", "MLFLOW_TRACKING_URI", "WANDB_PROJECT"):
-        monkeypatch.delenv(variable, raising=False)
+    for name_ in ("MODE", "API_KEY", "PROJECT"):
+        monkeypatch.delenv(f"WANDB_{name_}", raising=False)
+    monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
+    monkeypatch.delenv("NETRC", raising=False)
     out.mkdir(exist_ok=True)
     (out / "config.yaml").write_text("n_layer: 2\n")
     log = Logger(out, resume_iter=first or None, trackers=[name], config=CONFIG,
@@ -43,8 +47,7 @@ def test_tensorboard(tmp_path, monkeypatch):
     run(tmp_path / "a", "tensorboard", 0, 4, monkeypatch)
     run(tmp_path / "a", "tensorboard", 2, 6, monkeypatch)
     events = EventAccumulator(str(tmp_path / "a" / "tensorboard")).Reload()
-    assert {"train/loss", "lr", "grad_norm", "tokens_per_sec", "val/loss", "val/ppl", "val/bpb"} <= set(
-        events.Tags()["scalars"])
+    assert NAMES <= set(events.Tags()["scalars"])
     # Steps 2 and 3 of the first part were done again: purged, not shown twice.
     assert [e.step for e in events.Scalars("train/loss")] == [0, 1, 2, 3, 4, 5]
     assert events.Scalars("train/loss")[3].value == pytest.approx(2.7)
@@ -66,8 +69,19 @@ def test_tensorboard_rewinds_during_a_run(tmp_path):
     assert [e.step for e in events.Scalars("train/loss")] == [0, 1, 2, 3, 4, 5]
 
 
+def finished_records(folder, seconds=20):
+    """The records of a W&B offline run, up to its exit, which W&B's own process writes a little
+    after finish() has returned."""
+    for _ in range(seconds * 20):
+        records = list(offline_records(folder))
+        if records and records[-1].HasField("exit"):
+            return records
+        time.sleep(0.05)
+    raise AssertionError(f"{folder} has no exit record")
+
+
 def offline_records(folder):
-    """The records of a W&B offline run: a LevelDB log (after 7 bytes of W&B's own) of protobufs."""
+    """The records in its file: a LevelDB log (after 7 bytes of W&B's own) of protobufs."""
     from wandb.proto import wandb_internal_pb2
     (file,), parts, at = folder.glob("run-*.wandb"), b"", 7
     data = file.read_bytes()
@@ -76,6 +90,8 @@ def offline_records(folder):
             at += 32768 - at % 32768
             continue
         size, kind = int.from_bytes(data[at + 4:at + 6], "little"), data[at + 6]
+        if at + 7 + size > len(data):
+            return  # still being written
         parts += data[at + 7:at + 7 + size]
         at += 7 + size
         if kind in (1, 4):  # whole, or the last part
@@ -89,10 +105,10 @@ def test_wandb_offline(tmp_path, monkeypatch):
     run(tmp_path / "a", "wandb", 2, 6, monkeypatch, "failed")
     parts = sorted((tmp_path / "a" / "wandb").glob("offline-run-*"))
     run_id = json.loads((tmp_path / "a" / "tracker.json").read_text())["wandb"]
-    assert len(parts) == 2 and all(p.name.endswith(run_id) for p in parts)  # the same run goes on
+    assert len(parts) == 2 and all(run_id in p.name for p in parts)  # the same run goes on
     rows, configs, exits = [], {}, []
     for part in parts:
-        for record in offline_records(part):
+        for record in finished_records(part):
             if record.HasField("history"):
                 rows.append({i.key or i.nested_key[0]: json.loads(i.value_json)
                              for i in record.history.item})
@@ -102,7 +118,8 @@ def test_wandb_offline(tmp_path, monkeypatch):
             if record.HasField("exit"):
                 exits.append(record.exit.exit_code)
     losses = [(r["iter"], r["train/loss"]) for r in rows if "train/loss" in r]
-    assert [k for k, _ in losses] == [0, 1, 2, 3, 2, 3, 4, 5] and losses[-1][1] == pytest.approx(2.5)
+    assert [k for k, _ in losses] == [0, 1, 2, 3, 2, 3, 4, 5]
+    assert losses[-1][1] == pytest.approx(2.5)
     assert [r["val/loss"] for r in rows if "val/loss" in r] == [1.5, 1.5]
     assert configs["n_layer"] == 2 and configs["system"]["device"] == "cpu"
     assert exits == [0, 1]
@@ -123,28 +140,31 @@ def test_mlflow(tmp_path, monkeypatch):
     assert only.data.params["n_layer"] == "2" and only.data.params["min_lr"] == "None"
     assert only.data.tags["system.device"] == "cpu" and "system.versions" in only.data.tags
     history = client.get_metric_history(run_id, "train/loss")
-    assert [(m.step, m.value) for m in history] == [(k, pytest.approx(3.0 - k / 10)) for k in range(6)]
-    assert {"lr", "grad_norm", "tokens_per_sec", "val/loss", "val/ppl", "val/bpb"} <= set(
-        only.data.metrics)
+    assert [m.step for m in history] == list(range(6))
+    assert [m.value for m in history] == pytest.approx([3.0 - k / 10 for k in range(6)])
+    assert NAMES <= set(only.data.metrics)
     assert {f.path for f in client.list_artifacts(run_id)} == {"loss.svg", "config.yaml"}
 
 
-def test_a_missing_package_is_one_line():
-    code = ("import sys; sys.path.insert(0, '.'); from train.trackers import check_trackers; "
-            "check_trackers(['wandb', 'mlflow'])")
-    done = subprocess.run([sys.executable, "-S", "-c", code], cwd=REPO, capture_output=True, text=True)
-    lines = done.stderr.strip().split("\n")
-    assert lines[-2:] == [
-        "ValueError: tracker 'wandb' needs the 'wandb' package: pip install wandb (or drop --tracker)",
-        "tracker 'mlflow' needs the 'mlflow' package: pip install mlflow (or drop --tracker)"]
+def bare_python(code, folder):
+    """Run code in a Python without any installed package; its completed process."""
+    code = f"import sys; sys.path.insert(0, {str(REPO)!r}); import train.trackers as t; {code}"
+    return subprocess.run([sys.executable, "-S", "-c", code], cwd=folder, capture_output=True,
+                          text=True)
+
+
+def test_a_missing_package_is_one_line(tmp_path):
+    done = bare_python("t.check_trackers(['wandb', 'mlflow'])", tmp_path)
+    first, second = done.stderr.strip().split("\n")[-2:]
+    assert first == ("ValueError: tracker 'wandb' needs the 'wandb' package: pip install wandb "
+                     "(or drop --tracker)")
+    assert second == ("tracker 'mlflow' needs the 'mlflow' package: pip install mlflow "
+                      "(or drop --tracker)")
 
 
 def test_a_folder_of_that_name_is_no_package(tmp_path):
     (tmp_path / "wandb").mkdir()
-    code = f"import sys; sys.path.insert(0, {str(REPO)!r}); from train.trackers import _installed; " \
-           "print(_installed('wandb'))"
-    done = subprocess.run([sys.executable, "-S", "-c", code], cwd=tmp_path, capture_output=True, text=True)
-    assert done.stdout == "False\n"
+    assert bare_python("print(t._installed('wandb'))", tmp_path).stdout == "False\n"
 
 
 def test_an_unknown_tracker_is_named_before_work_starts(tmp_path):
@@ -156,8 +176,10 @@ def test_an_unknown_tracker_is_named_before_work_starts(tmp_path):
 
 
 def test_numbers_have_the_names_that_trackers_show():
-    assert numbers(dict(iter=3, loss=2, lr=0.1, mfu=None, note="x")) == {"train/loss": 2.0, "lr": 0.1}
-    assert numbers(dict(iter=3, val_loss=2.0, val_bpb=None, val_f1=0.5)) == {"val/loss": 2.0, "val/f1": 0.5}
+    assert numbers(dict(iter=3, loss=2, lr=0.1, mfu=None, note="x")) == {
+        "train/loss": 2.0, "lr": 0.1}
+    assert numbers(dict(iter=3, val_loss=2.0, val_bpb=None, val_f1=0.5)) == {
+        "val/loss": 2.0, "val/f1": 0.5}
 
 
 def test_a_tracker_that_fails_is_dropped_with_one_warning():

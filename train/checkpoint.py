@@ -11,6 +11,7 @@ import errno
 import hashlib
 import os
 import pickletools
+import re
 import shutil
 import zipfile
 
@@ -236,19 +237,20 @@ def _load_problem(path, error):
 
 
 def _unsafe_names(path):
-    """What a pickle in the file would import, read off without running it; empty if unknown."""
+    """What pickles in the file would import, read off without running them; empty if unknown."""
     with contextlib.suppress(Exception):
         return torch.serialization.get_unsafe_globals_in_checkpoint(path)
     found, strings = set(), []
     with contextlib.suppress(Exception), open(path, "rb") as f:
-        for op, value, _ in pickletools.genops(f):  # a bare pickle
-            if isinstance(value, str):
-                strings.append(value)
-            if op.name in ("GLOBAL", "INST"):
-                found.add(value.replace(" ", "."))
-            elif op.name == "STACK_GLOBAL":
-                found.add(".".join(strings[-2:]))
-    return found
+        while True:  # files from before the zip format are several pickles, one after the other
+            for op, value, _ in pickletools.genops(f):
+                if isinstance(value, str):
+                    strings.append(value)
+                if op.name in ("GLOBAL", "INST"):
+                    found.add(value.replace(" ", "."))
+                elif op.name == "STACK_GLOBAL":
+                    found.add(".".join(strings[-2:]))
+    return {n for n in found if not re.fullmatch(r"torch\.(_utils\.)?\w+|collections\.\w+", n)}
 
 
 def load_latest(folder, log):

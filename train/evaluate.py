@@ -1,10 +1,13 @@
-"""Validation numbers: fixed windows, weighted by tokens, the same value at any world size."""
+"""Validation numbers: fixed windows, weighted by tokens, the same value at any world size; and what
+follows from them. validate() and below take the Trainer of train/train.py as `run`."""
 
 import math
+import time
 
 import torch
 
-from train.distributed import sum_over_ranks
+from train import fault
+from train.distributed import SetupError, max_over_ranks, sum_over_ranks
 
 
 @torch.no_grad()
@@ -36,3 +39,68 @@ def evaluate(forward, loader, batches, ranks, autocast, token_bytes=None,
     loss = total / count
     return dict(val_loss=loss, val_ppl=math.exp(min(loss, 700.0)),
                 val_bpb=total / math.log(2) / size if size else None)
+
+
+def validate(run):
+    """Evaluate on fixed windows and act on the numbers. False if asked to stop meanwhile."""
+    run.settle()
+    p, c, started = run.progress, run.config, time.perf_counter()
+    fault.point("eval", p.iter_num)
+    run.raw.eval()
+    numbers = evaluate(eval_model(run), run.data.val, c.eval_iters, run.ranks,
+                       run.autocast, run.data.token_bytes, lambda: asked_to_stop(run))
+    run.raw.train()
+    if numbers is None:
+        return False
+    p.evaluated, p.val_loss = p.iter_num, numbers["val_loss"]
+    train_loss = p.loss_sum / p.loss_count if p.loss_count else None
+    p.loss_sum, p.loss_count = 0.0, 0
+    run.log.evaluation(dict(iter=p.iter_num, tokens=p.iter_num * c.tokens_per_step,
+                             train_loss=train_loss, **numbers))
+    react(run, numbers)
+    run.on_evaluation(p.iter_num, numbers)
+    show_samples(run)
+    run.log.plot()
+    run.overhead += time.perf_counter() - started
+    return True
+
+
+def asked_to_stop(run):
+    return bool(max_over_ranks(run.signals.stop, run.ranks))
+
+
+def eval_model(run):
+    """What evaluation calls: past the compiled code on a CPU, where compiling once more for it
+    costs more than it saves; through FSDP's hooks where the model is sharded."""
+    past = run.ranks.device.type == "cpu" and not run.sharded
+    return run.raw.forward if past else run.raw
+
+
+def react(run, numbers):
+    """What follows from an evaluation: best checkpoint, learning rate, early stopping."""
+    p, c, val_loss = run.progress, run.config, numbers["val_loss"]
+    if val_loss < p.best_val_loss:
+        p.best_val_loss, run.best_due = val_loss, p.iter_num > 0
+    if c.lr_schedule == "plateau" and run.plateau.update(val_loss):
+        run.log.info(f"val_loss has not improved for {c.plateau_patience} evaluations: "
+                      f"learning rate x {run.plateau.scale:g}")
+    watched = numbers.get(c.early_stopping_metric)
+    if c.early_stopping_patience and watched is None:
+        known = ", ".join(name for name, value in numbers.items() if value is not None)
+        raise SetupError(f"early_stopping_metric: this evaluation does not yield "
+                                     f"{c.early_stopping_metric!r}; choose one of {known}")
+    if c.early_stopping_patience and run.stopping.update(watched):
+        p.finished = (f"early stopping: no better {c.early_stopping_metric} in "
+                      f"{c.early_stopping_patience} evaluations")
+
+
+def show_samples(run):
+    """Text the model writes so far, from the same prompts and the same seed every time."""
+    c, sample_text = run.config, getattr(run.model_file, "sample_text", None)
+    if sample_text and c.sample_tokens and run.data.tokenizer and run.ranks.main and (
+            not run.sharded):
+        run.raw.eval()
+        for text in sample_text(run.raw, run.data.tokenizer, c.sample_prompts,
+                                c.sample_tokens, c.seed, run.autocast):
+            run.log.samples(run.progress.iter_num, text)
+        run.raw.train()

@@ -138,8 +138,7 @@ def contains(dim, value):
 
 def distribution(dim):
     """`dim` as Optuna sees it."""
-    from optuna.distributions import (CategoricalDistribution, FloatDistribution,
-                                      IntDistribution)
+    from optuna.distributions import CategoricalDistribution, FloatDistribution, IntDistribution
     if isinstance(dim, list):
         return CategoricalDistribution(dim)
     if isinstance(dim["low"], int):

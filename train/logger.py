@@ -177,7 +177,7 @@ class _Console:
                 self.stream.write(text.encode(self.encoding, "replace").decode(self.encoding))
                 self.stream.flush()
         except (OSError, ValueError):
-            with suppress(OSError, ValueError):  # or Python fails once more when it flushes at exit
+            with suppress(OSError, ValueError):  # nor may a print elsewhere fail
                 os.dup2(os.open(os.devnull, os.O_WRONLY), self.stream.fileno())
             self.stream = None
 
@@ -201,9 +201,8 @@ class _LineFile:
             self.warned = True
 
     def close(self):
-        if self.file:
-            with suppress(OSError):
-                self.file.close()
+        with suppress(OSError, AttributeError):  # or never opened
+            self.file.close()
         self.file = None
 
 
@@ -277,9 +276,6 @@ def _strict(value):
     return str(value) if isinstance(value, float) and not math.isfinite(value) else value
 
 
-# -----------------------------------------------------------------------------
-# files
-
 @contextmanager
 def _replacing(path):
     """A binary file that takes the place of `path` once it is complete."""
@@ -289,10 +285,9 @@ def _replacing(path):
             f.flush()
             os.fsync(f.fileno())
         os.replace(f"{path}.tmp", path)
-    except BaseException:
-        with suppress(OSError):
+    finally:
+        with suppress(OSError):  # there, if something failed
             os.unlink(f"{path}.tmp")
-        raise
 
 
 def drop_lines_from(path, iter, evaluated=False):

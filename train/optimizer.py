@@ -1,4 +1,4 @@
-"""The optimizer: which tensors decay and at which rate; fused AdamW; Muon for the block matrices."""
+"""The optimizer: which tensors decay, and at which rate; fused AdamW; Muon for block matrices."""
 
 from fnmatch import fnmatch
 
@@ -8,21 +8,22 @@ import torch.nn as nn
 from train.distributed import has_native_bfloat16
 
 
-def configure_optimizers(model, weight_decay, learning_rate, betas, eps=1e-8, muon=None, lr_groups=None,
-                         log=print):
+def configure_optimizers(model, weight_decay, learning_rate, betas, eps=1e-8, muon=None,
+                         lr_groups=None, log=print):
     """One optimizer over the parameters of `model`, with its groups made.
 
-    Tensors of two or more dimensions decay, the rest (norms, biases, scalars) do not. `muon`, a dict
-    of lr, momentum and weight_decay, gives the matrices of the linear layers to Muon. `lr_groups` maps
-    a name pattern to a multiplier of the learning rate (0 freezes) or to a dict with learning_rate,
-    lr_mult or weight_decay; the last pattern that matches wins. Every group keeps its peak rate in
-    `initial_lr`, which the schedule scales.
+    Tensors of two or more dimensions decay, the rest (norms, biases, scalars) do not. `muon`, a
+    dict of lr, momentum and weight_decay, gives the matrices of the linear layers to Muon.
+    `lr_groups` maps a name pattern to a multiplier of the learning rate (0 freezes) or to a dict
+    with learning_rate, lr_mult or weight_decay; the last pattern that matches wins. Every group
+    keeps its peak rate in `initial_lr`, which the schedule scales.
     """
     matrices = muon_parameters(model) if muon else set()
     groups, named = {}, dict(model.named_parameters())
     check_patterns(lr_groups or {}, named)
     for name, p in named.items():
-        options = dict(lr=learning_rate, weight_decay=weight_decay if p.dim() >= 2 else 0.0, muon=False)
+        decay = weight_decay if p.dim() >= 2 else 0.0
+        options = dict(lr=learning_rate, weight_decay=decay, muon=False)
         if name in matrices:
             options = dict(lr=muon["lr"], weight_decay=muon["weight_decay"], muon=True)
         options |= group_options(name, lr_groups or {}, options)
@@ -37,7 +38,8 @@ def configure_optimizers(model, weight_decay, learning_rate, betas, eps=1e-8, mu
     kind = Muon if muon else torch.optim.AdamW
     extra = dict(momentum=muon["momentum"]) if muon else {}
     fused = all(p.device.type in ("cpu", "cuda", "mps", "xpu") for p in named.values())
-    return kind(list(groups.values()), lr=learning_rate, betas=tuple(betas), eps=eps, fused=fused, **extra)
+    return kind(list(groups.values()), lr=learning_rate, betas=tuple(betas), eps=eps, fused=fused,
+                **extra)
 
 
 def muon_parameters(model):
@@ -66,8 +68,8 @@ def check_patterns(lr_groups, names):
         unknown = set(value) - allowed if isinstance(value, dict) else ()
         numbers = value.values() if isinstance(value, dict) else [value]
         if unknown or min(numbers, default=0) < 0:
-            raise ValueError(f"lr_groups: {pattern}: expected a number of at least 0 or a mapping of "
-                             f"{', '.join(sorted(allowed))}; got {value}")
+            raise ValueError(f"lr_groups: {pattern}: expected a number of at least 0 or a mapping "
+                             f"of {', '.join(sorted(allowed))}; got {value}")
 
 
 def report(model, groups, log):
@@ -90,8 +92,8 @@ class Muon(torch.optim.AdamW):
     """Muon (Jordan et al. 2024, https://kellerjordan.github.io/posts/muon/) for groups with
     muon=True, AdamW for the others: one optimizer, one state, one step().
 
-    The update of a matrix is its Nesterov momentum made orthogonal by five Newton-Schulz steps, times
-    sqrt(max(1, rows / columns)). Matrices of one shape go through those steps as one batch.
+    The update of a matrix is its Nesterov momentum made orthogonal by five Newton-Schulz steps,
+    times sqrt(max(1, rows / columns)). Matrices of one shape go through those steps as one batch.
     """
 
     def __init__(self, groups, momentum=0.95, **kwargs):
@@ -125,7 +127,8 @@ class Muon(torch.optim.AdamW):
             grads, keep = [p.grad for p in params], 1.0
             buffers = [self.state[p]["momentum_buffer"] for p in params]
             if found_inf is not None:  # decided on the device: a skipped step changes nothing
-                grads = [torch.where(found_inf > 0, b, g) for b, g in zip(buffers, grads, strict=True)]
+                grads = [torch.where(found_inf > 0, b, g)
+                         for b, g in zip(buffers, grads, strict=True)]
                 keep = (found_inf == 0).float()
             torch._foreach_lerp_(buffers, grads, 1 - group["momentum"])
             nesterov = torch._foreach_lerp(grads, buffers, group["momentum"])

@@ -12,6 +12,7 @@ from train import distributed
 from train.checkpoint import CheckpointError
 from train.dataloader import DataError
 from train.guard import BadNumbers, SaveFailed, Stopped
+from train.logger import compact, duration
 
 # Dense peak of the matrix units, TFLOP/s (16-bit floats, float32), by the vendors' data sheets.
 PEAK_TFLOPS = {
@@ -64,21 +65,6 @@ def compile_pays(run):
     return model.flops_per_token() * config.tokens_per_step * config.max_iters / per_second > 600
 
 
-def human(n):
-    """1234567 -> 1.23M."""
-    for size, unit in ((1e12, "T"), (1e9, "B"), (1e6, "M"), (1e3, "k")):
-        if n >= size:
-            return f"{n / size:.3g}{unit}"
-    return f"{n:.3g}"
-
-
-def duration(seconds):
-    """3725 -> 1:02:05."""
-    seconds = int(seconds)
-    days = f"{seconds // 86400}d " if seconds >= 86400 else ""
-    return f"{days}{seconds // 3600 % 24}:{seconds // 60 % 60:02d}:{seconds % 60:02d}"
-
-
 def parameters_by_part(model):
     """'embedding 12,288,000, blocks 37,748,736, ...' of the named parameters' first names."""
     parts = {}
@@ -106,7 +92,7 @@ def start_up(run, log):
     log(f"Batch: {run.micro_batch} x {c.block_size} x {run.accumulation} accumulated x "
         f"{ranks.world_size} ranks = {c.tokens_per_step:,} tokens a step")
     flops = model.flops_per_token() * total if hasattr(model, "flops_per_token") else 0
-    log(f"Length: {c.max_iters:,} steps, {human(total)} tokens, "
+    log(f"Length: {c.max_iters:,} steps, {compact(total)} tokens, "
         f"{total / run.data.train.tokens_per_epoch:.2f} passes over the data, "
         f"{total / n:.1f} tokens a parameter" + (f", {flops:.2g} FLOPs" if flops else ""))
 
@@ -135,7 +121,7 @@ def dry_run(run):
     print(f"Fits. {seconds * 1000:,.0f} ms a step, {c.tokens_per_step / seconds:,.0f} tokens/s"
           + ("" if not run.compiled else " (not compiled; the run will be faster)"))
     for steps in sorted({c.max_iters, 5_000, 50_000, 500_000}):
-        print(f"  {steps:>9,} steps: {human(steps * c.tokens_per_step):>6} tokens, "
+        print(f"  {steps:>9,} steps: {compact(steps * c.tokens_per_step):>6} tokens, "
               f"{duration(steps * seconds)}")
     return True
 

@@ -203,12 +203,13 @@ def rewind(run):
     run.saver.wait()
     specs = distributed.from_main(lambda: latest(run), run.ranks)
     if specs is None:
-        raise BadNumbers(f"iter {bad - 1}: a loss spike, and no checkpoint to rewind to yet")
+        raise BadNumbers(f"iter {bad}: a loss spike, and no checkpoint to rewind to yet")
     restore(run, specs)
     p = run.progress
-    p.data_shift, p.rewinds = shift + bad - p.iter_num, rewinds + 1
+    passed = bad + 1 - p.iter_num  # with the batch whose loss it was
+    p.data_shift, p.rewinds = shift + passed, rewinds + 1
     run.logged, run.clock, run.overhead = p.iter_num, time.perf_counter(), 0.0
-    run.log.warn(f"rewound to iter {p.iter_num}, passing over {bad - p.iter_num} batches "
+    run.log.warn(f"rewound to iter {p.iter_num}, passing over {passed} batches "
                  f"({p.rewinds} of {MAX_REWINDS} rewinds)")
 
 

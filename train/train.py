@@ -2,11 +2,12 @@
 
 The loop does not know what it trains. It asks a loader for the batches of a step and a model for a
 loss, `loss, metrics = model(*batch)`; the file model/NAME.py that the config names builds it.
-Saving and resuming are in train/resume.py; where it computes, in train/distributed.py.
+train/judge.py looks at the numbers of a step, train/evaluate.py validates, train/resume.py saves
+and resumes, train/distributed.py knows where it computes.
 """
 
 import contextlib
-import importlib
+import importlib.util
 import math
 import os
 import time
@@ -17,9 +18,10 @@ import torch.distributed as dist
 
 from train import checkpoint, distributed, fault, report, resume
 from train.early_stopping import EarlyStopping
-from train.evaluate import evaluate
-from train.guard import BadNumbers, Signals, SpikeDetector, Stopped, Watchdog
+from train.evaluate import validate
+from train.guard import Signals, SpikeDetector, Stopped, Watchdog
 from train.help import to_yaml
+from train.judge import judge
 from train.lock import FolderLock
 from train.logger import Logger, write_training_args, write_yaml
 from train.lr_scheduler import ReduceOnPlateau, get_lr, resolve_lengths
@@ -27,8 +29,6 @@ from train.optimizer import configure_optimizers
 from train.progress import Progress, StepNumbers
 from train.saver import Saver
 from train.token_data import open_token_data
-
-MAX_OVERFLOWS_IN_A_ROW = 20  # fp16: then it is not the scale that is wrong
 
 
 def train(config, on_evaluation=None):
@@ -65,7 +65,7 @@ class Trainer:
         self.pause = self.overhead = 0.0    # seconds: of all saves; not to count in a step's time
         self.saved_at, self.best_due = 0, False
         self.on_evaluation = lambda iter_num, numbers: None
-        self.model_file = importlib.import_module(f"model.{c.model}")
+        self.model_file = load_model_file(c.model)
         distributed.set_seed(c.seed, c.deterministic)
         self.open_data(c)
 
@@ -79,7 +79,8 @@ class Trainer:
         with contextlib.suppress(Exception):  # the folder is ours until its last save is over
             self.saver.wait()
         if self.log is not None:
-            self.log.close("finished" if kind is None else "failed")
+            self.log.close("finished" if kind is None else
+                           "stopped" if kind is Stopped else "failed")
         if self.lock is not None:
             self.lock.release()
 
@@ -132,14 +133,18 @@ class Trainer:
     def start(self):
         """Everything up to the first step: folder, model, checkpoint, log, optimizer."""
         c = self.given
+        if c.tracker:
+            from train.trackers import check_trackers
+            check_trackers(c.tracker)  # a missing package ends here, before any work
         distributed.from_main(self.lock_folder, self.ranks)
         self.build_model()
         specs = distributed.from_main(lambda: resume.find(self), self.ranks)
-        self.log = Logger(c.out_dir, main=self.ranks.main, trackers=c.tracker, config=asdict(c))
+        machine = dict(world_size=self.ranks.world_size, device=str(self.ranks.device))
+        self.log = Logger(c.out_dir, main=self.ranks.main, trackers=c.tracker, config=asdict(c),
+                          system_info=machine)
         if self.ranks.main:
             write_yaml(os.path.join(c.out_dir, "config.yaml"), to_yaml(c))
-            write_training_args(c.out_dir, asdict(c), dict(world_size=self.ranks.world_size,
-                                                           device=str(self.ranks.device)))
+            write_training_args(c.out_dir, asdict(c), machine)
         self.data.announce(self.log.info)
         report.start_up(self, self.log.info)
         if specs is None and c.init_from != "scratch":
@@ -184,7 +189,7 @@ class Trainer:
                 self.stop(stop)
             done = p.iter_num >= c.max_iters or c.eval_only
             if p.evaluated != p.iter_num and (self.is_due(c.eval_interval) or done):
-                if c.eval_interval and not self.validate():
+                if c.eval_interval and not validate(self):
                     continue  # asked to stop meanwhile
             if c.eval_only:
                 return self.summary()
@@ -221,7 +226,7 @@ class Trainer:
             # The device itself skips an update that is not finite; the host hears a step later.
             self.optimizer.found_inf = (~torch.isfinite(norm)).float()
             numbers, self.pending = self.pending, numbers
-        verdict = self.judge(numbers) if numbers is not None else "update"
+        verdict = judge(self, numbers) if numbers is not None else "update"
         if verdict == "rewind":
             return resume.rewind(self)
         if verdict == "update":
@@ -302,127 +307,11 @@ class Trainer:
         event.record()
         return StepNumbers(it, lr, values, event)
 
-    def judge(self, numbers):
-        """Look at the numbers of a step and log them: "update", "skip" or "rewind". The same on
-        every rank, since loss and norm are."""
-        p, c, (loss, norm) = self.progress, self.config, numbers.read()
-        if not (math.isfinite(loss) and math.isfinite(norm)):
-            return self.not_finite(numbers.it, loss, norm, numbers.lr)
-        p.overflows_in_a_row, verdict = 0, "update"
-        if self.spikes.update(loss):
-            self.log.warn(f"iter {numbers.it}: loss {loss:.4f} is a spike (norm {norm:.2f}, "
-                          f"windows at {self.windows(numbers.it)}); on_spike: {c.on_spike}")
-            if c.on_spike == "rewind" and p.rewinds < resume.MAX_REWINDS:
-                return "rewind"
-            verdict = "skip" if c.on_spike == "skip" else "update"
-        p.loss_sum, p.loss_count = p.loss_sum + loss, p.loss_count + 1
-        if numbers.it % c.log_interval == 0 or numbers.it + 1 == c.max_iters:
-            self.log_step(numbers.it, loss, norm, numbers.lr)
-        return verdict
-
-    def not_finite(self, it, loss, norm, lr):
-        """fp16: the scaler lowers its scale and skips the step. Else stop before the update."""
-        p = self.progress
-        if self.scaler.is_enabled() and math.isfinite(loss):
-            p.overflows, p.overflows_in_a_row = p.overflows + 1, p.overflows_in_a_row + 1
-            if p.overflows_in_a_row <= MAX_OVERFLOWS_IN_A_ROW:
-                return "update"  # GradScaler.step() skips it by itself
-        self.saver.wait()
-        good = os.path.join(self.config.out_dir, "ckpt.pt")
-        raise BadNumbers(
-            f"iter {it}: not finite: loss {loss}, gradient norm {norm}, lr {lr:.3g}; stopped "
-            f"before the update. Windows of the batch start at {self.windows(it)}.\n"
-            f"Last good checkpoint: {good if os.path.exists(good) else 'none yet'}. Try a lower "
-            "--learning_rate, a longer --warmup_iters, --grad_clip 1.0, --dtype float32 or "
-            "--on_spike rewind.")
-
-    def windows(self, it):
-        """Where this rank's sequences of step `it` start in the token stream, for messages."""
-        n = self.accumulation
-        calls = range((it + self.progress.data_shift) * n, (it + self.progress.data_shift + 1) * n)
-        starts = [str(s) for i in calls for s in self.data.train.windows(i)]
-        return ", ".join(starts[:8]) + ", ..." * (len(starts) > 8)
-
-    def log_step(self, it, loss, norm, lr):
-        c, now = self.config, time.perf_counter()
-        seconds = (now - self.clock - self.overhead) / max(1, it + 1 - self.logged)
-        self.clock, self.logged, self.overhead = now, it + 1, 0.0
-        speed = c.tokens_per_step / seconds
-        self.log.step(dict(
-            iter=it, max_iters=c.max_iters, tokens=(it + 1) * c.tokens_per_step, loss=loss, lr=lr,
-            grad_norm=norm, time_ms=seconds * 1000, tokens_per_sec=speed,
-            mfu=report.mfu(self.raw, speed, self.ranks, self.dtype),
-            eta_s=(c.max_iters - it - 1) * seconds,
-            memory_mib=report.peak_memory(self.ranks.device)))
-
-    # -------------------------------------------------------------------------
-    # evaluation
-
     def settle(self):
         """Judge the step whose numbers are still on their way, if any."""
         if self.pending is not None:
             numbers, self.pending = self.pending, None
-            self.judge(numbers)
-
-    def validate(self):
-        """Evaluate on fixed windows and act on the numbers. False if asked to stop meanwhile."""
-        self.settle()
-        p, c, started = self.progress, self.config, time.perf_counter()
-        fault.point("eval", p.iter_num)
-        self.raw.eval()
-        numbers = evaluate(self.eval_model(), self.data.val, c.eval_iters, self.ranks,
-                           self.autocast, self.data.token_bytes, self.asked_to_stop)
-        self.raw.train()
-        if numbers is None:
-            return False
-        p.evaluated, p.val_loss = p.iter_num, numbers["val_loss"]
-        train_loss = p.loss_sum / p.loss_count if p.loss_count else None
-        p.loss_sum, p.loss_count = 0.0, 0
-        self.log.evaluation(dict(iter=p.iter_num, tokens=p.iter_num * c.tokens_per_step,
-                                 train_loss=train_loss, **numbers))
-        self.react(numbers)
-        self.on_evaluation(p.iter_num, numbers)
-        self.show_samples()
-        self.log.plot()
-        self.overhead += time.perf_counter() - started
-        return True
-
-    def asked_to_stop(self):
-        return bool(distributed.max_over_ranks(self.signals.stop, self.ranks))
-
-    def eval_model(self):
-        """What evaluation calls: past the compiled code on a CPU, where compiling once more for it
-        costs more than it saves; through FSDP's hooks where the model is sharded."""
-        past = self.ranks.device.type == "cpu" and not self.sharded
-        return self.raw.forward if past else self.raw
-
-    def react(self, numbers):
-        """What follows from an evaluation: best checkpoint, learning rate, early stopping."""
-        p, c, val_loss = self.progress, self.config, numbers["val_loss"]
-        if val_loss < p.best_val_loss:
-            p.best_val_loss, self.best_due = val_loss, p.iter_num > 0
-        if c.lr_schedule == "plateau" and self.plateau.update(val_loss):
-            self.log.info(f"val_loss has not improved for {c.plateau_patience} evaluations: "
-                          f"learning rate x {self.plateau.scale:g}")
-        watched = numbers.get(c.early_stopping_metric)
-        if c.early_stopping_patience and watched is None:
-            known = ", ".join(name for name, value in numbers.items() if value is not None)
-            raise distributed.SetupError(f"early_stopping_metric: this evaluation does not yield "
-                                         f"{c.early_stopping_metric!r}; choose one of {known}")
-        if c.early_stopping_patience and self.stopping.update(watched):
-            p.finished = (f"early stopping: no better {c.early_stopping_metric} in "
-                          f"{c.early_stopping_patience} evaluations")
-
-    def show_samples(self):
-        """Text the model writes so far, from the same prompts and the same seed every time."""
-        c, sample_text = self.config, getattr(self.model_file, "sample_text", None)
-        if sample_text and c.sample_tokens and self.data.tokenizer and self.ranks.main and (
-                not self.sharded):
-            self.raw.eval()
-            for text in sample_text(self.raw, self.data.tokenizer, c.sample_prompts,
-                                    c.sample_tokens, c.seed, self.autocast):
-                self.log.samples(self.progress.iter_num, text)
-            self.raw.train()
+            judge(self, numbers)
 
     # -------------------------------------------------------------------------
     # the end
@@ -445,6 +334,14 @@ class Trainer:
         p = self.progress
         return dict(iter_num=p.iter_num, val_loss=p.val_loss, best_val_loss=p.best_val_loss,
                     finished=p.finished)
+
+
+def load_model_file(name):
+    """The module model/NAME.py."""
+    if importlib.util.find_spec(f"model.{name}") is None:
+        raise distributed.SetupError(f"model: there is no model/{name}.py; expected gpt, or a file "
+                                     "of yours with build_model(config, vocab_size)")
+    return importlib.import_module(f"model.{name}")
 
 
 def micro_batch_size(config, world_size):

@@ -1,0 +1,600 @@
+"""The loader: the order of the data, every format, every kind of bad file, files that change."""
+
+import json
+import os
+import pickle
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+import torch
+from conftest import REPO
+
+from data import token_files
+from train import dataloader
+from train.dataloader import DataError, DataLoader, permute, widen, window_starts
+
+
+def write(path, tokens, dtype="<u2"):
+    np.asarray(tokens).astype(dtype).tofile(path)
+    return path
+
+
+def llmc(path, tokens, magic=20240520, version=1, dtype="<u2", count=None):
+    header = np.zeros(256, "<i4")
+    header[:3] = magic, version, len(tokens) if count is None else count
+    path.write_bytes(header.tobytes() + np.asarray(tokens).astype(dtype).tobytes())
+    return path
+
+
+def stream(n, high=50_000, seed=0):
+    return np.random.default_rng(seed).integers(0, high, n)
+
+
+def batches(loader, steps):
+    return torch.stack([torch.stack(loader.get_batch(step=s)) for s in steps])
+
+
+@pytest.fixture
+def folder(tmp_path):
+    write(tmp_path / "train.bin", stream(5000))
+    write(tmp_path / "val.bin", stream(900, seed=1))
+    return tmp_path
+
+
+@pytest.fixture
+def large(monkeypatch):
+    """Every file counts as large: read window by window; failing reads are retried at once."""
+    monkeypatch.setattr(token_files, "IN_MEMORY_BYTES", 0)
+    monkeypatch.setattr(token_files, "RETRY_SLEEPS", (0, 0, 0))
+
+
+# --- the order
+
+def test_case_56_golden_values():
+    """The order is frozen: a change here changes every run that is resumed."""
+    assert window_starts(np.arange(12), 1000, 16, 1337).tolist() == [
+        869, 149, 853, 245, 453, 341, 389, 69, 549, 421, 5, 133]
+    assert window_starts(np.arange(3, 15), 101, 32, 42).tolist() == [
+        51, 61, 29, 0, 32, 55, 23, 33, 1, 53, 21, 42]  # two windows an epoch: many epochs at once
+    assert window_starts(10**10 + np.arange(4), 5 * 10**11, 1024, 7).tolist() == [
+        170722360072, 116512864008, 93826362120, 319344323336]
+
+
+@pytest.mark.parametrize("n", [*range(1, 60), 1000, 4096, 4097, 99_991])
+def test_permutation_is_a_bijection(n):
+    keys = [dataloader.hash64(n, np.array([3], np.uint64), lane) for lane in range(1, 7)]
+    out = permute(np.arange(n, dtype=np.uint64), n, keys)
+    assert np.array_equal(np.sort(out), np.arange(n))
+    if n >= 1000:
+        assert (out == np.arange(n)).sum() < 12 and abs(np.corrcoef(np.arange(n), out)[0, 1]) < 0.2
+
+
+@pytest.mark.parametrize("n", [2, 3, 5, 8])
+def test_each_window_is_as_likely_at_each_place(n):
+    epochs = 20_000
+    windows = window_starts(np.arange(n * epochs), n + 2, 1, 3).reshape(epochs, n)
+    counts = np.array([[(windows[:, i] == w).sum() for w in range(n)] for i in range(n)])
+    assert np.abs(counts / epochs * n - 1).max() < 0.1
+
+
+def test_each_window_once_an_epoch_with_a_new_phase_and_order():
+    n_tokens, size, seed = 16 * 103 + 7, 16, 5
+    n = dataloader.count_windows(n_tokens, size)
+    epochs = window_starts(np.arange(8 * n), n_tokens, size, seed).reshape(8, n)
+    for starts in epochs:
+        assert np.array_equal(np.sort(starts), starts.min() + size * np.arange(n))
+        assert 0 <= starts.min() < size and starts.max() + size < n_tokens
+    assert len(set(epochs.min(1))) > 3
+    assert len({tuple(np.argsort(e)) for e in epochs}) == 8
+
+
+@pytest.mark.parametrize("n_tokens", [17, 18, 31, 32, 33, 47, 48, 49, 65])
+def test_windows_stay_inside_small_streams(n_tokens):
+    starts = window_starts(np.arange(500), n_tokens, 16, 0)
+    assert starts.min() >= 0 and starts.max() + 16 < n_tokens
+    assert n_tokens == 17 or len(set(starts)) > 1
+
+
+def test_batch_is_a_function_of_seed_and_step(folder):
+    a, b = (DataLoader(folder, 4, 32, seed=9) for _ in range(2))
+    forward = batches(a, range(200))
+    order = np.random.default_rng(0).permutation(200)
+    assert torch.equal(forward[order], batches(b, order))
+    assert not torch.equal(forward, batches(DataLoader(folder, 4, 32, seed=10), range(200)))
+    assert not torch.equal(forward, batches(DataLoader(folder, 4, 32, seed=9 + 2**32), range(200)))
+
+
+def test_batch_holds_the_windows_of_the_file(folder):
+    tokens, loader = np.fromfile(folder / "train.bin", "<u2"), DataLoader(folder, 4, 32)
+    for step in range(60):
+        x, y = loader.get_batch()
+        assert x.dtype == y.dtype == torch.int64 and x.is_contiguous() and y.is_contiguous()
+        for i, start in enumerate(loader.windows(step)):
+            assert np.array_equal(x[i], tokens[start:start + 32])
+            assert np.array_equal(y[i], tokens[start + 1:start + 33])
+    assert loader.step == 60 and loader.tokens_per_epoch == 155 * 32  # of 156 that fit
+
+
+def test_case_42_resume_in_the_middle_of_the_stream(folder, monkeypatch):
+    monkeypatch.setattr(dataloader, "CHUNK_TOKENS", 4 * 32 * 7)
+    whole, resumed = DataLoader(folder, 4, 32), DataLoader(folder, 4, 32)
+    expected = [whole.get_batch() for _ in range(50)]
+    resumed.step = 23
+    for x, y in expected[23:]:
+        assert all(map(torch.equal, resumed.get_batch(), (x, y)))
+    x, _ = resumed.get_batch(step=3)  # a look elsewhere does not move the counter
+    assert torch.equal(x, expected[3][0]) and resumed.step == 50
+
+
+@pytest.mark.parametrize("world,accumulation", [(1, 2), (2, 1), (2, 3), (3, 1), (3, 2), (4, 1),
+                                                (4, 3), (1, 12), (12, 1)])
+def test_case_53_global_batches_do_not_depend_on_the_world_size(folder, world, accumulation):
+    def steps(world, accumulation):
+        ranks = [DataLoader(folder, 12 // (world * accumulation), 32, rank=r, world_size=world)
+                 for r in range(world)]
+        return [torch.cat([torch.stack(r.get_batch(), 1)
+                           for _ in range(accumulation) for r in ranks]) for _ in range(50)]
+    assert all(map(torch.equal, steps(world, accumulation), steps(1, 1)))
+
+
+# --- fixed batches
+
+@pytest.mark.parametrize("count", [1, 3, 5, 6, 7, 100])
+def test_fixed_batches_are_spread_without_overlap(folder, count):
+    loader = DataLoader(folder, 5, 32, "val")  # 28 windows fit: 5 full batches and 3 windows
+    starts = loader.fixed_windows(count)
+    assert len(starts) == min(5 * count, 28) and loader.n_fixed(count) == min(count, 6)
+    assert (np.diff(starts) >= 32).all() and starts[0] == 0 and starts[-1] + 32 < 900
+    if count > 1:
+        assert starts[-1] > 900 - 32 * 3
+    read = [loader.fixed_batch(i, count) for i in range(loader.n_fixed(count))]
+    tokens = np.fromfile(folder / "val.bin", "<u2")
+    x, y = (torch.cat(part).numpy() for part in zip(*read))
+    assert np.array_equal(x, [tokens[s:s + 32] for s in starts])
+    assert np.array_equal(y, [tokens[s + 1:s + 33] for s in starts])
+    assert len(read[-1][0]) == (3 if count > 5 else 5)
+    with pytest.raises(IndexError):
+        loader.fixed_batch(loader.n_fixed(count), count)
+
+
+def test_fixed_batches_are_the_same_for_every_rank_and_seed(folder):
+    a = DataLoader(folder, 5, 32, "val")
+    b = DataLoader(folder, 5, 32, "val", seed=3, rank=2, world_size=3)
+    b.get_batch()
+    assert all(torch.equal(a.fixed_batch(i, 4)[0], b.fixed_batch(i, 4)[0]) for i in range(4))
+
+
+# --- formats
+
+def read_all(path, n, **kwargs):
+    return DataLoader(path, 1, n - 1, **kwargs).stream.read(np.array([0]), n)[0]
+
+
+@pytest.mark.parametrize("how", ["small", "large"])
+def test_formats_give_the_same_stream(tmp_path, how, request):
+    if how == "large":
+        request.getfixturevalue("large")
+    tokens = stream(3000)
+    parts = [tokens[:1000], tokens[1000:1010], tokens[1010:]]  # windows span up to three shards
+    for kind in ("raw", "raw32", "llmc", "llmc32", "npy", "npy32", "npy64"):
+        (tmp_path / kind).mkdir()
+        for i, part in enumerate(parts):
+            path = tmp_path / kind / f"x_train_{i:06d}.bin"
+            dtype = {"32": "<u4", "64": "<i8"}.get(kind[-2:], "<u2")
+            if kind.startswith("raw"):
+                write(path, part, dtype)
+            elif kind == "llmc":
+                llmc(path, part)
+            elif kind == "llmc32":
+                llmc(path, part, 20240801, 7, "<u4")
+            else:
+                np.save(path.with_suffix(".npy"), part.astype(dtype))
+        llmc(tmp_path / kind / "x_val_000000.bin", tokens[:99])
+        if kind == "raw32":
+            (tmp_path / kind / "meta.json").write_text('{"dtype": "uint32"}')
+    write(tmp_path / "one.bin", tokens)
+    expected = DataLoader(tmp_path / "one.bin", 8, 64)
+    assert expected.n_tokens == 3000 and expected.dtype == "uint16"
+    assert (expected.stream.tokens is None) == (how == "large")
+    for kind in ("raw", "raw32", "llmc", "llmc32", "npy", "npy32", "npy64"):
+        loader = DataLoader(tmp_path / kind, 8, 64, vocab_size=50_000)
+        assert torch.equal(batches(loader, range(40)), batches(expected, range(40))), kind
+        assert np.array_equal(read_all(tmp_path / kind, 3000), tokens), kind
+
+
+def test_folder_file_glob_and_split(folder, tmp_path):
+    tokens = np.fromfile(folder / "train.bin", "<u2")
+    write(folder / "more_train.bin", tokens[::-1])  # train.bin alone counts where it stands
+    for path in (folder, str(folder), folder / "train.bin", f"{folder}/t*n.bin",
+                 f"{folder}/{{split}}.bin"):
+        assert np.array_equal(read_all(path, 5000), tokens)
+    val = np.fromfile(folder / "val.bin", "<u2")
+    assert np.array_equal(read_all(f"{folder}/{{split}}.bin", 900, split="val"), val)
+    odd = tmp_path / "odd [1]*"  # characters that mean something in a pattern
+    odd.mkdir()
+    write(odd / "train.bin", tokens)
+    assert np.array_equal(read_all(odd, 5000), tokens)
+
+
+def test_vocabulary_comes_from_the_data(folder):
+    assert DataLoader(folder, 1, 8).vocab_size is None
+    (folder / "meta.pkl").write_bytes(pickle.dumps({"vocab_size": 50_001, "itos": {0: "a"}}))
+    assert DataLoader(folder, 1, 8).vocab_size == 50_001
+    (folder / "meta.json").write_text(json.dumps({"vocab_size": 50_002, "dtype": "uint16"}))
+    assert DataLoader(folder, 1, 8).vocab_size == 50_002
+    assert DataLoader(folder, 1, 8, vocab_size=60_000).vocab_size == 60_000
+
+
+def test_case_27_meta_pkl_runs_no_code(folder):
+    class Evil:
+        def __reduce__(self):
+            return os.mkdir, (str(folder / "ran"),)
+    (folder / "meta.pkl").write_bytes(pickle.dumps({"vocab_size": Evil()}))
+    with pytest.raises(DataError, match=r"meta.pkl: .*mkdir"):
+        DataLoader(folder, 1, 8)
+    assert not (folder / "ran").exists()
+
+
+def test_more_shards_than_open_files(tmp_path, monkeypatch):
+    parts = [stream(100, seed=i) for i in range(9)]
+    for i, part in enumerate(parts):
+        write(tmp_path / f"train_{i}.bin", part)
+    expected = batches(DataLoader(tmp_path, 8, 40), range(30))
+    monkeypatch.setattr(token_files, "IN_MEMORY_BYTES", 0)
+    monkeypatch.setattr(token_files, "MAX_OPEN_FILES", 2)
+    loader = DataLoader(tmp_path, 8, 40)
+    assert torch.equal(batches(loader, range(30)), expected)
+    descriptors = list(loader.stream.fds.values())
+    assert len(descriptors) == 2
+    del loader
+    for fd in descriptors:
+        with pytest.raises(OSError):
+            os.fstat(fd)
+
+
+def test_fingerprint(folder, monkeypatch):
+    first = DataLoader(folder, 1, 8).fingerprint()
+    tokens = np.fromfile(folder / "train.bin", "<u2")
+    assert first["tokens"] == 5000 and first["bytes"] == 10_000 and first["dtype"] == "uint16"
+    assert json.loads(json.dumps(first)) == first == DataLoader(folder, 3, 9).fingerprint()
+    monkeypatch.setattr(token_files, "IN_MEMORY_BYTES", 0)
+    assert DataLoader(folder, 1, 8).fingerprint() == first
+    monkeypatch.setattr(dataloader, "MIB", 1000)  # now the shard is longer than its two ends
+    first = DataLoader(folder, 1, 8).fingerprint()
+    for changed in (np.append(tokens, 1), tokens ^ (np.arange(5000) == 0).astype("u2"),
+                    tokens ^ (np.arange(5000) == 4999).astype("u2")):
+        write(folder / "train.bin", changed)
+        assert DataLoader(folder, 1, 8).fingerprint() != first
+
+
+def test_case_52_grown_data_is_detected_and_meta_json_knows_the_count(folder):
+    meta = {"splits": {"train": {"tokens": 5000}, "val": {"tokens": 900}}}
+    (folder / "meta.json").write_text(json.dumps(meta))
+    DataLoader(folder, 1, 8)
+    os.truncate(folder / "train.bin", 9000)
+    with pytest.raises(DataError, match="4,500 tokens, but meta.json says 5,000"):
+        DataLoader(folder, 1, 8)
+
+
+# --- bad files, found before work starts: matrix F
+
+IDS = stream(2000).astype("<u2")
+
+
+def put(path, content):
+    path.write_bytes(content)
+    return path
+
+
+def npy(path, array):
+    with open(path, "wb") as f:
+        np.save(f, array)
+    return path
+
+
+def cut(path, n_bytes):
+    os.truncate(path, path.stat().st_size - n_bytes)
+    return path
+
+
+def folder_with(path, *folders):
+    path.mkdir()
+    for name in folders:
+        (path / name).mkdir()
+    return path
+
+
+BAD = [  # case, what is at this path, what the message says
+    ("79 missing", lambda p: p, "x.bin: no train data: .*no such file.*-m data.prepare"),
+    ("79 glob", lambda p: f"{p}*", "no train data: .*no such file"),
+    ("79 folder", folder_with, "expected train.bin, .* found nothing.*-m data.prepare"),
+    ("80 empty", lambda p: put(p, b""), "x.bin: is empty"),
+    ("81 odd byte count", lambda p: cut(write(p, IDS), 1), "3,999 bytes .* uint16 tokens: cut sho"),
+    ("82 short", lambda p: write(p, IDS[:16]), "x.bin: 16 tokens, but block_size 16 needs 17"),
+    ("85 directory", lambda p: folder_with(p, "train.bin"), "train.bin: cannot be read: Is a dir"),
+    ("87 uint32", lambda p: write(p, IDS, "<u4"), "looks like uint32 tokens read as uint16"),
+    ("87 large ids", lambda p: write(p, stream(500, 150_000), "<u4"), "looks like uint32 tokens"),
+    ("87 npy named bin", lambda p: npy(p, IDS), "x.bin: is in .npy format: rename it"),
+    ("87 bin named npy", lambda p: write(p.with_suffix(".npy"), IDS), "is not in .npy format"),
+    ("87 text", lambda p: put(p, b"To be, or not to be.\n" * 9), "is text, not tokens; .*prepare"),
+    ("87 floats", lambda p: npy(p.with_suffix(".npy"), np.ones(99)), "holds float64 of shape"),
+    ("87 table", lambda p: npy(p.with_suffix(".npy"), IDS.reshape(2, -1)), "of shape .2, 1000."),
+    ("87 objects", lambda p: npy(p.with_suffix(".npy"), np.array([{}, None])), "holds object"),
+    ("87 broken npy", lambda p: put(p.with_suffix(".npy"), b"\x93NUMPY\1\0zz"), "x.npy: "),
+    ("88 npy cut short", lambda p: cut(npy(p.with_suffix(".npy"), IDS), 4), "promises 2,000 toke"),
+    ("88 shard cut short", lambda p: llmc(p, IDS, count=2001), "promises 2,001 tokens in 5,026 b"),
+    ("88 shard too long", lambda p: llmc(p, IDS, count=1999), "promises 1,999 tokens"),
+    ("88 only a header", lambda p: cut(llmc(p, IDS), 5000), "is 24 bytes, but its header promises"),
+    ("87 evaluation file", lambda p: llmc(p, IDS, 20240522), "is an llm.c evaluation file"),
+]
+
+
+@pytest.mark.parametrize("case,build,message", BAD, ids=[case for case, *_ in BAD])
+def test_case_79_to_88_bad_files_are_refused(tmp_path, case, build, message):
+    path = build(tmp_path / "x.bin")
+    with pytest.raises(DataError, match=message) as error:
+        DataLoader(path, 1, 16)
+    assert str(error.value).startswith(str(tmp_path)) and "\n" not in str(error.value)
+
+
+def test_case_83_validation_data_missing(folder):
+    os.remove(folder / "val.bin")
+    with pytest.raises(DataError, match=r"no val data: expected val.bin.*found train.bin"):
+        DataLoader(folder, 1, 8, "val")
+    with pytest.raises(DataError, match="is training data only"):  # not validated on silently
+        DataLoader(folder / "train.bin", 1, 8, "val")
+
+
+def test_case_84_unreadable(folder, monkeypatch):
+    def denied(path, mode):
+        raise PermissionError(13, "Permission denied", path)
+    monkeypatch.setattr(token_files, "open", denied, raising=False)
+    with pytest.raises(DataError, match="train.bin: cannot be read: Permission denied"):
+        DataLoader(folder, 1, 8)
+
+
+@pytest.mark.parametrize("size", ["small", "large"])
+@pytest.mark.parametrize("place", [0, 2500, 4999])
+def test_case_86_token_outside_the_vocabulary(folder, size, place, request):
+    if size == "large":
+        request.getfixturevalue("large")
+    tokens = np.fromfile(folder / "train.bin", "<u2")
+    tokens[place] = 50_000
+    write(folder / "train.bin", tokens)
+    message = f"train.bin: token 50000 at offset {place:,} is outside the vocabulary of 50,000"
+    with pytest.raises(DataError, match=message):
+        DataLoader(folder, 4, 32, vocab_size=50_000)
+    DataLoader(folder, 4, 32, vocab_size=50_001)
+
+
+def test_case_86_in_a_batch_before_a_device_sees_it(tmp_path, large, monkeypatch):
+    tokens, seen, to_device = np.zeros(1_300_000, "<u2"), [], dataloader.to_device
+    monkeypatch.setattr(dataloader, "to_device",
+                        lambda t, device: seen.append(t.max()) or to_device(t, device))
+    tokens[650_003] = 777  # not among the places looked at when opening
+    write(tmp_path / "train_0.bin", tokens[:600_001])
+    write(tmp_path / "train_1.bin", tokens[600_001:])
+    loader = DataLoader(tmp_path, 8, 64, vocab_size=300)
+    with pytest.raises(DataError, match="train_1.bin: token 777 at offset 50,002 is outside"):
+        for _ in range(1_300_000 // (8 * 64)):
+            loader.get_batch()
+    assert seen and max(seen) == 0
+
+
+def test_negative_ids_and_mixed_types_are_refused(tmp_path):
+    np.save(tmp_path / "train_a.npy", np.arange(-1, 99))
+    with pytest.raises(DataError, match="token -1 at offset 0 is outside the vocabulary:"):
+        DataLoader(tmp_path, 1, 8)
+    np.save(tmp_path / "train_b.npy", np.arange(99, dtype="u2"))
+    with pytest.raises(DataError, match="different types: int64, uint16"):
+        DataLoader(tmp_path, 1, 8)
+
+
+@pytest.mark.parametrize("content,message", [
+    ("[]", "holds a list"), ("{", "meta.json: "), ('{"dtype": "uint32"}', "correct the dtype"),
+    ('{"dtype": "float32"}', "dtype is 'float32'"), ('{"vocab_size": "ab"}', "vocab_size is 'ab'")])
+def test_bad_meta_json_is_refused(folder, content, message):
+    (folder / "meta.json").write_text(content)
+    with pytest.raises(DataError, match=message):
+        DataLoader(folder, 1, 8)
+
+
+@pytest.mark.parametrize("arguments", [(0, 8), (1, 0), (1, 8, "train", 1, 2, 2)])
+def test_impossible_shapes_are_refused(folder, arguments):
+    with pytest.raises(DataError, match="expected"):
+        DataLoader(folder, *arguments)
+    with pytest.raises(DataError, match="step -1"):
+        DataLoader(folder, 1, 8).get_batch(step=-1)
+
+
+# --- files that change or fail while they are read
+
+def test_case_88_truncated_while_running_is_an_error_not_a_signal(tmp_path):
+    path = tmp_path / "train.bin"
+    with open(path, "wb") as f:
+        f.truncate(100 << 20)  # really large, so that nothing needs to be patched
+    program = f"""
+import os
+from train.dataloader import DataError, DataLoader
+loader = DataLoader({str(path)!r}, 64, 1024)
+loader.get_batch()
+os.truncate({str(path)!r}, 4096)
+try:
+    for _ in range(40):
+        loader.get_batch()
+except DataError as error:
+    print("DataError:", error)
+"""
+    done = subprocess.run([sys.executable, "-c", program], cwd=REPO, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert "train.bin: changed during the run: 104,857,600 bytes at the start, 4,096" in done.stdout
+
+
+def test_case_88_truncated_between_check_and_read(folder, large, monkeypatch):
+    loader, pread = DataLoader(folder, 4, 32), os.pread
+
+    def truncating(fd, n, offset):
+        os.truncate(folder / "train.bin", 100)
+        return pread(fd, n, offset)
+    monkeypatch.setattr(os, "pread", truncating)
+    with pytest.raises(DataError, match="changed during the run: 10,000 bytes .* 100 now"):
+        loader.get_batch()
+
+
+@pytest.mark.parametrize("change", ["replaced", "written to", "removed"])
+def test_case_88_replaced_while_running(folder, large, change):
+    loader = DataLoader(folder, 4, 32)
+    loader.get_batch()
+    path, other = folder / "train.bin", write(folder / "other", stream(5000, seed=8))
+    if change == "replaced":
+        os.replace(other, path)
+    elif change == "written to":
+        with open(path, "r+b") as f:
+            f.write(b"xx")
+        os.utime(path, ns=(1, 1))  # clocks of file systems can be coarser than this test
+    else:
+        os.remove(path)
+    with pytest.raises(DataError, match="train.bin: (changed during the run|is gone)"):
+        loader.get_batch(step=10_000)
+
+
+def test_case_88_a_small_file_is_in_memory_and_may_change(folder):
+    loader, expected = DataLoader(folder, 4, 32), batches(DataLoader(folder, 4, 32), range(20))
+    print_before = loader.fingerprint()
+    os.truncate(folder / "train.bin", 0)
+    assert torch.equal(batches(loader, range(20)), expected)
+    assert loader.fingerprint() == print_before
+
+
+def test_case_89_passing_errors_and_short_reads_are_retried(folder, large, monkeypatch):
+    expected, pread, calls = batches(DataLoader(folder, 4, 32), range(30)), os.pread, [0]
+
+    def failing(fd, n, offset):
+        calls[0] += 1
+        if calls[0] % 3 == 0:
+            raise OSError(5, "Input/output error")
+        return pread(fd, n if calls[0] % 3 == 1 else n // 3, offset)
+    monkeypatch.setattr(os, "pread", failing)
+    assert torch.equal(batches(DataLoader(folder, 4, 32), range(30)), expected)
+    assert calls[0] > 300
+
+
+@pytest.mark.parametrize("failure,why", [("error", "Input/output error"), ("nothing", "no data")])
+def test_case_89_lasting_errors_are_reported(folder, large, monkeypatch, failure, why):
+    loader, calls = DataLoader(folder, 1, 32), [0]
+
+    def failing(fd, n, offset):
+        calls[0] += 1
+        if failure == "error":
+            raise OSError(5, "Input/output error")
+        return b""
+    monkeypatch.setattr(os, "pread", failing)
+    message = rf"train.bin: reading at byte {2 * loader.windows(0)[0]:,} failed 4 times \({why}\)"
+    with pytest.raises(DataError, match=message):
+        loader.get_batch()
+    assert calls[0] == 5 and loader.step == 0
+    monkeypatch.undo()
+    loader.get_batch()  # the step was not lost
+    assert loader.step == 1
+
+
+# --- large files
+
+def sparse(path, n_bytes):
+    try:
+        with open(path, "wb") as f:
+            f.truncate(n_bytes)
+    except OSError:
+        pytest.skip("this file system has no files of this size")
+    return path
+
+
+def resident():
+    with open("/proc/self/statm") as f:
+        return int(f.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+
+needs_proc = pytest.mark.skipif(not os.path.exists("/proc/self/statm"), reason="needs /proc")
+
+
+def test_case_90_more_than_4g_tokens(tmp_path):
+    path, n = sparse(tmp_path / "train.bin", 10 * 10**9), 5 * 10**9
+    starts = window_starts(np.arange(160), n, 256, 1337)  # 20 calls of 8
+    far = int(np.argmax(starts))
+    assert starts[far] > 2**32
+    with open(path, "r+b") as f:
+        f.seek(2 * int(starts[far]))
+        f.write(np.arange(1, 258, dtype="<u2").tobytes())
+    loader = DataLoader(path, 8, 256)
+    assert loader.n_tokens == n
+    x, y = loader.get_batch(step=far // 8)
+    assert torch.equal(x[far % 8], torch.arange(1, 257))
+    assert torch.equal(y[far % 8], torch.arange(2, 258))
+    assert x.sum() == torch.arange(1, 257).sum()
+    with open(path, "r+b") as f:
+        f.seek(2 * int(starts[far] + 200))
+        f.write(b"\xff\xff")
+    with pytest.raises(DataError, match=f"token 65535 at offset {starts[far] + 200:,} is outside"):
+        DataLoader(path, 8, 256, vocab_size=50_257).get_batch(step=far // 8)
+
+
+@needs_proc
+def test_case_90_memory_is_flat_over_10_000_batches_of_a_terabyte(tmp_path):
+    loader = DataLoader(sparse(tmp_path / "train.bin", 10**12), 12, 64, vocab_size=50_257)
+    assert loader.n_tokens == 5 * 10**11
+    for _ in range(1000):
+        loader.get_batch()
+    before = resident()
+    for _ in range(10_000):
+        loader.get_batch()
+    assert resident() - before < 50 << 20
+    starts = np.concatenate([loader.windows(step) for step in range(0, 11_000, 50)])
+    assert starts.min() < 10**10 and starts.max() > 49 * 10**10
+
+
+@needs_proc
+def test_a_large_file_is_not_read_when_it_is_opened(tmp_path):
+    path = sparse(tmp_path / "train.bin", 4 << 30)
+    before = resident()
+    DataLoader(path, 8, 256, vocab_size=50_257).get_batch()
+    assert resident() - before < 50 << 20
+
+
+# --- devices
+
+def test_widen_undoes_the_sign_of_unsigned_tokens():
+    for dtype in ("u2", "u4"):
+        top = np.iinfo(dtype).max
+        tokens = np.array([[0, 1, top // 2, top // 2 + 1, top - 1, top]], dtype)
+        wide = widen(torch.from_numpy(tokens.view(dtype.replace("u", "i"))))
+        assert wide.dtype == torch.int64 and np.array_equal(wide, tokens.astype(np.int64))
+    assert widen(torch.tensor([2**40])).item() == 2**40
+
+
+def test_all_of_uint16_arrives(tmp_path):
+    tokens = np.arange(2**16)
+    write(tmp_path / "train.bin", tokens)
+    x, y = DataLoader(tmp_path, 1, 2**16 - 1).get_batch()
+    assert np.array_equal(x[0], tokens[:-1]) and np.array_equal(y[0], tokens[1:])
+
+
+def test_each_device_gets_its_own_batch(folder):
+    loader = DataLoader(folder, 4, 32)
+    devices = ["cpu", "meta", torch.device("meta"), torch.device("cpu"), "cpu"]
+    got = [loader.get_batch(device, step=5)[1] for device in devices]
+    assert [y.device for y in got] == [torch.device(d) for d in devices]
+    assert torch.equal(got[0], got[-1]) and torch.equal(got[0], got[-2])
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")
+def test_cuda_batches_equal_cpu_batches(folder, monkeypatch):
+    monkeypatch.setattr(dataloader, "CHUNK_TOKENS", 4 * 32 * 3)  # pinned blocks are used again soon
+    cpu, cuda = DataLoader(folder, 4, 32), DataLoader(folder, 4, 32)
+    busy, got = torch.randn(4000, 4000, device="cuda"), []
+    for _ in range(300):
+        busy = busy @ busy * 1e-4
+        got.append(cuda.get_batch("cuda"))
+    for x, y in got:
+        assert all(map(torch.equal, (x.cpu(), y.cpu()), cpu.get_batch()))

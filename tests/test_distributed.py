@@ -1,0 +1,547 @@
+"""Several ranks are the same run: batches, losses, gradients, checkpoints, DDP and FSDP2 (gloo, CPU).
+
+Ranks are forked from a process that has imported torch already, so a run costs about a second.
+Matrix cases 53-55, 70, 109 and 112; what needs torchrun itself is in test_multinode.py.
+"""
+
+import json
+import multiprocessing
+import os
+import signal
+import socket
+import sys
+import traceback
+
+import numpy as np
+import pytest
+from conftest import REPO, TINY
+
+from train.config import ConfigError, load_config
+from train.dataloader import DataLoader
+
+# 12 sequences a step, which 1, 2, 3 and 4 ranks share equally; 50 steps.
+STEPS, SEQUENCES = 50, 12
+RUN = TINY | dict(batch_size=4, gradient_accumulation_steps=3, max_iters=STEPS, eval_interval=STEPS,
+                  learning_rate=3e-3, vocab_size=256)
+START = multiprocessing.get_context("forkserver")
+START.set_forkserver_preload(["train.train", "train.report", "model.sample", "torch._dynamo",
+                              "torch.distributed.fsdp"])
+
+
+# -----------------------------------------------------------------------------
+# ranks without torchrun
+
+def free_port():
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        return s.getsockname()[1]
+
+
+def in_ranks(world_size, function, *args, env=None, output=os.devnull, timeout=90, exits=False):
+    """[function(*args) of each rank], or AssertionError with what a rank raised; with `exits` the
+    exit code of a rank that ended without a result."""
+    port, ranks = free_port(), []
+    for rank in range(world_size):
+        its = dict(RANK=rank, LOCAL_RANK=rank, WORLD_SIZE=world_size, LOCAL_WORLD_SIZE=world_size,
+                   MASTER_ADDR="127.0.0.1", MASTER_PORT=port, OMP_NUM_THREADS=1,
+                   PYTEST_CURRENT_TEST="in_ranks", **env or {})
+        here, there = START.Pipe(duplex=False)
+        its = {k: str(v) for k, v in its.items()}
+        process = START.Process(target=one_rank, args=(there, its, output, function, args))
+        process.start()
+        there.close()
+        ranks.append((process, here))
+    try:
+        results = [result_of(*rank, timeout) for rank in ranks]
+    finally:
+        for process, _ in ranks:
+            process.join(5)
+            process.kill()
+    for rank, (result, code, error) in enumerate(results):
+        assert error is None and (exits or code == 0), f"rank {rank} of {world_size}: {code} {error}"
+    return [code if exits else result for result, code, _ in results]
+
+
+def one_rank(pipe, env, output, function, args):
+    os.environ.update(env)
+    with open(output, "a") as f:
+        os.dup2(f.fileno(), 1)
+        os.dup2(f.fileno(), 2)
+    try:
+        pipe.send((function(*args), None))
+    except BaseException as error:
+        pipe.send((None, "".join(traceback.format_exception(error))))
+    pipe.close()
+
+
+def result_of(process, pipe, timeout):
+    """(result, exit code, error) of a rank."""
+    result, error = None, f"nothing for {timeout} s"
+    try:
+        if pipe.poll(timeout):
+            result, error = pipe.recv()
+    except EOFError:
+        error = None
+    process.join(5)
+    return result, process.exitcode, error
+
+
+# What ranks do. Their arguments and results are plain values and arrays.
+
+def train_run(options, stop_at=None):
+    """Train; {index: rows} of the micro-batches this rank had, None as the last item if stopped.
+    The last rank sends itself SIGTERM at step `stop_at`."""
+    from train.guard import Stopped
+    from train.train import train
+    batches, get_batch = {}, DataLoader.get_batch
+    world_size, last = int(os.environ["WORLD_SIZE"]), int(os.environ["WORLD_SIZE"]) - 1
+
+    def recorded(self, device="cpu", step=None):
+        x, y = get_batch(self, device, step)
+        batches[step] = np.concatenate([x.numpy(), y.numpy()], axis=1)
+        done = step * len(x) * world_size // SEQUENCES  # steps
+        if stop_at is not None and done >= stop_at and int(os.environ["RANK"]) == last:
+            os.kill(os.getpid(), signal.SIGTERM)
+        return x, y
+    DataLoader.get_batch = recorded
+    try:
+        train(load_config(None, options))
+    except Stopped:
+        batches[-1] = None
+    return batches
+
+
+def with_trainer(options, function):
+    """function(trainer) of a trainer that is ready for its first step."""
+    from train import distributed
+    from train.train import Trainer
+    config = load_config(None, options)
+    with distributed.process_group(config) as ranks, Trainer(config, ranks) as trainer:
+        trainer.start()
+        return function(trainer)
+
+
+def arrays(named):
+    return {name: np.array(t.detach()) for name, t in named if t is not None}
+
+
+def gradients(options):
+    """{name: gradient} after the micro-batches of step 0, and the norm."""
+    def compute(trainer):
+        from train.distributed import full
+        trainer.forward_backward(0)
+        whole = arrays((n, full(p.grad)) for n, p in trainer.raw.named_parameters())
+        norm = float(trainer.clip_gradients())
+        clipped = arrays((n, full(p.grad)) for n, p in trainer.raw.named_parameters())
+        return whole, norm, clipped
+    return with_trainer(options, compute)
+
+
+def weights_and_logits(options):
+    """Train to the end; {name: whole weight}, logits of a fixed batch, bytes of weights held."""
+    def compute(trainer):
+        import torch
+
+        from train.distributed import full
+        held = sum(getattr(p, "to_local", lambda p=p: p)().nbytes
+                   for p in trainer.raw.parameters())
+        trainer.fit()
+        trainer.raw.eval()
+        with torch.no_grad():
+            logits = trainer.model(torch.arange(32).view(2, 16))
+        return arrays((n, full(p)) for n, p in trainer.raw.named_parameters()), logits.numpy(), held
+    return with_trainer(options, compute)
+
+
+def initial_weights(options):
+    def compute(trainer):
+        from train.distributed import full
+        return arrays((n, full(p)) for n, p in trainer.raw.named_parameters())
+    return with_trainer(options, compute)
+
+
+# -----------------------------------------------------------------------------
+# the same run at any number of ranks
+
+def options(data_dir, out, **changes):
+    return RUN | dict(data_dir=str(data_dir), out_dir=str(out)) | changes
+
+
+def read_metrics(out, name):
+    """{iter: number} of a run; every iter must be there once."""
+    with open(os.path.join(out, "metrics.jsonl")) as f:
+        records = [r for r in map(json.loads, f) if name in r]
+    iters = [r["iter"] for r in records]
+    assert iters == sorted(set(iters)), f"steps counted twice or out of order: {iters}"
+    return {r["iter"]: r[name] for r in records}
+
+
+def assert_losses_agree(out, reference, steps=STEPS, tolerance=1e-5):
+    losses, wanted = read_metrics(out, "loss"), read_metrics(reference, "loss")
+    assert list(losses) == list(range(steps))
+    for it, loss in losses.items():
+        assert abs(loss - wanted[it]) <= tolerance * wanted[it], (it, loss, wanted[it])
+
+
+def global_batches(ranks, steps=STEPS):
+    """The sorted rows of every step from the micro-batches of all its ranks."""
+    first = next(iter(ranks[0].values()))
+    per_step = SEQUENCES // (len(ranks) * len(first))
+    rows = {}
+    for batches in ranks:
+        for index, batch in batches.items():
+            if index >= 0:
+                rows.setdefault(index // per_step, []).extend(map(bytes, batch))
+    return {step: sorted(r) for step, r in rows.items() if step < steps}
+
+
+@pytest.fixture(scope="module")
+def runs(data_dir, tmp_path_factory):
+    """{world size: (out_dir, batches of each rank)} of whole runs."""
+    out = {w: tmp_path_factory.mktemp(f"world{w}") for w in (1, 2, 3, 4)}
+    return {w: (out[w], in_ranks(w, train_run, options(data_dir, out[w]))) for w in out}
+
+
+@pytest.mark.parametrize("world_size", [2, 3, 4])
+def test_case_53_global_batches_are_equal_at_any_world_size(runs, world_size):
+    wanted, found = global_batches(runs[1][1]), global_batches(runs[world_size][1])
+    assert len(wanted) == STEPS and all(len(rows) == SEQUENCES for rows in wanted.values())
+    assert found == wanted
+
+
+def test_case_53_loader_gives_equal_batches_to_2_3_4_6_and_12_ranks(data_dir):
+    def rows(world_size):
+        size = SEQUENCES // world_size
+        loaders = [DataLoader(data_dir, size, 16, seed=1, rank=r, world_size=world_size)
+                   for r in range(world_size)]
+        return [sorted(bytes(row.numpy()) for loader in loaders
+                       for row in loader.get_batch(step=step)[0]) for step in range(STEPS)]
+    wanted = rows(1)
+    assert all(rows(w) == wanted for w in (2, 3, 4, 6, 12))
+
+
+@pytest.mark.parametrize("world_size", [2, 3, 4])
+def test_losses_agree_at_any_world_size(runs, world_size):
+    assert_losses_agree(runs[world_size][0], runs[1][0])
+
+
+def test_validation_is_the_same_number_at_any_world_size(runs):
+    val = {w: read_metrics(out, "val_loss") for w, (out, _) in runs.items()}
+    assert all(v[0] == val[1][0] for v in val.values())  # the same weights: the same bits
+    assert all(v[STEPS] == pytest.approx(val[1][STEPS], rel=1e-5) for v in val.values())
+
+
+def test_gradients_with_accumulation_equal_one_process(data_dir, tmp_path):
+    # 12 sequences: 1 rank computes 6 micro-batches of 2, 2 ranks 3 each
+    small = dict(batch_size=2, gradient_accumulation_steps=6, grad_clip=0.1)
+    def at(world_size, **changes):
+        out = tmp_path / f"{world_size}{changes}"
+        return in_ranks(world_size, gradients, options(data_dir, out, **small, **changes))
+    (alone, norm, clipped), = at(1)
+    assert norm > 0.1  # so that clipping does something
+    for found in (*at(2), *at(2, distributed="fsdp")):
+        assert found[1] == pytest.approx(norm, rel=1e-6)
+        for name in alone:
+            for got, wanted in ((found[0][name], alone[name]), (found[2][name], clipped[name])):
+                assert np.linalg.norm(got - wanted) <= 1e-6 * np.linalg.norm(wanted), name
+
+
+# -----------------------------------------------------------------------------
+# FSDP2
+
+def test_fsdp_trains_as_ddp_and_its_checkpoint_loads_anywhere(data_dir, tmp_path):
+    steps = dict(max_iters=20, eval_interval=20)
+    ddp, fsdp = tmp_path / "ddp", tmp_path / "fsdp"
+    _, (_, _, whole) = in_ranks(2, weights_and_logits, options(data_dir, ddp, **steps))
+    ranks = in_ranks(2, weights_and_logits, options(data_dir, fsdp, distributed="fsdp", **steps))
+    assert_losses_agree(fsdp, ddp, steps=20)
+    assert all(held < 0.51 * whole for _, _, held in ranks)
+
+    from model.sample import load_model
+    from train.checkpoint import load_checkpoint
+    model, _ = load_model(str(fsdp / "ckpt.pt"))
+    import torch
+    logits = model(torch.arange(32).view(2, 16)).detach().numpy()
+    for weights, live, _ in ranks:
+        assert all((np.array(p.detach()) == weights[n]).all() for n, p in model.named_parameters())
+        np.testing.assert_allclose(logits, live, rtol=0, atol=1e-6)
+    one, other = (load_checkpoint(str(out / "ckpt.pt")) for out in (ddp, fsdp))
+    assert one["optimizer"]["param_groups"] == other["optimizer"]["param_groups"]
+    for name, entry in one["optimizer"]["state"].items():
+        for key, tensor in entry.items():
+            found = other["optimizer"]["state"][name][key]
+            assert found.shape == tensor.shape and torch.allclose(found, tensor, atol=1e-6)
+
+
+def test_fsdp_starts_from_the_same_weights(data_dir, tmp_path):
+    more = dict(norm="layer", bias=True, pos="learned", tie_weights=False, value_embeddings=True,
+                x0_residual=True, n_layer=3, vocab_size=250)  # 3 rows on 2 ranks: shards of 2 and 1
+    alone, = in_ranks(1, initial_weights, options(data_dir, tmp_path / "1", **more))
+    for found in in_ranks(2, initial_weights,
+                          options(data_dir, tmp_path / "2", distributed="fsdp", **more)):
+        assert list(found) == list(alone)
+        assert all((found[n] == alone[n]).all() for n in alone)
+
+
+def half_precision(options):
+    """Losses of three steps and the norms before clipping, and the kinds of the weights."""
+    def compute(trainer):
+        losses, norms = [], []
+        for it in range(3):
+            losses.append(float(trainer.forward_backward(it)))
+            norms.append(float(trainer.clip_gradients()))
+            trainer.optimizer.step()
+            trainer.optimizer.zero_grad()
+        return losses, norms, {str(p.dtype) for p in trainer.raw.parameters()}
+    return with_trainer(options, compute)
+
+
+@pytest.mark.parametrize("norm", ["rms", "layer"])
+def test_fsdp_in_bfloat16_is_near_ddp(data_dir, tmp_path, norm):
+    low = dict(dtype="bfloat16", norm=norm, bias=norm == "layer", grad_clip=0.1)
+    ddp = in_ranks(2, half_precision, options(data_dir, tmp_path / "d", **low))
+    fsdp = in_ranks(2, half_precision, options(data_dir, tmp_path / "f", distributed="fsdp", **low))
+    for (losses, norms, kinds), (wanted_losses, wanted_norms, _) in zip(fsdp, ddp):
+        assert kinds == {"torch.float32"}  # the weights that the optimizer updates
+        assert losses == pytest.approx(wanted_losses, rel=2e-3)
+        assert norms == pytest.approx(wanted_norms, rel=2e-2)
+
+
+def overflow(options):
+    """float16: an infinite gradient in rank 1's shard only; whether the weights have changed, and
+    the scale before and after."""
+    def compute(trainer):
+        before = [p.detach().to_local().clone() for p in trainer.raw.parameters()]
+        trainer.forward_backward(0)
+        if trainer.ranks.rank == 1:
+            trainer.raw.wte.weight.grad.to_local()[0, 0] = float("inf")
+        scale = trainer.scaler.get_scale()
+        trainer.clip_gradients()
+        trainer.scaler.step(trainer.optimizer)
+        trainer.scaler.update()
+        after = [p.detach().to_local() for p in trainer.raw.parameters()]
+        same = all((a == b).all().item() for a, b in zip(before, after))
+        return same, scale, trainer.scaler.get_scale()
+    return with_trainer(options, compute)
+
+
+def test_fsdp_in_float16_skips_an_overflow_on_all_ranks(data_dir, tmp_path):
+    for same, scale, later in in_ranks(2, overflow, options(data_dir, tmp_path, dtype="float16",
+                                                            distributed="fsdp")):
+        assert same and later == scale / 2
+
+
+@pytest.mark.parametrize("kind", ["ddp", "fsdp"])
+def test_frozen_parameters_stay_and_the_rest_trains(data_dir, tmp_path, kind):
+    few = dict(max_iters=4, eval_interval=0, lr_groups={"wte": 0, "h.0": 0}, distributed=kind)
+    alone, = in_ranks(1, weights_and_logits, options(data_dir, tmp_path / "1", **few))
+    for weights, _, _ in in_ranks(2, weights_and_logits, options(data_dir, tmp_path / "2", **few)):
+        for name, wanted in alone[0].items():
+            np.testing.assert_allclose(weights[name], wanted, rtol=1e-4, atol=1e-6, err_msg=name)
+
+
+# -----------------------------------------------------------------------------
+# elastic
+
+def test_case_54_stop_on_4_ranks_go_on_with_1_then_2(data_dir, tmp_path, runs):
+    parts = [in_ranks(4, train_run, options(data_dir, tmp_path), 15),
+             in_ranks(1, train_run, options(data_dir, tmp_path), 33),
+             in_ranks(2, train_run, options(data_dir, tmp_path))]
+    assert -1 in parts[0][0] and -1 in parts[1][0] and -1 not in parts[2][0]
+    batches = {}
+    for ranks in parts:  # a step begun before the stop and done after the resume counts once
+        batches |= global_batches(ranks)
+    assert batches == global_batches(runs[1][1])
+    assert_losses_agree(tmp_path, runs[1][0])
+
+
+def test_ddp_to_fsdp_and_back(data_dir, tmp_path, runs):
+    in_ranks(2, train_run, options(data_dir, tmp_path), 12)
+    in_ranks(3, train_run, options(data_dir, tmp_path, distributed="fsdp"), 25)
+    in_ranks(2, train_run, options(data_dir, tmp_path, distributed="fsdp"), 37)
+    in_ranks(1, train_run, options(data_dir, tmp_path))
+    assert_losses_agree(tmp_path, runs[1][0])
+
+
+@pytest.mark.parametrize("kind", ["ddp", "fsdp"])
+def test_resume_at_the_same_world_size_is_exact_with_dropout(data_dir, tmp_path, kind):
+    few = dict(max_iters=10, eval_interval=5, dropout=0.2, distributed=kind)
+    in_ranks(2, train_run, options(data_dir, tmp_path / "whole", **few))
+    in_ranks(2, train_run, options(data_dir, tmp_path / "parts", **few), 4)
+    in_ranks(2, train_run, options(data_dir, tmp_path / "parts", **few))
+    from train.checkpoint import load_checkpoint
+    one, other = (load_checkpoint(str(tmp_path / p / "ckpt.pt")) for p in ("whole", "parts"))
+    assert all((one["model"][n] == other["model"][n]).all() for n in one["model"])
+    for name, entry in one["optimizer"]["state"].items():
+        assert all((other["optimizer"]["state"][name][k] == v).all() for k, v in entry.items())
+
+
+def draws(options):
+    """Dropout masks' seeds: one number drawn on each rank at two steps."""
+    import torch
+
+    from train.distributed import seed_step
+    out = []
+    for step in (3, 4, 3):
+        torch.rand(step)  # history must not matter
+        seed_step(2**60, step, int(os.environ["RANK"]))
+        out.append(float(torch.rand(())))
+    return out
+
+
+def test_random_draws_are_a_function_of_seed_step_and_rank():
+    (a, b, again), (c, d, _) = in_ranks(2, draws, {})
+    assert a == again and len({a, b, c, d}) == 4
+
+
+# -----------------------------------------------------------------------------
+# agreement between ranks
+
+def agreement():
+    from train import distributed
+    with distributed.process_group(load_config(None, dict(device="cpu", num_threads=1))) as ranks:
+        import torch
+        largest = distributed.max_over_ranks(ranks.rank * 7, ranks)
+        total = distributed.sum_over_ranks(torch.tensor([1.0, ranks.rank]), ranks).tolist()
+        found = distributed.from_main(lambda: os.getpid(), ranks)
+        sent = {"bf16": torch.tensor([1.5, -2.0]).bfloat16(), "flag": torch.tensor([True, False]),
+                "scalar": torch.tensor(3.0), "empty": torch.empty(0, 4)}
+        got = {k: distributed.broadcast_tensor(v if ranks.main else None, (v.shape, v.dtype), ranks)
+               for k, v in sent.items()}
+        same = all(torch.equal(got[k], v) and got[k].dtype == v.dtype for k, v in sent.items())
+        try:
+            distributed.from_main(lambda: 1 / 0, ranks)
+        except ZeroDivisionError:
+            return largest, total, found, same
+    return None
+
+
+def test_ranks_agree_on_numbers_tensors_and_errors():
+    first, second = in_ranks(2, agreement)
+    assert first == second and first[:2] == (7, [2.0, 1.0]) and first[3]
+
+
+def auto_batch(options):
+    """A rank that runs out of memory above 3 sequences: (micro-batch, accumulation, loss)."""
+    from model.gpt import GPT
+    forward = GPT.forward
+
+    def limited(self, idx, *args, **kwargs):
+        if os.environ["RANK"] == "1" and idx.size(0) > 3:
+            raise RuntimeError("DefaultCPUAllocator: can't allocate memory")
+        return forward(self, idx, *args, **kwargs)
+    GPT.forward = limited
+    return with_trainer(options, lambda t: (t.micro_batch, t.accumulation,
+                                            float(t.collect(0, 0, t.forward_backward(0),
+                                                            t.clip_gradients()).values[0])))
+
+
+def test_auto_batch_halves_on_all_ranks(data_dir, tmp_path, runs):
+    changes = dict(batch_size=12, gradient_accumulation_steps=1, auto_batch=True)
+    found = in_ranks(2, auto_batch, options(data_dir, tmp_path, **changes))
+    loss = read_metrics(runs[1][0], "loss")[0]
+    assert found == [(3, 2, pytest.approx(loss, rel=1e-5))] * 2
+
+
+# -----------------------------------------------------------------------------
+# what goes wrong
+
+def command_line(*args):
+    """run_train.py's main() in this rank, to its exit."""
+    sys.path.insert(0, str(REPO))
+    from run_train import main
+    code = main(list(args))
+    os._exit(code)
+
+
+def command_line_without_memory(*args):
+    from model.gpt import GPT
+    forward = GPT.forward
+
+    def limited(self, idx, *rest, **kwargs):
+        if os.environ["RANK"] == "1" and self.training:
+            raise RuntimeError("DefaultCPUAllocator: can't allocate memory")
+        return forward(self, idx, *rest, **kwargs)
+    GPT.forward = limited
+    return command_line(*args)
+
+
+def as_arguments(options):
+    return [f"--{k}={v}" for k, v in options.items()]
+
+
+def test_case_112_out_of_memory_on_one_rank_ends_all(data_dir, tmp_path):
+    said = tmp_path / "said"
+    codes = in_ranks(2, command_line_without_memory,
+                     *as_arguments(options(data_dir, tmp_path / "out")), output=said, exits=True)
+    assert codes == [1, 1]
+    text = said.read_text()
+    assert "[rank 1] Out of memory. Try --batch_size 2 --gradient_accumulation_steps 6" in text
+    assert "Another rank died or hung" in text
+
+
+@pytest.mark.parametrize("place", ["before_step", "eval", "save_open"])
+def test_case_70_a_rank_that_hangs_ends_with_the_stacks_of_all(data_dir, tmp_path, place):
+    # Evaluation and saving may take ten times as long as a step.
+    said, rank = tmp_path / "said", 0 if place == "save_open" else 1
+    limit = dict(step_timeout=3 if place == "before_step" else 0.4, eval_interval=5)
+    codes = in_ranks(2, command_line, *as_arguments(options(data_dir, tmp_path / "o", **limit)),
+                     env=dict(FAULT=f"{place}@5:{rank}=sleep"), output=said, exits=True)
+    text = said.read_text()
+    assert codes[rank] == 1 and codes[1 - rank] != 0
+    assert "Timeout" in text and "fault.py" in text and "in _act" in text  # where it hangs
+    assert "all_reduce" in text or "broadcast" in text  # where the other waits
+
+
+@pytest.mark.parametrize("given, missing", [
+    ("RANK", "LOCAL_RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT"),
+    ("WORLD_SIZE", "RANK, LOCAL_RANK, MASTER_ADDR, MASTER_PORT"),
+    ("RANK LOCAL_RANK WORLD_SIZE", "MASTER_ADDR, MASTER_PORT")])
+def test_case_109_half_set_environment_is_refused(monkeypatch, given, missing):
+    from train.distributed import ENVIRONMENT, SetupError, read_environment
+    for name in ENVIRONMENT:
+        monkeypatch.delenv(name, raising=False)
+    assert read_environment() is None
+    for name in given.split():
+        monkeypatch.setenv(name, "1")
+    with pytest.raises(SetupError, match=f"not {missing}; start several ranks with `torchrun"):
+        read_environment()
+
+
+@pytest.mark.parametrize("rank", ["two", "4", "-1"])
+def test_case_109_an_impossible_rank_is_refused(monkeypatch, rank):
+    from train.distributed import ENVIRONMENT, SetupError, read_environment
+    for name in ENVIRONMENT:
+        monkeypatch.setenv(name, "4")
+    monkeypatch.setenv("RANK", rank)
+    with pytest.raises(SetupError, match=f"RANK={rank}"):
+        read_environment()
+
+
+@pytest.mark.parametrize("changes, message", [
+    (dict(batch_size=3, gradient_accumulation_steps=4),
+     r"3 x 4 = 12 sequences a step.*8 ranks; valid numbers of ranks: 1, 2, 3, 4, 6, 12"),
+    (dict(optimizer="muon", distributed="fsdp"), "muon works on whole matrices"),
+    (dict(batch_size=8, auto_batch=True, distributed="fsdp"), "auto_batch tries batches")])
+def test_case_55_what_ranks_cannot_do_is_refused_by_name(monkeypatch, changes, message):
+    monkeypatch.setenv("WORLD_SIZE", "8")
+    with pytest.raises(ConfigError, match=message):
+        load_config(None, TINY | changes)
+
+
+def test_one_gpu_for_several_ranks_is_refused(monkeypatch):
+    import torch
+
+    from train.distributed import SetupError, get_device
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    with pytest.raises(SetupError, match="cuda:1 is one GPU for 2 ranks"):
+        get_device("cuda:1", 0, 2)
+    with pytest.raises(SetupError, match="8 GPUs are needed on this machine, 2 are visible"):
+        get_device("cuda", 0, 8)
+
+
+def test_convert_ddp_state():
+    from train.distributed import convert_ddp_state
+    given = {"module._orig_mod.h.0.w": 1, "h._orig_mod.1.w": 2, "submodule.w": 3}
+    assert convert_ddp_state(given) == {"h.0.w": 1, "h.1.w": 2, "submodule.w": 3}

@@ -1,0 +1,122 @@
+"""python -m train.lr_finder: what it suggests, and that it leaves no trace."""
+
+import hashlib
+import json
+import math
+import subprocess
+import sys
+import xml.etree.ElementTree as ET
+
+import pytest
+import torch
+from conftest import REPO, TINY, tiny_args
+
+from train import lr_finder
+from train.config import ConfigError, load_config
+from train.lock import FolderLock
+from train.train import train
+
+
+def arguments(data_dir, out_dir, **changes):
+    return tiny_args(data_dir=data_dir, out_dir=out_dir, vocab_size=256, **changes)
+
+
+def fingerprint(folder):
+    return {p.name: hashlib.sha256(p.read_bytes()).hexdigest() for p in folder.iterdir()}
+
+
+def test_command_leaves_no_trace_in_a_run(tmp_path, data_dir):
+    """Between the halves of a run, and while another process has its folder."""
+    def half(name, max_iters):
+        train(load_config(None, arguments(data_dir, tmp_path / name, max_iters=max_iters,
+                                          lr_decay_iters=10, dropout=0.1)))
+    half("a", 5)
+    half("b", 5)
+    before, lock = fingerprint(tmp_path / "a"), FolderLock(tmp_path / "a")
+    done = subprocess.run([sys.executable, "-m", "train.lr_finder", "--steps", "30",
+                           *arguments(data_dir, tmp_path / "a")],
+                          cwd=REPO, capture_output=True, text=True)
+    lock.release()
+    assert done.returncode == 0, done.stderr
+    after = fingerprint(tmp_path / "a")
+    assert after.keys() - before.keys() == {"lr_finder.json", "lr_finder.svg"}
+    after[".lock"] = before[".lock"]  # the test's own pid
+    assert {k: after[k] for k in before} == before
+    found = json.loads((tmp_path / "a/lr_finder.json").read_text())
+    assert f"steepest descent: {found['steepest']:.2g}" in done.stdout
+    assert f"a tenth of the rate at the bottom: {found['tenth']:.2g}" in done.stdout
+    assert f"Try --learning_rate {found['suggestion']:.2g};" in done.stdout
+    half("a", 10)
+    half("b", 10)
+    a, b = (torch.load(tmp_path / n / "ckpt.pt", weights_only=True) for n in "ab")
+    assert all(torch.equal(a["model"][k], b["model"][k]) for k in b["model"])
+    assert (tmp_path / "a/metrics.jsonl").read_text().count("\n") == 13
+
+
+def test_training_in_the_same_process_is_the_same_after_a_sweep(tmp_path, data_dir):
+    models = []
+    for name in ("a", "b"):
+        config = load_config(None, arguments(data_dir, tmp_path / name, max_iters=5))
+        if name == "b":
+            lr_finder.find_lr(config, steps=20)
+        train(config)
+        models.append(torch.load(tmp_path / name / "ckpt.pt", weights_only=True)["model"])
+    assert all(torch.equal(models[0][k], models[1][k]) for k in models[0])
+
+
+def test_suggestion_beats_far_lower_and_far_higher_rates(tmp_path, data_dir):
+    config = TINY | dict(data_dir=str(data_dir), vocab_size=256, max_iters=40, eval_interval=40)
+    found = lr_finder.find_lr(load_config(None, config | dict(out_dir=str(tmp_path / "none"))))
+    assert not (tmp_path / "none").exists()
+    loss = {}
+    for factor in (0.03, 1, 100):
+        rate = found["suggestion"] * factor
+        loss[factor] = train(load_config(None, config | dict(
+            learning_rate=rate, min_lr=0.0, out_dir=str(tmp_path / str(factor)))))["val_loss"]
+    assert loss[1] < loss[0.03] and loss[1] < loss[100], (found["suggestion"], loss)
+
+
+@pytest.mark.parametrize("optimizer", ["adamw", "muon"])
+def test_sweep_is_exponential_and_ends_at_divergence(tmp_path, data_dir, optimizer, capsys):
+    code = lr_finder.main(["--from=1e-5", "--to=100", "--steps=50",
+                           *arguments(data_dir, tmp_path, optimizer=optimizer, grad_clip=0,
+                                      norm="layer", n_embd=64, n_hidden=256)])
+    assert code == 0
+    out = capsys.readouterr().out
+    assert ("--muon_lr" in out) == (optimizer == "muon")
+    found = json.loads((tmp_path / "lr_finder.json").read_text())
+    ratios = [b / a for a, b in zip(found["lr"], found["lr"][1:], strict=False)]
+    assert ratios == pytest.approx([1e7 ** (1 / 49)] * len(ratios))
+    assert 20 < len(found["lr"]) < 50 and found["lr"][0] == 1e-5
+    assert len(found["loss"]) == len(found["smoothed"]) == len(found["lr"])
+    assert abs(found["loss"][0] - math.log(256)) < 0.2
+    root = ET.parse(tmp_path / "lr_finder.svg").getroot()
+    texts = [e.text for e in root.iter() if e.tag.endswith("text")]
+    assert "learning rate" in texts and "1e-3" in texts
+    assert any(t.startswith("steepest descent: ") for t in texts)
+    assert {p.name for p in tmp_path.iterdir()} == {"lr_finder.json", "lr_finder.svg"}
+
+
+def test_suggest_on_a_known_curve():
+    rates = [10 ** (-7 + 7 * i / 99) for i in range(100)]
+    losses = [5 - 2 / (1 + math.exp(-4 * (math.log10(r) + 3))) for r in rates]  # steepest at 1e-3
+    found = lr_finder.suggest(rates, losses)
+    assert found["steepest"] == pytest.approx(1e-3, rel=0.2)
+    assert found["tenth"] == pytest.approx(10 ** (-3 + math.log(19) / 4 - 1), rel=0.2)  # 95% done
+    with pytest.raises(ConfigError, match="did not fall"):
+        lr_finder.suggest(rates, [5.0 + i for i in range(100)])
+    with pytest.raises(ConfigError, match="did not fall"):
+        lr_finder.suggest([], [])
+
+
+@pytest.mark.parametrize("args, message", [
+    (["--from", "1", "--to", "0.1"], "expected 0 < --from < --to"),
+    (["--steps", "3"], "--steps of at least 10"), (["--stesp=3"], "unknown key 'stesp'"),
+    (["--config", "missing.yaml"], "missing.yaml: no such file")])
+def test_bad_input_ends_with_one_message(args, message, capsys):
+    try:
+        code = lr_finder.main(args)
+    except SystemExit as stop:  # argparse
+        code = stop.code
+    assert code == 2
+    assert message in capsys.readouterr().err

@@ -1,0 +1,187 @@
+"""Numbers that go wrong are found before they do harm. Matrix cases 74 to 76 and 78 (77, values of the
+configuration, is in test_config.py)."""
+
+import re
+
+import pytest
+import torch
+from runs import assert_same, go, metrics, run_program
+
+from train.checkpoint import load_checkpoint
+from train.guard import BadNumbers, SpikeDetector, Stopped
+from train.train import Trainer
+
+
+def finite(path):
+    c = load_checkpoint(path)
+    states = [c["model"], *c["optimizer"]["state"].values()]
+    return all(torch.isfinite(t).all() for s in states for t in s.values())
+
+
+def spoil_gradient(monkeypatch, step, value):
+    """Put `value` into the gradient of one weight at a step."""
+    real = Trainer.forward_backward
+
+    def forward_backward(run, it):
+        loss = real(run, it)
+        if it == step:
+            run.raw.ln_f.weight.grad[0] = value
+        return loss
+    monkeypatch.setattr(Trainer, "forward_backward", forward_backward)
+
+
+def test_74_nan_loss(tmp_path, data_dir):
+    """NaN in loss and gradients at step 12 -> exit 1 before the update, without a traceback; step,
+    loss, norm, lr, windows and the last good checkpoint are named, which is of iter 10 and finite"""
+    out = tmp_path / "out"
+    code, text = run_program(data_dir, out, env={"FAULT": "bad_loss@12=nan"})
+    assert code == 1 and "Traceback" not in text
+    message = text[text.index("iter 12: not finite"):]
+    assert re.search(r"loss nan, gradient norm nan, lr 0\.00\d+; stopped before the update. Windows "
+                     r"of the batch start at \d+, \d+, \d+, \d+\.", message)
+    assert f"Last good checkpoint: {out}/ckpt.pt" in message and "--learning_rate" in message
+    assert load_checkpoint(out / "ckpt.pt")["iter_num"] == 10 and finite(out / "ckpt.pt")
+
+
+@pytest.mark.parametrize("value", [torch.inf, -torch.inf, torch.nan])
+def test_75_gradient_not_finite(tmp_path, data_dir, monkeypatch, value):
+    """inf, -inf or NaN in one gradient, the loss being fine -> stopped before the update"""
+    spoil_gradient(monkeypatch, 7, value)
+    with pytest.raises(BadNumbers, match=r"iter 7: not finite: loss \d\.\d+, gradient norm (inf|nan)"):
+        go(data_dir, tmp_path)
+    assert load_checkpoint(tmp_path / "ckpt.pt")["iter_num"] == 5 and finite(tmp_path / "ckpt.pt")
+
+
+def test_75_before_the_first_checkpoint(tmp_path, data_dir, monkeypatch):
+    """inf at step 0 -> says that there is no good checkpoint yet, and leaves none"""
+    spoil_gradient(monkeypatch, 0, torch.inf)
+    with pytest.raises(BadNumbers, match="Last good checkpoint: none yet"):
+        go(data_dir, tmp_path)
+    assert not (tmp_path / "ckpt.pt").exists()
+
+
+@pytest.mark.parametrize("optimizer", ["adamw", "muon"])
+def test_76_float16_overflow(tmp_path, data_dir, monkeypatch, optimizer):
+    """float16, inf in a gradient at step 7 -> that step changes no weight, the scale is halved, it
+    is counted and training goes on (more: test_45_76 in test_resume.py)"""
+    spoil_gradient(monkeypatch, 7, torch.inf)
+    weights, step = {}, Trainer.train_step
+
+    def train_step(run):
+        step(run)
+        weights[run.progress.iter_num] = {n: p.clone() for n, p in run.raw.state_dict().items()}
+    monkeypatch.setattr(Trainer, "train_step", train_step)
+    go(data_dir, tmp_path, dtype="float16", optimizer=optimizer, muon_weight_decay=0.1)
+    state = load_checkpoint(tmp_path / "ckpt.pt")
+    assert state["progress"]["overflows"] == 1 and state["iter_num"] == 20
+    assert state["scaler"]["scale"] == 2.0 ** 15 and finite(tmp_path / "ckpt.pt")
+    assert all(torch.equal(weights[7][n], weights[8][n]) for n in weights[7])
+    assert not all(torch.equal(weights[8][n], weights[9][n]) for n in weights[8])
+
+
+def test_76_float16_overflow_without_end(tmp_path, data_dir, monkeypatch):
+    """float16, every step overflows -> stopped after 20 in a row, nothing spoilt"""
+    real = Trainer.forward_backward
+
+    def forward_backward(run, it):
+        loss = real(run, it)
+        run.raw.ln_f.weight.grad[0] = torch.inf
+        return loss
+    monkeypatch.setattr(Trainer, "forward_backward", forward_backward)
+    with pytest.raises(BadNumbers, match="iter 20: not finite"):
+        go(data_dir, tmp_path, dtype="float16", max_iters=40, eval_interval=0, save_interval=5)
+    assert finite(tmp_path / "ckpt.pt")
+
+
+def test_78_spike_detector():
+    """losses around 3 +- 0.1, then 3.4, 3.6 and 3.7 -> only what is 6 deviations above is a spike;
+    silent at first; a spike does not raise the mean; its state carries over"""
+    losses = [3 + 0.1 * (-1) ** i for i in range(63)]
+    detector = SpikeDetector()
+    assert not any(detector.update(x) for x in [*losses, 99.0][:63])
+    assert not detector.update(2.9) and not detector.update(3.4)
+    assert detector.update(3.8) and detector.update(3.8) and detector.update(float("nan"))
+    other = SpikeDetector()
+    other.load_state_dict(detector.state_dict())
+    assert all(other.update(x) == detector.update(x) for x in (3.0, 3.5, 3.75, 4.0, 2.0))
+
+
+@pytest.fixture
+def bad_batches(monkeypatch):
+    """Batches, by number, whose loss is thrice what it should be: a set to fill."""
+    monkeypatch.setattr(SpikeDetector.__init__, "__defaults__", (6.0, 8))
+    bad, real = set(), Trainer.forward_backward
+
+    def forward_backward(run, it):
+        loss = real(run, it)
+        return loss * 3 if it + run.progress.data_shift in bad else loss
+    monkeypatch.setattr(Trainer, "forward_backward", forward_backward)
+    return bad
+
+
+def test_78_warn(tmp_path, data_dir, bad_batches, capsys):
+    """a spike at step 13, on_spike: warn -> a warning with step, loss, norm and windows; the step
+    is done"""
+    go(data_dir, tmp_path / "a")
+    bad_batches.add(13)
+    go(data_dir, tmp_path / "b")
+    text = capsys.readouterr().out
+    assert re.search(r"warning: iter 13: loss 1\d\.\d+ is a spike \(norm [\d.]+, windows at \d+, \d+,"
+                     r" \d+, \d+\); on_spike: warn", text)
+    a, b = (load_checkpoint(tmp_path / n / "ckpt.pt")["model"] for n in "ab")
+    assert all(torch.equal(a[n], b[n]) for n in a)
+
+
+def test_78_skip(tmp_path, data_dir, bad_batches):
+    """a spike at step 13, on_spike: skip -> no weight changes in that step, and so it is when the
+    run is stopped just before and resumed"""
+    bad_batches.add(13)
+    go(data_dir, tmp_path / "a", on_spike="skip")
+    go(data_dir, tmp_path / "b", "before_step@12=sigterm", on_spike="skip")
+    before = load_checkpoint(tmp_path / "b" / "ckpt.pt")["model"]
+    go(data_dir, tmp_path / "b", "before_step@13=sigterm", on_spike="skip")
+    after = load_checkpoint(tmp_path / "b" / "ckpt.pt")
+    assert after["iter_num"] == 14 and all(torch.equal(before[n], after["model"][n]) for n in before)
+    go(data_dir, tmp_path / "b", on_spike="skip")
+    assert_same(tmp_path / "a", tmp_path / "b")
+
+
+def test_78_rewind(tmp_path, data_dir, bad_batches, capsys):
+    """a spike at step 13, on_spike: rewind -> back to the checkpoint of 10 and past batches 10 to
+    13, every step once in the metrics; exact when stopped and resumed later"""
+    bad_batches.add(13)
+    go(data_dir, tmp_path / "a", on_spike="rewind")
+    assert "rewound to iter 10, passing over 4 batches (1 of 3 rewinds)" in capsys.readouterr().out
+    state = load_checkpoint(tmp_path / "a" / "ckpt.pt")
+    assert state["iter_num"] == 20 and state["progress"]["data_shift"] == 4
+    assert [m["iter"] for m in metrics(tmp_path / "a") if "loss" in m] == list(range(20))
+    for k in (12, 16):  # at 12 before the rewind at 13 is known, at 16 long after it
+        out = tmp_path / str(k)
+        assert isinstance(go(data_dir, out, f"before_step@{k}=sigterm", on_spike="rewind"), Stopped)
+        go(data_dir, out, on_spike="rewind")
+        if k == 16:
+            assert_same(tmp_path / "a", out)
+
+
+def test_78_rewind_in_a_run_begun_afresh(tmp_path, data_dir, bad_batches):
+    """the same in a run started with --resume never -> rewinds to its own checkpoint, moves nothing"""
+    bad_batches.add(13)
+    go(data_dir, tmp_path, on_spike="rewind", resume="never")
+    assert load_checkpoint(tmp_path / "ckpt.pt")["progress"]["rewinds"] == 1
+    assert not (tmp_path / "old_1").exists()
+
+
+def test_78_rewinds_are_bounded(tmp_path, data_dir, bad_batches, capsys):
+    """every batch from 12 on spikes, on_spike: rewind -> three rewinds, then warnings only"""
+    bad_batches.update(range(12, 100))
+    go(data_dir, tmp_path, on_spike="rewind")
+    text = capsys.readouterr().out
+    assert text.count("rewound to iter 10") == 3 and "(3 of 3 rewinds)" in text
+    assert load_checkpoint(tmp_path / "ckpt.pt")["iter_num"] == 20
+
+
+def test_78_nothing_to_rewind_to(tmp_path, data_dir, bad_batches):
+    """a spike before the first checkpoint, on_spike: rewind -> stopped, saying so"""
+    bad_batches.add(13)
+    with pytest.raises(BadNumbers, match="iter 13: a loss spike, and no checkpoint to rewind to"):
+        go(data_dir, tmp_path, on_spike="rewind", eval_interval=0, save_interval=0)

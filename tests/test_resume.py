@@ -1,0 +1,182 @@
+"""A run that is stopped and started again ends as if nothing had happened, bit for bit.
+
+Matrix cases 42 to 50 (51 and 52, what may not change, are in test_checkpoint_read.py). "Exact" means:
+every tensor and counter of the last and the best checkpoint, and every line of metrics.jsonl.
+"""
+
+import functools
+import json
+
+import pytest
+import torch
+from runs import assert_same, assert_same_file, go, metrics, run_program
+
+from train.checkpoint import load_checkpoint
+from train.guard import SpikeDetector, Stopped
+
+PLAIN = dict(dropout=0.1)
+# Everything whose state must survive: Muon, accumulation, a plateau schedule that has dropped, an
+# early stop that is counting (it ends the run at iter 18), spikes that are skipped.
+EVERYTHING = dict(dropout=0.1, gradient_accumulation_steps=4, optimizer="muon", eval_interval=3,
+                  lr_schedule="plateau", plateau_patience=0, learning_rate=0.3, muon_lr=0.3,
+                  early_stopping_patience=6, early_stopping_min_delta=9.0, save_interval=4,
+                  keep_last=2, on_spike="skip", spike_sigma=0.01)
+KINDS = {"plain": PLAIN, "everything": EVERYTHING}
+
+
+@pytest.fixture(autouse=True)
+def short_spike_window(monkeypatch):
+    """Spikes are judged after 3 losses instead of 64."""
+    monkeypatch.setattr(SpikeDetector.__init__, "__defaults__", (6.0, 6))
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory, data_dir):
+    """{kind: folder} of the undisturbed runs."""
+    old, SpikeDetector.__init__.__defaults__ = SpikeDetector.__init__.__defaults__, (6.0, 6)
+    folder = tmp_path_factory.mktemp("whole")
+    for kind, changes in KINDS.items():
+        go(data_dir, folder / kind, **changes)
+    SpikeDetector.__init__.__defaults__ = old
+    return folder
+
+
+def numbered(out):
+    return sorted(p.name for p in out.glob("ckpt_0*"))
+
+
+def test_42_the_run_to_repeat_has_it_all(whole):
+    """(the undisturbed run that cases 42 to 50 are compared with really drops its learning rate,
+    skips spikes and stops early)"""
+    state = load_checkpoint(whole / "everything" / "ckpt.pt")
+    log = (whole / "everything" / "train.log").read_text()
+    assert state["iter_num"] == 18 and "early stopping" in state["progress"]["finished"]
+    assert state["plateau"]["scale"] < 1 and "is a spike" in log and len(state["spikes"]) == 6
+    assert 0 < log.count("is a spike") < 15
+    assert numbered(whole / "everything") == ["ckpt_0000016.pt", "ckpt_0000018.pt"]
+
+
+STOPS = [(k, "everything") for k in range(18)] + [(k, "plain") for k in (0, 4, 5, 19)]
+
+
+@pytest.mark.parametrize("k, kind", STOPS)
+def test_42_43_44_49_50_stop_at_every_step(tmp_path, data_dir, whole, k, kind):
+    """SIGTERM in step k = 0 ... 17, then the same command; dropout, accumulation 4, Muon, plateau,
+    early stopping, keep_last, skipped spikes -> exact for every k, learning rates and best too"""
+    stopped = go(data_dir, tmp_path, f"before_step@{k}=sigterm", **KINDS[kind])
+    assert isinstance(stopped, Stopped)
+    assert load_checkpoint(tmp_path / "ckpt.pt")["iter_num"] == k + 1
+    go(data_dir, tmp_path, **KINDS[kind])
+    assert_same(whole / kind, tmp_path)
+    assert set(numbered(whole / kind)) <= {*numbered(tmp_path), "ckpt_0000016.pt"}
+
+
+@pytest.mark.parametrize("k", [0, 1, 4, 5, 8, 11, 14, 17])
+def test_42_crash_before_the_update(tmp_path, data_dir, whole, k):
+    """an exception just before the update of step k, nothing saved -> exact from the last periodic
+    checkpoint, no step twice in the metrics"""
+    with pytest.raises(RuntimeError, match="fault at before_opt"):
+        go(data_dir, tmp_path, f"before_opt@{k}=raise", **EVERYTHING)
+    go(data_dir, tmp_path, **EVERYTHING)
+    assert_same(whole / "everything", tmp_path)
+
+
+@pytest.mark.parametrize("k", [0, 3, 9, 15])
+def test_42_63_stop_in_an_evaluation(tmp_path, data_dir, whole, k):
+    """SIGTERM while evaluating before step k -> the evaluation is done again, all is exact"""
+    assert isinstance(go(data_dir, tmp_path, f"eval@{k}=sigterm", **EVERYTHING), Stopped)
+    assert load_checkpoint(tmp_path / "ckpt.pt")["iter_num"] == k
+    go(data_dir, tmp_path, **EVERYTHING)
+    assert_same(whole / "everything", tmp_path)
+
+
+@pytest.mark.parametrize("optimizer", ["adamw", "muon"])
+def test_45_76_float16_scaler(tmp_path, data_dir, monkeypatch, optimizer):
+    """float16 with a loss scale that grows until it overflows, every other step or so, stopped at
+    each step in turn -> skipped steps are counted, scale and weights exact, weights finite"""
+    monkeypatch.setattr(torch.amp, "GradScaler", functools.partial(
+        torch.amp.GradScaler, init_scale=2.0 ** 19, growth_interval=1))
+    half = dict(dtype="float16", dropout=0.1, optimizer=optimizer, max_iters=9, eval_interval=0,
+                save_interval=2, muon_weight_decay=0.1)
+    go(data_dir, tmp_path / "whole", **half)
+    state = load_checkpoint(tmp_path / "whole" / "ckpt.pt")
+    assert 2 <= state["progress"]["overflows"] < 8 and state["scaler"]["scale"] != 2.0 ** 19
+    for k in range(8):
+        go(data_dir, tmp_path / str(k), f"before_step@{k}=sigterm", **half)
+        go(data_dir, tmp_path / str(k), **half)
+        assert_same(tmp_path / "whole", tmp_path / str(k))
+
+
+def test_46_other_evaluation_interval(tmp_path, data_dir, whole):
+    """other eval_interval, eval_iters and log_interval on resume -> the same training, bitwise"""
+    go(data_dir, tmp_path, "before_step@7=sigterm", **PLAIN)
+    go(data_dir, tmp_path, **PLAIN, eval_interval=3, eval_iters=1, sample_tokens=4)
+    a, b = (load_checkpoint(p / "ckpt.pt") for p in (whole / "plain", tmp_path))
+    assert all(torch.equal(a["model"][n], b["model"][n]) for n in a["model"])
+    a, b = ([m for m in metrics(p) if "loss" in m] for p in (whole / "plain", tmp_path))
+    assert a == b
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_47_stopped_four_times(tmp_path, data_dir, whole, kind):
+    """stopped at steps 2, 3 and 11 and crashed at 15 in one life -> exact"""
+    for fault in ("before_step@2=sigterm", "before_step@3=sigterm", "before_step@11=sigterm"):
+        assert isinstance(go(data_dir, tmp_path, fault, **KINDS[kind]), Stopped)
+    with pytest.raises(RuntimeError):
+        go(data_dir, tmp_path, "mid_backward@15=raise", **KINDS[kind])
+    go(data_dir, tmp_path, **KINDS[kind])
+    assert_same(whole / kind, tmp_path)
+
+
+def test_48_resume_of_a_finished_run(tmp_path, data_dir):
+    """started again after the end -> says so, exit 0, nothing changed on disk"""
+    out = tmp_path / "out"
+    go(data_dir, out)
+    before = {n: (out / n).read_bytes() for n in ("ckpt.pt", "metrics.jsonl")}
+    code, text = run_program(data_dir, out)
+    assert code == 0 and "This run is finished at iter 20: max_iters 20 reached" in text
+    assert all((out / n).read_bytes() == data for n, data in before.items())
+
+
+def test_48_a_larger_max_iters(tmp_path, data_dir, whole):
+    """a finished run of 10 steps started again with max_iters 20, lr_decay_iters as before -> the
+    learning rate and all the rest as in a run of 20 from the start"""
+    go(data_dir, tmp_path, **PLAIN, max_iters=10)
+    go(data_dir, tmp_path, **PLAIN)
+    assert_same(whole / "plain", tmp_path)
+
+
+def test_48_learning_rate_of_a_longer_run(tmp_path, data_dir):
+    """max_iters raised where lr_decay_iters follows it -> from there on the schedule of the longer
+    run, as the log shows"""
+    go(data_dir, tmp_path / "a", lr_decay_iters=None, max_iters=8)
+    go(data_dir, tmp_path / "a", lr_decay_iters=None, max_iters=16)
+    go(data_dir, tmp_path / "b", lr_decay_iters=None, max_iters=16)
+    a, b = ([m["lr"] for m in metrics(tmp_path / n) if "loss" in m] for n in "ab")
+    assert a[8:] == b[8:] and a[4:8] != b[4:8] and len(a) == 16
+
+
+def test_48_early_stopped_run_stays_stopped(tmp_path, data_dir):
+    """a run that early stopping ended, started again -> finished, exit without a step"""
+    go(data_dir, tmp_path, **EVERYTHING)
+    again = go(data_dir, tmp_path, **EVERYTHING)
+    assert again["iter_num"] == 18 and again["finished"].startswith("early stopping")
+
+
+def test_50_best_survives(tmp_path, data_dir, whole):
+    """stopped in, then after, an evaluation that is the best so far -> ckpt_best.pt is of its step"""
+    go(data_dir, tmp_path, "eval@10=sigterm", **PLAIN)
+    go(data_dir, tmp_path, "before_step@10=sigterm", **PLAIN)
+    best = load_checkpoint(tmp_path / "ckpt_best.pt")
+    assert best["iter_num"] == 10 and best["best_val_loss"] == best["progress"]["val_loss"]
+    go(data_dir, tmp_path, **PLAIN)
+    assert_same_file(whole / "plain" / "ckpt_best.pt", tmp_path / "ckpt_best.pt")
+
+
+def test_metrics_after_a_torn_line(tmp_path, data_dir, whole):
+    """metrics.jsonl ends in half a line, as after a power cut -> dropped, every step once"""
+    go(data_dir, tmp_path, "before_step@7=sigterm", **PLAIN)
+    with open(tmp_path / "metrics.jsonl", "a") as f:
+        f.write(json.dumps({"iter": 8, "loss": 1.0})[:11])
+    go(data_dir, tmp_path, **PLAIN)
+    assert_same(whole / "plain", tmp_path)

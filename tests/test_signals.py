@@ -1,0 +1,177 @@
+"""Asked to stop, at any moment, a run saves, says how to go on, and leaves with the right code.
+
+Matrix cases 57 to 60, 63 and 64; under torchrun: test_distributed.py. Expected exit codes: 128 + the
+signal's number, as a shell reports them.
+"""
+
+import random
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+from conftest import REPO, start
+from runs import SMALL, Program, assert_same, go, metrics, run_program
+
+from train.checkpoint import load_checkpoint
+
+LONG = dict(max_iters=100_000, eval_interval=0, log_interval=1)
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory, data_dir):
+    out = tmp_path_factory.mktemp("undisturbed")
+    go(data_dir, out)
+    return out
+
+
+def temporary_files(out):
+    return [p.name for p in out.iterdir() if ".tmp" in p.name]
+
+
+@pytest.mark.parametrize("name, code", [("SIGTERM", 143), ("SIGINT", 130), ("SIGHUP", 129)])
+def test_57_58_64_stop_in_a_step(tmp_path, data_dir, undisturbed, name, code):
+    """SIGTERM, SIGINT (Ctrl-C) or SIGHUP (terminal closed) in step 7 -> saved after that step, exit
+    143, 130 or 129, the last line printed is the command that resumes, the end is exact"""
+    out = tmp_path / "out"
+    found, text = run_program(data_dir, out, env={"FAULT": f"mid_backward@7={name.lower()}"})
+    assert found == code and "Traceback" not in text
+    assert load_checkpoint(out / "ckpt.pt")["iter_num"] == 8
+    assert "Stopped at iter 8, saved. To resume:" in text
+    assert text.splitlines()[-1] == f"  python run_train.py --config {out}.output.yaml"
+    go(data_dir, out)
+    assert_same(undisturbed, out)
+
+
+def test_57_the_printed_command_resumes(tmp_path, data_dir, undisturbed):
+    """the program as a person starts it, SIGTERM from outside, then the command it printed, though
+    it was first started with --resume never -> the end is exact"""
+    settings = dict(SMALL, data_dir=data_dir, out_dir=tmp_path / "out", resume="never")
+    env = {"FAULT": "before_step@9=sigterm"}
+    first = start(*(f"--{k}={v}" for k, v in settings.items() if v is not None), env=env)
+    text = first.communicate(timeout=60)[0]
+    assert first.returncode == 143, text
+    command = text.splitlines()[-1].split()
+    assert command[:2] == ["python", "run_train.py"] and command[-2:] == ["--resume", "auto"]
+    again = subprocess.run([sys.executable, *command[1:]], cwd=REPO, text=True, timeout=60,
+                           capture_output=True)
+    assert again.returncode == 0 and "Resuming from" in again.stdout, again.stdout + again.stderr
+    a, b = ([m for m in metrics(p) if "loss" in m] for p in (undisturbed, tmp_path / "out"))
+    assert a[:10] == b[:10] and len(b) == 20
+
+
+@pytest.mark.parametrize("signum", [signal.SIGTERM, signal.SIGINT])
+def test_59_second_signal(tmp_path, data_dir, signum):
+    """a second signal while the run still hangs in the step -> leaves within a second, the
+    checkpoint before it is intact"""
+    out = tmp_path / "out"
+    program = Program(data_dir, out, env={"FAULT": "before_step@7=sleep"})
+    program.wait_for("iter 6:")
+    program.send(signum)
+    program.wait_for("stopping after this step")
+    assert program.process.is_alive()
+    began = time.monotonic()
+    program.send(signum)
+    assert program.wait(10)[0] == 128 + signum and time.monotonic() - began < 1
+    assert load_checkpoint(out / "ckpt.pt")["iter_num"] == 5
+
+
+def test_60_save_and_go_on(tmp_path, data_dir, undisturbed):
+    """SIGUSR1 in step 6 -> a checkpoint of step 7 at once, training goes on, the end is exact"""
+    out = tmp_path / "out"
+    fault = "before_step@6=sigusr1,before_opt@9=raise"
+    code, text = run_program(data_dir, out, env={"FAULT": fault})
+    assert code == 1 and "iter 8:" in text
+    assert load_checkpoint(out / "ckpt.pt")["iter_num"] == 7
+    go(data_dir, out)
+    assert_same(undisturbed, out)
+
+
+@pytest.mark.parametrize("where, saved", [("eval@10", 10), ("save_open@10", 11), ("save_mid@10", 11),
+                                          ("save_before_replace@10", 11), ("load", 10)])
+def test_63_stop_in_eval_save_and_load(tmp_path, data_dir, undisturbed, where, saved):
+    """SIGTERM in an evaluation, at three points of a save, or while loading -> exit 143 with a
+    checkpoint, no temporary file, the end is exact"""
+    out = tmp_path / "out"
+    if where == "load":
+        go(data_dir, out, "before_step@9=sigterm")
+    code, text = run_program(data_dir, out, env={"FAULT": f"{where}=sigterm"})
+    assert code == 143 and not temporary_files(out), text
+    # A save is in the background: the signal may be seen a step later, or when the run is over.
+    assert saved <= load_checkpoint(out / "ckpt.pt")["iter_num"] <= 20
+    go(data_dir, out)
+    assert_same(undisturbed, out)
+
+
+def test_63_stop_at_random_times(tmp_path, data_dir):
+    """SIGTERM at 12 random times of a run, also before it has begun -> exit 143 and saved, or ended
+    by the signal before there was anything to save; no temporary file, every step logged once"""
+    out, draw = tmp_path / "out", random.Random(63)
+    codes = []
+    for i in range(12):
+        program = Program(data_dir, out, max_iters=100_000, lr_decay_iters=100_000, save_interval=2)
+        program.process.join(draw.random() * (0.3 if i % 3 else 0.05))
+        program.send(signal.SIGTERM)
+        codes.append(program.wait(20)[0])
+        assert not out.exists() or not temporary_files(out)
+    assert set(codes) <= {143, -15} and codes.count(143) >= 4, codes
+    steps = [m["iter"] for m in metrics(out) if "loss" in m]
+    assert steps == list(range(load_checkpoint(out / "ckpt.pt")["iter_num"]))
+
+
+def test_64_nohup(tmp_path, data_dir):
+    """SIGHUP to a run started with nohup, which ignores it -> the run goes on"""
+    program = Program(data_dir, tmp_path / "out", **LONG, prepare=ignore_hangup)
+    program.wait_for("iter 3:")
+    program.send(signal.SIGHUP)
+    seen = program.text().count("\niter ")
+    program.wait_for(f"iter {seen + 5}:")
+    assert "stopping after this step" not in program.text()
+    program.send(signal.SIGTERM)
+    assert program.wait()[0] == 143
+
+
+def ignore_hangup():
+    signal.signal(signal.SIGHUP, signal.SIG_IGN)
+
+
+def test_69_watchdog(tmp_path, data_dir):
+    """a step that never ends, on one process (on several: test_distributed.py) -> ended after
+    step_timeout with the stacks of all threads"""
+    out = tmp_path / "out"
+    began = time.monotonic()
+    code, text = run_program(data_dir, out, env={"FAULT": "before_opt@7=sleep"}, step_timeout=0.5)
+    assert code == 1 and "Timeout (0:00:00.500000)!" in text and time.monotonic() - began < 20
+    assert "in train_step" in text and 'fault.py", line' in text
+    assert load_checkpoint(out / "ckpt.pt")["iter_num"] == 5
+
+
+def test_69_watchdog_spares_slow_evaluations(tmp_path, data_dir, undisturbed):
+    """evaluations and saves that take longer than step_timeout (up to ten times) -> not ended"""
+    out = tmp_path / "out"
+    code, text = run_program(data_dir, out, prepare=slow_evaluation, step_timeout=0.5)
+    assert code == 0, text
+    assert_same(undisturbed, out)
+
+
+def slow_evaluation():
+    from train.train import Trainer
+    real = Trainer.validate
+
+    def validate(run):
+        time.sleep(0.6)
+        return real(run)
+    Trainer.validate = validate
+
+
+@pytest.mark.slow
+def test_63_stop_in_the_first_compile(tmp_path, data_dir):
+    """SIGTERM while torch.compile compiles the first step -> exit 143 with a checkpoint"""
+    out = tmp_path / "out"
+    program = Program(data_dir, out, compile="true", **LONG)
+    program.wait_for("compile on")
+    time.sleep(2)
+    assert "iter 0:" not in program.text()
+    program.send(signal.SIGTERM)
+    assert program.wait(300)[0] == 143 and load_checkpoint(out / "ckpt.pt")["iter_num"] in (0, 1)
