@@ -57,8 +57,9 @@ def in_ranks(world_size, function, *args, env=None, output=os.devnull, timeout=9
         for process, _ in ranks:
             process.join(5)
             process.kill()
-    for rank, (result, code, error) in enumerate(results):
-        assert error is None and (exits or code == 0), f"rank {rank} of {world_size}: {code} {error}"
+    bad = [f"rank {rank} of {world_size}, exit code {code}: {error}"
+           for rank, (_, code, error) in enumerate(results) if error or code and not exits]
+    assert not bad, "\n".join(bad)
     return [code if exits else result for result, code, _ in results]
 
 

@@ -1,7 +1,5 @@
 """auto_batch: halve the micro-batch until it fits, at the same global batch, on all ranks."""
 
-from dataclasses import replace
-
 from train.distributed import max_over_ranks
 from train.report import is_out_of_memory
 
@@ -28,6 +26,6 @@ def fit_micro_batch(run):
             raise RuntimeError("can't allocate memory even for a micro-batch of 1: use a smaller "
                                "model or block_size, or --gradient_checkpointing true")
         before = run.micro_batch
-        run.open_data(replace(run.given, batch_size=before // 2))
+        run.open_data(before // 2)
         run.log.warn(f"out of memory: micro-batch {before} -> {run.micro_batch}, accumulation "
                      f"{run.accumulation}, the same global batch")

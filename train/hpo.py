@@ -13,13 +13,12 @@ import json
 import os
 import signal
 import sys
-from dataclasses import asdict
 
 from run_train import take_config
 from train.chart import chart
 from train.config import ConfigError, load_config
 from train.help import to_yaml
-from train.hpo_space import read_space
+from train.hpo_space import read_space, with_params
 from train.logger import write_text
 
 COLORS = (0, 2, 3, 4, 5)  # of the stages in the picture; 1 is for pruned trials
@@ -122,7 +121,7 @@ def write_results(workers, config, out):
     write_text(os.path.join(out, "trials.svg"), picture(trials, config))
     best = next((b for w in workers[::-1] if (b := w.best())), None)
     if best:
-        values = asdict(config) | best.params | dict(out_dir=os.path.join(out, "best"))
+        values = with_params(config, best.params) | dict(out_dir=os.path.join(out, "best"))
         write_text(os.path.join(out, "best_config.yaml"), to_yaml(load_config(None, values)))
 
 

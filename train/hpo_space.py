@@ -8,7 +8,7 @@
 
 import json
 import math
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 
 import yaml
 
@@ -42,11 +42,12 @@ def read_space(path, stages=None, n_trials=None):
     if not raw and not problems:
         problems.append(f"{path}: nothing to search; expected lines such as "
                         "learning_rate: {low: 1e-4, high: 1e-2, log: true}")
+    where = "--stages" if stages is not None else "--n_trials" if n_trials is not None else where
     try:
         if stages is not None:
-            listed, where = yaml.load(stages, yaml.BaseLoader), "--stages"
-        if n_trials is not None:
-            listed, where = [{"trials": n_trials}], "--n_trials"
+            listed = yaml.load(stages, yaml.BaseLoader)
+        elif n_trials is not None:
+            listed = [{"trials": n_trials}]
         out = parse_stages(listed)
     except (ValueError, yaml.YAMLError) as error:
         problems.append(f"{where}: stages: {error}; expected a list such as [{{trials: 12, "
@@ -134,6 +135,15 @@ def contains(dim, value):
         return False
     steps = (value - dim["low"]) / (dim["step"] or 1)
     return not dim["step"] or abs(steps - round(steps)) < 1e-9
+
+
+def with_params(config, params):
+    """The values of `config` as a dict, with those of a trial. min_lr stays the same share of the
+    peak unless it is searched itself."""
+    values = asdict(config) | params
+    if config.min_lr is not None and "min_lr" not in params:
+        values["min_lr"] = config.min_lr * (values["learning_rate"] / config.learning_rate)
+    return values
 
 
 def distribution(dim):

@@ -17,7 +17,7 @@ from train.config import ConfigError, differences, load_config
 from train.dataloader import DataError
 from train.distributed import SetupError
 from train.guard import BadNumbers, Stopped
-from train.hpo_space import contains, distribution, narrowed
+from train.hpo_space import contains, distribution, narrowed, with_params
 from train.train import train
 
 SCALED = ("warmup_iters", "lr_decay_iters", "step_iters")
@@ -127,7 +127,7 @@ class Worker:
             value, state = best_value(trial, config), TrialState.COMPLETE
         except optuna.TrialPruned:
             state = TrialState.PRUNED
-        except BadNumbers as reason:  # a result as well: the sampler is to keep away from there
+        except (BadNumbers, ConfigError) as reason:  # results too: the sampler shall keep away
             state, error = TrialState.PRUNED, first_line(reason)
         except (Stopped, KeyboardInterrupt, SetupError, DataError, CheckpointError):
             self.study.tell(trial, state=state)  # without "seconds": it does not count
@@ -150,7 +150,7 @@ def changes(old, new):
 def trial_config(config, params, max_iters, out_dir):
     """The configuration of a trial. One with fewer `max_iters` is the run in small: its warm-up and
     decay shrink with it, and it is evaluated often enough to be pruned."""
-    values = asdict(config) | params
+    values = with_params(config, params)
     if max_iters:
         share = max_iters / config.max_iters
         values |= {k: max(1, round(values[k] * share)) for k in SCALED if values[k]}
@@ -184,7 +184,7 @@ def best_value(trial, config):
 
 
 def first_line(error):
-    return str(error).split("\n")[0][:300]
+    return "; ".join(getattr(error, "problems", str(error).split("\n")[:1]))[:200]
 
 
 def clean_up(folder, compile):

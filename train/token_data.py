@@ -33,17 +33,18 @@ def open_token_data(config, micro_batch, ranks):
     c = config
     from_main(lambda: ensure_dataset(c.data_dir), ranks)
     tokenizer = load_dataset_tokenizer(c.data_dir)
-    known = c.vocab_size or (tokenizer.n_vocab if tokenizer else None)
-    train = DataLoader(c.data_dir, micro_batch, c.block_size, "train", c.seed, ranks.rank,
-                       ranks.world_size, vocab_size=known)
-    vocab_size = known or train.vocab_size or GPT2_VOCABULARY
+    def load(split, batch_size, rank, world_size, vocab_size):
+        return DataLoader(c.data_dir, batch_size, c.block_size, split, c.seed, rank, world_size,
+                          vocab_size)
+    mine = ("train", micro_batch, ranks.rank, ranks.world_size)
+    train = load(*mine, c.vocab_size or (tokenizer.n_vocab if tokenizer else None))
+    if train.vocab_size is None:  # again, so that every id is checked
+        train = load(*mine, GPT2_VOCABULARY)
+    vocab_size = train.vocab_size
     if tokenizer and tokenizer.n_vocab > vocab_size:
         raise DataError(f"vocab_size: {vocab_size} is below the {tokenizer.n_vocab} of the "
                         f"tokenizer of {c.data_dir}; leave vocab_size out to take the data's")
-    val = None
-    if c.eval_interval:
-        val = DataLoader(c.data_dir, c.batch_size, c.block_size, "val", c.seed,
-                         vocab_size=vocab_size)
+    val = load("val", c.batch_size, 0, 1, vocab_size) if c.eval_interval else None
     token_bytes = None
     if tokenizer:
         token_bytes = torch.zeros(vocab_size, dtype=torch.int64)

@@ -67,7 +67,8 @@ class Trainer:
         self.on_evaluation = lambda iter_num, numbers: None
         self.model_file = load_model_file(c.model)
         distributed.set_seed(c.seed, c.deterministic)
-        self.open_data(c)
+        self.found = None                   # rank 0: the checkpoint to go on from
+        self.open_data(c.batch_size)
 
     def __enter__(self):
         self.signals.__enter__()
@@ -84,10 +85,10 @@ class Trainer:
         if self.lock is not None:
             self.lock.release()
 
-    def open_data(self, config):
-        """Loaders for the largest micro-batch that fits `config`, and the lengths that depend on
-        how much data there is."""
-        self.micro_batch = micro_batch_size(config, self.ranks.world_size)
+    def open_data(self, most):
+        """Loaders for a micro-batch of at most `most` sequences, and the lengths that depend on how
+        much data there is."""
+        self.micro_batch = micro_batch_size(self.given, self.ranks.world_size, most)
         make = getattr(self.model_file, "open_data", open_token_data)
         self.data, self.batch = make(self.given, self.micro_batch, self.ranks), None
         self.config = resolve_lengths(self.given, self.data.train.tokens_per_epoch)
@@ -344,7 +345,8 @@ def load_model_file(name):
     return importlib.import_module(f"model.{name}")
 
 
-def micro_batch_size(config, world_size):
-    """The largest micro-batch of at most batch_size that divides a rank's share of the step."""
+def micro_batch_size(config, world_size, most=None):
+    """The largest micro-batch of at most `most` (batch_size) that divides a rank's share of the
+    step."""
     share = config.sequences_per_step // world_size
-    return next(b for b in range(min(config.batch_size, share), 0, -1) if share % b == 0)
+    return next(b for b in range(min(most or config.batch_size, share), 0, -1) if share % b == 0)
