@@ -13,7 +13,7 @@ import torch.nn as nn
 import torch.nn.functional as F
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
-from model.cross_entropy import linear_cross_entropy, mask_padding, soft_cap
+from model.cross_entropy import linear_cross_entropy, soft_cap
 
 
 @dataclass
@@ -72,7 +72,7 @@ class Norm(nn.Module):
 
 
 def rope_tables(start, length, dim, theta, device):
-    """cos, sin (length, dim / 2) of the rotary embedding (arXiv:2104.09864) from position `start`."""
+    """cos, sin (length, dim / 2) of rotary positions (arXiv:2104.09864) from `start` on."""
     freq = theta ** (-torch.arange(0, dim, 2, device=device, dtype=torch.float32) / dim)
     angles = torch.outer(torch.arange(start, start + length, device=device).float(), freq)
     return angles.cos(), angles.sin()
@@ -126,7 +126,7 @@ class Attention(nn.Module):
         k = self.k(x).view(B, T, c.n_kv_head, c.head_dim)
         v = self.v(x).view(B, T, c.n_kv_head, c.head_dim)
         if self.ve is not None:
-            gate = 2 * torch.sigmoid(self.ve_gate(x[..., :VE_GATE_CHANNELS]))  # (B, T, H): 1 at first
+            gate = 2 * torch.sigmoid(self.ve_gate(x[..., :VE_GATE_CHANNELS]))  # (B, T, H)
             v = v + gate[..., None] * self.ve(idx).view_as(v).type_as(v)
         if c.qk_norm:
             q, k = F.rms_norm(q, (c.head_dim,)).type_as(v), F.rms_norm(k, (c.head_dim,)).type_as(v)
@@ -141,8 +141,8 @@ class Attention(nn.Module):
 
 
 def attend(q, k, v, dropout=0.0):
-    """Causal attention of q (B, H, T, D) with k, v (B, G, S, D): query i stands at S - T + i, and each
-    of the G heads of keys serves H / G heads of queries in turn. Returns (B, H, T, D)."""
+    """Causal attention of q (B, H, T, D) with k, v (B, G, S, D): query i stands at S - T + i, and
+    each of the G heads of keys serves H / G heads of queries in turn. Returns (B, H, T, D)."""
     T, S = q.size(2), k.size(2)
     if k.size(1) != q.size(1):
         k, v = (t.repeat_interleave(q.size(1) // t.size(1), dim=1) for t in (k, v))
@@ -155,10 +155,10 @@ def attend(q, k, v, dropout=0.0):
 
 
 def attend_in_blocks(q, k, v, dropout, size=128):
-    """The same as plain matrix products: a block of queries meets the keys up to its own end only.
+    """The same in plain matrix products: a block of queries meets the keys up to its own end.
 
-    Twice as fast as PyTorch's CPU kernel (2.13: forward and backward 18 and 37 ms at B 4, H 6, T 512,
-    D 64, bfloat16, 2 cores), but it keeps the probabilities, hence the limit on T above."""
+    On a CPU twice as fast as the kernel of PyTorch 2.13 (both passes: 18 and 37 ms at B 4, H 6,
+    T 512, D 64, bfloat16, 2 cores). It keeps the probabilities, hence the limit on T above."""
     shape, T = q.shape, q.size(2)
     q, k, v = (t.flatten(0, 1) for t in (q * q.size(-1) ** -0.5, k, v))  # (B * H, T, D)
     future = torch.full((T, T), -math.inf, dtype=q.dtype, device=q.device).triu(1)
@@ -215,7 +215,9 @@ class GPT(nn.Module):
         self.wpe = nn.Embedding(c.block_size, c.n_embd) if c.pos == "learned" else None
         self.h = nn.ModuleList(Block(c, i) for i in range(c.n_layer))
         self.ln_f = Norm(c.n_embd, c.norm, c.bias, c.norm_eps)
-        self.lm_head = None if c.tie_weights else nn.Linear(c.n_embd, c.padded_vocab_size, bias=False)
+        self.lm_head = None  # tied: the embedding is also the output layer
+        if not c.tie_weights:
+            self.lm_head = nn.Linear(c.n_embd, c.padded_vocab_size, bias=False)
         if c.x0_residual:
             self.resid_scale = nn.Parameter(torch.ones(c.n_layer))
             self.x0_scale = nn.Parameter(torch.zeros(c.n_layer))
@@ -225,8 +227,8 @@ class GPT(nn.Module):
                     p.copy_(self.initial(name, p.shape, seed))
 
     def forward(self, idx, targets=None, cache=None, last_only=False):
-        """idx (B, T) int64, targets (B, T) int64 with -1 where none. With a cache, idx are the tokens
-        that follow what the cache holds; last_only gives the logits of the last position, (B, 1, V)."""
+        """idx (B, T) int64, targets (B, T) int64 with -1 where none. With a cache, idx are the
+        tokens that follow what it holds; last_only gives the logits of the last one, (B, 1, V)."""
         x = self.trunk(idx, cache)  # (B, T, C)
         if targets is None:
             return self.logits(x[:, -1:] if last_only else x)
@@ -254,16 +256,17 @@ class GPT(nn.Module):
         return self.ln_f(x)
 
     def _run(self, block, x, rope, idx, cache):
-        if cache is not None:
-            return block.forward(x, rope, idx, cache)  # past compiled code: every call has its length
+        if cache is not None:  # past compiled code: every call has another length
+            return block.forward(x, rope, idx, cache)
         if self.gradient_checkpointing == "false" or not self.training:
             return block(x, rope, idx, cache)
-        policy = dict(context_fn=_save_matmuls) if self.gradient_checkpointing == "selective" else {}
+        selective = self.gradient_checkpointing == "selective"
+        policy = dict(context_fn=_save_matmuls) if selective else {}
         return checkpoint(block, x, rope, idx, use_reentrant=False, **policy)
 
     def compile(self, *args, **kwargs):
-        """torch.compile, in place. On a CPU by blocks: the first serves all, so that compiling takes
-        seconds, and the loss in chunks gains nothing from it."""
+        """torch.compile, in place. On a CPU block by block: they share the code of the first, which
+        is ready many times sooner than the whole, and the loss in chunks gains nothing from it."""
         if self.wte.weight.device.type != "cpu":
             return super().compile(*args, **kwargs)
         for block in self.h:
@@ -278,10 +281,10 @@ class GPT(nn.Module):
         return soft_cap(z, self.config.softcap)
 
     def initial(self, name, shape, seed):
-        """The initial value of a parameter: a pure function of (seed, name), so that a sharded model
-        can be filled one tensor at a time. GPT-2's scheme: N(0, 0.02), the projections back into the
-        stream shrunk by sqrt(2 n_layer); the output layer small enough that the first loss is
-        ln(vocab_size)."""
+        """The initial value of a parameter: a pure function of (seed, name), so that a sharded
+        model can be filled one tensor at a time. GPT-2's scheme: N(0, 0.02), the projections back
+        into the stream shrunk by sqrt(2 n_layer); the output layer small enough that the first loss
+        is ln(vocab_size)."""
         c, kind = self.config, name.rsplit(".", 2)[-2:]
         if name.endswith("bias") or name == "x0_scale" or "ve_gate" in name:
             return torch.zeros(shape)
@@ -298,8 +301,8 @@ class GPT(nn.Module):
         return torch.empty(shape).normal_(0.0, std, generator=generator)
 
     def flops_per_token(self):
-        """Training FLOPs a token, PaLM's count (arXiv:2204.02311, appendix B): 6 for each weight that
-        multiplies, plus 12 n_layer n_embd block_size for attention (causality not deducted)."""
+        """Training FLOPs a token, PaLM's count (arXiv:2204.02311, appendix B): 6 for each weight
+        that multiplies, and 12 n_layer n_embd block_size for attention (as if it saw all)."""
         c = self.config
         lookups = [self.wpe] + [b.attn.ve for b in self.h]
         lookups += [self.wte] if self.lm_head is not None else []

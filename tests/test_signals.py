@@ -158,13 +158,13 @@ def test_69_watchdog_spares_slow_evaluations(tmp_path, data_dir, undisturbed):
 
 
 def slow_evaluation():
-    from train.train import Trainer
-    real = Trainer.validate
+    import train.train as training
+    real = training.validate
 
     def validate(run):
         time.sleep(0.6)
         return real(run)
-    Trainer.validate = validate
+    training.validate = validate
 
 
 @pytest.mark.slow

@@ -20,6 +20,7 @@ import torch
 from train import fault
 
 FORMAT_VERSION = 1
+SAFE_TORCH = (2, 10)  # before it, weights_only could be talked out of: CVE-2025-32434, CVE-2026-24747
 MARK = b"ironGPT sha256 "
 TRAILER_BYTES = len(MARK) + 64
 RUN_FILES = ("ckpt", "config.yaml", "training_args.json", "train.log", "metrics.jsonl", "loss.svg",
@@ -176,6 +177,9 @@ def load_checkpoint(path):
     """The state saved at `path`, on the CPU, verified: digest, plain types only, known format,
     finite numbers. Also reads foreign files of plain tensors (nanoGPT's).
     Raises CheckpointError."""
+    if tuple(int(n) for n in torch.__version__.split(".")[:2]) < SAFE_TORCH:
+        raise CheckpointError(f"{path}: torch {torch.__version__} cannot load files safely; "
+                              "pip install 'torch>=2.10'")
     try:
         fault.point("load")
         signed = _verify(path)

@@ -290,6 +290,8 @@ def check(c, world_size=1):
                    "use distributed: ddp or set batch_size by hand")
     if c.lr_schedule == "plateau" and not c.eval_interval:
         out.append("lr_schedule: plateau follows val_loss and needs eval_interval above 0")
+    if c.eval_only and not c.eval_interval:
+        out.append("eval_only needs eval_interval above 0")
     if c.early_stopping_patience and not c.eval_interval:
         out.append("early_stopping_patience needs eval_interval above 0")
     return out

@@ -18,6 +18,10 @@ class EarlyStopping:
             self.best, self.bad = self.sign * value, 0
         else:
             self.bad += 1
+        return self.over
+
+    @property
+    def over(self):
         return 0 < self.patience <= self.bad
 
     def state_dict(self):

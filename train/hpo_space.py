@@ -50,7 +50,8 @@ def read_space(path, stages=None, n_trials=None):
             listed = [{"trials": n_trials}]
         out = parse_stages(listed)
     except (ValueError, yaml.YAMLError) as error:
-        problems.append(f"{where}: stages: {error}; expected a list such as [{{trials: 12, "
+        reason = getattr(error, "problem", None) or error  # YAML's in one line
+        problems.append(f"{where}: stages: {reason}; expected a list such as [{{trials: 12, "
                         "max_iters: 200}, {trials: 6, max_iters: 1000, narrow: 0.3}]")
     else:
         if "max_iters" in space and any(s.max_iters for s in out):

@@ -172,8 +172,8 @@ def best_value(trial, config):
                              f"{', '.join(numbers)}")
         if not math.isfinite(value):
             raise BadNumbers(f"iter {it}: {config.early_stopping_metric} is {value}")
-        values.append(value)
         if it > 0:  # before the first step all trials are alike
+            values.append(value)
             trial.report(value, it)
             if it < config.max_iters and trial.should_prune():
                 raise optuna.TrialPruned

@@ -83,8 +83,9 @@ class LearningRateKeys:
     plateau_patience: int = key(
         5, "plateau: evaluations without a better val_loss before a drop", ge=0)
     early_stopping_patience: int = key(
-        0, "stop after this many evaluations without improvement; 0: never", ge=0)
-    early_stopping_min_delta: float = key(0.0, "the least change that counts as improvement", ge=0)
+        0, "stop after this many evaluations without improvement; 0: never", ge=0, free=True)
+    early_stopping_min_delta: float = key(0.0, "the least change that counts as improvement", ge=0,
+                                          free=True)
     early_stopping_metric: str = key("val_loss", "evaluation number that early stopping watches")
     early_stopping_mode: str = key("min", "whether that number should fall or rise",
                                    choices=["min", "max"])

@@ -49,10 +49,11 @@ def find_lr(config, low=1e-7, high=1.0, steps=100, log=print):
 def _sweep(run, rates):
     """One optimizer step at each of `rates`, until the loss diverges."""
     from train.distributed import seed_step
+    from train.evaluate import asked_to_stop
     from train.guard import Stopped
     found, average, best = dict(lr=[], loss=[]), 0.0, math.inf
     for it, lr in enumerate(rates):
-        if run.asked_to_stop():
+        if asked_to_stop(run):
             raise Stopped(run.signals.stop or signal.SIGTERM)
         for group in run.optimizer.param_groups:
             group["lr"] = group["initial_lr"] * (lr / run.config.learning_rate)

@@ -143,9 +143,12 @@ class Trainer:
         machine = dict(world_size=self.ranks.world_size, device=str(self.ranks.device))
         self.log = Logger(c.out_dir, main=self.ranks.main, trackers=c.tracker, config=asdict(c),
                           system_info=machine)
-        if self.ranks.main:
-            write_yaml(os.path.join(c.out_dir, "config.yaml"), to_yaml(c))
-            write_training_args(c.out_dir, asdict(c), machine)
+        if self.ranks.main and not c.eval_only:
+            try:
+                write_yaml(os.path.join(c.out_dir, "config.yaml"), to_yaml(c))
+                write_training_args(c.out_dir, asdict(c), machine)
+            except OSError as error:  # a full disk; saving may find room again
+                self.log.warn(f"config.yaml and training_args.json were not written: {error}")
         self.data.announce(self.log.info)
         report.start_up(self, self.log.info)
         if specs is None and c.init_from != "scratch":
@@ -178,22 +181,26 @@ class Trainer:
     def fit(self):
         """Train until the end, a signal, or a number that is not finite."""
         p, c = self.progress, self.config
-        if p.finished.startswith("early") or p.finished and p.iter_num >= c.max_iters:
-            self.log.info(f"This run is finished at iter {p.iter_num}: {p.finished}. A larger "
-                          "--max_iters continues it, --resume never starts afresh.")
+        if c.eval_only:
+            validate(self)
+            return self.summary()
+        if self.stopping.over or p.finished and p.iter_num >= c.max_iters:
+            more = "--early_stopping_patience" if self.stopping.over else "--max_iters"
+            self.log.info(f"This run is finished at iter {p.iter_num}: "
+                          f"{p.finished or 'early stopping'}. A larger {more} continues it, "
+                          "--resume never starts afresh.")
             return self.summary()
         p.finished, self.clock, self.logged = "", time.perf_counter(), p.iter_num
+        self.first = p.iter_num
         while not p.finished:
             self.watchdog.arm(factor=10)  # evaluation, saving and compiling take longer than a step
             stop, save = self.signals.agree(self.ranks)
             if stop:
                 self.stop(stop)
-            done = p.iter_num >= c.max_iters or c.eval_only
+            done = p.iter_num >= c.max_iters
             if p.evaluated != p.iter_num and (self.is_due(c.eval_interval) or done):
                 if c.eval_interval and not validate(self):
                     continue  # asked to stop meanwhile
-            if c.eval_only:
-                return self.summary()
             if done:
                 p.finished = f"max_iters {c.max_iters} reached"
             elif save or self.save_is_due():
@@ -214,7 +221,7 @@ class Trainer:
     def train_step(self):
         """One optimizer step: micro-batches forward and backward, clip, judge, update."""
         it = self.progress.iter_num
-        if self.logged < it:  # not the first step, which may compile
+        if it > self.first:  # which may compile
             self.watchdog.arm()
         fault.point("before_step", it)
         lr = self.set_lr(it)

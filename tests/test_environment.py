@@ -1,0 +1,182 @@
+"""The machine is not what the run hoped for: devices, memory, pipes, clocks, environment variables.
+
+Matrix cases 106 to 117, but 108 and 112 under torchrun only as far as one process shows them.
+"""
+
+import os
+import resource
+import socket
+import subprocess
+import time
+
+import pytest
+import torch
+from conftest import run, start, tiny_args
+from runs import Program, assert_same, go, metrics, run_program
+
+from train import distributed
+from train.checkpoint import CheckpointError, load_checkpoint
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory, data_dir):
+    out = tmp_path_factory.mktemp("undisturbed")
+    go(data_dir, out)
+    return out
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA GPU here")
+@pytest.mark.parametrize("device", ["cuda", "cuda:1"])
+def test_106_no_such_device(tmp_path, data_dir, device):
+    """device: cuda where there is none -> exit 2, one line that says so and names --device cpu"""
+    code, text = run_program(data_dir, tmp_path / "out", device=device)
+    assert code == 2 and text.startswith("device: cuda was asked for, but this PyTorch sees no CUDA")
+    assert "--device cpu" in text and len(text.splitlines()) == 1
+
+
+def test_107_no_bfloat16(tmp_path, data_dir, monkeypatch, capsys):
+    """dtype auto and bfloat16 where the device cannot -> auto takes another and says why; what was
+    asked for is done, and called slow"""
+    monkeypatch.setattr(distributed, "has_native_bfloat16", lambda device: False)
+    go(data_dir, tmp_path / "a", dtype="auto", max_iters=1)
+    assert "Precision: float32 (this CPU has no bfloat16 arithmetic)" in capsys.readouterr().out
+    go(data_dir, tmp_path / "b", dtype="bfloat16", max_iters=1)
+    assert "Precision: bfloat16 (asked for; emulated here and slow" in capsys.readouterr().out
+
+
+def test_108_port_in_use(tmp_path, data_dir):
+    """the rendezvous port is taken -> exit code not 0, torch's message with the port is kept"""
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        s.listen()
+        port = str(s.getsockname()[1])
+        env = dict(RANK="0", LOCAL_RANK="0", WORLD_SIZE="1", MASTER_ADDR="127.0.0.1",
+                   MASTER_PORT=port)
+        code, text = run_program(data_dir, tmp_path / "out", env=env)
+    assert code != 0 and "address already in use" in text.lower() and port in text
+
+
+@pytest.mark.parametrize("env, missing", [(dict(RANK="0"), "WORLD_SIZE"),
+                                          (dict(RANK="x", WORLD_SIZE="2", LOCAL_RANK="0"), "RANK")])
+def test_109_half_an_environment(tmp_path, data_dir, env, missing):
+    """RANK without WORLD_SIZE, or no number -> exit 2, the variable named, torchrun advised"""
+    env = dict(MASTER_ADDR="127.0.0.1", MASTER_PORT="1") | env
+    code, text = run_program(data_dir, tmp_path / "out", env=env)
+    assert code == 2 and text.startswith("environment: ") and missing in text, text
+    assert "torchrun --nproc_per_node" in text and "Traceback" not in text
+
+
+def test_110_old_torch(tmp_path, monkeypatch):
+    """a torch whose weights_only is known not to hold -> nothing is loaded with it"""
+    monkeypatch.setattr(torch, "__version__", "2.9.1+cpu")
+    with pytest.raises(CheckpointError, match="torch 2.9.1.cpu cannot load files safely; pip install"):
+        load_checkpoint(tmp_path / "ckpt.pt")
+
+
+def test_111_out_of_memory(tmp_path, data_dir):
+    """out of memory in the first step -> exit 1, advice with a batch and accumulation that keep the
+    global batch"""
+    code, text = run_program(data_dir, tmp_path / "out", env={"FAULT": "mid_backward@0=oom"})
+    assert code == 1 and "Out of memory. Try --batch_size 1 --gradient_accumulation_steps 4" in text
+    assert "--auto_batch" in text
+
+
+def test_112_out_of_memory_on_one_rank(tmp_path, data_dir):
+    """out of memory on rank 1 of 2 -> the whole job ends, exit code not 0, rank 1 says why, the
+    checkpoint is whole"""
+    began = time.monotonic()
+    args = tiny_args(data_dir=data_dir, out_dir=tmp_path / "out", save_interval=2, vocab_size=256)
+    code, text = run(*args, ranks=2, env={"FAULT": "mid_backward@5:1=oom"}, timeout=60)
+    assert code != 0 and "[rank 1] Out of memory. Try" in text and time.monotonic() - began < 35
+    assert load_checkpoint(tmp_path / "out" / "ckpt.pt")["iter_num"] in (2, 4, 5)
+
+
+def limit_memory():
+    with open("/proc/self/statm") as f:
+        used = int(f.read().split()[0]) * resource.getpagesize()
+    resource.setrlimit(resource.RLIMIT_AS, (used + 96 * 2**20, resource.RLIM_INFINITY))
+
+
+@pytest.mark.skipif(not os.path.exists("/proc/self/statm"), reason="needs Linux's /proc")
+def test_113_not_enough_host_memory(tmp_path, data_dir):
+    """a checkpoint larger than the memory there is (RLIMIT_AS) -> exit 2, file and reason named"""
+    big = tmp_path / "big.pt"
+    torch.save({"model": {"wte.weight": torch.zeros(2**25)}}, big)
+    code, text = run_program(data_dir, tmp_path / "out", "--init_from", str(big),
+                             prepare=limit_memory)
+    assert code == 2 and f"{big}: " in text and "allocate memory" in text, text
+    assert "Traceback" not in text
+
+
+def test_114_output_closed(tmp_path, data_dir):
+    """stdout closed after the first line, as by `| head -1` -> training goes on to its end"""
+    out = tmp_path / "out"
+    process = start(*tiny_args(data_dir=data_dir, out_dir=out, vocab_size=256))
+    process.stdout.readline()
+    process.stdout.close()
+    assert process.wait(60) in (0, 120)  # 120: Python could not flush stdout at exit
+    assert load_checkpoint(out / "ckpt.pt")["iter_num"] == 10
+    assert len([m for m in metrics(out) if "loss" in m]) == 10
+
+
+@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="needs /dev/full")
+def test_114_output_on_a_full_disk(tmp_path, data_dir, undisturbed):
+    """stdout, train.log and metrics.jsonl on a full disk -> one warning each at most, the training
+    goes on, the checkpoint is whole"""
+    out = tmp_path / "out"
+    out.mkdir()
+    for name in ("train.log", "metrics.jsonl"):
+        (out / name).symlink_to("/dev/full")
+    code, text = run_program(data_dir, out)
+    assert code == 0 and text.count("No space left") <= 4, text
+    a, b = (load_checkpoint(p / "ckpt.pt")["model"] for p in (undisturbed, out))
+    assert all(torch.equal(a[n], b[n]) for n in a)
+
+
+def test_114_folder_full_at_the_start(tmp_path, data_dir, monkeypatch, capsys):
+    """config.yaml and training_args.json cannot be written -> a warning, the run goes on"""
+    def full(*_):
+        raise OSError(28, "No space left on device")
+    monkeypatch.setattr("train.train.write_yaml", full)
+    assert go(data_dir, tmp_path, max_iters=1)["iter_num"] == 1
+    assert "training_args.json were not written: [Errno 28] No space" in capsys.readouterr().out
+
+
+def test_115_clock_jumps_backwards(tmp_path, data_dir, undisturbed, monkeypatch):
+    """the wall clock jumps back by an hour at every reading -> times in the log stay positive, saves
+    go on, the end is exact"""
+    now = [1.7e9]
+
+    def backwards():
+        now[0] -= 3600
+        return now[0]
+    monkeypatch.setattr(time, "time", backwards)
+    go(data_dir, tmp_path)
+    assert_same(undisturbed, tmp_path)
+    assert "time -" not in (tmp_path / "train.log").read_text()
+
+
+def slow_disk():
+    """Every write of a checkpoint takes 20 ms longer."""
+    from train.checkpoint import _HashingFile
+    real = _HashingFile.write
+
+    def write(self, data):
+        time.sleep(0.002)
+        return real(self, data)
+    _HashingFile.write = write
+
+
+def test_116_117_four_runs_on_a_busy_machine(tmp_path, data_dir, undisturbed):
+    """four runs at once, a process that burns a CPU, a slow disk (at length: test_soak.py) -> all
+    end, each exactly as alone"""
+    with subprocess.Popen(["sh", "-c", "while :; do :; done"]) as hog:
+        try:
+            runs = [Program(data_dir, tmp_path / str(i), prepare=slow_disk, save_interval=2)
+                    for i in range(4)]
+            codes = [program.wait(120)[0] for program in runs]
+        finally:
+            hog.kill()
+    assert codes == [0, 0, 0, 0]
+    for i in range(4):
+        assert_same(undisturbed, tmp_path / str(i))
