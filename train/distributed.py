@@ -212,9 +212,15 @@ def read_environment():
     return rank, local_rank, world_size, local_world_size
 
 
+_LEFT = []  # process groups of the past, see leave()
+
+
 def leave(control):
     """Wait until every rank is done, then take the process group down."""
     dist.barrier(group=control)
+    # Kept, or DDP's C++ part would be its last owner and hold the GIL while it ends gloo's threads,
+    # which may wait for the GIL to drop a tensor: 1 run in 15 hung here (pytorch#56297, #179291).
+    _LEFT.append(dist.group.WORLD)
     dist.destroy_process_group()
 
 

@@ -102,5 +102,5 @@ def show_samples(run):
         run.raw.eval()
         for text in sample_text(run.raw, run.data.tokenizer, c.sample_prompts,
                                 c.sample_tokens, c.seed, run.autocast):
-            run.log.samples(run.progress.iter_num, text)
+            run.log.samples(run.progress.iter_num, text, whole=run.progress.iter_num >= c.max_iters)
         run.raw.train()

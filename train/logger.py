@@ -62,13 +62,17 @@ class Logger:
         stamp = time.strftime("%Y-%m-%d %H:%M:%S ")
         self.log_file.write("".join(f"{stamp}{line}\n" for line in text.split("\n")))
 
-    def samples(self, iter, text):
-        """Append text that the model wrote to samples.txt; show how it begins."""
+    def samples(self, iter, text, whole=False):
+        """Append text that the model wrote to samples.txt; show all of it or how it begins."""
         if self.main:
             self.sample_file.write(f"=== iter {iter} ===\n{text}\n\n")
             # A model writes anything, also what would steer the terminal.
-            start = "".join(c if c.isprintable() else "?" for c in " ".join(text.split()))
-            self.info(f"sample: {start[:160]}{'...' * (len(start) > 160)}")
+            shown = text if whole else " ".join(text.split())
+            shown = "".join(c if c.isprintable() or c == "\n" else "?" for c in shown)
+            if whole:
+                self.info(f"--- sample\n{shown}\n---")
+            else:
+                self.info(f"sample: {shown[:160]}{'...' * (len(shown) > 160)}")
 
     def step(self, record):
         """A training step: iter, tokens, loss, lr, grad_norm, time_ms, tokens_per_sec, mfu (None
