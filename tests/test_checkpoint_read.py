@@ -358,7 +358,7 @@ def test_40_compile_on_and_off(tmp_path, data_dir, stopped_run, monkeypatch):
 
 
 def test_41_no_checkpoint(tmp_path, data_dir, capsys):
-    """no checkpoint with resume must, and auto -> must refuses, auto says so and starts from scratch"""
+    """no checkpoint with resume must, and auto -> must refuses, auto starts from scratch, aloud"""
     with pytest.raises(CheckpointError, match=f"--resume must: there is no ckpt.pt in {tmp_path}"):
         go(data_dir, tmp_path, resume="must")
     go(data_dir, tmp_path, max_iters=1)
@@ -403,7 +403,7 @@ def test_51_changed_key(out, data_dir, key):
     """each configuration key that changes what is computed, changed on resume -> refused with old
     and new value, nothing on disk changed"""
     old = getattr(configure(data_dir, out), key)
-    new = dict(vocab_size=300, min_lr=1e-4).get(key) or other_value(key, old)
+    new = dict(vocab_size=300, min_lr=1e-4, n_embd=32).get(key) or other_value(key, old)
     config = configure(data_dir, out, **{key: new})
     before = (out / "ckpt.pt").read_bytes()
     with pytest.raises(CheckpointError) as caught:

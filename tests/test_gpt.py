@@ -286,6 +286,18 @@ def test_rope_is_a_rotation_by_position_of_pairs_half_a_head_apart():
         assert abs(complex(y[0, t, h, i], y[0, t, h, i + 4]) - turned) < 1e-5
 
 
+def test_value_embedding_is_added_whole_at_first():
+    gpt = tiny(value_embeddings=True, n_kv_head=2)
+    assert [block.attn.ve is not None for block in gpt.h] == [False, True]  # every second, the last
+    attn, idx = gpt.h[1].attn, tokens(2, 16)
+    with torch.no_grad():
+        attn.v.weight.zero_()
+        attn.ve.weight.fill_(3.0)  # all values 3, of which attention takes the mean
+        attn.o.weight.copy_(torch.eye(32))
+        y = attn(torch.randn(2, 16, 32), rope_tables(0, 16, 8, 1e4, "cpu"), idx)
+    assert torch.allclose(y, torch.full_like(y, 3.0))
+
+
 def test_grouped_queries_are_attention_with_repeated_heads():
     grouped = randomise(tiny(n_kv_head=2))
     full = tiny(n_kv_head=4)

@@ -1,6 +1,6 @@
 """A run that is stopped and started again ends as if nothing had happened, bit for bit.
 
-Matrix cases 42 to 50 (51 and 52, what may not change, are in test_checkpoint_read.py). "Exact" means:
+Matrix cases 42 to 50 (51 and 52, what may not change, are in test_checkpoint_read.py). "Exact":
 every tensor and counter of the last and the best checkpoint, and every line of metrics.jsonl.
 """
 
@@ -164,7 +164,7 @@ def test_48_early_stopped_run_stays_stopped(tmp_path, data_dir):
 
 
 def test_50_best_survives(tmp_path, data_dir, whole):
-    """stopped in, then after, an evaluation that is the best so far -> ckpt_best.pt is of its step"""
+    """stopped in, then after, an evaluation that is the best so far -> ckpt_best.pt is of it"""
     go(data_dir, tmp_path, "eval@10=sigterm", **PLAIN)
     go(data_dir, tmp_path, "before_step@10=sigterm", **PLAIN)
     best = load_checkpoint(tmp_path / "ckpt_best.pt")

@@ -1,7 +1,7 @@
 """Asked to stop, at any moment, a run saves, says how to go on, and leaves with the right code.
 
-Matrix cases 57 to 60, 63 and 64; under torchrun: test_distributed.py. Expected exit codes: 128 + the
-signal's number, as a shell reports them.
+Matrix cases 57 to 60, 63 and 64; under torchrun: test_distributed.py. Exit codes: 128 + the number
+of the signal, as a shell reports them.
 """
 
 import json
@@ -63,19 +63,18 @@ def test_57_the_printed_command_resumes(tmp_path, data_dir, undisturbed):
     assert_same(undisturbed, tmp_path / "out")
 
 
-@pytest.mark.parametrize("signum", [signal.SIGTERM, signal.SIGINT])
-def test_59_second_signal(tmp_path, data_dir, signum):
+@pytest.mark.parametrize("name", ["SIGTERM", "SIGINT"])
+def test_59_second_signal(tmp_path, data_dir, name):
     """a second signal while the run still hangs in the step -> leaves within a second, the
     checkpoint before it is intact"""
     out = tmp_path / "out"
-    program = Program(data_dir, out, env={"FAULT": "before_step@7=sleep"})
-    program.wait_for("iter 6:")
-    program.send(signum)
+    program = Program(data_dir, out,
+                      env={"FAULT": f"before_step@7={name.lower()},before_opt@7=sleep"})
     program.wait_for("stopping after this step")
     assert program.process.is_alive()
     began = time.monotonic()
-    program.send(signum)
-    assert program.wait(10)[0] == 128 + signum and time.monotonic() - began < 1
+    program.send(signal.Signals[name])
+    assert program.wait(10)[0] == 128 + signal.Signals[name] and time.monotonic() - began < 1
     assert load_checkpoint(out / "ckpt.pt")["iter_num"] == 5
 
 
@@ -90,8 +89,9 @@ def test_60_save_and_go_on(tmp_path, data_dir, undisturbed):
     assert_same(undisturbed, out)
 
 
-@pytest.mark.parametrize("where, saved", [("eval@10", 10), ("save_open@10", 11), ("save_mid@10", 11),
-                                          ("save_before_replace@10", 11), ("load", 10)])
+@pytest.mark.parametrize("where, saved", [
+    ("eval@10", 10), ("save_open@10", 11), ("save_mid@10", 11), ("save_before_replace@10", 11),
+    ("load", 10)])
 def test_63_stop_in_eval_save_and_load(tmp_path, data_dir, undisturbed, where, saved):
     """SIGTERM in an evaluation, at three points of a save, or while loading -> exit 143 with a
     checkpoint, no temporary file, the end is exact"""

@@ -20,7 +20,7 @@ import torch
 from train import fault
 
 FORMAT_VERSION = 1
-SAFE_TORCH = (2, 10)  # before it, weights_only could be talked out of: CVE-2025-32434, CVE-2026-24747
+SAFE_TORCH = (2, 10)  # before it weights_only does not hold: CVE-2025-32434, CVE-2026-24747
 MARK = b"ironGPT sha256 "
 TRAILER_BYTES = len(MARK) + 64
 RUN_FILES = ("ckpt", "config.yaml", "training_args.json", "train.log", "metrics.jsonl", "loss.svg",

@@ -1,6 +1,7 @@
 """Validation numbers: fixed windows, weighted by tokens, the same value at any world size; and what
 follows from them. validate() and below take the Trainer of train/train.py as `run`."""
 
+import contextlib
 import math
 import time
 
@@ -47,8 +48,9 @@ def validate(run):
     p, c, started = run.progress, run.config, time.perf_counter()
     fault.point("eval", p.iter_num)
     run.raw.eval()
-    numbers = evaluate(eval_model(run), run.data.val, c.eval_iters, run.ranks,
-                       run.autocast, run.data.token_bytes, lambda: asked_to_stop(run))
+    with eager_on_cpu(run):
+        numbers = evaluate(run.raw, run.data.val, c.eval_iters, run.ranks, run.autocast,
+                           run.data.token_bytes, lambda: asked_to_stop(run))
     run.raw.train()
     if numbers is None:
         return False
@@ -69,11 +71,12 @@ def asked_to_stop(run):
     return bool(max_over_ranks(run.signals.stop, run.ranks))
 
 
-def eval_model(run):
-    """What evaluation calls: past the compiled code on a CPU, where compiling once more for it
-    costs more than it saves; through FSDP's hooks where the model is sharded."""
-    past = run.ranks.device.type == "cpu" and not run.sharded
-    return run.raw.forward if past else run.raw
+def eager_on_cpu(run):
+    """Context: past compiled code on a CPU, where compiling again, for evaluation, costs more than
+    it saves."""
+    if run.ranks.device.type == "cpu" and run.compiled:
+        return torch.compiler.set_stance("force_eager")
+    return contextlib.nullcontext()
 
 
 def react(run, numbers):

@@ -212,9 +212,9 @@ def run_reporting_errors(config, dry=False, job=None):
         if dry:
             return 0 if training.estimate(config) else 1
         (job or training.train)(config)
-        return 0
+        return leave(0)
     except Stopped as stopped:
-        return stopped.exit_code
+        return leave(stopped.exit_code)
     except (DataError, CheckpointError, distributed.SetupError, ValueError) as error:
         if type(error) is ValueError and not str(error).startswith(("lr_groups", "tracker")):
             return broke(error, config, rank)
@@ -225,22 +225,26 @@ def run_reporting_errors(config, dry=False, job=None):
     except (BadNumbers, SaveFailed) as error:
         if not rank:
             print(error, file=sys.stderr, flush=True)
-        return 1
+        return leave(1)
     except BaseException as error:
         return broke(error, config, rank)
 
 
 def broke(error, config, rank):
     """Print what broke and what to do, and leave without waiting for peers that may be gone."""
-    traceback.print_exception(error)
-    hint = advice(error, config)
-    if hint:
-        print(f"{f'[rank {rank}] ' if rank else ''}{hint}", file=sys.stderr, flush=True)
+    text, hint = "".join(traceback.format_exception(error)), advice(error, config)
+    if "WORLD_SIZE" in os.environ:
+        text = "".join(f"[rank {rank}] {line}\n" for line in f"{text}{hint}".splitlines())
+    elif hint:
+        text += f"{hint}\n"
+    sys.stderr.write(text)  # at once, or the texts of several ranks would mix
+    sys.stderr.flush()
     return leave(1)
 
 
 def leave(code):
-    """The exit code; under torchrun exit with it here, not waiting for peers that may be gone."""
+    """The exit code; under torchrun exit with it here: peers may be gone, and PyTorch's threads can
+    hang or abort a process that ends the usual way (pytorch#190489)."""
     sys.stdout.flush()
     if "WORLD_SIZE" in os.environ:
         os._exit(code)

@@ -221,7 +221,7 @@ class Trainer:
     def train_step(self):
         """One optimizer step: micro-batches forward and backward, clip, judge, update."""
         it = self.progress.iter_num
-        if it > self.first:  # which may compile
+        if it > self.first and not self.overhead:  # may compile, or wait for rank 0's save
             self.watchdog.arm()
         fault.point("before_step", it)
         lr = self.set_lr(it)
@@ -287,7 +287,9 @@ class Trainer:
                 raise
             reason = str(error).strip().split("\n")[0][:200]
             self.log.warn(f"torch.compile failed; going on without it (--compile false): {reason}")
-            self.raw._compiled_call_impl, self.compiled = None, False
+            self.compiled = False
+            for module in self.raw.modules():
+                module._compiled_call_impl = None
             return self.model(*batch)
 
     def autocast(self):

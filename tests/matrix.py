@@ -1,0 +1,113 @@
+"""Write tests/README.md, the matrix of what is done to a run, from the tests and their results.
+
+    python -m tests.matrix                 runs the tests first (minutes)
+    python -m tests.matrix RESULTS.xml...  from pytest --junitxml=RESULTS.xml, of one run or several
+
+A test belongs to the matrix by its name, test_07_09_... or test_19_to_24_..., the numbers being its
+cases, and says "what is done to the run -> what is expected" in its docstring.
+"""
+
+import ast
+import collections
+import pathlib
+import re
+import subprocess
+import sys
+import tempfile
+import xml.etree.ElementTree as ElementTree
+
+TESTS = pathlib.Path(__file__).resolve().parent
+CASES = range(1, 120)
+HEAD = """# The matrix
+
+What is done to a run, what is expected, and what happened: written by `python -m tests.matrix` from
+the names, docstrings and results of the tests. A case is found by its number in their names
+(`python -m pytest -k test_25`). The long campaigns run with `python -m pytest -m slow -s`.
+
+"""
+
+
+def cases_of(name):
+    """test_19_to_24_and_29_bad_file -> [19, 20, 21, 22, 23, 24, 29]."""
+    found, words = [], name.split("_")[1:] if name.startswith("test_") else []
+    for i, word in enumerate(words):
+        if word.isdigit() and i and words[i - 1] == "to":
+            found += range(found[-1] + 1, int(word) + 1)
+        elif word.isdigit():
+            found.append(int(word))
+        elif word not in ("to", "and") or not found:
+            break
+    return [n for n in found if n in CASES]
+
+
+def tests_of(path):
+    """(name, docstring in one line, whether marked slow) of each test of the matrix in a file."""
+    tree = ast.parse(path.read_text())
+    all_slow = any("mark.slow" in ast.unparse(node) for node in tree.body
+                   if isinstance(node, ast.Assign))
+    for node in ast.walk(tree):
+        if isinstance(node, ast.FunctionDef) and cases_of(node.name):
+            slow = all_slow or any("mark.slow" in ast.unparse(d) for d in node.decorator_list)
+            yield node.name, " ".join((ast.get_docstring(node) or "").split()), slow
+
+
+def results_of(paths):
+    """{(file, test): {"passed": n, ...}} from files of pytest --junitxml."""
+    out = collections.defaultdict(collections.Counter)
+    for path in paths:
+        for case in ElementTree.parse(path).iter("testcase"):
+            kinds = {"failure": "failed", "error": "failed", "skipped": "skipped"}
+            kind = next((kinds[child.tag] for child in case if child.tag in kinds), "passed")
+            name = re.sub(r"\[.*", "", case.get("name"), flags=re.DOTALL)
+            out[case.get("classname").rpartition(".")[2], name][kind] += 1
+    return out
+
+
+def ranges(numbers):
+    """[1, 2, 3, 7] -> '1-3, 7'."""
+    out = []
+    for n in sorted(set(numbers)):
+        if out and out[-1][1] == n - 1:
+            out[-1][1] = n
+        else:
+            out.append([n, n])
+    return ", ".join(f"{a}-{b}" if a < b else str(a) for a, b in out)
+
+
+def table(results):
+    """The matrix as Markdown."""
+    rows, covered, total = [], set(), collections.Counter()
+    for path in sorted(TESTS.glob("test_*.py")):
+        for name, doc, slow in tests_of(path):
+            cases, count = cases_of(name), results.get((path.stem, name), {})
+            done, _, expected = doc.partition(" -> ")
+            done = done or " ".join(w for w in name.split("_")[1:] if not w.isdigit())
+            text = ", ".join(f"{n} {kind}" for kind, n in sorted(count.items()))
+            rows.append((cases, done, expected, text or ("long campaign" if slow else "not run")))
+            covered |= set(cases)
+            total.update(count)
+    lines = ["| case | what is done to the run | expected | result |", "|---|---|---|---|"]
+    lines += ["| " + " | ".join(cell.replace("|", "\\|") for cell in (ranges(c), d, e, r)) + " |"
+              for c, d, e, r in sorted(rows)]
+    missing = ranges(set(CASES) - covered)
+    summary = (f"{len(covered)} of {len(CASES)} cases: " + ", ".join(
+        f"{n} tests {kind}" for kind, n in sorted(total.items()))
+        + (f". Without a test: {missing}." if missing else "."))
+    return HEAD + summary + "\n\n" + "\n".join(lines) + "\n"
+
+
+def main(paths):
+    """Write the table; the exit code of the tests, where they are run here."""
+    code = 0
+    with tempfile.TemporaryDirectory() as folder:
+        if not paths:
+            paths = [f"{folder}/results.xml"]
+            code = subprocess.run([sys.executable, "-m", "pytest", f"--junitxml={paths[0]}"],
+                                  cwd=TESTS.parent).returncode
+        results = results_of(paths)
+    (TESTS / "README.md").write_text(table({k: v for k, v in results.items() if cases_of(k[1])}))
+    return code
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
