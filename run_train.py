@@ -9,7 +9,7 @@ import sys
 import time
 
 from train.config import DEFAULT_PATH, ConfigError, load_with_origins
-from train.help import describe, help_text
+from train.help import describe, help_text, show
 
 
 def take_flag(argv, *names):
@@ -40,8 +40,7 @@ def main(argv):
     show_config, argv = take_flag(argv, "--print_config")
     dry_run, argv = take_flag(argv, "--dry_run")
     if wants_help:
-        print(help_text())
-        return 0
+        return show(help_text())
     path, overrides = take_config(argv)
     try:
         config, origins = load_with_origins(path, overrides)
@@ -52,8 +51,7 @@ def main(argv):
             time.sleep(3)  # torchrun ends the others as soon as one has gone
         return 2
     if show_config:
-        print(describe(config, origins))
-        return 0
+        return show(describe(config, origins))
     from train.report import run_reporting_errors  # torch is imported from here on
     return run_reporting_errors(config, dry_run)
 

@@ -13,7 +13,8 @@ SHARED = REPO.parent / "shared" / "data"
 
 # A model that trains in milliseconds; float32 and one thread so that runs are equal bit for bit.
 TINY = dict(n_layer=2, n_head=2, n_embd=32, n_hidden=64, block_size=16, batch_size=4,
-            gradient_accumulation_steps=2, max_iters=10, warmup_iters=2, eval_interval=5, eval_iters=3,
+            gradient_accumulation_steps=2, max_iters=10, warmup_iters=2, eval_interval=5,
+            eval_iters=3,
             log_interval=1, sample_tokens=0, device="cpu", dtype="float32", compile="false",
             num_threads=1, learning_rate=1e-2)
 

@@ -3,8 +3,8 @@
     python -m tests.matrix                 runs the tests first (minutes)
     python -m tests.matrix RESULTS.xml...  from pytest --junitxml=RESULTS.xml, of one run or several
 
-A test belongs to the matrix by its name, test_07_09_... or test_19_to_24_..., the numbers being its
-cases, and says "what is done to the run -> what is expected" in its docstring.
+A test belongs to the matrix by its name, test_07_09_... or test_case_19_to_24_..., the numbers being
+its cases, and says "what is done to the run -> what is expected" in its docstring.
 """
 
 import ast
@@ -29,7 +29,9 @@ the names, docstrings and results of the tests. A case is found by its number in
 
 def cases_of(name):
     """test_19_to_24_and_29_bad_file -> [19, 20, 21, 22, 23, 24, 29]."""
-    found, words = [], name.split("_")[1:] if name.startswith("test_") else []
+    if not name.startswith("test_"):
+        return []
+    found, words = [], [w for w in name.split("_")[1:] if w not in ("case", "cases")]
     for i, word in enumerate(words):
         if word.isdigit() and i and words[i - 1] == "to":
             found += range(found[-1] + 1, int(word) + 1)
@@ -81,7 +83,8 @@ def table(results):
         for name, doc, slow in tests_of(path):
             cases, count = cases_of(name), results.get((path.stem, name), {})
             done, _, expected = doc.partition(" -> ")
-            done = done or " ".join(w for w in name.split("_")[1:] if not w.isdigit())
+            words = (w for w in name.split("_")[1:] if not w.isdigit() and w not in ("case", "cases"))
+            done = done or " ".join(words)
             text = ", ".join(f"{n} {kind}" for kind, n in sorted(count.items()))
             rows.append((cases, done, expected, text or ("long campaign" if slow else "not run")))
             covered |= set(cases)

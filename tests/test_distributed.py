@@ -22,7 +22,7 @@ from train.dataloader import DataLoader
 # 12 sequences a step, which 1, 2, 3 and 4 ranks share equally; 50 steps.
 STEPS, SEQUENCES = 50, 12
 RUN = TINY | dict(batch_size=4, gradient_accumulation_steps=3, max_iters=STEPS, eval_interval=STEPS,
-                  learning_rate=3e-3, vocab_size=256)
+                  learning_rate=3e-3, min_lr=3e-4, vocab_size=256)
 START = multiprocessing.get_context("forkserver")
 START.set_forkserver_preload(["train.train", "train.report", "model.sample", "torch._dynamo",
                               "torch.distributed.fsdp"])

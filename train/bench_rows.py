@@ -249,12 +249,13 @@ def startup(o):
 def guards(o):
     """Steps a second of train() with everything on, beside a bare loop of the same work."""
     from train.train import Trainer
-    steps = 20 if o.tiny else 300
     with tempfile.TemporaryDirectory() as folder:
         config = load_config(REPO / "train" / "config_quick.yaml", [
-            f"max_iters={steps}", "eval_interval=0", "save_interval=100", "step_timeout=600",
+            f"max_iters={20 if o.tiny else 300}", "eval_interval=0", "save_interval=100",
+            "step_timeout=600",
             "log_interval=1000", "compile=false", "resume=never", f"out_dir={folder}/o",
             *o.overrides])
+        steps = config.max_iters
 
         def guarded(bare):
             with process_group(config) as ranks, Trainer(config, ranks) as t:

@@ -44,6 +44,7 @@ def evaluate(forward, loader, batches, ranks, autocast, token_bytes=None,
 
 def validate(run):
     """Evaluate on fixed windows and act on the numbers. False if asked to stop meanwhile."""
+    run.watchdog.arm(factor=10)  # this takes longer than a step
     run.settle()
     p, c, started = run.progress, run.config, time.perf_counter()
     fault.point("eval", p.iter_num)

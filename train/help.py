@@ -1,5 +1,7 @@
 """Showing the configuration: --help, --print_config, config.yaml of a run, the README's table."""
 
+import os
+import sys
 import textwrap
 from dataclasses import asdict, fields
 
@@ -52,6 +54,15 @@ def _show(value):
 def to_yaml(config):
     """The resolved configuration as YAML text that load_config reads back to the same values."""
     return yaml.safe_dump(asdict(config), sort_keys=False, allow_unicode=True)
+
+
+def show(page):
+    """Print, also into `| head`."""
+    try:
+        print(page, flush=True)
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    return 0
 
 
 def markdown_table():

@@ -39,7 +39,7 @@ def _shape(it, c):
 
 
 def resolve_lengths(config, tokens_per_epoch):
-    """`config` with what is given in epochs, as a ratio or not at all turned into steps and rates."""
+    """`config` with what is given in epochs, as a ratio or not at all as steps and rates."""
     c = config
     steps = tokens_per_epoch / c.tokens_per_step  # steps an epoch, not rounded
     max_iters = c.max_iters if c.max_epochs is None else max(1, math.ceil(c.max_epochs * steps))

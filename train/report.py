@@ -203,8 +203,8 @@ def resume_command(run):
 
 
 def run_reporting_errors(config, dry=False, job=None):
-    """train(config), or job(config), with errors told to a person: the exit code. 2: bad input, 1: it
-    broke, 128 + n: stopped by signal n."""
+    """train(config), or job(config), with errors told to a person: the exit code. 2: bad input, 1:
+    it broke, 128 + n: stopped by signal n."""
     rank = os.environ.get("RANK", "")
     rank = int(rank) if rank.isdigit() else 0  # what else it may be, train() refuses
     from train import train as training

@@ -74,6 +74,7 @@ def save_or_fail(run, attempts=3):
 
 def finite_contents(run):
     """contents(run); raises BadNumbers, on all ranks, rather than give what must not be saved."""
+    run.watchdog.arm(factor=10)  # saving takes longer than a step
     run.settle()
     whole = contents(run)
 

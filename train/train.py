@@ -193,7 +193,6 @@ class Trainer:
         p.finished, self.clock, self.logged = "", time.perf_counter(), p.iter_num
         self.first = p.iter_num
         while not p.finished:
-            self.watchdog.arm(factor=10)  # evaluation, saving and compiling take longer than a step
             stop, save = self.signals.agree(self.ranks)
             if stop:
                 self.stop(stop)
@@ -221,8 +220,8 @@ class Trainer:
     def train_step(self):
         """One optimizer step: micro-batches forward and backward, clip, judge, update."""
         it = self.progress.iter_num
-        if it > self.first and not self.overhead:  # may compile, or wait for rank 0's save
-            self.watchdog.arm()
+        slow = it == self.first or self.overhead  # may compile, or wait for rank 0's save
+        self.watchdog.arm(factor=10 if slow else 1)
         fault.point("before_step", it)
         lr = self.set_lr(it)
         distributed.seed_step(self.config.seed, it, self.ranks.rank)

@@ -1,0 +1,234 @@
+"""Under torchrun: signals, dead and frozen ranks, restarts, two nodes (gloo on loopback, CPU).
+
+Matrix cases 61, 62, 65-69, 71-73 and 105. Runs are compared with an undisturbed one on 1 rank.
+"""
+
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+from conftest import REPO, run, start
+from test_distributed import (
+    assert_losses_agree,
+    free_port,
+    in_ranks,
+    options,
+    read_metrics,
+    train_run,
+)
+
+pytestmark = pytest.mark.skipif(not os.path.isdir("/proc/self"), reason="finds ranks in /proc")
+STEPS = 120
+MANY = dict(max_iters=STEPS, eval_interval=40, save_interval=10, dist_timeout=60)
+
+
+@pytest.fixture(scope="module")
+def undisturbed(data_dir, tmp_path_factory):
+    out = tmp_path_factory.mktemp("undisturbed")
+    in_ranks(1, train_run, options(data_dir, out, **MANY))
+    return out
+
+
+def arguments(data_dir, out, **changes):
+    return [f"--{k}={v}" for k, v in options(data_dir, out, **MANY | changes).items()]
+
+
+def ranks_of(torchrun):
+    """{rank: pid} of the live ranks that torchrun has started."""
+    out = {}
+    for name in filter(str.isdigit, os.listdir("/proc")):
+        try:
+            with open(f"/proc/{name}/stat") as f:
+                state, parent = f.read().rpartition(")")[2].split()[:2]
+            with open(f"/proc/{name}/environ") as f:
+                rank = [v[5:] for v in f.read().split("\0") if v.startswith("RANK=")]
+        except OSError:
+            continue
+        if int(parent) == torchrun.pid and rank and state != "Z":
+            out[int(rank[0])] = int(name)
+    return out
+
+
+def alive(pid):
+    try:
+        with open(f"/proc/{pid}/stat") as f:
+            return f.read().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False
+
+
+def wait_until(condition, process, what, seconds=60):
+    deadline = time.monotonic() + seconds
+    while not condition():
+        if process.poll() is not None or time.monotonic() > deadline:
+            process.kill()
+            pytest.fail(f"{what}: not within {seconds} s, or the run ended:\n{process.stdout.read()}")
+        time.sleep(0.02)
+
+
+def last_step(out):
+    try:
+        with open(os.path.join(out, "metrics.jsonl")) as f:
+            return sum('"loss"' in line for line in f) - 1
+    except OSError:
+        return -1
+
+
+def wait_for_step(out, step, process):
+    wait_until(lambda: last_step(out) >= step, process, f"step {step}")
+
+
+def finish(process, seconds=90):
+    """(exit code, output) of a process that should end by itself."""
+    try:
+        output, _ = process.communicate(timeout=seconds)
+    finally:
+        process.kill()
+    return process.returncode, output
+
+
+# -----------------------------------------------------------------------------
+# ranks that die, freeze or hang
+
+def test_cases_66_67_68_72_killed_ranks_restart_and_a_frozen_one_goes_on(
+        data_dir, tmp_path, undisturbed):
+    p = start(*arguments(data_dir, tmp_path), ranks=2, torchrun=["--max-restarts=3"])
+    wait_for_step(tmp_path, 5, p)
+    frozen = ranks_of(p)[1]
+    os.kill(frozen, signal.SIGSTOP)
+    time.sleep(5)
+    os.kill(frozen, signal.SIGCONT)
+    for resumed, rank in enumerate((1, 0), start=1):
+        at = last_step(tmp_path) + random.randint(1, 25)
+        print("kill -9 of rank", rank, "at step", at)
+        wait_for_step(tmp_path, at, p)
+        os.kill(ranks_of(p)[rank], signal.SIGKILL)
+        wait_until(lambda n=resumed: (tmp_path / "train.log").read_text().count("Resuming") == n, p,
+                   "a restart that resumes")
+    code, output = finish(p)
+    assert code == 0 and "Training complete!" in output, output
+    assert "Another rank died" in output
+    assert_losses_agree(tmp_path, undisturbed, STEPS)
+
+
+@pytest.mark.slow
+def test_case_73_thirty_random_kills(data_dir, tmp_path, undisturbed):
+    p = start(*arguments(data_dir, tmp_path), ranks=2, torchrun=["--max-restarts=30"])
+    for _ in range(30):
+        wait_until(lambda: len(ranks_of(p)) == 2, p, "two ranks")
+        before = ranks_of(p)
+        time.sleep(random.uniform(0, 8))  # also while starting, resuming, saving
+        if p.poll() is None and (victim := ranks_of(p).get(random.randint(0, 1))):
+            os.kill(victim, signal.SIGKILL)
+            wait_until(lambda b=before: not set(ranks_of(p).values()) & set(b.values())
+                       or p.poll() is not None, p, "a restart")
+    code, _ = finish(p, 300)
+    assert code == 0
+    assert_losses_agree(tmp_path, undisturbed, STEPS)
+
+
+def test_cases_65_69_an_error_in_a_rank_ends_the_job_with_its_traceback(data_dir, tmp_path):
+    started = time.monotonic()
+    code, output = run(*arguments(data_dir, tmp_path), ranks=2,
+                       env=dict(FAULT="before_step@15:1=raise"))
+    assert code != 0 and time.monotonic() - started < 35
+    assert "[rank 1] RuntimeError: fault at before_step" in output
+    assert last_step(tmp_path) == 14
+    # The checkpoint is good, and the next start goes on from it: there rank 1 hangs.
+    started = time.monotonic()
+    code, output = run(*arguments(data_dir, tmp_path, step_timeout=4), ranks=2,
+                       env=dict(FAULT="before_step@16:1=sleep"))
+    assert code != 0 and time.monotonic() - started < 35
+    assert "at iter 10" in output and output.count("Timeout (0:00:04") == 2
+    assert "in _act" in output  # where rank 1 hangs
+
+
+def test_case_71_ranks_leave_when_torchrun_is_killed(data_dir, tmp_path):
+    p = start(*arguments(data_dir, tmp_path, max_iters=10**6), ranks=2)
+    wait_for_step(tmp_path, 2, p)
+    ranks = ranks_of(p)
+    assert set(ranks) == {0, 1}
+    p.kill()
+    deadline = time.monotonic() + 10
+    while any(map(alive, ranks.values())) and time.monotonic() < deadline:
+        time.sleep(0.1)
+    left = [pid for pid in ranks.values() if alive(pid)]
+    for pid in left:
+        os.kill(pid, signal.SIGKILL)
+    assert not left
+    assert "is gone: leaving" in p.stdout.read()
+
+
+# -----------------------------------------------------------------------------
+# asked to stop
+
+def test_case_61_sigterm_as_slurm_sends_it_stops_all_ranks_at_one_step(
+        data_dir, tmp_path, undisturbed):
+    p = start(*arguments(data_dir, tmp_path), ranks=2)
+    wait_for_step(tmp_path, 13, p)
+    for pid in (p.pid, *ranks_of(p).values()):  # a rank hears of it twice: torchrun tells it again
+        os.kill(pid, signal.SIGTERM)
+    code, output = finish(p)
+    assert code == 1  # torchrun's code after any signal
+    stopped = [line for line in output.splitlines() if line.startswith("Stopped at iter")]
+    step = last_step(tmp_path) + 1
+    assert len(stopped) == 1 and stopped[0].startswith(f"Stopped at iter {step}, saved.")
+    assert output.count("stopping after this step") == 1
+    end = output[output.index("stopping after this step"):]
+    assert end.count("Saving checkpoint") == 1 and "Traceback (most recent call last)" not in (
+        end.split("Stopped at iter")[0])
+    in_ranks(1, train_run, options(data_dir, tmp_path, **MANY))  # what is left of the cluster
+    assert_losses_agree(tmp_path, undisturbed, STEPS)
+
+
+def test_case_62_sigterm_to_one_rank_stops_all_and_saves(data_dir, tmp_path):
+    p = start(*arguments(data_dir, tmp_path), ranks=2)
+    wait_for_step(tmp_path, 13, p)
+    os.kill(ranks_of(p)[1], signal.SIGTERM)
+    code, output = finish(p)
+    assert code == 1 and f"Stopped at iter {last_step(tmp_path) + 1}, saved." in output
+    assert "exitcode  : 143" in output and "[rank" not in output
+
+
+def test_case_105_problems_are_told_once_with_exit_code_2(tmp_path):
+    code, output = run("--batch_sise=3", "--batch_size=3", "--gradient_accumulation_steps=1",
+                       "--optimizer=muon", "--distributed=fsdp", f"--out_dir={tmp_path}", ranks=2)
+    assert code == 1  # torchrun's; those of the ranks:
+    assert "exitcode  : 2" in output
+    for text in ("configuration: 3 problems", "unknown key 'batch_sise'", "valid numbers of ranks: 1, 3",
+                 "muon works on whole matrices"):
+        assert output.count(text) == 1, text
+    assert "run_train.py\", line" not in output
+
+
+# -----------------------------------------------------------------------------
+# two nodes
+
+def start_node(host, port, *args):
+    command = [sys.executable, "-m", "torch.distributed.run", "--nnodes=1:2", "--nproc-per-node=1",
+               "--max-restarts=3", "--rdzv-backend=c10d", f"--rdzv-endpoint=127.0.0.1:{port}",
+               "--rdzv-id=test", f"--rdzv-conf=is_host={host},last_call_timeout=5,"
+               "keep_alive_interval=1,keep_alive_max_attempt=3", str(REPO / "run_train.py"), *args]
+    return subprocess.Popen(command, cwd=REPO, text=True, env=os.environ | {"OMP_NUM_THREADS": "1"},
+                            stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
+
+
+def test_two_nodes_train_and_agree_and_one_goes_on_when_the_other_is_lost(
+        data_dir, tmp_path, undisturbed):
+    port = free_port()
+    nodes = [start_node(host, port, *arguments(data_dir, tmp_path)) for host in (1, 0)]
+    wait_for_step(tmp_path, 15, nodes[0])
+    assert sorted(rank for node in nodes for rank in ranks_of(node)) == [0, 1]
+    lost = list(ranks_of(nodes[1]).values())
+    nodes[1].kill()
+    for pid in lost:
+        os.kill(pid, signal.SIGKILL)
+    code, output = finish(nodes[0], 120)
+    nodes[1].communicate()
+    print(output)
+    assert code == 0
+    assert_losses_agree(tmp_path, undisturbed, STEPS)
