@@ -1,7 +1,7 @@
 """Text out of a checkpoint: python -m model.sample --ckpt out/ckpt.pt --prompt "Once upon"
 
-The checkpoint holds the tokenizer, so nothing else is needed. Every token is computed once: keys and
-values of the past stay in a cache.
+The checkpoint holds the tokenizer, so nothing else is needed. Every token is computed once: keys
+and values of the past stay in a cache.
 """
 
 import argparse
@@ -27,7 +27,7 @@ def load_model(ckpt_path, device="cpu", dtype=None):
     try:
         model.load_state_dict(convert_ddp_state(state["model"]), assign=True)
     except RuntimeError as error:
-        raise CheckpointError(f"{ckpt_path}: weights and model_args do not match: {error}") from error
+        raise CheckpointError(f"{ckpt_path}: weights do not fit model_args: {error}") from error
     spec = state.get("tokenizer")
     tokenizer = tokenizer_from_spec(spec) if spec else None
     return model.to(device, dtype).eval(), tokenizer
@@ -39,9 +39,9 @@ def generate(model, idx, max_new_tokens, temperature=1.0, top_k=None, top_p=None
     """Continue idx (B, T) int64 by up to max_new_tokens; returns (B, T + new).
 
     temperature 0 takes the most likely token; top_k and top_p (arXiv:1904.09751) cut the tail;
-    on_token(tokens (B,)) is called with each new column. Rows that met stop_token go on with it, and
-    the loop ends when all have. Where the context is full, the last three quarters of it are computed
-    again into an empty cache and sampling goes on.
+    on_token(tokens (B,)) is called with each new column. Rows that met stop_token go on with it,
+    and the loop ends when all have. Where the context is full, the last three quarters of it are
+    computed again into an empty cache and sampling goes on.
     """
     c, device = model.config, idx.device
     generator = torch.Generator(device=device)
@@ -84,7 +84,7 @@ def pick(logits, temperature, top_k, top_p, generator):
 
 
 def start_tokens(tokenizer, prompt):
-    """Ids to start from: the prompt's, else the end of text, which a document follows, else id 0."""
+    """Ids to start from: the prompt's, else the end of text, which a document follows, else 0."""
     ids = tokenizer.encode(prompt) if prompt else []
     return ids or [tokenizer.eot_token if tokenizer.eot_token is not None else 0]
 
@@ -130,7 +130,7 @@ def parse_args(argv):
     p.add_argument("--ckpt", default="out/ckpt.pt", help="checkpoint (default: %(default)s)")
     p.add_argument("--prompt", default="", help="text to continue (default: a new document)")
     p.add_argument("--max_new_tokens", type=int, default=256, help="tokens (default: %(default)s)")
-    p.add_argument("--temperature", type=float, default=0.8, help="0: the most likely token, always "
+    p.add_argument("--temperature", type=float, default=0.8, help="0: always the most likely token "
                    "(default: %(default)s)")
     p.add_argument("--top_k", type=int, help="only the k most likely tokens")
     p.add_argument("--top_p", type=float, help="only the most likely tokens that make up p")
@@ -163,7 +163,7 @@ def main(argv=None):
         device = get_device(args.device)
         model, tokenizer = load_model(args.ckpt, device, choose_dtype(args.dtype, device)[0])
         if tokenizer is None:
-            raise ValueError(f"{args.ckpt}: has no tokenizer in it, so its tokens cannot be shown as text")
+            raise ValueError(f"{args.ckpt}: has no tokenizer in it, so it cannot write text")
         start = start_tokens(tokenizer, args.prompt)
     except ValueError as error:
         print(error, file=sys.stderr)
@@ -172,8 +172,8 @@ def main(argv=None):
     stream = Streamer(tokenizer, stop) if n == 1 else None
     started = time.perf_counter()
     print(args.prompt if n == 1 else "", end="", flush=True)
-    out = generate(model, torch.tensor([start] * n, device=device), args.max_new_tokens, args.temperature,
-                   args.top_k, args.top_p, args.seed, stop, stream)
+    out = generate(model, torch.tensor([start] * n, device=device), args.max_new_tokens,
+                   args.temperature, args.top_k, args.top_p, args.seed, stop, stream)
     for row in out[:, len(start):].tolist() if n > 1 else []:
         text = tokenizer.decode(row[:row.index(stop)] if stop in row else row)
         print(args.prompt + text, end="\n" + "-" * 72 + "\n")

@@ -3,8 +3,8 @@
     python -m tests.matrix                 runs the tests first (minutes)
     python -m tests.matrix RESULTS.xml...  from pytest --junitxml=RESULTS.xml, of one run or several
 
-A test belongs to the matrix by its name, test_07_09_... or test_case_19_to_24_..., the numbers being
-its cases, and says "what is done to the run -> what is expected" in its docstring.
+A test belongs to the matrix by its name, test_07_09_... or test_case_19_to_24_...: the numbers are
+its cases. It says "what is done to the run -> what is expected" in its docstring.
 """
 
 import ast
@@ -83,8 +83,7 @@ def table(results):
         for name, doc, slow in tests_of(path):
             cases, count = cases_of(name), results.get((path.stem, name), {})
             done, _, expected = doc.partition(" -> ")
-            words = (w for w in name.split("_")[1:] if not w.isdigit() and w not in ("case", "cases"))
-            done = done or " ".join(words)
+            done = done or re.sub(r"test_(cases?_)?([0-9_]|to_|and_)*", "", name).replace("_", " ")
             text = ", ".join(f"{n} {kind}" for kind, n in sorted(count.items()))
             rows.append((cases, done, expected, text or ("long campaign" if slow else "not run")))
             covered |= set(cases)

@@ -119,7 +119,8 @@ class Program:
         self.process.start()
 
     def send(self, signum):
-        os.kill(self.process.pid, signum)
+        with contextlib.suppress(ProcessLookupError):  # it ended this very moment
+            os.kill(self.process.pid, signum)
 
     def kill(self):
         self.send(signal.SIGKILL)

@@ -289,6 +289,21 @@ def test_snapshot_is_apart_from_training(tmp_path):
     assert copy["a"][0].data_ptr() != state["a"][0].data_ptr()
 
 
+@pytest.mark.parametrize("why", ["little is free", "the copy fails"])
+def test_117_no_memory_for_a_snapshot(tmp_path, monkeypatch, why):
+    """no memory for a copy of the state -> saved all the same, while training waits"""
+    def fail(state):
+        raise RuntimeError("CUDA error: out of memory")
+    if why == "little is free":
+        monkeypatch.setattr("train.saver.memory_available", lambda: 1000)
+    else:
+        monkeypatch.setattr("train.saver.snapshot", fail)
+    saver, failures, state = Saver(), [], {"model": {"w": torch.ones(1000)}}
+    saver.save(str(tmp_path / "ckpt.pt"), state, failed=failures.append)
+    assert saver.thread is None and not failures
+    assert load_checkpoint(tmp_path / "ckpt.pt")["model"]["w"].sum() == 1000
+
+
 def test_118_saving_takes_longer_than_the_interval(tmp_path, data_dir, undisturbed, monkeypatch):
     """a disk so slow that a save takes longer than the steps between saves -> never more than one
     save at a time, the end exact"""

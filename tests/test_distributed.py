@@ -1,7 +1,7 @@
-"""Several ranks are the same run: batches, losses, gradients, checkpoints, DDP and FSDP2 (gloo, CPU).
+"""Several ranks are the same run: batches, losses, gradients, checkpoints; DDP and FSDP2 (gloo).
 
 Ranks are forked from a process that has imported torch already, so a run costs about a second.
-Matrix cases 53-55, 70, 109 and 112; what needs torchrun itself is in test_multinode.py.
+Matrix cases 53-55, 69, 70, 109 and 112; what needs torchrun itself is in test_multinode.py.
 """
 
 import json
@@ -11,6 +11,7 @@ import signal
 import socket
 import sys
 import traceback
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
@@ -301,8 +302,10 @@ def half_precision(options):
 def test_fsdp_in_bfloat16_is_near_ddp(data_dir, tmp_path, norm):
     low = dict(dtype="bfloat16", norm=norm, bias=norm == "layer", grad_clip=0.1)
     ddp = in_ranks(2, half_precision, options(data_dir, tmp_path / "d", **low))
-    fsdp = in_ranks(2, half_precision, options(data_dir, tmp_path / "f", distributed="fsdp", **low))
-    for (losses, norms, kinds), (wanted_losses, wanted_norms, _) in zip(fsdp, ddp):
+    fsdp = in_ranks(2, half_precision,
+                    options(data_dir, tmp_path / "f", distributed="fsdp", **low))
+    for (losses, norms, kinds), (wanted_losses, wanted_norms, _) in zip(
+            fsdp, ddp, strict=True):
         assert kinds == {"torch.float32"}  # the weights that the optimizer updates
         assert losses == pytest.approx(wanted_losses, rel=2e-3)
         assert norms == pytest.approx(wanted_norms, rel=2e-2)
@@ -321,7 +324,7 @@ def overflow(options):
         trainer.scaler.step(trainer.optimizer)
         trainer.scaler.update()
         after = [p.detach().to_local() for p in trainer.raw.parameters()]
-        same = all((a == b).all().item() for a, b in zip(before, after))
+        same = all((a == b).all().item() for a, b in zip(before, after, strict=True))
         return same, scale, trainer.scaler.get_scale()
     return with_trainer(options, compute)
 
@@ -399,7 +402,7 @@ def test_random_draws_are_a_function_of_seed_step_and_rank():
 # agreement between ranks
 
 def agreement():
-    from train import distributed
+    from train import distributed, state
     with distributed.process_group(load_config(None, dict(device="cpu", num_threads=1))) as ranks:
         import torch
         largest = distributed.max_over_ranks(ranks.rank * 7, ranks)
@@ -407,7 +410,7 @@ def agreement():
         found = distributed.from_main(lambda: os.getpid(), ranks)
         sent = {"bf16": torch.tensor([1.5, -2.0]).bfloat16(), "flag": torch.tensor([True, False]),
                 "scalar": torch.tensor(3.0), "empty": torch.empty(0, 4)}
-        got = {k: distributed.broadcast_tensor(v if ranks.main else None, (v.shape, v.dtype), ranks)
+        got = {k: state.broadcast_tensor(v if ranks.main else None, (v.shape, v.dtype), ranks)
                for k, v in sent.items()}
         same = all(torch.equal(got[k], v) and got[k].dtype == v.dtype for k, v in sent.items())
         try:
@@ -481,15 +484,24 @@ def test_case_112_out_of_memory_on_one_rank_ends_all(data_dir, tmp_path):
     assert "Another rank died or hung" in text
 
 
-@pytest.mark.parametrize("place", ["before_step", "eval", "save_open"])
-def test_case_70_a_rank_that_hangs_ends_with_the_stacks_of_all(data_dir, tmp_path, place):
+@pytest.fixture(scope="module")
+def hangs(data_dir, tmp_path_factory):
+    """{place: (exit codes, output)} of runs in which a rank sleeps for ever at that place."""
+    def hang(place, step, rank, limit):
+        out = tmp_path_factory.mktemp(place)
+        args = as_arguments(options(data_dir, out, step_timeout=limit, eval_interval=5))
+        codes = in_ranks(2, command_line, *args, env=dict(FAULT=f"{place}@{step}:{rank}=sleep"),
+                         output=out / "said", exits=True)
+        return codes, (out / "said").read_text()
     # Evaluation and saving, and what waits for them, may take ten times as long as a step.
-    said, rank = tmp_path / "said", 0 if place == "save_open" else 1
-    step, limit = (7, 3) if place == "before_step" else (5, 0.4)
-    args = as_arguments(options(data_dir, tmp_path / "o", step_timeout=limit, eval_interval=5))
-    codes = in_ranks(2, command_line, *args, env=dict(FAULT=f"{place}@{step}:{rank}=sleep"),
-                     output=said, exits=True)
-    text = said.read_text()
+    cases = [("before_step", 7, 1, 3), ("eval", 5, 1, 0.5), ("save_open", 5, 0, 0.5)]
+    with ThreadPoolExecutor() as pool:
+        return dict(zip([c[0] for c in cases], pool.map(lambda c: hang(*c), cases), strict=True))
+
+
+@pytest.mark.parametrize("place", ["before_step", "eval", "save_open"])
+def test_cases_69_70_a_rank_that_hangs_ends_with_the_stacks_of_all(hangs, place):
+    codes, text = hangs[place]
     assert codes == [1, 1]
     assert "Timeout" in text and "in _act" in text and "in point" in text  # where it hangs
     assert "in all_reduce" in text or "in _engine_run_backward" in text  # where the other waits
@@ -506,7 +518,7 @@ def test_case_109_half_set_environment_is_refused(monkeypatch, given, missing):
     assert read_environment() is None
     for name in given.split():
         monkeypatch.setenv(name, "1")
-    with pytest.raises(SetupError, match=f"not {missing}; start several ranks with `torchrun"):
+    with pytest.raises(SetupError, match=f"set, {missing} not; start ranks with `torchrun"):
         read_environment()
 
 
@@ -539,7 +551,7 @@ def test_one_gpu_for_several_ranks_is_refused(monkeypatch):
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     with pytest.raises(SetupError, match="cuda:1 is one GPU for 2 ranks"):
         get_device("cuda:1", 0, 2)
-    with pytest.raises(SetupError, match="8 GPUs are needed on this machine, 2 are visible"):
+    with pytest.raises(SetupError, match="8 GPUs are needed on this machine, it has 2"):
         get_device("cuda", 0, 8)
 
 

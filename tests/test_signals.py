@@ -123,6 +123,20 @@ def test_63_stop_at_random_times(tmp_path, data_dir):
     assert steps == list(range(load_checkpoint(out / "ckpt.pt")["iter_num"]))
 
 
+def test_63_interrupted_before_the_run(tmp_path, data_dir):
+    """Ctrl-C while the data is still being opened -> exit 130 without a traceback"""
+    code, text = run_program(data_dir, tmp_path / "out", prepare=interrupt_opening)
+    assert code == 130 and "Traceback" not in text
+
+
+def interrupt_opening():
+    import train.train as training
+
+    def open_token_data(*_):
+        signal.raise_signal(signal.SIGINT)
+    training.open_token_data = open_token_data
+
+
 def test_64_nohup(tmp_path, data_dir):
     """SIGHUP to a run started with nohup, which ignores it -> the run goes on"""
     program = Program(data_dir, tmp_path / "out", **LONG, prepare=ignore_hangup)

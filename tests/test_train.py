@@ -6,6 +6,7 @@ import re
 import shutil
 import subprocess
 import sys
+import time
 
 import pytest
 import torch
@@ -153,3 +154,11 @@ def test_shakespeare_characters_are_learned(tmp_path):
     done = python("-m", "model.sample", "--ckpt", tmp_path / "o/ckpt.pt", "--prompt", "ROMEO:",
                   "--max_new_tokens", 100, "--seed", 1)
     assert done.returncode == 0 and done.stdout.startswith("ROMEO:") and len(done.stdout) > 90
+
+
+def test_slow_input_is_noticed_and_named(tmp_path, data_dir, monkeypatch, capsys):
+    from train.dataloader import DataLoader
+    get_batch = DataLoader.get_batch
+    monkeypatch.setattr(DataLoader, "get_batch", lambda *a: (time.sleep(0.05), get_batch(*a))[1])
+    train(config(data_dir, tmp_path, max_iters=3))
+    assert "of the time goes into reading batches" in capsys.readouterr().out

@@ -107,11 +107,14 @@ def tensor_bytes(state):
 
 
 def find_not_finite(state):
-    """The name of a tensor in a nest that holds a NaN or an infinity, or None."""
-    named = [(n, t) for n, t in named_tensors(state) if t.is_floating_point() and t.numel()]
+    """The name of a tensor in a nest that holds a NaN or an infinity, or None (scalars aside)."""
+    named = [(n, t) for n, t in named_tensors(state)
+             if t.is_floating_point() and t.dim() and t.numel()]
     if not named:
         return None
-    finite = torch.stack([torch.isfinite(t).all() for _, t in named])  # one wait for the device
+    # What is not finite shows in the extremes; all of them together wait for the device once.
+    extremes = torch.stack([torch.stack(torch.aminmax(t)).float() for _, t in named])
+    finite = torch.isfinite(extremes).all(1)
     return None if finite.all() else named[int(finite.int().argmin())][0]
 
 

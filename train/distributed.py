@@ -9,6 +9,7 @@ import os
 import random
 import threading
 import time
+import uuid
 from dataclasses import dataclass
 from datetime import timedelta
 
@@ -56,17 +57,16 @@ def get_device(name="auto", local_rank=0, local_world_size=1):
         raise SetupError(f"device: {name!r} is unknown; use auto, cpu, cuda, cuda:N or mps")
     if kind == "cuda":
         if not torch.cuda.is_available():
-            raise SetupError("device: cuda was asked for, but this PyTorch sees no CUDA GPU (torch "
-                             f"{torch.__version__}); check nvidia-smi and the torch build, or use "
-                             "--device cpu")
+            raise SetupError(f"device: torch {torch.__version__} sees no CUDA GPU; check nvidia-smi "
+                             "and the torch build, or use --device cpu")
         if ":" in name and local_world_size > 1:
             raise SetupError(f"device: {name} is one GPU for {local_world_size} ranks; use "
                              "--device cuda, and choose the GPUs with CUDA_VISIBLE_DEVICES")
         index = int(name.partition(":")[2] or local_rank)
         if local_world_size > torch.cuda.device_count() or index >= torch.cuda.device_count():
             raise SetupError(f"device: {max(local_world_size, index + 1)} GPUs are needed on this "
-                             f"machine, {torch.cuda.device_count()} are visible; lower "
-                             "--nproc_per_node or set CUDA_VISIBLE_DEVICES")
+                             f"machine, it has {torch.cuda.device_count()}; lower --nproc_per_node "
+                             "or set CUDA_VISIBLE_DEVICES")
         torch.cuda.set_device(index)
         return torch.device("cuda", index)
     if kind == "mps" and not torch.backends.mps.is_available():
@@ -174,13 +174,14 @@ def process_group(config):
     rank, local_rank, world_size, local_world_size = env
     device = get_device(config.device, local_rank, local_world_size)
     backend = "nccl" if device.type == "cuda" and dist.is_nccl_available() else "gloo"
-    exit_with_parent()
+    if "TORCHELASTIC_RUN_ID" in os.environ:
+        exit_with_parent()
     timeout = timedelta(seconds=config.dist_timeout)
-    dist.init_process_group(backend, timeout=timeout,
+    store = fresh_store(rank, world_size, timeout)
+    dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=timeout,
                             device_id=device if backend == "nccl" else None)
-    control = dist.group.WORLD
-    if backend != "gloo":
-        control = dist.new_group(backend="gloo", timeout=timeout)
+    control = (dist.group.WORLD if backend == "gloo" else
+               dist.new_group(backend="gloo", timeout=timeout))
     try:
         yield Ranks(rank, local_rank, world_size, device, control)
     except LeaveTogether:
@@ -198,10 +199,9 @@ def read_environment():
     if "RANK" in missing and "WORLD_SIZE" in missing and "LOCAL_RANK" in missing:
         return None
     found = ", ".join(f"{k}={v}" for k, v in env.items() if v)
-    advice = ("start several ranks with `torchrun --nproc_per_node=N run_train.py ...`, or unset "
-              "these variables to train on one device")
+    advice = "start ranks with `torchrun --nproc_per_node=N run_train.py ...`, or unset these"
     if missing:
-        raise SetupError(f"environment: {found} set, but not {', '.join(missing)}; {advice}")
+        raise SetupError(f"environment: {found} set, {', '.join(missing)} not; {advice}")
     try:
         rank, local_rank, world_size = (int(env[k]) for k in ENVIRONMENT[:3])
         local_world_size = int(os.environ.get("LOCAL_WORLD_SIZE") or world_size)
@@ -210,6 +210,33 @@ def read_environment():
     if not 0 <= rank < world_size:
         raise SetupError(f"environment: RANK must be below WORLD_SIZE, got {found}; {advice}")
     return rank, local_rank, world_size, local_world_size
+
+
+def fresh_store(rank, world_size, timeout):
+    """The store through which the ranks find each other, with a name of its own for this start.
+
+    torchrun keeps one store over restarts, in which a rank that is early finds the addresses of the
+    dead and fails (pytorch#135712, #167288; with PyTorch 2.13 in every second restart or so). So
+    rank 0 names the start, and tells the name to each rank that shows a mark no dead one had.
+    """
+    store, _, _ = next(dist.rendezvous("env://", rank, world_size, timeout=timeout))
+    mark, deadline = uuid.uuid4().hex, time.monotonic() + timeout.total_seconds()
+    if rank:
+        store.set(f"mark of {rank}", mark)
+        name = store.get(f"name for {mark}").decode()  # waits for it
+        store.set(f"{name} known to {rank}", "")
+        return dist.PrefixStore(name, store)
+    missing = set(range(1, world_size))
+    while missing:
+        for other in sorted(missing):
+            if store.check([f"{mark} known to {other}"]):
+                missing.discard(other)
+            elif store.check([f"mark of {other}"]):
+                store.set(f"name for {store.get(f'mark of {other}').decode()}", mark)
+        if time.monotonic() > deadline:
+            raise SetupError(f"dist_timeout: within {timeout} these ranks did not start: {missing}")
+        time.sleep(0.01)
+    return dist.PrefixStore(mark, store)
 
 
 _LEFT = []  # process groups of the past, see leave()
@@ -308,15 +335,6 @@ def full(tensor):
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
-def full_on_main(tensor):
-    """full(tensor) on the CPU of rank 0 and None elsewhere, where `tensor` is sharded: a rank holds
-    one whole tensor at a time. A tensor that is not sharded comes back as it is, on every rank."""
-    if not isinstance(tensor, DTensor):
-        return tensor
-    whole = tensor.full_tensor()
-    return whole.cpu() if tensor.device_mesh.get_rank() == 0 else None
-
-
 def assign(target, source):
     """Copy the whole tensor `source` into `target`, of which this rank may hold a shard."""
     with torch.no_grad():
@@ -325,15 +343,6 @@ def assign(target, source):
             source = distribute_tensor(source.to(target.device), target.device_mesh,
                                        target.placements, src_data_rank=None)
         target.copy_(source)
-
-
-def broadcast_tensor(tensor, like, ranks):
-    """Rank 0's CPU tensor on every rank; `like` = (shape, dtype) tells the others what comes."""
-    if ranks.world_size == 1:
-        return tensor
-    tensor = tensor.contiguous() if ranks.main else torch.empty(like[0], dtype=like[1])
-    dist.broadcast(tensor, src=0, group=ranks.control)
-    return tensor
 
 
 def convert_ddp_state(state):

@@ -53,8 +53,8 @@ class Signals:
         return self
 
     def __exit__(self, *_):
-        for number, handler in self.old.items():
-            signal.signal(number, handler)
+        for number, handler in self.old.items():  # None: one that Python did not install
+            signal.signal(number, handler or signal.SIG_DFL)
 
     def _handle(self, signum, frame):
         if signum == getattr(signal, "SIGUSR1", None):

@@ -10,6 +10,7 @@ import time
 from train import report, resume
 from train.guard import BadNumbers
 
+SLOW_INPUT = 0.3  # share of the time that is worth a warning
 MAX_OVERFLOWS_IN_A_ROW = 20  # fp16: then it is not the scale that is wrong
 
 
@@ -60,7 +61,11 @@ def windows(run, it):
 def log_step(run, it, loss, norm, lr):
     c, now = run.config, time.perf_counter()
     seconds = (now - run.clock - run.overhead) / max(1, it + 1 - run.logged)
-    run.clock, run.logged, run.overhead = now, it + 1, 0.0
+    if run.loading > SLOW_INPUT * (now - run.clock) and it > 0:
+        share = run.loading / (now - run.clock)
+        run.log.warn(f"{share:.0%} of the time goes into reading batches: "
+                     "put data_dir on a local disk, or use a larger block_size")
+    run.clock, run.logged, run.overhead, run.loading = now, it + 1, 0.0, 0.0
     speed = c.tokens_per_step / seconds
     run.log.step(dict(
         iter=it, max_iters=c.max_iters, tokens=(it + 1) * c.tokens_per_step, loss=loss, lr=lr,

@@ -226,6 +226,8 @@ def run_reporting_errors(config, dry=False, job=None):
         if not rank:
             print(error, file=sys.stderr, flush=True)
         return leave(1)
+    except KeyboardInterrupt:  # before there was anything to save
+        return leave(130)
     except BaseException as error:
         return broke(error, config, rank)
 

@@ -1,6 +1,7 @@
 """Saves beside the training: from a snapshot, in a thread, with the guarantees of a save."""
 
 import contextlib
+import pathlib
 import threading
 
 import torch
@@ -19,14 +20,14 @@ class Saver:
         so a slow disk cannot pile up work. `failed` is called with what went wrong, from the
         thread; without it the save is done before this returns, and raises."""
         self.wait()
-        if failed is None or memory_available() < 2 * tensor_bytes(state):
+        copy, ready = None if failed is None else snapshot_if_room(state), None
+        if copy is None:
             return self._write(path, state, links, after, failed)
-        state, ready = snapshot(state), None
         if torch.cuda.is_initialized():  # the copies are under way on the stream of the training
             ready = torch.cuda.Event()
             ready.record()
         self.thread = threading.Thread(target=self._write,
-                                       args=(path, state, links, after, failed, ready))
+                                       args=(path, copy, links, after, failed, ready))
         self.thread.start()
 
     def _write(self, path, state, links, after, failed, ready=None):
@@ -46,6 +47,16 @@ class Saver:
             self.thread = None
 
 
+def snapshot_if_room(state):
+    """A snapshot, or None where memory does not allow one."""
+    if memory_available() < 2 * tensor_bytes(state):
+        return None
+    try:
+        return snapshot(state)
+    except (MemoryError, RuntimeError):  # pinned memory is scarcer
+        return None
+
+
 def snapshot(state):
     """A copy on the CPU of a nest of dicts, lists and tensors that training can no longer change.
     From a GPU into pinned memory, at the speed of the bus: synchronize before reading it."""
@@ -58,7 +69,14 @@ def snapshot(state):
 
 
 def memory_available():
-    """Bytes of memory free for use (Linux; elsewhere assumed plenty)."""
+    """Bytes of memory free for use, on the machine and in the container (Linux; else: plenty)."""
+    free = 2**62
     with contextlib.suppress(OSError, ValueError), open("/proc/meminfo") as f:
-        return next(int(line.split()[1]) * 1024 for line in f if line.startswith("MemAvailable"))
-    return 2**62
+        free = next(int(line.split()[1]) * 1024 for line in f if line.startswith("MemAvailable"))
+    with contextlib.suppress(OSError, ValueError, StopIteration):
+        limit, used, stat = (pathlib.Path("/sys/fs/cgroup", f"memory.{name}").read_text()
+                             for name in ("max", "current", "stat"))
+        cache = next(int(line.split()[1]) for line in stat.splitlines()
+                     if line.startswith("inactive_file "))
+        free = min(free, int(limit) - int(used) + cache)
+    return free

@@ -4,8 +4,10 @@ and FSDP2, at any number of ranks."""
 from dataclasses import dataclass
 
 import torch
+import torch.distributed as dist
+from torch.distributed.tensor import DTensor
 
-from train.distributed import assign, broadcast_tensor, full_on_main
+from train.distributed import assign, full
 
 
 def model_state(model):
@@ -27,6 +29,15 @@ def optimizer_state(optimizer):
     return {"state": state, "param_groups": groups}
 
 
+def full_on_main(tensor):
+    """full(tensor) on the CPU of rank 0 and None elsewhere, where `tensor` is sharded: a rank holds
+    one whole tensor at a time. A tensor that is not sharded comes back as it is, on every rank."""
+    if not isinstance(tensor, DTensor):
+        return tensor
+    whole = full(tensor)
+    return whole.cpu() if dist.get_rank() == 0 else None
+
+
 @dataclass
 class Spec:
     """Stands for a tensor while a state travels to the other ranks."""
@@ -41,6 +52,15 @@ def specs(state):
     if isinstance(state, dict):
         return {k: specs(v) for k, v in state.items()}
     return [specs(v) for v in state] if isinstance(state, list) else state
+
+
+def broadcast_tensor(tensor, like, ranks):
+    """Rank 0's CPU tensor on every rank; `like` = (shape, dtype) tells the others what comes."""
+    if ranks.world_size == 1:
+        return tensor
+    tensor = tensor.contiguous() if ranks.main else torch.empty(like[0], dtype=like[1])
+    dist.broadcast(tensor, src=0, group=ranks.control)
+    return tensor
 
 
 def load_model(model, wanted, tensors, ranks):

@@ -63,6 +63,7 @@ class Trainer:
                                       c.early_stopping_mode)
         self.pending = self.batch = None    # numbers of the last step; the micro-batch prepared
         self.pause = self.overhead = 0.0    # seconds: of all saves; not to count in a step's time
+        self.loading = 0.0                  # seconds spent on batches since the last log line
         self.saved_at, self.best_due = 0, False
         self.on_evaluation = lambda iter_num, numbers: None
         self.model_file = load_model_file(c.model)
@@ -275,7 +276,9 @@ class Trainer:
 
     def prefetch(self, index):
         """Prepare a micro-batch while the device works on the one before."""
+        started = time.perf_counter()
         self.batch = (index, self.data.train.get_batch(self.ranks.device, index))
+        self.loading += time.perf_counter() - started
 
     def call_model(self, *batch):
         """model(*batch); where compiling fails, say so once and go on without."""
