@@ -1,6 +1,7 @@
 """Runs for the tests of reliability: small ones in this process, and the program in processes that
 can be killed, forked from one that has imported it (0.1 s instead of 3 s each)."""
 
+import atexit
 import contextlib
 import json
 import multiprocessing
@@ -85,6 +86,13 @@ def assert_same(a, b, best=True):
 _forker = multiprocessing.get_context("forkserver")
 _forker.set_forkserver_preload(["pytest", "torch._inductor", "train.train", "train.report",
                                 "train.plot", "model.gpt", "data.tokenizer", "run_train"])
+
+
+@atexit.register
+def _kill_programs():
+    """What a failed test left running, or pytest would wait for it."""
+    for process in multiprocessing.active_children():
+        process.kill()
 
 
 def _run_program(args, output, env, prepare):

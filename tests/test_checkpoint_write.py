@@ -54,6 +54,25 @@ def test_01_to_05_kill_inside_a_save(tmp_path, data_dir, undisturbed, case):
     assert not temporary_files(out)
 
 
+def test_04_05_durable_before_visible(tmp_path, monkeypatch):
+    """(a power cut, which no test can make) -> the order that survives one: the new file on disk,
+    the old one renamed, the new one in its place, the folder on disk"""
+    done, real = [], {n: getattr(os, n) for n in ("fsync", "replace")}
+
+    def fsync(fd):
+        done.append("sync folder" if stat.S_ISDIR(os.fstat(fd).st_mode) else "sync file")
+        real["fsync"](fd)
+
+    def replace(source, target):
+        done.append(f"rename to {os.path.basename(target)}")
+        real["replace"](source, target)
+    save_checkpoint(str(tmp_path / "ckpt.pt"), {"model": {}})
+    monkeypatch.setattr(os, "fsync", fsync)
+    monkeypatch.setattr(os, "replace", replace)
+    save_checkpoint(str(tmp_path / "ckpt.pt"), {"model": {}})
+    assert done == ["sync file", "rename to ckpt_prev.pt", "rename to ckpt.pt", "sync folder"]
+
+
 def test_06_kill_at_random_times(tmp_path, data_dir, undisturbed):
     """kill -9 at random wall-clock times in a run saving every step, restarted until it ends (8
     kills; 200 in test_soak.py) -> no unreadable checkpoint, the end is exact"""

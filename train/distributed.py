@@ -57,8 +57,8 @@ def get_device(name="auto", local_rank=0, local_world_size=1):
         raise SetupError(f"device: {name!r} is unknown; use auto, cpu, cuda, cuda:N or mps")
     if kind == "cuda":
         if not torch.cuda.is_available():
-            raise SetupError(f"device: torch {torch.__version__} sees no CUDA GPU; check nvidia-smi "
-                             "and the torch build, or use --device cpu")
+            raise SetupError(f"device: torch {torch.__version__} sees no CUDA GPU; see nvidia-smi, "
+                             "check the torch build, or use --device cpu")
         if ":" in name and local_world_size > 1:
             raise SetupError(f"device: {name} is one GPU for {local_world_size} ranks; use "
                              "--device cuda, and choose the GPUs with CUDA_VISIBLE_DEVICES")
@@ -196,7 +196,7 @@ def read_environment():
     Raises SetupError where they are half set: such ranks would train without each other."""
     env = {k: os.environ.get(k) for k in ENVIRONMENT}
     missing = [k for k, v in env.items() if not v]
-    if "RANK" in missing and "WORLD_SIZE" in missing and "LOCAL_RANK" in missing:
+    if set(ENVIRONMENT[:3]) <= set(missing):
         return None
     found = ", ".join(f"{k}={v}" for k, v in env.items() if v)
     advice = "start ranks with `torchrun --nproc_per_node=N run_train.py ...`, or unset these"

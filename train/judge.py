@@ -9,6 +9,7 @@ import time
 
 from train import report, resume
 from train.guard import BadNumbers
+from train.logger import duration
 
 SLOW_INPUT = 0.3  # share of the time that is worth a warning
 MAX_OVERFLOWS_IN_A_ROW = 20  # fp16: then it is not the scale that is wrong
@@ -67,9 +68,14 @@ def log_step(run, it, loss, norm, lr):
                      "put data_dir on a local disk, or use a larger block_size")
     run.clock, run.logged, run.overhead, run.loading = now, it + 1, 0.0, 0.0
     speed = c.tokens_per_step / seconds
+    left = (c.max_iters - it - 1) * seconds
+    if not run.told_end and it > run.first:  # the first step may have compiled
+        run.told_end = True
+        end = time.strftime("%Y-%m-%d %H:%M", time.localtime(time.time() + left))
+        run.log.info(f"Expected to finish in {duration(left)}, at about {end}")
     run.log.step(dict(
         iter=it, max_iters=c.max_iters, tokens=(it + 1) * c.tokens_per_step, loss=loss, lr=lr,
         grad_norm=norm, time_ms=seconds * 1000, tokens_per_sec=speed,
         mfu=report.mfu(run.raw, speed, run.ranks, run.dtype),
-        eta_s=(c.max_iters - it - 1) * seconds,
+        eta_s=left,
         memory_mib=report.peak_memory(run.ranks.device)))

@@ -100,8 +100,10 @@ def start_up(run, log):
 def dry_run(run):
     """Estimate memory and time from a few timed steps; nothing is written. True if it fits."""
     c, model, device = run.config, run.raw, run.ranks.device
-    start_up(run, print)
+    say = print if run.ranks.main else lambda text: None
+    start_up(run, say)
     weights = sum(p.numel() * 4 for p in model.parameters())
+    weights //= run.ranks.world_size if run.sharded else 1
     width = 2 if run.dtype != torch.float32 else 4
     rows = run.micro_batch * c.block_size
     hidden = c.n_hidden or 4 * c.n_embd
@@ -111,29 +113,30 @@ def dry_run(run):
     parts = dict(weights=weights, gradients=weights, optimizer=2 * weights,
                  activations=activations, logits=logits)
     needed, there = sum(parts.values()), available_memory(device)
-    print("Memory: " + ", ".join(f"{k} {v / 2**20:,.0f}" for k, v in parts.items())
-          + f" MiB; in all {needed / 2**20:,.0f} of {there / 2**20:,.0f} MiB")
-    if needed > there:
-        print("Does not fit: lower batch_size (and raise gradient_accumulation_steps by the same "
-              "factor), set gradient_checkpointing: true, or lower block_size, n_layer or n_embd.")
+    say("Memory: " + ", ".join(f"{k} {v / 2**20:,.0f}" for k, v in parts.items())
+        + f" MiB; in all {needed / 2**20:,.0f} of {there / 2**20:,.0f} MiB")
+    if distributed.max_over_ranks(int(needed > there), run.ranks):
+        say("Does not fit: lower batch_size (and raise gradient_accumulation_steps by the same "
+            "factor), set gradient_checkpointing: true, or lower block_size, n_layer or n_embd.")
         return False
     seconds = time_steps(run)
-    print(f"Fits. {seconds * 1000:,.0f} ms a step, {c.tokens_per_step / seconds:,.0f} tokens/s"
-          + ("" if not run.compiled else " (not compiled; the run will be faster)"))
+    say(f"Fits. {seconds * 1000:,.0f} ms a step, {c.tokens_per_step / seconds:,.0f} tokens/s"
+        + ("" if not run.compiled else " (not compiled; the run will be faster)"))
     for steps in sorted({c.max_iters, 5_000, 50_000, 500_000}):
-        print(f"  {steps:>9,} steps: {compact(steps * c.tokens_per_step):>6} tokens, "
-              f"{duration(steps * seconds)}")
+        say(f"  {steps:>9,} steps: {compact(steps * c.tokens_per_step):>6} tokens, "
+            f"{duration(steps * seconds)}")
     return True
 
 
 def time_steps(run, wanted=3):
     """Seconds of an optimizer step: the median of a few micro-batches, times their number."""
     times, model = [], run.raw
+    compute = model if run.sharded else model.forward  # past the compiled code
     batch = run.data.train.get_batch(run.ranks.device, 0)
     for _ in range(wanted + 1):
         started = time.perf_counter()
         with run.autocast():
-            loss, _ = model.forward(*batch)
+            loss, _ = compute(*batch)
         loss.backward()
         if run.ranks.device.type == "cuda":
             torch.cuda.synchronize()

@@ -63,6 +63,7 @@ class Trainer:
                                       c.early_stopping_mode)
         self.pending = self.batch = None    # numbers of the last step; the micro-batch prepared
         self.pause = self.overhead = 0.0    # seconds: of all saves; not to count in a step's time
+        self.told_end = False
         self.loading = 0.0                  # seconds spent on batches since the last log line
         self.saved_at, self.best_due = 0, False
         self.on_evaluation = lambda iter_num, numbers: None
