@@ -25,8 +25,8 @@ FILES = ("train.bin", "val.bin", RANKS_FILE, "meta.json")
 VAL_BYTES = 10_000_000  # enough text to validate on, however large the input
 QUICK = 64 << 20        # bytes of text that one process reads, or cuts into bytes, in a second
 QUICK_BPE = 8 << 20     # the same where words are cut into tokens
-SHAKESPEARE_URL = ("https://raw.githubusercontent.com/karpathy/char-rnn/master/data/tinyshakespeare/"
-                   "input.txt")
+SHAKESPEARE_URL = ("https://raw.githubusercontent.com/karpathy/char-rnn/master/data/"
+                   "tinyshakespeare/input.txt")
 SHAKESPEARE_SHA256 = "86c4e6aa9db7c042ec79f339dcb96d42b0075e16b8fc2e86bf0ca57e2dc565ed"
 
 
