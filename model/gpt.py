@@ -238,6 +238,9 @@ class GPT(nn.Module):
 
     def trunk(self, idx, cache=None):
         c, start = self.config, cache.used if cache is not None else 0
+        if start + idx.size(1) > c.block_size:
+            raise ValueError(f"{start + idx.size(1)} tokens; the context of this model is "
+                             f"{c.block_size} (block_size)")
         x = self.wte(idx)
         if self.wpe is not None:
             x = x + self.wpe.weight[start:start + idx.size(1)]

@@ -2,6 +2,7 @@
 
 import os
 import pathlib
+import signal
 import subprocess
 import sys
 
@@ -17,6 +18,11 @@ TINY = dict(n_layer=2, n_head=2, n_embd=32, n_hidden=64, block_size=16, batch_si
             eval_iters=3,
             log_interval=1, sample_tokens=0, device="cpu", dtype="float32", compile="false",
             num_threads=1, learning_rate=1e-2)
+
+# What started pytest may have it ignore these (nohup, a shell's &), and every program with it.
+signal.signal(signal.SIGINT, signal.default_int_handler)
+if hasattr(signal, "SIGHUP"):
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
 
 def tiny_args(**changes):

@@ -103,7 +103,6 @@ def _run_program(args, output, env, prepare):
     os.dup2(fd, 2)
     sys.stdout, sys.stderr = os.fdopen(1, "w", 1), os.fdopen(2, "w", 1)
     sys.argv = ["run_train.py", *args]
-    signal.signal(signal.SIGINT, signal.default_int_handler)  # pytest may run with it ignored
     prepare()
     import run_train
     sys.exit(run_train.main(args))

@@ -14,6 +14,7 @@ import pytest
 import torch
 from runs import assert_same, configure, go, metrics, run_program, tensors
 
+from model.gpt import GPT, GPTConfig
 from train.checkpoint import CheckpointError, load_checkpoint, save_checkpoint
 from train.config import ConfigError, parse_value
 from train.guard import Stopped
@@ -270,6 +271,20 @@ def test_35_model_of_another_size(out, data_dir, key, value, shapes):
     for text in shapes:
         assert text in str(caught.value)
     assert load_checkpoint(out / "ckpt.pt")["iter_num"] == 10
+
+
+def test_103_block_longer_than_the_models(out, data_dir, tmp_path):
+    """block_size raised on resume; --init_from a model whose learned positions are fewer; a
+    sequence longer than the context -> refused, with found and wanted"""
+    with pytest.raises(CheckpointError, match="block_size: checkpoint has 8, now 32"):
+        go(data_dir, out, block_size=32)
+    go(data_dir, tmp_path / "a", pos="learned")
+    with pytest.raises(CheckpointError, match=r"wpe.weight: .*\(8, 16\).*\(32, 16\)"):
+        go(data_dir, tmp_path / "b", pos="learned", block_size=32,
+           init_from=tmp_path / "a" / "ckpt.pt")
+    model = GPT(GPTConfig(block_size=16, vocab_size=5, n_layer=1, n_head=1, n_embd=8))
+    with pytest.raises(ValueError, match="17 tokens; the context of this model is 16"):
+        model(torch.zeros(1, 17, dtype=torch.long))
 
 
 def broken_state(out, change):

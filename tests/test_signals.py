@@ -111,10 +111,15 @@ def test_63_stop_at_random_times(tmp_path, data_dir):
     """SIGTERM at 12 random times of a run, also before it has begun -> exit 143 and saved, or ended
     by the signal before there was anything to save; no temporary file, every step logged once"""
     out, draw = tmp_path / "out", random.Random(63)
+    endless = dict(max_iters=100_000, lr_decay_iters=100_000, save_interval=2)
+    began, program = time.monotonic(), Program(data_dir, tmp_path / "first", **endless)
+    program.wait_for("iter 2:")
+    first_steps = time.monotonic() - began  # seconds, on this machine
+    program.kill()
     codes = []
     for i in range(12):
-        program = Program(data_dir, out, max_iters=100_000, lr_decay_iters=100_000, save_interval=2)
-        program.process.join(draw.random() * (0.3 if i % 3 else 0.05))
+        program = Program(data_dir, out, **endless)
+        program.process.join(draw.random() * first_steps * (3 if i % 3 else 0.5))
         program.send(signal.SIGTERM)
         codes.append(program.wait(20)[0])
         assert not out.exists() or not temporary_files(out)

@@ -267,6 +267,12 @@ def test_dry_run_estimates_and_writes_nothing(tmp_path, data_dir, monkeypatch):
     assert code == 1 and "Does not fit: lower batch_size" in out
 
 
+def test_dry_run_of_a_model_larger_than_any_memory(tmp_path, data_dir):
+    huge = dict(n_layer=1000, n_embd=131072, n_hidden=524288)  # 8 PiB, never built
+    code, out, _ = command("--dry_run", data_dir=data_dir, out_dir=tmp_path / "o", **huge)
+    assert code == 1 and "Does not fit: lower batch_size" in out
+
+
 # -----------------------------------------------------------------------------
 # when it goes wrong
 

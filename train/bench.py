@@ -84,8 +84,10 @@ def describe(v):
         loss = v["loss"]
         yield f"{v['parameters']:,} parameters"
         yield f"{v['flops_per_token']:,} FLOPs a token"
-        yield f"{v['of_bf16_matmul']:.0%} of the bf16 matmul"
+        yield f"{v['of_matmul']:.0%} of the matmul peak"
         yield f"loss {loss['first']:.4f} to {loss['last']:.4f} in {loss['steps']} steps"
+    if "of_step" in v:
+        yield f"{v['of_step']:.2%} of computing"
     if "tokens" in v:
         yield f"{v['tokens']:,} tokens, val loss {v['val_loss']:.4f}"
 

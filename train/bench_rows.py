@@ -1,5 +1,6 @@
 """The rows of train/bench.py: each a function of its options that returns lines of the table."""
 
+import collections
 import os
 import re
 import shutil
@@ -9,13 +10,14 @@ import sys
 import tempfile
 import time
 from pathlib import Path
+from unittest import mock
 
 import numpy as np
 import torch
 
 from model.gpt import GPT, GPTConfig
 from model.sample import generate
-from train import bench_peer
+from train import bench_peer, resume
 from train.config import load_config
 from train.dataloader import DataLoader
 from train.distributed import choose_dtype, process_group
@@ -114,9 +116,9 @@ def throughput(o):
             kind = str(theirs).removeprefix("torch.")
             add(f"peer, {kind}, {how}", bench_peer.build(o), theirs, compiled)
     results = alternate(sides, o.repeats)
-    peak = o.machine["matmul_tflops"]["bfloat16"] * 1e12
+    peak = max(o.machine["matmul_tflops"].values()) * 1e12
     for name, r in results.items():
-        r.update(notes[name], of_bf16_matmul=r["median"] * notes[name]["flops_per_token"] / peak)
+        r.update(notes[name], of_matmul=r["median"] * notes[name]["flops_per_token"] / peak)
     s = o.shape
     return [row(f"training, {s['n_layer']} x {s['n_embd']}, vocabulary {s['vocab_size']:,}, T "
                 f"{s['block_size']}, batch {o.batch}", "tokens/s", results)]
@@ -247,30 +249,43 @@ def startup(o):
 
 
 def guards(o):
-    """Steps a second of train() with everything on, beside a bare loop of the same work."""
-    from train.train import Trainer
+    """What guarding costs a step of the production model: the time of a whole run that is not spent
+    computing, and the time that a save in the background takes from the steps beside it."""
+    shape = [f"{k}={v}" for k, v in o.shape.items()]
     with tempfile.TemporaryDirectory() as folder:
-        config = load_config(REPO / "train" / "config_quick.yaml", [
-            f"max_iters={20 if o.tiny else 300}", "eval_interval=0", "save_interval=100",
-            "step_timeout=600",
-            "log_interval=1000", "compile=false", "resume=never", f"out_dir={folder}/o",
-            *o.overrides])
-        steps = config.max_iters
-
-        def guarded(bare):
-            with process_group(config) as ranks, Trainer(config, ranks) as t:
-                t.start()
-                return steps / timed(lambda: bare_loop(t) if bare else t.fit())
-        sides = {"ours, all guards": lambda: guarded(False),
-                 "the same work, bare loop": lambda: guarded(True)}
-        return [row(f"train(): checks, watchdog, lock, a save every 100 of {steps} steps",
-                    "steps/s", alternate(sides, o.repeats))]
+        config = load_config(REPO / "train" / "config.yaml", [
+            *shape, f"batch_size={o.batch}", "gradient_accumulation_steps=1", "max_iters=12",
+            "save_interval=6", "eval_interval=0", "step_timeout=600", "dtype=auto", "compile=false",
+            "resume=never", f"out_dir={folder}/o", *o.overrides])
+        runs = [guarded(config) for _ in range(1 + o.repeats)]
+    results = {name: summary([1000 * run[i] for run in runs]) for i, name in enumerate((
+        "ours, computing", "checks, watchdog, lock, log", "a save in the background / 100"))}
+    step, *others = (r["median"] for r in results.values())
+    for r, part in zip(list(results.values())[1:], others):
+        r["of_step"] = part / step
+    return [row("a step of the production model, guarded", "ms", results)]
 
 
-def bare_loop(t):
-    for it in range(t.config.max_iters):
-        t.set_lr(it)
-        t.forward_backward(it)
-        torch.nn.utils.clip_grad_norm_(t.raw.parameters(), t.config.grad_clip)
-        t.optimizer.step()
-        t.optimizer.zero_grad(set_to_none=True)
+def guarded(config):
+    """Seconds of a run with everything on, for one step: computing, guarding, and a hundredth of
+    what one save costs (its pause, and what its thread takes from the steps after it)."""
+    from train.train import Trainer
+    steps, half, work = config.max_iters, config.save_interval, collections.defaultdict(float)
+    with process_group(config) as ranks, Trainer(config, ranks) as t:
+        def clocked(f, key=lambda: t.progress.iter_num):
+            def g(*args, **kwargs):
+                at, started = key(), time.perf_counter()
+                out = f(*args, **kwargs)
+                work[at] += time.perf_counter() - started
+                return out
+            return g
+        t.start()
+        for owner, name in ((t, "forward_backward"), (t, "clip_gradients"), (t.scaler, "step"),
+                            (t.optimizer, "zero_grad")):
+            setattr(owner, name, clocked(getattr(owner, name)))
+        t.finish, last = (clocked(f, lambda: "end") for f in (t.finish, resume.save_or_fail))
+        with mock.patch.object(resume, "save_or_fail", last):
+            total = timed(t.fit)
+        step = statistics.median(work[i] for i in range(1, half))
+        slowed = sum(work[i] for i in range(half, steps)) - (steps - half) * step
+        return step, (total - sum(work.values()) - t.pause) / steps, (t.pause + slowed) / 100

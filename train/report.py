@@ -99,6 +99,7 @@ def start_up(run, log):
 
 def dry_run(run):
     """Estimate memory and time from a few timed steps; nothing is written. True if it fits."""
+    run.build_model(empty=True)  # what does not fit must not be tried
     c, model, device = run.config, run.raw, run.ranks.device
     say = print if run.ranks.main else lambda text: None
     start_up(run, say)
@@ -119,6 +120,7 @@ def dry_run(run):
         say("Does not fit: lower batch_size (and raise gradient_accumulation_steps by the same "
             "factor), set gradient_checkpointing: true, or lower block_size, n_layer or n_embd.")
         return False
+    run.build_model()
     seconds = time_steps(run)
     say(f"Fits. {seconds * 1000:,.0f} ms a step, {c.tokens_per_step / seconds:,.0f} tokens/s"
         + ("" if not run.compiled else " (not compiled; the run will be faster)"))

@@ -44,7 +44,6 @@ def train(config, on_evaluation=None):
 def estimate(config):
     """--dry_run: say what the run would take, write nothing. True if it fits in memory."""
     with distributed.process_group(config) as ranks, Trainer(config, ranks) as trainer:
-        trainer.build_model()
         return report.dry_run(trainer)
 
 
@@ -100,23 +99,23 @@ class Trainer:
         """Micro-batches a rank computes in one step."""
         return self.config.sequences_per_step // (self.ranks.world_size * self.micro_batch)
 
-    def build_model(self):
-        """The bare model (self.raw), what the loop calls (self.model), and how it computes."""
+    def build_model(self, empty=False):
+        """The bare model (self.raw), what the loop calls (self.model), and how it computes. An
+        `empty` one takes no memory and can only be asked for its sizes."""
         c, device = self.config, self.ranks.device
         self.dtype, self.dtype_why = distributed.choose_dtype(c.dtype, device)
         self.sharded = c.distributed == "fsdp" and self.ranks.world_size > 1
-        with torch.device("meta") if self.sharded else contextlib.nullcontext():
+        with torch.device("meta") if self.sharded or empty else contextlib.nullcontext():
             self.raw = self.model_file.build_model(c, self.data.vocab_size)
-        if self.sharded:  # no rank ever holds the whole model: shard it empty, then fill it
+        if self.sharded and not empty:  # no rank ever holds all of it: shard it empty, then fill it
             self.model = distributed.shard(self.raw, self.ranks, self.dtype)
             self.model.to_empty(device=device)
             for name, p in self.raw.named_parameters():
                 distributed.assign(p, self.raw.initial(name, p.shape, c.seed))
         else:
-            self.raw.to(device)
-            self.model = self.raw
+            self.model = self.raw if empty else self.raw.to(device)
         self.compiled = c.compile == "true" or c.compile == "auto" and report.compile_pays(self)
-        if self.compiled:
+        if self.compiled and not empty:
             self.raw.compile()  # in place: no wrapper, and state_dict keeps its names
         self.scaler = torch.amp.GradScaler(device.type, enabled=self.dtype == torch.float16)
         # A GPU runs behind the host: there a step's numbers are judged while the next one runs.
