@@ -55,17 +55,24 @@ class _ChunkedLinearCrossEntropy(torch.autograd.Function):
         counts, index = targets != IGNORE, targets.clamp(min=0)[:, None]
         share = counts / counts.sum().clamp(min=1)  # (N,) of each row in the mean
         wants_grad = ctx.needs_input_grad[0] or ctx.needs_input_grad[1]
-        dlogits = h.new_empty(h.size(0), weight.size(0)) if wants_grad else None
-        dh = torch.empty_like(h) if wants_grad else None
-        total = h.new_zeros((), dtype=torch.float32)
         rows = chunk_rows(weight.size(0), h.device.type)
+        total = h.new_zeros((), dtype=torch.float32)
+        # Made once: a fresh chunk of memory for every product costs as much as its softmax.
+        dlogits = h.new_empty(h.size(0) if wants_grad else rows, weight.size(0))
+        dh = torch.empty_like(h) if wants_grad else None
+        full = None if h.dtype == torch.float32 else dlogits.new_empty(
+            rows, weight.size(0), dtype=torch.float32)
         for start in range(0, h.size(0), rows):
             chunk = slice(start, start + rows)
-            loss, d = _losses(F.linear(h[chunk], weight).float(), index[chunk], vocab_size, softcap)
+            n = index[chunk].size(0)
+            d = dlogits[chunk] if wants_grad else dlogits[:n]
+            z = torch.mm(h[chunk], weight.t(), out=d)  # (n, V) logits, in h's precision
+            z = z if full is None else full[:n].copy_(z)
+            loss, p = _losses(z, index[chunk], vocab_size, softcap)
             total += (loss * share[chunk]).sum()
             if wants_grad:
-                dlogits[chunk] = d
-                torch.mm(dlogits[chunk], weight, out=dh[chunk])
+                d = d if p is d else d.copy_(p)
+                torch.mm(d, weight, out=dh[chunk])
         if wants_grad:
             ctx.save_for_backward(h, dh, dlogits, share)
         return total
@@ -87,9 +94,9 @@ def _losses(z, index, vocab_size, softcap):
         slope = 1 - z.square()
         z = z.mul_(softcap)
     z[:, vocab_size:] = float("-inf")
-    p = z.softmax(1)
+    largest, target = z.amax(1), z.gather(1, index)[:, 0]
+    p = torch.softmax(z, 1, out=z if z.device.type == "cpu" else None)
     # log sum exp z by way of the largest z, whose p is at least 1 / V: saves an exp of the chunk.
-    lse = z.amax(1) - p.amax(1).log()
-    loss = lse - z.gather(1, index)[:, 0]
+    loss = largest - p.amax(1).log() - target
     p.scatter_add_(1, index, p.new_full(index.shape, -1.0))
     return loss, p.mul_(slope) if softcap else p

@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 from model.cross_entropy import linear_cross_entropy, soft_cap
+from model.rms_norm import rms_norm
 
 
 @dataclass
@@ -39,6 +40,7 @@ class GPTConfig:
     zero_init: bool = False
     value_embeddings: bool = False
     x0_residual: bool = False
+    prev_embedding: bool = False
 
     def __post_init__(self):
         self.n_kv_head = self.n_kv_head or self.n_head
@@ -64,9 +66,9 @@ class Norm(nn.Module):
         self.bias = nn.Parameter(torch.zeros(dim)) if bias and not self.rms else None
 
     def forward(self, x):
-        weight = self.weight.float()  # FSDP hands out bfloat16 weights
         if self.rms:
-            return F.rms_norm(x.float(), weight.shape, weight, self.eps).type_as(x)
+            return rms_norm(x, self.weight, self.eps)
+        weight = self.weight.float()  # FSDP hands out bfloat16 weights
         bias = None if self.bias is None else self.bias.float()
         return F.layer_norm(x.float(), weight.shape, weight, bias, self.eps).type_as(x)
 
@@ -91,6 +93,7 @@ class KVCache:
     def __init__(self, config, batch_size, length, device, dtype):
         shape = (2, config.n_layer, batch_size, config.n_kv_head, length, config.head_dim)
         self.kv, self.length, self.used = torch.zeros(shape, device=device, dtype=dtype), length, 0
+        self.last = None  # (B, 1), the last token
 
     def update(self, layer, k, v):
         """Append k, v (B, H, T, D) of a layer; all of its keys and values so far."""
@@ -122,22 +125,33 @@ class Attention(nn.Module):
 
     def forward(self, x, rope, idx, cache=None):
         c, (B, T, C) = self.config, x.size()
-        q = self.q(x).view(B, T, c.n_head, c.head_dim)
-        k = self.k(x).view(B, T, c.n_kv_head, c.head_dim)
-        v = self.v(x).view(B, T, c.n_kv_head, c.head_dim)
+        qk, v = self.project(x)  # (B, T, H + G, D), (B, T, G, D)
         if self.ve is not None:
-            gate = 2 * torch.sigmoid(self.ve_gate(x[..., :VE_GATE_CHANNELS]))  # (B, T, H)
+            gate = 2 * torch.sigmoid(self.ve_gate(x[..., :VE_GATE_CHANNELS]))  # (B, T, G)
             v = v + gate[..., None] * self.ve(idx).view_as(v).type_as(v)
         if c.qk_norm:
-            q, k = F.rms_norm(q, (c.head_dim,)).type_as(v), F.rms_norm(k, (c.head_dim,)).type_as(v)
+            qk = rms_norm(qk, eps=c.norm_eps)
         if rope is not None:
-            q, k = apply_rope(q, *rope), apply_rope(k, *rope)
+            qk = apply_rope(qk, *rope)
+        q, k = qk.split((c.n_head, c.n_kv_head), dim=2)
         q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)  # (B, H, T, D)
         if cache is not None:
             k, v = cache.update(self.layer, k, v)
         y = attend(q, k, v, c.dropout if self.training else 0.0)
         y = self.o(y.transpose(1, 2).reshape(B, T, C))
         return F.dropout(y, c.dropout, self.training)
+
+    def project(self, x):
+        """Queries and keys side by side (B, T, H + G, D), values (B, T, G, D). One product beats
+        three, but for a few tokens (sampling) joining the weights would cost more."""
+        c, (B, T, _) = self.config, x.size()
+        layers = (self.q, self.k, self.v)
+        if B * T > 64:
+            bias = torch.cat([m.bias for m in layers]) if c.bias else None
+            y = F.linear(x, torch.cat([m.weight for m in layers]), bias)
+        else:
+            y = torch.cat([m(x) for m in layers], dim=-1)
+        return y.view(B, T, -1, c.head_dim).split((c.n_head + c.n_kv_head, c.n_kv_head), dim=2)
 
 
 def attend(q, k, v, dropout=0.0):
@@ -146,8 +160,11 @@ def attend(q, k, v, dropout=0.0):
     T, S = q.size(2), k.size(2)
     if k.size(1) != q.size(1):
         k, v = (t.repeat_interleave(q.size(1) // t.size(1), dim=1) for t in (k, v))
-    if q.device.type == "cpu" and 1 < T == S <= 1024:
-        return attend_in_blocks(q, k, v, dropout)
+    if q.device.type == "cpu":
+        if T == 1 and not dropout:  # sampling; PyTorch's kernel is slow for one query
+            return (q * q.size(-1) ** -0.5 @ k.transpose(2, 3)).softmax(-1) @ v
+        if q.dtype == torch.bfloat16 and T == S <= 1024:
+            return attend_in_blocks(q, k, v, dropout)
     mask = None
     if 1 < T < S:
         mask = torch.ones(T, S, dtype=torch.bool, device=q.device).tril(S - T)
@@ -213,6 +230,7 @@ class GPT(nn.Module):
         self.gradient_checkpointing = "false"
         self.wte = nn.Embedding(c.padded_vocab_size, c.n_embd)
         self.wpe = nn.Embedding(c.block_size, c.n_embd) if c.pos == "learned" else None
+        self.wte_prev = nn.Embedding(c.padded_vocab_size, c.n_embd) if c.prev_embedding else None
         self.h = nn.ModuleList(Block(c, i) for i in range(c.n_layer))
         self.ln_f = Norm(c.n_embd, c.norm, c.bias, c.norm_eps)
         self.lm_head = None  # tied: the embedding is also the output layer
@@ -244,6 +262,10 @@ class GPT(nn.Module):
         x = self.wte(idx)
         if self.wpe is not None:
             x = x + self.wpe.weight[start:start + idx.size(1)]
+        if self.wte_prev is not None:
+            before = cache.last if start else idx[:, :0]  # the first token has none before it
+            prev = self.wte_prev(torch.cat((before, idx[:, :-1]), dim=1))
+            x = x + F.pad(prev, (0, 0, idx.size(1) - prev.size(1), 0))
         if use_bfloat16(x.device.type):
             x = x.bfloat16()  # the residual stream: half the memory traffic of float32
         x = F.dropout(x, c.dropout, self.training)
@@ -255,7 +277,7 @@ class GPT(nn.Module):
                 x = self.resid_scale[i].type_as(x) * x + self.x0_scale[i].type_as(x) * x0
             x = self._run(block, x, rope, idx, cache)
         if cache is not None:
-            cache.used += idx.size(1)
+            cache.used, cache.last = cache.used + idx.size(1), idx[:, -1:]
         return self.ln_f(x)
 
     def _run(self, block, x, rope, idx, cache):
@@ -307,7 +329,7 @@ class GPT(nn.Module):
         """Training FLOPs a token, PaLM's count (arXiv:2204.02311, appendix B): 6 for each weight
         that multiplies, and 12 n_layer n_embd block_size for attention (as if it saw all)."""
         c = self.config
-        lookups = [self.wpe] + [b.attn.ve for b in self.h]
+        lookups = [self.wpe, self.wte_prev] + [b.attn.ve for b in self.h]
         lookups += [self.wte] if self.lm_head is not None else []
         n = sum(p.numel() for p in self.parameters())
         n -= sum(m.weight.numel() for m in lookups if m is not None)

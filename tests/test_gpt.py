@@ -23,6 +23,7 @@ from model.gpt import (
     build_model,
     rope_tables,
 )
+from model.rms_norm import rms_norm
 
 GPT2 = dict(block_size=1024, vocab_size=50257, n_layer=12, n_head=12, n_embd=768, norm="layer",
             pos="learned", mlp="gelu", bias=True, tie_weights=True)
@@ -32,7 +33,7 @@ OPTIONS = dict(
     norm=("rms", "layer"), pos=("rope", "learned"), mlp=("swiglu", "gelu", "relu2"),
     n_kv_head=(4, 2, 1), bias=(False, True), tie_weights=(True, False), qk_norm=(False, True),
     softcap=(0.0, 15.0), zero_init=(False, True), value_embeddings=(False, True),
-    x0_residual=(False, True), dropout=(0.0, 0.1))
+    x0_residual=(False, True), prev_embedding=(False, True), dropout=(0.0, 0.1))
 
 
 def pairwise(options):
@@ -133,7 +134,7 @@ def test_gpt2_parameters_are_the_published_ones_and_padding():
     {}, dict(tie_weights=False), dict(vocab_size=32_000), dict(n_embd=768, n_head=12),
     GPT2 | dict(n_layer=2), dict(n_embd=768, n_head=12, tie_weights=False, softcap=15.0),
     dict(n_embd=2048, n_layer=1), dict(zero_init=True, tie_weights=False),
-    dict(value_embeddings=True, x0_residual=True)], ids=str)
+    dict(value_embeddings=True, x0_residual=True, prev_embedding=True)], ids=str)
 def test_first_loss_is_that_of_a_uniform_guess(shape):
     model = tiny(**shape)
     vocab = model.config.vocab_size
@@ -404,6 +405,39 @@ def test_cross_entropy_in_low_precision():
 
 
 # --- fast paths change no result
+
+@pytest.mark.parametrize("weighted", [True, False])
+@pytest.mark.parametrize("dtype, tolerance", [(torch.float32, 1e-6), (torch.bfloat16, 1e-2)])
+def test_rms_norm_is_pytorchs(weighted, dtype, tolerance):
+    draw = torch.Generator().manual_seed(0)
+    x = torch.randn(3, 5, 32, generator=draw).to(dtype).requires_grad_()
+    weight = torch.randn(32, generator=draw).requires_grad_() if weighted else None
+    inputs = [x, weight] if weighted else [x]
+    ours, theirs = rms_norm(x, weight, 1e-5), F.rms_norm(x.float(), (32,), weight, 1e-5).to(dtype)
+    close(ours, theirs, tolerance)
+    g = torch.randn(3, 5, 32, generator=draw).to(dtype)
+    for a, b in zip(torch.autograd.grad(ours, inputs, g), torch.autograd.grad(theirs, inputs, g)):
+        assert a.dtype == b.dtype
+        close(a, b, tolerance)
+
+
+@pytest.mark.parametrize("bias", [True, False])
+def test_joined_weights_project_as_three_layers_do(bias):
+    attn = randomise(tiny(n_kv_head=2, bias=bias)).h[0].attn
+    x = torch.randn(8, 16, 32, generator=torch.Generator().manual_seed(0))  # 128 tokens: joined
+    for joined, alone in zip(attn.project(x), zip(*[attn.project(row[None]) for row in x])):
+        close(joined, torch.cat(alone), 1e-6)
+
+
+def test_prev_embedding_is_that_of_the_token_before():
+    gpt = tiny(prev_embedding=True)
+    seen = []
+    gpt.h[0].register_forward_pre_hook(lambda _, inputs: seen.append(inputs[0]))
+    idx = tokens(2, 16)
+    gpt(idx)
+    wanted = gpt.wte(idx)
+    wanted[:, 1:] += gpt.wte_prev(idx[:, :-1])
+    assert torch.equal(seen[0], wanted)
 
 @pytest.mark.parametrize("how", ["true", "selective"])
 @pytest.mark.parametrize("dropout", [0.0, 0.2])

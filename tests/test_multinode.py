@@ -8,7 +8,6 @@ import random
 import signal
 import subprocess
 import sys
-import threading
 import time
 
 import pytest
@@ -114,28 +113,6 @@ def test_cases_66_67_68_72_killed_ranks_restart_and_a_frozen_one_goes_on(
     assert code == 0, output
     assert "Another rank died" in output
     assert_losses_agree(tmp_path, undisturbed, STEPS)
-
-
-@pytest.mark.slow
-def test_case_73_thirty_random_kills(data_dir, tmp_path):
-    long = dict(max_iters=2000, save_interval=20)
-    in_ranks(2, train_run, options(data_dir, tmp_path / "whole", **MANY | long),
-             timeout=600)
-    out = tmp_path / "killed"
-    p, kills = start(*arguments(data_dir, out, **long), ranks=2, torchrun=["--max-restarts=30"]), 0
-    threading.Thread(target=p.stdout.read, daemon=True).start()  # or the pipe fills up
-    while kills < 30 and p.poll() is None:
-        time.sleep(random.uniform(0, 10))  # also while starting, resuming, saving
-        if ranks := ranks_of(p):
-            os.kill(random.choice(list(ranks.values())), signal.SIGKILL)
-            kills += 1
-            deadline = time.monotonic() + 60
-            while set(ranks.values()) & set(ranks_of(p).values()) and time.monotonic() < deadline:
-                time.sleep(0.1)
-    assert p.wait(300) == 0
-    print(kills, "kills")
-    assert kills >= 10
-    assert_losses_agree(out, tmp_path / "whole", 2000, tolerance=0)
 
 
 def test_cases_65_69_an_error_in_a_rank_ends_the_job_with_its_traceback(data_dir, tmp_path):

@@ -7,7 +7,7 @@ import torch
 import torch.nn as nn
 
 from model.gpt import GPT, GPTConfig
-from train.optimizer import Muon, configure_optimizers, orthogonalize
+from train.optimizer import AdamW, Muon, configure_optimizers, orthogonalize
 from train.state import load_optimizer, optimizer_state, specs
 
 MUON = dict(lr=0.02, momentum=0.9, weight_decay=0.1)
@@ -58,7 +58,7 @@ def test_adamw_is_fused_on_the_cpu_and_equals_plain_adamw():
     model = gpt()
     plain = copy.deepcopy(model)
     fused = configure(model)
-    assert type(fused) is torch.optim.AdamW and all(g["fused"] for g in fused.param_groups)
+    assert type(fused) is AdamW and all(g["fused"] for g in fused.param_groups)
     reference = torch.optim.AdamW(
         [dict(params=[p for p in plain.parameters() if p.dim() >= 2], weight_decay=0.1),
          dict(params=[p for p in plain.parameters() if p.dim() < 2], weight_decay=0.0)],

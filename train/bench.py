@@ -24,7 +24,7 @@ ROWS = ("throughput", "time_to_loss", "sample", "loader", "startup", "guards")
 SHAPES = {"cpu": dict(n_layer=16, n_head=6, n_embd=384, vocab_size=32000, block_size=512),
           "cuda": dict(n_layer=12, n_head=12, n_embd=768, vocab_size=50304, block_size=1024)}
 BATCH = {"cpu": 4, "cuda": 12}
-TINY = dict(n_layer=1, n_head=2, n_embd=32, vocab_size=128, block_size=32)
+TINY = dict(n_layer=1, n_head=2, n_embd=32, vocab_size=320, block_size=32)
 
 
 def matmul_peak(dtype, device, n):

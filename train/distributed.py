@@ -16,7 +16,6 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 import torch.nn as nn
-from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.nn.parallel import DistributedDataParallel
 
 
@@ -142,7 +141,8 @@ def set_seed(seed, deterministic=False, cudnn_benchmark=None):
     if deterministic:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # before the first CUDA call
         torch.utils.deterministic.fill_uninitialized_memory = False  # costs time, changes nothing
-    torch.use_deterministic_algorithms(deterministic)
+    if torch.are_deterministic_algorithms_enabled() != deterministic:
+        torch.use_deterministic_algorithms(deterministic)  # imports the compiler: a second
     torch.backends.cudnn.deterministic = deterministic
     benchmark = not deterministic if cudnn_benchmark is None else cudnn_benchmark
     torch.backends.cudnn.benchmark = benchmark
@@ -330,15 +330,21 @@ def gradient_sync(model, last):
     return contextlib.nullcontext()
 
 
+def is_sharded(tensor):
+    """Whether this rank holds a shard of it only (a DTensor, whose import takes half a second)."""
+    return hasattr(tensor, "full_tensor")
+
+
 def full(tensor):
     """The whole of a tensor, gathered from all ranks where it is sharded (then all must call)."""
-    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+    return tensor.full_tensor() if is_sharded(tensor) else tensor
 
 
 def assign(target, source):
     """Copy the whole tensor `source` into `target`, of which this rank may hold a shard."""
     with torch.no_grad():
-        if isinstance(target, DTensor):
+        if is_sharded(target):
+            from torch.distributed.tensor import distribute_tensor
             # Every rank has the same `source`, so each cuts out its shard without communication.
             source = distribute_tensor(source.to(target.device), target.device_mesh,
                                        target.placements, src_data_rank=None)

@@ -161,6 +161,8 @@ class ModelKeys:
                                  "layer")
     x0_residual: bool = key(
         False, "learned per-layer scalars on the residual stream and a shortcut from the embedding")
+    prev_embedding: bool = key(
+        False, "add an embedding of the token before: pairs of tokens are seen at once")
 
 
 @dataclass

@@ -35,7 +35,7 @@ def configure_optimizers(model, weight_decay, learning_rate, betas, eps=1e-8, mu
     for group in groups.values():
         group["initial_lr"] = group["lr"]
     report(model, groups.values(), log)
-    kind = Muon if muon else torch.optim.AdamW
+    kind = Muon if muon else AdamW
     extra = dict(momentum=muon["momentum"]) if muon else {}
     fused = all(p.device.type in ("cpu", "cuda", "mps", "xpu") for p in named.values())
     return kind(list(groups.values()), lr=learning_rate, betas=tuple(betas), eps=eps, fused=fused,
@@ -88,7 +88,21 @@ def report(model, groups, log):
         log(f"Frozen by lr_groups: {' '.join(count(frozen))}")
 
 
-class Muon(torch.optim.AdamW):
+def undecorated(method):
+    while hasattr(method, "__wrapped__"):
+        method = method.__wrapped__
+    return method
+
+
+class AdamW(torch.optim.AdamW):
+    """PyTorch's, without the decorators that keep it out of torch.compile: they import all of that,
+    1 to 2 s of every start, and the optimizer is never compiled here."""
+    add_param_group = undecorated(torch.optim.AdamW.add_param_group)
+    zero_grad = undecorated(torch.optim.AdamW.zero_grad)
+    step = torch.no_grad()(undecorated(torch.optim.AdamW.step))
+
+
+class Muon(AdamW):
     """Muon (Jordan et al. 2024, https://kellerjordan.github.io/posts/muon/) for groups with
     muon=True, AdamW for the others: one optimizer, one state, one step().
 

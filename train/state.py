@@ -5,9 +5,8 @@ from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
-from torch.distributed.tensor import DTensor
 
-from train.distributed import assign, full
+from train.distributed import assign, full, is_sharded
 
 
 def model_state(model):
@@ -32,7 +31,7 @@ def optimizer_state(optimizer):
 def full_on_main(tensor):
     """full(tensor) on the CPU of rank 0 and None elsewhere, where `tensor` is sharded: a rank holds
     one whole tensor at a time. A tensor that is not sharded comes back as it is, on every rank."""
-    if not isinstance(tensor, DTensor):
+    if not is_sharded(tensor):
         return tensor
     whole = full(tensor)
     return whole.cpu() if dist.get_rank() == 0 else None
