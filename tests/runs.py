@@ -64,6 +64,10 @@ def metrics(out_dir):
     return [{k: v for k, v in line.items() if k not in timed} for line in lines]
 
 
+def temporary_files(out):
+    return [p.name for p in out.iterdir() if ".tmp" in p.name]
+
+
 def assert_same_file(a, b):
     (tensors_a, rest_a), (tensors_b, rest_b) = tensors(a), tensors(b)
     assert tensors_a.keys() == tensors_b.keys()

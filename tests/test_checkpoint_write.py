@@ -15,7 +15,7 @@ import time
 
 import pytest
 import torch
-from runs import Program, assert_same, assert_same_file, go, run_program
+from runs import Program, assert_same, assert_same_file, go, run_program, temporary_files
 
 from train import checkpoint, resume
 from train.checkpoint import CheckpointError, load_checkpoint, save_checkpoint
@@ -34,10 +34,6 @@ def undisturbed(tmp_path_factory, data_dir):
     out = tmp_path_factory.mktemp("undisturbed")
     go(data_dir, out)
     return out
-
-
-def temporary_files(out):
-    return [p.name for p in out.iterdir() if ".tmp" in p.name]
 
 
 @pytest.mark.parametrize("case", POINTS)

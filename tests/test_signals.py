@@ -14,7 +14,7 @@ import time
 
 import pytest
 from conftest import REPO, start
-from runs import SMALL, Program, assert_same, go, metrics, run_program
+from runs import SMALL, Program, assert_same, go, metrics, run_program, temporary_files
 
 from train.checkpoint import load_checkpoint
 
@@ -27,10 +27,6 @@ def undisturbed(tmp_path_factory, data_dir):
     out = tmp_path_factory.mktemp("undisturbed")
     go(data_dir, out)
     return out
-
-
-def temporary_files(out):
-    return [p.name for p in out.iterdir() if ".tmp" in p.name]
 
 
 @pytest.mark.parametrize("name, code", [("SIGTERM", 143), ("SIGINT", 130), ("SIGHUP", 129)])

@@ -14,7 +14,16 @@ import time
 import pytest
 import torch
 from conftest import start
-from runs import SMALL, Program, assert_same, assert_same_file, go, metrics, tensors
+from runs import (
+    SMALL,
+    Program,
+    assert_same,
+    assert_same_file,
+    go,
+    metrics,
+    temporary_files,
+    tensors,
+)
 
 from train import checkpoint
 from train.checkpoint import load_checkpoint
@@ -68,7 +77,7 @@ def test_06_kills_at_random_times(tmp_path, data_dir, draw):
                 if (out / name).exists():
                     load_checkpoint(out / name)
         assert_same(tmp_path / "whole", out)
-        assert not [p for p in out.iterdir() if ".tmp" in p.name]
+        assert not temporary_files(out)
     say(f"{kills} kills in {runs} runs: 0 of {len(points)} checkpoints unreadable ({early} kills "
         f"before there was one), every end exact; {time.monotonic() - began:.0f} s")
 

@@ -44,6 +44,7 @@ def train(config, on_evaluation=None):
 def estimate(config):
     """--dry_run: say what the run would take, write nothing. True if it fits in memory."""
     with distributed.process_group(config) as ranks, Trainer(config, ranks) as trainer:
+        trainer.signals.__exit__()  # there is nothing to save: a signal ends it as any program
         return report.dry_run(trainer)
 
 
