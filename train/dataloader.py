@@ -91,6 +91,8 @@ def to_device(tokens, device):
     little arithmetic for unsigned). On CUDA from pinned memory and without waiting: torch's host
     allocator gives a pinned block to the next user only after the copies from it are done.
     """
+    if device.type == "cpu":
+        return tuple(torch.from_numpy(t.astype(np.int64)) for t in (tokens[:, :-1], tokens[:, 1:]))
     small = torch.from_numpy(tokens.view(f"<i{tokens.itemsize}"))
     if device.type == "cuda":
         small = small.pin_memory()
