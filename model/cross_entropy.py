@@ -55,7 +55,7 @@ class _ChunkedLinearCrossEntropy(torch.autograd.Function):
         counts, index = targets != IGNORE, targets.clamp(min=0)[:, None]
         share = counts / counts.sum().clamp(min=1)  # (N,) of each row in the mean
         wants_grad = ctx.needs_input_grad[0] or ctx.needs_input_grad[1]
-        rows = chunk_rows(weight.size(0), h.device.type)
+        rows = min(chunk_rows(weight.size(0), h.device.type), max(1, h.size(0)))
         total = h.new_zeros((), dtype=torch.float32)
         # Made once: a fresh chunk of memory for every product costs as much as its softmax.
         dlogits = h.new_empty(h.size(0) if wants_grad else rows, weight.size(0))
