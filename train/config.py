@@ -16,7 +16,13 @@ from train.keys import FIELDS, TrainConfig
 DEFAULT_PATH = "train/config.yaml"
 
 
-class ConfigError(ValueError):
+class UserError(Exception):
+    """Something a person can act on: its message says what, where, what was expected and what to do.
+    It ends the program with `exit_code` and without a traceback."""
+    exit_code = 2
+
+
+class ConfigError(UserError, ValueError):
     """A configuration that cannot be used. `problems` lists everything that is wrong with it."""
 
     def __init__(self, problems):
