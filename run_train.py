@@ -8,8 +8,7 @@ import os
 import sys
 import time
 
-from train.config import DEFAULT_PATH, ConfigError, load_with_origins
-from train.help import describe, help_text, show
+from train.config import ConfigError, describe, help_text, load_with_origins, take_config
 
 
 def take_flag(argv, *names):
@@ -18,20 +17,13 @@ def take_flag(argv, *names):
     return len(rest) < len(argv), rest
 
 
-def take_config(argv):
-    """The path given as --config PATH, --config=PATH or a first argument FILE.yaml; the rest."""
-    path, rest, argv = DEFAULT_PATH, [], list(argv)
-    if argv and argv[0].endswith((".yaml", ".yml")) and "=" not in argv[0]:
-        path = argv.pop(0)
-    while argv:
-        a = argv.pop(0)
-        if a == "--config" and argv:
-            path = argv.pop(0)
-        elif a.startswith("--config="):
-            path = a.partition("=")[2]
-        else:
-            rest.append(a)
-    return path, rest
+def show(page):
+    """Print, also into `| head`."""
+    try:
+        print(page, flush=True)
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    return 0
 
 
 def main(argv):
@@ -39,10 +31,10 @@ def main(argv):
     wants_help, argv = take_flag(argv, "--help", "-h")
     show_config, argv = take_flag(argv, "--print_config")
     dry_run, argv = take_flag(argv, "--dry_run")
-    if wants_help:
-        return show(help_text())
     path, overrides = take_config(argv)
     try:
+        if wants_help:
+            return show(help_text(type(load_with_origins(None, overrides)[0])))
         config, origins = load_with_origins(path, overrides)
     except ConfigError as error:
         if os.environ.get("RANK", "0") == "0":  # every rank finds the same: one speaks
@@ -52,8 +44,12 @@ def main(argv):
         return 2
     if show_config:
         return show(describe(config, origins))
-    from train.report import run_reporting_errors  # torch is imported from here on
-    return run_reporting_errors(config, dry_run)
+    if dry_run:
+        from train.dry_run import estimate as job
+    else:
+        from train.train import train as job  # torch is imported from here on
+    from train.report import run_reporting_errors
+    return run_reporting_errors(config, job)
 
 
 if __name__ == "__main__":

@@ -1,83 +1,267 @@
-"""Pieces of text to train.bin and val.bin, in two passes, both parallel and in order.
+"""Files of text to tokens, in pieces and in two passes, both parallel and in order.
 
 The first checks the text and counts characters, so that every problem and the place of the split
-are known before anything is written; the second writes tokens. Neither holds more than some pieces.
+are known before anything is written; the second makes tokens. Neither holds more than some pieces
+of about a megabyte.
 """
 
+import codecs
 import contextlib
 import functools
 import hashlib
+import json
+import multiprocessing
 import os
+import re
+import signal
+import sys
+import threading
+import time
+from collections import deque
+from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
 from typing import NamedTuple
 
 import numpy as np
 
-from data.parallel import Progress, batches, in_order
-from data.text import PIECE, Piece, is_jsonl, read_texts
-from data.tokenizer import load_dataset_tokenizer
+from data.sources import File, Progress, is_jsonl
+from data.token_files import DataError
+from data.tokenizer import (
+    GPT2_PATTERN,
+    RankTokenizer,
+    clean,
+    load_dataset_tokenizer,
+    without_long_blanks,
+)
 
-VAL_DOCUMENTS = 10   # with fewer in the validation part, whole documents are too coarse a choice
-SHOWN = 20           # problems in one message
+PIECE = 1 << 20         # bytes of text that one task reads: what memory use is made of
+VAL_DOCUMENTS = 10      # with fewer in the validation part, whole documents are too coarse a choice
+MANY = 1000             # problems after which reading for more is a waste of time
 
 
-class Job(NamedTuple):
-    """A piece of text and where it stands in the whole input."""
-    piece: Piece
-    document: int   # index of its first document
-    char: int       # index of its first character
-    chars: int      # how many the first pass found
+# --- pieces of text
+
+class Piece(NamedTuple):
+    """Bytes start..end of a file: whole lines of JSON, or a text document or part of one."""
+    file: File
+    start: int
+    end: int
+    opens: bool    # its first document begins here
+    closes: bool   # its last document ends here
 
     @property
     def size(self):
-        return self.piece.size
+        return self.end - self.start
 
 
-class Plan(NamedTuple):
-    """What every job of the second pass must know."""
-    folder: str             # the output so far: it holds the tokenizer
-    field: str
-    fraction: float
-    cut: int | None         # first character of the validation part; None: documents are drawn
-    dtype: str              # of the token files: uint16 or uint32, little-endian
-    newline: bool           # documents that do not end in a newline get one
+def cut_file(file):
+    """Pieces of a file, reading only around the cuts; None for a binary file found in a folder."""
+    size, pieces = os.path.getsize(file.path), []
+    with open(file.path, "rb") as f:
+        head = f.read(8192)
+        if file.folder and b"\0" in head:
+            return None
+        first = start = 3 if head.startswith(codecs.BOM_UTF8) else 0
+        while start < size:
+            end = size
+            if size - start > PIECE + 4096:
+                f.seek(start + PIECE)
+                end = f.tell() + (len(f.readline()) if file.records else text_cut(f.read(4096)))
+            pieces.append(Piece(file, start, end, file.records or start == first,
+                                file.records or end == size))
+            start = end
+    return pieces
 
 
-def survey_batch(pieces, field, want_chars):
+def cut_files(files):
+    """(pieces, names of the binary files in folders, problems) of files."""
+    pieces, binary, problems = [], [], []
+    progress = Progress("opening", len(files), scale=1, unit="files")
+    for file in files:
+        progress.add(1)
+        try:
+            found = cut_file(file)
+        except OSError as e:
+            problems.append((file.name, e.strerror))
+            continue
+        pieces += found or []
+        binary += [file.name] if found is None else []
+        problems += [(file.name, "empty")] if found == [] and not file.folder else []
+    progress.finish()
+    return pieces, binary, problems
+
+
+def text_cut(ahead):
+    """Offset in the bytes `ahead` where text can be cut without changing a single token: before a
+    blank that follows a visible character, as no token of GPT-2's reaches over that. Where there is
+    none (no blanks in 4 kB), at the first character."""
+    lead = next((i for i, byte in enumerate(ahead[:4]) if byte & 0xC0 != 0x80), 0)
+    text = ahead[lead:].decode("utf-8", "surrogateescape")
+    spot = re.search(r"\S(?=[ \n])", text)
+    return lead + len(text[:spot.end() if spot else 0].encode("utf-8", "surrogateescape"))
+
+
+def read_texts(piece, fields):
+    """(texts, lines, problems): the piece's documents (or its part of one), its newlines, and
+    [(line in the piece or "byte N", what is wrong)]."""
+    with open(piece.file.path, "rb") as f:
+        f.seek(piece.start)
+        content = f.read(piece.size)
+    if not piece.file.records:
+        try:
+            return [content.decode("utf-8")], 0, []
+        except UnicodeDecodeError as e:
+            return [], 0, [(f"byte {piece.start + e.start}", "not UTF-8 text; give text, or "
+                            "convert it (iconv -f ENCODING -t utf-8)")]
+    texts, problems = [], []
+    lines = content.split(b"\n")
+    for number, line in enumerate(lines):
+        try:
+            text = record_text(line, fields) if line.strip() else ""
+            texts += [text] if text else []  # an empty document is none
+        except ValueError as e:
+            problems.append((number, str(e)))
+    return texts, len(lines) - 1, problems
+
+
+def record_text(line, fields):
+    """The text of a line of JSON: its fields, joined by newlines. ValueError says what is wrong."""
+    try:
+        record = json.loads(line.decode("utf-8"))
+    except UnicodeDecodeError:
+        raise ValueError("not UTF-8 text") from None
+    except (ValueError, RecursionError) as e:
+        raise ValueError(f"not valid JSON: {getattr(e, 'msg', 'nested too deeply')}") from None
+    if not isinstance(record, dict):
+        raise ValueError(f"expected an object with field {fields[0]!r}, got a "
+                         f"{type(record).__name__}")
+    for field in fields:
+        if field not in record:
+            names = ", ".join(map(repr, record)) or "none"
+            raise ValueError(f"no field {field!r}; its fields are {names}: choose with --field")
+        if not isinstance(record[field], (str, type(None))):  # null is no text
+            raise ValueError(f"field {field!r} is a {type(record[field]).__name__}, expected text")
+    return clean("\n".join(record[field] for field in fields if record[field]))
+
+
+# --- work in order, on one process or many
+
+def die_with_parent():
+    """In a worker: a killed parent leaves no orphans."""
+    parent = multiprocessing.parent_process()
+    threading.Thread(target=lambda: (parent.join(), os._exit(1)), daemon=True).start()
+
+
+@contextlib.contextmanager
+def ctrl_c_held():
+    """Processes started in here never see Ctrl-C: it is the parent's to handle."""
+    if not hasattr(signal, "pthread_sigmask"):  # Windows
+        yield
+        return
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+def in_order(function, tasks, num_proc):
+    """Results of function(task) in the order of tasks; only a few tasks are under way at a time."""
+    if num_proc == 1:
+        yield from map(function, tasks)
+        return
+    pool = ProcessPoolExecutor(num_proc, multiprocessing.get_context("spawn"), die_with_parent)
+    try:
+        waiting = deque()
+        for task in tasks:
+            with ctrl_c_held():
+                waiting.append(pool.submit(function, task))
+            if len(waiting) > 4 * num_proc:
+                yield waiting.popleft().result()
+        while waiting:
+            yield waiting.popleft().result()
+    except BrokenProcessPool:
+        raise DataError("a worker process ended early (out of memory?); try --num_proc 1") from None
+    finally:
+        pool.shutdown(cancel_futures=True)
+
+
+def batches(items):
+    """Lists of items whose sizes add up to a PIECE or more: small ones share a task."""
+    batch, total = [], 0
+    for item in items:
+        batch.append(item)
+        total += item.size
+        if total >= PIECE:
+            yield batch
+            batch, total = [], 0
+    if batch:
+        yield batch
+
+
+# --- the first pass: what is there, and what is wrong with it
+
+def survey_batch(pieces, fields, want_chars):
     """([(piece, characters of each text (n,), lines, problems)], set of characters if wanted)."""
     found, chars = [], set()
     for piece in pieces:
-        texts, lines, problems = read_texts(piece, field)
-        sizes = np.array([len(text) for text in texts], np.int64)
-        found.append((piece, sizes, lines, problems[:SHOWN]))
+        texts, lines, problems = read_texts(piece, fields)
+        found.append((piece, np.array([len(t) for t in texts], np.int64), lines, problems[:MANY]))
         if want_chars:
             chars.update(*texts)
     return found, chars
 
 
-def survey(pieces, field, want_chars, num_proc):
-    """([(piece, characters of each text)], characters seen, files skipped, problems)."""
-    kept, chars, skipped, problems, path, line = [], set(), set(), [], None, 1
+def survey(pieces, fields, want_chars, limit, num_proc):
+    """([(piece, characters of each text)], characters seen, names of files that are not text,
+    problems) of the pieces that hold the first `limit` documents."""
+    kept, chars, passed, problems, file, line, count = [], set(), {}, [], None, 1, 0
     progress = Progress("reading", sum(piece.size for piece in pieces))
-    work = functools.partial(survey_batch, field=field, want_chars=want_chars)
-    results = in_order(work, batches(pieces, PIECE), num_proc)
-    with contextlib.closing(results):
+    work = functools.partial(survey_batch, fields=fields, want_chars=want_chars)
+    with contextlib.closing(in_order(work, batches(pieces), num_proc)) as results:
         for found, seen in results:
             chars |= seen
             for piece, sizes, lines, wrong in found:
-                path, line = piece.path, line if path == piece.path else 1
-                if wrong and piece.folder and not is_jsonl(path):
-                    skipped.add(path)
-                else:
-                    problems += [f"{path}: {what}" if at is None else f"{path}:{line + at}: {what}"
-                                 for at, what in wrong]
+                name, file, line = piece.file.name, piece.file, line if file == piece.file else 1
+                if wrong and file.folder and not is_jsonl(name):
+                    passed[file] = name
+                problems += [] if file in passed else [
+                    (f"{name}:{line + at}" if file.records else f"{name} ({at})", what)
+                    for at, what in wrong]
                 line += lines
                 kept.append((piece, sizes))
+                count += len(sizes) * piece.closes * (file not in passed)
                 progress.add(piece.size)
-            if len(problems) >= SHOWN:
-                break  # one wrong field name would otherwise make a problem of every line
+            if len(problems) >= MANY or limit and count >= limit:
+                break
     progress.finish()
-    return [k for k in kept if k[0].path not in skipped], chars, len(skipped), problems
+    return [k for k in kept if k[0].file not in passed], chars, list(passed.values()), problems
 
+
+def sample_texts(kept, fields, most):
+    """Yields the texts of pieces spread evenly over the input, about `most` bytes of them."""
+    chosen = [piece for piece, _ in kept][::-(-sum(p.size for p, _ in kept) // most)]
+    progress = Progress("learning tokens", sum(piece.size for piece in chosen))
+    for piece in chosen:
+        yield from read_texts(piece, fields)[0]
+        progress.add(piece.size)
+    progress.finish()
+    if time.monotonic() - progress.start > 5:
+        print("learning tokens: the text is counted, merging pairs", file=sys.stderr, flush=True)
+
+
+def train_bpe(texts, vocab_size):
+    """A RankTokenizer of `vocab_size` tokens, end-of-text included, or fewer where the texts (an
+    iterable of str) hold no more; split as GPT-2 splits, so that its rank file alone is enough."""
+    import rustbpe  # optional
+    trainer = rustbpe.Tokenizer()
+    parts = (part for text in texts for part in without_long_blanks(text))
+    trainer.train_from_iterator(parts, vocab_size - 1, buffer_size=16, pattern=GPT2_PATTERN)
+    ranks = {bytes(token): rank for token, rank in trainer.get_mergeable_ranks()}
+    return RankTokenizer("ranks", ranks, GPT2_PATTERN, len(ranks))
+
+
+# --- the split
 
 def in_val(first, count, fraction):
     """bool (count,): whether documents first.. are for validation, by a hash (splitmix64) of their
@@ -88,22 +272,65 @@ def in_val(first, count, fraction):
     return ((z ^ (z >> np.uint64(31))) >> np.uint64(11)) * 2.0 ** -53 < fraction
 
 
-def place(kept, fraction):
-    """(jobs, cut): documents are drawn for validation (cut None) if that gives VAL_DOCUMENTS or
-    more and half to twice the text asked for; else it is the last `fraction` of all characters."""
+class Job(NamedTuple):
+    """A piece of text and where it stands in the whole input."""
+    piece: Piece
+    document: int   # index of its first document
+    char: int       # index of its first character
+    sizes: np.ndarray   # (n,) characters of the documents to take, or of its part of one
+
+    @property
+    def size(self):
+        return self.piece.size
+
+
+def place(kept, fraction, limit):
+    """(jobs, cut) of the first `limit` documents: documents are drawn for validation (cut None) if
+    that gives VAL_DOCUMENTS or more and half to twice the text asked for; else it is the text from
+    character `cut` on."""
     jobs, document, char, val_documents, val_chars = [], 0, 0, 0, 0
     for piece, sizes in kept:
-        chars = int(sizes.sum())
-        jobs.append(Job(piece, document, char, chars))
+        if limit is not None and document >= limit:
+            break
+        sizes = sizes[:limit and limit - document]
+        jobs.append(Job(piece, document, char, sizes))
         drawn = in_val(document, len(sizes), fraction)
         val_chars += int(sizes[drawn].sum())
-        char += chars
+        char += int(sizes.sum())
         if piece.closes:
             document += len(sizes)
             val_documents += int(drawn.sum())
     if val_documents >= VAL_DOCUMENTS and fraction / 2 <= val_chars / char <= fraction * 2:
         return jobs, None
-    return jobs, min(max(int(char * (1 - fraction)), 2), char - 2)
+    return jobs, tail_cut(jobs, char, fraction)
+
+
+def tail_cut(jobs, chars, fraction):
+    """The character where the last `fraction` begins. That is between two documents where it gives
+    half to twice the text asked for, else inside a text; a record is cut only if it is alone."""
+    cut = min(max(int(chars * (1 - fraction)), 2), chars - 2)
+    border, in_record = None, False
+    for job in jobs:
+        ends = job.char + np.cumsum(job.sizes)
+        in_record |= bool(job.piece.file.records and job.char <= cut < ends[-1:].sum())
+        ends = ends[ends < chars] if job.piece.closes else ends[:0]
+        for end in ends[np.abs(ends - cut).argmin():][:1].tolist() if len(ends) else ():
+            border = end if border is None or abs(end - cut) < abs(border - cut) else border
+    if border and (in_record or fraction / 2 <= 1 - border / chars <= fraction * 2):
+        return border
+    return cut
+
+
+# --- the second pass: tokens
+
+class Plan(NamedTuple):
+    """What every job of the second pass must know."""
+    folder: str             # the output so far: it holds the tokenizer
+    fields: list
+    fraction: float
+    cut: int | None         # first character of the validation part; None: documents are drawn
+    dtype: str              # of the token files: uint16 or uint32, little-endian
+    newline: bool           # documents that do not end in a newline get one
 
 
 @functools.lru_cache(1)
@@ -113,11 +340,12 @@ def folder_tokenizer(folder):
 
 
 def placed_texts(job, plan):
-    """Yields (split, text, begins, ends): whether a document of that split begins or ends here."""
+    """Yields (split, text, begins, ends): whether a document begins or ends in this text."""
     piece = job.piece
-    texts, _, problems = read_texts(piece, plan.field)
-    if problems or sum(map(len, texts)) != job.chars:
-        raise ValueError("it changed while it was being read; run the command again")
+    texts, _, problems = read_texts(piece, plan.fields)
+    texts = texts[:len(job.sizes)]
+    if problems or [len(text) for text in texts] != job.sizes.tolist():
+        raise DataError("it changed while it was being read; run the command again")
     if plan.cut is None:
         for text, drawn in zip(texts, in_val(job.document, len(texts), plan.fraction), strict=True):
             yield "val" if drawn else "train", text, piece.opens, piece.closes
@@ -128,8 +356,7 @@ def placed_texts(job, plan):
         if at:
             yield "train", text[:at], piece.opens, piece.closes and at == len(text)
         if at < len(text):
-            begins = piece.opens and at == 0 or char + at == plan.cut
-            yield "val", text[at:], begins, piece.closes
+            yield "val", text[at:], piece.opens and not at, piece.closes
         char += len(text)
 
 
@@ -146,8 +373,8 @@ def encode_batch(jobs, plan):
                 ids[split] += [tokenizer.encode_array(text), *(end if ends else [])]
                 counts[split][0] += begins
                 counts[split][1] += len(text) if text.isascii() else len(text.encode("utf-8"))
-        except (ValueError, OSError) as e:
-            raise ValueError(f"{job.piece.path}: {e}") from None
+        except (DataError, OSError) as e:
+            raise DataError(f"{job.piece.file.name}: {e}") from None
     tokens = {s: np.concatenate([*ids[s], np.empty(0, dtype)]).astype(dtype) for s in ids}
     return {s: (tokens[s].tobytes(), *counts[s]) for s in ids}, sum(job.size for job in jobs)
 
@@ -157,8 +384,7 @@ def write_splits(jobs, plan, num_proc):
     splits = {s: {"tokens": 0, "documents": 0, "bytes": 0} for s in ("train", "val")}
     hashes = {s: hashlib.sha256() for s in splits}
     progress = Progress("tokenizing", sum(job.size for job in jobs))
-    work = functools.partial(encode_batch, plan=plan)
-    results = in_order(work, batches(jobs, PIECE), num_proc)
+    results = in_order(functools.partial(encode_batch, plan=plan), batches(jobs), num_proc)
     with contextlib.ExitStack() as stack:
         stack.enter_context(contextlib.closing(results))
         files = {s: stack.enter_context(open(os.path.join(plan.folder, f"{s}.bin"), "wb"))

@@ -1,33 +1,58 @@
-"""Text, JSONL, source files and folders to token files: train.bin, val.bin and meta.json.
+"""Text to token files: train.bin, val.bin and meta.json.
 
     python -m data.prepare my.txt notes/ more.jsonl --out data/bin/mine
 
-The output is built in a temporary folder and renamed: it is there whole or not at all.
+data/sources.py finds and unpacks what is named here, data/encode.py makes tokens of it. The output
+is built in a temporary folder and renamed: it is there whole or not at all.
 """
 
 import argparse
+import contextlib
+import glob
 import json
 import os
-import secrets
+import shlex
 import shutil
 import signal
+import socket
 import sys
 import time
+from importlib.util import find_spec
 from pathlib import Path
+from typing import NamedTuple
 
-from data.download import download, sha256, write_atomically
-from data.encode import SHOWN, Plan, place, survey, write_splits
-from data.text import PIECE, STDLIB, find_pieces
-from data.tokenizer import CharTokenizer, load_tokenizer
+from data.encode import (
+    MANY,
+    PIECE,
+    Plan,
+    cut_files,
+    place,
+    sample_texts,
+    survey,
+    train_bpe,
+    write_splits,
+)
+from data.sources import (
+    CORPORA,
+    STDLIB,
+    download_corpus,
+    find_files,
+    is_saved,
+    shakespeare,
+    source_name,
+)
+from data.token_files import DataError, open_shard
+from data.tokenizer import MAX_VOCAB, CharTokenizer
+from data.tokenizer_json import find_tokenizer
+from train.config import UserError
 
-RANKS_FILE = "tokenizer.tiktoken"
-FILES = ("train.bin", "val.bin", RANKS_FILE, "meta.json")
-VAL_BYTES = 10_000_000  # enough text to validate on, however large the input
 QUICK = 64 << 20        # bytes of text that one process reads, or cuts into bytes, in a second
 QUICK_BPE = 8 << 20     # the same where words are cut into tokens
-SHAKESPEARE_URL = ("https://raw.githubusercontent.com/karpathy/char-rnn/master/data/"
-                   "tinyshakespeare/input.txt")
-SHAKESPEARE_SHA256 = "86c4e6aa9db7c042ec79f339dcb96d42b0075e16b8fc2e86bf0ca57e2dc565ed"
+VAL_BYTES = 10_000_000  # enough text to validate on, however large the input
+BPE_BYTES = 500_000_000  # of text that a tokenizer is made of
+SHOWN = 20              # lines of problems in one message
+RANKS_FILE = "tokenizer.tiktoken"
+FILES = ("train.bin", "val.bin", RANKS_FILE, "meta.json")
 
 
 # --- the output folder
@@ -45,25 +70,39 @@ def old_meta(out):
 def check_out(out, sources, force):
     """What forbids writing to the folder `out`, or None."""
     if os.path.exists(out) and not os.path.isdir(out):
-        return f"{out}: is a file; --out names a folder"
+        return "is a file; --out names a folder"
     if force or not os.path.isdir(out) or not os.listdir(out):
         return None
     meta, escape = old_meta(out), "name another folder with --out, or replace it with --force"
     if meta is None:
-        return f"{out}: holds files that this command did not write; {escape}"
-    if meta["sources"] != sources:
-        return f"{out}: was prepared from {', '.join(map(str, meta['sources']))[:200]}; {escape}"
+        return f"holds files that this command did not write; {escape}"
+    if meta["sources"] != sources or "-" in sources:
+        return f"was prepared from {', '.join(map(str, meta['sources']))[:200]}; {escape}"
     return None
 
 
+def abandoned(folder):
+    """Whether nobody works in a temporary folder any more: its process on this machine is gone, or
+    (of another machine, of an older version) nothing was written in it for an hour."""
+    host, _, pid = folder.name.rpartition(".tmp-")[2].rpartition("-")
+    if host == socket.gethostname() and pid.isdigit() and os.name == "posix":
+        try:
+            os.kill(int(pid), 0)  # sends nothing
+        except OSError as e:
+            return isinstance(e, ProcessLookupError)
+        return int(pid) == os.getpid()  # of an earlier process of this number
+    return time.time() - max(p.stat().st_mtime for p in [folder, *folder.iterdir()]) > 3600
+
+
 def temporary_folder(out):
-    """A new folder beside `out`, on the same disk; clears what runs killed an hour ago left."""
+    """A new folder beside `out`, on the same disk; clears what killed runs left."""
     parent, name = os.path.split(os.path.abspath(out))
     os.makedirs(parent, exist_ok=True)
-    for left in Path(parent).glob(f".{name}.tmp-*"):
-        if time.time() - max(p.stat().st_mtime for p in [left, *left.iterdir()]) > 3600:
-            shutil.rmtree(left, ignore_errors=True)
-    folder = os.path.join(parent, f".{name}.tmp-{secrets.token_hex(4)}")
+    for left in Path(parent).glob(f".{glob.escape(name)}.tmp-*"):
+        with contextlib.suppress(FileNotFoundError):  # another run clears or finishes it
+            if abandoned(left):
+                shutil.rmtree(left, ignore_errors=True)
+    folder = os.path.join(parent, f".{name}.tmp-{socket.gethostname()}-{os.getpid()}")
     os.mkdir(folder)
     return folder
 
@@ -107,7 +146,7 @@ def write_tokenizer(folder, tokenizer):
     return spec
 
 
-# --- the work
+# --- all of it
 
 def processes(num_proc, size, quick):
     """How many processes to use: as told, or as many cores as the size is worth."""
@@ -117,112 +156,167 @@ def processes(num_proc, size, quick):
     return 1 if size <= quick else min(len(allowed), size // PIECE)
 
 
-def check_settings(out, sources, tokenizer, val_fraction, num_proc, force):
-    """(tokenizer or None, problems) of everything but the text itself."""
-    problems = [check_out(out, sources, force)]
-    if val_fraction is not None and not 0 < val_fraction <= 0.5:
-        problems.append(f"val_fraction: {val_fraction} is out of range; expected 0 < F <= 0.5")
-    if num_proc is not None and num_proc < 1:
-        problems.append(f"num_proc: {num_proc} is out of range; expected 1 or more")
-    loaded = None
-    try:
-        loaded = load_tokenizer(tokenizer) if tokenizer != "char" else None
-    except ValueError as e:
-        problems.append(str(e))
-    return loaded, [p for p in problems if p]
-
-
 def stop_at(problems):
-    """Raises ValueError with all the problems in one message, if there are any."""
-    if problems:
-        more = ["... and more"] if len(problems) > SHOWN else []
-        raise ValueError("\n  - ".join([f"{len(problems)} problems", *problems[:SHOWN], *more])
-                         if len(problems) > 1 else problems[0])
+    """DataError with all of (where, what is wrong), a line for those alike, if there are any."""
+    alike = {}
+    for where, what in problems:
+        alike.setdefault(what, []).append(where)
+    lines = [", ".join(places[:3]) + f" and {len(places) - 3:,} more" * (len(places) > 3)
+             + f": {what}" * bool(what) for what, places in alike.items()]
+    if len(problems) >= MANY:
+        lines.append("there may be more: reading stopped here")
+    if len(lines) > 1:
+        lines = [f"{len(lines)} problems", *lines[:SHOWN], *["... and more"][:len(lines) > SHOWN]]
+    if lines:
+        raise DataError("\n  - ".join(lines))
 
 
-def inspect(sources, out, tokenizer, val_fraction, field, num_proc, force):
-    """(kept pieces with their sizes, tokenizer, files passed over) after the first pass; ValueError
-    with all problems of settings and text."""
-    pieces, skipped, problems = find_pieces(sources, os.path.abspath(out))
-    loaded, wrong = check_settings(out, sources, tokenizer, val_fraction, num_proc, force)
-    problems += wrong
+class Settings(NamedTuple):
+    """What `prepare` was asked for."""
+    sources: list
+    out: str
+    tokenizer: str
+    val_fraction: float | None
+    fields: list
+    num_samples: int | None
+    num_proc: int | None
+    force: bool
+    vocab_size: int | None
+    separator: str
+
+
+def check_settings(s):
+    """(tokenizer or None, problems) of everything but the text itself."""
+    wrong, loaded = check_out(s.out, s.sources, s.force), None
+    problems = [(s.out, wrong)] if wrong else []
+    if s.val_fraction is not None and not 0 < s.val_fraction <= 0.5:
+        problems.append(("val_fraction", f"{s.val_fraction} is not within 0 < F <= 0.5"))
+    for name in ("num_proc", "num_samples"):
+        if (value := getattr(s, name)) is not None and value < 1:
+            problems.append((name, f"{value} is out of range; expected 1 or more"))
+    if (s.tokenizer == "bpe") != (s.vocab_size is not None):
+        problems.append(("vocab_size", "goes with tokenizer bpe, and with no other: give both"))
+    elif s.vocab_size is not None and not 257 <= s.vocab_size <= MAX_VOCAB:
+        problems.append(("vocab_size", f"{s.vocab_size} is out of range; expected 257 (bytes and "
+                         f"end-of-text) to {MAX_VOCAB:,}"))
+    if s.tokenizer == "bpe" and find_spec("rustbpe") is None:
+        problems.append(("tokenizer bpe", "needs rustbpe: pip install rustbpe"))
+    try:
+        loaded = find_tokenizer(s.tokenizer) if s.tokenizer not in ("char", "bpe") else None
+    except DataError as e:
+        problems.append((str(e), ""))
+    return loaded, problems
+
+
+def inspect(s, folder):
+    """(pieces with the sizes of their texts, tokenizer, copies, files passed over) after the first
+    pass; DataError with all problems of settings and text."""
+    loaded, problems = check_settings(s)
+    unpacked = os.path.join(folder, "unpacked")
+    os.mkdir(unpacked)
+    files, copies, passed, wrong = find_files(s.sources, os.path.abspath(s.out), unpacked,
+                                              s.fields, s.num_samples, s.separator)
+    pieces, binary, unread = cut_files(files)
+    problems += wrong + unread
     size = sum(piece.size for piece in pieces)
     if size > QUICK:
         stop_at(problems)  # below that, tell what is wrong in the text as well
-    kept, chars, not_text, wrong = survey(pieces, field, tokenizer == "char",
-                                          1 if problems else processes(num_proc, size, QUICK))
-    empty = {piece.folder for piece in pieces} - {piece.folder for piece, _ in kept} - {""}
-    problems += wrong + [f"{folder}: a folder without text files" for folder in sorted(empty)]
+    kept, chars, not_text, wrong = survey(pieces, s.fields, s.tokenizer == "char", s.num_samples,
+                                          1 if problems else processes(s.num_proc, size, QUICK))
+    problems += wrong
+    passed += binary + not_text
+    folders = {source for source in s.sources if os.path.isdir(source) and not is_saved(source)}
+    empty = folders - {p.file.folder for p in pieces if p.file.name not in not_text}
+    empty -= {where for where, _ in problems}
+    left = f"; passed over: {', '.join(passed[:3])}" if passed else ""
+    problems += [(source, f"a folder without text files{left}") for source in sorted(empty)]
     total = sum(int(sizes.sum()) for _, sizes in kept)
     if total < 4 and not problems:
-        problems = [f"{', '.join(sources)}: {total} characters of text; too little to split in two"]
+        problems = [(", ".join(s.sources), f"{total} characters of text; too little to split")]
     stop_at(problems)
-    if loaded is None:  # char; documents are parted by a newline
-        loaded = CharTokenizer("".join(sorted(chars | set("\n" if documents(kept) > 1 else ""))))
-    return kept, loaded, skipped + not_text
+    if s.tokenizer == "bpe":
+        loaded = train_bpe(sample_texts(kept, s.fields, BPE_BYTES), s.vocab_size)
+    elif loaded is None:  # char; documents are parted by a newline
+        several = sum(piece.closes * len(sizes) for piece, sizes in kept) > 1
+        loaded = CharTokenizer("".join(sorted(chars | ({"\n"} if several else set()))))
+    return kept, loaded, copies, passed
 
 
-def documents(kept):
-    return sum(len(sizes) for piece, sizes in kept if piece.closes)
-
-
-def write(kept, tokenizer, sources, out, fraction, field, num_proc):
+def write(s, kept, tokenizer, folder):
     """The second pass, into a temporary folder that becomes `out`; the content of meta.json."""
-    jobs, cut = place(kept, fraction)
+    fraction = s.val_fraction or min(0.1, VAL_BYTES / sum(piece.size for piece, _ in kept))
+    jobs, cut = place(kept, fraction, s.num_samples)
     quick = QUICK if tokenizer.kind in ("byte", "char") else QUICK_BPE
     dtype = "uint16" if tokenizer.n_vocab <= 65536 else "uint32"
-    folder = temporary_folder(out)
-    try:
-        spec = write_tokenizer(folder, tokenizer)
-        plan = Plan(folder, field, fraction, cut, dtype,
-                    newline=tokenizer.eot_token is None and documents(kept) > 1)
-        splits = write_splits(jobs, plan, processes(num_proc, sum(j.size for j in jobs), quick))
-        stop_at([f"{', '.join(sources)}: {part['tokens']} token for {name}; too little text"
-                 for name, part in splits.items() if part["tokens"] < 2])
-        meta = {"format_version": 1, "dtype": dtype, "vocab_size": tokenizer.n_vocab,
-                "tokenizer": spec, "eot_token": tokenizer.eot_token, "splits": splits,
-                "sources": sources,
-                "val": {"fraction": fraction, "by": "document" if cut is None else "tail"}}
-        write_meta(folder, meta)
-        publish(folder, out, meta)
-    except BaseException:
-        shutil.rmtree(folder, ignore_errors=True)
-        raise
+    spec = write_tokenizer(folder, tokenizer)
+    several = sum(job.piece.closes * len(job.sizes) for job in jobs) > 1
+    plan = Plan(folder, s.fields, fraction, cut, dtype, tokenizer.eot_token is None and several)
+    splits = write_splits(jobs, plan, processes(s.num_proc, sum(j.size for j in jobs), quick))
+    stop_at([(", ".join(s.sources), f"{part['tokens']} token for {name}; too little text")
+             for name, part in splits.items() if part["tokens"] < 2])
+    meta = {"format_version": 1, "dtype": dtype, "vocab_size": tokenizer.n_vocab,
+            "tokenizer": spec, "eot_token": tokenizer.eot_token, "splits": splits,
+            "sources": s.sources, "fields": s.fields, "num_samples": s.num_samples,
+            "val": {"fraction": fraction, "by": "document" if cut is None else "tail"}}
+    write_meta(folder, meta)
+    shutil.rmtree(os.path.join(folder, "unpacked"))
+    publish(folder, s.out, meta)
     return meta
 
 
 def prepare(sources, out, tokenizer="byte", val_fraction=None, field="text", num_proc=None,
-            force=False, log=print):
+            force=False, num_samples=None, vocab_size=None, separator="", log=print):
     """Writes train.bin, val.bin and meta.json of text files and folders to the folder `out`.
 
-    tokenizer: byte, char, gpt2, a rank file or a prepared folder. val_fraction: share of the text
-    for validation; None: 0.1, at most 10 MB. field: of JSONL records. num_proc: processes; None: by
-    size. Returns the content of meta.json; ValueError with all problems in one message.
+    tokenizer: byte, char, gpt2, bpe (of vocab_size), a rank file or a prepared folder.
+    val_fraction: share of the text for validation; None: 0.1, at most 10 MB. field: of records, or
+    a list of fields to join. num_proc: processes; None: by size. num_samples: documents to take;
+    None: all. separator: the line that parts documents in text files; "": a file is one. Returns
+    the content of meta.json; DataError with all problems in one message.
     """
-    start, out = time.monotonic(), os.fspath(out)
-    sources = [os.fspath(source) for source in sources]
-    kept, loaded, skipped = inspect(sources, out, tokenizer, val_fraction, field, num_proc, force)
-    fraction = val_fraction or min(0.1, VAL_BYTES / sum(piece.size for piece, _ in kept))
-    meta = write(kept, loaded, sources, out, fraction, field, num_proc)
-    report(meta, out, skipped, time.monotonic() - start, log)
+    start = time.monotonic()
+    s = Settings([os.path.expanduser(source) for source in sources], os.path.expanduser(out),
+                 tokenizer, val_fraction, [field] if isinstance(field, str) else list(field),
+                 num_samples, num_proc, force, vocab_size, separator)
+    folder = temporary_folder(s.out)
+    try:
+        kept, loaded, copies, passed = inspect(s, folder)
+        meta = write(s, kept, loaded, folder)
+    except BaseException:
+        shutil.rmtree(folder, ignore_errors=True)
+        raise
+    report(meta, s.out, copies, passed, time.monotonic() - start, log)
     return meta
 
 
-def report(meta, out, skipped, seconds, log):
+def next_command(tokens, out):
+    """How to train on `tokens` in `out` here: the first run, or the production run where data and
+    machine are large enough for it."""
+    gpu = shutil.which("nvidia-smi") or os.path.exists("/proc/driver/nvidia/version")
+    config = "config.yaml" if gpu and tokens >= 100e6 else "config_quick.yaml"
+    run = os.path.join("out", os.path.basename(os.path.abspath(out)))
+    return (f"python run_train.py --config train/{config} --data_dir {shlex.quote(out)} "
+            f"--out_dir {shlex.quote(run)}")
+
+
+def report(meta, out, copies, passed, seconds, log):
     """Says what is in `out` and what to do next."""
-    kind, val = meta["tokenizer"]["kind"], meta["val"]
-    part = "documents" if val["by"] == "document" else "text, its end"
+    kind, splits = meta["tokenizer"]["kind"], meta["splits"]
+    share = splits["val"]["bytes"] / max(splits["train"]["bytes"] + splits["val"]["bytes"], 1)
+    part = "documents drawn by a hash" if meta["val"]["by"] == "document" else "its end"
     log(f"Prepared {out} in {seconds:.1f} s: {kind} tokens, vocabulary {meta['vocab_size']:,}; "
-        f"validation on {100 * val['fraction']:.3g}% of the {part}")
+        f"validation on {100 * share:.3g}% of the text, {part}")
     log(f"       {'documents':>12} {'tokens':>16} {'bytes':>16}  bytes per token")
-    for name, n in meta["splits"].items():
+    for name, n in splits.items():
         log(f"{name:6} {n['documents']:12,} {n['tokens']:16,} {n['bytes']:16,} "
             f"{n['bytes'] / n['tokens']:16.2f}")
-    if skipped:
-        log(f"Passed over {skipped:,} files that are not UTF-8 text")
+    for names, what in ((copies, "that are copies of others"), (passed, "that are not text")):
+        if names:
+            more = f" and {len(names) - 5:,} more" if len(names) > 5 else ""
+            log(f"Passed over {len(names):,} files {what}: {', '.join(names[:5])}{more}")
     if kind == "byte":
         log("Fewer, longer tokens: --tokenizer gpt2 (downloads 0.8 MB once)")
-    log(f"Next: python run_train.py --data_dir {out}")
+    log(f"Next: {next_command(splits['train']['tokens'], out)}")
 
 
 def ensure_dataset(data_dir, log=print):
@@ -233,7 +327,10 @@ def ensure_dataset(data_dir, log=print):
     if os.path.isdir(data_dir) and any(n.endswith((".bin", ".npy")) for n in os.listdir(data_dir)):
         return False
     start = time.monotonic()
-    meta = prepare([STDLIB], data_dir, log=lambda line: None)
+    try:
+        meta = prepare([STDLIB], data_dir, log=lambda line: None)
+    except OSError as e:
+        raise DataError(f"{data_dir}: cannot be prepared: {e}; choose another data_dir") from None
     tokens = sum(part["tokens"] for part in meta["splits"].values())
     log(f"Prepared {data_dir} from the Python standard library of this machine: {tokens:,} byte "
         f"tokens in {time.monotonic() - start:.1f} s")
@@ -242,24 +339,18 @@ def ensure_dataset(data_dir, log=print):
 
 # --- the command line
 
-def shakespeare_file(given):
-    """Path of the tiny-shakespeare text: `given`, or data/bin/shakespeare.txt, downloaded once."""
-    path = given or os.path.join("data", "bin", "shakespeare.txt")
-    if os.path.isfile(path):
-        found = sha256(Path(path).read_bytes())
-        if found == SHAKESPEARE_SHA256:
-            return path
-        raise ValueError(f"{path}: not the tiny-shakespeare text: its sha256 is {found}, expected "
-                         f"{SHAKESPEARE_SHA256}; text of your own is given as a SOURCE")
-    if given:
-        raise ValueError(f"{path}: no such file; --input names a copy of {SHAKESPEARE_URL}")
-    try:
-        write_atomically(path, download(SHAKESPEARE_URL, SHAKESPEARE_SHA256))
-    except OSError as e:
-        raise ValueError(f"dataset shakespeare: could not be downloaded ({e}). Without a network: "
-                         f"on another machine\n    curl -o input.txt {SHAKESPEARE_URL}\n"
-                         "    and then --dataset shakespeare --input input.txt") from None
-    return path
+SOURCES = """text files (.txt, .md, .py, ...: one document each); records (.jsonl, .json, .csv,
+.tsv, .parquet: one document each); any of these as .gz; folders of them; - for standard input; a
+folder saved by Hugging Face's datasets, or hf:NAME, hf:NAME:CONFIG or hf:NAME:CONFIG:SPLIT of its
+hub, streamed. All UTF-8"""
+TOKENIZERS = """byte (any text, 257 tokens), char (a token for each character of the text), gpt2
+(50,257 tokens; 0.8 MB downloaded once), bpe (learned from the text, with --vocab_size; needs
+rustbpe), a rank file in tiktoken's format, or a prepared folder to share its tokenizer (default:
+byte)"""
+DATASETS = """stdlib (of this Python), shakespeare (1.1 MB), fineweb10B and fineweb_edu (20 GB of
+GPT-2's tokens each, ready to train on), openwebtext (24 GB), tinystories (2.2 GB). Downloaded once,
+and gone on with where it was cut. Files are checked by the sha256 that Hugging Face sends with
+them; what came is kept in SHA256SUMS and compared at the next run"""
 
 
 def underscores(argument):
@@ -270,57 +361,109 @@ def underscores(argument):
     return "--" + name[2:].replace("-", "_") + equals + value
 
 
-def arguments(argv):
-    """The parsed command line; dashes and underscores in names are the same."""
-    parser = argparse.ArgumentParser(
+def parser():
+    """The options of the command line."""
+    p = argparse.ArgumentParser(
         "python -m data.prepare", allow_abbrev=False,
         description="Turn text into token files: train.bin, val.bin and meta.json.")
-    add = parser.add_argument
-    add("sources", nargs="*", metavar="SOURCE",
-        help="text files (.txt, .md, .py, ...: one document each), .jsonl files (one document a "
-             "line), or folders of them; all UTF-8")
-    add("--out", metavar="FOLDER",
-        help="where to write (default: data/bin/ and the name of the first source)")
-    add("--tokenizer", default="byte", metavar="NAME",
-        help="byte (any text, 257 tokens), char (a token for each character of the text), gpt2 "
-             "(50,257 tokens; 0.8 MB downloaded once), a rank file in tiktoken's format, or a "
-             "prepared folder to share its tokenizer (default: byte)")
-    add("--val_fraction", type=float, metavar="F",
-        help="share of the text for validation: documents drawn by a hash, or where these are few "
-             "the end of the text (default: 0.1, but at most 10 MB)")
-    add("--field", default="text", metavar="NAME",
-        help="field of .jsonl records that holds the text (default: text)")
-    add("--dataset", choices=("stdlib", "shakespeare"),
-        help="instead of sources: the standard library of this Python, or tiny-shakespeare "
-             "(1.1 MB, downloaded once)")
-    add("--input", metavar="FILE",
-        help="with --dataset shakespeare: a copy of it, so that nothing is downloaded")
-    add("--num_proc", type=int, metavar="N",
-        help="processes (default: as many cores as the size is worth)")
-    add("--force", action="store_true", help="replace what a folder holds from other sources")
-    args = parser.parse_args([underscores(a) for a in argv])
+    p.add_argument("sources", nargs="*", metavar="SOURCE", help=SOURCES)
+    p.add_argument("--out", metavar="FOLDER", help="where to write (default: data/bin/ and the "
+                   "name of the first source)")
+    p.add_argument("--force", action="store_true",
+                   help="replace what a folder holds from other sources")
+    p.add_argument("--num_proc", type=int, metavar="N",
+                   help="processes (default: as many cores as the size is worth)")
+    add = p.add_argument_group("the text").add_argument
+    add("--field", action="append", metavar="NAME", help="field of records that holds the text "
+        "(default: text); given several times, the fields are joined by newlines")
+    add("--separator", default="", metavar="LINE", help="the line that parts documents in text "
+        "files (default: a file is one document)")
+    add("--num_samples", type=int, metavar="N", help="take the first N documents only")
+    add("--val_fraction", type=float, metavar="F", help="share of the text for validation: "
+        "documents drawn by a hash, or where these are few the end of the text (default: 0.1, but "
+        "at most 10 MB)")
+    add = p.add_argument_group("its tokens").add_argument
+    add("--tokenizer", metavar="NAME", help=TOKENIZERS)
+    add("--vocab_size", type=int, metavar="N",
+        help="tokens of --tokenizer bpe, end-of-text included")
+    add = p.add_argument_group("known text, instead of sources").add_argument
+    add("--dataset", choices=("stdlib", "shakespeare", *CORPORA), help=DATASETS)
+    add("--shards", type=int, metavar="N", help="the first N training files of a dataset only")
+    add("--mirror", metavar="URL", help="an https:// or file:// folder with the same files")
+    add("--input", metavar="FILE", help="with --dataset shakespeare: a copy of it, so that nothing "
+        "is downloaded")
+    return p
+
+
+def arguments(argv):
+    """The parsed command line; dashes and underscores in names are the same."""
+    p = parser()
+    args = p.parse_args([underscores(a) for a in argv])
     if bool(args.sources) == bool(args.dataset):
-        parser.error("give one or more SOURCEs, or --dataset stdlib or shakespeare")
+        p.error("give one or more SOURCEs, or --dataset NAME")
     if args.input and args.dataset != "shakespeare":
-        parser.error("--input goes with --dataset shakespeare")
+        p.error("--input goes with --dataset shakespeare")
+    if (args.mirror or args.shards is not None) and args.dataset not in CORPORA:
+        p.error(f"--mirror and --shards go with --dataset {', '.join(CORPORA)}")
+    if args.shards is not None and args.shards < 1:
+        p.error("--shards: expected 1 or more")
     return args
+
+
+def prepare_tokens(args, out, log=print):
+    """A corpus that comes as GPT-2's tokens: downloads its shards into `out`, with a meta.json."""
+    corpus, start = CORPORA[args.dataset], time.monotonic()
+    if args.field or args.separator or args.num_samples or args.val_fraction or args.vocab_size:
+        raise DataError(f"dataset {args.dataset}: comes as tokens, already split; of these options "
+                        "only --shards, --mirror, --out and --tokenizer FILE apply")
+    tokenizer = find_tokenizer(args.tokenizer or "gpt2")
+    if tokenizer.kind != "gpt2":
+        raise DataError(f"dataset {args.dataset}: its tokens are GPT-2's; --tokenizer can only "
+                        "name a copy of gpt2's rank file")
+    stop_at([(out, wrong)] if (wrong := check_out(out, [corpus.url], args.force)) else [])
+    os.makedirs(out, exist_ok=True)
+    for name in FILES[:2]:  # of other sources (--force): they would be taken for all there is
+        with contextlib.suppress(FileNotFoundError):
+            os.unlink(os.path.join(out, name))
+    meta = {"format_version": 1, "dtype": "uint16", "vocab_size": tokenizer.n_vocab,
+            "tokenizer": write_tokenizer(out, tokenizer), "eot_token": tokenizer.eot_token,
+            "sources": [corpus.url]}
+    write_meta(out, meta)  # before the shards: what was begun can be gone on with
+    paths = download_corpus(args.dataset, out, args.mirror, args.shards)
+    counts = [open_shard(path, "uint16").n_tokens for path in paths]
+    log(f"Prepared {out} in {time.monotonic() - start:.1f} s: gpt2 tokens, {counts[0]:,} for "
+        f"validation, {sum(counts[1:]):,} in {len(counts) - 1} training files")
+    log(f"Next: {next_command(sum(counts[1:]), out)}")
+
+
+def run(args):
+    """What the command line asks for."""
+    name, sources, separator = args.dataset, args.sources, args.separator
+    default = os.path.join("data", "bin", name or source_name(sources[0]))
+    out = os.path.expanduser(args.out or default)
+    if name in CORPORA and CORPORA[name].tokens:
+        return prepare_tokens(args, out)
+    if name in CORPORA:
+        folder = f"{out}.download"
+        sources = download_corpus(name, folder, args.mirror, args.shards)
+        separator = separator or CORPORA[name].separator
+        print(f"Downloaded to {folder}; it can go once the tokens are made")
+    elif name:
+        sources = [STDLIB if name == "stdlib" else shakespeare(args.input)]
+    prepare(sources, out, args.tokenizer or "byte", args.val_fraction, args.field or "text",
+            args.num_proc, args.force, args.num_samples, args.vocab_size, separator)
 
 
 def main(argv=None):
     """Runs the command; its exit code: 2 for a problem, 130 for Ctrl-C."""
     args = arguments(sys.argv[1:] if argv is None else argv)
     try:
-        sources = args.sources
-        if args.dataset:
-            sources = [STDLIB if args.dataset == "stdlib" else shakespeare_file(args.input)]
-        name = args.dataset or Path(sources[0]).resolve().stem
-        prepare(sources, args.out or os.path.join("data", "bin", name), args.tokenizer,
-                args.val_fraction, args.field, args.num_proc, args.force)
-    except (ValueError, OSError) as e:
+        run(args)
+    except (UserError, OSError) as e:
         print(f"data.prepare: {e}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
-        print("data.prepare: interrupted; nothing was written", file=sys.stderr)
+        print("data.prepare: interrupted; no tokens were written", file=sys.stderr)
         return 130
     return 0
 

@@ -1,28 +1,36 @@
-"""Token files as one stream: find them, recognise their format, refuse what is wrong, read safely.
+"""Token files as one memory-mapped stream: find them, recognise their format, refuse what is wrong.
 
 Formats: nanoGPT's raw .bin (uint16, or what meta.json says), llm.c and modded-nanogpt shards, .npy.
 """
 
 import glob
 import json
+import mmap
 import os
-import time
+import pickle
 from dataclasses import dataclass
 
 import numpy as np
 
-from data.tokenizer import PlainUnpickler
+from train.config import UserError
 
-IN_MEMORY_BYTES = 64 << 20  # streams up to this size are read once; larger ones window by window
-MAX_OPEN_FILES = 256  # well under the usual limit of 1,024: data sets may have more shards
-RETRY_SLEEPS = (0.05, 0.2, 0.5)  # seconds before each new try of a read that failed
+# What the maps may hold of this process's memory. The kernel maps 64 KiB around a page it is asked
+# for; mapping anew for every batch instead would cost more than the reading.
+MAPPED_BYTES, FAULT_BYTES = 64 << 20, 64 << 10
 LLMC = {(20240520, 1): "<u2", (20240801, 7): "<u4"}  # (magic, version) of llm.c's shards
 TEXT_BYTES = bytes([9, 10, 13, *range(32, 127)])
 PREPARE = "make it with `python -m data.prepare`"
 
 
-class DataError(ValueError):
+class DataError(UserError, ValueError):
     """Bad data: the message says what, where, what was expected and what to do."""
+
+
+class PlainUnpickler(pickle.Unpickler):
+    """Builds dict, list, str, int and the like; a pickle that names anything else is refused."""
+
+    def find_class(self, module, name):
+        raise ValueError(f"it names {module}.{name}, which could run code")
 
 
 @dataclass
@@ -60,6 +68,20 @@ def find_files(data_dir, split):
     return sorted(paths)
 
 
+def check_meta(meta):
+    """ValueError where meta.json or meta.pkl does not hold what the program reads from it."""
+    if not isinstance(meta, dict):
+        raise ValueError(f"holds a {type(meta).__name__}, expected a dictionary")
+    if meta.get("dtype", "uint16") not in ("uint16", "uint32"):
+        raise ValueError(f"dtype is {meta['dtype']!r}, expected uint16 or uint32")
+    splits = meta.get("splits", {})
+    counts = {"vocab_size": meta.get("vocab_size", 1),
+              **{f"splits.{s}.tokens": part.get("tokens", 1) for s, part in splits.items()}}
+    for name, count in counts.items():
+        if type(count) is not int or count < 1:
+            raise ValueError(f"{name} is {count!r}, expected a whole number of at least 1")
+
+
 def read_meta(folder):
     """meta.json (ours) or meta.pkl (nanoGPT's, read without running code) as a dict, else {}."""
     for name, load in (("meta.json", json.load), ("meta.pkl", lambda f: PlainUnpickler(f).load())):
@@ -69,12 +91,7 @@ def read_meta(folder):
         try:
             with open(path, "rb") as f:
                 meta = load(f)
-            if not isinstance(meta, dict):
-                raise ValueError(f"holds a {type(meta).__name__}, expected a dictionary")
-            if meta.get("dtype", "uint16") not in ("uint16", "uint32"):
-                raise ValueError(f"dtype is {meta['dtype']!r}, expected uint16 or uint32")
-            if not isinstance(meta.get("vocab_size", 1), int):
-                raise ValueError(f"vocab_size is {meta['vocab_size']!r}, expected an integer")
+            check_meta(meta)
             return meta
         except Exception as e:  # a damaged pickle can raise anything
             raise DataError(f"{path}: {e or type(e).__name__}; {PREPARE}") from None
@@ -132,6 +149,8 @@ def read_layout(path, f, size, raw_dtype):
             check_plausible(tokens)
             return raw_dtype, 0, size // tokens.itemsize
         dtype, offset = LLMC[magic, version], 1024
+    if not n:
+        raise ValueError(f"holds no tokens; {PREPARE}")
     if size != (expected := offset + n * np.dtype(dtype).itemsize):
         raise ValueError(f"is {size:,} bytes, but its header promises {n:,} tokens in "
                          f"{expected:,} bytes: cut short? copy it again")
@@ -152,31 +171,21 @@ def open_shard(path, raw_dtype):
 
 
 class TokenStream:
-    """The tokens of several files as one: in memory where they are small, else read by pread.
+    """The tokens of several files as one, memory-mapped, so that a terabyte is read on a laptop.
 
-    Not a memory map: touching one whose file has been cut short kills the process (SIGBUS), and its
-    pages count as the process's memory until all of the file does. pread costs about the same,
-    returns what is there, and fails with an error that can be retried.
+    Maps are let go and made anew before the pages once read add up to MAPPED_BYTES. Before each
+    read its files are checked to be those of the start (DataError). One that is cut short while it
+    is being read, or a disk that fails, ends the process with SIGBUS, as with any memory map.
     """
 
     def __init__(self, shards):
-        self.shards, self.fds, self.tokens = shards, {}, None
-        self.dtype = shards[0].dtype
+        self.shards, self.dtype = shards, shards[0].dtype
         self.firsts = np.cumsum([0] + [s.n_tokens for s in shards])  # first token of each, then N
         self.n_tokens = int(self.firsts[-1])
+        self.maps, self.n_read = {}, 0  # shard -> its array; windows read from these maps
         if len({s.dtype for s in shards}) > 1:
             raise DataError(f"{shards[0].path} and others: token files of different types: "
                             f"{', '.join(sorted({str(s.dtype) for s in shards}))}; expected one")
-        if self.n_tokens * self.dtype.itemsize <= IN_MEMORY_BYTES:
-            self.tokens = np.frombuffer(self._read_span(0, self.n_tokens), self.dtype)
-            self.close()
-
-    def close(self):
-        """Close the files; reading opens them again."""
-        while self.fds:
-            os.close(self.fds.popitem()[1])
-
-    __del__ = close
 
     def locate(self, token):
         """(path, offset in tokens) of a token of the stream."""
@@ -185,66 +194,44 @@ class TokenStream:
 
     def read(self, starts, length):
         """The windows starts[i] .. + length. starts: (n,) int64 -> (n, length) of self.dtype."""
-        if self.tokens is not None:
-            return np.lib.stride_tricks.sliding_window_view(self.tokens, length)[starts]
-        which = np.searchsorted(self.firsts, starts, "right") - 1
-        for i in np.unique(which).tolist():
-            self._check_unchanged(i)
-        offsets = (starts - self.firsts[which]) * self.dtype.itemsize
-        offsets += np.array([s.offset for s in self.shards])[which]
-        n_bytes, rows = length * self.dtype.itemsize, []
-        for start, i, offset in zip(starts.tolist(), which.tolist(), offsets.tolist()):
-            try:
-                row = os.pread(self._fd(i), n_bytes, offset)
-            except OSError:
-                row = b""
-            rows.append(row if len(row) == n_bytes else self._read_span(start, length))
-        return np.frombuffer(bytearray().join(rows), self.dtype).reshape(len(starts), length)
+        if len(self.shards) == 1:  # the usual case: one gather
+            rows = np.lib.stride_tricks.sliding_window_view(self._map(0), length)[starts]
+        else:
+            rows = self._read_shards(starts, length)
+        self.n_read += len(starts)
+        if min(self.n_tokens * self.dtype.itemsize, self.n_read * FAULT_BYTES) > MAPPED_BYTES:
+            self.maps, self.n_read = {}, 0
+        return rows
 
-    def _fd(self, i):
-        if i not in self.fds:
-            if len(self.fds) >= MAX_OPEN_FILES:
-                os.close(self.fds.pop(next(iter(self.fds))))
-            self.fds[i] = os.open(self.shards[i].path, os.O_RDONLY)
-        return self.fds[i]
+    def _read_shards(self, starts, length):
+        """read() from several files, a window at a time, piece by piece where one crosses a border:
+        often no two windows of a batch are of one file, so there is nothing to gather."""
+        rows = np.empty((len(starts), length), self.dtype)
+        which = np.searchsorted(self.firsts, starts, "right") - 1  # (n,) the shard it starts in
+        arrays = {i: self._map(i) for i in np.unique(which).tolist()}
+        for row, i, at in zip(rows, which.tolist(), (starts - self.firsts[which]).tolist()):
+            piece = arrays[i][at:at + length]
+            row[:len(piece)] = piece
+            while len(piece) < len(row):
+                row, i = row[len(piece):], i + 1
+                piece = self._map(i)[:len(row)]
+                row[:len(piece)] = piece
+        return rows
 
-    def _check_unchanged(self, i):
+    def _map(self, i):
+        """Shard i as an array (n_tokens,); DataError where its file is not that of the start."""
         shard = self.shards[i]
         try:
             now = identify(os.stat(shard.path))
-        except OSError as e:
-            raise DataError(f"{shard.path}: is gone ({e.strerror}); put it back and "
+            if now == shard.identity and i not in self.maps:
+                mapped = np.memmap(shard.path, shard.dtype, "r", shard.offset, (shard.n_tokens,))
+                if hasattr(mmap, "MADV_RANDOM"):  # else every window reads ahead 128 KiB or more
+                    mapped._mmap.madvise(mmap.MADV_RANDOM)
+                self.maps[i] = np.asarray(mapped)
+        except (OSError, ValueError) as e:  # ValueError: cut short this very moment
+            raise DataError(f"{shard.path}: is gone ({getattr(e, 'strerror', e)}); put it back and "
                             "resume") from None
         if now != shard.identity:
             raise DataError(f"{shard.path}: changed during the run: {shard.identity[1]:,} bytes at "
                             f"the start, {now[1]:,} now; put the old file back and resume")
-
-    def _read_span(self, start, length):
-        """Tokens as bytes, piece by piece: over shard borders, short reads and passing errors."""
-        pieces, size = [], self.dtype.itemsize
-        while length:
-            i = int(np.searchsorted(self.firsts, start, "right")) - 1
-            shard, local = self.shards[i], start - int(self.firsts[i])
-            take = min(length, shard.n_tokens - local)
-            pieces.append(self._read_all(i, shard.offset + local * size, take * size))
-            start, length = start + take, length - take
-        return b"".join(pieces)
-
-    def _read_all(self, i, offset, n_bytes):
-        """n_bytes of shard i; a read that fails or stops short is tried again, then a DataError."""
-        path, data, waits = self.shards[i].path, b"", iter(RETRY_SLEEPS)
-        while len(data) < n_bytes:
-            self._check_unchanged(i)
-            try:
-                more = os.pread(self._fd(i), n_bytes - len(data), offset + len(data))
-                why = "no data"
-            except OSError as e:
-                more, why = b"", e.strerror
-            data += more
-            if not more:
-                if (wait := next(waits, None)) is None:
-                    raise DataError(f"{path}: reading at byte {offset + len(data):,} failed "
-                                    f"{len(RETRY_SLEEPS) + 1} times ({why}); check the disk, "
-                                    "then resume")
-                time.sleep(wait)
-        return data
+        return self.maps[i]

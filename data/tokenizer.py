@@ -1,28 +1,32 @@
 """Text to token ids and back: bytes, characters, GPT-2, or any rank file in tiktoken's format.
 
 A tokenizer says what it is as a `spec()`, a dict of builtin types that `tokenizer_from_spec` turns
-back into it without file or network: checkpoints carry that dict.
+back into it without file or network: checkpoints carry that dict. What is wrong is a DataError.
 """
 
 import base64
+import contextlib
 import difflib
 import hashlib
-import json
 import os
-import pickle
 import re
+import tempfile
 
 import numpy as np
 import tiktoken
 
-from data.download import R50K_SHA256, gpt2_ranks
+from data.token_files import DataError, read_meta
 
-NAMES = ("byte", "char", "gpt2")
+NAMES = ("byte", "char", "gpt2", "bpe")
 EOT = "<|endoftext|>"
 GPT2_PATTERN = (r"""'(?:[sdmt]|ll|ve|re)| ?\p{L}++| ?\p{N}++| ?[^\s\p{L}\p{N}]++"""
                 r"""|\s++$|\s+(?!\S)|\s""")
+# GPT-2's vocabulary in one file; tiktoken's "gpt2" needs two for the same ids.
+R50K_URL = "https://openaipublic.blob.core.windows.net/encodings/r50k_base.tiktoken"
+R50K_SHA256 = "306cd27f03c1a714eca7108e03d66b7dc042abe8c258b44c199a7ed9838dd930"
 SPACE_RUN = 500_000  # tiktoken's regex overflows its stack on a million blanks in a row
 LONG_SPACE = re.compile(rf"\s{{{SPACE_RUN}}}")
+MAX_VOCAB = 1 << 24  # a damaged description must not ask for terabytes
 
 
 def clean(text):
@@ -32,6 +36,14 @@ def clean(text):
         return text
     except UnicodeEncodeError:
         return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
+
+
+def without_long_blanks(text):
+    """Yields `text` in parts, cut within runs of blanks that are too long for a regex."""
+    while len(text) > SPACE_RUN and (run := LONG_SPACE.search(text)):
+        yield text[:run.end()]
+        text = text[run.end():]
+    yield text
 
 
 class Tokenizer:
@@ -46,13 +58,13 @@ class Tokenizer:
         return [self.encode(text) for text in texts]
 
     def decode(self, ids):
-        """Text of `ids`; bytes that are not UTF-8 become replacement characters. ValueError for an
+        """Text of `ids`; bytes that are not UTF-8 become replacement characters. DataError for an
         id that is not in the vocabulary."""
         ids = [int(i) for i in ids]
         for at, i in enumerate(ids):
             if not 0 <= i < self.n_vocab:
-                raise ValueError(f"token id {i} (number {at} of {len(ids)}) is outside the "
-                                 f"vocabulary of this {self.kind} tokenizer, 0..{self.n_vocab - 1}")
+                raise DataError(f"token id {i} (number {at} of {len(ids)}) is outside the "
+                                f"vocabulary of this {self.kind} tokenizer, 0..{self.n_vocab - 1}")
         return self.decode_known(ids)
 
 
@@ -61,6 +73,9 @@ class RankTokenizer(Tokenizer):
 
     def __init__(self, kind, ranks, pattern, eot_token):
         self.kind, self.ranks, self.pattern, self.eot_token = kind, ranks, pattern, eot_token
+        if not max(ranks.values()) < eot_token < MAX_VOCAB:
+            raise DataError(f"end-of-text is {eot_token}: expected a number above all "
+                            f"{len(ranks):,} ranks and below {MAX_VOCAB:,}")
         self.enc = tiktoken.Encoding(kind, pat_str=pattern, mergeable_ranks=ranks,
                                      special_tokens={EOT: eot_token})
         self.n_vocab = self.enc.n_vocab
@@ -70,23 +85,18 @@ class RankTokenizer(Tokenizer):
         text = clean(text)
         if self.kind == "byte":  # what tiktoken gives, without its loop over a million matches
             return np.frombuffer(text.encode("utf-8"), np.uint8)
-        parts = []
-        while len(text) > SPACE_RUN and (run := LONG_SPACE.search(text)):
-            parts.append(text[:run.end()])
-            text = text[run.end():]
         return np.concatenate([self.enc.encode_to_numpy(part, disallowed_special=())
-                               for part in [*parts, text]])
+                               for part in without_long_blanks(text)])
 
     def decode_known(self, ids):
         try:
             return self.enc.decode(ids, errors="replace")
         except KeyError as e:  # rank files may leave gaps
-            raise ValueError(f"{e.args[0]}: the {self.kind} tokenizer has no such token") from None
+            raise DataError(f"{e.args[0]}: the {self.kind} tokenizer has no such token") from None
 
     def token_bytes(self):
         sizes = np.zeros(self.n_vocab, np.int64)  # end-of-text stands for no text
-        for token, rank in self.ranks.items():
-            sizes[rank] = len(token)
+        sizes[list(self.ranks.values())] = [len(token) for token in self.ranks]
         return sizes
 
     def spec(self):
@@ -103,31 +113,66 @@ class CharTokenizer(Tokenizer):
     kind, eot_token = "char", None
 
     def __init__(self, chars):
-        if not chars or len(set(chars)) != len(chars):
-            raise ValueError(f"a char tokenizer needs distinct characters; got {chars[:80]!r}")
+        if not isinstance(chars, str) or not chars or len(set(chars)) != len(chars):
+            raise DataError(f"a char tokenizer needs distinct characters; got {chars!r:.80}")
         self.chars, self.n_vocab = chars, len(chars)
         codes = np.array([ord(c) for c in chars], np.uint32)
         self.order = np.argsort(codes)  # place among the sorted code points -> id
         self.codes = codes[self.order]
 
     def encode_array(self, text):
-        """Ids of `text` as an int64 array; ValueError names characters outside the vocabulary."""
+        """Ids of `text` as an int64 array; DataError names characters outside the vocabulary."""
         codes = np.frombuffer(text.encode("utf-32-le", "surrogatepass"), "<u4")
         at = np.minimum(np.searchsorted(self.codes, codes), self.n_vocab - 1)
         if (self.codes[at] != codes).any():
             unknown = "".join(sorted(set(text) - set(self.chars)))
-            raise ValueError(f"characters {unknown[:40]!r} are not among the {self.n_vocab} of "
-                             "this char tokenizer; leave them out, or use the byte tokenizer")
+            raise DataError(f"characters {unknown[:40]!r} are not among the {self.n_vocab} of "
+                            "this char tokenizer; leave them out, or use the byte tokenizer")
         return self.order[at]
 
     def decode_known(self, ids):
         return "".join(self.chars[i] for i in ids)
 
     def token_bytes(self):
-        return np.array([len(c.encode("utf-8")) for c in self.chars], np.int64)
+        return np.array([len(c.encode("utf-8", "surrogatepass")) for c in self.chars], np.int64)
 
     def spec(self):
         return {"kind": "char", "chars": self.chars}
+
+
+# --- rank files and descriptions
+
+def gpt2_ranks():
+    """Text of GPT-2's rank file: from tiktoken's cache, or downloaded to it."""
+    folder = os.environ.get("TIKTOKEN_CACHE_DIR", os.environ.get(
+        "DATA_GYM_CACHE_DIR", os.path.join(tempfile.gettempdir(), "data-gym-cache")))
+    # tiktoken's rule: the name is the sha1 of the address, and an empty folder name means no cache
+    path = os.path.join(folder, hashlib.sha1(R50K_URL.encode()).hexdigest()) if folder else ""
+    if os.path.isfile(path):
+        with open(path, "rb") as f:
+            content = f.read()
+        if hashlib.sha256(content).hexdigest() == R50K_SHA256:
+            return content.decode("ascii")
+    import requests  # tiktoken's own dependency; slow to import, so only here
+    try:
+        reply = requests.get(R50K_URL, timeout=20)  # tiktoken itself would wait for ever
+        reply.raise_for_status()
+        if hashlib.sha256(reply.content).hexdigest() != R50K_SHA256:
+            raise OSError("what came has another sha256")
+    except OSError as e:  # those of requests are, too
+        raise DataError(
+            f"tokenizer gpt2: its rank file (0.8 MB) is not cached ({path or 'no cache folder'}) "
+            f"and could not be downloaded ({str(e)[:80] or type(e).__name__}). Without a network: "
+            f"on another machine\n    curl -O {R50K_URL}\n    and then --tokenizer "
+            f"r50k_base.tiktoken, or copy it to {path or '$TIKTOKEN_CACHE_DIR'}; or use "
+            "--tokenizer byte, which needs no file") from None
+    if path:
+        with contextlib.suppress(OSError):  # a cache that cannot be written costs a download
+            os.makedirs(folder, exist_ok=True)
+            with open(f"{path}.tmp-{os.getpid()}", "wb") as f:
+                f.write(reply.content)
+            os.replace(f.name, path)
+    return reply.content.decode("ascii")
 
 
 def parse_ranks(text, where):
@@ -139,12 +184,12 @@ def parse_ranks(text, where):
                 token, rank = line.split()
                 ranks[base64.b64decode(token, validate=True)] = int(rank)
         except ValueError:
-            raise ValueError(f"{where}:{number}: expected `base64 rank`, as in tiktoken's files; "
-                             f"got {line[:60]!r}") from None
+            raise DataError(f"{where}:{number}: expected `base64 rank`, as in tiktoken's files; "
+                            f"got {line[:60]!r}") from None
     missing = sum(bytes([i]) not in ranks for i in range(256))
     if missing or len(set(ranks.values())) != len(ranks) or min(ranks.values()) < 0:
-        raise ValueError(f"{where}: not a usable rank file of {len(ranks)} tokens: {missing} of "
-                         "the 256 single bytes are missing, or ranks are negative or repeated")
+        raise DataError(f"{where}: not a usable rank file of {len(ranks)} tokens: {missing} of "
+                        "the 256 single bytes are missing, or ranks are negative or repeated")
     return ranks
 
 
@@ -156,7 +201,7 @@ def rank_tokenizer(text, where):
 
 
 def tokenizer_from_spec(spec):
-    """The tokenizer that `spec()` described; ValueError if the dict describes none."""
+    """The tokenizer that `spec()` described; DataError if the dict describes none."""
     kind = spec.get("kind") if isinstance(spec, dict) else None
     try:
         if kind == "byte":
@@ -166,68 +211,52 @@ def tokenizer_from_spec(spec):
         if kind in ("gpt2", "ranks"):
             ranks = parse_ranks(spec["ranks"], "tokenizer ranks")
             return RankTokenizer(kind, ranks, spec["pattern"], int(spec["eot_token"]))
-    except (KeyError, TypeError) as e:
-        raise ValueError(f"tokenizer of kind {kind!r}: broken description: {e!r}") from None
-    raise ValueError(f"tokenizer kind {kind!r} is unknown; expected byte, char, gpt2 or ranks")
-
-
-class PlainUnpickler(pickle.Unpickler):
-    """Builds dict, list, str, int and the like; a pickle that names anything else is refused."""
-
-    def find_class(self, module, name):
-        raise ValueError(f"it names {module}.{name}, which could run code")
-
-
-def pickled_tokenizer(path):
-    """Tokenizer of nanoGPT's meta.pkl (char level: itos), or None where it has no characters."""
-    try:
-        with open(path, "rb") as f:
-            itos = PlainUnpickler(f).load().get("itos")
-        return CharTokenizer("".join(itos[i] for i in range(len(itos)))) if itos else None
-    except Exception as e:  # a broken pickle can raise nearly anything
-        raise ValueError(f"{path}: not a meta.pkl as nanoGPT writes them: {e}") from None
+    except (KeyError, TypeError, AttributeError, ValueError) as e:  # ValueError: of the pattern
+        raise DataError(f"tokenizer of kind {kind!r}: broken description: {e}") from None
+    raise DataError(f"tokenizer kind {kind!r} is unknown; expected byte, char, gpt2 or ranks")
 
 
 def load_dataset_tokenizer(data_dir):
     """Tokenizer of prepared data (its folder, or token files in it), from meta.json or nanoGPT's
     meta.pkl; None if these name none."""
     folder = data_dir if os.path.isdir(data_dir) else os.path.dirname(data_dir)
-    path = os.path.join(folder, "meta.json")
-    if not os.path.isfile(path):
-        path = os.path.join(folder, "meta.pkl")
-        return pickled_tokenizer(path) if os.path.isfile(path) else None
+    meta = read_meta(folder)
     try:
-        with open(path, encoding="utf-8") as f:
-            spec = json.load(f).get("tokenizer")
+        if itos := meta.get("itos"):  # nanoGPT's characters
+            return CharTokenizer("".join(itos[i] for i in range(len(itos))))
+        spec = meta.get("tokenizer")
         if spec and "ranks_file" in spec:  # only its name counts: never a file of another folder
-            ranks = os.path.join(folder, os.path.basename(spec["ranks_file"]))
-            with open(ranks, encoding="ascii") as f:
-                spec = {**spec, "ranks": f.read()}
+            with open(os.path.join(folder, os.path.basename(spec["ranks_file"])), "rb") as f:
+                spec = {**spec, "ranks": f.read().decode("ascii")}
         return tokenizer_from_spec(spec) if spec else None
-    except (ValueError, TypeError, AttributeError, OSError) as e:
-        raise ValueError(f"{path}: cannot rebuild its tokenizer: {e}; prepare it again") from None
+    except (ValueError, TypeError, KeyError, OSError) as e:
+        raise DataError(f"{folder or '.'}: its meta file describes no tokenizer that can be "
+                        f"rebuilt: {e}; prepare it again") from None
 
 
 def load_tokenizer(name, path=None):
     """Tokenizer by name (byte, gpt2), or from a rank file or a prepared folder, given as `path` or
-    as `name` itself. char exists only in a prepared folder: its characters are those of a text."""
-    path = path or (None if name in NAMES else name)
+    as `name` itself. char and bpe exist only in a prepared folder: they are made of its text."""
+    path = os.path.expanduser(path or ("" if name in NAMES else name))
     if path and os.path.isdir(path):
         tokenizer = load_dataset_tokenizer(path)
         if tokenizer is None or name in NAMES and name != tokenizer.kind:
             kind = name if name in NAMES else "known"
-            raise ValueError(f"{path}: this folder has no {kind} tokenizer")
+            raise DataError(f"{path}: this folder has no {kind} tokenizer")
         return tokenizer
     if name == "byte":
         return tokenizer_from_spec({"kind": "byte"})
     if name == "gpt2" and not path:
         return rank_tokenizer(gpt2_ranks(), "gpt2")
-    if name == "char":
-        raise ValueError("tokenizer char: give the prepared folder whose characters it has")
+    if name in ("char", "bpe"):
+        raise DataError(f"tokenizer {name}: it is made of a text; give the folder prepared with it")
     if not os.path.isfile(path):
         near = difflib.get_close_matches(name, NAMES, 1, 0.4)
         hint = f"; did you mean {near[0]}?" if near else ""
-        raise ValueError(f"tokenizer {path!r}: no such name or file; expected byte, char, gpt2, "
-                         f"a rank file in tiktoken's format or a prepared folder{hint}")
-    with open(path, encoding="utf-8", errors="replace") as f:
-        return rank_tokenizer(f.read(), path)
+        raise DataError(f"tokenizer {path!r}: no such name or file; expected byte, char, gpt2, "
+                        f"bpe, a rank file in tiktoken's format or a prepared folder{hint}")
+    try:
+        with open(path, encoding="utf-8", errors="replace") as f:
+            return rank_tokenizer(f.read(), path)
+    except OSError as e:
+        raise DataError(f"tokenizer {path}: cannot be read: {e.strerror}") from None

@@ -15,9 +15,8 @@ SHARED = REPO.parent / "shared" / "data"
 # A model that trains in milliseconds; float32 and one thread so that runs are equal bit for bit.
 TINY = dict(n_layer=2, n_head=2, n_embd=32, n_hidden=64, block_size=16, batch_size=4,
             gradient_accumulation_steps=2, max_iters=10, warmup_iters=2, eval_interval=5,
-            eval_iters=3,
-            log_interval=1, sample_tokens=0, device="cpu", dtype="float32", compile="false",
-            num_threads=1, learning_rate=1e-2)
+            eval_on_start=True, eval_iters=3, log_interval=1, sample_tokens=0, device="cpu",
+            dtype="float32", compile="false", num_threads=1, learning_rate=1e-2)
 
 # What started pytest may have it ignore these (nohup, a shell's &), and every program with it.
 signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -31,15 +30,17 @@ def tiny_args(**changes):
 
 
 def start(*args, ranks=0, env=None, torchrun=(), **popen):
-    """Start run_train.py, under torchrun where ranks are given; its Popen."""
+    """Start run_train.py, under torchrun where ranks are given; its Popen. With FAULT in `env` it
+    is faulty.py, which puts the fault in."""
     command = [sys.executable]
     if ranks:
         command += ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={ranks}",
                     *torchrun]
     environment = os.environ | {"OMP_NUM_THREADS": "1"} | (env or {})
-    return subprocess.Popen([*command, str(REPO / "run_train.py"), *map(str, args)], cwd=REPO,
-                            text=True, env=environment, stdout=subprocess.PIPE,
-                            stderr=subprocess.STDOUT, **popen)
+    program = REPO / ("tests/faulty.py" if env and "FAULT" in env else "run_train.py")
+    return subprocess.Popen([*command, str(program), *map(str, args)], cwd=REPO, text=True,
+                            env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+                            **popen)
 
 
 def run(*args, timeout=120, **kwargs):

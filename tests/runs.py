@@ -12,6 +12,7 @@ import time
 
 import torch
 from conftest import TINY
+from faulty import faults
 
 from train.config import load_config
 from train.guard import Stopped
@@ -27,18 +28,8 @@ def configure(data_dir, out_dir, **changes):
     return load_config(None, SMALL | dict(data_dir=str(data_dir), out_dir=str(out_dir)) | changes)
 
 
-@contextlib.contextmanager
-def faults(spec):
-    """FAULT for this process (see train/fault.py)."""
-    os.environ["FAULT"] = spec
-    try:
-        yield
-    finally:
-        del os.environ["FAULT"]
-
-
 def go(data_dir, out_dir, fault="", **changes):
-    """Train in this process; its last numbers, or the Stopped that ended it."""
+    """Train in this process, with a fault of faulty.py; its last numbers, or what stopped it."""
     with faults(fault) if fault else contextlib.nullcontext():
         try:
             return train(configure(data_dir, out_dir, **changes))
@@ -89,7 +80,8 @@ def assert_same(a, b, best=True):
 
 _forker = multiprocessing.get_context("forkserver")
 _forker.set_forkserver_preload(["pytest", "torch._inductor", "train.train", "train.report",
-                                "train.plot", "model.gpt", "data.tokenizer", "run_train"])
+                                "train.plot", "model.gpt", "model.sample", "data.tokenizer",
+                                "run_train", "faulty"])
 
 
 @atexit.register
@@ -109,7 +101,8 @@ def _run_program(args, output, env, prepare):
     sys.argv = ["run_train.py", *args]
     prepare()
     import run_train
-    sys.exit(run_train.main(args))
+    with faults() if "FAULT" in env else contextlib.nullcontext():
+        sys.exit(run_train.main(args))
 
 
 def nothing():

@@ -8,7 +8,7 @@ import torch
 from conftest import REPO
 
 from model.gpt import GPT, GPTConfig
-from train import bench, bench_peer, bench_rows
+from train import bench
 
 # A stand-in with the names of nanoGPT that the comparison calls.
 MODEL = '''
@@ -30,13 +30,7 @@ class GPT(nn.Module):
     def generate(self, idx, n, temperature=1.0, top_k=None):
         return torch.cat((idx, idx[:, :1].repeat(1, n)), 1)
 '''
-TRAIN = '''
-raise SystemExit("a script: importing it would train")
-def get_batch(split):
-    data = np.memmap(os.path.join(data_dir, split + ".bin"), dtype=np.uint16, mode="r")
-    rows = np.stack([data[i:i + block_size + 1] for i in range(batch_size)]).astype(np.int64)
-    return torch.from_numpy(rows[:, :-1]), torch.from_numpy(rows[:, 1:])
-'''
+TRAIN = 'raise SystemExit("a script: importing it would train")\n'
 
 
 @pytest.fixture
@@ -49,35 +43,37 @@ def peer(tmp_path):
 def test_sides_alternate_and_the_first_repeat_is_warm_up():
     calls, values = [], iter([100, 50, 1, 5, 3, 4, 2, 6])
     sides = {n: lambda n=n: (calls.append(n), next(values))[1] for n in "AB"}
-    results = bench_rows.alternate(sides, 3)
+    results = bench.alternate(sides, 3)
     assert "".join(calls) == "ABABABAB"
-    assert results["A"] == dict(median=2, least=1, most=3, warm_up=100, values=[1, 3, 2])
-    assert results["B"]["median"] == 5
+    assert results == dict(A=dict(median=2, least=1, most=3), B=dict(median=5, least=4, most=6))
+    assert bench.alternate({"A": lambda: 1, "B": lambda: None}, 1).keys() == {"A"}
 
 
 def test_the_ratio_is_above_one_where_ours_is_better():
-    def row(unit, ours, peer):
-        return bench_rows.row("", unit, {"ours, a": dict(median=ours), "peer": dict(median=peer)})
-    assert bench.ratio(row("tokens/s", 30, 10)) == bench.ratio(row("s", 10, 30)) == 3
-    assert bench.ratio(bench_rows.row("", "s", {"ours": dict(median=1)})) is None
+    def told(unit, ours, peer):
+        bound = dict(bound=100) if unit != "s" else {}
+        results = {name: dict(median=v, least=v, most=v, **bound) for name, v in
+                   {"ours, a": ours, "peer": peer}.items() if v}
+        return bench.markdown(bench.row("", unit, results))
+    assert "3.00 x" in told("tokens/s", 30, 10) and "3.00 x" in told("s", 10, 30)
+    assert "30% of the bound" in told("tokens/s", 30, 10) and " x" not in told("s", 10, None)
 
 
 def test_rows_against_a_peer(peer, tmp_path, capsys):
     out = tmp_path / "bench.json"
     threads = torch.get_num_threads()
-    rows = ["throughput", "sample", "loader"]
     options = ["--tiny", "--no-compile", "--steps", "2", "--repeats", "1", "--device", "cpu"]
-    assert bench.main([*rows, *options, "--peer", str(peer), "--out", str(out)]) == 0
+    assert bench.main(["throughput", "sample", *options, "--peer", str(peer), "--out",
+                       str(out)]) == 0
     torch.set_num_threads(threads)
     result, printed = json.loads(out.read_text()), capsys.readouterr().out
-    training, first, full, small, large = result["rows"]
-    loss = {name: side["loss"] for name, side in training["results"].items()}
-    assert len(loss) == 3 and {v["steps"] for v in loss.values()} == {4}  # both repeats
-    assert all(v["median"] > 0 for r in result["rows"] for v in r["results"].values())
-    assert set(small["results"]) == {"ours", "peer"} and "x 1,024" in large["work"]
-    assert "context full" in full["work"] and "first" in first["work"]
+    training, sampling = result["rows"]
+    assert {name.split(",")[0] for name in training["results"]} == {"ours", "ours as GPT-2", "peer"}
+    assert all(v["median"] > 0 and v["of_bound"] > 0 for r in result["rows"]
+               for v in r["results"].values())
+    assert len(sampling["results"]) == 3 and "context of 32 full" in sampling["work"]
     assert result["machine"]["matmul_tflops"]["bfloat16"] > 0
-    assert printed.count("our best to the peer's best") == 5
+    assert printed.count("our best to the peer's best") == 2
 
 
 def test_without_a_peer_only_our_side_runs(capsys):
@@ -89,17 +85,21 @@ def test_without_a_peer_only_our_side_runs(capsys):
 
 def test_one_flop_formula_for_both_sides():
     shape = dict(n_layer=2, n_head=2, n_embd=32, vocab_size=128, block_size=16)
-    ours = GPT(GPTConfig(**shape, **bench_rows.AS_GPT2))
-    assert bench_peer.flops_per_token(ours, shape) == ours.flops_per_token()
+    ours = GPT(GPTConfig(**shape, **bench.AS_GPT2))
+    twin = torch.nn.ParameterList(torch.nn.Parameter(p) for p in ours.parameters())
+    assert bench.flops_per_token(twin, shape) == ours.flops_per_unit()
 
 
-def test_watch_stops_at_the_line_that_is_enough_and_reports_failures():
-    script = "import time\nfor i in range(9): print('step', i)\ntime.sleep(60)"
+def test_the_clock_stops_at_the_loss_that_is_enough_and_reports_failures():
+    script = ("import time\nfor i in range(9): print(f'step {i}: train loss 9, val loss {9 - i}')\n"
+              "time.sleep(60)")
     python = [sys.executable, "-c"]
-    seen = bench_rows.watch([*python, script], REPO, r"step (\d)", lambda m: m[1] == "3")
-    assert [m[1] for _, m in seen] == ["0", "1", "2", "3"] and 0 < seen[-1][0] < 30
+    seconds, step, loss = bench.seconds_to(6.0, [*python, script], REPO)
+    assert (step, loss) == (3, 6.0) and 0 < seconds < 30
+    short = "print('step 2: val loss 7.5')"
+    assert bench.seconds_to(6.0, [*python, short], REPO) == (None, 2, 7.5)
     with pytest.raises(RuntimeError, match="no such thing"):
-        bench_rows.watch([*python, "raise SystemExit('no such thing')"], REPO, "x", bool)
+        bench.seconds_to(6.0, [*python, "raise SystemExit('no such thing')"], REPO)
 
 
 def test_the_peer_is_copied_with_our_tokens(peer, tmp_path):
@@ -110,7 +110,7 @@ def test_the_peer_is_copied_with_our_tokens(peer, tmp_path):
     (data / "meta.json").write_text('{"vocab_size": 65}')
     for split in ("train", "val"):
         (data / f"{split}.bin").write_bytes(b"1234")
-    bench_peer.copy(peer, data, folder)
+    bench.copy_peer(peer, data, folder)
     assert (folder / "train.py").read_text() == TRAIN
     assert (folder / "data/shakespeare_char/val.bin").read_bytes() == b"1234"
 

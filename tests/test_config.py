@@ -7,9 +7,16 @@ import time
 import pytest
 from conftest import REPO
 
-from train.config import ConfigError, differences, load_config, parse_value
-from train.help import help_text, markdown_table, to_yaml
-from train.keys import FIELDS, TrainConfig
+from train.config import (
+    FIELDS,
+    ConfigError,
+    TrainConfig,
+    differences,
+    help_text,
+    load_config,
+    parse_value,
+    to_yaml,
+)
 
 
 def write(tmp_path, text, name="c.yaml"):
@@ -153,11 +160,13 @@ def test_help_shows_every_key_fast():
     assert max(map(len, help_text().splitlines())) <= 100
 
 
-def test_print_config_names_origins():
-    done = command("train/config_test.yaml", "--n_layer=3", "--print_config")
+def test_print_config_names_origins(tmp_path):
+    write(tmp_path, "weight_decay: 0.2\n", "under.yaml")
+    path = write(tmp_path, "base: under.yaml\nn_head: 2\n")
+    done = command(path, "--n_layer=3", "--n_embd=64", "--print_config")
     lines = {line.split(":")[0]: line for line in done.stdout.splitlines()}
-    assert "command line" in lines["n_layer"] and "config_test.yaml:" in lines["n_head"]
-    assert "config.yaml:" in lines["weight_decay"] and "default" in lines["seed"]
+    assert "command line" in lines["n_layer"] and "c.yaml:2" in lines["n_head"]
+    assert "under.yaml:1" in lines["weight_decay"] and "default" in lines["seed"]
 
 
 def test_every_shipped_config_is_valid():
@@ -180,7 +189,3 @@ def test_differences_ignores_free_keys_and_equal_global_batches():
     assert differences(old, halved.__dict__) == []
     other = load_config(None, ["--batch_size=8"])
     assert differences(old, other.__dict__) == [("batch_size", 16, 8)]
-
-
-def test_readme_lists_every_key_as_it_is():
-    assert markdown_table().strip() in (REPO / "README.md").read_text()

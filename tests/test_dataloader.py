@@ -12,6 +12,7 @@ import torch
 from conftest import REPO
 
 from data import token_files
+from data.token_files import TokenStream, open_shard
 from train import dataloader
 from train.dataloader import DataError, DataLoader, permute, widen, window_starts
 
@@ -45,9 +46,8 @@ def folder(tmp_path):
 
 @pytest.fixture
 def large(monkeypatch):
-    """Every file counts as large: read window by window; failing reads are retried at once."""
-    monkeypatch.setattr(token_files, "IN_MEMORY_BYTES", 0)
-    monkeypatch.setattr(token_files, "RETRY_SLEEPS", (0, 0, 0))
+    """Every file counts as large: it is mapped anew for every read."""
+    monkeypatch.setattr(token_files, "MAPPED_BYTES", 0)
 
 
 # --- the order
@@ -114,7 +114,8 @@ def test_batch_holds_the_windows_of_the_file(folder):
         for i, start in enumerate(loader.windows(step)):
             assert np.array_equal(x[i], tokens[start:start + 32])
             assert np.array_equal(y[i], tokens[start + 1:start + 33])
-    assert loader.step == 60 and loader.tokens_per_epoch == 155 * 32  # of 156 that fit
+    assert loader.step == 60
+    assert loader.samples * loader.units_per_sample == 155 * 32  # of 156 that fit
 
 
 def test_case_42_resume_in_the_middle_of_the_stream(folder, monkeypatch):
@@ -144,7 +145,8 @@ def test_case_53_global_batches_do_not_depend_on_the_world_size(folder, world, a
 @pytest.mark.parametrize("count", [1, 3, 5, 6, 7, 100])
 def test_fixed_batches_are_spread_without_overlap(folder, count):
     loader = DataLoader(folder, 5, 32, "val")  # 28 windows fit: 5 full batches and 3 windows
-    starts = loader.fixed_windows(count)
+    starts = 32 * np.concatenate([loader.fixed(count, i)
+                                  for i in range(loader.n_fixed(count))])
     assert len(starts) == min(5 * count, 28) and loader.n_fixed(count) == min(count, 6)
     assert (np.diff(starts) >= 32).all() and starts[0] == 0 and starts[-1] + 32 < 900
     if count > 1:
@@ -197,7 +199,8 @@ def test_formats_give_the_same_stream(tmp_path, how, request):
     write(tmp_path / "one.bin", tokens)
     expected = DataLoader(tmp_path / "one.bin", 8, 64)
     assert expected.n_tokens == 3000 and expected.dtype == "uint16"
-    assert (expected.stream.tokens is None) == (how == "large")
+    assert isinstance(read_all(tmp_path / "one.bin", 3000), np.ndarray)
+    assert bool(expected.stream.maps) == (how == "small")
     for kind in ("raw", "raw32", "llmc", "llmc32", "npy", "npy32", "npy64"):
         loader = DataLoader(tmp_path / kind, 8, 64, vocab_size=50_000)
         assert torch.equal(batches(loader, range(40)), batches(expected, range(40))), kind
@@ -237,21 +240,30 @@ def test_case_27_meta_pkl_runs_no_code(folder):
     assert not (folder / "ran").exists()
 
 
-def test_more_shards_than_open_files(tmp_path, monkeypatch):
-    parts = [stream(100, seed=i) for i in range(9)]
-    for i, part in enumerate(parts):
-        write(tmp_path / f"train_{i}.bin", part)
+def test_maps_are_made_anew(tmp_path, monkeypatch):
+    """Pages once read must not add up: after so many windows the maps of large data are let go."""
+    for i in range(9):
+        write(tmp_path / f"train_{i}.bin", stream(100, seed=i))
     expected = batches(DataLoader(tmp_path, 8, 40), range(30))
-    monkeypatch.setattr(token_files, "IN_MEMORY_BYTES", 0)
-    monkeypatch.setattr(token_files, "MAX_OPEN_FILES", 2)
-    loader = DataLoader(tmp_path, 8, 40)
-    assert torch.equal(batches(loader, range(30)), expected)
-    descriptors = list(loader.stream.fds.values())
-    assert len(descriptors) == 2
-    del loader
-    for fd in descriptors:
-        with pytest.raises(OSError):
-            os.fstat(fd)
+    monkeypatch.setattr(token_files, "MAPPED_BYTES", 1000)
+    monkeypatch.setattr(token_files, "FAULT_BYTES", 10)
+    monkeypatch.setattr(dataloader, "CHUNK_TOKENS", 8 * 40)
+    loader, counts = DataLoader(tmp_path, 8, 40), []
+    loader.stream.maps, loader.stream.n_read = {}, 0
+    for step in range(30):
+        x, y = loader.get_batch()
+        assert torch.equal(torch.stack((x, y)), expected[step])
+        counts.append(loader.stream.n_read)
+    assert counts[:14] == [*range(8, 104, 8), 0, 8] and max(counts) == 96
+    small = TokenStream([open_shard(str(tmp_path / "train_0.bin"), "uint16")])
+    for _ in range(30):  # all of it is less than the limit
+        small.read(np.arange(8), 40)
+    assert small.n_read == 240 and list(small.maps) == [0]
+
+
+def test_empty_shards_are_refused(tmp_path):
+    with pytest.raises(DataError, match="holds no tokens"):
+        DataLoader(llmc(tmp_path / "x.bin", []), 1, 8)
 
 
 def test_fingerprint(folder, monkeypatch):
@@ -259,7 +271,7 @@ def test_fingerprint(folder, monkeypatch):
     tokens = np.fromfile(folder / "train.bin", "<u2")
     assert first["tokens"] == 5000 and first["bytes"] == 10_000 and first["dtype"] == "uint16"
     assert json.loads(json.dumps(first)) == first == DataLoader(folder, 3, 9).fingerprint()
-    monkeypatch.setattr(token_files, "IN_MEMORY_BYTES", 0)
+    monkeypatch.setattr(token_files, "MAPPED_BYTES", 0)
     assert DataLoader(folder, 1, 8).fingerprint() == first
     monkeypatch.setattr(dataloader, "MIB", 1000)  # now the shard is longer than its two ends
     first = DataLoader(folder, 1, 8).fingerprint()
@@ -373,6 +385,7 @@ def test_case_86_in_a_batch_before_a_device_sees_it(tmp_path, large, monkeypatch
     tokens, seen, to_device = np.zeros(1_300_000, "<u2"), [], dataloader.to_device
     monkeypatch.setattr(dataloader, "to_device",
                         lambda t, device: seen.append(t.max()) or to_device(t, device))
+    monkeypatch.setattr(dataloader, "CHECKED_WHOLE", 0)
     tokens[650_003] = 777  # not among the places looked at when opening
     write(tmp_path / "train_0.bin", tokens[:600_001])
     write(tmp_path / "train_1.bin", tokens[600_001:])
@@ -432,19 +445,11 @@ except DataError as error:
     assert "train.bin: changed during the run: 104,857,600 bytes at the start, 4,096" in done.stdout
 
 
-def test_case_88_truncated_between_check_and_read(folder, large, monkeypatch):
-    loader, pread = DataLoader(folder, 4, 32), os.pread
-
-    def truncating(fd, n, offset):
-        os.truncate(folder / "train.bin", 100)
-        return pread(fd, n, offset)
-    monkeypatch.setattr(os, "pread", truncating)
-    with pytest.raises(DataError, match="changed during the run: 10,000 bytes .* 100 now"):
-        loader.get_batch()
-
-
-@pytest.mark.parametrize("change", ["replaced", "written to", "removed"])
-def test_case_88_replaced_while_running(folder, large, change):
+@pytest.mark.parametrize("size", ["small", "large"])
+@pytest.mark.parametrize("change", ["replaced", "written to", "cut short", "removed"])
+def test_case_88_changed_while_running(folder, change, size, request):
+    if size == "large":
+        request.getfixturevalue("large")
     loader = DataLoader(folder, 4, 32)
     loader.get_batch()
     path, other = folder / "train.bin", write(folder / "other", stream(5000, seed=8))
@@ -454,50 +459,12 @@ def test_case_88_replaced_while_running(folder, large, change):
         with open(path, "r+b") as f:
             f.write(b"xx")
         os.utime(path, ns=(1, 1))  # clocks of file systems can be coarser than this test
+    elif change == "cut short":
+        os.truncate(path, 100)
     else:
         os.remove(path)
     with pytest.raises(DataError, match="train.bin: (changed during the run|is gone)"):
         loader.get_batch(step=10_000)
-
-
-def test_case_88_a_small_file_is_in_memory_and_may_change(folder):
-    loader, expected = DataLoader(folder, 4, 32), batches(DataLoader(folder, 4, 32), range(20))
-    print_before = loader.fingerprint()
-    os.truncate(folder / "train.bin", 0)
-    assert torch.equal(batches(loader, range(20)), expected)
-    assert loader.fingerprint() == print_before
-
-
-def test_case_89_passing_errors_and_short_reads_are_retried(folder, large, monkeypatch):
-    expected, pread, calls = batches(DataLoader(folder, 4, 32), range(30)), os.pread, [0]
-
-    def failing(fd, n, offset):
-        calls[0] += 1
-        if calls[0] % 3 == 0:
-            raise OSError(5, "Input/output error")
-        return pread(fd, n if calls[0] % 3 == 1 else n // 3, offset)
-    monkeypatch.setattr(os, "pread", failing)
-    assert torch.equal(batches(DataLoader(folder, 4, 32), range(30)), expected)
-    assert calls[0] > 300
-
-
-@pytest.mark.parametrize("failure,why", [("error", "Input/output error"), ("nothing", "no data")])
-def test_case_89_lasting_errors_are_reported(folder, large, monkeypatch, failure, why):
-    loader, calls = DataLoader(folder, 1, 32), [0]
-
-    def failing(fd, n, offset):
-        calls[0] += 1
-        if failure == "error":
-            raise OSError(5, "Input/output error")
-        return b""
-    monkeypatch.setattr(os, "pread", failing)
-    message = rf"train.bin: reading at byte {2 * loader.windows(0)[0]:,} failed 4 times \({why}\)"
-    with pytest.raises(DataError, match=message):
-        loader.get_batch()
-    assert calls[0] == 5 and loader.step == 0
-    monkeypatch.undo()
-    loader.get_batch()  # the step was not lost
-    assert loader.step == 1
 
 
 # --- large files

@@ -1,4 +1,4 @@
-"""model/gpt.py and model/cross_entropy.py: counts, first loss, every option, caching, causality,
+"""model/gpt.py and model/ops.py: counts, first loss, every option, caching, causality,
 and that each fast path computes what its plain form does."""
 
 import itertools
@@ -11,19 +11,12 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-import model.cross_entropy
-from model.cross_entropy import linear_cross_entropy
-from model.gpt import (
-    GPT,
-    GPTConfig,
-    KVCache,
-    apply_rope,
-    attend,
-    attend_in_blocks,
-    build_model,
-    rope_tables,
-)
-from model.rms_norm import rms_norm
+import model.ops
+from data.tokenizer import load_tokenizer
+from model.generate import KVCache
+from model.gpt import GPT, GPTConfig, apply_rope, build_model, rope_tables, sample, save_products
+from model.ops import attend, attend_in_blocks, linear_cross_entropy, rms_norm
+from train.config import GPTKeys
 
 GPT2 = dict(block_size=1024, vocab_size=50257, n_layer=12, n_head=12, n_embd=768, norm="layer",
             pos="learned", mlp="gelu", bias=True, tie_weights=True)
@@ -32,8 +25,7 @@ LLAMA = dict(block_size=16, vocab_size=61, n_layer=2, n_head=4, n_embd=32, n_hid
 OPTIONS = dict(
     norm=("rms", "layer"), pos=("rope", "learned"), mlp=("swiglu", "gelu", "relu2"),
     n_kv_head=(4, 2, 1), bias=(False, True), tie_weights=(True, False), qk_norm=(False, True),
-    softcap=(0.0, 15.0), zero_init=(False, True), value_embeddings=(False, True),
-    x0_residual=(False, True), prev_embedding=(False, True), dropout=(0.0, 0.1))
+    zero_init=(False, True), prev_embedding=(False, True), dropout=(0.0, 0.1))
 
 
 def pairwise(options):
@@ -122,7 +114,7 @@ def sizes(config):
 
 
 def test_production_parameters():
-    assert sizes(GPTConfig()) == (113, 50_036_736, 33, 12_672)
+    assert sizes(GPTConfig(vocab_size=32_000)) == (113, 50_036_736, 33, 12_672)
 
 
 def test_gpt2_parameters_are_the_published_ones_and_padding():
@@ -132,16 +124,16 @@ def test_gpt2_parameters_are_the_published_ones_and_padding():
 
 @pytest.mark.parametrize("shape", [
     {}, dict(tie_weights=False), dict(vocab_size=32_000), dict(n_embd=768, n_head=12),
-    GPT2 | dict(n_layer=2), dict(n_embd=768, n_head=12, tie_weights=False, softcap=15.0),
+    GPT2 | dict(n_layer=2), dict(n_embd=768, n_head=12, tie_weights=False),
     dict(n_embd=2048, n_layer=1), dict(zero_init=True, tie_weights=False),
-    dict(value_embeddings=True, x0_residual=True, prev_embedding=True)], ids=str)
+    dict(prev_embedding=True)], ids=str)
 def test_first_loss_is_that_of_a_uniform_guess(shape):
     model = tiny(**shape)
     vocab = model.config.vocab_size
     idx = tokens(64, 17, vocab=vocab)
     with torch.no_grad():
-        loss, metrics = model(idx[:, :-1], idx[:, 1:])
-    assert abs(loss.item() - math.log(vocab)) < 0.1 and metrics == {}
+        loss, sums = model(idx[:, :-1], idx[:, 1:])
+    assert abs(loss.item() - math.log(vocab)) < 0.1 and sums == {}
 
 
 def test_initial_weights_are_a_function_of_seed_and_name():
@@ -159,24 +151,93 @@ def test_initial_weights_are_a_function_of_seed_and_name():
     assert abs(a.h[0].mlp.down.weight.std().item() - 0.02 / math.sqrt(4)) < 0.002
 
 
-def test_flops_per_token_by_hand():
+def test_flops_per_unit_by_hand():
     # 1 layer, C 8, 2 heads of 4, 1 key/value head, hidden 16, vocabulary 128, T 4, tied, rope.
     model = GPT(GPTConfig(block_size=4, vocab_size=128, n_layer=1, n_head=2, n_kv_head=1, n_embd=8,
                           n_hidden=16))
     weights = 8 * 8 + 2 * 8 * 4 + 8 * 8 + 3 * 8 * 16 + 3 * 8 + 128 * 8
-    assert model.flops_per_token() == 6 * weights + 12 * 1 * 8 * 4
+    assert model.flops_per_unit() == 6 * weights + 12 * 1 * 8 * 4
     # Tables that are only looked up do not count.
     other = GPT(GPTConfig(block_size=4, vocab_size=128, n_layer=1, n_head=2, n_kv_head=1, n_embd=8,
                           n_hidden=16, tie_weights=False, pos="learned"))
-    assert other.flops_per_token() == model.flops_per_token()
+    assert other.flops_per_unit() == model.flops_per_unit()
 
 
-def test_build_model_takes_the_shape_and_the_seed_from_the_run():
-    run = types.SimpleNamespace(**vars(GPTConfig(**LLAMA)), seed=5, gradient_checkpointing="true")
-    model = build_model(run, 100)
+def run_config(**changes):
+    """A run's configuration as far as a model file looks at it."""
+    keys = vars(GPTKeys(**LLAMA | dict(vocab_size=None))) | dict(
+        seed=5, gradient_checkpointing="false", sample_prompts=[], sample_tokens=4)
+    return types.SimpleNamespace(**keys | changes)
+
+
+def data_of(vocab_size, tokenizer=None):
+    spec = tokenizer.spec() if tokenizer else None
+    return types.SimpleNamespace(spec=dict(vocab_size=vocab_size, tokenizer=spec))
+
+
+def test_build_model_takes_shape_and_seed_from_the_run_and_the_vocabulary_from_the_data():
+    model = build_model(run_config(gradient_checkpointing="true"), data_of(100))
     assert model.config == GPTConfig(**LLAMA | dict(vocab_size=100))
-    assert model.gradient_checkpointing == "true"
+    assert all(block.gradient_checkpointing == "true" for block in model.h)
     assert torch.equal(model.wte.weight, GPT(model.config, seed=5).wte.weight)
+    with pytest.raises(ValueError, match="vocab_size is missing"):
+        GPTConfig()
+
+
+# --- evaluation
+
+def text_and_model(**changes):
+    byte = load_tokenizer("byte")
+    return byte, build_model(run_config(), data_of(300, byte))
+
+
+def test_numbers_of_an_evaluation_by_hand():
+    byte, gpt = text_and_model()
+    idx = torch.tensor([byte.encode("the quick brown ") for _ in range(2)])
+    targets = torch.roll(idx, -1, 1)
+    targets[0, :5], targets[1, 3] = -1, byte.eot_token  # end of text: a target without bytes
+    assert gpt(idx, targets)[1] == {} and gpt.numbers(dict(loss=1.0, count=1.0)) == {}
+    with torch.no_grad():
+        loss, sums = gpt.eval()(idx, targets)
+        logits = gpt(idx)
+    assert {k: int(v) for k, v in sums.items()} == dict(count=27, bytes=26)
+    wanted = F.cross_entropy(logits.flatten(0, 1), targets.flatten(), ignore_index=-1)
+    total = {k: v.double() for k, v in (sums | dict(loss=loss * 27)).items()}
+    numbers = gpt.numbers(total)
+    assert abs(numbers["ppl"] - math.exp(wanted)) < 1e-3 * numbers["ppl"]
+    assert abs(numbers["bpb"] - float(wanted) * 27 / 26 / math.log(2)) < 1e-4
+
+
+def test_numbers_that_are_unknown_are_none():
+    gpt = build_model(run_config(), data_of(61)).eval()  # no tokenizer: no bytes
+    loss, sums = gpt(tokens(2, 16), tokens(2, 16, seed=1))
+    numbers = gpt.numbers(sums | dict(loss=32 * loss.item()))
+    assert numbers["bpb"] is None and abs(numbers["ppl"] - math.exp(loss.item())) < 1e-3
+    loss, sums = gpt(tokens(2, 16), torch.full((2, 16), -1))
+    assert loss.item() == 0.0
+    assert gpt.numbers(sums | dict(loss=0.0)) == dict(ppl=None, bpb=None)
+
+
+def test_tables_are_real_in_an_empty_model_and_not_saved():
+    byte = load_tokenizer("byte")
+    with torch.device("meta"):
+        empty = build_model(run_config(), data_of(300, byte))
+    gpt = build_model(run_config(), data_of(300, byte))
+    assert all(p.is_meta for p in empty.parameters())
+    for name, table in gpt.named_buffers():
+        assert torch.equal(dict(empty.named_buffers())[name], table), name
+    assert {n for n, _ in gpt.named_buffers()} == {"rope_cos", "rope_sin", "token_bytes"}
+    assert gpt.state_dict().keys() == dict(gpt.named_parameters()).keys()
+
+
+def test_samples_of_an_evaluation():
+    byte, gpt = text_and_model()
+    config = run_config(sample_prompts=["the ", "", "\udcff"], sample_tokens=40)
+    with torch.no_grad():
+        texts = sample(gpt.eval(), data_of(300, byte), config)  # 43 ids have no text: never drawn
+        assert texts == sample(gpt, data_of(300, byte), config)
+        assert len(texts) == 3 and texts[0].startswith("the ") and len(texts[0]) > 4
+        assert sample(gpt, data_of(300), config) == []
 
 
 # --- every option
@@ -205,7 +266,7 @@ def test_cached_logits_are_those_of_the_full_forward(options):
     with torch.no_grad():
         full = model(idx)
         for cuts in ([1] * 16, [5, 1, 7, 3], [16]):
-            cache = KVCache(model.config, 2, 16, idx.device, torch.float32)
+            cache = KVCache(model.config, 2, idx.device, torch.float32)
             parts = [model(part, cache=cache) for part in idx.split(cuts, dim=1)]
             assert torch.allclose(torch.cat(parts, 1), full, atol=2e-4), cuts
         assert torch.allclose(model(idx, last_only=True), full[:, -1:], atol=1e-5)
@@ -248,6 +309,19 @@ def explicit(q, k, v):
     return y
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_one_query_needs_no_kernel(monkeypatch, dtype):
+    torch.manual_seed(0)
+    q, k = torch.randn(2, 4, 1, 8).to(dtype), torch.randn(2, 2, 7, 8).to(dtype)
+    mask = torch.ones(2, 1, 1, 7, dtype=torch.bool)
+    mask[1, ..., 5:] = False
+    with monkeypatch.context() as patch:
+        patch.delattr(F, "scaled_dot_product_attention")
+        y = attend(q, k, k, mask=mask)
+    close(y[:1], explicit(q[:1], k[:1], k[:1]), 1e-2)
+    close(y[1:], explicit(q[1:], k[1:, :, :5], k[1:, :, :5]), 1e-2)
+
+
 @pytest.mark.parametrize("T, S, H, G", [(7, 7, 2, 2), (1, 7, 2, 2), (3, 7, 4, 2), (7, 7, 6, 1)])
 def test_attention_against_its_definition(T, S, H, G):
     torch.manual_seed(0)
@@ -278,25 +352,13 @@ def test_attention_in_blocks_drops_out():
 
 def test_rope_is_a_rotation_by_position_of_pairs_half_a_head_apart():
     x, theta = torch.randn(1, 6, 2, 8), 500.0
-    cos, sin = rope_tables(3, 6, 8, theta, "cpu")
+    cos, sin = rope_tables(torch.arange(3.0, 9.0)[:, None], 8, theta)
     y = apply_rope(x, cos, sin)
     for t, h, i in itertools.product(range(6), range(2), range(4)):
         pair = complex(x[0, t, h, i], x[0, t, h, i + 4])
         angle = (3 + t) * theta ** (-2 * i / 8)
         turned = pair * complex(math.cos(angle), math.sin(angle))
         assert abs(complex(y[0, t, h, i], y[0, t, h, i + 4]) - turned) < 1e-5
-
-
-def test_value_embedding_is_added_whole_at_first():
-    gpt = tiny(value_embeddings=True, n_kv_head=2)
-    assert [block.attn.ve is not None for block in gpt.h] == [False, True]  # every second, the last
-    attn, idx = gpt.h[1].attn, tokens(2, 16)
-    with torch.no_grad():
-        attn.v.weight.zero_()
-        attn.ve.weight.fill_(3.0)  # all values 3, of which attention takes the mean
-        attn.o.weight.copy_(torch.eye(32))
-        y = attn(torch.randn(2, 16, 32), rope_tables(0, 16, 8, 1e4, "cpu"), idx)
-    assert torch.allclose(y, torch.full_like(y, 3.0))
 
 
 def test_grouped_queries_are_attention_with_repeated_heads():
@@ -313,9 +375,8 @@ def test_grouped_queries_are_attention_with_repeated_heads():
 
 # --- cross-entropy
 
-def plain_cross_entropy(h, weight, targets, vocab_size, softcap=0.0):
+def plain_cross_entropy(h, weight, targets, vocab_size):
     z = h.float() @ weight.float().t()
-    z = softcap * torch.tanh(z / softcap) if softcap else z
     return F.cross_entropy(z[:, :vocab_size], targets, ignore_index=-1)
 
 
@@ -328,17 +389,16 @@ def problem(N=50, C=16, V=128, vocab=100, scale=1.0, dtype=torch.float32):
 
 
 @pytest.mark.parametrize("rows", [1, 16, 50, 64])
-@pytest.mark.parametrize("softcap", [0.0, 5.0])
-def test_chunked_cross_entropy_is_exact(rows, softcap, monkeypatch):
-    monkeypatch.setattr(model.cross_entropy, "chunk_rows", lambda *_: rows)
+def test_chunked_cross_entropy_is_exact(rows, monkeypatch):
+    monkeypatch.setattr(model.ops, "chunk_rows", lambda *_: rows)
     h, w, targets, vocab = problem()
-    ours = linear_cross_entropy(h, w, targets, vocab, softcap)
-    theirs = plain_cross_entropy(h, w, targets, vocab, softcap)
+    ours = linear_cross_entropy(h, w, targets, vocab)
+    theirs = plain_cross_entropy(h, w, targets, vocab)
     assert abs(ours - theirs) < 1e-5
     for a, b in zip(torch.autograd.grad(3 * ours, (h, w)), torch.autograd.grad(3 * theirs, (h, w))):
         close(a, b, 1e-5)
     with torch.no_grad():  # evaluation's path
-        assert abs(linear_cross_entropy(h, w, targets, vocab, softcap) - theirs) < 1e-5
+        assert abs(linear_cross_entropy(h, w, targets, vocab) - theirs) < 1e-5
 
 
 def test_cross_entropy_of_huge_logits_is_finite_and_right():
@@ -360,15 +420,14 @@ def test_targets_of_minus_one_do_not_count():
     assert none == 0 and all((g == 0).all() for g in torch.autograd.grad(none, (h, w)))
 
 
-@pytest.mark.parametrize("softcap", [0.0, 5.0])
-def test_padded_ids_get_no_probability_and_no_gradient(softcap):
+def test_padded_ids_get_no_probability_and_no_gradient():
     h, w, targets, vocab = problem()
-    loss = linear_cross_entropy(h, w, targets, vocab, softcap)
+    loss = linear_cross_entropy(h, w, targets, vocab)
     dh, dw = torch.autograd.grad(loss, (h, w))
     assert (dw[vocab:] == 0).all() and (dw[:vocab] != 0).any(1).all()
     louder = w.detach().clone()
     louder[vocab:] *= 100
-    again = linear_cross_entropy(h, louder, targets, vocab, softcap)
+    again = linear_cross_entropy(h, louder, targets, vocab)
     assert again == loss and torch.equal(torch.autograd.grad(again, h)[0], dh)
 
 
@@ -383,12 +442,12 @@ def test_padding_of_the_model_is_neither_sampled_nor_trained(tie_weights):
 
 
 def test_model_loss_is_the_cross_entropy_of_its_logits():
-    gpt = randomise(tiny(softcap=15.0))
+    gpt = randomise(tiny())
     idx, targets = tokens(2, 16), tokens(2, 16, seed=1)
     targets[:, ::3] = -1
     logits = gpt(idx)
     theirs = F.cross_entropy(logits.flatten(0, 1), targets.flatten(), ignore_index=-1)
-    assert logits.abs().max() <= 15 and abs(gpt(idx, targets)[0] - theirs) < 1e-5
+    assert abs(gpt(idx, targets)[0] - theirs) < 1e-5
 
 
 def test_cross_entropy_in_low_precision():
@@ -439,13 +498,15 @@ def test_prev_embedding_is_that_of_the_token_before():
     wanted[:, 1:] += gpt.wte_prev(idx[:, :-1])
     assert torch.equal(seen[0], wanted)
 
+
 @pytest.mark.parametrize("how", ["true", "selective"])
 @pytest.mark.parametrize("dropout", [0.0, 0.2])
 def test_checkpointing_changes_no_gradient(how, dropout):
-    gpt = randomise(tiny(dropout=dropout, value_embeddings=True, x0_residual=True))
+    gpt = randomise(tiny(dropout=dropout))
     idx, targets = tokens(2, 16), tokens(2, 16, seed=1)
     loss, wanted = gradients(gpt, idx, targets)
-    gpt.gradient_checkpointing = how
+    for block in gpt.h:
+        block.gradient_checkpointing = how
     again, grads = gradients(gpt, idx, targets)
     assert again == loss
     for name in wanted:
@@ -456,7 +517,7 @@ def test_checkpointing_recomputes():
     gpt, calls = tiny(), []
     gpt.h[0].attn.register_forward_hook(lambda *_: calls.append(1))
     for how, times in (("false", 1), ("true", 2), ("selective", 2)):
-        gpt.gradient_checkpointing = how
+        gpt.h[0].gradient_checkpointing = how
         calls.clear()
         gradients(gpt, tokens(2, 16), tokens(2, 16, seed=1))
         assert len(calls) == times, how
@@ -479,18 +540,159 @@ def test_bfloat16_keeps_the_stream_and_the_weights_right():
     assert all(p.dtype == p.grad.dtype == torch.float32 for p in gpt.parameters())
 
 
+# --- compiled
+
+class Graphs(list):
+    """A torch.compile backend that keeps the graphs it is given and runs them as they are."""
+
+    def __call__(self, graph, inputs):
+        self.append(graph)
+        return graph.forward
+
+    def sizes(self):
+        """Symbolic sizes among the inputs of all graphs."""
+        values = [n.meta.get("example_value") for g in self for n in g.graph.nodes
+                  if n.op == "placeholder"]
+        return [v for v in values if isinstance(v, torch.SymInt)]
+
+
+@pytest.fixture
+def graphs():
+    torch._dynamo.reset()
+    yield Graphs()
+    torch._dynamo.reset()
+
+
 @pytest.mark.skipif(not shutil.which("g++"), reason="torch.compile needs a C++ compiler on a CPU")
 def test_compiled_follows_eager():
-    """Also: the blocks share their compiled code, evaluation and a cache still work."""
     eager, compiled = tiny(n_layer=3), tiny(n_layer=3)
     torch._dynamo.utils.counters.clear()
-    compiled.compile()
+    compiled.compile(dynamic=False)
     a, b = train(eager, 5, torch.bfloat16), train(compiled, 5, torch.bfloat16)
     assert max(abs(x - y) for x, y in zip(a, b)) < 0.01
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1
-    idx = tokens(1, 16)
+
+
+@pytest.mark.parametrize("how", ["false", "true", "selective"])
+def test_blocks_share_one_compiled_graph(graphs, how):
+    """Also with gradient checkpointing, which is then inside that graph."""
+    gpt, plain = tiny(n_layer=3), tiny(n_layer=3)
+    for block in gpt.h:
+        block.gradient_checkpointing = how
+    gpt.compile(dynamic=False, backend=graphs)
+    idx, targets = tokens(2, 16), tokens(2, 16, seed=1)
+    loss, grads = gradients(gpt, idx, targets)
+    wanted, wanted_grads = gradients(plain, idx, targets)
+    assert len(graphs) == 1 and abs(loss - wanted) < 1e-6
+    for name in grads:
+        close(grads[name], wanted_grads[name], 1e-5)
+
+
+def test_a_smaller_validation_batch_leaves_the_training_graph_static(graphs):
+    gpt = tiny()
+    gpt.compile(dynamic=False, backend=graphs)
+    for batch in (4, 3, 8):  # full and partial batches of the validation before the first step
+        with torch.no_grad():
+            gpt.eval()(tokens(batch, 16), tokens(batch, 16))
+    before = len(graphs)
+    gradients(gpt.train(), tokens(4, 16), tokens(4, 16))
+    assert len(graphs) > before and not graphs.sizes()
+    torch._dynamo.reset()
+    other, dynamic = tiny(), Graphs()
+    other.compile(backend=dynamic)  # that the check can fail
+    for batch in (4, 3):
+        gradients(other, tokens(batch, 16), tokens(batch, 16))
+    assert dynamic.sizes()
+
+
+@pytest.mark.parametrize("shape", [{}, dict(norm="layer", pos="learned", mlp="gelu", bias=True),
+                                   dict(qk_norm=True, mlp="relu2", prev_embedding=True)], ids=str)
+@pytest.mark.parametrize("how", ["false", "true", "selective"])
+def test_the_whole_model_is_one_graph(graphs, shape, how):
+    """As on a GPU, where compile() takes the model as one."""
+    gpt = tiny(**shape)
+    for block in gpt.h:
+        block.gradient_checkpointing = how
+    torch.nn.Module.compile(gpt, fullgraph=True, dynamic=False, backend=graphs)
+    loss, _ = gpt(tokens(2, 16), tokens(2, 16, seed=1))
+    loss.backward()
+    assert len(graphs) == 1 and all(p.grad is not None for p in gpt.parameters())
+
+
+def test_sampling_does_not_compile_for_each_length(graphs):
+    byte, gpt = text_and_model()
+    gpt.compile(dynamic=False, backend=graphs)
+    gradients(gpt, tokens(4, 16), tokens(4, 16))
+    before, config = len(graphs), run_config(sample_prompts=["a"], sample_tokens=20)
     with torch.no_grad():
-        cache = KVCache(compiled.config, 1, 16, idx.device, torch.float32)
-        cached = torch.cat([compiled.eval()(t, cache=cache) for t in idx.split(3, dim=1)], 1)
-    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1
-    assert torch.allclose(cached, compiled.forward(idx), atol=1e-4)
+        texts = sample(gpt.eval(), data_of(300, byte), config)
+    assert len(graphs) == before and len(texts[0]) > 1
+    gradients(gpt.train(), tokens(4, 16), tokens(4, 16))  # training goes on in the compiled code
+    assert len(graphs) == before
+
+
+# --- sharded
+
+def sharded_rank(rank, folder):
+    """One of two ranks: the compiled, sharded model computes the loss, the gradient and the text of
+    the whole one."""
+    import torch.distributed as dist
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=2)
+    idx, targets, (byte, plain) = tokens(2, 16), tokens(2, 16, seed=1), text_and_model()
+    wanted, wanted_grads = gradients(plain, idx, targets)
+    config, data = run_config(sample_prompts=["the "], sample_tokens=20), data_of(300, byte)
+    texts = sample(plain.eval(), data, config)
+    for how in ("false", "true", "selective"):
+        torch._dynamo.reset()
+        gpt, graphs = build_model(run_config(gradient_checkpointing=how), data), Graphs()
+        for module in (*gpt.h, gpt):
+            fully_shard(module, mesh=init_device_mesh("cpu", (2,)))
+        gpt.compile(dynamic=False, backend=graphs)
+        loss, grads = gradients(gpt, idx, targets)
+        assert abs(loss - wanted) < 1e-6
+        for name, grad in grads.items():
+            close(grad.full_tensor(), wanted_grads[name], 1e-5)
+        assert len(graphs) == 1, f"{how}: the blocks, which share a graph, ran eager"
+        names = {node.target for node in graphs[0].graph.nodes if node.op == "call_function"}
+        assert how != "false" or torch._C._nn.scaled_dot_product_attention in names
+        with torch.no_grad():
+            assert sample(gpt.eval(), data, config) == texts and len(graphs) == 1
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def test_sharded_blocks_are_compiled(tmp_path):
+    """FSDP's hooks stand around every block; also with gradient checkpointing. (Two processes that
+    import the compiler: some seconds.)"""
+    torch.multiprocessing.spawn(sharded_rank, (str(tmp_path),), nprocs=2)
+
+
+# --- on a GPU, without one
+
+def test_grouped_queries_are_not_copied_where_the_kernel_takes_them(monkeypatch):
+    from torch._subclasses.fake_tensor import FakeTensorMode
+    calls = []
+
+    def record(q, k, v, mask, dropout, is_causal, enable_gqa):
+        calls.append((k.size(1), enable_gqa))
+        return q
+    monkeypatch.setattr(F, "scaled_dot_product_attention", record)
+    with FakeTensorMode():
+        for dtype in (torch.bfloat16, torch.float16):
+            q = torch.empty(1, 6, 8, 64, device="cuda", dtype=dtype)
+            kv = torch.empty(1, 2, 8, 64, device="cuda", dtype=dtype)
+            attend(q, kv, kv)
+    assert calls == [(2, True), (6, False)]
+
+
+def test_selective_checkpointing_keeps_the_attention_of_every_gpu():
+    aten = torch.ops.aten
+    context, _ = save_products()
+    for op in (aten.mm, aten._scaled_dot_product_flash_attention,
+               aten._scaled_dot_product_cudnn_attention,
+               aten._scaled_dot_product_efficient_attention):
+        policy = context.policy_fn(None, op.default)
+        assert policy == torch.utils.checkpoint.CheckpointPolicy.MUST_SAVE

@@ -20,8 +20,6 @@ from train.logger import (
     duration,
     evaluation_line,
     step_line,
-    write_training_args,
-    write_yaml,
 )
 
 REPO = pathlib.Path(__file__).resolve().parent.parent
@@ -367,15 +365,14 @@ def test_close_twice_and_status_of_trackers(tmp_path):
 
 
 def test_training_args_and_yaml(tmp_path):
-    write_training_args(tmp_path, dict(seed=1, rate=math.inf), dict(world_size=2))
+    with Logger(tmp_path) as log:
+        log.describe_run("b: 1\na: ü\n", dict(seed=1, rate=math.inf), dict(world_size=2))
     args = json.loads((tmp_path / "training_args.json").read_text())
     assert args["arguments"] == dict(seed=1, rate="inf") and args["world_size"] == 2
     assert args["argv"] == sys.argv and args["pid"] == os.getpid() and args["host"]
     assert set(args["versions"]) >= {"python", "torch", "numpy"} and "python" in args["command"]
     assert {"git_commit", "git_dirty", "platform", "time"} <= set(args)
-    for config in (dict(b=1, a="ü"), "b: 1\na: ü\n"):
-        write_yaml(tmp_path / "config.yaml", config)
-        assert (tmp_path / "config.yaml").read_text(encoding="utf-8") == "b: 1\na: ü\n"
+    assert (tmp_path / "config.yaml").read_text(encoding="utf-8") == "b: 1\na: ü\n"
     assert not list(tmp_path.glob("*.tmp"))
 
 

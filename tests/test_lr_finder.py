@@ -3,6 +3,7 @@
 import hashlib
 import json
 import math
+import random
 import subprocess
 import sys
 import xml.etree.ElementTree as ET
@@ -12,8 +13,8 @@ import torch
 from conftest import REPO, TINY, tiny_args
 
 from train import lr_finder
-from train.config import ConfigError, load_config
-from train.lock import FolderLock
+from train.checkpoint import FolderLock
+from train.config import load_config
 from train.train import train
 
 
@@ -43,9 +44,12 @@ def test_command_leaves_no_trace_in_a_run(tmp_path, data_dir):
     after[".lock"] = before[".lock"]  # the test's own pid
     assert {k: after[k] for k in before} == before
     found = json.loads((tmp_path / "a/lr_finder.json").read_text())
-    assert f"steepest descent: {found['steepest']:.2g}" in done.stdout
-    assert f"a tenth of the rate at the bottom: {found['tenth']:.2g}" in done.stdout
-    assert f"Try --learning_rate {found['suggestion']:.2g};" in done.stdout
+    (low, high), best = found["range"], found["suggestion"]
+    assert low <= best <= high
+    assert f"falls fastest at {best:.2g}, and at least half as fast from {low:.2g} to {high:.2g}." \
+        in done.stdout
+    assert f"Try --learning_rate {best:.2g};" in done.stdout
+    assert "step 1 of 30: learning rate 1e-07, loss " in done.stdout
     half("a", 10)
     half("b", 10)
     a, b = (torch.load(tmp_path / n / "ckpt.pt", weights_only=True) for n in "ab")
@@ -93,20 +97,65 @@ def test_sweep_is_exponential_and_ends_at_divergence(tmp_path, data_dir, optimiz
     root = ET.parse(tmp_path / "lr_finder.svg").getroot()
     texts = [e.text for e in root.iter() if e.tag.endswith("text")]
     assert "learning rate" in texts and "1e-3" in texts
-    assert any(t.startswith("steepest descent: ") for t in texts)
+    assert f"falls fastest: {found['suggestion']:.2g}" in texts
+    assert any(t.startswith("at least half as fast: ") for t in texts)
     assert {p.name for p in tmp_path.iterdir()} == {"lr_finder.json", "lr_finder.svg"}
 
 
+def rates(low=-7.0, high=0.0, steps=100):
+    return [10 ** (low + (high - low) * i / (steps - 1)) for i in range(steps)]
+
+
 def test_suggest_on_a_known_curve():
-    rates = [10 ** (-7 + 7 * i / 99) for i in range(100)]
-    losses = [5 - 2 / (1 + math.exp(-4 * (math.log10(r) + 3))) for r in rates]  # steepest at 1e-3
-    found = lr_finder.suggest(rates, losses)
-    assert found["steepest"] == pytest.approx(1e-3, rel=0.2)
-    assert found["tenth"] == pytest.approx(10 ** (-3 + math.log(19) / 4 - 1), rel=0.2)  # 95% done
-    with pytest.raises(ConfigError, match="did not fall"):
-        lr_finder.suggest(rates, [5.0 + i for i in range(100)])
-    with pytest.raises(ConfigError, match="did not fall"):
-        lr_finder.suggest([], [])
+    losses = [5 - 2 / (1 + math.exp(-4 * (math.log10(r) + 3))) + max(0, r - 0.03) * 20
+              for r in rates()]  # falls fastest at 1e-3
+    found = lr_finder.suggest(rates(), losses, 1.0)
+    assert found["suggestion"] == pytest.approx(1e-3, rel=0.2) and found["why"] is None
+    # A logistic curve has half of its greatest slope at 1.763 of its scale.
+    assert found["range"][0] == pytest.approx(10 ** (-3 - 1.763 / 4), rel=0.3)
+    assert found["range"][1] == pytest.approx(10 ** (-3 + 1.763 / 4), rel=0.3)
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_no_clear_minimum_in_mere_noise(seed):
+    draw = random.Random(seed)
+    losses = [2.5 + draw.gauss(0, 0.05) + max(0, r - 0.003) * 100 for r in rates()]
+    found = lr_finder.suggest(rates(), losses, 1.0)
+    assert found["suggestion"] is None and found["range"] is None and "noise" in found["why"]
+    # The same noise on a fall of four times its size is one.
+    losses = [y - 0.2 / (1 + math.exp(-4 * (math.log10(r) + 4)))
+              for y, r in zip(losses, rates(), strict=True)]
+    assert 1e-6 < lr_finder.suggest(rates(), losses, 1.0)["suggestion"] < 1e-2
+
+
+@pytest.mark.parametrize("losses, why", [
+    ([5.0 + i for i in range(100)], "within its noise"), ([], "diverged within 0 steps"),
+    ([5.0, 5.0, 30.0], "diverged within 3 steps"),
+    ([5.0 - i / 100 for i in range(100)], "still falling at 1; go higher")])
+def test_why_there_is_no_clear_minimum(losses, why):
+    found = lr_finder.suggest(rates(), losses, 1.0)
+    assert found["suggestion"] is None and why in found["why"]
+
+
+def test_a_loss_that_falls_until_it_diverges_at_once():
+    losses = [5.0] * 30 + [5.0 - i / 30 for i in range(30)]  # the next one was not finite
+    assert 1e-5 < lr_finder.suggest(rates(), losses, 1.0)["suggestion"] < 2e-3
+
+
+def test_no_clear_minimum_is_said_and_drawn(tmp_path, data_dir, capsys):
+    assert lr_finder.main(["--from=1e-9", "--to=1e-7", "--steps=20",
+                           *arguments(data_dir, tmp_path)]) == 0
+    out = capsys.readouterr().out
+    assert "No clear minimum: the loss fell by" in out and "Try --learning_rate" not in out
+    assert json.loads((tmp_path / "lr_finder.json").read_text())["suggestion"] is None
+    root = ET.parse(tmp_path / "lr_finder.svg").getroot()
+    assert "no clear minimum" in [e.text for e in root.iter()]
+
+
+def test_a_slow_sweep_shows_that_it_moves(tmp_path, data_dir, monkeypatch, capsys):
+    monkeypatch.setattr(lr_finder, "QUIET", 0.0)
+    assert lr_finder.main(["--steps=12", "--to=1e-3", *arguments(data_dir, tmp_path)]) == 0
+    assert capsys.readouterr().out.count(" of 12: learning rate ") == 12
 
 
 @pytest.mark.parametrize("args, message", [

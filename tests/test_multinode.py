@@ -100,10 +100,10 @@ def test_cases_66_67_68_72_killed_ranks_restart_and_a_frozen_one_goes_on(
     wait_for_step(tmp_path, 5, p)
     frozen = ranks_of(p)[1]
     os.kill(frozen, signal.SIGSTOP)
-    time.sleep(5)
+    time.sleep(2)
     os.kill(frozen, signal.SIGCONT)
     for resumed, rank in enumerate((1, 0), start=1):
-        at = last_step(tmp_path) + random.randint(1, 25)
+        at = max(12, last_step(tmp_path) + random.randint(1, 25))  # past the first checkpoint
         print("kill -9 of rank", rank, "at step", at)
         wait_for_step(tmp_path, at, p)
         os.kill(ranks_of(p)[rank], signal.SIGKILL)
@@ -128,7 +128,7 @@ def test_cases_65_69_an_error_in_a_rank_ends_the_job_with_its_traceback(data_dir
                        env=dict(FAULT="before_step@16:1=sleep"))
     assert code != 0 and time.monotonic() - started < 35
     assert "at iter 10" in output and output.count("Timeout (0:00:04") == 2
-    assert "in _act" in output  # where rank 1 hangs
+    assert "in act" in output  # where rank 1 hangs
 
 
 def test_case_71_ranks_leave_when_torchrun_is_killed(data_dir, tmp_path):

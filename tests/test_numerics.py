@@ -7,9 +7,11 @@ import pytest
 import torch
 from runs import assert_same, go, metrics, run_program
 
+from train import train as training
 from train.checkpoint import load_checkpoint
-from train.guard import BadNumbers, SpikeDetector, Stopped
-from train.train import Trainer
+from train.dataloader import Prefetcher
+from train.guard import BadNumbers, SpikeDetector, Stopped, judge
+from train.train import Progress, Trainer
 
 
 def finite(path):
@@ -18,16 +20,23 @@ def finite(path):
     return all(torch.isfinite(t).all() for s in states for t in s.values())
 
 
-def spoil_gradient(monkeypatch, step, value):
-    """Put `value` into the gradient of one weight at a step."""
-    real = Trainer.forward_backward
+def spoil_gradient(monkeypatch, bad_step, value):
+    """Put `value` into the gradient of one weight where bad_step(step), before gradients are
+    unscaled and clipped."""
+    real, step, current = torch.amp.GradScaler.unscale_, Trainer.train_step, []
 
-    def forward_backward(run, it):
-        loss = real(run, it)
-        if it == step:
-            run.raw.ln_f.weight.grad[0] = value
-        return loss
-    monkeypatch.setattr(Trainer, "forward_backward", forward_backward)
+    def train_step(trainer):
+        current[:] = [trainer.progress.iter_num]
+        step(trainer)
+
+    def unscale_(scaler, optimizer):
+        named = {n: p for g in optimizer.param_groups
+                 for n, p in zip(g["names"], g["params"], strict=True)}
+        if bad_step(current[0]):
+            named["ln_f.weight"].grad[0] = value
+        real(scaler, optimizer)
+    monkeypatch.setattr(Trainer, "train_step", train_step)
+    monkeypatch.setattr(torch.amp.GradScaler, "unscale_", unscale_)
 
 
 def test_74_nan_loss(tmp_path, data_dir):
@@ -38,15 +47,35 @@ def test_74_nan_loss(tmp_path, data_dir):
     assert code == 1 and "Traceback" not in text
     message = text[text.index("iter 12: not finite"):]
     assert re.search(r"loss nan, gradient norm nan, lr 0\.00\d+; stopped before the update. "
-                     r"Windows of the batch start at \d+, \d+, \d+, \d+\.", message)
+                     r"The batch: windows at tokens \d+, \d+; windows at tokens \d+, \d+\.",
+                     message)
     assert f"Last good checkpoint: {out}/ckpt.pt" in message and "--learning_rate" in message
     assert load_checkpoint(out / "ckpt.pt")["iter_num"] == 10 and finite(out / "ckpt.pt")
+
+
+def test_a_nan_is_met_by_rewinding(tmp_path, data_dir, monkeypatch, capsys):
+    """NaN at step 12, on_spike: rewind -> back to the checkpoint of 10, past the batches, and on to
+    the end"""
+    seen = []
+    spoil_gradient(monkeypatch, lambda it: it == 12 and not seen and not seen.append(it), torch.nan)
+    go(data_dir, tmp_path / "out", on_spike="rewind")
+    assert "rewound to iter 10, passing over 3 batches" in capsys.readouterr().out
+    assert load_checkpoint(tmp_path / "out" / "ckpt.pt")["progress"]["rewinds"] == 1
+    assert finite(tmp_path / "out" / "ckpt.pt")
+
+
+def test_a_loss_that_has_risen_for_good_is_no_spike():
+    progress, spikes = Progress(), SpikeDetector()
+    for i in range(100):
+        judge(2.0 + 0.01 * (i % 7), 1.0, progress, spikes, "skip", False)
+    verdicts = [judge(5.0, 1.0, progress, spikes, "skip", False) for _ in range(100)]
+    assert verdicts[:32] == ["skip"] * 32 and verdicts[32:] == ["fine"] * 68
 
 
 @pytest.mark.parametrize("value", [torch.inf, -torch.inf, torch.nan])
 def test_75_gradient_not_finite(tmp_path, data_dir, monkeypatch, value):
     """inf, -inf or NaN in one gradient, the loss being fine -> stopped before the update"""
-    spoil_gradient(monkeypatch, 7, value)
+    spoil_gradient(monkeypatch, lambda it: it == 7, value)
     with pytest.raises(BadNumbers, match=r"iter 7: not finite: loss \d\.\d+, .* norm (inf|nan)"):
         go(data_dir, tmp_path)
     assert load_checkpoint(tmp_path / "ckpt.pt")["iter_num"] == 5 and finite(tmp_path / "ckpt.pt")
@@ -54,7 +83,7 @@ def test_75_gradient_not_finite(tmp_path, data_dir, monkeypatch, value):
 
 def test_75_before_the_first_checkpoint(tmp_path, data_dir, monkeypatch):
     """inf at step 0 -> says that there is no good checkpoint yet, and leaves none"""
-    spoil_gradient(monkeypatch, 0, torch.inf)
+    spoil_gradient(monkeypatch, lambda it: it == 0, torch.inf)
     with pytest.raises(BadNumbers, match="Last good checkpoint: none yet"):
         go(data_dir, tmp_path)
     assert not (tmp_path / "ckpt.pt").exists()
@@ -64,12 +93,12 @@ def test_75_before_the_first_checkpoint(tmp_path, data_dir, monkeypatch):
 def test_76_float16_overflow(tmp_path, data_dir, monkeypatch, optimizer):
     """float16, inf in a gradient at step 7 -> that step changes no weight, the scale is halved, it
     is counted and training goes on (more: test_45_76 in test_resume.py)"""
-    spoil_gradient(monkeypatch, 7, torch.inf)
+    spoil_gradient(monkeypatch, lambda it: it == 7, torch.inf)
     weights, step = {}, Trainer.train_step
 
     def train_step(run):
         step(run)
-        weights[run.progress.iter_num] = {n: p.clone() for n, p in run.raw.state_dict().items()}
+        weights[run.progress.iter_num] = {n: p.clone() for n, p in run.model.state_dict().items()}
     monkeypatch.setattr(Trainer, "train_step", train_step)
     go(data_dir, tmp_path, dtype="float16", optimizer=optimizer, muon_weight_decay=0.1)
     state = load_checkpoint(tmp_path / "ckpt.pt")
@@ -81,13 +110,7 @@ def test_76_float16_overflow(tmp_path, data_dir, monkeypatch, optimizer):
 
 def test_76_float16_overflow_without_end(tmp_path, data_dir, monkeypatch):
     """float16, every step overflows -> stopped after 20 in a row, nothing spoilt"""
-    real = Trainer.forward_backward
-
-    def forward_backward(run, it):
-        loss = real(run, it)
-        run.raw.ln_f.weight.grad[0] = torch.inf
-        return loss
-    monkeypatch.setattr(Trainer, "forward_backward", forward_backward)
+    spoil_gradient(monkeypatch, lambda it: True, torch.inf)
     with pytest.raises(BadNumbers, match="iter 20: not finite"):
         go(data_dir, tmp_path, dtype="float16", max_iters=40, eval_interval=0, save_interval=5)
     assert finite(tmp_path / "ckpt.pt")
@@ -110,12 +133,16 @@ def test_78_spike_detector():
 def bad_batches(monkeypatch):
     """Batches, by number, whose loss is thrice what it should be: a set to fill."""
     monkeypatch.setattr(SpikeDetector.__init__, "__defaults__", (6.0, 8))
-    bad, real = set(), Trainer.forward_backward
+    bad, current, step, real = set(), [], Trainer.train_step, training.batch_sums
 
-    def forward_backward(run, it):
-        loss = real(run, it)
-        return loss * 3 if it + run.progress.data_shift in bad else loss
-    monkeypatch.setattr(Trainer, "forward_backward", forward_backward)
+    def train_step(trainer):
+        current[:] = [trainer.progress.iter_num + trainer.progress.data_shift]
+        step(trainer)
+
+    def batch_sums(loss, sums, count):
+        return real(loss * 3 if current[0] in bad else loss, sums, count)
+    monkeypatch.setattr(Trainer, "train_step", train_step)
+    monkeypatch.setattr(training, "batch_sums", batch_sums)
     return bad
 
 
@@ -126,8 +153,8 @@ def test_78_warn(tmp_path, data_dir, bad_batches, capsys):
     bad_batches.add(13)
     go(data_dir, tmp_path / "b")
     text = capsys.readouterr().out
-    assert re.search(r"warning: iter 13: loss 1\d\.\d+ is a spike \(norm [\d.]+, windows at \d+, "
-                     r"\d+, \d+, \d+\); on_spike: warn", text)
+    assert re.search(r"warning: iter 13: loss 1\d\.\d+ is a spike \(norm [\d.]+, windows at tokens "
+                     r"\d+, \d+; windows at tokens \d+, \d+\); on_spike: warn", text)
     a, b = (load_checkpoint(tmp_path / n / "ckpt.pt")["model"] for n in "ab")
     assert all(torch.equal(a[n], b[n]) for n in a)
 
@@ -147,11 +174,21 @@ def test_78_skip(tmp_path, data_dir, bad_batches):
     assert_same(tmp_path / "a", tmp_path / "b")
 
 
-def test_78_rewind(tmp_path, data_dir, bad_batches, capsys):
+def test_78_rewind(tmp_path, data_dir, bad_batches, capsys, monkeypatch):
     """a spike at step 13, on_spike: rewind -> back to the checkpoint of 10 and past batches 10 to
     13, every step once in the metrics; exact when stopped and resumed later"""
     bad_batches.add(13)
-    go(data_dir, tmp_path / "a", on_spike="rewind")
+    with monkeypatch.context() as patch:
+        used, get = [], Prefetcher.get
+
+        def noted(self, step):
+            batch = get(self, step)
+            assert torch.equal(batch[0], self.loader.get_batch("cpu", step)[0])
+            used.append(step)
+            return batch
+        patch.setattr(Prefetcher, "get", noted)
+        go(data_dir, tmp_path / "a", on_spike="rewind")
+    assert used == list(range(48))  # 2 a step: after 27, of step 13, comes 28 and none again
     assert "rewound to iter 10, passing over 4 batches (1 of 3 rewinds)" in capsys.readouterr().out
     state = load_checkpoint(tmp_path / "a" / "ckpt.pt")
     assert state["iter_num"] == 20 and state["progress"]["data_shift"] == 4
@@ -162,6 +199,15 @@ def test_78_rewind(tmp_path, data_dir, bad_batches, capsys):
         go(data_dir, out, on_spike="rewind")
         if k == 16:
             assert_same(tmp_path / "a", out)
+
+
+def test_78_rewind_with_a_loss_scale(tmp_path, data_dir, bad_batches, capsys):
+    """the same in float16, whose gradients are unscaled when the spike is seen -> the next step
+    does not stumble over that"""
+    bad_batches.add(13)
+    go(data_dir, tmp_path / "out", on_spike="rewind", dtype="float16")
+    assert "rewound to iter 10" in capsys.readouterr().out
+    assert load_checkpoint(tmp_path / "out" / "ckpt.pt")["iter_num"] == 20
 
 
 def test_78_rewind_in_a_run_begun_afresh(tmp_path, data_dir, bad_batches):

@@ -1,22 +1,30 @@
 """data/prepare.py and what it is made of: exact outputs, splits, errors, kills, memory."""
 
 import base64
+import gzip
 import hashlib
 import io
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
+import threading
 import time
+import zlib
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import numpy as np
 import pytest
 
-from data import encode, parallel, text
+from data import encode
 from data import prepare as prepare_module
+from data import sources as sources_module
 from data.prepare import ensure_dataset, main, prepare
+from data.sources import File
+from data.token_files import DataError, find_files
 from data.tokenizer import load_dataset_tokenizer, load_tokenizer
 
 REPO = Path(__file__).resolve().parents[1]
@@ -34,12 +42,12 @@ def quiet(sources, out, **options):
     return prepare([str(s) for s in sources], str(out), log=lambda line: None, **options)
 
 
-def start(*args, cwd=REPO, **env):
+def start(*args, cwd=REPO, stdin=False, **env):
     """The command as a person starts it, in a process group of its own."""
     return subprocess.Popen(
         [sys.executable, "-m", "data.prepare", *map(str, args)], cwd=cwd, text=True,
         env=os.environ | {"PYTHONPATH": str(REPO)} | env, stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE, start_new_session=True)
+        stderr=subprocess.PIPE, stdin=subprocess.PIPE if stdin else None, start_new_session=True)
 
 
 def run(*args, **kwargs):
@@ -47,6 +55,16 @@ def run(*args, **kwargs):
     process = start(*args, **kwargs)
     out, err = process.communicate(timeout=120)
     return process.returncode, out, err
+
+
+def both(folder):
+    """All ids of a folder."""
+    return np.concatenate([tokens(folder, s) for s in ("train", "val")])
+
+
+def cut(path):
+    """The pieces of a text file."""
+    return encode.cut_file(File(str(path), str(path), "", False))
 
 
 def jsonl(path, texts, field="text"):
@@ -80,19 +98,20 @@ def test_golden_bytes_and_meta(tmp_path):
                                "--val-fraction=0.3")  # a dash is as good as an underscore
     assert (code, stderr) == (0, "")
     assert (out / "train.bin").read_bytes() == b"".join(
-        b"%c\0" % b for b in "Grüße\n".encode()) + b"\0\x01" + b"1\0"
-    assert tokens(out, "val").tolist() == [*b"234", EOT]  # the last 30% of 10 characters
+        b"%c\0" % b for b in "Grüße\n".encode()) + b"\0\x01"
+    assert tokens(out, "val").tolist() == [*b"1234", EOT]  # 30% of 10 characters begin within it
     meta = json.loads((out / "meta.json").read_text())
     assert meta == {
         "format_version": 1, "dtype": "uint16", "vocab_size": 257, "tokenizer": {"kind": "byte"},
         "eot_token": 256, "sources": [str(tmp_path / "a.txt"), str(tmp_path / "b.md")],
-        "val": {"fraction": 0.3, "by": "tail"},
+        "fields": ["text"], "num_samples": None, "val": {"fraction": 0.3, "by": "tail"},
         "splits": {
-            "train": {"tokens": 10, "documents": 2, "bytes": 9,
+            "train": {"tokens": 9, "documents": 1, "bytes": 8,
                       "sha256": hashlib.sha256((out / "train.bin").read_bytes()).hexdigest()},
-            "val": {"tokens": 4, "documents": 1, "bytes": 3,
+            "val": {"tokens": 5, "documents": 1, "bytes": 4,
                     "sha256": hashlib.sha256((out / "val.bin").read_bytes()).hexdigest()}}}
-    assert f"python run_train.py --data_dir {out}" in stdout and "bytes per token" in stdout
+    assert (f"python run_train.py --config train/config_quick.yaml --data_dir {out} "
+            f"--out_dir {os.path.join('out', 'out')}") in stdout and "bytes per token" in stdout
     assert sorted(os.listdir(out)) == ["meta.json", "train.bin", "val.bin"]
 
 
@@ -122,8 +141,8 @@ def test_uneven_documents_fall_back_to_the_end(tmp_path):
     texts[int(np.flatnonzero(encode.in_val(0, 300, 0.1))[0])] = "y" * 100_000  # would be all of val
     meta = quiet([jsonl(tmp_path / "d.jsonl", texts)], tmp_path / "o")
     assert meta["val"]["by"] == "tail"
-    total = 299 * 5 + 100_000
-    assert meta["splits"]["val"]["bytes"] == total - int(total * 0.9)
+    assert meta["splits"]["val"] | {"sha256": 0} == {  # what follows the long one: none is cut
+        "tokens": 297 * 6, "documents": 297, "bytes": 297 * 5, "sha256": 0}
 
 
 @pytest.mark.parametrize("size", [4, 5, 9, 10, 11, 100])
@@ -182,8 +201,8 @@ def test_char_documents_are_parted_by_newlines(tmp_path):
           val_fraction=0.4)
     tok = load_dataset_tokenizer(tmp_path / "o")
     assert tok.chars == "\nabcdefgh"
-    assert tok.decode(tokens(tmp_path / "o", "train")) == "abc\nde"  # 5 of 9 characters
-    assert tok.decode(tokens(tmp_path / "o", "val")) == "\nfgh\n"
+    assert tok.decode(tokens(tmp_path / "o", "train")) == "abc\nde\n"  # 6 of 9 characters
+    assert tok.decode(tokens(tmp_path / "o", "val")) == "fgh\n"
     quiet([tmp_path / "a.txt", tmp_path / "c.txt"], tmp_path / "o2", tokenizer=str(tmp_path / "o"))
     assert load_dataset_tokenizer(tmp_path / "o2").chars == "\nabcdefgh"  # a shared tokenizer
     (tmp_path / "d.txt").write_text("abcz")
@@ -201,8 +220,8 @@ def test_large_vocabulary_is_uint32(tmp_path):
     meta = quiet([tmp_path / "a.txt"], tmp_path / "o", tokenizer=str(tmp_path / "r.tiktoken"))
     assert meta["dtype"] == "uint32" and meta["eot_token"] == 256 + 65536
     tok = load_dataset_tokenizer(tmp_path / "o")
-    both = np.concatenate([tokens(tmp_path / "o", s) for s in ("train", "val")])
-    assert tok.decode(both[:-1]) == "zz " * 100 and both[-1] == meta["eot_token"]
+    ids = both(tmp_path / "o")
+    assert tok.decode(ids[:-1]) == "zz " * 100 and ids[-1] == meta["eot_token"]
 
 
 # --- pieces
@@ -215,37 +234,58 @@ def mixed_text(lines):
 def test_pieces_change_no_token(gpt2, tmp_path, monkeypatch):
     (tmp_path / "a.txt").write_text(mixed_text(2000), newline="")
     whole = quiet([tmp_path / "a.txt"], tmp_path / "o", tokenizer="gpt2")
-    monkeypatch.setattr(text, "PIECE", 1000)
-    assert len(text.cut_file(str(tmp_path / "a.txt"), "")) > 50
+    monkeypatch.setattr(encode, "PIECE", 1000)
+    assert len(cut(tmp_path / "a.txt")) > 50
     assert quiet([tmp_path / "a.txt"], tmp_path / "p", tokenizer="gpt2") == whole
 
 
 @pytest.mark.parametrize("content", ["世界" * 20_000, "🙂" * 9_999, "a" * 30_000, "\n" * 30_000])
 def test_text_without_places_to_cut(tmp_path, monkeypatch, content):
     (tmp_path / "a.txt").write_text(content, newline="")
-    monkeypatch.setattr(text, "PIECE", 1001)
-    pieces = text.cut_file(str(tmp_path / "a.txt"), "")
+    monkeypatch.setattr(encode, "PIECE", 1001)
+    pieces = cut(tmp_path / "a.txt")
     assert len(pieces) > 5
-    parts = [text.read_texts(piece, "text")[0][0] for piece in pieces]  # each is whole characters
-    assert "".join(parts) == content
+    parts = [encode.read_texts(piece, ["text"])[0][0] for piece in pieces]
+    assert "".join(parts) == content  # each is whole characters
     assert [p.opens for p in pieces] == [True] + [False] * (len(pieces) - 1)
     assert [p.closes for p in pieces] == [False] * (len(pieces) - 1) + [True]
 
 
 def test_cut_at_every_place(tmp_path, monkeypatch):
-    """The split may fall anywhere among the pieces; documents are counted once on each side."""
+    """The split may fall anywhere among the pieces; a document is counted where it begins."""
     (tmp_path / "a.txt").write_text("ab cd ef gh " * 900)
-    monkeypatch.setattr(text, "PIECE", 500)
-    edges = {p.end for p in text.cut_file(str(tmp_path / "a.txt"), "")}
-    for cut in sorted(edges)[:3] + [777]:
-        meta = quiet([tmp_path / "a.txt"], tmp_path / f"o{cut}", val_fraction=None)
-        jobs, _ = encode.place([(p, np.array([p.size])) for p in
-                                text.cut_file(str(tmp_path / "a.txt"), "")], 0.1)
-        plan = encode.Plan(str(tmp_path / f"o{cut}"), "text", 0.1, cut, "uint16", False)
+    monkeypatch.setattr(encode, "PIECE", 500)
+    pieces = cut(tmp_path / "a.txt")
+    meta = quiet([tmp_path / "a.txt"], tmp_path / "o")
+    assert [meta["splits"][s]["documents"] for s in ("train", "val")] == [1, 0]
+    jobs, _ = encode.place([(p, np.array([p.size])) for p in pieces], 0.1, None)
+    for place in sorted({p.end for p in pieces})[:3] + [777]:
+        plan = encode.Plan(str(tmp_path / "o"), ["text"], 0.1, place, "uint16", False)
         parts = [encode.encode_batch([job], plan)[0] for job in jobs]
-        assert sum(len(p["train"][0]) for p in parts) == 2 * cut
-        assert [sum(p[s][1] for p in parts) for s in ("train", "val")] == [1, 1]
-        assert meta["splits"]["train"]["documents"] == 1
+        assert sum(len(p["train"][0]) for p in parts) == 2 * place
+        assert [sum(p[s][1] for p in parts) for s in ("train", "val")] == [1, 0]
+
+
+@pytest.mark.parametrize("sizes, fraction, documents", [
+    ((60, 50), 0.1, (2, 0)),        # two texts: the cut lies within the second
+    ((60, 6), 0.1, (1, 1)), ((6, 60), 0.1, (2, 0)), ((60, 60), 0.4, (1, 1)),
+    ((30, 30, 4, 4), 0.1, (2, 2)), ((30, 30, 4, 3, 3), 0.1, (3, 2))])
+def test_no_document_is_counted_twice(tmp_path, sizes, fraction, documents):
+    files = [tmp_path / f"{i}.txt" for i in range(len(sizes))]
+    for i, (path, size) in enumerate(zip(files, sizes)):
+        path.write_text(chr(97 + i) * size)
+    meta = quiet(files, tmp_path / "o", val_fraction=fraction)
+    assert tuple(meta["splits"][s]["documents"] for s in ("train", "val")) == documents
+    share = meta["splits"]["val"]["bytes"] / sum(sizes)
+    assert fraction / 2 <= share <= fraction * 2
+
+
+def test_no_record_is_cut(tmp_path):
+    answers = [f"question {i}? " + "answer " * (i + 1) for i in range(2)]
+    meta = quiet([jsonl(tmp_path / "d.jsonl", answers)], tmp_path / "o")
+    assert [meta["splits"][s]["documents"] for s in ("train", "val")] == [1, 1]
+    assert bytes(tokens(tmp_path / "o", "val")[:-1].astype(np.uint8)).decode() == answers[1]
+    assert tokens(tmp_path / "o", "train")[-1] == EOT
 
 
 def test_any_number_of_processes_gives_the_same(tmp_path):
@@ -257,7 +297,7 @@ def test_any_number_of_processes_gives_the_same(tmp_path):
     metas = [quiet([tmp_path / "src"], tmp_path / f"o{n}", tokenizer="char", num_proc=n)
              for n in (1, 2, 3)]
     assert metas[0] == metas[1] == metas[2]
-    assert len(text.cut_file(str(tmp_path / "src" / "big.txt"), "")) > 1
+    assert len(cut(tmp_path / "src" / "big.txt")) > 1
 
 
 @linux
@@ -290,9 +330,10 @@ def test_folder_rules(tmp_path):
     os.mkfifo(src / "pipe")  # would hang a reader
     lines = []
     prepare([str(src)], str(src / "out"), force=True, log=lines.append)
-    both = b"".join(bytes(x % 256 for x in tokens(src / "out", s)) for s in ("train", "val"))
-    assert both == b"B text\n\0BOM\n\0fn main() {}\n\0Z = 1\n\0"  # 256 % 256: end of each document
-    assert "Passed over 2 files" in "\n".join(lines)
+    found = bytes(x % 256 for x in both(src / "out"))
+    assert found == b"B text\n\0BOM\n\0fn main() {}\n\0Z = 1\n\0"  # 256 % 256: end of a document
+    assert (f"Passed over 2 files that are not text: {src}/image.png, {src}/latin.txt"
+            in "\n".join(lines))
 
 
 def test_big_file_in_a_folder_that_turns_out_not_to_be_text(tmp_path):
@@ -307,8 +348,418 @@ def test_field(tmp_path):
     source = jsonl(tmp_path / "d.JSONL", ["one", "", "two three"], field="body")
     meta = quiet([source], tmp_path / "o", field="body")
     assert sum(s["bytes"] for s in meta["splits"].values()) == 12  # an empty document is none
-    both = np.concatenate([tokens(tmp_path / "o", s) for s in ("train", "val")])
-    assert (both == EOT).sum() == 2
+    assert (both(tmp_path / "o") == EOT).sum() == 2
+
+
+def text_of(folder):
+    """What a folder of byte tokens holds, documents parted by a bar."""
+    return "".join(chr(i) if i != EOT else "|" for i in both(folder))
+
+
+RECORDS = [{"text": "one", "n": 1}, {"text": "two, three", "n": 2}, {"text": "four\nfive", "n": 3}]
+LINES = "".join(json.dumps(r) + "\n" for r in RECORDS)
+TABLE = 'text,n\none,1\n"two, three",2\n"four\nfive",3\n'
+
+
+@pytest.mark.parametrize("name, content", [
+    ("a.jsonl", LINES), ("a.json", LINES), ("a.json", json.dumps(RECORDS, indent=2)),
+    ("a.csv", TABLE), ("a.csv", "\ufeff" + TABLE),
+    ("a.tsv", 'n\ttext\n1\tone\n2\ttwo, three\n3\t"four\nfive"\n')])
+@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize("inside", [False, True])
+def test_records_of_every_format(tmp_path, name, content, packed, inside):
+    (tmp_path / "src").mkdir()
+    path = tmp_path / "src" / (name + ".gz" * packed)
+    path.write_bytes(gzip.compress(content.encode()) if packed else content.encode())
+    meta = quiet([tmp_path / "src" if inside else path], tmp_path / "o")
+    assert text_of(tmp_path / "o") == "one|two, three|four\nfive|"
+    assert sum(part["documents"] for part in meta["splits"].values()) == 3
+    assert sorted(os.listdir(tmp_path)) == ["o", "src"]
+    assert sorted(os.listdir(tmp_path / "o")) == ["meta.json", "train.bin", "val.bin"]
+
+
+def test_packed_text_is_the_text(tmp_path):
+    (tmp_path / "a.txt").write_text(mixed_text(500))
+    (tmp_path / "b.txt.gz").write_bytes(gzip.compress(mixed_text(500).encode()))
+    metas = [quiet([tmp_path / name], tmp_path / name[0]) for name in ("a.txt", "b.txt.gz")]
+    assert metas[0]["splits"] == metas[1]["splits"]
+
+
+@pytest.mark.parametrize("content, expected", [("plain { text", "plain { text|"),
+                                               (LINES, "one|two, three|four\nfive|")])
+def test_standard_input(tmp_path, content, expected):
+    process = start("-", cwd=tmp_path, stdin=True)
+    _, err = process.communicate(content, timeout=60)
+    assert process.returncode == 0, err
+    out = tmp_path / "data" / "bin" / "stdin"
+    assert text_of(out) == expected
+    again = start("-", cwd=tmp_path, stdin=True)  # nobody knows whether it is the same input
+    _, err = again.communicate("another", timeout=60)
+    assert again.returncode == 2 and "--force" in err and text_of(out) == expected
+
+
+@pytest.mark.parametrize("name, content, message", [
+    ("a.json", '"just a string"', "expected a list of records"),
+    ("a.json", "[1, 2]", "expected a list of records"), ("a.json", '[{"text": "x"', "delimiter"),
+    ("a.json", '{"a":\n {"b": 1}}', "a.json:1: not valid JSON"), ("a.csv", "body\nx\n", "'body'"),
+    ("a.csv", b"text\n\xff\n", "can't decode"), ("a.txt.gz", "plain", "gzipped"),
+    ("a.txt.gz", gzip.compress(os.urandom(9000))[:5000], "end-of-stream")])
+def test_records_that_cannot_be_read(tmp_path, name, content, message):
+    (tmp_path / name).write_bytes(content if isinstance(content, bytes) else content.encode())
+    code, _, err = run(tmp_path / name, "--out", tmp_path / "o")
+    assert code == 2 and "Traceback" not in err and message in err and name in err
+    assert os.listdir(tmp_path) == [name]
+
+
+def test_other_json_in_a_folder_is_passed_over(tmp_path):
+    for name, content in (("package.json", '{\n  "name": "x"\n}'), ("t.csv", "a,b\n1,2\n"),
+                          ("list.json", "[1, 2, 3]"), ("code.js", "let x = 1;\n")):
+        (tmp_path / name).write_text(content)
+    lines = []
+    prepare([str(tmp_path)], str(tmp_path / "o"), log=lines.append)
+    assert text_of(tmp_path / "o") == "let x = 1;\n|"
+    found = next(line for line in lines if line.startswith("Passed over 3 files that are not text"))
+    assert all(name in found for name in ("package.json", "t.csv", "list.json"))
+
+
+def test_what_folders_hold(tmp_path, monkeypatch):
+    """Data that cannot be read is no reason for silence; null is no text; limits hide no folder."""
+    for name in ("tables", "packed", "nulls", "never"):
+        (tmp_path / name).mkdir()
+    (tmp_path / "tables" / "a.csv").write_text("body\nx\n")
+    with pytest.raises(DataError, match="tables: a folder without text.*passed over: .*a.csv$"):
+        quiet([tmp_path / "tables"], tmp_path / "o")
+    (tmp_path / "packed" / "a.jsonl.gz").write_bytes(gzip.compress(b'{"body": "x"}\n'))
+    with pytest.raises(DataError, match="a.jsonl.gz:1: no field 'text'"):
+        quiet([tmp_path / "packed"], tmp_path / "o")
+    (tmp_path / "nulls" / "a.jsonl").write_text('{"text": null}\n{"text": "one"}\n'
+                                                '{"text": "two"}\n')
+    (tmp_path / "never" / "b.txt").write_text("not reached")
+    monkeypatch.setattr(encode, "PIECE", 10)
+    quiet([tmp_path / "nulls", tmp_path / "never"], tmp_path / "o", num_samples=2)
+    assert text_of(tmp_path / "o") == "one|two|"
+
+
+def test_fields_are_joined(tmp_path):
+    records = [{"q": f"question {i}", "a": f"answer {i}" * (i > 0)} for i in range(4)]
+    path = tmp_path / "d.jsonl"
+    path.write_text("".join(json.dumps(r) + "\n" for r in records))
+    assert main([str(path), "--out", str(tmp_path / "o"), "--field", "q", "--field=a"]) == 0
+    assert text_of(tmp_path / "o") == "question 0|" + "".join(
+        f"question {i}\nanswer {i}|" for i in (1, 2, 3))
+    assert json.loads((tmp_path / "o" / "meta.json").read_text())["fields"] == ["q", "a"]
+    with pytest.raises(DataError, match="no field 'b'; its fields are 'q', 'a'"):
+        quiet([path], tmp_path / "o2", field=["q", "b"])
+
+
+@pytest.mark.parametrize("count", [1, 7, 40, 99])
+def test_num_samples(tmp_path, monkeypatch, count):
+    monkeypatch.setattr(encode, "PIECE", 300)
+    (tmp_path / "a.txt").write_text("A text of some length. " * 30)
+    source = jsonl(tmp_path / "d.jsonl", [f"document {i}" for i in range(50)])
+    (tmp_path / "t.csv").write_text("text\n" + "row of a table\n" * 20)
+    files = [tmp_path / "a.txt", source, tmp_path / "t.csv"]
+    meta = quiet(files, tmp_path / "o", num_samples=count)
+    assert sum(part["documents"] for part in meta["splits"].values()) == min(count, 71)
+    assert meta["num_samples"] == count
+    quiet(files, tmp_path / "all")
+    ids = [both(tmp_path / name) for name in ("o", "all")]
+    if meta["val"]["by"] == "tail":  # else another drawing
+        assert np.array_equal(ids[0], ids[1][:len(ids[0])])
+
+
+def test_the_same_file_twice_is_taken_once(tmp_path, capsys):
+    text = "some text, quite long enough to be split into two parts\n"
+    for name in ("a.txt", "copy.txt", "b.txt"):
+        (tmp_path / name).write_text(text if name != "b.txt" else text[::-1])
+    os.symlink(tmp_path / "a.txt", tmp_path / "link.txt")
+    args = [str(tmp_path / n) for n in ("a.txt", "a.txt", "b.txt", "copy.txt", "link.txt")]
+    assert main([*args, str(tmp_path / "." / "a.txt"), "--out", str(tmp_path / "o")]) == 0
+    assert text_of(tmp_path / "o") == f"{text}|{text[::-1]}|"
+    assert "Passed over 4 files that are copies of others: " in capsys.readouterr().out
+
+
+def test_home_is_expanded(tmp_path):
+    (tmp_path / "a.txt").write_text("hello world")
+    assert run("~/a.txt", "--out", "~/o", HOME=str(tmp_path))[0] == 0
+    assert text_of(tmp_path / "o") == "hello world|"
+
+
+@pytest.mark.parametrize("gpu, n, config", [
+    (False, 10, "config_quick"), (True, 10, "config_quick"), (True, 10**8, "config"),
+    (False, 10**8, "config_quick")])
+def test_what_to_do_next(tmp_path, monkeypatch, gpu, n, config):
+    (tmp_path / "nvidia-smi").write_text("")
+    (tmp_path / "nvidia-smi").chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path) if gpu else "")
+    if not gpu and os.path.exists("/proc/driver/nvidia/version"):
+        pytest.skip("this machine has a GPU")
+    command = prepare_module.next_command(n, "data/my text")
+    assert command == (f"python run_train.py --config train/{config}.yaml --data_dir "
+                       "'data/my text' --out_dir 'out/my text'")
+
+
+# --- tokens learned from the text
+
+def test_bpe(tmp_path):
+    pytest.importorskip("rustbpe")
+    rng = np.random.default_rng(0)
+    words = ["".join(chr(97 + c) for c in rng.integers(0, 26, n)) for n in rng.integers(2, 9, 300)]
+    text = " ".join(words[i] for i in rng.integers(0, 300, 40_000)) + " naïve 世界 🙂\n" * 50
+    (tmp_path / "a.txt").write_text(text + " " * 600_000 + "x")
+    args = [str(tmp_path / "a.txt"), "--tokenizer", "bpe", "--vocab-size", "500", "--out"]
+    assert main([*args, str(tmp_path / "o")]) == 0
+    tok = load_dataset_tokenizer(tmp_path / "o")
+    assert (tok.kind, tok.n_vocab, tok.eot_token) == ("ranks", 500, 499)
+    meta = json.loads((tmp_path / "o" / "meta.json").read_text())
+    assert meta["vocab_size"] == 500 and meta["dtype"] == "uint16"
+    ids = both(tmp_path / "o")
+    assert tok.decode(ids[:-1]) == text + " " * 600_000 + "x"
+    assert len(tok.encode(text)) < len(text) / 1.5
+    anything = "".join(map(chr, [*range(300), 0x10FFFF, 0xFFFD])) + "\r\n\x00<|endoftext|>"
+    assert tok.decode(tok.encode(anything)) == anything
+    assert tok.enc.decode_bytes(list(range(256))) == b"".join(bytes([i]) for i in range(256))
+    file = load_tokenizer(str(tmp_path / "o" / "tokenizer.tiktoken"))  # the rank file alone
+    assert file.encode(anything + text) == tok.encode(anything + text)
+    assert (file.n_vocab, file.eot_token) == (500, 499)
+    before = (tmp_path / "o" / "train.bin").read_bytes()
+    assert main([*args, str(tmp_path / "again"), "--num_proc", "2"]) == 0
+    assert (tmp_path / "again" / "train.bin").read_bytes() == before
+    meta = quiet([tmp_path / "a.txt"], tmp_path / "p", tokenizer="bpe", vocab_size=30_000)
+    assert 500 < meta["vocab_size"] < 30_000  # the text holds no more
+
+
+@pytest.mark.parametrize("options, message", [
+    (["--tokenizer", "bpe"], "vocab_size: goes with tokenizer bpe"),
+    (["--vocab_size", "500"], "vocab_size: goes with tokenizer bpe"),
+    (["--tokenizer", "bpe", "--vocab_size", "256"], "vocab_size: 256 is out of range")])
+def test_bpe_options(tmp_path, capsys, options, message):
+    (tmp_path / "a.txt").write_text("hello world")
+    assert main([str(tmp_path / "a.txt"), "--out", str(tmp_path / "o"), *options]) == 2
+    assert message in capsys.readouterr().err and os.listdir(tmp_path) == ["a.txt"]
+
+
+# --- optional sources
+
+@pytest.mark.parametrize("package, source, options", [
+    ("rustbpe", "a.txt", ["--tokenizer", "bpe", "--vocab_size", "300"]),
+    ("pyarrow", "a.parquet", []), ("datasets", "hf:nobody/nothing", [])])
+def test_a_missing_package_is_one_line(tmp_path, monkeypatch, capsys, package, source, options):
+    monkeypatch.chdir(tmp_path)
+    for name in ("a.txt", "a.parquet"):
+        (tmp_path / name).write_text("hello world, " * 9)
+    for name in [n for n in sys.modules if n.partition(".")[0] == package]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setitem(sys.modules, package, None)
+    assert main([source, *options]) == 2
+    err = capsys.readouterr().err
+    assert err.count("\n") == 1 and f"needs {package}" in err and f"pip install {package}" in err
+
+
+def test_parquet(tmp_path, capsys):
+    pa, pq = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
+    table = pa.table({"text": [r["text"] for r in RECORDS], "n": [1, 2, 3], "x": [b"\xff"] * 3})
+    (tmp_path / "src").mkdir()
+    pq.write_table(table, tmp_path / "src" / "a.parquet")
+    for source in ("src", "src/a.parquet"):
+        quiet([tmp_path / source], tmp_path / "o", force=True)
+        assert text_of(tmp_path / "o") == "one|two, three|four\nfive|"
+    meta = quiet([tmp_path / "src"], tmp_path / "o", force=True, num_samples=2)
+    assert sum(part["documents"] for part in meta["splits"].values()) == 2
+    with pytest.raises(DataError, match="no field 'body'; its fields are 'text', 'n', 'x'"):
+        quiet([tmp_path / "src" / "a.parquet"], tmp_path / "o2", field="body")
+    (tmp_path / "bad.parquet").write_bytes((tmp_path / "src" / "a.parquet").read_bytes()[:200])
+    assert main([str(tmp_path / "bad.parquet"), "--out", str(tmp_path / "o3")]) == 2
+    assert "bad.parquet: " in capsys.readouterr().err
+
+
+def test_hugging_face_datasets(tmp_path, monkeypatch):
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")  # read when it is imported
+    datasets = pytest.importorskip("datasets")
+    data = datasets.Dataset.from_list(RECORDS)
+    data.save_to_disk(tmp_path / "saved")
+    datasets.DatasetDict({"train": data, "test": data}).save_to_disk(tmp_path / "both")
+    (tmp_path / "hub").mkdir()
+    jsonl(tmp_path / "hub" / "train.jsonl", [r["text"] for r in RECORDS])
+    hub = f"hf:{tmp_path / 'hub'}"
+    for number, source in enumerate((tmp_path / "saved", tmp_path / "both", hub,
+                                     f"{hub}:default:train")):
+        meta = quiet([source], tmp_path / f"o{number}")
+        assert text_of(tmp_path / f"o{number}") == "one|two, three|four\nfive|"
+        assert meta["sources"] == [str(source)]
+    assert sources_module.source_name("hf:someone/some-text:config") == "some-text"
+    with pytest.raises(DataError, match="^hf:nobody/nothing: datasets: "):
+        quiet(["hf:nobody/nothing"], tmp_path / "o9")
+
+
+def test_separator(tmp_path):
+    (tmp_path / "a.txt").write_text("Once.\n<|endoftext|>\nTwice,\n\nno.\n<|endoftext|>\n\nx\n")
+    (tmp_path / "b.jsonl").write_text(LINES)
+    args = [str(tmp_path / "a.txt"), str(tmp_path / "b.jsonl"), "--out", str(tmp_path / "o")]
+    assert main([*args, "--separator", "<|endoftext|>"]) == 0
+    assert text_of(tmp_path / "o") == "Once.|Twice,\n\nno.|x|one|two, three|four\nfive|"
+
+
+# --- downloads
+
+class Server:
+    """Files of a folder over http, with Range, ETag and what a test lets go wrong."""
+
+    def __init__(self, folder):
+        self.log, self.cuts, self.ranges, self.sha = [], 0, True, None
+        outer = self
+
+        class Handler(BaseHTTPRequestHandler):
+            def do_GET(self):
+                outer.answer(self, (folder / self.path.split("/")[-1]))
+
+            def log_message(self, *args):
+                pass
+
+        self.http = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+        threading.Thread(target=self.http.serve_forever, daemon=True).start()
+        self.url = f"http://127.0.0.1:{self.http.server_port}"
+
+    def answer(self, request, path):
+        asked = request.headers.get("Range")
+        self.log.append((path.name, asked))
+        if not path.is_file():
+            return request.send_error(404)
+        if self.sha and "/hub/" in request.path:  # as Hugging Face: a redirect that names it
+            request.send_response(302)
+            request.send_header("X-Linked-ETag", f'"{self.sha}"')
+            request.send_header("Location", request.path.replace("/hub/", "/cdn/"))
+            return request.end_headers()
+        content = path.read_bytes()
+        first = int(asked.split("=")[1].rstrip("-")) if asked and self.ranges else 0
+        request.send_response(206 if first else 200)
+        request.send_header("Content-Length", str(len(content) - first))
+        request.send_header("ETag", f'"{zlib.crc32(content)}"')
+        request.end_headers()
+        end = len(content)
+        if self.cuts and len(content) - first > 1000:
+            self.cuts, end = self.cuts - 1, first + (len(content) - first) // 2
+        request.wfile.write(content[first:end])
+
+
+@pytest.fixture
+def server(tmp_path, monkeypatch):
+    monkeypatch.setenv("NO_PROXY", "127.0.0.1")
+    monkeypatch.setattr(sources_module.time, "sleep", lambda seconds: None)
+    (tmp_path / "served").mkdir()
+    server = Server(tmp_path / "served")
+    yield server
+    server.http.shutdown()
+    server.http.server_close()
+
+
+CONTENT = os.urandom(3_000_000)
+
+
+@pytest.mark.parametrize("ranges", [True, False])
+def test_a_cut_download_goes_on(tmp_path, server, ranges):
+    (tmp_path / "served" / "f.bin").write_bytes(CONTENT)
+    server.cuts, server.ranges = 3, ranges
+    if not ranges:  # from the beginning again and again brings no more
+        with pytest.raises(OSError, match="f.bin: "):
+            sources_module.download(f"{server.url}/f.bin", str(tmp_path / "f.bin"))
+        server.cuts = 0
+    digest = sources_module.download(f"{server.url}/f.bin", str(tmp_path / "f.bin"))
+    assert digest == hashlib.sha256(CONTENT).hexdigest()
+    assert (tmp_path / "f.bin").read_bytes() == CONTENT
+    resumed = [int(r.split("=")[1][:-1]) for _, r in server.log if r]
+    if ranges:
+        assert len(resumed) >= 2 and resumed == sorted(resumed)
+        assert all(0 <= r - cut < 1 << 17 for r, cut in zip(resumed, (1.4e6, 2.1e6)))
+    assert sorted(os.listdir(tmp_path)) == ["f.bin", "served"]
+
+
+def test_a_later_run_goes_on_unless_the_content_changed(tmp_path, server, monkeypatch):
+    path = tmp_path / "served" / "f.bin"
+    path.write_bytes(CONTENT)
+    target = str(tmp_path / "f.bin")
+    with monkeypatch.context() as patch:
+        patch.setattr(sources_module.os.path, "getsize", lambda p: 0)  # as if killed there
+        server.cuts = 1
+        with pytest.raises(OSError, match="f.bin: "):
+            sources_module.download(f"{server.url}/f.bin", target)
+    (part,) = tmp_path.glob("f.bin.part-*")
+    done = part.stat().st_size
+    assert 1_400_000 < done <= 1_500_000
+    sources_module.download(f"{server.url}/f.bin", target)
+    assert server.log[-1] == ("f.bin", f"bytes={done}-") and Path(target).read_bytes() == CONTENT
+    part.write_bytes(b"of an older content")
+    path.write_bytes(CONTENT[::-1])
+    sources_module.download(f"{server.url}/f.bin", target)
+    assert server.log[-1] == ("f.bin", None) and Path(target).read_bytes() == CONTENT[::-1]
+    assert sorted(os.listdir(tmp_path)) == ["f.bin", "served"]
+
+
+def test_downloads_are_checked(tmp_path, server):
+    (tmp_path / "served" / "f.bin").write_bytes(CONTENT)
+    server.sha = hashlib.sha256(CONTENT).hexdigest()
+    assert sources_module.download(f"{server.url}/hub/f.bin", str(tmp_path / "f.bin")) == server.sha
+    server.sha = "0" * 64
+    with pytest.raises(OSError, match="expected 0000"):
+        sources_module.download(f"{server.url}/hub/f.bin", str(tmp_path / "g.bin"))
+    with pytest.raises(OSError, match="404"):
+        sources_module.download(f"{server.url}/none.bin", str(tmp_path / "h" / "g.bin"))
+    assert sorted(os.listdir(tmp_path)) == ["f.bin", "served"]
+
+
+def shards(folder, corpus, count):
+    """The first files of a corpus of tokens, as its mirror."""
+    folder.mkdir()
+    for i, name in enumerate(sources_module.CORPORA[corpus].names[:count]):
+        header = np.zeros(256, "<i4")
+        header[:3] = 20240520, 1, 5000
+        ids = np.random.default_rng(i).integers(0, 50257, 5000).astype("<u2")
+        (folder / name).write_bytes(header.tobytes() + ids.tobytes())
+
+
+@pytest.mark.parametrize("corpus", ["fineweb10B", "fineweb_edu"])
+def test_corpora_of_tokens(tmp_path, gpt2, corpus, capsys):
+    shards(tmp_path / "mirror", corpus, 3)
+    args = ["--dataset", corpus, "--mirror", f"file://{tmp_path / 'mirror'}", "--shards", "2",
+            "--out", str(tmp_path / "o")]
+    assert main(args) == 0
+    assert "5,000 for validation, 10,000 in 2 training files" in capsys.readouterr().out
+    train, val = (find_files(str(tmp_path / "o"), split) for split in ("train", "val"))
+    assert len(train) == 2 and len(val) == 1
+    tok = load_dataset_tokenizer(tmp_path / "o")
+    assert (tok.kind, tok.n_vocab) == ("gpt2", 50257)
+    damaged = Path(train[1])
+    good = damaged.read_bytes()
+    damaged.write_bytes(good[:-2] + b"xx")
+    assert main(args) == 0 and damaged.read_bytes() == good  # its sha256 tells
+    stamp = Path(train[0]).stat().st_mtime_ns
+    os.remove(tmp_path / "mirror" / os.path.basename(train[0]))
+    assert main(args) == 0 and Path(train[0]).stat().st_mtime_ns == stamp  # nothing to download
+    capsys.readouterr()
+    assert main([*args[:-4], "--shards", "3", "--out", str(tmp_path / "o")]) == 2  # no such file
+    assert "could not be downloaded" in (err := capsys.readouterr().err) and "--mirror" in err
+    assert main([*args, "--field", "x"]) == 2 and "comes as tokens" in capsys.readouterr().err
+    assert main([*args, "--tokenizer", "byte"]) == 2 and "are GPT-2's" in capsys.readouterr().err
+
+
+def test_corpora_of_text(tmp_path, server, capsys):
+    pa, pq = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
+    stories = "".join(f"Story {i}{'.' * 1000}\n<|endoftext|>\n" for i in range(300))
+    (tmp_path / "served" / "TinyStoriesV2-GPT4-train.txt").write_text(stories)
+    server.cuts = 1
+    args = ["--dataset", "tinystories", "--mirror", server.url, "--out", str(tmp_path / "tiny")]
+    assert main(args) == 0
+    assert text_of(tmp_path / "tiny").count("|") == 300 and any(asked for _, asked in server.log)
+    assert (tmp_path / "tiny.download" / "SHA256SUMS").read_text().split()[1] == (
+        "TinyStoriesV2-GPT4-train.txt")
+    for i in range(2):
+        pq.write_table(pa.table({"text": [f"page {i}.{j}" for j in range(200)]}),
+                       tmp_path / "served" / f"train-{i:05d}-of-00080.parquet")
+    assert main(["--dataset", "openwebtext", "--mirror", f"file://{tmp_path}/served", "--shards",
+                 "2", "--out", str(tmp_path / "owt")]) == 0
+    documents = text_of(tmp_path / "owt").split("|")[:-1]
+    assert sorted(documents) == sorted(f"page {i}.{j}" for i in range(2) for j in range(200))
+    assert "Downloaded to" in capsys.readouterr().out
 
 
 # --- what is refused
@@ -330,29 +781,39 @@ def test_all_problems_in_one_message(tmp_path):
     assert lines[0] == "data.prepare: 12 problems"
     for expected in (
             "nope.txt: no such file or folder", "empty.txt: empty",
-            "latin.txt: not UTF-8 text: byte 3 is 0xe9", "folder: a folder without text files",
-            "binary: a folder without text files", "d.jsonl:3: field 'text' is a int",
+            "latin.txt (byte 3): not UTF-8 text; give text, or convert",
+            "folder: a folder without text files", "d.jsonl:3: field 'text' is a int",
+            "binary: a folder without text files; passed over: binary/x",
             "d.jsonl:4: no field 'text'; its fields are 'body'", "d.jsonl:5: expected an object",
-            "d.jsonl:6: not valid JSON", "val_fraction: 0.9", "num_proc: 0", "did you mean gpt2"):
+            "d.jsonl:6: not valid JSON", "val_fraction: 0.9", "num_proc: 0 is out",
+            "did you mean gpt2"):
         assert sum(expected in line for line in lines) == 1, expected
     assert not (tmp_path / "o").exists()
 
 
 def test_line_numbers_across_pieces(tmp_path, monkeypatch):
-    monkeypatch.setattr(text, "PIECE", 1000)
+    monkeypatch.setattr(encode, "PIECE", 1000)
     lines = [json.dumps({"text": "x" * (i % 100)}) for i in range(1000)]
     lines[-3] = "{"
     (tmp_path / "d.jsonl").write_text("\n".join(lines))
-    assert len(text.cut_file(str(tmp_path / "d.jsonl"), "")) > 10
+    assert len(cut(tmp_path / "d.jsonl")) > 10
     with pytest.raises(ValueError, match=r"^[^\n]*d\.jsonl:998: not valid JSON[^\n]*$"):
         quiet([tmp_path / "d.jsonl"], tmp_path / "o")
 
 
-def test_a_wrong_field_everywhere_is_told_shortly(tmp_path):
-    jsonl(tmp_path / "d.jsonl", ["x"] * 5000, field="body")
-    with pytest.raises(ValueError) as e:
+def test_problems_alike_are_one_line(tmp_path):
+    jsonl(tmp_path / "d.jsonl", ["x"] * 500, field="body")
+    with pytest.raises(DataError) as e:
         quiet([tmp_path / "d.jsonl"], tmp_path / "o")
-    assert str(e.value).count("\n") < 25 and "--field" in str(e.value)
+    where = f"{tmp_path}/d.jsonl"
+    assert str(e.value) == (f"{where}:1, {where}:2, {where}:3 and 497 more: no field 'text'; its "
+                            "fields are 'body': choose with --field")
+    with pytest.raises(DataError) as e:
+        quiet([tmp_path / f"{i}.txt" for i in range(40)], tmp_path / "o")
+    assert str(e.value).endswith("2.txt and 37 more: no such file or folder")
+    jsonl(tmp_path / "d.jsonl", ["x"] * 200_000, field="body")
+    with pytest.raises(DataError, match="997 more: .*\n.*there may be more") as e:
+        quiet([tmp_path / "d.jsonl"], tmp_path / "o", num_proc=1)  # and soon
 
 
 @pytest.mark.parametrize("content, message", [("", "empty"), ("abc", "3 characters")])
@@ -363,7 +824,9 @@ def test_too_little_text(tmp_path, capsys, content, message):
 
 
 @pytest.mark.parametrize("args", [[], ["a.txt", "--dataset", "stdlib"], ["a.txt", "--input", "x"],
-                                  ["--dataset", "pile"], ["a.txt", "--tok", "byte"]])
+                                  ["--dataset", "pile"], ["a.txt", "--tok", "byte"],
+                                  ["a.txt", "--mirror", "x"], ["--dataset", "stdlib", "--shards=1"],
+                                  ["--dataset", "tinystories", "--shards", "0"]])
 def test_wrong_command_lines(args, capsys):
     with pytest.raises(SystemExit) as e:
         main(args)
@@ -417,7 +880,7 @@ def test_other_peoples_folders_are_left_alone(tmp_path, capsys):
 
 def test_a_file_that_changes_meanwhile(tmp_path, monkeypatch):
     (tmp_path / "a.txt").write_text("hello world " * 50)
-    real = encode.place
+    real = prepare_module.place
 
     def grow(*args):
         (tmp_path / "a.txt").write_text("hällo world " * 50)
@@ -478,10 +941,8 @@ def test_stopped_midway(big, tmp_path, name, code):
         time.sleep(0.05)
     assert not any(map(alive, workers))
     left = os.listdir(tmp_path)
-    if name == "SIGKILL":  # what it left is hidden, and goes when it is an hour old
+    if name == "SIGKILL":  # what it left is hidden, and goes with the next run
         assert len(left) == 1 and left[0].startswith(".o.tmp-")
-        for path in [*(tmp_path / left[0]).iterdir(), tmp_path / left[0]]:
-            os.utime(path, (time.time() - 4000,) * 2)
         (tmp_path / "a.txt").write_text("hello world")
         quiet([tmp_path / "a.txt"], tmp_path / "o")
         assert sorted(os.listdir(tmp_path)) == ["a.txt", "o"]
@@ -489,13 +950,30 @@ def test_stopped_midway(big, tmp_path, name, code):
         assert left == [] and "Traceback" not in stderr
 
 
+def test_only_what_nobody_works_in_is_cleared(tmp_path):
+    (tmp_path / "a.txt").write_text("hello world")
+    host = socket.gethostname()
+    names = {f".o.tmp-{host}-{os.getpid()}": False, f".o.tmp-{host}-{os.getppid()}": True,
+             ".o.tmp-elsewhere-7": True,
+             ".o.tmp-elsewhere-8": False, f".o2.tmp-{host}-999999999": True,
+             f".o.tmp-{host}-999999999": False}
+    for name in names:
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "train.bin").write_bytes(b"xx")
+    for path in (tmp_path / ".o.tmp-elsewhere-8", tmp_path / ".o.tmp-elsewhere-8" / "train.bin"):
+        os.utime(path, (time.time() - 4000,) * 2)
+    quiet([tmp_path / "a.txt"], tmp_path / "o")
+    assert {name for name in names if (tmp_path / name).exists()} == {n for n in names if names[n]}
+    assert (tmp_path / "o" / "train.bin").stat().st_size > 2
+
+
 def test_a_dead_worker_is_reported():
-    with pytest.raises(ValueError, match="a worker process ended early"):
-        list(parallel.in_order(os._exit, [1, 1, 1], 2))
+    with pytest.raises(DataError, match="a worker process ended early"):
+        list(encode.in_order(os._exit, [1, 1, 1], 2))
 
 
 def test_results_come_in_order():
-    assert list(parallel.in_order(abs, range(-50, 0), 2)) == list(range(50, 0, -1))
+    assert list(encode.in_order(abs, range(-50, 0), 2)) == list(range(50, 0, -1))
 
 
 def test_progress(monkeypatch):
@@ -507,7 +985,7 @@ def test_progress(monkeypatch):
         screen = Terminal()
         screen.tty = tty
         monkeypatch.setattr(sys, "stderr", screen)
-        progress = parallel.Progress("reading", 100)
+        progress = sources_module.Progress("reading", 100)
         progress.add(1)
         assert screen.getvalue() == ""  # not at once
         progress.shown -= 60
@@ -529,8 +1007,9 @@ def test_stdlib_on_first_use(tmp_path):
     meta = json.loads(Path(data_dir, "meta.json").read_text())
     assert meta["splits"]["train"]["tokens"] > 2e6 and meta["splits"]["val"]["tokens"] > 2e5
     assert meta["val"]["by"] == "document" and meta["tokenizer"] == {"kind": "byte"}
-    both = [bytes(tokens(data_dir, s).astype(np.uint8)) for s in ("train", "val")]
-    assert b"def namedtuple(" in both[0] + both[1] and b"from test import support" not in both[0]
+    content = [bytes(tokens(data_dir, s).astype(np.uint8)) for s in ("train", "val")]
+    assert b"def namedtuple(" in content[0] + content[1]
+    assert b"from test import support" not in content[0]
     assert not ensure_dataset(data_dir, log=lines.append) and len(lines) == 1  # there already
 
 
@@ -538,10 +1017,10 @@ def test_stdlib_by_two_processes_at_once(tmp_path):
     code = ("from data.prepare import ensure_dataset; import sys;"
             "ensure_dataset(sys.argv[1]); print(open(sys.argv[1] + '/meta.json').read())")
     command = [sys.executable, "-c", code, str(tmp_path / "bin" / "stdlib")]
-    both = [subprocess.Popen(command, cwd=REPO, text=True, stdout=subprocess.PIPE,
+    runs = [subprocess.Popen(command, cwd=REPO, text=True, stdout=subprocess.PIPE,
                              stderr=subprocess.PIPE) for _ in range(2)]
-    results = [p.communicate(timeout=60) for p in both]
-    assert [p.returncode for p in both] == [0, 0], results
+    results = [p.communicate(timeout=60) for p in runs]
+    assert [p.returncode for p in runs] == [0, 0], results
     assert os.listdir(tmp_path / "bin") == ["stdlib"]
     assert len({out[out.index("{"):] for out, _ in results}) == 1
 
@@ -559,7 +1038,6 @@ def test_help_names_every_option(capsys):
         main(["--help"])
     out = capsys.readouterr().out
     assert e.value.code == 0
-    for name in ("out", "tokenizer", "val_fraction", "field", "dataset", "input", "num_proc",
-                 "force"):
+    for name in ("out", "tokenizer", "val_fraction", "field", "num_samples", "dataset", "input",
+                 "num_proc", "force", "vocab_size", "separator", "shards", "mirror"):
         assert f"--{name}" in out
-    assert "bpe" not in out

@@ -2,27 +2,35 @@
 
 import subprocess
 import sys
+import types
 
 import pytest
 import torch
+import torch.nn.functional as F
 from conftest import REPO, TINY
 
 from data.tokenizer import load_tokenizer
+from model.decode import Int8Linear, has_int8_kernel, pack, quantize
+from model.generate import SINKS, KVCache, generate, pick, sample_texts
 from model.gpt import GPT, GPTConfig
-from model.sample import generate, load_model, main, pick
+from model.ops import apply_rope, attend, rope_tables
+from model.sample import load_model, main
+from train.checkpoint import load_checkpoint, save_checkpoint
 from train.config import load_config
 from train.train import train
+
+TEXT = "the quick brown fox jumps over the lazy dog.\n" * 300
 
 
 @pytest.fixture(scope="module")
 def model():
-    return GPT(GPTConfig(n_layer=2, n_head=2, n_embd=32, block_size=16, vocab_size=100)).eval()
+    return small()
 
 
 @pytest.fixture(scope="module")
 def checkpoint(tmp_path_factory):
     folder = tmp_path_factory.mktemp("sample")
-    (folder / "text.txt").write_text("the quick brown fox jumps over the lazy dog.\n" * 300)
+    (folder / "text.txt").write_text(TEXT)
     done = subprocess.run([sys.executable, "-m", "data.prepare", folder / "text.txt", "--out",
                            folder / "d"], cwd=REPO, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
@@ -31,9 +39,18 @@ def checkpoint(tmp_path_factory):
     return folder / "o" / "ckpt.pt"
 
 
-def sample(*args):
-    return subprocess.run([sys.executable, "-m", "model.sample", *map(str, args)], cwd=REPO,
-                          capture_output=True, text=True)
+def sample(*args, start=("-m", "model.sample"), cwd=REPO):
+    return subprocess.run([sys.executable, *start, *map(str, args)], cwd=cwd, capture_output=True,
+                          text=True)
+
+
+def random_tokens(*shape, seed=1, vocab=100):
+    return torch.randint(0, vocab, shape, generator=torch.Generator().manual_seed(seed))
+
+
+def small(**changes):
+    return GPT(GPTConfig(**dict(n_layer=2, n_head=2, n_embd=32, block_size=16, vocab_size=100)
+                         | changes)).eval()
 
 
 def greedy_without_cache(model, idx, n):
@@ -83,6 +100,171 @@ def test_stops_at_the_end_of_text(model):
     assert generate(model, idx, 15, temperature=0, stop_token=first).shape == (1, 2)
 
 
+# --- a full context
+
+def rolled_logits(model, idx):
+    """The logits of every token of idx (1, T), without a cache: each state attends to the first
+    SINKS tokens and the last ones, as many as the context holds, at the places they have there."""
+    c, T = model.config, idx.size(1)
+    x = model.wte(idx)
+    for block in model.h:
+        h, rows = block.ln_1(x), []
+        qk, v = block.attn.project(h)  # (1, T, H + G, D)
+        q, k = qk.split((c.n_head, c.n_kv_head), dim=2)
+        for t in range(T):
+            seen = torch.arange(t + 1)
+            if t >= c.block_size:
+                seen = torch.cat((seen[:SINKS], seen[t + 1 - c.block_size + SINKS:]))
+            places = torch.arange(len(seen)).double()[:, None]
+            cos, sin = rope_tables(places, c.head_dim, c.rope_theta)
+            one = apply_rope(q[:, t:t + 1], cos[-1:], sin[-1:]).transpose(1, 2)
+            keys = apply_rope(k[:, seen], cos, sin).transpose(1, 2)
+            rows.append(attend(one, keys, v[:, seen].transpose(1, 2)).flatten(1))
+        x = x + block.attn.o(torch.stack(rows, dim=1))
+        x = x + block.mlp(block.ln_2(x))
+    return model.logits(model.ln_f(x))
+
+
+@pytest.mark.parametrize("first", [1, 10, 16])
+@pytest.mark.parametrize("shape", [{}, dict(n_kv_head=1, n_layer=3)], ids=str)
+@torch.no_grad()
+def test_a_full_context_rolls(shape, first):
+    """Prompts of 1, 10 and 16 tokens, then one at a time to three contexts."""
+    model, idx = small(**shape), random_tokens(2, 48)
+    for p in model.parameters():
+        p.mul_(3)  # so that attention is far from uniform
+    cache = KVCache(model.config, 2, "cpu", torch.float32)
+    parts = [model(part, cache=cache) for part in idx.split([first] + [1] * (48 - first), dim=1)]
+    for row, logits in zip(idx, torch.cat(parts, dim=1)):
+        assert torch.allclose(logits, rolled_logits(model, row[None])[0], atol=1e-4)
+
+
+@torch.no_grad()
+def test_a_rolling_context_keeps_the_loss(checkpoint):
+    """Four contexts of text: as good as computing the whole context afresh for every token."""
+    model, tokenizer = load_model(checkpoint)
+    ids, size = torch.tensor([tokenizer.encode(TEXT[:160])]), model.config.block_size
+    cache = KVCache(model.config, 1, "cpu", torch.float32)
+    rolled = torch.cat([model(i, cache=cache) for i in ids.split(1, dim=1)], dim=1)[0]
+    fresh = torch.cat([model(ids[:, max(0, t - size):t], last_only=True)[0]
+                       for t in range(1, 161)])
+    losses = [F.cross_entropy(z[size:-1], ids[0, size + 1:]) for z in (rolled, fresh)]
+    assert losses[0] < losses[1] + 0.02
+
+
+@torch.no_grad()
+def test_learned_positions_do_not_roll():
+    model = small(pos="learned")
+    cache = KVCache(model.config, 1, "cpu", torch.float32)
+    model(random_tokens(1, 16), cache=cache)
+    with pytest.raises(ValueError, match="the context of this model is 16"):
+        model(random_tokens(1, 1), cache=cache)
+    assert generate(model, random_tokens(1, 40), 50, temperature=0).shape == (1, 90)
+    cache.clear()
+    with pytest.raises(ValueError, match="17 tokens"):
+        model(random_tokens(1, 17), cache=cache)
+
+
+# --- rows that come and go
+
+@pytest.mark.parametrize("options", [{}, dict(prev_embedding=True, n_kv_head=1),
+                                     dict(pos="learned", norm="layer", mlp="gelu", bias=True)],
+                         ids=str)
+@torch.no_grad()
+def test_rows_join_and_leave_at_any_step(options):
+    """Texts of unequal length, decoded together, are those decoded alone; past the context too."""
+    model = small(**options)
+    longest = 8 if options.get("pos") == "learned" else 30
+    wanted = [(random_tokens(1, n, seed=n), new) for n, new in ((3, 5), (7, longest), (1, 4),
+                                                                (5, longest), (2, 6))]
+    cache, waiting = KVCache(model.config, 3, "cpu", torch.float32), list(range(len(wanted)))
+    rows, texts = [], {}
+    while rows or waiting:
+        if waiting and len(rows) < 3:  # one joins at every step
+            n = len(rows)
+            cache[n:n + 1].clear()
+            text = waiting.pop(0)
+            logits = model(wanted[text][0], cache=cache[n:n + 1], last_only=True)
+            rows.append((text, [int(logits.argmax())]))
+        last = torch.tensor([[ids[-1]] for _, ids in rows])
+        logits = model(last, cache=cache[:len(rows)])
+        for (_, ids), token in zip(rows, logits.argmax(-1)):
+            ids.append(int(token))
+        for r in reversed(range(len(rows))):
+            text, ids = rows[r]
+            if len(ids) >= wanted[text][1]:
+                texts[text] = ids[:wanted[text][1]]
+                cache.move(len(rows) - 1, r)
+                rows[r] = rows[-1]
+                rows.pop()
+    for text, (prompt, new) in enumerate(wanted):
+        alone = generate(model, prompt, new, temperature=0)[0, prompt.size(1):]
+        assert texts[text] == alone.tolist(), text
+
+
+@torch.no_grad()
+def test_rows_of_unequal_length_take_one_token_at_a_time(model):
+    cache = KVCache(model.config, 2, "cpu", torch.float32)
+    model(random_tokens(1, 3), cache=cache[:1])
+    with pytest.raises(ValueError, match="unequal length"):
+        model(random_tokens(2, 2), cache=cache)
+
+
+# --- packed and quantized
+
+SHAPES = [{}, dict(mlp="gelu", bias=True, norm="layer", tie_weights=False, pos="learned"),
+          dict(n_kv_head=1, qk_norm=True, mlp="relu2")]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@torch.no_grad()
+def test_packed_products_are_the_plain_ones(shape, dtype):
+    plain, packed = small(**shape).to(dtype), pack(small(**shape).to(dtype))
+    idx = random_tokens(2, 16)
+    assert torch.allclose(packed(idx), plain(idx), atol=1e-2 if dtype == torch.bfloat16 else 1e-5)
+    assert torch.allclose(packed(idx, idx)[0], plain(idx, idx)[0], atol=1e-3)  # the head's weight
+    if dtype == torch.float32:
+        out = [generate(m, idx[:, :3], 10, temperature=0) for m in (plain, packed)]
+        assert torch.equal(*out)
+
+
+@pytest.mark.parametrize("rows", [1, 3, 40])
+@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize("width", [32, 24])  # 24: past the kernel, which reads 16 at a time
+@torch.no_grad()
+def test_int8_weights_are_within_half_a_step(width, bias, rows):
+    torch.manual_seed(0)
+    layers = [torch.nn.Linear(width, n, bias=bias).bfloat16() for n in (48, 16)]
+    joined, x = Int8Linear(*layers), torch.randn(1, rows, width).bfloat16()
+    weight = torch.cat([layer.weight for layer in layers])
+    step = weight.float().abs().amax(1, keepdim=True) / 127
+    assert ((joined.int8 * step - weight.float()).abs() <= 0.501 * step).all()
+    assert joined.has_kernel == (width == 32)
+    wanted = torch.cat([layer(x) for layer in layers], dim=-1)
+    assert (joined(x) - wanted).norm() < 0.01 * wanted.norm()
+
+
+def test_int8_without_a_kernel(monkeypatch):
+    monkeypatch.delattr(torch, "_weight_int8pack_mm")
+    assert not has_int8_kernel("cpu", 32)
+    model, idx = quantize(small().bfloat16()), random_tokens(2, 16)
+    assert (model(idx) - small()(idx)).abs().max() < 0.05
+
+
+@torch.no_grad()
+def test_int8_keeps_the_perplexity_of_a_trained_model(checkpoint):
+    def perplexity(change):
+        model, tokenizer = load_model(checkpoint, dtype=torch.bfloat16)
+        ids = torch.tensor([tokenizer.encode(TEXT[i:i + 33]) for i in range(0, 3000, 29)])
+        model = change(model)
+        return model(ids[:, :-1], ids[:, 1:])[0].exp().item()
+    plain, quantized = perplexity(lambda m: m), perplexity(quantize)
+    assert plain < 10 and abs(quantized / plain - 1) < 0.002
+
+
+# --- checkpoints and the command line
+
 def test_checkpoint_alone_is_enough(checkpoint):
     model, tokenizer = load_model(checkpoint, "cpu")
     assert tokenizer.decode(tokenizer.encode("fox")) == "fox" and not model.training
@@ -102,7 +284,85 @@ def test_several_samples_at_once(checkpoint):
     assert done.returncode == 0 and done.stdout.count("-" * 72) == 3
 
 
+def test_quantized_command_line(checkpoint):
+    done = sample("--ckpt", checkpoint, "--prompt", "the quick", "--max_new_tokens", 60,
+                  "--temperature", 0, "--quantize", "int8")
+    assert done.returncode == 0 and done.stdout.startswith("the quick b"), done.stderr
+
+
+def test_as_a_script_from_another_folder(checkpoint, tmp_path):
+    done = sample("--ckpt", checkpoint, "--prompt", "the", "--max_new_tokens", 5,
+                  start=[REPO / "model" / "sample.py"], cwd=tmp_path)
+    assert done.returncode == 0 and done.stdout.startswith("the"), done.stderr
+
+
+def altered(checkpoint, tmp_path, **changes):
+    """A copy of the checkpoint with other entries."""
+    state = load_checkpoint(checkpoint)
+    for name, value in changes.items():
+        state[name] = {**state[name], **value} if isinstance(value, dict) else value
+    path = str(tmp_path / "ckpt.pt")
+    save_checkpoint(path, state)
+    return path
+
+
+def test_ids_past_the_tokenizer_are_never_written(checkpoint, tmp_path, capsys):
+    """vocab_size 300 above the 257 ids of the bytes."""
+    state = load_checkpoint(checkpoint)
+    model = GPT(GPTConfig(**{**state["model_args"], "vocab_size": 300}))
+    path = altered(checkpoint, tmp_path, model=model.state_dict(), model_args=dict(vocab_size=300))
+    assert main(["--ckpt", path, "--temperature", "9", "--max_new_tokens", "300", "--seed", "1"]
+                ) == 0, capsys.readouterr().err
+
+
+def test_a_prompt_outside_the_vocabulary_does_not_end_a_run(model):
+    tokenizer = types.SimpleNamespace(kind="char", chars="abc")
+    config = types.SimpleNamespace(sample_prompts=["a", "x"], sample_tokens=3, seed=1)
+    spec = dict(tokenizer=vars(tokenizer), vocab_size=100)
+    texts = sample_texts(model, spec, config)
+    assert set(texts[0]) <= set("abc") and len(texts[0]) == 4
+    assert texts[1].startswith("x [not written: characters 'x'")
+
+
+def test_checkpoint_without_a_tokenizer(checkpoint, tmp_path, capsys):
+    path = altered(checkpoint, tmp_path, tokenizer=None, spec=None)
+    assert main(["--ckpt", path]) == 2
+    assert "--tokenizer byte" in capsys.readouterr().err
+    assert main(["--ckpt", path, "--tokenizer", "byte", "--prompt", "the quick",
+                 "--temperature", "0"]) == 0
+    assert capsys.readouterr().out.startswith("the quick b")
+    (tmp_path / "ranks").write_text("".join(f"{i} {i}" for i in range(3)))
+    assert main(["--ckpt", path, "--tokenizer", str(tmp_path / "ranks")]) == 2
+
+
+def test_older_checkpoints_load_unless_they_use_what_is_gone(checkpoint, tmp_path, capsys):
+    old = dict(softcap=0.0, value_embeddings=False, x0_residual=False)
+    path = altered(checkpoint, tmp_path, model_args=old, spec=None)
+    assert main(["--ckpt", path, "--max_new_tokens", "3"]) == 0
+    path = altered(checkpoint, tmp_path, model_args=old | dict(softcap=15.0))
+    assert main(["--ckpt", path]) == 2
+    assert "softcap: 15.0" in capsys.readouterr().err
+    path = altered(checkpoint, tmp_path, model_args=None)
+    assert main(["--ckpt", path]) == 2
+    assert "no model_args of a GPT" in capsys.readouterr().err
+    path = altered(checkpoint, tmp_path, model_args=dict(n_embd=64))
+    assert main(["--ckpt", path]) == 2
+    assert "size mismatch" in capsys.readouterr().err
+
+
+def test_a_model_that_writes_no_text(checkpoint, tmp_path, monkeypatch, capsys):
+    path = altered(checkpoint, tmp_path, config=dict(model="classifier"), spec=None)
+    assert main(["--ckpt", path]) == 2
+    assert "no spec of its data" in capsys.readouterr().err
+    other = torch.nn.Linear(2, 2)  # of a file without sample()
+    monkeypatch.setattr("model.sample.load_model", lambda *_: (other, load_tokenizer("byte")))
+    assert main([]) == 2
+    assert "does not write text" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("args, message", [
+    (["--temperature", "nan"], "at least 0, got nan"), (["--seed", str(2**64)], "below 2^63"),
+    (["--temperature", "inf"], "got inf"), (["--seed", "-1"], "--seed must be at least 0"),
     (["--ckpt", "nowhere.pt"], "no such file"), (["--temperature", "-1"], "at least 0"),
     (["--top_p", "0"], "(0, 1]"), (["--num_samples", "0"], "at least 1")])
 def test_bad_input_is_one_message_and_exit_2(capsys, args, message):

@@ -25,9 +25,7 @@ from runs import (
     tensors,
 )
 
-from train import checkpoint
-from train.checkpoint import load_checkpoint
-from train.saver import Saver
+from train.checkpoint import RunFolder, load_checkpoint
 
 pytestmark = pytest.mark.slow
 
@@ -38,6 +36,16 @@ def count(name, default):
 
 def say(text):
     print(f"\nsoak: {text}", flush=True)
+
+
+class Warnings(list):
+    """Stands for the log of a run; a list of its warnings."""
+
+    def warn(self, text):
+        self.append(text)
+
+    def info(self, text):
+        pass
 
 
 @pytest.fixture
@@ -124,20 +132,19 @@ def resident():
 def test_119_saves(tmp_path):
     """2,000 saves in the background with best and numbered names -> open files and files in the
     folder constant, resident memory within 20 MiB"""
-    saver, state, failures = Saver(), {"model": {"w": torch.ones(250_000)}}, []
-    seen, saves, began = [], count("SAVES", 2000), time.monotonic()
+    folder, log = RunFolder(str(tmp_path), keep_last=3), Warnings()
+    state, seen = {"model": {"w": torch.ones(250_000)}, "optimizer": {}}, []
+    saves, began = count("SAVES", 2000), time.monotonic()
     for i in range(saves):
         state["model"]["w"].fill_(i)
-        links = [str(tmp_path / "ckpt_best.pt"), str(tmp_path / f"ckpt_{i:07d}.pt")]
-        saver.save(str(tmp_path / "ckpt.pt"), state | {"iter_num": i}, links,
-                   lambda: checkpoint.prune(tmp_path, 3), failures.append)
+        folder.save(state | {"iter_num": i}, True, log)
         if i >= saves // 10 and i % 20 == 0:
-            saver.wait()
+            folder.wait()
             seen.append((len(os.listdir("/proc/self/fd")), len(list(tmp_path.iterdir())),
                          resident()))
-    saver.wait()
+    folder.wait()
     fds, files, memory = zip(*seen, strict=True)
-    assert not failures and len(set(fds)) == 1 and len(set(files)) == 1
+    assert not log and len(set(fds)) == 1 and len(set(files)) == 1
     assert max(memory) - min(memory) < 20
     assert load_checkpoint(tmp_path / "ckpt.pt")["model"]["w"][0] == saves - 1
     say(f"{saves} saves: {fds[0]} open files, {files[0]} files in the folder, resident memory "
@@ -145,13 +152,13 @@ def test_119_saves(tmp_path):
 
 
 def slow_disk():
-    from train.checkpoint import _HashingFile
-    real = _HashingFile.write
+    from train.checkpoint import HashingFile
+    real = HashingFile.write
 
     def write(self, data):
         time.sleep(0.001)  # a save is about 100 writes
         return real(self, data)
-    _HashingFile.write = write
+    HashingFile.write = write
 
 
 def test_116_117_118_runs_at_once(tmp_path, data_dir):

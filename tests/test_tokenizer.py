@@ -12,10 +12,14 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from conftest import run
 
-from data.download import R50K_SHA256, R50K_URL, download, gpt2_ranks
+from data.token_files import DataError
 from data.tokenizer import (
+    R50K_SHA256,
+    R50K_URL,
     CharTokenizer,
+    gpt2_ranks,
     load_dataset_tokenizer,
     load_tokenizer,
     tokenizer_from_spec,
@@ -84,7 +88,7 @@ def test_spec_rebuilds_it_without_files(tokenizer, offline):
 
 @pytest.mark.parametrize("bad", [-1, 10**6, 10**30])
 def test_id_out_of_range(tokenizer, bad):
-    with pytest.raises(ValueError, match=rf"token id {bad} \(number 1 of 2\).*0\.\."):
+    with pytest.raises(DataError, match=rf"token id {bad} \(number 1 of 2\).*0\.\."):
         tokenizer.decode([0, bad])
 
 
@@ -100,10 +104,10 @@ def test_char_order_and_unknown():
     tok = CharTokenizer("b\na🙂")  # ids are places in the text given, sorted or not
     assert tok.encode("ab\n🙂") == [2, 0, 1, 3] and tok.eot_token is None
     assert tok.token_bytes().tolist() == [1, 1, 1, 4]
-    with pytest.raises(ValueError, match="'xz'.*not among the 4"):
+    with pytest.raises(DataError, match="'xz'.*not among the 4"):
         tok.encode("azxz")
     for chars in ("", "aba"):
-        with pytest.raises(ValueError, match="distinct"):
+        with pytest.raises(DataError, match="distinct"):
             CharTokenizer(chars)
 
 
@@ -116,7 +120,7 @@ def test_rank_file_golden(tmp_path):
     path.write_text(rank_text() + f"{base64.b64encode(b'qu').decode()} 300\n")
     tok = load_tokenizer(str(path))
     assert (tok.encode("qu"), tok.eot_token) == ([300], 301)
-    with pytest.raises(ValueError, match="280"):  # a gap in the ranks
+    with pytest.raises(DataError, match="280"):  # a gap in the ranks
         tok.decode([280])
 
 
@@ -130,7 +134,7 @@ def test_rank_file_golden(tmp_path):
 ])
 def test_bad_rank_file(tmp_path, text, message):
     (tmp_path / "my.tiktoken").write_text(text)
-    with pytest.raises(ValueError, match=message):
+    with pytest.raises(DataError, match=message):
         load_tokenizer(str(tmp_path / "my.tiktoken"))
 
 
@@ -148,7 +152,7 @@ def test_gpt2_survives_a_million_blanks(gpt2):
 
 
 def test_gpt2_offline_says_what_to_do(offline):
-    with pytest.raises(ValueError) as e:
+    with pytest.raises(DataError) as e:
         load_tokenizer("gpt2")
     for part in ("r50k_base.tiktoken", "--tokenizer byte", str(offline / CACHE_NAME), "curl -O"):
         assert part in str(e.value)
@@ -157,7 +161,7 @@ def test_gpt2_offline_says_what_to_do(offline):
 def test_gpt2_damaged_cache_is_not_used(offline):
     offline.mkdir()
     (offline / CACHE_NAME).write_bytes(b"damaged")
-    with pytest.raises(ValueError, match="could not be downloaded"):
+    with pytest.raises(DataError, match="could not be downloaded"):
         load_tokenizer("gpt2")
 
 
@@ -175,35 +179,37 @@ def test_download_checks_the_content(monkeypatch, tmp_path):
     server = HTTPServer(("127.0.0.1", 0), Serve)
     threading.Thread(target=server.serve_forever, daemon=True).start()
     url, digest = f"http://127.0.0.1:{server.server_port}", hashlib.sha256(b"content").hexdigest()
+    monkeypatch.setenv("TIKTOKEN_CACHE_DIR", str(tmp_path / "cache"))
     try:
-        assert download(f"{url}/good", digest) == b"content"
-        with pytest.raises(OSError, match="expected 0000"):
-            download(f"{url}/good", "0000")
-        with pytest.raises(OSError, match="HTTPError"):
-            download(f"{url}/bad", digest)
-        monkeypatch.setattr("data.download.R50K_URL", f"{url}/good")
-        monkeypatch.setattr("data.download.R50K_SHA256", digest)
-        monkeypatch.setenv("TIKTOKEN_CACHE_DIR", str(tmp_path))
+        for path, expected, message in (("good", "0" * 64, "another sha256"),
+                                        ("bad", digest, "404")):
+            monkeypatch.setattr("data.tokenizer.R50K_URL", f"{url}/{path}")
+            monkeypatch.setattr("data.tokenizer.R50K_SHA256", expected)
+            with pytest.raises(DataError, match=message):
+                gpt2_ranks()
+        assert not (tmp_path / "cache").exists()
+        monkeypatch.setattr("data.tokenizer.R50K_URL", f"{url}/good")
         assert gpt2_ranks() == "content"
     finally:
         server.shutdown()
         server.server_close()
     assert gpt2_ranks() == "content"  # from the cache now
-    assert len(list(tmp_path.iterdir())) == 1
+    assert len(list((tmp_path / "cache").iterdir())) == 1
 
 
 @pytest.mark.parametrize("name, message", [
     ("gtp2", "did you mean gpt2"), ("bytes", "did you mean byte"),
-    ("nope.tiktoken", "expected byte"), ("", "expected byte"), ("char", "prepared folder")])
+    ("nope.tiktoken", "expected byte"), ("", "expected byte"), ("char", "folder prepared"),
+    ("bpe", "folder prepared")])
 def test_unknown_name(name, message):
-    with pytest.raises(ValueError, match=message):
+    with pytest.raises(DataError, match=message):
         load_tokenizer(name)
 
 
 @pytest.mark.parametrize("spec", [None, {}, {"kind": "bpe"}, {"kind": "char"}, {"kind": "gpt2"},
                                   {"kind": "char", "chars": 3}, ["byte"]])
 def test_bad_spec(spec):
-    with pytest.raises(ValueError, match="tokenizer|char"):
+    with pytest.raises(DataError, match="tokenizer|char"):
         tokenizer_from_spec(spec)
 
 
@@ -232,7 +238,7 @@ class Evil:
 def test_pickle_runs_no_code(tmp_path, protocol):
     target = tmp_path / "ran"
     (tmp_path / "meta.pkl").write_bytes(pickle.dumps({"itos": Evil(target)}, protocol))
-    with pytest.raises(ValueError, match=r"meta\.pkl.*could run code"):
+    with pytest.raises(DataError, match=r"meta\.pkl.*could run code"):
         load_dataset_tokenizer(tmp_path)
     assert not target.exists()
 
@@ -242,17 +248,40 @@ def test_pickle_runs_no_code(tmp_path, protocol):
     pickle.dumps({"itos": {1: "a"}})])
 def test_broken_pickle(tmp_path, content):
     (tmp_path / "meta.pkl").write_bytes(content)
-    with pytest.raises(ValueError, match=r"meta\.pkl: not a meta\.pkl"):
+    with pytest.raises(DataError, match="meta.pkl: |its meta file describes no tokenizer"):
         load_dataset_tokenizer(tmp_path)
+
+
+def described(pattern=".", eot=256, kind="ranks", ranks=None):
+    return json.dumps({"tokenizer": {"kind": kind, "pattern": pattern, "eot_token": eot,
+                                     "ranks": rank_text(()) if ranks is None else ranks}})
 
 
 @pytest.mark.parametrize("content", [
-    "", "[]", "{", '{"tokenizer": {"kind": "x"}}', '{"tokenizer": 3}',
-    '{"tokenizer": {"kind": "gpt2", "ranks_file": "none"}}'])
+    "", "[]", "{", "null", "[" * 100_000, "\ud800", '{"tokenizer": 3}',
+    '{"tokenizer": {"kind": "x"}}',
+    '{"tokenizer": {"kind": "gpt2", "ranks_file": "none"}}', '{"tokenizer": {"kind": ["byte"]}}',
+    '{"tokenizer": {"kind": "char", "chars": 5}}', '{"tokenizer": {"kind": "char", "chars": [1]}}',
+    '{"tokenizer": {"ranks_file": 7}}', '{"vocab_size": 0}', '{"vocab_size": true}',
+    '{"vocab_size": 1e3}', '{"dtype": []}', '{"splits": 3}', '{"splits": {"train": []}}',
+    '{"splits": {"train": {"tokens": "5"}}}', described("("), described(5), described(eot=10**12),
+    described(eot=255), described(eot="x"), described(eot=None), described(ranks=5),
+    described(ranks=rank_text(()) + f"YWI= {10**12}\n", eot=10**12 + 1)])
 def test_broken_meta_json(tmp_path, content):
-    (tmp_path / "meta.json").write_text(content)
-    with pytest.raises(ValueError, match=r"meta\.json: cannot rebuild"):
+    (tmp_path / "meta.json").write_bytes(content.encode("utf-8", "surrogatepass"))
+    with pytest.raises(DataError, match="meta.json: |its meta file describes no tokenizer") as e:
         load_dataset_tokenizer(tmp_path)
+    assert "\n" not in str(e.value) and e.value.exit_code == 2
+    with pytest.raises(DataError):
+        load_tokenizer(str(tmp_path))
+
+
+def test_a_run_on_broken_meta_json_ends_with_a_message(tmp_path):
+    np.arange(9000, dtype="<u2").tofile(tmp_path / "train.bin")
+    (tmp_path / "meta.json").write_text('{"tokenizer": {"kind": "x"}}')
+    code, output = run("--config", "train/config_test.yaml", "--data_dir", tmp_path, "--out_dir",
+                       tmp_path / "out", "--eval_interval", 0)
+    assert code == 2 and "Traceback" not in output and "prepare" in output
 
 
 def test_meta_json_reads_only_its_own_folder(tmp_path):
@@ -261,7 +290,7 @@ def test_meta_json_reads_only_its_own_folder(tmp_path):
     inside.mkdir()
     spec = {"kind": "ranks", "pattern": ".", "eot_token": 259, "ranks_file": "../outside.tiktoken"}
     (inside / "meta.json").write_text(json.dumps({"tokenizer": spec}))
-    with pytest.raises(ValueError, match="cannot rebuild"):
+    with pytest.raises(DataError, match="describes no tokenizer"):
         load_dataset_tokenizer(inside)
     (inside / "outside.tiktoken").write_text(rank_text())
     assert load_dataset_tokenizer(inside).n_vocab == 260

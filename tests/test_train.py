@@ -3,21 +3,17 @@
 import json
 import math
 import re
-import shutil
 import subprocess
 import sys
 import time
 
 import pytest
 import torch
+import torch.nn.functional as F
 from conftest import REPO, SHARED, TINY, run, tiny_args
 
 from train.config import load_config
-from train.train import micro_batch_size, train
-
-EXTRAS = ["train/lr_finder.py", "train/hpo.py", "train/hpo_space.py", "train/hpo_worker.py",
-          "train/chart.py", "train/trackers.py", "train/auto_batch.py", "train/bench.py",
-          "train/bench_rows.py", "train/bench_peer.py"]
+from train.train import train
 
 
 def config(data_dir, out_dir, **changes):
@@ -66,15 +62,15 @@ def test_metrics_have_the_promised_keys_and_true_numbers(tmp_path, data_dir):
 
 @pytest.mark.parametrize("changes", [{}, dict(optimizer="muon", dropout=0.2)])
 def test_resume_is_exact(tmp_path, data_dir, changes):
-    long = dict(max_iters=40, dropout=0.1, gradient_accumulation_steps=3,
-                eval_interval=10) | changes
+    long = dict(max_iters=16, dropout=0.1, gradient_accumulation_steps=3,
+                eval_interval=4) | changes
     train(config(data_dir, tmp_path / "a", **long))
-    short = dict(lr_decay_iters=40)
-    train(config(data_dir, tmp_path / "b", **long | short | dict(max_iters=17)))
+    short = dict(lr_decay_iters=16)
+    train(config(data_dir, tmp_path / "b", **long | short | dict(max_iters=7)))
     train(config(data_dir, tmp_path / "b", **long | short))
     assert same_tensors(tmp_path / "a", tmp_path / "b")
     a, b = ([(m["iter"], m["loss"]) for m in metrics(tmp_path / d) if "loss" in m] for d in "ab")
-    assert a == b and len(a) == 40
+    assert a == b and len(a) == 16
 
 
 def test_evaluating_more_often_changes_no_batch(tmp_path, data_dir):
@@ -93,6 +89,29 @@ def test_the_logged_loss_is_the_mean_of_the_global_batch(tmp_path, data_dir):
     assert a == pytest.approx(b, rel=1e-5)
 
 
+def test_the_train_loss_of_an_evaluation_is_the_mean_since_the_one_before(tmp_path, data_dir):
+    train(config(data_dir, tmp_path))
+    losses = [m["loss"] for m in metrics(tmp_path) if "loss" in m]
+    told = [m.get("train_loss") for m in metrics(tmp_path) if "val_loss" in m]
+    assert told == [None, pytest.approx(sum(losses[:5]) / 5), pytest.approx(sum(losses[5:]) / 5)]
+
+
+def test_dropout_differs_from_step_to_step(tmp_path, data_dir, monkeypatch):
+    """and is the same again in the same step of another run"""
+    masks, dropout = [], F.dropout
+
+    def noted(x, p, training):
+        out = dropout(x, p, training)
+        if training and p:
+            masks.append((out == 0).numpy().tobytes())
+        return out
+    monkeypatch.setattr(F, "dropout", noted)
+    for name in "ab":
+        train(config(data_dir, tmp_path / name, max_iters=4, dropout=0.5, eval_interval=0))
+    half = len(masks) // 2
+    assert half >= 8 and masks[:half] == masks[half:] and len(set(masks)) == half
+
+
 def test_a_finished_run_says_so_and_a_longer_one_continues(tmp_path, data_dir):
     first = train(config(data_dir, tmp_path, max_iters=4))
     again = train(config(data_dir, tmp_path, max_iters=4))
@@ -100,23 +119,11 @@ def test_a_finished_run_says_so_and_a_longer_one_continues(tmp_path, data_dir):
     assert train(config(data_dir, tmp_path, max_iters=6))["iter_num"] == 6
 
 
-def test_judging_numbers_a_step_late_changes_nothing(tmp_path, data_dir, monkeypatch):
-    """On a GPU the host looks at a step's numbers while the next one runs; here by force."""
-    from train.train import Trainer
-    train(config(data_dir, tmp_path / "a"))
-    build = Trainer.build_model
-    monkeypatch.setattr(Trainer, "build_model", lambda t: (build(t), setattr(t, "lag", True)))
-    train(config(data_dir, tmp_path / "b"))
-    assert same_tensors(tmp_path / "a", tmp_path / "b")
-    assert [m.get("loss") for m in metrics(tmp_path / "a") if "loss" in m] == [
-        m.get("loss") for m in metrics(tmp_path / "b") if "loss" in m]
-
-
 @pytest.mark.parametrize("batch_size, steps, ranks, expected", [
     (4, 2, 1, 4), (4, 3, 2, 3), (4, 7, 4, 1), (4, 1, 2, 2), (16, 4, 8, 8)])
 def test_micro_batch_divides_the_share(batch_size, steps, ranks, expected):
     c = load_config(None, dict(batch_size=batch_size, gradient_accumulation_steps=steps))
-    assert micro_batch_size(c, ranks) == expected
+    assert c.micro_batch(ranks) == expected
 
 
 def test_compile_failure_falls_back_to_eager(tmp_path, data_dir):
@@ -124,17 +131,6 @@ def test_compile_failure_falls_back_to_eager(tmp_path, data_dir):
                     tmp_path, env={"CXX": "/nonexistent",
                                    "TORCHINDUCTOR_CACHE_DIR": str(tmp_path / "i")})
     assert code == 0 and "torch.compile failed; going on without it" in out, out
-
-
-def test_main_job_runs_without_the_extras(tmp_path, data_dir):
-    copy = tmp_path / "repo"
-    shutil.copytree(REPO, copy, ignore=shutil.ignore_patterns(".git", "out", "bin", "tests"))
-    for name in EXTRAS:
-        (copy / name).unlink()
-    done = subprocess.run([sys.executable, "run_train.py", *tiny_args(max_iters=2, sample_tokens=4),
-                           f"--data_dir={data_dir}", "--out_dir=o"], cwd=copy,
-                          capture_output=True, text=True)
-    assert done.returncode == 0 and "Training complete!" in done.stdout, done.stderr
 
 
 @pytest.mark.skipif(not (SHARED / "tinyshakespeare.txt").exists(), reason="no tinyshakespeare.txt")
@@ -160,6 +156,6 @@ def test_shakespeare_characters_are_learned(tmp_path):
 def test_slow_input_is_noticed_and_named(tmp_path, data_dir, monkeypatch, capsys):
     from train.dataloader import DataLoader
     get_batch = DataLoader.get_batch
-    monkeypatch.setattr(DataLoader, "get_batch", lambda *a: (time.sleep(0.05), get_batch(*a))[1])
-    train(config(data_dir, tmp_path, max_iters=3))
+    monkeypatch.setattr(DataLoader, "get_batch", lambda *a: (time.sleep(0.6), get_batch(*a))[1])
+    train(config(data_dir, tmp_path, max_iters=1, eval_interval=0))
     assert "of the time goes into reading batches" in capsys.readouterr().out

@@ -4,61 +4,71 @@ A checkpoint is one torch.save file of plain tensors and builtin types, followed
 all its bytes (torch.load accepts most single-bit flips; the digest accepts none). It is written
 beside its final name, made durable, and only then renamed over the old one, which stays as
 ckpt_prev.pt. Nothing read here can run code: weights_only is always on.
+
+From top to bottom: writing a file, reading one, a run's folder. What a checkpoint holds and whether
+it fits a run is train/resume.py's.
 """
 
 import contextlib
 import errno
 import hashlib
+import json
 import os
+import pathlib
 import pickletools
 import re
 import shutil
+import socket
+import struct
+import threading
+import time
 import zipfile
 
 import torch
 
-from train import fault
+from train.config import UserError
+from train.guard import BadNumbers, SaveFailed
+from train.logger import replacing
 
 FORMAT_VERSION = 1
 SAFE_TORCH = (2, 10)  # before it weights_only does not hold: CVE-2025-32434, CVE-2026-24747
 MARK = b"ironGPT sha256 "
 TRAILER_BYTES = len(MARK) + 64
 RUN_FILES = ("ckpt", "config.yaml", "training_args.json", "train.log", "metrics.jsonl", "loss.svg",
-             "samples.txt", "tensorboard", "wandb", "tracker.json")
+             "samples.txt", "model.safetensors", "tensorboard", "wandb", "tracker.json")
 
 
-class CheckpointError(ValueError):
+class CheckpointError(UserError, ValueError):
     """A checkpoint that cannot be used or written; the message says which, why and what to do."""
 
 
+def bullets(lines):
+    return "\n".join(f"  - {line}" for line in lines)
+
+
 # -----------------------------------------------------------------------------
-# saving
+# writing a file
 
 def save_checkpoint(path, state, links=()):
     """Write `state` to `path` durably; the file it replaces becomes *_prev.pt, and each of `links`
     becomes another name of the new file. Raises CheckpointError and leaves the old file untouched
     where that fails."""
-    folder, step = os.path.dirname(path) or ".", state.get("iter_num")
-    temporary, hashing = f"{path}.tmp.{os.getpid()}", None
+    folder, temporary, hashing = os.path.dirname(path) or ".", f"{path}.tmp.{os.getpid()}", None
     try:
         os.makedirs(folder, exist_ok=True)
-        _check_space(folder, tensor_bytes(state))
-        fault.point("save_open", step)
+        check_space(folder, tensor_bytes(state))
         with open(temporary, "wb") as f:
-            hashing = _HashingFile(f, step)
+            hashing = HashingFile(f)
             torch.save(state, hashing)
             f.write(MARK + hashing.sha.hexdigest().encode())
             f.flush()
-            fault.point("save_before_fsync", step)
             os.fsync(f.fileno())
-        fault.point("save_before_replace", step)
+        for name in links:  # first: killed in between, the run evaluates and saves once more
+            link(temporary, name)
         if os.path.exists(path):  # a symlink is replaced; the file it points to becomes *_prev.pt
-            _link(path, prev_path(path))
+            link(path, prev_path(path))
         os.replace(temporary, path)
-        fault.point("save_after_replace", step)
-        for link in links:
-            _link(path, link)
-        _sync_folder(folder)
+        sync_folder(folder)
     except Exception as error:  # torch wraps what the file raised: report the cause
         with contextlib.suppress(OSError):
             os.unlink(temporary)
@@ -66,18 +76,14 @@ def save_checkpoint(path, state, links=()):
         raise CheckpointError(f"{path} could not be written: {reason}") from error
 
 
-class _HashingFile:
+class HashingFile:
     """A file that hashes what is written to it; torch.save writes strictly in order."""
 
-    def __init__(self, file, step):
-        self.file, self.step, self.sha, self.error = file, step, hashlib.sha256(), None
-        self.midway = False
+    def __init__(self, file):
+        self.file, self.sha, self.error = file, hashlib.sha256(), None
 
     def write(self, data):
         try:
-            if not self.midway and self.file.tell() > 1000:
-                self.midway = True
-                fault.point("save_mid", self.step)
             self.sha.update(data)
             return self.file.write(data)
         except OSError as error:
@@ -88,6 +94,24 @@ class _HashingFile:
         self.file.flush()
 
 
+def write_safetensors(path, tensors, metadata=None):
+    """{name: tensor} as a .safetensors file (https://github.com/huggingface/safetensors): the
+    length of a JSON header, the header, the bytes of all tensors."""
+    names = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16", torch.int64: "I64",
+             torch.float64: "F64", torch.int32: "I32", torch.uint8: "U8", torch.bool: "BOOL"}
+    header, offset = {"__metadata__": {"format": "pt", **(metadata or {})}}, 0
+    for name, t in tensors.items():
+        header[name] = dict(dtype=names[t.dtype], shape=list(t.shape),
+                            data_offsets=[offset, offset + t.nbytes])
+        offset += t.nbytes
+    text = json.dumps(header).encode()
+    text += b" " * (-len(text) % 8)  # the bytes of tensors start at a multiple of 8
+    with replacing(path) as f:
+        f.write(struct.pack("<Q", len(text)) + text)
+        for t in tensors.values():
+            f.write(t.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().tobytes())
+
+
 def prev_path(path):
     return path.removesuffix(".pt") + "_prev.pt"
 
@@ -96,9 +120,24 @@ def named_tensors(state, name=""):
     """(dotted name, tensor) of every tensor in a nest of dicts and lists."""
     if isinstance(state, torch.Tensor):
         yield name, state
-    nested = isinstance(state, (dict, list))
-    for k, v in (state.items() if isinstance(state, dict) else enumerate(state)) if nested else ():
+    for k, v in children(state):
         yield from named_tensors(v, f"{name}.{k}" if name else str(k))
+
+
+def children(nest):
+    """(key, value) pairs of what a dict, list or tuple holds, none of anything else."""
+    if isinstance(nest, dict):
+        return nest.items()
+    return enumerate(nest) if isinstance(nest, (list, tuple)) else ()
+
+
+def map_tensors(f, state):
+    """A nest of dicts and lists with f(tensor) in the place of every tensor."""
+    if isinstance(state, torch.Tensor):
+        return f(state)
+    if isinstance(state, dict):
+        return {k: map_tensors(f, v) for k, v in state.items()}
+    return [map_tensors(f, v) for v in state] if isinstance(state, list) else state
 
 
 def tensor_bytes(state):
@@ -118,33 +157,28 @@ def find_not_finite(state):
     return None if finite.all() else named[int(finite.int().argmin())][0]
 
 
-def _check_space(folder, needed):
+def check_space(folder, needed):
     free = shutil.disk_usage(folder).free
     if free < needed * 1.02 + 2**20:
-        raise OSError(f"it needs {needed / 2**20:,.0f} MiB and {free / 2**20:,.0f} MiB are free on "
-                      f"the disk of {folder}")
+        raise OSError(f"it needs {needed * 1.02 / 2**20 + 1:,.1f} MiB and {free / 2**20:,.1f} MiB "
+                      f"are free on the disk of {folder}")
 
 
-def _link(source, target):
+def link(source, target):
     """Give the file `source` the name `target` too, atomically; copy where links are refused."""
     temporary = f"{target}.tmp.{os.getpid()}"
-    with contextlib.suppress(FileNotFoundError):
+    with contextlib.suppress(FileNotFoundError):  # of a process of the same number, killed
         os.unlink(temporary)
     try:
-        try:
-            os.link(source, temporary, follow_symlinks=True)
-        except OSError:
-            shutil.copyfile(source, temporary)
-            with open(temporary, "rb") as f:
-                os.fsync(f.fileno())
-        os.replace(temporary, target)
+        os.link(source, temporary, follow_symlinks=True)
     except OSError:
-        with contextlib.suppress(OSError):
-            os.unlink(temporary)
-        raise
+        with open(source, "rb") as original, replacing(target) as copy:
+            shutil.copyfileobj(original, copy)
+    else:
+        os.replace(temporary, target)
 
 
-def _sync_folder(folder):
+def sync_folder(folder):
     """Make renames in `folder` durable, where a folder can be opened and synced (POSIX)."""
     try:
         fd = os.open(folder, os.O_RDONLY)
@@ -157,41 +191,25 @@ def _sync_folder(folder):
             raise
 
 
-def prune(folder, keep):
-    """Remove the oldest numbered checkpoints but `keep`, once newer ones are durable; 0: none."""
-    numbered = [n for n in os.listdir(folder) if n.startswith("ckpt_") and n[5:-3].isdigit()]
-    numbered.sort(key=lambda n: int(n[5:-3]))
-    for name in numbered[:-keep] if keep else ():
-        with contextlib.suppress(OSError):
-            os.unlink(os.path.join(folder, name))
-
-
-def remove_leftovers(folder):
-    """Delete temporary files that a killed process left in a run folder (the lock held)."""
-    for name in os.listdir(folder):
-        if ".pt.tmp." in name:
-            os.unlink(os.path.join(folder, name))
-
-
 # -----------------------------------------------------------------------------
-# loading
+# reading a file
 
 def load_checkpoint(path):
     """The state saved at `path`, on the CPU, verified: digest, plain types only, known format,
-    finite numbers. Also reads foreign files of plain tensors (nanoGPT's).
-    Raises CheckpointError."""
+    finite numbers. Also reads foreign files of plain tensors: nanoGPT's, {"model_state_dict": ...},
+    a bare state dict. Raises CheckpointError."""
     if tuple(int(n) for n in torch.__version__.split(".")[:2]) < SAFE_TORCH:
         raise CheckpointError(f"{path}: torch {torch.__version__} cannot load files safely; "
                               "pip install 'torch>=2.10'")
     try:
-        fault.point("load")
-        signed = _verify(path)
+        signed = verify(path)
         # Not mapped into memory: whoever changes the file later would change, or crash, the reader.
         state = torch.load(path, map_location="cpu", weights_only=True)
     except CheckpointError:
         raise
     except Exception as error:
-        raise CheckpointError(f"{path}: {_load_problem(path, error)}") from error
+        raise CheckpointError(f"{path}: {load_problem(path, error)}") from error
+    state = with_model_key(state)
     if not isinstance(state, dict) or not isinstance(state.get("model"), dict):
         raise CheckpointError(f"{path}: not a checkpoint: expected a dict with a `model` in it")
     version = state.get("format_version", 0)
@@ -207,7 +225,18 @@ def load_checkpoint(path):
     return state
 
 
-def _verify(path):
+def with_model_key(state):
+    """`state` with its weights under "model", as other trainers name them otherwise."""
+    if isinstance(state, dict) and "model" not in state:
+        for name in ("model_state_dict", "state_dict"):
+            if isinstance(state.get(name), dict):
+                return {**state, "model": state[name]}
+        if state and all(isinstance(t, torch.Tensor) for t in state.values()):
+            return {"model": dict(state)}
+    return state
+
+
+def verify(path):
     """Check the digest; true if the file has one, false for a foreign file whose CRCs hold."""
     size = os.path.getsize(path)
     if os.path.isdir(path):
@@ -233,17 +262,19 @@ def _verify(path):
     return True
 
 
-def _load_problem(path, error):
+def load_problem(path, error):
     if isinstance(error, FileNotFoundError):
         return "no such file"
-    if unsafe := _unsafe_names(path):
+    if unsafe := unsafe_names(path):
         return (f"refused: it would run or build {', '.join(sorted(unsafe))} when loaded; a "
                 "checkpoint holds plain tensors only")
     text = str(error).strip().split("\n")[0]
+    if text.startswith("Weights only load failed"):  # torch advises to load it unsafely
+        text = "it holds other things than plain tensors"
     return f"cannot be read as a checkpoint ({type(error).__name__}: {text})"
 
 
-def _unsafe_names(path):
+def unsafe_names(path):
     """What pickles in the file would import, read off without running them; empty if unknown."""
     with contextlib.suppress(Exception):
         return torch.serialization.get_unsafe_globals_in_checkpoint(path)
@@ -260,14 +291,220 @@ def _unsafe_names(path):
     return {n for n in found if not re.fullmatch(r"torch\.(_utils\.)?\w+|collections\.\w+", n)}
 
 
+# -----------------------------------------------------------------------------
+# do tensors fit?
+
+def refuse(problems, path):
+    if problems:
+        more = [f"and {len(problems) - 10} more"] if len(problems) > 10 else []
+        raise CheckpointError(f"{path} does not fit this model:\n{bullets(problems[:10] + more)}\n"
+                              "use the configuration it was made with, or another out_dir")
+
+
+def mismatches(prefix, found, wanted, dtypes=True):
+    out = [f"{prefix}{n}: missing" for n in wanted if n not in found]
+    out += [f"{prefix}{n}: not a parameter of this model" for n in found if n not in wanted]
+    for name in (n for n in found if n in wanted):
+        has, want = kind_of(found[name], dtypes), kind_of(wanted[name], dtypes)
+        if has != want:
+            out.append(f"{prefix}{name}: {has}, wanted {want}")
+    return out
+
+
+def kind_of(tensor, dtypes):
+    if not isinstance(tensor, torch.Tensor):
+        return f"a {type(tensor).__name__}"
+    dtype = f" {str(tensor.dtype).removeprefix('torch.')}" if dtypes else ""
+    return f"shape {tuple(tensor.shape)}{dtype}"
+
+
+# -----------------------------------------------------------------------------
+# a run's folder
+
+class FolderLock:
+    """Exclusive use of a run folder while the process lives; the system frees a dead holder's lock.
+    Raises CheckpointError naming the holder where there is one."""
+
+    def __init__(self, folder):
+        self.file = open(os.path.join(folder, ".lock"), "a+")
+        try:
+            import fcntl  # POSIX; without it there is no lock
+            fcntl.flock(self.file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            self.file.seek(0)
+            holder = self.file.read().strip() or "another process"
+            self.file.close()
+            raise CheckpointError(f"{folder} is in use by {holder}; wait for it, stop it, or "
+                                  "choose another --out_dir") from None
+        except (ImportError, OSError):  # or a file system without locks
+            return
+        self.file.truncate(0)
+        self.file.write(f"pid {os.getpid()} on {socket.gethostname()}")
+        self.file.flush()
+
+    def release(self):
+        self.file.close()
+
+
+class RunFolder:
+    """out_dir in the hands of one run (on rank 0): locked, and written to in the background, one
+    save at a time, from a snapshot that training can no longer change."""
+
+    def __init__(self, path, keep_last=0, save_precision=None):
+        self.path, self.keep_last, self.save_precision = path, keep_last, save_precision
+        self.lock = self.thread = None
+
+    def file(self, name):
+        return os.path.join(self.path, name)
+
+    def open(self):
+        """Make the folder ours alone. Raises CheckpointError."""
+        if os.path.lexists(self.path) and not os.path.isdir(self.path):
+            raise CheckpointError(f"out_dir: {self.path} is a file; expected a folder")
+        try:
+            os.makedirs(self.path, exist_ok=True)
+            self.lock = FolderLock(self.path)
+            for name in os.listdir(self.path):
+                if re.search(r"\.tmp\.\d+$", name):  # a killed process left it
+                    os.unlink(self.file(name))
+        except OSError as error:
+            raise CheckpointError(f"out_dir: {self.path} cannot be used: {error}") from error
+
+    def save(self, state, best, log, last=False):
+        """ckpt.pt, with its names as best and as numbered checkpoint where they are due.
+
+        This returns once a snapshot is taken, and a thread writes it: a save that fails warns, and
+        training goes on with the old file intact. The `last` one is written before this returns,
+        tried again after a second, and raises SaveFailed if that does not help: what was trained
+        must not be lost to a full disk. Raises BadNumbers rather than save what is not finite."""
+        self.wait()
+        path = self.file("ckpt.pt")
+        if bad := find_not_finite({k: state[k] for k in ("model", "optimizer")}):
+            raise BadNumbers(f"iter {state['iter_num']}: {bad} is not finite; not saved over "
+                             f"{path}, the last good checkpoint")
+        log.info(f"Saving checkpoint to {path}")
+        if not os.path.isdir(self.path):
+            log.warn(f"{self.path} is gone; making it again")
+            self.open()
+        links = [self.file("ckpt_best.pt")] if best else []
+        links += [self.file(f"ckpt_{state['iter_num']:07d}.pt")] if self.keep_last else []
+        copy, ready = None if last else snapshot_if_room(state), None
+        if copy is None:
+            return self.insist(state, links, log, last)
+        if torch.cuda.is_initialized():  # the copies are under way on the stream of the training
+            ready = torch.cuda.Event()
+            ready.record()
+        self.thread = threading.Thread(target=self.insist, args=(copy, links, log, False, ready))
+        self.thread.start()
+
+    def insist(self, state, links, log, last, ready=None):
+        """Write; where that fails, warn, or for the `last` save try twice more and then raise."""
+        if ready is not None:
+            ready.synchronize()
+        for attempt in range(3):
+            try:
+                return self.write(state, links)
+            except Exception as error:
+                if not last:
+                    return log.warn(f"{error}; the checkpoint before it is intact, training goes "
+                                    "on")
+                if attempt == 2:
+                    raise SaveFailed(
+                        f"the last checkpoint could not be saved: {error}\nWhat was trained since "
+                        "the one before it is lost; make room and start again to resume") from error
+                log.warn(f"{error}; trying again")
+                time.sleep(1)
+
+    def write(self, state, links):
+        save_checkpoint(self.file("ckpt.pt"), state, links)
+        if self.save_precision:
+            dtype = getattr(torch, self.save_precision)
+            write_safetensors(self.file("model.safetensors"), {
+                n: t.to(dtype) if t.is_floating_point() else t for n, t in state["model"].items()})
+        prune(self.path, self.keep_last)
+
+    def wait(self):
+        """Until the save under way, if any, is over."""
+        if self.thread is not None:
+            self.thread.join()
+            self.thread = None
+
+    def close(self):
+        self.wait()  # the folder is ours until its last save is over
+        if self.lock is not None:
+            self.lock.release()
+
+
+def snapshot_if_room(state):
+    """A snapshot, or None where memory does not allow one."""
+    if memory_available() < 2 * tensor_bytes(state):
+        return None
+    try:
+        return snapshot(state)
+    except (MemoryError, RuntimeError):  # pinned memory is scarcer
+        return None
+
+
+def snapshot(state):
+    """A copy on the CPU of a nest of dicts, lists and tensors that training can no longer change.
+    From a GPU into pinned memory, at the speed of the bus: synchronize before reading it."""
+    def copy(t):
+        out = torch.empty(t.shape, dtype=t.dtype, pin_memory=t.is_cuda)
+        return out.copy_(t.detach(), non_blocking=t.is_cuda)
+    return map_tensors(copy, state)
+
+
+def memory_available():
+    """Bytes of memory free for use, on the machine and in the container (Linux; else: plenty)."""
+    free = 2**62
+    with contextlib.suppress(OSError, ValueError), open("/proc/meminfo") as f:
+        free = next(int(line.split()[1]) * 1024 for line in f if line.startswith("MemAvailable"))
+    with contextlib.suppress(OSError, ValueError, StopIteration):
+        limit, used, stat = (pathlib.Path("/sys/fs/cgroup", f"memory.{name}").read_text()
+                             for name in ("max", "current", "stat"))
+        cache = next(int(line.split()[1]) for line in stat.splitlines()
+                     if line.startswith("inactive_file "))
+        free = min(free, int(limit) - int(used) + cache)
+    return free
+
+
+def numbered(folder):
+    """Names of the checkpoints that are kept by their number, the first written first (which after
+    --resume FILE is not the one of the lowest number)."""
+    names = [n for n in os.listdir(folder) if re.fullmatch(r"ckpt_\d+\.pt", n)]
+    return sorted(names, key=lambda n: (os.stat(os.path.join(folder, n)).st_mtime_ns, n))
+
+
+def prune(folder, keep):
+    """Remove the oldest numbered checkpoints but `keep`, once newer ones are durable; 0: none."""
+    for name in numbered(folder)[:-keep] if keep else ():
+        with contextlib.suppress(OSError):
+            os.unlink(os.path.join(folder, name))
+
+
+def free_name(folder, stem, suffix=".pt"):
+    paths = (os.path.join(folder, f"{stem}_{n}{suffix}") for n in range(1, 10**6))
+    return next(p for p in paths if not os.path.lexists(p))
+
+
+def move_aside(folder):
+    """Move a run's files to old_1/ (or the next free number) inside `folder`; the new place."""
+    names = [n for n in os.listdir(folder) if n.startswith(RUN_FILES)]
+    if not names:
+        return None
+    target = free_name(folder, "old", "")
+    os.makedirs(target)
+    for name in names:
+        os.replace(os.path.join(folder, name), os.path.join(target, name))
+    return target
+
+
 def load_latest(folder, log):
     """(state, path) of the newest good checkpoint of a run folder, (None, None) without any. A bad
     ckpt.pt is moved to ckpt_bad_1.pt and the one before it is used; with no good one left this
     raises, so that a run with a history never starts from scratch by accident."""
-    path = os.path.join(folder, "ckpt.pt")
-    candidates = [p for p in (path, prev_path(path)) if os.path.lexists(p)]
-    problems = []
-    for p in candidates:
+    path, problems = os.path.join(folder, "ckpt.pt"), []
+    for p in (p for p in (path, prev_path(path)) if os.path.lexists(p)):
         try:
             state = load_checkpoint(p)
         except CheckpointError as error:
@@ -280,70 +517,15 @@ def load_latest(folder, log):
         if p != path:
             log(f"going on from {p}, saved at iter {state.get('iter_num')}, instead")
             if os.path.lexists(path):  # or the next save would make the bad file the previous one
-                os.replace(path, _free_name(folder, "ckpt_bad"))
+                os.replace(path, free_name(folder, "ckpt_bad"))
         return state, p
-    if problems:
-        raise CheckpointError("no checkpoint can be used:\n"
-                              + "\n".join(f"  - {p}" for p in problems)
-                              + "\nrestore one of them, or start afresh with --resume never")
-    return None, None
-
-
-def _free_name(folder, stem, suffix=".pt"):
-    paths = (os.path.join(folder, f"{stem}_{n}{suffix}") for n in range(1, 10**6))
-    return next(p for p in paths if not os.path.lexists(p))
-
-
-def move_aside(folder):
-    """Move a run's files to old_1/ (or the next free number) inside `folder`; the new place."""
-    names = [n for n in os.listdir(folder) if n.startswith(RUN_FILES)]
-    if not names:
-        return None
-    target = _free_name(folder, "old", "")
-    os.makedirs(target)
-    for name in names:
-        os.replace(os.path.join(folder, name), os.path.join(target, name))
-    return target
-
-
-def check_state(state, wanted, path):
-    """Raise CheckpointError unless `state` fits a model with the tensors `wanted` {name: tensor}:
-    names, shapes and dtypes of the weights and of the optimizer's state."""
-    problems = _mismatches("", state["model"], wanted)
-    for name, entry in state["optimizer"]["state"].items():
-        if name not in wanted:
-            problems.append(f"optimizer state of unknown parameter {name}")
-            continue
-        moments = {k: v for k, v in entry.items() if k != "step"}
-        problems += _mismatches(f"optimizer {name} ", moments, {k: wanted[name] for k in moments})
-    _refuse(problems, path)
-
-
-def check_model(weights, wanted, path):
-    """Raise CheckpointError unless the names and shapes of `weights` are those of the model."""
-    _refuse(_mismatches("", weights, wanted, dtypes=False), path)
-
-
-def _refuse(problems, path):
-    if problems:
-        shown = problems[:10] + [f"and {len(problems) - 10} more"] * (len(problems) > 10)
-        raise CheckpointError(f"{path} does not fit this model:\n"
-                              + "\n".join(f"  - {p}" for p in shown)
-                              + "\nuse the configuration it was made with, or another out_dir")
-
-
-def _mismatches(prefix, found, wanted, dtypes=True):
-    out = [f"{prefix}{n}: missing" for n in wanted if n not in found]
-    out += [f"{prefix}{n}: not a parameter of this model" for n in found if n not in wanted]
-    for name in (n for n in found if n in wanted):
-        has, want = _kind(found[name], dtypes), _kind(wanted[name], dtypes)
-        if has != want:
-            out.append(f"{prefix}{name}: {has}, wanted {want}")
-    return out
-
-
-def _kind(tensor, dtypes):
-    if not isinstance(tensor, torch.Tensor):
-        return f"a {type(tensor).__name__}"
-    dtype = f" {str(tensor.dtype).removeprefix('torch.')}" if dtypes else ""
-    return f"shape {tuple(tensor.shape)}{dtype}"
+    kept = [p for n in ("ckpt_best.pt", *numbered(folder)[::-1])
+            if os.path.exists(p := os.path.join(folder, n))]
+    if not problems and not kept:
+        return None, None
+    other = f", go on from a kept one with --resume {kept[0]}" if kept else ""
+    raise CheckpointError(
+        f"{folder}: no checkpoint can be used:\n"
+        + bullets(problems or ["ckpt.pt and ckpt_prev.pt are gone"])
+        + f"\nrestore one of them{other}, or start afresh with --resume never "
+        "(what is there is moved aside)")

@@ -1,23 +1,37 @@
-"""Configuration: one flat namespace of typed keys, read from YAML and the command line.
+"""Reading, checking and showing a configuration. The keys are declared in train/keys.py.
 
-The keys themselves are declared in train/keys.py. Values are parsed by the type of their key, never
-by YAML's guesses (in YAML 1.1 `1e-4` is a string, `010` is eight and `1:30` is ninety), so a file
-and the command line accept exactly the same text.
+Values are parsed by the type of their key, never by YAML's guesses (in YAML 1.1 `1e-4` is text,
+`010` is eight and `1:30` is ninety), so a file and the command line accept exactly the same text.
 """
 
 import difflib
+import functools
+import importlib
 import math
 import os
+import re
+import textwrap
+from dataclasses import asdict, dataclass, fields, is_dataclass
 
 import yaml
 
-from train.keys import FIELDS, TrainConfig
+from train.keys import (  # noqa: F401  GPTKeys and key are for others to import
+    ALIASES,
+    FIELDS,
+    GROUP_NAMES,
+    GROUPS,
+    START_KEYS,
+    GPTKeys,
+    TrainConfig,
+    key,
+)
 
-DEFAULT_PATH = "train/config.yaml"
+REPOSITORY = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
+DEFAULT_PATH = os.path.join("train", "config.yaml")
 
 
 class UserError(Exception):
-    """Something a person can act on: its message says what, where, what was expected and what to do.
+    """Something a person can act on: the message says what, where, what was expected, what to do.
     It ends the program with `exit_code` and without a traceback."""
     exit_code = 2
 
@@ -27,33 +41,72 @@ class ConfigError(UserError, ValueError):
 
     def __init__(self, problems):
         self.problems = list(problems)
-        count = f"{len(self.problems)} problem{'s'[:len(self.problems) != 1]}"
+        count = "1 problem" if len(self.problems) == 1 else f"{len(self.problems)} problems"
         super().__init__(f"configuration: {count}\n" + "\n".join(f"  - {p}" for p in self.problems))
+
+    def __reduce__(self):  # it travels between ranks
+        return type(self), (self.problems,)
+
+
+# -----------------------------------------------------------------------------
+# the keys of a model file
+
+def load_model_file(name):
+    """The module model/NAME.py; ConfigError where there is none."""
+    folder = os.path.join(REPOSITORY, "model")
+    if not re.fullmatch(r"[A-Za-z]\w*", name) or not os.path.exists(f"{folder}/{name}.py"):
+        known = [n[:-3] for n in sorted(os.listdir(folder)) if n.endswith(".py")
+                 and "def build_model" in open(os.path.join(folder, n), encoding="utf-8").read()]
+        raise ConfigError([f"model: there is no model/{name}.py; expected one of "
+                           f"{', '.join(known)}, or a file with build_model(config, data)"])
+    return importlib.import_module(f"model.{name}")
+
+
+@functools.cache
+def config_class(model="gpt"):
+    """TrainConfig and, beside its keys, those of the class Keys of model/NAME.py. The file is
+    imported only if it is not gpt, so that plain --help needs no torch."""
+    keys = None if model == "gpt" else getattr(load_model_file(model), "Keys", None)
+    if keys is None:
+        return TrainConfig
+    keys = keys if is_dataclass(keys) else dataclass(keys)
+    if clash := [f.name for f in fields(keys) if f.name in FIELDS]:
+        raise ConfigError([f"model/{model}.py: Keys has {', '.join(clash)}, which every run has "
+                           "already: choose another name"])
+    return dataclass(type("TrainConfig", (TrainConfig, keys), {"__doc__": TrainConfig.__doc__}))
+
+
+def groups_of(cls):
+    """{group: names of its keys} of a configuration class."""
+    out = {group: [f.name for f in fields(keys)] for group, keys in GROUPS.items()}
+    if own := [f.name for f in fields(cls) if f.name not in FIELDS]:
+        out["Of this model"] = own
+    return out
 
 
 # -----------------------------------------------------------------------------
 # one value: from text (or a YAML node's text) to the type of its key
 
-def parse_value(name, raw):
+def parse_value(name, raw, known=FIELDS):
     """`raw` (str, list or dict of str; or a Python value) as the type of key `name`.
     Raises ValueError with what was expected."""
-    kind, meta = FIELDS[name].type, FIELDS[name].metadata
-    optional = "None" in str(kind)
-    if raw is None or (isinstance(raw, str) and raw.strip().lower() in ("null", "none", "~", "")):
-        if optional:
+    kind, meta = base_type(known[name].type), known[name].metadata
+    convert, expected = TYPES[kind]
+    text = str(raw).strip().lower()
+    if text in ("null", "none", "~", "") and text not in meta.get("choices", ()):
+        if "None" in str(known[name].type):
             return None
-        if kind is not str or raw is None or raw.strip():
-            raise ValueError(f"expected {type_name(name)}, got nothing")
-    value = _PARSERS[base_type(kind)](raw)
-    for v in value if isinstance(value, list) else [value]:
-        _check_limits(v, meta)
-    return value
-
-
-def type_name(name):
-    names = {int: "a whole number", float: "a number", bool: "true or false", str: "text",
-             list: "a list", dict: "a mapping"}
-    return names[base_type(FIELDS[name].type)]
+        if kind is not str or text:
+            raise ValueError(f"expected {expected}, got nothing")
+    try:
+        value = convert(raw)
+    except (ValueError, TypeError, KeyError, AttributeError, yaml.YAMLError):
+        raise ValueError(f"expected {expected}, got {raw!r}") from None
+    if kind is list and not meta.get("text"):  # a list of words: a,b is two of them
+        value = [word.strip() for item in value for word in item.split(",") if word.strip()]
+    for v in value if kind is list else [value]:
+        check_limits(v, meta)
+    return os.path.expanduser(value) if meta.get("path") else value
 
 
 def base_type(kind):
@@ -63,76 +116,60 @@ def base_type(kind):
     return str
 
 
-def _parse_bool(raw):
-    text = str(raw).lower()
-    if text in ("true", "yes", "on"):
-        return True
-    if text in ("false", "no", "off"):
-        return False
-    raise ValueError(f"expected true or false, got {raw!r}")
+def to_bool(raw):
+    return dict(true=True, yes=True, on=True, false=False, no=False, off=False)[str(raw).lower()]
 
 
-def _parse_int(raw):
-    try:
-        if isinstance(raw, (bool, float)):
-            raise ValueError
-        return int(raw)
-    except (ValueError, TypeError):
-        raise ValueError(f"expected a whole number, got {raw!r}") from None
+def to_int(raw):
+    if isinstance(raw, (bool, float)):
+        raise ValueError
+    return int(raw)
 
 
-def _parse_float(raw):
-    try:
-        value = float(raw)
-        if isinstance(raw, bool) or not math.isfinite(value):
-            raise ValueError
-        return value
-    except (ValueError, TypeError):
-        raise ValueError(f"expected a finite number, got {raw!r}") from None
+def to_float(raw):
+    if isinstance(raw, bool) or not math.isfinite(float(raw)):
+        raise ValueError
+    return float(raw)
 
 
-def _parse_str(raw):
+def to_str(raw):
     if isinstance(raw, (list, dict)):
-        raise ValueError(f"expected text, got {raw!r}")
+        raise ValueError
     return str(raw).lower() if isinstance(raw, bool) else str(raw)
 
 
-def _parse_list(raw):
+def to_list(raw):
     if isinstance(raw, str) and raw.strip().startswith("["):
         raw = yaml.load(raw, yaml.BaseLoader)
     if isinstance(raw, dict):
-        raise ValueError(f"expected a list, got {raw!r}")
+        raise ValueError
     return [str(v) for v in raw] if isinstance(raw, (list, tuple)) else [str(raw)]
 
 
-def _parse_dict(raw):
-    if isinstance(raw, str):
-        try:
-            raw = yaml.load(raw, yaml.BaseLoader)
-        except yaml.YAMLError:
-            pass
-    if not isinstance(raw, dict):
-        raise ValueError(f"expected a mapping such as {{wte: 0.5}}, got {raw!r}")
-    return {str(k): {str(a): _parse_float(b) for a, b in v.items()} if isinstance(v, dict)
-            else _parse_float(v) for k, v in raw.items()}
+def to_dict(raw):
+    raw = yaml.load(raw, yaml.BaseLoader) if isinstance(raw, str) else raw
+    return {str(k): {str(a): to_float(b) for a, b in v.items()} if isinstance(v, dict)
+            else to_float(v) for k, v in raw.items()}
 
 
-_PARSERS = {bool: _parse_bool, int: _parse_int, float: _parse_float, str: _parse_str,
-            list: _parse_list, dict: _parse_dict}
+TYPES = {bool: (to_bool, "true or false"), int: (to_int, "a whole number"),
+         float: (to_float, "a finite number"), str: (to_str, "text"), list: (to_list, "a list"),
+         dict: (to_dict, "a mapping such as {wte: 0.5}")}
 
 
-def _check_limits(value, meta):
+def check_limits(value, meta):
     tests = {"gt": ("above", lambda v, m: v > m), "ge": ("at least", lambda v, m: v >= m),
              "lt": ("below", lambda v, m: v < m), "le": ("at most", lambda v, m: v <= m)}
     for limit, (words, holds) in tests.items():
         if limit in meta and not holds(value, meta[limit]):
             raise ValueError(f"must be {words} {meta[limit]}, got {value}")
-    if "choices" in meta and value not in meta["choices"]:
-        raise ValueError(f"must be one of {', '.join(meta['choices'])}; got {value!r}"
-                         + _nearest(str(value), meta["choices"]))
+    choices = meta.get("choices", [value])
+    if value not in choices:
+        raise ValueError(f"must be one of {', '.join(choices)}; got {value!r}"
+                         + nearest(str(value), choices))
 
 
-def _nearest(word, words):
+def nearest(word, words):
     close = difflib.get_close_matches(word, words, n=1)
     return f" (did you mean {close[0]!r}?)" if close else ""
 
@@ -140,102 +177,140 @@ def _nearest(word, words):
 # -----------------------------------------------------------------------------
 # YAML files: a strict mapping of key to text, with the line of each
 
-def read_yaml(path, problems):
-    """The file at `path` as {key: (raw value, "path:line")}; what is wrong goes to `problems`."""
+def find_file(path):
+    """`path`, or where there is no such file, the same path inside the repository."""
+    path = os.path.expanduser(path)
+    inside = os.path.join(REPOSITORY, path)
+    return inside if not os.path.exists(path) and os.path.exists(inside) else path
+
+
+def read_yaml(path, problems, groups=()):
+    """The file at `path` as {key: (raw value, "path:line")}, keys inside of `groups` included; what
+    is wrong goes to `problems`."""
+    expected = f"expected `key: value` lines, as in {DEFAULT_PATH}"
     try:
         with open(path, encoding="utf-8") as f:
             root = yaml.compose(f, yaml.SafeLoader)
+        if isinstance(root, yaml.MappingNode):
+            return read_mapping(root, path, problems, groups)
+        what = f"found a {root.id} at top level" if root else "the file is empty"
+        problems.append(f"{path}: {what}; {expected}")
     except FileNotFoundError:
-        problems.append(f"{path}: no such file; expected a YAML file of `key: value` lines")
+        problems.append(f"{path}: no such file; {expected}")
     except (OSError, UnicodeDecodeError) as error:
         problems.append(f"{path}: cannot be read as UTF-8 text ({error})")
-    except yaml.YAMLError as error:
-        mark = getattr(error, "problem_mark", None)
-        what = getattr(error, "problem", None) or str(error)
-        where = f":{mark.line + 1}" if mark else ""
-        hint = "; indent with spaces, not tabs" if "\\t" in what else ""
-        problems.append(f"{path}{where}: not valid YAML: {what}{hint}")
-    else:
-        if isinstance(root, yaml.MappingNode):
-            return _read_mapping(root, path, problems)
-        found = "the file is empty" if root is None else f"found a {root.id} at top level"
-        problems.append(f"{path}: {found}; expected `key: value` lines, as in {DEFAULT_PATH}")
+    except yaml.MarkedYAMLError as error:
+        hint = "; indent with spaces, not tabs" if "\\t" in error.problem else ""
+        problems.append(f"{path}:{error.problem_mark.line + 1}: not valid YAML: "
+                        f"{error.problem}{hint}")
+    except yaml.YAMLError as error:  # a character that YAML does not allow
+        problems.append(f"{path}: not valid YAML: {error}")
     return {}
 
 
-def _read_mapping(root, path, problems):
+def read_mapping(root, path, problems, groups):
+    """{key: (raw value, where)} of a YAML mapping; groups of keys are read as what is in them."""
     out = {}
     for key_node, value_node in root.value:
         name, where = str(key_node.value), f"{path}:{key_node.start_mark.line + 1}"
-        if name in out:
-            problems.append(f"{where}: {name} is set twice (first at {out[name][1]}); keep one")
-        try:
-            out[name] = (_plain(value_node), where)
-        except ValueError as error:
-            problems.append(f"{where}: {name}: {error}")
+        if isinstance(value_node, yaml.MappingNode) and name in groups:
+            inner = read_mapping(value_node, path, problems, groups)
+        else:
+            try:
+                inner = {ALIASES.get(name, name): (plain(value_node), where)}
+            except ValueError as error:
+                problems.append(f"{where}: {name}: {error}")
+                continue
+        for n in out.keys() & inner.keys():
+            problems.append(f"{inner[n][1]}: {n} is set twice (first at {out[n][1]}); keep one")
+        out |= inner
     return out
 
 
-def _plain(node):
+def plain(node):
     """A YAML node as str, list or dict. Tags that would build objects are refused, never run."""
     if not node.tag.startswith("tag:yaml.org,2002:") or "python" in node.tag:
         raise ValueError(f"the tag {node.tag!r} is not allowed; expected a plain value")
     if isinstance(node, yaml.MappingNode):
-        return {str(k.value): _plain(v) for k, v in node.value}
-    return [_plain(v) for v in node.value] if isinstance(node, yaml.SequenceNode) else node.value
+        return {str(k.value): plain(v) for k, v in node.value}
+    return [plain(v) for v in node.value] if isinstance(node, yaml.SequenceNode) else node.value
 
 
 def read_with_bases(path, problems, seen=()):
-    """Like read_yaml, with the files named by `base:` underneath (paths relative to the file)."""
+    """Like read_yaml, with the files named by `base:` underneath (paths relative to the file). A
+    run's training_args.json is its `arguments`."""
     if os.path.abspath(path) in seen:
         problems.append(f"{path}: base files form a circle")
         return {}
-    values = read_yaml(path, problems)
+    values = read_yaml(path, problems, GROUP_NAMES)
+    if "arguments" in values and isinstance(values["arguments"][0], dict):
+        arguments, where = values["arguments"]
+        return {k: (v, where) for k, v in arguments.items() if k not in START_KEYS}
     base = values.pop("base", None)
     if base is None:
         return values
-    base_path = os.path.join(os.path.dirname(path), str(base[0]))
+    base_path = os.path.join(os.path.dirname(path), os.path.expanduser(str(base[0])))
     return read_with_bases(base_path, problems, (*seen, os.path.abspath(path))) | values
 
 
 # -----------------------------------------------------------------------------
 # the command line
 
-def parse_overrides(argv, problems):
-    """argv tokens as {key: (text, "command line")}. Forms: --key value, --key=value, key=value,
-    --flag, --no-flag; a group prefix (model.n_layer=4) is allowed and ignored."""
-    out, tokens = {}, list(argv)
+def take_config(argv):
+    """The path given as --config PATH, --config=PATH or a first argument FILE.yaml; the rest."""
+    path, rest, argv = DEFAULT_PATH, [], list(argv)
+    if argv and argv[0].endswith((".yaml", ".yml", ".json")) and "=" not in argv[0]:
+        path = argv.pop(0)
+    while argv:
+        a = argv.pop(0)
+        if a == "--config" and argv:
+            path = argv.pop(0)
+        elif a.startswith("--config="):
+            path = a.partition("=")[2]
+        else:
+            rest.append(a)
+    return find_file(path), rest
+
+
+def parse_options(argv, problems):
+    """argv tokens as [(key, text or None)]. Forms: --key value, --key=value, key=value, --flag; a
+    group before the name is allowed (model.n_layer=4)."""
+    out, tokens = [], list(argv)
     while tokens:
         token = tokens.pop(0)
-        name, has_value, text = token.lstrip("-").partition("=")
-        name = name.replace("-", "_").rpartition(".")[2]
-        if not token.startswith("-") and not has_value:
+        dotted, equals, text = token.lstrip("-").partition("=")
+        group, _, name = dotted.replace("-", "_").rpartition(".")
+        if not token.startswith("-") and not equals:
             problems.append(f"command line: {token!r} is not understood; "
                             "write --key value or key=value")
-            continue
-        if not has_value:
-            negated = name.removeprefix("no_") if name not in FIELDS else name
-            is_flag = negated in FIELDS and FIELDS[negated].type is bool
-            next_is_value = tokens and (not tokens[0].startswith("-") or _is_number(tokens[0]))
-            if negated != name and is_flag:
-                name, text = negated, "false"
-            elif is_flag and not next_is_value:
-                text = "true"
-            elif next_is_value:
-                text = tokens.pop(0)
-            elif name in FIELDS:
-                problems.append(f"command line: --{name} needs a value: {type_name(name)}")
-                continue
-        out[name] = (text, "command line")
+        elif group and group not in GROUP_NAMES:
+            problems.append(f"command line: {token}: there is no group {group!r}; groups are "
+                            f"{', '.join(sorted(GROUP_NAMES))}, and may be left out")
+        else:
+            if not equals:  # what follows is its value, unless that is an option itself
+                follows = tokens and not re.match(r"--?[A-Za-z]|[\w.]+=", tokens[0])
+                text = tokens.pop(0) if follows else None
+            out.append((ALIASES.get(name, name), text))
     return out
 
 
-def _is_number(text):
-    try:
-        float(text)
-        return True
-    except ValueError:
-        return False
+def option_values(options, known, problems):
+    """{key: (text, "command line")} of parse_options' pairs: flags get a value, lists add up."""
+    kinds, out = {name: base_type(f.type) for name, f in known.items()}, {}
+    flags = {n for n, f in known.items()
+             if kinds[n] is bool or "true" in f.metadata.get("choices", ())}
+    for name, text in options:
+        if text is None and name in flags:
+            text = "true"
+        elif text is None and name not in known and name.removeprefix("no_") in flags:
+            name, text = name.removeprefix("no_"), "false"
+        elif text is None and name in known:
+            problems.append(f"command line: --{name} needs a value: {TYPES[kinds[name]][1]}")
+            continue
+        if name in out and kinds.get(name) is list:
+            text = to_list(out[name][0]) + to_list(text)
+        out[name] = (text or "", "command line")
+    return out
 
 
 def load_config(path=None, overrides=()):
@@ -247,69 +322,151 @@ def load_config(path=None, overrides=()):
 
 def load_with_origins(path=None, overrides=()):
     """load_config's result and {key: where its value came from}."""
-    problems = []
-    raw = read_with_bases(path, problems) if path is not None else {}
+    problems, options = [], []
+    raw = read_with_bases(find_file(path), problems) if path is not None else {}
     if isinstance(overrides, dict):
         raw |= {name: (value, "overrides") for name, value in overrides.items()}
     else:
-        raw |= parse_overrides(overrides, problems)
-    values, origins = {}, {}
+        options = parse_options(overrides, problems)
+    for name, file in options:  # what a search found: above the file, below the command line
+        if name == "best_config":
+            raw |= read_with_bases(find_file(file or ""), problems)
+    model = raw.get("model", ("gpt", ""))[0]
+    cls = config_class(str(dict(options).get("model", model)))
+    known = {f.name: f for f in fields(cls)}
+    raw |= option_values([o for o in options if o[0] != "best_config"], known, problems)
+    values, wrong = {}, set()
     for name, (text, where) in raw.items():
-        if name not in FIELDS:
-            problems.append(f"{where}: unknown key {name!r}" + _nearest(name, FIELDS)
+        if name not in known:
+            problems.append(f"{where}: unknown key {name!r}" + nearest(name, known)
                             + "; `python run_train.py --help` lists the keys")
             continue
         try:
-            values[name], origins[name] = parse_value(name, text), where
+            values[name] = parse_value(name, text, known)
         except ValueError as error:
             problems.append(f"{where}: {name}: {error}")
-    config = TrainConfig(**values)
-    problems += [p for p in check(config, int(os.environ.get("WORLD_SIZE") or 1))
-                 if not any(f" {p.split()[0]}" in other for other in problems)]
+            wrong.add(name)
+    config = cls(**values)
+    problems += [text for names, text in conflicts(config) if not wrong & names]
     if problems:
         raise ConfigError(problems)
-    return config, origins
+    return config, {name: where for name, (_, where) in raw.items()}
 
 
-def check(c, world_size=1):
-    """What is wrong between keys: a list of messages."""
-    out = []
-    if c.n_embd % c.n_head:
-        out.append(f"n_embd ({c.n_embd}) must be a multiple of n_head ({c.n_head})")
-    elif c.pos == "rope" and c.n_embd // c.n_head % 2:
-        out.append(f"n_embd / n_head ({c.n_embd // c.n_head}) must be even for pos: rope")
-    if c.n_kv_head and c.n_head % c.n_kv_head:
-        out.append(f"n_kv_head ({c.n_kv_head}) must divide n_head ({c.n_head})")
+# -----------------------------------------------------------------------------
+# what must hold between keys
+
+def conflicts(c):
+    """[(the keys concerned, what is wrong between them)]."""
+    out = gpt_conflicts(c) if c.model == "gpt" else []
     if c.min_lr is not None and c.min_lr > c.learning_rate:
-        out.append(f"min_lr ({c.min_lr}) must not exceed learning_rate ({c.learning_rate})")
-    if c.sequences_per_step % world_size:
-        valid = [w for w in range(1, c.sequences_per_step + 1) if c.sequences_per_step % w == 0]
-        out.append(f"batch_size x gradient_accumulation_steps ({c.batch_size} x "
-                   f"{c.gradient_accumulation_steps} = {c.sequences_per_step} sequences a step) "
-                   f"cannot be shared equally by {world_size} ranks; valid numbers of ranks: "
-                   f"{', '.join(map(str, valid[:12]))}{', ...' if len(valid) > 12 else ''}")
+        out.append(({"min_lr", "learning_rate"},
+                    f"min_lr ({c.min_lr}) must not exceed learning_rate ({c.learning_rate})"))
+    world_size, samples = os.environ.get("WORLD_SIZE", ""), c.samples_per_step
+    if world_size.isdigit() and samples % max(1, int(world_size)):
+        valid = [str(w) for w in range(1, samples + 1) if samples % w == 0]
+        more = ", ..." if len(valid) > 12 else ""
+        out.append(({"batch_size", "gradient_accumulation_steps"},
+                    f"batch_size x gradient_accumulation_steps ({c.batch_size} x "
+                    f"{c.gradient_accumulation_steps} = {samples} samples a step) cannot be shared "
+                    f"equally by {world_size} ranks; valid numbers of ranks: "
+                    f"{', '.join(valid[:12])}{more}"))
     if c.optimizer == "muon" and c.distributed == "fsdp":
-        out.append("optimizer: muon works on whole matrices and cannot run with distributed: fsdp; "
-                   "use distributed: ddp or optimizer: adamw")
-    if c.auto_batch and c.distributed == "fsdp" and world_size > 1:
-        out.append("auto_batch tries batches on each rank alone, which a sharded model cannot do; "
-                   "use distributed: ddp or set batch_size by hand")
-    if c.lr_schedule == "plateau" and not c.eval_interval:
-        out.append("lr_schedule: plateau follows val_loss and needs eval_interval above 0")
-    if c.eval_only and not c.eval_interval:
-        out.append("eval_only needs eval_interval above 0")
-    if c.early_stopping_patience and not c.eval_interval:
-        out.append("early_stopping_patience needs eval_interval above 0")
+        out.append(({"optimizer", "distributed"}, "optimizer: muon works on whole matrices and "
+                    "cannot run with distributed: fsdp; use distributed: ddp or optimizer: adamw"))
+    for name, needs in (("lr_schedule", c.lr_schedule == "plateau"), ("eval_only", c.eval_only),
+                        ("early_stopping_patience", c.early_stopping_patience)):
+        if needs and not c.eval_interval and not c.eval_epochs:
+            out.append(({name, "eval_interval"}, f"{name}: {getattr(c, name)} needs evaluations: "
+                        "eval_interval above 0"))
+    return out + [(set(), text) for text in getattr(c, "problems", list)()]
+
+
+def gpt_conflicts(c):
+    """The same for the shape of a GPT; model files built on it use this as well."""
+    out, head = [], c.n_embd // c.n_head
+    if c.n_embd % c.n_head:
+        out.append(({"n_embd", "n_head"},
+                    f"n_embd ({c.n_embd}) must be a multiple of n_head ({c.n_head})"))
+    elif c.pos == "rope" and head % 2:
+        out.append(({"n_embd", "n_head", "pos"},
+                    f"n_embd / n_head ({head}) must be even for pos: rope"))
+    if c.n_kv_head and c.n_head % c.n_kv_head:
+        out.append(({"n_kv_head", "n_head"},
+                    f"n_kv_head ({c.n_kv_head}) must divide n_head ({c.n_head})"))
     return out
 
 
-def differences(old, new):
+def settled(values):
+    """`values` with what a key left out means where another key says it."""
+    means = dict(min_lr=lambda v: v["learning_rate"] / 10, n_hidden=lambda v: 4 * v["n_embd"],
+                 n_kv_head=lambda v: v["n_head"])
+    return values | {n: f(values) for n, f in means.items() if values.get(n, 0) is None}
+
+
+def differences(old, new, known=FIELDS):
     """Keys whose change would change what a run computes: [(key, old value, new value)].
     `old` and `new` are dicts. The micro-batch may change as long as the global batch does not."""
-    both = [n for n, f in FIELDS.items() if not f.metadata.get("free") and n in old and n in new]
-    changed = [(n, old[n], new[n]) for n in both if old[n] != new[n]]
-    batch = ("batch_size", "gradient_accumulation_steps")
-    if all(n in both for n in batch) and math.prod(old[n] for n in batch) == math.prod(
-            new[n] for n in batch):
-        changed = [c for c in changed if c[0] not in batch]
-    return changed
+    both = [n for n, f in known.items() if n in old and n in new
+            and not (f.metadata.get("free") or f.metadata.get("start"))]
+    old, new = settled(old), settled(new)
+    batch = {"batch_size", "gradient_accumulation_steps"}
+    if batch <= set(both) and math.prod(old[n] for n in batch) == math.prod(new[n] for n in batch):
+        both = [n for n in both if n not in batch]
+
+    def same(a, b):
+        floats = isinstance(a, float) and isinstance(b, float)
+        return math.isclose(a, b, rel_tol=1e-12) if floats else a == b
+    return [(n, old[n], new[n]) for n in both if not same(old[n], new[n])]
+
+
+# -----------------------------------------------------------------------------
+# showing the keys
+
+def help_text(cls=TrainConfig):
+    """The --help page: every key by group, with type, default and meaning."""
+    lines = ["usage: python run_train.py [--config FILE.yaml] [--key value | --key=value |",
+             "                            key=value | --flag | --no-flag]...",
+             "       torchrun --nproc_per_node=N run_train.py ...", "",
+             f"  --config FILE         YAML file of keys (default: {DEFAULT_PATH}); `base:` in it",
+             "                        names a file underneath; or a run's training_args.json",
+             "  best_config=FILE      a second file on top of it, from a search, say",
+             "  --print_config        print every key, its value and where it came from",
+             "  --dry_run             estimate parameters, memory, tokens and time; write nothing",
+             "  --model NAME --help   also the keys of model/NAME.py", ""]
+    known, defaults = {f.name: f for f in fields(cls)}, cls()
+    for group, names in groups_of(cls).items():
+        lines.append(f"{group}:")
+        for name in names:
+            meta, default = known[name].metadata, getattr(defaults, name)
+            choices = f" ({' | '.join(meta['choices'])})" if "choices" in meta else ""
+            shown = "" if default in (None, [], {}) else f" [{show_value(default)}]"
+            meaning = textwrap.wrap(f"{meta.get('help', '')}{choices}{shown}", 60) or [""]
+            option = f"--{name} {base_type(known[name].type).__name__}"
+            lines.append(f"  {option:<36} {meaning[0]}")
+            lines += [" " * 39 + line for line in meaning[1:]]
+        lines.append("")
+    return "\n".join(lines)
+
+
+def describe(config, origins):
+    """The --print_config page: valid YAML with the origin of each value."""
+    lines = []
+    for group, names in groups_of(type(config)).items():
+        lines.append(f"# {group}")
+        for name in names:
+            text = f"{name}: {show_value(getattr(config, name))}"
+            lines.append(f"{text:<44} # {origins.get(name, 'default')}")
+    return "\n".join(lines)
+
+
+def show_value(value):
+    text = yaml.safe_dump(value, default_flow_style=True, width=10**9).strip()
+    return text.removesuffix("...").strip()
+
+
+def to_yaml(config):
+    """The configuration as YAML text that load_config reads back to the same run: without the keys
+    that belong to a single start (resume, allow_change, eval_only)."""
+    values = {k: v for k, v in asdict(config).items() if k not in START_KEYS}
+    return yaml.safe_dump(values, sort_keys=False, allow_unicode=True)

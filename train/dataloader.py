@@ -1,23 +1,49 @@
-"""Token files to batches. The order is a pure function of (seed, step), the same at any world size.
+"""Data to batches. The order is a pure function of (seed, step), the same at any world size.
 
-An epoch cuts the stream of N tokens into windows of T tokens, from the epoch's own phase on, and
-visits each once in the epoch's own order. Sample g = 0, 1, 2, ... of a run is window
-perm(g % n_windows) of epoch g // n_windows; call c of rank r of W holds the B samples
-from (c*W + r)*B on. The step is the only state; the order needs no memory, however large the data.
+Samples are numbered g = 0, 1, 2, ... over the whole run; an epoch visits each of its N samples
+once, in the epoch's own order: sample g is number perm(g % N) of epoch g // N. Call c of rank r of
+W holds the B samples from (c*W + r)*B on. The step is the only state; the order needs no memory,
+however large the data.
+
+Two loaders: DataLoader cuts a stream of tokens into windows, RowLoader takes rows of arrays. Both
+have what the loop asks of a loader:
+    samples, unit, units_per_sample     # in an epoch; "tok" or "row"; units in a sample
+    get_batch(device, step)             # a tuple of tensors, (B, ...) each
+    n_fixed(count), fixed_batch(index, count, device)   # validation: the same batches for ever
+    fingerprint(), locate(step)         # what tells these data from others; where a batch lies
+    computes                            # optional, true: its time is the model's, not the disk's
 """
 
+import functools
 import hashlib
 import math
 import os
+import time
+from dataclasses import dataclass, field
 
 import numpy as np
 import torch
 
 from data.token_files import DataError, TokenStream, find_files, open_shard, read_meta
+from data.tokenizer import load_dataset_tokenizer, load_tokenizer
+from train.distributed import from_main
 
 CHUNK_TOKENS = 1 << 18  # calls gathered at once: enough to make Python's share of the time small
 MIB = 1 << 20
-ROUNDS = 6  # with 4, the order of fewer than about 10 windows is measurably uneven
+CHECKED_WHOLE = 64 << 20  # bytes of a stream whose every id is checked before work starts
+ROUNDS = 6  # with 4, the order of fewer than about 10 samples is measurably uneven
+GPT2_VOCABULARY = 50257  # of raw token files that say nothing else, as nanoGPT's and llm.c's
+
+
+@dataclass
+class Data:
+    """What a run trains on. val: None, nothing is evaluated. spec: what the model must know of the
+    data (vocabulary, tokenizer, classes, sizes), plain Python types that go into ckpt.pt. test: all
+    of it is evaluated, once, when the run is over."""
+    train: object
+    val: object = None
+    spec: dict = field(default_factory=dict)
+    test: object = None
 
 
 # --- the order: own arithmetic, as np.random promises its numbers for one version only
@@ -37,7 +63,7 @@ def hash64(seed, epoch, lane):
 
 
 def permute(p, n, keys):
-    """Position -> window, a bijection of 0..n-1. p: (m,) uint64; keys: one (m,) or (1,) a round.
+    """Position -> sample, a bijection of 0..n-1. p: (m,) uint64; keys: one (m,) or (1,) a round.
 
     A Feistel network on pairs (p // b, p % b) of a grid with a*b >= n cells and a, b about sqrt(n);
     a result outside 0..n-1 is walked on along its cycle until it is inside (Black & Rogaway 2002).
@@ -59,20 +85,26 @@ def permute(p, n, keys):
     return out
 
 
+def in_order(g, n, seed):
+    """(epoch, number in 0..n-1) of samples g. g: (m,) int64, rising -> two (m,) or (1,) uint64."""
+    epoch, position = np.divmod(g.astype(np.uint64), np.uint64(n))
+    if epoch[0] == epoch[-1]:
+        epoch = epoch[:1]  # the usual case: one set of keys serves all samples
+    return epoch, permute(position, n, [hash64(seed, epoch, i) for i in range(1, ROUNDS + 1)])
+
+
 def count_windows(n_tokens, block_size):
     """Windows in an epoch: one fewer than fit, so that every phase leaves room for all of them."""
     return max(1, (n_tokens - 1) // block_size - 1)
 
 
 def window_starts(g, n_tokens, block_size, seed):
-    """Where samples g start. g: (m,) int64, rising -> (m,) int64 token offsets."""
+    """Where samples g start: windows of an epoch lie side by side from the epoch's own phase on.
+    g: (m,) int64, rising -> (m,) int64 token offsets."""
     n = count_windows(n_tokens, block_size)
-    epoch, position = np.divmod(g.astype(np.uint64), np.uint64(n))
-    if epoch[0] == epoch[-1]:
-        epoch = epoch[:1]  # the usual case: one set of keys serves all samples
+    epoch, window = in_order(g, n, seed)
     slack = min(n_tokens - 1 - n * block_size, block_size - 1)
     phase = hash64(seed, epoch, 0) % np.uint64(slack + 1)
-    window = permute(position, n, [hash64(seed, epoch, lane) for lane in range(1, ROUNDS + 1)])
     return (phase + window * np.uint64(block_size)).astype(np.int64)
 
 
@@ -84,29 +116,63 @@ def widen(tokens):
     return wide if tokens.dtype == torch.int64 else wide & ((1 << 8 * tokens.itemsize) - 1)
 
 
+def send(array, device):
+    """A numpy array as a tensor on `device`. On CUDA from pinned memory and without waiting: torch
+    gives a pinned block to the next user only after the copies from it are done."""
+    tensor = torch.from_numpy(array)
+    if device.type == "cuda":
+        return tensor.pin_memory().to(device, non_blocking=True)
+    return tensor.to(device)
+
+
 def to_device(tokens, device):
     """(x, y), int64 (n, T) on `device`, y one token on. tokens: (n, T+1) array of the file's type.
-
-    Small integers cross the bus and are widened there (as bit patterns of signed ones: torch has
-    little arithmetic for unsigned). On CUDA from pinned memory and without waiting: torch's host
-    allocator gives a pinned block to the next user only after the copies from it are done.
-    """
+    Small integers cross the bus and are widened there, as bit patterns of signed ones: torch has
+    little arithmetic for unsigned."""
     if device.type == "cpu":
         return tuple(torch.from_numpy(t.astype(np.int64)) for t in (tokens[:, :-1], tokens[:, 1:]))
-    small = torch.from_numpy(tokens.view(f"<i{tokens.itemsize}"))
-    if device.type == "cuda":
-        small = small.pin_memory()
-    wide = widen(small.to(device, non_blocking=device.type == "cuda"))
+    wide = widen(send(tokens.view(f"<i{tokens.itemsize}"), device))
     return wide[:, :-1].contiguous(), wide[:, 1:].contiguous()
 
 
-class DataLoader:
-    """Batches of one split. Files as in data/token_files.py; DataError for what is wrong with them.
+class Loader:
+    """What both loaders share. Subclasses set samples, batch_size, seed, rank, world_size and, for
+    validation, fixed_size and n_fit: samples in a fixed batch, and samples that do not overlap;
+    identity() is what tells the data from others, in plain types."""
+
+    @functools.cached_property
+    def known_identity(self):
+        return self.identity()  # once: every checkpoint holds it, and the data may not change
+
+    def fingerprint(self):
+        return dict(self.known_identity)
+
+    def sample_numbers(self, steps):
+        """Numbers g of the samples that this rank's calls hold. (len(steps) * B,) int64."""
+        calls = np.array(steps, np.int64)[:, None] * self.world_size + self.rank
+        return (calls * self.batch_size + np.arange(self.batch_size)).ravel()
+
+    def n_fixed(self, count):
+        """How many of `count` fixed batches the data have; the last may be smaller."""
+        return -(-min(count * self.fixed_size, self.n_fit) // self.fixed_size)
+
+    def fixed(self, count, index):
+        """Numbers of the samples in batch `index` of `count` fixed batches, which are spread evenly
+        over the data. (<= fixed_size,) int64, rising."""
+        if not 0 <= index < self.n_fixed(count):
+            raise IndexError(f"fixed batch {index} of {self.n_fixed(count)}")
+        n, first = min(count * self.fixed_size, self.n_fit), index * self.fixed_size
+        return np.arange(first, min(first + self.fixed_size, n), dtype=np.int64) * self.n_fit // n
+
+
+class DataLoader(Loader):
+    """Batches of one split of a token stream. Files as in data/token_files.py; DataError for what
+    is wrong with them.
 
     batch_size is what this rank gets per call. vocab_size: given, or the data's, or None: ids are
-    then not checked. `n_tokens`, `dtype`, `n_windows`, `tokens_per_epoch` describe the data; `step`
-    is the next call's number.
+    then not checked. `n_tokens`, `dtype` describe the data; `step` is the next call's number.
     """
+    unit = "tok"
 
     def __init__(self, data_dir, batch_size, block_size, split="train", seed=1337, rank=0,
                  world_size=1, vocab_size=None):
@@ -118,19 +184,17 @@ class DataLoader:
         self.stream = TokenStream([open_shard(p, meta.get("dtype", "uint16")) for p in paths])
         self.n_tokens, self.dtype = self.stream.n_tokens, self.stream.dtype.name
         self.batch_size, self.block_size, self.seed = batch_size, block_size, seed
-        self.rank, self.world_size = rank, world_size
+        self.rank, self.world_size, self.step = rank, world_size, 0
+        self.fixed_size, self.n_fit = batch_size, (self.n_tokens - 1) // block_size
         self.vocab_size = vocab_size or meta.get("vocab_size")
-        self.step = 0
         self.check_size(paths, meta, split)
         self.check_places()
-        self.n_windows = count_windows(self.n_tokens, block_size)
-        self.tokens_per_epoch = self.n_windows * block_size
+        self.samples, self.units_per_sample = count_windows(self.n_tokens, block_size), block_size
         self.calls_per_chunk = max(1, CHUNK_TOKENS // (batch_size * block_size))
         self.chunk_device, self.chunk, self.chunk_steps = None, None, range(0)
-        self._fingerprint = None
 
     def check_size(self, paths, meta, split):
-        where, n = f"{paths[0]}{' ...' if paths[1:] else ''}", self.n_tokens
+        where, n = paths[0] + (" ..." if paths[1:] else ""), self.n_tokens
         try:
             expected = meta["splits"][split]["tokens"]
         except (KeyError, TypeError):
@@ -143,9 +207,10 @@ class DataLoader:
                             f"{self.block_size + 1:,}: lower block_size, or prepare more text")
 
     def check_places(self):
-        """Check ids before work starts: all that are in memory, else both ends and 64 places."""
+        """Check ids before work starts: all of a small stream, else both ends and 64 places."""
         n, size = self.n_tokens, self.stream.dtype.itemsize
-        lengths = [n] if self.stream.tokens is not None else [min(n, MIB // size), min(n, 4096)]
+        small = n * size <= CHECKED_WHOLE
+        lengths = [n] if small else [min(n, MIB // size), min(n, 4096)]
         for length, places in zip(lengths, (2, 64)):
             starts = np.unique(np.linspace(0, n - length, places).astype(np.int64))
             self.read(starts, length)
@@ -163,14 +228,13 @@ class DataLoader:
                             "vocab_size, or prepare the data again")
         return tokens
 
-    def samples(self, steps):
-        """Numbers g of the samples that this rank's calls hold. (len(steps) * B,) int64."""
-        calls = np.array(steps, np.int64)[:, None] * self.world_size + self.rank
-        return (calls * self.batch_size + np.arange(self.batch_size)).ravel()
-
     def windows(self, step):
         """Where the windows of call `step` start, in tokens of the stream. (B,) int64."""
-        return window_starts(self.samples([step]), self.n_tokens, self.block_size, self.seed)
+        return window_starts(self.sample_numbers([step]), self.n_tokens, self.block_size, self.seed)
+
+    def locate(self, step):
+        """Where the batch of call `step` came from, for messages."""
+        return f"windows at tokens {', '.join(map(str, self.windows(step)))}"
 
     def get_batch(self, device="cpu", step=None):
         """(x, y), int64 (B, T), of call `step`; of the next call when None. Not to be written to.
@@ -188,42 +252,129 @@ class DataLoader:
     def gather(self, step, device):
         if step < 0:
             raise DataError(f"step {step}: expected 0 or more")
-        in_order = step in (self.step, self.chunk_steps.stop)
-        steps = range(step, step + (self.calls_per_chunk if in_order else 1))
-        starts = window_starts(self.samples(steps), self.n_tokens, self.block_size, self.seed)
+        sequential = step in (self.step, self.chunk_steps.stop)
+        steps = range(step, step + (self.calls_per_chunk if sequential else 1))
+        numbers = self.sample_numbers(steps)
+        starts = window_starts(numbers, self.n_tokens, self.block_size, self.seed)
         x, y = to_device(self.read(starts, self.block_size + 1), torch.device(device))
         shape = len(steps), self.batch_size, self.block_size
         self.chunk = x.view(shape), y.view(shape)
         self.chunk_steps, self.chunk_device = steps, device
 
-    def fixed_windows(self, count):
-        """Where the windows of `count` fixed batches start: evenly spread, none overlapping; all
-        that fit where the data has fewer. (n,) int64."""
-        fit = (self.n_tokens - 1) // self.block_size
-        n = min(count * self.batch_size, fit)
-        return np.arange(n, dtype=np.int64) * fit // n * self.block_size
-
-    def n_fixed(self, count):
-        """How many of `count` fixed batches the data has; the last may be smaller."""
-        return -(-len(self.fixed_windows(count)) // self.batch_size)
-
     def fixed_batch(self, index, count, device="cpu"):
-        """(x, y), int64 (<= B, T): batch `index` of `count` that never change."""
-        starts = self.fixed_windows(count)[index * self.batch_size:][:self.batch_size]
-        if index < 0 or not len(starts):
-            raise IndexError(f"fixed batch {index} of {self.n_fixed(count)}")
+        """(x, y), int64 (<= B, T): batch `index` of `count` that never change, windows spread over
+        the whole stream without overlap."""
+        starts = self.fixed(count, index) * self.block_size
         return to_device(self.read(starts, self.block_size + 1), torch.device(device))
 
-    def fingerprint(self):
+    def identity(self):
         """What tells these data from others, in plain types: sizes, and a sha256 over the first and
         last MiB of every shard, so that 1 TB costs no more than 2 MiB a shard."""
-        if self._fingerprint is None:
-            digest, shards = hashlib.sha256(), self.stream.shards
-            for shard, first in zip(shards, self.stream.firsts.tolist()):
-                n = min(shard.n_tokens, MIB // self.stream.dtype.itemsize)
-                for start in (first, first + shard.n_tokens - n):
-                    digest.update(self.stream.read(np.array([start]), n).tobytes())
-            self._fingerprint = {"tokens": self.n_tokens, "dtype": self.dtype,
-                                 "bytes": sum(s.identity[1] for s in shards),
-                                 "sha256": digest.hexdigest()}
-        return dict(self._fingerprint)
+        digest, shards = hashlib.sha256(), self.stream.shards
+        for shard, first in zip(shards, self.stream.firsts.tolist()):
+            n = min(shard.n_tokens, MIB // self.stream.dtype.itemsize)
+            for start in (first, first + shard.n_tokens - n):
+                digest.update(self.stream.read(np.array([start]), n).tobytes())
+        return {"tokens": self.n_tokens, "dtype": self.dtype,
+                "bytes": sum(s.identity[1] for s in shards), "sha256": digest.hexdigest()}
+
+
+class RowLoader(Loader):
+    """Batches of rows of arrays, in memory or memory-mapped: a tuple of tensors (B, ...), one for
+    each array. arrays: of one length N; unsigned integers become int64, the rest stays as it is.
+    Raises DataError where there is nothing to train on."""
+    unit, units_per_sample = "row", 1
+
+    def __init__(self, arrays, config, ranks):
+        self.arrays, lengths = tuple(arrays), {len(a) for a in arrays}
+        if len(lengths) != 1 or not min(lengths):
+            raise DataError(f"arrays of lengths {sorted(lengths)}: expected one or more arrays of "
+                            "the same length, above 0")
+        self.samples = self.n_fit = lengths.pop()
+        self.seed = config.seed
+        self.rank, self.world_size = ranks.rank, ranks.world_size
+        self.batch_size, self.fixed_size = config.micro_batch(ranks.world_size), config.batch_size
+
+    def rows(self, chosen, device):
+        out = []
+        for array in self.arrays:
+            part = np.ascontiguousarray(array[chosen])
+            out.append(send(part.astype(np.int64) if part.dtype.kind == "u" else part, device))
+        return tuple(out)
+
+    def chosen(self, step):
+        """Row numbers of call `step`. (B,) int64."""
+        return in_order(self.sample_numbers([step]), self.samples, self.seed)[1].astype(np.int64)
+
+    def get_batch(self, device="cpu", step=0):
+        """The rows of call `step`, a tuple of tensors (B, ...)."""
+        return self.rows(self.chosen(step), torch.device(device))
+
+    def locate(self, step):
+        return f"rows {', '.join(map(str, self.chosen(step)))}"
+
+    def fixed_batch(self, index, count, device="cpu"):
+        return self.rows(self.fixed(count, index), torch.device(device))
+
+    def identity(self):
+        """Shapes, types, and a sha256 over the first and last rows, up to a MiB, of every array."""
+        digest = hashlib.sha256()
+        for array in self.arrays:
+            n = max(1, min(len(array), MIB // max(1, array[:1].nbytes)))
+            for part in (array[:n], array[-n:]):
+                digest.update(np.ascontiguousarray(part).tobytes())
+        return {"arrays": [[list(a.shape), str(a.dtype)] for a in self.arrays],
+                "sha256": digest.hexdigest()}
+
+
+class Prefetcher:
+    """The batches of a loader on their device, the next one made while the device computes."""
+
+    def __init__(self, loader, device):
+        self.loader, self.device, self.ready, self.seconds = loader, device, (None, None), 0.0
+
+    def get(self, step):
+        if self.ready[0] != step:
+            self.prefetch(step)
+        return self.ready[1]
+
+    def prefetch(self, step):
+        started = time.perf_counter()
+        self.ready = step, self.loader.get_batch(self.device, step)
+        if not getattr(self.loader, "computes", False):  # a frozen backbone, say
+            self.seconds += time.perf_counter() - started
+
+    def take_seconds(self):
+        """Seconds that batches took since this was last asked."""
+        seconds, self.seconds = self.seconds, 0.0
+        return seconds
+
+
+def raw_vocabulary(data_dir):
+    """The vocabulary of token files without a tokenizer."""
+    folder = os.path.dirname(find_files(data_dir, "train")[0])
+    return read_meta(folder).get("vocab_size") or GPT2_VOCABULARY
+
+
+def open_token_data(config, ranks):
+    """The Data of token files in config.data_dir; a built-in dataset is prepared on first use."""
+    c = config
+    if not os.path.exists(os.path.join(c.data_dir, "train.bin")):
+        from data.prepare import ensure_dataset
+        from_main(lambda: ensure_dataset(c.data_dir), ranks)
+    tokenizer = load_dataset_tokenizer(c.data_dir)
+    if tokenizer is None and c.tokenizer:
+        tokenizer = load_tokenizer(c.tokenizer)
+    size = c.vocab_size or (tokenizer.n_vocab if tokenizer else raw_vocabulary(c.data_dir))
+
+    def load(split, batch_size, rank, world_size):
+        return DataLoader(c.data_dir, batch_size, c.block_size, split, c.seed, rank, world_size,
+                          size)
+    train = load("train", c.micro_batch(ranks.world_size), ranks.rank, ranks.world_size)
+    if tokenizer and tokenizer.n_vocab > size:
+        raise DataError(f"vocab_size: {size} is below the {tokenizer.n_vocab} of the tokenizer of "
+                        f"{c.data_dir}; leave vocab_size out to take the data's or, where weights "
+                        "to start from say it, prepare the data with their tokenizer")
+    val = load("val", c.batch_size, 0, 1) if c.eval_interval else None
+    spec = tokenizer.spec() if tokenizer else None
+    return Data(train, val, dict(vocab_size=size, tokenizer=spec))

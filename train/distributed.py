@@ -5,27 +5,34 @@ here knows what is trained.
 """
 
 import contextlib
+import inspect
 import os
+import pickle
 import random
+import re
 import threading
 import time
 import uuid
 from dataclasses import dataclass
 from datetime import timedelta
 
+import numpy as np
 import torch
 import torch.distributed as dist
 import torch.nn as nn
 from torch.nn.parallel import DistributedDataParallel
 
+from train.config import UserError
 
-class SetupError(ValueError):
+
+class SetupError(UserError, ValueError):
     """The machine or the environment cannot do what was asked; the message says what to change."""
 
 
-class LeaveTogether(Exception):
+class LeaveTogether(UserError):
     """Raised by all ranks at the same point of the run: they wait for each other before they exit,
     since torchrun ends the others as soon as one has gone."""
+    exit_code = 1
 
 
 @dataclass
@@ -51,10 +58,9 @@ def get_device(name="auto", local_rank=0, local_world_size=1):
     if name == "auto":
         mps = torch.backends.mps.is_available() and local_world_size == 1
         name = "cuda" if torch.cuda.is_available() else "mps" if mps else "cpu"
-    kind = name.partition(":")[0]
-    if kind not in ("cpu", "cuda", "mps"):
+    if not re.fullmatch(r"cpu|mps|cuda(:\d+)?", name):
         raise SetupError(f"device: {name!r} is unknown; use auto, cpu, cuda, cuda:N or mps")
-    if kind == "cuda":
+    if name.startswith("cuda"):
         if not torch.cuda.is_available():
             raise SetupError(f"device: torch {torch.__version__} sees no CUDA GPU; see nvidia-smi, "
                              "check the torch build, or use --device cpu")
@@ -62,13 +68,13 @@ def get_device(name="auto", local_rank=0, local_world_size=1):
             raise SetupError(f"device: {name} is one GPU for {local_world_size} ranks; use "
                              "--device cuda, and choose the GPUs with CUDA_VISIBLE_DEVICES")
         index = int(name.partition(":")[2] or local_rank)
-        if local_world_size > torch.cuda.device_count() or index >= torch.cuda.device_count():
-            raise SetupError(f"device: {max(local_world_size, index + 1)} GPUs are needed on this "
-                             f"machine, it has {torch.cuda.device_count()}; lower --nproc_per_node "
-                             "or set CUDA_VISIBLE_DEVICES")
+        needed, there = max(local_world_size, index + 1), torch.cuda.device_count()
+        if needed > there:
+            raise SetupError(f"device: {needed} GPUs are needed on this machine, it has {there}; "
+                             "lower --nproc_per_node or set CUDA_VISIBLE_DEVICES")
         torch.cuda.set_device(index)
         return torch.device("cuda", index)
-    if kind == "mps" and not torch.backends.mps.is_available():
+    if name == "mps" and not torch.backends.mps.is_available():
         raise SetupError("device: mps was asked for, but is not available here; use --device cpu")
     return torch.device(name)
 
@@ -82,6 +88,13 @@ def describe_device(device):
     ampere = p.major >= 8
     return (f"{device} {p.name}, {p.total_memory / 2**30:.0f} GiB, capability {p.major}.{p.minor}, "
             f"TF32 {ampere}, bf16 {ampere}, CUDA {torch.version.cuda}")
+
+
+def device_facts(device):
+    """What a result depends on: device, GPU and CUDA version, as a dict."""
+    if device.type != "cuda":
+        return dict(device=str(device))
+    return dict(device=str(device), gpu=torch.cuda.get_device_name(device), cuda=torch.version.cuda)
 
 
 def has_native_bfloat16(device):
@@ -133,8 +146,7 @@ def physical_cores():
 def set_seed(seed, deterministic=False, cudnn_benchmark=None):
     """Seed python, numpy and torch (CPU and all GPUs); with `deterministic` also forbid algorithms
     whose result depends on timing (https://pytorch.org/docs/stable/notes/randomness.html)."""
-    import numpy as np
-    os.environ.setdefault("PYTHONHASHSEED", str(seed))  # for child processes; ours has started
+    os.environ["PYTHONHASHSEED"] = str(seed % 2**32)  # for child processes; ours has started
     random.seed(seed)
     np.random.seed(seed % 2**32)
     torch.manual_seed(seed % 2**63)
@@ -265,20 +277,22 @@ def exit_with_parent(interval=2.0):
     threading.Thread(target=watch, daemon=True).start()
 
 
-def sum_over_ranks(tensor, ranks):
-    """The elementwise sum of a CPU tensor over all ranks, on all ranks."""
-    if ranks.world_size > 1:
-        dist.all_reduce(tensor, group=ranks.control)
-    return tensor
-
-
-def max_over_ranks(value, ranks):
-    """The largest of an integer over all ranks, on all ranks: how ranks agree on a decision."""
+def gather_rows(row, ranks):
+    """The 1-D CPU tensors of all ranks as rows, in the order of the ranks. (n,) -> (W, n)."""
     if ranks.world_size == 1:
-        return value
-    tensor = torch.tensor([value])
-    dist.all_reduce(tensor, dist.ReduceOp.MAX, group=ranks.control)
-    return int(tensor)
+        return row[None]
+    rows = row.new_empty(ranks.world_size, len(row))
+    dist.all_gather(list(rows), row, group=ranks.control)
+    return rows
+
+
+def max_over_ranks(values, ranks):
+    """The largest of each of a list of integers (or of an integer) over all ranks, on all ranks:
+    how ranks agree on a decision."""
+    tensor = torch.tensor(values)
+    if ranks.world_size > 1:
+        dist.all_reduce(tensor, dist.ReduceOp.MAX, group=ranks.control)
+    return tensor.tolist()
 
 
 def from_main(make, ranks):
@@ -289,6 +303,10 @@ def from_main(make, ranks):
             box[0] = make()
         except Exception as error:
             box[1] = error
+            try:
+                pickle.loads(pickle.dumps(error))
+            except Exception:  # it cannot travel: its words can
+                box[1] = RuntimeError(f"rank 0: {type(error).__name__}: {error}")
     if ranks.world_size > 1:
         dist.broadcast_object_list(box, src=0, group=ranks.control)
     if box[1] is not None:
@@ -300,16 +318,22 @@ def from_main(make, ranks):
 # the model over ranks
 
 def wrap_ddp(model, ranks):
-    """The model, under DDP where there are several ranks."""
+    """The model, under DDP where there are several ranks. Buffers are not sent around: they change
+    by what is the same on all ranks, or not at all."""
     if ranks.world_size == 1:
         return model
     ids = [ranks.device.index] if ranks.device.type == "cuda" else None
-    return DistributedDataParallel(model, device_ids=ids, gradient_as_bucket_view=True)
+    names = inspect.signature(DistributedDataParallel).parameters
+    sync = "forward_sync_buffers" if "forward_sync_buffers" in names else "broadcast_buffers"
+    return DistributedDataParallel(model, device_ids=ids, gradient_as_bucket_view=True,
+                                   **{sync: False})  # the older name
 
 
-def shard(model, ranks, dtype):
-    """FSDP2 (https://pytorch.org/docs/stable/distributed.fsdp.fully_shard.html): every block is
-    gathered just before it computes, the rest (embedding, head) with the root."""
+def shard(model, ranks, dtype, seed):
+    """FSDP2 (https://pytorch.org/docs/stable/distributed.fsdp.fully_shard.html) of a model on the
+    meta device: every block is gathered just before it computes, the rest (embedding, head) with
+    the root. Then it is filled, one tensor at a time, by model.initial(name, shape, seed), so that
+    no rank ever holds all of it."""
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
     mesh = init_device_mesh(ranks.device.type, (ranks.world_size,))
@@ -320,7 +344,15 @@ def shard(model, ranks, dtype):
         if isinstance(module, nn.ModuleList):
             for block in module:
                 fully_shard(block, **options)
-    return fully_shard(model, **options)
+    fully_shard(model, **options)
+    empty = [name for name, tensor in model.state_dict().items() if tensor.is_meta]
+    # Not to_empty(): tables that are real already (RoPE's, say) keep their numbers.
+    model._apply(lambda t: (torch.empty_like(t, device=ranks.device) if t.is_meta
+                            else t.to(ranks.device)))
+    tensors = model.state_dict()
+    for name in empty:
+        assign(tensors[name], model.initial(name, tensors[name].shape, seed))
+    return model
 
 
 def gradient_sync(model, last):

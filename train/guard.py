@@ -1,5 +1,5 @@
-"""What watches over a run: signals that ask it to stop, a limit on the time of a step, and numbers
-that go wrong."""
+"""What watches over a run: signals that ask it to stop, a limit on the time of a step, a compiler
+that may fail, and numbers that go wrong."""
 
 import collections
 import contextlib
@@ -10,7 +10,14 @@ import signal
 import sys
 import time
 
+import torch
+
 from train.distributed import LeaveTogether, max_over_ranks
+from train.report import is_compile_error
+
+MAX_OVERFLOWS_IN_A_ROW = 20  # float16: then it is not the loss scale that is wrong
+MAX_REWINDS = 3
+MAX_SPIKES_IN_A_ROW = 32
 
 
 class BadNumbers(LeaveTogether):
@@ -71,9 +78,9 @@ class Signals:
 
     def agree(self, ranks):
         """(signal to stop for or 0, whether to save), the same on every rank: all must call."""
-        asked, self.save = 2 * self.stop + self.save, 0
-        decision = max_over_ranks(asked, ranks)
-        return decision // 2, bool(decision)
+        save, self.save = self.save, 0
+        stop, save = max_over_ranks([self.stop, save], ranks)
+        return stop, bool(save)
 
 
 class Watchdog:
@@ -100,6 +107,37 @@ class Watchdog:
             faulthandler.cancel_dump_traceback_later()
 
 
+class Compiler:
+    """torch.compile of a model, in place: no wrapper, and state_dict keeps its names. Where it
+    fails, the run goes on without, after one warning."""
+
+    def __init__(self, model, enabled, device, warn):
+        self.model, self.enabled, self.device, self.warn = model, enabled, device, warn
+        if enabled:
+            model.compile(dynamic=False)  # or a smaller last validation batch would make it so
+
+    def call(self, module, *batch):
+        """module(*batch), module being the model or what wraps it."""
+        try:
+            return module(*batch)
+        except Exception as error:
+            if not self.enabled or not is_compile_error(error):
+                raise
+            reason = str(error).strip().split("\n")[0][:200]
+            self.warn(f"torch.compile failed; going on without it (--no-compile): {reason}")
+            self.enabled = False
+            for part in self.model.modules():
+                part._compiled_call_impl = None
+            return module(*batch)
+
+    def paused(self, when=True):
+        """Within, on a CPU: compute without compiled code, where compiling would cost more than it
+        saves."""
+        if self.enabled and self.device.type == "cpu" and when:
+            return torch.compiler.set_stance("force_eager")
+        return contextlib.nullcontext()
+
+
 class SpikeDetector:
     """Is a loss more than `sigma` standard deviations above the mean of the last `window` good
     ones? (OLMo 2's criterion, arXiv:2501.00656.) Silent until half of the window is filled."""
@@ -122,3 +160,26 @@ class SpikeDetector:
 
     def load_state_dict(self, losses):
         self.losses = collections.deque(losses, maxlen=self.losses.maxlen)
+
+
+def judge(loss, norm, progress, spikes, on_spike, scaled):
+    """What a step's numbers say: "fine", "stop" (not finite), "overflow" (of float16 gradients,
+    which the loss scale will meet), or of a spike "warn", "skip" or "rewind"; numbers that are not
+    finite are a spike too where that is met by rewinding. Keeps count in `progress`. scaled:
+    whether there is a loss scale."""
+    p = progress
+    may_rewind = on_spike == "rewind" and p.rewinds < MAX_REWINDS
+    if not (math.isfinite(loss) and math.isfinite(norm)):
+        p.overflows, p.overflows_in_a_row = p.overflows + 1, p.overflows_in_a_row + 1
+        if scaled and math.isfinite(loss) and p.overflows_in_a_row <= MAX_OVERFLOWS_IN_A_ROW:
+            return "overflow"
+        return "rewind" if may_rewind else "stop"
+    p.overflows_in_a_row = 0
+    if not spikes.update(loss):
+        p.spikes_in_a_row = 0
+        return "fine"
+    p.spikes_in_a_row += 1
+    if p.spikes_in_a_row > MAX_SPIKES_IN_A_ROW:  # the loss has risen for good: other data, say
+        spikes.losses.clear()
+        return "fine"
+    return "warn" if on_spike == "rewind" and not may_rewind else on_spike

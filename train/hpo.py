@@ -8,20 +8,366 @@ early_stopping_metric and early_stopping_mode. Hopeless trials are pruned at the
 """
 
 import argparse
-import importlib.util
+import contextlib
+import glob
 import json
+import math
 import os
-import signal
 import sys
+import time
+import warnings
+from dataclasses import asdict, fields
 
-from run_train import take_config
-from train.chart import chart
-from train.config import ConfigError, load_config
-from train.help import to_yaml
-from train.hpo_space import read_space, with_params
+import torch
+import yaml
+
+from train.config import (
+    ConfigError,
+    UserError,
+    differences,
+    load_config,
+    parse_value,
+    read_yaml,
+    take_config,
+    to_yaml,
+)
+from train.distributed import SetupError
+from train.guard import BadNumbers
 from train.logger import write_text
+from train.plot import Panel, Series, chart
+from train.report import run_reporting_errors
+from train.train import train
 
-COLORS = (0, 2, 3, 4, 5)  # of the stages in the picture; 1 is for pruned trials
+OURS = ("out_dir", "resume", "eval_only", "allow_change")  # keys that belong to the search
+PARTS = {"low", "high", "log", "step"}  # of a range
+SCALED = ("warmup_iters", "lr_decay_iters", "step_iters")  # shrink with max_iters
+EPOCHS = ("max_epochs", "eval_epochs", "warmup_epochs")    # do not
+HEARTBEAT, GRACE = 5, 60  # seconds: the trial of a worker that is silent for so long is done again
+
+
+# -----------------------------------------------------------------------------
+# what to search
+
+def read_space(path, stages, config):
+    """({key: Optuna distribution}, [stage]) of a YAML file; `stages`, YAML text, replaces its own.
+    A stage is dict(trials, max_iters, narrow). Raises ConfigError with all problems."""
+    problems, space = [], {}
+    raw = read_yaml(path, problems)
+    listed, where = raw.pop("stages", ([{"trials": "20"}], path))
+    if not raw and not problems:
+        problems.append(f"{path}: nothing to search; expected lines such as "
+                        "learning_rate: {low: 1e-4, high: 1e-2, log: true}")
+    for name, (value, at) in raw.items():
+        try:
+            space[name] = read_dimension(name, value, {f.name: f for f in fields(config)})
+        except ValueError as error:
+            problems.append(f"{at}: {name}: {error}")
+    try:
+        if stages:
+            listed, where = stages, "--stages"
+            listed = yaml.load(stages, yaml.BaseLoader)
+        stages = [read_stage(**stage) for stage in listed or [{}]]
+    except (ValueError, TypeError, yaml.YAMLError):
+        problems.append(f"{where}: stages: got {listed}; expected a list such as [{{trials: 12, "
+                        "max_iters: 200}, {trials: 6, max_iters: 1000, narrow: 0.3}]; narrow is "
+                        "the share of each range that is left around the best so far")
+    if problems:
+        raise ConfigError(problems)
+    return space, stages
+
+
+def read_stage(trials, max_iters=0, narrow=0.5):
+    stage = dict(trials=int(trials), max_iters=int(max_iters), narrow=float(narrow))
+    if stage["trials"] < 1 or stage["max_iters"] < 0 or not 0 < stage["narrow"] <= 1:
+        raise ValueError
+    return stage
+
+
+def read_dimension(name, raw, known):
+    """One entry of the space as an Optuna distribution; ValueError says what was expected. Choices
+    that are lists or mappings become JSON text, which Optuna can store and load_config accepts."""
+    from optuna.distributions import CategoricalDistribution, FloatDistribution, IntDistribution
+    if name not in known or name in OURS:
+        raise ValueError("not a key that can be searched; `python run_train.py --help` lists them")
+    if isinstance(raw, list):
+        values = [parse_value(name, v, known) for v in raw]
+        return CategoricalDistribution([json.dumps(v) if isinstance(v, (list, dict)) else v
+                                        for v in values])
+    if not isinstance(raw, dict) or not {"low", "high"} <= set(raw) <= PARTS:
+        raise ValueError("expected {low, high, log: true}, {low, high, step} or a list of choices; "
+                         f"got {raw}")
+    low, high = (parse_value(name, raw[k], known) for k in ("low", "high"))
+    kind = {int: IntDistribution, float: FloatDistribution}.get(type(low))
+    if kind is None or type(high) is not type(low):
+        raise ValueError(f"has no range; list what to try: {name}: [a, b]")
+    step = dict(step=type(low)(raw["step"])) if "step" in raw else {}
+    return kind(low, high, log=str(raw.get("log")).lower() == "true", **step)
+
+
+def narrowed(dist, best, share):
+    """`dist` around the `best` value: that one of choices, `share` of a range, inside it."""
+    if hasattr(dist, "choices"):
+        return type(dist)([best] if share < 1 else dist.choices)
+    f, back = (math.log, math.exp) if dist.log else (float, float)
+    first, last = f(dist.low), f(dist.high)
+    half = share * (last - first) / 2
+    ends = [back(min(max(f(best) + d, first), last)) for d in (-half, half)]
+    if dist.step:
+        ends = [dist.low + round((e - dist.low) / dist.step) * dist.step for e in ends]
+    return type(dist)(min(ends[0], best), max(ends[1], best), dist.log, dist.step)
+
+
+def configured(config, params, max_iters=0, **changes):
+    """`config` with the values of a trial and `changes`; one with `max_iters` is the run in small.
+    min_lr stays the same share of the peak unless it is searched itself."""
+    values = asdict(config) | params | changes
+    if config.min_lr is not None and "min_lr" not in params:
+        values["min_lr"] *= values["learning_rate"] / config.learning_rate
+    if max_iters:
+        share = max_iters / config.max_iters
+        values |= {k: max(1, round(values[k] * share)) for k in SCALED if values[k]}
+        often = max(1, max_iters // 8)  # evaluations are what pruning goes by
+        values |= dict(max_iters=max_iters, eval_interval=min(config.eval_interval, often))
+    return load_config(None, values)
+
+
+# -----------------------------------------------------------------------------
+# the search
+
+def search(config, space, stages, out):
+    """Run `stages` over `space` in the folder `out`, which other workers may share."""
+    try:
+        os.makedirs(out, exist_ok=True)
+    except OSError as error:
+        raise SetupError(f"--out: {error}") from error
+    studies = []
+    for number, stage in enumerate(stages, 1):
+        with alone(out):
+            studies.append(open_study(config, space, number, stage, out, studies))
+        run_stage(studies, config, stage, out)
+        if not (best := best_of(studies[-1])):
+            raise ConfigError([f"{out}: no trial of stage {number} finished; trials_history.json "
+                               "there tells why"])
+    print(f"Best: {studies[-1].study_name}, trial {best.number}, {config.early_stopping_metric} "
+          f"{best.value:.4f}, {shown(best.params)}\nTo train with it: python run_train.py --config "
+          f"{os.path.join(out, 'best_config.yaml')}")
+
+
+@contextlib.contextmanager
+def alone(out):
+    """Context in which no other worker makes a study or writes results. (Without POSIX locks: run
+    one worker only.)"""
+    with open(os.path.join(out, ".lock"), "a") as file:
+        with contextlib.suppress(ImportError):
+            import fcntl
+            fcntl.flock(file, fcntl.LOCK_EX)
+        yield
+
+
+def open_study(config, space, number, stage, out, before):
+    """The study of a stage, in out/study.db: one for each, since values of runs of different
+    lengths do not compare. Its space is settled when it is made; its first trial is the best of
+    the stage before, or what the configuration has."""
+    import optuna
+    from optuna.distributions import distribution_to_json
+    storage = optuna.storages.RDBStorage(
+        f"sqlite:///{out}/study.db", engine_kwargs=dict(connect_args=dict(timeout=100)),
+        heartbeat_interval=HEARTBEAT, grace_period=GRACE,
+        heartbeat_stale_trial_callback=optuna.storages.RetryHeartbeatStaleTrialCallback())
+    study = optuna.create_study(
+        storage=storage, study_name=f"stage_{number}", load_if_exists=True,
+        direction={"min": "minimize", "max": "maximize"}[config.early_stopping_mode],
+        pruner=optuna.pruners.MedianPruner(4, (stage["max_iters"] or config.max_iters) // 4))
+    asked = dict(asdict(config), space=str(space), stage=[stage["max_iters"], stage["narrow"]])
+    if not study.trials:
+        start = {k: v for k, d in space.items()  # a number may also be outside of its range
+                 if (v := getattr(config, k)) is not None and v in getattr(d, "choices", [v])}
+        if before:
+            start = best_of(before[-1]).params
+            space = {k: narrowed(d, start[k], stage["narrow"])
+                     for k, d in space_of(before[-1]).items()}
+        study.set_user_attr("asked", asked)
+        study.set_user_attr("space", {k: distribution_to_json(d) for k, d in space.items()})
+        study.enqueue_trial(start)
+    old = study.user_attrs["asked"]
+    changed = [k for k, *_ in differences(
+        old, asked, {f.name: f for f in fields(config)})]
+    changed += [k for k in ("max_iters", "max_epochs", "space", "stage") if old[k] != asked[k]]
+    if changed:
+        raise ConfigError([f"{out} holds a search with another {', '.join(changed)}; undo the "
+                           "change, or choose another --out"])
+    return study
+
+
+def space_of(study):
+    from optuna.distributions import json_to_distribution
+    return {k: json_to_distribution(d) for k, d in study.user_attrs["space"].items()}
+
+
+def planned(study):
+    """The trials that count: all but those that were lost or interrupted, which are done again."""
+    return [t for t in study.get_trials(deepcopy=False) if t.state.name != "FAIL"]
+
+
+def best_of(study):
+    """The best finished trial of a study, if there is one."""
+    return study.best_trial if any(t.state.name == "COMPLETE" for t in study.trials) else None
+
+
+def run_stage(studies, config, stage, out):
+    """Run trials until the stage is over, also for other workers."""
+    import optuna
+    study, waited = studies[-1], False
+    while True:
+        states = [t.state.name for t in planned(study)]
+        if len(states) < stage["trials"] or "WAITING" in states:
+            study.optimize(lambda trial: run_trial(trial, config, stage, out), n_trials=1,
+                           callbacks=[lambda _, trial: tell(studies, trial, config, out)],
+                           gc_after_trial=True)
+        elif "RUNNING" in states:
+            if not waited:
+                print("Waiting for the trials of other workers (one that died is given up after "
+                      f"{GRACE} s)", flush=True)
+            waited = True
+            time.sleep(1)
+            optuna.storages.fail_stale_trials(study)  # queues them again
+        else:
+            return
+
+
+def run_trial(trial, config, stage, out):
+    """Train with a trial's values; the best value of the metric. A trial that breaks is as good as
+    pruned: the sampler keeps away, the search goes on. Raises what would break every trial, and
+    what asks to stop."""
+    import optuna
+    study = trial.study
+    if [t.number for t in planned(study)].index(trial.number) >= stage["trials"]:
+        return math.nan  # no trial: several workers asked for the last one at once
+    # Draws depend on the trial's number: workers and restarts do not repeat each other's.
+    study.sampler = optuna.samplers.TPESampler(
+        seed=config.seed + trial.number, n_startup_trials=max(4, min(10, stage["trials"] // 3)))
+    params = {k: suggest(trial, k, d) for k, d in space_of(study).items()}
+    print(f"{study.study_name}, trial {trial.number}: {shown(params)}", flush=True)
+    folder = os.path.join(out, f"{study.study_name}_trial_{trial.number}")
+    try:
+        return best_value(trial, configured(
+            config, params, stage["max_iters"], out_dir=folder, resume="never", run_name=None,
+            sample_tokens=0, save_interval=0, keep_last=0))
+    except optuna.TrialPruned:
+        raise
+    except (Exception, KeyboardInterrupt) as error:
+        ends = isinstance(error, (UserError, KeyboardInterrupt))
+        if ends and not isinstance(error, (BadNumbers, ConfigError)):
+            study.enqueue_trial(params)  # it is not the fault of these values
+            raise
+        reason = " ".join(str(error).split()) or type(error).__name__
+        trial.set_user_attr("error", reason[:200])
+        raise optuna.TrialPruned from error
+    finally:
+        clean_up(folder, config.compile)
+
+
+def suggest(trial, name, dist):
+    if hasattr(dist, "choices"):
+        return trial.suggest_categorical(name, dist.choices)
+    kind = trial.suggest_int if isinstance(dist.low, int) else trial.suggest_float
+    return kind(name, dist.low, dist.high, step=dist.step, log=dist.log)
+
+
+def best_value(trial, config):
+    """Train (what the run says is in the train.log of its folder); the best value of the metric.
+    TrialPruned when it is not worth going on."""
+    from optuna import TrialPruned
+    values, metric = [], config.early_stopping_metric
+
+    def on_evaluation(it, numbers):
+        value = numbers.get(metric)
+        if value is None:
+            raise SetupError(f"early_stopping_metric: no {metric!r} among {', '.join(numbers)}")
+        if not math.isfinite(value):
+            raise BadNumbers(f"iter {it}: {metric} is {value}")
+        if it > 0:  # before the first step all trials are alike
+            values.append(value)
+            trial.report(value, it)
+            if it < config.max_iters and trial.should_prune():
+                raise TrialPruned
+    with open(os.devnull, "w") as nowhere, contextlib.redirect_stdout(nowhere):
+        train(config, on_evaluation=on_evaluation)
+    return (min if config.early_stopping_mode == "min" else max)(values)
+
+
+def clean_up(folder, compile):
+    """Free the memory of a trial, and the disk: the best configuration is trained again in full."""
+    for path in glob.glob(os.path.join(glob.escape(folder), "ckpt*")):
+        os.unlink(path)
+    torch.cuda.empty_cache()
+    if compile != "false":
+        torch.compiler.reset()  # or the models of all trials share one limit of recompilations
+
+
+# -----------------------------------------------------------------------------
+# what came of it
+
+def tell(studies, trial, config, out):
+    """Say how a trial ended; write trials_history.json, trials.svg and best_config.yaml."""
+    error, bests = trial.user_attrs.get("error"), [b for s in studies if (b := best_of(s))]
+    if trial.state.name == "FAIL":
+        return
+    metric, best = config.early_stopping_metric, best_of(studies[-1])
+    parts = [trial.state.name.lower(), f"{trial.duration.total_seconds():.1f} s"]
+    parts += [f"{metric} {trial.value:.4f}"] if trial.value is not None else []
+    parts += [f"best {best.value:.4f}"] if best else []
+    parts += [error] if error else []
+    print(f"{studies[-1].study_name}, trial {trial.number}: {', '.join(parts)}", flush=True)
+    history = [dict(stage=n, trial=t.number, state=t.state.name.lower(), value=t.value,
+                    params=t.params, seconds=round(t.duration.total_seconds(), 1),
+                    error=t.user_attrs.get("error"),
+                    evaluations=sorted(t.intermediate_values.items()))
+               for n, s in enumerate(studies, 1) for t in planned(s) if t.state.is_finished()]
+    with alone(out):
+        write_text(os.path.join(out, "trials_history.json"), json.dumps(history, indent=1))
+        write_text(os.path.join(out, "trials.svg"), picture(history, config))
+        if bests:
+            best = configured(config, bests[-1].params, out_dir=os.path.join(out, "best"))
+            write_text(os.path.join(out, "best_config.yaml"), to_yaml(best))
+
+
+def picture(history, config):
+    """The trials as an SVG: finished ones by stage with the best so far, and pruned ones."""
+    series, better = [], min if config.early_stopping_mode == "min" else max
+    dots = [(t["stage"] if t["state"] == "complete" else None,
+             (i, t["value"], f"trial {t['trial']}: {t['value']:.4f}, {shown(t['params'])}"))
+            for i, t in enumerate(history) if t["value"] is not None]
+    for stage in sorted({t["stage"] for t in history}):
+        color = (0, 2, 3, 4, 5)[(stage - 1) % 5]  # 1 is for pruned trials
+        done = [d for s, d in dots if s == stage]
+        best = [(d[0], better(e[1] for e in done[:i])) for i, d in enumerate(done, 1)]
+        series += [Series(best, color, "thin", f"stage {stage}"), Series(done, color, "dots")]
+    series.append(Series([d for s, d in dots if s is None], 1, "dots", "pruned"))
+    return chart("Hyperparameter search", [Panel(config.early_stopping_metric, series)],
+                 "trials in the order of their stages", note="line: the best so far")
+
+
+def shown(params):
+    return ", ".join(f"{k} {v:.4g}" if isinstance(v, float) else f"{k} {v}"
+                     for k, v in params.items())
+
+
+# -----------------------------------------------------------------------------
+# command line
+
+def check(config, space, stages):
+    problems, short = [], any(s["max_iters"] for s in stages)
+    if int(os.environ.get("WORLD_SIZE") or 1) > 1:
+        problems.append("train.hpo runs without torchrun: start it several times instead")
+    if not config.eval_interval:
+        problems.append("eval_interval: a search needs evaluations; set it above 0")
+    if short and "max_iters" in space:
+        problems.append("max_iters is both searched and set by stages; keep one")
+    problems += [f"{k}: stages shorten max_iters; give lengths in steps instead"
+                 for k in EPOCHS if short and getattr(config, k, None)]
+    if problems:
+        raise ConfigError(problems)
 
 
 def main(argv=None):
@@ -34,116 +380,24 @@ def main(argv=None):
                         "stages; train/hpo_example.yaml is one")
     parser.add_argument("--stages", help="stages in place of the file's, as YAML: '[{trials: 8, "
                         "max_iters: 200}, {trials: 4, max_iters: 1000, narrow: 0.3}]'")
-    parser.add_argument("--n_trials", "--n-trials", help="a single stage of this many trials")
     parser.add_argument("--out", default="out/hpo", help="folder of the search (%(default)s)")
     args, rest = parser.parse_known_args(argv)
-    if importlib.util.find_spec("optuna") is None:
-        print("train.hpo needs the package optuna: pip install optuna", file=sys.stderr)
+    try:
+        import optuna
+        from optuna.storages import RetryHeartbeatStaleTrialCallback  # noqa: F401
+    except ImportError:
+        print("train.hpo needs optuna, 4.9 or newer: pip install -U optuna", file=sys.stderr)
         return 2
+    optuna.logging.set_verbosity(optuna.logging.ERROR)
+    warnings.simplefilter("ignore", optuna.exceptions.ExperimentalWarning)
     try:
         config = load_config(*take_config(rest))
-        space, stages = read_space(args.space, args.stages, args.n_trials)
-        check(config, stages)
+        space, stages = read_space(args.space, args.stages, config)
+        check(config, space, stages)
     except ConfigError as error:
         print(error, file=sys.stderr)
         return 2
-    from train.report import run_reporting_errors
     return run_reporting_errors(config, job=lambda c: search(c, space, stages, args.out))
-
-
-def check(config, stages):
-    problems = []
-    if int(os.environ.get("WORLD_SIZE") or 1) > 1:
-        problems.append("train.hpo runs without torchrun: start it several times instead")
-    if not config.eval_interval:
-        problems.append("eval_interval: a search needs evaluations; set it above 0")
-    if config.max_epochs and any(s.max_iters for s in stages):
-        problems.append("max_epochs: stages shorten max_iters; give that instead")
-    if problems:
-        raise ConfigError(problems)
-
-
-def search(config, space, stages, out):
-    """Run `stages` over `space` (of hpo_space.read_space) in the folder `out`, which other workers
-    may share. Returns the parameters of the best trial of the last stage."""
-    from train.distributed import SetupError
-    from train.guard import Stopped
-    from train.hpo_worker import Worker
-    try:
-        os.makedirs(out, exist_ok=True)
-    except OSError as error:
-        raise SetupError(f"--out: {error}") from error
-    workers = []
-    try:
-        for number, stage in enumerate(stages, 1):
-            workers.append(Worker(config, space, number, stage, out, *workers[-1:]))
-            for trial in workers[-1].trials():
-                print(line(trial, workers[-1]), flush=True)
-                with workers[-1].alone():
-                    write_results(workers, config, out)
-            if workers[-1].best() is None:
-                raise ConfigError([f"{out}: no trial of stage {number} finished; "
-                                   "trials_history.json there tells why"])
-    except KeyboardInterrupt:
-        raise Stopped(signal.SIGINT) from None
-    best = workers[-1].best()
-    print(f"Best: trial {best.user_attrs['trial']}, {workers[-1].metric} {best.value:.4f}, "
-          f"{shown(best.params)}\nTo train with it: python run_train.py --config "
-          f"{os.path.join(out, 'best_config.yaml')}")
-    return best.params
-
-
-def line(trial, worker):
-    """What the console says of a trial that ended."""
-    attrs, best = trial.user_attrs, worker.best()
-    parts = [trial.state.name.lower()]
-    parts += [f"{worker.metric} {trial.value:.4f}"] if trial.value is not None else []
-    parts += [f"best {best.value:.4f}"] if best else []
-    parts += [shown(trial.params), f"{attrs['seconds']} s"]
-    parts += [attrs["error"]] if attrs["error"] else []
-    return f"stage {worker.number}, trial {attrs['trial']}: " + ", ".join(parts)
-
-
-def shown(params):
-    return ", ".join(f"{k} {v:.4g}" if isinstance(v, float) else f"{k} {v}"
-                     for k, v in params.items())
-
-
-def write_results(workers, config, out):
-    """trials_history.json, trials.svg and best_config.yaml, as far as the search has come."""
-    trials = [dict(trial=t.user_attrs["trial"], stage=w.number, state=t.state.name.lower(),
-                   value=t.value, params=t.params, seconds=t.user_attrs.get("seconds"),
-                   error=t.user_attrs.get("error"),
-                   evaluations=sorted(t.intermediate_values.items()))
-              for w in workers for t in w.study.trials if "trial" in t.user_attrs]
-    trials.sort(key=lambda t: t["trial"])
-    write_text(os.path.join(out, "trials_history.json"), json.dumps(trials, indent=1))
-    write_text(os.path.join(out, "trials.svg"), picture(trials, config))
-    best = next((b for w in workers[::-1] if (b := w.best())), None)
-    if best:
-        values = with_params(config, best.params) | dict(out_dir=os.path.join(out, "best"))
-        write_text(os.path.join(out, "best_config.yaml"), to_yaml(load_config(None, values)))
-
-
-def picture(trials, config):
-    """The trials as an SVG: finished ones by stage with the best so far, and pruned ones."""
-    lines, dots = [], []
-    better = min if config.early_stopping_mode == "min" else max
-
-    def points(state, stage=None):
-        return [(t["trial"], t["value"], f"trial {t['trial']}: {t['value']:.4f}, "
-                 + shown(t["params"])) for t in trials if t["state"] == state
-                and t["value"] is not None and stage in (None, t["stage"])]
-    for stage in sorted({t["stage"] for t in trials}):
-        done, color = points("complete", stage), COLORS[(stage - 1) % len(COLORS)]
-        best = [(p[0], better(q[1] for q in done[:i])) for i, p in enumerate(done, 1)]
-        lines.append(("", color, "val", best))
-        dots.append((f"stage {stage}", color, done))
-    dots.append(("pruned", 1, points("pruned")))
-    count = max(t["trial"] for t in trials) + 1
-    ticks = [(i, str(i)) for i in range(0, count, max(1, count // 10))]
-    return chart("Hyperparameter search", "trial (line: the best so far of a stage)",
-                 config.early_stopping_metric, ticks, lines, dots)
 
 
 if __name__ == "__main__":

@@ -14,32 +14,34 @@ import shutil
 import socket
 import subprocess
 import sys
+import threading
 import time
 from contextlib import contextmanager, suppress
 
-import yaml
+SLOW_INPUT = 0.3  # share of the time that is worth a warning
+SILENCE = 5.0     # seconds after which a run says that it still works
 
 
 class Logger:
     """The voice of a run; on ranks other than 0 (main=False) silent, except for error().
 
-    resume_iter, evaluated: see rewind(). progress: True, False or "auto" (live on a terminal).
-    trackers: names for train/trackers.py; ValueError where a package is missing. config: the
-    run's, as a dict. system_info: what trackers are told besides environment()."""
+    resume_iter, evaluated: see rewind(). trackers: names for train/trackers.py, whose packages are
+    there. config: the run's, as a dict. system_info: what trackers are told besides
+    environment()."""
 
-    def __init__(self, out_dir, main=True, resume_iter=None, progress="auto", trackers=(),
-                 config=None, evaluated=False, system_info=None):
-        self.out_dir, self.main, self.closed = os.path.normpath(out_dir), main, False
+    def __init__(self, out_dir, main=True, resume_iter=None, trackers=(), config=None,
+                 evaluated=False, system_info=None):
+        self.out_dir, self.main, self.closed = os.path.normpath(out_dir), main, threading.Event()
         self.config, self.system_info = config or {}, system_info or {}
-        self.names = [trackers] if isinstance(trackers, str) else list(trackers or ())
-        self.trackers = []  # opened at the first number, when it is known where the run goes on
-        self.first_iter = self.last_eval = None
-        if self.names:
-            from train.trackers import check_trackers
-            check_trackers(self.names)
-        self.console = _Console(sys.stdout, progress)
+        self.names, self.trackers = trackers, []  # opened at the first number: now it is known
+        self.first_iter = self.last_eval = None   # where the run goes on
+        self.console = _Console(sys.stdout)
         self.log_file, self.metrics, self.sample_file = self.files = [
             _LineFile(f"{self.out_dir}/{n}") for n in ("train.log", "metrics.jsonl", "samples.txt")]
+        self.activity, self.since = "", time.monotonic()
+        if main:
+            self.life = threading.Thread(target=self._show_life, daemon=True)
+            self.life.start()
         if resume_iter is not None:
             self.rewind(resume_iter, evaluated)
 
@@ -56,11 +58,39 @@ class Logger:
         if self.main:
             self.console.bar("")
             self._write_log(f"error: {message}")
-        _stderr(f"[rank {os.environ.get('RANK', 0)}] {message}")
+        to_stderr(f"[rank {os.environ.get('RANK', 0)}] {message}")
 
     def _write_log(self, text):
         stamp = time.strftime("%Y-%m-%d %H:%M:%S ")
         self.log_file.write("".join(f"{stamp}{line}\n" for line in text.split("\n")))
+
+    # What the run is at. A thread shows it when nothing else has been said for a while.
+
+    def doing(self, activity):
+        """Note what is being done ("iter 3, micro-batch 2 of 4")."""
+        self.activity = activity
+
+    @contextmanager
+    def busy(self, activity):
+        """doing(activity) within."""
+        before, self.activity = self.activity, activity
+        try:
+            yield
+        finally:
+            self.activity = before
+
+    def _show_life(self):
+        silence = SILENCE
+        while not self.closed.wait(0.5):
+            quiet = time.monotonic() - self.console.spoke
+            silence = SILENCE if quiet < SILENCE else silence
+            if self.activity and quiet >= silence:
+                if self.console.live:
+                    self.console.bar(f"{self.activity}, {quiet:.0f} s", spoken=False)
+                    continue
+                self.console.line(f"... {self.activity}", spoken=False)
+                self._write_log(f"... {self.activity}")
+                silence = quiet + min(60.0, quiet)  # after 5, 10, 20, 40, 80, 140, 200 ... seconds
 
     def samples(self, iter, text, whole=False):
         """Append text that the model wrote to samples.txt; show all of it or how it begins."""
@@ -69,30 +99,30 @@ class Logger:
             # A model writes anything, also what would steer the terminal.
             shown = text if whole else " ".join(text.split())
             shown = "".join(c if c.isprintable() or c == "\n" else "?" for c in shown)
-            if whole:
-                self.info(f"--- sample\n{shown}\n---")
-            else:
-                self.info(f"sample: {shown[:160]}{'...' * (len(shown) > 160)}")
+            short = shown if len(shown) <= 160 else f"{shown[:160]}..."
+            self.info(f"--- sample\n{shown}\n---" if whole else f"sample: {short}")
 
     def step(self, record):
         """A training step: iter, tokens, loss, lr, grad_norm, time_ms, tokens_per_sec, mfu (None
-        where unknown). max_iters and eta_s are only shown, further keys only stored."""
+        where unknown) and the model's own numbers. max_iters, eta_s and unit are only shown."""
         if self.main:
-            self._write_metrics({k: record[k] for k in record if k not in ("max_iters", "eta_s")})
+            self._write_metrics({k: v for k, v in record.items()
+                                 if k not in ("max_iters", "eta_s", "unit")})
             self._write_log(step_line(record))
             if self.console.live:
                 self.console.bar(progress_line(record, self.console.blocks))
             else:
                 self.console.line(step_line(record))
 
-    def evaluation(self, record):
-        """An evaluation before step `iter`: iter, tokens, train_loss, val_loss, val_ppl, val_bpb
-        (None where unknown) and whatever else the model's evaluation yields."""
+    def evaluation(self, record, steps=0):
+        """An evaluation before step `iter`: iter, tokens, train_loss (the mean of the `steps` steps
+        before), val_loss and whatever else the model's evaluation yields, None where unknown."""
         if self.main:
-            if record["iter"] != self.last_eval:  # a finished run, evaluated again: no second line
+            # A finished run, evaluated again: no second line. Numbers on test data are other ones.
+            if record["iter"] != self.last_eval or "val_loss" not in record:
                 self._write_metrics(record)
             self.last_eval = record["iter"]
-            self.info(evaluation_line(record))
+            self.info(evaluation_line(record, steps))
 
     def _write_metrics(self, record):
         if self.first_iter is None:  # a fresh start: keep numbers of a lost run, but apart
@@ -106,7 +136,8 @@ class Logger:
             from train.trackers import open_trackers
             self.trackers = open_trackers(
                 names, self.out_dir, self.config, self.config.get("run_name") or self.out_dir,
-                environment() | self.system_info, self.first_iter, self.warn)
+                environment() | self.system_info, self.first_iter, self.warn,
+                evaluated=self.last_eval == self.first_iter, say=self.info)
         for tracker in self.trackers:
             tracker.record(record)
 
@@ -123,7 +154,7 @@ class Logger:
             except OSError as error:
                 self.warn(f"{self.metrics.path} not rewritten, steps may appear twice: {error}")
             for tracker in self.trackers:
-                tracker.rewind(iter)
+                tracker.rewind(iter, evaluated)
 
     def plot(self):
         """Redraw loss.svg from metrics.jsonl."""
@@ -132,13 +163,30 @@ class Logger:
                 from train.plot import loss_svg, read_metrics
                 picture = loss_svg([(self.out_dir, read_metrics(self.metrics.path, limit=20_000))])
                 write_text(os.path.join(self.out_dir, "loss.svg"), picture)
+            except ImportError:  # train/plot.py was deleted: no pictures
+                pass
             except Exception as error:  # a picture is not worth a run
                 self.warn(f"loss.svg could not be drawn: {error}")
 
+    def describe_run(self, yaml_text, config, machine):
+        """config.yaml and training_args.json: the run, to be repeated."""
+        record = dict(arguments=config, argv=sys.argv, command=shlex.join(sys.orig_argv),
+                      **environment(), pid=os.getpid(), time=time.strftime("%Y-%m-%dT%H:%M:%S%z"),
+                      **machine)
+        try:
+            write_text(os.path.join(self.out_dir, "config.yaml"), yaml_text)
+            write_text(os.path.join(self.out_dir, "training_args.json"),
+                       json.dumps(_strict(record), indent=2, default=str) + "\n")
+        except OSError as error:  # a full disk; saving may find room again
+            self.warn(f"config.yaml and training_args.json were not written: {error}")
+
     def close(self, status="finished"):
         """The end: "finished", "failed" or "stopped" (by a signal). A second call does nothing."""
-        if self.main and not self.closed:
-            self.closed = True
+        if self.closed.is_set():
+            return
+        self.closed.set()
+        if self.main:
+            self.life.join(timeout=1.0)  # it may be stuck in a full pipe
             self.console.bar("")
             for tracker in self.trackers:
                 for name in ("loss.svg", "config.yaml", "training_args.json"):
@@ -157,23 +205,27 @@ class Logger:
 class _Console:
     """Standard output: lines, and on a terminal a live one below them; dropped when it breaks."""
 
-    def __init__(self, stream, progress):
-        terminal = bool(stream and stream.isatty()) and os.environ.get("TERM") != "dumb"
-        self.stream, self.shown = stream, ""
-        self.live = terminal if progress == "auto" else bool(progress)
-        self.color = terminal and not os.environ.get("NO_COLOR")
+    def __init__(self, stream):
+        self.live = bool(stream and stream.isatty()) and os.environ.get("TERM") != "dumb"
+        self.stream, self.shown, self.spoke = stream, "", time.monotonic()
+        self.lock = threading.Lock()
+        self.color = self.live and not os.environ.get("NO_COLOR")
         self.encoding = getattr(stream, "encoding", None) or "utf-8"
         self.blocks = self.encoding.lower().startswith("utf")
 
-    def line(self, text, yellow=False):
+    def line(self, text, yellow=False, spoken=True):
         text = f"\x1b[33m{text}\x1b[0m" if yellow and self.color else text
-        self._write("\r\x1b[K" * bool(self.shown) + text + "\n" + self.shown)
+        with self.lock:
+            self.spoke = time.monotonic() if spoken else self.spoke
+            self._write(("\r\x1b[K" if self.shown else "") + text + "\n" + self.shown)
 
-    def bar(self, text):
+    def bar(self, text, spoken=True):
         """Replace the live line; "" clears it."""
-        if text or self.shown:
-            self.shown = text
-            self._write("\r\x1b[K" + text)
+        with self.lock:
+            self.spoke = time.monotonic() if spoken else self.spoke
+            if text or self.shown:
+                self.shown = text
+                self._write("\r\x1b[K" + text)
 
     def _write(self, text):
         try:
@@ -193,7 +245,7 @@ class _LineFile:
         self.path, self.file, self.torn, self.warned = path, None, False, False
 
     def write(self, line):
-        data = b"\n" * self.torn + line.encode("utf-8", "replace")
+        data = (b"\n" if self.torn else b"") + line.encode("utf-8", "replace")
         try:
             self.file = self.file or open(self.path, "ab", buffering=0)
             self.torn = self.file.write(data) < len(data)
@@ -201,7 +253,7 @@ class _LineFile:
                 raise OSError("the disk is full")
         except OSError as error:
             if not self.warned:
-                _stderr(f"warning: {self.path} cannot be written, training goes on: {error}")
+                to_stderr(f"warning: {self.path} cannot be written, training goes on: {error}")
             self.warned = True
 
     def close(self):
@@ -210,7 +262,7 @@ class _LineFile:
         self.file = None
 
 
-def _stderr(text):
+def to_stderr(text):
     with suppress(OSError, ValueError, AttributeError):
         print(text, file=sys.stderr, flush=True)
 
@@ -229,7 +281,8 @@ def compact(n):
 def duration(seconds):
     """Seconds as '1:02:05' or '2d 3:00:00'."""
     s = max(0, round(seconds))
-    return f"{s // 86400}d " * (s >= 86400) + f"{s // 3600 % 24}:{s // 60 % 60:02d}:{s % 60:02d}"
+    days = f"{s // 86400}d " if s >= 86400 else ""
+    return f"{days}{s // 3600 % 24}:{s // 60 % 60:02d}:{s % 60:02d}"
 
 
 def _parts(r, **forms):
@@ -242,27 +295,40 @@ def step_line(r):
     return f"iter {r['iter']}: " + ", ".join(_parts(
         r, loss="loss {:.4f}".format, time_ms="time {:.1f}ms".format,
         lr=lambda lr: f"lr {lr:.6f}" if lr >= 1e-5 or lr == 0 else f"lr {lr:.2e}",
-        grad_norm="norm {:.2f}".format, **SPEED))
+        grad_norm="norm {:.2f}".format, **own_forms(r, LINE_NAMES), **speed_forms(r)))
 
 
-SPEED = dict(tokens_per_sec=lambda n: f"{compact(n)} tok/s", mfu="mfu {:.1%}".format,
-             eta_s=lambda s: f"eta {duration(s)}")
+def speed_forms(r):
+    return dict(tokens_per_sec=lambda n: f"{compact(n)} {r.get('unit', 'tok')}/s",
+                mfu="mfu {:.1%}".format, eta_s=lambda s: f"eta {duration(s)}")
 
 
-def evaluation_line(r):
-    """'step 200: train loss 3.1022, val loss 3.1954, ppl 24.42, bpb 1.104' and further numbers."""
-    forms = dict(train_loss="train loss {:.4f}".format, val_loss="val loss {:.4f}".format,
-                 val_ppl="ppl {:.2f}".format, val_bpb="bpb {:.3f}".format)
-    forms |= {k: (k.removeprefix("val_").replace("_", " ") + " {:.4f}").format for k, v in r.items()
-              if isinstance(v, float) and k not in forms}
-    return f"step {r['iter']}: " + ", ".join(_parts(r, **forms))
+# Names that log lines have: a model may not use them for its own numbers.
+LINE_NAMES = {"iter", "tokens", "unit", "loss", "lr", "grad_norm", "time_ms", "tokens_per_sec",
+              "mfu", "eta_s", "max_iters", "memory_mib", "epoch", "train_loss"}
+
+
+def own_forms(r, known):
+    """Forms of the numbers that a model adds to a line, all but the `known`."""
+    return {k: (k.removeprefix("val_").replace("_", " ") + " {:.4f}").format
+            for k, v in r.items() if isinstance(v, float) and k not in known}
+
+
+def evaluation_line(r, steps=0):
+    """'step 200: train loss 3.1022, val loss 3.1954, ppl 24.42, bpb 1.104 (train: the mean ...)'"""
+    forms = dict(epoch="epoch {:.3g}".format, train_loss="train loss {:.4f}".format,
+                 val_loss="val loss {:.4f}".format, val_ppl="ppl {:.2f}".format,
+                 val_bpb="bpb {:.3f}".format)
+    forms |= own_forms(r, LINE_NAMES | set(forms)) | dict(lr="lr {:.3g}".format)
+    note = f" (train: the mean since step {r['iter'] - steps})" if steps else ""
+    return f"step {r['iter']}: " + ", ".join(_parts(r, **forms)) + note
 
 
 def progress_line(r, blocks=True):
     """' 42%|████      | 2100/5000, loss 3.2104, ...': the bar fills what the terminal has left."""
     width, total = shutil.get_terminal_size().columns - 1, r.get("max_iters") or r["iter"] + 1
     share = min(1.0, (r["iter"] + 1) / total)
-    parts = [f"| {r['iter'] + 1}/{total}", *_parts(r, loss="loss {:.4f}".format, **SPEED)]
+    parts = [f"| {r['iter'] + 1}/{total}", *_parts(r, loss="loss {:.4f}".format, **speed_forms(r))]
     while len(parts) > 1 and len(", ".join(parts)) + 15 > width:
         parts.pop()
     cells = max(0, min(40, width - 5 - len(", ".join(parts))))
@@ -281,24 +347,25 @@ def _strict(value):
 
 
 @contextmanager
-def _replacing(path):
+def replacing(path):
     """A binary file that takes the place of `path` once it is complete."""
+    temporary = f"{path}.tmp.{os.getpid()}"
     try:
-        with open(f"{path}.tmp", "wb") as f:
+        with open(temporary, "wb") as f:
             yield f
             f.flush()
             os.fsync(f.fileno())
-        os.replace(f"{path}.tmp", path)
+        os.replace(temporary, path)
     finally:
         with suppress(OSError):  # there, if something failed
-            os.unlink(f"{path}.tmp")
+            os.unlink(temporary)
 
 
 def drop_lines_from(path, iter, evaluated=False):
     """Rewrite a metrics.jsonl, atomically and line by line, without torn lines, steps from `iter`
     on, and evaluations from `iter` on (after `iter`, if evaluated). No file: nothing to do."""
     if os.path.exists(path):
-        with open(path, "rb") as source, _replacing(path) as target:
+        with open(path, "rb") as source, replacing(path) as target:
             for line in source:  # not json.loads: a resume must not wait for millions of lines
                 whole = re.fullmatch(rb'\{\s*"iter":\s*(\d+)\b.*\}\s*\n', line)
                 if whole and int(whole[1]) < iter + (evaluated and b'"val_loss"' in line):
@@ -307,24 +374,8 @@ def drop_lines_from(path, iter, evaluated=False):
 
 def write_text(path, text):
     """Replace a small file atomically."""
-    with _replacing(path) as f:
+    with replacing(path) as f:
         f.write(text.encode("utf-8", "replace"))
-
-
-def write_yaml(path, config):
-    """Write a dict, or YAML text as it is."""
-    if not isinstance(config, str):
-        config = yaml.safe_dump(config, sort_keys=False, allow_unicode=True)
-    write_text(path, config)
-
-
-def write_training_args(out_dir, config, extra=()):
-    """training_args.json: every argument, and what else a result depends on."""
-    record = dict(
-        arguments=config, argv=sys.argv, command=shlex.join(sys.orig_argv), **environment(),
-        pid=os.getpid(), time=time.strftime("%Y-%m-%dT%H:%M:%S%z"), **dict(extra))
-    text = json.dumps(_strict(record), indent=2, default=str)
-    write_text(os.path.join(out_dir, "training_args.json"), text + "\n")
 
 
 def environment():
@@ -351,3 +402,51 @@ def git_state():
         return git("rev-parse", "HEAD"), bool(git("status", "--porcelain"))
     except (OSError, subprocess.SubprocessError):
         return None, None
+
+
+class Clock:
+    """Seconds of training between two log lines; what evaluations and saves take is left out."""
+
+    def __init__(self):
+        self.total_away, self.end_announced = 0.0, False
+        self.start(0)
+
+    def start(self, it):
+        """Training goes on at step `it`."""
+        self.began = it
+        self._begin_lap(it)
+
+    def _begin_lap(self, it):
+        self.at, self.it, self.seconds_away = time.perf_counter(), it, 0.0
+
+    @contextmanager
+    def away(self):
+        """Time within does not count as training."""
+        left = time.perf_counter()
+        try:
+            yield
+        finally:
+            self.seconds_away += time.perf_counter() - left
+            self.total_away += time.perf_counter() - left
+
+    def unsteady(self, it):
+        """Whether step `it` may take far longer than a step: it compiles, or waits for a save."""
+        return it == self.began or self.seconds_away > 0
+
+    def lap(self, it, loading, warn):
+        """Seconds a step since the last lap, `it` being the last one done; `loading` of all of them
+        were spent on batches."""
+        passed = time.perf_counter() - self.at
+        if loading > max(1.0, SLOW_INPUT * passed):  # of a second, anything is a large share
+            warn(f"{loading / passed:.0%} of the time goes into reading batches: put data_dir on a "
+                 "local disk, or use larger samples")
+        seconds = (passed - self.seconds_away) / max(1, it + 1 - self.it)
+        self._begin_lap(it + 1)
+        return seconds
+
+    def announce_end(self, it, left, say):
+        """Once: when the run will be over, `left` seconds from now."""
+        if not self.end_announced and it > self.began:  # the first step may have compiled
+            self.end_announced = True
+            end = time.strftime("%Y-%m-%d %H:%M", time.localtime(time.time() + left))
+            say(f"Expected to finish in {duration(left)}, at about {end}")

@@ -10,115 +10,136 @@ import argparse
 import json
 import math
 import os
-import signal
 import sys
+import tempfile
+import time
+from dataclasses import replace
+from statistics import fmean, pstdev
 from types import SimpleNamespace
 
-from run_train import take_config
-from train.chart import chart
-from train.config import ConfigError, load_config
+from train import distributed
+from train.config import ConfigError, load_config, take_config
+from train.guard import Stopped
 from train.logger import write_text
-from train.plot import smooth
+from train.plot import Panel, Series, chart
+from train.report import run_reporting_errors
+from train.train import Trainer
 
 MEMORY = 0.9    # of the running mean of the loss that tells divergence
 DIVERGED = 4.0  # times the best running mean ends the sweep
 SHARE = 0.03    # of the sweep, to both sides, smooths it: a mean that looks back lags behind
-TEXTS = dict(steepest="steepest descent", tenth="a tenth of the rate at the bottom")
+QUIET = 3.0     # seconds between lines about a sweep
 
 
-def find_lr(config, low=1e-7, high=1.0, steps=100, log=print):
+class Sweep(Trainer):
+    """The run itself, but each step at a rate of its own, with its loss kept and not judged."""
+
+    def open_log(self):
+        """No files, and of what a run says only its warnings."""
+        self.log = SimpleNamespace(info=lambda text: None, doing=lambda text: None, warn=print,
+                                   close=lambda status: None)
+
+    def sweep(self, rates):
+        """One optimizer step at each of `rates` until the loss diverges: {lr: list, loss: list}."""
+        self.found, self.average, self.best, told = dict(lr=[], loss=[]), 0.0, math.inf, -math.inf
+        for it, lr in enumerate(rates):
+            stop, _ = self.signals.agree(self.ranks)
+            if stop:
+                raise Stopped(stop)
+            self.plateau.scale = lr / self.config.learning_rate  # of a constant schedule
+            self.train_step()
+            if len(self.found["lr"]) <= it or self.average > DIVERGED * self.best:
+                break
+            if self.ranks.main and time.monotonic() - told > QUIET:
+                print(f"step {it + 1} of {len(rates)}: learning rate {lr:.2g}, "
+                      f"loss {self.found['loss'][-1]:.4f}", flush=True)
+                told = time.monotonic()
+        return self.found
+
+    def check(self, it, lr, sums, norm):
+        loss = float(sums["loss"]) / max(1.0, float(sums["count"]))
+        if not math.isfinite(loss) or not (math.isfinite(norm) or self.scaler.is_enabled()):
+            return "skip"
+        self.found["lr"].append(lr)
+        self.found["loss"].append(loss)
+        mean = MEMORY * self.average + (1 - MEMORY) * loss if it else loss
+        self.average, self.best = mean, min(self.best, mean)
+        return "update"
+
+
+def find_lr(config, low=1e-7, high=1.0, steps=100):
     """Sweep the learning rate of `config` (a TrainConfig) from `low` to `high` in `steps` optimizer
-    steps, each a constant factor above the one before. Returns dict(lr, loss, smoothed: lists, and
-    the rates steepest, tenth, suggestion). Raises ConfigError where the loss does not fall."""
-    from train import distributed, resume
-    from train.train import Trainer
-    with distributed.process_group(config) as ranks, Trainer(config, ranks) as run:
-        say = log if ranks.main else lambda message: None
-        run.log = SimpleNamespace(info=say, warn=say, close=lambda status: None)  # no run folder
-        run.build_model()
-        if config.init_from != "scratch":
-            resume.load_weights(run, config.init_from)
-        run.build_optimizer(lambda message: None)
-        if config.auto_batch:
-            from train.auto_batch import fit_micro_batch
-            fit_micro_batch(run)
-        found = _sweep(run, [low * (high / low) ** (i / (steps - 1)) for i in range(steps)])
-    return found | suggest(found["lr"], found["loss"])
+    steps, each a constant factor above the one before; lists lr and loss, and what suggest()
+    says of them, as a dict."""
+    rates = [low * (high / low) ** (i / (steps - 1)) for i in range(steps)]
+    with tempfile.TemporaryDirectory() as folder:
+        config = replace(config, out_dir=folder, resume="auto", tracker=[], eval_interval=0,
+                         lr_schedule="constant", warmup_iters=0, warmup_ratio=None,
+                         warmup_epochs=None, max_epochs=None, early_stopping_metric="val_loss")
+        with distributed.process_group(config) as ranks, Sweep(config, ranks) as run:
+            run.set_up()
+            found = run.sweep(rates)
+    return found | suggest(found["lr"], found["loss"], high)
 
 
-def _sweep(run, rates):
-    """One optimizer step at each of `rates`, until the loss diverges."""
-    from train.distributed import seed_step
-    from train.evaluate import asked_to_stop
-    from train.guard import Stopped
-    found, average, best = dict(lr=[], loss=[]), 0.0, math.inf
-    for it, lr in enumerate(rates):
-        if asked_to_stop(run):
-            raise Stopped(run.signals.stop or signal.SIGTERM)
-        for group in run.optimizer.param_groups:
-            group["lr"] = group["initial_lr"] * (lr / run.config.learning_rate)
-        seed_step(run.config.seed, it, run.ranks.rank)
-        loss = run.forward_backward(it)
-        loss, norm = run.collect(it, lr, loss, run.clip_gradients()).read()
-        if not math.isfinite(loss) or not (math.isfinite(norm) or run.scaler.is_enabled()):
-            break
-        found["lr"].append(lr)
-        found["loss"].append(loss)
-        average = MEMORY * average + (1 - MEMORY) * loss
-        mean = average / (1 - MEMORY ** (it + 1))  # without the pull of the start at 0
-        best = min(best, mean)
-        if mean > DIVERGED * best:
-            break
-        run.scaler.step(run.optimizer)
-        run.scaler.update()
-        run.optimizer.zero_grad(set_to_none=True)
-    return found
+def suggest(rates, losses, high):
+    """dict(smoothed, suggestion, range, why) of a sweep up to `high`. suggestion: the rate at which
+    the smoothed loss falls fastest; range: (from, to) around it, where it falls at least half as
+    fast. Both are None where the loss has no clear minimum; `why` is the reason."""
+    half = max(1, int(SHARE * len(losses)))
+    smoothed = [fmean(losses[max(0, i - half):i + half + 1]) for i in range(len(losses))]
+    found = dict(smoothed=smoothed, suggestion=None, range=None, why=None)
+    if len(losses) < 10:
+        return found | dict(why=f"the loss diverged within {len(losses)} steps; start lower "
+                                "(--from)")
+    start, least = fmean(losses[:max(3, len(losses) // 20)]), min(smoothed)
+    # 95% of the fall, not the minimum: a language model's loss may stay at that of the bare token
+    # frequencies for decades of rates before it diverges.
+    bottom = next(i for i, y in enumerate(smoothed) if y <= start - 0.95 * (start - least))
+    noise = pstdev(a - b for a, b in zip(losses[:bottom + 10], smoothed, strict=False))
+    if start - least <= 2 * noise:
+        return found | dict(why=f"the loss fell by {max(0.0, start - least):.2g} in all, which is "
+                                "within its noise; try a larger batch, or a sweep from lower or "
+                                "to higher rates (--from, --to)")
+    last = len(losses) - 1
+    if bottom > 0.9 * last and rates[last] > 0.999 * high:
+        return found | dict(why=f"the loss was still falling at {high:.2g}; go higher (--to)")
+    slopes = [smoothed[min(i + half, last)] - smoothed[max(i - half, 0)]
+              for i in range(bottom + 1)]
+    first = end = at = slopes.index(min(slopes))  # rates are in equal steps of their logarithm
+    while first > 0 and slopes[first - 1] <= slopes[at] / 2:
+        first -= 1
+    while end < bottom and slopes[end + 1] <= slopes[at] / 2:
+        end += 1
+    return found | dict(suggestion=rates[at], range=(rates[first], rates[end]))
 
-
-def suggest(rates, losses):
-    """dict(smoothed, steepest, tenth, suggestion) of a sweep: the rate where the smoothed loss
-    falls fastest; a tenth of the rate where it reaches its bottom; and the one to try first."""
-    smoothed = [y for _, y in smooth(list(enumerate(losses)), SHARE)]
-    bottom = bottom_of(smoothed)
-    if bottom < 2:
-        raise ConfigError(["lr_finder: the loss did not fall during the sweep; start lower "
-                           "(--from), go higher (--to) or take more --steps"])
-    slopes = [smoothed[i + 1] - smoothed[i - 1] for i in range(1, bottom)]
-    steepest = rates[1 + slopes.index(min(slopes))]  # equal steps of log(rate)
-    return dict(smoothed=smoothed, steepest=steepest, tenth=rates[bottom] / 10, suggestion=steepest)
-
-
-def bottom_of(losses):
-    """Index at which 95% of the fall is done. Not the minimum: a language model's loss may stay at
-    that of the bare token frequencies for decades of rates before it diverges."""
-    enough = losses[0] - 0.95 * (losses[0] - min(losses)) if losses else 0.0
-    return next((i for i, loss in enumerate(losses) if loss <= enough), 0)
 
 def picture(found):
-    """The sweep as an SVG: loss by learning rate, on a logarithmic axis, and the suggestions."""
-    logs = [math.log10(lr) for lr in found["lr"]]
-
-    def points(key):
-        return [(x - logs[0], y) for x, y in zip(logs, found[key], strict=True)]
-    powers = range(math.ceil(logs[0] - 1e-9), math.floor(logs[-1] + 1e-9) + 1)
-    marks = [(math.log10(found[key]) - logs[0], f"{text}: {found[key]:.2g}")
-             for key, text in TEXTS.items() if found[key] >= found["lr"][0]]
-    return chart("Learning-rate sweep", "learning rate", "loss",
-                 [(p - logs[0], f"1e{p}") for p in powers] or [(0.0, f"{found['lr'][0]:.2g}")],
-                 [("", 0, "raw", points("loss")), ("smoothed loss", 0, "bold", points("smoothed"))],
-                 marks=marks)
+    """The sweep as an SVG: loss by learning rate on a logarithmic axis, and the suggestion."""
+    best, band = found["suggestion"], found["range"]
+    series = [Series(list(zip(found["lr"], found[key], strict=True)), 0, kind, name)
+              for key, kind, name in (("loss", "raw", ""), ("smoothed", "bold", "smoothed loss"))]
+    return chart(
+        "Learning-rate sweep", [Panel("loss", series)], "learning rate", log_x=True,
+        band=band and (f"at least half as fast: {band[0]:.2g} to {band[1]:.2g}", *band),
+        line=best and (f"falls fastest: {best:.2g}", best),
+        note="" if best else "no clear minimum")
 
 
 def report(found, config):
     """Write lr_finder.json and lr_finder.svg into out_dir and say what was found."""
-    for name, text in (("json", json.dumps(found)), ("svg", picture(found))):
-        write_text(os.path.join(config.out_dir, f"lr_finder.{name}"), text)
-    for key, text in TEXTS.items():
-        print(f"{text}: {found[key]:.2g}")
+    where = os.path.join(config.out_dir, "lr_finder.svg")
+    write_text(where.replace(".svg", ".json"), json.dumps(found))
+    if found["lr"]:
+        write_text(where, picture(found))
+    if found["suggestion"] is None:
+        return print(f"No clear minimum: {found['why']}. See {where}")
+    low, high = found["range"]
     advice = f"--learning_rate {found['suggestion']:.2g}"
     if config.optimizer == "muon":  # the sweep moved both rates together
         advice += f" --muon_lr {config.muon_lr * found['suggestion'] / config.learning_rate:.2g}"
-    print(f"Try {advice}; see {os.path.join(config.out_dir, 'lr_finder.svg')}")
+    print(f"The loss falls fastest at {found['suggestion']:.2g}, and at least half as fast from "
+          f"{low:.2g} to {high:.2g}.\nTry {advice}; see {where}")
 
 
 def main(argv=None):
@@ -137,16 +158,14 @@ def main(argv=None):
     except ConfigError as error:
         print(error, file=sys.stderr)
         return 2
-    from train.report import run_reporting_errors
     return run_reporting_errors(config, job=lambda c: sweep_and_tell(c, args))
 
 
 def sweep_and_tell(config, args):
-    from train.distributed import SetupError
     try:
         os.makedirs(config.out_dir, exist_ok=True)
     except OSError as error:
-        raise SetupError(f"out_dir: {error}") from error
+        raise distributed.SetupError(f"out_dir: {error}") from error
     found = find_lr(config, args.low, args.high, args.steps)
     if os.environ.get("RANK", "0") == "0":
         report(found, config)

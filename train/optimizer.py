@@ -1,11 +1,12 @@
 """The optimizer: which tensors decay, and at which rate; fused AdamW; Muon for block matrices."""
 
-from fnmatch import fnmatch
+from fnmatch import fnmatchcase
 
 import torch
 import torch.nn as nn
 
-from train.distributed import has_native_bfloat16
+from train.config import ConfigError
+from train.distributed import full, has_native_bfloat16
 
 
 def configure_optimizers(model, weight_decay, learning_rate, betas, eps=1e-8, muon=None,
@@ -14,12 +15,13 @@ def configure_optimizers(model, weight_decay, learning_rate, betas, eps=1e-8, mu
 
     Tensors of two or more dimensions decay, the rest (norms, biases, scalars) do not. `muon`, a
     dict of lr, momentum and weight_decay, gives the matrices of the linear layers to Muon.
-    `lr_groups` maps a name pattern to a multiplier of the learning rate (0 freezes) or to a dict
-    with learning_rate, lr_mult or weight_decay; the last pattern that matches wins. Every group
-    keeps its peak rate in `initial_lr`, which the schedule scales.
+    `lr_groups` maps a name pattern (see matches) to a multiplier of the learning rate (0 freezes)
+    or to a dict with learning_rate, lr_mult or weight_decay; the last pattern that matches wins.
+    What the model itself froze stays frozen. Every group keeps its peak rate in `initial_lr`, which
+    the schedule scales. Raises ConfigError.
     """
     matrices = muon_parameters(model) if muon else set()
-    groups, named = {}, dict(model.named_parameters())
+    groups, named = {}, {n: p for n, p in model.named_parameters() if p.requires_grad}
     check_patterns(lr_groups or {}, named)
     for name, p in named.items():
         decay = weight_decay if p.dim() >= 2 else 0.0
@@ -32,27 +34,37 @@ def configure_optimizers(model, weight_decay, learning_rate, betas, eps=1e-8, mu
             group = groups.setdefault(tuple(options.items()), dict(options, params=[], names=[]))
             group["params"].append(p)
             group["names"].append(name)
+    if not groups:
+        raise ConfigError(["lr_groups: everything is frozen; leave something to train"])
     for group in groups.values():
         group["initial_lr"] = group["lr"]
     report(model, groups.values(), log)
-    kind = Muon if muon else AdamW
-    extra = dict(momentum=muon["momentum"]) if muon else {}
-    fused = all(p.device.type in ("cpu", "cuda", "mps", "xpu") for p in named.values())
-    return kind(list(groups.values()), lr=learning_rate, betas=tuple(betas), eps=eps, fused=fused,
-                **extra)
+    options = dict(lr=learning_rate, betas=tuple(betas), eps=eps, fused=all(
+        p.device.type in ("cpu", "cuda", "mps", "xpu") for p in named.values()))
+    if muon:
+        return Muon(list(groups.values()), momentum=muon["momentum"], **options)
+    return AdamW(list(groups.values()), **options)
 
 
 def muon_parameters(model):
     """Names of the matrices Muon is meant for: weights of linear layers, without the output layer,
     whose rows are classes, and without slivers, which have nothing to orthogonalise."""
     return {f"{name}.weight" for name, m in model.named_modules()
-            if isinstance(m, nn.Linear) and "head" not in name and min(m.weight.shape) >= 16}
+            if isinstance(m, nn.Linear) and not name.endswith("head") and min(m.weight.shape) >= 16}
+
+
+def matches(name, pattern):
+    """Whether whole parts of a dotted name match: h.1 is in h.1.attn.q.weight, not in h.10.attn.q.
+    A part may have wildcards: lora_*, h.*.mlp."""
+    parts, wanted = name.split("."), pattern.split(".")
+    return any(all(map(fnmatchcase, parts[i:], wanted))
+               for i in range(len(parts) - len(wanted) + 1))
 
 
 def group_options(name, lr_groups, options):
     out = {}
     for pattern, value in lr_groups.items():
-        if fnmatch(name, f"*{pattern}*"):
+        if matches(name, pattern):
             value = value if isinstance(value, dict) else {"lr_mult": value}
             out = {"lr": value.get("learning_rate", options["lr"] * value.get("lr_mult", 1.0)),
                    "weight_decay": value.get("weight_decay", options["weight_decay"])}
@@ -62,30 +74,40 @@ def group_options(name, lr_groups, options):
 def check_patterns(lr_groups, names):
     allowed = {"learning_rate", "lr_mult", "weight_decay"}
     for pattern, value in lr_groups.items():
-        if not any(fnmatch(n, f"*{pattern}*") for n in names):
-            raise ValueError(f"lr_groups: no parameter matches {pattern!r}; names look like "
-                             f"{', '.join(list(names)[:4])}")
-        unknown = set(value) - allowed if isinstance(value, dict) else ()
-        numbers = value.values() if isinstance(value, dict) else [value]
-        if unknown or min(numbers, default=0) < 0:
-            raise ValueError(f"lr_groups: {pattern}: expected a number of at least 0 or a mapping "
-                             f"of {', '.join(sorted(allowed))}; got {value}")
+        if not any(matches(n, pattern) for n in names):
+            raise ConfigError([f"lr_groups: no parameter matches {pattern!r}; names look like "
+                               f"{', '.join(list(names)[:4])}"])
+        options = value if isinstance(value, dict) else {"lr_mult": value}
+        if set(options) - allowed or min(options.values(), default=0) < 0:
+            raise ConfigError([f"lr_groups: {pattern}: expected a number of at least 0 or a "
+                               f"mapping of {', '.join(sorted(allowed))}; got {value}"])
 
 
 def report(model, groups, log):
-    """Print how many tensors decay, as nanoGPT does, and what Muon takes and lr_groups froze."""
-    def count(params):
-        return f"{len(params)} tensors", f"({sum(p.numel() for p in params):,} params)"
-    used = [p for g in groups for p in g["params"]]
-    decayed, n_decayed = count([p for p in used if p.dim() >= 2])
-    rest, n_rest = count([p for p in used if p.dim() < 2])
-    log(f"Optimizer configured: {decayed} decayed {n_decayed}, {rest} not decayed {n_rest}")
-    matrices = [p for g in groups if g["muon"] for p in g["params"]]
-    if matrices:
-        log(f"Muon takes {' '.join(count(matrices))}, AdamW the rest")
-    frozen = [p for p in model.parameters() if not p.requires_grad]
-    if frozen:
-        log(f"Frozen by lr_groups: {' '.join(count(frozen))}")
+    """Print how many tensors decay, and what Muon takes and lr_groups froze."""
+    def count(params, what=""):
+        return f"{len(params)} tensors{what} ({sum(p.numel() for p in params):,} params)"
+    decayed, rest = ([p for g in groups if bool(g["weight_decay"]) is yes for p in g["params"]]
+                     for yes in (True, False))
+    log(f"Optimizer configured: {count(decayed, ' decayed')}, {count(rest, ' not decayed')}")
+    if matrices := [p for g in groups if g["muon"] for p in g["params"]]:
+        log(f"Muon takes {count(matrices)}, AdamW the rest")
+    if frozen := [p for p in model.parameters() if not p.requires_grad]:
+        log(f"Frozen: {count(frozen)}")
+
+
+@torch.no_grad()
+def clip_gradients(optimizer, max_norm, factor=1.0):
+    """Scale all gradients by `factor` and then so that their global norm is at most `max_norm` (0:
+    no limit), in one pass. Returns that norm as it was before the limit, a 0-dim tensor."""
+    grads = [p.grad for g in optimizer.param_groups for p in g["params"] if p.grad is not None]
+    norm = full(torch.nn.utils.get_total_norm(grads)) * factor
+    if max_norm:
+        factor = factor * torch.clamp(max_norm / (norm + 1e-6), max=1.0)
+    if isinstance(factor, torch.Tensor):
+        local = [g.to_local() if hasattr(g, "to_local") else g for g in grads]  # of this rank
+        torch._foreach_mul_(local, factor.to(norm.device))
+    return norm
 
 
 def undecorated(method):
@@ -112,25 +134,23 @@ class Muon(AdamW):
 
     def __init__(self, groups, momentum=0.95, **kwargs):
         super().__init__(groups, **kwargs)
+        self._step_supports_amp_scaling = False  # GradScaler itself skips a step that overflowed
         for group in self.param_groups:
             group.setdefault("momentum", momentum)
 
     @torch.no_grad()
-    def step(self, closure=None):
-        loss = closure() if closure is not None else None
-        found_inf = getattr(self, "found_inf", None)  # set where a step may have to be skipped
+    def step(self):
         groups = self.param_groups
         for group in groups:
             if group["muon"]:
-                self._muon_step(group, found_inf)
+                self._muon_step(group)
         self.param_groups = [g for g in groups if not g["muon"]]
         try:
             super().step()
         finally:
             self.param_groups = groups
-        return loss
 
-    def _muon_step(self, group, found_inf):
+    def _muon_step(self, group):
         by_shape = {}  # a matrix and the transpose of another go through as one batch
         for p in group["params"]:
             if p.grad is not None:
@@ -138,18 +158,14 @@ class Muon(AdamW):
                     self.state[p]["momentum_buffer"] = torch.zeros_like(p)
                 by_shape.setdefault(tuple(sorted(p.shape)), []).append(p)
         for params in by_shape.values():
-            grads, keep = [p.grad for p in params], 1.0
+            grads = [p.grad for p in params]
             buffers = [self.state[p]["momentum_buffer"] for p in params]
-            if found_inf is not None:  # decided on the device: a skipped step changes nothing
-                grads = [torch.where(found_inf > 0, b, g)
-                         for b, g in zip(buffers, grads, strict=True)]
-                keep = (found_inf == 0).float()
             torch._foreach_lerp_(buffers, grads, 1 - group["momentum"])
             nesterov = torch._foreach_lerp(grads, buffers, group["momentum"])
             if group["weight_decay"]:
-                torch._foreach_mul_(params, 1 - group["lr"] * group["weight_decay"] * keep)
+                torch._foreach_mul_(params, 1 - group["lr"] * group["weight_decay"])
             updates = orthogonalize(torch.stack([wide(u) for u in nesterov])).to(params[0].dtype)
-            for p, update in zip(params, updates * keep, strict=True):
+            for p, update in zip(params, updates, strict=True):
                 update = update.mT if p.size(0) > p.size(1) else update
                 p.add_(update, alpha=-group["lr"] * max(1.0, p.size(0) / p.size(1)) ** 0.5)
 

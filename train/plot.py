@@ -1,7 +1,9 @@
-"""Loss curves as SVG, with no plotting package: python -m train.plot out/a out/b --out compare.html
+"""Pictures of numbers as SVG, for light and dark screens, with no plotting package.
 
-Training loss, validation loss and learning rate of one or several runs, by step, tokens or time,
-for light and dark screens."""
+    python -m train.plot out/a [out/b]... [--x iter|tokens|time] [--metric NAME] [--out FILE.svg]
+
+draws the loss and the learning rate of one or several runs; chart() draws any lines and dots.
+"""
 
 import argparse
 import json
@@ -9,11 +11,11 @@ import math
 import os
 import sys
 from html import escape
-
-from train.logger import compact, duration, write_text
+from operator import itemgetter
+from typing import NamedTuple
 
 MAX_POINTS = 1500  # of a curve: more than a screen shows
-WIDTH, LEFT, RIGHT, LOSS_HEIGHT, LR_HEIGHT = 960, 64, 24, 380, 84  # pixels
+WIDTH, LEFT, RIGHT = 960, 64, 24  # pixels
 AXES = dict(iter="step", tokens="tokens", time="training time")
 TIME_UNITS = ((86400, "days"), (3600, "hours"), (60, "minutes"), (1, "seconds"))
 # Okabe-Ito, told apart by colour-blind readers; the second of a pair is for dark screens.
@@ -21,23 +23,8 @@ COLORS = [("#0072b2", "#56b4e9"), ("#d55e00", "#ff8c42"), ("#009e73", "#2fd0a0")
           ("#b8578f", "#e59cc8"), ("#8a6d00", "#f0e442"), ("#5b5bd6", "#a3a3ff")]
 
 
-def _style():
-    """The CSS of a picture: class names are shared by all pictures of a page."""
-    def theme(back, text, soft, grid, colors):
-        return (f".bg{{fill:{back}}}.ink{{fill:{text}}}.soft{{fill:{soft}}}.grid{{stroke:{grid}}}"
-                + "".join(f".s{i}{{stroke:{c}}}.f{i}{{fill:{c}}}" for i, c in enumerate(colors)))
-    light, dark = zip(*COLORS, strict=True)
-    return ("text{font:12px system-ui,-apple-system,'Segoe UI',Helvetica,Arial,sans-serif}"
-            ".title{font-size:15px;font-weight:600}.end{text-anchor:end}.mid{text-anchor:middle}"
-            ".line{fill:none;stroke-linejoin:round;stroke-linecap:round}.raw{stroke-width:1;"
-            "stroke-opacity:.35}.bold{stroke-width:1.8}.val{stroke-width:1.5}.grid{stroke-width:1}"
-            + theme("#ffffff", "#1f2328", "#59636e", "#e4e8ec", light)
-            + f"@media(prefers-color-scheme:dark){{"
-              f"{theme('#0d1117', '#e6edf3', '#9198a1', '#262c36', dark)}}}")
-
-
 # -----------------------------------------------------------------------------
-# numbers
+# numbers of runs
 
 def read_metrics(path, limit=None):
     """The records of a metrics.jsonl, torn lines left out. With `limit`, every evaluation but only
@@ -95,240 +82,266 @@ def decimate(points, limit=MAX_POINTS):
     """At most `limit` points: the lowest and highest of each stretch, so that spikes stay."""
     if len(points) <= limit:
         return points
-    out, size = [], math.ceil(len(points) / (limit // 2))
-    for i in range(0, len(points), size):
-        part = range(i, min(i + size, len(points)))
-        ends = {min(part, key=lambda j: points[j][1]), max(part, key=lambda j: points[j][1])}
-        out += [points[j] for j in sorted(ends)]
-    return out
+    size, y = math.ceil(len(points) / (limit // 2)), itemgetter(1)
+    parts = [points[i:i + size] for i in range(0, len(points), size)]
+    return [p for part in parts for p in sorted({min(part, key=y), max(part, key=y)})]
 
 
 # -----------------------------------------------------------------------------
 # axes
 
-def linear_ticks(low, high, wanted=6):
-    """Round values (1, 2 or 5 times a power of ten) within [low, high]."""
+def linear_ticks(low, high, wanted=6, whole=False):
+    """Round values (1, 2 or 5 times a power of ten; `whole`: no fractions) within [low, high]."""
     raw = (high - low) / wanted
     power = 10.0 ** math.floor(math.log10(raw))
     step = next(m * power for m in (1, 2, 5, 10) if m * power >= raw * 0.999)
+    step = max(step, 1.0) if whole else step
     first, last = math.ceil(low / step - 1e-9), math.floor(high / step + 1e-9)
     return [k * step for k in range(first, last + 1)]
 
 
-def log_ticks(low, high):
-    """Round values in [low, high] for a logarithmic axis."""
-    digits = (1, 2, 3, 4, 5, 6, 8) if high < 20 * low else (1, 2, 5) if high < 1e4 * low else (1,)
+def log_ticks(low, high, most=17):
+    """Values in [low, high] for a logarithmic axis that has room for `most` at equal distances:
+    powers of ten, and between them ever less round ones where there is room."""
+    taken, room = [], math.log(high / low) / most
     powers = range(math.floor(math.log10(low)), math.ceil(math.log10(high)) + 1)
-    return [m * 10.0 ** p for p in powers for m in digits if low <= m * 10.0 ** p <= high]
+    for digits in ((1,), (2, 5), (3, 4, 6, 8), (1.2, 1.4, 1.6, 1.8), (2.5, 7, 9)):
+        for tick in (digit * 10.0 ** p for p in powers for digit in digits):
+            if low <= tick <= high and all(abs(math.log(tick / t)) >= room for t in taken):
+                taken.append(tick)
+    return sorted(taken)
 
 
-class Panel:
-    """A plot area: data to pixels."""
-
-    def __init__(self, top, height, x_max, ys, log=False, floor=None):
-        low, high = min(ys, default=0.0), max(ys, default=1.0)
-        low = low if floor is None else floor
-        self.log, self.top, self.height, self.x_max = log, top, height, x_max or 1.0
-        pad = 0.04 * (high - low) or abs(high) * 0.05 or 1.0
-        self.low, self.high = (low / 1.06, high * 1.06) if log else (low - pad * (floor is None),
-                                                                     high + pad)
-
-    def x(self, value):
-        return LEFT + value / self.x_max * (WIDTH - LEFT - RIGHT)
-
-    def y(self, value):
-        f = math.log if self.log else float
-        share = (f(value) - f(self.low)) / (f(self.high) - f(self.low))
-        return self.top + self.height * (1 - share)
-
-    def grid(self, ticks):
-        """Horizontal lines with their values."""
-        out = []
-        for t in ticks:
-            y = self.y(t)
-            out.append(f'<path class="grid" d="M{LEFT} {y:.1f}H{WIDTH - RIGHT}"/>'
-                       f'<text class="soft end" x="{LEFT - 8}" y="{y + 4:.1f}">{_label(t)}</text>')
-        return "".join(out)
-
-    def line(self, points, css):
-        """A polyline; nothing for fewer than two points."""
-        path = " ".join(f"{self.x(x):.1f},{self.y(y):.1f}" for x, y in points)
-        return f'<polyline class="line {css}" points="{path}"/>' if len(points) > 1 else ""
-
-    def dots(self, points, color, name):
-        """Markers that tell their values when pointed at."""
-        radius = 3 if len(points) <= 50 else 1.5
-        return "".join(
-            f'<circle class="f{color}" cx="{self.x(x):.1f}" cy="{self.y(y):.1f}" r="{radius}">'
-            f"<title>{escape(name)}: {y:.4f}</title></circle>" for x, y in points)
-
-
-def _label(value):
-    """A tick of a vertical axis: 12k, 2.5, 6e-4."""
+def label(value):
+    """A number at an axis: 6e-4, 2.5, 12k."""
     if 0 < abs(value) < 1e-2:
         return f"{value:.1e}".replace(".0e", "e").replace("e-0", "e-")
-    return f"{value:.10g}" if abs(value) < 1e4 else compact(value)
+    for size, unit in ((1e12, "T"), (1e9, "B"), (1e6, "M"), (1e3, "k")):
+        if abs(value) >= max(size, 1e4) * 0.9999:
+            return f"{value / size:.4g}{unit}"
+    return f"{value:.10g}"
+
+
+class Axis:
+    """Values to pixels from `start` to `end`, from `low` (default: the least value) to the largest,
+    with a margin that is a share of this range."""
+
+    def __init__(self, values, start, end, low=None, log=False, margin=0.0):
+        self.start, self.end, self.log = start, end, log
+        self.scale = math.log if log else float
+        self.whole = all(float(v).is_integer() for v in values)
+        first = self.scale(min(values, default=1.0)) if low is None else low
+        last = self.scale(max(values, default=1.0))
+        if last <= first:  # a single value
+            first, last = (first - 1, first + 1) if low is None else (first, first + 1)
+        margin *= last - first
+        self.first, self.last = first - margin * (low is None), last + margin
+
+    def __call__(self, value):
+        share = (self.scale(value) - self.first) / (self.last - self.first)
+        return self.start + share * (self.end - self.start)
+
+    def ticks(self, room):
+        """Values to write at the axis, in steps of at least `room` pixels."""
+        pixels = abs(self.end - self.start)
+        if self.log:
+            return log_ticks(math.exp(self.first), math.exp(self.last), pixels / room)
+        return linear_ticks(self.first, self.last, max(4, pixels / room / 3), self.whole)
 
 
 # -----------------------------------------------------------------------------
-# pictures
+# the picture
 
-def loss_svg(runs, x="iter", title=None):
-    """An SVG text of `runs`, [(name, records of read_metrics), ...], by x: iter, tokens or time."""
-    curves = []
-    for i, (name, records) in enumerate(runs):
-        raw, val = curve(records, "loss", x), curve(records, "val_loss", x)
-        # Colour means the run; a single run has one colour for each kind of loss instead.
-        colors = (0, 1) if len(runs) == 1 else (i % len(COLORS),) * 2
-        curves.append((name, colors, raw, smooth(raw) if len(raw) > 60 else raw, val,
-                       curve(records, "lr", x)))
-    ys = [y for c in curves for points in (c[2], c[4]) for _, y in points]
-    x_max = max((p[0] for c in curves for points in c[2:] for p in points), default=1.0)
-    legend, height = _legend(curves)
-    top = 58 + height
-    log = bool(ys) and min(ys) > 0 and max(ys) / min(ys) > 3  # or the start flattens all the rest
-    loss = Panel(top, LOSS_HEIGHT, x_max, ys, log)
-    rates = [y for c in curves for _, y in c[5]]
-    lr = Panel(top + LOSS_HEIGHT + 26, LR_HEIGHT, x_max, rates, floor=0.0)
-    ticks = log_ticks if log else linear_ticks
-    bottom = lr.top + LR_HEIGHT
-    out = [f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {bottom + 48}" '
-           f'width="{WIDTH}" height="{bottom + 48}" role="img"><style>{_style()}</style>'
-           f'<rect class="bg" width="100%" height="100%"/>'
-           f'<text class="title ink" x="{LEFT}" y="28">{escape(title or _title(runs))}</text>',
-           legend, loss.grid(ticks(loss.low, loss.high)), lr.grid(linear_ticks(0, lr.high, 4)),
-           _x_axis(loss, lr, bottom, x)]
-    for _, (a, _), raw, mean, _, rate in curves:
-        out += [loss.line(decimate(raw), f"raw s{a}") if mean is not raw else "",
-                loss.line(decimate(mean), f"bold s{a}"), lr.line(decimate(rate), f"val s{a}")]
-    for name, (_, b), _, _, val, _ in curves:  # above the training curves
-        val = decimate(val, 300)
-        out += [loss.line(val, f"val s{b}"), loss.dots(val, b, f"{name}, validation")]
-    return "".join(out) + "</svg>\n"
+class Series(NamedTuple):
+    points: list              # (x, y), or (x, y, text) for dots that tell more when pointed at
+    color: int = 0            # in COLORS
+    kind: str = "bold"        # a line: raw (faint), thin or bold; or dots
+    name: str = ""            # in the legend
 
 
-def _title(runs):
-    return runs[0][0] if len(runs) == 1 else f"{len(runs)} runs"
+class Panel(NamedTuple):
+    """An area with a vertical axis of its own, logarithmic where values span more than a factor of
+    3 (or the start of a loss would flatten all the rest)."""
+    name: str
+    series: list
+    height: int = 380         # pixels
+    from_zero: bool = False   # and never logarithmic
 
 
-def _legend(curves):
-    """(SVG, extra pixels of height) of the rows that name the curves and their last values."""
-    if len(curves) == 1:
-        (_, _, _, mean, val, _), best = curves[0], min((y for _, y in curves[0][4]), default=None)
-        items = [(0, f"training loss{f' {mean[-1][1]:.4f}' if mean else ''}")]
-        items += [(1, f"validation loss {val[-1][1]:.4f}, best {best:.4f}")] if val else []
-    else:
-        items = [(c[1][0], c[0] + (f" (validation {c[4][-1][1]:.4f})" if c[4] else ""))
-                 for c in curves]
-        items.append((None, "line: training, dots: validation"))
+def chart(title, panels, x_name, log_x=False, band=None, line=None, note=""):
+    """An SVG text of `panels` above each other over one horizontal axis, which starts at 0 unless
+    it is logarithmic. band: (name, from, to) shades a stretch of it, line: (name, x) marks a value.
+    All names and the `note` are in the legend, where they cover no curve."""
+    series = [s for p in panels for s in p.series]
+    names = [(f"bold s{s.color}", s.name) for s in series if s.name]
+    names += [("dash s2", line[0])] if line else []
+    names += [("band s2", band[0])] if band else []
+    legend, bottom = _legend(names + ([("", note)] if note else []))
+    x = Axis([p[0] for s in series for p in s.points], LEFT, WIDTH - RIGHT,
+             None if log_x else 0.0, log_x)
+    out = [text(title, LEFT, 28, "title ink"), legend]
+    for panel in panels:
+        top, bottom = bottom + 34, bottom + 34 + panel.height
+        if band:
+            out.append(f'<path class="area f2" d="M{x(band[1]):.1f} {top}H{x(band[2]):.1f}'
+                       f'v{panel.height}H{x(band[1]):.1f}z"/>')
+        out.append(_draw_panel(panel, x, top))
+        if line:
+            out.append(f'<path class="dash s2" d="M{x(line[1]):.1f} {top}v{panel.height}"/>')
+    out += [text(label(t), x(t), bottom + 18, "soft mid") for t in x.ticks(40)]
+    out.append(text(x_name, (LEFT + WIDTH - RIGHT) / 2, bottom + 38, "soft mid"))
+    return svg("".join(out), bottom + 48)
+
+
+def svg(body, height):
+    """The SVG text around what is drawn with the classes of _style()."""
+    return (f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {height}" '
+            f'width="{WIDTH}" height="{height}" role="img"><style>{_style()}</style>'
+            f'<rect class="bg" width="100%" height="100%"/>{body}</svg>\n')
+
+
+def text(words, x, y, css="soft"):
+    return f'<text class="{css}" x="{x:.1f}" y="{y:.1f}">{escape(words)}</text>'
+
+
+def _style():
+    def theme(back, ink, soft, grid, colors):
+        return (f".bg{{fill:{back}}}.ink{{fill:{ink}}}.soft{{fill:{soft}}}.grid{{stroke:{grid}}}"
+                + "".join(f".s{i}{{stroke:{c}}}.f{i}{{fill:{c}}}" for i, c in enumerate(colors)))
+    light, dark = zip(*COLORS, strict=True)
+    return ("text{font:12px system-ui,-apple-system,'Segoe UI',Helvetica,Arial,sans-serif}"
+            ".title{font-size:15px;font-weight:600}.end{text-anchor:end}.mid{text-anchor:middle}"
+            ".line{fill:none;stroke-linejoin:round;stroke-linecap:round}.raw{stroke-width:1;"
+            "stroke-opacity:.35}.bold{stroke-width:1.8}.thin{stroke-width:1.5}.grid{stroke-width:1}"
+            ".dash{stroke-width:1.8;stroke-dasharray:5 4}.band{stroke-width:8;stroke-opacity:.3}"
+            ".area{fill-opacity:.15}" + theme("#ffffff", "#1f2328", "#59636e", "#e4e8ec", light)
+            + f"@media(prefers-color-scheme:dark){{"
+              f"{theme('#0d1117', '#e6edf3', '#9198a1', '#262c36', dark)}}}")
+
+
+def _legend(names):
+    """(SVG, its lowest pixel) of the rows that name the curves; names: [(css or "", text)]."""
     out, x, y = [], LEFT, 50
-    for color, text in items:
-        wide = 40 + 6.6 * len(text)
+    for css, name in names:
+        wide = 40 + 6.6 * len(name)
         if x > LEFT and x + wide > WIDTH - RIGHT:
             x, y = LEFT, y + 18
-        if color is not None:
-            out.append(f'<path class="bold s{color}" d="M{x:.0f} {y - 4}h18"/>')
-        out.append(f'<text class="soft" x="{x + 24 * (color is not None):.0f}" y="{y}">'
-                   f"{escape(text)}</text>")
+        out.append(f'<path class="{css}" d="M{x:.0f} {y - 4}h18"/>' if css else "")
+        out.append(text(name, x + 24 * bool(css), y))
         x += wide
-    return "".join(out), y - 24
+    return "".join(out), y
 
 
-def _x_axis(loss, lr, bottom, x):
-    """Vertical lines through both panels, their values, and the names of the axes."""
-    size, unit = next((s, f" ({n})") for s, n in TIME_UNITS if loss.x_max >= 2 * s or s == 1)
-    size, unit = (size, unit) if x == "time" else (1, "")
-    out = []
-    for t in linear_ticks(0, loss.x_max / size, 8):
-        at = f"{loss.x(t * size):.1f}"
-        out.append(f'<path class="grid" d="M{at} {loss.top}v{LOSS_HEIGHT}'
-                   f'M{at} {lr.top}v{LR_HEIGHT}"/><text class="soft mid" '
-                   f'x="{at}" y="{bottom + 18}">{compact(t)}</text>')
-    out.append(f'<text class="soft mid" x="{(LEFT + WIDTH - RIGHT) / 2:.0f}" y="{bottom + 38}">'
-               f'{AXES[x]}{unit}</text>')
-    for panel, name in ((loss, "loss" + " (log scale)" * loss.log), (lr, "learning rate")):
-        out.append(f'<text class="soft" x="{LEFT}" y="{panel.top - 7}">{name}</text>')
+def _draw_panel(panel, x, top):
+    """The SVG of one panel: grid, lines, and dots above the lines."""
+    ys, bottom = [p[1] for s in panel.series for p in s.points], top + panel.height
+    log = not panel.from_zero and bool(ys) and min(ys) > 0 and max(ys) > 3 * min(ys)
+    y = Axis(ys, bottom, top, 0.0 if panel.from_zero else None, log, margin=0.04)
+    y.whole = False
+    out = [text(panel.name + " (log scale)" * log, LEFT, top - 7)]
+    out += [f'<path class="grid" d="M{x(t):.1f} {top}v{panel.height}"/>' for t in x.ticks(40)]
+    for t in y.ticks(22):
+        out += [f'<path class="grid" d="M{LEFT} {y(t):.1f}H{WIDTH - RIGHT}"/>',
+                text(label(t), LEFT - 8, y(t) + 4, "soft end")]
+    for s in sorted(panel.series, key=lambda s: s.kind == "dots"):
+        if s.kind == "dots":
+            size = 3.5 if len(s.points) <= 50 else 1.5
+            out += [f'<circle class="f{s.color}" cx="{x(p[0]):.1f}" cy="{y(p[1]):.1f}" r="{size}">'
+                    f"<title>{escape(p[2])}</title></circle>" for p in s.points]
+        elif len(s.points) > 1:
+            path = " ".join(f"{x(p[0]):.1f},{y(p[1]):.1f}" for p in s.points)
+            out.append(f'<polyline class="line {s.kind} s{s.color}" points="{path}"/>')
     return "".join(out)
 
 
-def final_numbers(name, records):
-    """What a table says of a run: name, steps, tokens, losses, speed and time, as texts."""
-    def last(key, form):
-        values = [y for _, y in curve(records, key)]
-        return form(values[-1]) if values else "-"
-    val, speed = curve(records, "val_loss"), sorted(y for _, y in curve(records, "tokens_per_sec"))
-    best = min(val, key=lambda p: p[1], default=None)
-    mean, seconds = smooth(curve(records, "loss")), curve(records, "loss", "time")
-    return [name, f"{max(r['iter'] for r in records):,}", last("tokens", compact),
-            f"{mean[-1][1]:.4f}" if mean else "-", last("val_loss", "{:.4f}".format),
-            f"{best[1]:.4f} at {best[0]:,.0f}" if best else "-", last("val_ppl", "{:.2f}".format),
-            last("val_bpb", "{:.3f}".format), compact(speed[len(speed) // 2]) if speed else "-",
-            duration(seconds[-1][0]) if seconds else "-"]
+def loss_svg(runs, x="iter", metric="loss"):
+    """An SVG text of `runs`, [(name, records of read_metrics), ...]: a number in training and, as
+    val_NAME, in validation, and the learning rate; by x: iter, tokens or time."""
+    numbers, rates, size, x_name = [], [], 1, AXES[x]
+    if x == "time":
+        longest = max((p[0] for _, r in runs for p in curve(r, "loss", "time")), default=0.0)
+        size, unit = next(u for u in TIME_UNITS if longest >= 2 * u[0] or u[0] == 1)
+        x_name += f" ({unit})"
+    for i, (name, records) in enumerate(runs):
+        train, val, lr = ([(at / size, y) for at, y in curve(records, key, x)]
+                          for key in (metric, f"val_{metric}", "lr"))
+        # Colour means the run; a single run has one colour for each kind of loss instead.
+        color = None if len(runs) == 1 else i % len(COLORS)
+        numbers += _training_and_validation(name, metric, train, val, color)
+        rates.append(Series(decimate(lr), color or 0, "thin"))
+    panels = [Panel(metric, numbers)]
+    panels += [Panel("learning rate", rates, 84, True)] if any(s.points for s in rates) else []
+    if len(runs) == 1:
+        return chart(runs[0][0], panels, x_name)
+    return chart(f"{len(runs)} runs", panels, x_name, note="line: training, dots: validation")
 
 
-def html_page(runs, x="iter"):
-    """One page: the runs by step, tokens and time on tabs (no script), and their final numbers."""
-    heads = ("run", "last step", "tokens", "training loss", "validation loss", "best", "perplexity",
-             "bits per byte", "tokens/s", "training time")
-    tabs = "".join(f'<input type="radio" name="x" id="{k}"{" checked" * (k == x)}><label for="{k}">'
-                   f"by {name}</label>" for k, name in AXES.items())
-    charts = "".join(f'<div class="chart {k}">{loss_svg(runs, k)}</div>' for k in AXES)
-    show = ",".join(f"#{k}:checked~.{k}" for k in AXES)
-    rows = "".join("<tr>" + "".join(f"<td>{escape(v)}</td>" for v in final_numbers(*run)) + "</tr>"
-                   for run in runs)
-    head = "".join(f"<th>{h}</th>" for h in heads)
-    return f"""<!doctype html><html lang="en"><meta charset="utf-8">
-<title>{escape(_title(runs))}</title>
-<meta name="viewport" content="width=device-width,initial-scale=1"><style>
-:root{{color-scheme:light dark}}
-body{{font:14px system-ui,sans-serif;max-width:{WIDTH}px;margin:2em auto;padding:0 1em;
-background:#fff;color:#1f2328}}
-svg{{width:100%;height:auto}}.chart{{display:none}}{show}{{display:block}}
-input{{position:absolute;opacity:0}}input:focus-visible+label{{outline:2px solid}}
-label{{padding:.4em .9em;cursor:pointer;color:#59636e}}
-input:checked+label{{color:inherit;border-bottom:2px solid #0072b2}}
-.scroll{{overflow-x:auto}}table{{border-collapse:collapse;white-space:nowrap}}
-th,td{{padding:.4em .8em;text-align:right;border-bottom:1px solid #8884}}
-th:first-child,td:first-child{{text-align:left}}
-@media(prefers-color-scheme:dark){{body{{background:#0d1117;color:#e6edf3}}
-label{{color:#9198a1}}}}
-</style>{tabs}{charts}<div class="scroll"><table><tr>{head}</tr>{rows}</table></div></html>
-"""
+def _training_and_validation(name, metric, train, val, color):
+    """The Series of one run; color None: it is the only one."""
+    mean = smooth(train) if len(train) > 60 else train
+    last = f"{val[-1][1]:.4f}" if val else ""
+    dots = [(*p, f"{name}, validation: {p[1]:.4f}") for p in decimate(val, 300)]
+    a, b, names = color, color, (f"{name} (validation {last})" if val else name, "")
+    if color is None:
+        best = f", best {min(y for _, y in val):.4f}" if val and metric == "loss" else ""
+        a, b, names = 0, 1, (f"training {metric} {mean[-1][1]:.4f}" if mean else "",
+                             f"validation {metric} {last}{best}" if val else "")
+    return [Series(decimate(train) if mean is not train else [], a, "raw"),
+            Series(decimate(mean), a, "bold", names[0]),
+            Series(dots, b, "thin", names[1]), Series(dots, b, "dots")]
 
 
 # -----------------------------------------------------------------------------
 # command line
 
-def load_runs(paths):
-    """[(name, records)] of run folders or metrics.jsonl files; ValueError names the empty ones."""
+def load_runs(paths, metric):
+    """[(name, records)] of run folders or metrics.jsonl files; ValueError names what is missing."""
     runs, problems = [], []
     for path in paths:
         file = os.path.join(path, "metrics.jsonl") if os.path.isdir(path) else path
         records = read_metrics(file, limit=100_000)
-        if not curve(records, "loss") and not curve(records, "val_loss"):
+        known = sorted({k.removeprefix("val_") for r in records for k, v in r.items()
+                        if _number(v) is not None})
+        if not records:
             what = "holds no numbers yet" if os.path.exists(file) else "is not there"
             problems.append(f"{path}: {file} {what}; expected the out_dir of a run")
+        elif metric not in known:
+            problems.append(f"{path}: there is no {metric!r}; --metric may be {', '.join(known)}")
         runs.append((os.path.normpath(path), records))
     if problems:
         raise ValueError("\n".join(problems))
     return runs
 
 
+def default_path(paths, metric):
+    """loss.svg in the folder of a single run, compare.svg beside several."""
+    folders = [os.path.abspath(p if os.path.isdir(p) else os.path.dirname(p)) for p in paths]
+    if len(paths) == 1:
+        return os.path.join(os.path.relpath(folders[0]), f"{metric}.svg")
+    together = os.path.relpath(os.path.commonpath([os.path.dirname(f) for f in folders]))
+    name = "compare.svg" if metric == "loss" else f"compare_{metric}.svg"
+    return os.path.normpath(os.path.join(together, name))
+
+
 def main(argv=None):
-    about = __doc__.split("\n")[0]
-    parser = argparse.ArgumentParser(prog="python -m train.plot", description=about)
+    """Run the command line; the exit code."""
+    parser = argparse.ArgumentParser(prog="python -m train.plot", allow_abbrev=False,
+                                     description=__doc__.split("\n")[0])
     parser.add_argument("runs", nargs="+", help="run folders (out_dir), or metrics.jsonl files")
     parser.add_argument("--x", choices=list(AXES), default="iter", help="axis (%(default)s)")
-    parser.add_argument("--out", help=".svg or .html (default: loss.svg in the folder of a single "
-                                      "run, else compare.svg)")
+    parser.add_argument("--metric", default="loss", help="another number of training lines or, as "
+                        "val_NAME, of evaluations: ppl, grad_norm, ... (%(default)s)")
+    parser.add_argument("--out", help="FILE.svg (default: loss.svg in the folder of a single run, "
+                                      "compare.svg beside several)")
     args = parser.parse_args(argv)
-    alone = args.runs[0] if len(args.runs) == 1 and os.path.isdir(args.runs[0]) else None
-    out = args.out or (os.path.join(alone, "loss.svg") if alone else "compare.svg")
+    metric = args.metric.removeprefix("val_")
+    out = args.out or default_path(args.runs, metric)
     try:
-        if not out.endswith((".svg", ".html")):
-            raise ValueError(f"--out {out}: expected a name that ends in .svg or .html")
-        draw = html_page if out.endswith(".html") else loss_svg
-        write_text(out, draw(load_runs(args.runs), args.x))
+        if not out.endswith(".svg"):
+            raise ValueError(f"--out {out}: expected a name that ends in .svg")
+        picture = loss_svg(load_runs(args.runs, metric), args.x, metric)
+        with open(out, "w", encoding="utf-8") as f:
+            f.write(picture)
     except (OSError, ValueError) as error:
         print(error, file=sys.stderr)
         return 2

@@ -1,6 +1,8 @@
-"""What a run says about itself: start-up block, MFU, memory, estimates, advice on errors."""
+"""What a run says of itself: its start-up lines, MFU and memory, how to go on, advice on errors."""
 
+import math
 import os
+import re
 import shlex
 import sys
 import time
@@ -9,38 +11,44 @@ import traceback
 import torch
 
 from train import distributed
-from train.checkpoint import CheckpointError
-from train.dataloader import DataError
-from train.guard import BadNumbers, SaveFailed, Stopped
-from train.logger import compact, duration
+from train.config import UserError
+from train.logger import compact, duration, to_stderr
 
-# Dense peak of the matrix units, TFLOP/s (16-bit floats, float32), by the vendors' data sheets.
+# -----------------------------------------------------------------------------
+# what a run says of itself
+
+# Dense peak of the matrix units, TFLOP/s, by the data sheets: 16-bit floats, TF32, float32.
 PEAK_TFLOPS = {
-    "B300": (2500, 80), "B200": (2250, 80), "GB200": (2500, 80), "GH200": (989, 67),
-    "H200": (989, 67), "H100 PCIe": (756, 51), "H100 NVL": (835, 60), "H100": (989, 67),
-    "H800": (989, 67),
-    "A100": (312, 19.5), "A800": (312, 19.5), "A40": (150, 37), "A30": (165, 10.3),
-    "A10G": (70, 35), "A10": (125, 31), "L40S": (362, 91), "L40": (181, 90), "L4": (121, 30),
-    "T4": (65, 8.1),
-    "V100": (125, 15.7), "P100": (21, 10.6), "RTX 5090": (209, 105), "RTX 4090": (165, 82),
-    "RTX 4080": (97, 49), "RTX 3090": (71, 36), "RTX 6000 Ada": (364, 91)}
+    "B300": (2500, 1250, 80), "B200": (2250, 1125, 80), "GB200": (2500, 1250, 80),
+    "GH200": (989, 495, 67), "H200 NVL": (835, 418, 60), "H200": (989, 495, 67),
+    "H100 PCIe": (756, 378, 51), "H100 NVL": (835, 418, 60), "H100": (989, 495, 67),
+    "H800": (989, 495, 67), "A100": (312, 156, 19.5), "A800": (312, 156, 19.5),
+    "A40": (150, 75, 37), "A30": (165, 82, 10.3), "A10G": (70, 35, 35), "A10": (125, 62.5, 31),
+    "L40S": (362, 183, 91), "L40": (181, 90.5, 90), "L4": (121, 60, 30), "T4": (65, 8.1, 8.1),
+    "V100": (125, 15.7, 15.7), "P100": (21, 10.6, 10.6), "RTX 5090": (209, 105, 105),
+    "RTX 4090": (165, 82.6, 82.6), "RTX 4080": (97, 49, 49), "RTX 3090": (71, 35.6, 35.6),
+    "RTX 6000 Ada": (364, 182, 91)}
 
 
-def peak_flops(device, dtype):
-    """Peak FLOP/s of the device for `dtype`, None where unknown: no number beats a wrong one."""
-    if device.type != "cuda":
+def peak_flops(name, dtype, tf32):
+    """Peak FLOP/s of the GPU called `name` in the precision that is used, None where unknown: no
+    number beats a wrong one. Whole words count: an RTX A4000 is no A40."""
+    words = re.split(r"[\s-]+", name)
+    match = [k for k in PEAK_TFLOPS
+             if any(words[i:i + len(k.split())] == k.split() for i in range(len(words)))]
+    if not match:
         return None
-    name = torch.cuda.get_device_name(device)
-    match = [k for k in PEAK_TFLOPS if k in name]
-    return PEAK_TFLOPS[max(match, key=len)][dtype == torch.float32] * 1e12 if match else None
+    column = 0 if dtype != torch.float32 else 1 if tf32 else 2
+    return PEAK_TFLOPS[max(match, key=len)][column] * 1e12
 
 
-def mfu(model, tokens_per_sec, ranks, dtype):
+def mfu(flops_per_second, ranks, dtype):
     """Model FLOPs utilisation, 0 to 1 (PaLM, arXiv:2204.02311, appendix B); None where unknown."""
-    peak = peak_flops(ranks.device, dtype)
-    if peak is None or not hasattr(model, "flops_per_token"):
+    if ranks.device.type != "cuda" or not flops_per_second:
         return None
-    return model.flops_per_token() * tokens_per_sec / (peak * ranks.world_size)
+    peak = peak_flops(torch.cuda.get_device_name(ranks.device), dtype,
+                      torch.backends.cuda.matmul.allow_tf32)
+    return flops_per_second / (peak * ranks.world_size) if peak else None
 
 
 def peak_memory(device):
@@ -55,108 +63,136 @@ def peak_memory(device):
     return round(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / 2**20)
 
 
-def compile_pays(run):
-    """Whether compiling (about a minute) is repaid: by a run of at least ten times that, guessed
-    from its FLOPs at a modest speed of the device."""
-    model, config, ranks = run.raw, run.config, run.ranks
-    if ranks.device.type not in ("cpu", "cuda") or not hasattr(model, "flops_per_token"):
-        return False
-    per_second = 1e14 * ranks.world_size if ranks.device.type == "cuda" else 2e11
-    return model.flops_per_token() * config.tokens_per_step * config.max_iters / per_second > 600
+def should_compile(config, flops_per_step, ranks):
+    """Whether to compile. auto: where that (about a minute) is repaid, by a run of at least ten
+    times its length at a modest speed of the device."""
+    if config.compile != "auto":
+        return config.compile == "true"
+    speed = {"cpu": 2e11, "cuda": 1e14 * ranks.world_size}.get(ranks.device.type, math.inf)
+    return flops_per_step * config.max_iters / speed > 600
+
+
+def flops_per_step(model, config, loader):
+    """FLOPs of an optimizer step over all ranks, 0 where the model does not know."""
+    per_unit = getattr(model, "flops_per_unit", lambda: 0)()
+    return per_unit * config.samples_per_step * loader.units_per_sample
+
+
+def start_up(say, config, ranks, data, model, dtype, why, compiled):
+    """Say what will happen before it does. why: the reason for dtype."""
+    c, train = config, data.train
+    unit = "tokens" if train.unit == "tok" else f"{train.unit}s"
+    if hasattr(train, "n_tokens"):
+        say(f"Loading data from {c.data_dir}...")
+    for split, loader in (("train", train), ("val", data.val)):
+        if loader is not None:
+            length = (f"{loader.n_tokens:,} tokens" if hasattr(loader, "n_tokens")
+                      else f"{loader.samples:,} {loader.unit}s")
+            say(f"[{split}] Data loaded. Length: {length}")
+    ways = f", {c.distributed}" if ranks.world_size > 1 else ""
+    say(f"Device: {distributed.describe_device(ranks.device)}; world size {ranks.world_size}{ways}")
+    compiling = "on (the first step takes a while)" if compiled else "off"
+    say(f"Precision: {str(dtype).removeprefix('torch.')} ({why}); compile {compiling}")
+    n = sum(p.numel() for p in model.parameters())
+    say(f"Model {c.model}: {n:,} parameters ({parameters_by_part(model)})")
+    units = c.samples_per_step * train.units_per_sample
+    each = f" of {train.units_per_sample:,}" if train.units_per_sample > 1 else ""
+    micro, accumulated = c.micro_batch(ranks.world_size), c.accumulation(ranks.world_size)
+    say(f"Batch: {micro} x {accumulated} accumulated x {ranks.world_size} ranks = "
+        f"{c.samples_per_step:,} samples{each}: {units:,} {unit} a step")
+    total = c.max_iters * units
+    flops = flops_per_step(model, c, train) * c.max_iters
+    say(f"Length: {c.max_iters:,} steps, {compact(total)} {unit}, "
+        f"{c.max_iters * c.samples_per_step / train.samples:.2f} passes over {train.samples:,} "
+        f"samples, {total / n:.1f} {unit} a parameter" + (f", {flops:.2g} FLOPs" if flops else ""))
+    falls = c.lr_schedule not in ("constant", "none", "plateau")
+    say(f"Learning rate: {c.learning_rate:g}, {c.lr_schedule}, warm-up {c.warmup_steps} steps"
+        + (f", to {c.final_lr:g}" if falls else ""))
+    for note in c.notes():
+        say(f"Note: {note}")
 
 
 def parameters_by_part(model):
-    """'embedding 12,288,000, blocks 37,748,736, ...' of the named parameters' first names."""
+    """'wte 12,288,000, h 37,748,736, ...': parameters by the first part of their names."""
     parts = {}
-    names = dict(wte="token embedding", wpe="position embedding", h="blocks", lm_head="head")
     for name, p in model.named_parameters():
-        part = names.get(name.split(".")[0], "rest")
-        part = "value embeddings" if ".ve." in name else part
+        part = name.split(".")[0]
         parts[part] = parts.get(part, 0) + p.numel()
     return ", ".join(f"{k} {v:,}" for k, v in parts.items())
 
 
-def start_up(run, log):
-    """Say what will happen before it does."""
-    c, model, ranks = run.config, run.raw, run.ranks
-    total = c.max_iters * c.tokens_per_step
-    n = sum(p.numel() for p in model.parameters())
-    log(f"Device: {distributed.describe_device(ranks.device)}; {ranks.world_size} "
-        f"rank{'s'[:ranks.world_size != 1]}"
-        + (f", {c.distributed}" if ranks.world_size > 1 else ""))
-    log(f"Precision: {str(run.dtype).removeprefix('torch.')} ({run.dtype_why}); "
-        f"compile {'on' if run.compiled else 'off'}" + (" (the first step takes a while)"
-                                                       if run.compiled else ""))
-    log(f"Model: {n:,} parameters ({parameters_by_part(model)}); "
-        f"vocabulary {run.data.vocab_size:,}")
-    log(f"Batch: {run.micro_batch} x {c.block_size} x {run.accumulation} accumulated x "
-        f"{ranks.world_size} ranks = {c.tokens_per_step:,} tokens a step")
-    flops = model.flops_per_token() * total if hasattr(model, "flops_per_token") else 0
-    log(f"Length: {c.max_iters:,} steps, {compact(total)} tokens, "
-        f"{total / run.data.train.tokens_per_epoch:.2f} passes over the data, "
-        f"{total / n:.1f} tokens a parameter" + (f", {flops:.2g} FLOPs" if flops else ""))
-
-
-def dry_run(run):
-    """Estimate memory and time from a few timed steps; nothing is written. True if it fits."""
-    run.build_model(empty=True)  # what does not fit must not be tried
-    c, model, device = run.config, run.raw, run.ranks.device
-    say = print if run.ranks.main else lambda text: None
-    start_up(run, say)
-    weights = sum(p.numel() * 4 for p in model.parameters())
-    weights //= run.ranks.world_size if run.sharded else 1
-    width = 2 if run.dtype != torch.float32 else 4
-    rows = run.micro_batch * c.block_size
-    hidden = c.n_hidden or 4 * c.n_embd
-    per_layer = 0 if c.gradient_checkpointing == "true" else 9 * c.n_embd + 4 * hidden
-    activations = rows * width * c.n_layer * (per_layer + c.n_embd)
-    logits = rows * run.data.vocab_size * width
-    parts = dict(weights=weights, gradients=weights, optimizer=2 * weights,
-                 activations=activations, logits=logits)
-    needed, there = sum(parts.values()), available_memory(device)
-    say("Memory: " + ", ".join(f"{k} {v / 2**20:,.0f}" for k, v in parts.items())
-        + f" MiB; in all {needed / 2**20:,.0f} of {there / 2**20:,.0f} MiB")
-    if distributed.max_over_ranks(int(needed > there), run.ranks):
-        say("Does not fit: lower batch_size (and raise gradient_accumulation_steps by the same "
-            "factor), set gradient_checkpointing: true, or lower block_size, n_layer or n_embd.")
-        return False
-    run.build_model()
-    seconds = time_steps(run)
-    say(f"Fits. {seconds * 1000:,.0f} ms a step, {c.tokens_per_step / seconds:,.0f} tokens/s"
-        + ("" if not run.compiled else " (not compiled; the run will be faster)"))
-    for steps in sorted({c.max_iters, 5_000, 50_000, 500_000}):
-        say(f"  {steps:>9,} steps: {compact(steps * c.tokens_per_step):>6} tokens, "
-            f"{duration(steps * seconds)}")
-    return True
-
-
-def time_steps(run, wanted=3):
-    """Seconds of an optimizer step: the median of a few micro-batches, times their number."""
-    times, model = [], run.raw
-    compute = model if run.sharded else model.forward  # past the compiled code
-    batch = run.data.train.get_batch(run.ranks.device, 0)
-    for _ in range(wanted + 1):
+def time_sample(forward, loader, device):
+    """Seconds that loss, sums = forward(*batch) and its backward pass take for a sample, from a
+    batch of a few."""
+    batch = loader.get_batch(device, 0)
+    for n in (1, min(4, len(batch[0]))):  # the first one warms up
         started = time.perf_counter()
-        with run.autocast():
-            loss, _ = compute(*batch)
-        loss.backward()
-        if run.ranks.device.type == "cuda":
-            torch.cuda.synchronize()
-        times.append(time.perf_counter() - started)
-        model.zero_grad(set_to_none=True)
-    return sorted(times[1:])[wanted // 2] * run.accumulation
+        forward(*(t[:n] for t in batch))[0].backward()
+    return (time.perf_counter() - started) / n
 
 
-def available_memory(device):
-    """Bytes a run could use on the device."""
-    if device.type == "cuda":
-        return torch.cuda.mem_get_info(device)[0]
-    from train.saver import memory_available
-    return memory_available()
+def how_long(step, config, done):
+    """How long a run takes at `step` seconds a step, and what suits the machine if that is days."""
+    steps = config.max_iters - done
+    left = step * steps
+    text = f"About {step:,.0f} s a step here: {duration(left)} for {steps:,} steps"
+    if left > 86400:
+        text += (".\nThis machine is slow for this configuration. A small model on the same data, "
+                 "about a minute:\n  " + shlex.join([
+                     "python", "run_train.py", "--config", "train/config_quick.yaml",
+                     "--data_dir", config.data_dir, "--out_dir", "out/quick"]))
+    return text
+
+
+def next_steps(c):
+    """What to do with a finished run."""
+    sample = ["python", "-m", "model.sample", "--ckpt", os.path.join(c.out_dir, "ckpt.pt"),
+              "--prompt", "..."]
+    picture = os.path.join(c.out_dir, "loss.svg")
+    if c.model != "gpt":
+        return f"Next: open {picture}"
+    return (f"Next: read {os.path.join(c.out_dir, 'samples.txt')}, open {picture}, or write text "
+            f"with\n  {shlex.join(sample)}\nYour own text: python -m data.prepare my.txt")
+
+
+def without_option(argv, name):
+    """argv without an option, given as --name=value, or as --name with the token after it."""
+    out, rest = [], list(argv)
+    while rest:
+        option, equals, _ = rest[0].lstrip("-").replace("-", "_").partition("=")
+        if option != name:
+            out.append(rest.pop(0))
+        else:
+            del rest[:1 if equals else 2]
+    return out
+
+
+def resume_command(config, ranks):
+    """The command line that goes on with this run."""
+    args = without_option(sys.argv[1:], "allow_change")
+    args += ["--resume", "auto"] if config.resume != "auto" else []  # the last word counts
+    if ranks.world_size == 1:
+        return "  " + shlex.join(["python", "run_train.py", *args])
+    here = int(os.environ.get("LOCAL_WORLD_SIZE") or ranks.world_size)
+    nodes = ranks.world_size // here
+    several = [f"--nnodes={nodes}", "--rdzv_backend=c10d", "--rdzv_endpoint=HOST:PORT"]
+    command = ["torchrun", *(several if nodes > 1 else []), f"--nproc_per_node={here}"]
+    on = "  (on each node)" if nodes > 1 else ""
+    return "  " + shlex.join([*command, "run_train.py", *args]) + on
 
 
 # -----------------------------------------------------------------------------
 # when something goes wrong
+
+def not_finite(it, loss, norm, lr, where, good):
+    """What to say of a step whose numbers are not finite. good: path of the last checkpoint."""
+    good = good if os.path.exists(good) else "none yet"
+    return (f"iter {it}: not finite: loss {loss}, gradient norm {norm}, lr {lr:.3g}; stopped "
+            f"before the update. The batch: {where}.\n"
+            f"Last good checkpoint: {good}. Try a lower "
+            "--learning_rate, a longer --warmup_iters, --grad_clip 1.0, --dtype float32 or "
+            "--on_spike rewind.")
+
 
 def is_out_of_memory(error):
     text = str(error).lower()
@@ -173,64 +209,35 @@ def advice(error, config):
     if is_out_of_memory(error):
         b, g = config.batch_size, config.gradient_accumulation_steps
         pair = (f"--batch_size {b // 2} --gradient_accumulation_steps {g * 2} (the same global "
-                "batch) " if b % 2 == 0 else "a smaller --batch_size ")
-        return (f"Out of memory. Try {pair}or --auto_batch, then --gradient_checkpointing true, "
-                "then a smaller block_size or model. `--dry_run` shows where the memory goes.")
+                "batch)" if b % 2 == 0 else "a smaller --batch_size")
+        return (f"Out of memory. Try {pair}, then --gradient_checkpointing, then smaller samples "
+                "or a smaller model. `--dry_run` shows where the memory goes.")
     if "nccl" in text:
         return ("NCCL failed. NCCL_DEBUG=INFO shows why; check that every rank sees its GPU "
                 "(CUDA_VISIBLE_DEVICES, nvidia-smi) and that all nodes reach the rendezvous.")
     if "connection closed by peer" in text or "connection reset" in text or "timed out" in text:
         return ("Another rank died or hung: look for the first error above. torchrun "
                 "--max-restarts=3 restarts from the last checkpoint by itself.")
-    if is_compile_error(error):
-        return "Compiling failed: --compile false trains without it."
-    return ""
+    return "Compiling failed: --no-compile trains without it." if is_compile_error(error) else ""
 
 
-def next_steps(run):
-    """What to do with a finished run."""
-    out = run.config.out_dir
-    return (f"Next: read {out}/samples.txt, open {out}/loss.svg, or write text with\n"
-            f"  python -m model.sample --ckpt {out}/ckpt.pt --prompt \"...\"\n"
-            "Your own text: python -m data.prepare my.txt, then --data_dir data/bin/my\n"
-            "A GPU is used where there is one; several: torchrun --nproc_per_node=N run_train.py "
-            "--config train/config.yaml")
-
-
-def resume_command(run):
-    """The command line that goes on with this run."""
-    args = shlex.join(a for a in sys.argv[1:] if a != "--allow_change")
-    if run.given.resume == "never":
-        args += " --resume auto"  # the last word counts
-    if run.ranks.world_size > 1:
-        return f"  torchrun --nproc_per_node={run.ranks.world_size} run_train.py {args}"
-    return f"  python run_train.py {args}"
-
-
-def run_reporting_errors(config, dry=False, job=None):
-    """train(config), or job(config), with errors told to a person: the exit code. 2: bad input, 1:
-    it broke, 128 + n: stopped by signal n."""
+def run_reporting_errors(config, job):
+    """job(config) with errors told to a person: the exit code. 2: bad input, 1: it broke, 128 + n:
+    stopped by signal n."""
     rank = os.environ.get("RANK", "")
-    rank = int(rank) if rank.isdigit() else 0  # what else it may be, train() refuses
-    from train import train as training
+    rank = int(rank) if rank.isdigit() else 0  # what else it may be, the process group refuses
     try:
-        if dry:
-            return 0 if training.estimate(config) else 1
-        (job or training.train)(config)
+        job(config)
         return leave(0)
-    except Stopped as stopped:
-        return leave(stopped.exit_code)
-    except (DataError, CheckpointError, distributed.SetupError, ValueError) as error:
-        if type(error) is ValueError and not str(error).startswith(("lr_groups", "tracker")):
-            return broke(error, config, rank)
+    except distributed.LeaveTogether as error:  # all ranks raise it: one speaks
+        if not rank and error.exit_code < 128:
+            to_stderr(error)
+        return leave(error.exit_code)
+    except UserError as error:
         if rank:
             time.sleep(3)  # rank 0 most likely says the same, and torchrun then ends this process
-        print(f"{f'[rank {rank}] ' if rank else ''}{error}", file=sys.stderr, flush=True)
-        return leave(2)
-    except (BadNumbers, SaveFailed) as error:
-        if not rank:
-            print(error, file=sys.stderr, flush=True)
-        return leave(1)
+        to_stderr(f"[rank {rank}] {error}" if rank else error)
+        return leave(error.exit_code)
     except KeyboardInterrupt:  # before there was anything to save
         return leave(130)
     except BaseException as error:
@@ -256,5 +263,3 @@ def leave(code):
     if "WORLD_SIZE" in os.environ:
         os._exit(code)
     return code
-
-

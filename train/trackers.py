@@ -1,24 +1,33 @@
 """Optional trackers: TensorBoard, Weights & Biases, MLflow. Imported only when `tracker` names one.
 
-A tracker that fails while running is dropped with one warning; training goes on.
-"""
+A tracker that fails while running is dropped with one warning; training goes on."""
 
 import importlib.util
 import json
 import netrc
 import os
+import re
+import shlex
 import time
 import uuid
 from contextlib import suppress
 from pathlib import Path
 
+from train.plot import read_metrics
+
 PACKAGES = dict(tensorboard=["tensorboard"], wandb=["wandb"], mlflow=["mlflow", "sqlalchemy"])
+
+
+def split(names):
+    """"a,b", or a list of such texts, as a list of different names."""
+    text = names if isinstance(names, str) else ",".join(names)
+    return list(dict.fromkeys(text.replace(",", " ").split()))
 
 
 def check_trackers(names):
     """Raise ValueError, a line for each problem, unless every named tracker is there."""
     problems = []
-    for name in [names] if isinstance(names, str) else names:
+    for name in split(names):
         if name not in PACKAGES:
             problems.append(f"tracker {name!r} is unknown: expected tensorboard, wandb or mlflow")
         elif not all(map(_installed, PACKAGES[name])):  # mlflow-skinny lacks the sqlite store
@@ -33,22 +42,28 @@ def _installed(package):
     return spec is not None and spec.origin is not None  # a mere folder of that name has no origin
 
 
-def open_trackers(names, out_dir, config, run_name, system_info, resume_iter=None, warn=print):
-    """Trackers with .log(metrics, step), .record(record), .rewind(iter), .artifact(path) and
-    .close(status); none of these raises. A tracker that does not open is left out, with a warning.
+def open_trackers(names, out_dir, config, run_name, system_info, resume_iter=None, warn=print,
+                  evaluated=False, say=print):
+    """Trackers with .record(record), .rewind(iter, evaluated), .artifact(path) and .close(status);
+    none of these raises. A tracker that does not open is left out, with a warning.
 
-    config and system_info: flat dicts. resume_iter: the iteration the run goes on at (None: new).
-    The ids in out_dir/tracker.json make a resumed run the same run."""
+    config and system_info: flat dicts. resume_iter: the iteration the run goes on at (None: new),
+    evaluated: whether the evaluation there is not repeated. The ids in out_dir/tracker.json make a
+    resumed run the same run."""
     kinds = dict(tensorboard=TensorBoard, wandb=WandB, mlflow=MLflow)
     opened = [_Guarded(name, warn, lambda kind=kinds[name]: kind(
-        out_dir, config, run_name, system_info, resume_iter)) for name in dict.fromkeys(names)]
-    return [tracker for tracker in opened if tracker.tracker]
+        out_dir, config, run_name, system_info, resume_iter, evaluated)) for name in split(names)]
+    opened = [guarded for guarded in opened if guarded.tracker]
+    for guarded in opened:
+        if guarded.tracker.address:
+            say(guarded.tracker.address)
+    return opened
 
 
 def numbers(record):
     """The numbers of a metrics.jsonl record by the names trackers show: train/loss, val/ppl, ..."""
     names = {"loss": "train/loss", "train_loss": "train/mean_loss"}
-    return {names.get(k, k.replace("val_", "val/", 1)): float(v) for k, v in record.items()
+    return {names.get(k, re.sub("^val_", "val/", k)): float(v) for k, v in record.items()
             if isinstance(v, (int, float)) and k != "iter"}
 
 
@@ -73,12 +88,14 @@ class _Guarded:
 
 class Tracker:
     """What the trackers share: records become numbers; a tracker without artifacts ignores them."""
+    address = None  # a line about where to look
 
     def record(self, record):
         self.log(numbers(record), record["iter"])
 
-    def rewind(self, iter):
-        """The numbers from `iter` on will come again."""
+    def rewind(self, iter, evaluated=False):
+        """What is at `iter` and beyond will come again, but an evaluation there that is kept
+        (evaluated)."""
 
     def artifact(self, path):
         """Keep a small file with the run, if there is one."""
@@ -98,18 +115,22 @@ def _remember(out_dir, name, new=None):
 class TensorBoard(Tracker):
     """Event files in out_dir/tensorboard: tensorboard --logdir out."""
 
-    def __init__(self, out_dir, config, run_name, system_info, resume_iter):
-        self.folder, self.writer = os.path.join(out_dir, "tensorboard"), None
-        self.rewind(resume_iter)
+    def __init__(self, out_dir, config, run_name, system_info, resume_iter, evaluated):
+        self.out_dir, self.writer = out_dir, None
+        self.rewind(resume_iter, evaluated)
         for name, table in (("config", config), ("system", system_info)):
             rows = "".join(f"| {k} | {v} |\n" for k, v in table.items())
             self.writer.add_text(name, f"| key | value |\n|---|---|\n{rows}", resume_iter or 0)
 
-    def rewind(self, iter):
+    def rewind(self, iter, evaluated=False):
         from torch.utils.tensorboard import SummaryWriter
         if self.writer:
             self.writer.close()
-        self.writer = SummaryWriter(self.folder, purge_step=iter)  # hides what lies beyond
+        self.writer = SummaryWriter(os.path.join(self.out_dir, "tensorboard"), purge_step=iter)
+        if evaluated:  # what is at `iter` and beyond is hidden now: show the evaluation there again
+            for record in read_metrics(os.path.join(self.out_dir, "metrics.jsonl"), limit=1000):
+                if record["iter"] == iter and "val_loss" in record:
+                    self.record(record)
 
     def log(self, metrics, step):
         for name, value in metrics.items():
@@ -120,9 +141,9 @@ class TensorBoard(Tracker):
 
 
 class WandB(Tracker):
-    """Offline unless a login or WANDB_MODE says otherwise; later: wandb sync out/wandb/offline-*"""
+    """Offline unless a login or WANDB_MODE says otherwise."""
 
-    def __init__(self, out_dir, config, run_name, system_info, resume_iter):
+    def __init__(self, out_dir, config, run_name, system_info, resume_iter, evaluated):
         import wandb
         os.makedirs(os.path.join(out_dir, "wandb"), exist_ok=True)
         run_id = _remember(out_dir, "wandb") or _remember(out_dir, "wandb", uuid.uuid4().hex[:12])
@@ -133,6 +154,9 @@ class WandB(Tracker):
             settings=wandb.Settings(console="off", silent=True))  # stdout is the progress line's
         # An axis of our own: W&B's step cannot go back, a run resumed from a checkpoint does.
         self.run.define_metric("*", step_metric="iter")
+        folder = shlex.quote(os.path.join(out_dir, "wandb"))
+        self.address = f"W&B: {self.run.url}" if not self.run.offline else (
+            f"W&B is offline; to upload this run: wandb sync {folder}/offline-run-*-{run_id}")
 
     def log(self, metrics, step):
         self.run.log({**metrics, "iter": step})
@@ -160,7 +184,7 @@ class MLflow(Tracker):
     """A run in mlflow.db beside out_dir, or where MLFLOW_TRACKING_URI says:
     mlflow ui --backend-store-uri sqlite:///out/mlflow.db"""
 
-    def __init__(self, out_dir, config, run_name, system_info, resume_iter):
+    def __init__(self, out_dir, config, run_name, system_info, resume_iter, evaluated):
         os.environ.setdefault("MLFLOW_DISABLE_TELEMETRY", "true")  # a local store sends nothing
         os.environ.setdefault("MLFLOW_LOGGING_LEVEL", "WARNING")
         from mlflow import MlflowClient
@@ -188,8 +212,9 @@ class MLflow(Tracker):
 
     def log(self, metrics, step):
         now = int(time.time() * 1000)
+        names = {k: re.sub(r"[^\w./: -]", "_", k) for k in metrics}  # others it refuses
         self.client.log_batch(
-            self.run_id, [self.metric(k, v, now, step) for k, v in metrics.items()])
+            self.run_id, [self.metric(names[k], v, now, step) for k, v in metrics.items()])
 
     def artifact(self, path):
         if os.path.exists(path):

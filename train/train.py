@@ -1,364 +1,491 @@
-"""The training loop. Read Trainer from top to bottom: set up, run, one step, evaluation, the end.
+"""The training loop. Read it from top to bottom: set up, resume, the loop, one step, the end.
 
-The loop does not know what it trains. It asks a loader for the batches of a step and a model for a
-loss, `loss, metrics = model(*batch)`; the file model/NAME.py that the config names builds it.
-train/judge.py looks at the numbers of a step, train/evaluate.py validates, train/resume.py saves
-and resumes, train/distributed.py knows where it computes.
+The loop does not know what it trains. A file model/NAME.py builds the model and opens its data; a
+loader gives the batches of a step, a pure function of its number; the model gives a loss and sums
+over the batch, `loss, sums = model(*batch)`. The README's "To fork it" shows all that this takes.
 """
 
 import contextlib
-import importlib.util
 import math
-import os
-import time
-from dataclasses import asdict
+from dataclasses import asdict, dataclass, field, fields, replace
 
 import torch
-import torch.distributed as dist
 
-from train import checkpoint, distributed, fault, report, resume
-from train.early_stopping import EarlyStopping
-from train.evaluate import validate
-from train.guard import Signals, SpikeDetector, Stopped, Watchdog
-from train.help import to_yaml
-from train.judge import judge
-from train.lock import FolderLock
-from train.logger import Logger, write_training_args, write_yaml
-from train.lr_scheduler import ReduceOnPlateau, get_lr, resolve_lengths
-from train.optimizer import configure_optimizers
-from train.progress import Progress, StepNumbers
-from train.saver import Saver
-from train.token_data import open_token_data
+from train import checkpoint, distributed, guard, logger, report, resume
+from train.config import load_config, load_model_file, to_yaml
+from train.dataloader import Prefetcher, open_token_data
+from train.evaluate import add_sums, all_reduce, batch_sums, evaluate, to_host, to_numbers
+from train.lr_scheduler import EarlyStopping, ReduceOnPlateau, get_lr
+from train.optimizer import clip_gradients, configure_optimizers
+
+TINY = 1e-9  # below any count (of items, or of their weights where a model weighs them), but not 0
 
 
-def train(config, on_evaluation=None):
-    """The whole run that `config` (a TrainConfig) describes. Returns its last numbers.
-    Raises guard.Stopped after a signal, guard.BadNumbers when loss or gradients are not finite.
-    `on_evaluation(iter_num, numbers)` hears of every evaluation; what it raises ends the run."""
-    with distributed.process_group(config) as ranks, Trainer(config, ranks) as trainer:
-        trainer.on_evaluation = on_evaluation or trainer.on_evaluation
-        trainer.start()
+def train(config, model=None, on_evaluation=None):
+    """The whole run that `config` (a TrainConfig) describes: a dict of last numbers and history.
+
+    model: an nn.Module to train in place of the one that the model file builds.
+    on_evaluation(iter_num, numbers) hears of every evaluation; what it raises ends the run.
+    Raises UserError: guard.Stopped after a signal, guard.BadNumbers when loss or gradients are not
+    finite; ConfigError, DataError, CheckpointError, SetupError for what cannot be used.
+    """
+    config = load_config(overrides=asdict(config))  # with the checks of one that was read
+    with (distributed.process_group(config) as ranks,
+          Trainer(config, ranks, on_evaluation) as trainer):
+        trainer.set_up(model)
         return trainer.fit()
 
 
-def estimate(config):
-    """--dry_run: say what the run would take, write nothing. True if it fits in memory."""
-    with distributed.process_group(config) as ranks, Trainer(config, ranks) as trainer:
-        trainer.signals.__exit__()  # there is nothing to save: a signal ends it as any program
-        return report.dry_run(trainer)
+@dataclass
+class Progress:
+    """What the loop remembers between steps besides weights and optimizer, in every checkpoint."""
+    iter_num: int = 0                  # optimizer steps done
+    evaluated: int = -1                # iter_num of the last evaluation
+    val_loss: float | None = None      # of the last evaluation
+    best_val_loss: float = math.inf
+    best_metric: float = math.inf      # of early_stopping_metric; signed, lower is better
+    loss_sum: float = 0.0              # of the steps since the last evaluation
+    loss_count: int = 0
+    data_shift: int = 0                # steps of data passed over after rewinds
+    rewinds: int = 0
+    spikes_in_a_row: int = 0
+    overflows: int = 0                 # float16 steps skipped, in all
+    overflows_in_a_row: int = 0
+    finished: str = ""                 # why the run is over, when it is
+    history: list = field(default_factory=list)  # the numbers of every evaluation
+
+    def state_dict(self):
+        return asdict(self)
+
+    def load_state_dict(self, state):
+        for f in fields(self):  # a checkpoint of before may lack some
+            setattr(self, f.name, state.get(f.name, getattr(Progress(), f.name)))
 
 
 class Trainer:
-    # -------------------------------------------------------------------------
-    # setting up
+    """One run. Its parts know nothing of it: they are handed what they need."""
 
-    def __init__(self, config, ranks):
-        c = self.given = self.config = config
-        self.ranks, self.log, self.progress = ranks, None, Progress()
-        self.signals, self.watchdog = Signals(), Watchdog(c.step_timeout)
-        self.saver, self.lock = Saver(), None
-        self.spikes = SpikeDetector(c.spike_sigma)
-        self.plateau = ReduceOnPlateau(c.lr_factor, c.plateau_patience)
+    def __init__(self, config, ranks, on_evaluation=None):
+        c = self.config = config
+        self.ranks, self.log = ranks, None  # there is one once it is clear where the run starts
+        self.on_evaluation = on_evaluation or (lambda iter_num, numbers: None)
+        self.signals, self.watchdog = guard.Signals(), guard.Watchdog(c.step_timeout)
+        self.folder = checkpoint.RunFolder(c.out_dir, c.keep_last, c.save_precision)
+        self.progress, self.clock = Progress(), logger.Clock()
+        self.saved_at, self.best_due = 0, False  # iter_num of the last save; ckpt_best.pt is due
+        self.tested = {}  # the numbers on test data
+        self.spikes = guard.SpikeDetector(c.spike_sigma)
         self.stopping = EarlyStopping(c.early_stopping_patience, c.early_stopping_min_delta,
                                       c.early_stopping_mode)
-        self.pending = self.batch = None    # numbers of the last step; the micro-batch prepared
-        self.pause = self.overhead = 0.0    # seconds: of all saves; not to count in a step's time
-        self.told_end = False
-        self.loading = 0.0                  # seconds spent on batches since the last log line
-        self.saved_at, self.best_due = 0, False
-        self.on_evaluation = lambda iter_num, numbers: None
-        self.model_file = load_model_file(c.model)
-        distributed.set_seed(c.seed, c.deterministic)
-        self.found = None                   # rank 0: the checkpoint to go on from
-        self.open_data(c.batch_size)
+        self.plateau = ReduceOnPlateau(c.lr_factor, c.plateau_patience,
+                                       least=(c.min_lr or 0.0) / c.learning_rate)
 
     def __enter__(self):
-        self.signals.__enter__()
         return self
 
     def __exit__(self, kind, error, trace):
         self.watchdog.disarm()
-        self.signals.__exit__()
-        with contextlib.suppress(Exception):  # the folder is ours until its last save is over
-            self.saver.wait()
-        if self.log is not None:
-            self.log.close("finished" if kind is None else
-                           "stopped" if kind is Stopped else "failed")
-        if self.lock is not None:
-            self.lock.release()
+        with contextlib.suppress(Exception):
+            self.folder.close()
+        if self.log:
+            self.log.close({None: "finished", guard.Stopped: "stopped"}.get(kind, "failed"))
 
-    def open_data(self, most):
-        """Loaders for a micro-batch of at most `most` sequences, and the lengths that depend on how
-        much data there is."""
-        self.micro_batch = micro_batch_size(self.given, self.ranks.world_size, most)
-        make = getattr(self.model_file, "open_data", open_token_data)
-        self.data, self.batch = make(self.given, self.micro_batch, self.ranks), None
-        self.config = resolve_lengths(self.given, self.data.train.tokens_per_epoch)
+    # -------------------------------------------------------------------------
+    # setting up
 
-    @property
-    def accumulation(self):
-        """Micro-batches a rank computes in one step."""
-        return self.config.sequences_per_step // (self.ranks.world_size * self.micro_batch)
-
-    def build_model(self, empty=False):
-        """The bare model (self.raw), what the loop calls (self.model), and how it computes. An
-        `empty` one takes no memory and can only be asked for its sizes."""
-        c, device = self.config, self.ranks.device
-        self.dtype, self.dtype_why = distributed.choose_dtype(c.dtype, device)
-        self.sharded = c.distributed == "fsdp" and self.ranks.world_size > 1
-        with torch.device("meta") if self.sharded or empty else contextlib.nullcontext():
-            self.raw = self.model_file.build_model(c, self.data.vocab_size)
-        if self.sharded and not empty:  # no rank ever holds all of it: shard it empty, then fill it
-            self.model = distributed.shard(self.raw, self.ranks, self.dtype)
-            self.model.to_empty(device=device)
-            for name, p in self.raw.named_parameters():
-                distributed.assign(p, self.raw.initial(name, p.shape, c.seed))
-        else:
-            self.model = self.raw if empty else self.raw.to(device)
-        self.compiled = c.compile == "true" or c.compile == "auto" and report.compile_pays(self)
-        if self.compiled and not empty:
-            self.raw.compile()  # in place: no wrapper, and state_dict keeps its names
-        self.scaler = torch.amp.GradScaler(device.type, enabled=self.dtype == torch.float16)
-        # A GPU runs behind the host: there a step's numbers are judged while the next one runs.
-        self.lag = (device.type == "cuda" and c.on_spike == "warn" and not self.sharded
-                    and not self.scaler.is_enabled())
-
-    def build_optimizer(self, log):
-        """The optimizer, then DDP, which must know which parameters it froze."""
-        c = self.config
-        muon = dict(lr=c.muon_lr, momentum=c.muon_momentum, weight_decay=c.muon_weight_decay)
-        self.optimizer = configure_optimizers(
-            self.raw, c.weight_decay, c.learning_rate, (c.beta1, c.beta2), c.adam_eps,
-            muon if c.optimizer == "muon" else None, c.lr_groups, log)
-        if not self.sharded:
-            self.model = distributed.wrap_ddp(self.raw, self.ranks)
-
-    def start(self):
-        """Everything up to the first step: folder, model, checkpoint, log, optimizer."""
-        c = self.given
+    def set_up(self, model=None):
+        """Everything up to the first step: folder, checkpoint, data, model, log, optimizer."""
+        c, ranks = self.config, self.ranks
         if c.tracker:
             from train.trackers import check_trackers
-            check_trackers(c.tracker)  # a missing package ends here, before any work
-        distributed.from_main(self.lock_folder, self.ranks)
-        self.build_model()
-        specs = distributed.from_main(lambda: resume.find(self), self.ranks)
-        machine = dict(world_size=self.ranks.world_size, device=str(self.ranks.device))
-        self.log = Logger(c.out_dir, main=self.ranks.main, trackers=c.tracker, config=asdict(c),
-                          system_info=machine)
-        if self.ranks.main and not c.eval_only:
             try:
-                write_yaml(os.path.join(c.out_dir, "config.yaml"), to_yaml(c))
-                write_training_args(c.out_dir, asdict(c), machine)
-            except OSError as error:  # a full disk; saving may find room again
-                self.log.warn(f"config.yaml and training_args.json were not written: {error}")
-        self.data.announce(self.log.info)
-        report.start_up(self, self.log.info)
-        if specs is None and c.init_from != "scratch":
-            resume.load_weights(self, c.init_from)
-        self.build_optimizer(self.log.info)
-        if specs is not None:
-            resume.restore(self, specs)
-            self.log.info(f"Resuming from {c.out_dir} at iter {self.progress.iter_num}")
-        elif c.resume == "auto":
+                check_trackers(c.tracker)
+            except ValueError as missing:  # ends here, before any work
+                raise distributed.SetupError(str(missing)) from None
+        distributed.set_seed(c.seed, c.deterministic, c.cudnn_benchmark)
+        start = resume.find_start(self.folder, c, ranks, tell)
+        c = replace(c, **start.shape)  # of the weights to start from
+        self.data = open_data(c, ranks)
+        c = self.config = c.in_steps(self.data.train.samples)
+        self.build_model(model)
+        if start.kind == "resume":
+            resume.check_fits(start, c, self.data, self.model, ranks, tell)
+        self.open_log()
+        self.compiler = guard.Compiler(self.model, self.compiled, ranks.device, self.log.warn)
+        if start.kind == "init_from":
+            resume.load_weights(self.model, start, c, self.data.spec, ranks, self.log.info)
+        muon = dict(lr=c.muon_lr, momentum=c.muon_momentum, weight_decay=c.muon_weight_decay)
+        self.optimizer = configure_optimizers(
+            self.model, c.weight_decay, c.learning_rate, (c.beta1, c.beta2), c.adam_eps,
+            muon if c.optimizer == "muon" else None, c.lr_groups, self.log.info)
+        if not self.sharded:  # DDP after the optimizer, which may freeze parameters
+            self.wrapped = distributed.wrap_ddp(self.model, ranks)
+        if start.kind == "resume":
+            self.restore(start)
+            self.log.info(f"Resuming from {start.path} at iter {self.progress.iter_num}")
+        elif start.kind == "scratch":
             self.log.info(f"No checkpoint in {c.out_dir}: starting from scratch")
-        if c.auto_batch:
-            from train.auto_batch import fit_micro_batch
-            fit_micro_batch(self)
+        self.batches = Prefetcher(self.data.train, ranks.device)
 
-    def lock_folder(self):
-        """Make out_dir ours alone (rank 0)."""
-        out = self.config.out_dir
-        if os.path.lexists(out) and not os.path.isdir(out):
-            raise checkpoint.CheckpointError(f"out_dir: {out} is a file; expected a folder")
-        try:
-            os.makedirs(out, exist_ok=True)
-            self.lock = FolderLock(out)
-            checkpoint.remove_leftovers(out)
-        except OSError as error:
-            raise checkpoint.CheckpointError(f"out_dir: {out} cannot be used: {error}") from error
+    def build_model(self, model=None):
+        """The bare model (self.model), what the loop calls (self.wrapped), and how it computes."""
+        c, ranks = self.config, self.ranks
+        self.dtype, self.dtype_why = distributed.choose_dtype(c.dtype, ranks.device)
+        self.sharded = c.distributed == "fsdp" and ranks.world_size > 1
+        if model is None:  # no rank ever holds all of a sharded one: it is sharded empty
+            with torch.device("meta") if self.sharded else contextlib.nullcontext():
+                model = load_model_file(c.model).build_model(c, self.data)
+        if self.sharded:
+            distributed.shard(model, ranks, self.dtype, c.seed)
+        self.model = self.wrapped = model if self.sharded else model.to(ranks.device)
+        self.units_per_step = c.samples_per_step * self.data.train.units_per_sample
+        self.flops_per_step = report.flops_per_step(model, c, self.data.train)
+        self.compiled = report.should_compile(c, self.flops_per_step, ranks)
+        self.scaler = torch.amp.GradScaler(ranks.device.type, enabled=self.dtype == torch.float16)
+
+    def open_log(self):
+        c, ranks = self.config, self.ranks
+        machine = dict(world_size=ranks.world_size, **distributed.device_facts(ranks.device))
+        self.log = logger.Logger(c.out_dir, main=ranks.main, trackers=c.tracker, config=asdict(c),
+                                 system_info=machine)
+        if ranks.main and not c.eval_only:
+            self.log.describe_run(to_yaml(c), asdict(c), machine)
+        report.start_up(self.log.info, c, ranks, self.data, self.model, self.dtype,
+                        self.dtype_why, self.compiled)
 
     # -------------------------------------------------------------------------
     # the run
 
     def fit(self):
-        """Train until the end, a signal, or a number that is not finite."""
+        """Train until the end, a signal, or a number that is not finite; the run's result."""
         p, c = self.progress, self.config
+        self.check_metric()
+        if c.eval_only and self.data.val is None:
+            raise distributed.SetupError("eval_only: these data have no validation part")
         if c.eval_only:
-            validate(self)
-            return self.summary()
-        if self.stopping.over or p.finished and p.iter_num >= c.max_iters:
+            self.validate()
+        elif self.stopping.over or p.finished and p.iter_num >= c.max_iters:
             more = "--early_stopping_patience" if self.stopping.over else "--max_iters"
             self.log.info(f"This run is finished at iter {p.iter_num}: "
                           f"{p.finished or 'early stopping'}. A larger {more} continues it, "
                           "--resume never starts afresh.")
-            return self.summary()
-        p.finished, self.clock, self.logged = "", time.perf_counter(), p.iter_num
-        self.first = p.iter_num
+        else:
+            with self.signals:  # from here on there is something to save
+                self.run()
+        return dict(iter_num=p.iter_num, val_loss=p.val_loss, best_val_loss=p.best_val_loss,
+                    finished=p.finished, history=p.history, test=self.tested)
+
+    def run(self):
+        """The loop: evaluate, save and train, each when it is due."""
+        p, c = self.progress, self.config
+        p.finished = ""
+        self.say_how_long()
+        self.clock.start(p.iter_num)
+        if p.iter_num and c.resume not in ("auto", "must", "never"):
+            self.save()  # gone on from a FILE: this branch is the folder's latest from here on
         while not p.finished:
             stop, save = self.signals.agree(self.ranks)
             if stop:
                 self.stop(stop)
             done = p.iter_num >= c.max_iters
-            if p.evaluated != p.iter_num and (self.is_due(c.eval_interval) or done):
-                if c.eval_interval and not validate(self):
-                    continue  # asked to stop meanwhile
+            if self.evaluation_is_due(done) and not self.validate():
+                continue  # asked to stop meanwhile
             if done:
                 p.finished = f"max_iters {c.max_iters} reached"
-            elif save or self.save_is_due():
-                resume.save(self)
+            elif not p.finished and (save or self.best_due or self.save_is_due()):
+                self.save()
             if not p.finished:
                 self.train_step()
-        resume.save_or_fail(self)
-        self.finish()
-        return self.summary()
+        self.save(last=True)
+        self.log.plot()
+        self.test()
+        if stop := self.signals.agree(self.ranks)[0]:  # while testing: all is saved
+            raise guard.Stopped(stop)
+        skipped = f"; {p.overflows} float16 steps skipped" if p.overflows else ""
+        self.log.info(f"Training complete! {p.finished}; checkpoints and evaluations held it up "
+                      f"for {self.clock.total_away:.1f} s{skipped}")
+        self.log.info(report.next_steps(c))
 
-    def is_due(self, interval):
-        return interval > 0 and self.progress.iter_num % interval == 0
+    def evaluation_is_due(self, done):
+        p, c = self.progress, self.config
+        if not c.eval_interval or self.data.val is None or p.evaluated == p.iter_num:
+            return False
+        if p.iter_num == 0 and not done:
+            return c.eval_on_start
+        return done or p.iter_num % c.eval_interval == 0
 
     def save_is_due(self):
-        unsaved = self.saved_at != self.progress.iter_num
-        return self.best_due or self.is_due(self.config.save_interval) and unsaved
+        it, every = self.progress.iter_num, self.config.save_every
+        return every > 0 and it % every == 0 and it != self.saved_at
 
     def train_step(self):
-        """One optimizer step: micro-batches forward and backward, clip, judge, update."""
-        it = self.progress.iter_num
-        slow = it == self.first or self.overhead  # may compile, or wait for rank 0's save
-        self.watchdog.arm(factor=10 if slow else 1)
-        fault.point("before_step", it)
-        lr = self.set_lr(it)
-        distributed.seed_step(self.config.seed, it, self.ranks.rank)
-        loss = self.forward_backward(it)
-        norm = self.clip_gradients()
-        fault.point("before_opt", it)
-        numbers = self.collect(it, lr, loss, norm)
-        if self.lag:
-            # The device itself skips an update that is not finite; the host hears a step later.
-            self.optimizer.found_inf = (~torch.isfinite(norm)).float()
-            numbers, self.pending = self.pending, numbers
-        verdict = judge(self, numbers) if numbers is not None else "update"
+        """One optimizer step: learning rate, micro-batches, clip, check, update."""
+        c, p, ranks, it = self.config, self.progress, self.ranks, self.progress.iter_num
+        self.watchdog.arm(factor=10 if self.clock.unsteady(it) else 1)
+        distributed.seed_step(c.seed, it, ranks.rank)  # dropout is the same whenever this is run
+        # The learning rate is a function of the step; each group scales its own peak by it.
+        lr = get_lr(it, c) * self.plateau.scale
+        for group in self.optimizer.param_groups:
+            group["lr"] = group["initial_lr"] * (lr / c.learning_rate)
+
+        # This rank's share of the global batch, in n micro-batches whose gradients add up.
+        n, sums = c.accumulation(ranks.world_size), {}
+        first = (it + p.data_shift) * n  # number of the first one in this rank's order
+        full_count = c.micro_batch(ranks.world_size) * self.data.train.units_per_sample
+        # The first step of a run on a CPU is not compiled: its numbers need not wait for a minute.
+        with self.compiler.paused(when=it == 0), self.autocast():
+            for micro in range(n):
+                self.log.doing(f"iter {it}, micro-batch {micro + 1} of {n}")
+                batch = self.batches.get(first + micro)  # a tuple of tensors (B, ...)
+                with distributed.gradient_sync(self.wrapped, last=micro == n - 1):
+                    loss, extra = self.compiler.call(self.wrapped, *batch)  # mean over its items
+                    # Weighted by its items, 1 where it is full: however the items fall into micro-
+                    # batches and ranks, the gradient is that of sum(count * loss) / sum(count).
+                    weight = extra["count"] / full_count if "count" in extra else 1.0
+                    with torch.autocast(ranks.device.type, enabled=False):
+                        self.scaler.scale(loss * weight / n).backward()
+                self.batches.prefetch(first + micro + 1)  # while the device still computes
+                add_sums(sums, batch_sums(loss, extra, full_count))
+
+        sums, factor = all_reduce(sums, ranks), 1.0
+        if "count" in extra:  # what the weights leave to divide by: exactly 1 if all were full
+            factor = (n * full_count * ranks.world_size / sums["count"].clamp(min=TINY)).float()
+        self.scaler.unscale_(self.optimizer)
+        norm = clip_gradients(self.optimizer, c.grad_clip, factor)  # before clipping
+        sums, norm = to_host(sums, norm)  # the only place where the host waits for the device
+
+        verdict = self.check(it, lr, sums, norm)
         if verdict == "rewind":
-            return resume.rewind(self)
+            return self.rewind()
         if verdict == "update":
             self.scaler.step(self.optimizer)
         self.scaler.update()
         self.optimizer.zero_grad(set_to_none=True)
-        self.progress.iter_num += 1
+        p.iter_num += 1
+        if hasattr(self.model, "after_step"):
+            self.model.after_step(it, sums)
 
-    def set_lr(self, it):
-        """Set every group's learning rate for step `it`; returns that of the plain group."""
-        lr = get_lr(it, self.config) * self.plateau.scale
-        for group in self.optimizer.param_groups:
-            group["lr"] = group["initial_lr"] * (lr / self.config.learning_rate)
-        return lr
+    def check(self, it, lr, sums, norm):
+        """Look at the numbers of a step and log them: "update", "skip" or "rewind". The same on
+        every rank, since they are. Raises BadNumbers before an update that would do harm."""
+        p, c = self.progress, self.config
+        count = float(sums["count"])  # 0: a step of no items, which says nothing of the loss
+        before = p.loss_sum / p.loss_count if p.loss_count else p.val_loss or 0.0
+        loss = float(sums["loss"]) / count if count else before
+        verdict = guard.judge(loss, norm, p, self.spikes, c.on_spike, self.scaler.is_enabled())
+        if verdict == "stop":
+            self.folder.wait()
+            raise guard.BadNumbers(report.not_finite(it, loss, norm, lr, self.where(it),
+                                                     self.folder.file("ckpt.pt")))
+        if verdict == "overflow":
+            return "update"  # GradScaler.step() skips it by itself
+        if verdict != "fine":
+            self.log.warn(f"iter {it}: loss {loss:.4f} is a spike (norm {norm:.2f}, "
+                          f"{self.where(it)}); on_spike: {c.on_spike}")
+        if verdict == "rewind":
+            return verdict
+        p.loss_sum, p.loss_count = p.loss_sum + loss, p.loss_count + 1
+        if it % c.log_interval == 0 or it + 1 == c.max_iters:
+            self.log_step(it, lr, sums, norm)
+        return "skip" if verdict == "skip" else "update"
 
-    def forward_backward(self, it):
-        """Gradients of the mean loss over this rank's share of the global batch; that loss."""
-        n, total = self.accumulation, 0.0
+    def where(self, it):
+        """Where this rank's samples of step `it` came from, for messages."""
+        n = self.config.accumulation(self.ranks.world_size)
         first = (it + self.progress.data_shift) * n
-        with self.autocast():  # around all micro-batches: eager code then casts each weight once
-            for micro in range(n):
-                batch = self.get_batch(first + micro)
-                with distributed.gradient_sync(self.model, last=micro == n - 1):
-                    loss, _ = self.call_model(*batch)
-                    fault.point("mid_backward", it)
-                    with torch.autocast(self.ranks.device.type, enabled=False):
-                        self.scaler.scale(loss / n).backward()
-                self.prefetch(first + micro + 1)
-                total = total + loss.detach()
-        if fault.point("bad_loss", it):
-            total, self.raw.wte.weight.grad[0, 0] = total * math.nan, math.nan
-        return total / n
+        locate = getattr(self.data.train, "locate", lambda step: f"batch {step}")
+        return "; ".join(locate(step) for step in range(first, first + min(n, 2)))
 
-    def get_batch(self, index):
-        """This rank's micro-batch `index` on its device."""
-        if self.batch is None or self.batch[0] != index:
-            self.prefetch(index)
-        return self.batch[1]
-
-    def prefetch(self, index):
-        """Prepare a micro-batch while the device works on the one before."""
-        started = time.perf_counter()
-        self.batch = (index, self.data.train.get_batch(self.ranks.device, index))
-        self.loading += time.perf_counter() - started
-
-    def call_model(self, *batch):
-        """model(*batch); where compiling fails, say so once and go on without."""
-        try:
-            return self.model(*batch)
-        except Exception as error:
-            if not self.compiled or not report.is_compile_error(error):
-                raise
-            reason = str(error).strip().split("\n")[0][:200]
-            self.log.warn(f"torch.compile failed; going on without it (--compile false): {reason}")
-            self.compiled = False
-            for module in self.raw.modules():
-                module._compiled_call_impl = None
-            return self.model(*batch)
+    def log_step(self, it, lr, sums, norm):
+        c, seconds = self.config, self.clock.lap(it, self.batches.take_seconds(), self.log.warn)
+        left = (c.max_iters - it - 1) * seconds
+        self.clock.announce_end(it, left, self.log.info)
+        self.log.step(dict(
+            iter=it, max_iters=c.max_iters, tokens=(it + 1) * self.units_per_step,
+            unit=self.data.train.unit, lr=lr, grad_norm=norm, time_ms=seconds * 1000,
+            tokens_per_sec=self.units_per_step / seconds, eta_s=left,
+            mfu=report.mfu(self.flops_per_step / seconds, self.ranks, self.dtype),
+            memory_mib=report.peak_memory(self.ranks.device), **to_numbers(self.model, sums)))
 
     def autocast(self):
         enabled = self.dtype != torch.float32
         return torch.autocast(self.ranks.device.type, self.dtype, enabled=enabled)
 
-    def clip_gradients(self):
-        """Clip the global gradient norm to grad_clip; returns it as it was before."""
-        self.scaler.unscale_(self.optimizer)
-        params = [p for g in self.optimizer.param_groups for p in g["params"] if p.grad is not None]
-        if self.config.grad_clip:
-            return distributed.full(torch.nn.utils.clip_grad_norm_(params, self.config.grad_clip))
-        return distributed.full(torch.nn.utils.get_total_norm([p.grad for p in params]))
+    # -------------------------------------------------------------------------
+    # evaluation, and what follows from it
 
-    def collect(self, it, lr, loss, norm):
-        """Loss, averaged over the ranks, and norm on their way to the host."""
-        loss = loss.float().reshape(1)
-        if self.ranks.world_size > 1:
-            dist.all_reduce(loss)
-            loss = loss / self.ranks.world_size
-        values = torch.cat([loss, norm.float().reshape(1)])
-        if not (self.lag and values.is_cuda):
-            return StepNumbers(it, lr, values.cpu())
-        values, event = values.to("cpu", non_blocking=True), torch.cuda.Event()
-        event.record()
-        return StepNumbers(it, lr, values, event)
+    def validate(self):
+        """Evaluate on fixed batches and act on the numbers. False if asked to stop meanwhile."""
+        p, c = self.progress, self.config
+        self.watchdog.arm(factor=10)  # this takes longer than a step
+        with self.clock.away(), self.log.busy("evaluating"):
+            numbers = self.evaluate(self.data.val, c.eval_iters)
+            if numbers is None:
+                return False
+            p.evaluated, p.val_loss = p.iter_num, numbers["val_loss"]
+            record = dict(iter=p.iter_num, tokens=p.iter_num * self.units_per_step,
+                          train_loss=p.loss_sum / p.loss_count if p.loss_count else None, **numbers)
+            if c.max_epochs is not None:
+                record |= dict(epoch=p.iter_num * c.samples_per_step / self.data.train.samples,
+                               lr=get_lr(p.iter_num, c) * self.plateau.scale)
+            self.log.evaluation(record, steps=p.loss_count)
+            p.history.append(record)
+            p.loss_sum, p.loss_count = 0.0, 0
+            self.react(numbers)
+            self.on_evaluation(p.iter_num, numbers)
+            if p.iter_num and c.sample_tokens:
+                self.show_samples()
+            self.log.plot()
+        return True
 
-    def settle(self):
-        """Judge the step whose numbers are still on their way, if any."""
-        if self.pending is not None:
-            numbers, self.pending = self.pending, None
-            judge(self, numbers)
+    def test(self):
+        """At the very end: the best weights on data that nothing was chosen by. They stay in the
+        model; what was trained last is saved."""
+        p, loader = self.progress, self.data.test
+        if loader is None:
+            return
+        weights = resume.load_best(self.model, self.folder, self.ranks)
+        with self.log.busy("evaluating test data"):
+            numbers = self.evaluate(loader, loader.samples) or {}  # asked to stop: as it is
+        self.tested = {f"test_{n.removeprefix('val_')}": v for n, v in numbers.items()}
+        if numbers:
+            self.log.info(f"On test data, with {weights}:")
+            self.log.evaluation(dict(iter=p.iter_num, tokens=p.iter_num * self.units_per_step,
+                                     **self.tested))
+
+    def evaluate(self, loader, batches):
+        """{val_NAME: number} over `batches` fixed batches, or None if asked to stop meanwhile."""
+        def stop(done, n):
+            self.log.doing(f"evaluating, batch {done} of {n}")
+            self.watchdog.arm(factor=10)  # a limit on the time of a batch, not of all of them
+            return bool(self.signals.stop)
+        with self.eval_mode():
+            return evaluate(self.model, lambda *batch: self.compiler.call(self.model, *batch),
+                            loader, batches, self.ranks, self.autocast, stop)
+
+    @contextlib.contextmanager
+    def eval_mode(self):
+        self.model.eval()
+        try:
+            with self.compiler.paused():
+                yield
+        finally:
+            self.model.train()
+
+    def react(self, numbers):
+        """Best checkpoint, learning rate, early stopping."""
+        p, c, watched = self.progress, self.config, numbers[self.config.early_stopping_metric]
+        p.best_val_loss = min(p.best_val_loss, numbers["val_loss"])
+        known = watched is not None  # or this evaluation had no item for it
+        if known and p.iter_num and self.stopping.sign * watched < p.best_metric:
+            p.best_metric, self.best_due = self.stopping.sign * watched, True
+        if c.lr_schedule == "plateau" and self.plateau.update(numbers["val_loss"]):
+            self.log.info(f"val_loss has not improved for {c.plateau_patience + 1} evaluations: "
+                          f"learning rate x {self.plateau.scale:g}")
+        if known and c.early_stopping_patience and self.stopping.update(watched):
+            p.finished = (f"early stopping: no better {c.early_stopping_metric} in "
+                          f"{c.early_stopping_patience} evaluations")
+
+    def check_metric(self):
+        """Refuse an early_stopping_metric that evaluations will not have, before any work."""
+        name = self.config.early_stopping_metric
+        if name == "val_loss" or self.data.val is None or not self.config.eval_interval:
+            return
+        known = list(self.evaluate(self.data.val, 1))  # None in one batch is not None in all
+        if name not in known:
+            raise distributed.SetupError(f"early_stopping_metric: evaluations of this model do not "
+                                         f"yield {name!r}; choose one of {', '.join(known)}")
+
+    def show_samples(self):
+        """What the model makes so far, from the same prompts and seed every time: a sharded model
+        on all ranks, which must compute together, else on rank 0. A sample never ends a run."""
+        sample = getattr(load_model_file(self.config.model), "sample", None)
+        it = self.progress.iter_num
+        if sample is None or not (self.ranks.main or self.sharded):
+            return
+        self.log.doing("sampling")
+        try:
+            with self.eval_mode(), torch.no_grad(), self.autocast():
+                texts = sample(self.model, self.data, self.config)
+        except Exception as error:
+            return self.log.warn(f"no samples: {type(error).__name__}: {error}")
+        for text in texts:
+            self.log.samples(it, text, whole=it >= self.config.max_iters)
 
     # -------------------------------------------------------------------------
-    # the end
+    # checkpoints: the state_dict of every part, and back (train/resume.py)
 
-    def finish(self):
-        self.log.plot()
-        p, took = self.progress, f"checkpoints held it up for {self.pause:.1f} s"
-        skipped = f"; {p.overflows} fp16 steps skipped" if p.overflows else ""
-        self.log.info(f"Training complete! {p.finished}; {took}{skipped}")
-        self.log.info(report.next_steps(self))
+    def parts(self):
+        return dict(progress=self.progress, scaler=self.scaler, plateau=self.plateau,
+                    early_stopping=self.stopping, spikes=self.spikes)
+
+    def save(self, last=False):
+        """Save in the background; the last save is waited for, and must succeed. All ranks call."""
+        self.watchdog.arm(factor=10)  # saving takes longer than a step
+        with self.clock.away(), self.log.busy("saving the checkpoint"):
+            state = resume.contents(self.config, self.data, self.model, self.optimizer,
+                                    self.parts(), self.ranks)
+            distributed.from_main(
+                lambda: self.folder.save(state, self.best_due, self.log, last), self.ranks)
+        self.saved_at, self.best_due = self.progress.iter_num, False
+
+    def restore(self, start):
+        """Go on from the checkpoint that `start` has found."""
+        p = self.progress
+        resume.restore(start, self.config, self.model, self.optimizer, self.parts(), self.ranks,
+                       self.log.warn)
+        self.saved_at, self.best_due = p.iter_num, False
+        if self.config.eval_only:  # the run's own numbers stay as they are
+            self.log.first_iter = self.log.last_eval = p.iter_num
+        else:
+            self.log.rewind(p.iter_num, evaluated=p.evaluated == p.iter_num)
+
+    def rewind(self):
+        """After a spike: back to the last checkpoint, and on past the batches that led to it."""
+        p = self.progress
+        bad, shift, rewinds = p.iter_num, p.data_shift, p.rewinds
+        self.optimizer.zero_grad(set_to_none=True)
+        self.scaler.update()  # or it would take the next step's gradients for unscaled already
+        self.folder.wait()
+        start = resume.find_latest(self.folder, self.ranks, tell)
+        if start.kind == "scratch":
+            raise guard.BadNumbers(f"iter {bad}: a loss spike, and no checkpoint to rewind to yet")
+        self.restore(start)
+        passed = bad + 1 - p.iter_num  # with the batch whose loss it was
+        p.data_shift, p.rewinds = shift + passed, rewinds + 1
+        self.clock.start(p.iter_num)
+        self.log.warn(f"rewound to iter {p.iter_num}, passing over {passed} batches "
+                      f"({p.rewinds} of {guard.MAX_REWINDS} rewinds)")
+
+    # -------------------------------------------------------------------------
+    # beginning and end
+
+    def say_how_long(self):
+        """On a CPU, where a step may take half a minute: how long it all will take, from a few
+        samples forward and backward, before the first step is waited for."""
+        c, ranks = self.config, self.ranks
+        if ranks.device.type != "cpu" or self.flops_per_step < 1e12:
+            return
+        with self.log.busy("timing a few samples"), self.compiler.paused(), self.autocast():
+            seconds = report.time_sample(self.model, self.data.train, ranks.device)
+        self.model.zero_grad(set_to_none=True)
+        step = seconds * c.samples_per_step / ranks.world_size
+        self.log.info(report.how_long(step, c, self.progress.iter_num))
 
     def stop(self, signum):
         """Save, say how to go on, and leave."""
-        resume.save_or_fail(self)
+        self.save(last=True)
         self.log.info(f"Stopped at iter {self.progress.iter_num}, saved. To resume:")
-        self.log.info(report.resume_command(self))
-        raise Stopped(signum)
-
-    def summary(self):
-        p = self.progress
-        return dict(iter_num=p.iter_num, val_loss=p.val_loss, best_val_loss=p.best_val_loss,
-                    finished=p.finished)
+        self.log.info(report.resume_command(self.config, self.ranks))
+        raise guard.Stopped(signum)
 
 
-def load_model_file(name):
-    """The module model/NAME.py."""
-    if importlib.util.find_spec(f"model.{name}") is None:
-        raise distributed.SetupError(f"model: there is no model/{name}.py; expected gpt, or a file "
-                                     "of yours with build_model(config, vocab_size)")
-    return importlib.import_module(f"model.{name}")
+def open_data(config, ranks):
+    """The Data of a run: what the model file opens, else the token files of data_dir."""
+    data = getattr(load_model_file(config.model), "open_data", open_token_data)(config, ranks)
+    resume.check_plain(data.spec, "Data.spec")
+    return data
 
 
-def micro_batch_size(config, world_size, most=None):
-    """The largest micro-batch of at most `most` (batch_size) that divides a rank's share of the
-    step."""
-    share = config.sequences_per_step // world_size
-    return next(b for b in range(min(most or config.batch_size, share), 0, -1) if share % b == 0)
+def tell(text):
+    print(f"warning: {text}", flush=True)  # on rank 0, before there is a log

@@ -1,0 +1,211 @@
+"""Tokenizers as Hugging Face's tokenizer.json, and back, without a library of theirs.
+
+Both sides do the same byte pair encoding, told in two ways: tiktoken joins the pair whose joined
+bytes have the lowest rank, tokenizer.json lists the pairs in the order in which they are joined.
+"""
+
+import base64
+import functools
+import hashlib
+import json
+import math
+import os
+
+from data.token_files import DataError
+from data.tokenizer import (
+    EOT,
+    GPT2_PATTERN,
+    R50K_SHA256,
+    CharTokenizer,
+    RankTokenizer,
+    load_tokenizer,
+    parse_ranks,
+    tokenizer_from_spec,
+)
+
+ANY_CHARACTER = r"[\s\S]"
+
+
+@functools.cache
+def byte_characters():
+    """The 256 printable characters that stand for the bytes in vocabularies: GPT-2's table."""
+    plain = [*range(33, 127), *range(161, 173), *range(174, 256)]
+    rest = [b for b in range(256) if b not in plain]
+    table = {b: chr(b) for b in plain} | {b: chr(256 + i) for i, b in enumerate(rest)}
+    return [table[b] for b in range(256)]
+
+
+def as_text(token):
+    return "".join(byte_characters()[b] for b in token)
+
+
+def as_bytes(text):
+    """The bytes that `text` of a vocabulary stands for. KeyError for other characters."""
+    table = {c: b for b, c in enumerate(byte_characters())}
+    return bytes(table[c] for c in text)
+
+
+def list_merges(ranks):
+    """[(left, right)] in the order of the ranks: the pair that becomes each token. Within the edges
+    of a token nothing depends on what is around it, so one pair for each is enough."""
+    pairs = (last_pair(token, ranks) for token in sorted(ranks, key=ranks.get) if len(token) > 1)
+    return [pair for pair in pairs if pair]
+
+
+def last_pair(token, ranks):
+    """(left, right) of the last step from the bytes of `token` to it; None where tiktoken never
+    gets there (and finds the token only where it is a whole piece of text)."""
+    parts = [token[i:i + 1] for i in range(len(token))]
+    while len(parts) > 2:
+        rank, i = min((ranks.get(a + b, math.inf), i)
+                      for i, (a, b) in enumerate(zip(parts, parts[1:])))
+        if rank == math.inf:
+            return None
+        parts[i:i + 2] = [parts[i] + parts[i + 1]]
+    return tuple(parts)
+
+
+# -----------------------------------------------------------------------------
+# out
+
+def tokenizer_json(tokenizer):
+    """The content of tokenizer.json, a dict, for one of data/tokenizer.py."""
+    end, out = tokenizer.eot_token, dict(version="1.0", truncation=None, padding=None)
+    out |= dict(added_tokens=[], normalizer=None, post_processor=None)
+    if end is not None:
+        out["added_tokens"] = [dict(id=end, content=EOT, single_word=False, lstrip=False,
+                                    rstrip=False, normalized=False, special=True)]
+    if tokenizer.kind == "char":
+        model = dict(type="WordLevel", unk_token="", vocab={
+            c: i for i, c in enumerate(tokenizer.chars)})
+        return out | dict(model=model, pre_tokenizer=split(ANY_CHARACTER),
+                          decoder=dict(type="Fuse"))
+    levels = dict(type="ByteLevel", add_prefix_space=False, trim_offsets=True)
+    pattern = tokenizer.enc._pat_str
+    # Its own pattern is GPT-2's without the possessive forms, which its engine reads otherwise.
+    before = levels | dict(use_regex=pattern == GPT2_PATTERN)
+    if pattern not in (GPT2_PATTERN, ANY_CHARACTER):  # it came from such a file
+        before = dict(type="Sequence", pretokenizers=[split(pattern), before])
+    ranks = tokenizer.enc._mergeable_ranks
+    return out | dict(
+        pre_tokenizer=before, decoder=levels | dict(use_regex=True),
+        model=dict(type="BPE", dropout=None, unk_token=None, continuing_subword_prefix=None,
+                   end_of_word_suffix=None, fuse_unk=False, byte_fallback=False,
+                   ignore_merges=True,  # a piece that is a token as a whole needs none
+                   vocab={as_text(token): rank for token, rank in ranks.items()},
+                   merges=[f"{as_text(a)} {as_text(b)}" for a, b in list_merges(ranks)]))
+
+
+def split(pattern):
+    return dict(type="Split", pattern=dict(Regex=pattern), behavior="Isolated", invert=False)
+
+
+def chat_template(template):
+    """Jinja, as apply_chat_template reads it, of what data/chat.py puts around a turn. Texts are
+    stripped, as they were for training."""
+    out, word = "{%- for message in messages -%}", "if"
+    for role, text in template.items():
+        before, after = (json.dumps(part) for part in text.split("{}"))
+        after = "eos_token" if role == "assistant" else after
+        out += (f"{{%- {word} message['role'] == '{role}' -%}}"
+                f"{{{{ {before} + (message['content'] | trim) + {after} }}}}")
+        word = "elif"
+    start = json.dumps(template["assistant"].split("{}")[0])
+    return (out + "{%- endif -%}{%- endfor -%}"
+            f"{{%- if add_generation_prompt -%}}{{{{ {start} }}}}{{%- endif -%}}")
+
+
+# -----------------------------------------------------------------------------
+# in
+
+def read_json(path):
+    """The object in a JSON file. DataError where there is none."""
+    try:
+        with open(path, encoding="utf-8") as f:
+            content = json.load(f)
+    except (OSError, ValueError) as error:
+        raise DataError(f"{path}: cannot be read: {error}") from None
+    if not isinstance(content, dict):
+        raise DataError(f"{path}: expected a JSON object, got a {type(content).__name__}")
+    return content
+
+
+def find_tokenizer(name):
+    """load_tokenizer(name), or the tokenizer of the Hugging Face folder `name`."""
+    folder = os.path.expanduser(name)
+    if os.path.exists(os.path.join(folder, "tokenizer.json")):
+        return read_tokenizer(folder)
+    return load_tokenizer(name)
+
+
+def read_tokenizer(folder):
+    """The tokenizer in a Hugging Face folder: byte-level BPE, or one of ours that went there.
+    DataError says why another one cannot be used. Its end of text is the one special token we
+    know; the others are ordinary text here, and text is taken to be in NFC where it asks for it."""
+    path = os.path.join(folder, "tokenizer.json")
+    content = read_json(path)
+    try:
+        model, before = content["model"], content["pre_tokenizer"]
+        added = {t["content"]: t["id"] for t in content.get("added_tokens") or []}
+        if model.get("type") == "WordLevel" and before == split(ANY_CHARACTER):
+            return CharTokenizer("".join(sorted(model["vocab"], key=model["vocab"].get)))
+        if model.get("type", "BPE") != "BPE" or model.get("byte_fallback"):
+            raise DataError(f"{path}: not a byte-level BPE")
+        if (content.get("normalizer") or {"type": "NFC"}) != {"type": "NFC"}:
+            raise DataError(f"{path}: it changes the text first ({content['normalizer']})")
+        pattern = pattern_of(before, path)
+        ranks = {as_bytes(t): i for t, i in model["vocab"].items() if t not in added}
+        check_merges(ranks, model["merges"], path)
+        return rank_tokenizer(ranks, pattern, end_of_text(folder, added), path)
+    except (KeyError, TypeError, AttributeError, ValueError) as error:
+        if isinstance(error, DataError):
+            raise
+        raise DataError(f"{path}: not a byte-level BPE as tokenizers writes it: "
+                        f"{type(error).__name__} {error}") from None
+
+
+def rank_tokenizer(ranks, pattern, end, path):
+    if end is None:
+        raise DataError(f"{path}: no end of text: tokenizer_config.json and config.json name none")
+    if isinstance(end, bool) or not isinstance(end, int):
+        raise DataError(f"{path}: the end of text is {end!r}, expected a number")
+    if len(ranks) == 256 == end and all(token == bytes([i]) for token, i in ranks.items()):
+        return tokenizer_from_spec({"kind": "byte"})
+    ranks = dict(sorted(ranks.items(), key=lambda item: item[1]))
+    text = "".join(f"{base64.b64encode(t).decode()} {rank}\n" for t, rank in ranks.items())
+    known = hashlib.sha256(text.encode()).hexdigest() == R50K_SHA256 and pattern == GPT2_PATTERN
+    return RankTokenizer("gpt2" if known else "ranks", parse_ranks(text, path), pattern, end)
+
+
+def pattern_of(before, path):
+    """The pattern by which a pre_tokenizer splits text."""
+    parts = before["pretokenizers"] if before["type"] == "Sequence" else [before]
+    last = parts[-1]
+    if last["type"] == "ByteLevel" and not last.get("add_prefix_space"):
+        if len(parts) == 1:
+            return GPT2_PATTERN if last.get("use_regex", True) else ANY_CHARACTER
+        first = parts[0]
+        if (len(parts) == 2 and first["type"] == "Split" and first["behavior"] == "Isolated"
+                and not first.get("invert") and not last.get("use_regex", True)):
+            return first["pattern"]["Regex"]
+    raise DataError(f"{path}: splits text in a way that is not known here: {str(before)[:200]}")
+
+
+def check_merges(ranks, merges, path):
+    """DataError unless the pairs, in their order, are those that tiktoken makes of the ids."""
+    pairs = (pair.split(" ") if isinstance(pair, str) else pair for pair in merges)
+    if [tuple(map(as_bytes, pair)) for pair in pairs] != list_merges(ranks):
+        raise DataError(f"{path}: its ids are not in the order of its merges, so tiktoken would "
+                        "split text otherwise")
+
+
+def end_of_text(folder, added):
+    """Id of the end of text, None where no file says."""
+    names = {name: read_json(os.path.join(folder, name)) for name in (
+        "tokenizer_config.json", "config.json") if os.path.exists(os.path.join(folder, name))}
+    token = names.get("tokenizer_config.json", {}).get("eos_token")
+    token = token["content"] if isinstance(token, dict) else token
+    if token in added:
+        return added[token]
+    end = names.get("config.json", {}).get("eos_token_id")
+    return end[0] if isinstance(end, list) else end

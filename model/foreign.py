@@ -1,0 +1,315 @@
+"""Weights that other programs wrote, as a checkpoint of ours holds them: nanoGPT's ckpt.pt, state
+dicts, .safetensors files, and Hugging Face folders of GPT-2, Llama, Qwen3, Qwen3-MoE and Mixtral.
+
+read_model is behind run_train.py --init_from, model.sample --ckpt and model.convert --ckpt. Files
+are read by the letter, without `transformers`. What our GPT cannot compute is refused by name: a
+model comes in with the logits that it had, or not at all.
+"""
+
+import json
+import os
+import re
+import struct
+import sys
+from dataclasses import asdict
+
+import torch
+import torch.nn.functional as F
+
+from data.tokenizer_json import read_json, read_tokenizer
+from model.gpt import GPT, GPTConfig
+from model.moe import MoE, MoEConfig
+from train.checkpoint import CheckpointError, find_not_finite, load_checkpoint, mismatches, refuse
+from train.distributed import convert_ddp_state
+
+# -----------------------------------------------------------------------------
+# names: our module -> theirs; {} stands for the numbers of the layer and of the expert
+
+LLAMA = {
+    "wte": "model.embed_tokens", "ln_f": "model.norm", "lm_head": "lm_head",
+    "h.{}.ln_1": "model.layers.{}.input_layernorm",
+    "h.{}.ln_2": "model.layers.{}.post_attention_layernorm",
+    "h.{}.attn.q": "model.layers.{}.self_attn.q_proj",
+    "h.{}.attn.k": "model.layers.{}.self_attn.k_proj",
+    "h.{}.attn.v": "model.layers.{}.self_attn.v_proj",
+    "h.{}.attn.o": "model.layers.{}.self_attn.o_proj",
+    "h.{}.mlp.gate": "model.layers.{}.mlp.gate_proj",
+    "h.{}.mlp.up": "model.layers.{}.mlp.up_proj",
+    "h.{}.mlp.down": "model.layers.{}.mlp.down_proj"}
+QWEN3_MOE = LLAMA | {
+    "h.{}.mlp.router": "model.layers.{}.mlp.gate",
+    "h.{}.mlp.gate.{}": "model.layers.{}.mlp.experts.{}.gate_proj",
+    "h.{}.mlp.up.{}": "model.layers.{}.mlp.experts.{}.up_proj",
+    "h.{}.mlp.down.{}": "model.layers.{}.mlp.experts.{}.down_proj"}
+MIXTRAL = LLAMA | {
+    "h.{}.mlp.router": "model.layers.{}.block_sparse_moe.gate",
+    "h.{}.mlp.gate.{}": "model.layers.{}.block_sparse_moe.experts.{}.w1",
+    "h.{}.mlp.up.{}": "model.layers.{}.block_sparse_moe.experts.{}.w3",
+    "h.{}.mlp.down.{}": "model.layers.{}.block_sparse_moe.experts.{}.w2"}
+GPT2 = {
+    "wte": "transformer.wte", "wpe": "transformer.wpe", "ln_f": "transformer.ln_f",
+    "lm_head": "lm_head",
+    "h.{}.ln_1": "transformer.h.{}.ln_1", "h.{}.ln_2": "transformer.h.{}.ln_2",
+    "h.{}.attn.qkv": "transformer.h.{}.attn.c_attn",  # q, k, v below each other
+    "h.{}.attn.o": "transformer.h.{}.attn.c_proj",
+    "h.{}.mlp.up": "transformer.h.{}.mlp.c_fc", "h.{}.mlp.down": "transformer.h.{}.mlp.c_proj"}
+TABLES = {"gpt2": GPT2, "llama": LLAMA, "qwen3": LLAMA, "qwen3_moe": QWEN3_MOE, "mixtral": MIXTRAL}
+READING = {theirs: ours for t in (QWEN3_MOE, MIXTRAL, GPT2) for ours, theirs in t.items()}
+CLASSES = {"gpt2": "GPT2LMHeadModel", "llama": "LlamaForCausalLM", "qwen3": "Qwen3ForCausalLM",
+           "qwen3_moe": "Qwen3MoeForCausalLM", "mixtral": "MixtralForCausalLM"}
+BUFFERS = re.compile(r"\.attn\.(masked_)?bias$|\.inv_freq$")  # constants that old files hold
+
+
+def rename(name, table):
+    """The tensor `name` by `table`; as it is where that has no such module."""
+    module, _, kind = name.rpartition(".")
+    numbers = re.findall(r"(?<=\.)\d+(?=\.|$)", module)
+    found = table.get(re.sub(r"(?<=\.)\d+(?=\.|$)", "{}", module))
+    return f"{found.format(*numbers)}.{kind}" if found else name
+
+
+def is_theirs(weights):
+    """Whether names are those of nanoGPT or of Hugging Face's GPT-2 or Llama, base model or all."""
+    return any(re.search(r"(^|\.)(h\.0\.attn\.c_attn|embed_tokens)\.weight$", n) for n in weights)
+
+
+def names_in(weights, path):
+    """Our names and shapes for the tensors of `weights`, which have theirs."""
+    root = "transformer." if any("c_attn" in n for n in weights) else "model."
+    out = {}
+    for name, t in weights.items():
+        if re.search(r"self_attn\.[qk]_norm\.weight$", name):
+            if not bool((t == 1).all()):
+                raise CheckpointError(f"{path}: {name} is not all ones, but our qk_norm has no "
+                                      "weights: these would be lost")
+        elif not BUFFERS.search(name):
+            full = name if name.startswith(("lm_head.", root)) else root + name
+            out[rename(full, READING)] = t
+    try:
+        out = stack_experts(split_qkv(out), path)
+        for name in ("wte.weight", "lm_head.weight"):
+            if name in out:  # rows to a multiple of 128, as ours have
+                out[name] = F.pad(out[name], (0, 0, 0, -len(out[name]) % 128))
+    except (RuntimeError, IndexError, TypeError) as error:
+        raise CheckpointError(f"{path}: its tensors have not the shapes of their names: {error}"
+                              ) from None
+    return out
+
+
+def split_qkv(weights):
+    """q, k, v apart; Hugging Face's GPT-2 keeps matrices as (in, out): turned over."""
+    turned = any(n.endswith("attn.qkv.weight") and t.size(0) < t.size(1)
+                 for n, t in weights.items())
+    out = {}
+    for name, t in weights.items():
+        if turned and name.startswith("h.") and t.dim() == 2:
+            t = t.t().contiguous()
+        if ".attn.qkv." in name:
+            out |= {name.replace("qkv", part): piece.contiguous()
+                    for part, piece in zip("qkv", t.chunk(3))}
+        else:
+            out[name] = t
+    return out
+
+
+def stack_experts(weights, path):
+    """The experts of a layer as one tensor (E, out, in)."""
+    out, experts = {}, {}
+    for name, t in weights.items():
+        if found := re.fullmatch(r"(h\.\d+\.mlp\.\w+)\.(\d+)\.weight", name):
+            experts.setdefault(found[1], {})[int(found[2])] = t
+        else:
+            out[name] = t
+    for name, stack in experts.items():
+        if sorted(stack) != list(range(len(stack))):
+            raise CheckpointError(f"{path}: of the experts of {name} some are missing")
+        out[f"{name}.weight"] = torch.stack([stack[i] for i in range(len(stack))])
+    return out
+
+
+# -----------------------------------------------------------------------------
+# files
+
+def read_model(path, state=None):
+    """{"model": {our name: tensor}, "model_args", "tokenizer", ...}, as a checkpoint has them, of
+    our own checkpoints, nanoGPT's, state dicts with these names or Hugging Face's, .safetensors
+    files and Hugging Face folders. state: what is in the file, where that is known already.
+    Raises CheckpointError; a bare state dict has no model_args."""
+    if os.path.isdir(path):
+        return read_folder(path)
+    if str(path).endswith(".safetensors"):
+        weights, args = read_safetensors(path)
+        kind = "moe" if "n_experts" in (args or {}) else "gpt"
+        state = {"model": weights, "model_args": args, "config": dict(args or {}, model=kind)}
+    state = load_checkpoint(path) if state is None else state
+    weights = convert_ddp_state(state["model"])
+    if not is_theirs(weights):
+        return state
+    ours, args = names_in(weights, path), state.get("model_args")
+    tied = "lm_head.weight" in ours and torch.equal(ours["lm_head.weight"], ours["wte.weight"])
+    if tied:  # nanoGPT stores both
+        del ours["lm_head.weight"]
+    if not isinstance(args, dict) or not {"n_layer", "n_head", "vocab_size"} <= args.keys():
+        return {"model": ours}
+    taken = {k: args[k] for k in ("n_layer", "n_head", "n_embd", "block_size", "vocab_size",
+                                  "dropout") if k in args}
+    shape = GPTConfig(**taken, bias=args.get("bias", True), norm="layer", pos="learned",
+                      mlp="gelu_exact", tie_weights="lm_head.weight" not in ours)
+    return described(path, ours, shape, "gpt", None)
+
+
+def described(path, weights, shape, kind, tokenizer):
+    """What a checkpoint of a model of that shape holds; CheckpointError where they do not fit."""
+    spec = tokenizer and tokenizer.spec()
+    check_complete(path, weights, shape)
+    return {"model": weights, "model_args": asdict(shape), "tokenizer": spec,
+            "config": asdict(shape) | dict(model=kind),
+            "spec": dict(vocab_size=shape.vocab_size, tokenizer=spec)}
+
+
+def check_complete(path, weights, shape):
+    try:
+        with torch.device("meta"):
+            wanted = (MoE if isinstance(shape, MoEConfig) else GPT)(shape).state_dict()
+    except (RuntimeError, TypeError, ValueError, ZeroDivisionError) as error:
+        raise CheckpointError(f"{path}: its configuration describes no model: {error}") from None
+    refuse(mismatches("", weights, wanted, dtypes=False), path)
+
+
+def read_safetensors(path):
+    """({name: tensor}, the model_args that model/convert.py adds or {}) of a .safetensors file."""
+    dtypes = {"F64": torch.float64, "F32": torch.float32, "BF16": torch.bfloat16,
+              "F16": torch.float16, "I64": torch.int64, "I32": torch.int32, "U8": torch.uint8,
+              "BOOL": torch.bool}
+    try:
+        size = os.path.getsize(path)
+        with open(path, "rb") as f:
+            length, = struct.unpack("<Q", f.read(8))
+            if length > size - 8:
+                raise ValueError("cut off in its header")
+            header, tensors = json.loads(f.read(length)), {}
+            args = json.loads(header.pop("__metadata__", {}).get("model_args", "{}"))
+            if not isinstance(args, dict):
+                raise ValueError("its model_args are no object")
+            for name, entry in header.items():
+                begin, end = entry["data_offsets"]
+                empty = torch.empty(entry["shape"], dtype=dtypes[entry["dtype"]], device="meta")
+                if not 0 <= begin <= end <= size - 8 - length or end - begin != empty.nbytes:
+                    raise ValueError(f"{name} lies outside the file, or is of another size")
+                f.seek(8 + length + begin)
+                data = bytearray(f.read(end - begin))
+                flat = torch.frombuffer(data, dtype=empty.dtype) if data else torch.empty(0)
+                tensors[name] = flat.to(empty.dtype).view(entry["shape"])
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, struct.error,
+            RuntimeError) as error:
+        raise CheckpointError(f"{path}: not a safetensors file that can be read: "
+                              f"{type(error).__name__}: {error}") from None
+    if bad := find_not_finite(tensors):
+        raise CheckpointError(f"{path}: {bad} holds values that are not finite")
+    return tensors, args
+
+
+def read_shards(folder):
+    """{name: tensor} of model.safetensors in `folder`, or of the shards that its index names."""
+    index = os.path.join(folder, "model.safetensors.index.json")
+    if not os.path.exists(index):
+        return read_safetensors(os.path.join(folder, "model.safetensors"))[0]
+    named, tensors = read_json(index).get("weight_map"), {}
+    for shard in sorted(set(named.values())) if isinstance(named, dict) else ():
+        if os.path.basename(shard) != shard:  # never a file of another folder
+            raise CheckpointError(f"{index}: {shard!r} is no file name")
+        tensors |= read_safetensors(os.path.join(folder, shard))[0]
+    if not tensors or (missing := sorted(named.keys() - tensors.keys())):
+        raise CheckpointError(f"{index}: its shards lack {', '.join(missing[:6]) or 'everything'}")
+    return tensors
+
+
+def read_folder(folder):
+    """read_model of a Hugging Face folder: config.json, model.safetensors and, where it is one that
+    can be used here, tokenizer.json."""
+    if not os.path.exists(os.path.join(folder, "config.json")):
+        hint = f"; did you mean {folder}/ckpt.pt?" if os.path.exists(f"{folder}/ckpt.pt") else ""
+        raise CheckpointError(f"{folder}: no config.json in it: expected a checkpoint file, or a "
+                              f"Hugging Face folder{hint}")
+    theirs = read_json(os.path.join(folder, "config.json"))
+    shape = shape_in(theirs, folder)
+    weights = names_in(read_shards(folder), folder)
+    if shape.tie_weights:
+        weights.pop("lm_head.weight", None)
+    tokenizer = None
+    if os.path.exists(os.path.join(folder, "tokenizer.json")):
+        try:
+            tokenizer = read_tokenizer(folder)
+        except ValueError as error:
+            print(f"{error}; going on without a tokenizer", file=sys.stderr)
+    kind = "moe" if isinstance(shape, MoEConfig) else "gpt"
+    return described(folder, weights, shape, kind, tokenizer)
+
+
+# -----------------------------------------------------------------------------
+# config.json
+
+# Keys whose other values would change the logits: what they must be. None: absent is as good.
+PLAIN = {"attention_bias": False, "mlp_bias": False, "hidden_act": "silu", "layer_types": None,
+         "sliding_window": None, "decoder_sparse_step": 1, "mlp_only_layers": []}
+PLAIN_GPT2 = {"scale_attn_weights": True, "scale_attn_by_inverse_layer_idx": False,
+              "reorder_and_upcast_attn": False, "add_cross_attention": False}
+GELUS = {"gelu_new": "gelu", "gelu_pytorch_tanh": "gelu", "gelu": "gelu_exact"}
+
+
+def shape_in(theirs, folder):
+    """The GPTConfig or MoEConfig that a config.json describes. CheckpointError where it has what
+    our GPT cannot compute."""
+    kind = theirs.get("model_type")
+    if kind not in CLASSES:
+        raise CheckpointError(f"{folder}: model_type {kind!r}: expected {', '.join(CLASSES)}")
+    values = dict(theirs)
+    if not theirs.get("use_sliding_window", kind != "qwen3" and kind != "qwen3_moe"):
+        values.pop("sliding_window", None)
+    if set(theirs.get("layer_types") or ["full_attention"]) == {"full_attention"}:
+        values.pop("layer_types", None)
+    plain = PLAIN_GPT2 if kind == "gpt2" else PLAIN
+    wrong = [f"{k}: {values[k]!r}" for k, good in plain.items() if values.get(k, good) != good]
+    try:
+        shape = (gpt2_shape if kind == "gpt2" else llama_shape)(theirs, kind, wrong)
+    except (KeyError, TypeError, ValueError, ZeroDivisionError) as error:
+        raise CheckpointError(f"{folder}/config.json: {type(error).__name__}: {error}") from None
+    if wrong:
+        raise CheckpointError(f"{folder}/config.json: {', '.join(wrong)}: our GPT knows no such "
+                              "thing")
+    return shape
+
+
+def gpt2_shape(c, kind, wrong):
+    act = c.get("activation_function", "gelu_new")
+    if act not in GELUS:
+        wrong.append(f"activation_function: {act!r}")
+    return GPTConfig(
+        block_size=c["n_positions"], vocab_size=c["vocab_size"], n_layer=c["n_layer"],
+        n_head=c["n_head"], n_embd=c["n_embd"], n_hidden=c.get("n_inner"), bias=True, norm="layer",
+        norm_eps=c.get("layer_norm_epsilon", 1e-5), pos="learned", mlp=GELUS.get(act, "gelu"),
+        tie_weights=c.get("tie_word_embeddings", True))
+
+
+def llama_shape(c, kind, wrong):
+    heads, width = c["num_attention_heads"], c["hidden_size"]
+    if (c.get("head_dim") or width // heads) * heads != width:
+        wrong.append(f"head_dim: {c['head_dim']} (here it is hidden_size / heads)")
+    rope = c.get("rope_parameters") or c.get("rope_scaling") or {}
+    if rope.get("rope_type", rope.get("type", "default")) != "default":
+        wrong.append(f"rope_type: {rope.get('rope_type', rope.get('type'))!r}")
+    if rope.get("partial_rotary_factor", c.get("partial_rotary_factor", 1)) != 1:
+        wrong.append("partial_rotary_factor")
+    args = dict(
+        block_size=c["max_position_embeddings"], vocab_size=c["vocab_size"], n_embd=width,
+        n_layer=c["num_hidden_layers"], n_head=heads, n_hidden=c["intermediate_size"],
+        n_kv_head=c.get("num_key_value_heads"), norm_eps=c.get("rms_norm_eps", 1e-6),
+        rope_theta=float(rope.get("rope_theta", c.get("rope_theta", 10000.0))),
+        tie_weights=c.get("tie_word_embeddings", False), qk_norm=kind.startswith("qwen3"))
+    if kind not in ("qwen3_moe", "mixtral"):
+        return GPTConfig(**args)
+    mixtral = kind == "mixtral"
+    return MoEConfig(
+        **args, n_experts=c["num_local_experts"] if "num_local_experts" in c else c["num_experts"],
+        experts_per_token=c["num_experts_per_tok"], norm_topk_prob=c.get("norm_topk_prob", mixtral),
+        expert_hidden=c["intermediate_size" if mixtral else "moe_intermediate_size"])

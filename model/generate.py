@@ -1,0 +1,223 @@
+"""Tokens out of a model: the cache of keys and values, and what is drawn from its logits.
+
+Every token is computed once. Rows of a cache are as long as they are, so that texts may join and
+leave at any step.
+"""
+
+import contextlib
+import copy
+
+import torch
+
+from model.ops import apply_rope, rope_tables
+
+SINKS = 4  # first tokens of a text that a rolling cache keeps
+
+
+class KVCache:
+    """Keys and values of every layer for B texts (rows), each as long as it is: sampling computes
+    every token once.
+
+    A row holds block_size tokens. With rotary positions a full row rolls (arXiv:2309.17453): a new
+    token takes the place of the oldest one but for the first SINKS, on which attention rests its
+    surplus; these are turned to stand right before the others. So all that attention sees are
+    distances that training knew. What differs from computing the last block_size tokens afresh: a
+    state keeps what it learned from tokens that have left since, layer by layer. With learned
+    positions a full row raises ValueError.
+
+    cache[rows], for a slice, is a view: texts join and leave at any step by prompting
+    `model(prompt, cache=cache[r:r + 1])`, decoding `model(tokens, cache=cache[:n])`, and
+    `cache.move(last, r)` over one that is done. Only single tokens can follow rows of unequal
+    length.
+    """
+
+    def __init__(self, config, rows, device, dtype):
+        c = self.config = config
+        shape = (c.n_layer, 2, rows, c.n_kv_head, c.block_size, c.head_dim)
+        self.kv = torch.zeros(shape, device=device, dtype=dtype)
+        self.n_sinks = min(SINKS, c.block_size // 2)
+        self.sinks = self.kv.new_zeros(c.n_layer, *shape[2:4], self.n_sinks, c.head_dim)
+        self.used = torch.zeros(rows, dtype=torch.int64)  # tokens so far; on the host: no waiting
+        self.last = torch.full((rows, 1), -1, device=device)  # the last token, -1: none
+
+    def __getitem__(self, rows):
+        view = copy.copy(self)
+        view.kv, view.sinks = self.kv[:, :, rows], self.sinks[:, rows]
+        view.used, view.last = self.used[rows], self.last[rows]
+        return view
+
+    def clear(self):
+        """Forget the texts of all rows (of a view)."""
+        self.used.zero_()
+        self.last.fill_(-1)
+
+    def move(self, source, target):
+        """Copy row `source` over row `target`."""
+        for tensor, dim in ((self.kv, 2), (self.sinks, 1), (self.used, 0), (self.last, 0)):
+            tensor.select(dim, target).copy_(tensor.select(dim, source))
+
+    # what GPT.trunk calls, in this order: start, update for each layer, finish
+
+    def start(self, T):
+        """Make room for T tokens in every row; their positions (B, T) float64, or (1, T) where all
+        rows are equally long."""
+        size, used = self.config.block_size, self.used.tolist()
+        longest, self.equal = max(used), min(used) == max(used)
+        if T > 1 and not self.equal:
+            raise ValueError(f"{T} tokens for rows of unequal length {used}; give one at a time")
+        if longest + T > size:
+            if T > 1 or self.config.pos != "rope":
+                raise ValueError(f"{longest + T} tokens; the context of this model is {size} "
+                                 "(block_size)")
+            self.turn_sinks()
+        ring = size - self.n_sinks
+        slots = [p if p < size else self.n_sinks + (p - self.n_sinks) % ring for p in used]
+        self.end, self.mask = min(longest + T, size), None
+        if self.equal:
+            self.slots, used = slice(slots[0], slots[0] + T), used[:1]
+        else:
+            self.slots = torch.tensor(slots, device=self.kv.device)
+            here = torch.tensor(used, device=self.kv.device)[:, None]  # (B, 1)
+            self.mask = (torch.arange(self.end, device=here.device) <= here)[:, None, None]
+        return torch.tensor(used, dtype=torch.float64)[:, None] + torch.arange(T)
+
+    def turn_sinks(self):
+        """Turn the first keys of full rows to the positions right before the window that the next
+        token sees."""
+        c, device = self.config, self.kv.device
+        first = (self.used == c.block_size).nonzero()[:, 0].to(device)  # rows full only now
+        keys = self.kv[:, 0, :, :, :self.n_sinks]  # (L, B, G, n_sinks, D)
+        self.sinks[:, first] = keys[:, first]
+        shift = (self.used - c.block_size + 1).clamp(min=0).double()  # (B,)
+        rope = rope_tables(shift[:, None, None], c.head_dim, c.rope_theta)  # (B, 1, 1, D/2)
+        turned = apply_rope(self.sinks.float(), *[t.to(device) for t in rope]).to(keys.dtype)
+        full = (self.used >= c.block_size).to(device)[:, None, None, None]
+        keys.copy_(torch.where(full, turned, keys))
+
+    def update(self, layer, k, v):
+        """Store k, v (B, G, T, D) of a layer. Returns its keys and values so far (B, G, S, D), in
+        any order, and a mask (B, 1, 1, S) of those that each row has, None where it has all."""
+        for cached, new in zip(self.kv[layer], (k, v)):
+            if self.equal:
+                cached[:, :, self.slots] = new
+            else:
+                cached[torch.arange(len(new)), :, self.slots] = new[:, :, 0].to(cached.dtype)
+        return *self.kv[layer, :, :, :, :self.end], self.mask
+
+    def finish(self, idx):
+        self.used += idx.size(1)
+        self.last.copy_(idx[:, -1:])
+
+
+def empty_cache(model, rows):
+    """A KVCache for `rows` texts of a model, where the model is and in the precision of its
+    products; on a CPU in float32, in which its kernels for one query are fastest."""
+    device, dtype = model.wte.weight.device, model.wte.weight.dtype
+    if torch.is_autocast_enabled(device.type):
+        dtype = torch.get_autocast_dtype(device.type)
+    elif device.type == "cpu":
+        dtype = torch.float32
+    return KVCache(model.config, rows, device, dtype)
+
+
+# -----------------------------------------------------------------------------
+# drawing tokens
+
+@torch.no_grad()
+def generate(model, idx, max_new_tokens, temperature=1.0, top_k=None, top_p=None, seed=None,
+             stop_token=None, on_token=None, n_vocab=None):
+    """Continue idx (B, T) int64 by up to max_new_tokens; returns (B, T + new).
+
+    temperature 0 takes the most likely token; top_k and top_p (arXiv:1904.09751) cut the tail; ids
+    from n_vocab on are never taken. on_token(tokens (B,)) is called with each new column. Rows that
+    met stop_token go on with it, and the loop ends when all have. A full context rolls, see
+    KVCache; with learned positions its last three quarters are computed again, into an empty one.
+    """
+    c, device = model.config, idx.device
+    generator = torch.Generator(device=device)
+    generator.manual_seed(seed) if seed is not None else generator.seed()
+    cache = empty_cache(model, idx.size(0))
+    pending, keep = idx[:, -c.block_size:], max(1, c.block_size * 3 // 4)
+    done = torch.zeros(idx.size(0), dtype=torch.bool, device=device)
+    with past_compiled(model):
+        for _ in range(max_new_tokens):
+            if c.pos == "learned" and cache.used[0] + pending.size(1) > c.block_size:
+                cache.clear()
+                pending = idx[:, -keep:]
+            logits = model(pending, cache=cache, last_only=True)[:, -1]  # (B, vocab_size)
+            new = pick(logits[:, :n_vocab], temperature, top_k, top_p, generator)
+            if stop_token is not None:
+                new = torch.where(done, torch.full_like(new, stop_token), new)
+                done |= new == stop_token
+            pending = new[:, None]
+            idx = torch.cat((idx, pending), dim=1)
+            if on_token is not None:
+                on_token(new)
+            if stop_token is not None and bool(done.all()):
+                break
+    return idx
+
+
+def past_compiled(model):
+    """Context in which the model runs eager: sampling has other shapes at every token."""
+    if any(module._compiled_call_impl is not None for module in model.modules()):
+        return torch.compiler.set_stance("force_eager")
+    return contextlib.nullcontext()
+
+
+def pick(logits, temperature, top_k, top_p, generator):
+    """One token id (B,) from logits (B, V)."""
+    if temperature == 0:
+        return logits.argmax(-1)
+    logits = logits / temperature
+    if top_k is not None and top_k < logits.size(-1):
+        smallest = logits.topk(top_k).values[:, -1:]
+        logits = logits.masked_fill(logits < smallest, float("-inf"))
+    probabilities = logits.softmax(-1)
+    if top_p is not None and top_p < 1.0:
+        ordered, order = probabilities.sort(descending=True)
+        ordered[ordered.cumsum(-1) - ordered >= top_p] = 0.0  # keeps the token that crosses top_p
+        probabilities = torch.zeros_like(probabilities).scatter(-1, order, ordered)
+    return torch.multinomial(probabilities, 1, generator=generator)[:, 0]
+
+
+def start_tokens(tokenizer, prompt):
+    """Ids to start from: the prompt's, else the end of text, which a document follows, else 0."""
+    ids = tokenizer.encode(prompt) if prompt else []
+    return ids or [tokenizer.eot_token if tokenizer.eot_token is not None else 0]
+
+
+def sample_texts(model, spec, config):
+    """Texts of an evaluation, one for each of config.sample_prompts: the same seed every time. The
+    model is in eval mode; where it is sharded, all ranks call."""
+    from data.tokenizer import tokenizer_from_spec
+    if not spec.get("tokenizer"):
+        return []
+    tokenizer, device = tokenizer_from_spec(spec["tokenizer"]), model.wte.weight.device
+    texts = []
+    for prompt in config.sample_prompts or [""]:
+        try:
+            idx = torch.tensor([start_tokens(tokenizer, prompt)], device=device)
+        except ValueError as error:  # a prompt of other characters must not end the run
+            texts.append(f"{prompt} [not written: {error}]")
+            continue
+        out = generate(model, idx, config.sample_tokens, temperature=0.8, top_k=200,
+                       seed=config.seed % 2**63, n_vocab=tokenizer.n_vocab)
+        texts.append(prompt + tokenizer.decode(out[0, idx.size(1):].tolist()))
+    return texts
+
+
+class Streamer:
+    """Prints text as its tokens come, holding back bytes that are not yet a whole character."""
+
+    def __init__(self, tokenizer, stop_token):
+        self.tokenizer, self.stop_token, self.held = tokenizer, stop_token, []
+
+    def __call__(self, token):
+        if int(token[0]) == self.stop_token:
+            return
+        self.held.append(int(token[0]))
+        text = self.tokenizer.decode(self.held)
+        if not text.endswith("\ufffd") or len(self.held) > 8:  # no character has more bytes
+            print(text, end="", flush=True)
+            self.held.clear()

@@ -1,0 +1,61 @@
+"""The model of a checkpoint: the one that its training built, whatever the system, or one that
+model/foreign.py reads."""
+
+import importlib
+import types
+from dataclasses import fields
+
+import torch
+
+from model.gpt import GPT, GPTConfig
+
+# Options that older checkpoints may name, with the only value that can still be computed.
+REMOVED = dict(softcap=0.0, value_embeddings=False, x0_residual=False)
+
+
+def load_model(ckpt_path, device="cpu", dtype=None):
+    """(model in eval mode, tokenizer or None) from a checkpoint of train.py, or from what
+    model/foreign.py reads, with weights in `dtype` if given. Raises CheckpointError."""
+    from data.tokenizer import tokenizer_from_spec
+    from train.checkpoint import CheckpointError
+    from train.distributed import convert_ddp_state
+    from train.resume import read_weights
+    state = read_weights(ckpt_path)
+    spec = state.get("spec") or {}
+    spec = spec.get("tokenizer") or state.get("tokenizer")
+    try:
+        with torch.device("meta"):
+            model = empty_model(state)
+        model.load_state_dict(convert_ddp_state(state.get("model", {})), assign=True)
+        tokenizer = tokenizer_from_spec(spec) if spec else None
+    except (RuntimeError, ValueError) as error:
+        raise CheckpointError(f"{ckpt_path}: {error}") from error
+    for p in model.parameters():  # tables keep their precision
+        p.data = p.data.to(device, dtype)
+    return model.to(device).eval(), tokenizer
+
+
+def empty_model(state):
+    """The model that a checkpoint's dict describes, without its weights. ValueError where it
+    describes none."""
+    name = (state.get("config") or {}).get("model", "gpt")
+    if name == "gpt":
+        return GPT(read_model_args(state.get("model_args") or {}))
+    from train.config import load_config
+    if not state.get("spec"):
+        raise ValueError(f"no spec of its data in it, from which a model of {name} is built")
+    config = load_config(None, state["config"])  # its name is that of a file, checked here
+    build = importlib.import_module(f"model.{name}").build_model
+    return build(config, types.SimpleNamespace(spec=state["spec"]))
+
+
+def read_model_args(args):
+    """The GPTConfig that a checkpoint's model_args describe. ValueError where they are not a GPT's,
+    or use an option that is gone."""
+    gone = [f"{k}: {args[k]}" for k, value in REMOVED.items() if args.get(k, value) != value]
+    if gone:
+        raise ValueError(f"this model uses {', '.join(gone)}, which this version cannot compute; "
+                         "use the version that trained it")
+    if not {"n_layer", "vocab_size"} <= args.keys():
+        raise ValueError("no model_args of a GPT (n_layer, vocab_size, ...) in it")
+    return GPTConfig(**{f.name: args[f.name] for f in fields(GPTConfig) if f.name in args})

@@ -1,0 +1,165 @@
+"""The program with faults on purpose, put in from outside: python tests/faulty.py ARGS is
+`python run_train.py ARGS` with what the environment's FAULT asks for.
+
+FAULT="point@step[:rank]=action", several with commas between. Points: before_step, mid_backward,
+bad_loss, before_opt, eval, load, and those of a save: save_open, save_mid, save_before_fsync,
+save_before_replace, save_after_replace. Actions: raise, oom, exit7, kill9, sleep, nan (of
+bad_loss), a signal to this process (sigterm, ...), an error of the system (enospc, eio, ...).
+"""
+
+import builtins
+import contextlib
+import errno
+import os
+import pathlib
+import signal
+import sys
+import threading
+import time
+from unittest import mock
+
+REPO = pathlib.Path(__file__).resolve().parent.parent
+
+
+def point(name, step=None):
+    """Do what FAULT asks for at this point; true if the caller is to produce a NaN."""
+    for fault in filter(None, os.environ.get("FAULT", "").split(",")):
+        where, action = fault.split("=")
+        where, _, rank = where.partition(":")
+        at, _, when = where.partition("@")
+        here = at == name and (not when or step is None or int(when) == step)
+        if here and (not rank or rank == os.environ.get("RANK", "0")):
+            return act(action, name)
+    return False
+
+
+def act(action, name):
+    if action == "raise":
+        raise RuntimeError(f"fault at {name}")
+    if action == "oom":
+        raise RuntimeError(f"fault at {name}: can't allocate memory")
+    if action == "exit7":
+        os._exit(7)
+    if action == "kill9":
+        os.kill(os.getpid(), signal.SIGKILL)
+    if action == "sleep":
+        time.sleep(10_000)
+    if action.startswith("sig"):
+        os.kill(os.getpid(), getattr(signal, action.upper()))
+    if hasattr(errno, action.upper()):
+        number = getattr(errno, action.upper())
+        raise OSError(number, os.strerror(number))
+    return action == "nan"
+
+
+# -----------------------------------------------------------------------------
+# where the points are: (owner, name, what takes its place)
+
+def before(owner, name, then):
+    """owner.name with then(*args) called first."""
+    real = getattr(owner, name)
+
+    def wrapper(*args, **kwargs):
+        then(*args)
+        return real(*args, **kwargs)
+    return owner, name, wrapper
+
+
+def points_of_a_step():
+    import torch
+
+    from model.gpt import GPT
+    from train.train import Trainer
+    current = []  # the step that is under way
+    step, forward = Trainer.train_step, GPT.forward
+
+    def train_step(trainer):
+        current[:] = [trainer.progress.iter_num]
+        point("before_step", current[0])
+        try:
+            return step(trainer)
+        finally:
+            current.clear()
+
+    def bad_forward(model, *args, **kwargs):
+        out = forward(model, *args, **kwargs)
+        if current and model.training and point("bad_loss", current[0]):
+            return out[0] * torch.nan, out[1]
+        return out
+
+    def within(name):
+        return lambda *_: point(name, current[0]) if current else None
+    yield Trainer, "train_step", train_step
+    yield GPT, "forward", bad_forward
+    yield before(torch.Tensor, "backward", within("mid_backward"))
+    yield before(torch.amp.grad_scaler.GradScaler, "unscale_", within("before_opt"))
+    yield before(Trainer, "evaluate", lambda trainer, *_: point("eval", trainer.progress.iter_num))
+
+
+def points_of_a_save():
+    from train import checkpoint
+    saving = threading.local()  # path and step of the save that this thread is at
+    save, replace, fsync = checkpoint.save_checkpoint, os.replace, os.fsync
+    write, opened = checkpoint.HashingFile.write, builtins.open
+
+    def at(name):
+        if getattr(saving, "path", None):
+            point(name, saving.step)
+
+    def save_checkpoint(path, state, links=()):
+        saving.path, saving.step, saving.midway = path, state.get("iter_num"), False
+        try:
+            return save(path, state, links)
+        finally:
+            saving.path = None
+
+    def bad_open(file, mode="r", *args, **kwargs):
+        if mode == "wb":
+            at("save_open")
+        return opened(file, mode, *args, **kwargs)
+
+    def bad_write(self, data):
+        if not saving.midway and self.file.tell() > 1000:
+            saving.midway = True
+            try:
+                at("save_mid")
+            except OSError as error:
+                self.error = error  # as that of the real write, which torch would hide
+                raise
+        return write(self, data)
+
+    def bad_fsync(fd):
+        at("save_before_fsync")
+        return fsync(fd)
+
+    def bad_replace(source, target):
+        ours = getattr(saving, "path", None) == target
+        if ours:
+            at("save_before_replace")
+        replace(source, target)
+        if ours:
+            at("save_after_replace")
+    yield checkpoint, "save_checkpoint", save_checkpoint
+    yield checkpoint, "open", bad_open
+    yield checkpoint.HashingFile, "write", bad_write
+    yield os, "fsync", bad_fsync
+    yield os, "replace", bad_replace
+    yield before(checkpoint, "verify", lambda path: point("load"))
+
+
+@contextlib.contextmanager
+def faults(spec=None):
+    """The points are in place within, and FAULT is `spec`, or what it was."""
+    with contextlib.ExitStack() as stack:
+        if spec is not None:
+            stack.enter_context(mock.patch.dict(os.environ, FAULT=spec))
+        for owner, name, replacement in [*points_of_a_step(), *points_of_a_save()]:
+            stack.enter_context(mock.patch.object(owner, name, replacement, create=True))
+        yield
+
+
+if __name__ == "__main__":
+    sys.path[0] = str(REPO)
+    import run_train
+    with faults():
+        sys.exit(run_train.main(sys.argv[1:]))

@@ -1,0 +1,148 @@
+"""The house: who may know whom, and what can be taken away."""
+
+import ast
+import os
+import pathlib
+import re
+import shutil
+import subprocess
+import sys
+
+import pytest
+from conftest import REPO
+
+FILES = {f"{folder}.{path.stem}": path for folder in ("train", "model", "data")
+         for path in sorted((REPO / folder).glob("*.py"))} | {"run_train": REPO / "run_train.py"}
+# What the main job and sampling need; everything else in train/, model/ and data/ is an extra.
+KEPT = {"train": {"train", "checkpoint", "config", "keys", "dataloader", "distributed", "evaluate",
+                  "guard", "logger", "lr_scheduler", "optimizer", "report", "resume"},
+        "model": {"gpt", "ops", "generate", "decode", "load", "sample"},
+        "data": {"token_files", "tokenizer"}}
+
+
+def imports(path, lazy):
+    """Names of our own files that a file imports: at its top, or (lazy) anywhere in it."""
+    tree = ast.parse(path.read_text())
+    for node in ast.walk(tree) if lazy else tree.body:
+        if isinstance(node, ast.Import):
+            yield from (a.name for a in node.names if a.name in FILES)
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            names = [node.module, *(f"{node.module}.{a.name}" for a in node.names)]
+            yield from (n for n in names if n in FILES)
+
+
+def circles(graph):
+    """Lists of files that import each other in a circle."""
+    found, done = [], set()
+
+    def visit(name, path):
+        if name in path:
+            found.append(path[path.index(name):])
+        elif name not in done:
+            for other in sorted(graph[name]):
+                visit(other, [*path, name])
+            done.add(name)
+    for name in graph:
+        visit(name, [])
+    return found
+
+
+@pytest.mark.parametrize("lazy", [False, True])
+def test_no_two_files_know_each_other_in_a_circle(lazy):
+    graph = {name: {other for other in imports(path, lazy)
+                    if other != name}
+             for name, path in FILES.items()}
+    assert len(graph) > 15 and sum(map(len, graph.values())) > 30
+    assert circles(graph) == []
+    assert circles({"a": {"b"}, "b": {"c"}, "c": {"a"}}) == [["a", "b", "c"]]  # it finds them
+
+
+def test_nobody_takes_the_trainer():
+    """A function takes the parts it needs."""
+    seen = []
+    for name, path in FILES.items():
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, (ast.FunctionDef, ast.Lambda)):
+                arguments = [*node.args.posonlyargs, *node.args.args, *node.args.kwonlyargs]
+                if name != "train.train" and {"run", "trainer"} & {a.arg for a in arguments}:
+                    seen.append(f"{name}:{node.lineno}")
+    assert seen == []
+
+
+def test_the_loop_does_not_know_language_models():
+    for name in ("train", "evaluate"):
+        text = (REPO / "train" / f"{name}.py").read_text()
+        assert not re.search(r"wte|token_bytes|val_bpb|val_ppl|block_size|vocab", text)
+
+
+def test_no_test_hook_is_in_the_program():
+    for path in FILES.values():
+        assert not re.search(r"\bFAULT\b|PYTEST|\bpytest\b", path.read_text()), path
+
+
+def test_nothing_is_done_at_import():
+    """Importing the core opens no file of ours for writing, prints nothing and starts no thread."""
+    code = ("import sys, threading; sys.path.insert(0, '.'); import train.train, model.gpt, "
+            "train.report, run_train; assert threading.active_count() == 1")
+    done = subprocess.run([sys.executable, "-c", code], cwd=REPO, capture_output=True, text=True)
+    assert (done.returncode, done.stdout) == (0, ""), done.stderr
+
+
+def test_every_extra_can_be_deleted(tmp_path):
+    """In a copy without any extra: prepare, train, resume, sample."""
+    copy = tmp_path / "repo"
+    shutil.copytree(REPO, copy, ignore=shutil.ignore_patterns(".git", "out", "bin", "tests"))
+    needed = {name for name in reached("data.prepare") if name.startswith("data.")}
+    deleted = []
+    for name, path in FILES.items():
+        folder, _, stem = name.partition(".")
+        if stem and name not in needed and stem not in KEPT.get(folder, ()):
+            (copy / path.relative_to(REPO)).unlink()
+            deleted.append(name)
+    assert {"train.plot", "train.dry_run", "train.trackers", "train.hpo"} <= set(deleted)
+    (copy / "my.txt").write_text("one two three four five six seven\n" * 500)
+
+    def python(*args):
+        environment = os.environ | {"OMP_NUM_THREADS": "1"}
+        done = subprocess.run([sys.executable, *args], cwd=copy, capture_output=True, text=True,
+                              env=environment)
+        assert done.returncode == 0, (args, done.stderr)
+        return done.stdout
+    python("-m", "data.prepare", "my.txt", "--out", "d", "--tokenizer", "byte")
+    command = ["--config", "train/config_test.yaml", "--data_dir=d", "--out_dir=o",
+               "--block_size=16", "--n_layer=1"]
+    # One process instead of three: importing torch takes longer than all that they do.
+    text = python("-c", f"""
+import run_train
+from model import sample
+assert run_train.main({[*command, "--max_iters=4"]}) == 0
+assert run_train.main({[*command, "--max_iters=6"]}) == 0
+assert sample.main("--ckpt o/ckpt.pt --prompt one --seed 1 --max_new_tokens 8".split()) == 0
+""")
+    assert text.count("Training complete!") == 2 and "Resuming from" in text
+    assert "iter 5: loss" in text and "sample: " in text and "\none" in text
+    assert not any(pathlib.Path(copy / "o").glob("*.svg"))
+
+
+def test_the_readmes_system_trains_as_pasted(tmp_path):
+    """"To fork it": the file, and the command in its first line."""
+    copy = tmp_path / "repo"
+    shutil.copytree(REPO, copy, ignore=shutil.ignore_patterns(".git", "out", "bin", "tests"))
+    code = re.search(r"```python\n(.*?)```", (REPO / "README.md").read_text(), re.DOTALL)[1]
+    (copy / "model" / "sine.py").write_text(code)
+    command = re.search(r"python (run_train\.py [^\n\"]+)", code)[1].split()
+    done = subprocess.run([sys.executable, *command, "--num_threads=1", "--out_dir=o"], cwd=copy,
+                          capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    last = re.findall(r"val loss ([\d.]+), abs error ([\d.]+)", done.stdout)[-1]
+    assert float(last[0]) < 0.1 and float(last[1]) < 0.3
+
+
+def reached(name, seen=None):
+    """Files that `name` imports, however far down."""
+    seen = set() if seen is None else seen
+    if name not in seen:
+        seen.add(name)
+        for other in imports(FILES[name], lazy=True):
+            reached(other, seen)
+    return seen

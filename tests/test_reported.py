@@ -1,0 +1,575 @@
+"""What careful users met, each fixed once: wrong or lost results first, then friction."""
+
+import contextlib
+import decimal
+import io
+import json
+import os
+import re
+import subprocess
+import sys
+from dataclasses import fields
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from conftest import REPO, tiny_args
+from runs import SMALL, assert_same_file, configure, go, metrics
+
+import run_train
+from model.gpt import GPT
+from train import checkpoint, distributed, report
+from train.checkpoint import CheckpointError, load_checkpoint, save_checkpoint
+from train.config import ConfigError, GPTKeys, TrainConfig, load_config
+from train.dataloader import DataLoader, send
+from train.distributed import Ranks
+from train.lr_scheduler import get_lr
+from train.train import train
+
+
+def command(*args, **changes):
+    """python run_train.py ARGS in this process: (exit code, stdout, stderr)."""
+    out, err = io.StringIO(), io.StringIO()
+    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+        code = run_train.main([*(f"--{k}={v}" for k, v in (SMALL | changes).items()),
+                               *map(str, args)])
+    return code, out.getvalue(), err.getvalue()
+
+
+def refused(*args, **changes):
+    """What a command says that must end with exit code 2 and without a traceback."""
+    code, _, err = command(*args, **changes)
+    assert code == 2 and "Traceback" not in err, err
+    return err
+
+
+@pytest.fixture(scope="module")
+def text_dir(tmp_path_factory, data_dir):
+    """The shared data as `data.prepare` leaves it: with a byte tokenizer."""
+    folder = tmp_path_factory.mktemp("text")
+    for split in ("train", "val"):
+        tokens = np.fromfile(data_dir / f"{split}.bin", "<u2")
+        tokens.tofile(folder / f"{split}.bin")
+    (folder / "meta.json").write_text(json.dumps(dict(
+        vocab_size=257, dtype="uint16", tokenizer=dict(kind="byte"))))
+    return folder
+
+
+# -----------------------------------------------------------------------------
+# wrong, lost, or a crash
+
+def test_a_vocabulary_padded_above_the_tokenizers(tmp_path, text_dir, capsys):
+    """Ids past the tokenizer are never sampled, in a run or after it."""
+    go(text_dir, tmp_path, vocab_size=300, sample_tokens=200, max_iters=5, warmup_iters=0)
+    assert "no samples" not in capsys.readouterr().out
+    assert (tmp_path / "samples.txt").read_text().count("=== iter") == 1
+    from model import sample
+    torch.manual_seed(0)
+    assert sample.main(["--ckpt", str(tmp_path / "ckpt.pt"), "--prompt", "a", "--seed", "1",
+                        "--max_new_tokens", "300", "--temperature", "5"]) == 0
+
+
+def test_a_sample_never_ends_a_run(tmp_path, text_dir, monkeypatch, capsys):
+    def fail(*_):
+        raise ValueError("nothing to say")
+    monkeypatch.setattr("model.gpt.sample", fail)
+    assert go(text_dir, tmp_path, vocab_size=257, sample_tokens=8)["iter_num"] == 20
+    assert "no samples: ValueError: nothing to say" in capsys.readouterr().out
+
+
+def restarted(monkeypatch, times):
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "job 7")
+    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", str(times))
+
+
+def test_resume_must_refuses_also_when_restarted(tmp_path, data_dir, monkeypatch):
+    for times in (0, 1, 2):
+        restarted(monkeypatch, times)
+        with pytest.raises(CheckpointError, match="--resume must: there is no ckpt.pt"):
+            go(data_dir, tmp_path, resume="must")
+    assert not (tmp_path / "metrics.jsonl").exists()
+
+
+def test_resume_never_killed_during_start_up_spares_the_old_run(tmp_path, data_dir, monkeypatch):
+    """The first attempt of the job dies before it has looked into the folder."""
+    go(data_dir, tmp_path, max_iters=3)
+    old = (tmp_path / "ckpt.pt").read_bytes()
+    restarted(monkeypatch, 1)
+    assert go(data_dir, tmp_path, resume="never", max_iters=2)["iter_num"] == 2
+    assert (tmp_path / "old_1" / "ckpt.pt").read_bytes() == old
+    restarted(monkeypatch, 2)  # and from here on the job is its own past
+    assert go(data_dir, tmp_path, resume="never", max_iters=4)["iter_num"] == 4
+    assert not (tmp_path / "old_2").exists()
+
+
+def test_repeating_a_config_yaml_moves_nothing_aside_and_switches_no_check_off(tmp_path, data_dir):
+    go(data_dir, tmp_path, max_iters=2)
+    go(data_dir, tmp_path, max_iters=2, resume="never", allow_change=["all"])
+    for name in ("config.yaml", "training_args.json"):
+        again = load_config(str(tmp_path / name))
+        assert (again.resume, again.allow_change, again.eval_only) == ("auto", [], False)
+    assert train(load_config(str(tmp_path / "config.yaml")))["iter_num"] == 2
+    assert sorted(p.name for p in tmp_path.glob("old_*")) == ["old_1"]
+
+
+@pytest.mark.parametrize("key, theirs, ours", [
+    ("n_head", 4, 1), ("norm", "layer", "rms"), ("rope_theta", 500.0, 100.0),
+    ("mlp", "relu2", "gelu")])
+def test_init_from_knows_the_architecture(tmp_path, data_dir, key, theirs, ours):
+    """Left out, a key is taken from the weights; one that contradicts them is refused by name."""
+    go(data_dir, tmp_path / "a", max_iters=2, **{key: theirs})
+    shape = {f.name for f in fields(GPTKeys)}
+    base = {k: v for k, v in SMALL.items() if k not in shape} | dict(vocab_size=256)
+    path = str(tmp_path / "a" / "ckpt.pt")
+    places = dict(data_dir=str(data_dir), init_from=path, max_iters=0)
+    if ours != getattr(TrainConfig(), key):
+        with pytest.raises(CheckpointError, match=f"{key}: it has .*{theirs}.*says .*{ours}"):
+            train(load_config(None, base | places | {key: ours, "out_dir": str(tmp_path / "b")}))
+    train(load_config(None, base | places | dict(out_dir=str(tmp_path / "c"))))
+    args, wanted = (load_checkpoint(tmp_path / n / "ckpt.pt")["model_args"] for n in "ca")
+    assert args == wanted and args[key] == theirs
+
+
+def test_init_from_weights_of_another_tokenizer_is_refused(tmp_path, data_dir, text_dir):
+    go(text_dir, tmp_path / "a", max_iters=1, vocab_size=257)
+    other = tmp_path / "chars"
+    other.mkdir()
+    for split in ("train", "val"):
+        (other / f"{split}.bin").write_bytes((data_dir / f"{split}.bin").read_bytes())
+    chars = "".join(map(chr, range(32, 32 + 256)))
+    (other / "meta.json").write_text(json.dumps(dict(
+        vocab_size=257, tokenizer=dict(kind="char", chars=chars))))
+    start = dict(init_from=str(tmp_path / "a" / "ckpt.pt"), vocab_size=257, max_iters=1)
+    with pytest.raises(CheckpointError, match="another tokenizer .byte; the data: char"):
+        go(other, tmp_path / "b", **start)
+    go(other, tmp_path / "b", **start, allow_change=["tokenizer"])
+
+
+def test_any_kept_checkpoint_can_be_resumed_and_is_offered(tmp_path, data_dir):
+    go(data_dir, tmp_path, max_iters=10)
+    best = tmp_path / "ckpt_best.pt"
+    for name in ("ckpt.pt", "ckpt_prev.pt"):
+        (tmp_path / name).unlink()  # or its other name, ckpt_best.pt, would be damaged too
+        (tmp_path / name).write_bytes(b"damaged")
+    with pytest.raises(CheckpointError, match=f"--resume {re.escape(str(best))}"):
+        go(data_dir, tmp_path)
+    for name in ("ckpt.pt", "ckpt_prev.pt"):
+        (tmp_path / name).unlink()
+    with pytest.raises(CheckpointError, match="ckpt_prev.pt are gone") as caught:
+        go(data_dir, tmp_path)
+    assert f"--resume {best}" in str(caught.value)
+    go(data_dir, tmp_path, resume=str(best), max_iters=20)
+    go(data_dir, tmp_path / "whole")
+    assert_same_file(tmp_path / "whole" / "ckpt.pt", tmp_path / "ckpt.pt")
+    assert [m["iter"] for m in metrics(tmp_path) if "loss" in m] == list(range(20))
+
+
+def test_lists_add_up_and_split_at_commas():
+    c = load_config(None, ["--tracker", "mlflow", "--tracker", "tensorboard", "--sample_prompts",
+                           "one, two", "--sample_prompts=three"])
+    assert c.tracker == ["mlflow", "tensorboard"]
+    assert c.sample_prompts == ["one, two", "three"]
+    assert load_config(None, ["--tracker=wandb,mlflow"]).tracker == ["wandb", "mlflow"]
+    assert load_config(None, ["--allow_change", "data,optimizer"]).allow_change == [
+        "data", "optimizer"]
+
+
+@pytest.mark.parametrize("content", ["[]", "{", '{"tokenizer": {"kind": "odd"}}'])
+def test_a_damaged_meta_json_is_one_message(tmp_path, text_dir, content):
+    for split in ("train", "val"):
+        (tmp_path / f"{split}.bin").write_bytes((text_dir / f"{split}.bin").read_bytes())
+    (tmp_path / "meta.json").write_text(content)
+    assert "meta" in refused(data_dir=tmp_path, out_dir=tmp_path / "o")
+
+
+@pytest.mark.parametrize("args, words", [
+    (["--lr_groups={'*': 0}"], "everything is frozen"), (["--model=../evil"], "there is no model/"),
+    (["--model", "os"], "there is no model/os.py"), (["--n_embd=65"], "multiple of n_head"),
+    (["--n_head=0"], "n_head: must be at least 1"),
+    (["--trainingg.seed=1"], "no group 'trainingg'"),
+    (["--lr_schedule=nothing"], "must be one of cosine")])
+def test_wrong_values_are_one_message(tmp_path, data_dir, args, words):
+    err = refused(*args, data_dir=data_dir, out_dir=tmp_path / "o")
+    assert words in err and (words == "everything is frozen" or "1 problem\n" in err)
+
+
+def test_a_configuration_made_in_python_is_checked(tmp_path):
+    with pytest.raises(ConfigError, match="multiple of n_head"):
+        train(TrainConfig(n_embd=65, n_head=2, out_dir=str(tmp_path)))
+    with pytest.raises(ConfigError, match="learning_rate: must be above 0"):
+        train(TrainConfig(learning_rate=-1.0, out_dir=str(tmp_path)))
+
+
+def test_the_printed_command_knows_nodes_and_spaces(monkeypatch):
+    monkeypatch.setattr(sys, "argv", ["run_train.py", "--out_dir", "my runs/a b", "--resume=never"])
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "1")
+    told = report.resume_command(load_config(None, ["--resume=never"]), Ranks(world_size=2))
+    assert "torchrun --nnodes=2 " in told and "--nproc_per_node=1 run_train.py" in told
+    assert "--out_dir 'my runs/a b'" in told and "--resume auto" in told
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
+    told = report.resume_command(load_config(None), Ranks(world_size=4))
+    assert "--nnodes" not in told and "--nproc_per_node=4" in told
+
+
+def test_a_pattern_of_lr_groups_matches_whole_names():
+    from train.optimizer import matches
+    assert matches("h.1.attn.q.weight", "h.1") and not matches("h.10.attn.q.weight", "h.1")
+    assert matches("h.10.mlp.up.weight", "h.*.mlp") and not matches("h.1.mlp2.up.weight", "mlp")
+    assert matches("h.0.attn.lora_a", "lora_*") and matches("wte.weight", "*")
+
+
+def test_plateau_stops_at_min_lr(tmp_path, data_dir):
+    """min_lr a third of the peak: halved once, and then down to it."""
+    go(data_dir, tmp_path, lr_schedule="plateau", plateau_patience=0, learning_rate=1e-9,
+       min_lr=1e-9 / 3, warmup_iters=0, eval_interval=1, eval_iters=1, max_iters=6, grad_clip=1e-9,
+       early_stopping_metric="val_loss", weight_decay=0.0, adam_eps=1.0)
+    rates = {m["lr"] for m in metrics(tmp_path) if "loss" in m}
+    assert min(rates) >= 1e-9 / 3 * 0.999 and max(rates) == 1e-9
+
+
+@pytest.mark.parametrize("given, told", [
+    (dict(max_epochs=0.004, max_iters=5), r"max_epochs 0.004 is max_iters 3: .* replaces"),
+    (dict(eval_epochs=0.004), r"eval_epochs 0.004 is eval_interval 3: .* replaces"),
+    (dict(warmup_epochs=0.001), r"warmup_epochs 0.001 is warmup_iters 1: .* replaces"),
+    (dict(warmup_ratio=0.5, warmup_iters=3), r"warmup_ratio 0.5 is 3 steps: it replaces"),
+    (dict(warmup_iters=30), "the warm-up of 30 steps is longer than the run of 6"),
+    (dict(min_lr=0.01), r"min_lr is the peak learning rate \(0.01\): the schedule is flat")])
+def test_which_of_two_keys_won_is_said_at_the_start(tmp_path, data_dir, capsys, given, told):
+    go(data_dir, tmp_path, **dict(max_iters=6) | given)
+    assert re.search(told, capsys.readouterr().out)
+
+
+def test_eval_only_of_nothing_is_refused(tmp_path, data_dir):
+    err = refused("--eval_only", data_dir=data_dir, out_dir=tmp_path / "outt")
+    assert "outt" in err
+    assert not (tmp_path / "outt" / "metrics.jsonl").exists()
+
+
+# -----------------------------------------------------------------------------
+# rows of the requirements
+
+def test_get_lr_takes_what_load_config_gives():
+    c = load_config(None, ["--max_iters=100", "--warmup_ratio=0.1", "--learning_rate=1"])
+    assert get_lr(0, c) == pytest.approx(1 / 11) and get_lr(10, c) == 1
+    assert get_lr(100, c) == pytest.approx(0.1)
+
+
+def test_batches_cross_to_a_gpu_from_pinned_memory(monkeypatch):
+    done = []
+    monkeypatch.setattr(torch.Tensor, "pin_memory", lambda t: done.append("pinned") or t)
+    monkeypatch.setattr(torch.Tensor, "to", lambda t, device, non_blocking=False: done.append(
+        (str(device), non_blocking)) or t)
+    send(np.arange(4), torch.device("cuda", 0))
+    assert done == ["pinned", ("cuda:0", True)]
+
+
+@pytest.mark.parametrize("wrap", [lambda w: {"model_state_dict": w}, lambda w: {"state_dict": w},
+                                  lambda w: w])
+def test_weights_of_other_trainers_load(tmp_path, data_dir, wrap):
+    go(data_dir, tmp_path / "a", max_iters=1)
+    weights = load_checkpoint(tmp_path / "a" / "ckpt.pt")["model"]
+    torch.save(wrap(weights), tmp_path / "theirs.pt")
+    go(data_dir, tmp_path / "b", init_from=str(tmp_path / "theirs.pt"), max_iters=0)
+    loaded = load_checkpoint(tmp_path / "b" / "ckpt.pt")["model"]
+    assert all(torch.equal(t, loaded[n]) for n, t in weights.items())
+
+
+def test_flags():
+    c = load_config(None, ["--compile", "--gradient_checkpointing"])
+    assert (c.compile, c.gradient_checkpointing) == ("true", "true")
+    c = load_config(None, ["--no-compile", "--gradient_checkpointing", "selective"])
+    assert (c.compile, c.gradient_checkpointing) == ("false", "selective")
+
+
+def test_training_args_json_repeats_a_run(tmp_path, data_dir):
+    go(data_dir, tmp_path / "a", max_iters=4, lr_groups={"mlp": 0.5})
+    code, _, err = command_of_file(tmp_path / "a" / "training_args.json", "--out_dir",
+                                   tmp_path / "b")
+    assert code == 0, err
+    assert_same_file(tmp_path / "a" / "ckpt.pt", tmp_path / "b" / "ckpt.pt")
+
+
+def command_of_file(path, *args):
+    out, err = io.StringIO(), io.StringIO()
+    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+        code = run_train.main(["--config", str(path), *map(str, args)])
+    return code, out.getvalue(), err.getvalue()
+
+
+def test_a_model_of_ones_own_and_the_result_of_training(tmp_path, data_dir):
+    """train(config, model, on_evaluation), as a library: the model given is the one trained; the
+    numbers of every evaluation are heard, returned and in the checkpoint."""
+    from model.gpt import GPTConfig
+    config = configure(data_dir, tmp_path, max_iters=10)
+    shape = {k: SMALL[k] for k in ("n_layer", "n_head", "n_embd", "n_hidden", "block_size")}
+    model, heard = GPT(GPTConfig(vocab_size=256, **shape), seed=9), []
+    before = model.wte.weight.detach().clone()
+    result = train(config, model, lambda it, numbers: heard.append((it, numbers["val_loss"])))
+    assert not torch.equal(before, model.wte.weight)
+    assert torch.equal(load_checkpoint(tmp_path / "ckpt.pt")["model"]["wte.weight"],
+                       model.wte.weight)
+    assert [it for it, _ in heard] == [0, 5, 10]
+    assert [(m["iter"], m["val_loss"]) for m in result["history"]] == heard
+    saved = load_checkpoint(tmp_path / "ckpt.pt")["progress"]["history"]
+    assert saved == result["history"]
+
+
+def test_an_interval_of_training_and_an_evaluation_by_themselves(tmp_path, data_dir):
+    from train.train import Trainer
+    config = configure(data_dir, tmp_path)
+    with distributed.process_group(config) as ranks, Trainer(config, ranks) as trainer:
+        trainer.set_up()
+        before = trainer.evaluate(trainer.data.val, 2)["val_loss"]
+        for _ in range(8):
+            trainer.train_step()
+        assert trainer.progress.iter_num == 8
+        assert trainer.evaluate(trainer.data.val, 2)["val_loss"] < before - 0.3
+        assert trainer.model.training
+
+
+def test_seeds_and_cudnn(monkeypatch):
+    monkeypatch.delenv("PYTHONHASHSEED", raising=False)
+    distributed.set_seed(41, cudnn_benchmark=True)
+    assert os.environ["PYTHONHASHSEED"] == "41" and torch.backends.cudnn.benchmark
+    distributed.set_seed(1)
+
+
+def stub_gpu(monkeypatch, major, name="NVIDIA Stub"):
+    class Properties:
+        total_memory, minor = 24 * 2**30, 0
+    Properties.major, Properties.name = major, name
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setattr(torch.cuda, "set_device", lambda index: None)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: Properties)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (major, 0))
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: name)
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+
+
+@pytest.mark.parametrize("major, dtype, words", [
+    (7, torch.float16, "TF32 False, bf16 False"), (9, torch.bfloat16, "TF32 True, bf16 True")])
+def test_the_device_says_what_it_can(monkeypatch, major, dtype, words):
+    stub_gpu(monkeypatch, major)
+    device = distributed.get_device("auto")
+    assert device == torch.device("cuda", 0)
+    told = distributed.describe_device(device)
+    assert f"NVIDIA Stub, 24 GiB, capability {major}.0, {words}, CUDA 13.0" in told
+    assert distributed.choose_dtype("auto", device)[0] == dtype
+    assert distributed.device_facts(device) == dict(device="cuda:0", gpu="NVIDIA Stub", cuda="13.0")
+    distributed.set_seed(1)
+    assert torch.backends.cuda.matmul.allow_tf32 and torch.backends.cudnn.allow_tf32
+
+
+def test_other_names_for_keys_and_groups(tmp_path):
+    (tmp_path / "c.yaml").write_text("training:\n  epochs: 3\n  lr: 1e-3\nmodel: gpt\n"
+                                     "optimizer: muon\nlearning_rate:\n  warmup_iters: 7\n")
+    c = load_config(str(tmp_path / "c.yaml"))
+    assert (c.max_epochs, c.learning_rate, c.warmup_iters, c.optimizer) == (3, 1e-3, 7, "muon")
+    assert load_config(None, ["training.epochs=20"]).max_epochs == 20
+    (tmp_path / "best.yaml").write_text("n_layer: 5\nn_embd: 60\n")
+    c = load_config(str(tmp_path / "c.yaml"), [f"best_config={tmp_path}/best.yaml", "--n_embd=120"])
+    assert (c.n_layer, c.n_embd, c.warmup_iters) == (5, 120, 7)
+
+
+@pytest.mark.parametrize("precision, kind", [("bfloat16", "BF16"), ("float32", "F32")])
+def test_save_precision(tmp_path, data_dir, precision, kind):
+    go(data_dir, tmp_path, max_iters=2, save_precision=precision)
+    blob = (tmp_path / "model.safetensors").read_bytes()
+    length = int.from_bytes(blob[:8], "little")
+    header, weights = json.loads(blob[8:8 + length]), load_checkpoint(tmp_path / "ckpt.pt")["model"]
+    assert header.keys() - {"__metadata__"} == weights.keys()
+    for name, tensor in weights.items():
+        begin, end = header[name]["data_offsets"]
+        assert header[name]["dtype"] == kind and header[name]["shape"] == list(tensor.shape)
+        wanted = tensor.to(getattr(torch, precision)).view(torch.uint8).numpy().tobytes()
+        assert blob[8 + length + begin:8 + length + end] == wanted
+
+
+def test_evaluations_by_epochs(tmp_path, data_dir):
+    """624 windows of 32 tokens, 4 a step: 156 steps an epoch, 15.6 a tenth."""
+    go(data_dir, tmp_path, block_size=32, eval_epochs=0.1, max_iters=33)
+    assert [m["iter"] for m in metrics(tmp_path) if "val_loss" in m] == [0, 16, 32, 33]
+
+
+def test_start_up_lines_name_the_rate_and_the_samples(tmp_path, data_dir, capsys):
+    go(data_dir, tmp_path, max_iters=1)
+    text = capsys.readouterr().out
+    assert "Learning rate: 0.01, cosine, warm-up 2 steps, to 0.001" in text
+    assert "passes over 2,498 samples" in text
+
+
+# -----------------------------------------------------------------------------
+# friction
+
+def test_the_training_loss_beside_an_evaluation_says_what_it_is(tmp_path, data_dir, capsys):
+    go(data_dir, tmp_path, max_iters=10)
+    assert re.search(r"step 10: train loss [\d.]+, val loss [\d.]+.* \(train: the mean since step "
+                     r"5\)", capsys.readouterr().out)
+
+
+def test_allow_change_names_keys(tmp_path, data_dir):
+    go(data_dir, tmp_path, max_iters=2)
+    changes = dict(max_iters=3, beta2=0.9, grad_clip=2.0)
+    with pytest.raises(CheckpointError) as caught:
+        go(data_dir, tmp_path, **changes, allow_change=["beta2"])
+    assert "grad_clip: checkpoint has" in str(caught.value) and "beta2" not in str(caught.value)
+    assert "--allow_change grad_clip" in str(caught.value)
+    assert go(data_dir, tmp_path, **changes, allow_change=["beta2", "grad_clip"])["iter_num"] == 3
+
+
+def test_init_from_is_not_called_scratch(tmp_path, data_dir, capsys):
+    go(data_dir, tmp_path / "a", max_iters=1)
+    capsys.readouterr()
+    go(data_dir, tmp_path / "b", init_from=str(tmp_path / "a" / "ckpt.pt"), max_iters=1)
+    text = capsys.readouterr().out
+    assert "Starting from the weights of" in text and "from scratch" not in text
+
+
+def test_raw_token_files_can_be_given_a_tokenizer(tmp_path, data_dir):
+    go(data_dir, tmp_path / "a", max_iters=5, sample_tokens=8, tokenizer="byte", vocab_size=257)
+    assert "=== iter 5 ===" in (tmp_path / "a" / "samples.txt").read_text()
+    assert load_checkpoint(tmp_path / "a" / "ckpt.pt")["tokenizer"]["kind"] == "byte"
+    assert metrics(tmp_path / "a")[-1]["val_bpb"] > 0
+
+
+def test_no_samples_before_the_first_step(tmp_path, text_dir):
+    go(text_dir, tmp_path, vocab_size=257, sample_tokens=8, max_iters=10)
+    told = re.findall(r"=== iter (\d+) ===", (tmp_path / "samples.txt").read_text())
+    assert told == ["5", "10"]
+
+
+def test_the_program_runs_from_any_folder_and_knows_home(tmp_path, data_dir):
+    home = tmp_path / "home"
+    home.mkdir()
+    args = tiny_args(max_iters=1, eval_interval=0, vocab_size=256)
+    done = subprocess.run([sys.executable, str(REPO / "run_train.py"), "--config",
+                           "train/config_test.yaml", *args, f"--data_dir={data_dir}",
+                           "--out_dir=~/o"], cwd=tmp_path, capture_output=True, text=True,
+                          env=os.environ | {"HOME": str(home), "OMP_NUM_THREADS": "1"})
+    assert done.returncode == 0, done.stderr
+    assert (home / "o" / "ckpt.pt").exists() and not (tmp_path / "out").exists()
+
+
+def test_a_foreign_checkpoint_gives_no_unsafe_advice(tmp_path):
+    torch.save({"model": {"w": torch.ones(1)}, "odd": decimal.Decimal(1)}, tmp_path / "x.pt")
+    with pytest.raises(CheckpointError) as caught:
+        load_checkpoint(str(tmp_path / "x.pt"))
+    assert "weights_only" not in str(caught.value) and "\n" not in str(caught.value)
+
+
+def test_out_and_data_are_in_the_repository_and_their_content_is_not():
+    for folder in ("out", "data/bin"):
+        lines = (REPO / folder / ".gitignore").read_text().splitlines()
+        assert [line for line in lines if not line.startswith("#")] == ["*", "!.gitignore"]
+
+
+# -----------------------------------------------------------------------------
+# two faults that no test noticed
+
+def test_gradients_are_clipped_at_grad_clip(tmp_path, data_dir):
+    """After a step whose norm is above it, all gradients together have the norm grad_clip."""
+    from train.train import Trainer
+    seen, config = [], configure(data_dir, tmp_path, grad_clip=0.25)
+    with distributed.process_group(config) as ranks, Trainer(config, ranks) as trainer:
+        trainer.set_up()
+        step = trainer.scaler.step
+        trainer.scaler.step = lambda optimizer: (seen.append(torch.linalg.vector_norm(torch.stack([
+            p.grad.norm() for p in trainer.model.parameters()]))), step(optimizer))
+        trainer.train_step()
+    [told] = [m["grad_norm"] for m in metrics(tmp_path) if "grad_norm" in m]
+    assert told > 0.5 and float(seen[0]) == pytest.approx(0.25, rel=1e-4)
+
+
+def test_validation_weighs_tokens_not_batches(tmp_path, data_dir):
+    """val.bin has 499 windows of 8: 83 batches of 6 and one of 1, whose loss must not count for
+    six. By hand, over all windows at once."""
+    go(data_dir, tmp_path, batch_size=6, gradient_accumulation_steps=1, eval_iters=1000,
+       max_iters=7, eval_interval=7)
+    from model.sample import load_model
+    model, _ = load_model(str(tmp_path / "ckpt.pt"))
+    loader = DataLoader(data_dir, 1000, 8, "val")
+    x, y = loader.fixed_batch(0, 1)
+    assert len(x) == 499
+    with torch.no_grad():
+        losses = F.cross_entropy(model(x).flatten(0, 1), y.flatten(), reduction="none").view(-1, 8)
+    told = metrics(tmp_path)[-1]["val_loss"]
+    by_batch = torch.stack([part.mean() for part in losses.split(6)]).mean()
+    assert abs(float(by_batch - losses.mean())) > 1e-4  # the test could tell
+    assert told == pytest.approx(float(losses.mean()), rel=1e-6)
+
+
+def test_the_mean_of_masked_batches_is_over_items(tmp_path, data_dir):
+    """Batches of unequal size and of equal size give one number, however they are cut."""
+    numbers = []
+    for batch, n in ((6, 84), (50, 10), (499, 1)):
+        out = tmp_path / str(batch)
+        go(data_dir, out, eval_iters=n, batch_size=batch, gradient_accumulation_steps=1,
+           max_iters=0)
+        numbers.append(metrics(out)[-1])
+    for name in ("val_loss", "val_ppl"):
+        assert [m[name] for m in numbers] == pytest.approx([numbers[0][name]] * 3, rel=1e-6)
+
+
+# -----------------------------------------------------------------------------
+# what a review of the rebuilt core found
+
+def test_going_on_from_a_file_makes_its_branch_the_latest(data_dir, tmp_path):
+    """Not the abandoned one: a restart, a rewind and keep_last go by what was written last."""
+    out = tmp_path / "out"
+    go(data_dir, out, save_interval=4, keep_last=9, max_iters=12)
+    go(data_dir, out, "before_step@6=sigterm", save_interval=0, keep_last=2, max_iters=12,
+       resume=str(out / "ckpt_0000004.pt"))
+    assert load_checkpoint(out / "ckpt.pt")["iter_num"] == 7
+    assert sorted(p.name for p in out.glob("ckpt_0*.pt")) == ["ckpt_0000005.pt", "ckpt_0000007.pt"]
+
+
+def test_a_model_may_give_numbers_of_numpy(data_dir, tmp_path, monkeypatch):
+    """They are in the history that the checkpoint holds, which takes plain types only."""
+    numbers = GPT.numbers
+    monkeypatch.setattr(GPT, "numbers", lambda self, sums: numbers(self, sums) | dict(
+        extra=np.float64(1.5)))
+    go(data_dir, tmp_path / "out", max_iters=5)
+    assert load_checkpoint(tmp_path / "out" / "ckpt.pt")["progress"]["history"][-1][
+        "val_extra"] == 1.5
+
+
+def test_eval_only_leaves_the_metrics_as_they_are(data_dir, tmp_path):
+    out = tmp_path / "out"
+    go(data_dir, out, save_interval=5, keep_last=3, max_iters=10)
+    before = (out / "metrics.jsonl").read_text()
+    go(data_dir, out, max_iters=10, eval_only=True, resume=str(out / "ckpt_0000005.pt"))
+    assert (out / "metrics.jsonl").read_text() == before
+
+
+def test_a_kill_between_the_names_of_a_checkpoint_keeps_the_best(tmp_path, monkeypatch):
+    """ckpt_best.pt is there before ckpt.pt says that it was saved."""
+    state = dict(model={"w": torch.ones(2)}, optimizer={}, iter_num=1)
+    path, best = str(tmp_path / "ckpt.pt"), str(tmp_path / "ckpt_best.pt")
+
+    def killed(source, target):
+        if target == path:
+            raise KeyboardInterrupt  # as good as a kill: nothing is cleaned up after it
+        os.rename(source, target)
+    monkeypatch.setattr(checkpoint.os, "replace", killed)
+    with pytest.raises(KeyboardInterrupt):
+        save_checkpoint(path, state, [best])
+    assert load_checkpoint(best)["iter_num"] == 1 and not os.path.exists(path)
+
+
+def test_files_of_a_user_stay(data_dir, tmp_path):
+    out = tmp_path / "out"
+    out.mkdir()
+    (out / "notes.tmp.md").write_text("mine")
+    (out / "ckpt.pt.tmp.123").write_text("left by a killed run")
+    go(data_dir, out, max_iters=2)
+    assert (out / "notes.tmp.md").exists() and not (out / "ckpt.pt.tmp.123").exists()
+
+
+def test_a_refusal_keeps_the_old_run_in_its_place(data_dir, tmp_path):
+    out = tmp_path / "out"
+    go(data_dir, out, max_iters=4)
+    with pytest.raises(CheckpointError, match="nothing to evaluate"):
+        go(data_dir, out, resume="never", eval_only=True)
+    assert (out / "ckpt.pt").exists()
