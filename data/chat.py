@@ -1,0 +1,466 @@
+"""Conversations to rows of tokens for chat fine-tuning: python -m data.chat FILE... --out FOLDER
+
+Reads JSONL (or one JSON array) and Hugging Face datasets whose records are, by their fields,
+    messages         [{"role": "user", "content": "..."}, {"role": "assistant", ...}, ...]
+    conversations    [{"from": "human", "value": "..."}, {"from": "gpt", ...}, ...]      (ShareGPT)
+    prompt, and response or completion
+    instruction, perhaps input, and output (or response)                                 (Alpaca)
+    what --field names: a list of messages; or the fields of the question and, last, the answer's.
+
+Writes, for train and val, rows of block_size + 1 tokens packed with whole chats: SPLIT_tokens.npy,
+SPLIT_mask.npy (1 where a token is learned: the assistant's words and the end token after them) and
+SPLIT_chat.npy (the number of the chat in its row, by which attention keeps chats apart); meta.json
+comes last.
+
+The template needs no new tokens, so any model whose tokenizer has an end of text can learn it.
+Contents are stripped: then the tokens of a prompt and of its answer, made apart, are those of the
+whole text. And they are encoded as ordinary text: an end token that somebody typed stays text.
+"""
+
+import argparse
+import contextlib
+import hashlib
+import json
+import os
+import re
+import shutil
+import sys
+import sysconfig
+import tempfile
+from pathlib import Path
+
+import numpy as np
+
+from data.prepare import old_meta, write_meta, write_tokenizer
+from data.token_files import DataError
+from data.tokenizer_json import find_tokenizer
+from train.config import UserError
+
+# What stands around a turn. After the assistant's words comes the end-of-text token.
+TEMPLATE = {"system": "### System:\n{}\n\n", "user": "### User:\n{}\n\n",
+            "assistant": "### Assistant:\n{}"}
+ROLES = {"system": "system", "user": "user", "human": "user", "prompter": "user",
+         "assistant": "assistant", "gpt": "assistant", "model": "assistant"}
+OPEN_ROWS = 100  # rows that wait for a chat that fills them
+SHOWN = 10       # problems in one message
+COLOUR, PLAIN = ("\033[32m", "\033[0m"), ("[", "]")
+
+
+# -----------------------------------------------------------------------------
+# records of every format -> [(role, text), ...]
+
+def to_messages(record, fields=()):
+    """[(role, stripped text), ...] of a record, by `fields` or by what it has; ValueError."""
+    if not isinstance(record, dict):
+        raise ValueError(f"expected an object, got a {type(record).__name__}")
+    if missing := [name for name in fields if name not in record]:
+        raise ValueError(f"no field {missing[0]!r}; its fields are {', '.join(record)}")
+    has = {name for name in record if record[name] is not None}
+    for name in fields[:1] if len(fields) == 1 else ("messages", "conversations"):
+        if name in has:
+            return [turn_of(turn) for turn in as_list(record[name], name)]
+    *asked, said = fields or question_and_answer(has)
+    if isinstance(record[said], list):  # both sides are lists of messages
+        return [turn_of(turn) for name in (*asked, said) for turn in as_list(record[name], name)]
+    question = [text_of(record[name]) for name in asked if record[name]]
+    system = [("system", text_of(record["system"]))] if record.get("system") else []
+    return [*system, ("user", "\n\n".join(question)), ("assistant", text_of(record[said]))]
+
+
+def question_and_answer(has):
+    """Names of the fields of the question and, last, of the answer, among those a record `has`."""
+    for asked, answers in ((("prompt",), ("response", "completion")),
+                           (("instruction", "input"), ("output", "response"))):
+        said = [name for name in answers if name in has]
+        if asked[0] in has and said:
+            return *(name for name in asked if name in has), said[0]
+    raise ValueError("neither messages, conversations, prompt and response or completion, nor "
+                     f"instruction and output among its fields ({', '.join(sorted(has))}); name "
+                     "them: --field QUESTION --field ANSWER")
+
+
+def as_list(value, name):
+    if not isinstance(value, list) or not all(isinstance(turn, dict) for turn in value):
+        raise ValueError(f"{name}: expected a list of messages, got {str(value)[:60]!r}")
+    return value
+
+
+def turn_of(turn):
+    """(role, text) of {"role", "content"} or ShareGPT's {"from", "value"}."""
+    role = turn.get("role", turn.get("from"))
+    if role not in ROLES:
+        raise ValueError(f"role {role!r}: expected one of {', '.join(ROLES)}")
+    return ROLES[role], text_of(turn.get("content", turn.get("value")))
+
+
+def text_of(content):
+    """Stripped text of a message's content: a string, or OpenAI's list of parts."""
+    if isinstance(content, list):
+        content = "".join(part.get("text", "") for part in content if isinstance(part, dict))
+    if not isinstance(content, str):
+        raise ValueError(f"expected text, got a {type(content).__name__}")
+    return content.strip()
+
+
+# -----------------------------------------------------------------------------
+# messages -> tokens
+
+def stretches(messages, template=TEMPLATE):
+    """[(prompt, answer)]: the text up to each of the assistant's turns, and its words. What follows
+    the last one is left out: there is nothing to learn from it."""
+    out, prompt = [], ""
+    for role, text in messages:
+        before, after = template[role].split("{}")
+        if role == "assistant":
+            out.append((prompt + before, text))
+            prompt = ""
+        else:
+            prompt += before + text + after
+    return out
+
+
+def encode_chat(messages, tokenizer, template=TEMPLATE):
+    """ids (n,) and mask (n,) of a chat, 1 where a token is learned."""
+    ids, mask = [], []
+    for prompt, answer in stretches(messages, template):
+        asked, said = tokenizer.encode(prompt), [*tokenizer.encode(answer), tokenizer.eot_token]
+        ids += asked + said
+        mask += [0] * len(asked) + [1] * len(said)
+    return np.array(ids, np.uint32), np.array(mask, np.uint8)
+
+
+def fit(ids, mask, width, end):
+    """As many whole exchanges from the start of a chat as `width` tokens hold: perhaps none."""
+    ends = np.flatnonzero(ids == end) + 1
+    n = int(ends[ends <= width].max(initial=0))
+    return ids[:n], mask[:n]
+
+
+def is_val(ids, mask, fraction):
+    """Whether a chat is for validation: drawn by a hash of all before its first answer, so that no
+    question is on both sides."""
+    draw = hashlib.blake2b(ids[:int(mask.argmax())].tobytes(), digest_size=8)
+    return int.from_bytes(draw.digest(), "big") < fraction * 2**64
+
+
+# -----------------------------------------------------------------------------
+# tokens -> rows in .npy files
+
+class NpyRows:
+    """A .npy file of rows that are appended: only its header knows how many there are."""
+
+    def __init__(self, path, width, dtype):
+        self.file, self.width, self.dtype = open(path, "wb"), width, np.dtype(dtype)
+        self.rows = 0
+        self.write_header()
+
+    def write_header(self):
+        self.file.seek(0)  # numpy pads the header so that the first dimension may grow
+        shape = (self.rows, self.width)
+        np.lib.format.write_array_header_1_0(self.file, dict(
+            descr=np.lib.format.dtype_to_descr(self.dtype), fortran_order=False, shape=shape))
+
+    def append(self, row):
+        self.file.write(row.astype(self.dtype).tobytes())
+        self.rows += 1
+
+    def close(self):
+        self.write_header()
+        self.file.close()
+
+
+class Packer:
+    """Chats into the rows of one split. A chat goes where it leaves the least room (best fit) among
+    up to OPEN_ROWS rows; it is never cut, and the rest of a row is filled with end tokens."""
+
+    def __init__(self, folder, split, width, dtype, end):
+        self.width, self.end, self.open = width, end, []  # open: lists of (ids, mask)
+        self.files = {name: NpyRows(os.path.join(folder, f"{split}_{name}.npy"), width, kind)
+                      for name, kind in (("tokens", dtype), ("mask", "u1"), ("chat", "<u2"))}
+        self.chats = self.tokens = self.learned = 0
+
+    def add(self, ids, mask):
+        self.chats, self.tokens = self.chats + 1, self.tokens + len(ids)
+        self.learned += int(mask.sum())
+        fitting = [row for row in self.open if self.used(row) + len(ids) <= self.width]
+        if fitting:
+            max(fitting, key=self.used).append((ids, mask))
+        else:
+            if len(self.open) == OPEN_ROWS:
+                self.write(max(self.open, key=self.used))
+            self.open.append([(ids, mask)])
+
+    def used(self, row):
+        return sum(len(ids) for ids, _ in row)
+
+    def write(self, row):
+        """Write an open row, and close it."""
+        self.open = [other for other in self.open if other is not row]
+        rest = self.width - self.used(row)
+        parts = [*row, (np.full(rest, self.end), np.zeros(rest))]
+        number = np.repeat(np.arange(len(parts)), [len(ids) for ids, _ in parts])
+        for name, content in (("tokens", np.concatenate([ids for ids, _ in parts])),
+                              ("mask", np.concatenate([mask for _, mask in parts])),
+                              ("chat", number)):
+            self.files[name].append(content)
+
+    def finish(self):
+        """Write what is open; the split's entry in meta.json."""
+        while self.open:
+            self.write(self.open[0])
+        for file in self.files.values():
+            file.close()
+        return dict(chats=self.chats, rows=self.files["tokens"].rows, tokens=self.tokens,
+                    learned_tokens=self.learned)
+
+
+# -----------------------------------------------------------------------------
+# sources -> records
+
+def read_records(source, split, subset):
+    """(where, record) of a file, of a Hugging Face dataset's folder, or of its name."""
+    path = Path(source)
+    if source in ("example", "example-more"):
+        yield from ((f"{source}: record {i}", r) for i, r in enumerate(example_records(source)))
+    elif path.is_file() and path.suffix == ".json":
+        yield from ((f"{source}: record {i}", record) for i, record in enumerate(read_array(path)))
+    elif path.is_file():
+        with open(path, encoding="utf-8-sig") as f:
+            yield from json_lines(f, source)
+    else:
+        yield from ((f"{source}: record {i}", record)
+                    for i, record in enumerate(dataset(source, split, subset)))
+
+
+def read_array(path):
+    try:
+        records = json.loads(path.read_text(encoding="utf-8-sig"))
+    except ValueError as error:
+        raise DataError(f"{path}: not valid JSON: {error}; JSON lines are called .jsonl") from None
+    return records if isinstance(records, list) else [records]
+
+
+def json_lines(lines, name):
+    number = 0
+    try:
+        for number, line in enumerate(lines, 1):
+            if line.strip():
+                yield f"{name}:{number}", json.loads(line)
+    except (ValueError, RecursionError) as error:
+        raise DataError(f"{name}: line {number + isinstance(error, UnicodeDecodeError)}: not valid "
+                        f"JSON in UTF-8: {error}; expected an object a line") from None
+
+
+def dataset(source, split, subset):
+    """Records of a dataset of the package `datasets`: streamed, or a folder of save_to_disk."""
+    folder = Path(source)
+    hub_name = r"[\w-][\w.-]*/[\w.-]+(?<!\.jsonl)(?<!\.json)"
+    if not folder.is_dir() and not re.fullmatch(hub_name, source):
+        raise DataError(f"{source}: no such file or folder, and no OWNER/NAME of a dataset")
+    try:
+        import datasets
+    except ImportError:
+        raise DataError(f"{source}: is no file; to read it as a Hugging Face dataset: "
+                        "pip install datasets") from None
+    try:
+        if folder.is_dir() and any(folder.glob("dataset_*.json")):
+            found = datasets.load_from_disk(source)
+            return found[split] if isinstance(found, dict) else found
+        return datasets.load_dataset(source, subset, split=split, streaming=True)
+    except Exception as error:  # what a network, a hub and many file formats raise
+        raise DataError(f"{source}: no such file, and as a dataset (split {split}): "
+                        f"{type(error).__name__}: {str(error)[:300]}") from None
+
+
+def example_records(source):
+    """A question about each of the names in this Python's own library, with one right answer."""
+    library = Path(sysconfig.get_paths()["stdlib"])
+    files = [*library.glob("*.py"), *(path for path in library.glob("*/*.py")
+                                      if not re.search("test|packages", path.parent.name))]
+    text = "".join(path.read_text("utf-8", "replace") for path in files)
+    names = sorted(set(re.findall(r"\b[a-z]{2,9}(?:_[a-z]{2,9}){1,2}\b", text)))
+    for i, name in enumerate(names):
+        words = [word.capitalize() for word in name.split("_")]
+        tasks = ((f"{name} in CamelCase?", "".join(words)), (f"{name} in capitals?", name.upper()),
+                 (f"{''.join(words)} in snake_case?", name))
+        if source == "example-more":
+            tasks = ((f"{name} as a title?", " ".join(words)),
+                     (f"{name} with hyphens?", name.replace("_", "-")))
+        question, answer = tasks[i % len(tasks)]
+        yield {"prompt": question, "response": answer}
+
+
+# -----------------------------------------------------------------------------
+# all of it
+
+def tokenizer_of(name):
+    """(tokenizer, block_size or None) by name, file, prepared folder or checkpoint."""
+    if not name.endswith(".pt"):
+        return find_tokenizer(name), None
+    from data.tokenizer import tokenizer_from_spec
+    from train.checkpoint import load_checkpoint  # imports torch
+    state = load_checkpoint(name)
+    spec = (state.get("spec") or {}).get("tokenizer") or state.get("tokenizer")
+    if not spec:
+        raise DataError(f"{name}: this checkpoint names no tokenizer; name it: byte, gpt2, a rank "
+                        "file or a prepared folder")
+    return tokenizer_from_spec(spec), state.get("model_args", {}).get("block_size")
+
+
+def check(args, tokenizer):
+    """DataError for settings that cannot work."""
+    if tokenizer.eot_token is None:
+        raise DataError(f"--tokenizer {args.tokenizer}: a {tokenizer.kind} tokenizer has no end-of-"
+                        "text token to end an answer with; pretrain with byte, gpt2 or a rank file")
+    if not 0 < args.val_fraction < 1:
+        raise DataError(f"--val_fraction: {args.val_fraction}: expected a number between 0 and 1")
+    for name in ("num_samples", "block_size"):
+        value = getattr(args, name)
+        if value is not None and value < 1:
+            raise DataError(f"--{name}: {value}: expected 1 or more")
+    if os.path.isfile(args.out):
+        raise DataError(f"{args.out}: is a file; --out names a folder")
+    if os.path.isdir(args.out) and os.listdir(args.out):
+        old = old_meta(args.out) or {}
+        if old.get("kind") != "chat" or not args.force and old["sources"] != args.sources:
+            raise DataError(f"{args.out}: holds other data; name another folder with --out, or "
+                            "replace other chats of this command with --force")
+
+
+def chats(args):
+    """The messages of every record with an answer; DataError with all records that are wrong."""
+    problems, left = [], args.num_samples or sys.maxsize
+    for source in args.sources:
+        for where, record in read_records(source, args.split, args.subset):
+            if not left:
+                return
+            try:
+                yield to_messages(record, args.field)
+                left -= 1
+            except ValueError as error:
+                problems.append(f"{where}: {error}")
+                if len(problems) == SHOWN and not args.skip_bad:
+                    break
+    if problems and not args.skip_bad:
+        raise DataError("\n  ".join([f"{len(problems)} or more bad records (--skip_bad leaves them "
+                                     "out):", *problems]))
+    if problems:
+        print(f"Left out {len(problems):,} bad records, the first: {problems[0]}")
+
+
+def write(args, tokenizer, folder):
+    """Rows of both splits into `folder`; meta.json's content."""
+    dtype, width = ("<u2" if tokenizer.n_vocab <= 65536 else "<u4"), args.block_size + 1
+    packers = {split: Packer(folder, split, width, dtype, tokenizer.eot_token)
+               for split in ("train", "val")}
+    silent = cut = long = 0
+    for number, messages in enumerate(chats(args)):
+        said = [text for role, text in messages if role == "assistant"]
+        whole, mask = encode_chat(messages, tokenizer)
+        ids, mask = fit(whole, mask, width, tokenizer.eot_token)
+        if number < args.show:
+            show(ids, mask, tokenizer)
+        if not said or "" in said:
+            silent += 1
+        elif not len(ids):
+            long += 1
+        else:
+            cut += len(ids) < len(whole)
+            packers["val" if is_val(ids, mask, args.val_fraction) else "train"].add(ids, mask)
+    for n, what in ((silent, "without an answer"), (long, f"longer than {width:,} tokens")):
+        if n:
+            print(f"Left out {n:,} chats {what}")
+    if cut:
+        print(f"Cut {cut:,} chats after the last exchange that fits into {width:,} tokens")
+    splits = {split: packer.finish() for split, packer in packers.items()}
+    if empty := [split for split, part in splits.items() if not part["chats"]]:
+        raise DataError(f"{', '.join(args.sources)}: no chat for {' and '.join(empty)}; more "
+                        "chats, a larger --block_size or another --val_fraction")
+    return {"format_version": 1, "kind": "chat", "vocab_size": tokenizer.n_vocab,
+            "tokenizer": write_tokenizer(folder, tokenizer), "eot_token": tokenizer.eot_token,
+            "block_size": args.block_size, "template": TEMPLATE, "splits": splits,
+            "sources": args.sources}
+
+
+def show(ids, mask, tokenizer):
+    """Print a chat as the model gets it, what is learned in colour, or in brackets."""
+    left, right = COLOUR if sys.stdout.isatty() and not os.environ.get("NO_COLOR") else PLAIN
+    edges = np.flatnonzero(np.diff(mask, prepend=0, append=0))
+    parts = np.split(ids, edges[:-1] if len(edges) else [])
+    texts = [tokenizer.decode(part) for part in parts]
+    print("-" * 72)
+    print("".join(f"{left}{t}{right}" if i % 2 else t for i, t in enumerate(texts)))
+
+
+@contextlib.contextmanager
+def filling(out):
+    """A folder beside `out` to write to; at the end its files are moved to `out`, meta.json last,
+    without which a folder holds no chats. Nothing is left of it when something goes wrong."""
+    os.makedirs(os.path.dirname(os.path.abspath(out)), exist_ok=True)
+    folder = tempfile.mkdtemp(prefix=f".{os.path.basename(os.path.abspath(out))}.tmp-",
+                              dir=os.path.dirname(os.path.abspath(out)))
+    try:
+        yield folder
+        os.makedirs(out, exist_ok=True)
+        Path(out, "meta.json").unlink(missing_ok=True)
+        for name in sorted(os.listdir(folder), key=lambda name: name == "meta.json"):
+            os.replace(os.path.join(folder, name), os.path.join(out, name))
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def prepare(args):
+    tokenizer, block_size = tokenizer_of(args.tokenizer)
+    check(args, tokenizer)
+    args.block_size = args.block_size or block_size or 512
+    with filling(args.out) as folder:
+        meta = write(args, tokenizer, folder)
+        write_meta(folder, meta)
+    for split, n in meta["splits"].items():
+        print(f"[{split}] {n['chats']:,} chats, {n['tokens']:,} tokens, {n['learned_tokens']:,} of "
+              f"them learned, in {n['rows']:,} rows of {args.block_size + 1}, "
+              f"{100 * n['tokens'] / n['rows'] / (args.block_size + 1):.0f}% full")
+    print(f"Next: python run_train.py --config train/config_chat.yaml --data_dir {args.out} "
+          "--init_from CKPT.pt")
+
+
+def arguments(argv):
+    parser = argparse.ArgumentParser("python -m data.chat", description=__doc__,
+                                     formatter_class=argparse.RawDescriptionHelpFormatter)
+    add = parser.add_argument
+    add("sources", nargs="+", metavar="SOURCE", help="a .jsonl or .json file; the name of a "
+        "Hugging Face dataset, or its folder (package datasets); or `example`, `example-more`: "
+        "questions about the names in this Python's own library")
+    add("--out", metavar="FOLDER", help="where to write (default: data/bin/ and the source's name)")
+    add("--tokenizer", default="byte", metavar="NAME", help="that of the model to start from: "
+        "byte, gpt2, a rank file, a prepared folder, or simply its ckpt.pt (default: %(default)s)")
+    add("--block_size", type=int, metavar="N", help="tokens the model sees at once (default: the "
+        "checkpoint's, else 512)")
+    add("--field", action="append", default=[], metavar="NAME", help="once: the field with the "
+        "messages; several times: those of the question and, last, of the answer")
+    add("--num_samples", type=int, metavar="N", help="only the first N chats")
+    add("--val_fraction", type=float, default=0.1, metavar="F", help="share for validation, drawn "
+        "by a hash of the question (default: %(default)s)")
+    add("--split", default="train", help="of a dataset (default: %(default)s)")
+    add("--subset", help="of a dataset that has several")
+    add("--show", type=int, default=0, metavar="N", help="print the first N chats")
+    add("--skip_bad", action="store_true", help="leave out records that cannot be read")
+    add("--force", action="store_true", help="replace chats that this command wrote to --out")
+    args = parser.parse_args([re.sub(r"(?<=\w)-", "_", a.partition("=")[0]) + a[len(
+        a.partition("=")[0]):] if a.startswith("--") else a for a in argv])
+    args.out = args.out or os.path.join("data", "bin", Path(args.sources[0]).stem)
+    return args
+
+
+def main(argv=None):
+    """Runs the command; its exit code."""
+    try:
+        prepare(arguments(sys.argv[1:] if argv is None else argv))
+    except (UserError, ValueError, OSError) as error:
+        print(f"data.chat: {error}", file=sys.stderr)
+        return 2
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

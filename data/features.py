@@ -1,0 +1,257 @@
+"""Feature arrays to training data: python -m data.features video.npy audio.npy --target fmri.npy
+
+Each .npy file is a modality, (rows, dims); all have the same rows in the same order: the frames of
+a film, say. The target is a signal recorded at those rows. What comes out is a folder:
+    train_video.npy, val_video.npy, ..., train_target.npy, val_target.npy    # float32
+    meta.json           # per array: dims, mean and std of each dimension over the training rows
+
+Neighbouring frames are nearly equal, so rows drawn at random would put copies of the training rows
+into the validation rows. Whole runs (films, sessions, stretches of time) are held out instead.
+"""
+
+import argparse
+import json
+import os
+import re
+import shutil
+import sys
+
+import numpy as np
+
+from data.token_files import DataError
+
+CHUNK_ROWS = 4096
+PREPARE = "make it with `python -m data.features`"
+
+
+# -----------------------------------------------------------------------------
+# reading a prepared folder
+
+def read_features_meta(folder):
+    """meta.json of a prepared folder: {"modalities": {name: dims}, "target": dims or None, "mean",
+    "std": {name: [per dimension]}, "rows": {split: n}, ...}. Raises DataError."""
+    path = os.path.join(folder, "meta.json")
+    try:
+        with open(path, encoding="utf-8") as f:
+            meta = json.load(f)
+    except (OSError, ValueError) as error:
+        raise DataError(f"{path}: no prepared feature arrays ({error}); {PREPARE}") from None
+    if not isinstance(meta, dict) or meta.get("kind") != "features":
+        raise DataError(f"{path}: is about other data than feature arrays; {PREPARE}")
+    return meta
+
+
+def array_names(meta):
+    """Names of the arrays of a row, in order: the modalities, then the target if there is one."""
+    return [*meta["modalities"], *(["target"] if meta["target"] else [])]
+
+
+def open_features(folder, split):
+    """[(rows, dims) float32, memory-mapped], in the order of array_names(). Raises DataError."""
+    meta, arrays = read_features_meta(folder), []
+    dims = meta["modalities"] | {"target": meta["target"]}
+    for name in array_names(meta):
+        path = os.path.join(folder, f"{split}_{name}.npy")
+        arrays.append(open_array(path))
+        expected = (meta["rows"][split], dims[name])
+        if arrays[-1].shape != expected or arrays[-1].dtype != np.float32:
+            raise DataError(f"{path}: {arrays[-1].dtype} of shape {arrays[-1].shape}; meta.json "
+                            f"promises float32 of {expected}: replaced? prepare the data again")
+    return arrays
+
+
+def open_array(path):
+    """A .npy file of numbers, memory-mapped: (rows, dims); a single column may be (rows,)."""
+    try:
+        array = np.load(path, mmap_mode="r", allow_pickle=False)
+    except (OSError, ValueError, EOFError) as error:
+        raise DataError(f"{path}: cannot be read as a .npy array ({error})") from None
+    array = array[:, None] if array.ndim == 1 else array
+    if array.ndim != 2 or array.dtype.kind not in "fiu" or not array.size:
+        raise DataError(f"{path}: {array.dtype} of shape {array.shape}; expected numbers of shape "
+                        "(rows, dims), one row a frame; pool or flatten the rest first")
+    return array
+
+
+# -----------------------------------------------------------------------------
+# preparing one
+
+def held_out(runs, fraction):
+    """(n,) bool: the rows for validation, whole runs evenly spread, about `fraction` of them. runs
+    (n,): a label for each row."""
+    labels, index = np.unique(runs, return_inverse=True)
+    n = len(labels)
+    if n < 2:
+        raise DataError("all rows are one run: nothing can be held out; lower --run_length, or "
+                        "give --runs")
+    count = min(n - 1, max(1, round(fraction * n)))
+    chosen = (np.arange(count) * 2 + 1) * n // (2 * count)  # the middles of `count` equal parts
+    return np.isin(index, chosen)
+
+
+def prepare(arrays, target, out, val_fraction=0.1, runs=None, **more):
+    """Write the folder `out`. arrays: {name: (rows, dims)}; target: (rows, dims) or None; runs: a
+    label for each row. more: goes into meta.json. Returns what meta.json holds."""
+    arrays = arrays | ({} if target is None else {"target": target})
+    lengths = {name: len(a) for name, a in {**arrays, "runs": runs}.items()}
+    if len(set(lengths.values())) > 1:
+        raise DataError("arrays of different lengths: " + ", ".join(
+            f"{name} has {n:,} rows" for name, n in lengths.items()) + "; expected one row a frame")
+    val = held_out(runs, val_fraction)
+    rows = dict(train=np.flatnonzero(~val), val=np.flatnonzero(val))
+    dims = {name: a.shape[1] for name, a in arrays.items()}
+    meta = dict(kind="features", modalities={n: d for n, d in dims.items() if n != "target"},
+                target=dims.get("target"), rows={s: len(r) for s, r in rows.items()},
+                mean={}, std={}, **more)
+    check_replaceable(out)
+    temporary = f"{out.rstrip('/')}.tmp.{os.getpid()}"
+    os.makedirs(temporary)
+    try:
+        for name, array in arrays.items():
+            meta["mean"][name], meta["std"][name] = statistics(name, array, rows["train"])
+            for split, chosen in rows.items():
+                write(os.path.join(temporary, f"{split}_{name}.npy"), array, chosen)
+        with open(os.path.join(temporary, "meta.json"), "w", encoding="utf-8") as f:
+            json.dump(meta, f)
+        shutil.rmtree(out, ignore_errors=True)
+        os.replace(temporary, out)
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)
+    return meta
+
+
+def check_replaceable(out):
+    """Refuse to replace a folder that holds something else than prepared features."""
+    if os.path.lexists(out) and os.listdir(out) if os.path.isdir(out) else os.path.lexists(out):
+        try:
+            read_features_meta(out)
+        except DataError:
+            raise DataError(f"{out}: exists and holds other things; choose another --out") from None
+
+
+def chunks(array, chosen):
+    """The rows `chosen` of an array, a piece at a time: it may be larger than memory."""
+    for start in range(0, len(chosen), CHUNK_ROWS):
+        yield array[chosen[start:start + CHUNK_ROWS]]
+
+
+def statistics(name, array, chosen):
+    """([mean], [standard deviation]) of each dimension, in float64 and in one pass: shifted by the
+    first row, or the squares of a large mean would drown the variance. DataError for NaN, inf."""
+    shift = np.asarray(array[chosen[0]], np.float64)
+    total, squares = np.zeros_like(shift), np.zeros_like(shift)
+    for part in chunks(array, chosen):
+        x = part.astype(np.float64) - shift
+        if not np.isfinite(x).all():
+            column = np.argwhere(~np.isfinite(x))[0][1]
+            raise DataError(f"{name}: NaN or infinite in dimension {column} of the training rows; "
+                            "fill or drop such rows first")
+        total, squares = total + x.sum(0), squares + np.square(x).sum(0)
+    mean = total / len(chosen)
+    variance = np.maximum(squares / len(chosen) - np.square(mean), 0.0)
+    return (mean + shift).tolist(), np.sqrt(variance).tolist()
+
+
+def write(path, array, chosen):
+    shape, done = (len(chosen), array.shape[1]), 0
+    target = np.lib.format.open_memmap(path, "w+", np.float32, shape)
+    for part in chunks(array, chosen):
+        if not np.isfinite(part).all():
+            raise DataError(f"{path}: NaN or infinite values; fill or drop such rows first")
+        target[done:done + len(part)] = part
+        done += len(part)
+    target.flush()
+
+
+# -----------------------------------------------------------------------------
+# data with a known structure
+
+def synthetic(n_runs=30, run_length=200, noise=0.25, seed=0):
+    """({modality: array}, target, runs, ceiling): 8 hidden signals that change slowly in time. Each
+    modality sees some of them, bent and mixed; the target mixes all and adds noise, so that no
+    single modality is enough and `ceiling` is the highest correlation that can be reached."""
+    rng = np.random.default_rng(seed)
+    z = rng.standard_normal((n_runs, run_length, 8))
+    for t in range(1, run_length):  # autocorrelation 0.9, variance 1, runs independent
+        z[:, t] = 0.9 * z[:, t - 1] + np.sqrt(1 - 0.9 ** 2) * z[:, t]
+    z = z.reshape(-1, 8)
+    arrays = {}
+    for name, dims, seen in (("video", 96, slice(0, 5)), ("audio", 48, slice(3, 7)),
+                             ("text", 64, slice(5, 8))):
+        part = z[:, seen]
+        hidden = np.tanh(part @ rng.standard_normal((part.shape[1], 32)) / 2)
+        x = hidden @ rng.standard_normal((32, dims)) / np.sqrt(32)
+        x += 0.1 * rng.standard_normal(x.shape)
+        arrays[name] = (x * rng.uniform(0.5, 5, dims) + rng.uniform(-10, 10, dims)).astype("f4")
+    mix = rng.standard_normal((8, 60))
+    target = z @ (mix / np.linalg.norm(mix, axis=0))  # variance 1
+    target = 100 + target + noise * rng.standard_normal(target.shape)
+    runs = np.repeat(np.arange(n_runs), run_length)
+    return arrays, target.astype("f4"), runs, float(1 / np.sqrt(1 + noise ** 2))
+
+
+# -----------------------------------------------------------------------------
+# the command line
+
+def parse_args(argv):
+    p = argparse.ArgumentParser("python -m data.features", allow_abbrev=False,
+                                description="Turn feature arrays into training data.")
+    p.add_argument("arrays", nargs="*", metavar="FILE.npy", help="a modality each: (rows, dims)")
+    p.add_argument("--target", metavar="FILE.npy", help="the signal to be matched: (rows, dims)")
+    p.add_argument("--names", help="names of the modalities, a,b,c (default: those of the files)")
+    p.add_argument("--out", metavar="FOLDER", help="where to write (default: data/bin/NAME, of the "
+                   "first modality)")
+    p.add_argument("--val_fraction", type=float, default=0.1, help="share of the runs held out "
+                   "(default: %(default)s)")
+    p.add_argument("--runs", metavar="FILE.npy", help="(rows,): a number for each row that says "
+                   "which run (film, session) it belongs to")
+    p.add_argument("--run_length", type=int, help="without --runs: rows of a run (default: a "
+                   "twentieth of all)")
+    p.add_argument("--synthetic", action="store_true", help="make data with a known structure "
+                   "instead (default --out: data/bin/synthetic)")
+    args = p.parse_args(argv)
+    if bool(args.arrays) == args.synthetic:
+        p.error("give one or more FILE.npy, or --synthetic")
+    if not 0 < args.val_fraction < 1 or args.run_length is not None and args.run_length < 1:
+        p.error("--val_fraction must be between 0 and 1, --run_length at least 1")
+    return args
+
+
+def read_sources(args):
+    """({name: array}, target or None, runs) of the command line's files."""
+    names = args.names.split(",") if args.names else [
+        os.path.basename(path).removesuffix(".npy") for path in args.arrays]
+    good = [n for n in names if re.fullmatch(r"[A-Za-z]\w*", n) and n != "target"]
+    if len(set(good)) != len(args.arrays) or len(names) != len(args.arrays):
+        raise DataError(f"names: {', '.join(names)}: expected {len(args.arrays)} different ones of "
+                        "letters, digits and _, none of them `target`; give them with --names")
+    arrays = {name: open_array(path) for name, path in zip(names, args.arrays)}
+    target = open_array(args.target) if args.target else None
+    n = len(next(iter(arrays.values())))
+    runs = np.arange(n) // (args.run_length or max(1, n // 20))
+    return arrays, target, open_array(args.runs)[:, 0] if args.runs else runs
+
+
+def main(argv=None):
+    """Runs the command; its exit code, 2 for a problem."""
+    args = parse_args(sys.argv[1:] if argv is None else argv)
+    try:
+        more = {}
+        if args.synthetic:
+            arrays, target, runs, more["ceiling"] = synthetic()
+        else:
+            arrays, target, runs = read_sources(args)
+        name = "synthetic" if args.synthetic else next(iter(arrays))
+        out = args.out or os.path.join("data", "bin", name)
+        meta = prepare(arrays, target, out, args.val_fraction, runs, **more)
+    except (ValueError, OSError) as error:
+        print(f"data.features: {error}", file=sys.stderr)
+        return 2
+    dims = ", ".join(f"{name} {d}" for name, d in meta["modalities"].items())
+    print(f"{out}: {dims}; target {meta['target'] or 'none'}; {meta['rows']['train']:,} rows to "
+          f"train on, {meta['rows']['val']:,} held out, in whole runs")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

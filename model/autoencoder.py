@@ -1,0 +1,222 @@
+"""A multimodal autoencoder that also predicts a recorded signal: --model autoencoder
+
+Feature arrays of several modalities (video, audio, text) go through an encoder each into one
+bottleneck; from there a decoder each rebuilds them, and a linear head predicts a target (fMRI,
+say). The bottleneck makes the head low-rank, as a target of many thousand voxels needs it.
+
+    python -m data.features --synthetic
+    python run_train.py --config train/config_autoencoder.yaml
+    python -m model.autoencoder --ckpt out/autoencoder/ckpt.pt    # its numbers on held-out rows
+
+Shapes: N rows, D dims of an array, H d_hidden, Z d_latent.
+"""
+
+import argparse
+import json
+import sys
+from dataclasses import dataclass
+
+import torch
+import torch.nn as nn
+import torch.nn.functional as F
+
+from data.features import array_names, open_features, read_features_meta
+from data.token_files import DataError
+from model.gpt import stable_hash
+from train.config import ConfigError, UserError, key
+from train.dataloader import Data, RowLoader
+from train.distributed import assign
+from train.evaluate import batch_sums
+
+# Beside the variance of a target over its dimensions, 1: keeps the gradient of a constant finite.
+EPS = 1e-3
+
+
+@dataclass
+class Keys:
+    d_hidden: int = key(256, "width inside encoders and decoders", ge=1)
+    d_latent: int = key(32, "width of the bottleneck", ge=1)
+    recon_weight: float = key(1.0, "weight of the reconstruction in the loss", ge=0)
+    modality_weights: dict = key({}, "modality: weight of its squared error (default: 1 each)")
+    match_weight: float = key(1.0, "weight of the match with the target", ge=0)
+    matching: str = key("mse", "match by squared error, or by 1 - correlation over a row's targets",
+                        choices=["mse", "correlation"])
+
+
+def open_data(config, ranks):
+    """Rows of the arrays in data_dir, made by data/features.py."""
+    meta = read_features_meta(config.data_dir)
+    if strange := set(config.modality_weights) - set(meta["modalities"]):
+        raise ConfigError([f"modality_weights: {', '.join(sorted(strange))}: the modalities of "
+                           f"{config.data_dir} are {', '.join(meta['modalities'])}"])
+    if taken := [n for n in meta["modalities"] if hasattr(nn.ModuleDict, n)]:
+        raise DataError(f"{config.data_dir}: modules of PyTorch cannot be called {', '.join(taken)}"
+                        "; prepare the data with other --names")
+    spec = {k: meta[k] for k in ("modalities", "target", "mean", "std")}
+    train, val = (RowLoader(open_features(config.data_dir, split), config, ranks)
+                  for split in ("train", "val"))
+    return Data(train, val if config.eval_interval else None, spec)
+
+
+# -----------------------------------------------------------------------------
+# the model
+
+class MultimodalAutoencoder(nn.Module):
+    """forward(*arrays) -> (loss, sums); arrays (N, D) raw, in the order of array_names(spec)."""
+
+    def __init__(self, config, spec):
+        super().__init__()
+        c, h, dims = config, config.d_hidden, spec["modalities"]
+        self.keys, self.spec, self.names = c, spec, array_names(spec)
+        self.encoder = nn.ModuleDict({name: nn.Linear(d, h) for name, d in dims.items()})
+        self.bottleneck = nn.Linear(h * len(dims), c.d_latent)
+        self.expand = nn.ModuleDict({name: nn.Linear(c.d_latent, h) for name in dims})
+        self.decoder = nn.ModuleDict({name: nn.Linear(h, d) for name, d in dims.items()})
+        self.head = nn.Linear(c.d_latent, spec["target"]) if spec["target"] else None
+        for name in self.names:  # real also under torch.device("meta"): they come from the spec
+            mean, std = (torch.tensor(spec[k][name], device="cpu") for k in ("mean", "std"))
+            self.register_buffer(f"mean_{name}", mean, persistent=False)
+            self.register_buffer(f"std_{name}", torch.where(std > 0, std, 1.0), persistent=False)
+        for name, p in self.named_parameters():
+            if not p.is_meta:
+                assign(p, self.initial(name, p.shape, config.seed))
+
+    def initial(self, name, shape, seed):
+        """N(0, 1 / inputs); zero for biases."""
+        generator = torch.Generator().manual_seed(stable_hash(seed, name))
+        std = shape[1] ** -0.5 if len(shape) == 2 else 0.0
+        return torch.empty(shape).normal_(0.0, std, generator=generator)
+
+    def standardise(self, arrays):
+        """{name: (N, D) float32}: each dimension has mean 0, variance 1 over the training rows."""
+        return {name: (x.float() - getattr(self, f"mean_{name}")) / getattr(self, f"std_{name}")
+                for name, x in zip(self.names, arrays)}
+
+    def encode(self, x):
+        """Bottleneck (N, Z) of standardised modalities {name: (N, D)}."""
+        dropout, on = self.keys.dropout, self.training
+        h = [F.dropout(F.gelu(self.encoder[name](x[name])), dropout, on)
+             for name in self.spec["modalities"]]
+        return self.bottleneck(torch.cat(h, dim=1))
+
+    def forward(self, *arrays):
+        c, x = self.keys, self.standardise(arrays)
+        z = self.encode(x)  # (N, Z)
+        loss, sums = 0.0, {}
+        for name in self.spec["modalities"]:
+            out = self.decoder[name](F.gelu(self.expand[name](z))).float()
+            error = (out - x[name]).square().mean(1)  # (N,)
+            loss = loss + c.recon_weight * c.modality_weights.get(name, 1.0) * error
+            sums[f"recon_{name}"] = error.sum()
+        if self.head is not None:
+            out, y = self.head(z).float(), x["target"]  # (N, D)
+            match = ((out - y).square().mean(1) if c.matching == "mse" else
+                     1 - row_correlation(out, y))
+            loss = loss + c.match_weight * match
+            sums |= dict(match=match.sum(), **products(out.detach(), y))
+        return loss.mean(), sums
+
+    def numbers(self, sums):
+        """Each part of the loss, a row's mean; correlation: of each target over all rows, its mean
+        over the targets."""
+        n = float(sums["count"])
+        out = {name: float(value) / n for name, value in sums.items()
+               if name == "match" or name.startswith("recon_")}
+        if self.head is not None:
+            r = correlations(sums)
+            r = r[r.isfinite()]
+            out["correlation"] = float(r.mean()) if len(r) else None
+        return out
+
+
+def row_correlation(a, b):
+    """Pearson's r (N,) of each row of a with that of b, (N, D): additive over rows, so it can be
+    trained on. The epsilon stands inside the root: a constant row has r 0 and a finite gradient."""
+    a, b = a - a.mean(1, keepdim=True), b - b.mean(1, keepdim=True)
+    return (a * b).mean(1) / ((a.square().mean(1) + EPS) * (b.square().mean(1) + EPS)).sqrt()
+
+
+def products(p, y):
+    """Sums over rows from which correlations() are made. p, y (N, D), standardised: large means
+    would drown the products."""
+    if p.device.type != "mps":  # which has no float64
+        p, y = p.double(), y.double()
+    return dict(p=p.sum(0), y=y.sum(0), pp=p.square().sum(0), yy=y.square().sum(0),
+                py=(p * y).sum(0))
+
+
+def correlations(sums):
+    """Pearson's r of each target over all rows (D,), NaN where one side is constant."""
+    s, n = sums, sums["count"]
+    var_p, var_y = s["pp"] - s["p"].square() / n, s["yy"] - s["y"].square() / n
+    r = (s["py"] - s["p"] * s["y"] / n) / (var_p.clamp(min=0) * var_y.clamp(min=0)).sqrt()
+    return torch.where((var_p > 1e-9 * n) & (var_y > 1e-9 * n), r, torch.nan)
+
+
+def build_model(config, data):
+    return MultimodalAutoencoder(config, data.spec)
+
+
+# -----------------------------------------------------------------------------
+# the command line: numbers of a checkpoint on held-out rows
+
+@torch.no_grad()
+def evaluate_rows(model, arrays, rows=1024):
+    """(numbers, r of each target or None) of a model over all rows of `arrays`."""
+    total = None
+    for start in range(0, len(arrays[0]), rows):
+        batch = [torch.from_numpy(a[start:start + rows].copy()) for a in arrays]
+        sums = batch_sums(*model(*batch), len(batch[0]))
+        total = sums if total is None else {k: total[k] + v for k, v in sums.items()}
+    r = correlations(total) if model.head is not None else None
+    loss = float(total["loss"] / total["count"])
+    return dict(rows=int(total["count"]), loss=loss, **model.numbers(total)), r
+
+
+def parse_args(argv):
+    p = argparse.ArgumentParser(prog="python -m model.autoencoder", allow_abbrev=False,
+                                description="Evaluate a checkpoint of a multimodal autoencoder.")
+    p.add_argument("--ckpt", default="out/autoencoder/ckpt.pt", help="default: %(default)s")
+    p.add_argument("--data_dir", help="prepared features (default: what it was trained on)")
+    p.add_argument("--split", choices=["train", "val"], default="val", help="default: %(default)s")
+    p.add_argument("--to", metavar="FILE.json", help="also write the numbers, and r of each target")
+    return p.parse_args(argv)
+
+
+def open_checked(folder, split, spec):
+    """The arrays of `folder`, where they are the ones that a model of `spec` reads."""
+    meta = read_features_meta(folder)
+    for k in ("modalities", "target"):
+        if meta[k] != spec[k]:
+            raise DataError(f"{folder}: {k} {meta[k]}; the checkpoint was trained on {spec[k]}: "
+                            "prepare the same arrays")
+    return open_features(folder, split)
+
+
+def main(argv=None):
+    """The command line; the exit code."""
+    args = parse_args(sys.argv[1:] if argv is None else argv)
+    try:
+        from model.load import load_model
+        model, _ = load_model(args.ckpt)
+        if type(model).__name__ != "MultimodalAutoencoder":
+            raise DataError(f"{args.ckpt}: a {type(model).__name__}, not a multimodal autoencoder")
+        folder = args.data_dir or model.keys.data_dir
+        numbers, r = evaluate_rows(model, open_checked(folder, args.split, model.spec))
+        print("\n".join(f"{name:<14} {value:.4f}" if isinstance(value, float) else
+                        f"{name:<14} {value}" for name, value in numbers.items()))
+        if r is not None:
+            least, middle, most = r.nanquantile(torch.tensor([0.0, 0.5, 1.0]).double()).tolist()
+            print(f"r of {len(r)} targets: {least:.4f} to {most:.4f}, median {middle:.4f}")
+            numbers["targets"] = [v if v == v else None for v in r.tolist()]
+        if args.to:
+            with open(args.to, "w", encoding="utf-8") as f:
+                json.dump(numbers, f, indent=1)
+    except (UserError, ValueError, OSError) as error:
+        print(error, file=sys.stderr)
+        return 2
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,257 @@
+"""A GPT that answers: fine-tuned on conversations, with the loss on the assistant's words only.
+
+    python -m data.chat FILE... --out data/bin/chat --tokenizer out/quick/ckpt.pt
+    python run_train.py --config train/config_chat.yaml
+    python -m model.chat --ckpt out/chat/ckpt.pt
+
+Several chats share a row of tokens. A mask keeps attention within each, and positions start anew in
+each, so the loss of a chat is what it would be alone.
+"""
+
+import argparse
+import contextlib
+import itertools
+import math
+import os
+import sys
+
+import numpy as np
+import torch
+
+if __name__ == "__main__":  # also as `python path/to/model/chat.py`, from any folder
+    sys.path[0] = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
+
+from data.chat import stretches
+from data.token_files import DataError, read_meta
+from data.tokenizer import load_dataset_tokenizer, tokenizer_from_spec
+from model import gpt
+from model.gpt import GPT
+from model.ops import IGNORE
+from train.config import UserError
+from train.dataloader import Data, RowLoader
+
+ARRAYS = ("tokens", "mask", "chat")
+
+
+class Packed:
+    """Rows of several chats, for GPT.trunk, which asks it what it asks a cache of keys: where the
+    tokens stand and what they see. chat (B, T): the number of each token's chat in its row."""
+
+    def __init__(self, chat):
+        T = chat.size(1)
+        here = torch.arange(T, device=chat.device)
+        self.last = torch.full_like(chat[:, :1], -1)  # no token stands before the first
+        first = torch.cat((self.last, chat[:, :-1]), dim=1) != chat
+        self.positions = here - (here * first).cummax(1).values  # (B, T), from 0 in each chat
+        same = chat[:, :, None] == chat[:, None, :]  # (B, T, T)
+        self.mask = (same & (here[:, None] >= here))[:, None]  # (B, 1, T, T)
+
+    def start(self, T):
+        return self.positions
+
+    def update(self, layer, k, v):
+        return k, v, self.mask
+
+    def finish(self, idx):
+        pass
+
+
+class ChatGPT(GPT):
+    """A GPT that also takes rows of chats: forward(tokens, mask, chat), (B, T + 1) each. Everything
+    else is as in GPT. template: what stands around a turn, None where it learned no chats."""
+    template, row_tokens = None, 1
+
+    def forward(self, idx, targets=None, chat=None, cache=None, last_only=False):
+        if chat is None:
+            return super().forward(idx, targets, cache, last_only)
+        targets = torch.where(targets[:, 1:] == 1, idx[:, 1:], IGNORE)  # (B, T)
+        x = self.trunk(idx[:, :-1], Packed(chat[:, :-1]))  # (B, T, C)
+        loss = self.loss(x, self.head_weight(), targets, self.config.vocab_size)
+        sums = dict(count=(targets != IGNORE).sum())
+        return loss, sums if self.training else sums | self.exactness(x, targets)
+
+    def exactness(self, x, targets):
+        """Sums of an evaluation: tokens that are the most likely one, answers, and answers all of
+        whose tokens are: sampling at temperature 0 writes exactly these. x (B, T, C)."""
+        counted = targets != IGNORE  # (B, T)
+        best = torch.stack([self.logits(row).argmax(-1) for row in x])  # a row's logits at once
+        wrong = counted & (best != targets)
+        before = torch.cat((torch.zeros_like(counted[:, :1]), counted[:, :-1]), dim=1)
+        opens = (counted & ~before).flatten()  # the first token of each answer
+        number = opens.cumsum(0)  # (B T,): of the answer, from 1
+        errors = torch.zeros(number.numel() + 1, device=x.device)
+        errors.index_add_(0, number, wrong.flatten().float())
+        return dict(right=(counted & ~wrong).sum(), answers=opens.sum(),
+                    exact=(opens & (errors[number] == 0)).sum())
+
+    def numbers(self, sums):
+        """{"ppl", "accuracy" of tokens, "exact" answers} of an evaluation; {} of training steps."""
+        if "answers" not in sums:
+            return super().numbers(sums)
+        loss, count, right, answers, exact = (float(sums[n]) for n in (
+            "loss", "count", "right", "answers", "exact"))
+        if not answers:
+            return dict(ppl=None, accuracy=None, exact=None)
+        return dict(ppl=math.exp(min(loss / count, 700.0)), accuracy=right / count,
+                    exact=exact / answers)
+
+    def flops_per_unit(self):
+        return super().flops_per_unit() * self.row_tokens
+
+
+# -----------------------------------------------------------------------------
+# what train/train.py asks of a model file
+
+def is_chat(data_dir):
+    """Whether a folder holds rows that data/chat.py wrote."""
+    return os.path.isdir(data_dir) and read_meta(data_dir).get("kind") == "chat"
+
+
+def open_data(config, ranks):
+    """The Data of the rows in config.data_dir. Raises DataError."""
+    c = config
+    if not is_chat(c.data_dir):
+        raise DataError(f"{c.data_dir}: no chats; make some: python -m data.chat FILE... --out "
+                        f"{c.data_dir} --tokenizer CKPT.pt, or `example` for FILE")
+    meta, tokenizer = read_meta(c.data_dir), load_dataset_tokenizer(c.data_dir)
+    if meta["block_size"] > c.block_size:
+        raise DataError(f"{c.data_dir}: rows for a block_size of {meta['block_size']}, but the "
+                        f"model's is {c.block_size}; prepare them with --block_size {c.block_size}")
+
+    def load(split):
+        paths = [os.path.join(c.data_dir, f"{split}_{name}.npy") for name in ARRAYS]
+        try:
+            return RowLoader([np.load(path, mmap_mode="r") for path in paths], c, ranks)
+        except (OSError, ValueError) as error:
+            raise DataError(f"{paths[0]} and its like: {error}; prepare the chats again") from None
+    size = max(meta["vocab_size"], c.vocab_size or 0)  # that of weights to start from may be larger
+    spec = dict(vocab_size=size, tokenizer=tokenizer.spec(),
+                template=meta["template"], row_tokens=meta["block_size"])
+    return Data(load("train"), load("val") if c.eval_interval else None, spec)
+
+
+def build_model(config, data, kind=ChatGPT):
+    model = gpt.build_model(config, data, kind)
+    model.template, model.row_tokens = data.spec["template"], data.spec["row_tokens"]
+    return model
+
+
+def sample(model, data, config):
+    """Texts of an evaluation: answers to config.sample_prompts, or to the first questions of three
+    validation rows, with the right answer where it is another."""
+    tokenizer, rights = tokenizer_from_spec(data.spec["tokenizer"]), itertools.repeat(None)
+    asked = [question_ids(model, tokenizer, text) for text in config.sample_prompts]
+    if not asked:
+        asked, rights = zip(*(first_exchange(*row) for row in list(zip(
+            *data.val.fixed_batch(0, 3)))[:3]))
+    texts = []
+    for ids, right in zip(asked, rights):
+        said = answer(model, tokenizer, ids, config.sample_tokens)
+        expected = "" if right in (None, said) else f"   [expected: {tokenizer.decode(right)}]"
+        texts.append(tokenizer.decode(ids + said) + expected)
+    return texts
+
+
+def first_exchange(tokens, mask, chat):
+    """(ids of the prompt, ids of the answer without its end token) of a row's first exchange."""
+    start = int(mask.argmax())
+    length = int((mask[start:] == 0).long().argmax()) if not mask[start:].all() else len(mask)
+    return tokens[:start].tolist(), tokens[start:start + length - 1].tolist()
+
+
+# -----------------------------------------------------------------------------
+# talking
+
+def question_ids(model, tokenizer, text):
+    """Ids of a question, up to where the answer begins. ValueError for what has no ids."""
+    messages = [("user", text.strip()), ("assistant", "")]
+    return tokenizer.encode(stretches(messages, model.template)[0][0])
+
+
+def answer(model, tokenizer, ids, max_new_tokens, on_token=None, **how):
+    """Ids of the model's answer to `ids`, without the end token. how: generate's temperature (0
+    where nothing is said), top_k, top_p and seed."""
+    from model.generate import generate
+    room = model.config.block_size
+    idx = torch.tensor([ids[-room:]], device=model.wte.weight.device)
+    out = generate(model, idx, max_new_tokens, **dict(temperature=0) | how, on_token=on_token,
+                   stop_token=tokenizer.eot_token, n_vocab=tokenizer.n_vocab)
+    said = out[0, idx.size(1):].tolist()
+    return said[:-1] if said[-1:] == [tokenizer.eot_token] else said
+
+
+def fitting(exchanges, question, room):
+    """Ids of a conversation: the latest whole exchanges that leave `question` within `room`."""
+    ids = question
+    for exchange in reversed(exchanges):
+        if len(exchange) + len(ids) > room:
+            break
+        ids = exchange + ids
+    return ids
+
+
+def talk(model, tokenizer, questions, max_new_tokens, **how):
+    """Print the answer to each of `questions`, as it comes; each knows those before, as far as the
+    context holds them and an answer."""
+    from model.generate import Streamer
+    exchanges, room = [], max(1, model.config.block_size - max_new_tokens)
+    for text in questions:
+        question = question_ids(model, tokenizer, text)
+        said = answer(model, tokenizer, fitting(exchanges, question, room), max_new_tokens,
+                      Streamer(tokenizer, tokenizer.eot_token), **how)
+        print(flush=True)
+        exchanges.append([*question, *said, tokenizer.eot_token])
+
+
+def typed():
+    """Lines that a person types, until an empty one or the end."""
+    with contextlib.suppress(EOFError, KeyboardInterrupt):
+        while line := input("> " if sys.stdin.isatty() else "").strip():
+            yield line
+
+
+def chat(ckpt, prompt=None, max_new_tokens=256, temperature=0.0, top_k=None, top_p=None, seed=None,
+         device="auto"):
+    """Talk with the model of a checkpoint: answer `prompt`, or else what is typed. UserError."""
+    from model.load import load_model
+    from train.distributed import get_device
+    model, tokenizer = load_model(ckpt, get_device(device))
+    if getattr(model, "template", None) is None:
+        raise DataError(f"{ckpt}: this model learned no chats; fine-tune it: see python -m "
+                        "data.chat --help, and run_train.py --config train/config_chat.yaml")
+    if prompt is None and sys.stdin.isatty():
+        print("An empty line ends the conversation.", file=sys.stderr)
+    talk(model, tokenizer, [prompt] if prompt else typed(), max_new_tokens,
+         temperature=temperature, top_k=top_k, top_p=top_p, seed=seed)
+
+
+def arguments(argv):
+    parser = argparse.ArgumentParser("python -m model.chat", description="Talk with a model that "
+                                     "learned chats. Without --prompt, line by line.")
+    add = parser.add_argument
+    add("--ckpt", default="out/chat/ckpt.pt", help="checkpoint (default: %(default)s)")
+    add("--prompt", help="one question; its answer ends the program")
+    add("--max_new_tokens", type=int, default=256, help="of an answer (default: %(default)s)")
+    add("--temperature", type=float, default=0.0, help="0: always the most likely token (default)")
+    add("--top_k", type=int, help="only the k most likely tokens")
+    add("--top_p", type=float, help="only the most likely tokens that make up p")
+    add("--seed", type=int, help="the same seed writes the same answers")
+    add("--device", default="auto", help="auto, cpu, cuda, mps")
+    return parser.parse_args(argv)
+
+
+def main(argv=None):
+    """Runs the command; its exit code."""
+    args = arguments(sys.argv[1:] if argv is None else argv)
+    try:
+        if not 0 <= args.temperature < math.inf or args.max_new_tokens < 1:
+            raise DataError("--temperature: expected 0 or more; --max_new_tokens: 1 or more")
+        chat(**vars(args))
+    except (UserError, ValueError) as error:
+        print(f"model.chat: {error}", file=sys.stderr)
+        return 2
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

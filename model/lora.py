@@ -1,0 +1,259 @@
+"""LoRA (arXiv:2106.09685): small adapters on the linear layers of a frozen GPT.
+
+    python run_train.py --config train/config_lora.yaml --backbone out/chat/ckpt.pt
+    python -m model.lora --ckpt out/lora/ckpt.pt --to merged.pt
+
+A layer's weight W (out, in) becomes W + alpha / r B A, with A (r, in) random and B (out, r) zero:
+the first step starts from the backbone. Only A and B are trained and in the checkpoint, which
+names its backbone by a digest of the weights. The data are token files, or chats of data/chat.py.
+"""
+
+import argparse
+import functools
+import hashlib
+import os
+import sys
+import types
+from dataclasses import asdict, dataclass, replace
+
+import torch
+import torch.nn as nn
+
+if __name__ == "__main__":  # also as `python path/to/model/lora.py`, from any folder
+    sys.path[0] = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
+
+from model import chat, gpt
+from model.chat import ChatGPT
+from model.gpt import stable_hash
+from train.checkpoint import CheckpointError, load_checkpoint, save_checkpoint
+from train.config import FIELDS, ConfigError, UserError, key, load_config
+from train.dataloader import open_token_data
+from train.distributed import convert_ddp_state, from_main
+from train.optimizer import matches
+from train.resume import adopt_shape, check_tokenizer, read_weights
+
+
+@dataclass
+class Keys:
+    backbone: str = key("out/ckpt.pt", "checkpoint of a gpt or chat model, which stays frozen",
+                        free=True, path=True)
+    lora_rank: int = key(8, "rank of the adapters", ge=1)
+    lora_alpha: float = key(16.0, "the adapters' product is scaled by lora_alpha / lora_rank", gt=0)
+    lora_targets: list[str] = key(["attn", "mlp"], "linear layers that get an adapter, by "
+                                  "parts of their names: attn.q, mlp, h.3, h.*.attn.[qv]")
+
+
+class LoRALinear(nn.Linear):
+    """The linear layer `base` with an adapter; its `weight` is the sum, also for who reads it."""
+
+    def __init__(self, base, r, scale):
+        nn.Module.__init__(self)
+        self.in_features, self.out_features, self.scale = base.in_features, base.out_features, scale
+        self.base, self.bias = base.weight, base.bias
+        self.lora_A = nn.Parameter(torch.empty(r, base.in_features))
+        self.lora_B = nn.Parameter(torch.empty(base.out_features, r))
+
+    @property
+    def weight(self):
+        """(out, in), in the precision of the weights: merging gives what training computed with."""
+        with torch.autocast(self.base.device.type, enabled=False):
+            return torch.addmm(self.base, self.lora_B, self.lora_A, alpha=self.scale)
+
+
+class LoRA(ChatGPT):
+    """A GPT of frozen `weights` {name: tensor} with adapters; ChatGPT serves both kinds of data.
+    Its state_dict is the adapters alone. Raises RuntimeError for weights that do not fit."""
+
+    def __init__(self, config, seed, token_bytes, weights, r, alpha, targets):
+        with torch.device("meta"):
+            super().__init__(config, seed, token_bytes)
+        nn.Module.load_state_dict(self, weights, assign=True)
+        self.requires_grad_(False)
+        self.r, self.alpha = r, alpha
+        add_adapters(self, targets, r, alpha / r, seed)
+
+    def initial(self, name, shape, seed):
+        return (initial_adapter if is_adapter(name) else super().initial)(name, shape, seed)
+
+    def state_dict(self, *args, **kwargs):
+        whole = super().state_dict(*args, **kwargs)
+        return {name: t for name, t in whole.items() if is_adapter(name)}
+
+    def load_state_dict(self, state_dict, strict=True, assign=False):
+        if strict and (wrong := state_dict.keys() ^ self.state_dict().keys()):
+            raise RuntimeError(f"adapters missing, or not this model's: {sorted(wrong)[:6]}")
+        return super().load_state_dict(state_dict, strict=False, assign=assign)
+
+
+def is_adapter(name):
+    return name.endswith((".lora_A", ".lora_B"))
+
+
+def initial_adapter(name, shape, seed):
+    """B is zero, and A as peft has it: kaiming_uniform with a = sqrt 5."""
+    if name.endswith("lora_B"):
+        return torch.zeros(shape)
+    generator, bound = torch.Generator().manual_seed(stable_hash(seed, name)), shape[1] ** -0.5
+    return torch.empty(shape).uniform_(-bound, bound, generator=generator)
+
+
+def add_adapters(model, targets, r, scale, seed):
+    """Adapters on the linear layers in the blocks of `model` that match `targets`, filled unless on
+    the meta device."""
+    for name in find_layers(model, targets):
+        parent, _, child = name.rpartition(".")
+        layer = LoRALinear(model.get_submodule(name), r, scale)
+        setattr(model.get_submodule(parent), child, layer)
+        for own in ("lora_A", "lora_B"):
+            p = getattr(layer, own)
+            if not p.is_meta:
+                p.data.copy_(initial_adapter(f"{name}.{own}", p.shape, seed))
+
+
+def find_layers(model, targets):
+    """Names of the linear layers in the blocks that match `targets`, each of which must match."""
+    names = [f"h.{n}" for n, m in model.h.named_modules() if isinstance(m, nn.Linear)]
+    for pattern in targets or [""]:
+        if not any(matches(name, pattern) for name in names):
+            known = dict.fromkeys(name.split(".", 2)[2] for name in names)
+            raise ConfigError([f"lora_targets: no linear layer matches {pattern!r}; they are "
+                               f"{', '.join(known)} in the blocks h.0, h.1, ..."])
+    return [n for n in names if any(matches(n, pattern) for pattern in targets)]
+
+
+def adapters(model):
+    """{name of a linear layer: (A (r, in), B (out, r))}; the scale is model.alpha / model.r."""
+    return {name: (m.lora_A.detach(), m.lora_B.detach())
+            for name, m in model.named_modules() if isinstance(m, LoRALinear)}
+
+
+@torch.no_grad()
+def merge(model):
+    """{name: tensor} of a plain GPT: the adapters added to the weights they stand on."""
+    whole = nn.Module.state_dict(model)
+    out = {n.removesuffix(".base") + ".weight" if n.endswith(".base") else n: t.clone()
+           for n, t in whole.items() if not is_adapter(n)}
+    for name, module in model.named_modules():
+        if isinstance(module, LoRALinear):
+            out[f"{name}.weight"] = module.weight.clone()
+    return out
+
+
+# -----------------------------------------------------------------------------
+# the backbone
+
+def read_backbone(path):
+    """The checkpoint at `path`, its weights {name: tensor} under "model"; CheckpointError."""
+    with torch.device("cpu"):
+        state = read_weights(path)
+    kind = (state.get("config") or {}).get("model", "gpt")
+    if kind == "lora":
+        raise CheckpointError(f"{path}: holds adapters itself; merge them into their backbone "
+                              f"first: python -m model.lora --ckpt {path} --to merged.pt")
+    if kind not in ("gpt", "chat") or "n_layer" not in state.get("model_args", {}):
+        raise CheckpointError(f"{path}: a checkpoint of a gpt or chat model is needed, with its "
+                              f"model_args; this one is of {kind}")
+    return {**state, "model": convert_ddp_state(state["model"])}
+
+
+def digest(weights):
+    """sha256 of named tensors, whatever file they are in."""
+    sha = hashlib.sha256()
+    for name in sorted(weights):
+        t = weights[name].contiguous()
+        sha.update(f"{name} {tuple(t.shape)} {t.dtype}".encode())
+        sha.update(t.view(-1).view(torch.uint8).numpy())
+    return sha.hexdigest()
+
+
+def describe_backbone(path):
+    """What a run must know of its backbone, in plain types."""
+    state = read_backbone(path)
+    spec = state.get("spec") or {}
+    return dict(sha256=digest(state["model"]), shape=state["model_args"],
+                tokenizer=spec.get("tokenizer") or state.get("tokenizer"))
+
+
+# -----------------------------------------------------------------------------
+# what train/train.py asks of a model file
+
+def open_data(config, ranks):
+    found, path = from_main(lambda: describe_backbone(config.backbone), ranks), config.backbone
+    c = replace(config, **adopt_shape(config, found["shape"], path))  # its block_size, above all
+    data = (chat.open_data if chat.is_chat(c.data_dir) else open_token_data)(c, ranks)
+    check_tokenizer(found["tokenizer"], data.spec["tokenizer"], path, c.allow_change)
+    if data.spec["vocab_size"] > found["shape"]["vocab_size"]:
+        raise CheckpointError(f"{path}: knows {found['shape']['vocab_size']} ids, the data in "
+                              f"{c.data_dir} have {data.spec['vocab_size']}")
+    data.spec |= dict(vocab_size=found["shape"]["vocab_size"], backbone=found["sha256"])
+    return data
+
+
+def build_model(config, data):
+    """Reads the backbone, which must be the one that data.spec names. Raises CheckpointError."""
+    state = read_backbone(config.backbone)
+    if digest(state["model"]) != data.spec["backbone"]:
+        raise CheckpointError(f"{config.backbone}: these are not the weights that the adapters "
+                              f"were trained on (sha256 {data.spec['backbone'][:16]}...); name "
+                              "their file: --backbone")
+    c = replace(config, **adopt_shape(config, state["model_args"], config.backbone))
+    weights = {name: t.float() for name, t in state["model"].items()}  # a folder may have bfloat16
+    kind = functools.partial(LoRA, weights=weights, r=c.lora_rank,
+                             alpha=c.lora_alpha, targets=c.lora_targets)
+    try:
+        return (chat if "template" in data.spec else gpt).build_model(c, data, kind)
+    except RuntimeError as error:  # of load_state_dict
+        raise CheckpointError(f"{config.backbone}: {error}") from error
+
+
+def sample(model, data, config):
+    return (chat if "template" in data.spec else gpt).sample(model, data, config)
+
+
+# -----------------------------------------------------------------------------
+# the merged checkpoint
+
+def load_adapters(ckpt, backbone=None):
+    """(model in eval mode, the checkpoint's dict) of adapters; backbone: where theirs is now."""
+    state = load_checkpoint(ckpt)
+    if (state.get("config") or {}).get("model") != "lora":
+        raise CheckpointError(f"{ckpt}: no adapters in it: expected a checkpoint of --model lora")
+    config = load_config(None, state["config"] | (dict(backbone=backbone) if backbone else {}))
+    model = build_model(config, types.SimpleNamespace(spec=state["spec"]))
+    try:
+        model.load_state_dict(convert_ddp_state(state["model"]))
+    except RuntimeError as error:
+        raise CheckpointError(f"{ckpt}: {error}") from error
+    return model.eval(), state
+
+
+def export(ckpt, to, backbone=None):
+    """Write the adapters in `ckpt` and their backbone as one checkpoint of a gpt or chat model."""
+    model, state = load_adapters(ckpt, backbone)
+    spec = {k: v for k, v in state["spec"].items() if k != "backbone"}
+    kind, shape = "chat" if "template" in spec else "gpt", asdict(model.config)
+    config = {k: v for k, v in state["config"].items() if k in FIELDS} | shape | dict(model=kind)
+    kept = {k: state[k] for k in ("iter_num", "best_val_loss", "format_version", "tokenizer")}
+    save_checkpoint(to, dict(kept, model=merge(model), model_args=shape, config=config, spec=spec))
+    print(f"Wrote {to}: {len(adapters(model))} adapters merged into their backbone, a {kind} "
+          f"model\nNext: python -m model.{'chat' if kind == 'chat' else 'sample'} --ckpt {to}")
+
+
+def main(argv=None):
+    """Runs the command; its exit code."""
+    parser = argparse.ArgumentParser("python -m model.lora", description="Merge adapters into the "
+                                     "model they were trained on.")
+    parser.add_argument("--ckpt", default="out/lora/ckpt.pt", help="the adapters' checkpoint "
+                        "(default: %(default)s)")
+    parser.add_argument("--to", required=True, metavar="FILE.pt", help="the checkpoint to write")
+    parser.add_argument("--backbone", help="where their backbone is now (default: as in training)")
+    try:
+        export(**vars(parser.parse_args(sys.argv[1:] if argv is None else argv)))
+    except (UserError, ValueError, OSError) as error:
+        print(f"model.lora: {error}", file=sys.stderr)
+        return 2
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

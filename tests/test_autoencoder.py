@@ -1,0 +1,261 @@
+"""--model autoencoder and data/features.py: the data, the losses, the numbers, the run."""
+
+import json
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+import torch
+from conftest import REPO, run
+from runs import SMALL, assert_same, configure, go, metrics, run_program, tensors
+
+from data import features
+from model.autoencoder import (
+    MultimodalAutoencoder,
+    correlations,
+    evaluate_rows,
+    main,
+    open_data,
+    products,
+    row_correlation,
+)
+from model.sample import load_model
+from train.distributed import Ranks
+from train.evaluate import batch_sums
+
+# 400 rows to train on, 8 a step: an epoch is 50 steps.
+SYSTEM = dict(model="autoencoder", d_hidden=16, d_latent=8, batch_size=4,
+              gradient_accumulation_steps=2, eval_iters=100, log_interval=50)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """Prepared data of known structure: 440 rows in 11 runs, one of which is held out."""
+    out = str(tmp_path_factory.mktemp("features") / "data")
+    arrays, target, runs, _ = features.synthetic(n_runs=11, run_length=40)
+    features.prepare(arrays, target, out, 0.1, runs)
+    return out
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory, folder):
+    out = tmp_path_factory.mktemp("autoencoder")
+    return out, go(folder, out, **SYSTEM | dict(max_iters=100, eval_epochs=1))
+
+
+def command(*args):
+    """(exit code, output) of python -m data.features ARGS."""
+    done = subprocess.run([sys.executable, "-m", "data.features", *map(str, args)], cwd=REPO,
+                          text=True, capture_output=True)
+    assert "Traceback" not in done.stderr
+    return done.returncode, done.stdout + done.stderr
+
+
+# -----------------------------------------------------------------------------
+# data
+
+def test_arrays_to_a_folder(tmp_path):
+    """Types, split and statistics, of arrays as a person has them: float16, integers, a column."""
+    rng = np.random.default_rng(0)
+    video = (rng.normal(size=(100, 5)) + 1000).astype("f8")
+    audio, bold = rng.integers(0, 9, (100, 3)), rng.normal(size=100).astype("f2")
+    for name, array in dict(video=video, audio=audio, bold=bold).items():
+        np.save(tmp_path / f"{name}.npy", array)
+    code, text = command(tmp_path / "video.npy", tmp_path / "audio.npy", "--target",
+                         tmp_path / "bold.npy", "--names", "film,sound", "--run_length", 10,
+                         "--val_fraction", 0.2, "--out", tmp_path / "out")
+    assert code == 0 and "80 rows to train on, 20 held out" in text
+    meta = features.read_features_meta(tmp_path / "out")
+    assert meta["modalities"] == {"film": 5, "sound": 3} and meta["target"] == 1
+    film, sound, target = features.open_features(str(tmp_path / "out"), "train")
+    held = features.open_features(str(tmp_path / "out"), "val")[0]
+    assert film.dtype == np.float32 and isinstance(film, np.memmap) and sound.shape == (80, 3)
+    rows = [int(np.flatnonzero((video.astype("f4") == row).all(1))[0]) for row in held]
+    starts = rows[::10]  # whole runs, and no row of one in the training data
+    assert rows == [s + i for s in starts for i in range(10)] and all(s % 10 == 0 for s in starts)
+    assert not set(map(bytes, film)) & set(map(bytes, held))
+    keep = np.setdiff1d(np.arange(100), rows)
+    assert np.allclose(meta["mean"]["film"], video[keep].mean(0), rtol=1e-12)
+    assert np.allclose(meta["std"]["film"], video[keep].std(0), rtol=1e-9)
+    assert np.allclose(meta["std"]["target"], bold[keep].astype("f8").std(), rtol=1e-9)
+
+
+def test_labels_of_runs(tmp_path):
+    """Runs of any length, given as labels, stay whole."""
+    labels = np.repeat([7, 3, 9, 4], [10, 40, 30, 20])
+    val = features.held_out(labels, 0.25)
+    assert {tuple(np.unique(val[labels == label])) for label in (7, 3, 9, 4)} == {(True,), (False,)}
+    assert len(np.unique(labels[val])) == 1
+
+
+def test_synthetic_needs_every_modality():
+    """The target is linear in hidden signals, of which each modality knows a part."""
+    arrays, target, runs, ceiling = features.synthetic()
+    assert 0.9 < ceiling < 1 and len(target) == len(runs) == 6000
+    def score(x):
+        x = np.c_[x - x.mean(0), np.ones(len(x))]
+        out = x @ np.linalg.lstsq(x[:5000], target[:5000], rcond=None)[0]
+        return np.mean([np.corrcoef(a, b)[0, 1] for a, b in zip(out[5000:].T, target[5000:].T)])
+    together = score(np.concatenate(list(arrays.values()), axis=1))
+    assert together < ceiling and all(score(x) < together - 0.1 for x in arrays.values())
+
+
+@pytest.mark.parametrize("case, words", [
+    ("lengths", "different lengths: a has 30 rows, target has 29"), ("nan", "NaN or infinite"),
+    ("cube", "expected numbers of shape (rows, dims)"), ("missing", "cannot be read"),
+    ("name", "expected 1 different ones"), ("one run", "nothing can be held out"),
+    ("other", "holds other things")])
+def test_bad_arrays(tmp_path, capsys, case, words):
+    array, target = np.zeros((30, 2)), np.zeros((29 if case == "lengths" else 30, 2))
+    array[7, 1] = np.nan if case == "nan" else 0
+    np.save(tmp_path / "a.npy", array[None] if case == "cube" else array)
+    np.save(tmp_path / "t.npy", target)
+    (tmp_path / "full").mkdir()
+    (tmp_path / "full/thesis.txt").write_text("all of it")
+    more = {"name": ["--names", "a b"], "one run": ["--run_length", 100]}.get(case, [])
+    source = tmp_path / ("b.npy" if case == "missing" else "a.npy")
+    out = tmp_path / ("full" if case == "other" else "out")
+    code = features.main([str(a) for a in (source, "--target", tmp_path / "t.npy", *more, "--out",
+                                           out)])
+    assert code == 2 and words in capsys.readouterr().err
+    assert not (tmp_path / "out").exists() and (tmp_path / "full/thesis.txt").exists()
+
+
+# -----------------------------------------------------------------------------
+# losses and numbers
+
+def test_row_correlation():
+    a, b = torch.randn(6, 50), torch.randn(6, 50)
+    b[2], a[3] = a[2] * 3 + 7, 5.0  # the same but for a line; constant
+    a.requires_grad_()
+    r = row_correlation(a, b)
+    for i in (0, 1, 2, 4, 5):
+        assert r[i].item() == pytest.approx(np.corrcoef(a[i].detach(), b[i])[0, 1], abs=0.01)
+    assert r[3].item() == 0
+    r.sum().backward()
+    assert a.grad.isfinite().all()
+
+
+def test_correlation_over_all_rows_however_they_are_split():
+    """From sums over batches of any size: what numpy says of all rows at once."""
+    rng = np.random.default_rng(0)
+    y = rng.normal(size=(1000, 7))
+    p = 0.5 * y + rng.normal(size=y.shape) + 0.3
+    p[:, 5], y[:, 6] = 1.0, 2.0  # constant: no correlation
+    wanted = [np.corrcoef(p[:, i], y[:, i])[0, 1] for i in range(5)]
+    for size in (1000, 64, 7):
+        total = {}
+        for s in range(0, 1000, size):
+            part = products(torch.tensor(p[s:s + size]), torch.tensor(y[s:s + size]))
+            part = batch_sums(torch.zeros(()), part, len(p[s:s + size]))
+            total = {k: total.get(k, 0) + v for k, v in part.items()}
+        r = correlations(total)
+        assert r[:5].tolist() == pytest.approx(wanted, abs=1e-12) and r[5:].isnan().all()
+
+
+def test_loss_is_the_weighted_sum_of_its_parts(folder):
+    weights = dict(recon_weight=0.5, match_weight=3.0, modality_weights={"audio": 4.0, "text": 0})
+    config = configure(folder, "unused", **SYSTEM | weights | dict(matching="correlation"))
+    data = open_data(config, Ranks())
+    model = MultimodalAutoencoder(config, data.spec)
+    batch = data.train.get_batch("cpu", 0)
+    loss, sums = model(*batch)
+    part = {k: v.detach().double() for k, v in sums.items()} | dict(count=len(batch[0]))
+    part = model.numbers(part)
+    wanted = 0.5 * (part["recon_video"] + 4 * part["recon_audio"]) + 3 * part["match"]
+    assert loss.item() == pytest.approx(wanted, rel=1e-5)
+    x = model.standardise(data.train.rows(np.arange(400), torch.device("cpu")))
+    for name in ("video", "target"):  # by the statistics of the training rows
+        assert x[name].mean(0).abs().max() < 1e-3 and (x[name].std(0) - 1).abs().max() < 1e-2
+
+
+# -----------------------------------------------------------------------------
+# the run
+
+def test_the_run(trained):
+    """A line an epoch; every part in the log; checkpoints hold the history."""
+    out, result = trained
+    assert [e["iter"] for e in result["history"]] == [0, 50, 100]
+    last = result["history"][-1]
+    assert {"train_loss", "val_loss", "val_match", "val_correlation", "val_recon_video",
+            "val_recon_audio", "val_recon_text"} <= last.keys()
+    assert last["val_loss"] < 0.6 * result["history"][0]["val_loss"]
+    assert torch.load(out / "ckpt.pt")["progress"]["history"] == result["history"]
+    assert {"match", "recon_video", "correlation"} <= metrics(out)[-2].keys()
+
+
+def test_kill_and_resume_bit_for_bit(tmp_path, folder, trained):
+    options = SYSTEM | dict(max_iters=100, eval_epochs=1)
+    code, text = run_program(folder, tmp_path, env={"FAULT": "before_opt@77=kill9"}, **options)
+    assert code == -9, text
+    code, text = run_program(folder, tmp_path, **options)
+    assert code == 0 and "at iter 50" in text, text
+    assert_same(trained[0], tmp_path)
+
+
+@pytest.mark.parametrize("way", ["ddp", "fsdp"])
+def test_two_ranks_are_one(tmp_path, folder, way):
+    options = SMALL | SYSTEM | dict(data_dir=folder, max_iters=12, matching="correlation")
+    go(folder, tmp_path / "one", **SYSTEM | dict(max_iters=12, matching="correlation"))
+    code, text = run(*(f"--{k}={v}" for k, v in options.items()), "--out_dir", tmp_path / "two",
+                     "--distributed", way, ranks=2)
+    assert code == 0, text
+    one, two = (tensors(tmp_path / n / "ckpt.pt")[0] for n in ("one", "two"))
+    assert one.keys() == two.keys()
+    for name in one:
+        assert torch.allclose(one[name].float(), two[name].float(), atol=1e-5), name
+    assert metrics(tmp_path / "one")[-1]["val_correlation"] == pytest.approx(
+        metrics(tmp_path / "two")[-1]["val_correlation"], abs=1e-5)
+
+
+@pytest.mark.parametrize("mode, steps", [("max", 100), ("min", 50)])
+def test_early_stopping_on_correlation(tmp_path, folder, mode, steps):
+    """It rises at every evaluation: wanted to, the run goes on; wanted to fall, it stops."""
+    watched = dict(early_stopping_metric="val_correlation", early_stopping_mode=mode,
+                   early_stopping_patience=1, max_iters=100, eval_epochs=1)
+    result = go(folder, tmp_path, **SYSTEM | watched)
+    assert result["iter_num"] == steps
+    assert ("no better val_correlation" in result["finished"]) == (mode == "min")
+
+
+def test_no_target(tmp_path):
+    """An autoencoder alone: no match, no correlation."""
+    features.prepare({"a": np.random.default_rng(0).normal(size=(40, 3))}, None,
+                     str(tmp_path / "data"), 0.2, np.arange(40) // 5)
+    last = go(tmp_path / "data", tmp_path / "out", **SYSTEM)["history"][-1]
+    assert "val_recon_a" in last and "val_match" not in last and "val_correlation" not in last
+
+
+def test_the_numbers_of_a_checkpoint(tmp_path, trained, folder, capsys):
+    """The command gives what the evaluation during training gave, and r of each target."""
+    path = tmp_path / "numbers.json"
+    assert main(["--ckpt", str(trained[0] / "ckpt.pt"), "--to", str(path)]) == 0
+    numbers, last = json.loads(path.read_text()), trained[1]["history"][-1]
+    assert numbers["rows"] == 40 and "r of 60 targets" in capsys.readouterr().out
+    for name in ("loss", "correlation", "match", "recon_audio"):
+        assert numbers[name] == pytest.approx(last[f"val_{name}"], abs=1e-5)
+    model, _ = load_model(trained[0] / "ckpt.pt")
+    arrays = features.open_features(folder, "val")
+    with torch.no_grad():
+        out = model.head(model.encode(model.standardise(map(torch.tensor, map(np.array, arrays)))))
+    wanted = [np.corrcoef(out[:, i], arrays[-1][:, i])[0, 1] for i in range(60)]
+    assert numbers["targets"] == pytest.approx(wanted, abs=1e-4)
+    assert evaluate_rows(model, arrays, rows=7)[0]["correlation"] == pytest.approx(
+        numbers["correlation"], abs=1e-6)
+
+
+@pytest.mark.parametrize("changes, words", [
+    (dict(data_dir="nowhere"), "no prepared feature arrays"),
+    (dict(modality_weights={"smell": 1.0}), "modality_weights: smell"),
+    (dict(matching="cosine"), "must be one of mse, correlation")], ids=str)
+def test_bad_configuration(tmp_path, folder, changes, words):
+    options = SYSTEM | dict(data_dir=folder) | changes
+    code, text = run_program(options.pop("data_dir"), tmp_path / "out", **options)
+    assert code == 2 and words in text and "Traceback" not in text
+
+
+def test_other_data_are_refused(tmp_path, trained, capsys):
+    features.prepare({"a": np.zeros((40, 3))}, None, str(tmp_path / "d"), 0.2, np.arange(40) // 5)
+    assert main(["--ckpt", str(trained[0] / "ckpt.pt"), "--data_dir", str(tmp_path / "d")]) == 2
+    assert "the checkpoint was trained on" in capsys.readouterr().err

@@ -1,0 +1,442 @@
+"""Chat fine-tuning: conversations of every format to packed rows, chats that do not see each other,
+and a model that learns to answer questions it has not met."""
+
+import json
+import random
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+import torch
+from conftest import REPO, SHARED, TINY, run
+from runs import Program, assert_same, tensors
+
+from data import chat as data_chat
+from data.prepare import prepare as prepare_text
+from data.tokenizer import load_tokenizer
+from model.chat import ChatGPT, Packed, answer, question_ids
+from model.gpt import GPTConfig
+from model.sample import load_model
+from train.config import load_config
+from train.train import train
+
+BYTES = load_tokenizer("byte")
+# A model of 140,000 parameters that learns the task of these tests in 100 steps.
+TASK = TINY | dict(n_embd=64, n_hidden=128, block_size=80, prev_embedding=True, optimizer="muon",
+                   qk_norm=True, tie_weights=False, zero_init=True, mlp="relu2", min_lr=0,
+                   warmup_iters=5, log_interval=50, gradient_accumulation_steps=2,
+                   learning_rate=3e-3)
+QUESTION, ANSWER = "Say  moo\n", " moo "
+RENDERED = "### User:\nSay  moo\n\n### Assistant:\nmoo<|endoftext|>"
+FORMATS = {
+    "messages": {"messages": [{"role": "user", "content": QUESTION},
+                              {"role": "assistant", "content": ANSWER}]},
+    "parts": {"messages": [{"role": "user", "content": [{"type": "text", "text": QUESTION}]},
+                           {"role": "assistant", "content": ANSWER}]},
+    "sharegpt": {"conversations": [{"from": "human", "value": QUESTION},
+                                   {"from": "gpt", "value": ANSWER}]},
+    "response": {"prompt": QUESTION, "response": ANSWER},
+    "completion": {"prompt": QUESTION, "completion": ANSWER},
+    "both sides lists": {"prompt": [{"role": "user", "content": QUESTION}],
+                         "completion": [{"role": "assistant", "content": ANSWER}]},
+    "alpaca": {"instruction": QUESTION, "input": "", "output": ANSWER},
+    "alpaca without input": {"instruction": QUESTION, "response": ANSWER},
+}
+
+
+def words(n, seed=0, length=4):
+    """n different words of the letters a to h."""
+    draw, out = random.Random(seed), {}
+    while len(out) < n:
+        out["".join(draw.choices("abcdefgh", k=length))] = None
+    return list(out)
+
+
+def write_jsonl(path, records):
+    path.write_text("".join(json.dumps(record) + "\n" for record in records))
+    return str(path)
+
+
+def rows_of(folder, split="train"):
+    return [np.load(folder / f"{split}_{name}.npy") for name in ("tokens", "mask", "chat")]
+
+
+def chats_of(folder, splits=("train", "val")):
+    """[(text, learned text)] of every chat in the rows of a folder."""
+    out = []
+    for split in splits:
+        for tokens, mask, number in zip(*rows_of(folder, split)):
+            for n in range(number.max() + 1):
+                ids, learned = tokens[number == n], mask[number == n]
+                if learned.any():
+                    out.append((BYTES.decode(ids), BYTES.decode(ids[learned == 1])))
+    return out
+
+
+@pytest.fixture(scope="module")
+def capitals(tmp_path_factory):
+    """(chats of a task: words to capitals, a model pretrained on text of such words)."""
+    folder = tmp_path_factory.mktemp("capitals")
+    text = "".join(f"{w}\n{w.upper()}\n" for w in words(1500, seed=1))
+    (folder / "words.txt").write_text(text)
+    prepare_text([str(folder / "words.txt")], str(folder / "text"), log=lambda line: None)
+    train(load_config(None, TASK | dict(data_dir=str(folder / "text"), max_iters=100,
+                                        out_dir=str(folder / "base"), eval_interval=0)))
+    source = write_jsonl(folder / "chats.jsonl", [{"prompt": w, "response": w.upper()}
+                                                  for w in words(1500)])
+    assert data_chat.main([source, "--out", str(folder / "chats"), "--tokenizer",
+                           str(folder / "base" / "ckpt.pt")]) == 0
+    return folder
+
+
+def settings(capitals, out, **changes):
+    """A short chat run of the module's task."""
+    return TASK | dict(model="chat", data_dir=str(capitals / "chats"), out_dir=str(out),
+                       init_from=str(capitals / "base" / "ckpt.pt"), eval_interval=4,
+                       max_iters=8) | changes
+
+
+# -----------------------------------------------------------------------------
+# data
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_formats(tmp_path, name, capsys):
+    source = write_jsonl(tmp_path / "a.jsonl", [FORMATS[name]] + [
+        {"prompt": f"{i}", "response": "x"} for i in range(30)])
+    assert data_chat.main([source, "--out", str(tmp_path / "out"), "--block-size", "64",
+                           "--show", "1"]) == 0
+    assert (RENDERED, "moo<|endoftext|>") in chats_of(tmp_path / "out")
+    assert RENDERED.replace("moo<", "[moo<") + "]" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("fields, expected", [
+    (["talk"], RENDERED),
+    (["task", "reply"], RENDERED),
+    (["task", "extra", "reply"], RENDERED.replace("moo\n\n", "moo\n\nloudly\n\n", 1)),
+])
+def test_named_fields(tmp_path, fields, expected):
+    record = {"talk": FORMATS["messages"]["messages"], "task": QUESTION, "extra": "loudly ",
+              "reply": ANSWER}
+    source = write_jsonl(tmp_path / "a.jsonl", [
+        record | {"task": f"{QUESTION}{i}" if i else QUESTION} for i in range(40)])
+    argv = [source, "--out", str(tmp_path / "out")] + [f"--field={name}" for name in fields]
+    if fields == ["talk"]:  # forty times the same question are all on one side
+        assert data_chat.main(argv) == 2
+        messages = data_chat.to_messages(record, fields)
+        ids, _ = data_chat.encode_chat(messages, BYTES)
+        assert BYTES.decode(ids) == expected
+    else:
+        assert data_chat.main(argv) == 0
+        assert expected in dict(chats_of(tmp_path / "out"))
+
+
+def test_json_array_turns_and_system(tmp_path):
+    turns = [("system", "Be brief."), ("user", "a"), ("assistant", "b"), ("user", "c"),
+             ("assistant", "d"), ("user", "left out")]
+    record = {"messages": [{"role": role, "content": text} for role, text in turns]}
+    (tmp_path / "a.json").write_text(json.dumps([record] + [
+        {"prompt": str(i), "response": "x"} for i in range(30)]))
+    assert data_chat.main([str(tmp_path / "a.json"), "--out", str(tmp_path / "out")]) == 0
+    assert ("### System:\nBe brief.\n\n### User:\na\n\n### Assistant:\nb<|endoftext|>"
+            "### User:\nc\n\n### Assistant:\nd<|endoftext|>",
+            "b<|endoftext|>d<|endoftext|>") in chats_of(tmp_path / "out")
+
+
+def test_typed_end_token_stays_text():
+    ids, mask = data_chat.encode_chat([("user", "say <|endoftext|>"),
+                                       ("assistant", "<|endoftext|>")], BYTES)
+    assert (ids == BYTES.eot_token).sum() == 1 and ids[-1] == BYTES.eot_token
+    assert mask.sum() == len("<|endoftext|>") + 1
+
+
+@pytest.mark.skipif(not (SHARED / "tiktoken_cache").exists(), reason="no copy of GPT-2's ranks")
+def test_whole_and_parts_tokenise_alike(monkeypatch):
+    """Stripped contents, as --field and the formats give them, never join with the template."""
+    monkeypatch.setenv("TIKTOKEN_CACHE_DIR", str(SHARED / "tiktoken_cache"))
+    gpt2, draw = load_tokenizer("gpt2"), random.Random(1)
+    for _ in range(300):
+        messages = [(role, data_chat.text_of("".join(draw.choices("ab 's1\n\t.:#é", k=12))))
+                    for role in ("user", "assistant") * 2]
+        parts = data_chat.stretches(messages)
+        ids, mask = data_chat.encode_chat(messages, gpt2)
+        whole = [i for prompt, said in parts for i in [*gpt2.encode(prompt + said), gpt2.eot_token]]
+        assert ids.tolist() == whole
+        end = int(mask.argmax())  # what a model is asked is what it learned from
+        assert ids[:end].tolist() == gpt2.encode(parts[0][0])
+
+
+def test_rows_hold_whole_chats_once(tmp_path, capsys):
+    draw = random.Random(2)
+    records = [{"prompt": f"{i}", "response": "y" * draw.randint(1, 90)} for i in range(300)]
+    source = write_jsonl(tmp_path / "a.jsonl", records)
+    assert data_chat.main([source, "--out", str(tmp_path / "out"), "--block_size", "99"]) == 0
+    found = chats_of(tmp_path / "out")
+    kept = [r for r in records if len(r["prompt"] + r["response"]) + 28 <= 100]
+    assert sorted(learned for _, learned in found) == sorted(
+        r["response"] + "<|endoftext|>" for r in kept)
+    assert 0 < len(kept) < 300
+    assert f"Left out {300 - len(kept)} chats longer" in capsys.readouterr().out
+    tokens, mask, number = rows_of(tmp_path / "out")
+    assert tokens.shape == mask.shape == number.shape and tokens.shape[1] == 100
+    assert tokens.dtype == np.uint16 and mask.dtype == np.uint8 and (np.diff(number) >= 0).all()
+
+
+def test_long_chats_are_cut_between_exchanges():
+    messages = [(role, text) for i in range(4) for role, text in (("user", f"q{i}"),
+                                                                  ("assistant", f"a{i}"))]
+    ids, mask = data_chat.encode_chat(messages, BYTES)
+    cut, _ = data_chat.fit(ids, mask, len(ids) // 2 + 3, BYTES.eot_token)
+    assert BYTES.decode(cut).endswith("a1<|endoftext|>")
+    assert len(data_chat.fit(ids, mask, 10, BYTES.eot_token)[0]) == 0
+
+
+def test_num_samples_and_no_question_on_both_sides(tmp_path):
+    source = write_jsonl(tmp_path / "a.jsonl", [{"prompt": str(i % 70), "response": str(i)}
+                                                for i in range(300)])
+    assert data_chat.main([source, "--out", str(tmp_path / "out"), "--num_samples", "200"]) == 0
+    meta = json.loads((tmp_path / "out" / "meta.json").read_text())
+    assert sum(part["chats"] for part in meta["splits"].values()) == 200
+    asked = [{text.split("\n")[1] for text, _ in chats_of(tmp_path / "out", [split])}
+             for split in ("train", "val")]
+    assert not asked[0] & asked[1] and len(asked[1]) > 1
+
+
+@pytest.mark.parametrize("colour", [True, False])
+def test_show_on_a_terminal(tmp_path, capsys, monkeypatch, colour):
+    source = write_jsonl(tmp_path / "a.jsonl", [{"prompt": str(i), "response": "moo"}
+                                                for i in range(40)])
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
+    monkeypatch.setenv("NO_COLOR", "" if colour else "1")
+    assert data_chat.main([source, "--out", str(tmp_path / "out"), "--show", "2"]) == 0
+    shown = "\033[32mmoo<|endoftext|>\033[0m" if colour else "[moo<|endoftext|>]"
+    assert capsys.readouterr().out.count(shown) == 2
+
+
+def test_dataset_folder(tmp_path):
+    datasets = pytest.importorskip("datasets")
+    records = [{"prompt": str(i), "response": str(i)} for i in range(60)]
+    datasets.Dataset.from_list(records).save_to_disk(tmp_path / "saved")
+    (tmp_path / "files").mkdir()
+    write_jsonl(tmp_path / "files" / "train.jsonl", records)
+    found = []
+    for name in ("saved", "files"):
+        assert data_chat.main([str(tmp_path / name), "--out", str(tmp_path / f"{name}.out")]) == 0
+        found.append(sorted(chats_of(tmp_path / f"{name}.out")))
+    assert found[0] == found[1] and len(found[0]) == 60
+
+
+def test_datasets_missing(tmp_path, monkeypatch, capsys):
+    monkeypatch.setitem(sys.modules, "datasets", None)
+    assert data_chat.main(["owner/name", "--out", str(tmp_path / "out")]) == 2
+    assert "pip install datasets" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("lines, argv, message", [
+    ('{"a": 1}\n', [], "a.jsonl:1: neither messages"),
+    ('{"prompt": "a", "response": 3}\n', [], "a.jsonl:1: expected text, got a int"),
+    ('{"messages": [{"role": "tool", "content": ""}]}', [], "role 'tool': expected one of"),
+    ('\n{"prompt"', [], "line 2: not valid JSON"),
+    ('[1]\n', [], "expected an object, got a list"),
+    ('{"prompt": "a", "response": "b"}\n', ["--field", "x"], "no field 'x'; its fields are prompt"),
+    ('{"prompt": "a", "response": "b"}\n', [], "no chat for"),
+    ('{"prompt": "a", "response": " "}\n' * 9, [], "no chat for train and val"),
+    ("", ["--val_fraction", "1"], "--val_fraction: 1.0"),
+    ("", ["--num_samples", "0"], "--num_samples: 0"),
+    ("", ["--tokenizer", "nosuch"], "nosuch"),
+    ("", ["--tokenizer", "nosuch.pt"], "nosuch.pt: no such file"),
+])
+def test_bad_input(tmp_path, capsys, lines, argv, message):
+    (tmp_path / "a.jsonl").write_text(lines)
+    assert data_chat.main([str(tmp_path / "a.jsonl"), "--out", str(tmp_path / "out"), *argv]) == 2
+    assert message in capsys.readouterr().err
+    assert [p.name for p in tmp_path.iterdir()] == ["a.jsonl"]  # nothing is left behind
+
+
+def test_output_folder_of_others_is_kept(tmp_path, capsys):
+    source = write_jsonl(tmp_path / "a.jsonl", [{"prompt": str(i), "response": "moo"}
+                                                for i in range(40)])
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / "thesis.txt").write_text("years")
+    assert data_chat.main([source, "--out", str(tmp_path / "out"), "--force"]) == 2
+    assert "holds other data" in capsys.readouterr().err
+    assert data_chat.main([source, "--out", str(tmp_path / "new")]) == 0
+    assert data_chat.main([source, "--out", str(tmp_path / "new")]) == 0  # the same again
+
+
+def test_skip_bad(tmp_path, capsys):
+    source = write_jsonl(tmp_path / "a.jsonl", [
+        {"prompt": str(i), "response": "moo"} if i % 2 else 7 for i in range(60)])
+    assert data_chat.main([source, "--out", str(tmp_path / "out"), "--skip_bad"]) == 0
+    assert "Left out 30 bad records" in capsys.readouterr().out
+    assert len(chats_of(tmp_path / "out")) == 30
+
+
+# -----------------------------------------------------------------------------
+# model
+
+def small(**changes):
+    shape = dict(n_layer=2, n_head=2, n_embd=32, n_hidden=64, block_size=40, vocab_size=257)
+    return ChatGPT(GPTConfig(**shape | changes), seed=3)
+
+
+@pytest.mark.parametrize("pos", ["rope", "learned"])
+def test_packed_equals_alone(pos):
+    """A row of three chats has the losses and the gradients of the three alone."""
+    torch.manual_seed(0)
+    model, sizes = small(pos=pos), (15, 20, 6)
+    tokens, mask = torch.randint(0, 256, (1, 41)), torch.randint(0, 2, (1, 41))
+    number = torch.repeat_interleave(torch.arange(3), torch.tensor(sizes))[None]
+    mask[0, [0, 15, 35]] = 0  # a question comes first
+
+    loss, sums = model(tokens, mask, number)
+    loss.backward()
+    packed = [p.grad.clone() for p in model.parameters()]
+    model.zero_grad()
+    total = 0
+    for part in zip(*(t.split(sizes, dim=1) for t in (tokens, mask, number))):
+        alone, own = model(*part)
+        total = total + alone * own["count"]
+    (total / sums["count"]).backward()
+    torch.testing.assert_close(loss, total / sums["count"], rtol=1e-5, atol=0)
+    for a, p in zip(packed, model.parameters()):
+        torch.testing.assert_close(a, p.grad, rtol=1e-3, atol=1e-6)
+
+
+@pytest.mark.parametrize("checkpointing", ["false", "true"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_no_chat_sees_another(dtype, checkpointing):
+    """No state depends on another chat's tokens, in every way that attention is computed."""
+    model = small()
+    for block in model.h:
+        block.gradient_checkpointing = checkpointing
+    tokens, number = torch.randint(0, 256, (2, 40)), torch.arange(40)[None].repeat(2, 1) // 13
+    with torch.autocast("cpu", dtype, enabled=dtype != torch.float32):
+        x = model.trunk(tokens, Packed(number))
+        other = torch.where(number == 1, (tokens + 1) % 256, tokens)
+        y = model.trunk(other, Packed(number))
+    assert torch.equal(x[number != 1], y[number != 1])
+    assert not torch.equal(x[number == 1], y[number == 1])
+
+
+def test_exact_is_what_sampling_writes(capitals, tmp_path):
+    """val_exact, from one pass over the right answers, is the share that sampling gets right."""
+    last = train(load_config(None, settings(capitals, tmp_path / "out", max_iters=80, eval_iters=5,
+                                            eval_interval=80, lr_decay_iters=150)))
+    model, tokenizer = load_model(tmp_path / "out" / "ckpt.pt")
+    loader = load_config(None, settings(capitals, tmp_path / "out", eval_iters=5))
+    from model.chat import open_data
+    from train.distributed import Ranks
+    val = open_data(loader, Ranks()).val
+    right = n = 0
+    for index in range(val.n_fixed(5)):
+        for tokens, mask, number in zip(*val.fixed_batch(index, 5)):
+            for k in range(int(number.max()) + 1):
+                ids, learned = tokens[number == k], mask[number == k]
+                if learned.any():
+                    start = int(learned.argmax())
+                    said = answer(model, tokenizer, ids[:start].tolist(), 20)
+                    right, n = right + (said == ids[start:-1].tolist()), n + 1
+    exact = last["history"][-1]["val_exact"]
+    assert exact == pytest.approx(right / n) and exact > 0
+
+
+def test_learns_held_out_questions(capitals, tmp_path):
+    """The whole way, as typed: above 90% of unseen questions answered exactly, and a talk."""
+    args = [f"--{k}={v}" for k, v in settings(
+        capitals, tmp_path / "out", max_iters=150, eval_interval=75, sample_tokens=12).items()]
+    code, output = run("--config", "train/config_chat.yaml", *args)
+    assert code == 0, output
+    lines = [json.loads(line) for line in open(tmp_path / "out" / "metrics.jsonl")]
+    assert [line for line in lines if "val_exact" in line][-1]["val_exact"] > 0.9
+    assert "### Assistant:\n" in (tmp_path / "out" / "samples.txt").read_text()
+
+    unseen = [w for w in words(60, seed=5) if w not in set(words(1500))][:3]
+    talk = subprocess.run([sys.executable, "-m", "model.chat", "--ckpt", tmp_path / "out/ckpt.pt",
+                           "--max_new_tokens", "20", "--device", "cpu"], cwd=REPO, text=True,
+                          input=f"{unseen[0]}\n", capture_output=True)
+    assert talk.returncode == 0 and talk.stdout == f"{unseen[0].upper()}\n", talk
+
+
+def test_conversation_fits_the_context():
+    from model.chat import fitting
+    exchanges = [[1] * 10, [2] * 10, [3] * 10]
+    assert fitting(exchanges, [4] * 5, 26) == [2] * 10 + [3] * 10 + [4] * 5
+    assert fitting(exchanges, [4] * 5, 3) == [4] * 5
+
+
+def test_question_is_encoded_as_in_training(capitals, tmp_path):
+    model = small()
+    model.template = data_chat.TEMPLATE
+    ids, mask = data_chat.encode_chat([("user", "moo"), ("assistant", "boo")], BYTES)
+    assert question_ids(model, BYTES, " moo\n") == ids[:int(mask.argmax())].tolist()
+
+
+# -----------------------------------------------------------------------------
+# the loop
+
+def test_killed_and_resumed(capitals, tmp_path):
+    """kill -9 in the middle, the same command again: every bit as without."""
+    changes = settings(capitals, tmp_path / "a", max_iters=30, save_interval=3, dropout=0.1,
+                       lr_decay_iters=None, vocab_size=None)
+    train(load_config(None, changes))
+    changes |= dict(out_dir=str(tmp_path / "b"))
+    killed = Program(**changes)
+    killed.wait_for("step 8:")
+    killed.kill()
+    train(load_config(None, changes))
+    assert_same(tmp_path / "a", tmp_path / "b")
+
+
+@pytest.mark.parametrize("how", ["ddp", "fsdp"])
+def test_two_ranks_equal_one(capitals, tmp_path, how):
+    one = train(load_config(None, settings(capitals, tmp_path / "one", optimizer="adamw")))
+    with open(tmp_path / "two.yaml", "w") as f:
+        json.dump(settings(capitals, tmp_path / "two", distributed=how, optimizer="adamw"), f)
+    code, output = run("--config", tmp_path / "two.yaml", ranks=2)
+    assert code == 0, output
+    lines = [json.loads(line) for line in open(tmp_path / "two" / "metrics.jsonl")]
+    two = [line for line in lines if "val_loss" in line]
+    for a, b in zip(one["history"], two, strict=True):
+        assert a["val_loss"] == pytest.approx(b["val_loss"], rel=1e-5)
+        assert a["val_exact"] == b["val_exact"]
+    a, b = (tensors(tmp_path / n / "ckpt.pt")[0] for n in ("one", "two"))
+    for name in a:
+        if name.startswith("model."):
+            torch.testing.assert_close(a[name], b[name], rtol=1e-3, atol=1e-5)
+
+
+def test_early_stopping_on_exact(capitals, tmp_path):
+    last = train(load_config(None, settings(
+        capitals, tmp_path / "out", max_iters=50, eval_interval=2, early_stopping_patience=2,
+        early_stopping_metric="val_exact", early_stopping_mode="max",
+        learning_rate=1e-6, muon_lr=1e-6)))
+    assert "no better val_exact" in last["finished"] and last["iter_num"] < 50
+
+
+@pytest.mark.parametrize("changes, message", [
+    (dict(block_size=40, init_from="scratch"), "prepare them with --block_size 40"),
+    (dict(data_dir="nosuch"), "no chats; make some"),
+])
+def test_bad_settings(capitals, tmp_path, changes, message):
+    with pytest.raises(ValueError, match=message):
+        train(load_config(None, settings(capitals, tmp_path / "out") | changes))
+
+
+def test_another_tokenizer_is_refused(capitals, tmp_path):
+    (tmp_path / "t.txt").write_text("abc " * 400)
+    prepare_text([str(tmp_path / "t.txt")], str(tmp_path / "t"), "char", log=lambda line: None)
+    base = TASK | dict(data_dir=str(tmp_path / "t"), out_dir=str(tmp_path / "base"), max_iters=1)
+    train(load_config(None, base))
+    assert data_chat.main([write_jsonl(tmp_path / "a.jsonl", [{"prompt": "a", "response": "b"}]),
+                           "--tokenizer", str(tmp_path / "base" / "ckpt.pt"),
+                           "--out", str(tmp_path / "out")]) == 2  # no end of text in it
+    changes = settings(capitals, tmp_path / "chat", init_from=str(tmp_path / "base" / "ckpt.pt"))
+    with pytest.raises(ValueError, match="another tokenizer"):
+        train(load_config(None, changes))
+
+
+def test_talk_needs_a_chat_model(capitals, capsys):
+    from model.chat import main
+    assert main(["--ckpt", str(capitals / "base" / "ckpt.pt")]) == 2
+    assert "learned no chats" in capsys.readouterr().err

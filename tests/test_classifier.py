@@ -1,0 +1,416 @@
+"""--model classifier: data, numbers against scikit-learn, and the promises that every run keeps."""
+
+import csv
+import json
+import random
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from conftest import REPO, SHARED, run, tiny_args
+from runs import SMALL, Program, assert_same
+from sklearn import metrics as sk
+
+from data.labels import Fields, missing_words, prepare, read_rows, to_arrays
+from data.labels import main as labels_main
+from data.tokenizer import load_tokenizer
+from model.classifier import (
+    ARRAYS,
+    Classifier,
+    class_weights,
+    classification_metrics,
+    load_split,
+    span_metrics,
+)
+from model.classifier import main as evaluate_main
+from model.gpt import GPTConfig
+from model.sample import load_model
+
+WORDS = {"animal": ["cat", "dog", "owl"], "plant": ["oak", "ivy", "elm"], "tool": ["saw", "axe"]}
+TINY = dict(model="classifier", vocab_size=257, eval_iters=8)  # beside runs.SMALL
+
+
+def make_rows(n, seed=0):
+    """Rows whose label and evidence a small model can learn: the one word in capitals."""
+    rng, rows = random.Random(seed), []
+    for i in range(n):
+        label = rng.choice(["animal", "animal", "animal", "plant", "tool"])
+        word = rng.choice(WORDS[label]).upper()
+        before, after = (" ".join(rng.choice(["é", "go", "lo"]) for _ in range(rng.randint(1, 4)))
+                         for _ in range(2))
+        rows.append(dict(text=f"{before} {word} {after} {i}", label=label, evidence=word))
+    return rows
+
+
+def write_jsonl(path, rows):
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    return str(path)
+
+
+@pytest.fixture(scope="session")
+def labels(tmp_path_factory):
+    """A prepared folder of 400 rows of all three tasks; rows.jsonl beside it."""
+    folder = tmp_path_factory.mktemp("labels")
+    prepare([write_jsonl(folder / "rows.jsonl", make_rows(400))], folder / "bin",
+            log=lambda line: None)
+    return folder / "bin"
+
+
+def command(*args):
+    """python -m ARGS in the repository: (exit code, output)."""
+    done = subprocess.run([sys.executable, "-m", *map(str, args)], cwd=REPO, text=True,
+                          stdout=subprocess.PIPE, stderr=subprocess.STDOUT, timeout=120)
+    return done.returncode, done.stdout
+
+
+def lines(out):
+    return [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
+
+
+# -----------------------------------------------------------------------------
+# numbers, with scikit-learn as the oracle
+
+def random_case(seed):
+    """(labels, scores) with ties, imbalance, and sometimes a class that is never there or never
+    said."""
+    rng = np.random.default_rng(seed)
+    K, n = int(rng.integers(2, 6)), int(rng.integers(3, 60))
+    scores = rng.integers(1, 6, (n, K)).astype(float)
+    if seed % 3 == 0:
+        scores[:, 0] = 0.5  # never said
+    return rng.integers(seed % 2, K, n), scores / scores.sum(1, keepdims=True)
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("seed", range(40))
+def test_numbers_are_those_of_scikit_learn(seed):
+    y, scores = random_case(seed)
+    K, said, got = scores.shape[1], scores.argmax(1), classification_metrics(y, scores)
+    assert got["accuracy"] == pytest.approx(sk.accuracy_score(y, said), abs=1e-9)
+    assert got["confusion_matrix"] == sk.confusion_matrix(y, said, labels=range(K)).tolist()
+    for mean in ("macro", "weighted"):
+        theirs = sk.precision_recall_fscore_support(y, said, average=mean, zero_division=0)
+        ours = [got[f"{name}_{mean}"] for name in ("precision", "recall", "f1")]
+        assert ours == pytest.approx(theirs[:3], abs=1e-9)
+    *each, support = sk.precision_recall_fscore_support(y, said, labels=range(K), zero_division=0)
+    for name, values in zip(("precision", "recall", "f1"), each):
+        assert got[f"{name}_per_class"] == pytest.approx(values.tolist(), abs=1e-9)
+    assert got["support"] == support.tolist()
+    for k in range(K):
+        both = len(set(y == k)) == 2
+        theirs = sk.roc_auc_score(y == k, scores[:, k]) if both else None
+        assert got["auroc_per_class"][k] == pytest.approx(theirs, abs=1e-9)
+    if set(y) != set(range(K)):
+        assert got["auroc"] is None
+    elif K == 2:
+        assert got["auroc"] == pytest.approx(sk.roc_auc_score(y, scores[:, 1]), abs=1e-9)
+    else:
+        theirs = sk.roc_auc_score(y, scores, multi_class="ovr")
+        assert got["auroc"] == pytest.approx(theirs, abs=1e-9)
+
+
+def test_words_of_evidence_are_compared_as_squad_does():
+    pairs = {("the U.S.", "us"): (1, 1), ("A  Dog!", "dog"): (1, 1), ("the-end", "end"): (0, 0),
+             ("a b c d", "b c"): (0, 0.8), ("x", "the"): (0, 0), ("the", "a"): (1, 1),
+             ("b b c", "b c c"): (0, 2 / 3)}
+    for (truth, guess), (exact, f1) in pairs.items():
+        got = span_metrics([truth], [guess])
+        assert (got["exact_match"], got["token_f1"]) == (exact, pytest.approx(f1)), (truth, guess)
+
+
+# -----------------------------------------------------------------------------
+# the loss
+
+def small_model(task="joint", weights="0.2,3,1"):
+    spec = dict(task=task, classes=["a", "b", "c"], class_counts=[5, 3, 2], max_tokens=12,
+                vocab_size=20)
+    shape = GPTConfig(block_size=8, vocab_size=20, n_layer=1, n_head=2, n_embd=16, n_hidden=32)
+    return Classifier(shape, spec, class_weights(weights, spec), span_weight=0.7)
+
+
+def small_batch(n=7):
+    g = torch.Generator().manual_seed(1)
+    lengths = torch.randint(4, 13, (n,), generator=g)
+    ends = (torch.rand(n, generator=g) * lengths).long()
+    starts = (torch.rand(n, generator=g) * (ends + 1)).long()
+    spans = torch.stack((starts, ends), 1)
+    spans[2] = -1  # a row without evidence
+    return (torch.randint(0, 20, (n, 12), generator=g), lengths,
+            torch.randint(0, 3, (n,), generator=g), spans)
+
+
+def gradients(loss, model):
+    return torch.cat([g.flatten() for g in torch.autograd.grad(loss, list(model.parameters()))])
+
+
+def test_class_weights_weigh_as_torchs_cross_entropy_does():
+    model, (tokens, lengths, labels, spans) = small_model("class"), small_batch()
+    loss, _ = model(tokens, lengths, labels, spans)
+    scores, none = model(tokens, lengths)
+    expected = F.cross_entropy(scores, labels, weight=torch.tensor([0.2, 3.0, 1.0]))
+    assert none is None
+    torch.testing.assert_close(loss, expected)
+    torch.testing.assert_close(gradients(loss, model), gradients(expected, model))
+    assert class_weights("balanced", model.spec) == pytest.approx(
+        [10 / (3 * n) for n in model.spec["class_counts"]])
+
+
+@pytest.mark.parametrize("task", ["class", "span", "joint"])
+def test_losses_and_sums_of_parts_add_up_to_those_of_the_whole(task):
+    model, batch = small_model(task).eval(), small_batch()
+    loss, sums = model(*batch)
+    parts = [model(*(t[i:j] for t in batch)) for i, j in ((0, 2), (2, 3), (3, 7))]
+    count = sum(s["count"] for _, s in parts)
+    torch.testing.assert_close(sum(part * s["count"] for part, s in parts) / count, loss)
+    for name, value in sums.items():
+        torch.testing.assert_close(sum(s[name] for _, s in parts), value)
+
+
+def test_what_stands_after_a_text_changes_nothing():
+    model, (tokens, lengths, *_) = small_model().eval(), small_batch()
+    other = torch.where(torch.arange(12) < lengths[:, None], tokens, 7)
+    for a, b in zip(model(tokens, lengths), model(other, lengths)):
+        torch.testing.assert_close(a, b)
+
+
+# -----------------------------------------------------------------------------
+# data
+
+def test_jsonl_csv_words_and_offsets_make_the_same_rows(tmp_path):
+    rows = make_rows(30)
+    with open(tmp_path / "rows.csv", "w", newline="", encoding="utf-8") as f:
+        writer = csv.DictWriter(f, ["Body", "label", "start", "end"])
+        writer.writeheader()
+        for row in rows:
+            start = row["text"].index(row["evidence"])
+            writer.writerow(dict(Body=row["text"], label=row["label"], start=start,
+                                 end=start + len(row["evidence"])))
+    one = read_rows([write_jsonl(tmp_path / "rows.jsonl", rows)])
+    two = read_rows([str(tmp_path / "rows.csv")], Fields(text="Body"))
+    assert one == two and len(one) == 30
+
+
+@pytest.mark.parametrize("name", ["byte", "gpt2"])
+def test_spans_are_the_tokens_of_the_evidence(name, tmp_path, monkeypatch):
+    if name == "gpt2":
+        if not (SHARED / "tiktoken_cache").exists():
+            pytest.skip("no rank file of GPT-2's here")
+        monkeypatch.setenv("TIKTOKEN_CACHE_DIR", str(SHARED / "tiktoken_cache"))
+    tokenizer = load_tokenizer(name)
+    rows = read_rows([write_jsonl(tmp_path / "rows.jsonl", make_rows(30))])
+    a = to_arrays(rows, tokenizer, sorted(WORDS), 512)
+    for row, tokens, (first, last) in zip(rows, a["tokens"], a["spans"]):
+        assert tokenizer.decode(tokens[first:last + 1]).strip() == row.evidence
+
+
+def test_rows_are_split_by_their_group_and_cut_with_a_word(tmp_path):
+    rows = [row | dict(doc=i // 4) for i, row in enumerate(make_rows(400))]
+    said = []
+    path = write_jsonl(tmp_path / "rows.jsonl", rows)
+    meta = prepare([path], tmp_path / "bin", fields=Fields(group="doc"), max_tokens=8,
+                   log=said.append)
+    sizes = [len(load_split(tmp_path / "bin", s)[0]) for s in ("train", "val", "test")]
+    assert sum(sizes) == 400 and all(n % 4 == 0 and n for n in sizes) and sizes[0] > 280
+    assert meta["max_tokens"] == 8 and meta["task"] == "joint"
+    lost = 400 - sum(int((load_split(tmp_path / "bin", s)[3][:, 0] >= 0).sum())
+                     for s in ("train", "val", "test"))
+    assert lost and f"{lost:,} rows lost their evidence" in "\n".join(said)
+
+
+def test_the_example_takes_one_word_out_and_says_where():
+    source = ("import os\n\n\ndef f(x):\n    # if only\n"
+              "    return x if x else 'for x in y'\n\ng = 1\n")
+    found = {word: (text, text[start:end]) for word, text, start, end in missing_words(source)}
+    assert found == {
+        "import": ("os\n\n", "os"),
+        "def": ("\n\nf(x):\n    # if only\n", "f"),
+        "return": ("def f(x):\n    # if only\n    x if x else 'for x in y'\n\n", "x"),
+        "if": ("def f(x):\n    # if only\n    return x x else 'for x in y'\n\n", "x")}
+
+
+@pytest.mark.parametrize("record, message", [
+    (dict(body="x", label="a"), "no field 'text'; its fields are body, label"),
+    (dict(text="", label="a"), "field 'text': expected a text"),
+    (dict(text="x"), "1 of 11 rows have no label"),
+    (dict(text="x", label=["a"]), "field 'label': expected a label"),
+    (dict(text="some words", label="a", evidence="word of"), "'word of' does not occur"),
+    (dict(text="x", label="a", start=0, end=9), "evidence 0 to 9 is not inside the text"),
+    (dict(text="x", label="a", start="?", end=9), "expected whole numbers")])
+def test_bad_rows_are_named(record, message, tmp_path, capsys):
+    path = write_jsonl(tmp_path / "rows.jsonl", [*make_rows(10), record])
+    assert labels_main([path, "--out", str(tmp_path / "bin")]) == 2
+    said = capsys.readouterr().err
+    assert message in said and "rows.jsonl" in said or "1 of 11" in said
+    assert not (tmp_path / "bin").exists()
+
+
+def test_bad_files_and_settings_are_named(tmp_path, capsys):
+    path, out = tmp_path / "rows.jsonl", str(tmp_path / "bin")
+    for content, args, message in [
+            (b'{"text": \n', [], "rows.jsonl: line 1: not valid JSON"), (b"\xff\xfe", [], "UTF-8"),
+            (b"", [], "no rows"), (b'{"text": "x"}\n', [], "no row has a label or evidence"),
+            (b'{"text": "x", "label": 1}\n', [], "have the label '1'"),
+            (b"", ["--val_fraction", "0.9", "--test_fraction", "0.1"], "leave some to train on"),
+            (b"", ["--tokenizer", "bite"], "did you mean byte?")]:
+        path.write_bytes(content)
+        assert labels_main([str(path), "--out", out, *args]) == 2
+        assert message in capsys.readouterr().err
+    assert labels_main([str(tmp_path / "none.csv"), "--out", out]) == 2
+    assert "No such file" in capsys.readouterr().err
+
+
+# -----------------------------------------------------------------------------
+# the program
+
+def program(labels, out, **changes):
+    """The program on prepared rows, to its end: (exit code, output)."""
+    return Program(labels, out, **TINY | changes).wait()
+
+
+def test_the_readmes_commands(tmp_path, data_dir):
+    """A GPT is trained; labelled rows are prepared with its tokenizer; a classifier starts from it,
+    ends with its numbers on test data, and is evaluated on another file."""
+    gpt, out, report = tmp_path / "gpt", tmp_path / "out", tmp_path / "report"
+    assert run(*tiny_args(data_dir=data_dir, out_dir=gpt, max_iters=4, tokenizer="byte"))[0] == 0
+    path = write_jsonl(tmp_path / "rows.jsonl", make_rows(400))
+    code, said = command("data.labels", path, "--out", tmp_path / "bin", "--tokenizer",
+                         gpt / "ckpt.pt")
+    assert code == 0, said
+    code, said = run(*tiny_args(
+        model="classifier", data_dir=tmp_path / "bin", out_dir=out, init_from=gpt / "ckpt.pt",
+        max_iters=120, eval_interval=20, eval_iters=8, batch_size=16, class_weights="balanced",
+        span_weight=0.3, early_stopping_metric="val_f1_macro", early_stopping_mode="max",
+        early_stopping_patience=9))
+    assert code == 0 and "stay fresh: head.weight" in said, said
+    known = {"val_f1_macro", "val_accuracy", "val_exact_match", "val_token_f1"}
+    evaluations = [r for r in lines(out) if "val_loss" in r]
+    assert known <= set(evaluations[0])
+    best = max(r["val_f1_macro"] for r in evaluations)
+    state = torch.load(out / "ckpt_best.pt", weights_only=True)
+    assert state["progress"]["best_metric"] == -best and best > 0.9
+    other = write_jsonl(tmp_path / "other.jsonl", make_rows(60, seed=5))
+    code, said = command("model.classifier", "--ckpt", out / "ckpt_best.pt", "--data", other,
+                         "--out", report)
+    assert code == 0 and "macro mean" in said and "exact match" in said, said
+    numbers = json.loads((report / "metrics.json").read_text())
+    assert numbers["f1_macro"] > 0.9 and numbers["exact_match"] > 0.5 and numbers["rows"] == 60
+    assert sum(map(sum, numbers["confusion_matrix"])) == 60
+    assert (report / "confusion.svg").read_text().count("<rect") == 1 + 9
+    first = json.loads((report / "predictions.jsonl").read_text().split("\n")[0])
+    assert first["label"] in WORDS and 0 < first["probability"] <= 1
+    # The test split by the command is what the run ended with.
+    test = next(r for r in lines(out) if "test_loss" in r)
+    code, said = command("model.classifier", "--ckpt", out / "ckpt_best.pt", "--data",
+                         tmp_path / "bin", "--out", report)
+    numbers = json.loads((report / "metrics.json").read_text())
+    assert numbers["f1_macro"] == pytest.approx(test["test_f1_macro"], abs=1e-9)
+    assert numbers["rows"] < 60
+
+
+def test_rows_without_labels_are_only_predicted(tmp_path, labels, trained):
+    path = write_jsonl(tmp_path / "new.jsonl", [dict(text="lo OWL go"), dict(text="go")])
+    assert evaluate_main(["--ckpt", str(trained / "ckpt.pt"), "--data", path, "--out",
+                          str(tmp_path / "report")]) == 0
+    assert json.loads((tmp_path / "report" / "metrics.json").read_text()) == dict(rows=2)
+    said = (tmp_path / "report" / "predictions.jsonl").read_text().splitlines()
+    assert len(said) == 2 and {"label", "probability", "evidence"} == set(json.loads(said[0]))
+
+
+@pytest.fixture(scope="session")
+def trained(tmp_path_factory, labels):
+    """The folder of an undisturbed run of 20 steps: weighted classes, dropout, joint."""
+    out = tmp_path_factory.mktemp("trained") / "out"
+    Program(labels, out, **KEPT).wait()
+    assert (out / "ckpt.pt").exists(), (out.parent / "out.output").read_text()
+    return out
+
+
+KEPT = TINY | dict(dropout=0.1, class_weights="balanced", eval_interval=4,
+                   save_interval=3, early_stopping_metric="val_f1_macro",
+                   early_stopping_mode="max", early_stopping_patience=50)
+
+
+def test_killed_and_resumed_bit_for_bit(trained, labels, tmp_path):
+    at = random.Random().randint(1, 18)
+    program = Program(labels, tmp_path / "out", **KEPT)
+    program.wait_for(f"iter {at}:")
+    program.kill()
+    assert Program(labels, tmp_path / "out", **KEPT).wait()[0] == 0
+    assert_same(trained, tmp_path / "out")
+
+
+RANKS = dict(class_weights="balanced", batch_size=8, gradient_accumulation_steps=2, max_iters=8,
+             eval_interval=4, eval_on_start=False)
+
+
+@pytest.fixture(scope="session")
+def alone(tmp_path_factory, labels):
+    """The lines of metrics.jsonl of the run that two ranks repeat."""
+    out = tmp_path_factory.mktemp("alone") / "out"
+    assert program(labels, out, **RANKS)[0] == 0
+    return lines(out)
+
+
+@pytest.mark.parametrize("distributed", ["ddp", "fsdp"])
+def test_two_ranks_train_what_one_trains(distributed, alone, labels, tmp_path):
+    args = SMALL | TINY | RANKS | dict(data_dir=labels, out_dir=tmp_path, distributed=distributed)
+    code, said = run(*(f"--{k}={v}" for k, v in args.items()), ranks=2)
+    assert code == 0, said
+    for a, b in zip(alone, lines(tmp_path), strict=True):
+        for name in a.keys() & {"loss", "val_loss", "val_accuracy", "grad_norm", "test_loss",
+                                "val_exact_match", "test_f1_macro"}:
+            assert a[name] == pytest.approx(b[name], rel=1e-5, abs=1e-6), (name, a["iter"])
+
+
+def test_early_stopping_follows_f1(labels, tmp_path):
+    """A rate at which nothing is learned: the first evaluation stays the best, and the second one
+    after it ends the run."""
+    code, said = program(labels, tmp_path / "out", learning_rate=1e-9, max_iters=50,
+                         eval_interval=2, early_stopping_metric="val_f1_macro",
+                         early_stopping_mode="max", early_stopping_patience=2)
+    assert code == 0 and "no better val_f1_macro in 2 evaluations" in said, said
+    assert max(r["iter"] for r in lines(tmp_path / "out")) == 4
+
+
+def test_a_classifier_can_start_from_another(trained, labels, tmp_path):
+    code, said = program(labels, tmp_path / "out", init_from=str(trained / "ckpt.pt"), task="class",
+                         max_iters=1)
+    assert code == 0 and "6 tensors of it are not used" in said, said
+    model, _ = load_model(tmp_path / "out" / "ckpt.pt")
+    assert model.spec["task"] == "class" and model.end is None
+
+
+@pytest.mark.parametrize("changes, message", [
+    (dict(class_weights="1,2"), "2 numbers for 3 classes (animal, plant, tool)"),
+    (dict(class_weights="heavy"), "expected balanced or numbers above 0"),
+    (dict(task="label"), "must be one of class, span, joint"),
+    (dict(pos="learned", block_size=4), "learned positions (block_size)"),
+    (dict(early_stopping_metric="val_f1"), "do not yield 'val_f1'")])
+def test_bad_configurations_are_refused(changes, message, labels, tmp_path):
+    code, said = program(labels, tmp_path / "out", **changes)
+    assert code == 2 and message in said and "Traceback" not in said, said
+
+
+def test_a_folder_of_something_else_is_refused(data_dir, tmp_path):
+    code, said = program(data_dir, tmp_path / "out")
+    assert code == 2 and "not a folder of labelled rows" in said and "Traceback" not in said, said
+
+
+def test_bad_commands_are_refused(trained, labels, tmp_path, capsys):
+    odd = write_jsonl(tmp_path / "odd.jsonl", [dict(text="x", label="stone")])
+    for ckpt, data, message in [
+            (trained / "ckpt.pt", odd, "does not know the labels stone"),
+            (trained / "ckpt.pt", tmp_path, "not a folder of labelled rows"),
+            (tmp_path / "none.pt", odd, "no such file")]:
+        assert evaluate_main(["--ckpt", str(ckpt), "--data", str(data), "--out",
+                              str(tmp_path / "report")]) == 2
+        assert message in capsys.readouterr().err
+
+
+def test_arrays_are_read_in_the_order_the_model_takes_them(labels):
+    assert ARRAYS == ("tokens", "lengths", "labels", "spans")
+    shapes = [a.ndim for a in load_split(labels, "train")]
+    assert shapes == [2, 1, 1, 2]

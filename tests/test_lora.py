@@ -1,0 +1,195 @@
+"""LoRA: adapters on a frozen backbone, alone in their checkpoint, merged into a plain model."""
+
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+from conftest import REPO, TINY, run
+from runs import Program, assert_same, tensors
+
+from data import chat as data_chat
+from model import chat
+from model.lora import LoRALinear, adapters, digest, load_adapters, main, merge
+from model.sample import load_model
+from train.checkpoint import load_checkpoint
+from train.config import load_config
+from train.train import train
+
+SHAPE = dict(n_layer=2, n_head=2, n_embd=64, n_hidden=128, block_size=32, bias=True)
+RUN = {k: v for k, v in TINY.items() if k not in ("n_layer", "n_head", "n_embd", "n_hidden",
+                                                   "block_size")}
+
+
+@pytest.fixture(scope="module")
+def base(data_dir, tmp_path_factory):
+    """A trained checkpoint to stand on."""
+    out = tmp_path_factory.mktemp("base")
+    train(load_config(None, RUN | SHAPE | dict(data_dir=str(data_dir), out_dir=str(out), seed=1,
+                                               tokenizer="byte", max_iters=40)))
+    return out / "ckpt.pt"
+
+
+def settings(data_dir, base, out, **changes):
+    return RUN | dict(model="lora", backbone=str(base), data_dir=str(data_dir), out_dir=str(out),
+                      tokenizer="byte", lora_rank=2, lora_alpha=4.0, max_iters=6,
+                      eval_interval=3) | changes
+
+
+def go(*args, **changes):
+    return train(load_config(None, settings(*args, **changes)))
+
+
+def test_starts_as_the_base_and_trains_the_adapters_only(data_dir, base, tmp_path):
+    whole = RUN | SHAPE | dict(data_dir=str(data_dir), out_dir=str(tmp_path / "base"), max_iters=0,
+                               tokenizer="byte", init_from=str(base))
+    start = train(load_config(None, whole))["history"][0]
+    last = go(data_dir, base, tmp_path / "out", max_iters=20, eval_interval=20)
+    assert last["history"][0]["val_loss"] == start["val_loss"]
+    assert last["history"][0]["val_bpb"] == start["val_bpb"]
+    assert last["history"][-1]["val_loss"] < start["val_loss"] - 0.01
+
+    state, frozen = load_checkpoint(tmp_path / "out" / "ckpt.pt"), load_checkpoint(base)["model"]
+    assert all(name.endswith((".lora_A", ".lora_B")) for name in state["model"])
+    assert state["optimizer"]["state"].keys() == state["model"].keys()
+    size = sum(t.numel() for t in state["model"].values())
+    assert 0 < size < 0.05 * sum(t.numel() for t in frozen.values())
+    model, _ = load_adapters(tmp_path / "out" / "ckpt.pt")
+    for name, module in model.named_modules():
+        if isinstance(module, LoRALinear):
+            assert torch.equal(module.base, frozen[f"{name}.weight"])
+            assert module.lora_B.abs().max() > 0
+
+
+def test_merged_is_the_same_model(data_dir, base, tmp_path, capsys):
+    go(data_dir, base, tmp_path / "out")
+    assert main(["--ckpt", str(tmp_path / "out/ckpt.pt"), "--to", str(tmp_path / "m.pt")]) == 0
+    assert "14 adapters merged into their backbone, a gpt model" in capsys.readouterr().out
+    plain, tokenizer = load_model(tmp_path / "m.pt")
+    adapted, _ = load_model(tmp_path / "out" / "ckpt.pt")
+    bare, _ = load_model(base)
+    idx = torch.randint(0, 256, (3, 30))
+    assert type(plain).__name__ == "GPT" and tokenizer.kind == "byte"
+    assert torch.equal(plain(idx), adapted(idx))
+    assert not torch.allclose(plain(idx), bare(idx), atol=1e-3)
+    text = subprocess.run([sys.executable, "-m", "model.sample", "--ckpt", tmp_path / "m.pt",
+                           "--max_new_tokens", "5", "--seed", "1"], cwd=REPO, capture_output=True)
+    assert text.returncode == 0, text.stderr
+    again = RUN | SHAPE | dict(data_dir=str(data_dir), out_dir=str(tmp_path / "more"), max_iters=1,
+                               tokenizer="byte", init_from=str(tmp_path / "m.pt"))
+    train(load_config(None, again))  # and it is one that training starts from
+
+
+def test_adapters_are_the_difference(data_dir, base, tmp_path):
+    """What an export needs: names, A, B, r and alpha give the merged weights."""
+    go(data_dir, base, tmp_path / "out", lora_targets=["q", "h.1.mlp.up"])
+    model, _ = load_adapters(tmp_path / "out" / "ckpt.pt")
+    found, merged, frozen = adapters(model), merge(model), load_checkpoint(base)["model"]
+    assert list(found) == ["h.0.attn.q", "h.1.attn.q", "h.1.mlp.up"]
+    assert merged.keys() == frozen.keys()
+    for name, t in merged.items():
+        layer = name.removesuffix(".weight")
+        if layer in found:
+            a, b = found[layer]
+            assert a.shape[0] == b.shape[1] == model.r == 2
+            torch.testing.assert_close(t, frozen[name] + model.alpha / model.r * b @ a)
+        else:
+            assert torch.equal(t, frozen[name])
+
+
+def test_on_chats(base, tmp_path):
+    """The same adapters on rows of chats, stopped by val_exact; merged, a model that talks."""
+    source = tmp_path / "chats.jsonl"
+    source.write_text("".join(json.dumps({"prompt": f"say {i}", "response": "moo"}) + "\n"
+                              for i in range(200)))
+    assert data_chat.main([str(source), "--out", str(tmp_path / "chats"), "--tokenizer", str(base),
+                           "--block_size", "60"]) == 0
+    last = go(tmp_path / "chats", base, tmp_path / "out", max_iters=400, eval_interval=30,
+              block_size=60, lora_rank=8, learning_rate=3e-2, early_stopping_metric="val_exact",
+              early_stopping_mode="max", early_stopping_patience=2)
+    assert last["history"][-1]["val_exact"] == 1 and "no better val_exact" in last["finished"]
+    assert main(["--ckpt", str(tmp_path / "out/ckpt.pt"), "--to", str(tmp_path / "m.pt")]) == 0
+    for path in (tmp_path / "m.pt", tmp_path / "out" / "ckpt.pt"):
+        model, tokenizer = load_model(path)
+        said = chat.answer(model, tokenizer, chat.question_ids(model, tokenizer, "say 77"), 9)
+        assert tokenizer.decode(said) == "moo"
+    assert load_checkpoint(tmp_path / "m.pt")["config"]["model"] == "chat"
+
+
+def test_own_rates(data_dir, base, tmp_path):
+    go(data_dir, base, tmp_path / "out", lr_groups={"lora_B": 16.0, "h.0": 0.0})
+    groups = load_checkpoint(tmp_path / "out" / "ckpt.pt")["optimizer"]["param_groups"]
+    rates = {name: group["initial_lr"] for group in groups for name in group["params"]}
+    assert rates["h.1.attn.q.lora_B"] == pytest.approx(16 * rates["h.1.attn.q.lora_A"])
+    assert not any(name.startswith("h.0") for name in rates)
+
+
+def test_killed_and_resumed(data_dir, base, tmp_path):
+    changes = settings(data_dir, base, tmp_path / "a", max_iters=40, save_interval=3, dropout=0.1,
+                       eval_interval=4, vocab_size=None, lr_decay_iters=None)
+    plain = load_config()  # Program's own defaults name a shape, which the backbone has
+    changes |= {name: getattr(plain, name) for name in SHAPE}
+    train(load_config(None, changes))
+    changes |= dict(out_dir=str(tmp_path / "b"))
+    killed = Program(**changes)
+    killed.wait_for("step 8:")
+    killed.kill()
+    train(load_config(None, changes))
+    assert_same(tmp_path / "a", tmp_path / "b")
+
+
+@pytest.mark.parametrize("how", ["ddp", "fsdp"])
+def test_two_ranks_equal_one(data_dir, base, tmp_path, how):
+    one = go(data_dir, base, tmp_path / "one")
+    with open(tmp_path / "two.yaml", "w") as f:  # not on top of config.yaml, which says a shape
+        json.dump(settings(data_dir, base, tmp_path / "two", distributed=how), f)
+    code, output = run("--config", tmp_path / "two.yaml", ranks=2)
+    assert code == 0, output
+    lines = [json.loads(line) for line in open(tmp_path / "two" / "metrics.jsonl")]
+    two = [line for line in lines if "val_loss" in line]
+    for a, b in zip(one["history"], two, strict=True):
+        assert a["val_loss"] == pytest.approx(b["val_loss"], rel=1e-5)
+    a, b = (tensors(tmp_path / n / "ckpt.pt")[0] for n in ("one", "two"))
+    assert a.keys() == b.keys()
+    for name in a:
+        if name.startswith("model."):
+            torch.testing.assert_close(a[name], b[name], rtol=1e-3, atol=1e-5)
+
+
+def test_another_backbone_is_refused(data_dir, base, tmp_path, capsys):
+    go(data_dir, base, tmp_path / "out", max_iters=2)
+    state = torch.load(base, weights_only=True)
+    assert digest(state["model"]) == load_checkpoint(tmp_path / "out/ckpt.pt")["spec"]["backbone"]
+    state["model"]["ln_f.weight"][0] += 1
+    other = {k: state[k] for k in ("model", "model_args", "config", "tokenizer", "spec")}
+    torch.save(other, tmp_path / "other.pt")
+    with pytest.raises(ValueError, match="backbone: checkpoint has"):
+        go(data_dir, tmp_path / "other.pt", tmp_path / "out", max_iters=4)
+    merged = ["--ckpt", str(tmp_path / "out/ckpt.pt"), "--to", str(tmp_path / "m.pt")]
+    assert main([*merged, "--backbone", str(tmp_path / "other.pt")]) == 2
+    assert "not the weights that the adapters were trained on" in capsys.readouterr().err
+    assert main([*merged, "--backbone", str(tmp_path / "gone.pt")]) == 2
+    assert "gone.pt: no such file" in capsys.readouterr().err
+    os.link(base, tmp_path / "moved.pt")
+    assert main([*merged, "--backbone", str(tmp_path / "moved.pt")]) == 0
+
+
+@pytest.mark.parametrize("changes, message", [
+    (dict(backbone="nosuch.pt"), "nosuch.pt: no such file"),
+    (dict(lora_targets=["wq"]), "no linear layer matches 'wq'; they are attn.q"),
+    (dict(n_embd=48, n_head=2), "n_embd: it has 64, the configuration says 48"),
+    (dict(lora_rank=0), "lora_rank: must be at least 1"),
+])
+def test_bad_settings(data_dir, base, tmp_path, changes, message):
+    with pytest.raises(ValueError, match=message):
+        go(data_dir, base, tmp_path / "out", **changes)
+
+
+def test_adapters_are_no_backbone(data_dir, base, tmp_path, capsys):
+    go(data_dir, base, tmp_path / "out", max_iters=1)
+    with pytest.raises(ValueError, match="holds adapters itself; merge them"):
+        go(data_dir, tmp_path / "out" / "ckpt.pt", tmp_path / "two")
+    assert main(["--ckpt", str(base), "--to", str(tmp_path / "m.pt")]) == 2
+    assert "no adapters in it" in capsys.readouterr().err

@@ -1,0 +1,207 @@
+"""Memory: step 0 is the backbone, everything learns, and a checkpoint holds the memory alone."""
+
+import random
+import shutil
+import subprocess
+import sys
+import types
+
+import pytest
+import torch
+from conftest import REPO, TINY, run
+from runs import SMALL, Program, assert_same, go, run_program, tensors
+
+from model import lora, memory
+from model.sample import load_model
+from train.checkpoint import load_checkpoint
+from train.config import ConfigError, load_config
+
+BYTES = dict(tokenizer="byte", vocab_size=None)
+OWN = BYTES | dict(model="memory", n_chapters=4, chapters_per_token=2, chapter_size=8)
+
+
+@pytest.fixture(scope="module")
+def backbone(tmp_path_factory, data_dir):
+    """A trained GPT with all that could go wrong: zero_init and tied weights."""
+    out = tmp_path_factory.mktemp("backbone")
+    go(data_dir, out, **BYTES, zero_init=True, n_head=2, qk_norm=True)
+    return out / "ckpt.pt"
+
+
+def tiny(backbone, **changes):
+    return load_config(None, SMALL | OWN | dict(backbone=str(backbone)) | changes)
+
+
+def built(backbone, **changes):
+    spec = dict(vocab_size=257, backbone=lora.digest(lora.read_backbone(str(backbone))["model"]))
+    return memory.build_model(tiny(backbone, **changes), types.SimpleNamespace(spec=spec))
+
+
+def batch(rows=4, seed=0):
+    generator = torch.Generator().manual_seed(seed)
+    return tuple(torch.randint(256, (rows, 8), generator=generator) for _ in range(2))
+
+
+# -----------------------------------------------------------------------------
+# the model
+
+def test_step_0_is_the_backbone_to_the_bit(backbone):
+    base, _ = load_model(str(backbone))
+    model, (x, y) = built(backbone).eval(), batch()
+    assert torch.equal(model(x), base(x))
+    assert torch.equal(model(x, y)[0], base(x, y)[0])
+
+
+@pytest.mark.parametrize("rank", [0, 2])
+def test_everything_learns_but_the_backbone(backbone, rank):
+    model, (x, y) = built(backbone, lora_rank=rank), batch()
+    own = {n: p for n, p in model.named_parameters() if memory.is_own(n)}
+    assert {n for n, p in model.named_parameters() if p.requires_grad} == own.keys()
+    optimizer = torch.optim.AdamW(own.values(), lr=0.01)
+    assert any(lora.is_adapter(n) for n in own) == bool(rank)
+    for step in range(2):  # at first the gates alone, and the routers by their own losses
+        optimizer.zero_grad()
+        model(x, y)[0].backward()
+        moved = {n for n, p in own.items() if p.grad is not None and p.grad.any()}
+        assert {n for n in own if n.endswith(("gate", "router.weight"))} <= moved
+        assert step or not {n for n in moved if "values" in n}
+        optimizer.step()
+    assert moved == own.keys()
+
+
+def test_reading_equals_attention_written_out(backbone):
+    model = built(backbone)
+    chapters, c = model.h[0].memory, model.config
+    torch.nn.init.normal_(chapters.gate)
+    x = torch.randn(2, 8, c.n_embd)
+    y, logits = chapters(x)
+    H, D, S, n = c.n_head, c.head_dim, c.chapter_size, c.n_chapters
+    keys = chapters.keys.weight.view(n, H, S, D)
+    values = chapters.values.weight.view(n, H, D, S).mT
+    for b, t in ((0, 0), (1, 5)):
+        h = chapters.ln(x)[b, t]
+        p = (chapters.router.weight @ h).softmax(-1)
+        q = (chapters.q.weight @ h).view(H, D)
+        read = []
+        for i in range(H):
+            chosen = p.topk(2).indices.tolist()
+            scores = torch.cat([keys[j, i] @ q[i] / D ** 0.5 + p[j].log() for j in chosen])
+            read.append(scores.softmax(0) @ torch.cat([values[j, i] for j in chosen]))
+        wanted = chapters.o.weight @ torch.cat(read) * chapters.gate.tanh()
+        assert torch.allclose(y[b, t], wanted, atol=1e-5)
+        assert torch.allclose(logits[b, t].softmax(-1), p, atol=1e-6)
+
+
+def test_split_into_micro_batches_changes_no_gradient(backbone):
+    model, (x, y) = built(backbone, load_balance_coef=1.0), batch()
+    for block in model.h:
+        torch.nn.init.normal_(block.memory.gate)
+    found = []
+    for parts in (1, 4):
+        model.zero_grad()
+        for a, b in zip(x.chunk(parts), y.chunk(parts)):
+            (model(a, b)[0] / parts).backward()
+        found.append({n: p.grad.clone() for n, p in model.named_parameters() if p.requires_grad})
+    for name, grad in found[0].items():
+        assert torch.allclose(found[1][name], grad, rtol=1e-4, atol=1e-6), name
+
+
+# -----------------------------------------------------------------------------
+# runs
+
+def memory_run(data_dir, out_dir, ranks=0, **changes):
+    """train/config_memory.yaml, made tiny; the shape is the backbone's."""
+    settings = {k: v for k, v in TINY.items() if k not in ("n_layer", "n_head", "n_embd",
+                                                           "n_hidden")}
+    settings |= dict(data_dir=data_dir, out_dir=out_dir, tokenizer="byte", block_size=8) | changes
+    code, text = run("--config", "train/config_memory.yaml",
+                     *(f"--{k}={v}" for k, v in settings.items()), ranks=ranks)
+    assert code == 0, text
+    return text
+
+
+def test_commands_of_the_readme(tmp_path, data_dir, backbone):
+    text = memory_run(data_dir, tmp_path, backbone=backbone, max_iters=4)
+    assert "Frozen: " in text and "load balance" in text
+    state = load_checkpoint(str(tmp_path / "ckpt.pt"))
+    assert all(".memory." in name for name in state["model"])
+    assert state["spec"]["backbone"] and state["config"]["backbone"] == str(backbone)
+    sample = [sys.executable, "-m", "model.sample", "--ckpt", tmp_path / "ckpt.pt", "--seed", "1",
+              "--max_new_tokens", "12", "--prompt", "line", "--dtype", "bfloat16"]
+    done = subprocess.run(sample, cwd=REPO, text=True, capture_output=True)
+    assert done.returncode == 0 and done.stdout.startswith("line"), done.stderr
+
+
+def test_killed_and_resumed_is_the_same_bit_for_bit(tmp_path, data_dir, backbone):
+    a, b = tmp_path / "a", tmp_path / "b"
+    settings = OWN | dict(backbone=str(backbone), save_interval=5, max_iters=40,
+                          lr_decay_iters=40, lr_groups=dict(gate=dict(learning_rate=0.05)))
+    assert run_program(data_dir, a, **settings)[0] == 0
+    program = Program(data_dir, b, **settings)
+    program.wait_for(f"iter {random.randint(12, 25)}:")
+    program.kill()
+    code, text = run_program(data_dir, b, **settings)
+    assert code == 0 and "Resuming from" in text
+    assert_same(a, b)
+
+
+@pytest.mark.parametrize("way, train_base", [("ddp", True), ("fsdp", False)])
+def test_two_ranks_equal_one(tmp_path, data_dir, backbone, way, train_base):
+    """FSDP with a frozen backbone and adapters on it: real weights among those to be filled."""
+    settings = dict(backbone=backbone, max_iters=6, learning_rate=1e-3, n_chapters=4,
+                    train_base=train_base, lora_rank=0 if train_base else 2)
+    memory_run(data_dir, tmp_path / "one", **settings)
+    memory_run(data_dir, tmp_path / "two", ranks=2, distributed=way, **settings)
+    one, two = (tensors(tmp_path / n / "ckpt.pt")[0] for n in ("one", "two"))
+    assert one.keys() == two.keys() and ("model.wte.weight" in one) == train_base
+    for name, tensor in one.items():
+        assert torch.allclose(two[name], tensor, rtol=1e-4, atol=1e-5), name
+
+
+def test_three_rates_and_early_stopping(tmp_path, data_dir, backbone):
+    settings = OWN | dict(backbone=str(backbone), train_base=True, lora_rank=2, max_iters=30,
+                          eval_interval=2, early_stopping_patience=2,
+                          early_stopping_metric="val_use_max", early_stopping_mode="max",
+                          early_stopping_min_delta=10,
+                          lr_groups={"h": dict(learning_rate=1e-4), "wte": 0,
+                                     "lora_*": dict(learning_rate=1e-3),
+                                     "memory": dict(learning_rate=1e-2)})
+    result = go(data_dir, tmp_path, **settings)
+    assert "no better val_use_max" in result["finished"]
+    groups = load_checkpoint(str(tmp_path / "ckpt.pt"))["optimizer"]["param_groups"]
+    rates = {name: group["initial_lr"] for group in groups for name in group["params"]}
+    assert rates["h.0.memory.gate"] == 1e-2 and rates["h.0.attn.q.base"] == 1e-4
+    assert rates["h.0.mlp.up.lora_B"] == 1e-3
+    assert rates["ln_f.weight"] == TINY["learning_rate"] and "wte.weight" not in rates
+
+
+# -----------------------------------------------------------------------------
+# bad input
+
+def test_a_backbone_that_is_gone_or_another_is_named(tmp_path, data_dir, backbone):
+    mine = tmp_path / "base.pt"
+    shutil.copy(backbone, mine)
+    settings = OWN | dict(backbone=str(mine), max_iters=4, eval_interval=2)
+    go(data_dir, tmp_path / "o", **settings)
+    go(data_dir, tmp_path / "other", **BYTES, seed=2, n_head=2)
+    shutil.copy(tmp_path / "other" / "ckpt.pt", mine)
+    code, text = run_program(data_dir, tmp_path / "o", **settings | dict(max_iters=8))
+    assert code == 2 and "backbone: checkpoint has" in text and "Traceback" not in text
+    with pytest.raises(ValueError, match="has other weights than the ones"):
+        load_model(str(tmp_path / "o" / "ckpt.pt"))
+    mine.unlink()
+    with pytest.raises(ValueError, match="backbone: .*base.pt: no such file"):
+        load_model(str(tmp_path / "o" / "ckpt.pt"))
+
+
+def test_bad_input_is_named(tmp_path, data_dir, backbone):
+    code, text = run_program(data_dir, tmp_path, model="memory", chapters_per_token=99)
+    assert code == 2 and "Traceback" not in text
+    assert "backbone: missing" in text and "(99) must not exceed n_chapters (16)" in text
+    with pytest.raises(ConfigError, match="chapter_size: must be at least 1"):
+        tiny(backbone, chapter_size=0)
+    code, text = run_program(data_dir, tmp_path, **OWN, backbone=str(tmp_path / "nothing.pt"))
+    assert code == 2 and "nothing.pt: no such file" in text
+    code, text = run_program(data_dir, tmp_path, **OWN | dict(vocab_size=300),
+                             backbone=str(backbone))
+    assert code == 2 and "knows 257 ids" in text

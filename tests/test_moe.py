@@ -1,0 +1,224 @@
+"""Experts: the definitions, the products, and the same result on one rank and on several."""
+
+import json
+import math
+import random
+import subprocess
+import sys
+import types
+
+import pytest
+import torch
+import torch.nn.functional as F
+from conftest import REPO, TINY, run, tiny_args
+from runs import Program, assert_same, run_program, tensors
+
+from model import gpt
+from model.moe import GroupedLinear, build_model, compute_router_auxiliary_loss, router_losses
+from train.config import ConfigError, load_config
+
+OWN = dict(model="moe", n_experts=4, experts_per_token=2)
+SPEC = types.SimpleNamespace(spec=dict(vocab_size=256))
+
+
+def tiny(**changes):
+    return load_config(None, TINY | OWN | changes)
+
+
+def batch(rows=4, seed=0):
+    generator = torch.Generator().manual_seed(seed)
+    return tuple(torch.randint(256, (rows, 16), generator=generator) for _ in range(2))
+
+
+# -----------------------------------------------------------------------------
+# the losses of routers
+
+def test_router_losses_are_those_of_the_definition():
+    logits, k = torch.randn(50, 6, generator=torch.Generator().manual_seed(1)) * 2, 2
+    f, p = [0.0] * 6, [0.0] * 6
+    for row in logits.tolist():
+        total = sum(math.exp(v) for v in row)
+        for i in sorted(range(6), key=row.__getitem__)[-k:]:
+            f[i] += 1 / (50 * k)
+        for i in range(6):
+            p[i] += math.exp(row[i]) / total / 50
+    z = sum(math.log(sum(math.exp(v) for v in row)) ** 2 for row in logits.tolist()) / 50
+    losses = router_losses(logits, k)
+    assert float(losses["load_balance"]) == pytest.approx(6 * sum(a * b for a, b in zip(f, p)))
+    assert float(losses["auxiliary"]) == pytest.approx(sum((a - 1 / 6) ** 2 for a in f))
+    assert float(losses["z_loss"]) == pytest.approx(z)
+    assert router_losses(logits.view(5, 10, 6), k) == losses  # whatever the shape of the tokens
+
+
+def test_uniform_use_has_a_load_balance_of_one():
+    losses = router_losses(torch.eye(8).repeat(3, 1), 1)
+    assert float(losses["load_balance"]) == pytest.approx(1.0)
+    assert float(losses["auxiliary"]) == pytest.approx(0.0, abs=1e-12)
+
+
+def test_layers_add_up_with_their_coefficients():
+    layers = [dict(load_balance=torch.tensor(2.0), auxiliary=torch.tensor(3.0),
+                   z_loss=torch.tensor(5.0)), dict(load_balance=1.0, auxiliary=1.0, z_loss=1.0)]
+    assert float(compute_router_auxiliary_loss(layers)) == pytest.approx(0.01 * 3 + 0.001 * 6)
+    assert float(compute_router_auxiliary_loss(layers, 1.0, 10.0, 100.0)) == pytest.approx(
+        3 + 40 + 600)
+
+
+# -----------------------------------------------------------------------------
+# the layer
+
+@pytest.mark.parametrize("normalise", [True, False])
+def test_the_layer_equals_a_loop_over_tokens(normalise):
+    model = build_model(tiny(norm_topk_prob=normalise), SPEC)
+    experts, x = model.h[0].mlp, torch.randn(2, 16, 32)
+    y, logits = experts(x)
+    assert torch.allclose(logits, x @ experts.router.weight.t(), atol=1e-6)
+    for b, t in ((0, 0), (1, 7), (1, 15)):
+        p = logits[b, t].softmax(-1)
+        chosen = p.argsort(descending=True)[:2].tolist()
+        total = sum(p[e] for e in chosen) if normalise else 1.0
+        wanted = sum(p[e] / total * (experts.down.weight[e] @ (
+            F.silu(experts.gate.weight[e] @ x[b, t]) * (experts.up.weight[e] @ x[b, t])))
+            for e in chosen)
+        assert torch.allclose(y[b, t], wanted, atol=1e-6)
+
+
+def test_one_kernel_for_all_groups_equals_one_group_at_a_time():
+    """On a GPU the products are PyTorch's grouped_mm; a CPU has it too, which stands in here."""
+    linear, ends = GroupedLinear(4, 8, 16), torch.tensor([5, 5, 9, 12], dtype=torch.int32)
+    torch.nn.init.normal_(linear.weight)
+    x, grads = torch.randn(12, 8), []
+    for product in (linear, lambda x, ends: F.grouped_mm(x, linear.weight.mT, offs=ends)):
+        linear.weight.grad = None
+        y = product(x, ends)
+        (y * torch.arange(y.numel()).view(y.shape)).sum().backward()
+        grads.append((y.detach(), linear.weight.grad))
+    for one, other in zip(*grads):
+        assert torch.allclose(one, other, rtol=1e-5, atol=1e-5)
+    assert not grads[0][1][1].any()  # the group without rows: a gradient, and it is zero
+
+
+def test_split_into_micro_batches_changes_no_gradient():
+    model, (x, y) = build_model(tiny(load_balance_coef=1.0, z_loss_coef=0.1), SPEC), batch()
+    found = []
+    for parts in (1, 2, 4):
+        model.zero_grad()
+        for a, b in zip(x.chunk(parts), y.chunk(parts)):
+            (model(a, b)[0] / parts).backward()
+        found.append({n: p.grad.clone() for n, p in model.named_parameters()})
+    for other in found[1:]:
+        for name, grad in found[0].items():
+            assert torch.allclose(other[name], grad, rtol=1e-4, atol=1e-7), name
+    assert found[0]["h.0.mlp.router.weight"].norm() > 1e-4
+
+
+def test_training_loss_has_the_routers_part_and_evaluation_has_not():
+    model, (x, y) = build_model(tiny(), SPEC), batch()
+    loss, sums = model(x, y)
+    logits = []
+    for block in model.h:
+        block.mlp.router.register_forward_hook(lambda m, args, out: logits.append(out[0]))
+    plain, evaluated = model.eval()(x, y)
+    parts = [[router_losses(row, 2) for row in layer] for layer in logits]  # (L, B)
+    extra = sum(compute_router_auxiliary_loss([layer[b] for layer in parts]) for b in range(4)) / 4
+    assert loss.item() == pytest.approx((plain + extra).item(), rel=1e-6)
+    numbers = model.numbers({n: v.double() for n, v in sums.items()} | dict(count=x.numel()))
+    assert numbers["lm_loss"] == pytest.approx(plain.item(), rel=1e-6)
+    balance = [row["load_balance"] for layer in parts for row in layer]
+    assert numbers["load_balance"] == pytest.approx(sum(balance).item() / 8, rel=1e-5)
+    assert "lm_loss" not in evaluated and evaluated["routed"].shape == (2, 4)
+    assert float(evaluated["routed"].sum()) == pytest.approx(2 * x.numel())
+
+
+def test_active_parameters_are_those_of_the_dense_model():
+    moe = build_model(tiny(n_experts=8), SPEC)
+    dense = gpt.build_model(load_config(None, TINY), SPEC)
+    routers = 2 * 8 * 32
+    assert moe.flops_per_unit() == dense.flops_per_unit() + 6 * routers
+
+
+# -----------------------------------------------------------------------------
+# runs
+
+def test_commands_of_the_readme(tmp_path, data_dir):
+    out = tmp_path / "out"
+    args = tiny_args(data_dir=data_dir, out_dir=out, max_iters=4, tokenizer="byte")
+    code, text = run("--config", "train/config_moe.yaml", *args)
+    assert code == 0, text
+    assert "load balance" in text and "use max" in text and "lm loss" in text
+    lines = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
+    evaluation = [line for line in lines if "val_loss" in line][-1]
+    assert math.exp(evaluation["val_loss"]) == pytest.approx(evaluation["val_ppl"])
+    assert [len(layer) for layer in evaluation["val_use"]] == [8, 8]
+    assert sum(evaluation["val_use"][0]) == pytest.approx(8, abs=0.01)
+    sample = subprocess.run([sys.executable, "-m", "model.sample", "--ckpt", out / "ckpt.pt",
+                             "--prompt", "line 1", "--max_new_tokens", "20", "--seed", "1"],
+                            cwd=REPO, text=True, capture_output=True)
+    assert sample.returncode == 0 and sample.stdout.startswith("line 1"), sample.stderr
+
+
+def test_killed_and_resumed_is_the_same_bit_for_bit(tmp_path, data_dir):
+    a, b = tmp_path / "a", tmp_path / "b"
+    settings = OWN | dict(save_interval=5, eval_interval=5, max_iters=40, lr_decay_iters=40)
+    assert run_program(data_dir, a, **settings)[0] == 0
+    program = Program(data_dir, b, **settings)
+    program.wait_for(f"iter {random.randint(12, 25)}:")
+    program.kill()
+    code, text = run_program(data_dir, b, **settings)
+    assert code == 0 and "Resuming from" in text
+    assert_same(a, b)
+
+
+@pytest.mark.parametrize("way", ["ddp", "fsdp"])
+def test_two_ranks_equal_one(tmp_path, data_dir, way):
+    """More experts than tokens reach: on both ranks some have no rows."""
+    settings = dict(OWN, n_experts=16, block_size=4, batch_size=2, n_layer=1,
+                    gradient_accumulation_steps=2, max_iters=6, learning_rate=1e-3,
+                    load_balance_coef=0.5, data_dir=data_dir)
+    code, text = run(*tiny_args(**settings, out_dir=tmp_path / "one"))
+    assert code == 0, text
+    code, text = run(*tiny_args(**settings, out_dir=tmp_path / "two", distributed=way), ranks=2)
+    assert code == 0, text
+    one, two = (tensors(tmp_path / n / "ckpt.pt")[0] for n in ("one", "two"))
+    assert one.keys() == two.keys()
+    for name, tensor in one.items():
+        assert torch.allclose(two[name], tensor, rtol=1e-4, atol=1e-5), name
+    idle = json.loads((tmp_path / "one" / "metrics.jsonl").read_text().splitlines()[1])
+    assert idle["use_min"] == 0.0
+
+
+def test_early_stopping_watches_the_balance(tmp_path, data_dir):
+    code, text = run_program(data_dir, tmp_path / "o", **OWN, eval_interval=2, max_iters=40,
+                             early_stopping_metric="val_use_min", early_stopping_mode="max",
+                             early_stopping_min_delta=10, early_stopping_patience=2)
+    assert code == 0 and "no better val_use_min in 2 evaluations" in text
+
+
+def test_bad_input_is_named(tmp_path, data_dir):
+    code, text = run(*tiny_args(model="moe", experts_per_token=9, mlp="gelu", bias=True,
+                                data_dir=data_dir, out_dir=tmp_path))
+    assert code == 2 and "Traceback" not in text
+    for words in ("experts_per_token (9) must not exceed n_experts (8)", "mlp: experts know swiglu",
+                  "bias: experts know False"):
+        assert words in text
+    with pytest.raises(ConfigError, match="z_loss_coef: must be at least 0"):
+        tiny(z_loss_coef=-1)
+
+
+def test_sampling_with_a_cache_equals_the_whole(tmp_path):
+    from model.generate import KVCache
+    model, (x, _) = build_model(tiny(), SPEC).eval(), batch(2)
+    cache = KVCache(model.config, 2, x.device, torch.float32)
+    with torch.no_grad():
+        whole = model(x)
+        parts = [model(part, cache=cache) for part in x.split((5, 1, 10), dim=1)]
+    assert torch.allclose(torch.cat(parts, 1), whole, atol=1e-5)
+
+
+@pytest.mark.parametrize("way", ["true", "selective"])
+def test_recomputed_blocks_give_the_same_gradient(way):
+    plain, other = (build_model(tiny(gradient_checkpointing=w), SPEC) for w in ("false", way))
+    for model in (plain, other):
+        model(*batch())[0].backward()
+    for (name, p), q in zip(plain.named_parameters(), other.parameters()):
+        assert torch.equal(p.grad, q.grad), name

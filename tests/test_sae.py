@@ -1,0 +1,313 @@
+"""--model sae: rings of activations, what the autoencoder learns, the run, sae-lens, features."""
+
+import json
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+import torch
+from conftest import REPO, run
+from runs import SMALL, assert_same, configure, go, metrics, run_program, tensors
+
+from data.activations import ActivationBuffer, ActivationLoader, load_backbone
+from model.sae import SparseAutoencoder, build_model, main, open_data
+from model.sample import load_model
+from train.config import load_config
+from train.distributed import Ranks
+
+# 4 windows of 8 tokens a step, 28 activations; a ring holds 3 windows, less than the run has steps.
+SAE = dict(model="sae", layer=0, d_sae=48, k=4, auxk=8, dead_after=3, buffer_size=84)
+
+
+@pytest.fixture(scope="module")
+def backbone(tmp_path_factory, data_dir):
+    """A GPT of two blocks, trained a little."""
+    out = tmp_path_factory.mktemp("backbone")
+    go(data_dir, out, max_iters=60, n_layer=2, lr_decay_iters=60)
+    return out / "ckpt.pt"
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory, data_dir, backbone):
+    """(folder, result) of a whole run of 20 steps."""
+    out = tmp_path_factory.mktemp("sae")
+    return out, go(data_dir, out, backbone=str(backbone), **SAE)
+
+
+def command_line(data_dir, out, backbone, **changes):
+    options = SMALL | SAE | dict(data_dir=data_dir, out_dir=out, backbone=backbone) | changes
+    return [f"--{k}={v}" for k, v in options.items()]
+
+
+def opened(data_dir, backbone, world_size=1, rank=0, **changes):
+    options = SAE | dict(backbone=str(backbone)) | changes
+    return open_data(configure(data_dir, "unused", **options), Ranks(rank=rank)).train \
+        if world_size == 1 else loader_of_rank(data_dir, backbone, world_size, rank, options)
+
+
+def loader_of_rank(data_dir, backbone, world_size, rank, options):
+    """The loader that a rank of several has, without a process group."""
+    from train.dataloader import DataLoader
+    config, ranks = configure(data_dir, "unused", **options), Ranks(rank, rank, world_size)
+    tokens = DataLoader(data_dir, config.micro_batch(world_size), config.block_size, "train",
+                        config.seed, rank, world_size, 256)
+    gpt = load_backbone(str(backbone), 0, torch.device("cpu"), torch.float32)
+    return ActivationLoader(tokens, gpt, config, ranks)
+
+
+# -----------------------------------------------------------------------------
+# the rings
+
+def test_a_ring_keeps_the_newest_and_samples_by_age():
+    ring, rows = ActivationBuffer(5, 2), torch.arange(16.0).view(8, 2)
+    with pytest.raises(ValueError, match="nothing to sample"):
+        ring.sample(1, seed=0)
+    ring.add(rows[:3])
+    assert len(ring) == 3 and sorted(ring.sample(3, seed=1)[:, 0].tolist()) == [0, 2, 4]
+    ring.add(rows[3:])  # over the end: the oldest three are gone
+    assert len(ring) == 5 and sorted(ring.sample(5, seed=1)[:, 0].tolist()) == [6, 8, 10, 12, 14]
+    again = ActivationBuffer(5, 2)
+    again.add(rows)  # more than it holds, at once: the rows stand at other places
+    assert torch.equal(again.sample(4, seed=7), ring.sample(4, seed=7))
+    assert not torch.equal(again.sample(5, seed=7), ring.sample(5, seed=8))
+    assert len(ring.sample(12, seed=0)) == 12  # more than there are: some twice
+
+
+def test_a_batch_is_a_function_of_its_step(data_dir, backbone):
+    """In order, or asked for at once: the rings are filled again with what they would hold."""
+    in_order, at_once = opened(data_dir, backbone), opened(data_dir, backbone)
+    batches = [in_order.get_batch("cpu", step)[0].clone() for step in range(15)]  # 2 to a step
+    for step in (14, 3, 9):
+        assert torch.equal(at_once.get_batch("cpu", step)[0], batches[step])
+    assert batches[0].shape == (2, 7, 16)  # the first token of a window is left out
+    window = in_order.backbone.activations(in_order.tokens.get_batch("cpu", 0)[0])
+    assert torch.allclose(batches[0].sort(1).values, window.sort(1).values)  # nothing else yet
+    older = [in_order.backbone.activations(in_order.tokens.get_batch("cpu", s)[0])
+             for s in (10, 12, 14)]
+    held = torch.cat(older, dim=1)  # (2, 21, 16): what the rings of calls 0, 2, 4, ... hold at 14
+    nearest = torch.cdist(batches[14], held).amin(2)
+    assert nearest.max() < 1e-5 and torch.cdist(batches[14], older[2]).amin(2).max() > 0.1
+
+
+def test_ranks_share_the_batch_of_one(data_dir, backbone):
+    alone = opened(data_dir, backbone)
+    two = [opened(data_dir, backbone, 2, rank) for rank in (0, 1)]
+    for it in range(5):
+        whole = torch.cat([alone.get_batch("cpu", 2 * it + micro)[0] for micro in (0, 1)])
+        parts = torch.cat([loader.get_batch("cpu", it)[0] for loader in two])
+        assert torch.allclose(whole, parts, atol=1e-5)
+
+
+# -----------------------------------------------------------------------------
+# what is learned
+
+def sparse_rows(n, seed=0):
+    """n activations (n, 16): sums of 2 of 24 directions."""
+    g = torch.Generator().manual_seed(seed)
+    directions = torch.randn(24, 16, generator=torch.Generator().manual_seed(99))
+    weights = torch.zeros(n, 24)
+    chosen = torch.rand(n, 24, generator=g).topk(2).indices
+    return weights.scatter(1, chosen, torch.rand(n, 2, generator=g) + 1) @ directions
+
+
+def fit(steps=400, kill=0, **keys):
+    """The numbers of an autoencoder of sparse_rows(), the first `kill` features of which are
+    silenced at the start; killed: how many of these are dead at the end."""
+    torch.set_num_threads(1)  # more would only wait for each other
+    x = sparse_rows(4000)
+    scale = x.var(0).mean() ** -0.5
+    config = load_config(None, dict(model="sae", d_sae=48, dead_after=20) | keys)
+    data = type("Data", (), {"spec": dict(d_in=16, mean=x.mean(0).tolist(), scale=float(scale))})
+    model = build_model(config, data)
+    with torch.no_grad():
+        model.sae.b_enc[:kill] = -5.0
+    optimizer = torch.optim.Adam(model.parameters(), lr=1e-2)
+    for it in range(steps):
+        loss, sums = model(x[it * 200 % 4000:][:200][:, None])
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        model.after_step(it, sums)
+    with torch.no_grad():
+        sums = model.sae(sparse_rows(2000, seed=1))[1]
+    numbers = model.numbers({k: v.double() for k, v in sums.items()} | dict(count=2000))
+    return numbers | dict(killed=int((model.sae.silent >= 20)[:kill].sum()))
+
+
+@pytest.mark.parametrize("keys", [dict(sae="topk", k=3), dict(sae="relu", l1=0.1)], ids=str)
+def test_finds_sparse_directions(keys):
+    numbers = fit(auxk=8, **keys)
+    assert numbers["explained_variance"] > 0.8 and numbers["l0"] < 8
+
+
+def test_dead_features_are_counted_and_revived():
+    """8 living features cannot write sums of 24 directions; the dead ones come to help."""
+    left, revived = (fit(steps=800, auxk=auxk, k=3, kill=40) for auxk in (0, 16))
+    assert left["dead"] >= left["killed"] == 40
+    assert revived["killed"] <= 20
+    assert revived["explained_variance"] > left["explained_variance"] + 0.05
+
+
+def test_explained_variance_is_that_of_all_rows(trained, data_dir, backbone):
+    """Sums over batches give what the definition gives over everything at once."""
+    model, _ = load_model(trained[0] / "ckpt.pt")
+    val = open_data(model.keys, Ranks()).val
+    total, seen = {}, []
+    for i in range(3):
+        idx, targets = val.fixed_batch(i, 3)
+        with torch.no_grad():
+            loss, sums = model(idx, targets)
+        total = {k: total.get(k, 0) + v.double() for k, v in sums.items()}
+        seen.append(model.backbone().activations(idx).flatten(0, 1))
+    x = torch.cat(seen)
+    with torch.no_grad():
+        out = model.sae(x)[2]
+    share = (x - out).square().sum() / (x - x.mean(0)).square().sum()
+    numbers = model.numbers(total)
+    assert numbers["explained_variance"] == pytest.approx(1 - float(share), abs=1e-5)
+    assert numbers["l0"] == pytest.approx(float((model.sae.encode(x) > 0).sum(1).float().mean()))
+
+
+def test_spliced_losses(trained, data_dir):
+    """What is put in the stream's place is what the rest of the backbone sees."""
+    model, _ = load_model(trained[0] / "ckpt.pt")
+    idx, targets = open_data(model.keys, Ranks()).val.fixed_batch(0, 1)
+    backbone = model.backbone()
+    plain = float(backbone.gpt(idx, targets)[0])
+    assert float(backbone.loss(idx, targets, lambda x: x)) == pytest.approx(plain)
+    assert float(backbone.loss(idx, targets, torch.zeros_like)) > plain + 0.01
+    assert not backbone.gpt.h[0]._forward_hooks
+    with torch.no_grad():
+        sums = model(idx, targets)[1]
+    loss = torch.nn.functional.cross_entropy(backbone.gpt(idx)[:, 1:].flatten(0, 1),
+                                             targets[:, 1:].flatten())
+    assert float(sums["own"] / sums["count"]) == pytest.approx(float(loss), abs=1e-5)
+
+
+# -----------------------------------------------------------------------------
+# the run
+
+def test_the_run(trained, backbone):
+    out, result = trained
+    first, last = (e for e in (result["history"][0], result["history"][-1]))
+    assert last["val_explained_variance"] > first["val_explained_variance"] + 0.1
+    assert last["val_l0"] <= 4 and last["val_lm_loss"] == first["val_lm_loss"]
+    assert last["val_spliced_loss"] < first["val_spliced_loss"]
+    assert {"explained_variance", "l0", "dead", "auxk"} <= metrics(out)[-2].keys()
+    names = torch.load(out / "ckpt.pt")["model"].keys()
+    assert {n.split(".")[0] for n in names} == {"sae"}  # nothing of the backbone
+
+
+def test_kill_and_resume_bit_for_bit(tmp_path, data_dir, backbone, trained):
+    out, options = tmp_path / "out", SAE | dict(backbone=str(backbone))
+    code, text = run_program(data_dir, out, env={"FAULT": "before_opt@12=kill9"}, **options)
+    assert code == -9, text
+    code, text = run_program(data_dir, out, **options)
+    assert code == 0 and "at iter 10" in text, text
+    assert_same(trained[0], out)
+
+
+@pytest.mark.parametrize("way", ["ddp", "fsdp"])
+def test_two_ranks_are_one(tmp_path, data_dir, backbone, trained, way):
+    code, text = run(*command_line(data_dir, tmp_path / "out", backbone, distributed=way), ranks=2)
+    assert code == 0, text
+    one, two = (tensors(folder / "ckpt.pt")[0] for folder in (trained[0], tmp_path / "out"))
+    assert one.keys() == two.keys()
+    for name in one:
+        assert torch.allclose(one[name].float(), two[name].float(), atol=1e-5), name
+
+
+@pytest.mark.parametrize("mode, steps", [("max", 20), ("min", 5)])
+def test_early_stopping_on_its_own_metric(tmp_path, data_dir, backbone, mode, steps):
+    """It rises at every evaluation: wanted to, the run goes on; wanted to fall, it stops."""
+    watched = dict(early_stopping_metric="val_explained_variance", early_stopping_mode=mode,
+                   early_stopping_patience=1)
+    result = go(data_dir, tmp_path, backbone=str(backbone), **SAE, **watched)
+    assert result["iter_num"] == steps
+    assert ("no better val_explained_variance" in result["finished"]) == (mode == "min")
+
+
+# -----------------------------------------------------------------------------
+# out of a checkpoint
+
+def read_safetensors(path):
+    data = path.read_bytes()
+    size = int.from_bytes(data[:8], "little")
+    header, body = json.loads(data[8:8 + size]), data[8 + size:]
+    return {name: np.frombuffer(body[slice(*e["data_offsets"])], "<f4").reshape(e["shape"])
+            for name, e in header.items() if name != "__metadata__"}
+
+
+def test_sae_lens_folder(tmp_path, trained):
+    """Computed as sae-lens does from the folder (its TopKSAE), the same comes out."""
+    assert main(["--ckpt", str(trained[0] / "ckpt.pt"), "--to", str(tmp_path)]) == 0
+    cfg = json.loads((tmp_path / "cfg.json").read_text())
+    assert (cfg["architecture"], cfg["k"], cfg["d_in"], cfg["d_sae"]) == ("topk", 4, 16, 48)
+    assert cfg["metadata"]["hook_name"] == "blocks.0.hook_resid_post"
+    w = read_safetensors(tmp_path / "sae_weights.safetensors")
+    model, _ = load_model(trained[0] / "ckpt.pt")
+    x = np.random.default_rng(0).normal(size=(9, 16)).astype("f4") + w["b_dec"]
+    pre = (x - w["b_dec"]) @ w["W_enc"] + w["b_enc"]
+    kept = np.where(pre >= np.sort(pre)[:, -4:-3], np.maximum(pre, 0), 0)
+    with torch.no_grad():
+        ours = model.sae(torch.from_numpy(x))[2].numpy()
+    assert np.allclose(kept @ w["W_dec"] + w["b_dec"], ours, atol=1e-4)
+
+
+def test_relu_is_standard_for_sae_lens(tmp_path, data_dir, backbone):
+    go(data_dir, tmp_path, backbone=str(backbone), **SAE | dict(sae="relu", max_iters=2))
+    assert main(["--ckpt", str(tmp_path / "ckpt.pt"), "--to", str(tmp_path / "lens")]) == 0
+    assert json.loads((tmp_path / "lens/cfg.json").read_text())["architecture"] == "standard"
+
+
+def test_top_contexts(trained, data_dir):
+    """The command prints places where a feature is as active as it says."""
+    page = subprocess.run(
+        [sys.executable, "-m", "model.sae", "--ckpt", trained[0] / "ckpt.pt", "--features", "2",
+         "--contexts", "3", "--batches", "4"], cwd=REPO, text=True, capture_output=True)
+    assert page.returncode == 0, page.stderr
+    lines = page.stdout.splitlines()
+    assert len(lines) == 8 and lines[0].startswith("feature ")
+    feature, (value, *text) = int(lines[0].split()[1].strip(":")), lines[1].split()
+    ids = [int(t.strip("[]")) for t in text]
+    last = next(i for i, t in enumerate(text) if t.startswith("["))
+    model, _ = load_model(trained[0] / "ckpt.pt")
+    with torch.no_grad():
+        z = model.sae.encode(model.backbone().activations(torch.tensor([ids])))
+    assert float(z[0, last - 1, feature]) == pytest.approx(float(value), abs=0.01)
+
+
+# -----------------------------------------------------------------------------
+# what is refused
+
+@pytest.mark.parametrize("changes, words", [
+    (dict(backbone="nowhere.pt"), "backbone: nowhere.pt: no such file"),
+    (dict(layer=2), "has 2 blocks: expected 0 to 1"),
+    (dict(auxk=49), "auxk: 49 of 48 features"),
+    (dict(sae="jump"), "must be one of topk, relu")], ids=str)
+def test_bad_input(tmp_path, data_dir, backbone, changes, words):
+    options = SAE | dict(backbone=str(backbone)) | changes
+    code, text = run_program(data_dir, tmp_path / "out", **options)
+    assert code == 2 and words in text and "Traceback" not in text
+
+
+def test_another_backbone_is_refused(tmp_path, data_dir, backbone, trained, capsys):
+    other = tmp_path / "other"
+    go(data_dir, other, max_iters=2, n_layer=2)
+    options = SAE | dict(backbone=str(other / "ckpt.pt"), max_iters=21)
+    code, text = run_program(data_dir, trained[0], **options)
+    assert code == 2 and "backbone" in text and "other content" in text
+    state = torch.load(trained[0] / "ckpt.pt")
+    state["config"]["backbone"] = str(other / "ckpt.pt")
+    from train.checkpoint import save_checkpoint
+    save_checkpoint(str(tmp_path / "moved.pt"), state)
+    assert main(["--ckpt", str(tmp_path / "moved.pt")]) == 2
+    assert "is not the file that this autoencoder was trained on" in capsys.readouterr().err
+    assert main(["--ckpt", str(backbone)]) == 2
+    assert "no sparse autoencoder" in capsys.readouterr().err
+
+
+def test_the_file_alone_rebuilds_it(trained):
+    model, _ = load_model(trained[0] / "ckpt.pt")
+    assert isinstance(model.sae, SparseAutoencoder) and model.sae.silent.dtype == torch.int64
