@@ -1,0 +1,224 @@
+"""Texts for many at once: a job joins at any step, reads its prompt, writes its text, and leaves.
+
+Continuous batching (Orca, osdi22-yu): one thread computes a token of every text in each step, for
+reading the weights is most of what a step costs, however many texts there are. Every text draws
+from a generator of its own, so that a seed gives the same text whatever else is being written: that
+of model.sample.
+"""
+
+import codecs
+import collections
+import queue
+import threading
+import time
+import traceback
+from dataclasses import dataclass, field
+
+import torch
+
+from model.generate import empty_cache, pick
+
+PIECE = 128  # tokens of prompts read between two steps of the texts being written
+
+
+class Refused(Exception):
+    """An error as OpenAI's clients know it: an HTTP status, and who is to blame by its hundred."""
+
+    def __init__(self, status, message, param=None, code=None):
+        super().__init__(message)
+        self.status, self.message, self.param, self.code = status, message, param, code
+
+    def body(self):
+        kind = "invalid_request_error" if self.status < 500 else "server_error"
+        return dict(error=dict(message=self.message, type=kind, param=self.param, code=self.code))
+
+
+class Text:
+    """Text out of bytes as they come: without half a character, and without the beginning of what
+    may become a stop string."""
+
+    def __init__(self, stops=()):
+        self.stops, self.held, self.stopped = stops, "", False
+        self.decoder = codecs.getincrementaldecoder("utf-8")("replace")
+
+    def add(self, data, last=False):
+        """What can be shown now; all the rest where these bytes are the last."""
+        self.held += self.decoder.decode(data, last)
+        found = [at for stop in self.stops if (at := self.held.find(stop)) >= 0]
+        if found:
+            self.stopped = True
+            return self.held[:min(found)]
+        starts = (n for stop in self.stops for n in range(1, len(stop))
+                  if self.held.endswith(stop[:n]))
+        end = len(self.held) - (0 if last else max(starts, default=0))
+        text, self.held = self.held[:end], self.held[end:]
+        return text
+
+
+@dataclass(eq=False)
+class Job:
+    """A text to write: what was asked for, and how far it is. events: (text, None) for every piece
+    of it, then a last one with "stop", "length" or a Refused in the place of None."""
+    ids: list
+    max_tokens: int
+    temperature: float = 1.0
+    top_k: int | None = None
+    top_p: float | None = None
+    seed: int | None = None
+    stops: tuple = ()
+    events: queue.SimpleQueue = field(default_factory=queue.SimpleQueue)
+    ended: bool = False  # to be set where nobody wants the rest
+    read: int = 0        # tokens of the prompt that are in the cache
+    written: int = 0
+    token: int = -1      # the newest
+
+    def start(self, device, deadline):
+        """Before it waits for its turn; deadline: on the clock of time.monotonic."""
+        self.text, self.deadline = Text(self.stops), deadline
+        self.generator = torch.Generator(device=device)
+        if self.seed is None:
+            self.generator.seed()
+        else:
+            self.generator.manual_seed(self.seed)
+
+    def end(self, text, reason):
+        self.ended = True
+        self.events.put((text, reason))
+
+
+class Engine:
+    """Writes the texts of up to `slots` jobs at once; max_queue more may wait.
+
+    rows[i] is the job whose keys and values are in row i of the cache. One more row, the desk, is
+    where a prompt is read, PIECE tokens at a time so that the others go on meanwhile; then it joins
+    them. A row that leaves is replaced by the last one.
+    """
+
+    def __init__(self, model, tokenizer, slots=16, max_queue=256, max_tokens=1024, timeout=300.0):
+        self.model, self.tokenizer, self.config = model, tokenizer, model.config
+        self.slots, self.max_queue, self.max_tokens = slots, max_queue, max_tokens
+        self.timeout, self.device = timeout, model.wte.weight.device
+        self.cache = empty_cache(model, slots + 1)
+        self.desk = self.cache[slots:]
+        self.rows, self.reading, self.waiting = [], None, collections.deque()
+        self.closing, self.changed = False, threading.Condition()  # guards it, and waiting
+        self.thread = threading.Thread(target=self.run, name="compute", daemon=True)
+        self.thread.start()
+
+    # what other threads call
+
+    def submit(self, job):
+        """Put a job into the queue. Refused where there is no room."""
+        job.start(self.device, time.monotonic() + self.timeout)
+        with self.changed:
+            if self.closing:
+                raise Refused(503, "the server is shutting down")
+            if len(self.waiting) >= self.max_queue:
+                raise Refused(503, f"{self.max_queue} requests are waiting already; try later")
+            self.waiting.append(job)
+            self.changed.notify()
+
+    def close(self):
+        """Finish the texts that have begun, refuse those that wait, and end the thread."""
+        with self.changed:
+            self.closing = True
+            while self.waiting:
+                self.waiting.popleft().end("", Refused(503, "the server is shutting down"))
+            self.changed.notify()
+        self.thread.join()
+
+    # what its own thread does
+
+    @torch.inference_mode()
+    def run(self):
+        while self.has_work():
+            try:
+                self.step()
+            except Exception:  # these texts are lost, the server is not
+                traceback.print_exc()
+                lost = [*self.rows, self.reading] if self.reading else self.rows
+                self.rows, self.reading = [], None
+                for job in lost:
+                    job.end("", Refused(500, "computing this text failed; the server's log says "
+                                        "why"))
+
+    def has_work(self):
+        """Waits for it. False: closed, and all is written."""
+        with self.changed:
+            self.changed.wait_for(lambda: self.rows or self.reading or self.waiting or self.closing)
+            return bool(self.rows or self.reading or self.waiting)
+
+    def step(self):
+        """Read pieces of prompts, and write a token of every text."""
+        self.drop_ended()
+        self.read_prompts()
+        self.drop_ended()  # one token was all that they should have
+        if self.rows:
+            tokens = torch.tensor([[job.token] for job in self.rows], device=self.device)  # (B, 1)
+            logits = self.model(tokens, cache=self.cache[:len(self.rows)], last_only=True)[:, -1]
+            self.write(self.rows, logits)
+
+    def drop_ended(self):
+        """Give back the rows, the desk and the places in the queue of jobs that are over."""
+        now = time.monotonic()
+        with self.changed:
+            jobs = [*self.rows, *self.waiting, *([self.reading] if self.reading else [])]
+            for job in jobs:
+                if not job.ended and now > job.deadline:
+                    job.end("", Refused(504, f"not done after {self.timeout:g} seconds"))
+            if any(job.ended for job in self.waiting):
+                self.waiting = collections.deque(job for job in self.waiting if not job.ended)
+        if self.reading and self.reading.ended:
+            self.reading = None
+        for i in reversed(range(len(self.rows))):
+            if self.rows[i].ended:
+                last = self.rows.pop()
+                if i < len(self.rows):
+                    self.cache.move(len(self.rows), i)
+                    self.rows[i] = last
+
+    def read_prompts(self):
+        room = PIECE
+        while room and (job := self.next_prompt()):
+            piece = job.ids[job.read:job.read + room]
+            logits = self.model(torch.tensor([piece], device=self.device), cache=self.desk,
+                                last_only=True)[:, -1]  # (1, V)
+            job.read, room = job.read + len(piece), room - len(piece)
+            if job.read == len(job.ids):
+                self.cache.move(self.slots, len(self.rows))
+                self.rows.append(job)
+                self.reading = None
+                self.write([job], logits)
+
+    def next_prompt(self):
+        """The job on the desk, else the one that waits longest, if there is a slot for it."""
+        with self.changed:
+            if self.reading is None and self.waiting and len(self.rows) < self.slots:
+                self.reading = self.waiting.popleft()
+                self.desk.clear()
+        return self.reading
+
+    def write(self, jobs, logits):
+        """The next token of each job, from logits (len(jobs), V)."""
+        logits = logits[:, :self.tokenizer.n_vocab]
+        tokens = torch.cat([pick(row, job.temperature, job.top_k, job.top_p, job.generator)
+                            for job, row in zip(jobs, logits.split(1))])  # (B,)
+        for job, token in zip(jobs, tokens.tolist()):
+            job.token, job.written = token, job.written + 1
+            at_end = token == self.tokenizer.eot_token
+            last = at_end or job.written == job.max_tokens
+            text = job.text.add(b"" if at_end else token_bytes(self.tokenizer, token), last)
+            if last or job.text.stopped:
+                job.end(text, "stop" if at_end or job.text.stopped else "length")
+            elif text:
+                job.events.put((text, None))
+
+
+def token_bytes(tokenizer, token):
+    """The bytes that a token stands for."""
+    if not hasattr(tokenizer, "enc"):  # its tokens are whole characters
+        return tokenizer.decode([token]).encode("utf-8", "replace")
+    try:
+        return tokenizer.enc.decode_single_token_bytes(token)
+    except KeyError:  # a gap among the ids of a rank file
+        return "\ufffd".encode()

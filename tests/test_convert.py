@@ -1,0 +1,503 @@
+"""Weights in and out: transformers, peft and nanoGPT's own code are the oracles."""
+
+import itertools
+import json
+import os
+import shutil
+import subprocess
+import sys
+from dataclasses import asdict, fields
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from conftest import REPO, SHARED, TINY, run, tiny_args
+from runs import metrics
+
+from data import chat
+from data.tokenizer import CharTokenizer, tokenizer_from_spec
+from data.tokenizer_json import find_tokenizer
+from model import convert, foreign
+from model.gpt import GPT, GPTConfig
+from model.moe import MoE, MoEConfig
+from model.sample import load_model
+from train.checkpoint import CheckpointError, load_checkpoint, save_checkpoint, write_safetensors
+from train.config import load_config
+from train.dataloader import DataLoader
+from train.train import train
+
+os.environ.update(HF_HUB_OFFLINE="1", TRANSFORMERS_OFFLINE="1", TOKENIZERS_PARALLELISM="false")
+NANOGPT = os.environ.get("NANOGPT", "")
+needs_nanogpt = pytest.mark.skipif(not os.path.exists(os.path.join(NANOGPT, "model.py")),
+                                   reason="NANOGPT names no folder with nanoGPT's code")
+SIZE = dict(block_size=16, vocab_size=300, n_layer=2, n_head=4, n_embd=32, n_hidden=48)
+GPT2 = dict(norm="layer", pos="learned", mlp="gelu")
+BYTE = {"kind": "byte"}
+
+
+@pytest.fixture(scope="module")
+def hf():
+    transformers = pytest.importorskip("transformers")
+    transformers.logging.set_verbosity_error()
+    transformers.logging.disable_progress_bar()
+    return transformers
+
+
+def shake(model):
+    """Weights, biases and norms far from where they start, so that each of them shows."""
+    g = torch.Generator().manual_seed(7)
+    with torch.no_grad():
+        for name, p in model.named_parameters():
+            scale = 0.05 if p.dim() == 1 else 1.5 * p.size(-1) ** -0.5
+            p.add_(torch.randn(p.shape, generator=g) * (0.3 if "wte" in name else scale))
+    return model.eval()
+
+
+def make(path, kind="gpt", tokenizer=BYTE, template=None, **shape):
+    """A checkpoint at `path` as a run leaves it, and its model."""
+    config, cls = (MoEConfig, MoE) if kind == "moe" else (GPTConfig, GPT)
+    model = shake(cls(config(**SIZE | shape)))
+    args = asdict(model.config)
+    spec = dict(vocab_size=args["vocab_size"], tokenizer=tokenizer)
+    spec |= dict(template=template, row_tokens=16) if template else {}
+    save_checkpoint(str(path), dict(model=model.state_dict(), model_args=args, spec=spec,
+                                    config=args | dict(model=kind), format_version=1))
+    return model
+
+
+def ids(vocab_size=300, rows=3, T=16):
+    return torch.randint(0, vocab_size, (rows, T), generator=torch.Generator().manual_seed(3))
+
+
+@torch.no_grad()
+def logits_of(model, idx):
+    out = model.eval()(idx)
+    return getattr(out, "logits", out).float()
+
+
+def assert_close(a, b, tolerance=1e-5):
+    assert a.shape == b.shape and a.std() > 0.1  # logits that are all alike would prove nothing
+    assert (a - b).abs().max() <= tolerance * max(1.0, float(a.abs().max()))
+
+
+def export(ckpt, to, *more):
+    assert convert.main(["--ckpt", str(ckpt), "--to", str(to), *map(str, more)]) == 0
+    return str(to)
+
+
+def open_hf(hf, folder, name=None):
+    model, info = hf.AutoModelForCausalLM.from_pretrained(folder, output_loading_info=True)
+    assert not info["missing_keys"] and not info["unexpected_keys"]
+    assert name in (None, type(model).__name__) and model.dtype == torch.float32
+    return model
+
+
+# -----------------------------------------------------------------------------
+# folders
+
+FAMILIES = {
+    "llama": ("LlamaForCausalLM", {}),
+    "llama grouped untied": ("LlamaForCausalLM", dict(n_kv_head=2, tie_weights=False, norm_eps=1e-4,
+                                                      rope_theta=500.0)),
+    "qwen3": ("Qwen3ForCausalLM", dict(qk_norm=True, n_kv_head=1, vocab_size=384)),
+    "gpt2": ("GPT2LMHeadModel", GPT2 | dict(bias=True, vocab_size=1000)),
+    "gpt2 no bias untied": ("GPT2LMHeadModel", GPT2 | dict(mlp="gelu_exact", tie_weights=False)),
+    "qwen3 moe": ("Qwen3MoeForCausalLM", dict(kind="moe", qk_norm=True, norm_topk_prob=False,
+                                              n_experts=4, expert_hidden=24)),
+    "mixtral": ("MixtralForCausalLM", dict(kind="moe", n_experts=3, n_kv_head=2, expert_hidden=20)),
+}
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_folder_has_our_logits(hf, tmp_path, family):
+    """In transformers, with no custom code; and read back here."""
+    name, shape = FAMILIES[family]
+    ours = make(tmp_path / "ckpt.pt", **shape)
+    folder, idx = export(tmp_path / "ckpt.pt", tmp_path / "hf"), ids(ours.config.vocab_size)
+    theirs = open_hf(hf, folder, name)
+    assert theirs.config.vocab_size == ours.config.vocab_size  # without the padded rows
+    assert_close(logits_of(theirs, idx), logits_of(ours, idx))
+    back, tokenizer = load_model(folder)
+    assert type(back) is type(ours) and tokenizer.spec() == BYTE
+    torch.testing.assert_close(logits_of(back, idx), logits_of(ours, idx), rtol=0, atol=1e-5)
+
+
+def theirs_made(hf, family):
+    """A model of transformers' own making."""
+    small = dict(vocab_size=300, hidden_size=32, num_hidden_layers=2, num_attention_heads=4,
+                 intermediate_size=40, max_position_embeddings=16, bos_token_id=1, eos_token_id=2)
+    experts = dict(num_experts_per_tok=2, num_key_value_heads=2)
+    config = {
+        "gpt2": lambda: hf.GPT2Config(vocab_size=300, n_positions=16, n_embd=32, n_layer=2,
+                                      n_head=4, n_inner=40),
+        "llama": lambda: hf.LlamaConfig(**small, num_key_value_heads=2),
+        "llama tied": lambda: hf.LlamaConfig(**small, tie_word_embeddings=True,
+                                             rope_parameters=dict(rope_type="default",
+                                                                  rope_theta=700.0)),
+        "qwen3": lambda: hf.Qwen3Config(**small, head_dim=8, num_key_value_heads=2),
+        "qwen3_moe": lambda: hf.Qwen3MoeConfig(**small, **experts, head_dim=8, num_experts=4,
+                                               moe_intermediate_size=24),
+        "mixtral": lambda: hf.MixtralConfig(**small, **experts, num_local_experts=4)}[family]()
+    config.initializer_range = 0.2
+    torch.manual_seed(1)
+    return hf.AutoModelForCausalLM.from_config(config).eval()
+
+
+@pytest.mark.parametrize("family", ["gpt2", "llama", "llama tied", "qwen3", "qwen3_moe", "mixtral"])
+def test_their_models_come_in(hf, tmp_path, family):
+    """Random weights saved by transformers, in several shards, and in one file."""
+    theirs, idx = theirs_made(hf, family), ids()
+    for folder, size in ((tmp_path / "shards", "20KB"), (tmp_path / "one", "1GB")):
+        theirs.save_pretrained(folder, max_shard_size=size)
+        assert (folder / "model.safetensors.index.json").exists() == (size == "20KB")
+        ours, tokenizer = load_model(str(folder))
+        assert tokenizer is None
+        assert_close(logits_of(theirs, idx), logits_of(ours, idx))
+
+
+def test_state_dicts_of_others(hf, tmp_path):
+    """Bare and as model_state_dict, of the whole and of the base model, with its buffers."""
+    theirs, idx = theirs_made(hf, "gpt2"), ids()
+    weights = theirs.state_dict() | {"transformer.h.0.attn.bias": torch.ones(1, 1, 16, 16)}
+    base = {n.removeprefix("transformer."): t for n, t in weights.items() if "lm_head" not in n}
+    for i, state in enumerate((weights, {"model_state_dict": base})):
+        torch.save(state, tmp_path / f"{i}.pt")
+        found = foreign.read_model(str(tmp_path / f"{i}.pt"))
+        assert found.keys() == {"model"}
+        model = GPT(GPTConfig(**SIZE | GPT2 | dict(n_hidden=40, bias=True)))
+        model.load_state_dict(found["model"])
+        assert_close(logits_of(theirs, idx), logits_of(model, idx))
+    llama = theirs_made(hf, "llama").model.state_dict()
+    named = foreign.names_in(llama, "")
+    assert torch.equal(named["h.1.mlp.down.weight"], llama["layers.1.mlp.down_proj.weight"])
+
+
+@pytest.mark.parametrize("precision", ["bfloat16", "float16"])
+def test_save_precision(hf, tmp_path, precision):
+    ours = make(tmp_path / "ckpt.pt")
+    folder = export(tmp_path / "ckpt.pt", tmp_path / "hf", "--save_precision", precision)
+    theirs = hf.AutoModelForCausalLM.from_pretrained(folder)
+    assert theirs.dtype == getattr(torch, precision)
+    for p in ours.parameters():
+        p.data = p.data.to(theirs.dtype).float()
+    assert_close(logits_of(theirs.float(), ids()), logits_of(ours, ids()))
+
+
+def test_weights_alone(tmp_path):
+    ours = make(tmp_path / "ckpt.pt", n_kv_head=2)
+    file = export(tmp_path / "ckpt.pt", tmp_path / "weights.safetensors")
+    library = pytest.importorskip("safetensors.torch").load_file(file)
+    assert all(torch.equal(t, library[n]) for n, t in ours.state_dict().items())
+    assert torch.equal(logits_of(load_model(file)[0], ids()), logits_of(ours, ids()))
+
+
+@pytest.mark.parametrize("shape, named", [
+    (dict(mlp="relu2"), "mlp: relu2"), (dict(prev_embedding=True), "prev_embedding: True"),
+    (dict(bias=True), "bias: True"), (dict(norm="layer"), "pos: rope"),
+    (GPT2 | dict(qk_norm=True, n_kv_head=1), "qk_norm: True (there: False), n_kv_head: 1"),
+    (dict(kind="moe", norm_topk_prob=False), "norm_topk_prob: False")])
+def test_what_has_no_home_is_refused(tmp_path, capsys, shape, named):
+    make(tmp_path / "ckpt.pt", **shape)
+    assert convert.main(["--ckpt", str(tmp_path / "ckpt.pt"), "--to", str(tmp_path / "hf")]) == 2
+    assert named in capsys.readouterr().err and not (tmp_path / "hf").exists()
+
+
+# -----------------------------------------------------------------------------
+# tokenizers
+
+def every_character():
+    """A text with all kinds of characters next to each other: each 29th code point, and blanks."""
+    some = [chr(c) for c in (*range(0x300), *range(0x300, 0x110000, 29))
+            if not 0xD800 <= c < 0xE000]
+    return "".join(itertools.chain.from_iterable(zip(some, itertools.cycle(
+        ["", " ", "a", "  ", "\n", "'s", " \n ", "12", "\u3000"]))))
+
+
+@pytest.mark.parametrize("kind", ["byte", "char", "gpt2"])
+def test_tokenizer_json(hf, tmp_path, monkeypatch, kind):
+    """The ids of tiktoken, and the text again; and the same tokenizer read back here."""
+    text = every_character()
+    if kind == "gpt2":
+        if not (SHARED / "tiktoken_cache").exists():
+            pytest.skip("no rank file here")
+        monkeypatch.setenv("TIKTOKEN_CACHE_DIR", str(SHARED / "tiktoken_cache"))
+    ours = CharTokenizer("".join(sorted(set(text)))) if kind == "char" else find_tokenizer(kind)
+    make(tmp_path / "ckpt.pt", tokenizer=ours.spec(), n_layer=1, vocab_size=max(300, ours.n_vocab))
+    folder = export(tmp_path / "ckpt.pt", tmp_path / "hf")
+    theirs = hf.AutoTokenizer.from_pretrained(folder)
+    found = theirs.encode(text, add_special_tokens=False)
+    assert found == ours.encode(text)
+    assert theirs.decode(found) == text
+    assert theirs.eos_token_id == ours.eot_token
+    assert find_tokenizer(folder).spec() == ours.spec()
+
+
+def test_tokenizers_of_others(hf, tmp_path):
+    """A byte-level BPE that `tokenizers` trained comes in; others are named and left out."""
+    from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
+    theirs = Tokenizer(models.BPE())
+    pattern = r"(?i:'s|'t)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
+    theirs.pre_tokenizer = pre_tokenizers.Sequence([
+        pre_tokenizers.Split(Regex(pattern), "isolated"),
+        pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)])
+    theirs.decoder = decoders.ByteLevel()
+    theirs.train_from_iterator(["the quick brown fox isn't there " * 9, "42 foxes"],
+                               trainers.BpeTrainer(vocab_size=290, show_progress=False,
+                                                   initial_alphabet=pre_tokenizers.ByteLevel.alphabet()))
+    theirs.add_special_tokens(["<|end|>"])
+    theirs.save(str(tmp_path / "tokenizer.json"))
+    (tmp_path / "tokenizer_config.json").write_text('{"eos_token": "<|end|>"}')
+    ours, text = find_tokenizer(str(tmp_path)), "the Fox isn't 4242 quick é  \n"
+    assert ours.encode(text) == theirs.encode(text).ids and len(ours.encode(text)) < len(text)
+    assert ours.eot_token == theirs.token_to_id("<|end|>")
+    again = convert.tokenizer_json(ours)
+    assert Tokenizer.from_str(json.dumps(again)).encode(text).ids == ours.encode(text)
+    content = json.loads((tmp_path / "tokenizer.json").read_text())
+    model = content["model"]
+    for change, said in ((dict(model=dict(type="Unigram")), "not a byte-level BPE"),
+                         (dict(normalizer=dict(type="Lowercase")), "changes the text first"),
+                         (dict(pre_tokenizer=dict(type="Metaspace")), "splits text"),
+                         (dict(model=model | dict(merges=model["merges"][::-1])), "order of its")):
+        (tmp_path / "tokenizer.json").write_text(json.dumps(content | change))
+        with pytest.raises(ValueError, match=said):
+            find_tokenizer(str(tmp_path))
+
+
+def test_chat_template(hf, tmp_path):
+    """A chat checkpoint's folder turns messages into the ids of its training."""
+    make(tmp_path / "ckpt.pt", template=chat.TEMPLATE)
+    state = load_checkpoint(str(tmp_path / "ckpt.pt"))
+    state["config"]["model"] = "chat"
+    save_checkpoint(str(tmp_path / "ckpt.pt"), state)
+    theirs = hf.AutoTokenizer.from_pretrained(export(tmp_path / "ckpt.pt", tmp_path / "hf"))
+    turns = [("system", "Be brief."), ("user", " Say \"é\"\n"), ("assistant", "'é'"),
+             ("user", "Why?"), ("assistant", "You asked.")]
+    messages = [dict(role=role, content=text) for role, text in turns]
+    stripped = [(role, text.strip()) for role, text in turns]
+    wanted = chat.encode_chat(stripped, tokenizer_from_spec(BYTE))[0].tolist()
+    assert theirs.apply_chat_template(messages)["input_ids"] == wanted
+    asked = theirs.apply_chat_template(messages[:-1], add_generation_prompt=True)["input_ids"]
+    assert asked == wanted[:len(asked)] and len(wanted) - len(asked) == len("You asked.") + 1
+
+
+# -----------------------------------------------------------------------------
+# adapters
+
+@pytest.mark.parametrize("shape, targets", [
+    (dict(n_kv_head=2), ["attn", "mlp"]), (dict(GPT2, bias=True), ["attn.q", "attn.v", "h.1.mlp"])],
+    ids=["llama", "gpt2"])
+def test_adapters(hf, tmp_path, data_dir, shape, targets):
+    """Merged, and as a folder over the exported base: the logits of training."""
+    peft = pytest.importorskip("peft")
+    base = make(tmp_path / "base.pt", tokenizer=None, **shape)
+    start(data_dir, tmp_path / "out", model="lora", backbone=str(tmp_path / "base.pt"),
+          lora_targets=targets, lr_schedule="constant", warmup_iters=0, vocab_size=300)
+    ckpt, folder = tmp_path / "out" / "ckpt.pt", export(tmp_path / "base.pt", tmp_path / "hf")
+    trained, idx = load_model(str(ckpt))[0], ids()
+    assert (logits_of(trained, idx) - logits_of(base, idx)).abs().max() > 0.01
+    merged = open_hf(hf, export(ckpt, tmp_path / "merged"))
+    assert_close(logits_of(merged, idx), logits_of(trained, idx))
+    adapter = export(ckpt, tmp_path / "adapter", "--adapter", folder)
+    over = peft.PeftModel.from_pretrained(open_hf(hf, folder), adapter)
+    assert_close(logits_of(over, idx), logits_of(trained, idx))
+
+
+def start(data_dir, out, **changes):
+    """Train a few steps in this process with the shape of what the run starts from."""
+    shape = {f.name for f in fields(GPTConfig)}
+    small = {k: v for k, v in TINY.items() if k not in shape} | dict(
+        max_iters=3, eval_interval=3, data_dir=str(data_dir), out_dir=str(out))
+    return train(load_config(None, small | changes))
+
+
+def losses(out):
+    return [line["loss"] for line in metrics(out) if "loss" in line]
+
+
+# -----------------------------------------------------------------------------
+# training goes on
+
+def test_training_goes_on_from_a_folder(hf, tmp_path, data_dir):
+    """As typed: init_from takes shape and vocabulary, though the data know fewer ids; the first
+    loss is that of the weights; the run resumes, and its checkpoint goes out again. A LoRA stands
+    on the same folder."""
+    theirs = theirs_made(hf, "qwen3")
+    theirs.save_pretrained(tmp_path / "hf")
+    args = [f"--{k}={v}" for k, v in (TINY | dict(data_dir=data_dir, out_dir=tmp_path / "out",
+                                                  init_from=tmp_path / "hf", max_iters=2,
+                                                  eval_on_start=True)).items()
+            if k not in {f.name for f in fields(GPTConfig)}]
+    code, text = run(*args)
+    assert code == 0 and "Starting from the weights of" in text, text
+    first = [line for line in metrics(tmp_path / "out") if "val_loss" in line][0]["val_loss"]
+    assert abs(first - loss_of(theirs, data_dir)) < 1e-4
+    code, text = run(*args, "--max_iters=4")
+    assert code == 0 and "Resuming" in text, text
+    folder = export(tmp_path / "out" / "ckpt.pt", tmp_path / "again")
+    again = open_hf(hf, folder, "Qwen3ForCausalLM")
+    assert again.config.vocab_size == 300
+    start(data_dir, tmp_path / "lora", model="lora", backbone=str(tmp_path / "hf"), vocab_size=300)
+    assert (tmp_path / "lora" / "ckpt.pt").exists()
+
+
+@torch.no_grad()
+def loss_of(model, data_dir):
+    """Mean loss of transformers' model on the validation windows of TINY."""
+    val = DataLoader(str(data_dir), 4, 16, "val", vocab_size=300)
+    batches = [val.fixed_batch(i, 3, "cpu") for i in range(3)]
+    return float(np.mean([F.cross_entropy(model(x).logits.flatten(0, 1), y.flatten())
+                          for x, y in batches]))
+
+
+def test_learned_positions(tmp_path, data_dir):
+    """A shorter context takes the first positions; a longer one, or fewer ids than the data's
+    tokenizer has, is refused by name."""
+    source = make(tmp_path / "ckpt.pt", tokenizer=None, **GPT2)
+    go_on = dict(init_from=str(tmp_path / "ckpt.pt"))
+    start(data_dir, tmp_path / "out", block_size=8, learning_rate=1e-9, **go_on)
+    short = load_model(str(tmp_path / "out" / "ckpt.pt"))[0]
+    assert short.config.block_size == 8
+    assert_close(logits_of(short, ids(T=8)), logits_of(source, ids(T=8)))
+    with pytest.raises(CheckpointError, match="block_size: it has 16, the configuration says 32"):
+        start(data_dir, tmp_path / "b", block_size=32, **go_on)
+    make(tmp_path / "small.pt", tokenizer=None, vocab_size=200)
+    with pytest.raises(ValueError, match="prepare the data with their tokenizer"):
+        start(data_dir, tmp_path / "c", init_from=str(tmp_path / "small.pt"), tokenizer="byte")
+
+
+# -----------------------------------------------------------------------------
+# nanoGPT's own code
+
+def in_nanogpt(code, *args, cwd=NANOGPT):
+    command = [sys.executable, *(["-c", code] if code else []), *map(str, args)]
+    done = subprocess.run(command, cwd=cwd, capture_output=True, text=True, timeout=120,
+                          env=os.environ | {"OMP_NUM_THREADS": "1", "PYTHONDONTWRITEBYTECODE": "1"})
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+MAKE = """
+import sys, torch
+from model import GPT, GPTConfig
+torch.manual_seed(5)
+bias, compiled, to = sys.argv[1] == "True", sys.argv[2], sys.argv[3]
+args = dict(n_layer=2, n_head=4, n_embd=32, block_size=16, bias=bias, vocab_size=300, dropout=0.0)
+model = GPT(GPTConfig(**args)).eval()
+for name, p in model.named_parameters():
+    p.data.add_(torch.randn(p.shape) * (0.3 if p.dim() == 2 else 0.1))
+optimizer = model.configure_optimizers(0.1, 1e-3, (0.9, 0.95), "cpu")
+weights = {compiled + n: t for n, t in model.state_dict().items()}
+torch.save(dict(model=weights, optimizer=optimizer.state_dict(), model_args=args, iter_num=7,
+                best_val_loss=torch.tensor(3.0), config=dict(dataset="none", out_dir="out")), to)
+idx = torch.arange(48).view(3, 16) * 6
+torch.save(dict(idx=idx, logits=model(idx, idx)[0]), to + ".logits")
+"""
+
+
+@needs_nanogpt
+@pytest.mark.parametrize("bias, prefix", [(True, ""), (False, "_orig_mod."),
+                                          (True, "module._orig_mod.")])
+def test_from_nanogpt_and_back(tmp_path, data_dir, bias, prefix):
+    """Its checkpoint has its logits here, training goes on from it without a jump, and its own
+    sample.py writes the same text from what we write back."""
+    ckpt = tmp_path / "ckpt.pt"
+    in_nanogpt(MAKE, bias, prefix, ckpt)
+    known, (ours, _) = torch.load(f"{ckpt}.logits"), load_model(str(ckpt))
+    assert_close(logits_of(ours, known["idx"]), known["logits"])
+    start(data_dir, tmp_path / "out", init_from=str(ckpt), learning_rate=1e-5)
+    before, after = [m["val_loss"] for m in metrics(tmp_path / "out") if "val_loss" in m]
+    assert abs(losses(tmp_path / "out")[0] - before) < 0.5 and abs(after - before) < 0.05
+    if prefix:
+        return
+    export(ckpt, tmp_path / "back" / "ckpt.pt")
+    unneeded = shutil.ignore_patterns(".git", "assets")
+    work = shutil.copytree(NANOGPT, tmp_path / "code", ignore=unneeded)
+    said = [in_nanogpt("", "sample.py", f"--out_dir={folder}", "--device=cpu", "--start=a",
+                       "--num_samples=1", "--max_new_tokens=20", "--dtype=float32",
+                       cwd=with_bytes(work)).partition("encodings...")[2]
+            for folder in (tmp_path, tmp_path / "back")]
+    assert said[0] == said[1] and len(said[0].split()) == 22  # ids, and a line
+
+
+def with_bytes(work):
+    """nanoGPT's sample.py asks for GPT-2's tokens, a download: here tiktoken gives it bytes."""
+    (work / "tiktoken.py").write_text("""
+class Bytes:
+    def encode(self, text, **_): return list(text.encode())
+    def decode(self, ids): return " ".join(map(str, ids))
+def get_encoding(name): return Bytes()
+""")
+    return work
+
+
+# -----------------------------------------------------------------------------
+# what is wrong with files
+
+def test_broken_folders(hf, tmp_path, capsys):
+    """Each is one line that names the file and what is wrong; the exit code is 2."""
+    theirs_made(hf, "llama").save_pretrained(tmp_path / "good", max_shard_size="20KB")
+    config = json.loads((tmp_path / "good" / "config.json").read_text())
+    index = json.loads((tmp_path / "good" / "model.safetensors.index.json").read_text())
+    shard = sorted(index["weight_map"].values())[0]
+    evil = dict(index, weight_map=dict.fromkeys(index["weight_map"], "../" + shard))
+    whole = (tmp_path / "good" / shard).read_bytes()
+    for name, content, said in (
+            ("config.json", "{", "cannot be read"), ("config.json", "[]", "expected a JSON object"),
+            ("config.json", json.dumps({"model_type": "bloom"}), "model_type 'bloom'"),
+            ("config.json", json.dumps({"model_type": "llama"}), "KeyError"),
+            ("config.json", json.dumps(config | {"attention_bias": True}), "attention_bias: True"),
+            ("config.json", json.dumps(config | {"head_dim": 16}), "head_dim: 16"),
+            ("config.json", json.dumps(config | {"rope_parameters": {"rope_type": "llama3"}}),
+             "rope_type: 'llama3'"),
+            ("config.json", json.dumps(config | {"num_hidden_layers": 3}), "h.2.ln_1.weight: miss"),
+            ("config.json", json.dumps(config | {"hidden_act": "gelu"}), "hidden_act: 'gelu'"),
+            ("model.safetensors.index.json", json.dumps(evil), "is no file name"),
+            ("config.json", json.dumps(config | {"num_attention_heads": 0}), "head_dim: 8"),
+            ("config.json", json.dumps(config | {"vocab_size": "x"}), "describes no model"),
+            (shard, (2).to_bytes(8, "little") + b"[]", "not a safetensors file"),
+            (shard, whole[:100], "not a safetensors file"), (shard, b"", "not a safetensors file"),
+            (shard, whole[:-4], "lies outside the file"), (shard, None, "No such file")):
+        bad = shutil.copytree(tmp_path / "good", tmp_path / "bad", dirs_exist_ok=True) / name
+        bad.unlink()
+        if content is not None:
+            bad.write_bytes(content if isinstance(content, bytes) else content.encode())
+        assert convert.main(["--ckpt", str(tmp_path / "bad"), "--to", str(tmp_path / "x.pt")]) == 2
+        assert said in capsys.readouterr().err, (name, said)
+
+
+def test_norms_of_queries_have_no_home(hf, tmp_path):
+    theirs = theirs_made(hf, "qwen3")
+    theirs.model.layers[1].self_attn.q_norm.weight.data[3] = 1.5
+    theirs.save_pretrained(tmp_path)
+    with pytest.raises(CheckpointError, match="layers.1.self_attn.q_norm.weight is not all ones"):
+        foreign.read_model(str(tmp_path))
+
+
+def test_other_bad_input(tmp_path, capsys):
+    make(tmp_path / "ckpt.pt")
+    weights = {"wte.weight": torch.full((2, 2), 1e30)}
+    write_safetensors(str(tmp_path / "big.safetensors"), weights)
+    for args, said in ((["--ckpt", tmp_path / "none.pt", "--to", tmp_path / "x"], "no such file"),
+                       (["--ckpt", tmp_path, "--to", tmp_path / "x"], "did you mean"),
+                       (["--ckpt", tmp_path / "ckpt.pt", "--to", tmp_path / "ckpt.pt"], "nanoGPT"),
+                       (["--ckpt", tmp_path / "big.safetensors", "--to", tmp_path / "x"],
+                        "no model_args"),
+                       (["--ckpt", tmp_path / "ckpt.pt", "--to", tmp_path / "a", "--adapter", "b"],
+                        "no adapters")):
+        assert convert.main([str(a) for a in args]) == 2
+        assert said in capsys.readouterr().err, said
+    with pytest.raises(CheckpointError, match="too large for float16"):
+        convert.write_weights(str(tmp_path / "y.safetensors"), weights, "float16")
+
+
+def test_as_typed_and_nothing_of_it_in_the_main_job(tmp_path, data_dir):
+    make(tmp_path / "ckpt.pt")
+    done = subprocess.run([sys.executable, "-m", "model.convert", "--ckpt", tmp_path / "ckpt.pt",
+                           "--to", tmp_path / "hf"], cwd=REPO, capture_output=True, text=True)
+    assert done.returncode == 0 and "a LlamaForCausalLM" in done.stdout
+    code = ("import sys, run_train; run_train.main(sys.argv[1:]); print([m for m in ("
+            "'transformers', 'safetensors', 'model.foreign') if m in sys.modules])")
+    done = subprocess.run([sys.executable, "-c", code, *tiny_args(data_dir=data_dir, max_iters=1,
+                           out_dir=tmp_path / "out")], cwd=REPO, capture_output=True, text=True)
+    assert done.stdout.strip().endswith("[]"), done.stdout + done.stderr

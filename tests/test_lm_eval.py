@@ -1,0 +1,110 @@
+"""A checkpoint in the harness, against the harness's own `hf` model on the exported folder."""
+
+import functools
+import json
+import sys
+from dataclasses import asdict
+
+import pytest
+import torch
+
+from model import convert, lm_eval
+from model.gpt import GPT, GPTConfig
+from train.checkpoint import save_checkpoint
+
+TASKS = {
+    "choice": "output_type: multiple_choice\ndoc_to_text: '{{question}}'\n"
+              "doc_to_choice: '{{choices}}'\ndoc_to_target: '{{answer}}'\n"
+              "metric_list: [{metric: acc}, {metric: acc_norm}]\n",
+    "rolling": "output_type: loglikelihood_rolling\ndoc_to_text: ''\ndoc_to_target: '{{long}}'\n"
+               "metric_list: [{metric: bits_per_byte}, {metric: word_perplexity}]\n",
+    "writing": "output_type: generate_until\ndoc_to_text: '{{question}}'\n"
+               "doc_to_target: '{{question}}'\n"
+               "generation_kwargs: {until: ['e', 'zz'], max_gen_toks: 6, do_sample: false}\n"
+               "metric_list: [{metric: exact_match}]\n"}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """A checkpoint of a byte model that says different things, and tasks on a local file."""
+    for name in ("lm_eval", "transformers"):
+        pytest.importorskip(name)
+    folder = tmp_path_factory.mktemp("eval")
+    shape = dict(n_layer=2, n_head=2, n_embd=32, block_size=32, vocab_size=257)
+    model = GPT(GPTConfig(**shape))
+    generator = torch.Generator().manual_seed(2)
+    for p in model.parameters():
+        p.data += torch.randn(p.shape, generator=generator) * 0.2
+    spec = dict(vocab_size=257, tokenizer={"kind": "byte"})
+    save_checkpoint(str(folder / "ckpt.pt"), dict(
+        model=model.state_dict(), model_args=asdict(model.config), spec=spec, format_version=1,
+        config=asdict(model.config) | dict(model="gpt")))
+    docs = [dict(question=f"{w} is the word number {i}, of" + " many" * i,
+                 long=f"{w}, {w}! \u00e9 " * 9, choices=[w, w[::-1] + str(i), " so?"], answer=i % 3)
+            for i, w in enumerate(["stone", "river", "cloud", "tree", "fox", "a"])]
+    (folder / "docs.jsonl").write_text("\n".join(map(json.dumps, docs)))
+    for name, text in TASKS.items():
+        (folder / f"{name}.yaml").write_text(
+            f"task: local_{name}\ndataset_path: json\ntest_split: test\nnum_fewshot: 0\n"
+            f"dataset_kwargs: {{data_files: {{test: '{folder}/docs.jsonl'}}}}\n{text}")
+    return folder
+
+
+@pytest.fixture(autouse=True)
+def quick_and_offline(monkeypatch, tmp_path, folder):
+    """Without reading the thousands of files of the harness's own tasks, and this machine's."""
+    from lm_eval import evaluator, tasks
+    only_ours = functools.partialmethod(tasks.TaskManager.__init__, include_defaults=False)
+    monkeypatch.setattr(tasks.TaskManager, "__init__", only_ours)
+    monkeypatch.setattr(evaluator, "add_env_info", lambda results: None)
+    for name in ("HF_HUB_OFFLINE", "HF_DATASETS_OFFLINE", "TRANSFORMERS_OFFLINE"):
+        monkeypatch.setenv(name, "1")
+    monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path))
+
+
+def test_the_harness_agrees(folder, capsys, monkeypatch):
+    """Choices with contexts that are too long, rolling texts and greedy answers, as typed: every
+    number is that of `hf` within 1e-5."""
+    from lm_eval import simple_evaluate
+    from lm_eval.tasks import TaskManager
+    names, kept, evaluate = [f"local_{name}" for name in TASKS], [], lm_eval.evaluate
+    monkeypatch.setattr(lm_eval, "evaluate", lambda **k: kept.append(evaluate(**k)) or kept[0])
+    assert lm_eval.main(["--ckpt", str(folder / "ckpt.pt"), "--tasks", ",".join(names),
+                         "--device=cpu", "--batch_size=5", "--include_path", str(folder),
+                         "--out", str(folder / "ours.json")]) == 0
+    assert "local_choice" in capsys.readouterr().out
+    ours = json.loads((folder / "ours.json").read_text())["results"]
+    assert convert.main(["--ckpt", str(folder / "ckpt.pt"), "--to", str(folder / "hf")]) == 0
+    theirs = simple_evaluate(
+        "hf", model_args=dict(pretrained=str(folder / "hf"), dtype="float32", logits_cache=False),
+        tasks=names, batch_size=4, device="cpu",
+        task_manager=TaskManager(include_path=str(folder)))
+    numbers = {(task, k): v for task in names for k, v in theirs["results"][task].items()
+               if isinstance(v, float) and "stderr" not in k}
+    assert len(numbers) >= 4 and numbers[names[1], "bits_per_byte,none"] > 1
+    for (task, k), v in numbers.items():
+        assert ours[task][k] == pytest.approx(v, rel=1e-5), (task, k)
+    for task in names:
+        for a, b in zip(kept[0]["samples"][task], theirs["samples"][task]):
+            assert a["doc_id"] == b["doc_id"]
+            assert flat(a["filtered_resps"]) == pytest.approx(flat(b["filtered_resps"]), abs=1e-4)
+    answers = [s["filtered_resps"][0] for s in kept[0]["samples"]["local_writing"]]
+    assert len(set(answers)) > 1 and not any("e" in text for text in answers)
+
+
+def flat(values):
+    """Numbers as they are, texts as their characters' codes."""
+    out = []
+    for v in values:
+        out += flat(v) if isinstance(v, (list, tuple)) else (
+            [ord(c) for c in v] if isinstance(v, str) else [float(v)])
+    return out
+
+
+def test_what_is_missing_is_one_line(folder, capsys, monkeypatch):
+    args = ["--ckpt", str(folder / "ckpt.pt"), "--tasks"]
+    assert lm_eval.main([*args, "local_nothing"]) == 2
+    assert "the harness has no local_nothing" in capsys.readouterr().err
+    monkeypatch.setitem(sys.modules, "lm_eval", None)
+    assert lm_eval.main([*args, "x"]) == 2
+    assert capsys.readouterr().err.strip().endswith("pip install lm-eval")
