@@ -1,5 +1,6 @@
 """model/sample.py: from ckpt.pt alone to text, as a library and through the command line."""
 
+import os
 import subprocess
 import sys
 import types
@@ -10,8 +11,9 @@ import torch.nn.functional as F
 from conftest import REPO, TINY
 
 from data.tokenizer import load_tokenizer
+from model.compiled import compile_decoder
 from model.decode import Int8Linear, has_int8_kernel, pack, quantize
-from model.generate import SINKS, KVCache, generate, pick, sample_texts
+from model.generate import SINKS, KVCache, draw, empty_cache, generate, pick, sample_texts
 from model.gpt import GPT, GPTConfig
 from model.ops import apply_rope, attend, rope_tables
 from model.sample import load_model, main
@@ -39,9 +41,9 @@ def checkpoint(tmp_path_factory):
     return folder / "o" / "ckpt.pt"
 
 
-def sample(*args, start=("-m", "model.sample"), cwd=REPO):
+def sample(*args, start=("-m", "model.sample"), cwd=REPO, **environment):
     return subprocess.run([sys.executable, *start, *map(str, args)], cwd=cwd, capture_output=True,
-                          text=True)
+                          text=True, env=os.environ | environment)
 
 
 def random_tokens(*shape, seed=1, vocab=100):
@@ -87,6 +89,24 @@ def test_top_k_and_top_p_cut_the_tail():
     assert set(pick(logits, 1.0, None, 0.01, generator).tolist()) == {0}
     assert set(pick(logits, 1.0, None, 1.0, generator).tolist()) == {0, 1, 2, 3}
     assert set(pick(logits, 0, None, None, generator).tolist()) == {0}
+
+
+def test_tokens_are_drawn_as_often_as_they_are_likely():
+    p = torch.tensor([[0.5, 0.0, 0.3, 0.2, 0.0], [0.0, 0.1, 0.0, 0.0, 0.9]])
+    drawn = draw(p.repeat(20_000, 1), torch.Generator().manual_seed(0)).view(-1, 2)
+    for row, column in zip(p, drawn.T):
+        share = column.bincount(minlength=5) / len(column)
+        assert (share - row).abs().max() < 0.012  # 3.4 standard deviations
+        assert (share[row == 0] == 0).all()
+
+
+@pytest.mark.parametrize("total", [1.0, 0.9999999, 1.7, 3e-30])
+def test_the_last_draw_is_still_a_weight_above_zero(monkeypatch, total):
+    """The largest number that torch.rand can give, before weights of zero."""
+    monkeypatch.setattr(torch, "rand", lambda n, _, dtype, **kwargs: torch.full(
+        (n, 1), 1 - 2.0 ** -53, dtype=dtype))
+    p = torch.tensor([[total / 3, total * 2 / 3, 0.0, 0.0]])
+    assert int(draw(p, None)) == 1
 
 
 def test_padded_ids_are_never_sampled(model):
@@ -261,6 +281,53 @@ def test_int8_keeps_the_perplexity_of_a_trained_model(checkpoint):
         return model(ids[:, :-1], ids[:, 1:])[0].exp().item()
     plain, quantized = perplexity(lambda m: m), perplexity(quantize)
     assert plain < 10 and abs(quantized / plain - 1) < 0.002
+
+
+# --- compiled
+
+@pytest.mark.parametrize("rows, shape", [
+    (1, dict(n_kv_head=1, qk_norm=True, mlp="relu2", prev_embedding=True)),
+    (2, dict(mlp="gelu", bias=True, norm="layer", tie_weights=False, pos="learned"))], ids=str)
+@torch.no_grad()
+def test_compiled_tokens_are_the_plain_ones(rows, shape):
+    """Past a full context too, where it rolls."""
+    plain, decoder = small(**shape), compile_decoder(small(**shape))
+    idx = random_tokens(rows, 16 if shape.get("pos") == "learned" else 40)
+    caches = [empty_cache(m, rows) for m in (plain, decoder)]
+    for piece in idx.split([5] + [1] * (idx.size(1) - 5), dim=1):
+        a, b = (m(piece, cache=c, last_only=True) for m, c in zip((plain, decoder), caches))
+        assert torch.allclose(a, b, atol=1e-5)
+    texts = [generate(m, idx[:, :3], 50, temperature=0) for m in (plain, decoder)]
+    assert torch.equal(*texts)
+
+
+@torch.no_grad()
+def test_compiled_int8_is_int8():
+    decoder = compile_decoder(small().bfloat16(), quantized=True)
+    quantized = quantize(small().bfloat16())
+    idx = random_tokens(1, 8)
+    caches = [empty_cache(m, 1) for m in (quantized, decoder)]
+    for piece in idx.split([5, 1, 1, 1], dim=1):
+        a, b = (m(piece, cache=c, last_only=True) for m, c in zip((quantized, decoder), caches))
+        assert torch.allclose(a, b, atol=5e-3)  # bfloat16
+
+
+def test_only_plain_blocks_can_be_compiled():
+    model = small()
+    model.h[1].__class__ = type("RoutedBlock", (type(model.h[1]),), {})
+    with pytest.raises(ValueError, match="--compile: expected .* found RoutedBlock; leave it out"):
+        compile_decoder(model)
+
+
+def test_compiled_command_line(checkpoint, tmp_path):
+    command = ["--ckpt", checkpoint, "--prompt", "the quick", "--max_new_tokens", 60,
+               "--temperature", 0, "--compile"]
+    done, plain = sample(*command), sample(*command[:-1])
+    assert done.returncode == 0 and done.stdout == plain.stdout, done.stderr
+    without = sample(*command, CXX=str(tmp_path / "none"),
+                     TORCHINDUCTOR_CACHE_DIR=str(tmp_path / "cache"))
+    assert without.returncode == 0 and without.stdout == plain.stdout, without.stderr
+    assert "--compile: torch.compile failed; going on without it" in without.stderr
 
 
 # --- checkpoints and the command line

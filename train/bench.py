@@ -24,6 +24,7 @@ from pathlib import Path
 
 import torch
 
+from model.compiled import compile_decoder
 from model.decode import pack, quantize
 from model.generate import generate
 from model.gpt import GPT, GPTConfig
@@ -255,8 +256,12 @@ def sample(o):
         sides[name] = lambda: n / timed(lambda: f(idx, n, top_k=200), o.device)
         bounds[name] = o.machine["read_gb_s"] * 1e9 / bytes_read
     n = sum(p.numel() for p in our_model(o)[0].parameters())
-    for kind, prepare, size in ((str(dtype).removeprefix("torch."), pack, dtype.itemsize),
-                                ("int8", quantize, 1)):
+    low = str(dtype).removeprefix("torch.")
+    kinds = [(low, pack, dtype.itemsize), ("int8", quantize, 1)]
+    if o.compile:
+        kinds += [(f"{low}, compiled", compile_decoder, dtype.itemsize),
+                  ("int8, compiled", functools.partial(compile_decoder, quantized=True), 1)]
+    for kind, prepare, size in kinds:
         model = prepare(our_model(o)[0].to(dtype).eval())
         add(f"ours, {kind}", n * size, functools.partial(generate, model), T // 2)
     if o.peer:
