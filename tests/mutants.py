@@ -96,6 +96,8 @@ FAULTS = [
     ("train/optimizer.py", "get_total_norm(grads)) * factor", "get_total_norm(grads))", GRADIENT),
     ("train/optimizer.py", "if p.dim() >= 2 else 0.0", "if p.dim() >= 1 else 0.0", "optimizer"),
     ("train/optimizer.py", "max(1.0, p.size(0) / p.size(1)) ** 0.5", "1.0", "optimizer"),
+    ("train/optimizer.py", "range(rank * share, (rank + 1) * share)", "range(share)",
+     "distributed -k muon"),
     ("train/optimizer.py", "_supports_amp_scaling = False", "_supports_amp_scaling = True",
      "numerics -k 76"),
     ("train/optimizer.py", "in model.named_parameters() if p.requires_grad",

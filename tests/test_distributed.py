@@ -324,37 +324,162 @@ def test_fsdp_in_bfloat16_is_near_ddp(data_dir, tmp_path, norm):
 
 
 def overflow(options):
-    """float16: an infinite gradient in rank 1's shard only; whether the weights have changed, and
-    the scale before and after."""
+    """float16: an infinite gradient on rank 1 only, in its shard or before the ranks' mean; whether
+    the weights have changed, and the scale before and after."""
     def compute(trainer):
-        before = [p.detach().to_local().clone() for p in trainer.model.parameters()]
+        from train.distributed import local
+        before = [local(p.detach()).clone() for p in trainer.model.parameters()]
         unscale, scale = trainer.scaler.unscale_, trainer.scaler.get_scale()
 
         def spoil(optimizer):
             if trainer.ranks.rank == 1:
-                trainer.model.wte.weight.grad.to_local()[0, 0] = float("inf")
+                local(trainer.model.wte.weight.grad)[0, 0] = float("inf")
             unscale(optimizer)
-        trainer.scaler.unscale_ = spoil
+        if trainer.sharded:
+            trainer.scaler.unscale_ = spoil
+        elif trainer.ranks.rank == 1:
+            trainer.model.wte.weight.register_hook(lambda grad: grad * float("inf"))
         trainer.train_step()
-        after = [p.detach().to_local() for p in trainer.model.parameters()]
+        after = [local(p.detach()) for p in trainer.model.parameters()]
         same = all((a == b).all().item() for a, b in zip(before, after, strict=True))
         return same, scale, trainer.scaler.get_scale()
     return with_trainer(options, compute)
 
 
-def test_fsdp_in_float16_skips_an_overflow_on_all_ranks(data_dir, tmp_path):
-    for same, scale, later in in_ranks(2, overflow, options(data_dir, tmp_path, dtype="float16",
-                                                            distributed="fsdp")):
+@pytest.mark.parametrize("kind, optimizer", [("fsdp", "adamw"), ("fsdp", "muon"), ("ddp", "muon")])
+def test_an_overflow_of_float16_is_skipped_on_all_ranks(data_dir, tmp_path, kind, optimizer):
+    low = options(data_dir, tmp_path, dtype="float16", distributed=kind, optimizer=optimizer,
+                  muon_weight_decay=0.1)
+    for same, scale, later in in_ranks(2, overflow, low):
         assert same and later == scale / 2
 
 
-@pytest.mark.parametrize("kind", ["ddp", "fsdp"])
-def test_frozen_parameters_stay_and_the_rest_trains(data_dir, tmp_path, kind):
-    few = dict(max_iters=4, eval_interval=0, lr_groups={"wte": 0, "h.0": 0}, distributed=kind)
-    alone, = in_ranks(1, weights_and_logits, options(data_dir, tmp_path / "1", **few))
-    for weights, _, _ in in_ranks(2, weights_and_logits, options(data_dir, tmp_path / "2", **few)):
-        for name, wanted in alone[0].items():
-            np.testing.assert_allclose(weights[name], wanted, rtol=1e-4, atol=1e-6, err_msg=name)
+def clipping(options):
+    """Of the gradients of step 0: their norm in one piece, the norm that clipping finds, and the
+    collectives and the operations that it takes."""
+    def compute(trainer):
+        import torch
+        from torch.distributed.tensor.debug import CommDebugMode
+        from torch.utils._python_dispatch import TorchDispatchMode
+
+        from train import train
+        from train.distributed import full
+        clip, seen, operations = train.clip_gradients, [], []
+
+        class Note(TorchDispatchMode):
+            def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+                operations.append(function)
+                return function(*args, **kwargs or {})
+
+        def noted(optimizer, *rest):
+            grads = [full(p.grad) for p in trainer.model.parameters()]
+            seen.append(float(torch.nn.utils.get_total_norm(grads)))
+            with CommDebugMode() as made:
+                norm = clip(optimizer, *rest)
+            with Note():
+                clip(optimizer, *rest)
+            seen.extend((float(norm), made.get_total_counts(), len(operations)))
+            return norm
+        train.clip_gradients = noted
+        trainer.train_step()
+        return seen
+    return with_trainer(options, compute)
+
+
+@pytest.mark.parametrize("kind, collectives", [("ddp", 0), ("fsdp", 1)])
+def test_the_norm_of_shards_takes_one_exchange(data_dir, tmp_path, kind, collectives):
+    """And a few operations, not one for each of 30 gradients."""
+    few = options(data_dir, tmp_path, distributed=kind, n_layer=3, vocab_size=250)  # uneven shards
+    for wanted, norm, made, operations in in_ranks(2, clipping, few):
+        assert norm == pytest.approx(wanted, rel=1e-6)
+        assert made == collectives and operations < 20
+
+
+# -----------------------------------------------------------------------------
+# Muon: the matrices are shared out
+
+def muon_run(options):
+    """Train to the end; {name: whole weight}, and how many matrices this rank orthogonalized."""
+    from train import optimizer
+    orthogonalize, done = optimizer.orthogonalize, []
+    optimizer.orthogonalize = lambda g: (done.append(len(g)), orthogonalize(g))[1]
+    weights, _, _ = weights_and_logits(options)
+    return weights, done
+
+
+@pytest.fixture(scope="module")
+def muon_alone(data_dir, tmp_path_factory):
+    out = tmp_path_factory.mktemp("muon")
+    return out, in_ranks(1, muon_run, options(data_dir, out, **MUON))[0]
+
+
+# Two layers have 8 matrices of 32 x 32 and 6 of 64 x 32 or its transpose, 4 and 2.
+MUON = dict(optimizer="muon", muon_weight_decay=0.1, max_iters=10, eval_interval=10)
+
+
+@pytest.mark.parametrize("kind, world_size, shares", [
+    ("ddp", 2, [4, 3]), ("ddp", 3, [3, 2]), ("fsdp", 2, [4, 2, 1]), ("fsdp", 3, [3, 2, 1])])
+def test_muon_shares_its_work_and_is_the_same_run(data_dir, tmp_path, muon_alone, kind, world_size,
+                                                  shares):
+    reference, (wanted, done) = muon_alone
+    assert done == [8, 6] * 10
+    ranks = in_ranks(world_size, muon_run,
+                     options(data_dir, tmp_path, distributed=kind, **MUON))
+    assert_losses_agree(tmp_path, reference, steps=10, tolerance=1e-4)
+    for weights, done in ranks:
+        assert all(n <= share for n, share in zip(done, shares * 10, strict=True))
+        for name, weight in weights.items():
+            assert (weight == ranks[0][0][name]).all(), name  # the same bits on all ranks
+            np.testing.assert_allclose(weight, wanted[name], rtol=0, atol=5e-3, err_msg=name)
+
+
+def test_muon_goes_on_at_any_world_size(data_dir, tmp_path, muon_alone):
+    in_ranks(2, train_run, options(data_dir, tmp_path, **MUON), 3)
+    in_ranks(3, train_run, options(data_dir, tmp_path, distributed="fsdp", **MUON), 6)
+    in_ranks(1, train_run, options(data_dir, tmp_path, **MUON))
+    assert_losses_agree(tmp_path, muon_alone[0], steps=10, tolerance=1e-4)
+    from train.checkpoint import load_checkpoint
+    one, other = (load_checkpoint(str(out / "ckpt.pt"))["optimizer"] for out in
+                  (muon_alone[0], tmp_path))
+    assert one["param_groups"] == other["param_groups"]
+    assert {n: {k: v.shape for k, v in e.items()} for n, e in one["state"].items()} == {
+        n: {k: v.shape for k, v in e.items()} for n, e in other["state"].items()}
+
+
+def muon_by_hand(kind):
+    """Two steps of Muon on a few matrices, fewer of a shape than there are ranks, of which one gets
+    no gradient; the matrices after it."""
+    import torch
+    import torch.nn as nn
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import Shard, distribute_tensor
+
+    from train import distributed
+    from train.optimizer import Muon
+    with distributed.process_group(load_config(None, RUN)) as ranks:
+        mesh, generator = (ranks.world_size,), torch.Generator().manual_seed(0)
+        mesh = init_device_mesh("cpu", mesh) if kind == "fsdp" else None
+
+        def draw(shape):
+            whole = torch.randn(shape, generator=generator)
+            return distribute_tensor(whole, mesh, [Shard(0)]) if mesh else whole
+        shapes = [(17, 48), (48, 17), (16, 16), (17, 48)]
+        params = [nn.Parameter(draw(s)) for s in shapes]
+        optimizer = Muon([dict(params=params, lr=0.1, weight_decay=0.1, muon=True)], lr=1e-3)
+        for missing in (3, 2):
+            for i, p in enumerate(params):
+                p.grad = None if i == missing else draw(shapes[i])
+            optimizer.step()
+        return [distributed.full(p.detach()).numpy() for p in params]
+
+
+def test_muon_shares_few_matrices_and_passes_over_one_without_a_gradient():
+    alone, = in_ranks(1, muon_by_hand, "ddp")
+    for kind in ("ddp", "fsdp"):
+        first, *others = in_ranks(3, muon_by_hand, kind)
+        for i, (found, wanted) in enumerate(zip(first, alone, strict=True)):
+            np.testing.assert_allclose(found, wanted, rtol=0, atol=5e-3)
+            assert all((other[i] == found).all() for other in others)
 
 
 # -----------------------------------------------------------------------------
@@ -544,14 +669,11 @@ def test_case_109_an_impossible_rank_is_refused(monkeypatch, rank):
         read_environment()
 
 
-@pytest.mark.parametrize("changes, message", [
-    (dict(batch_size=3, gradient_accumulation_steps=4),
-     r"3 x 4 = 12 samples a step.*8 ranks; valid numbers of ranks: 1, 2, 3, 4, 6, 12"),
-    (dict(optimizer="muon", distributed="fsdp"), "muon works on whole matrices")])
-def test_case_55_what_ranks_cannot_do_is_refused_by_name(monkeypatch, changes, message):
+def test_case_55_what_ranks_cannot_do_is_refused_by_name(monkeypatch):
     monkeypatch.setenv("WORLD_SIZE", "8")
+    message = r"3 x 4 = 12 samples a step.*8 ranks; valid numbers of ranks: 1, 2, 3, 4, 6, 12"
     with pytest.raises(ConfigError, match=message):
-        load_config(None, TINY | changes)
+        load_config(None, TINY | dict(batch_size=3, gradient_accumulation_steps=4))
 
 
 def test_one_gpu_for_several_ranks_is_refused(monkeypatch):

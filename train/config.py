@@ -371,9 +371,6 @@ def conflicts(c):
                     f"{c.gradient_accumulation_steps} = {samples} samples a step) cannot be shared "
                     f"equally by {world_size} ranks; valid numbers of ranks: "
                     f"{', '.join(valid[:12])}{more}"))
-    if c.optimizer == "muon" and c.distributed == "fsdp":
-        out.append(({"optimizer", "distributed"}, "optimizer: muon works on whole matrices and "
-                    "cannot run with distributed: fsdp; use distributed: ddp or optimizer: adamw"))
     for name, needs in (("lr_schedule", c.lr_schedule == "plateau"), ("eval_only", c.eval_only),
                         ("early_stopping_patience", c.early_stopping_patience)):
         if needs and not c.eval_interval and not c.eval_epochs:

@@ -367,6 +367,11 @@ def is_sharded(tensor):
     return hasattr(tensor, "full_tensor")
 
 
+def local(tensor):
+    """What this rank holds of a tensor: its shard, or all of one that is not sharded."""
+    return tensor.to_local() if is_sharded(tensor) else tensor
+
+
 def full(tensor):
     """The whole of a tensor, gathered from all ranks where it is sharded (then all must call)."""
     return tensor.full_tensor() if is_sharded(tensor) else tensor

@@ -3,10 +3,11 @@
 from fnmatch import fnmatchcase
 
 import torch
+import torch.distributed as dist
 import torch.nn as nn
 
 from train.config import ConfigError
-from train.distributed import full, has_native_bfloat16
+from train.distributed import full, has_native_bfloat16, is_sharded, local
 
 
 def configure_optimizers(model, weight_decay, learning_rate, betas, eps=1e-8, muon=None,
@@ -101,12 +102,12 @@ def clip_gradients(optimizer, max_norm, factor=1.0):
     """Scale all gradients by `factor` and then so that their global norm is at most `max_norm` (0:
     no limit), in one pass. Returns that norm as it was before the limit, a 0-dim tensor."""
     grads = [p.grad for g in optimizer.param_groups for p in g["params"] if p.grad is not None]
+    # Of shards too this is one foreach operation and one exchange.
     norm = full(torch.nn.utils.get_total_norm(grads)) * factor
     if max_norm:
         factor = factor * torch.clamp(max_norm / (norm + 1e-6), max=1.0)
     if isinstance(factor, torch.Tensor):
-        local = [g.to_local() if hasattr(g, "to_local") else g for g in grads]  # of this rank
-        torch._foreach_mul_(local, factor.to(norm.device))
+        torch._foreach_mul_([local(g) for g in grads], factor.to(norm.device))
     return norm
 
 
@@ -129,7 +130,8 @@ class Muon(AdamW):
     muon=True, AdamW for the others: one optimizer, one state, one step().
 
     The update of a matrix is its Nesterov momentum made orthogonal by five Newton-Schulz steps,
-    times sqrt(max(1, rows / columns)). Matrices of one shape go through those steps as one batch.
+    times sqrt(max(1, rows / columns)). Matrices of one shape go through those steps as one batch,
+    of which each rank takes its share: step() is for all ranks together.
     """
 
     def __init__(self, groups, momentum=0.95, **kwargs):
@@ -156,18 +158,48 @@ class Muon(AdamW):
             if p.grad is not None:
                 if "momentum_buffer" not in self.state[p]:
                     self.state[p]["momentum_buffer"] = torch.zeros_like(p)
-                by_shape.setdefault(tuple(sorted(p.shape)), []).append(p)
+                shape = tuple(p.shape) if is_sharded(p) else tuple(sorted(p.shape))
+                by_shape.setdefault(shape, []).append(p)
         for params in by_shape.values():
-            grads = [p.grad for p in params]
-            buffers = [self.state[p]["momentum_buffer"] for p in params]
+            grads = [local(p.grad) for p in params]
+            buffers = [local(self.state[p]["momentum_buffer"]) for p in params]
             torch._foreach_lerp_(buffers, grads, 1 - group["momentum"])
             nesterov = torch._foreach_lerp(grads, buffers, group["momentum"])
             if group["weight_decay"]:
-                torch._foreach_mul_(params, 1 - group["lr"] * group["weight_decay"])
-            updates = orthogonalize(torch.stack([wide(u) for u in nesterov])).to(params[0].dtype)
+                torch._foreach_mul_([local(p) for p in params],
+                                    1 - group["lr"] * group["weight_decay"])
+            updates = (orthogonalize_shards(nesterov, params[0]) if is_sharded(params[0])
+                       else orthogonalize_together(nesterov))
             for p, update in zip(params, updates, strict=True):
-                update = update.mT if p.size(0) > p.size(1) else update
-                p.add_(update, alpha=-group["lr"] * max(1.0, p.size(0) / p.size(1)) ** 0.5)
+                scale = max(1.0, p.size(0) / p.size(1)) ** 0.5
+                local(p).add_(update, alpha=-group["lr"] * scale)
+
+
+def orthogonalize_together(matrices):
+    """[update] of N matrices of one shape, or its transpose, which all ranks have: each rank works
+    on ceil(N / ranks) of them (the last ones on some that others have too, so that all parts are
+    equal), and all get all, the same bits."""
+    n_ranks, rank = (dist.get_world_size(), dist.get_rank()) if dist.is_initialized() else (1, 0)
+    share = -(-len(matrices) // n_ranks)
+    mine = [matrices[i % len(matrices)] for i in range(rank * share, (rank + 1) * share)]
+    updates = orthogonalize(torch.stack([wide(m) for m in mine]))  # (share, rows, columns)
+    if n_ranks > 1:
+        mine, updates = updates, updates.new_empty(n_ranks * share, *updates.shape[1:])
+        dist.all_gather(list(updates.split(share)), mine)
+    return [u.mT if m.size(0) > m.size(1) else u for m, u in zip(matrices, updates)]
+
+
+def orthogonalize_shards(parts, param):
+    """The same where each rank has some rows of each of N matrices of the shape of `param`: from a
+    part of all matrices to whole ones of a few, and back. Each way is an all-to-all: a rank never
+    holds more than its share. (N, rows of this rank, columns)."""
+    from torch.distributed.tensor import DTensor, Shard
+    shape = torch.Size([len(parts), *param.shape])
+    options = dict(shape=shape, stride=torch.empty(shape, device="meta").stride())
+    rows = DTensor.from_local(torch.stack(parts), param.device_mesh, [Shard(1)], **options)
+    whole = orthogonalize(rows.redistribute(placements=[Shard(0)]).to_local()).contiguous()
+    updates = DTensor.from_local(whole, param.device_mesh, [Shard(0)], **options)
+    return updates.redistribute(placements=[Shard(1)]).to_local()
 
 
 def wide(x):
