@@ -164,6 +164,19 @@ def test_08_disk_full_at_the_last_save_for_a_moment(tmp_path, data_dir, undistur
     assert_same(undisturbed, tmp_path)
 
 
+def test_08_the_export_fails(tmp_path, data_dir, undisturbed, capsys):
+    """model.safetensors cannot be written, at a save in between and at the last -> a warning each
+    that says so, no word of a lost checkpoint, and the run ends exactly"""
+    (tmp_path / "model.safetensors").mkdir()
+    assert go(data_dir, tmp_path, save_precision="bfloat16")["iter_num"] == 20
+    text = capsys.readouterr().out
+    assert text.count(f"save_precision: {tmp_path}/model.safetensors could not be written") == 4
+    assert "ckpt.pt is saved" in text and "trying again" not in text
+    assert "the checkpoint before it" not in text and "is lost" not in text
+    assert_same(undisturbed, tmp_path)
+    assert not temporary_files(tmp_path)
+
+
 def test_09_open_fails(tmp_path, data_dir, undisturbed, capsys):
     """PermissionError when the temporary file is opened -> as a full disk: warned, goes on"""
     go(data_dir, tmp_path, "save_open@5=eacces")

@@ -403,7 +403,7 @@ class RunFolder:
             ready.synchronize()
         for attempt in range(3):
             try:
-                return self.write(state, links)
+                return self.write(state, links, log)
             except Exception as error:
                 if not last:
                     return log.warn(f"{error}; the checkpoint before it is intact, training goes "
@@ -415,13 +415,20 @@ class RunFolder:
                 log.warn(f"{error}; trying again")
                 time.sleep(1)
 
-    def write(self, state, links):
+    def write(self, state, links, log):
         save_checkpoint(self.file("ckpt.pt"), state, links)
-        if self.save_precision:
-            dtype = getattr(torch, self.save_precision)
-            write_safetensors(self.file("model.safetensors"), {
-                n: t.to(dtype) if t.is_floating_point() else t for n, t in state["model"].items()})
         prune(self.path, self.keep_last)
+        if self.save_precision:
+            try:
+                self.export(state["model"])
+            except Exception as error:  # the checkpoint is there: nothing is lost
+                log.warn(f"save_precision: {self.file('model.safetensors')} could not be written: "
+                         f"{error}; ckpt.pt is saved")
+
+    def export(self, weights):
+        dtype = getattr(torch, self.save_precision)
+        write_safetensors(self.file("model.safetensors"), {
+            n: t.to(dtype) if t.is_floating_point() else t for n, t in weights.items()})
 
     def wait(self):
         """Until the save under way, if any, is over."""
