@@ -1,6 +1,9 @@
 """train/bench.py: it measures what it says, both sides in turn, and writes it down."""
 
+import contextlib
 import json
+import pathlib
+import re
 import sys
 
 import pytest
@@ -8,7 +11,7 @@ import torch
 from conftest import REPO
 
 from model.gpt import GPT, GPTConfig
-from train import bench
+from train import bench, bench_gpu, bench_parts
 
 # A stand-in with the names of nanoGPT that the comparison calls.
 MODEL = '''
@@ -122,3 +125,98 @@ def test_wrong_arguments_end_in_one_message(args, says, capsys):
     with pytest.raises(SystemExit) as stopped:
         bench.main(args)
     assert stopped.value.code == 2 and says in capsys.readouterr().err
+
+
+def test_time_to_loss_runs_both_sides_on_the_cpu(peer, tmp_path, monkeypatch, capsys):
+    """The peer's recipe names it, so ours must: on a machine with a GPU `auto` would take that."""
+    commands, data = [], tmp_path / "bin"
+    data.mkdir()
+    (peer / "config").mkdir()
+    (peer / "configurator.py").write_text("")
+    (data / "meta.json").write_text('{"vocab_size": 65}')
+    for split in ("train", "val"):
+        (data / f"{split}.bin").write_bytes(b"1234")
+    monkeypatch.setattr(bench, "seconds_to", lambda target, command, cwd: (
+        commands.append([str(c) for c in command]), (1.0, 2, 1.5))[1])
+    assert bench.main(["time_to_loss", "--tiny", "--repeats", "1", "--device", "cpu", "--peer",
+                       str(peer), "--set", f"data_dir={data}"]) == 0
+    ours, theirs, *_ = commands
+    assert "run_train.py" in ours and "train.py" in theirs
+    assert "--device=cpu" in ours and "--device=cpu" in theirs
+
+
+# --- the programme for a GPU
+
+def programme(tmp_path, *args):
+    """(exit code, {item: result}) of the programme on its tiny model."""
+    out = tmp_path / "results.jsonl"
+    code = bench.main(["gpu", "--tiny", "--out", str(out), *args])
+    return code, {r.pop("item"): r for r in map(json.loads, out.read_text().splitlines())}
+
+
+def test_an_item_that_fails_or_hangs_costs_only_itself(tmp_path, monkeypatch, capsys):
+    def runs(code):
+        return lambda job: job.command(["-c", code])
+    child = f"import subprocess, sys; subprocess.run(['sleep', '{71 * 60}'])"
+    monkeypatch.setattr(bench_gpu, "ITEMS", {
+        "bad": (runs("raise SystemExit('no such kernel')"), 1), "hangs": (runs(child), 0.02),
+        "good": (lambda job: "7 tokens/s", 1)})
+    code, results = programme(tmp_path)
+    assert code == 1 and results["good"].keys() == {"result", "seconds"}
+    assert results["bad"]["failed"] and "no such kernel" in results["bad"]["result"]
+    assert results["hangs"]["failed"] and "timed out" in results["hangs"]["result"]
+    assert f"sleep\0{71 * 60}" not in commands_of_processes()
+    assert "| good | 7 tokens/s |" in capsys.readouterr().out
+
+
+def commands_of_processes():
+    lines = []
+    for path in pathlib.Path("/proc").glob("[0-9]*/cmdline"):
+        with contextlib.suppress(OSError):
+            lines.append(path.read_text(errors="replace"))
+    return "\n".join(lines)
+
+
+def test_items_stop_when_the_minutes_are_over(tmp_path, monkeypatch):
+    monkeypatch.setattr(bench_gpu, "ITEMS", {"late": (lambda job: "never", 1)})
+    code, results = programme(tmp_path, "--minutes", "0.1")
+    assert code == 0 and results["late"] == dict(result="not measured: no time left")
+
+
+@pytest.mark.parametrize("name, says", [
+    ("waits", "20 reads in as many steps, no other wait in steps 6 to 9"),
+    ("not finite", "exit 1, the checkpoint of step 10 is finite"),
+    ("where time goes", "aten::mm "), ("sampling", "at first and again: to 8 ")])
+def test_an_item_on_its_tiny_model(tmp_path, monkeypatch, name, says):
+    """Each starts the program anew, as a person would: 1 to 3 seconds."""
+    monkeypatch.setattr(bench_gpu, "ITEMS", {name: bench_gpu.ITEMS[name]})
+    code, results = programme(tmp_path)
+    assert code == 0 and says in results[name]["result"], results
+
+
+@pytest.mark.slow
+def test_the_whole_programme(tmp_path):
+    code, results = programme(tmp_path)
+    assert code == 0 and results.keys() == bench_gpu.ITEMS.keys(), results
+    assert results["graphs"]["result"].startswith("0 symbolic sizes, 0 recompilations, 0 graph")
+    assert results["resumed"]["result"] == "the same bits, eager and compiled"
+    losses = re.findall(r"(?:alone|on \d) ([\d.]+)", results["wrappers"]["result"])
+    assert len(losses) == 5 and max(map(float, losses)) - min(map(float, losses)) < 2e-3
+
+
+def test_a_wait_for_the_gpu_is_an_error_but_for_the_one_read_a_step(monkeypatch, capsys):
+    import run_train
+    from train import train
+    modes, seen = ["default"], []
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "set_sync_debug_mode", modes.append)
+    monkeypatch.setattr(train, "to_host", lambda: seen.append(modes[-1]))
+
+    def steps(argv):
+        for _ in range(20):
+            seen.append(modes[-1])  # in the step
+            train.to_host()
+    monkeypatch.setattr(run_train, "main", steps)
+    bench_parts.watch_for_waits([])
+    assert seen[1::2] == ["default"] * 20  # the read itself
+    assert [i for i, mode in enumerate(seen[::2]) if mode == "error"] == [6, 7, 8, 9]

@@ -201,7 +201,8 @@ def seconds_to(target, command, cwd):
 
 def time_to_loss(o):
     """Both recipes have a fixed number of steps; the clock stops at the first evaluation printed
-    that is at or below the target. Ours evaluates at its start and its end only."""
+    that is at or below the target. Ours evaluates at its start and its end only. The peer's recipe
+    is for a CPU, so both run there."""
     config = load_config("train/config_shakespeare.yaml", o.overrides)
     data_dir, ended = REPO / config.data_dir, {}
     if not (data_dir / "meta.json").exists():
@@ -210,8 +211,8 @@ def time_to_loss(o):
     with tempfile.TemporaryDirectory() as folder:
         folder = Path(folder)
         commands = {"ours": ([sys.executable, "run_train.py", "--config",
-                              "train/config_shakespeare.yaml", "--resume", "never", "--out_dir",
-                              str(folder / "out"), *o.overrides], REPO)}
+                              "train/config_shakespeare.yaml", "--device=cpu", "--resume",
+                              "never", "--out_dir", str(folder / "out"), *o.overrides], REPO)}
         if o.peer:
             copy_peer(o.peer, data_dir, folder)
             commands["peer"] = [sys.executable, "train.py", *CPU_RECIPE], folder
@@ -321,17 +322,23 @@ def parse_args(argv):
     return o
 
 
-def main(argv=None):
-    o = parse_args(argv)
-    if o.rows == ["gpu"]:
-        from train.bench_gpu import programme
-        return programme(o)
+def settle(o):
+    """The options `o` with what depends on the device."""
     o.device = get_device(o.device)
     o.shape = TINY if o.tiny else SHAPES[o.device.type]
     o.batch = o.batch or BATCH[o.device.type]
     o.steps = o.steps or (20 if o.device.type == "cuda" else 4)
     if "OMP_NUM_THREADS" not in os.environ:
         torch.set_num_threads(physical_cores())
+    return o
+
+
+def main(argv=None):
+    o = parse_args(argv)
+    if o.rows == ["gpu"]:
+        from train.bench_gpu import programme
+        return programme(o)
+    o = settle(o)
     o.machine = machine(o.device, o.tiny)
     print(f"Machine: {json.dumps(o.machine)}\n\n| work | side | median (least to most) | |\n"
           "|---|---|---|---|", flush=True)

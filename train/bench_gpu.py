@@ -1,15 +1,16 @@
 """The programme of `python -m train.bench gpu`: what only a GPU can tell, in order of worth.
 
-Each item is a process of its own with a limit, so that one that fails or hangs costs only itself;
-its result is written as it comes, a JSON line each, and a table for the README at the end. On a
-machine without a GPU the same items run on a tiny model, to show that they run at all.
+Each item runs in processes of its own and within minutes of its own, so that one that fails or
+hangs costs only itself; its result is written as it comes, a JSON line each, and a table for the
+README at the end. On a machine without a GPU the same items run on a tiny model, to show that they
+run at all. What a person would not type is in train/bench_parts.py.
 """
 
-import hashlib
+import functools
 import json
 import os
 import re
-import shutil
+import signal
 import subprocess
 import sys
 import tempfile
@@ -32,12 +33,12 @@ def programme(o):
     end, results = time.monotonic() + 60 * o.minutes, []
     with tempfile.TemporaryDirectory() as folder:
         job = Job(Path(folder), cuda and not o.tiny, o.peer)
-        for name, item in ITEMS.items():
-            left = end - time.monotonic()
-            if left < 10:
+        for name, (item, minutes) in ITEMS.items():
+            job.end = min(end, time.monotonic() + 60 * minutes)
+            if end - time.monotonic() < 10:
                 results.append(dict(item=name, result="not measured: no time left"))
             else:
-                results.append(dict(item=name) | outcome(item, job, left))
+                results.append(dict(item=name) | outcome(item, job))
             print(json.dumps(results[-1]), flush=True)
             if o.out:
                 with open(o.out, "a") as f:
@@ -49,147 +50,195 @@ def programme(o):
     return int(any(r.get("failed") for r in results))
 
 
-def outcome(item, job, limit):
+def outcome(item, job):
     """What came of an item: its result, or how it failed."""
     started = time.monotonic()
     try:
-        job.limit = limit
         result = dict(result=item(job))
     except Exception as error:
-        result = dict(result=f"failed: {str(error).strip()[-300:]}", failed=True)
+        result = dict(result=f"failed: {' '.join(str(error).split())[-300:]}", failed=True)
     return result | dict(seconds=round(time.monotonic() - started, 1))
 
 
 class Job:
-    """What the items share: a folder, the model's size, synthetic data."""
+    """What the items share: a folder, the model's size, synthetic data, the time they may take."""
 
     def __init__(self, folder, large, peer):
-        self.folder, self.large, self.peer, self.limit = folder, large, peer, 600
+        self.folder, self.large, self.peer, self.end = folder, large, peer, time.monotonic() + 600
+        self.compile = "--compile" if large else "--no-compile"  # where it is not the point
         rng, data = np.random.default_rng(0), folder / "data"
         data.mkdir()
         T, vocabulary = (1024, 50257) if large else (32, 256)
-        # 45 windows of validation: the last of the batches is a smaller one.
-        for split, n in (("train", 4_000_000 if large else 40_000), ("val", 45 * T + 1)):
-            rng.integers(0, vocabulary, n, dtype=np.uint16).tofile(data / f"{split}.bin")
+        # Something to learn: few ids are frequent, and each stands twice. 45 windows of validation:
+        # the last of the batches is a smaller one.
+        for split, n in (("train", 20_000_000 if large else 40_000), ("val", 45 * T + 1)):
+            ids = np.minimum(rng.zipf(1.3, n // 2 + 1), vocabulary - 1).astype(np.uint16)
+            np.repeat(ids, 2)[:n].tofile(data / f"{split}.bin")
 
-    def command(self, args, env=None):
-        """The output of a process; raises with its end where it fails."""
-        done = subprocess.run([sys.executable, *args], cwd=REPOSITORY, text=True,
-                              env=os.environ | (env or {}), timeout=self.limit,
-                              stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
-        if done.returncode:
-            raise RuntimeError(f"{' '.join(args)}: exit {done.returncode}: {done.stdout}")
-        return done.stdout
+    def command(self, args, env=None, code=0):
+        """The output of a process and its children; raises where it ends in another exit code, or
+        does not end in time."""
+        with subprocess.Popen([sys.executable, *map(str, args)], cwd=REPOSITORY, text=True,
+                              env=os.environ | (env or {}), start_new_session=True,
+                              stdout=subprocess.PIPE, stderr=subprocess.STDOUT) as process:
+            try:
+                text, _ = process.communicate(timeout=max(1.0, self.end - time.monotonic()))
+            except BaseException:
+                os.killpg(process.pid, signal.SIGKILL)
+                raise
+        if process.returncode != code:
+            raise RuntimeError(f"exit {process.returncode}, expected {code}: {text}")
+        return text
 
-    def train(self, name, *args, env=None):
-        """Output of a run of 20 steps in its own folder, and the lines of its metrics.jsonl."""
+    def train(self, name, *args, program=("run_train.py",), **options):
+        """(output, lines of metrics.jsonl about steps, folder) of a run of 20 steps."""
         out = self.folder / name
-        size = GPT2 if self.large else TINY
-        text = self.command(["run_train.py", *size, f"--data_dir={self.folder / 'data'}",
-                             f"--out_dir={out}", "--max_iters=20", "--eval_interval=10",
-                             "--eval_iters=4", "--log_interval=1", "--sample_tokens=0",
-                             "--warmup_iters=5", *args], env)
+        text = self.command([*program, *(GPT2 if self.large else TINY),
+                             f"--data_dir={self.folder / 'data'}", f"--out_dir={out}",
+                             "--max_iters=20", "--eval_interval=10", "--eval_iters=4",
+                             "--log_interval=1", "--sample_tokens=0", "--warmup_iters=5",
+                             *args], **options)
         lines = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
         return text, [line for line in lines if "loss" in line], out
+
+    def bench(self, row, *args, env=None):
+        """{side: numbers} of a row of train.bench."""
+        file = self.folder / "row.json"
+        tiny = [] if self.large else ["--tiny", "--repeats=1", "--no-compile"]
+        self.command(["-m", "train.bench", row, f"--out={file}", *args, *tiny], env)
+        return json.loads(file.read_text())["rows"][0]["results"]
+
+    def part(self, name):
+        """What a part that measures prints, as JSON."""
+        tiny = [] if self.large else ["--tiny", "--no-compile"]
+        return json.loads(self.command([*part(name), *tiny]).splitlines()[-1])
+
+
+def part(name):
+    """The command of one of train/bench_parts.py."""
+    return ["-m", "train.bench_parts", name]
 
 
 # -----------------------------------------------------------------------------
 # the items
 
 def graphs(job):
-    """Does a smaller last validation batch, or anything else, compile again?"""
-    text, steps, _ = job.train("graphs", "--compile", env={"TORCH_LOGS": "recompiles,graph_breaks"})
-    again = len(re.findall(r"Recompiling function", text))
-    breaks = len(re.findall(r"Graph break", text))
-    return f"{again} recompilations, {breaks} graph breaks in {len(steps)} steps"
+    """Does a smaller last validation batch, or anything else, make sizes symbolic?"""
+    text, steps, _ = job.train("graphs", "--compile",
+                               env={"TORCH_LOGS": "recompiles,graph_breaks,dynamic"})
+    found = {what: len(re.findall(pattern, text)) for what, pattern in (
+        ("symbolic sizes", "create_symbol"), ("recompilations", "Recompiling function"),
+        ("graph breaks", "Graph break"))}
+    return ", ".join(f"{n} {what}" for what, n in found.items()) + f" in {len(steps)} steps"
 
 
-def throughput(job):
-    """Tokens/s by micro-batch, ours and the peer's in turn."""
+def waits(job):
+    """In steps 6 to 9 a wait for the device, but for the one read a step, is an error."""
+    text, _, _ = job.train("waits", job.compile, program=part("watch_for_waits"))
+    return re.search(r"^waits: (.*)", text, re.MULTILINE)[1]
+
+
+def throughput(job, batch=32):
+    """Tokens/s, ours and the peer's in turn."""
+    row = job.bench("throughput", f"--batch={batch if job.large else 2}", "--repeats=2",
+                    *(["--peer", job.peer] if job.peer else []))
+    return "; ".join(f"{name}: {r['median']:,.0f} tokens/s, {r['of_bound']:.0%} of the matmul peak"
+                     for name, r in row.items())
+
+
+def settings(job):
+    """Our compiled tokens/s with other kernels: flash attention for cuDNN's, Inductor's search."""
     found = []
-    for batch in (12, 32, 48, 60) if job.large else (2,):
-        file = job.folder / f"throughput_{batch}.json"
-        peer = ["--peer", job.peer] if job.peer else []
-        tiny = [] if job.large else ["--tiny", "--no-compile", "--repeats=1"]
-        job.command(["-m", "train.bench", "throughput", f"--batch={batch}", f"--out={file}",
-                     *peer, *tiny])
-        row = json.loads(file.read_text())["rows"][0]["results"]
-        found += [f"batch {batch}, {name}: {r['median']:,.0f} tokens/s, {r['of_bound']:.0%} of the "
-                  "matmul peak" for name, r in row.items()]
+    for name, env in (("as it is", {}), ("no cuDNN", {"TORCH_CUDNN_SDPA_DEPRIORITIZED": "1"}),
+                      ("coordinate descent", {"TORCHINDUCTOR_COORDINATE_DESCENT_TUNING": "1"})):
+        row = job.bench("throughput", f"--batch={32 if job.large else 2}", "--repeats=1", env=env)
+        found.append(f"{name}: {max(r['median'] for r in row.values()):,.0f} tokens/s")
     return "; ".join(found)
 
 
+def profiled(job):
+    """Where the time of three compiled steps goes."""
+    return ", ".join(f"{name[:60]} {share:.1%}" for name, share in job.part("profile"))
+
+
 def losses(job):
-    """The same 20 steps compiled, eager and in float32: how far apart is the last loss?"""
-    ways = dict(compiled=["--compile"], eager=["--no-compile"],
-                float32=["--no-compile", "--dtype=float32"])
-    last = {name: job.train(f"loss_{name}", *args)[1][-1]["loss"] for name, args in ways.items()}
-    return ", ".join(f"{name} {loss:.4f}" for name, loss in last.items())
-
-
-def resumed(job):
-    """Deterministic mode: 20 steps, and 9 + 11, are the same bits."""
-    args = ["--deterministic", "--no-compile", "--lr_decay_iters=20"]
-    job.train("whole", *args)
-    job.train("parts", *args, "--max_iters=9")
-    job.train("parts", *args)
-
-    def digest(name):
-        state = torch.load(job.folder / name / "ckpt.pt", weights_only=True)["model"]
-        h = hashlib.sha256()
-        for key in sorted(state):
-            h.update(state[key].contiguous().view(torch.uint8).numpy().tobytes())
-        return h.hexdigest()
-    return "the same bits" if digest("whole") == digest("parts") else "DIFFERENT"
-
-
-def float16(job):
-    """float16 with its loss scale, and how long a save holds training up."""
-    text, steps, _ = job.train("float16", "--dtype=float16", "--no-compile", "--save_interval=5")
-    held = re.search(r"held it up for ([\d.]+) s(; \d+ float16 steps skipped)?", text)
-    return f"loss {steps[0]['loss']:.3f} to {steps[-1]['loss']:.3f}; {held[0]}"
+    """The same steps compiled, eager and in float32: how far apart are the losses?"""
+    ways = dict(float32=["--no-compile", "--dtype=float32"], compiled=["--compile"],
+                eager=["--no-compile"])
+    n = 200 if job.large else 20
+    runs = {name: [s["loss"] for s in job.train(f"loss_{name}", f"--max_iters={n}", *args)[1]]
+            for name, args in ways.items()}
+    return f"after {n} steps " + ", ".join(
+        f"{name} {x[-1]:.4f} (at most {max(abs(a - b) for a, b in zip(x, runs['float32'])):.4f} "
+        "from float32)" for name, x in runs.items())
 
 
 def not_finite(job):
-    """A NaN in step 12: the run stops before the update, the checkpoint before it is finite."""
-    try:
-        job.train("nan", "--no-compile", "--save_interval=5", "--optimizer=muon",
-                  "--muon_lr=1e30", "--learning_rate=100", "--grad_clip=0")
-    except RuntimeError as error:
-        if "not finite" not in str(error):
-            raise
-        state = torch.load(job.folder / "nan" / "ckpt.pt", weights_only=True)["model"] if (
-            job.folder / "nan" / "ckpt.pt").exists() else {}
-        finite = all(torch.isfinite(t).all() for t in state.values())
-        return f"stopped, exit 1; the last checkpoint is {'finite' if finite else 'NOT FINITE'}"
-    return "the losses stayed finite: nothing to see"
+    """A NaN in step 12: the run stops before the update, the checkpoint of step 10 is finite."""
+    from train.checkpoint import load_checkpoint
+    for optimizer in ("adamw", "muon"):
+        text, _, out = job.train(f"nan_{optimizer}", "--no-compile", f"--optimizer={optimizer}",
+                                 program=part("spoil_step_12"), code=1)
+        step = load_checkpoint(str(out / "ckpt.pt"))["iter_num"]  # which checks that it is finite
+        if "iter 12: not finite" not in text or step != 10:
+            raise RuntimeError(f"{optimizer}: checkpoint of {step}: {text}")
+    return "AdamW and Muon: exit 1, the checkpoint of step 10 is finite"
+
+
+def resumed(job):
+    """Deterministic: killed in step 15, and resumed with nothing compiled that could be found."""
+    for how in ("--no-compile", "--compile"):
+        args, states = ["--deterministic", "--save_interval=5", how], []
+        cold = tempfile.mkdtemp(dir=job.folder)
+        for name, program, code, env in (
+                ("whole", ["run_train.py"], 0, {}),
+                ("parts", part("die_in_step_15"), -signal.SIGKILL, {}),
+                ("parts", ["run_train.py"], 0,
+                 {"TORCHINDUCTOR_CACHE_DIR": cold, "TRITON_CACHE_DIR": cold})):
+            _, _, out = job.train(name + how, *args, program=program, code=code, env=env)
+            states.append(torch.load(out / "ckpt.pt", weights_only=True)["model"])
+        if not all(torch.equal(states[0][n], states[2][n]) for n in states[0]):
+            raise RuntimeError(f"{how}: the resumed run has other bits")
+    return "the same bits, eager and compiled"
+
+
+def float16(job):
+    """float16 with its loss scale, and how long three saves hold training up."""
+    text, steps, _ = job.train("float16", "--dtype=float16", "--no-compile", "--save_interval=5",
+                               "--eval_interval=0")
+    held = re.search(r"held it up for ([\d.]+ s(; \d+ float16 steps skipped)?)", text)[1]
+    return f"loss {steps[0]['loss']:.3f} to {steps[-1]['loss']:.3f}; four saves took {held}"
 
 
 def sampling(job):
-    file = job.folder / "sample.json"
-    tiny = [] if job.large else ["--tiny"]
-    job.command(["-m", "train.bench", "sample", f"--out={file}", *tiny])
-    row = json.loads(file.read_text())["rows"][0]["results"]
-    return "; ".join(f"{name}: {r['median']:,.0f} tokens/s, {r['of_bound']:.0%} of the bound of "
+    """One stream with its context full; and while it grows, each length met for the first time
+    (a kernel that plans anew for every length is slow then) and once more."""
+    row = job.bench("sample")
+    full = "; ".join(f"{name}: {r['median']:,.0f} tokens/s, {r['of_bound']:.0%} of the bound of "
                      "reading the weights" for name, r in row.items())
+    growing = ", ".join(f"to {n} {first:,.0f} and {again:,.0f}"
+                        for n, first, again in job.part("growing"))
+    return f"{full}; growing, tokens/s at first and again: {growing}"
 
 
 def wrappers(job):
-    """DDP and FSDP over all GPUs of this machine (gloo on a CPU, two processes)."""
-    n = torch.cuda.device_count() if job.large else 2
-    if n < 2:
-        return "not measured: one GPU"
-    found = []
-    for kind in ("ddp", "fsdp"):
-        shutil.rmtree(job.folder / kind, ignore_errors=True)
-        size = GPT2 if job.large else TINY
-        text = job.command(["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={n}",
-                            "run_train.py", *size, f"--data_dir={job.folder / 'data'}",
-                            f"--out_dir={job.folder / kind}", "--max_iters=5", "--eval_interval=0",
-                            "--log_interval=1", f"--distributed={kind}", "--warmup_iters=2"])
-        found.append(f"{kind}: {re.findall(r'iter 4: loss ([0-9.]+)', text)[0]}")
-    return f"loss after 5 steps on {n} ranks: {', '.join(found)}"
+    """DDP and FSDP2 around one rank, compiled and checkpointed, and over all GPUs (gloo and two
+    processes on a CPU): the losses of the run without them?"""
+    args = ["--max_iters=5", "--eval_interval=0", "--gradient_checkpointing=true",
+            job.compile]
+    found = {"alone": job.train("alone", *args)[1][-1]["loss"]}
+    for n in sorted({1, torch.cuda.device_count() if job.large else 2}):
+        torchrun = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={n}",
+                    *part("wrapped")]
+        for kind in ("ddp", "fsdp"):
+            _, steps, _ = job.train(f"{kind}{n}", f"--distributed={kind}", *args, program=torchrun)
+            found[f"{kind} on {n}"] = steps[-1]["loss"]
+    return "loss after 5 steps: " + ", ".join(f"{k} {v:.4f}" for k, v in found.items())
 
 
-ITEMS = {"graphs": graphs, "throughput": throughput, "losses": losses, "not finite": not_finite,
-         "resumed": resumed, "float16": float16, "sampling": sampling, "wrappers": wrappers}
+ITEMS = {  # name: (what, the minutes it may take)
+    "graphs": (graphs, 3), "waits": (waits, 2), "throughput, batch 32": (throughput, 5),
+    "where time goes": (profiled, 2), "settings": (settings, 5),
+    **{f"throughput, batch {n}": (functools.partial(throughput, batch=n), 4) for n in (48, 60, 12)},
+    "losses": (losses, 5), "not finite": (not_finite, 3), "resumed": (resumed, 5),
+    "float16": (float16, 2), "sampling": (sampling, 3), "wrappers": (wrappers, 5)}

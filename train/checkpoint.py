@@ -454,7 +454,9 @@ def snapshot_if_room(state):
 
 def snapshot(state):
     """A copy on the CPU of a nest of dicts, lists and tensors that training can no longer change.
-    From a GPU into pinned memory, at the speed of the bus: synchronize before reading it."""
+    From a GPU into pinned memory, at the speed of the bus: synchronize before reading it. PyTorch
+    rounds each pinned tensor up to a power of two (GPT-2 124M with AdamW: 1.39 GiB take 2.45) and
+    keeps the memory for the next save; hence the factor 2 above."""
     def copy(t):
         out = torch.empty(t.shape, dtype=t.dtype, pin_memory=t.is_cuda)
         return out.copy_(t.detach(), non_blocking=t.is_cuda)

@@ -1,0 +1,117 @@
+"""What the items of train/bench_gpu.py run: python -m train.bench_parts NAME ARGS
+
+Runs of run_train.py that are watched or disturbed, and measurements that print JSON.
+"""
+
+import dataclasses
+import json
+import os
+import signal
+import sys
+
+import torch
+
+from train import bench
+
+# -----------------------------------------------------------------------------
+# run_train.py, changed from outside; argv is its own
+
+def watch_for_waits(argv):
+    """From the read of the device in step 5 to that in step 9, any other wait for it is an error
+    (https://docs.pytorch.org/docs/stable/generated/torch.cuda.set_sync_debug_mode.html)."""
+    from run_train import main
+    from train import train
+    read, reads = train.to_host, []
+
+    def mode(name):
+        if torch.cuda.is_available():
+            torch.cuda.set_sync_debug_mode(name)
+
+    def watched(*args):
+        mode("default")
+        reads.append(read(*args))
+        mode("error" if 5 < len(reads) < 10 else "default")
+        return reads[-1]
+    train.to_host = watched
+    code = main(argv)
+    print(f"waits: {len(reads)} reads in as many steps, no other wait in steps 6 to 9")
+    return code
+
+
+def at_step(n, act):
+    """Have act(optimizer) called in step n of a run, before its gradients are clipped."""
+    from train import train
+    clip, calls = train.clip_gradients, []
+
+    def clip_gradients(optimizer, *args):
+        calls.append(optimizer)
+        if len(calls) == n + 1:
+            act(optimizer)
+        return clip(optimizer, *args)
+    train.clip_gradients = clip_gradients
+
+
+def spoil_step_12(argv):
+    """A NaN in one gradient."""
+    from run_train import main
+    at_step(12, lambda optimizer: optimizer.param_groups[0]["params"][0].grad.fill_(torch.nan))
+    return main(argv)
+
+
+def die_in_step_15(argv):
+    from run_train import main
+    at_step(15, lambda optimizer: os.kill(os.getpid(), signal.SIGKILL))
+    return main(argv)
+
+
+def wrapped(argv):
+    """Under torchrun, where one rank is wrapped too, as several are."""
+    from run_train import main
+    from train import distributed, train
+    wrap = distributed.wrap_ddp
+    distributed.wrap_ddp = lambda model, ranks: wrap(model, dataclasses.replace(ranks,
+                                                                                world_size=2))
+    train.Trainer.sharded = property(lambda self: self.config.distributed == "fsdp",
+                                     lambda self, value: None)
+    return main(argv)
+
+
+# -----------------------------------------------------------------------------
+# measurements; argv is that of train.bench
+
+def profile(argv):
+    """[[kernel or operation, its share of the time]] of three training steps, the longest first."""
+    o = bench.settle(bench.parse_args(["throughput", "--steps=3", *argv]))
+    dtype, _ = bench.choose_dtype("auto", o.device)
+    steps = bench.training(o, bench.our_model(o), dtype, o.compile)
+    steps()
+    with torch.profiler.profile() as profiler:
+        steps()
+    time = "self_device_time_total" if o.device.type == "cuda" else "self_cpu_time_total"
+    times = {e.key: getattr(e, time) for e in profiler.key_averages()}
+    longest = sorted(times, key=times.get, reverse=True)[:12]
+    print(json.dumps([[name, times[name] / sum(times.values())] for name in longest]))
+    return 0
+
+
+def growing(argv):
+    """[[length, tokens/s up to it, the same again]] of one stream that begins with a token."""
+    o = bench.settle(bench.parse_args(["sample", *argv]))
+    dtype, _ = bench.choose_dtype("auto", o.device)
+    model, T, start = bench.pack(bench.our_model(o)[0].to(dtype).eval()), o.shape["block_size"], 1
+    found = []
+    for end in (T // 4, T // 2, T):
+        idx, n = torch.zeros(1, start, dtype=torch.int64, device=o.device), end - start
+        seconds = [bench.timed(lambda idx=idx, n=n: bench.generate(model, idx, n, top_k=200),
+                               o.device) for _ in range(2)]
+        found.append([end, *(n / s for s in seconds)])
+        start = end
+    print(json.dumps(found))
+    return 0
+
+
+PARTS = dict(watch_for_waits=watch_for_waits, spoil_step_12=spoil_step_12, wrapped=wrapped,
+             die_in_step_15=die_in_step_15, profile=profile, growing=growing)
+
+if __name__ == "__main__":
+    sys.exit(PARTS[sys.argv[1]](sys.argv[2:]))
