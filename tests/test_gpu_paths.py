@@ -1,0 +1,160 @@
+"""What happens on a GPU, as far as a CPU can show it: compiling in the loop, the peak that MFU
+divides by, what a dry run counts and times. (More: the end of test_gpt.py; Muon and the norm over
+ranks in test_distributed.py; the programme that needs a real one in test_bench.py.)"""
+
+import contextlib
+import json
+import re
+import types
+
+import pytest
+import torch
+from conftest import REPO, TINY
+from test_gpt import Graphs
+
+from model.gpt import GPT, GPTConfig
+from train import dry_run, guard, report
+from train.config import load_config
+from train.dataloader import open_token_data
+from train.distributed import Ranks
+from train.train import train
+
+
+@pytest.fixture
+def compiled_as_on_a_gpu(monkeypatch):
+    """A function that has the loop compile with a backend, in validation and in its first step
+    too: a CPU pauses there."""
+    torch._dynamo.reset()
+
+    def use(backend):
+        compile = GPT.compile
+        monkeypatch.setattr(guard.Compiler, "paused",
+                            lambda compiler, when=True: contextlib.nullcontext())
+        monkeypatch.setattr(GPT, "compile", lambda model, **options: compile(
+            model, backend=backend, **options))
+    yield use
+    torch._dynamo.reset()
+
+
+def run(data_dir, out_dir, **changes):
+    train(load_config(None, TINY | dict(data_dir=str(data_dir), out_dir=str(out_dir),
+                                        compile="true", max_iters=2) | changes))
+    return [json.loads(line) for line in (out_dir / "metrics.jsonl").read_text().splitlines()]
+
+
+def test_a_partial_batch_in_validation_leaves_training_static(data_dir, tmp_path,
+                                                              compiled_as_on_a_gpu):
+    """Iter 0 validates first: 62 batches of four windows and one of one."""
+    graphs = Graphs()
+    compiled_as_on_a_gpu(graphs)
+    run(data_dir, tmp_path, eval_iters=1000)
+    batches = {n.meta["example_value"].shape[0] for graph in graphs for n in graph.graph.nodes
+               if n.op == "placeholder" and n.meta["example_value"].dim() == 3}
+    assert {1, 4} <= batches and not graphs.sizes()
+
+
+def test_a_compiler_that_fails_in_validation_does_not_end_the_run(data_dir, tmp_path, capsys,
+                                                                  compiled_as_on_a_gpu):
+    def broken(graph, inputs):
+        raise RuntimeError("no Triton here")
+    compiled_as_on_a_gpu(broken)
+    lines = run(data_dir, tmp_path)
+    text = capsys.readouterr().out
+    assert text.count("torch.compile failed; going on without it (--no-compile)") == 1
+    assert [m["iter"] for m in lines if "val_loss" in m] == [0, 2]
+
+
+def test_rotation_angles_are_looked_up_not_computed():
+    """Not in every layer and pass: no angle is in the graphs that are compiled."""
+    torch._dynamo.reset()
+    gpt, graphs = GPT(GPTConfig(n_layer=2, n_head=2, n_embd=32, vocab_size=61, block_size=16)), []
+    torch.nn.Module.compile(gpt, backend=lambda graph, inputs: graphs.append(graph) or graph)
+    idx = torch.zeros(2, 16, dtype=torch.int64)
+    gpt(idx, idx)
+    torch._dynamo.reset()
+    called = {str(n.target) for graph in graphs for n in graph.graph.nodes
+              if n.op.startswith("call")}
+    assert "cat" in str(called) and not re.search(r"\b(cos|sin|pow|arange)\b", str(called))
+
+
+# --- precision and its peak
+
+def test_precision_is_chosen_by_the_device():
+    for path in sorted((REPO / "train").glob("*.yaml")):
+        if "dtype" in path.read_text():
+            assert re.search(r"^dtype: (auto|float32)\b", path.read_text(), re.MULTILINE), path
+    assert load_config(None).dtype == "auto"
+
+
+@pytest.mark.parametrize("name, bfloat16, tf32, float32", [
+    ("NVIDIA H200", 989, 495, 67), ("NVIDIA H200 NVL", 835, 418, 60),
+    ("NVIDIA H100 80GB HBM3", 989, 495, 67), ("NVIDIA H100 PCIe", 756, 378, 51),
+    ("NVIDIA A100-SXM4-80GB", 312, 156, 19.5), ("Tesla T4", 65, 8.1, 8.1),
+    ("NVIDIA GeForce RTX 4090", 165, 82.6, 82.6), ("NVIDIA A40", 150, 75, 37)])
+def test_the_peak_is_that_of_the_gpu_and_of_the_precision(name, bfloat16, tf32, float32):
+    assert report.peak_flops(name, torch.bfloat16, True) == bfloat16 * 1e12
+    assert report.peak_flops(name, torch.float16, False) == bfloat16 * 1e12
+    assert report.peak_flops(name, torch.float32, True) == tf32 * 1e12
+    assert report.peak_flops(name, torch.float32, False) == float32 * 1e12
+
+
+@pytest.mark.parametrize("name", ["NVIDIA RTX A4000", "NVIDIA T400 4GB", "NVIDIA A10M", "GB10",
+                                  "NVIDIA GeForce GTX 1080"])
+def test_a_gpu_that_is_not_in_the_table_has_no_peak(name):
+    assert report.peak_flops(name, torch.bfloat16, True) is None
+
+
+def test_mfu_divides_by_the_peak_of_all_ranks(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA H200")
+    monkeypatch.setattr(torch.backends.cuda, "matmul", types.SimpleNamespace(allow_tf32=True))
+    ranks = Ranks(world_size=2, device=torch.device("cuda", 0))
+    assert report.mfu(989e12, ranks, torch.bfloat16) == pytest.approx(0.5)
+    assert report.mfu(495e12, ranks, torch.float32) == pytest.approx(0.5)
+    assert report.mfu(1e12, Ranks(), torch.bfloat16) is None  # a CPU
+
+
+# --- the dry run
+
+def memory_parts(monkeypatch, data_dir, world_size=1, compiled=True, **changes):
+    """{part: MiB} of a rank with a GPU."""
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (2**40, 2**40))
+    ranks = Ranks(world_size=1, device=torch.device("cuda", 0))
+    c = load_config(None, TINY | dict(data_dir=str(data_dir), vocab_size=32000, n_embd=512,
+                                      n_hidden=2048, batch_size=64, block_size=512) | changes)
+    data, said = open_token_data(c, ranks), []
+    with torch.device("meta"):
+        model = GPT(GPTConfig(n_layer=2, n_head=2, n_embd=512, vocab_size=32000, block_size=512))
+    monkeypatch.setattr("train.distributed.max_over_ranks", lambda values, ranks: values)
+    ranks.world_size = world_size
+    dry_run.check_memory(c, model, data, ranks, torch.bfloat16, compiled, said.append)
+    return {k: int(v.replace(",", "")) for k, v in re.findall(r"(\w+) ([\d,]+)[,;]", said[0])}
+
+
+def test_a_dry_run_counts_the_second_copies(monkeypatch, data_dir):
+    """DDP's buckets hold the gradients once more; compiled, the loss keeps the logits and their
+    gradient; the optimizer's 8 bytes a parameter exist before the first step in the count."""
+    alone, ddp, fsdp, eager = (memory_parts(monkeypatch, data_dir, **changes) for changes in (
+        {}, dict(world_size=2), dict(world_size=2, distributed="fsdp"), dict(compiled=False)))
+    weights = alone["weights"]
+    logits = 64 * 512 * 32000 * 2 / 2**20  # 64 windows of 512 tokens, bfloat16
+    for found, wanted in ((alone["gradients"], weights), (alone["optimizer"], 2 * weights),
+                          (ddp["gradients"], 2 * weights), (fsdp["gradients"], weights / 2),
+                          (alone["logits"], 2 * logits), (eager["logits"], logits)):
+        assert found == pytest.approx(wanted, abs=1)
+
+
+def test_a_dry_run_times_the_step_with_its_optimizer(monkeypatch, data_dir):
+    """On a GPU compiled and static; four micro-batches of the real size, and the update."""
+    timed, compiled = [], []
+    monkeypatch.setattr(dry_run, "seconds", lambda f, ranks, *args: timed.append(f.__name__) or (
+        f(*args), 7.0 if f.__name__ == "update" else 1.0)[1])
+    monkeypatch.setattr(GPT, "compile", lambda model, **options: compiled.append(options))
+    c = load_config(None, TINY | dict(data_dir=str(data_dir)))
+    data, cpu = open_token_data(c, Ranks()), Ranks()
+    model = GPT(GPTConfig(n_layer=2, n_head=2, n_embd=32, vocab_size=256, block_size=16))
+    ranks = Ranks(device=types.SimpleNamespace(type="cuda"))
+    monkeypatch.setattr(data.train, "get_batch", lambda device, step, get=data.train.get_batch: get(
+        cpu.device, step))
+    seconds, guessed = dry_run.time_step(c, model, data, ranks, torch.float32, compiled=True)
+    assert timed == ["micro"] * 6 + ["update"] and compiled == [dict(dynamic=False)]
+    assert (seconds, guessed) == (2 * 1.0 + 7.0, False)  # two micro-batches are accumulated
