@@ -473,10 +473,22 @@ def muon_by_hand(kind):
         return [distributed.full(p.detach()).numpy() for p in params]
 
 
+def muon_by_hand_as_on_a_gpu():
+    """The same of shards through the all-to-all of GPUs, which DTensor avoids on a CPU."""
+    import torch
+    from torch.distributed.tensor import placement_types
+
+    def all_to_all(tensor, gather_dim, shard_dim, mesh, mesh_dim):
+        name = torch.distributed.group.WORLD.group_name
+        return torch.ops._dtensor.shard_dim_alltoall(tensor, gather_dim, shard_dim, name)
+    placement_types.shard_dim_alltoall = all_to_all
+    return muon_by_hand("fsdp")
+
+
 def test_muon_shares_few_matrices_and_passes_over_one_without_a_gradient():
     alone, = in_ranks(1, muon_by_hand, "ddp")
-    for kind in ("ddp", "fsdp"):
-        first, *others = in_ranks(3, muon_by_hand, kind)
+    for function in ((muon_by_hand, "ddp"), (muon_by_hand, "fsdp"), (muon_by_hand_as_on_a_gpu,)):
+        first, *others = in_ranks(3, *function)
         for i, (found, wanted) in enumerate(zip(first, alone, strict=True)):
             np.testing.assert_allclose(found, wanted, rtol=0, atol=5e-3)
             assert all((other[i] == found).all() for other in others)
