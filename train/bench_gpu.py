@@ -29,10 +29,9 @@ GPT2 = ["--config", "train/config_gpt2.yaml", "--batch_size=32", "--gradient_acc
 
 def programme(o):
     """Run every item until o.minutes are over; the exit code."""
-    cuda = torch.cuda.is_available()
     end, results = time.monotonic() + 60 * o.minutes, []
     with tempfile.TemporaryDirectory() as folder:
-        job = Job(Path(folder), cuda and not o.tiny, o.peer)
+        job = Job(Path(folder), torch.cuda.is_available() and not o.tiny, o.peer)
         for name, (item, minutes) in ITEMS.items():
             job.end = min(end, time.monotonic() + 60 * minutes)
             if end - time.monotonic() < 10:
@@ -43,7 +42,8 @@ def programme(o):
             if o.out:
                 with open(o.out, "a") as f:
                     f.write(json.dumps(results[-1]) + "\n")
-    where = torch.cuda.get_device_name() if cuda else "a CPU, tiny: these are no measurements"
+    where = (torch.cuda.get_device_name() if job.large else
+             "a tiny model: these are no measurements")
     print(f"\nOn {where}, PyTorch {torch.__version__}:\n\n| item | result |\n|---|---|")
     for r in results:
         print(f"| {r['item']} | {r['result']} |")
@@ -111,7 +111,8 @@ class Job:
     def part(self, name):
         """What a part that measures prints, as JSON."""
         tiny = [] if self.large else ["--tiny", "--no-compile"]
-        return json.loads(self.command([*part(name), *tiny]).splitlines()[-1])
+        lines = self.command([*part(name), *tiny]).splitlines()
+        return json.loads(next(line for line in lines[::-1] if line.startswith("[[")))
 
 
 def part(name):
