@@ -148,10 +148,6 @@ def test_105_all_problems_at_once_exit_2_fast_without_traceback():
         assert part in done.stderr
 
 
-def test_muon_with_fsdp_is_refused_by_name():
-    assert "muon" in problems(None, ["--optimizer=muon", "--distributed=fsdp"])[0]
-
-
 def test_help_shows_every_key_fast():
     started = time.time()
     done = command("--help")
