@@ -186,7 +186,7 @@ def test_items_stop_when_the_minutes_are_over(tmp_path, monkeypatch):
 @pytest.mark.parametrize("name, says", [
     ("waits", "20 reads in as many steps, no other wait in steps 6 to 9"),
     ("not finite", "exit 1, the checkpoint of step 10 is finite"),
-    ("where time goes", "aten::mm "), ("sampling", "at first and again: to 8 ")])
+    ("where time goes", "aten::mm "), ("sampling, growing", "at first and again: to 8 ")])
 def test_an_item_on_its_tiny_model(tmp_path, monkeypatch, name, says):
     """Each starts the program anew, as a person would: 1 to 3 seconds."""
     monkeypatch.setattr(bench_gpu, "ITEMS", {name: bench_gpu.ITEMS[name]})
