@@ -22,6 +22,7 @@ import torch
 
 from train.config import REPOSITORY
 
+LEAST = 10.0  # seconds left, or an item is not begun
 TINY = ["--n_layer=2", "--n_head=2", "--n_embd=32", "--n_hidden=64", "--vocab_size=256",
         "--block_size=32", "--batch_size=4", "--gradient_accumulation_steps=2"]
 GPT2 = ["--config", "train/config_gpt2.yaml", "--batch_size=32", "--gradient_accumulation_steps=2"]
@@ -34,10 +35,10 @@ def programme(o):
         job = Job(Path(folder), torch.cuda.is_available() and not o.tiny, o.peer)
         for name, (item, minutes) in ITEMS.items():
             job.end = min(end, time.monotonic() + 60 * minutes)
-            if end - time.monotonic() < 10:
+            if end - time.monotonic() < LEAST:
                 results.append(dict(item=name, result="not measured: no time left"))
             else:
-                results.append(dict(item=name) | outcome(item, job))
+                results.append(dict(item=name) | outcome(item, job, end))
             print(json.dumps(results[-1]), flush=True)
             if o.out:
                 with open(o.out, "a") as f:
@@ -50,11 +51,14 @@ def programme(o):
     return int(any(r.get("failed") for r in results))
 
 
-def outcome(item, job):
-    """What came of an item: its result, or how it failed."""
+def outcome(item, job, end):
+    """What came of an item: its result, or how it failed before all is over at `end`."""
     started = time.monotonic()
     try:
         result = dict(result=item(job))
+    except subprocess.TimeoutExpired:
+        result = (dict(result="failed: timed out", failed=True) if job.end < end else
+                  dict(result="not measured: no time left"))
     except Exception as error:
         result = dict(result=f"failed: {' '.join(str(error).split())[-300:]}", failed=True)
     return result | dict(seconds=round(time.monotonic() - started, 1))
@@ -186,21 +190,21 @@ def not_finite(job):
     return "AdamW and Muon: exit 1, the checkpoint of step 10 is finite"
 
 
-def resumed(job):
+def resumed(job, how="--no-compile"):
     """Deterministic: killed in step 15, and resumed with nothing compiled that could be found."""
-    for how in ("--no-compile", "--compile"):
-        args, states = ["--deterministic", "--save_interval=5", how], []
-        cold = tempfile.mkdtemp(dir=job.folder)
-        for name, program, code, env in (
-                ("whole", ["run_train.py"], 0, {}),
-                ("parts", part("die_in_step_15"), -signal.SIGKILL, {}),
-                ("parts", ["run_train.py"], 0,
-                 {"TORCHINDUCTOR_CACHE_DIR": cold, "TRITON_CACHE_DIR": cold})):
-            _, _, out = job.train(name + how, *args, program=program, code=code, env=env)
-            states.append(torch.load(out / "ckpt.pt", weights_only=True)["model"])
-        if not all(torch.equal(states[0][n], states[2][n]) for n in states[0]):
-            raise RuntimeError(f"{how}: the resumed run has other bits")
-    return "the same bits, eager and compiled"
+    args, states = ["--deterministic", "--save_interval=5", how], []
+    cold = tempfile.mkdtemp(dir=job.folder)
+    for name, program, code, env in (
+            ("whole", ["run_train.py"], 0, {}),
+            ("parts", part("die_in_step_15"), -signal.SIGKILL, {}),
+            ("parts", ["run_train.py"], 0,
+             {"TORCHINDUCTOR_CACHE_DIR": cold, "TRITON_CACHE_DIR": cold})):
+        _, _, out = job.train(name + how, *args, program=program, code=code, env=env)
+        states.append(torch.load(out / "ckpt.pt", weights_only=True)["model"])
+    whole, _, parts = states
+    if not all(torch.equal(whole[n], parts[n]) for n in whole):
+        raise RuntimeError("the resumed run has other bits")
+    return "the same bits"
 
 
 def float16(job):
@@ -243,6 +247,7 @@ ITEMS = {  # name: (what, the minutes it may take)
     "graphs": (graphs, 3), "waits": (waits, 2), "throughput, batch 32": (throughput, 5),
     "where time goes": (profiled, 2), "settings": (settings, 5),
     **{f"throughput, batch {n}": (functools.partial(throughput, batch=n), 4) for n in (48, 60, 12)},
-    "losses": (losses, 5), "not finite": (not_finite, 3), "resumed": (resumed, 5),
+    "losses": (losses, 5), "not finite": (not_finite, 3), "resumed": (resumed, 3),
     "float16": (float16, 2), "sampling": (sampling, 3), "sampling, growing": (growing, 2),
-    "wrappers": (wrappers, 5)}
+    "wrappers": (wrappers, 5),
+    "resumed, compiled": (functools.partial(resumed, how="--compile"), 5)}
