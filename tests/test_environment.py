@@ -6,16 +6,18 @@ them.
 
 import errno
 import os
+import platform
 import resource
 import shutil
 import signal
 import socket
 import subprocess
+import sys
 import time
 
 import pytest
 import torch
-from conftest import run, start, tiny_args
+from conftest import REPO, run, start, tiny_args
 from runs import Program, assert_same, go, metrics, run_program
 
 from data.token_files import DataError
@@ -233,3 +235,26 @@ def test_116_117_four_runs_on_a_busy_machine(tmp_path, data_dir, undisturbed):
     assert codes == [0, 0, 0, 0]
     for i in range(4):
         assert_same(undisturbed, tmp_path / str(i))
+
+
+@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="glibc's malloc only")
+def test_memory_of_a_step_is_kept_for_the_next():
+    """In a process of its own: page faults of allocating and freeing 256 MB again and again."""
+    code = """if True:
+        import resource, sys
+        import torch
+        from train.config import TrainConfig
+        from train.distributed import process_group
+
+        def faults():
+            before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+            for _ in range(10):
+                torch.ones(1 << 26)
+            return resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
+        without = faults()
+        with process_group(TrainConfig(device="cpu")):
+            faults()
+            print(without, faults())"""
+    done = subprocess.run([sys.executable, "-c", code], cwd=REPO, capture_output=True, text=True)
+    without, kept = map(int, done.stdout.split())
+    assert kept < 100 < without / 10, done.stderr
