@@ -7,9 +7,11 @@ every figure stands beside this machine's own bound.
 """
 
 import argparse
+import concurrent.futures
 import functools
 import importlib.util
 import json
+import multiprocessing
 import os
 import pickle
 import platform
@@ -29,7 +31,7 @@ from model.decode import pack, quantize
 from model.generate import generate
 from model.gpt import GPT, GPTConfig
 from train.config import REPOSITORY, load_config
-from train.distributed import choose_dtype, get_device, physical_cores
+from train.distributed import choose_dtype, get_device, keep_freed_memory, physical_cores
 from train.optimizer import clip_gradients, configure_optimizers
 
 REPO = Path(REPOSITORY)
@@ -82,7 +84,7 @@ def machine(device, tiny):
     for dtype in (torch.bfloat16, torch.float32):
         a, b = (torch.randn(n, n, device=device).to(dtype) for _ in range(2))
         best = min([timed(lambda a=a, b=b: a @ b, device) for _ in range(7)][2:])
-        peaks[str(dtype).removeprefix("torch.")] = round(2 * n ** 3 / best / 1e12, 3)
+        peaks[short(dtype)] = round(2 * n ** 3 / best / 1e12, 3)
     big = torch.zeros(cells, device=device)
     bandwidth = big.nbytes / min([timed(big.sum, device) for _ in range(7)][2:]) / 1e9
     cpu = platform.processor() or platform.machine()
@@ -144,29 +146,59 @@ def training(o, pair, dtype, compiled):
     return repeat
 
 
+class Apart:
+    """Training of the peer in a process of its own, without what our runs set for theirs (how
+    malloc keeps memory)."""
+    sides = {}  # in that process
+
+    def __init__(self, o):
+        context = multiprocessing.get_context("spawn")
+        self.o, self.pool = o, concurrent.futures.ProcessPoolExecutor(1, mp_context=context)
+
+    def training(self, name, *args):
+        """(f() -> tokens/s, FLOPs of a token)."""
+        flops = self.pool.submit(Apart.build, self.o, name, *args).result()
+        return lambda: self.pool.submit(Apart.repeat, name).result(), flops
+
+    @staticmethod
+    def build(o, name, dtype, compiled):
+        torch.set_num_threads(o.machine["threads"])
+        pair = peer_model(o)
+        Apart.sides[name] = training(o, pair, dtype, compiled)
+        return flops_per_token(pair[0], o.shape)
+
+    @staticmethod
+    def repeat(name):
+        return Apart.sides[name]()
+
+
 def throughput(o):
     """Each side in the precision that it chooses by itself: nanoGPT's train.py autocasts on CUDA
     only; `peer, bfloat16` on a CPU is it with autocast added by hand."""
     low = choose_dtype("auto", o.device)[0]
-    ways = [False, True] if o.compile else [False]
-    sides, flops = {}, {}
-    for compiled in ways:
+    by_itself = torch.float32 if o.device.type == "cpu" else low
+    apart, sides, flops = Apart(o), {}, {}
+    for compiled in [False, True] if o.compile else [False]:
         how = "compiled" if compiled else "eager"
-        kinds = [("ours", our_model(o), low), ("ours as GPT-2", our_model(o, **AS_GPT2), low)]
-        if o.peer:
-            kinds += [("peer", peer_model(o), dtype) for dtype in dict.fromkeys(
-                (torch.float32 if o.device.type == "cpu" else low, low))]
-        for name, pair, dtype in kinds:
-            name = f"{name}, {str(dtype).removeprefix('torch.')}, {how}"
-            sides[name] = training(o, pair, dtype, compiled)
+        for name, changes in (("ours", {}), ("ours as GPT-2", AS_GPT2)):
+            pair, name = our_model(o, **changes), f"{name}, {short(low)}, {how}"
+            sides[name] = training(o, pair, low, compiled)
             flops[name] = flops_per_token(pair[0], o.shape)
+        for dtype in dict.fromkeys((by_itself, low)) if o.peer else ():
+            name = f"peer, {short(dtype)}, {how}"
+            sides[name], flops[name] = apart.training(name, dtype, compiled)
     results = alternate(sides, o.repeats)
+    apart.pool.shutdown()
     peak = max(o.machine["matmul_tflops"].values()) * 1e12
     for name, r in results.items():
         r["bound"] = peak / flops[name]
     s = o.shape
     return row(f"training, {s['n_layer']} x {s['n_embd']}, vocabulary {s['vocab_size']:,}, T "
                f"{s['block_size']}, batch {o.batch}", "tokens/s", results)
+
+
+def short(dtype):
+    return str(dtype).removeprefix("torch.")
 
 
 def flops_per_token(model, shape):
@@ -257,7 +289,7 @@ def sample(o):
         sides[name] = lambda: n / timed(lambda: f(idx, n, top_k=200), o.device)
         bounds[name] = o.machine["read_gb_s"] * 1e9 / bytes_read
     n = sum(p.numel() for p in our_model(o)[0].parameters())
-    low = str(dtype).removeprefix("torch.")
+    low = short(dtype)
     kinds = [(low, pack, dtype.itemsize), ("int8", quantize, 1)]
     if o.compile:
         kinds += [(f"{low}, compiled", compile_decoder, dtype.itemsize),
@@ -330,6 +362,7 @@ def settle(o):
     o.steps = o.steps or (20 if o.device.type == "cuda" else 4)
     if "OMP_NUM_THREADS" not in os.environ:
         torch.set_num_threads(physical_cores())
+    keep_freed_memory()  # as a run does
     return o
 
 
