@@ -62,7 +62,9 @@ def check_args(a):
         (a.seed is None or 0 <= a.seed < 2**63,
          f"--seed must be at least 0 and below 2^63, got {a.seed}"),
         (a.max_new_tokens >= 0, f"--max_new_tokens must be at least 0, got {a.max_new_tokens}"),
-        (a.num_samples >= 1, f"--num_samples must be at least 1, got {a.num_samples}"))
+        (a.num_samples >= 1, f"--num_samples must be at least 1, got {a.num_samples}"),
+        (not a.chat or not (a.compile or a.quantize),
+         "--chat computes with the weights as they are: leave --compile and --quantize out"))
         if not good]
     return "\n".join(wrong)
 
@@ -112,6 +114,9 @@ def main(argv=None):
         return 2
     stop, n = tokenizer.eot_token, args.num_samples
     stream = Streamer(tokenizer, stop) if n == 1 else None
+    if args.compile:
+        print("--compile: compiling, some ten seconds; the next time it is found again",
+              file=sys.stderr)
     started = time.perf_counter()
     print(args.prompt if n == 1 else "", end="", flush=True)
     out = generate(model, torch.tensor([start] * n, device=device), args.max_new_tokens,

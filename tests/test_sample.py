@@ -430,6 +430,7 @@ def test_a_model_that_writes_no_text(checkpoint, tmp_path, monkeypatch, capsys):
 @pytest.mark.parametrize("args, message", [
     (["--temperature", "nan"], "at least 0, got nan"), (["--seed", str(2**64)], "below 2^63"),
     (["--temperature", "inf"], "got inf"), (["--seed", "-1"], "--seed must be at least 0"),
+    (["--chat", "--compile"], "leave --compile and --quantize out"),
     (["--ckpt", "nowhere.pt"], "no such file"), (["--temperature", "-1"], "at least 0"),
     (["--top_p", "0"], "(0, 1]"), (["--num_samples", "0"], "at least 1")])
 def test_bad_input_is_one_message_and_exit_2(capsys, args, message):
