@@ -5,30 +5,35 @@ weights but some thirty small operations a block. Compiled they are a few loops 
 """
 
 import functools
-import sys
 
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
 
 from model.decode import Int8Linear, joined, replace_products
+from model.generate import empty_cache
 from model.gpt import Block
-from train.guard import is_compile_error
 
 
 def compile_decoder(model, quantized=False):
-    """A Decoder of `model`, whose products are changed in place as `quantize` or `pack` does.
-    ValueError where its blocks are not those of model/gpt.py."""
+    """A Decoder of `model`, compiled, which takes some ten seconds the first time. The products of
+    `model` are changed in place, as `quantize` or `pack` does. ValueError where it is not a plain
+    GPT; what torch.compile raises where that fails."""
+    device = model.wte.weight.device
     if others := {type(block).__name__ for block in model.h if type(block) is not Block}:
         raise ValueError("--compile: expected the blocks of a plain GPT, found "
                          f"{', '.join(sorted(others))}; leave it out")
-    return Decoder(replace_products(model, Int8Linear if quantized else JoinedLinear))
+    if device.type == "mps":  # has no float64, in which positions stay exact
+        raise ValueError("--compile: not on mps; leave it out")
+    decoder = Decoder(replace_products(model, Int8Linear if quantized else JoinedLinear))
+    with torch.no_grad():
+        decoder(torch.zeros(1, 1, dtype=torch.int64, device=device), empty_cache(model, 1))
+    return decoder
 
 
 class Decoder:
-    """`model` with single tokens computed by one compiled graph; it stands for the model where
-    tokens are drawn. Prompts are read as before. A graph is for a number of texts: compiling takes
-    some ten seconds for each."""
+    """`model` with the single tokens of one text computed by one compiled graph; it stands for the
+    model where tokens are drawn. Prompts, and several texts at once, are computed as before."""
 
     def __init__(self, model):
         self.model, self.config, self.wte = model, model.config, model.wte
@@ -42,45 +47,31 @@ class Decoder:
 
     def __call__(self, idx, cache, last_only=True):
         """Logits (B, T or 1, V) of the tokens idx (B, T) that follow what the KVCache holds."""
-        if idx.size(1) > 1:
+        if idx.shape != (1, 1):
             return self.model(idx, cache=cache, last_only=last_only)
-        device, positions = idx.device, cache.start(1).to(idx.device)
-        slots = cache.slots
-        if isinstance(slots, slice):  # the same in every row
-            slots = torch.full((idx.size(0),), slots.start, device=device)
-        logits = self.compute(idx, cache.kv, slots, cache.used.to(device), positions, cache.last)
+        positions, device = cache.start(1), idx.device  # which says where the token goes
+        slot = torch.tensor(cache.slots.start, device=device)
+        logits = self.step(idx, cache.kv, slot, cache.used.to(device), positions.to(device),
+                           cache.last)
         cache.finish(idx)
         return logits
 
-    def compute(self, *tensors):
-        try:
-            return self.step(*tensors)
-        except Exception as error:
-            if not is_compile_error(error):
-                raise
-            reason = str(error).strip().split("\n")[0][:200]
-            print(f"--compile: torch.compile failed; going on without it: {reason}",
-                  file=sys.stderr)
-            self.step = functools.partial(next_logits, self.model)
-            return self.step(*tensors)
 
-
-def next_logits(model, idx, kv, slots, used, positions, last):
-    """What is compiled: tensors in, tensors out, and no shape that grows. slots (B,): where the
-    tokens idx (B, 1) go in kv (L, 2, B, G, S, D). used (B,): the tokens before them."""
-    cache = OneToken(kv, slots, used, positions, last)
+def next_logits(model, idx, kv, slot, used, positions, last):
+    """What is compiled: tensors in, tensors out, and no shape that grows. slot (): where the token
+    idx (1, 1) goes in kv (L, 2, 1, G, S, D). used (1,): the tokens before it."""
+    cache = OneToken(kv, slot, used, positions, last)
     logits = model(idx, cache=cache, last_only=True)
-    new = torch.stack(cache.new)  # (L, 2, B, G, D)
-    kv[:, :, torch.arange(idx.size(0), device=idx.device), :, slots] = new.permute(2, 0, 1, 3, 4)
+    kv.index_copy_(4, slot[None], torch.stack(cache.new))
     return logits
 
 
 class OneToken:
     """A KVCache as the graph of one token sees it: all of its slots, the empty ones masked."""
 
-    def __init__(self, kv, slots, used, positions, last):
-        self.kv, self.slots, self.positions, self.last, self.new = kv, slots, positions, last, []
-        self.mask = (torch.arange(kv.size(4), device=kv.device) <= used[:, None])[:, None]
+    def __init__(self, kv, slot, used, positions, last):
+        self.kv, self.slot, self.positions, self.last, self.new = kv, slot, positions, last, []
+        self.mask = (torch.arange(kv.size(4), device=kv.device) <= used)[None, None]  # (1, 1, S)
 
     def start(self, T):
         return self.positions
@@ -99,32 +90,30 @@ class OnceCompiled(nn.Module):
     def forward(self, x, rope, cache):
         if not isinstance(cache, OneToken):
             return self.block(x, rope, cache)
-        x, new = one_layer(self.block, x, rope, cache.kv[self.layer], cache.slots, cache.mask)
+        x, new = one_layer(self.block, x, rope, cache.kv[self.layer], cache.slot, cache.mask)
         cache.new.append(new)
         return x
 
 
 @torch.compiler.nested_compile_region
-def one_layer(block, x, rope, kv, slots, mask):
-    """x (B, 1, C) after a block, and its new keys and values (2, B, G, D)."""
-    layer = OneLayer(kv, slots, mask)
+def one_layer(block, x, rope, kv, slot, mask):
+    """x (1, 1, C) after a block, and its new keys and values (2, 1, G, 1, D)."""
+    layer = OneLayer(kv, slot, mask)
     return block.compute(x, rope, layer), layer.new
 
 
 class OneLayer:
-    """A layer's part of a OneToken: kv (2, B, G, S, D). Nothing is written here, where a region of
+    """A layer's part of a OneToken: kv (2, 1, G, S, D). Nothing is written here, where a region of
     its own would have to copy it; the new keys and values are put among the old as they are read.
     """
 
-    def __init__(self, kv, slots, mask):
+    def __init__(self, kv, slot, mask):
         self.kv, self.mask, self.new = kv, mask, None
-        number = torch.arange(kv.size(3), device=kv.device)[:, None]  # (S, 1)
-        self.here = number == slots[:, None, None, None]  # (B, 1, S, 1)
+        self.here = torch.arange(kv.size(3), device=kv.device)[:, None] == slot  # (S, 1)
 
     def update(self, layer, k, v):
-        new = torch.stack((k, v)).to(self.kv.dtype)  # (2, B, G, 1, D)
-        self.new = new[:, :, :, 0]
-        return *torch.where(self.here, new, self.kv), self.mask
+        self.new = torch.stack((k, v)).to(self.kv.dtype)  # (2, 1, G, 1, D)
+        return *torch.where(self.here, self.new, self.kv), self.mask
 
 
 class JoinedLinear(nn.Module):

@@ -19,6 +19,7 @@ from model.decode import Int8Linear, pack, quantize
 from model.generate import Streamer, generate, start_tokens
 from model.load import load_model
 from train.config import UserError
+from train.guard import is_compile_error
 
 # -----------------------------------------------------------------------------
 # the command line
@@ -41,8 +42,8 @@ def parse_args(argv):
     p.add_argument("--dtype", choices=["auto", "float32", "bfloat16"], default="auto")
     p.add_argument("--quantize", choices=["int8"], help="weights in 8 bits, a scale for each row: "
                    "half of bfloat16's memory")
-    p.add_argument("--compile", action="store_true", help="compile what a token takes: some ten "
-                   "seconds, then about twice the speed on a CPU")
+    p.add_argument("--compile", action="store_true", help="compile what a token of one text takes: "
+                   "some ten seconds, then about twice the speed on a CPU")
     return p.parse_args([underscores(a) for a in argv])
 
 
@@ -64,7 +65,9 @@ def check_args(a):
         (a.max_new_tokens >= 0, f"--max_new_tokens must be at least 0, got {a.max_new_tokens}"),
         (a.num_samples >= 1, f"--num_samples must be at least 1, got {a.num_samples}"),
         (not a.chat or not (a.compile or a.quantize),
-         "--chat computes with the weights as they are: leave --compile and --quantize out"))
+         "--chat computes with the weights as they are: leave --compile and --quantize out"),
+        (not a.compile or a.num_samples == 1,
+         "--compile is for one text: leave it out, or --num_samples"))
         if not good]
     return "\n".join(wrong)
 
@@ -87,9 +90,18 @@ def prepare(args, compile=False):
                          f"knows {model.config.vocab_size}; give the tokenizer of its data")
     if compile:
         from model.compiled import compile_decoder
-        model = compile_decoder(model, quantized=bool(args.quantize))
-    else:
-        model = quantize(model) if args.quantize else pack(model)
+        print("--compile: compiling, some ten seconds; the next time it is found again",
+              file=sys.stderr)
+        try:
+            return compile_decoder(model, quantized=bool(args.quantize)), tokenizer, device
+        except Exception as error:
+            if not is_compile_error(error):
+                raise
+            reason = str(error).strip().split("\n")[0][:200]
+            print(f"--compile: torch.compile failed; going on without it: {reason}",
+                  file=sys.stderr)
+            return prepare(args)
+    model = quantize(model) if args.quantize else pack(model)
     if any(isinstance(m, Int8Linear) and not m.has_kernel for m in model.modules()):
         print(f"--quantize int8: no kernel for it on {device.type} (or widths that are no multiple "
               "of 16): weights are widened for every product, which is slow", file=sys.stderr)
@@ -114,9 +126,6 @@ def main(argv=None):
         return 2
     stop, n = tokenizer.eot_token, args.num_samples
     stream = Streamer(tokenizer, stop) if n == 1 else None
-    if args.compile:
-        print("--compile: compiling, some ten seconds; the next time it is found again",
-              file=sys.stderr)
     started = time.perf_counter()
     print(args.prompt if n == 1 else "", end="", flush=True)
     out = generate(model, torch.tensor([start] * n, device=device), args.max_new_tokens,

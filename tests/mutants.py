@@ -26,7 +26,7 @@ RESUME, ORDER = "resume -k 42_43_44", "dataloader -k golden"
 FAULTS = [
     # the loop
     ("train/train.py", "loss * weight / n)", "loss * weight)", SPLIT),
-    ("train/train.py", 'extra["count"] / full if "count" in extra else 1.0', "1.0", SPLIT),
+    ("train/train.py", 'extra["count"] / full_count if "count" in extra else 1.0', "1.0", SPLIT),
     ("train/train.py", 'if "count" in extra:  #', "if False:  #", GRADIENT),
     ("train/train.py", "get(first + micro)", "get(first)", "train -k mean"),
     ("train/train.py", "first = (it + p.data_shift) * n", "first = it * n", SPIKES),
@@ -48,8 +48,8 @@ FAULTS = [
      "p.loss_sum, p.loss_count = loss,", "train -k train_loss"),
     ("train/train.py", "return done or p.iter_num % c.eval_interval == 0",
      "return p.iter_num % c.eval_interval == 0", "train -k promised"),
-    ("train/train.py", "if self.stopping.sign * watched < p.best_metric",
-     "if watched < p.best_metric", "seam -k own_metric"),
+    ("train/train.py", "and self.stopping.sign * watched < p.best_metric",
+     "and watched < p.best_metric", "seam -k own_metric"),
     ("train/train.py", "p.evaluated, p.val_loss = p.iter_num, ", "p.evaluated, p.val_loss = -1, ",
      "resume -k crash"),
     ("train/train.py", "passed = bad + 1 - p.iter_num", "passed = bad - p.iter_num", SPIKES),
@@ -112,8 +112,8 @@ FAULTS = [
     ("train/optimizer.py", "in model.named_parameters() if p.requires_grad",
      "in model.named_parameters()", "seam -k froze"),
     # checkpoints
-    ("train/checkpoint.py", "            os.fsync(f.fileno())\n        if os.path.exists(path)",
-     "        if os.path.exists(path)", "checkpoint_write -k durable"),
+    ("train/checkpoint.py", "            os.fsync(f.fileno())\n        for name in links",
+     "        for name in links", "checkpoint_write -k durable"),
     ("train/checkpoint.py", "            link(path, prev_path(path))", "            pass",
      "checkpoint_write -k durable"),
     ("train/checkpoint.py", "        sync_folder(folder)\n    except", "    except",
@@ -124,8 +124,12 @@ FAULTS = [
      "weights_only=False", "checkpoint_read -k 27"),
     ("train/checkpoint.py", "return out.copy_(t.detach(), non_blocking=t.is_cuda)",
      "return t", "checkpoint_write -k snapshot"),
-    ("train/checkpoint.py", "            except Exception as error:  # the checkpoint is there",
-     "            except KeyError as error:  # the checkpoint is there",
+    ("train/checkpoint.py", "        try:  # from here on nothing can be lost",
+     "        if True:  # from here on nothing can be lost\n"
+     "            prune(self.path, self.keep_last)\n"
+     "            if self.save_precision:\n"
+     "                self.export(state[\"model\"])\n"
+     "        try:",
      "checkpoint_write -k export"),
     ("train/checkpoint.py", "numbered(folder)[:-keep]", "numbered(folder)[:-keep - 1]",
      "checkpoint_write -k keep_last"),
@@ -153,6 +157,19 @@ FAULTS = [
     ("train/distributed.py", "model.initial(name, tensors[name].shape, seed)",
      "model.initial(name, tensors[name].shape, seed + 1)", "distributed -k same_weights"),
     ("train/distributed.py", "* 65_537 + rank)", "* 65_537)", "distributed -k random_draws"),
+    ("train/distributed.py", "libc.mallopt(M_TRIM_THRESHOLD, -1)", "pass",
+     "environment -k memory_of"),
+    ("train/distributed.py", "ctypes.CDLL(None).malloc_trim(0)", "pass",
+     "environment -k memory_of"),
+    # sampling
+    ("model/generate.py", "ends[:, -1:], right=True)", "ends[:, -1:])", "sample -k drawn"),
+    ("model/generate.py", "((logits - largest) / temperature)", "(logits / temperature)",
+     "sample -k near_zero"),
+    ("model/compiled.py", "torch.where(self.here, self.new, self.kv)", "self.kv",
+     "sample -k compiled_tokens"),
+    ("model/compiled.py", "<= used)", "<= used - 1)", "sample -k compiled_tokens"),
+    ("model/compiled.py", "kv.index_copy_(4, slot[None], torch.stack(cache.new))", "pass",
+     "sample -k compiled_tokens"),
     ("train/logger.py", "int(whole[1]) < iter + ", "int(whole[1]) <= iter + ", "logger -k twice"),
 ]
 

@@ -477,12 +477,16 @@ def muon_by_hand_as_on_a_gpu():
     """The same of shards through the all-to-all of GPUs, which DTensor avoids on a CPU."""
     import torch
     from torch.distributed.tensor import placement_types
+    calls = []
 
     def all_to_all(tensor, gather_dim, shard_dim, mesh, mesh_dim):
+        calls.append(tensor)
         name = torch.distributed.group.WORLD.group_name
         return torch.ops._dtensor.shard_dim_alltoall(tensor, gather_dim, shard_dim, name)
     placement_types.shard_dim_alltoall = all_to_all
-    return muon_by_hand("fsdp")
+    found = muon_by_hand("fsdp")
+    assert len(calls) >= 4  # there and back, in two steps
+    return found
 
 
 def test_muon_shares_few_matrices_and_passes_over_one_without_a_gradient():

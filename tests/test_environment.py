@@ -244,17 +244,27 @@ def test_memory_of_a_step_is_kept_for_the_next():
         import resource, sys
         import torch
         from train.config import TrainConfig
-        from train.distributed import process_group
+        from train.distributed import process_group, return_freed_memory
 
         def faults():
             before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
             for _ in range(10):
                 torch.ones(1 << 26)
             return resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
+        def resident():
+            with open("/proc/self/statm") as f:
+                return int(f.read().split()[1]) * resource.getpagesize()
+
         without = faults()
         with process_group(TrainConfig(device="cpu")):
             faults()
-            print(without, faults())"""
+            kept, held = faults(), resident()
+            return_freed_memory()
+            print(without, kept, held - resident())"""
     done = subprocess.run([sys.executable, "-c", code], cwd=REPO, capture_output=True, text=True)
-    without, kept = map(int, done.stdout.split())
+    without, kept, returned = map(int, done.stdout.split())
     assert kept < 100 < without / 10, done.stderr
+    assert returned > 200e6
+    done = subprocess.run([sys.executable, "-c", code], cwd=REPO, capture_output=True, text=True,
+                          env=os.environ | {"MALLOC_TOP_PAD_": "131072"})
+    assert int(done.stdout.split()[1]) > 1000, done.stderr  # what the user chose, stays

@@ -101,12 +101,28 @@ def test_tokens_are_drawn_as_often_as_they_are_likely():
 
 
 @pytest.mark.parametrize("total", [1.0, 0.9999999, 1.7, 3e-30])
-def test_the_last_draw_is_still_a_weight_above_zero(monkeypatch, total):
-    """The largest number that torch.rand can give, before weights of zero."""
+@pytest.mark.parametrize("uniform, wanted", [(0.0, 1), (1 - 2.0 ** -53, 2)])
+def test_at_its_ends_too_a_draw_is_a_weight_above_zero(monkeypatch, total, uniform, wanted):
+    """The least and the largest number that torch.rand can give, beside weights of zero."""
     monkeypatch.setattr(torch, "rand", lambda n, _, dtype, **kwargs: torch.full(
-        (n, 1), 1 - 2.0 ** -53, dtype=dtype))
-    p = torch.tensor([[total / 3, total * 2 / 3, 0.0, 0.0]])
-    assert int(draw(p, None)) == 1
+        (n, 1), uniform, dtype=dtype))
+    p = torch.tensor([[0.0, total / 3, total * 2 / 3, 0.0, 0.0]])
+    assert int(draw(p, None)) == wanted
+
+
+def test_a_temperature_near_zero_is_the_most_likely_token():
+    logits = torch.randn(50, 9, generator=torch.Generator().manual_seed(0))
+    for top_k in None, 3:
+        picked = pick(logits, 1e-40, top_k, None, torch.Generator())
+        assert torch.equal(picked, logits.argmax(-1))
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+def test_nothing_is_drawn_from_logits_that_are_not_finite(bad):
+    logits = torch.zeros(1, 9)
+    logits[0, 4] = bad
+    with pytest.raises(ValueError, match="not finite"):
+        pick(logits, 1.0, None, None, torch.Generator())
 
 
 def test_padded_ids_are_never_sampled(model):
@@ -285,20 +301,22 @@ def test_int8_keeps_the_perplexity_of_a_trained_model(checkpoint):
 
 # --- compiled
 
-@pytest.mark.parametrize("rows, shape", [
-    (1, dict(n_kv_head=1, qk_norm=True, mlp="relu2", prev_embedding=True)),
-    (2, dict(mlp="gelu", bias=True, norm="layer", tie_weights=False, pos="learned"))], ids=str)
+@pytest.mark.parametrize("shape", [
+    dict(n_kv_head=1, qk_norm=True, mlp="relu2", prev_embedding=True),
+    dict(mlp="gelu", bias=True, norm="layer", tie_weights=False, pos="learned")], ids=str)
 @torch.no_grad()
-def test_compiled_tokens_are_the_plain_ones(rows, shape):
-    """Past a full context too, where it rolls."""
+def test_compiled_tokens_are_the_plain_ones(shape):
+    """Past a full context too, where it rolls. (That compiling fails would raise.)"""
     plain, decoder = small(**shape), compile_decoder(small(**shape))
-    idx = random_tokens(rows, 16 if shape.get("pos") == "learned" else 40)
-    caches = [empty_cache(m, rows) for m in (plain, decoder)]
+    idx = random_tokens(1, 16 if shape.get("pos") == "learned" else 40)
+    caches = [empty_cache(m, 1) for m in (plain, decoder)]
     for piece in idx.split([5] + [1] * (idx.size(1) - 5), dim=1):
         a, b = (m(piece, cache=c, last_only=True) for m, c in zip((plain, decoder), caches))
         assert torch.allclose(a, b, atol=1e-5)
-    texts = [generate(m, idx[:, :3], 50, temperature=0) for m in (plain, decoder)]
-    assert torch.equal(*texts)
+    for rows in 1, 2:
+        texts = [generate(m, idx[:, :3].repeat(rows, 1), 50, temperature=0)
+                 for m in (plain, decoder)]
+        assert torch.equal(*texts)
 
 
 @torch.no_grad()
@@ -324,6 +342,7 @@ def test_compiled_command_line(checkpoint, tmp_path):
                "--temperature", 0, "--compile"]
     done, plain = sample(*command), sample(*command[:-1])
     assert done.returncode == 0 and done.stdout == plain.stdout, done.stderr
+    assert "failed" not in done.stderr
     without = sample(*command, CXX=str(tmp_path / "none"),
                      TORCHINDUCTOR_CACHE_DIR=str(tmp_path / "cache"))
     assert without.returncode == 0 and without.stdout == plain.stdout, without.stderr
@@ -431,6 +450,7 @@ def test_a_model_that_writes_no_text(checkpoint, tmp_path, monkeypatch, capsys):
     (["--temperature", "nan"], "at least 0, got nan"), (["--seed", str(2**64)], "below 2^63"),
     (["--temperature", "inf"], "got inf"), (["--seed", "-1"], "--seed must be at least 0"),
     (["--chat", "--compile"], "leave --compile and --quantize out"),
+    (["--compile", "--num_samples", "2"], "--compile is for one text"),
     (["--ckpt", "nowhere.pt"], "no such file"), (["--temperature", "-1"], "at least 0"),
     (["--top_p", "0"], "(0, 1]"), (["--num_samples", "0"], "at least 1")])
 def test_bad_input_is_one_message_and_exit_2(capsys, args, message):

@@ -26,7 +26,6 @@ from pathlib import Path
 
 import torch
 
-from model.compiled import compile_decoder
 from model.decode import pack, quantize
 from model.generate import generate
 from model.gpt import GPT, GPTConfig
@@ -55,11 +54,11 @@ def timed(f, device=None):
     """Seconds that f() takes, until the device is done."""
     cuda = device is not None and device.type == "cuda"
     if cuda:
-        torch.cuda.synchronize()
+        torch.cuda.synchronize(device)
     started = time.perf_counter()
     f()
     if cuda:
-        torch.cuda.synchronize()
+        torch.cuda.synchronize(device)
     return time.perf_counter() - started
 
 
@@ -292,6 +291,7 @@ def sample(o):
     low = short(dtype)
     kinds = [(low, pack, dtype.itemsize), ("int8", quantize, 1)]
     if o.compile:
+        from model.compiled import compile_decoder
         kinds += [(f"{low}, compiled", compile_decoder, dtype.itemsize),
                   ("int8, compiled", functools.partial(compile_decoder, quantized=True), 1)]
     for kind, prepare, size in kinds:
@@ -362,7 +362,8 @@ def settle(o):
     o.steps = o.steps or (20 if o.device.type == "cuda" else 4)
     if "OMP_NUM_THREADS" not in os.environ:
         torch.set_num_threads(physical_cores())
-    keep_freed_memory()  # as a run does
+    if o.device.type == "cpu":
+        keep_freed_memory()  # as a run does
     return o
 
 

@@ -116,7 +116,10 @@ class Job:
         """What a part that measures prints, as JSON."""
         tiny = [] if self.large else ["--tiny", "--no-compile"]
         lines = self.command([*part(name), *tiny]).splitlines()
-        return json.loads(next(line for line in lines[::-1] if line.startswith("[[")))
+        found = [line for line in lines if line.startswith("[[")]
+        if not found:
+            raise RuntimeError(f"{name} printed no result: {lines[-3:]}")
+        return json.loads(found[-1])
 
 
 def part(name):
@@ -139,8 +142,11 @@ def graphs(job):
 
 def waits(job):
     """In steps 6 to 9 a wait for the device, but for the one read a step, is an error."""
-    text, _, _ = job.train("waits", job.compile, program=part("watch_for_waits"))
-    return re.search(r"^waits: (.*)", text, re.MULTILINE)[1]
+    text, steps, _ = job.train("waits", job.compile, program=part("watch_for_waits"))
+    reads = int(re.search(r"^waits: (\d+) reads", text, re.MULTILINE)[1])
+    if reads != len(steps):
+        raise RuntimeError(f"{reads} reads in {len(steps)} steps: the window is another one")
+    return f"{reads} reads in as many steps, no other wait in steps 6 to 9"
 
 
 def throughput(job, batch=32):
@@ -208,7 +214,7 @@ def resumed(job, how="--no-compile"):
 
 
 def float16(job):
-    """float16 with its loss scale, and how long three saves hold training up."""
+    """float16 with its loss scale, and how long four saves hold training up."""
     text, steps, _ = job.train("float16", "--dtype=float16", "--no-compile", "--save_interval=5",
                                "--eval_interval=0")
     held = re.search(r"held it up for ([\d.]+ s(; \d+ float16 steps skipped)?)", text)[1]

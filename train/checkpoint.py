@@ -27,6 +27,7 @@ import zipfile
 import torch
 
 from train.config import UserError
+from train.distributed import return_freed_memory
 from train.guard import BadNumbers, SaveFailed
 from train.logger import replacing
 
@@ -417,13 +418,13 @@ class RunFolder:
 
     def write(self, state, links, log):
         save_checkpoint(self.file("ckpt.pt"), state, links)
-        prune(self.path, self.keep_last)
-        if self.save_precision:
-            try:
+        try:  # from here on nothing can be lost
+            prune(self.path, self.keep_last)
+            if self.save_precision:
                 self.export(state["model"])
-            except Exception as error:  # the checkpoint is there: nothing is lost
-                log.warn(f"save_precision: {self.file('model.safetensors')} could not be written: "
-                         f"{error}; ckpt.pt is saved")
+        except Exception as error:
+            log.warn(f"{self.file('ckpt.pt')} is saved, but model.safetensors (save_precision) or "
+                     f"the old checkpoints (keep_last) are not up to date: {error}")
 
     def export(self, weights):
         dtype = getattr(torch, self.save_precision)
@@ -435,6 +436,7 @@ class RunFolder:
         if self.thread is not None:
             self.thread.join()
             self.thread = None
+            return_freed_memory()
 
     def close(self):
         self.wait()  # the folder is ours until its last save is over

@@ -11,7 +11,6 @@ import os
 import pickle
 import random
 import re
-import sys
 import threading
 import time
 import uuid
@@ -135,16 +134,23 @@ def set_num_threads(config):
 
 
 def keep_freed_memory():
-    """Have malloc keep what a step frees for the next one. glibc returns large blocks, and a large
-    free end of its heap, to the system, which hands them out again page by page: 160,000 page
-    faults a step of the production model, 5 to 15% of its time (train/LOG.md). The constants are
-    those of malloc.h; where the C library is another one, nothing happens."""
+    """Have malloc keep what a step on the CPU frees for the next one. glibc returns large blocks,
+    and a large free end of its heap, to the system, which hands them out again page by page:
+    160,000 page faults a step of the production model, 5 to 15% of its time (train/LOG.md). Nothing
+    happens with another C library (the constants are those of its malloc.h), or where the
+    environment says how malloc should work."""
     M_TRIM_THRESHOLD, M_MMAP_MAX = -1, -4
-    if sys.platform == "linux":
-        with contextlib.suppress(OSError, AttributeError):
+    if not any(name.startswith("MALLOC_") or name == "GLIBC_TUNABLES" for name in os.environ):
+        with contextlib.suppress(OSError, AttributeError, TypeError):
             libc = ctypes.CDLL(None)
             libc.mallopt(M_MMAP_MAX, 0)
             libc.mallopt(M_TRIM_THRESHOLD, -1)
+
+
+def return_freed_memory():
+    """Give all that is free back to the system once: the copy that a save was written from."""
+    with contextlib.suppress(OSError, AttributeError, TypeError):
+        ctypes.CDLL(None).malloc_trim(0)
 
 
 def physical_cores():
@@ -194,13 +200,14 @@ ENVIRONMENT = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 def process_group(config):
     """The Ranks of this process; under torchrun in a process group (NCCL on CUDA, else gloo)."""
     set_num_threads(config)
-    keep_freed_memory()
     env = read_environment()
-    if env is None:
-        yield Ranks(device=get_device(config.device))
-        return
-    rank, local_rank, world_size, local_world_size = env
+    rank, local_rank, world_size, local_world_size = env or (0, 0, 1, 1)
     device = get_device(config.device, local_rank, local_world_size)
+    if device.type == "cpu":
+        keep_freed_memory()
+    if env is None:
+        yield Ranks(device=device)
+        return
     backend = "nccl" if device.type == "cuda" and dist.is_nccl_available() else "gloo"
     if "TORCHELASTIC_RUN_ID" in os.environ:
         exit_with_parent()

@@ -102,7 +102,7 @@ def clip_gradients(optimizer, max_norm, factor=1.0):
     """Scale all gradients by `factor` and then so that their global norm is at most `max_norm` (0:
     no limit), in one pass. Returns that norm as it was before the limit, a 0-dim tensor."""
     grads = [p.grad for g in optimizer.param_groups for p in g["params"] if p.grad is not None]
-    # Of shards too this is one foreach operation and one exchange.
+    # Of shards too these are a few foreach operations and one exchange.
     norm = full(torch.nn.utils.get_total_norm(grads)) * factor
     if max_norm:
         factor = factor * torch.clamp(max_norm / (norm + 1e-6), max=1.0)
@@ -185,18 +185,19 @@ def orthogonalize_together(matrices):
     updates = orthogonalize(torch.stack([wide(m) for m in mine]))  # (share, rows, columns)
     if n_ranks > 1:
         mine, updates = updates, updates.new_empty(n_ranks * share, *updates.shape[1:])
-        dist.all_gather(list(updates.split(share)), mine)
+        dist.all_gather_into_tensor(updates, mine)
     return [u.mT if m.size(0) > m.size(1) else u for m, u in zip(matrices, updates)]
 
 
 def orthogonalize_shards(parts, param):
     """The same where each rank has some rows of each of N matrices of the shape of `param`: from a
-    part of all matrices to whole ones of a few, and back. Each way is an all-to-all: a rank never
-    holds more than its share. (N, rows of this rank, columns)."""
+    part of all matrices to whole ones of a few, and back. On a GPU each way is an all-to-all, and a
+    rank never holds more than its share. (N, rows of this rank, columns)."""
     from torch.distributed.tensor import DTensor, Shard
-    shape = torch.Size([len(parts), *param.shape])
-    options = dict(shape=shape, stride=torch.empty(shape, device="meta").stride())
-    rows = DTensor.from_local(torch.stack(parts), param.device_mesh, [Shard(1)], **options)
+    options = dict(shape=torch.Size([len(parts), *param.shape]),
+                   stride=(param.numel(), param.size(1), 1))
+    rows = torch.stack(parts).to(working_dtype(param.device))  # half the bytes to send
+    rows = DTensor.from_local(rows, param.device_mesh, [Shard(1)], **options)
     whole = orthogonalize(rows.redistribute(placements=[Shard(0)]).to_local()).contiguous()
     updates = DTensor.from_local(whole, param.device_mesh, [Shard(0)], **options)
     return updates.redistribute(placements=[Shard(1)]).to_local()
@@ -209,12 +210,16 @@ def wide(x):
 
 def orthogonalize(g, steps=5):
     """The nearest semi-orthogonal matrices to g (N, rows, columns), roughly: singular values end in
-    about [0.7, 1.2], enough for an update. A quintic Newton-Schulz iteration on the short side, in
-    bfloat16 where the device multiplies it natively: emulated it is slower than float32."""
+    about [0.7, 1.2], enough for an update. A quintic Newton-Schulz iteration on the short side."""
     a, b, c = 3.4445, -4.7750, 2.0315
-    x = wide(g).to(torch.bfloat16 if has_native_bfloat16(g.device) else torch.float32)
+    x = wide(g).to(working_dtype(g.device))
     x = x / (x.norm(dim=(-2, -1), keepdim=True) + 1e-7)
     for _ in range(steps):  # x <- (a I + b S + c S S) x with S = x x'
         s = x @ x.mT
         x = torch.baddbmm(x, torch.baddbmm(s, s, s, beta=b, alpha=c), x, beta=a)
     return x.mT if g.size(-2) > g.size(-1) else x
+
+
+def working_dtype(device):
+    """bfloat16 where the device multiplies it natively: emulated it is slower than float32."""
+    return torch.bfloat16 if has_native_bfloat16(device) else torch.float32
