@@ -162,7 +162,7 @@ FAULTS = [
     ("train/distributed.py", "ctypes.CDLL(None).malloc_trim(0)", "pass",
      "environment -k memory_of"),
     # sampling
-    ("model/generate.py", "ends[:, -1:], right=True)", "ends[:, -1:])", "sample -k drawn"),
+    ("model/generate.py", "ends[:, -1:], right=True)", "ends[:, -1:])", "sample -k draw"),
     ("model/generate.py", "((logits - largest) / temperature)", "(logits / temperature)",
      "sample -k near_zero"),
     ("model/compiled.py", "torch.where(self.here, self.new, self.kv)", "self.kv",
