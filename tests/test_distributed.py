@@ -400,9 +400,9 @@ def test_the_norm_of_shards_takes_one_exchange(data_dir, tmp_path, kind, collect
 
 def muon_run(options):
     """Train to the end; {name: whole weight}, and how many matrices this rank orthogonalized."""
-    from train import optimizer
-    orthogonalize, done = optimizer.orthogonalize, []
-    optimizer.orthogonalize = lambda g: (done.append(len(g)), orthogonalize(g))[1]
+    from train import muon
+    orthogonalize, done = muon.orthogonalize, []
+    muon.orthogonalize = lambda g: (done.append(len(g)), orthogonalize(g))[1]
     weights, _, _ = weights_and_logits(options)
     return weights, done
 

@@ -7,7 +7,8 @@ import torch
 import torch.nn as nn
 
 from model.gpt import GPT, GPTConfig
-from train.optimizer import AdamW, Muon, configure_optimizers, orthogonalize
+from train.muon import orthogonalize
+from train.optimizer import AdamW, Muon, configure_optimizers
 from train.resume import load_optimizer, optimizer_state, specs
 
 MUON = dict(lr=0.02, momentum=0.9, weight_decay=0.1)
