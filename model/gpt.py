@@ -298,11 +298,9 @@ class GPT(nn.Module):
             return torch.ones(shape)
         std = 0.02
         if kind[0] in ("o", "down"):
-            std = 0.0 if c.zero_init else 0.02 / math.sqrt(2 * c.n_layer)
+            std = 0.02 / math.sqrt(2 * c.n_layer)
         if kind[0] == ("wte" if c.tie_weights else "lm_head"):
             std = min(0.02, 0.3 / math.sqrt(c.n_embd))
-        if kind[0] == "lm_head" and c.zero_init:
-            std = 0.0
         generator = torch.Generator().manual_seed(stable_hash(seed, name))
         return torch.empty(shape).normal_(0.0, std, generator=generator)
 

@@ -24,9 +24,8 @@ from train.train import train
 BYTES = load_tokenizer("byte")
 # A model of 140,000 parameters that learns the task of these tests in 100 steps.
 TASK = TINY | dict(n_embd=64, n_hidden=128, block_size=80, prev_embedding=True, optimizer="muon",
-                   qk_norm=True, tie_weights=False, zero_init=True, mlp="relu2", min_lr=0,
-                   warmup_iters=5, log_interval=50, gradient_accumulation_steps=2,
-                   learning_rate=3e-3)
+                   qk_norm=True, tie_weights=False, mlp="relu2", min_lr=0, warmup_iters=5,
+                   log_interval=50, gradient_accumulation_steps=2, learning_rate=3e-3)
 QUESTION, ANSWER = "Say  moo\n", " moo "
 RENDERED = "### User:\nSay  moo\n\n### Assistant:\nmoo<|endoftext|>"
 FORMATS = {

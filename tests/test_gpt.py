@@ -25,7 +25,7 @@ LLAMA = dict(block_size=16, vocab_size=61, n_layer=2, n_head=4, n_embd=32, n_hid
 OPTIONS = dict(
     norm=("rms", "layer"), pos=("rope", "learned"), mlp=("swiglu", "gelu", "relu2"),
     n_kv_head=(4, 2, 1), bias=(False, True), tie_weights=(True, False), qk_norm=(False, True),
-    zero_init=(False, True), prev_embedding=(False, True), dropout=(0.0, 0.1))
+    prev_embedding=(False, True), dropout=(0.0, 0.1))
 
 
 def pairwise(options):
@@ -125,8 +125,7 @@ def test_gpt2_parameters_are_the_published_ones_and_padding():
 @pytest.mark.parametrize("shape", [
     {}, dict(tie_weights=False), dict(vocab_size=32_000), dict(n_embd=768, n_head=12),
     GPT2 | dict(n_layer=2), dict(n_embd=768, n_head=12, tie_weights=False),
-    dict(n_embd=2048, n_layer=1), dict(zero_init=True, tie_weights=False),
-    dict(prev_embedding=True)], ids=str)
+    dict(n_embd=2048, n_layer=1), dict(prev_embedding=True)], ids=str)
 def test_first_loss_is_that_of_a_uniform_guess(shape):
     model = tiny(**shape)
     vocab = model.config.vocab_size

@@ -167,7 +167,6 @@ class GPTKeys:
                    choices=["swiglu", "gelu", "gelu_exact", "relu2"])
     tie_weights: bool = key(True, "the output layer shares the token embedding")
     qk_norm: bool = key(False, "RMS-normalise queries and keys")
-    zero_init: bool = key(False, "initialise the output projections of the blocks to zero")
     prev_embedding: bool = key(False, "add an embedding of the token before: it sees pairs at once")
 
 

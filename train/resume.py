@@ -212,7 +212,7 @@ def check_state(state, wanted, path):
 # starting from other weights
 
 # Weights say nothing of these: dropout is no part of them, and the data name the vocabulary.
-NOT_SHAPE = {"dropout", "vocab_size", "zero_init"}
+NOT_SHAPE = {"dropout", "vocab_size"}
 
 
 def adopt_shape(config, model_args, path):
