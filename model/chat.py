@@ -18,9 +18,6 @@ import sys
 import numpy as np
 import torch
 
-if __name__ == "__main__":  # also as `python path/to/model/chat.py`, from any folder
-    sys.path[0] = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
-
 from data.chat import stretches
 from data.token_files import DataError, read_meta
 from data.tokenizer import load_dataset_tokenizer, tokenizer_from_spec

@@ -2,18 +2,14 @@
 
     python -m model.lm_eval --ckpt out/ckpt.pt --tasks lambada_openai,hellaswag --limit 100
 
-The numbers are those of the harness's own `hf` model on the exported folder (model/convert.py).
+The numbers are those of the harness's own `hf` model on the exported folder (model/convert/).
 """
 
 import argparse
 import json
-import os
 import sys
 
 import torch
-
-if __name__ == "__main__":  # also as `python path/to/model/lm_eval.py`, from any folder
-    sys.path[0] = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 
 from data.token_files import DataError
 from model.generate import generate

@@ -1,12 +1,14 @@
 """The model of a checkpoint: the one that its training built, whatever the system, or one that
-model/foreign.py reads."""
+model/convert/foreign.py reads."""
 
 import importlib
+import sys
 import types
 from dataclasses import fields
 
 import torch
 
+from model.decode import Int8Linear, pack, quantize
 from model.gpt import GPT, GPTConfig
 
 # Options that older checkpoints may name, with the only value that can still be computed.
@@ -15,7 +17,7 @@ REMOVED = dict(softcap=0.0, value_embeddings=False, x0_residual=False)
 
 def load_model(ckpt_path, device="cpu", dtype=None):
     """(model in eval mode, tokenizer or None) from a checkpoint of train.py, or from what
-    model/foreign.py reads, with weights in `dtype` if given. Raises CheckpointError."""
+    model/convert/foreign.py reads, with weights in `dtype` if given. Raises CheckpointError."""
     from data.tokenizer import tokenizer_from_spec
     from train.checkpoint import CheckpointError
     from train.distributed import convert_ddp_state
@@ -59,3 +61,36 @@ def read_model_args(args):
     if not {"n_layer", "vocab_size"} <= args.keys():
         raise ValueError("no model_args of a GPT (n_layer, vocab_size, ...) in it")
     return GPTConfig(**{f.name: args[f.name] for f in fields(GPTConfig) if f.name in args})
+
+
+# -----------------------------------------------------------------------------
+# ready to write text
+
+def load_writer(args):
+    """(model, tokenizer, device) of a checkpoint that can write text, by args.ckpt, tokenizer,
+    device and dtype of a command line. Raises ValueError or UserError."""
+    from data.tokenizer import load_tokenizer
+    from train.distributed import choose_dtype, get_device
+    device = get_device(args.device)
+    model, tokenizer = load_model(args.ckpt, device, choose_dtype(args.dtype, device)[0])
+    if not hasattr(sys.modules[type(model).__module__], "sample"):
+        raise ValueError(f"{args.ckpt}: a model of {type(model).__module__} does not write text")
+    if tokenizer is None and args.tokenizer is None:
+        raise ValueError(f"{args.ckpt}: has no tokenizer in it, so it cannot write text; name it: "
+                         "--tokenizer byte, gpt2, a rank file or a prepared folder")
+    tokenizer = tokenizer or load_tokenizer(args.tokenizer)
+    if tokenizer.n_vocab > model.config.vocab_size:
+        raise ValueError(f"--tokenizer {args.tokenizer}: it has {tokenizer.n_vocab} ids, the model "
+                         f"knows {model.config.vocab_size}; give the tokenizer of its data")
+    return model, tokenizer, device
+
+
+def prepare(args):
+    """load_writer(args) with its weights laid out for writing (model/decode.py), in 8 bits where
+    args.quantize asks for it."""
+    model, tokenizer, device = load_writer(args)
+    model = quantize(model) if args.quantize else pack(model)
+    if any(isinstance(m, Int8Linear) and not m.has_kernel for m in model.modules()):
+        print(f"--quantize int8: no kernel for it on {device.type} (or widths that are no multiple "
+              "of 16): weights are widened for every product, which is slow", file=sys.stderr)
+    return model, tokenizer, device

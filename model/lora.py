@@ -11,16 +11,12 @@ names its backbone by a digest of the weights. The data are token files, or chat
 import argparse
 import functools
 import hashlib
-import os
 import sys
 import types
 from dataclasses import asdict, dataclass, replace
 
 import torch
 import torch.nn as nn
-
-if __name__ == "__main__":  # also as `python path/to/model/lora.py`, from any folder
-    sys.path[0] = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 
 from model import chat, gpt
 from model.chat import ChatGPT

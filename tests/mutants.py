@@ -165,10 +165,10 @@ FAULTS = [
     ("model/generate.py", "ends[:, -1:], right=True)", "ends[:, -1:])", "sample -k draw"),
     ("model/generate.py", "((logits - largest) / temperature)", "(logits / temperature)",
      "sample -k near_zero"),
-    ("model/compiled.py", "torch.where(self.here, self.new, self.kv)", "self.kv",
+    ("model/sample/compiled.py", "torch.where(self.here, self.new, self.kv)", "self.kv",
      "sample -k compiled_tokens"),
-    ("model/compiled.py", "<= used)", "<= used - 1)", "sample -k compiled_tokens"),
-    ("model/compiled.py", "kv.index_copy_(4, slot[None], torch.stack(cache.new))", "pass",
+    ("model/sample/compiled.py", "<= used)", "<= used - 1)", "sample -k compiled_tokens"),
+    ("model/sample/compiled.py", "kv.index_copy_(4, slot[None], torch.stack(cache.new))", "pass",
      "sample -k compiled_tokens"),
     ("train/logger.py", "int(whole[1]) < iter + ", "int(whole[1]) <= iter + ", "logger -k twice"),
 ]

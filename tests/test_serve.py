@@ -1,4 +1,4 @@
-"""model/serve.py through real clients: the openai package, plain sockets, and a browser."""
+"""model/serve/ through real clients: the openai package, plain sockets, and a browser."""
 
 import base64
 import contextlib
@@ -25,11 +25,11 @@ from runs import _forker
 
 from data.chat import TEMPLATE, encode_chat, to_messages
 from data.tokenizer import CharTokenizer, load_tokenizer
-from model import engine as engine_file
-from model.engine import Engine, Text
 from model.generate import generate
 from model.gpt import GPT, GPTConfig
 from model.serve import MAX_BODY, Server, main
+from model.serve import engine as engine_file
+from model.serve.engine import Engine, Text
 from train.checkpoint import save_checkpoint
 
 openai = pytest.importorskip("openai")

@@ -291,7 +291,7 @@ def sample(o):
     low = short(dtype)
     kinds = [(low, pack, dtype.itemsize), ("int8", quantize, 1)]
     if o.compile:
-        from model.compiled import compile_decoder
+        from model.sample.compiled import compile_decoder
         kinds += [(f"{low}, compiled", compile_decoder, dtype.itemsize),
                   ("int8, compiled", functools.partial(compile_decoder, quantized=True), 1)]
     for kind, prepare, size in kinds:

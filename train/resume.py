@@ -80,13 +80,13 @@ def find_start(folder, config, ranks, log):
 
 
 def read_weights(path):
-    """The checkpoint at `path`, or what model/foreign.py makes of weights that another program
-    wrote: a file of tensors or a Hugging Face folder. Raises CheckpointError."""
+    """The checkpoint at `path`, or what model/convert/foreign.py makes of weights that another
+    program wrote: a file of tensors or a Hugging Face folder. Raises CheckpointError."""
     foreign = os.path.isdir(path) or str(path).endswith(".safetensors")
     state = None if foreign else load_checkpoint(path)
     if state is not None and "format_version" in state:
         return state
-    from model.foreign import read_model
+    from model.convert.foreign import read_model
     return read_model(path, state)
 
 

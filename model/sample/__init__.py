@@ -6,18 +6,13 @@ and values of the past stay in a cache (model/generate.py).
 
 import argparse
 import math
-import os
 import sys
 import time
 
 import torch
 
-if __name__ == "__main__":  # also as `python path/to/model/sample.py`, from any folder
-    sys.path[0] = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
-
-from model.decode import Int8Linear, pack, quantize
 from model.generate import Streamer, generate, start_tokens
-from model.load import load_model
+from model.load import load_model, load_writer, prepare  # noqa: F401  load_model: for importers
 from train.config import UserError
 from train.guard import is_compile_error
 
@@ -72,40 +67,20 @@ def check_args(a):
     return "\n".join(wrong)
 
 
-def prepare(args, compile=False):
-    """(model, tokenizer, device) for args.ckpt, tokenizer, device, dtype and quantize. Raises
-    ValueError or UserError."""
-    from data.tokenizer import load_tokenizer
-    from train.distributed import choose_dtype, get_device
-    device = get_device(args.device)
-    model, tokenizer = load_model(args.ckpt, device, choose_dtype(args.dtype, device)[0])
-    if not hasattr(sys.modules[type(model).__module__], "sample"):
-        raise ValueError(f"{args.ckpt}: a model of {type(model).__module__} does not write text")
-    if tokenizer is None and args.tokenizer is None:
-        raise ValueError(f"{args.ckpt}: has no tokenizer in it, so it cannot write text; name it: "
-                         "--tokenizer byte, gpt2, a rank file or a prepared folder")
-    tokenizer = tokenizer or load_tokenizer(args.tokenizer)
-    if tokenizer.n_vocab > model.config.vocab_size:
-        raise ValueError(f"--tokenizer {args.tokenizer}: it has {tokenizer.n_vocab} ids, the model "
-                         f"knows {model.config.vocab_size}; give the tokenizer of its data")
-    if compile:
-        from model.compiled import compile_decoder
-        print("--compile: compiling, some ten seconds; the next time it is found again",
-              file=sys.stderr)
-        try:
-            return compile_decoder(model, quantized=bool(args.quantize)), tokenizer, device
-        except Exception as error:
-            if not is_compile_error(error):
-                raise
-            reason = str(error).strip().split("\n")[0][:200]
-            print(f"--compile: torch.compile failed; going on without it: {reason}",
-                  file=sys.stderr)
-            return prepare(args)
-    model = quantize(model) if args.quantize else pack(model)
-    if any(isinstance(m, Int8Linear) and not m.has_kernel for m in model.modules()):
-        print(f"--quantize int8: no kernel for it on {device.type} (or widths that are no multiple "
-              "of 16): weights are widened for every product, which is slow", file=sys.stderr)
-    return model, tokenizer, device
+def prepare_compiled(args):
+    """prepare(args), with the tokens of one text computed by a compiled graph where that works."""
+    from model.sample.compiled import compile_decoder
+    model, tokenizer, device = load_writer(args)
+    print("--compile: compiling, some ten seconds; the next time it is found again",
+          file=sys.stderr)
+    try:
+        return compile_decoder(model, quantized=bool(args.quantize)), tokenizer, device
+    except Exception as error:
+        if not is_compile_error(error):
+            raise
+        reason = str(error).strip().split("\n")[0][:200]
+        print(f"--compile: torch.compile failed; going on without it: {reason}", file=sys.stderr)
+        return prepare(args)
 
 
 def main(argv=None):
@@ -119,7 +94,7 @@ def main(argv=None):
             chat(args.ckpt, args.prompt or None, args.max_new_tokens, args.temperature, args.top_k,
                  args.top_p, args.seed, args.device)
             return 0
-        model, tokenizer, device = prepare(args, args.compile)
+        model, tokenizer, device = (prepare_compiled if args.compile else prepare)(args)
         start = start_tokens(tokenizer, args.prompt)
     except (UserError, ValueError) as error:
         print(error, file=sys.stderr)
@@ -137,7 +112,3 @@ def main(argv=None):
     made, seconds = n * (out.size(1) - len(start)), time.perf_counter() - started
     print(f"\n[{made} tokens, {made / seconds:.1f} tokens/s]", file=sys.stderr)
     return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -4,7 +4,7 @@ POST /v1/completions and, where the checkpoint learned chats, /v1/chat/completio
 stream; GET /v1/models, /health, and / for the page (serve.html).
 
 Every connection has a thread, which reads, checks and writes; one more thread computes the texts of
-all requests together (model/engine.py).
+all requests together (model/serve/engine.py).
 """
 
 import argparse
@@ -24,12 +24,9 @@ from http import HTTPStatus
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
-if __name__ == "__main__":  # also as `python path/to/model/serve.py`, from any folder
-    sys.path[0] = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
-
-from model.engine import Engine, Job, Refused
 from model.generate import start_tokens
-from model.sample import prepare
+from model.load import prepare
+from model.serve.engine import Engine, Job, Refused
 from train.config import UserError
 
 MAX_BODY = 1 << 20      # bytes of a request
@@ -464,7 +461,3 @@ def main(argv=None):
         print(error, file=sys.stderr)
         return 2
     return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())

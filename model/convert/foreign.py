@@ -177,7 +177,7 @@ def check_complete(path, weights, shape):
 
 
 def read_safetensors(path):
-    """({name: tensor}, the model_args that model/convert.py adds or {}) of a .safetensors file."""
+    """({name: tensor}, the model_args that model/convert adds or {}) of a .safetensors file."""
     dtypes = {"F64": torch.float64, "F32": torch.float32, "BF16": torch.bfloat16,
               "F16": torch.float16, "I64": torch.int64, "I32": torch.int32, "U8": torch.uint8,
               "BOOL": torch.bool}

@@ -5,7 +5,7 @@
     python -m model.convert --ckpt out/ckpt.pt --to model.safetensors    the weights alone
     python -m model.convert --ckpt out/lora/ckpt.pt --to out/adapter --adapter out/hf   for peft
 
---ckpt is a checkpoint or what else model/foreign.py reads. The folders are those of
+--ckpt is a checkpoint or what else model/convert/foreign.py reads. The folders are those of
 GPT2LMHeadModel, LlamaForCausalLM, Qwen3ForCausalLM, Qwen3MoeForCausalLM and MixtralForCausalLM in
 `transformers`, which is not needed to write them. What has no home there is refused by name: a
 model goes out with the logits that it has, or not at all.
@@ -20,12 +20,9 @@ from dataclasses import asdict, dataclass, fields
 
 import torch
 
-if __name__ == "__main__":  # also as `python path/to/model/convert.py`, from any folder
-    sys.path[0] = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
-
 from data.tokenizer import tokenizer_from_spec
 from data.tokenizer_json import chat_template, tokenizer_json
-from model.foreign import CLASSES, GELUS, GPT2, TABLES, check_complete, read_model, rename
+from model.convert.foreign import CLASSES, GELUS, GPT2, TABLES, check_complete, read_model, rename
 from model.load import read_model_args
 from model.moe import MoEConfig
 from train.checkpoint import (
@@ -301,7 +298,3 @@ def main(argv=None):
         print(f"model.convert: {error}", file=sys.stderr)
         return 2
     return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())
