@@ -3,11 +3,10 @@
 
 FAULT="point@step[:rank]=action", several with commas between. Points: before_step, mid_backward,
 bad_loss, before_opt, eval, load, and those of a save: save_open, save_mid, save_before_fsync,
-save_before_replace, save_after_replace. Actions: raise, oom, exit7, kill9, sleep, nan (of
+save_before_replace, save_after_replace; log_open. Actions: raise, oom, exit7, kill9, sleep, nan (of
 bad_loss), a signal to this process (sigterm, ...), an error of the system (enospc, eio, ...).
 """
 
-import builtins
 import contextlib
 import errno
 import os
@@ -97,10 +96,10 @@ def points_of_a_step():
 
 
 def points_of_a_save():
-    from train import checkpoint
+    from train import checkpoint, logger
     saving = threading.local()  # path and step of the save that this thread is at
     save, replace, fsync = checkpoint.save_checkpoint, os.replace, os.fsync
-    write, opened = checkpoint.HashingFile.write, builtins.open
+    write = checkpoint.HashingFile.write
 
     def at(name):
         if getattr(saving, "path", None):
@@ -112,11 +111,6 @@ def points_of_a_save():
             return save(path, state, links)
         finally:
             saving.path = None
-
-    def bad_open(file, mode="r", *args, **kwargs):
-        if mode == "wb":
-            at("save_open")
-        return opened(file, mode, *args, **kwargs)
 
     def bad_write(self, data):
         if not saving.midway and self.file.tell() > 1000:
@@ -140,10 +134,11 @@ def points_of_a_save():
         if ours:
             at("save_after_replace")
     yield checkpoint, "save_checkpoint", save_checkpoint
-    yield checkpoint, "open", bad_open
+    yield before(checkpoint, "open_new", lambda path: at("save_open"))
     yield checkpoint.HashingFile, "write", bad_write
     yield os, "fsync", bad_fsync
     yield os, "replace", bad_replace
+    yield before(logger, "open_own", lambda path, mode: point("log_open"))
     yield before(checkpoint, "verify", lambda path: point("load"))
 
 

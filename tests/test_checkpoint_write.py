@@ -20,12 +20,12 @@ from runs import Program, assert_same, assert_same_file, go, run_program, tempor
 from train import checkpoint
 from train.checkpoint import (
     CheckpointError,
-    FolderLock,
     RunFolder,
     load_checkpoint,
     save_checkpoint,
     snapshot,
 )
+from train.files import FilesError, Lock
 from train.guard import BadNumbers
 from train.train import Trainer
 
@@ -130,7 +130,7 @@ def test_07_file_size_limit(tmp_path, data_dir, capsys):
 
 def test_07_free_space_is_checked_first(tmp_path, monkeypatch):
     """less free space than the checkpoint needs -> refused before writing, with both numbers"""
-    monkeypatch.setattr(checkpoint.shutil, "disk_usage", lambda p: type("U", (), {"free": 10**6}))
+    monkeypatch.setattr(shutil, "disk_usage", lambda p: type("U", (), {"free": 10**6}))
     with pytest.raises(CheckpointError, match=r"needs 39\.9 MiB and 1\.0 MiB are free on"):
         save_checkpoint(str(tmp_path / "ckpt.pt"), {"w": torch.zeros(10**7)})
     assert not list(tmp_path.iterdir())
@@ -195,8 +195,8 @@ def test_10_out_dir_removed_during_the_run(tmp_path, data_dir, undisturbed, monk
         step(run)
         if run.progress.iter_num == 12:
             run.folder.wait()
-            with pytest.raises(CheckpointError, match="is in use by pid"):
-                FolderLock(out)
+            with pytest.raises(FilesError, match="is in use by pid"):
+                Lock(out)
     monkeypatch.setattr(Trainer, "train_step", train_step)
     go(data_dir, out)
     assert f"warning: {out} is gone; making it again" in capsys.readouterr().out
@@ -238,7 +238,7 @@ def test_13_file_system_without_locks(tmp_path, monkeypatch):
     def refuse(*_):
         raise OSError(errno.ENOLCK, "No locks available")
     monkeypatch.setattr("fcntl.flock", refuse)
-    FolderLock(tmp_path).release()
+    Lock(tmp_path).release()
 
 
 def test_15_mode_follows_the_umask(tmp_path):
@@ -278,7 +278,7 @@ def test_17_no_hard_links(tmp_path, monkeypatch, full):
     path = str(tmp_path / "ckpt.pt")
     save_checkpoint(path, {"model": {}, "iter_num": 1})
     if full:
-        monkeypatch.setattr(checkpoint.shutil, "copyfileobj", no_room)
+        monkeypatch.setattr(shutil, "copyfileobj", no_room)
         with pytest.raises(CheckpointError, match="No space left"):
             save_checkpoint(path, {"model": {}, "iter_num": 2}, [str(tmp_path / "ckpt_best.pt")])
         assert load_checkpoint(path)["iter_num"] == 1 and len(list(tmp_path.iterdir())) == 1

@@ -16,7 +16,7 @@ FILES = {".".join(path.relative_to(REPO).with_suffix("").parts).removesuffix("._
          for path in sorted(REPO.glob(folder))}
 # What the main job and sampling need; everything else in train/, model/ and data/ is an extra.
 KEPT = {"train": {"train", "checkpoint", "config", "keys", "dataloader", "distributed", "evaluate",
-                  "guard", "logger", "lr_scheduler", "optimizer", "report", "resume"},
+                  "files", "guard", "logger", "lr_scheduler", "optimizer", "report", "resume"},
         "model": {"gpt", "ops", "generate", "decode", "load", "sample"},
         "data": {"token_files", "tokenizer"}}
 

@@ -209,9 +209,9 @@ def test_no_standard_output_at_all(tmp_path):
 
 
 @pytest.mark.skipif(not os.path.exists("/dev/full"), reason="needs /dev/full")
-def test_a_full_disk_warns_once_and_training_goes_on(tmp_path, capsys):
-    for name in ("metrics.jsonl", "train.log"):
-        (tmp_path / name).symlink_to("/dev/full")
+def test_a_full_disk_warns_once_and_training_goes_on(tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr("train.logger.open_own",
+                        lambda path, mode: open("/dev/full", mode, buffering=0))
     with Logger(tmp_path, resume_iter=None) as log:
         log.first_iter = 0  # as in a run that has begun before the disk filled up
         for k in range(3):
@@ -390,7 +390,8 @@ def test_git_commit_and_dirty_flag(tmp_path):
 
     def copy_to(repo):
         (repo / "train").mkdir(parents=True)
-        shutil.copy(REPO / "train" / "logger.py", repo / "train")
+        for name in ("logger", "files", "config", "keys"):
+            shutil.copy(REPO / "train" / f"{name}.py", repo / "train")
 
     def git(*args):
         return subprocess.check_output(

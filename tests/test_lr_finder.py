@@ -13,8 +13,8 @@ import torch
 from conftest import REPO, TINY, tiny_args
 
 from train import lr_finder
-from train.checkpoint import FolderLock
 from train.config import load_config
+from train.files import Lock
 from train.train import train
 
 
@@ -33,7 +33,7 @@ def test_command_leaves_no_trace_in_a_run(tmp_path, data_dir):
                                           lr_decay_iters=10, dropout=0.1)))
     half("a", 5)
     half("b", 5)
-    before, lock = fingerprint(tmp_path / "a"), FolderLock(tmp_path / "a")
+    before, lock = fingerprint(tmp_path / "a"), Lock(tmp_path / "a")
     done = subprocess.run([sys.executable, "-m", "train.lr_finder", "--steps", "30",
                            *arguments(data_dir, tmp_path / "a")],
                           cwd=REPO, capture_output=True, text=True)

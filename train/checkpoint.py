@@ -10,15 +10,12 @@ it fits a run is train/resume.py's.
 """
 
 import contextlib
-import errno
 import hashlib
 import json
 import os
 import pathlib
 import pickletools
 import re
-import shutil
-import socket
 import struct
 import threading
 import time
@@ -28,8 +25,16 @@ import torch
 
 from train.config import UserError
 from train.distributed import return_freed_memory
+from train.files import (
+    Lock,
+    check_space,
+    free_name,
+    link,
+    open_new,
+    replacing,
+    sync_folder,
+)
 from train.guard import BadNumbers, SaveFailed
-from train.logger import replacing
 
 FORMAT_VERSION = 1
 SAFE_TORCH = (2, 10)  # before it weights_only does not hold: CVE-2025-32434, CVE-2026-24747
@@ -58,7 +63,7 @@ def save_checkpoint(path, state, links=()):
     try:
         os.makedirs(folder, exist_ok=True)
         check_space(folder, tensor_bytes(state))
-        with open(temporary, "wb") as f:
+        with open_new(temporary) as f:
             hashing = HashingFile(f)
             torch.save(state, hashing)
             f.write(MARK + hashing.sha.hexdigest().encode())
@@ -156,40 +161,6 @@ def find_not_finite(state):
     extremes = torch.stack([torch.stack(torch.aminmax(t)).float() for _, t in named])
     finite = torch.isfinite(extremes).all(1)
     return None if finite.all() else named[int(finite.int().argmin())][0]
-
-
-def check_space(folder, needed):
-    free = shutil.disk_usage(folder).free
-    if free < needed * 1.02 + 2**20:
-        raise OSError(f"it needs {needed * 1.02 / 2**20 + 1:,.1f} MiB and {free / 2**20:,.1f} MiB "
-                      f"are free on the disk of {folder}")
-
-
-def link(source, target):
-    """Give the file `source` the name `target` too, atomically; copy where links are refused."""
-    temporary = f"{target}.tmp.{os.getpid()}"
-    with contextlib.suppress(FileNotFoundError):  # of a process of the same number, killed
-        os.unlink(temporary)
-    try:
-        os.link(source, temporary, follow_symlinks=True)
-    except OSError:
-        with open(source, "rb") as original, replacing(target) as copy:
-            shutil.copyfileobj(original, copy)
-    else:
-        os.replace(temporary, target)
-
-
-def sync_folder(folder):
-    """Make renames in `folder` durable, where a folder can be opened and synced (POSIX)."""
-    try:
-        fd = os.open(folder, os.O_RDONLY)
-        try:
-            os.fsync(fd)
-        finally:
-            os.close(fd)
-    except OSError as error:
-        if error.errno == errno.EIO:
-            raise
 
 
 # -----------------------------------------------------------------------------
@@ -322,31 +293,6 @@ def kind_of(tensor, dtypes):
 # -----------------------------------------------------------------------------
 # a run's folder
 
-class FolderLock:
-    """Exclusive use of a run folder while the process lives; the system frees a dead holder's lock.
-    Raises CheckpointError naming the holder where there is one."""
-
-    def __init__(self, folder):
-        self.file = open(os.path.join(folder, ".lock"), "a+")
-        try:
-            import fcntl  # POSIX; without it there is no lock
-            fcntl.flock(self.file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            self.file.seek(0)
-            holder = self.file.read().strip() or "another process"
-            self.file.close()
-            raise CheckpointError(f"{folder} is in use by {holder}; wait for it, stop it, or "
-                                  "choose another --out_dir") from None
-        except (ImportError, OSError):  # or a file system without locks
-            return
-        self.file.truncate(0)
-        self.file.write(f"pid {os.getpid()} on {socket.gethostname()}")
-        self.file.flush()
-
-    def release(self):
-        self.file.close()
-
-
 class RunFolder:
     """out_dir in the hands of one run (on rank 0): locked, and written to in the background, one
     save at a time, from a snapshot that training can no longer change."""
@@ -359,12 +305,12 @@ class RunFolder:
         return os.path.join(self.path, name)
 
     def open(self):
-        """Make the folder ours alone. Raises CheckpointError."""
+        """Make the folder ours alone. Raises CheckpointError; FilesError where it is in use."""
         if os.path.lexists(self.path) and not os.path.isdir(self.path):
             raise CheckpointError(f"out_dir: {self.path} is a file; expected a folder")
         try:
             os.makedirs(self.path, exist_ok=True)
-            self.lock = FolderLock(self.path)
+            self.lock = Lock(self.path)
             for name in os.listdir(self.path):
                 if re.search(r"\.tmp\.\d+$", name):  # a killed process left it
                     os.unlink(self.file(name))
@@ -491,11 +437,6 @@ def prune(folder, keep):
     for name in numbered(folder)[:-keep] if keep else ():
         with contextlib.suppress(OSError):
             os.unlink(os.path.join(folder, name))
-
-
-def free_name(folder, stem, suffix=".pt"):
-    paths = (os.path.join(folder, f"{stem}_{n}{suffix}") for n in range(1, 10**6))
-    return next(p for p in paths if not os.path.lexists(p))
 
 
 def move_aside(folder):

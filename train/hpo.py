@@ -32,8 +32,8 @@ from train.config import (
     to_yaml,
 )
 from train.distributed import SetupError
+from train.files import open_lock, write_text
 from train.guard import BadNumbers
-from train.logger import write_text
 from train.plot import Panel, Series, chart
 from train.report import run_reporting_errors
 from train.train import train
@@ -157,7 +157,7 @@ def search(config, space, stages, out):
 def alone(out):
     """Context in which no other worker makes a study or writes results. (Without POSIX locks: run
     one worker only.)"""
-    with open(os.path.join(out, ".lock"), "a") as file:
+    with open_lock(out) as file:
         with contextlib.suppress(ImportError):
             import fcntl
             fcntl.flock(file, fcntl.LOCK_EX)

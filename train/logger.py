@@ -18,6 +18,8 @@ import threading
 import time
 from contextlib import contextmanager, suppress
 
+from train.files import open_own, replacing, write_text
+
 SLOW_INPUT = 0.3  # share of the time that is worth a warning
 SILENCE = 5.0     # seconds after which a run says that it still works
 
@@ -239,7 +241,8 @@ class _Console:
 
 
 class _LineFile:
-    """A file that grows by lines, each handed to the system at once; warns at the first failure."""
+    """A file that grows by lines, each handed to the system at once; warns at the first failure. A
+    link in its place gives way to a new file: what it points to may be anybody's."""
 
     def __init__(self, path):
         self.path, self.file, self.torn, self.warned = path, None, False, False
@@ -247,7 +250,12 @@ class _LineFile:
     def write(self, line):
         data = (b"\n" if self.torn else b"") + line.encode("utf-8", "replace")
         try:
-            self.file = self.file or open(self.path, "ab", buffering=0)
+            if self.file is None:
+                if os.path.islink(self.path):
+                    to_stderr(f"warning: {self.path} was a link to {os.readlink(self.path)}, which "
+                              "stays as it is; a file takes its place")
+                    os.unlink(self.path)
+                self.file = open_own(self.path, "ab")
             self.torn = self.file.write(data) < len(data)
             if self.torn:
                 raise OSError("the disk is full")
@@ -346,21 +354,6 @@ def _strict(value):
     return str(value) if isinstance(value, float) and not math.isfinite(value) else value
 
 
-@contextmanager
-def replacing(path):
-    """A binary file that takes the place of `path` once it is complete."""
-    temporary = f"{path}.tmp.{os.getpid()}"
-    try:
-        with open(temporary, "wb") as f:
-            yield f
-            f.flush()
-            os.fsync(f.fileno())
-        os.replace(temporary, path)
-    finally:
-        with suppress(OSError):  # there, if something failed
-            os.unlink(temporary)
-
-
 def drop_lines_from(path, iter, evaluated=False):
     """Rewrite a metrics.jsonl, atomically and line by line, without torn lines, steps from `iter`
     on, and evaluations from `iter` on (after `iter`, if evaluated). No file: nothing to do."""
@@ -370,12 +363,6 @@ def drop_lines_from(path, iter, evaluated=False):
                 whole = re.fullmatch(rb'\{\s*"iter":\s*(\d+)\b.*\}\s*\n', line)
                 if whole and int(whole[1]) < iter + (evaluated and b'"val_loss"' in line):
                     target.write(line)
-
-
-def write_text(path, text):
-    """Replace a small file atomically."""
-    with replacing(path) as f:
-        f.write(text.encode("utf-8", "replace"))
 
 
 def environment():

@@ -19,8 +19,8 @@ from types import SimpleNamespace
 
 from train import distributed
 from train.config import ConfigError, load_config, take_config
+from train.files import write_text
 from train.guard import Stopped
-from train.logger import write_text
 from train.plot import Panel, Series, chart
 from train.report import run_reporting_errors
 from train.train import Trainer

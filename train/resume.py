@@ -26,6 +26,7 @@ from train.checkpoint import (
 )
 from train.config import FIELDS, GPTKeys, differences
 from train.distributed import SetupError, assign, convert_ddp_state, from_main, full, is_sharded
+from train.files import write_text
 
 # -----------------------------------------------------------------------------
 # where to start
@@ -135,7 +136,7 @@ def find_checkpoint(folder, resume, log):
         raise CheckpointError(f"--resume must: there is no ckpt.pt in {folder}")
     if job:
         with contextlib.suppress(OSError):
-            mark.write_text(job)
+            write_text(mark, job)
     return state, path
 
 

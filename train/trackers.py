@@ -107,8 +107,8 @@ def _remember(out_dir, name, new=None):
     with suppress(OSError, ValueError):
         ids = json.loads(path.read_text())
     if new:
-        Path(f"{path}.tmp").write_text(json.dumps(ids := {**ids, name: new}))
-        os.replace(f"{path}.tmp", path)
+        from train.files import write_text
+        write_text(path, json.dumps(ids := {**ids, name: new}))
     return ids.get(name)
 
 
