@@ -1,0 +1,210 @@
+"""The documents: every command in them is one that the program takes, every cell runs as pasted,
+every file and key that they name is there. (Those that run the commands stand with their systems.)
+"""
+
+import argparse
+import importlib
+import importlib.util
+import re
+import shlex
+
+import pytest
+from conftest import REPO
+
+import run_train
+from train.config import config_class, load_config, take_config
+
+PAGES = ("README.md", "train/README.md", "model/README.md", "data/README.md")
+TEXTS = {page: (REPO / page).read_text() for page in PAGES}
+FOREIGN = {"convert_hf_to_gguf.py"}  # llama.cpp's
+
+
+def blocks_of(text, language=""):
+    """The fenced blocks of a page that are in `language`."""
+    found = re.findall(r"^```(\w*)\n(.*?)^```$", text, re.DOTALL | re.MULTILINE)
+    return [block for name, block in found if name == language]
+
+
+def prose_of(text):
+    return re.sub(r"^```.*?^```$", "", text, flags=re.DOTALL | re.MULTILINE)
+
+
+def commands_in(text):
+    """Every `python ...` and `torchrun ...` of a page, in blocks and in lines, as words."""
+    lines = [line for block in blocks_of(text) for line in block.replace("\\\n", " ").split("\n")]
+    lines += re.findall(r"`((?:python|torchrun) [^`\n]+)`", prose_of(text))
+    for line in lines:
+        for part in line.split("&&"):
+            if command := re.search(r"\b(python|torchrun) .*", part.partition(" # ")[0]):
+                yield shlex.split(command[0])
+
+
+COMMANDS = sorted({shlex.join(words) for text in TEXTS.values() for words in commands_in(text)})
+
+
+class Parsed(BaseException):
+    """Ends a command when it has read its arguments."""
+
+
+def parse(monkeypatch, module, words):
+    """(parser, what it left over) of `python -m MODULE WORDS`. SystemExit where it refuses them."""
+    original = argparse.ArgumentParser.parse_known_args
+
+    def parse_known_args(self, args=None, namespace=None):
+        self.allow_abbrev, self.found = False, vars(self).get("found")
+        found = original(self, args, namespace)
+        raise Parsed(self, found[1])
+
+    def parse_args(self, args=None, namespace=None):
+        self.allow_abbrev = False
+        _, rest = original(self, args, namespace)
+        if rest:
+            self.error(f"unrecognized arguments: {rest}")
+        raise Parsed(self, [])
+    monkeypatch.setattr(argparse.ArgumentParser, "parse_known_args", parse_known_args)
+    monkeypatch.setattr(argparse.ArgumentParser, "parse_args", parse_args)
+    with pytest.raises(Parsed) as parsed:
+        importlib.import_module(module).main(words)
+    return parsed.value.args
+
+
+def check_run(words, capsys):
+    """run_train.py takes the arguments; files of runs and of other programs need not be there."""
+    words = ["train/config.yaml" if w.startswith("out/") and w.endswith(".yaml") else w
+             for w in words]
+    code = run_train.main([*words, "--print_config"])
+    said = capsys.readouterr()
+    assert code == 0, said.err
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_every_command_is_one_that_the_program_takes(command, monkeypatch, capsys):
+    first, *words = shlex.split(command)
+    if first == "torchrun":
+        from torch.distributed.run import get_args_parser
+        args = get_args_parser().parse_args(words)
+        assert args.training_script == "run_train.py"
+        return check_run(args.training_script_args, capsys)
+    if words[0] == "run_train.py":
+        return check_run(words[1:], capsys)
+    if words[0] != "-m":
+        assert words[0] in FOREIGN
+        return None
+    assert importlib.util.find_spec(words[1]), f"no module {words[1]}"
+    for word in words[2:]:
+        assert not re.match(r"(train|model|data|tests)/(?!bin/)", word) or (REPO / word).exists()
+    if words[1] not in ("pytest", "tests.matrix"):
+        _, rest = parse(monkeypatch, words[1], words[2:])
+        assert not rest or load_config(*take_config(rest))  # lr_finder and hpo: run_train.py's
+    return None
+
+
+def test_the_commands_are_found():
+    assert len(COMMANDS) > 60
+    assert list(commands_in("a `python -m x --y` b\n```\npip q && python z.py \\\n  --a  # b\n```")
+                ) == [["python", "z.py", "--a"], ["python", "-m", "x", "--y"]]
+
+
+@pytest.mark.parametrize("module, words", [
+    ("model.sample", ["--promt", "x"]), ("train.plot", []), ("data.prepare", ["--tok", "byte"])])
+def test_a_wrong_command_is_noticed(module, words, monkeypatch):
+    with pytest.raises(SystemExit):
+        parse(monkeypatch, module, words)
+
+
+SYSTEMS = ("gpt", "chat", "lora", "classifier", "moe", "memory", "sae", "autoencoder")
+
+
+def test_every_key_is_known_and_takes_its_value():
+    """What stands as `key: value`."""
+    known = {name: system for system in reversed(SYSTEMS)
+             for name in config_class(system).__dataclass_fields__}
+    seen = 0
+    for page, text in TEXTS.items():
+        for inside in re.findall(r"`([a-z_0-9]+: [^`\n]+)`", text):
+            for name, value in re.findall(r"(\w+): (\{.*?\}|[^,]+)", inside):
+                assert name in known, f"{page}: {inside}"
+                if value != "N" and known[name] == "gpt":
+                    assert load_config(None, [f"--{name}={value}"])
+                seen += 1
+    assert seen > 25
+
+
+def test_every_option_belongs_to_a_command(monkeypatch):
+    """What stands as `--name`, alone or with its value."""
+    known = {"--help", "--config", "--print_config", "--dry_run", "--key", "--flag", "--no-flag"}
+    known |= {f"--{name}" for system in SYSTEMS
+              for name in config_class(system).__dataclass_fields__}
+    known |= {"--nproc_per_node", "--node_rank", "--master_addr", "--max-restarts"}  # torchrun's
+    modules = {words[2] for c in COMMANDS if (words := shlex.split(c))[1] == "-m"}
+    for module in modules - {"pytest", "tests.matrix"}:
+        with monkeypatch.context() as patch:
+            known |= options_of(module, patch)
+    for page, text in TEXTS.items():
+        for name in re.findall(r"`(--[\w-]+)", prose_of(text)):
+            assert name in known or name.replace("--no-", "--") in known, f"{page}: {name}"
+
+
+def options_of(module, monkeypatch):
+    """Every option of a command."""
+    def stop(self, *args):
+        raise Parsed(self)
+    for name in ("parse_args", "parse_known_args"):
+        monkeypatch.setattr(argparse.ArgumentParser, name, stop)
+    with pytest.raises(Parsed) as parsed:
+        importlib.import_module(module).main(["--help"])
+    return set(parsed.value.args[0]._option_string_actions)
+
+
+def paths_in(text):
+    """Files and folders of ours that a text names, `train/{a,b}.py` as two."""
+    for path in re.findall(r"`((?:train|model|data|tests)/[^`\s]*)`", text):
+        start, _, rest = path.partition("{")
+        names, _, end = rest.partition("}")
+        yield from (start + name + end for name in names.split(","))
+
+
+def test_every_file_that_is_named_is_there():
+    named = [(page, path) for page, text in TEXTS.items() for path in paths_in(text)
+             if not re.search("NAME|sine|data/bin", path)]
+    assert len(named) > 40
+    assert [(page, path) for page, path in named if not (REPO / path).exists()] == []
+    for text in TEXTS.values():
+        for target in re.findall(r"\]\(#([\w-]+)\)", text):
+            titles = re.findall(r"^#+ (.*)", text, re.MULTILINE)
+            assert target in {re.sub(r"[^\w -]", "", t).lower().replace(" ", "-") for t in titles}
+
+
+def test_every_file_is_in_the_map():
+    text = TEXTS["README.md"]
+    here = text[text.index("## How the code"):text.index("## To fork it")]
+    words = set(re.findall(r"\w+", here))
+    files = [p for folder in ("train", "model", "data") for p in (REPO / folder).iterdir()
+             if p.suffix == ".py" or (p / "__main__.py").exists()]
+    assert len(files) > 35
+    assert [str(p) for p in files if p.stem not in words | {"__init__"}] == []
+
+
+def test_the_first_page_is_short():
+    lines = TEXTS["README.md"].split("\n")
+    assert len(lines) <= 221 and lines.index("## Quick start") <= 100
+    for page, text in TEXTS.items():
+        assert [line for line in text.split("\n") if len(line) > 120 and line[0] != "|"] == [], page
+
+
+def test_cells_run_as_pasted(tmp_path, monkeypatch, capsys):
+    """"From Python" and the profile, one after the other as in a notebook."""
+    from data.prepare import prepare
+    (tmp_path / "my.txt").write_text("def line(number): return number\n" * 1000)
+    prepare([str(tmp_path / "my.txt")], str(tmp_path / "d"), log=lambda text: None)
+    monkeypatch.chdir(REPO)
+    cells, names = blocks_of(TEXTS["train/README.md"], "python"), {}
+    for cell in cells:
+        for old, new in (("data/bin/stdlib", f"{tmp_path}/d"), ('"out/', f'"{tmp_path}/'),
+                         ("max_iters=20", "max_iters=4"), ("max_iters=3", "max_iters=1")):
+            cell = cell.replace(old, new)
+        exec(cell, names)
+    assert len(cells) == 5 and [r["iter"] for r in names["result"]["history"]] == [0, 4]
+    said = capsys.readouterr().out
+    for words in ("aten::mm", "evaluated 4", "Model gpt: 66,049", "torch.Size([32, 64])", "def "):
+        assert words in said, words
