@@ -1,0 +1,319 @@
+"""Do the tests notice? python -m tests.mutants --seed 1 --count 400 [--files 'train/*.py' ...]
+
+Small faults (mutate.py says which), drawn over the lines of the program, are put one at a time into
+a copy of the repository; the tests that run that line are run there, the closest and quickest
+first, until one fails. A survivor is a test to be written, or goes to equivalent.txt with the
+reason why it changes nothing. `--planted` tries the faults of planted.py instead, `--again FILE`
+the survivors of an earlier `--out FILE`.
+
+Which tests run a line is found by running each test file once (20 minutes) and kept in --map;
+later only test files that have changed are run. A mutant then costs seconds, a survivor up to
+--budget seconds of tests; `--keep-map` takes the map as it is.
+"""
+
+import argparse
+import collections
+import fnmatch
+import json
+import os
+import random
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+from tests.mutants import mutate, runner
+from tests.mutants.covered import Map, program_files
+from tests.mutants.planted import FAULTS
+
+REPO = Path(__file__).resolve().parent.parent.parent
+NEAR_FILES, NEAR_SECONDS = 3, 8.0  # of the tests that are tried first
+
+
+class Mutant:
+    """A mutation of a file of the program."""
+
+    def __init__(self, path, source, mutation):
+        self.path, self.mutation, self.source = path, mutation, source
+        self.old, self.new = mutation.shown(source)
+
+    def __str__(self):
+        return f"{self.path}:{self.mutation.line}  {self.old}  ->  {self.new}"
+
+    @property
+    def key(self):
+        return self.path, self.old, self.new
+
+
+# -----------------------------------------------------------------------------
+# which mutants
+
+def shares(lines, count):
+    """`count` given out over {file: number of lines}, in proportion, nothing lost to rounding."""
+    total = sum(lines.values())
+    exact = {f: count * n / total for f, n in lines.items()}
+    out = {f: int(x) for f, x in exact.items()}
+    for f in sorted(exact, key=lambda f: out[f] - exact[f])[:count - sum(out.values())]:
+        out[f] += 1
+    return out
+
+
+def draw(files, count, seed):
+    """`count` mutants of {path: source}: lines at random without repetition, one mutation of each.
+    A file's draw depends on nothing but its own text, its share and the seed."""
+    lines = {path: len(mutate.code_lines(source)) for path, source in files.items()}
+    out = []
+    for path, share in shares({p: n for p, n in lines.items() if n}, count).items():
+        rng, by_line = random.Random(f"{seed} {path}"), collections.defaultdict(list)
+        for m in mutate.mutations(files[path]):
+            by_line[m.line].append(m)
+        chosen = []
+        for line in rng.sample(sorted(by_line), len(by_line)):
+            if len(chosen) < share:
+                options = rng.sample(by_line[line], len(by_line[line]))
+                good = next((m for m in options if mutate.works(m, files[path])), None)
+                chosen += [good] if good else []
+        out += [Mutant(path, files[path], m) for m in sorted(chosen, key=lambda m: m.start)]
+    return out
+
+
+def planted(files, words):
+    """The mutants of planted.py, all or those with one of the words in them."""
+    out = []
+    for path, old, new in FAULTS:
+        homes = [path] if old.encode() in files.get(path, b"") else [
+            f for f, source in files.items() if old.encode() in source]
+        if words and not any(w in f"{path} {old}" for w in words):
+            continue
+        if len(homes) != 1:
+            print(f"stale: {path}: {old!r} stands in {homes or 'no file'}")
+            continue
+        source = files[homes[0]]
+        start = source.index(old.encode())
+        out.append(Mutant(homes[0], source, mutate.Mutation(
+            source[:start].count(b"\n") + 1, start, start + len(old.encode()), new)))
+    return out
+
+
+def again(files, path):
+    """The mutants that survived in the results `path`, found by their text."""
+    wanted = {tuple(r["key"]) for r in map(json.loads, Path(path).read_text().splitlines())
+              if r["by"] is None}
+    out = {}
+    for path in {key[0] for key in wanted} & set(files):
+        for m in mutate.mutations(files[path]):
+            mutant = Mutant(path, files[path], m)
+            if mutant.key in wanted:
+                out.setdefault(mutant.key, mutant)
+    for key in wanted - set(out):
+        print("gone:", *key)
+    return list(out.values())
+
+
+def equivalent():
+    """{(path, old, new): reason} of equivalent.txt."""
+    out = {}
+    for line in (Path(__file__).parent / "equivalent.txt").read_text().splitlines():
+        if line.strip() and not line.startswith("#"):
+            path, change, reason = line.split(" :: ")
+            out[(path, *change.split(" ==> "))] = reason
+    return out
+
+
+# -----------------------------------------------------------------------------
+# which tests
+
+def stages(known, tests, budget):
+    """The tests to run, in two lists: those of the closest files first. Quick ones first, up to
+    `budget` seconds, but of every file the three quickest."""
+    by_file = collections.defaultdict(list)
+    for test in sorted(tests, key=lambda t: (known.seconds[t], t)):
+        by_file[test.split("::")[0]].append(test)
+    sizes = collections.Counter(t.split("::")[0] for t in known.seconds)
+    close = sorted(by_file, key=lambda f: (-len(by_file[f]) / sizes[f], f))
+    first, spent = [], 0.0
+    for file in close[:NEAR_FILES]:
+        for test in by_file[file]:
+            spent += known.seconds[test]
+            if spent < NEAR_SECONDS or not first:
+                first.append(test)
+    chosen = {t for f in by_file for t in by_file[f][:3]}
+    spent = sum(known.seconds[t] for t in chosen)
+    for test in sorted(tests, key=lambda t: known.seconds[t]):
+        spent += 0 if test in chosen else known.seconds[test]
+        if spent < budget:
+            chosen.add(test)
+
+    def order(test):
+        slow = int(known.seconds[test] > 0.3) + int(known.seconds[test] > 3)
+        return slow, close.index(test.split("::")[0]), known.seconds[test]
+    rest = sorted(chosen - set(first), key=order)
+    return [s for s in (first, rest) if s], len(tests) - len(chosen | set(first))
+
+
+def attempt(mutant, slot, lists, known, sound, patience):
+    """In a process of its own: (test that noticed or None, tests that fail without the mutant)."""
+    runner.adopt_orphans()
+    file, broken = slot / "repo" / mutant.path, []
+
+    def run(tests):
+        return runner.run_tests(slot / "repo", slot, tests, limit, patience)
+
+    def limit(test):
+        return 5 * (known.seconds.get(test, 1.0) + known.shared(test))
+
+    def put(source, later):
+        status = (REPO / mutant.path).stat()
+        file.write_bytes(source)
+        # Bytecode is current by size and time, in seconds, of its source.
+        os.utime(file, ns=(status.st_atime_ns, status.st_mtime_ns + later * 10**9))
+    for tests in lists:
+        while tests := [t for t in tests if t not in broken]:
+            put(mutant.mutation.apply(mutant.source), 7 + random.randrange(10**6))
+            failed = run(tests)
+            put(mutant.source, 0)
+            if not failed:
+                break
+            test = failed.split(": ")[-1]
+            if test in sound or not run([test]):
+                return failed, broken
+            if "::" not in test:
+                return f"cannot be collected without it either: {test}", broken
+            broken.append(test)
+    return None, broken
+
+
+# -----------------------------------------------------------------------------
+# the campaign
+
+class Pool:
+    """Work in forks, as many at a time as there are slots: folders with a copy of REPO each."""
+
+    def __init__(self, folder, workers):
+        self.slots, self.running = [], {}
+        for i in range(workers):
+            slot = Path(folder) / str(i)
+            slot.mkdir()
+            runner.copy_repository(REPO, slot)
+            self.slots.append(slot)
+
+    def run(self, jobs, work, done):
+        """work(job, slot) for all jobs, each in a fork; done(job, result) here, as they end."""
+        jobs = iter(jobs)
+        while True:
+            while self.slots and (job := next(jobs, None)) is not None:
+                slot = self.slots.pop()
+
+                def save(job=job, slot=slot):
+                    (slot / "result").write_text(json.dumps(work(job, slot)))
+                (slot / "result").unlink(missing_ok=True)
+                self.running[runner.forked(save)] = job, slot, time.monotonic()
+            if not self.running:
+                return
+            pid, _ = os.wait()
+            job, slot, began = self.running.pop(pid)
+            self.slots.append(slot)
+            result = slot / "result"
+            done(job, json.loads(result.read_text()) if result.exists() else None,
+                 time.monotonic() - began)
+
+
+def update_map(known, pool):
+    """Run the test files that the map does not know as they are."""
+    stale = known.stale()
+
+    def record(name, slot):
+        runner.adopt_orphans()
+        return runner.record(slot / "repo", slot, name)
+
+    def done(name, output, seconds):
+        if output is None:
+            print(f"map: tests/{name} did not end", flush=True)
+            return
+        known.add(name, output)
+        print(f"map: tests/{name}, {seconds:.0f} s", flush=True)
+    pool.run(stale, record, done)
+
+
+def campaign(mutants, known, pool, a):
+    """Try the mutants; [(mutant, noticed by or None, tests not run, seconds)]."""
+    results, sound, reasons = [], set(), equivalent()
+    todo = [m for m in mutants if m.key not in reasons]
+    lists = {m: stages(known, known.tests_of(m.path, m.mutation.line), a.budget) for m in todo}
+
+    def done(mutant, result, seconds):
+        by, broken = result or ("the process itself", [])
+        for test in broken:
+            print(f"fails without a mutant: {test}", flush=True)
+        if by:
+            sound.add(by.split(": ")[-1])
+        results.append((mutant, by, lists[mutant][1], seconds))
+        print(f"{len(results)}/{len(todo)} {seconds:.0f} s  {mutant}  |  "
+              f"{by or 'SURVIVED'}", flush=True)
+        if a.out:
+            with open(a.out, "a") as f:
+                f.write(json.dumps(dict(key=mutant.key, line=mutant.mutation.line, by=by,
+                                        left=lists[mutant][1], seconds=seconds)) + "\n")
+    pool.run(todo, lambda m, slot: attempt(m, slot, lists[m][0], known, sound, a.patience), done)
+    return results, [(m, reasons[m.key]) for m in mutants if m.key in reasons]
+
+
+def report(results, same):
+    """Print the table by file and the survivors; how many there are."""
+    rows = collections.defaultdict(lambda: [0, 0, 0])
+    for mutant, by, *_ in results:
+        for name in (mutant.path, "all"):
+            rows[name][0 if by else 1] += 1
+    for mutant, _ in same:
+        for name in (mutant.path, "all"):
+            rows[name][2] += 1
+    print("\n| file | drawn | noticed | survived | equivalent |\n|---|---|---|---|---|")
+    for name, (noticed, survived, equal) in sorted(rows.items(), key=lambda r: (r[0] == "all", r)):
+        print(f"| {name} | {noticed + survived + equal} | {noticed} | {survived} | {equal} |")
+    survivors = [r for r in results if not r[1]]
+    for mutant, _, left, _ in sorted(survivors, key=lambda r: (r[0].path, r[0].mutation.line)):
+        print(f"survived: {mutant}" + (f"  ({left} slower tests not run)" if left else ""))
+    return len(survivors)
+
+
+def main(args):
+    parser = argparse.ArgumentParser(prog="python -m tests.mutants", description=__doc__,
+                                     formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("words", nargs="*", help="with --planted: faults with one of these in them")
+    parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--count", type=int, default=400, help="mutants to draw")
+    parser.add_argument("--files", nargs="+", default=["*"], help="patterns of their paths")
+    parser.add_argument("--planted", action="store_true", help="the faults of planted.py")
+    parser.add_argument("--again", metavar="FILE", help="the survivors in these results")
+    parser.add_argument("--out", metavar="FILE", help="append results, a line of JSON each")
+    parser.add_argument("--budget", type=float, default=90, help="seconds of tests for a mutant")
+    parser.add_argument("--patience", type=float, default=20, help="seconds that a test may take, "
+                        "beside 5 times what it usually takes; one that takes longer has noticed")
+    parser.add_argument("--workers", type=int, default=2)
+    parser.add_argument("--map", default=Path(tempfile.gettempdir()) / "mutants_map.json")
+    parser.add_argument("--keep-map", action="store_true", help="do not bring the map up to date")
+    parser.add_argument("--list", action="store_true", help="print the mutants and end")
+    a = parser.parse_args(args)
+    files = {p: (REPO / p).read_bytes() for p in program_files(REPO)
+             if any(fnmatch.fnmatch(p, pattern) for pattern in a.files)}
+    if a.planted:
+        mutants = planted(files, a.words)
+    else:
+        mutants = again(files, a.again) if a.again else draw(files, a.count, a.seed)
+    if a.list:
+        print(*mutants, sep="\n")
+        return 0
+    runner.warm_up(REPO)
+    runner.adopt_orphans()
+    try:
+        with tempfile.TemporaryDirectory() as folder:
+            pool, known = Pool(folder, a.workers), Map(a.map, REPO)
+            if not a.keep_map:
+                update_map(known, pool)
+            return report(*campaign(mutants, known, pool, a))
+    finally:
+        runner.end_children()
+
+
+if __name__ == "__main__":
+    sys.exit(bool(main(sys.argv[1:])))

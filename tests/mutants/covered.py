@@ -1,0 +1,266 @@
+"""Which tests run which line: a map, made once by running every test file with marked lines, and
+kept in a file outside the repository. Test files that changed are run again."""
+
+import ast
+import difflib
+import hashlib
+import json
+import re
+import tempfile
+import time
+from functools import cached_property
+from pathlib import Path
+
+import pytest
+
+FOLDERS = "train", "model", "data"
+
+
+def program_files(repo):
+    """Paths, relative to `repo`, of the program's files, wherever they stand."""
+    files = [p for folder in FOLDERS for p in (repo / folder).rglob("*.py")
+             if p.is_relative_to(repo / "data" / "bin") is False]
+    return [str(p.relative_to(repo)) for p in [*sorted(files), repo / "run_train.py"]]
+
+
+def digest(path):
+    return hashlib.sha256(path.read_bytes()).hexdigest()
+
+
+class Recorder:
+    """A pytest plugin: for each test its id, seconds and lines, a line of JSON each. Lines of a
+    fixture that several tests share are those of all of them."""
+
+    def __init__(self, marks, firsts, output):
+        self.marks, self.output = marks, output
+        self.files = sorted((first, path) for path, first in firsts.items())
+        self.shared, self.seconds = {}, 0.0
+
+    def take(self):
+        """The lines marked since the last call, as one large number."""
+        out = int.from_bytes(self.marks[:], "little")
+        self.marks[:] = bytes(len(self.marks))
+        return out
+
+    @pytest.hookimpl(wrapper=True)
+    def pytest_fixture_setup(self, fixturedef, request):
+        if fixturedef.scope == "function":
+            return (yield)
+        before, began = self.take(), time.perf_counter()
+        try:
+            return (yield)
+        finally:
+            own, name = self.take(), fixturedef.argname
+            self.shared[name] = self.shared.get(name, 0) | own
+            self.seconds += time.perf_counter() - began
+            self.marks[:] = (before | own).to_bytes(len(self.marks), "little")
+
+    @pytest.hookimpl(wrapper=True)
+    def pytest_runtest_protocol(self, item, nextitem):
+        self.take()
+        began, fixtures = time.perf_counter(), self.seconds
+        try:
+            return (yield)
+        finally:
+            seconds = time.perf_counter() - began - (self.seconds - fixtures)
+            hits = self.take()
+            for name in item.fixturenames:
+                hits |= self.shared.get(name, 0)
+            self.output.write(json.dumps([item.nodeid, seconds, self.lines(hits)]) + "\n")
+            self.output.flush()
+
+    def pytest_sessionfinish(self):
+        self.output.write(json.dumps(self.seconds) + "\n")
+        self.output.flush()
+
+    def lines(self, hits):
+        marked, out = hits.to_bytes(len(self.marks), "little"), {}
+        for (first, path), (last, _) in zip(self.files, [*self.files[1:], (len(marked), "")]):
+            if lines := [m.start() for m in re.finditer(b"\1", marked[first:last])]:
+                out[path] = lines
+        return out
+
+
+def table_of_lines(repo, folder):
+    """(the table that hook/sitecustomize.py reads, {path: index of its line 0})."""
+    firsts, n = {}, 0
+    for path in program_files(repo):
+        firsts[path] = n
+        n += len((repo / path).read_bytes().splitlines()) + 2
+    marks, table = folder / "marks", folder / "table.json"
+    marks.write_bytes(bytes(n))
+    table.write_text(json.dumps(dict(marks=str(marks), firsts={
+        str((repo / p).resolve()): first for p, first in firsts.items()})))
+    return table, firsts
+
+
+class Map:
+    """tests: {test file: {"digest", "files": {path: digest}, "shared": seconds of its fixtures,
+    "tests": [[id, seconds, {path: [line]}]]}}; sources: {digest: text} of the files that the
+    lines' numbers are of."""
+
+    def __init__(self, path, repo):
+        self.path, self.repo = Path(path), repo
+        self.tests, self.sources = {}, {}
+        if self.path.exists():
+            known = json.loads(self.path.read_text())
+            self.tests, self.sources = known["tests"], known["sources"]
+
+    def stale(self):
+        """Test files to be run: new or changed, or from before the program's files moved."""
+        now = set(program_files(self.repo))
+        for name in set(self.tests) - {p.name for p in self.test_files()}:
+            del self.tests[name]
+        return [p.name for p in self.test_files()
+                if (t := self.tests.get(p.name)) is None or t["digest"] != digest(p)
+                or set(t["files"]) != now]
+
+    def test_files(self):
+        return sorted((self.repo / "tests").glob("test_*.py"), key=lambda p: -p.stat().st_size)
+
+    def add(self, name, output):
+        """Take in what Recorder wrote of one test file."""
+        *tests, shared = map(json.loads, output.splitlines())
+        files = {}
+        for path in program_files(self.repo):
+            files[path] = digest(self.repo / path)
+            self.sources[files[path]] = (self.repo / path).read_text()
+        self.tests[name] = dict(digest=digest(self.repo / "tests" / name), files=files,
+                                shared=shared, tests=tests)
+        with tempfile.NamedTemporaryFile("w", dir=self.path.parent, delete=False) as f:
+            json.dump(dict(tests=self.tests, sources=self.sources), f)
+        Path(f.name).replace(self.path)
+
+    @cached_property
+    def seconds(self):
+        """{test id: seconds, its file's fixtures not counted}."""
+        return {test: s for t in self.tests.values() for test, s, _ in t["tests"]}
+
+    def shared(self, test):
+        return self.tests[Path(test.split("::")[0]).name]["shared"]
+
+    @cached_property
+    def hits(self):
+        """{(path, line of today): {test id}}."""
+        out, moves = {}, {}
+        for t in self.tests.values():
+            for test, _, lines in t["tests"]:
+                for path, numbers in lines.items():
+                    key = path, t["files"][path]
+                    if key not in moves:
+                        moves[key] = self.moved_lines(*key)
+                    for n in numbers:
+                        for line in moves[key].get(n, ()):
+                            out.setdefault((path, line), set()).add(test)
+        return out
+
+    def moved_lines(self, path, then):
+        """{line then: lines today} of a file; a changed line is all that stands there now."""
+        if not (self.repo / path).exists():
+            return {}
+        old = self.sources[then].splitlines()
+        new = (self.repo / path).read_text().splitlines()
+        out = {}
+        for op, a, b, c, d in difflib.SequenceMatcher(None, old, new, False).get_opcodes():
+            for i in range(a, b):
+                out[i + 1] = [c + i - a + 1] if op == "equal" else range(c + 1, d + 1)
+        return out
+
+    # --- the tests of a line
+
+    @cached_property
+    def trees(self):
+        return {p: ast.parse((self.repo / p).read_text()) for p in program_files(self.repo)}
+
+    def tests_of(self, path, line):
+        """Ids of the tests that run a line. What stands outside functions runs at import: for
+        that, the tests that run a line with its name in it, or have it in them."""
+        inner, function, names = None, None, set()
+        for node in ast.walk(self.trees[path]):
+            if isinstance(node, ast.stmt) and first_line(node) <= line <= node.end_lineno:
+                if isinstance(node, ast.FunctionDef):
+                    function = node
+                if inner is None or node.lineno >= inner.lineno:
+                    inner = node
+        if function is not None and line >= function.body[0].lineno:
+            return self.hits.get((path, inner.lineno), set())
+        if function is not None:  # its defaults and decorators
+            return self.hits.get((path, function.body[has_doc(function)].lineno), set())
+        if isinstance(inner, ast.ClassDef):
+            names = {inner.name}
+        else:
+            names = {n.id for n in ast.walk(inner) if isinstance(n, ast.Name)
+                     and isinstance(n.ctx, ast.Store)}
+        return self.tests_naming(names) or self.hits.get((path, inner.lineno), set())
+
+    def tests_naming(self, names, depth=2):
+        out = set()
+        for name in names:
+            out |= self.mentions.get(name, set())
+            if depth:
+                more = self.constants.get(name, set()) - names
+                out |= self.tests_naming(more, depth - 1) if more else set()
+        return out
+
+    @cached_property
+    def mentions(self):
+        """{name: ids of the tests that run a statement which has it, or have it themselves}."""
+        out = {}
+        for path, tree in self.trees.items():
+            for node in ast.walk(tree):
+                if isinstance(node, ast.FunctionDef):
+                    for s in ast.walk(node):
+                        if isinstance(s, ast.stmt) and s is not node:
+                            tests = self.hits.get((path, s.lineno), set())
+                            for name in names_in(s):
+                                out.setdefault(name, set()).update(tests)
+        for file in self.test_files():
+            ids = {}
+            for test, _, _ in self.tests.get(file.name, {"tests": ()})["tests"]:
+                ids.setdefault(test.split("::")[-1].split("[")[0], []).append(test)
+            for node in ast.walk(ast.parse(file.read_text())):
+                if isinstance(node, ast.FunctionDef) and node.name in ids:
+                    for name in {x for s in ast.walk(node) for x in names_in(s)}:
+                        out.setdefault(name, set()).update(ids[node.name])
+        return out
+
+    @cached_property
+    def constants(self):
+        """{name: names outside functions that are made of it}."""
+        out = {}
+        for tree in self.trees.values():
+            for s in tree.body:
+                made = {s.name} if isinstance(s, ast.ClassDef) else {
+                    n.id for n in ast.walk(s) if isinstance(n, ast.Name)
+                    and isinstance(n.ctx, ast.Store)}
+                if not isinstance(s, (ast.FunctionDef, ast.Import, ast.ImportFrom)):
+                    for n in ast.walk(s):
+                        if isinstance(n, ast.Name):
+                            out.setdefault(n.id, set()).update(made)
+        return out
+
+
+def first_line(node):
+    return min([node.lineno, *(d.lineno for d in getattr(node, "decorator_list", ()))])
+
+
+def has_doc(function):
+    return len(function.body) > 1 and ast.get_docstring(function) is not None
+
+
+def names_in(node):
+    """Names, attributes, keywords and names in text, of a statement's own expressions."""
+    todo = [node]
+    while todo:
+        for n in ast.iter_child_nodes(todo.pop()):
+            if isinstance(n, ast.stmt):
+                continue
+            todo.append(n)
+            if isinstance(n, ast.Name):
+                yield n.id
+            elif isinstance(n, ast.Attribute):
+                yield n.attr
+            elif isinstance(n, ast.keyword) and n.arg:
+                yield n.arg
+            elif isinstance(n, ast.Constant) and str(n.value).isidentifier():
+                yield str(n.value)
