@@ -23,7 +23,7 @@ import torch.nn.functional as F
 from data.features import array_names, open_features, read_features_meta
 from data.token_files import DataError
 from model.gpt import stable_hash
-from train.config import ConfigError, UserError, key
+from train.config import ConfigError, UserError, key, underscores
 from train.dataloader import Data, RowLoader
 from train.distributed import assign
 from train.evaluate import batch_sums
@@ -180,7 +180,7 @@ def parse_args(argv):
     p.add_argument("--data_dir", help="prepared features (default: what it was trained on)")
     p.add_argument("--split", choices=["train", "val"], default="val", help="default: %(default)s")
     p.add_argument("--to", metavar="FILE.json", help="also write the numbers, and r of each target")
-    return p.parse_args(argv)
+    return p.parse_args(underscores(argv))
 
 
 def open_checked(folder, split, spec):

@@ -24,7 +24,7 @@ from data.tokenizer import load_dataset_tokenizer, tokenizer_from_spec
 from model import gpt
 from model.gpt import GPT
 from model.ops import IGNORE
-from train.config import UserError
+from train.config import UserError, underscores
 from train.dataloader import Data, RowLoader
 
 ARRAYS = ("tokens", "mask", "chat")
@@ -234,7 +234,7 @@ def arguments(argv):
     add("--top_p", type=float, help="only the most likely tokens that make up p")
     add("--seed", type=int, help="the same seed writes the same answers")
     add("--device", default="auto", help="auto, cpu, cuda, mps")
-    return parser.parse_args(argv)
+    return parser.parse_args(underscores(argv))
 
 
 def main(argv=None):

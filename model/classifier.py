@@ -25,7 +25,7 @@ from data.labels import ARRAYS, SPLITS, Fields, add_field_options, read_rows, to
 from data.token_files import DataError
 from data.tokenizer import load_dataset_tokenizer
 from model.gpt import GPT, GPTConfig
-from train.config import UserError, key
+from train.config import UserError, key, underscores
 from train.dataloader import Data, RowLoader
 
 
@@ -468,7 +468,7 @@ def main(argv=None):
     p.add_argument("--batch_size", type=int, default=64, help="rows at once (default: %(default)s)")
     p.add_argument("--device", default="auto", help="auto, cpu, cuda, mps")
     add_field_options(p)
-    args = p.parse_args(argv)
+    args = p.parse_args(underscores(argv))
     if args.batch_size < 1:
         p.error(f"--batch_size must be at least 1, got {args.batch_size}")
     try:

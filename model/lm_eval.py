@@ -14,7 +14,7 @@ import torch
 from data.token_files import DataError
 from model.generate import generate
 from model.load import load_model
-from train.config import UserError
+from train.config import UserError, underscores
 
 NEW_TOKENS = 256  # of an answer, where a task does not say
 
@@ -140,7 +140,7 @@ def main(argv=None):
     add("--device", default="auto", help="auto, cpu, cuda, mps")
     add("--include_path", metavar="FOLDER", help="with task files (.yaml) of your own")
     add("--out", metavar="FILE.json", help="write all results there as well")
-    args = vars(parser.parse_args(sys.argv[1:] if argv is None else argv))
+    args = vars(parser.parse_args(underscores(sys.argv[1:] if argv is None else argv)))
     out = args.pop("out")
     try:
         results = evaluate(**args)

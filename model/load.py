@@ -1,7 +1,6 @@
 """The model of a checkpoint: the one that its training built, whatever the system, or one that
 model/convert/foreign.py reads."""
 
-import importlib
 import sys
 import types
 from dataclasses import fields
@@ -43,12 +42,11 @@ def empty_model(state):
     name = (state.get("config") or {}).get("model", "gpt")
     if name == "gpt":
         return GPT(read_model_args(state.get("model_args") or {}))
-    from train.config import load_config
+    from train.config import load_config, load_model_file
     if not state.get("spec"):
         raise ValueError(f"no spec of its data in it, from which a model of {name} is built")
-    config = load_config(None, state["config"])  # its name is that of a file, checked here
-    build = importlib.import_module(f"model.{name}").build_model
-    return build(config, types.SimpleNamespace(spec=state["spec"]))
+    build = load_model_file(str(name)).build_model
+    return build(load_config(None, state["config"]), types.SimpleNamespace(spec=state["spec"]))
 
 
 def read_model_args(args):

@@ -22,7 +22,7 @@ from model import chat, gpt
 from model.chat import ChatGPT
 from model.gpt import stable_hash
 from train.checkpoint import CheckpointError, load_checkpoint, save_checkpoint
-from train.config import FIELDS, ConfigError, UserError, key, load_config
+from train.config import FIELDS, ConfigError, UserError, key, load_config, underscores
 from train.dataloader import open_token_data
 from train.distributed import convert_ddp_state, from_main
 from train.optimizer import matches
@@ -243,8 +243,9 @@ def main(argv=None):
                         "(default: %(default)s)")
     parser.add_argument("--to", required=True, metavar="FILE.pt", help="the checkpoint to write")
     parser.add_argument("--backbone", help="where their backbone is now (default: as in training)")
+    args = parser.parse_args(underscores(sys.argv[1:] if argv is None else argv))
     try:
-        export(**vars(parser.parse_args(sys.argv[1:] if argv is None else argv)))
+        export(**vars(args))
     except (UserError, ValueError, OSError) as error:
         print(f"model.lora: {error}", file=sys.stderr)
         return 2

@@ -25,7 +25,7 @@ from data.activations import SKIPPED, ActivationLoader, load_backbone
 from model.gpt import stable_hash
 from model.ops import IGNORE
 from train.checkpoint import CheckpointError, write_safetensors
-from train.config import ConfigError, UserError, key
+from train.config import ConfigError, UserError, key, underscores
 from train.dataloader import Data, DataLoader, open_token_data
 from train.distributed import assign, choose_dtype, from_main
 
@@ -312,7 +312,7 @@ def parse_args(argv):
     p.add_argument("--contexts", type=int, default=5, help="places of each (default: 5)")
     p.add_argument("--batches", type=int, default=32, help="batches of 16 windows of validation "
                    "data to look through (default: 32)")
-    args = p.parse_args(argv)
+    args = p.parse_args(underscores(argv))
     if min(args.features, args.contexts, args.batches) < 1:
         p.error("--features, --contexts and --batches must be at least 1")
     return args

@@ -1,5 +1,6 @@
 """train/config.py through the command line and as a library. Matrix cases 91-105 and 77."""
 
+import importlib
 import subprocess
 import sys
 import time
@@ -11,11 +12,13 @@ from train.config import (
     FIELDS,
     ConfigError,
     TrainConfig,
+    defines,
     differences,
     help_text,
     load_config,
     parse_value,
     to_yaml,
+    underscores,
 )
 
 
@@ -163,6 +166,39 @@ def test_print_config_names_origins(tmp_path):
     lines = {line.split(":")[0]: line for line in done.stdout.splitlines()}
     assert "command line" in lines["n_layer"] and "c.yaml:2" in lines["n_head"]
     assert "under.yaml:1" in lines["weight_decay"] and "default" in lines["seed"]
+
+
+@pytest.mark.parametrize("name, words", [
+    ("ops", "model/ops.py has no build_model"), ("serve", "model/serve/__init__.py has no build_"),
+    ("gtp", "there is no model/gtp.py"), ("../evil", "there is no model/"), ("", "there is no")])
+def test_what_is_no_system_is_refused_without_importing_it(monkeypatch, name, words):
+    monkeypatch.setattr(importlib, "import_module", lambda name: pytest.fail(f"imported {name}"))
+    (problem,) = problems(overrides=dict(model=name))
+    assert words in problem and "expected one of autoencoder, chat, classifier, gpt, lo" in problem
+
+
+@pytest.mark.parametrize("text, is_one", [
+    ("def build_model(config, data):\n    pass\n", True), ("x = build_model = print\n", True),
+    ("from model.gpt import build_model\n", True), ("def f(:\n", True),  # importing it says where
+    ("# def build_model(\nclass A:\n    def build_model(self):\n        pass\n", False)])
+def test_a_system_is_told_by_its_build_model(tmp_path, text, is_one):
+    assert defines(write(tmp_path, text, "x.py"), "build_model") == is_one
+
+
+def test_dashes_in_option_names_are_underscores():
+    assert underscores(["--max-iters=a-b", "--top-k", "-1", "x-y", "--", "--a-b"]) == [
+        "--max_iters=a-b", "--top_k", "-1", "x-y", "--", "--a-b"]
+
+
+@pytest.mark.parametrize("name, options", [
+    ("sample", ["--max-new-tokens=1"]), ("serve", ["--max-tokens=1", "--port=0"]),
+    ("convert", ["--save-precision=float32", "--to=x.pt"]), ("chat", ["--max-new-tokens=1"]),
+    ("lora", ["--to=x.pt"]), ("classifier", ["--batch-size=1", "--data=x", "--out=y"]),
+    ("sae", ["--data-dir=x"]), ("autoencoder", ["--data-dir=x"]), ("lm_eval", ["--batch-size=1", "--tasks=x"])])
+def test_every_command_takes_both(name, options, capsys):
+    main = importlib.import_module(f"model.{name}").main
+    assert main(["--ckpt=nowhere.pt", *options]) == 2
+    assert "nowhere.pt: no such file" in capsys.readouterr().err
 
 
 def test_every_shipped_config_is_valid():

@@ -4,6 +4,7 @@ Values are parsed by the type of their key, never by YAML's guesses (in YAML 1.1
 `010` is eight and `1:30` is ninety), so a file and the command line accept exactly the same text.
 """
 
+import ast
 import difflib
 import functools
 import importlib
@@ -52,14 +53,40 @@ class ConfigError(UserError, ValueError):
 # the keys of a model file
 
 def load_model_file(name):
-    """The module model/NAME.py; ConfigError where there is none."""
+    """The module model/NAME.py; ConfigError where there is none, or where it builds no model. That
+    is read off its text: what is no system is not imported."""
+    path = model_path(name) if re.fullmatch(r"[A-Za-z]\w*", name) else None
+    if path and defines(path, "build_model"):
+        return importlib.import_module(f"model.{name}")
     folder = os.path.join(REPOSITORY, "model")
-    if not re.fullmatch(r"[A-Za-z]\w*", name) or not os.path.exists(f"{folder}/{name}.py"):
-        known = [n[:-3] for n in sorted(os.listdir(folder)) if n.endswith(".py")
-                 and "def build_model" in open(os.path.join(folder, n), encoding="utf-8").read()]
-        raise ConfigError([f"model: there is no model/{name}.py; expected one of "
-                           f"{', '.join(known)}, or a file with build_model(config, data)"])
-    return importlib.import_module(f"model.{name}")
+    names = {entry.partition(".")[0] for entry in os.listdir(folder)}
+    known = sorted(n for n in names if model_path(n) and defines(model_path(n), "build_model"))
+    what = (f"{os.path.relpath(path, REPOSITORY)} has no build_model(config, data): it is no "
+            "system that can be trained" if path else f"there is no model/{name}.py")
+    raise ConfigError([f"model: {what}; expected one of {', '.join(known)}, or a file of your own "
+                       "with build_model(config, data)"])
+
+
+def model_path(name):
+    """The file or package of that name in model/, None where there is none."""
+    paths = (os.path.join(REPOSITORY, "model", file) for file in (f"{name}.py",
+                                                                  f"{name}/__init__.py"))
+    return next(filter(os.path.isfile, paths), None)
+
+
+def defines(path, name):
+    """Whether the Python file at `path` defines or imports `name` at its top level. Of a file that
+    is no valid Python true: importing it says where."""
+    try:
+        with open(path, encoding="utf-8") as f:
+            body = ast.parse(f.read()).body
+    except (SyntaxError, ValueError):
+        return True
+    return any(isinstance(node, ast.FunctionDef) and node.name == name
+               or isinstance(node, ast.Assign) and any(
+                   isinstance(t, ast.Name) and t.id == name for t in node.targets)
+               or isinstance(node, ast.ImportFrom) and any(
+                   name in (a.asname, a.name) for a in node.names) for node in body)
 
 
 @functools.cache
@@ -270,6 +297,14 @@ def take_config(argv):
         else:
             rest.append(a)
     return find_file(path), rest
+
+
+def underscores(argv):
+    """The arguments of a command with --max-iters as --max_iters: in names of options dashes and
+    underscores are the same. Values, and what follows a bare --, stay as they are."""
+    end = argv.index("--") if "--" in argv else len(argv)
+    return [re.sub(r"^--[^=]*", lambda m: "--" + m[0][2:].replace("-", "_"), a)
+            for a in argv[:end]] + argv[end:]
 
 
 def parse_options(argv, problems):

@@ -31,7 +31,7 @@ from train.checkpoint import (
     save_checkpoint,
     write_safetensors,
 )
-from train.config import UserError
+from train.config import UserError, underscores
 from train.distributed import convert_ddp_state
 
 # -----------------------------------------------------------------------------
@@ -292,8 +292,9 @@ def main(argv=None):
                         ".safetensors file (default: %(default)s)")
     parser.add_argument("--adapter", metavar="BASE", help="of a LoRA write the adapters alone, for "
                         "peft, over the model exported to this folder")
+    args = parser.parse_args(underscores(sys.argv[1:] if argv is None else argv))
     try:
-        convert(**vars(parser.parse_args(sys.argv[1:] if argv is None else argv)))
+        convert(**vars(args))
     except (UserError, ValueError, OSError) as error:
         print(f"model.convert: {error}", file=sys.stderr)
         return 2

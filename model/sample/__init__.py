@@ -13,7 +13,7 @@ import torch
 
 from model.generate import Streamer, generate, start_tokens
 from model.load import load_model, load_writer, prepare  # noqa: F401  load_model: for importers
-from train.config import UserError
+from train.config import UserError, underscores
 from train.guard import is_compile_error
 
 # -----------------------------------------------------------------------------
@@ -39,13 +39,7 @@ def parse_args(argv):
                    "half of bfloat16's memory")
     p.add_argument("--compile", action="store_true", help="compile what a token of one text takes: "
                    "some ten seconds, then about twice the speed on a CPU")
-    return p.parse_args([underscores(a) for a in argv])
-
-
-def underscores(argument):
-    """--num-samples=a-b to --num_samples=a-b: dashes in names are the same as underscores."""
-    name, equals, value = argument.partition("=")
-    return "--" + name[2:].replace("-", "_") + equals + value if name[:2] == "--" else argument
+    return p.parse_args(underscores(argv))
 
 
 def check_args(a):

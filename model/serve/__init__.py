@@ -27,7 +27,7 @@ from pathlib import Path
 from model.generate import start_tokens
 from model.load import prepare
 from model.serve.engine import Engine, Job, Refused
-from train.config import UserError
+from train.config import UserError, underscores
 
 MAX_BODY = 1 << 20      # bytes of a request
 MAX_STOPS, MAX_STOP = 16, 256  # stop strings, and characters in one
@@ -389,14 +389,14 @@ def parse_args(argv):
     add("--port", type=int, default=8000, help="0: any free one (default: %(default)s)")
     add("--slots", type=int, default=16, help="texts written at once (default: %(default)s)")
     add("--queue", type=int, default=256, help="requests that may wait (default: %(default)s)")
-    add("--max_tokens", "--max-tokens", type=int, default=1024, help="the most that a request may "
-        "ask for (default: %(default)s)")
+    add("--max_tokens", type=int, default=1024, help="the most that a request may ask for "
+        "(default: %(default)s)")
     add("--timeout", type=float, default=300, help="seconds for a request (default: %(default)s)")
     add("--tokenizer", help="where the checkpoint has none: byte, gpt2, a rank file or a folder")
     add("--device", default="auto", help="auto, cpu, cuda, mps")
     add("--dtype", choices=["auto", "float32", "bfloat16"], default="auto")
     add("--quantize", choices=["int8"], help="weights in 8 bits, a scale for each row")
-    return p.parse_args(argv)
+    return p.parse_args(underscores(argv))
 
 
 def check_args(a):
