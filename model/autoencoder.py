@@ -13,6 +13,7 @@ Shapes: N rows, D dims of an array, H d_hidden, Z d_latent.
 
 import argparse
 import json
+import re
 import sys
 from dataclasses import dataclass
 
@@ -22,10 +23,9 @@ import torch.nn.functional as F
 
 from data.features import array_names, open_features, read_features_meta
 from data.token_files import DataError
-from model.gpt import stable_hash
+from model.gpt import fill, normal
 from train.config import ConfigError, UserError, key, underscores
 from train.dataloader import Data, RowLoader
-from train.distributed import assign
 from train.evaluate import batch_sums
 
 # Beside the variance of a target over its dimensions, 1: keeps the gradient of a constant finite.
@@ -61,6 +61,9 @@ def open_data(config, ranks):
 # -----------------------------------------------------------------------------
 # the model
 
+LINEAR = re.compile(r"((encoder|expand|decoder)\.[^.]+|bottleneck|head)\.(weight|bias)")
+
+
 class MultimodalAutoencoder(nn.Module):
     """forward(*arrays) -> (loss, sums); arrays (N, D) raw, in the order of array_names(spec)."""
 
@@ -77,15 +80,13 @@ class MultimodalAutoencoder(nn.Module):
             mean, std = (torch.tensor(spec[k][name], device="cpu") for k in ("mean", "std"))
             self.register_buffer(f"mean_{name}", mean, persistent=False)
             self.register_buffer(f"std_{name}", torch.where(std > 0, std, 1.0), persistent=False)
-        for name, p in self.named_parameters():
-            if not p.is_meta:
-                assign(p, self.initial(name, p.shape, config.seed))
+        fill(self, config.seed)
 
     def initial(self, name, shape, seed):
         """N(0, 1 / inputs); zero for biases."""
-        generator = torch.Generator().manual_seed(stable_hash(seed, name))
-        std = shape[1] ** -0.5 if len(shape) == 2 else 0.0
-        return torch.empty(shape).normal_(0.0, std, generator=generator)
+        if not LINEAR.fullmatch(name):
+            return None
+        return normal(name, shape, shape[1] ** -0.5 if len(shape) == 2 else 0.0, seed)
 
     def standardise(self, arrays):
         """{name: (N, D) float32}: each dimension has mean 0, variance 1 over the training rows."""

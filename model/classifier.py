@@ -24,7 +24,7 @@ import torch.nn.functional as F
 from data.labels import ARRAYS, SPLITS, Fields, add_field_options, read_rows, to_arrays
 from data.token_files import DataError
 from data.tokenizer import load_dataset_tokenizer
-from model.gpt import GPT, GPTConfig
+from model.gpt import GPT, GPTConfig, fill, normal
 from train.config import UserError, key, underscores
 from train.dataloader import Data, RowLoader
 
@@ -145,13 +145,15 @@ class Classifier(nn.Module):
             self.end, self.start = Pointer(shape.n_embd), Pointer(shape.n_embd)
         weights = torch.tensor(weights, dtype=torch.float32, device="cpu")  # real also under meta
         self.register_buffer("weights", weights, persistent=False)
-        with torch.no_grad():
-            for name, p in self.named_parameters():
-                if not name.startswith("gpt.") and not p.is_meta:
-                    p.copy_(self.initial(name, p.shape, seed))
+        fill(self, seed)
 
     def initial(self, name, shape, seed):
-        return self.gpt.initial(name.removeprefix("gpt."), shape, seed)
+        part, _, inner = name.partition(".")
+        if part == "gpt":
+            return self.gpt.initial(inner, shape, seed)
+        if part not in ("head", "end", "start"):
+            return None
+        return torch.zeros(shape) if inner.endswith("bias") else normal(name, shape, 0.02, seed)
 
     def adopt(self, weights):
         """A GPT's weights become the backbone's; of a classifier also the heads that still fit."""

@@ -7,6 +7,7 @@ and values (n_kv_head), D head size, V rows of the embedding.
 """
 
 import math
+import re
 from dataclasses import dataclass, fields
 
 import torch
@@ -190,10 +191,7 @@ class GPT(nn.Module):
             self.lm_head = nn.Linear(c.n_embd, c.padded_vocab_size, bias=False)
         self.loss = LanguageModelLoss()
         self.add_tables(token_bytes)
-        for name, p in self.named_parameters():
-            if not p.is_meta:
-                with torch.no_grad():
-                    p.copy_(self.initial(name, p.shape, seed))
+        fill(self, seed)
 
     def add_tables(self, token_bytes):
         """Constants that move with the model but are not saved. Under torch.device("meta") they are
@@ -290,19 +288,21 @@ class GPT(nn.Module):
         """The initial value of a parameter: a pure function of (seed, name), so that a sharded
         model can be filled one tensor at a time. GPT-2's scheme: N(0, 0.02), the projections back
         into the stream shrunk by sqrt(2 n_layer); the output layer small enough that the first loss
-        is ln(vocab_size)."""
-        c, kind = self.config, name.rsplit(".", 2)[-2:]
+        is ln(vocab_size). None for a parameter that is not in PARTS: it keeps what its own module
+        made. With FSDP no module makes any; there each needs a line here."""
+        c, part = self.config, PARTS.fullmatch(name)
+        if part is None:
+            return None
         if name.endswith("bias"):
             return torch.zeros(shape)
-        if len(shape) == 1:
+        if len(shape) == 1:  # of a norm
             return torch.ones(shape)
         std = 0.02
-        if kind[0] in ("o", "down"):
+        if part["inner"] in ("attn.o", "mlp.down"):
             std = 0.02 / math.sqrt(2 * c.n_layer)
-        if kind[0] == ("wte" if c.tie_weights else "lm_head"):
+        if part["outer"] == ("wte" if c.tie_weights else "lm_head"):
             std = min(0.02, 0.3 / math.sqrt(c.n_embd))
-        generator = torch.Generator().manual_seed(stable_hash(seed, name))
-        return torch.empty(shape).normal_(0.0, std, generator=generator)
+        return normal(name, shape, std, seed)
 
     def adopt(self, weights):
         """Weights to start from, as they are; of more learned positions than ours the first."""
@@ -318,6 +318,26 @@ class GPT(nn.Module):
         n = sum(p.numel() for p in self.parameters())
         n -= sum(m.weight.numel() for m in lookups if m is not None)
         return 6 * n + 12 * c.n_layer * c.n_embd * c.block_size
+
+
+# Names of a GPT's own parameters: of the model, and inside its blocks.
+PARTS = re.compile(r"(?:(?P<outer>wte|wpe|wte_prev|ln_f|lm_head)|h\.\d+\."
+                   r"(?P<inner>ln_[12]|attn\.[qkvo]|mlp\.(?:gate|up|down)))\.(?:weight|bias)")
+
+
+def fill(model, seed):
+    """Give the parameters and saved buffers of `model` the values of model.initial(name, shape,
+    seed), but for those of which it says None, and those on the meta device."""
+    for name, tensor in model.state_dict().items():
+        value = None if tensor.is_meta else model.initial(name, tensor.shape, seed)
+        if value is not None:
+            tensor.copy_(value)
+
+
+def normal(name, shape, std, seed):
+    """N(0, std) for the parameter `name`: a pure function of all four."""
+    generator = torch.Generator().manual_seed(stable_hash(seed, name))
+    return torch.empty(shape).normal_(0.0, std, generator=generator)
 
 
 def stable_hash(seed, name):

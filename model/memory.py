@@ -19,7 +19,7 @@ import torch.nn as nn
 
 from model import gpt, lora, moe
 from model.chat import is_chat
-from model.gpt import GPTConfig, Norm, stable_hash
+from model.gpt import GPTConfig, Norm, normal
 from model.moe import GroupedLinear, Groups, RoutedBlock, RoutedGPT, Router, RouterKeys
 from train.checkpoint import CheckpointError
 from train.config import ConfigError, key
@@ -69,7 +69,7 @@ class Chapters(nn.Module):
         self.keys = GroupedLinear(groups, c.head_dim, c.chapter_size)  # (n H, S, D)
         self.values = GroupedLinear(groups, c.chapter_size, c.head_dim)  # (n H, D, S)
         self.o = nn.Linear(c.n_embd, c.n_embd, bias=False)
-        self.gate = nn.Parameter(torch.zeros(c.n_embd))
+        self.gate = nn.Parameter(torch.empty(c.n_embd))  # zero: `initial` below
 
     def forward(self, x):
         """x (B, T, C) -> what is read, the same shape, and the router's logits (B, T, n)."""
@@ -145,8 +145,7 @@ class MemoryGPT(RoutedGPT):
         if len(shape) == 1:
             return torch.full(shape, float(part[-1] == "weight"))
         std = dict(router=0.02, keys=1.0, values=1.0).get(part[-2], self.config.n_embd ** -0.5)
-        generator = torch.Generator().manual_seed(stable_hash(seed, name))
-        return torch.empty(shape).normal_(0.0, std, generator=generator)
+        return normal(name, shape, std, seed)
 
     def flops_per_unit(self):
         """The frozen weights of the blocks need no gradient of their own."""

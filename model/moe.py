@@ -12,6 +12,7 @@ ranks changes nothing.
 Shapes: B, T, C as in model/gpt.py; E experts, k of them for a token, I the width inside one.
 """
 
+import re
 from dataclasses import asdict, dataclass, fields
 
 import torch
@@ -19,7 +20,7 @@ import torch.nn as nn
 import torch.nn.functional as F
 
 from model import gpt
-from model.gpt import GPT, Block, GPTConfig
+from model.gpt import GPT, Block, GPTConfig, normal
 from train.config import gpt_conflicts, key
 
 sample = gpt.sample
@@ -263,6 +264,11 @@ class RoutedGPT(GPT):
         return super().numbers(sums) | out | dict(
             use_min=float(use.min()), use_max=float(use.max()),
             use=[[round(x, 4) for x in layer] for layer in use.tolist()])
+
+    def initial(self, name, shape, seed):
+        if re.fullmatch(r"h\.\d+\.mlp\.router\.weight", name):
+            return normal(name, shape, 0.02, seed)
+        return super().initial(name, shape, seed)
 
     def compile(self, *args, **kwargs):
         """torch.compile, but for products one group at a time: other sizes at every step, each of

@@ -22,12 +22,12 @@ import torch.nn as nn
 import torch.nn.functional as F
 
 from data.activations import SKIPPED, ActivationLoader, load_backbone
-from model.gpt import stable_hash
+from model.gpt import fill, stable_hash
 from model.ops import IGNORE
 from train.checkpoint import CheckpointError, write_safetensors
 from train.config import ConfigError, UserError, key, underscores
 from train.dataloader import Data, DataLoader, open_token_data
-from train.distributed import assign, choose_dtype, from_main
+from train.distributed import choose_dtype, from_main
 
 
 @dataclass
@@ -82,8 +82,10 @@ class SparseAutoencoder(nn.Module):
         """Directions at random; the encoder starts as their transpose, as in sae-lens."""
         if name in ("mean", "scale"):
             return torch.tensor(self.spec[name])
-        if name not in ("W_enc", "W_dec"):
+        if name in ("b_enc", "b_dec", "silent"):
             return torch.zeros(shape)
+        if name not in ("W_enc", "W_dec"):
+            return None
         generator = torch.Generator().manual_seed(stable_hash(seed, "W_dec"))
         rows = torch.randn(self.keys.d_sae, self.spec["d_in"], generator=generator)
         rows = F.normalize(rows, dim=1) * (1.0 if self.keys.sae == "topk" else 0.1)
@@ -142,9 +144,7 @@ class SAEModel(nn.Module):
     def __init__(self, config, spec):
         super().__init__()
         self.keys, self.spec, self.sae = config, spec, SparseAutoencoder(config, spec)
-        for name, tensor in self.state_dict().items():
-            if not tensor.is_meta:
-                assign(tensor, self.initial(name, tensor.shape, config.seed))
+        fill(self, config.seed)
 
     def initial(self, name, shape, seed):
         return self.sae.initial(name.removeprefix("sae."), shape, seed)

@@ -194,7 +194,8 @@ def test_dashes_in_option_names_are_underscores():
     ("sample", ["--max-new-tokens=1"]), ("serve", ["--max-tokens=1", "--port=0"]),
     ("convert", ["--save-precision=float32", "--to=x.pt"]), ("chat", ["--max-new-tokens=1"]),
     ("lora", ["--to=x.pt"]), ("classifier", ["--batch-size=1", "--data=x", "--out=y"]),
-    ("sae", ["--data-dir=x"]), ("autoencoder", ["--data-dir=x"]), ("lm_eval", ["--batch-size=1", "--tasks=x"])])
+    ("sae", ["--data-dir=x"]), ("autoencoder", ["--data-dir=x"]),
+    ("lm_eval", ["--batch-size=1", "--tasks=x"])])
 def test_every_command_takes_both(name, options, capsys):
     main = importlib.import_module(f"model.{name}").main
     assert main(["--ckpt=nowhere.pt", *options]) == 2

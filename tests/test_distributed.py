@@ -300,6 +300,66 @@ def test_fsdp_starts_from_the_same_weights(data_dir, tmp_path):
         assert all((found[n] == alone[n]).all() for n in alone)
 
 
+def edited_model(options):
+    """What a model file with parameters of one's own trains from, after three edits: {name: array},
+    or what refuses it."""
+    import torch
+
+    from model import gpt
+    from train import distributed
+    from train.train import Trainer
+
+    class EditedBlock(gpt.Block):
+        start = 0.5
+
+        def __init__(self, config, layer):
+            super().__init__(config, layer)
+            self.shift = torch.nn.Parameter(torch.full((config.n_embd,), 0.25))
+            self.gain = torch.nn.Parameter(torch.tensor(EditedBlock.start))
+
+        def compute(self, x, rope, cache=None):
+            return super().compute(x, rope, cache) + self.shift * self.gain
+
+    def attempt():
+        with Trainer(config, ranks) as trainer:
+            try:
+                trainer.set_up()
+            except distributed.SetupError as error:
+                return str(error)
+            found = arrays((n, distributed.full(p)) for n, p in trainer.model.named_parameters())
+            trainer.train_step()
+            return found
+
+    def initial(model, name, shape, seed):
+        if name.endswith((".shift", ".gain")):
+            return torch.full(shape, 0.25 if "shift" in name else 0.5)
+        return known(model, name, shape, seed)
+    config = load_config(None, options)
+    gpt.GPT.block_class, known = EditedBlock, gpt.GPT.initial
+    with distributed.process_group(config) as ranks:
+        first = attempt()
+        EditedBlock.start = [0.5]
+        second = attempt()
+        gpt.GPT.initial = initial
+        return first, second, attempt()
+
+
+def test_a_parameter_of_ones_own_starts_from_its_own_value_or_is_refused(data_dir, tmp_path):
+    plain, = in_ranks(1, initial_weights, options(data_dir, tmp_path / "0"))
+    (alone, _, _), = in_ranks(1, edited_model, options(data_dir, tmp_path / "1"))
+    for scalar, unknown, told in in_ranks(2, edited_model, options(data_dir, tmp_path / "2",
+                                                                   distributed="fsdp")):
+        assert "one number: h.0.gain, h.1.gain; make it one of shape (1,)" in scalar
+        assert "does not know h.*.shift, h.*.gain: give it a line" in unknown
+        assert "if name.endswith('.shift'): return torch.zeros(shape)" in unknown
+        for found in (alone, told):
+            assert found.keys() == plain.keys() | {f"h.{i}.{n}" for i in (0, 1)
+                                                   for n in ("shift", "gain")}
+            for name, values in found.items():
+                wanted = dict(shift=0.25, gain=0.5).get(name.rpartition(".")[2], plain.get(name))
+                assert (values == wanted).all(), name
+
+
 def half_precision(options):
     """Losses of three steps and the norms before clipping, and the kinds of the weights."""
     def compute(trainer):

@@ -356,9 +356,12 @@ def shard(model, ranks, dtype, seed):
     """FSDP2 (https://pytorch.org/docs/stable/distributed.fsdp.fully_shard.html) of a model on the
     meta device: every block is gathered just before it computes, the rest (embedding, head) with
     the root. Then it is filled, one tensor at a time, by model.initial(name, shape, seed), so that
-    no rank ever holds all of it."""
+    no rank ever holds all of it. Raises SetupError for a parameter that this does not know."""
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+    if scalars := [name for name, p in model.named_parameters() if p.dim() == 0]:
+        raise SetupError(f"FSDP cannot share out a parameter of one number: {', '.join(scalars)}; "
+                         "make it one of shape (1,), or take --distributed ddp")
     mesh = init_device_mesh(ranks.device.type, (ranks.world_size,))
     low = dtype if dtype == torch.bfloat16 else None
     options = dict(mesh=mesh, mp_policy=MixedPrecisionPolicy(low, torch.float32,
@@ -372,9 +375,20 @@ def shard(model, ranks, dtype, seed):
     # Not to_empty(): tables that are real already (RoPE's, say) keep their numbers.
     model._apply(lambda t: (torch.empty_like(t, device=ranks.device) if t.is_meta
                             else t.to(ranks.device)))
-    tensors = model.state_dict()
+    tensors, unknown = model.state_dict(), []
     for name in empty:
-        assign(tensors[name], model.initial(name, tensors[name].shape, seed))
+        value = model.initial(name, tensors[name].shape, seed)
+        if value is None:
+            unknown.append(name)
+        else:
+            assign(tensors[name], value)
+    if unknown:
+        kinds = list(dict.fromkeys(re.sub(r"\.\d+\.", ".*.", name) for name in unknown))
+        raise SetupError(
+            f"with FSDP no module makes values of its own, and {type(model).__name__}.initial(name,"
+            f" shape, seed) does not know {', '.join(kinds)}: give it a line for each, such as\n"
+            f"    if name.endswith({kinds[0].rpartition('*')[2]!r}): return torch.zeros(shape)\n"
+            "or take --distributed ddp")
     return model
 
 
