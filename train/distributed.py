@@ -376,8 +376,9 @@ def shard(model, ranks, dtype, seed):
     model._apply(lambda t: (torch.empty_like(t, device=ranks.device) if t.is_meta
                             else t.to(ranks.device)))
     tensors, unknown = model.state_dict(), []
+    initial = getattr(model, "initial", lambda name, shape, seed: None)
     for name in empty:
-        value = model.initial(name, tensors[name].shape, seed)
+        value = initial(name, tensors[name].shape, seed)
         if value is None:
             unknown.append(name)
         else:
