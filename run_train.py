@@ -45,10 +45,10 @@ def main(argv):
     if show_config:
         return show(describe(config, origins))
     if dry_run:
-        from train.dry_run import estimate as job
+        from train.bench import estimate as job
     else:
         from train.train import train as job  # torch is imported from here on
-    from train.report import run_reporting_errors
+    from train.guard import run_reporting_errors
     return run_reporting_errors(config, job)
 
 

@@ -271,19 +271,6 @@ class GPT(nn.Module):
         return dict(ppl=math.exp(min(loss / count, 700.0)) if count else None,
                     bpb=loss / math.log(2) / size if size else None)
 
-    def compile(self, *args, **kwargs):
-        """torch.compile, in place. Block by block on a CPU, where they share the code of the first,
-        which is ready many times sooner than the whole; and where FSDP has sharded the weights: its
-        hooks around the blocks would end the graph before each, and leave them uncompiled."""
-        weight = self.wte.weight
-        sharded = hasattr(weight, "full_tensor")
-        if weight.device.type != "cpu" and not sharded:
-            return super().compile(*args, **kwargs)
-        for block in self.h:
-            block.compile(*args, **kwargs)
-        if weight.device.type != "cpu":  # the chunks of a CPU gain nothing from it
-            self.loss.compile(*args, **kwargs)
-
     def initial(self, name, shape, seed):
         """The initial value of a parameter: a pure function of (seed, name), so that a sharded
         model can be filled one tensor at a time. GPT-2's scheme: N(0, 0.02), the projections back

@@ -79,7 +79,7 @@ def assert_same(a, b, best=True):
 # the program in a process of its own
 
 _forker = multiprocessing.get_context("forkserver")
-_forker.set_forkserver_preload(["pytest", "torch._inductor", "train.train", "train.report",
+_forker.set_forkserver_preload(["pytest", "torch._inductor", "train.train", "train.guard",
                                 "train.plot", "model.gpt", "model.sample", "data.tokenizer",
                                 "run_train", "faulty"])
 

@@ -11,7 +11,9 @@ import torch
 from conftest import REPO
 
 from model.gpt import GPT, GPTConfig
-from train import bench, bench_gpu, bench_parts
+from tests.gpu import parts
+from tests.gpu import programme as gpu
+from train import bench
 
 # A stand-in with the names of nanoGPT that the comparison calls.
 MODEL = '''
@@ -150,7 +152,7 @@ def test_time_to_loss_runs_both_sides_on_the_cpu(peer, tmp_path, monkeypatch, ca
 def programme(tmp_path, *args):
     """(exit code, {item: result}) of the programme on its tiny model."""
     out = tmp_path / "results.jsonl"
-    code = bench.main(["gpu", "--tiny", "--out", str(out), *args])
+    code = gpu.main(["--tiny", "--out", str(out), *args])
     return code, {r.pop("item"): r for r in map(json.loads, out.read_text().splitlines())}
 
 
@@ -158,7 +160,7 @@ def test_an_item_that_fails_or_hangs_costs_only_itself(tmp_path, monkeypatch, ca
     def runs(code):
         return lambda job: job.command(["-c", code])
     child = f"import subprocess, sys; subprocess.run(['sleep', '{71 * 60}'])"
-    monkeypatch.setattr(bench_gpu, "ITEMS", {
+    monkeypatch.setattr(gpu, "ITEMS", {
         "bad": (runs("raise SystemExit('no such kernel')"), 1), "hangs": (runs(child), 0.02),
         "good": (lambda job: "7 tokens/s", 1)})
     code, results = programme(tmp_path)
@@ -179,9 +181,9 @@ def commands_of_processes():
 
 def test_items_stop_when_the_minutes_are_over(tmp_path, monkeypatch):
     sleep = ["-c", "import time; time.sleep(600)"]
-    monkeypatch.setattr(bench_gpu, "ITEMS", {"cut": (lambda job: job.command(sleep), 1),
+    monkeypatch.setattr(gpu, "ITEMS", {"cut": (lambda job: job.command(sleep), 1),
                                              "late": (lambda job: "never", 1)})
-    monkeypatch.setattr(bench_gpu, "LEAST", 0.5)
+    monkeypatch.setattr(gpu, "LEAST", 0.5)
     code, results = programme(tmp_path, "--minutes", "0.02")
     assert code == 0 and results["late"] == dict(result="not measured: no time left")
     assert results["cut"]["result"] == "not measured: no time left"
@@ -193,7 +195,7 @@ def test_items_stop_when_the_minutes_are_over(tmp_path, monkeypatch):
     ("where time goes", "aten::mm "), ("sampling, growing", "at first and again: to 8 ")])
 def test_an_item_on_its_tiny_model(tmp_path, monkeypatch, name, says):
     """Each starts the program anew, as a person would: 1 to 3 seconds."""
-    monkeypatch.setattr(bench_gpu, "ITEMS", {name: bench_gpu.ITEMS[name]})
+    monkeypatch.setattr(gpu, "ITEMS", {name: gpu.ITEMS[name]})
     code, results = programme(tmp_path)
     assert code == 0 and says in results[name]["result"], results
 
@@ -201,7 +203,7 @@ def test_an_item_on_its_tiny_model(tmp_path, monkeypatch, name, says):
 @pytest.mark.slow
 def test_the_whole_programme(tmp_path):
     code, results = programme(tmp_path, "--minutes", "10")
-    assert code == 0 and results.keys() == bench_gpu.ITEMS.keys(), results
+    assert code == 0 and results.keys() == gpu.ITEMS.keys(), results
     assert results["graphs"]["result"].startswith("0 symbolic sizes, 0 recompilations, 0 graph")
     assert results["resumed"]["result"] == results["resumed, compiled"]["result"] == "the same bits"
     losses = re.findall(r"(?:alone|on \d) ([\d.]+)", results["wrappers"]["result"])
@@ -221,6 +223,6 @@ def test_a_wait_for_the_gpu_is_an_error_but_for_the_one_read_a_step(monkeypatch,
             seen.append(modes[-1])  # in the step
             train.to_host()
     monkeypatch.setattr(run_train, "main", steps)
-    bench_parts.watch_for_waits([])
+    parts.watch_for_waits([])
     assert seen[1::2] == ["default"] * 20  # the read itself
     assert [i for i, mode in enumerate(seen[::2]) if mode == "error"] == [6, 7, 8, 9]

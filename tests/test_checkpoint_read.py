@@ -87,7 +87,7 @@ def test_19_to_24_and_29_bad_file(out, data_dir, stopped_run, capsys, what):
     go(data_dir, out)
     text = capsys.readouterr().out
     assert f"warning: {out}/ckpt.pt: " in text
-    assert f"warning: going on from {out}/ckpt_prev.pt, saved at iter 5, instead" in text
+    assert f"going on from {out}/ckpt_prev.pt, saved at iter 5, instead" in text
     assert "Resuming from" in text and "at iter 5" in text
     assert_same(stopped_run / "whole", out)
     assert (out / "ckpt_bad_1.pt").exists()

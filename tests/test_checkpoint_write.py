@@ -382,7 +382,7 @@ def test_second_signal_during_the_last_save(tmp_path, data_dir, undisturbed):
     """SIGTERM, and again in the middle of the save that follows -> leaves at once with 143, the
     checkpoint before it is intact"""
     out = tmp_path / "out"
-    fault = "before_step@12=sigterm,save_mid@13=sigterm"
+    fault = "before_step@12=sigterm,save_mid@12=sigterm"
     code, _ = run_program(data_dir, out, env={"FAULT": fault})
     assert code == 143 and load_checkpoint(out / "ckpt.pt")["iter_num"] == 10
     go(data_dir, out)

@@ -27,7 +27,7 @@ STEPS, SEQUENCES = 50, 12
 RUN = TINY | dict(batch_size=4, gradient_accumulation_steps=3, max_iters=STEPS, eval_interval=STEPS,
                   learning_rate=3e-3, min_lr=3e-4, vocab_size=256)
 START = multiprocessing.get_context("forkserver")
-START.set_forkserver_preload(["train.train", "train.report", "model.sample", "faulty",
+START.set_forkserver_preload(["train.train", "train.guard", "model.sample", "faulty",
                               "torch._dynamo", "torch.distributed.fsdp"])
 
 
@@ -117,11 +117,9 @@ def train_run(options, stop_at=None):
 
 def with_trainer(options, function):
     """function(trainer) of a trainer that is ready for its first step."""
-    from train import distributed
-    from train.train import Trainer
+    from train.train import open_trainer
     config = load_config(None, options)
-    with distributed.process_group(config) as ranks, Trainer(config, ranks) as trainer:
-        trainer.set_up()
+    with open_trainer(config) as trainer:
         return function(trainer)
 
 

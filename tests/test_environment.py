@@ -240,7 +240,8 @@ def test_memory_of_a_step_is_kept_for_the_next():
         import resource, sys
         import torch
         from train.config import TrainConfig
-        from train.distributed import process_group, return_freed_memory
+        from train.distributed import process_group
+        from train.speed import return_freed_memory
 
         def faults():
             before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt

@@ -13,7 +13,7 @@ from conftest import REPO, TINY
 from test_gpt import Graphs
 
 from model.gpt import GPT, GPTConfig
-from train import dry_run, guard, report
+from train import bench, speed
 from train.config import load_config
 from train.dataloader import open_token_data
 from train.distributed import Ranks
@@ -27,11 +27,11 @@ def compiled_as_on_a_gpu(monkeypatch):
     torch._dynamo.reset()
 
     def use(backend):
-        compile = GPT.compile
-        monkeypatch.setattr(guard.Compiler, "paused",
+        compile = torch.nn.Module.compile
+        monkeypatch.setattr(speed.Compiler, "paused",
                             lambda compiler, when=True: contextlib.nullcontext())
-        monkeypatch.setattr(GPT, "compile", lambda model, **options: compile(
-            model, backend=backend, **options))
+        monkeypatch.setattr(torch.nn.Module, "compile", lambda module, **options: compile(
+            module, backend=backend, **options))
     yield use
     torch._dynamo.reset()
 
@@ -92,25 +92,25 @@ def test_precision_is_chosen_by_the_device():
     ("NVIDIA A100-SXM4-80GB", 312, 156, 19.5), ("Tesla T4", 65, 8.1, 8.1),
     ("NVIDIA GeForce RTX 4090", 165, 82.6, 82.6), ("NVIDIA A40", 150, 75, 37)])
 def test_the_peak_is_that_of_the_gpu_and_of_the_precision(name, bfloat16, tf32, float32):
-    assert report.peak_flops(name, torch.bfloat16, True) == bfloat16 * 1e12
-    assert report.peak_flops(name, torch.float16, False) == bfloat16 * 1e12
-    assert report.peak_flops(name, torch.float32, True) == tf32 * 1e12
-    assert report.peak_flops(name, torch.float32, False) == float32 * 1e12
+    assert speed.peak_flops(name, torch.bfloat16, True) == bfloat16 * 1e12
+    assert speed.peak_flops(name, torch.float16, False) == bfloat16 * 1e12
+    assert speed.peak_flops(name, torch.float32, True) == tf32 * 1e12
+    assert speed.peak_flops(name, torch.float32, False) == float32 * 1e12
 
 
 @pytest.mark.parametrize("name", ["NVIDIA RTX A4000", "NVIDIA T400 4GB", "NVIDIA A10M", "GB10",
                                   "NVIDIA GeForce GTX 1080"])
 def test_a_gpu_that_is_not_in_the_table_has_no_peak(name):
-    assert report.peak_flops(name, torch.bfloat16, True) is None
+    assert speed.peak_flops(name, torch.bfloat16, True) is None
 
 
 def test_mfu_divides_by_the_peak_of_all_ranks(monkeypatch):
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA H200")
     monkeypatch.setattr(torch.backends.cuda, "matmul", types.SimpleNamespace(allow_tf32=True))
     ranks = Ranks(world_size=2, device=torch.device("cuda", 0))
-    assert report.mfu(989e12, ranks, torch.bfloat16) == pytest.approx(0.5)
-    assert report.mfu(495e12, ranks, torch.float32) == pytest.approx(0.5)
-    assert report.mfu(1e12, Ranks(), torch.bfloat16) is None  # a CPU
+    assert speed.mfu(989e12, ranks, torch.bfloat16) == pytest.approx(0.5)
+    assert speed.mfu(495e12, ranks, torch.float32) == pytest.approx(0.5)
+    assert speed.mfu(1e12, Ranks(), torch.bfloat16) is None  # a CPU
 
 
 # --- the dry run
@@ -124,9 +124,9 @@ def memory_parts(monkeypatch, data_dir, world_size=1, compiled=True, **changes):
     data, said = open_token_data(c, ranks), []
     with torch.device("meta"):
         model = GPT(GPTConfig(n_layer=2, n_head=2, n_embd=512, vocab_size=32000, block_size=512))
-    monkeypatch.setattr("train.distributed.max_over_ranks", lambda values, ranks: values)
+    monkeypatch.setattr("train.bench.max_over_ranks", lambda values, ranks: values)
     ranks.world_size = world_size
-    dry_run.check_memory(c, model, data, ranks, torch.bfloat16, compiled, said.append)
+    bench.check_memory(c, model, data, ranks, torch.bfloat16, compiled, said.append)
     return {k: int(v.replace(",", "")) for k, v in re.findall(r"(\w+) ([\d,]+)[,;]", said[0])}
 
 
@@ -146,15 +146,19 @@ def test_a_dry_run_counts_the_second_copies(monkeypatch, data_dir):
 def test_a_dry_run_times_the_step_with_its_optimizer(monkeypatch, data_dir):
     """On a GPU compiled and static; four micro-batches of the real size, and the update."""
     timed, compiled = [], []
-    monkeypatch.setattr(dry_run, "seconds", lambda f, ranks, *args: timed.append(f.__name__) or (
-        f(*args), 7.0 if f.__name__ == "update" else 1.0)[1])
-    monkeypatch.setattr(GPT, "compile", lambda model, **options: compiled.append(options))
+    for done in (bench.Step.micro, bench.Step.update):
+        monkeypatch.setattr(bench.Step, done.__name__, lambda *args, done=done: (
+            done(*args), timed.append(done.__name__)))
+    monkeypatch.setattr(bench, "timed", lambda f, device: (
+        f(), 7.0 if timed[-1] == "update" else 1.0)[1])
+    monkeypatch.setattr(speed, "compile_model", lambda *given: compiled.append(given))
     c = load_config(None, TINY | dict(data_dir=str(data_dir)))
     data, cpu = open_token_data(c, Ranks()), Ranks()
     model = GPT(GPTConfig(n_layer=2, n_head=2, n_embd=32, vocab_size=256, block_size=16))
     ranks = Ranks(device=types.SimpleNamespace(type="cuda"))
     monkeypatch.setattr(data.train, "get_batch", lambda device, step, get=data.train.get_batch: get(
         cpu.device, step))
-    seconds, guessed = dry_run.time_step(c, model, data, ranks, torch.float32, compiled=True)
-    assert timed == ["micro"] * 6 + ["update"] and compiled == [dict(dynamic=False)]
+    seconds, guessed = bench.time_step(c, model, data, ranks, torch.float32, compiled=True)
+    assert timed == ["micro"] * 6 + ["update", "micro", "update"]
+    assert compiled == [(model, ranks.device)]
     assert (seconds, guessed) == (2 * 1.0 + 7.0, False)  # two micro-batches are accumulated

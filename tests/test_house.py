@@ -16,7 +16,7 @@ FILES = {".".join(path.relative_to(REPO).with_suffix("").parts).removesuffix("._
          for path in sorted(REPO.glob(folder))}
 # What the main job and sampling need; everything else in train/, model/ and data/ is an extra.
 KEPT = {"train": {"train", "checkpoint", "config", "keys", "dataloader", "distributed", "evaluate",
-                  "files", "guard", "logger", "lr_scheduler", "optimizer", "report", "resume"},
+                  "files", "guard", "logger", "lr_scheduler", "optimizer", "resume", "speed"},
         "model": {"gpt", "ops", "generate", "decode", "load", "sample"},
         "data": {"token_files", "tokenizer"}}
 
@@ -84,7 +84,7 @@ def test_no_test_hook_is_in_the_program():
 def test_nothing_is_done_at_import():
     """Importing the core opens no file of ours for writing, prints nothing and starts no thread."""
     code = ("import sys, threading; sys.path.insert(0, '.'); import train.train, model.gpt, "
-            "train.report, run_train; assert threading.active_count() == 1")
+            "train.guard, run_train; assert threading.active_count() == 1")
     done = subprocess.run([sys.executable, "-c", code], cwd=REPO, capture_output=True, text=True)
     assert (done.returncode, done.stdout) == (0, ""), done.stderr
 
@@ -100,7 +100,7 @@ def test_every_extra_can_be_deleted(tmp_path):
         if stem and name not in needed and stem not in KEPT.get(folder, ()):
             (copy / path.relative_to(REPO)).unlink()
             deleted.append(name)
-    assert {"model.serve.engine", "train.plot", "train.dry_run", "train.hpo"} <= set(deleted)
+    assert {"model.serve.engine", "train.plot", "train.bench", "train.hpo"} <= set(deleted)
     (copy / "my.txt").write_text("one two three four five six seven\n" * 500)
 
     def python(*args):

@@ -390,7 +390,7 @@ def test_git_commit_and_dirty_flag(tmp_path):
 
     def copy_to(repo):
         (repo / "train").mkdir(parents=True)
-        for name in ("logger", "files", "config", "keys"):
+        for name in ("logger", "files", "config", "keys", "lr_scheduler"):
             shutil.copy(REPO / "train" / f"{name}.py", repo / "train")
 
     def git(*args):

@@ -69,7 +69,7 @@ def test_a_loss_that_has_risen_for_good_is_no_spike():
     for i in range(100):
         judge(2.0 + 0.01 * (i % 7), 1.0, progress, spikes, "skip", False)
     verdicts = [judge(5.0, 1.0, progress, spikes, "skip", False) for _ in range(100)]
-    assert verdicts[:32] == ["skip"] * 32 and verdicts[32:] == ["fine"] * 68
+    assert verdicts[:32] == [("skip", True)] * 32 and verdicts[32:] == [("update", False)] * 68
 
 
 @pytest.mark.parametrize("value", [torch.inf, -torch.inf, torch.nan])
@@ -154,7 +154,7 @@ def test_78_warn(tmp_path, data_dir, bad_batches, capsys):
     go(data_dir, tmp_path / "b")
     text = capsys.readouterr().out
     assert re.search(r"warning: iter 13: loss 1\d\.\d+ is a spike \(norm [\d.]+, windows at tokens "
-                     r"\d+, \d+; windows at tokens \d+, \d+\); on_spike: warn", text)
+                     r"\d+, \d+; windows at tokens \d+, \d+\); going on", text)
     a, b = (load_checkpoint(tmp_path / n / "ckpt.pt")["model"] for n in "ab")
     assert all(torch.equal(a[n], b[n]) for n in a)
 
@@ -164,9 +164,9 @@ def test_78_skip(tmp_path, data_dir, bad_batches):
     run is stopped just before and resumed"""
     bad_batches.add(13)
     go(data_dir, tmp_path / "a", on_spike="skip")
-    go(data_dir, tmp_path / "b", "before_step@12=sigterm", on_spike="skip")
+    go(data_dir, tmp_path / "b", "before_opt@12=sigterm", on_spike="skip")
     before = load_checkpoint(tmp_path / "b" / "ckpt.pt")["model"]
-    go(data_dir, tmp_path / "b", "before_step@13=sigterm", on_spike="skip")
+    go(data_dir, tmp_path / "b", "before_opt@13=sigterm", on_spike="skip")
     after = load_checkpoint(tmp_path / "b" / "ckpt.pt")
     assert after["iter_num"] == 14
     assert all(torch.equal(before[n], after["model"][n]) for n in before)

@@ -19,7 +19,7 @@ from runs import SMALL, assert_same_file, configure, go, metrics
 
 import run_train
 from model.gpt import GPT
-from train import checkpoint, distributed, report
+from train import checkpoint, distributed, logger
 from train.checkpoint import CheckpointError, load_checkpoint, save_checkpoint
 from train.config import ConfigError, GPTKeys, TrainConfig, load_config
 from train.dataloader import DataLoader, send
@@ -204,11 +204,11 @@ def test_a_configuration_made_in_python_is_checked(tmp_path):
 def test_the_printed_command_knows_nodes_and_spaces(monkeypatch):
     monkeypatch.setattr(sys, "argv", ["run_train.py", "--out_dir", "my runs/a b", "--resume=never"])
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "1")
-    told = report.resume_command(load_config(None, ["--resume=never"]), Ranks(world_size=2))
+    told = logger.resume_command(load_config(None, ["--resume=never"]), Ranks(world_size=2))
     assert "torchrun --nnodes=2 " in told and "--nproc_per_node=1 run_train.py" in told
     assert "--out_dir 'my runs/a b'" in told and "--resume auto" in told
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
-    told = report.resume_command(load_config(None), Ranks(world_size=4))
+    told = logger.resume_command(load_config(None), Ranks(world_size=4))
     assert "--nnodes" not in told and "--nproc_per_node=4" in told
 
 
@@ -316,10 +316,9 @@ def test_a_model_of_ones_own_and_the_result_of_training(tmp_path, data_dir):
 
 
 def test_an_interval_of_training_and_an_evaluation_by_themselves(tmp_path, data_dir):
-    from train.train import Trainer
+    from train.train import open_trainer
     config = configure(data_dir, tmp_path)
-    with distributed.process_group(config) as ranks, Trainer(config, ranks) as trainer:
-        trainer.set_up()
+    with open_trainer(config) as trainer:
         before = trainer.evaluate(trainer.data.val, 2)["val_loss"]
         for _ in range(8):
             trainer.train_step()
@@ -470,10 +469,9 @@ def test_out_and_data_are_in_the_repository_and_their_content_is_not():
 
 def test_gradients_are_clipped_at_grad_clip(tmp_path, data_dir):
     """After a step whose norm is above it, all gradients together have the norm grad_clip."""
-    from train.train import Trainer
+    from train.train import open_trainer
     seen, config = [], configure(data_dir, tmp_path, grad_clip=0.25)
-    with distributed.process_group(config) as ranks, Trainer(config, ranks) as trainer:
-        trainer.set_up()
+    with open_trainer(config) as trainer:
         step = trainer.scaler.step
         trainer.scaler.step = lambda optimizer: (seen.append(torch.linalg.vector_norm(torch.stack([
             p.grad.norm() for p in trainer.model.parameters()]))), step(optimizer))
@@ -519,7 +517,7 @@ def test_going_on_from_a_file_makes_its_branch_the_latest(data_dir, tmp_path):
     """Not the abandoned one: a restart, a rewind and keep_last go by what was written last."""
     out = tmp_path / "out"
     go(data_dir, out, save_interval=4, keep_last=9, max_iters=12)
-    go(data_dir, out, "before_step@6=sigterm", save_interval=0, keep_last=2, max_iters=12,
+    go(data_dir, out, "before_opt@6=sigterm", save_interval=0, keep_last=2, max_iters=12,
        resume=str(out / "ckpt_0000004.pt"))
     assert load_checkpoint(out / "ckpt.pt")["iter_num"] == 7
     assert sorted(p.name for p in out.glob("ckpt_0*.pt")) == ["ckpt_0000005.pt", "ckpt_0000007.pt"]

@@ -61,11 +61,14 @@ STOPS = [(k, "everything") for k in range(18)] + [(k, "plain") for k in (0, 4, 5
 
 @pytest.mark.parametrize("k, kind", STOPS)
 def test_42_43_44_49_50_stop_at_every_step(tmp_path, data_dir, whole, k, kind):
-    """SIGTERM in step k = 0 ... 17, then the same command; dropout, accumulation 4, Muon, plateau,
-    early stopping, keep_last, skipped spikes -> exact for every k, learning rates and best too"""
-    stopped = go(data_dir, tmp_path, f"before_step@{k}=sigterm", **KINDS[kind])
-    assert isinstance(stopped, Stopped)
-    assert load_checkpoint(tmp_path / "ckpt.pt")["iter_num"] == k + 1
+    """SIGTERM in step k = 0 ... 17, in turn before its first and after its last micro-batch, then
+    the same command; dropout, accumulation 4, Muon, plateau, early stopping, keep_last, skipped
+    spikes -> the step is dropped or done, and all is exact for every k, learning rates and best
+    too"""
+    late = k % 2
+    fault = f"{'before_opt' if late else 'before_step'}@{k}=sigterm"
+    assert isinstance(go(data_dir, tmp_path, fault, **KINDS[kind]), Stopped)
+    assert load_checkpoint(tmp_path / "ckpt.pt")["iter_num"] == k + late
     go(data_dir, tmp_path, **KINDS[kind])
     assert_same(whole / kind, tmp_path)
     assert set(numbered(whole / kind)) <= {*numbered(tmp_path), "ckpt_0000016.pt"}

@@ -66,8 +66,8 @@ def test_59_second_signal(tmp_path, data_dir, name):
     checkpoint before it is intact"""
     out = tmp_path / "out"
     program = Program(data_dir, out, **SAVES,
-                      env={"FAULT": f"before_step@7={name.lower()},before_opt@7=sleep"})
-    program.wait_for("stopping after this step")
+                      env={"FAULT": f"before_step@7={name.lower()},mid_backward@7=sleep"})
+    program.wait_for("stopping, with a checkpoint")
     assert program.process.is_alive()
     began = time.monotonic()
     program.send(signal.Signals[name])
@@ -87,14 +87,14 @@ def test_60_save_and_go_on(tmp_path, data_dir, undisturbed):
 
 
 @pytest.mark.parametrize("where, saved", [
-    ("eval@10", 10), ("save_open@10", 11), ("save_mid@10", 11), ("save_before_replace@10", 11),
+    ("eval@10", 10), ("save_open@10", 10), ("save_mid@10", 10), ("save_before_replace@10", 10),
     ("load", 10)])
 def test_63_stop_in_eval_save_and_load(tmp_path, data_dir, undisturbed, where, saved):
     """SIGTERM in an evaluation, at three points of a save, or while loading, when there is nothing
     to save yet -> ended by it with a whole checkpoint, no temporary file, the end is exact"""
     out = tmp_path / "out"
     if where == "load":
-        go(data_dir, out, "before_step@9=sigterm")
+        go(data_dir, out, "before_opt@9=sigterm")
     code, text = run_program(data_dir, out, env={"FAULT": f"{where}=sigterm"})
     assert code == (-15 if where == "load" else 143) and not temporary_files(out), text
     # A save is in the background: the signal may be seen a step later, or when the run is over.
@@ -145,7 +145,7 @@ def test_64_nohup(tmp_path, data_dir):
     program.send(signal.SIGHUP)
     seen = program.text().count("\niter ")
     program.wait_for(f"iter {seen + 5}:")
-    assert "stopping after this step" not in program.text()
+    assert "stopping, with a checkpoint" not in program.text()
     program.send(signal.SIGTERM)
     assert program.wait()[0] == 143
 

@@ -18,7 +18,7 @@ from runs import assert_same_file, metrics
 
 import run_train
 from model.gpt import GPT
-from train import report
+from train import guard
 from train.config import FIELDS, TrainConfig, load_config
 from train.distributed import SetupError, get_device, set_seed
 from train.lr_scheduler import EarlyStopping, get_lr
@@ -271,7 +271,7 @@ def test_dry_run_estimates_and_writes_nothing(tmp_path, data_dir, monkeypatch):
     assert re.search(r"Fits. [\d,]+ ms a step, [\d,]+ tok/s", out)
     for steps in ("8", "5,000", "50,000", "500,000"):
         assert re.search(rf"^ +{steps} steps: +\S+ tok, [\d:d ]+$", out, re.M)
-    monkeypatch.setattr("train.dry_run.memory_available", lambda: 1000)
+    monkeypatch.setattr("train.speed.memory_available", lambda: 1000)
     code, _, err = command("--dry-run", data_dir=data_dir, out_dir=tmp_path / "o")
     assert code == 1 and err.startswith("Does not fit: lower batch_size")
 
@@ -330,8 +330,8 @@ def test_what_is_missing_ends_with_one_message(tmp_path, data_dir, args, words):
 def test_advice_for_nccl_and_lost_ranks():
     for error, words in (("NCCL error in: x.cpp", "NCCL_DEBUG=INFO"),
                          ("Connection reset by peer", "--max-restarts")):
-        assert words in report.advice(RuntimeError(error), TrainConfig())
-    assert report.advice(ValueError("x"), TrainConfig()) == ""
+        assert words in guard.advice(RuntimeError(error), TrainConfig())
+    assert guard.advice(ValueError("x"), TrainConfig()) == ""
 
 
 # -----------------------------------------------------------------------------

@@ -1,9 +1,10 @@
-"""How fast, side by side: python -m train.bench [ROW...] [--peer PATH_TO_NANOGPT] [--out FILE.json]
+"""What a run takes here: before it begins (run_train.py --dry_run), and side by side with a peer:
+python -m train.bench [ROW...] [--peer PATH_TO_NANOGPT] [--out FILE.json]
 
-Rows: throughput, time_to_loss, sample (all three by default), and gpu, the programme for a machine
-with a GPU. The peer runs unmodified from your checkout of it. Repeats of the sides alternate
-(A B A B), so that a busy machine slows all of them; medians count, the first repeat is warm-up, and
-every figure stands beside this machine's own bound.
+Rows: throughput, time_to_loss, sample (all three by default); tests/gpu/programme.py has more for a
+machine with a GPU. The peer runs unmodified from your checkout of it. Repeats of the sides take
+turns (A B A B), so that a busy machine slows all of them; medians count, the first repeat is
+warm-up, and every figure stands beside this machine's own bound.
 """
 
 import argparse
@@ -29,11 +30,15 @@ import torch
 from model.decode import pack, quantize
 from model.generate import generate
 from model.gpt import GPT, GPTConfig
-from train.config import REPOSITORY, load_config
-from train.distributed import choose_dtype, get_device, keep_freed_memory, physical_cores
-from train.optimizer import clip_gradients, configure_optimizers
+from train import distributed, logger, speed
+from train.config import REPOSITORY, load_config, load_model_file
+from train.distributed import LeaveTogether, choose_dtype, get_device, max_over_ranks
+from train.logger import compact, duration
+from train.optimizer import build_optimizer, clip_gradients, configure_optimizers
+from train.train import forward_backward, open_data
 
 REPO = Path(REPOSITORY)
+WAIT = 15.0  # seconds that --dry_run may time: one sample stands for all where that is too short
 ROWS = ("throughput", "time_to_loss", "sample")
 # The shape that is compared: the production model on a CPU, GPT-2 124M on a GPU.
 SHAPES = {"cpu": dict(n_layer=16, n_head=6, n_embd=384, vocab_size=32000, block_size=512),
@@ -89,7 +94,7 @@ def machine(device, tiny):
     cpu = platform.processor() or platform.machine()
     if os.path.exists("/proc/cpuinfo"):
         cpu = re.search(r"model name\s*:\s*(.*)|$", Path("/proc/cpuinfo").read_text())[1] or cpu
-    return dict(cpu=cpu, cores=physical_cores(), threads=torch.get_num_threads(),
+    return dict(cpu=cpu, cores=speed.physical_cores(), threads=torch.get_num_threads(),
                 gpu=torch.cuda.get_device_name(device) if device.type == "cuda" else None,
                 load=os.getloadavg()[0], simd=torch.backends.cpu.get_cpu_capability(),
                 torch=torch.__version__, matmul_tflops=peaks, read_gb_s=round(bandwidth, 1))
@@ -118,6 +123,105 @@ def row(work, unit, results):
 
 
 # -----------------------------------------------------------------------------
+# --dry_run: what a run would take, without writing anything
+
+class DoesNotFit(LeaveTogether):
+    """The run would need more memory than there is."""
+
+
+def estimate(config):
+    """Say what the run that `config` describes would take. Raises DoesNotFit."""
+    with distributed.process_group(config) as ranks:
+        say = (lambda text: print(text, flush=True)) if ranks.main else (lambda text: None)
+        data = open_data(config, ranks)
+        c = config.in_steps(data.train.samples)
+        build = load_model_file(c.model).build_model
+        with torch.device("meta"):  # what does not fit must not be tried
+            empty = build(c, data)
+        dtype, why = distributed.choose_dtype(c.dtype, ranks.device)
+        flops = speed.flops_per_step(empty, c, data.train)
+        compiled = speed.should_compile(c, flops, ranks)
+        logger.start_up(say, c, ranks, data, empty, distributed.describe_device(ranks.device),
+                        f"{why}; compile {speed.ON_OFF[compiled]}", flops)
+        check_memory(c, empty, data, ranks, dtype, compiled, say)
+        model = build(c, data).to(ranks.device)
+        seconds, one_sample = time_step(c, model, data, ranks, dtype, compiled)
+        units = c.samples_per_step * data.train.units_per_sample
+        say(f"Fits. {seconds * 1000:,.0f} ms a step, {units / seconds:,.0f} {data.train.unit}/s"
+            + (" (from one sample)" if one_sample else ""))
+        for steps in sorted({c.max_iters, 5_000, 50_000, 500_000}):
+            say(f"  {steps:>9,} steps: {compact(steps * units):>6} {data.train.unit}, "
+                f"{duration(steps * seconds)}")
+        if seconds * c.max_iters > 86400 and ranks.device.type == "cpu":
+            say(speed.how_long(seconds, c, 0))
+
+
+def check_memory(c, model, data, ranks, dtype, compiled, say):
+    """Say how much memory a rank needs and for what; raise DoesNotFit where it has less."""
+    parameters = sum(p.numel() for p in model.parameters())
+    share = ranks.world_size if c.distributed == "fsdp" else 1
+    copies = 2 if ranks.world_size > share else 1  # DDP's buckets hold the gradients once more
+    width, rows = (4 if dtype == torch.float32 else 2), c.micro_batch(ranks.world_size)
+    rows *= data.train.units_per_sample
+    hidden = c.n_hidden or 4 * c.n_embd
+    per_layer = 0 if c.gradient_checkpointing == "true" else 9 * c.n_embd + 4 * hidden
+    logits = rows * data.spec.get("vocab_size", 0) * width
+    parts = dict(weights=4 * parameters / share, gradients=4 * parameters * copies / share,
+                 optimizer=8 * parameters / share,
+                 activations=rows * width * c.n_layer * (per_layer + c.n_embd),
+                 logits=logits * (2 if compiled and ranks.device.type == "cuda" else 1))
+    needed = sum(parts.values())
+    there = (torch.cuda.mem_get_info(ranks.device)[0] if ranks.device.type == "cuda"
+             else speed.memory_available())
+    say("Memory, MiB: " + ", ".join(f"{k} {v / 2**20:,.0f}" for k, v in parts.items())
+        + f"; in all {needed / 2**20:,.0f} of {there / 2**20:,.0f}")
+    if max_over_ranks(int(needed > there), ranks):
+        raise DoesNotFit(
+            "Does not fit: lower batch_size (and raise gradient_accumulation_steps by the same "
+            "factor), set gradient_checkpointing: true, or lower block_size, n_layer or n_embd.")
+
+
+def time_step(c, model, data, ranks, dtype, compiled):
+    """(seconds of an optimizer step, whether guessed from a single sample). On a GPU the step is
+    the real one, compiled and with its optimizer; on a CPU compiling would take longer than the
+    answer is worth."""
+    batch, n = data.train.get_batch(ranks.device, 0), c.accumulation(ranks.world_size)
+    optimizer, step = build_optimizer(model, c, log=lambda text: None), Step(ranks.device, dtype)
+    if compiled and ranks.device.type == "cuda":
+        speed.compile_model(model, ranks.device)
+
+    def seconds(f, *args):
+        return timed(lambda: f(*args), ranks.device)
+    one = [t[:1] for t in batch]
+    seconds(step.micro, model, one)  # warms up
+    guess = seconds(step.micro, model, one) * c.samples_per_step / ranks.world_size
+    if ranks.device.type == "cpu" and guess / n * 3 > WAIT:
+        return guess, True
+    times = [seconds(step.micro, model, batch) for _ in range(4)][1:]
+    step.update(optimizer, c.grad_clip)
+    step.micro(model, one)
+    return sorted(times)[1] * n + seconds(step.update, optimizer, c.grad_clip), False
+
+
+class Step:
+    """The parts of an optimizer step that are timed, computed as the loop does."""
+
+    def __init__(self, device, dtype):
+        self.scaler = torch.amp.GradScaler(device.type, enabled=False)
+        self.autocast = functools.partial(torch.autocast, device.type, dtype,
+                                          enabled=dtype != torch.float32)
+
+    def micro(self, forward, batch):
+        with self.autocast():
+            forward_backward(forward, batch, 1, len(batch[0]), self.scaler)
+
+    def update(self, optimizer, max_norm):
+        clip_gradients(optimizer, max_norm)
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+
+
+# -----------------------------------------------------------------------------
 # throughput: training tokens a second
 
 def training(o, pair, dtype, compiled):
@@ -128,20 +232,21 @@ def training(o, pair, dtype, compiled):
                .to(o.device) for _ in range(o.steps)]
     batches = [(b[:, :-1].contiguous(), b[:, 1:].contiguous()) for b in batches]
     if compiled:
-        model.compile(dynamic=False)
+        speed.compile_model(model, o.device)
+    one = Step(o.device, dtype)
 
-    def step(x, y):
-        with torch.autocast(o.device.type, dtype, enabled=dtype != torch.float32):
-            out = model(x, y)
-        loss = next(t for t in out if isinstance(t, torch.Tensor) and t.dim() == 0)
-        loss.backward()
-        clip_gradients(optimizer, 1.0)
-        optimizer.step()
-        optimizer.zero_grad(set_to_none=True)
+    def forward(x, y):  # nanoGPT returns (logits, loss), ours (loss, sums)
+        loss, = (t for t in model(x, y) if isinstance(t, torch.Tensor) and t.dim() == 0)
+        return loss, {}
+
+    def steps():
+        for batch in batches:
+            one.micro(forward, batch)
+            one.update(optimizer, 1.0)
 
     def repeat():
         model.train()
-        return o.steps * o.batch * T / timed(lambda: [step(*b) for b in batches], o.device)
+        return o.steps * o.batch * T / timed(steps, o.device)
     return repeat
 
 
@@ -330,7 +435,7 @@ def markdown(r):
 def parse_args(argv):
     p = argparse.ArgumentParser(prog="python -m train.bench", description=__doc__,
                                 formatter_class=argparse.RawDescriptionHelpFormatter)
-    p.add_argument("rows", nargs="*", metavar="ROW", help=f"{', '.join(ROWS)} or gpu")
+    p.add_argument("rows", nargs="*", metavar="ROW", help=f"{', '.join(ROWS)} (default: all)")
     p.add_argument("--peer", help="a checkout of nanoGPT; without it only our side runs")
     p.add_argument("--repeats", type=int, default=3, help="besides the warm-up (default: 3)")
     p.add_argument("--steps", type=int, help="optimizer steps in a repeat (default: 4; 20 on CUDA)")
@@ -340,13 +445,12 @@ def parse_args(argv):
     p.add_argument("--no-compile", dest="compile", action="store_false", help="eager only")
     p.add_argument("--set", dest="overrides", nargs="*", default=[], metavar="key=value",
                    help="changes to our configuration in time_to_loss")
-    p.add_argument("--minutes", type=float, default=25, help="gpu: when to stop (default: 25)")
     p.add_argument("--tiny", action="store_true", help="seconds: does the command itself work?")
-    p.add_argument("--out", help="write all numbers to this JSON file (gpu: JSON lines)")
+    p.add_argument("--out", help="write all numbers to this JSON file")
     o = p.parse_args(argv)
     o.rows = o.rows or list(ROWS)
-    if unknown := set(o.rows) - {*ROWS, "gpu"}:
-        p.error(f"unknown row: {', '.join(unknown)}; known: {', '.join(ROWS)}, gpu")
+    if unknown := set(o.rows) - set(ROWS):
+        p.error(f"unknown row: {', '.join(unknown)}; known: {', '.join(ROWS)}")
     if min(o.repeats, o.steps or 1, o.batch or 1) < 1:
         p.error("--repeats, --steps and --batch must be at least 1")
     if o.peer and not (Path(o.peer) / "train.py").exists():
@@ -361,18 +465,14 @@ def settle(o):
     o.batch = o.batch or BATCH[o.device.type]
     o.steps = o.steps or (20 if o.device.type == "cuda" else 4)
     if "OMP_NUM_THREADS" not in os.environ:
-        torch.set_num_threads(physical_cores())
+        torch.set_num_threads(speed.physical_cores())
     if o.device.type == "cpu":
-        keep_freed_memory()  # as a run does
+        speed.keep_freed_memory()  # as a run does
     return o
 
 
 def main(argv=None):
-    o = parse_args(argv)
-    if o.rows == ["gpu"]:
-        from train.bench_gpu import programme
-        return programme(o)
-    o = settle(o)
+    o = settle(parse_args(argv))
     o.machine = machine(o.device, o.tiny)
     print(f"Machine: {json.dumps(o.machine)}\n\n| work | side | median (least to most) | |\n"
           "|---|---|---|---|", flush=True)

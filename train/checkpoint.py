@@ -13,7 +13,6 @@ import contextlib
 import hashlib
 import json
 import os
-import pathlib
 import pickletools
 import re
 import struct
@@ -24,7 +23,6 @@ import zipfile
 import torch
 
 from train.config import UserError
-from train.distributed import return_freed_memory
 from train.files import (
     Lock,
     check_space,
@@ -35,6 +33,7 @@ from train.files import (
     sync_folder,
 )
 from train.guard import BadNumbers, SaveFailed
+from train.speed import memory_available, return_freed_memory
 
 FORMAT_VERSION = 1
 SAFE_TORCH = (2, 10)  # before it weights_only does not hold: CVE-2025-32434, CVE-2026-24747
@@ -384,10 +383,14 @@ class RunFolder:
             self.thread = None
             return_freed_memory()
 
-    def close(self):
-        self.wait()  # the folder is ours until its last save is over
-        if self.lock is not None:
-            self.lock.release()
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *_):
+        with contextlib.suppress(Exception):
+            self.wait()  # the folder is ours until its last save is over
+            if self.lock is not None:
+                self.lock.release()
 
 
 def snapshot_if_room(state):
@@ -409,20 +412,6 @@ def snapshot(state):
         out = torch.empty(t.shape, dtype=t.dtype, pin_memory=t.is_cuda)
         return out.copy_(t.detach(), non_blocking=t.is_cuda)
     return map_tensors(copy, state)
-
-
-def memory_available():
-    """Bytes of memory free for use, on the machine and in the container (Linux; else: plenty)."""
-    free = 2**62
-    with contextlib.suppress(OSError, ValueError), open("/proc/meminfo") as f:
-        free = next(int(line.split()[1]) * 1024 for line in f if line.startswith("MemAvailable"))
-    with contextlib.suppress(OSError, ValueError, StopIteration):
-        limit, used, stat = (pathlib.Path("/sys/fs/cgroup", f"memory.{name}").read_text()
-                             for name in ("max", "current", "stat"))
-        cache = next(int(line.split()[1]) for line in stat.splitlines()
-                     if line.startswith("inactive_file "))
-        free = min(free, int(limit) - int(used) + cache)
-    return free
 
 
 def numbered(folder):
@@ -465,7 +454,7 @@ def load_latest(folder, log):
             problems.append(str(error))
             continue
         for problem in problems:
-            log(problem)
+            log(f"warning: {problem}")
         if p != path:
             log(f"going on from {p}, saved at iter {state.get('iter_num')}, instead")
             if os.path.lexists(path):  # or the next save would make the bad file the previous one

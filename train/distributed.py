@@ -5,7 +5,6 @@ here knows what is trained.
 """
 
 import contextlib
-import ctypes
 import inspect
 import os
 import pickle
@@ -20,10 +19,10 @@ from datetime import timedelta
 import numpy as np
 import torch
 import torch.distributed as dist
-import torch.nn as nn
 from torch.nn.parallel import DistributedDataParallel
 
 from train.config import UserError
+from train.speed import blocks, keep_freed_memory, set_num_threads
 
 
 class SetupError(UserError, ValueError):
@@ -110,58 +109,21 @@ def has_native_bfloat16(device):
 
 
 def choose_dtype(name, device):
-    """(torch.dtype of the matrix products, why)."""
-    native = has_native_bfloat16(device)
+    """(torch.dtype of the matrix products, in words with the reason)."""
+    native, why = has_native_bfloat16(device), "asked for"
     if name == "auto":
         if native:
-            return torch.bfloat16, "native on this device"
-        if device.type == "cuda":
-            return torch.float16, "no native bfloat16 before capability 8.0; gradients are scaled"
-        return torch.float32, "this CPU has no bfloat16 arithmetic"
-    if name == "bfloat16" and not native:
-        return torch.bfloat16, "asked for; emulated here and slow: --dtype auto would not choose it"
-    if name == "float16" and device.type == "cpu":
-        return torch.float16, "asked for; slow on a CPU"
-    return getattr(torch, name), "asked for"
-
-
-def set_num_threads(config):
-    """CPU threads: the config, else OMP_NUM_THREADS, else one for each physical core."""
-    if config.num_threads:
-        torch.set_num_threads(config.num_threads)
-    elif "OMP_NUM_THREADS" not in os.environ:
-        torch.set_num_threads(physical_cores())
-
-
-def keep_freed_memory():
-    """Have malloc keep what a step on the CPU frees for the next one. glibc returns large blocks,
-    and a large free end of its heap, to the system, which hands them out again page by page:
-    160,000 page faults a step of the production model, 5 to 15% of its time (train/LOG.md). Nothing
-    happens with another C library (the constants are those of its malloc.h), or where the
-    environment says how malloc should work."""
-    M_TRIM_THRESHOLD, M_MMAP_MAX = -1, -4
-    if not any(name.startswith("MALLOC_") or name == "GLIBC_TUNABLES" for name in os.environ):
-        with contextlib.suppress(OSError, AttributeError, TypeError):
-            libc = ctypes.CDLL(None)
-            libc.mallopt(M_MMAP_MAX, 0)
-            libc.mallopt(M_TRIM_THRESHOLD, -1)
-
-
-def return_freed_memory():
-    """Give all that is free back to the system once: the copy that a save was written from."""
-    with contextlib.suppress(OSError, AttributeError, TypeError):
-        ctypes.CDLL(None).malloc_trim(0)
-
-
-def physical_cores():
-    """Cores this process may use, hyper-threads counted once (Linux; elsewhere the CPU count)."""
-    with contextlib.suppress(OSError, AttributeError):
-        siblings = set()
-        for cpu in os.sched_getaffinity(0):
-            with open(f"/sys/devices/system/cpu/cpu{cpu}/topology/thread_siblings_list") as f:
-                siblings.add(f.read())
-        return len(siblings)
-    return os.cpu_count() or 1
+            name, why = "bfloat16", "native on this device"
+        elif device.type == "cuda":
+            name, why = "float16", ("no native bfloat16 before capability 8.0; gradients are "
+                                    "scaled")
+        else:
+            name, why = "float32", "this CPU has no bfloat16 arithmetic"
+    elif name == "bfloat16" and not native:
+        why = "asked for; emulated here and slow: --dtype auto would not choose it"
+    elif name == "float16" and device.type == "cpu":
+        why = "asked for; slow on a CPU"
+    return getattr(torch, name), f"{name} ({why})"
 
 
 def set_seed(seed, deterministic=False, cudnn_benchmark=None):
@@ -184,10 +146,9 @@ def set_seed(seed, deterministic=False, cudnn_benchmark=None):
         torch.backends.cudnn.allow_tf32 = True
 
 
-def seed_step(seed, step, rank):
-    """Make every random draw of a step (dropout) a function of (seed, step, rank), never of
-    history: nothing has to be saved for a resumed run to draw the same."""
-    torch.manual_seed(((seed * 1_000_003 + step) * 65_537 + rank) % 2**63)
+def step_seed(seed, step, rank):
+    """The seed of the random draws of one step on one rank (dropout)."""
+    return ((seed * 1_000_003 + step) * 65_537 + rank) % 2**63
 
 
 # -----------------------------------------------------------------------------
@@ -366,10 +327,8 @@ def shard(model, ranks, dtype, seed):
     low = dtype if dtype == torch.bfloat16 else None
     options = dict(mesh=mesh, mp_policy=MixedPrecisionPolicy(low, torch.float32,
                                                              cast_forward_inputs=False))
-    for module in list(model.modules()):
-        if isinstance(module, nn.ModuleList):
-            for block in module:
-                fully_shard(block, **options)
+    for block in blocks(model):
+        fully_shard(block, **options)
     fully_shard(model, **options)
     empty = [name for name, tensor in model.state_dict().items() if tensor.is_meta]
     # Not to_empty(): tables that are real already (RoPE's, say) keep their numbers.
@@ -391,13 +350,6 @@ def shard(model, ranks, dtype, seed):
             f"    if name.endswith({kinds[0].rpartition('*')[2]!r}): return torch.zeros(shape)\n"
             "or take --distributed ddp")
     return model
-
-
-def gradient_sync(model, last):
-    """Context for one micro-batch: DDP exchanges gradients only in the last one of a step."""
-    if isinstance(model, DistributedDataParallel) and not last:
-        return model.no_sync()
-    return contextlib.nullcontext()
 
 
 def is_sharded(tensor):

@@ -1,5 +1,5 @@
-"""What watches over a run: signals that ask it to stop, a limit on the time of a step, a compiler
-that may fail, and numbers that go wrong."""
+"""What watches over a run: signals that ask it to stop, a limit on the time of a step, numbers that
+go wrong; and what a person is told when something breaks."""
 
 import collections
 import contextlib
@@ -9,11 +9,14 @@ import os
 import signal
 import sys
 import time
+import traceback
 
 import torch
 
+from train.config import UserError
 from train.distributed import LeaveTogether, max_over_ranks
-from train.report import is_compile_error
+from train.logger import to_stderr
+from train.speed import is_compile_error
 
 MAX_OVERFLOWS_IN_A_ROW = 20  # float16: then it is not the loss scale that is wrong
 MAX_REWINDS = 3
@@ -73,8 +76,12 @@ class Signals:
         if not self.stop and os.environ.get("RANK", "0") == "0":
             again = b"; again: at once" if alone else b""
             with contextlib.suppress(OSError):
-                os.write(2, b"\nstopping after this step, with a checkpoint" + again + b"\n")
+                os.write(2, b"\nstopping, with a checkpoint" + again + b"\n")
         self.stop = self.stop or signum
+
+    def stop_agreed(self, ranks):
+        """Whether any rank was asked to stop; all must call."""
+        return max_over_ranks(self.stop, ranks) > 0
 
     def agree(self, ranks):
         """(signal to stop for or 0, whether to save), the same on every rank: all must call."""
@@ -102,40 +109,12 @@ class Watchdog:
             faulthandler.dump_traceback_later(allowed * 1.1 + turn, exit=True, file=sys.stderr)
             self.since, self.factor = now, factor
 
-    def disarm(self):
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *_):
         if self.timeout:
             faulthandler.cancel_dump_traceback_later()
-
-
-class Compiler:
-    """torch.compile of a model, in place: no wrapper, and state_dict keeps its names. Where it
-    fails, the run goes on without, after one warning."""
-
-    def __init__(self, model, enabled, device, warn):
-        self.model, self.enabled, self.device, self.warn = model, enabled, device, warn
-        if enabled:
-            model.compile(dynamic=False)  # or a smaller last validation batch would make it so
-
-    def call(self, module, *batch):
-        """module(*batch), module being the model or what wraps it."""
-        try:
-            return module(*batch)
-        except Exception as error:
-            if not self.enabled or not is_compile_error(error):
-                raise
-            reason = str(error).strip().split("\n")[0][:200]
-            self.warn(f"torch.compile failed; going on without it (--no-compile): {reason}")
-            self.enabled = False
-            for part in self.model.modules():
-                part._compiled_call_impl = None
-            return module(*batch)
-
-    def paused(self, when=True):
-        """Within, on a CPU: compute without compiled code, where compiling would cost more than it
-        saves."""
-        if self.enabled and self.device.type == "cpu" and when:
-            return torch.compiler.set_stance("force_eager")
-        return contextlib.nullcontext()
 
 
 class SpikeDetector:
@@ -163,23 +142,115 @@ class SpikeDetector:
 
 
 def judge(loss, norm, progress, spikes, on_spike, scaled):
-    """What a step's numbers say: "fine", "stop" (not finite), "overflow" (of float16 gradients,
-    which the loss scale will meet), or of a spike "warn", "skip" or "rewind"; numbers that are not
-    finite are a spike too where that is met by rewinding. Keeps count in `progress`. scaled:
-    whether there is a loss scale."""
+    """(what to do about a step: "update", "skip", "rewind" or "stop", whether its loss is a spike).
+
+    Numbers that are not finite stop the run, or are a spike too where on_spike says rewind. With a
+    loss scale (`scaled`, float16) gradients overflow now and then: the step is skipped, and the
+    scale falls. Keeps count in `progress`.
+    """
     p = progress
     may_rewind = on_spike == "rewind" and p.rewinds < MAX_REWINDS
     if not (math.isfinite(loss) and math.isfinite(norm)):
         p.overflows, p.overflows_in_a_row = p.overflows + 1, p.overflows_in_a_row + 1
         if scaled and math.isfinite(loss) and p.overflows_in_a_row <= MAX_OVERFLOWS_IN_A_ROW:
-            return "overflow"
-        return "rewind" if may_rewind else "stop"
+            return "skip", False
+        return ("rewind", True) if may_rewind else ("stop", False)
     p.overflows_in_a_row = 0
     if not spikes.update(loss):
         p.spikes_in_a_row = 0
-        return "fine"
+        return "update", False
     p.spikes_in_a_row += 1
     if p.spikes_in_a_row > MAX_SPIKES_IN_A_ROW:  # the loss has risen for good: other data, say
         spikes.losses.clear()
-        return "fine"
-    return "warn" if on_spike == "rewind" and not may_rewind else on_spike
+        return "update", False
+    if on_spike == "rewind":
+        return ("rewind" if may_rewind else "update"), True
+    return ("skip" if on_spike == "skip" else "update"), True
+
+
+def spike_answer(action, on_spike):
+    """What is done about a spike, in words."""
+    if on_spike == "rewind" and action == "update":
+        return f"all {MAX_REWINDS} rewinds of this run are used up: going on"
+    return dict(update="going on", skip="its update is skipped",
+                rewind="going back to the last checkpoint")[action]
+
+
+# -----------------------------------------------------------------------------
+# when something goes wrong
+
+def not_finite(it, loss, norm, lr, where, good):
+    """What to say of a step whose numbers are not finite. good: path of the last checkpoint."""
+    good = good if os.path.exists(good) else "none yet"
+    return (f"iter {it}: not finite: loss {loss}, gradient norm {norm}, lr {lr:.3g}; stopped "
+            f"before the update. The batch: {where}.\n"
+            f"Last good checkpoint: {good}. Try a lower "
+            "--learning_rate, a longer --warmup_iters, --grad_clip 1.0, --dtype float32 or "
+            "--on_spike rewind.")
+
+
+def is_out_of_memory(error):
+    text = str(error).lower()
+    return isinstance(error, (torch.OutOfMemoryError, MemoryError)) or "allocate memory" in text
+
+
+def advice(error, config):
+    """One short paragraph on what to change, or ''."""
+    text = str(error).lower()
+    if is_out_of_memory(error):
+        b, g = config.batch_size, config.gradient_accumulation_steps
+        pair = (f"--batch_size {b // 2} --gradient_accumulation_steps {g * 2} (the same global "
+                "batch)" if b % 2 == 0 else "a smaller --batch_size")
+        return (f"Out of memory. Try {pair}, then --gradient_checkpointing, then smaller samples "
+                "or a smaller model. `--dry_run` shows where the memory goes.")
+    if "nccl" in text:
+        return ("NCCL failed. NCCL_DEBUG=INFO shows why; check that every rank sees its GPU "
+                "(CUDA_VISIBLE_DEVICES, nvidia-smi) and that all nodes reach the rendezvous.")
+    if "connection closed by peer" in text or "connection reset" in text or "timed out" in text:
+        return ("Another rank died or hung: look for the first error above. torchrun "
+                "--max-restarts=3 restarts from the last checkpoint by itself.")
+    return "Compiling failed: --no-compile trains without it." if is_compile_error(error) else ""
+
+
+def run_reporting_errors(config, job):
+    """job(config) with errors told to a person: the exit code. 2: bad input, 1: it broke, 128 + n:
+    stopped by signal n."""
+    rank = os.environ.get("RANK", "")
+    rank = int(rank) if rank.isdigit() else 0  # what else it may be, the process group refuses
+    try:
+        job(config)
+        return leave(0)
+    except LeaveTogether as error:  # all ranks raise it: one speaks
+        if not rank and error.exit_code < 128:
+            to_stderr(error)
+        return leave(error.exit_code)
+    except UserError as error:
+        if rank:
+            time.sleep(3)  # rank 0 most likely says the same, and torchrun then ends this process
+        to_stderr(f"[rank {rank}] {error}" if rank else error)
+        return leave(error.exit_code)
+    except KeyboardInterrupt:  # before there was anything to save
+        return leave(130)
+    except BaseException as error:
+        return broke(error, config, rank)
+
+
+def broke(error, config, rank):
+    """Print what broke and what to do, and leave without waiting for peers that may be gone."""
+    text, hint = "".join(traceback.format_exception(error)), advice(error, config)
+    if "WORLD_SIZE" in os.environ:
+        text = "".join(f"[rank {rank}] {line}\n" for line in f"{text}{hint}".splitlines())
+    elif hint:
+        text += f"{hint}\n"
+    sys.stderr.write(text)  # at once, or the texts of several ranks would mix
+    sys.stderr.flush()
+    return leave(1)
+
+
+def leave(code):
+    """The exit code; under torchrun exit with it here: peers may be gone, and PyTorch's threads can
+    hang or abort a process that ends the usual way (pytorch#190489)."""
+    sys.stdout.flush()
+    if "WORLD_SIZE" in os.environ:
+        os._exit(code)
+    return code

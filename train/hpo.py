@@ -33,9 +33,8 @@ from train.config import (
 )
 from train.distributed import SetupError
 from train.files import open_lock, write_text
-from train.guard import BadNumbers
+from train.guard import BadNumbers, run_reporting_errors
 from train.plot import Panel, Series, chart
-from train.report import run_reporting_errors
 from train.train import train
 
 OURS = ("out_dir", "resume", "eval_only", "allow_change")  # keys that belong to the search

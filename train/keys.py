@@ -8,6 +8,8 @@ dataclass `Keys`.
 import math
 from dataclasses import dataclass, field, fields, replace
 
+from train.lr_scheduler import milestones
+
 
 def key(default, help, **meta):
     """A configuration key. Limits: choices, gt, ge, lt, le. free=True: may change when a run is
@@ -212,34 +214,25 @@ class TrainConfig(GPTKeys, SystemKeys, OptimizerKeys, LearningRateKeys, LengthKe
         """What a person should know of this configuration before it runs: a list of sentences."""
         out = [f"{a} {getattr(self, a):g} is {b} {getattr(self, b)}: {a} replaces {b}"
                for a, b in EPOCHS.items() if getattr(self, a) is not None]
+        warmup, _, _ = milestones(self)
         if self.warmup_ratio is not None:
-            out.append(f"warmup_ratio {self.warmup_ratio:g} is {self.warmup_steps} steps: it "
-                       "replaces warmup_iters and warmup_epochs")
-        if self.warmup_steps > self.max_iters > 0:
-            out.append(f"the warm-up of {self.warmup_steps} steps is longer than the run of "
+            out.append(f"warmup_ratio {self.warmup_ratio:g} is {warmup} steps: it replaces "
+                       "warmup_iters and warmup_epochs")
+        if warmup > self.max_iters > 0:
+            out.append(f"the warm-up of {warmup} steps is longer than the run of "
                        f"{self.max_iters}: the learning rate never reaches its peak")
         if self.min_lr == self.learning_rate and self.lr_schedule not in ("constant", "none"):
             out.append(f"min_lr is the peak learning rate ({self.min_lr:g}): the schedule is flat")
         return out
 
-    # What get_lr reads, where a key left out has a default that depends on another one.
-    @property
-    def final_lr(self):
-        return self.learning_rate / 10 if self.min_lr is None else self.min_lr
-
-    @property
-    def decay_end(self):
-        return max(1, self.max_iters) if self.lr_decay_iters is None else self.lr_decay_iters
-
-    @property
-    def warmup_steps(self):
-        if self.warmup_ratio is None:
-            return self.warmup_iters
-        return round(self.warmup_ratio * self.max_iters)
-
     @property
     def save_every(self):
         return self.eval_interval if self.save_interval is None else self.save_interval
+
+    @property
+    def resume_file(self):
+        """The checkpoint that `resume` names, or None where it is one of the words."""
+        return None if self.resume in ("auto", "must", "never") else self.resume
 
 
 FIELDS = {f.name: f for f in fields(TrainConfig)}

@@ -19,8 +19,8 @@ import time
 from contextlib import contextmanager, suppress
 
 from train.files import open_own, replacing, write_text
+from train.lr_scheduler import milestones
 
-SLOW_INPUT = 0.3  # share of the time that is worth a warning
 SILENCE = 5.0     # seconds after which a run says that it still works
 
 
@@ -40,7 +40,7 @@ class Logger:
         self.console = _Console(sys.stdout)
         self.log_file, self.metrics, self.sample_file = self.files = [
             _LineFile(f"{self.out_dir}/{n}") for n in ("train.log", "metrics.jsonl", "samples.txt")]
-        self.activity, self.since = "", time.monotonic()
+        self.activity = ""  # what the run is at, see busy(): "iter 3, micro-batch 2 of 4"
         if main:
             self.life = threading.Thread(target=self._show_life, daemon=True)
             self.life.start()
@@ -66,15 +66,10 @@ class Logger:
         stamp = time.strftime("%Y-%m-%d %H:%M:%S ")
         self.log_file.write("".join(f"{stamp}{line}\n" for line in text.split("\n")))
 
-    # What the run is at. A thread shows it when nothing else has been said for a while.
-
-    def doing(self, activity):
-        """Note what is being done ("iter 3, micro-batch 2 of 4")."""
-        self.activity = activity
-
     @contextmanager
     def busy(self, activity):
-        """doing(activity) within."""
+        """`activity` is what the run is at ("evaluating"), within. A thread shows it when nothing
+        else has been said for a while."""
         before, self.activity = self.activity, activity
         try:
             yield
@@ -201,7 +196,8 @@ class Logger:
         return self
 
     def __exit__(self, kind, error, trace):
-        self.close("failed" if kind else "finished")
+        stopped = getattr(error, "exit_code", 0) > 128  # by a signal
+        self.close("stopped" if stopped else "failed" if kind else "finished")
 
 
 class _Console:
@@ -391,49 +387,84 @@ def git_state():
         return None, None
 
 
-class Clock:
-    """Seconds of training between two log lines; what evaluations and saves take is left out."""
+# -----------------------------------------------------------------------------
+# what a run says before and after
 
-    def __init__(self):
-        self.total_away, self.end_announced = 0.0, False
-        self.start(0)
+def start_up(say, config, ranks, data, model, device, precision, flops):
+    """Say what will happen before it does. device, precision: in words; flops: of a step."""
+    c, train = config, data.train
+    unit = "tokens" if train.unit == "tok" else f"{train.unit}s"
+    if hasattr(train, "n_tokens"):
+        say(f"Loading data from {c.data_dir}...")
+    for split, loader in (("train", train), ("val", data.val)):
+        if loader is not None:
+            length = (f"{loader.n_tokens:,} tokens" if hasattr(loader, "n_tokens")
+                      else f"{loader.samples:,} {loader.unit}s")
+            say(f"[{split}] Data loaded. Length: {length}")
+    ways = f", {c.distributed}" if ranks.world_size > 1 else ""
+    say(f"Device: {device}; world size {ranks.world_size}{ways}")
+    say(f"Precision: {precision}")
+    n = sum(p.numel() for p in model.parameters())
+    say(f"Model {c.model}: {n:,} parameters ({parameters_by_part(model)})")
+    units = c.samples_per_step * train.units_per_sample
+    each = f" of {train.units_per_sample:,}" if train.units_per_sample > 1 else ""
+    micro, accumulated = c.micro_batch(ranks.world_size), c.accumulation(ranks.world_size)
+    say(f"Batch: {micro} x {accumulated} accumulated x {ranks.world_size} ranks = "
+        f"{c.samples_per_step:,} samples{each}: {units:,} {unit} a step")
+    total = c.max_iters * units
+    flops *= c.max_iters
+    say(f"Length: {c.max_iters:,} steps, {compact(total)} {unit}, "
+        f"{c.max_iters * c.samples_per_step / train.samples:.2f} passes over {train.samples:,} "
+        f"samples, {total / n:.1f} {unit} a parameter" + (f", {flops:.2g} FLOPs" if flops else ""))
+    warmup, _, final = milestones(c)
+    falls = c.lr_schedule not in ("constant", "none", "plateau")
+    say(f"Learning rate: {c.learning_rate:g}, {c.lr_schedule}, warm-up {warmup} steps"
+        + (f", to {final:g}" if falls else ""))
+    for note in c.notes():
+        say(f"Note: {note}")
 
-    def start(self, it):
-        """Training goes on at step `it`."""
-        self.began = it
-        self._begin_lap(it)
 
-    def _begin_lap(self, it):
-        self.at, self.it, self.seconds_away = time.perf_counter(), it, 0.0
+def parameters_by_part(model):
+    """'wte 12,288,000, h 37,748,736, ...': parameters by the first part of their names."""
+    parts = {}
+    for name, p in model.named_parameters():
+        part = name.split(".")[0]
+        parts[part] = parts.get(part, 0) + p.numel()
+    return ", ".join(f"{k} {v:,}" for k, v in parts.items())
 
-    @contextmanager
-    def away(self):
-        """Time within does not count as training."""
-        left = time.perf_counter()
-        try:
-            yield
-        finally:
-            self.seconds_away += time.perf_counter() - left
-            self.total_away += time.perf_counter() - left
 
-    def unsteady(self, it):
-        """Whether step `it` may take far longer than a step: it compiles, or waits for a save."""
-        return it == self.began or self.seconds_away > 0
+def next_steps(c):
+    """What to do with a finished run."""
+    sample = ["python", "-m", "model.sample", "--ckpt", os.path.join(c.out_dir, "ckpt.pt"),
+              "--prompt", "..."]
+    picture = os.path.join(c.out_dir, "loss.svg")
+    if c.model != "gpt":
+        return f"Next: open {picture}"
+    return (f"Next: read {os.path.join(c.out_dir, 'samples.txt')}, open {picture}, or write text "
+            f"with\n  {shlex.join(sample)}\nYour own text: python -m data.prepare my.txt")
 
-    def lap(self, it, loading, warn):
-        """Seconds a step since the last lap, `it` being the last one done; `loading` of all of them
-        were spent on batches."""
-        passed = time.perf_counter() - self.at
-        if loading > max(1.0, SLOW_INPUT * passed):  # of a second, anything is a large share
-            warn(f"{loading / passed:.0%} of the time goes into reading batches: put data_dir on a "
-                 "local disk, or use larger samples")
-        seconds = (passed - self.seconds_away) / max(1, it + 1 - self.it)
-        self._begin_lap(it + 1)
-        return seconds
 
-    def announce_end(self, it, left, say):
-        """Once: when the run will be over, `left` seconds from now."""
-        if not self.end_announced and it > self.began:  # the first step may have compiled
-            self.end_announced = True
-            end = time.strftime("%Y-%m-%d %H:%M", time.localtime(time.time() + left))
-            say(f"Expected to finish in {duration(left)}, at about {end}")
+def without_option(argv, name):
+    """argv without an option, given as --name=value, or as --name with the token after it."""
+    out, rest = [], list(argv)
+    while rest:
+        option, equals, _ = rest[0].lstrip("-").replace("-", "_").partition("=")
+        if option != name:
+            out.append(rest.pop(0))
+        else:
+            del rest[:1 if equals else 2]
+    return out
+
+
+def resume_command(config, ranks):
+    """The command line that goes on with this run."""
+    args = without_option(sys.argv[1:], "allow_change")
+    args += ["--resume", "auto"] if config.resume != "auto" else []  # the last word counts
+    if ranks.world_size == 1:
+        return "  " + shlex.join(["python", "run_train.py", *args])
+    here = int(os.environ.get("LOCAL_WORLD_SIZE") or ranks.world_size)
+    nodes = ranks.world_size // here
+    several = [f"--nnodes={nodes}", "--rdzv_backend=c10d", "--rdzv_endpoint=HOST:PORT"]
+    command = ["torchrun", *(several if nodes > 1 else []), f"--nproc_per_node={here}"]
+    on = "  (on each node)" if nodes > 1 else ""
+    return "  " + shlex.join([*command, "run_train.py", *args]) + on

@@ -7,6 +7,7 @@ out_dir/lr_finder.svg and lr_finder.json and touches nothing else there: no lock
 """
 
 import argparse
+import contextlib
 import json
 import math
 import os
@@ -17,13 +18,12 @@ from dataclasses import replace
 from statistics import fmean, pstdev
 from types import SimpleNamespace
 
-from train import distributed
 from train.config import ConfigError, load_config, take_config
+from train.distributed import SetupError
 from train.files import write_text
-from train.guard import Stopped
+from train.guard import Stopped, run_reporting_errors
 from train.plot import Panel, Series, chart
-from train.report import run_reporting_errors
-from train.train import Trainer
+from train.train import Trainer, open_trainer
 
 MEMORY = 0.9    # of the running mean of the loss that tells divergence
 DIVERGED = 4.0  # times the best running mean ends the sweep
@@ -34,10 +34,9 @@ QUIET = 3.0     # seconds between lines about a sweep
 class Sweep(Trainer):
     """The run itself, but each step at a rate of its own, with its loss kept and not judged."""
 
-    def open_log(self):
+    def open_log(self, precision):
         """No files, and of what a run says only its warnings."""
-        self.log = SimpleNamespace(info=lambda text: None, doing=lambda text: None, warn=print,
-                                   close=lambda status: None)
+        return contextlib.nullcontext(SimpleNamespace(info=lambda text: None, warn=print))
 
     def sweep(self, rates):
         """One optimizer step at each of `rates` until the loss diverges: {lr: list, loss: list}."""
@@ -48,6 +47,8 @@ class Sweep(Trainer):
                 raise Stopped(stop)
             self.plateau.scale = lr / self.config.learning_rate  # of a constant schedule
             self.train_step()
+            if self.progress.iter_num == it:
+                continue  # asked to stop meanwhile
             if len(self.found["lr"]) <= it or self.average > DIVERGED * self.best:
                 break
             if self.ranks.main and time.monotonic() - told > QUIET:
@@ -76,8 +77,7 @@ def find_lr(config, low=1e-7, high=1.0, steps=100):
         config = replace(config, out_dir=folder, resume="auto", tracker=[], eval_interval=0,
                          lr_schedule="constant", warmup_iters=0, warmup_ratio=None,
                          warmup_epochs=None, max_epochs=None, early_stopping_metric="val_loss")
-        with distributed.process_group(config) as ranks, Sweep(config, ranks) as run:
-            run.set_up()
+        with open_trainer(config, kind=Sweep) as run:
             found = run.sweep(rates)
     return found | suggest(found["lr"], found["loss"], high)
 
@@ -165,7 +165,7 @@ def sweep_and_tell(config, args):
     try:
         os.makedirs(config.out_dir, exist_ok=True)
     except OSError as error:
-        raise distributed.SetupError(f"out_dir: {error}") from error
+        raise SetupError(f"out_dir: {error}") from error
     found = find_lr(config, args.low, args.high, args.steps)
     if os.environ.get("RANK", "0") == "0":
         report(found, config)

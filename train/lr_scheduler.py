@@ -10,28 +10,35 @@ def get_lr(it, config):
     Warm-up is linear, learning_rate * (it + 1) / (warmup + 1). Then cosine, linear and wsd run to
     min_lr at lr_decay_iters and stay there (cosine: arXiv:1608.03983; wsd: arXiv:2404.06395).
     """
-    c, warmup = config, config.warmup_steps
+    c, (warmup, end, final) = config, milestones(config)
     if it < warmup:
         return c.learning_rate * (it + 1) / (warmup + 1)
     if c.lr_schedule in ("constant", "none", "plateau"):
         return c.learning_rate
     if c.lr_schedule == "step":
         drops = (it - warmup) // (c.step_iters or max(1, c.max_iters // 3))
-        return max(c.final_lr, c.learning_rate * c.lr_factor ** drops)
-    if it >= c.decay_end:
-        return c.final_lr
-    return c.final_lr + decay_shape(it, c) * (c.learning_rate - c.final_lr)
-
-
-def decay_shape(it, c):
-    """From 1 after the warm-up to 0 at the end of the decay."""
+        return max(final, c.learning_rate * c.lr_factor ** drops)
+    if it >= end:
+        return final
+    # `share` of the way from the peak to the end that is left: 1 after the warm-up, 0 at the end.
+    progress = (it - warmup) / (end - warmup)
     if c.lr_schedule == "wsd":  # warm-up, stable, decay: linear over the last part of the run
-        length = min(c.wsd_decay * c.decay_end, c.decay_end - c.warmup_steps)
-        return min(1.0, (c.decay_end - it) / max(1.0, length))
-    progress = (it - c.warmup_steps) / (c.decay_end - c.warmup_steps)
-    if c.lr_schedule == "linear":
-        return 1.0 - progress
-    return 0.5 * (1.0 + math.cos(math.pi * progress))
+        length = min(c.wsd_decay * end, end - warmup)
+        share = min(1.0, (end - it) / max(1.0, length))
+    elif c.lr_schedule == "linear":
+        share = 1.0 - progress
+    else:
+        share = 0.5 * (1.0 + math.cos(math.pi * progress))
+    return final + share * (c.learning_rate - final)
+
+
+def milestones(config):
+    """(steps of warm-up, step at which the decay ends, rate from there on): where a key is left
+    out, its default depends on another one."""
+    c = config
+    warmup = c.warmup_iters if c.warmup_ratio is None else round(c.warmup_ratio * c.max_iters)
+    end = max(1, c.max_iters) if c.lr_decay_iters is None else c.lr_decay_iters
+    return warmup, end, c.learning_rate / 10 if c.min_lr is None else c.min_lr
 
 
 class EarlyStopping:

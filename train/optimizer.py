@@ -6,7 +6,15 @@ import torch
 import torch.nn as nn
 
 from train.config import ConfigError
-from train.distributed import full, local
+
+
+def build_optimizer(model, config, log=print):
+    """The optimizer of a run: configure_optimizers with the keys of its configuration."""
+    c = config
+    muon = dict(lr=c.muon_lr, momentum=c.muon_momentum, weight_decay=c.muon_weight_decay)
+    return configure_optimizers(model, c.weight_decay, c.learning_rate, (c.beta1, c.beta2),
+                                c.adam_eps, muon if c.optimizer == "muon" else None, c.lr_groups,
+                                log)
 
 
 def configure_optimizers(model, weight_decay, learning_rate, betas, eps=1e-8, muon=None,
@@ -38,7 +46,7 @@ def configure_optimizers(model, weight_decay, learning_rate, betas, eps=1e-8, mu
         raise ConfigError(["lr_groups: everything is frozen; leave something to train"])
     for group in groups.values():
         group["initial_lr"] = group["lr"]
-    report(model, groups.values(), log)
+    say_what_decays(model, groups.values(), log)
     options = dict(lr=learning_rate, betas=tuple(betas), eps=eps, fused=all(
         p.device.type in ("cpu", "cuda", "mps", "xpu") for p in named.values()))
     if muon:
@@ -83,7 +91,7 @@ def check_patterns(lr_groups, names):
                                f"mapping of {', '.join(sorted(allowed))}; got {value}"])
 
 
-def report(model, groups, log):
+def say_what_decays(model, groups, log):
     """Print how many tensors decay, and what Muon takes and lr_groups froze."""
     def count(params, what=""):
         return f"{len(params)} tensors{what} ({sum(p.numel() for p in params):,} params)"
@@ -101,12 +109,13 @@ def clip_gradients(optimizer, max_norm, factor=1.0):
     """Scale all gradients by `factor` and then so that their global norm is at most `max_norm` (0:
     no limit), in one pass. Returns that norm as it was before the limit, a 0-dim tensor."""
     grads = [p.grad for g in optimizer.param_groups for p in g["params"] if p.grad is not None]
-    # Of shards too these are a few foreach operations and one exchange.
-    norm = full(torch.nn.utils.get_total_norm(grads)) * factor
+    norm = torch.nn.utils.get_total_norm(grads)
+    if hasattr(norm, "full_tensor"):  # FSDP: of shards these are few operations and one exchange
+        norm, grads = norm.full_tensor(), [g.to_local() for g in grads]
+    norm = norm * factor
     if max_norm:
         factor = factor * torch.clamp(max_norm / (norm + 1e-6), max=1.0)
-    if isinstance(factor, torch.Tensor):
-        torch._foreach_mul_([local(g) for g in grads], factor.to(norm.device))
+    torch._foreach_mul_(grads, torch.as_tensor(factor, device=norm.device))
     return norm
 
 

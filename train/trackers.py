@@ -13,7 +13,13 @@ import uuid
 from contextlib import suppress
 from pathlib import Path
 
+from train.config import UserError
 from train.plot import read_metrics
+
+
+class TrackerError(UserError, ValueError):
+    """A tracker that is unknown, or whose package is missing."""
+
 
 PACKAGES = dict(tensorboard=["tensorboard"], wandb=["wandb"], mlflow=["mlflow", "sqlalchemy"])
 
@@ -25,7 +31,7 @@ def split(names):
 
 
 def check_trackers(names):
-    """Raise ValueError, a line for each problem, unless every named tracker is there."""
+    """Raise TrackerError, a line for each problem, unless every named tracker is there."""
     problems = []
     for name in split(names):
         if name not in PACKAGES:
@@ -34,7 +40,7 @@ def check_trackers(names):
             problems.append(f"tracker {name!r} needs the {name!r} package: pip install {name} "
                             "(or drop --tracker)")
     if problems:
-        raise ValueError("\n".join(problems))
+        raise TrackerError("\n".join(problems))
 
 
 def _installed(package):

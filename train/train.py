@@ -1,4 +1,4 @@
-"""The training loop. Read it from top to bottom: set up, resume, the loop, one step, the end.
+"""The training loop. Read it from top to bottom: set up, the loop, one step, evaluation, the end.
 
 The loop does not know what it trains. A file model/NAME.py builds the model and opens its data; a
 loader gives the batches of a step, a pure function of its number; the model gives a loss and sums
@@ -6,17 +6,18 @@ over the batch, `loss, sums = model(*batch)`. The README's "To fork it" shows al
 """
 
 import contextlib
+import functools
 import math
 from dataclasses import asdict, dataclass, field, fields, replace
 
 import torch
 
-from train import checkpoint, distributed, guard, logger, report, resume
+from train import checkpoint, distributed, guard, logger, resume, speed
 from train.config import load_config, load_model_file, to_yaml
 from train.dataloader import Prefetcher, open_token_data
 from train.evaluate import add_sums, all_reduce, batch_sums, evaluate, to_host, to_numbers
 from train.lr_scheduler import EarlyStopping, ReduceOnPlateau, get_lr
-from train.optimizer import clip_gradients, configure_optimizers
+from train.optimizer import build_optimizer, clip_gradients
 
 TINY = 1e-9  # below any count (of items, or of their weights where a model weighs them), but not 0
 
@@ -29,11 +30,20 @@ def train(config, model=None, on_evaluation=None):
     Raises UserError: guard.Stopped after a signal, guard.BadNumbers when loss or gradients are not
     finite; ConfigError, DataError, CheckpointError, SetupError for what cannot be used.
     """
-    config = load_config(overrides=asdict(config))  # with the checks of one that was read
-    with (distributed.process_group(config) as ranks,
-          Trainer(config, ranks, on_evaluation) as trainer):
-        trainer.set_up(model)
+    with open_trainer(config, model, on_evaluation) as trainer:
         return trainer.fit()
+
+
+@contextlib.contextmanager
+def open_trainer(config, model=None, on_evaluation=None, kind=None):
+    """A Trainer (or one of another `kind`) that is ready for its first step: what train() does, in
+    parts. The end of the `with` gives back the folder, the log and the process group."""
+    config = load_config(overrides=asdict(config))  # with the checks of one that was read
+    if config.tracker:  # what is missing for them ends here, before any work
+        from train.trackers import check_trackers
+        check_trackers(config.tracker)
+    with (distributed.process_group(config) as ranks, contextlib.ExitStack() as at_end):
+        yield (kind or Trainer)(config, ranks, at_end, model, on_evaluation)
 
 
 @dataclass
@@ -63,95 +73,90 @@ class Progress:
 
 
 class Trainer:
-    """One run. Its parts know nothing of it: they are handed what they need."""
-
-    def __init__(self, config, ranks, on_evaluation=None):
-        c = self.config = config
-        self.ranks, self.log = ranks, None  # there is one once it is clear where the run starts
-        self.on_evaluation = on_evaluation or (lambda iter_num, numbers: None)
-        self.signals, self.watchdog = guard.Signals(), guard.Watchdog(c.step_timeout)
-        self.folder = checkpoint.RunFolder(c.out_dir, c.keep_last, c.save_precision)
-        self.progress, self.clock = Progress(), logger.Clock()
-        self.saved_at, self.best_due = 0, False  # iter_num of the last save; ckpt_best.pt is due
-        self.tested = {}  # the numbers on test data
-        self.spikes = guard.SpikeDetector(c.spike_sigma)
-        self.stopping = EarlyStopping(c.early_stopping_patience, c.early_stopping_min_delta,
-                                      c.early_stopping_mode)
-        self.plateau = ReduceOnPlateau(c.lr_factor, c.plateau_patience,
-                                       least=(c.min_lr or 0.0) / c.learning_rate)
-
-    def __enter__(self):
-        return self
-
-    def __exit__(self, kind, error, trace):
-        self.watchdog.disarm()
-        with contextlib.suppress(Exception):
-            self.folder.close()
-        if self.log:
-            self.log.close({None: "finished", guard.Stopped: "stopped"}.get(kind, "failed"))
+    """One run, see open_trainer. Its parts know nothing of it: they are handed what they need."""
 
     # -------------------------------------------------------------------------
     # setting up
 
-    def set_up(self, model=None):
-        """Everything up to the first step: folder, checkpoint, data, model, log, optimizer."""
-        c, ranks = self.config, self.ranks
-        if c.tracker:
-            from train.trackers import check_trackers
-            try:
-                check_trackers(c.tracker)
-            except ValueError as missing:  # ends here, before any work
-                raise distributed.SetupError(str(missing)) from None
-        distributed.set_seed(c.seed, c.deterministic, c.cudnn_benchmark)
-        start = resume.find_start(self.folder, c, ranks, tell)
-        c = replace(c, **start.shape)  # of the weights to start from
-        self.data = open_data(c, ranks)
-        c = self.config = c.in_steps(self.data.train.samples)
-        self.build_model(model)
+    def __init__(self, config, ranks, at_end, model=None, on_evaluation=None):
+        self.ranks, self.progress, self.tested = ranks, Progress(), {}
+        self.on_evaluation = on_evaluation or (lambda iter_num, numbers: None)
+        distributed.set_seed(config.seed, config.deterministic, config.cudnn_benchmark)
+
+        # The folder, ours alone from here on, says where the run starts: afresh, from its own last
+        # checkpoint, or from other weights, whose shape the model then takes over.
+        self.folder = at_end.enter_context(
+            checkpoint.RunFolder(config.out_dir, config.keep_last, config.save_precision))
+        start = resume.find_start(self.folder, config, ranks, say)
+        config = replace(config, **start.shape)
+
+        # The data say how long an epoch is: from here on all lengths are in steps.
+        self.data = open_data(config, ranks)
+        c = self.config = config.in_steps(self.data.train.samples)
+        self.n_micro = c.accumulation(ranks.world_size)  # micro-batches of this rank in a step
+        self.full_count = c.micro_batch(ranks.world_size) * self.data.train.units_per_sample
+        self.units_per_step = c.samples_per_step * self.data.train.units_per_sample
+
+        # The model, bare: what is saved. `wrapped` is what computes a training step.
+        self.dtype, why = distributed.choose_dtype(c.dtype, ranks.device)
+        self.autocast = functools.partial(torch.autocast, ranks.device.type, self.dtype,
+                                          enabled=self.dtype != torch.float32)
+        self.sharded = c.distributed == "fsdp" and ranks.world_size > 1
+        self.model = self.wrapped = self.build_model(model)
+        self.flops_per_step = speed.flops_per_step(self.model, c, self.data.train)
         if start.kind == "resume":
-            resume.check_fits(start, c, self.data, self.model, ranks, tell)
-        self.open_log()
-        self.compiler = guard.Compiler(self.model, self.compiled, ranks.device, self.log.warn)
+            resume.check_fits(start, c, self.data, self.model, ranks, say)
+
+        # The log, which begins here: nothing is written into a folder that cannot be used.
+        compiled = speed.should_compile(c, self.flops_per_step, ranks)
+        self.log = at_end.enter_context(self.open_log(f"{why}; compile {speed.ON_OFF[compiled]}"))
+        at_end.callback(self.folder.wait)  # the save under way may still have something to say
+
+        # Weights to start from come before the optimizer, and DDP after it, which may freeze some.
+        self.compiler = speed.Compiler(self.model, compiled, ranks.device, self.log.warn)
         if start.kind == "init_from":
             resume.load_weights(self.model, start, c, self.data.spec, ranks, self.log.info)
-        muon = dict(lr=c.muon_lr, momentum=c.muon_momentum, weight_decay=c.muon_weight_decay)
-        self.optimizer = configure_optimizers(
-            self.model, c.weight_decay, c.learning_rate, (c.beta1, c.beta2), c.adam_eps,
-            muon if c.optimizer == "muon" else None, c.lr_groups, self.log.info)
-        if not self.sharded:  # DDP after the optimizer, which may freeze parameters
+        self.optimizer = build_optimizer(self.model, c, self.log.info)
+        self.scaler = torch.amp.GradScaler(ranks.device.type, enabled=self.dtype == torch.float16)
+        if not self.sharded:
             self.wrapped = distributed.wrap_ddp(self.model, ranks)
+
+        # What reacts to the numbers, and what watches over the run.
+        self.stopping = EarlyStopping(c.early_stopping_patience, c.early_stopping_min_delta,
+                                      c.early_stopping_mode)
+        self.plateau = ReduceOnPlateau(c.lr_factor, c.plateau_patience,
+                                       least=(c.min_lr or 0.0) / c.learning_rate)
+        self.spikes, self.signals = guard.SpikeDetector(c.spike_sigma), guard.Signals()
+        self.watchdog = at_end.enter_context(guard.Watchdog(c.step_timeout))
+        self.clock, self.batches = speed.Clock(), Prefetcher(self.data.train, ranks.device)
+        self.saved_at, self.best_due = 0, False  # iter_num of the last save; ckpt_best.pt is due
         if start.kind == "resume":
             self.restore(start)
             self.log.info(f"Resuming from {start.path} at iter {self.progress.iter_num}")
         elif start.kind == "scratch":
             self.log.info(f"No checkpoint in {c.out_dir}: starting from scratch")
-        self.batches = Prefetcher(self.data.train, ranks.device)
 
     def build_model(self, model=None):
-        """The bare model (self.model), what the loop calls (self.wrapped), and how it computes."""
+        """The bare model on its device: `model`, or what the model file builds. No rank ever holds
+        all of a sharded one: it is built empty, sharded, and then filled."""
         c, ranks = self.config, self.ranks
-        self.dtype, self.dtype_why = distributed.choose_dtype(c.dtype, ranks.device)
-        self.sharded = c.distributed == "fsdp" and ranks.world_size > 1
-        if model is None:  # no rank ever holds all of a sharded one: it is sharded empty
+        if model is None:
             with torch.device("meta") if self.sharded else contextlib.nullcontext():
                 model = load_model_file(c.model).build_model(c, self.data)
         if self.sharded:
-            distributed.shard(model, ranks, self.dtype, c.seed)
-        self.model = self.wrapped = model if self.sharded else model.to(ranks.device)
-        self.units_per_step = c.samples_per_step * self.data.train.units_per_sample
-        self.flops_per_step = report.flops_per_step(model, c, self.data.train)
-        self.compiled = report.should_compile(c, self.flops_per_step, ranks)
-        self.scaler = torch.amp.GradScaler(ranks.device.type, enabled=self.dtype == torch.float16)
+            return distributed.shard(model, ranks, self.dtype, c.seed)
+        return model.to(ranks.device)
 
-    def open_log(self):
+    def open_log(self, precision):
         c, ranks = self.config, self.ranks
         machine = dict(world_size=ranks.world_size, **distributed.device_facts(ranks.device))
-        self.log = logger.Logger(c.out_dir, main=ranks.main, trackers=c.tracker, config=asdict(c),
-                                 system_info=machine)
+        log = logger.Logger(c.out_dir, main=ranks.main, trackers=c.tracker, config=asdict(c),
+                            system_info=machine)
         if ranks.main and not c.eval_only:
-            self.log.describe_run(to_yaml(c), asdict(c), machine)
-        report.start_up(self.log.info, c, ranks, self.data, self.model, self.dtype,
-                        self.dtype_why, self.compiled)
+            log.describe_run(to_yaml(c), asdict(c), machine)
+        logger.start_up(log.info, c, ranks, self.data, self.model,
+                        distributed.describe_device(ranks.device), precision, self.flops_per_step)
+        return log
 
     # -------------------------------------------------------------------------
     # the run
@@ -160,11 +165,11 @@ class Trainer:
         """Train until the end, a signal, or a number that is not finite; the run's result."""
         p, c = self.progress, self.config
         self.check_metric()
-        if c.eval_only and self.data.val is None:
-            raise distributed.SetupError("eval_only: these data have no validation part")
         if c.eval_only:
+            if self.data.val is None:
+                raise distributed.SetupError("eval_only: these data have no validation part")
             self.validate()
-        elif self.stopping.over or p.finished and p.iter_num >= c.max_iters:
+        elif self.is_over():
             more = "--early_stopping_patience" if self.stopping.over else "--max_iters"
             self.log.info(f"This run is finished at iter {p.iter_num}: "
                           f"{p.finished or 'early stopping'}. A larger {more} continues it, "
@@ -175,20 +180,25 @@ class Trainer:
         return dict(iter_num=p.iter_num, val_loss=p.val_loss, best_val_loss=p.best_val_loss,
                     finished=p.finished, history=p.history, test=self.tested)
 
+    def is_over(self):
+        """Whether an earlier start has brought this run to its end."""
+        reached = self.progress.iter_num >= self.config.max_iters
+        return self.stopping.over or (bool(self.progress.finished) and reached)
+
     def run(self):
         """The loop: evaluate, save and train, each when it is due."""
         p, c = self.progress, self.config
         p.finished = ""
         self.say_how_long()
         self.clock.start(p.iter_num)
-        if p.iter_num and c.resume not in ("auto", "must", "never"):
+        if p.iter_num and c.resume_file:
             self.save()  # gone on from a FILE: this branch is the folder's latest from here on
         while not p.finished:
             stop, save = self.signals.agree(self.ranks)
             if stop:
                 self.stop(stop)
             done = p.iter_num >= c.max_iters
-            if self.evaluation_is_due(done) and not self.validate():
+            if self.evaluation_is_due(done) and self.validate() is None:
                 continue  # asked to stop meanwhile
             if done:
                 p.finished = f"max_iters {c.max_iters} reached"
@@ -196,6 +206,11 @@ class Trainer:
                 self.save()
             if not p.finished:
                 self.train_step()
+        self.finish()
+
+    def finish(self):
+        """The last save, the test data, and what to do next."""
+        p = self.progress
         self.save(last=True)
         self.log.plot()
         self.test()
@@ -204,7 +219,7 @@ class Trainer:
         skipped = f"; {p.overflows} float16 steps skipped" if p.overflows else ""
         self.log.info(f"Training complete! {p.finished}; checkpoints and evaluations held it up "
                       f"for {self.clock.total_away:.1f} s{skipped}")
-        self.log.info(report.next_steps(c))
+        self.log.info(logger.next_steps(self.config))
 
     def evaluation_is_due(self, done):
         p, c = self.progress, self.config
@@ -218,46 +233,54 @@ class Trainer:
         it, every = self.progress.iter_num, self.config.save_every
         return every > 0 and it % every == 0 and it != self.saved_at
 
+    # -------------------------------------------------------------------------
+    # one step
+
     def train_step(self):
-        """One optimizer step: learning rate, micro-batches, clip, check, update."""
-        c, p, ranks, it = self.config, self.progress, self.ranks, self.progress.iter_num
+        """One optimizer step: learning rate, micro-batches, clip, check, update. None of it where
+        the ranks are asked to stop before the last micro-batch: the step is done again on resume.
+        """
+        c, p, ranks, it, n = (self.config, self.progress, self.ranks, self.progress.iter_num,
+                              self.n_micro)
         self.watchdog.arm(factor=10 if self.clock.unsteady(it) else 1)
-        distributed.seed_step(c.seed, it, ranks.rank)  # dropout is the same whenever this is run
+        # Every random draw of a step (dropout) is a function of (seed, step, rank), never of what
+        # was drawn before: nothing has to be saved for a resumed run to draw the same.
+        torch.manual_seed(distributed.step_seed(c.seed, it, ranks.rank))
         # The learning rate is a function of the step; each group scales its own peak by it.
         lr = get_lr(it, c) * self.plateau.scale
         for group in self.optimizer.param_groups:
             group["lr"] = group["initial_lr"] * (lr / c.learning_rate)
 
-        # This rank's share of the global batch, in n micro-batches whose gradients add up.
-        n, sums = c.accumulation(ranks.world_size), {}
-        first = (it + p.data_shift) * n  # number of the first one in this rank's order
-        full_count = c.micro_batch(ranks.world_size) * self.data.train.units_per_sample
+        # This rank's share of the global batch, in n micro-batches whose gradients add up. Autocast
+        # is around all of them, so that the weights are cast once.
+        first, sums = (it + p.data_shift) * n, {}  # `first`: its number in this rank's order
         # The first step of a run on a CPU is not compiled: its numbers need not wait for a minute.
         with self.compiler.paused(when=it == 0), self.autocast():
             for micro in range(n):
-                self.log.doing(f"iter {it}, micro-batch {micro + 1} of {n}")
+                if micro and self.signals.stop_agreed(ranks):  # a step may take minutes
+                    return self.optimizer.zero_grad(set_to_none=True)
+                self.log.activity = f"iter {it}, micro-batch {micro + 1} of {n}"
                 batch = self.batches.get(first + micro)  # a tuple of tensors (B, ...)
-                with distributed.gradient_sync(self.wrapped, last=micro == n - 1):
-                    loss, extra = self.compiler.call(self.wrapped, *batch)  # mean over its items
-                    # Weighted by its items, 1 where it is full: however the items fall into micro-
-                    # batches and ranks, the gradient is that of sum(count * loss) / sum(count).
-                    weight = extra["count"] / full_count if "count" in extra else 1.0
-                    with torch.autocast(ranks.device.type, enabled=False):
-                        self.scaler.scale(loss * weight / n).backward()
+                # DDP sends gradients in the last micro-batch of a step only; FSDP in each.
+                last = micro == n - 1 or self.wrapped is self.model
+                with contextlib.nullcontext() if last else self.wrapped.no_sync():
+                    add_sums(sums, forward_backward(
+                        functools.partial(self.compiler.call, self.wrapped), batch, n,
+                        self.full_count, self.scaler))
                 self.batches.prefetch(first + micro + 1)  # while the device still computes
-                add_sums(sums, batch_sums(loss, extra, full_count))
 
-        sums, factor = all_reduce(sums, ranks), 1.0
-        if "count" in extra:  # what the weights leave to divide by: exactly 1 if all were full
-            factor = (n * full_count * ranks.world_size / sums["count"].clamp(min=TINY)).float()
+        # Over all ranks. Where items were masked, fewer counted than a full batch has: `factor`
+        # makes of the gradients those of the mean over what counted. It is exactly 1 otherwise.
+        sums = all_reduce(sums, ranks)
+        factor = (n * self.full_count * ranks.world_size / sums["count"].clamp(min=TINY)).float()
         self.scaler.unscale_(self.optimizer)
-        norm = clip_gradients(self.optimizer, c.grad_clip, factor)  # before clipping
+        norm = clip_gradients(self.optimizer, c.grad_clip, factor)  # as it was before clipping
         sums, norm = to_host(sums, norm)  # the only place where the host waits for the device
 
-        verdict = self.check(it, lr, sums, norm)
-        if verdict == "rewind":
+        action = self.check(it, lr, sums, norm)
+        if action == "rewind":
             return self.rewind()
-        if verdict == "update":
+        if action == "update":
             self.scaler.step(self.optimizer)
         self.scaler.update()
         self.optimizer.zero_grad(set_to_none=True)
@@ -266,35 +289,34 @@ class Trainer:
             self.model.after_step(it, sums)
 
     def check(self, it, lr, sums, norm):
-        """Look at the numbers of a step and log them: "update", "skip" or "rewind". The same on
-        every rank, since they are. Raises BadNumbers before an update that would do harm."""
+        """Look at the numbers of a step and log them; what is to be done: "update", "skip" or
+        "rewind". The same on every rank, as the numbers are. Raises BadNumbers before an update
+        that would do harm."""
         p, c = self.progress, self.config
         count = float(sums["count"])  # 0: a step of no items, which says nothing of the loss
-        before = p.loss_sum / p.loss_count if p.loss_count else p.val_loss or 0.0
+        before = p.loss_sum / p.loss_count if p.loss_count else (p.val_loss or 0.0)
         loss = float(sums["loss"]) / count if count else before
-        verdict = guard.judge(loss, norm, p, self.spikes, c.on_spike, self.scaler.is_enabled())
-        if verdict == "stop":
+        action, spike = guard.judge(loss, norm, p, self.spikes, c.on_spike,
+                                    self.scaler.is_enabled())
+        if action == "stop":
             self.folder.wait()
-            raise guard.BadNumbers(report.not_finite(it, loss, norm, lr, self.where(it),
-                                                     self.folder.file("ckpt.pt")))
-        if verdict == "overflow":
-            return "update"  # GradScaler.step() skips it by itself
-        if verdict != "fine":
+            raise guard.BadNumbers(guard.not_finite(it, loss, norm, lr, self.where(it),
+                                                    self.folder.file("ckpt.pt")))
+        if spike:
             self.log.warn(f"iter {it}: loss {loss:.4f} is a spike (norm {norm:.2f}, "
-                          f"{self.where(it)}); on_spike: {c.on_spike}")
-        if verdict == "rewind":
-            return verdict
+                          f"{self.where(it)}); {guard.spike_answer(action, c.on_spike)}")
+        if action == "rewind" or p.overflows_in_a_row:  # numbers of a step that will not count
+            return action
         p.loss_sum, p.loss_count = p.loss_sum + loss, p.loss_count + 1
         if it % c.log_interval == 0 or it + 1 == c.max_iters:
             self.log_step(it, lr, sums, norm)
-        return "skip" if verdict == "skip" else "update"
+        return action
 
     def where(self, it):
         """Where this rank's samples of step `it` came from, for messages."""
-        n = self.config.accumulation(self.ranks.world_size)
-        first = (it + self.progress.data_shift) * n
+        first = (it + self.progress.data_shift) * self.n_micro
         locate = getattr(self.data.train, "locate", lambda step: f"batch {step}")
-        return "; ".join(locate(step) for step in range(first, first + min(n, 2)))
+        return "; ".join(locate(step) for step in range(first, first + min(self.n_micro, 2)))
 
     def log_step(self, it, lr, sums, norm):
         c, seconds = self.config, self.clock.lap(it, self.batches.take_seconds(), self.log.warn)
@@ -304,24 +326,21 @@ class Trainer:
             iter=it, max_iters=c.max_iters, tokens=(it + 1) * self.units_per_step,
             unit=self.data.train.unit, lr=lr, grad_norm=norm, time_ms=seconds * 1000,
             tokens_per_sec=self.units_per_step / seconds, eta_s=left,
-            mfu=report.mfu(self.flops_per_step / seconds, self.ranks, self.dtype),
-            memory_mib=report.peak_memory(self.ranks.device), **to_numbers(self.model, sums)))
-
-    def autocast(self):
-        enabled = self.dtype != torch.float32
-        return torch.autocast(self.ranks.device.type, self.dtype, enabled=enabled)
+            mfu=speed.mfu(self.flops_per_step / seconds, self.ranks, self.dtype),
+            memory_mib=speed.peak_memory(self.ranks.device), **to_numbers(self.model, sums)))
 
     # -------------------------------------------------------------------------
     # evaluation, and what follows from it
 
     def validate(self):
-        """Evaluate on fixed batches and act on the numbers. False if asked to stop meanwhile."""
+        """Evaluate on fixed batches and act on the numbers: {val_NAME: number}, or None if asked to
+        stop meanwhile."""
         p, c = self.progress, self.config
         self.watchdog.arm(factor=10)  # this takes longer than a step
         with self.clock.away(), self.log.busy("evaluating"):
             numbers = self.evaluate(self.data.val, c.eval_iters)
             if numbers is None:
-                return False
+                return None
             p.evaluated, p.val_loss = p.iter_num, numbers["val_loss"]
             record = dict(iter=p.iter_num, tokens=p.iter_num * self.units_per_step,
                           train_loss=p.loss_sum / p.loss_count if p.loss_count else None, **numbers)
@@ -336,35 +355,21 @@ class Trainer:
             if p.iter_num and c.sample_tokens:
                 self.show_samples()
             self.log.plot()
-        return True
-
-    def test(self):
-        """At the very end: the best weights on data that nothing was chosen by. They stay in the
-        model; what was trained last is saved."""
-        p, loader = self.progress, self.data.test
-        if loader is None:
-            return
-        weights = resume.load_best(self.model, self.folder, self.ranks)
-        with self.log.busy("evaluating test data"):
-            numbers = self.evaluate(loader, loader.samples) or {}  # asked to stop: as it is
-        self.tested = {f"test_{n.removeprefix('val_')}": v for n, v in numbers.items()}
-        if numbers:
-            self.log.info(f"On test data, with {weights}:")
-            self.log.evaluation(dict(iter=p.iter_num, tokens=p.iter_num * self.units_per_step,
-                                     **self.tested))
+        return numbers
 
     def evaluate(self, loader, batches):
         """{val_NAME: number} over `batches` fixed batches, or None if asked to stop meanwhile."""
         def stop(done, n):
-            self.log.doing(f"evaluating, batch {done} of {n}")
+            self.log.activity = f"evaluating, batch {done} of {n}"
             self.watchdog.arm(factor=10)  # a limit on the time of a batch, not of all of them
             return bool(self.signals.stop)
         with self.eval_mode():
-            return evaluate(self.model, lambda *batch: self.compiler.call(self.model, *batch),
+            return evaluate(self.model, functools.partial(self.compiler.call, self.model),
                             loader, batches, self.ranks, self.autocast, stop)
 
     @contextlib.contextmanager
     def eval_mode(self):
+        """Without dropout and, on a CPU, without compiling anew for it."""
         self.model.eval()
         try:
             with self.compiler.paused():
@@ -396,6 +401,21 @@ class Trainer:
             raise distributed.SetupError(f"early_stopping_metric: evaluations of this model do not "
                                          f"yield {name!r}; choose one of {', '.join(known)}")
 
+    def test(self):
+        """At the very end: the best weights on data that nothing was chosen by. They stay in the
+        model; what was trained last is saved."""
+        p, loader = self.progress, self.data.test
+        if loader is None:
+            return
+        weights = resume.load_best(self.model, self.folder, self.ranks)
+        with self.log.busy("evaluating test data"):
+            numbers = self.evaluate(loader, loader.samples) or {}  # asked to stop: as it is
+        self.tested = {f"test_{n.removeprefix('val_')}": v for n, v in numbers.items()}
+        if numbers:
+            self.log.info(f"On test data, with {weights}:")
+            self.log.evaluation(dict(iter=p.iter_num, tokens=p.iter_num * self.units_per_step,
+                                     **self.tested))
+
     def show_samples(self):
         """What the model makes so far, from the same prompts and seed every time: a sharded model
         on all ranks, which must compute together, else on rank 0. A sample never ends a run."""
@@ -403,7 +423,7 @@ class Trainer:
         it = self.progress.iter_num
         if sample is None or not (self.ranks.main or self.sharded):
             return
-        self.log.doing("sampling")
+        self.log.activity = "sampling"
         try:
             with self.eval_mode(), torch.no_grad(), self.autocast():
                 texts = sample(self.model, self.data, self.config)
@@ -416,6 +436,7 @@ class Trainer:
     # checkpoints: the state_dict of every part, and back (train/resume.py)
 
     def parts(self):
+        """{name in the checkpoint: part} of all that has state besides model and optimizer."""
         return dict(progress=self.progress, scaler=self.scaler, plateau=self.plateau,
                     early_stopping=self.stopping, spikes=self.spikes)
 
@@ -447,7 +468,7 @@ class Trainer:
         self.optimizer.zero_grad(set_to_none=True)
         self.scaler.update()  # or it would take the next step's gradients for unscaled already
         self.folder.wait()
-        start = resume.find_latest(self.folder, self.ranks, tell)
+        start = resume.find_latest(self.folder, self.ranks, say)
         if start.kind == "scratch":
             raise guard.BadNumbers(f"iter {bad}: a loss spike, and no checkpoint to rewind to yet")
         self.restore(start)
@@ -467,17 +488,35 @@ class Trainer:
         if ranks.device.type != "cpu" or self.flops_per_step < 1e12:
             return
         with self.log.busy("timing a few samples"), self.compiler.paused(), self.autocast():
-            seconds = report.time_sample(self.model, self.data.train, ranks.device)
+            seconds = speed.time_sample(
+                lambda batch: forward_backward(self.model, batch, 1, self.full_count, self.scaler),
+                self.data.train, ranks.device)
         self.model.zero_grad(set_to_none=True)
         step = seconds * c.samples_per_step / ranks.world_size
-        self.log.info(report.how_long(step, c, self.progress.iter_num))
+        self.log.info(speed.how_long(step, c, self.progress.iter_num))
 
     def stop(self, signum):
         """Save, say how to go on, and leave."""
         self.save(last=True)
         self.log.info(f"Stopped at iter {self.progress.iter_num}, saved. To resume:")
-        self.log.info(report.resume_command(self.config, self.ranks))
+        self.log.info(logger.resume_command(self.config, self.ranks))
         raise guard.Stopped(signum)
+
+
+def forward_backward(forward, batch, n, full_count, scaler):
+    """Add the gradient of a micro-batch, one of `n` in a step; its sums {name: tensor}. This is the
+    arithmetic of a step also for who times one (train/bench.py).
+
+    forward: the model, or what wraps it. full_count: items in a micro-batch where all count.
+    """
+    loss, sums = forward(*batch)  # the mean over the batch's items
+    # Weighted by its items, 1 where it is full: however the items fall into micro-batches and
+    # ranks, the gradient is that of sum(count * loss) / sum(count), see `factor` in train_step.
+    weight = sums["count"] / full_count if "count" in sums else 1.0
+    # Autocast is for forward passes: in backward it would cast what our own functions compute.
+    with torch.autocast(loss.device.type, enabled=False):
+        scaler.scale(loss * weight / n).backward()
+    return batch_sums(loss, sums, full_count)
 
 
 def open_data(config, ranks):
@@ -487,5 +526,5 @@ def open_data(config, ranks):
     return data
 
 
-def tell(text):
-    print(f"warning: {text}", flush=True)  # on rank 0, before there is a log
+def say(text):
+    print(text, flush=True)  # on rank 0, before there is a log

@@ -14,7 +14,7 @@ import torch
 from model.generate import Streamer, generate, start_tokens
 from model.load import load_model, load_writer, prepare  # noqa: F401  load_model: for importers
 from train.config import UserError, underscores
-from train.guard import is_compile_error
+from train.speed import is_compile_error
 
 # -----------------------------------------------------------------------------
 # the command line

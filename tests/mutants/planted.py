@@ -57,8 +57,8 @@ FAULTS = [
     # a GPU
     ("train/guard.py", "model.compile(dynamic=False)", "model.compile()"),
     ("train/train.py", "self.compiler.call(self.model, *batch)", "self.model(*batch)"),
-    ("train/report.py", "column = 0 if dtype != torch.float32 else 1 if tf32 else 2", "column = 0"),
-    ("train/dry_run.py", "copies = 2 if", "copies = 1 if"),
+    ("train/speed.py", "column = 0 if dtype != torch.float32 else 1 if tf32 else 2", "column = 0"),
+    ("train/bench.py", "copies = 2 if", "copies = 1 if"),
     # the optimizer
     ("train/optimizer.py", "torch.clamp(max_norm /", "torch.clamp(2 * max_norm /"),
     ("train/optimizer.py", "get_total_norm(grads)) * factor", "get_total_norm(grads))"),

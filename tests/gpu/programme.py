@@ -1,11 +1,12 @@
-"""The programme of `python -m train.bench gpu`: what only a GPU can tell, in order of worth.
+"""What only a GPU can tell, in order of worth: python -m tests.gpu.programme [--peer PATH]
 
 Each item runs in processes of its own and within minutes of its own, so that one that fails or
 hangs costs only itself; its result is written as it comes, a JSON line each, and a table for the
 README at the end. On a machine without a GPU the same items run on a tiny model, to show that they
-run at all. What a person would not type is in train/bench_parts.py.
+run at all. What a person would not type is in parts.py.
 """
 
+import argparse
 import functools
 import json
 import os
@@ -123,8 +124,8 @@ class Job:
 
 
 def part(name):
-    """The command of one of train/bench_parts.py."""
-    return ["-m", "train.bench_parts", name]
+    """The command of one of parts.py."""
+    return ["-m", "tests.gpu.parts", name]
 
 
 # -----------------------------------------------------------------------------
@@ -257,3 +258,18 @@ ITEMS = {  # name: (what, the minutes it may take)
     "float16": (float16, 2), "sampling": (sampling, 3), "sampling, growing": (growing, 2),
     "wrappers": (wrappers, 5),
     "resumed, compiled": (functools.partial(resumed, how="--compile"), 5)}
+
+
+def main(argv=None):
+    """Run the command line; the exit code."""
+    p = argparse.ArgumentParser("python -m tests.gpu.programme", description=__doc__,
+                                formatter_class=argparse.RawDescriptionHelpFormatter)
+    p.add_argument("--peer", help="a checkout of nanoGPT; without it only our side runs")
+    p.add_argument("--minutes", type=float, default=25, help="when to stop (default: 25)")
+    p.add_argument("--tiny", action="store_true", help="seconds: do the items themselves work?")
+    p.add_argument("--out", help="write the results to this file as well, JSON lines")
+    return programme(p.parse_args(argv))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

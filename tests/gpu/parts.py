@@ -1,4 +1,4 @@
-"""What the items of train/bench_gpu.py run: python -m train.bench_parts NAME ARGS
+"""What the items of programme.py run: python -m tests.gpu.parts NAME ARGS
 
 Runs of run_train.py that are watched or disturbed, and measurements that print JSON.
 """
