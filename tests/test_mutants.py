@@ -9,9 +9,8 @@ import sys
 import pytest
 from conftest import REPO
 
-sys.path.insert(0, str(REPO))
-from tests.mutants import __main__ as mutants  # noqa: E402
-from tests.mutants import covered, mutate  # noqa: E402
+from tests.mutants import __main__ as mutants
+from tests.mutants import covered, mutate
 
 
 def results(statement):
@@ -151,6 +150,10 @@ def test_a_campaign_over_a_toy(tmp_path):
     assert known.tests_of("model/inside/area.py", 2) == known.tests_of(
         "model/inside/area.py", 13) == {f"{tests}large", f"{tests}still_large"}
     assert known.tests_of("model/inside/area.py", 18) == {f"{tests}ends_in_a_process"}
+    (repo / "model/inside/area.py").rename(repo / "model/elsewhere.py")
+    assert covered.Map(tmp_path / "map", repo).tests_of("model/elsewhere.py", 7) == {
+        f"{tests}area"}
+    (repo / "model/elsewhere.py").rename(repo / "model/inside/area.py")
     with open(repo / "tests" / "test_area.py", "a") as f:  # the test that was missing
         f.write("\n\ndef test_below():\n    with pytest.raises(ValueError):\n"
                 "        area.is_large(-1)\n    assert not area.is_large(0)\n")

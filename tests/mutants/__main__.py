@@ -7,8 +7,8 @@ reason why it changes nothing. `--planted` tries the faults of planted.py instea
 the survivors of an earlier `--out FILE`.
 
 Which tests run a line is found by running each test file once (20 minutes) and kept in --map;
-later only test files that have changed are run. A mutant then costs seconds, a survivor up to
---budget seconds of tests; `--keep-map` takes the map as it is.
+later only test files that have changed are run (all again: delete the file). A mutant then costs
+seconds, a survivor up to --budget seconds of tests; `--keep-map` takes the map as it is.
 """
 
 import argparse

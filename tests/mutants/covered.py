@@ -107,13 +107,11 @@ class Map:
             self.tests, self.sources = known["tests"], known["sources"]
 
     def stale(self):
-        """Test files to be run: new or changed, or from before the program's files moved."""
-        now = set(program_files(self.repo))
+        """Test files to be run: new or changed."""
         for name in set(self.tests) - {p.name for p in self.test_files()}:
             del self.tests[name]
         return [p.name for p in self.test_files()
-                if (t := self.tests.get(p.name)) is None or t["digest"] != digest(p)
-                or set(t["files"]) != now]
+                if self.tests.get(p.name, {}).get("digest") != digest(p)]
 
     def test_files(self):
         return sorted((self.repo / "tests").glob("test_*.py"), key=lambda p: -p.stat().st_size)
@@ -150,20 +148,33 @@ class Map:
                     if key not in moves:
                         moves[key] = self.moved_lines(*key)
                     for n in numbers:
-                        for line in moves[key].get(n, ()):
-                            out.setdefault((path, line), set()).add(test)
+                        for place in moves[key].get(n, ()):
+                            out.setdefault(place, set()).add(test)
         return out
 
     def moved_lines(self, path, then):
-        """{line then: lines today} of a file; a changed line is all that stands there now."""
-        if not (self.repo / path).exists():
-            return {}
-        old = self.sources[then].splitlines()
-        new = (self.repo / path).read_text().splitlines()
-        out = {}
+        """{line then: [(path, line) today]} of a file. A changed line is all that stands in its
+        place now, and what is gone is where a function of its name has such a line."""
+        old, new = self.sources[then].splitlines(), []
+        if (self.repo / path).exists():
+            new = (self.repo / path).read_text().splitlines()
+        functions, out = functions_of_lines(self.sources[then]), {}
         for op, a, b, c, d in difflib.SequenceMatcher(None, old, new, False).get_opcodes():
             for i in range(a, b):
-                out[i + 1] = [c + i - a + 1] if op == "equal" else range(c + 1, d + 1)
+                here = [(path, n) for n in range(c + 1, d + 1)]
+                out[i + 1] = [(path, c + i - a + 1)] if op == "equal" else [
+                    *here, *self.homes.get((functions.get(i + 1), old[i].strip()), ())]
+        return out
+
+    @cached_property
+    def homes(self):
+        """{(function's name, line's text): [(path, line)]} of today."""
+        out = {}
+        for path in program_files(self.repo):
+            text = (self.repo / path).read_text()
+            lines = text.splitlines()
+            for n, name in functions_of_lines(text).items():
+                out.setdefault((name, lines[n - 1].strip()), []).append((path, n))
         return out
 
     # --- the tests of a line
@@ -238,6 +249,12 @@ class Map:
                         if isinstance(n, ast.Name):
                             out.setdefault(n.id, set()).update(made)
         return out
+
+
+def functions_of_lines(text):
+    """{line: name of the innermost function around it}."""
+    return {n: node.name for node in ast.walk(ast.parse(text)) if isinstance(node, ast.FunctionDef)
+            for n in range(first_line(node), node.end_lineno + 1)}
 
 
 def first_line(node):
