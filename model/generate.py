@@ -35,25 +35,32 @@ class KVCache:
         c = self.config = config
         shape = (c.n_layer, 2, rows, c.n_kv_head, c.block_size, c.head_dim)
         self.kv = torch.zeros(shape, device=device, dtype=dtype)
-        self.n_sinks = min(SINKS, c.block_size // 2)
+        self.n_sinks = n_sinks(c.block_size)
         self.sinks = self.kv.new_zeros(c.n_layer, *shape[2:4], self.n_sinks, c.head_dim)
-        self.used = torch.zeros(rows, dtype=torch.int64)  # tokens so far; on the host: no waiting
+        # Tokens so far: on the host, which decides without waiting, and on a GPU, which computes
+        # positions and places without being sent any. (Apple's has no float64, see start.)
+        self.used = self.there = torch.zeros(rows, dtype=torch.int64)
+        if self.kv.is_cuda:
+            self.there = torch.zeros_like(self.used, device=device)
         self.last = torch.full((rows, 1), -1, device=device)  # the last token, -1: none
 
     def __getitem__(self, rows):
         view = copy.copy(self)
         view.kv, view.sinks = self.kv[:, :, rows], self.sinks[:, rows]
         view.used, view.last = self.used[rows], self.last[rows]
+        view.there = view.used if self.there is self.used else self.there[rows]
         return view
 
     def clear(self):
         """Forget the texts of all rows (of a view)."""
         self.used.zero_()
+        self.there.zero_()
         self.last.fill_(-1)
 
     def move(self, source, target):
         """Copy row `source` over row `target`."""
-        for tensor, dim in ((self.kv, 2), (self.sinks, 1), (self.used, 0), (self.last, 0)):
+        for tensor, dim in ((self.kv, 2), (self.sinks, 1), (self.used, 0), (self.there, 0),
+                            (self.last, 0)):
             tensor.select(dim, target).copy_(tensor.select(dim, source))
 
     # what GPT.trunk calls, in this order: start, update for each layer, finish
@@ -61,7 +68,7 @@ class KVCache:
     def start(self, T):
         """Make room for T tokens in every row; their positions (B, T) float64, or (1, T) where all
         rows are equally long."""
-        size, used = self.config.block_size, self.used.tolist()
+        size, used, there = self.config.block_size, self.used.tolist(), self.there
         longest, self.equal = max(used), min(used) == max(used)
         if T > 1 and not self.equal:
             raise ValueError(f"{T} tokens for rows of unequal length {used}; give one at a time")
@@ -70,28 +77,29 @@ class KVCache:
                 raise ValueError(f"{longest + T} tokens; the context of this model is {size} "
                                  "(block_size)")
             self.turn_sinks()
-        ring = size - self.n_sinks
-        slots = [p if p < size else self.n_sinks + (p - self.n_sinks) % ring for p in used]
         self.end, self.mask = min(longest + T, size), None
         if self.equal:
-            self.slots, used = slice(slots[0], slots[0] + T), used[:1]
+            slot = place(longest, size)
+            self.slots, there = slice(slot, slot + T), there[:1, None]  # (1, 1)
         else:
-            self.slots = torch.tensor(slots, device=self.kv.device)
-            here = torch.tensor(used, device=self.kv.device)[:, None]  # (B, 1)
-            self.mask = (torch.arange(self.end, device=here.device) <= here)[:, None, None]
-        return torch.tensor(used, dtype=torch.float64)[:, None] + torch.arange(T)
+            device, there = self.kv.device, there[:, None]  # (B, 1)
+            self.rows = torch.arange(len(used), device=device)
+            self.slots = place(there, size)[:, 0].to(device)
+            seen = torch.arange(self.end, device=there.device) <= there  # (B, S)
+            self.mask = seen.to(device)[:, None, None]
+        return there.double() + torch.arange(T, device=there.device)
 
     def turn_sinks(self):
         """Turn the first keys of full rows to the positions right before the window that the next
         token sees."""
-        c, device = self.config, self.kv.device
-        first = (self.used == c.block_size).nonzero()[:, 0].to(device)  # rows full only now
+        c, there = self.config, self.there.view(-1, 1, 1, 1)  # (B, 1, 1, 1)
         keys = self.kv[:, 0, :, :, :self.n_sinks]  # (L, B, G, n_sinks, D)
-        self.sinks[:, first] = keys[:, first]
-        shift = (self.used - c.block_size + 1).clamp(min=0).double()  # (B,)
-        rope = rope_tables(shift[:, None, None], c.head_dim, c.rope_theta)  # (B, 1, 1, D/2)
-        turned = apply_rope(self.sinks.float(), *[t.to(device) for t in rope]).to(keys.dtype)
-        full = (self.used >= c.block_size).to(device)[:, None, None, None]
+        fresh, full = ((there == c.block_size).to(keys.device),  # full only now
+                       (there >= c.block_size).to(keys.device))
+        self.sinks.copy_(torch.where(fresh, keys, self.sinks))
+        shift = (there[..., 0] - c.block_size + 1).clamp(min=0).double()  # (B, 1, 1)
+        rope = rope_tables(shift, c.head_dim, c.rope_theta)  # (B, 1, 1, D / 2)
+        turned = apply_rope(self.sinks.float(), *[t.to(keys.device) for t in rope]).to(keys.dtype)
         keys.copy_(torch.where(full, turned, keys))
 
     def update(self, layer, k, v):
@@ -101,12 +109,26 @@ class KVCache:
             if self.equal:
                 cached[:, :, self.slots] = new
             else:
-                cached[torch.arange(len(new)), :, self.slots] = new[:, :, 0].to(cached.dtype)
+                cached[self.rows, :, self.slots] = new[:, :, 0].to(cached.dtype)
         return *self.kv[layer, :, :, :, :self.end], self.mask
 
     def finish(self, idx):
         self.used += idx.size(1)
+        if self.there is not self.used:
+            self.there += idx.size(1)
         self.last.copy_(idx[:, -1:])
+
+
+def n_sinks(size):
+    return min(SINKS, size // 2)
+
+
+def place(p, size):
+    """The slot, of `size`, in which the key at position p stands, a number or a tensor of them: its
+    own, or round the ring behind the sinks."""
+    first = n_sinks(size)
+    slot = first + (p - first) % (size - first)
+    return torch.minimum(p, slot) if isinstance(p, torch.Tensor) else min(p, slot)
 
 
 def empty_cache(model, rows):
@@ -130,6 +152,7 @@ def generate(model, idx, max_new_tokens, temperature=1.0, top_k=None, top_p=None
     from n_vocab on are never taken. on_token(tokens (B,)) is called with each new column. Rows that
     met stop_token go on with it, and the loop ends when all have. A full context rolls, see
     KVCache; with learned positions its last three quarters are computed again, into an empty one.
+    ValueError where the logits are not finite.
     """
     c, device = model.config, idx.device
     generator = torch.Generator(device=device)
@@ -137,6 +160,7 @@ def generate(model, idx, max_new_tokens, temperature=1.0, top_k=None, top_p=None
     cache = empty_cache(model, idx.size(0))
     pending, keep = idx[:, -c.block_size:], max(1, c.block_size * 3 // 4)
     done = torch.zeros(idx.size(0), dtype=torch.bool, device=device)
+    lost = done.new_zeros(())
     with past_compiled(model):
         for _ in range(max_new_tokens):
             if c.pos == "learned" and cache.used[0] + pending.size(1) > c.block_size:
@@ -144,15 +168,23 @@ def generate(model, idx, max_new_tokens, temperature=1.0, top_k=None, top_p=None
                 pending = idx[:, -keep:]
             logits = model(pending, cache=cache, last_only=True)[:, -1]  # (B, vocab_size)
             new = pick(logits[:, :n_vocab], temperature, top_k, top_p, generator)
+            lost |= (new < 0).any()
             if stop_token is not None:
                 new = torch.where(done, torch.full_like(new, stop_token), new)
                 done |= new == stop_token
-            pending = new[:, None]
+            pending = new.clamp(min=0)[:, None]
             idx = torch.cat((idx, pending), dim=1)
+            if on_token is None and stop_token is None:
+                continue  # a GPU need not be waited for
+            over, failed = torch.stack((done.all(), lost)).tolist()
+            if failed:
+                break
             if on_token is not None:
                 on_token(new)
-            if stop_token is not None and bool(done.all()):
+            if over:
                 break
+    if bool(lost):
+        raise ValueError(NOT_FINITE)
     return idx
 
 
@@ -163,35 +195,49 @@ def past_compiled(model):
     return contextlib.nullcontext()
 
 
+NOT_FINITE = "the model's logits are not finite: nothing can be drawn from them"
+
+
 def pick(logits, temperature, top_k, top_p, generator):
-    """One token id (B,) from logits (B, V)."""
+    """One token id (B,) from logits (B, V); -1 where they are not finite, for a GPU would have to
+    be waited for to raise. generator: one, or a list of one for each row."""
     if temperature == 0:
-        return logits.argmax(-1)
+        largest, index = logits.max(-1)
+        return torch.where(largest.isfinite(), index, -1)
     ids = None  # (B, k) of the candidates, the most likely first; None: all in their own order
     if top_k is not None and top_k < logits.size(-1):
         logits, ids = logits.topk(top_k)
-    largest = logits.amax(-1, keepdim=True)  # no temperature is too small after it is subtracted
+    largest = logits.amax(-1, keepdim=True)  # NaN where any is
+    # No temperature is too small after the largest is subtracted.
     p = ((logits - largest) / temperature).softmax(-1)
     if top_p is not None and top_p < 1.0:
         if ids is None:
             p, ids = p.sort(descending=True)
         p[p.cumsum(-1) - p >= top_p] = 0.0  # keeps the token that crosses top_p
     index = draw(p, generator)  # (B, 1)
-    return (index if ids is None else ids.gather(-1, index))[:, 0]
+    index = index if ids is None else ids.gather(-1, index)
+    return torch.where(largest.isfinite(), index, -1)[:, 0]
 
 
 def draw(p, generator):
-    """An index (B, 1) for each row of weights p (B, V), as likely as its weight. On a CPU one
-    uniform number a row says where in the cumulative sum: torch.multinomial draws V of them, 0.5 ms
-    for 32,000."""
+    """An index (B, 1) for each row of weights p (B, V), as likely as its weight; any index where
+    they are not finite. generator: one, or a list, each for its share of the rows.
+
+    On a CPU one uniform number a row says where in the cumulative sum: torch.multinomial draws V of
+    them, 0.5 ms for 32,000. On a GPU NaN would have it end all that the process computes there; so
+    it is the first of V clocks to ring, which need no check."""
+    generators = generator if isinstance(generator, list) else [generator]
+    parts = p.chunk(len(generators))
     if p.device.type != "cpu":
-        return torch.multinomial(p, 1, generator=generator)
+        clocks = [torch.empty_like(part).exponential_(generator=g)
+                  for part, g in zip(parts, generators)]
+        return (p / torch.cat(clocks)).argmax(-1, keepdim=True)
     ends = p.cumsum(-1, dtype=torch.float64)
-    if not ends[:, -1].isfinite().all():
-        raise ValueError("the model's logits are not finite: nothing can be drawn from them")
-    u = torch.rand(len(p), 1, dtype=torch.float64, generator=generator)
+    u = torch.cat([torch.rand(len(part), 1, dtype=torch.float64, generator=g)
+                   for part, g in zip(parts, generators)])
     # u * total is below the total also when rounded, so what is found has a weight above 0.
-    return torch.searchsorted(ends, u * ends[:, -1:], right=True)
+    index = torch.searchsorted(ends, u * ends[:, -1:], right=True)
+    return index.clamp(max=p.size(-1) - 1)  # past the end: NaN
 
 
 def start_tokens(tokenizer, prompt):
@@ -211,11 +257,11 @@ def sample_texts(model, spec, config):
     for prompt in config.sample_prompts or [""]:
         try:
             idx = torch.tensor([start_tokens(tokenizer, prompt)], device=device)
-        except ValueError as error:  # a prompt of other characters must not end the run
+            out = generate(model, idx, config.sample_tokens, temperature=0.8, top_k=200,
+                           seed=config.seed % 2**63, n_vocab=tokenizer.n_vocab)
+        except ValueError as error:  # other characters, logits of NaN: must not end the run
             texts.append(f"{prompt} [not written: {error}]")
             continue
-        out = generate(model, idx, config.sample_tokens, temperature=0.8, top_k=200,
-                       seed=config.seed % 2**63, n_vocab=tokenizer.n_vocab)
         texts.append(prompt + tokenizer.decode(out[0, idx.size(1):].tolist()))
     return texts
 

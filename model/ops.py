@@ -163,7 +163,8 @@ def attend(q, k, v, dropout=0.0, mask=None):
         return attend_one(q, k, v, mask)
     k, v = k.to(q.dtype), v.to(q.dtype)  # a cache may keep them in another precision
     # Kernels of GPUs with bfloat16 share keys among heads; elsewhere the keys are copied.
-    native = groups > 1 and q.is_cuda and q.dtype == torch.bfloat16 and T == S
+    native = (groups > 1 and q.is_cuda and q.dtype == torch.bfloat16 and T == S
+              and mask is None)
     if groups > 1 and not native:
         k, v = (t.repeat_interleave(groups, dim=1) for t in (k, v))
     if q.device.type == "cpu" and q.dtype == torch.bfloat16 and T == S <= 1024:

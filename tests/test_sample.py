@@ -117,12 +117,45 @@ def test_a_temperature_near_zero_is_the_most_likely_token():
         assert torch.equal(picked, logits.argmax(-1))
 
 
+@pytest.mark.parametrize("how", [(0, None, None), (1.0, None, None), (1.0, 3, None), (1.0, 3, 0.9),
+                                 (1.0, None, 0.9)])
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])
-def test_nothing_is_drawn_from_logits_that_are_not_finite(bad):
-    logits = torch.zeros(1, 9)
-    logits[0, 4] = bad
-    with pytest.raises(ValueError, match="not finite"):
-        pick(logits, 1.0, None, None, torch.Generator())
+def test_nothing_is_drawn_from_logits_that_are_not_finite(bad, how):
+    """Nor is anything raised while they are drawn: a GPU would have to be waited for."""
+    logits = torch.zeros(3, 9)
+    logits[1, 4] = bad
+    first, second, third = pick(logits, *how, torch.Generator()).tolist()
+    assert second == -1 and 0 <= first < 9 and 0 <= third < 9
+
+
+@pytest.mark.parametrize("how", [dict(), dict(temperature=0), dict(stop_token=5),
+                                 dict(on_token=lambda tokens: int(tokens[0]) < 0 and 1 / 0)])
+def test_a_model_of_nan_is_an_error_where_the_tokens_are_read(how):
+    model = small()
+    with torch.no_grad():
+        model.ln_f.weight.fill_(torch.nan)
+    with pytest.raises(ValueError, match="logits are not finite"):
+        generate(model, torch.zeros(2, 1, dtype=torch.long), 5, **how)
+
+
+def test_drawing_as_a_gpu_does_is_as_likely(monkeypatch):
+    """Exponential clocks: run here in the place of the CPU's uniform numbers."""
+    p = torch.tensor([[0.5, 0.0, 0.3, 0.2, 0.0]]).repeat(20_000, 1)
+
+    class OnGPU(torch.Tensor):
+        device = types.SimpleNamespace(type="cuda")
+    drawn = draw(p.as_subclass(OnGPU), torch.Generator().manual_seed(0)).as_subclass(torch.Tensor)
+    share = drawn[:, 0].bincount(minlength=5) / len(p)
+    assert (share - p[0]).abs().max() < 0.012 and (share[p[0] == 0] == 0).all()
+
+
+def test_rows_with_generators_of_their_own_draw_as_each_alone():
+    logits = torch.randn(3, 50, generator=torch.Generator().manual_seed(0))
+    together, alone = ([torch.Generator().manual_seed(i) for i in range(3)] for _ in range(2))
+    for how in (1.0, None, None), (0.8, 10, None), (0.8, 10, 0.9), (1.3, None, 0.5):
+        for _ in range(5):
+            one = [pick(row, *how, g) for row, g in zip(logits.split(1), alone)]
+            assert torch.equal(pick(logits, *how, together), torch.cat(one))
 
 
 def test_padded_ids_are_never_sampled(model):

@@ -394,6 +394,22 @@ def test_a_failure_costs_its_texts_only(model, monkeypatch, capfd):
 # -----------------------------------------------------------------------------
 # together
 
+def test_logits_of_nan_end_their_text_and_no_other(model, monkeypatch):
+    """A GPU that is asked to draw from them computes nothing ever after."""
+    write = Engine.write
+
+    def spoiled(engine, jobs, logits):
+        logits[[job.max_tokens == 9 for job in jobs]] = torch.nan
+        write(engine, jobs, logits)
+    with serving(model, slots=2) as server, ThreadPoolExecutor() as pool:
+        wanted = complete(server, seed=1, max_tokens=30).choices[0].text
+        monkeypatch.setattr(Engine, "write", spoiled)
+        other = pool.submit(complete, server, seed=1, max_tokens=30)
+        with pytest.raises(openai.InternalServerError, match="logits are not finite"):
+            complete(server, seed=1, max_tokens=9)
+        assert other.result().choices[0].text == wanted
+
+
 def test_streams_together_are_faster_than_one_by_one():
     """A model that is large enough: reading its weights is most of what a token costs. Four times
     is usual here, and six with train/config.yaml's model; the bound is for a busy machine."""

@@ -11,7 +11,7 @@ import torch.nn as nn
 import torch.nn.functional as F
 
 from model.decode import Int8Linear, joined, replace_products
-from model.generate import empty_cache
+from model.generate import empty_cache, place
 from model.gpt import Block
 
 
@@ -39,8 +39,10 @@ class Decoder:
         self.model, self.config, self.wte = model, model.config, model.wte
         for i, block in enumerate(model.h):
             model.h[i] = OnceCompiled(block)
+        # On a GPU a thousand launches a token are one of a CUDA graph.
+        mode = "reduce-overhead" if self.wte.weight.is_cuda else None
         self.step = torch.compile(functools.partial(next_logits, model), dynamic=False,
-                                  fullgraph=True)
+                                  fullgraph=True, mode=mode)
 
     def modules(self):
         return self.model.modules()
@@ -49,29 +51,31 @@ class Decoder:
         """Logits (B, T or 1, V) of the tokens idx (B, T) that follow what the KVCache holds."""
         if idx.shape != (1, 1):
             return self.model(idx, cache=cache, last_only=last_only)
-        positions, device = cache.start(1), idx.device  # which says where the token goes
-        slot = torch.tensor(cache.slots.start, device=device)
-        logits = self.step(idx, cache.kv, slot, cache.used.to(device), positions.to(device),
-                           cache.last)
+        cache.start(1)
+        if idx.is_cuda:  # where the graph finds them; the logits before these were read
+            torch._dynamo.mark_static_address(cache.kv)
+            torch.compiler.cudagraph_mark_step_begin()
+        logits = self.step(idx, cache.kv, cache.there, cache.last)
         cache.finish(idx)
         return logits
 
 
-def next_logits(model, idx, kv, slot, used, positions, last):
-    """What is compiled: tensors in, tensors out, and no shape that grows. slot (): where the token
-    idx (1, 1) goes in kv (L, 2, 1, G, S, D). used (1,): the tokens before it."""
-    cache = OneToken(kv, slot, used, positions, last)
+def next_logits(model, idx, kv, there, last):
+    """What is compiled: tensors in, tensors out, and no shape that grows. idx (1, 1): the token.
+    kv (L, 2, 1, G, S, D): of those before it, there (1,) in number."""
+    cache = OneToken(kv, there, last)
     logits = model(idx, cache=cache, last_only=True)
-    kv.index_copy_(4, slot[None], torch.stack(cache.new))
+    kv.index_copy_(4, cache.slot, torch.stack(cache.new))
     return logits
 
 
 class OneToken:
     """A KVCache as the graph of one token sees it: all of its slots, the empty ones masked."""
 
-    def __init__(self, kv, slot, used, positions, last):
-        self.kv, self.slot, self.positions, self.last, self.new = kv, slot, positions, last, []
-        self.mask = (torch.arange(kv.size(4), device=kv.device) <= used)[None, None]  # (1, 1, S)
+    def __init__(self, kv, there, last):
+        self.kv, self.positions, self.last, self.new = kv, there.double()[:, None], last, []
+        self.slot = place(there, kv.size(4))  # (1,)
+        self.mask = (torch.arange(kv.size(4), device=kv.device) <= there)[None, None]  # (1, 1, S)
 
     def start(self, T):
         return self.positions

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from model.generate import empty_cache, pick
+from model.generate import NOT_FINITE, empty_cache, pick
 
 PIECE = 128  # tokens of prompts read between two steps of the texts being written
 
@@ -199,11 +199,18 @@ class Engine:
         return self.reading
 
     def write(self, jobs, logits):
-        """The next token of each job, from logits (len(jobs), V)."""
-        logits = logits[:, :self.tokenizer.n_vocab]
-        tokens = torch.cat([pick(row, job.temperature, job.top_k, job.top_p, job.generator)
-                            for job, row in zip(jobs, logits.split(1))])  # (B,)
+        """The next token of each job, from logits (len(jobs), V). Those that are drawn in the same
+        way are drawn at once."""
+        ways = {}
+        for job, row in zip(jobs, logits[:, :self.tokenizer.n_vocab].split(1)):
+            ways.setdefault((job.temperature, job.top_k, job.top_p), []).append((job, row))
+        tokens = torch.cat([pick(torch.cat([row for _, row in of]), *way,
+                                 [job.generator for job, _ in of]) for way, of in ways.items()])
+        jobs = [job for of in ways.values() for job, _ in of]
         for job, token in zip(jobs, tokens.tolist()):
+            if token < 0:
+                job.end("", Refused(500, NOT_FINITE))
+                continue
             job.token, job.written = token, job.written + 1
             at_end = token == self.tokenizer.eot_token
             last = at_end or job.written == job.max_tokens
