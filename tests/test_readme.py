@@ -185,7 +185,7 @@ def test_every_file_is_in_the_map():
     assert [str(p) for p in files if p.stem not in words | {"__init__"}] == []
 
 
-def test_the_first_page_is_short():
+def test_pages_are_narrow_and_the_first_one_short():
     lines = TEXTS["README.md"].split("\n")
     assert len(lines) <= 221 and lines.index("## Quick start") <= 100
     for page, text in TEXTS.items():
@@ -204,7 +204,8 @@ def test_cells_run_as_pasted(tmp_path, monkeypatch, capsys):
                          ("max_iters=20", "max_iters=4"), ("max_iters=3", "max_iters=1")):
             cell = cell.replace(old, new)
         exec(cell, names)
-    assert len(cells) == 5 and [r["iter"] for r in names["result"]["history"]] == [0, 4]
+    assert len(cells) == 6 and names["numbers"]["val_loss"] > 0
+    assert [r["iter"] for r in names["result"]["history"]] == [0, 4]
     said = capsys.readouterr().out
     for words in ("aten::mm", "evaluated 4", "Model gpt: 66,049", "torch.Size([32, 64])", "def "):
         assert words in said, words
