@@ -23,7 +23,7 @@ from train.guard import (
     SpikeDetector,
     judge,
 )
-from train.lr_scheduler import EarlyStopping, ReduceOnPlateau, get_lr
+from train.lr_scheduler import EarlyStopping, ReduceOnPlateau, get_lr, milestones
 from train.muon import orthogonalize, update_matrices
 from train.optimizer import AdamW, Muon, clip_gradients, configure_optimizers, matches
 
@@ -354,10 +354,10 @@ def test_steps_drop_after_the_warm_up_and_not_below_the_end():
 
 def test_what_get_lr_reads_has_its_defaults():
     c = TrainConfig(learning_rate=0.5, max_iters=40)
-    assert (c.final_lr, c.decay_end, c.warmup_steps) == (0.05, 40, 200)
-    assert TrainConfig(max_iters=0).decay_end == 1
+    assert milestones(c) == (200, 40, 0.05)
+    assert milestones(TrainConfig(max_iters=0))[1] == 1
     c = TrainConfig(min_lr=0.0, lr_decay_iters=7, warmup_ratio=0.25, max_iters=30)
-    assert (c.final_lr, c.decay_end, c.warmup_steps) == (0.0, 7, 8)
+    assert milestones(c) == (8, 7, 0.0)
     assert (c.save_every, TrainConfig(save_interval=3).save_every) == (250, 3)
 
 
@@ -442,28 +442,29 @@ def state(**changes):
 def test_a_step_that_is_not_finite(loss, norm):
     def verdict(on_spike="warn", scaled=False, **changes):
         p = state(**changes)
-        return judge(loss, norm, p, Spikes(True), on_spike, scaled), p.overflows, p.rewinds
-    assert verdict() == ("stop", 1, 0) and verdict("skip") == ("stop", 1, 0)
-    assert verdict("rewind", rewinds=MAX_REWINDS - 1) == ("rewind", 1, MAX_REWINDS - 1)
-    assert verdict("rewind", rewinds=MAX_REWINDS)[0] == "stop"
-    scaled = "overflow" if math.isfinite(loss) else "stop"
-    assert verdict(scaled=True)[0] == scaled
+        return *judge(loss, norm, p, Spikes(True), on_spike, scaled), p.overflows
+    assert verdict() == ("stop", False, 1) and verdict("skip") == ("stop", False, 1)
+    assert verdict("rewind", rewinds=MAX_REWINDS - 1) == ("rewind", True, 1)
+    assert verdict("rewind", rewinds=MAX_REWINDS) == ("stop", False, 1)
+    scaled = "skip" if math.isfinite(loss) else "stop"
+    assert verdict(scaled=True) == (scaled, False, 1)
     assert verdict(scaled=True, overflows_in_a_row=MAX_OVERFLOWS_IN_A_ROW - 1)[0] == scaled
     assert verdict(scaled=True, overflows_in_a_row=MAX_OVERFLOWS_IN_A_ROW)[0] == "stop"
 
 
 def test_a_step_that_is_finite():
     p = state(overflows_in_a_row=5, spikes_in_a_row=4)
-    assert judge(1.0, 1.0, p, Spikes(False), "rewind", False) == "fine"
+    assert judge(1.0, 1.0, p, Spikes(False), "rewind", False) == ("update", False)
     assert (p.overflows_in_a_row, p.spikes_in_a_row, p.overflows) == (0, 0, 0)
-    for on_spike in ("warn", "skip", "rewind"):
+    for on_spike, action in (("warn", "update"), ("skip", "skip"), ("rewind", "rewind")):
         p = state(overflows_in_a_row=2)
-        assert judge(1.0, 1.0, p, Spikes(True), on_spike, False) == on_spike
+        assert judge(1.0, 1.0, p, Spikes(True), on_spike, False) == (action, True)
         assert (p.spikes_in_a_row, p.overflows_in_a_row) == (1, 0)
-    assert judge(1.0, 1.0, state(rewinds=MAX_REWINDS), Spikes(True), "rewind", False) == "warn"
+    used_up = state(rewinds=MAX_REWINDS)
+    assert judge(1.0, 1.0, used_up, Spikes(True), "rewind", False) == ("update", True)
     spikes, p = Spikes(True), state(spikes_in_a_row=MAX_SPIKES_IN_A_ROW - 1)
-    assert judge(1.0, 1.0, p, spikes, "skip", False) == "skip" and spikes.losses
-    assert judge(1.0, 1.0, p, spikes, "skip", False) == "fine" and not spikes.losses
+    assert judge(1.0, 1.0, p, spikes, "skip", False) == ("skip", True) and spikes.losses
+    assert judge(1.0, 1.0, p, spikes, "skip", False) == ("update", False) and not spikes.losses
 
 
 # --- the model's parts
