@@ -68,7 +68,7 @@ class Backbone:
         """([mean of each dimension], the factor after which their mean variance is 1) of the
         activations of `windows` windows, evenly spread over the stream of the loader `tokens`."""
         starts = np.linspace(0, tokens.n_tokens - tokens.block_size, windows).astype(np.int64)
-        idx = tokens.read(np.unique(starts), tokens.block_size).astype(np.int64)
+        idx = tokens.stream.read(np.unique(starts), tokens.block_size).astype(np.int64)
         x = self.activations(torch.from_numpy(idx).to(self.gpt.wte.weight.device))
         x = x.flatten(0, 1).cpu().double()  # (N, C)
         return x.mean(0).tolist(), float(x.var(0, correction=0).mean().clamp(min=1e-12) ** -0.5)

@@ -17,6 +17,8 @@ from train.config import UserError
 # What the maps may hold of this process's memory. The kernel maps 64 KiB around a page it is asked
 # for; mapping anew for every batch instead would cost more than the reading.
 MAPPED_BYTES, FAULT_BYTES = 64 << 20, 64 << 10
+MIB = 1 << 20
+CHECKED_WHOLE = 64 << 20  # bytes of a stream whose every id is checked before work starts
 LLMC = {(20240520, 1): "<u2", (20240801, 7): "<u4"}  # (magic, version) of llm.c's shards
 TEXT_BYTES = bytes([9, 10, 13, *range(32, 127)])
 PREPARE = "make it with `python -m data.prepare`"
@@ -170,6 +172,28 @@ def open_shard(path, raw_dtype):
         raise DataError(f"{path}: {e}") from None
 
 
+def open_stream(data_dir, split, vocab_size=None, least=1):
+    """The TokenStream of one split, checked: as many tokens as meta.json says and at least `least`,
+    with ids below vocab_size (None: what meta.json says, if it does). Raises DataError."""
+    paths = find_files(data_dir, split)
+    meta = read_meta(os.path.dirname(paths[0]))
+    stream = TokenStream([open_shard(p, meta.get("dtype", "uint16")) for p in paths],
+                         vocab_size or meta.get("vocab_size"))
+    where, n = paths[0] + (" ..." if paths[1:] else ""), stream.n_tokens
+    try:
+        expected = meta["splits"][split]["tokens"]
+    except (KeyError, TypeError):
+        expected = n  # not prepared by data.prepare
+    if os.path.basename(paths[0]) == f"{split}.bin" and n != expected:
+        raise DataError(f"{where}: {n:,} tokens, but meta.json says {expected:,}: cut short or "
+                        "replaced? prepare the data again")
+    if n < least:
+        raise DataError(f"{where}: {n:,} tokens, but block_size {least - 1} needs {least:,}: lower "
+                        "block_size, or prepare more text")
+    stream.check_places()
+    return stream
+
+
 class TokenStream:
     """The tokens of several files as one, memory-mapped, so that a terabyte is read on a laptop.
 
@@ -178,8 +202,8 @@ class TokenStream:
     is being read, or a disk that fails, ends the process with SIGBUS, as with any memory map.
     """
 
-    def __init__(self, shards):
-        self.shards, self.dtype = shards, shards[0].dtype
+    def __init__(self, shards, vocab_size=None):
+        self.shards, self.dtype, self.vocab_size = shards, shards[0].dtype, vocab_size
         self.firsts = np.cumsum([0] + [s.n_tokens for s in shards])  # first token of each, then N
         self.n_tokens = int(self.firsts[-1])
         self.maps, self.n_read = {}, 0  # shard -> its array; windows read from these maps
@@ -192,8 +216,31 @@ class TokenStream:
         i = int(np.searchsorted(self.firsts, token, "right")) - 1
         return self.shards[i].path, int(token - self.firsts[i])
 
+    def check_places(self):
+        """Check ids before work starts: all of a small stream, else both ends and 64 places."""
+        n, size = self.n_tokens, self.dtype.itemsize
+        small = n * size <= CHECKED_WHOLE
+        lengths = [n] if small else [min(n, MIB // size), min(n, 4096)]
+        for length, places in zip(lengths, (2, 64)):
+            starts = np.unique(np.linspace(0, n - length, places).astype(np.int64))
+            self.read(starts, length)
+
     def read(self, starts, length):
-        """The windows starts[i] .. + length. starts: (n,) int64 -> (n, length) of self.dtype."""
+        """The windows starts[i] .. + length, every id inside the vocabulary (DataError), where it
+        is known. starts: (n,) int64 -> (n, length) of self.dtype."""
+        tokens = self._gather(starts, length)
+        limit = self.vocab_size or 1 << 62  # unknown: only negative ids are wrong
+        # On a GPU an id outside the embedding would end the process without a word of where.
+        if int(tokens.max()) >= limit or int(tokens.min()) < 0:
+            row, column = np.argwhere((tokens >= limit) | (tokens < 0))[0]
+            path, offset = self.locate(starts[row] + column)
+            of = f" of {limit:,}" if self.vocab_size else ""
+            raise DataError(f"{path}: token {tokens[row, column]} at offset {offset:,} is outside "
+                            f"the vocabulary{of}: another tokenizer's file, or damaged; correct "
+                            "vocab_size, or prepare the data again")
+        return tokens
+
+    def _gather(self, starts, length):
         if len(self.shards) == 1:  # the usual case: one gather
             rows = np.lib.stride_tricks.sliding_window_view(self._map(0), length)[starts]
         else:

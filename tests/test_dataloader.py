@@ -3,8 +3,11 @@
 import json
 import os
 import pickle
+import re
 import subprocess
 import sys
+import threading
+import time
 
 import numpy as np
 import pytest
@@ -14,7 +17,10 @@ from conftest import REPO
 from data import token_files
 from data.token_files import TokenStream, open_shard
 from train import dataloader
-from train.dataloader import DataError, DataLoader, permute, widen, window_starts
+from train.config import TrainConfig
+from train.dataloader import DataError, DataLoader, RowLoader, permute, widen, window_starts
+from train.distributed import Ranks
+from train.speed import Prefetcher
 
 
 def write(path, tokens, dtype="<u2"):
@@ -111,7 +117,7 @@ def test_batch_holds_the_windows_of_the_file(folder):
     for step in range(60):
         x, y = loader.get_batch()
         assert x.dtype == y.dtype == torch.int64 and x.is_contiguous() and y.is_contiguous()
-        for i, start in enumerate(loader.windows(step)):
+        for i, start in enumerate(loader.windows([step])):
             assert np.array_equal(x[i], tokens[start:start + 32])
             assert np.array_equal(y[i], tokens[start + 1:start + 33])
     assert loader.step == 60
@@ -145,7 +151,7 @@ def test_case_53_global_batches_do_not_depend_on_the_world_size(folder, world, a
 @pytest.mark.parametrize("count", [1, 3, 5, 6, 7, 100])
 def test_fixed_batches_are_spread_without_overlap(folder, count):
     loader = DataLoader(folder, 5, 32, "val")  # 28 windows fit: 5 full batches and 3 windows
-    starts = 32 * np.concatenate([loader.fixed(count, i)
+    starts = 32 * np.concatenate([loader.fixed_samples(count, i)
                                   for i in range(loader.n_fixed(count))])
     assert len(starts) == min(5 * count, 28) and loader.n_fixed(count) == min(count, 6)
     assert (np.diff(starts) >= 32).all() and starts[0] == 0 and starts[-1] + 32 < 900
@@ -385,7 +391,7 @@ def test_case_86_in_a_batch_before_a_device_sees_it(tmp_path, large, monkeypatch
     tokens, seen, to_device = np.zeros(1_300_000, "<u2"), [], dataloader.to_device
     monkeypatch.setattr(dataloader, "to_device",
                         lambda t, device: seen.append(t.max()) or to_device(t, device))
-    monkeypatch.setattr(dataloader, "CHECKED_WHOLE", 0)
+    monkeypatch.setattr(token_files, "CHECKED_WHOLE", 0)
     tokens[650_003] = 777  # not among the places looked at when opening
     write(tmp_path / "train_0.bin", tokens[:600_001])
     write(tmp_path / "train_1.bin", tokens[600_001:])
@@ -517,7 +523,7 @@ def test_case_90_memory_is_flat_over_10_000_batches_of_a_terabyte(tmp_path):
     for _ in range(10_000):
         loader.get_batch()
     assert resident() - before < 50 << 20
-    starts = np.concatenate([loader.windows(step) for step in range(0, 11_000, 50)])
+    starts = np.concatenate([loader.windows([step]) for step in range(0, 11_000, 50)])
     assert starts.min() < 10**10 and starts.max() > 49 * 10**10
 
 
@@ -565,3 +571,69 @@ def test_cuda_batches_equal_cpu_batches(folder, monkeypatch):
         got.append(cuda.get_batch("cuda"))
     for x, y in got:
         assert all(map(torch.equal, (x.cpu(), y.cpu()), cpu.get_batch()))
+
+
+# --- the order, as the file's docstring shows it
+
+def test_the_order_is_that_of_the_worked_example():
+    """Ten samples, batches of two, two ranks: the table is what the loader gives."""
+    config = TrainConfig(batch_size=2, gradient_accumulation_steps=2, seed=1337)
+    loaders = [RowLoader([np.arange(10)], config, Ranks(rank=r, world_size=2)) for r in range(2)]
+    rows = re.findall(r"^    (\d) +(\d+) +(\d+) +(\d) (\d) +(\d+) +(\d+) +(\d) (\d)",
+                      dataloader.__doc__, re.MULTILINE)
+    assert len(rows) == 5
+    for row in rows:
+        call, *numbers = map(int, row)
+        first, second = (x.get_batch("cpu", call)[0].tolist() for x in loaders)
+        wanted = [4 * call, 4 * call + 1, *first, 4 * call + 2, 4 * call + 3, *second]
+        assert numbers == wanted
+
+
+# --- batches ahead
+
+class SlowRows(RowLoader):
+    """A loader that takes 50 ms a batch and notes which thread asked."""
+
+    def get_batch(self, device="cpu", step=0):
+        self.threads = [*getattr(self, "threads", ()), threading.current_thread().name]
+        time.sleep(0.05)
+        return super().get_batch(device, step)
+
+
+def test_a_slow_loader_reads_ahead_in_a_thread_the_same_batches():
+    """Computing 60 ms a batch hides its 50 ms from the third batch on; a rewind in between."""
+    loader = SlowRows([np.arange(100)], TrainConfig(batch_size=4), Ranks())
+    batches, steps = Prefetcher(loader, torch.device("cpu")), [*range(8), *range(3, 8)]
+    for step in steps:
+        assert batches.get(step)[0].tolist() == loader.chosen(step).tolist()
+        if step == 3:
+            batches.seconds = 0.0
+        batches.prefetch(step + 1)
+        time.sleep(0.06)
+        if step == 7:
+            assert batches.seconds < 0.1  # 5 batches without the thread: 0.25
+    assert loader.threads[0] == "MainThread" and loader.threads[-1].startswith("batches")
+    batches.close()
+    assert not any(t.name.startswith("batches") for t in threading.enumerate())
+
+
+def test_a_loader_that_computes_stays_on_the_main_thread():
+    loader = SlowRows([np.arange(100)], TrainConfig(batch_size=4), Ranks())
+    loader.computes = True
+    batches = Prefetcher(loader, torch.device("cpu"))
+    for step in range(4):
+        batches.get(step)
+        batches.prefetch(step + 1)
+    assert set(loader.threads) == {"MainThread"} and batches.seconds == 0.0
+
+
+def test_what_a_thread_meets_is_raised_where_the_batch_is_asked_for():
+    loader = SlowRows([np.arange(100)], TrainConfig(batch_size=4), Ranks())
+    batches = Prefetcher(loader, torch.device("cpu"))
+    batches.get(0)
+    loader.arrays = ()
+    loader.rows = lambda *_: (_ for _ in ()).throw(DataError("the disk is gone"))
+    batches.prefetch(1)
+    with pytest.raises(DataError, match="the disk is gone"):
+        batches.get(1)
+    batches.close()

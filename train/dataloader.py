@@ -1,9 +1,16 @@
 """Data to batches. The order is a pure function of (seed, step), the same at any world size.
 
-Samples are numbered g = 0, 1, 2, ... over the whole run; an epoch visits each of its N samples
-once, in the epoch's own order: sample g is number perm(g % N) of epoch g // N. Call c of rank r of
-W holds the B samples from (c*W + r)*B on. The step is the only state; the order needs no memory,
-however large the data.
+Samples are numbered g = 0, 1, 2, ... over the whole run, and an epoch visits each of the N samples
+once, in an order of its own: sample g is number order(g % N) of epoch g // N. Call c of rank r of W
+holds the B samples from (c * W + r) * B on. So the step is the only state, and however large the
+data, the order takes no memory. Ten samples, batches of two, two ranks, seed 1337:
+
+    call   g       rank 0   g        rank 1
+    0      0  1    7 1      2  3     8 0
+    1      4  5    3 9      6  7     4 6
+    2      8  9    5 2      10 11    5 4     rank 1 has begun the second epoch
+    3      12 13   2 8      14 15    1 6
+    4      16 17   9 3      18 19    7 0
 
 Two loaders: DataLoader cuts a stream of tokens into windows, RowLoader takes rows of arrays. Both
 have what the loop asks of a loader:
@@ -18,19 +25,17 @@ import functools
 import hashlib
 import math
 import os
-import time
 from dataclasses import dataclass, field
 
 import numpy as np
 import torch
 
-from data.token_files import DataError, TokenStream, find_files, open_shard, read_meta
+from data.token_files import DataError, find_files, open_stream, read_meta
 from data.tokenizer import load_dataset_tokenizer, load_tokenizer
 from train.distributed import from_main
 
 CHUNK_TOKENS = 1 << 18  # calls gathered at once: enough to make Python's share of the time small
 MIB = 1 << 20
-CHECKED_WHOLE = 64 << 20  # bytes of a stream whose every id is checked before work starts
 ROUNDS = 6  # with 4, the order of fewer than about 10 samples is measurably uneven
 GPT2_VOCABULARY = 50257  # of raw token files that say nothing else, as nanoGPT's and llm.c's
 
@@ -46,7 +51,8 @@ class Data:
     test: object = None
 
 
-# --- the order: own arithmetic, as np.random promises its numbers for one version only
+# -----------------------------------------------------------------------------
+# the order: arithmetic of our own, as np.random promises its numbers for one version only
 
 def mix64(x):
     """splitmix64's finalizer (Steele et al. 2014), a bijection of 64 bits. x: (n,) uint64."""
@@ -57,6 +63,7 @@ def mix64(x):
 
 def hash64(seed, epoch, lane):
     """One 64-bit number for each epoch. seed, lane: ints; epoch: (n,) uint64 -> (n,) uint64."""
+    # Steps of the odd number gamma (2^64 over the golden ratio) keep the inputs of mix64 apart.
     gamma = np.uint64(0x9E3779B97F4A7C15)
     x = mix64(np.array([seed & (2**64 - 1)], np.uint64) + gamma)
     return mix64(mix64(x + epoch * gamma) + np.array([lane], np.uint64) * gamma)
@@ -65,11 +72,13 @@ def hash64(seed, epoch, lane):
 def permute(p, n, keys):
     """Position -> sample, a bijection of 0..n-1. p: (m,) uint64; keys: one (m,) or (1,) a round.
 
-    A Feistel network on pairs (p // b, p % b) of a grid with a*b >= n cells and a, b about sqrt(n);
-    a result outside 0..n-1 is walked on along its cycle until it is inside (Black & Rogaway 2002).
+    A shuffled list of a billion samples would take 8 GB. A Feistel network computes any entry of
+    such a list by itself: positions are pairs (left, right), cells of an a x b grid, and each round
+    shifts one half by a hash of the other. Whoever knows the other half can shift back, so every
+    round is a bijection, whatever the hash.
     """
-    a = math.isqrt(n - 1) + 1
-    b = -(-n // a)
+    a = math.isqrt(n - 1) + 1  # about sqrt(n) rows
+    b = -(-n // a)             # as many columns as they need: a * b >= n
     one = np.uint64(1)  # halves the hash, so that the sums below do not overflow
     left, right = np.divmod(p, np.uint64(b))
     for i, key in enumerate(keys):
@@ -78,7 +87,9 @@ def permute(p, n, keys):
         else:
             right = (right + (mix64(left ^ key) >> one)) % np.uint64(b)
     out = left * np.uint64(b) + right
-    outside = np.flatnonzero(out >= n)  # fewer than a of the a*b cells, so this is rare
+    # The grid has a few cells more than samples (fewer than a). Whoever lands on one goes through
+    # the network again until inside: still a bijection (cycle walking, Black & Rogaway 2002).
+    outside = np.flatnonzero(out >= n)
     if outside.size:
         keys = [np.broadcast_to(key, p.shape)[outside] for key in keys]
         out[outside] = permute(out[outside], n, keys)
@@ -99,22 +110,18 @@ def count_windows(n_tokens, block_size):
 
 
 def window_starts(g, n_tokens, block_size, seed):
-    """Where samples g start: windows of an epoch lie side by side from the epoch's own phase on.
-    g: (m,) int64, rising -> (m,) int64 token offsets."""
+    """Where samples g start: windows of an epoch lie side by side, without overlap. Where the first
+    one begins, its phase, is drawn anew in each epoch, so that over epochs the stream is cut at
+    other places. g: (m,) int64, rising -> (m,) int64 token offsets."""
     n = count_windows(n_tokens, block_size)
     epoch, window = in_order(g, n, seed)
-    slack = min(n_tokens - 1 - n * block_size, block_size - 1)
+    slack = min(n_tokens - 1 - n * block_size, block_size - 1)  # tokens that are left over
     phase = hash64(seed, epoch, 0) % np.uint64(slack + 1)
     return (phase + window * np.uint64(block_size)).astype(np.int64)
 
 
-# --- batches
-
-def widen(tokens):
-    """int64 ids of the bit patterns of unsigned ones. tokens: int16, int32 or int64 tensor."""
-    wide = tokens.to(torch.int64)  # sign-extends: uint16 65535 arrives as -1
-    return wide if tokens.dtype == torch.int64 else wide & ((1 << 8 * tokens.itemsize) - 1)
-
+# -----------------------------------------------------------------------------
+# arrays to a device
 
 def send(array, device):
     """A numpy array as a tensor on `device`. On CUDA from pinned memory and without waiting: torch
@@ -123,6 +130,12 @@ def send(array, device):
     if device.type == "cuda":
         return tensor.pin_memory().to(device, non_blocking=True)
     return tensor.to(device)
+
+
+def widen(tokens):
+    """int64 ids of the bit patterns of unsigned ones. tokens: int16, int32 or int64 tensor."""
+    wide = tokens.to(torch.int64)  # sign-extends: uint16 65535 arrives as -1
+    return wide if tokens.dtype == torch.int64 else wide & ((1 << 8 * tokens.itemsize) - 1)
 
 
 def to_device(tokens, device):
@@ -135,17 +148,20 @@ def to_device(tokens, device):
     return wide[:, :-1].contiguous(), wide[:, 1:].contiguous()
 
 
+# -----------------------------------------------------------------------------
+# loaders
+
 class Loader:
-    """What both loaders share. Subclasses set samples, batch_size, seed, rank, world_size and, for
-    validation, fixed_size and n_fit: samples in a fixed batch, and samples that do not overlap;
-    identity() is what tells the data from others, in plain types."""
+    """What both loaders share: which samples a call holds.
 
-    @functools.cached_property
-    def known_identity(self):
-        return self.identity()  # once: every checkpoint holds it, and the data may not change
+    samples: in an epoch. val_samples: those of validation, which do not overlap. batch_size: of
+    this rank's calls; val_batch_size: of validation, the same at any world size.
+    """
 
-    def fingerprint(self):
-        return dict(self.known_identity)
+    def __init__(self, samples, val_samples, batch_size, val_batch_size, seed, rank, world_size):
+        self.samples, self.val_samples = samples, val_samples
+        self.batch_size, self.val_batch_size = batch_size, val_batch_size
+        self.seed, self.rank, self.world_size = seed, rank, world_size
 
     def sample_numbers(self, steps):
         """Numbers g of the samples that this rank's calls hold. (len(steps) * B,) int64."""
@@ -154,15 +170,24 @@ class Loader:
 
     def n_fixed(self, count):
         """How many of `count` fixed batches the data have; the last may be smaller."""
-        return -(-min(count * self.fixed_size, self.n_fit) // self.fixed_size)
+        return -(-min(count * self.val_batch_size, self.val_samples) // self.val_batch_size)
 
-    def fixed(self, count, index):
+    def fixed_samples(self, count, index):
         """Numbers of the samples in batch `index` of `count` fixed batches, which are spread evenly
-        over the data. (<= fixed_size,) int64, rising."""
+        over the data. (<= val_batch_size,) int64, rising."""
         if not 0 <= index < self.n_fixed(count):
             raise IndexError(f"fixed batch {index} of {self.n_fixed(count)}")
-        n, first = min(count * self.fixed_size, self.n_fit), index * self.fixed_size
-        return np.arange(first, min(first + self.fixed_size, n), dtype=np.int64) * self.n_fit // n
+        n = min(count * self.val_batch_size, self.val_samples)
+        first = index * self.val_batch_size
+        chosen = np.arange(first, min(first + self.val_batch_size, n), dtype=np.int64)
+        return chosen * self.val_samples // n
+
+    @functools.cached_property
+    def _identity(self):  # once: every checkpoint holds it, and the data may not change
+        return self.identity()
+
+    def fingerprint(self):
+        return dict(self._identity)
 
 
 class DataLoader(Loader):
@@ -179,67 +204,27 @@ class DataLoader(Loader):
         if min(batch_size, block_size, world_size) < 1 or not 0 <= rank < world_size:
             raise DataError(f"batch_size {batch_size}, block_size {block_size}, rank {rank} of "
                             f"{world_size}: expected sizes of at least 1 and a rank below the last")
-        paths = find_files(str(data_dir), split)
-        meta = read_meta(os.path.dirname(paths[0]))
-        self.stream = TokenStream([open_shard(p, meta.get("dtype", "uint16")) for p in paths])
+        self.stream = open_stream(str(data_dir), split, vocab_size, least=block_size + 1)
         self.n_tokens, self.dtype = self.stream.n_tokens, self.stream.dtype.name
-        self.batch_size, self.block_size, self.seed = batch_size, block_size, seed
-        self.rank, self.world_size, self.step = rank, world_size, 0
-        self.fixed_size, self.n_fit = batch_size, (self.n_tokens - 1) // block_size
-        self.vocab_size = vocab_size or meta.get("vocab_size")
-        self.check_size(paths, meta, split)
-        self.check_places()
-        self.samples, self.units_per_sample = count_windows(self.n_tokens, block_size), block_size
-        self.calls_per_chunk = max(1, CHUNK_TOKENS // (batch_size * block_size))
-        self.chunk_device, self.chunk, self.chunk_steps = None, None, range(0)
+        self.vocab_size = self.stream.vocab_size
+        self.block_size = self.units_per_sample = block_size
+        super().__init__(count_windows(self.n_tokens, block_size),
+                         (self.n_tokens - 1) // block_size, batch_size, batch_size, seed, rank,
+                         world_size)
+        # A chunk of calls is gathered at once, the next one when a call is not in it.
+        self.step, self.calls_per_chunk = 0, max(1, CHUNK_TOKENS // (batch_size * block_size))
+        self.chunk, self.chunk_steps, self.chunk_device = None, range(0), None
 
-    def check_size(self, paths, meta, split):
-        where, n = paths[0] + (" ..." if paths[1:] else ""), self.n_tokens
-        try:
-            expected = meta["splits"][split]["tokens"]
-        except (KeyError, TypeError):
-            expected = n  # not prepared by data/prepare.py
-        if os.path.basename(paths[0]) == f"{split}.bin" and n != expected:
-            raise DataError(f"{where}: {n:,} tokens, but meta.json says {expected:,}: cut short or "
-                            "replaced? prepare the data again")
-        if n < self.block_size + 1:
-            raise DataError(f"{where}: {n:,} tokens, but block_size {self.block_size} needs "
-                            f"{self.block_size + 1:,}: lower block_size, or prepare more text")
-
-    def check_places(self):
-        """Check ids before work starts: all of a small stream, else both ends and 64 places."""
-        n, size = self.n_tokens, self.stream.dtype.itemsize
-        small = n * size <= CHECKED_WHOLE
-        lengths = [n] if small else [min(n, MIB // size), min(n, 4096)]
-        for length, places in zip(lengths, (2, 64)):
-            starts = np.unique(np.linspace(0, n - length, places).astype(np.int64))
-            self.read(starts, length)
-
-    def read(self, starts, length):
-        """Windows (n, length) of the stream's type, every id inside the vocabulary."""
-        tokens = self.stream.read(starts, length)
-        limit = self.vocab_size or 1 << 62  # unknown: only negative ids are wrong
-        if int(tokens.max()) >= limit or int(tokens.min()) < 0:
-            row, column = np.argwhere((tokens >= limit) | (tokens < 0))[0]
-            path, offset = self.stream.locate(starts[row] + column)
-            of = f" of {limit:,}" if self.vocab_size else ""
-            raise DataError(f"{path}: token {tokens[row, column]} at offset {offset:,} is outside "
-                            f"the vocabulary{of}: another tokenizer's file, or damaged; correct "
-                            "vocab_size, or prepare the data again")
-        return tokens
-
-    def windows(self, step):
-        """Where the windows of call `step` start, in tokens of the stream. (B,) int64."""
-        return window_starts(self.sample_numbers([step]), self.n_tokens, self.block_size, self.seed)
+    def windows(self, steps):
+        """Where the windows of the calls `steps` start, in tokens. (len(steps) * B,) int64."""
+        return window_starts(self.sample_numbers(steps), self.n_tokens, self.block_size, self.seed)
 
     def locate(self, step):
         """Where the batch of call `step` came from, for messages."""
-        return f"windows at tokens {', '.join(map(str, self.windows(step)))}"
+        return f"windows at tokens {', '.join(map(str, self.windows([step])))}"
 
     def get_batch(self, device="cpu", step=None):
         """(x, y), int64 (B, T), of call `step`; of the next call when None. Not to be written to.
-
-        Several calls are gathered at once (see CHUNK_TOKENS) when they follow one another.
         """
         this = self.step if step is None else step
         if this not in self.chunk_steps or device != self.chunk_device:
@@ -250,13 +235,14 @@ class DataLoader(Loader):
         return x[i], y[i]
 
     def gather(self, step, device):
+        """Fill the chunk from call `step` on. Where calls follow one another that is many at once:
+        one gather of 256 windows costs little more than one of four."""
         if step < 0:
             raise DataError(f"step {step}: expected 0 or more")
         sequential = step in (self.step, self.chunk_steps.stop)
         steps = range(step, step + (self.calls_per_chunk if sequential else 1))
-        numbers = self.sample_numbers(steps)
-        starts = window_starts(numbers, self.n_tokens, self.block_size, self.seed)
-        x, y = to_device(self.read(starts, self.block_size + 1), torch.device(device))
+        tokens = self.stream.read(self.windows(steps), self.block_size + 1)  # (calls * B, T + 1)
+        x, y = to_device(tokens, torch.device(device))
         shape = len(steps), self.batch_size, self.block_size
         self.chunk = x.view(shape), y.view(shape)
         self.chunk_steps, self.chunk_device = steps, device
@@ -264,8 +250,8 @@ class DataLoader(Loader):
     def fixed_batch(self, index, count, device="cpu"):
         """(x, y), int64 (<= B, T): batch `index` of `count` that never change, windows spread over
         the whole stream without overlap."""
-        starts = self.fixed(count, index) * self.block_size
-        return to_device(self.read(starts, self.block_size + 1), torch.device(device))
+        starts = self.fixed_samples(count, index) * self.block_size
+        return to_device(self.stream.read(starts, self.block_size + 1), torch.device(device))
 
     def identity(self):
         """What tells these data from others, in plain types: sizes, and a sha256 over the first and
@@ -290,12 +276,12 @@ class RowLoader(Loader):
         if len(lengths) != 1 or not min(lengths):
             raise DataError(f"arrays of lengths {sorted(lengths)}: expected one or more arrays of "
                             "the same length, above 0")
-        self.samples = self.n_fit = lengths.pop()
-        self.seed = config.seed
-        self.rank, self.world_size = ranks.rank, ranks.world_size
-        self.batch_size, self.fixed_size = config.micro_batch(ranks.world_size), config.batch_size
+        n = lengths.pop()
+        super().__init__(n, n, config.micro_batch(ranks.world_size), config.batch_size,
+                         config.seed, ranks.rank, ranks.world_size)
 
     def rows(self, chosen, device):
+        """The rows `chosen` (B,) of every array, on the device."""
         out = []
         for array in self.arrays:
             part = np.ascontiguousarray(array[chosen])
@@ -314,7 +300,7 @@ class RowLoader(Loader):
         return f"rows {', '.join(map(str, self.chosen(step)))}"
 
     def fixed_batch(self, index, count, device="cpu"):
-        return self.rows(self.fixed(count, index), torch.device(device))
+        return self.rows(self.fixed_samples(count, index), torch.device(device))
 
     def identity(self):
         """Shapes, types, and a sha256 over the first and last rows, up to a MiB, of every array."""
@@ -327,34 +313,8 @@ class RowLoader(Loader):
                 "sha256": digest.hexdigest()}
 
 
-class Prefetcher:
-    """The batches of a loader on their device, the next one made while the device computes."""
-
-    def __init__(self, loader, device):
-        self.loader, self.device, self.ready, self.seconds = loader, device, (None, None), 0.0
-
-    def get(self, step):
-        if self.ready[0] != step:
-            self.prefetch(step)
-        return self.ready[1]
-
-    def prefetch(self, step):
-        started = time.perf_counter()
-        self.ready = step, self.loader.get_batch(self.device, step)
-        if not getattr(self.loader, "computes", False):  # a frozen backbone, say
-            self.seconds += time.perf_counter() - started
-
-    def take_seconds(self):
-        """Seconds that batches took since this was last asked."""
-        seconds, self.seconds = self.seconds, 0.0
-        return seconds
-
-
-def raw_vocabulary(data_dir):
-    """The vocabulary of token files without a tokenizer."""
-    folder = os.path.dirname(find_files(data_dir, "train")[0])
-    return read_meta(folder).get("vocab_size") or GPT2_VOCABULARY
-
+# -----------------------------------------------------------------------------
+# token files as the data of a run
 
 def open_token_data(config, ranks):
     """The Data of token files in config.data_dir; a built-in dataset is prepared on first use."""
@@ -378,3 +338,9 @@ def open_token_data(config, ranks):
     val = load("val", c.batch_size, 0, 1) if c.eval_interval else None
     spec = tokenizer.spec() if tokenizer else None
     return Data(train, val, dict(vocab_size=size, tokenizer=spec))
+
+
+def raw_vocabulary(data_dir):
+    """The vocabulary of token files without a tokenizer."""
+    folder = os.path.dirname(find_files(data_dir, "train")[0])
+    return read_meta(folder).get("vocab_size") or GPT2_VOCABULARY

@@ -1,6 +1,8 @@
 """How fast a run is, and what makes it so: the clock, FLOPs and peaks of devices, memory, threads,
 and the compiler."""
 
+import collections
+import concurrent.futures
 import contextlib
 import ctypes
 import math
@@ -17,6 +19,7 @@ import torch.nn as nn
 from train.logger import duration
 
 SLOW_INPUT = 0.3   # share of the time that is worth a warning
+SLOW_BATCH = 0.02  # seconds; a loader that takes longer reads ahead in a thread
 SLOW_SAMPLE = 2.0  # seconds of one sample that are not spent on four more
 
 # -----------------------------------------------------------------------------
@@ -94,6 +97,64 @@ def how_long(step, config, done):
                      "python", "run_train.py", "--config", "train/config_quick.yaml",
                      "--data_dir", config.data_dir, "--out_dir", "out/quick"]))
     return text
+
+
+# -----------------------------------------------------------------------------
+# batches ahead
+
+class Prefetcher:
+    """The batches of a loader on their device, made before they are asked for.
+
+    A quick loader makes the next batch while the device computes, which a GPU does by itself. One
+    that was once slow (a network disk, a decoder of its own) reads ahead in a thread, as far as the
+    loader reads at once. The thread makes one batch after the other, in the order of the steps, so
+    the batches are the same. A loader that computes shares the device and its threads with the
+    model: nothing is gained there.
+    """
+
+    def __init__(self, loader, device):
+        self.loader, self.device, self.thread = loader, device, None
+        self.ahead, self.seconds = collections.deque(), 0.0  # (step, batch or its Future); waited
+        self.n_ahead = 1 + getattr(loader, "calls_per_chunk", 1)
+        self.computes = getattr(loader, "computes", False)
+
+    def get(self, step):
+        started = time.perf_counter()
+        if not self.ahead or self.ahead[0][0] != step:  # the first one, or after a rewind
+            self.ahead.clear()
+            self.load(step)
+        batch = self.ahead.popleft()[1]
+        if isinstance(batch, concurrent.futures.Future):
+            batch = batch.result()
+        self.count(started)
+        return batch
+
+    def prefetch(self, step):
+        """Have the batches from `step` on ready, as far as it pays."""
+        started = time.perf_counter()
+        for s in range(step + len(self.ahead), step + (self.n_ahead if self.thread else 1)):
+            self.load(s)
+        self.count(started)
+
+    def load(self, step):
+        if self.thread:
+            batch = self.thread.submit(self.loader.get_batch, self.device, step)
+        else:
+            batch = self.loader.get_batch(self.device, step)
+        self.ahead.append((step, batch))
+
+    def count(self, started):
+        """Add the time since `started` to what batches took."""
+        if self.computes:
+            return
+        took = time.perf_counter() - started
+        self.seconds += took
+        if took > SLOW_BATCH and self.thread is None:
+            self.thread = concurrent.futures.ThreadPoolExecutor(1, "batches")
+
+    def close(self):
+        if self.thread:
+            self.thread.shutdown(cancel_futures=True)
 
 
 # -----------------------------------------------------------------------------

@@ -14,7 +14,7 @@ import torch
 
 from train import checkpoint, distributed, guard, logger, resume, speed
 from train.config import load_config, load_model_file, to_yaml
-from train.dataloader import Prefetcher, open_token_data
+from train.dataloader import open_token_data
 from train.evaluate import add_sums, all_reduce, batch_sums, evaluate, to_host, to_numbers
 from train.lr_scheduler import EarlyStopping, ReduceOnPlateau, get_lr
 from train.optimizer import build_optimizer, clip_gradients
@@ -128,7 +128,9 @@ class Trainer:
                                        least=(c.min_lr or 0.0) / c.learning_rate)
         self.spikes, self.signals = guard.SpikeDetector(c.spike_sigma), guard.Signals()
         self.watchdog = at_end.enter_context(guard.Watchdog(c.step_timeout))
-        self.clock, self.batches = speed.Clock(), Prefetcher(self.data.train, ranks.device)
+        self.clock = speed.Clock()
+        self.batches = speed.Prefetcher(self.data.train, ranks.device)
+        at_end.callback(self.batches.close)
         self.saved_at, self.best_due = 0, False  # iter_num of the last save; ckpt_best.pt is due
         if start.kind == "resume":
             self.restore(start)
@@ -319,7 +321,8 @@ class Trainer:
         return "; ".join(locate(step) for step in range(first, first + min(self.n_micro, 2)))
 
     def log_step(self, it, lr, sums, norm):
-        c, seconds = self.config, self.clock.lap(it, self.batches.take_seconds(), self.log.warn)
+        c, loading, self.batches.seconds = self.config, self.batches.seconds, 0.0
+        seconds = self.clock.lap(it, loading, self.log.warn)
         left = (c.max_iters - it - 1) * seconds
         self.clock.announce_end(it, left, self.log.info)
         self.log.step(dict(

@@ -38,7 +38,7 @@ FAULTS = [
     ("train/dataloader.py", "hash64(seed, epoch, i)", "hash64(seed, epoch * np.uint64(0), i)"),
     ("train/dataloader.py", "ROUNDS = 6", "ROUNDS = 4"),
     ("train/dataloader.py", "(phase + window", "(window"),
-    ("train/dataloader.py", "* self.n_fit // n", ""),
+    ("train/dataloader.py", "* self.val_samples // n", ""),
     ("train/dataloader.py", "self.loader.get_batch(self.device, step)",
      "self.loader.get_batch(self.device, max(0, step - 1))"),
     ("train/dataloader.py", "(first, first + shard.n_tokens - n)", "(first,)"),
