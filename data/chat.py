@@ -1,6 +1,7 @@
 """Conversations to rows of tokens for chat fine-tuning: python -m data.chat FILE... --out FOLDER
 
-Reads JSONL (or one JSON array) and Hugging Face datasets whose records are, by their fields,
+Reads all that data/records.py reads (JSONL, JSON, CSV, parquet, Hugging Face datasets, ...) where
+records are, by their fields,
     messages         [{"role": "user", "content": "..."}, {"role": "assistant", ...}, ...]
     conversations    [{"from": "human", "value": "..."}, {"from": "gpt", ...}, ...]      (ShareGPT)
     prompt, and response or completion
@@ -18,23 +19,21 @@ whole text. And they are encoded as ordinary text: an end token that somebody ty
 """
 
 import argparse
-import contextlib
 import hashlib
-import json
 import os
 import re
-import shutil
 import sys
 import sysconfig
-import tempfile
 from pathlib import Path
 
 import numpy as np
 
-from data.prepare import old_meta, write_meta, write_tokenizer
-from data.token_files import DataError
-from data.tokenizer_json import find_tokenizer
-from train.config import UserError
+from data.records import parse_records
+from data.token_files import DataError, prepared_meta, write_meta
+from data.tokenizer import RANKS_FILE, write_tokenizer
+from data.tokenizer_json import tokenizer_of
+from train.config import UserError, underscores
+from train.files import new_folder
 
 # What stands around a turn. After the assistant's words comes the end-of-text token.
 TEMPLATE = {"system": "### System:\n{}\n\n", "user": "### User:\n{}\n\n",
@@ -42,7 +41,8 @@ TEMPLATE = {"system": "### System:\n{}\n\n", "user": "### User:\n{}\n\n",
 ROLES = {"system": "system", "user": "user", "human": "user", "prompter": "user",
          "assistant": "assistant", "gpt": "assistant", "model": "assistant"}
 OPEN_ROWS = 100  # rows that wait for a chat that fills them
-SHOWN = 10       # problems in one message
+# Names of what this command writes, a regular expression.
+FILES = rf"(train|val)_(tokens|mask|chat)\.npy|{re.escape(RANKS_FILE)}|meta\.json"
 COLOUR, PLAIN = ("\033[32m", "\033[0m"), ("[", "]")
 
 
@@ -88,7 +88,7 @@ def as_list(value, name):
 def turn_of(turn):
     """(role, text) of {"role", "content"} or ShareGPT's {"from", "value"}."""
     role = turn.get("role", turn.get("from"))
-    if role not in ROLES:
+    if not isinstance(role, str) or role not in ROLES:
         raise ValueError(f"role {role!r}: expected one of {', '.join(ROLES)}")
     return ROLES[role], text_of(turn.get("content", turn.get("value")))
 
@@ -96,7 +96,8 @@ def turn_of(turn):
 def text_of(content):
     """Stripped text of a message's content: a string, or OpenAI's list of parts."""
     if isinstance(content, list):
-        content = "".join(part.get("text", "") for part in content if isinstance(part, dict))
+        parts = [part.get("text", "") for part in content if isinstance(part, dict)]
+        content = "".join(parts) if all(isinstance(part, str) for part in parts) else content
     if not isinstance(content, str):
         raise ValueError(f"expected text, got a {type(content).__name__}")
     return content.strip()
@@ -215,65 +216,11 @@ class Packer:
 
 
 # -----------------------------------------------------------------------------
-# sources -> records
-
-def read_records(source, split, subset):
-    """(where, record) of a file, of a Hugging Face dataset's folder, or of its name."""
-    path = Path(source)
-    if source in ("example", "example-more"):
-        yield from ((f"{source}: record {i}", r) for i, r in enumerate(example_records(source)))
-    elif path.is_file() and path.suffix == ".json":
-        yield from ((f"{source}: record {i}", record) for i, record in enumerate(read_array(path)))
-    elif path.is_file():
-        with open(path, encoding="utf-8-sig") as f:
-            yield from json_lines(f, source)
-    else:
-        yield from ((f"{source}: record {i}", record)
-                    for i, record in enumerate(dataset(source, split, subset)))
-
-
-def read_array(path):
-    try:
-        records = json.loads(path.read_text(encoding="utf-8-sig"))
-    except ValueError as error:
-        raise DataError(f"{path}: not valid JSON: {error}; JSON lines are called .jsonl") from None
-    return records if isinstance(records, list) else [records]
-
-
-def json_lines(lines, name):
-    number = 0
-    try:
-        for number, line in enumerate(lines, 1):
-            if line.strip():
-                yield f"{name}:{number}", json.loads(line)
-    except (ValueError, RecursionError) as error:
-        raise DataError(f"{name}: line {number + isinstance(error, UnicodeDecodeError)}: not valid "
-                        f"JSON in UTF-8: {error}; expected an object a line") from None
-
-
-def dataset(source, split, subset):
-    """Records of a dataset of the package `datasets`: streamed, or a folder of save_to_disk."""
-    folder = Path(source)
-    hub_name = r"[\w-][\w.-]*/[\w.-]+(?<!\.jsonl)(?<!\.json)"
-    if not folder.is_dir() and not re.fullmatch(hub_name, source):
-        raise DataError(f"{source}: no such file or folder, and no OWNER/NAME of a dataset")
-    try:
-        import datasets
-    except ImportError:
-        raise DataError(f"{source}: is no file; to read it as a Hugging Face dataset: "
-                        "pip install datasets") from None
-    try:
-        if folder.is_dir() and any(folder.glob("dataset_*.json")):
-            found = datasets.load_from_disk(source)
-            return found[split] if isinstance(found, dict) else found
-        return datasets.load_dataset(source, subset, split=split, streaming=True)
-    except Exception as error:  # what a network, a hub and many file formats raise
-        raise DataError(f"{source}: no such file, and as a dataset (split {split}): "
-                        f"{type(error).__name__}: {str(error)[:300]}") from None
-
+# the example
 
 def example_records(source):
-    """A question about each of the names in this Python's own library, with one right answer."""
+    """(where, record): a question about each of the names in this Python's own library, with one
+    right answer."""
     library = Path(sysconfig.get_paths()["stdlib"])
     files = [*library.glob("*.py"), *(path for path in library.glob("*/*.py")
                                       if not re.search("test|packages", path.parent.name))]
@@ -287,27 +234,13 @@ def example_records(source):
             tasks = ((f"{name} as a title?", " ".join(words)),
                      (f"{name} with hyphens?", name.replace("_", "-")))
         question, answer = tasks[i % len(tasks)]
-        yield {"prompt": question, "response": answer}
+        yield f"{source}: record {i}", {"prompt": question, "response": answer}
 
 
 # -----------------------------------------------------------------------------
 # all of it
 
-def tokenizer_of(name):
-    """(tokenizer, block_size or None) by name, file, prepared folder or checkpoint."""
-    if not name.endswith(".pt"):
-        return find_tokenizer(name), None
-    from data.tokenizer import tokenizer_from_spec
-    from train.checkpoint import load_checkpoint  # imports torch
-    state = load_checkpoint(name)
-    spec = (state.get("spec") or {}).get("tokenizer") or state.get("tokenizer")
-    if not spec:
-        raise DataError(f"{name}: this checkpoint names no tokenizer; name it: byte, gpt2, a rank "
-                        "file or a prepared folder")
-    return tokenizer_from_spec(spec), state.get("model_args", {}).get("block_size")
-
-
-def check(args, tokenizer):
+def check_settings(args, tokenizer):
     """DataError for settings that cannot work."""
     if tokenizer.eot_token is None:
         raise DataError(f"--tokenizer {args.tokenizer}: a {tokenizer.kind} tokenizer has no end-of-"
@@ -321,34 +254,21 @@ def check(args, tokenizer):
     if os.path.isfile(args.out):
         raise DataError(f"{args.out}: is a file; --out names a folder")
     if os.path.isdir(args.out) and os.listdir(args.out):
-        old = old_meta(args.out) or {}
+        old = prepared_meta(args.out) or {}
         if old.get("kind") != "chat" or not args.force and old["sources"] != args.sources:
             raise DataError(f"{args.out}: holds other data; name another folder with --out, or "
                             "replace other chats of this command with --force")
 
 
 def chats(args):
-    """The messages of every record with an answer; DataError with all records that are wrong."""
-    problems, left = [], args.num_samples or sys.maxsize
-    for source in args.sources:
-        for where, record in read_records(source, args.split, args.subset):
-            if not left:
-                return
-            try:
-                yield to_messages(record, args.field)
-                left -= 1
-            except ValueError as error:
-                problems.append(f"{where}: {error}")
-                if len(problems) == SHOWN and not args.skip_bad:
-                    break
-    if problems and not args.skip_bad:
-        raise DataError("\n  ".join([f"{len(problems)} or more bad records (--skip_bad leaves them "
-                                     "out):", *problems]))
-    if problems:
-        print(f"Left out {len(problems):,} bad records, the first: {problems[0]}")
+    """The messages of every record; DataError with all records that are wrong."""
+    sources = [example_records(source) if source in ("example", "example-more") else source
+               for source in args.sources]
+    return parse_records(sources, lambda record: to_messages(record, args.field), args.num_samples,
+                         args.skip_bad, split=args.split, subset=args.subset)
 
 
-def write(args, tokenizer, folder):
+def write_rows(args, tokenizer, folder):
     """Rows of both splits into `folder`; meta.json's content."""
     dtype, width = ("<u2" if tokenizer.n_vocab <= 65536 else "<u4"), args.block_size + 1
     packers = {split: Packer(folder, split, width, dtype, tokenizer.eot_token)
@@ -392,29 +312,12 @@ def show(ids, mask, tokenizer):
     print("".join(f"{left}{t}{right}" if i % 2 else t for i, t in enumerate(texts)))
 
 
-@contextlib.contextmanager
-def filling(out):
-    """A folder beside `out` to write to; at the end its files are moved to `out`, meta.json last,
-    without which a folder holds no chats. Nothing is left of it when something goes wrong."""
-    os.makedirs(os.path.dirname(os.path.abspath(out)), exist_ok=True)
-    folder = tempfile.mkdtemp(prefix=f".{os.path.basename(os.path.abspath(out))}.tmp-",
-                              dir=os.path.dirname(os.path.abspath(out)))
-    try:
-        yield folder
-        os.makedirs(out, exist_ok=True)
-        Path(out, "meta.json").unlink(missing_ok=True)
-        for name in sorted(os.listdir(folder), key=lambda name: name == "meta.json"):
-            os.replace(os.path.join(folder, name), os.path.join(out, name))
-    finally:
-        shutil.rmtree(folder, ignore_errors=True)
-
-
-def prepare(args):
+def prepare_chats(args):
     tokenizer, block_size = tokenizer_of(args.tokenizer)
-    check(args, tokenizer)
+    check_settings(args, tokenizer)
     args.block_size = args.block_size or block_size or 512
-    with filling(args.out) as folder:
-        meta = write(args, tokenizer, folder)
+    with new_folder(args.out, FILES) as folder:
+        meta = write_rows(args, tokenizer, folder)
         write_meta(folder, meta)
     for split, n in meta["splits"].items():
         print(f"[{split}] {n['chats']:,} chats, {n['tokens']:,} tokens, {n['learned_tokens']:,} of "
@@ -428,8 +331,9 @@ def arguments(argv):
     parser = argparse.ArgumentParser("python -m data.chat", description=__doc__,
                                      formatter_class=argparse.RawDescriptionHelpFormatter)
     add = parser.add_argument
-    add("sources", nargs="+", metavar="SOURCE", help="a .jsonl or .json file; the name of a "
-        "Hugging Face dataset, or its folder (package datasets); or `example`, `example-more`: "
+    add("sources", nargs="+", metavar="SOURCE", help="files: .jsonl, .json, .csv, .tsv "
+        "or .parquet, any of them as .gz; Hugging Face datasets (package datasets): OWNER/NAME, or "
+        "hf:NAME, hf:NAME:CONFIG, hf:NAME:CONFIG:SPLIT, or a folder; or `example`, `example-more`: "
         "questions about the names in this Python's own library")
     add("--out", metavar="FOLDER", help="where to write (default: data/bin/ and the source's name)")
     add("--tokenizer", default="byte", metavar="NAME", help="that of the model to start from: "
@@ -446,8 +350,7 @@ def arguments(argv):
     add("--show", type=int, default=0, metavar="N", help="print the first N chats")
     add("--skip_bad", action="store_true", help="leave out records that cannot be read")
     add("--force", action="store_true", help="replace chats that this command wrote to --out")
-    args = parser.parse_args([re.sub(r"(?<=\w)-", "_", a.partition("=")[0]) + a[len(
-        a.partition("=")[0]):] if a.startswith("--") else a for a in argv])
+    args = parser.parse_args(underscores(argv))
     args.out = args.out or os.path.join("data", "bin", Path(args.sources[0]).stem)
     return args
 
@@ -455,7 +358,7 @@ def arguments(argv):
 def main(argv=None):
     """Runs the command; its exit code."""
     try:
-        prepare(arguments(sys.argv[1:] if argv is None else argv))
+        prepare_chats(arguments(sys.argv[1:] if argv is None else argv))
     except (UserError, ValueError, OSError) as error:
         print(f"data.chat: {error}", file=sys.stderr)
         return 2

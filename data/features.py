@@ -13,14 +13,16 @@ import argparse
 import json
 import os
 import re
-import shutil
 import sys
 
 import numpy as np
 
 from data.token_files import DataError
+from train.config import UserError, underscores
+from train.files import new_folder
 
 CHUNK_ROWS = 4096
+FILES = r"(train|val)_\w+\.npy|meta\.json"  # names of what this command writes
 PREPARE = "make it with `python -m data.features`"
 
 
@@ -104,19 +106,13 @@ def prepare(arrays, target, out, val_fraction=0.1, runs=None, **more):
                 target=dims.get("target"), rows={s: len(r) for s, r in rows.items()},
                 mean={}, std={}, **more)
     check_replaceable(out)
-    temporary = f"{out.rstrip('/')}.tmp.{os.getpid()}"
-    os.makedirs(temporary)
-    try:
+    with new_folder(out, FILES) as folder:
         for name, array in arrays.items():
             meta["mean"][name], meta["std"][name] = statistics(name, array, rows["train"])
             for split, chosen in rows.items():
-                write(os.path.join(temporary, f"{split}_{name}.npy"), array, chosen)
-        with open(os.path.join(temporary, "meta.json"), "w", encoding="utf-8") as f:
+                write_array(os.path.join(folder, f"{split}_{name}.npy"), array, chosen)
+        with open(os.path.join(folder, "meta.json"), "w", encoding="utf-8") as f:
             json.dump(meta, f)
-        shutil.rmtree(out, ignore_errors=True)
-        os.replace(temporary, out)
-    finally:
-        shutil.rmtree(temporary, ignore_errors=True)
     return meta
 
 
@@ -152,7 +148,7 @@ def statistics(name, array, chosen):
     return (mean + shift).tolist(), np.sqrt(variance).tolist()
 
 
-def write(path, array, chosen):
+def write_array(path, array, chosen):
     shape, done = (len(chosen), array.shape[1]), 0
     target = np.lib.format.open_memmap(path, "w+", np.float32, shape)
     for part in chunks(array, chosen):
@@ -209,7 +205,7 @@ def parse_args(argv):
                    "twentieth of all)")
     p.add_argument("--synthetic", action="store_true", help="make data with a known structure "
                    "instead (default --out: data/bin/synthetic)")
-    args = p.parse_args(argv)
+    args = p.parse_args(underscores(argv))
     if bool(args.arrays) == args.synthetic:
         p.error("give one or more FILE.npy, or --synthetic")
     if not 0 < args.val_fraction < 1 or args.run_length is not None and args.run_length < 1:
@@ -244,7 +240,7 @@ def main(argv=None):
         name = "synthetic" if args.synthetic else next(iter(arrays))
         out = args.out or os.path.join("data", "bin", name)
         meta = prepare(arrays, target, out, args.val_fraction, runs, **more)
-    except (ValueError, OSError) as error:
+    except (UserError, ValueError, OSError) as error:
         print(f"data.features: {error}", file=sys.stderr)
         return 2
     dims = ", ".join(f"{name} {d}" for name, d in meta["modalities"].items())

@@ -11,7 +11,6 @@ their text, or of --group: what belongs together stays on one side.
 
 import argparse
 import contextlib
-import csv
 import hashlib
 import importlib.util
 import io
@@ -19,6 +18,7 @@ import itertools
 import json
 import os
 import random
+import re
 import sys
 import tokenize
 from pathlib import Path
@@ -26,17 +26,19 @@ from typing import NamedTuple
 
 import numpy as np
 
-from data.chat import filling, read_records, tokenizer_of
-from data.prepare import check_out, stop_at, underscores, write_meta, write_tokenizer
-from data.sources import STDLIB_SKIP, walk
-from data.token_files import DataError
-from data.tokenizer import clean
-from train.config import UserError
+from data.records import STDLIB_SKIP, parse_records, raise_problems, walk
+from data.token_files import DataError, why_not_replace, write_meta
+from data.tokenizer import RANKS_FILE, clean, write_tokenizer
+from data.tokenizer_json import tokenizer_of
+from train.config import UserError, underscores
+from train.files import new_folder
 
 SPLITS = ("train", "val", "test")
 # tokens (N, T) unsigned, padded with 0; lengths (N,) in tokens; labels (N,), numbers of classes;
 # spans (N, 2), first and last token of the evidence, -1 where there is none (or it was cut off).
 ARRAYS = ("tokens", "lengths", "labels", "spans")
+# Names of what this command writes, a regular expression.
+FILES = rf"({'|'.join(SPLITS)})_({'|'.join(ARRAYS)})\.npy|{re.escape(RANKS_FILE)}|meta\.json"
 
 EXAMPLE_WORDS = ("def", "for", "if", "import", "in", "return")
 EXAMPLE_CHARS, EXAMPLE_ROWS, EXAMPLE_ROWS_OF_FILE = 128, 1200, 6
@@ -68,22 +70,6 @@ FIELDS = Fields()
 
 
 # --- reading
-
-def records(source):
-    """Yields (where, dict) of a CSV or TSV file, by its header, or of what data/chat.py reads:
-    JSON, JSONL, a Hugging Face dataset. Raises DataError."""
-    if not source.lower().endswith((".csv", ".tsv")):
-        yield from read_records(source, "train", None)
-        return
-    csv.field_size_limit(1 << 30)  # the default refuses texts above 128 kB
-    try:
-        with open(source, encoding="utf-8-sig", newline="") as f:
-            reader = csv.DictReader(f, delimiter="\t" if source.lower().endswith(".tsv") else ",")
-            for record in reader:
-                yield f"{source}:{reader.line_num}", record
-    except (csv.Error, UnicodeDecodeError, OSError) as error:
-        raise DataError(f"{source}: cannot be read as UTF-8 text with columns: {error}") from None
-
 
 def parse_row(record, fields):
     """The Row of a record; ValueError says what is wrong with it."""
@@ -125,16 +111,10 @@ def find_evidence(text, record, fields):
     return start, start + len(words)
 
 
-def read_rows(sources, fields=FIELDS):
+def read_rows(sources, fields=FIELDS, skip_bad=False, log=print):
     """The Rows of all sources. Raises DataError with all rows that are wrong."""
-    rows, problems = [], []
-    for source in sources:
-        for where, record in records(source):
-            try:
-                rows.append(parse_row(record, fields))
-            except ValueError as error:
-                problems.append((where, str(error)))
-    stop_at(problems)
+    rows = list(parse_records(sources, lambda record: parse_row(record, fields), skip_bad=skip_bad,
+                              log=log))
     if not rows:
         raise DataError(f"{', '.join(sources)}: no rows")
     return rows
@@ -199,36 +179,38 @@ def find_task(rows, classes):
     return "joint" if spans and classes else "span" if spans else "class"
 
 
-def check(out, sources, val_fraction, test_fraction, max_tokens, force):
+def check_settings(out, sources, val_fraction, test_fraction, max_tokens, force):
     """DataError for settings that cannot work."""
-    problems = [(out, check_out(out, sources, force))]
+    problems = [(out, why_not_replace(out, sources, force))]
     if not (val_fraction > 0 and test_fraction >= 0 and val_fraction + test_fraction < 1):
         problems.append((f"val_fraction {val_fraction}, test_fraction {test_fraction}",
                          "expected shares of the rows, val's above 0, that leave some to train on"))
     if max_tokens < 1:
         problems.append((f"max_tokens {max_tokens}", "expected 1 or more"))
-    stop_at([p for p in problems if p[1]])
+    raise_problems([p for p in problems if p[1]])
 
 
 def prepare(sources, out, tokenizer="byte", fields=FIELDS, val_fraction=0.1, test_fraction=0.1,
-            max_tokens=512, force=False, log=print):
-    """Writes the arrays of JSONL and CSV files to the folder `out`; the content of meta.json.
-    Raises DataError with all problems in one message."""
+            max_tokens=512, force=False, log=print, skip_bad=False):
+    """Writes the arrays of the rows of `sources` to the folder `out`; the content of meta.json.
+    skip_bad: bad rows are left out and counted. Raises DataError with all problems in one message.
+    """
     out, sources = os.fspath(out), [os.fspath(source) for source in sources]
-    check(out, sources, val_fraction, test_fraction, max_tokens, force)
-    tokenizer, rows = tokenizer_of(tokenizer)[0], read_rows(sources, fields)
+    check_settings(out, sources, val_fraction, test_fraction, max_tokens, force)
+    tokenizer, rows = tokenizer_of(tokenizer)[0], read_rows(sources, fields, skip_bad, log)
     classes, splits = find_classes(rows), {name: [] for name in SPLITS}
     task = find_task(rows, classes)
     for row in rows:
         splits[split_of(row, val_fraction, test_fraction)].append(row)
-    stop_at([(name, f"none of {len(rows)} rows fell into it; more rows, or a larger fraction")
-             for name in SPLITS if not splits[name] and (test_fraction or name != "test")])
+    raise_problems([
+        (name, f"none of {len(rows)} rows fell into it; more rows, or a larger fraction")
+        for name in SPLITS if not splits[name] and (test_fraction or name != "test")])
     longest = max(len(tokenizer.encode_array(row.text)) for row in rows)
     meta = dict(format_version=1, task=task, classes=classes, sources=sources,
                 class_counts=[sum(row.label == c for row in splits["train"]) for c in classes],
                 vocab_size=tokenizer.n_vocab, max_tokens=min(longest, max_tokens))
     lost = sum(row.start is not None for row in rows)
-    with filling(out) as folder:
+    with new_folder(out, FILES) as folder:
         meta["tokenizer"] = write_tokenizer(folder, tokenizer)
         for split in SPLITS:
             arrays = to_arrays(splits[split], tokenizer, classes, max_tokens)
@@ -236,11 +218,12 @@ def prepare(sources, out, tokenizer="byte", fields=FIELDS, val_fraction=0.1, tes
             for name, array in arrays.items():
                 np.save(os.path.join(folder, f"{split}_{name}.npy"), array)
         write_meta(folder, meta)
-    report(meta, {name: len(part) for name, part in splits.items()}, longest, lost, out, log)
+    sizes = {name: len(part) for name, part in splits.items()}
+    report_prepared(meta, sizes, longest, lost, out, log)
     return meta
 
 
-def report(meta, sizes, longest, lost, out, log):
+def report_prepared(meta, sizes, longest, lost, out, log):
     log(f"Prepared {out}: task {meta['task']}, rows of up to {meta['max_tokens']} tokens: "
         + ", ".join(f"{name} {n:,}" for name, n in sizes.items()))
     if meta["classes"]:
@@ -312,8 +295,9 @@ def arguments(argv):
     parser = argparse.ArgumentParser("python -m data.labels", allow_abbrev=False,
                                      description=__doc__.split("\n")[0])
     add = parser.add_argument
-    add("files", nargs="*", metavar="FILE", help=".jsonl, .json, .csv or .tsv files, or the "
-        "name or folder of a Hugging Face dataset")
+    add("files", nargs="*", metavar="FILE", help="files: .jsonl, .json, .csv, .tsv or "
+        ".parquet, any of them as .gz; or Hugging Face datasets: OWNER/NAME, or hf:NAME, "
+        "hf:NAME:CONFIG, hf:NAME:CONFIG:SPLIT, or a folder")
     add("--out", required=True, metavar="FOLDER", help="where to write, data/bin/NAME, say")
     add("--tokenizer", default="byte", metavar="NAME", help="byte, gpt2, a rank file, a prepared "
         "folder, or a checkpoint (.pt): the one that training starts from (default: byte)")
@@ -327,8 +311,9 @@ def arguments(argv):
         help="longer texts are cut (default: 512)")
     add("--example", action="store_true", help="instead of FILEs: which word is missing from "
         "this code, and where? Sources of numpy and torch on this machine")
+    add("--skip_bad", action="store_true", help="leave out rows that cannot be read")
     add("--force", action="store_true", help="replace what a folder holds from other sources")
-    args = parser.parse_args([underscores(a) for a in argv])
+    args = parser.parse_args(underscores(argv))
     if bool(args.files) == args.example:
         parser.error("give one or more FILEs, or --example")
     return args
@@ -343,7 +328,8 @@ def main(argv=None):
             make_example(args.files[0])
         prepare(args.files, args.out, args.tokenizer,
                 Fields(*(getattr(args, name) for name in Fields._fields)),
-                args.val_fraction, args.test_fraction, args.max_tokens, args.force)
+                args.val_fraction, args.test_fraction, args.max_tokens, args.force,
+                skip_bad=args.skip_bad)
     except (UserError, ValueError, OSError) as error:
         print(f"data.labels: {error}", file=sys.stderr)
         return 2

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from train.config import UserError
+from train.files import write_text
 
 # What the maps may hold of this process's memory. The kernel maps 64 KiB around a page it is asked
 # for; mapping anew for every batch instead would cost more than the reading.
@@ -26,6 +27,13 @@ PREPARE = "make it with `python -m data.prepare`"
 
 class DataError(UserError, ValueError):
     """Bad data: the message says what, where, what was expected and what to do."""
+
+
+def mix64(x):
+    """splitmix64's finalizer (Steele et al. 2014), a bijection of 64 bits. x: (n,) uint64."""
+    x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return x ^ (x >> np.uint64(31))
 
 
 class PlainUnpickler(pickle.Unpickler):
@@ -82,6 +90,35 @@ def check_meta(meta):
     for name, count in counts.items():
         if type(count) is not int or count < 1:
             raise ValueError(f"{name} is {count!r}, expected a whole number of at least 1")
+
+
+def write_meta(folder, meta):
+    """meta.json of a folder of prepared data."""
+    write_text(os.path.join(folder, "meta.json"), json.dumps(meta, indent=1) + "\n")
+
+
+def prepared_meta(folder):
+    """meta.json of a folder that was prepared from named sources, else None."""
+    try:
+        with open(os.path.join(folder, "meta.json"), encoding="utf-8") as f:
+            meta = json.load(f)
+        return meta if isinstance(meta.get("sources"), list) else None
+    except (OSError, ValueError, RecursionError, AttributeError):
+        return None
+
+
+def why_not_replace(out, sources, force):
+    """What forbids to prepare `sources` into the folder `out`, or None."""
+    if os.path.exists(out) and not os.path.isdir(out):
+        return "is a file; --out names a folder"
+    if force or not os.path.isdir(out) or not os.listdir(out):
+        return None
+    meta, escape = prepared_meta(out), "name another folder with --out, or replace it with --force"
+    if meta is None:
+        return f"holds files that this command did not write; {escape}"
+    if meta["sources"] != sources or "-" in sources:
+        return f"was prepared from {', '.join(map(str, meta['sources']))[:200]}; {escape}"
+    return None
 
 
 def read_meta(folder):

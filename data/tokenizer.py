@@ -15,8 +15,9 @@ import tempfile
 import numpy as np
 import tiktoken
 
-from data.token_files import DataError, read_meta
+from data.token_files import DataError, read_meta, write_meta
 
+RANKS_FILE = "tokenizer.tiktoken"
 NAMES = ("byte", "char", "gpt2", "bpe")
 EOT = "<|endoftext|>"
 GPT2_PATTERN = (r"""'(?:[sdmt]|ll|ve|re)| ?\p{L}++| ?\p{N}++| ?[^\s\p{L}\p{N}]++"""
@@ -232,6 +233,17 @@ def load_dataset_tokenizer(data_dir):
     except (ValueError, TypeError, KeyError, OSError) as e:
         raise DataError(f"{folder or '.'}: its meta file describes no tokenizer that can be "
                         f"rebuilt: {e}; prepare it again") from None
+
+
+def write_tokenizer(folder, tokenizer):
+    """Writes what rebuilds the tokenizer; its entry in meta.json, which only refers to ranks."""
+    spec = tokenizer.spec()
+    if "ranks" in spec:
+        with open(os.path.join(folder, RANKS_FILE), "w", encoding="ascii", newline="\n") as f:
+            f.write(spec.pop("ranks"))
+        spec["ranks_file"] = RANKS_FILE
+    write_meta(folder, {"tokenizer": spec})
+    return spec
 
 
 def load_tokenizer(name, path=None):

@@ -209,3 +209,16 @@ def end_of_text(folder, added):
         return added[token]
     end = names.get("config.json", {}).get("eos_token_id")
     return end[0] if isinstance(end, list) else end
+
+
+def tokenizer_of(name):
+    """(tokenizer, block_size or None) by name, file, prepared folder or checkpoint."""
+    if not name.endswith(".pt"):
+        return find_tokenizer(name), None
+    from train.checkpoint import load_checkpoint  # imports torch
+    state = load_checkpoint(name)
+    spec = (state.get("spec") or {}).get("tokenizer") or state.get("tokenizer")
+    if not spec:
+        raise DataError(f"{name}: this checkpoint names no tokenizer; name it: byte, gpt2, a rank "
+                        "file or a prepared folder")
+    return tokenizer_from_spec(spec), state.get("model_args", {}).get("block_size")

@@ -235,7 +235,7 @@ def test_datasets_missing(tmp_path, monkeypatch, capsys):
     ('{"a": 1}\n', [], "a.jsonl:1: neither messages"),
     ('{"prompt": "a", "response": 3}\n', [], "a.jsonl:1: expected text, got a int"),
     ('{"messages": [{"role": "tool", "content": ""}]}', [], "role 'tool': expected one of"),
-    ('\n{"prompt"', [], "line 2: not valid JSON"),
+    ('\n{"prompt"', [], "a.jsonl:2: not valid JSON"),
     ('[1]\n', [], "expected an object, got a list"),
     ('{"prompt": "a", "response": "b"}\n', ["--field", "x"], "no field 'x'; its fields are prompt"),
     ('{"prompt": "a", "response": "b"}\n', [], "no chat for"),

@@ -250,7 +250,7 @@ def test_bad_rows_are_named(record, message, tmp_path, capsys):
 def test_bad_files_and_settings_are_named(tmp_path, capsys):
     path, out = tmp_path / "rows.jsonl", str(tmp_path / "bin")
     for content, args, message in [
-            (b'{"text": \n', [], "rows.jsonl: line 1: not valid JSON"), (b"\xff\xfe", [], "UTF-8"),
+            (b'{"text": \n', [], "rows.jsonl:1: not valid JSON"), (b"\xff\xfe", [], "UTF-8"),
             (b"", [], "no rows"), (b'{"text": "x"}\n', [], "no row has a label or evidence"),
             (b'{"text": "x", "label": 1}\n', [], "have the label '1'"),
             (b"", ["--val_fraction", "0.9", "--test_fraction", "0.1"], "leave some to train on"),
@@ -259,7 +259,7 @@ def test_bad_files_and_settings_are_named(tmp_path, capsys):
         assert labels_main([str(path), "--out", out, *args]) == 2
         assert message in capsys.readouterr().err
     assert labels_main([str(tmp_path / "none.csv"), "--out", out]) == 2
-    assert "No such file" in capsys.readouterr().err
+    assert "none.csv: no such file" in capsys.readouterr().err
 
 
 # -----------------------------------------------------------------------------

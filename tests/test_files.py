@@ -2,12 +2,27 @@
 
 import json
 import os
+import socket
+import subprocess
+import sys
 
+import numpy as np
 import pytest
+from conftest import REPO
 from runs import go
 
+from data import chat, features, labels, prepare
 from train.checkpoint import load_checkpoint, save_checkpoint
-from train.files import FilesError, Lock, link, open_lock, open_own, replacing, write_text
+from train.files import (
+    FilesError,
+    Lock,
+    link,
+    new_folder,
+    open_lock,
+    open_own,
+    replacing,
+    write_text,
+)
 from train.logger import Logger
 
 
@@ -89,3 +104,149 @@ def test_metrics_that_are_a_link_at_a_resume(outside):
     with Logger(path.parent, resume_iter=5) as log:
         log.step(dict(iter=5, tokens=8, loss=1.0))
     assert not path.is_symlink() and json.loads(path.read_text())["iter"] == 5
+
+
+# -----------------------------------------------------------------------------
+# folders
+
+OURS = r"[ab]"
+
+
+def contents(folder):
+    return {p.name: p.read_text() for p in folder.iterdir()}
+
+
+def fill(out, **files):
+    with new_folder(out, OURS) as folder:
+        for name, text in files.items():
+            with open(os.path.join(folder, name), "w") as f:
+                f.write(text)
+
+
+def test_a_folder_takes_the_place_of_another(tmp_path):
+    """What is ours is replaced, what is somebody's stays; a link to a folder stays a link."""
+    out = tmp_path / "x" / "out"
+    fill(out, a="1", b="1")
+    (out / "notes").write_text("mine")
+    fill(out, a="2")
+    assert contents(out) == {"a": "2", "notes": "mine"} and os.listdir(tmp_path / "x") == ["out"]
+    (tmp_path / "y").mkdir()
+    (tmp_path / "y" / "link").symlink_to(out)
+    fill(tmp_path / "y" / "link", b="3")
+    assert contents(out) == {"b": "3", "notes": "mine"} and os.listdir(tmp_path / "y") == ["link"]
+    inode = out.stat().st_ino
+    fill(out, b="3")  # the same: nothing to do
+    assert out.stat().st_ino == inode and os.listdir(tmp_path / "x") == ["out"]
+
+
+@pytest.mark.parametrize("call", range(4))
+def test_a_folder_is_the_old_one_or_the_new_one_after_a_kill(tmp_path, call):
+    """Killed at any of its renames: one of the two is there, or put back by the next command, and
+    nothing of somebody else's is lost."""
+    out = tmp_path / "out"
+    fill(out, a="old", b="old")
+    (out / "notes").write_text("mine")
+    code = f"""
+import os
+from train.files import new_folder
+rename, calls = os.rename, []
+def killed(*names):
+    calls.append(names)
+    if len(calls) == {call + 1}:
+        os.kill(os.getpid(), 9)
+    rename(*names)
+os.rename = killed
+with new_folder({str(out)!r}, {OURS!r}) as folder:
+    for name in "ab":
+        with open(f"{{folder}}/{{name}}", "w") as f:
+            f.write("new")
+"""
+    assert subprocess.run([sys.executable, "-c", code], cwd=REPO).returncode == -9
+    assert len(os.listdir(tmp_path)) > 1
+    with pytest.raises(KeyboardInterrupt), new_folder(out, OURS):
+        raise KeyboardInterrupt  # the next command, which comes to nothing either
+    text = "new" if call == 3 else "old"  # at the third it takes its place
+    assert contents(out) == dict(a=text, b=text, notes="mine")
+    assert os.listdir(tmp_path) == ["out"]
+
+
+def test_a_folder_that_cannot_take_its_place_leaves_the_old_one(tmp_path, monkeypatch):
+    out, rename = tmp_path / "out", os.rename
+    fill(out, a="old")
+
+    def refuse(source, target):
+        if ".tmp-" in source:
+            raise OSError(5, "Input/output error")
+        rename(source, target)
+    monkeypatch.setattr(os, "rename", refuse)
+    with pytest.raises(OSError, match="Input/output"):
+        fill(out, a="new")
+    assert contents(out) == {"a": "old"} and os.listdir(tmp_path) == ["out"]
+
+
+def test_two_at_once(tmp_path):
+    """Both end well, and what is there is one of the two, whole."""
+    code = """
+import sys
+from train.files import new_folder
+for i in range(60):
+    with new_folder(sys.argv[1], "[ab]") as folder:
+        for name in "ab":
+            with open(f"{folder}/{name}", "w") as f:
+                f.write(f"{sys.argv[2]} {i}")
+"""
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / "notes").write_text("mine")
+    both = [subprocess.Popen([sys.executable, "-c", code, str(tmp_path / "out"), name], cwd=REPO)
+            for name in ("one", "two")]
+    assert [p.wait(60) for p in both] == [0, 0]
+    found = contents(tmp_path / "out")
+    assert found["a"] == found["b"] and found["a"].endswith("59") and found["notes"] == "mine"
+    assert os.listdir(tmp_path) == ["out"]
+
+
+def test_a_folder_is_durable_before_its_name(tmp_path, monkeypatch):
+    seen, fsync, rename = [], os.fsync, os.rename
+    monkeypatch.setattr(os, "fsync", lambda fd: (seen.append(os.fstat(fd).st_ino), fsync(fd)))
+    monkeypatch.setattr(os, "rename", lambda a, b: (seen.append("rename"), rename(a, b)))
+    fill(tmp_path / "out", a="1", b="2")
+    assert seen == [*((tmp_path / "out" / n).stat().st_ino for n in os.listdir(tmp_path / "out")),
+                    "rename", tmp_path.stat().st_ino]
+
+
+@pytest.mark.parametrize("command", ["prepare", "chat", "labels", "features"])
+def test_a_command_that_fails_half_way_leaves_the_old_folder(tmp_path, monkeypatch, command):
+    """meta.json is the last that each of them writes."""
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text("".join(json.dumps(dict(prompt=f"p{i}", response="r", text=f"a text {i}",
+                                            label="ab"[i % 2])) + "\n" for i in range(200)))
+    np.save(tmp_path / "x.npy", np.random.default_rng(0).standard_normal((60, 2)))
+    module = dict(prepare=prepare, chat=chat, labels=labels, features=features)[command]
+    source, out = tmp_path / ("x.npy" if command == "features" else "rows.jsonl"), tmp_path / "out"
+    assert module.main([str(source), "--out", str(out)]) == 0
+    before = {p.name: p.read_bytes() for p in out.iterdir()}
+    assert "meta.json" in before and len(before) > 2
+    if command == "features":
+        np.save(source, np.ones((80, 2)) * np.arange(80)[:, None])
+    else:
+        rows.write_text(rows.read_text().replace("a text", "another text").replace("p1", "q1"))
+
+    def fail(*_, **__):
+        raise OSError(28, "No space left on device")
+    if command == "features":
+        monkeypatch.setattr("data.features.json.dump", fail)
+    else:
+        monkeypatch.setattr(module, "write_meta", fail)
+    assert module.main([str(source), "--out", str(out)]) == 2
+    assert {p.name: p.read_bytes() for p in out.iterdir()} == before
+    assert {p.name for p in tmp_path.iterdir()} == {"out", "x.npy", "rows.jsonl"}
+    monkeypatch.undo()
+    assert module.main([str(source), "--out", str(out)]) == 0
+    assert {p.name: p.read_bytes() for p in out.iterdir()} != before
+
+
+def test_what_a_living_process_moved_aside_is_left_to_it(tmp_path):
+    aside = tmp_path / f".out.old-{socket.gethostname()}-{os.getppid()}_1"
+    aside.mkdir()
+    fill(tmp_path / "out", a="new")
+    assert aside.is_dir() and contents(tmp_path / "out") == {"a": "new"}

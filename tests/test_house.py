@@ -11,6 +11,8 @@ import sys
 import pytest
 from conftest import REPO
 
+from data import prepare
+
 FILES = {".".join(path.relative_to(REPO).with_suffix("").parts).removesuffix(".__init__"): path
          for folder in ("run_train.py", "train/*.py", "model/**/*.py", "data/**/*.py")
          for path in sorted(REPO.glob(folder))}
@@ -93,7 +95,8 @@ def test_every_extra_can_be_deleted(tmp_path):
     """In a copy without any extra: prepare, train, resume, sample."""
     copy = tmp_path / "repo"
     shutil.copytree(REPO, copy, ignore=shutil.ignore_patterns(".git", "out", "bin", "tests"))
-    needed = {name for name in reached("data.prepare") if name.startswith("data.")}
+    needed = {name for name in reached("data.prepare") | {"data.prepare.__main__"}
+              if name.startswith("data.")}
     deleted = []
     for name, path in FILES.items():
         folder, stem = (name.split(".") + [""])[:2]
@@ -123,6 +126,41 @@ assert sample.main("--ckpt o/ckpt.pt --prompt one --seed 1 --max_new_tokens 8".s
     assert text.count("Training complete!") == 2 and "Resuming from" in text
     assert "iter 5: loss" in text and "sample: " in text and "\none" in text
     assert not any(pathlib.Path(copy / "o").glob("*.svg"))
+
+
+def test_without_data_prepare_the_rest_works(tmp_path):
+    """Chats, labels and features are prepared, prepared data train and are sampled; the built-in
+    dataset says what is missing."""
+    copy = tmp_path / "repo"
+    shutil.copytree(REPO, copy, ignore=shutil.ignore_patterns(".git", "out", "bin", "tests"))
+    text = "".join(f"question {i} and its answer\n" for i in range(300))
+    prepare.prepare([write(tmp_path / "a.txt", text)], tmp_path / "d", log=lambda line: None)
+    shutil.rmtree(copy / "data" / "prepare")
+    rows = write(tmp_path / "rows.csv", "prompt,response,text,label\n" + "".join(
+        f"p{i},r{i},t{i},{'ab'[i % 2]}\n" for i in range(100)))
+    command = [f"--data_dir={tmp_path}/d", f"--out_dir={tmp_path}/o", "--block_size=16",
+               "--config=train/config_test.yaml", "--n_layer=1", "--max_iters=2"]
+    done = subprocess.run([sys.executable, "-c", f"""
+import run_train
+from data import chat, features, labels
+from model import sample
+assert chat.main([{rows!r}, "--out", "c"]) == 0
+assert labels.main([{rows!r}, "--out", "l"]) == 0
+assert features.main(["--synthetic", "--out", "f"]) == 0
+assert run_train.main({command}) == 0
+assert sample.main(["--ckpt={tmp_path}/o/ckpt.pt", "--prompt=one", "--max_new_tokens=8"]) == 0
+assert run_train.main({[*command, "--data_dir=data/bin/stdlib", "--out_dir=p"]}) == 2
+"""], cwd=copy, capture_output=True, text=True, env=os.environ | {"OMP_NUM_THREADS": "1"})
+    assert done.returncode == 0, done.stderr
+    assert "Training complete!" in done.stdout
+    assert done.stderr.splitlines()[-1].startswith(
+        "data/bin/stdlib: the built-in dataset is made by data/prepare/, which is missing"), \
+        done.stderr
+
+
+def write(path, text):
+    path.write_text(text)
+    return str(path)
 
 
 def test_the_readmes_system_trains_as_pasted(tmp_path):

@@ -1,4 +1,4 @@
-"""data/prepare.py and what it is made of: exact outputs, splits, errors, kills, memory."""
+"""data/prepare/ and what it is made of: exact outputs, splits, errors, kills, memory."""
 
 import base64
 import gzip
@@ -19,11 +19,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from data import encode
 from data import prepare as prepare_module
-from data import sources as sources_module
-from data.prepare import ensure_dataset, main, prepare
-from data.sources import File
+from data.prepare import encode, ensure_dataset, main, prepare
+from data.prepare import sources as sources_module
+from data.prepare.sources import File
 from data.token_files import DataError, find_files
 from data.tokenizer import load_dataset_tokenizer, load_tokenizer
 

@@ -30,7 +30,7 @@ from dataclasses import dataclass, field
 import numpy as np
 import torch
 
-from data.token_files import DataError, find_files, open_stream, read_meta
+from data.token_files import DataError, find_files, mix64, open_stream, read_meta
 from data.tokenizer import load_dataset_tokenizer, load_tokenizer
 from train.distributed import from_main
 
@@ -53,13 +53,6 @@ class Data:
 
 # -----------------------------------------------------------------------------
 # the order: arithmetic of our own, as np.random promises its numbers for one version only
-
-def mix64(x):
-    """splitmix64's finalizer (Steele et al. 2014), a bijection of 64 bits. x: (n,) uint64."""
-    x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-    x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-    return x ^ (x >> np.uint64(31))
-
 
 def hash64(seed, epoch, lane):
     """One 64-bit number for each epoch. seed, lane: ints; epoch: (n,) uint64 -> (n,) uint64."""
@@ -316,12 +309,23 @@ class RowLoader(Loader):
 # -----------------------------------------------------------------------------
 # token files as the data of a run
 
+def prepare_built_in(data_dir):
+    """Prepare the built-in dataset if it is what a missing `data_dir` names. Raises DataError."""
+    try:
+        from data.prepare import ensure_dataset
+    except ImportError as error:  # data/prepare/ was deleted: prepared data still train
+        if os.path.basename(os.path.normpath(data_dir)) == "stdlib" and not os.path.isdir(data_dir):
+            raise DataError(f"{data_dir}: the built-in dataset is made by data/prepare/, which is "
+                            f"missing ({error}); set data_dir to prepared data") from None
+    else:
+        ensure_dataset(data_dir)
+
+
 def open_token_data(config, ranks):
     """The Data of token files in config.data_dir; a built-in dataset is prepared on first use."""
     c = config
     if not os.path.exists(os.path.join(c.data_dir, "train.bin")):
-        from data.prepare import ensure_dataset
-        from_main(lambda: ensure_dataset(c.data_dir), ranks)
+        from_main(lambda: prepare_built_in(c.data_dir), ranks)
     tokenizer = load_dataset_tokenizer(c.data_dir)
     if tokenizer is None and c.tokenizer:
         tokenizer = load_tokenizer(c.tokenizer)

@@ -2,27 +2,22 @@
 
     python -m data.prepare my.txt notes/ more.jsonl --out data/bin/mine
 
-data/sources.py finds and unpacks what is named here, data/encode.py makes tokens of it. The output
-is built in a temporary folder and renamed: it is there whole or not at all.
+sources.py finds and unpacks what is named here, encode.py makes tokens of it. The output is built
+in a temporary folder and renamed: it is there whole or not at all.
 """
 
 import argparse
 import contextlib
-import glob
-import json
 import os
+import re
 import shlex
 import shutil
-import signal
-import socket
 import sys
 import time
 from importlib.util import find_spec
-from pathlib import Path
 from typing import NamedTuple
 
-from data.encode import (
-    MANY,
+from data.prepare.encode import (
     PIECE,
     Plan,
     cut_files,
@@ -32,118 +27,26 @@ from data.encode import (
     train_bpe,
     write_splits,
 )
-from data.sources import (
+from data.prepare.sources import (
     CORPORA,
     STDLIB,
     download_corpus,
     find_files,
-    is_saved,
     shakespeare,
     source_name,
 )
-from data.token_files import DataError, open_shard
-from data.tokenizer import MAX_VOCAB, CharTokenizer
+from data.records import is_saved, raise_problems
+from data.token_files import DataError, open_shard, why_not_replace, write_meta
+from data.tokenizer import MAX_VOCAB, RANKS_FILE, CharTokenizer, write_tokenizer
 from data.tokenizer_json import find_tokenizer
-from train.config import UserError
+from train.config import UserError, underscores
+from train.files import new_folder
 
 QUICK = 64 << 20        # bytes of text that one process reads, or cuts into bytes, in a second
 QUICK_BPE = 8 << 20     # the same where words are cut into tokens
 VAL_BYTES = 10_000_000  # enough text to validate on, however large the input
 BPE_BYTES = 500_000_000  # of text that a tokenizer is made of
-SHOWN = 20              # lines of problems in one message
-RANKS_FILE = "tokenizer.tiktoken"
 FILES = ("train.bin", "val.bin", RANKS_FILE, "meta.json")
-
-
-# --- the output folder
-
-def old_meta(out):
-    """meta.json of a folder that this command wrote, else None."""
-    try:
-        with open(os.path.join(out, "meta.json"), encoding="utf-8") as f:
-            meta = json.load(f)
-        return meta if isinstance(meta.get("sources"), list) else None
-    except (OSError, ValueError, AttributeError):
-        return None
-
-
-def check_out(out, sources, force):
-    """What forbids writing to the folder `out`, or None."""
-    if os.path.exists(out) and not os.path.isdir(out):
-        return "is a file; --out names a folder"
-    if force or not os.path.isdir(out) or not os.listdir(out):
-        return None
-    meta, escape = old_meta(out), "name another folder with --out, or replace it with --force"
-    if meta is None:
-        return f"holds files that this command did not write; {escape}"
-    if meta["sources"] != sources or "-" in sources:
-        return f"was prepared from {', '.join(map(str, meta['sources']))[:200]}; {escape}"
-    return None
-
-
-def abandoned(folder):
-    """Whether nobody works in a temporary folder any more: its process on this machine is gone, or
-    (of another machine, of an older version) nothing was written in it for an hour."""
-    host, _, pid = folder.name.rpartition(".tmp-")[2].rpartition("-")
-    if host == socket.gethostname() and pid.isdigit() and os.name == "posix":
-        try:
-            os.kill(int(pid), 0)  # sends nothing
-        except OSError as e:
-            return isinstance(e, ProcessLookupError)
-        return int(pid) == os.getpid()  # of an earlier process of this number
-    return time.time() - max(p.stat().st_mtime for p in [folder, *folder.iterdir()]) > 3600
-
-
-def temporary_folder(out):
-    """A new folder beside `out`, on the same disk; clears what killed runs left."""
-    parent, name = os.path.split(os.path.abspath(out))
-    os.makedirs(parent, exist_ok=True)
-    for left in Path(parent).glob(f".{glob.escape(name)}.tmp-*"):
-        with contextlib.suppress(FileNotFoundError):  # another run clears or finishes it
-            if abandoned(left):
-                shutil.rmtree(left, ignore_errors=True)
-    folder = os.path.join(parent, f".{name}.tmp-{socket.gethostname()}-{os.getpid()}")
-    os.mkdir(folder)
-    return folder
-
-
-def publish(folder, out, meta):
-    """Makes the finished `folder` the folder `out`."""
-    try:
-        os.rename(folder, out)  # also where `out` is an empty folder
-        return
-    except OSError:
-        if not os.path.isdir(out):
-            raise
-    if old_meta(out) == meta and all(os.path.exists(os.path.join(out, name)) for name in FILES[:2]):
-        shutil.rmtree(folder)  # the same is there already, perhaps since a moment ago
-        return
-    # Only our own files are replaced, never the folder. train.bin goes first and comes last: in
-    # between nothing takes the folder for a complete one.
-    for name in FILES:
-        if os.path.exists(os.path.join(out, name)):
-            os.unlink(os.path.join(out, name))
-    for name in reversed(FILES):
-        if os.path.exists(os.path.join(folder, name)):
-            os.replace(os.path.join(folder, name), os.path.join(out, name))
-    os.rmdir(folder)
-
-
-def write_meta(folder, meta):
-    with open(os.path.join(folder, "meta.json"), "w", encoding="utf-8") as f:
-        json.dump(meta, f, indent=1)
-        f.write("\n")
-
-
-def write_tokenizer(folder, tokenizer):
-    """Writes what rebuilds the tokenizer; its entry in meta.json, which only refers to ranks."""
-    spec = tokenizer.spec()
-    if "ranks" in spec:
-        with open(os.path.join(folder, RANKS_FILE), "w", encoding="ascii", newline="\n") as f:
-            f.write(spec.pop("ranks"))
-        spec["ranks_file"] = RANKS_FILE
-    write_meta(folder, {"tokenizer": spec})
-    return spec
 
 
 # --- all of it
@@ -154,21 +57,6 @@ def processes(num_proc, size, quick):
         return num_proc
     allowed = getattr(os, "sched_getaffinity", lambda _: range(os.cpu_count() or 1))(0)
     return 1 if size <= quick else min(len(allowed), size // PIECE)
-
-
-def stop_at(problems):
-    """DataError with all of (where, what is wrong), a line for those alike, if there are any."""
-    alike = {}
-    for where, what in problems:
-        alike.setdefault(what, []).append(where)
-    lines = [", ".join(places[:3]) + f" and {len(places) - 3:,} more" * (len(places) > 3)
-             + f": {what}" * bool(what) for what, places in alike.items()]
-    if len(problems) >= MANY:
-        lines.append("there may be more: reading stopped here")
-    if len(lines) > 1:
-        lines = [f"{len(lines)} problems", *lines[:SHOWN], *["... and more"][:len(lines) > SHOWN]]
-    if lines:
-        raise DataError("\n  - ".join(lines))
 
 
 class Settings(NamedTuple):
@@ -187,7 +75,7 @@ class Settings(NamedTuple):
 
 def check_settings(s):
     """(tokenizer or None, problems) of everything but the text itself."""
-    wrong, loaded = check_out(s.out, s.sources, s.force), None
+    wrong, loaded = why_not_replace(s.out, s.sources, s.force), None
     problems = [(s.out, wrong)] if wrong else []
     if s.val_fraction is not None and not 0 < s.val_fraction <= 0.5:
         problems.append(("val_fraction", f"{s.val_fraction} is not within 0 < F <= 0.5"))
@@ -208,7 +96,7 @@ def check_settings(s):
     return loaded, problems
 
 
-def inspect(s, folder):
+def survey_sources(s, folder):
     """(pieces with the sizes of their texts, tokenizer, copies, files passed over) after the first
     pass; DataError with all problems of settings and text."""
     loaded, problems = check_settings(s)
@@ -220,7 +108,7 @@ def inspect(s, folder):
     problems += wrong + unread
     size = sum(piece.size for piece in pieces)
     if size > QUICK:
-        stop_at(problems)  # below that, tell what is wrong in the text as well
+        raise_problems(problems)  # below that, tell what is wrong in the text as well
     kept, chars, not_text, wrong = survey(pieces, s.fields, s.tokenizer == "char", s.num_samples,
                                           1 if problems else processes(s.num_proc, size, QUICK))
     problems += wrong
@@ -233,7 +121,7 @@ def inspect(s, folder):
     total = sum(int(sizes.sum()) for _, sizes in kept)
     if total < 4 and not problems:
         problems = [(", ".join(s.sources), f"{total} characters of text; too little to split")]
-    stop_at(problems)
+    raise_problems(problems)
     if s.tokenizer == "bpe":
         loaded = train_bpe(sample_texts(kept, s.fields, BPE_BYTES), s.vocab_size)
     elif loaded is None:  # char; documents are parted by a newline
@@ -242,8 +130,8 @@ def inspect(s, folder):
     return kept, loaded, copies, passed
 
 
-def write(s, kept, tokenizer, folder):
-    """The second pass, into a temporary folder that becomes `out`; the content of meta.json."""
+def write_tokens(s, kept, tokenizer, folder):
+    """The second pass, into a temporary folder; the content of meta.json."""
     fraction = s.val_fraction or min(0.1, VAL_BYTES / sum(piece.size for piece, _ in kept))
     jobs, cut = place(kept, fraction, s.num_samples)
     quick = QUICK if tokenizer.kind in ("byte", "char") else QUICK_BPE
@@ -252,7 +140,7 @@ def write(s, kept, tokenizer, folder):
     several = sum(job.piece.closes * len(job.sizes) for job in jobs) > 1
     plan = Plan(folder, s.fields, fraction, cut, dtype, tokenizer.eot_token is None and several)
     splits = write_splits(jobs, plan, processes(s.num_proc, sum(j.size for j in jobs), quick))
-    stop_at([(", ".join(s.sources), f"{part['tokens']} token for {name}; too little text")
+    raise_problems([(", ".join(s.sources), f"{part['tokens']} token for {name}; too little text")
              for name, part in splits.items() if part["tokens"] < 2])
     meta = {"format_version": 1, "dtype": dtype, "vocab_size": tokenizer.n_vocab,
             "tokenizer": spec, "eot_token": tokenizer.eot_token, "splits": splits,
@@ -260,7 +148,6 @@ def write(s, kept, tokenizer, folder):
             "val": {"fraction": fraction, "by": "document" if cut is None else "tail"}}
     write_meta(folder, meta)
     shutil.rmtree(os.path.join(folder, "unpacked"))
-    publish(folder, s.out, meta)
     return meta
 
 
@@ -278,14 +165,10 @@ def prepare(sources, out, tokenizer="byte", val_fraction=None, field="text", num
     s = Settings([os.path.expanduser(source) for source in sources], os.path.expanduser(out),
                  tokenizer, val_fraction, [field] if isinstance(field, str) else list(field),
                  num_samples, num_proc, force, vocab_size, separator)
-    folder = temporary_folder(s.out)
-    try:
-        kept, loaded, copies, passed = inspect(s, folder)
-        meta = write(s, kept, loaded, folder)
-    except BaseException:
-        shutil.rmtree(folder, ignore_errors=True)
-        raise
-    report(meta, s.out, copies, passed, time.monotonic() - start, log)
+    with new_folder(s.out, "|".join(map(re.escape, FILES))) as folder:
+        kept, loaded, copies, passed = survey_sources(s, folder)
+        meta = write_tokens(s, kept, loaded, folder)
+    report_prepared(meta, s.out, copies, passed, time.monotonic() - start, log)
     return meta
 
 
@@ -299,7 +182,7 @@ def next_command(tokens, out):
             f"--out_dir {shlex.quote(run)}")
 
 
-def report(meta, out, copies, passed, seconds, log):
+def report_prepared(meta, out, copies, passed, seconds, log):
     """Says what is in `out` and what to do next."""
     kind, splits = meta["tokenizer"]["kind"], meta["splits"]
     share = splits["val"]["bytes"] / max(splits["train"]["bytes"] + splits["val"]["bytes"], 1)
@@ -353,14 +236,6 @@ and gone on with where it was cut. Files are checked by the sha256 that Hugging 
 them; what came is kept in SHA256SUMS and compared at the next run"""
 
 
-def underscores(argument):
-    """--num-proc=a-b to --num_proc=a-b; what is not a name stays."""
-    name, equals, value = argument.partition("=")
-    if not name.startswith("--"):
-        return argument
-    return "--" + name[2:].replace("-", "_") + equals + value
-
-
 def parser():
     """The options of the command line."""
     p = argparse.ArgumentParser(
@@ -398,7 +273,7 @@ def parser():
 def arguments(argv):
     """The parsed command line; dashes and underscores in names are the same."""
     p = parser()
-    args = p.parse_args([underscores(a) for a in argv])
+    args = p.parse_args(underscores(argv))
     if bool(args.sources) == bool(args.dataset):
         p.error("give one or more SOURCEs, or --dataset NAME")
     if args.input and args.dataset != "shakespeare":
@@ -410,7 +285,7 @@ def arguments(argv):
     return args
 
 
-def prepare_tokens(args, out, log=print):
+def prepare_corpus(args, out, log=print):
     """A corpus that comes as GPT-2's tokens: downloads its shards into `out`, with a meta.json."""
     corpus, start = CORPORA[args.dataset], time.monotonic()
     if args.field or args.separator or args.num_samples or args.val_fraction or args.vocab_size:
@@ -420,7 +295,8 @@ def prepare_tokens(args, out, log=print):
     if tokenizer.kind != "gpt2":
         raise DataError(f"dataset {args.dataset}: its tokens are GPT-2's; --tokenizer can only "
                         "name a copy of gpt2's rank file")
-    stop_at([(out, wrong)] if (wrong := check_out(out, [corpus.url], args.force)) else [])
+    wrong = why_not_replace(out, [corpus.url], args.force)
+    raise_problems([(out, wrong)] if wrong else [])
     os.makedirs(out, exist_ok=True)
     for name in FILES[:2]:  # of other sources (--force): they would be taken for all there is
         with contextlib.suppress(FileNotFoundError):
@@ -442,7 +318,7 @@ def run(args):
     default = os.path.join("data", "bin", name or source_name(sources[0]))
     out = os.path.expanduser(args.out or default)
     if name in CORPORA and CORPORA[name].tokens:
-        return prepare_tokens(args, out)
+        return prepare_corpus(args, out)
     if name in CORPORA:
         folder = f"{out}.download"
         sources = download_corpus(name, folder, args.mirror, args.shards)
@@ -466,8 +342,3 @@ def main(argv=None):
         print("data.prepare: interrupted; no tokens were written", file=sys.stderr)
         return 130
     return 0
-
-
-if __name__ == "__main__":
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # leave through the clean-up, as Ctrl-C
-    sys.exit(main())

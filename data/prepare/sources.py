@@ -6,7 +6,6 @@ unpacked into a folder first: then they too can be read in pieces, twice, by sev
 
 import csv
 import glob
-import gzip
 import hashlib
 import io
 import itertools
@@ -21,17 +20,23 @@ from typing import NamedTuple
 from urllib.parse import urlsplit
 from urllib.request import url2pathname
 
+from data.records import (
+    MANY,
+    STDLIB_SKIP,
+    is_hub_name,
+    is_jsonl,
+    is_saved,
+    open_bytes,
+    records,
+    walk,
+)
 from data.token_files import DataError
 
 BLOCK = 1 << 20
-JSON_BYTES = 1 << 30  # a larger list of records would need too much memory
 SHAKESPEARE_URL = ("https://raw.githubusercontent.com/karpathy/char-rnn/master/data/"
                    "tinyshakespeare/input.txt")
 SHAKESPEARE_SHA256 = "86c4e6aa9db7c042ec79f339dcb96d42b0075e16b8fc2e86bf0ca57e2dc565ed"
 STDLIB = "dataset:stdlib"  # a source that is not a path: this Python's own library
-# not the library's own code and prose: tests, tables of characters, installed packages
-STDLIB_SKIP = {"test", "tests", "idle_test", "encodings", "pydoc_data", "site-packages",
-               "dist-packages", "__pycache__"}
 
 
 class File(NamedTuple):
@@ -40,6 +45,10 @@ class File(NamedTuple):
     path: str       # what is read: the file itself, or what it was unpacked to
     folder: str     # the source it was found in; "" if the user named the file itself
     records: bool   # JSON Lines
+
+
+class BadRecords(Exception):
+    """[(where, what is wrong)] of records of one file."""
 
 
 class Progress:
@@ -75,25 +84,13 @@ class Progress:
 
 # --- finding
 
-def walk(folder, leave_out, names_out):
-    """Paths of the regular files under `folder`, in an order that is the same on every machine.
-    Hidden files and folders are left out."""
-    found = []
-    for here, folders, names in os.walk(folder):
-        folders[:] = sorted(name for name in folders if name[0] != "." and name not in names_out
-                            and os.path.abspath(os.path.join(here, name)) != leave_out)
-        paths = [os.path.join(here, name) for name in sorted(names) if name[0] != "."]
-        found += [path for path in paths if os.path.isfile(path)]
-    return found
-
-
 def find_source(source, leave_out):
     """([paths], what is wrong or "") of one source; `leave_out` is a folder to pass by."""
     if source == STDLIB:
         library = sysconfig.get_paths()["stdlib"]
         paths = [p for p in walk(library, leave_out, STDLIB_SKIP) if p.endswith(".py")]
         return paths, "" if paths else f"{library} has no sources of this Python's library"
-    if source == "-" or source.startswith("hf:") or os.path.isfile(source) or is_saved(source):
+    if source == "-" or is_hub_name(source) or os.path.isfile(source) or is_saved(source):
         return [source], ""
     if os.path.isdir(source):
         paths = walk(source, leave_out, {"__pycache__"})
@@ -130,6 +127,8 @@ def find_files(sources, leave_out, folder, fields, limit, separator):
         try:
             files.append(unpack(file, os.path.join(folder, f"source{number}"), fields, limit,
                                 separator))
+        except BadRecords as e:
+            problems += e.args[0]
         except ImportError as e:
             problems.append((file.name, f"reading it needs {e.name}: pip install {e.name}"))
         except (ValueError, EOFError, RecursionError, zlib.error, csv.Error) as e:
@@ -303,40 +302,26 @@ def download_corpus(name, folder, mirror=None, shards=None):
 
 # --- unpacking
 
-def is_jsonl(path):
-    return path.lower().removesuffix(".gz").endswith((".jsonl", ".ndjson"))
-
-
-def is_saved(folder):
-    """Whether Hugging Face's datasets saved this folder."""
-    found = {name for name in ("state.json", "dataset_info.json", "dataset_dict.json")
-             if os.path.isfile(os.path.join(folder, name))}
-    return "dataset_dict.json" in found or len(found) == 2
-
-
 def unpack(file, target, fields, limit, separator):
     """The File itself where it can be read in pieces, else that of what it was unpacked to in
     `target`: at most `limit` records, and of a record that has all `fields` only these. A text is
     one document, or several parted by lines that hold only the `separator`."""
     name = file.name.lower().removesuffix(".gz")
-    if file.name.startswith("hf:") or os.path.isdir(file.path):
-        return write_records(hub_records(file.path), file, target, fields, limit)
-    if name.endswith(".parquet"):
-        return write_records(parquet_records(file.path, fields), file, target, fields, limit)
-    if name.endswith((".csv", ".tsv")):
-        return write_records(csv_records(file.path, name, fields), file, target, fields, limit)
+    if (is_hub_name(file.name) or os.path.isdir(file.path)
+            or name.endswith((".parquet", ".csv", ".tsv"))):
+        return write_records(records(file.path, fields), file, target, fields, limit)
     packed = name == "-" or name != file.name.lower()
     if not packed and not name.endswith(".json") and (is_jsonl(name) or not separator):
         return file
     with open_bytes(file.path) as stream:
         first = stream.peek(BLOCK).lstrip(b"\xef\xbb\xbf \t\r\n")[:1]
         if name.endswith(".json") and first != b"{":
-            return write_records(json_records(stream, first), file, target, fields, limit)
-        records = is_jsonl(name) or first == b"{" and name.endswith(("-", ".json"))
-        if records and not packed:
+            return write_records(records(file.path), file, target, fields, limit)
+        lines = is_jsonl(name) or first == b"{" and name.endswith(("-", ".json"))
+        if lines and not packed:
             return file._replace(records=True)
-        if separator and not records:
-            texts = ({fields[0]: text} for text in split_documents(stream, separator))
+        if separator and not lines:
+            texts = (("", {fields[0]: text}) for text in split_documents(stream, separator))
             return write_records(texts, file, target, fields, limit)
         with open(target, "wb") as out:
             progress = Progress(f"unpacking {file.name}")
@@ -344,56 +329,30 @@ def unpack(file, target, fields, limit, separator):
                 out.write(block)
                 progress.add(len(block))
             progress.finish()
-    return file._replace(path=target, records=records)
+    return file._replace(path=target, records=lines)
 
 
-def open_bytes(path):
-    """A file, plain or compressed, or standard input, as a stream of bytes."""
-    if path == "-":
-        return sys.stdin.buffer
-    return gzip.open(path) if path.lower().endswith(".gz") else open(path, "rb")
-
-
-def write_records(records, file, target, fields, limit):
-    """Writes dictionaries as JSON Lines to `target`; its File."""
-    progress = Progress(f"unpacking {file.name}", scale=1, unit="records")
+def write_records(found, file, target, fields, limit):
+    """Writes records, as (where, dictionary), as JSON Lines to `target`; its File. BadRecords with
+    all that cannot be read."""
+    progress, bad = Progress(f"unpacking {file.name}", scale=1, unit="records"), []
     with open(target, "w", encoding="utf-8") as out:
-        for record in itertools.islice(records, limit):
+        for where, record in itertools.islice(found, limit):
+            if isinstance(record, ValueError):
+                bad.append((where, str(record)))
+                if len(bad) == MANY:
+                    break
+                continue
+            if not isinstance(record, dict):
+                raise ValueError("expected a list of records (objects with named fields)")
             kept = {name: record[name] for name in fields if name in record}
             json.dump(kept if len(kept) == len(fields) else record, out, default=str)
             out.write("\n")
             progress.add(1)
     progress.finish()
+    if bad:
+        raise BadRecords(bad)
     return file._replace(path=target, records=True)
-
-
-def check_columns(names, fields):
-    """ValueError where a table has no column of the name of a field."""
-    for field in fields:
-        if field not in (names or ()):
-            known = ", ".join(map(repr, names or ())) or "none"
-            raise ValueError(f"no field {field!r}; its fields are {known}: choose with --field")
-
-
-def csv_records(path, name, fields):
-    """Yields a dictionary for each row of a table whose first row names the columns."""
-    csv.field_size_limit(1 << 30)  # a document may well be longer than 128 kB
-    with io.TextIOWrapper(open_bytes(path), encoding="utf-8-sig", newline="") as text:
-        rows = csv.DictReader(text, delimiter="\t" if name.endswith(".tsv") else ",")
-        check_columns(rows.fieldnames, fields)
-        yield from rows
-
-
-def json_records(stream, first):
-    """The dictionaries of a JSON file that is a list of them."""
-    content = stream.read(JSON_BYTES) if first == b"[" else b""
-    if first != b"[" or len(content) == JSON_BYTES:
-        raise ValueError("expected a list of records of less than 1 GB, or one record a line; "
-                         "`jq -c '.[]' FILE > FILE.jsonl` makes lines of a list")
-    records = json.loads(content)
-    if not all(isinstance(record, dict) for record in records):
-        raise ValueError("expected a list of records (objects with named fields)")
-    return records
 
 
 def split_documents(stream, separator):
@@ -406,27 +365,3 @@ def split_documents(stream, separator):
             yield "".join(lines).strip("\r\n")
             lines = []
     yield "".join(lines).strip("\r\n")
-
-
-def parquet_records(path, fields):
-    """Yields the rows of a parquet file as dictionaries, some thousand in memory at a time."""
-    import pyarrow.parquet
-    with pyarrow.parquet.ParquetFile(path) as file:
-        check_columns(file.schema_arrow.names, fields)
-        for batch in file.iter_batches(1000, columns=fields):
-            yield from batch.to_pylist()
-
-
-def hub_records(source):
-    """Yields the records of hf:NAME[:CONFIG[:SPLIT]], streamed, or of a saved folder."""
-    import datasets
-    try:
-        if source.startswith("hf:"):
-            name, config, split = (source[3:].split(":") + ["", ""])[:3]
-            yield from datasets.load_dataset(name, config or None, split=split or "train",
-                                             streaming=True)
-        else:
-            data = datasets.load_from_disk(source)
-            yield from data["train"] if isinstance(data, dict) else data
-    except Exception as e:  # of the network, the hub, or the many formats behind it
-        raise ValueError(f"datasets: {type(e).__name__}: {str(e)[:300]}") from None

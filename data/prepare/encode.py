@@ -9,7 +9,6 @@ import codecs
 import contextlib
 import functools
 import hashlib
-import json
 import multiprocessing
 import os
 import re
@@ -24,8 +23,9 @@ from typing import NamedTuple
 
 import numpy as np
 
-from data.sources import File, Progress, is_jsonl
-from data.token_files import DataError
+from data.prepare.sources import File, Progress
+from data.records import MANY, is_jsonl, parse_line
+from data.token_files import DataError, mix64
 from data.tokenizer import (
     GPT2_PATTERN,
     RankTokenizer,
@@ -36,7 +36,6 @@ from data.tokenizer import (
 
 PIECE = 1 << 20         # bytes of text that one task reads: what memory use is made of
 VAL_DOCUMENTS = 10      # with fewer in the validation part, whole documents are too coarse a choice
-MANY = 1000             # problems after which reading for more is a waste of time
 
 
 # --- pieces of text
@@ -126,12 +125,7 @@ def read_texts(piece, fields):
 
 def record_text(line, fields):
     """The text of a line of JSON: its fields, joined by newlines. ValueError says what is wrong."""
-    try:
-        record = json.loads(line.decode("utf-8"))
-    except UnicodeDecodeError:
-        raise ValueError("not UTF-8 text") from None
-    except (ValueError, RecursionError) as e:
-        raise ValueError(f"not valid JSON: {getattr(e, 'msg', 'nested too deeply')}") from None
+    record = parse_line(line)
     if not isinstance(record, dict):
         raise ValueError(f"expected an object with field {fields[0]!r}, got a "
                          f"{type(record).__name__}")
@@ -266,10 +260,8 @@ def train_bpe(texts, vocab_size):
 def in_val(first, count, fraction):
     """bool (count,): whether documents first.. are for validation, by a hash (splitmix64) of their
     index, so that it depends on nothing else."""
-    z = np.arange(first + 1, first + 1 + count, dtype=np.uint64) * np.uint64(0x9E3779B97F4A7C15)
-    z = (z ^ (z >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-    z = (z ^ (z >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-    return ((z ^ (z >> np.uint64(31))) >> np.uint64(11)) * 2.0 ** -53 < fraction
+    index = np.arange(first + 1, first + 1 + count, dtype=np.uint64)
+    return (mix64(index * np.uint64(0x9E3779B97F4A7C15)) >> np.uint64(11)) * 2.0 ** -53 < fraction
 
 
 class Job(NamedTuple):
@@ -397,8 +389,5 @@ def write_splits(jobs, plan, num_proc):
                 splits[split]["documents"] += documents
                 splits[split]["bytes"] += text_bytes
             progress.add(size)
-        for file in files.values():
-            file.flush()
-            os.fsync(file.fileno())  # a rename must not outlive its content in a power cut
     progress.finish()
     return {s: {**numbers, "sha256": hashes[s].hexdigest()} for s, numbers in splits.items()}

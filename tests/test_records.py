@@ -1,0 +1,170 @@
+"""data/records.py: every format, for every command, and what cannot be read named by its place."""
+
+import csv
+import gzip
+import json
+
+import pytest
+
+from data import chat, labels, prepare
+from data.records import is_hub_name, parse_records, records
+from data.token_files import DataError
+
+ROWS = [dict(prompt=f"what is {i}?", response=f"it is {i}", text=f"the text, {i}\n\"quoted\"",
+             label="ab"[i % 2]) for i in range(120)]
+
+
+def write(folder, name, rows):
+    """`rows` as a file of the format that its name says; its path."""
+    plain = folder / name.removesuffix(".gz")
+    if ".parquet" in name:
+        pa = pytest.importorskip("pyarrow")
+        pytest.importorskip("pyarrow.parquet").write_table(pa.Table.from_pylist(rows), plain)
+    elif ".csv" in name or ".tsv" in name:
+        with open(plain, "w", newline="", encoding="utf-8") as f:
+            writer = csv.DictWriter(f, list(rows[0]), delimiter="\t" if ".tsv" in name else ",")
+            writer.writeheader()
+            writer.writerows(rows)
+    elif name.startswith("list"):
+        plain.write_text(json.dumps(rows, indent=1))
+    else:
+        plain.write_text("\ufeff" + "".join(json.dumps(row) + "\n\n" for row in rows))
+    if name.endswith(".gz"):
+        (folder / name).write_bytes(gzip.compress(plain.read_bytes()))
+    return str(folder / name)
+
+
+def prepared(folder):
+    """The content of a prepared folder but for the name of its source."""
+    return {p.name: p.read_bytes() for p in folder.iterdir() if p.name != "meta.json"} | {
+        "meta": {k: v for k, v in json.loads((folder / "meta.json").read_text()).items()
+                 if k != "sources"}}
+
+
+@pytest.mark.parametrize("name", [
+    "a.jsonl", "a.ndjson.gz", "a.json", "a.json.gz", "list.json", "list.JSON.gz", "a.csv",
+    "a.csv.gz", "a.tsv", "a.tsv.gz", "a.parquet", "a.parquet.gz", "saved", "hub"])
+def test_all_three_commands_read_every_format_alike(tmp_path, monkeypatch, name):
+    (tmp_path / "one").mkdir()
+    sources = [write(tmp_path / "one", "one.jsonl", ROWS)]
+    if name in ("saved", "hub"):
+        datasets = pytest.importorskip("datasets")
+        found = datasets.Dataset.from_list(ROWS)
+        found.save_to_disk(tmp_path / "saved")
+        asked = []
+        monkeypatch.setattr(datasets, "load_dataset", lambda *args, **more: (
+            asked.append((*args, more["split"])), found)[1])
+        sources += [str(tmp_path / "saved")] if name == "saved" else ["hf:o/n:c:s", "o/n", "hf:n"]
+    else:
+        sources += [write(tmp_path, name, ROWS)]
+    for module in (prepare, chat, labels):
+        for i, source in enumerate(sources):
+            out = tmp_path / f"{module.__name__}{i}"
+            assert module.main([source, "--out", str(out)]) == 0
+            assert prepared(out) == prepared(tmp_path / f"{module.__name__}0")
+    if name == "hub":
+        assert asked == [("o/n", "c", "s"), ("o/n", None, "train"), ("n", None, "train")] * 3
+
+
+def test_a_dataset_of_which_the_options_say_the_part(tmp_path, monkeypatch):
+    datasets, asked = pytest.importorskip("datasets"), []
+    monkeypatch.setattr(datasets, "load_dataset", lambda *args, **more: (
+        asked.append((*args, more["split"])), ROWS)[1])
+    options = ["--split", "test", "--subset", "main", "--out", str(tmp_path / "out")]
+    assert chat.main(["o/n", *options]) == chat.main(["hf:o/n:c", *options, "--force"]) == 0
+    assert asked == [("o/n", "main", "test"), ("o/n", "c", "test")]
+
+
+def test_what_is_a_name_of_the_hub(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "here").mkdir()
+    (tmp_path / "here" / "file").write_text("x")
+    names = ["owner/name", "owner/name-1.5", "hf:name", "hf:a/b:c:d"]
+    assert all(map(is_hub_name, names))
+    others = ["name", "a/b/c", "/a/b", "./a", "a/b.jsonl", "a/b.CSV.gz", "here/file", "-", "../b"]
+    assert not any(map(is_hub_name, others))
+
+
+DEEP = "[" * 200_000
+
+
+@pytest.mark.parametrize("module", [prepare, chat, labels])
+@pytest.mark.parametrize("name, content, message", [
+    ("a.jsonl", '{"a": 1}\n' + DEEP, "a.jsonl:2: not valid JSON: nested too deeply"),
+    ("a.json", DEEP, "nested too deeply"),
+    ("a.json", '[{"text": 1', "not valid JSON: Expecting ',' delimiter"),
+    ("a.jsonl", b'{"text": "x"}\n\xff\n', "a.jsonl:2: not UTF-8 text"),
+    ("a.jsonl", "1" * 5000, "a.jsonl:1: not valid JSON: Exceeds the limit"),
+    ("a.csv", b"text,label\n\xff,1\n", "can't decode byte"),
+    ("a.csv", "text,label\nx,a\ny,b,c\n", "a.csv:3: 3 values for 2 columns; quote what holds a c"),
+    ("a.tsv", "text\tlabel\nx\ta\tb\n", "a.tsv:2: 3 values for 2 columns; quote what holds a tab"),
+    ("a.jsonl.gz", b"plain", "gzip"), ("a.parquet", b"PAR1", "arquet"),
+    ("a.jsonl.gz", gzip.compress(bytes(9000))[:30], "end-of-stream")])
+def test_what_cannot_be_read_is_one_line_that_says_where(tmp_path, capsys, module, name, content,
+                                                          message):
+    if ".parquet" in name:
+        pytest.importorskip("pyarrow")
+    (tmp_path / name).write_bytes(content if isinstance(content, bytes) else content.encode())
+    assert module.main([str(tmp_path / name), "--out", str(tmp_path / "out")]) == 2
+    err = capsys.readouterr().err
+    assert message in err and f"{tmp_path}/{name}" in err and len(err) < 1000, err
+    assert [p.name for p in tmp_path.iterdir()] == [name]
+
+
+def test_a_source_that_is_not_there(tmp_path, capsys):
+    for module in (prepare, chat, labels):
+        assert module.main([str(tmp_path / "none.csv"), "--out", str(tmp_path / "out")]) == 2
+        assert "none.csv: no such file or folder" in capsys.readouterr().err
+
+
+def test_bad_records_are_counted_and_said(tmp_path, capsys):
+    """In chats and labels, --skip_bad or not, --num_samples or not."""
+    rows = [json.dumps(row) for row in ROWS]
+    rows[3:3] = ["{", '{"prompt": [], "response": 3, "text": 5}', "7"]
+    path = tmp_path / "a.jsonl"
+    path.write_text("\n".join(rows))
+    for module in (chat, labels):
+        out = str(tmp_path / module.__name__)
+        assert module.main([str(path), "--out", out]) == 2
+        err = capsys.readouterr().err
+        assert all(f"a.jsonl:{n}: " in err for n in (4, 5, 6)) and "--skip_bad leaves" in err
+        assert module.main([str(path), "--out", out, "--skip_bad"]) == 0
+        assert f"Left out 3 bad records, the first: {path}:4: not" in capsys.readouterr().out
+    out = str(tmp_path / "few")
+    assert chat.main([str(path), "--out", out, "--num_samples", "60"]) == 2
+    assert "3 problems" in capsys.readouterr().err
+    assert chat.main([str(path), "--out", out, "--num_samples", "60", "--skip_bad"]) == 0
+    assert "Left out 3 bad records" in capsys.readouterr().out
+    meta = json.loads((tmp_path / "few" / "meta.json").read_text())
+    assert sum(part["chats"] for part in meta["splits"].values()) == 60
+
+
+def test_all_values_of_a_format(tmp_path):
+    """Lines, one object and lists of anything; tables only of the columns that are wanted."""
+    (tmp_path / "one.json").write_text('{"a":\n 1}')
+    assert list(records(str(tmp_path / "one.json"))) == [(f"{tmp_path}/one.json: record 0",
+                                                          {"a": 1})]
+    path = write(tmp_path, "a.parquet", ROWS)
+    found = list(records(path, ["label"]))
+    assert found[119] == (f"{path}: record 119", {"label": "b"}) and len(found) == 120
+    with pytest.raises(ValueError, match="no field 'x'; its fields are 'prompt', "):
+        list(records(path, ["x"]))
+
+
+def test_reading_for_problems_ends(tmp_path):
+    (tmp_path / "a.jsonl").write_text("{\n" * 5000)
+    with pytest.raises(DataError, match="997 more: .*\n.*there may be more"):
+        list(parse_records([str(tmp_path / "a.jsonl")], dict))
+    said = []
+    assert list(parse_records([str(tmp_path / "a.jsonl")], dict, skip_bad=True,
+                              log=said.append)) == []
+    assert said[0].startswith("Left out 5,000 bad records")
+
+
+@pytest.mark.parametrize("record", [
+    dict(messages=[dict(role=["user"], content="x")]), dict(messages=[dict(role={}, content="x")]),
+    dict(messages=[dict(role="user", content=[dict(text=5)])]), dict(messages="x"),
+    dict(prompt=5, response="x"), dict(prompt="x", response=[5])])
+def test_chats_of_other_types_are_bad_records(record):
+    with pytest.raises(ValueError):
+        chat.to_messages(record)
