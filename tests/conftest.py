@@ -1,7 +1,6 @@
 """What the tests share: small data, small configurations, and the program as a person starts it."""
 
 import os
-import pathlib
 import signal
 import subprocess
 import sys
@@ -9,7 +8,10 @@ import sys
 import numpy as np
 import pytest
 
-REPO = pathlib.Path(__file__).resolve().parent.parent
+os.environ.setdefault("OMP_NUM_THREADS", "1")  # also of every program
+
+from processes import REPO, in_ranks_of, python  # noqa: E402
+
 SHARED = REPO.parent / "shared" / "data"
 
 # A model that trains in milliseconds; float32 and one thread so that runs are equal bit for bit.
@@ -29,28 +31,37 @@ def tiny_args(**changes):
     return [f"--{k}={v}" for k, v in (TINY | changes).items()]
 
 
+def program(env):
+    """run_train.py, or with FAULT in `env` faulty.py, which puts the fault in."""
+    return str(REPO / ("tests/faulty.py" if env and "FAULT" in env else "run_train.py"))
+
+
 def start(*args, ranks=0, env=None, torchrun=(), **popen):
-    """Start run_train.py, under torchrun where ranks are given; its Popen. With FAULT in `env` it
-    is faulty.py, which puts the fault in."""
+    """Start run_train.py as a person does, under torchrun where ranks are given; its Popen."""
     command = [sys.executable]
     if ranks:
         command += ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={ranks}",
                     *torchrun]
-    environment = os.environ | {"OMP_NUM_THREADS": "1"} | (env or {})
-    program = REPO / ("tests/faulty.py" if env and "FAULT" in env else "run_train.py")
-    return subprocess.Popen([*command, str(program), *map(str, args)], cwd=REPO, text=True,
-                            env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
-                            **popen)
+    return subprocess.Popen([*command, program(env), *map(str, args)], cwd=REPO, text=True,
+                            env=os.environ | (env or {}), stdout=subprocess.PIPE,
+                            stderr=subprocess.STDOUT, **popen)
 
 
-def run(*args, timeout=120, **kwargs):
-    """Run run_train.py to its end; (exit code, output)."""
-    process = start(*args, **kwargs)
+def finish(process, timeout=120):
+    """(exit code, output) of what `start` has started."""
     try:
         output, _ = process.communicate(timeout=timeout)
     finally:
         process.kill()
     return process.returncode, output
+
+
+def run(*args, ranks=0, env=None, timeout=120):
+    """Run run_train.py to its end, on so many ranks; (exit code, output)."""
+    if ranks:
+        return in_ranks_of(ranks, program(env), *args, env=env, timeout=timeout)
+    done = python(program(env), *args, env=env, timeout=timeout, merged=True)
+    return done.returncode, done.stdout
 
 
 @pytest.fixture(scope="session")

@@ -1,11 +1,10 @@
 """Runs for the tests of reliability: small ones in this process, and the program in processes that
 can be killed, forked from one that has imported it (0.1 s instead of 3 s each)."""
 
-import atexit
 import contextlib
 import json
-import multiprocessing
 import os
+import pathlib
 import signal
 import sys
 import time
@@ -13,6 +12,7 @@ import time
 import torch
 from conftest import TINY
 from faulty import faults
+from processes import Fork
 
 from train.config import load_config
 from train.guard import Stopped
@@ -78,30 +78,11 @@ def assert_same(a, b, best=True):
 # -----------------------------------------------------------------------------
 # the program in a process of its own
 
-_forker = multiprocessing.get_context("forkserver")
-_forker.set_forkserver_preload(["pytest", "torch._inductor", "train.train", "train.guard",
-                                "train.plot", "model.gpt", "model.sample", "data.tokenizer",
-                                "run_train", "faulty"])
-
-
-@atexit.register
-def _kill_programs():
-    """What a failed test left running, or pytest would wait for it."""
-    for process in multiprocessing.active_children():
-        process.kill()
-
-
-def _run_program(args, output, env, prepare):
-    os.environ.clear()
-    os.environ.update(env)
-    fd = os.open(output, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
-    os.dup2(fd, 1)
-    os.dup2(fd, 2)
-    sys.stdout, sys.stderr = os.fdopen(1, "w", 1), os.fdopen(2, "w", 1)
+def _run_program(args, prepare):
     sys.argv = ["run_train.py", *args]
     prepare()
     import run_train
-    with faults() if "FAULT" in env else contextlib.nullcontext():
+    with faults() if "FAULT" in os.environ else contextlib.nullcontext():
         sys.exit(run_train.main(args))
 
 
@@ -114,13 +95,12 @@ class Program:
 
     def __init__(self, data_dir, out_dir, *args, output=None, env=None, prepare=nothing, **changes):
         self.output = str(output or f"{out_dir}.output")
+        pathlib.Path(self.output).write_text("")
         settings = SMALL | dict(data_dir=str(data_dir), out_dir=str(out_dir)) | changes
         with open(self.output + ".yaml", "w") as f:
             f.writelines(f"{k}: {json.dumps(v)}\n" for k, v in settings.items())
         args = ["--config", self.output + ".yaml", *args]
-        self.process = _forker.Process(
-            target=_run_program, args=(args, self.output, dict(os.environ) | (env or {}), prepare))
-        self.process.start()
+        self.process = Fork(_run_program, (args, prepare), env=env, stdout=self.output).process
 
     def send(self, signum):
         with contextlib.suppress(ProcessLookupError):  # it ended this very moment

@@ -1,13 +1,12 @@
 """--model autoencoder and data/features.py: the data, the losses, the numbers, the run."""
 
 import json
-import subprocess
-import sys
 
 import numpy as np
 import pytest
 import torch
-from conftest import REPO, run
+from conftest import run
+from processes import python
 from runs import SMALL, assert_same, configure, go, metrics, run_program, tensors
 
 from data import features
@@ -46,8 +45,7 @@ def trained(tmp_path_factory, folder):
 
 def command(*args):
     """(exit code, output) of python -m data.features ARGS."""
-    done = subprocess.run([sys.executable, "-m", "data.features", *map(str, args)], cwd=REPO,
-                          text=True, capture_output=True)
+    done = python("-m", "data.features", *args)
     assert "Traceback" not in done.stderr
     return done.returncode, done.stdout + done.stderr
 

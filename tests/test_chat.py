@@ -3,13 +3,13 @@ and a model that learns to answer questions it has not met."""
 
 import json
 import random
-import subprocess
 import sys
 
 import numpy as np
 import pytest
 import torch
-from conftest import REPO, SHARED, TINY, run
+from conftest import SHARED, TINY, run
+from processes import python
 from runs import Program, assert_same, tensors
 
 from data import chat as data_chat
@@ -351,9 +351,8 @@ def test_learns_held_out_questions(capitals, tmp_path):
     assert "### Assistant:\n" in (tmp_path / "out" / "samples.txt").read_text()
 
     unseen = [w for w in words(60, seed=5) if w not in set(words(1500))][:3]
-    talk = subprocess.run([sys.executable, "-m", "model.chat", "--ckpt", tmp_path / "out/ckpt.pt",
-                           "--max_new_tokens", "20", "--device", "cpu"], cwd=REPO, text=True,
-                          input=f"{unseen[0]}\n", capture_output=True)
+    talk = python("-m", "model.chat", "--ckpt", tmp_path / "out/ckpt.pt", "--max_new_tokens", "20",
+                  "--device", "cpu", input=f"{unseen[0]}\n")
     assert talk.returncode == 0 and talk.stdout == f"{unseen[0].upper()}\n", talk
 
 

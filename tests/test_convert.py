@@ -13,6 +13,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from conftest import REPO, SHARED, TINY, run, tiny_args
+from processes import python
 from runs import metrics
 
 from data import chat
@@ -371,9 +372,8 @@ def test_learned_positions(tmp_path, data_dir):
 # nanoGPT's own code
 
 def in_nanogpt(code, *args, cwd=NANOGPT):
-    command = [sys.executable, *(["-c", code] if code else []), *map(str, args)]
-    done = subprocess.run(command, cwd=cwd, capture_output=True, text=True, timeout=120,
-                          env=os.environ | {"OMP_NUM_THREADS": "1", "PYTHONDONTWRITEBYTECODE": "1"})
+    done = python(*(["-c", code] if code else []), *args, cwd=cwd,
+                  env={"PYTHONDONTWRITEBYTECODE": "1"})
     assert done.returncode == 0, done.stderr
     return done.stdout
 
@@ -494,8 +494,7 @@ def test_other_bad_input(tmp_path, capsys):
 
 def test_as_typed_and_nothing_of_it_in_the_main_job(tmp_path, data_dir):
     make(tmp_path / "ckpt.pt")
-    done = subprocess.run([sys.executable, "-m", "model.convert", "--ckpt", tmp_path / "ckpt.pt",
-                           "--to", tmp_path / "hf"], cwd=REPO, capture_output=True, text=True)
+    done = python("-m", "model.convert", "--ckpt", tmp_path / "ckpt.pt", "--to", tmp_path / "hf")
     assert done.returncode == 0 and "a LlamaForCausalLM" in done.stdout
     code = ("import sys, run_train; run_train.main(sys.argv[1:]); print([m for m in ("
             "'transformers', 'safetensors', 'model.convert.foreign') if m in sys.modules])")

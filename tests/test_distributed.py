@@ -6,10 +6,8 @@ Matrix cases 53-55, 69, 70, 109 and 112; what needs torchrun itself is in test_m
 
 import contextlib
 import json
-import multiprocessing
 import os
 import signal
-import socket
 import sys
 import traceback
 from concurrent.futures import ThreadPoolExecutor
@@ -18,6 +16,7 @@ import numpy as np
 import pytest
 from conftest import REPO, TINY
 from faulty import faults
+from processes import FORKER, Fork, rank_environments
 
 from train.config import ConfigError, load_config
 from train.dataloader import DataLoader
@@ -26,34 +25,20 @@ from train.dataloader import DataLoader
 STEPS, SEQUENCES = 50, 12
 RUN = TINY | dict(batch_size=4, gradient_accumulation_steps=3, max_iters=STEPS, eval_interval=STEPS,
                   learning_rate=3e-3, min_lr=3e-4, vocab_size=256)
-START = multiprocessing.get_context("forkserver")
-START.set_forkserver_preload(["train.train", "train.guard", "model.sample", "faulty",
-                              "torch._dynamo", "torch.distributed.fsdp"])
 
 
 # -----------------------------------------------------------------------------
 # ranks without torchrun
 
-def free_port():
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        return s.getsockname()[1]
-
-
 def in_ranks(world_size, function, *args, env=None, output=os.devnull, timeout=90, exits=False):
     """[function(*args) of each rank], or AssertionError with what a rank raised; with `exits` the
     exit code of a rank that ended without a result."""
-    port, ranks = free_port(), []
-    for rank in range(world_size):
-        its = dict(RANK=rank, LOCAL_RANK=rank, WORLD_SIZE=world_size, LOCAL_WORLD_SIZE=world_size,
-                   MASTER_ADDR="127.0.0.1", MASTER_PORT=port, OMP_NUM_THREADS=1,
-                   **env or {})
-        here, there = START.Pipe(duplex=False)
-        its = {k: str(v) for k, v in its.items()}
-        process = START.Process(target=one_rank, args=(there, its, output, function, args))
-        process.start()
+    ranks = []
+    for its in rank_environments(world_size):
+        here, there = FORKER.Pipe(duplex=False)
+        fork = Fork(one_rank, (there, function, args), env=its | (env or {}), stdout=output)
         there.close()
-        ranks.append((process, here))
+        ranks.append((fork.process, here))
     try:
         results = [result_of(*rank, timeout) for rank in ranks]
     finally:
@@ -66,11 +51,7 @@ def in_ranks(world_size, function, *args, env=None, output=os.devnull, timeout=9
     return [code if exits else result for result, code, _ in results]
 
 
-def one_rank(pipe, env, output, function, args):
-    os.environ.update(env)
-    with open(output, "a") as f:
-        os.dup2(f.fileno(), 1)
-        os.dup2(f.fileno(), 2)
+def one_rank(pipe, function, args):
     try:
         pipe.send((function(*args), None))
     except BaseException as error:

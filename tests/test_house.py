@@ -1,13 +1,13 @@
 """The house: who may know whom, and what can be taken away."""
 
 import ast
-import os
 import pathlib
 import re
 import shutil
 import subprocess
 import sys
 
+import processes
 import pytest
 from conftest import REPO
 
@@ -107,9 +107,7 @@ def test_every_extra_can_be_deleted(tmp_path):
     (copy / "my.txt").write_text("one two three four five six seven\n" * 500)
 
     def python(*args):
-        environment = os.environ | {"OMP_NUM_THREADS": "1"}
-        done = subprocess.run([sys.executable, *args], cwd=copy, capture_output=True, text=True,
-                              env=environment)
+        done = processes.python(*args, cwd=copy)
         assert done.returncode == 0, (args, done.stderr)
         return done.stdout
     python("-m", "data.prepare", "my.txt", "--out", "d", "--tokenizer", "byte")
@@ -170,8 +168,8 @@ def test_the_readmes_system_trains_as_pasted(tmp_path):
     code = re.search(r"```python\n(.*?)```", (REPO / "README.md").read_text(), re.DOTALL)[1]
     (copy / "model" / "sine.py").write_text(code)
     command = re.search(r"python (run_train\.py [^\n\"]+)", code)[1].split()
-    done = subprocess.run([sys.executable, *command, "--num_threads=1", "--out_dir=o"], cwd=copy,
-                          capture_output=True, text=True)
+    done = processes.python(copy / command[0], *command[1:], "--num_threads=1", "--out_dir=o",
+                            cwd=copy)
     assert done.returncode == 0, done.stderr
     last = re.findall(r"val loss ([\d.]+), abs error ([\d.]+)", done.stdout)[-1]
     assert float(last[0]) < 0.1 and float(last[1]) < 0.3

@@ -2,12 +2,11 @@
 
 import json
 import os
-import subprocess
-import sys
 
 import pytest
 import torch
-from conftest import REPO, TINY, run
+from conftest import TINY, run
+from processes import python
 from runs import Program, assert_same, tensors
 
 from data import chat as data_chat
@@ -74,8 +73,8 @@ def test_merged_is_the_same_model(data_dir, base, tmp_path, capsys):
     assert type(plain).__name__ == "GPT" and tokenizer.kind == "byte"
     assert torch.equal(plain(idx), adapted(idx))
     assert not torch.allclose(plain(idx), bare(idx), atol=1e-3)
-    text = subprocess.run([sys.executable, "-m", "model.sample", "--ckpt", tmp_path / "m.pt",
-                           "--max_new_tokens", "5", "--seed", "1"], cwd=REPO, capture_output=True)
+    text = python("-m", "model.sample", "--ckpt", tmp_path / "m.pt", "--max_new_tokens", "5",
+                  "--seed", "1")
     assert text.returncode == 0, text.stderr
     again = RUN | SHAPE | dict(data_dir=str(data_dir), out_dir=str(tmp_path / "more"), max_iters=1,
                                tokenizer="byte", init_from=str(tmp_path / "m.pt"))

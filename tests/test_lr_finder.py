@@ -4,13 +4,12 @@ import hashlib
 import json
 import math
 import random
-import subprocess
-import sys
 import xml.etree.ElementTree as ET
 
 import pytest
 import torch
-from conftest import REPO, TINY, tiny_args
+from conftest import TINY, tiny_args
+from processes import python
 
 from train import lr_finder
 from train.config import load_config
@@ -34,9 +33,7 @@ def test_command_leaves_no_trace_in_a_run(tmp_path, data_dir):
     half("a", 5)
     half("b", 5)
     before, lock = fingerprint(tmp_path / "a"), Lock(tmp_path / "a")
-    done = subprocess.run([sys.executable, "-m", "train.lr_finder", "--steps", "30",
-                           *arguments(data_dir, tmp_path / "a")],
-                          cwd=REPO, capture_output=True, text=True)
+    done = python("-m", "train.lr_finder", "--steps", "30", *arguments(data_dir, tmp_path / "a"))
     lock.release()
     assert done.returncode == 0, done.stderr
     after = fingerprint(tmp_path / "a")

@@ -2,13 +2,12 @@
 
 import random
 import shutil
-import subprocess
-import sys
 import types
 
 import pytest
 import torch
-from conftest import REPO, TINY, run
+from conftest import TINY, run
+from processes import python
 from runs import SMALL, Program, assert_same, go, run_program, tensors
 
 from model import lora, memory
@@ -126,9 +125,8 @@ def test_commands_of_the_readme(tmp_path, data_dir, backbone):
     state = load_checkpoint(str(tmp_path / "ckpt.pt"))
     assert all(".memory." in name for name in state["model"])
     assert state["spec"]["backbone"] and state["config"]["backbone"] == str(backbone)
-    sample = [sys.executable, "-m", "model.sample", "--ckpt", tmp_path / "ckpt.pt", "--seed", "1",
-              "--max_new_tokens", "12", "--prompt", "line", "--dtype", "bfloat16"]
-    done = subprocess.run(sample, cwd=REPO, text=True, capture_output=True)
+    done = python("-m", "model.sample", "--ckpt", tmp_path / "ckpt.pt", "--seed", "1",
+                  "--max_new_tokens", "12", "--prompt", "line", "--dtype", "bfloat16")
     assert done.returncode == 0 and done.stdout.startswith("line"), done.stderr
 
 

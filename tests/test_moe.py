@@ -3,14 +3,13 @@
 import json
 import math
 import random
-import subprocess
-import sys
 import types
 
 import pytest
 import torch
 import torch.nn.functional as F
-from conftest import REPO, TINY, run, tiny_args
+from conftest import TINY, run, tiny_args
+from processes import python
 from runs import Program, assert_same, run_program, tensors
 
 from model import gpt
@@ -151,9 +150,8 @@ def test_commands_of_the_readme(tmp_path, data_dir):
     assert math.exp(evaluation["val_loss"]) == pytest.approx(evaluation["val_ppl"])
     assert [len(layer) for layer in evaluation["val_use"]] == [8, 8]
     assert sum(evaluation["val_use"][0]) == pytest.approx(8, abs=0.01)
-    sample = subprocess.run([sys.executable, "-m", "model.sample", "--ckpt", out / "ckpt.pt",
-                             "--prompt", "line 1", "--max_new_tokens", "20", "--seed", "1"],
-                            cwd=REPO, text=True, capture_output=True)
+    sample = python("-m", "model.sample", "--ckpt", out / "ckpt.pt", "--prompt", "line 1",
+                    "--max_new_tokens", "20", "--seed", "1")
     assert sample.returncode == 0 and sample.stdout.startswith("line 1"), sample.stderr
 
 

@@ -11,10 +11,10 @@ import sys
 import time
 
 import pytest
-from conftest import REPO, run, start
+from conftest import REPO, finish, start
+from processes import free_port
 from test_distributed import (
     assert_losses_agree,
-    free_port,
     in_ranks,
     options,
     train_run,
@@ -82,15 +82,6 @@ def wait_for_step(out, step, process):
     wait_until(lambda: last_step(out) >= step, process, f"step {step}")
 
 
-def finish(process, seconds=90):
-    """(exit code, output) of a process that should end by itself."""
-    try:
-        output, _ = process.communicate(timeout=seconds)
-    finally:
-        process.kill()
-    return process.returncode, output
-
-
 # -----------------------------------------------------------------------------
 # ranks that die, freeze or hang
 
@@ -117,15 +108,15 @@ def test_cases_66_67_68_72_killed_ranks_restart_and_a_frozen_one_goes_on(
 
 def test_cases_65_69_an_error_in_a_rank_ends_the_job_with_its_traceback(data_dir, tmp_path):
     started = time.monotonic()
-    code, output = run(*arguments(data_dir, tmp_path), ranks=2,
-                       env=dict(FAULT="before_step@15:1=raise"))
+    code, output = finish(start(*arguments(data_dir, tmp_path), ranks=2,
+                                env=dict(FAULT="before_step@15:1=raise")))
     assert code != 0 and time.monotonic() - started < 35
     assert "[rank 1] RuntimeError: fault at before_step" in output
     assert last_step(tmp_path) == 14
     # The checkpoint is good, and the next start goes on from it: there rank 1 hangs.
     started = time.monotonic()
-    code, output = run(*arguments(data_dir, tmp_path, step_timeout=4), ranks=2,
-                       env=dict(FAULT="before_step@16:1=sleep"))
+    code, output = finish(start(*arguments(data_dir, tmp_path, step_timeout=4), ranks=2,
+                                env=dict(FAULT="before_step@16:1=sleep")))
     assert code != 0 and time.monotonic() - started < 35
     assert "at iter 10" in output and output.count("Timeout (0:00:04") == 2
     assert "in act" in output  # where rank 1 hangs
@@ -179,8 +170,9 @@ def test_case_62_sigterm_to_one_rank_stops_all_and_saves(data_dir, tmp_path):
 
 
 def test_case_105_problems_are_told_once_with_exit_code_2(tmp_path):
-    code, output = run("--batch_sise=3", "--batch_size=3", "--gradient_accumulation_steps=1",
-                       "--n_head=5", f"--out_dir={tmp_path}", ranks=2)
+    code, output = finish(start("--batch_sise=3", "--batch_size=3", "--n_head=5",
+                                "--gradient_accumulation_steps=1", f"--out_dir={tmp_path}",
+                                ranks=2))
     assert code == 1  # torchrun's; those of the ranks:
     assert "exitcode  : 2" in output
     for text in ("configuration: 3 problems", "unknown key 'batch_sise'",

@@ -2,14 +2,12 @@
 
 import json
 import math
-import os
 import pathlib
 import re
-import subprocess
-import sys
 from xml.etree import ElementTree
 
 import pytest
+from processes import python
 
 from train import plot
 
@@ -52,8 +50,7 @@ def lines(svg, css):
 
 
 def command(*args):
-    return subprocess.run([sys.executable, "-m", "train.plot", *map(str, args)], cwd=REPO,
-                          capture_output=True, text=True, timeout=60)
+    return python("-m", "train.plot", *args)
 
 
 def test_a_picture_of_one_run(tmp_path):
@@ -200,12 +197,11 @@ def test_comparing_runs(tmp_path):
 
 def test_a_comparison_lands_beside_the_runs(tmp_path):
     write_run(tmp_path / "out" / "a"), write_run(tmp_path / "out" / "deep" / "b")
-    env = os.environ | {"PYTHONPATH": str(REPO)}
+    env = {"PYTHONPATH": str(REPO)}
     for folder, runs, where in ((tmp_path, ("out/a", "out/deep/b"), "out/compare.svg"),
                                 (tmp_path / "out", ("a", "deep/b/metrics.jsonl"), "compare.svg"),
                                 (tmp_path / "out/a", (".", "../deep/b"), "../compare.svg")):
-        done = subprocess.run([sys.executable, "-m", "train.plot", *runs], cwd=folder, env=env,
-                              capture_output=True, text=True)
+        done = python("-m", "train.plot", *runs, cwd=folder, env=env)
         assert done.stdout == f"Wrote {where}\n", done.stderr
         assert (tmp_path / "out" / "compare.svg").exists()
         (tmp_path / "out" / "compare.svg").unlink()

@@ -1,13 +1,12 @@
 """--model sae: rings of activations, what the autoencoder learns, the run, sae-lens, features."""
 
 import json
-import subprocess
-import sys
 
 import numpy as np
 import pytest
 import torch
-from conftest import REPO, run
+from conftest import run
+from processes import python
 from runs import SMALL, assert_same, configure, go, metrics, run_program, tensors
 
 from data.activations import ActivationBuffer, ActivationLoader, load_backbone
@@ -263,9 +262,8 @@ def test_relu_is_standard_for_sae_lens(tmp_path, data_dir, backbone):
 
 def test_top_contexts(trained, data_dir):
     """The command prints places where a feature is as active as it says."""
-    page = subprocess.run(
-        [sys.executable, "-m", "model.sae", "--ckpt", trained[0] / "ckpt.pt", "--features", "2",
-         "--contexts", "3", "--batches", "4"], cwd=REPO, text=True, capture_output=True)
+    page = python("-m", "model.sae", "--ckpt", trained[0] / "ckpt.pt", "--features", "2",
+                  "--contexts", "3", "--batches", "4")
     assert page.returncode == 0, page.stderr
     lines = page.stdout.splitlines()
     assert len(lines) == 8 and lines[0].startswith("feature ")

@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from conftest import REPO, TINY
+from processes import python
 
 from data.tokenizer import load_tokenizer
 from model.decode import Int8Linear, has_int8_kernel, pack, quantize
@@ -33,8 +34,7 @@ def model():
 def checkpoint(tmp_path_factory):
     folder = tmp_path_factory.mktemp("sample")
     (folder / "text.txt").write_text(TEXT)
-    done = subprocess.run([sys.executable, "-m", "data.prepare", folder / "text.txt", "--out",
-                           folder / "d"], cwd=REPO, capture_output=True, text=True)
+    done = python("-m", "data.prepare", folder / "text.txt", "--out", folder / "d")
     assert done.returncode == 0, done.stderr
     train(load_config(None, TINY | dict(data_dir=str(folder / "d"), out_dir=str(folder / "o"),
                                         max_iters=60, eval_interval=60, block_size=32)))
@@ -42,8 +42,10 @@ def checkpoint(tmp_path_factory):
 
 
 def sample(*args, start=("-m", "model.sample"), cwd=REPO, **environment):
+    if "--compile" not in args:
+        return python(*start, *args, cwd=cwd, env=environment)
     return subprocess.run([sys.executable, *start, *map(str, args)], cwd=cwd, capture_output=True,
-                          text=True, env=os.environ | environment)
+                          text=True, env=os.environ | environment)  # compiling ends threads at exit
 
 
 def random_tokens(*shape, seed=1, vocab=100):

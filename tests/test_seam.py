@@ -5,10 +5,8 @@ at any world size and any split into micro-batches.
 
 import contextlib
 import importlib.util
-import os
 import pathlib
 import shutil
-import subprocess
 import sys
 from dataclasses import replace
 
@@ -17,6 +15,7 @@ import pytest
 import torch
 from conftest import REPO
 from faulty import faults
+from processes import python
 from runs import assert_same, metrics, tensors
 from test_distributed import in_ranks
 
@@ -313,9 +312,7 @@ def test_as_a_person_adds_it(rows, tmp_path):
     shutil.copy(TESTS / "model" / "toy.py", copy / "model")
 
     settings = options(rows, "o", max_iters=4)
-    done = subprocess.run([sys.executable, "run_train.py", *(f"--{k}={v}" for k, v in
-                                                             settings.items())], cwd=copy,
-                          text=True, capture_output=True, env=os.environ | {"OMP_NUM_THREADS": "1"})
+    done = python("run_train.py", *(f"--{k}={v}" for k, v in settings.items()), cwd=copy)
     assert done.returncode == 0 and "Training complete!" in done.stdout, done.stderr
     assert "[train] Data loaded. Length: 120 rows" in done.stdout
     assert "a sample of loss" in done.stdout and "row/s" in done.stdout

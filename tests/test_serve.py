@@ -21,7 +21,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import torch
 from conftest import REPO
-from runs import _forker
+from processes import Fork
 
 from data.chat import TEMPLATE, encode_chat, to_messages
 from data.tokenizer import CharTokenizer, load_tokenizer
@@ -474,10 +474,9 @@ def test_a_signal_lets_texts_finish(checkpoint):
 def test_a_second_signal_ends_it_at_once(checkpoint):
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
-    process = _forker.Process(target=main, args=([
+    process = Fork(main, ([
         f"--ckpt={checkpoint}", f"--port={port}", "--max-tokens=1000000", "--device=cpu",
-        "--dtype=float32"],))  # in bfloat16 its greedy text meets the end of text
-    process.start()
+        "--dtype=float32"],)).process  # in bfloat16 its greedy text meets the end of text
     try:
         soon(lambda: not socket.socket().connect_ex(("127.0.0.1", port)), 60)
         stream = first_of(port, 10**6)

@@ -3,14 +3,13 @@
 import json
 import math
 import re
-import subprocess
-import sys
 import time
 
 import pytest
 import torch
 import torch.nn.functional as F
-from conftest import REPO, SHARED, TINY, run, tiny_args
+from conftest import SHARED, TINY, finish, run, start, tiny_args
+from processes import python
 
 from train.config import load_config
 from train.train import train
@@ -127,18 +126,16 @@ def test_micro_batch_divides_the_share(batch_size, steps, ranks, expected):
 
 
 def test_compile_failure_falls_back_to_eager(tmp_path, data_dir):
-    code, out = run(*tiny_args(compile="true", max_iters=2), "--data_dir", data_dir, "--out_dir",
-                    tmp_path, env={"CXX": "/nonexistent",
-                                   "TORCHINDUCTOR_CACHE_DIR": str(tmp_path / "i")})
+    code, out = finish(start(*tiny_args(compile="true", max_iters=2), "--data_dir", data_dir,
+                             "--out_dir", tmp_path,
+                             env={"CXX": "/nonexistent",
+                                  "TORCHINDUCTOR_CACHE_DIR": str(tmp_path / "i")}))
     assert code == 0 and "torch.compile failed; going on without it" in out, out
 
 
 @pytest.mark.skipif(not (SHARED / "tinyshakespeare.txt").exists(), reason="no tinyshakespeare.txt")
 def test_shakespeare_characters_are_learned(tmp_path):
     """prepare, train, sample: the three commands of the README, on real text."""
-    def python(*args):
-        return subprocess.run([sys.executable, *map(str, args)], cwd=REPO, capture_output=True,
-                              text=True)
     done = python("-m", "data.prepare", "--dataset", "shakespeare", "--tokenizer", "char",
                   "--input", SHARED / "tinyshakespeare.txt", "--out", tmp_path / "d")
     assert done.returncode == 0 and "1,003,854" in done.stdout, done.stderr
