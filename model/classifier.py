@@ -470,7 +470,7 @@ def main(argv=None):
     p.add_argument("--batch_size", type=int, default=64, help="rows at once (default: %(default)s)")
     p.add_argument("--device", default="auto", help="auto, cpu, cuda, mps")
     add_field_options(p)
-    args = p.parse_args(underscores(argv))
+    args = p.parse_args(underscores(sys.argv[1:] if argv is None else argv))
     if args.batch_size < 1:
         p.error(f"--batch_size must be at least 1, got {args.batch_size}")
     try:
