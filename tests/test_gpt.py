@@ -295,6 +295,120 @@ def test_dropout_acts_in_training_only():
     assert torch.equal(model.eval()(idx), plain.eval()(idx))
 
 
+def test_where_dropout_stands(monkeypatch):
+    """On the embeddings, the probabilities of attention, and what attention and MLP give back."""
+    dropped, real = [], F.dropout
+
+    def noted(x, p=0.5, training=True, inplace=False):
+        dropped.append((tuple(x.shape), p, training))
+        return real(x, p, training, inplace)
+    monkeypatch.setattr(F, "dropout", noted)
+    monkeypatch.setattr("model.gpt.attend", lambda q, k, v, p, mask: dropped.append(p) or q)
+    model, stream = tiny(dropout=0.25), (2, 5, 32)
+    for training, inside in ((True, 0.25), (False, 0.0)):
+        model.train(training)(tokens(2, 5))
+        outside = (stream, 0.25, training)
+        assert dropped == [outside, *[inside, outside, outside] * 2]
+        dropped.clear()
+
+
+def reference(model, idx):
+    """Logits by the textbook, a token and a head at a time, in float64."""
+    c, w = model.config, {n: p.detach().double() for n, p in model.named_parameters()}
+
+    def norm(x, name):
+        if name is None or c.norm == "rms":
+            x = x / ((x ** 2).mean(-1, keepdim=True) + c.norm_eps).sqrt()
+            return x if name is None else x * w[f"{name}.weight"]
+        x = (x - x.mean(-1, keepdim=True)) / (x.var(-1, False, keepdim=True) + c.norm_eps).sqrt()
+        return x * w[f"{name}.weight"] + w.get(f"{name}.bias", 0)
+
+    def linear(x, name):
+        return x @ w[f"{name}.weight"].T + w.get(f"{name}.bias", 0)
+
+    def turn(x, t):  # pairs half a head apart, as complex numbers
+        half = c.head_dim // 2
+        angle = t * c.rope_theta ** (-torch.arange(half).double() / half)
+        z = torch.complex(x[:half], x[half:]) * torch.polar(torch.ones(half).double(), angle)
+        return torch.cat((z.real, z.imag))
+
+    def head(x, name, i, t):
+        x = linear(x, name)[i * c.head_dim:(i + 1) * c.head_dim]
+        if name[-1] != "v":
+            x = norm(x, None) if c.qk_norm else x
+            x = turn(x, t) if c.pos == "rope" else x
+        return x
+    x = w["wte.weight"][idx]
+    if c.pos == "learned":
+        x = x + w["wpe.weight"][:len(idx)]
+    if c.prev_embedding:
+        x[1:] += w["wte_prev.weight"][idx[:-1]]
+    acts = dict(gelu=lambda u: F.gelu(u, approximate="tanh"), relu2=lambda u: u.clamp(min=0) ** 2,
+                gelu_exact=lambda u: u * (1 + torch.erf(u / 2 ** 0.5)) / 2)
+    for n in (f"h.{i}" for i in range(c.n_layer)):
+        y, out = norm(x, f"{n}.ln_1"), []
+        for t in range(len(idx)):
+            heads = []
+            for i in range(c.n_head):
+                g, q = i * c.n_kv_head // c.n_head, head(y[t], f"{n}.attn.q", i, t)
+                k, v = ([head(y[s], f"{n}.attn.{p}", g, s) for s in range(t + 1)] for p in "kv")
+                p = torch.softmax(torch.stack(k) @ q / c.head_dim ** 0.5, 0)
+                heads.append(p @ torch.stack(v))
+            out.append(torch.cat(heads))
+        x = x + linear(torch.stack(out), f"{n}.attn.o")
+        y = norm(x, f"{n}.ln_2")
+        u = linear(y, f"{n}.mlp.up")
+        u = F.silu(linear(y, f"{n}.mlp.gate")) * u if c.mlp == "swiglu" else acts[c.mlp](u)
+        x = x + linear(u, f"{n}.mlp.down")
+    head_weight = w["wte.weight" if c.tie_weights else "lm_head.weight"]
+    return (norm(x, "ln_f") @ head_weight.T)[:, :c.vocab_size]
+
+
+@pytest.mark.parametrize("shape", [
+    dict(norm_eps=0.3, rope_theta=7.0), dict(n_kv_head=2, qk_norm=True, norm_eps=0.1),
+    dict(norm="layer", norm_eps=0.2, pos="learned", bias=True, mlp="gelu", tie_weights=False),
+    dict(norm="layer", mlp="gelu_exact", n_kv_head=1, bias=True, vocab_size=128),
+    dict(mlp="relu2", prev_embedding=True, bias=True, n_head=2)], ids=str)
+def test_logits_are_those_of_the_textbook(shape):
+    model = randomise(tiny(n_hidden=40, **shape)).eval()
+    idx = tokens(1, 6)
+    wide = idx.repeat(11, 1)  # more than 64 tokens at once: another way to the same projections
+    with torch.no_grad():
+        ours, many = model(idx)[0], model(wide)
+    expected = reference(model, idx[0])
+    torch.testing.assert_close(ours.double(), expected, rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(many[10].double(), expected, rtol=1e-4, atol=1e-4)
+    assert ours.shape == (6, model.config.vocab_size)
+
+
+def test_sizes_that_are_left_out():
+    config = GPTConfig(vocab_size=128, n_head=4, n_embd=32)
+    assert (config.n_kv_head, config.n_hidden, config.head_dim) == (4, 128, 8)
+    assert [GPTConfig(vocab_size=n).padded_vocab_size for n in (1, 127, 128, 129)] == [
+        128, 128, 128, 256]
+    assert GPTConfig(vocab_size=9, n_head=4, n_kv_head=2, n_hidden=7).n_hidden == 7
+
+
+def test_initial_values_by_name():
+    model = tiny(n_layer=8, n_embd=384, n_head=4, bias=True, norm="layer", pos="learned",
+                 prev_embedding=True, tie_weights=False, vocab_size=512)
+    expected = {"attn.o": 0.02 / 4, "mlp.down": 0.02 / 4, "lm_head": 0.3 / 384 ** 0.5}
+    for name, p in model.named_parameters():
+        if name.endswith("bias"):
+            assert not p.any(), name
+        elif "ln_" in name:
+            assert (p == 1).all(), name
+        else:
+            std = next((s for part, s in expected.items() if part in name), 0.02)
+            assert p.std().item() == pytest.approx(std, rel=0.1), name
+            assert abs(p.mean().item()) < std / 5, name
+    tied = tiny(n_embd=384, vocab_size=512)
+    assert tied.wte.weight.std().item() == pytest.approx(0.3 / 384 ** 0.5, rel=0.1)
+    assert tiny(n_embd=64).wte.weight.std().item() == pytest.approx(0.02, rel=0.1)
+    assert tied.initial("fork.weight", (3,), 1) is None
+    assert tied.initial("h.0.attn.x.weight", (3,), 1) is None
+
+
 # --- attention
 
 def explicit(q, k, v):

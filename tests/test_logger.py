@@ -19,6 +19,7 @@ from train.logger import (
     drop_lines_from,
     duration,
     evaluation_line,
+    progress_line,
     step_line,
 )
 
@@ -71,15 +72,24 @@ def test_lines_have_the_documented_form():
     assert step_line(STEP | dict(mfu=None, eta_s=None)).endswith("norm 0.83, 672k tok/s")
     assert "loss nan" in step_line(STEP | dict(loss=math.nan))
     assert "lr 3.00e-07," in step_line(STEP | dict(lr=3e-7))
+    assert [step_line(dict(iter=0, lr=lr)) for lr in (1e-5, 9.99e-6, 0.0)] == [
+        "iter 0: lr 0.000010", "iter 0: lr 9.99e-06", "iter 0: lr 0.000000"]
+    assert step_line(dict(iter=3, tokens_per_sec=50.0, unit="row", f1=0.25, n=3, epoch=1.0)) == (
+        "iter 3: f1 0.2500, 50 row/s")
     assert evaluation_line(EVAL) == ("step 200: train loss 3.1022, val loss 3.1954, ppl 24.42, "
                                      "bpb 1.104")
     assert evaluation_line(EVAL | dict(train_loss=None, val_bpb=None, val_accuracy=0.5)) == (
         "step 200: val loss 3.1954, ppl 24.42, accuracy 0.5000")
+    assert evaluation_line(EVAL | dict(epoch=1.2345, lr=0.00123, tokens=2.0), steps=50) == (
+        "step 200: epoch 1.23, train loss 3.1022, val loss 3.1954, ppl 24.42, bpb 1.104, "
+        "lr 0.00123 (train: the mean since step 150)")
 
 
 @pytest.mark.parametrize("n, text", [
     (950, "950"), (999.4, "999"), (999.6, "1k"), (12_345, "12.3k"), (672_400, "672k"),
-    (999_600, "1M"), (1_250_000, "1.25M"), (3.21, "3.21"), (0, "0"), (2.5e9, "2.5B")])
+    (999_600, "1M"), (1_250_000, "1.25M"), (3.21, "3.21"), (0, "0"), (2.5e9, "2.5B"),
+    (999.5, "1k"), (999_499, "999k"), (999_500, "1M"), (3e12, "3T"), (9.9e15, "9.9e+03T"),
+    (-2_500, "-2.5k"), (999.4999e9, "999B")])
 def test_compact(n, text):
     assert compact(n) == text
 
@@ -87,6 +97,8 @@ def test_compact(n, text):
 def test_duration():
     assert [duration(s) for s in (0.4, 59.6, 3725, 2 * 86400 + 10800)] == [
         "0:00:00", "0:01:00", "1:02:05", "2d 3:00:00"]
+    assert [duration(s) for s in (-3, 3599, 86399.4, 86399.6, 86461)] == [
+        "0:00:00", "0:59:59", "23:59:59", "1d 0:00:00", "1d 0:01:01"]
 
 
 def test_files_of_a_run(tmp_path, capsys):
@@ -322,6 +334,21 @@ def test_live_line_on_a_terminal(tmp_path):
     assert screen(text) == ["hello", "warning: look out", "step 4: val loss 2.0000, ppl 7.40",
                             "sample: Καλημέρα", ""]  # the live line is gone at the end
     assert "iter 3: loss" in (tmp_path / "train.log").read_text()
+
+
+def test_the_live_line_fills_what_the_terminal_has_left(monkeypatch):
+    def line(columns, blocks=False, **record):
+        monkeypatch.setattr(shutil, "get_terminal_size",
+                            lambda *_: os.terminal_size((columns, 24)))
+        return progress_line(record, blocks)
+    record = dict(iter=49, max_iters=200, loss=3.21044)
+    assert line(200, **record) == " 25%|" + "#" * 10 + " " * 30 + "| 50/200, loss 3.2104"
+    assert line(56, **record) == " 25%|" + "#" * 7 + " " * 22 + "| 50/200, loss 3.2104"
+    assert line(37, **record) == " 25%|" + "#" * 2 + " " * 8 + "| 50/200, loss 3.2104"
+    assert line(36, **record) == " 25%|" + "#" * 5 + " " * 17 + "| 50/200"
+    assert line(200, True, iter=0, max_iters=1) == "100%|" + "█" * 40 + "| 1/1"
+    assert line(200, iter=4).endswith("| 5/5") and line(200, iter=9, max_iters=5)[:4] == "100%"
+    assert line(9, **record) == " 25%|| 5"
 
 
 @pytest.mark.parametrize("columns", [12, 24, 40, 300])
