@@ -31,7 +31,8 @@ FORKER.set_forkserver_preload(["pytest", "numpy", "yaml", "tiktoken", "torch._dy
 
 def ready():
     """Start the process that the others are forked from, if there is none yet."""
-    path = os.pathsep.join([str(REPO), str(TESTS)])  # that it finds ours, whatever folder we are in
+    path = os.pathsep.join([str(REPO), str(TESTS),  # that it finds ours, whatever folder we are in
+                            *filter(None, [os.environ.get("PYTHONPATH")])])
     with mock.patch.dict(os.environ, PYTHONPATH=path, OMP_NUM_THREADS="1"):
         forkserver.ensure_running()
     return FORKER

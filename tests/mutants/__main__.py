@@ -6,9 +6,9 @@ first, until one fails. A survivor is a test to be written, or goes to equivalen
 reason why it changes nothing. `--planted` tries the faults of planted.py instead, `--again FILE`
 the survivors of an earlier `--out FILE`.
 
-Which tests run a line is found by running each test file once (20 minutes) and kept in --map;
-later only test files that have changed are run (all again: delete the file). A mutant then costs
-seconds, a survivor up to --budget seconds of tests; `--keep-map` takes the map as it is.
+Which tests run a line is found by running each of them once (20 minutes) and kept in --map; later
+only tests that have changed are run (all again: delete the file). A mutant then costs seconds, a
+survivor up to --budget seconds of tests; `--keep-map` takes the map as it is.
 """
 
 import argparse
@@ -17,6 +17,7 @@ import fnmatch
 import json
 import os
 import random
+import signal
 import sys
 import tempfile
 import time
@@ -127,26 +128,26 @@ def stages(known, tests, budget):
     """The tests to run, in two lists: those of the closest files first. Quick ones first, up to
     `budget` seconds, but of every file the three quickest."""
     by_file = collections.defaultdict(list)
-    for test in sorted(tests, key=lambda t: (known.seconds[t], t)):
+    for test in sorted(tests, key=lambda t: (known.seconds(t), t)):
         by_file[test.split("::")[0]].append(test)
-    sizes = collections.Counter(t.split("::")[0] for t in known.seconds)
+    sizes = collections.Counter(t.split("::")[0] for t in known.tests)
     close = sorted(by_file, key=lambda f: (-len(by_file[f]) / sizes[f], f))
     first, spent = [], 0.0
     for file in close[:NEAR_FILES]:
         for test in by_file[file]:
-            spent += known.seconds[test]
+            spent += known.seconds(test)
             if spent < NEAR_SECONDS or not first:
                 first.append(test)
     chosen = {t for f in by_file for t in by_file[f][:3]}
-    spent = sum(known.seconds[t] for t in chosen)
-    for test in sorted(tests, key=lambda t: known.seconds[t]):
-        spent += 0 if test in chosen else known.seconds[test]
+    spent = sum(known.seconds(t) for t in chosen)
+    for test in sorted(tests, key=lambda t: known.seconds(t)):
+        spent += 0 if test in chosen else known.seconds(test)
         if spent < budget:
             chosen.add(test)
 
     def order(test):
-        slow = int(known.seconds[test] > 0.3) + int(known.seconds[test] > 3)
-        return slow, close.index(test.split("::")[0]), known.seconds[test]
+        slow = int(known.seconds(test) > 0.3) + int(known.seconds(test) > 3)
+        return slow, close.index(test.split("::")[0]), known.seconds(test)
     rest = sorted(chosen - set(first), key=order)
     return [s for s in (first, rest) if s], len(tests) - len(chosen | set(first))
 
@@ -157,10 +158,7 @@ def attempt(mutant, slot, lists, known, sound, patience):
     file, broken = slot / "repo" / mutant.path, []
 
     def run(tests):
-        return runner.run_tests(slot / "repo", slot, tests, limit, patience)
-
-    def limit(test):
-        return 5 * (known.seconds.get(test, 1.0) + known.shared(test))
+        return runner.run_tests(slot / "repo", slot, tests, known.limit, patience)
 
     def put(source, later):
         status = (REPO / mutant.path).stat()
@@ -219,20 +217,19 @@ class Pool:
 
 
 def update_map(known, pool):
-    """Run the test files that the map does not know as they are."""
-    stale = known.stale()
-
-    def record(name, slot):
+    """Run the tests that the map does not know as they are."""
+    def record(job, slot):
         runner.adopt_orphans()
-        return runner.record(slot / "repo", slot, name)
+        return runner.record(slot / "repo", slot, *job)
 
-    def done(name, output, seconds):
+    def done(job, output, seconds):
+        file, names = job
         if output is None:
-            print(f"map: tests/{name} did not end", flush=True)
+            print(f"map: tests/{file} did not end", flush=True)
             return
-        known.add(name, output)
-        print(f"map: tests/{name}, {seconds:.0f} s", flush=True)
-    pool.run(stale, record, done)
+        known.add(file, names, output)
+        print(f"map: {len(names)} of tests/{file}, {seconds:.0f} s", flush=True)
+    pool.run(known.stale(), record, done)
 
 
 def campaign(mutants, known, pool, a):
@@ -303,6 +300,7 @@ def main(args):
     if a.list:
         print(*mutants, sep="\n")
         return 0
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # with what it started, and copied
     runner.warm_up(REPO)
     runner.adopt_orphans()
     try:

@@ -1,5 +1,5 @@
-"""Which tests run which line: a map, made once by running every test file with marked lines, and
-kept in a file outside the repository. Test files that changed are run again."""
+"""Which tests run which line: a map, made once by running every test with marked lines, and kept in
+a file outside the repository. Tests whose own text has changed are run again."""
 
 import ast
 import difflib
@@ -21,10 +21,6 @@ def program_files(repo):
     files = [p for folder in FOLDERS for p in (repo / folder).rglob("*.py")
              if p.is_relative_to(repo / "data" / "bin") is False]
     return [str(p.relative_to(repo)) for p in [*sorted(files), repo / "run_train.py"]]
-
-
-def digest(path):
-    return hashlib.sha256(path.read_bytes()).hexdigest()
 
 
 class Recorder:
@@ -94,62 +90,93 @@ def table_of_lines(repo, folder):
     return table, firsts
 
 
+def test_functions(path):
+    """{name: digest} of the tests of a file."""
+    text = path.read_text()
+    return {node.name: hashlib.sha256(ast.get_source_segment(text, node).encode()).hexdigest()[:16]
+            for node in ast.parse(text).body
+            if isinstance(node, ast.FunctionDef) and node.name.startswith("test_")}
+
+
+def function_of(test):
+    """("test_file.py", "test_function") of a test's id."""
+    file, _, name = test.partition("::")
+    return Path(file).name, name.split("[")[0]
+
+
 class Map:
-    """tests: {test file: {"digest", "files": {path: digest}, "shared": seconds of its fixtures,
-    "tests": [[id, seconds, {path: [line]}]]}}; sources: {digest: text} of the files that the
-    lines' numbers are of."""
+    """tests: {id: [seconds, number of the snapshot, {path: [line]}]}; snapshots: [{path: digest}]
+    and sources {digest: text} are the program that the numbers of the lines are of; functions:
+    {test file: test_functions()}; fixtures: {test file: seconds of what its tests share}."""
+    KEPT = "tests", "snapshots", "sources", "functions", "fixtures"
 
     def __init__(self, path, repo):
         self.path, self.repo = Path(path), repo
-        self.tests, self.sources = {}, {}
-        if self.path.exists():
-            known = json.loads(self.path.read_text())
-            self.tests, self.sources = known["tests"], known["sources"]
+        known = json.loads(self.path.read_text()) if self.path.exists() else {}
+        self.tests, self.snapshots = known.get("tests", {}), known.get("snapshots", [])
+        self.sources, self.functions = known.get("sources", {}), known.get("functions", {})
+        self.fixtures = known.get("fixtures", {})
 
     def stale(self):
-        """Test files to be run: new or changed."""
-        for name in set(self.tests) - {p.name for p in self.test_files()}:
-            del self.tests[name]
-        return [p.name for p in self.test_files()
-                if self.tests.get(p.name, {}).get("digest") != digest(p)]
+        """[(test file, its tests to be run)]: those that are new or have another text."""
+        now = {p.name: test_functions(p) for p in self.test_files()}
+        for test in list(self.tests):
+            file, name = function_of(test)
+            if name not in now.get(file, ()):
+                del self.tests[test]
+        out = []
+        for file, functions in now.items():
+            known = self.functions.get(file, {})
+            if names := [n for n, digest in functions.items() if known.get(n) != digest]:
+                out.append((file, names))
+        return out
 
     def test_files(self):
         return sorted((self.repo / "tests").glob("test_*.py"), key=lambda p: -p.stat().st_size)
 
-    def add(self, name, output):
-        """Take in what Recorder wrote of one test file."""
-        *tests, shared = map(json.loads, output.splitlines())
-        files = {}
+    def add(self, file, names, output):
+        """Take in what Recorder wrote of tests of a file."""
+        *tests, fixtures = map(json.loads, output.splitlines())
+        snapshot = {}
         for path in program_files(self.repo):
-            files[path] = digest(self.repo / path)
-            self.sources[files[path]] = (self.repo / path).read_text()
-        self.tests[name] = dict(digest=digest(self.repo / "tests" / name), files=files,
-                                shared=shared, tests=tests)
+            text = (self.repo / path).read_text()
+            snapshot[path] = hashlib.sha256(text.encode()).hexdigest()
+            self.sources[snapshot[path]] = text
+        if snapshot not in self.snapshots:
+            self.snapshots.append(snapshot)
+        for test in [t for t in self.tests if function_of(t) in {(file, n) for n in names}]:
+            del self.tests[test]
+        for test, seconds, lines in tests:
+            self.tests[test] = [seconds, self.snapshots.index(snapshot), lines]
+        now = test_functions(self.repo / "tests" / file)
+        self.functions.setdefault(file, {}).update((n, now[n]) for n in names)
+        self.fixtures[file] = max(fixtures, self.fixtures.get(file, 0.0))
+        self.save()
+
+    def save(self):
         with tempfile.NamedTemporaryFile("w", dir=self.path.parent, delete=False) as f:
-            json.dump(dict(tests=self.tests, sources=self.sources), f)
+            json.dump({name: getattr(self, name) for name in self.KEPT}, f)
         Path(f.name).replace(self.path)
 
-    @cached_property
-    def seconds(self):
-        """{test id: seconds, its file's fixtures not counted}."""
-        return {test: s for t in self.tests.values() for test, s, _ in t["tests"]}
+    def seconds(self, test):
+        return self.tests[test][0] if test in self.tests else 1.0
 
-    def shared(self, test):
-        return self.tests[Path(test.split("::")[0]).name]["shared"]
+    def limit(self, test):
+        """Seconds that a test may take."""
+        return 5 * (self.seconds(test) + self.fixtures.get(function_of(test)[0], 0.0))
 
     @cached_property
     def hits(self):
         """{(path, line of today): {test id}}."""
         out, moves = {}, {}
-        for t in self.tests.values():
-            for test, _, lines in t["tests"]:
-                for path, numbers in lines.items():
-                    key = path, t["files"][path]
-                    if key not in moves:
-                        moves[key] = self.moved_lines(*key)
-                    for n in numbers:
-                        for place in moves[key].get(n, ()):
-                            out.setdefault(place, set()).add(test)
+        for test, (_, snapshot, lines) in self.tests.items():
+            for path, numbers in lines.items():
+                key = path, self.snapshots[snapshot][path]
+                if key not in moves:
+                    moves[key] = self.moved_lines(*key)
+                for n in numbers:
+                    for place in moves[key].get(n, ()):
+                        out.setdefault(place, set()).add(test)
         return out
 
     def moved_lines(self, path, then):
@@ -227,8 +254,9 @@ class Map:
                                 out.setdefault(name, set()).update(tests)
         for file in self.test_files():
             ids = {}
-            for test, _, _ in self.tests.get(file.name, {"tests": ()})["tests"]:
-                ids.setdefault(test.split("::")[-1].split("[")[0], []).append(test)
+            for test in self.tests:
+                if function_of(test)[0] == file.name:
+                    ids.setdefault(function_of(test)[1], []).append(test)
             for node in ast.walk(ast.parse(file.read_text())):
                 if isinstance(node, ast.FunctionDef) and node.name in ids:
                     for name in {x for s in ast.walk(node) for x in names_in(s)}:

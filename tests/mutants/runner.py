@@ -104,6 +104,7 @@ def forked(work):
     if pid:
         return pid
     code = 70
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
     try:
         code = work()
     except BaseException:
@@ -178,13 +179,14 @@ def run_tests(repo, folder, tests, limit, patience):
     return failed
 
 
-def record(repo, folder, name):
-    """Run one test file with marked lines; what Recorder wrote, or None where it did not end."""
+def record(repo, folder, file, names):
+    """Run tests of one file with marked lines; what Recorder wrote, or None if it did not end."""
     table, firsts = table_of_lines(repo, folder)
     environment(MARKED_LINES=str(table), PYTHONPATH=str(Path(sitecustomize.__file__).parent))
     with open(folder / "map.jsonl", "w") as f:
         recorder = Recorder(sitecustomize.install(str(table)), firsts, f)
-        pid = forked(lambda: run_pytest(repo, [f"tests/{name}"], [recorder], folder, False))
+        pid = forked(lambda: run_pytest(repo, [f"tests/{file}::{n}" for n in names], [recorder],
+                                        folder, False))
         end = time.monotonic() + RECORD_LIMIT
         while (ended := os.waitpid(pid, os.WNOHANG)[0] != pid) and time.monotonic() < end:
             time.sleep(0.1)
