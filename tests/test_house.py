@@ -78,6 +78,24 @@ def test_the_loop_does_not_know_language_models():
         assert not re.search(r"wte|token_bytes|val_bpb|val_ppl|block_size|vocab", text)
 
 
+def test_every_command_takes_dashes_and_underscores():
+    """Whatever is parsed has been through `underscores`, and options are declared with these."""
+    parsers, odd = 0, []
+    for name, path in FILES.items():
+        text = path.read_text()
+        if "ArgumentParser(" not in text:
+            continue
+        for node in ast.walk(ast.parse(text)):
+            if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
+                call = ast.unparse(node)
+                if node.func.attr in ("parse_args", "parse_known_args"):
+                    parsers += 1
+                    odd += [(name, call)] * ("underscores(" not in call)
+                if node.func.attr == "add_argument":
+                    odd += [(name, call)] * bool(re.match(r".*?\('--\w+-", call))
+    assert parsers >= 17 and odd == []
+
+
 def test_no_test_hook_is_in_the_program():
     for path in FILES.values():
         assert not re.search(r"\bFAULT\b|PYTEST|\bpytest\b", path.read_text()), path

@@ -7,6 +7,7 @@ import sys
 import time
 
 import pytest
+import yaml
 from conftest import REPO, TINY
 
 from train.logger import Logger
@@ -199,8 +200,11 @@ def test_mlflow(tmp_path, monkeypatch):
 
 
 def bare_python(code, folder):
-    """Run code in a Python without any installed package; its completed process."""
-    code = f"import sys; sys.path.insert(0, {str(REPO)!r}); import train.trackers as t; {code}"
+    """Run code in a Python without any installed package but PyYAML; its completed process."""
+    (folder / "lib").mkdir()
+    (folder / "lib" / "yaml").symlink_to(yaml.__path__[0])
+    code = (f"import sys; sys.path[:0] = [{str(REPO)!r}, {str(folder / 'lib')!r}]; "
+            f"import train.trackers as t; {code}")
     return subprocess.run([sys.executable, "-S", "-c", code], cwd=folder, capture_output=True,
                           text=True)
 
@@ -208,8 +212,8 @@ def bare_python(code, folder):
 def test_a_missing_package_is_one_line(tmp_path):
     done = bare_python("t.check_trackers(['wandb', 'mlflow'])", tmp_path)
     first, second = done.stderr.strip().split("\n")[-2:]
-    assert first == ("ValueError: tracker 'wandb' needs the 'wandb' package: pip install wandb "
-                     "(or drop --tracker)")
+    assert first == ("train.trackers.TrackerError: tracker 'wandb' needs the 'wandb' package: pip "
+                     "install wandb (or drop --tracker)")
     assert second == ("tracker 'mlflow' needs the 'mlflow' package: pip install mlflow "
                       "(or drop --tracker)")
 

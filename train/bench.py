@@ -31,7 +31,7 @@ from model.decode import pack, quantize
 from model.generate import generate
 from model.gpt import GPT, GPTConfig
 from train import distributed, logger, speed
-from train.config import REPOSITORY, load_config, load_model_file
+from train.config import REPOSITORY, load_config, load_model_file, underscores
 from train.distributed import LeaveTogether, choose_dtype, get_device, max_over_ranks
 from train.logger import compact, duration
 from train.optimizer import build_optimizer, clip_gradients, configure_optimizers
@@ -442,12 +442,12 @@ def parse_args(argv):
     p.add_argument("--batch", type=int, help="sequences in a step (default: 4; 32 on CUDA)")
     p.add_argument("--target", type=float, default=1.8857, help="validation loss (default: 1.8857)")
     p.add_argument("--device", default="auto", help="auto, cpu or cuda, for throughput and sample")
-    p.add_argument("--no-compile", dest="compile", action="store_false", help="eager only")
+    p.add_argument("--no_compile", dest="compile", action="store_false", help="eager only")
     p.add_argument("--set", dest="overrides", nargs="*", default=[], metavar="key=value",
                    help="changes to our configuration in time_to_loss")
     p.add_argument("--tiny", action="store_true", help="seconds: does the command itself work?")
     p.add_argument("--out", help="write all numbers to this JSON file")
-    o = p.parse_args(argv)
+    o = p.parse_args(underscores(sys.argv[1:] if argv is None else argv))
     o.rows = o.rows or list(ROWS)
     if unknown := set(o.rows) - set(ROWS):
         p.error(f"unknown row: {', '.join(unknown)}; known: {', '.join(ROWS)}")

@@ -30,6 +30,7 @@ from train.config import (
     read_yaml,
     take_config,
     to_yaml,
+    underscores,
 )
 from train.distributed import SetupError
 from train.files import open_lock, write_text
@@ -380,7 +381,8 @@ def main(argv=None):
     parser.add_argument("--stages", help="stages in place of the file's, as YAML: '[{trials: 8, "
                         "max_iters: 200}, {trials: 4, max_iters: 1000, narrow: 0.3}]'")
     parser.add_argument("--out", default="out/hpo", help="folder of the search (%(default)s)")
-    args, rest = parser.parse_known_args(argv)
+    args, rest = parser.parse_known_args(
+        underscores(sys.argv[1:] if argv is None else argv))
     try:
         import optuna
         from optuna.storages import RetryHeartbeatStaleTrialCallback  # noqa: F401

@@ -18,7 +18,7 @@ from dataclasses import replace
 from statistics import fmean, pstdev
 from types import SimpleNamespace
 
-from train.config import ConfigError, load_config, take_config
+from train.config import ConfigError, load_config, take_config, underscores
 from train.distributed import SetupError
 from train.files import write_text
 from train.guard import Stopped, run_reporting_errors
@@ -150,7 +150,8 @@ def main(argv=None):
     parser.add_argument("--from", dest="low", type=float, default=1e-7, help="(%(default)g)")
     parser.add_argument("--to", dest="high", type=float, default=1.0, help="(%(default)g)")
     parser.add_argument("--steps", type=int, default=100, help="optimizer steps (%(default)s)")
-    args, rest = parser.parse_known_args(argv)
+    args, rest = parser.parse_known_args(
+        underscores(sys.argv[1:] if argv is None else argv))
     if not (0 < args.low < args.high <= 100 and args.steps >= 10):
         parser.error("expected 0 < --from < --to <= 100, and --steps of at least 10")
     try:

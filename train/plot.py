@@ -333,7 +333,8 @@ def main(argv=None):
                         "val_NAME, of evaluations: ppl, grad_norm, ... (%(default)s)")
     parser.add_argument("--out", help="FILE.svg (default: loss.svg in the folder of a single run, "
                                       "compare.svg beside several)")
-    args = parser.parse_args(argv)
+    from train.config import underscores  # drawing needs no YAML
+    args = parser.parse_args(underscores(sys.argv[1:] if argv is None else argv))
     metric = args.metric.removeprefix("val_")
     out = args.out or default_path(args.runs, metric)
     try:
