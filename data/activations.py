@@ -9,6 +9,7 @@ Shapes: B windows, T tokens, C width of the stream.
 import copy
 import functools
 import hashlib
+import os
 
 import numpy as np
 import torch
@@ -33,12 +34,13 @@ class Backbone:
     such block."""
 
     def __init__(self, path, layer, device, dtype):
-        from model.load import load_model
+        from model.load import model_of, read_backbone
         try:
-            self.gpt, self.tokenizer = load_model(path, device)
+            state = read_backbone(path)
+            self.gpt, self.tokenizer = model_of(state, path, device)
         except CheckpointError as error:
             raise CheckpointError(f"backbone: {error}; --backbone names a trained GPT") from error
-        self.path, self.sha256 = path, file_hash(path)
+        self.path, self.digest = path, state["digest"]
         if not isinstance(self.gpt, GPT):
             raise CheckpointError(f"backbone: {path} is a {type(self.gpt).__name__}, no GPT")
         if layer >= len(self.gpt.h):
@@ -46,6 +48,13 @@ class Backbone:
                                f"0 to {len(self.gpt.h) - 1}"])
         self.gpt.requires_grad_(False)
         self.layer, self.dtype, self.lower = layer, dtype, first_blocks(self.gpt, layer + 1)
+
+    @functools.cached_property
+    def file_hash(self):
+        """sha256 of the file, by which autoencoders knew their backbone before."""
+        if os.path.isdir(self.path):
+            return None
+        return hashlib.sha256(np.memmap(self.path, np.uint8, "r")).hexdigest()
 
     @torch.no_grad()
     def activations(self, idx):
@@ -79,14 +88,6 @@ def first_blocks(gpt, n):
     part = copy.copy(gpt)
     part._modules = gpt._modules | {"h": gpt.h[:n], "ln_f": nn.Identity()}
     return part
-
-
-def file_hash(path):
-    digest = hashlib.sha256()
-    with open(path, "rb") as f:
-        while block := f.read(1 << 22):
-            digest.update(block)
-    return digest.hexdigest()
 
 
 @functools.lru_cache(maxsize=1)  # one copy for the loader and the model
@@ -170,7 +171,7 @@ class ActivationLoader:
         self.last[micro] = step
 
     def fingerprint(self):
-        return self.tokens.fingerprint() | {"backbone": self.backbone.sha256}
+        return self.tokens.fingerprint() | {"backbone": self.backbone.digest}
 
     def locate(self, step):
         return f"activations of the {self.windows} calls up to {step}: {self.tokens.locate(step)}"

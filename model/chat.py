@@ -99,6 +99,9 @@ class ChatGPT(GPT):
 # -----------------------------------------------------------------------------
 # what train/train.py asks of a model file
 
+adopt_shape = gpt.adopt_shape
+
+
 def is_chat(data_dir):
     """Whether a folder holds rows that data/chat.py wrote."""
     return os.path.isdir(data_dir) and read_meta(data_dir).get("kind") == "chat"

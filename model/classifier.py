@@ -24,7 +24,7 @@ import torch.nn.functional as F
 from data.labels import ARRAYS, SPLITS, Fields, add_field_options, read_rows, to_arrays
 from data.token_files import DataError
 from data.tokenizer import load_dataset_tokenizer
-from model.gpt import GPT, GPTConfig, fill, normal
+from model.gpt import GPT, GPTConfig, adopt_shape, fill, normal  # noqa: F401
 from train.config import UserError, key, underscores
 from train.dataloader import Data, RowLoader
 

@@ -24,7 +24,7 @@ from model.ops import (
     rms_norm,
     rope_tables,
 )
-from train.keys import GPTKeys
+from train.keys import GPTKeys, adopt_shape  # noqa: F401  the loop asks for the second here
 
 
 @dataclass

@@ -1,27 +1,45 @@
-"""The model of a checkpoint: the one that its training built, whatever the system, or one that
-model/convert/foreign.py reads."""
+"""A checkpoint as a model: the one that its training built, whatever the system, or one that
+model/convert/foreign.py reads; as the frozen backbone of another model; ready to write text."""
 
+import hashlib
+import os
 import sys
 import types
-from dataclasses import fields
+from dataclasses import fields, replace
 
 import torch
 
 from model.decode import Int8Linear, pack, quantize
 from model.gpt import GPT, GPTConfig
+from train.checkpoint import CheckpointError, bullets, load_checkpoint
+from train.config import load_config, load_model_file
+from train.distributed import convert_ddp_state
+from train.keys import adopt_shape
 
 # Options that older checkpoints may name, with the only value that can still be computed.
 REMOVED = dict(softcap=0.0, value_embeddings=False, x0_residual=False)
 
 
+def read_weights(path):
+    """The checkpoint at `path`, or what model/convert/foreign.py makes of weights that another
+    program wrote: a file of tensors or a Hugging Face folder. Raises CheckpointError."""
+    foreign = os.path.isdir(path) or str(path).endswith(".safetensors")
+    state = None if foreign else load_checkpoint(path)
+    if state is not None and "format_version" in state:
+        return state
+    from model.convert.foreign import read_model
+    return read_model(path, state)
+
+
 def load_model(ckpt_path, device="cpu", dtype=None):
     """(model in eval mode, tokenizer or None) from a checkpoint of train.py, or from what
     model/convert/foreign.py reads, with weights in `dtype` if given. Raises CheckpointError."""
+    return model_of(read_weights(ckpt_path), ckpt_path, device, dtype)
+
+
+def model_of(state, path, device="cpu", dtype=None):
+    """load_model's result from the checkpoint `state`, which was read from `path`."""
     from data.tokenizer import tokenizer_from_spec
-    from train.checkpoint import CheckpointError
-    from train.distributed import convert_ddp_state
-    from train.resume import read_weights
-    state = read_weights(ckpt_path)
     spec = state.get("spec") or {}
     spec = spec.get("tokenizer") or state.get("tokenizer")
     try:
@@ -30,7 +48,7 @@ def load_model(ckpt_path, device="cpu", dtype=None):
         model.load_state_dict(convert_ddp_state(state.get("model", {})), assign=True)
         tokenizer = tokenizer_from_spec(spec) if spec else None
     except (RuntimeError, ValueError) as error:
-        raise CheckpointError(f"{ckpt_path}: {error}") from error
+        raise CheckpointError(f"{path}: {error}") from error
     for p in model.parameters():  # tables keep their precision
         p.data = p.data.to(device, dtype)
     return model.to(device).eval(), tokenizer
@@ -42,7 +60,6 @@ def empty_model(state):
     name = (state.get("config") or {}).get("model", "gpt")
     if name == "gpt":
         return GPT(read_model_args(state.get("model_args") or {}))
-    from train.config import load_config, load_model_file
     if not state.get("spec"):
         raise ValueError(f"no spec of its data in it, from which a model of {name} is built")
     build = load_model_file(str(name)).build_model
@@ -59,6 +76,45 @@ def read_model_args(args):
     if not {"n_layer", "vocab_size"} <= args.keys():
         raise ValueError("no model_args of a GPT (n_layer, vocab_size, ...) in it")
     return GPTConfig(**{f.name: args[f.name] for f in fields(GPTConfig) if f.name in args})
+
+
+# -----------------------------------------------------------------------------
+# the weights that another model starts from or stands on
+
+def take_shape(config, model_args, path, hook=adopt_shape):
+    """{key: value} that a run takes over from the `model_args` of the weights at `path`, by the
+    adopt_shape(config, model_args) of its model file. Raises CheckpointError naming the keys that
+    contradict them."""
+    taken, wrong = hook(config, model_args)
+    if wrong:
+        raise CheckpointError(f"{path} is a model of another shape:\n{bullets(wrong)}\n"
+                              "leave these keys out to take them from it")
+    return taken
+
+
+def with_shape(config, model_args, path):
+    """`config` with the shape of its backbone, but for the vocabulary, which data.spec says."""
+    return replace(config, **take_shape(config, model_args, path)
+                   | dict(vocab_size=config.vocab_size))
+
+
+def read_backbone(path):
+    """The checkpoint at `path` for another model to stand on: its weights {name: tensor} under
+    "model", and their "digest". Raises CheckpointError."""
+    with torch.device("cpu"):
+        state = read_weights(path)
+    weights = convert_ddp_state(state["model"])
+    return {**state, "model": weights, "digest": digest(weights)}
+
+
+def digest(weights):
+    """sha256 of named tensors, whatever file they are in: by it a model knows its backbone."""
+    sha = hashlib.sha256()
+    for name in sorted(weights):
+        t = weights[name].contiguous()
+        sha.update(f"{name} {tuple(t.shape)} {t.dtype}".encode())
+        sha.update(t.view(-1).view(torch.uint8).numpy())
+    return sha.hexdigest()
 
 
 # -----------------------------------------------------------------------------

@@ -10,29 +10,29 @@ names its backbone by a digest of the weights. The data are token files, or chat
 
 import argparse
 import functools
-import hashlib
 import sys
 import types
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 
 import torch
 import torch.nn as nn
 
-from model import chat, gpt
+from model import chat, gpt, load
 from model.chat import ChatGPT
 from model.gpt import stable_hash
+from model.load import with_shape
 from train.checkpoint import CheckpointError, load_checkpoint, save_checkpoint
 from train.config import FIELDS, ConfigError, UserError, key, load_config, underscores
 from train.dataloader import open_token_data
 from train.distributed import convert_ddp_state, from_main
 from train.optimizer import matches
-from train.resume import adopt_shape, check_tokenizer, read_weights
+from train.resume import check_tokenizer
 
 
 @dataclass
 class Keys:
     backbone: str = key("out/ckpt.pt", "checkpoint of a gpt or chat model, which stays frozen",
-                        free=True, path=True)
+                        free=True, path=True, reads=True)
     lora_rank: int = key(8, "rank of the adapters", ge=1)
     lora_alpha: float = key(16.0, "the adapters' product is scaled by lora_alpha / lora_rank", gt=0)
     lora_targets: list[str] = key(["attn", "mlp"], "linear layers that get an adapter, by "
@@ -136,12 +136,14 @@ def merge(model):
 
 
 # -----------------------------------------------------------------------------
-# the backbone
+# what train/train.py asks of a model file
+
+adopt_shape = gpt.adopt_shape
+
 
 def read_backbone(path):
-    """The checkpoint at `path`, its weights {name: tensor} under "model"; CheckpointError."""
-    with torch.device("cpu"):
-        state = read_weights(path)
+    """The checkpoint at `path` of a gpt or chat model, see model/load.py; CheckpointError."""
+    state = load.read_backbone(path)
     kind = (state.get("config") or {}).get("model", "gpt")
     if kind == "lora":
         raise CheckpointError(f"{path}: holds adapters itself; merge them into their backbone "
@@ -149,33 +151,20 @@ def read_backbone(path):
     if kind not in ("gpt", "chat") or "n_layer" not in state.get("model_args", {}):
         raise CheckpointError(f"{path}: a checkpoint of a gpt or chat model is needed, with its "
                               f"model_args; this one is of {kind}")
-    return {**state, "model": convert_ddp_state(state["model"])}
-
-
-def digest(weights):
-    """sha256 of named tensors, whatever file they are in."""
-    sha = hashlib.sha256()
-    for name in sorted(weights):
-        t = weights[name].contiguous()
-        sha.update(f"{name} {tuple(t.shape)} {t.dtype}".encode())
-        sha.update(t.view(-1).view(torch.uint8).numpy())
-    return sha.hexdigest()
+    return state
 
 
 def describe_backbone(path):
     """What a run must know of its backbone, in plain types."""
     state = read_backbone(path)
     spec = state.get("spec") or {}
-    return dict(sha256=digest(state["model"]), shape=state["model_args"],
+    return dict(sha256=state["digest"], shape=state["model_args"],
                 tokenizer=spec.get("tokenizer") or state.get("tokenizer"))
 
 
-# -----------------------------------------------------------------------------
-# what train/train.py asks of a model file
-
 def open_data(config, ranks):
     found, path = from_main(lambda: describe_backbone(config.backbone), ranks), config.backbone
-    c = replace(config, **adopt_shape(config, found["shape"], path))  # its block_size, above all
+    c = with_shape(config, found["shape"], path)  # its block_size, above all
     data = (chat.open_data if chat.is_chat(c.data_dir) else open_token_data)(c, ranks)
     check_tokenizer(found["tokenizer"], data.spec["tokenizer"], path, c.allow_change)
     if data.spec["vocab_size"] > found["shape"]["vocab_size"]:
@@ -188,11 +177,11 @@ def open_data(config, ranks):
 def build_model(config, data):
     """Reads the backbone, which must be the one that data.spec names. Raises CheckpointError."""
     state = read_backbone(config.backbone)
-    if digest(state["model"]) != data.spec["backbone"]:
+    if state["digest"] != data.spec["backbone"]:
         raise CheckpointError(f"{config.backbone}: these are not the weights that the adapters "
                               f"were trained on (sha256 {data.spec['backbone'][:16]}...); name "
                               "their file: --backbone")
-    c = replace(config, **adopt_shape(config, state["model_args"], config.backbone))
+    c = with_shape(config, state["model_args"], config.backbone)
     weights = {name: t.float() for name, t in state["model"].items()}  # a folder may have bfloat16
     kind = functools.partial(LoRA, weights=weights, r=c.lora_rank,
                              alpha=c.lora_alpha, targets=c.lora_targets)

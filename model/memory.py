@@ -12,7 +12,7 @@ checkpoint holds what is trained, and a digest of its backbone.
 Shapes: B, T, C, H, D as in model/gpt.py; n chapters of S pairs, k of them for a token.
 """
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 import torch.nn as nn
@@ -20,17 +20,18 @@ import torch.nn as nn
 from model import gpt, lora, moe
 from model.chat import is_chat
 from model.gpt import GPTConfig, Norm, normal
+from model.load import with_shape
 from model.moe import GroupedLinear, Groups, RoutedBlock, RoutedGPT, Router, RouterKeys
 from train.checkpoint import CheckpointError
 from train.config import ConfigError, key
-from train.resume import adopt_shape
 
-sample = gpt.sample
+sample, adopt_shape = gpt.sample, gpt.adopt_shape
 
 
 @dataclass
 class Keys(RouterKeys):
-    backbone: str = key("", "checkpoint of the GPT that gets a memory", free=True, path=True)
+    backbone: str = key("", "checkpoint of the GPT that gets a memory", free=True, path=True,
+                        reads=True)
     train_base: bool = key(False, "train the backbone as well (its rate: lr_groups)")
     lora_rank: int = key(0, "rank of adapters on the backbone's attention and MLP; 0: none", ge=0)
     n_chapters: int = key(16, "chapters in a block", ge=1)
@@ -171,11 +172,11 @@ def build_model(config, data):
         state = lora.read_backbone(path)
     except CheckpointError as error:
         raise CheckpointError(f"backbone: {error}") from error
-    if lora.digest(state["model"]) != data.spec["backbone"]:
+    if state["digest"] != data.spec["backbone"]:
         raise CheckpointError(f"backbone: {path} has other weights than the ones this memory was "
                               f"made for (sha256 {data.spec['backbone'][:16]}...); put them there "
                               "again")
-    c = replace(config, **adopt_shape(config, state["model_args"], path))
+    c = with_shape(config, state["model_args"], path)
     weights = {name: t.float() for name, t in state["model"].items()}
     try:
         return moe.build_routed(c, data, lambda *args: MemoryGPT(*args, weights), MemoryConfig)

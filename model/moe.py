@@ -23,7 +23,7 @@ from model import gpt
 from model.gpt import GPT, Block, GPTConfig, normal
 from train.config import gpt_conflicts, key
 
-sample = gpt.sample
+sample, adopt_shape = gpt.sample, gpt.adopt_shape
 GPT_FIELDS = {f.name for f in fields(GPTConfig)}
 
 

@@ -33,7 +33,7 @@ from train.distributed import choose_dtype, from_main
 @dataclass
 class Keys:
     backbone: str = key("out/quick/ckpt.pt", "checkpoint of the GPT whose activations are read",
-                        free=True, path=True)
+                        free=True, path=True, reads=True)
     layer: int = key(1, "block whose output is read, counted from 0", ge=0)
     sae: str = key("topk", "topk: the k largest features of a token; relu: any number, with an L1 "
                    "penalty", choices=["topk", "relu"])
@@ -157,14 +157,14 @@ class SAEModel(nn.Module):
         return 6 * (self.sae.W_enc.numel() + self.sae.W_dec.numel())
 
     def backbone(self):
-        """The backbone it was trained on; CheckpointError where there is another file by now."""
+        """The backbone it was trained on; CheckpointError where there is another by now."""
         c, device = self.keys, self.sae.mean.device
         backbone = load_backbone(c.backbone, c.layer, device, choose_dtype(c.dtype, device)[0])
-        if backbone.sha256 != self.spec["backbone"]:
+        if self.spec["backbone"] not in (backbone.digest, backbone.file_hash):
             raise CheckpointError(
-                f"backbone: {c.backbone} is not the file that this autoencoder was trained on: its "
-                f"sha256 is {backbone.sha256[:12]}..., expected {self.spec['backbone'][:12]}...; "
-                "put that one back")
+                f"backbone: {c.backbone} has not the weights that this autoencoder was trained on: "
+                f"their sha256 is {backbone.digest[:12]}..., expected "
+                f"{self.spec['backbone'][:12]}...; put those back")
         return backbone
 
     def forward(self, x, targets=None):
@@ -225,9 +225,10 @@ def open_data(config, ranks):
                            f"({theirs.spec()['kind']}) than {c.data_dir} ({ours['kind']}) holds: "
                            "prepare the data with the backbone's"])
     mean, scale = from_main(lambda: backbone.statistics(data.train), ranks)
-    spec = dict(data.spec, d_in=shape.n_embd, mean=mean, scale=scale, backbone=backbone.sha256,
+    spec = dict(data.spec, d_in=shape.n_embd, mean=mean, scale=scale, backbone=backbone.digest,
                 block_size=data.train.block_size)
-    return Data(ActivationLoader(data.train, backbone, c, ranks), data.val, spec)
+    return Data(ActivationLoader(data.train, backbone, c, ranks), data.val, spec,
+                renamed={backbone.file_hash: backbone.digest})
 
 
 def build_model(config, data):

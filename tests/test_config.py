@@ -196,9 +196,9 @@ def test_dashes_in_option_names_are_underscores():
     ("lora", ["--to=x.pt"]), ("classifier", ["--batch-size=1", "--data=x", "--out=y"]),
     ("sae", ["--data-dir=x"]), ("autoencoder", ["--data-dir=x"]),
     ("lm_eval", ["--batch-size=1", "--tasks=x"])])
-def test_every_command_takes_both(name, options, capsys):
-    main = importlib.import_module(f"model.{name}").main
-    assert main(["--ckpt=nowhere.pt", *options]) == 2
+def test_every_command_takes_both(name, options, capsys, monkeypatch):
+    monkeypatch.setattr(sys, "argv", [name, "--ckpt=nowhere.pt", *options])
+    assert importlib.import_module(f"model.{name}").main() == 2
     assert "nowhere.pt: no such file" in capsys.readouterr().err
 
 

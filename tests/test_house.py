@@ -1,6 +1,8 @@
 """The house: who may know whom, and what can be taken away."""
 
 import ast
+import functools
+import os
 import pathlib
 import re
 import shutil
@@ -16,22 +18,50 @@ from data import prepare
 FILES = {".".join(path.relative_to(REPO).with_suffix("").parts).removesuffix(".__init__"): path
          for folder in ("run_train.py", "train/*.py", "model/**/*.py", "data/**/*.py")
          for path in sorted(REPO.glob(folder))}
-# What the main job and sampling need; everything else in train/, model/ and data/ is an extra.
-KEPT = {"train": {"train", "checkpoint", "config", "keys", "dataloader", "distributed", "evaluate",
+# What the main job needs, story and armour; everything else in train/, model/, data/ is an extra.
+CORE = {"train": {"train", "checkpoint", "config", "keys", "dataloader", "distributed", "evaluate",
                   "files", "guard", "logger", "lr_scheduler", "optimizer", "resume", "speed"},
-        "model": {"gpt", "ops", "generate", "decode", "load", "sample"},
-        "data": {"token_files", "tokenizer"}}
+        "model": {"gpt", "ops", "generate", "decode", "load"}, "data": {"token_files", "tokenizer"}}
+# Where a core file opens an extra, when a key (or a file of another program) asks for it.
+DOORS = {("run_train", "train.bench"), ("train.dataloader", "data.prepare"),
+         ("train.logger", "train.plot"), ("train.logger", "train.trackers"),
+         ("train.optimizer", "train.muon"), ("train.train", "train.trackers"),
+         ("model.load", "model.convert")}
+# What belongs together and is deleted together, beside what lies in a folder of its own.
+TOGETHER = {"data.chat": "model.chat", "data.labels": "model.classifier",
+            "data.activations": "model.sae", "data.features": "model.autoencoder"}
+SHARED = {"data.records", "data.tokenizer_json"}  # of several extras, and kept
+# What stands on another extra and goes with it; (lazily) only a part of it does.
+NEEDS = {"model.lora": {"model.chat"}, "model.memory": {"model.lora", "model.moe", "model.chat"},
+         "train.hpo": {"train.plot"}, "train.lr_finder": {"train.plot"},
+         "train.trackers": {"train.plot"}}
+LAZILY = {"model.convert": {"model.lora", "model.moe"}, "train.bench": {"model.sample"},
+          "model.sample": {"model.chat"}, "model.serve": {"model.chat"}}
 
 
+def is_core(name):
+    folder, _, stem = name.partition(".")
+    return name == "run_train" or stem in CORE[folder]
+
+
+def unit(name):
+    """What is deleted with the file `name`: itself, its folder, or its system."""
+    return TOGETHER.get(name, ".".join(name.split(".")[:2]))
+
+
+UNITS = sorted({unit(n) for n in FILES if not is_core(n) and n not in SHARED} - {"data"})
+
+
+@functools.cache
 def imports(path, lazy):
     """Names of our own files that a file imports: at its top, or (lazy) anywhere in it."""
-    tree = ast.parse(path.read_text())
+    tree, found = ast.parse(path.read_text()), []
     for node in ast.walk(tree) if lazy else tree.body:
         if isinstance(node, ast.Import):
-            yield from (a.name for a in node.names if a.name in FILES)
+            found += [a.name for a in node.names]
         elif isinstance(node, ast.ImportFrom) and node.module:
-            names = [node.module, *(f"{node.module}.{a.name}" for a in node.names)]
-            yield from (n for n in names if n in FILES)
+            found += [node.module, *(f"{node.module}.{a.name}" for a in node.names)]
+    return [n for n in found if n in FILES]
 
 
 def circles(graph):
@@ -109,16 +139,54 @@ def test_nothing_is_done_at_import():
     assert (done.returncode, done.stdout) == (0, ""), done.stderr
 
 
-def test_every_extra_can_be_deleted(tmp_path):
+def stands_on(name, lazy):
+    """The extras that a file imports, but for its own."""
+    return {unit(n) for n in imports(FILES[name], lazy)
+            if not is_core(n) and n not in SHARED} - {unit(name)}
+
+
+@pytest.mark.parametrize("extra", UNITS)
+def test_every_extra_can_be_deleted_alone(extra):
+    """Nothing else imports it, but for what says so."""
+    others = [n for n in FILES if unit(n) != extra and not is_core(n)]
+    assert {unit(n) for n in others if extra in stands_on(n, lazy=False)} == {
+        other for other, needed in NEEDS.items() if extra in needed}
+    assert {unit(n) for n in others if extra in stands_on(n, lazy=True)} == {
+        other for other, needed in [*NEEDS.items(), *LAZILY.items()] if extra in needed}
+
+
+def test_no_core_file_names_an_extra():
+    """But for the doors that a key opens; and no system's name stands in its code."""
+    core = [n for n in FILES if is_core(n)]
+    assert [n for n in core if stands_on(n, lazy=False)] == []
+    assert {(n, extra) for n in core for extra in stands_on(n, lazy=True)} == DOORS
+    systems = {u.removeprefix("model.") for u in UNITS if u.startswith("model.")
+               and "def build_model" in FILES[u].read_text()}
+    assert len(systems) == 7
+    words = re.compile(rf"\b({'|'.join(systems - {'chat', 'memory'})})\b")  # these are words, too
+    for name in core:
+        code = ast.unparse(without_docstrings(ast.parse(FILES[name].read_text())))
+        assert not words.search(code), (name, words.findall(code))
+
+
+def without_docstrings(tree):
+    for node in ast.walk(tree):
+        body = getattr(node, "body", None)
+        if isinstance(body, list):
+            node.body = [n for n in body if not (isinstance(n, ast.Expr) and isinstance(
+                n.value, ast.Constant))] or [ast.Pass()]
+    return tree
+
+
+def test_all_extras_can_be_deleted_at_once(tmp_path):
     """In a copy without any extra: prepare, train, resume, sample."""
     copy = tmp_path / "repo"
     shutil.copytree(REPO, copy, ignore=shutil.ignore_patterns(".git", "out", "bin", "tests"))
-    needed = {name for name in reached("data.prepare") | {"data.prepare.__main__"}
-              if name.startswith("data.")}
+    needed = {"data", "model.sample"} | {unit(n) for n in reached("data.prepare")
+                                         if n.startswith("data.")}
     deleted = []
     for name, path in FILES.items():
-        folder, stem = (name.split(".") + [""])[:2]
-        if stem and name not in needed and stem not in KEPT.get(folder, ()):
+        if not is_core(name) and unit(name) not in needed:
             (copy / path.relative_to(REPO)).unlink()
             deleted.append(name)
     assert {"model.serve.engine", "train.plot", "train.bench", "train.hpo"} <= set(deleted)

@@ -11,7 +11,8 @@ from runs import Program, assert_same, tensors
 
 from data import chat as data_chat
 from model import chat
-from model.lora import LoRALinear, adapters, digest, load_adapters, main, merge
+from model.load import digest
+from model.lora import LoRALinear, adapters, load_adapters, main, merge
 from model.sample import load_model
 from train.checkpoint import load_checkpoint
 from train.config import load_config

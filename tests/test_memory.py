@@ -32,7 +32,7 @@ def tiny(backbone, **changes):
 
 
 def built(backbone, **changes):
-    spec = dict(vocab_size=257, backbone=lora.digest(lora.read_backbone(str(backbone))["model"]))
+    spec = dict(vocab_size=257, backbone=lora.read_backbone(str(backbone))["digest"])
     return memory.build_model(tiny(backbone, **changes), types.SimpleNamespace(spec=spec))
 
 

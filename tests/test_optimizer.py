@@ -9,7 +9,7 @@ import torch.nn as nn
 from model.gpt import GPT, GPTConfig
 from train.muon import orthogonalize
 from train.optimizer import AdamW, Muon, configure_optimizers
-from train.resume import load_optimizer, optimizer_state, specs
+from train.resume import fill_optimizer, optimizer_state, without_values
 
 MUON = dict(lr=0.02, momentum=0.9, weight_decay=0.1)
 
@@ -161,7 +161,7 @@ def test_state_by_name_goes_on_in_another_optimizer():
     assert set(state) == {n for n, _ in first.named_parameters()}
     assert set(state["h.0.attn.q.weight"]) == {"momentum_buffer"}
     other = configure(second, MUON)
-    load_optimizer(other, specs(state), state, Alone)
+    fill_optimizer(other, without_values(state), state, Alone)
     for m, o in ((first, optimizer), (second, other)):
         set_gradients(m, 1)
         o.step()

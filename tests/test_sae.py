@@ -1,5 +1,6 @@
 """--model sae: rings of activations, what the autoencoder learns, the run, sae-lens, features."""
 
+import hashlib
 import json
 
 import numpy as np
@@ -10,8 +11,10 @@ from processes import python
 from runs import SMALL, assert_same, configure, go, metrics, run_program, tensors
 
 from data.activations import ActivationBuffer, ActivationLoader, load_backbone
+from model.load import digest
 from model.sae import SparseAutoencoder, build_model, main, open_data
 from model.sample import load_model
+from train.checkpoint import load_checkpoint, save_checkpoint
 from train.config import load_config
 from train.distributed import Ranks
 
@@ -290,6 +293,20 @@ def test_bad_input(tmp_path, data_dir, backbone, changes, words):
     assert code == 2 and words in text and "Traceback" not in text
 
 
+def test_what_knows_its_backbone_by_the_file_goes_on(tmp_path, data_dir, backbone, trained):
+    """Older checkpoints hold the sha256 of the backbone's file, not of its weights."""
+    state, before = torch.load(trained[0] / "ckpt.pt"), hashlib.sha256(backbone.read_bytes())
+    weights = digest(load_checkpoint(str(backbone))["model"])
+    for entry in (state["spec"], state["data"]):
+        assert entry["backbone"] == weights
+        entry["backbone"] = before.hexdigest()
+    save_checkpoint(str(tmp_path / "ckpt.pt"), state)
+    load_model(str(tmp_path / "ckpt.pt"))[0].backbone()
+    result = go(data_dir, tmp_path, backbone=str(backbone), **SAE, max_iters=21, lr_decay_iters=20)
+    assert result["iter_num"] == 21
+    assert load_checkpoint(str(tmp_path / "ckpt.pt"))["spec"]["backbone"] == weights
+
+
 def test_another_backbone_is_refused(tmp_path, data_dir, backbone, trained, capsys):
     other = tmp_path / "other"
     go(data_dir, other, max_iters=2, n_layer=2)
@@ -298,10 +315,9 @@ def test_another_backbone_is_refused(tmp_path, data_dir, backbone, trained, caps
     assert code == 2 and "backbone" in text and "other content" in text
     state = torch.load(trained[0] / "ckpt.pt")
     state["config"]["backbone"] = str(other / "ckpt.pt")
-    from train.checkpoint import save_checkpoint
     save_checkpoint(str(tmp_path / "moved.pt"), state)
     assert main(["--ckpt", str(tmp_path / "moved.pt")]) == 2
-    assert "is not the file that this autoencoder was trained on" in capsys.readouterr().err
+    assert "has not the weights that this autoencoder was trained on" in capsys.readouterr().err
     assert main(["--ckpt", str(backbone)]) == 2
     assert "no sparse autoencoder" in capsys.readouterr().err
 

@@ -44,11 +44,13 @@ GPT2_VOCABULARY = 50257  # of raw token files that say nothing else, as nanoGPT'
 class Data:
     """What a run trains on. val: None, nothing is evaluated. spec: what the model must know of the
     data (vocabulary, tokenizer, classes, sizes), plain Python types that go into ckpt.pt. test: all
-    of it is evaluated, once, when the run is over."""
+    of it is evaluated, once, when the run is over. renamed: what older checkpoints call something
+    in the spec or the fingerprint, and what it is called now."""
     train: object
     val: object = None
     spec: dict = field(default_factory=dict)
     test: object = None
+    renamed: dict = field(default_factory=dict)
 
 
 # -----------------------------------------------------------------------------

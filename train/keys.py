@@ -15,7 +15,8 @@ def key(default, help, **meta):
     """A configuration key. Limits: choices, gt, ge, lt, le. free=True: may change when a run is
     resumed. start=True: belongs to one start of a run, not to the run. path=True: ~ is expanded.
     text=True: a list whose items may hold commas. shape=True: a part of a model's shape, which
-    comes with its weights (init_from)."""
+    comes with its weights (init_from). reads=True: a file that the run reads, which --resume never
+    must leave where it is."""
     meta = dict(help=help, **meta)
     if isinstance(default, (list, dict)):
         return field(default_factory=lambda: type(default)(default), metadata=meta)
@@ -33,7 +34,7 @@ class RunKeys:
                       "afresh; must: refuse to start without it; or a checkpoint FILE to continue",
                       start=True, path=True)
     init_from: str = key("scratch", "scratch, or a checkpoint whose weights to start from",
-                         free=True, path=True)
+                         free=True, path=True, reads=True)
     allow_change: list[str] = key([], "resume although these keys changed (`data`: the data's "
                                   "content; `all`: anything)", start=True)
     eval_only: bool = key(False, "evaluate once, print the numbers and stop", start=True)
@@ -170,6 +171,29 @@ class GPTKeys:
     tie_weights: bool = key(True, "the output layer shares the token embedding")
     qk_norm: bool = key(False, "RMS-normalise queries and keys")
     prev_embedding: bool = key(False, "add an embedding of the token before: it sees pairs at once")
+
+
+# Weights say nothing of these: dropout is no part of them, and the data name the vocabulary.
+NOT_SHAPE = {"dropout", "vocab_size"}
+
+
+def adopt_shape(config, model_args):
+    """What a run that starts from the weights of a GPT takes over from their `model_args`: ({key:
+    value} of keys at their default, [what contradicts the configuration]). A bare state dict has
+    no model_args: its tensors' shapes are checked later, as all are."""
+    taken, wrong, learned = {}, [], model_args.get("pos") == "learned"
+    own = [f for f in fields(config) if f.metadata.get("shape") and f.name in model_args]
+    for f in [*fields(GPTKeys), *own] if model_args else ():
+        theirs, ours = model_args.get(f.name, f.default), getattr(config, f.name)
+        if theirs == ours or f.name in NOT_SHAPE:
+            continue
+        if ours == f.default or f.name == "n_hidden" and ours == 4 * config.n_embd:
+            taken[f.name] = theirs
+        elif f.name != "block_size" or ours > theirs and learned:  # positions can only be cut off
+            wrong.append(f"{f.name}: it has {theirs!r}, the configuration says {ours!r}")
+    if config.vocab_size is None and model_args.get("vocab_size"):  # the data may know fewer
+        taken["vocab_size"] = model_args["vocab_size"]
+    return taken, wrong
 
 
 GROUPS = {"Run": RunKeys, "Batch": BatchKeys, "Length": LengthKeys,

@@ -2,8 +2,8 @@
 start from, and the state of model and optimizer as whole tensors, the same for one device, DDP and
 FSDP2.
 
-Rank 0 alone reads files. The other ranks get what it read without the tensors (see specs), and then
-the tensors, one at a time.
+Rank 0 alone reads files. The other ranks get what it read without the values of tensors (see
+without_values), and then the tensors, one at a time.
 """
 
 import contextlib
@@ -15,6 +15,7 @@ from dataclasses import asdict, dataclass, field, fields, is_dataclass
 import torch
 import torch.distributed as dist
 
+from model.load import read_weights, take_shape
 from train import checkpoint
 from train.checkpoint import (
     CheckpointError,
@@ -24,7 +25,7 @@ from train.checkpoint import (
     mismatches,
     refuse,
 )
-from train.config import FIELDS, GPTKeys, differences
+from train.config import FIELDS, differences, load_model_file
 from train.distributed import SetupError, assign, convert_ddp_state, from_main, full, is_sharded
 from train.files import write_text
 
@@ -34,15 +35,15 @@ from train.files import write_text
 @dataclass
 class Start:
     """Where a run starts: kind is scratch, resume or init_from. state: the checkpoint, on rank 0
-    alone; specs: the same without the tensors' values, on every rank. shape: keys of its model to
-    take over."""
+    alone; outline: the same without the tensors' values, on every rank. shape: {key: value} of its
+    model to take over."""
     kind: str = "scratch"
     path: str = ""
     state: dict | None = None
     shape: dict = field(default_factory=dict)
 
     def __post_init__(self):
-        self.specs = specs(self.state)
+        self.outline = without_values(self.state)
 
     def __getstate__(self):
         """What travels to the other ranks."""
@@ -55,14 +56,10 @@ def find_start(folder, config, ranks, log):
 
     def read():
         folder.open()
-        for name in ("init_from", "backbone") if c.resume == "never" else ():
-            path = getattr(c, name, None) or "scratch"
-            inside = os.path.dirname(os.path.abspath(path)) == os.path.abspath(c.out_dir)
-            if path != "scratch" and inside:
-                raise CheckpointError(f"--{name} {path} is in out_dir, which --resume never moves "
-                                      "aside; choose another --out_dir")
-        if c.eval_only and c.resume == "never":
-            raise CheckpointError("--eval_only with --resume never: nothing to evaluate")
+        if c.resume == "never":  # before anything is moved
+            check_not_moved(c)
+            if c.eval_only:
+                raise CheckpointError("--eval_only with --resume never: nothing to evaluate")
         state, path = find_checkpoint(c.out_dir, c.resume, log)
         kind = "scratch" if state is None else "resume"
         if state is None and c.init_from != "scratch":
@@ -70,25 +67,22 @@ def find_start(folder, config, ranks, log):
         if c.eval_only and kind == "scratch":
             raise CheckpointError(f"--eval_only: there is no ckpt.pt in {c.out_dir}, and no "
                                   "--init_from: nothing to evaluate")
-        shape = {}
-        if c.init_from != "scratch":
-            model_args = state.get("model_args", {})
-            shape = adopt_shape(c, model_args, path)
-            if c.vocab_size is None and model_args.get("vocab_size"):  # the data may know fewer
-                shape["vocab_size"] = model_args["vocab_size"]
+        shape, hook = {}, getattr(load_model_file(c.model), "adopt_shape", None)
+        if hook and c.init_from != "scratch":  # a run that goes on takes the same over again
+            shape = take_shape(c, state.get("model_args", {}), path, hook)
         return Start(kind, path, state, shape)
     return from_main(read, ranks)
 
 
-def read_weights(path):
-    """The checkpoint at `path`, or what model/convert/foreign.py makes of weights that another
-    program wrote: a file of tensors or a Hugging Face folder. Raises CheckpointError."""
-    foreign = os.path.isdir(path) or str(path).endswith(".safetensors")
-    state = None if foreign else load_checkpoint(path)
-    if state is not None and "format_version" in state:
-        return state
-    from model.convert.foreign import read_model
-    return read_model(path, state)
+def check_not_moved(config):
+    """Raise CheckpointError where --resume never would move away a file that the run reads."""
+    for f in fields(config):
+        path = f.metadata.get("reads") and getattr(config, f.name)
+        if path in (None, "", "scratch"):
+            continue
+        if os.path.dirname(os.path.abspath(path)) == os.path.abspath(config.out_dir):
+            raise CheckpointError(f"--{f.name} {path} is in out_dir, which --resume never moves "
+                                  "aside; choose another --out_dir")
 
 
 def find_latest(folder, ranks, log):
@@ -109,7 +103,7 @@ def load_best(model, folder, ranks):
     best = from_main(read, ranks)
     if best.kind == "scratch":
         return "the last weights"
-    load_model(model, best.specs["model"], best.state and best.state["model"], ranks)
+    fill_model(model, best.outline["model"], best.state and best.state["model"], ranks)
     return path
 
 
@@ -121,6 +115,7 @@ def find_checkpoint(folder, resume, log):
     `never`, `must` or a file were about what was there before: the folder remembers the job."""
     job = os.environ.get("TORCHELASTIC_RUN_ID", "")
     job += f" {os.getppid()}" if job == "none" else ""  # the name of every job without a name
+    # The folder may be read-only, or the mark of another job's: then this is no restart.
     mark, restarted = pathlib.Path(folder, ".job"), False
     with contextlib.suppress(OSError):
         restarted = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0" and (
@@ -143,6 +138,7 @@ def find_checkpoint(folder, resume, log):
 # -----------------------------------------------------------------------------
 # does it fit?
 
+# Keys of a checkpoint without which a run cannot go on, and their types; and all that it may have.
 NEEDED = dict(optimizer=dict, iter_num=int, config=dict, progress=dict, scaler=dict, plateau=dict,
               early_stopping=dict, spikes=list, data=object)
 KNOWN = {*NEEDED, "model", "model_args", "best_val_loss", "format_version", "rng", "tokenizer",
@@ -153,10 +149,12 @@ def check_fits(start, config, data, model, ranks, log):
     """Raise CheckpointError, on all ranks, unless a run of `config` on `data` with `model` can go
     on from the checkpoint of `start`."""
     wanted = model.state_dict()  # of a sharded model, on all ranks
-    from_main(lambda: check_run(start.state, start.path, config, data, wanted, log), ranks)
+    from_main(lambda: check_same_run(start.state, start.path, config, data, wanted, log), ranks)
 
 
-def check_run(state, path, config, data, wanted, log):
+def check_same_run(state, path, config, data, wanted, log):
+    """Raise CheckpointError unless the checkpoint `state` is whole and of the same configuration
+    (but for --allow_change), the same data, and a model with the tensors `wanted`."""
     missing = [k for k, kind in NEEDED.items() if k not in state
                or not isinstance(state[k], kind)]
     if missing or not isinstance(state["optimizer"].get("state"), dict):
@@ -165,15 +163,18 @@ def check_run(state, path, config, data, wanted, log):
             f"to start from its weights: --init_from {path} and another --out_dir")
     if strange := [str(k) for k in state if k not in KNOWN]:
         log(f"{path}: ignoring what this program does not know: {', '.join(strange)}")
+    # All differences are collected, so that one message and one --allow_change name them all.
     changed = {k: f"{k}: checkpoint has {old!r}, now {new!r}"
                for k, old, new in differences(state["config"], asdict(config),
                                               {f.name: f for f in fields(config)})}
-    if state["data"] != (now := data.train.fingerprint()):
-        changed["data"] = (f"data: {config.data_dir} has other content: checkpoint has "
-                           f"{state['data']}, now {now}")
-    old = state.get("spec") or data.spec  # a checkpoint of before has none
+    then, now = renamed(state["data"], data.renamed), data.train.fingerprint()
+    if then != now:
+        changed["data"] = (f"data: {config.data_dir} has other content: checkpoint has {then}, "
+                           f"now {now}")
+    # The oldest checkpoints have no spec.
+    old = renamed(state.get("spec") or data.spec, data.renamed)
     for k in sorted(n for n in old.keys() | data.spec.keys()
-                    if not alike(old.get(n), data.spec.get(n))):
+                    if not nearly_equal(old.get(n), data.spec.get(n))):
         changed.setdefault(k, f"{k}: checkpoint has {str(old.get(k))[:80]}, now "
                            f"{str(data.spec.get(k))[:80]}")
     allowed = config.allow_change
@@ -184,19 +185,26 @@ def check_run(state, path, config, data, wanted, log):
             + f"\nundo the changes, or go on regardless with --allow_change {','.join(refused)}, "
             "or start afresh with --resume never (what is there is moved aside), or choose another "
             "--out_dir")
-    check_state(state, wanted, path)
+    check_tensors(state, wanted, path)
 
 
-def alike(a, b):
+def renamed(value, names):
+    """A nest of dicts with its texts as `names` {before: now} says."""
+    if isinstance(value, dict):
+        return {k: renamed(v, names) for k, v in value.items()}
+    return names.get(value, value) if isinstance(value, str) else value
+
+
+def nearly_equal(a, b):
     """Equal, but for floats: what is measured of the data differs a little between precisions."""
     if isinstance(a, (list, tuple)) and isinstance(b, (list, tuple)):
-        return len(a) == len(b) and all(map(alike, a, b))
+        return len(a) == len(b) and all(map(nearly_equal, a, b))
     if isinstance(a, float) and isinstance(b, float):
         return math.isclose(a, b, rel_tol=0.05, abs_tol=0.01)
     return a == b
 
 
-def check_state(state, wanted, path):
+def check_tensors(state, wanted, path):
     """Raise CheckpointError unless `state` fits a model with the tensors `wanted` {name: tensor}:
     names, shapes and dtypes of the weights and of the optimizer's state."""
     problems = mismatches("", state["model"], wanted)
@@ -204,6 +212,7 @@ def check_state(state, wanted, path):
         if name not in wanted:
             problems.append(f"optimizer state of unknown parameter {name}")
             continue
+        # Moments have the shape of their parameter; `step` is a number.
         moments = {k: v for k, v in entry.items() if k != "step"}
         problems += mismatches(f"optimizer {name} ", moments, {k: wanted[name] for k in moments})
     refuse(problems, path)
@@ -211,30 +220,6 @@ def check_state(state, wanted, path):
 
 # -----------------------------------------------------------------------------
 # starting from other weights
-
-# Weights say nothing of these: dropout is no part of them, and the data name the vocabulary.
-NOT_SHAPE = {"dropout", "vocab_size"}
-
-
-def adopt_shape(config, model_args, path):
-    """{key: value} to take over from the `model_args` of the model whose weights a run starts from:
-    keys at their default. Raises CheckpointError naming those that contradict it. A bare state dict
-    has no model_args: its tensors' shapes are checked later, as all are."""
-    taken, wrong, learned = {}, [], model_args.get("pos") == "learned"
-    own = [f for f in fields(config) if f.metadata.get("shape") and f.name in model_args]
-    for f in [*fields(GPTKeys), *own] if model_args else ():
-        theirs, ours = model_args.get(f.name, f.default), getattr(config, f.name)
-        if theirs == ours or f.name in NOT_SHAPE:
-            continue
-        if ours == f.default or f.name == "n_hidden" and ours == 4 * config.n_embd:
-            taken[f.name] = theirs
-        elif f.name != "block_size" or ours > theirs and learned:  # positions can only be cut off
-            wrong.append(f"{f.name}: it has {theirs!r}, the configuration says {ours!r}")
-    if wrong:
-        raise CheckpointError(f"{path} is a model of another shape:\n{bullets(wrong)}\n"
-                              "leave these keys out to take them from it")
-    return taken
-
 
 def check_tokenizer(theirs, ours, path, allowed):
     """Raise CheckpointError where weights were trained on other tokens than the data's."""
@@ -251,8 +236,8 @@ def load_weights(model, start, config, spec, ranks, log):
         check_tokenizer(start.state.get("tokenizer"), spec.get("tokenizer"), start.path,
                         config.allow_change)
         start.state = adopt_weights(model, start.state, start.path, log)
-        return specs(start.state)
-    load_model(model, from_main(read, ranks), start.state, ranks)
+        return without_values(start.state)
+    fill_model(model, from_main(read, ranks), start.state, ranks)
 
 
 def adopt_weights(model, state, path, log):
@@ -260,6 +245,7 @@ def adopt_weights(model, state, path, log):
     A model may translate names with its adopt(weights). Raises CheckpointError."""
     weights, own = convert_ddp_state(state["model"]), model.state_dict()
     weights = model.adopt(weights) if hasattr(model, "adopt") else weights
+    # Names may differ, shapes may not; dtypes are converted as the model is filled.
     fits = {n: t for n, t in weights.items() if n in own}
     refuse(mismatches("", fits, {n: own[n] for n in fits}, dtypes=False), path)
     fresh, unused = [n for n in own if n not in fits], [n for n in weights if n not in own]
@@ -281,7 +267,7 @@ def adopt_weights(model, state, path, log):
 def model_state(model):
     """{name: whole tensor} of the bare model. The tensors of an unsharded model are the live ones:
     copy before training goes on. With FSDP2 all ranks must call, and only rank 0 gets them."""
-    return {name: full_on_main(p.detach()) for name, p in model.state_dict().items()}
+    return {name: whole_on_main(p.detach()) for name, p in model.state_dict().items()}
 
 
 def optimizer_state(optimizer):
@@ -291,13 +277,14 @@ def optimizer_state(optimizer):
     for group in optimizer.param_groups:
         for name, p in zip(group["names"], group["params"], strict=True):
             if p in optimizer.state:
-                state[name] = {k: full_on_main(v) for k, v in optimizer.state[p].items()}
+                state[name] = {k: whole_on_main(v) for k, v in optimizer.state[p].items()}
+        # The group's options, with names in the place of tensors: plain types only.
         plain = {k: v for k, v in group.items() if k not in ("params", "names")}
         groups.append(plain | {"betas": list(group["betas"]), "params": list(group["names"])})
     return {"state": state, "param_groups": groups}
 
 
-def full_on_main(tensor):
+def whole_on_main(tensor):
     """full(tensor) on the CPU of rank 0 and None elsewhere, where `tensor` is sharded: a rank holds
     one whole tensor at a time. A tensor that is not sharded comes back as it is, on every rank."""
     if not is_sharded(tensor):
@@ -306,50 +293,55 @@ def full_on_main(tensor):
     return whole.cpu() if dist.get_rank() == 0 else None
 
 
-def specs(state):
+def without_values(state):
     """A nest of dicts and lists with tensors of shape and dtype alone (on the meta device)."""
     return map_tensors(lambda t: torch.empty(t.shape, dtype=t.dtype, device="meta"), state)
 
 
-def broadcast_tensor(tensor, spec, ranks):
-    """Rank 0's CPU tensor on every rank; its spec tells the others what comes."""
+def broadcast_tensor(tensor, outline, ranks):
+    """Rank 0's CPU tensor on every rank. outline: the same on the meta device, which tells the
+    others what comes."""
     if ranks.world_size == 1:
         return tensor
-    tensor = tensor.contiguous() if ranks.main else torch.empty(spec.shape, dtype=spec.dtype)
-    dist.broadcast(tensor.view(-1).view(torch.uint8), src=0, group=ranks.control)  # of any type
+    tensor = tensor.contiguous() if ranks.main else torch.empty(outline.shape, dtype=outline.dtype)
+    # As bytes: gloo, which also ranks on GPUs use for control, does not know every type.
+    dist.broadcast(tensor.view(-1).view(torch.uint8), src=0, group=ranks.control)
     return tensor
 
 
-def load_model(model, wanted, tensors, ranks):
-    """Fill the model, one tensor at a time, from rank 0's {name: tensor}."""
+def fill_model(model, outline, tensors, ranks):
+    """Fill the model, one tensor at a time, from rank 0's {name: tensor}. outline: the same on the
+    meta device, on every rank."""
     own = model.state_dict()
-    for name, spec in wanted.items():
-        assign(own[name], broadcast_tensor(tensors and tensors[name], spec, ranks))
+    for name, empty in outline.items():
+        assign(own[name], broadcast_tensor(tensors and tensors[name], empty, ranks))
 
 
-def load_optimizer(optimizer, wanted, tensors, ranks):
-    """Fill the optimizer's state, one tensor at a time, from rank 0's {name: {key: tensor}}."""
+def fill_optimizer(optimizer, outline, tensors, ranks):
+    """Fill the optimizer's state, one tensor at a time, from rank 0's {name: {key: tensor}}.
+    outline: as in fill_model."""
     optimizer.state.clear()  # what a run that goes back has made since
     named = {n: (p, g) for g in optimizer.param_groups
              for n, p in zip(g["names"], g["params"], strict=True)}
-    for name, entry in wanted.items():
-        for key, spec in entry.items():
-            tensor = broadcast_tensor(tensors and tensors[name][key], spec, ranks)
-            if name not in named:  # frozen since
+    for name, entry in outline.items():
+        for key, empty in entry.items():
+            tensor = broadcast_tensor(tensors and tensors[name][key], empty, ranks)
+            if name not in named:  # frozen since: all ranks had to take part all the same
                 continue
             p, group = named[name]
             if key == "step":  # a scalar; fused kernels want it on the device
                 value = tensor.to(p.device if group.get("fused") else "cpu", copy=True)
             else:
-                value = torch.zeros_like(p, dtype=spec.dtype)
+                value = torch.zeros_like(p, dtype=empty.dtype)  # sharded, as the parameter is
                 assign(value, tensor)
             optimizer.state[p][key] = value
 
 
-def fitting_entries(optimizer, entries, where, allowed, warn):
-    """The `entries` {name: {key: spec}} of a checkpoint's optimizer state that are of the kind this
-    optimizer keeps. That is all of them, unless --allow_change changed what is optimized and how:
-    the rest starts afresh."""
+def usable_optimizer_state(optimizer, entries, where, allowed, warn):
+    """Those of a checkpoint's optimizer state, `entries` {name: {key: tensor}}, that are of the
+    kind this optimizer keeps. That is all of them, unless --allow_change changed what is optimized
+    and how: the rest starts afresh."""
+    # What each kind of parameter group keeps for a parameter: Muon one average, AdamW two.
     kinds = {n: {"momentum_buffer"} if g["muon"] else {"step", "exp_avg", "exp_avg_sq"}
              for g in optimizer.param_groups for n in g["names"]}
     kept = {n: e for n, e in entries.items() if set(e) == kinds.get(n)}
@@ -363,7 +355,7 @@ def fitting_entries(optimizer, entries, where, allowed, warn):
     return kept
 
 
-def contents(config, data, model, optimizer, parts, ranks):
+def make_checkpoint(config, data, model, optimizer, parts, ranks):
     """What a checkpoint holds: nanoGPT's keys, the state_dict of every part {name: part}, and what
     tells whether a run may go on from it. All ranks must call."""
     c, progress, shape = config, parts["progress"], getattr(model, "config", None)
@@ -382,15 +374,16 @@ def contents(config, data, model, optimizer, parts, ranks):
 
 def restore(start, config, model, optimizer, parts, ranks, warn):
     """Fill model, optimizer and the other parts {name: part} from the checkpoint of `start`."""
-    wanted, state = start.specs, start.state
+    outline, state = start.outline, start.state
+    # Rank 0 has the tensors; the others fill theirs with what it sends, in the outline's order.
     weights, moments = (state["model"], state["optimizer"]["state"]) if state else (None, None)
-    load_model(model, wanted["model"], weights, ranks)
-    entries = fitting_entries(optimizer, wanted["optimizer"]["state"], config.out_dir,
-                              config.allow_change, warn)
-    load_optimizer(optimizer, entries, moments, ranks)
+    fill_model(model, outline["model"], weights, ranks)
+    entries = usable_optimizer_state(optimizer, outline["optimizer"]["state"], config.out_dir,
+                                     config.allow_change, warn)
+    fill_optimizer(optimizer, entries, moments, ranks)
     for name, part in parts.items():
-        if wanted[name] or name != "scaler":  # that of a run without float16 is empty
-            part.load_state_dict(wanted[name])
+        if outline[name] or name != "scaler":  # that of a run without float16 is empty
+            part.load_state_dict(outline[name])
     start.state = None  # its memory is free for training
 
 

@@ -447,7 +447,7 @@ class Trainer:
         """Save in the background; the last save is waited for, and must succeed. All ranks call."""
         self.watchdog.arm(factor=10)  # saving takes longer than a step
         with self.clock.away(), self.log.busy("saving the checkpoint"):
-            state = resume.contents(self.config, self.data, self.model, self.optimizer,
+            state = resume.make_checkpoint(self.config, self.data, self.model, self.optimizer,
                                     self.parts(), self.ranks)
             distributed.from_main(
                 lambda: self.folder.save(state, self.best_due, self.log, last), self.ranks)

@@ -22,9 +22,17 @@ import torch
 
 from data.tokenizer import tokenizer_from_spec
 from data.tokenizer_json import chat_template, tokenizer_json
-from model.convert.foreign import CLASSES, GELUS, GPT2, TABLES, check_complete, read_model, rename
+from model.convert.foreign import (
+    CLASSES,
+    GELUS,
+    GPT2,
+    TABLES,
+    check_complete,
+    has_experts,
+    read_model,
+    rename,
+)
 from model.load import read_model_args
-from model.moe import MoEConfig
 from train.checkpoint import (
     CheckpointError,
     find_not_finite,
@@ -59,6 +67,7 @@ def read_source(path):
     elif kind in ("gpt", "chat"):
         weights, shape = convert_ddp_state(state["model"]), read_model_args(args)
     elif kind == "moe":
+        from model.moe import MoEConfig
         weights = convert_ddp_state(state["model"])
         shape = MoEConfig(**{f.name: args[f.name] for f in fields(MoEConfig) if f.name in args})
     else:
@@ -79,7 +88,7 @@ def family_of(source):
         return "gpt2"
     check_options(source, "Llama, Qwen3 and Mixtral", dict(
         norm=["rms"], pos=["rope"], mlp=["swiglu"], bias=[False], prev_embedding=[False]))
-    if not isinstance(c, MoEConfig):
+    if not has_experts(c):
         return "qwen3" if c.qk_norm else "llama"
     if not c.qk_norm:
         check_options(source, "Mixtral (experts without qk_norm)", dict(norm_topk_prob=[True]))

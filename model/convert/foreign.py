@@ -18,7 +18,6 @@ import torch.nn.functional as F
 
 from data.tokenizer_json import read_json, read_tokenizer
 from model.gpt import GPT, GPTConfig
-from model.moe import MoE, MoEConfig
 from train.checkpoint import CheckpointError, find_not_finite, load_checkpoint, mismatches, refuse
 from train.distributed import convert_ddp_state
 
@@ -167,10 +166,18 @@ def described(path, weights, shape, kind, tokenizer):
             "spec": dict(vocab_size=shape.vocab_size, tokenizer=spec)}
 
 
+def has_experts(shape):
+    """Whether that is the shape of model/moe.py, which is imported for such models alone."""
+    return hasattr(shape, "n_experts")
+
+
 def check_complete(path, weights, shape):
+    kind = GPT
+    if has_experts(shape):
+        from model.moe import MoE as kind
     try:
         with torch.device("meta"):
-            wanted = (MoE if isinstance(shape, MoEConfig) else GPT)(shape).state_dict()
+            wanted = kind(shape).state_dict()
     except (RuntimeError, TypeError, ValueError, ZeroDivisionError) as error:
         raise CheckpointError(f"{path}: its configuration describes no model: {error}") from None
     refuse(mismatches("", weights, wanted, dtypes=False), path)
@@ -242,7 +249,7 @@ def read_folder(folder):
             tokenizer = read_tokenizer(folder)
         except ValueError as error:
             print(f"{error}; going on without a tokenizer", file=sys.stderr)
-    kind = "moe" if isinstance(shape, MoEConfig) else "gpt"
+    kind = "moe" if has_experts(shape) else "gpt"
     return described(folder, weights, shape, kind, tokenizer)
 
 
@@ -308,6 +315,7 @@ def llama_shape(c, kind, wrong):
         tie_weights=c.get("tie_word_embeddings", False), qk_norm=kind.startswith("qwen3"))
     if kind not in ("qwen3_moe", "mixtral"):
         return GPTConfig(**args)
+    from model.moe import MoEConfig
     mixtral = kind == "mixtral"
     return MoEConfig(
         **args, n_experts=c["num_local_experts"] if "num_local_experts" in c else c["num_experts"],
