@@ -91,7 +91,7 @@ def held_out(runs, fraction):
     return np.isin(index, chosen)
 
 
-def prepare(arrays, target, out, val_fraction=0.1, runs=None, **more):
+def prepare_features(arrays, target, out, val_fraction=0.1, runs=None, **more):
     """Write the folder `out`. arrays: {name: (rows, dims)}; target: (rows, dims) or None; runs: a
     label for each row. more: goes into meta.json. Returns what meta.json holds."""
     arrays = arrays | ({} if target is None else {"target": target})
@@ -239,7 +239,7 @@ def main(argv=None):
             arrays, target, runs = read_sources(args)
         name = "synthetic" if args.synthetic else next(iter(arrays))
         out = args.out or os.path.join("data", "bin", name)
-        meta = prepare(arrays, target, out, args.val_fraction, runs, **more)
+        meta = prepare_features(arrays, target, out, args.val_fraction, runs, **more)
     except (UserError, ValueError, OSError) as error:
         print(f"data.features: {error}", file=sys.stderr)
         return 2

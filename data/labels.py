@@ -190,8 +190,8 @@ def check_settings(out, sources, val_fraction, test_fraction, max_tokens, force)
     raise_problems([p for p in problems if p[1]])
 
 
-def prepare(sources, out, tokenizer="byte", fields=FIELDS, val_fraction=0.1, test_fraction=0.1,
-            max_tokens=512, force=False, log=print, skip_bad=False):
+def prepare_labels(sources, out, tokenizer="byte", fields=FIELDS, val_fraction=0.1,
+                   test_fraction=0.1, max_tokens=512, force=False, log=print, skip_bad=False):
     """Writes the arrays of the rows of `sources` to the folder `out`; the content of meta.json.
     skip_bad: bad rows are left out and counted. Raises DataError with all problems in one message.
     """
@@ -326,10 +326,9 @@ def main(argv=None):
         if args.example:
             args.files, args.group = [f"{os.path.normpath(args.out)}.jsonl"], "file"
             make_example(args.files[0])
-        prepare(args.files, args.out, args.tokenizer,
-                Fields(*(getattr(args, name) for name in Fields._fields)),
-                args.val_fraction, args.test_fraction, args.max_tokens, args.force,
-                skip_bad=args.skip_bad)
+        fields = Fields(*(getattr(args, name) for name in Fields._fields))
+        prepare_labels(args.files, args.out, args.tokenizer, fields, args.val_fraction,
+                       args.test_fraction, args.max_tokens, args.force, skip_bad=args.skip_bad)
     except (UserError, ValueError, OSError) as error:
         print(f"data.labels: {error}", file=sys.stderr)
         return 2

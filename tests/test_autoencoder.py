@@ -33,7 +33,7 @@ def folder(tmp_path_factory):
     """Prepared data of known structure: 440 rows in 11 runs, one of which is held out."""
     out = str(tmp_path_factory.mktemp("features") / "data")
     arrays, target, runs, _ = features.synthetic(n_runs=11, run_length=40)
-    features.prepare(arrays, target, out, 0.1, runs)
+    features.prepare_features(arrays, target, out, 0.1, runs)
     return out
 
 
@@ -219,8 +219,8 @@ def test_early_stopping_on_correlation(tmp_path, folder, mode, steps):
 
 def test_no_target(tmp_path):
     """An autoencoder alone: no match, no correlation."""
-    features.prepare({"a": np.random.default_rng(0).normal(size=(40, 3))}, None,
-                     str(tmp_path / "data"), 0.2, np.arange(40) // 5)
+    features.prepare_features({"a": np.random.default_rng(0).normal(size=(40, 3))}, None,
+                              str(tmp_path / "data"), 0.2, np.arange(40) // 5)
     last = go(tmp_path / "data", tmp_path / "out", **SYSTEM)["history"][-1]
     assert "val_recon_a" in last and "val_match" not in last and "val_correlation" not in last
 
@@ -254,6 +254,7 @@ def test_bad_configuration(tmp_path, folder, changes, words):
 
 
 def test_other_data_are_refused(tmp_path, trained, capsys):
-    features.prepare({"a": np.zeros((40, 3))}, None, str(tmp_path / "d"), 0.2, np.arange(40) // 5)
+    features.prepare_features({"a": np.zeros((40, 3))}, None, str(tmp_path / "d"), 0.2,
+                              np.arange(40) // 5)
     assert main(["--ckpt", str(trained[0] / "ckpt.pt"), "--data_dir", str(tmp_path / "d")]) == 2
     assert "the checkpoint was trained on" in capsys.readouterr().err

@@ -13,7 +13,7 @@ from processes import python
 from runs import SMALL, Program, assert_same
 from sklearn import metrics as sk
 
-from data.labels import Fields, missing_words, prepare, read_rows, to_arrays
+from data.labels import Fields, missing_words, prepare_labels, read_rows, to_arrays
 from data.labels import main as labels_main
 from data.tokenizer import load_tokenizer
 from model.classifier import (
@@ -53,8 +53,8 @@ def write_jsonl(path, rows):
 def labels(tmp_path_factory):
     """A prepared folder of 400 rows of all three tasks; rows.jsonl beside it."""
     folder = tmp_path_factory.mktemp("labels")
-    prepare([write_jsonl(folder / "rows.jsonl", make_rows(400))], folder / "bin",
-            log=lambda line: None)
+    prepare_labels([write_jsonl(folder / "rows.jsonl", make_rows(400))], folder / "bin",
+                   log=lambda line: None)
     return folder / "bin"
 
 
@@ -208,8 +208,8 @@ def test_rows_are_split_by_their_group_and_cut_with_a_word(tmp_path):
     rows = [row | dict(doc=i // 4) for i, row in enumerate(make_rows(400))]
     said = []
     path = write_jsonl(tmp_path / "rows.jsonl", rows)
-    meta = prepare([path], tmp_path / "bin", fields=Fields(group="doc"), max_tokens=8,
-                   log=said.append)
+    meta = prepare_labels([path], tmp_path / "bin", fields=Fields(group="doc"), max_tokens=8,
+                          log=said.append)
     sizes = [len(load_split(tmp_path / "bin", s)[0]) for s in ("train", "val", "test")]
     assert sum(sizes) == 400 and all(n % 4 == 0 and n for n in sizes) and sizes[0] > 280
     assert meta["max_tokens"] == 8 and meta["task"] == "joint"

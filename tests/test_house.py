@@ -224,7 +224,7 @@ def test_without_data_prepare_the_rest_works(tmp_path):
         f"p{i},r{i},t{i},{'ab'[i % 2]}\n" for i in range(100)))
     command = [f"--data_dir={tmp_path}/d", f"--out_dir={tmp_path}/o", "--block_size=16",
                "--config=train/config_test.yaml", "--n_layer=1", "--max_iters=2"]
-    done = subprocess.run([sys.executable, "-c", f"""
+    done = processes.python("-c", f"""
 import run_train
 from data import chat, features, labels
 from model import sample
@@ -234,7 +234,7 @@ assert features.main(["--synthetic", "--out", "f"]) == 0
 assert run_train.main({command}) == 0
 assert sample.main(["--ckpt={tmp_path}/o/ckpt.pt", "--prompt=one", "--max_new_tokens=8"]) == 0
 assert run_train.main({[*command, "--data_dir=data/bin/stdlib", "--out_dir=p"]}) == 2
-"""], cwd=copy, capture_output=True, text=True, env=os.environ | {"OMP_NUM_THREADS": "1"})
+""", cwd=copy)
     assert done.returncode == 0, done.stderr
     assert "Training complete!" in done.stdout
     assert done.stderr.splitlines()[-1].startswith(
