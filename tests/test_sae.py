@@ -325,3 +325,157 @@ def test_another_backbone_is_refused(tmp_path, data_dir, backbone, trained, caps
 def test_the_file_alone_rebuilds_it(trained):
     model, _ = load_model(trained[0] / "ckpt.pt")
     assert isinstance(model.sae, SparseAutoencoder) and model.sae.silent.dtype == torch.int64
+
+
+# -----------------------------------------------------------------------------
+# the arithmetic, a second way
+
+def by_hand(sae, x):
+    """Loss, sums and reconstruction of SparseAutoencoder, a token at a time, in float64."""
+    c, w = sae.keys, {n: t.detach().double().numpy() for n, t in sae.state_dict().items()}
+    W = w["W_dec"]
+    if c.sae == "topk":
+        W = W / np.linalg.norm(W, axis=1, keepdims=True)
+    dead = w["silent"] >= c.dead_after
+    parts, outs, fired = {"mse": 0.0, "l1": 0.0, "auxk": 0.0}, [], 0
+    rows = (x.double().numpy() - w["mean"]) * w["scale"]
+    for row in rows:
+        pre = (row - w["b_dec"]) @ w["W_enc"] + w["b_enc"]
+        z = np.maximum(pre, 0)
+        if c.sae == "topk":
+            z[np.argsort(pre)[:-c.k]] = 0
+        out = z @ W + w["b_dec"]
+        parts["mse"] += ((row - out) ** 2).mean()
+        parts["l1"] += sum(z * np.linalg.norm(W, axis=1))
+        if c.auxk and dead.any():
+            helpers = [f for f in np.argsort(-pre) if dead[f]][:c.auxk]
+            missed = row - out - sum(pre[f] * W[f] for f in helpers)
+            share = (missed ** 2).sum() / ((row - out) ** 2).sum()
+            parts["auxk"] += share * min(1.0, dead.sum() / c.auxk)
+        outs.append(out / w["scale"] + w["mean"])
+        fired = fired + (z > 0)
+    loss = parts["mse"] + (c.l1 * parts["l1"] if c.sae == "relu" else 0) + c.auxk_weight * parts[
+        "auxk"]
+    return loss / len(rows), parts, np.stack(outs), fired, rows
+
+
+@pytest.mark.parametrize("keys, n_dead", [
+    (dict(sae="topk", k=3, auxk=4), 6), (dict(sae="topk", k=3, auxk=4), 2),
+    (dict(sae="topk", k=1, auxk=0), 5), (dict(sae="relu", l1=0.3, auxk=2), 3),
+    (dict(sae="relu", l1=0.3, auxk=2), 0)], ids=str)
+def test_the_loss_is_that_of_a_loop_over_tokens(keys, n_dead):
+    config = load_config(None, dict(model="sae", d_sae=10, dead_after=7, auxk_weight=0.7) | keys)
+    spec = dict(d_in=6, mean=[0.5, -1.0, 0.0, 2.0, 0.1, 0.2], scale=0.4)
+    sae = build_model(config, type("Data", (), {"spec": spec})).sae
+    draw = torch.Generator().manual_seed(4)
+    with torch.no_grad():
+        for p in sae.parameters():
+            p.copy_(torch.randn(p.shape, generator=draw))
+        sae.silent[:n_dead] = 7
+        sae.silent[n_dead:] = 6
+    x = torch.randn(9, 6, generator=draw)
+    loss, sums, out = sae(x)
+    expected, parts, outs, fired, rows = by_hand(sae, x)
+    assert float(loss) == pytest.approx(expected, rel=1e-4)
+    kept = {"mse"} | ({"l1"} if config.sae == "relu" else set()) | (
+        {"auxk"} if config.auxk else set())
+    assert set(sums) == kept | {"x", "xx", "fired"}
+    for name in kept:
+        assert float(sums[name]) == pytest.approx(parts[name], rel=1e-4), name
+    np.testing.assert_allclose(out.detach(), outs, atol=1e-4)
+    assert sums["fired"].tolist() == fired.tolist()
+    np.testing.assert_allclose(sums["x"], rows.sum(0), atol=1e-4)
+    assert float(sums["xx"]) == pytest.approx((rows ** 2).sum(), rel=1e-5)
+    sae.some_dead = False  # as after_step says where there are none: nothing is computed for them
+    assert "auxk" not in sums or float(sae(x)[1]["auxk"]) == 0
+
+
+def test_silent_steps_are_counted_until_a_feature_fires():
+    config = load_config(None, dict(model="sae", d_sae=3, k=1, auxk=0, dead_after=2))
+    spec = dict(d_in=2, mean=[0.0, 0.0], scale=1.0)
+    model = build_model(config, type("Data", (), {"spec": spec}))
+    seen = []
+    for fired in ([0, 5, 0], [0, 0, 1], [1, 0, 0], [0, 2, 2]):
+        model.after_step(0, dict(fired=torch.tensor(fired)))
+        seen.append((model.sae.silent.tolist(), model.sae.some_dead))
+    assert seen == [([1, 0, 1], False), ([2, 1, 0], True), ([0, 2, 1], True), ([1, 0, 0], False)]
+    model.sae.silent[:] = torch.tensor([1, 2, 3])
+    sums = dict(count=4.0, fired=torch.tensor([8, 0, 1]), mse=torch.tensor(3.0), xx=torch.tensor(
+        9.0), x=torch.tensor([2.0, 4.0]), l1=torch.tensor(6.0), auxk=torch.tensor(1.0))
+    training = model.numbers(sums)
+    assert training == dict(explained_variance=1 - 6 / 4, l0=9 / 4, l1=1.5, auxk=0.25, dead=2.0)
+    evaluation = model.numbers(sums | dict(own=torch.tensor(8.0), spliced=torch.tensor(10.0),
+                                           zeroed=torch.tensor(16.0)))
+    assert evaluation == training | dict(dead=1.0, lm_loss=2.0, spliced_loss=2.5,
+                                         loss_recovered=0.75)
+    same = model.numbers(sums | dict(own=torch.tensor(8.0), spliced=torch.tensor(8.0),
+                                     zeroed=torch.tensor(8.0), xx=torch.tensor(5.0)))
+    assert same["loss_recovered"] is None and same["explained_variance"] is None
+
+
+@pytest.mark.parametrize("kind, length", [("topk", 1.0), ("relu", 0.1)])
+def test_the_start_of_an_autoencoder(kind, length):
+    config = load_config(None, dict(model="sae", sae=kind, d_sae=30, k=2, auxk=0))
+    spec = dict(d_in=5, mean=[1.0, 2.0, 3.0, 4.0, 5.0], scale=0.5)
+    sae = build_model(config, type("Data", (), {"spec": spec})).sae
+    assert torch.equal(sae.W_enc.T, sae.W_dec) and sae.mean.tolist() == spec["mean"]
+    torch.testing.assert_close(sae.W_dec.norm(dim=1), torch.full((30,), length))
+    assert float(sae.scale) == 0.5 and not sae.silent.any() and not sae.b_enc.any()
+    assert not sae.b_dec.any() and not sae.W_dec.isnan().any()
+
+
+def test_top_contexts_are_those_of_all_windows(trained, data_dir):
+    from data.activations import SKIPPED
+    from model.sae import top_contexts
+    from train.dataloader import DataLoader
+    model, _ = load_model(trained[0] / "ckpt.pt")
+    tokens = DataLoader(data_dir, 16, 8, "val", vocab_size=256)
+    rate, value, window, position, rows = top_contexts(model, tokens, 3, 4)
+    idx = torch.cat([tokens.fixed_batch(i, 3)[0] for i in range(3)])
+    assert torch.equal(rows, idx) and value.shape == window.shape == position.shape == (48, 4)
+    with torch.no_grad():
+        z = model.sae.encode(model.backbone().activations(idx))  # (48 windows, 7, F)
+    torch.testing.assert_close(rate, (z > 0).float().mean((0, 1)))
+    strongest = z.amax(1).T.sort(descending=True).values[:, :4]
+    torch.testing.assert_close(value, strongest)
+    for f in range(48):
+        assert len(set(window[f].tolist())) == 4  # each window once
+        for v, w, p in zip(value[f], window[f], position[f]):
+            assert z[w, p - SKIPPED, f] == pytest.approx(float(v), abs=1e-5)
+    assert top_contexts(model, tokens, 1, 99)[1].shape == (48, 16)  # no more than there are
+
+
+def test_a_place_and_what_stands_around_it():
+    from data.tokenizer import load_tokenizer
+    from model.sae import describe
+    row = torch.arange(100, 200)
+    assert describe(row, 50, None) == (" ".join(map(str, range(110, 150))) + " [150] "
+                                       + " ".join(map(str, range(151, 163))))
+    assert describe(row, 1, None, 3, 1) == "100 [101] 102" and describe(row, 99, None, 1) == (
+        "198 [199] ")
+    byte = load_tokenizer("byte")
+    text = torch.tensor(byte.encode("one\ntwo three"))
+    assert describe(text, 4, byte, 2, 3) == "e\\n[t]wo "
+
+
+def test_what_sae_lens_gets_of_a_relu_autoencoder(tmp_path):
+    from model.sae import to_sae_lens
+    config = load_config(None, dict(model="sae", sae="relu", d_sae=10, auxk=0, layer=3,
+                                    backbone="runs/deep/ckpt.pt"))
+    spec = dict(d_in=4, mean=[1.0, 2.0, 3.0, 4.0], scale=0.5, block_size=32)
+    model = build_model(config, type("Data", (), {"spec": spec}))
+    with torch.no_grad():
+        for p in model.parameters():
+            p.normal_(generator=torch.Generator().manual_seed(p.numel()))
+    to_sae_lens(model, tmp_path / "new" / "lens")
+    w = read_safetensors(tmp_path / "new" / "lens" / "sae_weights.safetensors")
+    x = torch.randn(6, 4)
+    z = np.maximum((x.numpy() - w["b_dec"]) @ w["W_enc"] + w["b_enc"], 0)
+    with torch.no_grad():
+        np.testing.assert_allclose(z @ w["W_dec"] + w["b_dec"], model.sae(x)[2], atol=1e-4)
+    cfg = json.loads((tmp_path / "new" / "lens" / "cfg.json").read_text())
+    assert cfg == dict(
+        architecture="standard", d_in=4, d_sae=10, dtype="float32", device="cpu",
+        apply_b_dec_to_input=True, normalize_activations="none", reshape_activations="none",
+        metadata=dict(model_name="deep", hook_name="blocks.3.hook_resid_post", prepend_bos=False,
+                      context_size=32))
