@@ -1,6 +1,7 @@
 """--model autoencoder and data/features.py: the data, the losses, the numbers, the run."""
 
 import json
+import math
 
 import numpy as np
 import pytest
@@ -20,6 +21,7 @@ from model.autoencoder import (
     row_correlation,
 )
 from model.sample import load_model
+from train.config import load_config
 from train.distributed import Ranks
 from train.evaluate import batch_sums
 
@@ -166,6 +168,57 @@ def test_loss_is_the_weighted_sum_of_its_parts(folder):
     x = model.standardise(data.train.rows(np.arange(400), torch.device("cpu")))
     for name in ("video", "target"):  # by the statistics of the training rows
         assert x[name].mean(0).abs().max() < 1e-3 and (x[name].std(0) - 1).abs().max() < 1e-2
+
+
+def normal_cdf(x):
+    return np.vectorize(lambda v: (1 + math.erf(v / 2 ** 0.5)) / 2)(x)
+
+
+@pytest.mark.parametrize("matching", ["mse", "correlation"])
+def test_the_loss_of_a_row_by_hand(matching):
+    spec = dict(modalities={"a": 3, "b": 2}, target=4, mean=dict(a=[1.0, 0, 0], b=[0.0, 2],
+                                                                target=[0.0, 0, 0, 1]),
+                std=dict(a=[2.0, 1, 0], b=[1.0, 1], target=[1.0, 2, 0.5, 1]))
+    config = load_config(None, dict(model="autoencoder", d_hidden=5, d_latent=3, dropout=0.5,
+                                    recon_weight=0.3, match_weight=0.7, matching=matching,
+                                    modality_weights={"b": 2.0}))
+    model = MultimodalAutoencoder(config, spec)
+    rng = np.random.default_rng(0)
+    rows = [rng.normal(size=(6, n)).astype("f4") for n in (3, 2, 4)]
+    batch = [torch.from_numpy(r) for r in rows]
+    assert model(*batch)[0].item() != model(*batch)[0].item()  # dropout
+    loss, sums = model.eval()(*batch)
+    w = {n: p.detach().double().numpy() for n, p in model.named_parameters()}
+
+    def linear(x, name):
+        return x @ w[f"{name}.weight"].T + w[f"{name}.bias"]
+
+    def gelu(x):
+        return x * normal_cdf(x)
+    x = {n: (r - spec["mean"][n]) / [s or 1 for s in spec["std"][n]]  # a constant: left as it is
+         for n, r in zip(("a", "b", "target"), rows)}
+    z = linear(np.concatenate([gelu(linear(x[n], f"encoder.{n}")) for n in "ab"], 1), "bottleneck")
+    error = {n: ((linear(gelu(linear(z, f"expand.{n}")), f"decoder.{n}") - x[n]) ** 2).mean(1)
+             for n in "ab"}
+    out, y = linear(z, "head"), x["target"]
+    match = ((out - y) ** 2).mean(1)
+    if matching == "correlation":
+        cov, p, q = ([np.cov(a, b, bias=True)[i] for a, b in zip(out, y)]
+                     for i in ((0, 1), (0, 0), (1, 1)))
+        match = 1 - np.array(cov) / np.sqrt((np.array(p) + 1e-3) * (np.array(q) + 1e-3))
+    expected = 0.3 * (error["a"] + 2 * error["b"]) + 0.7 * match
+    assert loss.item() == pytest.approx(expected.mean(), rel=1e-4)
+    assert [sums[n].item() for n in ("recon_a", "recon_b", "match")] == pytest.approx(
+        [error["a"].sum(), error["b"].sum(), match.sum()], rel=1e-4)
+    numbers, r = evaluate_rows(model, rows, rows=4)  # a batch of 4 and one of 2
+    assert numbers["loss"] == pytest.approx(expected.mean(), rel=1e-4) and numbers["rows"] == 6
+    wanted = [np.corrcoef(out[:, i], y[:, i])[0, 1] for i in range(4)]
+    assert r.tolist() == pytest.approx(wanted, rel=1e-3)
+    assert numbers["correlation"] == pytest.approx(np.mean(wanted), rel=1e-3)
+    for name, p in model.named_parameters():
+        assert p.any() == (name.endswith("weight")), name
+    big = MultimodalAutoencoder(load_config(None, dict(model="autoencoder", d_hidden=400)), spec)
+    assert big.bottleneck.weight.std().item() == pytest.approx(800 ** -0.5, rel=0.1)
 
 
 # -----------------------------------------------------------------------------

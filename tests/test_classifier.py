@@ -114,9 +114,20 @@ def test_words_of_evidence_are_compared_as_squad_does():
     pairs = {("the U.S.", "us"): (1, 1), ("A  Dog!", "dog"): (1, 1), ("the-end", "end"): (0, 0),
              ("a b c d", "b c"): (0, 0.8), ("x", "the"): (0, 0), ("the", "a"): (1, 1),
              ("b b c", "b c c"): (0, 2 / 3)}
+    assert span_metrics(*zip(*pairs))["token_f1"] == pytest.approx(
+        sum(f1 for _, f1 in pairs.values()) / 7)
+    assert span_metrics([], []) == {} and span_metrics(["a"] * 3, ["x"] * 3)["spans"] == 3
     for (truth, guess), (exact, f1) in pairs.items():
         got = span_metrics([truth], [guess])
         assert (got["exact_match"], got["token_f1"]) == (exact, pytest.approx(f1)), (truth, guess)
+
+
+@pytest.mark.parametrize("labels, scores", [
+    ([0, 1], [[1.0, 0.0]]), ([], np.zeros((0, 2))), ([0], [1.0]), ([2], [[1.0, 0.0]]),
+    ([-1], [[1.0, 0.0]]), ([0], [[np.nan, 0.0]])])
+def test_labels_and_scores_that_do_not_fit_are_refused(labels, scores):
+    with pytest.raises(ValueError, match="expected"):
+        classification_metrics(labels, scores)
 
 
 # -----------------------------------------------------------------------------
@@ -165,6 +176,105 @@ def test_losses_and_sums_of_parts_add_up_to_those_of_the_whole(task):
     torch.testing.assert_close(sum(part * s["count"] for part, s in parts) / count, loss)
     for name, value in sums.items():
         torch.testing.assert_close(sum(s[name] for _, s in parts), value)
+
+
+def pointed(pointer, query, states):
+    """Softmax and its logarithm over `states` (n, C) for a query (C,), in float64."""
+    w = {n: p.detach().double().numpy() for n, p in pointer.named_parameters()}
+    q = w["query.weight"] @ query + w["query.bias"]
+    scores = states @ w["key.weight"].T @ q / np.sqrt(len(query))
+    return scores - np.log(np.exp(scores - scores.max()).sum()) - scores.max()
+
+
+@pytest.mark.parametrize("task", ["class", "span", "joint"])
+def test_losses_and_counts_are_those_of_a_loop_over_rows(task):
+    """Of rows with and without evidence, one token of it and all, a text of the full length."""
+    model, (tokens, lengths, labels, spans) = small_model(task).eval(), small_batch(9)
+    with torch.no_grad():
+        for p in model.parameters():
+            p.normal_(0, 0.3, generator=torch.Generator().manual_seed(p.numel()))
+    lengths[3], spans[3], spans[4] = 12, torch.tensor([0, 11]), torch.tensor([1, 1])
+    lengths[5], spans[5] = 1, 0
+    with torch.no_grad():
+        states = model.gpt.trunk(tokens).double().numpy()
+        loss, sums = model(tokens, lengths, labels, spans)
+        scores, said = model(tokens, lengths)
+    weights, total, label_total, span_total, matrix, count = [0.2, 3.0, 1.0], 0, 0, 0, 0, 0
+    found = exact = overlap = 0
+    matrix = np.zeros((3, 3), int)
+    for i, n in enumerate(lengths.tolist()):
+        x, (a, b), label_loss, span_loss = states[i, :n], spans[i].tolist(), 0.0, 0.0
+        w = weights[labels[i]] if task != "span" else float(a >= 0)
+        if task != "span":
+            z = x[-1] @ model.head.weight.detach().double().numpy().T + model.head.bias.tolist()
+            np.testing.assert_allclose(scores[i], z, atol=1e-4)
+            label_loss = np.log(np.exp(z).sum()) - z[labels[i]]
+            matrix[labels[i], z.argmax()] += 1
+        if task != "class":
+            ends = pointed(model.end, x[-1], x)
+            end = int(ends.argmax())
+            start = int(pointed(model.start, x[end], x[:end + 1]).argmax())
+            assert said[i].tolist() == [start, end]
+            if a >= 0:
+                span_loss = -(ends[b] + pointed(model.start, x[b], x[:b + 1])[a]) / 2
+                both = len(set(range(a, b + 1)) & set(range(start, end + 1)))
+                found, exact = found + 1, exact + ((a, b) == (start, end))
+                overlap += 2 * both / (b - a + 1 + end - start + 1)
+        total += w * (label_loss + (0.7 if task == "joint" else 1.0) * span_loss)
+        label_total, span_total, count = (label_total + w * label_loss, span_total + w * span_loss,
+                                          count + w)
+    expected = dict(count=count)
+    if task == "joint":
+        expected |= dict(label_loss=label_total, span_loss=span_total)
+    if task != "class":
+        expected |= dict(spans=found, exact=exact, overlap=overlap)
+    got = {n: v.item() for n, v in sums.items() if n != "confusion"}
+    assert got == pytest.approx(expected, rel=1e-4)
+    assert task == "span" or sums["confusion"].tolist() == matrix.tolist()
+    assert float(loss) == pytest.approx(total / count, rel=1e-4)
+    assert set(model.train()(tokens, lengths, labels, spans)[1]) == set(expected) - {
+        "spans", "exact", "overlap"}
+    numbers = model.numbers({n: v.double() for n, v in sums.items()})
+    assert numbers.get("token_f1") == (None if task == "class" else pytest.approx(overlap / found))
+    assert numbers.get("label_loss") == (
+        pytest.approx(label_total / count, rel=1e-4) if task == "joint" else None)
+    if task != "class":  # nothing to find
+        loss, sums = model.eval()(tokens, lengths, labels, torch.full_like(spans, -1))
+        assert loss.isfinite() and model.numbers(sums)["exact_match"] is None
+
+
+def test_how_a_classifier_is_made():
+    spec = dict(task="joint", classes=["a", "b"], class_counts=[3, 0], max_tokens=12, vocab_size=20)
+    assert class_weights("balanced", spec) == [0.5, 0.0] and class_weights(None, spec) == [1, 1]
+    shape = GPTConfig(block_size=8, vocab_size=20, n_layer=1, n_head=2, n_embd=64, n_hidden=32,
+                      dropout=0.5)
+    model = Classifier(shape, spec, [1.0, 2.0], seed=3)
+    assert model.gpt.config.block_size == 12 and model.span_weight == 1.0
+    assert model.weights.tolist() == [1.0, 2.0] and "weights" not in model.state_dict()
+    for module in (model.head, model.end.query, model.end.key, model.start.query):
+        assert module.weight.std().item() == pytest.approx(0.02, rel=0.2)
+    assert not model.head.bias.any() and not model.start.query.bias.any()
+    assert model.initial("gpt.wte.weight", (4, 64), 3) is not None
+    assert model.initial("other.weight", (4, 64), 3) is None
+    other = Classifier(shape, spec, [1.0, 2.0], seed=4)
+    assert not torch.equal(model.head.weight, other.head.weight)
+    assert model.flops_per_unit() == model.gpt.flops_per_unit() * 12
+    learned = GPTConfig(block_size=16, vocab_size=20, n_layer=1, n_head=2, n_embd=16,
+                        pos="learned")
+    assert Classifier(learned, spec, [1.0, 2.0]).gpt.wpe.weight.shape == (16, 16)
+    tokens, lengths = small_batch()[:2]
+    a, b = (model.eval()(tokens, lengths)[0] for _ in range(2))
+    assert torch.equal(a, b)  # no dropout
+    assert not torch.equal(model.train()(tokens, lengths)[0], a)
+
+
+def test_weights_of_a_gpt_or_of_another_classifier_are_taken_where_they_fit():
+    model = small_model()
+    names = dict(model.state_dict())
+    gpt = {n.removeprefix("gpt."): t + 1 for n, t in names.items() if n.startswith("gpt.")}
+    assert set(model.adopt(gpt)) == {n for n in names if n.startswith("gpt.")}
+    theirs = names | {"head.weight": torch.zeros(5, 16)}  # of five classes
+    assert set(model.adopt(theirs)) == set(names) - {"head.weight"}
 
 
 def test_what_stands_after_a_text_changes_nothing():
