@@ -1,6 +1,7 @@
 """Chat fine-tuning: conversations of every format to packed rows, chats that do not see each other,
 and a model that learns to answer questions it has not met."""
 
+import itertools
 import json
 import random
 import sys
@@ -316,6 +317,44 @@ def test_no_chat_sees_another(dtype, checkpointing):
         y = model.trunk(other, Packed(number))
     assert torch.equal(x[number != 1], y[number != 1])
     assert not torch.equal(x[number == 1], y[number == 1])
+
+
+def test_tokens_and_answers_are_counted_one_by_one():
+    """Answers at both ends of a row, one after the other in two rows, of one token, and none."""
+    model = small().eval()
+    with torch.no_grad():
+        for p in model.parameters():
+            p.normal_(0, 0.2, generator=torch.Generator().manual_seed(p.numel()))
+    tokens, chat = torch.randint(0, 256, (4, 12)), torch.zeros(4, 12, dtype=torch.int64)
+    mask = torch.tensor([[0, 1, 1, 0, 0, 1, 0, 0, 1, 1, 1, 1], [0, 1, 0, 1, 1, 1, 0, 0, 0, 0, 0, 1],
+                         [0] * 12, [1] + [0] * 6 + [1] * 3 + [0] * 2])
+    for row, place in ((0, 1), (0, 2), (0, 5), (1, 1), (1, 4), (3, 7), (3, 8), (3, 9)):
+        with torch.no_grad():  # what the model would say there, so that some answers are right
+            tokens[row, place] = model(tokens[row:row + 1, :place])[0, -1].argmax()
+    with torch.no_grad():
+        loss, sums = model(tokens, mask, chat)
+        best = model(tokens[:, :-1]).argmax(-1)
+        logits = model(tokens[:, :-1]).double().log_softmax(-1)
+    count = right = answers = exact = 0
+    nats = 0.0
+    for row in range(4):  # the target of place t is token t + 1
+        for learned, places in itertools.groupby(range(11), lambda t, r=row: int(mask[r, t + 1])):
+            if learned:
+                said = [(t, int(tokens[row, t + 1])) for t in places]
+                fits = [int(best[row, t]) == token for t, token in said]
+                nats -= sum(float(logits[row, t, token]) for t, token in said)
+                count, right = count + len(fits), right + sum(fits)
+                answers, exact = answers + 1, exact + all(fits)
+    assert {n: int(v) for n, v in sums.items()} == dict(count=count, right=right, answers=answers,
+                                                        exact=exact)
+    assert (count, answers) == (15, 7) and 2 <= exact < answers
+    assert float(loss) == pytest.approx(nats / count, rel=1e-5)
+    numbers = model.numbers({n: v.double() for n, v in sums.items()} | dict(loss=nats))
+    assert numbers == pytest.approx(dict(ppl=np.exp(nats / count), accuracy=right / count,
+                                         exact=exact / answers))
+    nothing = dict(loss=0.0, count=0, right=0, answers=0, exact=0)
+    assert model.numbers(nothing) == dict(ppl=None, accuracy=None, exact=None)
+    assert set(model.train()(tokens, mask, chat)[1]) == {"count"}
 
 
 def test_exact_is_what_sampling_writes(capitals, tmp_path):

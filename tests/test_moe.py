@@ -220,3 +220,65 @@ def test_recomputed_blocks_give_the_same_gradient(way):
         model(*batch())[0].backward()
     for (name, p), q in zip(plain.named_parameters(), other.parameters()):
         assert torch.equal(p.grad, q.grad), name
+
+
+# -----------------------------------------------------------------------------
+# the numbers, a second way
+
+def test_numbers_of_sums_by_hand():
+    """Two layers, four experts, 20 tokens of which each layer routed 2 x 20."""
+    model = build_model(tiny(), SPEC)
+    routed = torch.tensor([[20.0, 10, 10, 0], [10.0, 10, 10, 10]]) / 2  # use_of() shares them by k
+    sums = dict(routed=routed, lm_loss=torch.tensor(60.0), load_balance=torch.tensor(25.0),
+                auxiliary=torch.tensor(2.0), z_loss=torch.tensor(50.0))
+    numbers = model.numbers(sums)
+    assert numbers.pop("use") == [[2.0, 1.0, 1.0, 0.0], [1.0] * 4]
+    assert numbers == pytest.approx(dict(lm_loss=3.0, load_balance=1.25, auxiliary=0.1, z_loss=2.5,
+                                         use_min=0.0, use_max=2.0))
+    empty = model.numbers({name: 0 * value for name, value in sums.items()})
+    assert empty["use_max"] == empty["load_balance"] == 0.0
+
+
+def test_sums_of_a_batch_are_counted_by_sequence():
+    """What evaluation adds up is what the definition gives for each sequence by itself."""
+    model, (x, y) = build_model(tiny(n_experts=5, experts_per_token=3), SPEC).eval(), batch(3)
+    logits = []
+    for block in model.h:
+        block.mlp.router.register_forward_hook(lambda m, args, out: logits.append(out[0]))
+    sums = model(x, y)[1]
+    for name in ("load_balance", "auxiliary", "z_loss"):
+        parts = [float(router_losses(row, 3)[name]) for layer in logits for row in layer]
+        assert float(sums[name]) == pytest.approx(sum(parts) / 2 * 16, rel=1e-5), name
+    for layer, used in zip(logits, sums["routed"]):
+        times = [sum(int(e in row.topk(3).indices) for row in layer.flatten(0, 1))
+                 for e in range(5)]
+        assert used.tolist() == pytest.approx([t / 3 for t in times])
+
+
+def test_every_coefficient_weighs_its_part_of_the_loss():
+    x, y = batch()
+    parts = dict(load_balance_coef=0.0, auxiliary_coef=0.0, z_loss_coef=0.0)
+    plain, sums = build_model(tiny(**parts), SPEC)(x, y)
+    for name in parts:
+        loss, _ = build_model(tiny(**parts | {name: 0.5}), SPEC)(x, y)
+        part = sums[name.removesuffix("_coef")] * 2 / x.numel()  # both layers
+        assert float(loss - plain) == pytest.approx(0.5 * float(part), rel=1e-3), name
+
+
+def test_shape_start_and_work_of_experts():
+    model = build_model(tiny(n_experts=6, experts_per_token=3, n_hidden=64, n_embd=128), SPEC)
+    experts = model.h[0].mlp
+    assert experts.up.weight.shape == (6, 64 // 3, 128) == experts.gate.weight.shape
+    assert build_model(tiny(expert_hidden=7), SPEC).h[0].mlp.down.weight.shape == (4, 32, 7)
+    few = build_model(tiny(n_experts=4, experts_per_token=4, n_hidden=3), SPEC)
+    assert few.config.expert_hidden == 1
+    for p, std in ((experts.router.weight, 0.02), (experts.gate.weight, 0.02),
+                   (experts.down.weight, 0.02 / 4 ** 0.5)):
+        assert p.std().item() == pytest.approx(std, rel=0.1)
+    stacked = 2 * 3 * 6 * 21 * 128
+    idle = 6 * (stacked - stacked * 3 // 6)
+    assert model.flops_per_unit() == gpt.GPT.flops_per_unit(model) - idle
+    x = torch.randn(1, 5, 128)
+    dropping = build_model(tiny(dropout=0.5, n_embd=128), SPEC).h[0].mlp
+    assert not torch.equal(dropping(x)[0], dropping(x)[0])
+    assert torch.equal(dropping.eval()(x)[0], dropping(x)[0])
