@@ -33,6 +33,7 @@ def main(argv):
     dry_run, argv = take_flag(argv, "--dry_run")
     path, overrides = take_config(argv)
     try:
+        # Up to here and for --help nothing has imported torch, which takes seconds.
         if wants_help:
             return show(help_text(type(load_with_origins(None, overrides)[0])))
         config, origins = load_with_origins(path, overrides)

@@ -15,11 +15,12 @@ import tempfile
 import numpy as np
 import tiktoken
 
-from data.token_files import DataError, read_meta, write_meta
+from data.token_files import DataError, find_files, read_meta, write_meta
 
 RANKS_FILE = "tokenizer.tiktoken"
 NAMES = ("byte", "char", "gpt2", "bpe")
 EOT = "<|endoftext|>"
+GPT2_VOCABULARY = 50257  # of token files that say nothing else, as nanoGPT's and llm.c's
 GPT2_PATTERN = (r"""'(?:[sdmt]|ll|ve|re)| ?\p{L}++| ?\p{N}++| ?[^\s\p{L}\p{N}]++"""
                 r"""|\s++$|\s+(?!\S)|\s""")
 # GPT-2's vocabulary in one file; tiktoken's "gpt2" needs two for the same ids.
@@ -244,6 +245,23 @@ def write_tokenizer(folder, tokenizer):
         spec["ranks_file"] = RANKS_FILE
     write_meta(folder, {"tokenizer": spec})
     return spec
+
+
+def find_vocabulary(data_dir, name=None, size=None):
+    """(vocabulary size, tokenizer or None) of token files: their own tokenizer, else the one called
+    `name`; the size is `size`, else the tokenizer's, else what the files' folder says. DataError
+    where `size` is too small for the tokenizer."""
+    tokenizer = load_dataset_tokenizer(data_dir)
+    if tokenizer is None and name:
+        tokenizer = load_tokenizer(name)
+    if tokenizer is None:
+        folder = os.path.dirname(find_files(data_dir, "train")[0])
+        return size or read_meta(folder).get("vocab_size") or GPT2_VOCABULARY, None
+    if size and tokenizer.n_vocab > size:
+        raise DataError(f"vocab_size: {size} is below the {tokenizer.n_vocab} of the tokenizer of "
+                        f"{data_dir}; leave vocab_size out to take the data's or, where weights "
+                        "to start from say it, prepare the data with their tokenizer")
+    return size or tokenizer.n_vocab, tokenizer
 
 
 def load_tokenizer(name, path=None):

@@ -59,6 +59,7 @@ class Norm(nn.Module):
     def forward(self, x):
         if self.rms:
             return rms_norm(x, self.weight, self.eps)
+        # In float32 whatever x is: the squares of bfloat16 numbers lose what the norm is made of.
         weight = self.weight.float()  # FSDP hands out bfloat16 weights
         bias = None if self.bias is None else self.bias.float()
         return F.layer_norm(x.float(), weight.shape, weight, bias, self.eps).type_as(x)
@@ -70,7 +71,7 @@ class Attention(nn.Module):
     def __init__(self, config, layer):
         super().__init__()
         c = self.config = config
-        self.layer = layer
+        self.layer = layer  # its number, by which a cache keeps keys and values apart
         kv_dim = c.n_kv_head * c.head_dim
         self.q = nn.Linear(c.n_embd, c.n_embd, bias=c.bias)
         self.k = nn.Linear(c.n_embd, kv_dim, bias=c.bias)
@@ -79,15 +80,16 @@ class Attention(nn.Module):
 
     def forward(self, x, rope, cache=None):
         c, (B, T, C) = self.config, x.size()
+        # Queries and keys stay side by side as long as the same is done to both.
         qk, v = self.project(x)  # (B, T, H + G, D), (B, T, G, D)
-        if c.qk_norm:
+        if c.qk_norm:  # bounds the scores, so that a high learning rate cannot blow them up
             qk = rms_norm(qk, eps=c.norm_eps)
         if rope is not None:
             qk = apply_rope(qk, *rope)
         q, k = qk.split((c.n_head, c.n_kv_head), dim=2)
         q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)  # (B, H or G, T, D)
         mask = None
-        if cache is not None:
+        if cache is not None:  # sampling: the keys and values of all tokens so far, (B, G, S, D)
             k, v, mask = cache.update(self.layer, k, v)
         y = attend(q, k, v, c.dropout if self.training else 0.0, mask)  # (B, H, T, D)
         y = self.o(y.transpose(1, 2).reshape(B, T, C))
@@ -113,6 +115,7 @@ class MLP(nn.Module):
     def __init__(self, config):
         super().__init__()
         c = self.config = config
+        # SwiGLU has three matrices for two, so widths are comparable at 2/3 of n_hidden.
         if c.mlp == "swiglu":
             self.gate = nn.Linear(c.n_embd, c.n_hidden, bias=c.bias)
         self.up = nn.Linear(c.n_embd, c.n_hidden, bias=c.bias)
@@ -181,6 +184,7 @@ class GPT(nn.Module):
     def __init__(self, config, seed=1337, token_bytes=None):
         super().__init__()
         c = self.config = config
+        # The names are nanoGPT's: token and position embedding, blocks h, final norm, output layer.
         self.wte = nn.Embedding(c.padded_vocab_size, c.n_embd)
         self.wpe = nn.Embedding(c.block_size, c.n_embd) if c.pos == "learned" else None
         self.wte_prev = nn.Embedding(c.padded_vocab_size, c.n_embd) if c.prev_embedding else None
@@ -191,7 +195,7 @@ class GPT(nn.Module):
             self.lm_head = nn.Linear(c.n_embd, c.padded_vocab_size, bias=False)
         self.loss = LanguageModelLoss()
         self.add_tables(token_bytes)
-        fill(self, seed)
+        fill(self, seed)  # see initial(); what it does not know stays as its module made it
 
     def add_tables(self, token_bytes):
         """Constants that move with the model but are not saved. Under torch.device("meta") they are
@@ -210,6 +214,8 @@ class GPT(nn.Module):
     def forward(self, idx, targets=None, cache=None, last_only=False):
         """idx (B, T) int64, targets (B, T) int64 with -1 where none. With a cache, idx are the
         tokens that follow what it holds; last_only gives the logits of the last one, (B, 1, V)."""
+        # The logits (B, T, V) are the largest tensor by far. With targets they are never whole in
+        # memory: model/ops.py makes loss and gradient of them a chunk at a time.
         x = self.trunk(idx, cache)  # (B, T, C)
         if targets is None:
             return self.logits(x[:, -1:] if last_only else x)
@@ -223,7 +229,7 @@ class GPT(nn.Module):
             raise ValueError(f"{T} tokens; the context of this model is {c.block_size} "
                              "(block_size)")
         positions = None if cache is None else cache.start(T)  # of idx: (1 or B, T) float64, CPU
-        x = self.wte(idx)
+        x = self.wte(idx)  # (B, T, C), the residual stream: every block reads it and adds to it
         if self.wpe is not None:
             x = x + (self.wpe.weight[:T] if cache is None else
                      self.wpe(positions.long().to(idx.device)))
@@ -233,7 +239,7 @@ class GPT(nn.Module):
             x = x + self.wte_prev(prev.clamp(min=0)) * (prev >= 0)[..., None]
         kind = x.device.type
         if torch.is_autocast_enabled(kind) and torch.get_autocast_dtype(kind) == torch.bfloat16:
-            x = x.bfloat16()  # the residual stream: half the memory traffic of float32
+            x = x.bfloat16()  # half the memory traffic of a float32 stream
         x = F.dropout(x, c.dropout, self.training)
         rope = None
         if c.pos == "rope":
@@ -251,13 +257,13 @@ class GPT(nn.Module):
 
     def logits(self, x):
         """Logits (..., vocab_size) of normalised states x (..., C): padded ids are left out."""
-        z = F.linear(x, self.wte.weight) if self.lm_head is None else self.lm_head(x)
+        z = F.linear(x, self.wte.weight) if self.lm_head is None else self.lm_head(x)  # (..., V)
         return z.float()[..., :self.config.vocab_size]
 
     def sums(self, targets):
         """What evaluation adds up beside the loss: targets that count, and bytes of their text (0
         where no tokenizer says)."""
-        counted, size = targets != IGNORE, targets.new_zeros(())
+        counted, size = targets != IGNORE, targets.new_zeros(())  # (B, T), ()
         if self.token_bytes is not None:
             size = (self.token_bytes[targets.clamp(min=0)] * counted).sum()
         return dict(count=counted.sum(), bytes=size)
@@ -268,6 +274,7 @@ class GPT(nn.Module):
         if "bytes" not in sums:
             return {}
         loss, count, size = (float(sums[name]) for name in ("loss", "count", "bytes"))
+        # Nats a token depend on the tokenizer; bits a byte of text compare models across them.
         return dict(ppl=math.exp(min(loss / count, 700.0)) if count else None,
                     bpb=loss / math.log(2) / size if size else None)
 
@@ -285,8 +292,10 @@ class GPT(nn.Module):
         if len(shape) == 1:  # of a norm
             return torch.ones(shape)
         std = 0.02
+        # 2 n_layer projections add up in the stream: its variance stays that of one.
         if part["inner"] in ("attn.o", "mlp.down"):
             std = 0.02 / math.sqrt(2 * c.n_layer)
+        # x is normalised, so logits have the deviation std sqrt(C): 0.3 is close to uniform.
         if part["outer"] == ("wte" if c.tie_weights else "lm_head"):
             std = min(0.02, 0.3 / math.sqrt(c.n_embd))
         return normal(name, shape, std, seed)
@@ -301,6 +310,7 @@ class GPT(nn.Module):
         """Training FLOPs a token, PaLM's count (arXiv:2204.02311, appendix B): 6 for each weight
         that multiplies, and 12 n_layer n_embd block_size for attention (as if it saw all)."""
         c = self.config
+        # Embeddings are looked up, not multiplied, but for one that is the output layer as well.
         lookups = [self.wpe, self.wte_prev] + ([] if self.lm_head is None else [self.wte])
         n = sum(p.numel() for p in self.parameters())
         n -= sum(m.weight.numel() for m in lookups if m is not None)

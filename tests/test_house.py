@@ -2,7 +2,6 @@
 
 import ast
 import functools
-import os
 import pathlib
 import re
 import shutil

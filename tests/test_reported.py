@@ -8,6 +8,7 @@ import os
 import re
 import subprocess
 import sys
+import types
 from dataclasses import fields
 
 import numpy as np
@@ -19,7 +20,8 @@ from runs import SMALL, assert_same_file, configure, go, metrics
 
 import run_train
 from model.gpt import GPT
-from train import checkpoint, distributed, logger
+from train import checkpoint, distributed, logger, speed
+from train import train as train_module
 from train.checkpoint import CheckpointError, load_checkpoint, save_checkpoint
 from train.config import ConfigError, GPTKeys, TrainConfig, load_config
 from train.dataloader import DataLoader, send
@@ -571,3 +573,103 @@ def test_a_refusal_keeps_the_old_run_in_its_place(data_dir, tmp_path):
     with pytest.raises(CheckpointError, match="nothing to evaluate"):
         go(data_dir, out, resume="never", eval_only=True)
     assert (out / "ckpt.pt").exists()
+
+
+# -----------------------------------------------------------------------------
+# what a day of hard use found
+
+def test_going_on_from_a_file_keeps_the_better_branch(data_dir, tmp_path, capsys):
+    """Its checkpoints and its numbers are moved aside, not written over."""
+    out = tmp_path / "out"
+    go(data_dir, out, save_interval=4, keep_last=9, max_iters=12)
+    later = {n: (out / n).read_bytes() for n in ("ckpt.pt", "ckpt_prev.pt", "ckpt_best.pt")}
+    lines = (out / "metrics.jsonl").read_text()
+    go(data_dir, out, max_iters=6, lr_decay_iters=20, resume=str(out / "ckpt_0000004.pt"))
+    assert f"Moved ckpt.pt, ckpt_prev.pt, ckpt_best.pt of later steps to {out}/old_1" in (
+        capsys.readouterr().out)
+    assert {n: (out / "old_1" / n).read_bytes() for n in later} == later
+    assert (out / "old_1" / "metrics.jsonl").read_text() == lines
+    go(data_dir, out, max_iters=6, resume=str(out / "ckpt.pt"))  # nothing is later than that
+    assert not (out / "old_2").exists()
+
+
+def with_test_data(config, ranks):
+    data = train_module.open_token_data(config, ranks)
+    data.test = data.val
+    data.test.samples = 3
+    return data
+
+
+def test_test_numbers_are_kept_and_made_where_they_are_missing(data_dir, tmp_path, monkeypatch,
+                                                               capsys):
+    """By a finished run that is started again, also one that was killed before it tested."""
+    monkeypatch.setattr(train_module, "open_data", with_test_data)
+    out = tmp_path / "out"
+    first = go(data_dir, out, max_iters=5)
+    lines = (out / "metrics.jsonl").read_text()
+    assert '"test_loss"' in lines.splitlines()[-1]
+    assert go(data_dir, out, max_iters=5)["test"] == first["test"]
+    assert (out / "metrics.jsonl").read_text() == lines
+    (out / "metrics.jsonl").write_text("".join(lines.splitlines(keepends=True)[:-1]))
+    assert "On test data" not in capsys.readouterr().out.split("This run is finished")[1]
+    assert go(data_dir, out, max_iters=5)["test"] == first["test"]
+    assert (out / "metrics.jsonl").read_text() == lines
+    assert "On test data" in capsys.readouterr().out
+
+
+def test_the_best_checkpoint_of_a_fine_tuning_may_be_its_start(data_dir, tmp_path):
+    """A learning rate that ruins a trained model: ckpt_best.pt holds what it started from."""
+    go(data_dir, tmp_path / "a", max_iters=20)
+    go(data_dir, tmp_path / "b", max_iters=4, eval_interval=2, learning_rate=5.0, warmup_iters=0,
+       init_from=str(tmp_path / "a" / "ckpt.pt"))
+    start, best = (load_checkpoint(p) for p in (tmp_path / "a" / "ckpt.pt",
+                                                tmp_path / "b" / "ckpt_best.pt"))
+    assert best["iter_num"] == 0
+    assert all(torch.equal(start["model"][n], best["model"][n]) for n in start["model"])
+
+
+def test_of_equal_best_numbers_the_lower_loss_counts(data_dir, tmp_path, monkeypatch):
+    """A share of right answers that stays 0 for long: the first checkpoint is the worst of them."""
+    numbers = GPT.numbers
+    monkeypatch.setattr(GPT, "numbers", lambda self, sums: numbers(self, sums) | (
+        dict(exact=0.0) if "bytes" in sums else {}))
+    go(data_dir, tmp_path, max_iters=15, early_stopping_metric="val_exact",
+       early_stopping_mode="max")
+    best = load_checkpoint(tmp_path / "ckpt_best.pt")
+    losses = {line["iter"]: line["val_loss"] for line in metrics(tmp_path) if "val_loss" in line}
+    assert best["iter_num"] == min(losses, key=losses.get) == 15
+
+
+def test_what_continues_a_finished_run_is_what_ended_it(data_dir, tmp_path, capsys):
+    for keys, word in ((dict(early_stopping_patience=9), "--max_iters"),
+                       (dict(early_stopping_patience=1, early_stopping_min_delta=9.0),
+                        "--early_stopping_patience")):
+        for _ in range(2):
+            go(data_dir, tmp_path / word, max_iters=10, **keys)
+        assert f"A larger {word} continues it" in capsys.readouterr().out
+
+
+def test_a_slow_first_step_says_what_it_is_at(capsys):
+    """A line a micro-batch with what remains, where a step was estimated to take long."""
+    clock, said = speed.Clock(), []
+    clock.start(7)
+    clock.announce(7, 0, 4, said.append)
+    clock.expected = 120.0
+    for it, micro in ((7, 0), (7, 3), (8, 0)):
+        clock.announce(it, micro, 4, said.append)
+    assert said == ["iter 7: micro-batch 1 of 4, the first line in about 0:02:00",
+                    "iter 7: micro-batch 4 of 4, the first line in about 0:00:30"]
+
+
+def test_a_slow_sample_is_timed_once(monkeypatch):
+    """2 s of a sample: four more would make a newcomer wait for the estimate."""
+    now, sizes = [0.0], []
+    monkeypatch.setattr(speed.time, "perf_counter", lambda: now[0])
+    loader = types.SimpleNamespace(get_batch=lambda device, step: (torch.zeros(8, 2),))
+
+    def compute(batch):
+        sizes.append(len(batch[0]))
+        now[0] += seconds * len(batch[0])
+    for seconds, wanted in ((3.0, [1]), (0.5, [1, 4])):
+        assert speed.time_sample(compute, loader, "cpu") == seconds and sizes == wanted
+        sizes.clear()

@@ -12,9 +12,11 @@ it fits a run is train/resume.py's.
 import contextlib
 import hashlib
 import json
+import math
 import os
 import pickletools
 import re
+import shutil
 import struct
 import threading
 import time
@@ -375,6 +377,30 @@ class RunFolder:
         dtype = getattr(torch, self.save_precision)
         write_safetensors(self.file("model.safetensors"), {
             n: t.to(dtype) if t.is_floating_point() else t for n, t in weights.items()})
+
+    def branch_off(self, start, say):
+        """Move the checkpoints of what was done after that of `start` to old_1/ (or the next free
+        number): a run that goes on from there would write over them. An earlier best one stays."""
+        if self.lock is None:  # not rank 0
+            return
+        iter_num = start.specs["iter_num"]
+        names = [n for n in ("ckpt.pt", "ckpt_prev.pt", "ckpt_best.pt")
+                 if os.path.exists(self.file(n)) and self.iteration(n) > iter_num]
+        if names:
+            target = free_name(self.path, "old", "")
+            os.makedirs(target)
+            for name in names:
+                os.replace(self.file(name), os.path.join(target, name))
+            with contextlib.suppress(OSError):  # it loses the lines of those steps next
+                shutil.copy2(self.file("metrics.jsonl"), target)
+            say(f"Moved {', '.join(names)} of later steps to {target}")
+
+    def iteration(self, name):
+        """iter_num of a checkpoint in the folder; one that cannot be read is of the future."""
+        try:
+            return load_checkpoint(self.file(name)).get("iter_num", math.inf)
+        except CheckpointError:
+            return math.inf
 
     def wait(self):
         """Until the save under way, if any, is over."""

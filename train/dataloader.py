@@ -30,14 +30,13 @@ from dataclasses import dataclass, field
 import numpy as np
 import torch
 
-from data.token_files import DataError, find_files, mix64, open_stream, read_meta
-from data.tokenizer import load_dataset_tokenizer, load_tokenizer
+from data.token_files import DataError, mix64, open_stream
+from data.tokenizer import find_vocabulary
 from train.distributed import from_main
 
 CHUNK_TOKENS = 1 << 18  # calls gathered at once: enough to make Python's share of the time small
 MIB = 1 << 20
 ROUNDS = 6  # with 4, the order of fewer than about 10 samples is measurably uneven
-GPT2_VOCABULARY = 50257  # of raw token files that say nothing else, as nanoGPT's and llm.c's
 
 
 @dataclass
@@ -328,25 +327,12 @@ def open_token_data(config, ranks):
     c = config
     if not os.path.exists(os.path.join(c.data_dir, "train.bin")):
         from_main(lambda: prepare_built_in(c.data_dir), ranks)
-    tokenizer = load_dataset_tokenizer(c.data_dir)
-    if tokenizer is None and c.tokenizer:
-        tokenizer = load_tokenizer(c.tokenizer)
-    size = c.vocab_size or (tokenizer.n_vocab if tokenizer else raw_vocabulary(c.data_dir))
+    size, tokenizer = find_vocabulary(c.data_dir, c.tokenizer, c.vocab_size)
 
     def load(split, batch_size, rank, world_size):
         return DataLoader(c.data_dir, batch_size, c.block_size, split, c.seed, rank, world_size,
                           size)
     train = load("train", c.micro_batch(ranks.world_size), ranks.rank, ranks.world_size)
-    if tokenizer and tokenizer.n_vocab > size:
-        raise DataError(f"vocab_size: {size} is below the {tokenizer.n_vocab} of the tokenizer of "
-                        f"{c.data_dir}; leave vocab_size out to take the data's or, where weights "
-                        "to start from say it, prepare the data with their tokenizer")
+    # Validation has whole batches on every rank, whatever their number: its value does not change.
     val = load("val", c.batch_size, 0, 1) if c.eval_interval else None
-    spec = tokenizer.spec() if tokenizer else None
-    return Data(train, val, dict(vocab_size=size, tokenizer=spec))
-
-
-def raw_vocabulary(data_dir):
-    """The vocabulary of token files without a tokenizer."""
-    folder = os.path.dirname(find_files(data_dir, "train")[0])
-    return read_meta(folder).get("vocab_size") or GPT2_VOCABULARY
+    return Data(train, val, dict(vocab_size=size, tokenizer=tokenizer and tokenizer.spec()))

@@ -15,6 +15,7 @@ from train.logger import LINE_NAMES
 def batch_sums(loss, sums, count):
     """{name: float64 tensor} of one batch: `sums`, "count" (its items: sums' own, or `count`) and
     "loss", the sum over the items. loss: 0-dim mean."""
+    # Sums of float32 would depend on their order from the eighth digit on. MPS has no float64.
     precise = torch.float32 if loss.device.type == "mps" else torch.float64
     out = {name: value.detach().to(precise) for name, value in sums.items()}
     if "count" not in out:
@@ -45,13 +46,14 @@ def all_reduce(sums, ranks):
     """`sums` added over all ranks, on their device."""
     if ranks.world_size == 1:
         return sums
-    vector = to_vector(sums)
+    vector = to_vector(sums)  # one exchange for all of them
     dist.all_reduce(vector)
     return from_vector(vector, sums)
 
 
 def to_host(sums, norm):
     """`sums` as float64 CPU tensors and `norm` as a float, in one transfer."""
+    # Every .item() would wait for the device once more.
     vector = torch.cat([to_vector(sums), norm.to(sums["loss"].dtype).reshape(1)]).cpu().double()
     return from_vector(vector[:-1], sums), float(vector[-1])
 
@@ -60,6 +62,7 @@ def to_numbers(model, sums):
     """{name: number or None} that a log line shows of sums over all batches, "loss" first (None
     where nothing counted): the model's own numbers(sums), else every scalar sum divided by the
     count."""
+    # Only here sums become numbers: a mean of means would weigh a small batch like a full one.
     loss = float(sums["loss"] / sums["count"]) if sums["count"] else None
     if hasattr(model, "numbers"):
         numbers = model.numbers(sums)
@@ -84,6 +87,7 @@ def evaluate(model, forward, loader, batches, ranks, autocast, stop=lambda done,
     """
     n, total = loader.n_fixed(batches), 0.0
     for first in range(0, n, ranks.world_size):
+        # Whether to stop travels with the sums, so that all ranks leave in the same round.
         wants_stop = torch.tensor([stop(first, n)], dtype=torch.float64)
         index = first + ranks.rank
         # Every rank runs every round, for a sharded model's collectives; a surplus is not added.
@@ -94,7 +98,7 @@ def evaluate(model, forward, loader, batches, ranks, autocast, stop=lambda done,
         rows = gather_rows(torch.cat([to_vector(sums).double().cpu(), wants_stop]), ranks)
         if rows[:, -1].any():
             return None
-        for row in rows[:n - first, :-1]:  # (n sums,), a batch each
+        for row in rows[:n - first, :-1]:  # (n sums,), a batch each, in the order of the batches
             total = total + row
     sums = from_vector(total, sums)
     if not sums["count"]:

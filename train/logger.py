@@ -153,6 +153,13 @@ class Logger:
             for tracker in self.trackers:
                 tracker.rewind(iter, evaluated)
 
+    def read_tested(self):
+        """The numbers on test data that metrics.jsonl ends with, {} where it does not."""
+        with suppress(OSError, ValueError), open(self.metrics.path, encoding="utf-8") as f:
+            *_, last = f
+            return {k: v for k, v in json.loads(last).items() if k.startswith("test_")}
+        return {}
+
     def plot(self):
         """Redraw loss.svg from metrics.jsonl."""
         if self.main:
@@ -352,12 +359,14 @@ def _strict(value):
 
 def drop_lines_from(path, iter, evaluated=False):
     """Rewrite a metrics.jsonl, atomically and line by line, without torn lines, steps from `iter`
-    on, and evaluations from `iter` on (after `iter`, if evaluated). No file: nothing to do."""
+    on, and evaluations and tests from `iter` on (after `iter`, if evaluated). No file: nothing to
+    do."""
     if os.path.exists(path):
         with open(path, "rb") as source, replacing(path) as target:
             for line in source:  # not json.loads: a resume must not wait for millions of lines
                 whole = re.fullmatch(rb'\{\s*"iter":\s*(\d+)\b.*\}\s*\n', line)
-                if whole and int(whole[1]) < iter + (evaluated and b'"val_loss"' in line):
+                stays = evaluated and (b'"val_loss"' in line or b'"test_loss"' in line)
+                if whole and int(whole[1]) < iter + stays:
                     target.write(line)
 
 

@@ -11,11 +11,11 @@ def get_lr(it, config):
     min_lr at lr_decay_iters and stay there (cosine: arXiv:1608.03983; wsd: arXiv:2404.06395).
     """
     c, (warmup, end, final) = config, milestones(config)
-    if it < warmup:
+    if it < warmup:  # + 1: the first step learns, and the step after the warm-up has the peak
         return c.learning_rate * (it + 1) / (warmup + 1)
     if c.lr_schedule in ("constant", "none", "plateau"):
         return c.learning_rate
-    if c.lr_schedule == "step":
+    if c.lr_schedule == "step":  # a factor after every so many steps
         drops = (it - warmup) // (c.step_iters or max(1, c.max_iters // 3))
         return max(final, c.learning_rate * c.lr_factor ** drops)
     if it >= end:
@@ -52,6 +52,7 @@ class EarlyStopping:
         self.best, self.bad = math.inf, 0  # best is signed: lower is better
 
     def update(self, value):
+        # Gains of less than min_delta do not count, so `best` need not be the least so far.
         if self.sign * value < self.best - self.min_delta:
             self.best, self.bad = self.sign * value, 0
         else:
@@ -81,7 +82,7 @@ class ReduceOnPlateau:
         """Take in an evaluation; true if the rate was just reduced."""
         if not self.waiting.update(value):
             return False
-        before, self.waiting.bad = self.scale, 0
+        before, self.waiting.bad = self.scale, 0  # as many evaluations again before the next drop
         self.scale = max(self.least, self.scale * self.factor)
         return self.scale < before
 

@@ -28,23 +28,25 @@ def configure_optimizers(model, weight_decay, learning_rate, betas, eps=1e-8, mu
     What the model itself froze stays frozen. Every group keeps its peak rate in `initial_lr`, which
     the schedule scales. Raises ConfigError.
     """
+    # One group for each combination of options that occurs: fused kernels work group by group.
     matrices = muon_parameters(model) if muon else set()
     groups, named = {}, {n: p for n, p in model.named_parameters() if p.requires_grad}
     check_patterns(lr_groups or {}, named)
     for name, p in named.items():
+        # Decay is for the weights of products: no norm's gain or bias has a reason to be small.
         decay = weight_decay if p.dim() >= 2 else 0.0
         options = dict(lr=learning_rate, weight_decay=decay, muon=False)
         if name in matrices:
             options = dict(lr=muon["lr"], weight_decay=muon["weight_decay"], muon=True)
         options |= group_options(name, lr_groups or {}, options)
-        p.requires_grad_(options["lr"] > 0)
+        p.requires_grad_(options["lr"] > 0)  # a rate of 0 freezes: no gradient is computed at all
         if options["lr"] > 0:
             group = groups.setdefault(tuple(options.items()), dict(options, params=[], names=[]))
             group["params"].append(p)
             group["names"].append(name)
     if not groups:
         raise ConfigError(["lr_groups: everything is frozen; leave something to train"])
-    for group in groups.values():
+    for group in groups.values():  # the peak, which the loop scales by the schedule in every step
         group["initial_lr"] = group["lr"]
     say_what_decays(model, groups.values(), log)
     options = dict(lr=learning_rate, betas=tuple(betas), eps=eps, fused=all(
@@ -71,7 +73,7 @@ def matches(name, pattern):
 
 def group_options(name, lr_groups, options):
     out = {}
-    for pattern, value in lr_groups.items():
+    for pattern, value in lr_groups.items():  # in their order: the last one that matches stays
         if matches(name, pattern):
             value = value if isinstance(value, dict) else {"lr_mult": value}
             out = {"lr": value.get("learning_rate", options["lr"] * value.get("lr_mult", 1.0)),
@@ -112,8 +114,8 @@ def clip_gradients(optimizer, max_norm, factor=1.0):
     norm = torch.nn.utils.get_total_norm(grads)
     if hasattr(norm, "full_tensor"):  # FSDP: of shards these are few operations and one exchange
         norm, grads = norm.full_tensor(), [g.to_local() for g in grads]
-    norm = norm * factor
-    if max_norm:
+    norm = norm * factor  # of the gradients that `factor` makes, which are not made yet
+    if max_norm:  # 1e-6 as in torch.nn.utils.clip_grad_norm_
         factor = factor * torch.clamp(max_norm / (norm + 1e-6), max=1.0)
     torch._foreach_mul_(grads, torch.as_tensor(factor, device=norm.device))
     return norm
@@ -148,7 +150,7 @@ class Muon(AdamW):
     def step(self):
         from train.muon import update_matrices
         groups = self.param_groups
-        for group in groups:
+        for group in groups:  # matrices by Muon, and below AdamW sees the groups that are left
             if group["muon"]:
                 update_matrices(group, self.state)
         self.param_groups = [g for g in groups if not g["muon"]]

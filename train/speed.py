@@ -20,6 +20,7 @@ from train.logger import duration
 
 SLOW_INPUT = 0.3   # share of the time that is worth a warning
 SLOW_BATCH = 0.02  # seconds; a loader that takes longer reads ahead in a thread
+SLOW_STEP = 10.0   # seconds of a first step that are not waited for in silence
 SLOW_SAMPLE = 2.0  # seconds of one sample that are not spent on four more
 
 # -----------------------------------------------------------------------------
@@ -30,6 +31,7 @@ class Clock:
 
     def __init__(self):
         self.total_away, self.end_announced = 0.0, False
+        self.expected = 0.0  # seconds of a step, where that was estimated
         self.start(0)
 
     def start(self, it):
@@ -64,6 +66,12 @@ class Clock:
         seconds = (passed - self.seconds_away) / max(1, it + 1 - self.it)
         self._begin_lap(it + 1)
         return seconds
+
+    def announce(self, it, micro, n, say):
+        """Until the first step is done, where that takes long: a line a micro-batch."""
+        if it == self.began and self.expected > SLOW_STEP:
+            left = duration(self.expected * (n - micro) / n)
+            say(f"iter {it}: micro-batch {micro + 1} of {n}, the first line in about {left}")
 
     def announce_end(self, it, left, say):
         """Once: when the run will be over, `left` seconds from now."""

@@ -54,6 +54,7 @@ class Progress:
     val_loss: float | None = None      # of the last evaluation
     best_val_loss: float = math.inf
     best_metric: float = math.inf      # of early_stopping_metric; signed, lower is better
+    loss_of_best: float = math.inf     # the val_loss then, which decides between equal ones
     loss_sum: float = 0.0              # of the steps since the last evaluation
     loss_count: int = 0
     data_shift: int = 0                # steps of data passed over after rewinds
@@ -132,7 +133,12 @@ class Trainer:
         self.batches = speed.Prefetcher(self.data.train, ranks.device)
         at_end.callback(self.batches.close)
         self.saved_at, self.best_due = 0, False  # iter_num of the last save; ckpt_best.pt is due
+        # A trained model may be at its best before its first step; a fresh one never is.
+        self.trained = start.kind == "init_from" or not all(
+            p.requires_grad for p in self.model.parameters())
         if start.kind == "resume":
+            if c.resume_file and not c.eval_only:
+                self.folder.branch_off(start, self.log.info)
             self.restore(start)
             self.log.info(f"Resuming from {start.path} at iter {self.progress.iter_num}")
         elif start.kind == "scratch":
@@ -171,21 +177,23 @@ class Trainer:
             if self.data.val is None:
                 raise distributed.SetupError("eval_only: these data have no validation part")
             self.validate()
-        elif self.is_over():
-            more = "--early_stopping_patience" if self.stopping.over else "--max_iters"
-            self.log.info(f"This run is finished at iter {p.iter_num}: "
-                          f"{p.finished or 'early stopping'}. A larger {more} continues it, "
-                          "--resume never starts afresh.")
+        elif p.finished and (limits := self.limits()):
+            self.log.info(f"This run is finished at iter {p.iter_num}: {p.finished}. A larger "
+                          f"{' and '.join(limits)} continues it, --resume never starts afresh.")
+            self.tested = self.log.read_tested()
+            if self.data.test is not None and not self.tested:
+                self.test()  # it was stopped before that
         else:
             with self.signals:  # from here on there is something to save
                 self.run()
         return dict(iter_num=p.iter_num, val_loss=p.val_loss, best_val_loss=p.best_val_loss,
                     finished=p.finished, history=p.history, test=self.tested)
 
-    def is_over(self):
-        """Whether an earlier start has brought this run to its end."""
-        reached = self.progress.iter_num >= self.config.max_iters
-        return self.stopping.over or (bool(self.progress.finished) and reached)
+    def limits(self):
+        """The keys that keep the run from going on."""
+        reached = {"--max_iters": self.progress.iter_num >= self.config.max_iters,
+                   "--early_stopping_patience": self.stopping.over}
+        return [key for key, yes in reached.items() if yes]
 
     def run(self):
         """The loop: evaluate, save and train, each when it is due."""
@@ -262,6 +270,7 @@ class Trainer:
                 if micro and self.signals.stop_agreed(ranks):  # a step may take minutes
                     return self.optimizer.zero_grad(set_to_none=True)
                 self.log.activity = f"iter {it}, micro-batch {micro + 1} of {n}"
+                self.clock.announce(it, micro, n, self.log.info)
                 batch = self.batches.get(first + micro)  # a tuple of tensors (B, ...)
                 # DDP sends gradients in the last micro-batch of a step only; FSDP in each.
                 last = micro == n - 1 or self.wrapped is self.model
@@ -385,8 +394,10 @@ class Trainer:
         p, c, watched = self.progress, self.config, numbers[self.config.early_stopping_metric]
         p.best_val_loss = min(p.best_val_loss, numbers["val_loss"])
         known = watched is not None  # or this evaluation had no item for it
-        if known and p.iter_num and self.stopping.sign * watched < p.best_metric:
-            p.best_metric, self.best_due = self.stopping.sign * watched, True
+        if known and (p.iter_num or self.trained):
+            now = self.stopping.sign * watched, numbers["val_loss"]
+            if now < (p.best_metric, p.loss_of_best):
+                (p.best_metric, p.loss_of_best), self.best_due = now, True
         if c.lr_schedule == "plateau" and self.plateau.update(numbers["val_loss"]):
             self.log.info(f"val_loss has not improved for {c.plateau_patience + 1} evaluations: "
                           f"learning rate x {self.plateau.scale:g}")
@@ -495,8 +506,8 @@ class Trainer:
                 lambda batch: forward_backward(self.model, batch, 1, self.full_count, self.scaler),
                 self.data.train, ranks.device)
         self.model.zero_grad(set_to_none=True)
-        step = seconds * c.samples_per_step / ranks.world_size
-        self.log.info(speed.how_long(step, c, self.progress.iter_num))
+        self.clock.expected = seconds * c.samples_per_step / ranks.world_size
+        self.log.info(speed.how_long(self.clock.expected, c, self.progress.iter_num))
 
     def stop(self, signum):
         """Save, say how to go on, and leave."""
