@@ -43,6 +43,7 @@ def main(argv):
         else:
             time.sleep(3)  # torchrun ends the others as soon as one has gone
         return 2
+    # What a person asked to see is all that happens: nothing is written, nothing imported.
     if show_config:
         return show(describe(config, origins))
     if dry_run:

@@ -36,10 +36,7 @@ class GPTConfig(GPTKeys):
             raise ValueError("GPTConfig: vocab_size is missing; give the number of token ids")
         self.n_kv_head = self.n_kv_head or self.n_head
         self.n_hidden = self.n_hidden or 4 * self.n_embd
-
-    @property
-    def head_dim(self):
-        return self.n_embd // self.n_head
+        self.head_dim = self.n_embd // self.n_head
 
     @property
     def padded_vocab_size(self):
@@ -154,12 +151,14 @@ class Block(nn.Module):
         return checkpoint(self.compute, x, rope, cache, use_reentrant=False, **policy)
 
     def compute(self, x, rope, cache=None):
+        # x (B, T, C) stays the sum of all that was added: gradients reach every layer unchanged.
         x = x + self.attn(self.ln_1(x), rope, cache)
         return x + self.mlp(self.ln_2(x))
 
 
 def save_products():
     """Selective checkpointing: keep the results of matrix products, recompute the cheap rest."""
+    # A product costs C times what an element-wise operation on the same numbers does.
     aten = torch.ops.aten
     keep = [aten.mm, aten.addmm, aten._scaled_dot_product_flash_attention,
             aten._scaled_dot_product_cudnn_attention, aten._scaled_dot_product_efficient_attention,
@@ -193,6 +192,7 @@ class GPT(nn.Module):
         self.lm_head = None  # tied: the embedding is also the output layer
         if not c.tie_weights:
             self.lm_head = nn.Linear(c.n_embd, c.padded_vocab_size, bias=False)
+        # The rows past vocab_size are padding: they get no probability and no gradient.
         self.loss = LanguageModelLoss()
         self.add_tables(token_bytes)
         fill(self, seed)  # see initial(); what it does not know stays as its module made it
@@ -241,6 +241,8 @@ class GPT(nn.Module):
         if torch.is_autocast_enabled(kind) and torch.get_autocast_dtype(kind) == torch.bfloat16:
             x = x.bfloat16()  # half the memory traffic of a float32 stream
         x = F.dropout(x, c.dropout, self.training)
+        # Positions: learned ones were added to x above; rotary ones turn queries and keys, so that
+        # a score depends on the distance of two tokens only.
         rope = None
         if c.pos == "rope":
             rope = ((self.rope_cos[:T], self.rope_sin[:T]) if cache is None else

@@ -1,6 +1,7 @@
 """model/gpt.py and model/ops.py: counts, first loss, every option, caching, causality,
 and that each fast path computes what its plain form does."""
 
+import functools
 import itertools
 import math
 import random
@@ -17,6 +18,7 @@ from model.generate import KVCache
 from model.gpt import GPT, GPTConfig, apply_rope, build_model, rope_tables, sample, save_products
 from model.ops import attend, attend_in_blocks, linear_cross_entropy, rms_norm
 from train.config import GPTKeys
+from train.speed import compile_model
 
 GPT2 = dict(block_size=1024, vocab_size=50257, n_layer=12, n_head=12, n_embd=768, norm="layer",
             pos="learned", mlp="gelu", bias=True, tie_weights=True)
@@ -655,6 +657,14 @@ def test_bfloat16_keeps_the_stream_and_the_weights_right():
 
 # --- compiled
 
+def compile_with(model, backend):
+    """As a run on a CPU compiles it, with a backend of our own."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch.nn.Module, "compile", functools.partialmethod(
+            torch.nn.Module.compile, backend=backend))
+        compile_model(model, torch.device("cpu"))
+
+
 class Graphs(list):
     """A torch.compile backend that keeps the graphs it is given and runs them as they are."""
 
@@ -680,7 +690,7 @@ def graphs():
 def test_compiled_follows_eager():
     eager, compiled = tiny(n_layer=3), tiny(n_layer=3)
     torch._dynamo.utils.counters.clear()
-    compiled.compile(dynamic=False)
+    compile_model(compiled, torch.device("cpu"))
     a, b = train(eager, 5, torch.bfloat16), train(compiled, 5, torch.bfloat16)
     assert max(abs(x - y) for x, y in zip(a, b)) < 0.01
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1
@@ -692,7 +702,7 @@ def test_blocks_share_one_compiled_graph(graphs, how):
     gpt, plain = tiny(n_layer=3), tiny(n_layer=3)
     for block in gpt.h:
         block.gradient_checkpointing = how
-    gpt.compile(dynamic=False, backend=graphs)
+    compile_with(gpt, graphs)
     idx, targets = tokens(2, 16), tokens(2, 16, seed=1)
     loss, grads = gradients(gpt, idx, targets)
     wanted, wanted_grads = gradients(plain, idx, targets)
@@ -703,7 +713,7 @@ def test_blocks_share_one_compiled_graph(graphs, how):
 
 def test_a_smaller_validation_batch_leaves_the_training_graph_static(graphs):
     gpt = tiny()
-    gpt.compile(dynamic=False, backend=graphs)
+    compile_with(gpt, graphs)
     for batch in (4, 3, 8):  # full and partial batches of the validation before the first step
         with torch.no_grad():
             gpt.eval()(tokens(batch, 16), tokens(batch, 16))
@@ -734,7 +744,7 @@ def test_the_whole_model_is_one_graph(graphs, shape, how):
 
 def test_sampling_does_not_compile_for_each_length(graphs):
     byte, gpt = text_and_model()
-    gpt.compile(dynamic=False, backend=graphs)
+    compile_with(gpt, graphs)
     gradients(gpt, tokens(4, 16), tokens(4, 16))
     before, config = len(graphs), run_config(sample_prompts=["a"], sample_tokens=20)
     with torch.no_grad():
@@ -763,7 +773,7 @@ def sharded_rank(rank, folder):
         gpt, graphs = build_model(run_config(gradient_checkpointing=how), data), Graphs()
         for module in (*gpt.h, gpt):
             fully_shard(module, mesh=init_device_mesh("cpu", (2,)))
-        gpt.compile(dynamic=False, backend=graphs)
+        compile_with(gpt, graphs)
         loss, grads = gradients(gpt, idx, targets)
         assert abs(loss - wanted) < 1e-6
         for name, grad in grads.items():

@@ -171,6 +171,7 @@ class Loader:
         over the data. (<= val_batch_size,) int64, rising."""
         if not 0 <= index < self.n_fixed(count):
             raise IndexError(f"fixed batch {index} of {self.n_fixed(count)}")
+        # Few batches still see the whole of the data, not only how it begins.
         n = min(count * self.val_batch_size, self.val_samples)
         first = index * self.val_batch_size
         chosen = np.arange(first, min(first + self.val_batch_size, n), dtype=np.int64)
@@ -250,6 +251,7 @@ class DataLoader(Loader):
     def identity(self):
         """What tells these data from others, in plain types: sizes, and a sha256 over the first and
         last MiB of every shard, so that 1 TB costs no more than 2 MiB a shard."""
+        # Content, not names or times: a copy on another disk is the same data.
         digest, shards = hashlib.sha256(), self.stream.shards
         for shard, first in zip(shards, self.stream.firsts.tolist()):
             n = min(shard.n_tokens, MIB // self.stream.dtype.itemsize)

@@ -146,11 +146,6 @@ def set_seed(seed, deterministic=False, cudnn_benchmark=None):
         torch.backends.cudnn.allow_tf32 = True
 
 
-def step_seed(seed, step, rank):
-    """The seed of the random draws of one step on one rank (dropout)."""
-    return ((seed * 1_000_003 + step) * 65_537 + rank) % 2**63
-
-
 # -----------------------------------------------------------------------------
 # the process group
 

@@ -37,7 +37,7 @@ def to_vector(sums):
 
 def from_vector(vector, sums):
     """`vector` as {name: tensor} in the shapes of `sums`."""
-    names = sorted(sums)
+    names = sorted(sums)  # the same order on every rank, however a model fills its dict
     parts = vector.split([sums[name].numel() for name in names])
     return {n: part.view(sums[n].shape) for n, part in zip(names, parts, strict=True)}
 
@@ -70,6 +70,7 @@ def to_numbers(model, sums):
         numbers = {name: float(value / sums["count"]) for name, value in sums.items()
                    if value.dim() == 0 and name not in ("loss", "count")}
     numbers = {n: v.tolist() if hasattr(v, "tolist") else v for n, v in numbers.items()}
+    # A number called `lr` or `iter` would overwrite that of the line.
     if clash := (LINE_NAMES | {"count"}) & set(numbers):
         raise ValueError(f"{type(model).__name__}.numbers: {', '.join(sorted(clash))}: log lines "
                          "have these names already; choose others")
@@ -85,6 +86,8 @@ def evaluate(model, forward, loader, batches, ranks, autocast, stop=lambda done,
     order of the batches, so the numbers do not depend on who computed what. The model is in eval
     mode. stop(done, n) is asked before each round; None comes back where any rank says yes.
     """
+    # One batch a rank and round. Their sums come back in the order of the batches, and are added in
+    # that order: float64 sums in another order would differ in the last digit.
     n, total = loader.n_fixed(batches), 0.0
     for first in range(0, n, ranks.world_size):
         # Whether to stop travels with the sums, so that all ranks leave in the same round.

@@ -81,7 +81,7 @@ class Signals:
 
     def stop_agreed(self, ranks):
         """Whether any rank was asked to stop; all must call."""
-        return max_over_ranks(self.stop, ranks) > 0
+        return bool(self.stop if ranks.world_size == 1 else max_over_ranks(self.stop, ranks))
 
     def agree(self, ranks):
         """(signal to stop for or 0, whether to save), the same on every rank: all must call."""

@@ -82,6 +82,7 @@ class ReduceOnPlateau:
         """Take in an evaluation; true if the rate was just reduced."""
         if not self.waiting.update(value):
             return False
+        # `least` keeps the rate above min_lr; there the scale stays, and nothing is said.
         before, self.waiting.bad = self.scale, 0  # as many evaluations again before the next drop
         self.scale = max(self.least, self.scale * self.factor)
         return self.scale < before

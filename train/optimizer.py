@@ -49,6 +49,7 @@ def configure_optimizers(model, weight_decay, learning_rate, betas, eps=1e-8, mu
     for group in groups.values():  # the peak, which the loop scales by the schedule in every step
         group["initial_lr"] = group["lr"]
     say_what_decays(model, groups.values(), log)
+    # Fused: one kernel for all tensors of a group instead of ten for each.
     options = dict(lr=learning_rate, betas=tuple(betas), eps=eps, fused=all(
         p.device.type in ("cpu", "cuda", "mps", "xpu") for p in named.values()))
     if muon:
@@ -59,6 +60,7 @@ def configure_optimizers(model, weight_decay, learning_rate, betas, eps=1e-8, mu
 def muon_parameters(model):
     """Names of the matrices Muon is meant for: weights of linear layers, without the output layer,
     whose rows are classes, and without slivers, which have nothing to orthogonalise."""
+    # Embeddings are tables of rows, not maps: their rows have no directions to make orthogonal.
     return {f"{name}.weight" for name, m in model.named_modules()
             if isinstance(m, nn.Linear) and not name.endswith("head") and min(m.weight.shape) >= 16}
 
@@ -66,6 +68,7 @@ def muon_parameters(model):
 def matches(name, pattern):
     """Whether whole parts of a dotted name match: h.1 is in h.1.attn.q.weight, not in h.10.attn.q.
     A part may have wildcards: lora_*, h.*.mlp."""
+    # The pattern may begin at any part of the name: attn.q matches h.3.attn.q.weight.
     parts, wanted = name.split("."), pattern.split(".")
     return any(all(map(fnmatchcase, parts[i:], wanted))
                for i in range(len(parts) - len(wanted) + 1))
@@ -82,6 +85,7 @@ def group_options(name, lr_groups, options):
 
 
 def check_patterns(lr_groups, names):
+    # A pattern that matches nothing is most likely misspelt: training on in silence helps nobody.
     allowed = {"learning_rate", "lr_mult", "weight_decay"}
     for pattern, value in lr_groups.items():
         if not any(matches(n, pattern) for n in names):

@@ -5,6 +5,7 @@ import collections
 import concurrent.futures
 import contextlib
 import ctypes
+import functools
 import math
 import os
 import pathlib
@@ -37,9 +38,6 @@ class Clock:
     def start(self, it):
         """Training goes on at step `it`."""
         self.began = it
-        self._begin_lap(it)
-
-    def _begin_lap(self, it):
         self.at, self.it, self.seconds_away = time.perf_counter(), it, 0.0
 
     @contextlib.contextmanager
@@ -64,7 +62,7 @@ class Clock:
             warn(f"{loading / passed:.0%} of the time goes into reading batches: put data_dir on a "
                  "local disk, or use larger samples")
         seconds = (passed - self.seconds_away) / max(1, it + 1 - self.it)
-        self._begin_lap(it + 1)
+        self.at, self.it, self.seconds_away = time.perf_counter(), it + 1, 0.0
         return seconds
 
     def announce(self, it, micro, n, say):
@@ -121,16 +119,16 @@ class Prefetcher:
     """
 
     def __init__(self, loader, device):
-        self.loader, self.device, self.thread = loader, device, None
+        self.loader, self.thread = loader, None
+        self.make = functools.partial(loader.get_batch, device)  # a step's batch, or its Future
         self.ahead, self.seconds = collections.deque(), 0.0  # (step, batch or its Future); waited
         self.n_ahead = 1 + getattr(loader, "calls_per_chunk", 1)
-        self.computes = getattr(loader, "computes", False)
 
     def get(self, step):
         started = time.perf_counter()
         if not self.ahead or self.ahead[0][0] != step:  # the first one, or after a rewind
             self.ahead.clear()
-            self.load(step)
+            self.ahead.append((step, self.make(step)))
         batch = self.ahead.popleft()[1]
         if isinstance(batch, concurrent.futures.Future):
             batch = batch.result()
@@ -141,24 +139,18 @@ class Prefetcher:
         """Have the batches from `step` on ready, as far as it pays."""
         started = time.perf_counter()
         for s in range(step + len(self.ahead), step + (self.n_ahead if self.thread else 1)):
-            self.load(s)
+            self.ahead.append((s, self.make(s)))
         self.count(started)
-
-    def load(self, step):
-        if self.thread:
-            batch = self.thread.submit(self.loader.get_batch, self.device, step)
-        else:
-            batch = self.loader.get_batch(self.device, step)
-        self.ahead.append((step, batch))
 
     def count(self, started):
         """Add the time since `started` to what batches took."""
-        if self.computes:
+        if getattr(self.loader, "computes", False):
             return
         took = time.perf_counter() - started
         self.seconds += took
         if took > SLOW_BATCH and self.thread is None:
             self.thread = concurrent.futures.ThreadPoolExecutor(1, "batches")
+            self.make = functools.partial(self.thread.submit, self.make)  # Futures from here on
 
     def close(self):
         if self.thread:

@@ -80,6 +80,8 @@ class Trainer:
     # setting up
 
     def __init__(self, config, ranks, at_end, model=None, on_evaluation=None):
+        # Attributes are set here and nowhere else; only `progress` and the parts that parts() names
+        # change while the run goes on, and all of these are in every checkpoint.
         self.ranks, self.progress, self.tested = ranks, Progress(), {}
         self.on_evaluation = on_evaluation or (lambda iter_num, numbers: None)
         distributed.set_seed(config.seed, config.deterministic, config.cudnn_benchmark)
@@ -198,11 +200,14 @@ class Trainer:
     def run(self):
         """The loop: evaluate, save and train, each when it is due."""
         p, c = self.progress, self.config
-        p.finished = ""
+        p.finished = ""  # where a larger max_iters continues a finished run
         self.say_how_long()
         self.clock.start(p.iter_num)
         if p.iter_num and c.resume_file:
             self.save()  # gone on from a FILE: this branch is the folder's latest from here on
+        # At the top of the loop everything is whole: the state is that of iter_num steps, and of
+        # nothing else. This is where a run stops, is evaluated and saved, in this order: a stop
+        # must not wait for an evaluation, and ckpt_best.pt is written right after the one it is of.
         while not p.finished:
             stop, save = self.signals.agree(self.ranks)
             if stop:
@@ -226,6 +231,7 @@ class Trainer:
         self.test()
         if stop := self.signals.agree(self.ranks)[0]:  # while testing: all is saved
             raise guard.Stopped(stop)
+        # Some float16 steps always overflow at first, until the loss scale fits.
         skipped = f"; {p.overflows} float16 steps skipped" if p.overflows else ""
         self.log.info(f"Training complete! {p.finished}; checkpoints and evaluations held it up "
                       f"for {self.clock.total_away:.1f} s{skipped}")
@@ -255,8 +261,9 @@ class Trainer:
         self.watchdog.arm(factor=10 if self.clock.unsteady(it) else 1)
         # Every random draw of a step (dropout) is a function of (seed, step, rank), never of what
         # was drawn before: nothing has to be saved for a resumed run to draw the same.
-        torch.manual_seed(distributed.step_seed(c.seed, it, ranks.rank))
-        # The learning rate is a function of the step; each group scales its own peak by it.
+        torch.manual_seed(((c.seed * 1_000_003 + it) * 65_537 + ranks.rank) % 2**63)
+        # The learning rate is a function of the step; each group scales its own peak by it. The
+        # plateau's scale is the one part that looks at results; it is saved with the run.
         lr = get_lr(it, c) * self.plateau.scale
         for group in self.optimizer.param_groups:
             group["lr"] = group["initial_lr"] * (lr / c.learning_rate)
@@ -270,7 +277,8 @@ class Trainer:
                 if micro and self.signals.stop_agreed(ranks):  # a step may take minutes
                     return self.optimizer.zero_grad(set_to_none=True)
                 self.log.activity = f"iter {it}, micro-batch {micro + 1} of {n}"
-                self.clock.announce(it, micro, n, self.log.info)
+                if self.clock.expected:  # on a CPU, where a step may take minutes
+                    self.clock.announce(it, micro, n, self.log.info)
                 batch = self.batches.get(first + micro)  # a tuple of tensors (B, ...)
                 # DDP sends gradients in the last micro-batch of a step only; FSDP in each.
                 last = micro == n - 1 or self.wrapped is self.model
@@ -288,13 +296,14 @@ class Trainer:
         norm = clip_gradients(self.optimizer, c.grad_clip, factor)  # as it was before clipping
         sums, norm = to_host(sums, norm)  # the only place where the host waits for the device
 
+        # From here on everybody has the same numbers, so everybody does the same.
         action = self.check(it, lr, sums, norm)
         if action == "rewind":
             return self.rewind()
         if action == "update":
             self.scaler.step(self.optimizer)
         self.scaler.update()
-        self.optimizer.zero_grad(set_to_none=True)
+        self.optimizer.zero_grad(set_to_none=True)  # frees them: the next step writes, not adds
         p.iter_num += 1
         if hasattr(self.model, "after_step"):
             self.model.after_step(it, sums)
@@ -305,6 +314,7 @@ class Trainer:
         that would do harm."""
         p, c = self.progress, self.config
         count = float(sums["count"])  # 0: a step of no items, which says nothing of the loss
+        # Where nothing counted, the mean before stands in: a spike detector must see no jump.
         before = p.loss_sum / p.loss_count if p.loss_count else (p.val_loss or 0.0)
         loss = float(sums["loss"]) / count if count else before
         action, spike = guard.judge(loss, norm, p, self.spikes, c.on_spike,
@@ -330,6 +340,7 @@ class Trainer:
         return "; ".join(locate(step) for step in range(first, first + min(self.n_micro, 2)))
 
     def log_step(self, it, lr, sums, norm):
+        # Times are means over the steps since the last line, without evaluations and saves.
         c, loading, self.batches.seconds = self.config, self.batches.seconds, 0.0
         seconds = self.clock.lap(it, loading, self.log.warn)
         left = (c.max_iters - it - 1) * seconds
@@ -353,10 +364,11 @@ class Trainer:
             numbers = self.evaluate(self.data.val, c.eval_iters)
             if numbers is None:
                 return None
+            # Noted before anything reacts, for what is saved in the course of that.
             p.evaluated, p.val_loss = p.iter_num, numbers["val_loss"]
             record = dict(iter=p.iter_num, tokens=p.iter_num * self.units_per_step,
                           train_loss=p.loss_sum / p.loss_count if p.loss_count else None, **numbers)
-            if c.max_epochs is not None:
+            if c.max_epochs is not None:  # who counts in epochs reads one line an epoch
                 record |= dict(epoch=p.iter_num * c.samples_per_step / self.data.train.samples,
                                lr=get_lr(p.iter_num, c) * self.plateau.scale)
             self.log.evaluation(record, steps=p.loss_count)
@@ -393,6 +405,7 @@ class Trainer:
         """Best checkpoint, learning rate, early stopping."""
         p, c, watched = self.progress, self.config, numbers[self.config.early_stopping_metric]
         p.best_val_loss = min(p.best_val_loss, numbers["val_loss"])
+        # `sign` makes lower better for every metric, and of equal numbers the lower loss is better.
         known = watched is not None  # or this evaluation had no item for it
         if known and (p.iter_num or self.trained):
             now = self.stopping.sign * watched, numbers["val_loss"]
@@ -458,6 +471,7 @@ class Trainer:
         """Save in the background; the last save is waited for, and must succeed. All ranks call."""
         self.watchdog.arm(factor=10)  # saving takes longer than a step
         with self.clock.away(), self.log.busy("saving the checkpoint"):
+            # All ranks gather what is sharded; rank 0 writes, and tells the others how it went.
             state = resume.make_checkpoint(self.config, self.data, self.model, self.optimizer,
                                     self.parts(), self.ranks)
             distributed.from_main(
@@ -478,6 +492,7 @@ class Trainer:
     def rewind(self):
         """After a spike: back to the last checkpoint, and on past the batches that led to it."""
         p = self.progress
+        # The checkpoint's own counts are of before the spike: what was learned since is kept here.
         bad, shift, rewinds = p.iter_num, p.data_shift, p.rewinds
         self.optimizer.zero_grad(set_to_none=True)
         self.scaler.update()  # or it would take the next step's gradients for unscaled already
@@ -540,5 +555,4 @@ def open_data(config, ranks):
     return data
 
 
-def say(text):
-    print(text, flush=True)  # on rank 0, before there is a log
+say = functools.partial(print, flush=True)  # on rank 0, before there is a log

@@ -39,8 +39,7 @@ FAULTS = [
     ("train/dataloader.py", "ROUNDS = 6", "ROUNDS = 4"),
     ("train/dataloader.py", "(phase + window", "(window"),
     ("train/dataloader.py", "* self.val_samples // n", ""),
-    ("train/dataloader.py", "self.loader.get_batch(self.device, step)",
-     "self.loader.get_batch(self.device, max(0, step - 1))"),
+    ("train/speed.py", "(step, self.make(step))", "(step, self.make(max(0, step - 1)))"),
     ("train/dataloader.py", "(first, first + shard.n_tokens - n)", "(first,)"),
     ("train/dataloader.py", "for part in (array[:n], array[-n:])", "for part in ()"),
     # the schedule
