@@ -378,12 +378,11 @@ class RunFolder:
         write_safetensors(self.file("model.safetensors"), {
             n: t.to(dtype) if t.is_floating_point() else t for n, t in weights.items()})
 
-    def branch_off(self, start, say):
-        """Move the checkpoints of what was done after that of `start` to old_1/ (or the next free
+    def branch_off(self, iter_num, say):
+        """Move the checkpoints of what was done after `iter_num` to old_1/ (or the next free
         number): a run that goes on from there would write over them. An earlier best one stays."""
         if self.lock is None:  # not rank 0
             return
-        iter_num = start.specs["iter_num"]
         names = [n for n in ("ckpt.pt", "ckpt_prev.pt", "ckpt_best.pt")
                  if os.path.exists(self.file(n)) and self.iteration(n) > iter_num]
         if names:

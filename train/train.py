@@ -140,7 +140,7 @@ class Trainer:
             p.requires_grad for p in self.model.parameters())
         if start.kind == "resume":
             if c.resume_file and not c.eval_only:
-                self.folder.branch_off(start, self.log.info)
+                self.folder.branch_off(start.outline["iter_num"], self.log.info)
             self.restore(start)
             self.log.info(f"Resuming from {start.path} at iter {self.progress.iter_num}")
         elif start.kind == "scratch":
