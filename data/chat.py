@@ -140,8 +140,30 @@ def fit(ids, mask, width, end):
 def is_val(ids, mask, fraction):
     """Whether a chat is for validation: drawn by a hash of all before its first answer, so that no
     question is on both sides."""
-    draw = hashlib.blake2b(ids[:int(mask.argmax())].tobytes(), digest_size=8)
-    return int.from_bytes(draw.digest(), "big") < fraction * 2**64
+    return draw(ids, mask) < fraction * 2**64
+
+
+def draw(ids, mask):
+    digest = hashlib.blake2b(ids[:int(mask.argmax())].tobytes(), digest_size=8).digest()
+    return int.from_bytes(digest, "big")
+
+
+def with_split(chats, fraction):
+    """Yields ("train" or "val", ids, mask) of `chats` (ids, mask). Where the draw sends none of
+    them to validation, those of the question that came nearest go there."""
+    waiting, some = [], False
+    for ids, mask in chats:
+        if some or is_val(ids, mask, fraction):
+            yield from (("train", *chat) for chat in waiting)
+            waiting, some = [], True
+            yield ("val" if is_val(ids, mask, fraction) else "train"), ids, mask
+        else:
+            waiting.append((ids, mask))
+    nearest = min((draw(*chat) for chat in waiting), default=None)
+    if waiting:
+        print(f"The draw sent none of {len(waiting):,} chats to validation: one question goes "
+              "there all the same; more chats, or a larger --val_fraction, tell more")
+    yield from (("val" if draw(*chat) == nearest else "train", *chat) for chat in waiting)
 
 
 # -----------------------------------------------------------------------------
@@ -273,6 +295,20 @@ def write_rows(args, tokenizer, folder):
     dtype, width = ("<u2" if tokenizer.n_vocab <= 65536 else "<u4"), args.block_size + 1
     packers = {split: Packer(folder, split, width, dtype, tokenizer.eot_token)
                for split in ("train", "val")}
+    for split, ids, mask in with_split(encoded(args, tokenizer, width), args.val_fraction):
+        packers[split].add(ids, mask)
+    splits = {split: packer.finish() for split, packer in packers.items()}
+    if empty := [split for split, part in splits.items() if not part["chats"]]:
+        raise DataError(f"{', '.join(args.sources)}: no chat for {' and '.join(empty)}; more "
+                        "chats, a larger --block_size or another --val_fraction")
+    return {"format_version": 1, "kind": "chat", "vocab_size": tokenizer.n_vocab,
+            "tokenizer": write_tokenizer(folder, tokenizer), "eot_token": tokenizer.eot_token,
+            "block_size": args.block_size, "template": TEMPLATE, "splits": splits,
+            "sources": args.sources}
+
+
+def encoded(args, tokenizer, width):
+    """Yields (ids, mask) of every chat that has an answer and fits; says what was left out."""
     silent = cut = long = 0
     for number, messages in enumerate(chats(args)):
         said = [text for role, text in messages if role == "assistant"]
@@ -286,20 +322,12 @@ def write_rows(args, tokenizer, folder):
             long += 1
         else:
             cut += len(ids) < len(whole)
-            packers["val" if is_val(ids, mask, args.val_fraction) else "train"].add(ids, mask)
+            yield ids, mask
     for n, what in ((silent, "without an answer"), (long, f"longer than {width:,} tokens")):
         if n:
             print(f"Left out {n:,} chats {what}")
     if cut:
         print(f"Cut {cut:,} chats after the last exchange that fits into {width:,} tokens")
-    splits = {split: packer.finish() for split, packer in packers.items()}
-    if empty := [split for split, part in splits.items() if not part["chats"]]:
-        raise DataError(f"{', '.join(args.sources)}: no chat for {' and '.join(empty)}; more "
-                        "chats, a larger --block_size or another --val_fraction")
-    return {"format_version": 1, "kind": "chat", "vocab_size": tokenizer.n_vocab,
-            "tokenizer": write_tokenizer(folder, tokenizer), "eot_token": tokenizer.eot_token,
-            "block_size": args.block_size, "template": TEMPLATE, "splits": splits,
-            "sources": args.sources}
 
 
 def show(ids, mask, tokenizer):

@@ -37,14 +37,16 @@ class Packed:
     def __init__(self, chat):
         T = chat.size(1)
         here = torch.arange(T, device=chat.device)
-        self.last = torch.full_like(chat[:, :1], -1)  # no token stands before the first
-        first = torch.cat((self.last, chat[:, :-1]), dim=1) != chat
-        self.positions = here - (here * first).cummax(1).values  # (B, T), from 0 in each chat
+        self.first = torch.cat((chat[:, :1] - 1, chat[:, :-1]), dim=1) != chat  # of each chat
+        self.positions = here - (here * self.first).cummax(1).values  # (B, T), from 0 in each chat
         same = chat[:, :, None] == chat[:, None, :]  # (B, T, T)
         self.mask = (same & (here[:, None] >= here))[:, None]  # (B, 1, T, T)
 
     def start(self, T):
         return self.positions
+
+    def previous(self, idx):
+        return idx.roll(1, dims=1).masked_fill(self.first, -1)
 
     def update(self, layer, k, v):
         return k, v, self.mask
@@ -192,12 +194,18 @@ def fitting(exchanges, question, room):
 
 def talk(model, tokenizer, questions, max_new_tokens, **how):
     """Print the answer to each of `questions`, as it comes; each knows those before, as far as the
-    context holds them and an answer."""
+    context holds them and an answer. A long answer may fill half of it before it is in the way."""
     from model.generate import Streamer
-    exchanges, room = [], max(1, model.config.block_size - max_new_tokens)
+    size, exchanges, told = model.config.block_size, [], False
+    room = max(size - max_new_tokens, size // 2)
     for text in questions:
         question = question_ids(model, tokenizer, text)
-        said = answer(model, tokenizer, fitting(exchanges, question, room), max_new_tokens,
+        known = fitting(exchanges, question, room)
+        if len(known) < sum(map(len, exchanges)) + len(question) and not told:
+            told = True
+            print(f"[the context of {size} tokens is full: only the latest exchanges are known "
+                  "from here on]", file=sys.stderr)
+        said = answer(model, tokenizer, known, max_new_tokens,
                       Streamer(tokenizer, tokenizer.eot_token), **how)
         print(flush=True)
         exchanges.append([*question, *said, tokenizer.eot_token])

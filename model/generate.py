@@ -63,7 +63,7 @@ class KVCache:
                             (self.last, 0)):
             tensor.select(dim, target).copy_(tensor.select(dim, source))
 
-    # what GPT.trunk calls, in this order: start, update for each layer, finish
+    # what GPT.trunk calls, in this order: start, previous, update for each layer, finish
 
     def start(self, T):
         """Make room for T tokens in every row; their positions (B, T) float64, or (1, T) where all
@@ -101,6 +101,10 @@ class KVCache:
         rope = rope_tables(shift, c.head_dim, c.rope_theta)  # (B, 1, 1, D / 2)
         turned = apply_rope(self.sinks.float(), *[t.to(keys.device) for t in rope]).to(keys.dtype)
         keys.copy_(torch.where(full, turned, keys))
+
+    def previous(self, idx):
+        """The token before each of idx (B, T), -1 where there is none."""
+        return torch.cat((self.last, idx[:, :-1]), dim=1)
 
     def update(self, layer, k, v):
         """Store k, v (B, G, T, D) of a layer. Returns its keys and values so far (B, G, S, D), in

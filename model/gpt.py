@@ -234,8 +234,8 @@ class GPT(nn.Module):
             x = x + (self.wpe.weight[:T] if cache is None else
                      self.wpe(positions.long().to(idx.device)))
         if self.wte_prev is not None:  # the first token of a text has none before it: -1
-            first = torch.full_like(idx[:, :1], -1) if cache is None else cache.last
-            prev = torch.cat((first, idx[:, :-1]), dim=1)  # (B, T)
+            prev = (F.pad(idx[:, :-1], (1, 0), value=-1) if cache is None else
+                    cache.previous(idx))  # (B, T)
             x = x + self.wte_prev(prev.clamp(min=0)) * (prev >= 0)[..., None]
         kind = x.device.type
         if torch.is_autocast_enabled(kind) and torch.get_autocast_dtype(kind) == torch.bfloat16:

@@ -5,6 +5,7 @@ import itertools
 import json
 import random
 import sys
+import types
 
 import numpy as np
 import pytest
@@ -191,6 +192,18 @@ def test_long_chats_are_cut_between_exchanges():
     assert len(data_chat.fit(ids, mask, 10, BYTES.eot_token)[0]) == 0
 
 
+@pytest.mark.parametrize("fraction, said", [("1e-9", True), ("0.3", False)])
+def test_some_chat_is_for_validation(tmp_path, capsys, fraction, said):
+    """All chats of one question where the draw takes none."""
+    source = write_jsonl(tmp_path / "a.jsonl", [{"prompt": str(i % 20), "response": str(i)}
+                                                for i in range(40)])
+    assert data_chat.main([source, "--out", str(tmp_path / "out"), "--val_fraction", fraction]) == 0
+    assert ("sent none of 40 chats" in capsys.readouterr().out) == said
+    train_, val = (chats_of(tmp_path / "out", [split]) for split in ("train", "val"))
+    assert len(train_) + len(val) == 40 and (not said or len(val) == 2)
+    assert not {text.split("\n")[1] for text, _ in train_} & {t.split("\n")[1] for t, _ in val}
+
+
 def test_num_samples_and_no_question_on_both_sides(tmp_path):
     source = write_jsonl(tmp_path / "a.jsonl", [{"prompt": str(i % 70), "response": str(i)}
                                                 for i in range(300)])
@@ -280,11 +293,14 @@ def small(**changes):
     return ChatGPT(GPTConfig(**shape | changes), seed=3)
 
 
-@pytest.mark.parametrize("pos", ["rope", "learned"])
-def test_packed_equals_alone(pos):
+@pytest.mark.parametrize("options", [dict(pos="rope"), dict(pos="learned"),
+                                     dict(prev_embedding=True)], ids=str)
+def test_packed_equals_alone(options):
     """A row of three chats has the losses and the gradients of the three alone."""
     torch.manual_seed(0)
-    model, sizes = small(pos=pos), (15, 20, 6)
+    model, sizes = small(**options), (15, 20, 6)
+    for p in model.parameters():
+        p.data.normal_(0, 0.1)  # an embedding of the token before that counts
     tokens, mask = torch.randint(0, 256, (1, 41)), torch.randint(0, 2, (1, 41))
     number = torch.repeat_interleave(torch.arange(3), torch.tensor(sizes))[None]
     mask[0, [0, 15, 35]] = 0  # a question comes first
@@ -400,6 +416,32 @@ def test_conversation_fits_the_context():
     exchanges = [[1] * 10, [2] * 10, [3] * 10]
     assert fitting(exchanges, [4] * 5, 26) == [2] * 10 + [3] * 10 + [4] * 5
     assert fitting(exchanges, [4] * 5, 3) == [4] * 5
+
+
+@pytest.mark.parametrize("block_size, known", [(80, 1), (160, 2), (400, 3)])
+def test_a_conversation_is_remembered_whatever_an_answer_may_take(block_size, known, monkeypatch,
+                                                                  capsys):
+    """The third question comes with as many of the exchanges as half of the context holds, where
+    --max_new_tokens asks for more than all of it."""
+    from model import chat
+    model, asked = small(block_size=block_size), []
+    model.template = data_chat.TEMPLATE
+    monkeypatch.setattr(chat, "answer", lambda m, t, ids, *rest, **how: asked.append(ids) or [65])
+    chat.talk(model, BYTES, ["a", "b", "c"], 256)
+    assert BYTES.decode(asked[2]).count("### User") == known
+    assert ("only the latest exchanges" in capsys.readouterr().err) == (known < 3)
+
+
+def test_sample_chat_draws_as_model_chat_does(capitals, monkeypatch, capsys):
+    from model import chat, sample
+    calls = []
+    monkeypatch.setattr(chat, "talk", lambda *args, **how: calls.append(how))
+    monkeypatch.setattr("model.load.load_model", lambda *a: (types.SimpleNamespace(template={}), 0))
+    for main, argv in ((sample.main, ["--chat"]), (chat.main, [])):
+        assert main([*argv, "--prompt", "moo"]) == 0
+    assert calls[0] == calls[1] and calls[0]["temperature"] == 0
+    assert sample.main(["--chat", "--num_samples", "3"]) == 2
+    assert "leave --num_samples out" in capsys.readouterr().err
 
 
 def test_question_is_encoded_as_in_training(capitals, tmp_path):

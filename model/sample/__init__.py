@@ -25,8 +25,8 @@ def parse_args(argv):
     p.add_argument("--chat", action="store_true", help="talk with a model that learned chats")
     p.add_argument("--prompt", default="", help="text to continue (default: a new document)")
     p.add_argument("--max_new_tokens", type=int, default=256, help="tokens (default: %(default)s)")
-    p.add_argument("--temperature", type=float, default=0.8, help="0: always the most likely token "
-                   "(default: %(default)s)")
+    p.add_argument("--temperature", type=float, help="0: always the most likely token "
+                   "(default: 0.8, with --chat 0, as in model.chat)")
     p.add_argument("--top_k", type=int, help="only the k most likely tokens")
     p.add_argument("--top_p", type=float, help="only the most likely tokens that make up p")
     p.add_argument("--seed", type=int, help="the same seed writes the same text")
@@ -39,7 +39,10 @@ def parse_args(argv):
                    "half of bfloat16's memory")
     p.add_argument("--compile", action="store_true", help="compile what a token of one text takes: "
                    "some ten seconds, then about twice the speed on a CPU")
-    return p.parse_args(underscores(argv))
+    args = p.parse_args(underscores(argv))
+    if args.temperature is None:
+        args.temperature = 0.0 if args.chat else 0.8
+    return args
 
 
 def check_args(a):
@@ -55,6 +58,8 @@ def check_args(a):
         (a.num_samples >= 1, f"--num_samples must be at least 1, got {a.num_samples}"),
         (not a.chat or not (a.compile or a.quantize),
          "--chat computes with the weights as they are: leave --compile and --quantize out"),
+        (not a.chat or a.num_samples == 1,
+         "--chat gives one answer to a question: leave --num_samples out"),
         (not a.compile or a.num_samples == 1,
          "--compile is for one text: leave it out, or --num_samples"))
         if not good]

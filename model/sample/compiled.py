@@ -80,6 +80,9 @@ class OneToken:
     def start(self, T):
         return self.positions
 
+    def previous(self, idx):
+        return self.last
+
     def finish(self, idx):
         """The KVCache itself counts its tokens, outside the graph."""
 
