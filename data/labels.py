@@ -21,6 +21,7 @@ import random
 import re
 import sys
 import tokenize
+from collections import Counter
 from pathlib import Path
 from typing import NamedTuple
 
@@ -50,6 +51,7 @@ class Row(NamedTuple):
     start: int | None   # the evidence is text[start:end]
     end: int | None
     group: str          # rows of one group come into one split
+    doubt: str = ""     # about the place of the evidence
 
     @property
     def evidence(self):
@@ -67,6 +69,10 @@ class Fields(NamedTuple):
 
 
 FIELDS = Fields()
+# Doubts about where evidence given by its words stands.
+SEVERAL = "evidence that stands in several places of the text: the first is taken"
+INSIDE = "evidence that stands only inside longer words"
+FEW = 3  # training rows of a class below which it is said
 
 
 # --- reading
@@ -86,13 +92,24 @@ def parse_row(record, fields):
         raise ValueError(f"field {fields.label!r}: expected a label, got {label!r}")
     if fields.group and record.get(fields.group) in (None, ""):
         raise ValueError(f"no field {fields.group!r} (--group)")
-    start, end = find_evidence(text, record, fields)
-    label = None if label in (None, "") else clean(str(label))
-    return Row(text, label, start, end, str(record[fields.group]) if fields.group else text)
+    start, end, doubt = find_evidence(text, record, fields)
+    label = None if label is None else label_name(clean(str(label))) or None
+    group = str(record[fields.group]) if fields.group else text
+    return Row(text, label, start, end, group, doubt)
+
+
+def label_name(text):
+    """A label as one name, however a file has it: without blanks around it, whole numbers without
+    .0, true and false as in JSON."""
+    text = text.strip()
+    if re.fullmatch(r"-?\d+\.0+", text):
+        return text[:text.index(".")]
+    return text.lower() if text in ("True", "False", "TRUE", "FALSE") else text
 
 
 def find_evidence(text, record, fields):
-    """(start, end) of the evidence in characters, (None, None) where a record names none."""
+    """(start, end, doubt) of the evidence in characters, (None, None, "") where a record names
+    none. Words are looked for as whole words first."""
     words, offsets = record.get(fields.evidence), [record.get(fields.start), record.get(fields.end)]
     if all(n not in (None, "") for n in offsets):
         try:
@@ -102,13 +119,18 @@ def find_evidence(text, record, fields):
         if not 0 <= start < end <= len(text):
             raise ValueError(f"evidence {start} to {end} is not inside the text of {len(text)} "
                              "characters; end is one past the last")
-        return start, end
+        return start, end, ""
     if words in (None, ""):
-        return None, None
-    start = text.find(clean(words)) if isinstance(words, str) else -1
-    if start < 0:
+        return None, None, ""
+    found = re.escape(clean(words)) if isinstance(words, str) else "(?!)"
+    before, after = (r"(?<!\w)" * bool(re.match(r"\w", str(words))),
+                     r"(?!\w)" * bool(re.search(r"\w$", str(words))))
+    whole = [m.start() for m in re.finditer(f"(?={before}{found}{after})", text)]
+    places = whole or [m.start() for m in re.finditer(f"(?={found})", text)]
+    if not places:
         raise ValueError(f"the evidence {str(words)[:60]!r} does not occur in the text")
-    return start, start + len(words)
+    doubt = SEVERAL if len(places) > 1 else "" if whole else INSIDE
+    return places[0], places[0] + len(clean(words)), doubt
 
 
 def read_rows(sources, fields=FIELDS, skip_bad=False, log=print):
@@ -117,6 +139,8 @@ def read_rows(sources, fields=FIELDS, skip_bad=False, log=print):
                               log=log))
     if not rows:
         raise DataError(f"{', '.join(sources)}: no rows")
+    for doubt, n in Counter(row.doubt for row in rows if row.doubt).items():
+        log(f"{n:,} of {len(rows):,} rows have {doubt}; --start and --end say where it is")
     return rows
 
 
@@ -154,7 +178,16 @@ def split_of(row, val_fraction, test_fraction):
     return "test" if u < test_fraction else "val" if u < test_fraction + val_fraction else "train"
 
 
-def find_classes(rows):
+def names_alike(names):
+    """Lists of names that differ in case or blanks alone, or are true and 1, or false and 0."""
+    groups = {}
+    for name in sorted(names):
+        common = " ".join(name.casefold().split())
+        groups.setdefault(dict(true="1", false="0").get(common, common), []).append(name)
+    return [group for group in groups.values() if len(group) > 1]
+
+
+def find_classes(rows, log=print):
     """Names of the classes, sorted (as numbers where all are); [] for data without labels. Raises
     DataError where only some rows have one."""
     names = {row.label for row in rows}
@@ -166,6 +199,8 @@ def find_classes(rows):
     if len(names) == 1:
         raise DataError(f"all {len(rows)} rows have the label {names.pop()!r}; a classifier needs "
                          "two classes or more")
+    for alike in names_alike(names):
+        log(f"Labels that look alike are different classes: {', '.join(map(repr, alike))}")
     numeric = all(name.removeprefix("-").isdecimal() for name in names)
     return sorted(names, key=int if numeric else str)
 
@@ -198,7 +233,7 @@ def prepare_labels(sources, out, tokenizer="byte", fields=FIELDS, val_fraction=0
     out, sources = os.fspath(out), [os.fspath(source) for source in sources]
     check_settings(out, sources, val_fraction, test_fraction, max_tokens, force)
     tokenizer, rows = tokenizer_of(tokenizer)[0], read_rows(sources, fields, skip_bad, log)
-    classes, splits = find_classes(rows), {name: [] for name in SPLITS}
+    classes, splits = find_classes(rows, log), {name: [] for name in SPLITS}
     task = find_task(rows, classes)
     for row in rows:
         splits[split_of(row, val_fraction, test_fraction)].append(row)
@@ -229,6 +264,8 @@ def report_prepared(meta, sizes, longest, lost, out, log):
     if meta["classes"]:
         log("Training rows by class: " + ", ".join(
             f"{name} {n:,}" for name, n in zip(meta["classes"], meta["class_counts"])))
+        if few := [c for c, n in zip(meta["classes"], meta["class_counts"]) if n < FEW]:
+            log(f"Fewer than {FEW} rows to learn from: {', '.join(few)}")
     if longest > meta["max_tokens"]:
         log(f"Texts of up to {longest:,} tokens were cut to --max_tokens {meta['max_tokens']}; "
             f"{lost:,} rows lost their evidence and teach no span")

@@ -21,18 +21,29 @@ import torch
 import torch.nn as nn
 import torch.nn.functional as F
 
-from data.labels import ARRAYS, SPLITS, Fields, add_field_options, read_rows, to_arrays
+from data.labels import (
+    ARRAYS,
+    SPLITS,
+    Fields,
+    add_field_options,
+    label_name,
+    read_rows,
+    to_arrays,
+)
 from data.token_files import DataError
 from data.tokenizer import load_dataset_tokenizer
 from model.gpt import GPT, GPTConfig, adopt_shape, fill, normal  # noqa: F401
 from train.config import UserError, key, underscores
 from train.dataloader import Data, RowLoader
 
+# Evaluations sort log-odds of classes, from -ODDS to ODDS, into STEPS: AUROC is made of the counts.
+ODDS, STEPS = 16.0, 1001
+
 
 @dataclass
 class Keys:
     task: str | None = key(None, "a label for a text, the span of its evidence, or both (default: "
-                           "what the data have)", choices=["class", "span", "joint"])
+                           "what the data have)", choices=["class", "span", "joint"], free=True)
     class_weights: str | None = key(None, "balanced: rows / (classes x rows of the class); or a "
                                     "number for each class in their order, with commas; or none")
     span_weight: float = key(1.0, "joint: weight of the span's loss beside the label's", ge=0)
@@ -161,6 +172,15 @@ class Classifier(nn.Module):
         named = {n if n in own else f"gpt.{n}": t for n, t in weights.items()}
         return {n: t for n, t in named.items() if n.startswith("gpt.") or own[n].shape == t.shape}
 
+    def widen(self, length):
+        """Take texts of `length` tokens where positions have no weights; the longest possible."""
+        config = self.gpt.config
+        if config.pos == "rope" and length > config.block_size:
+            config.block_size = length
+            self.gpt.add_tables(None)
+            self.gpt.to(self.gpt.wte.weight.device)
+        return config.block_size
+
     def forward(self, tokens, lengths, labels=None, spans=None):
         """tokens (B, T), lengths (B,), labels (B,), spans (B, 2) first and last token or -1."""
         x = self.gpt.trunk(tokens)  # (B, T, C)
@@ -203,12 +223,13 @@ class Classifier(nn.Module):
         return loss, sums if self.training else sums | self.counts(x, scores, ends, labels, spans)
 
     def counts(self, x, scores, ends, labels, spans):
-        """What evaluation adds up: the confusion matrix (K, K), rows the truth; spans found."""
+        """What evaluation adds up: the confusion matrix (K, K), rows the truth; odds_counts; spans
+        found."""
         out = {}
         if self.head is not None:
             K = scores.size(1)
             cells = torch.bincount(labels * K + scores.argmax(1), minlength=K * K)
-            out["confusion"] = cells.view(K, K)
+            out |= dict(confusion=cells.view(K, K), odds=odds_counts(scores, labels))
         if self.end is not None:
             found, guess = spans[:, 0] >= 0, self.find(x, ends)
             size = (spans[:, 1] - spans[:, 0]) + (guess[:, 1] - guess[:, 0]) + 2
@@ -219,16 +240,19 @@ class Classifier(nn.Module):
         return out
 
     def numbers(self, sums):
-        """Evaluations: accuracy, f1_macro; exact_match and token_f1 of spans, in token places (the
-        command below compares words). None where there is nothing to count."""
+        """Evaluations: accuracy; precision, recall and f1, each _macro and _weighted; auroc;
+        exact_match and token_f1 of spans, in places of tokens. f1_macro of spans alone is that
+        token_f1, the mean over rows. None where there is nothing to count."""
         def share(name, of):
             return float(sums[name] / sums[of]) if sums[of] else None
         out = {name: share(name, "count") for name in ("label_loss", "span_loss") if name in sums}
         if "confusion" in sums:
             metrics = confusion_metrics(sums["confusion"].numpy())
-            out |= {name: metrics[name] for name in ("accuracy", "f1_macro")}
+            out |= {name: n for name, n in metrics.items() if not name.endswith("per_class")}
+            out["auroc"] = whole_auroc([auroc_of_counts(*c) for c in sums["odds"].numpy()])
         if "spans" in sums:
             out |= dict(exact_match=share("exact", "spans"), token_f1=share("overlap", "spans"))
+            out.setdefault("f1_macro", out["token_f1"])  # as SQuAD's is called, arXiv:1606.05250
         return out
 
     def flops_per_unit(self):
@@ -237,6 +261,17 @@ class Classifier(nn.Module):
     def compile(self, *args, **kwargs):
         for block in self.gpt.h:  # they share the code of the first; what is around them is small
             block.compile(*args, **kwargs)
+
+
+def odds_counts(scores, labels):
+    """Rows at each step of the log-odds of each class: (K, 2, STEPS), first rows of other classes,
+    then its own. scores (B, K), labels (B,)."""
+    K, own = scores.size(1), scores.log_softmax(1)
+    odds = (own - torch.log1p(-own.exp())).clamp(-ODDS, ODDS)  # (B, K)
+    step = ((odds + ODDS) * ((STEPS - 1) / (2 * ODDS))).round().long()
+    classes = torch.arange(K, device=scores.device)
+    cell = (classes * 2 + (labels[:, None] == classes)) * STEPS + step
+    return torch.bincount(cell.flatten(), minlength=K * 2 * STEPS).view(K, 2, STEPS)
 
 
 def at(x, places):
@@ -283,6 +318,18 @@ def auroc(positive, scores):
     return float((rank[positive].sum() - n * (n + 1) / 2) / (n * (len(positive) - n)))
 
 
+def auroc_of_counts(negative, positive):
+    """auroc() of rows that are counted at each of rising scores, (STEPS,) each."""
+    pairs = negative.sum() * positive.sum()
+    below = negative.cumsum() - negative / 2  # ties count half
+    return float((positive * below).sum() / pairs) if pairs else None
+
+
+def whole_auroc(areas):
+    """Of two classes that of the second, of more the mean; None where one is unknown."""
+    return areas[1] if len(areas) == 2 else None if None in areas else float(np.mean(areas))
+
+
 def classification_metrics(labels, scores):
     """What scikit-learn says of class scores (N, K), probabilities say, with labels (N,) the true
     classes: accuracy; precision, recall and f1 as _macro, _weighted and _per_class; auroc, of two
@@ -296,8 +343,7 @@ def classification_metrics(labels, scores):
         raise ValueError(f"expected labels from 0 to {K - 1} and scores that are finite numbers")
     matrix = np.bincount(labels * K + scores.argmax(1), minlength=K * K).reshape(K, K)
     areas = [auroc(labels == k, scores[:, k]) for k in range(K)]
-    whole = areas[1] if K == 2 else None if None in areas else float(np.mean(areas))
-    return confusion_metrics(matrix) | dict(auroc=whole, auroc_per_class=areas,
+    return confusion_metrics(matrix) | dict(auroc=whole_auroc(areas), auroc_per_class=areas,
                                             support=matrix.sum(1).tolist(),
                                             confusion_matrix=matrix.tolist())
 
@@ -306,6 +352,18 @@ def normalized_words(text):
     """Words as SQuAD compares them (arXiv:1606.05250): lower case, no punctuation, no articles."""
     text = "".join(c for c in text.lower() if c not in string.punctuation)
     return re.sub(r"\b(a|an|the)\b", " ", text).split()
+
+
+def place_metrics(truths, guesses):
+    """{"exact_match", "token_f1", "spans"} of first and last tokens (N, 2), of the rows whose truth
+    is not -1: what evaluations in training have."""
+    truths, guesses = truths[truths[:, 0] >= 0], guesses[truths[:, 0] >= 0]
+    if not len(truths):
+        return {}
+    (a, b), (c, d) = truths.T, guesses.T
+    shared = (np.minimum(b, d) - np.maximum(a, c) + 1).clip(min=0)
+    return dict(exact_match=float((truths == guesses).all(1).mean()), spans=len(truths),
+                token_f1=float((2 * shared / (b - a + d - c + 2)).mean()))
 
 
 def span_metrics(truths, guesses):
@@ -342,7 +400,9 @@ def report_text(metrics, classes):
         lines += [f"accuracy {metrics['accuracy']:.4f}, AUROC {area}"]
     if "exact_match" in metrics:
         lines += [f"evidence of {metrics['spans']:,} rows: exact match "
-                  f"{metrics['exact_match']:.4f}, token F1 {metrics['token_f1']:.4f}"]
+                  f"{metrics['exact_match']:.4f}, token F1 {metrics['token_f1']:.4f}; as SQuAD "
+                  f"compares words: {metrics['words_exact_match']:.4f}, "
+                  f"{metrics['words_token_f1']:.4f}"]
     return "\n".join(lines)
 
 
@@ -376,8 +436,9 @@ def confusion_svg(matrix, classes, title):
 # -----------------------------------------------------------------------------
 # the command line: a checkpoint on other data
 
-def load_rows(args, spec, tokenizer):
-    """(arrays in the order of ARRAYS, true evidence texts, which rows have a label) of --data."""
+def load_rows(args, spec, tokenizer, limit=None):
+    """(arrays in the order of ARRAYS, true evidence texts, which rows have a label) of --data.
+    limit: tokens of a text, where positions have weights."""
     path, K = args.data[0], len(spec["classes"])
     if os.path.isdir(path):
         if read_meta(path)["classes"] != spec["classes"]:
@@ -386,33 +447,46 @@ def load_rows(args, spec, tokenizer):
         arrays = load_split(path, args.split)
         tokens, _, labels, spans = arrays
         same = load_dataset_tokenizer(path).spec() == tokenizer.spec()
-        if not same or tokens.shape[1] > spec["max_tokens"] or not len(tokens):
+        if not same or tokens.shape[1] > (limit or sys.maxsize) or not len(tokens):
             raise DataError(f"{path}: {args.split} has no rows, or was prepared with another "
                             "tokenizer or --max_tokens than the checkpoint's data")
         evidence = [tokenizer.decode(row[a:b + 1]) if a >= 0 else None
                     for row, (a, b) in zip(tokens, spans)]
         return arrays, evidence, np.full(len(labels), K > 0)
     rows = read_rows(args.data, Fields(args.text, args.label, args.evidence, args.start, args.end))
-    unknown = sorted({row.label for row in rows} - {None, *spec["classes"]})
+    classes = [label_name(name) for name in spec["classes"]]
+    unknown = sorted({row.label for row in rows} - {None, *classes})
     if K and unknown:
         raise DataError(f"{path}: the checkpoint does not know the labels "
                         f"{', '.join(unknown[:5])}; its classes are {', '.join(spec['classes'])}")
-    arrays = to_arrays(rows, tokenizer, spec["classes"], spec["max_tokens"])
+    arrays = to_arrays(rows, tokenizer, classes, limit or sys.maxsize)
+    sizes = np.array([len(tokenizer.encode_array(row.text)) for row in rows])
+    for longest, what in ((limit, "were cut to the learned positions of the model"),
+                          (spec["max_tokens"], "are longer than all that it learned from")):
+        if longest and (n := int((sizes > longest).sum())):
+            print(f"{n:,} of {len(rows):,} texts {what}, {longest:,} tokens", file=sys.stderr)
     return ([arrays[n] for n in ARRAYS], [row.evidence for row in rows],
             np.array([row.label is not None for row in rows]))
 
 
 @torch.no_grad()
 def predict(model, arrays, batch_size, device):
-    """(probabilities (N, K) or None, spans (N, 2) or None) of rows, as numpy arrays."""
-    parts = []
-    for first in range(0, len(arrays[0]), batch_size):
-        tokens, lengths = (torch.from_numpy(a[first:first + batch_size].astype(np.int64)).to(device)
-                           for a in arrays[:2])
-        scores, spans = model(tokens, lengths)
+    """(probabilities (N, K) or None, spans (N, 2) or None) of rows, as numpy arrays. Rows of about
+    one length are computed together, fewer where they are longer than those of training."""
+    parts, lengths = [], np.asarray(arrays[1])
+    order, done = np.argsort(lengths, kind="stable"), 0
+    model.widen(int(lengths.max()))
+    while done < len(order):
+        longest = int(lengths[order[done:done + batch_size]].max())
+        fewer = max(1, batch_size * model.spec["max_tokens"] // max(longest, 1))
+        rows = order[done:done + min(batch_size, fewer)]
+        tokens = torch.from_numpy(arrays[0][rows, :lengths[rows].max()].astype(np.int64))
+        scores, spans = model(tokens.to(device), torch.from_numpy(lengths[rows]).to(device))
         parts.append((None if scores is None else scores.double().softmax(1).cpu().numpy(),
                       None if spans is None else spans.cpu().numpy()))
-    return [None if p[0] is None else np.concatenate(p) for p in zip(*parts)]
+        done += len(rows)
+    back = order.argsort()
+    return [None if p[0] is None else np.concatenate(p)[back] for p in zip(*parts)]
 
 
 def evaluate(args):
@@ -424,7 +498,8 @@ def evaluate(args):
     if not hasattr(model, "find"):
         raise DataError(f"{args.ckpt}: a {type(model).__name__}, no classifier")
     spec = model.spec
-    arrays, evidence, labelled = load_rows(args, spec, tokenizer)
+    limit = None if model.gpt.config.pos == "rope" else model.gpt.config.block_size
+    arrays, evidence, labelled = load_rows(args, spec, tokenizer, limit)
     scores, spans = predict(model, arrays, args.batch_size, device)
     metrics, said = dict(rows=len(arrays[0])), None
     if scores is not None and labelled.any():
@@ -433,7 +508,9 @@ def evaluate(args):
     if spans is not None:
         said = [tokenizer.decode(row[a:b + 1]) for row, (a, b) in zip(arrays[0], spans)]
         pairs = [(true, guess) for true, guess in zip(evidence, said) if true is not None]
-        metrics |= span_metrics(*zip(*pairs)) if pairs else {}
+        metrics |= place_metrics(np.asarray(arrays[3]), spans)
+        words = span_metrics(*zip(*pairs)) if pairs else {}
+        metrics |= {f"words_{name}": n for name, n in words.items() if name != "spans"}
     write(args.out, metrics, spec["classes"], scores, said)
     return metrics, spec["classes"]
 
@@ -474,11 +551,13 @@ def main(argv=None):
     if args.batch_size < 1:
         p.error(f"--batch_size must be at least 1, got {args.batch_size}")
     try:
-        print(report_text(*evaluate(args)))
+        metrics, classes = evaluate(args)
+        print(report_text(metrics, classes))
     except (UserError, ValueError, OSError) as error:
         print(error, file=sys.stderr)
         return 2
-    print(f"Next: open {os.path.join(args.out, 'confusion.svg')}, metrics.json beside it has all")
+    name = "confusion.svg" if "confusion_matrix" in metrics else "predictions.jsonl"
+    print(f"Next: open {os.path.join(args.out, name)}, metrics.json beside it has all")
     return 0
 
 

@@ -13,20 +13,26 @@ from processes import python
 from runs import SMALL, Program, assert_same
 from sklearn import metrics as sk
 
-from data.labels import Fields, missing_words, prepare_labels, read_rows, to_arrays
+from data.labels import INSIDE, SEVERAL, Fields, missing_words, prepare_labels, read_rows, to_arrays
 from data.labels import main as labels_main
 from data.tokenizer import load_tokenizer
 from model.classifier import (
     ARRAYS,
     Classifier,
+    auroc_of_counts,
     class_weights,
     classification_metrics,
     load_split,
+    odds_counts,
+    place_metrics,
+    predict,
     span_metrics,
 )
 from model.classifier import main as evaluate_main
 from model.gpt import GPTConfig
 from model.sample import load_model
+from train.config import load_config
+from train.train import train
 
 WORDS = {"animal": ["cat", "dog", "owl"], "plant": ["oak", "ivy", "elm"], "tool": ["saw", "axe"]}
 TINY = dict(model="classifier", vocab_size=257, eval_iters=8)  # beside runs.SMALL
@@ -108,6 +114,27 @@ def test_numbers_are_those_of_scikit_learn(seed):
     else:
         theirs = sk.roc_auc_score(y, scores, multi_class="ovr")
         assert got["auroc"] == pytest.approx(theirs, abs=1e-9)
+
+
+@pytest.mark.parametrize("K", [2, 4])
+def test_auroc_of_evaluations_is_that_of_scikit_learn(K):
+    """Up to the width of a step, of batches added up, with ties and scores that are very sure."""
+    rng = np.random.default_rng(K)
+    scores, y = rng.normal(0, 3, (400, K)).round(1), rng.integers(0, K, 400)
+    scores[:20], scores[20:40] = 0, scores[20:40] * 30
+    parts = [odds_counts(torch.tensor(scores[i::3]), torch.tensor(y[i::3])) for i in range(3)]
+    p = torch.tensor(scores).softmax(1).numpy()
+    for k, (negative, positive) in enumerate(sum(parts).numpy()):
+        assert auroc_of_counts(negative, positive) == pytest.approx(
+            sk.roc_auc_score(y == k, p[:, k]), abs=2e-3)
+    assert auroc_of_counts(negative, positive * 0) is None
+
+
+def test_exact_match_of_places_by_hand():
+    truths, guesses = np.array([[2, 4], [-1, -1], [0, 0], [3, 5]]), np.array([[2, 4]] * 4)
+    assert place_metrics(truths, guesses) == dict(
+        exact_match=1 / 3, spans=3, token_f1=pytest.approx((1 + 0 + 2 * 2 / 6) / 3))
+    assert place_metrics(truths[1:2], guesses[1:2]) == {}
 
 
 def test_words_of_evidence_are_compared_as_squad_does():
@@ -228,7 +255,7 @@ def test_losses_and_counts_are_those_of_a_loop_over_rows(task):
         expected |= dict(label_loss=label_total, span_loss=span_total)
     if task != "class":
         expected |= dict(spans=found, exact=exact, overlap=overlap)
-    got = {n: v.item() for n, v in sums.items() if n != "confusion"}
+    got = {n: v.item() for n, v in sums.items() if n not in ("confusion", "odds")}
     assert got == pytest.approx(expected, rel=1e-4)
     assert task == "span" or sums["confusion"].tolist() == matrix.tolist()
     assert float(loss) == pytest.approx(total / count, rel=1e-4)
@@ -238,6 +265,13 @@ def test_losses_and_counts_are_those_of_a_loop_over_rows(task):
     assert numbers.get("token_f1") == (None if task == "class" else pytest.approx(overlap / found))
     assert numbers.get("label_loss") == (
         pytest.approx(label_total / count, rel=1e-4) if task == "joint" else None)
+    if task == "span":
+        assert numbers["f1_macro"] == numbers["token_f1"]
+    else:
+        want = classification_metrics(labels.numpy(), scores.double().softmax(1).numpy())
+        for name, value in want.items():
+            if name in ("auroc", "accuracy") or name.endswith(("_macro", "_weighted")):
+                assert numbers[name] == pytest.approx(value, abs=2e-2 if name == "auroc" else 1e-6)
     if task != "class":  # nothing to find
         loss, sums = model.eval()(tokens, lengths, labels, torch.full_like(spans, -1))
         assert loss.isfinite() and model.numbers(sums)["exact_match"] is None
@@ -328,6 +362,40 @@ def test_rows_are_split_by_their_group_and_cut_with_a_word(tmp_path):
     assert lost and f"{lost:,} rows lost their evidence" in "\n".join(said)
 
 
+@pytest.mark.parametrize("text, evidence, place, doubt", [
+    ("main is in Maine", "in", 8, ""), ("main", "in", 2, INSIDE), ("in, and in", "in", 0, SEVERAL),
+    ("a (b) c", "(b)", 2, ""), ("aaa aa", "aa", 4, ""), ("aaa", "aa", 0, SEVERAL),
+    ("the été", "été", 4, "")])
+def test_evidence_is_looked_for_as_whole_words_first(text, evidence, place, doubt, tmp_path):
+    said = []
+    row, = read_rows([write_jsonl(tmp_path / "a.jsonl", [dict(text=text, evidence=evidence)])],
+                     log=said.append)
+    assert (row.start, row.evidence, row.doubt) == (place, evidence, doubt)
+    assert said == ([f"1 of 1 rows have {doubt}; --start and --end say where it is"] if doubt
+                    else [])
+
+
+def test_one_label_is_one_class_however_it_is_written(tmp_path):
+    labels, said = ["neg", "neg ", " pos", "pos", "1", 1, 1.0, "1.00", True, "True", "Neg"], []
+    path = write_jsonl(tmp_path / "a.jsonl", [dict(text=f"{i}", label=labels[i % 11])
+                                              for i in range(220)])
+    meta = prepare_labels([path], tmp_path / "bin", log=said.append)
+    assert meta["classes"] == ["1", "Neg", "neg", "pos", "true"]
+    for alike in ("'Neg', 'neg'", "'1', 'true'"):
+        assert f"Labels that look alike are different classes: {alike}" in said
+
+
+def test_few_rows_of_a_class_and_too_many_fields_are_said(tmp_path):
+    said = []
+    path = write_jsonl(tmp_path / "a.jsonl", [dict(text=f"{i}", label="rare" if i == 3 else i % 2)
+                                              for i in range(90)])
+    prepare_labels([path], tmp_path / "bin", log=said.append)
+    assert "Fewer than 3 rows to learn from: rare" in said
+    (tmp_path / "a.csv").write_text("label,text\nx,hello\ny,hello, you\n")
+    with pytest.raises(ValueError, match=r"a.csv:3: 3 values for 2 columns"):
+        read_rows([str(tmp_path / "a.csv")])
+
+
 def test_the_example_takes_one_word_out_and_says_where():
     source = ("import os\n\n\ndef f(x):\n    # if only\n"
               "    return x if x else 'for x in y'\n\ng = 1\n")
@@ -393,7 +461,8 @@ def test_the_readmes_commands(tmp_path, data_dir):
         span_weight=0.3, early_stopping_metric="val_f1_macro", early_stopping_mode="max",
         early_stopping_patience=9, seed=3))  # one with which it has learned after half of the steps
     assert code == 0 and "stay fresh: head.weight" in said, said
-    known = {"val_f1_macro", "val_accuracy", "val_exact_match", "val_token_f1"}
+    known = {"val_f1_macro", "val_accuracy", "val_exact_match", "val_token_f1", "val_auroc",
+             "val_precision_weighted", "val_recall_macro"}
     evaluations = [r for r in lines(out) if "val_loss" in r]
     assert known <= set(evaluations[0])
     best = max(r["val_f1_macro"] for r in evaluations)
@@ -403,6 +472,7 @@ def test_the_readmes_commands(tmp_path, data_dir):
     code, said = command("model.classifier", "--ckpt", out / "ckpt_best.pt", "--data", other,
                          "--out", report)
     assert code == 0 and "macro mean" in said and "exact match" in said, said
+    assert "confusion.svg" in said
     numbers = json.loads((report / "metrics.json").read_text())
     assert numbers["f1_macro"] > 0.9 and numbers["exact_match"] > 0.5 and numbers["rows"] == 60
     assert sum(map(sum, numbers["confusion_matrix"])) == 60
@@ -414,7 +484,8 @@ def test_the_readmes_commands(tmp_path, data_dir):
     code, said = command("model.classifier", "--ckpt", out / "ckpt_best.pt", "--data",
                          tmp_path / "bin", "--out", report)
     numbers = json.loads((report / "metrics.json").read_text())
-    assert numbers["f1_macro"] == pytest.approx(test["test_f1_macro"], abs=1e-9)
+    for name in ("f1_macro", "exact_match", "token_f1"):  # one meaning of each
+        assert numbers[name] == pytest.approx(test[f"test_{name}"], abs=1e-9)
     assert numbers["rows"] < 60
 
 
@@ -481,6 +552,42 @@ def test_early_stopping_follows_f1(labels, tmp_path):
                          early_stopping_mode="max", early_stopping_patience=2)
     assert code == 0 and "no better val_f1_macro in 2 evaluations" in said, said
     assert max(r["iter"] for r in lines(tmp_path / "out")) == 4
+
+
+@pytest.mark.parametrize("kind", ["class", "span"])
+def test_data_of_one_kind_need_no_key_of_their_own(kind, tmp_path):
+    """The line that data.labels ends with, for rows with labels, or with evidence, alone."""
+    keep = dict({"class": ["text", "label"], "span": ["text", "evidence"]})[kind]
+    rows = [{name: row[name] for name in keep} for row in make_rows(60)]
+    path = write_jsonl(tmp_path / "a.jsonl", rows)
+    said = []
+    prepare_labels([path], tmp_path / "bin", log=said.append)
+    command = said[-1].split()
+    assert command[:3] == ["Next:", "python", "run_train.py"] and len(command) == 7
+    typed = dict(zip(command[3::2], command[4::2]))
+    config = load_config(typed["--config"], SMALL | TINY | dict(
+        data_dir=typed["--data_dir"], out_dir=str(tmp_path / "out"), max_iters=1, eval_interval=1))
+    last = train(config)["history"][-1]
+    assert config.early_stopping_metric == "val_f1_macro" and last["val_f1_macro"] is not None
+    assert ("val_auroc" in last) == (kind == "class")
+
+
+def test_texts_longer_than_those_of_training_are_not_cut(trained, tmp_path, capsys):
+    """The word that decides stands behind a long beginning; each row alone gives the same."""
+    rows = [row | dict(text="go lo " * (40 * (i % 3)) + row["text"])
+            for i, row in enumerate(make_rows(30, seed=9))]
+    report = tmp_path / "report"
+    assert evaluate_main(["--ckpt", str(trained / "ckpt.pt"), "--data",
+                          write_jsonl(tmp_path / "long.jsonl", rows), "--out", str(report)]) == 0
+    assert "20 of 30 texts are longer than all that it learned from" in capsys.readouterr().err
+    model, tokenizer = load_model(trained / "ckpt.pt")
+    first = [json.loads(line) for line in (report / "predictions.jsonl").read_text().splitlines()]
+    for i in (0, 1, 2):
+        arrays = to_arrays(read_rows([write_jsonl(tmp_path / "one.jsonl", rows[i:i + 1])]),
+                           tokenizer, model.spec["classes"], 9999)
+        assert arrays["lengths"] == len(rows[i]["text"].encode())
+        scores, _ = predict(model, [arrays[n] for n in ARRAYS], 4, "cpu")
+        assert first[i]["probability"] == pytest.approx(scores.max(), abs=1e-3)
 
 
 def test_a_classifier_can_start_from_another(trained, labels, tmp_path):
