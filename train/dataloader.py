@@ -1,11 +1,12 @@
 """Data to batches. The order is a pure function of (seed, step), the same at any world size.
 
 Samples are numbered g = 0, 1, 2, ... over the whole run, and an epoch visits each of the N samples
-once, in an order of its own: sample g is number order(g % N) of epoch g // N. Call c of rank r of W
-holds the B samples from (c * W + r) * B on. So the step is the only state, and however large the
-data, the order takes no memory. Ten samples, batches of two, two ranks, seed 1337:
+once, in an order of its own: sample g is number order(g % N) of epoch g // N. What a loader calls a
+step is a micro-batch: step s of rank r of W holds the B samples from (s * W + r) * B on. So its
+number is the only state, and however large the data, the order takes no memory. Ten samples,
+batches of two, two ranks, seed 1337:
 
-    call   g       rank 0   g        rank 1
+    step   g       rank 0   g        rank 1
     0      0  1    7 1      2  3     8 0
     1      4  5    3 9      6  7     4 6
     2      8  9    5 2      10 11    5 4     rank 1 has begun the second epoch
@@ -34,7 +35,7 @@ from data.token_files import DataError, mix64, open_stream
 from data.tokenizer import find_vocabulary
 from train.distributed import from_main
 
-CHUNK_TOKENS = 1 << 18  # calls gathered at once: enough to make Python's share of the time small
+CHUNK_TOKENS = 1 << 18  # gathered at once: enough to make Python's share of the time small
 MIB = 1 << 20
 ROUNDS = 6  # with 4, the order of fewer than about 10 samples is measurably uneven
 
@@ -90,8 +91,9 @@ def permute(p, n, keys):
     return out
 
 
-def in_order(g, n, seed):
-    """(epoch, number in 0..n-1) of samples g. g: (m,) int64, rising -> two (m,) or (1,) uint64."""
+def shuffled(g, n, seed):
+    """(epoch, number in 0..n-1) of samples g in the order of their epochs. g: (m,) int64, rising ->
+    (m,) uint64 twice; the first is (1,) where all are of one epoch."""
     epoch, position = np.divmod(g.astype(np.uint64), np.uint64(n))
     if epoch[0] == epoch[-1]:
         epoch = epoch[:1]  # the usual case: one set of keys serves all samples
@@ -99,7 +101,10 @@ def in_order(g, n, seed):
 
 
 def count_windows(n_tokens, block_size):
-    """Windows in an epoch: one fewer than fit, so that every phase leaves room for all of them."""
+    """Windows in an epoch: one fewer than fit, so that every phase leaves room for all of them.
+
+        |..phase..|window 0|window 1| ... |window n-1|..rest..|    n_tokens
+    """
     return max(1, (n_tokens - 1) // block_size - 1)
 
 
@@ -108,7 +113,7 @@ def window_starts(g, n_tokens, block_size, seed):
     one begins, its phase, is drawn anew in each epoch, so that over epochs the stream is cut at
     other places. g: (m,) int64, rising -> (m,) int64 token offsets."""
     n = count_windows(n_tokens, block_size)
-    epoch, window = in_order(g, n, seed)
+    epoch, window = shuffled(g, n, seed)
     slack = min(n_tokens - 1 - n * block_size, block_size - 1)  # tokens that are left over
     phase = hash64(seed, epoch, 0) % np.uint64(slack + 1)
     return (phase + window * np.uint64(block_size)).astype(np.int64)
@@ -146,10 +151,10 @@ def to_device(tokens, device):
 # loaders
 
 class Loader:
-    """What both loaders share: which samples a call holds.
+    """What both loaders share: which samples a batch holds.
 
     samples: in an epoch. val_samples: those of validation, which do not overlap. batch_size: of
-    this rank's calls; val_batch_size: of validation, the same at any world size.
+    this rank's batches; val_batch_size: of validation, the same at any world size.
     """
 
     def __init__(self, samples, val_samples, batch_size, val_batch_size, seed, rank, world_size):
@@ -158,9 +163,9 @@ class Loader:
         self.seed, self.rank, self.world_size = seed, rank, world_size
 
     def sample_numbers(self, steps):
-        """Numbers g of the samples that this rank's calls hold. (len(steps) * B,) int64."""
-        calls = np.array(steps, np.int64)[:, None] * self.world_size + self.rank
-        return (calls * self.batch_size + np.arange(self.batch_size)).ravel()
+        """Numbers g of the samples of this rank's batches. (len(steps) * B,) int64."""
+        batches = np.array(steps, np.int64)[:, None] * self.world_size + self.rank
+        return (batches * self.batch_size + np.arange(self.batch_size)).ravel()
 
     def n_fixed(self, count):
         """How many of `count` fixed batches the data have; the last may be smaller."""
@@ -189,8 +194,8 @@ class DataLoader(Loader):
     """Batches of one split of a token stream. Files as in data/token_files.py; DataError for what
     is wrong with them.
 
-    batch_size is what this rank gets per call. vocab_size: given, or the data's, or None: ids are
-    then not checked. `n_tokens`, `dtype` describe the data; `step` is the next call's number.
+    batch_size is what this rank gets in a step. vocab_size: given, or the data's, or None: ids are
+    then not checked. `n_tokens`, `dtype` describe the data; `step` is the next one's number.
     """
     unit = "tok"
 
@@ -206,20 +211,20 @@ class DataLoader(Loader):
         super().__init__(count_windows(self.n_tokens, block_size),
                          (self.n_tokens - 1) // block_size, batch_size, batch_size, seed, rank,
                          world_size)
-        # A chunk of calls is gathered at once, the next one when a call is not in it.
+        # A chunk of batches is gathered at once, the next one when a step is not in it.
         self.step, self.calls_per_chunk = 0, max(1, CHUNK_TOKENS // (batch_size * block_size))
         self.chunk, self.chunk_steps, self.chunk_device = None, range(0), None
 
     def windows(self, steps):
-        """Where the windows of the calls `steps` start, in tokens. (len(steps) * B,) int64."""
+        """Where the windows of `steps` start, in tokens. (len(steps) * B,) int64."""
         return window_starts(self.sample_numbers(steps), self.n_tokens, self.block_size, self.seed)
 
     def locate(self, step):
-        """Where the batch of call `step` came from, for messages."""
+        """Where the batch of `step` came from, for messages."""
         return f"windows at tokens {', '.join(map(str, self.windows([step])))}"
 
     def get_batch(self, device="cpu", step=None):
-        """(x, y), int64 (B, T), of call `step`; of the next call when None. Not to be written to.
+        """(x, y), int64 (B, T), of `step`; of the next one when None. Not to be written to.
         """
         this = self.step if step is None else step
         if this not in self.chunk_steps or device != self.chunk_device:
@@ -230,13 +235,13 @@ class DataLoader(Loader):
         return x[i], y[i]
 
     def gather(self, step, device):
-        """Fill the chunk from call `step` on. Where calls follow one another that is many at once:
+        """Fill the chunk from `step` on. Where steps follow one another that is many at once:
         one gather of 256 windows costs little more than one of four."""
         if step < 0:
             raise DataError(f"step {step}: expected 0 or more")
         sequential = step in (self.step, self.chunk_steps.stop)
         steps = range(step, step + (self.calls_per_chunk if sequential else 1))
-        tokens = self.stream.read(self.windows(steps), self.block_size + 1)  # (calls * B, T + 1)
+        tokens = self.stream.read(self.windows(steps), self.block_size + 1)  # (steps * B, T + 1)
         x, y = to_device(tokens, torch.device(device))
         shape = len(steps), self.batch_size, self.block_size
         self.chunk = x.view(shape), y.view(shape)
@@ -285,11 +290,11 @@ class RowLoader(Loader):
         return tuple(out)
 
     def chosen(self, step):
-        """Row numbers of call `step`. (B,) int64."""
-        return in_order(self.sample_numbers([step]), self.samples, self.seed)[1].astype(np.int64)
+        """Row numbers of `step`. (B,) int64."""
+        return shuffled(self.sample_numbers([step]), self.samples, self.seed)[1].astype(np.int64)
 
     def get_batch(self, device="cpu", step=0):
-        """The rows of call `step`, a tuple of tensors (B, ...)."""
+        """The rows of `step`, a tuple of tensors (B, ...)."""
         return self.rows(self.chosen(step), torch.device(device))
 
     def locate(self, step):

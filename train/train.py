@@ -80,9 +80,10 @@ class Trainer:
     # setting up
 
     def __init__(self, config, ranks, at_end, model=None, on_evaluation=None):
-        # Attributes are set here and nowhere else; only `progress` and the parts that parts() names
-        # change while the run goes on, and all of these are in every checkpoint.
-        self.ranks, self.progress, self.tested = ranks, Progress(), {}
+        # All attributes are made here. What must survive a crash is in `progress` and in the other
+        # parts() of a checkpoint; the rest is made again from the configuration.
+        self.ranks, self.progress = ranks, Progress()
+        self.tested = {}  # the numbers on test data, when there are any
         self.on_evaluation = on_evaluation or (lambda iter_num, numbers: None)
         distributed.set_seed(config.seed, config.deterministic, config.cudnn_benchmark)
 
@@ -115,10 +116,14 @@ class Trainer:
         self.log = at_end.enter_context(self.open_log(f"{why}; compile {speed.ON_OFF[compiled]}"))
         at_end.callback(self.folder.wait)  # the save under way may still have something to say
 
-        # Weights to start from come before the optimizer, and DDP after it, which may freeze some.
+        # Weights to start from come before the optimizer. The optimizer may freeze some parameters,
+        # so it comes before DDP, which wants to know which ones learn.
         self.compiler = speed.Compiler(self.model, compiled, ranks.device, self.log.warn)
         if start.kind == "init_from":
             resume.load_weights(self.model, start, c, self.data.spec, ranks, self.log.info)
+        # A model that starts from trained weights may be at its best before its first step.
+        self.trained = start.kind == "init_from" or not all(
+            p.requires_grad for p in self.model.parameters())
         self.optimizer = build_optimizer(self.model, c, self.log.info)
         self.scaler = torch.amp.GradScaler(ranks.device.type, enabled=self.dtype == torch.float16)
         if not self.sharded:
@@ -135,9 +140,6 @@ class Trainer:
         self.batches = speed.Prefetcher(self.data.train, ranks.device)
         at_end.callback(self.batches.close)
         self.saved_at, self.best_due = 0, False  # iter_num of the last save; ckpt_best.pt is due
-        # A trained model may be at its best before its first step; a fresh one never is.
-        self.trained = start.kind == "init_from" or not all(
-            p.requires_grad for p in self.model.parameters())
         if start.kind == "resume":
             if c.resume_file and not c.eval_only:
                 self.folder.branch_off(start.outline["iter_num"], self.log.info)
@@ -181,7 +183,8 @@ class Trainer:
             self.validate()
         elif p.finished and (limits := self.limits()):
             self.log.info(f"This run is finished at iter {p.iter_num}: {p.finished}. A larger "
-                          f"{' and '.join(limits)} continues it, --resume never starts afresh.")
+                          f"{' and '.join(limits)} continues it; with `--resume never` it "
+                          "starts afresh.")
             self.tested = self.log.read_tested()
             if self.data.test is not None and not self.tested:
                 self.test()  # it was stopped before that
@@ -213,13 +216,15 @@ class Trainer:
             if stop:
                 self.stop(stop)
             done = p.iter_num >= c.max_iters
-            if self.evaluation_is_due(done) and self.validate() is None:
-                continue  # asked to stop meanwhile
+            if self.evaluation_is_due(done):
+                numbers = self.validate()  # may end the run: early stopping
+                if numbers is None:
+                    continue  # asked to stop meanwhile
             if done:
                 p.finished = f"max_iters {c.max_iters} reached"
-            elif not p.finished and (save or self.best_due or self.save_is_due()):
-                self.save()
             if not p.finished:
+                if save or self.best_due or self.save_is_due():
+                    self.save()
                 self.train_step()
         self.finish()
 
@@ -256,8 +261,8 @@ class Trainer:
         """One optimizer step: learning rate, micro-batches, clip, check, update. None of it where
         the ranks are asked to stop before the last micro-batch: the step is done again on resume.
         """
-        c, p, ranks, it, n = (self.config, self.progress, self.ranks, self.progress.iter_num,
-                              self.n_micro)
+        c, p, ranks, n = self.config, self.progress, self.ranks, self.n_micro
+        it = p.iter_num
         self.watchdog.arm(factor=10 if self.clock.unsteady(it) else 1)
         # Every random draw of a step (dropout) is a function of (seed, step, rank), never of what
         # was drawn before: nothing has to be saved for a resumed run to draw the same.
@@ -268,9 +273,14 @@ class Trainer:
         for group in self.optimizer.param_groups:
             group["lr"] = group["initial_lr"] * (lr / c.learning_rate)
 
-        # This rank's share of the global batch, in n micro-batches whose gradients add up. Autocast
-        # is around all of them, so that the weights are cast once.
-        first, sums = (it + p.data_shift) * n, {}  # `first`: its number in this rank's order
+        # This rank's share of the global batch, in n micro-batches whose gradients add up. With
+        # items i of all micro-batches and ranks, the step's gradient is that of the mean over them,
+        #     sum_i grad(loss_i) / count = sum over micro-batches (weight * grad(loss) / n) * factor
+        # where weight = items in the micro-batch / full_count is known at once, and factor =
+        # n * ranks * full_count / count only at the end. Both are 1 where no item is masked.
+        # Autocast is around all of them, so that the weights are cast once.
+        first = (it + p.data_shift) * n  # number of the first one among all of this rank's
+        sums = {}  # over the micro-batches
         # The first step of a run on a CPU is not compiled: its numbers need not wait for a minute.
         with self.compiler.paused(when=it == 0), self.autocast():
             for micro in range(n):
@@ -281,15 +291,13 @@ class Trainer:
                     self.clock.announce(it, micro, n, self.log.info)
                 batch = self.batches.get(first + micro)  # a tuple of tensors (B, ...)
                 # DDP sends gradients in the last micro-batch of a step only; FSDP in each.
-                last = micro == n - 1 or self.wrapped is self.model
-                with contextlib.nullcontext() if last else self.wrapped.no_sync():
+                silent = self.wrapped is not self.model and micro < n - 1
+                with self.wrapped.no_sync() if silent else contextlib.nullcontext():
                     add_sums(sums, forward_backward(
                         functools.partial(self.compiler.call, self.wrapped), batch, n,
                         self.full_count, self.scaler))
                 self.batches.prefetch(first + micro + 1)  # while the device still computes
 
-        # Over all ranks. Where items were masked, fewer counted than a full batch has: `factor`
-        # makes of the gradients those of the mean over what counted. It is exactly 1 otherwise.
         sums = all_reduce(sums, ranks)
         factor = (n * self.full_count * ranks.world_size / sums["count"].clamp(min=TINY)).float()
         self.scaler.unscale_(self.optimizer)
@@ -305,7 +313,7 @@ class Trainer:
         self.scaler.update()
         self.optimizer.zero_grad(set_to_none=True)  # frees them: the next step writes, not adds
         p.iter_num += 1
-        if hasattr(self.model, "after_step"):
+        if hasattr(self.model, "after_step"):  # also after a step whose update was skipped
             self.model.after_step(it, sums)
 
     def check(self, it, lr, sums, norm):
@@ -326,7 +334,7 @@ class Trainer:
         if spike:
             self.log.warn(f"iter {it}: loss {loss:.4f} is a spike (norm {norm:.2f}, "
                           f"{self.where(it)}); {guard.spike_answer(action, c.on_spike)}")
-        if action == "rewind" or p.overflows_in_a_row:  # numbers of a step that will not count
+        if action == "rewind" or p.overflows_in_a_row:  # judge() counts: the norm is not finite
             return action
         p.loss_sum, p.loss_count = p.loss_sum + loss, p.loss_count + 1
         if it % c.log_interval == 0 or it + 1 == c.max_iters:
@@ -341,7 +349,8 @@ class Trainer:
 
     def log_step(self, it, lr, sums, norm):
         # Times are means over the steps since the last line, without evaluations and saves.
-        c, loading, self.batches.seconds = self.config, self.batches.seconds, 0.0
+        c, loading = self.config, self.batches.seconds
+        self.batches.seconds = 0.0
         seconds = self.clock.lap(it, loading, self.log.warn)
         left = (c.max_iters - it - 1) * seconds
         self.clock.announce_end(it, left, self.log.info)
@@ -368,7 +377,7 @@ class Trainer:
             p.evaluated, p.val_loss = p.iter_num, numbers["val_loss"]
             record = dict(iter=p.iter_num, tokens=p.iter_num * self.units_per_step,
                           train_loss=p.loss_sum / p.loss_count if p.loss_count else None, **numbers)
-            if c.max_epochs is not None:  # who counts in epochs reads one line an epoch
+            if c.max_epochs is not None:  # a run in epochs prints one line an epoch
                 record |= dict(epoch=p.iter_num * c.samples_per_step / self.data.train.samples,
                                lr=get_lr(p.iter_num, c) * self.plateau.scale)
             self.log.evaluation(record, steps=p.loss_count)
@@ -410,7 +419,8 @@ class Trainer:
         if known and (p.iter_num or self.trained):
             now = self.stopping.sign * watched, numbers["val_loss"]
             if now < (p.best_metric, p.loss_of_best):
-                (p.best_metric, p.loss_of_best), self.best_due = now, True
+                p.best_metric, p.loss_of_best = now
+                self.best_due = True
         if c.lr_schedule == "plateau" and self.plateau.update(numbers["val_loss"]):
             self.log.info(f"val_loss has not improved for {c.plateau_patience + 1} evaluations: "
                           f"learning rate x {self.plateau.scale:g}")
@@ -533,14 +543,13 @@ class Trainer:
 
 
 def forward_backward(forward, batch, n, full_count, scaler):
-    """Add the gradient of a micro-batch, one of `n` in a step; its sums {name: tensor}. This is the
-    arithmetic of a step also for who times one (train/bench.py).
+    """Adds the gradient of a micro-batch, one of `n` in a step; returns its sums {name: tensor}.
+    Whoever times a step computes it by this function, too (train/bench.py).
 
     forward: the model, or what wraps it. full_count: items in a micro-batch where all count.
     """
     loss, sums = forward(*batch)  # the mean over the batch's items
-    # Weighted by its items, 1 where it is full: however the items fall into micro-batches and
-    # ranks, the gradient is that of sum(count * loss) / sum(count), see `factor` in train_step.
+    # See the formula in train_step: 1 where the micro-batch is full.
     weight = sums["count"] / full_count if "count" in sums else 1.0
     # Autocast is for forward passes: in backward it would cast what our own functions compute.
     with torch.autocast(loss.device.type, enabled=False):
