@@ -132,8 +132,8 @@ def test_a_campaign_over_a_toy(tmp_path):
 
     def command(*args):
         done = subprocess.run([sys.executable, "-m", "tests.mutants", "--map", tmp_path / "map",
-                               "--patience", "2", *args], cwd=repo, text=True,
-                              capture_output=True, timeout=100)
+                               "--patience", "4", *args], cwd=repo, text=True,
+                              capture_output=True, timeout=600)
         return done.returncode, done.stdout + done.stderr
     code, output = command("--count", "8", "--out", str(tmp_path / "results"))
     assert code == 1, output

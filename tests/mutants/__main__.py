@@ -14,6 +14,7 @@ survivor up to --budget seconds of tests; `--keep-map` takes the map as it is.
 import argparse
 import collections
 import fnmatch
+import itertools
 import json
 import os
 import random
@@ -28,7 +29,7 @@ from tests.mutants.covered import Map, program_files
 from tests.mutants.planted import FAULTS
 
 REPO = Path(__file__).resolve().parent.parent.parent
-NEAR_FILES, NEAR_SECONDS = 3, 8.0  # of the tests that are tried first
+FIRST, QUICK = 12, 1.0  # tests that are tried first, and seconds that each of them may take
 
 
 class Mutant:
@@ -125,31 +126,26 @@ def equivalent():
 # which tests
 
 def stages(known, tests, budget):
-    """The tests to run, in two lists: those of the closest files first. Quick ones first, up to
-    `budget` seconds, but of every file the three quickest."""
+    """(the tests to run, in two lists; how many are left out). First the quick ones that run the
+    fewest lines besides; then, up to `budget` seconds, the others, the quickest of each file first.
+    """
+    close = sorted(tests, key=lambda t: (known.seconds(t) > QUICK, known.footprint(t), t))
+    first = [t for t in close[:FIRST] if known.seconds(t) <= QUICK]
     by_file = collections.defaultdict(list)
-    for test in sorted(tests, key=lambda t: (known.seconds(t), t)):
+    for test in sorted(set(tests) - set(first), key=lambda t: (known.seconds(t), t)):
         by_file[test.split("::")[0]].append(test)
-    sizes = collections.Counter(t.split("::")[0] for t in known.tests)
-    close = sorted(by_file, key=lambda f: (-len(by_file[f]) / sizes[f], f))
-    first, spent = [], 0.0
-    for file in close[:NEAR_FILES]:
-        for test in by_file[file]:
-            spent += known.seconds(test)
-            if spent < NEAR_SECONDS or not first:
-                first.append(test)
-    chosen = {t for f in by_file for t in by_file[f][:3]}
-    spent = sum(known.seconds(t) for t in chosen)
-    for test in sorted(tests, key=lambda t: known.seconds(t)):
-        spent += 0 if test in chosen else known.seconds(test)
-        if spent < budget:
-            chosen.add(test)
+    rounds, rest = itertools.zip_longest(*by_file.values()), []
+    for test in filter(None, itertools.chain.from_iterable(rounds)):
+        budget -= known.seconds(test)
+        if budget > 0:
+            rest.append(test)
+    place = {t: i for i, t in enumerate(close)}
+    nearest = {f: min(place[t] for t in ts) for f, ts in by_file.items()}
 
     def order(test):
         slow = int(known.seconds(test) > 0.3) + int(known.seconds(test) > 3)
-        return slow, close.index(test.split("::")[0]), known.seconds(test)
-    rest = sorted(chosen - set(first), key=order)
-    return [s for s in (first, rest) if s], len(tests) - len(chosen | set(first))
+        return slow, nearest[test.split("::")[0]], place[test]
+    return [s for s in (first, sorted(rest, key=order)) if s], len(tests) - len(first) - len(rest)
 
 
 def attempt(mutant, slot, lists, known, sound, patience):
@@ -157,7 +153,7 @@ def attempt(mutant, slot, lists, known, sound, patience):
     runner.adopt_orphans()
     file, broken = slot / "repo" / mutant.path, []
 
-    def run(tests):
+    def run(tests, patience):
         return runner.run_tests(slot / "repo", slot, tests, known.limit, patience)
 
     def put(source, later):
@@ -168,12 +164,12 @@ def attempt(mutant, slot, lists, known, sound, patience):
     for tests in lists:
         while tests := [t for t in tests if t not in broken]:
             put(mutant.mutation.apply(mutant.source), 7 + random.randrange(10**6))
-            failed = run(tests)
+            failed = run(tests, patience)
             put(mutant.source, 0)
             if not failed:
                 break
             test = failed.split(": ")[-1]
-            if test in sound or not run([test]):
+            if failed in sound or not run([test], 10 * patience):
                 return failed, broken
             if "::" not in test:
                 return f"cannot be collected without it either: {test}", broken
@@ -243,7 +239,7 @@ def campaign(mutants, known, pool, a):
         for test in broken:
             print(f"fails without a mutant: {test}", flush=True)
         if by:
-            sound.add(by.split(": ")[-1])
+            sound.add(by)
         results.append((mutant, by, lists[mutant][1], seconds))
         print(f"{len(results)}/{len(todo)} {seconds:.0f} s  {mutant}  |  "
               f"{by or 'SURVIVED'}", flush=True)
@@ -283,7 +279,7 @@ def main(args):
     parser.add_argument("--planted", action="store_true", help="the faults of planted.py")
     parser.add_argument("--again", metavar="FILE", help="the survivors in these results")
     parser.add_argument("--out", metavar="FILE", help="append results, a line of JSON each")
-    parser.add_argument("--budget", type=float, default=90, help="seconds of tests for a mutant")
+    parser.add_argument("--budget", type=float, default=60, help="seconds of tests for a mutant")
     parser.add_argument("--patience", type=float, default=20, help="seconds that a test may take, "
                         "beside 5 times what it usually takes; one that takes longer has noticed")
     parser.add_argument("--workers", type=int, default=2)

@@ -161,6 +161,10 @@ class Map:
     def seconds(self, test):
         return self.tests[test][0] if test in self.tests else 1.0
 
+    def footprint(self, test):
+        """How many lines it runs: the fewer, the more it says of each."""
+        return sum(map(len, self.tests[test][2].values()))
+
     def limit(self, test):
         """Seconds that a test may take."""
         return 5 * (self.seconds(test) + self.fixtures.get(function_of(test)[0], 0.0))

@@ -20,7 +20,7 @@ HEAVY = ("numpy", "yaml", "torch", "torch.distributed", "torch._dynamo", "pytest
          "_pytest.assertion.rewrite", "tiktoken", "sklearn.metrics", "safetensors.torch")
 RECORD_LIMIT = 1800  # seconds for one test file
 NORMAL_ENDS = 0, 5  # of pytest: all passed; nothing was chosen
-PR_SET_CHILD_SUBREAPER = 36
+PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36
 
 
 def warm_up(repo):
@@ -105,6 +105,7 @@ def forked(work):
         return pid
     code = 70
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
     try:
         code = work()
     except BaseException:
