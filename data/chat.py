@@ -32,7 +32,7 @@ from data.records import parse_records
 from data.token_files import DataError, prepared_meta, write_meta
 from data.tokenizer import RANKS_FILE, write_tokenizer
 from data.tokenizer_json import tokenizer_of
-from train.config import UserError, underscores
+from train.config import run_command
 from train.files import new_folder
 
 # What stands around a turn. After the assistant's words comes the end-of-text token.
@@ -341,6 +341,7 @@ def show(ids, mask, tokenizer):
 
 
 def prepare_chats(args):
+    args.out = args.out or os.path.join("data", "bin", Path(args.sources[0]).stem)
     tokenizer, block_size = tokenizer_of(args.tokenizer)
     check_settings(args, tokenizer)
     args.block_size = args.block_size or block_size or 512
@@ -355,7 +356,8 @@ def prepare_chats(args):
           "--init_from CKPT.pt")
 
 
-def arguments(argv):
+def main(argv=None):
+    """Runs the command; its exit code."""
     parser = argparse.ArgumentParser("python -m data.chat", description=__doc__,
                                      formatter_class=argparse.RawDescriptionHelpFormatter)
     add = parser.add_argument
@@ -378,19 +380,7 @@ def arguments(argv):
     add("--show", type=int, default=0, metavar="N", help="print the first N chats")
     add("--skip_bad", action="store_true", help="leave out records that cannot be read")
     add("--force", action="store_true", help="replace chats that this command wrote to --out")
-    args = parser.parse_args(underscores(argv))
-    args.out = args.out or os.path.join("data", "bin", Path(args.sources[0]).stem)
-    return args
-
-
-def main(argv=None):
-    """Runs the command; its exit code."""
-    try:
-        prepare_chats(arguments(sys.argv[1:] if argv is None else argv))
-    except (UserError, ValueError, OSError) as error:
-        print(f"data.chat: {error}", file=sys.stderr)
-        return 2
-    return 0
+    return run_command(parser, prepare_chats, argv)
 
 
 if __name__ == "__main__":

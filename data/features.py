@@ -18,7 +18,7 @@ import sys
 import numpy as np
 
 from data.token_files import DataError
-from train.config import UserError, underscores
+from train.config import UsageError, run_command
 from train.files import new_folder
 
 CHUNK_ROWS = 4096
@@ -189,30 +189,6 @@ def synthetic(n_runs=30, run_length=200, noise=0.25, seed=0):
 # -----------------------------------------------------------------------------
 # the command line
 
-def parse_args(argv):
-    p = argparse.ArgumentParser("python -m data.features", allow_abbrev=False,
-                                description="Turn feature arrays into training data.")
-    p.add_argument("arrays", nargs="*", metavar="FILE.npy", help="a modality each: (rows, dims)")
-    p.add_argument("--target", metavar="FILE.npy", help="the signal to be matched: (rows, dims)")
-    p.add_argument("--names", help="names of the modalities, a,b,c (default: those of the files)")
-    p.add_argument("--out", metavar="FOLDER", help="where to write (default: data/bin/NAME, of the "
-                   "first modality)")
-    p.add_argument("--val_fraction", type=float, default=0.1, help="share of the runs held out "
-                   "(default: %(default)s)")
-    p.add_argument("--runs", metavar="FILE.npy", help="(rows,): a number for each row that says "
-                   "which run (film, session) it belongs to")
-    p.add_argument("--run_length", type=int, help="without --runs: rows of a run (default: a "
-                   "twentieth of all)")
-    p.add_argument("--synthetic", action="store_true", help="make data with a known structure "
-                   "instead (default --out: data/bin/synthetic)")
-    args = p.parse_args(underscores(argv))
-    if bool(args.arrays) == args.synthetic:
-        p.error("give one or more FILE.npy, or --synthetic")
-    if not 0 < args.val_fraction < 1 or args.run_length is not None and args.run_length < 1:
-        p.error("--val_fraction must be between 0 and 1, --run_length at least 1")
-    return args
-
-
 def read_sources(args):
     """({name: array}, target or None, runs) of the command line's files."""
     names = args.names.split(",") if args.names else [
@@ -228,25 +204,43 @@ def read_sources(args):
     return arrays, target, open_array(args.runs)[:, 0] if args.runs else runs
 
 
-def main(argv=None):
-    """Runs the command; its exit code, 2 for a problem."""
-    args = parse_args(sys.argv[1:] if argv is None else argv)
-    try:
-        more = {}
-        if args.synthetic:
-            arrays, target, runs, more["ceiling"] = synthetic()
-        else:
-            arrays, target, runs = read_sources(args)
-        name = "synthetic" if args.synthetic else next(iter(arrays))
-        out = args.out or os.path.join("data", "bin", name)
-        meta = prepare_features(arrays, target, out, args.val_fraction, runs, **more)
-    except (UserError, ValueError, OSError) as error:
-        print(f"data.features: {error}", file=sys.stderr)
-        return 2
+def prepare(args):
+    """What the command line asks for."""
+    if bool(args.arrays) == args.synthetic:
+        raise UsageError("give one or more FILE.npy, or --synthetic")
+    if not 0 < args.val_fraction < 1 or args.run_length is not None and args.run_length < 1:
+        raise UsageError("--val_fraction must be between 0 and 1, --run_length at least 1")
+    more = {}
+    if args.synthetic:
+        arrays, target, runs, more["ceiling"] = synthetic()
+    else:
+        arrays, target, runs = read_sources(args)
+    name = "synthetic" if args.synthetic else next(iter(arrays))
+    out = args.out or os.path.join("data", "bin", name)
+    meta = prepare_features(arrays, target, out, args.val_fraction, runs, **more)
     dims = ", ".join(f"{name} {d}" for name, d in meta["modalities"].items())
     print(f"{out}: {dims}; target {meta['target'] or 'none'}; {meta['rows']['train']:,} rows to "
           f"train on, {meta['rows']['val']:,} held out, in whole runs")
-    return 0
+
+
+def main(argv=None):
+    """Runs the command; its exit code, 2 for a problem."""
+    p = argparse.ArgumentParser("python -m data.features", allow_abbrev=False,
+                                description="Turn feature arrays into training data.")
+    p.add_argument("arrays", nargs="*", metavar="FILE.npy", help="a modality each: (rows, dims)")
+    p.add_argument("--target", metavar="FILE.npy", help="the signal to be matched: (rows, dims)")
+    p.add_argument("--names", help="names of the modalities, a,b,c (default: those of the files)")
+    p.add_argument("--out", metavar="FOLDER", help="where to write (default: data/bin/NAME, of the "
+                   "first modality)")
+    p.add_argument("--val_fraction", type=float, default=0.1, help="share of the runs held out "
+                   "(default: %(default)s)")
+    p.add_argument("--runs", metavar="FILE.npy", help="(rows,): a number for each row that says "
+                   "which run (film, session) it belongs to")
+    p.add_argument("--run_length", type=int, help="without --runs: rows of a run (default: a "
+                   "twentieth of all)")
+    p.add_argument("--synthetic", action="store_true", help="make data with a known structure "
+                   "instead (default --out: data/bin/synthetic)")
+    return run_command(p, prepare, argv)
 
 
 if __name__ == "__main__":

@@ -31,7 +31,7 @@ from data.records import STDLIB_SKIP, parse_records, raise_problems, walk
 from data.token_files import DataError, why_not_replace, write_meta
 from data.tokenizer import RANKS_FILE, clean, write_tokenizer
 from data.tokenizer_json import tokenizer_of
-from train.config import UserError, underscores
+from train.config import UsageError, run_command
 from train.files import new_folder
 
 SPLITS = ("train", "val", "test")
@@ -328,7 +328,8 @@ def add_field_options(parser):
                             help=f"column or field with {meaning} (default: {name})")
 
 
-def arguments(argv):
+def main(argv=None):
+    """The command line; the exit code: 2 for a problem."""
     parser = argparse.ArgumentParser("python -m data.labels", allow_abbrev=False,
                                      description=__doc__.split("\n")[0])
     add = parser.add_argument
@@ -350,26 +351,19 @@ def arguments(argv):
         "this code, and where? Sources of numpy and torch on this machine")
     add("--skip_bad", action="store_true", help="leave out rows that cannot be read")
     add("--force", action="store_true", help="replace what a folder holds from other sources")
-    args = parser.parse_args(underscores(argv))
+    return run_command(parser, prepare, argv)
+
+
+def prepare(args):
+    """What the command line asks for."""
     if bool(args.files) == args.example:
-        parser.error("give one or more FILEs, or --example")
-    return args
-
-
-def main(argv=None):
-    """The command line; the exit code: 2 for a problem."""
-    args = arguments(sys.argv[1:] if argv is None else argv)
-    try:
-        if args.example:
-            args.files, args.group = [f"{os.path.normpath(args.out)}.jsonl"], "file"
-            make_example(args.files[0])
-        fields = Fields(*(getattr(args, name) for name in Fields._fields))
-        prepare_labels(args.files, args.out, args.tokenizer, fields, args.val_fraction,
-                       args.test_fraction, args.max_tokens, args.force, skip_bad=args.skip_bad)
-    except (UserError, ValueError, OSError) as error:
-        print(f"data.labels: {error}", file=sys.stderr)
-        return 2
-    return 0
+        raise UsageError("give one or more FILEs, or --example")
+    if args.example:
+        args.files, args.group = [f"{os.path.normpath(args.out)}.jsonl"], "file"
+        make_example(args.files[0])
+    fields = Fields(*(getattr(args, name) for name in Fields._fields))
+    prepare_labels(args.files, args.out, args.tokenizer, fields, args.val_fraction,
+                   args.test_fraction, args.max_tokens, args.force, skip_bad=args.skip_bad)
 
 
 if __name__ == "__main__":

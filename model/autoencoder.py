@@ -24,7 +24,7 @@ import torch.nn.functional as F
 from data.features import array_names, open_features, read_features_meta
 from data.token_files import DataError
 from model.gpt import fill, normal
-from train.config import ConfigError, UserError, key, underscores
+from train.config import ConfigError, key, run_command
 from train.dataloader import Data, RowLoader
 from train.evaluate import batch_sums
 
@@ -174,16 +174,6 @@ def evaluate_rows(model, arrays, rows=1024):
     return dict(rows=int(total["count"]), loss=loss, **model.numbers(total)), r
 
 
-def parse_args(argv):
-    p = argparse.ArgumentParser(prog="python -m model.autoencoder", allow_abbrev=False,
-                                description="Evaluate a checkpoint of a multimodal autoencoder.")
-    p.add_argument("--ckpt", default="out/autoencoder/ckpt.pt", help="default: %(default)s")
-    p.add_argument("--data_dir", help="prepared features (default: what it was trained on)")
-    p.add_argument("--split", choices=["train", "val"], default="val", help="default: %(default)s")
-    p.add_argument("--to", metavar="FILE.json", help="also write the numbers, and r of each target")
-    return p.parse_args(underscores(argv))
-
-
 def open_checked(folder, split, spec):
     """The arrays of `folder`, where they are the ones that a model of `spec` reads."""
     meta = read_features_meta(folder)
@@ -194,29 +184,34 @@ def open_checked(folder, split, spec):
     return open_features(folder, split)
 
 
+def report(args):
+    """Evaluate as the command line asks, and print the numbers."""
+    from model.load import load_model
+    model, _ = load_model(args.ckpt)
+    if type(model).__name__ != "MultimodalAutoencoder":
+        raise DataError(f"{args.ckpt}: a {type(model).__name__}, not a multimodal autoencoder")
+    folder = args.data_dir or model.keys.data_dir
+    numbers, r = evaluate_rows(model, open_checked(folder, args.split, model.spec))
+    print("\n".join(f"{name:<14} {value:.4f}" if isinstance(value, float) else
+                    f"{name:<14} {value}" for name, value in numbers.items()))
+    if r is not None:
+        least, middle, most = r.nanquantile(torch.tensor([0.0, 0.5, 1.0]).double()).tolist()
+        print(f"r of {len(r)} targets: {least:.4f} to {most:.4f}, median {middle:.4f}")
+        numbers["targets"] = [v if v == v else None for v in r.tolist()]
+    if args.to:
+        with open(args.to, "w", encoding="utf-8") as f:
+            json.dump(numbers, f, indent=1)
+
+
 def main(argv=None):
     """The command line; the exit code."""
-    args = parse_args(sys.argv[1:] if argv is None else argv)
-    try:
-        from model.load import load_model
-        model, _ = load_model(args.ckpt)
-        if type(model).__name__ != "MultimodalAutoencoder":
-            raise DataError(f"{args.ckpt}: a {type(model).__name__}, not a multimodal autoencoder")
-        folder = args.data_dir or model.keys.data_dir
-        numbers, r = evaluate_rows(model, open_checked(folder, args.split, model.spec))
-        print("\n".join(f"{name:<14} {value:.4f}" if isinstance(value, float) else
-                        f"{name:<14} {value}" for name, value in numbers.items()))
-        if r is not None:
-            least, middle, most = r.nanquantile(torch.tensor([0.0, 0.5, 1.0]).double()).tolist()
-            print(f"r of {len(r)} targets: {least:.4f} to {most:.4f}, median {middle:.4f}")
-            numbers["targets"] = [v if v == v else None for v in r.tolist()]
-        if args.to:
-            with open(args.to, "w", encoding="utf-8") as f:
-                json.dump(numbers, f, indent=1)
-    except (UserError, ValueError, OSError) as error:
-        print(error, file=sys.stderr)
-        return 2
-    return 0
+    p = argparse.ArgumentParser(prog="python -m model.autoencoder", allow_abbrev=False,
+                                description="Evaluate a checkpoint of a multimodal autoencoder.")
+    p.add_argument("--ckpt", default="out/autoencoder/ckpt.pt", help="default: %(default)s")
+    p.add_argument("--data_dir", help="prepared features (default: what it was trained on)")
+    p.add_argument("--split", choices=["train", "val"], default="val", help="default: %(default)s")
+    p.add_argument("--to", metavar="FILE.json", help="also write the numbers, and r of each target")
+    return run_command(p, report, argv)
 
 
 if __name__ == "__main__":

@@ -24,7 +24,7 @@ from data.tokenizer import load_dataset_tokenizer, tokenizer_from_spec
 from model import gpt
 from model.gpt import GPT
 from model.ops import IGNORE
-from train.config import UserError, underscores
+from train.config import run_command
 from train.dataloader import Data, RowLoader
 
 ARRAYS = ("tokens", "mask", "chat")
@@ -233,7 +233,8 @@ def chat(ckpt, prompt=None, max_new_tokens=256, temperature=0.0, top_k=None, top
          temperature=temperature, top_k=top_k, top_p=top_p, seed=seed)
 
 
-def arguments(argv):
+def main(argv=None):
+    """Runs the command; its exit code."""
     parser = argparse.ArgumentParser("python -m model.chat", description="Talk with a model that "
                                      "learned chats. Without --prompt, line by line.")
     add = parser.add_argument
@@ -245,20 +246,14 @@ def arguments(argv):
     add("--top_p", type=float, help="only the most likely tokens that make up p")
     add("--seed", type=int, help="the same seed writes the same answers")
     add("--device", default="auto", help="auto, cpu, cuda, mps")
-    return parser.parse_args(underscores(argv))
+    return run_command(parser, chat_as_asked, argv)
 
 
-def main(argv=None):
-    """Runs the command; its exit code."""
-    args = arguments(sys.argv[1:] if argv is None else argv)
-    try:
-        if not 0 <= args.temperature < math.inf or args.max_new_tokens < 1:
-            raise DataError("--temperature: expected 0 or more; --max_new_tokens: 1 or more")
-        chat(**vars(args))
-    except (UserError, ValueError) as error:
-        print(f"model.chat: {error}", file=sys.stderr)
-        return 2
-    return 0
+def chat_as_asked(args):
+    """What the command line asks for."""
+    if not 0 <= args.temperature < math.inf or args.max_new_tokens < 1:
+        raise DataError("--temperature: expected 0 or more; --max_new_tokens: 1 or more")
+    chat(**vars(args))
 
 
 if __name__ == "__main__":

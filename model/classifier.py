@@ -33,7 +33,7 @@ from data.labels import (
 from data.token_files import DataError
 from data.tokenizer import load_dataset_tokenizer
 from model.gpt import GPT, GPTConfig, adopt_shape, fill, normal  # noqa: F401
-from train.config import UserError, key, underscores
+from train.config import UsageError, key, run_command
 from train.dataloader import Data, RowLoader
 
 # Evaluations sort log-odds of classes, from -ODDS to ODDS, into STEPS: AUROC is made of the counts.
@@ -547,18 +547,17 @@ def main(argv=None):
     p.add_argument("--batch_size", type=int, default=64, help="rows at once (default: %(default)s)")
     p.add_argument("--device", default="auto", help="auto, cpu, cuda, mps")
     add_field_options(p)
-    args = p.parse_args(underscores(sys.argv[1:] if argv is None else argv))
+    return run_command(p, report, argv)
+
+
+def report(args):
+    """Evaluate as the command line asks, and print the report."""
     if args.batch_size < 1:
-        p.error(f"--batch_size must be at least 1, got {args.batch_size}")
-    try:
-        metrics, classes = evaluate(args)
-        print(report_text(metrics, classes))
-    except (UserError, ValueError, OSError) as error:
-        print(error, file=sys.stderr)
-        return 2
+        raise UsageError(f"--batch_size must be at least 1, got {args.batch_size}")
+    metrics, classes = evaluate(args)
+    print(report_text(metrics, classes))
     name = "confusion.svg" if "confusion_matrix" in metrics else "predictions.jsonl"
     print(f"Next: open {os.path.join(args.out, name)}, metrics.json beside it has all")
-    return 0
 
 
 if __name__ == "__main__":

@@ -14,7 +14,7 @@ import torch
 from data.token_files import DataError
 from model.generate import generate
 from model.load import load_model
-from train.config import UserError, underscores
+from train.config import run_command
 
 NEW_TOKENS = 256  # of an answer, where a task does not say
 
@@ -140,19 +140,17 @@ def main(argv=None):
     add("--device", default="auto", help="auto, cpu, cuda, mps")
     add("--include_path", metavar="FOLDER", help="with task files (.yaml) of your own")
     add("--out", metavar="FILE.json", help="write all results there as well")
-    args = vars(parser.parse_args(underscores(sys.argv[1:] if argv is None else argv)))
-    out = args.pop("out")
-    try:
-        results = evaluate(**args)
-        if out:
-            with open(out, "w", encoding="utf-8") as f:
-                json.dump({k: results[k] for k in ("results", "n-samples")}, f, indent=2)
-    except (UserError, OSError) as error:
-        print(f"model.lm_eval: {error}", file=sys.stderr)
-        return 2
+    return run_command(parser, lambda args: report(**vars(args)), argv)
+
+
+def report(out, **how):
+    """Evaluate, print the table, and write all results to the file `out`, if it is named."""
+    results = evaluate(**how)
+    if out:
+        with open(out, "w", encoding="utf-8") as f:
+            json.dump({k: results[k] for k in ("results", "n-samples")}, f, indent=2)
     from lm_eval.utils import make_table
     print(make_table(results))
-    return 0
 
 
 if __name__ == "__main__":

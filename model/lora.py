@@ -22,7 +22,7 @@ from model.chat import ChatGPT
 from model.gpt import stable_hash
 from model.load import with_shape
 from train.checkpoint import CheckpointError, load_checkpoint, save_checkpoint
-from train.config import FIELDS, ConfigError, UserError, key, load_config, underscores
+from train.config import FIELDS, ConfigError, key, load_config, run_command
 from train.dataloader import open_token_data
 from train.distributed import convert_ddp_state, from_main
 from train.optimizer import matches
@@ -232,13 +232,7 @@ def main(argv=None):
                         "(default: %(default)s)")
     parser.add_argument("--to", required=True, metavar="FILE.pt", help="the checkpoint to write")
     parser.add_argument("--backbone", help="where their backbone is now (default: as in training)")
-    args = parser.parse_args(underscores(sys.argv[1:] if argv is None else argv))
-    try:
-        export(**vars(args))
-    except (UserError, ValueError, OSError) as error:
-        print(f"model.lora: {error}", file=sys.stderr)
-        return 2
-    return 0
+    return run_command(parser, lambda args: export(**vars(args)), argv)
 
 
 if __name__ == "__main__":

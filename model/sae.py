@@ -25,7 +25,7 @@ from data.activations import SKIPPED, ActivationLoader, load_backbone
 from model.gpt import fill, stable_hash
 from model.ops import IGNORE
 from train.checkpoint import CheckpointError, write_safetensors
-from train.config import ConfigError, UserError, key, underscores
+from train.config import ConfigError, UsageError, key, run_command
 from train.dataloader import Data, DataLoader, open_token_data
 from train.distributed import choose_dtype, from_main
 
@@ -303,7 +303,8 @@ def show_features(model, args):
             print(f"  {v:8.2f}  {describe(rows[w], p, tokenizer)}")
 
 
-def parse_args(argv):
+def main(argv=None):
+    """The command line; the exit code."""
     p = argparse.ArgumentParser(prog="python -m model.sae", allow_abbrev=False, description=(
         "Show what the features of a sparse autoencoder stand for, or write it for sae-lens."))
     p.add_argument("--ckpt", default="out/sae/ckpt.pt", help="checkpoint (default: %(default)s)")
@@ -313,29 +314,22 @@ def parse_args(argv):
     p.add_argument("--contexts", type=int, default=5, help="places of each (default: 5)")
     p.add_argument("--batches", type=int, default=32, help="batches of 16 windows of validation "
                    "data to look through (default: 32)")
-    args = p.parse_args(underscores(argv))
-    if min(args.features, args.contexts, args.batches) < 1:
-        p.error("--features, --contexts and --batches must be at least 1")
-    return args
+    return run_command(p, show_or_write, argv)
 
 
-def main(argv=None):
-    """The command line; the exit code."""
+def show_or_write(args):
+    """What the command line asks for."""
     from model.load import load_model
-    args = parse_args(sys.argv[1:] if argv is None else argv)
-    try:
-        model, _ = load_model(args.ckpt)
-        if type(model).__name__ != "SAEModel":
-            raise CheckpointError(f"{args.ckpt}: a {type(model).__name__}, no sparse autoencoder")
-        if args.to:
-            to_sae_lens(model, args.to)
-            print(f"Wrote {args.to}; sae_lens.SAE.load_from_disk({args.to!r}) reads it")
-        else:
-            show_features(model, args)
-    except (UserError, ValueError, OSError) as error:
-        print(error, file=sys.stderr)
-        return 2
-    return 0
+    if min(args.features, args.contexts, args.batches) < 1:
+        raise UsageError("--features, --contexts and --batches must be at least 1")
+    model, _ = load_model(args.ckpt)
+    if type(model).__name__ != "SAEModel":
+        raise CheckpointError(f"{args.ckpt}: a {type(model).__name__}, no sparse autoencoder")
+    if args.to:
+        to_sae_lens(model, args.to)
+        print(f"Wrote {args.to}; sae_lens.SAE.load_from_disk({args.to!r}) reads it")
+    else:
+        show_features(model, args)
 
 
 if __name__ == "__main__":

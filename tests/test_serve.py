@@ -499,7 +499,8 @@ def test_errors_of_the_command_line(checkpoint, tmp_path, capsys):
         assert main(["--ckpt", str(checkpoint), "--port", "0", *args]) == 2
         return capsys.readouterr().err
     assert error("--slots=0", "--timeout=0").splitlines() == [
-        "--slots: expected 1 to 1024, got 0", "--timeout: expected 0.1 to 86400, got 0.0"]
+        "model.serve: --slots: expected 1 to 1024, got 0",
+        "--timeout: expected 0.1 to 86400, got 0.0"]
     with socket.create_server(("127.0.0.1", 0)) as taken:
         assert "cannot listen there" in error("--port", str(taken.getsockname()[1]))
     assert "no/ckpt.pt" in error("--ckpt", "no/ckpt.pt")

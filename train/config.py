@@ -11,6 +11,7 @@ import importlib
 import math
 import os
 import re
+import sys
 import textwrap
 from dataclasses import asdict, dataclass, fields, is_dataclass
 
@@ -35,6 +36,10 @@ class UserError(Exception):
     """Something a person can act on: the message says what, where, what was expected, what to do.
     It ends the program with `exit_code` and without a traceback."""
     exit_code = 2
+
+
+class UsageError(UserError):
+    """Arguments of a command that do not go together."""
 
 
 class ConfigError(UserError, ValueError):
@@ -305,6 +310,23 @@ def underscores(argv):
     end = argv.index("--") if "--" in argv else len(argv)
     return [re.sub(r"^--[^=]*", lambda m: "--" + m[0][2:].replace("-", "_"), a)
             for a in argv[:end]] + argv[end:]
+
+
+def run_command(parser, work, argv=None, interrupted="interrupted"):
+    """A command: work(the arguments that `parser` reads off argv); the exit code. 2: what a person
+    can act on, told in one message (after the usage, for a UsageError); 130: Ctrl-C."""
+    name = parser.prog.removeprefix("python -m ")
+    try:
+        work(parser.parse_args(underscores(sys.argv[1:] if argv is None else argv)))
+    except UsageError as error:
+        parser.error(str(error))
+    except (UserError, ValueError, OSError) as error:
+        print(f"{name}: {error}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        print(f"{name}: {interrupted}", file=sys.stderr)
+        return 130
+    return 0
 
 
 def parse_options(argv, problems):

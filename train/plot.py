@@ -333,21 +333,20 @@ def main(argv=None):
                         "val_NAME, of evaluations: ppl, grad_norm, ... (%(default)s)")
     parser.add_argument("--out", help="FILE.svg (default: loss.svg in the folder of a single run, "
                                       "compare.svg beside several)")
-    from train.config import underscores  # drawing needs no YAML
-    args = parser.parse_args(underscores(sys.argv[1:] if argv is None else argv))
+    from train.config import run_command  # drawing needs no YAML
+    return run_command(parser, draw, argv)
+
+
+def draw(args):
+    """Draw what the command line asks for."""
     metric = args.metric.removeprefix("val_")
     out = args.out or default_path(args.runs, metric)
-    try:
-        if not out.endswith(".svg"):
-            raise ValueError(f"--out {out}: expected a name that ends in .svg")
-        picture = loss_svg(load_runs(args.runs, metric), args.x, metric)
-        with open(out, "w", encoding="utf-8") as f:
-            f.write(picture)
-    except (OSError, ValueError) as error:
-        print(error, file=sys.stderr)
-        return 2
+    if not out.endswith(".svg"):
+        raise ValueError(f"--out {out}: expected a name that ends in .svg")
+    picture = loss_svg(load_runs(args.runs, metric), args.x, metric)
+    with open(out, "w", encoding="utf-8") as f:
+        f.write(picture)
     print(f"Wrote {out}")
-    return 0
 
 
 if __name__ == "__main__":

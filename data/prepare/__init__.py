@@ -12,7 +12,6 @@ import os
 import re
 import shlex
 import shutil
-import sys
 import time
 from importlib.util import find_spec
 from typing import NamedTuple
@@ -39,7 +38,7 @@ from data.records import is_saved, raise_problems
 from data.token_files import DataError, open_shard, why_not_replace, write_meta
 from data.tokenizer import MAX_VOCAB, RANKS_FILE, CharTokenizer, write_tokenizer
 from data.tokenizer_json import find_tokenizer
-from train.config import UserError, underscores
+from train.config import UsageError, run_command
 from train.files import new_folder
 
 QUICK = 64 << 20        # bytes of text that one process reads, or cuts into bytes, in a second
@@ -236,53 +235,16 @@ and gone on with where it was cut. Files are checked by the sha256 that Hugging 
 them; what came is kept in SHA256SUMS and compared at the next run"""
 
 
-def parser():
-    """The options of the command line."""
-    p = argparse.ArgumentParser(
-        "python -m data.prepare", allow_abbrev=False,
-        description="Turn text into token files: train.bin, val.bin and meta.json.")
-    p.add_argument("sources", nargs="*", metavar="SOURCE", help=SOURCES)
-    p.add_argument("--out", metavar="FOLDER", help="where to write (default: data/bin/ and the "
-                   "name of the first source)")
-    p.add_argument("--force", action="store_true",
-                   help="replace what a folder holds from other sources")
-    p.add_argument("--num_proc", type=int, metavar="N",
-                   help="processes (default: as many cores as the size is worth)")
-    add = p.add_argument_group("the text").add_argument
-    add("--field", action="append", metavar="NAME", help="field of records that holds the text "
-        "(default: text); given several times, the fields are joined by newlines")
-    add("--separator", default="", metavar="LINE", help="the line that parts documents in text "
-        "files (default: a file is one document)")
-    add("--num_samples", type=int, metavar="N", help="take the first N documents only")
-    add("--val_fraction", type=float, metavar="F", help="share of the text for validation: "
-        "documents drawn by a hash, or where these are few the end of the text (default: 0.1, but "
-        "at most 10 MB)")
-    add = p.add_argument_group("its tokens").add_argument
-    add("--tokenizer", metavar="NAME", help=TOKENIZERS)
-    add("--vocab_size", type=int, metavar="N",
-        help="tokens of --tokenizer bpe, end-of-text included")
-    add = p.add_argument_group("known text, instead of sources").add_argument
-    add("--dataset", choices=("stdlib", "shakespeare", *CORPORA), help=DATASETS)
-    add("--shards", type=int, metavar="N", help="the first N training files of a dataset only")
-    add("--mirror", metavar="URL", help="an https:// or file:// folder with the same files")
-    add("--input", metavar="FILE", help="with --dataset shakespeare: a copy of it, so that nothing "
-        "is downloaded")
-    return p
-
-
-def arguments(argv):
-    """The parsed command line; dashes and underscores in names are the same."""
-    p = parser()
-    args = p.parse_args(underscores(argv))
+def check_arguments(args):
+    """DataError for arguments that do not go together."""
     if bool(args.sources) == bool(args.dataset):
-        p.error("give one or more SOURCEs, or --dataset NAME")
+        raise UsageError("give one or more SOURCEs, or --dataset NAME")
     if args.input and args.dataset != "shakespeare":
-        p.error("--input goes with --dataset shakespeare")
+        raise UsageError("--input goes with --dataset shakespeare")
     if (args.mirror or args.shards is not None) and args.dataset not in CORPORA:
-        p.error(f"--mirror and --shards go with --dataset {', '.join(CORPORA)}")
+        raise UsageError(f"--mirror and --shards go with --dataset {', '.join(CORPORA)}")
     if args.shards is not None and args.shards < 1:
-        p.error("--shards: expected 1 or more")
-    return args
+        raise UsageError("--shards: expected 1 or more")
 
 
 def prepare_corpus(args, out, log=print):
@@ -314,6 +276,7 @@ def prepare_corpus(args, out, log=print):
 
 def run(args):
     """What the command line asks for."""
+    check_arguments(args)
     name, sources, separator = args.dataset, args.sources, args.separator
     default = os.path.join("data", "bin", name or source_name(sources[0]))
     out = os.path.expanduser(args.out or default)
@@ -332,13 +295,33 @@ def run(args):
 
 def main(argv=None):
     """Runs the command; its exit code: 2 for a problem, 130 for Ctrl-C."""
-    args = arguments(sys.argv[1:] if argv is None else argv)
-    try:
-        run(args)
-    except (UserError, OSError) as e:
-        print(f"data.prepare: {e}", file=sys.stderr)
-        return 2
-    except KeyboardInterrupt:
-        print("data.prepare: interrupted; no tokens were written", file=sys.stderr)
-        return 130
-    return 0
+    p = argparse.ArgumentParser(
+        "python -m data.prepare", allow_abbrev=False,
+        description="Turn text into token files: train.bin, val.bin and meta.json.")
+    p.add_argument("sources", nargs="*", metavar="SOURCE", help=SOURCES)
+    p.add_argument("--out", metavar="FOLDER", help="where to write (default: data/bin/ and the "
+                   "name of the first source)")
+    p.add_argument("--force", action="store_true",
+                   help="replace what a folder holds from other sources")
+    p.add_argument("--num_proc", type=int, metavar="N",
+                   help="processes (default: as many cores as the size is worth)")
+    add = p.add_argument_group("the text").add_argument
+    add("--field", action="append", metavar="NAME", help="field of records that holds the text "
+        "(default: text); given several times, the fields are joined by newlines")
+    add("--separator", default="", metavar="LINE", help="the line that parts documents in text "
+        "files (default: a file is one document)")
+    add("--num_samples", type=int, metavar="N", help="take the first N documents only")
+    add("--val_fraction", type=float, metavar="F", help="share of the text for validation: "
+        "documents drawn by a hash, or where these are few the end of the text (default: 0.1, but "
+        "at most 10 MB)")
+    add = p.add_argument_group("its tokens").add_argument
+    add("--tokenizer", metavar="NAME", help=TOKENIZERS)
+    add("--vocab_size", type=int, metavar="N",
+        help="tokens of --tokenizer bpe, end-of-text included")
+    add = p.add_argument_group("known text, instead of sources").add_argument
+    add("--dataset", choices=("stdlib", "shakespeare", *CORPORA), help=DATASETS)
+    add("--shards", type=int, metavar="N", help="the first N training files of a dataset only")
+    add("--mirror", metavar="URL", help="an https:// or file:// folder with the same files")
+    add("--input", metavar="FILE", help="with --dataset shakespeare: a copy of it, so that nothing "
+        "is downloaded")
+    return run_command(p, run, argv, "interrupted; no tokens were written")

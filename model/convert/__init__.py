@@ -15,7 +15,6 @@ import argparse
 import json
 import os
 import re
-import sys
 from dataclasses import asdict, dataclass, fields
 
 import torch
@@ -39,7 +38,7 @@ from train.checkpoint import (
     save_checkpoint,
     write_safetensors,
 )
-from train.config import UserError, underscores
+from train.config import run_command
 from train.distributed import convert_ddp_state
 
 # -----------------------------------------------------------------------------
@@ -301,10 +300,4 @@ def main(argv=None):
                         ".safetensors file (default: %(default)s)")
     parser.add_argument("--adapter", metavar="BASE", help="of a LoRA write the adapters alone, for "
                         "peft, over the model exported to this folder")
-    args = parser.parse_args(underscores(sys.argv[1:] if argv is None else argv))
-    try:
-        convert(**vars(args))
-    except (UserError, ValueError, OSError) as error:
-        print(f"model.convert: {error}", file=sys.stderr)
-        return 2
-    return 0
+    return run_command(parser, lambda args: convert(**vars(args)), argv)

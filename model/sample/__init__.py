@@ -13,13 +13,77 @@ import torch
 
 from model.generate import Streamer, generate, start_tokens
 from model.load import load_model, load_writer, prepare  # noqa: F401  load_model: for importers
-from train.config import UserError, underscores
+from train.config import UserError, run_command
 from train.speed import is_compile_error
 
 # -----------------------------------------------------------------------------
 # the command line
 
-def parse_args(argv):
+def check_args(a):
+    """UserError with all that is wrong with the arguments."""
+    wrong = [text for good, text in (
+        (0 <= a.temperature < math.inf,
+         f"--temperature must be a number of at least 0, got {a.temperature}"),
+        (a.top_k is None or a.top_k >= 1, f"--top_k must be at least 1, got {a.top_k}"),
+        (a.top_p is None or 0 < a.top_p <= 1, f"--top_p must be in (0, 1], got {a.top_p}"),
+        (a.seed is None or 0 <= a.seed < 2**63,
+         f"--seed must be at least 0 and below 2^63, got {a.seed}"),
+        (a.max_new_tokens >= 0, f"--max_new_tokens must be at least 0, got {a.max_new_tokens}"),
+        (a.num_samples >= 1, f"--num_samples must be at least 1, got {a.num_samples}"),
+        (not a.chat or not (a.compile or a.quantize),
+         "--chat computes with the weights as they are: leave --compile and --quantize out"),
+        (not a.chat or a.num_samples == 1,
+         "--chat gives one answer to a question: leave --num_samples out"),
+        (not a.compile or a.num_samples == 1,
+         "--compile is for one text: leave it out, or --num_samples"))
+        if not good]
+    if wrong:
+        raise UserError("\n".join(wrong))
+
+
+def prepare_compiled(args):
+    """prepare(args), with the tokens of one text computed by a compiled graph where that works."""
+    from model.sample.compiled import compile_decoder
+    model, tokenizer, device = load_writer(args)
+    print("--compile: compiling, some ten seconds; the next time it is found again",
+          file=sys.stderr)
+    try:
+        return compile_decoder(model, quantized=bool(args.quantize)), tokenizer, device
+    except Exception as error:
+        if not is_compile_error(error):
+            raise
+        reason = str(error).strip().split("\n")[0][:200]
+        print(f"--compile: torch.compile failed; going on without it: {reason}", file=sys.stderr)
+        return prepare(args)
+
+
+def sample(args):
+    """Write the texts that the command line asks for."""
+    if args.temperature is None:
+        args.temperature = 0.0 if args.chat else 0.8
+    check_args(args)
+    if args.chat:
+        from model.chat import chat
+        return chat(args.ckpt, args.prompt or None, args.max_new_tokens, args.temperature,
+                    args.top_k, args.top_p, args.seed, args.device)
+    model, tokenizer, device = (prepare_compiled if args.compile else prepare)(args)
+    start = start_tokens(tokenizer, args.prompt)
+    stop, n = tokenizer.eot_token, args.num_samples
+    stream = Streamer(tokenizer, stop) if n == 1 else None
+    started = time.perf_counter()
+    print(args.prompt if n == 1 else "", end="", flush=True)
+    out = generate(model, torch.tensor([start] * n, device=device), args.max_new_tokens,
+                   args.temperature, args.top_k, args.top_p, args.seed, stop, stream,
+                   tokenizer.n_vocab)
+    for row in out[:, len(start):].tolist() if n > 1 else []:
+        text = tokenizer.decode(row[:row.index(stop)] if stop in row else row)
+        print(args.prompt + text, end="\n" + "-" * 72 + "\n")
+    made, seconds = n * (out.size(1) - len(start)), time.perf_counter() - started
+    print(f"\n[{made} tokens, {made / seconds:.1f} tokens/s]", file=sys.stderr)
+
+
+def main(argv=None):
+    """The command line; the exit code."""
     p = argparse.ArgumentParser(prog="python -m model.sample", description=__doc__.split("\n")[0])
     p.add_argument("--ckpt", default="out/ckpt.pt", help="checkpoint (default: %(default)s)")
     p.add_argument("--chat", action="store_true", help="talk with a model that learned chats")
@@ -39,75 +103,4 @@ def parse_args(argv):
                    "half of bfloat16's memory")
     p.add_argument("--compile", action="store_true", help="compile what a token of one text takes: "
                    "some ten seconds, then about twice the speed on a CPU")
-    args = p.parse_args(underscores(argv))
-    if args.temperature is None:
-        args.temperature = 0.0 if args.chat else 0.8
-    return args
-
-
-def check_args(a):
-    """What is wrong with the arguments, as one text; '' if nothing."""
-    wrong = [text for good, text in (
-        (0 <= a.temperature < math.inf,
-         f"--temperature must be a number of at least 0, got {a.temperature}"),
-        (a.top_k is None or a.top_k >= 1, f"--top_k must be at least 1, got {a.top_k}"),
-        (a.top_p is None or 0 < a.top_p <= 1, f"--top_p must be in (0, 1], got {a.top_p}"),
-        (a.seed is None or 0 <= a.seed < 2**63,
-         f"--seed must be at least 0 and below 2^63, got {a.seed}"),
-        (a.max_new_tokens >= 0, f"--max_new_tokens must be at least 0, got {a.max_new_tokens}"),
-        (a.num_samples >= 1, f"--num_samples must be at least 1, got {a.num_samples}"),
-        (not a.chat or not (a.compile or a.quantize),
-         "--chat computes with the weights as they are: leave --compile and --quantize out"),
-        (not a.chat or a.num_samples == 1,
-         "--chat gives one answer to a question: leave --num_samples out"),
-        (not a.compile or a.num_samples == 1,
-         "--compile is for one text: leave it out, or --num_samples"))
-        if not good]
-    return "\n".join(wrong)
-
-
-def prepare_compiled(args):
-    """prepare(args), with the tokens of one text computed by a compiled graph where that works."""
-    from model.sample.compiled import compile_decoder
-    model, tokenizer, device = load_writer(args)
-    print("--compile: compiling, some ten seconds; the next time it is found again",
-          file=sys.stderr)
-    try:
-        return compile_decoder(model, quantized=bool(args.quantize)), tokenizer, device
-    except Exception as error:
-        if not is_compile_error(error):
-            raise
-        reason = str(error).strip().split("\n")[0][:200]
-        print(f"--compile: torch.compile failed; going on without it: {reason}", file=sys.stderr)
-        return prepare(args)
-
-
-def main(argv=None):
-    """The command line; the exit code."""
-    args = parse_args(sys.argv[1:] if argv is None else argv)
-    try:
-        if problems := check_args(args):
-            raise ValueError(problems)
-        if args.chat:
-            from model.chat import chat
-            chat(args.ckpt, args.prompt or None, args.max_new_tokens, args.temperature, args.top_k,
-                 args.top_p, args.seed, args.device)
-            return 0
-        model, tokenizer, device = (prepare_compiled if args.compile else prepare)(args)
-        start = start_tokens(tokenizer, args.prompt)
-    except (UserError, ValueError) as error:
-        print(error, file=sys.stderr)
-        return 2
-    stop, n = tokenizer.eot_token, args.num_samples
-    stream = Streamer(tokenizer, stop) if n == 1 else None
-    started = time.perf_counter()
-    print(args.prompt if n == 1 else "", end="", flush=True)
-    out = generate(model, torch.tensor([start] * n, device=device), args.max_new_tokens,
-                   args.temperature, args.top_k, args.top_p, args.seed, stop, stream,
-                   tokenizer.n_vocab)
-    for row in out[:, len(start):].tolist() if n > 1 else []:
-        text = tokenizer.decode(row[:row.index(stop)] if stop in row else row)
-        print(args.prompt + text, end="\n" + "-" * 72 + "\n")
-    made, seconds = n * (out.size(1) - len(start)), time.perf_counter() - started
-    print(f"\n[{made} tokens, {made / seconds:.1f} tokens/s]", file=sys.stderr)
-    return 0
+    return run_command(p, sample, argv)

@@ -15,7 +15,6 @@ import queue
 import select
 import signal
 import socket
-import sys
 import threading
 import time
 import traceback
@@ -27,7 +26,7 @@ from pathlib import Path
 from model.generate import start_tokens
 from model.load import prepare
 from model.serve.engine import Engine, Job, Refused
-from train.config import UserError, underscores
+from train.config import run_command
 
 MAX_BODY = 1 << 20      # bytes of a request
 MAX_STOPS, MAX_STOP = 16, 256  # stop strings, and characters in one
@@ -379,26 +378,6 @@ class Answer:
 # -----------------------------------------------------------------------------
 # the command line
 
-def parse_args(argv):
-    p = argparse.ArgumentParser(prog="python -m model.serve", description=__doc__.split("\n")[0])
-    add = p.add_argument
-    add("--ckpt", default="out/ckpt.pt", help="checkpoint (default: %(default)s)")
-    add("--name", help="of the model, for clients (default: that of the checkpoint's folder)")
-    add("--host", default="127.0.0.1", help="address to listen on: this machine only (default: "
-        "%(default)s); 0.0.0.0: whoever can reach it, unasked who they are")
-    add("--port", type=int, default=8000, help="0: any free one (default: %(default)s)")
-    add("--slots", type=int, default=16, help="texts written at once (default: %(default)s)")
-    add("--queue", type=int, default=256, help="requests that may wait (default: %(default)s)")
-    add("--max_tokens", type=int, default=1024, help="the most that a request may ask for "
-        "(default: %(default)s)")
-    add("--timeout", type=float, default=300, help="seconds for a request (default: %(default)s)")
-    add("--tokenizer", help="where the checkpoint has none: byte, gpt2, a rank file or a folder")
-    add("--device", default="auto", help="auto, cpu, cuda, mps")
-    add("--dtype", choices=["auto", "float32", "bfloat16"], default="auto")
-    add("--quantize", choices=["int8"], help="weights in 8 bits, a scale for each row")
-    return p.parse_args(underscores(argv))
-
-
 def check_args(a):
     """ValueError with all that is wrong with the arguments."""
     limits = (("slots", 1, 1024), ("queue", 1, 100_000), ("max_tokens", 1, 10**6),
@@ -450,14 +429,29 @@ def run(server, args):
     server.serve(engine, name, getattr(model, "template", None), stopped)
 
 
+def serve(args):
+    """Serve as the command line asks, until a signal."""
+    check_args(args)
+    with listen(args.host, args.port) as server:
+        run(server, args)
+
+
 def main(argv=None):
     """The command line; the exit code."""
-    args = parse_args(sys.argv[1:] if argv is None else argv)
-    try:
-        check_args(args)
-        with listen(args.host, args.port) as server:
-            run(server, args)
-    except (UserError, ValueError) as error:
-        print(error, file=sys.stderr)
-        return 2
-    return 0
+    p = argparse.ArgumentParser(prog="python -m model.serve", description=__doc__.split("\n")[0])
+    add = p.add_argument
+    add("--ckpt", default="out/ckpt.pt", help="checkpoint (default: %(default)s)")
+    add("--name", help="of the model, for clients (default: that of the checkpoint's folder)")
+    add("--host", default="127.0.0.1", help="address to listen on: this machine only (default: "
+        "%(default)s); 0.0.0.0: whoever can reach it, unasked who they are")
+    add("--port", type=int, default=8000, help="0: any free one (default: %(default)s)")
+    add("--slots", type=int, default=16, help="texts written at once (default: %(default)s)")
+    add("--queue", type=int, default=256, help="requests that may wait (default: %(default)s)")
+    add("--max_tokens", type=int, default=1024, help="the most that a request may ask for "
+        "(default: %(default)s)")
+    add("--timeout", type=float, default=300, help="seconds for a request (default: %(default)s)")
+    add("--tokenizer", help="where the checkpoint has none: byte, gpt2, a rank file or a folder")
+    add("--device", default="auto", help="auto, cpu, cuda, mps")
+    add("--dtype", choices=["auto", "float32", "bfloat16"], default="auto")
+    add("--quantize", choices=["int8"], help="weights in 8 bits, a scale for each row")
+    return run_command(p, serve, argv)
