@@ -4,6 +4,8 @@ Each .npy file is a modality, (rows, dims); all have the same rows in the same o
 a film, say. The target is a signal recorded at those rows. What comes out is a folder:
     train_video.npy, val_video.npy, ..., train_target.npy, val_target.npy    # float32
     meta.json           # per array: dims, mean and std of each dimension over the training rows
+A dimension whose mean is far larger than its deviation would lose its signal in float32: there the
+mean is taken off, in float64, and kept as "shift".
 
 Neighbouring frames are nearly equal, so rows drawn at random would put copies of the training rows
 into the validation rows. Whole runs (films, sessions, stretches of time) are held out instead.
@@ -23,6 +25,7 @@ from train.files import new_folder
 
 CHUNK_ROWS = 4096
 FILES = r"(train|val)_\w+\.npy|meta\.json"  # names of what this command writes
+OFFSET = 4096  # deviations: a mean that is larger is taken off before values become float32
 PREPARE = "make it with `python -m data.features`"
 
 
@@ -91,9 +94,11 @@ def held_out(runs, fraction):
     return np.isin(index, chosen)
 
 
-def prepare_features(arrays, target, out, val_fraction=0.1, runs=None, **more):
+def prepare_features(arrays, target, out, val_fraction=0.1, runs=None, force=False, sources=(),
+                     log=print, **more):
     """Write the folder `out`. arrays: {name: (rows, dims)}; target: (rows, dims) or None; runs: a
-    label for each row. more: goes into meta.json. Returns what meta.json holds."""
+    label for each row. sources: where they come from; features from elsewhere are replaced with
+    `force` only. more: goes into meta.json. Returns what meta.json holds."""
     arrays = arrays | ({} if target is None else {"target": target})
     lengths = {name: len(a) for name, a in {**arrays, "runs": runs}.items()}
     if len(set(lengths.values())) > 1:
@@ -104,57 +109,80 @@ def prepare_features(arrays, target, out, val_fraction=0.1, runs=None, **more):
     dims = {name: a.shape[1] for name, a in arrays.items()}
     meta = dict(kind="features", modalities={n: d for n, d in dims.items() if n != "target"},
                 target=dims.get("target"), rows={s: len(r) for s, r in rows.items()},
-                mean={}, std={}, **more)
-    check_replaceable(out)
+                mean={}, std={}, sources=list(sources), **more)
+    check_replaceable(out, list(sources), force)
+    shifts = {}
     with new_folder(out, FILES) as folder:
         for name, array in arrays.items():
-            meta["mean"][name], meta["std"][name] = statistics(name, array, rows["train"])
+            mean, std = statistics(name, array, rows["train"])
+            shift = np.where((std > 0) & (np.abs(mean) > OFFSET * std), mean, 0.0)
+            if shift.any():
+                shifts[name] = shift.tolist()
+            if constant := int((std == 0).sum()):
+                log(f"{name}: {constant:,} of {len(std):,} dimensions are constant in the training "
+                    "rows" + ": they have no correlation" * (name == "target"))
+            meta["mean"][name], meta["std"][name] = (mean - shift).tolist(), std.tolist()
             for split, chosen in rows.items():
-                write_array(os.path.join(folder, f"{split}_{name}.npy"), array, chosen)
+                write_array(os.path.join(folder, f"{split}_{name}.npy"), name, array, chosen, shift)
+        meta |= dict(shift=shifts) if shifts else {}
         with open(os.path.join(folder, "meta.json"), "w", encoding="utf-8") as f:
             json.dump(meta, f)
     return meta
 
 
-def check_replaceable(out):
-    """Refuse to replace a folder that holds something else than prepared features."""
+def check_replaceable(out, sources, force):
+    """Refuse to replace a folder that holds something else than features of these sources."""
     if os.path.lexists(out) and os.listdir(out) if os.path.isdir(out) else os.path.lexists(out):
         try:
-            read_features_meta(out)
+            old = read_features_meta(out).get("sources", [])
         except DataError:
             raise DataError(f"{out}: exists and holds other things; choose another --out") from None
+        if old != sources and not force:
+            raise DataError(f"{out}: holds features of {', '.join(old) or 'other arrays'}; choose "
+                            "another --out, or replace them with --force")
 
 
 def chunks(array, chosen):
-    """The rows `chosen` of an array, a piece at a time: it may be larger than memory."""
+    """The rows `chosen` of an array and their numbers, a piece at a time: it may be larger than
+    memory."""
     for start in range(0, len(chosen), CHUNK_ROWS):
-        yield array[chosen[start:start + CHUNK_ROWS]]
+        rows = chosen[start:start + CHUNK_ROWS]
+        yield array[rows], rows
+
+
+def check_finite(name, values, rows):
+    """DataError where a value of these rows is not finite, as a float32."""
+    with np.errstate(over="ignore", invalid="ignore"):
+        wrong = np.argwhere(~np.isfinite(values.astype(np.float32)))
+    if len(wrong):
+        i, column = wrong[0]
+        raise DataError(f"{name}: row {rows[i]:,}, column {column}: {values[i, column]}: expected "
+                        "finite numbers up to 3.4e38; fill or drop such rows first")
 
 
 def statistics(name, array, chosen):
-    """([mean], [standard deviation]) of each dimension, in float64 and in one pass: shifted by the
-    first row, or the squares of a large mean would drown the variance. DataError for NaN, inf."""
+    """(mean, standard deviation) of each dimension, (D,), in float64 and in one pass: shifted by
+    the first row, or the squares of a large mean would drown the variance. DataError for NaN, inf.
+    """
+    check_finite(name, array[chosen[:1]], chosen)
     shift = np.asarray(array[chosen[0]], np.float64)
     total, squares = np.zeros_like(shift), np.zeros_like(shift)
-    for part in chunks(array, chosen):
+    for part, rows in chunks(array, chosen):
+        check_finite(name, part, rows)
         x = part.astype(np.float64) - shift
-        if not np.isfinite(x).all():
-            column = np.argwhere(~np.isfinite(x))[0][1]
-            raise DataError(f"{name}: NaN or infinite in dimension {column} of the training rows; "
-                            "fill or drop such rows first")
         total, squares = total + x.sum(0), squares + np.square(x).sum(0)
     mean = total / len(chosen)
     variance = np.maximum(squares / len(chosen) - np.square(mean), 0.0)
-    return (mean + shift).tolist(), np.sqrt(variance).tolist()
+    return mean + shift, np.sqrt(variance)
 
 
-def write_array(path, array, chosen):
+def write_array(path, name, array, chosen, shift):
+    """The rows `chosen` of an array, less shift (D,), as a .npy file of float32."""
     shape, done = (len(chosen), array.shape[1]), 0
     target = np.lib.format.open_memmap(path, "w+", np.float32, shape)
-    for part in chunks(array, chosen):
-        if not np.isfinite(part).all():
-            raise DataError(f"{path}: NaN or infinite values; fill or drop such rows first")
-        target[done:done + len(part)] = part
+    for part, rows in chunks(array, chosen):
+        check_finite(name, part, rows)
+        target[done:done + len(part)] = part - shift if shift.any() else part
         done += len(part)
     target.flush()
 
@@ -217,7 +245,9 @@ def prepare(args):
         arrays, target, runs = read_sources(args)
     name = "synthetic" if args.synthetic else next(iter(arrays))
     out = args.out or os.path.join("data", "bin", name)
-    meta = prepare_features(arrays, target, out, args.val_fraction, runs, **more)
+    files = [*args.arrays, *([args.target] if args.target else [])]
+    meta = prepare_features(arrays, target, out, args.val_fraction, runs, args.force,
+                            files or ["--synthetic"], **more)
     dims = ", ".join(f"{name} {d}" for name, d in meta["modalities"].items())
     print(f"{out}: {dims}; target {meta['target'] or 'none'}; {meta['rows']['train']:,} rows to "
           f"train on, {meta['rows']['val']:,} held out, in whole runs")
@@ -240,6 +270,7 @@ def main(argv=None):
                    "twentieth of all)")
     p.add_argument("--synthetic", action="store_true", help="make data with a known structure "
                    "instead (default --out: data/bin/synthetic)")
+    p.add_argument("--force", action="store_true", help="replace features of other arrays in --out")
     return run_command(p, prepare, argv)
 
 

@@ -17,6 +17,7 @@ import re
 import sys
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
@@ -52,7 +53,7 @@ def open_data(config, ranks):
     if taken := [n for n in meta["modalities"] if hasattr(nn.ModuleDict, n)]:
         raise DataError(f"{config.data_dir}: modules of PyTorch cannot be called {', '.join(taken)}"
                         "; prepare the data with other --names")
-    spec = {k: meta[k] for k in ("modalities", "target", "mean", "std")}
+    spec = {k: meta[k] for k in ("modalities", "target", "mean", "std", "shift") if k in meta}
     train, val = (RowLoader(open_features(config.data_dir, split), config, ranks)
                   for split in ("train", "val"))
     return Data(train, val if config.eval_interval else None, spec)
@@ -101,20 +102,17 @@ class MultimodalAutoencoder(nn.Module):
         return self.bottleneck(torch.cat(h, dim=1))
 
     def forward(self, *arrays):
-        c, x = self.keys, self.standardise(arrays)
+        c, x, match = self.keys, self.standardise(arrays), None
         z = self.encode(x)  # (N, Z)
-        loss, sums = 0.0, {}
-        for name in self.spec["modalities"]:
-            out = self.decoder[name](F.gelu(self.expand[name](z))).float()
-            error = (out - x[name]).square().mean(1)  # (N,)
-            loss = loss + c.recon_weight * c.modality_weights.get(name, 1.0) * error
-            sums[f"recon_{name}"] = error.sum()
+        outs = {name: self.decoder[name](F.gelu(self.expand[name](z))).float()
+                for name in self.spec["modalities"]}
+        errors = reconstruction_losses(outs, x)
+        sums = {f"recon_{name}": error.sum() for name, error in errors.items()}
         if self.head is not None:
             out, y = self.head(z).float(), x["target"]  # (N, D)
-            match = ((out - y).square().mean(1) if c.matching == "mse" else
-                     1 - row_correlation(out, y))
-            loss = loss + c.match_weight * match
+            match = matching_loss(out, y, c.matching)
             sums |= dict(match=match.sum(), **products(out.detach(), y))
+        loss = combined_loss(errors, match, c.recon_weight, c.match_weight, c.modality_weights)
         return loss.mean(), sums
 
     def numbers(self, sums):
@@ -128,6 +126,29 @@ class MultimodalAutoencoder(nn.Module):
             r = r[r.isfinite()]
             out["correlation"] = float(r.mean()) if len(r) else None
         return out
+
+
+def reconstruction_losses(outs, x):
+    """{modality: squared error (N,) of each row, the mean over dims}, of outs and x {modality:
+    (N, D)}."""
+    return {name: (out - x[name]).square().mean(1) for name, out in outs.items()}
+
+
+def matching_loss(out, y, matching="mse"):
+    """How far each row of `out` is from its target y, (N, D) both: (N,), the mean squared error, or
+    ("correlation") 1 - the row's correlation."""
+    if matching == "mse":
+        return (out - y).square().mean(1)
+    return 1 - row_correlation(out, y)
+
+
+def combined_loss(errors, match=None, recon_weight=1.0, match_weight=1.0, modality_weights=None):
+    """The loss (N,) of each row: reconstruction_losses and, where there is one, matching_loss, each
+    with its weight; modality_weights {modality: weight}, 1 where nothing is said."""
+    loss, weights = 0.0, modality_weights or {}
+    for name, error in errors.items():
+        loss = loss + recon_weight * weights.get(name, 1.0) * error
+    return loss if match is None else loss + match_weight * match
 
 
 def row_correlation(a, b):
@@ -162,11 +183,13 @@ def build_model(config, data):
 # the command line: numbers of a checkpoint on held-out rows
 
 @torch.no_grad()
-def evaluate_rows(model, arrays, rows=1024):
-    """(numbers, r of each target or None) of a model over all rows of `arrays`."""
-    total = None
+def evaluate_rows(model, arrays, rows=1024, offsets=None):
+    """(numbers, r of each target or None) of a model over all rows of `arrays`, to which offsets
+    [(D,) or 0.0] are added."""
+    total, offsets = None, offsets or [0.0] * len(arrays)
     for start in range(0, len(arrays[0]), rows):
-        batch = [torch.from_numpy(a[start:start + rows].copy()) for a in arrays]
+        batch = [torch.from_numpy(a[start:start + rows] + offset).float()
+                 for a, offset in zip(arrays, offsets)]
         sums = batch_sums(*model(*batch), len(batch[0]))
         total = sums if total is None else {k: total[k] + v for k, v in sums.items()}
     r = correlations(total) if model.head is not None else None
@@ -175,13 +198,17 @@ def evaluate_rows(model, arrays, rows=1024):
 
 
 def open_checked(folder, split, spec):
-    """The arrays of `folder`, where they are the ones that a model of `spec` reads."""
+    """The arrays of `folder`, where they are the ones that a model of `spec` reads, and what to add
+    to each: folders may have taken off other means."""
     meta = read_features_meta(folder)
     for k in ("modalities", "target"):
         if meta[k] != spec[k]:
             raise DataError(f"{folder}: {k} {meta[k]}; the checkpoint was trained on {spec[k]}: "
                             "prepare the same arrays")
-    return open_features(folder, split)
+    theirs, ours = (where.get("shift", {}) for where in (meta, spec))
+    offsets = [np.subtract(theirs.get(name, 0.0), ours.get(name, 0.0))
+               for name in array_names(meta)]
+    return open_features(folder, split), offsets
 
 
 def report(args):
@@ -191,7 +218,8 @@ def report(args):
     if type(model).__name__ != "MultimodalAutoencoder":
         raise DataError(f"{args.ckpt}: a {type(model).__name__}, not a multimodal autoencoder")
     folder = args.data_dir or model.keys.data_dir
-    numbers, r = evaluate_rows(model, open_checked(folder, args.split, model.spec))
+    arrays, offsets = open_checked(folder, args.split, model.spec)
+    numbers, r = evaluate_rows(model, arrays, offsets=offsets)
     print("\n".join(f"{name:<14} {value:.4f}" if isinstance(value, float) else
                     f"{name:<14} {value}" for name, value in numbers.items()))
     if r is not None:

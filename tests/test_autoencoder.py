@@ -13,11 +13,15 @@ from runs import SMALL, assert_same, configure, go, metrics, run_program, tensor
 from data import features
 from model.autoencoder import (
     MultimodalAutoencoder,
+    combined_loss,
     correlations,
     evaluate_rows,
     main,
+    matching_loss,
+    open_checked,
     open_data,
     products,
+    reconstruction_losses,
     row_correlation,
 )
 from model.sample import load_model
@@ -81,6 +85,41 @@ def test_arrays_to_a_folder(tmp_path):
     assert np.allclose(meta["std"]["target"], bold[keep].astype("f8").std(), rtol=1e-9)
 
 
+def test_a_signal_on_a_large_offset_is_kept(tmp_path):
+    """Seconds since 1970 as float64: what is learned is what the signal alone would teach, also of
+    a folder that took off another mean."""
+    rng = np.random.default_rng(1)
+    x, offset = rng.normal(size=(200, 3)), np.array([1.7e9, 0.0, -3e7])
+    runs = np.arange(200) // 10
+    said = []
+    for name, array in dict(plain=x, far=x + offset, other=x + offset * 1.001).items():
+        features.prepare_features({"a": array}, np.ones((200, 2)), str(tmp_path / name), 0.2, runs,
+                                  log=said.append)
+    assert said[0] == ("target: 2 of 2 dimensions are constant in the training rows: they have no "
+                       "correlation")
+    plain, far = (features.open_features(str(tmp_path / n), "val")[0] for n in ("plain", "far"))
+    assert np.abs(far - plain - (far - plain).mean(0)).max() < 1e-5
+    out = go(tmp_path / "far", tmp_path / "out", **SYSTEM | dict(max_iters=1))
+    model, _ = load_model(tmp_path / "out" / "ckpt.pt")
+    arrays, offsets = open_checked(str(tmp_path / "other"), "val", model.spec)
+    assert offsets[0] == pytest.approx(offset * 0.001, abs=1e-4) and not np.any(offsets[1])
+    arrays, offsets = open_checked(str(tmp_path / "far"), "val", model.spec)
+    assert evaluate_rows(model, arrays, offsets=offsets)[0]["loss"] == pytest.approx(
+        out["history"][-1]["val_loss"], rel=1e-5)
+    assert 0.5 < out["history"][0]["val_recon_a"] < 4
+
+
+def test_features_of_other_arrays_are_replaced_with_force_only(tmp_path, capsys):
+    for name in "ab":
+        np.save(tmp_path / f"{name}.npy", np.random.default_rng(0).normal(size=(40, 2)))
+    out = ["--out", str(tmp_path / "out")]
+    for argv, code in ((["a"], 0), (["a"], 0), (["b"], 2), (["b", "--force"], 0)):
+        argv[0] = str(tmp_path / f"{argv[0]}.npy")
+        assert features.main(argv + out) == code
+    assert "replace them with --force" in capsys.readouterr().err
+    assert features.read_features_meta(tmp_path / "out")["sources"] == [str(tmp_path / "b.npy")]
+
+
 def test_labels_of_runs(tmp_path):
     """Runs of any length, given as labels, stay whole."""
     labels = np.repeat([7, 3, 9, 4], [10, 40, 30, 20])
@@ -102,13 +141,16 @@ def test_synthetic_needs_every_modality():
 
 
 @pytest.mark.parametrize("case, words", [
-    ("lengths", "different lengths: a has 30 rows, target has 29"), ("nan", "NaN or infinite"),
+    ("lengths", "different lengths: a has 30 rows, target has 29"),
+    ("nan", "a: row 7, column 1: nan"),
+    ("huge", "a: row 7, column 1: -1e+300"), ("val", "a: row 16, column 0: inf"),
     ("cube", "expected numbers of shape (rows, dims)"), ("missing", "cannot be read"),
     ("name", "expected 1 different ones"), ("one run", "nothing can be held out"),
     ("other", "holds other things")])
 def test_bad_arrays(tmp_path, capsys, case, words):
     array, target = np.zeros((30, 2)), np.zeros((29 if case == "lengths" else 30, 2))
-    array[7, 1] = np.nan if case == "nan" else 0
+    array[7, 1] = dict(nan=np.nan, huge=-1e300).get(case, 0)
+    array[16, 0] = np.inf if case == "val" else 0  # of a held-out run
     np.save(tmp_path / "a.npy", array[None] if case == "cube" else array)
     np.save(tmp_path / "t.npy", target)
     (tmp_path / "full").mkdir()
@@ -168,6 +210,22 @@ def test_loss_is_the_weighted_sum_of_its_parts(folder):
     x = model.standardise(data.train.rows(np.arange(400), torch.device("cpu")))
     for name in ("video", "target"):  # by the statistics of the training rows
         assert x[name].mean(0).abs().max() < 1e-3 and (x[name].std(0) - 1).abs().max() < 1e-2
+
+
+def test_the_pieces_of_the_loss_by_numpy():
+    rng = np.random.default_rng(3)
+    a, b, out, y = (torch.tensor(rng.normal(size=(4, 6)), dtype=torch.float32) for _ in range(4))
+    errors = reconstruction_losses(dict(v=a, w=b), dict(v=b, w=a + 1))
+    wanted = {"v": ((a - b).numpy() ** 2).mean(1), "w": ((b - a - 1).numpy() ** 2).mean(1)}
+    for name in wanted:
+        assert errors[name].numpy() == pytest.approx(wanted[name], rel=1e-5)
+    near = matching_loss(out, y, "correlation").numpy()
+    assert near == pytest.approx([1 - np.corrcoef(p, q)[0, 1] for p, q in zip(out, y)], abs=3e-3)
+    match = matching_loss(out, y)
+    assert match.numpy() == pytest.approx(((out - y).numpy() ** 2).mean(1), rel=1e-5)
+    whole = combined_loss(errors, match, 2.0, 0.5, dict(w=3.0))
+    assert whole.numpy() == pytest.approx(2 * wanted["v"] + 6 * wanted["w"] + 0.5 * match.numpy())
+    assert torch.equal(combined_loss(dict(v=errors["v"])), errors["v"])
 
 
 def normal_cdf(x):
