@@ -38,6 +38,7 @@ from train.dataloader import Data, RowLoader
 
 # Evaluations sort log-odds of classes, from -ODDS to ODDS, into STEPS: AUROC is made of the counts.
 ODDS, STEPS = 16.0, 1001
+SAME_TO_ADOPT = ("classes",)  # a head knows them by their numbers
 
 
 @dataclass

@@ -28,6 +28,8 @@ from train.distributed import convert_ddp_state, from_main
 from train.optimizer import matches
 from train.resume import check_tokenizer
 
+SAME_TO_ADOPT = ("backbone", "lora_alpha")  # adapters are a difference to it, at one scale
+
 
 @dataclass
 class Keys:

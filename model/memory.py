@@ -26,6 +26,7 @@ from train.checkpoint import CheckpointError
 from train.config import ConfigError, key
 
 sample, adopt_shape = gpt.sample, gpt.adopt_shape
+SAME_TO_ADOPT = ("backbone",)  # a memory stands beside one model
 
 
 @dataclass

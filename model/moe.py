@@ -31,8 +31,8 @@ GPT_FIELDS = {f.name for f in fields(GPTConfig)}
 class RouterKeys:
     """What every model with routers has: the weights of M4's parts in the training loss."""
     load_balance_coef: float = key(0.01, "weight of the routers' load balance in the loss", ge=0)
-    auxiliary_coef: float = key(0.0, "weight of the squared distance of their use from uniform: a "
-                                "number to watch, without a gradient", ge=0)
+    auxiliary_coef: float = key(0.0, "weight of the squared distance of their use from uniform; "
+                                "its gradient goes through the probabilities", ge=0)
     z_loss_coef: float = key(0.001, "weight of the squared size of their logits", ge=0)
 
 
@@ -75,6 +75,8 @@ def router_losses(logits, k):
 
     load_balance = C sum_i f_i P_i, where P_i is the mean probability of i and f_i its share of the
     N k assignments (arXiv:2101.03961): 1 where the use is uniform. auxiliary = sum_i (f_i - 1/C)^2.
+    Counts have no gradient: f_i passes it on to P_i as it is, so a step lowers the probability of
+    what is used too much.
     z_loss = mean(logsumexp(logits)^2) (arXiv:2202.08906)."""
     return losses_within(logits.flatten(0, -2), k)
 
@@ -83,7 +85,8 @@ def losses_within(logits, k):
     """router_losses over the N tokens of each of many sequences: logits (..., N, C) -> (...)."""
     logits, n = logits.float(), logits.size(-1)
     f, p = use_of(logits, k), logits.softmax(-1).mean(-2)  # (..., C)
-    return dict(load_balance=n * (f * p).sum(-1), auxiliary=(f - 1 / n).square().sum(-1),
+    through = f + (p - p.detach())  # f to the bit, with the gradient of P
+    return dict(load_balance=n * (f * p).sum(-1), auxiliary=(through - 1 / n).square().sum(-1),
                 z_loss=logits.logsumexp(-1).square().mean(-1))
 
 
@@ -96,9 +99,10 @@ def use_of(logits, k):
 def compute_router_auxiliary_loss(router_losses, load_balance_coef=0.01, auxiliary_coef=0.0,
                                   z_loss_coef=0.001):
     """What routers add to the loss: the parts, weighted, summed over layers. router_losses: a list
-    of what router_losses() gives, one for each layer."""
-    return sum(load_balance_coef * layer["load_balance"] + auxiliary_coef * layer["auxiliary"]
-               + z_loss_coef * layer["z_loss"] for layer in router_losses)
+    of what router_losses() gives, one for each layer; a part that a layer lacks adds nothing."""
+    return sum(load_balance_coef * layer.get("load_balance", 0.0)
+               + auxiliary_coef * layer.get("auxiliary", 0.0)
+               + z_loss_coef * layer.get("z_loss", 0.0) for layer in router_losses)
 
 
 # -----------------------------------------------------------------------------

@@ -21,13 +21,20 @@ import torch
 import torch.nn as nn
 import torch.nn.functional as F
 
-from data.activations import SKIPPED, ActivationLoader, load_backbone
+from data.activations import (  # noqa: F401  ActivationBuffer: for importers
+    SKIPPED,
+    ActivationBuffer,
+    ActivationLoader,
+    load_backbone,
+)
 from model.gpt import fill, stable_hash
 from model.ops import IGNORE
 from train.checkpoint import CheckpointError, write_safetensors
 from train.config import ConfigError, UsageError, key, run_command
 from train.dataloader import Data, DataLoader, open_token_data
 from train.distributed import choose_dtype, from_main
+
+SAME_TO_ADOPT = ("backbone", "layer")  # features are those of one place in one model
 
 
 @dataclass

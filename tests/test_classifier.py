@@ -554,6 +554,23 @@ def test_early_stopping_follows_f1(labels, tmp_path):
     assert max(r["iter"] for r in lines(tmp_path / "out")) == 4
 
 
+def test_heads_of_other_class_names_are_not_adopted(trained, tmp_path):
+    """As many classes of other names are refused; another number of them leaves the head fresh."""
+    start = dict(init_from=str(trained / "ckpt.pt"), max_iters=0)
+    for names, allowed in ((("b", "a", "c"), []), (("b", "a", "c"), ["classes"]), (("a", "b"), [])):
+        rows = [dict(text=f"{i} x", label=names[i % len(names)]) for i in range(90)]
+        folder = tmp_path / f"{len(names)}"
+        prepare_labels([write_jsonl(tmp_path / f"{len(names)}.jsonl", rows)], folder,
+                       log=lambda line: None)
+        config = SMALL | TINY | start | dict(data_dir=str(folder), allow_change=allowed,
+                                             out_dir=str(tmp_path / f"{len(names)}{allowed}"))
+        if len(names) == 3 and not allowed:
+            with pytest.raises(ValueError, match="classes: it has .*animal"):
+                train(load_config(None, config))
+        else:
+            train(load_config(None, config))
+
+
 @pytest.mark.parametrize("kind", ["class", "span"])
 def test_data_of_one_kind_need_no_key_of_their_own(kind, tmp_path):
     """The line that data.labels ends with, for rows with labels, or with evidence, alone."""

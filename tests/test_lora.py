@@ -176,6 +176,21 @@ def test_another_backbone_is_refused(data_dir, base, tmp_path, capsys):
     assert main([*merged, "--backbone", str(tmp_path / "moved.pt")]) == 0
 
 
+def test_adapters_of_another_backbone_or_scale_are_not_adopted(data_dir, base, tmp_path):
+    go(data_dir, base, tmp_path / "one", max_iters=1)
+    state = torch.load(base, weights_only=True)
+    state["model"]["ln_f.weight"][0] += 1
+    other = {k: state[k] for k in ("model", "model_args", "config", "tokenizer", "spec")}
+    torch.save(other, tmp_path / "other.pt")
+    start = dict(init_from=str(tmp_path / "one" / "ckpt.pt"), max_iters=0)
+    for backbone, alpha, name in ((tmp_path / "other.pt", 4.0, "backbone"),
+                                  (base, 32.0, "lora_alpha")):
+        with pytest.raises(ValueError, match=f"{name}: it has .*\n.*--allow_change {name}"):
+            go(data_dir, backbone, tmp_path / name, lora_alpha=alpha, **start)
+        go(data_dir, backbone, tmp_path / name, lora_alpha=alpha, allow_change=[name], **start)
+    go(data_dir, base, tmp_path / "same", **start)
+
+
 @pytest.mark.parametrize("changes, message", [
     (dict(backbone="nosuch.pt"), "nosuch.pt: no such file"),
     (dict(lora_targets=["wq"]), "no linear layer matches 'wq'; they are attn.q"),

@@ -49,6 +49,21 @@ def test_router_losses_are_those_of_the_definition():
     assert router_losses(logits.view(5, 10, 6), k) == losses  # whatever the shape of the tokens
 
 
+def test_auxiliary_lowers_what_is_used_too_much():
+    """Its gradient is that of 2 sum_i (f_i - 1/C) P_i; a layer may lack parts."""
+    logits = torch.randn(40, 5, generator=torch.Generator().manual_seed(2), requires_grad=True)
+    logits.data[:, 3] += 1.0
+    loss = compute_router_auxiliary_loss([{"auxiliary": router_losses(logits, 2)["auxiliary"]}], 7,
+                                         0.5, 7)
+    chosen = logits.detach().topk(2).indices.flatten()
+    f = torch.bincount(chosen, minlength=5) / 80
+    by_hand = (2 * (f - 0.2) * logits.softmax(-1).mean(0)).sum() / 2
+    ours, theirs = (torch.autograd.grad(x, logits)[0] for x in (loss, by_hand))
+    torch.testing.assert_close(ours, theirs)
+    assert float(loss) == pytest.approx(0.5 * float((f - 0.2).square().sum()))
+    assert float((logits - 9 * ours).softmax(-1).mean(0)[3]) < float(logits.softmax(-1).mean(0)[3])
+
+
 def test_uniform_use_has_a_load_balance_of_one():
     losses = router_losses(torch.eye(8).repeat(3, 1), 1)
     assert float(losses["load_balance"]) == pytest.approx(1.0)

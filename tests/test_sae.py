@@ -10,9 +10,9 @@ from conftest import run
 from processes import python
 from runs import SMALL, assert_same, configure, go, metrics, run_program, tensors
 
-from data.activations import ActivationBuffer, ActivationLoader, load_backbone
+from data.activations import ActivationLoader, load_backbone
 from model.load import digest
-from model.sae import SparseAutoencoder, build_model, main, open_data
+from model.sae import ActivationBuffer, SparseAutoencoder, build_model, main, open_data
 from model.sample import load_model
 from train.checkpoint import load_checkpoint, save_checkpoint
 from train.config import load_config

@@ -230,11 +230,31 @@ def check_tokenizer(theirs, ours, path, allowed):
             "--allow_change tokenizer")
 
 
+def check_same_to_adopt(state, config, spec, path):
+    """Raise CheckpointError where the weights in `state` mean something else here: where the names
+    in SAME_TO_ADOPT of the model file have other values, in the data's spec or the configuration.
+    """
+    then, wrong = state.get("spec") or {}, {}
+    for name in getattr(load_model_file(config.model), "SAME_TO_ADOPT", ()):
+        old, new = ((then[name], spec.get(name)) if name in then else
+                    ((state.get("config") or {}).get(name), getattr(config, name, None)))
+        # Lists of other lengths, of classes say, have tensors that do not fit and stay fresh.
+        fits = not isinstance(old, list) or len(old) == len(new or ())
+        if old not in (None, new) and new is not None and fits:
+            wrong[name] = f"{name}: it has {str(old)[:80]}, now {str(new)[:80]}"
+    refused = [] if "all" in config.allow_change else wrong.keys() - config.allow_change
+    if refused := sorted(refused):
+        raise CheckpointError(f"{path}: its weights were learned for something else:\n"
+                              + bullets(map(wrong.get, refused)) + "\nstart from them regardless "
+                              f"with --allow_change {','.join(refused)}")
+
+
 def load_weights(model, start, config, spec, ranks, log):
     """Fill `model` from the weights of another checkpoint, that of `start`. spec: the data's."""
     def read():
         check_tokenizer(start.state.get("tokenizer"), spec.get("tokenizer"), start.path,
                         config.allow_change)
+        check_same_to_adopt(start.state, config, spec, start.path)
         start.state = adopt_weights(model, start.state, start.path, log)
         return without_values(start.state)
     fill_model(model, from_main(read, ranks), start.state, ranks)
