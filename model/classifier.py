@@ -21,15 +21,7 @@ import torch
 import torch.nn as nn
 import torch.nn.functional as F
 
-from data.labels import (
-    ARRAYS,
-    SPLITS,
-    Fields,
-    add_field_options,
-    label_name,
-    read_rows,
-    to_arrays,
-)
+from data.labels import ARRAYS, SPLITS, Fields, add_field_options, label_name, read_rows, to_arrays
 from data.token_files import DataError
 from data.tokenizer import load_dataset_tokenizer
 from model.gpt import GPT, GPTConfig, adopt_shape, fill, normal  # noqa: F401

@@ -25,15 +25,7 @@ import zipfile
 import torch
 
 from train.config import UserError
-from train.files import (
-    Lock,
-    check_space,
-    free_name,
-    link,
-    open_new,
-    replacing,
-    sync_folder,
-)
+from train.files import Lock, check_space, free_name, link, open_new, replacing, sync_folder
 from train.guard import BadNumbers, SaveFailed
 from train.speed import memory_available, return_freed_memory
 
@@ -386,10 +378,7 @@ class RunFolder:
         names = [n for n in ("ckpt.pt", "ckpt_prev.pt", "ckpt_best.pt")
                  if os.path.exists(self.file(n)) and self.iteration(n) > iter_num]
         if names:
-            target = free_name(self.path, "old", "")
-            os.makedirs(target)
-            for name in names:
-                os.replace(self.file(name), os.path.join(target, name))
+            target = move_files(self.path, names)
             with contextlib.suppress(OSError):  # it loses the lines of those steps next
                 shutil.copy2(self.file("metrics.jsonl"), target)
             say(f"Moved {', '.join(names)} of later steps to {target}")
@@ -454,10 +443,14 @@ def prune(folder, keep):
 
 
 def move_aside(folder):
-    """Move a run's files to old_1/ (or the next free number) inside `folder`; the new place."""
+    """Move a run's files out of the way; the new place, None where there are none."""
     names = [n for n in os.listdir(folder) if n.startswith(RUN_FILES)]
-    if not names:
-        return None
+    return move_files(folder, names) if names else None
+
+
+def move_files(folder, names):
+    """Move the files `names` of `folder` to old_1/ (or the next free number) in it; the new place.
+    """
     target = free_name(folder, "old", "")
     os.makedirs(target)
     for name in names:

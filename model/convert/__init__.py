@@ -32,12 +32,7 @@ from model.convert.foreign import (
     rename,
 )
 from model.load import read_model_args
-from train.checkpoint import (
-    CheckpointError,
-    find_not_finite,
-    save_checkpoint,
-    write_safetensors,
-)
+from train.checkpoint import CheckpointError, find_not_finite, save_checkpoint, write_safetensors
 from train.config import run_command
 from train.distributed import convert_ddp_state
 
