@@ -1,5 +1,6 @@
 """train/config.py through the command line and as a library. Matrix cases 91-105 and 77."""
 
+import argparse
 import importlib
 import subprocess
 import sys
@@ -12,11 +13,14 @@ from train.config import (
     FIELDS,
     ConfigError,
     TrainConfig,
+    UsageError,
+    UserError,
     defines,
     differences,
     help_text,
     load_config,
     parse_value,
+    run_command,
     to_yaml,
     underscores,
 )
@@ -222,3 +226,31 @@ def test_differences_ignores_free_keys_and_equal_global_batches():
     assert differences(old, halved.__dict__) == []
     other = load_config(None, ["--batch_size=8"])
     assert differences(old, other.__dict__) == [("batch_size", 16, 8)]
+
+
+@pytest.mark.parametrize("error, code, said", [
+    (None, 0, ""), (UserError("two\nlines"), 2, "model.x: two\nlines\n"),
+    (ValueError("no"), 2, "model.x: no\n"), (OSError("disk"), 2, "model.x: disk\n"),
+    (KeyboardInterrupt(), 130, "model.x: interrupted\n")])
+def test_how_a_command_ends(error, code, said, capsys):
+    parser = argparse.ArgumentParser("python -m model.x")
+    parser.add_argument("--a_b", type=int)
+
+    def work(args):
+        assert args.a_b == 3
+        if error:
+            raise error
+    assert run_command(parser, work, ["--a-b", "3"]) == code
+    assert capsys.readouterr().err == said
+
+
+def test_a_fault_of_the_program_keeps_its_traceback_and_wrong_usage_shows_the_right_one(capsys):
+    def work(args):
+        raise args.kind("why")
+    parser = argparse.ArgumentParser("python -m model.x")
+    for kind, ends in ((KeyError, KeyError), (UsageError, SystemExit)):
+        parser.set_defaults(kind=kind)
+        with pytest.raises(ends) as ended:
+            run_command(parser, work, [])
+    said = capsys.readouterr().err
+    assert ended.value.code == 2 and said.startswith("usage: python -m model.x") and "why" in said
