@@ -1,16 +1,19 @@
 """model/serve/ through real clients: the openai package, plain sockets, and a browser."""
 
 import base64
+import collections
 import contextlib
 import functools
 import http.client
 import json
 import os
 import pathlib
+import random
 import re
 import shutil
 import signal
 import socket
+import struct
 import subprocess
 import sys
 import threading
@@ -27,9 +30,12 @@ from data.chat import TEMPLATE, encode_chat, to_messages
 from data.tokenizer import CharTokenizer, load_tokenizer
 from model.generate import generate
 from model.gpt import GPT, GPTConfig
-from model.serve import MAX_BODY, Server, main
 from model.serve import engine as engine_file
+from model.serve import key_of, listen, main, parser
+from model.serve import server as server_file
+from model.serve.connection import MAX_BODY, MAX_HEAD, Connection
 from model.serve.engine import Engine, Text
+from model.serve.server import Server, is_local
 from train.checkpoint import save_checkpoint
 
 openai = pytest.importorskip("openai")
@@ -49,13 +55,12 @@ def small(tokenizer=BYTES, **changes):
 
 
 @contextlib.contextmanager
-def serving(model, tokenizer=BYTES, template=None, **limits):
+def serving(model, tokenizer=BYTES, template=None, key=None, **limits):
     """A Server that answers; ends with nothing left behind."""
-    threads = threading.active_count()
-    server, stopped = Server("127.0.0.1", 0), []
+    threads, stopped = threading.active_count(), []
     engine = Engine(model, tokenizer, **limits)
-    thread = threading.Thread(target=server.serve, args=(engine, "tiny", template, stopped),
-                              daemon=True)
+    server = Server(listen("127.0.0.1", 0), engine, "tiny", template, key=key)
+    thread = threading.Thread(target=server.serve, args=(stopped,), daemon=True)
     thread.start()
     try:
         yield server
@@ -80,7 +85,7 @@ def server(model):
 
 @functools.cache
 def client(server):
-    return openai.OpenAI(base_url=f"http://127.0.0.1:{server.server_port}/v1", api_key="none",
+    return openai.OpenAI(base_url=f"http://127.0.0.1:{server.port}/v1", api_key="none",
                          max_retries=0, timeout=60)
 
 
@@ -107,7 +112,7 @@ def soon(condition, timeout=10):
 def send(server, method="POST", path="/v1/completions", body=b"", **headers):
     """(status, headers, body) of a raw request; a dict body is sent as JSON."""
     data = json.dumps(body).encode() if isinstance(body, (dict, list)) else body
-    connection = http.client.HTTPConnection("127.0.0.1", server.server_port, timeout=30)
+    connection = http.client.HTTPConnection("127.0.0.1", server.port, timeout=30)
     headers = {"Content-Type": "application/json"} | {k.replace("_", "-"): v
                                                       for k, v in headers.items()}
     connection.request(method, path, data, headers)
@@ -288,7 +293,7 @@ def ask(**body):
     (dict(body=b"[" * 100_000), 400, "not JSON"),
     (dict(body=[]), 400, "JSON object"),
     (dict(body=b"{}", Content_Type="text/plain"), 415, "application/json"),
-    (dict(body=b"{}", Content_Length="x"), 411, "Content-Length"),
+    (dict(body=b"{}", Content_Length="abc"), 400, "number of bytes, got 'abc'"),
     (dict(body=b"{}", Content_Length="9" * 5000), 413, "the most is"),
     (dict(path="/v2"), 404, "/v1/completions"),
     (dict(method="GET"), 405, "is for POST"),
@@ -317,6 +322,12 @@ def ask(**body):
         dict(type="image_url")])])), 400, "parts of text only"),
     (dict(path="/v1/chat/completions", body=dict(messages=[dict(role="assistant", content="a")])),
      400, "not the assistant's"),
+    (dict(path="/v1/chat/completions", body=dict(messages=[5])), 400, "expected a list"),
+    (dict(path="/v1/chat/completions", body=dict(messages=[dict(role=["a"], content="a")])), 400,
+     "role ['a']"),
+    (dict(path="/v1/chat/completions", body=dict(messages=[dict(role="user", content=[
+        dict(type="text", text=5)])])), 400, "parts of text only"),
+    (ask(model=["tiny"]), 404, "there is 'tiny'"),
 ])
 def test_a_bad_request_gets_a_clear_answer(server, request_, status, message):
     got, headers, body = send(server, **request_)
@@ -330,7 +341,7 @@ def test_oversized_and_garbage(server):
     status, _, body = send(server, body=b" " * (5 * MAX_BODY))  # sent to its end
     assert status == 413 and str(MAX_BODY) in json.loads(body)["error"]["message"]
     for garbage in (b"\0\1\2\r\n\r\n", b"GET / HTTP/9\r\n\r\n", b"GET /" + b"a" * 70_000, b"\r\n"):
-        with socket.create_connection(("127.0.0.1", server.server_port), timeout=10) as s:
+        with socket.create_connection(("127.0.0.1", server.port), timeout=10) as s:
             s.sendall(garbage)
             s.shutdown(socket.SHUT_WR)
             reply = b"".join(iter(lambda: s.recv(65536), b""))
@@ -346,7 +357,7 @@ def test_who_leaves_gives_the_place_back():
         stream = complete(server, max_tokens=10**6, stream=True)
         next(iter(stream))
         body = json.dumps(dict(prompt="a", max_tokens=10**6)).encode()
-        waiting = http.client.HTTPConnection("127.0.0.1", server.server_port)
+        waiting = http.client.HTTPConnection("127.0.0.1", server.port)
         waiting.request("POST", "/v1/completions", body, {"Content-Type": "application/json"})
         soon(lambda: len(engine.waiting) == 1)
         waiting.close()
@@ -389,6 +400,330 @@ def test_a_failure_costs_its_texts_only(model, monkeypatch, capfd):
                 list(stream)
         assert complete(server, max_tokens=2).choices
     assert "ZeroDivisionError" in capfd.readouterr().err
+
+
+def test_a_panic_costs_its_request_only(monkeypatch, capfd):
+    """What tokenizers' libraries throw is no Exception."""
+    class Panic(BaseException):
+        pass
+
+    def panic(text):
+        raise Panic
+    with serving(small(LETTERS), tokenizer := CharTokenizer("abc ")) as server:
+        monkeypatch.setattr(tokenizer, "encode", panic)
+        status, _, body = send(server, body=dict(prompt="a"))
+        assert status == 500 and "its log says more" in json.loads(body)["error"]["message"]
+        assert healthy(server)
+    assert "Panic" in capfd.readouterr().err
+
+
+# -----------------------------------------------------------------------------
+# strangers, crowds and bad lines
+
+def connect(server):
+    return socket.create_connection(("127.0.0.1", server.port), timeout=20)
+
+
+def raw(body=b"", method="POST", path="/v1/completions", version="1.1", **headers):
+    """The bytes of a request; a dict body is sent as JSON."""
+    data = json.dumps(body).encode() if isinstance(body, dict) else body
+    lines = [f"{method} {path} HTTP/{version}", "Host: localhost"]
+    lines += ["Content-Type: application/json", f"Content-Length: {len(data)}"] * bool(data)
+    lines += [f"{name.replace('_', '-')}: {value}" for name, value in headers.items()]
+    return "\r\n".join([*lines, "", ""]).encode() + data
+
+
+def rest_of(s):
+    return b"".join(iter(lambda: s.recv(65536), b""))
+
+
+def healthy(server):
+    """Answers within a second."""
+    started = time.monotonic()
+    assert send(server, "GET", "/health")[0] == 200
+    return time.monotonic() - started < 1
+
+
+@pytest.mark.parametrize("headers, status", [
+    (dict(Host="localhost"), 200), (dict(Host="LOCALHOST:1"), 200), (dict(Host="127.0.0.1:1"), 200),
+    (dict(Host="[::1]:80"), 200), (dict(Host="evil.example"), 403), (dict(Host=""), 403),
+    (dict(Host="127.0.0.1.evil.example:8000"), 403), (dict(Host="[::1"), 403),
+    (dict(Host="localhost:8000", Origin="http://localhost:8000"), 200),
+    (dict(Host="localhost:8000", Origin="http://localhost:9000"), 403),
+    (dict(Origin="http://evil.example"), 403), (dict(Origin="null"), 403)])
+def test_pages_of_others_get_nothing(server, headers, status):
+    """A name of theirs that points here (DNS rebinding), or a request sent from their page."""
+    for method, path in (("GET", "/v1/models"), ("GET", "/"), ("POST", "/v1/completions")):
+        got, _, body = send(server, method, path, dict(max_tokens=1), **headers)
+        assert got == status and (status == 200 or b"is not this server" in body)
+
+
+def test_a_key_is_asked_for():
+    with serving(small(), key="schlüssel ") as server:
+        for path, open_ in (("/", 1), ("/health", 1), ("/metrics", 0), ("/v1/models", 0)):
+            assert send(server, "GET", path)[0] == (200 if open_ else 401)
+            assert send(server, "GET", path, Authorization="Bearer schl")[0] == (
+                200 if open_ else 401)
+        status, headers, body = send(server, body=dict(prompt="a"))
+        assert (status, headers["WWW-Authenticate"]) == (401, "Bearer")
+        assert b"invalid_api_key" in body
+        assert not server.tokens["prompt_tokens_total"]
+        server.key = "secret"
+        api = client(server).with_options(api_key="secret")
+        assert api.completions.create(model="tiny", prompt="a", max_tokens=2).choices
+        assert send(server, "GET", "/metrics", Authorization="bearer secret")[0] == 200
+        with pytest.raises(openai.AuthenticationError):
+            complete(server)
+
+
+def test_who_opens_it_says_who_may_ask(monkeypatch, capsys):
+    with socket.socket() as s:  # bound, and not listening
+        s.bind(("0.0.0.0", 0))
+        assert not is_local(s)
+        with pytest.raises(ValueError, match="--host 0.0.0.0 opens .* --no_api_key"):
+            key_of(parser().parse_args(["--host=0.0.0.0"]), s)
+        assert key_of(parser().parse_args(["--api_key=a"]), s) == "a"
+        assert key_of(parser().parse_args(["--no_api_key"]), s) is None
+        monkeypatch.setenv("IRONGPT_API_KEY", "b")
+        assert key_of(parser().parse_args([]), s) == "b"
+        assert key_of(parser().parse_args(["--no_api_key"]), s) is None
+    with listen("127.0.0.1", 0) as s:
+        assert is_local(s) and key_of(parser().parse_args([]), s) == "b"
+        monkeypatch.delenv("IRONGPT_API_KEY")
+        assert key_of(parser().parse_args([]), s) is None
+    with pytest.raises(SystemExit):
+        parser().parse_args(["--no_api_key", "--api_key=a"])
+
+
+def test_metrics_count_what_was_asked():
+    with serving(small(), slots=3) as server:
+        used = [complete(server, prompt="a" * n, max_tokens=n + 1).usage for n in (1, 5)]
+        list(complete(server, prompt="abc", max_tokens=1, stream=True))
+        for _ in range(2):
+            assert send(server, "GET", "/nothing")[0] == 404
+        soon(lambda: not server.answering)
+        status, headers, body = send(server, "GET", "/metrics")
+    assert headers["Content-Type"].startswith("text/plain; version=0.0.4")
+    values = {}
+    for line in body.decode().splitlines():
+        assert re.fullmatch(r"# TYPE \w+ (counter|gauge|histogram)|"
+                            r'\w+({\w+="[^"]*"(,\w+="[^"]*")*})? [0-9.]+', line)
+        name, value = line.rsplit(" ", 1)
+        values[name] = value
+    name = "irongpt_requests_total"
+    assert values[f'{name}{{path="/v1/completions",status="200"}}'] == "3"
+    assert values[f'{name}{{path="other",status="404"}}'] == "2"
+    assert int(values["irongpt_prompt_tokens_total"]) == sum(u.prompt_tokens for u in used) + 3
+    assert int(values["irongpt_completion_tokens_total"]) == (
+        sum(u.completion_tokens for u in used) + 1)
+    assert (values["irongpt_slots"], values["irongpt_writing"]) == ("3", "0")
+    name = "irongpt_text_seconds"
+    assert values[f"{name}_count"] == values[f'{name}_bucket{{le="+Inf"}}'] == "3"
+    buckets = [int(v) for n, v in values.items() if n.startswith(f"{name}_bucket")]
+    assert buckets == sorted(buckets) and len(buckets) == 9
+    assert 0 < float(values[f"{name}_sum"]) < 30
+
+
+def slow_clients(n, server):
+    """Connections that have sent half a line."""
+    found = [connect(server) for _ in range(n)]
+    for s in found:
+        s.sendall(b"POST /v1/comp")
+    return found
+
+
+def test_slow_clients_keep_nobody_waiting(server, monkeypatch):
+    """The oldest of too many are cut, and each has only so long for its whole request."""
+    monkeypatch.setattr(server_file, "MAX_SENDING", 20)
+    slow = slow_clients(50, server)
+    assert healthy(server)
+    soon(lambda: len(server.sending) == 20 or len(server.sending) == 19)  # /health's was one
+    with contextlib.suppress(ConnectionResetError):
+        assert rest_of(slow[0]) == b""
+    assert healthy(server)
+    for s in slow:
+        s.close()
+    soon(lambda: not server.sending)
+    monkeypatch.setattr(server_file, "RECEIVE", 0.4)
+    with connect(server) as head, connect(server) as body:
+        started = time.monotonic()
+        body.sendall(raw(b"x" * 50)[:-50])
+        for _ in range(8):  # a byte at a time gives no more time
+            head.sendall(b"G"), body.sendall(b"x")
+            time.sleep(0.04)
+        assert b" 408 " in rest_of(head) and b" 408 " in rest_of(body)
+        assert time.monotonic() - started < 5
+
+
+@pytest.mark.slow
+def test_three_hundred_slow_clients(server):
+    slow = slow_clients(300, server)
+    for i in range(40):
+        for s in slow:
+            with contextlib.suppress(OSError):  # the oldest were cut
+                s.sendall(b"x")
+        assert healthy(server) and (i % 10 or complete(server, max_tokens=2).choices)
+        time.sleep(0.25)
+    for s in slow:
+        s.close()
+
+
+def test_a_full_queue_says_so():
+    """Also where more wait than there were ever threads for."""
+    model = small(LETTERS)
+    limits = dict(slots=1, max_queue=300, max_tokens=10**6, timeout=600)
+    with serving(model, LETTERS, **limits) as server:
+        engine, request = server.engine, raw(dict(prompt="a", max_tokens=10**6))
+        waiting = []
+        for _ in range(301):
+            waiting.append(connect(server))
+            waiting[-1].sendall(request)
+        soon(lambda: engine.rows and len(engine.waiting) == 300)
+        with connect(server) as one_more:
+            one_more.sendall(request)
+            reply = rest_of(one_more)
+            assert b" 503 " in reply and b"Retry-After: 1" in reply
+        assert healthy(server)
+        for s in waiting:
+            s.close()
+        soon(lambda: not engine.waiting and not engine.rows)
+
+
+def test_a_body_is_let_go_when_its_job_is_made(monkeypatch):
+    gone, read = [], Connection.read_json
+
+    class Body(bytes):
+        def __del__(self):
+            gone.append(len(self))
+
+    async def read_json(c):
+        await read(c)
+        c.body = Body(c.body)
+    monkeypatch.setattr(Connection, "read_json", read_json)
+    with serving(small(LETTERS), LETTERS, max_tokens=10**6) as server:
+        stream = complete(server, max_tokens=10**6, stream=True)
+        next(iter(stream))
+        soon(lambda: gone)
+        assert server.engine.rows
+        stream.close()
+
+
+def test_headers_are_bounded_and_said_once(server):
+    for wrong, status in (
+            (raw(Cookie="x" * MAX_HEAD), 431), (b"GET /" + b"a" * 3 * MAX_HEAD, 431),
+            (raw(Content_Length="1", content_length="2"), 400), (raw(host="evil.example"), 400),
+            (raw(**{f"h{i}": i for i in range(200)}), 400), (b"GET / HTTP/1.1\r\n\r\n", 400),
+            (b"GET / HTTP/2.0\r\n\r\n", 400), (b"GET / HTTP/1.1\r\nno colon\r\n\r\n", 400)):
+        with connect(server) as s:
+            s.sendall(wrong)
+            assert rest_of(s).startswith(b"HTTP/1.1 %d " % status)
+    with connect(server) as s:
+        s.sendall(b"GET /health HTTP/1.0\r\n\r\n")  # needs no Host
+        assert b" 200 OK" in rest_of(s)
+
+
+def test_no_files_left_is_said_and_waited_for(capfd):
+    """Connections that the system cannot give to the server: it tries each second."""
+    resource = pytest.importorskip("resource")
+    old = resource.getrlimit(resource.RLIMIT_NOFILE)
+    with serving(small()) as server, socket.socket() as s, socket.socket() as other:
+        assert healthy(server)  # it has begun
+        resource.setrlimit(resource.RLIMIT_NOFILE, (max(s.fileno(), other.fileno()) + 1, old[1]))
+        try:
+            fillers = []
+            with contextlib.suppress(OSError):
+                while True:
+                    fillers.append(socket.socket())
+            s.connect(("127.0.0.1", server.port))
+            used = time.process_time()
+            time.sleep(1.2)
+            assert time.process_time() - used < 0.6
+        finally:
+            resource.setrlimit(resource.RLIMIT_NOFILE, old)
+            for filler in fillers:
+                filler.close()
+        s.settimeout(20)
+        s.sendall(raw(method="GET", path="/health"))
+        assert b" 200 OK" in rest_of(s)
+    said = [line for line in capfd.readouterr().err.splitlines() if "Too many open files" in line]
+    assert 1 <= len(said) <= 3
+
+
+def test_a_client_that_resets_is_one_quiet_line(capfd):
+    request = raw(dict(prompt="a", max_tokens=10**6, stream=True))
+    with serving(small(LETTERS), LETTERS, max_tokens=10**6) as server:
+        for part in (b"POST /v1", request[:-5], request):
+            with connect(server) as s:
+                s.sendall(part)
+                if part is request:
+                    assert b"200 OK" in s.recv(1000)
+                else:
+                    soon(lambda: server.sending)
+                s.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+            soon(lambda: not (server.sending or server.answering or server.engine.rows))
+    lines = capfd.readouterr().err.splitlines()
+    assert len(lines) == 3 and all("127.0.0.1" in line for line in lines)
+    assert [line.split()[-3] for line in lines] == ["left", "left", "200"]
+
+
+def test_older_http_gets_no_chunks(server, model):
+    text = expected(model, "a", 9, temperature=0)[0]
+    with connect(server) as s:
+        s.sendall(raw(dict(prompt="a", max_tokens=9, temperature=0, stream=True), version="1.0"))
+        head, _, body = rest_of(s).decode().partition("\r\n\r\n")
+    *events, end, rest = body.split("\n\n")
+    assert "Transfer-Encoding" not in head and (end, rest) == ("data: [DONE]", "")
+    assert "".join(json.loads(e.removeprefix("data: "))["choices"][0]["text"]
+                   for e in events) == text
+
+
+@pytest.mark.parametrize("version", ["1.0", "1.1"])
+@pytest.mark.parametrize("stream", [False, True])
+def test_who_has_ended_only_its_own_side_gets_the_answer(version, stream, monkeypatch):
+    model = small(LETTERS)
+    text, forward = expected(model, "abc", 9, LETTERS, temperature=0)[0], model.forward
+    monkeypatch.setattr(model, "forward", lambda *a, **kw: (time.sleep(0.1), forward(*a, **kw))[1])
+    with serving(model, LETTERS) as server, connect(server) as s:
+        s.sendall(raw(dict(prompt="abc", max_tokens=9, temperature=0, stream=stream),
+                      version=version))
+        s.shutdown(socket.SHUT_WR)
+        reply = http.client.HTTPResponse(s)
+        reply.begin()
+        body = reply.read()
+        assert reply.status == 200
+        if not stream:
+            assert json.loads(body)["choices"][0]["text"] == text
+        else:
+            assert body.endswith(b"data: [DONE]\n\n")
+
+
+def test_what_stands_in_a_query_is_no_path(server):
+    for path in ("/v1/completions?/chat", "/v1/completions?x=/v1/chat/completions"):
+        status, _, body = send(server, path=path, body=dict(prompt="a", max_tokens=1))
+        assert status == 200 and json.loads(body)["object"] == "text_completion"
+
+
+@pytest.mark.slow
+def test_five_thousand_bad_requests(server, capfd):
+    """Bytes changed, left out and doubled in good requests: never an error of the server's own."""
+    rng = random.Random(0)
+    chat = dict(messages=[dict(role="user", content="Hi")], max_tokens=2)
+    good = [raw(dict(prompt="ab", max_tokens=2, stop=["x"], seed=1, stream=True)),
+            raw(chat, path="/v1/chat/completions"), raw(method="GET", path="/metrics")]
+    odd = [b"\r\n", b"\0", b"\x1b[2J", b"null", b"1e999", b"[[", b'"', b"\xff", b"-", b"\\ud800"]
+    seen = collections.Counter()
+    for _ in range(5000):
+        data = bytearray(rng.choice(good))
+        for _ in range(rng.randint(1, 4)):
+            at = rng.randrange(len(data))
+            data[at:at + rng.choice((0, 0, 1, 5))] = rng.choice([*odd, b"", data[at:at + 9]])
+        with connect(server) as s, contextlib.suppress(ConnectionError):
+            s.sendall(data)
+            s.shutdown(socket.SHUT_WR)
+            reply = rest_of(s).replace(b"HTTP/1.1 100 Continue\r\n\r\n", b"")
+            seen[reply[:12]] += 1
+            assert not reply or re.match(rb"HTTP/1\.1 (200|4\d\d|501) ", reply), (data, reply)
+    assert "Traceback" not in capfd.readouterr().err and len(seen) > 5 and complete(server).choices
 
 
 # -----------------------------------------------------------------------------
@@ -599,7 +934,7 @@ def test_the_page(browser, template, tmp_path):
     if template:
         model = small(block_size=256)
     with serving(model, tokenizer, template, max_tokens=100_000) as server:
-        browser("Page.navigate", url=f"http://127.0.0.1:{server.server_port}/")
+        browser("Page.navigate", url=f"http://127.0.0.1:{server.port}/")
         soon(lambda: browser.js("document.title") == "tiny")
         browser.click("#temperature")
         browser.js("document.getElementById('temperature').select()")

@@ -1,0 +1,139 @@
+"""OpenAI's words: what a request asks for, and the JSON of its answer."""
+
+import time
+import uuid
+
+from model.generate import start_tokens
+from model.serve.engine import Job, Refused
+
+MAX_STOPS, MAX_STOP = 16, 256  # stop strings, and characters in one
+
+# What would change the answer and is not computed here: the values that mean "not asked for".
+UNSUPPORTED = dict(
+    n=(1,), best_of=(1,), echo=(False,), suffix=("",), logprobs=(False,), top_logprobs=(0,),
+    presence_penalty=(0, 0.0), frequency_penalty=(0, 0.0), logit_bias=({},), min_p=(0, 0.0),
+    repetition_penalty=(1, 1.0), tools=([],), functions=([],), response_format=({"type": "text"},))
+
+
+def job_of(body, chat, engine, template):
+    """The Job of a request's JSON. Refused names what is wrong with it."""
+    for name, allowed in UNSUPPORTED.items():
+        value = body.get(name)
+        if value is not None and not any(value == a and type(value) is type(a) for a in allowed):
+            hint = "; send as many requests: they are computed together" if name == "n" else ""
+            raise Refused(400, f"{name}: {value!r:.80} is not supported here; leave it out{hint}",
+                          name)
+    ids = (chat_ids(body.get("messages"), engine.tokenizer, template) if chat else
+           prompt_ids(body.get("prompt", ""), engine.tokenizer))
+    temperature = number(body, "temperature", 1.0, 0, 2)
+    top_p = number(body, "top_p", 1.0, 0, 1)
+    return Job(
+        ids, token_limit(body, len(ids), engine, None if chat else 16),
+        temperature=temperature if temperature >= 1e-3 else 0,  # below it, logits / t overflows
+        top_k=number(body, "top_k", None, 1, 2**31, int), top_p=max(top_p, 1e-6),
+        seed=number(body, "seed", None, -2**63, 2**63 - 1, int), stops=stops_of(body.get("stop")))
+
+
+def number(body, name, default, low, high, kind=(int, float)):
+    """body[name], a number from low to high, or the default where there is none."""
+    value = body.get(name)
+    if value is None:
+        return default
+    if isinstance(value, bool) or not isinstance(value, kind) or not low <= value <= high:
+        what = "an integer" if kind is int else "a number"
+        raise Refused(400, f"{name}: expected {what} from {low} to {high}, got {value!r:.80}", name)
+    return value
+
+
+def token_limit(body, n, engine, default):
+    """How many tokens may follow a prompt of n tokens, which must fit in the context."""
+    size = engine.config.block_size
+    if n > size:
+        raise Refused(400, f"the prompt has {n} tokens; the context of this model has {size}",
+                      "prompt", "context_length_exceeded")
+    # Rotary positions roll on when the context is full (see KVCache); learned ones end there.
+    room = engine.max_tokens
+    if engine.config.pos == "learned":
+        room = min(room, size - n + 1)
+    name = "max_tokens" if body.get("max_completion_tokens") is None else "max_completion_tokens"
+    return number(body, name, min(room, default or room), 1, room, int)
+
+
+def stops_of(stop):
+    stops = [stop] if isinstance(stop, str) else [] if stop is None else stop
+    good = isinstance(stops, list) and len(stops) <= MAX_STOPS and all(
+        isinstance(s, str) and 0 < len(s) <= MAX_STOP for s in stops)
+    if not good:
+        raise Refused(400, f"stop: expected a string, or a list of up to {MAX_STOPS}, of 1 to "
+                      f"{MAX_STOP} characters each", "stop")
+    return tuple(stops)
+
+
+def prompt_ids(prompt, tokenizer):
+    """Ids of a prompt: a text, a list of one, or a list of ids."""
+    if isinstance(prompt, list) and len(prompt) == 1 and isinstance(prompt[0], (str, list)):
+        prompt = prompt[0]
+    if isinstance(prompt, list) and prompt and all(type(i) is int and 0 <= i < tokenizer.n_vocab
+                                                   for i in prompt):
+        return prompt
+    if not isinstance(prompt, str):
+        raise Refused(400, "prompt: expected one text, or a list of token ids from 0 to "
+                      f"{tokenizer.n_vocab - 1}; send a request for each prompt: they are computed "
+                      "together", "prompt")
+    try:
+        return start_tokens(tokenizer, prompt)
+    except ValueError as error:  # characters that this tokenizer does not know
+        raise Refused(400, f"prompt: {error}", "prompt") from None
+
+
+def chat_ids(messages, tokenizer, template):
+    """Ids of a conversation, as data/chat.py writes it, up to where the answer begins."""
+    from data.chat import as_list, stretches, turn_of
+    if template is None:
+        raise Refused(404, "this model learned no chats; use /v1/completions", code="no_template")
+    try:
+        turns = [turn_of(as_openai(m)) for m in as_list(messages, "messages")]
+        if not turns or turns[-1][0] == "assistant":
+            raise ValueError("expected a last message that is not the assistant's")
+        *past, (question, _) = stretches([*turns, ("assistant", "")], template)
+        ids = []
+        for asked, said in past:
+            ids += tokenizer.encode(asked) + tokenizer.encode(said) + [tokenizer.eot_token]
+        return ids + tokenizer.encode(question)
+    except ValueError as error:
+        raise Refused(400, f"messages: {error}", "messages") from None
+
+
+def as_openai(message):
+    """A message with OpenAI's newer name of the system's role; ValueError for what is not text."""
+    parts = message.get("content")
+    for part in parts if isinstance(parts, list) else []:
+        if not isinstance(part, dict) or not isinstance(part.get("text"), str):
+            raise ValueError(f"expected parts of text only, got {part!r:.80}")
+    return message | dict(role="system") if message.get("role") == "developer" else message
+
+
+class Answer:
+    """The JSON of a job's answer, whole or in parts, as a completion or as a chat's message."""
+
+    def __init__(self, job, chat, model):
+        self.job, self.chat = job, chat
+        self.name = "chat.completion" if chat else "text_completion"
+        self.head = dict(id=("chatcmpl-" if chat else "cmpl-") + uuid.uuid4().hex,
+                         created=int(time.time()), model=model)
+
+    def usage(self):
+        read, written = len(self.job.ids), self.job.written
+        return dict(prompt_tokens=read, completion_tokens=written, total_tokens=read + written)
+
+    def whole(self, text, reason):
+        message = dict(role="assistant", content=text, refusal=None)
+        choice = dict(message=message) if self.chat else dict(text=text)
+        choice |= dict(index=0, logprobs=None, finish_reason=reason)
+        return self.head | dict(object=self.name, choices=[choice], usage=self.usage())
+
+    def part(self, content, reason=None):
+        """content: a text, or a chat's delta."""
+        choice = {"delta" if self.chat else "text": content}
+        choice |= dict(index=0, logprobs=None, finish_reason=reason)
+        return self.head | dict(object=self.name + ".chunk" * self.chat, choices=[choice])
