@@ -553,6 +553,7 @@ def test_slow_clients_keep_nobody_waiting(server, monkeypatch):
             time.sleep(0.04)
         assert b" 408 " in rest_of(head) and b" 408 " in rest_of(body)
         assert time.monotonic() - started < 5
+    soon(lambda: not server.sending and not server.answering)
 
 
 @pytest.mark.slow

@@ -102,6 +102,7 @@ class Server:
             self.requests[c.path if c.path in self.routes else "other", c.status] += 1
             print(f"{time.strftime('%H:%M:%S')} {peer} {c.method} {c.path!a:.80} {c.status} "
                   f"{time.monotonic() - began:.2f} s", file=sys.stderr)
+            self.answering.discard(c)
 
     async def answer(self, c):
         try:
@@ -111,7 +112,7 @@ class Server:
                 raise Refused(408, f"the request did not come within {RECEIVE} seconds") from None
             finally:
                 self.sending.pop(c, None)
-            self.answering.add(c)
+                self.answering.add(c)
             await answer(c)
         except Refused as error:
             await c.refuse(error)
@@ -120,8 +121,6 @@ class Server:
         except BaseException:  # a tokenizer's library may panic, which is no Exception
             traceback.print_exc()
             await c.refuse(Refused(500, "an error of the server; its log says more"))
-        finally:
-            self.answering.discard(c)
         await c.finish()
 
     async def receive(self, c):
