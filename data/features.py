@@ -19,7 +19,7 @@ import sys
 
 import numpy as np
 
-from data.token_files import DataError
+from data.token_files import DataError, who_reads
 from train.config import UsageError, run_command
 from train.files import new_folder
 
@@ -40,9 +40,11 @@ def read_features_meta(folder):
         with open(path, encoding="utf-8") as f:
             meta = json.load(f)
     except (OSError, ValueError) as error:
-        raise DataError(f"{path}: no prepared feature arrays ({error}); {PREPARE}") from None
+        raise DataError(f"{path}: no prepared feature arrays ({error}){who_reads(folder)}; "
+                        f"{PREPARE}") from None
     if not isinstance(meta, dict) or meta.get("kind") != "features":
-        raise DataError(f"{path}: is about other data than feature arrays; {PREPARE}")
+        raise DataError(f"{path}: is about other data than feature arrays{who_reads(folder)}; "
+                        f"{PREPARE}")
     return meta
 
 
@@ -107,9 +109,10 @@ def prepare_features(arrays, target, out, val_fraction=0.1, runs=None, force=Fal
     val = held_out(runs, val_fraction)
     rows = dict(train=np.flatnonzero(~val), val=np.flatnonzero(val))
     dims = {name: a.shape[1] for name, a in arrays.items()}
-    meta = dict(kind="features", modalities={n: d for n, d in dims.items() if n != "target"},
-                target=dims.get("target"), rows={s: len(r) for s, r in rows.items()},
-                mean={}, std={}, sources=list(sources), **more)
+    meta = dict(kind="features", model="autoencoder",
+                modalities={n: d for n, d in dims.items() if n != "target"},
+                target=dims.get("target"), rows={s: len(r) for s, r in rows.items()}, mean={},
+                std={}, sources=list(sources), **more)
     check_replaceable(out, list(sources), force)
     shifts = {}
     with new_folder(out, FILES) as folder:

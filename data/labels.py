@@ -241,7 +241,7 @@ def prepare_labels(sources, out, tokenizer="byte", fields=FIELDS, val_fraction=0
         (name, f"none of {len(rows)} rows fell into it; more rows, or a larger fraction")
         for name in SPLITS if not splits[name] and (test_fraction or name != "test")])
     longest = max(len(tokenizer.encode_array(row.text)) for row in rows)
-    meta = dict(format_version=1, task=task, classes=classes, sources=sources,
+    meta = dict(format_version=1, model="classifier", task=task, classes=classes, sources=sources,
                 class_counts=[sum(row.label == c for row in splits["train"]) for c in classes],
                 vocab_size=tokenizer.n_vocab, max_tokens=min(longest, max_tokens))
     lost = sum(row.start is not None for row in rows)

@@ -62,8 +62,9 @@ def find_files(data_dir, split):
     if os.path.isdir(data_dir):
         start = os.path.join(glob.escape(data_dir), "")
         wanted = f"{split}.bin, or shards *{split}*.bin or *{split}*.npy"
+        shards = () if made_for(data_dir) not in (None, "gpt") else ("bin", "npy")
         paths = glob.glob(f"{start}{split}.bin") or [
-            p for end in ("bin", "npy") for p in glob.glob(f"{start}*{split}*.{end}")]
+            p for end in shards for p in glob.glob(f"{start}*{split}*.{end}")]
         found = ", ".join(sorted(os.listdir(data_dir))[:8]) or "nothing"
     else:
         # Without {split} in the name the same tokens would be training and validation data.
@@ -73,8 +74,8 @@ def find_files(data_dir, split):
         wanted, found = data_dir.replace("{split}", split), "no such file or folder"
         paths = [wanted] if os.path.exists(wanted) else glob.glob(wanted)
     if not paths:
-        raise DataError(f"{data_dir}: no {split} data: expected {wanted}, found {found}; set "
-                        f"data_dir, or {PREPARE}")
+        raise DataError(f"{data_dir}: no {split} data: expected {wanted}, found {found}"
+                        f"{who_reads(data_dir)}; set data_dir, or {PREPARE}")
     return sorted(paths)
 
 
@@ -105,6 +106,20 @@ def prepared_meta(folder):
         return meta if isinstance(meta.get("sources"), list) else None
     except (OSError, ValueError, RecursionError, AttributeError):
         return None
+
+
+def made_for(folder):
+    """The --model that a folder of prepared data is for, None where nothing says."""
+    if os.path.exists(os.path.join(folder, "train.bin")):
+        return "gpt"
+    meta = prepared_meta(folder) or {}
+    return meta.get("model", meta.get("kind"))
+
+
+def who_reads(folder):
+    """"; it is for --model NAME", or "" where nothing says."""
+    name = made_for(folder)
+    return f"; it is for --model {name}" if isinstance(name, str) else ""
 
 
 def why_not_replace(out, sources, force):

@@ -19,7 +19,7 @@ import numpy as np
 import torch
 
 from data.chat import stretches
-from data.token_files import DataError, read_meta
+from data.token_files import DataError, read_meta, who_reads
 from data.tokenizer import load_dataset_tokenizer, tokenizer_from_spec
 from model import gpt
 from model.gpt import GPT
@@ -113,8 +113,9 @@ def open_data(config, ranks):
     """The Data of the rows in config.data_dir. Raises DataError."""
     c = config
     if not is_chat(c.data_dir):
-        raise DataError(f"{c.data_dir}: no chats; make some: python -m data.chat FILE... --out "
-                        f"{c.data_dir} --tokenizer CKPT.pt, or `example` for FILE")
+        raise DataError(f"{c.data_dir}: no chats{who_reads(c.data_dir)}; make some: python -m "
+                        f"data.chat FILE... --out {c.data_dir} --tokenizer CKPT.pt, or `example` "
+                        "for FILE")
     meta, tokenizer = read_meta(c.data_dir), load_dataset_tokenizer(c.data_dir)
     if meta["block_size"] > c.block_size:
         raise DataError(f"{c.data_dir}: rows for a block_size of {meta['block_size']}, but the "

@@ -22,7 +22,7 @@ import torch.nn as nn
 import torch.nn.functional as F
 
 from data.labels import ARRAYS, SPLITS, Fields, add_field_options, label_name, read_rows, to_arrays
-from data.token_files import DataError
+from data.token_files import DataError, who_reads
 from data.tokenizer import load_dataset_tokenizer
 from model.gpt import GPT, GPTConfig, adopt_shape, fill, normal  # noqa: F401
 from train.config import UsageError, key, run_command
@@ -82,8 +82,9 @@ def read_meta(folder):
             meta = json.load(f)
         return {n: meta[n] for n in ("task", "classes", "class_counts", "max_tokens")}
     except (OSError, ValueError, KeyError, TypeError) as error:
-        raise DataError(f"{path}: not a folder of labelled rows ({error}); make one: python -m "
-                        "data.labels FILE... --out FOLDER, or --example for one") from None
+        raise DataError(f"{path}: not a folder of labelled rows ({error}){who_reads(folder)}; make "
+                        "one: python -m data.labels FILE... --out FOLDER, or --example for "
+                        "one") from None
 
 
 def load_split(folder, split):

@@ -328,6 +328,15 @@ def test_early_stopping_on_correlation(tmp_path, folder, mode, steps):
     assert ("no better val_correlation" in result["finished"]) == (mode == "min")
 
 
+def test_rows_are_called_rows(trained, capsys, folder, tmp_path):
+    """In the numbers of a run, which a picture's axis is named after, and in its first lines."""
+    steps = [r for r in metrics(trained[0]) if "lr" in r]
+    assert steps and all(r["unit"] == "row" for r in steps)
+    go(folder, tmp_path, **SYSTEM | dict(max_iters=0))
+    said = capsys.readouterr().out
+    assert "passes over 400 samples" in said and "a parameter" not in said
+
+
 def test_no_target(tmp_path):
     """An autoencoder alone: no match, no correlation."""
     features.prepare_features({"a": np.random.default_rng(0).normal(size=(40, 3))}, None,

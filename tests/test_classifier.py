@@ -489,10 +489,11 @@ def test_the_readmes_commands(tmp_path, data_dir):
     assert numbers["rows"] < 60
 
 
-def test_rows_without_labels_are_only_predicted(tmp_path, labels, trained):
+def test_rows_without_labels_are_only_predicted(tmp_path, labels, trained, capsys):
     path = write_jsonl(tmp_path / "new.jsonl", [dict(text="lo OWL go"), dict(text="go")])
     assert evaluate_main(["--ckpt", str(trained / "ckpt.pt"), "--data", path, "--out",
                           str(tmp_path / "report")]) == 0
+    assert "predictions.jsonl, metrics.json" in capsys.readouterr().out  # no confusion.svg
     assert json.loads((tmp_path / "report" / "metrics.json").read_text()) == dict(rows=2)
     said = (tmp_path / "report" / "predictions.jsonl").read_text().splitlines()
     assert len(said) == 2 and {"label", "probability", "evidence"} == set(json.loads(said[0]))
@@ -629,6 +630,23 @@ def test_bad_configurations_are_refused(changes, message, labels, tmp_path):
 def test_a_folder_of_something_else_is_refused(data_dir, tmp_path):
     code, said = program(data_dir, tmp_path / "out")
     assert code == 2 and "not a folder of labelled rows" in said and "Traceback" not in said, said
+
+
+def test_a_folder_of_another_system_names_its_model(data_dir, labels, tmp_path):
+    from data import chat, features
+    features.prepare_features({"a": np.eye(20)}, None, str(tmp_path / "features"), 0.2,
+                              np.arange(20) // 5, log=lambda line: None)
+    records = [dict(prompt=f"{i}", response="x") for i in range(20)]
+    path = write_jsonl(tmp_path / "a.jsonl", records)
+    assert chat.main([path, "--out", str(tmp_path / "chat")]) == 0
+    folders = dict(gpt=data_dir, classifier=labels, chat=tmp_path / "chat",
+                   autoencoder=tmp_path / "features")
+    for theirs, folder in folders.items():
+        for ours in folders.keys() - {theirs}:
+            config = SMALL | dict(model=ours, data_dir=str(folder), out_dir=str(tmp_path / "out"),
+                                  vocab_size=None)
+            with pytest.raises(ValueError, match=f"it is for --model {theirs}"):
+                train(load_config(None, config))
 
 
 def test_bad_commands_are_refused(trained, labels, tmp_path, capsys):

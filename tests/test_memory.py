@@ -14,6 +14,7 @@ from model import lora, memory
 from model.sample import load_model
 from train.checkpoint import load_checkpoint
 from train.config import ConfigError, load_config
+from train.resume import check_same_to_adopt
 
 BYTES = dict(tokenizer="byte", vocab_size=None)
 OWN = BYTES | dict(model="memory", n_chapters=4, chapters_per_token=2, chapter_size=8)
@@ -25,6 +26,20 @@ def backbone(tmp_path_factory, data_dir):
     out = tmp_path_factory.mktemp("backbone")
     go(data_dir, out, **BYTES, n_head=2, qk_norm=True)
     return out / "ckpt.pt"
+
+
+@pytest.mark.parametrize("model, name, there, here", [
+    ("memory", "backbone", dict(spec=dict(backbone="a")), dict(backbone="b")),
+    ("sae", "backbone", dict(spec=dict(backbone="a")), dict(backbone="b")),
+    ("sae", "layer", dict(spec=dict(backbone="a"), config=dict(layer=0)), dict(backbone="a"))])
+def test_what_was_learned_for_something_else_is_not_adopted(model, name, there, here):
+    def check(**changes):
+        config = load_config(None, SMALL | dict(model=model, backbone="x.pt", **changes))
+        check_same_to_adopt(there, config, here, "ckpt.pt")
+    with pytest.raises(ValueError, match=f"{name}: it has .*\n.*--allow_change {name}"):
+        check()
+    check(allow_change=[name])
+    check_same_to_adopt({}, load_config(None, SMALL | dict(model=model, backbone="x.pt")), here, "")
 
 
 def tiny(backbone, **changes):

@@ -145,6 +145,9 @@ def test_axes_by_tokens_and_time(tmp_path):
     assert "training time (minutes)" in texts(parse(plot.loss_svg([("a", rows)], "time")))
     words = texts(parse(plot.loss_svg([("a", rows)], "tokens")))
     assert "tokens" in words and "100k" in words
+    counted = [r | dict(unit="row") for r in rows]
+    assert "rows" in texts(parse(plot.loss_svg([("a", counted)], "tokens")))
+    assert "rows or tokens" in texts(parse(plot.loss_svg([("a", counted), ("b", rows)], "tokens")))
 
 
 @pytest.mark.parametrize("low, high", [

@@ -101,10 +101,11 @@ class Logger:
 
     def step(self, record):
         """A training step: iter, tokens, loss, lr, grad_norm, time_ms, tokens_per_sec, mfu (None
-        where unknown) and the model's own numbers. max_iters, eta_s and unit are only shown."""
+        where unknown) and the model's own numbers. max_iters and eta_s are only shown; so is
+        unit, what `tokens` counts, where it is tokens."""
         if self.main:
-            self._write_metrics({k: v for k, v in record.items()
-                                 if k not in ("max_iters", "eta_s", "unit")})
+            left_out = {"max_iters", "eta_s"} | ({"unit"} if record.get("unit") == "tok" else set())
+            self._write_metrics({k: v for k, v in record.items() if k not in left_out})
             self._write_log(step_line(record))
             if self.console.live:
                 self.console.bar(progress_line(record, self.console.blocks))
@@ -424,7 +425,8 @@ def start_up(say, config, ranks, data, model, device, precision, flops):
     flops *= c.max_iters
     say(f"Length: {c.max_iters:,} steps, {compact(total)} {unit}, "
         f"{c.max_iters * c.samples_per_step / train.samples:.2f} passes over {train.samples:,} "
-        f"samples, {total / n:.1f} {unit} a parameter" + (f", {flops:.2g} FLOPs" if flops else ""))
+        "samples" + (f", {total / n:.3g} tokens a parameter" if train.unit == "tok" else "")
+        + (f", {flops:.2g} FLOPs" if flops else ""))
     warmup, _, final = milestones(c)
     falls = c.lr_schedule not in ("constant", "none", "plateau")
     say(f"Learning rate: {c.learning_rate:g}, {c.lr_schedule}, warm-up {warmup} steps"

@@ -262,6 +262,9 @@ def loss_svg(runs, x="iter", metric="loss"):
         longest = max((p[0] for _, r in runs for p in curve(r, "loss", "time")), default=0.0)
         size, unit = next(u for u in TIME_UNITS if longest >= 2 * u[0] or u[0] == 1)
         x_name += f" ({unit})"
+    if x == "tokens":  # of some systems they are rows
+        x_name = " or ".join(sorted({next((f"{r['unit']}s" for r in records if "unit" in r), x_name)
+                                     for _, records in runs}))
     for i, (name, records) in enumerate(runs):
         train, val, lr = ([(at / size, y) for at, y in curve(records, key, x)]
                           for key in (metric, f"val_{metric}", "lr"))
