@@ -5,6 +5,7 @@ Matrix cases 53-55, 69, 70, 109 and 112; what needs torchrun itself is in test_m
 """
 
 import contextlib
+import functools
 import json
 import os
 import signal
@@ -78,15 +79,15 @@ def train_run(options, stop_at=None):
     The last rank sends itself SIGTERM at step `stop_at`."""
     from train.guard import Stopped
     from train.train import train
-    batches, get_batch = {}, DataLoader.get_batch
+    batches, get_batch, sent = {}, DataLoader.get_batch, []
     world_size, last = int(os.environ["WORLD_SIZE"]), int(os.environ["WORLD_SIZE"]) - 1
 
     def recorded(self, device="cpu", step=None):
         x, y = get_batch(self, device, step)
         batches[step] = np.concatenate([x.numpy(), y.numpy()], axis=1)
         done = step * len(x) * world_size // SEQUENCES  # steps
-        if stop_at is not None and done >= stop_at and int(os.environ["RANK"]) == last:
-            os.kill(os.getpid(), signal.SIGTERM)
+        if stop_at is not None and done >= stop_at and int(os.environ["RANK"]) == last and not sent:
+            sent.append(os.kill(os.getpid(), signal.SIGTERM))  # a second one would end it at once
         return x, y
     DataLoader.get_batch = recorded
     try:
@@ -300,9 +301,9 @@ def edited_model(options):
             return super().compute(x, rope, cache) + self.shift * self.gain
 
     def attempt():
-        with Trainer(config, ranks) as trainer:
+        with contextlib.ExitStack() as at_end:
             try:
-                trainer.set_up()
+                trainer = Trainer(config, ranks, at_end)
             except distributed.SetupError as error:
                 return str(error)
             found = arrays((n, distributed.full(p)) for n, p in trainer.model.named_parameters())
@@ -593,21 +594,23 @@ def test_dropout_differs_from_rank_to_rank(data_dir, tmp_path):
     assert len(one) == len(other) > 2 and not set(one) & set(other)
 
 
-def draws(options):
-    """Dropout masks' seeds: one number drawn on each rank at two steps."""
+def seeds(options):
+    """What torch's generator is seeded with in two steps, and in the first of another run."""
     import torch
+    seen, manual_seed = [], torch.manual_seed
 
-    from train.distributed import seed_step
-    out = []
-    for step in (3, 4, 3):
-        torch.rand(step)  # history must not matter
-        seed_step(2**60, step, int(os.environ["RANK"]))
-        out.append(float(torch.rand(())))
-    return out
+    def steps(trainer, n):
+        torch.manual_seed = lambda seed: (seen.append(seed), manual_seed(seed))[1]
+        for _ in range(n):
+            trainer.train_step()
+        torch.manual_seed = manual_seed
+    for n in (2, 1):
+        with_trainer(options, functools.partial(steps, n=n))
+    return seen
 
 
-def test_random_draws_are_a_function_of_seed_step_and_rank():
-    (a, b, again), (c, d, _) = in_ranks(2, draws, {})
+def test_random_draws_are_a_function_of_seed_step_and_rank(data_dir, tmp_path):
+    (a, b, again), (c, d, _) = in_ranks(2, seeds, options(data_dir, tmp_path, seed=2**60))
     assert a == again and len({a, b, c, d}) == 4
 
 
