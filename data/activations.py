@@ -102,20 +102,20 @@ class ActivationBuffer:
     """A ring of the last `size` activations, (size, dim) float32 on `device`: new ones overwrite
     the oldest."""
 
-    def __init__(self, size, dim, device="cpu"):
+    def __init__(self, size: int, dim: int, device: str | torch.device = "cpu"):
         self.rows, self.added = torch.empty(size, dim, device=device), 0
 
     def __len__(self):
         return min(self.added, len(self.rows))
 
-    def add(self, x):
+    def add(self, x: torch.Tensor) -> None:
         """x (n, dim), the oldest first."""
         size, end = len(self.rows), self.added + len(x)
         x = x[-size:]  # the rest would be overwritten at once
         self.rows[torch.arange(end - len(x), end, device=self.rows.device) % size] = x.float()
         self.added = end
 
-    def sample(self, n, seed):
+    def sample(self, n: int, seed: int) -> torch.Tensor:
         """n rows (n, dim), a function of the content and `seed`: different ones where there are as
         many. They are counted from the oldest on, so a ring that was filled anew gives the same."""
         held, generator = len(self), torch.Generator().manual_seed(seed)

@@ -11,6 +11,7 @@ import hashlib
 import os
 import re
 import tempfile
+from collections.abc import Iterable
 
 import numpy as np
 import tiktoken
@@ -51,15 +52,18 @@ def without_long_blanks(text):
 class Tokenizer:
     """What both kinds share. Subclasses give kind, n_vocab, eot_token (or None), encode_array,
     decode_known, token_bytes() -> int64 (n_vocab,) bytes of text per id, and spec()."""
+    kind: str
+    n_vocab: int
+    eot_token: int | None
 
-    def encode(self, text):
+    def encode(self, text: str) -> list[int]:
         """list of ids; special tokens written in the text are ordinary text."""
         return self.encode_array(text).tolist()
 
     def encode_batch(self, texts):
         return [self.encode(text) for text in texts]
 
-    def decode(self, ids):
+    def decode(self, ids: Iterable[int]) -> str:
         """Text of `ids`; bytes that are not UTF-8 become replacement characters. DataError for an
         id that is not in the vocabulary."""
         ids = [int(i) for i in ids]
@@ -264,7 +268,7 @@ def find_vocabulary(data_dir, name=None, size=None):
     return size or tokenizer.n_vocab, tokenizer
 
 
-def load_tokenizer(name, path=None):
+def load_tokenizer(name: str, path: str | os.PathLike | None = None) -> Tokenizer:
     """Tokenizer by name (byte, gpt2), or from a rank file or a prepared folder, given as `path` or
     as `name` itself. char and bpe exist only in a prepared folder: they are made of its text."""
     path = os.path.expanduser(path or ("" if name in NAMES else name))

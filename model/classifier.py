@@ -15,6 +15,7 @@ import sys
 from collections import Counter
 from dataclasses import dataclass, fields, replace
 from html import escape
+from typing import Any
 
 import numpy as np
 import torch
@@ -324,7 +325,7 @@ def whole_auroc(areas):
     return areas[1] if len(areas) == 2 else None if None in areas else float(np.mean(areas))
 
 
-def classification_metrics(labels, scores):
+def classification_metrics(labels: np.ndarray, scores: np.ndarray) -> dict[str, Any]:
     """What scikit-learn says of class scores (N, K), probabilities say, with labels (N,) the true
     classes: accuracy; precision, recall and f1 as _macro, _weighted and _per_class; auroc, of two
     classes that of the second, of more the mean of each against the rest, and auroc_per_class, None

@@ -6,6 +6,7 @@ leave at any step.
 
 import contextlib
 import copy
+from collections.abc import Callable
 
 import torch
 
@@ -148,8 +149,11 @@ def empty_cache(model, rows):
 # drawing tokens
 
 @torch.no_grad()
-def generate(model, idx, max_new_tokens, temperature=1.0, top_k=None, top_p=None, seed=None,
-             stop_token=None, on_token=None, n_vocab=None):
+def generate(model: torch.nn.Module, idx: torch.Tensor, max_new_tokens: int,
+             temperature: float = 1.0, top_k: int | None = None, top_p: float | None = None,
+             seed: int | None = None, stop_token: int | None = None,
+             on_token: Callable[[torch.Tensor], object] | None = None,
+             n_vocab: int | None = None) -> torch.Tensor:
     """Continue idx (B, T) int64 by up to max_new_tokens; returns (B, T + new).
 
     temperature 0 takes the most likely token; top_k and top_p (arXiv:1904.09751) cut the tail; ids

@@ -180,7 +180,7 @@ class GPT(nn.Module):
     """
     block_class = Block  # models built on this one have blocks of their own
 
-    def __init__(self, config, seed=1337, token_bytes=None):
+    def __init__(self, config: GPTConfig, seed: int = 1337, token_bytes=None):
         super().__init__()
         c = self.config = config
         # The names are nanoGPT's: token and position embedding, blocks h, final norm, output layer.
@@ -211,7 +211,8 @@ class GPT(nn.Module):
         for name, table in (("rope_cos", cos), ("rope_sin", sin), ("token_bytes", size)):
             self.register_buffer(name, table, persistent=False)
 
-    def forward(self, idx, targets=None, cache=None, last_only=False):
+    def forward(self, idx: torch.Tensor, targets: torch.Tensor | None = None, cache=None,
+                last_only: bool = False):
         """idx (B, T) int64, targets (B, T) int64 with -1 where none. With a cache, idx are the
         tokens that follow what it holds; last_only gives the logits of the last one, (B, 1, V)."""
         # The logits (B, T, V) are the largest tensor by far. With targets they are never whole in

@@ -9,6 +9,7 @@ from dataclasses import fields, replace
 
 import torch
 
+from data.tokenizer import Tokenizer
 from model.decode import Int8Linear, pack, quantize
 from model.gpt import GPT, GPTConfig
 from train.checkpoint import CheckpointError, bullets, load_checkpoint
@@ -31,7 +32,8 @@ def read_weights(path):
     return read_model(path, state)
 
 
-def load_model(ckpt_path, device="cpu", dtype=None):
+def load_model(ckpt_path: str | os.PathLike, device: str | torch.device = "cpu",
+               dtype: torch.dtype | None = None) -> tuple[torch.nn.Module, Tokenizer | None]:
     """(model in eval mode, tokenizer or None) from a checkpoint of train.py, or from what
     model/convert/foreign.py reads, with weights in `dtype` if given. Raises CheckpointError."""
     return model_of(read_weights(ckpt_path), ckpt_path, device, dtype)

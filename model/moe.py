@@ -13,6 +13,7 @@ Shapes: B, T, C as in model/gpt.py; E experts, k of them for a token, I the widt
 """
 
 import re
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, fields
 
 import torch
@@ -69,7 +70,7 @@ class MoEConfig(GPTConfig, Keys):
 # -----------------------------------------------------------------------------
 # the losses of routers
 
-def router_losses(logits, k):
+def router_losses(logits: torch.Tensor, k: int) -> dict[str, torch.Tensor]:
     """{"load_balance", "auxiliary", "z_loss"} of one router, 0-dim tensors, from its logits
     (..., C) of N tokens, each of which goes to the k largest.
 
@@ -96,8 +97,9 @@ def use_of(logits, k):
     return torch.zeros_like(logits).scatter_(-1, chosen, 1.0).mean(-2) / k
 
 
-def compute_router_auxiliary_loss(router_losses, load_balance_coef=0.01, auxiliary_coef=0.0,
-                                  z_loss_coef=0.001):
+def compute_router_auxiliary_loss(router_losses: Sequence[dict[str, torch.Tensor]],
+                                  load_balance_coef: float = 0.01, auxiliary_coef: float = 0.0,
+                                  z_loss_coef: float = 0.001) -> torch.Tensor:
     """What routers add to the loss: the parts, weighted, summed over layers. router_losses: a list
     of what router_losses() gives, one for each layer; a part that a layer lacks adds nothing."""
     return sum(load_balance_coef * layer.get("load_balance", 0.0)

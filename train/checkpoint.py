@@ -21,6 +21,8 @@ import struct
 import threading
 import time
 import zipfile
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import torch
 
@@ -48,7 +50,8 @@ def bullets(lines):
 # -----------------------------------------------------------------------------
 # writing a file
 
-def save_checkpoint(path, state, links=()):
+def save_checkpoint(path: str | os.PathLike, state: Mapping[str, object],
+                    links: Sequence[str] = ()) -> None:
     """Write `state` to `path` durably; the file it replaces becomes *_prev.pt, and each of `links`
     becomes another name of the new file. Raises CheckpointError and leaves the old file untouched
     where that fails."""
@@ -159,7 +162,7 @@ def find_not_finite(state):
 # -----------------------------------------------------------------------------
 # reading a file
 
-def load_checkpoint(path):
+def load_checkpoint(path: str | os.PathLike) -> dict[str, Any]:
     """The state saved at `path`, on the CPU, verified: digest, plain types only, known format,
     finite numbers. Also reads foreign files of plain tensors: nanoGPT's, {"model_state_dict": ...},
     a bare state dict. Raises CheckpointError."""

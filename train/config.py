@@ -13,6 +13,7 @@ import os
 import re
 import sys
 import textwrap
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, fields, is_dataclass
 
 import yaml
@@ -370,7 +371,8 @@ def option_values(options, known, problems):
     return out
 
 
-def load_config(path=None, overrides=()):
+def load_config(path: str | os.PathLike | None = None,
+                overrides: Iterable[str] | Mapping[str, object] = ()) -> TrainConfig:
     """The configuration of a run: defaults, then the file at `path` (with its bases), then
     `overrides` (command-line tokens, or a dict of Python values). Raises ConfigError with all
     problems at once."""

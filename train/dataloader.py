@@ -26,6 +26,7 @@ import functools
 import hashlib
 import math
 import os
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -199,8 +200,9 @@ class DataLoader(Loader):
     """
     unit = "tok"
 
-    def __init__(self, data_dir, batch_size, block_size, split="train", seed=1337, rank=0,
-                 world_size=1, vocab_size=None):
+    def __init__(self, data_dir: str | os.PathLike, batch_size: int, block_size: int,
+                 split: str = "train", seed: int = 1337, rank: int = 0, world_size: int = 1,
+                 vocab_size: int | None = None):
         if min(batch_size, block_size, world_size) < 1 or not 0 <= rank < world_size:
             raise DataError(f"batch_size {batch_size}, block_size {block_size}, rank {rank} of "
                             f"{world_size}: expected sizes of at least 1 and a rank below the last")
@@ -223,7 +225,8 @@ class DataLoader(Loader):
         """Where the batch of `step` came from, for messages."""
         return f"windows at tokens {', '.join(map(str, self.windows([step])))}"
 
-    def get_batch(self, device="cpu", step=None):
+    def get_batch(self, device: str | torch.device = "cpu",
+                  step: int | None = None) -> tuple[torch.Tensor, torch.Tensor]:
         """(x, y), int64 (B, T), of `step`; of the next one when None. Not to be written to.
         """
         this = self.step if step is None else step
@@ -272,7 +275,7 @@ class RowLoader(Loader):
     Raises DataError where there is nothing to train on."""
     unit, units_per_sample = "row", 1
 
-    def __init__(self, arrays, config, ranks):
+    def __init__(self, arrays: Sequence[np.ndarray], config, ranks):
         self.arrays, lengths = tuple(arrays), {len(a) for a in arrays}
         if len(lengths) != 1 or not min(lengths):
             raise DataError(f"arrays of lengths {sorted(lengths)}: expected one or more arrays of "
@@ -293,7 +296,8 @@ class RowLoader(Loader):
         """Row numbers of `step`. (B,) int64."""
         return shuffled(self.sample_numbers([step]), self.samples, self.seed)[1].astype(np.int64)
 
-    def get_batch(self, device="cpu", step=0):
+    def get_batch(self, device: str | torch.device = "cpu",
+                  step: int = 0) -> tuple[torch.Tensor, ...]:
         """The rows of `step`, a tuple of tensors (B, ...)."""
         return self.rows(self.chosen(step), torch.device(device))
 

@@ -52,7 +52,8 @@ class Ranks:
 # -----------------------------------------------------------------------------
 # device, dtype, threads, seeds
 
-def get_device(name="auto", local_rank=0, local_world_size=1):
+def get_device(name: str = "auto", local_rank: int = 0,
+               local_world_size: int = 1) -> torch.device:
     """torch.device for `name`: auto takes cuda, then mps, then cpu; a rank takes the GPU of its
     LOCAL_RANK. Raises SetupError where the device is missing."""
     if name == "auto":
@@ -126,7 +127,8 @@ def choose_dtype(name, device):
     return getattr(torch, name), f"{name} ({why})"
 
 
-def set_seed(seed, deterministic=False, cudnn_benchmark=None):
+def set_seed(seed: int, deterministic: bool = False,
+             cudnn_benchmark: bool | None = None) -> None:
     """Seed python, numpy and torch (CPU and all GPUs); with `deterministic` also forbid algorithms
     whose result depends on timing (https://pytorch.org/docs/stable/notes/randomness.html)."""
     os.environ["PYTHONHASHSEED"] = str(seed % 2**32)  # for child processes; ours has started
@@ -373,7 +375,7 @@ def assign(target, source):
         target.copy_(source)
 
 
-def convert_ddp_state(state):
+def convert_ddp_state(state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """A state dict without the names that DDP (`module`) and torch.compile (`_orig_mod`) add."""
     added = ("module", "_orig_mod")
     return {".".join(part for part in name.split(".") if part not in added): tensor

@@ -4,7 +4,7 @@ schedule and early stopping, whose memory is saved in the checkpoint."""
 import math
 
 
-def get_lr(it, config):
+def get_lr(it: int, config) -> float:
     """Learning rate of step `it` (0-based).
 
     Warm-up is linear, learning_rate * (it + 1) / (warmup + 1). Then cosine, linear and wsd run to
@@ -45,13 +45,13 @@ class EarlyStopping:
     """update(value) is true once `patience` values in a row did not better the best by more than
     `min_delta`. mode: "min" if the value should fall, "max" if it should rise."""
 
-    def __init__(self, patience=7, min_delta=0.0, mode="min"):
+    def __init__(self, patience: int = 7, min_delta: float = 0.0, mode: str = "min"):
         if mode not in ("min", "max"):
             raise ValueError(f"EarlyStopping: mode must be min or max, got {mode!r}")
         self.patience, self.min_delta, self.sign = patience, min_delta, 1 if mode == "min" else -1
         self.best, self.bad = math.inf, 0  # best is signed: lower is better
 
-    def update(self, value):
+    def update(self, value: float) -> bool:
         # Gains of less than min_delta do not count, so `best` need not be the least so far.
         if self.sign * value < self.best - self.min_delta:
             self.best, self.bad = self.sign * value, 0

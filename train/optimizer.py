@@ -1,5 +1,6 @@
 """The optimizer: which tensors decay, and at which rate; fused AdamW, Muon for block matrices."""
 
+from collections.abc import Callable, Iterable
 from fnmatch import fnmatchcase
 
 import torch
@@ -17,8 +18,10 @@ def build_optimizer(model, config, log=print):
                                 log)
 
 
-def configure_optimizers(model, weight_decay, learning_rate, betas, eps=1e-8, muon=None,
-                         lr_groups=None, log=print):
+def configure_optimizers(model: torch.nn.Module, weight_decay: float, learning_rate: float,
+                         betas: tuple[float, float], eps: float = 1e-8,
+                         muon: dict[str, float] | None = None, lr_groups: dict | None = None,
+                         log: Callable[[str], object] = print) -> torch.optim.Optimizer:
     """One optimizer over the parameters of `model`, with its groups made.
 
     Tensors of two or more dimensions decay, the rest (norms, biases, scalars) do not. `muon`, a
@@ -144,7 +147,7 @@ class Muon(AdamW):
     muon=True, AdamW for the others: one optimizer, one state, one step(), which is for all ranks
     together, as they share the work (train/muon.py)."""
 
-    def __init__(self, groups, momentum=0.95, **kwargs):
+    def __init__(self, groups: Iterable[dict], momentum: float = 0.95, **kwargs):
         super().__init__(groups, **kwargs)
         self._step_supports_amp_scaling = False  # GradScaler itself skips a step that overflowed
         for group in self.param_groups:

@@ -8,12 +8,14 @@ over the batch, `loss, sums = model(*batch)`. The README's "To fork it" shows al
 import contextlib
 import functools
 import math
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, field, fields, replace
+from typing import Any
 
 import torch
 
 from train import checkpoint, distributed, guard, logger, resume, speed
-from train.config import load_config, load_model_file, to_yaml
+from train.config import TrainConfig, load_config, load_model_file, to_yaml
 from train.dataloader import open_token_data
 from train.evaluate import add_sums, all_reduce, batch_sums, evaluate, to_host, to_numbers
 from train.lr_scheduler import EarlyStopping, ReduceOnPlateau, get_lr
@@ -22,7 +24,8 @@ from train.optimizer import build_optimizer, clip_gradients
 TINY = 1e-9  # below any count (of items, or of their weights where a model weighs them), but not 0
 
 
-def train(config, model=None, on_evaluation=None):
+def train(config: TrainConfig, model: torch.nn.Module | None = None,
+          on_evaluation: Callable[[int, dict], object] | None = None) -> dict[str, Any]:
     """The whole run that `config` (a TrainConfig) describes: a dict of last numbers and history.
 
     model: an nn.Module to train in place of the one that the model file builds.
