@@ -1,5 +1,7 @@
 """What the tests share: small data, small configurations, and the program as a person starts it."""
 
+import contextlib
+import fcntl
 import os
 import signal
 import subprocess
@@ -10,7 +12,7 @@ import pytest
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # also of every program
 
-from processes import REPO, in_ranks_of, python  # noqa: E402
+from processes import REPO, TESTS, in_ranks_of, python  # noqa: E402
 
 SHARED = REPO.parent / "shared" / "data"
 
@@ -24,6 +26,52 @@ TINY = dict(n_layer=2, n_head=2, n_embd=32, n_hidden=64, block_size=16, batch_si
 signal.signal(signal.SIGINT, signal.default_int_handler)
 if hasattr(signal, "SIGHUP"):
     signal.signal(signal.SIGHUP, signal.SIG_DFL)
+
+
+# -----------------------------------------------------------------------------
+# the whole suite, on several cores
+
+# These take longest: begun first, so that no worker is left with one of them at the end.
+FIRST = ("test_multinode.py", "test_distributed.py", "test_gpt.py", "test_checkpoint_read.py",
+         "test_checkpoint_write.py", "test_sample.py", "test_resume.py", "test_environment.py")
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_auto_num_workers(config):
+    """A worker for each core, up to 8, where the whole suite runs; none where a part of it was
+    chosen: in one process output, debuggers and -x are what one expects."""
+    chosen = config.args != config.getini("testpaths") or config.option.keyword
+    if chosen or config.option.markexpr != "not slow" or config.option.capture == "no":
+        return 0
+    return min(8, len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity")
+               else os.cpu_count())
+
+
+def pytest_collection_modifyitems(items):
+    place = {name: i for i, name in enumerate(FIRST)}
+    items.sort(key=lambda item: place.get(item.path.name, len(FIRST)))
+
+
+@contextlib.contextmanager
+def locked(path, how):
+    with open(path) as file:
+        fcntl.flock(file, how)
+        try:
+            yield
+        finally:
+            fcntl.flock(file, fcntl.LOCK_UN)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_protocol(item):
+    """A test marked `alone`, which measures time, has all cores for itself."""
+    if "PYTEST_XDIST_WORKER" not in os.environ:
+        return (yield)
+    alone, door, room = item.get_closest_marker("alone"), TESTS / "runs.py", TESTS / "processes.py"
+    with contextlib.ExitStack() as stack:
+        with locked(door, fcntl.LOCK_EX):  # held by who waits for the room alone: none goes before
+            stack.enter_context(locked(room, fcntl.LOCK_EX if alone else fcntl.LOCK_SH))
+        return (yield)
 
 
 def tiny_args(**changes):

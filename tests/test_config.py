@@ -145,6 +145,7 @@ def test_77_104_out_of_range(text):
     assert len(problems(None, [text])) == 1
 
 
+@pytest.mark.alone
 def test_105_all_problems_at_once_exit_2_fast_without_traceback():
     started = time.time()
     done = command("--foo=1", "--n_layr=3", "--n_layer=x", "--n_head", "5", "--bias=maybe",
@@ -155,6 +156,7 @@ def test_105_all_problems_at_once_exit_2_fast_without_traceback():
         assert part in done.stderr
 
 
+@pytest.mark.alone
 def test_help_shows_every_key_fast():
     started = time.time()
     done = command("--help")

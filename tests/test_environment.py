@@ -17,7 +17,7 @@ import time
 
 import pytest
 import torch
-from conftest import REPO, finish, start, tiny_args
+from conftest import REPO, run, start, tiny_args
 from runs import Program, assert_same, go, metrics, run_program
 
 from data.token_files import DataError
@@ -141,7 +141,7 @@ def test_112_out_of_memory_on_one_rank(tmp_path, data_dir):
     checkpoint is whole"""
     began = time.monotonic()
     args = tiny_args(data_dir=data_dir, out_dir=tmp_path / "out", save_interval=2, vocab_size=256)
-    code, text = finish(start(*args, ranks=2, env={"FAULT": "mid_backward@5:1=oom"}), timeout=60)
+    code, text = run(*args, ranks=2, env={"FAULT": "mid_backward@5:1=oom"}, timeout=60)
     assert code != 0 and "[rank 1] Out of memory. Try" in text and time.monotonic() - began < 35
     assert load_checkpoint(tmp_path / "out" / "ckpt.pt")["iter_num"] in (2, 4, 5)
 

@@ -8,10 +8,12 @@ import subprocess
 import sys
 import time
 import xml.etree.ElementTree as ET
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import fields
 
 import pytest
 from conftest import REPO, tiny_args
+from processes import python
 
 optuna = pytest.importorskip("optuna")
 
@@ -168,10 +170,10 @@ def test_the_same_search_draws_the_same_trials(search, tmp_path):
 
 def test_two_workers_share_the_trials(tmp_path, data_dir):
     (tmp_path / "space.yaml").write_text(SPACE + "stages: [{trials: 5}, {trials: 2}]")
-    command = [sys.executable, "-m", "train.hpo", *arguments(tmp_path, data_dir)]
-    workers = [subprocess.Popen(command, cwd=REPO, text=True, stdout=subprocess.PIPE,
-                                stderr=subprocess.STDOUT) for _ in range(2)]
-    outs = [w.communicate(timeout=100)[0] for w in workers]
+    command = ["-m", "train.hpo", *arguments(tmp_path, data_dir)]
+    with ThreadPoolExecutor() as pool:
+        workers = list(pool.map(lambda _: python(*command, merged=True), range(2)))
+    outs = [w.stdout for w in workers]
     assert [w.returncode for w in workers] == [0, 0], outs
     found = history(tmp_path)
     assert [t["stage"] for t in found] == [1] * 5 + [2] * 2

@@ -746,6 +746,7 @@ def test_logits_of_nan_end_their_text_and_no_other(model, monkeypatch):
         assert other.result().choices[0].text == wanted
 
 
+@pytest.mark.alone
 def test_streams_together_are_faster_than_one_by_one():
     """A model that is large enough: reading its weights is most of what a token costs. Four times
     is usual here, and six with train/config.yaml's model; the bound is for a busy machine."""

@@ -8,12 +8,11 @@ import json
 import random
 import shlex
 import signal
-import subprocess
-import sys
 import time
 
 import pytest
-from conftest import REPO, start
+from conftest import start
+from processes import python
 from runs import SMALL, Program, assert_same, go, metrics, run_program, temporary_files
 
 from train.checkpoint import load_checkpoint
@@ -54,12 +53,12 @@ def test_57_the_printed_command_resumes(tmp_path, data_dir, undisturbed):
     assert first.returncode == 143, text
     command = shlex.split(text.splitlines()[-1])
     assert command[:2] == ["python", "run_train.py"] and command[-2:] == ["--resume", "auto"]
-    again = subprocess.run([sys.executable, *command[1:]], cwd=REPO, text=True, timeout=60,
-                           capture_output=True)
+    again = python(*command[1:])
     assert again.returncode == 0 and "Resuming from" in again.stdout, again.stdout + again.stderr
     assert_same(undisturbed, tmp_path / "out")
 
 
+@pytest.mark.alone
 @pytest.mark.parametrize("name", ["SIGTERM", "SIGINT"])
 def test_59_second_signal(tmp_path, data_dir, name):
     """a second signal while the run still hangs in the step -> leaves within a second, the
