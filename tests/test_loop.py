@@ -1,0 +1,172 @@
+"""The loop against a plain one: weights, numbers and moments of a run, computed a second way."""
+
+import math
+
+import numpy as np
+import pytest
+import torch
+from runs import configure, metrics, tensors
+
+from model.gpt import GPT, GPTConfig
+from train import train as loop
+from train.dataloader import DataLoader
+from train.logger import Logger
+from train.speed import Clock
+from train.train import train
+
+SHAPE = dict(n_layer=1, n_head=2, n_embd=16, n_hidden=32, block_size=8, vocab_size=256)
+
+
+@pytest.fixture
+def run(data_dir, tmp_path, monkeypatch):
+    """run(**changes) trains in tmp_path, half a second a step: (result, what the log was told)."""
+    told = []
+
+    def noted(name):
+        real = getattr(Logger, name)
+
+        def method(log, *args, **kwargs):
+            told.append((name, *args, *kwargs.values()))
+            return real(log, *args, **kwargs)
+        monkeypatch.setattr(Logger, name, method)
+    for name in ("step", "evaluation", "samples"):
+        noted(name)
+    monkeypatch.setattr(Clock, "lap", lambda clock, it, loading, warn: 0.5)
+    out = tmp_path / "o"
+
+    def start(**changes):
+        told.clear()
+        return train(configure(data_dir, out, **changes)), told
+    start.out = out
+    return start
+
+
+def plain_run(data_dir, steps, batch, accumulation, clip=1.0, betas=(0.9, 0.95), eps=1e-8,
+              decay=0.1, seed=1337):
+    """([loss, gradient norm] of each step, weights) of the same run in PyTorch alone. The learning
+    rate of SMALL: warm-up 2, then a cosine from 0.01 to 0.001 at step 20."""
+    model, loader = GPT(GPTConfig(**SHAPE), seed), DataLoader(data_dir, batch, 8, seed=seed)
+    optimizer = torch.optim.AdamW([
+        dict(params=[p for p in model.parameters() if p.dim() > 1], weight_decay=decay),
+        dict(params=[p for p in model.parameters() if p.dim() == 1], weight_decay=0.0)],
+        betas=betas, eps=eps)
+    numbers = []
+    for it in range(steps):
+        rate = 0.01 * (it + 1) / 3 if it < 2 else (
+            0.001 + 0.009 * (1 + math.cos(math.pi * (it - 2) / 18)) / 2)
+        for group in optimizer.param_groups:
+            group["lr"] = rate
+        parts = [loader.get_batch(step=it * accumulation + i) for i in range(accumulation)]
+        x, y = (torch.cat(part) for part in zip(*parts))
+        loss = torch.nn.functional.cross_entropy(model(x).flatten(0, 1), y.flatten())
+        optimizer.zero_grad()
+        loss.backward()
+        norm = torch.nn.utils.clip_grad_norm_(model.parameters(), clip)
+        optimizer.step()
+        numbers.append([float(loss), float(norm)])
+    return np.array(numbers), model.state_dict()
+
+
+@pytest.mark.parametrize("keys", [
+    dict(batch=2, accumulation=2), dict(batch=3, accumulation=1, seed=5, decay=0.9),
+    dict(batch=1, accumulation=3, clip=0.05, betas=(0.5, 0.6), eps=1e-3)], ids=str)
+def test_weights_and_numbers_are_those_of_a_plain_loop(run, data_dir, keys):
+    numbers, weights = plain_run(data_dir, 6, **keys)
+    names = dict(batch="batch_size", accumulation="gradient_accumulation_steps", clip="grad_clip",
+                 eps="adam_eps", decay="weight_decay")
+    settings = {names.get(k, k): v for k, v in keys.items() if k != "betas"}
+    if "betas" in keys:
+        settings |= dict(beta1=keys["betas"][0], beta2=keys["betas"][1])
+    run(**settings, max_iters=6, eval_interval=0)
+    told = [[m["loss"], m["grad_norm"]] for m in metrics(run.out)]
+    np.testing.assert_allclose(told, numbers, rtol=1e-4)
+    ours = tensors(run.out / "ckpt.pt")[0]
+    for name, value in weights.items():
+        torch.testing.assert_close(ours[f"model.{name}"], value, rtol=1e-3, atol=2e-5, msg=name)
+
+
+def test_without_a_clip_or_with_groups_only_that_differs(run, data_dir):
+    numbers, _ = plain_run(data_dir, 3, 2, 2, clip=1e9)
+    run(max_iters=3, eval_interval=0, grad_clip=0)
+    np.testing.assert_allclose([m["grad_norm"] for m in metrics(run.out)], numbers[:, 1], rtol=1e-4)
+
+
+def test_every_number_that_the_log_is_told(run):
+    """Steps of 4 samples of 8 tokens each, 0.5 s a step."""
+    _, told = run(max_iters=11, eval_interval=4, log_interval=3)
+    steps = [record for name, record, *_ in told if name == "step"]
+    assert [r["iter"] for r in steps] == [0, 3, 6, 9, 10]  # and the last
+    for r in steps:
+        it = r["iter"]
+        assert (r["tokens"], r["max_iters"], r["unit"]) == ((it + 1) * 32, 11, "tok")
+        assert (r["time_ms"], r["tokens_per_sec"], r["eta_s"]) == (500, 64, (10 - it) * 0.5)
+        assert r["mfu"] is None and r["memory_mib"] > 50
+    losses = plain_losses(run, 11)
+    evaluations = [call[1:] for call in told if call[0] == "evaluation"]
+    assert [(r["iter"], r["tokens"], n) for r, n in evaluations] == [
+        (0, 0, 0), (4, 128, 4), (8, 256, 4), (11, 352, 3)]
+    means = [r["train_loss"] for r, _ in evaluations]
+    assert means[0] is None and means[1:] == pytest.approx(
+        [np.mean(losses[a:b]) for a, b in ((0, 4), (4, 8), (8, 11))], rel=1e-5)
+    assert not {"epoch", "lr"} & set(evaluations[1][0])
+
+
+def plain_losses(run, steps):
+    """The loss of every step, as another run logs them."""
+    data = torch.load(run.out / "ckpt.pt", weights_only=True)["config"]["data_dir"]
+    return plain_run(data, steps, 2, 2)[0][:, 0]
+
+
+def test_lengths_in_epochs_are_told_in_epochs(run):
+    """20,000 tokens: 2,498 windows of 8, 4 a step."""
+    result, told = run(max_epochs=0.0128, eval_epochs=0.0064, lr_decay_iters=None)
+    assert result["iter_num"] == 8  # 31.97 samples, rounded up to whole steps
+    records = [r for name, r, *_ in told if name == "evaluation"]
+    assert [r["iter"] for r in records] == [0, 4, 8]
+    assert [r["epoch"] for r in records] == pytest.approx([0, 16 / 2498, 32 / 2498])
+    assert [r["lr"] for r in records] == pytest.approx(
+        [0.01 / 3, 0.001 + 0.009 * (1 + math.cos(math.pi / 3)) / 2, 0.001])
+    assert result["history"] == records
+
+
+@pytest.mark.parametrize("changes, evaluated, saved", [
+    ({}, [0, 5, 10, 12], [5, 10, 12]), (dict(eval_on_start=False), [5, 10, 12], [5, 10, 12]),
+    (dict(save_interval=4), [0, 5, 10, 12], [4, 8, 12]),
+    (dict(save_interval=0, eval_interval=0), [], [12]),
+    (dict(eval_interval=0, save_interval=6), [], [6, 12]), (dict(max_iters=0), [0], [0]),
+    (dict(max_iters=0, eval_on_start=False), [0], [0])], ids=str)
+def test_when_a_run_evaluates_and_saves(run, monkeypatch, changes, evaluated, saved):
+    """With an evaluation that never gets better: a best one is saved as well."""
+    saves = []
+    real = loop.Trainer.save
+
+    def save(trainer, last=False):
+        saves.append((trainer.progress.iter_num, last))
+        return real(trainer, last)
+    monkeypatch.setattr(loop.Trainer, "save", save)
+    worse = iter(range(1, 99))
+    monkeypatch.setattr(loop.Trainer, "evaluate",
+                        lambda trainer, loader, batches: dict(val_loss=float(next(worse))))
+    _, told = run(max_iters=changes.get("max_iters", 12), keep_last=99,
+                  **{k: v for k, v in changes.items() if k != "max_iters"})
+    assert [r["iter"] for name, r, *_ in told if name == "evaluation"] == evaluated
+    best = {it for it in evaluated if it}  # the first one after the start is the best there is
+    wanted = sorted({*saved, *sorted(best)[:1]})
+    assert saves == [(it, it == wanted[-1]) for it in wanted]
+
+
+def test_what_the_result_says(run):
+    result, _ = run(max_iters=9, eval_interval=3, learning_rate=0.3, lr_schedule="constant")
+    losses = [r["val_loss"] for r in result["history"]]
+    assert (result["iter_num"], result["val_loss"], result["best_val_loss"]) == (
+        9, losses[-1], min(losses))
+    assert result["finished"] == "max_iters 9 reached" and result["test"] == {}
+    best = torch.load(run.out / "ckpt_best.pt", weights_only=True)
+    trained = losses[1:]
+    assert best["iter_num"] == 3 * (trained.index(min(trained)) + 1)
+
+
+def test_samples_come_with_evaluations_but_for_the_first(run, data_dir):
+    _, told = run(max_iters=7, eval_interval=3, sample_tokens=5, tokenizer="byte", vocab_size=257)
+    assert [(call[1], call[-1]) for call in told if call[0] == "samples"] == [
+        (3, False), (6, False), (7, True)]
