@@ -36,7 +36,10 @@ class GPTConfig(GPTKeys):
             raise ValueError("GPTConfig: vocab_size is missing; give the number of token ids")
         self.n_kv_head = self.n_kv_head or self.n_head
         self.n_hidden = self.n_hidden or 4 * self.n_embd
-        self.head_dim = self.n_embd // self.n_head
+
+    @property
+    def head_dim(self):
+        return self.n_embd // self.n_head
 
     @property
     def padded_vocab_size(self):

@@ -4,12 +4,12 @@ the fault). A text that moved to another file is found there."""
 FAULTS = [
     # the loop
     ("train/train.py", "loss * weight / n)", "loss * weight)"),
-    ("train/train.py", 'extra["count"] / full_count if "count" in extra else 1.0', "1.0"),
-    ("train/train.py", 'if "count" in extra:  #', "if False:  #"),
+    ("train/train.py", 'sums["count"] / full_count if "count" in sums else 1.0', "1.0"),
+    ("train/train.py", "self.optimizer, c.grad_clip, factor)", "self.optimizer, c.grad_clip)"),
     ("train/train.py", "get(first + micro)", "get(first)"),
     ("train/train.py", "first = (it + p.data_shift) * n", "first = it * n"),
-    ("train/train.py", "seed_step(c.seed, it, ranks.rank)", "seed_step(c.seed, 0, ranks.rank)"),
-    ("train/train.py", "seed_step(c.seed, it, ranks.rank)", "seed_step(c.seed, it, 0)"),
+    ("train/train.py", "(c.seed * 1_000_003 + it)", "(c.seed * 1_000_003)"),
+    ("train/train.py", "* 65_537 + ranks.rank)", "* 65_537)"),
     ("train/train.py", "get_lr(it, c)", "get_lr(it + 1, c)"),
     ("train/train.py", "get_lr(it, c) * self.plateau.scale", "get_lr(it, c)"),
     ("train/train.py", 'group["initial_lr"] * (lr / c.learning_rate)', "lr"),
