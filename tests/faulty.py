@@ -101,7 +101,7 @@ def points_of_a_step():
 
 
 def points_of_a_save():
-    from train import checkpoint, logger
+    from train import checkpoint, files, logger
     saving = threading.local()  # path and step of the save that this thread is at
     save, replace, fsync = checkpoint.save_checkpoint, os.replace, os.fsync
     write = checkpoint.HashingFile.write
@@ -139,7 +139,7 @@ def points_of_a_save():
         if ours:
             at("save_after_replace")
     yield checkpoint, "save_checkpoint", save_checkpoint
-    yield before(checkpoint, "open_new", lambda path: at("save_open"))
+    yield before(files, "open_new", lambda path: at("save_open"))
     yield checkpoint.HashingFile, "write", bad_write
     yield os, "fsync", bad_fsync
     yield os, "replace", bad_replace

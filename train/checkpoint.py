@@ -27,7 +27,7 @@ from typing import Any
 import torch
 
 from train.config import UserError
-from train.files import Lock, check_space, free_name, link, open_new, replacing, sync_folder
+from train.files import Lock, check_space, free_name, link, replacing, sync_folder
 from train.guard import BadNumbers, SaveFailed
 from train.speed import memory_available, return_freed_memory
 
@@ -55,25 +55,22 @@ def save_checkpoint(path: str | os.PathLike, state: Mapping[str, object],
     """Write `state` to `path` durably; the file it replaces becomes *_prev.pt, and each of `links`
     becomes another name of the new file. Raises CheckpointError and leaves the old file untouched
     where that fails."""
-    folder, temporary, hashing = os.path.dirname(path) or ".", f"{path}.tmp.{os.getpid()}", None
-    try:
-        os.makedirs(folder, exist_ok=True)
-        check_space(folder, tensor_bytes(state))
-        with open_new(temporary) as f:
-            hashing = HashingFile(f)
-            torch.save(state, hashing)
-            f.write(MARK + hashing.sha.hexdigest().encode())
-            f.flush()
-            os.fsync(f.fileno())
+    folder, hashing = os.path.dirname(path) or ".", None
+
+    def other_names(temporary):
         for name in links:  # first: killed in between, the run evaluates and saves once more
             link(temporary, name)
         if os.path.exists(path):  # a symlink is replaced; the file it points to becomes *_prev.pt
             link(path, prev_path(path))
-        os.replace(temporary, path)
+    try:
+        os.makedirs(folder, exist_ok=True)
+        check_space(folder, tensor_bytes(state))
+        with replacing(path, other_names) as f:
+            hashing = HashingFile(f)
+            torch.save(state, hashing)
+            f.write(MARK + hashing.sha.hexdigest().encode())
         sync_folder(folder)
     except Exception as error:  # torch wraps what the file raised: report the cause
-        with contextlib.suppress(OSError):
-            os.unlink(temporary)
         reason = getattr(hashing, "error", None) or error
         raise CheckpointError(f"{path} could not be written: {reason}") from error
 

@@ -42,14 +42,16 @@ def open_own(path, mode):
 
 
 @contextmanager
-def replacing(path):
-    """A binary file that takes the place of `path` once it is complete."""
+def replacing(path, before=lambda temporary: None):
+    """A binary file that takes the place of `path` once it is complete. before(temporary) is called
+    when it is durable, under the name that it still has, right before that."""
     temporary = f"{path}.tmp.{os.getpid()}"
     try:
         with open_new(temporary) as f:
             yield f
             f.flush()
             os.fsync(f.fileno())
+        before(temporary)
         os.replace(temporary, path)
     finally:
         with suppress(OSError):  # there, if something failed
