@@ -1,0 +1,269 @@
+"""Configuration at its edges: values of every type, words of the command line, lengths in epochs,
+limits met exactly, and what must hold between keys."""
+
+import os
+
+import pytest
+
+from train.config import (
+    ConfigError,
+    TrainConfig,
+    conflicts,
+    differences,
+    load_config,
+    option_values,
+    parse_options,
+    parse_value,
+    read_with_bases,
+    settled,
+    take_config,
+    to_yaml,
+    underscores,
+)
+from train.keys import FIELDS
+
+
+@pytest.mark.parametrize("name, raw, value", [
+    ("bias", "Yes", True), ("bias", "on", True), ("bias", "TRUE", True), ("bias", "no", False),
+    ("bias", "off", False), ("bias", False, False), ("cudnn_benchmark", "null", None),
+    ("max_iters", " 7 ", 7), ("max_iters", 0, 0), ("seed", "0", 0), ("n_kv_head", "~", None),
+    ("n_kv_head", None, None), ("min_lr", "", None), ("min_lr", "0", 0.0),
+    ("learning_rate", "1e-3", 0.001), ("learning_rate", 100, 100.0), ("dropout", 0, 0.0),
+    ("dropout", "0.999", 0.999), ("beta1", "0", 0.0), ("wsd_decay", "1", 1.0),
+    ("n_layer", "10000", 10_000), ("vocab_size", 2**31, 2**31), ("vocab_size", "2", 2),
+    ("run_name", "null", None), ("run_name", True, "true"), ("run_name", "Two Words", "Two Words"),
+    ("run_name", 3, "3"), ("lr_schedule", "none", "none"), ("compile", True, "true"),
+    ("compile", False, "false"), ("tracker", "wandb, mlflow", ["wandb", "mlflow"]),
+    ("tracker", "[wandb,mlflow]", ["wandb", "mlflow"]), ("tracker", [], []),
+    ("tracker", ("mlflow",), ["mlflow"]), ("allow_change", "a,,b ", ["a", "b"]),
+    ("sample_prompts", "one, two", ["one, two"]), ("sample_prompts", ["a", 3], ["a", "3"]),
+    ("lr_groups", "{wte: 0}", {"wte": 0.0}), ("lr_groups", {"h": {"lr_mult": "2"}},
+                                              {"h": {"lr_mult": 2.0}}),
+    ("data_dir", "~/x", os.path.expanduser("~/x")), ("run_name", "~x", "~x")])
+def test_values_are_read_as_their_type(name, raw, value):
+    read = parse_value(name, raw)
+    assert read == value and type(read) is type(value)
+
+
+@pytest.mark.parametrize("name, raw, words", [
+    ("bias", "maybe", "expected true or false, got 'maybe'"), ("bias", "", "got nothing"),
+    ("max_iters", "1.0", "a whole number"), ("max_iters", 2.0, "a whole number"),
+    ("max_iters", True, "a whole number"), ("max_iters", None, "a whole number, got nothing"),
+    ("max_iters", "-1", "must be at least 0, got -1"), ("learning_rate", True, "a finite number"),
+    ("learning_rate", "nan", "a finite number"), ("learning_rate", "-inf", "a finite number"),
+    ("learning_rate", 0, "must be above 0, got 0.0"),
+    ("learning_rate", "100.1", "must be at most 100"), ("dropout", "1", "must be below 1, got 1.0"),
+    ("n_layer", "10001", "at most 10000"), ("vocab_size", 1, "at least 2"),
+    ("optimizer", "admw", "one of adamw, muon; got 'admw' (did you mean 'adamw'?)"),
+    ("optimizer", "x", "one of adamw, muon; got 'x'"), ("optimizer", ["adamw"], "expected text"),
+    ("optimizer", "null", "expected text, got nothing"),
+    ("tracker", "wandb,other", "got 'other'"), ("tracker", {"a": 1}, "expected a list"),
+    ("lr_groups", "3", "expected a mapping"), ("lr_groups", "{a: {b: c}}", "expected a mapping"),
+    ("lr_groups", "{a: true}", "expected a mapping")])
+def test_other_values_are_refused_with_what_was_expected(name, raw, words):
+    with pytest.raises(ValueError) as refused:
+        parse_value(name, raw)
+    assert words in str(refused.value)
+
+
+@pytest.mark.parametrize("argv, options", [
+    (["--max_iters", "7", "x=1=2", "-seed=3"], [("max_iters", "7"), ("x", "1=2"), ("seed", "3")]),
+    (["--bias", "--n-layer=2", "--flag"], [("bias", None), ("n_layer", "2"), ("flag", None)]),
+    (["--bias", "n_layer=2"], [("bias", None), ("n_layer", "2")]),
+    (["--min_lr", "-1", "--min_lr", "-.5"], [("min_lr", "-1"), ("min_lr", "-.5")]),
+    (["--run_name", "-x"], [("run_name", None), ("x", None)]),
+    (["--run_name", "a b=c"], [("run_name", "a b=c")]), (["--run_name="], [("run_name", "")]),
+    (["training.epochs=2", "--model.n-head", "3", "learning_rate.lr=1"],
+     [("max_epochs", "2"), ("n_head", "3"), ("learning_rate", "1")])])
+def test_words_of_the_command_line(argv, options):
+    problems, before = [], list(argv)
+    assert parse_options(argv, problems) == options and argv == before
+    assert problems == []
+
+
+def test_words_that_are_not_understood():
+    problems = []
+    assert parse_options(["word", "other.n_layer=2", "--n_layer=2"], problems) == [("n_layer", "2")]
+    assert len(problems) == 2 and "'word' is not understood" in problems[0]
+    assert "no group 'other'" in problems[1] and "batch, data, learning_rate, length" in problems[1]
+
+
+def test_flags_and_lists_of_the_command_line():
+    problems = []
+    out = option_values([("bias", None), ("no_tie_weights", None), ("compile", None),
+                         ("no_deterministic", None), ("tracker", "wandb"), ("tracker", "mlflow"),
+                         ("seed", "1"), ("seed", "2"), ("no_compile", None), ("run_name", ""),
+                         ("nothing", None), ("max_iters", None)], FIELDS, problems)
+    said = {name: text for name, (text, where) in out.items() if where == "command line"}
+    assert said == dict(bias="true", tie_weights="false", compile="false", deterministic="false",
+                        tracker=["wandb", "mlflow"], seed="2", run_name="", nothing="")
+    assert problems == ["command line: --max_iters needs a value: a whole number"]
+
+
+@pytest.mark.parametrize("argv, path, rest", [
+    (["--config", "a.yaml", "--x"], "a.yaml", ["--x"]), (["--config=b.yaml"], "b.yaml", []),
+    (["c.yml", "d.yml"], "c.yml", ["d.yml"]), (["c.json"], "c.json", []),
+    (["x=1.yaml"], "config.yaml", ["x=1.yaml"]), (["--x", "c.yaml"], "config.yaml",
+                                                 ["--x", "c.yaml"]),
+    (["a.yaml", "--config", "b.yaml"], "b.yaml", []), (["--config"], "config.yaml", ["--config"])])
+def test_where_the_configuration_file_is_named(argv, path, rest):
+    before = list(argv)
+    found, left = take_config(argv)
+    assert found.endswith(path) and left == rest and argv == before
+
+
+def test_dashes_of_options_only():
+    assert underscores(["--a-b=c-d", "e-f", "-g-h", "--i-j", "--", "--k-l"]) == [
+        "--a_b=c-d", "e-f", "-g-h", "--i_j", "--", "--k-l"]
+
+
+# --- files
+
+def test_a_file_its_base_and_groups(tmp_path):
+    (tmp_path / "deep").mkdir()
+    (tmp_path / "base.yaml").write_text("seed: 1\nmax_iters: 1\nn_layer: 1\n")
+    (tmp_path / "deep" / "c.yaml").write_text(
+        "base: ../base.yaml\nmodel:\n  n_head: 2\n  n_layer: 4\ntraining: {epochs: 3}\nlr: 1e-3\n")
+    problems = []
+    values = read_with_bases(str(tmp_path / "deep" / "c.yaml"), problems)
+    assert {n: v for n, (v, _) in values.items()} == dict(
+        seed="1", max_iters="1", n_layer="4", n_head="2", max_epochs="3", learning_rate="1e-3")
+    assert values["n_layer"][1].endswith("c.yaml:4") and values["seed"][1].endswith("base.yaml:1")
+    assert problems == []
+    (tmp_path / "twice.yaml").write_text("n_layer: 1\nmodel:\n  n_layer: 2\nlr: 1\nlr: 2\n")
+    read_with_bases(str(tmp_path / "twice.yaml"), problems)
+    assert [p.split(": ", 1)[1] for p in problems] == [
+        f"n_layer is set twice (first at {tmp_path}/twice.yaml:1); keep one",
+        f"learning_rate is set twice (first at {tmp_path}/twice.yaml:4); keep one"]
+
+
+def test_a_runs_arguments_without_those_of_its_start(tmp_path):
+    (tmp_path / "a.json").write_text(
+        '{"arguments": {"seed": 3, "resume": "must", "eval_only": true}, "pid": 9}')
+    c = load_config(tmp_path / "a.json")
+    assert (c.seed, c.resume, c.eval_only) == (3, "auto", False)
+
+
+def test_what_a_search_found_stands_between_file_and_command_line(tmp_path):
+    (tmp_path / "c.yaml").write_text("seed: 1\nn_layer: 1\nmax_iters: 1\n")
+    (tmp_path / "best.yaml").write_text("seed: 2\nn_layer: 2\n")
+    c = load_config(tmp_path / "c.yaml", [f"best_config={tmp_path}/best.yaml", "--seed=3"])
+    assert (c.seed, c.n_layer, c.max_iters) == (3, 2, 1)
+
+
+def test_yaml_of_every_kind_of_value_reads_back(tmp_path):
+    c = load_config(None, dict(run_name="a: b # c", tracker=["wandb"], sample_prompts=["x, y", ""],
+                               lr_groups={"wte": 0.5, "h.*": {"weight_decay": 0.0}}, min_lr=1e-7,
+                               n_kv_head=2, bias=True, data_dir="y", tokenizer="1e3"))
+    (tmp_path / "c.yaml").write_text(to_yaml(c))
+    assert load_config(tmp_path / "c.yaml") == c
+
+
+# --- between keys
+
+@pytest.mark.parametrize("changes, words", [
+    (dict(n_head=5), "n_embd (384) must be a multiple of n_head (5)"),
+    (dict(n_embd=6, n_head=2), "n_embd / n_head (3) must be even"),
+    (dict(n_embd=6, n_head=2, pos="learned"), None), (dict(n_embd=8, n_head=2), None),
+    (dict(n_kv_head=4), "n_kv_head (4) must divide n_head (6)"), (dict(n_kv_head=3), None),
+    (dict(min_lr=7e-4), "min_lr (0.0007) must not exceed learning_rate (0.0006)"),
+    (dict(min_lr=6e-4), None), (dict(lr_schedule="plateau", eval_interval=0), "lr_schedule: plat"),
+    (dict(lr_schedule="plateau", eval_interval=0, eval_epochs=1.0), None),
+    (dict(eval_interval=0), None), (dict(eval_only=True, eval_interval=0), "eval_only: True needs"),
+    (dict(early_stopping_patience=1, eval_interval=0), "early_stopping_patience: 1 needs")])
+def test_what_must_hold_between_keys(changes, words):
+    found = [text for _, text in conflicts(TrainConfig(**changes))]
+    assert found == [] if words is None else len(found) == 1 and words in found[0]
+
+
+@pytest.mark.parametrize("world, valid", [("1", None), ("4", None), ("12", None), ("", None),
+                                          ("x", None), ("5", "1, 2, 3, 4, 6, 12\n")])
+def test_ranks_that_share_a_batch(monkeypatch, world, valid):
+    monkeypatch.setenv("WORLD_SIZE", world)
+    c = TrainConfig(batch_size=4, gradient_accumulation_steps=3)
+    found = [text + "\n" for _, text in conflicts(c)]
+    assert not found if valid is None else found[0].endswith(f"valid numbers of ranks: {valid}")
+    if valid:
+        many = TrainConfig(batch_size=64, gradient_accumulation_steps=81)
+        monkeypatch.setenv("WORLD_SIZE", "7")
+        assert conflicts(many)[0][1].endswith(": 1, 2, 3, 4, 6, 8, 9, 12, 16, 18, 24, 27, ...")
+
+
+def test_a_problem_of_a_value_hides_what_follows_from_it():
+    with pytest.raises(ConfigError) as refused:
+        load_config(None, ["--n_head=0", "--min_lr=1", "--n_kv_head=4"])
+    assert [p.split(":")[0] for p in refused.value.problems] == [
+        "command line", "min_lr (1.0) must not exceed learning_rate (0.0006)"]
+
+
+@pytest.mark.parametrize("changes, different", [
+    ({}, []), (dict(min_lr=6e-5, n_hidden=1536, n_kv_head=6), []), (dict(min_lr=6.1e-5),
+                                                                   ["min_lr"]),
+    (dict(n_hidden=1535), ["n_hidden"]), (dict(n_kv_head=3), ["n_kv_head"]),
+    (dict(seed=1, max_iters=9, device="cpu", resume="must"), ["seed"]),
+    (dict(batch_size=32, gradient_accumulation_steps=2), []),
+    (dict(batch_size=32), ["batch_size"]), (dict(gradient_accumulation_steps=5),
+                                            ["gradient_accumulation_steps"]),
+    (dict(batch_size=3, gradient_accumulation_steps=3),
+     ["batch_size", "gradient_accumulation_steps"])])
+def test_what_makes_another_run(changes, different):
+    old, new = vars(TrainConfig()), vars(TrainConfig()) | changes
+    found = differences(old, new)
+    assert [n for n, _, _ in found] == different
+    assert all((a, b) == (settled(old)[n], settled(new)[n]) for n, a, b in found)
+    del new["seed"]  # a key that one side does not have
+    assert [n for n, _, _ in differences(old, new)] == [n for n in different if n != "seed"]
+
+
+def test_the_free_keys_are_these():
+    """Written out: what may change when a run is resumed, and what belongs to one start."""
+    free = {n for n, f in FIELDS.items() if f.metadata.get("free")}
+    assert free == set("""
+        compile cudnn_benchmark data_dir deterministic device dist_timeout distributed dtype
+        early_stopping_min_delta early_stopping_patience eval_epochs eval_interval eval_iters
+        eval_on_start gradient_checkpointing init_from keep_last log_interval max_epochs max_iters
+        num_threads on_spike out_dir run_name sample_prompts sample_tokens save_interval
+        save_precision spike_sigma step_timeout tokenizer tracker""".split())
+    starts = {n for n, f in FIELDS.items() if f.metadata.get("start")}
+    assert starts == {"resume", "allow_change", "eval_only"}
+
+
+# --- lengths
+
+@pytest.mark.parametrize("batch, steps, world, micro, accumulation", [
+    (16, 4, 1, 16, 4), (16, 4, 8, 8, 1), (16, 4, 64, 1, 1), (6, 5, 2, 5, 3), (6, 5, 3, 5, 2),
+    (5, 7, 7, 5, 1), (4, 9, 1, 4, 9), (7, 4, 2, 7, 2), (7, 4, 4, 7, 1), (8, 3, 6, 4, 1)])
+def test_a_batch_is_shared_in_micro_batches(batch, steps, world, micro, accumulation):
+    c = TrainConfig(batch_size=batch, gradient_accumulation_steps=steps)
+    assert (c.micro_batch(world), c.accumulation(world)) == (micro, accumulation)
+    assert micro * accumulation * world == c.samples_per_step
+
+
+@pytest.mark.parametrize("epochs, steps", [(1.0, 157), (0.5, 79), (2.0, 313), (1e-9, 1),
+                                           (6.4 / 10, 100), (156.25 / 100, 245), (0.00639, 1)])
+def test_epochs_are_rounded_up_to_whole_steps(epochs, steps):
+    """64 samples a step, 10,000 an epoch: 156.25 steps."""
+    c = TrainConfig(max_epochs=epochs, eval_epochs=epochs, warmup_epochs=epochs).in_steps(10_000)
+    assert (c.max_iters, c.eval_interval, c.warmup_iters) == (steps, steps, steps)
+    assert TrainConfig(warmup_epochs=0.0).in_steps(10_000).warmup_iters == 0
+    assert TrainConfig(max_iters=7).in_steps(3) == TrainConfig(max_iters=7)
+
+
+def test_notes_say_which_key_won():
+    assert TrainConfig().notes() == []
+    c = TrainConfig(max_epochs=0.5, warmup_ratio=0.25, max_iters=40, min_lr=6e-4)
+    assert c.notes() == [
+        "max_epochs 0.5 is max_iters 40: max_epochs replaces max_iters",
+        "warmup_ratio 0.25 is 10 steps: it replaces warmup_iters and warmup_epochs",
+        "min_lr is the peak learning rate (0.0006): the schedule is flat"]
+    assert TrainConfig(min_lr=6e-4, lr_schedule="constant").notes() == []
+    late = TrainConfig(max_iters=100, warmup_iters=101)
+    assert late.notes() == ["the warm-up of 101 steps is longer than the run of 100: the learning "
+                            "rate never reaches its peak"]
+    assert TrainConfig(max_iters=100, warmup_iters=100).notes() == []
+    assert TrainConfig(max_iters=0, warmup_iters=5).notes() == []
+
+
+def test_the_words_of_resume_are_no_file():
+    assert [TrainConfig(resume=r).resume_file for r in ("auto", "must", "never", "x.pt")] == [
+        None, None, None, "x.pt"]
