@@ -117,13 +117,18 @@ class ActivationBuffer:
 
     def sample(self, n: int, seed: int) -> torch.Tensor:
         """n rows (n, dim), a function of the content and `seed`: different ones where there are as
-        many. They are counted from the oldest on, so a ring that was filled anew gives the same."""
+        many."""
+        return self.rows[self.choose(n, seed).to(self.rows.device)]
+
+    def choose(self, n, seed):
+        """Where the rows of sample() are (n,), on the CPU. They are counted from the oldest on, so
+        a ring that was filled anew gives the same."""
         held, generator = len(self), torch.Generator().manual_seed(seed)
         if not held:
             raise ValueError("ActivationBuffer: nothing to sample from: add() comes first")
         order = torch.randperm(held, generator=generator)  # drawn on the CPU: equal on all devices
         chosen = order[torch.arange(n) % held] + self.added - held
-        return self.rows[(chosen % len(self.rows)).to(self.rows.device)]
+        return chosen % len(self.rows)
 
 
 class ActivationLoader:
@@ -151,9 +156,13 @@ class ActivationLoader:
         if self.last.get(micro) != step:
             self.fill(micro, step, device)
         places = zip(self.rings[micro], self.tokens.sample_numbers([step]).tolist())
-        rows = [ring.sample(self.units_per_sample, stable_hash(self.seed, f"rows of {g}"))
-                for ring, g in places]
-        return (torch.stack(rows),)
+        chosen = torch.stack([
+            ring.choose(self.units_per_sample, stable_hash(self.seed, f"rows of {g}"))
+            for ring, g in places])  # (B, T - SKIPPED)
+        if torch.device(device).type == "cuda":  # one copy, and no waiting for it
+            chosen = chosen.pin_memory().to(device, non_blocking=True)
+        rows = zip(self.rings[micro], chosen.to(device))
+        return (torch.stack([ring.rows[i] for ring, i in rows]),)
 
     def fill(self, micro, step, device):
         """Add the window of call `step` to the rings of `micro`, or all windows that they hold."""

@@ -130,7 +130,8 @@ class SparseAutoencoder(nn.Module):
             parts["auxk"] = self.revive(pre, left.detach(), W)
             loss = loss + c.auxk_weight * parts["auxk"]
         sums = {name: part.sum() for name, part in parts.items()}
-        sums |= dict(x=x.sum(0), xx=x.square().sum(), fired=(z > 0).sum(0))
+        sums |= dict(x=x.sum(0), xx=x.square().sum(), fired=(z > 0).sum(0),
+                     dying=self.silent + 1 >= c.dead_after)  # unless they fire in this step
         return loss.mean(), sums, out / self.scale + self.mean
 
     def revive(self, pre, left, W):
@@ -213,7 +214,8 @@ class SAEModel(nn.Module):
     def after_step(self, it, sums):
         silent, fired = self.sae.silent, sums["fired"].to(self.sae.silent.device) > 0
         silent.copy_(torch.where(fired, 0, silent + 1))
-        self.sae.some_dead = bool((silent >= self.keys.dead_after).any())
+        # Of sums, which are on the host, not of silent: a GPU would have to be waited for.
+        self.sae.some_dead = bool(((sums["dying"] > 0) & (sums["fired"] == 0)).any())
 
 
 # -----------------------------------------------------------------------------
