@@ -9,7 +9,7 @@ import torch
 import torch.nn as nn
 import torch.nn.functional as F
 
-from model.gpt import MLP, Attention
+from model.gpt import MLP, Attention, is_plain
 
 
 def pack(model):
@@ -38,7 +38,7 @@ def replace_in(module, kind):
             setattr(module, name, JoinedAttention(child, kind))
         elif type(child) is MLP:
             setattr(module, name, JoinedMLP(child, kind))
-        elif type(child).forward is nn.Linear.forward:  # also one with adapters
+        elif is_plain(child) or hasattr(child, "base"):  # adapters are in the weight of theirs
             setattr(module, name, kind(child))
         else:
             replace_in(child, kind)
@@ -143,8 +143,9 @@ def joined(layers):
 
 def has_int8_kernel(device, width):
     """Whether int8 weights of so many columns can be multiplied as they are. The CPU kernel of
-    PyTorch 2.13 reads 16 columns at a time, past the end of others."""
-    if width % 16:
+    PyTorch 2.13 reads 16 columns at a time, past the end of others; that for CUDA is slower than
+    bfloat16 products."""
+    if width % 16 or device.type == "cuda":
         return False
     try:
         x = torch.zeros(1, 32, device=device, dtype=torch.bfloat16)

@@ -100,12 +100,17 @@ class Attention(nn.Module):
         three, but for a few tokens (sampling) joining the weights would cost more."""
         c, (B, T, _) = self.config, x.size()
         layers = (self.q, self.k, self.v)
-        if B * T > 64:
+        if B * T > 64 and all(map(is_plain, layers)):
             bias = torch.cat([m.bias for m in layers]) if c.bias else None
             y = F.linear(x, torch.cat([m.weight for m in layers]), bias)
         else:
             y = torch.cat([m(x) for m in layers], dim=-1)
         return y.view(B, T, -1, c.head_dim).split((c.n_head + c.n_kv_head, c.n_kv_head), dim=2)
+
+
+def is_plain(layer):
+    """Whether a layer is its weight and bias alone, which can be joined to another's."""
+    return type(layer).forward is nn.Linear.forward
 
 
 class MLP(nn.Module):
@@ -165,7 +170,7 @@ def save_products():
     aten = torch.ops.aten
     keep = [aten.mm, aten.addmm, aten._scaled_dot_product_flash_attention,
             aten._scaled_dot_product_cudnn_attention, aten._scaled_dot_product_efficient_attention,
-            aten._scaled_dot_product_flash_attention_for_cpu]
+            aten._scaled_dot_product_flash_attention_for_cpu, aten._grouped_mm]
     return create_selective_checkpoint_contexts([op.default for op in keep])
 
 

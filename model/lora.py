@@ -16,6 +16,7 @@ from dataclasses import asdict, dataclass
 
 import torch
 import torch.nn as nn
+import torch.nn.functional as F
 
 from model import chat, gpt, load
 from model.chat import ChatGPT
@@ -54,8 +55,40 @@ class LoRALinear(nn.Linear):
     @property
     def weight(self):
         """(out, in), in the precision of the weights: merging gives what training computed with."""
-        with torch.autocast(self.base.device.type, enabled=False):
-            return torch.addmm(self.base, self.lora_B, self.lora_A, alpha=self.scale)
+        return added(self.base, self.lora_A, self.lora_B, self.scale)
+
+    def forward(self, x):
+        if torch.is_autocast_enabled(x.device.type):
+            x = x.to(torch.get_autocast_dtype(x.device.type))
+        return _AdaptedLinear.apply(x, self.base, self.bias, self.lora_A, self.lora_B, self.scale)
+
+
+def added(base, A, B, scale):
+    with torch.autocast(base.device.type, enabled=False):
+        return torch.addmm(base, B, A, alpha=scale)
+
+
+class _AdaptedLinear(torch.autograd.Function):
+    """x (..., in) times base + scale B A. Autograd would make the gradient of the sum, as large a
+    product as the forward pass; those of A and B take products of rank r."""
+
+    @staticmethod
+    def forward(ctx, x, base, bias, A, B, scale):
+        weight = added(base, A, B, scale).to(x.dtype)
+        low = F.linear(x.flatten(0, -2), A.to(x.dtype)) * scale  # (N, r)
+        ctx.save_for_backward(x, low, weight, B)
+        ctx.scale = scale
+        return F.linear(x, weight, None if bias is None else bias.to(x.dtype))
+
+    @staticmethod
+    def backward(ctx, grad):
+        (x, low, weight, B), needs = ctx.saved_tensors, ctx.needs_input_grad
+        rows, g = x.flatten(0, -2), grad.flatten(0, -2)  # (N, in), (N, out)
+        dlow = (g @ B.to(g.dtype)) * ctx.scale  # (N, r)
+        return ((g @ weight).view_as(x) if needs[0] else None,
+                (g.t() @ rows).to(B.dtype) if needs[1] else None,
+                g.sum(0).to(B.dtype) if needs[2] else None,
+                (dlow.t() @ rows).to(B.dtype), (g.t() @ low).to(B.dtype), None)
 
 
 class LoRA(ChatGPT):

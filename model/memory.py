@@ -74,7 +74,8 @@ class Chapters(nn.Module):
         self.gate = nn.Parameter(torch.empty(c.n_embd))  # zero: `initial` below
 
     def forward(self, x):
-        """x (B, T, C) -> what is read, the same shape, and the router's logits (B, T, n)."""
+        """x (B, T, C) -> what is read, the same shape, the router's logits (B, T, n) and choice
+        (B, T, k)."""
         c, (B, T, C) = self.config, x.size()
         H, D, S, k = c.n_head, c.head_dim, c.chapter_size, c.chapters_per_token
         x = self.ln(x)
@@ -89,7 +90,7 @@ class Chapters(nn.Module):
         p = (scores - scores.logsumexp((2, 4), keepdim=True)).exp().to(q.dtype)
         y = groups.unsort(self.values(groups.sort(p.flatten(0, 3)), groups.ends))
         y = self.o(y.view(B, T, k, H, D).sum(2).view(B, T, C))
-        return y * self.gate.tanh().to(y.dtype), logits
+        return y * self.gate.tanh().to(y.dtype), (logits, chosen)
 
 
 class MemoryBlock(RoutedBlock):
@@ -100,8 +101,8 @@ class MemoryBlock(RoutedBlock):
 
     def compute(self, x, rope, cache=None):
         x = super().compute(x, rope, cache)
-        y, logits = self.memory(x)
-        return x + y.type_as(x), logits
+        y, routed = self.memory(x)
+        return x + y.type_as(x), routed
 
 
 def is_own(name):

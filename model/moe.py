@@ -79,22 +79,24 @@ def router_losses(logits: torch.Tensor, k: int) -> dict[str, torch.Tensor]:
     Counts have no gradient: f_i passes it on to P_i as it is, so a step lowers the probability of
     what is used too much.
     z_loss = mean(logsumexp(logits)^2) (arXiv:2202.08906)."""
-    return losses_within(logits.flatten(0, -2), k)
+    logits = logits.flatten(0, -2)
+    return losses_within(logits, use_of(logits.topk(k, dim=-1).indices, logits.size(-1)))
 
 
-def losses_within(logits, k):
-    """router_losses over the N tokens of each of many sequences: logits (..., N, C) -> (...)."""
+def losses_within(logits, f):
+    """router_losses over the N tokens of each of many sequences: logits (..., N, C), and the use of
+    each expert f (..., C) -> (...)."""
     logits, n = logits.float(), logits.size(-1)
-    f, p = use_of(logits, k), logits.softmax(-1).mean(-2)  # (..., C)
+    p = logits.softmax(-1).mean(-2)  # (..., C)
     through = f + (p - p.detach())  # f to the bit, with the gradient of P
     return dict(load_balance=n * (f * p).sum(-1), auxiliary=(through - 1 / n).square().sum(-1),
                 z_loss=logits.logsumexp(-1).square().mean(-1))
 
 
-def use_of(logits, k):
-    """The share of each expert in the N k assignments. logits (..., N, C) -> (..., C)."""
-    chosen = logits.topk(k, dim=-1).indices  # (..., N, k)
-    return torch.zeros_like(logits).scatter_(-1, chosen, 1.0).mean(-2) / k
+def use_of(chosen, n):
+    """The share of each of n experts in the N k assignments. chosen (..., N, k) -> (..., n)."""
+    marks = torch.zeros(*chosen.shape[:-1], n, device=chosen.device).scatter_(-1, chosen, 1.0)
+    return marks.mean(-2) / chosen.size(-1)
 
 
 def compute_router_auxiliary_loss(router_losses: Sequence[dict[str, torch.Tensor]],
@@ -112,7 +114,8 @@ def compute_router_auxiliary_loss(router_losses: Sequence[dict[str, torch.Tensor
 
 class Router(nn.Linear):
     """Which k of n groups each token uses, and how much. In float32, as rounding would change the
-    choice. normalise: a token's k weights add up to 1."""
+    choice (a GPU with TF32 rounds the weights to 11 bits, the same in every pass). normalise: a
+    token's k weights add up to 1."""
 
     def __init__(self, dim, n, k, normalise=False):
         super().__init__(dim, n, bias=False)
@@ -131,10 +134,10 @@ class Groups:
     ends (n,) int32: where each group ends in that order."""
 
     def __init__(self, chosen, n):
-        self.order = chosen.argsort(stable=True)
-        self.back = self.order.argsort()
-        numbers = torch.arange(n, device=chosen.device)
-        self.ends = torch.searchsorted(chosen[self.order], numbers, right=True, out_int32=True)
+        ordered, self.order = chosen.sort(stable=True)
+        rows, groups = (torch.arange(m, device=chosen.device) for m in (len(chosen), n))
+        self.back = torch.empty_like(rows).scatter_(0, self.order, rows)
+        self.ends = torch.searchsorted(ordered, groups, right=True, out_int32=True)
 
     def sort(self, rows):
         return Permute.apply(rows, self.order, self.back)
@@ -181,8 +184,9 @@ class GroupedLinear(nn.Module):
 
 
 def groups_are_fast(x, w):
-    """Whether PyTorch has one kernel for all groups: bfloat16 on a GPU of capability 8.0 or more,
-    rows of a multiple of 16 bytes."""
+    """Whether PyTorch has the product of all groups: bfloat16 on a GPU of capability 8.0 or more,
+    rows of a multiple of 16 bytes. One kernel from 9.0 on (H100); before it (A100) a loop on the
+    host, which waits for the sizes in each product, but keeps a compiled model in one graph."""
     return (x.is_cuda and x.dtype == torch.bfloat16 and w.size(1) % 8 == w.size(2) % 8 == 0
             and torch.cuda.get_device_properties(x.device).major >= 8)
 
@@ -199,7 +203,7 @@ class Experts(nn.Module):
         self.down = GroupedLinear(c.n_experts, c.expert_hidden, c.n_embd)
 
     def forward(self, x):
-        """x (B, T, C) -> the same shape, and the router's logits (B, T, E)."""
+        """x (B, T, C) -> the same shape, the router's logits (B, T, E) and choice (B, T, k)."""
         logits, weights, chosen = self.router(x)
         groups = Groups(chosen.flatten(), self.config.n_experts)
         copies = x.unsqueeze(2).expand(-1, -1, chosen.size(2), -1)  # (B, T, k, C)
@@ -207,19 +211,19 @@ class Experts(nn.Module):
         hidden = F.silu(self.gate(rows, groups.ends)) * self.up(rows, groups.ends)
         y = groups.unsort(self.down(hidden, groups.ends)).view(copies.shape)
         y = (y * weights.to(y.dtype).unsqueeze(-1)).sum(2)  # (B, T, C)
-        return F.dropout(y, self.config.dropout, self.training), logits
+        return F.dropout(y, self.config.dropout, self.training), (logits, chosen)
 
 
 # -----------------------------------------------------------------------------
 # the model
 
 class RoutedBlock(Block):
-    """A block whose compute() returns also the logits (B, T, n) of its router."""
+    """A block whose compute() returns also (logits (B, T, n), chosen (B, T, k)) of its router."""
 
     def forward(self, x, rope, cache=None):
         # Kept aside, here and not in compute(), which gradient checkpointing repeats. As a result
         # of the block they would have FSDP gather all blocks at the start of the backward pass.
-        x, self.logits = super().forward(x, rope, cache)
+        x, self.routed = super().forward(x, rope, cache)
         return x
 
 
@@ -230,8 +234,8 @@ class MoEBlock(RoutedBlock):
 
     def compute(self, x, rope, cache=None):
         x = x + self.attn(self.ln_1(x), rope, cache)
-        y, logits = self.mlp(self.ln_2(x))
-        return x + y, logits
+        y, routed = self.mlp(self.ln_2(x))
+        return x + y, routed
 
 
 class RoutedGPT(GPT):
@@ -243,12 +247,14 @@ class RoutedGPT(GPT):
 
     def forward(self, idx, targets=None, cache=None, last_only=False):
         out = super().forward(idx, targets, cache, last_only)
-        routers = [block.__dict__.pop("logits") for block in self.h]  # (B, T, n) each
+        routed = [block.__dict__.pop("routed") for block in self.h]
         if targets is None:
             return out
-        (loss, sums), c, k = out, self.config, self.routers()[0].k
-        parts = losses_within(torch.stack(routers), k)  # (L, B) each: of every sequence
-        used = use_of(torch.stack(routers).detach(), k).sum(1) * idx.size(1)  # (L, n)
+        (loss, sums), c = out, self.config
+        logits, chosen = map(torch.stack, zip(*routed))  # (L, B, T, n), (L, B, T, k)
+        used = use_of(chosen, logits.size(-1))  # (L, B, n)
+        parts = losses_within(logits, used)  # (L, B) each: of every sequence
+        used = used.sum(1) * idx.size(1)  # (L, n)
         logged = {name: part.detach().mean(0).sum() * idx.size(1) for name, part in parts.items()}
         sums = dict(sums, routed=used, **logged)
         if self.training:

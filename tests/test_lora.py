@@ -82,6 +82,21 @@ def test_merged_is_the_same_model(data_dir, base, tmp_path, capsys):
     train(load_config(None, again))  # and it is one that training starts from
 
 
+@pytest.mark.parametrize("whole", [False, True])
+def test_gradients_are_those_of_the_sum(whole):
+    """Of W + scale B A by autograd; the layer makes no gradient of it. whole: the base trains too."""
+    torch.manual_seed(0)
+    layer = LoRALinear(torch.nn.Linear(12, 20).double(), 3, 2.0).double().requires_grad_(whole)
+    for p in (layer.lora_A, layer.lora_B):
+        torch.nn.init.normal_(p.requires_grad_())
+    x, up = (torch.randn(2, 5, n, dtype=torch.float64) for n in (12, 20))
+    inputs = [x.requires_grad_(), *(p for p in layer.parameters() if p.requires_grad)]
+    got = torch.autograd.grad(layer(x), inputs, up)
+    y = torch.nn.functional.linear(x, layer.base + 2 * layer.lora_B @ layer.lora_A, layer.bias)
+    for a, b in zip(got, torch.autograd.grad(y, inputs, up), strict=True):
+        torch.testing.assert_close(a, b)
+
+
 def test_adapters_are_the_difference(data_dir, base, tmp_path):
     """What an export needs: names, A, B, r and alpha give the merged weights."""
     go(data_dir, base, tmp_path / "out", lora_targets=["q", "h.1.mlp.up"])

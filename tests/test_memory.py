@@ -88,7 +88,7 @@ def test_reading_equals_attention_written_out(backbone):
     chapters, c = model.h[0].memory, model.config
     torch.nn.init.normal_(chapters.gate)
     x = torch.randn(2, 8, c.n_embd)
-    y, logits = chapters(x)
+    y, (logits, _) = chapters(x)
     H, D, S, n = c.n_head, c.head_dim, c.chapter_size, c.n_chapters
     keys = chapters.keys.weight.view(n, H, S, D)
     values = chapters.values.weight.view(n, H, D, S).mT

@@ -85,7 +85,7 @@ def test_layers_add_up_with_their_coefficients():
 def test_the_layer_equals_a_loop_over_tokens(normalise):
     model = build_model(tiny(norm_topk_prob=normalise), SPEC)
     experts, x = model.h[0].mlp, torch.randn(2, 16, 32)
-    y, logits = experts(x)
+    y, (logits, _) = experts(x)
     assert torch.allclose(logits, x @ experts.router.weight.t(), atol=1e-6)
     for b, t in ((0, 0), (1, 7), (1, 15)):
         p = logits[b, t].softmax(-1)
