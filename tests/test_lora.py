@@ -84,7 +84,7 @@ def test_merged_is_the_same_model(data_dir, base, tmp_path, capsys):
 
 @pytest.mark.parametrize("whole", [False, True])
 def test_gradients_are_those_of_the_sum(whole):
-    """Of W + scale B A by autograd; the layer makes no gradient of it. whole: the base trains too."""
+    """Of W + scale B A by autograd; the layer makes no gradient of it. whole: the base trains."""
     torch.manual_seed(0)
     layer = LoRALinear(torch.nn.Linear(12, 20).double(), 3, 2.0).double().requires_grad_(whole)
     for p in (layer.lora_A, layer.lora_B):

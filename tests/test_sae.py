@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+import re
 
 import numpy as np
 import pytest
@@ -206,7 +207,8 @@ def test_kill_and_resume_bit_for_bit(tmp_path, data_dir, backbone, trained):
     code, text = run_program(data_dir, out, env={"FAULT": "before_opt@12=kill9"}, **options)
     assert code == -9, text
     code, text = run_program(data_dir, out, **options)
-    assert code == 0 and "at iter 10" in text, text
+    # The save of step 10 is in the background: on a busy machine it may not have been over.
+    assert code == 0 and re.search("at iter (5|10)", text), text
     assert_same(trained[0], out)
 
 

@@ -73,7 +73,7 @@ class Clock:
 
     def announce_end(self, it, left, say):
         """Once: when the run will be over, `left` seconds from now."""
-        if it > self.began:  # the first step may have compiled
+        if not self.end_announced and it > self.began:  # the first step may have compiled
             self.end_announced = True
             end = time.strftime("%Y-%m-%d %H:%M", time.localtime(time.time() + left))
             say(f"Expected to finish in {duration(left)}, at about {end}")

@@ -356,8 +356,7 @@ class Trainer:
         self.batches.seconds = 0.0
         seconds = self.clock.lap(it, loading, self.log.warn)
         left = (c.max_iters - it - 1) * seconds
-        if not self.clock.end_announced:
-            self.clock.announce_end(it, left, self.log.info)
+        self.clock.announce_end(it, left, self.log.info)
         self.log.step(dict(
             iter=it, max_iters=c.max_iters, tokens=(it + 1) * self.units_per_step,
             unit=self.data.train.unit, lr=lr, grad_norm=norm, time_ms=seconds * 1000,
