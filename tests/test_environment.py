@@ -142,7 +142,7 @@ def test_112_out_of_memory_on_one_rank(tmp_path, data_dir):
     began = time.monotonic()
     args = tiny_args(data_dir=data_dir, out_dir=tmp_path / "out", save_interval=2, vocab_size=256)
     code, text = run(*args, ranks=2, env={"FAULT": "mid_backward@5:1=oom"}, timeout=60)
-    assert code != 0 and "[rank 1] Out of memory. Try" in text and time.monotonic() - began < 35
+    assert code != 0 and "[rank 1] Out of memory. Try" in text and time.monotonic() - began < 55
     assert load_checkpoint(tmp_path / "out" / "ckpt.pt")["iter_num"] in (2, 4, 5)
 
 

@@ -22,7 +22,7 @@ from test_distributed import (
 
 pytestmark = pytest.mark.skipif(not os.path.isdir("/proc/self"), reason="finds ranks in /proc")
 STEPS = 250
-MANY = dict(max_iters=STEPS, eval_interval=40, save_interval=10, dist_timeout=60)
+MANY = dict(max_iters=STEPS, eval_interval=40, save_interval=10, dist_timeout=180)
 
 
 @pytest.fixture(scope="module")
@@ -60,7 +60,7 @@ def alive(pid):
         return False
 
 
-def wait_until(condition, process, what, seconds=60):
+def wait_until(condition, process, what, seconds=180):
     deadline = time.monotonic() + seconds
     while not condition():
         if process.poll() is not None or time.monotonic() > deadline:
@@ -110,14 +110,14 @@ def test_cases_65_69_an_error_in_a_rank_ends_the_job_with_its_traceback(data_dir
     started = time.monotonic()
     code, output = finish(start(*arguments(data_dir, tmp_path), ranks=2,
                                 env=dict(FAULT="before_step@15:1=raise")))
-    assert code != 0 and time.monotonic() - started < 35
+    assert code != 0 and time.monotonic() - started < 120
     assert "[rank 1] RuntimeError: fault at before_step" in output
     assert last_step(tmp_path) == 14
     # The checkpoint is good, and the next start goes on from it: there rank 1 hangs.
     started = time.monotonic()
     code, output = finish(start(*arguments(data_dir, tmp_path, step_timeout=4), ranks=2,
                                 env=dict(FAULT="before_step@16:1=sleep")))
-    assert code != 0 and time.monotonic() - started < 35
+    assert code != 0 and time.monotonic() - started < 120
     assert "at iter 10" in output and output.count("Timeout (0:00:04") == 2
     assert "in act" in output  # where rank 1 hangs
 

@@ -318,7 +318,7 @@ def test_int8_weights_are_within_half_a_step(width, bias, rows):
 
 def test_int8_without_a_kernel(monkeypatch):
     monkeypatch.delattr(torch, "_weight_int8pack_mm")
-    assert not has_int8_kernel("cpu", 32)
+    assert not has_int8_kernel(torch.device("cpu"), 32)
     model, idx = quantize(small().bfloat16()), random_tokens(2, 16)
     assert (model(idx) - small()(idx)).abs().max() < 0.05
 
