@@ -8,6 +8,9 @@ import os
 import sys
 import time
 
+if sys.version_info < (3, 10):  # noqa: UP036  what follows would be a SyntaxError
+    sys.exit("Python 3.10 or newer is needed, this is " + sys.version.split()[0])
+
 from train.config import ConfigError, describe, help_text, load_with_origins, take_config
 
 

@@ -16,6 +16,9 @@ import textwrap
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, fields, is_dataclass
 
+if sys.version_info < (3, 10):  # noqa: UP036  every command imports this file
+    sys.exit("Python 3.10 or newer is needed, this is " + sys.version.split()[0])
+
 import yaml
 
 from train.keys import (  # noqa: F401  GPTKeys and key are for others to import
