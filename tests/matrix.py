@@ -3,8 +3,9 @@
     python -m tests.matrix                 runs the tests first (minutes)
     python -m tests.matrix RESULTS.xml...  from pytest --junitxml=RESULTS.xml, of one run or several
 
-A test belongs to the matrix by its name, test_07_09_... or test_case_19_to_24_...: the numbers are
-its cases. It says "what is done to the run -> what is expected" in its docstring.
+A test belongs to the matrix by its mark, @pytest.mark.matrix(7, 9): the numbers are its cases. It
+says "what is done to the run -> what is expected" in its docstring. What tests/README.md says above
+the heading "The matrix" is written by hand and stays.
 """
 
 import ast
@@ -18,39 +19,35 @@ import xml.etree.ElementTree as ElementTree
 
 TESTS = pathlib.Path(__file__).resolve().parent
 CASES = range(1, 120)
-HEAD = """# The matrix
+HEAD = """## The matrix
 
 What is done to a run, what is expected, and what happened: written by `python -m tests.matrix` from
-the names, docstrings and results of the tests. A case is found by its number in their names
-(`python -m pytest -k test_25`). The long campaigns run with `python -m pytest -m slow -s`.
+the marks, docstrings and results of the tests. A case is found by its number (`python -m pytest -k
+case_025`). The long campaigns run with `python -m pytest -m slow -s`.
 
 """
 
 
-def cases_of(name):
-    """test_19_to_24_and_29_bad_file -> [19, 20, 21, 22, 23, 24, 29]."""
-    if not name.startswith("test_"):
-        return []
-    found, words = [], [w for w in name.split("_")[1:] if w not in ("case", "cases")]
-    for i, word in enumerate(words):
-        if word.isdigit() and i and words[i - 1] == "to":
-            found += range(found[-1] + 1, int(word) + 1)
-        elif word.isdigit():
-            found.append(int(word))
-        elif word not in ("to", "and") or not found:
-            break
-    return [n for n in found if n in CASES]
+def cases_of(function):
+    """The numbers in @pytest.mark.matrix(7, 9) of a function (a node of ast)."""
+    found = []
+    for call in function.decorator_list:
+        if isinstance(call, ast.Call) and ast.unparse(call.func) == "pytest.mark.matrix":
+            found += map(ast.literal_eval, call.args)
+    return found
 
 
 def tests_of(path):
-    """(name, docstring in one line, whether marked slow) of each test of the matrix in a file."""
+    """(name, cases, docstring in one line, whether marked slow) of each test of the matrix in a
+    file."""
     tree = ast.parse(path.read_text())
     all_slow = any("mark.slow" in ast.unparse(node) for node in tree.body
                    if isinstance(node, ast.Assign))
     for node in ast.walk(tree):
-        if isinstance(node, ast.FunctionDef) and cases_of(node.name):
+        if isinstance(node, ast.FunctionDef) and cases_of(node):
             slow = all_slow or any("mark.slow" in ast.unparse(d) for d in node.decorator_list)
-            yield node.name, " ".join((ast.get_docstring(node) or "").split()), slow
+            doc = " ".join((ast.get_docstring(node) or "").split())
+            yield node.name, cases_of(node), doc, slow
 
 
 def results_of(paths):
@@ -80,10 +77,10 @@ def table(results):
     """The matrix as Markdown."""
     rows, covered, total = [], set(), collections.Counter()
     for path in sorted(TESTS.glob("test_*.py")):
-        for name, doc, slow in tests_of(path):
-            cases, count = cases_of(name), results.get((path.stem, name), {})
+        for name, cases, doc, slow in tests_of(path):
+            count = results.get((path.stem, name), {})
             done, _, expected = doc.partition(" -> ")
-            done = done or re.sub(r"test_(cases?_)?([0-9_]|to_|and_)*", "", name).replace("_", " ")
+            done = done or name.removeprefix("test_").replace("_", " ")
             text = ", ".join(f"{n} {kind}" for kind, n in sorted(count.items()))
             rows.append((cases, done, expected, text or ("long campaign" if slow else "not run")))
             covered |= set(cases)
@@ -107,7 +104,8 @@ def main(paths):
             code = subprocess.run([sys.executable, "-m", "pytest", f"--junitxml={paths[0]}"],
                                   cwd=TESTS.parent).returncode
         results = results_of(paths)
-    (TESTS / "README.md").write_text(table({k: v for k, v in results.items() if cases_of(k[1])}))
+    page = TESTS / "README.md"
+    page.write_text(page.read_text().partition(HEAD.splitlines()[0])[0] + table(results))
     return code
 
 

@@ -76,9 +76,10 @@ BROKEN = {
     "24 folder": replace_by_folder, "29 TorchScript": torchscript, "29 legacy": legacy_pickle}
 
 
+@pytest.mark.matrix(19, 20, 21, 22, 23, 24, 29)
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("what", BROKEN)
-def test_19_to_24_and_29_bad_file(out, data_dir, stopped_run, capsys, what):
+def test_a_bad_file_is_named_and_the_one_before_it_used(out, data_dir, stopped_run, capsys, what):
     """ckpt.pt empty, random bytes, text, zeros, truncated at 10, 50, 90 and 99.9 %, a folder,
     TorchScript or a damaged legacy file -> named with the reason, the checkpoint before it is used,
     and the end is exact; the bad file is kept aside"""
@@ -93,7 +94,8 @@ def test_19_to_24_and_29_bad_file(out, data_dir, stopped_run, capsys, what):
     assert (out / "ckpt_bad_1.pt").exists()
 
 
-def test_25_bit_flips(out, data_dir, stopped_run):
+@pytest.mark.matrix(25)
+def test_every_bit_flip_is_detected(out, data_dir, stopped_run):
     """one bit flipped at 300 random places -> 300 detected; the run goes on from the checkpoint
     before it"""
     path, draw = out / "ckpt.pt", random.Random(25)
@@ -109,7 +111,8 @@ def test_25_bit_flips(out, data_dir, stopped_run):
     assert_same(stopped_run / "whole", out)
 
 
-def test_25_bit_flips_in_the_digest(out):
+@pytest.mark.matrix(25)
+def test_every_bit_flip_in_the_digest_is_detected(out):
     """one bit flipped in each byte of the digest behind the content -> detected every time"""
     path = out / "ckpt.pt"
     good = path.read_bytes()
@@ -120,7 +123,8 @@ def test_25_bit_flips_in_the_digest(out):
         refused(path, "damaged")
 
 
-def test_26_no_good_checkpoint(out, data_dir):
+@pytest.mark.matrix(26)
+def test_when_no_checkpoint_is_good_the_run_is_refused(out, data_dir):
     """both checkpoints corrupt -> exit 2, both named, nothing trained or changed on disk"""
     for name in ("ckpt.pt", "ckpt_prev.pt"):
         truncate(out / name, 0.5)
@@ -132,14 +136,16 @@ def test_26_no_good_checkpoint(out, data_dir):
     assert before == {p.name: p.stat().st_mtime_ns for p in out.iterdir() if p.name != ".lock"}
 
 
-def test_26_previous_one_is_used_when_the_newest_is_missing(out, data_dir, stopped_run):
+@pytest.mark.matrix(26)
+def test_previous_one_is_used_when_the_newest_is_missing(out, data_dir, stopped_run):
     """ckpt.pt deleted -> the run goes on from ckpt_prev.pt, it does not start from scratch"""
     (out / "ckpt.pt").unlink()
     go(data_dir, out)
     assert_same(stopped_run / "whole", out)
 
 
-def test_26_two_bad_files_in_a_row(out, data_dir, stopped_run):
+@pytest.mark.matrix(26)
+def test_two_bad_files_in_a_row_are_both_kept_aside(out, data_dir, stopped_run):
     """a bad ckpt.pt, twice in the life of a run, once a folder -> both kept aside, the end exact"""
     truncate(out / "ckpt.pt", 0.5)
     go(data_dir, out, max_iters=12)
@@ -172,10 +178,12 @@ NAMES = {"os.system": r"posix\.system", "exec": r"(__builtin__|builtins)\.exec",
          "import": r"(__builtin__|builtins)\.__import__"}  # Python 2's name in old protocols
 
 
+@pytest.mark.matrix(27, 28, 30)
 @pytest.mark.filterwarnings("ignore:Detected pickle protocol")
 @pytest.mark.parametrize("forced", [False, True])
 @pytest.mark.parametrize("attack", NAMES)
-def test_27_28_30_code_in_a_checkpoint(out, data_dir, tmp_path, monkeypatch, attack, forced):
+def test_code_in_a_checkpoint_is_refused_and_not_run(out, data_dir, tmp_path, monkeypatch, attack,
+                                                     forced):
     """a pickle that calls os.system, exec, torch.hub.load ... as the model, inside the optimizer
     state, or as a bare pickle of any protocol, also with TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD=1 ->
     refused with the name shown, not run"""
@@ -198,7 +206,8 @@ def test_27_28_30_code_in_a_checkpoint(out, data_dir, tmp_path, monkeypatch, att
     assert not marker.exists()
 
 
-def test_27_signed_code_in_a_checkpoint(tmp_path):
+@pytest.mark.matrix(27)
+def test_code_in_a_checkpoint_is_refused_though_its_digest_is_right(tmp_path):
     """the same with a valid digest -> refused all the same: the digest is no permission"""
     path = tmp_path / "ckpt.pt"
     save_checkpoint(str(path), {"model": Evil(os.system, f"touch {tmp_path / 'marker'}")})
@@ -206,7 +215,8 @@ def test_27_signed_code_in_a_checkpoint(tmp_path):
     assert not (tmp_path / "marker").exists()
 
 
-def test_31_weights_without_the_rest(out, data_dir):
+@pytest.mark.matrix(31)
+def test_weights_without_the_rest_are_not_resumed(out, data_dir):
     """a checkpoint without optimizer or progress -> refused, --init_from offered, which works"""
     state = load_checkpoint(out / "ckpt.pt")
     for key in ("optimizer", "progress"):
@@ -217,14 +227,16 @@ def test_31_weights_without_the_rest(out, data_dir):
     go(data_dir, out.parent / "other", init_from=str(out / "ckpt.pt"), max_iters=2)
 
 
-def test_31_init_from_what_never_moves_aside(out, data_dir):
+@pytest.mark.matrix(31)
+def test_init_from_a_file_that_never_would_move_is_refused(out, data_dir):
     """--init_from a file of the out_dir that --resume never clears -> refused before moving it"""
     with pytest.raises(CheckpointError, match="choose another --out_dir"):
         go(data_dir, out, init_from=str(out / "ckpt.pt"), resume="never")
     assert (out / "ckpt.pt").exists()
 
 
-def test_32_unknown_keys(out, data_dir, stopped_run, capsys):
+@pytest.mark.matrix(32)
+def test_unknown_keys_in_a_checkpoint_are_named_and_ignored(out, data_dir, stopped_run, capsys):
     """unknown keys in a checkpoint -> named, ignored, the end exact"""
     save_checkpoint(str(out / "ckpt.pt"), load_checkpoint(out / "ckpt.pt") | {"colour": "blue"})
     go(data_dir, out)
@@ -232,16 +244,18 @@ def test_32_unknown_keys(out, data_dir, stopped_run, capsys):
     assert_same(stopped_run / "whole", out)
 
 
+@pytest.mark.matrix(33)
 @pytest.mark.parametrize("version, message", [(99, "format 99 is newer than this program's 1"),
                                               ("one", "format one is newer")])
-def test_33_newer_format(out, version, message):
+def test_a_newer_format_is_refused(out, version, message):
     """a newer or senseless format version -> refused: update the program"""
     state = load_checkpoint(out / "ckpt.pt") | {"format_version": version}
     save_checkpoint(str(out / "ckpt.pt"), state)
     assert "update the program" in refused(out / "ckpt.pt", message)
 
 
-def test_34_foreign_format(out, data_dir):
+@pytest.mark.matrix(34)
+def test_a_foreign_format_is_read_as_weights(out, data_dir):
     """a file without version and digest, as nanoGPT writes -> read as weights, not resumed"""
     state = load_checkpoint(out / "ckpt.pt")
     keys = ("model", "optimizer", "model_args", "iter_num", "best_val_loss", "config")
@@ -251,17 +265,19 @@ def test_34_foreign_format(out, data_dir):
         go(data_dir, out)
 
 
-def test_34_digest_cut_off(out):
+@pytest.mark.matrix(34)
+def test_our_file_without_its_digest_is_damaged(out):
     """our own file with its digest cut off -> damaged, not taken for a foreign one"""
     torch.save(load_checkpoint(out / "ckpt.pt"), out / "ckpt.pt")
     refused(out / "ckpt.pt", "damaged: its digest is missing")
 
 
+@pytest.mark.matrix(35)
 @pytest.mark.parametrize("key, value, shapes", [
     ("n_layer", 2, ["h.1.attn.q.weight: missing"]), ("n_embd", 32, ["wte.weight: shape (256, 16)"]),
     ("vocab_size", 300, ["wte.weight: shape (256, 16) float32, wanted shape (384, 16) float32"]),
     ("n_hidden", 16, ["h.0.mlp.up.weight: shape (32, 16) float32, wanted shape (16, 16) float32"])])
-def test_35_model_of_another_size(out, data_dir, key, value, shapes):
+def test_a_model_of_another_size_is_refused(out, data_dir, key, value, shapes):
     """n_layer, n_embd, vocab_size or n_hidden changed -> refused naming the key; with
     --allow_change refused naming every tensor, found and wanted shape"""
     with pytest.raises(CheckpointError, match=f"{key}: checkpoint has .*, now {value}"):
@@ -273,7 +289,8 @@ def test_35_model_of_another_size(out, data_dir, key, value, shapes):
     assert load_checkpoint(out / "ckpt.pt")["iter_num"] == 10
 
 
-def test_103_block_longer_than_the_models(out, data_dir, tmp_path):
+@pytest.mark.matrix(103)
+def test_a_block_longer_than_the_models_is_refused(out, data_dir, tmp_path):
     """block_size raised on resume; --init_from a model whose learned positions are fewer; a
     sequence longer than the context -> refused, with found and wanted"""
     with pytest.raises(CheckpointError, match="block_size: checkpoint has 8, now 32"):
@@ -297,6 +314,7 @@ def entry(state, name="wte.weight"):
     return state["optimizer"]["state"][name]
 
 
+@pytest.mark.matrix(36, 37, 38)
 @pytest.mark.parametrize("change, message", [
     (lambda s: entry(s).update(exp_avg=torch.zeros(3)),
      r"optimizer wte.weight exp_avg: shape \(3,\) float32, wanted shape \(256, 16\) float32"),
@@ -308,7 +326,7 @@ def entry(state, name="wte.weight"):
     (lambda s: s["model"].update(extra=torch.ones(1)), "extra: not a parameter of this model"),
     (lambda s: s["optimizer"]["state"].pop("wte.weight"), "lacks the optimizer state of wte"),
     (lambda s: entry(s).pop("exp_avg_sq"), "lacks the optimizer state of wte")])
-def test_36_37_38_optimizer_state_that_does_not_fit(out, data_dir, change, message):
+def test_optimizer_state_that_does_not_fit_is_refused(out, data_dir, change, message):
     """optimizer state of a wrong shape, kind, size or dtype, missing or unknown tensors (torch
     accepts most of it) -> refused, each named with found and wanted"""
     broken_state(out, change)
@@ -316,9 +334,10 @@ def test_36_37_38_optimizer_state_that_does_not_fit(out, data_dir, change, messa
         go(data_dir, out)
 
 
+@pytest.mark.matrix(36)
 @pytest.mark.parametrize("place", [("model", "ln_f.weight"),
                                    ("optimizer", "state", "wte.weight", "exp_avg")])
-def test_36_not_finite(out, data_dir, capsys, place):
+def test_a_checkpoint_with_nan_is_refused(out, data_dir, capsys, place):
     """a NaN in a checkpoint's weights or optimizer state, under a valid digest -> refused by name,
     the one before it is used"""
     def poison(state):
@@ -330,7 +349,8 @@ def test_36_not_finite(out, data_dir, capsys, place):
     assert f"{'.'.join(place)} holds values that are not finite" in capsys.readouterr().out
 
 
-def test_37_another_optimizer(out, data_dir, capsys):
+@pytest.mark.matrix(37)
+def test_another_optimizer_starts_what_does_not_fit_afresh(out, data_dir, capsys):
     """optimizer changed from adamw to muon and back with --allow_change -> what does not fit starts
     afresh and is counted; without it refused"""
     go(data_dir, out, optimizer="muon", allow_change=["all"], max_iters=14)
@@ -341,7 +361,8 @@ def test_37_another_optimizer(out, data_dir, capsys):
     assert "optimizer state of 7 tensors starts afresh" in capsys.readouterr().out
 
 
-def test_38_39_init_from_other_precision_and_names(tmp_path, data_dir, stopped_run, capsys):
+@pytest.mark.matrix(38, 39)
+def test_init_from_takes_other_precisions_and_prefixes(tmp_path, data_dir, stopped_run, capsys):
     """--init_from a bfloat16 file whose names have module. and _orig_mod. before them -> loads,
     converted, and says so"""
     path, state = tmp_path / "theirs.pt", load_checkpoint(stopped_run / "out" / "ckpt.pt")
@@ -353,7 +374,8 @@ def test_38_39_init_from_other_precision_and_names(tmp_path, data_dir, stopped_r
     assert all(torch.equal(t.bfloat16().float(), loaded[n]) for n, t in state["model"].items())
 
 
-def test_40_compile_on_and_off(tmp_path, data_dir, stopped_run, monkeypatch):
+@pytest.mark.matrix(40)
+def test_compile_may_be_switched_across_resumes(tmp_path, data_dir, stopped_run, monkeypatch):
     """compile switched on, then off, across resumes -> loads, names unchanged, losses within 1e-5
     (traced by Dynamo but not lowered to C++, which takes a minute)"""
     whole, real = torch.nn.Module.compile, []
@@ -372,7 +394,8 @@ def test_40_compile_on_and_off(tmp_path, data_dir, stopped_run, monkeypatch):
             == tensors(stopped_run / "whole" / "ckpt.pt")[0].keys())
 
 
-def test_41_no_checkpoint(tmp_path, data_dir, capsys):
+@pytest.mark.matrix(41)
+def test_without_a_checkpoint_must_refuses_and_auto_starts(tmp_path, data_dir, capsys):
     """no checkpoint with resume must, and auto -> must refuses, auto starts from scratch, aloud"""
     with pytest.raises(CheckpointError, match=f"--resume must: there is no ckpt.pt in {tmp_path}"):
         go(data_dir, tmp_path, resume="must")
@@ -414,9 +437,10 @@ NOT_FREE = [n for n, f in FIELDS.items()
             if not (f.metadata.get("free") or f.metadata.get("start"))]
 
 
-# Another model needs a file of that name: see test_seam.py.
+# Another model needs a file of that name: see test_own_system.py.
+@pytest.mark.matrix(51)
 @pytest.mark.parametrize("key", [k for k in NOT_FREE if k != "model"])
-def test_51_changed_key(out, data_dir, key):
+def test_a_changed_key_is_refused_unless_allowed(out, data_dir, key):
     """each configuration key that changes what is computed, changed on resume -> refused with old
     and new value, nothing on disk changed"""
     old = getattr(configure(data_dir, out), key)
@@ -431,20 +455,23 @@ def test_51_changed_key(out, data_dir, key):
     assert (out / "ckpt.pt").read_bytes() == before
 
 
-def test_51_changed_data_folder(out, data_dir, tmp_path, stopped_run):
+@pytest.mark.matrix(51)
+def test_a_data_folder_that_moved_is_no_other_data(out, data_dir, tmp_path, stopped_run):
     """another data folder, by a relative path, with the same data -> goes on, the end is exact"""
     shutil.copytree(data_dir, tmp_path / "copy")
     go(os.path.relpath(tmp_path / "copy"), out)
     assert_same(stopped_run / "whole", out)
 
 
-def test_51_same_global_batch(out, data_dir):
+@pytest.mark.matrix(51)
+def test_another_split_of_the_global_batch_is_the_same_run(out, data_dir):
     """batch_size halved and accumulation doubled: the same global batch -> goes on"""
     go(data_dir, out, batch_size=1, gradient_accumulation_steps=4)
 
 
+@pytest.mark.matrix(52)
 @pytest.mark.parametrize("change", ["appended", "one token changed"])
-def test_52_changed_data(out, data_dir, tmp_path, change):
+def test_changed_data_are_refused(out, data_dir, tmp_path, change):
     """the token file grown, or one token of it changed -> refused by its fingerprint"""
     shutil.copytree(data_dir, tmp_path / "data")
     save = load_checkpoint(out / "ckpt.pt")
@@ -457,7 +484,8 @@ def test_52_changed_data(out, data_dir, tmp_path, change):
         go(tmp_path / "data", out)
 
 
-def test_113_not_enough_memory_to_load(out, monkeypatch):
+@pytest.mark.matrix(113)
+def test_a_checkpoint_is_good_though_memory_runs_out_reading_it(out, monkeypatch):
     """memory runs out while the checkpoint is read -> said so; the good file is not taken for a bad
     one and not moved"""
     def fail(*_, **__):

@@ -51,8 +51,9 @@ def undisturbed(tmp_path_factory, data_dir):
     return out
 
 
+@pytest.mark.matrix(1, 2, 3, 4, 5)
 @pytest.mark.parametrize("case", POINTS)
-def test_01_to_05_kill_inside_a_save(tmp_path, data_dir, undisturbed, case):
+def test_killed_inside_a_save_the_old_or_the_new_one_loads(tmp_path, data_dir, undisturbed, case):
     """kill -9 at five points of the save at step 10 -> the old or the new checkpoint loads, resume
     is exact, no temporary file is left"""
     out = tmp_path / "out"
@@ -66,7 +67,8 @@ def test_01_to_05_kill_inside_a_save(tmp_path, data_dir, undisturbed, case):
     assert not temporary_files(out)
 
 
-def test_04_05_durable_before_visible(tmp_path, monkeypatch):
+@pytest.mark.matrix(4, 5)
+def test_a_save_is_durable_before_it_is_visible(tmp_path, monkeypatch):
     """(a power cut, which no test can make) -> the order that survives one: the new file on disk,
     the old one renamed, the new one in its place, the folder on disk"""
     done, real = [], {n: getattr(os, n) for n in ("fsync", "replace")}
@@ -85,7 +87,8 @@ def test_04_05_durable_before_visible(tmp_path, monkeypatch):
     assert done == ["sync file", "rename to ckpt_prev.pt", "rename to ckpt.pt", "sync folder"]
 
 
-def test_06_kill_at_random_times(tmp_path, data_dir, undisturbed):
+@pytest.mark.matrix(6)
+def test_killed_at_random_times_the_end_is_exact(tmp_path, data_dir, undisturbed):
     """kill -9 at random wall-clock times in a run saving every step, restarted until it ends (8
     kills; 200 in test_soak.py) -> no unreadable checkpoint, the end is exact"""
     out, draw, kills = tmp_path / "out", random.Random(6), 0
@@ -100,8 +103,9 @@ def test_06_kill_at_random_times(tmp_path, data_dir, undisturbed):
     assert_same(undisturbed, out)
 
 
+@pytest.mark.matrix(7, 9)
 @pytest.mark.parametrize("fault", ["enospc", "eio"])
-def test_07_09_disk_full_or_broken_once(tmp_path, data_dir, undisturbed, capsys, fault):
+def test_a_disk_full_or_broken_once_is_a_warning(tmp_path, data_dir, undisturbed, capsys, fault):
     """ENOSPC or EIO in the middle of a periodic save -> a warning, the old checkpoint intact,
     training goes on, and the next save works"""
     go(data_dir, tmp_path, f"save_mid@10={fault}")
@@ -113,7 +117,8 @@ def test_07_09_disk_full_or_broken_once(tmp_path, data_dir, undisturbed, capsys,
     assert not temporary_files(tmp_path)
 
 
-def test_07_file_size_limit(tmp_path, data_dir, capsys):
+@pytest.mark.matrix(7)
+def test_a_write_error_leaves_the_old_file(tmp_path, data_dir, capsys):
     """a real write error, by RLIMIT_FSIZE -> save_checkpoint names file and reason, the old file
     and the folder are as before"""
     path, state = str(tmp_path / "ckpt.pt"), {"model": {"w": torch.zeros(1000)}}
@@ -129,7 +134,8 @@ def test_07_file_size_limit(tmp_path, data_dir, capsys):
     assert (tmp_path / "ckpt.pt").read_bytes() == before
 
 
-def test_07_free_space_is_checked_first(tmp_path, monkeypatch):
+@pytest.mark.matrix(7)
+def test_free_space_is_checked_first(tmp_path, monkeypatch):
     """less free space than the checkpoint needs -> refused before writing, with both numbers"""
     monkeypatch.setattr(shutil, "disk_usage", lambda p: type("U", (), {"free": 10**6}))
     with pytest.raises(CheckpointError, match=r"needs 39\.9 MiB and 1\.0 MiB are free on"):
@@ -137,7 +143,8 @@ def test_07_free_space_is_checked_first(tmp_path, monkeypatch):
     assert not list(tmp_path.iterdir())
 
 
-def test_08_disk_full_at_the_last_save(tmp_path, data_dir):
+@pytest.mark.matrix(8)
+def test_a_disk_full_at_the_last_save_ends_with_the_reason(tmp_path, data_dir):
     """ENOSPC at the last save and at its retries -> exit 1 with the reason, no traceback, the
     checkpoint before it intact; with room again the run ends exactly"""
     out = tmp_path / "out"
@@ -149,7 +156,9 @@ def test_08_disk_full_at_the_last_save(tmp_path, data_dir):
     assert go(data_dir, out, max_iters=12)["iter_num"] == 12
 
 
-def test_08_disk_full_at_the_last_save_for_a_moment(tmp_path, data_dir, undisturbed, monkeypatch):
+@pytest.mark.matrix(8)
+def test_a_disk_full_for_a_moment_at_the_last_save_is_tried_again(tmp_path, data_dir, undisturbed,
+                                                                  monkeypatch):
     """ENOSPC at the first attempt of the last save only -> tried again, and the run ends exactly"""
     real, failures = checkpoint.save_checkpoint, []
 
@@ -165,7 +174,8 @@ def test_08_disk_full_at_the_last_save_for_a_moment(tmp_path, data_dir, undistur
     assert_same(undisturbed, tmp_path)
 
 
-def test_08_the_export_fails(tmp_path, data_dir, undisturbed, capsys):
+@pytest.mark.matrix(8)
+def test_an_export_that_fails_costs_no_checkpoint(tmp_path, data_dir, undisturbed, capsys):
     """model.safetensors cannot be written, at a save in between and at the last -> a warning each
     that says so, no word of a lost checkpoint, and the run ends exactly"""
     (tmp_path / "model.safetensors").mkdir()
@@ -178,14 +188,17 @@ def test_08_the_export_fails(tmp_path, data_dir, undisturbed, capsys):
     assert not temporary_files(tmp_path)
 
 
-def test_09_open_fails(tmp_path, data_dir, undisturbed, capsys):
+@pytest.mark.matrix(9)
+def test_a_file_that_cannot_be_opened_is_a_warning(tmp_path, data_dir, undisturbed, capsys):
     """PermissionError when the temporary file is opened -> as a full disk: warned, goes on"""
     go(data_dir, tmp_path, "save_open@5=eacces")
     assert "Permission denied; the checkpoint before it" in capsys.readouterr().out
     assert_same(undisturbed, tmp_path)
 
 
-def test_10_out_dir_removed_during_the_run(tmp_path, data_dir, undisturbed, monkeypatch, capsys):
+@pytest.mark.matrix(10)
+def test_an_out_dir_removed_during_the_run_is_made_again(tmp_path, data_dir, undisturbed,
+                                                         monkeypatch, capsys):
     """out_dir deleted under the run -> made again and locked, with a warning; saves go on"""
     out, step = tmp_path / "out", Trainer.train_step
 
@@ -204,7 +217,8 @@ def test_10_out_dir_removed_during_the_run(tmp_path, data_dir, undisturbed, monk
     assert_same_file(undisturbed / "ckpt.pt", out / "ckpt.pt")
 
 
-def test_11_out_dir_is_a_file(tmp_path, data_dir):
+@pytest.mark.matrix(11)
+def test_an_out_dir_that_is_a_file_is_refused(tmp_path, data_dir):
     """out_dir is a file -> one line, exit 2, before any work; the file untouched"""
     out = tmp_path / "out"
     out.write_text("precious")
@@ -213,7 +227,8 @@ def test_11_out_dir_is_a_file(tmp_path, data_dir):
     assert out.read_text() == "precious"
 
 
-def test_12_out_dir_cannot_be_written(tmp_path, data_dir, monkeypatch):
+@pytest.mark.matrix(12)
+def test_an_out_dir_that_cannot_be_written_is_refused(tmp_path, data_dir, monkeypatch):
     """out_dir in a read-only file system -> one line, exit 2 (root may write anywhere, so the error
     is made: /proc refuses new folders to everyone)"""
     code, text = run_program(data_dir, "/proc/out", output=str(tmp_path / "output"))
@@ -221,7 +236,8 @@ def test_12_out_dir_cannot_be_written(tmp_path, data_dir, monkeypatch):
     assert "Traceback" not in text and len(text.splitlines()) == 1
 
 
-def test_13_14_one_run_a_folder(tmp_path, data_dir, undisturbed):
+@pytest.mark.matrix(13, 14)
+def test_a_folder_has_one_run_at_a_time(tmp_path, data_dir, undisturbed):
     """a second run in the same out_dir, while the first lives and after its kill -9 -> refused with
     the holder's pid, exit 2; then the dead one's lock is taken over"""
     out = tmp_path / "out"
@@ -234,7 +250,8 @@ def test_13_14_one_run_a_folder(tmp_path, data_dir, undisturbed):
     assert_same(undisturbed, out)
 
 
-def test_13_file_system_without_locks(tmp_path, monkeypatch):
+@pytest.mark.matrix(13)
+def test_a_file_system_without_locks_is_no_obstacle(tmp_path, monkeypatch):
     """flock is not supported -> the run goes on without a lock rather than not at all"""
     def refuse(*_):
         raise OSError(errno.ENOLCK, "No locks available")
@@ -242,7 +259,8 @@ def test_13_file_system_without_locks(tmp_path, monkeypatch):
     Lock(tmp_path).release()
 
 
-def test_15_mode_follows_the_umask(tmp_path):
+@pytest.mark.matrix(15)
+def test_the_mode_of_a_checkpoint_follows_the_umask(tmp_path):
     """umask 022 and 077 -> mode 0644 and 0600, not the 0600 of a temporary file"""
     for umask, mode in ((0o022, 0o644), (0o077, 0o600)):
         old = os.umask(umask)
@@ -253,7 +271,8 @@ def test_15_mode_follows_the_umask(tmp_path):
         assert stat.S_IMODE(os.stat(tmp_path / f"{mode}.pt").st_mode) == mode
 
 
-def test_16_checkpoint_is_a_symlink(tmp_path):
+@pytest.mark.matrix(16)
+def test_a_checkpoint_that_is_a_symlink_is_replaced(tmp_path):
     """ckpt.pt is a symlink -> it is replaced by a file; what it pointed to stays as it was, and is
     the previous checkpoint"""
     elsewhere, link = tmp_path / "elsewhere.pt", tmp_path / "ckpt.pt"
@@ -265,8 +284,9 @@ def test_16_checkpoint_is_a_symlink(tmp_path):
     assert load_checkpoint(tmp_path / "ckpt_prev.pt")["iter_num"] == 1
 
 
+@pytest.mark.matrix(17)
 @pytest.mark.parametrize("full", [False, True])
-def test_17_no_hard_links(tmp_path, monkeypatch, full):
+def test_without_hard_links_files_are_copied(tmp_path, monkeypatch, full):
     """the file system refuses hard links, without and with room for copies -> copies; without room
     the save fails and leaves nothing behind"""
     def refuse(*_, **__):
@@ -290,8 +310,9 @@ def test_17_no_hard_links(tmp_path, monkeypatch, full):
         assert load_checkpoint(tmp_path / "ckpt_best.pt")["iter_num"] == 2
 
 
+@pytest.mark.matrix(18)
 @pytest.mark.parametrize("where", ["weights", "optimizer state"])
-def test_18_nan_in_what_is_saved(tmp_path, data_dir, monkeypatch, where):
+def test_nan_is_not_saved(tmp_path, data_dir, monkeypatch, where):
     """a NaN in the weights or the optimizer state at a save -> refused by name, run stopped, the
     old checkpoint kept"""
     step = Trainer.train_step
@@ -333,8 +354,9 @@ def test_snapshot_is_apart_from_training(tmp_path):
     assert copy["a"][0].data_ptr() != state["a"][0].data_ptr()
 
 
+@pytest.mark.matrix(117)
 @pytest.mark.parametrize("why", ["little is free", "the copy fails"])
-def test_117_no_memory_for_a_snapshot(tmp_path, monkeypatch, why):
+def test_without_memory_for_a_copy_training_waits_for_the_save(tmp_path, monkeypatch, why):
     """no memory for a copy of the state -> saved all the same, while training waits"""
     def fail(state):
         raise RuntimeError("CUDA error: out of memory")
@@ -349,7 +371,9 @@ def test_117_no_memory_for_a_snapshot(tmp_path, monkeypatch, why):
     assert load_checkpoint(tmp_path / "ckpt.pt")["model"]["w"].sum() == 1000
 
 
-def test_118_saving_takes_longer_than_the_interval(tmp_path, data_dir, undisturbed, monkeypatch):
+@pytest.mark.matrix(118)
+def test_a_save_longer_than_the_interval_is_never_doubled(tmp_path, data_dir, undisturbed,
+                                                          monkeypatch):
     """a disk so slow that a save takes longer than the steps between saves -> never more than one
     save at a time, the end exact"""
     real, running, most = checkpoint.save_checkpoint, [], []
@@ -367,7 +391,8 @@ def test_118_saving_takes_longer_than_the_interval(tmp_path, data_dir, undisturb
     assert_same(undisturbed, tmp_path, best=False)
 
 
-def test_119_many_saves_leave_nothing_behind(tmp_path):
+@pytest.mark.matrix(119)
+def test_many_saves_leave_nothing_behind(tmp_path):
     """100 saves in the background with best and numbered names (2,000 in test_soak.py) -> the
     numbers of open files and of files in the folder stay constant"""
     folder, log, counts = RunFolder(str(tmp_path), keep_last=3), Warnings(), []

@@ -77,76 +77,90 @@ def test_written_configuration_reads_back_the_same(tmp_path):
     assert load_config(write(tmp_path, to_yaml(c))) == c
 
 
-def test_91_unknown_key_offers_the_nearest(tmp_path):
+@pytest.mark.matrix(91)
+def test_an_unknown_key_is_offered_the_nearest(tmp_path):
     path = write(tmp_path, "n_layr: 2\n")
     assert "c.yaml:1: unknown key 'n_layr' (did you mean 'n_layer'?)" in problems(path)[0]
 
 
-def test_92_exponent_without_a_dot_is_a_number(tmp_path):
+@pytest.mark.matrix(92)
+def test_exponent_without_a_dot_is_a_number(tmp_path):
     assert load_config(write(tmp_path, "learning_rate: 1e-4\n")).learning_rate == 1e-4
 
 
+@pytest.mark.matrix(93)
 @pytest.mark.parametrize("line, expected", [
     ("n_layer: twelve", "a whole number"), ("n_layer: true", "a whole number"),
     ("n_layer: 1.5", "a whole number"), ("learning_rate: fast", "a finite number"),
     ("bias: 3", "true or false"), ("optimizer: [adamw]", "text"), ("lr_groups: 3", "a mapping"),
     ("optimizer: adam", "must be one of adamw, muon"), ("n_layer:", "a whole number")])
-def test_93_wrong_types(tmp_path, line, expected):
+def test_wrong_types_are_refused(tmp_path, line, expected):
     [problem] = problems(write(tmp_path, line + "\n"))
     assert expected in problem and "c.yaml:1" in problem
 
 
-def test_94_duplicate_key(tmp_path):
+@pytest.mark.matrix(94)
+def test_a_duplicate_key_is_refused(tmp_path):
     assert "set twice" in problems(write(tmp_path, "n_layer: 2\nn_layer: 3\n"))[0]
 
 
-def test_95_empty_file(tmp_path):
+@pytest.mark.matrix(95)
+def test_an_empty_file_is_refused(tmp_path):
     assert "empty" in problems(write(tmp_path, ""))[0]
 
 
-def test_96_list_at_top_level(tmp_path):
+@pytest.mark.matrix(96)
+def test_a_list_at_top_level_is_refused(tmp_path):
     assert "sequence at top level" in problems(write(tmp_path, "- n_layer\n"))[0]
 
 
-def test_97_tab_names_the_line(tmp_path):
+@pytest.mark.matrix(97)
+def test_a_tab_is_refused_with_its_line(tmp_path):
     [problem] = problems(write(tmp_path, "n_layer: 2\n\tn_head: 2\n"))
     assert "c.yaml:2" in problem and "tabs" in problem
 
 
-def test_98_python_tag_is_refused_and_not_run(tmp_path):
+@pytest.mark.matrix(98)
+def test_a_python_tag_is_refused_and_not_run(tmp_path):
     path = write(tmp_path, f"out_dir: !!python/object/apply:os.mkdir [{tmp_path}/ran]\n")
     assert "tag" in problems(path)[0] and not (tmp_path / "ran").exists()
 
 
-def test_99_missing_file():
+@pytest.mark.matrix(99)
+def test_a_missing_file_is_named():
     assert "no such file" in problems("nowhere.yaml")[0]
 
 
-def test_100_not_utf8(tmp_path):
+@pytest.mark.matrix(100)
+def test_a_file_that_is_not_utf8_is_refused(tmp_path):
     (tmp_path / "c.yaml").write_bytes(b"out_dir: \xff\xfe\n")
     assert "UTF-8" in problems(str(tmp_path / "c.yaml"))[0]
 
 
-def test_101_heads_must_divide_the_width():
+@pytest.mark.matrix(101)
+def test_heads_must_divide_the_width():
     assert "multiple of n_head" in problems(None, ["--n_head=5"])[0]
     assert "n_kv_head (4) must divide" in problems(None, ["--n_kv_head=4"])[0]
 
 
-def test_102_world_size_that_does_not_divide(monkeypatch):
+@pytest.mark.matrix(102)
+def test_a_world_size_that_does_not_divide_is_refused(monkeypatch):
     monkeypatch.setenv("WORLD_SIZE", "3")
     [problem] = problems(None, ["--batch_size=4", "--gradient_accumulation_steps=2"])
     assert "valid numbers of ranks: 1, 2, 4, 8" in problem
 
 
+@pytest.mark.matrix(77, 104)
 @pytest.mark.parametrize("text", ["--n_layer=0", "--n_layer=-1", "--n_embd=99999999", "--dropout=1",
                                   "--batch_size=0", "--learning_rate=0", "--learning_rate=-1",
                                   "--learning_rate=.inf", "--learning_rate=nan", "--seed=-1"])
-def test_77_104_out_of_range(text):
+def test_values_out_of_range_are_refused(text):
     assert len(problems(None, [text])) == 1
 
 
+@pytest.mark.matrix(105)
 @pytest.mark.alone
-def test_105_all_problems_at_once_exit_2_fast_without_traceback():
+def test_all_problems_at_once_exit_2_fast_without_traceback():
     started = time.time()
     done = command("--foo=1", "--n_layr=3", "--n_layer=x", "--n_head", "5", "--bias=maybe",
                    "--n_embd")

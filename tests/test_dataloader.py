@@ -58,7 +58,8 @@ def large(monkeypatch):
 
 # --- the order
 
-def test_case_56_golden_values():
+@pytest.mark.matrix(56)
+def test_the_order_of_the_data_never_changes():
     """The order is frozen: a change here changes every run that is resumed."""
     assert window_starts(np.arange(12), 1000, 16, 1337).tolist() == [
         869, 149, 853, 245, 453, 341, 389, 69, 549, 421, 5, 133]
@@ -124,7 +125,8 @@ def test_batch_holds_the_windows_of_the_file(folder):
     assert loader.samples * loader.units_per_sample == 155 * 32  # of 156 that fit
 
 
-def test_case_42_resume_in_the_middle_of_the_stream(folder, monkeypatch):
+@pytest.mark.matrix(42)
+def test_the_stream_goes_on_from_any_step(folder, monkeypatch):
     monkeypatch.setattr(dataloader, "CHUNK_TOKENS", 4 * 32 * 7)
     whole, resumed = DataLoader(folder, 4, 32), DataLoader(folder, 4, 32)
     expected = [whole.get_batch() for _ in range(50)]
@@ -135,9 +137,10 @@ def test_case_42_resume_in_the_middle_of_the_stream(folder, monkeypatch):
     assert torch.equal(x, expected[3][0]) and resumed.step == 50
 
 
+@pytest.mark.matrix(53)
 @pytest.mark.parametrize("world,accumulation", [(1, 2), (2, 1), (2, 3), (3, 1), (3, 2), (4, 1),
                                                 (4, 3), (1, 12), (12, 1)])
-def test_case_53_global_batches_do_not_depend_on_the_world_size(folder, world, accumulation):
+def test_global_batches_do_not_depend_on_the_world_size(folder, world, accumulation):
     def steps(world, accumulation):
         ranks = [DataLoader(folder, 12 // (world * accumulation), 32, rank=r, world_size=world)
                  for r in range(world)]
@@ -236,7 +239,8 @@ def test_vocabulary_comes_from_the_data(folder):
     assert DataLoader(folder, 1, 8, vocab_size=60_000).vocab_size == 60_000
 
 
-def test_case_27_meta_pkl_runs_no_code(folder):
+@pytest.mark.matrix(27)
+def test_meta_pkl_runs_no_code(folder):
     class Evil:
         def __reduce__(self):
             return os.mkdir, (str(folder / "ran"),)
@@ -287,7 +291,8 @@ def test_fingerprint(folder, monkeypatch):
         assert DataLoader(folder, 1, 8).fingerprint() != first
 
 
-def test_case_52_grown_data_is_detected_and_meta_json_knows_the_count(folder):
+@pytest.mark.matrix(52)
+def test_grown_data_is_detected_and_meta_json_knows_the_count(folder):
     meta = {"splits": {"train": {"tokens": 5000}, "val": {"tokens": 900}}}
     (folder / "meta.json").write_text(json.dumps(meta))
     DataLoader(folder, 1, 8)
@@ -349,15 +354,17 @@ BAD = [  # case, what is at this path, what the message says
 ]
 
 
+@pytest.mark.matrix(79, 80, 81, 82, 83, 84, 85, 86, 87, 88)
 @pytest.mark.parametrize("case,build,message", BAD, ids=[case for case, *_ in BAD])
-def test_case_79_to_88_bad_files_are_refused(tmp_path, case, build, message):
+def test_bad_files_are_refused(tmp_path, case, build, message):
     path = build(tmp_path / "x.bin")
     with pytest.raises(DataError, match=message) as error:
         DataLoader(path, 1, 16)
     assert str(error.value).startswith(str(tmp_path)) and "\n" not in str(error.value)
 
 
-def test_case_83_validation_data_missing(folder):
+@pytest.mark.matrix(83)
+def test_missing_validation_data_are_named(folder):
     os.remove(folder / "val.bin")
     with pytest.raises(DataError, match=r"no val data: expected val.bin.*found train.bin"):
         DataLoader(folder, 1, 8, "val")
@@ -365,7 +372,8 @@ def test_case_83_validation_data_missing(folder):
         DataLoader(folder / "train.bin", 1, 8, "val")
 
 
-def test_case_84_unreadable(folder, monkeypatch):
+@pytest.mark.matrix(84)
+def test_unreadable_data_are_named(folder, monkeypatch):
     def denied(path, mode):
         raise PermissionError(13, "Permission denied", path)
     monkeypatch.setattr(token_files, "open", denied, raising=False)
@@ -373,9 +381,10 @@ def test_case_84_unreadable(folder, monkeypatch):
         DataLoader(folder, 1, 8)
 
 
+@pytest.mark.matrix(86)
 @pytest.mark.parametrize("size", ["small", "large"])
 @pytest.mark.parametrize("place", [0, 2500, 4999])
-def test_case_86_token_outside_the_vocabulary(folder, size, place, request):
+def test_a_token_outside_the_vocabulary_is_refused(folder, size, place, request):
     if size == "large":
         request.getfixturevalue("large")
     tokens = np.fromfile(folder / "train.bin", "<u2")
@@ -387,7 +396,8 @@ def test_case_86_token_outside_the_vocabulary(folder, size, place, request):
     DataLoader(folder, 4, 32, vocab_size=50_001)
 
 
-def test_case_86_in_a_batch_before_a_device_sees_it(tmp_path, large, monkeypatch):
+@pytest.mark.matrix(86)
+def test_a_bad_token_is_named_before_a_device_sees_it(tmp_path, large, monkeypatch):
     tokens, seen, to_device = np.zeros(1_300_000, "<u2"), [], dataloader.to_device
     monkeypatch.setattr(dataloader, "to_device",
                         lambda t, device: seen.append(t.max()) or to_device(t, device))
@@ -430,7 +440,8 @@ def test_impossible_shapes_are_refused(folder, arguments):
 
 # --- files that change or fail while they are read
 
-def test_case_88_truncated_while_running_is_an_error_not_a_signal(tmp_path):
+@pytest.mark.matrix(88)
+def test_data_truncated_while_running_are_an_error_not_a_signal(tmp_path):
     path = tmp_path / "train.bin"
     with open(path, "wb") as f:
         f.truncate(100 << 20)  # really large, so that nothing needs to be patched
@@ -451,9 +462,10 @@ except DataError as error:
     assert "train.bin: changed during the run: 104,857,600 bytes at the start, 4,096" in done.stdout
 
 
+@pytest.mark.matrix(88)
 @pytest.mark.parametrize("size", ["small", "large"])
 @pytest.mark.parametrize("change", ["replaced", "written to", "cut short", "removed"])
-def test_case_88_changed_while_running(folder, change, size, request):
+def test_data_changed_while_running_are_noticed(folder, change, size, request):
     if size == "large":
         request.getfixturevalue("large")
     loader = DataLoader(folder, 4, 32)
@@ -492,7 +504,8 @@ def resident():
 needs_proc = pytest.mark.skipif(not os.path.exists("/proc/self/statm"), reason="needs /proc")
 
 
-def test_case_90_more_than_4g_tokens(tmp_path):
+@pytest.mark.matrix(90)
+def test_more_than_4g_tokens_are_read(tmp_path):
     path, n = sparse(tmp_path / "train.bin", 10 * 10**9), 5 * 10**9
     starts = window_starts(np.arange(160), n, 256, 1337)  # 20 calls of 8
     far = int(np.argmax(starts))
@@ -513,8 +526,9 @@ def test_case_90_more_than_4g_tokens(tmp_path):
         DataLoader(path, 8, 256, vocab_size=50_257).get_batch(step=far // 8)
 
 
+@pytest.mark.matrix(90)
 @needs_proc
-def test_case_90_memory_is_flat_over_10_000_batches_of_a_terabyte(tmp_path):
+def test_memory_is_flat_over_10_000_batches_of_a_terabyte(tmp_path):
     loader = DataLoader(sparse(tmp_path / "train.bin", 10**12), 12, 64, vocab_size=50_257)
     assert loader.n_tokens == 5 * 10**11
     for _ in range(1000):

@@ -199,14 +199,16 @@ def runs(data_dir, tmp_path_factory):
     return {w: (out[w], in_ranks(w, train_run, options(data_dir, out[w]))) for w in out}
 
 
+@pytest.mark.matrix(53)
 @pytest.mark.parametrize("world_size", [2, 3, 4])
-def test_case_53_global_batches_are_equal_at_any_world_size(runs, world_size):
+def test_global_batches_are_equal_at_any_world_size(runs, world_size):
     wanted, found = global_batches(runs[1][1]), global_batches(runs[world_size][1])
     assert len(wanted) == STEPS and all(len(rows) == SEQUENCES for rows in wanted.values())
     assert found == wanted
 
 
-def test_case_53_loader_gives_equal_batches_to_2_3_4_6_and_12_ranks(data_dir):
+@pytest.mark.matrix(53)
+def test_loader_gives_equal_batches_to_2_3_4_6_and_12_ranks(data_dir):
     def rows(world_size):
         size = SEQUENCES // world_size
         loaders = [DataLoader(data_dir, size, 16, seed=1, rank=r, world_size=world_size)
@@ -541,7 +543,8 @@ def test_muon_shares_few_matrices_and_passes_over_one_without_a_gradient():
 # -----------------------------------------------------------------------------
 # elastic
 
-def test_case_54_stop_on_4_ranks_go_on_with_1_then_2(data_dir, tmp_path, runs):
+@pytest.mark.matrix(54)
+def test_stop_on_4_ranks_go_on_with_1_then_2(data_dir, tmp_path, runs):
     parts = [in_ranks(4, train_run, options(data_dir, tmp_path), 15),
              in_ranks(1, train_run, options(data_dir, tmp_path), 33),
              in_ranks(2, train_run, options(data_dir, tmp_path))]
@@ -668,7 +671,8 @@ def as_arguments(options):
     return [f"--{k}={v}" for k, v in options.items()]
 
 
-def test_case_112_out_of_memory_on_one_rank_ends_all(data_dir, tmp_path):
+@pytest.mark.matrix(112)
+def test_out_of_memory_on_one_rank_ends_all(data_dir, tmp_path):
     said = tmp_path / "said"
     codes = in_ranks(2, command_line_without_memory,
                      *as_arguments(options(data_dir, tmp_path / "out")), output=said, exits=True)
@@ -693,8 +697,9 @@ def hangs(data_dir, tmp_path_factory):
         return dict(zip([c[0] for c in cases], pool.map(lambda c: hang(*c), cases), strict=True))
 
 
+@pytest.mark.matrix(69, 70)
 @pytest.mark.parametrize("place", ["before_step", "eval", "save_open"])
-def test_cases_69_70_a_rank_that_hangs_ends_with_the_stacks_of_all(hangs, place):
+def test_a_rank_that_hangs_ends_with_the_stacks_of_all(hangs, place):
     codes, text = hangs[place]
     assert codes == [1, 1]
     assert "Timeout" in text and "in act" in text and "in point" in text  # where it hangs
@@ -702,11 +707,12 @@ def test_cases_69_70_a_rank_that_hangs_ends_with_the_stacks_of_all(hangs, place)
     assert any(f"in {name}" in text for name in waits)  # where the other waits
 
 
+@pytest.mark.matrix(109)
 @pytest.mark.parametrize("given, missing", [
     ("RANK", "LOCAL_RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT"),
     ("WORLD_SIZE", "RANK, LOCAL_RANK, MASTER_ADDR, MASTER_PORT"),
     ("RANK LOCAL_RANK WORLD_SIZE", "MASTER_ADDR, MASTER_PORT")])
-def test_case_109_half_set_environment_is_refused(monkeypatch, given, missing):
+def test_a_half_set_environment_is_refused(monkeypatch, given, missing):
     from train.distributed import ENVIRONMENT, SetupError, read_environment
     for name in ENVIRONMENT:
         monkeypatch.delenv(name, raising=False)
@@ -717,8 +723,9 @@ def test_case_109_half_set_environment_is_refused(monkeypatch, given, missing):
         read_environment()
 
 
+@pytest.mark.matrix(109)
 @pytest.mark.parametrize("rank", ["two", "4", "-1"])
-def test_case_109_an_impossible_rank_is_refused(monkeypatch, rank):
+def test_an_impossible_rank_is_refused(monkeypatch, rank):
     from train.distributed import ENVIRONMENT, SetupError, read_environment
     for name in ENVIRONMENT:
         monkeypatch.setenv(name, "4")
@@ -727,7 +734,8 @@ def test_case_109_an_impossible_rank_is_refused(monkeypatch, rank):
         read_environment()
 
 
-def test_case_55_what_ranks_cannot_do_is_refused_by_name(monkeypatch):
+@pytest.mark.matrix(55)
+def test_what_ranks_cannot_do_is_refused_by_name(monkeypatch):
     monkeypatch.setenv("WORLD_SIZE", "8")
     message = r"3 x 4 = 12 samples a step.*8 ranks; valid numbers of ranks: 1, 2, 3, 4, 6, 12"
     with pytest.raises(ConfigError, match=message):

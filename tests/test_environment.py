@@ -47,8 +47,9 @@ def file_cut_short():
     TokenStream._map = _map
 
 
+@pytest.mark.matrix(89)
 @pytest.mark.skipif(not hasattr(signal, "SIGBUS"), reason="needs POSIX")
-def test_89_data_cut_short_while_being_read(tmp_path, data_dir, undisturbed):
+def test_data_cut_short_while_being_read_cost_no_checkpoint(tmp_path, data_dir, undisturbed):
     """the mapped file ends under a read, or its disk fails -> SIGBUS ends the process, the
     checkpoint is whole, and with the file back the end is exact"""
     shutil.copytree(data_dir, tmp_path / "data")
@@ -61,7 +62,8 @@ def test_89_data_cut_short_while_being_read(tmp_path, data_dir, undisturbed):
     assert_same(undisturbed, out)
 
 
-def test_89_data_that_cannot_be_reached(tmp_path, data_dir, undisturbed, monkeypatch):
+@pytest.mark.matrix(89)
+def test_data_that_cannot_be_reached_are_named(tmp_path, data_dir, undisturbed, monkeypatch):
     """an I/O error when the data file is looked at -> the file and the reason are named; when it
     has passed, the run goes on to the exact end"""
     stat, asked = os.stat, []
@@ -81,16 +83,18 @@ def test_89_data_that_cannot_be_reached(tmp_path, data_dir, undisturbed, monkeyp
     assert_same(undisturbed, tmp_path)
 
 
+@pytest.mark.matrix(106)
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA GPU here")
 @pytest.mark.parametrize("device", ["cuda", "cuda:1"])
-def test_106_no_such_device(tmp_path, data_dir, device):
+def test_a_device_that_is_not_there_is_refused(tmp_path, data_dir, device):
     """device: cuda where there is none -> exit 2, one line that says so and names --device cpu"""
     code, text = run_program(data_dir, tmp_path / "out", device=device)
     assert code == 2 and "sees no CUDA GPU" in text
     assert "--device cpu" in text and len(text.splitlines()) == 1
 
 
-def test_107_no_bfloat16(tmp_path, data_dir, monkeypatch, capsys):
+@pytest.mark.matrix(107)
+def test_where_there_is_no_bfloat16_that_is_said(tmp_path, data_dir, monkeypatch, capsys):
     """dtype auto and bfloat16 where the device cannot -> auto takes another and says why; what was
     asked for is done, and called slow"""
     monkeypatch.setattr(distributed, "has_native_bfloat16", lambda device: False)
@@ -100,7 +104,8 @@ def test_107_no_bfloat16(tmp_path, data_dir, monkeypatch, capsys):
     assert "Precision: bfloat16 (asked for; emulated here and slow" in capsys.readouterr().out
 
 
-def test_108_port_in_use(tmp_path, data_dir):
+@pytest.mark.matrix(108)
+def test_a_port_in_use_is_named(tmp_path, data_dir):
     """the rendezvous port is taken -> exit code not 0, torch's message with the port is kept"""
     with socket.socket() as s:
         s.bind(("127.0.0.1", 0))
@@ -112,9 +117,10 @@ def test_108_port_in_use(tmp_path, data_dir):
     assert code != 0 and "address already in use" in text.lower() and port in text
 
 
+@pytest.mark.matrix(109)
 @pytest.mark.parametrize("env, missing", [(dict(RANK="0"), "WORLD_SIZE"),
                                           (dict(RANK="x", WORLD_SIZE="2", LOCAL_RANK="0"), "RANK")])
-def test_109_half_an_environment(tmp_path, data_dir, env, missing):
+def test_half_an_environment_is_refused(tmp_path, data_dir, env, missing):
     """RANK without WORLD_SIZE, or no number -> exit 2, the variable named, torchrun advised"""
     env = dict(MASTER_ADDR="127.0.0.1", MASTER_PORT="1") | env
     code, text = run_program(data_dir, tmp_path / "out", env=env)
@@ -122,21 +128,24 @@ def test_109_half_an_environment(tmp_path, data_dir, env, missing):
     assert "torchrun --nproc_per_node" in text and "Traceback" not in text
 
 
-def test_110_old_torch(tmp_path, monkeypatch):
+@pytest.mark.matrix(110)
+def test_an_unsafe_torch_loads_nothing(tmp_path, monkeypatch):
     """a torch whose weights_only is known not to hold -> nothing is loaded with it"""
     monkeypatch.setattr(torch, "__version__", "2.9.1+cpu")
     with pytest.raises(CheckpointError, match="torch 2.9.1.cpu cannot load files safely"):
         load_checkpoint(tmp_path / "ckpt.pt")
 
 
-def test_111_out_of_memory(tmp_path, data_dir):
+@pytest.mark.matrix(111)
+def test_out_of_memory_advises_a_batch_that_fits(tmp_path, data_dir):
     """out of memory in the first step -> exit 1, advice with a batch and accumulation that keep the
     global batch"""
     code, text = run_program(data_dir, tmp_path / "out", env={"FAULT": "mid_backward@0=oom"})
     assert code == 1 and "Out of memory. Try --batch_size 1 --gradient_accumulation_steps 4" in text
 
 
-def test_112_out_of_memory_on_one_rank(tmp_path, data_dir):
+@pytest.mark.matrix(112)
+def test_out_of_memory_on_one_rank_ends_the_job(tmp_path, data_dir):
     """out of memory on rank 1 of 2 -> the whole job ends, exit code not 0, rank 1 says why, the
     checkpoint is whole"""
     began = time.monotonic()
@@ -152,8 +161,9 @@ def limit_memory():
     resource.setrlimit(resource.RLIMIT_AS, (used + 96 * 2**20, resource.RLIM_INFINITY))
 
 
+@pytest.mark.matrix(113)
 @pytest.mark.skipif(not os.path.exists("/proc/self/statm"), reason="needs Linux's /proc")
-def test_113_not_enough_host_memory(tmp_path, data_dir):
+def test_too_little_host_memory_is_said(tmp_path, data_dir):
     """a checkpoint larger than the memory there is (RLIMIT_AS) -> exit 2, file and reason named"""
     big = tmp_path / "big.pt"
     torch.save({"model": {"wte.weight": torch.zeros(2**25)}}, big)
@@ -163,7 +173,8 @@ def test_113_not_enough_host_memory(tmp_path, data_dir):
     assert "Traceback" not in text
 
 
-def test_114_output_closed(tmp_path, data_dir):
+@pytest.mark.matrix(114)
+def test_a_closed_output_does_not_end_the_run(tmp_path, data_dir):
     """stdout closed after the first line, as by `| head -1` -> training goes on to its end"""
     out = tmp_path / "out"
     process = start(*tiny_args(data_dir=data_dir, out_dir=out, vocab_size=256))
@@ -174,7 +185,8 @@ def test_114_output_closed(tmp_path, data_dir):
     assert len([m for m in metrics(out) if "loss" in m]) == 10
 
 
-def test_114_output_on_a_full_disk(tmp_path, data_dir, undisturbed):
+@pytest.mark.matrix(114)
+def test_output_on_a_full_disk_is_one_warning(tmp_path, data_dir, undisturbed):
     """stdout, train.log and metrics.jsonl on a full disk -> one warning each at most, the training
     goes on, the checkpoint is whole"""
     out = tmp_path / "out"
@@ -184,7 +196,8 @@ def test_114_output_on_a_full_disk(tmp_path, data_dir, undisturbed):
     assert all(torch.equal(a[n], b[n]) for n in a)
 
 
-def test_114_folder_full_at_the_start(tmp_path, data_dir, monkeypatch, capsys):
+@pytest.mark.matrix(114)
+def test_a_folder_full_at_the_start_is_a_warning(tmp_path, data_dir, monkeypatch, capsys):
     """config.yaml and training_args.json cannot be written -> a warning, the run goes on"""
     def full(*_):
         raise OSError(28, "No space left on device")
@@ -193,7 +206,8 @@ def test_114_folder_full_at_the_start(tmp_path, data_dir, monkeypatch, capsys):
     assert "training_args.json were not written: [Errno 28] No space" in capsys.readouterr().out
 
 
-def test_115_clock_jumps_backwards(tmp_path, data_dir, undisturbed, monkeypatch):
+@pytest.mark.matrix(115)
+def test_a_clock_that_jumps_backwards_does_no_harm(tmp_path, data_dir, undisturbed, monkeypatch):
     """the wall clock jumps back by an hour at every reading -> times in the log stay positive,
     saves go on, the end is exact"""
     now = [1.7e9]
@@ -218,7 +232,8 @@ def slow_disk():
     HashingFile.write = write
 
 
-def test_116_117_four_runs_on_a_busy_machine(tmp_path, data_dir, undisturbed):
+@pytest.mark.matrix(116, 117)
+def test_four_runs_on_a_busy_machine_end_as_alone(tmp_path, data_dir, undisturbed):
     """four runs at once, a process that burns a CPU, a slow disk (at length: test_soak.py) -> all
     end, each exactly as alone"""
     with subprocess.Popen(["sh", "-c", "while :; do :; done"]) as hog:

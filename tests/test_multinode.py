@@ -85,7 +85,8 @@ def wait_for_step(out, step, process):
 # -----------------------------------------------------------------------------
 # ranks that die, freeze or hang
 
-def test_cases_66_67_68_72_killed_ranks_restart_and_a_frozen_one_goes_on(
+@pytest.mark.matrix(66, 67, 68, 72)
+def test_killed_ranks_restart_and_a_frozen_one_goes_on(
         data_dir, tmp_path, undisturbed):
     p = start(*arguments(data_dir, tmp_path), ranks=2, torchrun=["--max-restarts=3"])
     wait_for_step(tmp_path, 5, p)
@@ -106,7 +107,8 @@ def test_cases_66_67_68_72_killed_ranks_restart_and_a_frozen_one_goes_on(
     assert_losses_agree(tmp_path, undisturbed, STEPS)
 
 
-def test_cases_65_69_an_error_in_a_rank_ends_the_job_with_its_traceback(data_dir, tmp_path):
+@pytest.mark.matrix(65, 69)
+def test_an_error_in_a_rank_ends_the_job_with_its_traceback(data_dir, tmp_path):
     started = time.monotonic()
     code, output = finish(start(*arguments(data_dir, tmp_path), ranks=2,
                                 env=dict(FAULT="before_step@15:1=raise")))
@@ -122,7 +124,8 @@ def test_cases_65_69_an_error_in_a_rank_ends_the_job_with_its_traceback(data_dir
     assert "in act" in output  # where rank 1 hangs
 
 
-def test_case_71_ranks_leave_when_torchrun_is_killed(data_dir, tmp_path):
+@pytest.mark.matrix(71)
+def test_ranks_leave_when_torchrun_is_killed(data_dir, tmp_path):
     p = start(*arguments(data_dir, tmp_path, max_iters=10**6), ranks=2)
     wait_for_step(tmp_path, 2, p)
     ranks = ranks_of(p)
@@ -141,7 +144,8 @@ def test_case_71_ranks_leave_when_torchrun_is_killed(data_dir, tmp_path):
 # -----------------------------------------------------------------------------
 # asked to stop
 
-def test_case_61_sigterm_as_slurm_sends_it_stops_all_ranks_at_one_step(
+@pytest.mark.matrix(61)
+def test_sigterm_as_slurm_sends_it_stops_all_ranks_at_one_step(
         data_dir, tmp_path, undisturbed):
     p = start(*arguments(data_dir, tmp_path), ranks=2)
     wait_for_step(tmp_path, 13, p)
@@ -160,7 +164,8 @@ def test_case_61_sigterm_as_slurm_sends_it_stops_all_ranks_at_one_step(
     assert_losses_agree(tmp_path, undisturbed, STEPS)
 
 
-def test_case_62_sigterm_to_one_rank_stops_all_and_saves(data_dir, tmp_path):
+@pytest.mark.matrix(62)
+def test_sigterm_to_one_rank_stops_all_and_saves(data_dir, tmp_path):
     p = start(*arguments(data_dir, tmp_path), ranks=2)
     wait_for_step(tmp_path, 13, p)
     os.kill(ranks_of(p)[1], signal.SIGTERM)
@@ -169,7 +174,8 @@ def test_case_62_sigterm_to_one_rank_stops_all_and_saves(data_dir, tmp_path):
     assert "exitcode  : 143" in output and "[rank" not in output
 
 
-def test_case_105_problems_are_told_once_with_exit_code_2(tmp_path):
+@pytest.mark.matrix(105)
+def test_problems_are_told_once_with_exit_code_2(tmp_path):
     code, output = finish(start("--batch_sise=3", "--batch_size=3", "--n_head=5",
                                 "--gradient_accumulation_steps=1", f"--out_dir={tmp_path}",
                                 ranks=2))

@@ -39,7 +39,8 @@ def spoil_gradient(monkeypatch, bad_step, value):
     monkeypatch.setattr(torch.amp.GradScaler, "unscale_", unscale_)
 
 
-def test_74_nan_loss(tmp_path, data_dir):
+@pytest.mark.matrix(74)
+def test_a_nan_loss_stops_the_run_before_the_update(tmp_path, data_dir):
     """NaN in loss and gradients at step 12 -> exit 1 before the update, without a traceback; step,
     loss, norm, lr, windows and the last good checkpoint, finite and of iter 10, are named"""
     out = tmp_path / "out"
@@ -72,8 +73,9 @@ def test_a_loss_that_has_risen_for_good_is_no_spike():
     assert verdicts[:32] == [("skip", True)] * 32 and verdicts[32:] == [("update", False)] * 68
 
 
+@pytest.mark.matrix(75)
 @pytest.mark.parametrize("value", [torch.inf, -torch.inf, torch.nan])
-def test_75_gradient_not_finite(tmp_path, data_dir, monkeypatch, value):
+def test_a_gradient_that_is_not_finite_stops_the_run(tmp_path, data_dir, monkeypatch, value):
     """inf, -inf or NaN in one gradient, the loss being fine -> stopped before the update"""
     spoil_gradient(monkeypatch, lambda it: it == 7, value)
     with pytest.raises(BadNumbers, match=r"iter 7: not finite: loss \d\.\d+, .* norm (inf|nan)"):
@@ -81,7 +83,8 @@ def test_75_gradient_not_finite(tmp_path, data_dir, monkeypatch, value):
     assert load_checkpoint(tmp_path / "ckpt.pt")["iter_num"] == 5 and finite(tmp_path / "ckpt.pt")
 
 
-def test_75_before_the_first_checkpoint(tmp_path, data_dir, monkeypatch):
+@pytest.mark.matrix(75)
+def test_bad_numbers_before_the_first_checkpoint_leave_none(tmp_path, data_dir, monkeypatch):
     """inf at step 0 -> says that there is no good checkpoint yet, and leaves none"""
     spoil_gradient(monkeypatch, lambda it: it == 0, torch.inf)
     with pytest.raises(BadNumbers, match="Last good checkpoint: none yet"):
@@ -89,10 +92,11 @@ def test_75_before_the_first_checkpoint(tmp_path, data_dir, monkeypatch):
     assert not (tmp_path / "ckpt.pt").exists()
 
 
+@pytest.mark.matrix(76)
 @pytest.mark.parametrize("optimizer", ["adamw", "muon"])
-def test_76_float16_overflow(tmp_path, data_dir, monkeypatch, optimizer):
+def test_a_float16_overflow_skips_its_step(tmp_path, data_dir, monkeypatch, optimizer):
     """float16, inf in a gradient at step 7 -> that step changes no weight, the scale is halved, it
-    is counted and training goes on (more: test_45_76 in test_resume.py)"""
+    is counted and training goes on (more: case 45 in test_resume.py)"""
     spoil_gradient(monkeypatch, lambda it: it == 7, torch.inf)
     weights, step = {}, Trainer.train_step
 
@@ -108,7 +112,8 @@ def test_76_float16_overflow(tmp_path, data_dir, monkeypatch, optimizer):
     assert not all(torch.equal(weights[8][n], weights[9][n]) for n in weights[8])
 
 
-def test_76_float16_overflow_without_end(tmp_path, data_dir, monkeypatch):
+@pytest.mark.matrix(76)
+def test_float16_overflow_without_end_stops_the_run(tmp_path, data_dir, monkeypatch):
     """float16, every step overflows -> stopped after 20 in a row, nothing spoilt"""
     spoil_gradient(monkeypatch, lambda it: True, torch.inf)
     with pytest.raises(BadNumbers, match="iter 20: not finite"):
@@ -116,7 +121,8 @@ def test_76_float16_overflow_without_end(tmp_path, data_dir, monkeypatch):
     assert finite(tmp_path / "ckpt.pt")
 
 
-def test_78_spike_detector():
+@pytest.mark.matrix(78)
+def test_only_what_is_far_above_is_a_spike():
     """losses around 3 +- 0.1, then 3.4, 3.6 and 3.7 -> only what is 6 deviations above is a spike;
     silent at first; a spike does not raise the mean; its state carries over"""
     losses = [3 + 0.1 * (-1) ** i for i in range(63)]
@@ -146,7 +152,8 @@ def bad_batches(monkeypatch):
     return bad
 
 
-def test_78_warn(tmp_path, data_dir, bad_batches, capsys):
+@pytest.mark.matrix(78)
+def test_a_spike_is_told(tmp_path, data_dir, bad_batches, capsys):
     """a spike at step 13, on_spike: warn -> a warning with step, loss, norm and windows; the step
     is done"""
     go(data_dir, tmp_path / "a")
@@ -159,7 +166,8 @@ def test_78_warn(tmp_path, data_dir, bad_batches, capsys):
     assert all(torch.equal(a[n], b[n]) for n in a)
 
 
-def test_78_skip(tmp_path, data_dir, bad_batches):
+@pytest.mark.matrix(78)
+def test_a_spike_is_skipped(tmp_path, data_dir, bad_batches):
     """a spike at step 13, on_spike: skip -> no weight changes in that step, and so it is when the
     run is stopped just before and resumed"""
     bad_batches.add(13)
@@ -174,7 +182,8 @@ def test_78_skip(tmp_path, data_dir, bad_batches):
     assert_same(tmp_path / "a", tmp_path / "b")
 
 
-def test_78_rewind(tmp_path, data_dir, bad_batches, capsys, monkeypatch):
+@pytest.mark.matrix(78)
+def test_a_spike_rewinds_past_the_bad_batches(tmp_path, data_dir, bad_batches, capsys, monkeypatch):
     """a spike at step 13, on_spike: rewind -> back to the checkpoint of 10 and past batches 10 to
     13, every step once in the metrics; exact when stopped and resumed later"""
     bad_batches.add(13)
@@ -201,7 +210,8 @@ def test_78_rewind(tmp_path, data_dir, bad_batches, capsys, monkeypatch):
             assert_same(tmp_path / "a", out)
 
 
-def test_78_rewind_with_a_loss_scale(tmp_path, data_dir, bad_batches, capsys):
+@pytest.mark.matrix(78)
+def test_a_rewind_with_a_loss_scale_goes_on(tmp_path, data_dir, bad_batches, capsys):
     """the same in float16, whose gradients are unscaled when the spike is seen -> the next step
     does not stumble over that"""
     bad_batches.add(13)
@@ -210,7 +220,8 @@ def test_78_rewind_with_a_loss_scale(tmp_path, data_dir, bad_batches, capsys):
     assert load_checkpoint(tmp_path / "out" / "ckpt.pt")["iter_num"] == 20
 
 
-def test_78_rewind_in_a_run_begun_afresh(tmp_path, data_dir, bad_batches):
+@pytest.mark.matrix(78)
+def test_a_run_begun_afresh_rewinds_to_its_own_checkpoint(tmp_path, data_dir, bad_batches):
     """the same in a run started with --resume never -> rewinds to its checkpoint, moves nothing"""
     bad_batches.add(13)
     go(data_dir, tmp_path, on_spike="rewind", resume="never")
@@ -218,7 +229,8 @@ def test_78_rewind_in_a_run_begun_afresh(tmp_path, data_dir, bad_batches):
     assert not (tmp_path / "old_1").exists()
 
 
-def test_78_rewinds_are_bounded(tmp_path, data_dir, bad_batches, capsys):
+@pytest.mark.matrix(78)
+def test_rewinds_are_bounded(tmp_path, data_dir, bad_batches, capsys):
     """every batch from 12 on spikes, on_spike: rewind -> three rewinds, then warnings only"""
     bad_batches.update(range(12, 100))
     go(data_dir, tmp_path, on_spike="rewind")
@@ -227,7 +239,8 @@ def test_78_rewinds_are_bounded(tmp_path, data_dir, bad_batches, capsys):
     assert load_checkpoint(tmp_path / "ckpt.pt")["iter_num"] == 20
 
 
-def test_78_nothing_to_rewind_to(tmp_path, data_dir, bad_batches):
+@pytest.mark.matrix(78)
+def test_a_spike_with_nothing_to_rewind_to_stops_the_run(tmp_path, data_dir, bad_batches):
     """a spike before the first checkpoint, on_spike: rewind -> stopped, saying so"""
     bad_batches.add(13)
     with pytest.raises(BadNumbers, match="iter 13: a loss spike, and no checkpoint to rewind to"):

@@ -45,7 +45,8 @@ def numbered(out):
     return sorted(p.name for p in out.glob("ckpt_0*"))
 
 
-def test_42_the_run_to_repeat_has_it_all(whole):
+@pytest.mark.matrix(42)
+def test_the_run_to_repeat_has_it_all(whole):
     """(the undisturbed run that cases 42 to 50 are compared with really drops its learning rate,
     skips spikes and stops early)"""
     state = load_checkpoint(whole / "everything" / "ckpt.pt")
@@ -59,8 +60,9 @@ def test_42_the_run_to_repeat_has_it_all(whole):
 STOPS = [(k, "everything") for k in range(18)] + [(k, "plain") for k in (0, 4, 5, 19)]
 
 
+@pytest.mark.matrix(42, 43, 44, 49, 50)
 @pytest.mark.parametrize("k, kind", STOPS)
-def test_42_43_44_49_50_stop_at_every_step(tmp_path, data_dir, whole, k, kind):
+def test_stopped_at_any_step_the_end_is_exact(tmp_path, data_dir, whole, k, kind):
     """SIGTERM in step k = 0 ... 17, in turn before its first and after its last micro-batch, then
     the same command; dropout, accumulation 4, Muon, plateau, early stopping, keep_last, skipped
     spikes -> the step is dropped or done, and all is exact for every k, learning rates and best
@@ -74,8 +76,9 @@ def test_42_43_44_49_50_stop_at_every_step(tmp_path, data_dir, whole, k, kind):
     assert set(numbered(whole / kind)) <= {*numbered(tmp_path), "ckpt_0000016.pt"}
 
 
+@pytest.mark.matrix(42)
 @pytest.mark.parametrize("k", [0, 1, 4, 5, 8, 11, 14, 17])
-def test_42_crash_before_the_update(tmp_path, data_dir, whole, k):
+def test_after_a_crash_no_step_counts_twice(tmp_path, data_dir, whole, k):
     """an exception just before the update of step k, nothing saved -> exact from the last periodic
     checkpoint, no step twice in the metrics"""
     with pytest.raises(RuntimeError, match="fault at before_opt"):
@@ -84,8 +87,9 @@ def test_42_crash_before_the_update(tmp_path, data_dir, whole, k):
     assert_same(whole / "everything", tmp_path)
 
 
+@pytest.mark.matrix(42, 63)
 @pytest.mark.parametrize("k", [0, 3, 9, 15])
-def test_42_63_stop_in_an_evaluation(tmp_path, data_dir, whole, k):
+def test_stopped_in_an_evaluation_it_is_done_again(tmp_path, data_dir, whole, k):
     """SIGTERM while evaluating before step k -> the evaluation is done again, all is exact"""
     assert isinstance(go(data_dir, tmp_path, f"eval@{k}=sigterm", **EVERYTHING), Stopped)
     assert load_checkpoint(tmp_path / "ckpt.pt")["iter_num"] == k
@@ -93,8 +97,9 @@ def test_42_63_stop_in_an_evaluation(tmp_path, data_dir, whole, k):
     assert_same(whole / "everything", tmp_path)
 
 
+@pytest.mark.matrix(45, 76)
 @pytest.mark.parametrize("optimizer", ["adamw", "muon"])
-def test_45_76_float16_scaler(tmp_path, data_dir, monkeypatch, optimizer):
+def test_the_float16_scale_is_exact_after_any_stop(tmp_path, data_dir, monkeypatch, optimizer):
     """float16 with a loss scale that grows until it overflows, every other step or so, stopped at
     each step in turn -> skipped steps are counted, scale and weights exact, weights finite"""
     monkeypatch.setattr(torch.amp, "GradScaler", functools.partial(
@@ -110,7 +115,8 @@ def test_45_76_float16_scaler(tmp_path, data_dir, monkeypatch, optimizer):
         assert_same(tmp_path / "whole", tmp_path / str(k))
 
 
-def test_46_other_evaluation_interval(tmp_path, data_dir, whole):
+@pytest.mark.matrix(46)
+def test_another_evaluation_interval_is_the_same_training(tmp_path, data_dir, whole):
     """other eval_interval, eval_iters and log_interval on resume -> the same training, bitwise"""
     go(data_dir, tmp_path, "before_step@7=sigterm", **PLAIN)
     go(data_dir, tmp_path, **PLAIN, eval_interval=3, eval_iters=1, sample_tokens=4)
@@ -120,8 +126,9 @@ def test_46_other_evaluation_interval(tmp_path, data_dir, whole):
     assert a == b
 
 
+@pytest.mark.matrix(47)
 @pytest.mark.parametrize("kind", KINDS)
-def test_47_stopped_four_times(tmp_path, data_dir, whole, kind):
+def test_stopped_four_times_the_end_is_exact(tmp_path, data_dir, whole, kind):
     """stopped at steps 2, 3 and 11 and crashed at 15 in one life -> exact"""
     for fault in ("before_step@2=sigterm", "before_step@3=sigterm", "before_step@11=sigterm"):
         assert isinstance(go(data_dir, tmp_path, fault, **KINDS[kind]), Stopped)
@@ -131,7 +138,8 @@ def test_47_stopped_four_times(tmp_path, data_dir, whole, kind):
     assert_same(whole / kind, tmp_path)
 
 
-def test_48_resume_of_a_finished_run(tmp_path, data_dir):
+@pytest.mark.matrix(48)
+def test_a_finished_run_says_so_and_exits(tmp_path, data_dir):
     """started again after the end -> says so, exit 0, nothing changed on disk"""
     out = tmp_path / "out"
     go(data_dir, out)
@@ -141,7 +149,8 @@ def test_48_resume_of_a_finished_run(tmp_path, data_dir):
     assert all((out / n).read_bytes() == data for n, data in before.items())
 
 
-def test_48_a_larger_max_iters(tmp_path, data_dir, whole):
+@pytest.mark.matrix(48)
+def test_a_larger_max_iters_continues_a_finished_run(tmp_path, data_dir, whole):
     """a finished run of 10 steps started again with max_iters 20, lr_decay_iters as before -> the
     learning rate and all the rest as in a run of 20 from the start"""
     go(data_dir, tmp_path, **PLAIN, max_iters=10)
@@ -149,7 +158,8 @@ def test_48_a_larger_max_iters(tmp_path, data_dir, whole):
     assert_same(whole / "plain", tmp_path)
 
 
-def test_48_learning_rate_of_a_longer_run(tmp_path, data_dir):
+@pytest.mark.matrix(48)
+def test_a_longer_run_follows_its_own_schedule(tmp_path, data_dir):
     """max_iters raised where lr_decay_iters follows it -> from there on the schedule of the longer
     run, as the log shows"""
     go(data_dir, tmp_path / "a", lr_decay_iters=None, max_iters=8)
@@ -159,14 +169,16 @@ def test_48_learning_rate_of_a_longer_run(tmp_path, data_dir):
     assert a[8:] == b[8:] and a[4:8] != b[4:8] and len(a) == 16
 
 
-def test_48_early_stopped_run_stays_stopped(tmp_path, data_dir):
+@pytest.mark.matrix(48)
+def test_an_early_stopped_run_stays_stopped(tmp_path, data_dir):
     """a run that early stopping ended, started again -> finished, exit without a step"""
     go(data_dir, tmp_path, **EVERYTHING)
     again = go(data_dir, tmp_path, **EVERYTHING)
     assert again["iter_num"] == 18 and again["finished"].startswith("early stopping")
 
 
-def test_50_best_survives(tmp_path, data_dir, whole):
+@pytest.mark.matrix(50)
+def test_the_best_one_survives_a_resume(tmp_path, data_dir, whole):
     """stopped in, then after, an evaluation that is the best so far -> ckpt_best.pt is of it"""
     go(data_dir, tmp_path, "eval@10=sigterm", **PLAIN)
     go(data_dir, tmp_path, "before_step@10=sigterm", **PLAIN)

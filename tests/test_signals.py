@@ -28,8 +28,9 @@ def undisturbed(tmp_path_factory, data_dir):
     return out
 
 
+@pytest.mark.matrix(57, 58, 64)
 @pytest.mark.parametrize("name, code", [("SIGTERM", 143), ("SIGINT", 130), ("SIGHUP", 129)])
-def test_57_58_64_stop_in_a_step(tmp_path, data_dir, undisturbed, name, code):
+def test_a_signal_in_a_step_saves_after_it(tmp_path, data_dir, undisturbed, name, code):
     """SIGTERM, SIGINT (Ctrl-C) or SIGHUP (terminal closed) in step 7 -> saved after that step, exit
     143, 130 or 129, the last line printed is the command that resumes, the end is exact"""
     out = tmp_path / "out"
@@ -42,7 +43,8 @@ def test_57_58_64_stop_in_a_step(tmp_path, data_dir, undisturbed, name, code):
     assert_same(undisturbed, out)
 
 
-def test_57_the_printed_command_resumes(tmp_path, data_dir, undisturbed):
+@pytest.mark.matrix(57)
+def test_the_printed_command_resumes(tmp_path, data_dir, undisturbed):
     """the program as a person starts it, SIGTERM from outside, then the command it printed, though
     it was first started with --resume never -> the end is exact"""
     settings = dict(SMALL, data_dir=str(data_dir), out_dir=str(tmp_path / "out"))
@@ -58,9 +60,10 @@ def test_57_the_printed_command_resumes(tmp_path, data_dir, undisturbed):
     assert_same(undisturbed, tmp_path / "out")
 
 
+@pytest.mark.matrix(59)
 @pytest.mark.alone
 @pytest.mark.parametrize("name", ["SIGTERM", "SIGINT"])
-def test_59_second_signal(tmp_path, data_dir, name):
+def test_a_second_signal_leaves_within_a_second(tmp_path, data_dir, name):
     """a second signal while the run still hangs in the step -> leaves within a second, the
     checkpoint before it is intact"""
     out = tmp_path / "out"
@@ -74,7 +77,8 @@ def test_59_second_signal(tmp_path, data_dir, name):
     assert load_checkpoint(out / "ckpt.pt")["iter_num"] in (3, 6)
 
 
-def test_60_save_and_go_on(tmp_path, data_dir, undisturbed):
+@pytest.mark.matrix(60)
+def test_asked_to_save_it_saves_and_goes_on(tmp_path, data_dir, undisturbed):
     """SIGUSR1 in step 6 -> a checkpoint of step 7 at once, training goes on, the end is exact"""
     out = tmp_path / "out"
     fault = "before_step@6=sigusr1,before_opt@9=raise"
@@ -85,10 +89,12 @@ def test_60_save_and_go_on(tmp_path, data_dir, undisturbed):
     assert_same(undisturbed, out)
 
 
+@pytest.mark.matrix(63)
 @pytest.mark.parametrize("where, saved", [
     ("eval@10", 10), ("save_open@10", 10), ("save_mid@10", 10), ("save_before_replace@10", 10),
     ("load", 10)])
-def test_63_stop_in_eval_save_and_load(tmp_path, data_dir, undisturbed, where, saved):
+def test_stopped_while_evaluating_saving_or_loading_the_end_is_exact(tmp_path, data_dir,
+                                                                     undisturbed, where, saved):
     """SIGTERM in an evaluation, at three points of a save, or while loading, when there is nothing
     to save yet -> ended by it with a whole checkpoint, no temporary file, the end is exact"""
     out = tmp_path / "out"
@@ -102,7 +108,8 @@ def test_63_stop_in_eval_save_and_load(tmp_path, data_dir, undisturbed, where, s
     assert_same(undisturbed, out)
 
 
-def test_63_stop_at_random_times(tmp_path, data_dir):
+@pytest.mark.matrix(63)
+def test_stopped_at_random_times_every_step_counts_once(tmp_path, data_dir):
     """SIGTERM at 12 random times of a run, also before it has begun -> exit 143 and saved, or ended
     by the signal before there was anything to save; no temporary file, every step logged once"""
     out, draw = tmp_path / "out", random.Random(63)
@@ -123,7 +130,8 @@ def test_63_stop_at_random_times(tmp_path, data_dir):
     assert steps == list(range(load_checkpoint(out / "ckpt.pt")["iter_num"]))
 
 
-def test_63_interrupted_before_the_run(tmp_path, data_dir):
+@pytest.mark.matrix(63)
+def test_interrupted_before_the_run_it_leaves_quietly(tmp_path, data_dir):
     """Ctrl-C while the data is still being opened -> exit 130 without a traceback"""
     code, text = run_program(data_dir, tmp_path / "out", prepare=interrupt_opening)
     assert code == 130 and "Traceback" not in text
@@ -137,7 +145,8 @@ def interrupt_opening():
     training.open_token_data = open_token_data
 
 
-def test_64_nohup(tmp_path, data_dir):
+@pytest.mark.matrix(64)
+def test_a_run_under_nohup_ignores_the_hangup(tmp_path, data_dir):
     """SIGHUP to a run started with nohup, which ignores it -> the run goes on"""
     program = Program(data_dir, tmp_path / "out", **LONG, prepare=ignore_hangup)
     program.wait_for("iter 3:")
@@ -153,7 +162,8 @@ def ignore_hangup():
     signal.signal(signal.SIGHUP, signal.SIG_IGN)
 
 
-def test_69_watchdog(tmp_path, data_dir):
+@pytest.mark.matrix(69)
+def test_the_watchdog_ends_a_step_that_never_ends(tmp_path, data_dir):
     """a step that never ends, on one process (on several: test_distributed.py) -> ended after
     step_timeout with the stacks of all threads"""
     out = tmp_path / "out"
@@ -165,7 +175,8 @@ def test_69_watchdog(tmp_path, data_dir):
     assert load_checkpoint(out / "ckpt.pt")["iter_num"] in (3, 6)
 
 
-def test_69_watchdog_spares_slow_evaluations(tmp_path, data_dir, undisturbed):
+@pytest.mark.matrix(69)
+def test_the_watchdog_spares_slow_evaluations(tmp_path, data_dir, undisturbed):
     """evaluations and saves that take longer than step_timeout (up to ten times) -> not ended"""
     out = tmp_path / "out"
     code, text = run_program(data_dir, out, prepare=slow_evaluation, step_timeout=0.5)
@@ -183,8 +194,9 @@ def slow_evaluation():
     Trainer.evaluate = slowly
 
 
+@pytest.mark.matrix(63)
 @pytest.mark.slow
-def test_63_stop_in_the_first_compile(tmp_path, data_dir):
+def test_a_stop_in_the_first_compile_is_heard(tmp_path, data_dir):
     """SIGTERM while torch.compile compiles the first step -> exit 143 with a checkpoint"""
     out = tmp_path / "out"
     program = Program(data_dir, out, compile="true", **LONG)

@@ -60,7 +60,8 @@ LONG = dict(max_iters=400, lr_decay_iters=400, save_interval=1, eval_interval=20
             n_embd=32, n_hidden=64, keep_last=2)
 
 
-def test_06_kills_at_random_times(tmp_path, data_dir, draw):
+@pytest.mark.matrix(6)
+def test_killed_two_hundred_times_the_end_is_exact(tmp_path, data_dir, draw):
     """kill -9 at 200 random wall-clock times in runs that save every step -> 0 unreadable
     checkpoints, and the end of every run is that of the undisturbed one, bit for bit"""
     go(data_dir, tmp_path / "whole", **LONG)
@@ -95,7 +96,8 @@ def children(pid):
     return [int(p) for p in found.stdout.split()]
 
 
-def test_68_73_kills_under_torchrun(tmp_path, data_dir, draw):
+@pytest.mark.matrix(68, 73)
+def test_killed_under_torchrun_every_end_is_exact(tmp_path, data_dir, draw):
     """30 rounds: torchrun with two ranks and --max-restarts, a rank killed or the signal kill -9 at
     a random time, until it ends -> every round ends exact, every step logged once"""
     changes = LONG | dict(max_iters=150, lr_decay_iters=150, save_interval=5)
@@ -129,7 +131,8 @@ def resident():
         return int(f.read().split()[1]) * resource.getpagesize() / 2**20
 
 
-def test_119_saves(tmp_path):
+@pytest.mark.matrix(119)
+def test_two_thousand_saves_leave_nothing_behind(tmp_path):
     """2,000 saves in the background with best and numbered names -> open files and files in the
     folder constant, resident memory within 20 MiB"""
     folder, log = RunFolder(str(tmp_path), keep_last=3), Warnings()
@@ -161,7 +164,8 @@ def slow_disk():
     HashingFile.write = write
 
 
-def test_116_117_118_runs_at_once(tmp_path, data_dir):
+@pytest.mark.matrix(116, 117, 118)
+def test_runs_at_once_end_as_alone(tmp_path, data_dir):
     """4 runs at once beside a process that burns a CPU, on a slow disk, saving more often than a
     save takes -> all end, each exactly as alone, each with memory as alone"""
     changes = LONG | dict(max_iters=200, lr_decay_iters=200)

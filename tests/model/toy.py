@@ -1,5 +1,6 @@
-"""A system of its own for tests/test_seam.py: three tensors a sample, masked items, two metrics, a
-confusion matrix, a buffer that steps change, its own keys. Samples are sequences of 4 items.
+"""A system of its own for tests/test_own_system.py: three tensors a sample, masked items, two
+metrics, a confusion matrix, a buffer that steps change, its own keys. Samples are sequences of 4
+items.
 """
 
 import os

@@ -1,4 +1,4 @@
-"""The seam: the loop trains a system that it does not know (tests/model/toy.py), whose items are
+"""A system of one's own: the loop trains what it does not know (model/toy.py), whose items are
 masked, so that micro-batches and ranks hold unequal numbers of them. Every number must be the same
 at any world size and any split into micro-batches.
 """

@@ -1,4 +1,4 @@
-"""What careful users met, each fixed once: wrong or lost results first, then friction."""
+"""Regressions: what careful users met, each fixed once; wrong or lost results, then friction."""
 
 import contextlib
 import decimal

@@ -1,4 +1,4 @@
-"""What a person steers a run with, through the command line: schedules, stopping, parameter groups,
+"""The options of a run, through the command line: schedules, stopping, parameter groups,
 reproducibility, the dry run, advice when it goes wrong, eval_only and init_from."""
 
 import contextlib
