@@ -114,6 +114,8 @@ def narrowed(dist, best, share):
     ends = [back(min(max(f(best) + d, first), last)) for d in (-half, half)]
     if dist.step:
         ends = [dist.low + round((e - dist.low) / dist.step) * dist.step for e in ends]
+        if isinstance(dist.step, float):  # 3 x 0.05 is a little more than 0.15
+            ends = [float(f"{e:.12g}") for e in ends]
     return type(dist)(min(ends[0], best), max(ends[1], best), dist.log, dist.step)
 
 
