@@ -11,7 +11,17 @@ import time
 if sys.version_info < (3, 10):  # noqa: UP036  what follows would be a SyntaxError
     sys.exit("Python 3.10 or newer is needed, this is " + sys.version.split()[0])
 
-from train.config import ConfigError, describe, help_text, load_with_origins, take_config
+from dataclasses import replace
+
+from train.config import (
+    UserError,
+    describe,
+    files_read,
+    help_text,
+    load_with_origins,
+    read_values,
+    take_config,
+)
 
 
 def take_flag(argv, *names):
@@ -38,15 +48,19 @@ def main(argv):
     try:
         # Up to here and for --help nothing has imported torch, which takes seconds.
         if wants_help:
-            return show(help_text(type(load_with_origins(None, overrides)[0])))
+            return show(help_text(read_values(path, overrides, [])[0]))
         config, origins = load_with_origins(path, overrides)
-    except ConfigError as error:
+        if show_config and files_read(config):  # only torch can read what shape weights have
+            from train.resume import weights_shape
+            shape, weights = weights_shape(config)
+            config, origins = replace(config, **shape), origins | dict.fromkeys(shape, weights)
+    except UserError as error:
         if os.environ.get("RANK", "0") == "0":  # every rank finds the same: one speaks
             print(error, file=sys.stderr)
         else:
             time.sleep(3)  # torchrun ends the others as soon as one has gone
         return 2
-    # What a person asked to see is all that happens: nothing is written, nothing imported.
+    # What a person asked to see is all that happens: nothing is written.
     if show_config:
         return show(describe(config, origins))
     if dry_run:

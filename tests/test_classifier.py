@@ -3,6 +3,7 @@
 import csv
 import json
 import random
+from dataclasses import asdict
 
 import numpy as np
 import pytest
@@ -29,8 +30,10 @@ from model.classifier import (
     span_metrics,
 )
 from model.classifier import main as evaluate_main
-from model.gpt import GPTConfig
+from model.convert import convert
+from model.gpt import GPT, GPTConfig
 from model.sample import load_model
+from train.checkpoint import save_checkpoint
 from train.config import load_config
 from train.train import train
 
@@ -588,6 +591,31 @@ def test_data_of_one_kind_need_no_key_of_their_own(kind, tmp_path):
     last = train(config)["history"][-1]
     assert config.early_stopping_metric == "val_f1_macro" and last["val_f1_macro"] is not None
     assert ("val_auroc" in last) == (kind == "class")
+
+
+@pytest.mark.parametrize("theirs", ["gpt", "nanogpt", "llama"])
+def test_another_backbone_takes_one_key(theirs, labels, tmp_path, capsys):
+    """Weights of another shape than that of train/config_quick.yaml, and of longer positions; what
+    a person typed does not give way to them."""
+    shape = GPTConfig(block_size=640, vocab_size=257, n_layer=1, n_head=2, n_embd=32, n_hidden=128,
+                      **dict(bias=True, norm="layer", pos="learned", mlp="gelu_exact")
+                      if theirs == "nanogpt" else {})
+    path, weights = tmp_path / "gpt.pt", dict(GPT(shape).state_dict())
+    save_checkpoint(path, dict(model=weights, model_args=asdict(shape), config=dict(model="gpt")))
+    if theirs != "gpt":
+        ours, path = path, tmp_path / ("ckpt.pt" if theirs == "nanogpt" else "folder")
+        convert(str(ours), str(path))
+    changes = dict(init_from=str(path), data_dir=str(labels), out_dir=str(tmp_path / "out"),
+                   max_iters=0, eval_on_start=False, compile="false")
+    train(load_config("train/config_classifier.yaml", changes))
+    assert f"n_layer: 1, as {path} has it, in the place of 3" in capsys.readouterr().out
+    model, _ = load_model(tmp_path / "out" / "ckpt.pt")
+    got = model.config
+    assert (got.n_layer, got.n_embd, got.block_size, got.pos) == (1, 32, 640, shape.pos)
+    assert torch.equal(model.gpt.h[0].mlp.up.weight, weights["h.0.mlp.up.weight"])
+    changes |= dict(out_dir=str(tmp_path / "typed"), n_layer=3)
+    with pytest.raises(ValueError, match="n_layer: it has 1, the configuration says 3"):
+        train(load_config("train/config_classifier.yaml", changes))
 
 
 def test_texts_longer_than_those_of_training_are_not_cut(trained, tmp_path, capsys):

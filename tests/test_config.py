@@ -9,6 +9,7 @@ import time
 import pytest
 from conftest import REPO
 
+import run_train
 from train.config import (
     FIELDS,
     ConfigError,
@@ -177,6 +178,13 @@ def test_help_shows_every_key_fast():
     assert done.returncode == 0 and time.time() - started < 1.5
     assert all(f"--{name} " in done.stdout for name in FIELDS)
     assert max(map(len, help_text().splitlines())) <= 100
+
+
+@pytest.mark.parametrize("model, key", [("memory", "n_chapters"), ("classifier", "span_weight")])
+def test_help_of_a_system_shows_its_keys(model, key, capsys):
+    for words in (["--model", model], ["--config", f"train/config_{model}.yaml"]):
+        assert run_train.main([*words, "--help"]) == 0
+        assert f"  --{key} " in capsys.readouterr().out
 
 
 def test_print_config_names_origins(tmp_path):

@@ -100,6 +100,8 @@ def test_narrowing_stays_inside_and_around_the_best():
     assert hpo.narrowed(ints(0, 100, step=10), 90, 0.4) == ints(70, 100, step=10)
     assert hpo.narrowed(ints(1, 9), 5, 0.01) == ints(5, 5)
     assert hpo.narrowed(ints(1, 64, log=True), 8, 0.5) == ints(3, 23, log=True)
+    tried = hpo.configured(load_config("train/config_quick.yaml"), dict(n_layer=2))
+    assert tried.typed == {"n_layer"}  # what a file says may give way to the shape of weights
     tenths = floats(0.0, 0.2, step=0.05)  # 3 x 0.05 is 0.15000000000000002
     for best, ends in ((0.2, (0.15, 0.2)), (0.0, (0.0, 0.05)), (0.1, (0.05, 0.15))):
         got = hpo.narrowed(tenths, best, 0.3)

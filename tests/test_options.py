@@ -7,18 +7,20 @@ import io
 import json
 import random
 import re
+from dataclasses import fields
 
 import numpy as np
 import pytest
 import torch
 import yaml
-from conftest import tiny_args
+from conftest import TINY, tiny_args
 from faulty import faults
 from runs import assert_same_file, metrics
 
 import run_train
-from model.gpt import GPT
+from model.gpt import GPT, GPTConfig
 from train import guard
+from train.checkpoint import load_checkpoint
 from train.config import FIELDS, TrainConfig, load_config
 from train.distributed import SetupError, get_device, set_seed
 from train.lr_scheduler import EarlyStopping, get_lr
@@ -274,6 +276,34 @@ def test_dry_run_estimates_and_writes_nothing(tmp_path, data_dir, monkeypatch):
     monkeypatch.setattr("train.speed.memory_available", lambda: 1000)
     code, _, err = command("--dry-run", data_dir=data_dir, out_dir=tmp_path / "o")
     assert code == 1 and err.startswith("Does not fit: lower batch_size")
+
+
+@pytest.mark.parametrize("key", ["init_from", "backbone"])
+def test_what_is_shown_before_a_run_has_the_shape_of_its_weights(go, tmp_path, data_dir, key):
+    """A model of one layer, not the default's 16; and a file that is missing is refused."""
+    go("a", tokenizer="byte", vocab_size=257, max_iters=0)
+    shape = {f.name for f in fields(GPTConfig)}
+    settings = {k: v for k, v in (TINY | SMALL).items() if k not in shape} | dict(
+        data_dir=data_dir, out_dir=tmp_path / "b", tokenizer="byte", model="gpt")
+    settings |= dict(model="lora") if key == "backbone" else {}
+
+    def shown(how, path):
+        out, err = io.StringIO(), io.StringIO()
+        with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+            code = run_train.main([*(f"--{k}={v}" for k, v in settings.items()), how,
+                                   f"--{key}={path}"])
+        return code, out.getvalue() + err.getvalue()
+    path = tmp_path / "a/ckpt.pt"
+    code, text = shown("--print_config", path)
+    assert code == 0 and re.search(rf"^n_layer: 1 +# {path}$", text, re.M), text
+    code, text = shown("--dry_run", path)
+    count = GPT(GPTConfig(**load_checkpoint(path)["model_args"])).state_dict().values()
+    assert code == 0 and re.search(r"activations 0, ", text)  # 16 layers of 384 would take 7 MiB
+    assert key == "backbone" or f": {sum(t.numel() for t in count):,} parameters" in text, text
+    for how in ("--print_config", "--dry_run"):
+        code, text = shown(how, tmp_path / "none.pt")
+        assert code == 2 and "none.pt: no such file" in text and "Traceback" not in text
+    assert not (tmp_path / "b").exists()
 
 
 def test_dry_run_of_a_model_larger_than_any_memory(tmp_path, data_dir):

@@ -146,9 +146,10 @@ def test_a_runs_arguments_without_those_of_its_start(tmp_path):
 
 def test_what_a_search_found_stands_between_file_and_command_line(tmp_path):
     (tmp_path / "c.yaml").write_text("seed: 1\nn_layer: 1\nmax_iters: 1\n")
-    (tmp_path / "best.yaml").write_text("seed: 2\nn_layer: 2\n")
+    (tmp_path / "best.yaml").write_text("seed: 2\nn_layer: 2\nout_dir: theirs\ndata_dir: x\n")
     c = load_config(tmp_path / "c.yaml", [f"best_config={tmp_path}/best.yaml", "--seed=3"])
     assert (c.seed, c.n_layer, c.max_iters) == (3, 2, 1)
+    assert (c.out_dir, c.data_dir) == ("out", "data/bin/stdlib")  # its own are not taken over
 
 
 def test_yaml_of_every_kind_of_value_reads_back(tmp_path):

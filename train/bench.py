@@ -23,6 +23,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -35,6 +36,7 @@ from train.config import REPOSITORY, load_config, load_model_file, underscores
 from train.distributed import LeaveTogether, choose_dtype, get_device, max_over_ranks
 from train.logger import compact, duration
 from train.optimizer import build_optimizer, clip_gradients, configure_optimizers
+from train.resume import weights_shape
 from train.train import forward_backward, open_data
 
 REPO = Path(REPOSITORY)
@@ -133,6 +135,8 @@ def estimate(config):
     """Say what the run that `config` describes would take. Raises DoesNotFit."""
     with distributed.process_group(config) as ranks:
         say = (lambda text: print(text, flush=True)) if ranks.main else (lambda text: None)
+        shape = distributed.from_main(lambda: weights_shape(config)[0], ranks)
+        config = replace(config, **shape)
         data = open_data(config, ranks)
         c = config.in_steps(data.train.samples)
         build = load_model_file(c.model).build_model

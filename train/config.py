@@ -384,20 +384,9 @@ def load_config(path: str | os.PathLike | None = None,
 
 def load_with_origins(path=None, overrides=()):
     """load_config's result and {key: where its value came from}."""
-    problems, options = [], []
-    raw = read_with_bases(find_file(path), problems) if path is not None else {}
-    if isinstance(overrides, dict):
-        raw |= {name: (value, "overrides") for name, value in overrides.items()}
-    else:
-        options = parse_options(overrides, problems)
-    for name, file in options:  # what a search found: above the file, below the command line
-        if name == "best_config":
-            raw |= read_with_bases(find_file(file or ""), problems)
-    model = raw.get("model", ("gpt", ""))[0]
-    cls = config_class(str(dict(options).get("model", model)))
-    known = {f.name: f for f in fields(cls)}
-    raw |= option_values([o for o in options if o[0] != "best_config"], known, problems)
-    values, wrong = {}, set()
+    problems = []
+    cls, raw = read_values(path, overrides, problems)
+    known, values, wrong = {f.name: f for f in fields(cls)}, {}, set()
     for name, (text, where) in raw.items():
         if name not in known:
             problems.append(f"{where}: unknown key {name!r}" + nearest(name, known)
@@ -412,7 +401,32 @@ def load_with_origins(path=None, overrides=()):
     problems += [text for names, text in conflicts(config) if not wrong & names]
     if problems:
         raise ConfigError(problems)
+    config.typed = {n for n, (_, where) in raw.items() if where in ("command line", "overrides")}
     return config, {name: where for name, (_, where) in raw.items()}
+
+
+def read_values(path, overrides, problems):
+    """(the configuration class of the model that is asked for, {key: (raw value, where)}); what is
+    wrong goes to `problems`."""
+    options, raw = [], read_with_bases(find_file(path), problems) if path is not None else {}
+    if isinstance(overrides, dict):
+        raw |= {name: (value, "overrides") for name, value in overrides.items()}
+    else:
+        options = parse_options(overrides, problems)
+    for name, file in options:  # what a search found: above the file, below the command line
+        if name == "best_config":
+            found = read_with_bases(find_file(file or ""), problems)
+            raw |= {k: v for k, v in found.items() if k not in ("data_dir", "out_dir")}
+    model = raw.get("model", ("gpt", ""))[0]
+    cls = config_class(str(dict(options).get("model", model)))
+    options = [o for o in options if o[0] != "best_config"]
+    return cls, raw | option_values(options, {f.name: f for f in fields(cls)}, problems)
+
+
+def files_read(config):
+    """{key: path} of the files that a run of `config` reads, such as weights to start from."""
+    named = {f.name: getattr(config, f.name) for f in fields(config) if f.metadata.get("reads")}
+    return {name: path for name, path in named.items() if path not in (None, "", "scratch")}
 
 
 # -----------------------------------------------------------------------------
@@ -489,10 +503,12 @@ def help_text(cls=TrainConfig):
              "       torchrun --nproc_per_node=N run_train.py ...", "",
              f"  --config FILE         YAML file of keys (default: {DEFAULT_PATH}); `base:` in it",
              "                        names a file underneath; or a run's training_args.json",
-             "  best_config=FILE      a second file on top of it, from a search, say",
+             "  best_config=FILE      a second file on top of it, from a search, say, but for",
+             "                        its data_dir and out_dir",
              "  --print_config        print every key, its value and where it came from",
              "  --dry_run             estimate parameters, memory, tokens and time; write nothing",
-             "  --model NAME --help   also the keys of model/NAME.py", ""]
+             "  --model NAME --help   also the keys of model/NAME.py; --config FILE --help too",
+             ""]
     known, defaults = {f.name: f for f in fields(cls)}, cls()
     for group, names in groups_of(cls).items():
         lines.append(f"{group}:")

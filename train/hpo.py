@@ -130,7 +130,9 @@ def configured(config, params, max_iters=0, **changes):
         values |= {k: max(1, round(values[k] * share)) for k in SCALED if values[k]}
         often = max(1, max_iters // 8)  # evaluations are what pruning goes by
         values |= dict(max_iters=max_iters, eval_interval=min(config.eval_interval, often))
-    return load_config(None, values)
+    out = load_config(None, values)
+    out.typed = {*config.typed, *params}
+    return out
 
 
 # -----------------------------------------------------------------------------

@@ -179,8 +179,9 @@ NOT_SHAPE = {"dropout", "vocab_size"}
 
 def adopt_shape(config, model_args):
     """What a run that starts from the weights of a GPT takes over from their `model_args`: ({key:
-    value} of keys at their default, [what contradicts the configuration]). A bare state dict has
-    no model_args: its tensors' shapes are checked later, as all are."""
+    value}, [what contradicts them]). A file's shape gives way to that of the weights, one that was
+    typed does not. A bare state dict has no model_args: its tensors' shapes are checked later, as
+    all are."""
     taken, wrong, learned = {}, [], model_args.get("pos") == "learned"
     own = [f for f in fields(config) if f.metadata.get("shape") and f.name in model_args]
     for f in [*fields(GPTKeys), *own] if model_args else ():
@@ -189,8 +190,12 @@ def adopt_shape(config, model_args):
             continue
         if ours == f.default or f.name == "n_hidden" and ours == 4 * config.n_embd:
             taken[f.name] = theirs
-        elif f.name != "block_size" or ours > theirs and learned:  # positions can only be cut off
+        elif f.name == "block_size" and (ours < theirs or not learned):
+            continue  # positions can be cut off, or have no weights
+        elif f.name in getattr(config, "typed", [f.name]):
             wrong.append(f"{f.name}: it has {theirs!r}, the configuration says {ours!r}")
+        else:
+            taken[f.name] = theirs
     if config.vocab_size is None and model_args.get("vocab_size"):  # the data may know fewer
         taken["vocab_size"] = model_args["vocab_size"]
     return taken, wrong
@@ -210,6 +215,9 @@ GROUP_NAMES = {g.lower().replace(" ", "_") for g in GROUPS} | {"training", "data
 class TrainConfig(GPTKeys, SystemKeys, OptimizerKeys, LearningRateKeys, LengthKeys, BatchKeys,
                   RunKeys):
     """Every key of a run, flat: load_config(), or directly TrainConfig(max_iters=10)."""
+    # Names of the keys that no file said but a person; where it is not set, all count as typed. A
+    # slot: vars(config) are the keys.
+    __slots__ = ("typed",)
 
     @property
     def samples_per_step(self):

@@ -25,7 +25,7 @@ from train.checkpoint import (
     mismatches,
     refuse,
 )
-from train.config import FIELDS, differences, load_model_file
+from train.config import FIELDS, differences, files_read, load_model_file
 from train.distributed import SetupError, assign, convert_ddp_state, from_main, full, is_sharded
 from train.files import write_text
 
@@ -67,21 +67,35 @@ def find_start(folder, config, ranks, log):
         if c.eval_only and kind == "scratch":
             raise CheckpointError(f"--eval_only: there is no ckpt.pt in {c.out_dir}, and no "
                                   "--init_from: nothing to evaluate")
-        shape, hook = {}, getattr(load_model_file(c.model), "adopt_shape", None)
-        if hook and c.init_from != "scratch":  # a run that goes on takes the same over again
-            shape = take_shape(c, state.get("model_args", {}), path, hook)
+        # A run that goes on takes the same over again.
+        shape = shape_to_take(c, state, path) if c.init_from != "scratch" else {}
+        known = {f.name: f for f in fields(c)}
+        for name in shape if kind == "init_from" else ():
+            if (ours := getattr(c, name)) != known[name].default:
+                log(f"{name}: {shape[name]}, as {path} has it, in the place of {ours}")
         return Start(kind, path, state, shape)
     return from_main(read, ranks)
 
 
+def shape_to_take(config, state, path):
+    """{key: value} that a run takes over from the checkpoint `state`. Raises CheckpointError."""
+    hook = getattr(load_model_file(config.model), "adopt_shape", None)
+    return take_shape(config, state.get("model_args") or {}, path, hook) if hook else {}
+
+
+def weights_shape(config):
+    """({key: value} that a fresh run of `config` takes over from the weights that it starts from
+    or stands on, their file), for who only looks at it. Raises CheckpointError."""
+    for path in files_read(config).values():
+        return shape_to_take(config, read_weights(path), path), path
+    return {}, None
+
+
 def check_not_moved(config):
     """Raise CheckpointError where --resume never would move away a file that the run reads."""
-    for f in fields(config):
-        path = f.metadata.get("reads") and getattr(config, f.name)
-        if path in (None, "", "scratch"):
-            continue
+    for name, path in files_read(config).items():
         if os.path.dirname(os.path.abspath(path)) == os.path.abspath(config.out_dir):
-            raise CheckpointError(f"--{f.name} {path} is in out_dir, which --resume never moves "
+            raise CheckpointError(f"--{name} {path} is in out_dir, which --resume never moves "
                                   "aside; choose another --out_dir")
 
 
