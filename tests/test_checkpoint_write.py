@@ -344,7 +344,7 @@ def test_snapshot_is_apart_from_training(tmp_path):
     """weights changed while a save is under way -> the file has those of the moment of save"""
     w = torch.ones(1000)
     folder, log = RunFolder(str(tmp_path)), Warnings()
-    folder.save({"model": {"w": w}, "optimizer": {}, "iter_num": 3}, False, log)
+    folder.save({"model": {"w": w}, "optimizer": {}, "iter_num": 3}, False, False, log)
     w.zero_()
     folder.wait()
     assert load_checkpoint(tmp_path / "ckpt.pt")["model"]["w"].sum() == 1000 and not log
@@ -366,7 +366,7 @@ def test_without_memory_for_a_copy_training_waits_for_the_save(tmp_path, monkeyp
         monkeypatch.setattr("train.checkpoint.snapshot", fail)
     folder, log = RunFolder(str(tmp_path)), Warnings()
     state = {"model": {"w": torch.ones(1000)}, "optimizer": {}}
-    folder.save(state, False, log)
+    folder.save(state, False, False, log)
     assert folder.thread is None and not log
     assert load_checkpoint(tmp_path / "ckpt.pt")["model"]["w"].sum() == 1000
 
@@ -398,7 +398,7 @@ def test_many_saves_leave_nothing_behind(tmp_path):
     folder, log, counts = RunFolder(str(tmp_path), keep_last=3), Warnings(), []
     state = {"model": {"w": torch.ones(10_000)}, "optimizer": {}}
     for i in range(100):
-        folder.save(state | {"iter_num": i}, True, log)
+        folder.save(state | {"iter_num": i}, True, True, log)
         folder.wait()
         counts.append((len(os.listdir("/proc/self/fd")), len(list(tmp_path.iterdir()))))
     assert not log and set(counts[5:]) == {counts[-1]} and counts[-1][1] == 6

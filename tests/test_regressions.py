@@ -18,8 +18,11 @@ import torch.nn.functional as F
 from conftest import REPO, tiny_args
 from runs import SMALL, assert_same_file, configure, go, metrics
 
+import data.chat
 import run_train
-from model.gpt import GPT
+from model import sample
+from model.gpt import GPT, GPTConfig
+from model.load import load_model
 from train import checkpoint, distributed, logger, speed
 from train import train as train_module
 from train.checkpoint import CheckpointError, load_checkpoint, save_checkpoint
@@ -386,6 +389,62 @@ def test_save_precision(tmp_path, data_dir, precision, kind):
         assert header[name]["dtype"] == kind and header[name]["shape"] == list(tensor.shape)
         wanted = tensor.to(getattr(torch, precision)).view(torch.uint8).numpy().tobytes()
         assert blob[8 + length + begin:8 + length + end] == wanted
+
+
+@pytest.mark.parametrize("own", [dict(), dict(model="moe", n_experts=3), dict(model="chat")])
+def test_model_safetensors_is_a_model(tmp_path, data_dir, own, capsys):
+    """It is sampled, and started from, by its file alone: shape, tokenizer and system are in it."""
+    where = data_dir
+    if own.get("model") == "chat":
+        (tmp_path / "a.jsonl").write_text("".join(
+            json.dumps(dict(prompt=f"{i}?", response="x")) + "\n" for i in range(40)))
+        where = tmp_path / "chat"
+        assert data.chat.main([str(tmp_path / "a.jsonl"), "--out", str(where), "--block_size",
+                               "64", "--tokenizer", "byte"]) == 0
+    settings = dict(tokenizer="byte", vocab_size=None, block_size=64) | own
+    go(where, tmp_path / "a", max_iters=2, save_precision="float32", **settings)
+    path = tmp_path / "a" / "model.safetensors"
+    (model, tokenizer), (same, _) = map(load_model, (path, tmp_path / "a" / "ckpt.pt"))
+    assert tokenizer.spec() == dict(kind="byte") and type(model) is type(same)
+    ids = torch.arange(8)[None]
+    assert torch.equal(model(ids), same(ids))
+    assert getattr(model, "template", None) == getattr(same, "template", None)
+    assert sample.main(["--ckpt", str(path), "--prompt", "line", "--max_new_tokens", "4"]) == 0
+    assert capsys.readouterr().out.splitlines()[-1].startswith("line")
+    shape = {f.name for f in fields(GPTConfig)} | {"n_experts"}
+    start = {k: v for k, v in (SMALL | settings).items() if k not in shape}
+    train(load_config(None, start | dict(data_dir=str(where), out_dir=str(tmp_path / "b"),
+                                         init_from=str(path), max_iters=0)))
+    weights = load_checkpoint(tmp_path / "b" / "ckpt.pt")["model"]
+    for name, tensor in load_checkpoint(tmp_path / "a" / "ckpt.pt")["model"].items():
+        assert torch.equal(weights[name], tensor), name
+
+
+def test_a_checkpoint_shows_what_it_holds(tmp_path, data_dir, capsys):
+    """The state as comments, and YAML that repeats the run."""
+    go(data_dir, tmp_path / "a", max_iters=3)
+    capsys.readouterr()
+    assert checkpoint.main([str(tmp_path / "a/ckpt.pt")]) == 0
+    text = capsys.readouterr().out
+    state = load_checkpoint(tmp_path / "a/ckpt.pt")
+    assert "# iter_num: 3" in text and f"# best_val_loss: {state['best_val_loss']}" in text
+    assert f"{sum(t.numel() for t in state['model'].values()):,} numbers" in text
+    (tmp_path / "c.yaml").write_text(text)
+    config = load_config(tmp_path / "c.yaml", dict(out_dir=str(tmp_path / "b")))
+    train(config)
+    assert_same_file(tmp_path / "a/ckpt.pt", tmp_path / "b/ckpt.pt")
+    assert checkpoint.main([str(tmp_path / "c.yaml")]) == 2
+
+
+@pytest.mark.parametrize("keep_last, kept", [(0, [4, 8, 11, 15]), (2, [11, 15])])
+def test_checkpoints_by_epochs(tmp_path, data_dir, keep_last, kept):
+    """2,498 windows of 8 tokens, 700 a step: 3.57 steps an epoch. What is saved at other steps is
+    not kept."""
+    go(data_dir, tmp_path, batch_size=350, gradient_accumulation_steps=2, max_iters=16,
+       save_epochs=1, keep_last=keep_last, eval_interval=3, save_interval=2)
+    assert sorted(tmp_path.glob("ckpt_0*")) == [tmp_path / f"ckpt_{i:07}.pt" for i in kept]
+    for i in kept:
+        assert load_checkpoint(tmp_path / f"ckpt_{i:07}.pt")["iter_num"] == i
 
 
 def test_evaluations_by_epochs(tmp_path, data_dir):

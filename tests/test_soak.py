@@ -140,7 +140,7 @@ def test_two_thousand_saves_leave_nothing_behind(tmp_path):
     saves, began = count("SAVES", 2000), time.monotonic()
     for i in range(saves):
         state["model"]["w"].fill_(i)
-        folder.save(state | {"iter_num": i}, True, log)
+        folder.save(state | {"iter_num": i}, True, True, log)
         if i >= saves // 10 and i % 20 == 0:
             folder.wait()
             seen.append((len(os.listdir("/proc/self/fd")), len(list(tmp_path.iterdir())),

@@ -223,8 +223,8 @@ def test_the_free_keys_are_these():
         compile cudnn_benchmark data_dir deterministic device dist_timeout distributed dtype
         early_stopping_min_delta early_stopping_patience eval_epochs eval_interval eval_iters
         eval_on_start gradient_checkpointing init_from keep_last log_interval max_epochs max_iters
-        num_threads on_spike out_dir run_name sample_prompts sample_tokens save_interval
-        save_precision spike_sigma step_timeout tokenizer tracker""".split())
+        num_threads on_spike out_dir run_name sample_prompts sample_tokens save_epochs
+        save_interval save_precision spike_sigma step_timeout tokenizer tracker""".split())
     starts = {n for n, f in FIELDS.items() if f.metadata.get("start")}
     assert starts == {"resume", "allow_change", "eval_only"}
 

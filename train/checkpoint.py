@@ -9,6 +9,7 @@ From top to bottom: writing a file, reading one, a run's folder. What a checkpoi
 it fits a run is train/resume.py's.
 """
 
+import argparse
 import contextlib
 import hashlib
 import json
@@ -18,6 +19,7 @@ import pickletools
 import re
 import shutil
 import struct
+import sys
 import threading
 import time
 import zipfile
@@ -25,8 +27,9 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
+import yaml
 
-from train.config import UserError
+from train.config import START_KEYS, UserError, run_command, show_value
 from train.files import Lock, check_space, free_name, link, replacing, sync_folder
 from train.guard import BadNumbers, SaveFailed
 from train.speed import memory_available, return_freed_memory
@@ -35,8 +38,13 @@ FORMAT_VERSION = 1
 SAFE_TORCH = (2, 10)  # before it weights_only does not hold: CVE-2025-32434, CVE-2026-24747
 MARK = b"ironGPT sha256 "
 TRAILER_BYTES = len(MARK) + 64
+LONGEST = 200  # characters of a line that shows what may be of any length
 RUN_FILES = ("ckpt", "config.yaml", "training_args.json", "train.log", "metrics.jsonl", "loss.svg",
              "samples.txt", "model.safetensors", "tensorboard", "wandb", "tracker.json")
+
+
+# What a checkpoint tells of its model, for model.safetensors as JSON.
+DESCRIPTION = ("model_args", "config", "spec", "tokenizer")
 
 
 class CheckpointError(UserError, ValueError):
@@ -310,8 +318,8 @@ class RunFolder:
         except OSError as error:
             raise CheckpointError(f"out_dir: {self.path} cannot be used: {error}") from error
 
-    def save(self, state, best, log, last=False):
-        """ckpt.pt, with its names as best and as numbered checkpoint where they are due.
+    def save(self, state, best, kept, log, last=False):
+        """ckpt.pt, with its names as best and as numbered checkpoint where they are due (`kept`).
 
         This returns once a snapshot is taken, and a thread writes it: a save that fails warns, and
         training goes on with the old file intact. The `last` one is written before this returns,
@@ -327,7 +335,7 @@ class RunFolder:
             log.warn(f"{self.path} is gone; making it again")
             self.open()
         links = [self.file("ckpt_best.pt")] if best else []
-        links += [self.file(f"ckpt_{state['iter_num']:07d}.pt")] if self.keep_last else []
+        links += [self.file(f"ckpt_{state['iter_num']:07d}.pt")] if kept else []
         copy, ready = None if last else snapshot_if_room(state), None
         if copy is None:
             return self.insist(state, links, log, last)
@@ -360,15 +368,17 @@ class RunFolder:
         try:  # from here on nothing can be lost
             prune(self.path, self.keep_last)
             if self.save_precision:
-                self.export(state["model"])
+                self.export(state)
         except Exception as error:
             log.warn(f"{self.file('ckpt.pt')} is saved, but model.safetensors (save_precision) or "
                      f"the old checkpoints (keep_last) are not up to date: {error}")
 
-    def export(self, weights):
+    def export(self, state):
+        """model.safetensors: the weights, and in its header what tells what model they are."""
         dtype = getattr(torch, self.save_precision)
         write_safetensors(self.file("model.safetensors"), {
-            n: t.to(dtype) if t.is_floating_point() else t for n, t in weights.items()})
+            n: t.to(dtype) if t.is_floating_point() else t for n, t in state["model"].items()},
+            {name: json.dumps(state[name]) for name in DESCRIPTION if name in state})
 
     def branch_off(self, iter_num, say):
         """Move the checkpoints of what was done after `iter_num` to old_1/ (or the next free
@@ -458,6 +468,26 @@ def move_files(folder, names):
     return target
 
 
+def show(path):
+    """Print what the checkpoint at `path` holds besides tensors: its state as comments above its
+    configuration, YAML that run_train.py --config takes."""
+    state = load_checkpoint(path)
+    sizes = [t.numel() for _, t in named_tensors(state["model"])]
+    print(f"# {path}: {len(sizes)} tensors, {sum(sizes):,} numbers")
+    for name in sorted(state.keys() - {"model", "optimizer", "config"}):
+        print(f"# {name}: {show_value(state[name])}"[:LONGEST])
+    config = {k: v for k, v in (state.get("config") or {}).items() if k not in START_KEYS}
+    print(yaml.safe_dump(config, sort_keys=False), end="")
+
+
+def main(argv=None):
+    """The command line; the exit code."""
+    parser = argparse.ArgumentParser("python -m train.checkpoint", description="Show the "
+                                     "configuration and the state in a checkpoint.")
+    parser.add_argument("ckpt", metavar="FILE", help="out/ckpt_0001000.pt, say")
+    return run_command(parser, lambda args: show(args.ckpt), argv)
+
+
 def load_latest(folder, log):
     """(state, path) of the newest good checkpoint of a run folder, (None, None) without any. A bad
     ckpt.pt is moved to ckpt_bad_1.pt and the one before it is used; with no good one left this
@@ -488,3 +518,7 @@ def load_latest(folder, log):
         + bullets(problems or ["ckpt.pt and ckpt_prev.pt are gone"])
         + f"\nrestore one of them{other}, or start afresh with --resume never "
         "(what is there is moved aside)")
+
+
+if __name__ == "__main__":
+    sys.exit(main())

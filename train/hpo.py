@@ -256,7 +256,8 @@ def run_trial(trial, config, stage, out):
     try:
         return best_value(trial, configured(
             config, params, stage["max_iters"], out_dir=folder, resume="never", run_name=None,
-            sample_tokens=0, save_interval=0, keep_last=0))
+            sample_tokens=0, save_interval=0, save_epochs=None,
+            keep_last=0))
     except optuna.TrialPruned:
         raise
     except (Exception, KeyboardInterrupt) as error:

@@ -67,8 +67,11 @@ class LengthKeys:
                                     "only at the end", ge=0, free=True)
     keep_last: int = key(0, "numbered checkpoints to keep besides the latest and best", ge=0,
                          free=True)
+    save_epochs: float | None = key(None, "keep a numbered checkpoint every so many passes over "
+                                    "the data and no others, all of them (or the keep_last latest)",
+                                    gt=0, free=True)
     save_precision: str | None = key(None, "with each checkpoint also model.safetensors, weights "
-                                     "alone, in this precision", free=True,
+                                     "and their description, in this precision", free=True,
                                      choices=["float32", "bfloat16", "float16"])
     sample_tokens: int = key(128, "tokens of a sample at each evaluation; 0: none", ge=0, free=True)
     sample_prompts: list[str] = key([], "prompts of the samples (default: end of text)", free=True,

@@ -257,7 +257,16 @@ class Trainer:
 
     def save_is_due(self):
         it, every = self.progress.iter_num, self.config.save_every
-        return every > 0 and it % every == 0 and it != self.saved_at
+        return it != self.saved_at and (every > 0 and it % every == 0
+                                        or self.config.save_epochs is not None and self.is_kept())
+
+    def is_kept(self):
+        """Whether a checkpoint of now is kept by its number."""
+        it, c = self.progress.iter_num, self.config
+        if c.save_epochs is None:
+            return c.keep_last > 0
+        steps = c.save_epochs * self.data.train.samples / c.samples_per_step
+        return math.floor(it / steps + TINY) > math.floor((it - 1) / steps + TINY)
 
     # -------------------------------------------------------------------------
     # one step
@@ -490,7 +499,8 @@ class Trainer:
             state = resume.make_checkpoint(self.config, self.data, self.model, self.optimizer,
                                     self.parts(), self.ranks)
             distributed.from_main(
-                lambda: self.folder.save(state, self.best_due, self.log, last), self.ranks)
+                lambda: self.folder.save(state, self.best_due, self.is_kept(), self.log, last),
+                self.ranks)
         self.saved_at, self.best_due = self.progress.iter_num, False
 
     def restore(self, start):

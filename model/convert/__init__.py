@@ -275,6 +275,8 @@ def convert(ckpt, to, save_precision="float32", adapter=None):
     elif to.endswith(".safetensors"):
         source = read_source(ckpt)
         about = dict(model_args=json.dumps(asdict(source.shape)))
+        if source.tokenizer:
+            about["tokenizer"] = json.dumps(source.tokenizer.spec())
         write_weights(to, source.weights, save_precision, about)
         what = f"{len(source.weights)} tensors by our names"
     else:

@@ -18,7 +18,14 @@ import torch.nn.functional as F
 
 from data.tokenizer_json import read_json, read_tokenizer
 from model.gpt import GPT, GPTConfig
-from train.checkpoint import CheckpointError, find_not_finite, load_checkpoint, mismatches, refuse
+from train.checkpoint import (
+    DESCRIPTION,
+    CheckpointError,
+    find_not_finite,
+    load_checkpoint,
+    mismatches,
+    refuse,
+)
 from train.distributed import convert_ddp_state
 
 # -----------------------------------------------------------------------------
@@ -137,9 +144,10 @@ def read_model(path, state=None):
     if os.path.isdir(path):
         return read_folder(path)
     if str(path).endswith(".safetensors"):
-        weights, args = read_safetensors(path)
-        kind = "moe" if "n_experts" in (args or {}) else "gpt"
-        state = {"model": weights, "model_args": args, "config": dict(args or {}, model=kind)}
+        weights, about = read_safetensors(path)
+        args = about.setdefault("model_args", {})
+        kind = "moe" if "n_experts" in args else "gpt"
+        state = {"model": weights, "config": dict(args, model=kind)} | about
     state = load_checkpoint(path) if state is None else state
     weights = convert_ddp_state(state["model"])
     if not is_theirs(weights):
@@ -184,7 +192,7 @@ def check_complete(path, weights, shape):
 
 
 def read_safetensors(path):
-    """({name: tensor}, the model_args that model/convert adds or {}) of a .safetensors file."""
+    """({name: tensor}, what of a checkpoint's DESCRIPTION is there) of a .safetensors file."""
     dtypes = {"F64": torch.float64, "F32": torch.float32, "BF16": torch.bfloat16,
               "F16": torch.float16, "I64": torch.int64, "I32": torch.int32, "U8": torch.uint8,
               "BOOL": torch.bool}
@@ -195,9 +203,10 @@ def read_safetensors(path):
             if length > size - 8:
                 raise ValueError("cut off in its header")
             header, tensors = json.loads(f.read(length)), {}
-            args = json.loads(header.pop("__metadata__", {}).get("model_args", "{}"))
-            if not isinstance(args, dict):
-                raise ValueError("its model_args are no object")
+            about = header.pop("__metadata__", {})
+            about = {k: json.loads(about[k]) for k in DESCRIPTION if k in about}
+            if strange := [k for k, v in about.items() if not isinstance(v, (dict, type(None)))]:
+                raise ValueError(f"its {', '.join(strange)}: no object")
             for name, entry in header.items():
                 begin, end = entry["data_offsets"]
                 empty = torch.empty(entry["shape"], dtype=dtypes[entry["dtype"]], device="meta")
@@ -213,7 +222,7 @@ def read_safetensors(path):
                               f"{type(error).__name__}: {error}") from None
     if bad := find_not_finite(tensors):
         raise CheckpointError(f"{path}: {bad} holds values that are not finite")
-    return tensors, args
+    return tensors, {k: v for k, v in about.items() if v is not None}
 
 
 def read_shards(folder):
