@@ -74,7 +74,7 @@ class KVCache:
         if T > 1 and not self.equal:
             raise ValueError(f"{T} tokens for rows of unequal length {used}; give one at a time")
         if longest + T > size:
-            if T > 1 or self.config.pos != "rope":
+            if T > 1 or not self.config.rolls:
                 raise ValueError(f"{longest + T} tokens; the context of this model is {size} "
                                  "(block_size)")
             self.turn_sinks()
@@ -171,7 +171,7 @@ def generate(model: torch.nn.Module, idx: torch.Tensor, max_new_tokens: int,
     lost = done.new_zeros(())
     with past_compiled(model):
         for _ in range(max_new_tokens):
-            if c.pos == "learned" and cache.used[0] + pending.size(1) > c.block_size:
+            if not c.rolls and cache.used[0] + pending.size(1) > c.block_size:
                 cache.clear()
                 pending = idx[:, -keep:]
             logits = model(pending, cache=cache, last_only=True)[:, -1]  # (B, vocab_size)

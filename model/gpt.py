@@ -6,6 +6,7 @@ field of GPTConfig. Shapes: B batch, T time (tokens), C channels (n_embd), H hea
 and values (n_kv_head), D head size, V rows of the embedding.
 """
 
+import importlib
 import math
 import re
 from dataclasses import dataclass, fields
@@ -36,10 +37,25 @@ class GPTConfig(GPTKeys):
             raise ValueError("GPTConfig: vocab_size is missing; give the number of token ids")
         self.n_kv_head = self.n_kv_head or self.n_head
         self.n_hidden = self.n_hidden or 4 * self.n_embd
+        self.other = None  # what the blocks of another family have
+        if self.family:
+            # By its name, as systems are loaded: that file builds on this one.
+            self.other = importlib.import_module("model.families").read(self.family)
 
     @property
     def head_dim(self):
-        return self.n_embd // self.n_head
+        return self.other.head_dim if self.other else self.n_embd // self.n_head
+
+    @property
+    def rolls(self):
+        """Whether sampling can go on when the context is full, see KVCache."""
+        return self.pos == "rope" and not self.other
+
+    def rope_tables(self, positions):
+        """cos, sin (..., D / 2) of positions (...)."""
+        if self.other:
+            return self.other.tables(positions)
+        return rope_tables(positions, self.head_dim, self.rope_theta)
 
     @property
     def padded_vocab_size(self):
@@ -101,7 +117,7 @@ class Attention(nn.Module):
         c, (B, T, _) = self.config, x.size()
         layers = (self.q, self.k, self.v)
         if B * T > 64 and all(map(is_plain, layers)):
-            bias = torch.cat([m.bias for m in layers]) if c.bias else None
+            bias = None if self.q.bias is None else torch.cat([m.bias for m in layers])
             y = F.linear(x, torch.cat([m.weight for m in layers]), bias)
         else:
             y = torch.cat([m(x) for m in layers], dim=-1)
@@ -203,6 +219,8 @@ class GPT(nn.Module):
         # The rows past vocab_size are padding: they get no probability and no gradient.
         self.loss = LanguageModelLoss()
         self.add_tables(token_bytes)
+        if c.other:
+            c.other.rebuild(self)
         fill(self, seed)  # see initial(); what it does not know stays as its module made it
 
     def add_tables(self, token_bytes):
@@ -212,7 +230,7 @@ class GPT(nn.Module):
         if c.pos == "rope":  # once, not in every layer and pass: (block_size, D / 2)
             positions = torch.arange(c.block_size, dtype=torch.float32, device="cpu")
             with torch.device("cpu"):
-                cos, sin = rope_tables(positions, c.head_dim, c.rope_theta)
+                cos, sin = c.rope_tables(positions)
         if token_bytes is not None:  # (V,)
             size = torch.zeros(c.padded_vocab_size, dtype=torch.int64, device="cpu")
             size[:len(token_bytes)] = torch.from_numpy(token_bytes)
@@ -255,7 +273,7 @@ class GPT(nn.Module):
         rope = None
         if c.pos == "rope":
             rope = ((self.rope_cos[:T], self.rope_sin[:T]) if cache is None else
-                    rope_tables(positions, c.head_dim, c.rope_theta))
+                    c.rope_tables(positions))
             rope = [t.to(x)[..., None, :] for t in rope]  # (T, 1, D/2), here once for all blocks
         for block in self.h:
             x = block(x, rope, cache)
@@ -325,12 +343,13 @@ class GPT(nn.Module):
         lookups = [self.wpe, self.wte_prev] + ([] if self.lm_head is None else [self.wte])
         n = sum(p.numel() for p in self.parameters())
         n -= sum(m.weight.numel() for m in lookups if m is not None)
-        return 6 * n + 12 * c.n_layer * c.n_embd * c.block_size
+        return 6 * n + 12 * c.n_layer * c.n_head * c.head_dim * c.block_size
 
 
 # Names of a GPT's own parameters: of the model, and inside its blocks.
 PARTS = re.compile(r"(?:(?P<outer>wte|wpe|wte_prev|ln_f|lm_head)|h\.\d+\."
-                   r"(?P<inner>ln_[12]|attn\.[qkvo]|mlp\.(?:gate|up|down)))\.(?:weight|bias)")
+                   r"(?P<inner>ln_[12]|attn\.(?:[qkvo]|[qk]_norm)|mlp\.(?:gate|up|down)|"
+                   r"(?:attn|mlp)\.out_norm))\.(?:weight|bias)")
 
 
 def fill(model, seed):

@@ -68,8 +68,8 @@ class Chapters(nn.Module):
         self.ln = Norm(c.n_embd, c.norm, c.bias, c.norm_eps)
         self.router = Router(c.n_embd, c.n_chapters, c.chapters_per_token)
         self.q = nn.Linear(c.n_embd, c.n_embd, bias=False)
-        self.keys = GroupedLinear(groups, c.head_dim, c.chapter_size)  # (n H, S, D)
-        self.values = GroupedLinear(groups, c.chapter_size, c.head_dim)  # (n H, D, S)
+        self.keys = GroupedLinear(groups, c.n_embd // c.n_head, c.chapter_size)  # (n H, S, D)
+        self.values = GroupedLinear(groups, c.chapter_size, c.n_embd // c.n_head)  # (n H, D, S)
         self.o = nn.Linear(c.n_embd, c.n_embd, bias=False)
         self.gate = nn.Parameter(torch.empty(c.n_embd))  # zero: `initial` below
 
@@ -77,7 +77,7 @@ class Chapters(nn.Module):
         """x (B, T, C) -> what is read, the same shape, the router's logits (B, T, n) and choice
         (B, T, k)."""
         c, (B, T, C) = self.config, x.size()
-        H, D, S, k = c.n_head, c.head_dim, c.chapter_size, c.chapters_per_token
+        H, D, S, k = c.n_head, C // c.n_head, c.chapter_size, c.chapters_per_token
         x = self.ln(x)
         logits, _, chosen = self.router(x)
         heads = torch.arange(H, device=x.device)

@@ -448,13 +448,14 @@ def test_broken_folders(hf, tmp_path, capsys):
             ("config.json", json.dumps({"model_type": "bloom"}), "model_type 'bloom'"),
             ("config.json", json.dumps({"model_type": "llama"}), "KeyError"),
             ("config.json", json.dumps(config | {"attention_bias": True}), "attention_bias: True"),
-            ("config.json", json.dumps(config | {"head_dim": 16}), "head_dim: 16"),
+            ("config.json", json.dumps(config | {"head_dim": 16}), "h.0.attn.k.weight: shape"),
             ("config.json", json.dumps(config | {"rope_parameters": {"rope_type": "llama3"}}),
-             "rope_type: 'llama3'"),
+             "KeyError: 'low_freq_factor'"),
             ("config.json", json.dumps(config | {"num_hidden_layers": 3}), "h.2.ln_1.weight: miss"),
             ("config.json", json.dumps(config | {"hidden_act": "gelu"}), "hidden_act: 'gelu'"),
             ("model.safetensors.index.json", json.dumps(evil), "is no file name"),
-            ("config.json", json.dumps(config | {"num_attention_heads": 0}), "head_dim: 8"),
+            ("config.json", json.dumps(config | {"num_attention_heads": 0}),
+             "num_attention_heads: 0: expected"),
             ("config.json", json.dumps(config | {"vocab_size": "x"}), "describes no model"),
             (shard, (2).to_bytes(8, "little") + b"[]", "not a safetensors file"),
             (shard, whole[:100], "not a safetensors file"), (shard, b"", "not a safetensors file"),
@@ -465,14 +466,6 @@ def test_broken_folders(hf, tmp_path, capsys):
             bad.write_bytes(content if isinstance(content, bytes) else content.encode())
         assert convert.main(["--ckpt", str(tmp_path / "bad"), "--to", str(tmp_path / "x.pt")]) == 2
         assert said in capsys.readouterr().err, (name, said)
-
-
-def test_norms_of_queries_have_no_home(hf, tmp_path):
-    theirs = theirs_made(hf, "qwen3")
-    theirs.model.layers[1].self_attn.q_norm.weight.data[3] = 1.5
-    theirs.save_pretrained(tmp_path)
-    with pytest.raises(CheckpointError, match="layers.1.self_attn.q_norm.weight is not all ones"):
-        foreign.read_model(str(tmp_path))
 
 
 def test_other_bad_input(tmp_path, capsys):

@@ -35,8 +35,9 @@ SHARED = {"data.records", "data.tokenizer_json"}  # of several extras, and kept
 NEEDS = {"model.lora": {"model.chat"}, "model.memory": {"model.lora", "model.moe", "model.chat"},
          "train.hpo": {"train.plot"}, "train.lr_finder": {"train.plot"},
          "train.trackers": {"train.plot"}}
-LAZILY = {"model.convert": {"model.lora", "model.moe"}, "train.bench": {"model.sample"},
-          "model.sample": {"model.chat"}, "model.serve": {"model.chat"}}
+LAZILY = {"model.convert": {"model.lora", "model.moe", "model.families"},
+          "train.bench": {"model.sample"}, "model.sample": {"model.chat"},
+          "model.serve": {"model.chat"}}
 
 
 def is_core(name):

@@ -458,7 +458,9 @@ def conflicts(c):
 def gpt_conflicts(c):
     """The same for the shape of a GPT; model files built on it use this as well."""
     out, head = [], c.n_embd // c.n_head
-    if c.n_embd % c.n_head:
+    if c.family:  # has heads of its own size
+        pass
+    elif c.n_embd % c.n_head:
         out.append(({"n_embd", "n_head"},
                     f"n_embd ({c.n_embd}) must be a multiple of n_head ({c.n_head})"))
     elif c.pos == "rope" and head % 2:

@@ -174,6 +174,8 @@ class GPTKeys:
     tie_weights: bool = key(True, "the output layer shares the token embedding")
     qk_norm: bool = key(False, "RMS-normalise queries and keys")
     prev_embedding: bool = key(False, "add an embedding of the token before: it sees pairs at once")
+    family: str | None = key(None, "what the blocks of other models have, such as Qwen's, as JSON: "
+                             "comes with their weights (model/families.py)")
 
 
 # Weights say nothing of these: dropout is no part of them, and the data name the vocabulary.

@@ -25,9 +25,9 @@ from model.convert.foreign import (
     CLASSES,
     GELUS,
     GPT2,
-    TABLES,
     check_complete,
     has_experts,
+    names_of,
     read_model,
     rename,
 )
@@ -77,6 +77,8 @@ def read_source(path):
 def family_of(source):
     """The model_type for a model. CheckpointError naming the options that none of them has."""
     c = source.shape
+    if c.other:
+        return c.other.model_type
     if c.norm == "layer" or c.pos == "learned":
         check_options(source, "GPT-2", gpt2_options(c))
         return "gpt2"
@@ -104,9 +106,11 @@ def check_options(source, home, allowed):
 def config_json(source, family, dtype):
     """config.json, in the words of transformers 4 and 5."""
     c, end = source.shape, source.tokenizer and source.tokenizer.eot_token
-    out = dict(architectures=[CLASSES[family]], model_type=family, vocab_size=c.vocab_size,
+    out = dict(architectures=[class_of(c, family)], model_type=family, vocab_size=c.vocab_size,
                bos_token_id=end, eos_token_id=end, tie_word_embeddings=c.tie_weights,
                torch_dtype=dtype, dtype=dtype)
+    if c.family:  # what it came with
+        return json.loads(c.family) | {k: v for k, v in out.items() if v is not None}
     if family == "gpt2":
         act = next(theirs for theirs, ours in GELUS.items() if ours == c.mlp)
         return out | dict(n_positions=c.block_size, n_embd=c.n_embd, n_layer=c.n_layer,
@@ -126,6 +130,14 @@ def config_json(source, family, dtype):
                     moe_intermediate_size=c.expert_hidden, norm_topk_prob=c.norm_topk_prob,
                     decoder_sparse_step=1, mlp_only_layers=[])
     return out
+
+
+def class_of(shape, family):
+    """The name of its class in `transformers`."""
+    if not shape.family:
+        return CLASSES[family]
+    from model.families import CLASSES as families
+    return families[shape.other.model_type]
 
 
 def without_padding(source):
@@ -164,7 +176,11 @@ def names_out(source, family):
             if not c.bias:  # there they are always
                 rows = weights[name].size(-1)
                 weights[name.removesuffix("weight") + "bias"] = torch.zeros(rows)
-    out = {rename(n, TABLES[family]): t for n, t in unstack_experts(weights).items()}
+    if c.family:
+        from model.families import shifted
+        weights = shifted(weights, family, -1.0)
+    names = names_of(c, family)
+    out = {rename(n, names): t for n, t in unstack_experts(weights).items()}
     for i in range(c.n_layer if c.qk_norm else 0):
         for part in "qk":
             out[f"model.layers.{i}.self_attn.{part}_norm.weight"] = torch.ones(c.head_dim)
@@ -203,7 +219,8 @@ def export_folder(source, to, precision):
         write_json(to, "tokenizer_config.json", about)
     write_json(to, "generation_config.json", dict(bos_token_id=end, eos_token_id=end))
     write_json(to, "config.json", config)  # last: without it the folder is none
-    return f"a {CLASSES[family]}" + ("" if tokenizer else " without a tokenizer: it has none")
+    what = config["architectures"][0]
+    return f"a {what}" if tokenizer else f"a {what} without a tokenizer: it has none"
 
 
 def export_nanogpt(source, to):
@@ -230,7 +247,7 @@ def export_adapter(path, to, base):
         pairs = join_adapters(pairs)
     tensors, ranks = {}, {}
     for name, (a, b) in pairs.items():
-        module = rename(f"{name}.weight", TABLES[family]).removesuffix(".weight")
+        module = rename(f"{name}.weight", names_of(model.config, family)).removesuffix(".weight")
         ranks[module] = len(a)
         tensors[f"base_model.model.{module}.lora_A.weight"] = a
         tensors[f"base_model.model.{module}.lora_B.weight"] = b

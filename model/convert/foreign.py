@@ -1,5 +1,6 @@
 """Weights that other programs wrote, as a checkpoint of ours holds them: nanoGPT's ckpt.pt, state
-dicts, .safetensors files, and Hugging Face folders of GPT-2, Llama, Qwen3, Qwen3-MoE and Mixtral.
+dicts, .safetensors files, and Hugging Face folders of GPT-2, Llama, Qwen3, Qwen3-MoE, Mixtral, and
+of the families of model/families.py.
 
 read_model is behind run_train.py --init_from, model.sample --ckpt and model.convert --ckpt. Files
 are read by the letter, without `transformers`. What our GPT cannot compute is refused by name: a
@@ -79,18 +80,28 @@ def is_theirs(weights):
     return any(re.search(r"(^|\.)(h\.0\.attn\.c_attn|embed_tokens)\.weight$", n) for n in weights)
 
 
-def names_in(weights, path):
-    """Our names and shapes for the tensors of `weights`, which have theirs."""
+def names_of(shape, kind):
+    """{our module: theirs} of a model of that shape, which is of the model_type `kind`."""
+    if not shape.family:
+        return TABLES[kind]
+    from model.families import NAMES
+    return LLAMA | NAMES.get(kind, {})
+
+
+def names_in(weights, path, table=None):
+    """Our names and shapes for the tensors of `weights`, which have theirs: those of `table`, else
+    of any."""
+    reading = READING if table is None else {theirs: ours for ours, theirs in table.items()}
     root = "transformer." if any("c_attn" in n for n in weights) else "model."
     out = {}
     for name, t in weights.items():
-        if re.search(r"self_attn\.[qk]_norm\.weight$", name):
-            if not bool((t == 1).all()):
+        if table is None and re.search(r"self_attn\.[qk]_norm\.weight$", name):
+            if not is_one(t):
                 raise CheckpointError(f"{path}: {name} is not all ones, but our qk_norm has no "
                                       "weights: these would be lost")
         elif not BUFFERS.search(name):
             full = name if name.startswith(("lm_head.", root)) else root + name
-            out[rename(full, READING)] = t
+            out[rename(full, reading)] = t
     try:
         out = stack_experts(split_qkv(out), path)
         for name in ("wte.weight", "lm_head.weight"):
@@ -100,6 +111,10 @@ def names_in(weights, path):
         raise CheckpointError(f"{path}: its tensors have not the shapes of their names: {error}"
                               ) from None
     return out
+
+
+def is_one(t):
+    return bool((t == 1).all())
 
 
 def split_qkv(weights):
@@ -248,8 +263,16 @@ def read_folder(folder):
         raise CheckpointError(f"{folder}: no config.json in it: expected a checkpoint file, or a "
                               f"Hugging Face folder{hint}")
     theirs = read_json(os.path.join(folder, "config.json"))
-    shape = shape_in(theirs, folder)
-    weights = names_in(read_shards(folder), folder)
+    shape, tensors = shape_in(theirs, folder), read_shards(folder)
+    if shape.qk_norm and not has_experts(shape) and any(
+            re.search(r"[qk]_norm\.weight$", n) and not is_one(t) for n, t in tensors.items()):
+        shape = family_shape(theirs, folder)  # a GPT's own have no weights
+    if shape.family:
+        from model.families import shifted
+        weights = names_in(tensors, folder, names_of(shape, theirs["model_type"]))
+        weights = shifted(weights, theirs["model_type"], 1.0)
+    else:
+        weights = names_in(tensors, folder)
     if shape.tie_weights:
         weights.pop("lm_head.weight", None)
     tokenizer = None
@@ -278,7 +301,7 @@ def shape_in(theirs, folder):
     our GPT cannot compute."""
     kind = theirs.get("model_type")
     if kind not in CLASSES:
-        raise CheckpointError(f"{folder}: model_type {kind!r}: expected {', '.join(CLASSES)}")
+        return family_shape(theirs, folder)
     values = dict(theirs)
     if not theirs.get("use_sliding_window", kind != "qwen3" and kind != "qwen3_moe"):
         values.pop("sliding_window", None)
@@ -287,6 +310,8 @@ def shape_in(theirs, folder):
     plain = PLAIN_GPT2 if kind == "gpt2" else PLAIN
     wrong = [f"{k}: {values[k]!r}" for k, good in plain.items() if values.get(k, good) != good]
     try:
+        if kind in ("llama", "qwen3") and not is_plain(theirs):
+            return family_shape(theirs, folder)
         shape = (gpt2_shape if kind == "gpt2" else llama_shape)(theirs, kind, wrong)
     except (KeyError, TypeError, ValueError, ZeroDivisionError) as error:
         raise CheckpointError(f"{folder}/config.json: {type(error).__name__}: {error}") from None
@@ -294,6 +319,27 @@ def shape_in(theirs, folder):
         raise CheckpointError(f"{folder}/config.json: {', '.join(wrong)}: our GPT knows no such "
                               "thing")
     return shape
+
+
+def family_shape(theirs, folder):
+    """The GPTConfig of one of the families of model/families.py."""
+    from model import families
+    known = list(dict.fromkeys([*CLASSES, *families.DEFAULTS]))
+    if theirs.get("model_type") not in known:
+        raise CheckpointError(f"{folder}: model_type {theirs.get('model_type')!r}: expected "
+                              f"{', '.join(known)}")
+    try:
+        return families.shape_of(theirs)
+    except (KeyError, TypeError, ValueError, ZeroDivisionError) as error:
+        raise CheckpointError(f"{folder}/config.json: {type(error).__name__}: {error}") from None
+
+
+def is_plain(c):
+    """Whether the heads and rotations of a Llama or Qwen3 are those of a GPT."""
+    rope = c.get("rope_parameters") or c.get("rope_scaling") or {}
+    return (rope.get("rope_type", rope.get("type", "default")) == "default"
+            and (c.get("head_dim") or c["hidden_size"] // c["num_attention_heads"])
+            * c["num_attention_heads"] == c["hidden_size"])
 
 
 def gpt2_shape(c, kind, wrong):
@@ -309,7 +355,7 @@ def gpt2_shape(c, kind, wrong):
 
 def llama_shape(c, kind, wrong):
     heads, width = c["num_attention_heads"], c["hidden_size"]
-    if (c.get("head_dim") or width // heads) * heads != width:
+    if (c.get("head_dim") or width // heads) * heads != width:  # of experts
         wrong.append(f"head_dim: {c['head_dim']} (here it is hidden_size / heads)")
     rope = c.get("rope_parameters") or c.get("rope_scaling") or {}
     if rope.get("rope_type", rope.get("type", "default")) != "default":

@@ -12,7 +12,7 @@ import torch.nn.functional as F
 
 from model.decode import Int8Linear, joined, replace_products
 from model.generate import empty_cache, place
-from model.gpt import Block
+from model.gpt import Attention, Block
 
 
 def compile_decoder(model, quantized=False):
@@ -20,7 +20,8 @@ def compile_decoder(model, quantized=False):
     `model` are changed in place, as `quantize` or `pack` does. ValueError where it is not a plain
     GPT; what torch.compile raises where that fails."""
     device = model.wte.weight.device
-    if others := {type(block).__name__ for block in model.h if type(block) is not Block}:
+    if others := {type(part).__name__ for block in model.h for part in (block, block.attn)
+                  if type(part) not in (Block, Attention)}:
         raise ValueError("--compile: expected the blocks of a plain GPT, found "
                          f"{', '.join(sorted(others))}; leave it out")
     if device.type == "mps":  # has no float64, in which positions stay exact

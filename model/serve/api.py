@@ -51,9 +51,9 @@ def token_limit(body, n, engine, default):
     if n > size:
         raise Refused(400, f"the prompt has {n} tokens; the context of this model has {size}",
                       "prompt", "context_length_exceeded")
-    # Rotary positions roll on when the context is full (see KVCache); learned ones end there.
+    # Where a full context does not roll on (see KVCache), a text ends there.
     room = engine.max_tokens
-    if engine.config.pos == "learned":
+    if not engine.config.rolls:
         room = min(room, size - n + 1)
     name = "max_tokens" if body.get("max_completion_tokens") is None else "max_completion_tokens"
     return number(body, name, min(room, default or room), 1, room, int)
