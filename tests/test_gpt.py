@@ -603,6 +603,18 @@ def test_joined_weights_project_as_three_layers_do(bias):
         close(joined, torch.cat(alone), 1e-6)
 
 
+def test_weights_of_layers_that_are_more_than_that_are_not_joined():
+    """A layer put in the place of one, as adapters are, computes itself."""
+    class Doubled(torch.nn.Linear):
+        def forward(self, x):
+            return 2 * super().forward(x)
+    attn = randomise(tiny()).h[0].attn
+    x = torch.randn(8, 16, 32, generator=torch.Generator().manual_seed(0))
+    wanted = torch.cat([2 * F.linear(x, attn.q.weight), F.linear(x, attn.k.weight)], -1)
+    attn.q.__class__ = Doubled
+    close(attn.project(x)[0].flatten(2), wanted, 1e-5)
+
+
 def test_prev_embedding_is_that_of_the_token_before():
     gpt = tiny(prev_embedding=True)
     seen = []

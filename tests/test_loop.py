@@ -8,6 +8,7 @@ import torch
 from runs import configure, metrics, tensors
 
 from model.gpt import GPT, GPTConfig
+from train import speed
 from train import train as loop
 from train.dataloader import DataLoader
 from train.logger import Logger
@@ -89,6 +90,33 @@ def test_without_a_clip_or_with_groups_only_that_differs(run, data_dir):
     numbers, _ = plain_run(data_dir, 3, 2, 2, clip=1e9)
     run(max_iters=3, eval_interval=0, grad_clip=0)
     np.testing.assert_allclose([m["grad_norm"] for m in metrics(run.out)], numbers[:, 1], rtol=1e-4)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_products_are_in_the_dtype_of_the_run(run, dtype):
+    """in training and in evaluation"""
+    seen = set()
+    hook = torch.nn.modules.module.register_module_forward_hook(
+        lambda m, _, y: isinstance(m, torch.nn.Linear) and seen.add((m.training, y.dtype)) or None)
+    try:
+        run(dtype=dtype, max_iters=1)
+    finally:
+        hook.remove()
+    assert seen == {(mode, getattr(torch, dtype)) for mode in (True, False)}
+
+
+def test_on_a_cpu_neither_the_first_step_nor_evaluations_are_compiled(run, monkeypatch):
+    """Compiling takes a minute, and would be done anew for a smaller last batch."""
+    seen, forward = [], GPT.forward
+
+    def noted(model, *args):
+        seen.append((model.training, torch._dynamo.eval_frame._stance.stance))
+        return forward(model, *args)
+    monkeypatch.setattr(GPT, "forward", noted)
+    monkeypatch.setattr(speed, "compile_model", lambda model, device: None)
+    run(max_iters=2, eval_iters=1, compile="true")
+    assert seen == [(False, "force_eager"), *[(True, "force_eager")] * 2, *[(True, "default")] * 2,
+                    (False, "force_eager")]
 
 
 def test_every_number_that_the_log_is_told(run):

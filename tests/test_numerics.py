@@ -2,11 +2,13 @@
 the configuration, is in test_config.py)."""
 
 import re
+import time
 
 import pytest
 import torch
 from runs import assert_same, go, metrics, run_program
 
+from train import checkpoint
 from train import train as training
 from train.checkpoint import load_checkpoint
 from train.guard import BadNumbers, SpikeDetector, Stopped, judge
@@ -208,6 +210,17 @@ def test_a_spike_rewinds_past_the_bad_batches(tmp_path, data_dir, bad_batches, c
         go(data_dir, out, on_spike="rewind")
         if k == 16:
             assert_same(tmp_path / "a", out)
+
+
+@pytest.mark.matrix(78)
+def test_a_rewind_waits_for_the_save_under_way(tmp_path, data_dir, bad_batches, capsys,
+                                               monkeypatch):
+    """the checkpoint of 13 is still being written when step 13 spikes -> back to it, not to 10"""
+    real = checkpoint.save_checkpoint
+    monkeypatch.setattr(checkpoint, "save_checkpoint", lambda *args: time.sleep(0.2) or real(*args))
+    bad_batches.add(13)
+    go(data_dir, tmp_path, on_spike="rewind", save_interval=13)
+    assert "rewound to iter 13, passing over 1 batches" in capsys.readouterr().out
 
 
 @pytest.mark.matrix(78)

@@ -8,6 +8,7 @@ import pytest
 from train.config import (
     ConfigError,
     TrainConfig,
+    base_type,
     conflicts,
     differences,
     load_config,
@@ -64,6 +65,35 @@ def test_other_values_are_refused_with_what_was_expected(name, raw, words):
     with pytest.raises(ValueError) as refused:
         parse_value(name, raw)
     assert words in str(refused.value)
+
+
+COUNTS_FROM_0 = {"seed", "max_iters", "eval_interval", "save_interval", "keep_last",
+                 "sample_tokens", "warmup_iters", "plateau_patience", "early_stopping_patience"}
+COUNTS_FROM_1 = {"batch_size", "gradient_accumulation_steps", "eval_iters", "log_interval",
+                 "lr_decay_iters", "step_iters", "num_threads", "block_size", "n_layer", "n_head",
+                 "n_kv_head", "n_embd", "n_hidden"}
+FROM_0 = {"min_lr", "warmup_epochs", "early_stopping_min_delta", "weight_decay", "grad_clip",
+          "muon_weight_decay", "step_timeout"}
+SHARES = {"warmup_ratio", "beta1", "beta2", "muon_momentum", "dropout"}
+ABOVE_0 = {"max_epochs", "eval_epochs", "save_epochs", "adam_eps", "muon_lr", "dist_timeout",
+           "spike_sigma", "norm_eps", "rope_theta", "learning_rate", "wsd_decay", "lr_factor"}
+
+
+@pytest.mark.parametrize("names, good, bad", [
+    (COUNTS_FROM_0, [0], [-1]), (COUNTS_FROM_1, [1], [0]), (FROM_0, [0, 7], [-1e-9]),
+    (SHARES, [0, 0.99], [-1e-9, 1]), (ABOVE_0, [1e-9, 0.99], [0]), ({"wsd_decay"}, [1], [1.01]),
+    ({"lr_factor"}, [], [1]), ({"vocab_size"}, [2], [1])], ids=str)
+def test_the_range_of_every_number(names, good, bad):
+    for name in names:
+        assert [parse_value(name, value) for value in good] == good
+        for value in bad:
+            with pytest.raises(ValueError, match="must be"):
+                parse_value(name, value)
+
+
+def test_every_number_has_a_range_here():
+    assert {n for n, f in FIELDS.items() if base_type(f.type) in (int, float)} == {
+        "vocab_size", *COUNTS_FROM_0, *COUNTS_FROM_1, *FROM_0, *SHARES, *ABOVE_0}
 
 
 @pytest.mark.parametrize("argv, options", [

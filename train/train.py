@@ -459,8 +459,7 @@ class Trainer:
         if loader is None:
             return
         weights = resume.load_best(self.model, self.folder, self.ranks)
-        with self.log.busy("evaluating test data"):
-            numbers = self.evaluate(loader, loader.samples) or {}  # asked to stop: as it is
+        numbers = self.evaluate(loader, loader.samples) or {}  # asked to stop: as it is
         self.tested = {f"test_{n.removeprefix('val_')}": v for n, v in numbers.items()}
         if numbers:
             self.log.info(f"On test data, with {weights}:")
