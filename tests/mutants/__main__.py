@@ -46,6 +46,12 @@ class Mutant:
     def key(self):
         return self.path, self.old, self.new
 
+    @property
+    def around(self):
+        """The line with those before and after it."""
+        n = self.mutation.line
+        return "\n".join(self.source.decode().splitlines()[n - 2:n + 1])
+
 
 # -----------------------------------------------------------------------------
 # which mutants
@@ -125,12 +131,15 @@ def equivalent():
 # -----------------------------------------------------------------------------
 # which tests
 
-def stages(known, tests, budget):
+def stages(known, tests, budget, text):
     """(the tests to run, in two lists; how many are left out). First the quick ones that run the
-    fewest lines besides; then, up to `budget` seconds, the others, the quickest of each file first.
-    """
+    fewest lines besides, and those that speak of what the lines `text` speak of; then, up to
+    `budget` seconds, the others, the quickest of each file first."""
     close = sorted(tests, key=lambda t: (known.seconds(t) > QUICK, known.footprint(t), t))
     first = [t for t in close[:FIRST] if known.seconds(t) <= QUICK]
+    alike = sorted((t for t in tests if known.seconds(t) <= 5 * QUICK and t not in first),
+                   key=lambda t: (-known.likeness(t, text), known.seconds(t), t))
+    first += alike[:FIRST]
     by_file = collections.defaultdict(list)
     for test in sorted(set(tests) - set(first), key=lambda t: (known.seconds(t), t)):
         by_file[test.split("::")[0]].append(test)
@@ -149,12 +158,13 @@ def stages(known, tests, budget):
 
 
 def attempt(mutant, slot, lists, known, sound, patience):
-    """In a process of its own: (test that noticed or None, tests that fail without the mutant)."""
+    """In a process of its own: (test that noticed or None, tests that fail without the mutant,
+    {test that passed: seconds})."""
     runner.adopt_orphans()
-    file, broken = slot / "repo" / mutant.path, []
+    file, broken, took = slot / "repo" / mutant.path, [], {}
 
     def run(tests, patience):
-        return runner.run_tests(slot / "repo", slot, tests, known.limit, patience)
+        return runner.run_tests(slot / "repo", slot, tests, known.limit, patience, took)
 
     def put(source, later):
         status = (REPO / mutant.path).stat()
@@ -168,13 +178,13 @@ def attempt(mutant, slot, lists, known, sound, patience):
             put(mutant.source, 0)
             if not failed:
                 break
-            test = failed.split(": ")[-1]
+            test = failed.removeprefix("no ").removeprefix("end: ")
             if failed in sound or not run([test], 10 * patience):
-                return failed, broken
+                return failed, broken, took
             if "::" not in test:
-                return f"cannot be collected without it either: {test}", broken
+                return f"cannot be collected without it either: {test}", broken, took
             broken.append(test)
-    return None, broken
+    return None, broken, took
 
 
 # -----------------------------------------------------------------------------
@@ -232,10 +242,12 @@ def campaign(mutants, known, pool, a):
     """Try the mutants; [(mutant, noticed by or None, tests not run, seconds)]."""
     results, sound, reasons = [], set(), equivalent()
     todo = [m for m in mutants if m.key not in reasons]
-    lists = {m: stages(known, known.tests_of(m.path, m.mutation.line), a.budget) for m in todo}
+    lists = {m: stages(known, known.tests_of(m.path, m.mutation.line), a.budget, m.around)
+             for m in todo}
 
     def done(mutant, result, seconds):
-        by, broken = result or ("the process itself", [])
+        by, broken, took = result or ("the process itself", [], {})
+        known.learn(took)
         for test in broken:
             print(f"fails without a mutant: {test}", flush=True)
         if by:
@@ -248,6 +260,7 @@ def campaign(mutants, known, pool, a):
                 f.write(json.dumps(dict(key=mutant.key, line=mutant.mutation.line, by=by,
                                         left=lists[mutant][1], seconds=seconds)) + "\n")
     pool.run(todo, lambda m, slot: attempt(m, slot, lists[m][0], known, sound, a.patience), done)
+    known.save()
     return results, [(m, reasons[m.key]) for m in mutants if m.key in reasons]
 
 

@@ -8,6 +8,7 @@ import json
 import re
 import tempfile
 import time
+from collections import Counter
 from functools import cached_property
 from pathlib import Path
 
@@ -92,10 +93,18 @@ def table_of_lines(repo, folder):
 
 def test_functions(path):
     """{name: digest} of the tests of a file."""
+    return {name: hashlib.sha256(text.encode()).hexdigest()[:16]
+            for name, text in texts_of_tests(path)}
+
+
+def texts_of_tests(path):
     text = path.read_text()
-    return {node.name: hashlib.sha256(ast.get_source_segment(text, node).encode()).hexdigest()[:16]
-            for node in ast.parse(text).body
-            if isinstance(node, ast.FunctionDef) and node.name.startswith("test_")}
+    return [(node.name, ast.get_source_segment(text, node)) for node in ast.parse(text).body
+            if isinstance(node, ast.FunctionDef) and node.name.startswith("test_")]
+
+
+def words_of(text):
+    return set(re.findall("[a-z]{3,}", text.lower()))
 
 
 def function_of(test):
@@ -158,12 +167,30 @@ class Map:
             json.dump({name: getattr(self, name) for name in self.KEPT}, f)
         Path(f.name).replace(self.path)
 
+    def learn(self, took):
+        """Take in the seconds of tests that ran without marks, on a machine that may be quieter."""
+        for test, seconds in took.items():
+            if test in self.tests:
+                self.tests[test][0] = min(self.tests[test][0], seconds)
+
     def seconds(self, test):
         return self.tests[test][0] if test in self.tests else 1.0
 
     def footprint(self, test):
         """How many lines it runs: the fewer, the more it says of each."""
         return sum(map(len, self.tests[test][2].values()))
+
+    def likeness(self, test, text):
+        """How many words a test has in common with `text`: each counts by how rare it is."""
+        words, tests_with = self.words
+        return sum(1 / tests_with[w] for w in words_of(text) & words.get(function_of(test), set()))
+
+    @cached_property
+    def words(self):
+        """({(test file, function): its words}, {word: how many functions have it})."""
+        words = {(p.name, name): words_of(text) for p in self.test_files()
+                 for name, text in texts_of_tests(p)}
+        return words, Counter(w for its in words.values() for w in its)
 
     def limit(self, test):
         """Seconds that a test may take."""

@@ -47,7 +47,7 @@ def copy_repository(repo, folder):
 
 class Teller:
     """A pytest plugin: keeps the tests in `wanted`, in its order (None: all), and tells a pipe
-    which one starts and which fails."""
+    which one starts, which fails and how long the others took."""
 
     def __init__(self, pipe, wanted):
         self.pipe = pipe
@@ -67,6 +67,8 @@ class Teller:
     def pytest_runtest_logreport(self, report):
         if report.failed:
             self.tell("failed", report.nodeid)
+        elif report.when == "call":
+            self.tell("took", report.nodeid, report.duration)
 
     def pytest_collectreport(self, report):
         if report.failed:
@@ -142,10 +144,10 @@ def descendants(pid):
     return [*children, *(d for c in children for d in descendants(c))]
 
 
-def run_tests(repo, folder, tests, limit, patience):
+def run_tests(repo, folder, tests, limit, patience, took):
     """Run tests (ids) of `repo` until one fails; its id, or None. limit(id): seconds it may take;
-    "no end: id" took
-    longer, "end: id" took pytest with it. For a process that adopts orphans."""
+    "no end: id" took longer, "end: id" took pytest with it. The seconds of those that passed go
+    into the dict `took`. For a process that adopts orphans."""
     reader, writer = os.pipe()
     files = list(dict.fromkeys(t.split("::")[0] for t in tests))
     pid = forked(lambda: environment() or run_pytest(repo, files, [Teller(writer, tests)], folder))
@@ -160,9 +162,11 @@ def run_tests(repo, folder, tests, limit, patience):
                 break
             text += more
             *lines, text = text.split(b"\n")
-            for what, test in map(json.loads, lines):
+            for what, test, *seconds in map(json.loads, lines):
                 if what == "failed":
                     failed = failed or test
+                elif what == "took":
+                    took[test] = seconds[0]
                 else:
                     current, deadline = test, time.monotonic() + patience + limit(test)
         if time.monotonic() > deadline and not failed:
