@@ -223,7 +223,7 @@ class Classifier(nn.Module):
         out = {}
         if self.head is not None:
             K = scores.size(1)
-            cells = torch.bincount(labels * K + scores.argmax(1), minlength=K * K)
+            cells = tally(labels * K + scores.argmax(1), K * K)
             out |= dict(confusion=cells.view(K, K), odds=odds_counts(scores, labels))
         if self.end is not None:
             found, guess = spans[:, 0] >= 0, self.find(x, ends)
@@ -266,7 +266,12 @@ def odds_counts(scores, labels):
     step = ((odds + ODDS) * ((STEPS - 1) / (2 * ODDS))).round().long()
     classes = torch.arange(K, device=scores.device)
     cell = (classes * 2 + (labels[:, None] == classes)) * STEPS + step
-    return torch.bincount(cell.flatten(), minlength=K * 2 * STEPS).view(K, 2, STEPS)
+    return tally(cell.flatten(), K * 2 * STEPS).view(K, 2, STEPS)
+
+
+def tally(cells, n):
+    """How often each of 0 to n - 1 is in cells (N,): (n,). torch.bincount would wait for a GPU."""
+    return cells.new_zeros(n).index_add_(0, cells, torch.ones_like(cells))
 
 
 def at(x, places):

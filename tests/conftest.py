@@ -32,8 +32,9 @@ if hasattr(signal, "SIGHUP"):
 # the whole suite, on several cores
 
 # These take longest: begun first, so that no worker is left with one of them at the end.
-FIRST = ("test_multinode.py", "test_distributed.py", "test_gpt.py", "test_checkpoint_read.py",
-         "test_checkpoint_write.py", "test_sample.py", "test_resume.py", "test_environment.py")
+FIRST = ("test_proofs.py", "test_multinode.py", "test_distributed.py", "test_gpt.py",
+         "test_checkpoint_read.py", "test_checkpoint_write.py", "test_sample.py", "test_resume.py",
+         "test_environment.py")
 
 
 @pytest.hookimpl(optionalhook=True)

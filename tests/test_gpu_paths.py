@@ -10,6 +10,7 @@ import types
 import pytest
 import torch
 from conftest import REPO, TINY
+from processes import python
 from test_gpt import Graphs
 
 from model.gpt import GPT, GPTConfig
@@ -162,3 +163,17 @@ def test_a_dry_run_times_the_step_with_its_optimizer(monkeypatch, data_dir):
     assert timed == ["micro"] * 6 + ["update", "micro", "update"]
     assert compiled == [(model, ranks.device)]
     assert (seconds, guessed) == (2 * 1.0 + 7.0, False)  # two micro-batches are accumulated
+
+
+# --- several GPUs
+
+@pytest.mark.parametrize("ranks", [8, 512])
+def test_collectives_of_fsdp_and_muon(ranks):
+    """Four blocks and the rest, gathered forward and (but for the last) backward; one norm."""
+    done = python("-c", f"import json, proofs; print(json.dumps(proofs.collectives({ranks})))",
+                  cwd=REPO / "tests/gpu")
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout)
+    assert found["passes"] == {"_allgather_base_": 9, "_reduce_scatter_base_": 5}
+    assert found["clip"] == {"all_reduce": 1}
+    assert sum(found["update"].values()) <= 6, found

@@ -1,0 +1,418 @@
+"""What our code does on a GPU, read from what PyTorch and its compiler make of it without one:
+
+    python tests/gpu/proofs.py FOLDER H100 "step gpt2 2" whole
+
+prints a JSON line for each question: [the question, its answer, the error where it has none].
+FOLDER keeps the library of fake_cuda.py, which test_proofs.py makes. Imports take seconds, so one
+process answers many questions.
+"""
+
+import functools
+import json
+import pathlib
+import re
+import sys
+import traceback
+
+HERE = pathlib.Path(__file__).resolve().parent
+sys.path[:0] = [str(HERE), str(HERE.parents[1])]
+
+import fake_cuda  # noqa: E402
+
+GPT2 = dict(n_head=12, n_embd=768, n_hidden=3072, vocab_size=50257, block_size=1024, norm="layer",
+            pos="learned", mlp="gelu_exact")
+PRODUCTION = dict(n_head=6, n_embd=384, n_hidden=1536, vocab_size=32000, block_size=512)
+SHAPES = {  # name: (the model's file, its shape, sequences in a micro-batch)
+    "gpt2": ("gpt", GPT2, 32),
+    "production": ("gpt", PRODUCTION, 16),
+    "experts": ("moe", PRODUCTION, 16),
+    "chat": ("chat", PRODUCTION | dict(n_kv_head=2), 16),
+    "lora": ("lora", GPT2, 32)}
+
+
+def build(name, n_layer):
+    """(model on the meta device, its batch) of one of SHAPES. In a FakeTensorMode."""
+    import torch
+
+    from model import chat, gpt, lora, moe
+    file, shape, B = SHAPES[name]
+    shape, T = dict(shape, n_layer=n_layer), shape["block_size"]
+    with torch.device("meta"):
+        if file == "lora":
+            config = gpt.GPTConfig(**shape)
+            model = lora.LoRA(config, 1, None, gpt.GPT(config).state_dict(), 8, 16.0,
+                              ["attn", "mlp"])
+        else:
+            config = (moe.MoEConfig if file == "moe" else gpt.GPTConfig)(**shape)
+            model = dict(gpt=gpt.GPT, moe=moe.MoE, chat=chat.ChatGPT)[file](config)
+    n, length = (3, T + 1) if file == "chat" else (2, T)
+    return model, [torch.zeros(B, length, dtype=torch.int64, device="cuda:0") for _ in range(n)]
+
+
+@functools.cache
+def compile_step(name, n_layer):
+    """The Graphs of a compiled forward and backward pass."""
+    import torch
+    fake_cuda.GRAPHS.clear()
+    torch._dynamo.reset()
+    with fake_cuda.fake_tensors():
+        model, batch = build(name, n_layer)
+        fake_cuda.to_device(model).compile(dynamic=False, fullgraph=True)
+        with torch.autocast("cuda", torch.bfloat16):
+            loss, _ = model(*batch)
+        loss.backward()
+    return list(fake_cuda.GRAPHS)
+
+
+# -----------------------------------------------------------------------------
+# reading graphs
+
+def sources(graph):
+    """{name: source} of the Triton kernels of a graph."""
+    return dict(re.findall(r"async_compile\.triton\('(\w+)', '''(.*?)'''", graph.source, re.S))
+
+
+def launches(graph):
+    """(of Triton's kernels, of a library's)"""
+    return (len(re.findall(r"triton_\w+\.run\(", graph.source)),
+            len(re.findall(r"(?:extern_kernels\.\w+|torch\.ops\.aten\.[\w.]+)\(", graph.source)))
+
+
+def largest_float32(graph):
+    """Elements of the largest buffer of float32 that a graph makes."""
+    found = re.findall(r"empty_strided_cuda\(\(([\d, ]*)\), \([\d, ]*\), torch\.float32\)",
+                       graph.source)
+    return max([prod(int(n) for n in shape.split(",") if n.strip()) for shape in found], default=0)
+
+
+def prod(numbers):
+    result = 1
+    for n in numbers:
+        result *= n
+    return result
+
+
+def saved_bytes(graph):
+    """Of what a forward graph makes for the backward pass: storages, inputs not counted."""
+    inputs = graph.module.graph.find_nodes(op="placeholder")
+    storage = lambda n: n.meta["val"].untyped_storage()  # noqa: E731
+    tensors = [n for n in (*inputs, *graph.outputs) if hasattr(getattr(n, "meta", {}).get("val"),
+                                                               "untyped_storage")]
+    given = {storage(n)._cdata for n in tensors if n in inputs}
+    return sum({storage(n)._cdata: storage(n).nbytes() for n in tensors
+                if storage(n)._cdata not in given}.values())
+
+
+def flops(graph):
+    """Of products and attention, as torch.utils.flop_counter counts them."""
+    import torch
+    from torch.utils.flop_counter import flop_registry
+    total = 0
+    for node in graph.module.graph.nodes:
+        count = flop_registry.get(getattr(node.target, "overloadpacket", None))
+        if count:
+            args, kwargs = torch.utils._pytree.tree_map_only(
+                torch.fx.Node, lambda n: n.meta["val"], (node.args, dict(node.kwargs)))
+            total += count(*args, **kwargs, out_val=node.meta["val"])
+    return total
+
+
+def compile_kernels(graphs):
+    """Compile every kernel with its first configuration to a cubin; their number. A kernel that
+    does not compile raises."""
+    from torch._inductor.codecache import PyCodeCache
+    found = {body: name for graph in graphs for name, body in sources(graph).items()}
+    for body, name in found.items():
+        kernel = getattr(PyCodeCache.load(body), name)
+        kernel.configs = kernel.configs[:1]
+        kernel.precompile(warm_cache_only=True)
+        result, = kernel.compile_results
+        if "cubin" not in result.kernel.asm:
+            raise RuntimeError(f"{name}: no cubin, but {list(result.kernel.asm)}")
+    return len(found)
+
+
+# -----------------------------------------------------------------------------
+# the questions
+
+def numbers(graphs):
+    triton, library = map(sum, zip(*map(launches, graphs)))
+    return dict(graphs=len(graphs), triton=triton, library=library,
+                bytes=sum(g.bytes for g in graphs), saved=saved_bytes(graphs[0]),
+                flops=sum(map(flops, graphs)), float32=max(map(largest_float32, graphs)))
+
+
+def step(name, n_layer):
+    """Numbers of a step of so many layers."""
+    return numbers(compile_step(name, int(n_layer)))
+
+
+def kernels(name):
+    """The number of kernels of a step of two layers, each compiled."""
+    return compile_kernels(compile_step(name, 2))
+
+
+def attention_kernels():
+    """{"GQA, mask": operations of attention} in half precision, forward."""
+    import torch
+
+    from model.ops import attend
+    found = {}
+    with fake_cuda.fake_tensors():
+        for heads, name in ((6, "MHA"), (2, "GQA")):
+            q, k = (torch.zeros(2, n, 512, 64, dtype=torch.bfloat16, device="cuda:0",
+                                requires_grad=True) for n in (6, heads))
+            mask = torch.ones(2, 1, 512, 512, dtype=torch.bool, device="cuda:0")
+            for how in (None, mask):
+                calls = operations_in(lambda q=q, k=k, how=how: attend(q, k, k, mask=how))
+                found[name + ("" if how is None else ", mask")] = [c for c in calls if "_dot" in c]
+    return found
+
+
+def operations_in(work):
+    """Names of the operations that work() takes, down to what a device computes."""
+    import torch
+    found = []
+
+    class Watch(torch.utils._python_dispatch.TorchDispatchMode):
+        def __torch_dispatch__(self, f, types, args=(), kwargs=None):
+            found.append(f.overloadpacket.__name__)
+            return f(*args, **(kwargs or {}))
+    with Watch():
+        work()
+    return found
+
+
+SMALL = dict(n_layer=1, n_head=4, n_kv_head=2, n_embd=64, n_hidden=128, vocab_size=256,
+             block_size=32)
+SYSTEMS = ("gpt", "chat", "lora", "moe", "memory", "classifier", "sae", "autoencoder")
+
+
+def small_model(name):
+    """(model on the meta device, shapes of its training batch: of tokens, or of numbers)"""
+    import torch
+
+    from model import autoencoder, chat, classifier, gpt, lora, memory, moe, sae
+    from train.config import load_config
+    config, B, T = load_config(None, dict(model=name) if name != "memory" else {}), 4, 32
+    shape = gpt.GPTConfig(**SMALL)
+    with torch.device("meta"):
+        if name == "gpt":
+            return gpt.GPT(shape), [(B, T)] * 2
+        if name == "chat":
+            return chat.ChatGPT(shape), [(B, T + 1)] * 3
+        if name == "moe":
+            return moe.MoE(moe.MoEConfig(**SMALL)), [(B, T)] * 2
+        if name == "lora":
+            return lora.LoRA(shape, 1, None, gpt.GPT(shape).state_dict(), 4, 8.0,
+                             ["attn", "mlp"]), [(B, T)] * 2
+        if name == "memory":
+            return memory.MemoryGPT(memory.MemoryConfig(**SMALL, lora_rank=2), 1, None,
+                                    gpt.GPT(shape).state_dict()), [(B, T)] * 2
+        if name == "classifier":
+            spec = dict(task="joint", classes=["a", "b", "c"], max_tokens=T)
+            return classifier.Classifier(shape, spec, [1.0] * 3), [(B, T), (B,), (B,), (B, 2)]
+        if name == "sae":
+            spec = dict(d_in=32, mean=[0.0] * 32, scale=1.0)
+            return sae.SAEModel(config, spec), [(B, T, 32, float)]
+        zeros, ones = (dict(a=[v] * 5, b=[v] * 7, target=[v] * 3) for v in (0.0, 1.0))
+        spec = dict(modalities=dict(a=5, b=7), target=3, mean=zeros, std=ones)
+        return autoencoder.MultimodalAutoencoder(config, spec), [(B, n, float) for n in (5, 7, 3)]
+
+
+def on_device(name):
+    """(model, its batch) of one of SYSTEMS on the GPU. In a FakeTensorMode."""
+    import torch
+    model, shapes = small_model(name)
+    batch = [torch.zeros(s[:-1], device="cuda:0") if s[-1] is float else
+             torch.zeros(s, dtype=torch.int64, device="cuda:0") for s in shapes]
+    return fake_cuda.to_device(model), batch
+
+
+def crossings_in(work):
+    """{operation: how often} of what is sent between host and device while work() computes. What
+    reads a number (.item(), bool, a shape that depends on content) raises, for there is none."""
+    import collections
+
+    import torch
+    found = collections.Counter()
+
+    class Watch(torch.utils._python_dispatch.TorchDispatchMode):
+        def __torch_dispatch__(self, f, types, args=(), kwargs=None):
+            out = f(*args, **(kwargs or {}))
+            tensors = [t for t in torch.utils._pytree.tree_leaves((args, kwargs, out))
+                       if isinstance(t, torch.Tensor) and (t.is_cuda or t.dim())]
+            if len({t.device.type for t in tensors}) > 1:
+                found[str(f)] += 1
+            return out
+    with Watch():
+        work()
+    return dict(found)
+
+
+def train_crossings():
+    """Of a training step of each of SYSTEMS: forward, backward, sums, clipping, update."""
+    return {name: step_crossings(name) for name in SYSTEMS}
+
+
+def step_crossings(name):
+    import torch
+
+    from train.evaluate import add_sums, batch_sums
+    from train.optimizer import clip_gradients, configure_optimizers
+    with fake_cuda.fake_tensors():
+        model, batch = on_device(name)
+        optimizer = configure_optimizers(model, 0.1, 1e-3, (0.9, 0.95), log=lambda text: None)
+
+        def step():
+            with torch.autocast("cuda", torch.bfloat16):
+                loss, sums = model(*batch)
+            loss.backward()
+            add_sums({}, batch_sums(loss, sums, 1.0))
+            clip_gradients(optimizer, 1.0)
+            optimizer.step()
+        step()  # which makes the optimizer's state
+        return crossings_in(step)
+
+
+class HostNumbers:
+    """In the place of a CPU tensor whose numbers are read: a FakeTensorMode has none."""
+
+    def __init__(self, numbers):
+        self.numbers = list(numbers)
+
+    def tolist(self):
+        return self.numbers
+
+    def __iadd__(self, n):
+        return HostNumbers(x + n for x in self.numbers)
+
+
+def decode_crossings():
+    """Of a token of 1 or 16 texts, of equal lengths, unequal ones, or full."""
+    return {f"{rows} {lengths}": token_crossings(rows, lengths) for rows, lengths in (
+        (1, "equal"), (1, "full"), (16, "equal"), (16, "unequal"), (16, "full"))}
+
+
+def token_crossings(rows, lengths):
+    """Of the model, and of what is drawn."""
+    import torch
+
+    from model.generate import empty_cache, pick
+    used = dict(equal=[3], unequal=[3, 5], full=[40, 33])[lengths] * rows
+    with fake_cuda.fake_tensors(), torch.no_grad():
+        model = fake_cuda.to_device(small_model("gpt")[0].eval(), torch.bfloat16)
+        cache = empty_cache(model, rows)
+        cache.used = HostNumbers(used[:rows])
+        idx = torch.zeros(rows, 1, dtype=torch.int64, device="cuda:0")
+
+        def token():
+            logits = model(idx, cache=cache, last_only=True)[:, -1]
+            for how in (0, None, None), (0.8, 20, None), (1.0, None, 0.9), (1.0, None, None):
+                pick(logits, *how, [None] * rows)
+        return crossings_in(token)
+
+
+def a_crossing():
+    """Shows that crossings are seen: an index made on the host."""
+    import torch
+    with fake_cuda.fake_tensors():
+        x = torch.zeros(8, device="cuda:0")
+        return crossings_in(lambda: x[torch.arange(4)])
+
+
+def one_token():
+    """The graphs of a compiled token: numbers of each, and why it is no CUDA graph, if so."""
+    import torch
+
+    from model.decode import replace_products
+    from model.generate import empty_cache
+    from model.sample.compiled import Decoder, JoinedLinear
+    fake_cuda.GRAPHS.clear()
+    with fake_cuda.fake_tensors(), torch.no_grad():
+        model = fake_cuda.to_device(build("gpt2", 1)[0].eval(), torch.bfloat16)
+        cache = empty_cache(model, 1)
+        cache.used = HostNumbers([3])
+        decoder = Decoder(replace_products(model, JoinedLinear))
+        decoder(torch.zeros(1, 1, dtype=torch.int64, device="cuda:0"), cache)
+    return [dict(launches=launches(g), why=g.no_cuda_graph) for g in fake_cuda.GRAPHS]
+
+
+def whole():
+    """{one of SYSTEMS: {mode: its graphs}}, in which nothing is left out (fullgraph): it raises."""
+    return {name: whole_graphs(name) for name in SYSTEMS}
+
+
+def whole_graphs(name):
+    import torch
+    found = {}
+    for mode in ("train", "eval"):
+        torch._dynamo.reset()
+        graphs = []
+
+        def backend(graph, inputs, graphs=graphs):
+            graphs.append(graph)
+            return graph.forward
+        with fake_cuda.fake_tensors():
+            model, batch = on_device(name)
+            model.train(mode == "train").compile(dynamic=False, fullgraph=True, backend=backend)
+            if name == "sae" and mode == "eval":
+                continue  # a hook in the backbone, which is computed as it is
+            with torch.autocast("cuda", torch.bfloat16):
+                model(*batch)
+        found[mode] = len(graphs)
+    return found
+
+
+def collectives(world_size):
+    """{name: how often} of the collectives of a step of FSDP and Muon, 4 blocks, on fake ranks."""
+    import types
+
+    import torch
+    import torch.distributed as dist
+    from torch.distributed.tensor.debug import CommDebugMode
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    from model import gpt
+    from train.config import load_config
+    from train.distributed import Ranks, shard
+    from train.optimizer import clip_gradients, configure_optimizers
+    n = int(world_size)
+    dist.init_process_group("fake", rank=0, world_size=n, store=FakeStore())
+    ranks = Ranks(0, 0, n, torch.device("cpu"), dist.group.WORLD)
+    config = load_config(None, dict(n_layer=4, n_head=4, n_embd=512, block_size=64, batch_size=n,
+                                    gradient_accumulation_steps=1, device="cpu"))
+    with torch.device("meta"):
+        model = gpt.build_model(config, types.SimpleNamespace(spec=dict(vocab_size=4096)))
+    shard(model, ranks, torch.bfloat16, 1)
+    optimizer = configure_optimizers(model, 0.1, 1e-3, (0.9, 0.95), log=lambda text: None,
+                                     muon=dict(lr=0.02, momentum=0.95, weight_decay=0.0))
+    x, counts = torch.randint(4096, (2, 64)), {}
+
+    def passes():
+        with torch.autocast("cpu", torch.bfloat16):
+            loss, _ = model(x, x)
+        loss.backward()
+    for part, work in (("passes", passes), ("clip", lambda: clip_gradients(optimizer, 1.0)),
+                       ("update", optimizer.step)):
+        with CommDebugMode() as comm:
+            work()
+        counts[part] = {str(k).split(".")[-1]: v for k, v in comm.get_comm_counts().items()}
+    return counts
+
+
+def main(folder, gpu, *questions):
+    out, sys.stdout = sys.stdout, sys.stderr  # where PyTorch may say something
+    fake_cuda.load(folder)
+    fake_cuda.pretend(gpu)
+    for question in questions:
+        name, *args = question.split()
+        try:
+            answer, error = globals()[name](*args), None
+        except Exception:
+            answer, error = None, traceback.format_exc()
+        print(json.dumps([question, answer, error]), file=out, flush=True)
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

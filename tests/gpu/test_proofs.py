@@ -1,0 +1,160 @@
+"""What a GPU would do with our code, without one: what Inductor writes for it, hidden waits,
+graphs, and what crosses between ranks. proofs.py finds the numbers, in processes of their own."""
+
+import concurrent.futures
+import json
+import os
+import pathlib
+import subprocess
+import sys
+import threading
+
+import pytest
+
+HERE = pathlib.Path(__file__).resolve().parent
+sys.path.append(str(HERE))
+import fake_cuda  # noqa: E402
+
+if why := fake_cuda.missing():
+    pytest.skip(f"CUDA code without a GPU: {why}", allow_module_level=True)
+
+
+# Of a step of 2 layers, and of 12 (from those of 2 and 3): launches of Triton's kernels and of
+# libraries', GB moved, GB saved for the backward pass, TFLOP. A number may exceed its row by 2%:
+# more is a step back, less a new row.
+STEPS = {
+    "gpt2": (41, 31, 26.57, 5.12, 11.1),
+    "production": (56, 37, 6.07, 0.85, 0.88),
+    "experts": (96, 47, 6.86, 0.93, 0.71),
+    "chat": (62, 37, 6.11, 0.84, 0.86),
+    "lora": (107, 87, 27.67, 5.01, 7.55)}
+TWELVE = (191, 171, 79.26, 13.34, 28.63)  # gpt2
+NUMBERS = dict(triton=1, library=1, bytes=1e9, saved=1e9, flops=1e12)
+LARGEST = 50304 * 768  # elements of the largest float32 buffer that there should be: a gradient
+
+QUESTIONS = {  # of a process each
+    "H100": ["step gpt2 2", "kernels gpt2", "step gpt2 3", *(f"step {n} 2" for n in STEPS)],
+    "A100": ["train_crossings", "decode_crossings", "a_crossing", "attention_kernels", "one_token",
+             "whole", "kernels production"]}
+
+
+def ask(folder, gpu, questions, answer):
+    """Have proofs.py answer(question, its answer, the error where it has none) one after the other;
+    the process."""
+    process = subprocess.Popen(
+        [sys.executable, "-W", "ignore", HERE / "proofs.py", folder, gpu, *questions], text=True,
+        stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=os.environ | {
+            "OMP_NUM_THREADS": "1", "TORCHINDUCTOR_CACHE_DIR": str(folder / gpu),
+            "TRITON_CACHE_DIR": str(folder / gpu)})
+
+    def read():
+        for line in process.stdout:
+            answer(*json.loads(line))
+        error = process.stderr.read()
+        for question in questions:  # those that it did not come to
+            answer(question, None, f"the process ended: {error[-3000:]}")
+    threading.Thread(target=read).start()
+    return process
+
+
+class Answers(dict):
+    """{question: Future of its answer}"""
+
+    def __call__(self, question, answer, error):
+        if not self[question].done():
+            self[question].set_result((answer, error))
+
+
+@pytest.fixture(scope="session")
+def proofs(tmp_path_factory):
+    """A function that waits for the answer to a question; all are asked at once, in two processes.
+    """
+    folder, processes = tmp_path_factory.mktemp("gpu"), []
+    fake_cuda.build(folder)
+    answers = Answers()
+
+    def wait(question, gpu=None):
+        if gpu:  # not one of those that are asked always
+            answers[question] = concurrent.futures.Future()
+            processes.append(ask(folder, gpu, [question], answers))
+        answer, error = answers[question].result(timeout=600)
+        assert error is None, error
+        return answer
+    for gpu, questions in QUESTIONS.items():
+        answers.update((q, concurrent.futures.Future()) for q in questions)
+        processes.append(ask(folder, gpu, list(dict.fromkeys(questions)), answers))
+    yield wait
+    for process in processes:
+        process.kill()
+
+
+def numbers(found):
+    """Those of a row of STEPS."""
+    return [found[name] / unit for name, unit in NUMBERS.items()]
+
+
+def assert_as_before(found, limits):
+    worse = {name: (n, limit) for name, n, limit in zip(NUMBERS, found, limits) if n > 1.02 * limit}
+    assert not worse, f"(now, before): {worse}"
+
+
+@pytest.mark.parametrize("name", STEPS)
+def test_a_compiled_step_takes_what_it_took(proofs, name):
+    """In two graphs, forward and backward, without float32 logits or scores of attention."""
+    found = proofs(f"step {name} 2")
+    assert_as_before(numbers(found), STEPS[name])
+    assert found["graphs"] == 2 and found["float32"] <= LARGEST
+
+
+def test_a_step_of_twelve_layers_takes_what_it_took(proofs):
+    two, three = (numbers(proofs(f"step gpt2 {n}")) for n in (2, 3))
+    assert_as_before([a + 10 * (b - a) for a, b in zip(two, three)], TWELVE)
+
+
+@pytest.mark.parametrize("name", ["gpt2", "production"])
+def test_kernels_compile(proofs, name):
+    """For sm_90 and sm_80."""
+    assert proofs(f"kernels {name}") > 10
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("gpu", ["H100", "A100"])
+@pytest.mark.parametrize("name", STEPS)
+def test_all_kernels_compile(proofs, name, gpu):
+    assert proofs(f"kernels {name}", gpu) > 10
+
+
+def test_attention_never_makes_its_scores(proofs):
+    """Heads that share keys, and rows of their own lengths, have kernels that do without."""
+    efficient, flash = (f"_scaled_dot_product_{n}_attention" for n in ("efficient", "flash"))
+    assert proofs("attention_kernels") == {"MHA": [flash], "MHA, mask": [efficient],
+                                           "GQA": [flash], "GQA, mask": [efficient]}
+
+
+def test_a_training_step_waits_for_nothing(proofs):
+    """Of any model: nothing is sent between host and device, and no number is read."""
+    found = proofs("train_crossings")
+    assert len(found) == 8 and not any(found.values()), found
+
+
+def test_a_token_waits_for_nothing(proofs):
+    """Nor does sampling, with 1 and 16 texts, of one length, of many, and full."""
+    found = proofs("decode_crossings")
+    assert len(found) == 5 and not any(found.values()), found
+
+
+def test_a_crossing_would_be_seen(proofs):
+    assert proofs("a_crossing") == {"aten.index.Tensor": 1}
+
+
+def test_models_are_compiled_whole(proofs):
+    """fullgraph, in training and in evaluation; a classifier block by block."""
+    found = proofs("whole")
+    assert found.pop("sae") == {"train": 1}
+    assert len(found) == 7 and all(n == {"train": 1, "eval": 1} for n in found.values()), found
+
+
+def test_a_token_is_one_cuda_graph(proofs):
+    """Of `model.sample --compile`: nothing in it forbids that, and nothing it changes moves."""
+    graph, = proofs("one_token")
+    assert graph["why"] == [] and sum(graph["launches"]) > 10
