@@ -23,6 +23,7 @@ from data.token_files import DataError, read_meta, who_reads
 from data.tokenizer import load_dataset_tokenizer, tokenizer_from_spec
 from model import gpt
 from model.gpt import GPT
+from model.load import BACKBONE, load_model
 from model.ops import IGNORE
 from train.config import run_command
 from train.dataloader import Data, RowLoader
@@ -220,11 +221,10 @@ def typed():
 
 
 def chat(ckpt, prompt=None, max_new_tokens=256, temperature=0.0, top_k=None, top_p=None, seed=None,
-         device="auto"):
+         device="auto", backbone=None):
     """Talk with the model of a checkpoint: answer `prompt`, or else what is typed. UserError."""
-    from model.load import load_model
     from train.distributed import get_device
-    model, tokenizer = load_model(ckpt, get_device(device))
+    model, tokenizer = load_model(ckpt, get_device(device), backbone=backbone)
     if getattr(model, "template", None) is None:
         raise DataError(f"{ckpt}: this model learned no chats; fine-tune it: see python -m "
                         "data.chat --help, and run_train.py --config train/config_chat.yaml")
@@ -240,6 +240,7 @@ def main(argv=None):
                                      "learned chats. Without --prompt, line by line.")
     add = parser.add_argument
     add("--ckpt", default="out/chat/ckpt.pt", help="checkpoint (default: %(default)s)")
+    add("--backbone", help=BACKBONE)
     add("--prompt", help="one question; its answer ends the program")
     add("--max_new_tokens", type=int, default=256, help="of an answer (default: %(default)s)")
     add("--temperature", type=float, default=0.0, help="0: always the most likely token (default)")

@@ -17,6 +17,8 @@ from train.config import load_config, load_model_file
 from train.distributed import convert_ddp_state
 from train.keys import adopt_shape
 
+# Of the option --backbone of a command.
+BACKBONE = "where the frozen model that the checkpoint stands on is now (default: as in training)"
 # Options that older checkpoints may name, with the only value that can still be computed.
 REMOVED = dict(softcap=0.0, value_embeddings=False, x0_residual=False)
 
@@ -33,15 +35,19 @@ def read_weights(path):
 
 
 def load_model(ckpt_path: str | os.PathLike, device: str | torch.device = "cpu",
-               dtype: torch.dtype | None = None) -> tuple[torch.nn.Module, Tokenizer | None]:
+               dtype: torch.dtype | None = None, backbone: str | None = None
+               ) -> tuple[torch.nn.Module, Tokenizer | None]:
     """(model in eval mode, tokenizer or None) from a checkpoint of train.py, or from what
-    model/convert/foreign.py reads, with weights in `dtype` if given. Raises CheckpointError."""
-    return model_of(read_weights(ckpt_path), ckpt_path, device, dtype)
+    model/convert/foreign.py reads, with weights in `dtype` if given. backbone: where the file that
+    the model stands on is now. Raises CheckpointError."""
+    return model_of(read_weights(ckpt_path), ckpt_path, device, dtype, backbone)
 
 
-def model_of(state, path, device="cpu", dtype=None):
+def model_of(state, path, device="cpu", dtype=None, backbone=None):
     """load_model's result from the checkpoint `state`, which was read from `path`."""
     from data.tokenizer import tokenizer_from_spec
+    if backbone:
+        state = state | {"config": (state.get("config") or {}) | dict(backbone=backbone)}
     spec = state.get("spec") or {}
     spec = spec.get("tokenizer") or state.get("tokenizer")
     try:
@@ -103,8 +109,12 @@ def with_shape(config, model_args, path):
 def read_backbone(path):
     """The checkpoint at `path` for another model to stand on: its weights {name: tensor} under
     "model", and their "digest". Raises CheckpointError."""
-    with torch.device("cpu"):
-        state = read_weights(path)
+    try:
+        with torch.device("cpu"):
+            state = read_weights(path)
+    except CheckpointError as error:
+        raise CheckpointError(f"backbone: {error}; if it has moved, --backbone FILE says where it "
+                              "is") from error
     weights = convert_ddp_state(state["model"])
     return {**state, "model": weights, "digest": digest(weights)}
 
@@ -123,12 +133,13 @@ def digest(weights):
 # ready to write text
 
 def load_writer(args):
-    """(model, tokenizer, device) of a checkpoint that can write text, by args.ckpt, tokenizer,
-    device and dtype of a command line. Raises ValueError or UserError."""
+    """(model, tokenizer, device) of a checkpoint that can write text, by args.ckpt, backbone,
+    tokenizer, device and dtype of a command line. Raises ValueError or UserError."""
     from data.tokenizer import load_tokenizer
     from train.distributed import choose_dtype, get_device
     device = get_device(args.device)
-    model, tokenizer = load_model(args.ckpt, device, choose_dtype(args.dtype, device)[0])
+    model, tokenizer = load_model(args.ckpt, device, choose_dtype(args.dtype, device)[0],
+                                  args.backbone)
     if not hasattr(sys.modules[type(model).__module__], "sample"):
         raise ValueError(f"{args.ckpt}: a model of {type(model).__module__} does not write text")
     if tokenizer is None and args.tokenizer is None:

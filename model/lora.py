@@ -209,15 +209,21 @@ def open_data(config, ranks):
     return data
 
 
-def build_model(config, data):
-    """Reads the backbone, which must be the one that data.spec names. Raises CheckpointError."""
+def backbone_of(config, data):
+    """(`config` with its shape, its weights {name: tensor} in float32) of the backbone, which must
+    be the one that data.spec names. Raises CheckpointError."""
     state = read_backbone(config.backbone)
     if state["digest"] != data.spec["backbone"]:
-        raise CheckpointError(f"{config.backbone}: these are not the weights that the adapters "
+        raise CheckpointError(f"backbone: {config.backbone} has other weights than the ones that "
                               f"were trained on (sha256 {data.spec['backbone'][:16]}...); name "
                               "their file: --backbone")
     c = with_shape(config, state["model_args"], config.backbone)
-    weights = {name: t.float() for name, t in state["model"].items()}  # a folder may have bfloat16
+    return c, {name: t.float() for name, t in state["model"].items()}  # a folder may have bfloat16
+
+
+def build_model(config, data):
+    """The backbone, see backbone_of, with adapters. Raises CheckpointError."""
+    c, weights = backbone_of(config, data)
     kind = functools.partial(LoRA, weights=weights, r=c.lora_rank,
                              alpha=c.lora_alpha, targets=c.lora_targets)
     try:
@@ -266,7 +272,7 @@ def main(argv=None):
     parser.add_argument("--ckpt", default="out/lora/ckpt.pt", help="the adapters' checkpoint "
                         "(default: %(default)s)")
     parser.add_argument("--to", required=True, metavar="FILE.pt", help="the checkpoint to write")
-    parser.add_argument("--backbone", help="where their backbone is now (default: as in training)")
+    parser.add_argument("--backbone", help=load.BACKBONE)
     return run_command(parser, lambda args: export(**vars(args)), argv)
 
 

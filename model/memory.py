@@ -1,4 +1,7 @@
-"""Memory for a trained GPT: python run_train.py --config train/config_memory.yaml
+"""Memory for a trained GPT, to learn other text or chats:
+
+    python run_train.py --config train/config_memory.yaml
+    python -m model.memory --ckpt out/memory/ckpt.pt --to merged.pt
 
 Every block of a checkpoint gets n_chapters chapters of learned keys and values. A router, that of
 model/moe.py, chooses chapters_per_token of them for each token, whose state then reads them by
@@ -7,25 +10,27 @@ cross-attention; a gate adds what was read to the state. Gates start at zero and
 ever would). The backbone stays as it is; lora_rank gives it adapters (model/lora.py), train_base
 trains all of it. Each of the three has a rate of its own by lr_groups, such as
 {memory: {learning_rate: 0.01}, lora_*: {learning_rate: 0.001}}, the rest being learning_rate's. The
-checkpoint holds what is trained, and a digest of its backbone.
+checkpoint holds what is trained, and a digest of its backbone; merged with it, it stands alone.
 
 Shapes: B, T, C, H, D as in model/gpt.py; n chapters of S pairs, k of them for a token.
 """
 
-from dataclasses import dataclass
+import argparse
+import sys
+from dataclasses import asdict, dataclass
 
 import torch
 import torch.nn as nn
 
-from model import gpt, lora, moe
-from model.chat import is_chat
+from model import chat, gpt, lora, moe
+from model.chat import ChatGPT
 from model.gpt import GPTConfig, Norm, normal
-from model.load import with_shape
+from model.load import BACKBONE, model_of, read_weights
 from model.moe import GroupedLinear, Groups, RoutedBlock, RoutedGPT, Router, RouterKeys
-from train.checkpoint import CheckpointError
-from train.config import ConfigError, key
+from train.checkpoint import FORMAT_VERSION, CheckpointError, save_checkpoint
+from train.config import key, run_command
 
-sample, adopt_shape = gpt.sample, gpt.adopt_shape
+open_data, sample, adopt_shape = lora.open_data, lora.sample, gpt.adopt_shape
 SAME_TO_ADOPT = ("backbone",)  # a memory stands beside one model
 
 
@@ -110,20 +115,32 @@ def is_own(name):
     return "memory" in name.split(".") or lora.is_adapter(name)
 
 
-class MemoryGPT(RoutedGPT):
-    """A GPT with memory beside a backbone of `weights` {name: tensor}. state_dict() leaves them out
-    where they are frozen: they stand in a checkpoint of their own."""
+class MemoryGPT(ChatGPT, RoutedGPT):
+    """A GPT with memory beside a backbone of `weights` {name: tensor}; without them all of it is in
+    its checkpoint. state_dict() leaves them out where they are frozen: they stand in a checkpoint
+    of their own. The data are token files, or rows of chats."""
     block_class = MemoryBlock
 
-    def __init__(self, config, seed, token_bytes, weights):
+    def __init__(self, config, seed, token_bytes, weights=None):
         super().__init__(config, seed, token_bytes)
-        own = {n: p for n, p in self.named_parameters() if is_own(n)}
-        # Real also where the model is on the meta device: nobody else fills what is frozen.
-        nn.Module.load_state_dict(self, weights | own, assign=True)
+        if weights is not None:
+            own = {n: p for n, p in self.named_parameters() if is_own(n)}
+            # Real also where the model is on the meta device: nobody else fills what is frozen.
+            nn.Module.load_state_dict(self, weights | own, assign=True)
         if config.lora_rank:
             lora.add_adapters(self, ["attn", "mlp"], config.lora_rank, 2.0, seed)
         for name, p in self.named_parameters():
             p.requires_grad_(is_own(name) or config.train_base)
+
+    def forward(self, idx, targets=None, chat=None, cache=None, last_only=False):
+        out = super().forward(idx, targets, chat, cache, last_only)
+        if chat is None:
+            return out
+        routed = [block.__dict__.pop("routed") for block in self.h]
+        return self.with_routers(*out, routed, (targets[:, 1:] == 1).sum(1))  # answers' tokens
+
+    def numbers(self, sums):
+        return RoutedGPT.numbers(self, sums) | super().numbers(sums)
 
     def state_dict(self, *args, **kwargs):
         state = super().state_dict(*args, **kwargs)
@@ -153,34 +170,53 @@ class MemoryGPT(RoutedGPT):
     def flops_per_unit(self):
         """The frozen weights of the blocks need no gradient of their own."""
         frozen = sum(p.numel() for p in self.h.parameters() if not p.requires_grad)
-        return super().flops_per_unit() - 2 * frozen
+        return super().flops_per_unit() - 2 * frozen * self.row_tokens
 
 
 # -----------------------------------------------------------------------------
 # what train/train.py asks of a model file
 
-def open_data(config, ranks):
-    """Token files; the spec has the digest of the backbone, see model/lora.py."""
-    if is_chat(config.data_dir):
-        raise ConfigError([f"data_dir: {config.data_dir} holds chats; a memory reads token files"])
-    return lora.open_data(config, ranks)
-
-
 def build_model(config, data):
-    """The backbone, which must be the one that data.spec names, with a memory. Raises
-    CheckpointError."""
-    path = config.backbone
+    """The backbone, which must be the one that data.spec names, with a memory. Where it names none
+    all is in the checkpoint: it was merged. Raises CheckpointError."""
+    c, weights = lora.backbone_of(config, data) if "backbone" in data.spec else (config, None)
+    build = (chat if "template" in data.spec else gpt).build_model
     try:
-        state = lora.read_backbone(path)
-    except CheckpointError as error:
-        raise CheckpointError(f"backbone: {error}") from error
-    if state["digest"] != data.spec["backbone"]:
-        raise CheckpointError(f"backbone: {path} has other weights than the ones this memory was "
-                              f"made for (sha256 {data.spec['backbone'][:16]}...); put them there "
-                              "again")
-    c = with_shape(config, state["model_args"], path)
-    weights = {name: t.float() for name, t in state["model"].items()}
-    try:
-        return moe.build_routed(c, data, lambda *args: MemoryGPT(*args, weights), MemoryConfig)
+        return moe.build_routed(c, data, lambda *args: MemoryGPT(*args, weights), MemoryConfig,
+                                build)
     except RuntimeError as error:  # of load_state_dict
-        raise CheckpointError(f"backbone: {path}: {error}") from error
+        raise CheckpointError(f"backbone: {config.backbone}: {error}") from error
+
+
+# -----------------------------------------------------------------------------
+# the merged checkpoint
+
+def export(ckpt, to, backbone=None):
+    """Write the memory in `ckpt` and its backbone as one checkpoint, adapters added to it."""
+    state = read_weights(ckpt)
+    model, _ = model_of(state, ckpt, backbone=backbone)
+    if not isinstance(model, MemoryGPT):
+        raise CheckpointError(f"{ckpt}: no memory in it: expected a checkpoint of --model memory")
+    shape = asdict(model.config) | dict(lora_rank=0, train_base=True)
+    spec = {k: v for k, v in state["spec"].items() if k != "backbone"}
+    kept = {k: state.get(k) for k in ("iter_num", "best_val_loss", "tokenizer")}
+    save_checkpoint(to, dict(
+        kept, format_version=FORMAT_VERSION, model=lora.merge(model), model_args=shape, spec=spec,
+        config=state["config"] | shape))
+    print(f"Wrote {to}: the memory and its backbone\nNext: python -m model.sample --ckpt {to}"
+          + (" --chat" if model.template else ""))
+
+
+def main(argv=None):
+    """Runs the command; its exit code."""
+    parser = argparse.ArgumentParser("python -m model.memory", description="Merge a memory and the "
+                                     "model that it was trained beside.")
+    parser.add_argument("--ckpt", default="out/memory/ckpt.pt", help="the memory's checkpoint "
+                        "(default: %(default)s)")
+    parser.add_argument("--to", required=True, metavar="FILE.pt", help="the checkpoint to write")
+    parser.add_argument("--backbone", help=BACKBONE)
+    return run_command(parser, lambda args: export(**vars(args)), argv)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -248,17 +248,23 @@ class RoutedGPT(GPT):
     def forward(self, idx, targets=None, cache=None, last_only=False):
         out = super().forward(idx, targets, cache, last_only)
         routed = [block.__dict__.pop("routed") for block in self.h]
-        if targets is None:
-            return out
-        (loss, sums), c = out, self.config
+        return out if targets is None else self.with_routers(*out, routed)
+
+    def with_routers(self, loss, sums, routed, items=None):
+        """(loss, sums) with the parts of the routers. routed: [(logits, chosen)] of each block.
+        items (B,): those that count in each sequence, where not all do; by them sequences weigh."""
+        c = self.config
         logits, chosen = map(torch.stack, zip(*routed))  # (L, B, T, n), (L, B, T, k)
-        used = use_of(chosen, logits.size(-1))  # (L, B, n)
+        used, (B, T) = use_of(chosen, logits.size(-1)), chosen.shape[1:3]  # (L, B, n)
         parts = losses_within(logits, used)  # (L, B) each: of every sequence
-        used = used.sum(1) * idx.size(1)  # (L, n)
-        logged = {name: part.detach().mean(0).sum() * idx.size(1) for name, part in parts.items()}
+        used = used.sum(1) * T  # (L, n)
+        logged = {name: part.detach().mean(0).sum() * T for name, part in parts.items()}
         sums = dict(sums, routed=used, **logged)
         if self.training:
-            sums["lm_loss"] = loss.detach() * idx.numel()
+            sums["lm_loss"] = loss.detach() * sums.get("count", B * T)
+            if items is not None:
+                weights = items * (B / items.sum().clamp(min=1))  # (B,), 1 in the mean
+                parts = {name: part * weights for name, part in parts.items()}
             layers = [{name: part[i].mean() for name, part in parts.items()}
                       for i in range(c.n_layer)]
             loss = loss + compute_router_auxiliary_loss(layers, c.load_balance_coef,
@@ -272,7 +278,9 @@ class RoutedGPT(GPT):
         tokens, use = float(sums["routed"][0].sum()), sums["routed"]
         use = use * (use.size(1) / max(1.0, tokens))  # (L, n), 1: as much as the others
         out = {name: float(sums[name]) / max(1.0, tokens) for name in
-               ("lm_loss", "load_balance", "auxiliary", "z_loss") if name in sums}
+               ("load_balance", "auxiliary", "z_loss")}
+        if "lm_loss" in sums:
+            out["lm_loss"] = float(sums["lm_loss"]) / max(1.0, float(sums["count"]))
         return super().numbers(sums) | out | dict(
             use_min=float(use.min()), use_max=float(use.max()),
             use=[[round(x, 4) for x in layer] for layer in use.tolist()])
@@ -301,10 +309,10 @@ class MoE(RoutedGPT):
     block_class = MoEBlock
 
 
-def build_routed(config, data, kind, shape):
+def build_routed(config, data, kind, shape, build=gpt.build_model):
     """A model of class `kind`, whose config is of class `shape`: GPTConfig with keys of its own."""
     own = {f.name: getattr(config, f.name) for f in fields(shape) if f.name not in GPT_FIELDS}
-    return gpt.build_model(config, data, lambda c, seed, token_bytes: kind(
+    return build(config, data, lambda c, seed, token_bytes: kind(
         shape(**asdict(c), **own), seed, token_bytes))
 
 

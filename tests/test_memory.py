@@ -1,5 +1,6 @@
 """Memory: step 0 is the backbone, everything learns, and a checkpoint holds the memory alone."""
 
+import json
 import random
 import shutil
 import types
@@ -10,8 +11,9 @@ from conftest import TINY, run
 from processes import python
 from runs import SMALL, Program, assert_same, go, run_program, tensors
 
-from model import lora, memory
-from model.sample import load_model
+from data import chat as data_chat
+from model import chat, lora, memory, sample
+from model.load import load_model
 from train.checkpoint import load_checkpoint
 from train.config import ConfigError, load_config
 from train.resume import check_same_to_adopt
@@ -186,6 +188,74 @@ def test_three_rates_and_early_stopping(tmp_path, data_dir, backbone):
     assert rates["h.0.memory.gate"] == 1e-2 and rates["h.0.attn.q.base"] == 1e-4
     assert rates["h.0.mlp.up.lora_B"] == 1e-3
     assert rates["ln_f.weight"] == TINY["learning_rate"] and "wte.weight" not in rates
+
+
+def chats(base, folder):
+    """Prepared chats that a small model learns to answer."""
+    rows = [json.dumps(dict(prompt=f"say {i}", response="moo")) for i in range(200)]
+    (folder / "chats.jsonl").write_text("\n".join(rows))
+    assert data_chat.main([str(folder / "chats.jsonl"), "--out", str(folder / "chats"),
+                           "--tokenizer", str(base), "--block_size", "60"]) == 0
+    return folder / "chats"
+
+
+def test_chats_are_learned_and_merged_it_talks(tmp_path, data_dir, backbone, capsys):
+    """Also where the backbone is elsewhere by now, and where adapters learned as well."""
+    go(data_dir, tmp_path / "base", **BYTES, block_size=60, max_iters=40)
+    base, out, merged = (tmp_path / n for n in ("base/ckpt.pt", "out", "merged.pt"))
+    folder = chats(base, tmp_path)
+    losses = [record["val_loss"] for record in go(
+        folder, out, **OWN, backbone=str(base), block_size=60, lora_rank=4, max_iters=20,
+        eval_interval=20, learning_rate=3e-2)["history"]]
+    assert losses[-1] < losses[0] - 0.1
+    base = base.rename(tmp_path / "moved.pt")
+    there = ["--ckpt", str(out / "ckpt.pt"), "--to", str(merged)]
+    assert memory.main(there) == 2
+    assert "no such file; if it has moved, --backbone FILE" in capsys.readouterr().err
+    assert memory.main([*there, "--backbone", str(base)]) == 0
+    assert f"model.sample --ckpt {merged} --chat" in capsys.readouterr().out
+    said = []
+    for how in (["--ckpt", str(merged)],
+                ["--ckpt", str(out / "ckpt.pt"), "--backbone", str(base)]):
+        assert chat.main([*how, "--prompt", "say 77", "--max_new_tokens", "9"]) == 0
+        said.append(capsys.readouterr().out)
+    assert said[0] == said[1] != "\n"
+    whole, beside = load_model(merged)[0], load_model(out / "ckpt.pt", backbone=str(base))[0]
+    ids = torch.arange(40)[None]
+    torch.testing.assert_close(whole(ids), beside(ids))
+    assert sample.main(["--ckpt", str(merged), "--prompt", "say", "--max_new_tokens", "4"]) == 0
+
+
+def test_losses_of_chats_by_hand(tmp_path, backbone):
+    """The answers' cross-entropy, and what the routers add to it by the answers of each row: the
+    same gradient whatever the split into micro-batches."""
+    model = built(backbone, load_balance_coef=1.0)
+    for block in model.h:
+        torch.nn.init.normal_(block.memory.gate)
+    tokens, mask = torch.randint(256, (4, 9)), torch.zeros(4, 9, dtype=torch.long)
+    for row, n in enumerate((5, 1, 3, 0)):
+        mask[row, 3:3 + n] = 1
+    number = torch.zeros(4, 9, dtype=torch.long)
+    found = []
+    for parts in (1, 4):
+        model.zero_grad()
+        for batch in zip(*(t.chunk(parts) for t in (tokens, mask, number))):
+            loss, sums = model(*batch)
+            (loss * sums["count"] / 9).backward()
+        found.append({n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None})
+    for name, grad in found[0].items():
+        torch.testing.assert_close(found[1][name], grad, rtol=1e-4, atol=1e-6)
+    loss, sums = model(tokens, mask, number)
+    logits = model(tokens[:, :-1])
+    answers = mask[:, 1:] == 1
+    own = torch.nn.functional.cross_entropy(logits[answers], tokens[:, 1:][answers])
+    assert model.numbers({n: v.double() for n, v in sums.items()})["lm_loss"] == pytest.approx(
+        float(own), rel=1e-4)
+    model.eval()
+    loss, sums = model(tokens, mask, number)
+    assert float(loss) == pytest.approx(float(own), rel=1e-4) and int(sums["answers"]) == 3
+    assert {"exact", "load_balance", "use_max"} <= model.numbers(
+        {n: v.double() for n, v in sums.items()} | dict(loss=9 * loss.detach())).keys()
 
 
 # -----------------------------------------------------------------------------

@@ -244,8 +244,9 @@ def test_numbers_of_sums_by_hand():
     """Two layers, four experts, 20 tokens of which each layer routed 2 x 20."""
     model = build_model(tiny(), SPEC)
     routed = torch.tensor([[20.0, 10, 10, 0], [10.0, 10, 10, 10]]) / 2  # use_of() shares them by k
-    sums = dict(routed=routed, lm_loss=torch.tensor(60.0), load_balance=torch.tensor(25.0),
-                auxiliary=torch.tensor(2.0), z_loss=torch.tensor(50.0))
+    sums = dict(routed=routed, count=torch.tensor(20.0), lm_loss=torch.tensor(60.0),
+                load_balance=torch.tensor(25.0), auxiliary=torch.tensor(2.0),
+                z_loss=torch.tensor(50.0))
     numbers = model.numbers(sums)
     assert numbers.pop("use") == [[2.0, 1.0, 1.0, 0.0], [1.0] * 4]
     assert numbers == pytest.approx(dict(lm_loss=3.0, load_balance=1.25, auxiliary=0.1, z_loss=2.5,

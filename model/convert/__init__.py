@@ -31,7 +31,7 @@ from model.convert.foreign import (
     read_model,
     rename,
 )
-from model.load import read_model_args
+from model.load import BACKBONE, read_model_args
 from train.checkpoint import CheckpointError, find_not_finite, save_checkpoint, write_safetensors
 from train.config import run_command
 from train.distributed import convert_ddp_state
@@ -50,13 +50,13 @@ class Source:
     template: dict | None = None
 
 
-def read_source(path):
-    """The Source at `path`; adapters are added to their backbone."""
+def read_source(path, backbone=None):
+    """The Source at `path`; adapters are added to their backbone, which may be elsewhere by now."""
     state = read_model(path)
     kind, args = (state.get("config") or {}).get("model", "gpt"), state.get("model_args") or {}
     if kind == "lora":
         from model.lora import load_adapters, merge
-        model, state = load_adapters(path)
+        model, state = load_adapters(path, backbone)
         weights, shape = merge(model), model.config
     elif kind in ("gpt", "chat"):
         weights, shape = convert_ddp_state(state["model"]), read_model_args(args)
@@ -237,10 +237,10 @@ def export_nanogpt(source, to):
     return "a checkpoint of nanoGPT"
 
 
-def export_adapter(path, to, base):
+def export_adapter(path, to, base, backbone=None):
     """Write a LoRA's adapters as a folder that peft loads over the exported base; what it is."""
     from model.lora import adapters, load_adapters
-    model, _ = load_adapters(path)
+    model, _ = load_adapters(path, backbone)
     family = family_of(Source(path, {}, model.config))
     pairs = adapters(model)
     if family == "gpt2":
@@ -280,24 +280,24 @@ def join_adapters(pairs):
 # -----------------------------------------------------------------------------
 # the command line
 
-def convert(ckpt, to, save_precision="float32", adapter=None):
+def convert(ckpt, to, save_precision="float32", adapter=None, backbone=None):
     """Write the model at `ckpt` to `to`, whose name says in which form. UserError."""
     if os.path.isfile(to) != to.endswith((".pt", ".safetensors")) and os.path.exists(to):
         raise CheckpointError(f"--to {to}: expected FILE.pt, FILE.safetensors or a folder")
     os.makedirs(os.path.dirname(os.path.abspath(to)), exist_ok=True)
     if adapter:
-        what = export_adapter(ckpt, to, adapter)
+        what = export_adapter(ckpt, to, adapter, backbone)
     elif to.endswith(".pt"):
-        what = export_nanogpt(read_source(ckpt), to)
+        what = export_nanogpt(read_source(ckpt, backbone), to)
     elif to.endswith(".safetensors"):
-        source = read_source(ckpt)
+        source = read_source(ckpt, backbone)
         about = dict(model_args=json.dumps(asdict(source.shape)))
         if source.tokenizer:
             about["tokenizer"] = json.dumps(source.tokenizer.spec())
         write_weights(to, source.weights, save_precision, about)
         what = f"{len(source.weights)} tensors by our names"
     else:
-        what = export_folder(read_source(ckpt), to, save_precision)
+        what = export_folder(read_source(ckpt, backbone), to, save_precision)
     print(f"Wrote {to}: {what}")
 
 
@@ -309,6 +309,7 @@ def main(argv=None):
                         "Hugging Face folder (default: %(default)s)")
     parser.add_argument("--to", required=True, help="FILE.pt: nanoGPT's format; FILE.safetensors: "
                         "weights alone; else a folder for transformers, vLLM and llama.cpp")
+    parser.add_argument("--backbone", help=BACKBONE)
     parser.add_argument("--save_precision", choices=["float32", "bfloat16", "float16"],
                         default="float32", help="of the weights in a folder or "
                         ".safetensors file (default: %(default)s)")

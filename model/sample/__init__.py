@@ -12,7 +12,12 @@ import time
 import torch
 
 from model.generate import Streamer, generate, start_tokens
-from model.load import load_model, load_writer, prepare  # noqa: F401  load_model: for importers
+from model.load import (  # noqa: F401  load_model is for others to import
+    BACKBONE,
+    load_model,
+    load_writer,
+    prepare,
+)
 from train.config import UserError, run_command
 from train.speed import is_compile_error
 
@@ -65,7 +70,7 @@ def sample(args):
     if args.chat:
         from model.chat import chat
         return chat(args.ckpt, args.prompt or None, args.max_new_tokens, args.temperature,
-                    args.top_k, args.top_p, args.seed, args.device)
+                    args.top_k, args.top_p, args.seed, args.device, args.backbone)
     model, tokenizer, device = (prepare_compiled if args.compile else prepare)(args)
     start = start_tokens(tokenizer, args.prompt)
     stop, n = tokenizer.eot_token, args.num_samples
@@ -86,6 +91,7 @@ def main(argv=None):
     """The command line; the exit code."""
     p = argparse.ArgumentParser(prog="python -m model.sample", description=__doc__.split("\n")[0])
     p.add_argument("--ckpt", default="out/ckpt.pt", help="checkpoint (default: %(default)s)")
+    p.add_argument("--backbone", help=BACKBONE)
     p.add_argument("--chat", action="store_true", help="talk with a model that learned chats")
     p.add_argument("--prompt", default="", help="text to continue (default: a new document)")
     p.add_argument("--max_new_tokens", type=int, default=256, help="tokens (default: %(default)s)")

@@ -10,7 +10,7 @@ import signal
 import socket
 from pathlib import Path
 
-from model.load import prepare
+from model.load import BACKBONE, prepare
 from model.serve.engine import Engine
 from model.serve.server import Server, is_local
 from train.config import run_command
@@ -22,6 +22,7 @@ def parser():
     p = argparse.ArgumentParser(prog="python -m model.serve", description=__doc__.split("\n")[0])
     add = p.add_argument
     add("--ckpt", default="out/ckpt.pt", help="checkpoint (default: %(default)s)")
+    add("--backbone", help=BACKBONE)
     add("--name", help="of the model, for clients (default: that of the checkpoint's folder)")
     add("--host", default="127.0.0.1", help="address to listen on: this machine only (default: "
         "%(default)s); 0.0.0.0: whoever can reach it and has the key")
