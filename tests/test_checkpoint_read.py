@@ -16,6 +16,7 @@ import torch
 from runs import assert_same, configure, go, metrics, run_program, tensors
 
 from model.gpt import GPT, GPTConfig
+from model.load import read_backbone
 from train.checkpoint import CheckpointError, load_checkpoint, save_checkpoint
 from train.config import FIELDS, ConfigError, parse_value
 from train.guard import Stopped
@@ -347,6 +348,18 @@ def test_a_checkpoint_with_nan_is_refused(out, data_dir, capsys, place):
     broken_state(out, poison)
     go(data_dir, out)
     assert f"{'.'.join(place)} holds values that are not finite" in capsys.readouterr().out
+
+
+def test_a_backbone_is_known_by_its_weights_whatever_wrote_them(tmp_path):
+    weights = {"wte.weight": torch.randn(4, 3), "h.0.ln_1.weight": torch.ones(3)}
+    torch.save(dict(model=weights), tmp_path / "a.pt")
+    torch.save(dict(model={f"module._orig_mod.{n}": weights[n] for n in reversed(weights)}),
+               tmp_path / "b.pt")
+    a, b = (read_backbone(str(tmp_path / name)) for name in ("a.pt", "b.pt"))
+    assert a["digest"] == b["digest"] and a["model"].keys() == b["model"].keys() == weights.keys()
+    weights["h.0.ln_1.weight"][2] = 2
+    torch.save(dict(model=weights), tmp_path / "c.pt")
+    assert read_backbone(str(tmp_path / "c.pt"))["digest"] != a["digest"]
 
 
 @pytest.mark.matrix(37)

@@ -12,6 +12,7 @@ import shutil
 import stat
 import threading
 import time
+import types
 
 import pytest
 import torch
@@ -159,18 +160,19 @@ def test_a_disk_full_at_the_last_save_ends_with_the_reason(tmp_path, data_dir):
 @pytest.mark.matrix(8)
 def test_a_disk_full_for_a_moment_at_the_last_save_is_tried_again(tmp_path, data_dir, undisturbed,
                                                                   monkeypatch):
-    """ENOSPC at the first attempt of the last save only -> tried again, and the run ends exactly"""
-    real, failures = checkpoint.save_checkpoint, []
+    """ENOSPC at two attempts of the last save -> tried again a second later, and the run ends
+    exactly"""
+    real, failures, waits = checkpoint.save_checkpoint, [], []
 
-    def once(path, state, links=()):
-        if state["iter_num"] == 20 and not failures:
+    def twice(path, state, links=()):
+        if state["iter_num"] == 20 and len(failures) < 2:
             failures.append(1)
             raise CheckpointError("No space left")
         real(path, state, links)
-    monkeypatch.setattr("train.checkpoint.save_checkpoint", once)
-    monkeypatch.setattr(checkpoint.time, "sleep", lambda s: None)
+    monkeypatch.setattr("train.checkpoint.save_checkpoint", twice)
+    monkeypatch.setattr(checkpoint, "time", types.SimpleNamespace(sleep=waits.append))
     go(data_dir, tmp_path)
-    assert failures and load_checkpoint(tmp_path / "ckpt.pt")["iter_num"] == 20
+    assert waits == [1, 1] and load_checkpoint(tmp_path / "ckpt.pt")["iter_num"] == 20
     assert_same(undisturbed, tmp_path)
 
 

@@ -578,6 +578,14 @@ def test_cross_entropy_in_low_precision():
             close(a, b, tolerance)
 
 
+def test_cross_entropy_under_autocast_is_in_its_precision():
+    h, w, targets = torch.randn(9, 8), torch.randn(20, 8), torch.arange(9)
+    with torch.autocast("cpu", torch.bfloat16):
+        loss = linear_cross_entropy(h, w, targets, 20)
+    assert loss == linear_cross_entropy(h.bfloat16(), w, targets, 20)
+    assert loss != linear_cross_entropy(h, w, targets, 20)
+
+
 # --- fast paths change no result
 
 @pytest.mark.parametrize("weighted", [True, False])

@@ -1,5 +1,6 @@
 """What a run tells: lines, files, the live line, and that no failure of these stops training."""
 
+import io
 import json
 import math
 import os
@@ -8,11 +9,14 @@ import re
 import shutil
 import subprocess
 import sys
+import threading
+import time
 from xml.etree import ElementTree
 
 import numpy as np
 import pytest
 
+from train import logger
 from train.logger import (
     Logger,
     compact,
@@ -440,3 +444,20 @@ def test_none_of_it_imports_torch():
     code = ("import sys, train.logger, train.plot, train.trackers; "
             "assert not {'torch', 'wandb', 'mlflow', 'tensorboard'} & set(sys.modules)")
     subprocess.run([sys.executable, "-c", code], cwd=REPO, check=True)
+
+
+def test_lines_of_two_threads_do_not_mix():
+    """The loop's and those of the thread that shows that it is alive."""
+    class Slow(io.StringIO):
+        def write(self, text):
+            for part in text[:3], text[3:]:
+                super().write(part)
+                time.sleep(0.001)
+    console = logger._Console(Slow())
+    threads = [threading.Thread(target=lambda c=c: [console.line(c * 6) for _ in range(5)])
+               for c in "ab"]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert sorted(console.stream.getvalue().split()) == ["aaaaaa"] * 5 + ["bbbbbb"] * 5

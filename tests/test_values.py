@@ -1,9 +1,12 @@
 """Configuration at its edges: values of every type, words of the command line, lengths in epochs,
 limits met exactly, and what must hold between keys."""
 
+import importlib
 import os
+from dataclasses import fields
 
 import pytest
+from conftest import REPO
 
 from train.config import (
     ConfigError,
@@ -89,6 +92,16 @@ def test_the_range_of_every_number(names, good, bad):
         for value in bad:
             with pytest.raises(ValueError, match="must be"):
                 parse_value(name, value)
+
+
+@pytest.mark.parametrize("system", sorted(
+    p.stem for p in (REPO / "model").glob("*.py") if "class Keys" in p.read_text()))
+def test_no_number_of_a_system_may_be_negative(system):
+    numbers = [f.name for f in fields(importlib.import_module(f"model.{system}").Keys)
+               if base_type(f.type) in (int, float)]
+    for name in numbers:
+        with pytest.raises(ConfigError, match=f"{name}: must be"):
+            load_config(None, [f"model={system}", f"{name}=-1"])
 
 
 def test_every_number_has_a_range_here():
