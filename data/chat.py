@@ -30,7 +30,7 @@ import numpy as np
 
 from data.records import parse_records
 from data.token_files import DataError, prepared_meta, write_meta
-from data.tokenizer import RANKS_FILE, write_tokenizer
+from data.tokenizer import BESIDE, write_tokenizer
 from data.tokenizer_json import tokenizer_of
 from train.config import run_command
 from train.files import new_folder
@@ -42,7 +42,8 @@ ROLES = {"system": "system", "user": "user", "human": "user", "prompter": "user"
          "assistant": "assistant", "gpt": "assistant", "model": "assistant"}
 OPEN_ROWS = 100  # rows that wait for a chat that fills them
 # Names of what this command writes, a regular expression.
-FILES = rf"(train|val)_(tokens|mask|chat)\.npy|{re.escape(RANKS_FILE)}|meta\.json"
+FILES = (r"(train|val)_(tokens|mask|chat)\.npy|meta\.json|"
+         + "|".join(map(re.escape, BESIDE.values())))
 COLOUR, PLAIN = ("\033[32m", "\033[0m"), ("[", "]")
 
 

@@ -29,7 +29,7 @@ import numpy as np
 
 from data.records import STDLIB_SKIP, parse_records, raise_problems, walk
 from data.token_files import DataError, why_not_replace, write_meta
-from data.tokenizer import RANKS_FILE, clean, write_tokenizer
+from data.tokenizer import BESIDE, clean, write_tokenizer
 from data.tokenizer_json import tokenizer_of
 from train.config import UsageError, run_command
 from train.files import new_folder
@@ -39,7 +39,8 @@ SPLITS = ("train", "val", "test")
 # spans (N, 2), first and last token of the evidence, -1 where there is none (or it was cut off).
 ARRAYS = ("tokens", "lengths", "labels", "spans")
 # Names of what this command writes, a regular expression.
-FILES = rf"({'|'.join(SPLITS)})_({'|'.join(ARRAYS)})\.npy|{re.escape(RANKS_FILE)}|meta\.json"
+FILES = (rf"({'|'.join(SPLITS)})_({'|'.join(ARRAYS)})\.npy|meta\.json|"
+         + "|".join(map(re.escape, BESIDE.values())))
 
 EXAMPLE_WORDS = ("def", "for", "if", "import", "in", "return")
 EXAMPLE_CHARS, EXAMPLE_ROWS, EXAMPLE_ROWS_OF_FILE = 128, 1200, 6

@@ -7,6 +7,7 @@ back into it without file or network: checkpoints carry that dict. What is wrong
 import base64
 import contextlib
 import difflib
+import functools
 import hashlib
 import os
 import re
@@ -18,7 +19,8 @@ import tiktoken
 
 from data.token_files import DataError, find_files, read_meta, write_meta
 
-RANKS_FILE = "tokenizer.tiktoken"
+# Parts of a description that are files of their own beside token files.
+BESIDE = {"ranks": "tokenizer.tiktoken", "json": "tokenizer.json"}
 NAMES = ("byte", "char", "gpt2", "bpe")
 EOT = "<|endoftext|>"
 GPT2_VOCABULARY = 50257  # of token files that say nothing else, as nanoGPT's and llm.c's
@@ -146,6 +148,73 @@ class CharTokenizer(Tokenizer):
         return {"kind": "char", "chars": self.chars}
 
 
+class JsonTokenizer(Tokenizer):
+    """A tokenizer.json that tiktoken cannot do, such as Gemma's or SmolLM's, by the package
+    `tokenizers`. Special tokens written in a text are ordinary text here, too."""
+    kind = "json"
+
+    def __init__(self, text, eot_token):
+        try:
+            import tokenizers
+        except ImportError:
+            raise DataError("this tokenizer.json needs the package tokenizers: pip install "
+                            "tokenizers") from None
+        try:
+            self.enc = tokenizers.Tokenizer.from_str(text)
+        except Exception as error:  # it has no class of its own
+            raise DataError(f"tokenizer.json: not one that tokenizers reads: {error}") from None
+        self.enc.no_truncation()
+        self.enc.no_padding()
+        self.enc.encode_special_tokens = True  # that is: as text
+        self.text, self.eot_token = text, eot_token
+        self.in_bytes = '"ByteLevel"' in text  # else its tokens are characters, as SentencePiece's
+        self.special = {i for i, token in self.enc.get_added_tokens_decoder().items()
+                        if token.special}
+        self.n_vocab = 1 + max(self.enc.get_vocab(with_added_tokens=True).values(), default=-1)
+        if not (type(eot_token) is int and 0 <= eot_token < self.n_vocab):
+            raise DataError(f"tokenizer.json: the end of text is {eot_token!r}, expected an id "
+                            f"below {self.n_vocab}")
+
+    def encode_array(self, text):
+        return np.array(self.encode_batch([text])[0], np.uint32)
+
+    def encode_batch(self, texts):
+        texts = [clean(text) for text in texts]
+        try:
+            found = self.enc.encode_batch_fast(texts, add_special_tokens=False)
+        except Exception as error:  # of a vocabulary without bytes
+            raise DataError(f"this tokenizer has no ids for a text: {error}") from None
+        return [encoding.ids for encoding in found]
+
+    def decode_known(self, ids):
+        return self.enc.decode(ids, skip_special_tokens=False)
+
+    def bytes_of(self, i):
+        """The bytes of text that an id stands for: none, of special tokens."""
+        token, table = self.enc.id_to_token(i), byte_table()
+        if i in self.special or token is None:
+            return b""
+        if self.in_bytes and all(c in table for c in token):
+            return bytes(table[c] for c in token)
+        if found := re.fullmatch(r"<0x([0-9A-F]{2})>", token):
+            return bytes([int(found[1], 16)])
+        return token.replace("\u2581", " ").encode("utf-8", "replace")
+
+    def token_bytes(self):
+        return np.array([len(self.bytes_of(i)) for i in range(self.n_vocab)], np.int64)
+
+    def spec(self):
+        return {"kind": "json", "json": self.text, "eot_token": self.eot_token}
+
+
+@functools.cache
+def byte_table():
+    """{printable character: byte it stands for} of byte-level vocabularies: GPT-2's table."""
+    plain = [*range(33, 127), *range(161, 173), *range(174, 256)]
+    rest = [b for b in range(256) if b not in plain]
+    return {chr(b): b for b in plain} | {chr(256 + i): b for i, b in enumerate(rest)}
+
+
 # --- rank files and descriptions
 
 def gpt2_ranks():
@@ -217,9 +286,11 @@ def tokenizer_from_spec(spec):
         if kind in ("gpt2", "ranks"):
             ranks = parse_ranks(spec["ranks"], "tokenizer ranks")
             return RankTokenizer(kind, ranks, spec["pattern"], int(spec["eot_token"]))
+        if kind == "json":
+            return JsonTokenizer(spec["json"], spec["eot_token"])
     except (KeyError, TypeError, AttributeError, ValueError) as e:  # ValueError: of the pattern
         raise DataError(f"tokenizer of kind {kind!r}: broken description: {e}") from None
-    raise DataError(f"tokenizer kind {kind!r} is unknown; expected byte, char, gpt2 or ranks")
+    raise DataError(f"tokenizer kind {kind!r} is unknown; expected byte, char, gpt2, ranks or json")
 
 
 def load_dataset_tokenizer(data_dir):
@@ -231,22 +302,24 @@ def load_dataset_tokenizer(data_dir):
         if itos := meta.get("itos"):  # nanoGPT's characters
             return CharTokenizer("".join(itos[i] for i in range(len(itos))))
         spec = meta.get("tokenizer")
-        if spec and "ranks_file" in spec:  # only its name counts: never a file of another folder
-            with open(os.path.join(folder, os.path.basename(spec["ranks_file"])), "rb") as f:
-                spec = {**spec, "ranks": f.read().decode("ascii")}
+        for part in BESIDE if spec else ():
+            if name := spec.get(f"{part}_file"):  # only a name: never a file of another folder
+                with open(os.path.join(folder, os.path.basename(name)), "rb") as f:
+                    spec = {**spec, part: f.read().decode()}
         return tokenizer_from_spec(spec) if spec else None
-    except (ValueError, TypeError, KeyError, OSError) as e:
+    except (ValueError, TypeError, KeyError, AttributeError, OSError) as e:
         raise DataError(f"{folder or '.'}: its meta file describes no tokenizer that can be "
                         f"rebuilt: {e}; prepare it again") from None
 
 
 def write_tokenizer(folder, tokenizer):
-    """Writes what rebuilds the tokenizer; its entry in meta.json, which only refers to ranks."""
+    """Writes what rebuilds the tokenizer; its entry in meta.json, which only refers to files."""
     spec = tokenizer.spec()
-    if "ranks" in spec:
-        with open(os.path.join(folder, RANKS_FILE), "w", encoding="ascii", newline="\n") as f:
-            f.write(spec.pop("ranks"))
-        spec["ranks_file"] = RANKS_FILE
+    for part, name in BESIDE.items():
+        if part in spec:
+            with open(os.path.join(folder, name), "w", encoding="utf-8", newline="\n") as f:
+                f.write(spec.pop(part))
+            spec[f"{part}_file"] = name
     write_meta(folder, {"tokenizer": spec})
     return spec
 

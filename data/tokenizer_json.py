@@ -17,7 +17,9 @@ from data.tokenizer import (
     GPT2_PATTERN,
     R50K_SHA256,
     CharTokenizer,
+    JsonTokenizer,
     RankTokenizer,
+    byte_table,
     load_tokenizer,
     parse_ranks,
     tokenizer_from_spec,
@@ -28,11 +30,8 @@ ANY_CHARACTER = r"[\s\S]"
 
 @functools.cache
 def byte_characters():
-    """The 256 printable characters that stand for the bytes in vocabularies: GPT-2's table."""
-    plain = [*range(33, 127), *range(161, 173), *range(174, 256)]
-    rest = [b for b in range(256) if b not in plain]
-    table = {b: chr(b) for b in plain} | {b: chr(256 + i) for i, b in enumerate(rest)}
-    return [table[b] for b in range(256)]
+    """{byte: character} of vocabularies."""
+    return {b: c for c, b in byte_table().items()}
 
 
 def as_text(token):
@@ -41,8 +40,7 @@ def as_text(token):
 
 def as_bytes(text):
     """The bytes that `text` of a vocabulary stands for. KeyError for other characters."""
-    table = {c: b for b, c in enumerate(byte_characters())}
-    return bytes(table[c] for c in text)
+    return bytes(byte_table()[c] for c in text)
 
 
 def list_merges(ranks):
@@ -70,6 +68,8 @@ def last_pair(token, ranks):
 
 def tokenizer_json(tokenizer):
     """The content of tokenizer.json, a dict, for one of data/tokenizer.py."""
+    if tokenizer.kind == "json":
+        return json.loads(tokenizer.text)
     end, out = tokenizer.eot_token, dict(version="1.0", truncation=None, padding=None)
     out |= dict(added_tokens=[], normalizer=None, post_processor=None)
     if end is not None:
@@ -139,11 +139,25 @@ def find_tokenizer(name):
 
 
 def read_tokenizer(folder):
-    """The tokenizer in a Hugging Face folder: byte-level BPE, or one of ours that went there.
-    DataError says why another one cannot be used. Its end of text is the one special token we
-    know; the others are ordinary text here, and text is taken to be in NFC where it asks for it."""
+    """The tokenizer in a Hugging Face folder: byte-level BPE, or one of ours that went there, by
+    tiktoken; any other by the package `tokenizers`, if it is installed. DataError says why one
+    cannot be used. Its end of text is the one special token we know; the others are ordinary text
+    here, and tiktoken takes text to be in NFC where it asks for it."""
     path = os.path.join(folder, "tokenizer.json")
     content = read_json(path)
+    try:
+        return read_byte_level(content, folder, path)
+    except DataError as error:
+        why = error
+    try:
+        added = {t["content"]: t["id"] for t in content.get("added_tokens") or []}
+        return JsonTokenizer(json.dumps(content), end_of_text(folder, added))
+    except (DataError, KeyError, TypeError, AttributeError) as error:
+        raise DataError(f"{why}; {error}") from None
+
+
+def read_byte_level(content, folder, path):
+    """The tokenizer of a tokenizer.json that tiktoken can do. DataError says why it cannot."""
     try:
         model, before = content["model"], content["pre_tokenizer"]
         added = {t["content"]: t["id"] for t in content.get("added_tokens") or []}

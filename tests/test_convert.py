@@ -17,7 +17,12 @@ from processes import python
 from runs import metrics
 
 from data import chat
-from data.tokenizer import CharTokenizer, tokenizer_from_spec
+from data.tokenizer import (
+    CharTokenizer,
+    load_dataset_tokenizer,
+    tokenizer_from_spec,
+    write_tokenizer,
+)
 from data.tokenizer_json import find_tokenizer
 from model import convert
 from model.convert import foreign
@@ -235,8 +240,8 @@ def test_tokenizer_json(hf, tmp_path, monkeypatch, kind):
     assert find_tokenizer(folder).spec() == ours.spec()
 
 
-def test_tokenizers_of_others(hf, tmp_path):
-    """A byte-level BPE that `tokenizers` trained comes in; others are named and left out."""
+def test_tokenizers_of_others(hf, tmp_path, monkeypatch):
+    """A byte-level BPE that `tokenizers` trained comes in; without it others are refused."""
     from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
     theirs = Tokenizer(models.BPE())
     pattern = r"(?i:'s|'t)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
@@ -257,13 +262,76 @@ def test_tokenizers_of_others(hf, tmp_path):
     assert Tokenizer.from_str(json.dumps(again)).encode(text).ids == ours.encode(text)
     content = json.loads((tmp_path / "tokenizer.json").read_text())
     model = content["model"]
-    for change, said in ((dict(model=dict(type="Unigram")), "not a byte-level BPE"),
+    monkeypatch.setitem(sys.modules, "tokenizers", None)
+    for change, said in ((dict(model=dict(type="Unigram")), "not a byte.*pip install tok"),
                          (dict(normalizer=dict(type="Lowercase")), "changes the text first"),
                          (dict(pre_tokenizer=dict(type="Metaspace")), "splits text"),
                          (dict(model=model | dict(merges=model["merges"][::-1])), "order of its")):
         (tmp_path / "tokenizer.json").write_text(json.dumps(content | change))
         with pytest.raises(ValueError, match=said):
             find_tokenizer(str(tmp_path))
+
+
+def train_tokenizer(kind):
+    """Tokenizers that tiktoken cannot do, of the kinds of Gemma, SmolLM and T5."""
+    from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
+    how = dict(vocab_size=400, show_progress=False, special_tokens=["<end>", "<turn>"])
+    trainer = trainers.BpeTrainer(**how, initial_alphabet=pre_tokenizers.ByteLevel.alphabet())
+    if kind == "gemma":
+        theirs = Tokenizer(models.BPE(byte_fallback=True))
+        theirs.normalizer = normalizers.Replace(" ", "\u2581")
+        theirs.pre_tokenizer = pre_tokenizers.Split(" ", "merged_with_previous")
+        theirs.decoder = decoders.Sequence([decoders.Replace("\u2581", " "),
+                                            decoders.ByteFallback(), decoders.Fuse()])
+        how["special_tokens"] += [f"<0x{b:02X}>" for b in range(256)]
+        trainer = trainers.BpeTrainer(**how)
+    elif kind == "smollm":
+        theirs = Tokenizer(models.BPE())
+        theirs.pre_tokenizer = pre_tokenizers.Sequence([
+            pre_tokenizers.Digits(individual_digits=True),
+            pre_tokenizers.ByteLevel(add_prefix_space=False)])
+        theirs.decoder = decoders.ByteLevel()
+    else:
+        theirs, trainer = Tokenizer(models.Unigram()), trainers.UnigramTrainer(**how)
+        theirs.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="never")
+        theirs.decoder = decoders.Metaspace(prepend_scheme="never")
+    theirs.train_from_iterator(["the quick brown fox isn't there, 42 times " * 9], trainer)
+    return theirs
+
+
+@pytest.mark.parametrize("kind", ["gemma", "smollm", "unigram"])
+def test_any_tokenizer_json_comes_in_by_its_own_library(hf, tmp_path, kind):
+    theirs = train_tokenizer(kind)
+    if kind == "gemma":  # its bytes are ordinary tokens
+        content = json.loads(theirs.to_str())
+        content["added_tokens"] = content["added_tokens"][:2]
+        theirs = type(theirs).from_str(json.dumps(content))
+    theirs.save(str(tmp_path / "tokenizer.json"))
+    (tmp_path / "tokenizer_config.json").write_text('{"eos_token": "<end>"}')
+    ours = find_tokenizer(str(tmp_path))
+    text = "the quick fox isn't there  42 times"
+    if kind == "unigram":  # has no bytes for what it never saw
+        with pytest.raises(ValueError, match="has no ids for a text"):
+            ours.encode("é")
+    else:
+        text += "<end> 4242 é\n\U0001f98a"
+    theirs.encode_special_tokens = True
+    wanted = theirs.encode(text, add_special_tokens=False).ids
+    assert ours.kind == "json" and ours.eot_token == 0 not in wanted
+    assert ours.encode(text) == wanted == ours.encode_batch([text, ""])[0]
+    assert ours.decode(wanted) == theirs.decode(wanted, skip_special_tokens=False)
+    if kind != "unigram":
+        assert b"".join(map(ours.bytes_of, wanted)).decode() == text == ours.decode(wanted)
+        assert int(ours.token_bytes()[wanted].sum()) == len(text.encode())
+    assert ours.bytes_of(0) == b"" == ours.bytes_of(1)  # special
+    write_tokenizer(str(tmp_path), ours)
+    for again in (tokenizer_from_spec(ours.spec()), load_dataset_tokenizer(str(tmp_path))):
+        assert again.encode(text) == wanted and again.n_vocab == ours.n_vocab
+    assert convert.tokenizer_json(ours) == json.loads((tmp_path / "tokenizer.json").read_text())
+    spec = ours.spec()
+    for change in (dict(json="{}"), dict(json="["), dict(eot_token=9999), dict(eot_token="<end>")):
+        with pytest.raises(ValueError, match="tokenizer.json: "):
+            tokenizer_from_spec(spec | change)
 
 
 def test_chat_template(hf, tmp_path):

@@ -36,7 +36,7 @@ from data.prepare.sources import (
 )
 from data.records import is_saved, raise_problems
 from data.token_files import DataError, open_shard, why_not_replace, write_meta
-from data.tokenizer import MAX_VOCAB, RANKS_FILE, CharTokenizer, write_tokenizer
+from data.tokenizer import BESIDE, MAX_VOCAB, CharTokenizer, write_tokenizer
 from data.tokenizer_json import find_tokenizer
 from train.config import UsageError, run_command
 from train.files import new_folder
@@ -45,7 +45,7 @@ QUICK = 64 << 20        # bytes of text that one process reads, or cuts into byt
 QUICK_BPE = 8 << 20     # the same where words are cut into tokens
 VAL_BYTES = 10_000_000  # enough text to validate on, however large the input
 BPE_BYTES = 500_000_000  # of text that a tokenizer is made of
-FILES = ("train.bin", "val.bin", RANKS_FILE, "meta.json")
+FILES = ("train.bin", "val.bin", *BESIDE.values(), "meta.json")
 
 
 # --- all of it

@@ -213,7 +213,7 @@ def export_folder(source, to, precision):
     if tokenizer:
         about = dict(tokenizer_class="PreTrainedTokenizerFast",
                      model_max_length=source.shape.block_size, clean_up_tokenization_spaces=False)
-        about |= {} if end is None else dict(eos_token=tokenizer.enc.decode([end]))
+        about |= {} if end is None else dict(eos_token=tokenizer.decode([end]))
         about |= {} if not source.template else dict(chat_template=chat_template(source.template))
         write_json(to, "tokenizer.json", tokenizer_json(tokenizer))
         write_json(to, "tokenizer_config.json", about)
