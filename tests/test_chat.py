@@ -436,7 +436,8 @@ def test_sample_chat_draws_as_model_chat_does(capitals, monkeypatch, capsys):
     from model import chat, sample
     calls = []
     monkeypatch.setattr(chat, "talk", lambda *args, **how: calls.append(how))
-    monkeypatch.setattr("model.load.load_model", lambda *a: (types.SimpleNamespace(template={}), 0))
+    monkeypatch.setattr(chat, "load_model",
+                        lambda *a, **how: (types.SimpleNamespace(template={}), 0))
     for main, argv in ((sample.main, ["--chat"]), (chat.main, [])):
         assert main([*argv, "--prompt", "moo"]) == 0
     assert calls[0] == calls[1] and calls[0]["temperature"] == 0
