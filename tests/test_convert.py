@@ -373,6 +373,34 @@ def test_adapters(hf, tmp_path, data_dir, shape, targets):
     assert_close(logits_of(over, idx), logits_of(trained, idx))
 
 
+def test_adapters_go_out_over_their_own_base_alone(tmp_path, data_dir, capsys):
+    make(tmp_path / "base.pt", tokenizer=None)
+    other = GPT(GPTConfig(**SIZE)).state_dict()
+    state = torch.load(tmp_path / "base.pt", weights_only=True)
+    save_checkpoint(tmp_path / "other.pt", state | dict(model=dict(other)))
+    start(data_dir, tmp_path / "out", model="lora", backbone=str(tmp_path / "base.pt"),
+          vocab_size=300, max_iters=1)
+    there = ["--ckpt", str(tmp_path / "out/ckpt.pt"), "--to", str(tmp_path / "to"), "--adapter"]
+    export(tmp_path / "other.pt", tmp_path / "other")
+    for folder, said in (("none", "none: no folder"), ("other", "is another; expected the adapt")):
+        assert convert.main([*there, str(tmp_path / folder)]) == 2
+        assert said in capsys.readouterr().err
+    assert not (tmp_path / "to").exists()
+    export(tmp_path / "base.pt", tmp_path / "base", "--save_precision", "bfloat16")
+    assert convert.main([*there, str(tmp_path / "base")]) == 0
+
+
+@pytest.mark.parametrize("qk_norm", [True, False])
+def test_experts_come_back_with_their_own_configuration(tmp_path, qk_norm):
+    """From a folder of Qwen3 MoE or Mixtral and from a file: shape, logits, and the width of an
+    MLP that is not there, from which that of the experts is made."""
+    ours = make(tmp_path / "ckpt.pt", kind="moe", qk_norm=qk_norm, n_experts=3, n_hidden=64)
+    for name in ("folder", "x.safetensors"):
+        back, tokenizer = load_model(export(tmp_path / "ckpt.pt", tmp_path / name))
+        assert back.config == ours.config and tokenizer.spec() == BYTE
+        torch.testing.assert_close(logits_of(back, ids()), logits_of(ours, ids()))
+
+
 def start(data_dir, out, **changes):
     """Train a few steps in this process with the shape of what the run starts from."""
     shape = {f.name for f in fields(GPTConfig)}

@@ -217,6 +217,14 @@ def test_bad_settings(data_dir, base, tmp_path, changes, message):
         go(data_dir, base, tmp_path / "out", **changes)
 
 
+def test_what_changes_shapes_is_not_offered_to_be_allowed(data_dir, base, tmp_path):
+    go(data_dir, base, tmp_path / "out", max_iters=1)
+    for changes, offered in ((dict(lora_rank=4), False), (dict(lora_alpha=1.0), True)):
+        with pytest.raises(ValueError, match="--resume never") as caught:
+            go(data_dir, base, tmp_path / "out", max_iters=2, **changes)
+        assert ("--allow_change" in str(caught.value)) == offered
+
+
 def test_adapters_are_no_backbone(data_dir, base, tmp_path, capsys):
     go(data_dir, base, tmp_path / "out", max_iters=1)
     with pytest.raises(ValueError, match="holds adapters itself; merge them"):

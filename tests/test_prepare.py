@@ -600,6 +600,14 @@ def test_separator(tmp_path):
     assert text_of(tmp_path / "o") == "Once.|Twice,\n\nno.|x|one|two, three|four\nfive|"
 
 
+def test_blank_lines_part_documents(tmp_path):
+    (tmp_path / "a.txt").write_text("Once,\nno.\n\nTwice\n \n\n\nx\n\n")
+    assert main([str(tmp_path / "a.txt"), "--out", str(tmp_path / "o"), "--separator", ""]) == 0
+    assert text_of(tmp_path / "o") == "Once,\nno.|Twice|x|"
+    assert main([str(tmp_path / "a.txt"), "--out", str(tmp_path / "o"), "--force"]) == 0
+    assert text_of(tmp_path / "o").count("|") == 1  # a file is one document
+
+
 # --- downloads
 
 class Server:

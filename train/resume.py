@@ -194,11 +194,12 @@ def check_same_run(state, path, config, data, wanted, log):
     allowed = config.allow_change
     refused = [] if "all" in allowed else [k for k in changed if k not in allowed]
     if refused:
+        possible = "" if mismatches("", state["model"], wanted) else (  # no key changes shapes
+            f"go on regardless with --allow_change {','.join(refused)}, or ")
         raise CheckpointError(
             f"{path} was made with another configuration:\n" + bullets(map(changed.get, refused))
-            + f"\nundo the changes, or go on regardless with --allow_change {','.join(refused)}, "
-            "or start afresh with --resume never (what is there is moved aside), or choose another "
-            "--out_dir")
+            + f"\nundo the changes, or {possible}start afresh with --resume never (what is there "
+            "is moved aside), or choose another --out_dir")
     check_tensors(state, wanted, path)
 
 

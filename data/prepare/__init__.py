@@ -69,7 +69,7 @@ class Settings(NamedTuple):
     num_proc: int | None
     force: bool
     vocab_size: int | None
-    separator: str
+    separator: str | None
 
 
 def check_settings(s):
@@ -151,14 +151,14 @@ def write_tokens(s, kept, tokenizer, folder):
 
 
 def prepare(sources, out, tokenizer="byte", val_fraction=None, field="text", num_proc=None,
-            force=False, num_samples=None, vocab_size=None, separator="", log=print):
+            force=False, num_samples=None, vocab_size=None, separator=None, log=print):
     """Writes train.bin, val.bin and meta.json of text files and folders to the folder `out`.
 
     tokenizer: byte, char, gpt2, bpe (of vocab_size), a rank file or a prepared folder.
     val_fraction: share of the text for validation; None: 0.1, at most 10 MB. field: of records, or
     a list of fields to join. num_proc: processes; None: by size. num_samples: documents to take;
-    None: all. separator: the line that parts documents in text files; "": a file is one. Returns
-    the content of meta.json; DataError with all problems in one message.
+    None: all. separator: the line that parts documents in text files, "": a blank one; None: a
+    file is one. Returns the content of meta.json; DataError with all problems in one message.
     """
     start = time.monotonic()
     s = Settings([os.path.expanduser(source) for source in sources], os.path.expanduser(out),
@@ -250,7 +250,8 @@ def check_arguments(args):
 def prepare_corpus(args, out, log=print):
     """A corpus that comes as GPT-2's tokens: downloads its shards into `out`, with a meta.json."""
     corpus, start = CORPORA[args.dataset], time.monotonic()
-    if args.field or args.separator or args.num_samples or args.val_fraction or args.vocab_size:
+    if (args.field or args.separator is not None or args.num_samples or args.val_fraction
+            or args.vocab_size):
         raise DataError(f"dataset {args.dataset}: comes as tokens, already split; of these options "
                         "only --shards, --mirror, --out and --tokenizer FILE apply")
     tokenizer = find_tokenizer(args.tokenizer or "gpt2")
@@ -285,7 +286,7 @@ def run(args):
     if name in CORPORA:
         folder = f"{out}.download"
         sources = download_corpus(name, folder, args.mirror, args.shards)
-        separator = separator or CORPORA[name].separator
+        separator = CORPORA[name].separator if separator is None else separator
         print(f"Downloaded to {folder}; it can go once the tokens are made")
     elif name:
         sources = [STDLIB if name == "stdlib" else shakespeare(args.input)]
@@ -308,8 +309,8 @@ def main(argv=None):
     add = p.add_argument_group("the text").add_argument
     add("--field", action="append", metavar="NAME", help="field of records that holds the text "
         "(default: text); given several times, the fields are joined by newlines")
-    add("--separator", default="", metavar="LINE", help="the line that parts documents in text "
-        "files (default: a file is one document)")
+    add("--separator", metavar="LINE", help="the line that parts documents in text files; \"\": "
+        "blank lines (default: a file is one document)")
     add("--num_samples", type=int, metavar="N", help="take the first N documents only")
     add("--val_fraction", type=float, metavar="F", help="share of the text for validation: "
         "documents drawn by a hash, or where these are few the end of the text (default: 0.1, but "

@@ -259,7 +259,7 @@ class Corpus(NamedTuple):
     url: str
     names: list         # of token files, the first is for validation
     tokens: bool        # shards of GPT-2's tokens in llm.c's format; else text or records
-    separator: str = ""
+    separator: str | None = None
 
 
 HUB = "https://huggingface.co/datasets/"
@@ -305,13 +305,13 @@ def download_corpus(name, folder, mirror=None, shards=None):
 def unpack(file, target, fields, limit, separator):
     """The File itself where it can be read in pieces, else that of what it was unpacked to in
     `target`: at most `limit` records, and of a record that has all `fields` only these. A text is
-    one document, or several parted by lines that hold only the `separator`."""
+    one document, or several parted by lines that hold only the `separator`, "": blank lines."""
     name = file.name.lower().removesuffix(".gz")
     if (is_hub_name(file.name) or os.path.isdir(file.path)
             or name.endswith((".parquet", ".csv", ".tsv"))):
         return write_records(records(file.path, fields), file, target, fields, limit)
     packed = name == "-" or name != file.name.lower()
-    if not packed and not name.endswith(".json") and (is_jsonl(name) or not separator):
+    if not packed and not name.endswith(".json") and (is_jsonl(name) or separator is None):
         return file
     with open_bytes(file.path) as stream:
         first = stream.peek(BLOCK).lstrip(b"\xef\xbb\xbf \t\r\n")[:1]
@@ -320,7 +320,7 @@ def unpack(file, target, fields, limit, separator):
         lines = is_jsonl(name) or first == b"{" and name.endswith(("-", ".json"))
         if lines and not packed:
             return file._replace(records=True)
-        if separator and not lines:
+        if separator is not None and not lines:
             texts = (("", {fields[0]: text}) for text in split_documents(stream, separator))
             return write_records(texts, file, target, fields, limit)
         with open(target, "wb") as out:

@@ -241,6 +241,7 @@ def export_adapter(path, to, base, backbone=None):
     """Write a LoRA's adapters as a folder that peft loads over the exported base; what it is."""
     from model.lora import adapters, load_adapters
     model, _ = load_adapters(path, backbone)
+    check_base(base, model)
     family = family_of(Source(path, {}, model.config))
     pairs = adapters(model)
     if family == "gpt2":
@@ -260,6 +261,19 @@ def export_adapter(path, to, base, backbone=None):
         fan_in_fan_out=family == "gpt2", use_rslora=False, inference_mode=True, rank_pattern=wider,
         alpha_pattern={module: model.alpha * r / model.r for module, r in wider.items()}))
     return f"{len(ranks)} adapters for the base in {base}"
+
+
+def check_base(folder, model):
+    """CheckpointError unless `folder` has the model that the adapters of `model` stand on."""
+    there = read_model(folder)["model"] if os.path.isdir(folder) else {}
+    for name in ("wte.weight", "ln_f.weight"):  # which have no adapter; in whatever precision
+        ours, rows = model.get_parameter(name), model.config.vocab_size
+        ours, theirs = ours[:rows], there.get(name, torch.empty(0))[:rows]
+        if theirs.shape != ours.shape or not torch.allclose(
+                theirs.float(), ours.to(theirs.dtype).float(), atol=1e-6):
+            what = f"its {name} is another" if there else "no folder"
+            raise CheckpointError(f"--adapter {folder}: {what}; expected the adapters' backbone, "
+                                  "as this command writes it to a folder")
 
 
 def join_adapters(pairs):
@@ -291,9 +305,9 @@ def convert(ckpt, to, save_precision="float32", adapter=None, backbone=None):
         what = export_nanogpt(read_source(ckpt, backbone), to)
     elif to.endswith(".safetensors"):
         source = read_source(ckpt, backbone)
-        about = dict(model_args=json.dumps(asdict(source.shape)))
-        if source.tokenizer:
-            about["tokenizer"] = json.dumps(source.tokenizer.spec())
+        about = dict(model_args=asdict(source.shape),
+                     tokenizer=source.tokenizer and source.tokenizer.spec())
+        about = {name: json.dumps(value) for name, value in about.items()}
         write_weights(to, source.weights, save_precision, about)
         what = f"{len(source.weights)} tensors by our names"
     else:

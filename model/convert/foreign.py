@@ -162,7 +162,8 @@ def read_model(path, state=None):
         weights, about = read_safetensors(path)
         args = about.setdefault("model_args", {})
         kind = "moe" if "n_experts" in args else "gpt"
-        state = {"model": weights, "config": dict(args, model=kind)} | about
+        spec = dict(vocab_size=args.get("vocab_size"), tokenizer=about.get("tokenizer"))
+        state = {"model": weights, "config": dict(args, model=kind), "spec": spec} | about
     state = load_checkpoint(path) if state is None else state
     weights = convert_ddp_state(state["model"])
     if not is_theirs(weights):
@@ -372,6 +373,8 @@ def llama_shape(c, kind, wrong):
         return GPTConfig(**args)
     from model.moe import MoEConfig
     mixtral = kind == "mixtral"
+    if mixtral:  # which has no MLP beside the experts: what ours would be by default
+        args["n_hidden"] *= c["num_experts_per_tok"]
     return MoEConfig(
         **args, n_experts=c["num_local_experts"] if "num_local_experts" in c else c["num_experts"],
         experts_per_token=c["num_experts_per_tok"], norm_topk_prob=c.get("norm_topk_prob", mixtral),
