@@ -319,6 +319,12 @@ def test_int8_weights_are_within_half_a_step(width, bias, rows):
 def test_int8_without_a_kernel(monkeypatch):
     monkeypatch.delattr(torch, "_weight_int8pack_mm")
     assert not has_int8_kernel(torch.device("cpu"), 32)
+
+
+def test_int8_is_not_multiplied_as_it_is_on_cuda():
+    """There its kernel is slower than widening the weights."""
+    assert has_int8_kernel(torch.device("cpu"), 32)
+    assert not has_int8_kernel(torch.device("cuda", 0), 32)
     model, idx = quantize(small().bfloat16()), random_tokens(2, 16)
     assert (model(idx) - small()(idx)).abs().max() < 0.05
 

@@ -398,7 +398,9 @@ def sample(o):
         bounds[name] = o.machine["read_gb_s"] * 1e9 / bytes_read
     n = sum(p.numel() for p in our_model(o)[0].parameters())
     low = short(dtype)
-    kinds = [(low, pack, dtype.itemsize), ("int8", quantize, 1)]
+    kinds = [(low, pack, dtype.itemsize)]
+    if o.device.type == "cpu":  # there is no good kernel for CUDA, see model/decode.py
+        kinds.append(("int8", quantize, 1))
     if o.compile:
         from model.sample.compiled import compile_decoder
         kinds += [(f"{low}, compiled", compile_decoder, dtype.itemsize),

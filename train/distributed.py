@@ -10,6 +10,7 @@ import os
 import pickle
 import random
 import re
+import sys
 import threading
 import time
 import uuid
@@ -62,6 +63,9 @@ def get_device(name: str = "auto", local_rank: int = 0,
     if not re.fullmatch(r"cpu|mps|cuda(:\d+)?", name):
         raise SetupError(f"device: {name!r} is unknown; use auto, cpu, cuda, cuda:N or mps")
     if name.startswith("cuda"):
+        # Before the first allocation: segments that grow leave no holes that nothing fits into.
+        if sys.platform == "linux" and "PYTORCH_CUDA_ALLOC_CONF" not in os.environ:
+            os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")
         if not torch.cuda.is_available():
             raise SetupError(f"device: torch {torch.__version__} sees no CUDA GPU; see nvidia-smi, "
                              "check the torch build, or use --device cpu")

@@ -295,6 +295,9 @@ def compile_model(model, device):
     sooner than the whole; and where FSDP has sharded the weights: its hooks around the blocks would
     end the graph before each, and leave them uncompiled.
     """
+    import torch._functorch.config as aot
+    # In the forward pass, where a compiler that fails can be left out; by itself it comes later.
+    aot.force_non_lazy_backward_lowering = True
     parts, sharded = [model], any(hasattr(p, "full_tensor") for p in model.parameters())
     if device.type == "cpu" or sharded:
         parts = blocks(model) or parts
@@ -306,17 +309,21 @@ def compile_model(model, device):
 
 class Compiler:
     """The compiled code of a model, while it works: where it fails, the run goes on without, after
-    one warning."""
+    one warning. batch_size: samples in a batch of an evaluation, of which the last may have fewer:
+    it computes without compiled code, as compiling for it would take longer."""
 
-    def __init__(self, model, enabled, device, warn):
+    def __init__(self, model, enabled, device, warn, batch_size=0):
         self.model, self.enabled, self.device, self.warn = model, enabled, device, warn
+        self.batch_size = batch_size
         if enabled:
             compile_model(model, device)
 
     def call(self, module, *batch):
         """module(*batch), module being the model or what wraps it."""
+        partial = not module.training and len(batch[0]) < self.batch_size
         try:
-            return module(*batch)
+            with self.eager() if self.enabled and partial else contextlib.nullcontext():
+                return module(*batch)
         except Exception as error:
             if not self.enabled or not is_compile_error(error):
                 raise
@@ -330,9 +337,11 @@ class Compiler:
     def paused(self, when=True):
         """Within, on a CPU: compute without compiled code, where compiling would cost more than it
         saves."""
-        if self.enabled and self.device.type == "cpu" and when:
-            return torch.compiler.set_stance("force_eager")
-        return contextlib.nullcontext()
+        return self.eager() if self.enabled and self.device.type == "cpu" and when else (
+            contextlib.nullcontext())
+
+    def eager(self):
+        return torch.compiler.set_stance("force_eager")
 
 
 def is_compile_error(error):

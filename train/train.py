@@ -123,7 +123,8 @@ class Trainer:
 
         # Weights to start from come before the optimizer. The optimizer may freeze some parameters,
         # so it comes before DDP, which wants to know which ones learn.
-        self.compiler = speed.Compiler(self.model, compiled, ranks.device, self.log.warn)
+        self.compiler = speed.Compiler(self.model, compiled, ranks.device, self.log.warn,
+                                       c.batch_size)
         if start.kind == "init_from":
             resume.load_weights(self.model, start, c, self.data.spec, ranks, self.log.info)
         # A model that starts from trained weights may be at its best before its first step.
