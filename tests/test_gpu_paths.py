@@ -204,3 +204,13 @@ def test_collectives_of_fsdp_and_muon(ranks):
     assert found["passes"] == {"_allgather_base_": 9, "_reduce_scatter_base_": 5}
     assert found["clip"] == {"all_reduce": 1}
     assert sum(found["update"].values()) <= 6, found
+
+
+@pytest.mark.parametrize("ranks, n, most", [(8, 24, 24), (64, 24, 24), (40, 24, 24.1), (7, 24, 28)])
+def test_muon_gathers_what_it_needs(ranks, n, most):
+    """On 64 ranks no more than on 8: 24 matrices."""
+    done = python("-c", f"import json, proofs; print(json.dumps(proofs.gathered({ranks}, {n})))",
+                  cwd=REPO / "tests/gpu")
+    assert done.returncode == 0, done.stderr
+    (sent,), updates = json.loads(done.stdout)
+    assert n <= sent <= most and updates == n

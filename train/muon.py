@@ -36,16 +36,20 @@ def update_matrices(group, state):
 
 
 def orthogonalize_together(matrices):
-    """[update] of N matrices of one shape, or its transpose, which all ranks have: each rank works
-    on ceil(N / ranks) of them (the last ones on some that others have too, so that all parts are
-    equal), and all get all, the same bits."""
+    """[update] of N matrices of one shape, or its transpose, which all ranks have, the same bits on
+    all. Each rank works on ceil(N / ranks) of them and sends these; where there are more ranks than
+    matrices it sends a part of one, or of two that it works on. All parts are equal: the last ones
+    may be of the first matrices again."""
     n_ranks, rank = (dist.get_world_size(), dist.get_rank()) if dist.is_initialized() else (1, 0)
-    share = -(-len(matrices) // n_ranks)
-    mine = [matrices[i % len(matrices)] for i in range(rank * share, (rank + 1) * share)]
-    updates = orthogonalize(torch.stack([wide(m) for m in mine]))  # (share, rows, columns)
+    N, size = len(matrices), matrices[0].numel()
+    part = -(-N // n_ranks) * size if N >= n_ranks else -(-N * size // n_ranks)
+    start, end = rank * part, (rank + 1) * part  # in all matrices one after the other
+    mine = [matrices[i % N] for i in range(start // size, -(-end // size))]
+    updates = orthogonalize(torch.stack([wide(m) for m in mine]))  # (of this rank, rows, columns)
     if n_ranks > 1:
-        mine, updates = updates, updates.new_empty(n_ranks * share, *updates.shape[1:])
-        dist.all_gather_into_tensor(updates, mine)
+        everything = updates.new_empty(n_ranks * part)
+        dist.all_gather_into_tensor(everything, updates.flatten()[start % size:][:part])
+        updates = everything[:N * size].view(N, *updates.shape[1:])
     return [u.mT if m.size(0) > m.size(1) else u for m, u in zip(matrices, updates)]
 
 

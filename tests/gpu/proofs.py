@@ -401,6 +401,24 @@ def collectives(world_size):
     return counts
 
 
+def gathered(world_size, n):
+    """Of n matrices, how many all ranks send each other in an update of Muon's, on fake ranks."""
+    import torch
+    import torch.distributed as dist
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    from train.muon import orthogonalize_together
+    dist.init_process_group("fake", rank=world_size - 1, world_size=world_size, store=FakeStore())
+    sent, gather = [], dist.all_gather_into_tensor
+
+    def watched(out, mine):
+        sent.append(out.numel())
+        return gather(out, mine)
+    dist.all_gather_into_tensor = watched
+    updates = orthogonalize_together([torch.randn(16, 48) for _ in range(n)])
+    return [n / (16 * 48) for n in sent], len(updates)
+
+
 def main(folder, gpu, *questions):
     out, sys.stdout = sys.stdout, sys.stderr  # where PyTorch may say something
     fake_cuda.load(folder)
