@@ -162,27 +162,50 @@ def estimate(config):
 
 def check_memory(c, model, data, ranks, dtype, compiled, say):
     """Say how much memory a rank needs and for what; raise DoesNotFit where it has less."""
-    parameters = sum(p.numel() for p in model.parameters())
-    share = ranks.world_size if c.distributed == "fsdp" else 1
-    copies = 2 if ranks.world_size > share else 1  # DDP's buckets hold the gradients once more
-    width, rows = (4 if dtype == torch.float32 else 2), c.micro_batch(ranks.world_size)
-    rows *= data.train.units_per_sample
-    hidden = c.n_hidden or 4 * c.n_embd
-    per_layer = 0 if c.gradient_checkpointing == "true" else 9 * c.n_embd + 4 * hidden
-    logits = rows * data.spec.get("vocab_size", 0) * width
-    parts = dict(weights=4 * parameters / share, gradients=4 * parameters * copies / share,
-                 optimizer=8 * parameters / share,
-                 activations=rows * width * c.n_layer * (per_layer + c.n_embd),
-                 logits=logits * (2 if compiled and ranks.device.type == "cuda" else 1))
+    compiled = compiled and ranks.device.type == "cuda"  # on a CPU it saves no memory
+    parts = memory_parts(c, model, data, ranks.world_size, dtype, compiled)
     needed = sum(parts.values())
     there = (torch.cuda.mem_get_info(ranks.device)[0] if ranks.device.type == "cuda"
              else speed.memory_available())
-    say("Memory, MiB: " + ", ".join(f"{k} {v / 2**20:,.0f}" for k, v in parts.items())
+    say("Memory, MiB: "
+        + ", ".join(f"{k} {v / 2**20:,.0f}" for k, v in parts.items() if v)
         + f"; in all {needed / 2**20:,.0f} of {there / 2**20:,.0f}")
     if max_over_ranks(int(needed > there), ranks):
         raise DoesNotFit(
             "Does not fit: lower batch_size (and raise gradient_accumulation_steps by the same "
             "factor), set gradient_checkpointing: true, or lower block_size, n_layer or n_embd.")
+
+
+def memory_parts(c, model, data, world_size, dtype, compiled):
+    """{what for: bytes of it that a rank needs}. tests/gpu has PyTorch's own count beside it."""
+    everything = sum(p.numel() for p in model.parameters())
+    trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
+    share = world_size if c.distributed == "fsdp" else 1
+    copies = 2 if world_size > share else 1  # DDP's buckets hold the gradients once more
+    width, rows = (4 if dtype == torch.float32 else 2), c.micro_batch(world_size)
+    rows *= data.train.units_per_sample
+    logits = rows * data.spec.get("vocab_size", 0) * width
+    return {"weights": 4 * everything / share,
+            "weights in 16 bits": 2 * everything / share if width == 2 else 0,
+            "gradients": 4 * trained * copies / share, "optimizer": 8 * trained / share,
+            "activations": rows * width * c.n_layer * kept_by_a_layer(c, width, compiled),
+            "logits": logits * (2 if compiled else 1)}  # their gradient stands beside them
+
+
+def kept_by_a_layer(c, width, compiled):
+    """Numbers a token that a layer of GPT keeps for its backward pass."""
+    C, hidden = c.n_embd, c.n_hidden or 4 * c.n_embd
+    if c.gradient_checkpointing == "true":
+        return C
+    k = C * (c.n_kv_head or c.n_head) // c.n_head
+    # What goes into the norms and comes out; q, k, v and what attention makes of them; the MLP's.
+    norms, attention, mlp = 4 * C, 2 * C + 2 * k, 2 * hidden
+    attention += C + k if c.pos == "rope" or c.qk_norm else 0  # queries and keys once more
+    mlp += hidden if c.mlp == "swiglu" else 0
+    if not compiled:  # norms keep float32, SwiGLU its SiLU
+        norms += (1 if c.norm == "layer" else 3) * C * (4 // width)
+        mlp += hidden if c.mlp == "swiglu" else 0
+    return norms + attention + mlp
 
 
 def time_step(c, model, data, ranks, dtype, compiled):
