@@ -25,7 +25,7 @@ from data.tokenizer import (
     tokenizer_from_spec,
 )
 
-ANY_CHARACTER = r"[\s\S]"
+ANY_CHARACTER, ANY_TEXT = r"[\s\S]", r"[\s\S]+"
 
 
 @functools.cache
@@ -197,7 +197,7 @@ def pattern_of(before, path):
     last = parts[-1]
     if last["type"] == "ByteLevel" and not last.get("add_prefix_space"):
         if len(parts) == 1:
-            return GPT2_PATTERN if last.get("use_regex", True) else ANY_CHARACTER
+            return GPT2_PATTERN if last.get("use_regex", True) else ANY_TEXT
         first = parts[0]
         if (len(parts) == 2 and first["type"] == "Split" and first["behavior"] == "Isolated"
                 and not first.get("invert") and not last.get("use_regex", True)):

@@ -262,6 +262,11 @@ def test_tokenizers_of_others(hf, tmp_path, monkeypatch):
     assert Tokenizer.from_str(json.dumps(again)).encode(text).ids == ours.encode(text)
     content = json.loads((tmp_path / "tokenizer.json").read_text())
     model = content["model"]
+    for how in ({}, dict(use_regex=True), dict(use_regex=False)):  # older files do not say
+        before = dict(type="ByteLevel", add_prefix_space=False, trim_offsets=True, **how)
+        (tmp_path / "tokenizer.json").write_text(json.dumps(content | dict(pre_tokenizer=before)))
+        theirs = Tokenizer.from_file(str(tmp_path / "tokenizer.json"))
+        assert find_tokenizer(str(tmp_path)).encode(text) == theirs.encode(text).ids
     monkeypatch.setitem(sys.modules, "tokenizers", None)
     for change, said in ((dict(model=dict(type="Unigram")), "not a byte.*pip install tok"),
                          (dict(normalizer=dict(type="Lowercase")), "changes the text first"),
