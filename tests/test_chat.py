@@ -18,7 +18,7 @@ from data import chat as data_chat
 from data.prepare import prepare as prepare_text
 from data.tokenizer import load_tokenizer
 from model.chat import ChatGPT, Packed, answer, question_ids
-from model.gpt import GPTConfig
+from model.gpt import GPT, GPTConfig
 from model.sample import load_model
 from train.config import load_config
 from train.train import train
@@ -291,6 +291,15 @@ def test_skip_bad(tmp_path, capsys):
 def small(**changes):
     shape = dict(n_layer=2, n_head=2, n_embd=32, n_hidden=64, block_size=40, vocab_size=257)
     return ChatGPT(GPTConfig(**shape | changes), seed=3)
+
+
+def test_without_chats_it_is_a_gpt():
+    model, gpt = small(), GPT(small().config, seed=3)
+    tokens = torch.arange(24).view(2, 12)
+    assert torch.equal(model(tokens), gpt(tokens)) and model(tokens).shape == (2, 12, 257)
+    assert model(tokens, tokens)[0] == gpt(tokens, tokens)[0]
+    model.row_tokens = 7
+    assert model.flops_per_unit() == 7 * gpt.flops_per_unit()  # its unit is a row
 
 
 @pytest.mark.parametrize("options", [dict(pos="rope"), dict(pos="learned"),

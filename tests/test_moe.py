@@ -74,6 +74,8 @@ def test_layers_add_up_with_their_coefficients():
     layers = [dict(load_balance=torch.tensor(2.0), auxiliary=torch.tensor(3.0),
                    z_loss=torch.tensor(5.0)), dict(load_balance=1.0, auxiliary=1.0, z_loss=1.0)]
     assert float(compute_router_auxiliary_loss(layers)) == pytest.approx(0.01 * 3 + 0.001 * 6)
+    c = load_config(None, dict(model="moe"))  # which has the same defaults
+    assert (c.load_balance_coef, c.auxiliary_coef, c.z_loss_coef) == (0.01, 0.0, 0.001)
     assert float(compute_router_auxiliary_loss(layers, 1.0, 10.0, 100.0)) == pytest.approx(
         3 + 40 + 600)
 

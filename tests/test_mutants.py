@@ -145,6 +145,8 @@ def test_a_campaign_over_a_toy(tmp_path):
                   "return n": f"{tests}ends_in_a_process", "return 1": None,
                   "n -= 1": f"no end: {tests}ends_in_a_process"}, output
     assert "| all | 8 | 4 | 3 | 1 |" in output and f"without a mutant: {tests}flawed" in output
+    code, again = command("--count", "8", "--keep-map", "--out", str(tmp_path / "results"))
+    assert code == 1 and "7/7" not in again and again.strip() in output  # all was tried already
     known = covered.Map(tmp_path / "map", repo)
     assert known.tests_of("model/inside/area.py", 7) == {f"{tests}area"}
     assert known.tests_of("model/inside/area.py", 2) == known.tests_of(

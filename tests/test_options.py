@@ -246,6 +246,7 @@ def test_the_files_of_a_run_repeat_it(go, tmp_path):
         assert metrics(tmp_path / "a") == metrics(tmp_path / name)
     assert {"git_commit", "git_dirty", "host", "command", "versions"} <= record.keys()
     assert record["versions"]["torch"] == torch.__version__
+    assert (record["device"], record["world_size"]) == ("cpu", 1)
 
 
 def test_print_config_reads_back_the_same(tmp_path):

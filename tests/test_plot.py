@@ -36,7 +36,11 @@ def records(folder):
 
 
 def parse(text):
-    return ElementTree.fromstring(text)
+    svg = ElementTree.fromstring(text)
+    width, height = map(float, svg.get("viewBox").split()[2:])
+    for t in svg.iter(f"{SVG}text"):  # none is cut off; letters are 12 high
+        assert 0 <= float(t.get("x")) <= width and 12 <= float(t.get("y")) <= height
+    return svg
 
 
 def texts(svg):

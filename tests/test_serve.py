@@ -521,6 +521,8 @@ def test_metrics_count_what_was_asked():
     assert values[f"{name}_count"] == values[f'{name}_bucket{{le="+Inf"}}'] == "3"
     buckets = [int(v) for n, v in values.items() if n.startswith(f"{name}_bucket")]
     assert buckets == sorted(buckets) and len(buckets) == 9
+    bounds = [float(n.split('"')[1]) for n in values if n.startswith(f"{name}_bucket")]
+    assert bounds == sorted(set(bounds)) and bounds[0] > 0
     assert 0 < float(values[f"{name}_sum"]) < 30
 
 

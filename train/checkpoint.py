@@ -411,10 +411,9 @@ class RunFolder:
         return self
 
     def __exit__(self, *_):
-        with contextlib.suppress(Exception):
-            self.wait()  # the folder is ours until its last save is over
-            if self.lock is not None:
-                self.lock.release()
+        self.wait()  # the folder is ours until its last save is over
+        if self.lock is not None:
+            self.lock.release()
 
 
 def snapshot_if_room(state):

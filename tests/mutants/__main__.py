@@ -29,7 +29,7 @@ from tests.mutants.covered import Map, program_files
 from tests.mutants.planted import FAULTS
 
 REPO = Path(__file__).resolve().parent.parent.parent
-FIRST, QUICK = 12, 1.0  # tests that are tried first, and seconds that each of them may take
+FIRST, QUICK = 10, 1.0  # tests that are tried first, and seconds that each of them may take
 
 
 class Mutant:
@@ -105,8 +105,7 @@ def planted(files, words):
 
 def again(files, path):
     """The mutants that survived in the results `path`, found by their text."""
-    wanted = {tuple(r["key"]) for r in map(json.loads, Path(path).read_text().splitlines())
-              if r["by"] is None}
+    wanted = {key for key, (by, *_) in read_results(path).items() if by is None}
     out = {}
     for path in {key[0] for key in wanted} & set(files):
         for m in mutate.mutations(files[path]):
@@ -116,6 +115,12 @@ def again(files, path):
     for key in wanted - set(out):
         print("gone:", *key)
     return list(out.values())
+
+
+def read_results(path):
+    """{key of a mutant: (noticed by, tests not run, seconds)} of an earlier `--out FILE`."""
+    lines = Path(path).read_text().splitlines() if path and Path(path).exists() else ()
+    return {tuple(r["key"]): (r["by"], r["left"], r["seconds"]) for r in map(json.loads, lines)}
 
 
 def equivalent():
@@ -137,7 +142,7 @@ def stages(known, tests, budget, text):
     `budget` seconds, the others, the quickest of each file first."""
     close = sorted(tests, key=lambda t: (known.seconds(t) > QUICK, known.footprint(t), t))
     first = [t for t in close[:FIRST] if known.seconds(t) <= QUICK]
-    alike = sorted((t for t in tests if known.seconds(t) <= 5 * QUICK and t not in first),
+    alike = sorted((t for t in tests if known.seconds(t) <= 3 * QUICK and t not in first),
                    key=lambda t: (-known.likeness(t, text), known.seconds(t), t))
     first += alike[:FIRST]
     by_file = collections.defaultdict(list)
@@ -215,6 +220,8 @@ class Pool:
             if not self.running:
                 return
             pid, _ = os.wait()
+            if pid not in self.running:  # what a job left behind
+                continue
             job, slot, began = self.running.pop(pid)
             self.slots.append(slot)
             result = slot / "result"
@@ -240,8 +247,10 @@ def update_map(known, pool):
 
 def campaign(mutants, known, pool, a):
     """Try the mutants; [(mutant, noticed by or None, tests not run, seconds)]."""
-    results, sound, reasons = [], set(), equivalent()
-    todo = [m for m in mutants if m.key not in reasons]
+    reasons, tried = equivalent(), {} if a.again else read_results(a.out)
+    results = [(m, *tried[m.key]) for m in mutants if m.key in tried and m.key not in reasons]
+    todo = [m for m in mutants if m.key not in reasons and m.key not in tried]
+    sound, n = set(), len(results) + len(todo)
     lists = {m: stages(known, known.tests_of(m.path, m.mutation.line), a.budget, m.around)
              for m in todo}
 
@@ -253,7 +262,7 @@ def campaign(mutants, known, pool, a):
         if by:
             sound.add(by)
         results.append((mutant, by, lists[mutant][1], seconds))
-        print(f"{len(results)}/{len(todo)} {seconds:.0f} s  {mutant}  |  "
+        print(f"{len(results)}/{n} {seconds:.0f} s  {mutant}  |  "
               f"{by or 'SURVIVED'}", flush=True)
         if a.out:
             with open(a.out, "a") as f:
@@ -291,7 +300,8 @@ def main(args):
     parser.add_argument("--files", nargs="+", default=["*"], help="patterns of their paths")
     parser.add_argument("--planted", action="store_true", help="the faults of planted.py")
     parser.add_argument("--again", metavar="FILE", help="the survivors in these results")
-    parser.add_argument("--out", metavar="FILE", help="append results, a line of JSON each")
+    parser.add_argument("--out", metavar="FILE", help="append results, a line of JSON each; those "
+                        "that are there are not tried again")
     parser.add_argument("--budget", type=float, default=60, help="seconds of tests for a mutant")
     parser.add_argument("--patience", type=float, default=20, help="seconds that a test may take, "
                         "beside 5 times what it usually takes; one that takes longer has noticed")
