@@ -11,7 +11,6 @@ import time
 if sys.version_info < (3, 10):  # noqa: UP036  what follows would be a SyntaxError
     sys.exit("Python 3.10 or newer is needed, this is " + sys.version.split()[0])
 
-from dataclasses import replace
 
 from train.config import (
     UserError,
@@ -53,7 +52,7 @@ def main(argv):
         if show_config and files_read(config):  # only torch can read what shape weights have
             from train.resume import weights_shape
             shape, weights = weights_shape(config)
-            config, origins = replace(config, **shape), origins | dict.fromkeys(shape, weights)
+            config, origins = config.but(**shape), origins | dict.fromkeys(shape, weights)
     except UserError as error:
         if os.environ.get("RANK", "0") == "0":  # every rank finds the same: one speaks
             print(error, file=sys.stderr)

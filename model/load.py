@@ -5,7 +5,7 @@ import hashlib
 import os
 import sys
 import types
-from dataclasses import fields, replace
+from dataclasses import fields
 
 import torch
 
@@ -71,7 +71,14 @@ def empty_model(state):
     if not state.get("spec"):
         raise ValueError(f"no spec of its data in it, from which a model of {name} is built")
     build = load_model_file(str(name)).build_model
-    return build(load_config(None, state["config"]), types.SimpleNamespace(spec=state["spec"]))
+    return build(saved_config(state["config"]), types.SimpleNamespace(spec=state["spec"]))
+
+
+def saved_config(values):
+    """The configuration in a checkpoint: none of it was typed by a person."""
+    config = load_config(None, values)
+    config.typed = ()
+    return config
 
 
 def read_model_args(args):
@@ -102,8 +109,7 @@ def take_shape(config, model_args, path, hook=adopt_shape):
 
 def with_shape(config, model_args, path):
     """`config` with the shape of its backbone, but for the vocabulary, which data.spec says."""
-    return replace(config, **take_shape(config, model_args, path)
-                   | dict(vocab_size=config.vocab_size))
+    return config.but(**take_shape(config, model_args, path) | dict(vocab_size=config.vocab_size))
 
 
 def read_backbone(path):

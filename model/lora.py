@@ -23,9 +23,9 @@ from model.chat import ChatGPT
 from model.gpt import stable_hash
 from model.load import with_shape
 from train.checkpoint import CheckpointError, load_checkpoint, save_checkpoint
-from train.config import FIELDS, ConfigError, key, load_config, run_command
+from train.config import FIELDS, ConfigError, key, run_command
 from train.dataloader import open_token_data
-from train.distributed import convert_ddp_state, from_main
+from train.distributed import choose_dtype, convert_ddp_state, from_main, get_device
 from train.optimizer import matches
 from train.resume import check_tokenizer
 
@@ -65,7 +65,7 @@ class LoRALinear(nn.Linear):
 
 def added(base, A, B, scale):
     with torch.autocast(base.device.type, enabled=False):
-        return torch.addmm(base, B, A, alpha=scale)
+        return torch.addmm(base.to(B.dtype), B, A, alpha=scale)
 
 
 class _AdaptedLinear(torch.autograd.Function):
@@ -76,17 +76,19 @@ class _AdaptedLinear(torch.autograd.Function):
     def forward(ctx, x, base, bias, A, B, scale):
         weight = added(base, A, B, scale).to(x.dtype)
         low = F.linear(x.flatten(0, -2), A.to(x.dtype)) * scale  # (N, r)
-        ctx.save_for_backward(x, low, weight, B)
+        # The sum is made again in the backward pass: kept, it would be the backbone once more.
+        ctx.save_for_backward(x, low, base, A, B)
         ctx.scale = scale
         return F.linear(x, weight, None if bias is None else bias.to(x.dtype))
 
     @staticmethod
     def backward(ctx, grad):
-        (x, low, weight, B), needs = ctx.saved_tensors, ctx.needs_input_grad
+        (x, low, base, A, B), needs = ctx.saved_tensors, ctx.needs_input_grad
         rows, g = x.flatten(0, -2), grad.flatten(0, -2)  # (N, in), (N, out)
         dlow = (g @ B.to(g.dtype)) * ctx.scale  # (N, r)
+        weight = added(base, A, B, ctx.scale).to(g.dtype) if needs[0] else None
         return ((g @ weight).view_as(x) if needs[0] else None,
-                (g.t() @ rows).to(B.dtype) if needs[1] else None,
+                (g.t() @ rows).to(base.dtype) if needs[1] else None,
                 g.sum(0).to(B.dtype) if needs[2] else None,
                 (dlow.t() @ rows).to(B.dtype), (g.t() @ low).to(B.dtype), None)
 
@@ -209,21 +211,26 @@ def open_data(config, ranks):
     return data
 
 
-def backbone_of(config, data):
-    """(`config` with its shape, its weights {name: tensor} in float32) of the backbone, which must
-    be the one that data.spec names. Raises CheckpointError."""
+def backbone_of(config, data, kept=torch.float32):
+    """(`config` with its shape, its weights {name: tensor}, in float32 but for those of type
+    `kept`) of the backbone, which must be the one that data.spec names. CheckpointError."""
     state = read_backbone(config.backbone)
     if state["digest"] != data.spec["backbone"]:
         raise CheckpointError(f"backbone: {config.backbone} has other weights than the ones that "
                               f"were trained on (sha256 {data.spec['backbone'][:16]}...); name "
                               "their file: --backbone")
     c = with_shape(config, state["model_args"], config.backbone)
-    return c, {name: t.float() for name, t in state["model"].items()}  # a folder may have bfloat16
+    return c, {name: t if t.dtype == kept else t.float() for name, t in state["model"].items()}
 
 
 def build_model(config, data):
     """The backbone, see backbone_of, with adapters. Raises CheckpointError."""
-    c, weights = backbone_of(config, data)
+    kept = torch.float32
+    if hasattr(data, "train") and config.distributed != "fsdp":  # which wants one type
+        # In training what is frozen stays in the precision of its file, if products are computed
+        # in that: half of float32's memory.
+        kept, _ = choose_dtype(config.dtype, get_device(config.device))
+    c, weights = backbone_of(config, data, kept)
     kind = functools.partial(LoRA, weights=weights, r=c.lora_rank,
                              alpha=c.lora_alpha, targets=c.lora_targets)
     try:
@@ -244,7 +251,7 @@ def load_adapters(ckpt, backbone=None):
     state = load_checkpoint(ckpt)
     if (state.get("config") or {}).get("model") != "lora":
         raise CheckpointError(f"{ckpt}: no adapters in it: expected a checkpoint of --model lora")
-    config = load_config(None, state["config"] | (dict(backbone=backbone) if backbone else {}))
+    config = load.saved_config(state["config"] | (dict(backbone=backbone) if backbone else {}))
     model = build_model(config, types.SimpleNamespace(spec=state["spec"]))
     try:
         model.load_state_dict(convert_ddp_state(state["model"]))

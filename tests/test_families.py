@@ -16,6 +16,7 @@ from model.generate import empty_cache, generate
 from model.sample import load_model
 from train.checkpoint import CheckpointError, load_checkpoint
 from train.config import UserError, load_config
+from train.keys import adopt_shape
 from train.train import train
 
 os.environ.update(HF_HUB_OFFLINE="1", TRANSFORMERS_OFFLINE="1", TOKENIZERS_PARALLELISM="false")
@@ -142,6 +143,14 @@ def test_lora_is_trained_and_leaves_as_that_family(folders, data_dir, tmp_path):
         idx = ids(vocab_size=256)
         assert_close(logits_of(merged, idx), logits_of(load_model(out / "ckpt.pt")[0], idx))
         assert not torch.equal(logits_of(merged, idx), logits_of(folders(name)[1], idx))
+
+
+def test_a_context_that_is_typed_is_kept_though_it_is_the_default(folders):
+    """Theirs is often too long to train with."""
+    found = vars(load_model(folders("qwen2")[0])[0].config) | dict(block_size=4096)
+    for typed, taken in ((["block_size=512"], False), ([], True)):
+        config = load_config(None, ["init_from=x", *typed])
+        assert ("block_size" in adopt_shape(config, found)[0]) is taken
 
 
 def test_all_of_it_is_trained_on_two_ranks_as_on_one(folders, data_dir, tmp_path):

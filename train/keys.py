@@ -193,10 +193,11 @@ def adopt_shape(config, model_args):
         theirs, ours = model_args.get(f.name, f.default), getattr(config, f.name)
         if theirs == ours or f.name in NOT_SHAPE:
             continue
+        if f.name == "block_size" and (ours != f.default and not learned or ours < theirs and (
+                ours != f.default or f.name in getattr(config, "typed", ()))):
+            continue  # positions have no weights, or can be cut off
         if ours == f.default or f.name == "n_hidden" and ours == 4 * config.n_embd:
             taken[f.name] = theirs
-        elif f.name == "block_size" and (ours < theirs or not learned):
-            continue  # positions can be cut off, or have no weights
         elif f.name in getattr(config, "typed", [f.name]):
             wrong.append(f"{f.name}: it has {theirs!r}, the configuration says {ours!r}")
         else:
@@ -224,6 +225,13 @@ class TrainConfig(GPTKeys, SystemKeys, OptimizerKeys, LearningRateKeys, LengthKe
     # slot: vars(config) are the keys.
     __slots__ = ("typed",)
 
+    def but(self, **changes):
+        """This configuration with changes."""
+        out = replace(self, **changes)
+        if hasattr(self, "typed"):
+            out.typed = self.typed
+        return out
+
     @property
     def samples_per_step(self):
         """Samples in one optimizer step, over all ranks."""
@@ -245,7 +253,7 @@ class TrainConfig(GPTKeys, SystemKeys, OptimizerKeys, LearningRateKeys, LengthKe
             if (value := getattr(self, epochs)) is not None:
                 least = 0 if steps == "warmup_iters" else 1
                 changes[steps] = max(least, math.ceil(value * per_epoch - 1e-9))
-        return replace(self, **changes)
+        return self.but(**changes)
 
     def notes(self):
         """What a person should know of this configuration before it runs: a list of sentences."""

@@ -9,7 +9,7 @@ import contextlib
 import functools
 import math
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, field, fields, replace
+from dataclasses import asdict, dataclass, field, fields
 from typing import Any
 
 import torch
@@ -97,7 +97,7 @@ class Trainer:
         self.folder = at_end.enter_context(
             checkpoint.RunFolder(config.out_dir, config.keep_last, config.save_precision))
         start = resume.find_start(self.folder, config, ranks, say)
-        config = replace(config, **start.shape)
+        config = config.but(**start.shape)
 
         # The data say how long an epoch is: from here on all lengths are in steps.
         self.data = open_data(config, ranks)
