@@ -437,6 +437,68 @@ def test_the_norm_of_shards_takes_one_exchange(data_dir, tmp_path, kind, collect
         assert made == collectives and operations < 20
 
 
+def save_while_training(options):
+    """Save after step 0, train on before anything is written, and then write: rank 0's {name: whole
+    tensor} of weights and moments as they were at the save."""
+    def compute(trainer):
+        import threading
+
+        from train import checkpoint
+        from train.distributed import full
+        written, write = threading.Event(), trainer.folder.write
+
+        def late(*args):
+            assert written.wait(60)
+            write(*args)
+        trainer.folder.write = late
+        checkpoint.snapshot = None  # there is no need for a second copy
+        trainer.train_step()
+        named = trainer.model.named_parameters()
+        state = {n: [full(t).clone() for t in (p.detach(), trainer.optimizer.state[p]["exp_avg"])]
+                 for n, p in named}
+        trainer.save()
+        trainer.train_step()
+        written.set()
+        trainer.folder.wait()
+        return {n: [t.numpy() for t in pair] for n, pair in state.items()}
+    return with_trainer(options, compute)
+
+
+def test_a_save_of_shards_is_one_copy_that_training_cannot_change(data_dir, tmp_path):
+    from train.checkpoint import load_checkpoint
+    wanted, _ = in_ranks(2, save_while_training, options(data_dir, tmp_path, distributed="fsdp"))
+    state = load_checkpoint(tmp_path / "ckpt.pt")
+    for name, pair in wanted.items():
+        for mine, found in zip(pair, (state["model"][name],
+                                      state["optimizer"]["state"][name]["exp_avg"])):
+            np.testing.assert_array_equal(found.numpy(), mine)
+    assert {e["step"].item() for e in state["optimizer"]["state"].values()} == {1.0}
+
+
+def spoil_a_shard(options):
+    """What a save says when a number of rank 1's shard is not finite."""
+    def compute(trainer):
+        import torch
+
+        from train.distributed import local
+        from train.guard import BadNumbers
+        trainer.train_step()
+        with torch.no_grad():
+            if trainer.ranks.rank == 1:
+                local(trainer.model.ln_f.weight)[0] = torch.inf
+        try:
+            trainer.save()
+        except BadNumbers as error:
+            return str(error)
+    return with_trainer(options, compute)
+
+
+def test_each_rank_looks_at_its_own_shard_before_a_save(data_dir, tmp_path):
+    for said in in_ranks(2, spoil_a_shard, options(data_dir, tmp_path, distributed="fsdp")):
+        assert said and said.startswith("iter 1: model.ln_f.weight is not finite; not saved over")
+    assert not (tmp_path / "ckpt.pt").exists()
+
+
 # -----------------------------------------------------------------------------
 # Muon: the matrices are shared out
 

@@ -31,7 +31,7 @@ import yaml
 
 from train.config import START_KEYS, UserError, run_command, show_value
 from train.files import Lock, check_space, free_name, link, replacing, sync_folder
-from train.guard import BadNumbers, SaveFailed
+from train.guard import SaveFailed
 from train.speed import memory_available, return_freed_memory
 
 FORMAT_VERSION = 1
@@ -300,7 +300,7 @@ class RunFolder:
 
     def __init__(self, path, keep_last=0, save_precision=None):
         self.path, self.keep_last, self.save_precision = path, keep_last, save_precision
-        self.lock = self.thread = None
+        self.lock = self.thread = self.pin = None
 
     def file(self, name):
         return os.path.join(self.path, name)
@@ -318,32 +318,35 @@ class RunFolder:
         except OSError as error:
             raise CheckpointError(f"out_dir: {self.path} cannot be used: {error}") from error
 
-    def save(self, state, best, kept, log, last=False):
+    def save(self, state, best, kept, log, last=False, private=False):
         """ckpt.pt, with its names as best and as numbered checkpoint where they are due (`kept`).
 
-        This returns once a snapshot is taken, and a thread writes it: a save that fails warns, and
-        training goes on with the old file intact. The `last` one is written before this returns,
-        tried again after a second, and raises SaveFailed if that does not help: what was trained
-        must not be lost to a full disk. Raises BadNumbers rather than save what is not finite."""
+        This returns once a snapshot is taken, unless the state is a `private` copy already, and a
+        thread writes it: a save that fails warns, and training goes on with the old file intact.
+        The `last` one is written before this returns, tried again after a second, and raises
+        SaveFailed if that does not help: what was trained must not be lost to a full disk."""
         self.wait()
-        path = self.file("ckpt.pt")
-        if bad := find_not_finite({k: state[k] for k in ("model", "optimizer")}):
-            raise BadNumbers(f"iter {state['iter_num']}: {bad} is not finite; not saved over "
-                             f"{path}, the last good checkpoint")
-        log.info(f"Saving checkpoint to {path}")
+        log.info(f"Saving checkpoint to {self.file('ckpt.pt')}")
         if not os.path.isdir(self.path):
             log.warn(f"{self.path} is gone; making it again")
             self.open()
         links = [self.file("ckpt_best.pt")] if best else []
         links += [self.file(f"ckpt_{state['iter_num']:07d}.pt")] if kept else []
-        copy, ready = None if last else snapshot_if_room(state), None
-        if copy is None:
-            return self.insist(state, links, log, last)
+        copy, ready = state if private else None if last else snapshot_if_room(state), None
         if torch.cuda.is_initialized():  # the copies are under way on the stream of the training
             ready = torch.cuda.Event()
             ready.record()
+        if last or copy is None:
+            return self.insist(state, links, log, last, ready)
         self.thread = threading.Thread(target=self.insist, args=(copy, links, log, False, ready))
         self.thread.start()
+
+    def may_pin(self, state):
+        """Whether there is room for a copy of `state` in pinned memory, which PyTorch keeps for the
+        saves to come: said once, before the first."""
+        if self.pin is None:
+            self.pin = memory_available() >= 2 * tensor_bytes(state)
+        return self.pin
 
     def insist(self, state, links, log, last, ready=None):
         """Write; where that fails, warn, or for the `last` save try twice more and then raise."""
@@ -431,10 +434,13 @@ def snapshot(state):
     From a GPU into pinned memory, at the speed of the bus: synchronize before reading it. PyTorch
     rounds each pinned tensor up to a power of two (GPT-2 124M with AdamW: 1.39 GiB take 2.45) and
     keeps the memory for the next save; hence the factor 2 above."""
-    def copy(t):
-        out = torch.empty(t.shape, dtype=t.dtype, pin_memory=t.is_cuda)
-        return out.copy_(t.detach(), non_blocking=t.is_cuda)
-    return map_tensors(copy, state)
+    return map_tensors(copy_to_host, state)
+
+
+def copy_to_host(t, pin=True):
+    """A copy of a tensor on the CPU, from a GPU into pinned memory if `pin`: see snapshot."""
+    out = torch.empty(t.shape, dtype=t.dtype, pin_memory=pin and t.is_cuda)
+    return out.copy_(t.detach(), non_blocking=t.is_cuda)
 
 
 def numbered(folder):

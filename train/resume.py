@@ -7,6 +7,7 @@ without_values), and then the tensors, one at a time.
 """
 
 import contextlib
+import functools
 import math
 import os
 import pathlib
@@ -20,14 +21,25 @@ from train import checkpoint
 from train.checkpoint import (
     CheckpointError,
     bullets,
+    copy_to_host,
+    find_not_finite,
     load_checkpoint,
     map_tensors,
     mismatches,
     refuse,
 )
 from train.config import FIELDS, differences, files_read, load_model_file
-from train.distributed import SetupError, assign, convert_ddp_state, from_main, full, is_sharded
+from train.distributed import (
+    SetupError,
+    assign,
+    convert_ddp_state,
+    from_main,
+    full,
+    is_sharded,
+    local,
+)
 from train.files import write_text
+from train.guard import BadNumbers
 
 # -----------------------------------------------------------------------------
 # where to start
@@ -299,33 +311,50 @@ def adopt_weights(model, state, path, log):
 # -----------------------------------------------------------------------------
 # the state of model and optimizer as whole named tensors, and back
 
-def model_state(model):
-    """{name: whole tensor} of the bare model. The tensors of an unsharded model are the live ones:
-    copy before training goes on. With FSDP2 all ranks must call, and only rank 0 gets them."""
-    return {name: whole_on_main(p.detach()) for name, p in model.state_dict().items()}
+def same(tensor):
+    return tensor
 
 
-def optimizer_state(optimizer):
-    """The optimizer's state by parameter name: {"state": {name: {key: tensor}}, "param_groups"};
-    for whom and for how long as in model_state."""
+def model_state(model, take=same):
+    """{name: take(tensor)} of the bare model. The tensors are the live ones: copy before training
+    goes on."""
+    return {name: take(p.detach()) for name, p in model.state_dict().items()}
+
+
+def optimizer_state(optimizer, take=same):
+    """The optimizer's state by parameter name: {"state": {name: {key: take(tensor)}},
+    "param_groups"}, live as in model_state."""
     state, groups = {}, []
     for group in optimizer.param_groups:
         for name, p in zip(group["names"], group["params"], strict=True):
             if p in optimizer.state:
-                state[name] = {k: whole_on_main(v) for k, v in optimizer.state[p].items()}
+                state[name] = {k: take(v) for k, v in optimizer.state[p].items()}
         # The group's options, with names in the place of tensors: plain types only.
         plain = {k: v for k, v in group.items() if k not in ("params", "names")}
         groups.append(plain | {"betas": list(group["betas"]), "params": list(group["names"])})
     return {"state": state, "param_groups": groups}
 
 
-def whole_on_main(tensor):
-    """full(tensor) on the CPU of rank 0 and None elsewhere, where `tensor` is sharded: a rank holds
-    one whole tensor at a time. A tensor that is not sharded comes back as it is, on every rank."""
-    if not is_sharded(tensor):
-        return tensor
+def copy_on_main(tensor, pin):
+    """full(tensor) on the CPU of rank 0, a copy that training cannot change (see copy_to_host), and
+    None elsewhere. A rank holds one whole tensor at a time. All ranks must call."""
     whole = full(tensor)
-    return whole.cpu() if dist.get_rank() == 0 else None
+    if dist.get_rank():
+        return None
+    return copy_to_host(whole, pin) if whole.is_cuda or whole is tensor else whole
+
+
+def check_finite(model, optimizer, iter_num, path, ranks):
+    """Raise BadNumbers on all ranks, rather than let what is not finite be saved over `path`. Each
+    rank looks at what it holds."""
+    bad = [find_not_finite(dict(model=model_state(model, local),
+                                optimizer=optimizer_state(optimizer, local)))]
+    if ranks.world_size > 1:
+        mine, bad = bad[0], [None] * ranks.world_size
+        dist.all_gather_object(bad, mine, group=ranks.control)
+    for name in filter(None, bad):
+        raise BadNumbers(f"iter {iter_num}: {name} is not finite; not saved over {path}, the last "
+                         "good checkpoint")
 
 
 def without_values(state):
@@ -390,13 +419,18 @@ def usable_optimizer_state(optimizer, entries, where, allowed, warn):
     return kept
 
 
-def make_checkpoint(config, data, model, optimizer, parts, ranks):
+def make_checkpoint(config, data, model, optimizer, parts, ranks, may_pin):
     """What a checkpoint holds: nanoGPT's keys, the state_dict of every part {name: part}, and what
-    tells whether a run may go on from it. All ranks must call."""
+    tells whether a run may go on from it. The tensors are the live ones; of a sharded model they
+    are copies on rank 0, pinned if may_pin(state), and None elsewhere. All ranks must call."""
+    take = same
+    if any(map(is_sharded, model.parameters())):
+        pin = ranks.main and may_pin([model_state(model), optimizer_state(optimizer)])
+        take = functools.partial(copy_on_main, pin=pin)
     c, progress, shape = config, parts["progress"], getattr(model, "config", None)
     own = {f.name: getattr(c, f.name) for f in fields(c) if f.name not in FIELDS}
     return {
-        "model": model_state(model), "optimizer": optimizer_state(optimizer),
+        "model": model_state(model, take), "optimizer": optimizer_state(optimizer, take),
         "model_args": asdict(shape) if is_dataclass(shape) else own,
         "iter_num": progress.iter_num, "best_val_loss": progress.best_val_loss,
         "config": asdict(c), "format_version": checkpoint.FORMAT_VERSION,

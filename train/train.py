@@ -495,12 +495,15 @@ class Trainer:
         """Save in the background; the last save is waited for, and must succeed. All ranks call."""
         self.watchdog.arm(factor=10)  # saving takes longer than a step
         with self.clock.away(), self.log.busy("saving the checkpoint"):
+            self.folder.wait()  # until the memory of the save before is free
+            resume.check_finite(self.model, self.optimizer, self.progress.iter_num,
+                                self.folder.file("ckpt.pt"), self.ranks)
             # All ranks gather what is sharded; rank 0 writes, and tells the others how it went.
             state = resume.make_checkpoint(self.config, self.data, self.model, self.optimizer,
-                                    self.parts(), self.ranks)
+                                           self.parts(), self.ranks, self.folder.may_pin)
             distributed.from_main(
-                lambda: self.folder.save(state, self.best_due, self.is_kept(), self.log, last),
-                self.ranks)
+                lambda: self.folder.save(state, self.best_due, self.is_kept(), self.log, last,
+                                         private=self.sharded), self.ranks)
         self.saved_at, self.best_due = self.progress.iter_num, False
 
     def restore(self, start):
