@@ -53,6 +53,7 @@ class Row(NamedTuple):
     end: int | None
     group: str          # rows of one group come into one split
     doubt: str = ""     # about the place of the evidence
+    id: object = None   # the record's own
 
     @property
     def evidence(self):
@@ -96,7 +97,7 @@ def parse_row(record, fields):
     start, end, doubt = find_evidence(text, record, fields)
     label = None if label is None else label_name(clean(str(label))) or None
     group = str(record[fields.group]) if fields.group else text
-    return Row(text, label, start, end, group, doubt)
+    return Row(text, label, start, end, group, doubt, record.get("id"))
 
 
 def label_name(text):

@@ -29,6 +29,7 @@ from train.config import ConfigError, key, run_command
 from train.dataloader import Data, RowLoader
 from train.evaluate import batch_sums
 
+USE = "python -m model.autoencoder --ckpt {out}/ckpt.pt --arrays {out}/val.npz"
 # Beside the variance of a target over its dimensions, 1: keeps the gradient of a constant finite.
 EPS = 1e-3
 
@@ -182,19 +183,38 @@ def build_model(config, data):
 # -----------------------------------------------------------------------------
 # the command line: numbers of a checkpoint on held-out rows
 
+def batches(arrays, rows, offsets):
+    """Yields all rows of `arrays`, to which offsets [(D,) or 0.0] are added, a batch at a time."""
+    for start in range(0, len(arrays[0]), rows):
+        yield [torch.from_numpy(a[start:start + rows] + offset).float()
+               for a, offset in zip(arrays, offsets or [0.0] * len(arrays))]
+
+
 @torch.no_grad()
 def evaluate_rows(model, arrays, rows=1024, offsets=None):
-    """(numbers, r of each target or None) of a model over all rows of `arrays`, to which offsets
-    [(D,) or 0.0] are added."""
-    total, offsets = None, offsets or [0.0] * len(arrays)
-    for start in range(0, len(arrays[0]), rows):
-        batch = [torch.from_numpy(a[start:start + rows] + offset).float()
-                 for a, offset in zip(arrays, offsets)]
+    """(numbers, r of each target or None) of a model over all rows of `arrays`; see batches."""
+    total = None
+    for batch in batches(arrays, rows, offsets):
         sums = batch_sums(*model(*batch), len(batch[0]))
         total = sums if total is None else {k: total[k] + v for k, v in sums.items()}
     r = correlations(total) if model.head is not None else None
     loss = float(total["loss"] / total["count"])
     return dict(rows=int(total["count"]), loss=loss, **model.numbers(total)), r
+
+
+@torch.no_grad()
+def outputs(model, arrays, rows=1024, offsets=None):
+    """{"latent" (N, Z), "prediction" (N, D)} of all rows of `arrays`, as numpy arrays: bottlenecks,
+    and the target where there is one, in the units of the array that was prepared."""
+    out = {}
+    for batch in batches(arrays, rows, offsets):
+        z = model.encode(model.standardise(batch))
+        out.setdefault("latent", []).append(z)
+        if model.head is not None:
+            y = (model.head(z) * model.std_target + model.mean_target).double()
+            shift = torch.tensor(model.spec.get("shift", {}).get("target", 0.0)).double()
+            out.setdefault("prediction", []).append(y + shift)
+    return {name: torch.cat(parts).numpy() for name, parts in out.items()}
 
 
 def open_checked(folder, split, spec):
@@ -229,6 +249,8 @@ def report(args):
     if args.to:
         with open(args.to, "w", encoding="utf-8") as f:
             json.dump(numbers, f, indent=1)
+    if args.arrays:
+        np.savez(args.arrays, **outputs(model, arrays, offsets=offsets))
 
 
 def main(argv=None):
@@ -239,6 +261,8 @@ def main(argv=None):
     p.add_argument("--data_dir", help="prepared features (default: what it was trained on)")
     p.add_argument("--split", choices=["train", "val"], default="val", help="default: %(default)s")
     p.add_argument("--to", metavar="FILE.json", help="also write the numbers, and r of each target")
+    p.add_argument("--arrays", metavar="FILE.npz", help="also write what comes out of each row: "
+                   "latent (N, Z), and prediction (N, D) of the target in its own units")
     return run_command(p, report, argv)
 
 

@@ -28,6 +28,7 @@ from model.ops import IGNORE
 from train.config import run_command
 from train.dataloader import Data, RowLoader
 
+USE = "python -m model.chat --ckpt {out}/ckpt.pt"  # said at the end of a run
 ARRAYS = ("tokens", "mask", "chat")
 
 
@@ -166,9 +167,12 @@ def first_exchange(tokens, mask, chat):
 # -----------------------------------------------------------------------------
 # talking
 
-def question_ids(model, tokenizer, text):
-    """Ids of a question, up to where the answer begins. ValueError for what has no ids."""
+def question_ids(model, tokenizer, text, system=None):
+    """Ids of a question, up to where the answer begins. ValueError for what has no ids. system: a
+    message before it."""
     messages = [("user", text.strip()), ("assistant", "")]
+    if system and system.strip():
+        messages.insert(0, ("system", system.strip()))
     return tokenizer.encode(stretches(messages, model.template)[0][0])
 
 
@@ -184,33 +188,36 @@ def answer(model, tokenizer, ids, max_new_tokens, on_token=None, **how):
     return said[:-1] if said[-1:] == [tokenizer.eot_token] else said
 
 
-def fitting(exchanges, question, room):
-    """Ids of a conversation: the latest whole exchanges that leave `question` within `room`."""
-    ids = question
-    for exchange in reversed(exchanges):
-        if len(exchange) + len(ids) > room:
+def fitting(exchanges, room):
+    """Ids of the latest exchanges of a conversation that are within `room`, at least of the last, a
+    question. exchanges: [(ids, its ids where it is the first: after the system message)]."""
+    known, rest = [], []
+    for ids, first in reversed(exchanges):
+        if rest and len(first) + len(rest) > room:
             break
-        ids = exchange + ids
-    return ids
+        known, rest = first + rest, ids + rest
+    return known
 
 
-def talk(model, tokenizer, questions, max_new_tokens, **how):
+def talk(model, tokenizer, questions, max_new_tokens, system=None, **how):
     """Print the answer to each of `questions`, as it comes; each knows those before, as far as the
-    context holds them and an answer. A long answer may fill half of it before it is in the way."""
+    context holds them and an answer, and the `system` message. A long answer may fill half of the
+    context before it is in the way."""
     from model.generate import Streamer
     size, exchanges, told = model.config.block_size, [], False
     room = max(size - max_new_tokens, size // 2)
     for text in questions:
-        question = question_ids(model, tokenizer, text)
-        known = fitting(exchanges, question, room)
-        if len(known) < sum(map(len, exchanges)) + len(question) and not told:
+        asked = [question_ids(model, tokenizer, text, before) for before in (None, system)]
+        exchanges.append(asked)
+        known = fitting(exchanges, room)
+        if len(known) < len(fitting(exchanges, math.inf)) and not told:
             told = True
             print(f"[the context of {size} tokens is full: only the latest exchanges are known "
                   "from here on]", file=sys.stderr)
         said = answer(model, tokenizer, known, max_new_tokens,
                       Streamer(tokenizer, tokenizer.eot_token), **how)
         print(flush=True)
-        exchanges.append([*question, *said, tokenizer.eot_token])
+        exchanges[-1] = [[*ids, *said, tokenizer.eot_token] for ids in asked]
 
 
 def typed():
@@ -221,7 +228,7 @@ def typed():
 
 
 def chat(ckpt, prompt=None, max_new_tokens=256, temperature=0.0, top_k=None, top_p=None, seed=None,
-         device="auto", backbone=None):
+         device="auto", backbone=None, system=None):
     """Talk with the model of a checkpoint: answer `prompt`, or else what is typed. UserError."""
     from train.distributed import get_device
     model, tokenizer = load_model(ckpt, get_device(device), backbone=backbone)
@@ -231,7 +238,7 @@ def chat(ckpt, prompt=None, max_new_tokens=256, temperature=0.0, top_k=None, top
     if prompt is None and sys.stdin.isatty():
         print("An empty line ends the conversation.", file=sys.stderr)
     talk(model, tokenizer, [prompt] if prompt else typed(), max_new_tokens,
-         temperature=temperature, top_k=top_k, top_p=top_p, seed=seed)
+         system=system, temperature=temperature, top_k=top_k, top_p=top_p, seed=seed)
 
 
 def main(argv=None):
@@ -242,6 +249,7 @@ def main(argv=None):
     add("--ckpt", default="out/chat/ckpt.pt", help="checkpoint (default: %(default)s)")
     add("--backbone", help=BACKBONE)
     add("--prompt", help="one question; its answer ends the program")
+    add("--system", metavar="TEXT", help="a system message, before the first question")
     add("--max_new_tokens", type=int, default=256, help="of an answer (default: %(default)s)")
     add("--temperature", type=float, default=0.0, help="0: always the most likely token (default)")
     add("--top_k", type=int, help="only the k most likely tokens")

@@ -31,6 +31,7 @@ from train.dataloader import Data, RowLoader
 
 # Evaluations sort log-odds of classes, from -ODDS to ODDS, into STEPS: AUROC is made of the counts.
 ODDS, STEPS = 16.0, 1001
+USE = "python -m model.classifier --ckpt {out}/ckpt.pt --data FILE.csv --out {out}/report"
 SAME_TO_ADOPT = ("classes",)  # a head knows them by their numbers
 
 
@@ -437,22 +438,24 @@ def confusion_svg(matrix, classes, title):
 # the command line: a checkpoint on other data
 
 def load_rows(args, spec, tokenizer, limit=None):
-    """(arrays in the order of ARRAYS, true evidence texts, which rows have a label) of --data.
-    limit: tokens of a text, where positions have weights."""
+    """(arrays in the order of ARRAYS, what is known of each row: a dict of its text and, where it
+    has them, id, true_label and true_evidence) of --data. limit: tokens of a text, where positions
+    have weights."""
     path, K = args.data[0], len(spec["classes"])
     if os.path.isdir(path):
         if read_meta(path)["classes"] != spec["classes"]:
             raise DataError(f"{path}: has other classes than the checkpoint's: "
                             f"{', '.join(spec['classes'])}")
         arrays = load_split(path, args.split)
-        tokens, _, labels, spans = arrays
+        tokens = arrays[0]
         same = load_dataset_tokenizer(path).spec() == tokenizer.spec()
         if not same or tokens.shape[1] > (limit or sys.maxsize) or not len(tokens):
             raise DataError(f"{path}: {args.split} has no rows, or was prepared with another "
                             "tokenizer or --max_tokens than the checkpoint's data")
-        evidence = [tokenizer.decode(row[a:b + 1]) if a >= 0 else None
-                    for row, (a, b) in zip(tokens, spans)]
-        return arrays, evidence, np.full(len(labels), K > 0)
+        return arrays, [dict(
+            text=tokenizer.decode(row[:n]), true_label=spec["classes"][label] if K else None,
+            true_evidence=tokenizer.decode(row[a:b + 1]) if a >= 0 else None)
+            for row, n, label, (a, b) in zip(*arrays)]
     rows = read_rows(args.data, Fields(args.text, args.label, args.evidence, args.start, args.end))
     classes = [label_name(name) for name in spec["classes"]]
     unknown = sorted({row.label for row in rows} - {None, *classes})
@@ -465,8 +468,8 @@ def load_rows(args, spec, tokenizer, limit=None):
                           (spec["max_tokens"], "are longer than all that it learned from")):
         if longest and (n := int((sizes > longest).sum())):
             print(f"{n:,} of {len(rows):,} texts {what}, {longest:,} tokens", file=sys.stderr)
-    return ([arrays[n] for n in ARRAYS], [row.evidence for row in rows],
-            np.array([row.label is not None for row in rows]))
+    return [arrays[n] for n in ARRAYS], [dict(
+        id=row.id, text=row.text, true_label=row.label, true_evidence=row.evidence) for row in rows]
 
 
 @torch.no_grad()
@@ -499,7 +502,8 @@ def evaluate(args):
         raise DataError(f"{args.ckpt}: a {type(model).__name__}, no classifier")
     spec = model.spec
     limit = None if model.gpt.config.pos == "rope" else model.gpt.config.block_size
-    arrays, evidence, labelled = load_rows(args, spec, tokenizer, limit)
+    arrays, rows = load_rows(args, spec, tokenizer, limit)
+    labelled = np.array([row["true_label"] is not None for row in rows])
     scores, spans = predict(model, arrays, args.batch_size, device)
     metrics, said = dict(rows=len(arrays[0])), None
     if scores is not None and labelled.any():
@@ -507,15 +511,16 @@ def evaluate(args):
         metrics["classes"] = spec["classes"]
     if spans is not None:
         said = [tokenizer.decode(row[a:b + 1]) for row, (a, b) in zip(arrays[0], spans)]
-        pairs = [(true, guess) for true, guess in zip(evidence, said) if true is not None]
+        pairs = [(row["true_evidence"], guess) for row, guess in zip(rows, said)
+                 if row["true_evidence"] is not None]
         metrics |= place_metrics(np.asarray(arrays[3]), spans)
         words = span_metrics(*zip(*pairs)) if pairs else {}
         metrics |= {f"words_{name}": n for name, n in words.items() if name != "spans"}
-    write(args.out, metrics, spec["classes"], scores, said)
+    write(args.out, metrics, spec["classes"], rows, scores, said)
     return metrics, spec["classes"]
 
 
-def write(out, metrics, classes, scores, said):
+def write(out, metrics, classes, rows, scores, said):
     """metrics.json, confusion.svg and predictions.jsonl, a line a row, in the folder `out`."""
     os.makedirs(out, exist_ok=True)
     with open(os.path.join(out, "metrics.json"), "w", encoding="utf-8") as f:
@@ -526,10 +531,13 @@ def write(out, metrics, classes, scores, said):
                                   f"accuracy {metrics['accuracy']:.3f}, "
                                   f"macro F1 {metrics['f1_macro']:.3f}"))
     with open(os.path.join(out, "predictions.jsonl"), "w", encoding="utf-8") as f:
-        for i in range(metrics["rows"]):
-            row = {} if scores is None else dict(label=classes[scores[i].argmax()],
-                                                 probability=round(float(scores[i].max()), 4))
-            f.write(json.dumps(row | ({} if said is None else dict(evidence=said[i]))) + "\n")
+        for i, row in enumerate(rows):  # without an id its number
+            row = {"id": i} | {name: v for name, v in row.items() if v is not None}
+            if scores is not None:
+                row |= dict(label=classes[scores[i].argmax()],
+                            probability=round(float(scores[i].max()), 4))
+            row |= {} if said is None else dict(evidence=said[i])
+            f.write(json.dumps(row, default=str) + "\n")
 
 
 def main(argv=None):

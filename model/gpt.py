@@ -27,6 +27,8 @@ from model.ops import (
 )
 from train.keys import GPTKeys, adopt_shape  # noqa: F401  the loop asks for the second here
 
+USE = "python -m model.sample --ckpt {out}/ckpt.pt --prompt ..."  # said at the end of a run
+
 
 @dataclass
 class GPTConfig(GPTKeys):

@@ -29,6 +29,7 @@ from train.distributed import choose_dtype, convert_ddp_state, from_main, get_de
 from train.optimizer import matches
 from train.resume import check_tokenizer
 
+USE = "python -m model.lora --ckpt {out}/ckpt.pt --to {out}/merged.pt"
 SAME_TO_ADOPT = ("backbone", "lora_alpha")  # adapters are a difference to it, at one scale
 
 

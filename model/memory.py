@@ -31,6 +31,7 @@ from train.checkpoint import FORMAT_VERSION, CheckpointError, save_checkpoint
 from train.config import key, run_command
 
 open_data, sample, adopt_shape = lora.open_data, lora.sample, gpt.adopt_shape
+USE = "python -m model.memory --ckpt {out}/ckpt.pt --to {out}/merged.pt"
 SAME_TO_ADOPT = ("backbone",)  # a memory stands beside one model
 
 

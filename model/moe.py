@@ -25,6 +25,7 @@ from model.gpt import GPT, Block, GPTConfig, normal
 from train.config import gpt_conflicts, key
 
 sample, adopt_shape = gpt.sample, gpt.adopt_shape
+USE = gpt.USE
 GPT_FIELDS = {f.name for f in fields(GPTConfig)}
 
 

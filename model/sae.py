@@ -34,6 +34,7 @@ from train.config import ConfigError, UsageError, key, run_command
 from train.dataloader import Data, DataLoader, open_token_data
 from train.distributed import choose_dtype, from_main
 
+USE = "python -m model.sae --ckpt {out}/ckpt.pt"
 SAME_TO_ADOPT = ("backbone", "layer")  # features are those of one place in one model
 
 

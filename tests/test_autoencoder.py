@@ -20,6 +20,7 @@ from model.autoencoder import (
     matching_loss,
     open_checked,
     open_data,
+    outputs,
     products,
     reconstruction_losses,
     row_correlation,
@@ -107,6 +108,19 @@ def test_a_signal_on_a_large_offset_is_kept(tmp_path):
     assert evaluate_rows(model, arrays, offsets=offsets)[0]["loss"] == pytest.approx(
         out["history"][-1]["val_loss"], rel=1e-5)
     assert 0.5 < out["history"][0]["val_recon_a"] < 4
+
+
+def test_predictions_have_the_units_of_the_array_that_was_prepared(tmp_path):
+    rng = np.random.default_rng(1)
+    x, y = rng.normal(size=(200, 3)), rng.normal(size=(200, 2)) + np.array([1.7e9, 5.0])
+    features.prepare_features({"a": x}, y, str(tmp_path / "f"), 0.2, np.arange(200) // 10,
+                              log=lambda text: None)
+    go(tmp_path / "f", tmp_path / "out", **SYSTEM | dict(max_iters=1))
+    model, _ = load_model(tmp_path / "out" / "ckpt.pt")
+    arrays, offsets = open_checked(str(tmp_path / "f"), "val", model.spec)
+    said = outputs(model, arrays, rows=7, offsets=offsets)
+    assert said["prediction"].shape == (len(arrays[0]), 2) and said["latent"].shape[1] == 8
+    assert (np.abs(said["prediction"] - y.mean(0)) < 10).all()
 
 
 def test_features_of_other_arrays_are_replaced_with_force_only(tmp_path, capsys):
@@ -347,8 +361,9 @@ def test_no_target(tmp_path):
 
 def test_the_numbers_of_a_checkpoint(tmp_path, trained, folder, capsys):
     """The command gives what the evaluation during training gave, and r of each target."""
-    path = tmp_path / "numbers.json"
-    assert main(["--ckpt", str(trained[0] / "ckpt.pt"), "--to", str(path)]) == 0
+    path, npz = tmp_path / "numbers.json", tmp_path / "out.npz"
+    assert main(["--ckpt", str(trained[0] / "ckpt.pt"), "--to", str(path),
+                 "--arrays", str(npz)]) == 0
     numbers, last = json.loads(path.read_text()), trained[1]["history"][-1]
     assert numbers["rows"] == 40 and "r of 60 targets" in capsys.readouterr().out
     for name in ("loss", "correlation", "match", "recon_audio"):
@@ -356,7 +371,12 @@ def test_the_numbers_of_a_checkpoint(tmp_path, trained, folder, capsys):
     model, _ = load_model(trained[0] / "ckpt.pt")
     arrays = features.open_features(folder, "val")
     with torch.no_grad():
-        out = model.head(model.encode(model.standardise(map(torch.tensor, map(np.array, arrays)))))
+        z = model.encode(model.standardise(map(torch.tensor, map(np.array, arrays))))
+        out = model.head(z)
+    mean, std = (np.array(model.spec[k]["target"]) for k in ("mean", "std"))
+    with np.load(npz) as made:
+        np.testing.assert_allclose(made["latent"], z, atol=1e-5)
+        np.testing.assert_allclose(made["prediction"], out * std + mean, atol=1e-4)
     wanted = [np.corrcoef(out[:, i], arrays[-1][:, i])[0, 1] for i in range(60)]
     assert numbers["targets"] == pytest.approx(wanted, abs=1e-4)
     assert evaluate_rows(model, arrays, rows=7)[0]["correlation"] == pytest.approx(

@@ -422,9 +422,24 @@ def test_learns_held_out_questions(capitals, tmp_path):
 
 def test_conversation_fits_the_context():
     from model.chat import fitting
-    exchanges = [[1] * 10, [2] * 10, [3] * 10]
-    assert fitting(exchanges, [4] * 5, 26) == [2] * 10 + [3] * 10 + [4] * 5
-    assert fitting(exchanges, [4] * 5, 3) == [4] * 5
+    system, sizes = [9] * 3, (10, 10, 10, 5)
+    for before in ([], system):
+        exchanges = [([i] * n, before + [i] * n) for i, n in enumerate(sizes, 1)]
+        assert fitting(exchanges, 28) == before + [2] * 10 + [3] * 10 + [4] * 5
+        assert fitting(exchanges, 3) == before + [4] * 5
+    assert fitting(exchanges, 27) == system + [3] * 10 + [4] * 5
+
+
+def test_a_system_message_comes_first_and_stays(monkeypatch):
+    from model import chat
+    model, asked = small(block_size=105), []
+    model.template = data_chat.TEMPLATE
+    monkeypatch.setattr(chat, "answer", lambda m, t, ids, *rest, **how: asked.append(ids) or [65])
+    chat.talk(model, BYTES, ["a", "b", "c"], 5, system=" Be kind. ")
+    one = [("system", "Be kind."), ("user", "a"), ("assistant", "A"), ("user", "b")]
+    ids, _ = data_chat.encode_chat([*one, ("assistant", "")], BYTES)
+    assert asked[1] == ids[:-1].tolist()  # as in training, up to where the answer begins
+    assert BYTES.decode(asked[2]).startswith("### System:\nBe kind.\n\n### User:\nb")
 
 
 @pytest.mark.parametrize("block_size, known", [(80, 1), (160, 2), (400, 3)])

@@ -471,7 +471,8 @@ def test_the_readmes_commands(tmp_path, data_dir):
     best = max(r["val_f1_macro"] for r in evaluations)
     state = torch.load(out / "ckpt_best.pt", weights_only=True)
     assert state["progress"]["best_metric"] == -best and best > 0.9
-    other = write_jsonl(tmp_path / "other.jsonl", make_rows(60, seed=5))
+    other = write_jsonl(tmp_path / "other.jsonl", [
+        row | dict(id=f"n{i}") for i, row in enumerate(make_rows(60, seed=5))])
     code, said = command("model.classifier", "--ckpt", out / "ckpt_best.pt", "--data", other,
                          "--out", report)
     assert code == 0 and "macro mean" in said and "exact match" in said, said
@@ -480,8 +481,11 @@ def test_the_readmes_commands(tmp_path, data_dir):
     assert numbers["f1_macro"] > 0.9 and numbers["exact_match"] > 0.5 and numbers["rows"] == 60
     assert sum(map(sum, numbers["confusion_matrix"])) == 60
     assert (report / "confusion.svg").read_text().count("<rect") == 1 + 9
-    first = json.loads((report / "predictions.jsonl").read_text().split("\n")[0])
-    assert first["label"] in WORDS and 0 < first["probability"] <= 1
+    said = [json.loads(line) for line in (report / "predictions.jsonl").read_text().splitlines()]
+    assert all(row["label"] in WORDS and 0 < row["probability"] <= 1 for row in said)
+    assert [(f"n{i}", row["text"], row["label"], row["evidence"])
+            for i, row in enumerate(make_rows(60, seed=5))] == [
+        (row["id"], row["text"], row["true_label"], row["true_evidence"]) for row in said]
     # The test split by the command is what the run ended with.
     test = next(r for r in lines(out) if "test_loss" in r)
     code, said = command("model.classifier", "--ckpt", out / "ckpt_best.pt", "--data",
@@ -490,6 +494,11 @@ def test_the_readmes_commands(tmp_path, data_dir):
     for name in ("f1_macro", "exact_match", "token_f1"):  # one meaning of each
         assert numbers[name] == pytest.approx(test[f"test_{name}"], abs=1e-9)
     assert numbers["rows"] < 60
+    said = [json.loads(line) for line in (report / "predictions.jsonl").read_text().splitlines()]
+    texts = {row["text"]: row for row in make_rows(400)}
+    for row in said:  # of a prepared folder
+        assert texts[row["text"]]["label"] == row["true_label"]
+        assert texts[row["text"]]["evidence"] == row["true_evidence"].strip()
 
 
 def test_rows_without_labels_are_only_predicted(tmp_path, labels, trained, capsys):
@@ -499,7 +508,8 @@ def test_rows_without_labels_are_only_predicted(tmp_path, labels, trained, capsy
     assert "predictions.jsonl, metrics.json" in capsys.readouterr().out  # no confusion.svg
     assert json.loads((tmp_path / "report" / "metrics.json").read_text()) == dict(rows=2)
     said = (tmp_path / "report" / "predictions.jsonl").read_text().splitlines()
-    assert len(said) == 2 and {"label", "probability", "evidence"} == set(json.loads(said[0]))
+    assert len(said) == 2 and {"id", "text", "label", "probability", "evidence"} == set(
+        json.loads(said[0]))
 
 
 @pytest.fixture(scope="session")

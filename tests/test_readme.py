@@ -13,6 +13,7 @@ from conftest import REPO
 
 import run_train
 from train.config import config_class, load_config, take_config
+from train.logger import next_steps
 
 PAGES = ("README.md", "train/README.md", "model/README.md", "data/README.md")
 TEXTS = {page: (REPO / page).read_text() for page in PAGES}
@@ -114,6 +115,17 @@ def test_a_wrong_command_is_noticed(module, words, monkeypatch):
 
 
 SYSTEMS = ("gpt", "chat", "lora", "classifier", "moe", "memory", "sae", "autoencoder")
+
+
+@pytest.mark.parametrize("system", SYSTEMS)
+def test_a_run_ends_with_a_command_that_uses_it(system, monkeypatch):
+    config = load_config(None, dict(out_dir="my runs/a"))
+    use = importlib.import_module(f"model.{system}").USE
+    said = next_steps(config, use).split("\n")
+    assert said[0] == "Next: open my runs/a/loss.svg, and use it:"
+    _, _, module, *words = shlex.split(said[1])
+    assert words[:2] == ["--ckpt", "my runs/a/ckpt.pt"] and not parse(
+        monkeypatch, module, words)[1]
 
 
 def test_every_key_is_known_and_takes_its_value():

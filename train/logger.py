@@ -444,15 +444,12 @@ def parameters_by_part(model):
     return ", ".join(f"{k} {v:,}" for k, v in parts.items())
 
 
-def next_steps(c):
-    """What to do with a finished run."""
-    sample = ["python", "-m", "model.sample", "--ckpt", os.path.join(c.out_dir, "ckpt.pt"),
-              "--prompt", "..."]
-    picture = os.path.join(c.out_dir, "loss.svg")
-    if c.model != "gpt":
-        return f"Next: open {picture}"
-    return (f"Next: read {os.path.join(c.out_dir, 'samples.txt')}, open {picture}, or write text "
-            f"with\n  {shlex.join(sample)}\nYour own text: python -m data.prepare my.txt")
+def next_steps(c, use):
+    """What to do with a finished run. use: the command that its model file names, or ""."""
+    text = f"Next: open {os.path.join(c.out_dir, 'loss.svg')}"
+    if use:
+        text += f", and use it:\n  {use.format(out=shlex.quote(c.out_dir))}"
+    return text + "\nYour own text: python -m data.prepare my.txt" * (c.model == "gpt")
 
 
 def without_option(argv, name):

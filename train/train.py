@@ -246,7 +246,8 @@ class Trainer:
         skipped = f"; {p.overflows} float16 steps skipped" if p.overflows else ""
         self.log.info(f"Training complete! {p.finished}; checkpoints and evaluations held it up "
                       f"for {self.clock.total_away:.1f} s{skipped}")
-        self.log.info(logger.next_steps(self.config))
+        use = getattr(load_model_file(self.config.model), "USE", "")
+        self.log.info(logger.next_steps(self.config, use))
 
     def evaluation_is_due(self, done):
         p, c = self.progress, self.config
