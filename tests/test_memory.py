@@ -250,10 +250,10 @@ def test_losses_of_chats_by_hand(tmp_path, backbone):
     answers = mask[:, 1:] == 1
     own = torch.nn.functional.cross_entropy(logits[answers], tokens[:, 1:][answers])
     assert model.numbers({n: v.double() for n, v in sums.items()})["lm_loss"] == pytest.approx(
-        float(own), rel=1e-4)
+        own.item(), rel=1e-4)
     model.eval()
     loss, sums = model(tokens, mask, number)
-    assert float(loss) == pytest.approx(float(own), rel=1e-4) and int(sums["answers"]) == 3
+    assert loss.item() == pytest.approx(own.item(), rel=1e-4) and int(sums["answers"]) == 3
     assert {"exact", "load_balance", "use_max"} <= model.numbers(
         {n: v.double() for n, v in sums.items()} | dict(loss=9 * loss.detach())).keys()
 
