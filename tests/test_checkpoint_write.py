@@ -176,6 +176,18 @@ def test_a_disk_full_for_a_moment_at_the_last_save_is_tried_again(tmp_path, data
     assert_same(undisturbed, tmp_path)
 
 
+def test_the_memory_of_a_snapshot_is_given_back_once_it_is_written(tmp_path, monkeypatch):
+    given, log = [], types.SimpleNamespace(info=print, warn=print)
+    monkeypatch.setattr(checkpoint, "return_freed_memory",
+                        lambda: given.append((tmp_path / "ckpt.pt").exists()))
+    with checkpoint.RunFolder(str(tmp_path)) as folder:
+        folder.open()
+        folder.save(dict(model={"w": torch.ones(3)}, optimizer={}, iter_num=1), False, False, log)
+        folder.wait()
+        folder.wait()
+    assert given == [True]
+
+
 @pytest.mark.matrix(8)
 def test_an_export_that_fails_costs_no_checkpoint(tmp_path, data_dir, undisturbed, capsys):
     """model.safetensors cannot be written, at a save in between and at the last -> a warning each

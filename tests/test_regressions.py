@@ -5,9 +5,11 @@ import decimal
 import io
 import json
 import os
+import pickle
 import re
 import subprocess
 import sys
+import tarfile
 import types
 from dataclasses import fields
 
@@ -512,11 +514,34 @@ def test_the_program_runs_from_any_folder_and_knows_home(tmp_path, data_dir):
     assert (home / "o" / "ckpt.pt").exists() and not (tmp_path / "out").exists()
 
 
-def test_a_foreign_checkpoint_gives_no_unsafe_advice(tmp_path):
-    torch.save({"model": {"w": torch.ones(1)}, "odd": decimal.Decimal(1)}, tmp_path / "x.pt")
+@pytest.mark.parametrize("kind", ["object", "pickle", "tar"])
+def test_a_foreign_checkpoint_gives_no_unsafe_advice(tmp_path, kind):
+    """as torch itself does"""
+    path, state = tmp_path / "x.pt", {"model": {"w": torch.ones(1)}, "odd": decimal.Decimal(1)}
+    if kind == "object":
+        torch.save(state, path)
+    elif kind == "pickle":
+        path.write_bytes(pickle.dumps({"model": {"w": 1.5}}, protocol=4))
+    else:  # of PyTorch 0.1
+        with tarfile.open(path, "w") as tar:
+            for name in ("storages", "tensors", "pickle"):
+                tar.addfile(tarfile.TarInfo(name))
     with pytest.raises(CheckpointError) as caught:
-        load_checkpoint(str(tmp_path / "x.pt"))
-    assert "weights_only" not in str(caught.value) and "\n" not in str(caught.value)
+        load_checkpoint(str(path))
+    said = str(caught.value).lower().replace("_", " ")
+    assert "weights only" not in said and "trust" not in said and "\n" not in said
+
+
+def test_a_flipped_bit_in_a_foreign_checkpoint_is_found(tmp_path):
+    """torch.load itself takes it"""
+    values, path = torch.arange(50.0), tmp_path / "x.pt"
+    torch.save({"model": {"w": values}}, path)
+    content = bytearray(path.read_bytes())
+    content[content.find(values.numpy().tobytes()) + 5] ^= 1
+    path.write_bytes(content)
+    assert not torch.equal(torch.load(path, weights_only=True)["model"]["w"], values)
+    with pytest.raises(CheckpointError, match="damaged at .*/data/0"):
+        load_checkpoint(str(path))
 
 
 def test_out_and_data_are_in_the_repository_and_their_content_is_not():

@@ -242,7 +242,7 @@ def load_problem(path, error):
         return (f"refused: it would run or build {', '.join(sorted(unsafe))} when loaded; a "
                 "checkpoint holds plain tensors only")
     text = str(error).strip().split("\n")[0]
-    if text.startswith("Weights only load failed"):  # torch advises to load it unsafely
+    if "weights only" in text.lower().replace("_", " "):  # torch advises to load it unsafely
         text = "it holds other things than plain tensors"
     return f"cannot be read as a checkpoint ({type(error).__name__}: {text})"
 
