@@ -253,7 +253,8 @@ def prepare(args):
                             files or ["--synthetic"], **more)
     dims = ", ".join(f"{name} {d}" for name, d in meta["modalities"].items())
     print(f"{out}: {dims}; target {meta['target'] or 'none'}; {meta['rows']['train']:,} rows to "
-          f"train on, {meta['rows']['val']:,} held out, in whole runs")
+          f"train on, {meta['rows']['val']:,} held out, in whole runs\nNext: python run_train.py "
+          f"--config train/config_autoencoder.yaml --data_dir {out}")
 
 
 def main(argv=None):
