@@ -23,7 +23,6 @@ import subprocess
 import sys
 import tempfile
 import time
-from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -136,7 +135,7 @@ def estimate(config):
     with distributed.process_group(config) as ranks:
         say = (lambda text: print(text, flush=True)) if ranks.main else (lambda text: None)
         shape = distributed.from_main(lambda: weights_shape(config)[0], ranks)
-        config = replace(config, **shape)
+        config = config.but(**shape)
         data = open_data(config, ranks)
         c = config.in_steps(data.train.samples)
         build = load_model_file(c.model).build_model

@@ -14,7 +14,6 @@ import os
 import sys
 import tempfile
 import time
-from dataclasses import replace
 from statistics import fmean, pstdev
 from types import SimpleNamespace
 
@@ -74,9 +73,9 @@ def find_lr(config, low=1e-7, high=1.0, steps=100):
     says of them, as a dict."""
     rates = [low * (high / low) ** (i / (steps - 1)) for i in range(steps)]
     with tempfile.TemporaryDirectory() as folder:
-        config = replace(config, out_dir=folder, resume="auto", tracker=[], eval_interval=0,
-                         lr_schedule="constant", warmup_iters=0, warmup_ratio=None,
-                         warmup_epochs=None, max_epochs=None, early_stopping_metric="val_loss")
+        config = config.but(out_dir=folder, resume="auto", tracker=[], eval_interval=0,
+                            lr_schedule="constant", warmup_iters=0, warmup_ratio=None,
+                            warmup_epochs=None, max_epochs=None, early_stopping_metric="val_loss")
         with open_trainer(config, kind=Sweep) as run:
             found = run.sweep(rates)
     return found | suggest(found["lr"], found["loss"], high)
