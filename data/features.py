@@ -19,7 +19,7 @@ import sys
 
 import numpy as np
 
-from data.token_files import DataError, who_reads
+from data.token_files import DataError, check_types, open_npy, who_reads
 from train.config import UsageError, run_command
 from train.files import new_folder
 
@@ -39,12 +39,19 @@ def read_features_meta(folder):
     try:
         with open(path, encoding="utf-8") as f:
             meta = json.load(f)
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise DataError(f"{path}: no prepared feature arrays ({error}){who_reads(folder)}; "
                         f"{PREPARE}") from None
     if not isinstance(meta, dict) or meta.get("kind") != "features":
         raise DataError(f"{path}: is about other data than feature arrays{who_reads(folder)}; "
                         f"{PREPARE}")
+    numbers = {str: [int | float]}
+    meta.setdefault("target", None)
+    check_types(path, {"shift": {}} | meta, modalities={str: int}, mean=numbers,
+                target=int | None, rows={str: int}, std=numbers, shift=numbers)
+    dims = meta["modalities"] | ({"target": meta["target"]} if meta["target"] else {})
+    if any({n: len(v) for n, v in meta[part].items()} != dims for part in ("mean", "std")):
+        raise DataError(f"{path}: mean and std have not the dimensions of the arrays; {PREPARE}")
     return meta
 
 
@@ -70,7 +77,7 @@ def open_features(folder, split):
 def open_array(path):
     """A .npy file of numbers, memory-mapped: (rows, dims); a single column may be (rows,)."""
     try:
-        array = np.load(path, mmap_mode="r", allow_pickle=False)
+        array = open_npy(path)
     except (OSError, ValueError, EOFError) as error:
         raise DataError(f"{path}: cannot be read as a .npy array ({error})") from None
     array = array[:, None] if array.ndim == 1 else array

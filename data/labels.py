@@ -116,7 +116,7 @@ def find_evidence(text, record, fields):
     if all(n not in (None, "") for n in offsets):
         try:
             start, end = map(int, offsets)
-        except (TypeError, ValueError):
+        except (TypeError, ValueError, OverflowError):
             raise ValueError(f"start and end {offsets}: expected whole numbers") from None
         if not 0 <= start < end <= len(text):
             raise ValueError(f"evidence {start} to {end} is not inside the text of {len(text)} "
@@ -124,15 +124,24 @@ def find_evidence(text, record, fields):
         return start, end, ""
     if words in (None, ""):
         return None, None, ""
-    found = re.escape(clean(words)) if isinstance(words, str) else "(?!)"
-    before, after = (r"(?<!\w)" * bool(re.match(r"\w", str(words))),
-                     r"(?!\w)" * bool(re.search(r"\w$", str(words))))
-    whole = [m.start() for m in re.finditer(f"(?={before}{found}{after})", text)]
-    places = whole or [m.start() for m in re.finditer(f"(?={found})", text)]
+    places = find_words(words := clean(words), text) if isinstance(words, str) else []
+    whole = [i for i in places if not (  # two characters of one word at an edge
+        re.fullmatch(r"\w\w", text[max(0, i - 1):i] + words[0])
+        or re.fullmatch(r"\w\w", words[-1] + text[i + len(words):i + len(words) + 1]))]
     if not places:
         raise ValueError(f"the evidence {str(words)[:60]!r} does not occur in the text")
+    places = whole or places
     doubt = SEVERAL if len(places) > 1 else "" if whole else INSIDE
-    return places[0], places[0] + len(clean(words)), doubt
+    return places[0], places[0] + len(words), doubt
+
+
+def find_words(words, text):
+    """Where `words` stand in `text`, one over the other too, but for long ones: to compare these at
+    every place could take for ever."""
+    places, step = [], 1 if len(words) < 200 else len(words)
+    while (i := text.find(words, places[-1] + step if places else 0)) >= 0:
+        places.append(i)
+    return places
 
 
 def read_rows(sources, fields=FIELDS, skip_bad=False, log=print):

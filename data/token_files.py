@@ -4,10 +4,14 @@ Formats: nanoGPT's raw .bin (uint16, or what meta.json says), llm.c and modded-n
 """
 
 import glob
+import io
 import json
 import mmap
 import os
 import pickle
+import pickletools
+import reprlib
+import tokenize
 from dataclasses import dataclass
 
 import numpy as np
@@ -19,6 +23,8 @@ from train.files import write_text
 # for; mapping anew for every batch instead would cost more than the reading.
 MAPPED_BYTES, FAULT_BYTES = 64 << 20, 64 << 10
 MIB = 1 << 20
+PICKLE_BYTES = 4 << 20   # of a meta.pkl
+MAX_ID = 1 << 24      # no vocabulary is larger
 CHECKED_WHOLE = 64 << 20  # bytes of a stream whose every id is checked before work starts
 LLMC = {(20240520, 1): "<u2", (20240801, 7): "<u4"}  # (magic, version) of llm.c's shards
 TEXT_BYTES = bytes([9, 10, 13, *range(32, 127)])
@@ -41,6 +47,16 @@ class PlainUnpickler(pickle.Unpickler):
 
     def find_class(self, module, name):
         raise ValueError(f"it names {module}.{name}, which could run code")
+
+
+def load_pickle(f):
+    """What a pickle of plain types holds. ValueError for any other, and for one that asks for more
+    memory than it fills: nine bytes can ask for gigabytes."""
+    content = f.read(PICKLE_BYTES)
+    for op, value, _ in pickletools.genops(content):  # also checks every length in it
+        if op.name.endswith("PUT") and value > len(content):
+            raise ValueError(f"it asks for a memory of {value:,} places")
+    return PlainUnpickler(io.BytesIO(content)).load()
 
 
 @dataclass
@@ -84,13 +100,33 @@ def check_meta(meta):
     if not isinstance(meta, dict):
         raise ValueError(f"holds a {type(meta).__name__}, expected a dictionary")
     if meta.get("dtype", "uint16") not in ("uint16", "uint32"):
-        raise ValueError(f"dtype is {meta['dtype']!r}, expected uint16 or uint32")
+        raise ValueError(f"dtype is {reprlib.repr(meta['dtype'])}, expected uint16 or uint32")
     splits = meta.get("splits", {})
     counts = {"vocab_size": meta.get("vocab_size", 1),
               **{f"splits.{s}.tokens": part.get("tokens", 1) for s, part in splits.items()}}
     for name, count in counts.items():
         if type(count) is not int or count < 1:
-            raise ValueError(f"{name} is {count!r}, expected a whole number of at least 1")
+            raise ValueError(f"{name} is {reprlib.repr(count)}, expected a whole number of at "
+                             "least 1")
+    if counts["vocab_size"] > MAX_ID:
+        raise ValueError(f"vocab_size is {counts['vocab_size']:,}, expected at most {MAX_ID:,}")
+
+
+def check_types(path, meta, **kinds):
+    """DataError unless `meta`, of the file `path`, has these names with values of these types: a
+    type, [type] for a list of it, {str: type} for a mapping to it."""
+    for name, kind in kinds.items():
+        if not is_of(meta.get(name), kind):
+            raise DataError(f"{path}: {name} is {reprlib.repr(meta.get(name))}: not as it was "
+                            "written; prepare the data again")
+
+
+def is_of(value, kind):
+    if isinstance(kind, list):
+        return isinstance(value, list) and all(is_of(v, kind[0]) for v in value)
+    if isinstance(kind, dict):
+        return isinstance(value, dict) and all(is_of(v, kind[str]) for v in value.values())
+    return isinstance(value, kind)
 
 
 def write_meta(folder, meta):
@@ -138,7 +174,7 @@ def why_not_replace(out, sources, force):
 
 def read_meta(folder):
     """meta.json (ours) or meta.pkl (nanoGPT's, read without running code) as a dict, else {}."""
-    for name, load in (("meta.json", json.load), ("meta.pkl", lambda f: PlainUnpickler(f).load())):
+    for name, load in (("meta.json", json.load), ("meta.pkl", load_pickle)):
         path = os.path.join(folder, name)
         if not os.path.exists(path):
             continue
@@ -152,13 +188,29 @@ def read_meta(folder):
     return {}
 
 
+# What numpy raises for a .npy file whose header is no description of an array.
+NPY_ERRORS = (tokenize.TokenError, SyntaxError, TypeError, ArithmeticError, RecursionError,
+              MemoryError)
+
+
+def open_npy(path):
+    """The array in a .npy file, memory-mapped. ValueError or OSError where it cannot be read."""
+    try:
+        return np.lib.format.open_memmap(path, mode="r")
+    except NPY_ERRORS as error:
+        raise ValueError(f"its header describes no array ({error})") from None
+
+
 def read_npy_header(path, f):
     """(dtype, bytes before the data, tokens) of an open .npy file; never unpickles."""
     f.seek(0)
     npy = np.lib.format
     version, _ = npy.read_magic(f)
     read_header = npy.read_array_header_1_0 if version == 1 else npy.read_array_header_2_0
-    shape, _, dtype = read_header(f)
+    try:
+        shape, _, dtype = read_header(f)
+    except NPY_ERRORS as error:
+        raise ValueError(f"its header describes no array ({error})") from None
     if len(shape) != 1 or dtype.str not in ("<u2", "<u4", "<i4", "<i8"):
         raise ValueError(f"holds {dtype} of shape {shape}, expected one row of uint16 or uint32")
     return dtype.str, f.tell(), shape[0]
@@ -173,7 +225,7 @@ def check_plausible(tokens):
         if low.any() and not high.any() or high.max() < 4 and low.max() >= 1024:
             raise ValueError("looks like uint32 tokens read as uint16; put "
                              '{"dtype": "uint32"} into a meta.json beside it')
-    elif tokens.max() >= 1 << 24:
+    elif tokens.max() >= MAX_ID:
         raise ValueError(f"holds {tokens.max():,}, no token id: uint16 tokens read as uint32? "
                          "correct the dtype in meta.json")
 

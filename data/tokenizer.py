@@ -31,7 +31,7 @@ R50K_URL = "https://openaipublic.blob.core.windows.net/encodings/r50k_base.tikto
 R50K_SHA256 = "306cd27f03c1a714eca7108e03d66b7dc042abe8c258b44c199a7ed9838dd930"
 SPACE_RUN = 500_000  # tiktoken's regex overflows its stack on a million blanks in a row
 LONG_SPACE = re.compile(rf"\s{{{SPACE_RUN}}}")
-MAX_VOCAB = 1 << 24  # a damaged description must not ask for terabytes
+MAX_VOCAB = 1 << 22  # a damaged description must not ask for terabytes
 
 
 def clean(text):
@@ -87,14 +87,21 @@ class RankTokenizer(Tokenizer):
         self.enc = tiktoken.Encoding(kind, pat_str=pattern, mergeable_ranks=ranks,
                                      special_tokens={EOT: eot_token})
         self.n_vocab = self.enc.n_vocab
+        self.encode_array("")  # a pattern may match nothing, which the library cannot take
 
     def encode_array(self, text):
         """Ids of `text` as a numpy array, uint8 (byte) or uint32."""
         text = clean(text)
         if self.kind == "byte":  # what tiktoken gives, without its loop over a million matches
             return np.frombuffer(text.encode("utf-8"), np.uint8)
-        return np.concatenate([self.enc.encode_to_numpy(part, disallowed_special=())
-                               for part in without_long_blanks(text)])
+        try:
+            return np.concatenate([self.enc.encode_to_numpy(part, disallowed_special=())
+                                   for part in without_long_blanks(text)])
+        except BaseException as error:
+            if "Panic" not in type(error).__name__:  # of Rust: no Exception
+                raise
+            raise DataError(f"the pattern {self.pattern!r:.80} of this {self.kind} tokenizer "
+                            f"cannot split text: {error}") from None
 
     def decode_known(self, ids):
         try:
@@ -300,7 +307,10 @@ def load_dataset_tokenizer(data_dir):
     meta = read_meta(folder)
     try:
         if itos := meta.get("itos"):  # nanoGPT's characters
-            return CharTokenizer("".join(itos[i] for i in range(len(itos))))
+            chars = [itos[i] for i in range(len(itos))]
+            if any(len(c) != 1 for c in chars):
+                raise ValueError("its itos has other things than characters")
+            return CharTokenizer("".join(chars))
         spec = meta.get("tokenizer")
         for part in BESIDE if spec else ():
             if name := spec.get(f"{part}_file"):  # only a name: never a file of another folder
@@ -310,6 +320,14 @@ def load_dataset_tokenizer(data_dir):
     except (ValueError, TypeError, KeyError, AttributeError, OSError) as e:
         raise DataError(f"{folder or '.'}: its meta file describes no tokenizer that can be "
                         f"rebuilt: {e}; prepare it again") from None
+
+
+def known_tokenizer(data_dir):
+    """load_dataset_tokenizer(data_dir); DataError where it names none."""
+    tokenizer = load_dataset_tokenizer(data_dir)
+    if tokenizer is None:
+        raise DataError(f"{data_dir}: its meta.json names no tokenizer; prepare it again")
+    return tokenizer
 
 
 def write_tokenizer(folder, tokenizer):

@@ -45,7 +45,10 @@ def as_bytes(text):
 
 def list_merges(ranks):
     """[(left, right)] in the order of the ranks: the pair that becomes each token. Within the edges
-    of a token nothing depends on what is around it, so one pair for each is enough."""
+    of a token nothing depends on what is around it, so one pair for each is enough. DataError where
+    tokens are so long that it would take for ever."""
+    if sum(len(token) ** 2 for token in ranks) > max(1 << 22, 200 * len(ranks)):
+        raise DataError(f"tokens of up to {max(map(len, ranks)):,} bytes: no vocabulary of a text")
     pairs = (last_pair(token, ranks) for token in sorted(ranks, key=ranks.get) if len(token) > 1)
     return [pair for pair in pairs if pair]
 
@@ -123,7 +126,7 @@ def read_json(path):
     try:
         with open(path, encoding="utf-8") as f:
             content = json.load(f)
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise DataError(f"{path}: cannot be read: {error}") from None
     if not isinstance(content, dict):
         raise DataError(f"{path}: expected a JSON object, got a {type(content).__name__}")
@@ -171,7 +174,7 @@ def read_byte_level(content, folder, path):
         ranks = {as_bytes(t): i for t, i in model["vocab"].items() if t not in added}
         check_merges(ranks, model["merges"], path)
         return rank_tokenizer(ranks, pattern, end_of_text(folder, added), path)
-    except (KeyError, TypeError, AttributeError, ValueError) as error:
+    except (LookupError, TypeError, AttributeError, ValueError) as error:
         if isinstance(error, DataError):
             raise
         raise DataError(f"{path}: not a byte-level BPE as tokenizers writes it: "

@@ -15,12 +15,11 @@ import math
 import os
 import sys
 
-import numpy as np
 import torch
 
 from data.chat import stretches
-from data.token_files import DataError, read_meta, who_reads
-from data.tokenizer import load_dataset_tokenizer, tokenizer_from_spec
+from data.token_files import DataError, check_types, open_npy, read_meta, who_reads
+from data.tokenizer import known_tokenizer, tokenizer_from_spec
 from model import gpt
 from model.gpt import GPT
 from model.load import BACKBONE, load_model
@@ -118,7 +117,8 @@ def open_data(config, ranks):
         raise DataError(f"{c.data_dir}: no chats{who_reads(c.data_dir)}; make some: python -m "
                         f"data.chat FILE... --out {c.data_dir} --tokenizer CKPT.pt, or `example` "
                         "for FILE")
-    meta, tokenizer = read_meta(c.data_dir), load_dataset_tokenizer(c.data_dir)
+    meta, tokenizer = read_meta(c.data_dir), known_tokenizer(c.data_dir)
+    check_types(c.data_dir, meta, block_size=int, vocab_size=int, template={str: str})
     if meta["block_size"] > c.block_size:
         raise DataError(f"{c.data_dir}: rows for a block_size of {meta['block_size']}, but the "
                         f"model's is {c.block_size}; prepare them with --block_size {c.block_size}")
@@ -126,7 +126,7 @@ def open_data(config, ranks):
     def load(split):
         paths = [os.path.join(c.data_dir, f"{split}_{name}.npy") for name in ARRAYS]
         try:
-            return RowLoader([np.load(path, mmap_mode="r") for path in paths], c, ranks)
+            return RowLoader([open_npy(path) for path in paths], c, ranks)
         except (OSError, ValueError) as error:
             raise DataError(f"{paths[0]} and its like: {error}; prepare the chats again") from None
     size = max(meta["vocab_size"], c.vocab_size or 0)  # that of weights to start from may be larger

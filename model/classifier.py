@@ -23,8 +23,8 @@ import torch.nn as nn
 import torch.nn.functional as F
 
 from data.labels import ARRAYS, SPLITS, Fields, add_field_options, label_name, read_rows, to_arrays
-from data.token_files import DataError, who_reads
-from data.tokenizer import load_dataset_tokenizer
+from data.token_files import DataError, check_types, open_npy, who_reads
+from data.tokenizer import known_tokenizer
 from model.gpt import GPT, GPTConfig, adopt_shape, fill, normal  # noqa: F401
 from train.config import UsageError, key, run_command
 from train.dataloader import Data, RowLoader
@@ -61,7 +61,7 @@ def open_data(config, ranks):
     """The Data of a folder of data/labels.py."""
     c, meta = config, read_meta(config.data_dir)
     spec = {name: meta[name] for name in ("classes", "class_counts", "max_tokens")}
-    tokenizer = load_dataset_tokenizer(c.data_dir)
+    tokenizer = known_tokenizer(c.data_dir)
     spec |= dict(task=c.task or meta["task"], tokenizer=tokenizer.spec(),
                  vocab_size=c.vocab_size or tokenizer.n_vocab)
     if meta["task"] not in ("joint", spec["task"]):
@@ -82,8 +82,9 @@ def read_meta(folder):
     try:
         with open(path, encoding="utf-8") as f:
             meta = json.load(f)
-        return {n: meta[n] for n in ("task", "classes", "class_counts", "max_tokens")}
-    except (OSError, ValueError, KeyError, TypeError) as error:
+        check_types(path, meta, task=str, classes=[str], class_counts=[int], max_tokens=int)
+        return meta
+    except (OSError, ValueError, AttributeError, RecursionError) as error:
         raise DataError(f"{path}: not a folder of labelled rows ({error}){who_reads(folder)}; make "
                         "one: python -m data.labels FILE... --out FOLDER, or --example for "
                         "one") from None
@@ -93,7 +94,7 @@ def load_split(folder, split):
     """The arrays of a split, memory-mapped, in the order of ARRAYS."""
     paths = [os.path.join(folder, f"{split}_{name}.npy") for name in ARRAYS]
     try:
-        return [np.load(path, mmap_mode="r", allow_pickle=False) for path in paths]
+        return [open_npy(path) for path in paths]
     except (OSError, ValueError) as error:
         raise DataError(f"{folder}: {error}; prepare it again with data.labels") from None
 
@@ -448,7 +449,7 @@ def load_rows(args, spec, tokenizer, limit=None):
                             f"{', '.join(spec['classes'])}")
         arrays = load_split(path, args.split)
         tokens = arrays[0]
-        same = load_dataset_tokenizer(path).spec() == tokenizer.spec()
+        same = known_tokenizer(path).spec() == tokenizer.spec()
         if not same or tokens.shape[1] > (limit or sys.maxsize) or not len(tokens):
             raise DataError(f"{path}: {args.split} has no rows, or was prepared with another "
                             "tokenizer or --max_tokens than the checkpoint's data")

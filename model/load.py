@@ -13,7 +13,7 @@ from data.tokenizer import Tokenizer
 from model.decode import Int8Linear, pack, quantize
 from model.gpt import GPT, GPTConfig
 from train.checkpoint import CheckpointError, bullets, load_checkpoint
-from train.config import load_config, load_model_file
+from train.config import conflicts, gpt_conflicts, load_config, load_model_file, parse_value
 from train.distributed import convert_ddp_state
 from train.keys import adopt_shape
 
@@ -57,6 +57,9 @@ def model_of(state, path, device="cpu", dtype=None, backbone=None):
         tokenizer = tokenizer_from_spec(spec) if spec else None
     except (RuntimeError, ValueError) as error:
         raise CheckpointError(f"{path}: {error}") from error
+    except (TypeError, KeyError, IndexError, AttributeError, ArithmeticError) as error:
+        raise CheckpointError(f"{path}: its config or spec describes no model: "
+                              f"{type(error).__name__}: {error}") from error
     for p in model.parameters():  # tables keep their precision
         p.data = p.data.to(device, dtype)
     return model.to(device).eval(), tokenizer
@@ -65,13 +68,15 @@ def model_of(state, path, device="cpu", dtype=None, backbone=None):
 def empty_model(state):
     """The model that a checkpoint's dict describes, without its weights. ValueError where it
     describes none."""
-    name = (state.get("config") or {}).get("model", "gpt")
+    name, weights = (state.get("config") or {}).get("model", "gpt"), state.get("model", {})
     if name == "gpt":
-        return GPT(read_model_args(state.get("model_args") or {}))
+        return GPT(read_model_args(state.get("model_args") or {}, weights))
     if not state.get("spec"):
         raise ValueError(f"no spec of its data in it, from which a model of {name} is built")
-    build = load_model_file(str(name)).build_model
-    return build(saved_config(state["config"]), types.SimpleNamespace(spec=state["spec"]))
+    build, spec = load_model_file(str(name)).build_model, state["spec"]
+    config = saved_config(state["config"])
+    check_size(replace(config, vocab_size=spec.get("vocab_size", config.vocab_size)), weights)
+    return build(config, types.SimpleNamespace(spec=spec))
 
 
 def saved_config(values):
@@ -81,29 +86,73 @@ def saved_config(values):
     return config
 
 
-def read_model_args(args):
+def check_shape(shape, weights):
+    """ValueError where `shape`, a GPTConfig that a file describes, has values that no run could
+    have, or is no shape of the `weights` {name: tensor} beside it."""
+    known = {f.name: f for f in fields(shape)}
+    for name in known:
+        checked(name, getattr(shape, name), known)
+    if wrong := [text for _, text in gpt_conflicts(shape)]:
+        raise ValueError("; ".join(wrong))
+    check_size(shape, weights)
+
+
+def checked(name, value, known):
+    """`value` as that of a key in `known`. ValueError, with the name, where it is none."""
+    try:
+        return parse_value(name, value, known)
+    except ValueError as error:
+        raise ValueError(f"{name}: {error}") from None
+
+
+def check_size(shape, weights):
+    """ValueError where a shape is too large for its weights by far: what is made for it before they
+    are compared (blocks, tables of positions and of tokens) would take all time or memory."""
+    held = sum(t.numel() for t in weights.values())
+    table = shape.block_size * getattr(shape, "head_dim", shape.n_embd // shape.n_head)
+    for value, most, what in (
+            (shape.n_layer, max(256, len(weights)), "blocks"), (table, max(1 << 24, held),
+             "numbers of positions"), (shape.vocab_size or 0, max(1 << 20, held), "token ids")):
+        if not 0 <= value <= max(most, 0):
+            raise ValueError(f"a shape of {value:,} {what} for {len(weights):,} tensors of "
+                             f"{held:,} numbers: its model_args or config are not its own")
+
+
+def read_model_args(args, weights):
     """The GPTConfig that a checkpoint's model_args describe. ValueError where they are not a GPT's,
-    or use an option that is gone."""
+    not one of these `weights`, or use an option that is gone."""
     gone = [f"{k}: {args[k]}" for k, value in REMOVED.items() if args.get(k, value) != value]
     if gone:
         raise ValueError(f"this model uses {', '.join(gone)}, which this version cannot compute; "
                          "use the version that trained it")
     if not {"n_layer", "vocab_size"} <= args.keys():
         raise ValueError("no model_args of a GPT (n_layer, vocab_size, ...) in it")
-    return GPTConfig(**{f.name: args[f.name] for f in fields(GPTConfig) if f.name in args})
+    shape = GPTConfig(**{f.name: args[f.name] for f in fields(GPTConfig) if f.name in args})
+    check_shape(shape, weights)
+    return shape
 
 
 # -----------------------------------------------------------------------------
 # the weights that another model starts from or stands on
 
-def take_shape(config, model_args, path, hook=adopt_shape):
-    """{key: value} that a run takes over from the `model_args` of the weights at `path`, by the
+def take_shape(config, model_args, path, hook=adopt_shape, weights=None):
+    """{key: value} that a run takes over from the `model_args` of the `weights` at `path`, by the
     adopt_shape(config, model_args) of its model file. Raises CheckpointError naming the keys that
-    contradict them."""
-    taken, wrong = hook(config, model_args)
+    contradict them, or that are none of a model."""
+    known = {f.name: f for f in fields(config)}
+    taken, wrong = hook(config, model_args or {})
     if wrong:
         raise CheckpointError(f"{path} is a model of another shape:\n{bullets(wrong)}\n"
                               "leave these keys out to take them from it")
+    try:
+        taken = {name: checked(name, value, known) for name, value in taken.items()}
+        shape = replace(config, **taken)
+        if problems := [text for _, text in conflicts(shape)]:
+            raise ValueError("; ".join(problems))
+        if taken and weights is not None:
+            check_size(shape, weights)
+    except ValueError as error:
+        raise CheckpointError(f"{path}: its model_args describe no model: {error}") from None
     return taken
 
 

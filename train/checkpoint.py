@@ -39,6 +39,8 @@ SAFE_TORCH = (2, 10)  # before it weights_only does not hold: CVE-2025-32434, CV
 MARK = b"ironGPT sha256 "
 TRAILER_BYTES = len(MARK) + 64
 LONGEST = 200  # characters of a line that shows what may be of any length
+DTYPES = {"F64": torch.float64, "F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16,
+          "I64": torch.int64, "I32": torch.int32, "U8": torch.uint8, "BOOL": torch.bool}
 RUN_FILES = ("ckpt", "config.yaml", "training_args.json", "train.log", "metrics.jsonl", "loss.svg",
              "samples.txt", "model.safetensors", "tensorboard", "wandb", "tracker.json")
 
@@ -104,8 +106,7 @@ class HashingFile:
 def write_safetensors(path, tensors, metadata=None):
     """{name: tensor} as a .safetensors file (https://github.com/huggingface/safetensors): the
     length of a JSON header, the header, the bytes of all tensors."""
-    names = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16", torch.int64: "I64",
-             torch.float64: "F64", torch.int32: "I32", torch.uint8: "U8", torch.bool: "BOOL"}
+    names = {dtype: name for name, dtype in DTYPES.items()}
     header, offset = {"__metadata__": {"format": "pt", **(metadata or {})}}, 0
     for name, t in tensors.items():
         header[name] = dict(dtype=names[t.dtype], shape=list(t.shape),
@@ -177,25 +178,62 @@ def load_checkpoint(path: str | os.PathLike) -> dict[str, Any]:
     try:
         signed = verify(path)
         # Not mapped into memory: whoever changes the file later would change, or crash, the reader.
-        state = torch.load(path, map_location="cpu", weights_only=True)
+        state = with_model_key(torch.load(path, map_location="cpu", weights_only=True))
+        check_content(state, os.path.getsize(path))
     except CheckpointError:
         raise
     except Exception as error:
         raise CheckpointError(f"{path}: {load_problem(path, error)}") from error
-    state = with_model_key(state)
-    if not isinstance(state, dict) or not isinstance(state.get("model"), dict):
-        raise CheckpointError(f"{path}: not a checkpoint: expected a dict with a `model` in it")
     version = state.get("format_version", 0)
     if version and not signed:
         raise CheckpointError(f"{path}: damaged: its digest is missing")
     if not isinstance(version, int) or version > FORMAT_VERSION:
         raise CheckpointError(f"{path}: format {version} is newer than this program's "
                               f"{FORMAT_VERSION}: update the program")
-    if strange := [n for n, t in state["model"].items() if not isinstance(t, torch.Tensor)]:
-        raise CheckpointError(f"{path}: not a checkpoint: its model has {strange[0]}, no tensor")
     if bad := find_not_finite({k: state[k] for k in ("model", "optimizer") if k in state}):
         raise CheckpointError(f"{path}: {bad} holds values that are not finite")
     return state
+
+
+def check_content(state, size):
+    """ValueError unless what a file of `size` bytes held is a checkpoint: plain tensors, builtin
+    types where we read them, and no more in memory than in the file. A few bytes can say "the same
+    again" so often that whoever counts, compares or shows it never ends."""
+    if not isinstance(state, dict) or not isinstance(state.get("model"), dict):
+        raise ValueError("not a checkpoint: expected a dict with a `model` in it")
+    for name in ("optimizer", "config", "model_args", "spec", "tokenizer"):
+        if not isinstance(state.get(name) or {}, dict):
+            raise ValueError(f"its {name} is a {type(state[name]).__name__}, expected a dict")
+    tensors, seen = [], {}
+    if unfolded(state, tensors, seen) > 16 * size + 10**6:
+        raise ValueError("its parts are the same objects again and again")
+    for t in tensors:
+        if (type(t) not in (torch.Tensor, torch.nn.Parameter) or t.layout != torch.strided
+                or t.is_nested or t.device.type != "cpu" or t.dtype not in DTYPES.values()):
+            raise ValueError(f"holds a {str(t.dtype).removeprefix('torch.')} tensor on {t.device} "
+                             f"({t.layout}); expected plain numbers, whole")
+    for name, t in state["model"].items():
+        if not isinstance(name, str) or not isinstance(t, torch.Tensor):
+            raise ValueError(f"not a checkpoint: its model has {name!r}, no name of a tensor")
+    # Tied weights may stand there twice. An expanded tensor is as large as it likes.
+    if sum(t.nbytes for t in tensors) > 4 * size:
+        raise ValueError("its tensors show the same numbers again and again; clone() them")
+
+
+def unfolded(nest, tensors, seen, depth=0):
+    """How many items and characters a nest would have with nothing in it shared; its tensors are
+    added to `tensors`. seen: {id: the same of a part that was met before}. ValueError where it is
+    nested too deeply, or in a circle."""
+    if depth > 100:
+        raise ValueError("nested too deeply")
+    if isinstance(nest, torch.Tensor):
+        tensors.append(nest)
+    if not isinstance(nest, (dict, list, tuple)):
+        return 1 + (len(nest) if isinstance(nest, (str, bytes)) else 0)
+    if id(nest) not in seen:
+        seen[id(nest)] = 1 + sum(unfolded(part, tensors, seen, depth + 1)
+                                 for pair in children(nest) for part in pair)
+    return seen[id(nest)]
 
 
 def with_model_key(state):
@@ -219,20 +257,21 @@ def verify(path):
     with open(path, "rb") as f:
         f.seek(max(0, size - TRAILER_BYTES))
         trailer = f.read()
-        if not trailer.startswith(MARK):
-            if zipfile.is_zipfile(f):
-                with zipfile.ZipFile(f) as z:
-                    if bad := z.testzip():
-                        raise CheckpointError(f"{path}: damaged at {bad}")
-            return False
+        signed = trailer.startswith(MARK)
         f.seek(0)
-        sha, left = hashlib.sha256(), size - TRAILER_BYTES
+        sha, left = hashlib.sha256(), size - TRAILER_BYTES if signed else 0
         while left and (block := f.read(min(left, 1 << 22))):
             sha.update(block)
             left -= len(block)
-    if sha.hexdigest().encode() != trailer[len(MARK):]:
-        raise CheckpointError(f"{path}: damaged: its content does not match its digest")
-    return True
+        if signed and sha.hexdigest().encode() != trailer[len(MARK):]:
+            raise CheckpointError(f"{path}: damaged: its content does not match its digest")
+        if zipfile.is_zipfile(f):
+            with zipfile.ZipFile(f) as z:
+                if sum(part.file_size for part in z.infolist()) > size:
+                    raise CheckpointError(f"{path}: compressed; torch.save writes it as it is")
+                if not signed and (bad := z.testzip()):
+                    raise CheckpointError(f"{path}: damaged at {bad}")
+    return signed
 
 
 def load_problem(path, error):
@@ -242,6 +281,8 @@ def load_problem(path, error):
         return (f"refused: it would run or build {', '.join(sorted(unsafe))} when loaded; a "
                 "checkpoint holds plain tensors only")
     text = str(error).strip().split("\n")[0]
+    if type(error) is ValueError:  # of check_content
+        return text
     if "weights only" in text.lower().replace("_", " "):  # torch advises to load it unsafely
         text = "it holds other things than plain tensors"
     return f"cannot be read as a checkpoint ({type(error).__name__}: {text})"

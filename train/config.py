@@ -34,6 +34,7 @@ from train.keys import (  # noqa: F401  GPTKeys and key are for others to import
 
 REPOSITORY = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 DEFAULT_PATH = os.path.join("train", "config.yaml")
+MAX_YAML = 1 << 16  # characters of a file: a second of reading
 
 
 class UserError(Exception):
@@ -176,14 +177,14 @@ def to_str(raw):
 
 def to_list(raw):
     if isinstance(raw, str) and raw.strip().startswith("["):
-        raw = yaml.load(raw, yaml.BaseLoader)
+        raw = yaml.load(raw, PlainLoader)
     if isinstance(raw, dict):
         raise ValueError
     return [str(v) for v in raw] if isinstance(raw, (list, tuple)) else [str(raw)]
 
 
 def to_dict(raw):
-    raw = yaml.load(raw, yaml.BaseLoader) if isinstance(raw, str) else raw
+    raw = yaml.load(raw, PlainLoader) if isinstance(raw, str) else raw
     return {str(k): {str(a): to_float(b) for a, b in v.items()} if isinstance(v, dict)
             else to_float(v) for k, v in raw.items()}
 
@@ -213,6 +214,24 @@ def nearest(word, words):
 # -----------------------------------------------------------------------------
 # YAML files: a strict mapping of key to text, with the line of each
 
+class PlainLoader(yaml.BaseLoader):
+    """YAML whose values are text. An alias may stand for a value, not for a list or a mapping: a
+    few lines of these can stand for billions."""
+
+    def compose_node(self, parent, index):
+        alias, node = self.check_event(yaml.AliasEvent), super().compose_node(parent, index)
+        if alias and not isinstance(node, yaml.ScalarNode):
+            raise yaml.MarkedYAMLError(problem="an alias for more than a value; write it out",
+                                       problem_mark=node.start_mark)
+        return node
+
+    def get_single_node(self):
+        try:
+            return super().get_single_node()
+        except RecursionError:
+            raise yaml.YAMLError("nested too deeply") from None
+
+
 def find_file(path):
     """`path`, or where there is no such file, the same path inside the repository."""
     path = os.path.expanduser(path)
@@ -226,7 +245,10 @@ def read_yaml(path, problems, groups=()):
     expected = f"expected `key: value` lines, as in {DEFAULT_PATH}"
     try:
         with open(path, encoding="utf-8") as f:
-            root = yaml.compose(f, yaml.SafeLoader)
+            text = f.read(MAX_YAML + 1)
+        if len(text) > MAX_YAML:
+            raise yaml.YAMLError(f"more than {MAX_YAML:,} characters")
+        root = yaml.compose(text, PlainLoader)
         if isinstance(root, yaml.MappingNode):
             return read_mapping(root, path, problems, groups)
         what = f"found a {root.id} at top level" if root else "the file is empty"
@@ -239,7 +261,7 @@ def read_yaml(path, problems, groups=()):
         hint = "; indent with spaces, not tabs" if "\\t" in error.problem else ""
         problems.append(f"{path}:{error.problem_mark.line + 1}: not valid YAML: "
                         f"{error.problem}{hint}")
-    except yaml.YAMLError as error:  # a character that YAML does not allow
+    except yaml.YAMLError as error:  # a character that YAML does not allow, for one
         problems.append(f"{path}: not valid YAML: {error}")
     return {}
 
@@ -389,8 +411,9 @@ def load_with_origins(path=None, overrides=()):
     known, values, wrong = {f.name: f for f in fields(cls)}, {}, set()
     for name, (text, where) in raw.items():
         if name not in known:
-            problems.append(f"{where}: unknown key {name!r}" + nearest(name, known)
-                            + "; `python run_train.py --help` lists the keys")
+            hint = nearest(name, known) if len(problems) < 20 else ""  # it takes time
+            problems.append(f"{where}: unknown key {name!r}{hint}; `python run_train.py --help` "
+                            "lists the keys")
             continue
         try:
             values[name] = parse_value(name, text, known)

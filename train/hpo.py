@@ -23,6 +23,7 @@ import yaml
 
 from train.config import (
     ConfigError,
+    PlainLoader,
     UserError,
     differences,
     load_config,
@@ -65,7 +66,7 @@ def read_space(path, stages, config):
     try:
         if stages:
             listed, where = stages, "--stages"
-            listed = yaml.load(stages, yaml.BaseLoader)
+            listed = yaml.load(stages, PlainLoader)
         stages = [read_stage(**stage) for stage in listed or [{}]]
     except (ValueError, TypeError, yaml.YAMLError):
         problems.append(f"{where}: stages: got {listed}; expected a list such as [{{trials: 12, "

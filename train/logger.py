@@ -156,7 +156,8 @@ class Logger:
 
     def read_tested(self):
         """The numbers on test data that metrics.jsonl ends with, {} where it does not."""
-        with suppress(OSError, ValueError), open(self.metrics.path, encoding="utf-8") as f:
+        with (suppress(OSError, ValueError, AttributeError, RecursionError),
+              open(self.metrics.path, encoding="utf-8") as f):
             *_, last = f
             return {k: v for k, v in json.loads(last).items() if k.startswith("test_")}
         return {}
@@ -365,7 +366,7 @@ def drop_lines_from(path, iter, evaluated=False):
     if os.path.exists(path):
         with open(path, "rb") as source, replacing(path) as target:
             for line in source:  # not json.loads: a resume must not wait for millions of lines
-                whole = re.fullmatch(rb'\{\s*"iter":\s*(\d+)\b.*\}\s*\n', line)
+                whole = re.fullmatch(rb'\{\s*"iter":\s*(\d{1,18})\b.*\}\s*\n', line)
                 stays = evaluated and (b'"val_loss"' in line or b'"test_loss"' in line)
                 if whole and int(whole[1]) < iter + stays:
                     target.write(line)

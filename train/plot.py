@@ -40,16 +40,17 @@ def read_metrics(path, limit=None):
                 continue
             try:
                 record = json.loads(line)
-            except ValueError:
+            except (ValueError, RecursionError):
                 continue
-            if isinstance(record, dict) and isinstance(record.get("iter"), int):
+            if isinstance(record, dict) and _number(record.get("iter")) is not None:
                 records.append(record)
     return records
 
 
 def _number(value):
-    """A finite float, or None: metrics.jsonl has "nan" and "inf" as strings."""
-    good = isinstance(value, (int, float)) and math.isfinite(value)
+    """A float that can be drawn, or None: metrics.jsonl has "nan" and "inf" as strings, and sums of
+    the largest floats would be infinite."""
+    good = isinstance(value, (int, float)) and abs(value) < 1e100
     return float(value) if good else None
 
 
@@ -132,7 +133,7 @@ class Axis:
         self.whole = all(float(v).is_integer() for v in values)
         first = self.scale(min(values, default=1.0)) if low is None else low
         last = self.scale(max(values, default=1.0))
-        if last <= first:  # a single value
+        if last <= first or math.isclose(first, last, rel_tol=1e-12, abs_tol=1e-200):  # one value
             first, last = (first - 1, first + 1) if low is None else (first, first + 1)
         margin *= last - first
         self.first, self.last = first - margin * (low is None), last + margin
@@ -235,7 +236,7 @@ def _legend(names):
 def _draw_panel(panel, x, top):
     """The SVG of one panel: grid, lines, and dots above the lines."""
     ys, bottom = [p[1] for s in panel.series for p in s.points], top + panel.height
-    log = not panel.from_zero and bool(ys) and min(ys) > 0 and max(ys) > 3 * min(ys)
+    log = not panel.from_zero and bool(ys) and min(ys) > 1e-100 and max(ys) > 3 * min(ys)
     y = Axis(ys, bottom, top, 0.0 if panel.from_zero else None, log, margin=0.04)
     y.whole = False
     out = [text(panel.name + " (log scale)" * log, LEFT, top - 7)]

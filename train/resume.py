@@ -92,7 +92,8 @@ def find_start(folder, config, ranks, log):
 def shape_to_take(config, state, path):
     """{key: value} that a run takes over from the checkpoint `state`. Raises CheckpointError."""
     hook = getattr(load_model_file(config.model), "adopt_shape", None)
-    return take_shape(config, state.get("model_args") or {}, path, hook) if hook else {}
+    return (take_shape(config, state.get("model_args"), path, hook, state["model"])
+            if hook else {})
 
 
 def weights_shape(config):

@@ -110,8 +110,8 @@ class Tracker:
 def _remember(out_dir, name, new=None):
     """The id in out_dir/tracker.json under `name`, replaced by `new` if given; None without one."""
     path, ids = Path(out_dir, "tracker.json"), {}
-    with suppress(OSError, ValueError):
-        ids = json.loads(path.read_text())
+    with suppress(OSError, ValueError, TypeError, RecursionError):
+        ids = dict(json.loads(path.read_text()))
     if new:
         from train.files import write_text
         write_text(path, json.dumps(ids := {**ids, name: new}))

@@ -169,10 +169,10 @@ def open_url(url, start=0):
     start = start if reply.status_code == 206 else 0
     # Hugging Face names the sha256 of a large file as it redirects
     known = "".join(r.headers.get("X-Linked-ETag", "") for r in reply.history).strip('"')
-    length = reply.headers.get("Content-Length")
+    length = reply.headers.get("Content-Length", "")
+    size = start + int(length) if length.isascii() and length.isdigit() else None
     mark = known or reply.headers.get("ETag") or reply.headers.get("Last-Modified") or ""
-    return (reply.iter_content(1 << 16), start, start + int(length) if length else None, mark,
-            known if len(known) == 64 else None)
+    return reply.iter_content(1 << 16), start, size, mark, known if len(known) == 64 else None
 
 
 def fetch(url, path):

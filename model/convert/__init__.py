@@ -59,7 +59,8 @@ def read_source(path, backbone=None):
         model, state = load_adapters(path, backbone)
         weights, shape = merge(model), model.config
     elif kind in ("gpt", "chat"):
-        weights, shape = convert_ddp_state(state["model"]), read_model_args(args)
+        weights = convert_ddp_state(state["model"])
+        shape = read_model_args(args, weights)
     elif kind == "moe":
         from model.moe import MoEConfig
         weights = convert_ddp_state(state["model"])

@@ -19,8 +19,10 @@ import torch.nn.functional as F
 
 from data.tokenizer_json import read_json, read_tokenizer
 from model.gpt import GPT, GPTConfig
+from model.load import check_shape
 from train.checkpoint import (
     DESCRIPTION,
+    DTYPES,
     CheckpointError,
     find_not_finite,
     load_checkpoint,
@@ -200,18 +202,16 @@ def check_complete(path, weights, shape):
     if has_experts(shape):
         from model.moe import MoE as kind
     try:
+        check_shape(shape, weights)
         with torch.device("meta"):
             wanted = kind(shape).state_dict()
-    except (RuntimeError, TypeError, ValueError, ZeroDivisionError) as error:
+    except (RuntimeError, TypeError, ValueError, ArithmeticError) as error:
         raise CheckpointError(f"{path}: its configuration describes no model: {error}") from None
     refuse(mismatches("", weights, wanted, dtypes=False), path)
 
 
 def read_safetensors(path):
     """({name: tensor}, what of a checkpoint's DESCRIPTION is there) of a .safetensors file."""
-    dtypes = {"F64": torch.float64, "F32": torch.float32, "BF16": torch.bfloat16,
-              "F16": torch.float16, "I64": torch.int64, "I32": torch.int32, "U8": torch.uint8,
-              "BOOL": torch.bool}
     try:
         size = os.path.getsize(path)
         with open(path, "rb") as f:
@@ -223,17 +223,20 @@ def read_safetensors(path):
             about = {k: json.loads(about[k]) for k in DESCRIPTION if k in about}
             if strange := [k for k, v in about.items() if not isinstance(v, (dict, type(None)))]:
                 raise ValueError(f"its {', '.join(strange)}: no object")
-            for name, entry in header.items():
+            last = 0
+            for name, entry in sorted(header.items(), key=lambda e: e[1]["data_offsets"]):
                 begin, end = entry["data_offsets"]
-                empty = torch.empty(entry["shape"], dtype=dtypes[entry["dtype"]], device="meta")
-                if not 0 <= begin <= end <= size - 8 - length or end - begin != empty.nbytes:
-                    raise ValueError(f"{name} lies outside the file, or is of another size")
+                empty = torch.empty(entry["shape"], dtype=DTYPES[entry["dtype"]], device="meta")
+                if not last <= begin <= end <= size - 8 - length or end - begin != empty.nbytes:
+                    raise ValueError(f"{name} lies outside the file, over another tensor, or is of "
+                                     "another size")
+                last = end
                 f.seek(8 + length + begin)
                 data = bytearray(f.read(end - begin))
                 flat = torch.frombuffer(data, dtype=empty.dtype) if data else torch.empty(0)
                 tensors[name] = flat.to(empty.dtype).view(entry["shape"])
     except (OSError, ValueError, KeyError, TypeError, AttributeError, struct.error,
-            RuntimeError) as error:
+            RuntimeError, MemoryError) as error:
         raise CheckpointError(f"{path}: not a safetensors file that can be read: "
                               f"{type(error).__name__}: {error}") from None
     if bad := find_not_finite(tensors):
@@ -247,11 +250,13 @@ def read_shards(folder):
     if not os.path.exists(index):
         return read_safetensors(os.path.join(folder, "model.safetensors"))[0]
     named, tensors = read_json(index).get("weight_map"), {}
-    for shard in sorted(set(named.values())) if isinstance(named, dict) else ():
+    if not isinstance(named, dict) or not all(isinstance(s, str) for s in named.values()):
+        raise CheckpointError(f"{index}: no weight_map of names and files in it")
+    for shard in sorted(set(named.values())):
         if os.path.basename(shard) != shard:  # never a file of another folder
             raise CheckpointError(f"{index}: {shard!r} is no file name")
         tensors |= read_safetensors(os.path.join(folder, shard))[0]
-    if not tensors or (missing := sorted(named.keys() - tensors.keys())):
+    if (missing := sorted(named.keys() - tensors.keys())) or not tensors:
         raise CheckpointError(f"{index}: its shards lack {', '.join(missing[:6]) or 'everything'}")
     return tensors
 

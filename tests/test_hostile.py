@@ -1,0 +1,383 @@
+"""Files from strangers: small ones that would take all time or memory, and content of other types
+than ours, end in one message before anything is built."""
+
+import contextlib
+import importlib
+import io
+import json
+import pickle
+import re
+import resource
+import struct
+import tarfile
+import time
+import traceback
+import zipfile
+from dataclasses import asdict
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+from conftest import TINY, tiny_args
+from processes import Fork
+
+from data.prepare import sources
+from data.tokenizer_json import byte_characters, list_merges
+from model.gpt import GPT, GPTConfig
+from train.plot import loss_svg, read_metrics
+
+SHAPE = GPTConfig(**{k: v for k, v in TINY.items() if k in GPTConfig.__dataclass_fields__},
+                  vocab_size=257)
+CASES = {}
+
+
+def case(name, words):
+    """Register make(folder) -> [module, argument, ...], a command on a hostile file, which must end
+    with a message of these words (a regular expression)."""
+    def register(make):
+        CASES[name] = make, words
+        return make
+    return register
+
+
+def judge(commands, out):
+    """In a process of its own: (exit code, seconds, MiB, what was said) of each command."""
+    results = []
+    for module, *args in commands:
+        said, start = io.StringIO(), time.monotonic()
+        before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+        with contextlib.redirect_stdout(said), contextlib.redirect_stderr(said):
+            try:
+                code = importlib.import_module(module).main(args)
+            except BaseException:
+                code = traceback.print_exc()
+        memory = (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) / 1024
+        results.append([code, time.monotonic() - start, memory, said.getvalue()])
+        out.write_text(json.dumps(results))
+
+
+@pytest.fixture(scope="module")
+def results(tmp_path_factory):
+    """{name: result} of all cases."""
+    commands = [["model.sample", "--ckpt", str(tmp_path_factory.mktemp("good") / "ckpt.pt")]]
+    torch.save(state(), commands[0][-1])  # the first: torch imports some things when they are used
+    for make, _ in CASES.values():
+        commands.append(list(map(str, make(tmp_path_factory.mktemp("case")))))
+    out = tmp_path_factory.mktemp("results") / "json"
+    fork = Fork(judge, (commands, out))
+    fork.wait(120)
+    fork.kill()
+    return dict(zip(CASES, json.loads(out.read_text())[1:]))
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_a_hostile_file_ends_in_one_message_at_once(results, name):
+    assert name in results, "it, or one before it, never ended"
+    code, seconds, memory, said = results[name]
+    assert code == 2 and re.search(CASES[name][1], said), said[:2000]
+    assert "Traceback" not in said
+    # Of a quiet machine: a second.
+    assert seconds < 8 and memory < 100
+
+
+# -----------------------------------------------------------------------------
+# checkpoints
+
+def state(**changes):
+    """A checkpoint of the least model."""
+    return dict(model=GPT(SHAPE).state_dict(), model_args=asdict(SHAPE), iter_num=0,
+                config=asdict(SHAPE) | dict(model="gpt"), tokenizer=dict(kind="byte"),
+                spec=dict(vocab_size=257, tokenizer=dict(kind="byte"))) | changes
+
+
+def checkpoint(name, words, **changes):
+    @case(f"checkpoint: {name}", words)
+    def make(folder):
+        torch.save(state(**changes), folder / "ckpt.pt")
+        return ["model.sample", "--ckpt", folder / "ckpt.pt"]
+
+
+def weight(name, words, tensor):
+    checkpoint(name, words, model=GPT(SHAPE).state_dict() | {"wte.weight": tensor})
+
+
+def shape(words, **args):
+    name = ", ".join(f"{k} {v!r:.20}" for k, v in args.items())
+    checkpoint(name, words, model_args=asdict(SHAPE) | args)
+
+
+def doubled(times=60):
+    """A list that is 2^60 numbers, in 60 lists of two."""
+    nest = [1]
+    for _ in range(times):
+        nest = [nest, nest]
+    return nest
+
+
+shape("n_layer: must be at most 10000", n_layer=10**9)
+shape("a shape of 9,999 blocks for 2. tensors", n_layer=9999)
+shape("a shape of .* numbers of positions", n_embd=10**6, block_size=10**4)
+shape("a shape of .* numbers of positions", block_size=10**9)
+shape("a shape of 1,000,000,000 token ids", vocab_size=10**9)
+for value in ("x", 0, 1.5, [1], None):
+    shape("n_layer: ", n_layer=value)
+shape("n_head: must be at least 1", n_head=0)
+shape("must be a multiple of n_head", n_head=3)
+shape("pos: must be one of", pos="x")
+shape("norm: must be one of", norm="y")
+shape("norm_eps: expected a finite number", norm_eps="x")
+ONE = torch.zeros(1)
+weight("expanded", r"clone\(\)", ONE.expand(10**5, 10**5))
+checkpoint("expanded moments", r"clone\(\)", optimizer=dict(
+    state=dict(w=dict(exp_avg=ONE.expand(10**5, 10**5)))))
+checkpoint("doubled config", "again and again", config=dict(model="gpt", n_layer=doubled()))
+checkpoint("doubled moments", "again and again", optimizer=dict(state=doubled()))
+for kind in ("config", "spec", "model_args", "tokenizer", "optimizer"):
+    for other in (5, "x", [1]):
+        checkpoint(f"{kind} {other}", f"its {kind} is a .*, expected a dict", **{kind: other})
+checkpoint("serve", "it is no system", config=dict(model="serve"))
+for system in ("sae", "classifier", "autoencoder", "chat"):
+    checkpoint(system, "describes no model|ckpt.pt: ", config=dict(model=system))
+checkpoint("tokenizer of a list", "tokenizer kind", spec=dict(tokenizer=dict(kind=["x"])))
+weight("float8", "holds a float8", torch.zeros(384, 32).to(torch.float8_e4m3fn))
+weight("sparse", "holds a float32 tensor", torch.eye(3).to_sparse())
+weight("meta", "on meta", torch.empty(384, 32, device="meta"))
+weight("complex", "holds a complex64", torch.zeros(384, 32, dtype=torch.complex64))
+checkpoint("names", "no name of a tensor", model={5: ONE})
+
+
+@case("checkpoint: nested", "holds a float32 tensor")
+def nested(folder):
+    tensor = torch.nested.nested_tensor([torch.zeros(2), torch.zeros(3)])
+    torch.save(state(model=dict(x=tensor)), folder / "ckpt.pt")
+    return ["model.sample", "--ckpt", folder / "ckpt.pt"]
+
+
+@case("checkpoint: deflated", "compressed")
+def deflated(folder):
+    torch.save(dict(model=dict(x=torch.zeros(5_000_000))), folder / "whole.pt")
+    with (zipfile.ZipFile(folder / "whole.pt") as whole,
+          zipfile.ZipFile(folder / "ckpt.pt", "w", zipfile.ZIP_DEFLATED) as packed):
+        for name in whole.namelist():
+            packed.writestr(name, whole.read(name))
+    return ["model.sample", "--ckpt", folder / "ckpt.pt"]
+
+
+@case("checkpoint: tar", "it holds other things than plain tensors")
+def tar(folder):
+    with tarfile.open(folder / "ckpt.pt", "w") as file:
+        for name in ("sys_info", "pickle", "storages", "tensors"):
+            info, content = tarfile.TarInfo(name), pickle.dumps(0, 2)
+            info.size = len(content)
+            file.addfile(info, io.BytesIO(content))
+    return ["model.sample", "--ckpt", folder / "ckpt.pt"]
+
+
+@case("a run starts from a shape that is none", "model_args describe no model: n_layer: must be")
+def init_from(folder):
+    torch.save(state(model_args=asdict(SHAPE) | dict(n_layer=10**9)), folder / "ckpt.pt")
+    (folder / "text.txt").write_text("some text " * 100)
+    return ["run_train", *(a for a in tiny_args(out_dir=folder / "out") if "n_layer" not in a),
+            f"--init_from={folder}/ckpt.pt", f"--data_dir={folder}"]
+
+
+# -----------------------------------------------------------------------------
+# safetensors, Hugging Face folders
+
+def safetensors(name, words, header, size=4):
+    @case(f"safetensors: {name}", words)
+    def make(folder):
+        text = header if isinstance(header, bytes) else json.dumps(header).encode()
+        (folder / "a.safetensors").write_bytes(struct.pack("<Q", len(text)) + text + bytes(size))
+        return ["model.sample", "--ckpt", folder / "a.safetensors"]
+
+
+def entry(*place):
+    return dict(dtype="F32", shape=[(place[1] - place[0]) // 4], data_offsets=place)
+
+
+DEEP = "[" * 200_000
+safetensors("overlapping", "over another tensor",
+            {f"t{i}": entry(0, 1_000_000) for i in range(400)}, 1_000_000)
+safetensors("blocks", "n_layer: must be at most", dict(
+    a=entry(0, 4), __metadata__=dict(model_args=json.dumps(asdict(SHAPE) | dict(n_layer=10**9)))))
+safetensors("text for numbers", "n_embd|n_layer", dict(a=entry(0, 4), __metadata__=dict(
+    model_args=json.dumps(asdict(SHAPE) | dict(n_layer="x", n_embd=[])))))
+safetensors("nested", "RecursionError", DEEP.encode())
+
+
+def folder_of(name, words, index=None, config=None):
+    @case(f"folder: {name}", words)
+    def make(folder):
+        llama = dict(model_type="llama", num_attention_heads=2, hidden_size=32, vocab_size=257,
+                     max_position_embeddings=16, num_hidden_layers=1, intermediate_size=64)
+        (folder / "config.json").write_text(json.dumps(llama | (config or {})))
+        (folder / "model.safetensors.index.json").write_text(index or "{}")
+        safetensors_of = json.dumps({"model.embed_tokens.weight": dict(
+            dtype="F32", shape=[257, 32], data_offsets=[0, 257 * 128])}).encode()
+        (folder / "a").write_bytes(struct.pack("<Q", len(safetensors_of)) + safetensors_of
+                                   + bytes(257 * 128))
+        return ["model.sample", "--ckpt", folder]
+
+
+folder_of("index {}", "no weight_map")
+folder_of("index of numbers", "no weight_map", '{"weight_map": {"a": 5}}')
+folder_of("nested index", "cannot be read: maximum recursion", DEEP)
+WHOLE = '{"weight_map": {"model.embed_tokens.weight": "a"}}'
+folder_of("blocks", "n_layer: must be at most", WHOLE, dict(num_hidden_layers=10**9))
+folder_of("fewer blocks", "a shape of 9,999 blocks", WHOLE, dict(num_hidden_layers=9999))
+folder_of("positions", "numbers of positions", WHOLE, dict(max_position_embeddings=10**10))
+folder_of("text for a number", "n_layer: expected a whole number", WHOLE,
+          dict(num_hidden_layers="many"))
+
+
+# -----------------------------------------------------------------------------
+# configurations, tokenizers, token files
+
+def yaml(name, words, text):
+    @case(f"yaml: {name}", words)
+    def make(folder):
+        (folder / "c.yaml").write_text(text)
+        return ["run_train", "--config", folder / "c.yaml"]
+
+
+yaml("aliases that multiply", "an alias for more than a value", "a: &a [x, x]\n" + "".join(
+    f"k{i}: &k{i} [*{'a' if not i else f'k{i - 1}'}, *{'a' if not i else f'k{i - 1}'}]\n"
+    for i in range(60)))
+yaml("a circle", "an alias for more than a value", "seed: &a [*a]\n")
+yaml("in quotes", "expected a list", "tracker: '[&a [x], [*a, *a]]'\n")
+yaml("nested", "not valid YAML: nested too deeply", "seed: " + "[" * 2000)
+yaml("in quotes, nested", "expected a list", f"tracker: '{'[' * 2000}'\n")
+yaml("too long", "more than 65,536 characters", "- a\n" * 300_000)
+
+
+def tokenizer(name, words, tokens=(), pattern="a", text=None):
+    @case(f"tokenizer: {name}", words)
+    def make(folder):
+        (folder / "a.txt").write_text("some text " * 100)
+        vocab = {token: i for i, token in enumerate([*byte_characters(), "ab", *tokens])}
+        split = dict(type="Split", pattern=dict(Regex=pattern), behavior="Isolated")
+        content = dict(model=dict(type="BPE", vocab=vocab, merges=["a b"]), pre_tokenizer=dict(
+            type="Sequence", pretokenizers=[split, dict(type="ByteLevel", use_regex=False)]),
+            added_tokens=[dict(id=len(vocab), content="<e>")])
+        (folder / "tokenizer.json").write_text(text or json.dumps(content))
+        (folder / "tokenizer_config.json").write_text('{"eos_token": "<e>"}')
+        return ["data.prepare", folder / "a.txt", "--out", folder / "out", "--tokenizer", folder]
+
+
+tokenizer("one long token", "no vocabulary of a text", ["a" * 100_000])
+tokenizer("many of some length", "no vocabulary of a text",
+          ["ab" * 200 + str(i) for i in range(1000)])
+tokenizer("nested", "cannot be read: maximum recursion", text=DEEP)
+tokenizer("empty pattern", "cannot split text", pattern="")
+tokenizer("pattern of nothing", "cannot split text", pattern="a*")
+tokenizer("pattern of a place", r"cannot split text", pattern=r"\b")
+tokenizer("broken pattern", "not a byte-level BPE", pattern="(")
+tokenizer("pattern of a number", "not a byte-level BPE", pattern=5)
+
+
+def pickled(name, words, content):
+    @case(f"meta.pkl: {name}", words)
+    def make(folder):
+        (folder / "meta.pkl").write_bytes(content)
+        for split in ("train", "val"):
+            (folder / f"{split}.bin").write_bytes(bytes(range(200)) * 40)
+        return ["run_train", *tiny_args(data_dir=folder, out_dir=folder / "out")]
+
+
+pickled("nine bytes that ask for gigabytes", "a memory of .* places",
+        b"\x80\x02}r\xff\xff\xff\x7f.")
+pickled("a text of gigabytes", "expected .* bytes", b"\x80\x02T\xff\xff\xff\x7f.")
+pickled("a buffer of gigabytes", "expected .* bytes", b"\x80\x05\x96\xff\xff\xff\xff" + bytes(4))
+pickled("doubled", "dtype is", pickle.dumps(dict(vocab_size=65, dtype=doubled())))
+pickled("words for characters", "other things than characters",
+        pickle.dumps(dict(vocab_size=65, itos=dict.fromkeys(range(10_000), "x" * 10**6))))
+pickled("vocabulary", "vocab_size is 1,000,000,000", pickle.dumps(dict(vocab_size=10**9)))
+
+
+def prepared(model, words, **meta):
+    @case(f"meta.json of {model}: {words}", words)
+    def make(folder):
+        (folder / "meta.json").write_text(json.dumps(meta) if meta else DEEP)
+        return ["run_train", *tiny_args(data_dir=folder, out_dir=folder / "out", model=model)]
+
+
+prepared("chat", "recursion")
+prepared("chat", "names no tokenizer", kind="chat")
+prepared("chat", "block_size is 'x'", kind="chat", block_size="x", tokenizer=dict(kind="byte"))
+prepared("classifier", "recursion")
+prepared("classifier", "classes is 5", task="class", classes=5)
+prepared("autoencoder", "recursion")
+prepared("autoencoder", "modalities is 5", kind="features", modalities=5)
+prepared("autoencoder", "mean and std have not", kind="features", modalities=dict(a=2),
+         rows=dict(train=1, val=1), mean=dict(a=[1]), std=dict(a=[1, 2]))
+
+
+# -----------------------------------------------------------------------------
+# records, arrays
+
+def records(command, words, *rows):
+    @case(f"{command}: {rows!s:.50}", words)
+    def make(folder):
+        (folder / "a.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows * 5))
+        return [command, folder / "a.jsonl", "--out", folder / "out"]
+
+
+records("data.chat", "expected one of", dict(messages=[dict(role=["user"], content="x")]))
+records("data.chat", "expected text, got", dict(messages=[dict(role="user",
+                                                              content=[dict(text=5)])]))
+records("data.labels", "expected whole numbers", dict(text="abc", label="a", start=1e999, end=2))
+records("data.labels", "expected a label", dict(text="abc", label=["a"]))
+
+
+@case("data.labels: evidence at every place", "all 3 rows have the label")
+def evidence(folder):
+    row = dict(text="a" * 300_000, evidence="a" * 150_000, label="x")
+    (folder / "a.jsonl").write_text(f"{json.dumps(row)}\n" * 3)
+    return ["data.labels", folder / "a.jsonl", "--out", folder / "out"]
+
+
+def npy(name, change):
+    @case(f"npy: {name}", "cannot be read as a .npy array")
+    def make(folder):
+        np.save(folder / "a.npy", np.zeros((50, 3)))
+        (folder / "a.npy").write_bytes(change((folder / "a.npy").read_bytes()))
+        return ["data.features", folder / "a.npy", "--out", folder / "out"]
+
+
+npy("shape", lambda content: content.replace(b"(50, 3)", b"(10**9,"))
+npy("huge", lambda content: content.replace(b"(50, 3), }  ", b"(9999999, 99)}"))
+npy("zip", lambda content: b"PK\x03\x04" + content)
+npy("nested", lambda content: b"\x93NUMPY\x01\x00\xff\x26" + b"(" * 9983)
+
+
+# -----------------------------------------------------------------------------
+# numbers at the edge of what there is
+
+def test_numbers_that_cannot_be_drawn(tmp_path):
+    """Losses of 1e308, denormals, integers of 400 digits and deep nests leave a picture."""
+    edges = [(1e308, -1e308), (-1e308, 1e308), (5e-324, 0), (1e-320, 9e99), (1 + 2**-52, 1)]
+    lines = [dict(iter=i, loss=a, val_loss=b, lr=5e-324, tokens=10**400, time_ms=1e308)
+             for i, (a, b) in enumerate(edges * 20)]
+    for part in (lines, lines[2::5], lines[3::5], lines[4::5], [dict(iter=10**400, loss=1.0)]):
+        (tmp_path / "metrics.jsonl").write_text("\n".join(map(json.dumps, part)) + "\n" + DEEP)
+        found = read_metrics(tmp_path / "metrics.jsonl")
+        for x in ("iter", "tokens", "time"):
+            assert loss_svg([("a", found)], x).endswith("</svg>\n")
+
+
+def test_a_mirror_that_says_another_length(monkeypatch):
+    """Content-Length: abc is none."""
+    for said, size in (("abc", None), ("-5", None), ("12", 12), ("²", None)):
+        reply = SimpleNamespace(headers={"Content-Length": said}, history=[], status_code=200,
+                                raise_for_status=lambda: None, iter_content=lambda n: iter([b"x"]))
+        monkeypatch.setattr("requests.get", lambda *a, reply=reply, **k: reply)
+        assert sources.open_url("https://a.example/b")[2] == size
+
+
+def test_real_vocabularies_are_not_too_long():
+    """A bound on tokens must leave room: GPT-2's are up to 128 bytes, 200,000 of 8 are usual."""
+    ranks = {bytes([i]): i for i in range(256)}
+    ranks |= {b"-" * n: 255 + n for n in range(2, 129)}
+    assert len(list_merges(ranks)) == 127
