@@ -19,6 +19,7 @@ from train.config import (
     help_text,
     load_with_origins,
     read_values,
+    say,
     take_config,
 )
 
@@ -32,7 +33,7 @@ def take_flag(argv, *names):
 def show(page):
     """Print, also into `| head`."""
     try:
-        print(page, flush=True)
+        say(page)
     except BrokenPipeError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     return 0
@@ -55,7 +56,7 @@ def main(argv):
             config, origins = config.but(**shape), origins | dict.fromkeys(shape, weights)
     except UserError as error:
         if os.environ.get("RANK", "0") == "0":  # every rank finds the same: one speaks
-            print(error, file=sys.stderr)
+            say(error, sys.stderr)
         else:
             time.sleep(3)  # torchrun ends the others as soon as one has gone
         return 2

@@ -31,8 +31,8 @@ import numpy as np
 from data.records import parse_records
 from data.token_files import DataError, prepared_meta, write_meta
 from data.tokenizer import BESIDE, write_tokenizer
-from data.tokenizer_json import tokenizer_of
-from train.config import run_command
+from data.tokenizer_json import heads, tokenizer_of
+from train.config import run_command, shown
 from train.files import new_folder
 
 # What stands around a turn. After the assistant's words comes the end-of-text token.
@@ -107,12 +107,29 @@ def text_of(content):
 # -----------------------------------------------------------------------------
 # messages -> tokens
 
+def fenced(text, template=TEMPLATE):
+    """`text` without a line that begins as a turn does: whose words they are is never told by the
+    words themselves. As in Markdown, a backslash stands before such a line."""
+    text = f"\n{text}"
+    for head in heads(template):
+        text = text.replace(f"\n{head}", f"\n\\{head}")
+    return text[1:]
+
+
+def check_template(template):
+    """ValueError unless that is what stands around the turns of a chat."""
+    if not all(isinstance(template.get(role), str) and template[role].count("{}") == 1
+               for role in TEMPLATE):
+        raise ValueError(f"its template is {template!r:.80}, expected a text around {{}} for each "
+                         f"of {', '.join(TEMPLATE)}")
+
+
 def stretches(messages, template=TEMPLATE):
     """[(prompt, answer)]: the text up to each of the assistant's turns, and its words. What follows
     the last one is left out: there is nothing to learn from it."""
     out, prompt = [], ""
     for role, text in messages:
-        before, after = template[role].split("{}")
+        text, (before, after) = fenced(text, template), template[role].split("{}")
         if role == "assistant":
             out.append((prompt + before, text))
             prompt = ""
@@ -336,7 +353,7 @@ def show(ids, mask, tokenizer):
     left, right = COLOUR if sys.stdout.isatty() and not os.environ.get("NO_COLOR") else PLAIN
     edges = np.flatnonzero(np.diff(mask, prepend=0, append=0))
     parts = np.split(ids, edges[:-1] if len(edges) else [])
-    texts = [tokenizer.decode(part) for part in parts]
+    texts = [shown(tokenizer.decode(part)) for part in parts]
     print("-" * 72)
     print("".join(f"{left}{t}{right}" if i % 2 else t for i, t in enumerate(texts)))
 

@@ -20,7 +20,7 @@ import sys
 import numpy as np
 
 from data.token_files import DataError, check_types, open_npy, who_reads
-from train.config import UsageError, run_command
+from train.config import UsageError, run_command, say
 from train.files import new_folder
 
 CHUNK_ROWS = 4096
@@ -104,7 +104,7 @@ def held_out(runs, fraction):
 
 
 def prepare_features(arrays, target, out, val_fraction=0.1, runs=None, force=False, sources=(),
-                     log=print, **more):
+                     log=say, **more):
     """Write the folder `out`. arrays: {name: (rows, dims)}; target: (rows, dims) or None; runs: a
     label for each row. sources: where they come from; features from elsewhere are replaced with
     `force` only. more: goes into meta.json. Returns what meta.json holds."""
@@ -259,9 +259,9 @@ def prepare(args):
     meta = prepare_features(arrays, target, out, args.val_fraction, runs, args.force,
                             files or ["--synthetic"], **more)
     dims = ", ".join(f"{name} {d}" for name, d in meta["modalities"].items())
-    print(f"{out}: {dims}; target {meta['target'] or 'none'}; {meta['rows']['train']:,} rows to "
-          f"train on, {meta['rows']['val']:,} held out, in whole runs\nNext: python run_train.py "
-          f"--config train/config_autoencoder.yaml --data_dir {out}")
+    say(f"{out}: {dims}; target {meta['target'] or 'none'}; {meta['rows']['train']:,} rows to "
+        f"train on, {meta['rows']['val']:,} held out, in whole runs\nNext: python run_train.py "
+        f"--config train/config_autoencoder.yaml --data_dir {out}")
 
 
 def main(argv=None):

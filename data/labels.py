@@ -31,7 +31,7 @@ from data.records import STDLIB_SKIP, parse_records, raise_problems, walk
 from data.token_files import DataError, why_not_replace, write_meta
 from data.tokenizer import BESIDE, clean, write_tokenizer
 from data.tokenizer_json import tokenizer_of
-from train.config import UsageError, run_command
+from train.config import UsageError, run_command, say
 from train.files import new_folder
 
 SPLITS = ("train", "val", "test")
@@ -144,7 +144,7 @@ def find_words(words, text):
     return places
 
 
-def read_rows(sources, fields=FIELDS, skip_bad=False, log=print):
+def read_rows(sources, fields=FIELDS, skip_bad=False, log=say):
     """The Rows of all sources. Raises DataError with all rows that are wrong."""
     rows = list(parse_records(sources, lambda record: parse_row(record, fields), skip_bad=skip_bad,
                               log=log))
@@ -198,7 +198,7 @@ def names_alike(names):
     return [group for group in groups.values() if len(group) > 1]
 
 
-def find_classes(rows, log=print):
+def find_classes(rows, log=say):
     """Names of the classes, sorted (as numbers where all are); [] for data without labels. Raises
     DataError where only some rows have one."""
     names = {row.label for row in rows}
@@ -237,7 +237,7 @@ def check_settings(out, sources, val_fraction, test_fraction, max_tokens, force)
 
 
 def prepare_labels(sources, out, tokenizer="byte", fields=FIELDS, val_fraction=0.1,
-                   test_fraction=0.1, max_tokens=512, force=False, log=print, skip_bad=False):
+                   test_fraction=0.1, max_tokens=512, force=False, log=say, skip_bad=False):
     """Writes the arrays of the rows of `sources` to the folder `out`; the content of meta.json.
     skip_bad: bad rows are left out and counted. Raises DataError with all problems in one message.
     """
@@ -302,7 +302,7 @@ def missing_words(source):
             yield token.string, text, start, start + len(after.string)
 
 
-def make_example(path, log=print):
+def make_example(path, log=say):
     """Writes JSONL of missing_words in the sources of torch and numpy on this machine: text, label,
     start, end, file; EXAMPLE_ROWS of each word. No text comes twice, or a copy could be in another
     split."""

@@ -22,6 +22,7 @@ import sys
 import zlib
 
 from data.token_files import DataError
+from train.config import say
 
 JSON_BYTES = 1 << 30  # a larger list of records would need too much memory
 MANY = 1000           # problems after which reading for more is a waste of time
@@ -79,13 +80,14 @@ def open_bytes(path):
 
 def walk(folder, leave_out, names_out):
     """Paths of the regular files under `folder`, in an order that is the same on every machine.
-    Hidden files and folders are left out."""
-    found = []
+    Hidden files and folders are left out, and links to what lies elsewhere."""
+    found, inside = [], os.path.join(os.path.realpath(folder), "")
     for here, folders, names in os.walk(folder):
         folders[:] = sorted(name for name in folders if name[0] != "." and name not in names_out
                             and os.path.abspath(os.path.join(here, name)) != leave_out)
         paths = [os.path.join(here, name) for name in sorted(names) if name[0] != "."]
-        found += [path for path in paths if os.path.isfile(path)]
+        found += [path for path in paths if os.path.isfile(path) and (
+            not os.path.islink(path) or os.path.realpath(path).startswith(inside))]
     return found
 
 
@@ -222,7 +224,7 @@ def source_records(source, split, subset):
         raise DataError(f"{source}: cannot be read: {error}") from None
 
 
-def parse_records(sources, parse, limit=None, skip_bad=False, log=print, split="train",
+def parse_records(sources, parse, limit=None, skip_bad=False, log=say, split="train",
                   subset=None):
     """Yields parse(record) of the records of all sources, of the first `limit` good ones. At the
     end: DataError with all that are bad, for which `parse` raises ValueError; or, with skip_bad,

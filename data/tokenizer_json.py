@@ -103,15 +103,23 @@ def split(pattern):
     return dict(type="Split", pattern=dict(Regex=pattern), behavior="Isolated", invert=False)
 
 
+def heads(template):
+    """How the lines begin that begin a turn of a chat."""
+    return [head for turn in template.values() if (head := turn.split("{}")[0].strip("\n"))]
+
+
 def chat_template(template):
     """Jinja, as apply_chat_template reads it, of what data/chat.py puts around a turn. Texts are
-    stripped, as they were for training."""
+    stripped and fenced, as they were for training."""
+    fences = "".join(" | replace({}, {})".format(*map(json.dumps, (f"\n{head}", f"\n\\{head}")))
+                     for head in heads(template))
+    words = f"(('\\n' + (message['content'] | trim)){fences})[1:]"
     out, word = "{%- for message in messages -%}", "if"
     for role, text in template.items():
         before, after = (json.dumps(part) for part in text.split("{}"))
         after = "eos_token" if role == "assistant" else after
         out += (f"{{%- {word} message['role'] == '{role}' -%}}"
-                f"{{{{ {before} + (message['content'] | trim) + {after} }}}}")
+                f"{{{{ {before} + {words} + {after} }}}}")
         word = "elif"
     start = json.dumps(template["assistant"].split("{}")[0])
     return (out + "{%- endif -%}{%- endfor -%}"

@@ -25,7 +25,7 @@ import torch.nn.functional as F
 from data.features import array_names, open_features, read_features_meta
 from data.token_files import DataError
 from model.gpt import fill, normal
-from train.config import ConfigError, key, run_command
+from train.config import ConfigError, key, run_command, say
 from train.dataloader import Data, RowLoader
 from train.evaluate import batch_sums
 
@@ -240,8 +240,8 @@ def report(args):
     folder = args.data_dir or model.keys.data_dir
     arrays, offsets = open_checked(folder, args.split, model.spec)
     numbers, r = evaluate_rows(model, arrays, offsets=offsets)
-    print("\n".join(f"{name:<14} {value:.4f}" if isinstance(value, float) else
-                    f"{name:<14} {value}" for name, value in numbers.items()))
+    say("\n".join(f"{name:<14} {value:.4f}" if isinstance(value, float) else
+                  f"{name:<14} {value}" for name, value in numbers.items()))
     if r is not None:
         least, middle, most = r.nanquantile(torch.tensor([0.0, 0.5, 1.0]).double()).tolist()
         print(f"r of {len(r)} targets: {least:.4f} to {most:.4f}, median {middle:.4f}")

@@ -17,7 +17,7 @@ import sys
 
 import torch
 
-from data.chat import stretches
+from data.chat import check_template, stretches
 from data.token_files import DataError, check_types, open_npy, read_meta, who_reads
 from data.tokenizer import known_tokenizer, tokenizer_from_spec
 from model import gpt
@@ -136,6 +136,7 @@ def open_data(config, ranks):
 
 
 def build_model(config, data, kind=ChatGPT):
+    check_template(data.spec["template"])
     model = gpt.build_model(config, data, kind)
     model.template, model.row_tokens = data.spec["template"], data.spec["row_tokens"]
     return model

@@ -26,7 +26,7 @@ from data.labels import ARRAYS, SPLITS, Fields, add_field_options, label_name, r
 from data.token_files import DataError, check_types, open_npy, who_reads
 from data.tokenizer import known_tokenizer
 from model.gpt import GPT, GPTConfig, adopt_shape, fill, normal  # noqa: F401
-from train.config import UsageError, key, run_command
+from train.config import UsageError, key, run_command, say
 from train.dataloader import Data, RowLoader
 
 # Evaluations sort log-odds of classes, from -ODDS to ODDS, into STEPS: AUROC is made of the counts.
@@ -564,7 +564,7 @@ def report(args):
     if args.batch_size < 1:
         raise UsageError(f"--batch_size must be at least 1, got {args.batch_size}")
     metrics, classes = evaluate(args)
-    print(report_text(metrics, classes))
+    say(report_text(metrics, classes))
     name = "confusion.svg" if "confusion_matrix" in metrics else "predictions.jsonl"
     print(f"Next: open {os.path.join(args.out, name)}, metrics.json beside it has all")
 

@@ -11,6 +11,7 @@ from collections.abc import Callable
 import torch
 
 from model.ops import apply_rope, rope_tables
+from train.config import shown
 
 SINKS = 4  # first tokens of a text that a rolling cache keeps
 
@@ -286,5 +287,5 @@ class Streamer:
         self.held.append(int(token[0]))
         text = self.tokenizer.decode(self.held)
         if not text.endswith("\ufffd") or len(self.held) > 8:  # no character has more bytes
-            print(text, end="", flush=True)
+            print(shown(text), end="", flush=True)
             self.held.clear()

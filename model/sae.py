@@ -30,7 +30,7 @@ from data.activations import (  # noqa: F401  ActivationBuffer: for importers
 from model.gpt import fill, stable_hash
 from model.ops import IGNORE
 from train.checkpoint import CheckpointError, write_safetensors
-from train.config import ConfigError, UsageError, key, run_command
+from train.config import ConfigError, UsageError, key, run_command, say
 from train.dataloader import Data, DataLoader, open_token_data
 from train.distributed import choose_dtype, from_main
 
@@ -310,7 +310,7 @@ def show_features(model, args):
     for f in value.mean(1).argsort(descending=True)[:args.features].tolist():
         print(f"feature {f}: active at {float(rate[f]):.2%} of the tokens")
         for v, w, p in zip(value[f].tolist(), window[f].tolist(), position[f].tolist()):
-            print(f"  {v:8.2f}  {describe(rows[w], p, tokenizer)}")
+            say(f"  {v:8.2f}  {describe(rows[w], p, tokenizer)}")
 
 
 def main(argv=None):

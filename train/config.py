@@ -60,6 +60,26 @@ class ConfigError(UserError, ValueError):
 
 
 # -----------------------------------------------------------------------------
+# saying things
+
+# Control characters but for line ends and tabs, what turns the direction of writing, and what no
+# UTF-8 or XML may hold.
+STEERING = re.compile("[\x00-\x08\x0b\x0c\x0e-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069"
+                      "\ud800-\udfff\ufffe\uffff]|\r(?!\n)")
+
+
+def shown(text):
+    """`text` as it may be shown: what would steer the terminal stands there as \\x1b. Names of
+    files and tensors, labels, and what a model writes may be anybody's."""
+    return STEERING.sub(lambda c: c[0].encode("unicode_escape").decode(), str(text))
+
+
+def say(text, file=None):
+    """Print a text that may hold others' words."""
+    print(shown(text), file=file, flush=True)
+
+
+# -----------------------------------------------------------------------------
 # the keys of a model file
 
 def load_model_file(name):
@@ -345,9 +365,9 @@ def run_command(parser, work, argv=None, interrupted="interrupted"):
     try:
         work(parser.parse_args(underscores(sys.argv[1:] if argv is None else argv)))
     except UsageError as error:
-        parser.error(str(error))
+        parser.error(shown(error))
     except (UserError, ValueError, OSError) as error:
-        print(f"{name}: {error}", file=sys.stderr)
+        say(f"{name}: {error}", sys.stderr)
         return 2
     except KeyboardInterrupt:
         print(f"{name}: {interrupted}", file=sys.stderr)

@@ -13,7 +13,7 @@ import traceback
 
 import torch
 
-from train.config import UserError
+from train.config import UserError, shown
 from train.distributed import LeaveTogether, max_over_ranks
 from train.logger import to_stderr
 from train.speed import is_compile_error
@@ -242,7 +242,7 @@ def broke(error, config, rank):
         text = "".join(f"[rank {rank}] {line}\n" for line in f"{text}{hint}".splitlines())
     elif hint:
         text += f"{hint}\n"
-    sys.stderr.write(text)  # at once, or the texts of several ranks would mix
+    sys.stderr.write(shown(text))  # at once, or the texts of several ranks would mix
     sys.stderr.flush()
     return leave(1)
 

@@ -29,6 +29,7 @@ from train.config import (
     load_config,
     parse_value,
     read_yaml,
+    say,
     take_config,
     to_yaml,
     underscores,
@@ -402,7 +403,7 @@ def main(argv=None):
         space, stages = read_space(args.space, args.stages, config)
         check(config, space, stages)
     except ConfigError as error:
-        print(error, file=sys.stderr)
+        say(error, sys.stderr)
         return 2
     return run_reporting_errors(config, job=lambda c: search(c, space, stages, args.out))
 

@@ -18,6 +18,7 @@ import threading
 import time
 from contextlib import contextmanager, suppress
 
+from train.config import say, shown
 from train.files import open_own, replacing, write_text
 from train.lr_scheduler import milestones
 
@@ -49,8 +50,8 @@ class Logger:
 
     def info(self, message, yellow=False):
         if self.main:
-            self.console.line(str(message), yellow)
-            self._write_log(str(message))
+            self.console.line(shown(message), yellow)
+            self._write_log(shown(message))
 
     def warn(self, message):
         self.info(f"warning: {message}", yellow=True)
@@ -59,7 +60,7 @@ class Logger:
         """To stderr, from any rank."""
         if self.main:
             self.console.bar("")
-            self._write_log(f"error: {message}")
+            self._write_log(f"error: {shown(message)}")
         to_stderr(f"[rank {os.environ.get('RANK', 0)}] {message}")
 
     def _write_log(self, text):
@@ -93,11 +94,9 @@ class Logger:
         """Append text that the model wrote to samples.txt; show all of it or how it begins."""
         if self.main:
             self.sample_file.write(f"=== iter {iter} ===\n{text}\n\n")
-            # A model writes anything, also what would steer the terminal.
-            shown = text if whole else " ".join(text.split())
-            shown = "".join(c if c.isprintable() or c == "\n" else "?" for c in shown)
-            short = shown if len(shown) <= 160 else f"{shown[:160]}..."
-            self.info(f"--- sample\n{shown}\n---" if whole else f"sample: {short}")
+            line = " ".join(text.split())
+            short = line if len(line) <= 160 else f"{line[:160]}..."
+            self.info(f"--- sample\n{text}\n---" if whole else f"sample: {short}")
 
     def step(self, record):
         """A training step: iter, tokens, loss, lr, grad_norm, time_ms, tokens_per_sec, mfu (None
@@ -277,7 +276,7 @@ class _LineFile:
 
 def to_stderr(text):
     with suppress(OSError, ValueError, AttributeError):
-        print(text, file=sys.stderr, flush=True)
+        say(text, sys.stderr)
 
 
 # -----------------------------------------------------------------------------

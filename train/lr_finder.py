@@ -17,7 +17,7 @@ import time
 from statistics import fmean, pstdev
 from types import SimpleNamespace
 
-from train.config import ConfigError, load_config, take_config, underscores
+from train.config import ConfigError, load_config, say, take_config, underscores
 from train.distributed import SetupError
 from train.files import write_text
 from train.guard import Stopped, run_reporting_errors
@@ -156,7 +156,7 @@ def main(argv=None):
     try:
         config = load_config(*take_config(rest))
     except ConfigError as error:
-        print(error, file=sys.stderr)
+        say(error, sys.stderr)
         return 2
     return run_reporting_errors(config, job=lambda c: sweep_and_tell(c, args))
 

@@ -14,6 +14,8 @@ from html import escape
 from operator import itemgetter
 from typing import NamedTuple
 
+from train.config import run_command, shown
+
 MAX_POINTS = 1500  # of a curve: more than a screen shows
 WIDTH, LEFT, RIGHT = 960, 64, 24  # pixels
 AXES = dict(iter="step", tokens="tokens", time="training time")
@@ -202,7 +204,7 @@ def svg(body, height):
 
 
 def text(words, x, y, css="soft"):
-    return f'<text class="{css}" x="{x:.1f}" y="{y:.1f}">{escape(words)}</text>'
+    return f'<text class="{css}" x="{x:.1f}" y="{y:.1f}">{escape(shown(words))}</text>'
 
 
 def _style():
@@ -248,7 +250,7 @@ def _draw_panel(panel, x, top):
         if s.kind == "dots":
             size = 3.5 if len(s.points) <= 50 else 1.5
             out += [f'<circle class="f{s.color}" cx="{x(p[0]):.1f}" cy="{y(p[1]):.1f}" r="{size}">'
-                    f"<title>{escape(p[2])}</title></circle>" for p in s.points]
+                    f"<title>{escape(shown(p[2]))}</title></circle>" for p in s.points]
         elif len(s.points) > 1:
             path = " ".join(f"{x(p[0]):.1f},{y(p[1]):.1f}" for p in s.points)
             out.append(f'<polyline class="line {s.kind} s{s.color}" points="{path}"/>')
@@ -337,7 +339,6 @@ def main(argv=None):
                         "val_NAME, of evaluations: ppl, grad_norm, ... (%(default)s)")
     parser.add_argument("--out", help="FILE.svg (default: loss.svg in the folder of a single run, "
                                       "compare.svg beside several)")
-    from train.config import run_command  # drawing needs no YAML
     return run_command(parser, draw, argv)
 
 

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from train import checkpoint, distributed, guard, logger, resume, speed
-from train.config import TrainConfig, load_config, load_model_file, to_yaml
+from train.config import TrainConfig, load_config, load_model_file, say, to_yaml
 from train.dataloader import open_token_data
 from train.evaluate import add_sums, all_reduce, batch_sums, evaluate, to_host, to_numbers
 from train.lr_scheduler import EarlyStopping, ReduceOnPlateau, get_lr
@@ -583,4 +583,3 @@ def open_data(config, ranks):
     return data
 
 
-say = functools.partial(print, flush=True)  # on rank 0, before there is a log

@@ -38,7 +38,7 @@ from data.records import is_saved, raise_problems
 from data.token_files import DataError, open_shard, why_not_replace, write_meta
 from data.tokenizer import BESIDE, MAX_VOCAB, CharTokenizer, write_tokenizer
 from data.tokenizer_json import find_tokenizer
-from train.config import UsageError, run_command
+from train.config import UsageError, run_command, say
 from train.files import new_folder
 
 QUICK = 64 << 20        # bytes of text that one process reads, or cuts into bytes, in a second
@@ -151,7 +151,7 @@ def write_tokens(s, kept, tokenizer, folder):
 
 
 def prepare(sources, out, tokenizer="byte", val_fraction=None, field="text", num_proc=None,
-            force=False, num_samples=None, vocab_size=None, separator=None, log=print):
+            force=False, num_samples=None, vocab_size=None, separator=None, log=say):
     """Writes train.bin, val.bin and meta.json of text files and folders to the folder `out`.
 
     tokenizer: byte, char, gpt2, bpe (of vocab_size), a rank file or a prepared folder.
@@ -201,7 +201,7 @@ def report_prepared(meta, out, copies, passed, seconds, log):
     log(f"Next: {next_command(splits['train']['tokens'], out)}")
 
 
-def ensure_dataset(data_dir, log=print):
+def ensure_dataset(data_dir, log=say):
     """Prepares the built-in dataset that a missing `data_dir` names (its last part is stdlib) and
     leaves anything else alone. Safe in several processes at once. Returns whether it did so."""
     if os.path.basename(os.path.normpath(data_dir)) != "stdlib":
@@ -243,11 +243,14 @@ def check_arguments(args):
         raise UsageError("--input goes with --dataset shakespeare")
     if (args.mirror or args.shards is not None) and args.dataset not in CORPORA:
         raise UsageError(f"--mirror and --shards go with --dataset {', '.join(CORPORA)}")
+    if args.mirror and not re.match(r"https://|file://|http://(localhost|127\.)", args.mirror):
+        raise UsageError(f"--mirror {args.mirror}: expected https:// or file://: what comes over "
+                         "http:// can be anybody's")
     if args.shards is not None and args.shards < 1:
         raise UsageError("--shards: expected 1 or more")
 
 
-def prepare_corpus(args, out, log=print):
+def prepare_corpus(args, out, log=say):
     """A corpus that comes as GPT-2's tokens: downloads its shards into `out`, with a meta.json."""
     corpus, start = CORPORA[args.dataset], time.monotonic()
     if (args.field or args.separator is not None or args.num_samples or args.val_fraction
@@ -287,7 +290,7 @@ def run(args):
         folder = f"{out}.download"
         sources = download_corpus(name, folder, args.mirror, args.shards)
         separator = CORPORA[name].separator if separator is None else separator
-        print(f"Downloaded to {folder}; it can go once the tokens are made")
+        say(f"Downloaded to {folder}; it can go once the tokens are made")
     elif name:
         sources = [STDLIB if name == "stdlib" else shakespeare(args.input)]
     prepare(sources, out, args.tokenizer or "byte", args.val_fraction, args.field or "text",

@@ -94,7 +94,7 @@ def find_source(source, leave_out):
         return [source], ""
     if os.path.isdir(source):
         paths = walk(source, leave_out, {"__pycache__"})
-        return paths, "" if paths else "a folder without text files"
+        return paths, "" if paths else "a folder without text files (links out are not followed)"
     return [], "neither a file nor a folder" if os.path.exists(source) else "no such file or folder"
 
 

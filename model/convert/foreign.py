@@ -29,6 +29,7 @@ from train.checkpoint import (
     mismatches,
     refuse,
 )
+from train.config import say
 from train.distributed import convert_ddp_state
 
 # -----------------------------------------------------------------------------
@@ -286,7 +287,7 @@ def read_folder(folder):
         try:
             tokenizer = read_tokenizer(folder)
         except ValueError as error:
-            print(f"{error}; going on without a tokenizer", file=sys.stderr)
+            say(f"{error}; going on without a tokenizer", sys.stderr)
     kind = "moe" if has_experts(shape) else "gpt"
     return described(folder, weights, shape, kind, tokenizer)
 

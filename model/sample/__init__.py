@@ -18,7 +18,7 @@ from model.load import (  # noqa: F401  load_model is for others to import
     load_writer,
     prepare,
 )
-from train.config import UserError, run_command
+from train.config import UserError, run_command, say
 from train.speed import is_compile_error
 
 # -----------------------------------------------------------------------------
@@ -82,7 +82,7 @@ def sample(args):
                    tokenizer.n_vocab)
     for row in out[:, len(start):].tolist() if n > 1 else []:
         text = tokenizer.decode(row[:row.index(stop)] if stop in row else row)
-        print(args.prompt + text, end="\n" + "-" * 72 + "\n")
+        say(args.prompt + text + "\n" + "-" * 72)
     made, seconds = n * (out.size(1) - len(start)), time.perf_counter() - started
     print(f"\n[{made} tokens, {made / seconds:.1f} tokens/s]", file=sys.stderr)
 
