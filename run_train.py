@@ -18,6 +18,7 @@ from train.config import (
     files_read,
     help_text,
     load_with_origins,
+    names_of_others,
     read_values,
     say,
     take_config,
@@ -60,6 +61,8 @@ def main(argv):
         else:
             time.sleep(3)  # torchrun ends the others as soon as one has gone
         return 2
+    if (others := names_of_others(origins)) and os.environ.get("RANK", "0") == "0":
+        say(others)
     # What a person asked to see is all that happens: nothing is written.
     if show_config:
         return show(describe(config, origins))

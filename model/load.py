@@ -13,7 +13,7 @@ from data.tokenizer import Tokenizer
 from model.decode import Int8Linear, pack, quantize
 from model.gpt import GPT, GPTConfig
 from train.checkpoint import CheckpointError, bullets, load_checkpoint
-from train.config import conflicts, gpt_conflicts, load_config, load_model_file, parse_value
+from train.config import check_shape, check_size, checked, conflicts, load_config, load_model_file
 from train.distributed import convert_ddp_state
 from train.keys import adopt_shape
 
@@ -84,38 +84,6 @@ def saved_config(values):
     config = load_config(None, values)
     config.typed = ()
     return config
-
-
-def check_shape(shape, weights):
-    """ValueError where `shape`, a GPTConfig that a file describes, has values that no run could
-    have, or is no shape of the `weights` {name: tensor} beside it."""
-    known = {f.name: f for f in fields(shape)}
-    for name in known:
-        checked(name, getattr(shape, name), known)
-    if wrong := [text for _, text in gpt_conflicts(shape)]:
-        raise ValueError("; ".join(wrong))
-    check_size(shape, weights)
-
-
-def checked(name, value, known):
-    """`value` as that of a key in `known`. ValueError, with the name, where it is none."""
-    try:
-        return parse_value(name, value, known)
-    except ValueError as error:
-        raise ValueError(f"{name}: {error}") from None
-
-
-def check_size(shape, weights):
-    """ValueError where a shape is too large for its weights by far: what is made for it before they
-    are compared (blocks, tables of positions and of tokens) would take all time or memory."""
-    held = sum(t.numel() for t in weights.values())
-    table = shape.block_size * getattr(shape, "head_dim", shape.n_embd // shape.n_head)
-    for value, most, what in (
-            (shape.n_layer, max(256, len(weights)), "blocks"), (table, max(1 << 24, held),
-             "numbers of positions"), (shape.vocab_size or 0, max(1 << 20, held), "token ids")):
-        if not 0 <= value <= max(most, 0):
-            raise ValueError(f"a shape of {value:,} {what} for {len(weights):,} tensors of "
-                             f"{held:,} numbers: its model_args or config are not its own")
 
 
 def read_model_args(args, weights):

@@ -3,7 +3,7 @@ limits met exactly, and what must hold between keys."""
 
 import importlib
 import os
-from dataclasses import fields
+from dataclasses import dataclass, fields
 
 import pytest
 from conftest import REPO
@@ -12,9 +12,12 @@ from train.config import (
     ConfigError,
     TrainConfig,
     base_type,
+    config_class,
     conflicts,
     differences,
     load_config,
+    load_with_origins,
+    names_of_others,
     option_values,
     parse_options,
     parse_value,
@@ -22,9 +25,10 @@ from train.config import (
     settled,
     take_config,
     to_yaml,
+    translated,
     underscores,
 )
-from train.keys import FIELDS
+from train.keys import ALIASES, FIELDS
 
 
 @pytest.mark.parametrize("name, raw, value", [
@@ -117,7 +121,7 @@ def test_every_number_has_a_range_here():
     (["--run_name", "-x"], [("run_name", None), ("x", None)]),
     (["--run_name", "a b=c"], [("run_name", "a b=c")]), (["--run_name="], [("run_name", "")]),
     (["training.epochs=2", "--model.n-head", "3", "learning_rate.lr=1"],
-     [("max_epochs", "2"), ("n_head", "3"), ("learning_rate", "1")])])
+     [("epochs", "2"), ("n_head", "3"), ("lr", "1")])])
 def test_words_of_the_command_line(argv, options):
     problems, before = [], list(argv)
     assert parse_options(argv, problems) == options and argv == before
@@ -128,7 +132,7 @@ def test_words_that_are_not_understood():
     problems = []
     assert parse_options(["word", "other.n_layer=2", "--n_layer=2"], problems) == [("n_layer", "2")]
     assert len(problems) == 2 and "'word' is not understood" in problems[0]
-    assert "no group 'other'" in problems[1] and "batch, data, learning_rate, length" in problems[1]
+    assert "no group 'other'" in problems[1] and "batch, data, early_stopping" in problems[1]
 
 
 def test_flags_and_lists_of_the_command_line():
@@ -168,7 +172,8 @@ def test_a_file_its_base_and_groups(tmp_path):
     (tmp_path / "deep" / "c.yaml").write_text(
         "base: ../base.yaml\nmodel:\n  n_head: 2\n  n_layer: 4\ntraining: {epochs: 3}\nlr: 1e-3\n")
     problems = []
-    values = read_with_bases(str(tmp_path / "deep" / "c.yaml"), problems)
+    values = translated(read_with_bases(str(tmp_path / "deep" / "c.yaml"), problems), FIELDS,
+                        problems)
     assert {n: v for n, (v, _) in values.items()} == dict(
         seed="1", max_iters="1", n_layer="4", n_head="2", max_epochs="3", learning_rate="1e-3")
     assert values["n_layer"][1].endswith("c.yaml:4") and values["seed"][1].endswith("base.yaml:1")
@@ -177,7 +182,72 @@ def test_a_file_its_base_and_groups(tmp_path):
     read_with_bases(str(tmp_path / "twice.yaml"), problems)
     assert [p.split(": ", 1)[1] for p in problems] == [
         f"n_layer is set twice (first at {tmp_path}/twice.yaml:1); keep one",
-        f"learning_rate is set twice (first at {tmp_path}/twice.yaml:4); keep one"]
+        f"lr is set twice (first at {tmp_path}/twice.yaml:4); keep one"]
+
+
+THEIRS = dict(fp16=("true", "dtype", "float16"), bf16=("True", "dtype", "bfloat16"),
+              mixed_precision=("no", "dtype", "float32"), eval_steps=("7", "eval_interval", 7),
+              save_steps=("7", "save_interval", 7), logging_steps=("7", "log_interval", 7),
+              per_device_train_batch_size=("7", "batch_size", 7), d_model=("96", "n_embd", 96),
+              save_total_limit=("7", "keep_last", 7), num_layers=("7", "n_layer", 7),
+              checkpoint_dir=("x", "out_dir", "x"), max_grad_norm=("0.5", "grad_clip", 0.5),
+              lr_scheduler_type=("constant_with_warmup", "lr_schedule", "constant"),
+              use_wandb=("true", "tracker", ["wandb"]),
+              patience=("7", "early_stopping_patience", 7))
+
+
+@pytest.mark.parametrize("name", THEIRS)
+def test_names_of_other_trainers(tmp_path, name):
+    """In a file, in its groups and on the command line, and it is said."""
+    text, key, value = THEIRS[name]
+    (tmp_path / "c.yaml").write_text(f"training:\n  {name}: {text}\n")
+    for path, options in ((tmp_path / "c.yaml", ()), (None, [f"--{name}", text]),
+                          (None, [f"training.{name}={text}"]), (None, {name: text})):
+        config, origins = load_with_origins(path, options)
+        assert getattr(config, key) == value and origins[key].endswith(f" as {name}")
+        assert names_of_others(origins) == f"Other names of keys: {name} is {key}"
+
+
+def test_names_of_other_trainers_that_say_nothing_win_or_clash(tmp_path):
+    (tmp_path / "base.yaml").write_text("learning_rate: 1\nfp16: false\nbf16: true\n")
+    (tmp_path / "c.yaml").write_text("base: base.yaml\nlr: 2\nuse_wandb: false\n")
+    (tmp_path / "twice.yaml").write_text("lr: 1\nlearning_rate: 2\nepochs: 1\nnum_epochs: 2\n")
+    c = load_config(tmp_path / "c.yaml")
+    assert (c.learning_rate, c.dtype, c.tracker) == (2.0, "bfloat16", [])
+    assert load_config(tmp_path / "c.yaml", ["--learning_rate=3", "--lr=4"]).learning_rate == 4
+    assert load_config(tmp_path / "c.yaml", ["--lr=4", "--learning_rate=3"]).learning_rate == 3
+    assert load_config(None, ["--fp16"]).dtype == "float16"
+    assert load_config(None, ["--lr=4", "--d_model=48"]).n_embd == 48
+    with pytest.raises(ConfigError) as refused:
+        load_config(tmp_path / "twice.yaml")
+    assert "max_epochs is set twice" in str(refused.value)
+    with pytest.raises(ConfigError, match="--learning_rate needs a value"):
+        load_config(None, ["--lr"])
+
+
+def test_a_models_own_key_is_its_own(monkeypatch):
+    """A key of a model file may have the name that others give to one of ours."""
+    monkeypatch.setattr("train.config.config_class", lambda model: dataclass(type(
+        "Own", (TrainConfig,), dict(__annotations__=dict(d_model=int), d_model=3))))
+    for options in (["--d_model=5"], dict(d_model=5)):
+        c = load_config(None, options)
+        assert (c.d_model, c.n_embd) == (5, TrainConfig().n_embd)
+
+
+def test_keys_that_stand_elsewhere_say_where():
+    """No key is offered that only looks alike."""
+    for name, words in (("num_gpus", "torchrun --nproc_per_node=N"), ("num_workers", "leave it "),
+                        ("wandb_project", "WANDB_PROJECT"), ("qwerty", "--help")):
+        with pytest.raises(ConfigError) as refused:
+            load_config(None, [f"--{name}=8"])
+        assert words in str(refused.value) and "did you mean" not in str(refused.value)
+
+
+def test_the_names_of_others_are_not_ours():
+    """Each stands for a key that there is, and none hides one of another model."""
+    names = set(FIELDS).union(*(
+        {f.name for f in fields(config_class(m))} for m in ("autoencoder", "memory", "moe", "sae")))
+    assert {key for key, _ in ALIASES.values()} <= names and not names & set(ALIASES)
 
 
 def test_a_runs_arguments_without_those_of_its_start(tmp_path):

@@ -23,6 +23,7 @@ import yaml
 
 from train.keys import (  # noqa: F401  GPTKeys and key are for others to import
     ALIASES,
+    ELSEWHERE,
     FIELDS,
     GROUP_NAMES,
     GROUPS,
@@ -227,7 +228,7 @@ def check_limits(value, meta):
 
 
 def nearest(word, words):
-    close = difflib.get_close_matches(word, words, n=1)
+    close = difflib.get_close_matches(word, words, n=1, cutoff=0.75)
     return f" (did you mean {close[0]!r}?)" if close else ""
 
 
@@ -295,7 +296,7 @@ def read_mapping(root, path, problems, groups):
             inner = read_mapping(value_node, path, problems, groups)
         else:
             try:
-                inner = {ALIASES.get(name, name): (plain(value_node), where)}
+                inner = {name: (plain(value_node), where)}
             except ValueError as error:
                 problems.append(f"{where}: {name}: {error}")
                 continue
@@ -328,7 +329,36 @@ def read_with_bases(path, problems, seen=()):
     if base is None:
         return values
     base_path = os.path.join(os.path.dirname(path), os.path.expanduser(str(base[0])))
-    return read_with_bases(base_path, problems, (*seen, os.path.abspath(path))) | values
+    return over(read_with_bases(base_path, problems, (*seen, os.path.abspath(path))), values)
+
+
+def over(below, above):
+    """Two dicts as one: what `above` says counts, and comes last."""
+    return {k: v for k, v in below.items() if k not in above} | above
+
+
+def translated(raw, known, problems):
+    """{key: (value, where)} of `raw`, in which keys may have the names that other trainers give
+    them; of two names for a key the later one counts. `where` then ends in "as NAME"."""
+    out = {}
+    for name, (value, where) in raw.items():
+        ours, words = (name, {}) if name in known else ALIASES.get(name, (name, {}))
+        if ours != name:
+            value, where = words.get(str(value).lower(), value), f"{where} as {name}"
+            if value is None:  # fp16: false
+                continue
+            file = where.rpartition(":")[0]
+            if ours in out and file and out[ours][1].startswith(f"{file}:"):
+                problems.append(f"{where}: {ours} is set twice (first at {out[ours][1]}); keep one")
+        out[ours] = (value, where)
+    return out
+
+
+def names_of_others(origins):
+    """A line on the names of other trainers among the `origins` of values, "" without any."""
+    found = [f"{where.rpartition(' as ')[2]} is {name}" for name, where in origins.items()
+             if " as " in where]
+    return f"Other names of keys: {', '.join(found)}" if found else ""
 
 
 # -----------------------------------------------------------------------------
@@ -393,7 +423,7 @@ def parse_options(argv, problems):
             if not equals:  # what follows is its value, unless that is an option itself
                 follows = tokens and not re.match(r"--?[A-Za-z]|[\w.]+=", tokens[0])
                 text = tokens.pop(0) if follows else None
-            out.append((ALIASES.get(name, name), text))
+            out.append((name, text))
     return out
 
 
@@ -403,6 +433,12 @@ def option_values(options, known, problems):
     flags = {n for n, f in known.items()
              if kinds[n] is bool or "true" in f.metadata.get("choices", ())}
     for name, text in options:
+        said = "command line"
+        if name not in known and name in ALIASES:
+            said, (name, words) = f"command line as {name}", ALIASES[name]
+            text = words.get((text or "true").lower(), text)
+            if words and text is None:  # fp16=false
+                continue
         if text is None and name in flags:
             text = "true"
         elif text is None and name not in known and name.removeprefix("no_") in flags:
@@ -412,7 +448,7 @@ def option_values(options, known, problems):
             continue
         if name in out and kinds.get(name) is list:
             text = to_list(out[name][0]) + to_list(text)
-        out[name] = (text or "", "command line")
+        out[name] = (text or "", said)
     return out
 
 
@@ -432,8 +468,8 @@ def load_with_origins(path=None, overrides=()):
     for name, (text, where) in raw.items():
         if name not in known:
             hint = nearest(name, known) if len(problems) < 20 else ""  # it takes time
-            problems.append(f"{where}: unknown key {name!r}{hint}; `python run_train.py --help` "
-                            "lists the keys")
+            problems.append(f"{where}: unknown key {name!r}{hint}; " + ELSEWHERE.get(
+                name, "`python run_train.py --help` lists the keys"))
             continue
         try:
             values[name] = parse_value(name, text, known)
@@ -444,7 +480,8 @@ def load_with_origins(path=None, overrides=()):
     problems += [text for names, text in conflicts(config) if not wrong & names]
     if problems:
         raise ConfigError(problems)
-    config.typed = {n for n, (_, where) in raw.items() if where in ("command line", "overrides")}
+    config.typed = {n for n, (_, where) in raw.items()
+                    if where.startswith(("command line", "overrides"))}
     return config, {name: where for name, (_, where) in raw.items()}
 
 
@@ -453,17 +490,18 @@ def read_values(path, overrides, problems):
     wrong goes to `problems`."""
     options, raw = [], read_with_bases(find_file(path), problems) if path is not None else {}
     if isinstance(overrides, dict):
-        raw |= {name: (value, "overrides") for name, value in overrides.items()}
+        raw = over(raw, {name: (value, "overrides") for name, value in overrides.items()})
     else:
         options = parse_options(overrides, problems)
     for name, file in options:  # what a search found: above the file, below the command line
         if name == "best_config":
             found = read_with_bases(find_file(file or ""), problems)
-            raw |= {k: v for k, v in found.items() if k not in ("data_dir", "out_dir")}
+            raw = over(raw, {k: v for k, v in found.items() if k not in ("data_dir", "out_dir")})
     model = raw.get("model", ("gpt", ""))[0]
     cls = config_class(str(dict(options).get("model", model)))
     options = [o for o in options if o[0] != "best_config"]
-    return cls, raw | option_values(options, {f.name: f for f in fields(cls)}, problems)
+    known = {f.name: f for f in fields(cls)}
+    return cls, translated(raw, known, problems) | option_values(options, known, problems)
 
 
 def files_read(config):
@@ -513,6 +551,38 @@ def gpt_conflicts(c):
         out.append(({"n_kv_head", "n_head"},
                     f"n_kv_head ({c.n_kv_head}) must divide n_head ({c.n_head})"))
     return out
+
+
+def check_shape(shape, weights):
+    """ValueError where `shape`, a GPTConfig that a file describes, has values that no run could
+    have, or is no shape of the `weights` {name: tensor} beside it."""
+    known = {f.name: f for f in fields(shape)}
+    for name in known:
+        checked(name, getattr(shape, name), known)
+    if wrong := [text for _, text in gpt_conflicts(shape)]:
+        raise ValueError("; ".join(wrong))
+    check_size(shape, weights)
+
+
+def checked(name, value, known):
+    """`value` as that of a key in `known`. ValueError, with the name, where it is none."""
+    try:
+        return parse_value(name, value, known)
+    except ValueError as error:
+        raise ValueError(f"{name}: {error}") from None
+
+
+def check_size(shape, weights):
+    """ValueError where a shape is too large for its weights by far: what is made for it before they
+    are compared (blocks, tables of positions and of tokens) would take all time or memory."""
+    held = sum(t.numel() for t in weights.values())
+    table = shape.block_size * getattr(shape, "head_dim", shape.n_embd // shape.n_head)
+    for value, most, what in (
+            (shape.n_layer, max(256, len(weights)), "blocks"), (table, max(1 << 24, held),
+             "numbers of positions"), (shape.vocab_size or 0, max(1 << 20, held), "token ids")):
+        if not 0 <= value <= max(most, 0):
+            raise ValueError(f"a shape of {value:,} {what} for {len(weights):,} tensors of "
+                             f"{held:,} numbers: its model_args or config are not its own")
 
 
 def settled(values):

@@ -32,6 +32,7 @@ from train.config import (
     say,
     take_config,
     to_yaml,
+    translated,
     underscores,
 )
 from train.distributed import SetupError
@@ -54,14 +55,15 @@ def read_space(path, stages, config):
     """({key: Optuna distribution}, [stage]) of a YAML file; `stages`, YAML text, replaces its own.
     A stage is dict(trials, max_iters, narrow). Raises ConfigError with all problems."""
     problems, space = [], {}
-    raw = read_yaml(path, problems)
+    known = {f.name: f for f in fields(config)}
+    raw = translated(read_yaml(path, problems), known, problems)
     listed, where = raw.pop("stages", ([{"trials": "20"}], path))
     if not raw and not problems:
         problems.append(f"{path}: nothing to search; expected lines such as "
                         "learning_rate: {low: 1e-4, high: 1e-2, log: true}")
     for name, (value, at) in raw.items():
         try:
-            space[name] = read_dimension(name, value, {f.name: f for f in fields(config)})
+            space[name] = read_dimension(name, value, known)
         except ValueError as error:
             problems.append(f"{at}: {name}: {error}")
     try:

@@ -19,7 +19,6 @@ import torch.nn.functional as F
 
 from data.tokenizer_json import read_json, read_tokenizer
 from model.gpt import GPT, GPTConfig
-from model.load import check_shape
 from train.checkpoint import (
     DESCRIPTION,
     DTYPES,
@@ -29,7 +28,7 @@ from train.checkpoint import (
     mismatches,
     refuse,
 )
-from train.config import say
+from train.config import check_shape, say
 from train.distributed import convert_ddp_state
 
 # -----------------------------------------------------------------------------
