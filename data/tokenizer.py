@@ -51,6 +51,17 @@ def without_long_blanks(text):
     yield text
 
 
+@contextlib.contextmanager
+def panics_told(what):
+    """Context in which a panic of a library in Rust, which is no Exception, is a DataError."""
+    try:
+        yield
+    except BaseException as error:
+        if "Panic" not in type(error).__name__:
+            raise
+        raise DataError(f"{what}: {error}") from None
+
+
 class Tokenizer:
     """What both kinds share. Subclasses give kind, n_vocab, eot_token (or None), encode_array,
     decode_known, token_bytes() -> int64 (n_vocab,) bytes of text per id, and spec()."""
@@ -94,14 +105,10 @@ class RankTokenizer(Tokenizer):
         text = clean(text)
         if self.kind == "byte":  # what tiktoken gives, without its loop over a million matches
             return np.frombuffer(text.encode("utf-8"), np.uint8)
-        try:
+        with panics_told(f"the pattern {self.pattern!r:.80} of this {self.kind} tokenizer cannot "
+                         "split text"):
             return np.concatenate([self.enc.encode_to_numpy(part, disallowed_special=())
                                    for part in without_long_blanks(text)])
-        except BaseException as error:
-            if "Panic" not in type(error).__name__:  # of Rust: no Exception
-                raise
-            raise DataError(f"the pattern {self.pattern!r:.80} of this {self.kind} tokenizer "
-                            f"cannot split text: {error}") from None
 
     def decode_known(self, ids):
         try:
@@ -167,7 +174,8 @@ class JsonTokenizer(Tokenizer):
             raise DataError("this tokenizer.json needs the package tokenizers: pip install "
                             "tokenizers") from None
         try:
-            self.enc = tokenizers.Tokenizer.from_str(text)
+            with panics_told("it broke"):
+                self.enc = tokenizers.Tokenizer.from_str(text)
         except Exception as error:  # it has no class of its own
             raise DataError(f"tokenizer.json: not one that tokenizers reads: {error}") from None
         self.enc.no_truncation()
@@ -178,9 +186,9 @@ class JsonTokenizer(Tokenizer):
         self.special = {i for i, token in self.enc.get_added_tokens_decoder().items()
                         if token.special}
         self.n_vocab = 1 + max(self.enc.get_vocab(with_added_tokens=True).values(), default=-1)
-        if not (type(eot_token) is int and 0 <= eot_token < self.n_vocab):
+        if not (type(eot_token) is int and 0 <= eot_token < self.n_vocab <= MAX_VOCAB):
             raise DataError(f"tokenizer.json: the end of text is {eot_token!r}, expected an id "
-                            f"below {self.n_vocab}")
+                            f"below {min(self.n_vocab, MAX_VOCAB)}")
 
     def encode_array(self, text):
         return np.array(self.encode_batch([text])[0], np.uint32)
@@ -188,7 +196,8 @@ class JsonTokenizer(Tokenizer):
     def encode_batch(self, texts):
         texts = [clean(text) for text in texts]
         try:
-            found = self.enc.encode_batch_fast(texts, add_special_tokens=False)
+            with panics_told("it broke"):
+                found = self.enc.encode_batch_fast(texts, add_special_tokens=False)
         except Exception as error:  # of a vocabulary without bytes
             raise DataError(f"this tokenizer has no ids for a text: {error}") from None
         return [encoding.ids for encoding in found]

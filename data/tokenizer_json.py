@@ -163,7 +163,7 @@ def read_tokenizer(folder):
     try:
         added = {t["content"]: t["id"] for t in content.get("added_tokens") or []}
         return JsonTokenizer(json.dumps(content), end_of_text(folder, added))
-    except (DataError, KeyError, TypeError, AttributeError) as error:
+    except (DataError, LookupError, TypeError, AttributeError) as error:
         raise DataError(f"{why}; {error}") from None
 
 

@@ -102,7 +102,8 @@ def read(text):
         return family_of(json.loads(text))
     except FamilyError:
         raise
-    except (ValueError, TypeError, KeyError, AttributeError, ZeroDivisionError) as error:
+    except (ValueError, TypeError, LookupError, AttributeError, ArithmeticError,
+            RecursionError) as error:
         raise FamilyError([f"family: {type(error).__name__}: {error}"]) from None
 
 
@@ -118,6 +119,8 @@ def family_of(c):
     if wrong := [f"{k}: {c[k]!r}" for k in sorted(SIZES & c.keys())
                  if c[k] is not None and not (type(c[k]) is int and 0 < c[k] < 2**31)]:
         raise FamilyError([f"{', '.join(wrong)}: expected whole numbers above 0"])
+    if c["num_hidden_layers"] > 10_000:  # as n_layer
+        raise FamilyError([f"num_hidden_layers: {c['num_hidden_layers']}, expected up to 10,000"])
     act = c.get("hidden_activation") or c["hidden_act"]
     if act != DEFAULTS[kind]["hidden_act"]:
         raise FamilyError([f"hidden_act: {act!r}, expected {DEFAULTS[kind]['hidden_act']}"])

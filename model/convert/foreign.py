@@ -299,6 +299,8 @@ PLAIN = {"attention_bias": False, "mlp_bias": False, "hidden_act": "silu", "laye
          "sliding_window": None, "decoder_sparse_step": 1, "mlp_only_layers": []}
 PLAIN_GPT2 = {"scale_attn_weights": True, "scale_attn_by_inverse_layer_idx": False,
               "reorder_and_upcast_attn": False, "add_cross_attention": False}
+# What values of other types than theirs raise.
+UNLIKE = (LookupError, TypeError, ValueError, AttributeError, ArithmeticError)
 GELUS = {"gelu_new": "gelu", "gelu_pytorch_tanh": "gelu", "gelu": "gelu_exact"}
 
 
@@ -319,7 +321,7 @@ def shape_in(theirs, folder):
         if kind in ("llama", "qwen3") and not is_plain(theirs):
             return family_shape(theirs, folder)
         shape = (gpt2_shape if kind == "gpt2" else llama_shape)(theirs, kind, wrong)
-    except (KeyError, TypeError, ValueError, ZeroDivisionError) as error:
+    except UNLIKE as error:
         raise CheckpointError(f"{folder}/config.json: {type(error).__name__}: {error}") from None
     if wrong:
         raise CheckpointError(f"{folder}/config.json: {', '.join(wrong)}: our GPT knows no such "
@@ -336,7 +338,7 @@ def family_shape(theirs, folder):
                               f"{', '.join(known)}")
     try:
         return families.shape_of(theirs)
-    except (KeyError, TypeError, ValueError, ZeroDivisionError) as error:
+    except UNLIKE as error:
         raise CheckpointError(f"{folder}/config.json: {type(error).__name__}: {error}") from None
 
 
