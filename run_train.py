@@ -40,6 +40,17 @@ def show(page):
     return 0
 
 
+def check_there(config):
+    """UserError where what a run opens first is not there: torch, which takes seconds to import, is
+    not needed to find that out."""
+    file, again = config.resume_file, os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0"
+    if file and not os.path.exists(file) and not again:  # a restarted job has its own past
+        raise UserError(f"resume: {file!r} is none of auto, never and must, and no such file")
+    if config.model == "gpt" and os.path.basename(os.path.normpath(config.data_dir)) != "stdlib":
+        from data.token_files import find_files
+        find_files(config.data_dir, "train")
+
+
 def main(argv):
     """Run the command line; the exit code."""
     wants_help, argv = take_flag(argv, "--help", "-h")
@@ -55,17 +66,19 @@ def main(argv):
             from train.resume import weights_shape
             shape, weights = weights_shape(config)
             config, origins = config.but(**shape), origins | dict.fromkeys(shape, weights)
+        if not show_config and not dry_run:
+            check_there(config)
     except UserError as error:
         if os.environ.get("RANK", "0") == "0":  # every rank finds the same: one speaks
             say(error, sys.stderr)
         else:
             time.sleep(3)  # torchrun ends the others as soon as one has gone
         return 2
-    if (others := names_of_others(origins)) and os.environ.get("RANK", "0") == "0":
-        say(others)
     # What a person asked to see is all that happens: nothing is written.
     if show_config:
         return show(describe(config, origins))
+    if (others := names_of_others(origins)) and os.environ.get("RANK", "0") == "0":
+        say(others)
     if dry_run:
         from train.bench import estimate as job
     else:
@@ -75,4 +88,8 @@ def main(argv):
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    try:
+        code = main(sys.argv[1:])
+    except KeyboardInterrupt:  # while importing, say
+        code = 130
+    sys.exit(code)

@@ -57,7 +57,8 @@ def to_messages(record, fields=()):
     if missing := [name for name in fields if name not in record]:
         raise ValueError(f"no field {missing[0]!r}; its fields are {', '.join(record)}")
     has = {name for name in record if record[name] is not None}
-    for name in fields[:1] if len(fields) == 1 else ("messages", "conversations"):
+    lists = ("messages", "conversations") if not fields else fields if len(fields) == 1 else ()
+    for name in lists:
         if name in has:
             return [turn_of(turn) for turn in as_list(record[name], name)]
     *asked, said = fields or question_and_answer(has)

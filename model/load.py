@@ -75,7 +75,7 @@ def empty_model(state):
         raise ValueError(f"no spec of its data in it, from which a model of {name} is built")
     build, spec = load_model_file(str(name)).build_model, state["spec"]
     config = saved_config(state["config"])
-    check_size(replace(config, vocab_size=spec.get("vocab_size", config.vocab_size)), weights)
+    check_size(config.but(vocab_size=spec.get("vocab_size", config.vocab_size)), weights)
     return build(config, types.SimpleNamespace(spec=spec))
 
 
@@ -114,7 +114,7 @@ def take_shape(config, model_args, path, hook=adopt_shape, weights=None):
                               "leave these keys out to take them from it")
     try:
         taken = {name: checked(name, value, known) for name, value in taken.items()}
-        shape = replace(config, **taken)
+        shape = config.but(**taken)
         if problems := [text for _, text in conflicts(shape)]:
             raise ValueError("; ".join(problems))
         if taken and weights is not None:

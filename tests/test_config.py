@@ -2,6 +2,8 @@
 
 import argparse
 import importlib
+import importlib.abc
+import runpy
 import subprocess
 import sys
 import time
@@ -278,3 +280,29 @@ def test_a_fault_of_the_program_keeps_its_traceback_and_wrong_usage_shows_the_ri
             run_command(parser, work, [])
     said = capsys.readouterr().err
     assert ended.value.code == 2 and said.startswith("usage: python -m model.x") and "why" in said
+
+
+@pytest.mark.parametrize("argument, words", [
+    ("--resume=perhaps", "resume: 'perhaps' is none of auto, never and must, and no such file"),
+    ("--data_dir=nowhere", "nowhere: no train data: expected nowhere, found no such file or folder"
+     )])
+def test_what_is_not_there_is_refused_before_torch_is_imported(argument, words):
+    """Its import takes seconds."""
+    code = ("import sys, run_train; code = run_train.main(sys.argv[1:]); "
+            "sys.exit(code + 10 * ('torch' in sys.modules))")
+    done = subprocess.run([sys.executable, "-c", code, argument], cwd=REPO, capture_output=True,
+                          text=True)
+    assert done.returncode == 2 and words in done.stderr
+
+
+def test_ctrl_c_while_importing_is_quiet(monkeypatch, capsys):
+    class Interrupted(importlib.abc.MetaPathFinder):
+        def find_spec(self, name, *_):
+            if name == "train.train":
+                raise KeyboardInterrupt
+    monkeypatch.delitem(sys.modules, "train.train", raising=False)
+    monkeypatch.setattr(sys, "meta_path", [Interrupted(), *sys.meta_path])
+    monkeypatch.setattr(sys, "argv", ["run_train.py", "--data_dir=data/bin/stdlib"])
+    with pytest.raises(SystemExit) as ended:
+        runpy.run_path(str(REPO / "run_train.py"), run_name="__main__")
+    assert ended.value.code == 130 and capsys.readouterr() == ("", "")

@@ -22,7 +22,7 @@ from model.gpt import GPT, GPTConfig
 from train import guard
 from train.checkpoint import load_checkpoint
 from train.config import FIELDS, TrainConfig, load_config
-from train.distributed import SetupError, get_device, set_seed
+from train.distributed import SetupError, describe_device, get_device, set_seed
 from train.lr_scheduler import EarlyStopping, get_lr
 from train.train import train
 
@@ -221,6 +221,24 @@ def test_set_seed_and_get_device(monkeypatch):
     assert get_device().type in ("cpu", "cuda", "mps")
     with pytest.raises(SetupError, match="'tpu' is unknown"):
         get_device("tpu")
+
+
+def test_get_device_takes_what_is_asked_for_and_reports_it(monkeypatch, capsys):
+    """device_id is the GPU of a process without ranks; report says the start-up line of a run."""
+    assert get_device("cpu", report=True) == torch.device("cpu")
+    assert capsys.readouterr().out == f"Device: {describe_device(torch.device('cpu'))}\n"
+    chosen = []
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
+    monkeypatch.setattr(torch.cuda, "set_device", chosen.append)
+    monkeypatch.setattr(torch.backends.mps, "is_available", lambda: False)
+    assert get_device() == torch.device("cuda", 0) and get_device(local_rank=1).index == 1
+    assert get_device(device_id=3) == get_device("cuda", device_id=3) == torch.device("cuda", 3)
+    assert get_device(prefer_cuda=False) == torch.device("cpu")
+    assert get_device("cuda", prefer_cuda=False).type == "cuda" and chosen == [0, 1, 3, 3, 0]
+    with pytest.raises(SetupError, match="5 GPUs are needed"):
+        get_device(device_id=4)
+    assert capsys.readouterr().out == ""
 
 
 def test_deterministic_gives_the_same_bits_twice(go, tmp_path):

@@ -22,7 +22,7 @@ import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
-from train.config import UserError
+from train.config import UserError, say
 from train.speed import blocks, keep_freed_memory, set_num_threads
 
 
@@ -53,13 +53,25 @@ class Ranks:
 # -----------------------------------------------------------------------------
 # device, dtype, threads, seeds
 
-def get_device(name: str = "auto", local_rank: int = 0,
-               local_world_size: int = 1) -> torch.device:
-    """torch.device for `name`: auto takes cuda, then mps, then cpu; a rank takes the GPU of its
-    LOCAL_RANK. Raises SetupError where the device is missing."""
+def get_device(name: str = "auto", local_rank: int = 0, local_world_size: int = 1, *,
+               prefer_cuda: bool = True, device_id: int | None = None,
+               report: bool = False) -> torch.device:
+    """torch.device for `name`: auto takes cuda (unless prefer_cuda is false), then mps, then cpu; a
+    rank takes the GPU of its LOCAL_RANK, any other process the one of device_id. report: say what
+    it is and can do. Raises SetupError where the device is missing."""
+    device = find_device(name, local_rank if device_id is None else device_id, local_world_size,
+                         prefer_cuda)
+    if report:
+        say(f"Device: {describe_device(device)}")
+    return device
+
+
+def find_device(name, local_rank, local_world_size, prefer_cuda=True):
+    """See get_device."""
     if name == "auto":
         mps = torch.backends.mps.is_available() and local_world_size == 1
-        name = "cuda" if torch.cuda.is_available() else "mps" if mps else "cpu"
+        cuda = prefer_cuda and torch.cuda.is_available()
+        name = "cuda" if cuda else "mps" if mps else "cpu"
     if not re.fullmatch(r"cpu|mps|cuda(:\d+)?", name):
         raise SetupError(f"device: {name!r} is unknown; use auto, cpu, cuda, cuda:N or mps")
     if name.startswith("cuda"):

@@ -387,8 +387,11 @@ def main(argv=None):
         epilog="All other arguments are those of run_train.py.")
     parser.add_argument("--space", required=True, help="YAML file: what to search and in which "
                         "stages; train/hpo_example.yaml is one")
-    parser.add_argument("--stages", help="stages in place of the file's, as YAML: '[{trials: 8, "
-                        "max_iters: 200}, {trials: 4, max_iters: 1000, narrow: 0.3}]'")
+    lengths = parser.add_mutually_exclusive_group()
+    lengths.add_argument("--trials", type=int, metavar="N", help="N trials at full length "
+                         "in place of the file's stages")
+    lengths.add_argument("--stages", help="stages in place of the file's, as YAML: '[{trials: 8, "
+                         "max_iters: 200}, {trials: 4, max_iters: 1000, narrow: 0.3}]'")
     parser.add_argument("--out", default="out/hpo", help="folder of the search (%(default)s)")
     args, rest = parser.parse_known_args(
         underscores(sys.argv[1:] if argv is None else argv))
@@ -402,7 +405,8 @@ def main(argv=None):
     warnings.simplefilter("ignore", optuna.exceptions.ExperimentalWarning)
     try:
         config = load_config(*take_config(rest))
-        space, stages = read_space(args.space, args.stages, config)
+        stages = args.stages if args.trials is None else f"[{{trials: {args.trials}}}]"
+        space, stages = read_space(args.space, stages, config)
         check(config, space, stages)
     except ConfigError as error:
         say(error, sys.stderr)
