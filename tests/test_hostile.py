@@ -186,7 +186,7 @@ def tar(folder):
 @case("a run starts from a shape that is none", "model_args describe no model: n_layer: must be")
 def init_from(folder):
     torch.save(state(model_args=asdict(SHAPE) | dict(n_layer=10**9)), folder / "ckpt.pt")
-    (folder / "text.txt").write_text("some text " * 100)
+    (folder / "train.bin").write_bytes(bytes(range(200)) * 20)
     return ["run_train", *(a for a in tiny_args(out_dir=folder / "out") if "n_layer" not in a),
             f"--init_from={folder}/ckpt.pt", f"--data_dir={folder}"]
 
