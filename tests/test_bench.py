@@ -5,6 +5,7 @@ import json
 import pathlib
 import re
 import sys
+import types
 
 import pytest
 import torch
@@ -163,7 +164,12 @@ def test_an_item_that_fails_or_hangs_costs_only_itself(tmp_path, monkeypatch, ca
     monkeypatch.setattr(gpu, "ITEMS", {
         "bad": (runs("raise SystemExit('no such kernel')"), 1), "hangs": (runs(child), 0.02),
         "good": (lambda job: "7 tokens/s", 1)})
+    def part_by_part(job):
+        yield "7 tokens/s on one"
+        yield runs(child)(job)
+    gpu.ITEMS["cut off"] = (part_by_part, 0.02)
     code, results = programme(tmp_path)
+    assert results["cut off"]["result"] == "7 tokens/s on one; failed: timed out"
     assert code == 1 and results["good"].keys() == {"result", "seconds"}
     assert results["bad"]["failed"] and "no such kernel" in results["bad"]["result"]
     assert results["hangs"]["failed"] and "timed out" in results["hangs"]["result"]
@@ -198,6 +204,15 @@ def test_an_item_on_its_tiny_model(tmp_path, monkeypatch, name, says):
     monkeypatch.setattr(gpu, "ITEMS", {name: gpu.ITEMS[name]})
     code, results = programme(tmp_path)
     assert code == 0 and says in results[name]["result"], results
+
+
+def test_the_speed_of_the_program_itself_is_a_median_without_the_first_steps():
+    def train(name, *args, program):
+        speeds = [1.0] * 10 + [7.0] * 30 + [9.0] * 20
+        lines = [dict(tokens_per_sec=s, mfu=0.4, memory_mib=5000) for s in speeds]
+        return "", lines[:int(args[0].split("=")[1])], None
+    job = types.SimpleNamespace(large=False, compile="--no-compile", train=train)
+    assert list(gpu.steps(job)) == [f"on {n}: 7 tokens/s, 40% MFU, 5,000 MiB" for n in (1, 2)]
 
 
 @pytest.mark.slow

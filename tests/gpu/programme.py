@@ -1,9 +1,9 @@
 """What only a GPU can tell, in order of worth: python -m tests.gpu.programme [--peer PATH]
 
 Each item runs in processes of its own and within minutes of its own, so that one that fails or
-hangs costs only itself; its result is written as it comes, a JSON line each, and a table for the
-README at the end. On a machine without a GPU the same items run on a tiny model, to show that they
-run at all. What a person would not type is in parts.py.
+hangs costs only itself, and of itself only what is not done yet; its result is written as it comes,
+a JSON line each, and a table for the README at the end. On a machine without a GPU the same items
+run on a tiny model, to show that they run at all. What a person would not type is in parts.py.
 """
 
 import argparse
@@ -12,6 +12,7 @@ import json
 import os
 import re
 import signal
+import statistics
 import subprocess
 import sys
 import tempfile
@@ -53,16 +54,20 @@ def programme(o):
 
 
 def outcome(item, job, end):
-    """What came of an item: its result, or how it failed before all is over at `end`."""
-    started = time.monotonic()
+    """What came of an item: its result, a text or one after the other, and how it failed, if so,
+    before all is over at `end`."""
+    started, found, failed = time.monotonic(), [], {}
     try:
-        result = dict(result=item(job))
+        result = item(job)
+        for text in [result] if isinstance(result, str) else result:
+            found.append(text)
     except subprocess.TimeoutExpired:
-        result = (dict(result="failed: timed out", failed=True) if job.end < end else
-                  dict(result="not measured: no time left"))
+        failed = dict(failed=True) if job.end < end else {}
+        found.append("failed: timed out" if failed else "not measured: no time left")
     except Exception as error:
-        result = dict(result=f"failed: {' '.join(str(error).split())[-300:]}", failed=True)
-    return result | dict(seconds=round(time.monotonic() - started, 1))
+        failed = dict(failed=True)
+        found.append(f"failed: {' '.join(str(error).split())[-300:]}")
+    return dict(result="; ".join(found), seconds=round(time.monotonic() - started, 1)) | failed
 
 
 class Job:
@@ -160,12 +165,27 @@ def throughput(job, batch=32):
 
 def settings(job):
     """Our compiled tokens/s with other kernels: flash attention for cuDNN's, Inductor's search."""
-    found = []
     for name, env in (("as it is", {}), ("no cuDNN", {"TORCH_CUDNN_SDPA_DEPRIORITIZED": "1"}),
                       ("coordinate descent", {"TORCHINDUCTOR_COORDINATE_DESCENT_TUNING": "1"})):
         row = job.bench("throughput", f"--batch={32 if job.large else 2}", "--repeats=1", env=env)
-        found.append(f"{name}: {max(r['median'] for r in row.values()):,.0f} tokens/s")
-    return "; ".join(found)
+        yield f"{name}: {max(r['median'] for r in row.values()):,.0f} tokens/s"
+
+
+def steps(job):
+    """What run_train.py says of its own speed, on one GPU and on all: config_gpt2.yaml as it is."""
+    own = ["--gradient_accumulation_steps=15"] if job.large else []
+    for n in sorted({1, torch.cuda.device_count() if job.large else 2}):
+        _, lines, _ = job.train(f"steps{n}", "--max_iters=60", "--eval_interval=0", job.compile,
+                                *own, program=torchrun(n, "run_train.py"))
+        rates, last = [s["tokens_per_sec"] for s in lines[10:]], lines[-1]
+        used = f", {last['mfu']:.0%} MFU" if last["mfu"] else ""
+        yield (f"on {n}: {statistics.median(rates):,.0f} tokens/s{used}, "
+               f"{last['memory_mib']:,} MiB")
+
+
+def torchrun(n, *program):
+    """The program on so many ranks."""
+    return ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={n}", *program]
 
 
 def profiled(job):
@@ -175,14 +195,13 @@ def profiled(job):
 
 def losses(job):
     """The same steps compiled, eager and in float32: how far apart are the losses?"""
-    ways = dict(float32=["--no-compile", "--dtype=float32"], compiled=["--compile"],
-                eager=["--no-compile"])
-    n = 200 if job.large else 20
-    runs = {name: [s["loss"] for s in job.train(f"loss_{name}", f"--max_iters={n}", *args)[1]]
-            for name, args in ways.items()}
-    return f"after {n} steps " + ", ".join(
-        f"{name} {x[-1]:.4f} (at most {max(abs(a - b) for a, b in zip(x, runs['float32'])):.4f} "
-        "from float32)" for name, x in runs.items())
+    n, first = 200 if job.large else 20, None
+    for name, args in (("float32", ["--no-compile", "--dtype=float32"]),
+                       ("compiled", ["--compile"]), ("eager", ["--no-compile"])):
+        x = [s["loss"] for s in job.train(f"loss_{name}", f"--max_iters={n}", *args)[1]]
+        first = first or x
+        yield (f"{name} {x[-1]:.4f} after {n} steps, at most "
+               f"{max(abs(a - b) for a, b in zip(x, first)):.4f} from float32")
 
 
 def not_finite(job):
@@ -240,18 +259,17 @@ def wrappers(job):
     processes on a CPU): the losses of the run without them?"""
     args = ["--max_iters=5", "--eval_interval=0", "--gradient_checkpointing=true",
             job.compile]
-    found = {"alone": job.train("alone", *args)[1][-1]["loss"]}
+    yield f"after 5 steps: alone {job.train('alone', *args)[1][-1]['loss']:.4f}"
     for n in sorted({1, torch.cuda.device_count() if job.large else 2}):
-        torchrun = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={n}",
-                    *part("wrapped")]
         for kind in ("ddp", "fsdp"):
-            _, steps, _ = job.train(f"{kind}{n}", f"--distributed={kind}", *args, program=torchrun)
-            found[f"{kind} on {n}"] = steps[-1]["loss"]
-    return "loss after 5 steps: " + ", ".join(f"{k} {v:.4f}" for k, v in found.items())
+            _, steps, _ = job.train(f"{kind}{n}", f"--distributed={kind}", *args,
+                                    program=torchrun(n, *part("wrapped")))
+            yield f"{kind} on {n} {steps[-1]['loss']:.4f}"
 
 
 ITEMS = {  # name: (what, the minutes it may take)
-    "graphs": (graphs, 3), "waits": (waits, 2), "throughput, batch 32": (throughput, 5),
+    "graphs": (graphs, 3), "waits": (waits, 2), "60 steps of config_gpt2": (steps, 6),
+    "throughput, batch 32": (throughput, 5),
     "where time goes": (profiled, 2), "settings": (settings, 5),
     **{f"throughput, batch {n}": (functools.partial(throughput, batch=n), 4) for n in (48, 60, 12)},
     "losses": (losses, 5), "not finite": (not_finite, 3), "resumed": (resumed, 3),
