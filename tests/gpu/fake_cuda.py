@@ -172,10 +172,12 @@ def capture(lowering):
     have the graph return tensors of the right shapes."""
     import torch
     code, _ = lowering.codegen()
+    total, by_node, _ = lowering.count_bytes()
     nodes = lowering.orig_gm.graph.find_nodes(op="output")[0].args[0]
     values = [n.meta["val"] if isinstance(n, torch.fx.Node) else n for n in nodes]
     GRAPHS.append(types.SimpleNamespace(
-        source=code.value, bytes=lowering.count_bytes()[0], module=lowering.orig_gm,
+        source=code.value, bytes=total, module=lowering.orig_gm,
+        fused=4 * sum(n for node, n in by_node if not node.is_extern()),  # it divides by 4
         backward=lowering.is_backward, outputs=nodes,
         no_cuda_graph=None))
 

@@ -103,14 +103,15 @@ def saved_bytes(graph):
                 if storage(n)._cdata not in given}.values())
 
 
-def flops(graph):
-    """Of products and attention, as torch.utils.flop_counter counts them."""
+def flops(graph, of=""):
+    """Of products and attention, as torch.utils.flop_counter counts them: as if every query saw
+    every key. of: only of operations with this in their name."""
     import torch
     from torch.utils.flop_counter import flop_registry
     total = 0
     for node in graph.module.graph.nodes:
         count = flop_registry.get(getattr(node.target, "overloadpacket", None))
-        if count:
+        if count and of in str(node.target):
             args, kwargs = torch.utils._pytree.tree_map_only(
                 torch.fx.Node, lambda n: n.meta["val"], (node.args, dict(node.kwargs)))
             total += count(*args, **kwargs, out_val=node.meta["val"])
@@ -139,7 +140,9 @@ def numbers(graphs):
     triton, library = map(sum, zip(*map(launches, graphs)))
     return dict(graphs=len(graphs), triton=triton, library=library,
                 bytes=sum(g.bytes for g in graphs), saved=saved_bytes(graphs[0]),
-                flops=sum(map(flops, graphs)), float32=max(map(largest_float32, graphs)))
+                fused=sum(g.fused for g in graphs), flops=sum(map(flops, graphs)),
+                attention=sum(flops(g, "attention") for g in graphs),
+                float32=max(map(largest_float32, graphs)))
 
 
 def step(name, n_layer):

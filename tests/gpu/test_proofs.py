@@ -15,6 +15,8 @@ HERE = pathlib.Path(__file__).resolve().parent
 sys.path.append(str(HERE))
 import fake_cuda  # noqa: E402
 
+from tests.gpu.forecast import TOKENS, forecast, of_layers  # noqa: E402
+
 if why := fake_cuda.missing():
     pytest.skip(f"CUDA code without a GPU: {why}", allow_module_level=True)
 
@@ -29,6 +31,7 @@ STEPS = {
     "chat": (62, 37, 6.11, 0.84, 0.86),
     "lora": (107, 87, 27.67, 5.01, 7.55)}
 TWELVE = (191, 171, 79.26, 13.34, 28.63)  # gpt2
+FORECAST = 455e3  # tokens/s on an H100, at the least
 NUMBERS = dict(triton=1, library=1, bytes=1e9, saved=1e9, flops=1e12)
 LARGEST = 50304 * 768  # elements of the largest float32 buffer that there should be: a gradient
 
@@ -107,8 +110,22 @@ def test_a_compiled_step_takes_what_it_took(proofs, name):
 
 
 def test_a_step_of_twelve_layers_takes_what_it_took(proofs):
-    two, three = (numbers(proofs(f"step gpt2 {n}")) for n in (2, 3))
-    assert_as_before([a + 10 * (b - a) for a, b in zip(two, three)], TWELVE)
+    found = of_layers(12, *(proofs(f"step gpt2 {n}") for n in (2, 3)))
+    assert_as_before(numbers(found), TWELVE)
+    assert TOKENS / sum(forecast(found, "H100").values()) > FORECAST
+
+
+def test_the_forecast_adds_up_its_parts():
+    """A second of each, of which 12% of the whole are lost on top."""
+    none = dict(flops=0, attention=0, fused=0, triton=0, library=0)
+    update = 124_475_904 * 40 / (3.35e12 * 0.9) / 15
+    for more, name in ((dict(flops=989e12 * 0.59), "matrix products"),
+                       (dict(fused=3.35e12 * 0.9), "fused kernels"),
+                       (dict(triton=2e5, library=3e5), "launches"),
+                       (dict(flops=2 * 989e12 * 0.27, attention=2 * 989e12 * 0.27), "attention")):
+        parts = forecast(none | more, "H100")
+        assert parts[name] == pytest.approx(1) and parts["update"] == pytest.approx(update)
+        assert sum(parts.values()) == pytest.approx((1 + update) / 0.88)
 
 
 @pytest.mark.parametrize("name", STEPS)
