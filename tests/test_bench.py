@@ -63,6 +63,19 @@ def test_the_ratio_is_above_one_where_ours_is_better():
         return bench.markdown(bench.row("", unit, results))
     assert "3.00 x" in told("tokens/s", 30, 10) and "3.00 x" in told("s", 10, 30)
     assert "30% of the bound" in told("tokens/s", 30, 10) and " x" not in told("s", 10, None)
+    assert "| missed | 2 of 3 |" in bench.markdown(bench.row("", "s", {}) | dict(missed="2 of 3"))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_timed_step_computes_in_its_dtype(dtype):
+    weight, seen = torch.ones(1, 2, requires_grad=True), []
+
+    def forward(x):
+        y = torch.nn.functional.linear(x, weight)
+        seen.append(y.dtype)
+        return y.float().mean(), {}
+    bench.Step(torch.device("cpu"), dtype).micro(forward, (torch.ones(4, 2),))
+    assert seen == [dtype] and torch.equal(weight.grad, torch.ones(1, 2))
 
 
 def test_rows_against_a_peer(peer, tmp_path, capsys):
@@ -78,7 +91,9 @@ def test_rows_against_a_peer(peer, tmp_path, capsys):
     assert all(v["median"] > 0 and v["of_bound"] > 0 for r in result["rows"]
                for v in r["results"].values())
     assert len(sampling["results"]) == 3 and "context of 32 full" in sampling["work"]
-    assert result["machine"]["matmul_tflops"]["bfloat16"] > 0
+    machine = result["machine"]
+    assert machine["matmul_tflops"]["bfloat16"] > 0 and machine["read_gb_s"] > 0
+    assert machine["cpu"] and machine["gpu"] is None and machine["torch"] == torch.__version__
     assert printed.count("our best to the peer's best") == 2
 
 

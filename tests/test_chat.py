@@ -14,6 +14,7 @@ from conftest import SHARED, TINY, run
 from processes import python
 from runs import Program, assert_same, tensors
 
+import model.chat
 from data import chat as data_chat
 from data.prepare import prepare as prepare_text
 from data.tokenizer import load_tokenizer
@@ -291,6 +292,18 @@ def test_skip_bad(tmp_path, capsys):
 def small(**changes):
     shape = dict(n_layer=2, n_head=2, n_embd=32, n_hidden=64, block_size=40, vocab_size=257)
     return ChatGPT(GPTConfig(**shape | changes), seed=3)
+
+
+@pytest.mark.parametrize("end", [EOFError, KeyboardInterrupt])
+def test_a_conversation_ends_quietly(monkeypatch, end):
+    lines = iter(["Who?", " Why? "])
+
+    def typed(prompt):
+        for line in lines:
+            return line
+        raise end
+    monkeypatch.setattr("builtins.input", typed)
+    assert list(model.chat.typed()) == ["Who?", "Why?"]
 
 
 def test_without_chats_it_is_a_gpt():

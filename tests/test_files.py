@@ -139,6 +139,20 @@ def test_a_folder_takes_the_place_of_another(tmp_path):
     assert out.stat().st_ino == inode and os.listdir(tmp_path / "x") == ["out"]
 
 
+def test_an_old_folder_that_cannot_be_removed_is_left_for_the_next(tmp_path, monkeypatch):
+    """The new one is in its place: that is no failure."""
+    fill(tmp_path / "out", a="old")
+
+    def refuse(*args, **kwargs):
+        raise PermissionError(13, "Permission denied")
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "unlink", refuse)
+        fill(tmp_path / "out", a="new")
+    assert contents(tmp_path / "out") == {"a": "new"} and len(os.listdir(tmp_path)) == 2
+    fill(tmp_path / "out", a="newer")
+    assert os.listdir(tmp_path) == ["out"]
+
+
 @pytest.mark.parametrize("call", range(4))
 def test_a_folder_is_the_old_one_or_the_new_one_after_a_kill(tmp_path, call):
     """Killed at any of its renames: one of the two is there, or put back by the next command, and

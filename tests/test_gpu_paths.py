@@ -55,6 +55,17 @@ def test_a_partial_batch_in_validation_is_not_compiled(data_dir, tmp_path, compi
     assert 4 in batches and 1 not in batches and not graphs.sizes()
 
 
+def test_batches_of_two_sizes_are_two_static_graphs(compiled_as_on_a_gpu):
+    """As those of training and of validation are on several ranks."""
+    graphs, gpt = Graphs(), GPT(GPTConfig(n_layer=1, n_head=2, n_embd=16, block_size=8,
+                                          vocab_size=32))
+    compiled_as_on_a_gpu(graphs)
+    speed.compile_model(gpt, torch.device("cpu"))
+    for size in (2, 4, 3):
+        gpt(torch.zeros(size, 8, dtype=torch.int64))
+    assert len(graphs) == 3 and not graphs.sizes()
+
+
 def test_a_compiler_that_fails_in_validation_does_not_end_the_run(data_dir, tmp_path, capsys,
                                                                   compiled_as_on_a_gpu):
     def broken(graph, inputs):

@@ -284,6 +284,9 @@ def test_samples_cannot_steer_the_terminal(tmp_path, capsys):
     out = capsys.readouterr().out
     assert out.startswith(r"sample: a\x1b[2Jb c xxx") and out.endswith("...\n") and len(out) < 200
     assert (tmp_path / "samples.txt").read_text().startswith("=== iter 7 ===\na\x1b[2Jb\nc xxx")
+    with Logger(tmp_path) as log:  # the last one is shown whole
+        log.samples(9, "a\x1b[2Jb\nc " + "x" * 300, whole=True)
+    assert capsys.readouterr().out == f"--- sample\na\\x1b[2Jb\nc {'x' * 300}\n---\n"
 
 
 def on_terminal(out, n, columns=80, **env):

@@ -217,6 +217,16 @@ def test_bad_settings(data_dir, base, tmp_path, changes, message):
         go(data_dir, base, tmp_path / "out", **changes)
 
 
+def test_a_backbone_that_knows_fewer_ids_than_the_data_is_refused(data_dir, base, tmp_path):
+    state = torch.load(base, weights_only=True)
+    small = {k: state[k] for k in ("model", "config", "tokenizer", "spec")}
+    small["model"]["wte.weight"] = small["model"]["wte.weight"][:100]
+    torch.save(small | dict(model_args=state["model_args"] | dict(vocab_size=100)),
+               tmp_path / "small.pt")
+    with pytest.raises(ValueError, match=r"small.pt: knows 100 ids, the data in .* have 25\d"):
+        go(data_dir, tmp_path / "small.pt", tmp_path / "out")
+
+
 def test_what_changes_shapes_is_not_offered_to_be_allowed(data_dir, base, tmp_path):
     go(data_dir, base, tmp_path / "out", max_iters=1)
     for changes, offered in ((dict(lora_rank=4), False), (dict(lora_alpha=1.0), True)):

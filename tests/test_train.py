@@ -115,6 +115,8 @@ def test_a_finished_run_says_so_and_a_longer_one_continues(tmp_path, data_dir):
     first = train(config(data_dir, tmp_path, max_iters=4))
     again = train(config(data_dir, tmp_path, max_iters=4))
     assert first["iter_num"] == again["iter_num"] == 4
+    (tmp_path / "metrics.jsonl").unlink()
+    assert train(config(data_dir, tmp_path, max_iters=4))["test"] == first["test"] == {}
     assert train(config(data_dir, tmp_path, max_iters=6))["iter_num"] == 6
 
 

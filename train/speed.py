@@ -304,7 +304,8 @@ def compile_model(model, device):
         if device.type != "cpu" and isinstance(getattr(model, "loss", None), nn.Module):
             parts.append(model.loss)  # the chunks of a CPU gain nothing from it
     for part in parts:
-        part.compile(dynamic=False)  # or a smaller last validation batch would make sizes symbolic
+        # Static: on several ranks validation has larger batches, which would make sizes symbolic.
+        part.compile(dynamic=False)
 
 
 class Compiler:
