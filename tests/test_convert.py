@@ -199,6 +199,22 @@ def test_weights_alone(tmp_path):
     assert torch.equal(logits_of(load_model(file)[0], ids()), logits_of(ours, ids()))
 
 
+@pytest.mark.parametrize("blanks", range(4))
+def test_weights_are_read_wherever_they_lie_in_the_file(tmp_path, blanks):
+    """The header may have any length: the numbers after it are then not where torch wants them."""
+    weights = dict(a=torch.randn(3, 5), b=torch.arange(7).bfloat16(), c=torch.zeros(0, 2))
+    write_safetensors(str(tmp_path / "x.safetensors"), weights)
+    data = (tmp_path / "x.safetensors").read_bytes()
+    length = int.from_bytes(data[:8], "little")
+    (tmp_path / "y.safetensors").write_bytes(
+        (length + blanks).to_bytes(8, "little") + data[8:8 + length] + b" " * blanks
+        + data[8 + length:])
+    found, _ = foreign.read_safetensors(tmp_path / "y.safetensors")
+    assert found.keys() == weights.keys()
+    for name, t in weights.items():
+        torch.testing.assert_close(found[name], t, rtol=0, atol=0)
+
+
 @pytest.mark.parametrize("shape, named", [
     (dict(mlp="relu2"), "mlp: relu2"), (dict(prev_embedding=True), "prev_embedding: True"),
     (dict(bias=True), "bias: True"), (dict(norm="layer"), "pos: rope"),

@@ -107,7 +107,7 @@ def names_in(weights, path, table=None):
     try:
         out = stack_experts(split_qkv(out), path)
         for name in ("wte.weight", "lm_head.weight"):
-            if name in out:  # rows to a multiple of 128, as ours have
+            if name in out and len(out[name]) % 128:  # rows to a multiple of that, as ours have
                 out[name] = F.pad(out[name], (0, 0, 0, -len(out[name]) % 128))
     except (RuntimeError, IndexError, TypeError) as error:
         raise CheckpointError(f"{path}: its tensors have not the shapes of their names: {error}"
@@ -223,18 +223,18 @@ def read_safetensors(path):
             about = {k: json.loads(about[k]) for k in DESCRIPTION if k in about}
             if strange := [k for k, v in about.items() if not isinstance(v, (dict, type(None)))]:
                 raise ValueError(f"its {', '.join(strange)}: no object")
-            last = 0
+            # Mapped: what is used is read, and weights are never twice in memory.
+            content, last = torch.from_file(str(path), size=size, dtype=torch.uint8), 8 + length
             for name, entry in sorted(header.items(), key=lambda e: e[1]["data_offsets"]):
-                begin, end = entry["data_offsets"]
+                begin, end = (8 + length + at for at in entry["data_offsets"])
                 empty = torch.empty(entry["shape"], dtype=DTYPES[entry["dtype"]], device="meta")
-                if not last <= begin <= end <= size - 8 - length or end - begin != empty.nbytes:
+                if not last <= begin <= end <= size or end - begin != empty.nbytes:
                     raise ValueError(f"{name} lies outside the file, over another tensor, or is of "
                                      "another size")
                 last = end
-                f.seek(8 + length + begin)
-                data = bytearray(f.read(end - begin))
-                flat = torch.frombuffer(data, dtype=empty.dtype) if data else torch.empty(0)
-                tensors[name] = flat.to(empty.dtype).view(entry["shape"])
+                data = content[begin:end]
+                data = data.clone() if begin % empty.itemsize else data  # torch cannot view that
+                tensors[name] = data.view(empty.dtype).view(entry["shape"])
     except (OSError, ValueError, KeyError, TypeError, AttributeError, struct.error,
             RuntimeError, MemoryError) as error:
         raise CheckpointError(f"{path}: not a safetensors file that can be read: "
