@@ -118,10 +118,10 @@ def fenced(text, template=TEMPLATE):
 
 
 def check_template(template):
-    """ValueError unless that is what stands around the turns of a chat."""
+    """DataError unless that is what stands around the turns of a chat."""
     if not all(isinstance(template.get(role), str) and template[role].count("{}") == 1
                for role in TEMPLATE):
-        raise ValueError(f"its template is {template!r:.80}, expected a text around {{}} for each "
+        raise DataError(f"its template is {template!r:.80}, expected a text around {{}} for each "
                          f"of {', '.join(TEMPLATE)}")
 
 

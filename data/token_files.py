@@ -201,6 +201,20 @@ def open_npy(path):
         raise ValueError(f"its header describes no array ({error})") from None
 
 
+def check_array(path, array, shape, limit, least=0):
+    """DataError unless the array of a .npy file has whole numbers from `least` to below `limit`, in
+    this shape (None: of any length). Others would end the process on a GPU without a word of where.
+    Of a large array some rows are looked at."""
+    some = array[::1 + array.nbytes // CHECKED_WHOLE] if array.ndim else array
+    if (array.dtype.kind not in "iu" or len(array.shape) != len(shape)
+            or any(want not in (None, n) for n, want in zip(array.shape, shape))
+            or some.size and not (least <= int(some.min()) and int(some.max()) < limit)):
+        wanted = " x ".join("n" if n is None else str(n) for n in shape)
+        raise DataError(f"{path}: {array.dtype} of shape {array.shape}; expected {wanted} whole "
+                        f"numbers from {least} to {limit - 1}: damaged, or of other data; prepare "
+                        "it again")
+
+
 def read_npy_header(path, f):
     """(dtype, bytes before the data, tokens) of an open .npy file; never unpickles."""
     f.seek(0)

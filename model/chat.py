@@ -18,7 +18,14 @@ import sys
 import torch
 
 from data.chat import check_template, stretches
-from data.token_files import DataError, check_types, open_npy, read_meta, who_reads
+from data.token_files import (
+    DataError,
+    check_array,
+    check_types,
+    open_npy,
+    read_meta,
+    who_reads,
+)
 from data.tokenizer import known_tokenizer, tokenizer_from_spec
 from model import gpt
 from model.gpt import GPT
@@ -126,9 +133,14 @@ def open_data(config, ranks):
     def load(split):
         paths = [os.path.join(c.data_dir, f"{split}_{name}.npy") for name in ARRAYS]
         try:
-            return RowLoader([open_npy(path) for path in paths], c, ranks)
+            arrays = [open_npy(path) for path in paths]
         except (OSError, ValueError) as error:
             raise DataError(f"{paths[0]} and its like: {error}; prepare the chats again") from None
+        shape = (None, meta["block_size"] + 1)
+        for path, array, limit in zip(paths, arrays, (tokenizer.n_vocab, 2, 1 << 16)):
+            check_array(path, array, shape, limit)
+            shape = array.shape
+        return RowLoader(arrays, c, ranks)
     size = max(meta["vocab_size"], c.vocab_size or 0)  # that of weights to start from may be larger
     spec = dict(vocab_size=size, tokenizer=tokenizer.spec(),
                 template=meta["template"], row_tokens=meta["block_size"])

@@ -23,7 +23,7 @@ import torch.nn as nn
 import torch.nn.functional as F
 
 from data.labels import ARRAYS, SPLITS, Fields, add_field_options, label_name, read_rows, to_arrays
-from data.token_files import DataError, check_types, open_npy, who_reads
+from data.token_files import DataError, check_array, check_types, open_npy, who_reads
 from data.tokenizer import known_tokenizer
 from model.gpt import GPT, GPTConfig, adopt_shape, fill, normal  # noqa: F401
 from train.config import UsageError, key, run_command, say
@@ -72,7 +72,7 @@ def open_data(config, ranks):
                         f"has {c.block_size} learned positions (block_size): prepare them again "
                         f"with --max_tokens {c.block_size}")
     class_weights(c.class_weights, spec)
-    train, val, test = (load_split(c.data_dir, split) for split in SPLITS)
+    train, val, test = (load_split(c.data_dir, split, spec) for split in SPLITS)
     return Data(RowLoader(train, c, ranks), RowLoader(val, c, ranks) if c.eval_interval else None,
                 spec, RowLoader(test, c, ranks) if len(test[0]) else None)
 
@@ -90,13 +90,23 @@ def read_meta(folder):
                         "one") from None
 
 
-def load_split(folder, split):
-    """The arrays of a split, memory-mapped, in the order of ARRAYS."""
+def load_split(folder, split, spec=None):
+    """The arrays of a split, memory-mapped, in the order of ARRAYS; DataError where they are none,
+    or none of a model of `spec`."""
     paths = [os.path.join(folder, f"{split}_{name}.npy") for name in ARRAYS]
     try:
-        return [open_npy(path) for path in paths]
+        arrays = [open_npy(path) for path in paths]
     except (OSError, ValueError) as error:
         raise DataError(f"{folder}: {error}; prepare it again with data.labels") from None
+    if spec is None:
+        return arrays
+    check_array(paths[0], arrays[0], (None, None), spec["vocab_size"])
+    n, width = arrays[0].shape
+    for path, array, shape, limit, least in zip(
+            paths[1:], arrays[1:], ((n,), (n,), (n, 2)),
+            (width + 1, max(1, len(spec["classes"])), width), (0, 0, -1)):
+        check_array(path, array, shape, limit, least)
+    return arrays
 
 
 def class_weights(text, spec):
@@ -447,7 +457,7 @@ def load_rows(args, spec, tokenizer, limit=None):
         if read_meta(path)["classes"] != spec["classes"]:
             raise DataError(f"{path}: has other classes than the checkpoint's: "
                             f"{', '.join(spec['classes'])}")
-        arrays = load_split(path, args.split)
+        arrays = load_split(path, args.split, spec)
         tokens = arrays[0]
         same = known_tokenizer(path).spec() == tokenizer.spec()
         if not same or tokens.shape[1] > (limit or sys.maxsize) or not len(tokens):

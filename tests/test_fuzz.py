@@ -198,7 +198,8 @@ def test_a_thousand_mutated_files(good, tmp_path, seed):
     fork.kill()
     results = json.loads((tmp_path / "results").read_text())
     assert len(results) == AT_ONCE, f"never ended: {commands[len(results)]}"
-    for command, (code, seconds, memory, said) in zip(commands, results):
-        assert code in (0, 2) and "Traceback" not in said, (command, code, said[-3000:])
-        assert seconds < 20 and memory < 300, (command, seconds, memory)
-        assert said == shown(said) or code == 0, (command, said)
+    bad = [f"{' '.join(command)}: exit {code}, {seconds:.0f} s, {memory:.0f} MiB\n{said[-1500:]}"
+           for command, (code, seconds, memory, said) in zip(commands, results)
+           if code not in (0, 2) and "not finite: loss" not in said or "Traceback" in said
+           or seconds > 20 or memory > 300 or code == 2 and said != shown(said)]
+    assert not bad, "\n\n".join(bad)

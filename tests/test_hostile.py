@@ -28,7 +28,8 @@ from processes import Fork
 from data import chat, prepare
 from data.prepare import sources
 from data.records import walk
-from data.tokenizer import DataError, tokenizer_from_spec
+from data.token_files import DataError, check_array
+from data.tokenizer import tokenizer_from_spec
 from data.tokenizer_json import byte_characters, list_merges
 from model import sample
 from model.generate import Streamer
@@ -154,6 +155,10 @@ weight("sparse", "holds a float32 tensor", torch.eye(3).to_sparse())
 weight("meta", "on meta", torch.empty(384, 32, device="meta"))
 weight("complex", "holds a complex64", torch.zeros(384, 32, dtype=torch.complex64))
 checkpoint("names", "no name of a tensor", model={5: ONE})
+
+
+checkpoint("a tensor among what is compared", "its 'data' holds a tensor", data=[ONE],
+           format_version=0)
 
 
 @case("checkpoint: nested", "holds a float32 tensor")
@@ -448,6 +453,18 @@ def test_a_mirror_is_https(capsys):
     with pytest.raises(SystemExit) as refused:
         prepare.main(["--dataset", "tinystories", "--mirror", "http://a.example/b"])
     assert refused.value.code == 2 and "expected https:// or file://" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("array, shape, limit, least", [
+    (np.array([[0, 7]]), (None, 2), 7, 0), (np.array([[0, -1]]), (1, 2), 7, 0),
+    (np.array([0, 1]), (None, 2), 7, 0), (np.array([[0, 1]]), (2, 2), 7, 0),
+    (np.array([[0.0, 1]]), (1, 2), 7, 0), (np.array(3), (None,), 7, 0)])
+def test_arrays_of_other_numbers_or_shapes_are_refused(array, shape, limit, least):
+    """Where a model would index with them."""
+    with pytest.raises(DataError, match="a.npy: .*expected .* whole numbers from 0 to 6"):
+        check_array("a.npy", array, shape, limit, least)
+    check_array("a.npy", np.array([[0, 6], [-1, 3]], np.int16), (None, 2), 7, -1)
+    check_array("a.npy", np.zeros((0, 2), np.uint32), (None, 2), 7)
 
 
 # -----------------------------------------------------------------------------

@@ -201,12 +201,15 @@ def check_content(state, size):
     again" so often that whoever counts, compares or shows it never ends."""
     if not isinstance(state, dict) or not isinstance(state.get("model"), dict):
         raise ValueError("not a checkpoint: expected a dict with a `model` in it")
-    for name in ("optimizer", "config", "model_args", "spec", "tokenizer"):
+    for name in ("optimizer", *DESCRIPTION):
         if not isinstance(state.get(name) or {}, dict):
             raise ValueError(f"its {name} is a {type(state[name]).__name__}, expected a dict")
     tensors, seen = [], {}
     if unfolded(state, tensors, seen) > 16 * size + 10**6:
         raise ValueError("its parts are the same objects again and again")
+    for name in state.keys() - {"model", "optimizer"}:  # what is compared and shown
+        if "format_version" in state and next(named_tensors(state[name]), None):
+            raise ValueError(f"its {name!r:.80} holds a tensor")
     for t in tensors:
         if (type(t) not in (torch.Tensor, torch.nn.Parameter) or t.layout != torch.strided
                 or t.is_nested or t.device.type != "cpu" or t.dtype not in DTYPES.values()):

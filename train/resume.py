@@ -237,6 +237,9 @@ def check_tensors(state, wanted, path):
     names, shapes and dtypes of the weights and of the optimizer's state."""
     problems = mismatches("", state["model"], wanted)
     for name, entry in state["optimizer"]["state"].items():
+        if not isinstance(entry, dict):
+            problems.append(f"optimizer state of {name}: a {type(entry).__name__}")
+            continue
         if name not in wanted:
             problems.append(f"optimizer state of unknown parameter {name}")
             continue
