@@ -294,6 +294,20 @@ def small(**changes):
     return ChatGPT(GPTConfig(**shape | changes), seed=3)
 
 
+def test_the_example_asks_one_question_about_each_name(tmp_path, monkeypatch):
+    (tmp_path / "a.py").write_text("read_line = save_all(open_file, max_size, x, open_file)")
+    monkeypatch.setattr(data_chat.sysconfig, "get_paths", lambda: dict(stdlib=str(tmp_path)))
+    chats = {source: [(r["prompt"], r["response"]) for _, r in data_chat.example_records(source)]
+             for source in ("example", "example-more")}
+    assert chats == {
+        "example": [
+            ("max_size in CamelCase?", "MaxSize"), ("open_file in capitals?", "OPEN_FILE"),
+            ("ReadLine in snake_case?", "read_line"), ("save_all in CamelCase?", "SaveAll")],
+        "example-more": [("max_size as a title?", "Max Size"), ("open_file with hyphens?",
+                         "open-file"), ("read_line as a title?", "Read Line"),
+                         ("save_all with hyphens?", "save-all")]}
+
+
 @pytest.mark.parametrize("end", [EOFError, KeyboardInterrupt])
 def test_a_conversation_ends_quietly(monkeypatch, end):
     lines = iter(["Who?", " Why? "])

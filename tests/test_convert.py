@@ -256,6 +256,15 @@ def test_tokenizer_json(hf, tmp_path, monkeypatch, kind):
     assert find_tokenizer(folder).spec() == ours.spec()
 
 
+def test_a_safetensors_file_that_says_nothing_of_itself(tmp_path):
+    """Its part of metadata may be left out."""
+    header = json.dumps(dict(w=dict(dtype="F32", shape=[2], data_offsets=[0, 8]))).encode()
+    (tmp_path / "x.safetensors").write_bytes(
+        len(header).to_bytes(8, "little") + header + np.float32([1, -2]).tobytes())
+    tensors, about = foreign.read_safetensors(tmp_path / "x.safetensors")
+    assert tensors["w"].tolist() == [1, -2] and about == {}
+
+
 def test_tokenizers_of_others(hf, tmp_path, monkeypatch):
     """A byte-level BPE that `tokenizers` trained comes in; without it others are refused."""
     from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers

@@ -10,6 +10,7 @@ import torch
 
 from model import convert, lm_eval
 from model.gpt import GPT, GPTConfig
+from model.load import load_model
 from train.checkpoint import save_checkpoint
 
 TASKS = {
@@ -90,6 +91,15 @@ def test_the_harness_agrees(folder, capsys, monkeypatch):
             assert flat(a["filtered_resps"]) == pytest.approx(flat(b["filtered_resps"]), abs=1e-4)
     answers = [s["filtered_resps"][0] for s in kept[0]["samples"]["local_writing"]]
     assert len(set(answers)) > 1 and not any("e" in text for text in answers)
+
+
+def test_a_task_that_samples_draws_at_its_temperature_or_1(folder):
+    scorer = lm_eval.Scorer(*load_model(folder / "ckpt.pt"), 1)
+
+    def answer(**how):
+        return scorer.answer("a", dict(max_gen_toks=20, **how))
+    assert answer(do_sample=True) == answer(do_sample=True, temperature=1.0) != answer()
+    assert answer(do_sample=True, temperature=1e-4) == answer(temperature=1.0) == answer()
 
 
 def flat(values):

@@ -18,6 +18,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from conftest import REPO, tiny_args
+from processes import python
 from runs import SMALL, assert_same_file, configure, go, metrics
 
 import data.chat
@@ -213,10 +214,16 @@ def test_the_printed_command_knows_nodes_and_spaces(monkeypatch):
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "1")
     told = logger.resume_command(load_config(None, ["--resume=never"]), Ranks(world_size=2))
     assert "torchrun --nnodes=2 " in told and "--nproc_per_node=1 run_train.py" in told
-    assert "--out_dir 'my runs/a b'" in told and "--resume auto" in told
+    assert "--out_dir 'my runs/a b'" in told and told.endswith("--resume auto  (on each node)")
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
     told = logger.resume_command(load_config(None), Ranks(world_size=4))
-    assert "--nnodes" not in told and "--nproc_per_node=4" in told
+    assert "node" not in told.replace("--nproc_per_node=4", "")
+
+
+def test_what_a_rank_has_printed_is_written_before_it_leaves():
+    done = python("-c", "from train import guard; print('said'); guard.leave(3)",
+                  env=dict(WORLD_SIZE=1))
+    assert (done.returncode, done.stdout) == (3, "said\n")
 
 
 def test_a_pattern_of_lr_groups_matches_whole_names():
@@ -455,10 +462,13 @@ def test_evaluations_by_epochs(tmp_path, data_dir):
     assert [m["iter"] for m in metrics(tmp_path) if "val_loss" in m] == [0, 16, 32, 33]
 
 
-def test_start_up_lines_name_the_rate_and_the_samples(tmp_path, data_dir, capsys):
-    go(data_dir, tmp_path, max_iters=1)
+@pytest.mark.parametrize("schedule, end", [
+    ("cosine", ", to 0.001"), ("linear", ", to 0.001"), ("wsd", ", to 0.001"), ("constant", ""),
+    ("none", ""), ("plateau", "")])
+def test_start_up_lines_name_the_rate_and_the_samples(tmp_path, data_dir, capsys, schedule, end):
+    go(data_dir, tmp_path, max_iters=0, lr_schedule=schedule)
     text = capsys.readouterr().out
-    assert "Learning rate: 0.01, cosine, warm-up 2 steps, to 0.001" in text
+    assert f"Learning rate: 0.01, {schedule}, warm-up 2 steps{end}\n" in text
     assert "passes over 2,498 samples" in text
 
 

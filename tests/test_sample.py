@@ -1,5 +1,6 @@
 """model/sample/: from ckpt.pt alone to text, as a library and through the command line."""
 
+import base64
 import os
 import subprocess
 import sys
@@ -454,6 +455,12 @@ def test_checkpoint_without_a_tokenizer(checkpoint, tmp_path, capsys):
     assert capsys.readouterr().out.startswith("the quick b")
     (tmp_path / "ranks").write_text("".join(f"{i} {i}" for i in range(3)))
     assert main(["--ckpt", path, "--tokenizer", str(tmp_path / "ranks")]) == 2
+    tokens = [bytes([i]) for i in range(256)] + [b"the", b"quick"]
+    (tmp_path / "ranks").write_text("".join(
+        f"{base64.b64encode(token).decode()} {i}\n" for i, token in enumerate(tokens)))
+    capsys.readouterr()
+    assert main(["--ckpt", path, "--tokenizer", str(tmp_path / "ranks")]) == 2
+    assert "it has 259 ids, the model knows 257" in capsys.readouterr().err
 
 
 def test_older_checkpoints_load_unless_they_use_what_is_gone(checkpoint, tmp_path, capsys):

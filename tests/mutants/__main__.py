@@ -263,7 +263,8 @@ def campaign(mutants, known, pool, a):
             sound.add(by)
         results.append((mutant, by, lists[mutant][1], seconds))
         print(f"{len(results)}/{n} {seconds:.0f} s  {mutant}  |  "
-              f"{by or 'SURVIVED'}", flush=True)
+              f"{by or ('SURVIVED' if lists[mutant][0] else 'no test of it is known')}",
+              flush=True)
         if a.out:
             with open(a.out, "a") as f:
                 f.write(json.dumps(dict(key=mutant.key, line=mutant.mutation.line, by=by,
