@@ -839,3 +839,30 @@ def test_selective_checkpointing_keeps_the_attention_of_every_gpu():
                aten._scaled_dot_product_efficient_attention):
         policy = context.policy_fn(None, op.default)
         assert policy == torch.utils.checkpoint.CheckpointPolicy.MUST_SAVE
+
+
+class OnGPU(torch.Tensor):
+    """A tensor that says it is on a GPU."""
+    is_cuda = True
+
+
+@pytest.mark.parametrize("bias", [False, True])
+def test_swiglu_as_one_product_is_that_as_two(bias):
+    """Values and gradients; for a few tokens it stays two."""
+    mlp, x = tiny(mlp="swiglu", bias=bias).double().h[0].mlp, torch.randn(2, 40, 32).double()
+    products, linear = [], F.linear
+
+    def counted(*args):
+        products.append(args)
+        return linear(*args)
+    found = []
+    for kind, rows, n in ((torch.Tensor, 40, 2), (OnGPU, 40, 1), (OnGPU, 20, 2)):
+        mlp.zero_grad()
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(F, "linear", counted)
+            y = mlp.gated(x[:, :rows].as_subclass(kind))
+        y.as_subclass(torch.Tensor).sum().backward()
+        found.append((y.as_subclass(torch.Tensor), mlp.gate.weight.grad, mlp.up.weight.grad))
+        assert len(products) == n
+        products.clear()
+    assert all(torch.allclose(a, b, rtol=1e-12, atol=1e-12) for a, b in zip(*found[:2]))
