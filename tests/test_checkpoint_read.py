@@ -508,3 +508,11 @@ def test_a_checkpoint_is_good_though_memory_runs_out_reading_it(out, monkeypatch
     with pytest.raises(CheckpointError, match="allocate memory"):
         load_latest(str(out), print)
     assert (out / "ckpt.pt").exists() and Trainer
+
+
+def test_a_part_of_a_run_that_is_none_is_refused(out, data_dir):
+    """The plateau schedule's memory without its scale."""
+    state = load_checkpoint(out / "ckpt.pt")
+    save_checkpoint(str(out / "ckpt.pt"), state | dict(plateau={"waiting": {}}))
+    with pytest.raises(CheckpointError, match="its plateau is not as it was written: KeyError"):
+        go(data_dir, out)

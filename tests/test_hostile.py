@@ -159,6 +159,8 @@ checkpoint("names", "no name of a tensor", model={5: ONE})
 
 checkpoint("a tensor among what is compared", "its 'data' holds a tensor", data=[ONE],
            format_version=0)
+checkpoint("a tensor for a number", "its 'model_args' holds a tensor",
+           model_args=asdict(SHAPE) | dict(n_layer=ONE))
 
 
 @case("checkpoint: nested", "holds a float32 tensor")
@@ -252,6 +254,8 @@ WHOLE = '{"weight_map": {"model.embed_tokens.weight": "a"}}'
 folder_of("blocks", "n_layer: must be at most", WHOLE, dict(num_hidden_layers=10**9))
 folder_of("fewer blocks", "a shape of 9,999 blocks", WHOLE, dict(num_hidden_layers=9999))
 folder_of("positions", "numbers of positions", WHOLE, dict(max_position_embeddings=10**10))
+folder_of("a type that is a mapping", "model_type {}: expected", WHOLE, dict(model_type={}))
+folder_of("layers that are a number", "layer_types is 5", WHOLE, dict(layer_types=5))
 folder_of("text for a number", "n_layer: expected a whole number", WHOLE,
           dict(num_hidden_layers="many"))
 

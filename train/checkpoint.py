@@ -207,8 +207,9 @@ def check_content(state, size):
     tensors, seen = [], {}
     if unfolded(state, tensors, seen) > 16 * size + 10**6:
         raise ValueError("its parts are the same objects again and again")
-    for name in state.keys() - {"model", "optimizer"}:  # what is compared and shown
-        if "format_version" in state and next(named_tensors(state[name]), None):
+    facts = state.keys() - {"model", "optimizer"} if "format_version" in state else DESCRIPTION
+    for name in facts:  # what is compared and shown
+        if next(named_tensors(state.get(name)), None):
             raise ValueError(f"its {name!r:.80} holds a tensor")
     for t in tensors:
         if (type(t) not in (torch.Tensor, torch.nn.Parameter) or t.layout != torch.strided

@@ -456,7 +456,11 @@ def restore(start, config, model, optimizer, parts, ranks, warn):
     fill_optimizer(optimizer, entries, moments, ranks)
     for name, part in parts.items():
         if outline[name] or name != "scaler":  # that of a run without float16 is empty
-            part.load_state_dict(outline[name])
+            try:
+                part.load_state_dict(outline[name])
+            except (LookupError, TypeError, ValueError, AttributeError) as error:
+                raise CheckpointError(f"{start.path}: its {name} is not as it was written: "
+                                      f"{type(error).__name__}: {error}") from error
     start.state = None  # its memory is free for training
 
 

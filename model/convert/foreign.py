@@ -307,13 +307,13 @@ GELUS = {"gelu_new": "gelu", "gelu_pytorch_tanh": "gelu", "gelu": "gelu_exact"}
 def shape_in(theirs, folder):
     """The GPTConfig or MoEConfig that a config.json describes. CheckpointError where it has what
     our GPT cannot compute."""
-    kind = theirs.get("model_type")
+    kind = str(theirs.get("model_type"))
     if kind not in CLASSES:
         return family_shape(theirs, folder)
     values = dict(theirs)
     if not theirs.get("use_sliding_window", kind != "qwen3" and kind != "qwen3_moe"):
         values.pop("sliding_window", None)
-    if set(theirs.get("layer_types") or ["full_attention"]) == {"full_attention"}:
+    if all(layer == "full_attention" for layer in list_in(theirs, "layer_types", folder)):
         values.pop("layer_types", None)
     plain = PLAIN_GPT2 if kind == "gpt2" else PLAIN
     wrong = [f"{k}: {values[k]!r}" for k, good in plain.items() if values.get(k, good) != good]
@@ -329,11 +329,19 @@ def shape_in(theirs, folder):
     return shape
 
 
+def list_in(theirs, name, folder):
+    """The list `name` of a config.json, [] where there is none."""
+    found = theirs.get(name) or []
+    if not isinstance(found, list):
+        raise CheckpointError(f"{folder}/config.json: {name} is {found!r:.80}, expected a list")
+    return found
+
+
 def family_shape(theirs, folder):
     """The GPTConfig of one of the families of model/families.py."""
     from model import families
     known = list(dict.fromkeys([*CLASSES, *families.DEFAULTS]))
-    if theirs.get("model_type") not in known:
+    if str(theirs.get("model_type")) not in known:
         raise CheckpointError(f"{folder}: model_type {theirs.get('model_type')!r}: expected "
                               f"{', '.join(known)}")
     try:
