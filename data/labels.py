@@ -160,6 +160,7 @@ def read_rows(sources, fields=FIELDS, skip_bad=False, log=say):
 def span_of(row, ids, sizes):
     """(first, last) token of a row's evidence. sizes (V,): bytes of text of each token id."""
     ends = sizes[ids].cumsum()  # where each token ends, in bytes
+    ends += len(row.text.encode()) - ends[-1]  # some put a blank before a text
     start, end = (len(row.text[:n].encode()) for n in (row.start, row.end))
     return int(np.searchsorted(ends, start, "right")), int(np.searchsorted(ends, end, "left"))
 

@@ -113,8 +113,16 @@ class RankTokenizer(Tokenizer):
     def decode_known(self, ids):
         try:
             return self.enc.decode(ids, errors="replace")
-        except KeyError as e:  # rank files may leave gaps
-            raise DataError(f"{e.args[0]}: the {self.kind} tokenizer has no such token") from None
+        except KeyError:
+            return b"".join(map(self.bytes_of, ids)).decode("utf-8", "replace")
+
+    def bytes_of(self, i):
+        """The bytes of text that an id stands for: one that is no text where a file leaves a gap,
+        as for special tokens of others, which a model may write."""
+        try:
+            return self.enc.decode_single_token_bytes(i)
+        except KeyError:
+            return b"\xff"
 
     def token_bytes(self):
         sizes = np.zeros(self.n_vocab, np.int64)  # end-of-text stands for no text
@@ -185,7 +193,9 @@ class JsonTokenizer(Tokenizer):
         self.in_bytes = '"ByteLevel"' in text  # else its tokens are characters, as SentencePiece's
         self.special = {i for i, token in self.enc.get_added_tokens_decoder().items()
                         if token.special}
-        self.n_vocab = 1 + max(self.enc.get_vocab(with_added_tokens=True).values(), default=-1)
+        # Of special tokens the end of text alone: Gemma 3 has one more than its models have rows.
+        ids = set(self.enc.get_vocab(with_added_tokens=True).values())
+        self.n_vocab = 1 + max(ids & {eot_token} | ids - self.special, default=-1)
         if not (type(eot_token) is int and 0 <= eot_token < self.n_vocab <= MAX_VOCAB):
             raise DataError(f"tokenizer.json: the end of text is {eot_token!r}, expected an id "
                             f"below {min(self.n_vocab, MAX_VOCAB)}")
@@ -203,7 +213,12 @@ class JsonTokenizer(Tokenizer):
         return [encoding.ids for encoding in found]
 
     def decode_known(self, ids):
-        return self.enc.decode(ids, skip_special_tokens=False)
+        # Behind a blank: Llama 2's leaves out the one that its text begins with, here it is in the
+        # middle of a text as often as not.
+        before = [] if self.in_bytes else [self.enc.token_to_id("\u2581")]
+        before = before if before != [None] else []
+        lead = self.enc.decode(before)
+        return self.enc.decode([*before, *ids], skip_special_tokens=False)[len(lead):]
 
     def bytes_of(self, i):
         """The bytes of text that an id stands for: none, of special tokens."""

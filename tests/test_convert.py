@@ -16,9 +16,10 @@ from conftest import REPO, SHARED, TINY, run, tiny_args
 from processes import python
 from runs import metrics
 
-from data import chat
+from data import chat, labels
 from data.tokenizer import (
     CharTokenizer,
+    JsonTokenizer,
     load_dataset_tokenizer,
     tokenizer_from_spec,
     write_tokenizer,
@@ -362,6 +363,28 @@ def test_any_tokenizer_json_comes_in_by_its_own_library(hf, tmp_path, kind):
     for change in (dict(json="{}"), dict(json="["), dict(eot_token=9999), dict(eot_token="<end>")):
         with pytest.raises(ValueError, match="tokenizer.json: "):
             tokenizer_from_spec(spec | change)
+
+
+def test_pieces_of_a_text_keep_their_blanks(hf):
+    """Llama 2's puts a blank before a text and its library takes one from each text that it writes;
+    here a text is written piece by piece. Special tokens that no text has are no ids of a model:
+    Gemma 3's vocabulary has a row less."""
+    from tokenizers import decoders, normalizers
+    theirs = train_tokenizer("gemma")
+    theirs.normalizer = normalizers.Sequence([normalizers.Prepend("\u2581"),
+                                              normalizers.Replace(" ", "\u2581")])
+    theirs.decoder = decoders.Sequence([
+        decoders.Replace("\u2581", " "), decoders.ByteFallback(), decoders.Fuse(),
+        decoders.Strip(" ", 1, 0)])
+    rows = theirs.get_vocab_size()
+    theirs.add_special_tokens(["<image>"])
+    ours, text = JsonTokenizer(theirs.to_str(), 0), "the fox isn't there"
+    ids = ours.encode(text)
+    assert ours.decode(ids) == "".join(ours.decode([i]) for i in ids) == f" {text}"
+    assert ours.n_vocab == rows == theirs.get_vocab_size() - 1
+    row = labels.Row(text, "a", text.index("fox"), text.index("fox") + 3, "")
+    first, last = labels.span_of(row, ids, ours.token_bytes())
+    assert ours.decode(ids[first:last + 1]).strip() == "fox"
 
 
 def test_chat_template(hf, tmp_path):

@@ -16,9 +16,11 @@ from conftest import run
 
 from data.token_files import DataError
 from data.tokenizer import (
+    EOT,
     R50K_SHA256,
     R50K_URL,
     CharTokenizer,
+    RankTokenizer,
     gpt2_ranks,
     load_dataset_tokenizer,
     load_tokenizer,
@@ -90,6 +92,14 @@ def test_spec_rebuilds_it_without_files(tokenizer, offline):
 def test_id_out_of_range(tokenizer, bad):
     with pytest.raises(DataError, match=rf"token id {bad} \(number 1 of 2\).*0\.\."):
         tokenizer.decode([0, bad])
+
+
+def test_a_gap_among_the_ids_is_a_byte_that_is_no_text():
+    """Qwen's and Llama 3's have special tokens there, which a model may write in any run."""
+    tokenizer = RankTokenizer("ranks", {bytes([i]): i for i in range(256)}, r"[\s\S]", 260)
+    text = tokenizer.decode([*"é".encode(), 258, 65, 260])
+    assert text == "é\ufffdA<|endoftext|>"
+    assert [tokenizer.bytes_of(i) for i in (65, 258, 260)] == [b"A", b"\xff", EOT.encode()]
 
 
 def test_byte_is_tiktoken_and_the_bytes_themselves():

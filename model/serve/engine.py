@@ -225,9 +225,4 @@ def token_bytes(tokenizer, token):
     """The bytes that a token stands for."""
     if not hasattr(tokenizer, "enc"):  # its tokens are whole characters
         return tokenizer.decode([token]).encode("utf-8", "replace")
-    if tokenizer.kind == "json":
-        return tokenizer.bytes_of(token)
-    try:
-        return tokenizer.enc.decode_single_token_bytes(token)
-    except KeyError:  # a gap among the ids of a rank file
-        return "\ufffd".encode()
+    return tokenizer.bytes_of(token)
