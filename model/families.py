@@ -46,7 +46,8 @@ USED = SIZES | {"model_type", "rms_norm_eps", "tie_word_embeddings", "hidden_act
                 "max_window_layers", "layer_types", "sliding_window_pattern",
                 "_sliding_window_pattern", "no_rope_layers", "no_rope_layer_interval"}
 HARMLESS = {"bos_token_id", "eos_token_id", "pad_token_id", "use_cache", "initializer_range",
-            "attention_dropout", "pretraining_tp", "cache_implementation"}
+            "attention_dropout", "pretraining_tp", "cache_implementation", "unsloth_fixed",
+            "unsloth_version", "_attn_implementation_autoset"}
 LEFT_OUT = {"architectures", "dtype", "torch_dtype", "transformers_version", "_name_or_path"}
 MOST_TOKENS = 4096  # of an imported model's context: memory for 128 k would be taken at once
 
@@ -319,4 +320,4 @@ def shifted(weights, model_type, by):
     """Gemma keeps the weights of its norms less 1: `weights`, by our names, with these moved."""
     if model_type != "gemma3_text":
         return weights
-    return {n: t + by if t.dim() == 1 else t for n, t in weights.items()}
+    return {n: t.float() + by if t.dim() == 1 else t for n, t in weights.items()}

@@ -22,7 +22,7 @@ from train.train import train
 os.environ.update(HF_HUB_OFFLINE="1", TRANSFORMERS_OFFLINE="1", TOKENIZERS_PARALLELISM="false")
 SIZE = dict(hidden_size=32, intermediate_size=48, num_hidden_layers=4, num_attention_heads=4,
             num_key_value_heads=2, vocab_size=300, max_position_embeddings=64,
-            pad_token_id=None, bos_token_id=0, eos_token_id=[1, 2])
+            pad_token_id=None, bos_token_id=0, eos_token_id=[1, 2], unsloth_fixed=True)
 LLAMA3 = dict(rope_type="llama3", factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0,
               original_max_position_embeddings=32)
 MODELS = {  # class of the configuration, and what makes it differ from a Llama 2 and its defaults
@@ -204,6 +204,14 @@ def test_long_waves_are_stretched_and_short_ones_are_not():
             smooth = (32 / wave - 1) / (4 - 1)
             wanted = (1 - smooth) * before / 8 + smooth * before
         assert after == pytest.approx(wanted, rel=1e-6)
+
+
+def test_norms_of_16_bits_keep_them_all(folders, tmp_path):
+    """Gemma's are kept less 1: with it they have more bits than the file's type."""
+    folders.load(folders("gemma3")[0], dtype=torch.bfloat16).save_pretrained(tmp_path)
+    theirs = folders.load(tmp_path, dtype=torch.float32)
+    ours = load_model(tmp_path, dtype=torch.float32)[0]
+    assert_close(logits_of(ours, ids()), logits_of(theirs, ids()))
 
 
 @pytest.mark.parametrize("family, named", [
