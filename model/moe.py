@@ -55,6 +55,8 @@ class Keys(RouterKeys):
         for name, only in (("mlp", "swiglu"), ("bias", False)):
             if getattr(self, name) != only:
                 out.append(f"{name}: experts know {only} only, got {getattr(self, name)}")
+        if self.family:
+            out.append("family: such a model has no experts; start from a GPT without a family")
         return out
 
 

@@ -456,6 +456,15 @@ def test_checkpoints_by_epochs(tmp_path, data_dir, keep_last, kept):
         assert load_checkpoint(tmp_path / f"ckpt_{i:07}.pt")["iter_num"] == i
 
 
+def test_weights_that_a_run_starts_from_are_no_epoch(tmp_path, data_dir):
+    """Its first evaluation makes them the best ones, which are saved, but no numbered one."""
+    go(data_dir, tmp_path / "a", max_iters=1)
+    go(data_dir, tmp_path / "b", max_iters=1, init_from=str(tmp_path / "a/ckpt.pt"), save_epochs=1,
+       eval_interval=1, learning_rate=10.0)
+    assert load_checkpoint(tmp_path / "b/ckpt_best.pt")["iter_num"] == 0
+    assert not list((tmp_path / "b").glob("ckpt_0*"))
+
+
 def test_evaluations_by_epochs(tmp_path, data_dir):
     """624 windows of 32 tokens, 4 a step: 156 steps an epoch, 15.6 a tenth."""
     go(data_dir, tmp_path, block_size=32, eval_epochs=0.1, max_iters=33)

@@ -268,7 +268,7 @@ class Trainer:
         if c.save_epochs is None:
             return c.keep_last > 0
         steps = c.save_epochs * self.data.train.samples / c.samples_per_step
-        return math.floor(it / steps + TINY) > math.floor((it - 1) / steps + TINY)
+        return it > 0 and math.floor(it / steps + TINY) > math.floor((it - 1) / steps + TINY)
 
     # -------------------------------------------------------------------------
     # one step
