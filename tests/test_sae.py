@@ -386,7 +386,7 @@ def test_the_loss_is_that_of_a_loop_over_tokens(keys, n_dead):
     for name in kept:
         assert float(sums[name]) == pytest.approx(parts[name], rel=1e-4), name
     np.testing.assert_allclose(out.detach(), outs, atol=1e-4)
-    assert sums["fired"].tolist() == fired.tolist()
+    assert sums["fired"].tolist() == fired.tolist() == (sae.encode(x) > 0).sum(0).tolist()
     np.testing.assert_allclose(sums["x"], rows.sum(0), atol=1e-4)
     assert float(sums["xx"]) == pytest.approx((rows ** 2).sum(), rel=1e-5)
     sae.some_dead = False  # as after_step says where there are none: nothing is computed for them
