@@ -61,7 +61,7 @@ FAULTS = [
     ("train/optimizer.py", "norm = norm * factor", "norm = norm"),
     ("train/optimizer.py", "if p.dim() >= 2 else 0.0", "if p.dim() >= 1 else 0.0"),
     ("train/muon.py", "max(1.0, p.size(0) / p.size(1)) ** 0.5", "1.0"),
-    ("train/muon.py", "range(rank * share, (rank + 1) * share)", "range(share)"),
+    ("train/muon.py", "rank * part, (rank + 1) * part", "0, part"),
     ("train/muon.py", "orthogonalize(rows.redistribute(placements=[Shard(0)]).to_local())",
      "orthogonalize(rows.full_tensor())[:len(parts) // 2]"),
     ("train/optimizer.py", "_supports_amp_scaling = False", "_supports_amp_scaling = True"),
@@ -71,7 +71,7 @@ FAULTS = [
     ("train/files.py", "            os.fsync(f.fileno())\n        before", "        before"),
     ("train/checkpoint.py", "            link(path, prev_path(path))", "            pass"),
     ("train/checkpoint.py", "        sync_folder(folder)\n    except", "    except"),
-    ("train/checkpoint.py", "if sha.hexdigest().encode() != trailer", "if b'' == trailer"),
+    ("train/checkpoint.py", "if signed and sha.hexdigest", "if b'' and sha.hexdigest"),
     ("train/checkpoint.py", 'map_location="cpu", weights_only=True', 'map_location="cpu", '
      "weights_only=False"),
     ("train/checkpoint.py", "return out.copy_(t.detach(), non_blocking=t.is_cuda)",
@@ -90,7 +90,7 @@ FAULTS = [
     ("train/resume.py", '[] if "all" in allowed else', "[] if allowed else"),
     ("train/resume.py", "mark.read_text() == job", "True"),
     ("train/resume.py", "if theirs and ours and theirs != ours", "if False"),
-    ("train/keys.py", 'elif f.name != "block_size"', "elif False"),
+    ("train/keys.py", 'elif f.name in getattr(config, "typed", [f.name])', "elif False"),
     # guards, ranks
     ("train/guard.py", "<= MAX_OVERFLOWS_IN_A_ROW", "<= 10**9"),
     ("train/guard.py", "math.isfinite(loss) and math.isfinite(norm)", "math.isfinite(loss)"),
