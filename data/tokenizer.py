@@ -9,6 +9,7 @@ import contextlib
 import difflib
 import functools
 import hashlib
+import json
 import os
 import re
 import tempfile
@@ -190,7 +191,8 @@ class JsonTokenizer(Tokenizer):
         self.enc.no_padding()
         self.enc.encode_special_tokens = True  # that is: as text
         self.text, self.eot_token = text, eot_token
-        self.in_bytes = '"ByteLevel"' in text  # else its tokens are characters, as SentencePiece's
+        decoder = json.dumps(json.loads(text).get("decoder"))
+        self.in_bytes = '"ByteLevel"' in decoder  # else in characters, as SentencePiece's
         self.special = {i for i, token in self.enc.get_added_tokens_decoder().items()
                         if token.special}
         # Of special tokens the end of text alone: Gemma 3 has one more than its models have rows.

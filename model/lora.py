@@ -230,7 +230,8 @@ def build_model(config, data):
     if hasattr(data, "train") and config.distributed != "fsdp":  # which wants one type
         # In training what is frozen stays in the precision of its file, if products are computed
         # in that: half of float32's memory.
-        kept, _ = choose_dtype(config.dtype, get_device(config.device))
+        dtype, _ = choose_dtype(config.dtype, get_device(config.device))
+        kept = dtype if dtype == torch.bfloat16 else kept  # float16 would be the stream's, too
     c, weights = backbone_of(config, data, kept)
     kind = functools.partial(LoRA, weights=weights, r=c.lora_rank,
                              alpha=c.lora_alpha, targets=c.lora_targets)

@@ -28,7 +28,7 @@ from model.gpt import GPTConfig, Norm, normal
 from model.load import BACKBONE, model_of, read_weights
 from model.moe import GroupedLinear, Groups, RoutedBlock, RoutedGPT, Router, RouterKeys
 from train.checkpoint import FORMAT_VERSION, CheckpointError, save_checkpoint
-from train.config import key, run_command
+from train.config import ConfigError, key, run_command
 
 open_data, sample, adopt_shape = lora.open_data, lora.sample, gpt.adopt_shape
 USE = "python -m model.memory --ckpt {out}/ckpt.pt --to {out}/merged.pt"
@@ -71,6 +71,9 @@ class Chapters(nn.Module):
         super().__init__()
         c = self.config = config
         groups = c.n_chapters * c.n_head
+        if c.n_embd % c.n_head:  # of a family, whose heads have a size of their own
+            raise ConfigError([f"a memory needs n_embd ({c.n_embd}) to be a multiple of n_head "
+                               f"({c.n_head})"])
         self.ln = Norm(c.n_embd, c.norm, c.bias, c.norm_eps)
         self.router = Router(c.n_embd, c.n_chapters, c.chapters_per_token)
         self.q = nn.Linear(c.n_embd, c.n_embd, bias=False)

@@ -16,7 +16,7 @@ from model.generate import empty_cache, generate
 from model.sample import load_model
 from train.checkpoint import CheckpointError, load_checkpoint
 from train.config import UserError, load_config
-from train.keys import adopt_shape
+from train.keys import TrainConfig, adopt_shape
 from train.train import train
 
 os.environ.update(HF_HUB_OFFLINE="1", TRANSFORMERS_OFFLINE="1", TOKENIZERS_PARALLELISM="false")
@@ -71,6 +71,8 @@ def test_its_logits_come_in_and_go_out(folders, tmp_path, name):
     wanted = logits_of(theirs, idx)
     assert_close(logits_of(model, idx), wanted)
     assert_close(logits_of(folders.load(export(path, tmp_path / "out")), idx), wanted)
+    for file in ("config.json", "generation_config.json"):  # where its answers end
+        assert json.loads((tmp_path / "out" / file).read_text())["eos_token_id"] == [1, 2]
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -151,6 +153,9 @@ def test_a_context_that_is_typed_is_kept_though_it_is_the_default(folders):
     for typed, taken in ((["block_size=512"], False), ([], True)):
         config = load_config(None, ["init_from=x", *typed])
         assert ("block_size" in adopt_shape(config, found)[0]) is taken
+    for config in (load_config(None, ["n_layer=16"]), TrainConfig(n_layer=3)):
+        taken, wrong = adopt_shape(config, found)
+        assert "n_layer" not in taken and wrong[0].startswith("n_layer: it has 4, the config")
 
 
 def test_all_of_it_is_trained_on_two_ranks_as_on_one(folders, data_dir, tmp_path):

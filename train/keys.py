@@ -6,7 +6,7 @@ dataclass `Keys`.
 """
 
 import math
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import MISSING, dataclass, field, fields, replace
 
 from train.lr_scheduler import milestones
 
@@ -193,15 +193,13 @@ def adopt_shape(config, model_args):
         theirs, ours = model_args.get(f.name, f.default), getattr(config, f.name)
         if theirs == ours or f.name in NOT_SHAPE:
             continue
-        if f.name == "block_size" and (ours != f.default and not learned or ours < theirs and (
-                ours != f.default or f.name in getattr(config, "typed", ()))):
+        asked, said = config.was_typed(f.name), ours != f.default  # by a person; at all
+        if f.name == "block_size" and (said and not learned or (asked or said) and ours < theirs):
             continue  # positions have no weights, or can be cut off
-        if ours == f.default or f.name == "n_hidden" and ours == 4 * config.n_embd:
+        if not asked or f.name == "n_hidden" and ours == 4 * config.n_embd:
             taken[f.name] = theirs
-        elif f.name in getattr(config, "typed", [f.name]):
-            wrong.append(f"{f.name}: it has {theirs!r}, the configuration says {ours!r}")
         else:
-            taken[f.name] = theirs
+            wrong.append(f"{f.name}: it has {theirs!r}, the configuration says {ours!r}")
     if config.vocab_size is None and model_args.get("vocab_size"):  # the data may know fewer
         taken["vocab_size"] = model_args["vocab_size"]
     return taken, wrong
@@ -261,9 +259,17 @@ GROUP_NAMES = {g.lower().replace(" ", "_") for g in GROUPS} | {
 class TrainConfig(GPTKeys, SystemKeys, OptimizerKeys, LearningRateKeys, LengthKeys, BatchKeys,
                   RunKeys):
     """Every key of a run, flat: load_config(), or directly TrainConfig(max_iters=10)."""
-    # Names of the keys that no file said but a person; where it is not set, all count as typed. A
-    # slot: vars(config) are the keys.
+    # Names of the keys that no file said but a person. A slot: vars(config) are the keys.
     __slots__ = ("typed",)
+
+    def was_typed(self, name):
+        """Whether a person asked for the value of a key; where nobody noted that (a TrainConfig()
+        made by hand), of all that are not at their default."""
+        if hasattr(self, "typed"):
+            return name in self.typed
+        f = next(f for f in fields(self) if f.name == name)
+        return getattr(self, name) != (f.default if f.default_factory is MISSING
+                                       else f.default_factory())
 
     def but(self, **changes):
         """This configuration with changes."""

@@ -41,7 +41,7 @@ def train(config: TrainConfig, model: torch.nn.Module | None = None,
 def open_trainer(config, model=None, on_evaluation=None, kind=None):
     """A Trainer (or one of another `kind`) that is ready for its first step: what train() does, in
     parts. The end of the `with` gives back the folder, the log and the process group."""
-    typed = getattr(config, "typed", asdict(config))
+    typed = {f.name for f in fields(config) if config.was_typed(f.name)}
     config = load_config(overrides=asdict(config))  # with the checks of one that was read
     config.typed = typed
     if config.tracker:  # what is missing for them ends here, before any work

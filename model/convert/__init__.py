@@ -111,7 +111,9 @@ def config_json(source, family, dtype):
                bos_token_id=end, eos_token_id=end, tie_word_embeddings=c.tie_weights,
                torch_dtype=dtype, dtype=dtype)
     if c.family:  # what it came with
-        return json.loads(c.family) | {k: v for k, v in out.items() if v is not None}
+        theirs = json.loads(c.family)
+        return theirs | {k: v for k, v in out.items() if v is not None and k not in (
+            "bos_token_id", "eos_token_id") or k not in theirs}
     if family == "gpt2":
         act = next(theirs for theirs, ours in GELUS.items() if ours == c.mlp)
         return out | dict(n_positions=c.block_size, n_embd=c.n_embd, n_layer=c.n_layer,
@@ -218,7 +220,8 @@ def export_folder(source, to, precision):
         about |= {} if not source.template else dict(chat_template=chat_template(source.template))
         write_json(to, "tokenizer.json", tokenizer_json(tokenizer))
         write_json(to, "tokenizer_config.json", about)
-    write_json(to, "generation_config.json", dict(bos_token_id=end, eos_token_id=end))
+    ends = {k: config[k] for k in ("bos_token_id", "eos_token_id")}
+    write_json(to, "generation_config.json", ends)
     write_json(to, "config.json", config)  # last: without it the folder is none
     what = config["architectures"][0]
     return f"a {what}" if tokenizer else f"a {what} without a tokenizer: it has none"
