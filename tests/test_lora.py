@@ -144,8 +144,7 @@ def test_own_rates(data_dir, base, tmp_path):
 def test_killed_and_resumed(data_dir, base, tmp_path):
     changes = settings(data_dir, base, tmp_path / "a", max_iters=40, save_interval=3, dropout=0.1,
                        eval_interval=4, vocab_size=None, lr_decay_iters=None)
-    plain = load_config()  # Program's own defaults name a shape, which the backbone has
-    changes |= {name: getattr(plain, name) for name in SHAPE}
+    changes |= SHAPE  # in the place of Program's own
     train(load_config(None, changes))
     changes |= dict(out_dir=str(tmp_path / "b"))
     killed = Program(**changes)
