@@ -8,10 +8,6 @@ import os
 import sys
 import time
 
-if sys.version_info < (3, 10):  # noqa: UP036  what follows would be a SyntaxError
-    sys.exit("Python 3.10 or newer is needed, this is " + sys.version.split()[0])
-
-
 from train.config import (
     UserError,
     describe,

@@ -22,7 +22,7 @@ from model import chat, gpt, load
 from model.chat import ChatGPT
 from model.gpt import stable_hash
 from model.load import with_shape
-from train.checkpoint import CheckpointError, load_checkpoint, save_checkpoint
+from train.checkpoint import FORMAT_VERSION, CheckpointError, load_checkpoint, save_checkpoint
 from train.config import FIELDS, ConfigError, key, run_command
 from train.dataloader import open_token_data
 from train.distributed import choose_dtype, convert_ddp_state, from_main, get_device
@@ -265,24 +265,36 @@ def load_adapters(ckpt, backbone=None):
 def export(ckpt, to, backbone=None):
     """Write the adapters in `ckpt` and their backbone as one checkpoint of a gpt or chat model."""
     model, state = load_adapters(ckpt, backbone)
-    spec = {k: v for k, v in state["spec"].items() if k != "backbone"}
-    kind, shape = "chat" if "template" in spec else "gpt", asdict(model.config)
-    config = {k: v for k, v in state["config"].items() if k in FIELDS} | shape | dict(model=kind)
-    kept = {k: state[k] for k in ("iter_num", "best_val_loss", "format_version", "tokenizer")}
-    save_checkpoint(to, dict(kept, model=merge(model), model_args=shape, config=config, spec=spec))
+    kind, shape = "chat" if "template" in state["spec"] else "gpt", asdict(model.config)
+    config = {k: v for k, v in state["config"].items() if k in FIELDS} | dict(model=kind)
+    save_merged(to, state | dict(config=config), model, shape)
     print(f"Wrote {to}: {len(adapters(model))} adapters merged into their backbone, a {kind} "
           f"model\nNext: python -m model.{'chat' if kind == 'chat' else 'sample'} --ckpt {to}")
 
 
-def main(argv=None):
-    """Runs the command; its exit code."""
-    parser = argparse.ArgumentParser("python -m model.lora", description="Merge adapters into the "
-                                     "model they were trained on.")
-    parser.add_argument("--ckpt", default="out/lora/ckpt.pt", help="the adapters' checkpoint "
-                        "(default: %(default)s)")
+def save_merged(to, state, model, shape):
+    """Write `model` and what it stands on as one checkpoint: `state` was that of what was trained.
+    """
+    spec = {k: v for k, v in state["spec"].items() if k != "backbone"}
+    kept = {k: state.get(k) for k in ("iter_num", "best_val_loss", "tokenizer")}
+    save_checkpoint(to, dict(kept, format_version=FORMAT_VERSION, model=merge(model), spec=spec,
+                             model_args=shape, config=state["config"] | shape))
+
+
+def merge_command(name, description, export, argv):
+    """Runs `python -m model.NAME`, which merges what was trained; its exit code."""
+    parser = argparse.ArgumentParser(f"python -m model.{name}", description=description)
+    parser.add_argument("--ckpt", default=f"out/{name}/ckpt.pt", help="the checkpoint of what was "
+                        "trained (default: %(default)s)")
     parser.add_argument("--to", required=True, metavar="FILE.pt", help="the checkpoint to write")
     parser.add_argument("--backbone", help=load.BACKBONE)
     return run_command(parser, lambda args: export(**vars(args)), argv)
+
+
+def main(argv=None):
+    """Runs the command; its exit code."""
+    return merge_command("lora", "Merge adapters into the model they were trained on.", export,
+                         argv)
 
 
 if __name__ == "__main__":

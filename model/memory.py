@@ -15,7 +15,6 @@ checkpoint holds what is trained, and a digest of its backbone; merged with it, 
 Shapes: B, T, C, H, D as in model/gpt.py; n chapters of S pairs, k of them for a token.
 """
 
-import argparse
 import sys
 from dataclasses import asdict, dataclass
 
@@ -25,10 +24,10 @@ import torch.nn as nn
 from model import chat, gpt, lora, moe
 from model.chat import ChatGPT
 from model.gpt import GPTConfig, Norm, normal
-from model.load import BACKBONE, model_of, read_weights
+from model.load import model_of, read_weights
 from model.moe import GroupedLinear, Groups, RoutedBlock, RoutedGPT, Router, RouterKeys
-from train.checkpoint import FORMAT_VERSION, CheckpointError, save_checkpoint
-from train.config import ConfigError, key, run_command
+from train.checkpoint import CheckpointError
+from train.config import ConfigError, key
 
 open_data, sample, adopt_shape = lora.open_data, lora.sample, gpt.adopt_shape
 USE = "python -m model.memory --ckpt {out}/ckpt.pt --to {out}/merged.pt"
@@ -202,24 +201,15 @@ def export(ckpt, to, backbone=None):
     if not isinstance(model, MemoryGPT):
         raise CheckpointError(f"{ckpt}: no memory in it: expected a checkpoint of --model memory")
     shape = asdict(model.config) | dict(lora_rank=0, train_base=True)
-    spec = {k: v for k, v in state["spec"].items() if k != "backbone"}
-    kept = {k: state.get(k) for k in ("iter_num", "best_val_loss", "tokenizer")}
-    save_checkpoint(to, dict(
-        kept, format_version=FORMAT_VERSION, model=lora.merge(model), model_args=shape, spec=spec,
-        config=state["config"] | shape))
+    lora.save_merged(to, state, model, shape)
     print(f"Wrote {to}: the memory and its backbone\nNext: python -m model.sample --ckpt {to}"
           + (" --chat" if model.template else ""))
 
 
 def main(argv=None):
     """Runs the command; its exit code."""
-    parser = argparse.ArgumentParser("python -m model.memory", description="Merge a memory and the "
-                                     "model that it was trained beside.")
-    parser.add_argument("--ckpt", default="out/memory/ckpt.pt", help="the memory's checkpoint "
-                        "(default: %(default)s)")
-    parser.add_argument("--to", required=True, metavar="FILE.pt", help="the checkpoint to write")
-    parser.add_argument("--backbone", help=BACKBONE)
-    return run_command(parser, lambda args: export(**vars(args)), argv)
+    return lora.merge_command("memory", "Merge a memory and the model that it was trained beside.",
+                              export, argv)
 
 
 if __name__ == "__main__":

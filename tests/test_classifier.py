@@ -17,19 +17,11 @@ from sklearn import metrics as sk
 from data.labels import INSIDE, SEVERAL, Fields, missing_words, prepare_labels, read_rows, to_arrays
 from data.labels import main as labels_main
 from data.tokenizer import load_tokenizer
-from model.classifier import (
-    ARRAYS,
-    Classifier,
-    auroc_of_counts,
-    class_weights,
-    classification_metrics,
-    load_split,
-    odds_counts,
-    place_metrics,
-    predict,
-    span_metrics,
-)
+from model.classifier import Classifier, class_weights, classification_metrics
 from model.classifier import main as evaluate_main
+from model.classifier.metrics import auroc_of_counts, place_metrics, span_metrics
+from model.classifier.model import ARRAYS, load_split, odds_counts
+from model.classifier.report import predict
 from model.convert import convert
 from model.gpt import GPT, GPTConfig
 from model.sample import load_model

@@ -8,7 +8,6 @@ import sys
 
 import pytest
 from conftest import REPO
-from processes import python
 
 OLDEST = (3, 10)
 FOLDERS = ("run_train.py", "train", "model", "data")
@@ -117,6 +116,7 @@ def test_nothing_newer_than_the_oldest_python_is_used(checked):
 
 @pytest.mark.parametrize("file", ["run_train.py", "train/config.py"])
 def test_an_older_python_is_refused_in_one_line(file):
-    done = python("-c", "import runpy, sys; sys.version_info = (3, 9, 18); sys.version = '3.9.18'; "
-                        f"runpy.run_path({file!r}, run_name='__main__')")
+    code = ("import runpy, sys; sys.version_info = (3, 9, 18); sys.version = '3.9.18'; "
+            f"runpy.run_path({file!r}, run_name='__main__')")
+    done = subprocess.run([sys.executable, "-c", code], cwd=REPO, capture_output=True, text=True)
     assert done.returncode and done.stderr == "Python 3.10 or newer is needed, this is 3.9.18\n"

@@ -377,7 +377,9 @@ class RunFolder:
             self.open()
         links = [self.file("ckpt_best.pt")] if best else []
         links += [self.file(f"ckpt_{state['iter_num']:07d}.pt")] if kept else []
-        copy, ready = state if private else None if last else snapshot_if_room(state), None
+        copy, ready = state, None
+        if not private:
+            copy = None if last else snapshot_if_room(state)
         if torch.cuda.is_initialized():  # the copies are under way on the stream of the training
             ready = torch.cuda.Event()
             ready.record()

@@ -342,16 +342,26 @@ def translated(raw, known, problems):
     them; of two names for a key the later one counts. `where` then ends in "as NAME"."""
     out = {}
     for name, (value, where) in raw.items():
-        ours, words = (name, {}) if name in known else ALIASES.get(name, (name, {}))
-        if ours != name:
-            value, where = words.get(str(value).lower(), value), f"{where} as {name}"
+        ours, value, as_name = our_name(name, value, known)
+        if as_name:
             if value is None:  # fp16: false
                 continue
-            file = where.rpartition(":")[0]
+            file, where = where.rpartition(":")[0], where + as_name
             if ours in out and file and out[ours][1].startswith(f"{file}:"):
                 problems.append(f"{where}: {ours} is set twice (first at {out[ours][1]}); keep one")
         out[ours] = (value, where)
     return out
+
+
+def our_name(name, value, known):
+    """(our key, its value or None: it says nothing here, " as NAME") for a key's `name` elsewhere;
+    what is known here stays, with "" last. value: None where a flag stands alone."""
+    if name in known or name not in ALIASES:
+        return name, value, ""
+    ours, words = ALIASES[name]
+    if value is None and words:
+        value = "true"
+    return ours, words.get(str(value).lower(), value), f" as {name}"
 
 
 def names_of_others(origins):
@@ -433,12 +443,9 @@ def option_values(options, known, problems):
     flags = {n for n, f in known.items()
              if kinds[n] is bool or "true" in f.metadata.get("choices", ())}
     for name, text in options:
-        said = "command line"
-        if name not in known and name in ALIASES:
-            said, (name, words) = f"command line as {name}", ALIASES[name]
-            text = words.get((text or "true").lower(), text)
-            if words and text is None:  # fp16=false
-                continue
+        given, (name, text, as_name) = text, our_name(name, text, known)
+        if as_name and text is None and given is not None:  # fp16=false
+            continue
         if text is None and name in flags:
             text = "true"
         elif text is None and name not in known and name.removeprefix("no_") in flags:
@@ -448,7 +455,7 @@ def option_values(options, known, problems):
             continue
         if name in out and kinds.get(name) is list:
             text = to_list(out[name][0]) + to_list(text)
-        out[name] = (text or "", said)
+        out[name] = (text or "", "command line" + as_name)
     return out
 
 

@@ -6,7 +6,7 @@ dataclass `Keys`.
 """
 
 import math
-from dataclasses import MISSING, dataclass, field, fields, replace
+from dataclasses import dataclass, field, fields, replace
 
 from train.lr_scheduler import milestones
 
@@ -267,9 +267,7 @@ class TrainConfig(GPTKeys, SystemKeys, OptimizerKeys, LearningRateKeys, LengthKe
         made by hand), of all that are not at their default."""
         if hasattr(self, "typed"):
             return name in self.typed
-        f = next(f for f in fields(self) if f.name == name)
-        return getattr(self, name) != (f.default if f.default_factory is MISSING
-                                       else f.default_factory())
+        return getattr(self, name) != getattr(type(self)(), name)
 
     def but(self, **changes):
         """This configuration with changes."""

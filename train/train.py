@@ -146,6 +146,11 @@ class Trainer:
         self.batches = speed.Prefetcher(self.data.train, ranks.device)
         at_end.callback(self.batches.close)
         self.saved_at, self.best_due = 0, False  # iter_num of the last save; ckpt_best.pt is due
+        self.begin(start)
+
+    def begin(self, start):
+        """Be where the run starts, and say where that is."""
+        c = self.config
         if start.kind == "resume":
             if c.resume_file and not c.eval_only:
                 self.folder.branch_off(start.outline["iter_num"], self.log.info)
@@ -268,7 +273,8 @@ class Trainer:
         if c.save_epochs is None:
             return c.keep_last > 0
         steps = c.save_epochs * self.data.train.samples / c.samples_per_step
-        return it > 0 and math.floor(it / steps + TINY) > math.floor((it - 1) / steps + TINY)
+        passed, before = (math.floor(i / steps + 1e-9) for i in (it, it - 1))  # 3 x 1/3 is 1
+        return it > 0 and passed > before
 
     # -------------------------------------------------------------------------
     # one step
@@ -581,5 +587,3 @@ def open_data(config, ranks):
     data = getattr(load_model_file(config.model), "open_data", open_token_data)(config, ranks)
     resume.check_plain(data.spec, "Data.spec")
     return data
-
-
