@@ -13,13 +13,14 @@ import torch
 from conftest import REPO, TINY
 from processes import python
 from test_gpt import Graphs
+from torch.nn.attention import current_flash_attention_impl, restore_flash_attention_impl
 
 from model.gpt import GPT, GPTConfig
 from train import bench, speed
 from train.checkpoint import load_checkpoint
 from train.config import load_config
 from train.dataloader import open_token_data
-from train.distributed import Ranks, get_device
+from train.distributed import Ranks, get_device, use_flash_attention_3
 from train.train import train
 
 
@@ -101,6 +102,35 @@ def test_memory_of_cuda_grows_in_segments(monkeypatch):
         monkeypatch.setattr(os, "environ", dict(before))
         get_device("cuda")
         assert os.environ == (before or {"PYTORCH_ALLOC_CONF": "expandable_segments:True"})
+
+
+def test_flash_attention_3_is_taken_where_it_is_installed(monkeypatch, tmp_path, capsys):
+    """On a GPU of capability 9, without dropout and where bits may differ."""
+    gpu = types.SimpleNamespace(type="cuda")
+    package = tmp_path / "flash_attn_interface.py"
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+
+    def taken(**changes):
+        use_flash_attention_3(load_config(None, changes), gpu)
+        return current_flash_attention_impl()
+    capability = 9, 0
+    assert taken() is None  # it is not there
+    monkeypatch.syspath_prepend(tmp_path)
+    package.write_text("raise ImportError('built for another PyTorch')")
+    assert taken() is None
+    assert "FlashAttention-3 is installed, but does not work here: built for" in capsys.readouterr(
+        ).out
+    package.write_text("import torch\nlib = torch.library.Library('flash_attn_3', 'FRAGMENT')\n"
+                       "lib.define('fwd(Tensor q) -> Tensor')\n"
+                       "lib.define('bwd(Tensor q) -> Tensor')\n")
+    assert taken(dropout=0.1) is taken(deterministic=True) is None
+    capability = 10, 0
+    assert taken() is None
+    capability = 9, 0
+    try:
+        assert taken() == "FA3"
+    finally:
+        restore_flash_attention_impl(False)
 
 
 def test_rotation_angles_are_looked_up_not_computed():
@@ -215,6 +245,16 @@ def test_collectives_of_fsdp_and_muon(ranks):
     assert found["passes"] == {"_allgather_base_": 9, "_reduce_scatter_base_": 5}
     assert found["clip"] == {"all_reduce": 1}
     assert sum(found["update"].values()) <= 6, found
+
+
+def test_a_graph_under_ddp_ends_where_its_gradients_are_sent():
+    """A block has 28 MB of gradients, a bucket 25: each goes while those below still compute.
+    Without the cuts it is one graph: nothing else breaks it."""
+    done = python("-c", "import json, proofs; ranks = proofs.fake_ranks(0, 8); print(json.dumps("
+                  "[proofs.ddp_graphs(ranks, c) for c in (False, True)]))", cwd=REPO / "tests/gpu")
+    assert done.returncode == 0, done.stderr
+    (whole,), cut = json.loads(done.stdout)
+    assert sum(cut) == whole and 4 < len(cut) <= 7 and max(cut) <= whole // 4, cut
 
 
 @pytest.mark.parametrize("ranks, n, most", [(8, 24, 24), (64, 24, 24), (40, 24, 24.1), (7, 24, 28)])

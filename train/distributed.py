@@ -5,6 +5,7 @@ here knows what is trained.
 """
 
 import contextlib
+import importlib.util
 import inspect
 import os
 import pickle
@@ -103,8 +104,10 @@ def describe_device(device):
         return f"{device.type}, {torch.get_num_threads()} threads, bf16 {native}"
     p = torch.cuda.get_device_properties(device)
     ampere = p.major >= 8
+    attention = getattr(torch.nn.attention, "current_flash_attention_impl", lambda: None)()
     return (f"{device} {p.name}, {p.total_memory / 2**30:.0f} GiB, capability {p.major}.{p.minor}, "
-            f"TF32 {ampere}, bf16 {ampere}, CUDA {torch.version.cuda}")
+            f"TF32 {ampere}, bf16 {ampere}, {f'attention {attention}, ' if attention else ''}"
+            f"CUDA {torch.version.cuda}")
 
 
 def device_facts(device):
@@ -123,6 +126,21 @@ def has_native_bfloat16(device):
         probes = ("_is_amx_tile_supported", "_is_avx512_bf16_supported", "_is_arm_bf16_supported")
         return any(getattr(torch.cpu, p, bool)() for p in probes)
     return True
+
+
+def use_flash_attention_3(config, device):
+    """Have PyTorch's attention be computed by FlashAttention-3 (arXiv:2407.08608), by PyTorch's own
+    switch, where its package is installed. It is for GPUs of capability 9 (H100) and knows no
+    dropout; its backward pass adds up in no fixed order."""
+    switch = getattr(torch.nn.attention, "activate_flash_attention_impl", None)
+    if (switch is None or device.type != "cuda" or config.dropout or config.deterministic
+            or torch.cuda.get_device_capability(device)[0] != 9
+            or importlib.util.find_spec("flash_attn_interface") is None):
+        return
+    try:
+        switch("FA3")
+    except Exception as error:  # one that was built for another PyTorch, say
+        say(f"FlashAttention-3 is installed, but does not work here: {error}")
 
 
 def choose_dtype(name, device):
@@ -179,6 +197,7 @@ def process_group(config):
     device = get_device(config.device, local_rank, local_world_size)
     if device.type == "cpu":
         keep_freed_memory()
+    use_flash_attention_3(config, device)
     if env is None:
         yield Ranks(device=device)
         return

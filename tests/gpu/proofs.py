@@ -406,22 +406,29 @@ def whole_graphs(name):
     return found
 
 
-def collectives(world_size):
+def fake_ranks(rank, n):
+    """The Ranks of one of n, whose peers answer at once, with nothing."""
+    import torch
+    import torch.distributed as dist
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    from train.distributed import Ranks
+    dist.init_process_group("fake", rank=rank, world_size=n, store=FakeStore())
+    return Ranks(rank, rank, n, torch.device("cpu"), dist.group.WORLD)
+
+
+def collectives(n):
     """{name: how often} of the collectives of a step of FSDP and Muon, 4 blocks, on fake ranks."""
     import types
 
     import torch
-    import torch.distributed as dist
     from torch.distributed.tensor.debug import CommDebugMode
-    from torch.testing._internal.distributed.fake_pg import FakeStore
 
     from model import gpt
     from train.config import load_config
-    from train.distributed import Ranks, shard
+    from train.distributed import shard
     from train.optimizer import clip_gradients, configure_optimizers
-    n = int(world_size)
-    dist.init_process_group("fake", rank=0, world_size=n, store=FakeStore())
-    ranks = Ranks(0, 0, n, torch.device("cpu"), dist.group.WORLD)
+    ranks = fake_ranks(0, n)
     config = load_config(None, dict(n_layer=4, n_head=4, n_embd=512, block_size=64, batch_size=n,
                                     gradient_accumulation_steps=1, device="cpu"))
     with torch.device("meta"):
@@ -443,14 +450,36 @@ def collectives(world_size):
     return counts
 
 
+def ddp_graphs(ranks, cut):
+    """Of a compiled model of 4 blocks under DDP, forward: the matrix products of each of its
+    graphs. cut: whether the compiler ends a graph where DDP's buckets of gradients do, so that they
+    are sent while the rest of the backward pass computes."""
+    import torch
+
+    from model import gpt
+    from train.distributed import wrap_ddp
+    model = gpt.GPT(gpt.GPTConfig(n_layer=4, n_head=12, n_embd=768, n_hidden=3072, vocab_size=512,
+                                  block_size=8))
+    graphs = []
+
+    def backend(graph, inputs):
+        graphs.append(sum("linear" in str(n.target) for n in graph.graph.nodes))
+        return graph.forward
+    model.compile(dynamic=False, fullgraph=not cut, backend=backend)
+    torch._dynamo.config.optimize_ddp = cut
+    wrapped = wrap_ddp(model, ranks)
+    x = torch.zeros(1, 8, dtype=torch.int64)
+    wrapped(x, x)
+    return graphs
+
+
 def gathered(world_size, n):
     """Of n matrices, how many all ranks send each other in an update of Muon's, on fake ranks."""
     import torch
     import torch.distributed as dist
-    from torch.testing._internal.distributed.fake_pg import FakeStore
 
     from train.muon import orthogonalize_together
-    dist.init_process_group("fake", rank=world_size - 1, world_size=world_size, store=FakeStore())
+    fake_ranks(world_size - 1, world_size)
     sent, gather = [], dist.all_gather_into_tensor
 
     def watched(out, mine):
