@@ -13,9 +13,10 @@ SPLIT_mask.npy (1 where a token is learned: the assistant's words and the end to
 SPLIT_chat.npy (the number of the chat in its row, by which attention keeps chats apart); meta.json
 comes last.
 
-The template needs no new tokens, so any model whose tokenizer has an end of text can learn it.
-Contents are stripped: then the tokens of a prompt and of its answer, made apart, are those of the
-whole text. And they are encoded as ordinary text: an end token that somebody typed stays text.
+A model from elsewhere learns by its own chat template (data/template.py). Ours needs no new tokens,
+so any model whose tokenizer has an end of text can learn it. Contents are stripped: then the tokens
+of a prompt and of its answer, made apart, are those of the whole text. And they are encoded as
+ordinary text: an end token that somebody typed stays text.
 """
 
 import argparse
@@ -28,6 +29,7 @@ from pathlib import Path
 
 import numpy as np
 
+from data import template as jinja
 from data.records import parse_records
 from data.token_files import DataError, prepared_meta, write_meta
 from data.tokenizer import BESIDE, write_tokenizer
@@ -51,7 +53,7 @@ COLOUR, PLAIN = ("\033[32m", "\033[0m"), ("[", "]")
 # records of every format -> [(role, text), ...]
 
 def to_messages(record, fields=()):
-    """[(role, stripped text), ...] of a record, by `fields` or by what it has; ValueError."""
+    """[(role, text), ...] of a record, by `fields` or by what it has; ValueError."""
     if not isinstance(record, dict):
         raise ValueError(f"expected an object, got a {type(record).__name__}")
     if missing := [name for name in fields if name not in record]:
@@ -64,7 +66,7 @@ def to_messages(record, fields=()):
     *asked, said = fields or question_and_answer(has)
     if isinstance(record[said], list):  # both sides are lists of messages
         return [turn_of(turn) for name in (*asked, said) for turn in as_list(record[name], name)]
-    question = [text_of(record[name]) for name in asked if record[name]]
+    question = [text_of(record[name]).strip() for name in asked if record[name]]
     system = [("system", text_of(record["system"]))] if record.get("system") else []
     return [*system, ("user", "\n\n".join(question)), ("assistant", text_of(record[said]))]
 
@@ -96,13 +98,13 @@ def turn_of(turn):
 
 
 def text_of(content):
-    """Stripped text of a message's content: a string, or OpenAI's list of parts."""
+    """Text of a message's content: a string, or OpenAI's list of parts."""
     if isinstance(content, list):
         parts = [part.get("text", "") for part in content if isinstance(part, dict)]
         content = "".join(parts) if all(isinstance(part, str) for part in parts) else content
     if not isinstance(content, str):
         raise ValueError(f"expected text, got a {type(content).__name__}")
-    return content.strip()
+    return content
 
 
 # -----------------------------------------------------------------------------
@@ -119,7 +121,9 @@ def fenced(text, template=TEMPLATE):
 
 def check_template(template):
     """DataError unless that is what stands around the turns of a chat."""
-    if not all(isinstance(template.get(role), str) and template[role].count("{}") == 1
+    if "jinja" in template:
+        jinja.check(template)
+    elif not all(isinstance(template.get(role), str) and template[role].count("{}") == 1
                for role in TEMPLATE):
         raise DataError(f"its template is {template!r:.80}, expected a text around {{}} for each "
                          f"of {', '.join(TEMPLATE)}")
@@ -130,7 +134,8 @@ def stretches(messages, template=TEMPLATE):
     the last one is left out: there is nothing to learn from it."""
     out, prompt = [], ""
     for role, text in messages:
-        text, (before, after) = fenced(text, template), template[role].split("{}")
+        before, after = template[role].split("{}")
+        text = fenced(text.strip(), template)
         if role == "assistant":
             out.append((prompt + before, text))
             prompt = ""
@@ -140,7 +145,7 @@ def stretches(messages, template=TEMPLATE):
 
 
 def encode_chat(messages, tokenizer, template=TEMPLATE):
-    """ids (n,) and mask (n,) of a chat, 1 where a token is learned."""
+    """ids (n,) and mask (n,) of a chat by a template of ours, 1 where a token is learned."""
     ids, mask = [], []
     for prompt, answer in stretches(messages, template):
         asked, said = tokenizer.encode(prompt), [*tokenizer.encode(answer), tokenizer.eot_token]
@@ -149,40 +154,62 @@ def encode_chat(messages, tokenizer, template=TEMPLATE):
     return np.array(ids, np.uint32), np.array(mask, np.uint8)
 
 
-def fit(ids, mask, width, end):
+def sequences(messages, tokenizer, template):
+    """[(ids, mask)] of a chat: one, but for some templates of others."""
+    if "jinja" in template:
+        return jinja.sequences(template, messages, tokenizer)
+    return [encode_chat(messages, tokenizer, template)]
+
+
+def prompt_ids(messages, tokenizer, template):
+    """Ids of a conversation up to where the next answer begins. ValueError for what has none."""
+    if "jinja" in template:
+        return jinja.prompt_ids(template, messages, tokenizer)
+    return encode_chat([*messages, ("assistant", "")], tokenizer, template)[0].tolist()[:-1]
+
+
+def ends_of(template, tokenizer):
+    """Ids that end an answer."""
+    if template and "jinja" in template:
+        return jinja.with_ends(template, tokenizer)["ends"]
+    return [tokenizer.eot_token]
+
+
+def fit(ids, mask, width):
     """As many whole exchanges from the start of a chat as `width` tokens hold: perhaps none."""
-    ends = np.flatnonzero(ids == end) + 1
+    ends = np.flatnonzero(np.diff(mask.astype(np.int8), append=0) < 0) + 1
     n = int(ends[ends <= width].max(initial=0))
     return ids[:n], mask[:n]
 
 
-def is_val(ids, mask, fraction):
-    """Whether a chat is for validation: drawn by a hash of all before its first answer, so that no
-    question is on both sides."""
-    return draw(ids, mask) < fraction * 2**64
+def is_val(chat, fraction):
+    """Whether a chat, [(ids, mask)], is for validation: drawn by a hash of all before its first
+    answer, so that no question is on both sides."""
+    return draw(chat) < fraction * 2**64
 
 
-def draw(ids, mask):
+def draw(chat):
+    ids, mask = chat[0]
     digest = hashlib.blake2b(ids[:int(mask.argmax())].tobytes(), digest_size=8).digest()
     return int.from_bytes(digest, "big")
 
 
 def with_split(chats, fraction):
-    """Yields ("train" or "val", ids, mask) of `chats` (ids, mask). Where the draw sends none of
+    """Yields ("train" or "val", chat) of `chats`, [(ids, mask)] each. Where the draw sends none of
     them to validation, those of the question that came nearest go there."""
     waiting, some = [], False
-    for ids, mask in chats:
-        if some or is_val(ids, mask, fraction):
-            yield from (("train", *chat) for chat in waiting)
+    for chat in chats:
+        if some or is_val(chat, fraction):
+            yield from (("train", earlier) for earlier in waiting)
             waiting, some = [], True
-            yield ("val" if is_val(ids, mask, fraction) else "train"), ids, mask
+            yield ("val" if is_val(chat, fraction) else "train"), chat
         else:
-            waiting.append((ids, mask))
-    nearest = min((draw(*chat) for chat in waiting), default=None)
+            waiting.append(chat)
+    nearest = min(map(draw, waiting), default=None)
     if waiting:
         print(f"The draw sent none of {len(waiting):,} chats to validation: one question goes "
               "there all the same; more chats, or a larger --val_fraction, tell more")
-    yield from (("val" if draw(*chat) == nearest else "train", *chat) for chat in waiting)
+    yield from (("val" if draw(chat) == nearest else "train", chat) for chat in waiting)
 
 
 # -----------------------------------------------------------------------------
@@ -314,35 +341,45 @@ def write_rows(args, tokenizer, folder):
     dtype, width = ("<u2" if tokenizer.n_vocab <= 65536 else "<u4"), args.block_size + 1
     packers = {split: Packer(folder, split, width, dtype, tokenizer.eot_token)
                for split in ("train", "val")}
-    for split, ids, mask in with_split(encoded(args, tokenizer, width), args.val_fraction):
-        packers[split].add(ids, mask)
+    for split, chat in with_split(encoded(args, tokenizer, width), args.val_fraction):
+        for ids, mask in chat:
+            packers[split].add(ids, mask)
     splits = {split: packer.finish() for split, packer in packers.items()}
     if empty := [split for split, part in splits.items() if not part["chats"]]:
         raise DataError(f"{', '.join(args.sources)}: no chat for {' and '.join(empty)}; more "
                         "chats, a larger --block_size or another --val_fraction")
     return {"format_version": 1, "kind": "chat", "vocab_size": tokenizer.n_vocab,
             "tokenizer": write_tokenizer(folder, tokenizer), "eot_token": tokenizer.eot_token,
-            "block_size": args.block_size, "template": TEMPLATE, "splits": splits,
+            "block_size": args.block_size, "template": args.template, "splits": splits,
             "sources": args.sources}
 
 
 def encoded(args, tokenizer, width):
-    """Yields (ids, mask) of every chat that has an answer and fits; says what was left out."""
-    silent = cut = long = 0
+    """Yields [(ids, mask)] of every chat that has an answer and fits; says what was left out."""
+    silent = cut = long = bad = 0
     for number, messages in enumerate(chats(args)):
-        said = [text for role, text in messages if role == "assistant"]
-        whole, mask = encode_chat(messages, tokenizer)
-        ids, mask = fit(whole, mask, width, tokenizer.eot_token)
+        said = [text.strip() for role, text in messages if role == "assistant"]
+        try:
+            whole = sequences(messages, tokenizer, args.template)
+        except DataError as error:  # of a template that takes no system messages, say
+            if not args.skip_bad:
+                raise DataError(f"{', '.join(args.sources)}: chat {number + 1:,}: {error}; "
+                                "--skip_bad leaves such chats out") from None
+            bad += 1
+            continue
+        fitting = [part for part in (fit(*chat, width) for chat in whole) if len(part[0])]
         if number < args.show:
-            show(ids, mask, tokenizer)
+            for part in fitting:
+                show(*part, tokenizer)
         if not said or "" in said:
             silent += 1
-        elif not len(ids):
+        elif not fitting:
             long += 1
         else:
-            cut += len(ids) < len(whole)
-            yield ids, mask
-    for n, what in ((silent, "without an answer"), (long, f"longer than {width:,} tokens")):
+            cut += sum(int(mask.sum()) for _, mask in fitting) < sum(int(m.sum()) for _, m in whole)
+            yield fitting
+    for n, what in ((silent, "without an answer"), (long, f"longer than {width:,} tokens"),
+                    (bad, "that its template does not take")):
         if n:
             print(f"Left out {n:,} chats {what}")
     if cut:
@@ -361,8 +398,11 @@ def show(ids, mask, tokenizer):
 
 def prepare_chats(args):
     args.out = args.out or os.path.join("data", "bin", Path(args.sources[0]).stem)
-    tokenizer, block_size = tokenizer_of(args.tokenizer)
+    tokenizer, block_size, template = tokenizer_of(args.tokenizer)
     check_settings(args, tokenizer)
+    args.template = template or TEMPLATE
+    if "jinja" in args.template:
+        args.template = jinja.with_ends(args.template, tokenizer)
     args.block_size = args.block_size or block_size or 512
     with new_folder(args.out, FILES) as folder:
         meta = write_rows(args, tokenizer, folder)

@@ -74,6 +74,10 @@ class Tokenizer:
         """list of ids; special tokens written in the text are ordinary text."""
         return self.encode_array(text).tolist()
 
+    def encode_special(self, text: str) -> list[int]:
+        """The same, but special tokens written in the text are such."""
+        return self.encode(text)
+
     def encode_batch(self, texts):
         return [self.encode(text) for text in texts]
 
@@ -89,27 +93,43 @@ class Tokenizer:
 
 
 class RankTokenizer(Tokenizer):
-    """A `tiktoken.Encoding` (`enc`) and one end-of-text token; kind is byte, gpt2 or ranks."""
+    """A `tiktoken.Encoding` (`enc`) and tokens beside its ranks; kind is byte, gpt2 or ranks.
+    added: {text: [id, whether it is special]} of these; None: the end of text alone."""
 
-    def __init__(self, kind, ranks, pattern, eot_token):
+    def __init__(self, kind, ranks, pattern, eot_token, added=None):
         self.kind, self.ranks, self.pattern, self.eot_token = kind, ranks, pattern, eot_token
+        self.added = {EOT: [eot_token, True]} if added is None else added
+        ids = {text: i for text, (i, _) in self.added.items()}
         if not max(ranks.values()) < eot_token < MAX_VOCAB:
             raise DataError(f"end-of-text is {eot_token}: expected a number above all "
                             f"{len(ranks):,} ranks and below {MAX_VOCAB:,}")
+        numbers = {*ids.values()}
+        if (numbers & {*ranks.values()} or len(numbers) < len(ids) or eot_token not in numbers
+                or not all(type(i) is int and 0 <= i < MAX_VOCAB for i in numbers)):
+            raise DataError(f"its added tokens {str(self.added)[:200]}: expected ids of their own, "
+                            f"end-of-text ({eot_token}) among them")
+        self.special = {text for text, (_, special) in self.added.items() if special}
+        self.plain = ids.keys() - self.special  # as ordinary text as any other
         self.enc = tiktoken.Encoding(kind, pat_str=pattern, mergeable_ranks=ranks,
-                                     special_tokens={EOT: eot_token})
+                                     special_tokens=ids)
         self.n_vocab = self.enc.n_vocab
         self.encode_array("")  # a pattern may match nothing, which the library cannot take
 
-    def encode_array(self, text):
-        """Ids of `text` as a numpy array, uint8 (byte) or uint32."""
+    def encode_special(self, text):
+        return self.encode_array(text, "all").tolist()
+
+    def encode_array(self, text, allowed=None):
+        """Ids of `text` as a numpy array, uint8 (byte) or uint32. allowed: what of `added` is taken
+        as such (None: what is not special)."""
         text = clean(text)
-        if self.kind == "byte":  # what tiktoken gives, without its loop over a million matches
+        if self.kind == "byte" and allowed is None:
+            # What tiktoken gives, without its loop over a million matches.
             return np.frombuffer(text.encode("utf-8"), np.uint8)
         with panics_told(f"the pattern {self.pattern!r:.80} of this {self.kind} tokenizer cannot "
                          "split text"):
-            return np.concatenate([self.enc.encode_to_numpy(part, disallowed_special=())
-                                   for part in without_long_blanks(text)])
+            return np.concatenate([self.enc.encode_to_numpy(
+                part, allowed_special=allowed or self.plain, disallowed_special=())
+                for part in without_long_blanks(text)])
 
     def decode_known(self, ids):
         try:
@@ -128,14 +148,17 @@ class RankTokenizer(Tokenizer):
     def token_bytes(self):
         sizes = np.zeros(self.n_vocab, np.int64)  # end-of-text stands for no text
         sizes[list(self.ranks.values())] = [len(token) for token in self.ranks]
+        for text in self.plain:
+            sizes[self.added[text][0]] = len(text.encode())
         return sizes
 
     def spec(self):
         if self.kind == "byte":
             return {"kind": "byte"}
         lines = (f"{base64.b64encode(t).decode()} {rank}\n" for t, rank in self.ranks.items())
+        more = {} if self.added.keys() == {EOT} else {"added": self.added}
         return {"kind": self.kind, "pattern": self.pattern, "eot_token": self.eot_token,
-                "ranks": "".join(lines)}
+                "ranks": "".join(lines)} | more
 
 
 class CharTokenizer(Tokenizer):
@@ -193,11 +216,12 @@ class JsonTokenizer(Tokenizer):
         self.text, self.eot_token = text, eot_token
         decoder = json.dumps(json.loads(text).get("decoder"))
         self.in_bytes = '"ByteLevel"' in decoder  # else in characters, as SentencePiece's
-        self.special = {i for i, token in self.enc.get_added_tokens_decoder().items()
-                        if token.special}
+        special = {i: token.content for i, token in self.enc.get_added_tokens_decoder().items()
+                   if token.special}
+        self.special_ids, self.special = set(special), set(special.values())
         # Of special tokens the end of text alone: Gemma 3 has one more than its models have rows.
         ids = set(self.enc.get_vocab(with_added_tokens=True).values())
-        self.n_vocab = 1 + max(ids & {eot_token} | ids - self.special, default=-1)
+        self.n_vocab = 1 + max(ids & {eot_token} | ids - self.special_ids, default=-1)
         if not (type(eot_token) is int and 0 <= eot_token < self.n_vocab <= MAX_VOCAB):
             raise DataError(f"tokenizer.json: the end of text is {eot_token!r}, expected an id "
                             f"below {min(self.n_vocab, MAX_VOCAB)}")
@@ -206,10 +230,24 @@ class JsonTokenizer(Tokenizer):
         return np.array(self.encode_batch([text])[0], np.uint32)
 
     def encode_batch(self, texts):
+        return self.encoded(self.enc, texts)
+
+    def encode_special(self, text):
+        return self.encoded(self.with_special, [text])[0]
+
+    @functools.cached_property
+    def with_special(self):
+        """`enc` that takes special tokens as such: a setting that threads would share."""
+        enc = type(self.enc).from_str(self.text)
+        enc.no_truncation()
+        enc.no_padding()
+        return enc
+
+    def encoded(self, enc, texts):
         texts = [clean(text) for text in texts]
         try:
             with panics_told("it broke"):
-                found = self.enc.encode_batch_fast(texts, add_special_tokens=False)
+                found = enc.encode_batch_fast(texts, add_special_tokens=False)
         except Exception as error:  # of a vocabulary without bytes
             raise DataError(f"this tokenizer has no ids for a text: {error}") from None
         return [encoding.ids for encoding in found]
@@ -225,7 +263,7 @@ class JsonTokenizer(Tokenizer):
     def bytes_of(self, i):
         """The bytes of text that an id stands for: none, of special tokens."""
         token, table = self.enc.id_to_token(i), byte_table()
-        if i in self.special or token is None:
+        if i in self.special_ids or token is None:
             return b""
         if self.in_bytes and all(c in table for c in token):
             return bytes(table[c] for c in token)
@@ -318,7 +356,8 @@ def tokenizer_from_spec(spec):
             return CharTokenizer(spec["chars"])
         if kind in ("gpt2", "ranks"):
             ranks = parse_ranks(spec["ranks"], "tokenizer ranks")
-            return RankTokenizer(kind, ranks, spec["pattern"], int(spec["eot_token"]))
+            return RankTokenizer(kind, ranks, spec["pattern"], int(spec["eot_token"]),
+                                 spec.get("added"))
         if kind == "json":
             return JsonTokenizer(spec["json"], spec["eot_token"])
     except (KeyError, TypeError, AttributeError, ValueError) as e:  # ValueError: of the pattern

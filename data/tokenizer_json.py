@@ -15,6 +15,7 @@ from data.token_files import DataError
 from data.tokenizer import (
     EOT,
     GPT2_PATTERN,
+    MAX_VOCAB,
     R50K_SHA256,
     CharTokenizer,
     JsonTokenizer,
@@ -26,6 +27,7 @@ from data.tokenizer import (
 )
 
 ANY_CHARACTER, ANY_TEXT = r"[\s\S]", r"[\s\S]+"
+PLAIN = ("single_word", "lstrip", "rstrip", "normalized")  # of an added token that is just itself
 
 
 @functools.cache
@@ -73,11 +75,10 @@ def tokenizer_json(tokenizer):
     """The content of tokenizer.json, a dict, for one of data/tokenizer.py."""
     if tokenizer.kind == "json":
         return json.loads(tokenizer.text)
-    end, out = tokenizer.eot_token, dict(version="1.0", truncation=None, padding=None)
-    out |= dict(added_tokens=[], normalizer=None, post_processor=None)
-    if end is not None:
-        out["added_tokens"] = [dict(id=end, content=EOT, single_word=False, lstrip=False,
-                                    rstrip=False, normalized=False, special=True)]
+    out = dict(version="1.0", truncation=None, padding=None, normalizer=None, post_processor=None)
+    out["added_tokens"] = [
+        dict(id=i, content=text, **dict.fromkeys(PLAIN, False), special=special)
+        for text, (i, special) in getattr(tokenizer, "added", {}).items()]
     if tokenizer.kind == "char":
         model = dict(type="WordLevel", unk_token="", vocab={
             c: i for i, c in enumerate(tokenizer.chars)})
@@ -152,8 +153,8 @@ def find_tokenizer(name):
 def read_tokenizer(folder):
     """The tokenizer in a Hugging Face folder: byte-level BPE, or one of ours that went there, by
     tiktoken; any other by the package `tokenizers`, if it is installed. DataError says why one
-    cannot be used. Its end of text is the one special token we know; the others are ordinary text
-    here, and tiktoken takes text to be in NFC where it asks for it."""
+    cannot be used. Special tokens in a text are ordinary text here (but in a chat's template), and
+    tiktoken takes text to be in NFC where it asks for it."""
     path = os.path.join(folder, "tokenizer.json")
     content = read_json(path)
     try:
@@ -171,7 +172,8 @@ def read_byte_level(content, folder, path):
     """The tokenizer of a tokenizer.json that tiktoken can do. DataError says why it cannot."""
     try:
         model, before = content["model"], content["pre_tokenizer"]
-        added = {t["content"]: t["id"] for t in content.get("added_tokens") or []}
+        tokens = content.get("added_tokens") or []
+        added = {t["content"]: t["id"] for t in tokens}
         if model.get("type") == "WordLevel" and before == split(ANY_CHARACTER):
             return CharTokenizer("".join(sorted(model["vocab"], key=model["vocab"].get)))
         if model.get("type", "BPE") != "BPE" or model.get("byte_fallback"):
@@ -179,9 +181,14 @@ def read_byte_level(content, folder, path):
         if (content.get("normalizer") or {"type": "NFC"}) != {"type": "NFC"}:
             raise DataError(f"{path}: it changes the text first ({content['normalizer']})")
         pattern = pattern_of(before, path)
+        if wide := [t["content"] for t in tokens if any(t.get(flag) for flag in PLAIN[:3])]:
+            raise DataError(f"{path}: {wide[0]!r} takes blanks beside it, or stands alone")
         ranks = {as_bytes(t): i for t, i in model["vocab"].items() if t not in added}
         check_merges(ranks, model["merges"], path)
-        return rank_tokenizer(ranks, pattern, end_of_text(folder, added), path)
+        # A file may have more tokens than its model has rows.
+        rows = config_of(folder, "config.json").get("vocab_size") or MAX_VOCAB
+        beside = {t["content"]: [t["id"], bool(t.get("special"))] for t in tokens if t["id"] < rows}
+        return rank_tokenizer(ranks, pattern, end_of_text(folder, added), beside, path)
     except (LookupError, TypeError, AttributeError, ValueError) as error:
         if isinstance(error, DataError):
             raise
@@ -189,17 +196,20 @@ def read_byte_level(content, folder, path):
                         f"{type(error).__name__} {error}") from None
 
 
-def rank_tokenizer(ranks, pattern, end, path):
+def rank_tokenizer(ranks, pattern, end, added, path):
     if end is None:
         raise DataError(f"{path}: no end of text: tokenizer_config.json and config.json name none")
     if isinstance(end, bool) or not isinstance(end, int):
         raise DataError(f"{path}: the end of text is {end!r}, expected a number")
-    if len(ranks) == 256 == end and all(token == bytes([i]) for token, i in ranks.items()):
+    if end not in [i for i, _ in added.values()]:
+        added = added | {EOT: [end, True]}
+    if len(ranks) == 256 == end and added.keys() == {EOT} and all(
+            token == bytes([i]) for token, i in ranks.items()):
         return tokenizer_from_spec({"kind": "byte"})
     ranks = dict(sorted(ranks.items(), key=lambda item: item[1]))
     text = "".join(f"{base64.b64encode(t).decode()} {rank}\n" for t, rank in ranks.items())
     known = hashlib.sha256(text.encode()).hexdigest() == R50K_SHA256 and pattern == GPT2_PATTERN
-    return RankTokenizer("gpt2" if known else "ranks", parse_ranks(text, path), pattern, end)
+    return RankTokenizer("gpt2" if known else "ranks", parse_ranks(text, path), pattern, end, added)
 
 
 def pattern_of(before, path):
@@ -226,24 +236,57 @@ def check_merges(ranks, merges, path):
 
 def end_of_text(folder, added):
     """Id of the end of text, None where no file says."""
-    names = {name: read_json(os.path.join(folder, name)) for name in (
-        "tokenizer_config.json", "config.json") if os.path.exists(os.path.join(folder, name))}
-    token = names.get("tokenizer_config.json", {}).get("eos_token")
-    token = token["content"] if isinstance(token, dict) else token
+    token = special_tokens(folder).get("eos_token")
     if token in added:
         return added[token]
-    end = names.get("config.json", {}).get("eos_token_id")
+    end = config_of(folder, "config.json").get("eos_token_id")
     return end[0] if isinstance(end, list) else end
 
 
+def config_of(folder, name):
+    """The object in a JSON file of a folder, {} where there is none."""
+    path = os.path.join(folder, name)
+    return read_json(path) if os.path.exists(path) else {}
+
+
+def special_tokens(folder):
+    """{"bos_token": "<s>", ...} of a tokenizer_config.json."""
+    found = {k: v.get("content") if isinstance(v, dict) else v for k, v in config_of(
+        folder, "tokenizer_config.json").items() if k.endswith("_token")}
+    return {k: v for k, v in found.items() if isinstance(v, str)}
+
+
+def read_template(folder, tokenizer):
+    """What data/template.py takes, of the chat template in a Hugging Face folder; None where there
+    is none."""
+    about = config_of(folder, "tokenizer_config.json")
+    path, text = os.path.join(folder, "chat_template.jinja"), about.get("chat_template")
+    if os.path.exists(path):
+        with open(path, encoding="utf-8", errors="replace") as f:
+            text = f.read()
+    elif isinstance(text, list):
+        text = next((t["template"] for t in text if t["name"] == "default"), None)
+    if not isinstance(text, str) or tokenizer is None or tokenizer.eot_token is None:
+        return None
+    ends = [config_of(folder, name).get("eos_token_id") for name in (
+        "generation_config.json", "config.json")]
+    ends = next((end for end in ends if end is not None), [])
+    ends = [i for i in (ends if isinstance(ends, list) else [ends]) if type(i) is int]
+    return {"jinja": text, "ends": sorted({*ends, tokenizer.eot_token})} | special_tokens(folder)
+
+
 def tokenizer_of(name):
-    """(tokenizer, block_size or None) by name, file, prepared folder or checkpoint."""
+    """(tokenizer, block_size or None, chat template or None) by name, file, prepared or Hugging
+    Face folder, or checkpoint."""
     if not name.endswith(".pt"):
-        return find_tokenizer(name), None
+        tokenizer = find_tokenizer(name)
+        return tokenizer, None, read_template(os.path.expanduser(name), tokenizer)
     from train.checkpoint import load_checkpoint  # imports torch
     state = load_checkpoint(name)
-    spec = (state.get("spec") or {}).get("tokenizer") or state.get("tokenizer")
+    known = state.get("spec") or {}
+    spec = known.get("tokenizer") or state.get("tokenizer")
     if not spec:
         raise DataError(f"{name}: this checkpoint names no tokenizer; name it: byte, gpt2, a rank "
                         "file or a prepared folder")
-    return tokenizer_from_spec(spec), state.get("model_args", {}).get("block_size")
+    return (tokenizer_from_spec(spec), state.get("model_args", {}).get("block_size"),
+            known.get("template"))

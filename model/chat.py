@@ -17,7 +17,7 @@ import sys
 
 import torch
 
-from data.chat import check_template, stretches
+from data.chat import check_template, ends_of, prompt_ids
 from data.token_files import (
     DataError,
     check_array,
@@ -125,7 +125,7 @@ def open_data(config, ranks):
                         f"data.chat FILE... --out {c.data_dir} --tokenizer CKPT.pt, or `example` "
                         "for FILE")
     meta, tokenizer = read_meta(c.data_dir), known_tokenizer(c.data_dir)
-    check_types(c.data_dir, meta, block_size=int, vocab_size=int, template={str: str})
+    check_types(c.data_dir, meta, block_size=int, vocab_size=int, template=dict)
     if meta["block_size"] > c.block_size:
         raise DataError(f"{c.data_dir}: rows for a block_size of {meta['block_size']}, but the "
                         f"model's is {c.block_size}; prepare them with --block_size {c.block_size}")
@@ -158,7 +158,8 @@ def sample(model, data, config):
     """Texts of an evaluation: answers to config.sample_prompts, or to the first questions of three
     validation rows, with the right answer where it is another."""
     tokenizer, rights = tokenizer_from_spec(data.spec["tokenizer"]), itertools.repeat(None)
-    asked = [question_ids(model, tokenizer, text) for text in config.sample_prompts]
+    asked = [prompt_ids([("user", text)], tokenizer, model.template)
+             for text in config.sample_prompts]
     if not asked:
         asked, rights = zip(*(first_exchange(*row) for row in list(zip(
             *data.val.fixed_batch(0, 3)))[:3]))
@@ -180,36 +181,26 @@ def first_exchange(tokens, mask, chat):
 # -----------------------------------------------------------------------------
 # talking
 
-def question_ids(model, tokenizer, text, system=None):
-    """Ids of a question, up to where the answer begins. ValueError for what has no ids. system: a
-    message before it."""
-    messages = [("user", text.strip()), ("assistant", "")]
-    if system and system.strip():
-        messages.insert(0, ("system", system.strip()))
-    return tokenizer.encode(stretches(messages, model.template)[0][0])
-
-
 def answer(model, tokenizer, ids, max_new_tokens, on_token=None, **how):
     """Ids of the model's answer to `ids`, without the end token. how: generate's temperature (0
     where nothing is said), top_k, top_p and seed."""
     from model.generate import generate
-    room = model.config.block_size
+    room, ends = model.config.block_size, ends_of(model.template, tokenizer)
     idx = torch.tensor([ids[-room:]], device=model.wte.weight.device)
     out = generate(model, idx, max_new_tokens, **dict(temperature=0) | how, on_token=on_token,
-                   stop_token=tokenizer.eot_token, n_vocab=tokenizer.n_vocab)
+                   stop_token=ends, n_vocab=tokenizer.n_vocab)
     said = out[0, idx.size(1):].tolist()
-    return said[:-1] if said[-1:] == [tokenizer.eot_token] else said
+    return said[:-1] if said[-1:] and said[-1] in ends else said
 
 
-def fitting(exchanges, room):
-    """Ids of the latest exchanges of a conversation that are within `room`, at least of the last, a
-    question. exchanges: [(ids, its ids where it is the first: after the system message)]."""
-    known, rest = [], []
-    for ids, first in reversed(exchanges):
-        if rest and len(first) + len(rest) > room:
-            break
-        known, rest = first + rest, ids + rest
-    return known
+def latest(turns, first, tokenizer, template, room):
+    """(ids, how many turns were left out) of the latest exchanges of a conversation, after the
+    turns that come `first`, that are within `room` up to where the next answer begins; at least of
+    its last turn, a question."""
+    for start in range(0, len(turns), 2):
+        ids = prompt_ids([*first, *turns[start:]], tokenizer, template)
+        if len(ids) <= room or start + 1 == len(turns):
+            return ids, start
 
 
 def talk(model, tokenizer, questions, max_new_tokens, system=None, **how):
@@ -217,20 +208,19 @@ def talk(model, tokenizer, questions, max_new_tokens, system=None, **how):
     context holds them and an answer, and the `system` message. A long answer may fill half of the
     context before it is in the way."""
     from model.generate import Streamer
-    size, exchanges, told = model.config.block_size, [], False
-    room = max(size - max_new_tokens, size // 2)
+    size, turns, told = model.config.block_size, [], False
+    room, ends = max(size - max_new_tokens, size // 2), ends_of(model.template, tokenizer)
+    first = [("system", system)] if system and system.strip() else []
     for text in questions:
-        asked = [question_ids(model, tokenizer, text, before) for before in (None, system)]
-        exchanges.append(asked)
-        known = fitting(exchanges, room)
-        if len(known) < len(fitting(exchanges, math.inf)) and not told:
+        turns.append(("user", text))
+        known, left_out = latest(turns, first, tokenizer, model.template, room)
+        if left_out and not told:
             told = True
             print(f"[the context of {size} tokens is full: only the latest exchanges are known "
                   "from here on]", file=sys.stderr)
-        said = answer(model, tokenizer, known, max_new_tokens,
-                      Streamer(tokenizer, tokenizer.eot_token), **how)
+        said = answer(model, tokenizer, known, max_new_tokens, Streamer(tokenizer, ends), **how)
         print(flush=True)
-        exchanges[-1] = [[*ids, *said, tokenizer.eot_token] for ids in asked]
+        turns.append(("assistant", tokenizer.decode(said)))
 
 
 def typed():

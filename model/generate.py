@@ -152,16 +152,16 @@ def empty_cache(model, rows):
 @torch.no_grad()
 def generate(model: torch.nn.Module, idx: torch.Tensor, max_new_tokens: int,
              temperature: float = 1.0, top_k: int | None = None, top_p: float | None = None,
-             seed: int | None = None, stop_token: int | None = None,
+             seed: int | None = None, stop_token: int | list[int] | None = None,
              on_token: Callable[[torch.Tensor], object] | None = None,
              n_vocab: int | None = None) -> torch.Tensor:
     """Continue idx (B, T) int64 by up to max_new_tokens; returns (B, T + new).
 
     temperature 0 takes the most likely token; top_k and top_p (arXiv:1904.09751) cut the tail; ids
     from n_vocab on are never taken. on_token(tokens (B,)) is called with each new column. Rows that
-    met stop_token go on with it, and the loop ends when all have. A full context rolls, see
-    KVCache; with learned positions its last three quarters are computed again, into an empty one.
-    ValueError where the logits are not finite.
+    met stop_token (or one of them) go on with it, and the loop ends when all have. A full context
+    rolls, see KVCache; with learned positions its last three quarters are computed again, into an
+    empty one. ValueError where the logits are not finite.
     """
     c, device = model.config, idx.device
     generator = torch.Generator(device=device)
@@ -170,6 +170,7 @@ def generate(model: torch.nn.Module, idx: torch.Tensor, max_new_tokens: int,
     pending, keep = idx[:, -c.block_size:], max(1, c.block_size * 3 // 4)
     done = torch.zeros(idx.size(0), dtype=torch.bool, device=device)
     lost = done.new_zeros(())
+    stops = torch.tensor([] if stop_token is None else stop_token, device=device).view(-1)
     with past_compiled(model):
         for _ in range(max_new_tokens):
             if not c.rolls and cache.used[0] + pending.size(1) > c.block_size:
@@ -179,8 +180,8 @@ def generate(model: torch.nn.Module, idx: torch.Tensor, max_new_tokens: int,
             new = pick(logits[:, :n_vocab], temperature, top_k, top_p, generator)
             lost |= (new < 0).any()
             if stop_token is not None:
-                new = torch.where(done, torch.full_like(new, stop_token), new)
-                done |= new == stop_token
+                new = torch.where(done, idx[:, -1], new)
+                done |= torch.isin(new, stops)
             pending = new.clamp(min=0)[:, None]
             idx = torch.cat((idx, pending), dim=1)
             if on_token is None and stop_token is None:
@@ -278,11 +279,11 @@ def sample_texts(model, spec, config):
 class Streamer:
     """Prints text as its tokens come, holding back bytes that are not yet a whole character."""
 
-    def __init__(self, tokenizer, stop_token):
-        self.tokenizer, self.stop_token, self.held = tokenizer, stop_token, []
+    def __init__(self, tokenizer, stops):
+        self.tokenizer, self.stops, self.held = tokenizer, stops, []
 
     def __call__(self, token):
-        if int(token[0]) == self.stop_token:
+        if int(token[0]) in self.stops:
             return
         self.held.append(int(token[0]))
         text = self.tokenizer.decode(self.held)

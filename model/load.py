@@ -54,6 +54,7 @@ def model_of(state, path, device="cpu", dtype=None, backbone=None):
         with torch.device("meta"):
             model = empty_model(state)
         model.load_state_dict(convert_ddp_state(state.get("model", {})), assign=True)
+        model.template = (state.get("spec") or {}).get("template")  # of chats
         tokenizer = tokenizer_from_spec(spec) if spec else None
     except (RuntimeError, ValueError) as error:
         raise CheckpointError(f"{path}: {error}") from error

@@ -18,7 +18,7 @@ import model.chat
 from data import chat as data_chat
 from data.prepare import prepare as prepare_text
 from data.tokenizer import load_tokenizer
-from model.chat import ChatGPT, Packed, answer, question_ids
+from model.chat import ChatGPT, Packed, answer
 from model.gpt import GPT, GPTConfig
 from model.sample import load_model
 from train.config import load_config
@@ -188,9 +188,9 @@ def test_long_chats_are_cut_between_exchanges():
     messages = [(role, text) for i in range(4) for role, text in (("user", f"q{i}"),
                                                                   ("assistant", f"a{i}"))]
     ids, mask = data_chat.encode_chat(messages, BYTES)
-    cut, _ = data_chat.fit(ids, mask, len(ids) // 2 + 3, BYTES.eot_token)
+    cut, _ = data_chat.fit(ids, mask, len(ids) // 2 + 3)
     assert BYTES.decode(cut).endswith("a1<|endoftext|>")
-    assert len(data_chat.fit(ids, mask, 10, BYTES.eot_token)[0]) == 0
+    assert len(data_chat.fit(ids, mask, 10)[0]) == 0
 
 
 @pytest.mark.parametrize("fraction, said", [("1e-9", True), ("0.3", False)])
@@ -448,13 +448,15 @@ def test_learns_held_out_questions(capitals, tmp_path):
 
 
 def test_conversation_fits_the_context():
-    from model.chat import fitting
-    system, sizes = [9] * 3, (10, 10, 10, 5)
-    for before in ([], system):
-        exchanges = [([i] * n, before + [i] * n) for i, n in enumerate(sizes, 1)]
-        assert fitting(exchanges, 28) == before + [2] * 10 + [3] * 10 + [4] * 5
-        assert fitting(exchanges, 3) == before + [4] * 5
-    assert fitting(exchanges, 27) == system + [3] * 10 + [4] * 5
+    from model.chat import latest
+    turns = [(role, text) for text in "abc" for role in ("user", "assistant")] + [("user", "d")]
+    for first in ([], [("system", "Be kind.")]):
+        sizes = [len(data_chat.encode_chat([*first, *turns[i:], ("assistant", "")], BYTES)[0]) - 1
+                 for i in (0, 2, 4, 6)]
+        for room, start in ((sizes[0], 0), (sizes[0] - 1, 2), (sizes[2], 4), (3, 6)):
+            ids, left_out = latest(turns, first, BYTES, data_chat.TEMPLATE, room)
+            assert left_out == start and len(ids) == sizes[start // 2]
+            assert BYTES.decode(ids).startswith("### System" if first else "### User")
 
 
 def test_a_system_message_comes_first_and_stays(monkeypatch):
@@ -497,10 +499,9 @@ def test_sample_chat_draws_as_model_chat_does(capitals, monkeypatch, capsys):
 
 
 def test_question_is_encoded_as_in_training(capitals, tmp_path):
-    model = small()
-    model.template = data_chat.TEMPLATE
     ids, mask = data_chat.encode_chat([("user", "moo"), ("assistant", "boo")], BYTES)
-    assert question_ids(model, BYTES, " moo\n") == ids[:int(mask.argmax())].tolist()
+    asked = data_chat.prompt_ids([("user", " moo\n")], BYTES, data_chat.TEMPLATE)
+    assert asked == ids[:int(mask.argmax())].tolist()
 
 
 # -----------------------------------------------------------------------------

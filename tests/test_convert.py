@@ -270,9 +270,8 @@ def test_tokenizers_of_others(hf, tmp_path, monkeypatch):
     """A byte-level BPE that `tokenizers` trained comes in; without it others are refused."""
     from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
     theirs = Tokenizer(models.BPE())
-    pattern = r"(?i:'s|'t)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
     theirs.pre_tokenizer = pre_tokenizers.Sequence([
-        pre_tokenizers.Split(Regex(pattern), "isolated"),
+        pre_tokenizers.Split(Regex(LLAMA3), "isolated"),
         pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)])
     theirs.decoder = decoders.ByteLevel()
     theirs.train_from_iterator(["the quick brown fox isn't there " * 9, "42 foxes"],
@@ -303,10 +302,22 @@ def test_tokenizers_of_others(hf, tmp_path, monkeypatch):
             find_tokenizer(str(tmp_path))
 
 
-def train_tokenizer(kind):
-    """Tokenizers that tiktoken cannot do, of the kinds of Gemma, SmolLM and T5."""
-    from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
-    how = dict(vocab_size=400, show_progress=False, special_tokens=["<end>", "<turn>"])
+LLAMA3 = r"(?i:'s|'t)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
+
+
+def train_tokenizer(kind, special=("<end>", "<turn>")):
+    """Tokenizers of the kinds of Llama 3 and of some that tiktoken cannot do: Gemma's, SmolLM's,
+    Mistral's, T5's."""
+    from tokenizers import (
+        Regex,
+        Tokenizer,
+        decoders,
+        models,
+        normalizers,
+        pre_tokenizers,
+        trainers,
+    )
+    how = dict(vocab_size=400, show_progress=False, special_tokens=list(special))
     trainer = trainers.BpeTrainer(**how, initial_alphabet=pre_tokenizers.ByteLevel.alphabet())
     if kind == "gemma":
         theirs = Tokenizer(models.BPE(byte_fallback=True))
@@ -316,6 +327,21 @@ def train_tokenizer(kind):
                                             decoders.ByteFallback(), decoders.Fuse()])
         how["special_tokens"] += [f"<0x{b:02X}>" for b in range(256)]
         trainer = trainers.BpeTrainer(**how)
+    elif kind == "metaspace":
+        theirs = Tokenizer(models.BPE(byte_fallback=True))
+        theirs.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="first", split=False)
+        theirs.decoder = decoders.Sequence([
+            decoders.Replace("\u2581", " "), decoders.ByteFallback(), decoders.Fuse()])
+        how["special_tokens"] += [f"<0x{b:02X}>" for b in range(256)]
+        trainer = trainers.BpeTrainer(**how)
+    elif kind == "llama3":
+        theirs = Tokenizer(models.BPE(ignore_merges=True))
+        theirs.pre_tokenizer = pre_tokenizers.Sequence([
+            pre_tokenizers.Split(Regex(LLAMA3), "isolated"),
+            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)])
+        theirs.decoder = decoders.ByteLevel()
+        how["special_tokens"] = []
+        trainer = trainers.BpeTrainer(**how, initial_alphabet=pre_tokenizers.ByteLevel.alphabet())
     elif kind == "smollm":
         theirs = Tokenizer(models.BPE())
         theirs.pre_tokenizer = pre_tokenizers.Sequence([
@@ -327,16 +353,16 @@ def train_tokenizer(kind):
         theirs.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="never")
         theirs.decoder = decoders.Metaspace(prepend_scheme="never")
     theirs.train_from_iterator(["the quick brown fox isn't there, 42 times " * 9], trainer)
-    return theirs
+    if kind == "llama3":
+        theirs.add_special_tokens(list(special))
+    content = json.loads(theirs.to_str())
+    content["added_tokens"] = content["added_tokens"][:len(special)]  # bytes are ordinary tokens
+    return type(theirs).from_str(json.dumps(content))
 
 
 @pytest.mark.parametrize("kind", ["gemma", "smollm", "unigram"])
 def test_any_tokenizer_json_comes_in_by_its_own_library(hf, tmp_path, kind):
     theirs = train_tokenizer(kind)
-    if kind == "gemma":  # its bytes are ordinary tokens
-        content = json.loads(theirs.to_str())
-        content["added_tokens"] = content["added_tokens"][:2]
-        theirs = type(theirs).from_str(json.dumps(content))
     theirs.save(str(tmp_path / "tokenizer.json"))
     (tmp_path / "tokenizer_config.json").write_text('{"eos_token": "<end>"}')
     ours = find_tokenizer(str(tmp_path))

@@ -3,17 +3,28 @@ systems on top of them."""
 
 import json
 import os
+import sys
 
 import pytest
 import torch
 from conftest import TINY, run
 from runs import metrics
-from test_convert import assert_close, export, ids, logits_of, shake
+from templates import CONVERSATIONS, TEMPLATES
+from test_convert import assert_close, export, ids, logits_of, shake, train_tokenizer
 
-from model import families
+from data import chat as chats
+from data import template as jinja
+from data.chat import ends_of, fit, prompt_ids, sequences
+from data.token_files import DataError
+from data.tokenizer import tokenizer_from_spec
+from data.tokenizer_json import tokenizer_of
+from model import chat as talking
+from model import families, sample
 from model.chat import ChatGPT
 from model.generate import empty_cache, generate
 from model.sample import load_model
+from model.serve.api import job_of
+from model.serve.engine import Engine
 from train.checkpoint import CheckpointError, load_checkpoint
 from train.config import UserError, load_config
 from train.keys import TrainConfig, adopt_shape
@@ -227,3 +238,197 @@ def test_a_family_that_was_typed_wrongly_is_refused(tmp_path, data_dir, family, 
                                            out_dir=str(tmp_path / "out")))
     with pytest.raises(UserError, match=named):
         train(config)
+
+
+# -----------------------------------------------------------------------------
+# chat templates
+
+KINDS = dict(gemma3="gemma", mistral="metaspace", smollm2="smollm", smollm3="smollm")
+
+
+def save_tokenizer(folder, name, **more):
+    """A tokenizer with one of TEMPLATES, as `transformers` writes it to a folder; it."""
+    import transformers
+    text, special, words, plain = TEMPLATES[name]
+    tokenizer = train_tokenizer(KINDS.get(name, "llama3"), special)
+    tokenizer.add_tokens(plain)
+    theirs = transformers.PreTrainedTokenizerFast(tokenizer_object=tokenizer, **words)
+    theirs.chat_template = text
+    theirs.save_pretrained(folder)
+    ends = [tokenizer.token_to_id(t) for t in special if t in words.values() or "end_of" in t]
+    (folder / "generation_config.json").write_text(json.dumps(dict(eos_token_id=ends) | more))
+    return theirs
+
+
+def as_messages(turns):
+    return [dict(role=role, content=text) for role, text in turns]
+
+
+@pytest.mark.parametrize("name", TEMPLATES)
+def test_chats_are_rendered_and_learned_as_transformers_writes_them(folders, tmp_path, name):
+    """Texts and ids of ten conversations; what is learned is what `transformers` writes with an
+    answer beyond what it writes before it, up to the end token."""
+    theirs = save_tokenizer(tmp_path, name)
+    ours, _, template = tokenizer_of(str(tmp_path))
+    assert ours.kind == ("json" if name in KINDS else "ranks")
+    ours, marks = tokenizer_from_spec(ours.spec()), ours.special  # as a checkpoint keeps it
+    for turns in CONVERSATIONS:
+        for given, prompt in ((turns, False), (turns[:-1], True)):
+            text, found = (theirs.apply_chat_template(
+                as_messages(given), add_generation_prompt=prompt, tokenize=tokenize)
+                for tokenize in (False, True))
+            assert jinja.render(template, given, prompt, marks) == text
+            assert jinja.encode(text, ours) == found["input_ids"]
+        assert prompt_ids(turns[:-1], ours, template) == found["input_ids"]
+        if name == "mistral" and turns[0][0] == "system":  # it is said before the last turn alone
+            with pytest.raises(DataError, match="cannot be learned: the text of a chat does not"):
+                sequences(turns, ours, template)
+            continue
+        pieces = sequences(turns, ours, jinja.with_ends(template, ours))
+        whole, _ = pieces[-1]
+        assert whole.tolist() == theirs.apply_chat_template(as_messages(turns))["input_ids"]
+        assert len(pieces) == (len(turns) // 2 if name == "qwen3" else 1)
+        end, wanted = theirs.convert_ids_to_tokens(max(ends_of(template, ours))), []
+        for i, (role, _) in enumerate(turns):
+            if role == "assistant":
+                before, after = (theirs.apply_chat_template(
+                    as_messages(turns[:n]), add_generation_prompt=n == i, tokenize=False)
+                    for n in (i, i + 1))
+                said = after.removeprefix(before)
+                wanted.append(said[:said.index(end) + len(end)])
+        learned = [ours.decode(chat[mask == 1]) for chat, mask in pieces]
+        assert "".join(learned) == "".join(wanted) and len(whole) >= len(fit(*pieces[-1], 9999)[0])
+
+
+@pytest.mark.parametrize("name", TEMPLATES)
+def test_typed_special_tokens_stay_text(folders, tmp_path, name):
+    """Each of them in a question and in an answer: as many of the template's as without."""
+    save_tokenizer(tmp_path, name)
+    ours, _, template = tokenizer_of(str(tmp_path))
+    typed = "a" + "b".join(sorted(ours.special)) + "c\U000f0000"
+    numbers = {ours.encode_special(text)[0] for text in ours.special}
+
+    def count(text):
+        (found, mask), = sequences([("user", text), ("assistant", text)], ours,
+                                   jinja.with_ends(template, ours))
+        return [i for i in found.tolist() if i in numbers], ours.decode(found[mask == 1])
+    bare, (found, learned) = count("x"), count(typed)
+    assert found == bare[0] and typed[:-1] in learned
+    assert len(ours.encode_special(typed[:-1])) < len(ours.encode(typed[:-1]))
+
+
+@pytest.fixture(scope="module")
+def talker(folders, tmp_path_factory):
+    """(folder of a tiny Qwen 2 that has a chat template, model and tokenizer of `transformers`)."""
+    import transformers
+    folder = tmp_path_factory.mktemp("talker")
+    theirs = save_tokenizer(folder, "qwen2")
+    torch.manual_seed(6)
+    model = shake(transformers.AutoModelForCausalLM.from_config(transformers.Qwen2Config(
+        **SIZE | dict(vocab_size=len(theirs), max_position_embeddings=512, bos_token_id=None))))
+    model.generation_config = transformers.GenerationConfig()
+    model.save_pretrained(folder)
+    (folder / "generation_config.json").write_text('{"eos_token_id": [1, 2]}')
+    return folder, model, theirs
+
+
+def test_an_imported_model_talks_and_stops_as_transformers_does(talker, monkeypatch):
+    """Greedy; it stops at any of the tokens that end its turn."""
+    folder, model, theirs = talker
+    asked = theirs.apply_chat_template(as_messages([("user", "Hi")]), add_generation_prompt=True,
+                                       return_tensors="pt")["input_ids"]
+    free = model.generate(asked, max_new_tokens=40, do_sample=False, eos_token_id=None)[0]
+    said = free[asked.size(1):].tolist()
+    end = next(i for n, i in enumerate(said) if n > 4 and i not in said[:n])
+    (folder / "generation_config.json").write_text(json.dumps(dict(eos_token_id=[end, 7])))
+    said = said[:said.index(end)]
+    answers, real = [], talking.answer
+    monkeypatch.setattr(talking, "answer", lambda *a, **how: answers.append(real(*a, **how))
+                        or answers[-1])
+    assert sample.main(["--ckpt", str(folder), "--chat", "--prompt", "Hi", "--device=cpu",
+                        "--max_new_tokens=40"]) == 0
+    assert answers == [said]
+    model, tokenizer = load_model(folder)
+    assert set(ends_of(model.template, tokenizer)) == {end, 7, tokenizer.eot_token}
+    out = generate(model, asked, 40, temperature=0, stop_token=ends_of(model.template, tokenizer))
+    assert out[0, asked.size(1):].tolist() == [*said, end]
+    engine = Engine(model, tokenizer, ends=ends_of(model.template, tokenizer))
+    job = job_of(dict(messages=as_messages([("user", "Hi")]), temperature=0, max_tokens=40), True,
+                 engine, model.template)
+    engine.submit(job)
+    texts = [job.events.get()]
+    while texts[-1][1] is None:
+        texts.append(job.events.get())
+    engine.close()
+    assert job.ids == asked[0].tolist() and texts[-1][1] == "stop"
+    assert "".join(text for text, _ in texts) == theirs.decode(said)
+
+
+def test_a_template_goes_through_tuning_and_out_again(talker, tmp_path, capsys):
+    """Chats by it, a run on them from the folder, a talk, and folders and files of the result."""
+    folder, _, theirs = talker
+    (tmp_path / "a.jsonl").write_text("".join(json.dumps(
+        {"messages": as_messages(turns) + as_messages([("user", f"{i}"), ("assistant", "Bye")])})
+        + "\n" for i, turns in enumerate(CONVERSATIONS * 4)))
+    assert chats.main([str(tmp_path / "a.jsonl"), "--out", str(tmp_path / "d"), "--block_size=256",
+                       "--tokenizer", str(folder), "--show=1"]) == 0
+    said = capsys.readouterr().out
+    assert "<|im_start|>user\nHello<|im_end|>\n<|im_start|>assistant\n[Hi there!<|im_end|>]" in said
+    out = tmp_path / "out"
+    train(load_config(None, rest(model="chat", init_from=str(folder), data_dir=str(tmp_path / "d"),
+                                 block_size=256, out_dir=str(out), max_iters=2, eval_interval=2)))
+    capsys.readouterr()
+    assert sample.main(["--ckpt", str(out / "ckpt.pt"), "--chat", "--prompt=Hi", "--device=cpu",
+                        "--max_new_tokens=8"]) == 0
+    talk = capsys.readouterr().out
+    export(out / "ckpt.pt", tmp_path / "hf"), export(out / "ckpt.pt", tmp_path / "m.safetensors")
+    wanted = theirs.apply_chat_template(as_messages(CONVERSATIONS[2]))["input_ids"]
+    import transformers
+    again = transformers.AutoTokenizer.from_pretrained(tmp_path / "hf")
+    assert again.apply_chat_template(as_messages(CONVERSATIONS[2]))["input_ids"] == wanted
+    assert again("<think>a</tool_call>", add_special_tokens=False) == theirs(
+        "<think>a</tool_call>", add_special_tokens=False)
+    ends = json.loads((tmp_path / "hf" / "generation_config.json").read_text())["eos_token_id"]
+    assert ends == load_model(out / "ckpt.pt")[0].template["ends"] and theirs.eos_token_id in ends
+    capsys.readouterr()
+    for path in (tmp_path / "hf", tmp_path / "m.safetensors"):
+        assert sample.main(["--ckpt", str(path), "--chat", "--prompt=Hi", "--device=cpu",
+                            "--max_new_tokens=8"]) == 0
+        assert capsys.readouterr().out == talk
+
+
+@pytest.mark.parametrize("text, named", [
+    ("{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}", "to an end"),
+    ("{% for a in range(99999) %}{{ 'a'.rjust(999) }}{% endfor %}", "more than 16,777,216 char"),
+    ("{{ 'a' * 10 ** 12 }}", "for numbers only"), ("{% if %}", "Expected an expression"),
+    ("{{ messages.append(1) }}", "'append' of 'list'"), ("{{ ''.__class__.__mro__ }}", "unsafe"),
+    ("{% macro a() %}{{ a() }}{% endmacro %}{{ a() }}", "RecursionError"),
+    ("{{ raise_exception('no system') }}", "fails: no system"), ("{{ 1 / 0 }}", "ZeroDivision"),
+    ("{{ messages[7].content }}", "no element 7"), ("{{ bos_token.missing.more }}", "undefined")])
+def test_a_template_that_fails_ends_in_one_line(talker, tmp_path, capsys, text, named):
+    for name in os.listdir(talker[0]):
+        os.symlink(talker[0] / name, tmp_path / name)
+    (tmp_path / "chat_template.jinja").unlink()
+    (tmp_path / "chat_template.jinja").write_text(text)
+    assert sample.main(["--ckpt", str(tmp_path), "--chat", "--prompt=Hi", "--device=cpu"]) == 2
+    said = capsys.readouterr().err.strip()
+    assert named in said and "\n" not in said
+
+
+def test_templates_in_each_of_their_places(talker, tmp_path, monkeypatch, capsys):
+    ours, _, template = tokenizer_of(str(talker[0]))
+    for name in os.listdir(talker[0]):
+        if name not in ("chat_template.jinja", "tokenizer_config.json"):
+            os.symlink(talker[0] / name, tmp_path / name)
+    text, about = template["jinja"], dict(eos_token=dict(content="<|im_end|>"))
+    for given in (text, [dict(name="tool_use", template="x"), dict(name="default", template=text)]):
+        (tmp_path / "tokenizer_config.json").write_text(json.dumps(about | dict(
+            chat_template=given)))
+        assert tokenizer_of(str(tmp_path))[2] == template
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(about))
+    assert sample.main(["--ckpt", str(tmp_path), "--chat", "--device=cpu"]) == 2
+    assert "learned no chats" in capsys.readouterr().err
+    monkeypatch.setitem(sys.modules, "jinja2", None)
+    jinja.compiled.cache_clear()
+    assert sample.main(["--ckpt", str(talker[0]), "--chat", "--prompt=Hi", "--device=cpu"]) == 2
+    assert "needs jinja2: pip install jinja2" in capsys.readouterr().err

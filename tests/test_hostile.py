@@ -396,7 +396,7 @@ def test_what_steers_a_terminal_is_shown():
 def test_what_a_model_writes_is_shown(tmp_path, capsys):
     """model.sample, one text and several, and data.chat --show."""
     tokenizer = tokenizer_from_spec(dict(kind="char", chars="\x1b"))
-    stream = Streamer(tokenizer, None)
+    stream = Streamer(tokenizer, ())
     stream(torch.zeros(1, dtype=torch.int64))
     torch.save(state(model_args=asdict(SHAPE) | dict(vocab_size=2), spec=None,
                      model=GPT(replace(SHAPE, vocab_size=2)).state_dict(),

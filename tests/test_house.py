@@ -28,7 +28,8 @@ DOORS = {("run_train", "train.bench"), ("train.dataloader", "data.prepare"),
          ("train.optimizer", "train.muon"), ("train.train", "train.trackers"),
          ("model.load", "model.convert")}
 # What belongs together and is deleted together, beside what lies in a folder of its own.
-TOGETHER = {"data.chat": "model.chat", "data.labels": "model.classifier",
+TOGETHER = {"data.chat": "model.chat", "data.template": "model.chat",
+            "data.labels": "model.classifier",
             "data.activations": "model.sae", "data.features": "model.autoencoder"}
 SHARED = {"data.records", "data.tokenizer_json"}  # of several extras, and kept
 # What stands on another extra and goes with it; (lazily) only a part of it does.

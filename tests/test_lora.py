@@ -128,7 +128,8 @@ def test_on_chats(base, tmp_path):
     assert main(["--ckpt", str(tmp_path / "out/ckpt.pt"), "--to", str(tmp_path / "m.pt")]) == 0
     for path in (tmp_path / "m.pt", tmp_path / "out" / "ckpt.pt"):
         model, tokenizer = load_model(path)
-        said = chat.answer(model, tokenizer, chat.question_ids(model, tokenizer, "say 77"), 9)
+        asked = chat.prompt_ids([("user", "say 77")], tokenizer, model.template)
+        said = chat.answer(model, tokenizer, asked, 9)
         assert tokenizer.decode(said) == "moo"
     assert load_checkpoint(tmp_path / "m.pt")["config"]["model"] == "chat"
 

@@ -217,14 +217,25 @@ def export_folder(source, to, precision):
         about = dict(tokenizer_class="PreTrainedTokenizerFast",
                      model_max_length=source.shape.block_size, clean_up_tokenization_spaces=False)
         about |= {} if end is None else dict(eos_token=tokenizer.decode([end]))
-        about |= {} if not source.template else dict(chat_template=chat_template(source.template))
+        about |= template_out(source.template)
         write_json(to, "tokenizer.json", tokenizer_json(tokenizer))
         write_json(to, "tokenizer_config.json", about)
+    if "ends" in (source.template or {}):
+        config["eos_token_id"] = source.template["ends"]
     ends = {k: config[k] for k in ("bos_token_id", "eos_token_id")}
     write_json(to, "generation_config.json", ends)
     write_json(to, "config.json", config)  # last: without it the folder is none
     what = config["architectures"][0]
     return f"a {what}" if tokenizer else f"a {what} without a tokenizer: it has none"
+
+
+def template_out(template):
+    """What tokenizer_config.json says of a chat template: its own words, where it came with some.
+    """
+    if not template:
+        return {}
+    words = {k: v for k, v in template.items() if k.endswith("_token")}
+    return words | dict(chat_template=template.get("jinja") or chat_template(template))
 
 
 def export_nanogpt(source, to):
@@ -310,7 +321,8 @@ def convert(ckpt, to, save_precision="float32", adapter=None, backbone=None):
     elif to.endswith(".safetensors"):
         source = read_source(ckpt, backbone)
         about = dict(model_args=asdict(source.shape),
-                     tokenizer=source.tokenizer and source.tokenizer.spec())
+                     tokenizer=source.tokenizer and source.tokenizer.spec(),
+                     spec=dict(template=source.template) if source.template else {})
         about = {name: json.dumps(value) for name, value in about.items()}
         write_weights(to, source.weights, save_precision, about)
         what = f"{len(source.weights)} tensors by our names"

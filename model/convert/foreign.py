@@ -17,7 +17,7 @@ from dataclasses import asdict
 import torch
 import torch.nn.functional as F
 
-from data.tokenizer_json import read_json, read_tokenizer
+from data.tokenizer_json import read_json, read_template, read_tokenizer
 from model.gpt import GPT, GPTConfig
 from train.checkpoint import (
     DESCRIPTION,
@@ -165,6 +165,7 @@ def read_model(path, state=None):
         args = about.setdefault("model_args", {})
         kind = "moe" if "n_experts" in args else "gpt"
         spec = dict(vocab_size=args.get("vocab_size"), tokenizer=about.get("tokenizer"))
+        spec |= about.pop("spec", {})
         state = {"model": weights, "config": dict(args, model=kind), "spec": spec} | about
     state = load_checkpoint(path) if state is None else state
     weights = convert_ddp_state(state["model"])
@@ -183,13 +184,14 @@ def read_model(path, state=None):
     return described(path, ours, shape, "gpt", None)
 
 
-def described(path, weights, shape, kind, tokenizer):
+def described(path, weights, shape, kind, tokenizer, template=None):
     """What a checkpoint of a model of that shape holds; CheckpointError where they do not fit."""
     spec = tokenizer and tokenizer.spec()
     check_complete(path, weights, shape)
     return {"model": weights, "model_args": asdict(shape), "tokenizer": spec,
             "config": asdict(shape) | dict(model=kind),
-            "spec": dict(vocab_size=shape.vocab_size, tokenizer=spec)}
+            "spec": dict(vocab_size=shape.vocab_size, tokenizer=spec)
+            | (dict(template=template) if template else {})}
 
 
 def has_experts(shape):
@@ -281,14 +283,15 @@ def read_folder(folder):
         weights = names_in(tensors, folder)
     if shape.tie_weights:
         weights.pop("lm_head.weight", None)
-    tokenizer = None
+    tokenizer = template = None
     if os.path.exists(os.path.join(folder, "tokenizer.json")):
         try:
             tokenizer = read_tokenizer(folder)
+            template = read_template(folder, tokenizer)
         except ValueError as error:
             say(f"{error}; going on without a tokenizer", sys.stderr)
     kind = "moe" if has_experts(shape) else "gpt"
-    return described(folder, weights, shape, kind, tokenizer)
+    return described(folder, weights, shape, kind, tokenizer, template)
 
 
 # -----------------------------------------------------------------------------

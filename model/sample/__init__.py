@@ -74,7 +74,7 @@ def sample(args):
     model, tokenizer, device = (prepare_compiled if args.compile else prepare)(args)
     start = start_tokens(tokenizer, args.prompt)
     stop, n = tokenizer.eot_token, args.num_samples
-    stream = Streamer(tokenizer, stop) if n == 1 else None
+    stream = Streamer(tokenizer, [stop]) if n == 1 else None
     started = time.perf_counter()
     print(args.prompt if n == 1 else "", end="", flush=True)
     out = generate(model, torch.tensor([start] * n, device=device), args.max_new_tokens,

@@ -95,13 +95,18 @@ def run(listening, args):
     """Load the model and answer until a signal comes. Raises ValueError or UserError."""
     key, (host, port) = key_of(args, listening), listening.getsockname()[:2]
     model, tokenizer, _ = prepare(args)
+    template, ends = getattr(model, "template", None), ()
+    if template:
+        from data.chat import ends_of
+        ends = ends_of(template, tokenizer)
     try:
-        engine = Engine(model, tokenizer, args.slots, args.queue, args.max_tokens, args.timeout)
+        engine = Engine(model, tokenizer, args.slots, args.queue, args.max_tokens, args.timeout,
+                        ends)
     except RuntimeError as error:  # no memory
         raise ValueError(f"--slots {args.slots}: no room for their keys and values: {error}; take "
                          "fewer") from None
     name = args.name or Path(args.ckpt).resolve().parent.name
-    server = Server(listening, engine, name, getattr(model, "template", None), args.host, key)
+    server = Server(listening, engine, name, template, args.host, key)
     stopped = stop_signals()
     where = f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
     print(f"Model {name!r} at {where} (a page) and {where}/v1 (OpenAI's API). Ctrl-C ends it.",

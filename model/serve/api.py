@@ -87,19 +87,15 @@ def prompt_ids(prompt, tokenizer):
 
 
 def chat_ids(messages, tokenizer, template):
-    """Ids of a conversation, as data/chat.py writes it, up to where the answer begins."""
-    from data.chat import as_list, stretches, turn_of
+    """Ids of a conversation, as the model learned it, up to where the answer begins."""
+    from data.chat import as_list, prompt_ids, turn_of
     if template is None:
         raise Refused(404, "this model learned no chats; use /v1/completions", code="no_template")
     try:
         turns = [turn_of(as_openai(m)) for m in as_list(messages, "messages")]
         if not turns or turns[-1][0] == "assistant":
             raise ValueError("expected a last message that is not the assistant's")
-        *past, (question, _) = stretches([*turns, ("assistant", "")], template)
-        ids = []
-        for asked, said in past:
-            ids += tokenizer.encode(asked) + tokenizer.encode(said) + [tokenizer.eot_token]
-        return ids + tokenizer.encode(question)
+        return prompt_ids(turns, tokenizer, template)
     except ValueError as error:
         raise Refused(400, f"messages: {error}", "messages") from None
 

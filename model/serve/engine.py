@@ -94,7 +94,9 @@ class Engine:
     them. A row that leaves is replaced by the last one.
     """
 
-    def __init__(self, model, tokenizer, slots=16, max_queue=256, max_tokens=1024, timeout=300.0):
+    def __init__(self, model, tokenizer, slots=16, max_queue=256, max_tokens=1024, timeout=300.0,
+                 ends=()):
+        self.ends = {tokenizer.eot_token, *ends}  # of a text
         self.model, self.tokenizer, self.config = model, tokenizer, model.config
         self.slots, self.max_queue, self.max_tokens = slots, max_queue, max_tokens
         self.timeout, self.device = timeout, model.wte.weight.device
@@ -212,7 +214,7 @@ class Engine:
                 job.end("", Refused(500, NOT_FINITE))
                 continue
             job.token, job.written = token, job.written + 1
-            at_end = token == self.tokenizer.eot_token
+            at_end = token in self.ends
             last = at_end or job.written == job.max_tokens
             text = job.text.add(b"" if at_end else token_bytes(self.tokenizer, token), last)
             if last or job.text.stopped:
