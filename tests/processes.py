@@ -7,6 +7,7 @@ real process.
 """
 
 import atexit
+import gc
 import multiprocessing
 import os
 import pathlib
@@ -67,6 +68,7 @@ class Fork:
 
 
 def _become(function, args, cwd, env, files):
+    gc.freeze()  # what is imported is no garbage
     os.environ.clear()
     os.environ.update(env)
     os.chdir(cwd)
@@ -80,7 +82,7 @@ def _become(function, args, cwd, env, files):
     function(*args)
 
 
-def _run_python(args):
+def run_python(args):
     """`python ARGS`: -m MODULE ..., -c CODE ... or FILE ... ."""
     (how, *rest) = args if args[0] in ("-m", "-c") else ("", *args)
     script = pathlib.Path(rest[0]).resolve()
@@ -106,7 +108,7 @@ def python(*args, cwd=REPO, env=None, input="", merged=False, timeout=120):
     with tempfile.TemporaryDirectory() as folder:
         stdin, stdout, stderr = (pathlib.Path(folder, n) for n in ("in", "out", "err"))
         stdin.write_text(input), stderr.touch()
-        fork = Fork(_run_python, (args,), cwd, env, stdin, stdout, stdout if merged else stderr)
+        fork = Fork(run_python, (args,), cwd, env, stdin, stdout, stdout if merged else stderr)
         code = fork.wait(timeout)
         if code is None:
             fork.kill()
@@ -136,7 +138,7 @@ def in_ranks_of(world_size, *args, env=None, timeout=120):
     """`python ARGS` on each rank; (the first exit code that is not 0, the output of all)."""
     args = [str(a) for a in args]
     with tempfile.NamedTemporaryFile("r", errors="replace") as output:
-        forks = [Fork(_run_python, (args,), env=its | (env or {}), stdout=output.name)
+        forks = [Fork(run_python, (args,), env=its | (env or {}), stdout=output.name)
                  for its in rank_environments(world_size)]
         end = time.monotonic() + timeout
         codes = [fork.wait(max(0, end - time.monotonic())) for fork in forks]
