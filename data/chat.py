@@ -308,7 +308,7 @@ def example_records(source):
 # -----------------------------------------------------------------------------
 # all of it
 
-def check_settings(args, tokenizer):
+def check_settings(args, tokenizer, kind="chat"):
     """DataError for settings that cannot work."""
     if tokenizer.eot_token is None:
         raise DataError(f"--tokenizer {args.tokenizer}: a {tokenizer.kind} tokenizer has no end-of-"
@@ -323,7 +323,7 @@ def check_settings(args, tokenizer):
         raise DataError(f"{args.out}: is a file; --out names a folder")
     if os.path.isdir(args.out) and os.listdir(args.out):
         old = prepared_meta(args.out) or {}
-        if old.get("kind") != "chat" or not args.force and old["sources"] != args.sources:
+        if old.get("kind") != kind or not args.force and old["sources"] != args.sources:
             raise DataError(f"{args.out}: holds other data; name another folder with --out, or "
                             "replace other chats of this command with --force")
 
@@ -415,30 +415,35 @@ def prepare_chats(args):
           "--init_from CKPT.pt")
 
 
-def main(argv=None):
-    """Runs the command; its exit code."""
-    parser = argparse.ArgumentParser("python -m data.chat", description=__doc__,
-                                     formatter_class=argparse.RawDescriptionHelpFormatter)
-    add = parser.add_argument
+def add_options(add):
+    """Those of this command and of data/pairs.py."""
     add("sources", nargs="+", metavar="SOURCE", help="files: .jsonl, .json, .csv, .tsv "
         "or .parquet, any of them as .gz; Hugging Face datasets (package datasets): OWNER/NAME, or "
         "hf:NAME, hf:NAME:CONFIG, hf:NAME:CONFIG:SPLIT, or a folder; or `example`, `example-more`: "
         "questions about the names in this Python's own library")
     add("--out", metavar="FOLDER", help="where to write (default: data/bin/ and the source's name)")
-    add("--tokenizer", default="byte", metavar="NAME", help="that of the model to start from: "
-        "byte, gpt2, a rank file, a prepared folder, or simply its ckpt.pt (default: %(default)s)")
     add("--block_size", type=int, metavar="N", help="tokens the model sees at once (default: the "
         "checkpoint's, else 512)")
-    add("--field", action="append", default=[], metavar="NAME", help="once: the field with the "
-        "messages; several times: those of the question and, last, of the answer")
-    add("--num_samples", type=int, metavar="N", help="only the first N chats")
+    add("--num_samples", type=int, metavar="N", help="only the first N records")
     add("--val_fraction", type=float, default=0.1, metavar="F", help="share for validation, drawn "
         "by a hash of the question (default: %(default)s)")
     add("--split", default="train", help="of a dataset (default: %(default)s)")
     add("--subset", help="of a dataset that has several")
-    add("--show", type=int, default=0, metavar="N", help="print the first N chats")
     add("--skip_bad", action="store_true", help="leave out records that cannot be read")
-    add("--force", action="store_true", help="replace chats that this command wrote to --out")
+    add("--force", action="store_true", help="replace what this command wrote to --out")
+
+
+def main(argv=None):
+    """Runs the command; its exit code."""
+    parser = argparse.ArgumentParser("python -m data.chat", description=__doc__,
+                                     formatter_class=argparse.RawDescriptionHelpFormatter)
+    add = parser.add_argument
+    add_options(add)
+    add("--tokenizer", default="byte", metavar="NAME", help="that of the model to start from: "
+        "byte, gpt2, a rank file, a prepared folder, or simply its ckpt.pt (default: %(default)s)")
+    add("--field", action="append", default=[], metavar="NAME", help="once: the field with the "
+        "messages; several times: those of the question and, last, of the answer")
+    add("--show", type=int, default=0, metavar="N", help="print the first N chats")
     return run_command(parser, prepare_chats, argv)
 
 

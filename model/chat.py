@@ -154,14 +154,21 @@ def build_model(config, data, kind=ChatGPT):
     return model
 
 
-def sample(model, data, config):
+def first_exchange(tokens, mask, *rest):
+    """(ids of the prompt, ids of the answer without its end token) of a row's first exchange."""
+    start = int(mask.argmax())
+    length = int((mask[start:] == 0).long().argmax()) if not mask[start:].all() else len(mask)
+    return tokens[:start].tolist(), tokens[start:start + length - 1].tolist()
+
+
+def sample(model, data, config, exchange=first_exchange):
     """Texts of an evaluation: answers to config.sample_prompts, or to the first questions of three
     validation rows, with the right answer where it is another."""
     tokenizer, rights = tokenizer_from_spec(data.spec["tokenizer"]), itertools.repeat(None)
     asked = [prompt_ids([("user", text)], tokenizer, model.template)
              for text in config.sample_prompts]
     if not asked:
-        asked, rights = zip(*(first_exchange(*row) for row in list(zip(
+        asked, rights = zip(*(exchange(*row) for row in list(zip(
             *data.val.fixed_batch(0, 3)))[:3]))
     texts = []
     for ids, right in zip(asked, rights):
@@ -169,13 +176,6 @@ def sample(model, data, config):
         expected = "" if right in (None, said) else f"   [expected: {tokenizer.decode(right)}]"
         texts.append(tokenizer.decode(ids + said) + expected)
     return texts
-
-
-def first_exchange(tokens, mask, chat):
-    """(ids of the prompt, ids of the answer without its end token) of a row's first exchange."""
-    start = int(mask.argmax())
-    length = int((mask[start:] == 0).long().argmax()) if not mask[start:].all() else len(mask)
-    return tokens[:start].tolist(), tokens[start:start + length - 1].tolist()
 
 
 # -----------------------------------------------------------------------------

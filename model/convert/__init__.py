@@ -31,7 +31,7 @@ from model.convert.foreign import (
     read_model,
     rename,
 )
-from model.load import BACKBONE, read_model_args
+from model.load import BACKBONE, model_of, read_model_args
 from train.checkpoint import CheckpointError, find_not_finite, save_checkpoint, write_safetensors
 from train.config import run_command
 from train.distributed import convert_ddp_state
@@ -58,6 +58,10 @@ def read_source(path, backbone=None):
         from model.lora import load_adapters, merge
         model, state = load_adapters(path, backbone)
         weights, shape = merge(model), model.config
+    elif kind == "dpo":
+        from model.lora import merge
+        model, _ = model_of(state, path)
+        weights, shape = merge(model), model.config
     elif kind in ("gpt", "chat"):
         weights = convert_ddp_state(state["model"])
         shape = read_model_args(args, weights)
@@ -66,8 +70,8 @@ def read_source(path, backbone=None):
         weights = convert_ddp_state(state["model"])
         shape = MoEConfig(**{f.name: args[f.name] for f in fields(MoEConfig) if f.name in args})
     else:
-        raise CheckpointError(f"{path}: a model of {kind} has no home elsewhere; gpt, chat, lora "
-                              "and moe have")
+        raise CheckpointError(f"{path}: a model of {kind} has no home elsewhere; gpt, chat, lora, "
+                              "dpo and moe have")
     check_complete(path, weights, shape)
     spec = state.get("spec") or {}
     tokenizer = spec.get("tokenizer") or state.get("tokenizer")

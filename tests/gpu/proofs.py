@@ -227,22 +227,27 @@ def operations_in(work):
 
 SMALL = dict(n_layer=1, n_head=4, n_kv_head=2, n_embd=64, n_hidden=128, vocab_size=256,
              block_size=32)
-SYSTEMS = ("gpt", "chat", "lora", "moe", "memory", "classifier", "sae", "autoencoder")
+SYSTEMS = ("gpt", "chat", "lora", "dpo", "moe", "memory", "classifier", "sae", "autoencoder")
 
 
 def small_model(name):
     """(model on the meta device, shapes of its training batch: of tokens, or of numbers)"""
     import torch
 
-    from model import autoencoder, chat, classifier, gpt, lora, memory, moe, sae
+    from model import autoencoder, chat, classifier, dpo, gpt, lora, memory, moe, sae
     from train.config import load_config
-    config, B, T = load_config(None, dict(model=name) if name != "memory" else {}), 4, 32
+    config, B, T = load_config(None, dict(model=name) if name not in ("dpo", "memory") else
+                               {}), 4, 32
     shape = gpt.GPTConfig(**SMALL)
     with torch.device("meta"):
         if name == "gpt":
             return gpt.GPT(shape), [(B, T)] * 2
         if name == "chat":
             return chat.ChatGPT(shape), [(B, T + 1)] * 3
+        if name == "dpo":
+            model = dpo.PreferenceGPT(shape)
+            model.beta, model.nll, model.kind, model.normalized = 0.1, 1.0, "sigmoid", False
+            return model, [(B, 2, T + 1)] * 2 + [(B, 2, float)]
         if name == "moe":
             return moe.MoE(moe.MoEConfig(**SMALL)), [(B, T)] * 2
         if name == "lora":

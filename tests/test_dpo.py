@@ -1,0 +1,308 @@
+"""Preferences: pairs of every form to rows, the reference's log probabilities, DPO's loss and
+gradients against its formula, adapters, ranks, resume."""
+
+import json
+import re
+import types
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from conftest import TINY, run
+from runs import Program, assert_same, tensors
+
+from data import chat as data_chat
+from data import pairs as data_pairs
+from data.pairs import encoded, example_pairs, to_pair
+from data.tokenizer import load_tokenizer
+from model.dpo import PreferenceGPT
+from model.gpt import GPTConfig
+from model.load import load_model
+from train.checkpoint import load_checkpoint
+from train.config import load_config
+from train.train import train
+
+BYTES = load_tokenizer("byte")
+SHAPE = dict(TINY, block_size=64, qk_norm=True)
+ASKED = [{"role": "system", "content": "Be kind."}, {"role": "user", "content": "Say moo"}]
+MOO, BOO = ({"role": "assistant", "content": text} for text in ("moo", "boo"))
+CONVERSATION = "\n\nHuman: Say moo\n\nAssistant: boo?\n\nHuman: Moo!\n\nAssistant: "
+
+
+def write_jsonl(path, records):
+    path.write_text("".join(json.dumps(record) + "\n" for record in records))
+    return str(path)
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory):
+    """(folder with a chat model "chat/ckpt.pt" and 70 "pairs" of unequal lengths for it)"""
+    folder = tmp_path_factory.mktemp("dpo")
+    chats = write_jsonl(folder / "chats.jsonl", [{"prompt": f"{i} in words?", "response": "x" * i}
+                                                 for i in range(1, 12)])
+    assert data_chat.main([chats, "--out", str(folder / "chats"), "--block_size", "64"]) == 0
+    train(load_config(None, SHAPE | dict(model="chat", data_dir=str(folder / "chats"), max_iters=3,
+                                         out_dir=str(folder / "chat"))))
+    pairs = write_jsonl(folder / "pairs.jsonl", [
+        {"prompt": f"{i}?", "chosen": "x" * (1 + i % 9), "rejected": "y" * (1 + i % 7)}
+        for i in range(70)])
+    assert data_pairs.main([pairs, "--out", str(folder / "pairs"), "--reference",
+                            str(folder / "chat/ckpt.pt")]) == 0
+    return folder
+
+
+def settings(made, out, **changes):
+    return SHAPE | dict(model="dpo", data_dir=str(made / "pairs"), out_dir=str(out), max_iters=6,
+                        init_from=str(made / "chat/ckpt.pt"), eval_interval=3,
+                        eval_iters=100) | changes
+
+
+def rows(folder, split="train"):
+    """tokens, mask (n, 2, T + 1) and logps (n, 2) of a folder."""
+    tokens, mask, logps = (np.load(folder / f"{split}_{name}.npy")
+                           for name in ("tokens", "mask", "logps"))
+    return tokens.reshape(len(tokens), 2, -1), mask.reshape(len(mask), 2, -1), logps
+
+
+# -----------------------------------------------------------------------------
+# data
+
+@pytest.mark.parametrize("record", [
+    {"prompt": "Say moo", "chosen": "moo", "rejected": "boo"},
+    {"prompt": ASKED[1:], "chosen": [MOO], "rejected": [BOO]},
+    {"prompt": "Say moo", "chosen": [ASKED[1], MOO], "rejected": [ASKED[1], BOO], "score": 7},
+    {"chosen": [ASKED[1], MOO], "rejected": [ASKED[1], BOO]},
+    {"chosen": "\n\nHuman: Say moo\n\nAssistant: moo",
+     "rejected": "Human: Say moo\n\nAssistant: boo"},
+], ids=["texts", "messages", "ultrafeedback", "no prompt", "hh"])
+def test_forms_of_a_pair(record):
+    assert to_pair(record) == [[("user", "Say moo"), ("assistant", "moo")],
+                               [("user", "Say moo"), ("assistant", "boo")]]
+
+
+def test_long_conversations_differ_in_their_last_answer():
+    chosen, rejected = to_pair({"chosen": CONVERSATION + "Moo!\n\nYes.",
+                                "rejected": CONVERSATION + "no"})
+    assert chosen[:-1] == rejected[:-1] == [("user", "Say moo"), ("assistant", "boo?"),
+                                            ("user", "Moo!")]
+    assert (chosen[-1], rejected[-1]) == (("assistant", "Moo!\n\nYes."), ("assistant", "no"))
+    assert to_pair({"chosen": [*ASKED, MOO], "rejected": [*ASKED, BOO]})[0][0] == (
+        "system", "Be kind.")
+
+
+@pytest.mark.parametrize("record, message", [
+    ({"prompt": "a", "response": "b"}, "the fields chosen and rejected"),
+    ({"prompt": "a", "chosen": "b", "rejected": " b"}, "the same answer twice"),
+    ({"chosen": [ASKED[1], MOO], "rejected": [ASKED[0], MOO]}, "the same messages but for"),
+    ({"chosen": [ASKED[1]], "rejected": [ASKED[0]]}, "the same messages but for"),
+    ({"prompt": "a", "chosen": 7, "rejected": "b"}, "expected an answer or messages, got '7'"),
+    ({"chosen": "moo", "rejected": "boo"}, "expected an answer or messages"),
+    ([], "expected an object"),
+])
+def test_what_is_no_pair_is_refused(record, message):
+    with pytest.raises(ValueError, match=message):
+        to_pair(record)
+
+
+def test_rows_hold_both_sides_and_the_reference(made, tmp_path):
+    """Of several answers the last is learned; its log probability by numpy from the logits."""
+    source = write_jsonl(tmp_path / "a.jsonl", [{"chosen": CONVERSATION + "moo", "rejected":
+                                                 CONVERSATION + "b"}] + [
+        {"prompt": f"{i}", "chosen": "x" * i, "rejected": "y"} for i in range(1, 9)])
+    # One of 65 tokens and more is left out.
+    assert data_pairs.main([source, "--out", str(tmp_path / "out"), "--reference",
+                            str(made / "chat/ckpt.pt"), "--val_fraction", "0.4"]) == 0
+    model, _ = load_model(made / "chat/ckpt.pt")
+    meta, n = json.loads((tmp_path / "out/meta.json").read_text()), 0
+    for split in ("train", "val"):
+        tokens, mask, logps = rows(tmp_path / "out", split)
+        n += len(tokens)
+        assert tokens.shape[2] == meta["block_size"] + 1 and meta["block_size"] % 16 == 0
+        for row, learned, expected in zip(tokens.reshape(-1, tokens.shape[2]),
+                                          mask.reshape(-1, tokens.shape[2]), logps.flatten()):
+            answer = BYTES.decode(row[learned == 1])
+            assert answer.removesuffix("<|endoftext|>").strip("x") in ("", "y")
+            idx = torch.from_numpy(row.astype(np.int64))[None]
+            z = model(idx[:, :-1])[0].detach().double().numpy()  # (T, V)
+            z = z - z.max(1, keepdims=True)
+            p = z - np.log(np.exp(z).sum(1, keepdims=True))
+            own = sum(p[t, row[t + 1]] for t in range(len(row) - 1) if learned[t + 1])
+            assert own == pytest.approx(expected, rel=0.02)  # bfloat16, where there is any
+    assert n == 8 and meta["splits"]["train"]["pairs"] + meta["splits"]["val"]["pairs"] == 8
+
+
+def test_the_last_of_several_answers_is_learned(made, tmp_path):
+    source = write_jsonl(tmp_path / "a.jsonl", [
+        {"chosen": f"Human: {i}\n\nAssistant: b\n\nHuman: c\n\nAssistant: d", "rejected":
+         f"Human: {i}\n\nAssistant: b\n\nHuman: c\n\nAssistant: ee"} for i in range(4)])
+    state = load_checkpoint(made / "chat/ckpt.pt")
+    assert state["model_args"]["block_size"] == 64
+    template = {"system": "{}", "user": "{}:", "assistant": "{}"}  # so that all of it fits
+    ids, mask = data_chat.encode_chat(to_pair(json.loads(open(source).readline()))[1], BYTES,
+                                      template)
+    assert BYTES.decode(ids[mask == 1]) == "b<|endoftext|>ee<|endoftext|>"
+    args = types.SimpleNamespace(sources=[source], num_samples=None, skip_bad=False, split="train",
+                                 subset=None, block_size=64)
+    found = list(encoded(args, BYTES, template))
+    assert len(found) == 4
+    for (chosen, one), (rejected, two) in found:
+        assert BYTES.decode(chosen[one == 1]) == "d<|endoftext|>"
+        assert BYTES.decode(rejected[two == 1]) == "ee<|endoftext|>"
+
+
+def test_the_example_is_wrong_by_one_letter():
+    for _, (_, pair) in zip(range(300), example_pairs("example")):
+        right, wrong = pair["chosen"], pair["rejected"]
+        assert right.lower() == wrong.lower() and sum(a != b for a, b in zip(right, wrong)) == 1
+
+
+@pytest.mark.parametrize("argv, message", [
+    (["--reference", "byte"], "byte"),
+    (["--reference", "{gpt}"], "needs? the checkpoint of a chat model"),
+    (["--reference", "{chat}", "--val_fraction", "2"], "between 0 and 1"),
+])
+def test_bad_settings_are_refused(made, tmp_path, capsys, argv, message, data_dir):
+    base = dict(gpt=tmp_path / "gpt/ckpt.pt", chat=made / "chat/ckpt.pt")
+    if "{gpt}" in argv:
+        train(load_config(None, SHAPE | dict(data_dir=str(data_dir), max_iters=0, tokenizer="byte",
+                                             out_dir=str(tmp_path / "gpt"))))
+    argv = [str(made / "pairs.jsonl"), "--out", str(tmp_path / "out"),
+            *(a.format(**base) for a in argv)]
+    assert data_pairs.main(argv) == 2
+    assert not (tmp_path / "out").exists()
+    assert re.search(message, capsys.readouterr().err)
+
+
+# -----------------------------------------------------------------------------
+# the loss
+
+def formula(model, tokens, mask, reference, beta, kind, normalized, nll):
+    """DPO's loss of each pair as the paper (and TRL) write it, from whole logits."""
+    logps, lengths = [], []
+    for side in (0, 1):
+        logits = model(tokens[:, side, :-1])  # (B, T, V)
+        p = F.log_softmax(logits, -1).gather(-1, tokens[:, side, 1:, None])[..., 0]
+        counted = mask[:, side, 1:]
+        logps.append((p * counted).sum(1))
+        lengths.append(counted.sum(1))
+    own, theirs = torch.stack(logps, 1), reference
+    n = torch.stack(lengths, 1)
+    if normalized:
+        own, theirs = own / n, reference / n
+    h = (own[:, 0] - own[:, 1]) - (theirs[:, 0] - theirs[:, 1])
+    losses = -F.logsigmoid(beta * h) if kind == "sigmoid" else (h - 1 / (2 * beta)) ** 2
+    return losses - nll * logps[0] / n[:, 0], beta * h
+
+
+@pytest.mark.parametrize("kind, normalized, nll", [("sigmoid", False, 0.0), ("sigmoid", True, 0.0),
+                                                   ("ipo", False, 0.0), ("sigmoid", False, 0.7)])
+def test_loss_and_gradients_are_the_papers(made, kind, normalized, nll):
+    torch.manual_seed(0)
+    model = PreferenceGPT(GPTConfig(n_layer=2, n_head=2, n_embd=32, vocab_size=257, block_size=64))
+    model.beta, model.nll, model.kind, model.normalized = 0.3, nll, kind, normalized
+    tokens, mask, reference = (torch.from_numpy(a[:5].astype(np.float32 if a.ndim == 2 else
+                                                             np.int64)) for a in
+                               rows(made / "pairs"))
+    reference = reference + torch.linspace(-3, 3, 10).view(5, 2)
+    losses, margins = formula(model, tokens, mask, reference, 0.3, kind, normalized, nll)
+    expected = torch.autograd.grad(losses.mean(), list(model.parameters()))
+    loss, sums = model(tokens, mask, reference)
+    torch.testing.assert_close(loss, losses.mean())
+    found = torch.autograd.grad(loss, list(model.parameters()))
+    for (name, _), e, g in zip(model.named_parameters(), expected, found, strict=True):
+        torch.testing.assert_close(g, e, rtol=1e-4, atol=1e-6, msg=name)
+    found = model.numbers(sums | dict(loss=loss * 5, count=5))
+    assert found["accuracy"] == (margins > 0).float().mean()
+    assert found["margin"] == pytest.approx(margins.mean().item(), rel=1e-4)
+    assert found["margin"] == pytest.approx(found["chosen"] - found["rejected"])
+    assert "exact" not in found and "exact" in model.eval().numbers(
+        model(tokens, mask, reference)[1] | dict(count=5))
+
+
+def test_without_pairs_it_is_a_gpt():
+    model = PreferenceGPT(GPTConfig(n_layer=1, n_head=2, n_embd=16, vocab_size=50, block_size=8))
+    assert model.eval()(torch.zeros(1, 4, dtype=torch.int64)).shape == (1, 4, 50)
+    assert model.numbers(dict(loss=1.0, count=1.0)) == {}
+
+
+# -----------------------------------------------------------------------------
+# the loop
+
+def test_it_starts_at_the_reference_and_learns(made, tmp_path):
+    """At step 0 the margin is 0 and the loss ln 2, in a last batch that is smaller as well."""
+    last = train(load_config(None, settings(made, tmp_path / "out", max_iters=30,
+                                            eval_interval=15)))
+    first, *_, end = last["history"]
+    assert first["val_loss"] == pytest.approx(np.log(2), abs=2e-3)
+    assert first["val_margin"] == pytest.approx(0, abs=5e-3)
+    assert end["val_accuracy"] > 0.9 and end["val_loss"] < 0.6
+    model, tokenizer = load_model(tmp_path / "out/ckpt.pt")
+    assert type(model) is PreferenceGPT and model.template and tokenizer.kind == "byte"
+    from model.chat import main
+    assert main(["--ckpt", str(tmp_path / "out/ckpt.pt"), "--prompt", "7?",
+                 "--max_new_tokens", "5"]) == 0
+
+
+def test_adapters_alone(made, tmp_path):
+    """The weights stay, and what is exported has the adapters in them."""
+    from model.convert import main
+    changes = settings(made, tmp_path / "out", lora_rank=2)
+    first = train(load_config(None, changes))["history"][0]
+    assert first["val_margin"] == pytest.approx(0, abs=5e-3)
+    before, state = (load_checkpoint(p) for p in (made / "chat/ckpt.pt", tmp_path / "out/ckpt.pt"))
+    base = {n.removesuffix("base") + "weight" if n.endswith(".base") else n: t
+            for n, t in state["model"].items() if ".lora_" not in n}
+    assert base.keys() == before["model"].keys()
+    assert all(torch.equal(t, before["model"][n]) for n, t in base.items())
+    assert all(".lora_" in name for name in state["optimizer"]["state"])
+    assert main(["--ckpt", str(tmp_path / "out/ckpt.pt"), "--to", str(tmp_path / "hf")]) == 0
+    (ours, _), (theirs, _) = load_model(tmp_path / "out/ckpt.pt"), load_model(tmp_path / "hf")
+    idx = torch.arange(40)[None]
+    torch.testing.assert_close(ours(idx), theirs(idx))
+
+
+@pytest.mark.parametrize("changes, message", [
+    (dict(init_from="scratch"), "init_from: missing"),
+    (dict(init_from="{other}"), "not the ones that the pairs were prepared with"),
+    (dict(data_dir="{chats}"), "no pairs of answers"),
+    (dict(dpo_loss="hinge"), "dpo_loss"),
+    (dict(block_size=16), "prepare them with --block_size 16"),
+])
+def test_what_does_not_belong_together_is_refused(made, tmp_path, changes, message):
+    if "{other}" in changes.values():
+        train(load_config(None, SHAPE | dict(model="chat", data_dir=str(made / "chats"), seed=2,
+                                             max_iters=0, out_dir=str(tmp_path / "other"))))
+    places = dict(other=tmp_path / "other/ckpt.pt", chats=made / "chats")
+    changes = {k: v.format(**places) if isinstance(v, str) else v for k, v in changes.items()}
+    with pytest.raises(ValueError, match=message):
+        train(load_config(None, settings(made, tmp_path / "out") | changes))
+
+
+def test_killed_and_resumed(made, tmp_path):
+    changes = settings(made, tmp_path / "a", max_iters=40, save_interval=3, dropout=0.1,
+                       lr_decay_iters=None, vocab_size=None)
+    train(load_config(None, changes))
+    changes |= dict(out_dir=str(tmp_path / "b"))
+    killed = Program(**changes)
+    killed.wait_for("step 9:")
+    killed.kill()
+    train(load_config(None, changes))
+    assert_same(tmp_path / "a", tmp_path / "b")
+
+
+@pytest.mark.parametrize("how, rank", [("ddp", 0), ("fsdp", 2)])
+def test_two_ranks_equal_one(made, tmp_path, how, rank):
+    one = train(load_config(None, settings(made, tmp_path / "one", lora_rank=rank)))
+    with open(tmp_path / "two.yaml", "w") as f:
+        json.dump(settings(made, tmp_path / "two", distributed=how, lora_rank=rank), f)
+    code, output = run("--config", tmp_path / "two.yaml", ranks=2)
+    assert code == 0, output
+    lines = [json.loads(line) for line in open(tmp_path / "two" / "metrics.jsonl")]
+    for a, b in zip(one["history"], [n for n in lines if "val_loss" in n], strict=True):
+        assert a["val_loss"] == pytest.approx(b["val_loss"], rel=1e-5)
+        assert a["val_accuracy"] == b["val_accuracy"] and a["val_exact"] == b["val_exact"]
+    a, b = (tensors(tmp_path / n / "ckpt.pt")[0] for n in ("one", "two"))
+    for name in a:
+        if name.startswith("model."):
+            torch.testing.assert_close(a[name], b[name], rtol=1e-3, atol=1e-5)
