@@ -52,7 +52,7 @@ class Backbone:
     @functools.cached_property
     def file_hash(self):
         """sha256 of the file, by which autoencoders knew their backbone before."""
-        if os.path.isdir(self.path):
+        if not os.path.isfile(self.path):
             return None
         return hashlib.sha256(np.memmap(self.path, np.uint8, "r")).hexdigest()
 

@@ -142,9 +142,22 @@ def read_json(path):
     return content
 
 
+def folder_of(name, weights=True):
+    """The path `name`; of hf:OWNER/NAME that of its files, which are downloaded (`weights`: with
+    these) where they are not there."""
+    if not name.startswith("hf:"):
+        return os.path.expanduser(name)
+    try:
+        from data.prepare.hub import model_folder
+    except ImportError:
+        raise DataError(f"{name}: models are downloaded by data/prepare/, which is missing: give "
+                        "the path of its folder") from None
+    return model_folder(name[3:], weights)
+
+
 def find_tokenizer(name):
     """load_tokenizer(name), or the tokenizer of the Hugging Face folder `name`."""
-    folder = os.path.expanduser(name)
+    folder = folder_of(name, weights=False)
     if os.path.exists(os.path.join(folder, "tokenizer.json")):
         return read_tokenizer(folder)
     return load_tokenizer(name)
@@ -280,7 +293,7 @@ def tokenizer_of(name):
     Face folder, or checkpoint."""
     if not name.endswith(".pt"):
         tokenizer = find_tokenizer(name)
-        return tokenizer, None, read_template(os.path.expanduser(name), tokenizer)
+        return tokenizer, None, read_template(folder_of(name, weights=False), tokenizer)
     from train.checkpoint import load_checkpoint  # imports torch
     state = load_checkpoint(name)
     known = state.get("spec") or {}

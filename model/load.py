@@ -26,7 +26,8 @@ REMOVED = dict(softcap=0.0, value_embeddings=False, x0_residual=False)
 def read_weights(path):
     """The checkpoint at `path`, or what model/convert/foreign.py makes of weights that another
     program wrote: a file of tensors or a Hugging Face folder. Raises CheckpointError."""
-    foreign = os.path.isdir(path) or str(path).endswith(".safetensors")
+    foreign = os.path.isdir(path) or str(path).startswith("hf:") or str(path).endswith(
+        ".safetensors")
     state = None if foreign else load_checkpoint(path)
     if state is not None and "format_version" in state:
         return state

@@ -1,6 +1,7 @@
 """Models of other families: their logits in and out, with `transformers` as the oracle, and the
 systems on top of them."""
 
+import hashlib
 import json
 import os
 import sys
@@ -11,10 +12,12 @@ from conftest import TINY, run
 from runs import metrics
 from templates import CONVERSATIONS, TEMPLATES
 from test_convert import assert_close, export, ids, logits_of, shake, train_tokenizer
+from test_prepare import Server
 
 from data import chat as chats
 from data import template as jinja
 from data.chat import ends_of, fit, prompt_ids, sequences
+from data.prepare import sources
 from data.token_files import DataError
 from data.tokenizer import tokenizer_from_spec
 from data.tokenizer_json import tokenizer_of
@@ -327,7 +330,7 @@ def talker(folders, tmp_path_factory):
     model = shake(transformers.AutoModelForCausalLM.from_config(transformers.Qwen2Config(
         **SIZE | dict(vocab_size=len(theirs), max_position_embeddings=512, bos_token_id=None))))
     model.generation_config = transformers.GenerationConfig()
-    model.save_pretrained(folder)
+    model.save_pretrained(folder, max_shard_size="60KB")
     (folder / "generation_config.json").write_text('{"eos_token_id": [1, 2]}')
     return folder, model, theirs
 
@@ -432,3 +435,78 @@ def test_templates_in_each_of_their_places(talker, tmp_path, monkeypatch, capsys
     jinja.compiled.cache_clear()
     assert sample.main(["--ckpt", str(talker[0]), "--chat", "--prompt=Hi", "--device=cpu"]) == 2
     assert "needs jinja2: pip install jinja2" in capsys.readouterr().err
+
+
+# -----------------------------------------------------------------------------
+# by name
+
+@pytest.fixture
+def hub(talker, tmp_path, monkeypatch):
+    """A server with the talker's files as Hugging Face has them; what it was asked for."""
+    monkeypatch.setenv("NO_PROXY", "127.0.0.1")
+    monkeypatch.setattr(sources.time, "sleep", lambda seconds: None)
+    monkeypatch.setenv("IRONGPT_CACHE", str(tmp_path / "cache"))
+    server = Server(talker[0])
+    monkeypatch.setenv("HF_ENDPOINT", server.url)
+    yield server
+    server.http.shutdown()
+    server.http.server_close()
+
+
+def test_a_model_comes_by_its_name_once(hub, talker, tmp_path, monkeypatch, capsys):
+    """Cut on its way it ends in one line, and the next try goes on; then it needs no network; as
+    init_from and for its tokenizer, too."""
+    hub.cuts = 1
+    assert sample.main(["--ckpt=hf:some/one", "--chat", "--prompt=Hi", "--device=cpu"]) == 2
+    assert "The same command goes on where this one stopped" in capsys.readouterr().err
+    assert sample.main(["--ckpt=hf:some/one", "--chat", "--prompt=Hi", "--device=cpu"]) == 0
+    said = capsys.readouterr().out
+    assert sample.main(["--ckpt", str(talker[0]), "--chat", "--prompt=Hi", "--device=cpu"]) == 0
+    assert said == capsys.readouterr().out
+    asked = len(hub.log)
+    assert tokenizer_of("hf:some/one")[0].spec() == tokenizer_of(str(talker[0]))[0].spec()
+    found = load_model("hf:some/one")[0].state_dict()
+    for name, t in load_model(talker[0])[0].state_dict().items():
+        assert torch.equal(found[name], t)
+    assert load_config(None, ["init_from=hf:some/one"]).init_from == "hf:some/one"
+    assert len(hub.log) == asked and {n for n, _ in hub.log} == {
+        "config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json",
+        "chat_template.jinja", "model.safetensors.index.json", *shards_of(talker[0])}
+    folder = tmp_path / "cache" / "some--one"
+    for name in shards_of(talker[0]):
+        digest = hashlib.sha256((folder / name).read_bytes()).hexdigest()
+        assert f"{digest}  {name}" in (folder / "SHA256SUMS").read_text().split("\n")
+    assert tokenizer_of("hf:some/words")[0].spec() == tokenizer_of(str(talker[0]))[0].spec()
+    assert not shards_of(tmp_path / "cache" / "some--words")
+
+
+def shards_of(folder):
+    return [name for name in os.listdir(folder) if name.endswith(".safetensors")]
+
+
+def test_a_mirror_is_a_folder_or_a_server(hub, folders, tmp_path, monkeypatch):
+    """A model of one file and without a tokenizer."""
+    (tmp_path / "mirror" / "some" / "two" / "resolve").mkdir(parents=True)
+    os.symlink(folders("qwen2")[0], tmp_path / "mirror" / "some" / "two" / "resolve" / "main")
+    monkeypatch.setenv("HF_ENDPOINT", f"file://{tmp_path}/mirror/")
+    wanted = load_model(folders("qwen2")[0])[0]
+    assert torch.equal(load_model("hf:some/two")[0](ids()), wanted(ids()))
+
+
+def test_without_a_network_it_says_what_to_copy_where(hub, talker, tmp_path, monkeypatch, capsys):
+    monkeypatch.setenv("HF_ENDPOINT", "http://127.0.0.1:9")
+    command = ["--ckpt=hf:some/one", "--chat", "--prompt=Hi", "--device=cpu"]
+    assert sample.main(command) == 2
+    said = capsys.readouterr().err.strip()
+    folder = tmp_path / "cache" / "some--one"
+    assert f"to {folder}, with nothing else" in said and "\n" not in said
+    for name in ("config.json", "tokenizer.json", "tokenizer_config.json", "chat_template.jinja",
+                 "model.safetensors.index.json", *shards_of(talker[0])):
+        os.symlink(talker[0] / name, folder / name)
+    assert sample.main(command) == 0
+    for endpoint, name, named in ((hub.url, "hf:../x", "expected hf:OWNER/NAME"),
+                                  ("http://a.example", "hf:a/b", "expected https:// or file://"),
+                                  (f"file://{tmp_path}", "hf:a/b", "config.json")):
+        monkeypatch.setenv("HF_ENDPOINT", endpoint)
+        with pytest.raises(UserError, match=named):
+            load_model(name)

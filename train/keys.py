@@ -33,7 +33,8 @@ class RunKeys:
     resume: str = key("auto", "auto: continue what is in out_dir; never: move it aside and start "
                       "afresh; must: refuse to start without it; or a checkpoint FILE to continue",
                       start=True, path=True)
-    init_from: str = key("scratch", "scratch, or a checkpoint whose weights to start from",
+    init_from: str = key("scratch", "scratch, or the weights to start from: a checkpoint, or a "
+                         "folder of Hugging Face's, hf:OWNER/NAME downloaded",
                          free=True, path=True, reads=True)
     allow_change: list[str] = key([], "resume although these keys changed (`data`: the data's "
                                   "content; `all`: anything)", start=True)

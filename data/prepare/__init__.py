@@ -28,6 +28,7 @@ from data.prepare.encode import (
 )
 from data.prepare.sources import (
     CORPORA,
+    MIRROR,
     STDLIB,
     download_corpus,
     find_files,
@@ -243,7 +244,7 @@ def check_arguments(args):
         raise UsageError("--input goes with --dataset shakespeare")
     if (args.mirror or args.shards is not None) and args.dataset not in CORPORA:
         raise UsageError(f"--mirror and --shards go with --dataset {', '.join(CORPORA)}")
-    if args.mirror and not re.match(r"https://|file://|http://(localhost|127\.)", args.mirror):
+    if args.mirror and not re.match(MIRROR, args.mirror):
         raise UsageError(f"--mirror {args.mirror}: expected https:// or file://: what comes over "
                          "http:// can be anybody's")
     if args.shards is not None and args.shards < 1:

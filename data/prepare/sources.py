@@ -33,6 +33,7 @@ from data.records import (
 from data.token_files import DataError
 
 BLOCK = 1 << 20
+MIRROR = r"https://|file://|http://(localhost|127\.)"  # what comes else can be anybody's
 SHAKESPEARE_URL = ("https://raw.githubusercontent.com/karpathy/char-rnn/master/data/"
                    "tinyshakespeare/input.txt")
 SHAKESPEARE_SHA256 = "86c4e6aa9db7c042ec79f339dcb96d42b0075e16b8fc2e86bf0ca57e2dc565ed"
@@ -165,6 +166,8 @@ def open_url(url, start=0):
     import requests  # tiktoken's own dependency; slow to import, so only here
     headers = {"Accept-Encoding": "identity"} | ({"Range": f"bytes={start}-"} if start else {})
     reply = requests.get(url, headers=headers, timeout=20, stream=True)
+    if reply.status_code == 404:
+        raise FileNotFoundError("404: no such file there")
     reply.raise_for_status()
     start = start if reply.status_code == 206 else 0
     # Hugging Face names the sha256 of a large file as it redirects
@@ -210,7 +213,8 @@ def download(url, path, sha256=None):
         except OSError as e:  # those of requests are, too
             left = sum(os.path.getsize(p) for p in glob.glob(f"{glob.escape(path)}.part-*"))
             if left <= before:
-                raise OSError(f"{url}: {str(e)[:200] or type(e).__name__}") from None
+                kind = FileNotFoundError if isinstance(e, FileNotFoundError) else OSError
+                raise kind(f"{url}: {str(e)[:200] or type(e).__name__}") from None
             before = left
             time.sleep(1)
     found, expected = file_hash(part), sha256 or known

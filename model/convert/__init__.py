@@ -339,8 +339,8 @@ def main(argv=None):
     """Runs the command; its exit code."""
     parser = argparse.ArgumentParser("python -m model.convert", description="Weights from and to "
                                      "nanoGPT and Hugging Face.")
-    parser.add_argument("--ckpt", default="out/ckpt.pt", help="checkpoint, .safetensors file or "
-                        "Hugging Face folder (default: %(default)s)")
+    parser.add_argument("--ckpt", default="out/ckpt.pt", help="checkpoint, .safetensors file, "
+                        "Hugging Face folder or hf:OWNER/NAME (default: %(default)s)")
     parser.add_argument("--to", required=True, help="FILE.pt: nanoGPT's format; FILE.safetensors: "
                         "weights alone; else a folder for transformers, vLLM and llama.cpp")
     parser.add_argument("--backbone", help=BACKBONE)

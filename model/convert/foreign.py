@@ -17,7 +17,7 @@ from dataclasses import asdict
 import torch
 import torch.nn.functional as F
 
-from data.tokenizer_json import read_json, read_template, read_tokenizer
+from data.tokenizer_json import folder_of, read_json, read_template, read_tokenizer
 from model.gpt import GPT, GPTConfig
 from train.checkpoint import (
     DESCRIPTION,
@@ -156,8 +156,9 @@ def stack_experts(weights, path):
 def read_model(path, state=None):
     """{"model": {our name: tensor}, "model_args", "tokenizer", ...}, as a checkpoint has them, of
     our own checkpoints, nanoGPT's, state dicts with these names or Hugging Face's, .safetensors
-    files and Hugging Face folders. state: what is in the file, where that is known already.
-    Raises CheckpointError; a bare state dict has no model_args."""
+    files and Hugging Face folders, also as hf:OWNER/NAME. state: what is in the file, where that is
+    known already. Raises CheckpointError; a bare state dict has no model_args."""
+    path = folder_of(str(path))
     if os.path.isdir(path):
         return read_folder(path)
     if str(path).endswith(".safetensors"):
