@@ -19,6 +19,7 @@ from train.keys import adopt_shape
 
 # Of the option --backbone of a command.
 BACKBONE = "where the frozen model that the checkpoint stands on is now (default: as in training)"
+EMA = "the weights' running averages, of a run with the key ema"  # of the option --ema
 # Options that older checkpoints may name, with the only value that can still be computed.
 REMOVED = dict(softcap=0.0, value_embeddings=False, x0_residual=False)
 
@@ -35,13 +36,26 @@ def read_weights(path):
     return read_model(path, state)
 
 
+def averaged(state, path):
+    """The checkpoint `state` with the running averages of its weights in their place (the key
+    ema). Raises CheckpointError."""
+    entries = (state.get("optimizer") or {}).get("state") or {}
+    averages = {name: entry["ema"] for name, entry in entries.items() if "ema" in entry}
+    if not averages:
+        raise CheckpointError(f"{path}: no averaged weights in it; --ema is for the checkpoints of "
+                              "a run with ema, such as ema: 0.999")
+    return state | {"model": state["model"] | averages}
+
+
 def load_model(ckpt_path: str | os.PathLike, device: str | torch.device = "cpu",
-               dtype: torch.dtype | None = None, backbone: str | None = None
+               dtype: torch.dtype | None = None, backbone: str | None = None, ema: bool = False
                ) -> tuple[torch.nn.Module, Tokenizer | None]:
     """(model in eval mode, tokenizer or None) from a checkpoint of train.py, or from what
     model/convert/foreign.py reads, with weights in `dtype` if given. backbone: where the file that
-    the model stands on is now. Raises CheckpointError."""
-    return model_of(read_weights(ckpt_path), ckpt_path, device, dtype, backbone)
+    the model stands on is now; ema: the weights' running averages. Raises CheckpointError."""
+    state = read_weights(ckpt_path)
+    return model_of(averaged(state, ckpt_path) if ema else state, ckpt_path, device, dtype,
+                    backbone)
 
 
 def model_of(state, path, device="cpu", dtype=None, backbone=None):
@@ -164,7 +178,7 @@ def load_writer(args):
     from train.distributed import choose_dtype, get_device
     device = get_device(args.device)
     model, tokenizer = load_model(args.ckpt, device, choose_dtype(args.dtype, device)[0],
-                                  args.backbone)
+                                  args.backbone, args.ema)
     if not hasattr(sys.modules[type(model).__module__], "sample"):
         raise ValueError(f"{args.ckpt}: a model of {type(model).__module__} does not write text")
     if tokenizer is None and args.tokenizer is None:

@@ -248,9 +248,11 @@ def sample(model, data, config):
 # -----------------------------------------------------------------------------
 # the merged checkpoint
 
-def load_adapters(ckpt, backbone=None):
-    """(model in eval mode, the checkpoint's dict) of adapters; backbone: where theirs is now."""
+def load_adapters(ckpt, backbone=None, ema=False):
+    """(model in eval mode, the checkpoint's dict) of adapters; backbone: where theirs is now; ema:
+    their running averages."""
     state = load_checkpoint(ckpt)
+    state = load.averaged(state, ckpt) if ema else state
     if (state.get("config") or {}).get("model") != "lora":
         raise CheckpointError(f"{ckpt}: no adapters in it: expected a checkpoint of --model lora")
     config = load.saved_config(state["config"] | (dict(backbone=backbone) if backbone else {}))

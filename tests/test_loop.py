@@ -174,7 +174,7 @@ def test_when_a_run_evaluates_and_saves(run, monkeypatch, changes, evaluated, sa
     monkeypatch.setattr(loop.Trainer, "save", save)
     worse = iter(range(1, 99))
     monkeypatch.setattr(loop.Trainer, "evaluate",
-                        lambda trainer, loader, batches: dict(val_loss=float(next(worse))))
+                        lambda *args, **how: dict(val_loss=float(next(worse))))
     _, told = run(max_iters=changes.get("max_iters", 12), keep_last=99,
                   **{k: v for k, v in changes.items() if k != "max_iters"})
     assert [r["iter"] for name, r, *_ in told if name == "evaluation"] == evaluated

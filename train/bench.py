@@ -187,7 +187,8 @@ def memory_parts(c, model, data, world_size, dtype, compiled):
     logits = rows * data.spec.get("vocab_size", 0) * width
     return {"weights": 4 * everything / share,
             "weights in 16 bits": 2 * everything / share if width == 2 else 0,
-            "gradients": 4 * trained * copies / share, "optimizer": 8 * trained / share,
+            "gradients": 4 * trained * copies / share,
+            "optimizer": (12 if c.ema else 8) * trained / share,  # two moments, and the average
             "activations": rows * width * c.n_layer * kept_by_a_layer(c, width, compiled),
             "logits": logits * (2 if compiled else 1)}  # their gradient stands beside them
 

@@ -384,6 +384,13 @@ def shard(model, ranks, dtype, seed):
     return model
 
 
+def let_go(model):
+    """Let go of what FSDP gathered of the root of `model` in a forward pass, and keeps for the
+    backward pass. After an evaluation none comes, and weights may change before the next one."""
+    if hasattr(model, "reshard"):
+        model.reshard()
+
+
 def is_sharded(tensor):
     """Whether this rank holds a shard of it only (a DTensor, whose import takes half a second)."""
     return hasattr(tensor, "full_tensor")

@@ -121,6 +121,8 @@ class OptimizerKeys:
     muon_lr: float = key(0.02, "muon: peak learning rate of the matrices", gt=0)
     muon_momentum: float = key(0.95, "muon: Nesterov momentum", ge=0, lt=1)
     muon_weight_decay: float = key(0.0, "muon: decoupled decay of the matrices", ge=0)
+    ema: float = key(0.0, "decay of a running average of the weights, evaluated beside them as "
+                          "val_loss_ema; 0: none", ge=0, lt=1)
     lr_groups: dict = key({}, "name pattern: learning-rate multiplier (0 freezes), or a mapping "
                           "with learning_rate, lr_mult, weight_decay")
 

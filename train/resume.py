@@ -412,7 +412,7 @@ def usable_optimizer_state(optimizer, entries, where, allowed, warn):
     # What each kind of parameter group keeps for a parameter: Muon one average, AdamW two.
     kinds = {n: {"momentum_buffer"} if g["muon"] else {"step", "exp_avg", "exp_avg_sq"}
              for g in optimizer.param_groups for n in g["names"]}
-    kept = {n: e for n, e in entries.items() if set(e) == kinds.get(n)}
+    kept = {n: e for n, e in entries.items() if set(e) - {"ema"} == kinds.get(n)}
     odd = sorted((entries.keys() | kinds.keys() if entries else set()) - kept.keys())
     names = ", ".join(odd[:5]) + (", ..." if len(odd) > 5 else "")
     if odd and not allowed:
@@ -453,6 +453,8 @@ def restore(start, config, model, optimizer, parts, ranks, warn):
     fill_model(model, outline["model"], weights, ranks)
     entries = usable_optimizer_state(optimizer, outline["optimizer"]["state"], config.out_dir,
                                      config.allow_change, warn)
+    if not config.ema:  # any more
+        entries = {n: {k: t for k, t in e.items() if k != "ema"} for n, e in entries.items()}
     fill_optimizer(optimizer, entries, moments, ranks)
     for name, part in parts.items():
         if outline[name] or name != "scaler":  # that of a run without float16 is empty

@@ -19,7 +19,7 @@ from train.config import TrainConfig, load_config, load_model_file, say, to_yaml
 from train.dataloader import open_token_data
 from train.evaluate import add_sums, all_reduce, batch_sums, evaluate, to_host, to_numbers
 from train.lr_scheduler import EarlyStopping, ReduceOnPlateau, get_lr
-from train.optimizer import build_optimizer, clip_gradients
+from train.optimizer import averaged, build_optimizer, clip_gradients, update_average
 
 TINY = 1e-9  # below any count (of items, or of their weights where a model weighs them), but not 0
 
@@ -332,6 +332,8 @@ class Trainer:
             return self.rewind()
         if action == "update":
             self.scaler.step(self.optimizer)
+            if c.ema:
+                update_average(self.optimizer, c.ema, it)
         self.scaler.update()
         self.optimizer.zero_grad(set_to_none=True)  # frees them: the next step writes, not adds
         p.iter_num += 1
@@ -392,7 +394,7 @@ class Trainer:
         p, c = self.progress, self.config
         self.watchdog.arm(factor=10)  # this takes longer than a step
         with self.clock.away(), self.log.busy("evaluating"):
-            numbers = self.evaluate(self.data.val, c.eval_iters)
+            numbers = self.evaluate(self.data.val, c.eval_iters, average=True)
             if numbers is None:
                 return None
             # Noted before anything reacts, for what is saved in the course of that.
@@ -412,15 +414,24 @@ class Trainer:
             self.log.plot()
         return numbers
 
-    def evaluate(self, loader, batches):
-        """{val_NAME: number} over `batches` fixed batches, or None if asked to stop meanwhile."""
+    def evaluate(self, loader, batches, average=False):
+        """{val_NAME: number} over `batches` fixed batches, or None if asked to stop meanwhile; of
+        the weights' running average, if there is one and `average`, {val_NAME_ema: number} too."""
         def stop(done, n):
             self.log.activity = f"evaluating, batch {done} of {n}"
             self.watchdog.arm(factor=10)  # a limit on the time of a batch, not of all of them
             return bool(self.signals.stop)
-        with self.eval_mode():
-            return evaluate(self.model, functools.partial(self.compiler.call, self.model),
-                            loader, batches, self.ranks, self.autocast, stop)
+
+        def numbers():
+            with self.eval_mode():
+                return evaluate(self.model, functools.partial(self.compiler.call, self.model),
+                                loader, batches, self.ranks, self.autocast, stop)
+        found = numbers()
+        if average and self.config.ema and found is not None:
+            with averaged(self.optimizer):
+                more = numbers()
+            found = more and found | {f"{name}_ema": value for name, value in more.items()}
+        return found
 
     @contextlib.contextmanager
     def eval_mode(self):
@@ -431,6 +442,7 @@ class Trainer:
                 yield
         finally:
             self.model.train()
+            distributed.let_go(self.model)
 
     def react(self, numbers):
         """Best checkpoint, learning rate, early stopping."""
@@ -455,7 +467,8 @@ class Trainer:
         name = self.config.early_stopping_metric
         if name == "val_loss" or self.data.val is None or not self.config.eval_interval:
             return
-        known = list(self.evaluate(self.data.val, 1))  # None in one batch is not None in all
+        known = list(self.evaluate(self.data.val, 1, average=True))
+        # None in one batch is not None in all: a name is enough.
         if name not in known:
             raise distributed.SetupError(f"early_stopping_metric: evaluations of this model do not "
                                          f"yield {name!r}; choose one of {', '.join(known)}")

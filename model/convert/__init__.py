@@ -31,7 +31,7 @@ from model.convert.foreign import (
     read_model,
     rename,
 )
-from model.load import BACKBONE, model_of, read_model_args
+from model.load import BACKBONE, EMA, averaged, model_of, read_model_args
 from train.checkpoint import CheckpointError, find_not_finite, save_checkpoint, write_safetensors
 from train.config import run_command
 from train.distributed import convert_ddp_state
@@ -50,13 +50,13 @@ class Source:
     template: dict | None = None
 
 
-def read_source(path, backbone=None):
+def read_source(path, backbone=None, ema=False):
     """The Source at `path`; adapters are added to their backbone, which may be elsewhere by now."""
-    state = read_model(path)
+    state = averaged(read_model(path), path) if ema else read_model(path)
     kind, args = (state.get("config") or {}).get("model", "gpt"), state.get("model_args") or {}
     if kind == "lora":
         from model.lora import load_adapters, merge
-        model, state = load_adapters(path, backbone)
+        model, state = load_adapters(path, backbone, ema)
         weights, shape = merge(model), model.config
     elif kind == "dpo":
         from model.lora import merge
@@ -256,10 +256,10 @@ def export_nanogpt(source, to):
     return "a checkpoint of nanoGPT"
 
 
-def export_adapter(path, to, base, backbone=None):
+def export_adapter(path, to, base, backbone=None, ema=False):
     """Write a LoRA's adapters as a folder that peft loads over the exported base; what it is."""
     from model.lora import adapters, load_adapters
-    model, _ = load_adapters(path, backbone)
+    model, _ = load_adapters(path, backbone, ema)
     check_base(base, model)
     family = family_of(Source(path, {}, model.config))
     pairs = adapters(model)
@@ -313,17 +313,17 @@ def join_adapters(pairs):
 # -----------------------------------------------------------------------------
 # the command line
 
-def convert(ckpt, to, save_precision="float32", adapter=None, backbone=None):
+def convert(ckpt, to, save_precision="float32", adapter=None, backbone=None, ema=False):
     """Write the model at `ckpt` to `to`, whose name says in which form. UserError."""
     if os.path.isfile(to) != to.endswith((".pt", ".safetensors")) and os.path.exists(to):
         raise CheckpointError(f"--to {to}: expected FILE.pt, FILE.safetensors or a folder")
     os.makedirs(os.path.dirname(os.path.abspath(to)), exist_ok=True)
     if adapter:
-        what = export_adapter(ckpt, to, adapter, backbone)
+        what = export_adapter(ckpt, to, adapter, backbone, ema)
     elif to.endswith(".pt"):
-        what = export_nanogpt(read_source(ckpt, backbone), to)
+        what = export_nanogpt(read_source(ckpt, backbone, ema), to)
     elif to.endswith(".safetensors"):
-        source = read_source(ckpt, backbone)
+        source = read_source(ckpt, backbone, ema)
         about = dict(model_args=asdict(source.shape),
                      tokenizer=source.tokenizer and source.tokenizer.spec(),
                      spec=dict(template=source.template) if source.template else {})
@@ -331,7 +331,7 @@ def convert(ckpt, to, save_precision="float32", adapter=None, backbone=None):
         write_weights(to, source.weights, save_precision, about)
         what = f"{len(source.weights)} tensors by our names"
     else:
-        what = export_folder(read_source(ckpt, backbone), to, save_precision)
+        what = export_folder(read_source(ckpt, backbone, ema), to, save_precision)
     print(f"Wrote {to}: {what}")
 
 
@@ -344,6 +344,7 @@ def main(argv=None):
     parser.add_argument("--to", required=True, help="FILE.pt: nanoGPT's format; FILE.safetensors: "
                         "weights alone; else a folder for transformers, vLLM and llama.cpp")
     parser.add_argument("--backbone", help=BACKBONE)
+    parser.add_argument("--ema", action="store_true", help=EMA)
     parser.add_argument("--save_precision", choices=["float32", "bfloat16", "float16"],
                         default="float32", help="of the weights in a folder or "
                         ".safetensors file (default: %(default)s)")

@@ -14,6 +14,7 @@ import torch
 from model.generate import Streamer, generate, start_tokens
 from model.load import (  # noqa: F401  load_model is for others to import
     BACKBONE,
+    EMA,
     load_model,
     load_writer,
     prepare,
@@ -92,6 +93,7 @@ def main(argv=None):
     p = argparse.ArgumentParser(prog="python -m model.sample", description=__doc__.split("\n")[0])
     p.add_argument("--ckpt", default="out/ckpt.pt", help="checkpoint (default: %(default)s)")
     p.add_argument("--backbone", help=BACKBONE)
+    p.add_argument("--ema", action="store_true", help=EMA)
     p.add_argument("--chat", action="store_true", help="talk with a model that learned chats")
     p.add_argument("--prompt", default="", help="text to continue (default: a new document)")
     p.add_argument("--max_new_tokens", type=int, default=256, help="tokens (default: %(default)s)")

@@ -10,7 +10,7 @@ import signal
 import socket
 from pathlib import Path
 
-from model.load import BACKBONE, prepare
+from model.load import BACKBONE, EMA, prepare
 from model.serve.engine import Engine
 from model.serve.server import Server, is_local
 from train.config import run_command
@@ -23,6 +23,7 @@ def parser():
     add = p.add_argument
     add("--ckpt", default="out/ckpt.pt", help="checkpoint (default: %(default)s)")
     add("--backbone", help=BACKBONE)
+    add("--ema", action="store_true", help=EMA)
     add("--name", help="of the model, for clients (default: that of the checkpoint's folder)")
     add("--host", default="127.0.0.1", help="address to listen on: this machine only (default: "
         "%(default)s); 0.0.0.0: whoever can reach it and has the key")

@@ -1,0 +1,132 @@
+"""The running average of the weights (ema): against one recomputed from kept checkpoints, resumed,
+on two ranks, evaluated beside the weights, and read by the commands that write text."""
+
+import json
+
+import pytest
+import torch
+from conftest import TINY, run
+from runs import assert_same, configure, go, tensors
+
+from model.convert import main as convert
+from model.load import load_model
+from model.sample import main as sample
+from train.checkpoint import load_checkpoint
+from train.config import load_config
+from train.train import train
+
+
+def averages(path):
+    return {name: entry["ema"] for name, entry in
+            load_checkpoint(path)["optimizer"]["state"].items()}
+
+
+def recomputed(folder, steps, decay):
+    """From the checkpoints after each step, in float64."""
+    out = {}
+    for it in range(steps):
+        d = min(decay, (1 + it) / (10 + it))
+        for name, t in load_checkpoint(folder / f"ckpt_{it + 1:07d}.pt")["model"].items():
+            t = t.double()
+            out[name] = t if it == 0 else d * out[name] + (1 - d) * t
+    return out
+
+
+@pytest.mark.parametrize("optimizer", ["adamw", "muon"])
+def test_it_is_the_average_of_kept_checkpoints(data_dir, tmp_path, optimizer):
+    go(data_dir, tmp_path, max_iters=12, ema=0.5, optimizer=optimizer, save_interval=1,
+       keep_last=99, n_embd=32)
+    expected = recomputed(tmp_path, 12, 0.5)
+    found = averages(tmp_path / "ckpt.pt")
+    assert found.keys() == expected.keys()
+    for name, t in found.items():
+        torch.testing.assert_close(t.double(), expected[name], rtol=1e-5, atol=1e-7)
+
+
+def test_weights_keep_their_bits_and_both_are_evaluated(data_dir, tmp_path):
+    """The average's numbers are those of a model that has it for weights; before the first step
+    they are the weights' own."""
+    plain = go(data_dir, tmp_path / "plain", eval_iters=50)
+    both = go(data_dir, tmp_path / "ema", eval_iters=50, ema=0.9)
+    a, b = (load_checkpoint(tmp_path / n / "ckpt.pt")["model"] for n in ("plain", "ema"))
+    assert all(torch.equal(a[name], b[name]) for name in a)
+    for old, new in zip(plain["history"], both["history"], strict=True):
+        assert new["val_loss"] == old["val_loss"]
+        if new["iter"] == 0:
+            assert new["val_loss_ema"] == new["val_loss"]
+    state = load_checkpoint(tmp_path / "ema/ckpt.pt")
+    torch.save(dict(model=averages(tmp_path / "ema/ckpt.pt"), model_args=state["model_args"]),
+               tmp_path / "average.pt")
+    alone = go(data_dir, tmp_path / "alone", eval_iters=50, max_iters=0, eval_on_start=True,
+               init_from=str(tmp_path / "average.pt"))
+    last = both["history"][-1]
+    assert alone["history"][-1]["val_loss"] == last["val_loss_ema"] != last["val_loss"]
+    assert alone["history"][-1]["val_ppl"] == last["val_ppl_ema"]
+
+
+def test_stopped_and_resumed_bit_for_bit(data_dir, tmp_path):
+    go(data_dir, tmp_path / "a", ema=0.9)
+    go(data_dir, tmp_path / "b", ema=0.9, fault="before_opt@12=sigterm")
+    go(data_dir, tmp_path / "b", ema=0.9)
+    assert_same(tmp_path / "a", tmp_path / "b")
+    assert all(torch.equal(t, averages(tmp_path / "b/ckpt.pt")[name])
+               for name, t in averages(tmp_path / "a/ckpt.pt").items())
+
+
+@pytest.mark.parametrize("how", ["ddp", "fsdp"])
+def test_two_ranks_equal_one(data_dir, tmp_path, how):
+    changes = TINY | dict(data_dir=str(data_dir), ema=0.5)
+    one = train(load_config(None, changes | dict(out_dir=str(tmp_path / "one"))))
+    with open(tmp_path / "two.yaml", "w") as f:
+        json.dump(changes | dict(out_dir=str(tmp_path / "two"), distributed=how), f)
+    code, output = run("--config", tmp_path / "two.yaml", ranks=2)
+    assert code == 0, output
+    lines = [json.loads(line) for line in open(tmp_path / "two/metrics.jsonl")]
+    two = [line for line in lines if "val_loss" in line]
+    for a, b in zip(one["history"], two, strict=True):
+        assert a["val_loss_ema"] == pytest.approx(b["val_loss_ema"], rel=1e-5)
+    a, b = (averages(tmp_path / n / "ckpt.pt") for n in ("one", "two"))
+    for name in a:
+        torch.testing.assert_close(a[name], b[name], rtol=1e-3, atol=1e-5)
+    one, two = (tensors(tmp_path / n / "ckpt.pt")[0] for n in ("one", "two"))
+    assert one.keys() == two.keys()
+
+
+def test_a_run_stops_by_the_average_and_turns_it_off(data_dir, tmp_path):
+    last = go(data_dir, tmp_path, ema=0.9, early_stopping_metric="val_loss_ema", eval_interval=2,
+              early_stopping_patience=1, early_stopping_min_delta=9.0)
+    assert "no better val_loss_ema" in last["finished"]
+    go(data_dir, tmp_path, ema=0.0, allow_change=["ema", "early_stopping_metric"],
+       max_iters=30)
+    assert "ema" not in next(iter(load_checkpoint(tmp_path / "ckpt.pt")["optimizer"][
+        "state"].values()))
+
+
+def test_commands_take_the_average(data_dir, tmp_path, capsys):
+    go(data_dir, tmp_path, ema=0.9, tokenizer="byte", vocab_size=None)
+    ckpt = str(tmp_path / "ckpt.pt")
+    model, _ = load_model(ckpt, ema=True)
+    expected = averages(ckpt)
+    assert all(torch.equal(p, expected[name]) for name, p in model.named_parameters())
+    out = str(tmp_path / "w.safetensors")
+    assert convert(["--ckpt", ckpt, "--to", out, "--ema"]) == 0
+    exported, _ = load_model(out)
+    idx = torch.arange(8)[None]
+    torch.testing.assert_close(exported(idx), model(idx))
+    assert sample(["--ckpt", ckpt, "--ema", "--max_new_tokens", "3"]) == 0
+    go(data_dir, tmp_path / "plain", tokenizer="byte", vocab_size=None)
+    assert sample(["--ckpt", str(tmp_path / "plain/ckpt.pt"), "--ema"]) == 2
+    assert "no averaged weights in it" in capsys.readouterr().err
+
+
+def test_a_dry_run_counts_it(data_dir, tmp_path):
+    from train.bench import memory_parts
+    from train.dataloader import open_token_data
+    from train.distributed import Ranks
+    parts = []
+    for ema in (0.0, 0.9):
+        c = configure(data_dir, tmp_path, ema=ema)
+        data = open_token_data(c, Ranks())
+        model = torch.nn.Linear(5, 7)
+        parts.append(memory_parts(c, model, data, 1, torch.float32, False))
+    assert parts[1]["optimizer"] - parts[0]["optimizer"] == 4 * 42
