@@ -30,12 +30,12 @@ from pathlib import Path
 import numpy as np
 
 from data import template as jinja
+from data.folders import new_folder
 from data.records import parse_records
 from data.token_files import DataError, prepared_meta, write_meta
 from data.tokenizer import BESIDE, write_tokenizer
 from data.tokenizer_json import heads, tokenizer_of
 from train.config import run_command, shown
-from train.files import new_folder
 
 # What stands around a turn. After the assistant's words comes the end-of-text token.
 TEMPLATE = {"system": "### System:\n{}\n\n", "user": "### User:\n{}\n\n",

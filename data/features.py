@@ -19,9 +19,10 @@ import sys
 
 import numpy as np
 
-from data.token_files import DataError, check_types, open_npy, who_reads
+from data.folders import check_types, new_folder, replacing_problems
+from data.records import raise_problems
+from data.token_files import DataError, open_npy, read_meta
 from train.config import UsageError, run_command, say
-from train.files import new_folder
 
 CHUNK_ROWS = 4096
 FILES = r"(train|val)_\w+\.npy|meta\.json"  # names of what this command writes
@@ -35,23 +36,12 @@ PREPARE = "make it with `python -m data.features`"
 def read_features_meta(folder):
     """meta.json of a prepared folder: {"modalities": {name: dims}, "target": dims or None, "mean",
     "std": {name: [per dimension]}, "rows": {split: n}, ...}. Raises DataError."""
-    path = os.path.join(folder, "meta.json")
-    try:
-        with open(path, encoding="utf-8") as f:
-            meta = json.load(f)
-    except (OSError, ValueError, RecursionError) as error:
-        raise DataError(f"{path}: no prepared feature arrays ({error}){who_reads(folder)}; "
-                        f"{PREPARE}") from None
-    if not isinstance(meta, dict) or meta.get("kind") != "features":
-        raise DataError(f"{path}: is about other data than feature arrays{who_reads(folder)}; "
-                        f"{PREPARE}")
-    numbers = {str: [int | float]}
-    meta.setdefault("target", None)
-    check_types(path, {"shift": {}} | meta, modalities={str: int}, mean=numbers,
+    meta, numbers = {"target": None} | read_meta(folder), {str: [int | float]}
+    check_types(folder, {"shift": {}} | meta, PREPARE, modalities={str: int}, mean=numbers,
                 target=int | None, rows={str: int}, std=numbers, shift=numbers)
     dims = meta["modalities"] | ({"target": meta["target"]} if meta["target"] else {})
     if any({n: len(v) for n, v in meta[part].items()} != dims for part in ("mean", "std")):
-        raise DataError(f"{path}: mean and std have not the dimensions of the arrays; {PREPARE}")
+        raise DataError(f"{folder}: mean and std have not the dimensions of the arrays; {PREPARE}")
     return meta
 
 
@@ -76,10 +66,7 @@ def open_features(folder, split):
 
 def open_array(path):
     """A .npy file of numbers, memory-mapped: (rows, dims); a single column may be (rows,)."""
-    try:
-        array = open_npy(path)
-    except (OSError, ValueError, EOFError) as error:
-        raise DataError(f"{path}: cannot be read as a .npy array ({error})") from None
+    array = open_npy(path)
     array = array[:, None] if array.ndim == 1 else array
     if array.ndim != 2 or array.dtype.kind not in "fiu" or not array.size:
         raise DataError(f"{path}: {array.dtype} of shape {array.shape}; expected numbers of shape "
@@ -120,7 +107,7 @@ def prepare_features(arrays, target, out, val_fraction=0.1, runs=None, force=Fal
                 modalities={n: d for n, d in dims.items() if n != "target"},
                 target=dims.get("target"), rows={s: len(r) for s, r in rows.items()}, mean={},
                 std={}, sources=list(sources), **more)
-    check_replaceable(out, list(sources), force)
+    raise_problems(replacing_problems(out, meta["sources"], force))
     shifts = {}
     with new_folder(out, FILES) as folder:
         for name, array in arrays.items():
@@ -138,18 +125,6 @@ def prepare_features(arrays, target, out, val_fraction=0.1, runs=None, force=Fal
         with open(os.path.join(folder, "meta.json"), "w", encoding="utf-8") as f:
             json.dump(meta, f)
     return meta
-
-
-def check_replaceable(out, sources, force):
-    """Refuse to replace a folder that holds something else than features of these sources."""
-    if os.path.lexists(out) and os.listdir(out) if os.path.isdir(out) else os.path.lexists(out):
-        try:
-            old = read_features_meta(out).get("sources", [])
-        except DataError:
-            raise DataError(f"{out}: exists and holds other things; choose another --out") from None
-        if old != sources and not force:
-            raise DataError(f"{out}: holds features of {', '.join(old) or 'other arrays'}; choose "
-                            "another --out, or replace them with --force")
 
 
 def chunks(array, chosen):

@@ -27,12 +27,12 @@ from typing import NamedTuple
 
 import numpy as np
 
+from data.folders import new_folder, replacing_problems
 from data.records import STDLIB_SKIP, parse_records, raise_problems, walk
-from data.token_files import DataError, why_not_replace, write_meta
+from data.token_files import DataError, write_meta
 from data.tokenizer import BESIDE, clean, write_tokenizer
 from data.tokenizer_json import tokenizer_of
 from train.config import UsageError, run_command, say
-from train.files import new_folder
 
 SPLITS = ("train", "val", "test")
 # tokens (N, T) unsigned, padded with 0; lengths (N,) in tokens; labels (N,), numbers of classes;
@@ -228,13 +228,13 @@ def find_task(rows, classes):
 
 def check_settings(out, sources, val_fraction, test_fraction, max_tokens, force):
     """DataError for settings that cannot work."""
-    problems = [(out, why_not_replace(out, sources, force))]
+    problems = replacing_problems(out, sources, force)
     if not (val_fraction > 0 and test_fraction >= 0 and val_fraction + test_fraction < 1):
         problems.append((f"val_fraction {val_fraction}, test_fraction {test_fraction}",
                          "expected shares of the rows, val's above 0, that leave some to train on"))
     if max_tokens < 1:
         problems.append((f"max_tokens {max_tokens}", "expected 1 or more"))
-    raise_problems([p for p in problems if p[1]])
+    raise_problems(problems)
 
 
 def prepare_labels(sources, out, tokenizer="byte", fields=FIELDS, val_fraction=0.1,

@@ -30,11 +30,11 @@ from data.chat import (
     to_messages,
     with_split,
 )
+from data.folders import new_folder
 from data.records import parse_records
 from data.token_files import DataError, write_meta
 from data.tokenizer import BESIDE, write_tokenizer
 from train.config import run_command
-from train.files import new_folder
 
 FILES = (r"(train|val)_(tokens|mask|logps)\.npy|meta\.json|"
          + "|".join(map(re.escape, BESIDE.values())))

@@ -101,32 +101,12 @@ def check_meta(meta):
         raise ValueError(f"holds a {type(meta).__name__}, expected a dictionary")
     if meta.get("dtype", "uint16") not in ("uint16", "uint32"):
         raise ValueError(f"dtype is {reprlib.repr(meta['dtype'])}, expected uint16 or uint32")
-    splits = meta.get("splits", {})
-    counts = {"vocab_size": meta.get("vocab_size", 1),
-              **{f"splits.{s}.tokens": part.get("tokens", 1) for s, part in splits.items()}}
-    for name, count in counts.items():
-        if type(count) is not int or count < 1:
-            raise ValueError(f"{name} is {reprlib.repr(count)}, expected a whole number of at "
-                             "least 1")
-    if counts["vocab_size"] > MAX_ID:
-        raise ValueError(f"vocab_size is {counts['vocab_size']:,}, expected at most {MAX_ID:,}")
-
-
-def check_types(path, meta, **kinds):
-    """DataError unless `meta`, of the file `path`, has these names with values of these types: a
-    type, [type] for a list of it, {str: type} for a mapping to it."""
-    for name, kind in kinds.items():
-        if not is_of(meta.get(name), kind):
-            raise DataError(f"{path}: {name} is {reprlib.repr(meta.get(name))}: not as it was "
-                            "written; prepare the data again")
-
-
-def is_of(value, kind):
-    if isinstance(kind, list):
-        return isinstance(value, list) and all(is_of(v, kind[0]) for v in value)
-    if isinstance(kind, dict):
-        return isinstance(value, dict) and all(is_of(v, kind[str]) for v in value.values())
-    return isinstance(value, kind)
+    counts = {f"splits.{s}.tokens": part.get("tokens", 1)
+              for s, part in meta.get("splits", {}).items()}
+    for name, count in {"vocab_size": meta.get("vocab_size", 1), **counts}.items():
+        most = MAX_ID if name == "vocab_size" else 1 << 62
+        if type(count) is not int or not 1 <= count <= most:
+            raise ValueError(f"{name} is {reprlib.repr(count)}, expected 1 to {most:,}")
 
 
 def write_meta(folder, meta):
@@ -158,20 +138,6 @@ def who_reads(folder):
     return f"; it is for --model {name}" if isinstance(name, str) else ""
 
 
-def why_not_replace(out, sources, force):
-    """What forbids to prepare `sources` into the folder `out`, or None."""
-    if os.path.exists(out) and not os.path.isdir(out):
-        return "is a file; --out names a folder"
-    if force or not os.path.isdir(out) or not os.listdir(out):
-        return None
-    meta, escape = prepared_meta(out), "name another folder with --out, or replace it with --force"
-    if meta is None:
-        return f"holds files that this command did not write; {escape}"
-    if meta["sources"] != sources or "-" in sources:
-        return f"was prepared from {', '.join(map(str, meta['sources']))[:200]}; {escape}"
-    return None
-
-
 def read_meta(folder):
     """meta.json (ours) or meta.pkl (nanoGPT's, read without running code) as a dict, else {}."""
     for name, load in (("meta.json", json.load), ("meta.pkl", load_pickle)):
@@ -184,50 +150,22 @@ def read_meta(folder):
             check_meta(meta)
             return meta
         except Exception as e:  # a damaged pickle can raise anything
-            raise DataError(f"{path}: {e or type(e).__name__}; {PREPARE}") from None
+            raise DataError(f"{path}: {e or type(e).__name__}; prepare the data again") from None
     return {}
 
 
-# What numpy raises for a .npy file whose header is no description of an array.
-NPY_ERRORS = (tokenize.TokenError, SyntaxError, TypeError, ArithmeticError, RecursionError,
-              MemoryError)
+# What numpy raises for a .npy file that it cannot read.
+NPY_ERRORS = (OSError, ValueError, EOFError, tokenize.TokenError, SyntaxError, TypeError,
+              ArithmeticError, RecursionError, MemoryError)
 
 
 def open_npy(path):
-    """The array in a .npy file, memory-mapped. ValueError or OSError where it cannot be read."""
+    """The array in a .npy file, memory-mapped; never unpickles. Raises DataError."""
     try:
         return np.lib.format.open_memmap(path, mode="r")
     except NPY_ERRORS as error:
-        raise ValueError(f"its header describes no array ({error})") from None
-
-
-def check_array(path, array, shape, limit, least=0):
-    """DataError unless the array of a .npy file has whole numbers from `least` to below `limit`, in
-    this shape (None: of any length). Others would end the process on a GPU without a word of where.
-    Of a large array some rows are looked at."""
-    some = array[::1 + array.nbytes // CHECKED_WHOLE] if array.ndim else array
-    if (array.dtype.kind not in "iu" or len(array.shape) != len(shape)
-            or any(want not in (None, n) for n, want in zip(array.shape, shape))
-            or some.size and not (least <= int(some.min()) and int(some.max()) < limit)):
-        wanted = " x ".join("n" if n is None else str(n) for n in shape)
-        raise DataError(f"{path}: {array.dtype} of shape {array.shape}; expected {wanted} whole "
-                        f"numbers from {least} to {limit - 1}: damaged, or of other data; prepare "
-                        "it again")
-
-
-def read_npy_header(path, f):
-    """(dtype, bytes before the data, tokens) of an open .npy file; never unpickles."""
-    f.seek(0)
-    npy = np.lib.format
-    version, _ = npy.read_magic(f)
-    read_header = npy.read_array_header_1_0 if version == 1 else npy.read_array_header_2_0
-    try:
-        shape, _, dtype = read_header(f)
-    except NPY_ERRORS as error:
-        raise ValueError(f"its header describes no array ({error})") from None
-    if len(shape) != 1 or dtype.str not in ("<u2", "<u4", "<i4", "<i8"):
-        raise ValueError(f"holds {dtype} of shape {shape}, expected one row of uint16 or uint32")
-    return dtype.str, f.tell(), shape[0]
+        raise DataError(f"{path}: cannot be read as a .npy array ({error}): damaged, or cut short? "
+                        "copy it again, or prepare it again") from None
 
 
 def check_plausible(tokens):
@@ -252,7 +190,10 @@ def read_layout(path, f, size, raw_dtype):
     if head[:6] == b"\x93NUMPY":
         if not path.endswith(".npy"):
             raise ValueError("is in .npy format: rename it to .npy")
-        dtype, offset, n = read_npy_header(path, f)
+        array = open_npy(path)
+        if array.ndim != 1 or array.dtype.str not in ("<u2", "<u4", "<i4", "<i8"):
+            raise ValueError(f"holds {array.dtype} of shape {array.shape}, expected one row of ids")
+        dtype, offset, n = array.dtype.str, array.offset, len(array)
     elif path.endswith(".npy"):
         raise ValueError("is not in .npy format: download or write it again")
     else:
@@ -284,6 +225,8 @@ def open_shard(path, raw_dtype):
             identity = identify(os.fstat(f.fileno()))
             dtype, offset, n = read_layout(path, f, identity[1], raw_dtype)
         return Shard(path, np.dtype(dtype), n, offset, identity)
+    except DataError:  # names the file already
+        raise
     except OSError as e:
         raise DataError(f"{path}: cannot be read: {e.strerror}; make it readable") from None
     except ValueError as e:
@@ -394,8 +337,8 @@ class TokenStream:
                     mapped._mmap.madvise(mmap.MADV_RANDOM)
                 self.maps[i] = np.asarray(mapped)
         except (OSError, ValueError) as e:  # ValueError: cut short this very moment
-            raise DataError(f"{shard.path}: is gone ({getattr(e, 'strerror', e)}); put it back and "
-                            "resume") from None
+            raise DataError(f"{shard.path}: is gone ({getattr(e, 'strerror', e)}); put it back"
+                            ) from None
         if now != shard.identity:
             raise DataError(f"{shard.path}: changed during the run: {shard.identity[1]:,} bytes at "
                             f"the start, {now[1]:,} now; put the old file back and resume")

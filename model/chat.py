@@ -18,14 +18,8 @@ import sys
 import torch
 
 from data.chat import check_template, ends_of, prompt_ids
-from data.token_files import (
-    DataError,
-    check_array,
-    check_types,
-    open_npy,
-    read_meta,
-    who_reads,
-)
+from data.folders import check_array, check_types
+from data.token_files import DataError, open_npy, read_meta, who_reads
 from data.tokenizer import known_tokenizer, tokenizer_from_spec
 from model import gpt
 from model.gpt import GPT

@@ -1,15 +1,63 @@
-"""A model's products as a few tokens at a time compute them fastest: `pack`, or `quantize` with
-int8 weights.
+"""A checkpoint ready to write text (`load_writer`), its products as a few tokens at a time compute
+them fastest: `pack`, or `quantize` with int8 weights.
 
 Reading the weights is most of the time that a token takes: what counts is their bytes, and kernels
 that keep up with the memory.
 """
+
+import sys
 
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
 
 from model.gpt import MLP, Attention, is_plain
+from model.load import BACKBONE, EMA, load_model
+
+
+def add_options(parser):
+    """The options of a command that load_writer and prepare read."""
+    add = parser.add_argument
+    add("--ckpt", default="out/ckpt.pt", help="checkpoint (default: %(default)s)")
+    add("--backbone", help=BACKBONE)
+    add("--ema", action="store_true", help=EMA)
+    add("--tokenizer", help="where the checkpoint has none: byte, gpt2, a rank file or a prepared "
+        "folder")
+    add("--device", default="auto", help="auto, cpu, cuda, mps")
+    add("--dtype", choices=["auto", "float32", "bfloat16"], default="auto")
+    add("--quantize", choices=["int8"], help="weights in 8 bits, a scale for each row: half of "
+        "bfloat16's memory")
+
+
+def load_writer(args):
+    """(model, tokenizer, device) of a checkpoint that can write text, as args.ckpt, backbone,
+    ema, tokenizer, device and dtype say. Raises ValueError or UserError."""
+    from data.tokenizer import load_tokenizer
+    from train.distributed import choose_dtype, get_device
+    device = get_device(args.device)
+    model, tokenizer = load_model(args.ckpt, device, choose_dtype(args.dtype, device)[0],
+                                  args.backbone, args.ema)
+    if not hasattr(sys.modules[type(model).__module__], "sample"):
+        raise ValueError(f"{args.ckpt}: a model of {type(model).__module__} does not write text")
+    if tokenizer is None and args.tokenizer is None:
+        raise ValueError(f"{args.ckpt}: has no tokenizer in it, so it cannot write text; name it: "
+                         "--tokenizer byte, gpt2, a rank file or a prepared folder")
+    tokenizer = tokenizer or load_tokenizer(args.tokenizer)
+    if tokenizer.n_vocab > model.config.vocab_size:
+        raise ValueError(f"--tokenizer {args.tokenizer}: it has {tokenizer.n_vocab} ids, the model "
+                         f"knows {model.config.vocab_size}; give the tokenizer of its data")
+    return model, tokenizer, device
+
+
+def prepare(args):
+    """load_writer(args) with its weights laid out for writing, in 8 bits where args.quantize asks
+    for it."""
+    model, tokenizer, device = load_writer(args)
+    model = quantize(model) if args.quantize else pack(model)
+    if any(isinstance(m, Int8Linear) and not m.has_kernel for m in model.modules()):
+        print(f"--quantize int8: no kernel for it on {device.type} (or widths that are no multiple "
+              "of 16): weights are widened for every product, which is slow", file=sys.stderr)
+    return model, tokenizer, device
 
 
 def pack(model):

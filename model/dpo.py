@@ -16,14 +16,8 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 
-from data.token_files import (
-    DataError,
-    check_array,
-    check_types,
-    open_npy,
-    read_meta,
-    who_reads,
-)
+from data.folders import check_array, check_types
+from data.token_files import DataError, open_npy, read_meta, who_reads
 from data.tokenizer import known_tokenizer
 from model import chat, gpt
 from model.chat import ChatGPT

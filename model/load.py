@@ -1,16 +1,14 @@
 """A checkpoint as a model: the one that its training built, whatever the system, or one that
-model/convert/foreign.py reads; as the frozen backbone of another model; ready to write text."""
+model/convert/foreign.py reads; or as the frozen backbone of another model."""
 
 import hashlib
 import os
-import sys
 import types
 from dataclasses import fields
 
 import torch
 
 from data.tokenizer import Tokenizer
-from model.decode import Int8Linear, pack, quantize
 from model.gpt import GPT, GPTConfig
 from train.checkpoint import CheckpointError, bullets, load_checkpoint
 from train.config import check_shape, check_size, checked, conflicts, load_config, load_model_file
@@ -152,8 +150,7 @@ def read_backbone(path):
         with torch.device("cpu"):
             state = read_weights(path)
     except CheckpointError as error:
-        raise CheckpointError(f"backbone: {error}; if it has moved, --backbone FILE says where it "
-                              "is") from error
+        raise CheckpointError(f"backbone: {error}; if it has moved: --backbone FILE") from error
     weights = convert_ddp_state(state["model"])
     return {**state, "model": weights, "digest": digest(weights)}
 
@@ -166,37 +163,3 @@ def digest(weights):
         sha.update(f"{name} {tuple(t.shape)} {t.dtype}".encode())
         sha.update(t.view(-1).view(torch.uint8).numpy())
     return sha.hexdigest()
-
-
-# -----------------------------------------------------------------------------
-# ready to write text
-
-def load_writer(args):
-    """(model, tokenizer, device) of a checkpoint that can write text, by args.ckpt, backbone,
-    tokenizer, device and dtype of a command line. Raises ValueError or UserError."""
-    from data.tokenizer import load_tokenizer
-    from train.distributed import choose_dtype, get_device
-    device = get_device(args.device)
-    model, tokenizer = load_model(args.ckpt, device, choose_dtype(args.dtype, device)[0],
-                                  args.backbone, args.ema)
-    if not hasattr(sys.modules[type(model).__module__], "sample"):
-        raise ValueError(f"{args.ckpt}: a model of {type(model).__module__} does not write text")
-    if tokenizer is None and args.tokenizer is None:
-        raise ValueError(f"{args.ckpt}: has no tokenizer in it, so it cannot write text; name it: "
-                         "--tokenizer byte, gpt2, a rank file or a prepared folder")
-    tokenizer = tokenizer or load_tokenizer(args.tokenizer)
-    if tokenizer.n_vocab > model.config.vocab_size:
-        raise ValueError(f"--tokenizer {args.tokenizer}: it has {tokenizer.n_vocab} ids, the model "
-                         f"knows {model.config.vocab_size}; give the tokenizer of its data")
-    return model, tokenizer, device
-
-
-def prepare(args):
-    """load_writer(args) with its weights laid out for writing (model/decode.py), in 8 bits where
-    args.quantize asks for it."""
-    model, tokenizer, device = load_writer(args)
-    model = quantize(model) if args.quantize else pack(model)
-    if any(isinstance(m, Int8Linear) and not m.has_kernel for m in model.modules()):
-        print(f"--quantize int8: no kernel for it on {device.type} (or widths that are no multiple "
-              "of 16): weights are widened for every product, which is slow", file=sys.stderr)
-    return model, tokenizer, device

@@ -130,7 +130,7 @@ def test_features_of_other_arrays_are_replaced_with_force_only(tmp_path, capsys)
     for argv, code in ((["a"], 0), (["a"], 0), (["b"], 2), (["b", "--force"], 0)):
         argv[0] = str(tmp_path / f"{argv[0]}.npy")
         assert features.main(argv + out) == code
-    assert "replace them with --force" in capsys.readouterr().err
+    assert "replace it with --force" in capsys.readouterr().err
     assert features.read_features_meta(tmp_path / "out")["sources"] == [str(tmp_path / "b.npy")]
 
 
@@ -160,7 +160,7 @@ def test_synthetic_needs_every_modality():
     ("huge", "a: row 7, column 1: -1e+300"), ("val", "a: row 16, column 0: inf"),
     ("cube", "expected numbers of shape (rows, dims)"), ("missing", "cannot be read"),
     ("name", "expected 1 different ones"), ("one run", "nothing can be held out"),
-    ("other", "holds other things")])
+    ("other", "did not write")])
 def test_bad_arrays(tmp_path, capsys, case, words):
     array, target = np.zeros((30, 2)), np.zeros((29 if case == "lengths" else 30, 2))
     array[7, 1] = dict(nan=np.nan, huge=-1e300).get(case, 0)
@@ -384,7 +384,7 @@ def test_the_numbers_of_a_checkpoint(tmp_path, trained, folder, capsys):
 
 
 @pytest.mark.parametrize("changes, words", [
-    (dict(data_dir="nowhere"), "no prepared feature arrays"),
+    (dict(data_dir="nowhere"), "nowhere: no modalities in a meta.json"),
     (dict(modality_weights={"smell": 1.0}), "modality_weights: smell"),
     (dict(matching="cosine"), "must be one of mse, correlation")], ids=str)
 def test_bad_configuration(tmp_path, folder, changes, words):

@@ -113,7 +113,7 @@ def test_a_disk_full_or_broken_once_is_a_warning(tmp_path, data_dir, undisturbed
     text = capsys.readouterr().out
     reason = os.strerror(getattr(errno, fault.upper()))
     assert f"warning: {tmp_path}/ckpt.pt could not be written" in text and reason in text
-    assert "the checkpoint before it is intact, training goes on" in text
+    assert "the one before it is intact, training goes on" in text
     assert_same(undisturbed, tmp_path)
     assert not temporary_files(tmp_path)
 
@@ -206,7 +206,7 @@ def test_an_export_that_fails_costs_no_checkpoint(tmp_path, data_dir, undisturbe
 def test_a_file_that_cannot_be_opened_is_a_warning(tmp_path, data_dir, undisturbed, capsys):
     """PermissionError when the temporary file is opened -> as a full disk: warned, goes on"""
     go(data_dir, tmp_path, "save_open@5=eacces")
-    assert "Permission denied; the checkpoint before it" in capsys.readouterr().out
+    assert "Permission denied; the one before it" in capsys.readouterr().out
     assert_same(undisturbed, tmp_path)
 
 

@@ -26,9 +26,10 @@ from conftest import TINY, tiny_args
 from processes import Fork
 
 from data import chat, prepare
+from data.folders import check_array
 from data.prepare import sources
 from data.records import walk
-from data.token_files import DataError, check_array
+from data.token_files import DataError
 from data.tokenizer import tokenizer_from_spec
 from data.tokenizer_json import byte_characters, list_merges
 from model import sample
@@ -318,7 +319,7 @@ pickled("a buffer of gigabytes", "expected .* bytes", b"\x80\x05\x96\xff\xff\xff
 pickled("doubled", "dtype is", pickle.dumps(dict(vocab_size=65, dtype=doubled())))
 pickled("words for characters", "other things than characters",
         pickle.dumps(dict(vocab_size=65, itos=dict.fromkeys(range(10_000), "x" * 10**6))))
-pickled("vocabulary", "vocab_size is 1,000,000,000", pickle.dumps(dict(vocab_size=10**9)))
+pickled("vocabulary", "vocab_size is 1000000000", pickle.dumps(dict(vocab_size=10**9)))
 
 
 def prepared(model, words, **meta):

@@ -31,7 +31,7 @@ DOORS = {("run_train", "train.bench"), ("train.dataloader", "data.prepare"),
 TOGETHER = {"data.chat": "model.chat", "data.template": "model.chat", "data.pairs": "model.dpo",
             "data.labels": "model.classifier",
             "data.activations": "model.sae", "data.features": "model.autoencoder"}
-SHARED = {"data.records", "data.tokenizer_json"}  # of several extras, and kept
+SHARED = {"data.records", "data.folders", "data.tokenizer_json"}  # of several extras, and kept
 # What stands on another extra and goes with it; (lazily) only a part of it does.
 NEEDS = {"model.lora": {"model.chat"}, "model.dpo": {"model.lora", "model.chat"},
          "model.memory": {"model.lora", "model.moe", "model.chat"},

@@ -19,6 +19,7 @@ from train.config import (
     load_with_origins,
     names_of_others,
     option_values,
+    other_names,
     parse_options,
     parse_value,
     read_with_bases,
@@ -28,7 +29,7 @@ from train.config import (
     translated,
     underscores,
 )
-from train.keys import ALIASES, FIELDS
+from train.keys import FIELDS
 
 
 @pytest.mark.parametrize("name, raw, value", [
@@ -131,7 +132,7 @@ def test_words_of_the_command_line(argv, options):
 def test_words_that_are_not_understood():
     problems = []
     assert parse_options(["word", "other.n_layer=2", "--n_layer=2"], problems) == [("n_layer", "2")]
-    assert len(problems) == 2 and "'word' is not understood" in problems[0]
+    assert len(problems) == 2 and "'word': expected --key value" in problems[0]
     assert "no group 'other'" in problems[1] and "batch, data, early_stopping" in problems[1]
 
 
@@ -247,7 +248,8 @@ def test_the_names_of_others_are_not_ours():
     """Each stands for a key that there is, and none hides one of another model."""
     names = set(FIELDS).union(*(
         {f.name for f in fields(config_class(m))} for m in ("autoencoder", "memory", "moe", "sae")))
-    assert {key for key, _ in ALIASES.values()} <= names and not names & set(ALIASES)
+    others, hints = other_names()
+    assert {key for key, _ in others.values()} <= names and not names & (set(others) | set(hints))
 
 
 def test_a_runs_arguments_without_those_of_its_start(tmp_path):

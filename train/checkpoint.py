@@ -15,7 +15,6 @@ import hashlib
 import json
 import math
 import os
-import pickletools
 import re
 import shutil
 import struct
@@ -183,7 +182,7 @@ def load_checkpoint(path: str | os.PathLike) -> dict[str, Any]:
     except CheckpointError:
         raise
     except Exception as error:
-        raise CheckpointError(f"{path}: {load_problem(path, error)}") from error
+        raise CheckpointError(f"{path}: {load_problem(error)}") from error
     version = state.get("format_version", 0)
     if version and not signed:
         raise CheckpointError(f"{path}: damaged: its digest is missing")
@@ -278,35 +277,18 @@ def verify(path):
     return signed
 
 
-def load_problem(path, error):
+def load_problem(error):
+    """Why a file could not be read as a checkpoint, in words."""
     if isinstance(error, FileNotFoundError):
         return "no such file"
-    if unsafe := unsafe_names(path):
-        return (f"refused: it would run or build {', '.join(sorted(unsafe))} when loaded; a "
-                "checkpoint holds plain tensors only")
+    if unsafe := re.search(r"GLOBAL (\S+)", str(error)):  # in torch's words
+        return f"refused: it would run or build {unsafe[1]}; a checkpoint holds plain tensors only"
     text = str(error).strip().split("\n")[0]
     if type(error) is ValueError:  # of check_content
         return text
     if "weights only" in text.lower().replace("_", " "):  # torch advises to load it unsafely
         text = "it holds other things than plain tensors"
     return f"cannot be read as a checkpoint ({type(error).__name__}: {text})"
-
-
-def unsafe_names(path):
-    """What pickles in the file would import, read off without running them; empty if unknown."""
-    with contextlib.suppress(Exception):
-        return torch.serialization.get_unsafe_globals_in_checkpoint(path)
-    found, strings = set(), []
-    with contextlib.suppress(Exception), open(path, "rb") as f:
-        while True:  # files from before the zip format are several pickles, one after the other
-            for op, value, _ in pickletools.genops(f):
-                if isinstance(value, str):
-                    strings.append(value)
-                if op.name in ("GLOBAL", "INST"):
-                    found.add(value.replace(" ", "."))
-                elif op.name == "STACK_GLOBAL":
-                    found.add(".".join(strings[-2:]))
-    return {n for n in found if not re.fullmatch(r"torch\.(_utils\.)?\w+|collections\.\w+", n)}
 
 
 # -----------------------------------------------------------------------------
@@ -404,8 +386,7 @@ class RunFolder:
                 return self.write(state, links, log)
             except Exception as error:
                 if not last:
-                    return log.warn(f"{error}; the checkpoint before it is intact, training goes "
-                                    "on")
+                    return log.warn(f"{error}; the one before it is intact, training goes on")
                 if attempt == 2:
                     raise SaveFailed(
                         f"the last checkpoint could not be saved: {error}\nWhat was trained since "

@@ -4,13 +4,13 @@ Values are parsed by the type of their key, never by YAML's guesses (in YAML 1.1
 `010` is eight and `1:30` is ninety), so a file and the command line accept exactly the same text.
 """
 
-import ast
 import difflib
 import functools
 import importlib
 import math
 import os
 import re
+import symtable
 import sys
 import textwrap
 from collections.abc import Iterable, Mapping
@@ -21,17 +21,8 @@ if sys.version_info < (3, 10):  # noqa: UP036  every command imports this file
 
 import yaml
 
-from train.keys import (  # noqa: F401  GPTKeys and key are for others to import
-    ALIASES,
-    ELSEWHERE,
-    FIELDS,
-    GROUP_NAMES,
-    GROUPS,
-    START_KEYS,
-    GPTKeys,
-    TrainConfig,
-    key,
-)
+# GPTKeys and key are for others to import.
+from train.keys import FIELDS, GROUP_NAMES, GROUPS, START_KEYS, GPTKeys, TrainConfig, key  # noqa: F401
 
 REPOSITORY = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 DEFAULT_PATH = os.path.join("train", "config.yaml")
@@ -110,14 +101,9 @@ def defines(path, name):
     is no valid Python true: importing it says where."""
     try:
         with open(path, encoding="utf-8") as f:
-            body = ast.parse(f.read()).body
+            return name in symtable.symtable(f.read(), path, "exec").get_identifiers()
     except (SyntaxError, ValueError):
         return True
-    return any(isinstance(node, ast.FunctionDef) and node.name == name
-               or isinstance(node, ast.Assign) and any(
-                   isinstance(t, ast.Name) and t.id == name for t in node.targets)
-               or isinstance(node, ast.ImportFrom) and any(
-                   name in (a.asname, a.name) for a in node.names) for node in body)
 
 
 @functools.cache
@@ -353,12 +339,25 @@ def translated(raw, known, problems):
     return out
 
 
+@functools.cache
+def other_names():
+    """({name elsewhere: (our key, {word elsewhere: ours, None: it says nothing here})}, {name
+    elsewhere: what to do in place of such a key}) of train/other_names.yaml."""
+    with open(os.path.join(REPOSITORY, "train", "other_names.yaml"), encoding="utf-8") as f:
+        table = yaml.load(f, PlainLoader)
+    keys = {name: (ours, {}) for ours, names in table["names"].items() for name in names.split()}
+    for names, words in table["words"].items():
+        ours = words.pop("key")
+        keys |= dict.fromkeys(names.split(), (ours, {w: v or None for w, v in words.items()}))
+    return keys, {name: hint for names, hint in table["hints"].items() for name in names.split()}
+
+
 def our_name(name, value, known):
     """(our key, its value or None: it says nothing here, " as NAME") for a key's `name` elsewhere;
     what is known here stays, with "" last. value: None where a flag stands alone."""
-    if name in known or name not in ALIASES:
+    if name in known or name not in other_names()[0]:
         return name, value, ""
-    ours, words = ALIASES[name]
+    ours, words = other_names()[0][name]
     if value is None and words:
         value = "true"
     return ours, words.get(str(value).lower(), value), f" as {name}"
@@ -398,12 +397,18 @@ def underscores(argv):
             for a in argv[:end]] + argv[end:]
 
 
-def run_command(parser, work, argv=None, interrupted="interrupted"):
+def run_command(parser, work, argv=None, interrupted="interrupted", with_config=False):
     """A command: work(the arguments that `parser` reads off argv); the exit code. 2: what a person
-    can act on, told in one message (after the usage, for a UsageError); 130: Ctrl-C."""
+    can act on, told in one message (after the usage, for a UsageError); 130: Ctrl-C. with_config:
+    all other arguments are those of run_train.py, and the code is that of work(arguments, config).
+    """
     name = parser.prog.removeprefix("python -m ")
+    argv = sys.argv[1:] if argv is None else argv
     try:
-        work(parser.parse_args(underscores(sys.argv[1:] if argv is None else argv)))
+        if with_config:
+            args, rest = parser.parse_known_args(underscores(argv))
+            return work(args, load_config(*take_config(rest)))
+        work(parser.parse_args(underscores(argv)))
     except UsageError as error:
         parser.error(shown(error))
     except (UserError, ValueError, OSError) as error:
@@ -424,8 +429,7 @@ def parse_options(argv, problems):
         dotted, equals, text = token.lstrip("-").partition("=")
         group, _, name = dotted.replace("-", "_").rpartition(".")
         if not token.startswith("-") and not equals:
-            problems.append(f"command line: {token!r} is not understood; "
-                            "write --key value or key=value")
+            problems.append(f"command line: {token!r}: expected --key value or key=value")
         elif group and group not in GROUP_NAMES:
             problems.append(f"command line: {token}: there is no group {group!r}; groups are "
                             f"{', '.join(sorted(GROUP_NAMES))}, and may be left out")
@@ -475,7 +479,7 @@ def load_with_origins(path=None, overrides=()):
     for name, (text, where) in raw.items():
         if name not in known:
             hint = nearest(name, known) if len(problems) < 20 else ""  # it takes time
-            problems.append(f"{where}: unknown key {name!r}{hint}; " + ELSEWHERE.get(
+            problems.append(f"{where}: unknown key {name!r}{hint}; " + other_names()[1].get(
                 name, "`python run_train.py --help` lists the keys"))
             continue
         try:

@@ -150,8 +150,7 @@ def choose_dtype(name, device):
         if native:
             name, why = "bfloat16", "native on this device"
         elif device.type == "cuda":
-            name, why = "float16", ("no native bfloat16 before capability 8.0; gradients are "
-                                    "scaled")
+            name, why = "float16", "no native bfloat16 before capability 8.0; with a loss scale"
         else:
             name, why = "float32", "this CPU has no bfloat16 arithmetic"
     elif name == "bfloat16" and not native:

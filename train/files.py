@@ -1,4 +1,4 @@
-"""Armour: files and folders that are whole or not there, and never what a link points to.
+"""Armour: files that are whole or not there, and never what a link points to.
 
 A file is written under a temporary name, NAME.tmp.PID, made durable and renamed: a reader meets
 the old content or the new one, after a crash too. Folders are other people's as well: where a link
@@ -6,13 +6,9 @@ stands in place of a file of ours, the file it points to is left alone.
 """
 
 import errno
-import filecmp
-import glob
 import os
-import re
 import shutil
 import socket
-import time
 from contextlib import contextmanager, suppress
 
 from train.config import UserError
@@ -79,38 +75,7 @@ def link(source, target):
 
 
 # -----------------------------------------------------------------------------
-# a folder that is whole or not there
-
-@contextmanager
-def new_folder(out, ours):
-    """A temporary folder to fill, which at the end takes the place of the folder `out`.
-
-    Until then, and where it fails, `out` is as it was. Files in it whose names the regular
-    expression `ours` matches are replaced; others, of somebody else, stay. Several processes may do
-    this at once: the last one's files stay. What a killed process left is put right by the next."""
-    out = os.path.realpath(out)  # a link to a folder stays a link
-    parent = os.path.dirname(out)
-    hidden = os.path.join(parent, f".{os.path.basename(out)}")
-    os.makedirs(parent, exist_ok=True)
-    me = f"{socket.gethostname()}-{os.getpid()}"
-    folder = f"{hidden}.tmp-{me}"
-    with alone_in(parent):
-        for left in glob.glob(f"{glob.escape(hidden)}.???-*"):
-            with suppress(FileNotFoundError):  # another process finishes it
-                if is_abandoned(left):
-                    clear_abandoned(left, out, ours)
-        os.mkdir(folder)
-    try:
-        yield folder
-        for name in os.listdir(folder):
-            with open(os.path.join(folder, name), "rb") as f:
-                os.fsync(f.fileno())  # a rename must not outlive its content in a power cut
-        with alone_in(parent):
-            if not holds_the_same(folder, out, ours):  # of a process that did the same just now
-                replace_folder(folder, out, f"{hidden}.old-{me}", ours)
-    finally:
-        shutil.rmtree(folder, ignore_errors=True)
-
+# what else is there
 
 @contextmanager
 def alone_in(folder):
@@ -126,64 +91,6 @@ def alone_in(folder):
         if fd is not None:
             os.close(fd)
 
-
-def replace_folder(folder, out, aside, ours):
-    """Rename `out`, if it holds anything, to `aside` (_1, _2, ...), and `folder` to `out`."""
-    parent = os.path.dirname(out)
-    try:
-        os.rename(folder, out)  # also where `out` is an empty folder
-    except OSError:
-        if not os.path.isdir(out):
-            raise
-        old = free_name(parent, os.path.basename(aside), "")
-        os.rename(out, old)
-        try:
-            os.rename(folder, out)
-        except BaseException:
-            os.rename(old, out)
-            raise
-        clear_abandoned(old, out, ours)
-    sync_folder(parent)
-
-
-def holds_the_same(folder, out, ours):
-    """Whether `out` has, byte for byte, the files of `folder`, and no others of ours."""
-    names = set(os.listdir(folder))
-    return os.path.isdir(out) and names == {n for n in os.listdir(out) if re.fullmatch(
-        ours, n)} == set(filecmp.cmpfiles(folder, out, names, shallow=False)[0])
-
-
-def is_abandoned(folder):
-    """Whether nobody works in a temporary folder any more: its process on this machine is gone, or
-    (of another machine) nothing was written in it for an hour."""
-    name = re.fullmatch(r".*\.(?:tmp|old)-(.*)-(\d+)(?:_\d+)?", folder)
-    if name and name[1] == socket.gethostname() and os.name == "posix":
-        try:
-            os.kill(int(name[2]), 0)  # sends nothing
-        except OSError as error:
-            return isinstance(error, ProcessLookupError)
-        return int(name[2]) == os.getpid()  # of an earlier process of this number
-    paths = [folder, *glob.glob(os.path.join(glob.escape(folder), "*"))]
-    return time.time() - max(map(os.path.getmtime, paths)) > 3600
-
-
-def clear_abandoned(left, out, ours):
-    """Remove a half-made folder; of an old one that was moved aside, keep what is not ours in
-    `out`, or all of it where the new one never came."""
-    if ".old-" in os.path.basename(left):
-        if not os.path.lexists(out):
-            return os.rename(left, out)
-        for name in os.listdir(left):
-            target = os.path.join(out, name)
-            if not re.fullmatch(ours, name) and not os.path.lexists(target):
-                os.rename(os.path.join(left, name), target)
-        if not all(re.fullmatch(ours, name) for name in os.listdir(left)):
-            return
-    shutil.rmtree(left, ignore_errors=True)
-
-
-# -----------------------------------------------------------------------------
-# what else is there
 
 def sync_folder(folder):
     """Make renames in `folder` durable, where a folder can be opened and synced (POSIX)."""
@@ -212,24 +119,16 @@ def free_name(folder, stem, suffix=".pt"):
     return next(p for p in paths if not os.path.lexists(p))
 
 
-def open_lock(folder):
-    """The file that is locked for a folder; FilesError where it is a link."""
-    path = os.path.join(folder, ".lock")
-    try:
-        return open_own(path, "a+")
-    except OSError as error:
-        if error.errno != errno.ELOOP:
-            raise
-        raise FilesError(f"{path} is a link, expected a file of this program: remove the link, or "
-                         "choose another --out_dir") from None
-
-
 class Lock:
     """Exclusive use of a folder while the process lives; the system frees a dead holder's lock.
     Raises FilesError, naming the holder where there is one."""
 
     def __init__(self, folder):
-        self.file = open_lock(folder)
+        path = os.path.join(folder, ".lock")
+        if os.path.islink(path):
+            raise FilesError(f"{path} is a link, expected a file of this program: remove the link, "
+                             "or choose another --out_dir")
+        self.file = open_own(path, "a+")
         try:
             import fcntl  # POSIX; without it there is no lock
             fcntl.flock(self.file, fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -29,14 +29,11 @@ from train.config import (
     load_config,
     parse_value,
     read_yaml,
-    say,
-    take_config,
+    run_command,
     to_yaml,
     translated,
-    underscores,
 )
-from train.distributed import SetupError
-from train.files import open_lock, write_text
+from train.files import alone_in, write_text
 from train.guard import BadNumbers, run_reporting_errors
 from train.plot import Panel, Series, chart
 from train.train import train
@@ -144,13 +141,9 @@ def configured(config, params, max_iters=0, **changes):
 
 def search(config, space, stages, out):
     """Run `stages` over `space` in the folder `out`, which other workers may share."""
-    try:
-        os.makedirs(out, exist_ok=True)
-    except OSError as error:
-        raise SetupError(f"--out: {error}") from error
     studies = []
     for number, stage in enumerate(stages, 1):
-        with alone(out):
+        with alone_in(out):  # without POSIX locks: run one worker only
             studies.append(open_study(config, space, number, stage, out, studies))
         run_stage(studies, config, stage, out)
         if not (best := best_of(studies[-1])):
@@ -159,17 +152,6 @@ def search(config, space, stages, out):
     print(f"Best: {studies[-1].study_name}, trial {best.number}, {config.early_stopping_metric} "
           f"{best.value:.4f}, {shown(best.params)}\nTo train with it: python run_train.py --config "
           f"{os.path.join(out, 'best_config.yaml')}")
-
-
-@contextlib.contextmanager
-def alone(out):
-    """Context in which no other worker makes a study or writes results. (Without POSIX locks: run
-    one worker only.)"""
-    with open_lock(out) as file:
-        with contextlib.suppress(ImportError):
-            import fcntl
-            fcntl.flock(file, fcntl.LOCK_EX)
-        yield
 
 
 def open_study(config, space, number, stage, out, before):
@@ -290,10 +272,8 @@ def best_value(trial, config):
     values, metric = [], config.early_stopping_metric
 
     def on_evaluation(it, numbers):
-        value = numbers.get(metric)
-        if value is None:
-            raise SetupError(f"early_stopping_metric: no {metric!r} among {', '.join(numbers)}")
-        if not math.isfinite(value):
+        value = numbers[metric]
+        if value is None or not math.isfinite(value):
             raise BadNumbers(f"iter {it}: {metric} is {value}")
         if it > 0:  # before the first step all trials are alike
             values.append(value)
@@ -333,7 +313,7 @@ def tell(studies, trial, config, out):
                     error=t.user_attrs.get("error"),
                     evaluations=sorted(t.intermediate_values.items()))
                for n, s in enumerate(studies, 1) for t in planned(s) if t.state.is_finished()]
-    with alone(out):
+    with alone_in(out):
         write_text(os.path.join(out, "trials_history.json"), json.dumps(history, indent=1))
         write_text(os.path.join(out, "trials.svg"), picture(history, config))
         if bests:
@@ -393,24 +373,22 @@ def main(argv=None):
     lengths.add_argument("--stages", help="stages in place of the file's, as YAML: '[{trials: 8, "
                          "max_iters: 200}, {trials: 4, max_iters: 1000, narrow: 0.3}]'")
     parser.add_argument("--out", default="out/hpo", help="folder of the search (%(default)s)")
-    args, rest = parser.parse_known_args(
-        underscores(sys.argv[1:] if argv is None else argv))
+    return run_command(parser, search_as_asked, argv, with_config=True)
+
+
+def search_as_asked(args, config):
+    """What the command line asks for; the exit code."""
     try:
         import optuna
         from optuna.storages import RetryHeartbeatStaleTrialCallback  # noqa: F401
     except ImportError:
-        print("train.hpo needs optuna, 4.9 or newer: pip install -U optuna", file=sys.stderr)
-        return 2
+        raise UserError("needs optuna, 4.9 or newer: pip install -U optuna") from None
     optuna.logging.set_verbosity(optuna.logging.ERROR)
     warnings.simplefilter("ignore", optuna.exceptions.ExperimentalWarning)
-    try:
-        config = load_config(*take_config(rest))
-        stages = args.stages if args.trials is None else f"[{{trials: {args.trials}}}]"
-        space, stages = read_space(args.space, stages, config)
-        check(config, space, stages)
-    except ConfigError as error:
-        say(error, sys.stderr)
-        return 2
+    stages = args.stages if args.trials is None else f"[{{trials: {args.trials}}}]"
+    space, stages = read_space(args.space, stages, config)
+    check(config, space, stages)
+    os.makedirs(args.out, exist_ok=True)
     return run_reporting_errors(config, job=lambda c: search(c, space, stages, args.out))
 
 

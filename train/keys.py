@@ -82,8 +82,7 @@ class LengthKeys:
 @dataclass
 class LearningRateKeys:
     learning_rate: float = key(6e-4, "peak learning rate", gt=0, le=100)
-    min_lr: float | None = key(None, "learning rate at the end (default: a tenth of the peak; "
-                               "plateau: 0)", ge=0)
+    min_lr: float | None = key(None, "final learning rate (default: peak / 10; plateau: 0)", ge=0)
     lr_schedule: str = key("cosine", "shape after the warm-up; none is constant", choices=[
         "cosine", "linear", "constant", "wsd", "step", "plateau", "none"])
     warmup_iters: int = key(200, "steps of linear warm-up", ge=0)
@@ -103,8 +102,7 @@ class LearningRateKeys:
                                        "0: never", ge=0, free=True)
     early_stopping_min_delta: float = key(0.0, "the least change that counts as improvement", ge=0,
                                           free=True)
-    early_stopping_metric: str = key("val_loss", "evaluation number that early stopping and "
-                                     "ckpt_best.pt follow")
+    early_stopping_metric: str = key("val_loss", "what early stopping and ckpt_best.pt follow")
     early_stopping_mode: str = key("min", "whether that number should fall or rise",
                                    choices=["min", "max"])
 
@@ -211,46 +209,6 @@ def adopt_shape(config, model_args):
 GROUPS = {"Run": RunKeys, "Batch": BatchKeys, "Length": LengthKeys,
           "Learning rate": LearningRateKeys, "Optimizer": OptimizerKeys, "System": SystemKeys,
           "Model": GPTKeys}
-# What other trainers call these keys: `training.epochs=20` is `--max_epochs 20`.
-OTHERS = dict(
-    max_epochs="epochs num_epochs num_train_epochs", max_iters="max_steps total_steps num_steps",
-    warmup_iters="warmup_steps", learning_rate="lr", grad_clip="max_grad_norm gradient_clip "
-    "clip_grad_norm gradient_clipping", adam_eps="eps adam_epsilon", beta1="adam_beta1",
-    beta2="adam_beta2", lr_groups="param_groups parameter_groups", eval_interval="eval_steps "
-    "eval_every", save_interval="save_steps save_every", log_interval="logging_steps log_every",
-    keep_last="save_total_limit", batch_size="per_device_train_batch_size micro_batch_size "
-    "train_batch_size batch_size_per_gpu", gradient_accumulation_steps="grad_accum "
-    "gradient_accumulation accumulation_steps", out_dir="output_dir checkpoint_dir save_dir",
-    data_dir="data_path dataset_path train_data", resume="resume_from resume_from_checkpoint",
-    init_from="pretrained_model base_model model_name_or_path", compile="torch_compile",
-    n_embd="d_model hidden_size embed_dim", n_layer="num_layers n_layers num_hidden_layers",
-    n_head="num_heads n_heads num_attention_heads", n_kv_head="num_key_value_heads",
-    n_hidden="d_ff ffn_dim intermediate_size", block_size="max_seq_length max_seq_len seq_len "
-    "context_length max_length", early_stopping_patience="patience", seed="random_seed",
-    early_stopping_min_delta="min_delta early_stopping_threshold",
-    early_stopping_metric="metric_for_best_model monitor", step_iters="step_size",
-    lr_factor="gamma", match_weight="fmri_weight matching_weight", recon_weight=
-    "reconstruction_weight", d_latent="latent_dim bottleneck_dim", d_hidden="hidden_dim",
-    lora_rank="lora_r", n_chapters="num_chapters", n_experts="num_experts",
-    experts_per_token="num_experts_per_tok", tracker="report_to")
-# The same where words differ too: {their word: ours, None: it says nothing here}.
-NO, SCHEDULES = dict(false=None, none=None), dict(constant_with_warmup="constant",
-                                                  reduce_lr_on_plateau="plateau")
-ALIASES = {name: (ours, {}) for ours, names in OTHERS.items() for name in names.split()} | {
-    "fp16": ("dtype", NO | dict(true="float16")), "bf16": ("dtype", NO | dict(true="bfloat16")),
-    "mixed_precision": ("dtype", dict(no="float32", none="float32", false="float32", true="auto",
-                                      fp16="float16", bf16="bfloat16")),
-    "lr_scheduler_type": ("lr_schedule", SCHEDULES), "lr_scheduler": ("lr_schedule", SCHEDULES),
-    "scheduler": ("lr_schedule", SCHEDULES), "use_wandb": ("tracker", NO | dict(true="wandb")),
-    "use_tensorboard": ("tracker", NO | dict(true="tensorboard")),
-    "use_mlflow": ("tracker", NO | dict(true="mlflow"))}
-# What stands elsewhere here: what to do in place of such a key.
-ELSEWHERE = dict.fromkeys(
-    ("num_gpus", "n_gpus", "gpus", "nproc_per_node", "world_size"), "leave it out, and start "
-    "`torchrun --nproc_per_node=N run_train.py ...` to use N GPUs") | dict.fromkeys(
-    ("num_workers", "dataloader_num_workers", "pin_memory", "prefetch_factor"), "leave it out: "
-    "batches come before the device needs them") | dict.fromkeys(
-    ("wandb_project", "project_name"), "leave it out, and set WANDB_PROJECT")
 EPOCHS = {"max_epochs": "max_iters", "eval_epochs": "eval_interval",
           "warmup_epochs": "warmup_iters"}  # a length in epochs and the key that it replaces
 GROUP_NAMES = {g.lower().replace(" ", "_") for g in GROUPS} | {

@@ -17,8 +17,7 @@ import time
 from statistics import fmean, pstdev
 from types import SimpleNamespace
 
-from train.config import ConfigError, load_config, say, take_config, underscores
-from train.distributed import SetupError
+from train.config import UsageError, run_command
 from train.files import write_text
 from train.guard import Stopped, run_reporting_errors
 from train.plot import Panel, Series, chart
@@ -149,26 +148,20 @@ def main(argv=None):
     parser.add_argument("--from", dest="low", type=float, default=1e-7, help="(%(default)g)")
     parser.add_argument("--to", dest="high", type=float, default=1.0, help="(%(default)g)")
     parser.add_argument("--steps", type=int, default=100, help="optimizer steps (%(default)s)")
-    args, rest = parser.parse_known_args(
-        underscores(sys.argv[1:] if argv is None else argv))
+    return run_command(parser, sweep_and_tell, argv, with_config=True)
+
+
+def sweep_and_tell(args, config):
+    """What the command line asks for; the exit code."""
     if not (0 < args.low < args.high <= 100 and args.steps >= 10):
-        parser.error("expected 0 < --from < --to <= 100, and --steps of at least 10")
-    try:
-        config = load_config(*take_config(rest))
-    except ConfigError as error:
-        say(error, sys.stderr)
-        return 2
-    return run_reporting_errors(config, job=lambda c: sweep_and_tell(c, args))
+        raise UsageError("expected 0 < --from < --to <= 100, and --steps of at least 10")
+    os.makedirs(config.out_dir, exist_ok=True)
 
-
-def sweep_and_tell(config, args):
-    try:
-        os.makedirs(config.out_dir, exist_ok=True)
-    except OSError as error:
-        raise SetupError(f"out_dir: {error}") from error
-    found = find_lr(config, args.low, args.high, args.steps)
-    if os.environ.get("RANK", "0") == "0":
-        report(found, config)
+    def job(config):
+        found = find_lr(config, args.low, args.high, args.steps)
+        if os.environ.get("RANK", "0") == "0":
+            report(found, config)
+    return run_reporting_errors(config, job)
 
 
 if __name__ == "__main__":

@@ -18,26 +18,9 @@ import torch.distributed as dist
 
 from model.load import read_weights, take_shape
 from train import checkpoint
-from train.checkpoint import (
-    CheckpointError,
-    bullets,
-    copy_to_host,
-    find_not_finite,
-    load_checkpoint,
-    map_tensors,
-    mismatches,
-    refuse,
-)
+from train.checkpoint import CheckpointError, bullets, load_checkpoint, mismatches, refuse
 from train.config import FIELDS, differences, files_read, load_model_file
-from train.distributed import (
-    SetupError,
-    assign,
-    convert_ddp_state,
-    from_main,
-    full,
-    is_sharded,
-    local,
-)
+from train.distributed import assign, convert_ddp_state, from_main, full, is_sharded, local
 from train.files import write_text
 from train.guard import BadNumbers
 
@@ -196,8 +179,7 @@ def check_same_run(state, path, config, data, wanted, log):
                                               {f.name: f for f in fields(config)})}
     then, now = renamed(state["data"], data.renamed), data.train.fingerprint()
     if then != now:
-        changed["data"] = (f"data: {config.data_dir} has other content: checkpoint has {then}, "
-                           f"now {now}")
+        changed["data"] = f"data: {config.data_dir} has other content: {then}, now {now}"
     # The oldest checkpoints have no spec.
     old = renamed(state.get("spec") or data.spec, data.renamed)
     for k in sorted(n for n in old.keys() | data.spec.keys()
@@ -345,14 +327,14 @@ def copy_on_main(tensor, pin):
     whole = full(tensor)
     if dist.get_rank():
         return None
-    return copy_to_host(whole, pin) if whole.is_cuda or whole is tensor else whole
+    return checkpoint.copy_to_host(whole, pin) if whole.is_cuda or whole is tensor else whole
 
 
 def check_finite(model, optimizer, iter_num, path, ranks):
     """Raise BadNumbers on all ranks, rather than let what is not finite be saved over `path`. Each
     rank looks at what it holds."""
-    bad = [find_not_finite(dict(model=model_state(model, local),
-                                optimizer=optimizer_state(optimizer, local)))]
+    bad = [checkpoint.find_not_finite(dict(model=model_state(model, local),
+                                           optimizer=optimizer_state(optimizer, local)))]
     if ranks.world_size > 1:
         mine, bad = bad[0], [None] * ranks.world_size
         dist.all_gather_object(bad, mine, group=ranks.control)
@@ -363,7 +345,8 @@ def check_finite(model, optimizer, iter_num, path, ranks):
 
 def without_values(state):
     """A nest of dicts and lists with tensors of shape and dtype alone (on the meta device)."""
-    return map_tensors(lambda t: torch.empty(t.shape, dtype=t.dtype, device="meta"), state)
+    return checkpoint.map_tensors(
+        lambda t: torch.empty(t.shape, dtype=t.dtype, device="meta"), state)
 
 
 def broadcast_tensor(tensor, outline, ranks):
@@ -467,10 +450,10 @@ def restore(start, config, model, optimizer, parts, ranks, warn):
 
 
 def check_plain(value, name):
-    """Raise SetupError unless `value` is made of plain Python types, which ckpt.pt can hold."""
+    """Raise CheckpointError unless `value` is made of plain Python types, as ckpt.pt holds them."""
     for k, v in checkpoint.children(value):
         check_plain(v, f"{name}[{k!r}]")
     plain = int, float, bool, str, bytes, type(None)
     if not isinstance(value, (dict, list, tuple)) and type(value) not in plain:
-        raise SetupError(f"{name} is a {type(value).__name__}; it goes into ckpt.pt: expected "
-                         "plain Python types (int, float, str, list, dict, ...)")
+        raise CheckpointError(f"{name} is a {type(value).__name__}; it goes into ckpt.pt: expected "
+                              "plain Python types (int, float, str, list, dict, ...)")

@@ -18,29 +18,20 @@ from train.plot import read_metrics
 
 
 class TrackerError(UserError, ValueError):
-    """A tracker that is unknown, or whose package is missing."""
+    """A tracker whose package is missing."""
 
 
 PACKAGES = dict(tensorboard=["tensorboard"], wandb=["wandb"], mlflow=["mlflow", "sqlalchemy"])
 
 
-def split(names):
-    """"a,b", or a list of such texts, as a list of different names."""
-    text = names if isinstance(names, str) else ",".join(names)
-    return list(dict.fromkeys(text.replace(",", " ").split()))
-
-
 def check_trackers(names):
-    """Raise TrackerError, a line for each problem, unless every named tracker is there."""
-    problems = []
-    for name in split(names):
-        if name not in PACKAGES:
-            problems.append(f"tracker {name!r} is unknown: expected tensorboard, wandb or mlflow")
-        elif not all(map(_installed, PACKAGES[name])):  # mlflow-skinny lacks the sqlite store
-            problems.append(f"tracker {name!r} needs the {name!r} package: pip install {name} "
-                            "(or drop --tracker)")
-    if problems:
-        raise TrackerError("\n".join(problems))
+    """Raise TrackerError, a line for each that is missing, unless all these trackers are there."""
+    missing = [name for name in names  # mlflow-skinny lacks the sqlite store
+               if not all(map(_installed, PACKAGES[name]))]
+    if missing:
+        raise TrackerError("\n".join(
+            f"tracker {name!r} needs the {name!r} package: pip install {name} (or drop --tracker)"
+            for name in missing))
 
 
 def _installed(package):
@@ -58,7 +49,8 @@ def open_trackers(names, out_dir, config, run_name, system_info, resume_iter=Non
     resumed run the same run."""
     kinds = dict(tensorboard=TensorBoard, wandb=WandB, mlflow=MLflow)
     opened = [_Guarded(name, warn, lambda kind=kinds[name]: kind(
-        out_dir, config, run_name, system_info, resume_iter, evaluated)) for name in split(names)]
+        out_dir, config, run_name, system_info, resume_iter, evaluated))
+        for name in dict.fromkeys(names)]
     opened = [guarded for guarded in opened if guarded.tracker]
     for guarded in opened:
         if guarded.tracker.address:

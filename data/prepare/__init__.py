@@ -14,18 +14,10 @@ import shlex
 import shutil
 import time
 from importlib.util import find_spec
-from typing import NamedTuple
+from types import SimpleNamespace
 
-from data.prepare.encode import (
-    PIECE,
-    Plan,
-    cut_files,
-    place,
-    sample_texts,
-    survey,
-    train_bpe,
-    write_splits,
-)
+from data.folders import new_folder, replacing_problems
+from data.prepare import encode
 from data.prepare.sources import (
     CORPORA,
     MIRROR,
@@ -36,11 +28,10 @@ from data.prepare.sources import (
     source_name,
 )
 from data.records import is_saved, raise_problems
-from data.token_files import DataError, open_shard, why_not_replace, write_meta
+from data.token_files import DataError, open_shard, write_meta
 from data.tokenizer import BESIDE, MAX_VOCAB, CharTokenizer, write_tokenizer
 from data.tokenizer_json import find_tokenizer
 from train.config import UsageError, run_command, say
-from train.files import new_folder
 
 QUICK = 64 << 20        # bytes of text that one process reads, or cuts into bytes, in a second
 QUICK_BPE = 8 << 20     # the same where words are cut into tokens
@@ -56,27 +47,13 @@ def processes(num_proc, size, quick):
     if num_proc:
         return num_proc
     allowed = getattr(os, "sched_getaffinity", lambda _: range(os.cpu_count() or 1))(0)
-    return 1 if size <= quick else min(len(allowed), size // PIECE)
-
-
-class Settings(NamedTuple):
-    """What `prepare` was asked for."""
-    sources: list
-    out: str
-    tokenizer: str
-    val_fraction: float | None
-    fields: list
-    num_samples: int | None
-    num_proc: int | None
-    force: bool
-    vocab_size: int | None
-    separator: str | None
+    return 1 if size <= quick else min(len(allowed), size // encode.PIECE)
 
 
 def check_settings(s):
-    """(tokenizer or None, problems) of everything but the text itself."""
-    wrong, loaded = why_not_replace(s.out, s.sources, s.force), None
-    problems = [(s.out, wrong)] if wrong else []
+    """(tokenizer or None, problems) of everything but the text itself. s: what `prepare` was asked
+    for, here and below."""
+    problems, loaded = replacing_problems(s.out, s.sources, s.force), None
     if s.val_fraction is not None and not 0 < s.val_fraction <= 0.5:
         problems.append(("val_fraction", f"{s.val_fraction} is not within 0 < F <= 0.5"))
     for name in ("num_proc", "num_samples"):
@@ -104,13 +81,14 @@ def survey_sources(s, folder):
     os.mkdir(unpacked)
     files, copies, passed, wrong = find_files(s.sources, os.path.abspath(s.out), unpacked,
                                               s.fields, s.num_samples, s.separator)
-    pieces, binary, unread = cut_files(files)
+    pieces, binary, unread = encode.cut_files(files)
     problems += wrong + unread
     size = sum(piece.size for piece in pieces)
     if size > QUICK:
         raise_problems(problems)  # below that, tell what is wrong in the text as well
-    kept, chars, not_text, wrong = survey(pieces, s.fields, s.tokenizer == "char", s.num_samples,
-                                          1 if problems else processes(s.num_proc, size, QUICK))
+    kept, chars, not_text, wrong = encode.survey(
+        pieces, s.fields, s.tokenizer == "char", s.num_samples,
+        1 if problems else processes(s.num_proc, size, QUICK))
     problems += wrong
     passed += binary + not_text
     folders = {source for source in s.sources if os.path.isdir(source) and not is_saved(source)}
@@ -123,7 +101,7 @@ def survey_sources(s, folder):
         problems = [(", ".join(s.sources), f"{total} characters of text; too little to split")]
     raise_problems(problems)
     if s.tokenizer == "bpe":
-        loaded = train_bpe(sample_texts(kept, s.fields, BPE_BYTES), s.vocab_size)
+        loaded = encode.train_bpe(encode.sample_texts(kept, s.fields, BPE_BYTES), s.vocab_size)
     elif loaded is None:  # char; documents are parted by a newline
         several = sum(piece.closes * len(sizes) for piece, sizes in kept) > 1
         loaded = CharTokenizer("".join(sorted(chars | ({"\n"} if several else set()))))
@@ -133,13 +111,15 @@ def survey_sources(s, folder):
 def write_tokens(s, kept, tokenizer, folder):
     """The second pass, into a temporary folder; the content of meta.json."""
     fraction = s.val_fraction or min(0.1, VAL_BYTES / sum(piece.size for piece, _ in kept))
-    jobs, cut = place(kept, fraction, s.num_samples)
+    jobs, cut = encode.place(kept, fraction, s.num_samples)
     quick = QUICK if tokenizer.kind in ("byte", "char") else QUICK_BPE
     dtype = "uint16" if tokenizer.n_vocab <= 65536 else "uint32"
     spec = write_tokenizer(folder, tokenizer)
     several = sum(job.piece.closes * len(job.sizes) for job in jobs) > 1
-    plan = Plan(folder, s.fields, fraction, cut, dtype, tokenizer.eot_token is None and several)
-    splits = write_splits(jobs, plan, processes(s.num_proc, sum(j.size for j in jobs), quick))
+    newline = several and tokenizer.eot_token is None
+    plan = encode.Plan(folder, s.fields, fraction, cut, dtype, newline)
+    workers = processes(s.num_proc, sum(job.size for job in jobs), quick)
+    splits = encode.write_splits(jobs, plan, workers)
     raise_problems([(", ".join(s.sources), f"{part['tokens']} token for {name}; too little text")
              for name, part in splits.items() if part["tokens"] < 2])
     meta = {"format_version": 1, "dtype": dtype, "vocab_size": tokenizer.n_vocab,
@@ -162,9 +142,11 @@ def prepare(sources, out, tokenizer="byte", val_fraction=None, field="text", num
     file is one. Returns the content of meta.json; DataError with all problems in one message.
     """
     start = time.monotonic()
-    s = Settings([os.path.expanduser(source) for source in sources], os.path.expanduser(out),
-                 tokenizer, val_fraction, [field] if isinstance(field, str) else list(field),
-                 num_samples, num_proc, force, vocab_size, separator)
+    s = SimpleNamespace(
+        sources=[os.path.expanduser(source) for source in sources], out=os.path.expanduser(out),
+        tokenizer=tokenizer, val_fraction=val_fraction, num_proc=num_proc, force=force,
+        fields=[field] if isinstance(field, str) else list(field), num_samples=num_samples,
+        vocab_size=vocab_size, separator=separator)
     with new_folder(s.out, "|".join(map(re.escape, FILES))) as folder:
         kept, loaded, copies, passed = survey_sources(s, folder)
         meta = write_tokens(s, kept, loaded, folder)
@@ -262,8 +244,7 @@ def prepare_corpus(args, out, log=say):
     if tokenizer.kind != "gpt2":
         raise DataError(f"dataset {args.dataset}: its tokens are GPT-2's; --tokenizer can only "
                         "name a copy of gpt2's rank file")
-    wrong = why_not_replace(out, [corpus.url], args.force)
-    raise_problems([(out, wrong)] if wrong else [])
+    raise_problems(replacing_problems(out, [corpus.url], args.force))
     os.makedirs(out, exist_ok=True)
     for name in FILES[:2]:  # of other sources (--force): they would be taken for all there is
         with contextlib.suppress(FileNotFoundError):

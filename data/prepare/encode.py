@@ -24,7 +24,7 @@ from typing import NamedTuple
 import numpy as np
 
 from data.prepare.sources import File, Progress
-from data.records import MANY, is_jsonl, parse_line
+from data.records import MANY, check_columns, is_jsonl, parse_line
 from data.token_files import DataError, mix64
 from data.tokenizer import (
     GPT2_PATTERN,
@@ -129,10 +129,8 @@ def record_text(line, fields):
     if not isinstance(record, dict):
         raise ValueError(f"expected an object with field {fields[0]!r}, got a "
                          f"{type(record).__name__}")
+    check_columns(record, fields)
     for field in fields:
-        if field not in record:
-            names = ", ".join(map(repr, record)) or "none"
-            raise ValueError(f"no field {field!r}; its fields are {names}: choose with --field")
         if not isinstance(record[field], (str, type(None))):  # null is no text
             raise ValueError(f"field {field!r} is a {type(record[field]).__name__}, expected text")
     return clean("\n".join(record[field] for field in fields if record[field]))

@@ -3,7 +3,6 @@
 Shapes: B batch, T tokens, C channels, K classes.
 """
 
-import json
 import os
 from dataclasses import dataclass, fields, replace
 
@@ -11,8 +10,9 @@ import torch
 import torch.nn as nn
 import torch.nn.functional as F
 
+from data.folders import check_array, check_types
 from data.labels import ARRAYS, SPLITS
-from data.token_files import DataError, check_array, check_types, open_npy, who_reads
+from data.token_files import DataError, open_npy, read_meta
 from data.tokenizer import known_tokenizer
 from model.classifier.metrics import auroc_of_counts, confusion_metrics, whole_auroc
 from model.gpt import GPT, GPTConfig, adopt_shape, fill, normal  # noqa: F401
@@ -49,7 +49,7 @@ class Keys:
 
 def open_data(config, ranks):
     """The Data of a folder of data/labels.py."""
-    c, meta = config, read_meta(config.data_dir)
+    c, meta = config, read_labels_meta(config.data_dir)
     spec = {name: meta[name] for name in ("classes", "class_counts", "max_tokens")}
     tokenizer = known_tokenizer(c.data_dir)
     spec |= dict(task=c.task or meta["task"], tokenizer=tokenizer.spec(),
@@ -67,27 +67,20 @@ def open_data(config, ranks):
                 spec, RowLoader(test, c, ranks) if len(test[0]) else None)
 
 
-def read_meta(folder):
-    path = os.path.join(folder, "meta.json")
-    try:
-        with open(path, encoding="utf-8") as f:
-            meta = json.load(f)
-        check_types(path, meta, task=str, classes=[str], class_counts=[int], max_tokens=int)
-        return meta
-    except (OSError, ValueError, AttributeError, RecursionError) as error:
-        raise DataError(f"{path}: not a folder of labelled rows ({error}){who_reads(folder)}; make "
-                        "one: python -m data.labels FILE... --out FOLDER, or --example for "
-                        "one") from None
+def read_labels_meta(folder):
+    """meta.json of a folder of labelled rows. Raises DataError."""
+    meta = read_meta(folder)
+    check_types(folder, meta, "not a folder of labelled rows; make one: python -m data.labels "
+                "FILE... --out FOLDER, or --example for one", task=str, classes=[str],
+                class_counts=[int], max_tokens=int)
+    return meta
 
 
 def load_split(folder, split, spec=None):
     """The arrays of a split, memory-mapped, in the order of ARRAYS; DataError where they are none,
     or none of a model of `spec`."""
     paths = [os.path.join(folder, f"{split}_{name}.npy") for name in ARRAYS]
-    try:
-        arrays = [open_npy(path) for path in paths]
-    except (OSError, ValueError) as error:
-        raise DataError(f"{folder}: {error}; prepare it again with data.labels") from None
+    arrays = [open_npy(path) for path in paths]
     if spec is None:
         return arrays
     check_array(paths[0], arrays[0], (None, None), spec["vocab_size"])

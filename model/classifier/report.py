@@ -13,7 +13,7 @@ from data.labels import ARRAYS, Fields, add_field_options, label_name, read_rows
 from data.token_files import DataError
 from data.tokenizer import known_tokenizer
 from model.classifier.metrics import classification_metrics, place_metrics, span_metrics
-from model.classifier.model import load_split, read_meta
+from model.classifier.model import load_split, read_labels_meta
 from train.config import UsageError, run_command, say
 
 # -----------------------------------------------------------------------------
@@ -80,7 +80,7 @@ def load_rows(args, spec, tokenizer, limit=None):
     have weights."""
     path, K = args.data[0], len(spec["classes"])
     if os.path.isdir(path):
-        if read_meta(path)["classes"] != spec["classes"]:
+        if read_labels_meta(path)["classes"] != spec["classes"]:
             raise DataError(f"{path}: has other classes than the checkpoint's: "
                             f"{', '.join(spec['classes'])}")
         arrays = load_split(path, args.split, spec)

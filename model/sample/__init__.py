@@ -11,14 +11,9 @@ import time
 
 import torch
 
+from model.decode import add_options, load_writer, prepare
 from model.generate import Streamer, generate, start_tokens
-from model.load import (  # noqa: F401  load_model is for others to import
-    BACKBONE,
-    EMA,
-    load_model,
-    load_writer,
-    prepare,
-)
+from model.load import load_model  # noqa: F401  for others to import
 from train.config import UserError, run_command, say
 from train.speed import is_compile_error
 
@@ -91,9 +86,7 @@ def sample(args):
 def main(argv=None):
     """The command line; the exit code."""
     p = argparse.ArgumentParser(prog="python -m model.sample", description=__doc__.split("\n")[0])
-    p.add_argument("--ckpt", default="out/ckpt.pt", help="checkpoint (default: %(default)s)")
-    p.add_argument("--backbone", help=BACKBONE)
-    p.add_argument("--ema", action="store_true", help=EMA)
+    add_options(p)
     p.add_argument("--chat", action="store_true", help="talk with a model that learned chats")
     p.add_argument("--prompt", default="", help="text to continue (default: a new document)")
     p.add_argument("--max_new_tokens", type=int, default=256, help="tokens (default: %(default)s)")
@@ -103,12 +96,6 @@ def main(argv=None):
     p.add_argument("--top_p", type=float, help="only the most likely tokens that make up p")
     p.add_argument("--seed", type=int, help="the same seed writes the same text")
     p.add_argument("--num_samples", type=int, default=1, help="texts, made at once")
-    p.add_argument("--tokenizer", help="where the checkpoint has none: byte, gpt2, a rank file or "
-                   "a prepared folder")
-    p.add_argument("--device", default="auto", help="auto, cpu, cuda, mps")
-    p.add_argument("--dtype", choices=["auto", "float32", "bfloat16"], default="auto")
-    p.add_argument("--quantize", choices=["int8"], help="weights in 8 bits, a scale for each row: "
-                   "half of bfloat16's memory")
     p.add_argument("--compile", action="store_true", help="compile what a token of one text takes: "
                    "some ten seconds, then about twice the speed on a CPU")
     return run_command(p, sample, argv)

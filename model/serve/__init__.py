@@ -10,7 +10,7 @@ import signal
 import socket
 from pathlib import Path
 
-from model.load import BACKBONE, EMA, prepare
+from model.decode import add_options, prepare
 from model.serve.engine import Engine
 from model.serve.server import Server, is_local
 from train.config import run_command
@@ -21,9 +21,7 @@ KEY = "IRONGPT_API_KEY"  # of the environment
 def parser():
     p = argparse.ArgumentParser(prog="python -m model.serve", description=__doc__.split("\n")[0])
     add = p.add_argument
-    add("--ckpt", default="out/ckpt.pt", help="checkpoint (default: %(default)s)")
-    add("--backbone", help=BACKBONE)
-    add("--ema", action="store_true", help=EMA)
+    add_options(p)
     add("--name", help="of the model, for clients (default: that of the checkpoint's folder)")
     add("--host", default="127.0.0.1", help="address to listen on: this machine only (default: "
         "%(default)s); 0.0.0.0: whoever can reach it and has the key")
@@ -37,10 +35,6 @@ def parser():
     add("--max_tokens", type=int, default=1024, help="the most that a request may ask for "
         "(default: %(default)s)")
     add("--timeout", type=float, default=300, help="seconds for a request (default: %(default)s)")
-    add("--tokenizer", help="where the checkpoint has none: byte, gpt2, a rank file or a folder")
-    add("--device", default="auto", help="auto, cpu, cuda, mps")
-    add("--dtype", choices=["auto", "float32", "bfloat16"], default="auto")
-    add("--quantize", choices=["int8"], help="weights in 8 bits, a scale for each row")
     return p
 
 
