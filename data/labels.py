@@ -144,14 +144,13 @@ def find_words(words, text):
     return places
 
 
-def read_rows(sources, fields=FIELDS, skip_bad=False, log=say):
+def read_rows(sources, fields=FIELDS, skip_bad=False):
     """The Rows of all sources. Raises DataError with all rows that are wrong."""
-    rows = list(parse_records(sources, lambda record: parse_row(record, fields), skip_bad=skip_bad,
-                              log=log))
+    rows = list(parse_records(sources, lambda record: parse_row(record, fields), skip_bad=skip_bad))
     if not rows:
         raise DataError(f"{', '.join(sources)}: no rows")
     for doubt, n in Counter(row.doubt for row in rows if row.doubt).items():
-        log(f"{n:,} of {len(rows):,} rows have {doubt}; --start and --end say where it is")
+        say(f"{n:,} of {len(rows):,} rows have {doubt}; --start and --end say where it is")
     return rows
 
 
@@ -199,7 +198,7 @@ def names_alike(names):
     return [group for group in groups.values() if len(group) > 1]
 
 
-def find_classes(rows, log=say):
+def find_classes(rows):
     """Names of the classes, sorted (as numbers where all are); [] for data without labels. Raises
     DataError where only some rows have one."""
     names = {row.label for row in rows}
@@ -212,7 +211,7 @@ def find_classes(rows, log=say):
         raise DataError(f"all {len(rows)} rows have the label {names.pop()!r}; a classifier needs "
                          "two classes or more")
     for alike in names_alike(names):
-        log(f"Labels that look alike are different classes: {', '.join(map(repr, alike))}")
+        say(f"Labels that look alike are different classes: {', '.join(map(repr, alike))}")
     numeric = all(name.removeprefix("-").isdecimal() for name in names)
     return sorted(names, key=int if numeric else str)
 
@@ -226,62 +225,66 @@ def find_task(rows, classes):
     return "joint" if spans and classes else "span" if spans else "class"
 
 
-def check_settings(out, sources, val_fraction, test_fraction, max_tokens, force):
+def check_settings(args):
     """DataError for settings that cannot work."""
-    problems = replacing_problems(out, sources, force)
-    if not (val_fraction > 0 and test_fraction >= 0 and val_fraction + test_fraction < 1):
-        problems.append((f"val_fraction {val_fraction}, test_fraction {test_fraction}",
+    val, test = args.val_fraction, args.test_fraction
+    problems = replacing_problems(args.out, args.files, args.force)
+    if not (val > 0 and test >= 0 and val + test < 1):
+        problems.append((f"val_fraction {val}, test_fraction {test}",
                          "expected shares of the rows, val's above 0, that leave some to train on"))
-    if max_tokens < 1:
-        problems.append((f"max_tokens {max_tokens}", "expected 1 or more"))
+    if args.max_tokens < 1:
+        problems.append((f"max_tokens {args.max_tokens}", "expected 1 or more"))
     raise_problems(problems)
 
 
-def prepare_labels(sources, out, tokenizer="byte", fields=FIELDS, val_fraction=0.1,
-                   test_fraction=0.1, max_tokens=512, force=False, log=say, skip_bad=False):
-    """Writes the arrays of the rows of `sources` to the folder `out`; the content of meta.json.
-    skip_bad: bad rows are left out and counted. Raises DataError with all problems in one message.
-    """
-    out, sources = os.fspath(out), [os.fspath(source) for source in sources]
-    check_settings(out, sources, val_fraction, test_fraction, max_tokens, force)
-    tokenizer, rows = tokenizer_of(tokenizer)[0], read_rows(sources, fields, skip_bad, log)
-    classes, splits = find_classes(rows, log), {name: [] for name in SPLITS}
+def prepare(args):
+    """What the command line asks for: the arrays of the rows of args.files in the folder args.out.
+    Raises DataError with all problems in one message."""
+    if bool(args.files) == args.example:
+        raise UsageError("give one or more FILEs, or --example")
+    if args.example:
+        args.files, args.group = [f"{os.path.normpath(args.out)}.jsonl"], "file"
+        make_example(args.files[0])
+    check_settings(args)
+    fields = Fields(*(getattr(args, name) for name in Fields._fields))
+    tokenizer, rows = tokenizer_of(args.tokenizer)[0], read_rows(args.files, fields, args.skip_bad)
+    classes, splits = find_classes(rows), {name: [] for name in SPLITS}
     task = find_task(rows, classes)
     for row in rows:
-        splits[split_of(row, val_fraction, test_fraction)].append(row)
+        splits[split_of(row, args.val_fraction, args.test_fraction)].append(row)
     raise_problems([
         (name, f"none of {len(rows)} rows fell into it; more rows, or a larger fraction")
-        for name in SPLITS if not splits[name] and (test_fraction or name != "test")])
+        for name in SPLITS if not splits[name] and (args.test_fraction or name != "test")])
     longest = max(len(tokenizer.encode_array(row.text)) for row in rows)
-    meta = dict(format_version=1, model="classifier", task=task, classes=classes, sources=sources,
+    meta = dict(format_version=1, model="classifier", task=task, classes=classes,
                 class_counts=[sum(row.label == c for row in splits["train"]) for c in classes],
-                vocab_size=tokenizer.n_vocab, max_tokens=min(longest, max_tokens))
+                vocab_size=tokenizer.n_vocab, max_tokens=min(longest, args.max_tokens),
+                sources=args.files)
     lost = sum(row.start is not None for row in rows)
-    with new_folder(out, FILES) as folder:
+    with new_folder(args.out, FILES) as folder:
         meta["tokenizer"] = write_tokenizer(folder, tokenizer)
         for split in SPLITS:
-            arrays = to_arrays(splits[split], tokenizer, classes, max_tokens)
+            arrays = to_arrays(splits[split], tokenizer, classes, args.max_tokens)
             lost -= int((arrays["spans"][:, 0] >= 0).sum())
             for name, array in arrays.items():
                 np.save(os.path.join(folder, f"{split}_{name}.npy"), array)
         write_meta(folder, meta)
     sizes = {name: len(part) for name, part in splits.items()}
-    report_prepared(meta, sizes, longest, lost, out, log)
-    return meta
+    report_prepared(meta, sizes, longest, lost, args.out)
 
 
-def report_prepared(meta, sizes, longest, lost, out, log):
-    log(f"Prepared {out}: task {meta['task']}, rows of up to {meta['max_tokens']} tokens: "
+def report_prepared(meta, sizes, longest, lost, out):
+    say(f"Prepared {out}: task {meta['task']}, rows of up to {meta['max_tokens']} tokens: "
         + ", ".join(f"{name} {n:,}" for name, n in sizes.items()))
     if meta["classes"]:
-        log("Training rows by class: " + ", ".join(
+        say("Training rows by class: " + ", ".join(
             f"{name} {n:,}" for name, n in zip(meta["classes"], meta["class_counts"])))
         if few := [c for c, n in zip(meta["classes"], meta["class_counts"]) if n < FEW]:
-            log(f"Fewer than {FEW} rows to learn from: {', '.join(few)}")
+            say(f"Fewer than {FEW} rows to learn from: {', '.join(few)}")
     if longest > meta["max_tokens"]:
-        log(f"Texts of up to {longest:,} tokens were cut to --max_tokens {meta['max_tokens']}; "
+        say(f"Texts of up to {longest:,} tokens were cut to --max_tokens {meta['max_tokens']}; "
             f"{lost:,} rows lost their evidence and teach no span")
-    log(f"Next: python run_train.py --config train/config_classifier.yaml --data_dir {out}")
+    say(f"Next: python run_train.py --config train/config_classifier.yaml --data_dir {out}")
 
 
 # --- the example: one word is missing from this code; which, and where?
@@ -303,7 +306,7 @@ def missing_words(source):
             yield token.string, text, start, start + len(after.string)
 
 
-def make_example(path, log=say):
+def make_example(path):
     """Writes JSONL of missing_words in the sources of torch and numpy on this machine: text, label,
     start, end, file; EXAMPLE_ROWS of each word. No text comes twice, or a copy could be in another
     split."""
@@ -325,7 +328,7 @@ def make_example(path, log=say):
     os.makedirs(os.path.dirname(path) or ".", exist_ok=True)
     with open(path, "w", encoding="utf-8") as f:
         f.writelines(json.dumps(row) + "\n" for part in rows.values() for row in part.values())
-    log(f"Wrote {path}: {sum(map(len, rows.values())):,} pieces of numpy and torch")
+    say(f"Wrote {path}: {sum(map(len, rows.values())):,} pieces of numpy and torch")
 
 
 # --- the command line
@@ -364,18 +367,6 @@ def main(argv=None):
     add("--skip_bad", action="store_true", help="leave out rows that cannot be read")
     add("--force", action="store_true", help="replace what a folder holds from other sources")
     return run_command(parser, prepare, argv)
-
-
-def prepare(args):
-    """What the command line asks for."""
-    if bool(args.files) == args.example:
-        raise UsageError("give one or more FILEs, or --example")
-    if args.example:
-        args.files, args.group = [f"{os.path.normpath(args.out)}.jsonl"], "file"
-        make_example(args.files[0])
-    fields = Fields(*(getattr(args, name) for name in Fields._fields))
-    prepare_labels(args.files, args.out, args.tokenizer, fields, args.val_fraction,
-                   args.test_fraction, args.max_tokens, args.force, skip_bad=args.skip_bad)
 
 
 if __name__ == "__main__":

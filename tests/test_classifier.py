@@ -14,7 +14,8 @@ from processes import python
 from runs import SMALL, Program, assert_same
 from sklearn import metrics as sk
 
-from data.labels import INSIDE, SEVERAL, Fields, missing_words, prepare_labels, read_rows, to_arrays
+from data import labels as labels_module
+from data.labels import INSIDE, SEVERAL, Fields, missing_words, read_rows, to_arrays
 from data.labels import main as labels_main
 from data.tokenizer import load_tokenizer
 from model.classifier import Classifier, class_weights, classification_metrics
@@ -54,9 +55,13 @@ def write_jsonl(path, rows):
 def labels(tmp_path_factory):
     """A prepared folder of 400 rows of all three tasks; rows.jsonl beside it."""
     folder = tmp_path_factory.mktemp("labels")
-    prepare_labels([write_jsonl(folder / "rows.jsonl", make_rows(400))], folder / "bin",
-                   log=lambda line: None)
-    return folder / "bin"
+    return prepare(write_jsonl(folder / "rows.jsonl", make_rows(400)), folder / "bin")
+
+
+def prepare(path, out, *options):
+    """python -m data.labels PATH --out OUT, which must end well; the folder OUT."""
+    assert labels_module.main([path, "--out", str(out), *options]) == 0
+    return out
 
 
 def command(*args):
@@ -343,49 +348,47 @@ def test_spans_are_the_tokens_of_the_evidence(name, tmp_path, monkeypatch):
         assert tokenizer.decode(tokens[first:last + 1]).strip() == row.evidence
 
 
-def test_rows_are_split_by_their_group_and_cut_with_a_word(tmp_path):
+def test_rows_are_split_by_their_group_and_cut_with_a_word(tmp_path, capsys):
     rows = [row | dict(doc=i // 4) for i, row in enumerate(make_rows(400))]
-    said = []
     path = write_jsonl(tmp_path / "rows.jsonl", rows)
-    meta = prepare_labels([path], tmp_path / "bin", fields=Fields(group="doc"), max_tokens=8,
-                          log=said.append)
+    prepare(path, tmp_path / "bin", "--group", "doc", "--max_tokens", "8")
+    meta = json.loads((tmp_path / "bin/meta.json").read_text())
     sizes = [len(load_split(tmp_path / "bin", s)[0]) for s in ("train", "val", "test")]
     assert sum(sizes) == 400 and all(n % 4 == 0 and n for n in sizes) and sizes[0] > 280
     assert meta["max_tokens"] == 8 and meta["task"] == "joint"
     lost = 400 - sum(int((load_split(tmp_path / "bin", s)[3][:, 0] >= 0).sum())
                      for s in ("train", "val", "test"))
-    assert lost and f"{lost:,} rows lost their evidence" in "\n".join(said)
+    assert lost and f"{lost:,} rows lost their evidence" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("text, evidence, place, doubt", [
     ("main is in Maine", "in", 8, ""), ("main", "in", 2, INSIDE), ("in, and in", "in", 0, SEVERAL),
     ("a (b) c", "(b)", 2, ""), ("aaa aa", "aa", 4, ""), ("aaa", "aa", 0, SEVERAL),
     ("the été", "été", 4, "")])
-def test_evidence_is_looked_for_as_whole_words_first(text, evidence, place, doubt, tmp_path):
-    said = []
-    row, = read_rows([write_jsonl(tmp_path / "a.jsonl", [dict(text=text, evidence=evidence)])],
-                     log=said.append)
+def test_evidence_is_looked_for_as_whole_words_first(text, evidence, place, doubt, tmp_path,
+                                                     capsys):
+    row, = read_rows([write_jsonl(tmp_path / "a.jsonl", [dict(text=text, evidence=evidence)])])
     assert (row.start, row.evidence, row.doubt) == (place, evidence, doubt)
-    assert said == ([f"1 of 1 rows have {doubt}; --start and --end say where it is"] if doubt
-                    else [])
+    assert capsys.readouterr().out == (
+        f"1 of 1 rows have {doubt}; --start and --end say where it is\n" if doubt else "")
 
 
-def test_one_label_is_one_class_however_it_is_written(tmp_path):
-    labels, said = ["neg", "neg ", " pos", "pos", "1", 1, 1.0, "1.00", True, "True", "Neg"], []
+def test_one_label_is_one_class_however_it_is_written(tmp_path, capsys):
+    labels = ["neg", "neg ", " pos", "pos", "1", 1, 1.0, "1.00", True, "True", "Neg"]
     path = write_jsonl(tmp_path / "a.jsonl", [dict(text=f"{i}", label=labels[i % 11])
                                               for i in range(220)])
-    meta = prepare_labels([path], tmp_path / "bin", log=said.append)
+    meta = json.loads((prepare(path, tmp_path / "bin") / "meta.json").read_text())
     assert meta["classes"] == ["1", "Neg", "neg", "pos", "true"]
+    said = capsys.readouterr().out
     for alike in ("'Neg', 'neg'", "'1', 'true'"):
-        assert f"Labels that look alike are different classes: {alike}" in said
+        assert f"Labels that look alike are different classes: {alike}\n" in said
 
 
-def test_few_rows_of_a_class_and_too_many_fields_are_said(tmp_path):
-    said = []
+def test_few_rows_of_a_class_and_too_many_fields_are_said(tmp_path, capsys):
     path = write_jsonl(tmp_path / "a.jsonl", [dict(text=f"{i}", label="rare" if i == 3 else i % 2)
                                               for i in range(90)])
-    prepare_labels([path], tmp_path / "bin", log=said.append)
-    assert "Fewer than 3 rows to learn from: rare" in said
+    prepare(path, tmp_path / "bin")
+    assert "Fewer than 3 rows to learn from: rare\n" in capsys.readouterr().out
     (tmp_path / "a.csv").write_text("label,text\nx,hello\ny,hello, you\n")
     with pytest.raises(ValueError, match=r"a.csv:3: 3 values for 2 columns"):
         read_rows([str(tmp_path / "a.csv")])
@@ -567,8 +570,7 @@ def test_heads_of_other_class_names_are_not_adopted(trained, tmp_path):
     for names, allowed in ((("b", "a", "c"), []), (("b", "a", "c"), ["classes"]), (("a", "b"), [])):
         rows = [dict(text=f"{i} x", label=names[i % len(names)]) for i in range(90)]
         folder = tmp_path / f"{len(names)}"
-        prepare_labels([write_jsonl(tmp_path / f"{len(names)}.jsonl", rows)], folder,
-                       log=lambda line: None)
+        prepare(write_jsonl(tmp_path / f"{len(names)}.jsonl", rows), folder, "--force")
         config = SMALL | TINY | start | dict(data_dir=str(folder), allow_change=allowed,
                                              out_dir=str(tmp_path / f"{len(names)}{allowed}"))
         if len(names) == 3 and not allowed:
@@ -579,14 +581,13 @@ def test_heads_of_other_class_names_are_not_adopted(trained, tmp_path):
 
 
 @pytest.mark.parametrize("kind", ["class", "span"])
-def test_data_of_one_kind_need_no_key_of_their_own(kind, tmp_path):
+def test_data_of_one_kind_need_no_key_of_their_own(kind, tmp_path, capsys):
     """The line that data.labels ends with, for rows with labels, or with evidence, alone."""
     keep = dict({"class": ["text", "label"], "span": ["text", "evidence"]})[kind]
     rows = [{name: row[name] for name in keep} for row in make_rows(60)]
     path = write_jsonl(tmp_path / "a.jsonl", rows)
-    said = []
-    prepare_labels([path], tmp_path / "bin", log=said.append)
-    command = said[-1].split()
+    prepare(path, tmp_path / "bin")
+    command = capsys.readouterr().out.splitlines()[-1].split()
     assert command[:3] == ["Next:", "python", "run_train.py"] and len(command) == 7
     typed = dict(zip(command[3::2], command[4::2]))
     config = load_config(typed["--config"], SMALL | TINY | dict(

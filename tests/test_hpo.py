@@ -124,7 +124,7 @@ def test_narrowing_stays_inside_and_around_the_best():
 # the search
 
 def test_optuna_missing_is_one_line_before_any_work(tmp_path, monkeypatch, capsys):
-    monkeypatch.setitem(sys.modules, "optuna", None)
+    monkeypatch.setattr(hpo, "optuna", None)
     monkeypatch.chdir(tmp_path)
     assert hpo.main(["--space", "missing.yaml"]) == 2
     assert capsys.readouterr().err == (

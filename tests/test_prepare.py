@@ -888,13 +888,13 @@ def test_other_peoples_folders_are_left_alone(tmp_path, capsys):
 
 def test_a_file_that_changes_meanwhile(tmp_path, monkeypatch):
     (tmp_path / "a.txt").write_text("hello world " * 50)
-    real = prepare_module.place
+    real = encode.place
 
     def grow(*args):
         (tmp_path / "a.txt").write_text("hällo world " * 50)
         return real(*args)
 
-    monkeypatch.setattr(prepare_module, "place", grow)
+    monkeypatch.setattr(encode, "place", grow)
     with pytest.raises(ValueError, match=r"a\.txt: it changed"):
         quiet([tmp_path / "a.txt"], tmp_path / "o")
     assert os.listdir(tmp_path) == ["a.txt"]

@@ -21,6 +21,11 @@ from dataclasses import asdict, fields
 import torch
 import yaml
 
+try:
+    import optuna
+except ImportError:  # said before any work
+    optuna = None
+
 from train.config import (
     ConfigError,
     PlainLoader,
@@ -87,18 +92,18 @@ def read_stage(trials, max_iters=0, narrow=0.5):
 def read_dimension(name, raw, known):
     """One entry of the space as an Optuna distribution; ValueError says what was expected. Choices
     that are lists or mappings become JSON text, which Optuna can store and load_config accepts."""
-    from optuna.distributions import CategoricalDistribution, FloatDistribution, IntDistribution
+    kinds = optuna.distributions
     if name not in known or name in OURS:
         raise ValueError("not a key that can be searched; `python run_train.py --help` lists them")
     if isinstance(raw, list):
         values = [parse_value(name, v, known) for v in raw]
-        return CategoricalDistribution([json.dumps(v) if isinstance(v, (list, dict)) else v
-                                        for v in values])
+        return kinds.CategoricalDistribution([json.dumps(v) if isinstance(v, (list, dict)) else v
+                                              for v in values])
     if not isinstance(raw, dict) or not {"low", "high"} <= set(raw) <= PARTS:
         raise ValueError("expected {low, high, log: true}, {low, high, step} or a list of choices; "
                          f"got {raw}")
     low, high = (parse_value(name, raw[k], known) for k in ("low", "high"))
-    kind = {int: IntDistribution, float: FloatDistribution}.get(type(low))
+    kind = {int: kinds.IntDistribution, float: kinds.FloatDistribution}.get(type(low))
     if kind is None or type(high) is not type(low):
         raise ValueError(f"has no range; list what to try: {name}: [a, b]")
     step = dict(step=type(low)(raw["step"])) if "step" in raw else {}
@@ -158,8 +163,6 @@ def open_study(config, space, number, stage, out, before):
     """The study of a stage, in out/study.db: one for each, since values of runs of different
     lengths do not compare. Its space is settled when it is made; its first trial is the best of
     the stage before, or what the configuration has."""
-    import optuna
-    from optuna.distributions import distribution_to_json
     storage = optuna.storages.RDBStorage(
         f"sqlite:///{out}/study.db", engine_kwargs=dict(connect_args=dict(timeout=100)),
         heartbeat_interval=HEARTBEAT, grace_period=GRACE,
@@ -177,11 +180,11 @@ def open_study(config, space, number, stage, out, before):
             space = {k: narrowed(d, start[k], stage["narrow"])
                      for k, d in space_of(before[-1]).items()}
         study.set_user_attr("asked", asked)
-        study.set_user_attr("space", {k: distribution_to_json(d) for k, d in space.items()})
+        to_json = optuna.distributions.distribution_to_json
+        study.set_user_attr("space", {k: to_json(d) for k, d in space.items()})
         study.enqueue_trial(start)
     old = study.user_attrs["asked"]
-    changed = [k for k, *_ in differences(
-        old, asked, {f.name: f for f in fields(config)})]
+    changed = [k for k, *_ in differences(old, asked, {f.name: f for f in fields(config)})]
     changed += [k for k in ("max_iters", "max_epochs", "space", "stage") if old[k] != asked[k]]
     if changed:
         raise ConfigError([f"{out} holds a search with another {', '.join(changed)}; undo the "
@@ -190,8 +193,8 @@ def open_study(config, space, number, stage, out, before):
 
 
 def space_of(study):
-    from optuna.distributions import json_to_distribution
-    return {k: json_to_distribution(d) for k, d in study.user_attrs["space"].items()}
+    from_json = optuna.distributions.json_to_distribution
+    return {k: from_json(d) for k, d in study.user_attrs["space"].items()}
 
 
 def planned(study):
@@ -206,7 +209,6 @@ def best_of(study):
 
 def run_stage(studies, config, stage, out):
     """Run trials until the stage is over, also for other workers."""
-    import optuna
     study, waited = studies[-1], False
     while True:
         states = [t.state.name for t in planned(study)]
@@ -229,7 +231,6 @@ def run_trial(trial, config, stage, out):
     """Train with a trial's values; the best value of the metric. A trial that breaks is as good as
     pruned: the sampler keeps away, the search goes on. Raises what would break every trial, and
     what asks to stop."""
-    import optuna
     study = trial.study
     if [t.number for t in planned(study)].index(trial.number) >= stage["trials"]:
         return math.nan  # no trial: several workers asked for the last one at once
@@ -242,8 +243,7 @@ def run_trial(trial, config, stage, out):
     try:
         return best_value(trial, configured(
             config, params, stage["max_iters"], out_dir=folder, resume="never", run_name=None,
-            sample_tokens=0, save_interval=0, save_epochs=None,
-            keep_last=0))
+            sample_tokens=0, save_interval=0, save_epochs=None, keep_last=0))
     except optuna.TrialPruned:
         raise
     except (Exception, KeyboardInterrupt) as error:
@@ -268,7 +268,6 @@ def suggest(trial, name, dist):
 def best_value(trial, config):
     """Train (what the run says is in the train.log of its folder); the best value of the metric.
     TrialPruned when it is not worth going on."""
-    from optuna import TrialPruned
     values, metric = [], config.early_stopping_metric
 
     def on_evaluation(it, numbers):
@@ -279,7 +278,7 @@ def best_value(trial, config):
             values.append(value)
             trial.report(value, it)
             if it < config.max_iters and trial.should_prune():
-                raise TrialPruned
+                raise optuna.TrialPruned
     with open(os.devnull, "w") as nowhere, contextlib.redirect_stdout(nowhere):
         train(config, on_evaluation=on_evaluation)
     return (min if config.early_stopping_mode == "min" else max)(values)
@@ -378,11 +377,8 @@ def main(argv=None):
 
 def search_as_asked(args, config):
     """What the command line asks for; the exit code."""
-    try:
-        import optuna
-        from optuna.storages import RetryHeartbeatStaleTrialCallback  # noqa: F401
-    except ImportError:
-        raise UserError("needs optuna, 4.9 or newer: pip install -U optuna") from None
+    if not hasattr(getattr(optuna, "storages", None), "RetryHeartbeatStaleTrialCallback"):
+        raise UserError("needs optuna, 4.9 or newer: pip install -U optuna")
     optuna.logging.set_verbosity(optuna.logging.ERROR)
     warnings.simplefilter("ignore", optuna.exceptions.ExperimentalWarning)
     stages = args.stages if args.trials is None else f"[{{trials: {args.trials}}}]"
