@@ -30,9 +30,9 @@ from pathlib import Path
 import numpy as np
 
 from data import template as jinja
-from data.folders import new_folder
-from data.records import parse_records
-from data.token_files import DataError, prepared_meta, write_meta
+from data.folders import new_folder, replacing_problems
+from data.records import parse_records, raise_problems
+from data.token_files import DataError, write_meta
 from data.tokenizer import BESIDE, write_tokenizer
 from data.tokenizer_json import heads, tokenizer_of
 from train.config import run_command, shown
@@ -308,7 +308,7 @@ def example_records(source):
 # -----------------------------------------------------------------------------
 # all of it
 
-def check_settings(args, tokenizer, kind="chat"):
+def check_settings(args, tokenizer, model="chat"):
     """DataError for settings that cannot work."""
     if tokenizer.eot_token is None:
         raise DataError(f"--tokenizer {args.tokenizer}: a {tokenizer.kind} tokenizer has no end-of-"
@@ -319,13 +319,7 @@ def check_settings(args, tokenizer, kind="chat"):
         value = getattr(args, name)
         if value is not None and value < 1:
             raise DataError(f"--{name}: {value}: expected 1 or more")
-    if os.path.isfile(args.out):
-        raise DataError(f"{args.out}: is a file; --out names a folder")
-    if os.path.isdir(args.out) and os.listdir(args.out):
-        old = prepared_meta(args.out) or {}
-        if old.get("kind") != kind or not args.force and old["sources"] != args.sources:
-            raise DataError(f"{args.out}: holds other data; name another folder with --out, or "
-                            "replace other chats of this command with --force")
+    raise_problems(replacing_problems(args.out, model, args.sources, args.force))
 
 
 def chats(args):

@@ -37,8 +37,8 @@ def read_features_meta(folder):
     """meta.json of a prepared folder: {"modalities": {name: dims}, "target": dims or None, "mean",
     "std": {name: [per dimension]}, "rows": {split: n}, ...}. Raises DataError."""
     meta, numbers = {"target": None} | read_meta(folder), {str: [int | float]}
-    check_types(folder, {"shift": {}} | meta, PREPARE, modalities={str: int}, mean=numbers,
-                target=int | None, rows={str: int}, std=numbers, shift=numbers)
+    check_types(folder, {"shift": {}} | meta, PREPARE, kind={"features"}, modalities={str: int},
+                target=int | None, rows={str: int}, mean=numbers, std=numbers, shift=numbers)
     dims = meta["modalities"] | ({"target": meta["target"]} if meta["target"] else {})
     if any({n: len(v) for n, v in meta[part].items()} != dims for part in ("mean", "std")):
         raise DataError(f"{folder}: mean and std have not the dimensions of the arrays; {PREPARE}")
@@ -107,7 +107,7 @@ def prepare_features(arrays, target, out, val_fraction=0.1, runs=None, force=Fal
                 modalities={n: d for n, d in dims.items() if n != "target"},
                 target=dims.get("target"), rows={s: len(r) for s, r in rows.items()}, mean={},
                 std={}, sources=list(sources), **more)
-    raise_problems(replacing_problems(out, meta["sources"], force))
+    raise_problems(replacing_problems(out, "autoencoder", meta["sources"], force))
     shifts = {}
     with new_folder(out, FILES) as folder:
         for name, array in arrays.items():

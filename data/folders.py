@@ -12,7 +12,7 @@ import socket
 import time
 from contextlib import contextmanager, suppress
 
-from data.token_files import CHECKED_WHOLE, DataError, prepared_meta, who_reads
+from data.token_files import CHECKED_WHOLE, DataError, made_for, prepared_meta, who_reads
 from train.files import alone_in, free_name, sync_folder
 
 # -----------------------------------------------------------------------------
@@ -20,8 +20,8 @@ from train.files import alone_in, free_name, sync_folder
 
 def check_types(folder, meta, make="prepare the data again", /, **kinds):
     """DataError unless `meta`, which read_meta found in `folder`, has these names with values of
-    these types: a type, [type] for a list of it, {str: type} for a mapping to it. make: how such a
-    folder is made."""
+    these kinds: a type, [type] for a list of it, {str: type} for a mapping to it, {"a"} for that
+    word. make: how such a folder is made."""
     for name, kind in kinds.items():
         if not is_of(meta.get(name), kind):
             found = f"{name} is {reprlib.repr(meta[name])}" if name in meta else f"no {name}"
@@ -33,6 +33,8 @@ def is_of(value, kind):
         return isinstance(value, list) and all(is_of(v, kind[0]) for v in value)
     if isinstance(kind, dict):
         return isinstance(value, dict) and all(is_of(v, kind[str]) for v in value.values())
+    if isinstance(kind, set):
+        return isinstance(value, str) and value in kind
     return isinstance(value, kind)
 
 
@@ -52,14 +54,15 @@ def check_array(path, array, shape, limit, least=0):
 # -----------------------------------------------------------------------------
 # writing one
 
-def replacing_problems(out, sources, force):
-    """What forbids to prepare `sources` into the folder `out`, [(out, what)], [] for nothing."""
+def replacing_problems(out, model, sources, force):
+    """What forbids to prepare `sources` for --model `model` into the folder `out`: [(out, what)],
+    [] for nothing."""
     meta, escape = prepared_meta(out), "name another folder with --out, or replace it with --force"
     if os.path.exists(out) and not os.path.isdir(out):
         return [(out, "is a file; --out names a folder")]
     if force or not os.path.isdir(out) or not os.listdir(out):
         return []
-    if meta is None:
+    if meta is None or (made_for(out) or "gpt") != model:
         return [(out, f"holds files that this command did not write; {escape}")]
     if meta["sources"] != sources or "-" in sources:
         was = ", ".join(map(str, meta["sources"]))[:200]

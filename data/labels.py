@@ -228,7 +228,7 @@ def find_task(rows, classes):
 def check_settings(args):
     """DataError for settings that cannot work."""
     val, test = args.val_fraction, args.test_fraction
-    problems = replacing_problems(args.out, args.files, args.force)
+    problems = replacing_problems(args.out, "classifier", args.files, args.force)
     if not (val > 0 and test >= 0 and val + test < 1):
         problems.append((f"val_fraction {val}, test_fraction {test}",
                          "expected shares of the rows, val's above 0, that leave some to train on"))

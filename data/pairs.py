@@ -116,7 +116,7 @@ def prepare_pairs(args):
         raise DataError(f"--reference {args.reference}: pairs need the checkpoint of a chat model, "
                         "with which their answers are compared")
     args.tokenizer = args.reference
-    check_settings(args, tokenizer, "pairs")
+    check_settings(args, tokenizer, "dpo")
     args.block_size = min(args.block_size or 1 << 30, model.config.block_size)
     pairs = list(with_split(encoded(args, tokenizer, model.template), args.val_fraction))
     if {split for split, _ in pairs} != {"train", "val"}:
@@ -132,7 +132,7 @@ def prepare_pairs(args):
                                      [pair for where, pair in pairs if where == split])
                   for split in ("train", "val")}
         write_meta(folder, {
-            "format_version": 1, "kind": "pairs", "vocab_size": tokenizer.n_vocab,
+            "format_version": 1, "kind": "pairs", "model": "dpo", "vocab_size": tokenizer.n_vocab,
             "tokenizer": write_tokenizer(folder, tokenizer), "eot_token": tokenizer.eot_token,
             "block_size": block_size, "template": model.template, "splits": splits,
             "reference": state["digest"], "sources": args.sources})

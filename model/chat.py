@@ -19,7 +19,7 @@ import torch
 
 from data.chat import check_template, ends_of, prompt_ids
 from data.folders import check_array, check_types
-from data.token_files import DataError, open_npy, read_meta, who_reads
+from data.token_files import DataError, open_npy, read_meta
 from data.tokenizer import known_tokenizer, tokenizer_from_spec
 from model import gpt
 from model.gpt import GPT
@@ -114,22 +114,18 @@ def is_chat(data_dir):
 def open_data(config, ranks):
     """The Data of the rows in config.data_dir. Raises DataError."""
     c = config
-    if not is_chat(c.data_dir):
-        raise DataError(f"{c.data_dir}: no chats{who_reads(c.data_dir)}; make some: python -m "
-                        f"data.chat FILE... --out {c.data_dir} --tokenizer CKPT.pt, or `example` "
-                        "for FILE")
-    meta, tokenizer = read_meta(c.data_dir), known_tokenizer(c.data_dir)
-    check_types(c.data_dir, meta, block_size=int, vocab_size=int, template=dict)
+    meta = read_meta(c.data_dir)
+    check_types(c.data_dir, meta, f"no chats; make some: python -m data.chat FILE... --out "
+                f"{c.data_dir} --tokenizer CKPT.pt, or `example` for FILE", kind={"chat"},
+                block_size=int, vocab_size=int, template=dict)
+    tokenizer = known_tokenizer(c.data_dir)
     if meta["block_size"] > c.block_size:
         raise DataError(f"{c.data_dir}: rows for a block_size of {meta['block_size']}, but the "
                         f"model's is {c.block_size}; prepare them with --block_size {c.block_size}")
 
     def load(split):
         paths = [os.path.join(c.data_dir, f"{split}_{name}.npy") for name in ARRAYS]
-        try:
-            arrays = [open_npy(path) for path in paths]
-        except (OSError, ValueError) as error:
-            raise DataError(f"{paths[0]} and its like: {error}; prepare the chats again") from None
+        arrays = [open_npy(path) for path in paths]
         shape = (None, meta["block_size"] + 1)
         for path, array, limit in zip(paths, arrays, (tokenizer.n_vocab, 2, 1 << 16)):
             check_array(path, array, shape, limit)

@@ -17,7 +17,7 @@ import torch
 import torch.nn.functional as F
 
 from data.folders import check_array, check_types
-from data.token_files import DataError, open_npy, read_meta, who_reads
+from data.token_files import DataError, open_npy, read_meta
 from data.tokenizer import known_tokenizer
 from model import chat, gpt
 from model.chat import ChatGPT
@@ -133,13 +133,11 @@ def answer_logps(model, tokens, mask):
 def open_data(config, ranks):
     """The Data of the pairs in config.data_dir, see data/pairs.py. Raises DataError."""
     c = config
-    meta = read_meta(c.data_dir) if os.path.isdir(c.data_dir) else {}
-    if meta.get("kind") != "pairs":
-        raise DataError(f"{c.data_dir}: no pairs of answers{who_reads(c.data_dir)}; make some: "
-                        f"python -m data.pairs FILE... --out {c.data_dir} --reference CKPT.pt, or "
-                        "`example` for FILE")
+    meta = read_meta(c.data_dir)
+    check_types(c.data_dir, meta, f"no pairs of answers; make some: python -m data.pairs FILE... "
+                f"--out {c.data_dir} --reference CKPT.pt, or `example` for FILE", kind={"pairs"},
+                block_size=int, vocab_size=int, reference=str)
     tokenizer = known_tokenizer(c.data_dir)
-    check_types(c.data_dir, meta, block_size=int, vocab_size=int, reference=str)
     if meta["block_size"] > c.block_size:
         raise DataError(f"{c.data_dir}: rows for a block_size of {meta['block_size']}, but the "
                         f"model's is {c.block_size}; prepare them with --block_size {c.block_size}")
@@ -148,10 +146,7 @@ def open_data(config, ranks):
         width, arrays = meta["block_size"] + 1, []
         for name, limit in zip(ARRAYS, (tokenizer.n_vocab, 2, None)):
             path = os.path.join(c.data_dir, f"{split}_{name}.npy")
-            try:
-                array = open_npy(path)
-            except (OSError, ValueError) as error:
-                raise DataError(f"{path}: {error}; prepare the pairs again") from None
+            array = open_npy(path)
             if limit:
                 check_array(path, array, (None, 2 * width), limit)
                 array = array.reshape(len(array), 2, width)

@@ -272,8 +272,10 @@ def test_output_folder_of_others_is_kept(tmp_path, capsys):
                                                 for i in range(40)])
     (tmp_path / "out").mkdir()
     (tmp_path / "out" / "thesis.txt").write_text("years")
-    assert data_chat.main([source, "--out", str(tmp_path / "out"), "--force"]) == 2
-    assert "holds other data" in capsys.readouterr().err
+    assert data_chat.main([source, "--out", str(tmp_path / "out")]) == 2
+    assert "holds files that this command did not write" in capsys.readouterr().err
+    assert data_chat.main([source, "--out", str(tmp_path / "out"), "--force"]) == 0
+    assert (tmp_path / "out" / "thesis.txt").read_text() == "years"
     assert data_chat.main([source, "--out", str(tmp_path / "new")]) == 0
     assert data_chat.main([source, "--out", str(tmp_path / "new")]) == 0  # the same again
 

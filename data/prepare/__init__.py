@@ -53,7 +53,7 @@ def processes(num_proc, size, quick):
 def check_settings(s):
     """(tokenizer or None, problems) of everything but the text itself. s: what `prepare` was asked
     for, here and below."""
-    problems, loaded = replacing_problems(s.out, s.sources, s.force), None
+    problems, loaded = replacing_problems(s.out, "gpt", s.sources, s.force), None
     if s.val_fraction is not None and not 0 < s.val_fraction <= 0.5:
         problems.append(("val_fraction", f"{s.val_fraction} is not within 0 < F <= 0.5"))
     for name in ("num_proc", "num_samples"):
@@ -244,7 +244,7 @@ def prepare_corpus(args, out, log=say):
     if tokenizer.kind != "gpt2":
         raise DataError(f"dataset {args.dataset}: its tokens are GPT-2's; --tokenizer can only "
                         "name a copy of gpt2's rank file")
-    raise_problems(replacing_problems(out, [corpus.url], args.force))
+    raise_problems(replacing_problems(out, "gpt", [corpus.url], args.force))
     os.makedirs(out, exist_ok=True)
     for name in FILES[:2]:  # of other sources (--force): they would be taken for all there is
         with contextlib.suppress(FileNotFoundError):
