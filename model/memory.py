@@ -197,9 +197,9 @@ def build_model(config, data):
 def export(ckpt, to, backbone=None):
     """Write the memory in `ckpt` and its backbone as one checkpoint, adapters added to it."""
     state = read_weights(ckpt)
-    model, _ = model_of(state, ckpt, backbone=backbone)
-    if not isinstance(model, MemoryGPT):
+    if (state.get("config") or {}).get("model") != "memory":
         raise CheckpointError(f"{ckpt}: no memory in it: expected a checkpoint of --model memory")
+    model, _ = model_of(state, ckpt, backbone=backbone)
     shape = asdict(model.config) | dict(lora_rank=0, train_base=True)
     lora.save_merged(to, state, model, shape)
     print(f"Wrote {to}: the memory and its backbone\nNext: python -m model.sample --ckpt {to}"

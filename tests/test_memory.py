@@ -212,8 +212,9 @@ def test_chats_are_learned_and_merged_it_talks(tmp_path, data_dir, backbone, cap
     there = ["--ckpt", str(out / "ckpt.pt"), "--to", str(merged)]
     assert memory.main(there) == 2
     assert "no such file; if it has moved, --backbone FILE" in capsys.readouterr().err
-    assert memory.main([*there, "--backbone", str(base)]) == 0
-    assert f"model.sample --ckpt {merged} --chat" in capsys.readouterr().out
+    merging = python("-m", "model.memory", *there, "--backbone", base)  # as a person types it
+    assert merging.returncode == 0, merging.stderr
+    assert f"model.sample --ckpt {merged} --chat" in merging.stdout
     said = []
     for how in (["--ckpt", str(merged)],
                 ["--ckpt", str(out / "ckpt.pt"), "--backbone", str(base)]):
