@@ -4,14 +4,16 @@ systems on top of them."""
 import hashlib
 import json
 import os
+import re
 import sys
+from pathlib import Path
 
 import pytest
 import torch
 from conftest import TINY, run
 from runs import metrics
 from templates import CONVERSATIONS, TEMPLATES
-from test_convert import assert_close, export, ids, logits_of, shake, train_tokenizer
+from test_convert import assert_close, export, ids, logits_of, make, shake, train_tokenizer
 from test_prepare import Server
 
 from data import chat as chats
@@ -22,7 +24,7 @@ from data.token_files import DataError
 from data.tokenizer import tokenizer_from_spec
 from data.tokenizer_json import tokenizer_of
 from model import chat as talking
-from model import families, sample
+from model import convert, families, sample
 from model.chat import ChatGPT
 from model.generate import empty_cache, generate
 from model.sample import load_model
@@ -510,3 +512,146 @@ def test_without_a_network_it_says_what_to_copy_where(hub, talker, tmp_path, mon
         monkeypatch.setenv("HF_ENDPOINT", endpoint)
         with pytest.raises(UserError, match=named):
             load_model(name)
+
+
+# -----------------------------------------------------------------------------
+# GGUF
+
+def as_written(name, t, model, arch):
+    """A tensor of `transformers` as llama.cpp's own converter writes it."""
+    c = model.config
+    if arch in ("llama", "smollm3") and name.endswith(("q_proj.weight", "k_proj.weight")):
+        heads = c.num_attention_heads if "q_proj" in name else c.num_key_value_heads
+        return t.reshape(heads, 2, -1, t.size(1)).swapaxes(1, 2).reshape(t.shape)
+    return t + 1 if arch == "gemma3" and name.endswith("norm.weight") else t
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_gguf_has_the_tensors_and_the_shape_of_llama_cpp(folders, tmp_path, name):
+    """By the package's own reader and its table of names."""
+    gguf = pytest.importorskip("gguf")
+    path, theirs = folders(name)
+    if name == "gemma3":
+        assert convert.main(["--ckpt", path, "--to", str(tmp_path / "m.gguf")]) == 2
+        changed = json.loads(Path(path, "config.json").read_text()) | dict(query_pre_attn_scalar=16)
+        (tmp_path / "config.json").write_text(json.dumps(changed))
+        os.symlink(os.path.join(path, "model.safetensors"), tmp_path / "model.safetensors")
+        path = str(tmp_path)
+    assert convert.main(["--ckpt", path, "--to", str(tmp_path / "m.gguf")]) == 0
+    reader, c = gguf.GGUFReader(tmp_path / "m.gguf"), theirs.config
+    arch = reader.get_field("general.architecture").contents()
+    assert arch == dict(llama3="llama", mistral="llama").get(name, name.split("-")[0]).replace(
+        "mistral", "llama")
+    known = gguf.get_tensor_name_map(getattr(gguf.MODEL_ARCH, arch.upper()), c.num_hidden_layers)
+    found, wanted = {t.name: torch.from_numpy(t.data.copy()) for t in reader.tensors}, set()
+    for theirs_name, t in theirs.state_dict().items():
+        if theirs_name == "lm_head.weight" and c.tie_word_embeddings:
+            continue
+        wanted.add(known.get_name(theirs_name, try_suffixes=(".weight", ".bias")))
+        kept = found[known.get_name(theirs_name, try_suffixes=(".weight", ".bias"))]
+        assert torch.equal(kept, as_written(theirs_name, t, theirs, arch)), theirs_name
+    assert found.keys() - wanted == ({"rope_freqs.weight"} if name == "llama3" else set())
+
+    def field(key):
+        return reader.get_field(f"{arch}.{key}").contents()
+    assert (field("block_count"), field("embedding_length"), field("feed_forward_length"), field(
+        "attention.head_count"), field("attention.head_count_kv"), field("vocab_size")) == (
+        c.num_hidden_layers, 32, 48, 4, 2, 300)
+    assert field("attention.key_length") == getattr(c, "head_dim", None) or 8
+    assert field("context_length") == (5 if "window" in name else 64)
+    if name == "llama3":
+        plain = 10000.0 ** -(torch.arange(0, 8, 2) / 8)
+        assert_close(plain / found["rope_freqs.weight"], families.frequencies(
+            (10000.0, 8.0, 1.0, 4.0, 32), 8, "cpu"))
+
+
+@pytest.mark.parametrize("name, change, named", [
+    ("gemma3", dict(query_pre_attn_scalar=16, layer_types=["full_attention"] * 7),
+     "layer_types: not a full one in six"),
+    ("smollm3", dict(no_rope_layers=[1, 0, 1, 1]), "no_rope_layers: .1, 0, 1, 1"),
+    ("qwen2", dict(rope_scaling=LLAMA3), "rope_type: llama3")])
+def test_what_llama_cpp_would_compute_otherwise_is_refused(folders, tmp_path, capsys, name, change,
+                                                           named):
+    pytest.importorskip("gguf")
+    theirs = json.loads(Path(folders(name)[0], "config.json").read_text())
+    theirs.pop("rope_parameters", None)
+    (tmp_path / "config.json").write_text(json.dumps(theirs | change))
+    os.symlink(os.path.join(folders(name)[0], "model.safetensors"), tmp_path / "model.safetensors")
+    assert convert.main(["--ckpt", str(tmp_path), "--to", str(tmp_path / "m.gguf")]) == 2
+    assert re.search(named, capsys.readouterr().err)
+    assert not (tmp_path / "m.gguf").exists()
+
+
+@pytest.mark.parametrize("quantize", [(), ("--quantize=q8_0",), ("--save_precision=bfloat16",)])
+def test_gguf_has_tokenizer_template_and_ends(talker, tmp_path, capsys, quantize):
+    gguf = pytest.importorskip("gguf")
+    folder, model, theirs = talker
+    (folder / "generation_config.json").write_text(json.dumps(dict(eos_token_id=[285, 284])))
+    to = str(tmp_path / "m.gguf")
+    assert convert.main(["--ckpt", str(folder), "--to", to, *quantize]) == 0
+    said, reader = capsys.readouterr().out, gguf.GGUFReader(to)
+
+    def field(key):
+        return reader.get_field(f"tokenizer.{key}").contents()
+    tokens, kinds = field("ggml.tokens"), field("ggml.token_type")
+    assert tokens == theirs.convert_ids_to_tokens(range(len(theirs)))
+    added = theirs.added_tokens_decoder
+    assert kinds == [3 if i in added and added[i].special else 4 if i in added else 1
+                     for i in range(len(theirs))]
+    content = json.loads((folder / "tokenizer.json").read_text())
+    merges = [" ".join(pair) for pair in content["model"]["merges"]]
+    assert sorted(field("ggml.merges")) == sorted(merges) and field("ggml.model") == "gpt2"
+    assert (field("ggml.pre"), field("chat_template")) == ("llama-bpe", theirs.chat_template)
+    assert field("ggml.eos_token_id") == theirs.eos_token_id and not field("ggml.add_bos_token")
+    asked = "<|im_start|>user\n{{ .Prompt }}<|im_end|>\n<|im_start|>assistant\n{{ else }}"
+    told = "{{ if .System }}<|im_start|>system\n{{ .System }}<|im_end|>\n"
+    assert f'FROM ./m.gguf\nTEMPLATE """{told}{asked}' in said
+    assert 'PARAMETER stop "<|im_end|>"\n' in said
+    weights = load_model(folder)[0].state_dict()
+    for t in reader.tensors:
+        wanted = weights.get(
+            {"token_embd.weight": "wte.weight", "output_norm.weight": "ln_f.weight"}.get(t.name))
+        if wanted is not None:
+            kept = torch.from_numpy(gguf.quants.dequantize(t.data, t.tensor_type).copy())
+            limit = (wanted[:300].abs().amax() / 100 if quantize else 0)
+            assert (kept - wanted[:len(kept)]).abs().max() <= limit
+
+
+def test_gguf_of_what_is_trained_here(tmp_path, capsys, monkeypatch):
+    """A byte tokenizer and a chat template of ours; what is missing is said in a line."""
+    gguf = pytest.importorskip("gguf")
+    make(tmp_path / "ckpt.pt", template=chats.TEMPLATE, bias=True, norm="layer", pos="learned",
+         mlp="gelu")
+    to = str(tmp_path / "m.gguf")
+    assert convert.main(["--ckpt", str(tmp_path / "ckpt.pt"), "--to", to]) == 0
+    reader = gguf.GGUFReader(to)
+    assert reader.get_field("general.architecture").contents() == "gpt2"
+    names = {t.name for t in reader.tensors}
+    assert {"position_embd.weight", "blk.0.attn_qkv.bias", "blk.1.ffn_down.bias"} <= names
+    assert "### Assistant:" in reader.get_field("tokenizer.chat_template").contents()
+    assert reader.get_field("tokenizer.ggml.eos_token_id").contents() == 256
+    assert 'PARAMETER stop "<|endoftext|>"' in capsys.readouterr().out
+    assert convert.main(["--ckpt", str(tmp_path / "ckpt.pt"), "--to", str(tmp_path / "m.pt"),
+                         "--quantize", "q8_0"]) == 2
+    assert "goes with --to FILE.gguf" in capsys.readouterr().err
+    monkeypatch.setitem(sys.modules, "gguf", None)
+    assert convert.main(["--ckpt", str(tmp_path / "ckpt.pt"), "--to", to]) == 2
+    assert "needs gguf: pip install gguf" in capsys.readouterr().err
+
+
+def test_llama_cpp_writes_our_greedy_text(folders, tmp_path):
+    """64 tokens in float32, of each architecture."""
+    llama_cpp = pytest.importorskip("llama_cpp")
+    for name in MODELS:
+        model, to = load_model(folders(name)[0])[0], str(tmp_path / f"{name}.gguf")
+        if convert.main(["--ckpt", folders(name)[0], "--to", to]) or "window" in name:
+            continue
+        idx = ids(rows=1, T=8)
+        wanted = generate(model, idx, 48, temperature=0, n_vocab=300)[0, 8:].tolist()
+        theirs = llama_cpp.Llama(to, n_ctx=64, verbose=False, logits_all=False)
+        theirs.eval(idx[0].tolist())
+        found = []
+        for _ in range(48):
+            found.append(int(theirs.scores[theirs.n_tokens - 1].argmax()))
+            theirs.eval(found[-1:])
+        assert found == wanted, name

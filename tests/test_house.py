@@ -37,7 +37,7 @@ NEEDS = {"model.lora": {"model.chat"}, "model.dpo": {"model.lora", "model.chat"}
          "model.memory": {"model.lora", "model.moe", "model.chat"},
          "train.hpo": {"train.plot"}, "train.lr_finder": {"train.plot"},
          "train.trackers": {"train.plot"}}
-LAZILY = {"model.convert": {"model.lora", "model.moe", "model.families"},
+LAZILY = {"model.convert": {"model.lora", "model.moe", "model.families", "model.chat"},
           "data.tokenizer_json": {"data.prepare"},
           "train.bench": {"model.sample"}, "model.sample": {"model.chat"},
           "model.serve": {"model.chat"}}

@@ -3,6 +3,7 @@
     python -m model.convert --ckpt out/ckpt.pt --to out/hf               a Hugging Face folder
     python -m model.convert --ckpt out/ckpt.pt --to nanogpt/ckpt.pt      nanoGPT's format
     python -m model.convert --ckpt out/ckpt.pt --to model.safetensors    the weights alone
+    python -m model.convert --ckpt out/ckpt.pt --to model.gguf           llama.cpp's, and Ollama's
     python -m model.convert --ckpt out/lora/ckpt.pt --to out/adapter --adapter out/hf   for peft
 
 --ckpt is a checkpoint or what else model/convert/foreign.py reads. The folders are those of
@@ -242,6 +243,16 @@ def template_out(template):
     return words | dict(chat_template=template.get("jinja") or chat_template(template))
 
 
+def export_weights(source, to, precision):
+    """Write the weights by our names, and what they are; what it is, in words."""
+    about = dict(model_args=asdict(source.shape),
+                 tokenizer=source.tokenizer and source.tokenizer.spec(),
+                 spec=dict(template=source.template) if source.template else {})
+    about = {name: json.dumps(value) for name, value in about.items()}
+    write_weights(to, source.weights, precision, about)
+    return f"{len(source.weights)} tensors by our names"
+
+
 def export_nanogpt(source, to):
     """Write a checkpoint that nanoGPT's own sample.py reads; what it is, in words."""
     c = source.shape
@@ -313,25 +324,29 @@ def join_adapters(pairs):
 # -----------------------------------------------------------------------------
 # the command line
 
-def convert(ckpt, to, save_precision="float32", adapter=None, backbone=None, ema=False):
+def convert(ckpt, to, save_precision="float32", adapter=None, backbone=None, ema=False,
+            quantize=None):
     """Write the model at `ckpt` to `to`, whose name says in which form. UserError."""
-    if os.path.isfile(to) != to.endswith((".pt", ".safetensors")) and os.path.exists(to):
-        raise CheckpointError(f"--to {to}: expected FILE.pt, FILE.safetensors or a folder")
+    if os.path.isfile(to) != to.endswith((".pt", ".safetensors", ".gguf")) and os.path.exists(to):
+        raise CheckpointError(f"--to {to}: expected FILE.pt, .safetensors, .gguf or a folder")
+    if quantize and not to.endswith(".gguf"):
+        raise CheckpointError("--quantize: goes with --to FILE.gguf")
     os.makedirs(os.path.dirname(os.path.abspath(to)), exist_ok=True)
+    source = None if adapter else read_source(ckpt, backbone, ema)
     if adapter:
         what = export_adapter(ckpt, to, adapter, backbone, ema)
     elif to.endswith(".pt"):
-        what = export_nanogpt(read_source(ckpt, backbone, ema), to)
+        what = export_nanogpt(source, to)
     elif to.endswith(".safetensors"):
-        source = read_source(ckpt, backbone, ema)
-        about = dict(model_args=asdict(source.shape),
-                     tokenizer=source.tokenizer and source.tokenizer.spec(),
-                     spec=dict(template=source.template) if source.template else {})
-        about = {name: json.dumps(value) for name, value in about.items()}
-        write_weights(to, source.weights, save_precision, about)
-        what = f"{len(source.weights)} tensors by our names"
+        what = export_weights(source, to, save_precision)
+    elif to.endswith(".gguf"):
+        from model.convert.gguf import export_gguf
+        weights, family = without_padding(source), family_of(source)
+        weights = join_qkv(weights) if family == "gpt2" else weights
+        config = config_json(source, family, save_precision)
+        what = export_gguf(source, weights, to, config, quantize or save_precision)
     else:
-        what = export_folder(read_source(ckpt, backbone, ema), to, save_precision)
+        what = export_folder(source, to, save_precision)
     print(f"Wrote {to}: {what}")
 
 
@@ -342,12 +357,14 @@ def main(argv=None):
     parser.add_argument("--ckpt", default="out/ckpt.pt", help="checkpoint, .safetensors file, "
                         "Hugging Face folder or hf:OWNER/NAME (default: %(default)s)")
     parser.add_argument("--to", required=True, help="FILE.pt: nanoGPT's format; FILE.safetensors: "
-                        "weights alone; else a folder for transformers, vLLM and llama.cpp")
+                        "weights alone; FILE.gguf: for llama.cpp and Ollama; else a folder for "
+                        "transformers and vLLM")
     parser.add_argument("--backbone", help=BACKBONE)
     parser.add_argument("--ema", action="store_true", help=EMA)
     parser.add_argument("--save_precision", choices=["float32", "bfloat16", "float16"],
-                        default="float32", help="of the weights in a folder or "
-                        ".safetensors file (default: %(default)s)")
+                        default="float32", help="of the weights in a folder, .safetensors or "
+                        ".gguf file (default: %(default)s)")
+    parser.add_argument("--quantize", choices=["q8_0"], help="weights of a .gguf file in 8 bits")
     parser.add_argument("--adapter", metavar="BASE", help="of a LoRA write the adapters alone, for "
                         "peft, over the model exported to this folder")
     return run_command(parser, lambda args: convert(**vars(args)), argv)
