@@ -227,17 +227,19 @@ def operations_in(work):
 
 SMALL = dict(n_layer=1, n_head=4, n_kv_head=2, n_embd=64, n_hidden=128, vocab_size=256,
              block_size=32)
-SYSTEMS = ("gpt", "chat", "lora", "dpo", "moe", "memory", "classifier", "sae", "autoencoder")
+SYSTEMS = ("gpt", "chat", "lora", "dpo", "distill", "moe", "memory", "classifier", "sae",
+           "autoencoder")
 
 
 def small_model(name):
     """(model on the meta device, shapes of its training batch: of tokens, or of numbers)"""
     import torch
 
-    from model import autoencoder, chat, classifier, dpo, gpt, lora, memory, moe, sae
+    from model import autoencoder, chat, classifier, distill, dpo, gpt, lora, memory, moe, sae
     from train.config import load_config
-    config, B, T = load_config(None, dict(model=name) if name not in ("dpo", "memory") else
-                               {}), 4, 32
+    # The keys of these cannot do without a file.
+    keys = {} if name in ("distill", "dpo", "memory") else dict(model=name)
+    config, B, T = load_config(None, keys), 4, 32
     shape = gpt.GPTConfig(**SMALL)
     with torch.device("meta"):
         if name == "gpt":
@@ -248,6 +250,10 @@ def small_model(name):
             model = dpo.PreferenceGPT(shape)
             model.beta, model.nll, model.kind, model.normalized = 0.1, 1.0, "sigmoid", False
             return model, [(B, 2, T + 1)] * 2 + [(B, 2, float)]
+        if name == "distill":
+            model = distill.Student(shape)
+            model.teacher = (gpt.GPT(shape).requires_grad_(False),)
+            return model, [(B, T)] * 2
         if name == "moe":
             return moe.MoE(moe.MoEConfig(**SMALL)), [(B, T)] * 2
         if name == "lora":
@@ -273,6 +279,8 @@ def on_device(name):
     model, shapes = small_model(name)
     batch = [torch.zeros(s[:-1], device="cuda:0") if s[-1] is float else
              torch.zeros(s, dtype=torch.int64, device="cuda:0") for s in shapes]
+    for teacher in getattr(model, "teacher", ()):
+        fake_cuda.to_device(teacher)
     return fake_cuda.to_device(model), batch
 
 

@@ -158,7 +158,7 @@ def test_attention_never_makes_its_scores(proofs):
 def test_a_training_step_waits_for_nothing(proofs):
     """Of any model: nothing is sent between host and device, and no number is read."""
     found = proofs("train_crossings")
-    assert len(found) == 9 and not any(found.values()), found
+    assert len(found) == 10 and not any(found.values()), found
 
 
 def test_a_token_waits_for_nothing(proofs):
@@ -175,7 +175,7 @@ def test_models_are_compiled_whole(proofs):
     """fullgraph, in training and in evaluation; a classifier block by block."""
     found = proofs("whole")
     assert found.pop("sae") == {"train": 1}
-    assert len(found) == 8 and all(n == {"train": 1, "eval": 1} for n in found.values()), found
+    assert len(found) == 9 and all(n == {"train": 1, "eval": 1} for n in found.values()), found
 
 
 def test_a_token_is_one_cuda_graph(proofs):

@@ -1,0 +1,131 @@
+"""Distillation: the loss against one of whole logits, a teacher that stays out of the checkpoint,
+ranks, resume."""
+
+import json
+
+import pytest
+import torch
+import torch.nn.functional as F
+from conftest import TINY, run
+from runs import Program, assert_same, configure, go, tensors
+
+from model.distill import Student
+from model.gpt import GPT, GPTConfig
+from model.load import load_model
+from train.checkpoint import load_checkpoint
+from train.config import load_config
+from train.train import train
+
+
+@pytest.fixture(scope="module")
+def teacher(data_dir, tmp_path_factory):
+    """A trained GPT, wider than its students."""
+    out = tmp_path_factory.mktemp("teacher")
+    train(load_config(None, TINY | dict(data_dir=str(data_dir), out_dir=str(out), max_iters=30)))
+    return str(out / "ckpt.pt")
+
+
+def changes(teacher, **more):
+    return dict(model="distill", teacher=teacher, distill_weight=0.8) | more
+
+
+@pytest.mark.parametrize("weight, temperature", [(0.5, 1.0), (1.0, 2.0), (0.0, 1.0)])
+def test_loss_and_gradients_from_whole_logits(weight, temperature):
+    torch.manual_seed(0)
+    shape = dict(n_layer=1, n_head=2, vocab_size=50, block_size=12)
+    student = Student(GPTConfig(n_embd=16, **shape), seed=1)
+    big = GPT(GPTConfig(n_embd=32, **shape | dict(vocab_size=60)), seed=2).requires_grad_(False)
+    with torch.no_grad():
+        for p in (*student.parameters(), *big.parameters()):
+            p.mul_(3)  # so that the two differ
+    student.teacher, student.weight, student.temperature = (big,), weight, temperature
+    idx, targets = torch.randint(50, (3, 12)), torch.randint(50, (3, 12))
+    targets[0, :7] = targets[2] = -1
+    z, t = (model(idx)[..., :50] for model in (student, big))
+    own = F.cross_entropy(z.flatten(0, 1), targets.flatten(), ignore_index=-1)
+    p, q = (F.softmax(x / temperature, -1) for x in (t, z))
+    kl = (p * (p.log() - q.log())).sum(-1)[targets != -1]
+    expected = (1 - weight) * own + weight * temperature**2 * kl.mean()
+    loss, sums = student(idx, targets)
+    torch.testing.assert_close(loss, expected)
+    parameters = list(student.parameters())
+    for a, b in zip(torch.autograd.grad(loss, parameters), torch.autograd.grad(
+            expected, parameters), strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-3, atol=1e-6)
+    assert student.numbers(sums | dict(loss=loss)) == dict(kl=pytest.approx(kl.mean().item()))
+    loss, sums = student.eval()(idx, targets)  # an evaluation: the text's own
+    torch.testing.assert_close(loss, own)
+    found = student.numbers(sums | dict(loss=loss * sums["count"]))
+    assert found["kl"] == pytest.approx(kl.mean().item())
+    assert found["ppl"] == pytest.approx(own.exp().item())
+    assert student(idx, torch.full_like(idx, -1))[0] == 0  # nothing counts
+
+
+def test_it_learns_what_the_teacher_expects_and_keeps_it_out(data_dir, tmp_path, teacher):
+    """With the teacher alone, the divergence from it falls; what is saved is a GPT."""
+    last = go(data_dir, tmp_path / "out", **changes(teacher, distill_weight=1.0, max_iters=30))
+    kl = [r["val_kl"] for r in last["history"]]
+    assert kl[-1] < 0.7 * kl[0]
+    state = load_checkpoint(tmp_path / "out/ckpt.pt")
+    plain = go(data_dir, tmp_path / "plain", max_iters=1)
+    assert plain and state["model"].keys() == load_checkpoint(
+        tmp_path / "plain/ckpt.pt")["model"].keys()
+    (tmp_path / "gone").mkdir()
+    moved = dict(state["config"], teacher="nowhere.pt")  # it needs no teacher to be used
+    model, _ = load_model(tmp_path / "out/ckpt.pt")
+    assert not model.teacher and moved["model"] == "distill"
+    again = go(data_dir, tmp_path / "more", init_from=str(tmp_path / "out/ckpt.pt"), max_iters=0)
+    assert again["history"][0]["val_loss"] == pytest.approx(last["history"][-1]["val_loss"])
+
+
+def test_flops_count_a_forward_pass_of_the_teacher(teacher):
+    student = Student(GPTConfig(n_layer=1, n_head=2, n_embd=16, vocab_size=256, block_size=8))
+    alone, (big, _) = student.flops_per_unit(), load_model(teacher)
+    student.teacher = (big,)
+    assert student.flops_per_unit() == alone + big.flops_per_unit() / 3
+
+
+@pytest.mark.parametrize("more, message", [
+    (dict(teacher=""), "teacher: missing"), (dict(teacher="nowhere.pt"), "nowhere.pt"),
+    (dict(block_size=64), "sees 16 tokens; expected at least"),
+    (dict(distill_weight=2.0), "distill_weight"),
+    (dict(vocab_size=60000), "expected a GPT that knows the 60000 ids"),
+])
+def test_what_cannot_be_taught_is_refused(data_dir, tmp_path, teacher, more, message):
+    with pytest.raises(ValueError, match=message):
+        train(configure(data_dir, tmp_path, **changes(teacher) | more))
+
+
+def test_another_teacher_is_no_resume(data_dir, tmp_path, teacher):
+    go(data_dir, tmp_path / "out", **changes(teacher, max_iters=4))
+    go(data_dir, tmp_path / "other", max_iters=2, seed=5, block_size=16)
+    with pytest.raises(ValueError, match="teacher: checkpoint has"):
+        go(data_dir, tmp_path / "out", **changes(str(tmp_path / "other/ckpt.pt"), max_iters=8))
+
+
+def test_killed_and_resumed(data_dir, tmp_path, teacher):
+    more = changes(teacher, max_iters=40, save_interval=3, dropout=0.1, lr_decay_iters=40)
+    go(data_dir, tmp_path / "a", **more)
+    killed = Program(data_dir, tmp_path / "b", **more)
+    killed.wait_for("iter 9:")
+    killed.kill()
+    go(data_dir, tmp_path / "b", **more)
+    assert_same(tmp_path / "a", tmp_path / "b")
+
+
+@pytest.mark.parametrize("how", ["ddp", "fsdp"])
+def test_two_ranks_equal_one(data_dir, tmp_path, teacher, how):
+    more = TINY | changes(teacher, data_dir=str(data_dir), max_iters=6, eval_interval=3)
+    one = train(load_config(None, more | dict(out_dir=str(tmp_path / "one"))))
+    with open(tmp_path / "two.yaml", "w") as f:
+        json.dump(more | dict(out_dir=str(tmp_path / "two"), distributed=how), f)
+    code, output = run("--config", tmp_path / "two.yaml", ranks=2)
+    assert code == 0, output
+    lines = [json.loads(line) for line in open(tmp_path / "two/metrics.jsonl")]
+    for a, b in zip(one["history"], [n for n in lines if "val_loss" in n], strict=True):
+        assert a["val_loss"] == pytest.approx(b["val_loss"], rel=1e-5)
+        assert a["val_kl"] == pytest.approx(b["val_kl"], rel=1e-4)
+    a, b = (tensors(tmp_path / n / "ckpt.pt")[0] for n in ("one", "two"))
+    for name in a:
+        if name.startswith("model."):
+            torch.testing.assert_close(a[name], b[name], rtol=1e-3, atol=1e-5)
