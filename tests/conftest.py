@@ -13,7 +13,7 @@ import pytest
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # also of every program
 
-from processes import REPO, TESTS, in_ranks_of, python  # noqa: E402
+from processes import REPO, TESTS, in_ranks_of, python, small_chunks  # noqa: E402
 
 SHARED = REPO.parent / "shared" / "data"
 
@@ -67,6 +67,7 @@ def pytest_collection_finish():
     third of the time."""
     gc.enable()
     gc.freeze()
+    small_chunks()
 
 
 @contextlib.contextmanager
