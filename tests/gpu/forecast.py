@@ -26,9 +26,9 @@ LOST = 0.12    # of the time: tails of kernels, clocks below those of the data s
 UPDATE = 40    # bytes a parameter: AdamW reads and writes three tensors and a gradient, clipping it
 
 
-def of_layers(n, two, three):
-    """Numbers of a step of n layers, from those of 2 and 3."""
-    return {k: v + (n - 2) * (three[k] - v) for k, v in two.items()}
+def of_layers(n, one, two):
+    """Numbers of a step of n layers, from those of 1 and 2."""
+    return {k: v + (n - 1) * (two[k] - v) for k, v in one.items()}
 
 
 def forecast(found, gpu):
@@ -64,7 +64,7 @@ def main(argv=None):
     gpu = p.parse_args(argv).gpu
     if why := fake_cuda.missing():
         sys.exit(f"forecast: {why}")
-    found = of_layers(12, *ask(gpu, "step gpt2 2", "step gpt2 3"))
+    found = of_layers(12, *ask(gpu, "step gpt2 1", "step gpt2 2"))
     parts = forecast(found, gpu)
     total = sum(parts.values())
     print(f"A forecast, not measured: GPT-2 124M, {TOKENS:,} tokens a micro-batch, one {gpu}:\n"

@@ -21,24 +21,26 @@ if why := fake_cuda.missing():
     pytest.skip(f"CUDA code without a GPU: {why}", allow_module_level=True)
 
 
-# Of a step of 2 layers, and of 12 (from those of 2 and 3): launches of Triton's kernels and of
-# libraries', GB moved, GB saved for the backward pass, TFLOP. A number may exceed its row by 2%:
-# more is a step back, less a new row.
+# Of a step of so many layers: launches of Triton's kernels and of libraries', GB moved, GB saved
+# for the backward pass, TFLOP. A number may exceed its row by 1%: more is a step back, less a new
+# row.
+LAYERS = {"gpt2": 2, "production": 2, "experts": 1, "chat": 1, "lora": 1}
 STEPS = {
     "gpt2": (41, 31, 26.57, 5.12, 11.1),
-    "production": (52, 31, 6.01, 0.85, 0.88),
-    "experts": (96, 47, 6.86, 0.93, 0.71),
-    "chat": (58, 31, 6.05, 0.84, 0.86),
-    "lora": (107, 87, 27.67, 5.01, 7.55)}
+    "production": (52, 31, 6.006, 0.848, 0.881),
+    "experts": (56, 25, 5.48, 0.742, 0.656),
+    "chat": (35, 17, 5.124, 0.703, 0.733),
+    "lora": (57, 43, 19.86, 4.19, 6.25)}
+# Of 12 layers, from those of 1 and 2: each adds the same.
 TWELVE = (191, 171, 79.26, 13.34, 28.63)  # gpt2
 FORECAST = 455e3  # tokens/s on an H100, at the least
 NUMBERS = dict(triton=1, library=1, bytes=1e9, saved=1e9, flops=1e12)
 LARGEST = 50304 * 768  # elements of the largest float32 buffer that there should be: a gradient
 
 QUESTIONS = {  # of a process each
-    "H100": [*(f"step {n} 2" for n in STEPS), "step gpt2 3", "kernels gpt2"],
+    "H100": ["step gpt2 1", *(f"step {name} {n}" for name, n in LAYERS.items()), "kernels gpt2"],
     "A100": ["train_crossings", "decode_crossings", "a_crossing", "attention_kernels", "one_token",
-             "whole", *(f"kept {n}" for n in STEPS), "kernels production"]}
+             "whole", *(f"kept {name} {n}" for name, n in LAYERS.items()), "kernels production"]}
 
 
 def ask(folder, gpu, questions, answer):
@@ -97,20 +99,20 @@ def numbers(found):
 
 
 def assert_as_before(found, limits):
-    worse = {name: (n, limit) for name, n, limit in zip(NUMBERS, found, limits) if n > 1.02 * limit}
+    worse = {name: (n, limit) for name, n, limit in zip(NUMBERS, found, limits) if n > 1.01 * limit}
     assert not worse, f"(now, before): {worse}"
 
 
 @pytest.mark.parametrize("name", STEPS)
 def test_a_compiled_step_takes_what_it_took(proofs, name):
     """In two graphs, forward and backward, without float32 logits or scores of attention."""
-    found = proofs(f"step {name} 2")
+    found = proofs(f"step {name} {LAYERS[name]}")
     assert_as_before(numbers(found), STEPS[name])
     assert found["graphs"] == 2 and found["float32"] <= LARGEST
 
 
 def test_a_step_of_twelve_layers_takes_what_it_took(proofs):
-    found = of_layers(12, *(proofs(f"step gpt2 {n}") for n in (2, 3)))
+    found = of_layers(12, *(proofs(f"step gpt2 {n}") for n in (1, 2)))
     assert_as_before(numbers(found), TWELVE)
     assert TOKENS / sum(forecast(found, "H100").values()) > FORECAST
 
@@ -131,8 +133,9 @@ def test_the_forecast_adds_up_its_parts():
 @pytest.mark.parametrize("name", STEPS)
 def test_a_dry_run_says_what_is_kept_for_the_backward_pass(proofs, name):
     """Within a tenth of what PyTorch keeps, and of what its compiler does."""
-    eager, *estimates = proofs(f"kept {name}")
-    assert estimates == pytest.approx([eager, proofs(f"step {name} 2")["saved"]], rel=0.1)
+    eager, *estimates = proofs(f"kept {name} {LAYERS[name]}")
+    compiled = proofs(f"step {name} {LAYERS[name]}")["saved"]
+    assert estimates == pytest.approx([eager, compiled], rel=0.1)
 
 
 @pytest.mark.parametrize("name", ["gpt2", "production"])
@@ -172,10 +175,11 @@ def test_a_crossing_would_be_seen(proofs):
 
 
 def test_models_are_compiled_whole(proofs):
-    """fullgraph, in training and in evaluation; a classifier block by block."""
-    found = proofs("whole")
-    assert found.pop("sae") == {"train": 1}
-    assert len(found) == 9 and all(n == {"train": 1, "eval": 1} for n in found.values()), found
+    """fullgraph, in training (of some a step shows that above) and in evaluation."""
+    assert proofs("whole") == {
+        **dict.fromkeys(["gpt", "chat", "lora", "moe"], {"eval": 1}), "sae": {"train": 1},
+        **dict.fromkeys(["dpo", "distill", "memory", "classifier", "autoencoder"],
+                        {"train": 1, "eval": 1})}
 
 
 def test_a_token_is_one_cuda_graph(proofs):
