@@ -79,6 +79,8 @@ def _become(function, args, cwd, env, files):
     small_chunks()
     os.environ.clear()
     os.environ.update(env)
+    if "CXX" in env and (config := sys.modules.get("torch._inductor.config")):
+        config.cpp.cxx = None, env["CXX"]  # which it has read when it was imported
     os.chdir(cwd)
     for fd, name in enumerate(files):
         opened = os.open(name, os.O_WRONLY | os.O_CREAT | os.O_APPEND if fd else os.O_RDONLY)

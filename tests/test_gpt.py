@@ -4,6 +4,7 @@ and that each fast path computes what its plain form does."""
 import functools
 import itertools
 import math
+import os
 import random
 import shutil
 import types
@@ -11,6 +12,7 @@ import types
 import pytest
 import torch
 import torch.nn.functional as F
+from test_distributed import in_ranks
 
 import model.ops
 from data.tokenizer import load_tokenizer
@@ -776,14 +778,15 @@ def test_sampling_does_not_compile_for_each_length(graphs):
 
 # --- sharded
 
-def sharded_rank(rank, folder):
+def sharded_rank(folder):
     """One of two ranks: the compiled, sharded model computes the loss, the gradient and the text of
     the whole one."""
     import torch.distributed as dist
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
     torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=2)
+    dist.init_process_group("gloo", init_method=f"file://{folder}/store", world_size=2,
+                            rank=int(os.environ["RANK"]))
     idx, targets, (byte, plain) = tokens(2, 16), tokens(2, 16, seed=1), text_and_model()
     wanted, wanted_grads = gradients(plain, idx, targets)
     config, data = run_config(sample_prompts=["the "], sample_tokens=20), data_of(300, byte)
@@ -808,9 +811,8 @@ def sharded_rank(rank, folder):
 
 
 def test_sharded_blocks_are_compiled(tmp_path):
-    """FSDP's hooks stand around every block; also with gradient checkpointing. (Two processes that
-    import the compiler: some seconds.)"""
-    torch.multiprocessing.spawn(sharded_rank, (str(tmp_path),), nprocs=2)
+    """FSDP's hooks stand around every block; also with gradient checkpointing."""
+    in_ranks(2, sharded_rank, str(tmp_path))
 
 
 # --- on a GPU, without one

@@ -1,9 +1,6 @@
 """model/sample/: from ckpt.pt alone to text, as a library and through the command line."""
 
 import base64
-import os
-import subprocess
-import sys
 import types
 
 import pytest
@@ -43,10 +40,7 @@ def checkpoint(tmp_path_factory):
 
 
 def sample(*args, start=("-m", "model.sample"), cwd=REPO, **environment):
-    if "--compile" not in args:
-        return python(*start, *args, cwd=cwd, env=environment)
-    return subprocess.run([sys.executable, *start, *map(str, args)], cwd=cwd, capture_output=True,
-                          text=True, env=os.environ | environment)  # compiling ends threads at exit
+    return python(*start, *args, cwd=cwd, env=environment)
 
 
 def random_tokens(*shape, seed=1, vocab=100):

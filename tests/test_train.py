@@ -8,7 +8,7 @@ import time
 import pytest
 import torch
 import torch.nn.functional as F
-from conftest import SHARED, TINY, finish, run, start, tiny_args
+from conftest import SHARED, TINY, run, tiny_args
 from processes import python
 
 from train.config import load_config
@@ -128,10 +128,9 @@ def test_micro_batch_divides_the_share(batch_size, steps, ranks, expected):
 
 
 def test_compile_failure_falls_back_to_eager(tmp_path, data_dir):
-    code, out = finish(start(*tiny_args(compile="true", max_iters=2), "--data_dir", data_dir,
-                             "--out_dir", tmp_path,
-                             env={"CXX": "/nonexistent",
-                                  "TORCHINDUCTOR_CACHE_DIR": str(tmp_path / "i")}))
+    code, out = run(*tiny_args(compile="true", max_iters=2), "--data_dir", data_dir, "--out_dir",
+                    tmp_path, env={"CXX": "/nonexistent",
+                                   "TORCHINDUCTOR_CACHE_DIR": str(tmp_path / "i")})
     assert code == 0 and "torch.compile failed; going on without it" in out, out
 
 
