@@ -30,10 +30,10 @@ from pathlib import Path
 import numpy as np
 
 from data import template as jinja
-from data.folders import new_folder, replacing_problems
+from data.folders import new_folder, replacing_problems, write_meta, write_tokenizer
 from data.records import parse_records, raise_problems
-from data.token_files import DataError, write_meta
-from data.tokenizer import BESIDE, write_tokenizer
+from data.token_files import DataError
+from data.tokenizer import BESIDE
 from data.tokenizer_json import heads, tokenizer_of
 from train.config import run_command, shown
 

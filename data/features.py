@@ -12,14 +12,13 @@ into the validation rows. Whole runs (films, sessions, stretches of time) are he
 """
 
 import argparse
-import json
 import os
 import re
 import sys
 
 import numpy as np
 
-from data.folders import check_types, new_folder, replacing_problems
+from data.folders import check_types, new_folder, replacing_problems, write_meta
 from data.records import raise_problems
 from data.token_files import DataError, open_npy, read_meta
 from train.config import UsageError, run_command, say
@@ -122,8 +121,7 @@ def prepare_features(arrays, target, out, val_fraction=0.1, runs=None, force=Fal
             for split, chosen in rows.items():
                 write_array(os.path.join(folder, f"{split}_{name}.npy"), name, array, chosen, shift)
         meta |= dict(shift=shifts) if shifts else {}
-        with open(os.path.join(folder, "meta.json"), "w", encoding="utf-8") as f:
-            json.dump(meta, f)
+        write_meta(folder, meta)
     return meta
 
 

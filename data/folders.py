@@ -4,6 +4,7 @@ beside their place and put into it, and what their files must hold.
 
 import filecmp
 import glob
+import json
 import os
 import re
 import reprlib
@@ -13,7 +14,8 @@ import time
 from contextlib import contextmanager, suppress
 
 from data.token_files import CHECKED_WHOLE, DataError, made_for, prepared_meta, who_reads
-from train.files import alone_in, free_name, sync_folder
+from data.tokenizer import BESIDE, load_dataset_tokenizer
+from train.files import alone_in, free_name, sync_folder, write_text
 
 # -----------------------------------------------------------------------------
 # what they must hold
@@ -51,6 +53,14 @@ def check_array(path, array, shape, limit, least=0):
                         f"numbers from {least} to {limit - 1}; prepare the data again")
 
 
+def known_tokenizer(data_dir):
+    """load_dataset_tokenizer(data_dir); DataError where it names none."""
+    tokenizer = load_dataset_tokenizer(data_dir)
+    if tokenizer is None:
+        raise DataError(f"{data_dir}: its meta.json names no tokenizer; prepare it again")
+    return tokenizer
+
+
 # -----------------------------------------------------------------------------
 # writing one
 
@@ -68,6 +78,23 @@ def replacing_problems(out, model, sources, force):
         was = ", ".join(map(str, meta["sources"]))[:200]
         return [(out, f"was prepared from {was}; {escape}")]
     return []
+
+
+def write_meta(folder, meta):
+    """meta.json of a folder of prepared data."""
+    write_text(os.path.join(folder, "meta.json"), json.dumps(meta, indent=1) + "\n")
+
+
+def write_tokenizer(folder, tokenizer):
+    """Writes what rebuilds the tokenizer; its entry in meta.json, which only refers to files."""
+    spec = tokenizer.spec()
+    for part, name in BESIDE.items():
+        if part in spec:
+            with open(os.path.join(folder, name), "w", encoding="utf-8", newline="\n") as f:
+                f.write(spec.pop(part))
+            spec[f"{part}_file"] = name
+    write_meta(folder, {"tokenizer": spec})
+    return spec
 
 
 @contextmanager

@@ -27,10 +27,10 @@ from typing import NamedTuple
 
 import numpy as np
 
-from data.folders import new_folder, replacing_problems
+from data.folders import new_folder, replacing_problems, write_meta, write_tokenizer
 from data.records import STDLIB_SKIP, parse_records, raise_problems, walk
-from data.token_files import DataError, write_meta
-from data.tokenizer import BESIDE, clean, write_tokenizer
+from data.token_files import DataError
+from data.tokenizer import BESIDE, clean
 from data.tokenizer_json import tokenizer_of
 from train.config import UsageError, run_command, say
 

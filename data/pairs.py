@@ -30,10 +30,10 @@ from data.chat import (
     to_messages,
     with_split,
 )
-from data.folders import new_folder
+from data.folders import new_folder, write_meta, write_tokenizer
 from data.records import parse_records
-from data.token_files import DataError, write_meta
-from data.tokenizer import BESIDE, write_tokenizer
+from data.token_files import DataError
+from data.tokenizer import BESIDE
 from train.config import run_command
 
 FILES = (r"(train|val)_(tokens|mask|logps)\.npy|meta\.json|"

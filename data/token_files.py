@@ -17,7 +17,6 @@ from dataclasses import dataclass
 import numpy as np
 
 from train.config import UserError
-from train.files import write_text
 
 # What the maps may hold of this process's memory. The kernel maps 64 KiB around a page it is asked
 # for; mapping anew for every batch instead would cost more than the reading.
@@ -107,11 +106,6 @@ def check_meta(meta):
         most = MAX_ID if name == "vocab_size" else 1 << 62
         if type(count) is not int or not 1 <= count <= most:
             raise ValueError(f"{name} is {reprlib.repr(count)}, expected 1 to {most:,}")
-
-
-def write_meta(folder, meta):
-    """meta.json of a folder of prepared data."""
-    write_text(os.path.join(folder, "meta.json"), json.dumps(meta, indent=1) + "\n")
 
 
 def prepared_meta(folder):

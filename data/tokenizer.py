@@ -18,7 +18,7 @@ from collections.abc import Iterable
 import numpy as np
 import tiktoken
 
-from data.token_files import DataError, find_files, read_meta, write_meta
+from data.token_files import DataError, find_files, read_meta
 
 # Parts of a description that are files of their own beside token files.
 BESIDE = {"ranks": "tokenizer.tiktoken", "json": "tokenizer.json"}
@@ -385,26 +385,6 @@ def load_dataset_tokenizer(data_dir):
     except (ValueError, TypeError, KeyError, AttributeError, OSError) as e:
         raise DataError(f"{folder or '.'}: its meta file describes no tokenizer that can be "
                         f"rebuilt: {e}; prepare it again") from None
-
-
-def known_tokenizer(data_dir):
-    """load_dataset_tokenizer(data_dir); DataError where it names none."""
-    tokenizer = load_dataset_tokenizer(data_dir)
-    if tokenizer is None:
-        raise DataError(f"{data_dir}: its meta.json names no tokenizer; prepare it again")
-    return tokenizer
-
-
-def write_tokenizer(folder, tokenizer):
-    """Writes what rebuilds the tokenizer; its entry in meta.json, which only refers to files."""
-    spec = tokenizer.spec()
-    for part, name in BESIDE.items():
-        if part in spec:
-            with open(os.path.join(folder, name), "w", encoding="utf-8", newline="\n") as f:
-                f.write(spec.pop(part))
-            spec[f"{part}_file"] = name
-    write_meta(folder, {"tokenizer": spec})
-    return spec
 
 
 def find_vocabulary(data_dir, name=None, size=None):

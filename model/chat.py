@@ -18,9 +18,9 @@ import sys
 import torch
 
 from data.chat import check_template, ends_of, prompt_ids
-from data.folders import check_array, check_types
+from data.folders import check_array, check_types, known_tokenizer
 from data.token_files import DataError, open_npy, read_meta
-from data.tokenizer import known_tokenizer, tokenizer_from_spec
+from data.tokenizer import tokenizer_from_spec
 from model import gpt
 from model.gpt import GPT
 from model.load import BACKBONE, load_model
@@ -197,7 +197,7 @@ def talk(model, tokenizer, questions, max_new_tokens, system=None, **how):
     """Print the answer to each of `questions`, as it comes; each knows those before, as far as the
     context holds them and an answer, and the `system` message. A long answer may fill half of the
     context before it is in the way."""
-    from model.generate import Streamer
+    from model.decode import Streamer
     size, turns, told = model.config.block_size, [], False
     room, ends = max(size - max_new_tokens, size // 2), ends_of(model.template, tokenizer)
     first = [("system", system)] if system and system.strip() else []

@@ -13,6 +13,7 @@ import torch.nn.functional as F
 
 from model.gpt import MLP, Attention, is_plain
 from model.load import BACKBONE, EMA, load_model
+from train.config import shown
 
 
 def add_options(parser):
@@ -58,6 +59,22 @@ def prepare(args):
         print(f"--quantize int8: no kernel for it on {device.type} (or widths that are no multiple "
               "of 16): weights are widened for every product, which is slow", file=sys.stderr)
     return model, tokenizer, device
+
+
+class Streamer:
+    """Prints text as its tokens come, holding back bytes that are not yet a whole character."""
+
+    def __init__(self, tokenizer, stops):
+        self.tokenizer, self.stops, self.held = tokenizer, stops, []
+
+    def __call__(self, token):
+        if int(token[0]) in self.stops:
+            return
+        self.held.append(int(token[0]))
+        text = self.tokenizer.decode(self.held)
+        if not text.endswith("\ufffd") or len(self.held) > 8:  # no character has more bytes
+            print(shown(text), end="", flush=True)
+            self.held.clear()
 
 
 def pack(model):

@@ -16,9 +16,8 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 
-from data.folders import check_array, check_types
+from data.folders import check_array, check_types, known_tokenizer
 from data.token_files import DataError, open_npy, read_meta
-from data.tokenizer import known_tokenizer
 from model import chat, gpt
 from model.chat import ChatGPT
 from model.load import digest

@@ -11,7 +11,6 @@ from collections.abc import Callable
 import torch
 
 from model.ops import apply_rope, rope_tables
-from train.config import shown
 
 SINKS = 4  # first tokens of a text that a rolling cache keeps
 
@@ -274,19 +273,3 @@ def sample_texts(model, spec, config):
             continue
         texts.append(prompt + tokenizer.decode(out[0, idx.size(1):].tolist()))
     return texts
-
-
-class Streamer:
-    """Prints text as its tokens come, holding back bytes that are not yet a whole character."""
-
-    def __init__(self, tokenizer, stops):
-        self.tokenizer, self.stops, self.held = tokenizer, stops, []
-
-    def __call__(self, token):
-        if int(token[0]) in self.stops:
-            return
-        self.held.append(int(token[0]))
-        text = self.tokenizer.decode(self.held)
-        if not text.endswith("\ufffd") or len(self.held) > 8:  # no character has more bytes
-            print(shown(text), end="", flush=True)
-            self.held.clear()

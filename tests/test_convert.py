@@ -17,12 +17,12 @@ from processes import python
 from runs import metrics
 
 from data import chat, labels
+from data.folders import write_tokenizer
 from data.tokenizer import (
     CharTokenizer,
     JsonTokenizer,
     load_dataset_tokenizer,
     tokenizer_from_spec,
-    write_tokenizer,
 )
 from data.tokenizer_json import find_tokenizer
 from model import convert

@@ -237,10 +237,7 @@ def test_a_command_that_fails_half_way_leaves_the_old_folder(tmp_path, monkeypat
 
     def fail(*_, **__):
         raise OSError(28, "No space left on device")
-    if command == "features":
-        monkeypatch.setattr("data.features.json.dump", fail)
-    else:
-        monkeypatch.setattr(module, "write_meta", fail)
+    monkeypatch.setattr(module, "write_meta", fail)
     assert module.main([str(source), "--out", str(out)]) == 2
     assert {p.name: p.read_bytes() for p in out.iterdir()} == before
     assert {p.name for p in tmp_path.iterdir()} == {"out", "x.npy", "rows.jsonl"}

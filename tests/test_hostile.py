@@ -33,7 +33,7 @@ from data.token_files import DataError
 from data.tokenizer import tokenizer_from_spec
 from data.tokenizer_json import byte_characters, list_merges
 from model import sample
-from model.generate import Streamer
+from model.decode import Streamer
 from model.gpt import GPT, GPTConfig
 from train.config import shown
 from train.plot import loss_svg, read_metrics

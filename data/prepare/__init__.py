@@ -16,7 +16,7 @@ import time
 from importlib.util import find_spec
 from types import SimpleNamespace
 
-from data.folders import new_folder, replacing_problems
+from data.folders import new_folder, replacing_problems, write_meta, write_tokenizer
 from data.prepare import encode
 from data.prepare.sources import (
     CORPORA,
@@ -28,8 +28,8 @@ from data.prepare.sources import (
     source_name,
 )
 from data.records import is_saved, raise_problems
-from data.token_files import DataError, open_shard, write_meta
-from data.tokenizer import BESIDE, MAX_VOCAB, CharTokenizer, write_tokenizer
+from data.token_files import DataError, open_shard
+from data.tokenizer import BESIDE, MAX_VOCAB, CharTokenizer
 from data.tokenizer_json import find_tokenizer
 from train.config import UsageError, run_command, say
 

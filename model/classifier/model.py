@@ -10,10 +10,9 @@ import torch
 import torch.nn as nn
 import torch.nn.functional as F
 
-from data.folders import check_array, check_types
+from data.folders import check_array, check_types, known_tokenizer
 from data.labels import ARRAYS, SPLITS
 from data.token_files import DataError, open_npy, read_meta
-from data.tokenizer import known_tokenizer
 from model.classifier.metrics import auroc_of_counts, confusion_metrics, whole_auroc
 from model.gpt import GPT, GPTConfig, adopt_shape, fill, normal  # noqa: F401
 from train.config import key

@@ -9,9 +9,9 @@ from html import escape
 import numpy as np
 import torch
 
+from data.folders import known_tokenizer
 from data.labels import ARRAYS, Fields, add_field_options, label_name, read_rows, to_arrays
 from data.token_files import DataError
-from data.tokenizer import known_tokenizer
 from model.classifier.metrics import classification_metrics, place_metrics, span_metrics
 from model.classifier.model import load_split, read_labels_meta
 from train.config import UsageError, run_command, say

@@ -11,8 +11,8 @@ import time
 
 import torch
 
-from model.decode import add_options, load_writer, prepare
-from model.generate import Streamer, generate, start_tokens
+from model.decode import Streamer, add_options, load_writer, prepare
+from model.generate import generate, start_tokens
 from model.load import load_model  # noqa: F401  for others to import
 from train.config import UserError, run_command, say
 from train.speed import is_compile_error
