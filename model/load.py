@@ -150,7 +150,7 @@ def read_backbone(path):
         with torch.device("cpu"):
             state = read_weights(path)
     except CheckpointError as error:
-        raise CheckpointError(f"backbone: {error}; if it has moved: --backbone FILE") from error
+        raise CheckpointError(f"backbone: {error}; if it has moved, --backbone FILE") from error
     weights = convert_ddp_state(state["model"])
     return {**state, "model": weights, "digest": digest(weights)}
 

@@ -197,7 +197,7 @@ def test_an_export_that_fails_costs_no_checkpoint(tmp_path, data_dir, undisturbe
     text = capsys.readouterr().out
     assert text.count(f"{tmp_path}/ckpt.pt is saved, but model.safetensors (save_precision)") == 4
     assert "trying again" not in text
-    assert "the checkpoint before it" not in text and "is lost" not in text
+    assert "the one before it" not in text and "is lost" not in text
     assert_same(undisturbed, tmp_path)
     assert not temporary_files(tmp_path)
 
