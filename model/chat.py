@@ -221,7 +221,7 @@ def typed():
 
 
 def chat(ckpt, prompt=None, max_new_tokens=256, temperature=0.0, top_k=None, top_p=None, seed=None,
-         device="auto", backbone=None, system=None):
+         device="auto", backbone=None, system=None, min_p=None):
     """Talk with the model of a checkpoint: answer `prompt`, or else what is typed. UserError."""
     from train.distributed import get_device
     model, tokenizer = load_model(ckpt, get_device(device), backbone=backbone)
@@ -231,7 +231,7 @@ def chat(ckpt, prompt=None, max_new_tokens=256, temperature=0.0, top_k=None, top
     if prompt is None and sys.stdin.isatty():
         print("An empty line ends the conversation.", file=sys.stderr)
     talk(model, tokenizer, [prompt] if prompt else typed(), max_new_tokens,
-         system=system, temperature=temperature, top_k=top_k, top_p=top_p, seed=seed)
+         system=system, temperature=temperature, top_k=top_k, top_p=top_p, seed=seed, min_p=min_p)
 
 
 def main(argv=None):
@@ -247,6 +247,7 @@ def main(argv=None):
     add("--temperature", type=float, default=0.0, help="0: always the most likely token (default)")
     add("--top_k", type=int, help="only the k most likely tokens")
     add("--top_p", type=float, help="only the most likely tokens that make up p")
+    add("--min_p", type=float, help="only tokens at least so likely as this share of the best")
     add("--seed", type=int, help="the same seed writes the same answers")
     add("--device", default="auto", help="auto, cpu, cuda, mps")
     return run_command(parser, chat_as_asked, argv)

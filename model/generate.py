@@ -117,6 +117,13 @@ class KVCache:
                 cached[self.rows, :, self.slots] = new[:, :, 0].to(cached.dtype)
         return *self.kv[layer, :, :, :, :self.end], self.mask
 
+    def forget(self, n, last):
+        """Take back the last n tokens of every row, of which none is full. last: the one before."""
+        self.used -= n
+        if self.there is not self.used:
+            self.there -= n
+        self.last.fill_(last)
+
     def finish(self, idx):
         self.used += idx.size(1)
         if self.there is not self.used:
@@ -153,14 +160,15 @@ def generate(model: torch.nn.Module, idx: torch.Tensor, max_new_tokens: int,
              temperature: float = 1.0, top_k: int | None = None, top_p: float | None = None,
              seed: int | None = None, stop_token: int | list[int] | None = None,
              on_token: Callable[[torch.Tensor], object] | None = None,
-             n_vocab: int | None = None) -> torch.Tensor:
+             n_vocab: int | None = None, min_p: float | None = None) -> torch.Tensor:
     """Continue idx (B, T) int64 by up to max_new_tokens; returns (B, T + new).
 
-    temperature 0 takes the most likely token; top_k and top_p (arXiv:1904.09751) cut the tail; ids
-    from n_vocab on are never taken. on_token(tokens (B,)) is called with each new column. Rows that
-    met stop_token (or one of them) go on with it, and the loop ends when all have. A full context
-    rolls, see KVCache; with learned positions its last three quarters are computed again, into an
-    empty one. ValueError where the logits are not finite.
+    temperature 0 takes the most likely token; top_k, top_p (arXiv:1904.09751) and min_p (a share of
+    the likeliest's, arXiv:2407.01082) cut the tail; ids from n_vocab on are never taken. on_token(
+    tokens (B,)) is called with each new column. Rows that met stop_token (or one of them) go on
+    with it, and the loop ends when all have. A full context rolls, see KVCache; with learned
+    positions its last three quarters are computed again, into an empty one. ValueError where the
+    logits are not finite.
     """
     c, device = model.config, idx.device
     generator = torch.Generator(device=device)
@@ -176,7 +184,7 @@ def generate(model: torch.nn.Module, idx: torch.Tensor, max_new_tokens: int,
                 cache.clear()
                 pending = idx[:, -keep:]
             logits = model(pending, cache=cache, last_only=True)[:, -1]  # (B, vocab_size)
-            new = pick(logits[:, :n_vocab], temperature, top_k, top_p, generator)
+            new = pick(logits[:, :n_vocab], temperature, top_k, top_p, generator, min_p)
             lost |= (new < 0).any()
             if stop_token is not None:
                 new = torch.where(done, idx[:, -1], new)
@@ -207,7 +215,7 @@ def past_compiled(model):
 NOT_FINITE = "the model's logits are not finite: nothing can be drawn from them"
 
 
-def pick(logits, temperature, top_k, top_p, generator):
+def pick(logits, temperature, top_k, top_p, generator, min_p=None):
     """One token id (B,) from logits (B, V); -1 where they are not finite, for a GPU would have to
     be waited for to raise. generator: one, or a list of one for each row."""
     if temperature == 0:
@@ -223,6 +231,8 @@ def pick(logits, temperature, top_k, top_p, generator):
         if ids is None:
             p, ids = p.sort(descending=True)
         p[p.cumsum(-1) - p >= top_p] = 0.0  # keeps the token that crosses top_p
+    if min_p is not None:
+        p[p < min_p * p.amax(-1, keepdim=True)] = 0.0
     index = draw(p, generator)  # (B, 1)
     index = index if ids is None else ids.gather(-1, index)
     return torch.where(largest.isfinite(), index, -1)[:, 0]

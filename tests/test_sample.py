@@ -14,8 +14,9 @@ from model.decode import Int8Linear, has_int8_kernel, pack, quantize
 from model.generate import SINKS, KVCache, draw, empty_cache, generate, pick, sample_texts
 from model.gpt import GPT, GPTConfig
 from model.ops import apply_rope, attend, rope_tables
-from model.sample import load_model, main
+from model.sample import load_model, lookup, main
 from model.sample.compiled import compile_decoder
+from model.sample.lookup import look_up
 from train.checkpoint import load_checkpoint, save_checkpoint
 from train.config import load_config
 from train.train import train
@@ -86,6 +87,9 @@ def test_top_k_and_top_p_cut_the_tail():
     assert set(pick(logits, 1.0, None, 0.01, generator).tolist()) == {0}
     assert set(pick(logits, 1.0, None, 1.0, generator).tolist()) == {0, 1, 2, 3}
     assert set(pick(logits, 0, None, None, generator).tolist()) == {0}
+    for min_p, kept in ((0.0, {0, 1, 2, 3}), (0.29, {0, 1, 2}), (0.31, {0, 1}), (1.0, {0})):
+        assert set(pick(logits, 1.0, None, None, generator, min_p).tolist()) == kept
+        assert set(pick(logits, 1.0, 2, None, generator, min_p).tolist()) == kept & {0, 1}
 
 
 def test_tokens_are_drawn_as_often_as_they_are_likely():
@@ -164,6 +168,35 @@ def test_stops_at_the_end_of_text(model):
     idx = torch.zeros(1, 1, dtype=torch.long)
     first = int(generate(model, idx, 1, temperature=0)[0, 1])
     assert generate(model, idx, 15, temperature=0, stop_token=first).shape == (1, 2)
+
+
+@pytest.mark.parametrize("options", [dict(), dict(pos="learned"), dict(prev_embedding=True)])
+def test_looking_up_writes_the_same_in_fewer_passes(options):
+    """Past a full context, for prompts that repeat themselves and that do not, up to a token."""
+    model, draw, saved = small(block_size=48, **options), torch.Generator().manual_seed(3), 0
+    with torch.no_grad():
+        model.wte.weight.normal_(generator=draw)  # it does not only repeat its last token
+    for T, n in ((1, 12), (5, 9), (9, 40), (40, 20), (2, 0)):
+        idx = torch.randint(0, 100, (1, T), generator=draw)
+        idx[0, T // 2:] = idx[0, :T - T // 2].clone()
+        wanted = generate(model, idx, n, temperature=0, n_vocab=100)
+        told = []
+        out, passes = look_up(model, idx, n, None, told.extend, 100)
+        assert torch.equal(out, wanted) and told == out[0, T:].tolist()
+        saved += n - passes
+        for stop in set(told):
+            wanted = generate(model, idx, n, temperature=0, stop_token=stop, n_vocab=100)
+            assert torch.equal(look_up(model, idx, n, stop, None, 100)[0], wanted)
+    assert saved > 10
+
+
+def test_what_was_guessed_wrongly_leaves_nothing_behind(monkeypatch):
+    """Every guess wrong: the text stays, and each pass is a token."""
+    model, idx = small(), torch.arange(5)[None]
+    wanted = generate(model, idx, 9, temperature=0, n_vocab=99)
+    monkeypatch.setattr(lookup.Past, "guess", lambda past, most: [99, 3, 99][:max(most, 0)])
+    out, passes = look_up(model, idx, 9, n_vocab=99)
+    assert passes == 9 and torch.equal(out, wanted)
 
 
 # --- a full context

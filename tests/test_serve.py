@@ -125,12 +125,12 @@ def send(server, method="POST", path="/v1/completions", body=b"", **headers):
 # what is written
 
 HOW = [dict(temperature=0), dict(temperature=0.8, seed=3), dict(temperature=1, seed=-1, top_p=0.7),
-       dict(temperature=1.5, seed=2**40, top_k=5)]
+       dict(temperature=1.5, seed=2**40, top_k=5), dict(temperature=1.5, seed=4, min_p=0.6)]
 
 
 def request_of(how):
-    rest = {k: v for k, v in how.items() if k != "top_k"}
-    return rest | (dict(extra_body=dict(top_k=how["top_k"])) if "top_k" in how else {})
+    more = {k: how[k] for k in ("top_k", "min_p") if k in how}  # which OpenAI's client knows not
+    return {k: v for k, v in how.items() if k not in more} | dict(extra_body=more)
 
 
 def test_fifty_at_once_get_what_each_would_get_alone(server, model, monkeypatch):
@@ -309,7 +309,8 @@ def ask(**body):
     (ask(max_tokens=1.5), 400, "max_tokens"),
     (dict(body=b'{"temperature": NaN}'), 400, "temperature: expected a number from 0 to 2"),
     (ask(temperature="hot"), 400, "temperature"), (ask(temperature=-1), 400, "temperature"),
-    (ask(top_p=1.1), 400, "top_p"), (ask(top_k=0), 400, "top_k"), (ask(seed=2**63), 400, "seed"),
+    (ask(top_p=1.1), 400, "top_p"), (ask(top_k=0), 400, "top_k"), (ask(min_p=2), 400, "min_p"),
+    (ask(seed=2**63), 400, "seed"),
     (ask(stop=""), 400, "stop: expected"), (ask(stop=["a"] * 17), 400, "stop"),
     (ask(stop={"a": 1}), 400, "stop"),
     (ask(n=2), 400, "send as many requests"), (ask(logprobs=0), 400, "logprobs: 0"),

@@ -11,7 +11,7 @@ MAX_STOPS, MAX_STOP = 16, 256  # stop strings, and characters in one
 # What would change the answer and is not computed here: the values that mean "not asked for".
 UNSUPPORTED = dict(
     n=(1,), best_of=(1,), echo=(False,), suffix=("",), logprobs=(False,), top_logprobs=(0,),
-    presence_penalty=(0, 0.0), frequency_penalty=(0, 0.0), logit_bias=({},), min_p=(0, 0.0),
+    presence_penalty=(0, 0.0), frequency_penalty=(0, 0.0), logit_bias=({},),
     repetition_penalty=(1, 1.0), tools=([],), functions=([],), response_format=({"type": "text"},))
 
 
@@ -31,6 +31,7 @@ def job_of(body, chat, engine, template):
         ids, token_limit(body, len(ids), engine, None if chat else 16),
         temperature=temperature if temperature >= 1e-3 else 0,  # below it, logits / t overflows
         top_k=number(body, "top_k", None, 1, 2**31, int), top_p=max(top_p, 1e-6),
+        min_p=number(body, "min_p", None, 0, 1),
         seed=number(body, "seed", None, -2**63, 2**63 - 1, int), stops=stops_of(body.get("stop")))
 
 

@@ -64,6 +64,7 @@ class Job:
     temperature: float = 1.0
     top_k: int | None = None
     top_p: float | None = None
+    min_p: float | None = None
     seed: int | None = None
     stops: tuple = ()
     events: queue.SimpleQueue = field(default_factory=queue.SimpleQueue)
@@ -205,9 +206,11 @@ class Engine:
         way are drawn at once."""
         ways = {}
         for job, row in zip(jobs, logits[:, :self.tokenizer.n_vocab].split(1)):
-            ways.setdefault((job.temperature, job.top_k, job.top_p), []).append((job, row))
+            way = job.temperature, job.top_k, job.top_p, job.min_p
+            ways.setdefault(way, []).append((job, row))
         tokens = torch.cat([pick(torch.cat([row for _, row in of]), *way,
-                                 [job.generator for job, _ in of]) for way, of in ways.items()])
+                                 [job.generator for job, _ in of], min_p)
+                            for (*way, min_p), of in ways.items()])
         jobs = [job for of in ways.values() for job, _ in of]
         for job, token in zip(jobs, tokens.tolist()):
             if token < 0:
