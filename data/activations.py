@@ -35,8 +35,8 @@ class Backbone:
 
     def __init__(self, path, layer, device, dtype):
         from model.load import model_of, read_backbone
+        state = read_backbone(path)
         try:
-            state = read_backbone(path)
             self.gpt, self.tokenizer = model_of(state, path, device)
         except CheckpointError as error:
             raise CheckpointError(f"backbone: {error}; --backbone names a trained GPT") from error

@@ -116,11 +116,13 @@ def test_numbers_are_those_of_scikit_learn(seed):
         assert got["auroc"] == pytest.approx(theirs, abs=1e-9)
 
 
+@pytest.mark.parametrize("width", [3, 0.01])
 @pytest.mark.parametrize("K", [2, 4])
-def test_auroc_of_evaluations_is_that_of_scikit_learn(K):
-    """Up to the width of a step, of batches added up, with ties and scores that are very sure."""
+def test_auroc_of_evaluations_is_that_of_scikit_learn(K, width):
+    """Up to the width of a step, of batches added up, with ties and scores that are very sure; also
+    of a model that has hardly begun, whose scores differ by little."""
     rng = np.random.default_rng(K)
-    scores, y = rng.normal(0, 3, (400, K)).round(1), rng.integers(0, K, 400)
+    scores, y = rng.normal(0, 3, (400, K)).round(1) * width / 3, rng.integers(0, K, 400)
     scores[:20], scores[20:40] = 0, scores[20:40] * 30
     parts = [odds_counts(torch.tensor(scores[i::3]), torch.tensor(y[i::3])) for i in range(3)]
     p = torch.tensor(scores).softmax(1).numpy()

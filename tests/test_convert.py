@@ -650,6 +650,8 @@ def test_other_bad_input(tmp_path, capsys):
     weights = {"wte.weight": torch.full((2, 2), 1e30)}
     write_safetensors(str(tmp_path / "big.safetensors"), weights)
     for args, said in ((["--ckpt", tmp_path / "none.pt", "--to", tmp_path / "x"], "no such file"),
+                       (["--ckpt", tmp_path / "none.safetensors", "--to", tmp_path / "x"],
+                        "none.safetensors: no such file\n"),
                        (["--ckpt", tmp_path, "--to", tmp_path / "x"], "did you mean"),
                        (["--ckpt", tmp_path / "ckpt.pt", "--to", tmp_path / "ckpt.pt"], "nanoGPT"),
                        (["--ckpt", tmp_path / "big.safetensors", "--to", tmp_path / "x"],

@@ -44,8 +44,8 @@ def history(tmp_path):
 def arguments(tmp_path, data_dir, *args, **changes):
     small = dict(n_layer=1, n_embd=16, n_hidden=32, vocab_size=256, max_iters=8, eval_interval=2,
                  eval_iters=1, log_interval=10)
-    return ["--space", str(tmp_path / "space.yaml"), "--out", str(tmp_path / "hpo"), *args,
-            *tiny_args(**small | dict(data_dir=data_dir, out_dir=tmp_path / "unused") | changes)]
+    return ["--space", str(tmp_path / "space.yaml"), *args,
+            *tiny_args(**small | dict(data_dir=data_dir, out_dir=tmp_path / "hpo") | changes)]
 
 
 def trials(n):
@@ -150,7 +150,7 @@ def test_search_finds_narrows_and_retrains(search, tmp_path, capsys):
     assert {t["params"]["n_layer"] for t in found[4:]} == {first["params"]["n_layer"]}
     short = load_config(tmp_path / "hpo/stage_1_trial_0/config.yaml")
     assert (short.max_iters, short.warmup_iters, short.eval_interval) == (4, 2, 1)
-    assert not list(tmp_path.glob("hpo/*/ckpt*")) and not (tmp_path / "unused").exists()
+    assert not list(tmp_path.glob("hpo/*/ckpt*"))
     texts = [e.text for e in ET.parse(tmp_path / "hpo/trials.svg").getroot().iter()]
     assert {"stage 1", "stage 2", "pruned", "val_loss"} <= set(texts)
     best = min((t for t in found[4:] if t["state"] == "complete"), key=lambda t: t["value"])

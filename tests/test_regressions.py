@@ -327,6 +327,7 @@ def test_a_model_of_ones_own_and_the_result_of_training(tmp_path, data_dir):
     assert [(m["iter"], m["val_loss"]) for m in result["history"]] == heard
     saved = load_checkpoint(tmp_path / "ckpt.pt")["progress"]["history"]
     assert saved == result["history"]
+    assert "model.sample" not in (tmp_path / "train.log").read_text()  # which knows only our own
 
 
 def test_an_interval_of_training_and_an_evaluation_by_themselves(tmp_path, data_dir):
@@ -371,8 +372,10 @@ def test_the_device_says_what_it_can(monkeypatch, major, dtype, words):
     assert f"NVIDIA Stub, 24 GiB, capability {major}.0, {words}, CUDA 13.0" in told
     assert distributed.choose_dtype("auto", device)[0] == dtype
     assert distributed.device_facts(device) == dict(device="cuda:0", gpu="NVIDIA Stub", cuda="13.0")
-    distributed.set_seed(1)
-    assert torch.backends.cuda.matmul.allow_tf32 and torch.backends.cudnn.allow_tf32
+    for deterministic in (True, False):
+        distributed.set_seed(1, deterministic)
+        assert torch.backends.cuda.matmul.allow_tf32 is not deterministic
+        assert torch.backends.cudnn.allow_tf32 is not deterministic
 
 
 def test_other_names_for_keys_and_groups(tmp_path):

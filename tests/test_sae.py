@@ -293,6 +293,7 @@ def test_bad_input(tmp_path, data_dir, backbone, changes, words):
     options = SAE | dict(backbone=str(backbone)) | changes
     code, text = run_program(data_dir, tmp_path / "out", **options)
     assert code == 2 and words in text and "Traceback" not in text
+    assert "backbone: backbone:" not in text
 
 
 def test_what_knows_its_backbone_by_the_file_goes_on(tmp_path, data_dir, backbone, trained):

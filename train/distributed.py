@@ -176,9 +176,8 @@ def set_seed(seed: int, deterministic: bool = False,
     torch.backends.cudnn.deterministic = deterministic
     benchmark = not deterministic if cudnn_benchmark is None else cudnn_benchmark
     torch.backends.cudnn.benchmark = benchmark
-    if not deterministic:
-        torch.backends.cuda.matmul.allow_tf32 = True
-        torch.backends.cudnn.allow_tf32 = True
+    torch.backends.cuda.matmul.allow_tf32 = not deterministic
+    torch.backends.cudnn.allow_tf32 = not deterministic
 
 
 # -----------------------------------------------------------------------------

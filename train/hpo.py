@@ -371,7 +371,8 @@ def main(argv=None):
                          "in place of the file's stages")
     lengths.add_argument("--stages", help="stages in place of the file's, as YAML: '[{trials: 8, "
                          "max_iters: 200}, {trials: 4, max_iters: 1000, narrow: 0.3}]'")
-    parser.add_argument("--out", default="out/hpo", help="folder of the search (%(default)s)")
+    parser.add_argument("--out", "--out_dir", default="out/hpo", help="folder of the search "
+                        "(%(default)s)")
     return run_command(parser, search_as_asked, argv, with_config=True)
 
 

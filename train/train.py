@@ -89,6 +89,7 @@ class Trainer:
         # parts() of a checkpoint; the rest is made again from the configuration.
         self.ranks, self.progress = ranks, Progress()
         self.tested = {}  # the numbers on test data, when there are any
+        self.use = getattr(load_model_file(config.model), "USE", "") if model is None else ""
         self.on_evaluation = on_evaluation or (lambda iter_num, numbers: None)
         distributed.set_seed(config.seed, config.deterministic, config.cudnn_benchmark)
 
@@ -251,8 +252,7 @@ class Trainer:
         skipped = f"; {p.overflows} float16 steps skipped" if p.overflows else ""
         self.log.info(f"Training complete! {p.finished}; checkpoints and evaluations held it up "
                       f"for {self.clock.total_away:.1f} s{skipped}")
-        use = getattr(load_model_file(self.config.model), "USE", "")
-        self.log.info(logger.next_steps(self.config, use))
+        self.log.info(logger.next_steps(self.config, self.use))
 
     def evaluation_is_due(self, done):
         p, c = self.progress, self.config

@@ -35,7 +35,7 @@ def auroc(positive, scores):
 
 
 def auroc_of_counts(negative, positive):
-    """auroc() of rows that are counted at each of rising scores, (STEPS,) each."""
+    """auroc() of rows that are counted at each of rising scores, (steps,) each."""
     pairs = negative.sum() * positive.sum()
     below = negative.cumsum() - negative / 2  # ties count half
     return float((positive * below).sum() / pairs) if pairs else None

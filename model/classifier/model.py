@@ -18,9 +18,10 @@ from model.gpt import GPT, GPTConfig, adopt_shape, fill, normal  # noqa: F401
 from train.config import key
 from train.dataloader import Data, RowLoader
 
-# Evaluations sort log-odds of classes, from -ODDS to ODDS, into STEPS: AUROC is made of the counts.
-ODDS, STEPS = 16.0, 1001
-USE = "python -m model.classifier --ckpt {out}/ckpt.pt --data FILE.csv --out {out}/report"
+# Evaluations sort log-odds of classes, from -ODDS to ODDS, into steps, so many for all classes:
+# AUROC is made of the counts. A young model's differ by little: 65,536 steps for four classes.
+ODDS, STEPS = 16.0, 1 << 18
+USE = "python -m model.classifier --ckpt {out}/ckpt_best.pt --data FILE.csv --out {out}/report"
 SAME_TO_ADOPT = ("classes",)  # a head knows them by their numbers
 
 
@@ -253,14 +254,15 @@ class Classifier(nn.Module):
 
 
 def odds_counts(scores, labels):
-    """Rows at each step of the log-odds of each class: (K, 2, STEPS), first rows of other classes,
+    """Rows at each step of the log-odds of each class: (K, 2, steps), first rows of other classes,
     then its own. scores (B, K), labels (B,)."""
     K, own = scores.size(1), scores.log_softmax(1)
+    steps = STEPS // K
     odds = (own - torch.log1p(-own.exp())).clamp(-ODDS, ODDS)  # (B, K)
-    step = ((odds + ODDS) * ((STEPS - 1) / (2 * ODDS))).round().long()
+    step = ((odds + ODDS) * ((steps - 1) / (2 * ODDS))).round().long()
     classes = torch.arange(K, device=scores.device)
-    cell = (classes * 2 + (labels[:, None] == classes)) * STEPS + step
-    return tally(cell.flatten(), K * 2 * STEPS).view(K, 2, STEPS)
+    cell = (classes * 2 + (labels[:, None] == classes)) * steps + step
+    return tally(cell.flatten(), K * 2 * steps).view(K, 2, steps)
 
 
 def tally(cells, n):

@@ -238,6 +238,8 @@ def read_safetensors(path):
                 data = content[begin:end]
                 data = data.clone() if begin % empty.itemsize else data  # torch cannot view that
                 tensors[name] = data.view(empty.dtype).view(entry["shape"])
+    except FileNotFoundError:
+        raise CheckpointError(f"{path}: no such file") from None
     except (OSError, ValueError, KeyError, TypeError, AttributeError, struct.error,
             RuntimeError, MemoryError) as error:
         raise CheckpointError(f"{path}: not a safetensors file that can be read: "
