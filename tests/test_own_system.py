@@ -239,7 +239,7 @@ def test_spec_must_be_plain(rows, tmp_path, monkeypatch, toy):
         data.spec["mean"] = np.float32(1.0)
         return data
     monkeypatch.setattr(toy, "open_data", open_data)
-    with pytest.raises(SetupError, match=r"Data.spec\['mean'\] is a float32"):
+    with pytest.raises(CheckpointError, match=r"Data.spec\['mean'\] is a float32"):
         go(rows, tmp_path)
 
 

@@ -82,7 +82,7 @@ COUNTS_FROM_1 = {"batch_size", "gradient_accumulation_steps", "eval_iters", "log
                  "n_kv_head", "n_embd", "n_hidden"}
 FROM_0 = {"min_lr", "warmup_epochs", "early_stopping_min_delta", "weight_decay", "grad_clip",
           "muon_weight_decay", "step_timeout"}
-SHARES = {"warmup_ratio", "beta1", "beta2", "muon_momentum", "dropout"}
+SHARES = {"warmup_ratio", "beta1", "beta2", "muon_momentum", "dropout", "ema"}
 ABOVE_0 = {"max_epochs", "eval_epochs", "save_epochs", "adam_eps", "muon_lr", "dist_timeout",
            "spike_sigma", "norm_eps", "rope_theta", "learning_rate", "wsd_decay", "lr_factor"}
 

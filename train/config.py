@@ -343,7 +343,7 @@ def translated(raw, known, problems):
 def other_names():
     """({name elsewhere: (our key, {word elsewhere: ours, None: it says nothing here})}, {name
     elsewhere: what to do in place of such a key}) of train/other_names.yaml."""
-    with open(os.path.join(REPOSITORY, "train", "other_names.yaml"), encoding="utf-8") as f:
+    with open(os.path.join(os.path.dirname(__file__), "other_names.yaml"), encoding="utf-8") as f:
         table = yaml.load(f, PlainLoader)
     keys = {name: (ours, {}) for ours, names in table["names"].items() for name in names.split()}
     for names, words in table["words"].items():
