@@ -21,6 +21,7 @@ from pathlib import Path
 
 import numpy as np
 
+from data import template as jinja
 from data.chat import (
     NpyRows,
     add_options,
@@ -58,17 +59,22 @@ def to_pair(record):
 def messages_of(prompt, said):
     """[(role, text), ...] of a prompt, if any, and what follows it, or a whole conversation."""
     if isinstance(said, str) and not prompt:
-        _, *parts = re.split(r"\n\n(Human|Assistant):", f"\n\n{said.lstrip()}")
+        before, *parts = re.split(r"\n\n(Human|Assistant):", f"\n\n{said.lstrip()}")
+        if before.strip() or not parts:
+            raise ValueError("no prompt, and no text of Human: ... and Assistant: ..., each after "
+                             f"an empty line, but {said[:60]!r}")
         said = [dict(role=dict(Human="user", Assistant="assistant")[who], content=text.strip())
                 for who, text in zip(parts[::2], parts[1::2])]
     if isinstance(said, str):
         said = [dict(role="assistant", content=said)]
     if not said or not isinstance(said, list):
         raise ValueError(f"expected an answer or messages, got {str(said)[:60]!r}")
+    said = to_messages({"messages": said})
+    if not prompt or said[0][0] != "assistant":  # it repeats the prompt, or there is none
+        return said
     if isinstance(prompt, str):
         prompt = [dict(role="user", content=prompt)]
-    whole = len(said) > 1 or not prompt  # what follows repeats the prompt
-    return to_messages({"messages": said if whole else [*prompt, *said]})
+    return to_messages({"messages": prompt}) + said
 
 
 def example_pairs(source):
@@ -86,21 +92,32 @@ def encoded(args, tokenizer, template):
     """Yields [(ids, mask)] of the two sides of every pair that fits."""
     sources = [example_pairs(source) if source in ("example", "example-more") else source
                for source in args.sources]
-    long = 0
-    for sides in parse_records(sources, to_pair, args.num_samples, args.skip_bad, split=args.split,
-                               subset=args.subset):
-        out = []
-        for messages in sides:
-            ids, mask = sequences(messages, tokenizer, template)[-1]
-            last = np.flatnonzero(mask).max(initial=0)  # of several answers the last one counts
-            mask[:np.flatnonzero(mask[:last] == 0).max(initial=-1) + 1] = 0
-            out.append((ids, mask))
-        if max(len(ids) for ids, _ in out) > args.block_size + 1:
+    long = bad = 0
+    for number, sides in enumerate(parse_records(sources, to_pair, args.num_samples, args.skip_bad,
+                                                 split=args.split, subset=args.subset), 1):
+        try:
+            pair = [last_answer(*sequences(side, tokenizer, template)[-1]) for side in sides]
+        except DataError as error:  # of a template that takes no system messages, say
+            if not args.skip_bad:
+                raise DataError(f"{', '.join(args.sources)}: pair {number:,}: {error}; --skip_bad "
+                                "leaves such pairs out") from None
+            bad += 1
+            continue
+        if max(len(ids) for ids, _ in pair) > args.block_size + 1:
             long += 1
         else:
-            yield out
-    if long:
-        print(f"Left out {long:,} pairs longer than {args.block_size + 1:,} tokens")
+            yield pair
+    for n, what in ((long, f"longer than {args.block_size + 1:,} tokens"),
+                    (bad, "that the model's template does not take")):
+        if n:
+            print(f"Left out {n:,} pairs {what}")
+
+
+def last_answer(ids, mask):
+    """The same, with a mask of the last answer alone."""
+    last = np.flatnonzero(mask).max(initial=0)
+    mask[:np.flatnonzero(mask[:last] == 0).max(initial=-1) + 1] = 0
+    return ids, mask
 
 
 def prepare_pairs(args):
@@ -110,20 +127,23 @@ def prepare_pairs(args):
     from model.load import model_of, read_backbone
     from train.distributed import choose_dtype, get_device
     args.out = args.out or os.path.join("data", "bin", f"{Path(args.sources[0]).stem}-pairs")
-    state, device = read_backbone(args.reference), get_device()
+    state, device = read_backbone(args.reference, "reference"), get_device()
     model, tokenizer = model_of(state, args.reference, device)
     if getattr(model, "template", None) is None or tokenizer is None:
         raise DataError(f"--reference {args.reference}: pairs need the checkpoint of a chat model, "
                         "with which their answers are compared")
+    template = model.template
+    if "jinja" in template:
+        template = jinja.with_ends(template, tokenizer)
     args.tokenizer = args.reference
     check_settings(args, tokenizer, "dpo")
     args.block_size = min(args.block_size or 1 << 30, model.config.block_size)
-    pairs = list(with_split(encoded(args, tokenizer, model.template), args.val_fraction))
+    pairs = list(with_split(encoded(args, tokenizer, template), args.val_fraction))
     if {split for split, _ in pairs} != {"train", "val"}:
         raise DataError(f"{', '.join(args.sources)}: too few pairs ({len(pairs)}) for training and "
                         "validation; more pairs, or a larger --block_size")
     longest = max(len(ids) for _, pair in pairs for ids, _ in pair)
-    block_size = min(model.config.block_size, -(-longest // 16) * 16)  # whole tiles of a product
+    block_size = min(args.block_size, -(-longest // 16) * 16)  # whole tiles of a product
     dtype, why = choose_dtype("auto", device)
     print(f"Log probabilities of {len(pairs):,} pairs by {args.reference}, on {device} in {why}")
     with (new_folder(args.out, FILES) as folder, torch.no_grad(),
@@ -134,7 +154,7 @@ def prepare_pairs(args):
         write_meta(folder, {
             "format_version": 1, "kind": "pairs", "model": "dpo", "vocab_size": tokenizer.n_vocab,
             "tokenizer": write_tokenizer(folder, tokenizer), "eot_token": tokenizer.eot_token,
-            "block_size": block_size, "template": model.template, "splits": splits,
+            "block_size": block_size, "template": template, "splits": splits,
             "reference": state["digest"], "sources": args.sources})
     for split, found in splits.items():
         print(f"[{split}] {found['pairs']:,} pairs in rows of 2 x {block_size + 1} tokens; the "

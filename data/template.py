@@ -43,11 +43,11 @@ def compiled(text):
         raise DataError("this model's chat template needs jinja2: pip install jinja2") from None
 
     class Environment(ImmutableSandboxedEnvironment):
-        intercepted_binops = frozenset(["*", "**"])  # from little much
+        intercepted_binops = frozenset(["*", "**", "%"])  # they make a huge value of a few letters
 
         def call_binop(self, context, operator, left, right):
             if operator == "**" or not all(isinstance(x, (int, float)) for x in (left, right)):
-                raise jinja2.TemplateError(f"{operator} is for numbers only")
+                raise jinja2.TemplateError(f"{operator} is not for these values")
             return super().call_binop(context, operator, left, right)
 
     def raise_exception(message):

@@ -147,7 +147,8 @@ def build_model(config, data, kind=ChatGPT):
 def first_exchange(tokens, mask, *rest):
     """(ids of the prompt, ids of the answer without its end token) of a row's first exchange."""
     start = int(mask.argmax())
-    length = int((mask[start:] == 0).long().argmax()) if not mask[start:].all() else len(mask)
+    length = int((mask[start:] == 0).long().argmax()) if not mask[start:].all() else (
+        len(mask) - start)
     return tokens[:start].tolist(), tokens[start:start + length - 1].tolist()
 
 

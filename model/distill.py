@@ -32,7 +32,8 @@ sample, adopt_shape, USE = gpt.sample, gpt.adopt_shape, gpt.USE
 
 @dataclass
 class Keys:
-    teacher: str = key("", "checkpoint of the GPT to learn from", free=True, path=True)
+    teacher: str = key("", "checkpoint of the GPT to learn from", free=True, path=True,
+                       reads="apart")
     distill_weight: float = key(0.5, "share of the teacher in the loss, 0 to 1", ge=0, le=1)
     distill_temperature: float = key(1.0, "both sides' logits are divided by this: above 1, what "
                                      "is unlikely counts for more", gt=0)
@@ -100,7 +101,7 @@ def open_data(config, ranks):
     data = open_token_data(config, ranks)
 
     def describe():
-        state = read_backbone(config.teacher)
+        state = read_backbone(config.teacher, "teacher")
         return state["digest"], (state.get("spec") or state).get("tokenizer")
     digest, tokenizer = from_main(describe, ranks)
     check_tokenizer(tokenizer, data.spec.get("tokenizer"), config.teacher, config.allow_change)
@@ -119,7 +120,7 @@ def build_model(config, data):
 def read_teacher(config, vocab_size):
     """The frozen GPT of config.teacher, on the CPU. Raises CheckpointError."""
     with torch.device("cpu"):
-        teacher, _ = model_of(read_backbone(config.teacher), config.teacher)
+        teacher, _ = model_of(read_backbone(config.teacher, "teacher"), config.teacher)
     if not isinstance(teacher, GPT) or teacher.config.vocab_size < vocab_size:
         raise CheckpointError(f"teacher: {config.teacher}: expected a GPT that knows the "
                               f"{vocab_size} ids of the data")

@@ -58,7 +58,8 @@ class PreferenceGPT(ChatGPT):
     def forward(self, idx, targets=None, logps=None, cache=None, last_only=False):
         if logps is None:
             return super().forward(idx, targets, None, cache, last_only)
-        x, targets, own = answers(self, idx, targets)
+        mask = targets
+        x, targets, own = answers(self, idx, mask)  # (2 B, T, C), (2 B, T), (2 B,)
         gain = own.view(-1, 2) - logps  # (B, 2) over the reference
         length = (targets != IGNORE).sum(1).view(-1, 2)
         if self.normalized:
@@ -135,7 +136,7 @@ def open_data(config, ranks):
     meta = read_meta(c.data_dir)
     check_types(c.data_dir, meta, f"no pairs of answers; make some: python -m data.pairs FILE... "
                 f"--out {c.data_dir} --reference CKPT.pt, or `example` for FILE", kind={"pairs"},
-                block_size=int, vocab_size=int, reference=str)
+                block_size=int, vocab_size=int, reference=str, template=dict)
     tokenizer = known_tokenizer(c.data_dir)
     if meta["block_size"] > c.block_size:
         raise DataError(f"{c.data_dir}: rows for a block_size of {meta['block_size']}, but the "

@@ -118,7 +118,7 @@ class Attention(nn.Module):
         three, but for a few tokens (sampling) joining the weights would cost more."""
         c, (B, T, _) = self.config, x.size()
         layers = (self.q, self.k, self.v)
-        if B * T > 64 and all(map(is_plain, layers)):
+        if worth_joining(x, layers):
             y = joined_product(x, layers)
         else:
             y = torch.cat([m(x) for m in layers], dim=-1)
@@ -128,6 +128,11 @@ class Attention(nn.Module):
 def is_plain(layer):
     """Whether a layer is its weight and bias alone, which can be joined to another's."""
     return type(layer).forward is nn.Linear.forward
+
+
+def worth_joining(x, layers):
+    """Whether one product beats one for each of `layers` on x (..., C)."""
+    return x.numel() > 64 * x.size(-1) and all(map(is_plain, layers))
 
 
 def joined_product(x, layers):
@@ -143,7 +148,7 @@ class MLP(nn.Module):
     def __init__(self, config):
         super().__init__()
         c = self.config = config
-        # SwiGLU has three matrices for two, so widths are comparable at 2/3 of n_hidden.
+        # SwiGLU has three matrices for two: 2/3 of another's n_hidden make as many weights.
         if c.mlp == "swiglu":
             self.gate = nn.Linear(c.n_embd, c.n_hidden, bias=c.bias)
         self.up = nn.Linear(c.n_embd, c.n_hidden, bias=c.bias)
@@ -152,7 +157,7 @@ class MLP(nn.Module):
     def gated(self, x):
         layers = (self.gate, self.up)
         # One product for two on a GPU: an eighth of a step's launches (train/LOG.md).
-        if x.is_cuda and x.numel() > 64 * x.size(-1) and all(map(is_plain, layers)):
+        if x.is_cuda and worth_joining(x, layers):
             gate, up = joined_product(x, layers).chunk(2, dim=-1)
         else:
             gate, up = self.gate(x), self.up(x)
@@ -253,7 +258,7 @@ class GPT(nn.Module):
     def forward(self, idx: torch.Tensor, targets: torch.Tensor | None = None, cache=None,
                 last_only: bool = False):
         """idx (B, T) int64, targets (B, T) int64 with -1 where none. With a cache, idx are the
-        tokens that follow what it holds; last_only gives the logits of the last one, (B, 1, V)."""
+        tokens that follow what it holds; last_only: of the last one alone, (B, 1, vocab_size)."""
         # The logits (B, T, V) are the largest tensor by far. With targets they are never whole in
         # memory: model/ops.py makes loss and gradient of them a chunk at a time.
         x = self.trunk(idx, cache)  # (B, T, C)
@@ -268,7 +273,7 @@ class GPT(nn.Module):
         if T > c.block_size:
             raise ValueError(f"{T} tokens; the context of this model is {c.block_size} "
                              "(block_size)")
-        positions = None if cache is None else cache.start(T)  # of idx: (1 or B, T) float64, CPU
+        positions = None if cache is None else cache.start(T)  # of idx: (1 or B, T)
         x = self.wte(idx)  # (B, T, C), the residual stream: every block reads it and adds to it
         if self.wpe is not None:
             x = x + (self.wpe.weight[:T] if cache is None else

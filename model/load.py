@@ -143,14 +143,14 @@ def with_shape(config, model_args, path):
     return config.but(**take_shape(config, model_args, path) | dict(vocab_size=config.vocab_size))
 
 
-def read_backbone(path):
-    """The checkpoint at `path` for another model to stand on: its weights {name: tensor} under
-    "model", and their "digest". Raises CheckpointError."""
+def read_backbone(path, key="backbone"):
+    """The checkpoint at `path`, which --`key` named, for another model to stand on: its weights
+    {name: tensor} under "model", and their "digest". Raises CheckpointError."""
     try:
         with torch.device("cpu"):
             state = read_weights(path)
     except CheckpointError as error:
-        raise CheckpointError(f"backbone: {error}; if it has moved, --backbone FILE") from error
+        raise CheckpointError(f"{key}: {error}; if it has moved, --{key} FILE") from error
     weights = convert_ddp_state(state["model"])
     return {**state, "model": weights, "digest": digest(weights)}
 

@@ -692,6 +692,11 @@ def test_bad_commands_are_refused(trained, labels, tmp_path, capsys):
         assert evaluate_main(["--ckpt", str(ckpt), "--data", str(data), "--out",
                               str(tmp_path / "report")]) == 2
         assert message in capsys.readouterr().err
+    assert evaluate_main(["--ckpt", str(trained / "ckpt.pt"), "--data", str(odd), "--device",
+                          "gpu", "--out", str(tmp_path / "report")]) == 2
+    assert "device: 'gpu' is unknown" in capsys.readouterr().err
+    with pytest.raises(ValueError, match="span_weight: .*at least 0|span_weight: -1"):
+        load_config(None, dict(model="classifier", span_weight=-1.0))
 
 
 def test_arrays_are_read_in_the_order_the_model_takes_them(labels):

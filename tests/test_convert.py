@@ -660,6 +660,8 @@ def test_other_bad_input(tmp_path, capsys):
                         "no adapters")):
         assert convert.main([str(a) for a in args]) == 2
         assert said in capsys.readouterr().err, said
+    with pytest.raises(SystemExit):  # where to?
+        convert.main(["--ckpt", str(tmp_path / "ckpt.pt")])
     with pytest.raises(CheckpointError, match="too large for float16"):
         convert.write_weights(str(tmp_path / "y.safetensors"), weights, "float16")
 

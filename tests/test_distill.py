@@ -2,12 +2,13 @@
 ranks, resume."""
 
 import json
+from pathlib import Path
 
 import pytest
 import torch
 import torch.nn.functional as F
 from conftest import TINY, run
-from runs import Program, assert_same, configure, go, tensors
+from runs import SMALL, Program, assert_same, go, tensors
 
 from model.distill import Student
 from model.gpt import GPT, GPTConfig
@@ -89,11 +90,15 @@ def test_flops_count_a_forward_pass_of_the_teacher(teacher):
     (dict(teacher=""), "teacher: missing"), (dict(teacher="nowhere.pt"), "nowhere.pt"),
     (dict(block_size=64), "sees 16 tokens; expected at least"),
     (dict(distill_weight=2.0), "distill_weight"),
+    (dict(resume="never", out_dir="{}"), "in out_dir"),
     (dict(vocab_size=60000), "expected a GPT that knows the 60000 ids"),
 ])
 def test_what_cannot_be_taught_is_refused(data_dir, tmp_path, teacher, more, message):
+    if "out_dir" in more:
+        more = more | dict(out_dir=str(Path(teacher).parent))
     with pytest.raises(ValueError, match=message):
-        train(configure(data_dir, tmp_path, **changes(teacher) | more))
+        train(load_config(None, SMALL | dict(data_dir=str(data_dir), out_dir=str(tmp_path))
+                          | changes(teacher) | more))
 
 
 def test_another_teacher_is_no_resume(data_dir, tmp_path, teacher):

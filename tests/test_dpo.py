@@ -15,6 +15,7 @@ from runs import Program, assert_same, tensors
 from data import chat as data_chat
 from data import pairs as data_pairs
 from data.pairs import encoded, example_pairs, to_pair
+from data.token_files import DataError
 from data.tokenizer import load_tokenizer
 from model.dpo import PreferenceGPT
 from model.gpt import GPTConfig
@@ -91,13 +92,20 @@ def test_long_conversations_differ_in_their_last_answer():
         "system", "Be kind.")
 
 
+def test_a_prompt_before_whole_turns_is_kept():
+    said = [BOO, {"role": "user", "content": "Moo!"}, MOO]
+    chosen, _ = to_pair({"prompt": "Say moo", "chosen": said, "rejected": [*said[:2], BOO]})
+    assert [text for _, text in chosen] == ["Say moo", "boo", "Moo!", "moo"]
+
+
 @pytest.mark.parametrize("record, message", [
     ({"prompt": "a", "response": "b"}, "the fields chosen and rejected"),
     ({"prompt": "a", "chosen": "b", "rejected": " b"}, "the same answer twice"),
     ({"chosen": [ASKED[1], MOO], "rejected": [ASKED[0], MOO]}, "the same messages but for"),
     ({"chosen": [ASKED[1]], "rejected": [ASKED[0]]}, "the same messages but for"),
     ({"prompt": "a", "chosen": 7, "rejected": "b"}, "expected an answer or messages, got '7'"),
-    ({"chosen": "moo", "rejected": "boo"}, "expected an answer or messages"),
+    ({"chosen": "moo", "rejected": "boo"}, "no prompt, and no text of Human: .*'moo'"),
+    ({"chosen": f"So.{CONVERSATION}a", "rejected": f"So.{CONVERSATION}b"}, "no text of Human"),
     ([], "expected an object"),
 ])
 def test_what_is_no_pair_is_refused(record, message):
@@ -149,6 +157,35 @@ def test_the_last_of_several_answers_is_learned(made, tmp_path):
     for (chosen, one), (rejected, two) in found:
         assert BYTES.decode(chosen[one == 1]) == "d<|endoftext|>"
         assert BYTES.decode(rejected[two == 1]) == "ee<|endoftext|>"
+
+
+def test_rows_are_no_longer_than_asked_for(made, tmp_path, capsys):
+    """Of 20 tokens: a multiple of 16 above would not be taken by a run of that block_size."""
+    source = write_jsonl(tmp_path / "a.jsonl", [
+        {"prompt": f"{i}", "chosen": "x" * n, "rejected": "y"} for i in range(8) for n in (2, 99)])
+    base = len(data_chat.encode_chat([("user", "1"), ("assistant", "xx")], BYTES)[0])
+    assert data_pairs.main([source, "--out", str(tmp_path / "out"), "--block_size", str(base),
+                            "--reference", str(made / "chat/ckpt.pt")]) == 0
+    meta = json.loads((tmp_path / "out/meta.json").read_text())
+    assert meta["block_size"] == base and base % 16
+    assert f"Left out 8 pairs longer than {base + 1} tokens" in capsys.readouterr().out
+
+
+def test_pairs_that_the_template_refuses_are_named_or_left_out(made, tmp_path, capsys, monkeypatch):
+    source = write_jsonl(tmp_path / "a.jsonl", [
+        {"prompt": f"{i}", "chosen": "x", "rejected": "y"} for i in range(9)])
+    real = data_pairs.sequences
+
+    def refuse(messages, *rest):
+        if messages[0][1] == "4":
+            raise DataError("no system messages")
+        return real(messages, *rest)
+    monkeypatch.setattr(data_pairs, "sequences", refuse)
+    argv = [source, "--out", str(tmp_path / "out"), "--reference", str(made / "chat/ckpt.pt")]
+    assert data_pairs.main(argv) == 2
+    assert "a.jsonl: pair 5: no system messages; --skip_bad" in capsys.readouterr().err
+    assert data_pairs.main([*argv, "--skip_bad"]) == 0
+    assert "Left out 1 pairs that the model's template" in capsys.readouterr().out
 
 
 def test_the_example_is_wrong_by_one_letter():

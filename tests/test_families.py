@@ -405,7 +405,8 @@ def test_a_template_goes_through_tuning_and_out_again(talker, tmp_path, capsys):
 @pytest.mark.parametrize("text, named", [
     ("{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}", "to an end"),
     ("{% for a in range(99999) %}{{ 'a'.rjust(999) }}{% endfor %}", "more than 16,777,216 char"),
-    ("{{ 'a' * 10 ** 12 }}", "for numbers only"), ("{% if %}", "Expected an expression"),
+    ("{{ 'a' * 10 ** 12 }}", "not for these"), ("{{ '%999999999d' % 1 }}", "not for these"),
+    ("{% if %}", "Expected an expression"),
     ("{{ messages.append(1) }}", "'append' of 'list'"), ("{{ ''.__class__.__mro__ }}", "unsafe"),
     ("{% macro a() %}{{ a() }}{% endmacro %}{{ a() }}", "RecursionError"),
     ("{{ raise_exception('no system') }}", "fails: no system"), ("{{ 1 / 0 }}", "ZeroDivision"),

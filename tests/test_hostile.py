@@ -30,7 +30,7 @@ from data.folders import check_array
 from data.prepare import sources
 from data.records import walk
 from data.token_files import DataError
-from data.tokenizer import tokenizer_from_spec
+from data.tokenizer import JsonTokenizer, tokenizer_from_spec
 from data.tokenizer_json import byte_characters, list_merges
 from model import sample
 from model.decode import Streamer
@@ -464,7 +464,8 @@ def test_a_mirror_is_https(capsys):
 @pytest.mark.parametrize("array, shape, limit, least", [
     (np.array([[0, 7]]), (None, 2), 7, 0), (np.array([[0, -1]]), (1, 2), 7, 0),
     (np.array([0, 1]), (None, 2), 7, 0), (np.array([[0, 1]]), (2, 2), 7, 0),
-    (np.array([[0.0, 1]]), (1, 2), 7, 0), (np.array(3), (None,), 7, 0)])
+    (np.array([[0.0, 1]]), (1, 2), 7, 0), (np.array(3), (None,), 7, 0),
+    (np.array([[1, 1]] * 99 + [[1, 7]]), (None, 2), 7, 0)])
 def test_arrays_of_other_numbers_or_shapes_are_refused(array, shape, limit, least):
     """Where a model would index with them."""
     with pytest.raises(DataError, match="a.npy: .*expected .* whole numbers from 0 to 6"):
@@ -504,6 +505,19 @@ def test_patterns_of_nothing(pattern):
     with pytest.raises(DataError, match="cannot split text"):
         tokenizer_from_spec(dict(kind="ranks", pattern=pattern, eot_token=256, ranks=ranks)
                             ).encode("a b")
+
+
+def test_a_panic_of_the_package_tokenizers_is_told():
+    """It is no Exception, either."""
+    class PanicException(BaseException):
+        pass
+
+    def panic(texts, **how):
+        raise PanicException("index out of bounds")
+    tokenizer = JsonTokenizer.__new__(JsonTokenizer)
+    tokenizer.enc = SimpleNamespace(encode_batch_fast=panic)
+    with pytest.raises(DataError, match="it broke: index out of bounds"):
+        tokenizer.encode_batch(["a"])
 
 
 def test_real_vocabularies_are_not_too_long():

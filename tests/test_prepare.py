@@ -7,6 +7,7 @@ import io
 import json
 import os
 import random
+import re
 import signal
 import socket
 import subprocess
@@ -723,6 +724,30 @@ def shards(folder, corpus, count):
         header[:3] = 20240520, 1, 5000
         ids = np.random.default_rng(i).integers(0, 50257, 5000).astype("<u2")
         (folder / name).write_bytes(header.tobytes() + ids.tobytes())
+
+
+def test_corpora_have_their_files():
+    """As their pages list them: the first is for validation, the others count up from 1 or 0."""
+    for name, first, count in (("fineweb10B", 1, 103), ("fineweb_edu", 1, 99),
+                               ("openwebtext", 0, 80)):
+        names = sources_module.CORPORA[name].names[first:]
+        assert [int(re.search(r"\d+", n)[0]) for n in names] == list(range(first, first + count))
+
+
+def test_a_file_that_cannot_be_read_is_named(tmp_path, monkeypatch):
+    files = [File(str(path), str(path), "", False) for path in (tmp_path / "a.txt",
+                                                                tmp_path / "b.txt")]
+    for file in files:
+        Path(file.path).write_text("a b c")
+    real = encode.cut_file
+
+    def cut(file):
+        if file.name.endswith("b.txt"):
+            raise PermissionError(13, "Permission denied")
+        return real(file)
+    monkeypatch.setattr(encode, "cut_file", cut)
+    pieces, binary, problems = encode.cut_files(files)
+    assert pieces and not binary and problems == [(files[1].name, "Permission denied")]
 
 
 @pytest.mark.parametrize("corpus", ["fineweb10B", "fineweb_edu"])

@@ -779,3 +779,18 @@ def test_a_slow_sample_is_timed_once(monkeypatch):
     for seconds, wanted in ((3.0, [1]), (0.5, [1, 4])):
         assert speed.time_sample(compute, loader, "cpu") == seconds and sizes == wanted
         sizes.clear()
+
+
+def test_the_start_stays_the_best_of_a_run_that_was_stopped_before_it(data_dir, tmp_path):
+    """Trained weights may be at their best before the first step, also where the run was stopped
+    during that evaluation: ckpt_best.pt is the same with and without the stop."""
+    start = dict(init_from=str(tmp_path / "base/ckpt.pt"), learning_rate=0.5, max_iters=6,
+                 warmup_iters=0, lr_schedule="constant", eval_interval=3)
+    go(data_dir, tmp_path / "base", max_iters=20)
+    go(data_dir, tmp_path / "whole", **start)
+    with train_module.open_trainer(configure(data_dir, tmp_path / "stopped", **start)) as trainer:
+        trainer.save(last=True)  # as after a signal in the first evaluation
+    go(data_dir, tmp_path / "stopped", **start)
+    best = [load_checkpoint(tmp_path / name / "ckpt_best.pt")["iter_num"]
+            for name in ("whole", "stopped")]
+    assert best == [0, 0]

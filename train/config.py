@@ -515,9 +515,11 @@ def read_values(path, overrides, problems):
     return cls, translated(raw, known, problems) | option_values(options, known, problems)
 
 
-def files_read(config):
-    """{key: path} of the files that a run of `config` reads, such as weights to start from."""
-    named = {f.name: getattr(config, f.name) for f in fields(config) if f.metadata.get("reads")}
+def files_read(config, kinds=(True, "apart")):
+    """{key: path} of the files that a run of `config` reads, such as weights to start from; kinds:
+    what its keys have for `reads`."""
+    named = {f.name: getattr(config, f.name) for f in fields(config)
+             if f.metadata.get("reads") in kinds}
     return {name: path for name, path in named.items() if path not in (None, "", "scratch")}
 
 

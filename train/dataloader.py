@@ -1,7 +1,7 @@
 """Data to batches. The order is a pure function of (seed, step), the same at any world size.
 
 Samples are numbered g = 0, 1, 2, ... over the whole run, and an epoch visits each of the N samples
-once, in an order of its own: sample g is number order(g % N) of epoch g // N. What a loader calls a
+once, in an order of its own (`shuffled`, below): epoch g // N, place g % N. What a loader calls a
 step is a micro-batch: step s of rank r of W holds the B samples from (s * W + r) * B on. So its
 number is the only state, and however large the data, the order takes no memory. Ten samples,
 batches of two, two ranks, seed 1337:

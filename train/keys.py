@@ -16,7 +16,7 @@ def key(default, help, **meta):
     resumed. start=True: belongs to one start of a run, not to the run. path=True: ~ is expanded.
     text=True: a list whose items may hold commas. shape=True: a part of a model's shape, which
     comes with its weights (init_from). reads=True: a file that the run reads, which --resume never
-    must leave where it is."""
+    must leave where it is; reads="apart": its shape is not the model's."""
     meta = dict(help=help, **meta)
     if isinstance(default, (list, dict)):
         return field(default_factory=lambda: type(default)(default), metadata=meta)

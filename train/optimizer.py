@@ -132,8 +132,9 @@ def clip_gradients(optimizer, max_norm, factor=1.0):
 @torch.no_grad()
 def update_average(optimizer, decay, it):
     """Take the weights after step `it` into their running averages, which stand in the optimizer's
-    state: they are sharded, saved and resumed with it. The first steps count more, as in
-    TensorFlow's ExponentialMovingAverage: what a run began with is soon forgotten."""
+    state: they are sharded, saved and resumed with it. At first new weights count more than `decay`
+    says, so that what a run began with is soon forgotten (as in TensorFlow's
+    ExponentialMovingAverage)."""
     params = [p for p in optimizer.state if optimizer.state[p]]  # those that were updated
     for p in params:
         if "ema" not in optimizer.state[p]:

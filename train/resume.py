@@ -82,7 +82,7 @@ def shape_to_take(config, state, path):
 def weights_shape(config):
     """({key: value} that a fresh run of `config` takes over from the weights that it starts from
     or stands on, their file), for who only looks at it. Raises CheckpointError."""
-    for path in files_read(config).values():
+    for path in files_read(config, (True,)).values():
         return shape_to_take(config, read_weights(path), path), path
     return {}, None
 

@@ -74,7 +74,7 @@ class Progress:
         return asdict(self)
 
     def load_state_dict(self, state):
-        for f in fields(self):  # a checkpoint of before may lack some
+        for f in fields(self):  # one of an older version may lack some
             setattr(self, f.name, state.get(f.name, getattr(Progress(), f.name)))
 
 
@@ -117,19 +117,19 @@ class Trainer:
         if start.kind == "resume":
             resume.check_fits(start, c, self.data, self.model, ranks, say)
 
-        # The log, which begins here: nothing is written into a folder that cannot be used.
         compiled = speed.should_compile(c, self.flops_per_step, ranks)
+        # The log, which begins here: nothing is written into a folder that cannot be used.
         self.log = at_end.enter_context(self.open_log(f"{why}; compile {speed.ON_OFF[compiled]}"))
         at_end.callback(self.folder.wait)  # the save under way may still have something to say
 
-        # Weights to start from come before the optimizer. The optimizer may freeze some parameters,
-        # so it comes before DDP, which wants to know which ones learn.
         self.compiler = speed.Compiler(self.model, compiled, ranks.device, self.log.warn,
                                        c.batch_size)
+        # Weights to start from come before the optimizer. The optimizer may freeze some parameters,
+        # so it comes before DDP, which wants to know which ones learn.
         if start.kind == "init_from":
             resume.load_weights(self.model, start, c, self.data.spec, ranks, self.log.info)
         # A model that starts from trained weights may be at its best before its first step.
-        self.trained = start.kind == "init_from" or not all(
+        self.trained = c.init_from != "scratch" or not all(
             p.requires_grad for p in self.model.parameters())
         self.optimizer = build_optimizer(self.model, c, self.log.info)
         self.scaler = torch.amp.GradScaler(ranks.device.type, enabled=self.dtype == torch.float16)
@@ -268,7 +268,7 @@ class Trainer:
                                         or self.config.save_epochs is not None and self.is_kept())
 
     def is_kept(self):
-        """Whether a checkpoint of now is kept by its number."""
+        """Whether a checkpoint saved now also stays as a numbered file."""
         it, c = self.progress.iter_num, self.config
         if c.save_epochs is None:
             return c.keep_last > 0
@@ -366,7 +366,7 @@ class Trainer:
         return action
 
     def where(self, it):
-        """Where this rank's samples of step `it` came from, for messages."""
+        """Where this rank's first two micro-batches of step `it` came from, for messages."""
         first = (it + self.progress.data_shift) * self.n_micro
         locate = getattr(self.data.train, "locate", lambda step: f"batch {step}")
         return "; ".join(locate(step) for step in range(first, first + min(self.n_micro, 2)))
@@ -480,7 +480,7 @@ class Trainer:
         if loader is None:
             return
         weights = resume.load_best(self.model, self.folder, self.ranks)
-        numbers = self.evaluate(loader, loader.samples) or {}  # asked to stop: as it is
+        numbers = self.evaluate(loader, loader.samples + 1) or {}  # asked to stop: as it is
         self.tested = {f"test_{n.removeprefix('val_')}": v for n, v in numbers.items()}
         if numbers:
             self.log.info(f"On test data, with {weights}:")
