@@ -22,8 +22,8 @@ from processes import FORKER, Fork, rank_environments
 from train.config import ConfigError, load_config
 from train.dataloader import DataLoader
 
-# 12 sequences a step, which 1, 2, 3 and 4 ranks share equally; 50 steps.
-STEPS, SEQUENCES = 50, 12
+# 12 sequences a step, which 1, 2, 3 and 4 ranks share equally; 30 steps.
+STEPS, SEQUENCES = 30, 12
 RUN = TINY | dict(batch_size=4, gradient_accumulation_steps=3, max_iters=STEPS, eval_interval=STEPS,
                   learning_rate=3e-3, min_lr=3e-4, vocab_size=256)
 
@@ -607,8 +607,8 @@ def test_muon_shares_few_matrices_and_passes_over_one_without_a_gradient():
 
 @pytest.mark.matrix(54)
 def test_stop_on_4_ranks_go_on_with_1_then_2(data_dir, tmp_path, runs):
-    parts = [in_ranks(4, train_run, options(data_dir, tmp_path), 15),
-             in_ranks(1, train_run, options(data_dir, tmp_path), 33),
+    parts = [in_ranks(4, train_run, options(data_dir, tmp_path), 9),
+             in_ranks(1, train_run, options(data_dir, tmp_path), 20),
              in_ranks(2, train_run, options(data_dir, tmp_path))]
     assert -1 in parts[0][0] and -1 in parts[1][0] and -1 not in parts[2][0]
     batches = {}
@@ -619,9 +619,9 @@ def test_stop_on_4_ranks_go_on_with_1_then_2(data_dir, tmp_path, runs):
 
 
 def test_ddp_to_fsdp_and_back(data_dir, tmp_path, runs):
-    in_ranks(2, train_run, options(data_dir, tmp_path), 12)
-    in_ranks(3, train_run, options(data_dir, tmp_path, distributed="fsdp"), 25)
-    in_ranks(2, train_run, options(data_dir, tmp_path, distributed="fsdp"), 37)
+    in_ranks(2, train_run, options(data_dir, tmp_path), 7)
+    in_ranks(3, train_run, options(data_dir, tmp_path, distributed="fsdp"), 15)
+    in_ranks(2, train_run, options(data_dir, tmp_path, distributed="fsdp"), 22)
     in_ranks(1, train_run, options(data_dir, tmp_path))
     assert_losses_agree(tmp_path, runs[1][0])
 
