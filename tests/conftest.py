@@ -34,8 +34,9 @@ if hasattr(signal, "SIGHUP"):
 
 # These take longest: begun first, so that no worker is left with one of them at the end.
 FIRST = ("test_proofs.py", "test_multinode.py", "test_distributed.py", "test_gpt.py",
-         "test_checkpoint_read.py", "test_checkpoint_write.py", "test_sample.py", "test_resume.py",
-         "test_environment.py")
+         "test_resume.py", "test_checkpoint_read.py", "test_sample.py", "test_hpo.py",
+         "test_serve.py", "test_checkpoint_write.py", "test_regressions.py", "test_signals.py",
+         "test_environment.py", "test_prepare.py", "test_chat.py", "test_train.py")
 
 
 @pytest.hookimpl(optionalhook=True)
