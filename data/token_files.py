@@ -157,6 +157,8 @@ def open_npy(path):
     """The array in a .npy file, memory-mapped; never unpickles. Raises DataError."""
     try:
         return np.lib.format.open_memmap(path, mode="r")
+    except FileNotFoundError:
+        raise DataError(f"{path}: no such file") from None
     except NPY_ERRORS as error:
         raise DataError(f"{path}: cannot be read as a .npy array ({error}): damaged, or cut short? "
                         "copy it again, or prepare it again") from None

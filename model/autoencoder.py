@@ -48,7 +48,8 @@ class Keys:
 def open_data(config, ranks):
     """Rows of the arrays in data_dir, made by data/features.py."""
     meta = read_features_meta(config.data_dir)
-    if strange := set(config.modality_weights) - set(meta["modalities"]):
+    given = {name for name, weight in config.modality_weights.items() if weight != 1}
+    if strange := given - set(meta["modalities"]):  # 1 is what all have: such names do no harm
         raise ConfigError([f"modality_weights: {', '.join(sorted(strange))}: the modalities of "
                            f"{config.data_dir} are {', '.join(meta['modalities'])}"])
     if taken := [n for n in meta["modalities"] if hasattr(nn.ModuleDict, n)]:

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 from conftest import run
-from processes import python
+from processes import REPO, python
 from runs import SMALL, assert_same, configure, go, metrics, run_program, tensors
 
 from data import features
@@ -158,7 +158,7 @@ def test_synthetic_needs_every_modality():
     ("lengths", "different lengths: a has 30 rows, target has 29"),
     ("nan", "a: row 7, column 1: nan"),
     ("huge", "a: row 7, column 1: -1e+300"), ("val", "a: row 16, column 0: inf"),
-    ("cube", "expected numbers of shape (rows, dims)"), ("missing", "cannot be read"),
+    ("cube", "expected numbers of shape (rows, dims)"), ("missing", "b.npy: no such file\n"),
     ("name", "expected 1 different ones"), ("one run", "nothing can be held out"),
     ("other", "did not write")])
 def test_bad_arrays(tmp_path, capsys, case, words):
@@ -208,6 +208,14 @@ def test_correlation_over_all_rows_however_they_are_split():
             total = {k: total.get(k, 0) + v for k, v in part.items()}
         r = correlations(total)
         assert r[:5].tolist() == pytest.approx(wanted, abs=1e-12) and r[5:].isnan().all()
+
+
+def test_the_shipped_configuration_is_for_any_modalities(tmp_path):
+    """As the last line of data.features says; its weights are 1, which all have."""
+    np.save(tmp_path / "eyes.npy", np.random.default_rng(0).normal(size=(40, 3)))
+    assert features.main([str(tmp_path / "eyes.npy"), "--out", str(tmp_path / "out")]) == 0
+    config = load_config(REPO / "train/config_autoencoder.yaml", dict(data_dir=str(tmp_path / "out")))
+    assert open_data(config, Ranks()).spec["modalities"] == {"eyes": 3}
 
 
 def test_loss_is_the_weighted_sum_of_its_parts(folder):
@@ -385,7 +393,7 @@ def test_the_numbers_of_a_checkpoint(tmp_path, trained, folder, capsys):
 
 @pytest.mark.parametrize("changes, words", [
     (dict(data_dir="nowhere"), "nowhere: no kind in a meta.json"),
-    (dict(modality_weights={"smell": 1.0}), "modality_weights: smell"),
+    (dict(modality_weights={"smell": 2.0}), "modality_weights: smell"),
     (dict(matching="cosine"), "must be one of mse, correlation")], ids=str)
 def test_bad_configuration(tmp_path, folder, changes, words):
     options = SYSTEM | dict(data_dir=folder) | changes
