@@ -49,7 +49,7 @@ def open_data(config, ranks):
     """Rows of the arrays in data_dir, made by data/features.py."""
     meta = read_features_meta(config.data_dir)
     given = {name for name, weight in config.modality_weights.items() if weight != 1}
-    if strange := given - set(meta["modalities"]):  # 1 is what all have: such names do no harm
+    if strange := given - set(meta["modalities"]):  # 1 is what all have
         raise ConfigError([f"modality_weights: {', '.join(sorted(strange))}: the modalities of "
                            f"{config.data_dir} are {', '.join(meta['modalities'])}"])
     if taken := [n for n in meta["modalities"] if hasattr(nn.ModuleDict, n)]:

@@ -214,7 +214,8 @@ def test_the_shipped_configuration_is_for_any_modalities(tmp_path):
     """As the last line of data.features says; its weights are 1, which all have."""
     np.save(tmp_path / "eyes.npy", np.random.default_rng(0).normal(size=(40, 3)))
     assert features.main([str(tmp_path / "eyes.npy"), "--out", str(tmp_path / "out")]) == 0
-    config = load_config(REPO / "train/config_autoencoder.yaml", dict(data_dir=str(tmp_path / "out")))
+    config = load_config(REPO / "train/config_autoencoder.yaml",
+                         dict(data_dir=str(tmp_path / "out")))
     assert open_data(config, Ranks()).spec["modalities"] == {"eyes": 3}
 
 
