@@ -198,9 +198,11 @@ OLMO2 = ("{{ bos_token }}{% for message in messages %}{% if message['role'] == '
          "{% endfor %}", ["<|endoftext|>"],
          dict(bos_token="<|endoftext|>", eos_token="<|endoftext|>"), [])
 
-CHATML = ("""{%- for message in messages %}
-    {{- '<|im_start|>' + message['role'] + '\\n' + message['content'] + '<|im_end|>' + '\\n' }}
-{%- endfor %}
+CHATML = ("""{% for message in messages %}
+    {% if message['content'] is defined %}
+{{- '<|im_start|>' + message['role'] + '\\n' + message['content'] + '<|im_end|>' + '\\n' -}}
+    {% endif %}
+{% endfor %}
 {%- if add_generation_prompt %}
     {{- '<|im_start|>assistant\\n' }}
 {%- endif %}""", ["<|endoftext|>", "<|im_start|>", "<|im_end|>"],

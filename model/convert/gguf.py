@@ -55,7 +55,9 @@ def export_gguf(source, weights, to, config, precision):
     with replacing(to) as file:  # the writer opens names, and wants the last
         writer = gguf.GGUFWriter(None, arch)
         describe(writer, source, arch, config)
-        if tokenizer is not None:
+        if tokenizer is None:
+            writer.add_tokenizer_model("none")
+        else:
             write_tokenizer(writer, source)
         for name, t in tensors.items():
             kind = kind_of(gguf, name, t, precision)
