@@ -12,7 +12,7 @@ from runs import Program, assert_same, tensors
 from data import chat as data_chat
 from model import chat
 from model.load import digest
-from model.lora import LoRALinear, adapters, load_adapters, main, merge
+from model.lora import LoRALinear, adapters, initial_adapter, load_adapters, main, merge
 from model.sample import load_model
 from train.checkpoint import load_checkpoint
 from train.config import load_config
@@ -61,6 +61,16 @@ def test_starts_as_the_base_and_trains_the_adapters_only(data_dir, base, tmp_pat
         if isinstance(module, LoRALinear):
             assert torch.equal(module.base, frozen[f"{name}.weight"])
             assert module.lora_B.abs().max() > 0
+
+
+def test_adapters_begin_as_those_of_peft():
+    """A is uniform to 1 / sqrt(in), which is kaiming_uniform of a = sqrt 5, and B zero."""
+    a = initial_adapter("h.0.attn.q.lora_A", (64, 400), 1)
+    reference = torch.empty(64, 400)
+    torch.nn.init.kaiming_uniform_(reference, a=5 ** 0.5)
+    assert a.abs().max() == pytest.approx(0.05, rel=0.01) and a.abs().max() <= 0.05
+    assert a.std().item() == pytest.approx(reference.std().item(), rel=0.03)
+    assert not initial_adapter("h.0.attn.q.lora_B", (400, 64), 1).any()
 
 
 def test_merged_is_the_same_model(data_dir, base, tmp_path, capsys):

@@ -523,7 +523,8 @@ def test_a_model_that_writes_no_text(checkpoint, tmp_path, monkeypatch, capsys):
     (["--chat", "--compile"], "leave --compile and --quantize out"),
     (["--compile", "--num_samples", "2"], "--compile is for one text"),
     (["--ckpt", "nowhere.pt"], "no such file"), (["--temperature", "-1"], "at least 0"),
-    (["--top_p", "0"], "(0, 1]"), (["--num_samples", "0"], "at least 1")])
+    (["--top_p", "0"], "(0, 1]"), (["--top_p", "0.9", "--ckpt", "nowhere.pt"], "no such file"),
+    (["--num_samples", "0"], "at least 1")])
 def test_bad_input_is_one_message_and_exit_2(capsys, args, message):
     assert main(args) == 2
     assert message in capsys.readouterr().err
