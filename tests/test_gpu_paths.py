@@ -20,7 +20,7 @@ from train import bench, speed
 from train.checkpoint import load_checkpoint
 from train.config import load_config
 from train.dataloader import open_token_data
-from train.distributed import Ranks, get_device, use_flash_attention_3
+from train.distributed import Ranks, choose_dtype, get_device, use_flash_attention_3
 from train.train import train
 
 
@@ -153,6 +153,15 @@ def test_precision_is_chosen_by_the_device():
         if "dtype" in path.read_text():
             assert re.search(r"^dtype: (auto|float32)\b", path.read_text(), re.MULTILINE), path
     assert load_config(None).dtype == "auto"
+
+
+@pytest.mark.parametrize("probe", ["_is_amx_tile_supported", "_is_avx512_bf16_supported", None])
+def test_what_a_cpu_multiplies_natively_is_asked(probe, monkeypatch):
+    for name in ("_is_amx_tile_supported", "_is_avx512_bf16_supported"):
+        monkeypatch.setattr(torch.cpu, name, lambda name=name: name == probe)
+    dtype, why = choose_dtype("auto", torch.device("cpu"))
+    assert dtype == (torch.bfloat16 if probe else torch.float32)
+    assert ("native on this device" in why) == bool(probe)
 
 
 @pytest.mark.parametrize("name, bfloat16, tf32, float32", [
