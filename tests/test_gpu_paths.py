@@ -42,7 +42,7 @@ def compiled_as_on_a_gpu(monkeypatch):
 
 def run(data_dir, out_dir, **changes):
     train(load_config(None, TINY | dict(data_dir=str(data_dir), out_dir=str(out_dir),
-                                        compile="true", max_iters=2) | changes))
+                                        compile="true", max_iters=2, vocab_size=256) | changes))
     return [json.loads(line) for line in (out_dir / "metrics.jsonl").read_text().splitlines()]
 
 

@@ -16,7 +16,8 @@ from train.train import train
 
 
 def config(data_dir, out_dir, **changes):
-    return load_config(None, TINY | dict(data_dir=str(data_dir), out_dir=str(out_dir)) | changes)
+    small = TINY | dict(data_dir=str(data_dir), out_dir=str(out_dir), vocab_size=256)
+    return load_config(None, small | changes)
 
 
 def metrics(out_dir):
@@ -128,9 +129,9 @@ def test_micro_batch_divides_the_share(batch_size, steps, ranks, expected):
 
 
 def test_compile_failure_falls_back_to_eager(tmp_path, data_dir):
-    code, out = run(*tiny_args(compile="true", max_iters=2), "--data_dir", data_dir, "--out_dir",
-                    tmp_path, env={"CXX": "/nonexistent",
-                                   "TORCHINDUCTOR_CACHE_DIR": str(tmp_path / "i")})
+    code, out = run(*tiny_args(compile="true", max_iters=2, vocab_size=256, data_dir=data_dir,
+                               out_dir=tmp_path),
+                    env={"CXX": "/nonexistent", "TORCHINDUCTOR_CACHE_DIR": str(tmp_path / "i")})
     assert code == 0 and "torch.compile failed; going on without it" in out, out
 
 
