@@ -189,7 +189,7 @@ def test_two_ranks_equal_one(tmp_path, data_dir, way):
     """More experts than tokens reach: on both ranks some have no rows."""
     settings = dict(OWN, n_experts=16, block_size=4, batch_size=2, n_layer=1,
                     gradient_accumulation_steps=2, max_iters=6, learning_rate=1e-3,
-                    load_balance_coef=0.5, data_dir=data_dir)
+                    load_balance_coef=0.5, data_dir=data_dir, vocab_size=256)
     code, text = run(*tiny_args(**settings, out_dir=tmp_path / "one"))
     assert code == 0, text
     code, text = run(*tiny_args(**settings, out_dir=tmp_path / "two", distributed=way), ranks=2)
