@@ -1,5 +1,7 @@
 """train/files.py, data/folders.py: whole or not there, and what a link points to is not touched."""
 
+import contextlib
+import errno
 import json
 import os
 import socket
@@ -14,7 +16,7 @@ from runs import go
 from data import chat, features, labels, prepare
 from data.folders import new_folder
 from train.checkpoint import load_checkpoint, save_checkpoint
-from train.files import FilesError, Lock, link, open_own, replacing, write_text
+from train.files import FilesError, Lock, link, open_own, replacing, sync_folder, write_text
 from train.logger import Logger
 
 
@@ -207,6 +209,16 @@ for i in range(60):
     found = contents(tmp_path / "out")
     assert found["a"] == found["b"] and found["a"].endswith("59") and found["notes"] == "mine"
     assert os.listdir(tmp_path) == ["out"]
+
+
+@pytest.mark.parametrize("number, raises", [(errno.EIO, True), (errno.EINVAL, False)])
+def test_a_disk_that_fails_is_told_a_file_system_without_sync_is_not(tmp_path, monkeypatch, number,
+                                                                     raises):
+    def fail(fd):
+        raise OSError(number, os.strerror(number))
+    monkeypatch.setattr(os, "fsync", fail)
+    with pytest.raises(OSError) if raises else contextlib.nullcontext():
+        sync_folder(tmp_path)
 
 
 def test_a_folder_is_durable_before_its_name(tmp_path, monkeypatch):

@@ -230,6 +230,11 @@ def test_another_number_of_any_system(tmp_path):
     assert "f1_macro, iter, loss, lr" in done.stderr
 
 
+def test_a_tick_at_the_edge_stays_where_the_edge_is_not_exact():
+    assert [round(t, 9) for t in plot.linear_ticks(0.1 + 0.2, 0.9)] == [
+        0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9]
+
+
 @pytest.mark.parametrize("low, high, wanted", [
     (1.35, 5.5, {1.4, 1.6, 1.8, 2, 3, 4, 5}), (1.0, 3.2, {1.2, 1.4, 1.6, 2, 3}),
     (1.2, 11, {1.4, 2, 3, 5, 10}), (1e-7, 1.0, {1e-7, 1e-4, 1e-1}), (0.9, 1e9, {1, 1e3, 1e6})])

@@ -33,6 +33,7 @@ from train.config import ConfigError, GPTKeys, TrainConfig, load_config
 from train.dataloader import DataLoader, send
 from train.distributed import Ranks
 from train.lr_scheduler import get_lr
+from train.resume import check_tensors
 from train.train import train
 
 
@@ -97,6 +98,38 @@ def test_resume_must_refuses_also_when_restarted(tmp_path, data_dir, monkeypatch
         with pytest.raises(CheckpointError, match="--resume must: there is no ckpt.pt"):
             go(data_dir, tmp_path, resume="must")
     assert not (tmp_path / "metrics.jsonl").exists()
+
+
+def test_a_job_without_a_name_is_known_by_its_parent(tmp_path, data_dir, monkeypatch):
+    """torchrun calls every job "none" that has no --rdzv-id: another one's folder is no restart."""
+    go(data_dir, tmp_path, max_iters=3)
+    (tmp_path / ".job").write_text("none")
+    restarted(monkeypatch, 1)
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "none")
+    assert go(data_dir, tmp_path, resume="never", max_iters=2)["iter_num"] == 2
+    assert (tmp_path / "old_1").exists()
+    assert (tmp_path / ".job").read_text() == f"none {os.getppid()}"
+
+
+def test_what_may_change_when_a_run_goes_on(tmp_path, data_dir):
+    """How ranks share a model, where and how it is computed."""
+    go(data_dir, tmp_path, max_iters=3)
+    for n, change in enumerate((dict(distributed="fsdp"), dict(compile="auto"), dict(dtype="auto"),
+                                dict(deterministic=True)), 4):
+        assert go(data_dir, tmp_path, max_iters=n, **change)["iter_num"] == n
+
+
+def test_what_is_no_optimizer_state_is_named():
+    state = dict(model={}, optimizer=dict(state={"a": 3, "b": {"exp_avg": torch.zeros(2)}}))
+    with pytest.raises(CheckpointError, match="(?s)optimizer state of a: a int.*unknown.*b"):
+        check_tensors(state, {}, "x.pt")
+
+
+def test_what_was_typed_stays_so_in_a_changed_configuration():
+    config = load_config(None, ["n_layer=12"])
+    assert config.was_typed("n_layer") and not config.was_typed("n_head")
+    changed = config.but(seed=7, n_head=4)
+    assert changed.was_typed("n_layer") and not changed.was_typed("n_head")
 
 
 def test_resume_never_killed_during_start_up_spares_the_old_run(tmp_path, data_dir, monkeypatch):
