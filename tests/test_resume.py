@@ -196,3 +196,9 @@ def test_metrics_after_a_torn_line(tmp_path, data_dir, whole):
         f.write(json.dumps({"iter": 8, "loss": 1.0})[:11])
     go(data_dir, tmp_path, **PLAIN)
     assert_same(whole / "plain", tmp_path)
+
+
+def test_a_checkpoint_says_what_made_it(tmp_path, data_dir):
+    go(data_dir, tmp_path, max_iters=1, seed=5)
+    state = load_checkpoint(tmp_path / "ckpt.pt")
+    assert (state["torch"], state["world_size"], state["rng"]) == (torch.__version__, 1, {"seed": 5})
