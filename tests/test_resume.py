@@ -201,4 +201,5 @@ def test_metrics_after_a_torn_line(tmp_path, data_dir, whole):
 def test_a_checkpoint_says_what_made_it(tmp_path, data_dir):
     go(data_dir, tmp_path, max_iters=1, seed=5)
     state = load_checkpoint(tmp_path / "ckpt.pt")
-    assert (state["torch"], state["world_size"], state["rng"]) == (torch.__version__, 1, {"seed": 5})
+    assert (state["torch"], state["world_size"]) == (torch.__version__, 1)
+    assert state["rng"] == {"seed": 5}
