@@ -204,7 +204,8 @@ def test_print_config_names_origins(tmp_path):
 def test_what_is_no_system_is_refused_without_importing_it(monkeypatch, name, words):
     monkeypatch.setattr(importlib, "import_module", lambda name: pytest.fail(f"imported {name}"))
     (problem,) = problems(overrides=dict(model=name))
-    assert words in problem and "expected one of autoencoder, chat, classifier, distill, dpo, gpt, lo" in problem
+    assert words in problem
+    assert "expected one of autoencoder, chat, classifier, distill, dpo, gpt, lo" in problem
 
 
 @pytest.mark.parametrize("text, is_one", [
