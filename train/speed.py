@@ -112,8 +112,8 @@ class Prefetcher:
     """The batches of a loader on their device, made before they are asked for.
 
     A quick loader makes the next batch while the device computes, which a GPU does by itself. One
-    that was once slow (a network disk, a decoder of its own) reads ahead in a thread, as far as the
-    loader reads at once. The thread makes one batch after the other, in the order of the steps, so
+    that was once slow (a network disk, a decoder of its own) reads ahead in a thread, into what it
+    reads at once next. The thread makes one batch after the other, in the order of the steps, so
     the batches are the same. A loader that computes shares the device and its threads with the
     model: nothing is gained there.
     """
@@ -122,7 +122,8 @@ class Prefetcher:
         self.loader, self.thread = loader, None
         self.make = functools.partial(loader.get_batch, device)  # a step's batch, or its Future
         self.ahead, self.seconds = collections.deque(), 0.0  # (step, batch or its Future); waited
-        self.n_ahead = 1 + getattr(loader, "calls_per_chunk", 1)
+        # Far enough to be in the next chunk early; of small batches a chunk has thousands.
+        self.n_ahead = 1 + min(64, getattr(loader, "calls_per_chunk", 1))
 
     def get(self, step):
         started = time.perf_counter()
