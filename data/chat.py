@@ -348,19 +348,37 @@ def write_rows(args, tokenizer, folder):
             "sources": args.sources}
 
 
+def taken(records, encode, args, what):
+    """Yields (record, encode(record)) of those that the template takes. DataError for another (one
+    with a system message, say), or with args.skip_bad a line that says how many were left out."""
+    bad = 0
+    for number, record in enumerate(records, 1):
+        try:
+            made = encode(record)
+        except DataError as error:
+            if not args.skip_bad:
+                raise DataError(f"{', '.join(args.sources)}: {what} {number:,}: {error}; "
+                                f"--skip_bad leaves such {what}s out") from None
+            bad += 1
+        else:
+            yield record, made
+    say_left_out((bad, f"{what}s that the model's template does not take"))
+
+
+def say_left_out(*counts):
+    """A line for each (number, what) that is not 0."""
+    for n, what in counts:
+        if n:
+            print(f"Left out {n:,} {what}")
+
+
 def encoded(args, tokenizer, width):
     """Yields [(ids, mask)] of every chat that has an answer and fits; says what was left out."""
-    silent = cut = long = bad = 0
-    for number, messages in enumerate(chats(args)):
+    silent = cut = long = 0
+    found = taken(chats(args), lambda messages: sequences(messages, tokenizer, args.template), args,
+                  "chat")
+    for number, (messages, whole) in enumerate(found):
         said = [text.strip() for role, text in messages if role == "assistant"]
-        try:
-            whole = sequences(messages, tokenizer, args.template)
-        except DataError as error:  # of a template that takes no system messages, say
-            if not args.skip_bad:
-                raise DataError(f"{', '.join(args.sources)}: chat {number + 1:,}: {error}; "
-                                "--skip_bad leaves such chats out") from None
-            bad += 1
-            continue
         fitting = [part for part in (fit(*chat, width) for chat in whole) if len(part[0])]
         if number < args.show:
             for part in fitting:
@@ -372,10 +390,7 @@ def encoded(args, tokenizer, width):
         else:
             cut += sum(int(mask.sum()) for _, mask in fitting) < sum(int(m.sum()) for _, m in whole)
             yield fitting
-    for n, what in ((silent, "without an answer"), (long, f"longer than {width:,} tokens"),
-                    (bad, "that its template does not take")):
-        if n:
-            print(f"Left out {n:,} chats {what}")
+    say_left_out((silent, "chats without an answer"), (long, f"chats longer than {width:,} tokens"))
     if cut:
         print(f"Cut {cut:,} chats after the last exchange that fits into {width:,} tokens")
 

@@ -27,7 +27,9 @@ from data.chat import (
     add_options,
     check_settings,
     example_records,
+    say_left_out,
     sequences,
+    taken,
     to_messages,
     with_split,
 )
@@ -92,25 +94,17 @@ def encoded(args, tokenizer, template):
     """Yields [(ids, mask)] of the two sides of every pair that fits."""
     sources = [example_pairs(source) if source in ("example", "example-more") else source
                for source in args.sources]
-    long = bad = 0
-    for number, sides in enumerate(parse_records(sources, to_pair, args.num_samples, args.skip_bad,
-                                                 split=args.split, subset=args.subset), 1):
-        try:
-            pair = [last_answer(*sequences(side, tokenizer, template)[-1]) for side in sides]
-        except DataError as error:  # of a template that takes no system messages, say
-            if not args.skip_bad:
-                raise DataError(f"{', '.join(args.sources)}: pair {number:,}: {error}; --skip_bad "
-                                "leaves such pairs out") from None
-            bad += 1
-            continue
+    records = parse_records(sources, to_pair, args.num_samples, args.skip_bad, split=args.split,
+                            subset=args.subset)
+    def encode(sides):
+        return [last_answer(*sequences(side, tokenizer, template)[-1]) for side in sides]
+    long = 0
+    for _, pair in taken(records, encode, args, "pair"):
         if max(len(ids) for ids, _ in pair) > args.block_size + 1:
             long += 1
         else:
             yield pair
-    for n, what in ((long, f"longer than {args.block_size + 1:,} tokens"),
-                    (bad, "that the model's template does not take")):
-        if n:
-            print(f"Left out {n:,} pairs {what}")
+    say_left_out((long, f"pairs longer than {args.block_size + 1:,} tokens"))
 
 
 def last_answer(ids, mask):

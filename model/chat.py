@@ -111,17 +111,28 @@ def is_chat(data_dir):
     return os.path.isdir(data_dir) and read_meta(data_dir).get("kind") == "chat"
 
 
+def read_rows(config, make, **kinds):
+    """(meta.json, tokenizer, spec of the Data) of rows of chats in config.data_dir; make, kinds: as
+    check_types has them. Raises DataError."""
+    folder = config.data_dir
+    meta = read_meta(folder)
+    check_types(folder, meta, make, **kinds, block_size=int, vocab_size=int, template=dict)
+    if meta["block_size"] > config.block_size:
+        raise DataError(f"{folder}: rows for a block_size of {meta['block_size']}, but the model's "
+                        f"is {config.block_size}; prepare them with --block_size "
+                        f"{config.block_size}")
+    tokenizer = known_tokenizer(folder)
+    size = max(meta["vocab_size"], config.vocab_size or 0)  # weights to start from may know more
+    return meta, tokenizer, dict(vocab_size=size, tokenizer=tokenizer.spec(),
+                                 template=meta["template"], row_tokens=meta["block_size"])
+
+
 def open_data(config, ranks):
     """The Data of the rows in config.data_dir. Raises DataError."""
     c = config
-    meta = read_meta(c.data_dir)
-    check_types(c.data_dir, meta, f"no chats; make some: python -m data.chat FILE... --out "
-                f"{c.data_dir} --tokenizer CKPT.pt, or `example` for FILE", kind={"chat"},
-                block_size=int, vocab_size=int, template=dict)
-    tokenizer = known_tokenizer(c.data_dir)
-    if meta["block_size"] > c.block_size:
-        raise DataError(f"{c.data_dir}: rows for a block_size of {meta['block_size']}, but the "
-                        f"model's is {c.block_size}; prepare them with --block_size {c.block_size}")
+    meta, tokenizer, spec = read_rows(c, f"no chats; make some: python -m data.chat FILE... --out "
+                                      f"{c.data_dir} --tokenizer CKPT.pt, or `example` for FILE",
+                                      kind={"chat"})
 
     def load(split):
         paths = [os.path.join(c.data_dir, f"{split}_{name}.npy") for name in ARRAYS]
@@ -131,9 +142,6 @@ def open_data(config, ranks):
             check_array(path, array, shape, limit)
             shape = array.shape
         return RowLoader(arrays, c, ranks)
-    size = max(meta["vocab_size"], c.vocab_size or 0)  # that of weights to start from may be larger
-    spec = dict(vocab_size=size, tokenizer=tokenizer.spec(),
-                template=meta["template"], row_tokens=meta["block_size"])
     return Data(load("train"), load("val") if c.eval_interval else None, spec)
 
 

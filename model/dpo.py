@@ -16,8 +16,8 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 
-from data.folders import check_array, check_types, known_tokenizer
-from data.token_files import DataError, open_npy, read_meta
+from data.folders import check_array
+from data.token_files import DataError, open_npy
 from model import chat, gpt
 from model.chat import ChatGPT
 from model.load import digest
@@ -133,14 +133,9 @@ def answer_logps(model, tokens, mask):
 def open_data(config, ranks):
     """The Data of the pairs in config.data_dir, see data/pairs.py. Raises DataError."""
     c = config
-    meta = read_meta(c.data_dir)
-    check_types(c.data_dir, meta, f"no pairs of answers; make some: python -m data.pairs FILE... "
-                f"--out {c.data_dir} --reference CKPT.pt, or `example` for FILE", kind={"pairs"},
-                block_size=int, vocab_size=int, reference=str, template=dict)
-    tokenizer = known_tokenizer(c.data_dir)
-    if meta["block_size"] > c.block_size:
-        raise DataError(f"{c.data_dir}: rows for a block_size of {meta['block_size']}, but the "
-                        f"model's is {c.block_size}; prepare them with --block_size {c.block_size}")
+    meta, tokenizer, spec = chat.read_rows(
+        c, f"no pairs of answers; make some: python -m data.pairs FILE... --out {c.data_dir} "
+        "--reference CKPT.pt, or `example` for FILE", kind={"pairs"}, reference=str)
 
     def load(split):
         width, arrays = meta["block_size"] + 1, []
@@ -155,10 +150,8 @@ def open_data(config, ranks):
                                 "finite numbers of float32: damaged; prepare the pairs again")
             arrays.append(array)
         return RowLoader(arrays, c, ranks)
-    spec = dict(vocab_size=max(meta["vocab_size"], c.vocab_size or 0), tokenizer=tokenizer.spec(),
-                template=meta["template"], row_tokens=meta["block_size"],
-                reference=meta["reference"])
-    return Data(load("train"), load("val") if c.eval_interval else None, spec)
+    return Data(load("train"), load("val") if c.eval_interval else None,
+                spec | dict(reference=meta["reference"]))
 
 
 def build_model(config, data):

@@ -21,8 +21,15 @@ if sys.version_info < (3, 10):  # noqa: UP036  every command imports this file
 
 import yaml
 
-# GPTKeys and key are for others to import.
-from train.keys import FIELDS, GROUP_NAMES, GROUPS, START_KEYS, GPTKeys, TrainConfig, key  # noqa: F401
+from train.keys import (
+    FIELDS,
+    GROUP_NAMES,
+    GROUPS,
+    START_KEYS,
+    GPTKeys,  # noqa: F401  for others to import, and key
+    TrainConfig,
+    key,  # noqa: F401
+)
 
 REPOSITORY = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 DEFAULT_PATH = os.path.join("train", "config.yaml")
