@@ -10,7 +10,7 @@ import sys
 import time
 
 import torch
-from conftest import TINY
+from conftest import TINY, run
 from faulty import faults
 from processes import Fork
 
@@ -35,6 +35,17 @@ def go(data_dir, out_dir, fault="", **changes):
             return train(configure(data_dir, out_dir, **changes))
         except Stopped as stopped:
             return stopped
+
+
+def on_two_ranks(out_dir, changes):
+    """The evaluations, lines of metrics.jsonl, of a run of two ranks into `out_dir`; changes: its
+    configuration."""
+    file = f"{out_dir}.yaml"
+    with open(file, "w") as f:
+        json.dump(changes | dict(out_dir=str(out_dir)), f)
+    code, output = run("--config", file, ranks=2)
+    assert code == 0, output
+    return [line for line in metrics(out_dir) if "val_loss" in line]
 
 
 def tensors(path):

@@ -12,7 +12,7 @@ import pytest
 import torch
 from conftest import SHARED, TINY, run
 from processes import python
-from runs import Program, assert_same, tensors
+from runs import Program, assert_same, on_two_ranks, tensors
 
 import model.chat
 from data import chat as data_chat
@@ -525,12 +525,8 @@ def test_killed_and_resumed(capitals, tmp_path):
 @pytest.mark.parametrize("how", ["ddp", "fsdp"])
 def test_two_ranks_equal_one(capitals, tmp_path, how):
     one = train(load_config(None, settings(capitals, tmp_path / "one", optimizer="adamw")))
-    with open(tmp_path / "two.yaml", "w") as f:
-        json.dump(settings(capitals, tmp_path / "two", distributed=how, optimizer="adamw"), f)
-    code, output = run("--config", tmp_path / "two.yaml", ranks=2)
-    assert code == 0, output
-    lines = [json.loads(line) for line in open(tmp_path / "two" / "metrics.jsonl")]
-    two = [line for line in lines if "val_loss" in line]
+    two = on_two_ranks(tmp_path / "two", settings(capitals, "", distributed=how,
+                                                  optimizer="adamw"))
     for a, b in zip(one["history"], two, strict=True):
         assert a["val_loss"] == pytest.approx(b["val_loss"], rel=1e-5)
         assert a["val_exact"] == b["val_exact"]

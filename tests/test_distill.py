@@ -1,14 +1,13 @@
 """Distillation: the loss against one of whole logits, a teacher that stays out of the checkpoint,
 ranks, resume."""
 
-import json
 from pathlib import Path
 
 import pytest
 import torch
 import torch.nn.functional as F
-from conftest import TINY, run
-from runs import SMALL, Program, assert_same, go, tensors
+from conftest import TINY
+from runs import SMALL, Program, assert_same, go, on_two_ranks, tensors
 
 from model.distill import Student
 from model.gpt import GPT, GPTConfig
@@ -122,12 +121,8 @@ def test_killed_and_resumed(data_dir, tmp_path, teacher):
 def test_two_ranks_equal_one(data_dir, tmp_path, teacher, how):
     more = TINY | changes(teacher, data_dir=str(data_dir), max_iters=6, eval_interval=3)
     one = train(load_config(None, more | dict(out_dir=str(tmp_path / "one"))))
-    with open(tmp_path / "two.yaml", "w") as f:
-        json.dump(more | dict(out_dir=str(tmp_path / "two"), distributed=how), f)
-    code, output = run("--config", tmp_path / "two.yaml", ranks=2)
-    assert code == 0, output
-    lines = [json.loads(line) for line in open(tmp_path / "two/metrics.jsonl")]
-    for a, b in zip(one["history"], [n for n in lines if "val_loss" in n], strict=True):
+    two = on_two_ranks(tmp_path / "two", more | dict(distributed=how))
+    for a, b in zip(one["history"], two, strict=True):
         assert a["val_loss"] == pytest.approx(b["val_loss"], rel=1e-5)
         assert a["val_kl"] == pytest.approx(b["val_kl"], rel=1e-4)
     a, b = (tensors(tmp_path / n / "ckpt.pt")[0] for n in ("one", "two"))

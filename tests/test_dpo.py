@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from conftest import TINY, run
-from runs import Program, assert_same, tensors
+from conftest import TINY
+from runs import Program, assert_same, on_two_ranks, tensors
 
 from data import chat as data_chat
 from data import pairs as data_pairs
@@ -331,12 +331,8 @@ def test_killed_and_resumed(made, tmp_path):
 @pytest.mark.parametrize("how, rank", [("ddp", 0), ("fsdp", 2)])
 def test_two_ranks_equal_one(made, tmp_path, how, rank):
     one = train(load_config(None, settings(made, tmp_path / "one", lora_rank=rank)))
-    with open(tmp_path / "two.yaml", "w") as f:
-        json.dump(settings(made, tmp_path / "two", distributed=how, lora_rank=rank), f)
-    code, output = run("--config", tmp_path / "two.yaml", ranks=2)
-    assert code == 0, output
-    lines = [json.loads(line) for line in open(tmp_path / "two" / "metrics.jsonl")]
-    for a, b in zip(one["history"], [n for n in lines if "val_loss" in n], strict=True):
+    two = on_two_ranks(tmp_path / "two", settings(made, "", distributed=how, lora_rank=rank))
+    for a, b in zip(one["history"], two, strict=True):
         assert a["val_loss"] == pytest.approx(b["val_loss"], rel=1e-5)
         assert a["val_accuracy"] == b["val_accuracy"] and a["val_exact"] == b["val_exact"]
     a, b = (tensors(tmp_path / n / "ckpt.pt")[0] for n in ("one", "two"))

@@ -1,12 +1,11 @@
 """The running average of the weights (ema): against one recomputed from kept checkpoints, resumed,
 on two ranks, evaluated beside the weights, and read by the commands that write text."""
 
-import json
 
 import pytest
 import torch
-from conftest import TINY, run
-from runs import assert_same, configure, go, tensors
+from conftest import TINY
+from runs import assert_same, configure, go, on_two_ranks, tensors
 
 from model.convert import main as convert
 from model.load import load_model
@@ -77,12 +76,7 @@ def test_stopped_and_resumed_bit_for_bit(data_dir, tmp_path):
 def test_two_ranks_equal_one(data_dir, tmp_path, how):
     changes = TINY | dict(data_dir=str(data_dir), ema=0.5)
     one = train(load_config(None, changes | dict(out_dir=str(tmp_path / "one"))))
-    with open(tmp_path / "two.yaml", "w") as f:
-        json.dump(changes | dict(out_dir=str(tmp_path / "two"), distributed=how), f)
-    code, output = run("--config", tmp_path / "two.yaml", ranks=2)
-    assert code == 0, output
-    lines = [json.loads(line) for line in open(tmp_path / "two/metrics.jsonl")]
-    two = [line for line in lines if "val_loss" in line]
+    two = on_two_ranks(tmp_path / "two", changes | dict(distributed=how))
     for a, b in zip(one["history"], two, strict=True):
         assert a["val_loss_ema"] == pytest.approx(b["val_loss_ema"], rel=1e-5)
     a, b = (averages(tmp_path / n / "ckpt.pt") for n in ("one", "two"))
