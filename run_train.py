@@ -4,6 +4,7 @@ Several GPUs: torchrun --nproc_per_node=8 run_train.py ... (the same run, faster
 `--help` lists every key. This file leads from the command line to train(); train/train.py trains.
 """
 
+import functools
 import os
 import sys
 import time
@@ -49,6 +50,7 @@ def check_there(config):
 
 def main(argv):
     """Run the command line; the exit code."""
+    started = time.monotonic()  # before torch is imported: a run of max_minutes is as long as that
     wants_help, argv = take_flag(argv, "--help", "-h")
     show_config, argv = take_flag(argv, "--print_config")
     dry_run, argv = take_flag(argv, "--dry_run")
@@ -78,7 +80,8 @@ def main(argv):
     if dry_run:
         from train.bench import estimate as job
     else:
-        from train.train import train as job  # torch is imported from here on
+        from train.train import train  # torch is imported from here on
+        job = functools.partial(train, started=started)
     from train.guard import run_reporting_errors
     return run_reporting_errors(config, job)
 

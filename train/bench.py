@@ -153,6 +153,8 @@ def estimate(config):
         units = c.samples_per_step * data.train.units_per_sample
         say(f"Fits. {seconds * 1000:,.0f} ms a step, {units / seconds:,.0f} {data.train.unit}/s"
             + (" (from one sample)" if one_sample else ""))
+        if c.max_minutes:
+            c = c.but(max_iters=int(60 * c.max_minutes / seconds))
         for steps in sorted({c.max_iters, 5_000, 50_000, 500_000}):
             say(f"  {steps:>9,} steps: {compact(steps * units):>6} {data.train.unit}, "
                 f"{duration(steps * seconds)}")

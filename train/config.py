@@ -495,6 +495,9 @@ def load_with_origins(path=None, overrides=()):
             problems.append(f"{where}: {name}: {error}")
             wrong.add(name)
     config = cls(**values)
+    typed = {n for n, (_, where) in raw.items() if where.startswith("command line")}
+    if "max_minutes" in typed and (other := typed & {"max_iters", "max_epochs"}):
+        problems.append(f"max_minutes and {other.pop()} are both a length: give one of them")
     problems += [text for names, text in conflicts(config) if not wrong & names]
     if problems:
         raise ConfigError(problems)

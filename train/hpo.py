@@ -353,7 +353,7 @@ def check(config, space, stages):
     if short and "max_iters" in space:
         problems.append("max_iters is both searched and set by stages; keep one")
     problems += [f"{k}: stages shorten max_iters; give lengths in steps instead"
-                 for k in EPOCHS if short and getattr(config, k, None)]
+                 for k in ("max_minutes", *EPOCHS) if short and getattr(config, k, None)]
     if problems:
         raise ConfigError(problems)
 

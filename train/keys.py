@@ -58,6 +58,8 @@ class LengthKeys:
     max_iters: int = key(5000, "optimizer steps", ge=0, free=True)
     max_epochs: float | None = key(None, "passes over the data; replaces max_iters", gt=0,
                                    free=True)
+    max_minutes: float | None = key(None, "minutes that the run may take, all in all: some steps "
+                                    "are timed first, which sets max_iters", gt=0, free=True)
     eval_interval: int = key(250, "steps between evaluations; 0: never", ge=0, free=True)
     eval_epochs: float | None = key(None, "passes over the data between evaluations; replaces "
                                     "eval_interval", gt=0, free=True)

@@ -64,6 +64,8 @@ def find_start(folder, config, ranks, log):
                                   "--init_from: nothing to evaluate")
         # A run that goes on takes the same over again.
         shape = shape_to_take(c, state, path) if c.init_from != "scratch" else {}
+        if kind == "resume" and c.max_minutes:
+            shape |= length_to_keep(c, state.get("config") or {})
         known = {f.name: f for f in fields(c)}
         for name in shape if kind == "init_from" else ():
             if (ours := getattr(c, name)) != known[name].default:
@@ -77,6 +79,16 @@ def shape_to_take(config, state, path):
     hook = getattr(load_model_file(config.model), "adopt_shape", None)
     return (take_shape(config, state.get("model_args"), path, hook, state["model"])
             if hook else {})
+
+
+def length_to_keep(config, then):
+    """{key: value} of the length that a run was given by its minutes when it began with the
+    configuration `then`. Raises CheckpointError."""
+    if then.get("max_minutes") != config.max_minutes:
+        raise CheckpointError(
+            f"max_minutes {config.max_minutes:g}: this run has a length of {then.get('max_iters')} "
+            "steps already; to make it longer, leave max_minutes out and give --max_iters")
+    return {name: then.get(name) for name in ("max_iters", "max_epochs", "lr_decay_iters")}
 
 
 def weights_shape(config):

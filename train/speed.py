@@ -280,6 +280,8 @@ def should_compile(config, flops_per_step, ranks):
     times its length at a modest speed of the device."""
     if config.compile != "auto":
         return config.compile == "true"
+    if config.max_minutes:
+        return 60 * config.max_minutes > 600
     speed = {"cpu": 2e11, "cuda": 1e14 * ranks.world_size}.get(ranks.device.type, math.inf)
     return flops_per_step * config.max_iters / speed > 600
 

@@ -6,8 +6,10 @@ over the batch, `loss, sums = model(*batch)`. The README's "To fork it" shows al
 """
 
 import contextlib
+import copy
 import functools
 import math
+import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field, fields
 from typing import Any
@@ -25,22 +27,25 @@ TINY = 1e-9  # below any count (of items, or of their weights where a model weig
 
 
 def train(config: TrainConfig, model: torch.nn.Module | None = None,
-          on_evaluation: Callable[[int, dict], object] | None = None) -> dict[str, Any]:
+          on_evaluation: Callable[[int, dict], object] | None = None,
+          started: float | None = None) -> dict[str, Any]:
     """The whole run that `config` (a TrainConfig) describes: a dict of last numbers and history.
 
     model: an nn.Module to train in place of the one that the model file builds.
     on_evaluation(iter_num, numbers) hears of every evaluation; what it raises ends the run.
+    started: when max_minutes began, of time.monotonic(); by itself now.
     Raises UserError: guard.Stopped after a signal, guard.BadNumbers when loss or gradients are not
     finite; ConfigError, DataError, CheckpointError, SetupError for what cannot be used.
     """
-    with open_trainer(config, model, on_evaluation) as trainer:
+    with open_trainer(config, model, on_evaluation, started=started) as trainer:
         return trainer.fit()
 
 
 @contextlib.contextmanager
-def open_trainer(config, model=None, on_evaluation=None, kind=None):
+def open_trainer(config, model=None, on_evaluation=None, kind=None, started=None):
     """A Trainer (or one of another `kind`) that is ready for its first step: what train() does, in
     parts. The end of the `with` gives back the folder, the log and the process group."""
+    started = started or time.monotonic()
     typed = {f.name for f in fields(config) if config.was_typed(f.name)}
     config = load_config(overrides=asdict(config))  # with the checks of one that was read
     config.typed = typed
@@ -48,6 +53,14 @@ def open_trainer(config, model=None, on_evaluation=None, kind=None):
         from train.trackers import check_trackers
         check_trackers(config.tracker)
     with (distributed.process_group(config) as ranks, contextlib.ExitStack() as at_end):
+        if config.max_minutes:
+            from train.minutes import in_steps
+
+            @contextlib.contextmanager
+            def open_run(config):  # with a model of its own: what it learns is thrown away
+                with contextlib.ExitStack() as at_end:
+                    yield Trainer(config, ranks, at_end, copy.deepcopy(model))
+            config = in_steps(config, ranks, open_run, started)
         yield (kind or Trainer)(config, ranks, at_end, model, on_evaluation)
 
 

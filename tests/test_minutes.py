@@ -1,0 +1,93 @@
+"""max_minutes: a length in minutes that becomes one in steps before the first of them."""
+
+import os
+import re
+import signal
+
+import pytest
+from conftest import run
+from runs import SMALL, assert_same, configure, go
+
+from train.checkpoint import load_checkpoint
+from train.config import ConfigError, load_config
+from train.guard import Stopped
+from train.lr_scheduler import get_lr
+from train.minutes import Costs
+from train.train import train
+
+MINUTES = dict(max_minutes=0.02, max_iters=5000, lr_decay_iters=None, eval_interval=40,
+               warmup_iters=3, eval_iters=1)
+
+
+@pytest.mark.parametrize("changes", [{}, dict(eval_interval=0), dict(save_interval=0),
+                                     dict(first_evaluation=0), dict(save_interval=1)])
+def test_the_time_of_a_run_is_that_of_its_parts(changes):
+    """As a loop counts them: evaluated and saved where it is due, and at the end."""
+    parts = dict(start=2.0, step=0.5, evaluation=3.0, save=0.25, end=1.0, eval_interval=10,
+                 save_interval=4, first_evaluation=1) | changes
+    costs = Costs(**parts)
+    for steps in (1, 4, 9, 10, 11, 20, 37):
+        seconds = 2.0 + 1.0 + 3.0 * parts["first_evaluation"]
+        for done in range(1, steps + 1):
+            seconds += 0.5
+            for interval, cost in (("eval_interval", 3.0), ("save_interval", 0.25)):
+                every = parts[interval]
+                if every and (done % every == 0 or done == steps):
+                    seconds += cost
+        assert costs.of(steps) == seconds
+
+
+def test_a_run_of_minutes_is_one_of_steps(data_dir, tmp_path, capsys):
+    """The number that it says; with the schedule at its end; with the bits of a run that is given
+    this many steps, also when it was stopped and goes on; and at about its time."""
+    ended = train(configure(data_dir, tmp_path / "whole", **MINUTES))
+    text = capsys.readouterr().out
+    steps = int(re.search(r"max_minutes 0.02 is max_iters (\d+): .* ms a step", text)[1])
+    assert ended["iter_num"] == steps > 10 and f"Length: {steps:,} steps" in text
+    assert os.listdir(tmp_path) == ["whole"]  # the rehearsal left nothing
+    state = load_checkpoint(tmp_path / "whole/ckpt.pt")
+    assert state["config"]["max_iters"] == steps and state["config"]["max_minutes"] == 0.02
+    c = load_config(None, SMALL | MINUTES | dict(max_iters=steps))
+    assert get_lr(steps, c) == pytest.approx(c.learning_rate / 10)
+
+    go(data_dir, tmp_path / "steps", **MINUTES | dict(max_iters=steps, max_minutes=None))
+    assert_same(tmp_path / "whole", tmp_path / "steps")
+
+
+def test_stopped_it_goes_on_to_the_same_length(data_dir, tmp_path, capsys):
+    def stop(it, numbers):
+        if it:
+            os.kill(os.getpid(), signal.SIGTERM)
+    changes = MINUTES | dict(max_minutes=0.03)
+    with pytest.raises(Stopped):
+        train(configure(data_dir, tmp_path / "a", **changes), on_evaluation=stop)
+    steps = int(re.search(r"is max_iters (\d+)", capsys.readouterr().out)[1])
+    go(data_dir, tmp_path / "a", **changes)
+    assert "timing" not in capsys.readouterr().out
+    go(data_dir, tmp_path / "b", **changes | dict(max_iters=steps, max_minutes=None))
+    assert_same(tmp_path / "a", tmp_path / "b")
+    # Another number of minutes is refused; without one, max_iters is free as in any run.
+    with pytest.raises(Exception, match=rf"length of {steps} steps already.*leave max_minutes out"):
+        train(configure(data_dir, tmp_path / "a", **changes | dict(max_minutes=1.0)))
+    longer = changes | dict(max_minutes=None, max_iters=steps + 5, lr_decay_iters=None)
+    assert train(configure(data_dir, tmp_path / "a", **longer))["iter_num"] == steps + 5
+
+
+def test_two_ranks_agree(data_dir, tmp_path):
+    (tmp_path / "c.yaml").write_text("".join(
+        f"{k}: {v}\n" for k, v in (SMALL | MINUTES).items() if v is not None)
+        + f"data_dir: {data_dir}\nout_dir: {tmp_path / 'out'}\n")
+    code, output = run("--config", str(tmp_path / "c.yaml"), ranks=2)
+    assert code == 0, output
+    assert output.count("is max_iters") == 1 and "Training complete!" in output
+
+
+def test_what_cannot_be_is_refused(data_dir, tmp_path):
+    with pytest.raises(ConfigError, match="max_minutes and max_iters are both a length"):
+        load_config(None, ["--max_minutes", "1", "--max_iters", "10"])
+    with pytest.raises(ConfigError, match="max_minutes and max_epochs are both a length"):
+        load_config(None, ["--max_minutes", "1", "--max_epochs", "10"])
+    with pytest.raises(ConfigError, match="max_minutes"):
+        load_config(None, ["--max_minutes", "0"])
+    with pytest.raises(Exception, match="too short for one step here: .* ms a step"):
+        go(data_dir, tmp_path / "out", **MINUTES | dict(max_minutes=1e-4))
