@@ -37,7 +37,7 @@ SHARED = {"data.records", "data.folders", "data.tokenizer_json"}  # of several e
 NEEDS = {"model.lora": {"model.chat"}, "model.dpo": {"model.lora", "model.chat"},
          "model.memory": {"model.lora", "model.moe", "model.chat"},
          "train.hpo": {"train.plot"}, "train.lr_finder": {"train.plot"},
-         "train.trackers": {"train.plot"}}
+         "train.trackers": {"train.plot"}, "train.repeat": {"train.plot"}}
 LAZILY = {"model.convert": {"model.lora", "model.moe", "model.families", "model.chat"},
           "data.tokenizer_json": {"data.prepare"},
           "train.bench": {"model.sample"}, "model.sample": {"model.chat"},

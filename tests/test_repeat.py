@@ -1,0 +1,163 @@
+"""python -m train.repeat: runs over seeds, each a process, and what their numbers say."""
+
+import importlib.util
+import json
+import signal
+import statistics
+import sys
+import threading
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+from processes import Fork
+
+from train import config as config_file
+from train import repeat
+
+stats = pytest.importorskip("scipy.stats")
+TESTS = Path(__file__).parent
+
+
+def register():
+    """Make tests/model/planted.py the file model/planted.py of the program in this process."""
+    config_file.REPOSITORY = str(TESTS)
+    if "model.planted" not in sys.modules:
+        spec = importlib.util.spec_from_file_location("model.planted", TESTS / "model/planted.py")
+        sys.modules["model.planted"] = module = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(module)
+
+
+def run_train(args):
+    register()
+    import run_train
+    sys.exit(run_train.main(args))
+
+
+class Started:
+    """A run as subprocess.Popen has it, forked."""
+
+    def __init__(self, args, env, log):
+        self.fork = Fork(run_train, (args,), env=env, stdout=log.name)
+
+    def wait(self):
+        return self.fork.wait(60)
+
+    def terminate(self):
+        self.fork.process.terminate()
+
+
+@pytest.fixture
+def go(tmp_path, monkeypatch):
+    """go(arguments...): the exit code, the lines of results.tsv; go.started: commands so far."""
+    monkeypatch.setattr(config_file, "REPOSITORY", config_file.REPOSITORY)  # undone at the end
+    register()
+    small = ["--model=planted", "--max_iters=2", "--eval_interval=2", "--batch_size=4",
+             "--gradient_accumulation_steps=1", "--device=cpu", "--warmup_iters=0", "--seed=1",
+             "--learning_rate=1e-6", "--lr_schedule=constant", "--num_threads=1",
+             "--compile=false"]
+
+    def execute(args, env, log):
+        run.started.append(args)
+        return Started(args, env, log)
+    monkeypatch.setattr(repeat, "execute", execute)
+
+    def run(*args):
+        code = repeat.main([*small, "--out", str(tmp_path / "repeat"), *args])
+        path = tmp_path / "results.tsv"
+        lines = [line.split("\t") for line in path.read_text().splitlines()] if (
+            path.exists()) else [[]]
+        return code, [dict(zip(lines[0], line)) for line in lines[1:]]
+    run.started = []
+    yield run
+    config_file.config_class.cache_clear()
+
+
+# -----------------------------------------------------------------------------
+# numbers
+
+@pytest.mark.parametrize("n", [2, 5, 31, 32, 60])
+def test_the_interval_is_students_of_the_differences(n):
+    draw = np.random.default_rng(n)
+    base, change = draw.normal(size=n), draw.normal(0.3, 1.0, size=n)
+    expected = stats.ttest_rel(change, base).confidence_interval(0.95)
+    difference, low, high, _ = repeat.paired(
+        dict(enumerate(change)) | {999: 5.0}, dict(enumerate(base)) | {-1: 7.0})
+    assert difference == pytest.approx(np.mean(change - base))
+    assert (high - low, high + low) == pytest.approx(
+        (expected.high - expected.low, 2 * difference), rel=2e-3)
+
+
+@pytest.mark.parametrize("mode, moved, verdict", [
+    ("min", -1.0, "kept"), ("min", 1.0, "worse"), ("max", 1.0, "kept"), ("max", -1.0, "worse"),
+    ("min", 0.0, "unclear"), ("max", 0.0, "unclear")])
+def test_the_verdict_follows_the_interval(mode, moved, verdict):
+    base = {s: float(s) for s in range(4)}
+    change = {s: v + moved + (0.1 if s % 2 else -0.1) for s, v in base.items()}
+    assert repeat.paired(change, base, mode)[3] == verdict
+    assert repeat.paired({1: 0.0}, base, mode) == (None, None, None, "unclear")
+    assert repeat.paired({}, base, mode)[3] == "crash"
+
+
+# -----------------------------------------------------------------------------
+# runs
+
+def test_what_is_planted_is_found_and_nothing_else(go, tmp_path, capsys):
+    """An improvement of half the spread of seeds, with 5 of them, beside a change that does
+    nothing but draw anew."""
+    code, found = go("--seeds", "5", "--set", "planted=0.5 salt=1", "--set", "salt=2")
+    assert code == 0
+    assert [(r["change"], r["verdict"]) for r in found] == [
+        ("base", "base"), ("planted=0.5 salt=1", "kept"), ("salt=2", "unclear")]
+    folder = tmp_path / "repeat"
+    values = [json.loads((folder / f"base/seed_{s}/result.json").read_text())["value"]
+              for s in range(1, 6)]
+    assert float(found[0]["value"]) == pytest.approx(statistics.fmean(values), rel=1e-5)
+    assert float(found[0]["spread"]) == pytest.approx(statistics.stdev(values), rel=1e-5)
+    assert 0.5 < float(found[0]["spread"]) < 2 and found[0]["tokens"] == "8"
+    text = capsys.readouterr().out
+    assert "base, seed 1: val_loss" in text and "kept" in text
+    picture = (folder / "repeat.svg").read_text()
+    assert picture.count("<circle") == 15 and "salt=2" in picture
+
+    # The same command has nothing to do; one seed more is one run a setting.
+    done = len(go.started)
+    go("--seeds", "5", "--set", "planted=0.5 salt=1", "--set", "salt=2")
+    assert len(go.started) == done
+    code, found = go("--seeds", "6", "--set", "salt=2", "--jobs", "2")
+    assert code == 0 and len(go.started) == done + 2 and found[-1]["runs"] == "6 of 6"
+
+
+def test_a_run_that_is_killed_is_a_row_and_is_tried_again(go, capsys):
+    code, found = go("--seeds", "2", "--set", "fatal=2", "--set", "planted=1")
+    assert code == 0 and [r["runs"] for r in found] == ["2 of 2", "1 of 2", "2 of 2"]
+    assert found[1]["difference"] == "" and found[1]["verdict"] == "unclear"
+    assert "fatal=2, seed 2: crashed, see" in capsys.readouterr().out
+    done = len(go.started)
+    go("--seeds", "2", "--set", "fatal=2", "--set", "planted=1")
+    assert len(go.started) == done + 1
+
+
+def test_a_stop_ends_the_runs_and_the_same_command_goes_on(go, tmp_path, capsys):
+    def interrupt():
+        while not list(tmp_path.glob("repeat/base/seed_1/ckpt.pt")):
+            time.sleep(0.01)
+        signal.pthread_kill(threading.main_thread().ident, signal.SIGINT)
+    threading.Thread(target=interrupt).start()
+    long = ["--seeds", "2", "--max_iters=200000", "--eval_interval=100000", "--save_interval=5"]
+    code, found = go(*long)
+    assert code == 130 and not found and "goes on" in capsys.readouterr().err
+    log = tmp_path / "repeat/base/seed_1/console.log"
+    assert "To resume:" in log.read_text()
+    code, found = go("--seeds", "2")  # of fewer steps: it ends where it stands
+    assert code == 0 and found[0]["runs"] == "2 of 2"
+
+
+@pytest.mark.parametrize("args, message", [
+    (["--seeds", "1"], "--seeds of at least 2"), (["--set", "sead=3"], "unknown key 'sead'"),
+    (["--set", "seed=3"], "seed and out_dir are given by this command"),
+    (["--jobs", "0"], "--jobs of at least 1"), (["--eval_interval=0"], "needs evaluations")])
+def test_what_cannot_be_is_refused_before_any_work(go, args, message, capsys):
+    assert go(*args)[0] == 2 and not go.started
+    assert message in capsys.readouterr().err

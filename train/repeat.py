@@ -1,0 +1,294 @@
+"""The same run over several seeds, and changes to it beside it, so that a difference can be told
+from chance:
+
+    python -m train.repeat --config FILE.yaml --seeds 5 --set "learning_rate=2e-3"
+
+Every run is a process of its own in a folder of its own, out/repeat/CHANGE/seed_N: one that crashes
+is a row of the table. Started again, runs go on where they were. A difference is paired: each seed
+draws the same data and the same first weights with and without the change, so what the seed alone
+does falls out of it. Its interval is Student's, 95%: where that is all on one side of 0, the change
+did it. The table is said, drawn (repeat.svg) and appended to results.tsv beside the folder.
+"""
+
+import argparse
+import contextlib
+import functools
+import json
+import math
+import os
+import queue
+import shlex
+import statistics
+import subprocess
+import sys
+import time
+from concurrent.futures import ThreadPoolExecutor
+
+from train.config import (
+    REPOSITORY,
+    UserError,
+    load_config,
+    run_command,
+    say,
+    take_config,
+    underscores,
+)
+from train.files import write_text
+from train.plot import Panel, Series, chart, read_metrics
+
+# 97.5% quantiles of Student's t with 1 to 30 degrees of freedom; with more, close to the normal's.
+T975 = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228, 2.201, 2.179, 2.160,
+        2.145, 2.131, 2.120, 2.110, 2.101, 2.093, 2.086, 2.080, 2.074, 2.069, 2.064, 2.060, 2.056,
+        2.052, 2.048, 2.045, 2.042)
+COLUMNS = "commit change metric value spread runs difference low high tokens seconds mib verdict"
+BASE = "base"  # the setting without a change
+
+
+# -----------------------------------------------------------------------------
+# what the numbers say
+
+def paired(values, base, mode="min"):
+    """(mean difference to `base`, low, high, verdict) over the seeds that both have.
+
+    values, base: {seed: number}. low, high: the 95% interval of the mean of the differences, by
+    Student's t. verdict: kept where all of it is an improvement (mode: min or max), worse where all
+    of it is the opposite, else unclear."""
+    seeds = sorted(values.keys() & base.keys())
+    if len(seeds) < 2:
+        return None, None, None, "unclear" if seeds else "crash"
+    differences = [values[s] - base[s] for s in seeds]
+    mean, n = statistics.fmean(differences), len(seeds)
+    t = T975[n - 2] if n - 2 < len(T975) else 1.96 + 2.5 / (n - 1)
+    half = t * statistics.stdev(differences) / math.sqrt(n)
+    low, high = mean - half, mean + half
+    better, worse = (high < 0, low > 0) if mode == "min" else (low > 0, high < 0)
+    return mean, low, high, "kept" if better else "worse" if worse else "unclear"
+
+
+def rows(results, config):
+    """A dict of COLUMNS for each setting of {setting: {seed: result}}."""
+    metric, out = config.early_stopping_metric, []
+    values = {name: {seed: r["value"] for seed, r in runs.items() if r["value"] is not None}
+              for name, runs in results.items()}
+    for name, runs in results.items():
+        good = [r for r in runs.values() if r["value"] is not None]
+        found = list(values[name].values())
+        difference, low, high, verdict = paired(
+            values[name], values[BASE], config.early_stopping_mode)
+        if name == BASE:
+            difference, low, high, verdict = None, None, None, BASE if found else "crash"
+        middle = {key: statistics.median(r[key] for r in good) if good else None
+                  for key in ("tokens", "seconds", "mib")}
+        out.append(dict(
+            commit=next((r["commit"] for r in runs.values() if r["commit"]), None), change=name,
+            metric=metric, value=statistics.fmean(found) if found else None,
+            spread=statistics.stdev(found) if len(found) > 1 else None,
+            runs=f"{len(found)} of {len(runs)}", difference=difference, low=low, high=high,
+            **middle, verdict=verdict))
+    return out
+
+
+def cell(value):
+    return "" if value is None else f"{value:.6g}" if isinstance(value, float) else str(value)
+
+
+def table(found):
+    """The rows as text for people."""
+    lines = [("change", "runs", "mean", "spread", "against base, 95% interval", "seconds", "MiB",
+              "verdict")]
+    for r in found:
+        against = "" if r["difference"] is None else (
+            f"{r['difference']:+.4f} ({r['low']:+.4f} to {r['high']:+.4f})")
+        numbers = [f"{r[k]:{form}}" if r[k] is not None else "-" for k, form in (
+            ("value", ".4f"), ("spread", ".4f"), ("seconds", ",.0f"), ("mib", ",.0f"))]
+        lines.append((r["change"], r["runs"], *numbers[:2], against, *numbers[2:], r["verdict"]))
+    wide = [max(map(len, column)) for column in zip(*lines)]
+    return "\n".join("  ".join(text.ljust(w) for text, w in zip(line, wide)).rstrip()
+                     for line in lines)
+
+
+def picture(results, metric):
+    """Dots for seeds, bars for means; settings side by side, in the order of the legend."""
+    series = []
+    for i, (name, runs) in enumerate(results.items()):
+        dots = [(i + 1, r["value"], f"{name}, seed {seed}: {r['value']:.4f}")
+                for seed, r in runs.items() if r["value"] is not None]
+        if dots:
+            mean = statistics.fmean(y for _, y, _ in dots)
+            series += [Series([(i + 0.7, mean), (i + 1.3, mean)], i % 6, "bold",
+                              f"{i + 1}: {name} {mean:.4f}"), Series(dots, i % 6, "dots")]
+    return chart("Changes over seeds", [Panel(metric, series)], "setting") if series else ""
+
+
+# -----------------------------------------------------------------------------
+# the runs
+
+class Runs:
+    """The runs of all settings, up to `jobs` at once. arguments: those of run_train.py."""
+
+    def __init__(self, out, arguments, metric, jobs):
+        self.out, self.arguments, self.metric, self.running = out, arguments, metric, set()
+        self.slots, self.stopped = queue.SimpleQueue(), False
+        for slot in slots(jobs):
+            self.slots.put(slot)
+
+    def folder(self, setting, seed):
+        name = setting.replace("/", "_").replace(" ", ",")
+        return os.path.join(self.out, name, f"seed_{seed}")
+
+    def result(self, setting, tokens, seed):
+        """The result of a run, which is computed unless it is there already, by the same command;
+        None if it was stopped."""
+        folder = self.folder(setting, seed)
+        command = [*self.arguments, *tokens, f"--seed={seed}", f"--out_dir={folder}"]
+        file = os.path.join(folder, "result.json")
+        with contextlib.suppress(OSError, ValueError), open(file) as f:
+            done = json.load(f)
+            if done["command"] == command and done["value"] is not None:
+                return done
+        if self.stopped:
+            return None
+        os.makedirs(folder, exist_ok=True)
+        slot, began = self.slots.get(), time.monotonic()
+        try:
+            with open(os.path.join(folder, "console.log"), "w") as log:
+                code = self.wait(execute(command, os.environ | slot, log))
+        finally:
+            self.slots.put(slot)
+        if self.stopped or code in (130, 143):
+            self.stopped = True
+            return None
+        found = dict(command=command, code=code, seconds=time.monotonic() - began,
+                     **numbers(folder, self.metric))
+        if code:  # it may have had numbers before
+            found["value"] = None
+        write_text(file, json.dumps(found))
+        ended = f"{self.metric} {found['value']:.4f}" if found["value"] is not None else (
+            f"crashed, see {log.name}: {last_line(log.name)}")
+        say(f"{setting}, seed {seed}: {ended}, {found['seconds']:.0f} s")
+        return found
+
+    def wait(self, process):
+        self.running.add(process)
+        if self.stopped:
+            process.terminate()
+        code = process.wait()
+        self.running.discard(process)
+        return code
+
+    def stop(self):
+        """End what runs, with a checkpoint each."""
+        self.stopped = True
+        for process in list(self.running):
+            process.terminate()
+
+
+def execute(command, env, log):
+    """The started process of a run."""
+    return subprocess.Popen([sys.executable, os.path.join(REPOSITORY, "run_train.py"), *command],
+                            env=env, stdin=subprocess.DEVNULL, stdout=log, stderr=log)
+
+
+def slots(jobs):
+    """What tells runs at the same time their own GPU or their share of the cores, as environment
+    variables."""
+    import torch
+
+    from train.speed import physical_cores
+    if count := torch.cuda.device_count():
+        ids = os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")
+        ids = ids if len(ids) == count and all(ids) else [str(i) for i in range(count)]
+        return [dict(CUDA_VISIBLE_DEVICES=ids[i % count]) for i in range(jobs)]
+    share = str(max(1, physical_cores() // jobs))
+    return [{} if jobs == 1 else dict(OMP_NUM_THREADS=share) for _ in range(jobs)]
+
+
+def numbers(folder, metric):
+    """What a run's own files say of its end."""
+    records = read_metrics(os.path.join(folder, "metrics.jsonl"))
+    last = next((r for r in reversed(records) if metric in r), {})
+    value, commit = last.get(metric), None
+    with contextlib.suppress(OSError, ValueError), open(
+            os.path.join(folder, "training_args.json")) as f:
+        commit = json.load(f).get("git_commit")
+    return dict(value=value if isinstance(value, (int, float)) else None,
+                tokens=last.get("tokens"), commit=commit and commit[:7],
+                mib=max((r.get("memory_mib") or 0 for r in records), default=0) or None)
+
+
+def last_line(path):
+    with open(path, errors="replace") as f:
+        return (f.read().strip().splitlines() or ["no output"])[-1]
+
+
+# -----------------------------------------------------------------------------
+# command line
+
+def main(argv=None):
+    """Run the command line; the exit code."""
+    parser = argparse.ArgumentParser(
+        prog="python -m train.repeat", description=__doc__, allow_abbrev=False,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        epilog="All other arguments are those of run_train.py.")
+    parser.add_argument("--seeds", type=int, default=5, help="runs of a setting (%(default)s): the "
+                        "seed of the configuration, the next one, ...")
+    parser.add_argument("--set", action="append", default=[], metavar="'KEY=VALUE ...'",
+                        help="a change to compare with the run as it is; several are fine")
+    parser.add_argument("--jobs", type=int, default=1, help="runs at the same time, a GPU or a "
+                        "share of the cores each (%(default)s)")
+    parser.add_argument("--out", "--out_dir", default="out/repeat",
+                        help="folder of the runs (%(default)s)")
+    argv = sys.argv[1:] if argv is None else argv
+    rest = parser.parse_known_args(underscores(argv))[1]
+    return run_command(parser, functools.partial(repeat, rest), argv, with_config=True,
+                       interrupted="stopped; the same command goes on")
+
+
+def repeat(rest, args, config):
+    """What the command line asks for; the exit code. rest: the arguments of run_train.py."""
+    settings = {BASE: []} | {text: shlex.split(text) for text in args.set}
+    for text, tokens in settings.items():  # before any work
+        other = load_config(*take_config([*rest, *tokens]))
+        if other.seed != config.seed or other.out_dir != config.out_dir:
+            raise UserError(f"--set {text!r}: seed and out_dir are given by this command")
+    if args.seeds < 2 or args.jobs < 1:
+        raise UserError("expected --seeds of at least 2, and --jobs of at least 1")
+    if not config.eval_interval or int(os.environ.get("WORLD_SIZE") or 1) > 1:
+        raise UserError("needs evaluations (eval_interval above 0), and runs without torchrun")
+    runs = Runs(args.out, rest, config.early_stopping_metric, args.jobs)
+    results = {name: {} for name in settings}
+
+    def one(seed, name):  # seeds first: what is there when it is stopped can be compared
+        found = runs.result(name, settings[name], seed)
+        if found:
+            results[name][seed] = found
+    with ThreadPoolExecutor(args.jobs) as pool:
+        try:
+            waiting = [pool.submit(one, config.seed + i, name)
+                       for i in range(args.seeds) for name in settings]
+            for future in waiting:
+                future.result()
+        except BaseException:  # Ctrl-C, say
+            runs.stop()
+            raise
+    if runs.stopped:
+        raise KeyboardInterrupt
+    tell({name: dict(sorted(found.items())) for name, found in results.items()}, config, args.out)
+    return 0
+
+
+def tell(results, config, out):
+    """The table, the picture and results.tsv."""
+    found, columns = rows(results, config), COLUMNS.split()
+    say(table(found))
+    write_text(os.path.join(out, "repeat.svg"), picture(results, config.early_stopping_metric))
+    path = os.path.join(os.path.dirname(os.path.abspath(out)), "results.tsv")
+    fresh = not os.path.exists(path)
+    with open(path, "a", encoding="utf-8") as f:
+        lines = [columns] * fresh + [[cell(r[c]) for c in columns] for r in found]
+        f.writelines("\t".join(line) + "\n" for line in lines)
+    say(f"Appended to {os.path.relpath(path)}; see {os.path.join(out, 'repeat.svg')}")
+
+
+if __name__ == "__main__":
+    sys.exit(main())
