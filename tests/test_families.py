@@ -28,7 +28,7 @@ from model import convert, families, sample
 from model.chat import ChatGPT
 from model.generate import empty_cache, generate
 from model.sample import load_model
-from model.serve.api import job_of
+from model.serve.api import jobs_of
 from model.serve.engine import Engine
 from train.checkpoint import CheckpointError, load_checkpoint
 from train.config import UserError, load_config
@@ -358,15 +358,15 @@ def test_an_imported_model_talks_and_stops_as_transformers_does(talker, monkeypa
     out = generate(model, asked, 40, temperature=0, stop_token=ends_of(model.template, tokenizer))
     assert out[0, asked.size(1):].tolist() == [*said, end]
     engine = Engine(model, tokenizer, ends=ends_of(model.template, tokenizer))
-    job = job_of(dict(messages=as_messages([("user", "Hi")]), temperature=0, max_tokens=40), True,
-                 engine, model.template)
+    [job] = jobs_of(dict(messages=as_messages([("user", "Hi")]), temperature=0, max_tokens=40),
+                    True, engine, model.template)
     engine.submit(job)
-    texts = [job.events.get()]
-    while texts[-1][1] is None:
-        texts.append(job.events.get())
+    pieces = [job.events.get()]
+    while pieces[-1][-1] is None:
+        pieces.append(job.events.get())
     engine.close()
-    assert job.ids == asked[0].tolist() and texts[-1][1] == "stop"
-    assert "".join(text for text, _ in texts) == theirs.decode(said)
+    assert job.ids == asked[0].tolist() and pieces[-1][-1] == "stop"
+    assert "".join(text for _, text, *_ in pieces) == theirs.decode(said)
 
 
 def test_a_template_goes_through_tuning_and_out_again(talker, tmp_path, capsys):

@@ -21,6 +21,7 @@ import time
 import urllib.request
 from concurrent.futures import ThreadPoolExecutor
 
+import numpy as np
 import pytest
 import torch
 from conftest import REPO
@@ -28,13 +29,14 @@ from processes import Fork
 
 from data.chat import TEMPLATE, encode_chat, to_messages
 from data.tokenizer import CharTokenizer, load_tokenizer
-from model.generate import generate
+from model.generate import generate, pick
 from model.gpt import GPT, GPTConfig
 from model.serve import engine as engine_file
 from model.serve import key_of, listen, main, parser
 from model.serve import server as server_file
+from model.serve.api import Answer
 from model.serve.connection import MAX_BODY, MAX_HEAD, Connection
-from model.serve.engine import Engine, Text
+from model.serve.engine import Engine, Job, Text
 from model.serve.server import Server, is_local
 from train.checkpoint import save_checkpoint
 
@@ -282,10 +284,131 @@ def test_the_stream_byte_by_byte(server):
 
 
 # -----------------------------------------------------------------------------
+# how likely, how many, and penalties: against the model's own logits
+
+def written_by(model, ids, n, seed=None, presence=0.0, frequency=0.0, temperature=1.0):
+    """(tokens, log probabilities (n, V)) of a text after ids, each token from a pass over all
+    before it; OpenAI's penalties by numpy."""
+    generator, told = torch.Generator().manual_seed(seed or 0), []
+    ids, start = list(ids), len(ids)
+    for _ in range(n):
+        logits = model(torch.tensor([ids]))[0, -1, :BYTES.n_vocab].double()
+        told.append((logits - logits.logsumexp(0)).numpy())
+        times = np.bincount(ids[start:], minlength=len(logits))
+        logits = logits - torch.tensor(frequency * times + presence * np.sign(times))
+        ids += pick(logits[None].float(), temperature, None, None, generator).tolist()
+    return ids[start:], np.array(told)
+
+
+def test_logprobs_are_those_of_the_model(server, model):
+    """Whole and as a stream, of completions and of chats; the tokens join to the text."""
+    wanted, told = written_by(model, BYTES.encode("once"), 20, 7)
+    request = dict(seed=7, max_tokens=20, logprobs=3)
+    got = complete(server, **request).choices[0].logprobs
+    names = [data.decode() if data < b"\x80" else f"bytes:\\x{data[0]:02x}"  # as OpenAI's
+             for data in (bytes([i]) for i in range(256))] + ["<|endoftext|>"]
+    assert got.tokens == [names[i] for i in wanted] and any(i > 127 for i in wanted)
+    assert got.token_logprobs == pytest.approx(told[range(20), wanted], abs=1e-4)
+    for i, row, most in zip(wanted, told, got.top_logprobs):
+        assert most == pytest.approx({names[j]: row[j] for j in (i, *row.argsort()[-3:])},
+                                     abs=1e-4)
+    parts = [c.choices[0].logprobs for c in complete(server, **request, stream=True)]
+    for name in ("tokens", "token_logprobs", "top_logprobs", "text_offset"):
+        assert [x for part in parts if part for x in getattr(part, name)] == getattr(got, name)
+    assert complete(server).choices[0].logprobs is None
+
+
+def test_offsets_of_tokens_are_into_the_text():
+    text, answer, offsets = "né 😀 w".encode(), Answer([Job([1], 9)], BYTES, False, "tiny"), []
+    for piece in (text[:3], text[3:]):  # of a stream
+        part = answer.part(0, "", [[(i, -0.5)] for i in piece])
+        offsets += part["choices"][0]["logprobs"]["text_offset"]
+    assert offsets == [0, 1, 2, 2, 3, 4, 4, 4, 4, 5]
+
+
+def test_logprobs_of_a_chat(server, model):
+    messages = [dict(role="user", content="Who?")]
+    ids = encode_chat([("user", "Who?"), ("assistant", "")], BYTES)[0].tolist()[:-1]
+    wanted, told = written_by(model, ids, 12, 5)
+    ask = functools.partial(client(server).chat.completions.create, model="tiny", seed=5,
+                            messages=messages, max_tokens=12, logprobs=True)
+    for top in (None, 0, 2):
+        made = ask(**{} if top is None else dict(top_logprobs=top)).choices[0].logprobs.content
+        assert [t.bytes for t in made] == [[i] for i in wanted]
+        assert [t.logprob for t in made] == pytest.approx(told[range(12), wanted], abs=1e-4)
+        assert [[t.bytes for t in token.top_logprobs] for token in made] == [
+            [[i] for i in row.argsort()[::-1][:top or 0]] for row in told]
+    parts = [c.choices[0].logprobs for c in ask(top_logprobs=2, stream=True)]
+    assert [t for part in parts if part for t in part.content] == made
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_n_choices_are_those_of_seeds_that_follow(server, model, stream):
+    made = complete(server, seed=40, n=5, max_tokens=25, stream=stream,
+                    **dict(stream_options=dict(include_usage=True)) if stream else {})
+    made = list(made) if stream else [made]
+    texts, reasons = collections.Counter(), {}
+    for choice in (choice for part in made for choice in part.choices):
+        texts[choice.index] = (texts[choice.index] or "") + choice.text
+        reasons |= {choice.index: choice.finish_reason} if choice.finish_reason else {}
+    wanted = [expected(model, "once", 25, seed=40 + i) for i in range(5)]
+    assert [texts[i] for i in range(5)] == [text for text, _ in wanted] and len(reasons) == 5
+    assert made[-1].usage.completion_tokens == sum(len(ids) for _, ids in wanted)
+    assert made[-1].usage.prompt_tokens == 4
+    chats = client(server).chat.completions
+    how = dict(model="tiny", messages=[dict(role="user", content="a")], n=3, max_tokens=9)
+    alone = [chats.create(**how | dict(n=1, seed=3 + i)).choices[0].message for i in range(3)]
+    assert [c.message for c in chats.create(**how, seed=3).choices] == alone
+    parts = [part.choices[0] for part in chats.create(**how, seed=3, stream=True)]
+    assert [p.index for p in parts if p.delta.role] == [0, 1, 2]
+    for i in range(3):
+        assert alone[i].content == "".join(p.delta.content or "" for p in parts if p.index == i)
+
+
+def test_penalties_as_openai_defines_them(server, model):
+    how = [dict(presence=1.5), dict(frequency=0.8), dict(presence=-1, frequency=-0.5),
+           dict(presence=2, frequency=2, temperature=0.0), dict(temperature=0.0)]
+    jobs = [dict(max_tokens=16, seed=11, temperature=h.get("temperature", 1.0),
+                 presence_penalty=h.get("presence", 0), frequency_penalty=h.get("frequency", 0),
+                 logprobs=0) for h in how]
+    with ThreadPoolExecutor(len(jobs)) as pool:  # computed together, each with its own counts
+        made = list(pool.map(lambda job: complete(server, **job).choices[0], jobs))
+    for choice, h in zip(made, how):
+        wanted, told = written_by(model, BYTES.encode("once"), 16, 11, **h)
+        wanted = wanted[:wanted.index(256) + 1] if 256 in wanted else wanted
+        assert choice.text == BYTES.decode([i for i in wanted if i < 256])
+        assert choice.logprobs.token_logprobs == pytest.approx(  # the model's, before penalties
+            told[range(len(wanted)), wanted], abs=1e-4)
+    assert len({choice.text for choice in made}) == len(made)
+
+
+def test_choices_have_places_for_all_or_none():
+    model = small(LETTERS)
+    limits = dict(slots=2, max_queue=3, max_tokens=10**6, timeout=60)
+    with serving(model, LETTERS, **limits) as server:
+        engine, request = server.engine, raw(dict(prompt="a", n=2, max_tokens=10**6))
+        with connect(server) as first, connect(server) as second:
+            first.sendall(request)
+            soon(lambda: len(engine.rows) == 2)
+            second.sendall(request)
+            soon(lambda: len(engine.waiting) == 2)
+            with pytest.raises(openai.InternalServerError, match="2 of 3 texts are waiting"):
+                complete(server, n=2)
+            first.close()
+            soon(lambda: not engine.waiting)
+        soon(lambda: not engine.rows)
+
+
+# -----------------------------------------------------------------------------
 # what is refused
 
 def ask(**body):
     return dict(body=body)
+
+
+def say(**body):
+    return dict(path="/v1/chat/completions",
+                body=dict(messages=[dict(role="user", content="a")]) | body)
 
 
 @pytest.mark.parametrize("request_, status, message", [
@@ -313,8 +436,15 @@ def ask(**body):
     (ask(seed=2**63), 400, "seed"),
     (ask(stop=""), 400, "stop: expected"), (ask(stop=["a"] * 17), 400, "stop"),
     (ask(stop={"a": 1}), 400, "stop"),
-    (ask(n=2), 400, "send as many requests"), (ask(logprobs=0), 400, "logprobs: 0"),
-    (ask(logprobs=True), 400, "logprobs"), (ask(presence_penalty=0.5), 400, "presence_penalty"),
+    (ask(n=9), 400, "n: expected an integer from 1 to 8"), (ask(best_of=2), 400, "vLLM"),
+    (ask(logprobs=21), 400, "logprobs: expected an integer from 0 to 20"),
+    (ask(logprobs=True), 400, "logprobs: expected an integer"),
+    (ask(top_logprobs=2), 400, "it is for chats, with logprobs: true"),
+    (say(logprobs=1), 400, "logprobs: expected true or false, got 1"),
+    (say(top_logprobs=2), 400, "it is for chats"), (say(top_logprobs=-1), 400, "0 to 20"),
+    (ask(presence_penalty=2.5), 400, "presence_penalty: expected a number from -2 to 2"),
+    (ask(frequency_penalty="a"), 400, "frequency_penalty"),
+    (ask(response_format=dict(type="json_object")), 400, "response_format"),
     (ask(stream="yes"), 400, "stream: true or false"),
     (dict(path="/v1/chat/completions", body={}), 400, "messages: expected a list"),
     (dict(path="/v1/chat/completions", body=dict(messages=[dict(role="cat", content="")])), 400,

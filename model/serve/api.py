@@ -4,35 +4,51 @@ import time
 import uuid
 
 from model.generate import start_tokens
-from model.serve.engine import Job, Refused
+from model.serve.engine import Job, Refused, token_bytes
 
 MAX_STOPS, MAX_STOP = 16, 256  # stop strings, and characters in one
+MAX_LIKELY = 20  # of the likeliest tokens, told beside each one
 
 # What would change the answer and is not computed here: the values that mean "not asked for".
 UNSUPPORTED = dict(
-    n=(1,), best_of=(1,), echo=(False,), suffix=("",), logprobs=(False,), top_logprobs=(0,),
-    presence_penalty=(0, 0.0), frequency_penalty=(0, 0.0), logit_bias=({},),
-    repetition_penalty=(1, 1.0), tools=([],), functions=([],), response_format=({"type": "text"},))
+    best_of=(1,), echo=(False,), suffix=("",), logit_bias=({},), repetition_penalty=(1, 1.0),
+    tools=([],), functions=([],), response_format=({"type": "text"},))
 
 
-def job_of(body, chat, engine, template):
-    """The Job of a request's JSON. Refused names what is wrong with it."""
+def jobs_of(body, chat, engine, template):
+    """The Jobs of a request's JSON, one for each of its n choices, with seeds that follow one
+    another. Refused names what is wrong with it."""
     for name, allowed in UNSUPPORTED.items():
         value = body.get(name)
         if value is not None and not any(value == a and type(value) is type(a) for a in allowed):
-            hint = "; send as many requests: they are computed together" if name == "n" else ""
-            raise Refused(400, f"{name}: {value!r:.80} is not supported here; leave it out{hint}",
-                          name)
+            raise Refused(400, f"{name}: {value!r:.80} is not supported here; leave it out, or "
+                          "serve the exported folder with vLLM", name)
     ids = (chat_ids(body.get("messages"), engine.tokenizer, template) if chat else
            prompt_ids(body.get("prompt", ""), engine.tokenizer))
     temperature = number(body, "temperature", 1.0, 0, 2)
     top_p = number(body, "top_p", 1.0, 0, 1)
-    return Job(
-        ids, token_limit(body, len(ids), engine, None if chat else 16),
+    n = number(body, "n", 1, 1, min(engine.slots, engine.max_queue), int)
+    seed = number(body, "seed", None, -2**63, 2**63 - n, int)
+    how = dict(
+        ids=ids, max_tokens=token_limit(body, len(ids), engine, None if chat else 16),
         temperature=temperature if temperature >= 1e-3 else 0,  # below it, logits / t overflows
         top_k=number(body, "top_k", None, 1, 2**31, int), top_p=max(top_p, 1e-6),
-        min_p=number(body, "min_p", None, 0, 1),
-        seed=number(body, "seed", None, -2**63, 2**63 - 1, int), stops=stops_of(body.get("stop")))
+        min_p=number(body, "min_p", None, 0, 1), stops=stops_of(body.get("stop")),
+        presence=number(body, "presence_penalty", 0.0, -2, 2),
+        frequency=number(body, "frequency_penalty", 0.0, -2, 2), logprobs=logprobs_of(body, chat))
+    return [Job(**how, index=i, seed=None if seed is None else seed + i) for i in range(n)]
+
+
+def logprobs_of(body, chat):
+    """How many of the likeliest tokens to tell beside each one; None: no log probabilities."""
+    asked, most = body.get("logprobs"), number(body, "top_logprobs", 0, 0, MAX_LIKELY, int)
+    if chat and asked is not None and not isinstance(asked, bool):
+        raise Refused(400, f"logprobs: expected true or false, got {asked!r:.80}", "logprobs")
+    if most and not (chat and asked):
+        raise Refused(400, "top_logprobs: it is for chats, with logprobs: true", "top_logprobs")
+    if chat or asked is False:
+        return most if asked else None
+    return number(body, "logprobs", None, 0, MAX_LIKELY, int)
 
 
 def number(body, name, default, low, high, kind=(int, float)):
@@ -111,26 +127,60 @@ def as_openai(message):
 
 
 class Answer:
-    """The JSON of a job's answer, whole or in parts, as a completion or as a chat's message."""
+    """The JSON of an answer to jobs, whole or in parts, as a completion's or as a chat's."""
 
-    def __init__(self, job, chat, model):
-        self.job, self.chat = job, chat
+    def __init__(self, jobs, tokenizer, chat, model):
+        self.jobs, self.tokenizer, self.chat = jobs, tokenizer, chat
+        self.texts = [("", [], None) for _ in jobs]  # so far: text, told, reason
+        self.lengths = [0 for _ in jobs]  # characters of the tokens told so far
         self.name = "chat.completion" if chat else "text_completion"
         self.head = dict(id=("chatcmpl-" if chat else "cmpl-") + uuid.uuid4().hex,
                          created=int(time.time()), model=model)
 
     def usage(self):
-        read, written = len(self.job.ids), self.job.written
+        read, written = len(self.jobs[0].ids), sum(job.written for job in self.jobs)
         return dict(prompt_tokens=read, completion_tokens=written, total_tokens=read + written)
 
-    def whole(self, text, reason):
-        message = dict(role="assistant", content=text, refusal=None)
-        choice = dict(message=message) if self.chat else dict(text=text)
-        choice |= dict(index=0, logprobs=None, finish_reason=reason)
-        return self.head | dict(object=self.name, choices=[choice], usage=self.usage())
+    def add(self, index, text, told, reason):
+        """A piece of what whole() gives."""
+        before = self.texts[index]
+        self.texts[index] = before[0] + text, before[1] + told, reason
 
-    def part(self, content, reason=None):
+    def whole(self):
+        contents = [dict(message=dict(role="assistant", content=text, refusal=None))
+                    if self.chat else dict(text=text) for text, *_ in self.texts]
+        choices = [content | self.about(i, told, reason)
+                   for i, (content, (_, told, reason)) in enumerate(zip(contents, self.texts))]
+        return self.head | dict(object=self.name, choices=choices, usage=self.usage())
+
+    def part(self, index, content, told=(), reason=None):
         """content: a text, or a chat's delta."""
-        choice = {"delta" if self.chat else "text": content}
-        choice |= dict(index=0, logprobs=None, finish_reason=reason)
+        choice = {"delta" if self.chat else "text": content} | self.about(index, told, reason)
         return self.head | dict(object=self.name + ".chunk" * self.chat, choices=[choice])
+
+    def about(self, index, told, reason):
+        """What a choice says beside its text. told: see Job."""
+        logprobs = self.logprobs(index, told) if told else None
+        return dict(index=index, logprobs=logprobs, finish_reason=reason)
+
+    def logprobs(self, index, told):
+        told = [[dict(self.word(token), logprob=p) for token, p in pairs] for pairs in told]
+        if self.chat:
+            return dict(refusal=None, content=[first | dict(top_logprobs=most)
+                                               for first, *most in told])
+        offsets = [self.lengths[index]]  # into the text of this choice
+        for word, *_ in told:  # characters begin with the other bytes
+            offsets.append(offsets[-1] + sum(b & 0xC0 != 0x80 for b in word["bytes"]))
+        self.lengths[index] = offsets.pop()
+        return dict(tokens=[words[0]["token"] for words in told], text_offset=offsets,
+                    token_logprobs=[words[0]["logprob"] for words in told],
+                    top_logprobs=[{w["token"]: w["logprob"] for w in words} for words in told])
+
+    def word(self, token):
+        """A token as text (of bytes that are none, their names) and as bytes."""
+        data = token_bytes(self.tokenizer, token)
+        try:
+            text = data.decode() or self.tokenizer.enc.id_to_token(token)  # special ones have none
+        except UnicodeDecodeError:
+            text = "bytes:" + "".join(f"\\x{b:02x}" for b in data)
+        return dict(token=text, bytes=list(data))

@@ -57,21 +57,28 @@ class Text:
 
 @dataclass(eq=False)
 class Job:
-    """A text to write: what was asked for, and how far it is. events: (text, None) for every piece
-    of it, then a last one with "stop", "length" or a Refused in the place of None."""
+    """A text to write: what was asked for, and how far it is. events: (index, text, told, None) for
+    every piece of it, then a last one with "stop", "length" or a Refused in the place of None.
+    told: what `likeliest` says of each token since the piece before, if logprobs asks for it."""
     ids: list
     max_tokens: int
     temperature: float = 1.0
     top_k: int | None = None
     top_p: float | None = None
     min_p: float | None = None
+    presence: float = 0.0   # penalties, as OpenAI has them
+    frequency: float = 0.0
+    logprobs: int | None = None  # how many of the likeliest tokens to tell beside each; None: none
     seed: int | None = None
     stops: tuple = ()
+    index: int = 0       # among the choices of a request
     events: queue.SimpleQueue = field(default_factory=queue.SimpleQueue)
     ended: bool = False  # to be set where nobody wants the rest
     read: int = 0        # tokens of the prompt that are in the cache
     written: int = 0
     token: int = -1      # the newest
+    counts: torch.Tensor | None = None  # (1, V): how often each was written, where it is penalized
+    told: list = field(default_factory=list)
 
     def start(self, device, deadline):
         """Before it waits for its turn; deadline: on the clock of time.monotonic."""
@@ -82,9 +89,29 @@ class Job:
         else:
             self.generator.manual_seed(self.seed)
 
+    def penalized(self, logits):
+        """logits (1, V) less what the tokens written so far cost."""
+        if not (self.presence or self.frequency):
+            return logits
+        if self.counts is None:
+            self.counts = torch.zeros_like(logits, dtype=torch.float32)
+        return logits - self.frequency * self.counts - self.presence * (self.counts > 0)
+
+    def add(self, token, logits):
+        """A token that was drawn from logits (1, V), here without penalties."""
+        self.token, self.written = token, self.written + 1
+        if self.counts is not None:
+            self.counts[0, token] += 1
+        if self.logprobs is not None:
+            self.told.append(likeliest(logits[0], token, self.logprobs))
+
+    def tell(self, text, reason=None):
+        self.events.put((self.index, text, self.told, reason))
+        self.told = []
+
     def end(self, text, reason):
         self.ended = True
-        self.events.put((text, reason))
+        self.tell(text, reason)
 
 
 class Engine:
@@ -110,15 +137,17 @@ class Engine:
 
     # what other threads call
 
-    def submit(self, job):
-        """Put a job into the queue. Refused where there is no room."""
-        job.start(self.device, time.monotonic() + self.timeout)
+    def submit(self, *jobs):
+        """Put jobs into the queue. Refused where there is no room for all."""
+        for job in jobs:
+            job.start(self.device, time.monotonic() + self.timeout)
         with self.changed:
             if self.closing:
                 raise Refused(503, "the server is shutting down")
-            if len(self.waiting) >= self.max_queue:
-                raise Refused(503, f"{self.max_queue} requests are waiting already; try later")
-            self.waiting.append(job)
+            if len(self.waiting) + len(jobs) > self.max_queue:
+                raise Refused(503, f"{len(self.waiting)} of {self.max_queue} texts are waiting "
+                              "already; try later")
+            self.waiting.extend(jobs)
             self.changed.notify()
 
     def close(self):
@@ -208,22 +237,30 @@ class Engine:
         for job, row in zip(jobs, logits[:, :self.tokenizer.n_vocab].split(1)):
             way = job.temperature, job.top_k, job.top_p, job.min_p
             ways.setdefault(way, []).append((job, row))
-        tokens = torch.cat([pick(torch.cat([row for _, row in of]), *way,
+        tokens = torch.cat([pick(torch.cat([job.penalized(row) for job, row in of]), *way,
                                  [job.generator for job, _ in of], min_p)
                             for (*way, min_p), of in ways.items()])
-        jobs = [job for of in ways.values() for job, _ in of]
-        for job, token in zip(jobs, tokens.tolist()):
+        rows = [pair for of in ways.values() for pair in of]
+        for (job, row), token in zip(rows, tokens.tolist()):
             if token < 0:
                 job.end("", Refused(500, NOT_FINITE))
                 continue
-            job.token, job.written = token, job.written + 1
+            job.add(token, row)
             at_end = token in self.ends
             last = at_end or job.written == job.max_tokens
             text = job.text.add(b"" if at_end else token_bytes(self.tokenizer, token), last)
             if last or job.text.stopped:
                 job.end(text, "stop" if at_end or job.text.stopped else "length")
             elif text:
-                job.events.put((text, None))
+                job.tell(text)
+
+
+def likeliest(logits, token, n):
+    """[(id, log probability)] of `token`, then of the n likeliest, from logits (V,); as JSON has no
+    infinity, at least -9999, as OpenAI's."""
+    logprobs = logits.float().log_softmax(-1).clamp(min=-9999)
+    most, ids = logprobs.topk(min(n, len(logprobs)))
+    return list(zip((token, *ids.tolist()), (logprobs[token].item(), *most.tolist())))
 
 
 def token_bytes(tokenizer, token):

@@ -17,7 +17,7 @@ import traceback
 from pathlib import Path
 from urllib.parse import urlsplit
 
-from model.serve.api import Answer, job_of
+from model.serve.api import Answer, jobs_of
 from model.serve.connection import MAX_HEAD, POLL, Connection
 from model.serve.engine import Refused
 
@@ -191,28 +191,32 @@ class Server:
 
     async def complete(self, c):
         began = time.monotonic()
-        job, stream, with_usage = await asyncio.to_thread(self.take_job, c)
-        job.events, answer = Events(), Answer(job, c.path == CHAT, self.name)
-        self.engine.submit(job)
+        jobs, stream, with_usage = await asyncio.to_thread(self.take_jobs, c)
+        events, answer = Events(), Answer(jobs, self.engine.tokenizer, c.path == CHAT, self.name)
+        for job in jobs:
+            job.events = events
+        self.engine.submit(*jobs)
         watcher = asyncio.create_task(c.watch(asyncio.current_task()))
         try:
             if stream:
-                await self.stream(c, answer, with_usage)
+                await self.stream(c, answer, events, with_usage)
             else:
-                texts = [(text, reason) async for text, reason in pieces(job)]
-                whole = answer.whole("".join(text for text, _ in texts), texts[-1][1])
-                await c.reply(200, whole)
+                async for piece in pieces(events, len(jobs)):
+                    answer.add(*piece)
+                await c.reply(200, answer.whole())
         finally:
-            job.ended = True
+            for job in jobs:
+                job.ended = True
             watcher.cancel()
             await asyncio.wait([watcher])
-            self.tokens.update(prompt_tokens_total=len(job.ids),
-                               completion_tokens_total=job.written)
+            usage = answer.usage()
+            self.tokens.update({f"{name}_total": usage[name] for name in (
+                "prompt_tokens", "completion_tokens")})
             self.seconds += (took := time.monotonic() - began)
             self.latency[bisect.bisect_left(SECONDS, took)] += 1
 
-    def take_job(self, c):
-        """(Job, stream, with_usage) of the request's JSON, which is let go."""
+    def take_jobs(self, c):
+        """(Jobs, stream, with_usage) of the request's JSON, which is let go."""
         data, c.body = c.body, b""
         try:
             body = json.loads(data)
@@ -226,37 +230,43 @@ class Server:
         stream, options = body.get("stream") or False, body.get("stream_options") or {}
         if not isinstance(options, dict) or not isinstance(stream, bool):
             raise Refused(400, "expected stream: true or false, stream_options: an object")
-        job = job_of(body, c.path == CHAT, self.engine, self.template)
-        return job, stream, bool(options.get("include_usage"))
+        jobs = jobs_of(body, c.path == CHAT, self.engine, self.template)
+        return jobs, stream, bool(options.get("include_usage"))
 
-    async def stream(self, c, answer, with_usage):
+    async def stream(self, c, answer, events, with_usage):
         rest = dict(usage=None) if with_usage else {}
-        async for text, reason in pieces(answer.job):
+        async for index, text, told, reason in pieces(events, len(answer.jobs)):
             if not c.streaming:  # until here an error is a status of its own
                 await c.start_stream()
-                if answer.chat:
-                    await c.event(answer.part(dict(role="assistant", content="")) | rest)
-            if text:
-                await c.event(answer.part(dict(content=text) if answer.chat else text) | rest)
+                for i in range(len(answer.jobs) if answer.chat else 0):
+                    await c.event(answer.part(i, dict(role="assistant", content="")) | rest)
+            if text or told:
+                content = dict(content=text) if answer.chat else text
+                await c.event(answer.part(index, content, told) | rest)
             if reason:
-                await c.event(answer.part({} if answer.chat else "", reason) | rest)
+                await c.event(answer.part(index, {} if answer.chat else "", (), reason) | rest)
         if with_usage:
-            await c.event(answer.part("") | dict(choices=[], usage=answer.usage()))
+            await c.event(answer.part(0, "") | dict(choices=[], usage=answer.usage()))
         await c.event("[DONE]")
         await c.chunk(b"")
 
 
-async def pieces(job):
-    """Yields (text, reason) of a job; reason is None but for the last. Refused where it fails."""
-    queue, reason = job.events.queue, None
-    while reason is None:
-        text, reason = await queue.get()
-        while reason is None and not queue.empty():  # what has come in the meantime goes with it
-            more, reason = queue.get_nowait()
-            text += more
-        if isinstance(reason, Refused):
-            raise reason
-        yield text, reason
+async def pieces(events, n):
+    """Yields (index, text, told, reason) of n jobs as they come; reason is None but for the last
+    one of each. Refused where one fails."""
+    queue = events.queue
+    while n:
+        come, found = [await queue.get()], {}
+        while not queue.empty():  # what has come in the meantime goes with it
+            come.append(queue.get_nowait())
+        for index, text, told, reason in come:
+            before = found.get(index, ("", []))
+            found[index] = before[0] + text, before[1] + told, reason
+        for index, (text, told, reason) in found.items():
+            if isinstance(reason, Refused):
+                raise reason
+            n -= reason is not None
+            yield index, text, told, reason
 
 
 def name_of(host):
