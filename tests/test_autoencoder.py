@@ -210,12 +210,14 @@ def test_correlation_over_all_rows_however_they_are_split():
         assert r[:5].tolist() == pytest.approx(wanted, abs=1e-12) and r[5:].isnan().all()
 
 
-def test_the_shipped_configuration_is_for_any_modalities(tmp_path):
-    """As the last line of data.features says; its weights are 1, which all have."""
+def test_the_shipped_configuration_is_for_any_modalities(tmp_path, monkeypatch):
+    """As the last line of data.features says; its weights are 1, which all have. The folder has
+    the name of the first one."""
+    monkeypatch.chdir(tmp_path)
     np.save(tmp_path / "eyes.npy", np.random.default_rng(0).normal(size=(40, 3)))
-    assert features.main([str(tmp_path / "eyes.npy"), "--out", str(tmp_path / "out")]) == 0
+    assert features.main([str(tmp_path / "eyes.npy")]) == 0
     config = load_config(REPO / "train/config_autoencoder.yaml",
-                         dict(data_dir=str(tmp_path / "out")))
+                         dict(data_dir=str(tmp_path / "data/bin/eyes")))
     assert open_data(config, Ranks()).spec["modalities"] == {"eyes": 3}
 
 

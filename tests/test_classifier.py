@@ -384,6 +384,7 @@ def test_one_label_is_one_class_however_it_is_written(tmp_path, capsys):
     said = capsys.readouterr().out
     for alike in ("'Neg', 'neg'", "'1', 'true'"):
         assert f"Labels that look alike are different classes: {alike}\n" in said
+    assert said.count("look alike") == 2
 
 
 def test_few_rows_of_a_class_and_too_many_fields_are_said(tmp_path, capsys):

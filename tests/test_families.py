@@ -513,6 +513,8 @@ def test_without_a_network_it_says_what_to_copy_where(hub, talker, tmp_path, mon
         monkeypatch.setenv("HF_ENDPOINT", endpoint)
         with pytest.raises(UserError, match=named):
             load_model(name)
+    # What a model cannot do without is asked for again the next time.
+    assert not (tmp_path / "cache" / "a--b" / "SHA256SUMS").exists()
 
 
 # -----------------------------------------------------------------------------

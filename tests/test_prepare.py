@@ -469,6 +469,17 @@ def test_num_samples(tmp_path, monkeypatch, count):
         assert np.array_equal(ids[0], ids[1][:len(ids[0])])
 
 
+def test_the_share_of_validation_is_said_as_it_came_out(tmp_path):
+    (tmp_path / "a.txt").write_text("A text of some length. " * 300)
+    lines = []
+    meta = prepare([str(tmp_path / "a.txt")], str(tmp_path / "o"), log=lines.append,
+                   val_fraction=0.25)
+    train, val = (meta["splits"][name]["bytes"] for name in ("train", "val"))
+    said, = (float(found[1]) for line in lines
+             if (found := re.search(r"validation on ([\d.]+)% of the text", line)))
+    assert said == pytest.approx(100 * val / (train + val), abs=0.06) and 24 < said < 26
+
+
 def test_the_same_file_twice_is_taken_once(tmp_path, capsys):
     text = "some text, quite long enough to be split into two parts\n"
     for name in ("a.txt", "copy.txt", "b.txt"):
