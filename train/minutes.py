@@ -24,11 +24,12 @@ TIMED, LONGEST = 0.05, 20.0  # share of the budget that is spent on timing steps
 MOST_STEPS = 10**9
 
 
-def in_steps(config, ranks, open_run, started):
+def in_steps(config, ranks, started, new_run):
     """`config` with the max_iters that ends max_minutes after `started`, of time.monotonic(). A run
     that goes on keeps the length it has (train/resume.py). Raises SetupError.
 
-    open_run(config) -> a context with a run (train.train.Trainer) that is ready for its first step.
+    new_run(config, at_end) -> a run (train.train.Trainer) that is ready for its first step; what it
+    holds is given back with the ExitStack at_end.
     """
     if config.resume_file or config.eval_only or (config.resume != "never" and from_main(
             lambda: has_checkpoint(config.out_dir), ranks)):
@@ -39,7 +40,7 @@ def in_steps(config, ranks, open_run, started):
     config = config.but(max_epochs=None, lr_decay_iters=None)
     with folder_beside(config.out_dir, ranks) as folder, contextlib.redirect_stdout(io.StringIO()):
         costs = rehearse(config.but(out_dir=folder, resume="never", tracker=[],
-                                    max_iters=MOST_STEPS), open_run)
+                                    max_iters=MOST_STEPS), new_run)
     # What rank 0 has measured holds for all.
     costs, left = from_main(
         lambda: (costs, 60 * config.max_minutes - (time.monotonic() - started)), ranks)
@@ -92,10 +93,11 @@ class Costs:
                 + saves * self.save + self.end)
 
 
-def rehearse(config, open_run):
+def rehearse(config, new_run):
     """The Costs of a run of `config`."""
     began = time.monotonic()
-    with open_run(config) as run:
+    with contextlib.ExitStack() as at_end:
+        run = new_run(config, at_end)
         c, data = run.config, run.data
         start, evaluates = time.monotonic() - began, c.eval_interval and data.val is not None
         for _ in range(2 + run.compiler.enabled):  # a CPU compiles in the second step

@@ -55,12 +55,8 @@ def open_trainer(config, model=None, on_evaluation=None, kind=None, started=None
     with (distributed.process_group(config) as ranks, contextlib.ExitStack() as at_end):
         if config.max_minutes:
             from train.minutes import in_steps
-
-            @contextlib.contextmanager
-            def open_run(config):  # with a model of its own: what it learns is thrown away
-                with contextlib.ExitStack() as at_end:
-                    yield Trainer(config, ranks, at_end, copy.deepcopy(model))
-            config = in_steps(config, ranks, open_run, started)
+            config = in_steps(config, ranks, started, lambda config, at_end: Trainer(
+                config, ranks, at_end, copy.deepcopy(model)))
         yield (kind or Trainer)(config, ranks, at_end, model, on_evaluation)
 
 
