@@ -15,6 +15,7 @@ from train.config import (
     files_read,
     help_text,
     load_with_origins,
+    mixture_of,
     names_of_others,
     read_values,
     say,
@@ -43,9 +44,10 @@ def check_there(config):
     file, again = config.resume_file, os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0"
     if file and not os.path.exists(file) and not again:  # a restarted job has its own past
         raise UserError(f"resume: {file!r} is none of auto, never and must, and no such file")
-    if config.model == "gpt" and os.path.basename(os.path.normpath(config.data_dir)) != "stdlib":
-        from data.token_files import find_files
-        find_files(config.data_dir, "train")
+    for folder in mixture_of(config.data_dir) or [config.data_dir]:
+        if config.model == "gpt" and os.path.basename(os.path.normpath(folder)) != "stdlib":
+            from data.token_files import find_files
+            find_files(folder, "train")
 
 
 def main(argv):

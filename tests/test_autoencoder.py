@@ -232,7 +232,7 @@ def test_loss_is_the_weighted_sum_of_its_parts(folder):
     part = model.numbers(part)
     wanted = 0.5 * (part["recon_video"] + 4 * part["recon_audio"]) + 3 * part["match"]
     assert loss.item() == pytest.approx(wanted, rel=1e-5)
-    x = model.standardise(data.train.rows(np.arange(400), torch.device("cpu")))
+    x = model.standardise(data.train.tensors(data.train.rows(np.arange(400)), torch.device("cpu")))
     for name in ("video", "target"):  # by the statistics of the training rows
         assert x[name].mean(0).abs().max() < 1e-3 and (x[name].std(0) - 1).abs().max() < 1e-2
 

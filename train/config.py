@@ -142,7 +142,7 @@ def parse_value(name, raw, known=FIELDS):
     """`raw` (str, list or dict of str; or a Python value) as the type of key `name`.
     Raises ValueError with what was expected."""
     kind, meta = base_type(known[name].type), known[name].metadata
-    convert, expected = TYPES[kind]
+    convert, expected = MIXTURE if meta.get("mixture") else TYPES[kind]
     text = str(raw).strip().lower()
     if text in ("null", "none", "~", "") and text not in meta.get("choices", ()):
         if "None" in str(known[name].type):
@@ -203,9 +203,35 @@ def to_dict(raw):
             else to_float(v) for k, v in raw.items()}
 
 
+def to_folders(raw):
+    """One folder as it is; a mixture, {folder: weight} or its text, as mixture_of() reads it."""
+    if isinstance(raw, str) and re.fullmatch(r"\s*\{.*:.*\}\s*", raw):
+        raw = yaml.load(raw, PlainLoader)
+    text = (",".join(f"{folder}:{weight}" for folder, weight in raw.items())
+            if isinstance(raw, dict) else to_str(raw))
+    weights = mixture_of(text)
+    if isinstance(raw, dict) and not weights:
+        raise ValueError
+    return ",".join(f"{os.path.expanduser(f)}:{w:.15g}" for f, w in weights.items()) or text
+
+
+def mixture_of(data_dir):
+    """{folder: weight} of the text "folder:weight,folder:weight", {} of one folder. ValueError for
+    a weight that is none, or no folder, or the same one twice."""
+    parts = [part.rpartition(":") for part in data_dir.split(",")]
+    if len(parts) < 2 or not any(re.match(r"\s*[-+.\d]", weight) for _, _, weight in parts):
+        return {}
+    weights = {folder.strip(): to_float(weight) for folder, _, weight in parts}
+    if len(weights) < len(parts) or "" in weights or min(weights.values()) <= 0:
+        raise ValueError
+    return weights
+
+
 TYPES = {bool: (to_bool, "true or false"), int: (to_int, "a whole number"),
          float: (to_float, "a finite number"), str: (to_str, "text"), list: (to_list, "a list"),
          dict: (to_dict, "a mapping such as {wte: 0.5}")}
+MIXTURE = to_folders, ("a folder, or several with weights above 0 such as {data/bin/web: 0.7, "
+                       "data/bin/code: 0.3}")
 
 
 def check_limits(value, meta):

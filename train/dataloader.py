@@ -13,8 +13,8 @@ batches of two, two ranks, seed 1337:
     3      12 13   2 8      14 15    1 6
     4      16 17   9 3      18 19    7 0
 
-Two loaders: DataLoader cuts a stream of tokens into windows, RowLoader takes rows of arrays. Both
-have what the loop asks of a loader:
+Two loaders: DataLoader cuts a stream of tokens into windows, RowLoader takes rows of arrays
+(train/mixture.py mixes several of these). All have what the loop asks of a loader:
     samples, unit, units_per_sample     # in an epoch; "tok" or "row"; units in a sample
     get_batch(device, step)             # a tuple of tensors, (B, ...) each
     n_fixed(count), fixed_batch(index, count, device)   # validation: the same batches for ever
@@ -152,16 +152,48 @@ def to_device(tokens, device):
 # loaders
 
 class Loader:
-    """What both loaders share: which samples a batch holds.
+    """What all loaders share: which samples a batch holds.
 
     samples: in an epoch. val_samples: those of validation, which do not overlap. batch_size: of
-    this rank's batches; val_batch_size: of validation, the same at any world size.
+    this rank's batches; val_batch_size: of validation, the same at any world size. Of its own a
+    loader has read(g), the arrays of samples g (m,) int64, rising; tensors(arrays, device), a batch
+    of them; describe(g), where they lie; and identity().
     """
+    calls_per_chunk = 1  # batches that are gathered at once
 
     def __init__(self, samples, val_samples, batch_size, val_batch_size, seed, rank, world_size):
         self.samples, self.val_samples = samples, val_samples
         self.batch_size, self.val_batch_size = batch_size, val_batch_size
         self.seed, self.rank, self.world_size = seed, rank, world_size
+        self.step = 0  # the next one's number
+        self.chunk, self.chunk_steps, self.chunk_device = (), range(0), None
+
+    def get_batch(self, device: str | torch.device = "cpu",
+                  step: int | None = None) -> tuple[torch.Tensor, ...]:
+        """The batch of `step`, tensors (B, ...); of the next one when None. Not to be written to.
+        """
+        this = self.step if step is None else step
+        if this not in self.chunk_steps or device != self.chunk_device:
+            self.gather(this, device)
+        if step is None:
+            self.step += 1
+        i = this - self.chunk_steps.start
+        return tuple([t[i] for t in self.chunk])
+
+    def gather(self, step, device):
+        """Fill the chunk from `step` on. Where steps follow one another that is many at once:
+        one gather of 256 windows costs little more than one of four."""
+        if step < 0:
+            raise DataError(f"step {step}: expected 0 or more")
+        sequential = step in (self.step, self.chunk_steps.stop)
+        steps = range(step, step + (self.calls_per_chunk if sequential else 1))
+        batch = self.tensors(self.read(self.sample_numbers(steps)), torch.device(device))
+        self.chunk = tuple(t.view(len(steps), self.batch_size, *t.shape[1:]) for t in batch)
+        self.chunk_steps, self.chunk_device = steps, device
+
+    def locate(self, step):
+        """Where the batch of `step` came from, for messages."""
+        return self.describe(self.sample_numbers([step]))
 
     def sample_numbers(self, steps):
         """Numbers g of the samples of this rank's batches. (len(steps) * B,) int64."""
@@ -195,8 +227,8 @@ class DataLoader(Loader):
     """Batches of one split of a token stream. Files as in data/token_files.py; DataError for what
     is wrong with them.
 
-    batch_size is what this rank gets in a step. vocab_size: given, or the data's, or None: ids are
-    then not checked. `n_tokens`, `dtype` describe the data; `step` is the next one's number.
+    batch_size is what this rank gets in a step, (x, y), int64 (B, T), y one token on. vocab_size:
+    given, or the data's, or None: ids are then not checked. `n_tokens`, `dtype` describe the data.
     """
     unit = "tok"
 
@@ -213,42 +245,20 @@ class DataLoader(Loader):
         super().__init__(count_windows(self.n_tokens, block_size),
                          (self.n_tokens - 1) // block_size, batch_size, batch_size, seed, rank,
                          world_size)
-        # A chunk of batches is gathered at once, the next one when a step is not in it.
-        self.step, self.calls_per_chunk = 0, max(1, CHUNK_TOKENS // (batch_size * block_size))
-        self.chunk, self.chunk_steps, self.chunk_device = None, range(0), None
+        self.calls_per_chunk = max(1, CHUNK_TOKENS // (batch_size * block_size))
 
-    def windows(self, steps):
-        """Where the windows of `steps` start, in tokens. (len(steps) * B,) int64."""
-        return window_starts(self.sample_numbers(steps), self.n_tokens, self.block_size, self.seed)
+    def windows(self, g):
+        """Where samples g start, in tokens. (m,) int64."""
+        return window_starts(g, self.n_tokens, self.block_size, self.seed)
 
-    def locate(self, step):
-        """Where the batch of `step` came from, for messages."""
-        return f"windows at tokens {', '.join(map(str, self.windows([step])))}"
+    def describe(self, g):
+        return f"windows at tokens {', '.join(map(str, self.windows(g)))}"
 
-    def get_batch(self, device: str | torch.device = "cpu",
-                  step: int | None = None) -> tuple[torch.Tensor, torch.Tensor]:
-        """(x, y), int64 (B, T), of `step`; of the next one when None. Not to be written to.
-        """
-        this = self.step if step is None else step
-        if this not in self.chunk_steps or device != self.chunk_device:
-            self.gather(this, device)
-        if step is None:
-            self.step += 1
-        i, (x, y) = this - self.chunk_steps.start, self.chunk
-        return x[i], y[i]
+    def read(self, g):
+        return (self.stream.read(self.windows(g), self.block_size + 1),)  # (m, T + 1)
 
-    def gather(self, step, device):
-        """Fill the chunk from `step` on. Where steps follow one another that is many at once:
-        one gather of 256 windows costs little more than one of four."""
-        if step < 0:
-            raise DataError(f"step {step}: expected 0 or more")
-        sequential = step in (self.step, self.chunk_steps.stop)
-        steps = range(step, step + (self.calls_per_chunk if sequential else 1))
-        tokens = self.stream.read(self.windows(steps), self.block_size + 1)  # (steps * B, T + 1)
-        x, y = to_device(tokens, torch.device(device))
-        shape = len(steps), self.batch_size, self.block_size
-        self.chunk = x.view(shape), y.view(shape)
-        self.chunk_steps, self.chunk_device = steps, device
+    def tensors(self, arrays, device):
+        return to_device(arrays[0], device)  # (x, y)
 
     def fixed_batch(self, index, count, device="cpu"):
         """(x, y), int64 (<= B, T): batch `index` of `count` that never change, windows spread over
@@ -284,28 +294,26 @@ class RowLoader(Loader):
         super().__init__(n, n, config.micro_batch(ranks.world_size), config.batch_size,
                          config.seed, ranks.rank, ranks.world_size)
 
-    def rows(self, chosen, device):
-        """The rows `chosen` (B,) of every array, on the device."""
-        out = []
-        for array in self.arrays:
-            part = np.ascontiguousarray(array[chosen])
-            out.append(send(part.astype(np.int64) if part.dtype.kind == "u" else part, device))
-        return tuple(out)
+    def chosen(self, g):
+        """Row numbers of samples g. (m,) int64."""
+        return shuffled(g, self.samples, self.seed)[1].astype(np.int64)
 
-    def chosen(self, step):
-        """Row numbers of `step`. (B,) int64."""
-        return shuffled(self.sample_numbers([step]), self.samples, self.seed)[1].astype(np.int64)
+    def describe(self, g):
+        return f"rows {', '.join(map(str, self.chosen(g)))}"
 
-    def get_batch(self, device: str | torch.device = "cpu",
-                  step: int = 0) -> tuple[torch.Tensor, ...]:
-        """The rows of `step`, a tuple of tensors (B, ...)."""
-        return self.rows(self.chosen(step), torch.device(device))
+    def read(self, g):
+        return self.rows(self.chosen(g))
 
-    def locate(self, step):
-        return f"rows {', '.join(map(str, self.chosen(step)))}"
+    def rows(self, chosen):
+        """The rows `chosen` (m,) of every array."""
+        return [np.ascontiguousarray(array[chosen]) for array in self.arrays]
+
+    def tensors(self, arrays, device):
+        return tuple(send(part.astype(np.int64) if part.dtype.kind == "u" else part, device)
+                     for part in arrays)
 
     def fixed_batch(self, index, count, device="cpu"):
-        return self.rows(self.fixed_samples(count, index), torch.device(device))
+        return self.tensors(self.rows(self.fixed_samples(count, index)), torch.device(device))
 
     def identity(self):
         """Shapes, types, and a sha256 over the first and last rows, up to a MiB, of every array."""

@@ -80,7 +80,8 @@ def to_numbers(model, sums):
 @torch.no_grad()
 def evaluate(model, forward, loader, batches, ranks, autocast, stop=lambda done, n: False):
     """{val_NAME: number} of loss, sums = forward(*batch) over `batches` fixed batches of `loader`
-    (fewer if it has fewer); `model` makes the numbers of the sums.
+    (fewer if it has fewer); `model` makes the numbers of the sums. Of a mixture, whose batches are
+    each of one source, also {val_loss_SOURCE: number}.
 
     Rank r takes batches r, r + world_size, ...; after each round the ranks' sums are added in the
     order of the batches, so the numbers do not depend on who computed what. The model is in eval
@@ -88,7 +89,8 @@ def evaluate(model, forward, loader, batches, ranks, autocast, stop=lambda done,
     """
     # One batch a rank and round. Their sums come back in the order of the batches, and are added in
     # that order: float64 sums in another order would differ in the last digit.
-    n, total = loader.n_fixed(batches), 0.0
+    n, totals = loader.n_fixed(batches), {}
+    source_of = getattr(loader, "source_of", lambda index, count: "")  # of a mixture
     for first in range(0, n, ranks.world_size):
         # Whether to stop travels with the sums, so that all ranks leave in the same round.
         wants_stop = torch.tensor([stop(first, n)], dtype=torch.float64)
@@ -101,10 +103,15 @@ def evaluate(model, forward, loader, batches, ranks, autocast, stop=lambda done,
         rows = gather_rows(torch.cat([to_vector(sums).double().cpu(), wants_stop]), ranks)
         if rows[:, -1].any():
             return None
-        for row in rows[:n - first, :-1]:  # (n sums,), a batch each, in the order of the batches
-            total = total + row
-    sums = from_vector(total, sums)
-    if not sums["count"]:
+        # (n sums,), a batch each, in the order of the batches
+        for i, row in enumerate(rows[:n - first, :-1], first):
+            source = source_of(i, batches)
+            totals[source] = totals.get(source, 0.0) + row
+    found = {source: from_vector(total, sums) for source, total in totals.items()}
+    if not all(sums["count"] for sums in found.values()):
         raise SetupError("evaluation: no validation batch has an item that counts; is everything "
                          "in them masked?")
-    return {f"val_{name}": value for name, value in to_numbers(model, sums).items()}
+    numbers = to_numbers(model, found[""] if "" in found else loader.weigh(found))
+    numbers |= {f"loss_{source}": float(sums["loss"] / sums["count"])
+                for source, sums in found.items() if source}
+    return {f"val_{name}": value for name, value in numbers.items()}

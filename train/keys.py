@@ -14,6 +14,7 @@ from train.lr_scheduler import milestones
 def key(default, help, **meta):
     """A configuration key. Limits: choices, gt, ge, lt, le. free=True: may change when a run is
     resumed. start=True: belongs to one start of a run, not to the run. path=True: ~ is expanded.
+    mixture=True: or several, with weights.
     text=True: a list whose items may hold commas. shape=True: a part of a model's shape, which
     comes with its weights (init_from). reads=True: a file that the run reads, which --resume never
     must leave where it is; reads="apart": its shape is not the model's."""
@@ -26,8 +27,9 @@ def key(default, help, **meta):
 @dataclass
 class RunKeys:
     model: str = key("gpt", "file in model/ that says what is trained")
-    data_dir: str = key("data/bin/stdlib", "folder (or file, or glob) with the data",
-                        free=True, path=True)
+    data_dir: str = key("data/bin/stdlib", "folder (or file, or glob) with the data; of several "
+                        "with their shares a mixture, {a: 0.7, b: 0.3} or a:0.7,b:0.3",
+                        free=True, path=True, mixture=True)
     out_dir: str = key("out", "where the run writes; one run per folder", free=True, path=True)
     seed: int = key(1337, "seed of the data order, the initial weights and dropout", ge=0)
     resume: str = key("auto", "auto: continue what is in out_dir; never: move it aside and start "

@@ -427,6 +427,8 @@ def start_up(say, config, ranks, data, model, device, precision, flops):
         f"{c.max_iters * c.samples_per_step / train.samples:.2f} passes over {train.samples:,} "
         "samples" + (f", {total / n:.3g} tokens a parameter" if train.unit == "tok" else "")
         + (f", {flops:.2g} FLOPs" if flops else ""))
+    for line in getattr(train, "passes", lambda n: ())(c.max_iters * c.samples_per_step):
+        say(line)
     warmup, _, final = milestones(c)
     falls = c.lr_schedule not in ("constant", "none", "plateau")
     say(f"Learning rate: {c.learning_rate:g}, {c.lr_schedule}, warm-up {warmup} steps"

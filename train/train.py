@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from train import checkpoint, distributed, guard, logger, resume, speed
-from train.config import TrainConfig, load_config, load_model_file, say, to_yaml
+from train.config import TrainConfig, load_config, load_model_file, mixture_of, say, to_yaml
 from train.dataloader import open_token_data
 from train.evaluate import add_sums, all_reduce, batch_sums, evaluate, to_host, to_numbers
 from train.lr_scheduler import EarlyStopping, ReduceOnPlateau, get_lr
@@ -605,7 +605,13 @@ def forward_backward(forward, batch, n, full_count, scaler):
 
 
 def open_data(config, ranks):
-    """The Data of a run: what the model file opens, else the token files of data_dir."""
-    data = getattr(load_model_file(config.model), "open_data", open_token_data)(config, ranks)
+    """The Data of a run: what the model file opens, else the token files of data_dir; of several
+    folders with weights, a mixture of theirs."""
+    opened = getattr(load_model_file(config.model), "open_data", open_token_data)
+    if weights := mixture_of(config.data_dir):
+        from train.mixture import mix
+        data = mix({f: opened(config.but(data_dir=f), ranks) for f in weights}, weights)
+    else:
+        data = opened(config, ranks)
     resume.check_plain(data.spec, "Data.spec")
     return data
