@@ -14,6 +14,7 @@ import torch
 from data.token_files import DataError
 from model.generate import generate
 from model.load import load_model
+from model.tasks import logprobs, text_of
 from train.config import run_command
 
 NEW_TOKENS = 256  # of an answer, where a task does not say
@@ -47,21 +48,9 @@ class Scorer:
         order = sorted(range(len(rows)), key=lambda i: -len(rows[i][0]))
         for start in range(0, len(order), self.batch_size):
             batch = order[start:start + self.batch_size]
-            idx = torch.zeros(len(batch), len(rows[batch[0]][0]) - 1, dtype=torch.int64)
-            for at, i in enumerate(batch):  # what stands behind a row changes nothing in it
-                inputs = torch.tensor(rows[i][0][:-1])
-                idx[at, :len(inputs)] = inputs
-            states = self.model.trunk(idx.to(self.home))  # (B, T, C)
-            for x, i in zip(states, batch):
-                out[i] = self.score(x, *rows[i])
+            for i, result in zip(batch, logprobs(self.model, [rows[i] for i in batch])):
+                out[i] = result
         return out
-
-    def score(self, x, ids, n):
-        """x (T, C): states of ids[:-1], and padding. The last n ids, of which the row may have
-        fewer, are scored."""
-        targets = torch.tensor(ids[1:][-n:], device=x.device)
-        z = self.model.logits(x[len(ids) - 1 - len(targets):len(ids) - 1]).log_softmax(-1)
-        return float(z.gather(1, targets[:, None]).sum()), bool((z.argmax(-1) == targets).all())
 
     def loglikelihood_rolling(self, requests, disable_tqdm=False):
         """Log probability of each text, in windows that do not overlap but for one token."""
@@ -97,10 +86,7 @@ class Scorer:
                      n_vocab=self.tok.n_vocab)
         except Finished:
             pass
-        answer = self.tok.decode([i for i in said if i != self.eot_token_id])
-        for stop in until:
-            answer = answer.split(stop)[0]
-        return answer
+        return text_of(said, {self.eot_token_id}, self.tok, until)
 
 
 def evaluate(ckpt, tasks, num_fewshot=None, limit=None, batch_size=8, device="auto",

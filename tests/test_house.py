@@ -27,6 +27,7 @@ DOORS = {("run_train", "train.bench"), ("train.dataloader", "data.prepare"),
          ("train.logger", "train.plot"), ("train.logger", "train.trackers"),
          ("train.optimizer", "train.muon"), ("train.train", "train.trackers"),
          ("train.train", "train.minutes"), ("train.train", "train.mixture"),
+         ("train.train", "model.tasks"),
          ("model.load", "model.convert")}
 # What belongs together and is deleted together, beside what lies in a folder of its own.
 TOGETHER = {"data.chat": "model.chat", "data.template": "model.chat", "data.pairs": "model.dpo",
@@ -34,14 +35,15 @@ TOGETHER = {"data.chat": "model.chat", "data.template": "model.chat", "data.pair
             "data.activations": "model.sae", "data.features": "model.autoencoder"}
 SHARED = {"data.records", "data.folders", "data.tokenizer_json"}  # of several extras, and kept
 # What stands on another extra and goes with it; (lazily) only a part of it does.
-NEEDS = {"model.lora": {"model.chat"}, "model.dpo": {"model.lora", "model.chat"},
+NEEDS = {"model.lm_eval": {"model.tasks"},
+         "model.lora": {"model.chat"}, "model.dpo": {"model.lora", "model.chat"},
          "model.memory": {"model.lora", "model.moe", "model.chat"},
          "train.hpo": {"train.plot"}, "train.lr_finder": {"train.plot"},
          "train.trackers": {"train.plot"}, "train.repeat": {"train.plot"}}
 LAZILY = {"model.convert": {"model.lora", "model.moe", "model.families", "model.chat"},
           "data.tokenizer_json": {"data.prepare"},
           "train.bench": {"model.sample"}, "model.sample": {"model.chat"},
-          "model.serve": {"model.chat"}}
+          "model.serve": {"model.chat"}, "model.tasks": {"model.chat"}}
 
 
 def is_core(name):

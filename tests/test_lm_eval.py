@@ -7,8 +7,9 @@ from dataclasses import asdict
 
 import pytest
 import torch
+from quiz import Quiz
 
-from model import convert, lm_eval
+from model import convert, lm_eval, tasks
 from model.gpt import GPT, GPTConfig
 from model.load import load_model
 from train.checkpoint import save_checkpoint
@@ -49,6 +50,11 @@ def folder(tmp_path_factory):
             f"task: local_{name}\ndataset_path: json\ntest_split: test\nnum_fewshot: 0\n"
             f"dataset_kwargs: {{data_files: {{test: '{folder}/docs.jsonl'}}}}\n{text}")
     return folder
+
+
+@pytest.fixture(scope="module")
+def trained(data_dir, tmp_path_factory):
+    return Quiz(data_dir, tmp_path_factory.mktemp("quiz"))
 
 
 @pytest.fixture(autouse=True)
@@ -118,3 +124,49 @@ def test_what_is_missing_is_one_line(folder, capsys, monkeypatch):
     monkeypatch.setitem(sys.modules, "lm_eval", None)
     assert lm_eval.main([*args, "x"]) == 2
     assert capsys.readouterr().err.strip().endswith("pip install lm-eval")
+
+
+# -----------------------------------------------------------------------------
+# the tasks of a run (model/tasks.py) beside the harness's
+
+OWN = {
+    "choice": TASKS["choice"],
+    "cloze": "output_type: loglikelihood\ndoc_to_text: '{{context}}'\n"
+             "doc_to_target: '{{continuation}}'\ntarget_delimiter: ''\n"
+             "metric_list: [{metric: acc}]\n",
+    "written": "output_type: generate_until\ndoc_to_text: '{{question}}'\n"
+               "doc_to_target: '{{answer}}'\nmetric_list: [{metric: exact_match}]\n"
+               "filter_list: [{name: none, filter: [{function: remove_whitespace}, "
+               "{function: take_first}]}]\n"
+               "generation_kwargs: {until: [\"\\n\"], max_gen_toks: 20, do_sample: false}\n"}
+
+
+def test_tasks_of_a_run_have_the_harness_numbers(folder, trained):
+    """Three tasks of 200 rows: accuracies exactly those of `hf` on the exported folder, each log
+    probability within 1e-6 of itself."""
+    from lm_eval import simple_evaluate
+    from lm_eval.tasks import TaskManager
+    own = folder / "own"
+    own.mkdir()
+    for name, text in OWN.items():
+        (own / f"{name}.yaml").write_text(
+            f"task: own_{name}\ndataset_path: json\ntest_split: test\nnum_fewshot: 0\n"
+            f"dataset_kwargs: {{data_files: {{test: '{trained.folder}/{name}.jsonl'}}}}\n{text}")
+    ours = trained.evaluate(own / "run")
+    assert convert.main(["--ckpt", trained.ckpt, "--to", str(own / "hf")]) == 0
+    found = simple_evaluate("hf", model_args=dict(pretrained=str(own / "hf"), dtype="float32"),
+                            tasks=[f"own_{name}" for name in OWN], batch_size=50, device="cpu",
+                            task_manager=TaskManager(include_path=str(own)))
+    for name, key, metric in (("choice", "", "acc"), ("choice", "_norm", "acc_norm"),
+                              ("cloze", "", "acc"), ("written", "", "exact_match")):
+        number = found["results"][f"own_{name}"][f"{metric},none"]
+        assert ours[f"val_{name}{key}"] == pytest.approx(number, abs=1e-12), (name, key)
+        assert 0.1 < number < 0.95, (name, key, number)  # which says something
+    model, tokenizer = load_model(trained.ckpt)
+    reader = tasks.Reader(tokenizer, None, model.config.block_size)
+    for path, name in zip(trained.files(), ("own_choice", "own_cloze")):
+        samples = sorted(found["samples"][name], key=lambda sample: sample["doc_id"])
+        for row, sample in zip(reader.read(path, 0), samples, strict=True):
+            theirs = [(float(p), str(best) == "True") for p, best in sample["filtered_resps"]]
+            assert flat(tasks.logprobs(model, row.asked)) == pytest.approx(flat(theirs), rel=1e-6,
+                                                                           abs=1e-6)

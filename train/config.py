@@ -578,7 +578,8 @@ def conflicts(c):
                     f"equally by {world_size} ranks; valid numbers of ranks: "
                     f"{', '.join(valid[:12])}{more}"))
     for name, needs in (("lr_schedule", c.lr_schedule == "plateau"), ("eval_only", c.eval_only),
-                        ("early_stopping_patience", c.early_stopping_patience)):
+                        ("early_stopping_patience", c.early_stopping_patience),
+                        ("eval_tasks", c.eval_tasks)):
         if needs and not c.eval_interval and not c.eval_epochs:
             out.append(({name, "eval_interval"}, f"{name}: {getattr(c, name)} needs evaluations: "
                         "eval_interval above 0"))

@@ -6,6 +6,8 @@ dataclass `Keys`.
 """
 
 import math
+import os
+import re
 from dataclasses import dataclass, field, fields, replace
 
 from train.lr_scheduler import milestones
@@ -66,6 +68,10 @@ class LengthKeys:
     eval_epochs: float | None = key(None, "passes over the data between evaluations; replaces "
                                     "eval_interval", gt=0, free=True)
     eval_iters: int = key(50, "validation batches of batch_size samples", ge=1, free=True)
+    eval_tasks: list[str] = key([], "files of questions of your own, answered at each evaluation: "
+                                "val_NAME of NAME.jsonl (model/tasks.py)", free=True)
+    eval_task_rows: int | None = key(None, "the first rows of each task; 0: all (default: as many "
+                                     "as cost no more than the loss)", ge=0, free=True)
     eval_on_start: bool = key(True, "evaluate also before the first step", free=True)
     log_interval: int = key(10, "steps between log lines", ge=1, free=True)
     save_interval: int | None = key(None, "steps between checkpoints (default: eval_interval); 0: "
@@ -208,6 +214,11 @@ def adopt_shape(config, model_args):
     if config.vocab_size is None and model_args.get("vocab_size"):  # the data may know fewer
         taken["vocab_size"] = model_args["vocab_size"]
     return taken, wrong
+
+
+def task_names(paths):
+    """{name in the log: path} of eval_tasks: data/my-capitals.jsonl is my_capitals."""
+    return {re.sub(r"\W+", "_", os.path.basename(path).partition(".")[0]): path for path in paths}
 
 
 GROUPS = {"Run": RunKeys, "Batch": BatchKeys, "Length": LengthKeys,

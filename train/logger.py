@@ -20,6 +20,7 @@ from contextlib import contextmanager, suppress
 
 from train.config import say, shown
 from train.files import open_own, replacing, write_text
+from train.keys import task_names
 from train.lr_scheduler import milestones
 
 SILENCE = 5.0     # seconds after which a run says that it still works
@@ -166,7 +167,8 @@ class Logger:
         if self.main:
             try:
                 from train.plot import loss_svg, read_metrics
-                picture = loss_svg([(self.out_dir, read_metrics(self.metrics.path, limit=20_000))])
+                picture = loss_svg([(self.out_dir, read_metrics(self.metrics.path, limit=20_000))],
+                                   tasks=task_names(self.config.get("eval_tasks", ())))
                 write_text(os.path.join(self.out_dir, "loss.svg"), picture)
             except ImportError:  # train/plot.py was deleted: no pictures
                 pass

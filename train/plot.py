@@ -257,9 +257,10 @@ def _draw_panel(panel, x, top):
     return "".join(out)
 
 
-def loss_svg(runs, x="iter", metric="loss"):
+def loss_svg(runs, x="iter", metric="loss", tasks=()):
     """An SVG text of `runs`, [(name, records of read_metrics), ...]: a number in training and, as
-    val_NAME, in validation, and the learning rate; by x: iter, tokens or time."""
+    val_NAME, in validation, and the learning rate; by x: iter, tokens or time. tasks: names of more
+    numbers in validation, which share a panel."""
     numbers, rates, size, x_name = [], [], 1, AXES[x]
     if x == "time":
         longest = max((p[0] for _, r in runs for p in curve(r, "loss", "time")), default=0.0)
@@ -276,6 +277,10 @@ def loss_svg(runs, x="iter", metric="loss"):
         numbers += _training_and_validation(name, metric, train, val, color)
         rates.append(Series(decimate(lr), color or 0, "thin"))
     panels = [Panel(metric, numbers)]
+    more = [Series(decimate([(at / size, y) for at, y in curve(records, f"val_{task}", x)]),
+                   i % len(COLORS), "thin", task)
+            for _, records in runs for i, task in enumerate(tasks)]
+    panels += [Panel("tasks", more, 160, True)] if any(s.points for s in more) else []
     panels += [Panel("learning rate", rates, 84, True)] if any(s.points for s in rates) else []
     if len(runs) == 1:
         return chart(runs[0][0], panels, x_name)

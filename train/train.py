@@ -126,10 +126,16 @@ class Trainer:
         if start.kind == "resume":
             resume.check_fits(start, c, self.data, self.model, ranks, say)
 
+        self.tasks = None
+        if c.eval_tasks:  # questions that are answered at every evaluation
+            from model.tasks import Tasks
+            self.tasks = Tasks(c, self.data, self.model, ranks)
         compiled = speed.should_compile(c, self.flops_per_step, ranks)
         # The log, which begins here: nothing is written into a folder that cannot be used.
         self.log = at_end.enter_context(self.open_log(f"{why}; compile {speed.ON_OFF[compiled]}"))
         at_end.callback(self.folder.wait)  # the save under way may still have something to say
+        if self.tasks:
+            self.log.info(self.tasks.told)
 
         self.compiler = speed.Compiler(self.model, compiled, ranks.device, self.log.warn,
                                        c.batch_size)
@@ -403,7 +409,7 @@ class Trainer:
         p, c = self.progress, self.config
         self.watchdog.arm(factor=10)  # this takes longer than a step
         with self.clock.away(), self.log.busy("evaluating"):
-            numbers = self.evaluate(self.data.val, c.eval_iters, average=True)
+            numbers = self.evaluate(self.data.val, c.eval_iters, more=True)
             if numbers is None:
                 return None
             # Noted before anything reacts, for what is saved in the course of that.
@@ -423,9 +429,10 @@ class Trainer:
             self.log.plot()
         return numbers
 
-    def evaluate(self, loader, batches, average=False):
-        """{val_NAME: number} over `batches` fixed batches, or None if asked to stop meanwhile; of
-        the weights' running average, if there is one and `average`, {val_NAME_ema: number} too."""
+    def evaluate(self, loader, batches, more=False):
+        """{val_NAME: number} over `batches` fixed batches, or None if asked to stop meanwhile.
+        more: with the tasks', and, if there is one, with {val_NAME_ema: number} of the weights'
+        running average."""
         def stop(done, n):
             self.log.activity = f"evaluating, batch {done} of {n}"
             self.watchdog.arm(factor=10)  # a limit on the time of a batch, not of all of them
@@ -433,13 +440,16 @@ class Trainer:
 
         def numbers():
             with self.eval_mode():
-                return evaluate(self.model, functools.partial(self.compiler.call, self.model),
-                                loader, batches, self.ranks, self.autocast, stop)
+                found = evaluate(self.model, functools.partial(self.compiler.call, self.model),
+                                 loader, batches, self.ranks, self.autocast, stop)
+                if more and self.tasks and found is not None:
+                    found = self.tasks.evaluate(found, batches, self.ranks, self.autocast, stop)
+                return found
         found = numbers()
-        if average and self.config.ema and found is not None:
+        if more and self.config.ema and found is not None:
             with averaged(self.optimizer):
-                more = numbers()
-            found = more and found | {f"{name}_ema": value for name, value in more.items()}
+                of_average = numbers()
+            found = of_average and found | {f"{n}_ema": v for n, v in of_average.items()}
         return found
 
     @contextlib.contextmanager
@@ -476,7 +486,7 @@ class Trainer:
         name = self.config.early_stopping_metric
         if name == "val_loss" or self.data.val is None or not self.config.eval_interval:
             return
-        known = list(self.evaluate(self.data.val, 1, average=True))
+        known = list(self.evaluate(self.data.val, 1, more=True))
         # None in one batch is not None in all: a name is enough.
         if name not in known:
             raise distributed.SetupError(f"early_stopping_metric: evaluations of this model do not "

@@ -1,0 +1,267 @@
+"""Tasks at evaluations: their numbers by hand (test_lm_eval.py: beside lm-eval's), on ranks, in
+runs, resumed, what they cost, and what is refused."""
+
+import functools
+import json
+import random
+
+import pytest
+import torch
+from quiz import MODEL, Quiz, write_rows
+from runs import SMALL, Program, assert_same, go, metrics, on_two_ranks
+
+import run_train
+from data.tokenizer import load_tokenizer
+from model import chat, tasks
+from model.generate import generate
+from model.gpt import GPT, GPTConfig
+from model.load import load_model
+from train.checkpoint import load_checkpoint
+
+
+@pytest.fixture(scope="module")
+def quiz(data_dir, tmp_path_factory):
+    return Quiz(data_dir, tmp_path_factory.mktemp("quiz"))
+
+
+def test_log_probabilities_are_those_of_single_tokens(quiz):
+    """Of rows of unlike length at once, from the logits of each alone."""
+    model, tokenizer = load_model(quiz.ckpt)
+    rows = [(tokenizer.encode(text), n) for text, n in (("line 5: the quick", 3), ("li", 1),
+                                                         ("the lazy dog\n", 9), ("abc", 99))]
+    for (ids, n), (score, greedy) in zip(rows, tasks.logprobs(model, rows)):
+        with torch.no_grad():
+            p = model(torch.tensor([ids]))[0].double().log_softmax(-1)
+        first = max(1, len(ids) - n)
+        assert score == pytest.approx(sum(float(p[i - 1, ids[i]]) for i in range(first, len(ids))),
+                                      rel=1e-6, abs=1e-6)
+        assert greedy == all(int(p[i - 1].argmax()) == ids[i] for i in range(first, len(ids)))
+
+
+@pytest.mark.parametrize("changes", [{}, dict(pos="learned", prev_embedding=True)])
+def test_many_rows_are_written_as_one_alone(changes):
+    model = GPT(GPTConfig(n_layer=2, n_head=2, n_embd=32, block_size=48, vocab_size=257, **changes))
+    generator = torch.Generator().manual_seed(2)
+    for p in model.parameters():
+        p.data += torch.randn(p.shape, generator=generator) * 0.2
+    prompts = [list(text.encode()) for text in ("line 5: the", "l", "fox jumps over the lazy d")]
+    alone = [generate(model.eval(), torch.tensor([ids]), 9, 0, n_vocab=256)[0, len(ids):].tolist()
+             for ids in prompts]
+    assert tasks.write(model, prompts, 9, 256) == alone
+    assert len(set(map(tuple, alone))) == 3
+
+
+# -----------------------------------------------------------------------------
+# in a run
+
+def test_numbers_by_hand(quiz, tmp_path):
+    """All three kinds in one file: the share that is right, of which chance had a quarter and a
+    half of two rows."""
+    rows = [json.loads(open(path).readline()) for path in quiz.files()]
+    rows.append(dict(query="line", choices=["x", "y"], gold="y"))
+    path = write_rows(tmp_path / "my-own.jsonl", rows)
+    found = quiz.evaluate(tmp_path / "out", eval_tasks=[path, *quiz.files()], eval_task_rows=20)
+    model, tokenizer = load_model(quiz.ckpt)
+    own = tasks.Reader(tokenizer, None, 48)
+    right = 0
+    for record in rows:
+        row = own.row(record, 0)
+        if "choices" in record:
+            p = [score for score, _ in tasks.logprobs(model, row.asked)]
+            right += p.index(max(p)) == row.answer
+        else:
+            text = record.get("question") or record["context"]
+            ids = torch.tensor([tokenizer.encode(text)])
+            said = tokenizer.decode(generate(model, ids, 12, 0)[0, ids.size(1):].tolist())
+            right += (said.startswith(record["continuation"]) if "continuation" in record
+                      else said.split("\n")[0].lstrip() == record["answer"])
+    share, chance = right / 4, (1 / 4 + 1 / 2) / 4
+    assert found["val_my_own"] == share
+    assert found["val_my_own_centred"] == pytest.approx((share - chance) / (1 - chance))
+    acc = found["val_choice"]
+    assert found["val_choice_centred"] == pytest.approx((acc - 0.25) / 0.75)
+    assert "val_cloze_norm" not in found and "val_written_centred" not in found
+
+
+@pytest.mark.parametrize("how", ["ddp", "fsdp"])
+def test_two_ranks_equal_one(quiz, tmp_path, how):
+    one = quiz.evaluate(tmp_path / "one", eval_task_rows=40)
+    two = on_two_ranks(tmp_path / "two", SMALL | quiz.how(
+        data_dir=str(quiz.data_dir), eval_task_rows=40, distributed=how))[-1]
+    names = [name for name in one if name.startswith(("val_choice", "val_cloze", "val_written"))]
+    assert len(names) == 5 and {n: two[n] for n in names} == {n: one[n] for n in names}
+
+
+def test_a_run_stops_by_a_task_and_keeps_its_best(data_dir, quiz, tmp_path):
+    how = MODEL | dict(eval_tasks=quiz.files("cloze"), early_stopping_metric="val_cloze",
+                       early_stopping_mode="max", max_iters=40, eval_interval=8, eval_iters=6,
+                       ema=0.9)
+    history = go(data_dir, tmp_path, **how)["history"]
+    best = max(history[1:], key=lambda r: (r["val_cloze"], -r["val_loss"]))
+    assert load_checkpoint(tmp_path / "ckpt_best.pt")["iter_num"] == best["iter"]
+    assert 0 < best["val_cloze"] and {"val_cloze_ema", "val_loss_ema"} <= best.keys()
+    assert [line["val_cloze"] for line in metrics(tmp_path) if "val_loss" in line] == [
+        line["val_cloze"] for line in history]
+    assert "cloze 0." in (tmp_path / "train.log").read_text()
+    picture = (tmp_path / "loss.svg").read_text()
+    assert ">tasks<" in picture and ">cloze<" in picture
+    last = go(data_dir, tmp_path / "b", **how | dict(early_stopping_patience=1,
+                                                    early_stopping_min_delta=1.0))
+    assert "no better val_cloze" in last["finished"]
+
+
+def test_weights_are_the_same_without_tasks(data_dir, quiz, tmp_path):
+    how = MODEL | dict(max_iters=6, eval_interval=3, dropout=0.1)
+    go(data_dir, tmp_path / "a", **how)
+    go(data_dir, tmp_path / "b", **how, eval_tasks=quiz.files())
+    a, b = (load_checkpoint(tmp_path / n / "ckpt.pt")["model"] for n in "ab")
+    assert all(torch.equal(a[name], b[name]) for name in a)
+
+
+@pytest.mark.matrix(120)
+def test_case_120_killed_and_resumed_with_tasks(data_dir, quiz, tmp_path):
+    """kill -9 in a run with tasks of all kinds at its evaluations, dropout, and a task that says
+    which checkpoint is the best -> every tensor, counter and number of the tasks is exact"""
+    how = MODEL | dict(max_iters=24, eval_interval=6, save_interval=3, dropout=0.1,
+                       eval_tasks=quiz.files(), early_stopping_metric="val_choice_norm",
+                       early_stopping_mode="max", eval_task_rows=30)
+    go(data_dir, tmp_path / "a", **how)
+    killed = Program(data_dir, tmp_path / "b", **how)
+    killed.wait_for("iter 9:")
+    killed.kill()
+    go(data_dir, tmp_path / "b", **how)
+    assert_same(tmp_path / "a", tmp_path / "b")
+
+
+# -----------------------------------------------------------------------------
+# what they cost
+
+def read_tokens(monkeypatch):
+    """A list of the tokens of every forward pass from here on."""
+    seen, trunk = [], GPT.trunk
+
+    def counting(self, idx, *rest, **more):
+        seen.append(idx.numel())
+        return trunk(self, idx, *rest, **more)
+    monkeypatch.setattr(GPT, "trunk", counting)
+    return seen
+
+
+def test_they_cost_no_more_than_the_loss(quiz, tmp_path, monkeypatch, capsys):
+    seen = read_tokens(monkeypatch)
+    quiz.evaluate(tmp_path / "a", "choice", "cloze", eval_task_rows=None)
+    text = capsys.readouterr().out
+    assert "Tasks at each evaluation: choice (" in text and "eval_task_rows: 0" in text
+    loss, own = 3 * 8 * 48, sum(seen[3:])  # three batches of the loss come first
+    assert sum(seen[:3]) == loss and 0.7 * loss < own <= 1.1 * loss
+    seen.clear()
+    quiz.evaluate(tmp_path / "b", "choice", "cloze")
+    assert sum(seen[3:]) > 10 * loss and "choice (200 of 200 rows)" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("limit, expected", [(0, (9, 4)), (3, (3, 3)), (None, (6, 4))])
+def test_small_tasks_leave_their_share_to_others(limit, expected):
+    def row(width):
+        return tasks.Row(0, [([1] * width, 1)], [1], 0)
+    every = [[row(10)] * 9, [row(5)] * 4]
+    taken = tasks.Tasks.taken(every, 85, limit)
+    assert tuple(map(len, taken)) == expected
+    assert tasks.first_rows([row(50)], 10) == [row(50)]
+
+
+def test_batches_hold_no_more_than_asked():
+    rng = random.Random(3)
+    rows = [tasks.Row(0, [([1] * rng.randrange(2, 30), 1)] * rng.choice([1, 4]), [1], 0)
+            for _ in range(100)]
+    found = tasks.batched(rows, 600, lambda row: row.width)
+    assert sorted(map(id, sum(found, []))) == sorted(map(id, rows))
+    assert all(sum(len(r.asked) for r in some) * max(r.width for r in some) <= 600
+               for some in found)
+    assert len(found) < 1.3 * sum(r.width * len(r.asked) for r in rows) / 600 + 1
+
+
+# -----------------------------------------------------------------------------
+# chats
+
+def test_a_chat_model_is_asked_as_it_learned(data_dir, tmp_path):
+    """In its template; what it writes is what model.chat says, up to its end token."""
+    rows = [dict(prompt=f"{a}?", response=a.upper()) for a in ("one", "two", "three", "four")] * 9
+    from data.chat import main
+    path = write_rows(tmp_path / "chats.jsonl", rows)
+    assert main([path, "--out", str(tmp_path / "c"), "--tokenizer", "byte", "--block_size=48"]) == 0
+    asked = [dict(question=r["prompt"], answer=r["response"] + "x" * (i == 1))
+             for i, r in enumerate(rows[:4])]
+    asked_choices = [dict(question=r["prompt"], choices=[r["response"], "SEVEN"], answer=0)
+                     for r in rows[:4]]
+    how = MODEL | dict(model="chat", data_dir=str(tmp_path / "c"), max_iters=60,
+                       vocab_size=None, lr_decay_iters=60, eval_interval=60, eval_task_rows=0,
+                       eval_tasks=[write_rows(tmp_path / "say.jsonl", asked),
+                                   write_rows(tmp_path / "pick.jsonl", asked_choices)])
+    del how["tokenizer"]
+    last = go(how.pop("data_dir"), tmp_path / "run", **how)["history"][-1]
+    model, tokenizer = load_model(tmp_path / "run/ckpt.pt")
+    from data.chat import prompt_ids
+    right = [tokenizer.decode(chat.answer(model, tokenizer, prompt_ids(
+        [("user", row["question"])], tokenizer, model.template), 12)) == row["answer"]
+        for row in asked]
+    assert last["val_say"] == sum(right) / 4 and right[1] is False and any(right)
+    assert last["val_pick"] == 1.0
+
+
+# -----------------------------------------------------------------------------
+# what is refused
+
+BAD = [({"text": "a"}, "expected question and answer"), ([1], "expected an object"),
+       (dict(question="a", choices=["b"], answer=0), "choices: expected 2"),
+       (dict(question="a", choices=["b", ""], answer=0), "choices: expected 2"),
+       (dict(question="a", choices=["b", "c"], answer=2), "answer: '2' is none of"),
+       (dict(question="a", choices=["b", "c"], answer=True), "answer: 'True' is none of"),
+       (dict(question="a", choices=["b", "c"], answer="d"), "answer: 'd' is none of"),
+       (dict(question=1, choices=["b", "c"], answer=0), "question: expected a text"),
+       (dict(question="a", answer=["b"]), "answer: expected a text"),
+       (dict(question="a", answer="b\nc"), "answer: holds '\\n'"),
+       (dict(question="a", answer="b", until=""), "until: expected"),
+       (dict(question="a", answer="b" * 48), "answer: 49 tokens"),
+       (dict(context="a", continuation=""), "what is scored")]
+BAD[-1] = (BAD[-1][0] | dict(delimiter=""), BAD[-1][1])
+
+
+def test_bad_rows_are_a_line_each_before_any_work(data_dir, tmp_path, capsys):
+    path = tmp_path / "bad.jsonl"
+    good = json.dumps(dict(question="a", answer="b"))
+    path.write_text("\n".join([good, *(json.dumps(row) for row, _ in BAD), "{no json"]))
+    args = [f"--{k}={v}" for k, v in MODEL.items()]
+    code = run_train.main(["--config", "train/config_test.yaml", *args, "--n_head=2",
+                           f"--data_dir={data_dir}", f"--out_dir={tmp_path}/out",
+                           f"--eval_tasks={path}"])
+    told = capsys.readouterr().err
+    assert code == 2 and f"{len(BAD) + 1} problems" in told
+    for number, (_, what) in enumerate(BAD, 2):
+        assert any(f"{path}:{number}" in line and what in line for line in told.split("\n")), what
+    assert f"{path}:{len(BAD) + 2}: not valid JSON" in told
+    assert not (tmp_path / "out" / "train.log").exists()
+
+
+@pytest.mark.parametrize("rows, name, changes, message", [
+    ([], "a", {}, "no rows in it"),
+    ([dict(question="a", answer="b")], "loss", {}, "loss of a name that is taken"),
+    ([dict(question="a", answer="b")], "ppl", {}, "have val_ppl already"),
+    ([dict(question="a", answer="b")], "a", dict(tokenizer=None), "expected a language model"),
+    ([dict(question="a", answer="b")], "a", dict(eval_interval=0), "eval_tasks: .* needs eval"),
+    (None, "a", {}, "no such file"),
+])
+def test_what_cannot_be_evaluated_is_refused(data_dir, tmp_path, rows, name, changes, message):
+    path = tmp_path / f"{name}.jsonl"
+    if rows is not None:
+        write_rows(path, rows)
+    with pytest.raises(ValueError, match=message):
+        go(data_dir, tmp_path / "out", **MODEL | dict(eval_tasks=[str(path)]) | changes)
+
+
+def test_the_example_is_whole():
+    """Every row can be read, and they cost less than the loss of the first run."""
+    rows = tasks.Reader(load_tokenizer("byte"), None, 128).read("train/python_example.jsonl", 0)
+    assert len(rows) > 40 and sum(map(tasks.cost, rows)) < 8 * 16 * 128
+    right = functools.reduce(lambda counts, row: counts | {row.answer: counts[row.answer] + 1},
+                             rows, dict.fromkeys(range(4), 0))
+    assert max(right.values()) - min(right.values()) < 4  # no place is the likely one
