@@ -107,7 +107,9 @@ def test_another_teacher_is_no_resume(data_dir, tmp_path, teacher):
         go(data_dir, tmp_path / "out", **changes(str(tmp_path / "other/ckpt.pt"), max_iters=8))
 
 
+@pytest.mark.matrix(124)
 def test_killed_and_resumed(data_dir, tmp_path, teacher):
+    """kill -9 while a model learns from a teacher (distillation) -> the end is exact"""
     more = changes(teacher, max_iters=40, save_interval=3, dropout=0.1, lr_decay_iters=40)
     go(data_dir, tmp_path / "a", **more)
     killed = Program(data_dir, tmp_path / "b", **more)

@@ -118,10 +118,10 @@ def test_weights_are_the_same_without_tasks(data_dir, quiz, tmp_path):
     assert all(torch.equal(a[name], b[name]) for name in a)
 
 
-@pytest.mark.matrix(120)
-def test_case_120_killed_and_resumed_with_tasks(data_dir, quiz, tmp_path):
-    """kill -9 in a run with tasks of all kinds at its evaluations, dropout, and a task that says
-    which checkpoint is the best -> every tensor, counter and number of the tasks is exact"""
+@pytest.mark.matrix(121)
+def test_killed_and_resumed_with_tasks(data_dir, quiz, tmp_path):
+    """kill -9 in a run with tasks of all kinds at its evaluations, one of which says what is the
+    best checkpoint -> every tensor, counter and number of the tasks is exact"""
     how = MODEL | dict(max_iters=24, eval_interval=6, save_interval=3, dropout=0.1,
                        eval_tasks=quiz.files(), early_stopping_metric="val_choice_norm",
                        early_stopping_mode="max", eval_task_rows=30)
