@@ -266,11 +266,10 @@ def test_other_weights_are_refused_with_the_difference(folders, tmp_path):
        allow_change=["mixture"])
 
 
-@pytest.mark.parametrize("how", ["ddp", "fsdp"])
-def test_two_ranks_equal_one(folders, tmp_path, how):
+def test_two_ranks_equal_one(folders, tmp_path):
     changes = TINY | dict(data_dir=mixed(folders, web=0.6, code=0.3, math=0.1), vocab_size=256)
     one = train(load_config(None, changes | dict(out_dir=str(tmp_path / "one"))))
-    two = on_two_ranks(tmp_path / "two", changes | dict(distributed=how))
+    two = on_two_ranks(tmp_path / "two", changes)
     for a, b in zip(one["history"], two, strict=True):
         for name in ("loss", "loss_web", "loss_code", "loss_math", "ppl"):
             assert a[f"val_{name}"] == pytest.approx(b[f"val_{name}"], rel=1e-5)
