@@ -27,7 +27,7 @@ DOORS = {("run_train", "train.bench"), ("train.dataloader", "data.prepare"),
          ("train.logger", "train.plot"), ("train.logger", "train.trackers"),
          ("train.optimizer", "train.muon"), ("train.train", "train.trackers"),
          ("train.train", "train.minutes"), ("train.train", "train.mixture"),
-         ("train.train", "model.tasks"),
+         ("train.train", "train.ema"), ("train.train", "model.tasks"),
          ("model.load", "model.convert")}
 # What belongs together and is deleted together, beside what lies in a folder of its own.
 TOGETHER = {"data.chat": "model.chat", "data.template": "model.chat", "data.pairs": "model.dpo",

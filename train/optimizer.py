@@ -1,6 +1,5 @@
 """The optimizer: which tensors decay, and at which rate; fused AdamW, Muon for block matrices."""
 
-import contextlib
 from collections.abc import Callable, Iterable
 from fnmatch import fnmatchcase
 
@@ -127,38 +126,6 @@ def clip_gradients(optimizer, max_norm, factor=1.0):
         factor = factor * torch.clamp(max_norm / (norm + 1e-6), max=1.0)
     torch._foreach_mul_(grads, torch.as_tensor(factor, device=norm.device))
     return norm
-
-
-@torch.no_grad()
-def update_average(optimizer, decay, it):
-    """Take the weights after step `it` into their running averages, which stand in the optimizer's
-    state: they are sharded, saved and resumed with it. At first new weights count more than `decay`
-    says, so that what a run began with is soon forgotten (as in TensorFlow's
-    ExponentialMovingAverage)."""
-    params = [p for p in optimizer.state if optimizer.state[p]]  # those that were updated
-    for p in params:
-        if "ema" not in optimizer.state[p]:
-            optimizer.state[p]["ema"] = p.detach().clone()
-    averages = [optimizer.state[p]["ema"] for p in params]
-    torch._foreach_lerp_(averages, params, 1 - min(decay, (1 + it) / (10 + it)))
-
-
-@contextlib.contextmanager
-def averaged(optimizer):
-    """Context in which the parameters have their running averages for values."""
-    pairs = [(p, state["ema"]) for p, state in optimizer.state.items() if "ema" in state]
-
-    def swap():
-        with torch.no_grad():
-            for p, average in pairs:  # in place: what is sharded or compiled holds on to p
-                kept = p.detach().clone()
-                p.copy_(average)
-                average.copy_(kept)
-    swap()
-    try:
-        yield
-    finally:
-        swap()
 
 
 def undecorated(method):

@@ -21,7 +21,7 @@ from train.config import TrainConfig, load_config, load_model_file, mixture_of, 
 from train.dataloader import open_token_data
 from train.evaluate import add_sums, all_reduce, batch_sums, evaluate, to_host, to_numbers
 from train.lr_scheduler import EarlyStopping, ReduceOnPlateau, get_lr
-from train.optimizer import averaged, build_optimizer, clip_gradients, update_average
+from train.optimizer import build_optimizer, clip_gradients
 
 TINY = 1e-9  # below any count (of items, or of their weights where a model weighs them), but not 0
 
@@ -146,7 +146,10 @@ class Trainer:
         # A model that starts from trained weights may be at its best before its first step.
         self.trained = c.init_from != "scratch" or not all(
             p.requires_grad for p in self.model.parameters())
-        self.optimizer = build_optimizer(self.model, c, self.log.info)
+        self.optimizer, self.average = build_optimizer(self.model, c, self.log.info), None
+        if c.ema:
+            from train.ema import Average
+            self.average = Average(self.optimizer, c.ema)
         self.scaler = torch.amp.GradScaler(ranks.device.type, enabled=self.dtype == torch.float16)
         if not self.sharded:
             self.wrapped = distributed.wrap_ddp(self.model, ranks)
@@ -347,8 +350,8 @@ class Trainer:
             return self.rewind()
         if action == "update":
             self.scaler.step(self.optimizer)
-            if c.ema:
-                update_average(self.optimizer, c.ema, it)
+            if self.average:
+                self.average.update(it)
         self.scaler.update()
         self.optimizer.zero_grad(set_to_none=True)  # frees them: the next step writes, not adds
         p.iter_num += 1
@@ -446,8 +449,8 @@ class Trainer:
                     found = self.tasks.evaluate(found, batches, self.ranks, self.autocast, stop)
                 return found
         found = numbers()
-        if more and self.config.ema and found is not None:
-            with averaged(self.optimizer):
+        if more and self.average and found is not None:
+            with self.average.in_place():
                 of_average = numbers()
             found = of_average and found | {f"{n}_ema": v for n, v in of_average.items()}
         return found
