@@ -20,13 +20,8 @@ from train.config import (
     read_values,
     say,
     take_config,
+    take_flag,
 )
-
-
-def take_flag(argv, *names):
-    """Whether one of the flags is in argv, and argv without them."""
-    rest = [a for a in argv if a.replace("-", "_") not in {n.replace("-", "_") for n in names}]
-    return len(rest) < len(argv), rest
 
 
 def show(page):

@@ -422,6 +422,12 @@ def take_config(argv):
     return find_file(path), rest
 
 
+def take_flag(argv, *names):
+    """Whether one of the flags is in argv, and argv without them."""
+    rest = [a for a in argv if a.replace("-", "_") not in {n.replace("-", "_") for n in names}]
+    return len(rest) < len(argv), rest
+
+
 def underscores(argv):
     """The arguments of a command with --max-iters as --max_iters: in names of options dashes and
     underscores are the same. Values, and what follows a bare --, stay as they are."""
