@@ -19,9 +19,8 @@ import torch.nn.functional as F
 from data.folders import check_array
 from data.token_files import DataError, open_npy
 from model import chat, gpt
-from model.chat import ChatGPT
 from model.load import digest
-from model.lora import add_adapters, initial_adapter, is_adapter
+from model.lora import OwnAdapters, adapt
 from model.ops import IGNORE
 from train.checkpoint import CheckpointError
 from train.config import key
@@ -50,7 +49,7 @@ class Keys:
         return []
 
 
-class PreferenceGPT(ChatGPT):
+class PreferenceGPT(OwnAdapters):
     """A chat model that also takes pairs: forward(tokens, mask, logps), (B, 2, T + 1) twice and
     (B, 2), the better answer first; mask is 1 where a token is learned, logps the reference's log
     probabilities of the answers. Everything else is as in ChatGPT."""
@@ -87,22 +86,13 @@ class PreferenceGPT(ChatGPT):
             out["exact"] = float(sums["exact"])  # a pair has one answer that is chosen
         return {name: value / count if count else None for name, value in out.items()}
 
-    def initial(self, name, shape, seed):
-        if is_adapter(name):
-            return initial_adapter(name, shape, seed)
-        if name.endswith(".base"):  # the weight that an adapter stands on
-            name = f"{name.removesuffix('base')}weight"
-        return super().initial(name, shape, seed)
-
     def adopt(self, weights):
         """The weights to start from, which must be those of the reference. CheckpointError."""
         if digest(weights) != self.reference:
             raise CheckpointError("init_from: these weights are not the ones that the pairs were "
                                   "prepared with; prepare them again with this checkpoint: python "
                                   "-m data.pairs FILE... --reference CKPT.pt")
-        own, weights = self.state_dict(), super().adopt(weights)
-        return {n.removesuffix("weight") + "base" if n not in own else n: t
-                for n, t in weights.items()}
+        return super().adopt(weights)
 
     def flops_per_unit(self):
         return super().flops_per_unit() * 2  # a pair is two rows
@@ -158,10 +148,7 @@ def build_model(config, data):
     model = chat.build_model(config, data, PreferenceGPT)
     model.beta, model.nll, model.kind = config.dpo_beta, config.dpo_nll, config.dpo_loss
     model.normalized, model.reference = config.length_normalized, data.spec["reference"]
-    if config.lora_rank:
-        model.requires_grad_(False)
-        add_adapters(model, ["attn", "mlp"], config.lora_rank, 2.0, config.seed)
-    return model
+    return adapt(model, config)
 
 
 def sample(model, data, config):

@@ -124,11 +124,12 @@ class KVCache:
         self.last.copy_(last[:, None])
 
     def forget(self, n, last):
-        """Take back the last n tokens of every row, of which none is full. last: the one before."""
-        self.used -= n
+        """Take back the last n tokens of every row, of which none is full. last: the one before. Or
+        tensors: n (B,), last (B, 1)."""
         if self.there is not self.used:
             self.there -= n
-        self.last.fill_(last)
+        self.used -= n.cpu() if isinstance(n, torch.Tensor) else n
+        self.last[:] = last
 
     def finish(self, idx):
         self.used += idx.size(1)
@@ -164,27 +165,33 @@ def empty_cache(model, rows):
 @torch.no_grad()
 def generate(model: torch.nn.Module, idx: torch.Tensor, max_new_tokens: int,
              temperature: float = 1.0, top_k: int | None = None, top_p: float | None = None,
-             seed: int | None = None, stop_token: int | list[int] | None = None,
+             seed: int | list[int] | None = None, stop_token: int | list[int] | None = None,
              on_token: Callable[[torch.Tensor], object] | None = None,
-             n_vocab: int | None = None, min_p: float | None = None) -> torch.Tensor:
+             n_vocab: int | None = None, min_p: float | None = None,
+             lengths: torch.Tensor | None = None) -> torch.Tensor:
     """Continue idx (B, T) int64 by up to max_new_tokens; returns (B, T + new).
 
     temperature 0 takes the most likely token; top_k, top_p (arXiv:1904.09751) and min_p (a share of
     the likeliest's, arXiv:2407.01082) cut the tail; ids from n_vocab on are never taken. on_token(
     tokens (B,)) is called with each new column. Rows that met stop_token (or one of them) go on
     with it, and the loop ends when all have. A full context rolls, see KVCache; with learned
-    positions its last three quarters are computed again, into an empty one. ValueError where the
-    logits are not finite.
+    positions its last three quarters are computed again, into an empty one. A list of seeds: each
+    for its share of the rows, which then draw the same whatever rows there are besides. lengths
+    (B,): of rows that are filled up behind their ends; what is new stands from column T on all the
+    same. ValueError where the logits are not finite.
     """
     c, device = model.config, idx.device
-    generator = torch.Generator(device=device)
-    generator.manual_seed(seed) if seed is not None else generator.seed()
+    generator = [torch.Generator(device=device) for _ in (seed if isinstance(seed, list) else [0])]
+    for one, s in zip(generator, seed if isinstance(seed, list) else [seed]):
+        one.manual_seed(s) if s is not None else one.seed()
     cache = empty_cache(model, idx.size(0))
     pending, keep = idx[:, -c.block_size:], max(1, c.block_size * 3 // 4)
     done = torch.zeros(idx.size(0), dtype=torch.bool, device=device)
     lost = done.new_zeros(())
     stops = torch.tensor([] if stop_token is None else stop_token, device=device).view(-1)
     with past_compiled(model):
+        if lengths is not None:
+            pending = start_unequal(model, cache, idx, lengths)
         for _ in range(max_new_tokens):
             if not c.rolls and cache.used[0] + pending.size(1) > c.block_size:
                 cache.clear()
@@ -209,6 +216,18 @@ def generate(model: torch.nn.Module, idx: torch.Tensor, max_new_tokens: int,
     if bool(lost):
         raise ValueError(NOT_FINITE)
     return idx
+
+
+def start_unequal(model, cache, idx, lengths):
+    """Have an empty cache hold all but the last token of rows idx (B, T), of which `lengths` (B,)
+    are theirs, in one pass; these last tokens (B, 1)."""
+    ends, T = lengths[:, None] - 1, idx.size(1)  # (B, 1)
+    if T > 1:
+        model(idx[:, :-1], cache=cache, last_only=True)
+        before = idx.gather(1, (ends - 1).clamp(min=0)).masked_fill(ends == 0, -1)
+        # What stands behind a row's end is masked from here on, and overwritten.
+        cache.forget(T - lengths, before)
+    return idx.gather(1, ends)
 
 
 def past_compiled(model):

@@ -119,6 +119,31 @@ class LoRA(ChatGPT):
         return super().load_state_dict(state_dict, strict=False, assign=assign)
 
 
+class OwnAdapters(ChatGPT):
+    """A chat model that may have adapters, see adapt(), with the weights they stand on in its own
+    checkpoint: of systems that start from a chat model."""
+
+    def initial(self, name, shape, seed):
+        if is_adapter(name):
+            return initial_adapter(name, shape, seed)
+        if name.endswith(".base"):  # the weight that an adapter stands on
+            name = f"{name.removesuffix('base')}weight"
+        return super().initial(name, shape, seed)
+
+    def adopt(self, weights):
+        own, weights = self.state_dict(), super().adopt(weights)
+        return {n.removesuffix("weight") + "base" if n not in own else n: t
+                for n, t in weights.items()}
+
+
+def adapt(model, config):
+    """`model` with adapters on attention and MLP, trained alone, if config.lora_rank says so."""
+    if config.lora_rank:
+        model.requires_grad_(False)
+        add_adapters(model, ["attn", "mlp"], config.lora_rank, 2.0, config.seed)
+    return model
+
+
 def is_adapter(name):
     return name.endswith((".lora_A", ".lora_B"))
 

@@ -205,7 +205,7 @@ def test_what_is_no_system_is_refused_without_importing_it(monkeypatch, name, wo
     monkeypatch.setattr(importlib, "import_module", lambda name: pytest.fail(f"imported {name}"))
     (problem,) = problems(overrides=dict(model=name))
     assert words in problem
-    assert "expected one of autoencoder, chat, classifier, distill, dpo, gpt, lo" in problem
+    assert "expected one of autoencoder, chat, classifier, distill, dpo, gpt, gr" in problem
 
 
 @pytest.mark.parametrize("text, is_one", [

@@ -31,12 +31,13 @@ DOORS = {("run_train", "train.bench"), ("train.dataloader", "data.prepare"),
          ("model.load", "model.convert")}
 # What belongs together and is deleted together, beside what lies in a folder of its own.
 TOGETHER = {"data.chat": "model.chat", "data.template": "model.chat", "data.pairs": "model.dpo",
-            "data.labels": "model.classifier",
+            "data.prompts": "model.grpo", "data.labels": "model.classifier",
             "data.activations": "model.sae", "data.features": "model.autoencoder"}
 SHARED = {"data.records", "data.folders", "data.tokenizer_json"}  # of several extras, and kept
 # What stands on another extra and goes with it; (lazily) only a part of it does.
 NEEDS = {"model.lm_eval": {"model.tasks"},
          "model.lora": {"model.chat"}, "model.dpo": {"model.lora", "model.chat"},
+         "model.grpo": {"model.lora", "model.chat"},
          "model.memory": {"model.lora", "model.moe", "model.chat"},
          "train.hpo": {"train.plot"}, "train.lr_finder": {"train.plot"},
          "train.trackers": {"train.plot"}, "train.repeat": {"train.plot"}}
@@ -171,7 +172,7 @@ def test_no_core_file_names_an_extra():
     assert {(n, extra) for n in core for extra in stands_on(n, lazy=True)} == DOORS
     systems = {u.removeprefix("model.") for u in UNITS if u.startswith("model.")
                and any("def build_model" in FILES[n].read_text() for n in FILES if unit(n) == u)}
-    assert len(systems) == 9
+    assert len(systems) == 10
     words = re.compile(rf"\b({'|'.join(systems - {'chat', 'memory'})})\b")  # these are words, too
     for name in core:
         code = ast.unparse(without_docstrings(ast.parse(FILES[name].read_text())))

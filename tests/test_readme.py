@@ -111,7 +111,7 @@ def test_a_wrong_command_is_noticed(module, words, monkeypatch):
         parse(monkeypatch, module, words)
 
 
-SYSTEMS = ("gpt", "chat", "lora", "dpo", "distill", "classifier", "moe", "memory", "sae",
+SYSTEMS = ("gpt", "chat", "lora", "dpo", "grpo", "distill", "classifier", "moe", "memory", "sae",
            "autoencoder")
 
 

@@ -59,7 +59,7 @@ def read_source(path, backbone=None, ema=False):
         from model.lora import load_adapters, merge
         model, state = load_adapters(path, backbone, ema)
         weights, shape = merge(model), model.config
-    elif kind == "dpo":
+    elif kind in ("dpo", "grpo"):
         from model.lora import merge
         model, _ = model_of(state, path)
         weights, shape = merge(model), model.config
@@ -72,7 +72,7 @@ def read_source(path, backbone=None, ema=False):
         shape = MoEConfig(**{f.name: args[f.name] for f in fields(MoEConfig) if f.name in args})
     else:
         raise CheckpointError(f"{path}: a model of {kind} has no home elsewhere; gpt, chat, lora, "
-                              "dpo and moe have")
+                              "dpo, grpo and moe have")
     check_complete(path, weights, shape)
     spec = state.get("spec") or {}
     tokenizer = spec.get("tokenizer") or state.get("tokenizer")

@@ -228,7 +228,7 @@ def operations_in(work):
 
 SMALL = dict(n_layer=1, n_head=4, n_kv_head=2, n_embd=64, n_hidden=128, vocab_size=256,
              block_size=32)
-SYSTEMS = ("gpt", "chat", "lora", "dpo", "distill", "moe", "memory", "classifier", "sae",
+SYSTEMS = ("gpt", "chat", "lora", "dpo", "grpo", "distill", "moe", "memory", "classifier", "sae",
            "autoencoder")
 
 
@@ -236,10 +236,10 @@ def small_model(name):
     """(model on the meta device, shapes of its training batch: of tokens, or of numbers)"""
     import torch
 
-    from model import autoencoder, chat, classifier, distill, dpo, gpt, lora, memory, moe, sae
+    from model import autoencoder, chat, classifier, distill, dpo, gpt, grpo, lora, memory, moe, sae
     from train.config import load_config
     # The keys of these cannot do without a file.
-    keys = {} if name in ("distill", "dpo", "memory") else dict(model=name)
+    keys = {} if name in ("distill", "dpo", "grpo", "memory") else dict(model=name)
     config, B, T = load_config(None, keys), 4, 32
     shape = gpt.GPTConfig(**SMALL)
     with torch.device("meta"):
@@ -251,6 +251,16 @@ def small_model(name):
             model = dpo.PreferenceGPT(shape)
             model.beta, model.nll, model.kind, model.normalized = 0.1, 1.0, "sigmoid", False
             return model, [(B, 2, T + 1)] * 2 + [(B, 2, float)]
+        if name == "grpo":
+            class Learner(grpo.RewardedGPT):
+                """What it learns from answers: writing them and asking what they are worth, which
+                needs their texts, is the host's work."""
+                def forward(self, *batch):
+                    loss, kl = self.learn(*batch)
+                    return loss, dict(kl=kl.sum())
+            model = Learner(shape)
+            model.reference, model.beta = (gpt.GPT(shape).requires_grad_(False),), 0.1
+            return model, [(B, T), (B,), (B, 8), (B, float), (B, float)]
         if name == "distill":
             model = distill.Student(shape)
             model.teacher = (gpt.GPT(shape).requires_grad_(False),)
@@ -280,7 +290,7 @@ def on_device(name):
     model, shapes = small_model(name)
     batch = [torch.zeros(s[:-1], device="cuda:0") if s[-1] is float else
              torch.zeros(s, dtype=torch.int64, device="cuda:0") for s in shapes]
-    for teacher in getattr(model, "teacher", ()):
+    for teacher in getattr(model, "teacher", getattr(model, "reference", ())):
         fake_cuda.to_device(teacher)
     return fake_cuda.to_device(model), batch
 

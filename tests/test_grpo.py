@@ -1,0 +1,443 @@
+"""Rewards: prompts of every form, answers that depend on seed and sample alone, GRPO's loss and
+gradients against its formula, rewards of a person's own, ranks, resume."""
+
+import json
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from conftest import TINY, run
+from runs import Program, assert_same, metrics, on_two_ranks, tensors
+
+from data import chat as data_chat
+from data import prompts as data_prompts
+from data.prompts import to_question
+from data.tokenizer import load_tokenizer
+from model.generate import generate
+from model.gpt import GPT, GPTConfig
+from model.grpo import Judge, RewardedGPT, RewardError, load_reward
+from model.load import load_model
+from train.checkpoint import load_checkpoint
+from train.config import load_config
+from train.train import train
+
+BYTES = load_tokenizer("byte")
+SHAPE = dict(TINY, block_size=64, qk_norm=True)
+SHARE = "def reward(prompt, answer, row):\n    return sum(c < '@' for c in answer) / 5\n"
+MOO = [{"role": "user", "content": "Say moo"}, {"role": "assistant", "content": "moo"}]
+
+
+def write_jsonl(path, records):
+    path.write_text("".join(json.dumps(record) + "\n" for record in records))
+    return str(path)
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory):
+    """(folder with a chat model "chat/ckpt.pt", 40 "prompts" of unequal lengths for it, and
+    "share.py", a reward for each digit and the like)"""
+    folder = tmp_path_factory.mktemp("grpo")
+    chats = write_jsonl(folder / "chats.jsonl", [{"prompt": f"{10 ** (i % 4)}{i}?", "response":
+                                                  "x" * (1 + i % 3)} for i in range(40)])
+    assert data_chat.main([chats, "--out", str(folder / "chats"), "--block_size", "64"]) == 0
+    train(load_config(None, SHAPE | dict(model="chat", data_dir=str(folder / "chats"), max_iters=1,
+                                         out_dir=str(folder / "chat"))))
+    assert data_prompts.main([chats, "--out", str(folder / "prompts"), "--tokenizer",
+                              str(folder / "chat/ckpt.pt")]) == 0
+    (folder / "share.py").write_text(SHARE)
+    return folder
+
+
+def settings(made, out, **changes):
+    return SHAPE | dict(model="grpo", data_dir=str(made / "prompts"), out_dir=str(out), max_iters=6,
+                        init_from=str(made / "chat/ckpt.pt"), eval_interval=3, eval_iters=100,
+                        group_size=3, answer_tokens=5, gradient_accumulation_steps=1,
+                        reward=str(made / "share.py")) | changes
+
+
+# -----------------------------------------------------------------------------
+# data
+
+@pytest.mark.parametrize("record, fields, answer", [
+    ({"prompt": "Say moo", "response": "moo"}, (), "moo"),
+    ({"messages": MOO}, (), "moo"),
+    ({"prompt": MOO[:1], "completion": MOO[1:]}, (), "moo"),
+    ({"prompt": "Say moo"}, (), None),
+    ({"prompt": MOO[:1], "answer": " moo", "level": 3}, (), "moo"),
+    ({"prompt": MOO[:1], "answer": 42}, (), None),
+    ({"q": "Say moo", "a": "moo"}, ("q", "a"), "moo"),
+    ({"q": "Say moo", "tests": [1]}, ("q",), None),
+    ({"q": MOO}, ("q",), "moo"),
+])
+def test_forms_of_a_question(record, fields, answer):
+    assert to_question(record, fields) == ([("user", "Say moo")], answer, record)
+
+
+@pytest.mark.parametrize("record, message", [
+    ({"prompt": ""}, "no question"), ({"prompt": 7}, "expected text"),
+    ({"messages": [MOO[1]]}, "no question"), ([], "expected an object"),
+    ({"q": "a"}, "neither messages")])
+def test_what_is_no_question_is_refused(record, message):
+    with pytest.raises(ValueError, match=message):
+        to_question(record)
+
+
+def test_rows_are_what_the_chat_model_is_asked(made):
+    """And those that data/chat.py keeps for validation are kept here."""
+    asked = {}
+    for split in ("train", "val"):
+        tokens, length = (np.load(made / f"prompts/{split}_{n}.npy") for n in ("tokens", "length"))
+        lines = (made / f"prompts/{split}_rows.jsonl").read_text().splitlines()
+        for row, n, line in zip(tokens, length, map(json.loads, lines), strict=True):
+            assert BYTES.decode(row[:n]) == f"### User:\n{line['question']}\n\n### Assistant:\n"
+            assert set(row[n:]) <= {BYTES.eot_token}
+            assert line["row"] == dict(prompt=line["question"], response=line["answer"])
+        asked[split] = {json.loads(line)["question"] for line in lines}
+        chats = BYTES.decode(np.load(made / f"chats/{split}_tokens.npy").flatten())
+        assert {part.split("\n")[0] for part in chats.split("### User:\n")[1:]} == asked[split]
+    assert len(asked["train"]) > 20 and asked["val"]
+
+
+def test_questions_that_are_too_long_are_left_out(made, tmp_path, capsys):
+    source = write_jsonl(tmp_path / "a.jsonl", [{"prompt": f"{i}" * n} for i in range(1, 10)
+                                                for n in (1, 9)])
+    argv = [source, "--out", str(tmp_path / "out"), "--tokenizer", str(made / "chat/ckpt.pt"),
+            "--val_fraction", "0.4", "--block_size", str(len("### User:\n1\n\n### Assistant:\n"))]
+    assert data_prompts.main(argv) == 0
+    assert "Left out 9 questions longer than 28 tokens" in capsys.readouterr().out
+    assert data_prompts.main([*argv[:-1], "5", "--force"]) == 2
+    assert "no question for train and val" in capsys.readouterr().err
+
+
+# -----------------------------------------------------------------------------
+# answers
+
+@pytest.mark.parametrize("shape", [dict(), dict(pos="learned", prev_embedding=True)])
+def test_rows_of_unequal_lengths_are_written_as_each_alone(shape):
+    torch.manual_seed(0)
+    model = GPT(GPTConfig(n_layer=2, n_head=2, n_embd=32, vocab_size=60, block_size=40, **shape))
+    for p in model.parameters():
+        p.data.mul_(4)  # so that what comes first matters
+    lengths = torch.tensor([7, 1, 12, 7, 2])
+    idx = torch.randint(60, (5, 12))
+    for how in (dict(temperature=0.0), dict(seed=[3, 1, 4, 1, 5])):
+        found = generate(model, idx, 9, lengths=lengths, **how)[:, 12:]
+        for i, n in enumerate(lengths.tolist()):
+            one = how | ({"seed": how["seed"][i]} if "seed" in how else {})
+            alone = generate(model, idx[i:i + 1, :n], 9, **one)[0, n:]
+            assert alone.tolist() == found[i].tolist()
+    twice = generate(model, idx[[0, 0]], 9, seed=[3])[:, 12:]
+    assert twice[0].tolist() != twice[1].tolist()  # one generator for both
+
+
+def worth(prompt, answer, row):
+    return sum(map(ord, answer)) % 5
+
+
+def rewarded(beta=0.0):
+    """A RewardedGPT that answers anything."""
+    torch.manual_seed(0)
+    shape = GPTConfig(n_layer=2, n_head=2, n_embd=32, vocab_size=257, block_size=64)
+    model, other = RewardedGPT(shape), GPT(shape, seed=2)
+    with torch.no_grad():
+        for p in (*model.parameters(), *other.parameters()):
+            p.mul_(3)
+    model.judge = Judge(BYTES, [BYTES.eot_token], worth)
+    model.judge.lines = [json.dumps(dict(question=f"{i}", answer="x", row={})) for i in range(9)]
+    model.group_size, model.answer_tokens, model.seed, model.beta = 4, 6, 1, beta
+    model.reference = (other.requires_grad_(False),) if beta else ()
+    return model
+
+
+def test_answers_depend_on_the_seed_and_the_sample_alone():
+    """Not on the rows beside them; nor does dropout touch them."""
+    model = rewarded()
+    prompts, lengths = torch.randint(257, (3, 20)), torch.tensor([4, 20, 9])
+    whole = model.answers(prompts, lengths, 4, [7, 8, 9])
+    assert whole[4:8] == model.answers(prompts[1:2], lengths[1:2], 4, [8])
+    assert len({tuple(said) for said in whole}) > 8  # of a group, too
+    assert model.answers(prompts, lengths, 4, [7, 8, 10])[8:] != whole[8:]
+    assert all(1 <= len(said) <= 6 for said in whole)
+    batch, sums = model.write(prompts, lengths, torch.tensor([2, 0, 5]), torch.tensor([70, 80, 90]))
+    assert model.training and all(m.training for m in model.modules())
+    for row, n, said in zip(batch[0].tolist(), batch[1].tolist(), batch[2].tolist(), strict=True):
+        said = [i for i in said if i >= 0]
+        assert row[n + 1:n + 1 + len(said)] == said
+    assert float(sums["length"]) == pytest.approx((batch[2] >= 0).sum().item() / 4)
+    assert model.write(prompts, lengths, torch.tensor([2, 0, 5]),
+                       torch.tensor([70, 80, 90]))[0][0].equal(batch[0])
+
+
+def test_an_answer_ends_with_its_end_token():
+    model = rewarded()
+    model.judge.ends = list(range(100))  # most answers come to an end
+    found = model.answers(torch.randint(257, (6, 5)), torch.full((6,), 5), 4, list(range(6)))
+    for said in found:
+        assert all(i >= 100 for i in said[:-1]) and (said[-1] < 100 or len(said) == 6)
+    assert {1, 2, 6} <= {len(said) for said in found}
+
+
+# -----------------------------------------------------------------------------
+# the loss
+
+def test_advantages_within_the_group():
+    """By numpy; 0 where all answers are worth the same."""
+    model = rewarded()
+    worth = iter([0.0, 1.0, 1.0, 3.0, 0.1, 0.1, 0.1, 0.1])
+    model.judge.function = lambda *_: next(worth)
+    batch, sums = model.write(torch.zeros(2, 3, dtype=torch.int64), torch.tensor([3, 3]),
+                              torch.tensor([0, 1]), torch.tensor([0, 1]))
+    r = np.array([0.0, 1.0, 1.0, 3.0])
+    spread = np.sqrt(((r - r.mean()) ** 2).sum() / 3)
+    expected = [*(r - r.mean()) / spread, 0, 0, 0, 0]
+    np.testing.assert_allclose(batch[3].numpy(), expected, rtol=1e-6)
+    np.testing.assert_allclose(batch[4].numpy(), [*r, 0.1, 0.1, 0.1, 0.1], rtol=1e-6)
+    assert {k: float(v) for k, v in sums.items() if k != "length"} == pytest.approx(
+        dict(reward=1.25 + 0.1, spread=spread, best=3.1, flat=1))
+    found = model.numbers(sums | dict(loss=torch.tensor(0.0), count=torch.tensor(2.0)))
+    assert found["flat"] == 0.5 and found["reward"] == pytest.approx(0.675)
+
+
+def formula(model, old, ref, idx, last, said, advantage, beta, clip=0.2):
+    """GRPO's objective as the paper writes it, equation 3 and 4, from whole logits, an answer at a
+    time; what it is to be maximised."""
+    total = 0.0
+    for row, n, answer, a in zip(idx, last.tolist(), said, advantage):
+        answer = answer[answer >= 0]
+        logps = [F.log_softmax(m(row[None, :n + 1 + len(answer)])[0, n:-1], -1).gather(
+            1, answer[:, None])[:, 0] for m in (model, old, ref)]
+        ratio = (logps[0] - logps[1].detach()).exp()
+        gain = torch.minimum(ratio * a, ratio.clamp(1 - clip, 1 + clip) * a)
+        p = (logps[2] - logps[0]).exp()
+        total = total + (gain - beta * (p - p.log() - 1)).mean()
+    return total / len(idx)
+
+
+@pytest.mark.parametrize("beta", [0.0, 0.3])
+def test_loss_and_gradients_are_the_papers(beta):
+    """The gradient is that of the clipped objective; the value is minus the mean reward, plus the
+    divergence."""
+    model = rewarded(beta)
+    prompts, lengths = torch.randint(257, (3, 20)), torch.tensor([4, 20, 9])
+    numbers = torch.tensor([0, 1, 2])
+    batch, _ = model.write(prompts, lengths, numbers, numbers)
+    assert (batch[3] != 0).sum() > 6
+    other = model.reference[0] if beta else model
+    expected = formula(model, model, other, *batch[:4], beta)
+    parameters = list(model.parameters())
+    wanted = torch.autograd.grad(-expected, parameters)
+    loss, sums = model(prompts, lengths, numbers, numbers)
+    found = torch.autograd.grad(loss, parameters)
+    for (name, _), e, g in zip(model.named_parameters(), wanted, found, strict=True):
+        torch.testing.assert_close(g, e, rtol=1e-3, atol=1e-6, msg=name)
+    reward = float(sums["reward"]) / 3
+    kl = float(sums["kl"]) / 3 if beta else 0.0
+    assert loss.item() == pytest.approx(-reward + beta * kl, abs=1e-5)
+    # Of each group the advantages add up to 0, so the paper's value is the divergence alone.
+    assert expected.item() == pytest.approx(-beta * kl, abs=1e-5) and kl >= 0
+
+
+def test_an_evaluation_is_of_the_most_likely_answers():
+    model = rewarded().eval()
+    prompts, lengths, numbers = torch.randint(257, (3, 9)), torch.tensor([4, 9, 1]), torch.arange(3)
+    texts, ends = [], [BYTES.eot_token]
+    for row, n in zip(prompts, lengths.tolist()):
+        out = generate(model, row[None, :n], 6, temperature=0, stop_token=ends)[0, n:].tolist()
+        texts.append(BYTES.decode([i for i in out if i not in ends]))
+    model.judge.lines[0] = json.dumps(dict(question="", answer=texts[0].strip(), row={}))
+    model.judge.lines[1] = json.dumps(dict(question="", answer=None, row={}))
+    loss, sums = model(prompts, lengths, numbers, numbers)
+    rewards = [worth("", text, {}) for text in texts]
+    assert float(loss) == pytest.approx(-np.mean(rewards))
+    found = model.numbers(sums | dict(loss=loss * 3, count=torch.tensor(3.0)))
+    assert found["reward"] == pytest.approx(np.mean(rewards)) and found["exact"] == 0.5
+    sums = model(prompts[1:2], lengths[1:2], numbers[1:2], numbers[1:2])[1]
+    assert model.numbers(sums | dict(loss=loss, count=torch.tensor(1.0)))["exact"] is None
+
+
+def test_bfloat16_leaves_no_weight_without_a_gradient():
+    """Autocast keeps the weights that it has cast; those of writing have no gradients."""
+    model, rows = rewarded(), torch.arange(2)
+    with torch.autocast("cpu", torch.bfloat16):
+        loss, _ = model(torch.randint(257, (2, 9)), torch.tensor([4, 9]), rows, rows)
+    loss.backward()
+    assert all(p.grad is not None and p.grad.abs().sum() > 0 for p in model.parameters())
+
+
+def test_without_prompts_it_is_a_gpt():
+    model = RewardedGPT(GPTConfig(n_layer=1, n_head=2, n_embd=16, vocab_size=50, block_size=8))
+    assert model.eval()(torch.zeros(1, 4, dtype=torch.int64)).shape == (1, 4, 50)
+    assert model.numbers(dict(loss=1.0, count=1.0)) == {}
+
+
+# -----------------------------------------------------------------------------
+# rewards of a person's own
+
+@pytest.mark.parametrize("source, message", [
+    ("x = 1", "no function reward"),
+    ("def reward(prompt, answer:", r"reward.py: SyntaxError: .*line 1"),
+    ("import nothing_of_that_name", r"reward.py:1: ModuleNotFoundError"),
+    ("def reward(p, a, r):\n    return r['x']", r"reward.py:2: KeyError: 'x'; the prompt: 'Say'"),
+    ("def reward(p, a): pass", "TypeError: reward.. takes 2"),
+    ("def reward(p, a, r): pass", "returned None, expected a finite number"),
+    ("def reward(p, a, r): return float('nan')", "returned nan"),
+])
+def test_a_reward_that_cannot_be_had_is_told_in_one_line(tmp_path, source, message):
+    (tmp_path / "reward.py").write_text(source)
+    path = str(tmp_path / "reward.py")
+    with pytest.raises(RewardError, match=message) as told:
+        Judge(BYTES, [256], load_reward(path)[0], path).ask("Say", "moo", {})
+    assert "\n" not in str(told.value)
+
+
+def test_a_reward_sees_its_row_as_it_was_written():
+    judge = Judge(BYTES, [256], lambda prompt, answer, row: row.pop("n") + len(answer))
+    judge.lines = [json.dumps(dict(question="q", answer=None, row=dict(n=1)))]
+    ids = [*BYTES.encode("moo"), 256]
+    assert [judge(0, ids), judge(0, ids[:2])] == [(4, None, "moo"), (3, None, "mo")]
+
+
+def test_no_checkpoint_names_a_reward(made, tmp_path):
+    """Its file runs where a person named it, and there alone: not to write, not to export, and a
+    run goes on with the one that is asked for now, which must be the same."""
+    from model.chat import main as talk
+    from model.convert import main as convert
+    trap, told = tmp_path / "trap.py", tmp_path / "told"
+    trap.write_text(f"open({str(told)!r}, 'a').write('x')\n" + SHARE)
+    train(load_config(None, settings(made, tmp_path / "out", reward=str(trap), max_iters=1)))
+    ckpt = str(tmp_path / "out/ckpt.pt")
+    assert load_checkpoint(ckpt)["config"]["reward"] == str(trap)
+    assert told.read_text() == "x"
+    load_model(ckpt)
+    assert talk(["--ckpt", ckpt, "--prompt", "7?", "--max_new_tokens", "2"]) == 0
+    assert convert(["--ckpt", ckpt, "--to", str(tmp_path / "hf")]) == 0
+    assert told.read_text() == "x"
+    with pytest.raises(ValueError, match=r"reward: checkpoint has .*\n.*allow_change reward"):
+        train(load_config(None, settings(made, tmp_path / "out", max_iters=2)))
+    with pytest.raises(ValueError, match="reward: checkpoint has"):
+        train(load_config(None, settings(made, tmp_path / "out", reward="exact", max_iters=2)))
+    (tmp_path / "moved.py").write_text(trap.read_text())  # the same one, elsewhere
+    trap.unlink()
+    train(load_config(None, settings(made, tmp_path / "out", max_iters=2,
+                                     reward=str(tmp_path / "moved.py"))))
+    assert told.read_text() == "xx"
+
+
+# -----------------------------------------------------------------------------
+# the loop
+
+def test_it_learns_from_rewards(made, tmp_path):
+    """It says what pays; the samples show what they are worth."""
+    last = train(load_config(None, settings(made, tmp_path / "out", max_iters=24, eval_interval=12,
+                                            sample_tokens=4, group_size=8, grpo_beta=0.01)))
+    assert last["history"][-1]["val_reward"] == -last["val_loss"] > 0.9
+    first, *_, step = [line for line in metrics(tmp_path / "out") if "spread" in line]
+    assert first["reward"] < 0.5 and first["kl"] == pytest.approx(0, abs=1e-6)
+    assert step["best"] >= step["reward"] > first["reward"] + 0.2
+    assert 0 <= step["flat"] <= 1 and step["kl"] > 0
+    assert step["loss"] == pytest.approx(-step["reward"] + 0.01 * step["kl"], rel=1e-4)
+    assert 0 < step["length"] <= 5
+    samples = (tmp_path / "out/samples.txt").read_text()
+    assert "### Assistant:\n\n       1  " in samples
+
+
+def test_the_answer_that_is_held_back(made, tmp_path):
+    """Adapters alone; `exact` is both the reward and a number of its own."""
+    end = train(load_config(None, settings(made, tmp_path / "out", reward="exact", lora_rank=2)))[
+        "history"][-1]
+    assert end["val_reward"] == pytest.approx(end["val_exact"])
+    state, before = (load_checkpoint(p) for p in (tmp_path / "out/ckpt.pt", made / "chat/ckpt.pt"))
+    assert all(".lora_" in name for name in state["optimizer"]["state"])
+    assert all(torch.equal(t, before["model"][n.removesuffix("base") + "weight"
+                                              if n.endswith(".base") else n])
+               for n, t in state["model"].items() if ".lora_" not in n)
+
+
+@pytest.mark.parametrize("changes, message", [
+    (dict(init_from="scratch"), "init_from: missing"),
+    (dict(reward="share"), r"reward: 'share': expected exact, or the name of a Python file"),
+    (dict(reward="nowhere.py"), "nowhere.py: FileNotFoundError"),
+    (dict(data_dir="{chats}"), "no prompts; make some: python -m data.prompts"),
+    (dict(answer_tokens=60), "longer than the model's context, 64"),
+    (dict(group_size=1), "group_size: must be at least 2"),
+    (dict(data_dir="{unheld}", reward="exact"), "rows of .* have no answer to compare with"),
+    (dict(data_dir="{damaged}"), r"val_rows.jsonl: .*prepare them again"),
+])
+def test_what_does_not_belong_together_is_refused(made, tmp_path, changes, message, capsys):
+    if "{unheld}" in changes.values():
+        source = write_jsonl(tmp_path / "a.jsonl", [{"prompt": f"{i}"} for i in range(9)])
+        data_prompts.main([source, "--out", str(tmp_path / "unheld"), "--tokenizer",
+                           str(made / "chat/ckpt.pt"), "--val_fraction", "0.3"])
+    if "{damaged}" in changes.values():
+        (tmp_path / "damaged").mkdir()
+        for path in (made / "prompts").iterdir():
+            (tmp_path / "damaged" / path.name).write_bytes(path.read_bytes())
+        (tmp_path / "damaged/val_rows.jsonl").write_text("{}\n")
+    places = dict(chats=made / "chats", unheld=tmp_path / "unheld", damaged=tmp_path / "damaged")
+    changes = {k: v.format(**places) if isinstance(v, str) else v for k, v in changes.items()}
+    with pytest.raises(ValueError, match=message):
+        try:
+            train(load_config(None, settings(made, tmp_path / "out") | changes))
+        except RewardError as error:
+            raise ValueError(error) from None
+
+
+def test_a_reward_that_fails_ends_the_program_with_2(made, tmp_path):
+    (tmp_path / "reward.py").write_text("def reward(prompt, answer, row):\n    return 1 / 0\n")
+    (tmp_path / "run.yaml").write_text(json.dumps(settings(
+        made, tmp_path / "out", reward=str(tmp_path / "reward.py"))))
+    code, output = run("--config", str(tmp_path / "run.yaml"))
+    assert code == 2 and "Traceback" not in output
+    assert f"{tmp_path}/reward.py:2: ZeroDivisionError" in output
+
+
+# Kills its own process with the 100th answer, once.
+DEADLY = """
+import os, pathlib, signal
+calls, mark = 0, pathlib.Path(__file__).with_suffix(".killed")
+
+def reward(prompt, answer, row):
+    global calls
+    calls += 1
+    if calls == 100 and not mark.exists():
+        mark.touch()
+        os.kill(os.getpid(), signal.SIGKILL)
+    return sum(c < '@' for c in answer) / 5
+"""
+
+
+@pytest.mark.matrix(125)
+def test_killed_while_it_writes_answers(made, tmp_path):
+    """Killed (-9) while a model is rewarded for the answers that it writes -> the run that goes on
+    writes the same ones, and ends bit for bit as the one that was not."""
+    (tmp_path / "deadly.py").write_text(DEADLY)
+    (tmp_path / "deadly.killed").touch()
+    changes = settings(made, tmp_path / "a", max_iters=12, save_interval=3, eval_interval=6,
+                       dropout=0.1, reward=str(tmp_path / "deadly.py"), grpo_beta=0.1,
+                       lr_decay_iters=None, vocab_size=None)
+    train(load_config(None, changes))
+    (tmp_path / "deadly.killed").unlink()
+    changes |= dict(out_dir=str(tmp_path / "b"))
+    assert Program(**changes).wait()[0] == -9
+    assert 0 < load_checkpoint(tmp_path / "b/ckpt.pt")["iter_num"] < 12
+    train(load_config(None, changes))
+    assert_same(tmp_path / "a", tmp_path / "b")
+
+
+@pytest.mark.parametrize("how, rank", [("ddp", 0), ("fsdp", 2)])
+def test_two_ranks_equal_one(made, tmp_path, how, rank):
+    changes = dict(lora_rank=rank, grpo_beta=0.1)
+    one = train(load_config(None, settings(made, tmp_path / "one", **changes)))
+    two = on_two_ranks(tmp_path / "two", settings(made, "", distributed=how, **changes))
+    for a, b in zip(one["history"], two, strict=True):
+        for name in ("val_reward", "val_exact", "val_length"):
+            assert a[name] == pytest.approx(b[name], rel=1e-6), name
+    lines = [[line for line in metrics(tmp_path / n) if "spread" in line] for n in ("one", "two")]
+    for a, b in zip(*lines, strict=True):
+        for name in ("reward", "spread", "best", "flat", "length", "kl"):
+            assert a[name] == pytest.approx(b[name], rel=1e-3, abs=1e-6), name
+    a, b = (tensors(tmp_path / n / "ckpt.pt")[0] for n in ("one", "two"))
+    for name in a:
+        if name.startswith("model."):
+            torch.testing.assert_close(a[name], b[name], rtol=1e-3, atol=1e-5)
