@@ -11,6 +11,7 @@ their text, or of --group: what belongs together stays on one side.
 
 import argparse
 import contextlib
+import functools
 import hashlib
 import importlib.util
 import io
@@ -21,6 +22,7 @@ import random
 import re
 import sys
 import tokenize
+import unicodedata
 from collections import Counter
 from pathlib import Path
 from typing import NamedTuple
@@ -164,8 +166,17 @@ def span_of(row, ids, sizes):
     return int(np.searchsorted(ends, start, "right")), int(np.searchsorted(ends, end, "left"))
 
 
+def in_nfc(row):
+    """A Row with its text as the tokenizer changes it first, and its evidence where it is then."""
+    nfc = functools.partial(unicodedata.normalize, "NFC")
+    start, end = (n if n is None else len(nfc(row.text[:n])) for n in (row.start, row.end))
+    return row._replace(text=nfc(row.text), start=start, end=end)
+
+
 def to_arrays(rows, tokenizer, classes, max_tokens):
     """{name: array} as in ARRAYS. Texts are cut to max_tokens; evidence that this cuts is none."""
+    if getattr(tokenizer, "nfc", False):
+        rows = [in_nfc(row) for row in rows]
     tokens = [tokenizer.encode_array(row.text) for row in rows]
     width = min(max_tokens, max(map(len, tokens), default=0))
     dtype = np.uint16 if tokenizer.n_vocab <= 65536 else np.uint32

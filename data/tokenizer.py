@@ -13,6 +13,7 @@ import json
 import os
 import re
 import tempfile
+import unicodedata
 from collections.abc import Iterable
 
 import numpy as np
@@ -94,11 +95,12 @@ class Tokenizer:
 
 class RankTokenizer(Tokenizer):
     """A `tiktoken.Encoding` (`enc`) and tokens beside its ranks; kind is byte, gpt2 or ranks.
-    added: {text: [id, whether it is special]} of these; None: the end of text alone."""
+    added: {text: [id, whether it is special]} of these; None: the end of text alone. nfc: text is
+    brought into that form of Unicode first."""
 
-    def __init__(self, kind, ranks, pattern, eot_token, added=None):
+    def __init__(self, kind, ranks, pattern, eot_token, added=None, nfc=False):
         self.kind, self.ranks, self.pattern, self.eot_token = kind, ranks, pattern, eot_token
-        self.added = {EOT: [eot_token, True]} if added is None else added
+        self.added, self.nfc = {EOT: [eot_token, True]} if added is None else added, nfc
         ids = {text: i for text, (i, _) in self.added.items()}
         if not max(ranks.values()) < eot_token < MAX_VOCAB:
             raise DataError(f"end-of-text is {eot_token}: expected a number above all "
@@ -121,7 +123,7 @@ class RankTokenizer(Tokenizer):
     def encode_array(self, text, allowed=None):
         """Ids of `text` as a numpy array, uint8 (byte) or uint32. allowed: what of `added` is taken
         as such (None: what is not special)."""
-        text = clean(text)
+        text = unicodedata.normalize("NFC", clean(text)) if self.nfc else clean(text)
         if self.kind == "byte" and allowed is None:
             # What tiktoken gives, without its loop over a million matches.
             return np.frombuffer(text.encode("utf-8"), np.uint8)
@@ -157,6 +159,7 @@ class RankTokenizer(Tokenizer):
             return {"kind": "byte"}
         lines = (f"{base64.b64encode(t).decode()} {rank}\n" for t, rank in self.ranks.items())
         more = {} if self.added.keys() == {EOT} else {"added": self.added}
+        more |= {"nfc": True} if self.nfc else {}
         return {"kind": self.kind, "pattern": self.pattern, "eot_token": self.eot_token,
                 "ranks": "".join(lines)} | more
 
@@ -357,7 +360,7 @@ def tokenizer_from_spec(spec):
         if kind in ("gpt2", "ranks"):
             ranks = parse_ranks(spec["ranks"], "tokenizer ranks")
             return RankTokenizer(kind, ranks, spec["pattern"], int(spec["eot_token"]),
-                                 spec.get("added"))
+                                 spec.get("added"), bool(spec.get("nfc")))
         if kind == "json":
             return JsonTokenizer(spec["json"], spec["eot_token"])
     except (KeyError, TypeError, AttributeError, ValueError) as e:  # ValueError: of the pattern

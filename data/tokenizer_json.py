@@ -76,6 +76,8 @@ def tokenizer_json(tokenizer):
     if tokenizer.kind == "json":
         return json.loads(tokenizer.text)
     out = dict(version="1.0", truncation=None, padding=None, normalizer=None, post_processor=None)
+    if getattr(tokenizer, "nfc", False):
+        out["normalizer"] = {"type": "NFC"}
     out["added_tokens"] = [
         dict(id=i, content=text, **dict.fromkeys(PLAIN, False), special=special)
         for text, (i, special) in getattr(tokenizer, "added", {}).items()]
@@ -166,8 +168,7 @@ def find_tokenizer(name):
 def read_tokenizer(folder):
     """The tokenizer in a Hugging Face folder: byte-level BPE, or one of ours that went there, by
     tiktoken; any other by the package `tokenizers`, if it is installed. DataError says why one
-    cannot be used. Special tokens in a text are ordinary text here (but in a chat's template), and
-    tiktoken takes text to be in NFC where it asks for it."""
+    cannot be used. Special tokens in a text are ordinary text here (but in a chat's template)."""
     path = os.path.join(folder, "tokenizer.json")
     content = read_json(path)
     try:
@@ -201,7 +202,8 @@ def read_byte_level(content, folder, path):
         # A file may have more tokens than its model has rows.
         rows = config_of(folder, "config.json").get("vocab_size") or MAX_VOCAB
         beside = {t["content"]: [t["id"], bool(t.get("special"))] for t in tokens if t["id"] < rows}
-        return rank_tokenizer(ranks, pattern, end_of_text(folder, added), beside, path)
+        return rank_tokenizer(ranks, pattern, end_of_text(folder, added), beside, path,
+                              nfc=bool(content.get("normalizer")))
     except (LookupError, TypeError, AttributeError, ValueError) as error:
         if isinstance(error, DataError):
             raise
@@ -209,20 +211,21 @@ def read_byte_level(content, folder, path):
                         f"{type(error).__name__} {error}") from None
 
 
-def rank_tokenizer(ranks, pattern, end, added, path):
+def rank_tokenizer(ranks, pattern, end, added, path, nfc):
     if end is None:
         raise DataError(f"{path}: no end of text: tokenizer_config.json and config.json name none")
     if isinstance(end, bool) or not isinstance(end, int):
         raise DataError(f"{path}: the end of text is {end!r}, expected a number")
     if end not in [i for i, _ in added.values()]:
         added = added | {EOT: [end, True]}
-    if len(ranks) == 256 == end and added.keys() == {EOT} and all(
+    if len(ranks) == 256 == end and added.keys() == {EOT} and not nfc and all(
             token == bytes([i]) for token, i in ranks.items()):
         return tokenizer_from_spec({"kind": "byte"})
     ranks = dict(sorted(ranks.items(), key=lambda item: item[1]))
     text = "".join(f"{base64.b64encode(t).decode()} {rank}\n" for t, rank in ranks.items())
     known = hashlib.sha256(text.encode()).hexdigest() == R50K_SHA256 and pattern == GPT2_PATTERN
-    return RankTokenizer("gpt2" if known else "ranks", parse_ranks(text, path), pattern, end, added)
+    return RankTokenizer("gpt2" if known else "ranks", parse_ranks(text, path), pattern, end, added,
+                         nfc)
 
 
 def pattern_of(before, path):
