@@ -162,6 +162,7 @@ def test_tasks_of_a_run_have_the_harness_numbers(folder, trained):
         number = found["results"][f"own_{name}"][f"{metric},none"]
         assert ours[f"val_{name}{key}"] == pytest.approx(number, abs=1e-12), (name, key)
         assert 0.1 < number < 0.95, (name, key, number)  # which says something
+    assert ours["val_choice"] != ours["val_choice_norm"]
     model, tokenizer = load_model(trained.ckpt)
     reader = tasks.Reader(tokenizer, None, model.config.block_size)
     for path, name in zip(trained.files(), ("own_choice", "own_cloze")):

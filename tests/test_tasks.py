@@ -83,13 +83,15 @@ def test_numbers_by_hand(quiz, tmp_path):
     assert "val_cloze_norm" not in found and "val_written_centred" not in found
 
 
-@pytest.mark.parametrize("how", ["ddp", "fsdp"])
-def test_two_ranks_equal_one(quiz, tmp_path, how):
-    one = quiz.evaluate(tmp_path / "one", eval_task_rows=40)
+@pytest.mark.parametrize("how, kinds, rows, expected", [
+    ("ddp", ("choice", "cloze", "written"), 40, 5),
+    ("fsdp", ("cloze", "written"), 5, 2)])  # a batch each: other forward passes on either rank
+def test_two_ranks_equal_one(quiz, tmp_path, how, kinds, rows, expected):
+    one = quiz.evaluate(tmp_path / "one", *kinds, eval_task_rows=rows)
     two = on_two_ranks(tmp_path / "two", SMALL | quiz.how(
-        data_dir=str(quiz.data_dir), eval_task_rows=40, distributed=how))[-1]
+        *kinds, data_dir=str(quiz.data_dir), eval_task_rows=rows, distributed=how))[-1]
     names = [name for name in one if name.startswith(("val_choice", "val_cloze", "val_written"))]
-    assert len(names) == 5 and {n: two[n] for n in names} == {n: one[n] for n in names}
+    assert len(names) == expected and {n: two[n] for n in names} == {n: one[n] for n in names}
 
 
 def test_a_run_stops_by_a_task_and_keeps_its_best(data_dir, quiz, tmp_path):
@@ -157,13 +159,18 @@ def test_they_cost_no_more_than_the_loss(quiz, tmp_path, monkeypatch, capsys):
     seen.clear()
     quiz.evaluate(tmp_path / "b", "choice", "cloze")
     assert sum(seen[3:]) > 10 * loss and "choice (200 of 200 rows)" in capsys.readouterr().out
+    whole = len(seen)
+    seen.clear()  # which numbers there are is known by a batch of each
+    quiz.evaluate(tmp_path / "c", "choice", "cloze", early_stopping_metric="val_choice_norm")
+    assert len(seen) == whole + 2
 
 
-@pytest.mark.parametrize("limit, expected", [(0, (9, 4)), (3, (3, 3)), (None, (6, 4))])
-def test_small_tasks_leave_their_share_to_others(limit, expected):
+@pytest.mark.parametrize("limit, width, expected", [
+    (0, 5, (9, 4)), (3, 5, (3, 3)), (None, 5, (6, 4)), (None, 20, (4, 2))])
+def test_small_tasks_leave_their_share_to_others(limit, width, expected):
     def row(width):
         return tasks.Row(0, [([1] * width, 1)], [1], 0)
-    every = [[row(10)] * 9, [row(5)] * 4]
+    every = [[row(10)] * 9, [row(width)] * 4]
     taken = tasks.Tasks.taken(every, 85, limit)
     assert tuple(map(len, taken)) == expected
     assert tasks.first_rows([row(50)], 10) == [row(50)]
