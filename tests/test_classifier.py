@@ -3,6 +3,7 @@
 import csv
 import json
 import random
+import re
 from dataclasses import asdict
 
 import numpy as np
@@ -22,7 +23,7 @@ from model.classifier import Classifier, class_weights, classification_metrics
 from model.classifier import main as evaluate_main
 from model.classifier.metrics import auroc_of_counts, place_metrics, span_metrics
 from model.classifier.model import ARRAYS, load_split, odds_counts
-from model.classifier.report import predict
+from model.classifier.report import confusion_svg, predict
 from model.convert import convert
 from model.gpt import GPT, GPTConfig
 from model.sample import load_model
@@ -373,6 +374,13 @@ def test_evidence_is_looked_for_as_whole_words_first(text, evidence, place, doub
     assert (row.start, row.evidence, row.doubt) == (place, evidence, doubt)
     assert capsys.readouterr().out == (
         f"1 of 1 rows have {doubt}; --start and --end say where it is\n" if doubt else "")
+
+
+def test_a_cell_is_as_dark_as_its_share_of_the_row():
+    svg = confusion_svg([[3, 1, 0], [0, 1, 0], [0, 0, 0]], ["a", "b", "c"], "t")
+    shares = [0.75, 0.25, 0, 0, 1, 0, 0, 0, 0]  # one row of a class counts, too; none is no share
+    assert re.findall(r'fill-opacity="([\d.]+)"', svg) == [f"{0.04 + 0.96 * s:.3f}" for s in shares]
+    assert svg.count('fill="#fff">') == 2  # on what is darker than half
 
 
 def test_one_label_is_one_class_however_it_is_written(tmp_path, capsys):

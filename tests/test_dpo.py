@@ -303,7 +303,7 @@ def test_adapters_alone(made, tmp_path):
     (dict(init_from="scratch"), "init_from: missing"),
     (dict(init_from="{other}"), "not the ones that the pairs were prepared with"),
     (dict(data_dir="{chats}"), "no pairs of answers"),
-    (dict(dpo_loss="hinge"), "dpo_loss"),
+    (dict(dpo_loss="hinge"), "dpo_loss"), (dict(dpo_nll=-1.0), "dpo_nll"),
     (dict(block_size=16), "prepare them with --block_size 16"),
 ])
 def test_what_does_not_belong_together_is_refused(made, tmp_path, changes, message):

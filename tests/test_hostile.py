@@ -33,9 +33,11 @@ from data.token_files import DataError
 from data.tokenizer import JsonTokenizer, tokenizer_from_spec
 from data.tokenizer_json import byte_characters, list_merges
 from model import sample
+from model.chat import build_model
 from model.decode import Streamer
 from model.gpt import GPT, GPTConfig
-from train.config import shown
+from train.config import load_config, shown
+from train.dataloader import Data
 from train.plot import loss_svg, read_metrics
 
 SHAPE = GPTConfig(**{k: v for k, v in TINY.items() if k in GPTConfig.__dataclass_fields__},
@@ -439,6 +441,9 @@ def test_a_template_that_is_none_is_refused():
         with pytest.raises(ValueError, match="its template is"):
             chat.check_template(template)
     chat.check_template(chat.TEMPLATE)
+    spec = dict(template={"user": "{}"}, row_tokens=8)  # in a checkpoint, too
+    with pytest.raises(ValueError, match="its template is"):
+        build_model(load_config(None, dict(model="chat")), Data(None, None, spec))
 
 
 def test_a_folder_is_read_as_far_as_it_goes(tmp_path):

@@ -267,7 +267,7 @@ def export_nanogpt(source, to):
     return "a checkpoint of nanoGPT"
 
 
-def export_adapter(path, to, base, backbone=None, ema=False):
+def export_adapter(path, to, base, backbone, ema):
     """Write a LoRA's adapters as a folder that peft loads over the exported base; what it is."""
     from model.lora import adapters, load_adapters
     model, _ = load_adapters(path, backbone, ema)
