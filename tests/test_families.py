@@ -590,8 +590,13 @@ def test_gguf_has_tokenizer_template_and_ends(talker, tmp_path, capsys, quantize
     gguf = pytest.importorskip("gguf")
     folder, model, theirs = talker
     (folder / "generation_config.json").write_text(json.dumps(dict(eos_token_id=[285, 284])))
-    to = str(tmp_path / "m.gguf")
+    to, about = str(tmp_path / "m.gguf"), folder / "tokenizer_config.json"
+    before = about.read_text()
+    first = next(t for i, t in theirs.added_tokens_decoder.items() if i != theirs.eos_token_id
+                 and t.content not in ("<|im_start|>", "<|im_end|>")).content
+    about.write_text(json.dumps(json.loads(before) | dict(bos_token=first)))
     assert convert.main(["--ckpt", str(folder), "--to", to, *quantize]) == 0
+    about.write_text(before)
     said, reader = capsys.readouterr().out, gguf.GGUFReader(to)
 
     def field(key):
@@ -610,8 +615,12 @@ def test_gguf_has_tokenizer_template_and_ends(talker, tmp_path, capsys, quantize
     told = "{{ if .System }}<|im_start|>system\n{{ .System }}<|im_end|>\n"
     assert f'FROM ./m.gguf\nTEMPLATE """{told}{asked}' in said
     assert 'PARAMETER stop "<|im_end|>"\n' in said
+    assert field("ggml.bos_token_id") == theirs.convert_tokens_to_ids(first)
     weights = load_model(folder)[0].state_dict()
+    asked = {"": "F32", "q8_0": "Q8_0", "bfloat16": "BF16"}["".join(quantize).partition("=")[2]]
     for t in reader.tensors:
+        fits = len(t.shape) > 1 and (asked != "Q8_0" or t.shape[0] % 32 == 0)
+        assert t.tensor_type.name == (asked if fits else "F32")
         wanted = weights.get(
             {"token_embd.weight": "wte.weight", "output_norm.weight": "ln_f.weight"}.get(t.name))
         if wanted is not None:
