@@ -251,3 +251,9 @@ def test_adapters_are_no_backbone(data_dir, base, tmp_path, capsys):
         go(data_dir, tmp_path / "out" / "ckpt.pt", tmp_path / "two")
     assert main(["--ckpt", str(base), "--to", str(tmp_path / "m.pt")]) == 2
     assert "no adapters in it" in capsys.readouterr().err
+    weights = torch.load(base, weights_only=True)["model"]
+    torch.save(dict(model=weights, model_args={}), tmp_path / "bare.pt")  # of another program
+    assert main(["--ckpt", str(tmp_path / "bare.pt"), "--to", str(tmp_path / "m.pt")]) == 2
+    assert "no adapters in it" in capsys.readouterr().err
+    with pytest.raises(ValueError, match="a gpt or chat model is needed.*this one is of gpt"):
+        go(data_dir, tmp_path / "bare.pt", tmp_path / "three")
