@@ -120,7 +120,8 @@ class RewardedGPT(OwnAdapters):
         self.eval()  # without dropout
         answers = self.answers(prompts, lengths, K, seeds)
         self.train()
-        # Of weights cast without gradients, autocast would go on to use the copies.
+        # With PyTorch 2.10 autocast would go on to use the weights that it cast here, which have no
+        # gradients (pytorch#158232).
         torch.clear_autocast_cache()
         asked = [row[:n] for row, n in zip(prompts.tolist(), lengths.tolist()) for _ in range(K)]
         rewards, _, _ = zip(*map(self.judge, numbers.repeat_interleave(K).tolist(), answers))
