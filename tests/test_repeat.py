@@ -2,6 +2,7 @@
 
 import importlib.util
 import json
+import os
 import signal
 import statistics
 import sys
@@ -139,19 +140,41 @@ def test_a_run_that_is_killed_is_a_row_and_is_tried_again(go, capsys):
     assert len(go.started) == done + 1
 
 
-def test_a_stop_ends_the_runs_and_the_same_command_goes_on(go, tmp_path, capsys):
+@pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGTERM])
+def test_a_stop_ends_the_runs_and_the_same_command_goes_on(go, signum, tmp_path, capsys):
+    handler = signal.getsignal(signum)
+
     def interrupt():
         while not list(tmp_path.glob("repeat/base/seed_1/ckpt.pt")):
             time.sleep(0.01)
-        signal.pthread_kill(threading.main_thread().ident, signal.SIGINT)
+        signal.pthread_kill(threading.main_thread().ident, signum)
     threading.Thread(target=interrupt).start()
     long = ["--seeds", "2", "--max_iters=200000", "--eval_interval=100000", "--save_interval=5"]
     code, found = go(*long)
-    assert code == 130 and not found and "goes on" in capsys.readouterr().err
+    assert code == 128 + signum and not found and "goes on" in capsys.readouterr().err
+    assert signal.getsignal(signum) is handler
     log = tmp_path / "repeat/base/seed_1/console.log"
     assert "To resume:" in log.read_text()
     code, found = go("--seeds", "2")  # of fewer steps: it ends where it stands
     assert code == 0 and found[0]["runs"] == "2 of 2"
+
+
+def test_a_terminals_ctrl_c_reaches_a_run_once(tmp_path, monkeypatch):
+    """A run that is asked twice leaves at once, without a checkpoint."""
+    (tmp_path / "run_train.py").write_text("import os; print(os.getpgrp())")
+    monkeypatch.setattr(repeat, "REPOSITORY", str(tmp_path))
+    with open(tmp_path / "log", "w+") as log:
+        repeat.execute([], None, log).wait()
+        log.seek(0)
+        assert int(log.read()) != os.getpgrp()
+
+
+def test_a_result_is_of_a_configuration_not_of_a_command(go, tmp_path, capsys):
+    file = tmp_path / "config.yaml"
+    for decay, there in ((0.1, 0), (0.1, 2), (0.2, 0)):
+        file.write_text(f"weight_decay: {decay}\n")
+        go("--seeds", "2", f"--config={file}", "--resume=never")
+        assert capsys.readouterr().out.count("there already") == there
 
 
 @pytest.mark.parametrize("args, message", [

@@ -453,9 +453,9 @@ def run_command(parser, work, argv=None, interrupted="interrupted", with_config=
     except (UserError, ValueError, OSError) as error:
         say(f"{name}: {error}", sys.stderr)
         return 2
-    except KeyboardInterrupt:
+    except KeyboardInterrupt as stop:  # with the number of another signal that it stands for
         print(f"{name}: {interrupted}", file=sys.stderr)
-        return 130
+        return 128 + (stop.args[0] if stop.args else 2)
     return 0
 
 

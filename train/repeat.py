@@ -18,6 +18,7 @@ import math
 import os
 import queue
 import shlex
+import signal
 import statistics
 import subprocess
 import sys
@@ -31,6 +32,7 @@ from train.config import (
     run_command,
     say,
     take_config,
+    to_yaml,
     underscores,
 )
 from train.files import write_text
@@ -128,7 +130,7 @@ class Runs:
 
     def __init__(self, out, arguments, metric, jobs):
         self.out, self.arguments, self.metric, self.running = out, arguments, metric, set()
-        self.slots, self.stopped = queue.SimpleQueue(), False
+        self.slots, self.stopped = queue.SimpleQueue(), 0  # by the signal of this number
         for slot in slots(jobs):
             self.slots.put(slot)
 
@@ -137,28 +139,30 @@ class Runs:
         return os.path.join(self.out, name, f"seed_{seed}")
 
     def result(self, setting, tokens, seed):
-        """The result of a run, which is computed unless it is there already, by the same command;
-        None if it was stopped."""
+        """The result of a run, which is computed unless it is there already, of the same
+        configuration; None if it was stopped."""
         folder = self.folder(setting, seed)
         command = [*self.arguments, *tokens, f"--seed={seed}", f"--out_dir={folder}"]
+        config = to_yaml(load_config(*take_config(command)))
         file = os.path.join(folder, "result.json")
         with contextlib.suppress(OSError, ValueError), open(file) as f:
             done = json.load(f)
-            if done["command"] == command and done["value"] is not None:
+            if done["config"] == config and done["value"] is not None:
+                say(f"{setting}, seed {seed}: {self.metric} {done['value']:.4f}, there already")
                 return done
         if self.stopped:
             return None
         os.makedirs(folder, exist_ok=True)
         slot, began = self.slots.get(), time.monotonic()
         try:
-            with open(os.path.join(folder, "console.log"), "w") as log:
+            with open(os.path.join(folder, "console.log"), "a") as log:
                 code = self.wait(execute(command, os.environ | slot, log))
         finally:
             self.slots.put(slot)
         if self.stopped or code in (130, 143):
-            self.stopped = True
+            self.stopped = self.stopped or code - 128
             return None
-        found = dict(command=command, code=code, seconds=time.monotonic() - began,
+        found = dict(config=config, code=code, seconds=time.monotonic() - began,
                      **numbers(folder, self.metric))
         if code:  # it may have had numbers before
             found["value"] = None
@@ -176,17 +180,35 @@ class Runs:
         self.running.discard(process)
         return code
 
-    def stop(self):
-        """End what runs, with a checkpoint each."""
-        self.stopped = True
+    def stop(self, signum):
+        """End what runs, with a checkpoint each; asked again, at once."""
+        if not self.stopped:
+            os.write(2, b"\nstopping the runs, with a checkpoint each; again: at once\n")
+        self.stopped = signum
         for process in list(self.running):
             process.terminate()
 
 
 def execute(command, env, log):
-    """The started process of a run."""
+    """The started process of a run. A terminal's Ctrl-C is for us alone: we pass it on, once."""
     return subprocess.Popen([sys.executable, os.path.join(REPOSITORY, "run_train.py"), *command],
-                            env=env, stdin=subprocess.DEVNULL, stdout=log, stderr=log)
+                            env=env, stdin=subprocess.DEVNULL, stdout=log, stderr=log,
+                            start_new_session=True)
+
+
+@contextlib.contextmanager
+def signals_to(handle):
+    """SIGINT, SIGTERM and SIGHUP call handle(number) meanwhile; ignored ones (nohup) do not."""
+    old = {}
+    for name in ("SIGINT", "SIGTERM", "SIGHUP"):
+        number = getattr(signal, name, None)  # Windows has no SIGHUP
+        if number is not None and signal.getsignal(number) != signal.SIG_IGN:
+            old[number] = signal.signal(number, lambda number, frame: handle(number))
+    try:
+        yield
+    finally:
+        for number, handler in old.items():
+            signal.signal(number, handler)
 
 
 def slots(jobs):
@@ -262,17 +284,17 @@ def repeat(rest, args, config):
         found = runs.result(name, settings[name], seed)
         if found:
             results[name][seed] = found
-    with ThreadPoolExecutor(args.jobs) as pool:
+    with signals_to(runs.stop), ThreadPoolExecutor(args.jobs) as pool:
         try:
             waiting = [pool.submit(one, config.seed + i, name)
                        for i in range(args.seeds) for name in settings]
             for future in waiting:
                 future.result()
-        except BaseException:  # Ctrl-C, say
-            runs.stop()
+        except BaseException:  # a full disk, say
+            runs.stop(signal.SIGTERM)
             raise
     if runs.stopped:
-        raise KeyboardInterrupt
+        raise KeyboardInterrupt(runs.stopped)
     tell({name: dict(sorted(found.items())) for name, found in results.items()}, config, args.out)
     return 0
 
