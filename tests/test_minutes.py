@@ -3,19 +3,21 @@
 import os
 import re
 import signal
+import time
+from types import SimpleNamespace
 
 import pytest
 from conftest import run
 from runs import SMALL, assert_same, configure, go
 
-from train.checkpoint import load_checkpoint
+from train.checkpoint import CheckpointError, load_checkpoint
 from train.config import ConfigError, load_config
-from train.guard import Stopped
+from train.guard import Stopped, run_reporting_errors
 from train.lr_scheduler import get_lr
-from train.minutes import Costs
+from train.minutes import Costs, folder_inside
 from train.train import train
 
-MINUTES = dict(max_minutes=0.02, max_iters=5000, lr_decay_iters=None, eval_interval=40,
+MINUTES = dict(max_minutes=0.03, max_iters=5000, lr_decay_iters=None, eval_interval=40,
                warmup_iters=3, eval_iters=1)
 
 
@@ -42,11 +44,12 @@ def test_a_run_of_minutes_is_one_of_steps(data_dir, tmp_path, capsys):
     this many steps, also when it was stopped and goes on; and at about its time."""
     ended = train(configure(data_dir, tmp_path / "whole", **MINUTES))
     text = capsys.readouterr().out
-    steps = int(re.search(r"max_minutes 0.02 is max_iters (\d+): .* ms a step", text)[1])
-    assert ended["iter_num"] == steps > 10 and f"Length: {steps:,} steps" in text
+    steps = int(re.search(r"max_minutes 0.03 is max_iters (\d+): .* ms a step", text)[1])
+    assert ended["iter_num"] == steps > 0 and f"Length: {steps:,} steps" in text
     assert os.listdir(tmp_path) == ["whole"]  # the rehearsal left nothing
+    assert not (tmp_path / "whole/.minutes").exists()
     state = load_checkpoint(tmp_path / "whole/ckpt.pt")
-    assert state["config"]["max_iters"] == steps and state["config"]["max_minutes"] == 0.02
+    assert state["config"]["max_iters"] == steps and state["config"]["max_minutes"] == 0.03
     c = load_config(None, SMALL | MINUTES | dict(max_iters=steps))
     assert get_lr(steps, c) == pytest.approx(c.learning_rate / 10)
 
@@ -58,7 +61,7 @@ def test_stopped_it_goes_on_to_the_same_length(data_dir, tmp_path, capsys):
     def stop(it, numbers):
         if it:
             os.kill(os.getpid(), signal.SIGTERM)
-    changes = MINUTES | dict(max_minutes=0.03)
+    changes = MINUTES
     with pytest.raises(Stopped):
         train(configure(data_dir, tmp_path / "a", **changes), on_evaluation=stop)
     steps = int(re.search(r"is max_iters (\d+)", capsys.readouterr().out)[1])
@@ -71,6 +74,15 @@ def test_stopped_it_goes_on_to_the_same_length(data_dir, tmp_path, capsys):
         train(configure(data_dir, tmp_path / "a", **changes | dict(max_minutes=1.0)))
     longer = changes | dict(max_minutes=None, max_iters=steps + 5, lr_decay_iters=None)
     assert train(configure(data_dir, tmp_path / "a", **longer))["iter_num"] == steps + 5
+
+
+def test_stopped_while_it_times_steps_it_leaves_nothing(tmp_path):
+    def job(config):
+        with folder_inside(tmp_path / "out", SimpleNamespace(main=True, world_size=1)) as folder:
+            os.mkdir(folder)
+            os.kill(os.getpid(), signal.SIGTERM)
+            time.sleep(5)
+    assert run_reporting_errors(None, job) == 143 and not (tmp_path / "out/.minutes").exists()
 
 
 def test_two_ranks_agree(data_dir, tmp_path):
@@ -89,5 +101,10 @@ def test_what_cannot_be_is_refused(data_dir, tmp_path):
         load_config(None, ["--max_minutes", "1", "--max_epochs", "10"])
     with pytest.raises(ConfigError, match="max_minutes"):
         load_config(None, ["--max_minutes", "0"])
+    with pytest.raises(CheckpointError, match="out_dir: .* cannot be used"):
+        (tmp_path / "file").touch()
+        go(data_dir, tmp_path / "file/out", **MINUTES)
+    with pytest.raises(CheckpointError, match="must: there is no ckpt.pt"):
+        go(data_dir, tmp_path / "must", **MINUTES | dict(resume="must"))
     with pytest.raises(Exception, match="too short for one step here: .* ms a step"):
         go(data_dir, tmp_path / "out", **MINUTES | dict(max_minutes=1e-4))

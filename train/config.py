@@ -436,10 +436,11 @@ def underscores(argv):
             for a in argv[:end]] + argv[end:]
 
 
-def run_command(parser, work, argv=None, interrupted="interrupted", with_config=False):
+def run_command(parser, work, argv=None, told="interrupted", with_config=False):
     """A command: work(the arguments that `parser` reads off argv); the exit code. 2: what a person
-    can act on, told in one message (after the usage, for a UsageError); 130: Ctrl-C. with_config:
-    all other arguments are those of run_train.py, and the code is that of work(arguments, config).
+    can act on, told in one message (after the usage, for a UsageError); 130: Ctrl-C, and `told` is
+    what it says then. with_config: all other arguments are those of run_train.py, and the code is
+    that of work(arguments, config).
     """
     name = parser.prog.removeprefix("python -m ")
     argv = sys.argv[1:] if argv is None else argv
@@ -453,10 +454,15 @@ def run_command(parser, work, argv=None, interrupted="interrupted", with_config=
     except (UserError, ValueError, OSError) as error:
         say(f"{name}: {error}", sys.stderr)
         return 2
-    except KeyboardInterrupt as stop:  # with the number of another signal that it stands for
-        print(f"{name}: {interrupted}", file=sys.stderr)
-        return 128 + (stop.args[0] if stop.args else 2)
+    except KeyboardInterrupt as stop:
+        print(f"{name}: {told}", file=sys.stderr)
+        return interrupted(stop)
     return 0
+
+
+def interrupted(stop):
+    """The exit code of a KeyboardInterrupt: of Ctrl-C, or of the signal whose number it has."""
+    return 128 + (stop.args[0] if stop.args else 2)
 
 
 def parse_options(argv, problems):

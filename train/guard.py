@@ -13,7 +13,7 @@ import traceback
 
 import torch
 
-from train.config import UserError, shown
+from train.config import UserError, interrupted, shown
 from train.distributed import LeaveTogether, max_over_ranks
 from train.logger import to_stderr
 from train.speed import is_compile_error
@@ -39,32 +39,45 @@ class Stopped(LeaveTogether):
         self.exit_code = 128 + signum
 
 
+@contextlib.contextmanager
+def on_signals(names, handler):
+    """Meanwhile signals of these names call handler(number, frame), but for those that the process
+    was started to ignore (nohup)."""
+    old = {}
+    for name in names:
+        with contextlib.suppress(ValueError, AttributeError):  # not the main thread; Windows
+            number = getattr(signal, name)
+            if signal.getsignal(number) != signal.SIG_IGN:
+                old[number] = signal.signal(number, handler)
+    try:
+        yield
+    finally:
+        for number, before in old.items():  # None: one that Python did not install
+            signal.signal(number, before or signal.SIG_DFL)
+
+
 class Signals:
     """SIGTERM, SIGINT and SIGHUP ask for a stop with a checkpoint, SIGUSR1 for a checkpoint only.
 
     The handler sets a flag and nothing else: the loop reads it between steps, when the state is
     whole. A second request to stop leaves at once, but not under torchrun: there one request
     arrives twice (Slurm signals torchrun and its ranks, torchrun its ranks), and torchrun kills a
-    rank that takes too long. A signal that the process was started to ignore (nohup) stays ignored.
+    rank that takes too long.
     """
 
     STOP = ("SIGTERM", "SIGINT", "SIGHUP")
 
     def __init__(self):
         self.stop = self.save = 0
-        self.old = {}
+        self.handled = None
 
     def __enter__(self):
-        for name in (*self.STOP, "SIGUSR1"):
-            with contextlib.suppress(ValueError, AttributeError):  # not the main thread; Windows
-                number = getattr(signal, name)
-                if signal.getsignal(number) != signal.SIG_IGN:
-                    self.old[number] = signal.signal(number, self._handle)
+        self.handled = on_signals((*self.STOP, "SIGUSR1"), self._handle)
+        self.handled.__enter__()
         return self
 
-    def __exit__(self, *_):
-        for number, handler in self.old.items():  # None: one that Python did not install
-            signal.signal(number, handler or signal.SIG_DFL)
+    def __exit__(self, *error):
+        self.handled.__exit__(*error)
 
     def _handle(self, signum, frame):
         if signum == getattr(signal, "SIGUSR1", None):
@@ -229,8 +242,8 @@ def run_reporting_errors(config, job):
             time.sleep(3)  # rank 0 most likely says the same, and torchrun then ends this process
         to_stderr(f"[rank {rank}] {error}" if rank else error)
         return leave(error.exit_code)
-    except KeyboardInterrupt:  # before there was anything to save
-        return leave(130)
+    except KeyboardInterrupt as stop:  # before there was anything to save
+        return leave(interrupted(stop))
     except BaseException as error:
         return broke(error, config, rank)
 

@@ -11,13 +11,14 @@ import contextlib
 import io
 import math
 import os
-import tempfile
+import shutil
 import time
 from dataclasses import dataclass
 
-from train.checkpoint import prev_path
+from train.checkpoint import RunFolder, prev_path
 from train.config import say
 from train.distributed import SetupError, from_main
+from train.guard import on_signals
 from train.logger import duration
 
 TIMED, LONGEST = 0.05, 20.0  # share of the budget that is spent on timing steps; seconds at most
@@ -31,14 +32,14 @@ def in_steps(config, ranks, started, new_run):
     new_run(config, at_end) -> a run (train.train.Trainer) that is ready for its first step; what it
     holds is given back with the ExitStack at_end.
     """
-    if config.resume_file or config.eval_only or (config.resume != "never" and from_main(
-            lambda: has_checkpoint(config.out_dir), ranks)):
+    if config.resume_file or config.eval_only or config.resume == "must" or (
+            config.resume == "auto" and from_main(lambda: has_checkpoint(config.out_dir), ranks)):
         return config
     if ranks.main:
         say(f"max_minutes {config.max_minutes:g}: timing some steps first, to know how many fit")
     # The length is in steps alone from here on; other lengths that end with it follow it.
     config = config.but(max_epochs=None, lr_decay_iters=None)
-    with folder_beside(config.out_dir, ranks) as folder, contextlib.redirect_stdout(io.StringIO()):
+    with folder_inside(config.out_dir, ranks) as folder, contextlib.redirect_stdout(io.StringIO()):
         costs = rehearse(config.but(out_dir=folder, resume="never", tracker=[],
                                     max_iters=MOST_STEPS), new_run)
     # What rank 0 has measured holds for all.
@@ -60,17 +61,24 @@ def has_checkpoint(folder):
     return os.path.lexists(path) or os.path.lexists(prev_path(path))
 
 
-@contextlib.contextmanager
-def folder_beside(path, ranks):
-    """A folder for a while, the same on all ranks, on the disk that `path` will be on."""
-    parent = os.path.dirname(os.path.abspath(path))
+def leave(signum, frame):
+    raise KeyboardInterrupt(signum)
 
+
+@contextlib.contextmanager
+def folder_inside(path, ranks):
+    """A folder for a while, the same on all ranks, in the run's own, which is locked meanwhile."""
     def make():
-        os.makedirs(parent, exist_ok=True)
-        return tempfile.TemporaryDirectory(dir=parent, prefix=".minutes_")
+        parent = at_end.enter_context(RunFolder(path))
+        parent.open()
+        folder = parent.file(".minutes")
+        shutil.rmtree(folder, ignore_errors=True)  # one that was killed left it
+        at_end.callback(shutil.rmtree, folder, ignore_errors=True)
+        return folder
     with contextlib.ExitStack() as at_end:
-        made = at_end.enter_context(make()) if ranks.main else None
-        yield from_main(lambda: made, ranks)
+        # What would end the process, and leave the folder behind, ends it like Ctrl-C.
+        at_end.enter_context(on_signals(("SIGTERM", "SIGHUP"), leave))
+        yield from_main(make, ranks)
 
 
 @dataclass

@@ -180,7 +180,7 @@ class Runs:
         self.running.discard(process)
         return code
 
-    def stop(self, signum):
+    def stop(self, signum, frame=None):
         """End what runs, with a checkpoint each; asked again, at once."""
         if not self.stopped:
             os.write(2, b"\nstopping the runs, with a checkpoint each; again: at once\n")
@@ -194,21 +194,6 @@ def execute(command, env, log):
     return subprocess.Popen([sys.executable, os.path.join(REPOSITORY, "run_train.py"), *command],
                             env=env, stdin=subprocess.DEVNULL, stdout=log, stderr=log,
                             start_new_session=True)
-
-
-@contextlib.contextmanager
-def signals_to(handle):
-    """SIGINT, SIGTERM and SIGHUP call handle(number) meanwhile; ignored ones (nohup) do not."""
-    old = {}
-    for name in ("SIGINT", "SIGTERM", "SIGHUP"):
-        number = getattr(signal, name, None)  # Windows has no SIGHUP
-        if number is not None and signal.getsignal(number) != signal.SIG_IGN:
-            old[number] = signal.signal(number, lambda number, frame: handle(number))
-    try:
-        yield
-    finally:
-        for number, handler in old.items():
-            signal.signal(number, handler)
 
 
 def slots(jobs):
@@ -263,11 +248,12 @@ def main(argv=None):
     argv = sys.argv[1:] if argv is None else argv
     rest = parser.parse_known_args(underscores(argv))[1]
     return run_command(parser, functools.partial(repeat, rest), argv, with_config=True,
-                       interrupted="stopped; the same command goes on")
+                       told="stopped; the same command goes on")
 
 
 def repeat(rest, args, config):
     """What the command line asks for; the exit code. rest: the arguments of run_train.py."""
+    from train.guard import Signals, on_signals  # with torch, which --help need not wait for
     settings = {BASE: []} | {text: shlex.split(text) for text in args.set}
     for text, tokens in settings.items():  # before any work
         other = load_config(*take_config([*rest, *tokens]))
@@ -284,7 +270,7 @@ def repeat(rest, args, config):
         found = runs.result(name, settings[name], seed)
         if found:
             results[name][seed] = found
-    with signals_to(runs.stop), ThreadPoolExecutor(args.jobs) as pool:
+    with on_signals(Signals.STOP, runs.stop), ThreadPoolExecutor(args.jobs) as pool:
         try:
             waiting = [pool.submit(one, config.seed + i, name)
                        for i in range(args.seeds) for name in settings]
