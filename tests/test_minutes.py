@@ -61,18 +61,17 @@ def test_stopped_it_goes_on_to_the_same_length(data_dir, tmp_path, capsys):
     def stop(it, numbers):
         if it:
             os.kill(os.getpid(), signal.SIGTERM)
-    changes = MINUTES
     with pytest.raises(Stopped):
-        train(configure(data_dir, tmp_path / "a", **changes), on_evaluation=stop)
+        train(configure(data_dir, tmp_path / "a", **MINUTES), on_evaluation=stop)
     steps = int(re.search(r"is max_iters (\d+)", capsys.readouterr().out)[1])
-    go(data_dir, tmp_path / "a", **changes)
+    go(data_dir, tmp_path / "a", **MINUTES)
     assert "timing" not in capsys.readouterr().out
-    go(data_dir, tmp_path / "b", **changes | dict(max_iters=steps, max_minutes=None))
+    go(data_dir, tmp_path / "b", **MINUTES | dict(max_iters=steps, max_minutes=None))
     assert_same(tmp_path / "a", tmp_path / "b")
     # Another number of minutes is refused; without one, max_iters is free as in any run.
     with pytest.raises(Exception, match=rf"length of {steps} steps already.*leave max_minutes out"):
-        train(configure(data_dir, tmp_path / "a", **changes | dict(max_minutes=1.0)))
-    longer = changes | dict(max_minutes=None, max_iters=steps + 5, lr_decay_iters=None)
+        train(configure(data_dir, tmp_path / "a", **MINUTES | dict(max_minutes=1.0)))
+    longer = MINUTES | dict(max_minutes=None, max_iters=steps + 5, lr_decay_iters=None)
     assert train(configure(data_dir, tmp_path / "a", **longer))["iter_num"] == steps + 5
 
 
