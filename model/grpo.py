@@ -95,13 +95,14 @@ class RewardedGPT(OwnAdapters):
         return loss, sums | (dict(kl=kl.sum() / self.group_size) if self.reference else {})
 
     def learn(self, idx, last, said, advantage, reward):
-        """(loss, KL (N,)) of rows idx (N, T), whose prompts end with token `last` (N,), answers
-        said (N, A), IGNORE behind their ends, their advantages and rewards (N,)."""
+        """(loss, KL (n,)) of rows idx (n, T), whose prompts end with token `last` (n,), answers
+        said (n, A), IGNORE behind their ends, and their advantages (n,), n being those of the N
+        rewards (N,) that there is something to learn from."""
         length = (said != IGNORE).sum(1)
         own = answer_logps(self, idx, last, said)  # (N, A)
         mean = own.sum(1) / length
         # The value of the first part is 0: what is shown is what is to fall, minus the reward.
-        loss = -(advantage * (mean - mean.detach())).mean() - reward.mean()
+        loss = -(advantage * (mean - mean.detach())).sum() / len(reward) - reward.mean()
         kl = torch.zeros_like(mean)
         for model in self.reference:
             with torch.no_grad():
@@ -131,7 +132,11 @@ class RewardedGPT(OwnAdapters):
         advantages = torch.where(flat, 0.0, (rewards - mean) / spread)
         rows = [a + b for a, b in zip(asked, answers)]
         batch = (padded(rows, 0, self.config.block_size), torch.tensor([len(a) - 1 for a in asked]),
-                 padded(answers, IGNORE), advantages.flatten().float(), rewards.flatten().float())
+                 padded(answers, IGNORE), advantages.flatten().float())
+        if device.type == "cpu" and not self.reference:  # where other shapes cost nothing
+            learned = ~flat if not flat.all() else torch.arange(len(flat))[:, None] == 0
+            batch = [t[learned.expand(-1, K).flatten()] for t in batch]
+        batch = *batch, rewards.flatten().float()
         sums = dict(reward=mean, spread=spread, best=rewards.amax(1), flat=flat,
                     length=torch.tensor([len(said) / K for said in answers]))
         return [t.to(device) for t in batch], {k: t.sum().to(device) for k, t in sums.items()}

@@ -182,7 +182,8 @@ def test_an_answer_ends_with_its_end_token():
 # the loss
 
 def test_advantages_within_the_group():
-    """By numpy; 0 where all answers are worth the same."""
+    """By numpy; 0 where all answers are worth the same: they are left out, but where nothing else
+    is there, or all are needed for the divergence."""
     model = rewarded()
     worth = iter([0.0, 1.0, 1.0, 3.0, 0.1, 0.1, 0.1, 0.1])
     model.judge.function = lambda *_: next(worth)
@@ -190,13 +191,36 @@ def test_advantages_within_the_group():
                               torch.tensor([0, 1]), torch.tensor([0, 1]))
     r = np.array([0.0, 1.0, 1.0, 3.0])
     spread = np.sqrt(((r - r.mean()) ** 2).sum() / 3)
-    expected = [*(r - r.mean()) / spread, 0, 0, 0, 0]
+    expected = (r - r.mean()) / spread
     np.testing.assert_allclose(batch[3].numpy(), expected, rtol=1e-6)
+    assert [len(t) for t in batch] == [4, 4, 4, 4, 8]
     np.testing.assert_allclose(batch[4].numpy(), [*r, 0.1, 0.1, 0.1, 0.1], rtol=1e-6)
     assert {k: float(v) for k, v in sums.items() if k != "length"} == pytest.approx(
         dict(reward=1.25 + 0.1, spread=spread, best=3.1, flat=1))
     found = model.numbers(sums | dict(loss=torch.tensor(0.0), count=torch.tensor(2.0)))
     assert found["flat"] == 0.5 and found["reward"] == pytest.approx(0.675)
+    for reference, kept in ((), 4), ((model,), 8):
+        model.reference, model.judge.function = reference, lambda *_: 1.0
+        batch, _ = model.write(torch.zeros(2, 3, dtype=torch.int64), torch.tensor([3, 3]),
+                               torch.tensor([0, 1]), torch.tensor([0, 1]))
+        assert batch[3].tolist() == [0.0] * kept and len(batch[4]) == 8
+
+
+def test_what_is_left_out_changes_nothing():
+    """The gradient of all rows is that of the rows from which something is learned."""
+    model, more = rewarded(), []
+    worth = [0.0, 1.0, 1.0, 3.0, 0.1, 0.1, 0.1, 0.1]
+    asked = (torch.zeros(2, 3, dtype=torch.int64), torch.tensor([3, 3]), torch.tensor([0, 1]),
+             torch.tensor([0, 1]))
+    for reference in ((), (model,)):
+        model.reference, values = reference, iter(worth)
+        model.judge.function = lambda *_, values=values: next(values)
+        batch, _ = model.write(*asked)
+        model.reference = ()
+        loss, _ = model.learn(*batch)
+        more.append([loss, *torch.autograd.grad(loss, model.parameters())])
+    for a, b in zip(*more):
+        torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-7)
 
 
 def formula(model, old, ref, idx, last, said, advantage, beta, clip=0.2):
