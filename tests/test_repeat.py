@@ -140,6 +140,13 @@ def test_a_run_that_is_killed_is_a_row_and_is_tried_again(go, capsys):
     assert len(go.started) == done + 1
 
 
+def test_where_all_runs_crash_there_is_no_picture(go, tmp_path, capsys):
+    code, found = go("--seeds", "2", "--init_from=nothing.pt")
+    assert code == 1 and [r["verdict"] for r in found] == ["crash"]
+    assert not (tmp_path / "repeat/repeat.svg").exists()
+    assert "repeat.svg" not in capsys.readouterr().out
+
+
 @pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGTERM])
 def test_a_stop_ends_the_runs_and_the_same_command_goes_on(go, signum, tmp_path, capsys):
     handler = signal.getsignal(signum)
@@ -179,6 +186,7 @@ def test_a_result_is_of_a_configuration_not_of_a_command(go, tmp_path, capsys):
 
 @pytest.mark.parametrize("args, message", [
     (["--seeds", "1"], "--seeds of at least 2"), (["--set", "sead=3"], "unknown key 'sead'"),
+    (["--set", "data_dir='a"], "--set \"data_dir='a\": No closing quotation"),
     (["--set", "seed=3"], "seed and out_dir are given by this command"),
     (["--jobs", "0"], "--jobs of at least 1"), (["--eval_interval=0"], "needs evaluations")])
 def test_what_cannot_be_is_refused_before_any_work(go, args, message, capsys):

@@ -318,12 +318,15 @@ def test_logprobs_are_those_of_the_model(server, model):
     assert complete(server).choices[0].logprobs is None
 
 
-def test_offsets_of_tokens_are_into_the_text():
-    text, answer, offsets = "né 😀 w".encode(), Answer([Job([1], 9)], BYTES, False, "tiny"), []
+@pytest.mark.parametrize("text, wanted", [
+    ("né 😀 w".encode(), [0, 1, 1, 2, 3, 3, 3, 3, 4, 5]),
+    (b"\x80a\x80\xffb", [0, 1, 2, 3, 4])])  # of bytes that are no text each is a character
+def test_offsets_of_tokens_are_into_the_text(text, wanted):
+    answer, offsets = Answer([Job([1], 9)], BYTES, False, "tiny"), []
     for piece in (text[:3], text[3:]):  # of a stream
         part = answer.part(0, "", [[(i, -0.5)] for i in piece])
         offsets += part["choices"][0]["logprobs"]["text_offset"]
-    assert offsets == [0, 1, 2, 2, 3, 4, 4, 4, 4, 5]
+    assert offsets == wanted
 
 
 def test_logprobs_of_a_chat(server, model):

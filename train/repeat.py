@@ -254,9 +254,13 @@ def main(argv=None):
 def repeat(rest, args, config):
     """What the command line asks for; the exit code. rest: the arguments of run_train.py."""
     from train.guard import Signals, on_signals  # with torch, which --help need not wait for
-    settings = {BASE: []} | {text: shlex.split(text) for text in args.set}
-    for text, tokens in settings.items():  # before any work
-        other = load_config(*take_config([*rest, *tokens]))
+    settings = {BASE: []}
+    for text in args.set:  # before any work
+        try:
+            settings[text] = shlex.split(text)
+            other = load_config(*take_config([*rest, *settings[text]]))
+        except (ValueError, UserError) as error:
+            raise UserError(f"--set {text!r}: {error}") from None
         if other.seed != config.seed or other.out_dir != config.out_dir:
             raise UserError(f"--set {text!r}: seed and out_dir are given by this command")
     if args.seeds < 2 or args.jobs < 1:
@@ -282,20 +286,22 @@ def repeat(rest, args, config):
     if runs.stopped:
         raise KeyboardInterrupt(runs.stopped)
     tell({name: dict(sorted(found.items())) for name, found in results.items()}, config, args.out)
-    return 0
+    return int(all(r["value"] is None for found in results.values() for r in found.values()))
 
 
 def tell(results, config, out):
     """The table, the picture and results.tsv."""
     found, columns = rows(results, config), COLUMNS.split()
     say(table(found))
-    write_text(os.path.join(out, "repeat.svg"), picture(results, config.early_stopping_metric))
+    drawn, svg = picture(results, config.early_stopping_metric), os.path.join(out, "repeat.svg")
+    if drawn:
+        write_text(svg, drawn)
     path = os.path.join(os.path.dirname(os.path.abspath(out)), "results.tsv")
     fresh = not os.path.exists(path)
     with open(path, "a", encoding="utf-8") as f:
         lines = [columns] * fresh + [[cell(r[c]) for c in columns] for r in found]
         f.writelines("\t".join(line) + "\n" for line in lines)
-    say(f"Appended to {os.path.relpath(path)}; see {os.path.join(out, 'repeat.svg')}")
+    say(f"Appended to {os.path.relpath(path)}" + f"; see {svg}" * bool(drawn))
 
 
 if __name__ == "__main__":

@@ -1,5 +1,6 @@
 """OpenAI's words: what a request asks for, and the JSON of its answer."""
 
+import codecs
 import time
 import uuid
 
@@ -132,7 +133,8 @@ class Answer:
     def __init__(self, jobs, tokenizer, chat, model):
         self.jobs, self.tokenizer, self.chat = jobs, tokenizer, chat
         self.texts = [("", [], None) for _ in jobs]  # so far: text, told, reason
-        self.lengths = [0 for _ in jobs]  # characters of the tokens told so far
+        self.lengths = [0 for _ in jobs]  # characters of the tokens told so far, and what decodes
+        self.decoders = [codecs.getincrementaldecoder("utf-8")("replace") for _ in jobs]
         self.name = "chat.completion" if chat else "text_completion"
         self.head = dict(id=("chatcmpl-" if chat else "cmpl-") + uuid.uuid4().hex,
                          created=int(time.time()), model=model)
@@ -169,8 +171,8 @@ class Answer:
             return dict(refusal=None, content=[first | dict(top_logprobs=most)
                                                for first, *most in told])
         offsets = [self.lengths[index]]  # into the text of this choice
-        for word, *_ in told:  # characters begin with the other bytes
-            offsets.append(offsets[-1] + sum(b & 0xC0 != 0x80 for b in word["bytes"]))
+        for word, *_ in told:
+            offsets.append(offsets[-1] + len(self.decoders[index].decode(bytes(word["bytes"]))))
         self.lengths[index] = offsets.pop()
         return dict(tokens=[words[0]["token"] for words in told], text_offset=offsets,
                     token_logprobs=[words[0]["logprob"] for words in told],
