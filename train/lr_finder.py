@@ -38,7 +38,7 @@ class Sweep(Trainer):
 
     def sweep(self, rates):
         """One optimizer step at each of `rates` until the loss diverges: {lr: list, loss: list}."""
-        self.found, self.average, self.best, told = dict(lr=[], loss=[]), 0.0, math.inf, -math.inf
+        self.found, self.smooth, self.best, told = dict(lr=[], loss=[]), 0.0, math.inf, -math.inf
         for it, lr in enumerate(rates):
             stop, _ = self.signals.agree(self.ranks)
             if stop:
@@ -47,7 +47,7 @@ class Sweep(Trainer):
             self.train_step()
             if self.progress.iter_num == it:
                 continue  # asked to stop meanwhile
-            if len(self.found["lr"]) <= it or self.average > DIVERGED * self.best:
+            if len(self.found["lr"]) <= it or self.smooth > DIVERGED * self.best:
                 break
             if self.ranks.main and time.monotonic() - told > QUIET:
                 print(f"step {it + 1} of {len(rates)}: learning rate {lr:.2g}, "
@@ -61,8 +61,8 @@ class Sweep(Trainer):
             return "skip"
         self.found["lr"].append(lr)
         self.found["loss"].append(loss)
-        mean = MEMORY * self.average + (1 - MEMORY) * loss if it else loss
-        self.average, self.best = mean, min(self.best, mean)
+        mean = MEMORY * self.smooth + (1 - MEMORY) * loss if it else loss
+        self.smooth, self.best = mean, min(self.best, mean)
         return "update"
 
 
