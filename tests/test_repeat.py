@@ -17,7 +17,6 @@ from processes import Fork
 from train import config as config_file
 from train import repeat
 
-stats = pytest.importorskip("scipy.stats")
 TESTS = Path(__file__).parent
 
 
@@ -80,6 +79,7 @@ def go(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("n", [2, 5, 31, 32, 60])
 def test_the_interval_is_students_of_the_differences(n):
+    stats = pytest.importorskip("scipy.stats")  # here: each forked run imports this file
     draw = np.random.default_rng(n)
     base, change = draw.normal(size=n), draw.normal(0.3, 1.0, size=n)
     expected = stats.ttest_rel(change, base).confidence_interval(0.95)
