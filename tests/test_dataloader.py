@@ -653,3 +653,8 @@ def test_what_a_thread_meets_is_raised_where_the_batch_is_asked_for():
     with pytest.raises(DataError, match="the disk is gone"):
         batches.get(1)
     batches.close()
+
+
+def test_the_order_of_a_square_number_of_samples_stays_as_it_is():
+    """The permutation's grid has exactly as many cells then; a resumed run needs this order."""
+    assert dataloader.shuffled(np.arange(9), 9, 1337)[1].tolist() == [8, 7, 0, 2, 5, 1, 4, 3, 6]

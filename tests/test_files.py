@@ -4,9 +4,11 @@ import contextlib
 import errno
 import json
 import os
+import signal
 import socket
 import subprocess
 import sys
+import threading
 
 import numpy as np
 import pytest
@@ -16,7 +18,17 @@ from runs import go
 from data import chat, features, labels, prepare
 from data.folders import new_folder
 from train.checkpoint import load_checkpoint, save_checkpoint
-from train.files import FilesError, Lock, link, open_own, replacing, sync_folder, write_text
+from train.files import (
+    FilesError,
+    Lock,
+    alone_in,
+    link,
+    open_own,
+    replacing,
+    sync_folder,
+    write_text,
+)
+from train.guard import on_signals
 from train.logger import Logger
 
 
@@ -263,3 +275,31 @@ def test_what_a_living_process_moved_aside_is_left_to_it(tmp_path):
     aside.mkdir()
     fill(tmp_path / "out", a="new")
     assert aside.is_dir() and contents(tmp_path / "out") == {"a": "new"}
+
+
+def test_one_at_a_time_is_alone_in_a_folder(tmp_path):
+    inside, order = threading.Event(), []
+
+    def second():
+        inside.wait(10)
+        with alone_in(tmp_path):
+            order.append("second")
+    other = threading.Thread(target=second)
+    other.start()
+    with alone_in(tmp_path):
+        inside.set()
+        other.join(0.2)
+        order.append("first")
+    other.join(10)
+    assert order == ["first", "second"]
+
+
+def test_handlers_of_signals_are_given_back():
+    heard, before = [], signal.signal(signal.SIGTERM, lambda number, frame: heard.append("ours"))
+    try:
+        with on_signals(("SIGTERM",), lambda number, frame: heard.append("within")):
+            os.kill(os.getpid(), signal.SIGTERM)
+        os.kill(os.getpid(), signal.SIGTERM)
+        assert heard == ["within", "ours"]
+    finally:
+        signal.signal(signal.SIGTERM, before)
