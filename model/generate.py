@@ -117,12 +117,6 @@ class KVCache:
                 cached[self.rows, :, self.slots] = new[:, :, 0].to(cached.dtype)
         return *self.kv[layer, :, :, :, :self.end], self.mask
 
-    def shorten(self, lengths, last):
-        """Take back what rows have beyond their `lengths` (B,): padding. last (B,): their ends."""
-        self.used.copy_(lengths)
-        self.there.copy_(lengths)
-        self.last.copy_(last[:, None])
-
     def forget(self, n, last):
         """Take back the last n tokens of every row, of which none is full. last: the one before. Or
         tensors: n (B,), last (B, 1)."""

@@ -25,7 +25,7 @@ import torch
 
 from data.records import raise_problems, source_records
 from data.tokenizer import tokenizer_from_spec
-from model.generate import empty_cache, past_compiled
+from model.generate import generate, past_compiled
 from model.gpt import GPT
 from model.ops import chunk_rows
 from train.config import find_file
@@ -85,23 +85,21 @@ def logprobs(model, rows):
     return [(float(s.double().sum()), bool(g.all())) for s, g in zip(scores, greedy)]
 
 
-@torch.no_grad()
 def write(model, prompts, n, n_vocab):
     """The n ids that greedy decoding writes after each of `prompts`, lists of ids with room for as
-    many behind them: a list of lists, in n forward passes."""
-    cache = empty_cache(model, len(prompts))
+    many behind them: a list of lists, empty ones where logits are not finite. Every call with this
+    n makes as many forward passes."""
     lengths = torch.tensor([len(ids) for ids in prompts])
-    idx = torch.zeros(len(prompts), int(lengths.max()), dtype=torch.int64)
+    idx = torch.zeros(len(prompts), max(2, int(lengths.max())), dtype=torch.int64)
     for row, ids in zip(idx, prompts):
         row[:len(ids)] = torch.tensor(ids)
-    idx, here = idx.to(model.wte.weight.device), torch.arange(len(prompts))
-    x = model.trunk(idx, cache)[here, lengths - 1]  # (B, C)
-    cache.shorten(lengths, idx[here, lengths - 1])
-    out = [model.logits(x)[:, :n_vocab].argmax(-1)]
-    while len(out) < n:
-        z = model(out[-1][:, None], cache=cache, last_only=True)[:, -1]
-        out.append(z[:, :n_vocab].argmax(-1))  # (B,)
-    return torch.stack(out, dim=1).tolist()
+    device = model.wte.weight.device
+    try:
+        out = generate(model, idx.to(device), n, temperature=0.0, n_vocab=n_vocab,
+                       lengths=lengths.to(device))
+    except ValueError:  # not finite; said after the last pass
+        return [[] for _ in prompts]
+    return out[:, idx.size(1):].tolist()
 
 
 def text_of(ids, ends, tokenizer, until):

@@ -7,7 +7,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from conftest import TINY
-from runs import SMALL, Program, assert_same, go, on_two_ranks, tensors
+from runs import SMALL, assert_a_kill_changes_nothing, go, on_two_ranks, tensors
 
 from model.distill import Student
 from model.gpt import GPT, GPTConfig
@@ -111,12 +111,7 @@ def test_another_teacher_is_no_resume(data_dir, tmp_path, teacher):
 def test_killed_and_resumed(data_dir, tmp_path, teacher):
     """kill -9 while a model learns from a teacher (distillation) -> the end is exact"""
     more = changes(teacher, max_iters=40, save_interval=3, dropout=0.1, lr_decay_iters=40)
-    go(data_dir, tmp_path / "a", **more)
-    killed = Program(data_dir, tmp_path / "b", **more)
-    killed.wait_for("iter 9:")
-    killed.kill()
-    go(data_dir, tmp_path / "b", **more)
-    assert_same(tmp_path / "a", tmp_path / "b")
+    assert_a_kill_changes_nothing(data_dir, tmp_path, **more)
 
 
 @pytest.mark.parametrize("how", ["ddp", "fsdp"])

@@ -5,7 +5,13 @@ on two ranks, evaluated beside the weights, and read by the commands that write 
 import pytest
 import torch
 from conftest import TINY
-from runs import Program, assert_same, configure, go, on_two_ranks, tensors
+from runs import (
+    assert_a_kill_changes_nothing,
+    configure,
+    go,
+    on_two_ranks,
+    tensors,
+)
 
 from model.convert import main as convert
 from model.load import load_model
@@ -68,12 +74,7 @@ def test_killed_and_resumed(data_dir, tmp_path):
     """kill -9 in a run that averages its weights (ema) -> averages, weights and counters are exact,
     and ckpt_best.pt, which the average's loss says"""
     how = dict(ema=0.9, max_iters=40, save_interval=3, early_stopping_metric="val_loss_ema")
-    go(data_dir, tmp_path / "a", **how)
-    killed = Program(data_dir, tmp_path / "b", **how)
-    killed.wait_for("iter 9:")
-    killed.kill()
-    go(data_dir, tmp_path / "b", **how)
-    assert_same(tmp_path / "a", tmp_path / "b")
+    assert_a_kill_changes_nothing(data_dir, tmp_path, **how)
     assert all(torch.equal(t, averages(tmp_path / "b/ckpt.pt")[name])
                for name, t in averages(tmp_path / "a/ckpt.pt").items())
 

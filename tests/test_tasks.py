@@ -8,7 +8,7 @@ import random
 import pytest
 import torch
 from quiz import MODEL, Quiz, write_rows
-from runs import SMALL, Program, assert_same, go, metrics, on_two_ranks
+from runs import SMALL, assert_a_kill_changes_nothing, go, metrics, on_two_ranks
 
 import run_train
 from data.tokenizer import load_tokenizer
@@ -48,6 +48,12 @@ def test_many_rows_are_written_as_one_alone(changes):
     alone = [generate(model.eval(), torch.tensor([ids]), 9, 0, n_vocab=256)[0, len(ids):].tolist()
              for ids in prompts]
     assert tasks.write(model, prompts, 9, 256) == alone
+    shortest = [ids[:1] for ids in prompts[:2]]
+    assert tasks.write(model, shortest, 3, 256) == [
+        generate(model, torch.tensor([ids]), 3, 0, n_vocab=256)[0, 1:].tolist() for ids in shortest]
+    with torch.no_grad():
+        model.ln_f.weight.fill_(float("nan"))
+    assert tasks.write(model, prompts, 2, 256) == [[] for _ in prompts]  # and nothing is right
     assert len(set(map(tuple, alone))) == 3
 
 
@@ -127,12 +133,7 @@ def test_killed_and_resumed_with_tasks(data_dir, quiz, tmp_path):
     how = MODEL | dict(max_iters=24, eval_interval=6, save_interval=3, dropout=0.1,
                        eval_tasks=quiz.files(), early_stopping_metric="val_choice_norm",
                        early_stopping_mode="max", eval_task_rows=10)
-    go(data_dir, tmp_path / "a", **how)
-    killed = Program(data_dir, tmp_path / "b", **how)
-    killed.wait_for("iter 9:")
-    killed.kill()
-    go(data_dir, tmp_path / "b", **how)
-    assert_same(tmp_path / "a", tmp_path / "b")
+    assert_a_kill_changes_nothing(data_dir, tmp_path, **how)
 
 
 # -----------------------------------------------------------------------------
