@@ -76,6 +76,8 @@ def main(argv):
         say(others)
     if dry_run:
         from train.bench import estimate as job
+    elif config.profile:
+        from train.profiler import profile as job
     else:
         from train.train import train  # torch is imported from here on
         job = functools.partial(train, started=started)

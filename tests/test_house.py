@@ -23,8 +23,9 @@ CORE = {"train": {"train", "checkpoint", "config", "keys", "dataloader", "distri
                   "files", "guard", "logger", "lr_scheduler", "optimizer", "resume", "speed"},
         "model": {"gpt", "ops", "generate", "decode", "load"}, "data": {"token_files", "tokenizer"}}
 # Where a core file opens an extra, when a key (or a file of another program) asks for it.
-DOORS = {("run_train", "train.bench"), ("train.dataloader", "data.prepare"),
-         ("train.logger", "train.plot"), ("train.logger", "train.trackers"),
+DOORS = {("run_train", "train.bench"), ("run_train", "train.profiler"),
+         ("train.dataloader", "data.prepare"), ("train.logger", "train.plot"),
+         ("train.logger", "train.trackers"),
          ("train.optimizer", "train.muon"), ("train.train", "train.trackers"),
          ("train.train", "train.minutes"), ("train.train", "train.mixture"),
          ("train.train", "train.ema"), ("train.train", "model.tasks"),

@@ -419,5 +419,5 @@ def test_init_from_starts_from_other_weights(go, tmp_path, data_dir):
 def test_config_files_of_runs_are_plain_yaml(go, tmp_path):
     go("a", "--lr_groups={wte: 0.5}")
     values = yaml.safe_load((tmp_path / "a/config.yaml").read_text())
-    starts = {"resume", "allow_change", "eval_only"}  # of one start, not of the run
+    starts = {"resume", "allow_change", "eval_only", "profile"}  # of one start, not of the run
     assert values.keys() == FIELDS.keys() - starts and values["lr_groups"] == {"wte": 0.5}

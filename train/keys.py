@@ -43,6 +43,8 @@ class RunKeys:
     allow_change: list[str] = key([], "resume although these keys changed (`data`: the data's "
                                   "content; `all`: anything)", start=True)
     eval_only: bool = key(False, "evaluate once, print the numbers and stop", start=True)
+    profile: int = key(0, "show where the time of so many steps goes, and stop (train/profiler.py)",
+                       ge=0, start=True)
     tokenizer: str | None = key(None, "tokenizer of a data_dir that names none: byte, gpt2, a rank "
                                 "file or a prepared folder", free=True, path=True)
     tracker: list[str] = key([], "also log to tensorboard, wandb or mlflow (a list is fine)",
