@@ -143,7 +143,7 @@ def sequences(template, messages, tokenizer):
     template writes earlier turns otherwise once others follow (Qwen 3 leaves their thoughts out):
     each is what the model sees as it answers. DataError where answers cannot be told."""
     out, ids, mask = [], [], []
-    for i, (role, _) in enumerate(messages):
+    for i, (role, text) in enumerate(messages):
         if role != "assistant":
             continue
         prompt = render(template, messages[:i], True, tokenizer.special)
@@ -151,12 +151,16 @@ def sequences(template, messages, tokenizer):
         if not whole.startswith(prompt):
             raise DataError("its chat template cannot be learned: the text of a chat does not "
                             "begin with that of the prompt before its last answer")
+        if plain(text) not in plain(whole[len(prompt):]):  # a thought left out, capitals, ...
+            raise DataError("its chat template cannot be learned: it does not write an answer as "
+                            f"it is ({text[:40]!r})")
         asked, both = encode(prompt, tokenizer), encode(whole, tokenizer)
         if both[:len(asked)] != asked:  # a token over the seam
             both = asked + encode(whole[len(prompt):], tokenizer)
         said = both[len(asked):]
         n = next((n for n, token in enumerate(said, 1) if token in template["ends"]), 0)
-        if not n:
+        behind = plain(tokenizer.decode(said[n:]))
+        if not n or plain(text) and plain(text) in behind:
             raise DataError("its chat template cannot be learned: no end token follows an answer; "
                             f"expected one of {template['ends']}")
         if asked[:len(ids)] != ids:
@@ -168,11 +172,18 @@ def sequences(template, messages, tokenizer):
     return [(np.array(a, np.uint32), np.array(b, np.uint8)) for a, b in out]
 
 
+def plain(text):
+    """`text` without what templates change: blanks, and marks."""
+    return "".join(text.translate(GONE).split())
+
+
 def with_ends(template, tokenizer):
     """`template` with the token that it sets after an answer among those that end one: what a
     model's files name may be the end of a document alone. DataError."""
     turns = [("user", "?"), ("assistant", "\u00a7")]
-    said = render(template, turns, False).removeprefix(render(template, turns[:1], True))
-    after = any_of(tokenizer.special).search(said.partition("\u00a7")[2])
-    ids = tokenizer.encode_special(after[0]) if after else []
+    text, prompt = render(template, turns, False), render(template, turns[:1], True)
+    before, _, behind = text.removeprefix(prompt).partition("\u00a7")
+    after, ids = any_of(tokenizer.special).search(behind), []
+    if after and (after[0] not in before or not text.startswith(prompt)):  # else it ends thoughts
+        ids = tokenizer.encode_special(after[0])
     return template | {"ends": sorted({*template["ends"], *ids})}

@@ -55,8 +55,10 @@ class LoRALinear(nn.Linear):
 
     @property
     def weight(self):
-        """(out, in), in the precision of the weights: merging gives what training computed with."""
-        return added(self.base, self.lora_A, self.lora_B, self.scale)
+        """(out, in), in the precision of the adapters: what merging gives."""
+        with torch.autocast(self.base.device.type, enabled=False):
+            B = self.lora_B
+            return torch.addmm(self.base.to(B.dtype), B, self.lora_A, alpha=self.scale)
 
     def forward(self, x):
         if torch.is_autocast_enabled(x.device.type):
@@ -64,32 +66,29 @@ class LoRALinear(nn.Linear):
         return _AdaptedLinear.apply(x, self.base, self.bias, self.lora_A, self.lora_B, self.scale)
 
 
-def added(base, A, B, scale):
-    with torch.autocast(base.device.type, enabled=False):
-        return torch.addmm(base.to(B.dtype), B, A, alpha=scale)
-
-
 class _AdaptedLinear(torch.autograd.Function):
-    """x (..., in) times base + scale B A. Autograd would make the gradient of the sum, as large a
-    product as the forward pass; those of A and B take products of rank r."""
+    """base x + scale B A x, x (..., in): never the sum of the weights, which takes a float32 copy
+    of the backbone in each pass, and rounds off what the adapters add to bfloat16 weights. The
+    frozen base gets no gradient, a third of a training step's products."""
 
     @staticmethod
     def forward(ctx, x, base, bias, A, B, scale):
-        weight = added(base, A, B, scale).to(x.dtype)
-        low = F.linear(x.flatten(0, -2), A.to(x.dtype)) * scale  # (N, r)
-        # The sum is made again in the backward pass: kept, it would be the backbone once more.
+        rows = x.flatten(0, -2)  # (N, in)
+        low = F.linear(rows, A.to(x.dtype)) * scale  # (N, r)
         ctx.save_for_backward(x, low, base, A, B)
         ctx.scale = scale
-        return F.linear(x, weight, None if bias is None else bias.to(x.dtype))
+        y = F.linear(rows, base.to(x.dtype), None if bias is None else bias.to(x.dtype))
+        return y.addmm_(low, B.to(x.dtype).t()).view(*x.shape[:-1], -1)
 
     @staticmethod
     def backward(ctx, grad):
         (x, low, base, A, B), needs = ctx.saved_tensors, ctx.needs_input_grad
         rows, g = x.flatten(0, -2), grad.flatten(0, -2)  # (N, in), (N, out)
         dlow = (g @ B.to(g.dtype)) * ctx.scale  # (N, r)
-        weight = added(base, A, B, ctx.scale).to(g.dtype) if needs[0] else None
-        return ((g @ weight).view_as(x) if needs[0] else None,
-                (g.t() @ rows).to(base.dtype) if needs[1] else None,
+        dx = None
+        if needs[0]:
+            dx = (g @ base.to(g.dtype)).addmm_(dlow, A.to(g.dtype)).view_as(x)
+        return (dx, (g.t() @ rows).to(base.dtype) if needs[1] else None,
                 g.sum(0).to(B.dtype) if needs[2] else None,
                 (dlow.t() @ rows).to(B.dtype), (g.t() @ low).to(B.dtype), None)
 

@@ -56,18 +56,18 @@ class _ChunkedLinearCrossEntropy(torch.autograd.Function):
     def forward(ctx, h, weight, targets, vocab_size):
         counts, index = targets != IGNORE, targets.clamp(min=0)[:, None]
         share = counts / counts.sum().clamp(min=1)  # (N,) of each row in the mean
-        wants_grad = ctx.needs_input_grad[0] or ctx.needs_input_grad[1]
+        wants_grad, trained = any(ctx.needs_input_grad[:2]), ctx.needs_input_grad[1]
         rows = min(chunk_rows(weight.size(0), h.device.type), max(1, h.size(0)))
         total = h.new_zeros((), dtype=torch.float32)
         # Made once: a fresh chunk of memory for every product costs as much as its softmax.
-        dlogits = h.new_empty(h.size(0) if wants_grad else rows, weight.size(0))
+        dlogits = h.new_empty(h.size(0) if trained else rows, weight.size(0))
         dh = torch.empty_like(h) if wants_grad else None
         full = None if h.dtype == torch.float32 else dlogits.new_empty(
             rows, weight.size(0), dtype=torch.float32)
         for start in range(0, h.size(0), rows):
             chunk = slice(start, start + rows)
             n = index[chunk].size(0)
-            d = dlogits[chunk] if wants_grad else dlogits[:n]
+            d = dlogits[chunk] if trained else dlogits[:n]
             z = torch.mm(h[chunk], weight.t(), out=d)  # (n, V) logits, in h's precision
             z = z if full is None else full[:n].copy_(z)
             loss, p = _losses(z, index[chunk], vocab_size)
@@ -76,7 +76,7 @@ class _ChunkedLinearCrossEntropy(torch.autograd.Function):
                 d = d if p is d else d.copy_(p)
                 torch.mm(d, weight, out=dh[chunk])
         if wants_grad:
-            ctx.save_for_backward(h, dh, dlogits, share)
+            ctx.save_for_backward(h, dh, dlogits if trained else None, share)
         return total
 
     @staticmethod
@@ -84,7 +84,8 @@ class _ChunkedLinearCrossEntropy(torch.autograd.Function):
         h, dh, dlogits, share = ctx.saved_tensors
         # The scale comes last and in float32: float16 would lose 1 / N, and rows that do not count.
         scale = (grad * share)[:, None]
-        return (dh * scale).to(h.dtype), dlogits.t() @ (h * scale).to(h.dtype), None, None
+        dweight = None if dlogits is None else dlogits.t() @ (h * scale).to(h.dtype)
+        return (dh * scale).to(h.dtype), dweight, None, None
 
 
 def _losses(z, index, vocab_size):
@@ -130,7 +131,8 @@ class _RMSNorm(torch.autograd.Function):
         n, scale, weight = ctx.saved_tensors
         g, dweight = grad.float(), None
         if weight is not None:
-            dweight = (g * n).flatten(0, -2).sum(0).to(weight.dtype)
+            if ctx.needs_input_grad[1]:
+                dweight = (g * n).flatten(0, -2).sum(0).to(weight.dtype)
             g = g * weight
         # n has length sqrt(D): what changes along it changes only the length, which is divided out.
         along = torch.linalg.vecdot(g, n)[..., None] / n.size(-1)

@@ -245,3 +245,16 @@ CONVERSATIONS = [
     turns("Why?", "<think>\nHm, 42.\n</think>\n\nBecause.", "Really?", "Yes."),
     turns("{{ 7 * 7 }} {% raw %} & <b>", "\"quoted\" 'single' \\n \\\\"),
     turns("don't I'll we've 1234567", "   leading and trailing   ", "?", "!")]
+
+LONG = "Recite: one, two, three; é, 日本, \U0001f600."
+ANSWERED = [  # whose answers are found again in a chat's text, to compare the masks of training
+    turns("Hello", "Hi there!"),
+    turns("Hello", "Hello"),
+    turns("a", "a", "a", "a", "b", "a", system="a"),
+    turns(LONG, LONG, LONG, "  " + LONG + "  ", system="Repeat after me."),
+    turns("Say nothing.", ""),
+    turns("Say nothing.", "", "Again.", "", "And now?", "Now?", system=""),
+    turns("é ü 日本語 \U0001f600", "\U0001f98a naïve — “quotes”", "\u0301", "e\u0301\u200b\ufffd"),
+    turns("assistant\n", "user\nassistant\n\nsystem", "model\n", "### Assistant:\nmodel"),
+    turns("Write code.", "```python\ndef f(x):\n\n    return x  # 42\n```\n\n", "Thx\n", "1\n2\n"),
+    turns(*"abcdefgh", system="One letter each.\n\nNo more.")]

@@ -2,6 +2,7 @@
 systems on top of them."""
 
 import hashlib
+import itertools
 import json
 import os
 import re
@@ -12,7 +13,7 @@ import pytest
 import torch
 from conftest import TINY, run
 from runs import metrics
-from templates import CONVERSATIONS, TEMPLATES
+from templates import ANSWERED, CONVERSATIONS, TEMPLATES
 from test_convert import assert_close, export, ids, logits_of, make, shake, train_tokenizer
 from test_prepare import Server
 
@@ -305,6 +306,66 @@ def test_chats_are_rendered_and_learned_as_transformers_writes_them(folders, tmp
         assert "".join(learned) == "".join(wanted) and len(whole) >= len(fit(*pieces[-1], 9999)[0])
 
 
+# What stands behind an answer and ends it, and what a template puts before one that has no part in
+# the prompt: the model has to say it.
+ENDS = dict(llama3="<|eot_id|>", gemma3="<end_of_turn>", mistral="</s>", olmo2="<|endoftext|>",
+            zephyr="</s>")
+BEFORE = dict(mistral=" ", qwen3="<think>\n\n</think>\n\n")
+
+
+def places_of_answers(theirs, turns, which, before, end):
+    """[(start, stop)] in the text that `transformers` writes of `turns`: of the answers `which`
+    (places in turns) with what stands `before` and the `end` token. They are found by what stands
+    around them: the text of the same turns with a mark for each."""
+    marked = [(role, f"@@{i}@@" if i in which else text) for i, (role, text) in enumerate(turns)]
+    text, around = (theirs.apply_chat_template(as_messages(given), tokenize=False)
+                    for given in (turns, marked))
+    around, at, places = re.split("|".join(f"@@{i}@@" for i in which), around), 0, []
+    for i, left, right in zip(which, around, around[1:], strict=False):
+        assert text.startswith(left, at) and left.endswith(before) and right.startswith(end)
+        at += len(left)
+        said, = {said for said in (turns[i][1], turns[i][1].strip(), turns[i][1].lstrip("\n"))
+                 if text.startswith(said + right, at)}
+        places.append((at - len(before), at + len(said) + len(end)))
+        at += len(said)
+    assert text[at:] == around[-1]
+    return text, places
+
+
+@pytest.mark.parametrize("name", TEMPLATES)
+def test_what_is_learned_is_the_answers_token_for_token(folders, tmp_path, name):
+    """By where answers are found in the text, and by the template's own marks where it has them
+    (SmolLM 3's stand around a whole turn)."""
+    theirs = save_tokenizer(tmp_path, name)
+    ours, _, template = tokenizer_of(str(tmp_path))
+    template, end = jinja.with_ends(template, ours), ENDS.get(name, "<|im_end|>")
+    for turns in ANSWERED:
+        if name == "mistral" and turns[0][0] == "system":
+            continue  # refused, see above
+        answers = [i for i, (role, _) in enumerate(turns) if role == "assistant"]
+        parts = [[i] for i in answers] if name == "qwen3" else [answers]
+        pieces = sequences(turns, ours, template)
+        for which, (found, mask) in zip(parts, pieces, strict=True):
+            text, places = places_of_answers(theirs, turns[:which[-1] + 1], which,
+                                             BEFORE.get(name, ""), end)
+            whole = theirs(text, add_special_tokens=False, return_offsets_mapping=True)
+            assert found.tolist() == whole["input_ids"]
+            wanted = [int(any(a <= start < b for a, b in places))
+                      for start, _ in whole["offset_mapping"]]
+            assert mask.tolist() == wanted and sum(wanted) >= len(which)
+        if "{% generation %}" in template["jinja"]:
+            marks = theirs.apply_chat_template(as_messages(turns), return_dict=True,
+                                               return_assistant_tokens_mask=True)
+            head = re.search(r"(?s).*(<.im_start.>.*)", jinja.render(template, turns[:1], True))[1]
+            n, (_, mask) = len(ours.encode_special(head)), pieces[0]
+            learned = 0 * mask
+            for said, run in itertools.groupby(range(len(mask)),
+                                               marks["assistant_masks"].__getitem__):
+                if said:
+                    learned[[*run][n:-1]] = 1  # without its head, and the newline at its end
+            assert mask.tolist() == learned.tolist()
+
+
 @pytest.mark.parametrize("name", TEMPLATES)
 def test_typed_special_tokens_stay_text(folders, tmp_path, name):
     """Each of them in a question and in an answer: as many of the template's as without."""
@@ -320,6 +381,30 @@ def test_typed_special_tokens_stay_text(folders, tmp_path, name):
     bare, (found, learned) = count("x"), count(typed)
     assert found == bare[0] and typed[:-1] in learned
     assert len(ours.encode_special(typed[:-1])) < len(ours.encode(typed[:-1]))
+
+
+@pytest.mark.parametrize("written, named", [
+    ("{{ m.content | upper }}<|im_end|>", "does not write an answer as it is ('<think>no</think>"),
+    ("{{ m.content.split('</think>')[-1] }}<|im_end|>", "does not write an answer as it is"),
+    ("{{ m.content }}", "no end token follows an answer; expected one of ["),
+    ("<|im_end|>{{ m.content }}<|im_start|>", "no end token follows an answer; expected one of ["),
+    ("<b>{{ m.content }}<|im_end|>", None)])
+def test_a_template_that_writes_answers_otherwise_is_refused(folders, tmp_path, capsys, written,
+                                                             named):
+    """Through what a person types. What it sets before an answer is learned with it."""
+    save_tokenizer(tmp_path / "t", "qwen2")
+    (tmp_path / "t" / "chat_template.jinja").write_text(
+        "{% for m in messages %}<|im_start|>{{ m.role }}\n{% if m.role == 'user' %}{{ m.content }}"
+        "<|im_end|>{% else %}" + written + "{% endif %}{% endfor %}"
+        "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}")
+    (tmp_path / "a.jsonl").write_text("".join(json.dumps(dict(
+        prompt=f"{i}", response="<think>no</think>Yes")) + "\n" for i in range(40)))
+    code = chats.main([str(tmp_path / "a.jsonl"), "--out", str(tmp_path / "d"), "--tokenizer",
+                       str(tmp_path / "t"), "--show=1"])
+    said = capsys.readouterr()
+    assert code == (2 if named else 0) and (named or "") in said.err, said.err
+    if not named:
+        assert "assistant\n[<b><think>no</think>Yes<|im_end|>]" in said.out
 
 
 @pytest.fixture(scope="module")
