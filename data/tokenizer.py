@@ -199,10 +199,11 @@ class CharTokenizer(Tokenizer):
 
 class JsonTokenizer(Tokenizer):
     """A tokenizer.json that tiktoken cannot do, such as Gemma's or SmolLM's, by the package
-    `tokenizers`. Special tokens written in a text are ordinary text here, too."""
+    `tokenizers`. Special tokens written in a text are ordinary text here, too. Its model knows all
+    ids below n_vocab, where that is said."""
     kind = "json"
 
-    def __init__(self, text, eot_token):
+    def __init__(self, text, eot_token, n_vocab=0):
         try:
             import tokenizers
         except ImportError:
@@ -224,7 +225,8 @@ class JsonTokenizer(Tokenizer):
         self.special_ids, self.special = set(special), set(special.values())
         # Of special tokens the end of text alone: Gemma 3 has one more than its models have rows.
         ids = set(self.enc.get_vocab(with_added_tokens=True).values())
-        self.n_vocab = 1 + max(ids & {eot_token} | ids - self.special_ids, default=-1)
+        self.least = 1 + max(ids & {eot_token} | ids - self.special_ids, default=-1)
+        self.n_vocab = max(self.least, 1 + max((i for i in ids if i < n_vocab), default=-1))
         if not (type(eot_token) is int and 0 <= eot_token < self.n_vocab <= MAX_VOCAB):
             raise DataError(f"tokenizer.json: the end of text is {eot_token!r}, expected an id "
                             f"below {min(self.n_vocab, MAX_VOCAB)}")
@@ -278,7 +280,8 @@ class JsonTokenizer(Tokenizer):
         return np.array([len(self.bytes_of(i)) for i in range(self.n_vocab)], np.int64)
 
     def spec(self):
-        return {"kind": "json", "json": self.text, "eot_token": self.eot_token}
+        rows = {"n_vocab": self.n_vocab} if self.n_vocab > self.least else {}
+        return {"kind": "json", "json": self.text, "eot_token": self.eot_token} | rows
 
 
 @functools.cache
@@ -362,7 +365,7 @@ def tokenizer_from_spec(spec):
             return RankTokenizer(kind, ranks, spec["pattern"], int(spec["eot_token"]),
                                  spec.get("added"), bool(spec.get("nfc")))
         if kind == "json":
-            return JsonTokenizer(spec["json"], spec["eot_token"])
+            return JsonTokenizer(spec["json"], spec["eot_token"], spec.get("n_vocab", 0))
     except (KeyError, TypeError, AttributeError, ValueError) as e:  # ValueError: of the pattern
         raise DataError(f"tokenizer of kind {kind!r}: broken description: {e}") from None
     raise DataError(f"tokenizer kind {kind!r} is unknown; expected byte, char, gpt2, ranks or json")

@@ -177,7 +177,8 @@ def read_tokenizer(folder):
         why = error
     try:
         added = {t["content"]: t["id"] for t in content.get("added_tokens") or []}
-        return JsonTokenizer(json.dumps(content), end_of_text(folder, added))
+        rows = config_of(folder, "config.json").get("vocab_size")
+        return JsonTokenizer(json.dumps(content), end_of_text(folder, added), rows or 0)
     except (DataError, LookupError, TypeError, AttributeError) as error:
         raise DataError(f"{why}; {error}") from None
 

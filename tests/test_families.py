@@ -407,6 +407,26 @@ def test_a_template_that_writes_answers_otherwise_is_refused(folders, tmp_path, 
         assert "assistant\n[<b><think>no</think>Yes<|im_end|>]" in said.out
 
 
+def test_special_tokens_behind_the_end_of_text_are_ids_of_the_model(folders, tmp_path):
+    """Those that its rows hold: Llama 2's vocabulary with ChatML's tokens, of which the end comes
+    first; one more (an image's) is none."""
+    save_tokenizer(tmp_path, "chatml")
+    tokenizer = train_tokenizer("metaspace", ["<s>", "</s>"])
+    tokenizer.add_special_tokens(["<|im_end|>", "<|im_start|>", "<image>"])
+    tokenizer.save(str(tmp_path / "tokenizer.json"))
+    (tmp_path / "tokenizer_config.json").write_text('{"eos_token": "<|im_end|>"}')
+    end, rows = (tokenizer.token_to_id(token) for token in ("<|im_end|>", "<image>"))
+    (tmp_path / "config.json").write_text(json.dumps(dict(vocab_size=rows)))
+    read, _, template = tokenizer_of(str(tmp_path))
+    for ours in (read, tokenizer_from_spec(read.spec())):
+        assert (ours.n_vocab, ours.eot_token, len(ours.token_bytes())) == (rows, end, rows)
+        (found, mask), = sequences([("user", "a"), ("assistant", "a")], ours, template)
+        assert found.tolist().count(end + 1) == 2 and found[mask == 1][-1] == end
+    (tmp_path / "config.json").unlink()
+    assert tokenizer_of(str(tmp_path))[0].n_vocab == end + 1
+    assert "n_vocab" not in tokenizer_of(str(tmp_path))[0].spec()
+
+
 @pytest.fixture(scope="module")
 def talker(folders, tmp_path_factory):
     """(folder of a tiny Qwen 2 that has a chat template, model and tokenizer of `transformers`)."""
