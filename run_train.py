@@ -15,7 +15,6 @@ from train.config import (
     files_read,
     help_text,
     load_with_origins,
-    mixture_of,
     names_of_others,
     read_values,
     say,
@@ -31,18 +30,6 @@ def show(page):
     except BrokenPipeError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     return 0
-
-
-def check_there(config):
-    """UserError where what a run opens first is not there: torch, which takes seconds to import, is
-    not needed to find that out."""
-    file, again = config.resume_file, os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0"
-    if file and not os.path.exists(file) and not again:  # a restarted job has its own past
-        raise UserError(f"resume: {file!r} is none of auto, never and must, and no such file")
-    for folder in mixture_of(config.data_dir) or [config.data_dir]:
-        if config.model == "gpt" and os.path.basename(os.path.normpath(folder)) != "stdlib":
-            from data.token_files import find_files
-            find_files(folder, "train")
 
 
 def main(argv):
@@ -62,6 +49,7 @@ def main(argv):
             shape, weights = weights_shape(config)
             config, origins = config.but(**shape), origins | dict.fromkeys(shape, weights)
         if not show_config and not dry_run:
+            from data.token_files import check_there
             check_there(config)
     except UserError as error:
         if os.environ.get("RANK", "0") == "0":  # every rank finds the same: one speaks

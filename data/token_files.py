@@ -16,7 +16,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from train.config import UserError
+from train.config import UserError, mixture_of
 
 # What the maps may hold of this process's memory. The kernel maps 64 KiB around a page it is asked
 # for; mapping anew for every batch instead would cost more than the reading.
@@ -92,6 +92,17 @@ def find_files(data_dir, split):
         raise DataError(f"{data_dir}: no {split} data: expected {wanted}, found {found}"
                         f"{who_reads(data_dir)}; set data_dir, or {PREPARE}")
     return sorted(paths)
+
+
+def check_there(config):
+    """UserError where what a run opens first is not there: torch, which takes seconds to import, is
+    not needed to find that out."""
+    file, again = config.resume_file, os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0"
+    if file and not os.path.exists(file) and not again:  # a restarted job has its own past
+        raise UserError(f"resume: {file!r} is none of auto, never and must, and no such file")
+    for folder in mixture_of(config.data_dir) or [config.data_dir]:
+        if config.model == "gpt" and os.path.basename(os.path.normpath(folder)) != "stdlib":
+            find_files(folder, "train")
 
 
 def check_meta(meta):

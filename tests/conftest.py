@@ -12,6 +12,9 @@ import numpy as np
 import pytest
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # also of every program
+# Hundreds of processes read the same files: where their bytecode is not kept, each compiles them.
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+sys.dont_write_bytecode = False
 
 from processes import REPO, TESTS, in_ranks_of, python, small_chunks  # noqa: E402
 
@@ -61,8 +64,12 @@ def pytest_collection_modifyitems(items):
     items.sort(key=lambda item: place.get(item.path.name, len(FIRST)))
 
 
+@pytest.hookimpl(wrapper=True)
 def pytest_collection():
+    """One worker after the other: the first keeps the bytecode of all files for the others."""
     gc.disable()
+    with locked(TESTS / "matrix.py", fcntl.LOCK_EX):
+        return (yield)
 
 
 def pytest_collection_finish():

@@ -13,7 +13,6 @@ import torch.nn.functional as F
 from conftest import SHARED, run, tiny_args
 from processes import python
 from runs import SMALL, Program, assert_same
-from sklearn import metrics as sk
 
 from data import labels as labels_module
 from data.labels import INSIDE, SEVERAL, Fields, missing_words, read_rows, to_arrays
@@ -92,6 +91,7 @@ def random_case(seed):
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("seed", range(40))
 def test_numbers_are_those_of_scikit_learn(seed):
+    from sklearn import metrics as sk  # here: every worker reads this file, and one needs it
     y, scores = random_case(seed)
     K, said, got = scores.shape[1], scores.argmax(1), classification_metrics(y, scores)
     assert got["accuracy"] == pytest.approx(sk.accuracy_score(y, said), abs=1e-9)
@@ -122,6 +122,7 @@ def test_numbers_are_those_of_scikit_learn(seed):
 def test_auroc_of_evaluations_is_that_of_scikit_learn(K, width):
     """Up to the width of a step, of batches added up, with ties and scores that are very sure; also
     of a model that has hardly begun, whose scores differ by little."""
+    from sklearn.metrics import roc_auc_score
     rng = np.random.default_rng(K)
     scores, y = rng.normal(0, 3, (400, K)).round(1) * width / 3, rng.integers(0, K, 400)
     scores[:20], scores[20:40] = 0, scores[20:40] * 30
@@ -129,7 +130,7 @@ def test_auroc_of_evaluations_is_that_of_scikit_learn(K, width):
     p = torch.tensor(scores).softmax(1).numpy()
     for k, (negative, positive) in enumerate(sum(parts).numpy()):
         assert auroc_of_counts(negative, positive) == pytest.approx(
-            sk.roc_auc_score(y == k, p[:, k]), abs=2e-3)
+            roc_auc_score(y == k, p[:, k]), abs=2e-3)
     assert auroc_of_counts(negative, positive * 0) is None
 
 

@@ -20,7 +20,7 @@ from train import bench, speed
 from train.checkpoint import load_checkpoint
 from train.config import load_config
 from train.dataloader import open_token_data
-from train.distributed import Ranks, choose_dtype, get_device, use_flash_attention_3
+from train.distributed import Ranks, choose_dtype, get_device, seed_step, use_flash_attention_3
 from train.train import train
 
 
@@ -147,6 +147,22 @@ def test_rotation_angles_are_looked_up_not_computed():
 
 
 # --- precision and its peak
+
+@pytest.mark.parametrize("kind", ["cuda", "mps", "xpu"])
+def test_a_step_seeds_the_device_as_torch_would(monkeypatch, kind):
+    """One number for the CPU and the device, which only asks for it here."""
+    asked = []
+    monkeypatch.setattr(getattr(torch, kind), "manual_seed", asked.append)
+    state = torch.get_rng_state()
+    try:
+        seed_step(1337, 5, Ranks(1, 1, 2, torch.device(kind)))
+        assert asked == [torch.initial_seed()] == [((1337 * 1_000_003 + 5) * 65_537 + 1) % 2**63]
+        ours = torch.rand(3)
+        torch.manual_seed(asked[0])
+        assert torch.equal(torch.rand(3), ours)
+    finally:
+        torch.set_rng_state(state)
+
 
 def test_precision_is_chosen_by_the_device():
     for path in sorted((REPO / "train").glob("config*.yaml")):

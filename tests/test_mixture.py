@@ -332,13 +332,14 @@ def test_a_missing_folder_ends_in_one_line(folders, tmp_path):
     (dict(web=1, other=1), "other and .*web cannot be mixed: tokenizer is {'kind': 'byte'} "
      "and None; prepare both alike, one with --tokenizer and the other's folder"),
     ({"web": 1, "sub/web": 1}, "the last part of a folder's name, val_loss_web, say: expected"),
-    (dict(web=1, ema=1), "expected different ones, and not ema"),
+    (dict(web=1, ema=1), "expected different ones, not ema, and no web_ema beside web"),
+    (dict(web=1, web_ema=1), "expected different ones, not ema, and no web_ema beside web"),
     (dict(web=1, code=1e-9), "less than 1 / 10,000 of all; leave its folder out"),
 ])
 def test_what_does_not_belong_together_is_refused(folders, tmp_path, changes, message):
     for name in ("web", "code"):
         (tmp_path / name).symlink_to(folders / name)
-    for name, meta in (("sub/web", {}), ("ema", {}), ("other", dict(
+    for name, meta in (("sub/web", {}), ("ema", {}), ("web_ema", {}), ("other", dict(
             tokenizer=dict(kind="byte"), vocab_size=257))):
         (tmp_path / name).mkdir(parents=True)
         (tmp_path / name / "meta.json").write_text(json.dumps(meta))

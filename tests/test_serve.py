@@ -40,9 +40,14 @@ from model.serve.engine import Engine, Job, Text
 from model.serve.server import Server, is_local
 from train.checkpoint import save_checkpoint
 
-openai = pytest.importorskip("openai")
+openai = None
 BYTES, LETTERS = load_tokenizer("byte"), CharTokenizer("abcdefghijklmnopqrstuvwxyz .,")
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser")
+
+
+@pytest.fixture(scope="module", autouse=True)
+def import_openai():  # here: every worker reads this file, and one needs it
+    globals()["openai"] = pytest.importorskip("openai")
 
 
 def small(tokenizer=BYTES, **changes):

@@ -108,9 +108,15 @@ def defines(path, name):
     is no valid Python true: importing it says where."""
     try:
         with open(path, encoding="utf-8") as f:
-            return name in symtable.symtable(f.read(), path, "exec").get_identifiers()
+            return name in top_level(f.read())
     except (SyntaxError, ValueError):
         return True
+
+
+@functools.cache
+def top_level(source):
+    """The names at the top level of a Python file's text."""
+    return set(symtable.symtable(source, "?", "exec").get_identifiers())
 
 
 @functools.cache

@@ -180,6 +180,16 @@ def set_seed(seed: int, deterministic: bool = False,
     torch.backends.cudnn.allow_tf32 = not deterministic
 
 
+def seed_step(seed, it, ranks):
+    """What torch draws in step `it` on this rank, on the CPU and the device, is a function of these
+    alone. torch.manual_seed would do it, but for each accelerator that is not there it notes a
+    traceback, which takes half a millisecond in all."""
+    number = ((seed * 1_000_003 + it) * 65_537 + ranks.rank) % 2**63
+    torch.default_generator.manual_seed(number)
+    if ranks.device.type != "cpu":
+        getattr(torch, ranks.device.type).manual_seed(number)
+
+
 # -----------------------------------------------------------------------------
 # the process group
 

@@ -24,6 +24,16 @@ class Average:
         averages = [self.state[p]["ema"] for p in params]
         torch._foreach_lerp_(averages, params, 1 - min(self.decay, (1 + it) / (10 + it)))
 
+    def beside(self, evaluate):
+        """{NAME: number} of evaluate(), and with it {NAME_ema: number} of the averages; None where
+        one of the two was asked to stop."""
+        found = evaluate()
+        if found is None:
+            return None
+        with self.in_place():
+            of_average = evaluate()
+        return of_average and found | {f"{n}_ema": v for n, v in of_average.items()}
+
     @contextlib.contextmanager
     def in_place(self):
         """Context in which the parameters have their averages for values."""

@@ -3,6 +3,7 @@
 Telling never stops training: a closed pipe or a full disk costs its own output and one warning.
 """
 
+import functools
 import importlib.metadata
 import json
 import math
@@ -373,8 +374,10 @@ def drop_lines_from(path, iter, evaluated=False):
                     target.write(line)
 
 
+@functools.cache
 def environment():
-    """Versions, host and git commit of this run, as a dict."""
+    """Versions, host and git commit, as a dict: as they were when this process first asked, since
+    what it has imported does not change with the files."""
     versions = dict(python=platform.python_version())
     for package in ("torch", "numpy", "tiktoken", "pyyaml"):
         with suppress(importlib.metadata.PackageNotFoundError):
@@ -392,9 +395,10 @@ def git_state():
         return subprocess.check_output(["git", "--no-optional-locks", "-C", root, *args], text=True,
                                        timeout=10, stderr=subprocess.DEVNULL).strip()
     try:
-        if not os.path.samefile(git("rev-parse", "--show-toplevel"), root):
+        top, commit = git("rev-parse", "--show-toplevel", "HEAD").splitlines()
+        if not os.path.samefile(top, root):
             return None, None  # the repository of something around this code
-        return git("rev-parse", "HEAD"), bool(git("status", "--porcelain"))
+        return commit, bool(git("status", "--porcelain"))
     except (OSError, subprocess.SubprocessError):
         return None, None
 

@@ -149,9 +149,10 @@ def mix(data, weights):
     """The Data of a mixture of {folder: Data}, whose sources weigh {folder: weight}. Raises
     DataError where they cannot be mixed."""
     folders = {source_name(folder): folder for folder in sorted(data, key=source_name)}
-    if len(folders) < len(data) or folders.keys() & {"", "ema"}:
+    if len(folders) < len(data) or folders.keys() & {"", "ema", *(f"{n}_ema" for n in folders)}:
         raise DataError(f"data_dir: {', '.join(data)}: numbers are called by the last part of a "
-                        "folder's name, val_loss_web, say: expected different ones, and not ema")
+                        "folder's name, val_loss_web, say: expected different ones, not ema, and "
+                        "no web_ema beside web")
     data = {name: data[folder] for name, folder in folders.items()}
     first, *others = data
     for name in others:

@@ -306,7 +306,7 @@ class Trainer:
         self.watchdog.arm(factor=10 if self.clock.unsteady(it) else 1)
         # Every random draw of a step (dropout) is a function of (seed, step, rank), never of what
         # was drawn before: nothing has to be saved for a resumed run to draw the same.
-        torch.manual_seed(((c.seed * 1_000_003 + it) * 65_537 + ranks.rank) % 2**63)
+        distributed.seed_step(c.seed, it, ranks)
         # The learning rate is a function of the step; each group scales its own peak by it. The
         # plateau's scale is the one part that looks at results; it is saved with the run.
         lr = get_lr(it, c) * self.plateau.scale
@@ -448,12 +448,7 @@ class Trainer:
                 if more and self.tasks and found is not None:
                     found = self.tasks.evaluate(found, batches, self.ranks, self.autocast, stop)
                 return found
-        found = numbers()
-        if more and self.average and found is not None:
-            with self.average.in_place():
-                of_average = numbers()
-            found = of_average and found | {f"{n}_ema": v for n, v in of_average.items()}
-        return found
+        return self.average.beside(numbers) if more and self.average else numbers()
 
     @contextlib.contextmanager
     def eval_mode(self):
