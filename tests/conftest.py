@@ -140,6 +140,16 @@ def run(*args, ranks=0, env=None, timeout=120):
     return done.returncode, done.stdout
 
 
+@pytest.fixture
+def browser(tmp_path):
+    from browser import CHROMIUM, Browser
+    if CHROMIUM is None:
+        pytest.skip("no Chromium on this machine")
+    browser = Browser(tmp_path / "profile")
+    yield browser
+    browser.close()
+
+
 @pytest.fixture(scope="session")
 def data_dir(tmp_path_factory):
     """A prepared folder of learnable bytes: 20,000 training tokens, 4,000 validation tokens."""

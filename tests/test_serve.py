@@ -1,6 +1,5 @@
 """model/serve/ through real clients: the openai package, plain sockets, and a browser."""
 
-import base64
 import collections
 import contextlib
 import functools
@@ -10,7 +9,6 @@ import os
 import pathlib
 import random
 import re
-import shutil
 import signal
 import socket
 import struct
@@ -24,6 +22,7 @@ from concurrent.futures import ThreadPoolExecutor
 import numpy as np
 import pytest
 import torch
+from browser import soon
 from conftest import REPO
 from processes import Fork
 
@@ -33,16 +32,16 @@ from model.generate import generate, pick
 from model.gpt import GPT, GPTConfig
 from model.serve import engine as engine_file
 from model.serve import key_of, listen, main, parser
-from model.serve import server as server_file
+from model.serve import site as site_file
 from model.serve.api import Answer
 from model.serve.connection import MAX_BODY, MAX_HEAD, Connection
 from model.serve.engine import Engine, Job, Text
-from model.serve.server import Server, is_local
+from model.serve.server import Server
+from model.serve.site import is_local
 from train.checkpoint import save_checkpoint
 
 openai = None
 BYTES, LETTERS = load_tokenizer("byte"), CharTokenizer("abcdefghijklmnopqrstuvwxyz .,")
-CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser")
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -107,13 +106,6 @@ def expected(model, prompt, n, tokenizer=BYTES, **how):
                    n_vocab=tokenizer.n_vocab, **how)[0, len(ids):].tolist()
     text = out[:-1] if out[-1] == tokenizer.eot_token else out
     return tokenizer.decode(text), out
-
-
-def soon(condition, timeout=10):
-    end = time.monotonic() + timeout
-    while not condition():
-        assert time.monotonic() < end
-        time.sleep(0.01)
 
 
 def send(server, method="POST", path="/v1/completions", body=b"", **headers):
@@ -675,7 +667,7 @@ def slow_clients(n, server):
 
 def test_slow_clients_keep_nobody_waiting(server, monkeypatch):
     """The oldest of too many are cut, and each has only so long for its whole request."""
-    monkeypatch.setattr(server_file, "MAX_SENDING", 20)
+    monkeypatch.setattr(site_file, "MAX_SENDING", 20)
     slow = slow_clients(50, server)
     assert healthy(server)
     soon(lambda: len(server.sending) == 20 or len(server.sending) == 19)  # /health's was one
@@ -685,7 +677,7 @@ def test_slow_clients_keep_nobody_waiting(server, monkeypatch):
     for s in slow:
         s.close()
     soon(lambda: not server.sending)
-    monkeypatch.setattr(server_file, "RECEIVE", 0.4)
+    monkeypatch.setattr(site_file, "RECEIVE", 0.4)
     with connect(server) as head, connect(server) as body:
         started = time.monotonic()
         body.sendall(raw(b"x" * 50)[:-50])
@@ -988,86 +980,6 @@ def test_errors_of_the_command_line(checkpoint, tmp_path, capsys):
 
 # -----------------------------------------------------------------------------
 # the page
-
-class Browser:
-    """Headless Chromium, driven through its debugging pipe (chromedevtools.github.io)."""
-
-    def __init__(self, folder):
-        commands, self.commands = os.pipe()
-        self.replies, replies = os.pipe()
-        arguments = [CHROMIUM, "--headless=new", "--remote-debugging-pipe", "--no-sandbox",
-                     "--disable-gpu", "--disable-dev-shm-usage", "--no-first-run",
-                     f"--user-data-dir={folder}", "about:blank"]
-        # It reads commands from 3 and writes to 4.
-        shell = f'exec 3<&{commands} 4>&{replies} {commands}<&- {replies}>&-; exec "$@"'
-        self.process = subprocess.Popen(
-            ["bash", "-c", shell, "chromium", *arguments], pass_fds=(commands, replies),
-            stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-        os.close(commands), os.close(replies)
-        self.reader, self.number = os.fdopen(self.replies, "rb"), 0
-        self.session, self.problems = None, []
-        page = next(t for t in self("Target.getTargets")["targetInfos"] if t["type"] == "page")
-        self.session = self("Target.attachToTarget", targetId=page["targetId"], flatten=True)[
-            "sessionId"]
-        for domain in ("Page", "Runtime", "Log", "Network"):
-            self(f"{domain}.enable")
-
-    def __call__(self, method, **params):
-        self.number += 1
-        message = dict(id=self.number, method=method, params=params)
-        if self.session:
-            message["sessionId"] = self.session
-        os.write(self.commands, json.dumps(message).encode() + b"\0")
-        while True:
-            reply = json.loads(self.read())
-            if reply.get("id") == self.number:
-                assert "error" not in reply, reply
-                return reply["result"]
-            if reply.get("method") in ("Runtime.exceptionThrown", "Log.entryAdded"):
-                self.problems.append(reply["params"])
-
-    def read(self):
-        out = bytearray()
-        while (byte := self.reader.read(1)) != b"\0":
-            assert byte, "the browser has ended"
-            out += byte
-        return out
-
-    def js(self, expression):
-        return self("Runtime.evaluate", expression=expression)["result"].get("value")
-
-    def click(self, selector):
-        x, y = json.loads(self.js(f"(r => JSON.stringify([r.x + r.width / 2, r.y + r.height / 2]))"
-                                  f"(document.querySelector('{selector}').getBoundingClientRect())"))
-        for kind in ("mousePressed", "mouseReleased"):
-            self("Input.dispatchMouseEvent", type=kind, x=x, y=y, button="left", clickCount=1)
-
-    def look(self, width, height, dark, path=None):
-        """The page on a screen of that size; (width of its content, a picture)."""
-        self("Emulation.setDeviceMetricsOverride", width=width, height=height, mobile=width < 600,
-             deviceScaleFactor=2 if width < 600 else 1)
-        self("Emulation.setEmulatedMedia", features=[
-            dict(name="prefers-color-scheme", value="dark" if dark else "light")])
-        picture = base64.b64decode(self("Page.captureScreenshot", format="png")["data"])
-        if path:
-            path.write_bytes(picture)
-        return self.js("document.documentElement.scrollWidth"), picture
-
-    def close(self):
-        self.process.kill()
-        self.process.wait()
-        self.reader.close()
-        os.close(self.commands)
-
-
-@pytest.fixture
-def browser(tmp_path):
-    if CHROMIUM is None:
-        pytest.skip("no Chromium on this machine")
-    browser = Browser(tmp_path / "profile")
-    yield browser
-    browser.close()
-
 
 @pytest.mark.parametrize("template", [None, TEMPLATE])
 def test_the_page(browser, template, tmp_path):

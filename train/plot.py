@@ -36,16 +36,22 @@ def read_metrics(path, limit=None):
     with open(path, "rb") as f:
         step = 1 if limit is None else 1 + sum(1 for _ in f) // limit
         f.seek(0)
-        records = []
-        for n, line in enumerate(f):
-            if n % step and b'"val_loss"' not in line:
-                continue
-            try:
-                record = json.loads(line)
-            except (ValueError, RecursionError):
-                continue
-            if isinstance(record, dict) and _number(record.get("iter")) is not None:
-                records.append(record)
+        return read_records(f, step)
+
+
+def read_records(lines, step=1):
+    """The records of lines (bytes) of a metrics.jsonl: every evaluation, and of the others one line
+    in `step`."""
+    records = []
+    for n, line in enumerate(lines):
+        if n % step and b'"val_loss"' not in line:
+            continue
+        try:
+            record = json.loads(line)
+        except (ValueError, RecursionError):
+            continue
+        if isinstance(record, dict) and _number(record.get("iter")) is not None:
+            records.append(record)
     return records
 
 
@@ -171,7 +177,7 @@ class Panel(NamedTuple):
     from_zero: bool = False   # and never logarithmic
 
 
-def chart(title, panels, x_name, log_x=False, band=None, line=None, note=""):
+def chart(title, panels, x_name, log_x=False, band=None, line=None, note="", width=WIDTH):
     """An SVG text of `panels` above each other over one horizontal axis, which starts at 0 unless
     it is logarithmic. band: (name, from, to) shades a stretch of it, line: (name, x) marks a value.
     All names and the `note` are in the legend, where they cover no curve."""
@@ -179,8 +185,8 @@ def chart(title, panels, x_name, log_x=False, band=None, line=None, note=""):
     names = [(f"bold s{s.color}", s.name) for s in series if s.name]
     names += [("dash s2", line[0])] if line else []
     names += [("band s2", band[0])] if band else []
-    legend, bottom = _legend(names + ([("", note)] if note else []))
-    x = Axis([p[0] for s in series for p in s.points], LEFT, WIDTH - RIGHT,
+    legend, bottom = _legend(names + ([("", note)] if note else []), width - RIGHT)
+    x = Axis([p[0] for s in series for p in s.points], LEFT, width - RIGHT,
              None if log_x else 0.0, log_x)
     out = [text(title, LEFT, 28, "title ink"), legend]
     for panel in panels:
@@ -192,14 +198,14 @@ def chart(title, panels, x_name, log_x=False, band=None, line=None, note=""):
         if line:
             out.append(f'<path class="dash s2" d="M{x(line[1]):.1f} {top}v{panel.height}"/>')
     out += [text(label(t), x(t), bottom + 18, "soft mid") for t in x.ticks(40)]
-    out.append(text(x_name, (LEFT + WIDTH - RIGHT) / 2, bottom + 38, "soft mid"))
-    return svg("".join(out), bottom + 48)
+    out.append(text(x_name, (LEFT + x.end) / 2, bottom + 38, "soft mid"))
+    return svg("".join(out), bottom + 48, width)
 
 
-def svg(body, height):
+def svg(body, height, width=WIDTH):
     """The SVG text around what is drawn with the classes of _style()."""
-    return (f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {height}" '
-            f'width="{WIDTH}" height="{height}" role="img"><style>{_style()}</style>'
+    return (f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" '
+            f'width="{width}" height="{height}" role="img"><style>{_style()}</style>'
             f'<rect class="bg" width="100%" height="100%"/>{body}</svg>\n')
 
 
@@ -222,12 +228,12 @@ def _style():
               f"{theme('#0d1117', '#e6edf3', '#9198a1', '#262c36', dark)}}}")
 
 
-def _legend(names):
+def _legend(names, end):
     """(SVG, its lowest pixel) of the rows that name the curves; names: [(css or "", text)]."""
     out, x, y = [], LEFT, 50
     for css, name in names:
         wide = 40 + 6.6 * len(name)
-        if x > LEFT and x + wide > WIDTH - RIGHT:
+        if x > LEFT and x + wide > end:
             x, y = LEFT, y + 18
         out.append(f'<path class="{css}" d="M{x:.0f} {y - 4}h18"/>' if css else "")
         out.append(text(name, x + 24 * bool(css), y))
@@ -244,7 +250,7 @@ def _draw_panel(panel, x, top):
     out = [text(panel.name + " (log scale)" * log, LEFT, top - 7)]
     out += [f'<path class="grid" d="M{x(t):.1f} {top}v{panel.height}"/>' for t in x.ticks(40)]
     for t in y.ticks(22):
-        out += [f'<path class="grid" d="M{LEFT} {y(t):.1f}H{WIDTH - RIGHT}"/>',
+        out += [f'<path class="grid" d="M{LEFT} {y(t):.1f}H{x.end}"/>',
                 text(label(t), LEFT - 8, y(t) + 4, "soft end")]
     for s in sorted(panel.series, key=lambda s: s.kind == "dots"):
         if s.kind == "dots":
@@ -257,7 +263,7 @@ def _draw_panel(panel, x, top):
     return "".join(out)
 
 
-def loss_svg(runs, x="iter", metric="loss", tasks=()):
+def loss_svg(runs, x="iter", metric="loss", tasks=(), width=WIDTH):
     """An SVG text of `runs`, [(name, records of read_metrics), ...]: a number in training and, as
     val_NAME, in validation, and the learning rate; by x: iter, tokens or time. tasks: names of more
     numbers in validation, which share a panel."""
@@ -283,8 +289,9 @@ def loss_svg(runs, x="iter", metric="loss", tasks=()):
     panels += [Panel("tasks", more, 160, True)] if any(s.points for s in more) else []
     panels += [Panel("learning rate", rates, 84, True)] if any(s.points for s in rates) else []
     if len(runs) == 1:
-        return chart(runs[0][0], panels, x_name)
-    return chart(f"{len(runs)} runs", panels, x_name, note="line: training, dots: validation")
+        return chart(runs[0][0], panels, x_name, width=width)
+    return chart(f"{len(runs)} runs", panels, x_name, note="line: training, dots: validation",
+                 width=width)
 
 
 def _training_and_validation(name, metric, train, val, color):

@@ -10,15 +10,14 @@ import signal
 import socket
 from pathlib import Path
 
-from model.decode import add_options, prepare
-from model.serve.engine import Engine
-from model.serve.server import Server, is_local
+from model.serve.site import is_local
 from train.config import run_command
 
 KEY = "IRONGPT_API_KEY"  # of the environment
 
 
 def parser():
+    from model.decode import add_options  # with torch, which train/watch.py does without
     p = argparse.ArgumentParser(prog="python -m model.serve", description=__doc__.split("\n")[0])
     add = p.add_argument
     add_options(p)
@@ -53,7 +52,7 @@ def listen(host, port):
     try:
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
         return socket.create_server((host, port), family=family, backlog=128)
-    except (OSError, UnicodeError) as error:
+    except (OSError, UnicodeError, OverflowError) as error:  # the last: of the port
         reason = getattr(error, "strerror", None) or error
         raise ValueError(f"--host {host} --port {port}: cannot listen there: {reason}; "
                          "take another --port, or 0 for any free one") from None
@@ -88,6 +87,9 @@ def stop_signals():
 
 def run(listening, args):
     """Load the model and answer until a signal comes. Raises ValueError or UserError."""
+    from model.decode import prepare
+    from model.serve.engine import Engine
+    from model.serve.server import Server
     key, (host, port) = key_of(args, listening), listening.getsockname()[:2]
     model, tokenizer, _ = prepare(args)
     template, ends = getattr(model, "template", None), ()

@@ -7,12 +7,22 @@ import io
 import json
 import re
 
-from model.serve.engine import Refused
-
 MAX_HEAD = 1 << 15  # bytes of a request's first line and headers
 MAX_BODY = 1 << 20  # bytes of its JSON
 POLL = 0.25         # seconds between two looks
 GO_ON = b"HTTP/1.1 100 Continue\r\n\r\n"
+
+
+class Refused(Exception):
+    """An error as OpenAI's clients know it: an HTTP status, and who is to blame by its hundred."""
+
+    def __init__(self, status, message, param=None, code=None):
+        super().__init__(message)
+        self.status, self.message, self.param, self.code = status, message, param, code
+
+    def body(self):
+        kind = "invalid_request_error" if self.status < 500 else "server_error"
+        return dict(error=dict(message=self.message, type=kind, param=self.param, code=self.code))
 
 
 class Connection:

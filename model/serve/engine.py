@@ -17,20 +17,9 @@ from dataclasses import dataclass, field
 import torch
 
 from model.generate import NOT_FINITE, empty_cache, pick
+from model.serve.connection import Refused
 
 PIECE = 128  # tokens of prompts read between two steps of the texts being written
-
-
-class Refused(Exception):
-    """An error as OpenAI's clients know it: an HTTP status, and who is to blame by its hundred."""
-
-    def __init__(self, status, message, param=None, code=None):
-        super().__init__(message)
-        self.status, self.message, self.param, self.code = status, message, param, code
-
-    def body(self):
-        kind = "invalid_request_error" if self.status < 500 else "server_error"
-        return dict(error=dict(message=self.message, type=kind, param=self.param, code=self.code))
 
 
 class Text:
