@@ -178,7 +178,7 @@ def main(argv=None):
                                      formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("folders", nargs="*", default=["out"], help="folders of runs (out)")
     parser.add_argument("--port", type=int, default=8001, help="0: any free one (%(default)s)")
-    parser.add_argument("--runs", type=int, default=len(COLORS), help="the newest; 0: all (%(default)s)")
+    parser.add_argument("--runs", type=int, default=len(COLORS), help="the newest (%(default)s)")
     parser.add_argument("--x", choices=list(AXES), default="iter", help="axis (%(default)s)")
     parser.add_argument("--metric", default="loss", help="another number, as of train.plot")
     return run_command(parser, watch, argv)
