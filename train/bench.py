@@ -187,6 +187,8 @@ def memory_parts(c, model, data, world_size, dtype, compiled):
     width, rows = (4 if dtype == torch.float32 else 2), c.micro_batch(world_size)
     rows *= data.train.units_per_sample
     logits = rows * data.spec.get("vocab_size", 0) * width
+    if not compiled and hasattr(model, "head_weight") and not model.head_weight().requires_grad:
+        logits = 0  # a chunk of them at a time: only the head's own gradient needs them all
     return {"weights": 4 * everything / share,
             "weights in 16 bits": 2 * everything / share if width == 2 else 0,
             "gradients": 4 * trained * copies / share,
