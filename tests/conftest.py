@@ -16,7 +16,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")  # also of every program
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 sys.dont_write_bytecode = False
 
-from processes import REPO, TESTS, in_ranks_of, python, small_chunks  # noqa: E402
+from processes import REPO, TESTS, in_ranks_of, lighten, python  # noqa: E402
 
 SHARED = REPO.parent / "shared" / "data"
 
@@ -77,7 +77,7 @@ def pytest_collection_finish():
     third of the time."""
     gc.enable()
     gc.freeze()
-    small_chunks()
+    lighten()
 
 
 @contextlib.contextmanager

@@ -47,11 +47,13 @@ def _kill_programs():
         process.kill()
 
 
-def small_chunks():
-    """Have loaders gather 4,096 tokens at once. Of the batches of tests, 2**18 tokens would be
-    16,384, all of which a run reads ahead once the machine was slow for a moment."""
+def lighten():
+    """Have loaders gather 4,096 tokens at once: of the batches of tests, 2**18 tokens would be
+    16,384, all of which a run reads ahead once the machine was slow for a moment. And wait for no
+    disk, a tenth of a small run: what that is for, a power cut, is not tried here."""
     if loader := sys.modules.get("train.dataloader"):
         loader.CHUNK_TOKENS = 1 << 12
+    os.fsync = lambda fd: None
 
 
 class Fork:
@@ -77,7 +79,7 @@ class Fork:
 
 def _become(function, args, cwd, env, files):
     gc.freeze()  # what is imported is no garbage
-    small_chunks()
+    lighten()
     os.environ.clear()
     os.environ.update(env)
     if "CXX" in env and (config := sys.modules.get("torch._inductor.config")):

@@ -929,7 +929,7 @@ def test_a_signal_lets_texts_finish(checkpoint):
         try:
             line = process.stdout.readline()
             port = int(re.match(r"Model 'my' at http://127.0.0.1:(\d+) ", line)[1])
-            stream = first_of(port, 1000)
+            stream = first_of(port, 400)
             with ThreadPoolExecutor(1) as pool:
                 waiting = pool.submit(first_of, port, 1)
                 health = f"http://127.0.0.1:{port}/health"
