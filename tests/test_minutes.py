@@ -10,6 +10,7 @@ import pytest
 from conftest import run
 from runs import SMALL, assert_same, configure, go
 
+from train import minutes
 from train.checkpoint import CheckpointError, load_checkpoint
 from train.config import ConfigError, load_config
 from train.guard import Stopped, run_reporting_errors
@@ -17,19 +18,19 @@ from train.lr_scheduler import get_lr
 from train.minutes import Costs, folder_inside
 from train.train import train
 
-MINUTES = dict(max_minutes=0.03, max_iters=5000, lr_decay_iters=None, eval_interval=40,
+MINUTES = dict(max_minutes=0.05, max_iters=5000, lr_decay_iters=None, eval_interval=40,
                warmup_iters=3, eval_iters=1)
 
 
 @pytest.mark.parametrize("changes", [{}, dict(eval_interval=0), dict(save_interval=0),
-                                     dict(first_evaluation=0), dict(save_interval=1)])
+                                     dict(first=0.0), dict(save_interval=1)])
 def test_the_time_of_a_run_is_that_of_its_parts(changes):
     """As a loop counts them: evaluated and saved where it is due, and at the end."""
-    parts = dict(start=2.0, step=0.5, evaluation=3.0, save=0.25, end=1.0, eval_interval=10,
-                 save_interval=4, first_evaluation=1) | changes
+    parts = dict(start=2.0, first=0.75, step=0.5, evaluation=3.0, save=0.25, end=1.0,
+                 eval_interval=10, save_interval=4) | changes
     costs = Costs(**parts)
     for steps in (1, 4, 9, 10, 11, 20, 37):
-        seconds = 2.0 + 1.0 + 3.0 * parts["first_evaluation"]
+        seconds = 2.0 + 1.0 + parts["first"]
         for done in range(1, steps + 1):
             seconds += 0.5
             for interval, cost in (("eval_interval", 3.0), ("save_interval", 0.25)):
@@ -39,17 +40,62 @@ def test_the_time_of_a_run_is_that_of_its_parts(changes):
         assert costs.of(steps) == seconds
 
 
+class Rehearsed:
+    """A run whose parts take what they say, by a clock of its own: evaluations without samples
+    before the first step, and more for what is done the first time."""
+
+    def __init__(self, **config):
+        self.clock, self.done, self.evaluated = 100.0, 0, 0
+        self.config = SimpleNamespace(max_minutes=1.0, eval_interval=10, save_every=5,
+                                      eval_on_start=True, eval_iters=4, **config)
+        self.compiler = SimpleNamespace(enabled=True)
+        self.ranks = SimpleNamespace(main=True, world_size=1)
+        self.folder = SimpleNamespace(wait=lambda: self.take(0.125))
+        self.data = SimpleNamespace(val=SimpleNamespace(n_fixed=lambda n: n), test=None)
+
+    def take(self, seconds):
+        self.clock += seconds
+
+    def train_step(self):
+        self.done += 1
+        self.take(8.0 if self.done == 2 else 0.5)
+
+    def validate(self):
+        self.evaluated += self.done > 0
+        self.take(0.25 if not self.done else 6.0 if self.evaluated == 1 else 3.0)
+
+    def save(self):
+        self.take(0.0625)
+
+
+def test_a_rehearsal_times_the_parts_as_the_run_meets_them(monkeypatch):
+    run = Rehearsed()
+    monkeypatch.setattr(minutes, "time", SimpleNamespace(monotonic=lambda: run.clock))
+    costs = minutes.rehearse(run.config, lambda config, at_end: run)
+    assert costs == Costs(start=0.0, first=0.25, step=0.5, evaluation=3.0, save=0.0625, end=0.125,
+                          eval_interval=10, save_interval=5)
+    assert run.done == 3 + 6  # of which six are a twentieth of the minute
+    run = Rehearsed()
+    run.config.eval_on_start, run.data.test = False, SimpleNamespace(samples=9, n_fixed=lambda n: n)
+    costs = minutes.rehearse(run.config, lambda config, at_end: run)
+    assert (costs.first, costs.end) == (0.0, 0.125 + 3.0 * 10 / 4)
+    run = Rehearsed()
+    run.config.eval_interval = 0
+    costs = minutes.rehearse(run.config, lambda config, at_end: run)
+    assert (costs.first, costs.evaluation, costs.eval_interval) == (0.0, 0.0, 0)
+
+
 def test_a_run_of_minutes_is_one_of_steps(data_dir, tmp_path, capsys):
     """The number that it says; with the schedule at its end; with the bits of a run that is given
     this many steps, also when it was stopped and goes on; and at about its time."""
     ended = train(configure(data_dir, tmp_path / "whole", **MINUTES))
     text = capsys.readouterr().out
-    steps = int(re.search(r"max_minutes 0.03 is max_iters (\d+): .* ms a step", text)[1])
+    steps = int(re.search(r"max_minutes 0.05 is max_iters (\d+): .* ms a step", text)[1])
     assert ended["iter_num"] == steps > 0 and f"Length: {steps:,} steps" in text
     assert os.listdir(tmp_path) == ["whole"]  # the rehearsal left nothing
     assert not (tmp_path / "whole/.minutes").exists()
     state = load_checkpoint(tmp_path / "whole/ckpt.pt")
-    assert state["config"]["max_iters"] == steps and state["config"]["max_minutes"] == 0.03
+    assert state["config"]["max_iters"] == steps and state["config"]["max_minutes"] == 0.05
     c = load_config(None, SMALL | MINUTES | dict(max_iters=steps))
     assert get_lr(steps, c) == pytest.approx(c.learning_rate / 10)
 

@@ -85,19 +85,19 @@ def folder_inside(path, ranks):
 class Costs:
     """What the parts of a run take, in seconds, and how many steps lie between them."""
     start: float
+    first: float       # the evaluation before the first step, which has no samples; 0: none
     step: float
     evaluation: float
     save: float
     end: float  # what only the last save and the test data take
     eval_interval: int
     save_interval: int
-    first_evaluation: bool
 
     def of(self, steps):
         """Seconds of a run of so many steps."""
-        evaluations = self.first_evaluation + math.ceil(steps / (self.eval_interval or math.inf))
+        evaluations = math.ceil(steps / (self.eval_interval or math.inf))
         saves = math.ceil(steps / (self.save_interval or math.inf))
-        return (self.start + steps * self.step + evaluations * self.evaluation
+        return (self.start + self.first + steps * self.step + evaluations * self.evaluation
                 + saves * self.save + self.end)
 
 
@@ -108,20 +108,21 @@ def rehearse(config, new_run):
         run = new_run(config, at_end)
         c, data = run.config, run.data
         start, evaluates = time.monotonic() - began, c.eval_interval and data.val is not None
+        first = timed(run.validate) if evaluates and c.eval_on_start else 0.0
         for _ in range(2 + run.compiler.enabled):  # a CPU compiles in the second step
             once = timed(run.train_step)
         budget = min(LONGEST, TIMED * 60 * c.max_minutes)
         n = from_main(lambda: min(max(math.ceil(budget / once), 3), 1000), run.ranks)
         step = timed(lambda: [run.train_step() for _ in range(n)]) / n
-        # The first evaluation is the one that is slow.
-        evaluation = min(timed(run.validate) for _ in range(2)) if evaluates else 0.0
+        # The first one with samples is slow.
+        evaluation = [timed(run.validate) for _ in range(2)][1] if evaluates else 0.0
         save, end = timed(run.save), timed(run.folder.wait)
         if data.test is not None and evaluates:
             batches = [loader.n_fixed(count) for loader, count in (
                 (data.test, data.test.samples + 1), (data.val, c.eval_iters))]
             end += evaluation * batches[0] / batches[1]
-    return Costs(start, step, evaluation, save, end, c.eval_interval * bool(evaluates),
-                 c.save_every, c.eval_on_start and bool(evaluates))
+    return Costs(start, first, step, evaluation, save, end, c.eval_interval * bool(evaluates),
+                 c.save_every)
 
 
 def timed(f):
