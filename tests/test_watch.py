@@ -146,7 +146,7 @@ def test_it_takes_a_hundredth_of_a_core_at_most(tmp_path, monkeypatch):
         now[0] += seconds
         spent[0] += work
         owed.append(site.owed())
-    assert owed == pytest.approx([0, 10, 6, 0, 0, 10, watch.LONGEST])
+    assert owed == pytest.approx([0, 10, 6, 0, 0, 10, watch.LONGEST], abs=1e-6)
 
 
 def test_the_newest_runs_are_shown(at_once, tmp_path):
