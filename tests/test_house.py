@@ -45,8 +45,9 @@ NEEDS = {"model.lm_eval": {"model.tasks"},
          "train.watch": {"train.plot", "model.serve"}}
 LAZILY = {"model.convert": {"model.lora", "model.moe", "model.families", "model.chat"},
           "data.tokenizer_json": {"data.prepare"},
-          "train.bench": {"model.sample"}, "model.sample": {"model.chat"},
-          "model.serve": {"model.chat"}, "model.tasks": {"model.chat"}}
+          "train.bench": {"model.sample"}, "train.repeat": {"train.bench"},
+          "model.sample": {"model.chat"}, "model.serve": {"model.chat"},
+          "model.tasks": {"model.chat"}}
 
 
 def is_core(name):
