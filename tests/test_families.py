@@ -27,6 +27,7 @@ from data.tokenizer_json import tokenizer_of
 from model import chat as talking
 from model import convert, families, sample
 from model.chat import ChatGPT
+from model.convert.gguf import turns_of
 from model.generate import empty_cache, generate
 from model.sample import load_model
 from model.serve.api import jobs_of
@@ -688,6 +689,16 @@ def test_what_llama_cpp_would_compute_otherwise_is_refused(folders, tmp_path, ca
     assert convert.main(["--ckpt", str(tmp_path), "--to", str(tmp_path / "m.gguf")]) == 2
     assert re.search(named, capsys.readouterr().err)
     assert not (tmp_path / "m.gguf").exists()
+
+
+@pytest.mark.parametrize("name, first", [
+    ("smollm2", "<|im_start|>system"),  # which is also its bos_token, of which it says nothing
+    ("qwen2", "<|im_start|>system"), ("llama3", "<|start_header_id|>system"),
+    ("gemma3", "<start_of_turn>user")])
+def test_ollama_sets_the_first_token_where_the_template_names_it(name, first):
+    text, _, words, _ = TEMPLATES[name]
+    turns = turns_of(dict(jinja=text, ends=[0], **words))
+    assert turns.startswith("{{ if .System }}" + first) and "{{ else }}" + first in turns
 
 
 @pytest.mark.parametrize("quantize", [(), ("--quantize=q8_0",), ("--save_precision=bfloat16",)])

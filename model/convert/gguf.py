@@ -221,7 +221,7 @@ def write_tokenizer(writer, source):
         writer.add_uint32("tokenizer.ggml.eot_token_id", ends[-1])
     starts = {t["content"]: t["id"] for t in added}.get(template.get("bos_token"))
     writer.add_bos_token_id(ends[0] if starts is None else starts)
-    writer.add_add_bos_token("bos_token" in template.get("jinja", ""))
+    writer.add_add_bos_token(bool(added_first(template)))
     if template:
         writer.add_chat_template(template.get("jinja") or chat_template(template))
 
@@ -254,6 +254,11 @@ def modelfile(source, to):
     return "\n".join(["Modelfile, for `ollama create NAME -f Modelfile`:", *lines, ""])
 
 
+def added_first(template):
+    """The token that llama.cpp sets before a text, which its chat template need not write."""
+    return template.get("bos_token", "") if "bos_token" in template.get("jinja", "") else ""
+
+
 def turns_of(template):
     """A turn in Ollama's template language: a system message, if there is one, and a question."""
     from data import template as jinja
@@ -263,7 +268,7 @@ def turns_of(template):
     def text(*turns):
         if "jinja" not in template:
             return stretches([*turns, ("assistant", "")], template)[0][0]
-        return jinja.render(template, turns, True).removeprefix(template.get("bos_token", ""))
+        return jinja.render(template, turns, True).removeprefix(added_first(template))
     asked = ("user", "{{ .Prompt }}")
     try:
         return (f'{{{{ if .System }}}}{text(("system", "{{ .System }}"), asked)}{{{{ else }}}}'
