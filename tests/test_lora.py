@@ -107,6 +107,27 @@ def test_gradients_are_those_of_the_sum(whole):
         torch.testing.assert_close(a, b)
 
 
+@pytest.mark.parametrize("checkpointing", ["true", "selective"])
+def test_checkpointed_blocks_give_the_same_adapters(data_dir, base, tmp_path, checkpointing):
+    """Nothing that selective checkpointing keeps is written over."""
+    found = [go(data_dir, base, tmp_path / name, gradient_checkpointing=name, max_iters=2,
+                eval_interval=0) and load_checkpoint(tmp_path / name / "ckpt.pt")["model"]
+             for name in ("false", checkpointing)]
+    for name, t in found[0].items():
+        torch.testing.assert_close(t, found[1][name], rtol=1e-6, atol=1e-9)
+
+
+def test_adapters_are_not_rounded_off_by_bfloat16_weights():
+    """What they add, a thousandth of the weights, would be gone in a sum of that precision."""
+    layer = LoRALinear(torch.nn.Linear(2, 3, bias=False), 1, 2.0).requires_grad_(False)
+    layer.base = torch.nn.Parameter(torch.ones(3, 2, dtype=torch.bfloat16), requires_grad=False)
+    layer.lora_A.copy_(torch.tensor([[0.5, 0.25]]))
+    layer.lora_B.copy_(torch.tensor([[0.001], [0.002], [-0.004]]))
+    with torch.autocast("cpu", torch.bfloat16):
+        y = layer(torch.tensor([[1.0, -1.0]]))
+    torch.testing.assert_close(y.float(), 0.5 * layer.lora_B.T, rtol=1e-2, atol=0)
+
+
 def test_adapters_are_the_difference(data_dir, base, tmp_path):
     """What an export needs: names, A, B, r and alpha give the merged weights."""
     go(data_dir, base, tmp_path / "out", lora_targets=["q", "h.1.mlp.up"])
