@@ -90,8 +90,8 @@ class Student(GPT):
         return super()._apply(fn, recurse)
 
     def flops_per_unit(self):
-        """The teacher has no backward pass, twice the forward's work."""
-        return super().flops_per_unit() + sum(m.flops_per_unit() / 3 for m in self.teacher)
+        """The teacher is frozen: a forward pass alone."""
+        return super().flops_per_unit() + sum(m.flops_per_unit() for m in self.teacher)
 
 
 # -----------------------------------------------------------------------------

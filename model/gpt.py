@@ -355,13 +355,18 @@ class GPT(nn.Module):
 
     def flops_per_unit(self):
         """Training FLOPs a token, PaLM's count (arXiv:2204.02311, appendix B): 6 for each weight
-        that multiplies, and 12 n_layer n_embd block_size for attention (as if it saw all)."""
+        that multiplies, and 12 n_layer n_embd block_size for attention (as if it saw all). A third
+        of these are the forward pass alone, and a third the gradients of weights, which frozen ones
+        have not."""
         c = self.config
         # Embeddings are looked up, not multiplied, but for one that is the output layer as well.
         lookups = [self.wpe, self.wte_prev] + ([] if self.lm_head is None else [self.wte])
-        n = sum(p.numel() for p in self.parameters())
-        n -= sum(m.weight.numel() for m in lookups if m is not None)
-        return 6 * n + 12 * c.n_layer * c.n_head * c.head_dim * c.block_size
+        lookups = {id(m.weight) for m in lookups if m is not None}
+        weights = [p for p in self.parameters() if id(p) not in lookups]
+        n = sum(p.numel() for p in weights)
+        trained = sum(p.numel() for p in weights if p.requires_grad)
+        attention = 4 * c.n_layer * c.n_head * c.head_dim * c.block_size
+        return 4 * n + 2 * trained + 3 * attention if trained else 2 * n + attention
 
 
 # Names of a GPT's own parameters: of the model, and inside its blocks.

@@ -170,11 +170,6 @@ class MemoryGPT(ChatGPT, RoutedGPT):
         std = dict(router=0.02, keys=1.0, values=1.0).get(part[-2], self.config.n_embd ** -0.5)
         return normal(name, shape, std, seed)
 
-    def flops_per_unit(self):
-        """The frozen weights of the blocks need no gradient of their own."""
-        frozen = sum(p.numel() for p in self.h.parameters() if not p.requires_grad)
-        return super().flops_per_unit() - 2 * frozen * self.row_tokens
-
 
 # -----------------------------------------------------------------------------
 # what train/train.py asks of a model file

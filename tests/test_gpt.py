@@ -164,6 +164,11 @@ def test_flops_per_unit_by_hand():
     other = GPT(GPTConfig(block_size=4, vocab_size=128, n_layer=1, n_head=2, n_kv_head=1, n_embd=8,
                           n_hidden=16, tie_weights=False, pos="learned"))
     assert other.flops_per_unit() == model.flops_per_unit()
+    # Frozen weights have no gradients of their own; where all are, there is no backward pass.
+    other.requires_grad_(False).h[0].mlp.requires_grad_(True)
+    other.wte.requires_grad_(True)  # looked up
+    assert other.flops_per_unit() == 4 * weights + 2 * 3 * 8 * 16 + 12 * 1 * 8 * 4
+    assert other.requires_grad_(False).flops_per_unit() == 2 * weights + 4 * 1 * 8 * 4
 
 
 def run_config(**changes):
