@@ -22,6 +22,9 @@ from train.config import ConfigError
 # The first token sees nothing but itself: its activation is many times longer than the others' and
 # would be most of the squared error. It is neither learned nor replaced.
 SKIPPED = 1
+# So are those of single tokens further on (in most published models the first newline or comma):
+# activations of that many times the usual length are left out, too.
+LONG = 4
 
 
 # -----------------------------------------------------------------------------
@@ -75,11 +78,14 @@ class Backbone:
 
     def statistics(self, tokens, windows=64):
         """([mean of each dimension], the factor after which their mean variance is 1) of the
-        activations of `windows` windows, evenly spread over the stream of the loader `tokens`."""
+        activations of `windows` windows, evenly spread over the stream of the loader `tokens`; but
+        for those that are `LONG`."""
         starts = np.linspace(0, tokens.n_tokens - tokens.block_size, windows).astype(np.int64)
         idx = tokens.stream.read(np.unique(starts), tokens.block_size).astype(np.int64)
         x = self.activations(torch.from_numpy(idx).to(self.gpt.wte.weight.device))
         x = x.flatten(0, 1).cpu().double()  # (N, C)
+        length = x.norm(dim=1)
+        x = x[length <= LONG * length.median()]
         return x.mean(0).tolist(), float(x.var(0, correction=0).mean().clamp(min=1e-12) ** -0.5)
 
 

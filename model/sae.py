@@ -22,6 +22,7 @@ import torch.nn as nn
 import torch.nn.functional as F
 
 from data.activations import (  # noqa: F401  ActivationBuffer: for importers
+    LONG,
     SKIPPED,
     ActivationBuffer,
     ActivationLoader,
@@ -73,7 +74,8 @@ def keep_largest(x, k):
 class SparseAutoencoder(nn.Module):
     """forward(x (N, C)) -> (loss, sums, reconstruction (N, C)). Inside, activations are centred and
     scaled by what spec says of them, so that their mean variance is 1 and the squared error is
-    about the share of the variance that is not explained."""
+    about the share of the variance that is not explained. Activations that are `LONG` (a few tokens
+    of published models, hundreds of times the others) count as the mean, and stay as they are."""
 
     def __init__(self, config, spec):
         super().__init__()
@@ -112,12 +114,18 @@ class SparseAutoencoder(nn.Module):
     def active(self, pre):
         return F.relu(keep_largest(pre, self.keys.k) if self.keys.sae == "topk" else pre)
 
+    def normalised(self, x):
+        """(x (N, C) centred and scaled, whether each was too long (N, 1), and so is 0)."""
+        x = (x - self.mean) * self.scale
+        long = x.square().mean(-1, keepdim=True) > LONG**2
+        return x.masked_fill(long, 0.0), long
+
     def encode(self, x):
         """Features (N, F) of activations x (N, C)."""
-        return self.active(self.pre((x - self.mean) * self.scale))
+        return self.active(self.pre(self.normalised(x)[0]))
 
-    def forward(self, x):
-        c, x = self.keys, (x - self.mean) * self.scale
+    def forward(self, given):
+        c, (x, long) = self.keys, self.normalised(given)
         pre, W = self.pre(x), self.directions()
         z = self.active(pre)  # (N, F)
         out = (z @ W + self.b_dec).float()  # (N, C)
@@ -133,7 +141,7 @@ class SparseAutoencoder(nn.Module):
         sums = {name: part.sum() for name, part in parts.items()}
         sums |= dict(x=x.sum(0), xx=x.square().sum(), fired=(z > 0).sum(0),
                      dying=self.silent + 1 >= c.dead_after)  # unless they fire in this step
-        return loss.mean(), sums, out / self.scale + self.mean
+        return loss.mean(), sums, torch.where(long, given, out / self.scale + self.mean)
 
     def revive(self, pre, left, W):
         """The share (N,) of what is left over (N, C) that the largest dead features do not explain:

@@ -11,7 +11,8 @@ from conftest import run
 from processes import python
 from runs import SMALL, assert_same, configure, go, metrics, run_program, tensors
 
-from data.activations import ActivationLoader, load_backbone
+from data.activations import ActivationLoader, Backbone, load_backbone
+from model.gpt import GPT, GPTConfig
 from model.load import digest
 from model.sae import ActivationBuffer, SparseAutoencoder, build_model, main, open_data
 from model.sample import load_model
@@ -251,7 +252,8 @@ def test_sae_lens_folder(tmp_path, trained):
     assert cfg["metadata"]["hook_name"] == "blocks.0.hook_resid_post"
     w = read_safetensors(tmp_path / "sae_weights.safetensors")
     model, _ = load_model(trained[0] / "ckpt.pt")
-    x = np.random.default_rng(0).normal(size=(9, 16)).astype("f4") + w["b_dec"]
+    x = np.random.default_rng(0).normal(size=(9, 16)).astype("f4") / float(model.sae.scale)
+    x += w["b_dec"]
     pre = (x - w["b_dec"]) @ w["W_enc"] + w["b_enc"]
     kept = np.where(pre >= np.sort(pre)[:, -4:-3], np.maximum(pre, 0), 0)
     with torch.no_grad():
@@ -392,6 +394,38 @@ def test_the_loss_is_that_of_a_loop_over_tokens(keys, n_dead):
     assert float(sums["xx"]) == pytest.approx((rows ** 2).sum(), rel=1e-5)
     sae.some_dead = False  # as after_step says where there are none: nothing is computed for them
     assert "auxk" not in sums or float(sae(x)[1]["auxk"]) == 0
+
+
+def test_activations_hundreds_of_times_as_long_are_left_out():
+    """One of nine counts as the mean and stays as it is, to the bit; nothing else changes. The
+    factors are those of the others."""
+    config = load_config(None, dict(model="sae", d_sae=10, k=3, auxk=0))
+    spec = dict(d_in=6, mean=[0.5, -1.0, 0.0, 2.0, 0.1, 0.2], scale=0.4)
+    sae = build_model(config, type("Data", (), {"spec": spec})).sae
+    x = torch.randn(9, 6, generator=torch.Generator().manual_seed(4))
+    for size, left_out in ((3.9, False), (4.1, True)):
+        x[4] = sae.mean + size / 0.4 * torch.tensor([1.0, -1, 1, 1, -1, 1])
+        as_mean = x.index_copy(0, torch.tensor([4]), sae.mean[None])
+        given = as_mean if left_out else x
+        loss, sums, out = sae(x)
+        assert torch.equal(out[4], x[4]) == left_out
+        assert torch.equal(torch.cat((out[:4], out[5:])), torch.cat((sae(given)[2][:4],
+                                                                     sae(given)[2][5:])))
+        assert loss == sae(given)[0] and float(sums["xx"]) == float(sae(given)[1]["xx"])
+        assert torch.equal(sae.encode(x), sae.encode(given))
+
+    rows = torch.randn(1, 64, 5, generator=torch.Generator().manual_seed(1)) + 1
+    rows[0, 7] *= 1000
+    backbone = Backbone.__new__(Backbone)
+    backbone.gpt = GPT(GPTConfig(n_layer=1, n_head=1, n_embd=8, n_hidden=8, block_size=4,
+                                 vocab_size=9))
+    backbone.activations = lambda idx: rows
+    stream = type("Stream", (), dict(read=lambda self, at, n: np.zeros((len(at), n))))
+    mean, scale = backbone.statistics(type("Tokens", (), dict(n_tokens=9, block_size=4,
+                                                              stream=stream()))())
+    others = np.delete(rows[0].double().numpy(), 7, axis=0)
+    np.testing.assert_allclose(mean, others.mean(0))
+    assert scale == pytest.approx(others.var(0).mean() ** -0.5)
 
 
 def test_silent_steps_are_counted_until_a_feature_fires():
