@@ -57,6 +57,22 @@ class Packed:
         pass
 
 
+class Branches(Packed):
+    """Rows of a prompt and answers to it, each of which sees the prompt and itself. part (B, T): 0
+    for the prompt, which comes first, another number for each answer, -1 behind the last one."""
+
+    def __init__(self, part):
+        super().__init__(part)
+        self.said, self.length = part > 0, (part == 0).sum(1, keepdim=True)  # (B, T), (B, 1)
+        self.positions = self.positions + self.length * self.said
+        self.mask = self.mask | ((part == 0)[:, None] & self.said[..., None])[:, None]
+
+    def previous(self, idx):
+        before = super().previous(idx)
+        last = idx.gather(1, (self.length - 1).clamp(min=0)).masked_fill(self.length == 0, -1)
+        return torch.where(self.first & self.said, last, before)
+
+
 class ChatGPT(GPT):
     """A GPT that also takes rows of chats: forward(tokens, mask, chat), (B, T + 1) each. Everything
     else is as in GPT. template: what stands around a turn, None where it learned no chats."""

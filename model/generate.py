@@ -32,9 +32,9 @@ class KVCache:
     length.
     """
 
-    def __init__(self, config, rows, device, dtype):
-        c = self.config = config
-        shape = (c.n_layer, 2, rows, c.n_kv_head, c.block_size, c.head_dim)
+    def __init__(self, config, rows, device, dtype, size=None):
+        c = self.config = config  # size: of a row, where less than the context is needed
+        shape = (c.n_layer, 2, rows, c.n_kv_head, size or c.block_size, c.head_dim)
         self.kv = torch.zeros(shape, device=device, dtype=dtype)
         self.n_sinks = n_sinks(c.block_size)
         self.sinks = self.kv.new_zeros(c.n_layer, *shape[2:4], self.n_sinks, c.head_dim)
@@ -51,6 +51,14 @@ class KVCache:
         view.used, view.last = self.used[rows], self.last[rows]
         view.there = view.used if self.there is self.used else self.there[rows]
         return view
+
+    def repeat(self, n):
+        """A copy of every row n times, those of a row together."""
+        new = copy.copy(self)
+        new.kv, new.sinks = self.kv.repeat_interleave(n, 2), self.sinks.repeat_interleave(n, 1)
+        new.used, new.last = self.used.repeat_interleave(n), self.last.repeat_interleave(n, 0)
+        new.there = new.used if self.there is self.used else self.there.repeat_interleave(n)
+        return new
 
     def clear(self):
         """Forget the texts of all rows (of a view)."""
@@ -144,13 +152,13 @@ def place(p, size):
     return torch.minimum(p, slot) if isinstance(p, torch.Tensor) else min(p, slot)
 
 
-def empty_cache(model, rows):
-    """A KVCache for `rows` texts of a model, where the model is and in the precision of its
-    products."""
+def empty_cache(model, rows, size=None):
+    """A KVCache for `rows` texts (of at most `size` tokens) of a model, where the model is and in
+    the precision of its products."""
     device, dtype = model.wte.weight.device, model.wte.weight.dtype
     if torch.is_autocast_enabled(device.type):
         dtype = torch.get_autocast_dtype(device.type)
-    return KVCache(model.config, rows, device, dtype)
+    return KVCache(model.config, rows, device, dtype, size)
 
 
 # -----------------------------------------------------------------------------
@@ -162,7 +170,7 @@ def generate(model: torch.nn.Module, idx: torch.Tensor, max_new_tokens: int,
              seed: int | list[int] | None = None, stop_token: int | list[int] | None = None,
              on_token: Callable[[torch.Tensor], object] | None = None,
              n_vocab: int | None = None, min_p: float | None = None,
-             lengths: torch.Tensor | None = None) -> torch.Tensor:
+             lengths: torch.Tensor | None = None, each: int = 1) -> torch.Tensor:
     """Continue idx (B, T) int64 by up to max_new_tokens; returns (B, T + new).
 
     temperature 0 takes the most likely token; top_k, top_p (arXiv:1904.09751) and min_p (a share of
@@ -172,44 +180,65 @@ def generate(model: torch.nn.Module, idx: torch.Tensor, max_new_tokens: int,
     positions its last three quarters are computed again, into an empty one. A list of seeds: each
     for its share of the rows, which then draw the same whatever rows there are besides. lengths
     (B,): of rows that are filled up behind their ends; what is new stands from column T on all the
-    same. ValueError where the logits are not finite.
+    same, and what they hold is computed once for `each` so many continuations, (B each, T + new).
+    ValueError where the logits are not finite.
     """
     c, device = model.config, idx.device
     generator = [torch.Generator(device=device) for _ in (seed if isinstance(seed, list) else [0])]
     for one, s in zip(generator, seed if isinstance(seed, list) else [seed]):
         one.manual_seed(s) if s is not None else one.seed()
-    cache = empty_cache(model, idx.size(0))
+    cache = empty_cache(model, idx.size(0), min(c.block_size, idx.size(1) + max_new_tokens))
     pending, keep = idx[:, -c.block_size:], max(1, c.block_size * 3 // 4)
-    done = torch.zeros(idx.size(0), dtype=torch.bool, device=device)
-    lost = done.new_zeros(())
     stops = torch.tensor([] if stop_token is None else stop_token, device=device).view(-1)
     with past_compiled(model):
         if lengths is not None:
             pending = start_unequal(model, cache, idx, lengths)
+        if each > 1:
+            cache = cache.repeat(each)
+            pending, idx = (t.repeat_interleave(each, 0) for t in (pending, idx))
+        rows = torch.arange(len(idx), device=device)  # that are still written
+        done = torch.zeros(len(idx), dtype=torch.bool, device=device)
+        lost = done.new_zeros(())
         for _ in range(max_new_tokens):
             if not c.rolls and cache.used[0] + pending.size(1) > c.block_size:
                 cache.clear()
-                pending = idx[:, -keep:]
-            logits = model(pending, cache=cache, last_only=True)[:, -1]  # (B, vocab_size)
-            new = pick(logits[:, :n_vocab], temperature, top_k, top_p, generator, min_p)
+                pending = idx[rows, -keep:]
+            logits = model(pending, cache=cache, last_only=True)[:, -1, :n_vocab]  # (rows, V)
+            if len(rows) < len(idx):  # all draw, so that each draws the same with and without them
+                logits = logits.new_zeros(len(idx), logits.size(1)).index_copy(0, rows, logits)
+            new = pick(logits, temperature, top_k, top_p, generator, min_p)
             lost |= (new < 0).any()
             if stop_token is not None:
                 new = torch.where(done, idx[:, -1], new)
                 done |= torch.isin(new, stops)
-            pending = new.clamp(min=0)[:, None]
-            idx = torch.cat((idx, pending), dim=1)
+            idx = torch.cat((idx, new.clamp(min=0)[:, None]), dim=1)
+            pending = idx[rows, -1:]
             if on_token is None and stop_token is None:
                 continue  # a GPU need not be waited for
-            over, failed = torch.stack((done.all(), lost)).tolist()
+            left, failed = torch.stack(((~done).sum(), lost)).tolist()
             if failed:
                 break
             if on_token is not None:
                 on_token(new)
-            if over:
+            if not left:
                 break
+            if 8 * left <= 7 * len(rows):
+                rows = gathered(cache, rows, (~done[rows]).tolist(), left)
+                cache, pending = cache[:left], idx[rows, -1:]
     if bool(lost):
         raise ValueError(NOT_FINITE)
     return idx
+
+
+def gathered(cache, rows, going, left):
+    """Have the first `left` rows of a cache be those that are going on, which the last of them take
+    the places of others for. Returns their numbers, `rows` being those of all."""
+    order = list(range(len(going)))
+    free = [i for i in order[:left] if not going[i]]
+    for target, source in zip(free, [i for i in order[left:] if going[i]], strict=True):
+        cache.move(source, target)
+        order[target] = source
+    return rows[order[:left]]
 
 
 def start_unequal(model, cache, idx, lengths):

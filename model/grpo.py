@@ -15,17 +15,17 @@ What an answer is worth says `reward`: exact match, or a Python file of yours, t
 code that is not in this repository runs. It is read off the command line or YAML alone: no
 checkpoint and no data can name it, and nothing but training imports it.
 
-Shapes: B prompts, K answers to each, N = B K; T tokens of a prompt with its answer, A of an answer.
+Shapes: B prompts, K answers to each, N = B K; n rows of T tokens, a prompt with answers to it.
 """
 
 import hashlib
 import importlib.util
 import json
 import math
-import os
 import sys
 import traceback
 from dataclasses import dataclass
+from pathlib import Path
 
 import numpy as np
 import torch
@@ -38,7 +38,6 @@ from data.prompts import read_lines
 from data.token_files import DataError, open_npy
 from model import chat, gpt
 from model.generate import generate
-from model.gpt import stable_hash
 from model.load import model_of, read_backbone
 from model.lora import OwnAdapters, adapt
 from model.ops import IGNORE, chunk_rows
@@ -59,8 +58,7 @@ class Keys:
                       free=True, path=True, reads="apart")
     group_size: int = key(8, "answers to a prompt, which are compared with each other", ge=2)
     answer_tokens: int = key(64, "the most tokens of an answer", ge=1)
-    grpo_beta: float = key(0.0, "weight of the KL divergence from the model that training starts "
-                           "from", ge=0)
+    grpo_beta: float = key(0.0, "weight of the KL divergence from the model it starts from", ge=0)
     lora_rank: int = key(0, "rank of adapters on attention and MLP, trained alone; 0: none", ge=0)
 
     def problems(self):
@@ -92,51 +90,43 @@ class RewardedGPT(OwnAdapters):
             return self.examine(idx, targets, number)
         batch, sums = self.write(idx, targets, number, sample)
         loss, kl = self.learn(*batch)
-        return loss, sums | (dict(kl=kl.sum() / self.group_size) if self.reference else {})
+        return loss, sums | (dict(kl=kl / self.group_size) if self.reference else {})
 
-    def learn(self, idx, last, said, advantage, reward):
-        """(loss, KL (n,)) of rows idx (n, T), whose prompts end with token `last` (n,), answers
-        said (n, A), IGNORE behind their ends, and their advantages (n,), n being those of the N
-        rewards (N,) that there is something to learn from."""
-        length = (said != IGNORE).sum(1)
-        own = answer_logps(self, idx, last, said)  # (N, A)
-        mean = own.sum(1) / length
+    def learn(self, tokens, weights, rewards):
+        """(loss, KL summed over the answers) of rows as lay_out() makes them, from N answers with
+        these rewards (N,)."""
+        own, (advantage, share) = answer_logps(self, tokens), weights.unbind(-1)  # (n, T) each
         # The value of the first part is 0: what is shown is what is to fall, minus the reward.
-        loss = -(advantage * (mean - mean.detach())).sum() / len(reward) - reward.mean()
-        kl = torch.zeros_like(mean)
+        loss = -(advantage * (own - own.detach())).sum() / len(rewards) - rewards.mean()
+        kl = torch.zeros_like(rewards[0])
         for model in self.reference:
-            with torch.no_grad():
-                theirs = answer_logps(model, idx, last, said)
-            more = theirs - own
-            kl = (more.exp() - more - 1).sum(1) / length  # never negative, and right in the mean
-            loss = loss + self.beta * kl.mean()
+            more = answer_logps(model, tokens) - own
+            kl = ((more.exp() - more - 1) * share).sum()  # never negative, and right in the mean
+            loss = loss + self.beta * kl / len(rewards)
         return loss, kl.detach()
 
     @torch.compiler.disable
     @torch.no_grad()
     def write(self, prompts, lengths, numbers, samples):
         """The batch that learn() takes, and sums over the prompts."""
-        K, device = self.group_size, prompts.device
-        seeds = [stable_hash(self.seed, f"answers {g}") for g in samples.tolist()]
+        K, device, most = self.group_size, prompts.device, self.config.block_size
+        seeds = [gpt.stable_hash(self.seed, f"answers {g}") for g in samples.tolist()]
         self.eval()  # without dropout
         answers = self.answers(prompts, lengths, K, seeds)
         self.train()
         # With PyTorch 2.10 autocast would go on to use the weights that it cast here, which have no
         # gradients (pytorch#158232).
         torch.clear_autocast_cache()
-        asked = [row[:n] for row, n in zip(prompts.tolist(), lengths.tolist()) for _ in range(K)]
         rewards, _, _ = zip(*map(self.judge, numbers.repeat_interleave(K).tolist(), answers))
         rewards = torch.tensor(rewards, dtype=torch.float64).view(-1, K)
         mean, spread = rewards.mean(1, keepdim=True), rewards.std(1, keepdim=True)
         flat = spread < 1e-6  # nothing to learn from
-        advantages = torch.where(flat, 0.0, (rewards - mean) / spread)
-        rows = [a + b for a, b in zip(asked, answers)]
-        batch = (padded(rows, 0, self.config.block_size), torch.tensor([len(a) - 1 for a in asked]),
-                 padded(answers, IGNORE), advantages.flatten().float())
-        if device.type == "cpu" and not self.reference:  # where other shapes cost nothing
-            learned = ~flat if not flat.all() else torch.arange(len(flat))[:, None] == 0
-            batch = [t[learned.expand(-1, K).flatten()] for t in batch]
-        batch = *batch, rewards.flatten().float()
+        advantages = torch.where(flat, 0.0, (rewards - mean) / spread).tolist()
+        rows = [row for i, n in enumerate(lengths.tolist()) if self.reference or not flat[i]
+                for row in lay_out(prompts[i, :n].tolist(), answers[K * i:K * i + K],
+                                   advantages[i], most)]
+        fold = 1 if device.type == "cpu" else len(prompts)  # elsewhere other shapes cost more
+        batch = *table(rows, most, fold), rewards.flatten().float()
         sums = dict(reward=mean, spread=spread, best=rewards.amax(1), flat=flat,
                     length=torch.tensor([len(said) / K for said in answers]))
         return [t.to(device) for t in batch], {k: t.sum().to(device) for k, t in sums.items()}
@@ -154,13 +144,11 @@ class RewardedGPT(OwnAdapters):
     def answers(self, prompts, lengths, each=1, seeds=None):
         """[ids of an answer, with its end token if it came to an end], `each` to every prompt;
         seeds: one for each prompt, None for the most likely answers."""
-        prompts, lengths = (t.repeat_interleave(each, 0) for t in (
-            prompts[:, :int(lengths.max())], lengths))
-        ends = self.judge.ends
+        prompts, ends = prompts[:, :int(lengths.max())], self.judge.ends
         # The ranks of a sharded model compute together: none may be done before the others.
         out = generate(self, prompts, self.answer_tokens, temperature=1.0 if seeds else 0.0,
                        seed=seeds, stop_token=None if hasattr(self, "reshard") else ends,
-                       n_vocab=self.judge.tokenizer.n_vocab, lengths=lengths)
+                       n_vocab=self.judge.tokenizer.n_vocab, lengths=lengths, each=each)
         return [said[:next((i for i, token in enumerate(said, 1) if token in ends), len(said))]
                 for said in out[:, prompts.size(1):].tolist()]
 
@@ -182,33 +170,55 @@ class RewardedGPT(OwnAdapters):
         return super()._apply(fn, recurse)
 
     def flops_per_unit(self):
-        """Writing is a forward pass more, and so is the reference."""
-        return super().flops_per_unit() * self.group_size * (4 + len(self.reference)) / 3
+        """Of answers as long as they may be. Writing is a forward pass more, and so is the
+        reference; the prompt is computed once for all of them."""
+        more = (self.group_size - 1) * self.answer_tokens / self.row_tokens
+        return super().flops_per_unit() * (1 + more) * (4 + len(self.reference)) / 3
 
 
-def answer_logps(model, idx, last, said):
-    """Log probabilities (N, A) float32 of the tokens said (N, A), 0 for IGNORE, that stand in idx
-    (N, T) behind the tokens `last` (N,)."""
-    (N, A), T = said.shape, idx.size(1)
-    at = (last[:, None] + torch.arange(A, device=idx.device)).clamp(max=T - 1)  # (N, A)
-    x = model.trunk(idx)[torch.arange(N, device=idx.device)[:, None], at]  # (N, A, C)
+def lay_out(prompt, answers, advantages, most):
+    """Rows of at most `most` tokens with a prompt and as many answers to it as there is room for,
+    so that it is computed once and not once for each; equal answers are one, with the sum of their
+    advantages. A row is a list of (token, part: see chat.Branches, what is said after it, advantage
+    and share of it): an answer begins with the last token of the prompt, after which it is said."""
+    *start, last = prompt
+    worth, rows = {}, []
+    for said, advantage in zip(map(tuple, answers), advantages):
+        worth.setdefault(said, []).append(advantage)
+    for part, (said, a) in enumerate(worth.items(), 1):
+        if not rows or len(rows[-1]) + len(said) > most:
+            rows.append([(token, 0, IGNORE, 0.0, 0.0) for token in start])
+        per_token = sum(a) / len(said), len(a) / len(said)
+        rows[-1] += [(*pair, *per_token) for pair in zip((last, *said), [part] * len(said), said)]
+    return rows
+
+
+def table(rows, most, fold=1):
+    """(tokens (n, T, 3), weights (n, T, 2)) of rows, with nothing to say behind their ends, n being
+    a multiple of `fold`, not 0: from rows without tokens nothing is learned."""
+    rows = rows + [[]] * max(-len(rows) % fold, fold * (not rows))
+    nothing = (0, -1, IGNORE, 0.0, 0.0)
+    width = min(-(-max(1, *map(len, rows)) // WIDTHS) * WIDTHS, most)
+    # In float32, which has all whole numbers up to 2 ** 24.
+    whole = torch.tensor([row + [nothing] * (width - len(row)) for row in rows])
+    return whole[..., :3].long(), whole[..., 3:]
+
+
+def answer_logps(model, tokens):
+    """Log probabilities (n, T) float32 of what rows of tokens (n, T, 3) say, 0 for IGNORE."""
+    idx, part, said = tokens.unbind(-1)  # (n, T) each
+    x = model.trunk(idx, chat.Branches(part))  # (n, T, C)
     head, V = model.head_weight(), model.config.vocab_size
     # A chunk of logits at a time, made again in the backward pass.
     n = chunk_rows(head.size(0), x.device.type)
     parts = zip(x.flatten(0, 1).split(n), said.flatten().split(n))
     return torch.cat([checkpoint(token_logps, *part, head, V, use_reentrant=False)
-                      for part in parts]).view(N, A)
+                      for part in parts]).view_as(idx)
 
 
 def token_logps(x, targets, head, V):
     return -F.cross_entropy(F.linear(x, head).float()[:, :V], targets, ignore_index=IGNORE,
                             reduction="none")
-
-
-def padded(rows, fill, most=math.inf):
-    """Lists of numbers as a tensor (n, width), `fill` behind their ends."""
-    width = min(-(-max(map(len, rows)) // WIDTHS) * WIDTHS, most)
-    return torch.tensor([row + [fill] * (width - len(row)) for row in rows])
 
 
 # -----------------------------------------------------------------------------
@@ -228,8 +238,7 @@ class Judge:
         line = json.loads(self.lines[number])
         text = self.tokenizer.decode([i for i in ids if i not in self.ends])
         exact = None if line["answer"] is None else text.strip() == line["answer"]
-        reward = (self.ask(line["question"], text, line["row"]) if self.function else
-                  float(exact is True))
+        reward = self.ask(line["question"], text, line["row"]) if self.function else bool(exact)
         return reward, exact, text
 
     def ask(self, question, text, row):
@@ -257,8 +266,7 @@ def where(error, path):
 def load_reward(path):
     """(the function reward of a Python file, its sha256). Runs the file. Raises RewardError."""
     try:
-        with open(path, "rb") as f:
-            digest = hashlib.sha256(f.read()).hexdigest()
+        digest = hashlib.sha256(Path(path).read_bytes()).hexdigest()
         spec = importlib.util.spec_from_file_location("reward_of_the_run", path)
         module = sys.modules[spec.name] = importlib.util.module_from_spec(spec)
         spec.loader.exec_module(module)
@@ -305,11 +313,11 @@ def open_data(config, ranks):
                         f"{max(1, most)}")
     judge, digest = Judge(tokenizer, ends_of(meta["template"], tokenizer)), "exact"
     if c.reward != "exact":
-        judge.path = os.path.abspath(c.reward)
+        judge.path = str(Path(c.reward).absolute())
         judge.function, digest = load_reward(judge.path)
 
     def load(split):
-        path = os.path.join(c.data_dir, f"{split}_{{}}").format
+        path = str(Path(c.data_dir, f"{split}_{{}}")).format
         tokens, length = (open_npy(path(f"{name}.npy")) for name in ("tokens", "length"))
         check_array(path("tokens.npy"), tokens, (None, width), tokenizer.n_vocab)
         check_array(path("length.npy"), length, (len(tokens),), width + 1, least=1)
@@ -336,9 +344,8 @@ def build_model(config, data):
         model.judge = data.train.judge
         if config.grpo_beta:
             with torch.device("cpu"):
-                reference, _ = model_of(read_backbone(config.init_from, "init_from"),
-                                        config.init_from)
-            model.reference = (reference.requires_grad_(False),)
+                model.reference = (model_of(read_backbone(config.init_from, "init_from"),
+                                            config.init_from)[0].requires_grad_(False),)
     return adapt(model, config)
 
 
@@ -349,9 +356,8 @@ def sample(model, data, config):
         return chat.sample(model, data, config)
     prompts, lengths, numbers = (t[:3] for t in data.val.fixed_batch(
         0, 3, model.wte.weight.device)[:3])
-    seeds = [stable_hash(config.seed, f"sample {i}") for i in range(len(prompts))]
+    texts, seeds = [], [gpt.stable_hash(config.seed, f"sample {i}") for i in range(len(prompts))]
     likely, drawn = model.answers(prompts, lengths), model.answers(prompts, lengths, 3, seeds)
-    texts = []
     for i, (ids, length, n) in enumerate(zip(prompts, lengths, numbers.tolist())):
         found = [model.judge(n, said) for said in (likely[i], *drawn[3 * i:3 * i + 3])]
         texts.append(model.judge.tokenizer.decode(ids[:length].tolist()) + "".join(

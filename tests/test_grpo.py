@@ -15,8 +15,16 @@ from data import prompts as data_prompts
 from data.prompts import to_question
 from data.tokenizer import load_tokenizer
 from model.generate import generate
-from model.gpt import GPT, GPTConfig
-from model.grpo import Judge, RewardedGPT, RewardError, load_reward
+from model.gpt import GPT, GPTConfig, stable_hash
+from model.grpo import (
+    Judge,
+    RewardedGPT,
+    RewardError,
+    answer_logps,
+    lay_out,
+    load_reward,
+    table,
+)
 from model.load import load_model
 from train.checkpoint import load_checkpoint
 from train.config import load_config
@@ -121,14 +129,21 @@ def test_rows_of_unequal_lengths_are_written_as_each_alone(shape):
         p.data.mul_(4)  # so that what comes first matters
     lengths = torch.tensor([7, 1, 12, 7, 2])
     idx = torch.randint(60, (5, 12))
-    for how in (dict(temperature=0.0), dict(seed=[3, 1, 4, 1, 5])):
+    many, stops = dict(seed=[3, 1, 4, 1, 5]), dict(stop_token=list(range(0, 60, 5)))
+    for how in (dict(temperature=0.0), many, many | stops):
         found = generate(model, idx, 9, lengths=lengths, **how)[:, 12:]
         for i, n in enumerate(lengths.tolist()):
             one = how | ({"seed": how["seed"][i]} if "seed" in how else {})
-            alone = generate(model, idx[i:i + 1, :n], 9, **one)[0, n:]
-            assert alone.tolist() == found[i].tolist()
+            alone = generate(model, idx[i:i + 1, :n], 9, **one)[0, n:].tolist()
+            assert alone == found[i, :len(alone)].tolist()
+            assert set(found[i, len(alone):].tolist()) <= {alone[-1]}  # it has come to its end
     twice = generate(model, idx[[0, 0]], 9, seed=[3])[:, 12:]
     assert twice[0].tolist() != twice[1].tolist()  # one generator for both
+    for how in (many, many | stops):
+        found = generate(model, idx, 9, lengths=lengths, each=4, **how)
+        again = generate(model, idx.repeat_interleave(4, 0), 9, **how,
+                         lengths=lengths.repeat_interleave(4))
+        assert found.equal(again) and len({tuple(row) for row in found.tolist()}) > 10
 
 
 def worth(prompt, answer, row):
@@ -161,10 +176,13 @@ def test_answers_depend_on_the_seed_and_the_sample_alone():
     assert all(1 <= len(said) <= 6 for said in whole)
     batch, sums = model.write(prompts, lengths, torch.tensor([2, 0, 5]), torch.tensor([70, 80, 90]))
     assert model.training and all(m.training for m in model.modules())
-    for row, n, said in zip(batch[0].tolist(), batch[1].tolist(), batch[2].tolist(), strict=True):
-        said = [i for i in said if i >= 0]
-        assert row[n + 1:n + 1 + len(said)] == said
-    assert float(sums["length"]) == pytest.approx((batch[2] >= 0).sum().item() / 4)
+    written = model.eval().answers(prompts, lengths, 4, [stable_hash(1, f"answers {g}")
+                                                         for g in (70, 80, 90)])
+    said = [[token for _, p, token in row if p == part] for row in batch[0].tolist()
+            for part in {p for _, p, _ in row} - {0, -1}]
+    assert sorted(said) == sorted(written)  # no two are equal here
+    assert float(sums["length"]) == pytest.approx(sum(map(len, written)) / 4)
+    model.train()
     assert model.write(prompts, lengths, torch.tensor([2, 0, 5]),
                        torch.tensor([70, 80, 90]))[0][0].equal(batch[0])
 
@@ -191,19 +209,20 @@ def test_advantages_within_the_group():
                               torch.tensor([0, 1]), torch.tensor([0, 1]))
     r = np.array([0.0, 1.0, 1.0, 3.0])
     spread = np.sqrt(((r - r.mean()) ** 2).sum() / 3)
-    expected = (r - r.mean()) / spread
-    np.testing.assert_allclose(batch[3].numpy(), expected, rtol=1e-6)
-    assert [len(t) for t in batch] == [4, 4, 4, 4, 8]
-    np.testing.assert_allclose(batch[4].numpy(), [*r, 0.1, 0.1, 0.1, 0.1], rtol=1e-6)
+    advantages = [float(batch[1][batch[0][..., 1] == part][:, 0].sum()) for part in range(5)]
+    np.testing.assert_allclose(advantages, [0, *(r - r.mean()) / spread], rtol=1e-5)
+    assert batch[0][..., 1].max() == 4  # none of the second group
+    np.testing.assert_allclose(batch[2].numpy(), [*r, 0.1, 0.1, 0.1, 0.1], rtol=1e-6)
     assert {k: float(v) for k, v in sums.items() if k != "length"} == pytest.approx(
         dict(reward=1.25 + 0.1, spread=spread, best=3.1, flat=1))
     found = model.numbers(sums | dict(loss=torch.tensor(0.0), count=torch.tensor(2.0)))
     assert found["flat"] == 0.5 and found["reward"] == pytest.approx(0.675)
-    for reference, kept in ((), 4), ((model,), 8):
+    for reference, kept in ((), 0), ((model,), 8):
         model.reference, model.judge.function = reference, lambda *_: 1.0
         batch, _ = model.write(torch.zeros(2, 3, dtype=torch.int64), torch.tensor([3, 3]),
                                torch.tensor([0, 1]), torch.tensor([0, 1]))
-        assert batch[3].tolist() == [0.0] * kept and len(batch[4]) == 8
+        assert not batch[1][..., 0].any() and len(batch[2]) == 8
+        assert float(batch[1][..., 1].sum()) == pytest.approx(kept)
 
 
 def test_what_is_left_out_changes_nothing():
@@ -223,19 +242,50 @@ def test_what_is_left_out_changes_nothing():
         torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-7)
 
 
-def formula(model, old, ref, idx, last, said, advantage, beta, clip=0.2):
+@pytest.mark.parametrize("shape", [dict(pos="learned"), dict(prev_embedding=True)])
+def test_answers_in_one_row_are_what_each_is_alone(shape):
+    """Of unequal lengths, some of them equal, more than one row holds, to a prompt of one token
+    too; equal ones are learned once."""
+    torch.manual_seed(0)
+    model = GPT(GPTConfig(n_layer=2, n_head=2, n_embd=32, vocab_size=60, block_size=32, **shape))
+    for p in model.parameters():
+        p.data.mul_(4)  # so that what comes first matters
+    answers = [[5, 6, 7], [8], [5, 6, 7], list(range(20, 30)), [6, 5, 5, 9], list(range(30, 42))]
+    for prompt in ([1, 2, 3, 4, 5], [9]):
+        rows = lay_out(prompt, answers, [1.0, 2.0, 4.0, 8.0, 16.0, 32.0], 32)
+        assert max(map(len, rows)) <= 32 and len(rows) == (2 if len(prompt) > 1 else 1)
+        tokens, weights = table(rows, 32)
+        logps, found = answer_logps(model, tokens), {}
+        for part in range(1, 6):
+            here = tokens[..., 1] == part
+            said = tokens[here][:, 2]
+            alone = F.log_softmax(model(torch.tensor([prompt + said.tolist()])), -1)
+            wanted = alone[0, len(prompt) - 1:-1].gather(1, said[:, None])[:, 0]
+            torch.testing.assert_close(logps[here], wanted)
+            found[tuple(said.tolist())] = weights[here].sum(0).tolist()
+        assert found == {(5, 6, 7): pytest.approx([5, 2]), (8,): [2, 1],
+                         tuple(answers[3]): pytest.approx([8, 1]), (6, 5, 5, 9): [16, 1],
+                         tuple(answers[5]): pytest.approx([32, 1])}
+        assert not logps[tokens[..., 2] < 0].any()
+        wide = [answer_logps(model, table(rows, 32, fold)[0]) for fold in (3, 2)]
+        assert [len(t) for t in wide] == [3, 2] and wide[0].isfinite().all()
+        torch.testing.assert_close(wide[0][:len(logps)], logps)
+    assert [len(table([], 32, fold)[0]) for fold in (1, 3)] == [1, 3]
+
+
+def formula(model, old, ref, prompts, answers, advantage, beta, clip=0.2):
     """GRPO's objective as the paper writes it, equation 3 and 4, from whole logits, an answer at a
     time; what it is to be maximised."""
     total = 0.0
-    for row, n, answer, a in zip(idx, last.tolist(), said, advantage):
-        answer = answer[answer >= 0]
-        logps = [F.log_softmax(m(row[None, :n + 1 + len(answer)])[0, n:-1], -1).gather(
+    for prompt, answer, a in zip(prompts, answers, advantage, strict=True):
+        answer, row = torch.tensor(answer), torch.tensor([prompt + answer])
+        logps = [F.log_softmax(m(row)[0, len(prompt) - 1:-1], -1).gather(
             1, answer[:, None])[:, 0] for m in (model, old, ref)]
         ratio = (logps[0] - logps[1].detach()).exp()
         gain = torch.minimum(ratio * a, ratio.clamp(1 - clip, 1 + clip) * a)
         p = (logps[2] - logps[0]).exp()
         total = total + (gain - beta * (p - p.log() - 1)).mean()
-    return total / len(idx)
+    return total / len(answers)
 
 
 @pytest.mark.parametrize("beta", [0.0, 0.3])
@@ -245,10 +295,13 @@ def test_loss_and_gradients_are_the_papers(beta):
     model = rewarded(beta)
     prompts, lengths = torch.randint(257, (3, 20)), torch.tensor([4, 20, 9])
     numbers = torch.tensor([0, 1, 2])
-    batch, _ = model.write(prompts, lengths, numbers, numbers)
-    assert (batch[3] != 0).sum() > 6
-    other = model.reference[0] if beta else model
-    expected = formula(model, model, other, *batch[:4], beta)
+    answers = model.eval().answers(prompts, lengths, 4, [stable_hash(1, f"answers {i}")
+                                                         for i in range(3)])
+    r = np.array([model.judge(0, said)[0] for said in answers]).reshape(3, 4)
+    advantages = (r - r.mean(1, keepdims=True)) / r.std(1, ddof=1, keepdims=True)
+    asked = [p[:n] for p, n in zip(prompts.tolist(), lengths.tolist()) for _ in range(4)]
+    expected = formula(model.train(), model, model.reference[0] if beta else model, asked, answers,
+                       advantages.flatten().tolist(), beta)
     parameters = list(model.parameters())
     wanted = torch.autograd.grad(-expected, parameters)
     loss, sums = model(prompts, lengths, numbers, numbers)

@@ -257,10 +257,10 @@ def small_model(name):
                 needs their texts, is the host's work."""
                 def forward(self, *batch):
                     loss, kl = self.learn(*batch)
-                    return loss, dict(kl=kl.sum())
+                    return loss, dict(kl=kl)
             model = Learner(shape)
             model.reference, model.beta = (gpt.GPT(shape).requires_grad_(False),), 0.1
-            return model, [(B, T), (B,), (B, 8), (B, float), (B, float)]
+            return model, [(B, T, 3), (B, T, 2, float), (B, float)]
         if name == "distill":
             model = distill.Student(shape)
             model.teacher = (gpt.GPT(shape).requires_grad_(False),)
