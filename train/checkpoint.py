@@ -185,7 +185,8 @@ def load_checkpoint(path: str | os.PathLike) -> dict[str, Any]:
         raise CheckpointError(f"{path}: {load_problem(error)}") from error
     version = state.get("format_version", 0)
     if version and not signed:
-        raise CheckpointError(f"{path}: damaged: its digest is missing")
+        raise CheckpointError(f"{path}: damaged: its digest is missing (what you changed is saved "
+                              "by train.checkpoint.save_checkpoint, not by torch.save)")
     if not isinstance(version, int) or version > FORMAT_VERSION:
         raise CheckpointError(f"{path}: format {version} is newer than this program's "
                               f"{FORMAT_VERSION}: update the program")
