@@ -81,7 +81,8 @@ def test_a_run_is_one_curve_also_when_it_goes_on_from_an_earlier_step(
         go(data_dir, out, **LONG | dict(max_iters=6, resume=str(out / "ckpt_0000004.pt")))
         second = state(get)
         assert second["version"] > first["version"] and second["runs"][0]["iter"] == 6
-        for path in ("/wide", "/narrow"):
+        for path, width in (("/wide", "960"), ("/narrow", "420")):
+            assert parse(get(path)[1]).get("width") == width
             (curve,) = curves(get, path)
             assert len(curve) == 6 and [x for x, _ in curve] == sorted({x for x, _ in curve})
 
@@ -132,6 +133,9 @@ def test_polls_do_no_work_of_their_own(tmp_path, monkeypatch):
         site.credit = 1e9
         assert all(get("/state")[0] == get("/wide")[0] == 200 for _ in range(20))
         assert len(looked) <= 3
+        site.owed, began = lambda: 0.3, time.monotonic()
+        state(get)
+        assert time.monotonic() - began >= 0.3  # it waits for what was spent
 
 
 def test_it_takes_a_hundredth_of_a_core_at_most(tmp_path, monkeypatch):
