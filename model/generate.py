@@ -158,7 +158,8 @@ def empty_cache(model, rows, size=None):
     device, dtype = model.wte.weight.device, model.wte.weight.dtype
     if torch.is_autocast_enabled(device.type):
         dtype = torch.get_autocast_dtype(device.type)
-    return KVCache(model.config, rows, device, dtype, size)
+    kind = getattr(model, "cache_class", KVCache)
+    return kind(model.config, rows, device, dtype, size)
 
 
 # -----------------------------------------------------------------------------

@@ -112,7 +112,7 @@ def test_a_wrong_command_is_noticed(module, words, monkeypatch):
 
 
 SYSTEMS = ("gpt", "chat", "lora", "dpo", "grpo", "distill", "classifier", "moe", "memory", "sae",
-           "autoencoder")
+           "autoencoder", "pointer")
 
 
 @pytest.mark.parametrize("system", SYSTEMS)

@@ -229,7 +229,7 @@ def operations_in(work):
 SMALL = dict(n_layer=1, n_head=4, n_kv_head=2, n_embd=64, n_hidden=128, vocab_size=256,
              block_size=32)
 SYSTEMS = ("gpt", "chat", "lora", "dpo", "grpo", "distill", "moe", "memory", "classifier", "sae",
-           "autoencoder")
+           "autoencoder", "pointer")
 
 
 def small_model(name):
@@ -265,6 +265,9 @@ def small_model(name):
             model = distill.Student(shape)
             model.teacher = (gpt.GPT(shape).requires_grad_(False),)
             return model, [(B, T)] * 2
+        if name == "pointer":
+            from model import pointer
+            return pointer.PointerGPT(pointer.PointerConfig(**SMALL)), [(B, T)] * 2
         if name == "moe":
             return moe.MoE(moe.MoEConfig(**SMALL)), [(B, T)] * 2
         if name == "lora":

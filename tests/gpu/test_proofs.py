@@ -161,7 +161,7 @@ def test_attention_never_makes_its_scores(proofs):
 def test_a_training_step_waits_for_nothing(proofs):
     """Of any model: nothing is sent between host and device, and no number is read."""
     found = proofs("train_crossings")
-    assert len(found) == 11 and not any(found.values()), found
+    assert len(found) == 12 and not any(found.values()), found
 
 
 def test_a_token_waits_for_nothing(proofs):
@@ -178,8 +178,8 @@ def test_models_are_compiled_whole(proofs):
     """fullgraph, in training (of some a step shows that above) and in evaluation."""
     assert proofs("whole") == {
         **dict.fromkeys(["gpt", "chat", "lora", "moe"], {"eval": 1}), "sae": {"train": 1},
-        **dict.fromkeys(["dpo", "grpo", "distill", "memory", "classifier", "autoencoder"],
-                        {"train": 1, "eval": 1})}
+        **dict.fromkeys(["dpo", "grpo", "distill", "memory", "classifier", "autoencoder",
+                         "pointer"], {"train": 1, "eval": 1})}
 
 
 def test_a_token_is_one_cuda_graph(proofs):
