@@ -149,7 +149,6 @@ class Muon(AdamW):
 
     def __init__(self, groups: Iterable[dict], momentum: float = 0.95, **kwargs):
         super().__init__(groups, **kwargs)
-        self._step_supports_amp_scaling = False  # GradScaler itself skips a step that overflowed
         for group in self.param_groups:
             group.setdefault("momentum", momentum)
 

@@ -8,8 +8,8 @@ FAULTS = [
     ("train/train.py", "self.optimizer, c.grad_clip, factor)", "self.optimizer, c.grad_clip)"),
     ("train/train.py", "get(first + micro)", "get(first)"),
     ("train/train.py", "first = (it + p.data_shift) * n", "first = it * n"),
-    ("train/train.py", "(c.seed * 1_000_003 + it)", "(c.seed * 1_000_003)"),
-    ("train/train.py", "* 65_537 + ranks.rank)", "* 65_537)"),
+    ("train/distributed.py", "(seed * 1_000_003 + it)", "(seed * 1_000_003)"),
+    ("train/distributed.py", "* 65_537 + ranks.rank)", "* 65_537)"),
     ("train/train.py", "get_lr(it, c)", "get_lr(it + 1, c)"),
     ("train/train.py", "get_lr(it, c) * self.plateau.scale", "get_lr(it, c)"),
     ("train/train.py", 'group["initial_lr"] * (lr / c.learning_rate)', "lr"),
@@ -64,7 +64,6 @@ FAULTS = [
     ("train/muon.py", "rank * part, (rank + 1) * part", "0, part"),
     ("train/muon.py", "orthogonalize(rows.redistribute(placements=[Shard(0)]).to_local())",
      "orthogonalize(rows.full_tensor())[:len(parts) // 2]"),
-    ("train/optimizer.py", "_supports_amp_scaling = False", "_supports_amp_scaling = True"),
     ("train/optimizer.py", "in model.named_parameters() if p.requires_grad",
      "in model.named_parameters()"),
     # checkpoints
