@@ -184,19 +184,12 @@ def generate(model: torch.nn.Module, idx: torch.Tensor, max_new_tokens: int,
     same, and what they hold is computed once for `each` so many continuations, (B each, T + new).
     ValueError where the logits are not finite.
     """
-    c, device = model.config, idx.device
-    generator = [torch.Generator(device=device) for _ in (seed if isinstance(seed, list) else [0])]
-    for one, s in zip(generator, seed if isinstance(seed, list) else [seed]):
-        one.manual_seed(s) if s is not None else one.seed()
-    cache = empty_cache(model, idx.size(0), min(c.block_size, idx.size(1) + max_new_tokens))
-    pending, keep = idx[:, -c.block_size:], max(1, c.block_size * 3 // 4)
+    c, device, generator = model.config, idx.device, generators(seed, idx.device)
+    size, keep = min(c.block_size, idx.size(1) + max_new_tokens), max(1, c.block_size * 3 // 4)
     stops = torch.tensor([] if stop_token is None else stop_token, device=device).view(-1)
     with past_compiled(model):
-        if lengths is not None:
-            pending = start_unequal(model, cache, idx, lengths)
-        if each > 1:
-            cache = cache.repeat(each)
-            pending, idx = (t.repeat_interleave(each, 0) for t in (pending, idx))
+        cache, pending = begin(model, idx, lengths, each, size)
+        idx = idx.repeat_interleave(each, 0)  # (rows, T)
         rows = torch.arange(len(idx), device=device)  # that are still written
         done = torch.zeros(len(idx), dtype=torch.bool, device=device)
         lost = done.new_zeros(())
@@ -223,7 +216,7 @@ def generate(model: torch.nn.Module, idx: torch.Tensor, max_new_tokens: int,
                 on_token(new)
             if not left:
                 break
-            if 8 * left <= 7 * len(rows):
+            if 8 * left <= 7 * len(rows):  # moving them costs something
                 rows = gathered(cache, rows, (~done[rows]).tolist(), left)
                 cache, pending = cache[:left], idx[rows, -1:]
     if bool(lost):
@@ -240,6 +233,24 @@ def gathered(cache, rows, going, left):
         cache.move(source, target)
         order[target] = source
     return rows[order[:left]]
+
+
+def generators(seed, device):
+    """A generator for each seed of a list, or for the one; None draws one anew."""
+    seeds = seed if isinstance(seed, list) else [seed]
+    found = [torch.Generator(device=device) for _ in seeds]
+    for generator, s in zip(found, seeds):
+        generator.manual_seed(s) if s is not None else generator.seed()
+    return found
+
+
+def begin(model, idx, lengths, each, size):
+    """(a cache with room for `size` tokens of each row, the tokens that it is to hold next) for
+    idx (B, T), every row of it `each` times; lengths: as generate() has them."""
+    cache, pending = empty_cache(model, idx.size(0), size), idx[:, -model.config.block_size:]
+    if lengths is not None:
+        pending = start_unequal(model, cache, idx, lengths)
+    return (cache.repeat(each) if each > 1 else cache), pending.repeat_interleave(each, 0)
 
 
 def start_unequal(model, cache, idx, lengths):
