@@ -431,14 +431,18 @@ def explicit(q, k, v):
     return y
 
 
+@pytest.mark.parametrize("kernel", [True, False])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_one_query_needs_no_kernel(monkeypatch, dtype):
+def test_one_query_with_a_kernel_and_without(monkeypatch, dtype, kernel):
+    """Without one, as on a GPU and in a graph."""
     torch.manual_seed(0)
     q, k = torch.randn(2, 4, 1, 8).to(dtype), torch.randn(2, 2, 7, 8).to(dtype)
     mask = torch.ones(2, 1, 1, 7, dtype=torch.bool)
     mask[1, ..., 5:] = False
     with monkeypatch.context() as patch:
-        patch.delattr(F, "scaled_dot_product_attention")
+        if not kernel:
+            patch.setattr(torch.compiler, "is_compiling", lambda: True)
+            patch.delattr(F, "scaled_dot_product_attention")
         y = attend(q, k, k, mask=mask)
     close(y[:1], explicit(q[:1], k[:1], k[:1]), 1e-2)
     close(y[1:], explicit(q[1:], k[1:, :, :5], k[1:, :, :5]), 1e-2)
