@@ -190,6 +190,41 @@ def test_looking_up_writes_the_same_in_fewer_passes(options):
     assert saved > 10
 
 
+@pytest.mark.parametrize("text, guess", [
+    ("abcdabcdab", "cdabcdabcdabcda"),  # 15 after four, on in cycles
+    ("xabyabzqab", "zqab"),  # 4 after two, the last time they were there
+    ("abx-bycab", "x-by"),  # after "ab" rather than after the later "b"
+    ("axyza", "xy"),  # 2 after one
+    ("abc", "")], ids=str)
+def test_guesses_are_what_followed_before(text, guess):
+    past = lookup.Past(text.encode())
+    assert bytes(past.guess(99)).decode() == guess
+    assert bytes(past.guess(1)).decode() == guess[:1] and past.guess(-1) == []
+
+
+class Counting(torch.nn.Module):
+    """A model that writes 0, 1, ..., n - 1 and again."""
+
+    def __init__(self, n):
+        super().__init__()
+        like = small(block_size=128)
+        self.n, self.passes, self.config, self.wte = n, [], like.config, like.wte
+
+    def forward(self, idx, cache, last_only):
+        cache.start(idx.size(1))
+        cache.finish(idx)
+        self.passes.append(idx.size(1))
+        return F.one_hot((idx + 1) % self.n, 100).float()[:, -1 if last_only else 0:]
+
+
+def test_passes_by_hand():
+    """1; 0 1 was there, so that four more are guessed, all rightly; then 4 0 1 2 and 15 more."""
+    model = Counting(5)
+    out, passes = look_up(model, torch.arange(6)[None] % 5, 41)
+    assert out[0].tolist() == [i % 5 for i in range(47)] and passes == 5
+    assert model.passes == [6, 1 + 4, 1 + 15, 1 + 15, 1 + 2]  # 1 + 5 + 16 + 16 + 3 tokens
+
+
 def test_what_was_guessed_wrongly_leaves_nothing_behind(monkeypatch):
     """Every guess wrong: the text stays, and each pass is a token."""
     model, idx = small(), torch.arange(5)[None]

@@ -107,8 +107,8 @@ def main(argv=None):
                    "the most likely one")
     p.add_argument("--seed", type=int, help="the same seed writes the same text")
     p.add_argument("--lookup", action="store_true", help="guess what follows from what followed "
-                   "before: the same text at --temperature 0, in fewer passes where it repeats "
-                   "itself")
+                   "before: the same text at --temperature 0 (in bfloat16 but for near ties), in "
+                   "fewer passes where it repeats itself")
     p.add_argument("--num_samples", type=int, default=1, help="texts, made at once")
     p.add_argument("--compile", action="store_true", help="compile what a token of one text takes: "
                    "some ten seconds, then about twice the speed on a CPU")

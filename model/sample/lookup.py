@@ -2,15 +2,15 @@
 
 What followed the last few tokens when they were there before is guessed to follow again, as names
 do in code and words in a summary of a text; the model computes all of it at once, which takes
-hardly longer than one token, and what it would not have written itself is dropped.
+hardly longer than one token, and what it would not have written itself is dropped. In bfloat16
+several tokens are rounded otherwise than one: of two that are as likely, the other may be written.
 """
 
 import torch
 
 from model.generate import NOT_FINITE, empty_cache, past_compiled
 
-GUESSED = 10  # tokens at once
-LENGTHS = (3, 2)  # of what must have been there, in tokens, the longer first
+GUESSED = {4: 15, 2: 4, 1: 2}  # tokens at once, for so many that were there before
 
 
 class Past:
@@ -23,15 +23,16 @@ class Past:
 
     def add(self, token):
         here = len(self.tokens)
-        self.after |= {tuple(self.tokens[here - n:]): here for n in LENGTHS if here >= n}
+        self.after |= {tuple(self.tokens[here - n:]): here for n in GUESSED if here >= n}
         self.tokens.append(token)
 
     def guess(self, most):
-        """Up to `most` tokens that may follow."""
-        for n in LENGTHS:
+        """Up to `most` tokens that may follow: what is known of them, over and over."""
+        for n, guessed in GUESSED.items():
             at = self.after.get(tuple(self.tokens[-n:]))
             if at is not None:
-                return self.tokens[at:at + max(most, 0)]
+                known = self.tokens[at:]
+                return [known[i % len(known)] for i in range(min(most, guessed))]
         return []
 
 
@@ -46,8 +47,9 @@ def look_up(model, idx, max_new_tokens, stop_token=None, on_token=None, n_vocab=
             if not c.rolls and cache.used[0] + len(pending) > c.block_size:
                 cache.clear()
                 pending = past.tokens[-max(1, c.block_size * 3 // 4):]
-            room = c.block_size - int(cache.used[0]) - len(pending)
-            guess = past.guess(min(GUESSED, room, end - len(past.tokens) - 1))
+            most = min(c.block_size - int(cache.used[0]), end - len(past.tokens)) - 1
+            # Not with a prompt, all of whose logits would have to be computed.
+            guess = past.guess(most) if len(pending) == 1 else []
             read, passes = torch.tensor([pending + guess], device=idx.device), passes + 1
             logits = model(read, cache=cache, last_only=not guess)[0, -1 - len(guess):, :n_vocab]
             largest, best = logits.max(-1)  # (1 + guessed,)
