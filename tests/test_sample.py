@@ -417,6 +417,8 @@ def test_compiled_tokens_are_the_plain_ones(shape):
     for piece in idx.split([5] + [1] * (idx.size(1) - 5), dim=1):
         a, b = (m(piece, cache=c, last_only=True) for m, c in zip((plain, decoder), caches))
         assert torch.allclose(a, b, atol=1e-5)
+    with torch.compiler.set_stance("fail_on_recompile"):  # a text shorter than the context
+        generate(decoder, idx[:, :3], 4, temperature=0)
     for rows in 1, 2:
         texts = [generate(m, idx[:, :3].repeat(rows, 1), 50, temperature=0)
                  for m in (plain, decoder)]

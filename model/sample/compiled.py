@@ -11,7 +11,7 @@ import torch.nn as nn
 import torch.nn.functional as F
 
 from model.decode import Int8Linear, joined, replace_products
-from model.generate import empty_cache, place
+from model.generate import KVCache, empty_cache, place
 from model.gpt import Attention, Block
 
 
@@ -47,6 +47,11 @@ class Decoder:
 
     def modules(self):
         return self.model.modules()
+
+    @staticmethod
+    def cache_class(config, rows, device, dtype, size):
+        """A KVCache of the one size that is compiled, whatever is asked for."""
+        return KVCache(config, rows, device, dtype)
 
     def __call__(self, idx, cache, last_only=True):
         """Logits (B, T or 1, V) of the tokens idx (B, T) that follow what the KVCache holds."""
