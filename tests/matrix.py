@@ -18,7 +18,7 @@ import tempfile
 import xml.etree.ElementTree as ElementTree
 
 TESTS = pathlib.Path(__file__).resolve().parent
-CASES = range(1, 126)
+CASES = range(1, 127)
 HEAD = """## The matrix
 
 What is done to a run, what is expected, and what happened: written by `python -m tests.matrix` from

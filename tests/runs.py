@@ -2,6 +2,7 @@
 can be killed, forked from one that has imported it (0.1 s instead of 3 s each)."""
 
 import contextlib
+import importlib.util
 import json
 import os
 import pathlib
@@ -12,8 +13,9 @@ import time
 import torch
 from conftest import TINY, run
 from faulty import faults
-from processes import Fork
+from processes import TESTS, Fork
 
+from train import config as config_file
 from train.config import load_config
 from train.guard import Stopped
 from train.train import train
@@ -155,3 +157,49 @@ class Program:
 
 def run_program(*args, timeout=60, **kwargs):
     return Program(*args, **kwargs).wait(timeout)
+
+
+# -----------------------------------------------------------------------------
+# runs that a command starts (train.repeat, train.scaling), of model/planted.py
+
+def register():
+    """Make tests/model/planted.py the file model/planted.py of the program in this process."""
+    config_file.REPOSITORY = str(TESTS)
+    if "model.planted" not in sys.modules:
+        spec = importlib.util.spec_from_file_location("model.planted", TESTS / "model/planted.py")
+        sys.modules["model.planted"] = module = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(module)
+
+
+def _run_planted(args):
+    register()
+    import run_train
+    sys.exit(run_train.main(args))
+
+
+class Child:
+    """A run as subprocess.Popen has it, forked."""
+
+    def __init__(self, args, env, log):
+        self.fork = Fork(_run_planted, (args,), env=env, stdout=log.name)
+
+    def wait(self):
+        return self.fork.wait(60)
+
+    def terminate(self):
+        self.fork.process.terminate()
+
+
+def planted_children(monkeypatch):
+    """Have train.repeat fork its runs, which know model/planted.py; a list of their arguments, as
+    they are started."""
+    from train import repeat
+    monkeypatch.setattr(config_file, "REPOSITORY", config_file.REPOSITORY)  # undone at the end
+    register()
+    started = []
+
+    def execute(args, env, log):
+        started.append(args)
+        return Child(args, env, log)
+    monkeypatch.setattr(repeat, "execute", execute)
+    return started

@@ -42,6 +42,7 @@ NEEDS = {"model.lm_eval": {"model.tasks"},
          "model.memory": {"model.lora", "model.moe", "model.chat"},
          "train.hpo": {"train.plot"}, "train.lr_finder": {"train.plot"},
          "train.trackers": {"train.plot"}, "train.repeat": {"train.plot"},
+         "train.scaling": {"train.repeat", "train.plot"},
          "train.watch": {"train.plot", "model.serve"}}
 LAZILY = {"model.convert": {"model.lora", "model.moe", "model.families", "model.chat"},
           "data.tokenizer_json": {"data.prepare"},

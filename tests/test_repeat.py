@@ -1,67 +1,28 @@
 """python -m train.repeat: runs over seeds, each a process, and what their numbers say."""
 
-import importlib.util
 import json
 import os
 import signal
 import statistics
-import sys
 import threading
 import time
-from pathlib import Path
 
 import numpy as np
 import pytest
-from processes import Fork
+from runs import planted_children
 
 from train import bench, repeat
 from train import config as config_file
-
-TESTS = Path(__file__).parent
-
-
-def register():
-    """Make tests/model/planted.py the file model/planted.py of the program in this process."""
-    config_file.REPOSITORY = str(TESTS)
-    if "model.planted" not in sys.modules:
-        spec = importlib.util.spec_from_file_location("model.planted", TESTS / "model/planted.py")
-        sys.modules["model.planted"] = module = importlib.util.module_from_spec(spec)
-        spec.loader.exec_module(module)
-
-
-def run_train(args):
-    register()
-    import run_train
-    sys.exit(run_train.main(args))
-
-
-class Started:
-    """A run as subprocess.Popen has it, forked."""
-
-    def __init__(self, args, env, log):
-        self.fork = Fork(run_train, (args,), env=env, stdout=log.name)
-
-    def wait(self):
-        return self.fork.wait(60)
-
-    def terminate(self):
-        self.fork.process.terminate()
 
 
 @pytest.fixture
 def go(tmp_path, monkeypatch):
     """go(arguments...): the exit code, the lines of results.tsv; go.started: commands so far."""
-    monkeypatch.setattr(config_file, "REPOSITORY", config_file.REPOSITORY)  # undone at the end
-    register()
+    started = planted_children(monkeypatch)
     small = ["--model=planted", "--max_iters=2", "--eval_interval=2", "--batch_size=4",
              "--gradient_accumulation_steps=1", "--device=cpu", "--warmup_iters=0", "--seed=1",
              "--learning_rate=1e-6", "--lr_schedule=constant", "--num_threads=1",
              "--compile=false"]
-
-    def execute(args, env, log):
-        run.started.append(args)
-        return Started(args, env, log)
-    monkeypatch.setattr(repeat, "execute", execute)
 
     def run(*args):
         code = repeat.main([*small, "--out", str(tmp_path / "repeat"), *args])
@@ -69,7 +30,7 @@ def go(tmp_path, monkeypatch):
         lines = [line.split("\t") for line in path.read_text().splitlines()] if (
             path.exists()) else [[]]
         return code, [dict(zip(lines[0], line)) for line in lines[1:]]
-    run.started = []
+    run.started = started
     yield run
     config_file.config_class.cache_clear()
 

@@ -126,13 +126,30 @@ def picture(results, metric):
 # the runs
 
 class Runs:
-    """The runs of all settings, up to `jobs` at once. arguments: those of run_train.py."""
+    """Runs in folders of their own, up to `jobs` at once, also those of train.scaling. arguments:
+    those of run_train.py."""
 
     def __init__(self, out, arguments, metric, jobs):
         self.out, self.arguments, self.metric, self.running = out, arguments, metric, set()
+        self.jobs = jobs
         self.slots, self.stopped = queue.SimpleQueue(), 0  # by the signal of this number
         for slot in slots(jobs):
             self.slots.put(slot)
+
+    def all(self, wanted):
+        """The results of [(setting, tokens, seed), ...], in this order, which is that of the runs.
+        KeyboardInterrupt, with its number, after a signal."""
+        from train.guard import Signals, on_signals  # with torch, which --help need not wait for
+        with on_signals(Signals.STOP, self.stop), ThreadPoolExecutor(self.jobs) as pool:
+            try:
+                waiting = [pool.submit(self.result, *run) for run in wanted]
+                found = [future.result() for future in waiting]
+            except BaseException:  # a full disk, say
+                self.stop(signal.SIGTERM)
+                raise
+        if self.stopped:
+            raise KeyboardInterrupt(self.stopped)
+        return found
 
     def folder(self, setting, seed):
         name = setting.replace("/", "_").replace(" ", ",")
@@ -255,7 +272,6 @@ def main(argv=None):
 
 def repeat(rest, args, config):
     """What the command line asks for; the exit code. rest: the arguments of run_train.py."""
-    from train.guard import Signals, on_signals  # with torch, which --help need not wait for
     settings = {BASE: []}
     for text in args.set:  # before any work
         try:
@@ -270,24 +286,13 @@ def repeat(rest, args, config):
     if not config.eval_interval or int(os.environ.get("WORLD_SIZE") or 1) > 1:
         raise UserError("needs evaluations (eval_interval above 0), and runs without torchrun")
     runs = Runs(args.out, rest, config.early_stopping_metric, args.jobs)
+    # Seeds first: what is there when it is stopped can be compared.
+    wanted = [(name, settings[name], config.seed + i) for i in range(args.seeds)
+              for name in settings]
     results = {name: {} for name in settings}
-
-    def one(seed, name):  # seeds first: what is there when it is stopped can be compared
-        found = runs.result(name, settings[name], seed)
-        if found:
-            results[name][seed] = found
-    with on_signals(Signals.STOP, runs.stop), ThreadPoolExecutor(args.jobs) as pool:
-        try:
-            waiting = [pool.submit(one, config.seed + i, name)
-                       for i in range(args.seeds) for name in settings]
-            for future in waiting:
-                future.result()
-        except BaseException:  # a full disk, say
-            runs.stop(signal.SIGTERM)
-            raise
-    if runs.stopped:
-        raise KeyboardInterrupt(runs.stopped)
-    tell({name: dict(sorted(found.items())) for name, found in results.items()}, config, args.out)
+    for (name, _, seed), found in zip(wanted, runs.all(wanted)):
+        results[name][seed] = found
+    tell(results, config, args.out)
     if args.peak:
         say(peak([r["seconds"] for found in results.values() for r in found.values()], config))
     return int(all(r["value"] is None for found in results.values() for r in found.values()))

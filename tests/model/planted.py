@@ -1,5 +1,5 @@
 """A system of its own for tests/test_repeat.py: its loss is chance, of which the seed decides most,
-less what is planted."""
+less what is planted. Or, for tests/test_scaling.py, a law of scaling says it."""
 
 import os
 import random
@@ -13,12 +13,16 @@ import torch.nn as nn
 from train.config import key
 from train.dataloader import Data, RowLoader
 
+LAW = dict(E=1.0, A=2.0, B=20.0, alpha=0.5, beta=0.4)
+
 
 @dataclass
 class Keys:
     planted: float = key(0.0, "what the loss is lower by")
     salt: int = key(0, "another draw of the small part of chance")
     fatal: int = key(0, "the seed whose run is killed, as one that has no memory left")
+    law: bool = key(False, "the loss is LAW's, of n_layer x n_embd weights")
+    fatal_depth: int = key(0, "the same of an n_layer")
 
 
 def open_data(config, ranks):
@@ -27,8 +31,6 @@ def open_data(config, ranks):
 
 
 def build_model(config, data):
-    if config.seed == config.fatal:
-        os.kill(os.getpid(), signal.SIGKILL)
     return Planted(config)
 
 
@@ -39,6 +41,17 @@ class Planted(nn.Module):
         large = random.Random(config.seed).gauss(0.0, 1.0)
         small = random.Random(f"{config.seed} {config.salt}").gauss(0.0, 0.2)
         self.chance = 10.0 + large + small - config.planted
+        self.fatal = config.seed == config.fatal or config.n_layer == config.fatal_depth
+        self.weights = config.n_layer * config.n_embd
+        if config.law:
+            rows = config.max_iters * config.samples_per_step
+            self.chance = (LAW["E"] + LAW["A"] / self.weights ** LAW["alpha"]
+                           + LAW["B"] / rows ** LAW["beta"])
 
     def forward(self, x):
+        if self.fatal:
+            os.kill(os.getpid(), signal.SIGKILL)
         return (x * self.w).mean() + self.chance, {}
+
+    def flops_per_unit(self):
+        return 6 * self.weights

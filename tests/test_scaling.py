@@ -1,0 +1,244 @@
+"""python -m train.scaling: the law that is fitted, the runs it is fitted to, and what is said."""
+
+import importlib.util
+import json
+import re
+import signal
+import threading
+import time
+
+import numpy as np
+import pytest
+from conftest import REPO
+from runs import planted_children
+
+from train import config as config_file
+from train import scaling
+from train.config import load_config
+from train.distributed import Ranks
+from train.scaling import Law, fit, interval
+from train.train import open_data
+
+pytest.importorskip("scipy")
+
+LAW = Law(1.0, 60.0, 300.0, 0.4, 0.35)
+
+
+def points(law=LAW, budgets=(1e12, 3e12, 1e13), ratios=(2, 7, 25, 90), noise=0.0, seed=0):
+    """n, d, loss (P,) of runs of these budgets and tokens a weight."""
+    n = np.array([(budget / 6 / ratio) ** 0.5 for budget in budgets for ratio in ratios])
+    d = np.repeat(budgets, len(ratios)) / 6 / n
+    errors = np.random.default_rng(seed).normal(0.0, noise, len(n))
+    return n, d, law.loss(n, d) * np.exp(errors)
+
+
+# -----------------------------------------------------------------------------
+# the law
+
+@pytest.mark.parametrize("law", [LAW, Law(1.7, 406.4, 410.7, 0.34, 0.28)])  # the paper's
+def test_the_fit_finds_what_was_planted(law):
+    assert fit(*points(law)) == pytest.approx(law, rel=2e-3)
+
+
+def test_the_fit_predicts_through_noise_and_past_an_outlier():
+    n, d, loss = points(noise=2e-3, seed=1)
+    at = LAW.best(4e13)
+    assert fit(n, d, loss).loss(*at) == pytest.approx(LAW.loss(*at), rel=5e-3)
+    loss[5] *= 1.2  # a run that went wrong counts linearly: by squares the law would follow it
+    assert fit(n, d, loss).loss(*at) == pytest.approx(LAW.loss(*at), rel=5e-3)
+
+
+@pytest.mark.parametrize("budget", [1e12, 1e18])
+def test_the_best_size_is_the_papers_and_that_of_a_search(budget):
+    n, d = LAW.best(budget)
+    G = (LAW.alpha * LAW.A / (LAW.beta * LAW.B)) ** (1 / (LAW.alpha + LAW.beta))
+    assert n == pytest.approx(G * (budget / 6) ** (LAW.beta / (LAW.alpha + LAW.beta)))
+    assert 6 * n * d == pytest.approx(budget)
+    sizes = np.geomspace(1e3, 1e12, 100_001)
+    assert n == pytest.approx(sizes[LAW.loss(sizes, budget / 6 / sizes).argmin()], rel=1e-3)
+
+
+def test_the_interval_is_as_wide_as_what_other_noise_would_predict(monkeypatch):
+    """Its width beside the spread of predictions from runs of fresh noise, known only here."""
+    monkeypatch.setattr(scaling, "DRAWS", 30)
+    at, seen = LAW.best(4e13), points(noise=4e-3, seed=0)
+    low, high = interval(fit(*seen), *seen, at)
+    others = [fit(*points(noise=4e-3, seed=k), LAW).loss(*at) / LAW.loss(*at)
+              * np.exp(np.random.default_rng(1000 + k).normal(0.0, 4e-3)) for k in range(1, 31)]
+    assert low < LAW.loss(*at) < high
+    assert 0.4 < np.log(high / low) / (2 * 1.96 * np.std(np.log(others))) < 1.8
+    low, high = interval(LAW, *points(), at)
+    assert high / low - 1 < 1e-4
+
+
+# -----------------------------------------------------------------------------
+# the runs
+
+def rows_of(text):
+    """[[cells]] of the table in train/README.md under its heading."""
+    table = text.partition("| `--depth` |")[2].partition("\n\n")[0]
+    return [[cell.strip() for cell in line.strip("| ").split("|")]
+            for line in table.splitlines()[2:]]
+
+
+def test_the_dial_is_the_readmes_table():
+    config = load_config(None, dict(n_embd=128, n_head=4, learning_rate=1.4e-2, min_lr=1.4e-3))
+    rows = rows_of((REPO / "train/README.md").read_text())
+    assert len(rows) >= 4
+    for depth, width, heads, mlp, rate in rows:
+        keys = scaling.dial(int(depth), 32, config)
+        assert keys["n_layer"] == int(depth) and keys["n_embd"] == int(width)
+        assert keys["n_head"] == int(heads) and keys["n_embd"] // keys["n_head"] == 32
+        got = load_config(None, keys)
+        assert (got.n_hidden or 4 * got.n_embd) == int(mlp.replace(",", ""))
+        assert keys["learning_rate"] / 1.4e-2 == pytest.approx(float(rate), abs=5e-3)
+        assert keys["min_lr"] == pytest.approx(keys["learning_rate"] / 10)
+
+
+def test_a_run_costs_its_budget(data_dir):
+    """Counted by hand: 6 for each weight of a product, 12 n_layer n_embd T for attention; the
+    embedding of 256 rows is the output layer as well."""
+    rest = [f"--data_dir={data_dir}", "--block_size=32", "--batch_size=2", "--vocab_size=256",
+            "--gradient_accumulation_steps=3", "--mlp=relu2", "--max_epochs=9",
+            "--lr_decay_iters=7", "--device=cpu", "--n_hidden=5", "--config=train/config_test.yaml"]
+    config = load_config(*config_file.take_config(rest))
+    plan = scaling.planner(rest, config, 16, open_data(config, Ranks()))
+    for depth, width in ((1, 32), (3, 64)):
+        p = plan(3e8, depth)
+        weights = 12 * depth * width**2 + (2 * depth + 1) * width + 256 * width  # norms' as well
+        a_token = 6 * weights + 12 * depth * width * 32
+        assert p.n == a_token / 6 and p.d % (6 * 32) == 0
+        assert abs(p.d * a_token - 3e8) <= a_token * 6 * 32 / 2
+        c = load_config(*config_file.take_config([*rest, *p.arguments]))
+        assert (c.max_iters * 6 * 32, c.n_layer, c.n_embd) == (p.d, depth, width)
+        assert c.eval_interval == c.max_iters and not c.eval_on_start
+        assert c.max_epochs is c.lr_decay_iters is None
+        assert p.epochs == pytest.approx(p.d / 20_000, rel=0.01)
+
+
+def test_depths_have_about_ten_tokens_a_weight():
+    def plan(ratio):
+        return scaling.Plan(1e9, round(1000 / ratio), 100.0, int(100 * ratio), 0.1, [])
+    plans = [plan(ratio) for ratio in (200, 159, 40, 20, 8, 2, 1, 0.5)]
+    assert [p.d / p.n for p in scaling.depths(plans)] == [40, 20, 8, 2]
+    assert [p.d / p.n for p in scaling.depths(plans[5:])] == [2, 1]
+    assert [p.d / p.n for p in scaling.depths(plans[:2])] == [159]
+
+
+@pytest.fixture
+def go(tmp_path, monkeypatch):
+    """go(arguments...): the exit code; go.started: commands so far. A model of depth L has L (L +
+    1) x 2 weights."""
+    started = planted_children(monkeypatch)
+    monkeypatch.setattr(scaling, "DRAWS", 20)
+    small = ["--model=planted", "--law", "--batch_size=4", "--gradient_accumulation_steps=1",
+             "--device=cpu", "--warmup_iters=0", "--seed=1", "--num_threads=1", "--compile=false",
+             "--lr_schedule=constant", "--learning_rate=1e-6", "--log_interval=1000", "--width=2"]
+
+    def run(*args):
+        return scaling.main([*small, "--out", str(tmp_path / "scaling"), *args])
+    run.started = started
+    yield run
+    config_file.config_class.cache_clear()
+
+
+SIX = ("--budgets", "2000,500,1000", "--depth", "2,1")
+RUNS = ("--budgets", "2000,500,1000", "--depth", "2,1,3")
+
+
+def test_three_budgets_predict_a_run_of_four_times_the_largest(go, tmp_path, capsys):
+    """Of a planted law: the table, the law, the best sizes, the larger run, the picture."""
+    assert go(*SIX, "--jobs=2", "--check") == 0
+    text = capsys.readouterr().out
+    law = Law(1.0, 2.0, 20.0, 0.5, 0.4)
+    rows = [line.split() for line in text.splitlines() if re.match(r" *(500|1000|2000) +\d", line)]
+    assert [r[:3] for r in rows] == [[b, str(k), str(2 * k * (k + 1))] for b in (
+        "500", "1000", "2000") for k in (1, 2)]
+    for budget, _, n, d, ratio, _, loss, fitted in rows:
+        n, d = int(n), int(d.replace(",", ""))
+        assert abs(6 * n * d - float(budget)) <= 6 * n * 2 and float(ratio) == round(d / n, 1)
+        assert float(loss) == pytest.approx(law.loss(n, d), abs=1e-4)
+        assert float(fitted) == pytest.approx(float(loss), rel=1e-3)
+    n, expected, low, high = map(float, re.search(
+        r"8000 FLOPs, depth \d, (\d+) weights.* expected ([\d.]+), 95% from ([\d.]+) to ([\d.]+)",
+        text).groups())
+    reached, off = re.search(r"It reached ([\d.]+), ([-+][\d.]+)%", text).groups()
+    assert low <= float(reached) <= high and abs(float(off)) < 0.1
+    assert expected == pytest.approx(float(reached), rel=1e-3)
+    assert len(go.started) == 7
+    picture = (tmp_path / "scaling/scaling.svg").read_text()
+    assert picture.count("<circle") == 7 and "8000 FLOPs" in picture
+
+    # Again, there is nothing to do; the run is not part of what predicts it.
+    assert go(*SIX) == 0
+    again = capsys.readouterr().out
+    assert len(go.started) == 7 and f"expected {expected:.4f}" in again
+    command = next(line for line in again.splitlines() if "run_train.py" in line)
+    assert "--model=planted" in command and "--n_layer=" in command
+    assert (tmp_path / "scaling/scaling.svg").read_text().count("<circle") == 6
+
+
+@pytest.mark.matrix(126)
+def test_a_run_that_is_killed_is_a_row_and_no_point(go, capsys):
+    """kill -9 of some of the runs a law is fitted to -> they are rows of the table, left out of the
+    fit, and tried again by the same command"""
+    assert go(*RUNS, "--fatal_depth=2") == 0
+    text = capsys.readouterr().out
+    assert text.count(" crash ") == 3 and "from 6 runs" in text
+    assert go("--budgets", "500,1000", "--depth", "1,2", "--fatal_depth=2") == 2
+    said = capsys.readouterr()
+    assert len(go.started) == 9 + 2
+    assert "needs 6 runs that end with a loss" in said.err and " crash" in said.out
+
+
+@pytest.mark.matrix(126)
+def test_a_stop_keeps_what_is_done_and_the_same_command_goes_on(go, tmp_path, capsys):
+    """SIGTERM while models of a law are trained -> exit 143; the same command takes the runs that
+    are done, resumes the one that was stopped, and trains the rest"""
+    long = ["--budgets", "500,80000", "--depth", "1,2,3", "--save_interval=5"]
+    folder = tmp_path / "scaling/80000_depth_1/seed_1"
+
+    def interrupt():
+        while not (folder / "ckpt.pt").exists():
+            time.sleep(0.01)
+        signal.pthread_kill(threading.main_thread().ident, signal.SIGTERM)
+    threading.Thread(target=interrupt).start()
+    assert go(*long) == 128 + signal.SIGTERM
+    assert "the same command goes on" in capsys.readouterr().err and len(go.started) == 4
+    assert not (folder / "result.json").exists()
+    assert go(*long) == 0
+    assert capsys.readouterr().out.count("there already") == 3 and len(go.started) == 4 + 3
+    assert "Resuming from" in (folder / "console.log").read_text()
+    assert json.loads((folder / "result.json").read_text())["tokens"] == 3332
+
+
+@pytest.mark.parametrize("args, message", [
+    ([], "two --budgets or more"), (["--budgets=1e3"], "two --budgets or more"),
+    (["--budgets=1e3,1e3"], "two --budgets"), (["--budgets=-1,5"], "above 0"),
+    (["--budgets=1,nan"], "above 0"), ([*RUNS, "--larger=1500"], "--larger above them"),
+    ([*RUNS, "--jobs=0"], "--jobs of at least 1"), ([*RUNS, "--width=3"], "even --width"),
+    ([*RUNS, "--depth=0,1"], "--depth and"), ([*RUNS, "--max_minutes=1"], "without max_minutes"),
+    ([*RUNS, "--lerning_rate=1"], "unknown key")])
+def test_what_cannot_be_is_refused_before_any_work(go, args, message, capsys):
+    assert go(*args) == 2 and not go.started
+    assert message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("text", ["1e3,many", "1e3;2e3", "1e3,,2e3"])
+def test_what_is_no_number_is_refused(go, text, capsys):
+    with pytest.raises(SystemExit) as stopped:
+        go("--budgets", text)
+    assert stopped.value.code == 2 and "--budgets: invalid numbers" in capsys.readouterr().err
+
+
+def test_data_that_are_not_there_are_named(tmp_path, capsys):
+    assert scaling.main([*RUNS, f"--data_dir={tmp_path}/none", f"--out={tmp_path}/out"]) == 2
+    assert f"{tmp_path}/none" in capsys.readouterr().err and not (tmp_path / "out").exists()
+
+
+def test_without_scipy_it_says_so(go, monkeypatch, capsys):
+    find = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec",
+                        lambda name: None if name == "scipy" else find(name))
+    assert go(*RUNS) == 2 and not go.started
+    assert "pip install scipy" in capsys.readouterr().err
