@@ -166,9 +166,11 @@ def attend(q, k, v, dropout=0.0, mask=None):
     if T == 1 and not dropout:
         return attend_one(q, k, v, mask)
     k, v = k.to(q.dtype), v.to(q.dtype)  # a cache may keep them in another precision
-    # Kernels of GPUs with bfloat16 share keys among heads; elsewhere the keys are copied.
-    native = (groups > 1 and q.is_cuda and q.dtype == torch.bfloat16 and T == S
-              and mask is None)
+    # Kernels with bfloat16 share keys among heads; elsewhere the keys are copied.
+    native = groups > 1 and q.dtype == torch.bfloat16 and T == S and mask is None
+    if native and q.device.type == "cpu" and not dropout:
+        return _GroupedAttention.apply(q, k, v)
+    native = native and q.is_cuda
     if groups > 1 and not native:
         k, v = (t.repeat_interleave(groups, dim=1) for t in (k, v))
     if q.device.type == "cpu" and q.dtype == torch.bfloat16 and T == S <= 1024:
@@ -214,3 +216,56 @@ def attend_in_blocks(q, k, v, dropout, mask=None, size=128):
         p = F.dropout((scores + hidden[..., start:end, :end]).softmax(-1), dropout)
         blocks.append(p.flatten(0, 1) @ v[:, :end])
     return torch.cat(blocks, dim=1).view(shape)
+
+
+class _GroupedAttention(torch.autograd.Function):
+    """PyTorch's kernel, whose own backward pass on a CPU takes three times as long as plain
+    products. These make the probabilities again: nothing is kept but q, k and v (train/LOG.md)."""
+
+    @staticmethod
+    def forward(ctx, q, k, v):
+        ctx.save_for_backward(q, k, v)
+        return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+
+    @staticmethod
+    def backward(ctx, grad):
+        # One operation to the compiler, whose softmax (PyTorch 2.13) takes twice as long. By itself
+        # that form takes seconds of imports.
+        f = one_operation if torch.compiler.is_compiling() else grouped_attention_backward
+        return f(grad, *ctx.saved_tensors)
+
+
+def grouped_attention_backward(
+        grad: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor
+        ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Gradients of causal attention by q (B, H, T, D) and k, v (B, G, T, D), grad (B, H, T, D)
+    being that by its result: a block of queries at a time, with the keys up to its own end."""
+    (B, H, T, D), G, scale = q.shape, k.size(1), q.size(-1) ** -0.5
+    size = max(128, T // 8)  # of a block: few sums in bfloat16
+    hidden = q.new_full((size, size), -math.inf).triu_(1)
+    dq, dk, dv = (t.new_zeros(t.shape) for t in (q, k, v))
+    scaled, k, v = q * scale, *(t.reshape(B * G, T, D) for t in (k, v))
+    for start in range(0, T, size):
+        end = min(start + size, T)
+        n = end - start
+        # The heads that share keys are the rows of one product, R of them. All is made dense: a
+        # product would copy what is not, and slowly where it is transposed.
+        qs, g = (t[:, :, start:end].reshape(B * G, -1, D) for t in (scaled, grad))  # (BG, R, D)
+        ks, vs = (t[:, :end].contiguous() for t in (k, v))  # (BG, end, D)
+        p = torch.bmm(qs, ks.transpose(1, 2))  # (BG, R, end)
+        p.view(-1, n, end)[..., start:].add_(hidden[:n, :n])
+        p = p.softmax(-1)
+        ds = torch._softmax_backward_data(torch.bmm(g, vs.transpose(1, 2)), p, -1, p.dtype)
+        dq[:, :, start:end] = torch.bmm(ds, ks).view(B, H, n, D)
+        dk.view(B * G, T, D)[:, :end] += torch.bmm(ds.transpose(1, 2), qs)
+        dv.view(B * G, T, D)[:, :end] += torch.bmm(p.transpose(1, 2), g)
+    return dq.mul_(scale), dk, dv
+
+
+one_operation = torch.library.custom_op("irongpt::grouped_attention_backward",
+                                       grouped_attention_backward, mutates_args=())
+
+
+@one_operation.register_fake
+def _(grad, q, k, v):
+    return tuple(t.new_empty(t.shape) for t in (q, k, v))

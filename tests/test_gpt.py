@@ -18,7 +18,13 @@ import model.ops
 from data.tokenizer import load_tokenizer
 from model.generate import KVCache
 from model.gpt import GPT, GPTConfig, apply_rope, build_model, rope_tables, sample, save_products
-from model.ops import attend, attend_in_blocks, linear_cross_entropy, rms_norm
+from model.ops import (
+    attend,
+    attend_in_blocks,
+    linear_cross_entropy,
+    one_operation,
+    rms_norm,
+)
 from train.config import GPTKeys
 from train.speed import compile_model
 
@@ -466,6 +472,31 @@ def test_attention_in_blocks_is_pytorchs(T, dtype, tolerance):
     close(ours, theirs, tolerance)
     for a, b in zip(torch.autograd.grad(ours, inputs, dy), torch.autograd.grad(theirs, inputs, dy)):
         close(a, b, tolerance)
+
+
+@pytest.mark.parametrize("T, H, G, D", [(2, 4, 2, 16), (128, 4, 1, 16), (129, 6, 3, 16),
+                                        (300, 2, 1, 32)])
+def test_shared_keys_have_the_gradients_of_copied_ones(T, H, G, D):
+    """In bfloat16 on a CPU, which has a backward pass of its own, against PyTorch's in float64."""
+    torch.manual_seed(0)
+    inputs = [torch.randn(2, T, n, D).transpose(1, 2).bfloat16().requires_grad_()
+              for n in (H, G, G)]
+    dy = torch.randn(2, H, T, D).bfloat16()
+    y = attend(*inputs)
+    exact = [t.detach().double().requires_grad_() for t in inputs]
+    theirs = F.scaled_dot_product_attention(exact[0], *(t.repeat_interleave(H // G, dim=1)
+                                                        for t in exact[1:]), is_causal=True)
+    ours = [y, *torch.autograd.grad(y, inputs, dy)]
+    theirs = [theirs, *torch.autograd.grad(theirs, exact, dy.double())]
+    for a, b in zip(ours, theirs, strict=True):
+        assert (a - b).norm() < 0.01 * b.norm()
+
+
+def test_the_compiler_knows_the_shapes_of_gradients_of_shared_keys():
+    dy, k = torch.randn(2, 4, 5, 8), torch.ones(2, 2, 5, 8)
+    q = torch.randn(2, 5, 4, 8).transpose(1, 2)
+    torch.library.opcheck(one_operation, (dy, q, k, k),
+                          test_utils=("test_schema", "test_faketensor"))
 
 
 def test_attention_in_blocks_drops_out():
