@@ -74,24 +74,28 @@ class _AdaptedLinear(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, base, bias, A, B, scale):
         rows = x.flatten(0, -2)  # (N, in)
-        low = F.linear(rows, A.to(x.dtype)) * scale  # (N, r)
+        low = F.linear(rows, A.to(x.dtype))  # (N, r)
         ctx.save_for_backward(x, low, base, A, B)
         ctx.scale = scale
         y = F.linear(rows, base.to(x.dtype), None if bias is None else bias.to(x.dtype))
         # As a batch of one: of two products, selective checkpointing keeps the large one alone.
-        return (y + torch.bmm(low[None], B.to(x.dtype).t()[None])[0]).view(*x.shape[:-1], -1)
+        up = torch.bmm(low[None], B.to(x.dtype).t()[None])[0]  # (N, out)
+        # A difference, as the compiler would have the large product start from a sum's other half,
+        # which is slower and rounds otherwise (train/LOG.md).
+        return torch.sub(y, up, alpha=-scale).view(*x.shape[:-1], -1)
 
     @staticmethod
     def backward(ctx, grad):
         (x, low, base, A, B), needs = ctx.saved_tensors, ctx.needs_input_grad
         rows, g = x.flatten(0, -2), grad.flatten(0, -2)  # (N, in), (N, out)
-        dlow = (g @ B.to(g.dtype)) * ctx.scale  # (N, r)
+        dlow = g @ B.to(g.dtype)  # (N, r)
         dx = None
         if needs[0]:
-            dx = (g @ base.to(g.dtype)).addmm_(dlow, A.to(g.dtype)).view_as(x)
+            dx = (g @ base.to(g.dtype)).addmm_(dlow, A.to(g.dtype), alpha=ctx.scale).view_as(x)
         return (dx, (g.t() @ rows).to(base.dtype) if needs[1] else None,
                 g.sum(0).to(B.dtype) if needs[2] else None,
-                (dlow.t() @ rows).to(B.dtype), (g.t() @ low).to(B.dtype), None)
+                (dlow.t() @ rows).to(B.dtype) * ctx.scale,
+                (low.t() @ g).t().to(B.dtype) * ctx.scale, None)
 
 
 class LoRA(ChatGPT):
