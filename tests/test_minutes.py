@@ -18,7 +18,7 @@ from train.lr_scheduler import get_lr
 from train.minutes import Costs, folder_inside
 from train.train import train
 
-MINUTES = dict(max_minutes=0.05, max_iters=5000, lr_decay_iters=None, eval_interval=40,
+MINUTES = dict(max_minutes=0.03, max_iters=5000, lr_decay_iters=None, eval_interval=40,
                warmup_iters=3, eval_iters=1)
 
 
@@ -90,12 +90,12 @@ def test_a_run_of_minutes_is_one_of_steps(data_dir, tmp_path, capsys):
     this many steps, also when it was stopped and goes on; and at about its time."""
     ended = train(configure(data_dir, tmp_path / "whole", **MINUTES))
     text = capsys.readouterr().out
-    steps = int(re.search(r"max_minutes 0.05 is max_iters (\d+): .* ms a step", text)[1])
+    steps = int(re.search(r"max_minutes 0.03 is max_iters (\d+): .* ms a step", text)[1])
     assert ended["iter_num"] == steps > 0 and f"Length: {steps:,} steps" in text
     assert os.listdir(tmp_path) == ["whole"]  # the rehearsal left nothing
     assert not (tmp_path / "whole/.minutes").exists()
     state = load_checkpoint(tmp_path / "whole/ckpt.pt")
-    assert state["config"]["max_iters"] == steps and state["config"]["max_minutes"] == 0.05
+    assert state["config"]["max_iters"] == steps and state["config"]["max_minutes"] == 0.03
     c = load_config(None, SMALL | MINUTES | dict(max_iters=steps))
     assert get_lr(steps, c) == pytest.approx(c.learning_rate / 10)
 
