@@ -10,6 +10,7 @@ import signal
 import sys
 import time
 
+import pytest
 import torch
 from conftest import TINY, run
 from faulty import faults
@@ -97,6 +98,21 @@ def assert_a_kill_changes_nothing(data_dir, tmp_path, **changes):
     killed.kill()
     go(data_dir, tmp_path / "b", **changes)
     assert_same(tmp_path / "a", tmp_path / "b")
+
+
+def assert_two_ranks_equal_one(tmp_path, settings, how, **tolerances):
+    """A run on two ranks, `how` ddp or fsdp, has the evaluations of one on one rank, each number to
+    its relative tolerance, and its weights."""
+    one = train(load_config(None, settings | dict(out_dir=str(tmp_path / "one"))))["history"]
+    two = on_two_ranks(tmp_path / "two", settings | dict(distributed=how))
+    for a, b in zip(one, two, strict=True):
+        for name, tolerance in tolerances.items():
+            assert b[name] == pytest.approx(a[name], rel=tolerance, abs=0), name
+    a, b = (tensors(tmp_path / n / "ckpt.pt")[0] for n in ("one", "two"))
+    assert a.keys() == b.keys()
+    for name in a:
+        if name.startswith("model."):
+            torch.testing.assert_close(a[name], b[name], rtol=1e-3, atol=1e-5)
 
 
 # -----------------------------------------------------------------------------

@@ -12,7 +12,7 @@ import pytest
 import torch
 from conftest import SHARED, TINY, run
 from processes import python
-from runs import Program, assert_same, on_two_ranks, tensors
+from runs import Program, assert_same, assert_two_ranks_equal_one
 
 import model.chat
 from data import chat as data_chat
@@ -524,16 +524,8 @@ def test_killed_and_resumed(capitals, tmp_path):
 
 @pytest.mark.parametrize("how", ["ddp", "fsdp"])
 def test_two_ranks_equal_one(capitals, tmp_path, how):
-    one = train(load_config(None, settings(capitals, tmp_path / "one", optimizer="adamw")))
-    two = on_two_ranks(tmp_path / "two", settings(capitals, "", distributed=how,
-                                                  optimizer="adamw"))
-    for a, b in zip(one["history"], two, strict=True):
-        assert a["val_loss"] == pytest.approx(b["val_loss"], rel=1e-5)
-        assert a["val_exact"] == b["val_exact"]
-    a, b = (tensors(tmp_path / n / "ckpt.pt")[0] for n in ("one", "two"))
-    for name in a:
-        if name.startswith("model."):
-            torch.testing.assert_close(a[name], b[name], rtol=1e-3, atol=1e-5)
+    assert_two_ranks_equal_one(tmp_path, settings(capitals, "", optimizer="adamw"), how,
+                               val_loss=1e-5, val_exact=0)
 
 
 def test_early_stopping_on_exact(capitals, tmp_path):

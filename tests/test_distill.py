@@ -7,7 +7,12 @@ import pytest
 import torch
 import torch.nn.functional as F
 from conftest import TINY
-from runs import SMALL, assert_a_kill_changes_nothing, go, on_two_ranks, tensors
+from runs import (
+    SMALL,
+    assert_a_kill_changes_nothing,
+    assert_two_ranks_equal_one,
+    go,
+)
 
 from model.distill import Student
 from model.gpt import GPT, GPTConfig
@@ -117,13 +122,5 @@ def test_killed_and_resumed(data_dir, tmp_path, teacher):
 
 @pytest.mark.parametrize("how", ["ddp", "fsdp"])
 def test_two_ranks_equal_one(data_dir, tmp_path, teacher, how):
-    more = TINY | changes(teacher, data_dir=str(data_dir), max_iters=6, eval_interval=3)
-    one = train(load_config(None, more | dict(out_dir=str(tmp_path / "one"))))
-    two = on_two_ranks(tmp_path / "two", more | dict(distributed=how))
-    for a, b in zip(one["history"], two, strict=True):
-        assert a["val_loss"] == pytest.approx(b["val_loss"], rel=1e-5)
-        assert a["val_kl"] == pytest.approx(b["val_kl"], rel=1e-4)
-    a, b = (tensors(tmp_path / n / "ckpt.pt")[0] for n in ("one", "two"))
-    for name in a:
-        if name.startswith("model."):
-            torch.testing.assert_close(a[name], b[name], rtol=1e-3, atol=1e-5)
+    settings = TINY | changes(teacher, data_dir=str(data_dir), max_iters=6, eval_interval=3)
+    assert_two_ranks_equal_one(tmp_path, settings, how, val_loss=1e-5, val_kl=1e-4)

@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from conftest import TINY
-from runs import Program, assert_same, on_two_ranks, tensors
+from runs import Program, assert_same, assert_two_ranks_equal_one
 
 from data import chat as data_chat
 from data import pairs as data_pairs
@@ -332,12 +332,5 @@ def test_killed_and_resumed(made, tmp_path):
 
 @pytest.mark.parametrize("how, rank", [("ddp", 0), ("fsdp", 2)])
 def test_two_ranks_equal_one(made, tmp_path, how, rank):
-    one = train(load_config(None, settings(made, tmp_path / "one", lora_rank=rank)))
-    two = on_two_ranks(tmp_path / "two", settings(made, "", distributed=how, lora_rank=rank))
-    for a, b in zip(one["history"], two, strict=True):
-        assert a["val_loss"] == pytest.approx(b["val_loss"], rel=1e-5)
-        assert a["val_accuracy"] == b["val_accuracy"] and a["val_exact"] == b["val_exact"]
-    a, b = (tensors(tmp_path / n / "ckpt.pt")[0] for n in ("one", "two"))
-    for name in a:
-        if name.startswith("model."):
-            torch.testing.assert_close(a[name], b[name], rtol=1e-3, atol=1e-5)
+    assert_two_ranks_equal_one(tmp_path, settings(made, "", lora_rank=rank), how, val_loss=1e-5,
+                               val_accuracy=0, val_exact=0)

@@ -7,18 +7,15 @@ import torch
 from conftest import TINY
 from runs import (
     assert_a_kill_changes_nothing,
+    assert_two_ranks_equal_one,
     configure,
     go,
-    on_two_ranks,
-    tensors,
 )
 
 from model.convert import main as convert
 from model.load import load_model
 from model.sample import main as sample
 from train.checkpoint import load_checkpoint
-from train.config import load_config
-from train.train import train
 
 
 def averages(path):
@@ -81,16 +78,11 @@ def test_killed_and_resumed(data_dir, tmp_path):
 
 @pytest.mark.parametrize("how", ["ddp", "fsdp"])
 def test_two_ranks_equal_one(data_dir, tmp_path, how):
-    changes = TINY | dict(data_dir=str(data_dir), ema=0.5)
-    one = train(load_config(None, changes | dict(out_dir=str(tmp_path / "one"))))
-    two = on_two_ranks(tmp_path / "two", changes | dict(distributed=how))
-    for a, b in zip(one["history"], two, strict=True):
-        assert a["val_loss_ema"] == pytest.approx(b["val_loss_ema"], rel=1e-5)
+    settings = TINY | dict(data_dir=str(data_dir), ema=0.5)
+    assert_two_ranks_equal_one(tmp_path, settings, how, val_loss_ema=1e-5)
     a, b = (averages(tmp_path / n / "ckpt.pt") for n in ("one", "two"))
     for name in a:
         torch.testing.assert_close(a[name], b[name], rtol=1e-3, atol=1e-5)
-    one, two = (tensors(tmp_path / n / "ckpt.pt")[0] for n in ("one", "two"))
-    assert one.keys() == two.keys()
 
 
 def test_a_run_stops_by_the_average_and_turns_it_off(data_dir, tmp_path):

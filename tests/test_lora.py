@@ -5,9 +5,9 @@ import os
 
 import pytest
 import torch
-from conftest import TINY, run
+from conftest import TINY
 from processes import python
-from runs import Program, assert_same, tensors
+from runs import Program, assert_same, assert_two_ranks_equal_one
 
 from data import chat as data_chat
 from model import chat
@@ -188,20 +188,7 @@ def test_killed_and_resumed(data_dir, base, tmp_path):
 
 @pytest.mark.parametrize("how", ["ddp", "fsdp"])
 def test_two_ranks_equal_one(data_dir, base, tmp_path, how):
-    one = go(data_dir, base, tmp_path / "one")
-    with open(tmp_path / "two.yaml", "w") as f:  # not on top of config.yaml, which says a shape
-        json.dump(settings(data_dir, base, tmp_path / "two", distributed=how), f)
-    code, output = run("--config", tmp_path / "two.yaml", ranks=2)
-    assert code == 0, output
-    lines = [json.loads(line) for line in open(tmp_path / "two" / "metrics.jsonl")]
-    two = [line for line in lines if "val_loss" in line]
-    for a, b in zip(one["history"], two, strict=True):
-        assert a["val_loss"] == pytest.approx(b["val_loss"], rel=1e-5)
-    a, b = (tensors(tmp_path / n / "ckpt.pt")[0] for n in ("one", "two"))
-    assert a.keys() == b.keys()
-    for name in a:
-        if name.startswith("model."):
-            torch.testing.assert_close(a[name], b[name], rtol=1e-3, atol=1e-5)
+    assert_two_ranks_equal_one(tmp_path, settings(data_dir, base, ""), how, val_loss=1e-5)
 
 
 def test_another_backbone_is_refused(data_dir, base, tmp_path, capsys):

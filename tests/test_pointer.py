@@ -8,7 +8,11 @@ import pytest
 import torch
 import torch.nn.functional as F
 from conftest import TINY
-from runs import assert_a_kill_changes_nothing, go, on_two_ranks, tensors
+from runs import (
+    assert_a_kill_changes_nothing,
+    assert_two_ranks_equal_one,
+    go,
+)
 
 from data import prepare
 from model.generate import empty_cache, generate
@@ -16,7 +20,6 @@ from model.pointer import PointerConfig, PointerGPT
 from model.sample.compiled import compile_decoder
 from model.sample.lookup import look_up
 from train.config import load_config
-from train.train import train
 
 
 def small(seed=0, **changes):
@@ -159,12 +162,5 @@ def test_killed_and_resumed(data_dir, tmp_path):
 
 
 def test_two_ranks_equal_one(data_dir, tmp_path):
-    more = TINY | dict(model="pointer", data_dir=str(data_dir), max_iters=6, eval_interval=3)
-    one = train(load_config(None, more | dict(out_dir=str(tmp_path / "one"))))
-    two = on_two_ranks(tmp_path / "two", more | dict(distributed="fsdp"))
-    for a, b in zip(one["history"], two, strict=True):
-        assert a["val_loss"] == pytest.approx(b["val_loss"], rel=1e-5)
-    a, b = (tensors(tmp_path / n / "ckpt.pt")[0] for n in ("one", "two"))
-    for name in a:
-        if name.startswith("model."):
-            torch.testing.assert_close(a[name], b[name], rtol=1e-3, atol=1e-5)
+    settings = TINY | dict(model="pointer", data_dir=str(data_dir), max_iters=6, eval_interval=3)
+    assert_two_ranks_equal_one(tmp_path, settings, "fsdp", val_loss=1e-5)
