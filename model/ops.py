@@ -183,10 +183,12 @@ def attend(q, k, v, dropout=0.0, mask=None):
 
 def attend_one(q, k, v, mask):
     """The same for one query a row (sampling): the heads that share keys stand in one product, as
-    queries of one text do. PyTorch's kernel is the faster for it on a CPU; on a GPU cuDNN makes
-    its plans anew for every number of keys, and in a graph the compiler has the loops joined."""
+    queries of one text do. PyTorch's kernel is the faster for it on a CPU, but for many texts in
+    float32; on a GPU cuDNN makes its plans anew for every number of keys, and in a graph the
+    compiler has the loops joined."""
     (B, H, _, D), G = q.shape, k.size(1)
-    if q.device.type == "cpu" and not torch.compiler.is_compiling():
+    kernel = q.device.type == "cpu" and (B == 1 or k.dtype != torch.float32)
+    if kernel and not torch.compiler.is_compiling():
         rows = q.reshape(B, G, -1, D).to(k.dtype)  # (B, G, H / G, D)
         mask = None if mask is None else mask.view(B, 1, 1, -1)
         return F.scaled_dot_product_attention(rows, k, v, mask).view(B, H, 1, D).to(q.dtype)
