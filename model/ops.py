@@ -166,11 +166,12 @@ def attend(q, k, v, dropout=0.0, mask=None):
     if T == 1 and not dropout:
         return attend_one(q, k, v, mask)
     k, v = k.to(q.dtype), v.to(q.dtype)  # a cache may keep them in another precision
-    # Kernels with bfloat16 share keys among heads; elsewhere the keys are copied.
-    native = groups > 1 and q.dtype == torch.bfloat16 and T == S and mask is None
-    if native and q.device.type == "cpu" and not dropout:
+    # In bfloat16 heads can share their keys, by kernels of GPUs, and on a CPU by PyTorch's with a
+    # backward pass of ours; elsewhere the keys are copied.
+    shared = groups > 1 and q.dtype == torch.bfloat16 and T == S and mask is None
+    if shared and q.device.type == "cpu" and not dropout:
         return _GroupedAttention.apply(q, k, v)
-    native = native and q.is_cuda
+    native = shared and q.is_cuda
     if groups > 1 and not native:
         k, v = (t.repeat_interleave(groups, dim=1) for t in (k, v))
     if q.device.type == "cpu" and q.dtype == torch.bfloat16 and T == S <= 1024:
@@ -231,8 +232,8 @@ class _GroupedAttention(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, grad):
-        # One operation to the compiler, whose softmax (PyTorch 2.13) takes twice as long. By itself
-        # that form takes seconds of imports.
+        # One operation to the compiler, whose own softmax (PyTorch 2.13) takes twice as long. Eager
+        # it is the plain function: to call the operation imports for seconds first.
         f = one_operation if torch.compiler.is_compiling() else grouped_attention_backward
         return f(grad, *ctx.saved_tensors)
 

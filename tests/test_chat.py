@@ -413,16 +413,16 @@ def test_tokens_and_answers_are_counted_one_by_one():
 
 def test_exact_is_what_sampling_writes(capitals, tmp_path):
     """val_exact, from one pass over the right answers, is the share that sampling gets right."""
-    last = train(load_config(None, settings(capitals, tmp_path / "out", max_iters=80, eval_iters=1,
+    last = train(load_config(None, settings(capitals, tmp_path / "out", max_iters=80, eval_iters=2,
                                             eval_interval=80, lr_decay_iters=150)))
     model, tokenizer = load_model(tmp_path / "out" / "ckpt.pt")
-    loader = load_config(None, settings(capitals, tmp_path / "out", eval_iters=1))
+    loader = load_config(None, settings(capitals, tmp_path / "out", eval_iters=2))
     from model.chat import open_data
     from train.distributed import Ranks
     val = open_data(loader, Ranks()).val
     right = n = 0
-    for index in range(val.n_fixed(1)):
-        for tokens, mask, number in zip(*val.fixed_batch(index, 1)):
+    for index in range(val.n_fixed(2)):
+        for tokens, mask, number in zip(*val.fixed_batch(index, 2)):
             for k in range(int(number.max()) + 1):
                 ids, learned = tokens[number == k], mask[number == k]
                 if learned.any():

@@ -5,12 +5,7 @@ on two ranks, evaluated beside the weights, and read by the commands that write 
 import pytest
 import torch
 from conftest import TINY
-from runs import (
-    assert_a_kill_changes_nothing,
-    assert_two_ranks_equal_one,
-    configure,
-    go,
-)
+from runs import assert_a_kill_changes_nothing, assert_two_ranks_equal_one, configure, go
 
 from model.convert import main as convert
 from model.load import load_model

@@ -8,11 +8,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from conftest import TINY
-from runs import (
-    assert_a_kill_changes_nothing,
-    assert_two_ranks_equal_one,
-    go,
-)
+from runs import assert_a_kill_changes_nothing, assert_two_ranks_equal_one, go
 
 from data import prepare
 from model.generate import empty_cache, generate

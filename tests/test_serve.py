@@ -149,7 +149,7 @@ def test_fifty_at_once_get_what_each_would_get_alone(server, model, monkeypatch)
     monkeypatch.setattr(Engine, "submit", counted)
     monkeypatch.setattr(model, "forward", noted)
     monkeypatch.setattr(engine_file, "PIECE", 7)
-    jobs = [dict(prompt=f"Text number {i}. " * (i % 4 + 1), max_tokens=9 + i * 7 % 36)
+    jobs = [dict(prompt=f"Text number {i}. " * (i % 4 + 1), max_tokens=3 + i * 7 % 60)
             | HOW[i % len(HOW)] for i in range(50)]
 
     def ask(job):

@@ -21,6 +21,7 @@ from data.tokenizer import (
     R50K_URL,
     CharTokenizer,
     RankTokenizer,
+    find_vocabulary,
     gpt2_ranks,
     load_dataset_tokenizer,
     load_tokenizer,
@@ -235,6 +236,16 @@ def test_nanogpt_folder(tmp_path):
     assert load_dataset_tokenizer(str(tmp_path / "train_*.bin")).n_vocab == 3  # files of the folder
     (tmp_path / "meta.pkl").write_bytes(pickle.dumps({"vocab_size": 3}))
     assert load_dataset_tokenizer(tmp_path) is None
+
+
+def test_size_of_a_vocabulary_that_no_tokenizer_says(tmp_path):
+    """Bare files of tokens are GPT-2's, as those of nanoGPT and llm.c; meta.json, and more so who
+    asks, may say otherwise."""
+    np.zeros(8, "<u2").tofile(tmp_path / "train.bin")
+    assert find_vocabulary(str(tmp_path)) == (50257, None)
+    (tmp_path / "meta.json").write_text('{"vocab_size": 256}')
+    assert find_vocabulary(str(tmp_path)) == (256, None)
+    assert find_vocabulary(str(tmp_path), size=300) == (300, None)
 
 
 class Evil:

@@ -34,7 +34,7 @@ def same_tensors(a, b):
 
 def test_test_config_runs_from_the_command_line(tmp_path, data_dir):
     code, out = run("--config", "train/config_test.yaml", "--data_dir", data_dir, "--out_dir",
-                    tmp_path / "o", "--vocab_size", 256)
+                    tmp_path / "o")
     assert code == 0, out
     assert "[train] Data loaded. Length: 20,000 tokens" in out
     assert re.search(r"iter 9: loss \d+\.\d{4}, time \S+, lr 0\.\d{6}, norm \S+, \S+ tok/s", out)

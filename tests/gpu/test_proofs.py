@@ -24,10 +24,10 @@ if why := fake_cuda.missing():
 # Of a step of so many layers: launches of Triton's kernels and of libraries', GB moved, GB saved
 # for the backward pass, TFLOP. A number may exceed its row by 1%: more is a step back, less a new
 # row.
-LAYERS = {"gpt2": 2, "production": 1, "experts": 1, "chat": 1, "lora": 1}
+LAYERS = {"gpt2": 2, "production": 2, "experts": 1, "chat": 1, "lora": 1}
 STEPS = {
     "gpt2": (41, 31, 26.57, 5.12, 11.1),
-    "production": (31, 17, 5.1, 0.705, 0.742),
+    "production": (52, 31, 6.006, 0.848, 0.881),
     "experts": (56, 25, 5.48, 0.742, 0.656),
     "chat": (35, 17, 5.124, 0.703, 0.733),
     "lora": (57, 46, 21.32, 4.19, 6.25)}
@@ -38,9 +38,9 @@ NUMBERS = dict(triton=1, library=1, bytes=1e9, saved=1e9, flops=1e12)
 LARGEST = 50304 * 768  # elements of the largest float32 buffer that there should be: a gradient
 
 QUESTIONS = {  # of a process each
-    "H100": ["step gpt2 1", *(f"step {name} {n}" for name, n in LAYERS.items()), "kernels gpt2 2"],
+    "H100": ["step gpt2 1", *(f"step {name} {n}" for name, n in LAYERS.items()), "kernels gpt2"],
     "A100": ["train_crossings", "decode_crossings", "a_crossing", "attention_kernels", "one_token",
-             "whole", *(f"kept {name} {n}" for name, n in LAYERS.items()), "kernels production 1"]}
+             "whole", *(f"kept {name} {n}" for name, n in LAYERS.items()), "kernels production"]}
 
 
 def ask(folder, gpu, questions, answer):
@@ -141,14 +141,14 @@ def test_a_dry_run_says_what_is_kept_for_the_backward_pass(proofs, name):
 @pytest.mark.parametrize("name", ["gpt2", "production"])
 def test_kernels_compile(proofs, name):
     """For sm_90 and sm_80."""
-    assert proofs(f"kernels {name} {LAYERS[name]}") > 10
+    assert proofs(f"kernels {name}") > 10
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("gpu", ["H100", "A100"])
 @pytest.mark.parametrize("name", STEPS)
 def test_all_kernels_compile(proofs, name, gpu):
-    assert proofs(f"kernels {name} {LAYERS[name]}", gpu) > 10
+    assert proofs(f"kernels {name}", gpu) > 10
 
 
 def test_attention_never_makes_its_scores(proofs):
