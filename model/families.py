@@ -17,7 +17,7 @@ import torch.nn as nn
 import torch.nn.functional as F
 
 from model.gpt import MLP, Attention, GPTConfig, Norm
-from model.ops import apply_rope, attend
+from model.ops import apply_dropout, apply_rope, attend
 from train.config import ConfigError
 
 # What config.json leaves out means, for each model_type (the classes of `transformers`).
@@ -266,7 +266,7 @@ class FamilyAttention(Attention):
         k, v, mask = within(self.window, k, v, mask, T)
         y = attend(q, k, v, c.dropout if self.training else 0.0, mask)  # (B, H, T, D)
         y = self.out_norm(self.o(y.transpose(1, 2).flatten(2)))
-        return F.dropout(y, c.dropout, self.training)
+        return apply_dropout(y, c.dropout, self.training)
 
 
 def within(window, k, v, mask, T):

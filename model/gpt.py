@@ -19,6 +19,7 @@ from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_conte
 from model.generate import sample_texts
 from model.ops import (
     IGNORE,
+    apply_dropout,
     apply_rope,
     attend,
     linear_cross_entropy,
@@ -111,7 +112,7 @@ class Attention(nn.Module):
             k, v, mask = cache.update(self.layer, k, v)
         y = attend(q, k, v, c.dropout if self.training else 0.0, mask)  # (B, H, T, D)
         y = self.o(y.transpose(1, 2).reshape(B, T, C))
-        return F.dropout(y, c.dropout, self.training)
+        return apply_dropout(y, c.dropout, self.training)
 
     def project(self, x):
         """Queries and keys side by side (B, T, H + G, D), values (B, T, G, D). One product beats
@@ -170,7 +171,7 @@ class MLP(nn.Module):
             x = F.relu(self.up(x)).square()
         else:
             x = F.gelu(self.up(x), approximate="tanh" if self.config.mlp == "gelu" else "none")
-        return F.dropout(self.down(x), self.config.dropout, self.training)
+        return apply_dropout(self.down(x), self.config.dropout, self.training)
 
 
 class Block(nn.Module):
@@ -285,7 +286,7 @@ class GPT(nn.Module):
         kind = x.device.type
         if torch.is_autocast_enabled(kind) and torch.get_autocast_dtype(kind) == torch.bfloat16:
             x = x.bfloat16()  # half the memory traffic of a float32 stream
-        x = F.dropout(x, c.dropout, self.training)
+        x = apply_dropout(x, c.dropout, self.training)
         # Positions: learned ones were added to x above; rotary ones turn queries and keys, so that
         # a score depends on the distance of two tokens only.
         rope = None

@@ -22,6 +22,7 @@ import torch.nn.functional as F
 
 from model import gpt
 from model.gpt import GPT, Block, GPTConfig, normal
+from model.ops import apply_dropout
 from train.config import gpt_conflicts, key
 
 sample, adopt_shape = gpt.sample, gpt.adopt_shape
@@ -214,7 +215,7 @@ class Experts(nn.Module):
         hidden = F.silu(self.gate(rows, groups.ends)) * self.up(rows, groups.ends)
         y = groups.unsort(self.down(hidden, groups.ends)).view(copies.shape)
         y = (y * weights.to(y.dtype).unsqueeze(-1)).sum(2)  # (B, T, C)
-        return F.dropout(y, self.config.dropout, self.training), (logits, chosen)
+        return apply_dropout(y, self.config.dropout, self.training), (logits, chosen)
 
 
 # -----------------------------------------------------------------------------

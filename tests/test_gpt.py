@@ -9,6 +9,7 @@ import random
 import shutil
 import types
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -18,7 +19,14 @@ import model.ops
 from data.tokenizer import load_tokenizer
 from model.generate import KVCache
 from model.gpt import GPT, GPTConfig, apply_rope, build_model, rope_tables, sample, save_products
-from model.ops import attend, attend_in_blocks, linear_cross_entropy, one_operation, rms_norm
+from model.ops import (
+    apply_dropout,
+    attend,
+    attend_in_blocks,
+    linear_cross_entropy,
+    one_operation,
+    rms_norm,
+)
 from train.config import GPTKeys
 from train.speed import compile_model
 
@@ -302,6 +310,33 @@ def test_dropout_acts_in_training_only():
     torch.manual_seed(0)
     assert model(idx, targets)[0].item() == third.item()
     assert torch.equal(model.eval()(idx), plain.eval()(idx))
+
+
+@pytest.mark.parametrize("p", [2 ** -16, 0.1, 0.5, 0.999])
+def test_dropout_in_bfloat16_on_a_cpu(p):
+    """Of 16 bits a draw, as numpy reads them: below p they drop; a size that four do not divide."""
+    x = torch.ones(3, 7, 9973, dtype=torch.bfloat16, requires_grad=True)
+    torch.manual_seed(0)
+    y = apply_dropout(x, p)
+    y.sum().backward()
+    torch.manual_seed(0)
+    draws = torch.empty(-(-x.numel() // 4), dtype=torch.int64).random_(-2 ** 63, None)
+    draws = draws.numpy().view(np.int16)[:x.numel()].astype(np.int64) + 2 ** 15
+    kept = torch.from_numpy(draws >= p * 2 ** 16 - 0.5).view(x.shape)
+    assert abs(kept.double().mean() - (1 - p)) < 5 * math.sqrt(p * (1 - p) / x.numel()) + 2 ** -17
+    wanted = torch.where(kept, torch.tensor(1 / (1 - p)).bfloat16(), 0)
+    assert torch.equal(y, wanted) and torch.equal(x.grad, wanted)
+    assert apply_dropout(x, p, training=False) is x
+
+
+@pytest.mark.skipif(not shutil.which("g++"), reason="torch.compile needs a C++ compiler on a CPU")
+def test_compiled_dropout_draws_anew_and_by_the_seed():
+    x, compiled = torch.ones(1000, dtype=torch.bfloat16), torch.compile(apply_dropout)
+    torch.manual_seed(0)
+    first, second = compiled(x, 0.5), compiled(x, 0.5)
+    torch.manual_seed(0)
+    assert torch.equal(apply_dropout(x, 0.5), first)
+    assert torch.equal(apply_dropout(x, 0.5), second) and not torch.equal(first, second)
 
 
 def test_where_dropout_stands(monkeypatch):
