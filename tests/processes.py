@@ -28,7 +28,7 @@ FORKER = multiprocessing.get_context("forkserver")
 FORKER.set_forkserver_preload(["pytest", "numpy", "yaml", "tiktoken", "torch._dynamo",
                                "torch._inductor", "torch.distributed.fsdp", "run_train",
                                "train.train", "train.plot", "model.sample", "faulty", "numpy.ma",
-                               "torch.utils.serialization"])
+                               "torch.utils.serialization", "asked_once"])
 
 
 def ready():

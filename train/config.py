@@ -727,4 +727,5 @@ def to_yaml(config):
     """The configuration as YAML text that load_config reads back to the same run: without the keys
     that belong to a single start (resume, allow_change, eval_only)."""
     values = {k: v for k, v in asdict(config).items() if k not in START_KEYS}
-    return yaml.safe_dump(values, sort_keys=False, allow_unicode=True)
+    fast = getattr(yaml, "CSafeDumper", yaml.SafeDumper)
+    return yaml.dump(values, Dumper=fast, sort_keys=False, allow_unicode=True)
