@@ -181,9 +181,9 @@ class Int8Linear(nn.Module):
     def __init__(self, *layers):
         super().__init__()
         weight, self.bias = joined(layers)
-        scale = weight.float().abs().amax(1).clamp(min=1e-12) / 127
-        self.register_buffer("int8", (weight.float() / scale[:, None]).round().to(torch.int8))
-        self.register_buffer("scale", scale.to(torch.bfloat16))
+        int8, step = to_int8(weight)
+        self.register_buffer("int8", int8)
+        self.register_buffer("scale", step[:, 0])
         self.dtype, self.has_kernel = weight.dtype, has_int8_kernel(weight.device, weight.size(1))
 
     def forward(self, x):
@@ -197,6 +197,13 @@ class Int8Linear(nn.Module):
     def weight(self):
         """(N, K) widened."""
         return self.int8.to(self.dtype) * self.scale[:, None].to(self.dtype)
+
+
+def to_int8(weight):
+    """(int8 (N, K), step (N, 1) bfloat16) of a weight (N, K): to the nearest multiple of its row's
+    step, which reaches to the row's largest number."""
+    step = (weight.float().abs().amax(1, keepdim=True).clamp(min=1e-12) / 127).to(torch.bfloat16)
+    return (weight.float() / step.float()).round_().clamp_(-127, 127).to(torch.int8), step
 
 
 def joined(layers):

@@ -20,6 +20,7 @@ import torch.nn.functional as F
 
 from model import chat, gpt, load
 from model.chat import ChatGPT
+from model.decode import to_int8
 from model.gpt import stable_hash
 from model.load import with_shape
 from train.checkpoint import FORMAT_VERSION, CheckpointError, load_checkpoint, save_checkpoint
@@ -41,15 +42,28 @@ class Keys:
     lora_alpha: float = key(16.0, "the adapters' product is scaled by lora_alpha / lora_rank", gt=0)
     lora_targets: list[str] = key(["attn", "mlp"], "linear layers that get an adapter, by "
                                   "parts of their names: attn.q, mlp, h.3, h.*.attn.[qv]")
+    quantize_base: str = key("no", "keep the weights under adapters in 8 bits, a step for each row",
+                             choices=["no", "int8"])
+
+    def problems(self):
+        if self.quantize_base != "no" and self.distributed == "fsdp":
+            return ["quantize_base: FSDP cannot share out weights of 8 bits beside others; use "
+                    "distributed: ddp, which keeps all of them on each rank"]
+        return []
 
 
 class LoRALinear(nn.Linear):
-    """The linear layer `base` with an adapter; its `weight` is the sum, also for who reads it."""
+    """The linear layer `base` with an adapter; its `weight` is the sum, also for who reads it.
+    quantized: what is frozen is rounded to 8 bits, of which a row's `step` (out, 1) is one."""
 
-    def __init__(self, base, r, scale):
+    def __init__(self, base, r, scale, quantized=False):
         nn.Module.__init__(self)
         self.in_features, self.out_features, self.scale = base.in_features, base.out_features, scale
         self.base, self.bias = base.weight, base.bias
+        self.register_buffer("step", None, persistent=False)
+        if quantized:
+            int8, self.step = to_int8(base.weight)
+            self.base = nn.Parameter(int8, requires_grad=False)
         self.lora_A = nn.Parameter(torch.empty(r, base.in_features))
         self.lora_B = nn.Parameter(torch.empty(base.out_features, r))
 
@@ -58,12 +72,19 @@ class LoRALinear(nn.Linear):
         """(out, in), in the precision of the adapters: what merging gives."""
         with torch.autocast(self.base.device.type, enabled=False):
             B = self.lora_B
-            return torch.addmm(self.base.to(B.dtype), B, self.lora_A, alpha=self.scale)
+            return torch.addmm(widened(self.base, self.step, B.dtype), B, self.lora_A,
+                               alpha=self.scale)
 
     def forward(self, x):
         if torch.is_autocast_enabled(x.device.type):
             x = x.to(torch.get_autocast_dtype(x.device.type))
-        return _AdaptedLinear.apply(x, self.base, self.bias, self.lora_A, self.lora_B, self.scale)
+        return _AdaptedLinear.apply(x, self.base, self.step, self.bias, self.lora_A, self.lora_B,
+                                    self.scale)
+
+
+def widened(base, step, dtype):
+    """The frozen weight (out, in) in `dtype`, which training makes anew in both passes."""
+    return base.to(dtype) if step is None else base.to(dtype) * step.to(dtype)
 
 
 class _AdaptedLinear(torch.autograd.Function):
@@ -72,12 +93,13 @@ class _AdaptedLinear(torch.autograd.Function):
     frozen base gets no gradient, a third of a training step's products."""
 
     @staticmethod
-    def forward(ctx, x, base, bias, A, B, scale):
+    def forward(ctx, x, base, step, bias, A, B, scale):
         rows = x.flatten(0, -2)  # (N, in)
         low = F.linear(rows, A.to(x.dtype))  # (N, r)
-        ctx.save_for_backward(x, low, base, A, B)
+        ctx.save_for_backward(x, low, base, step, A, B)
         ctx.scale = scale
-        y = F.linear(rows, base.to(x.dtype), None if bias is None else bias.to(x.dtype))
+        y = F.linear(rows, widened(base, step, x.dtype),
+                     None if bias is None else bias.to(x.dtype))
         # As a batch of one: of two products, selective checkpointing keeps the large one alone.
         up = torch.bmm(low[None], B.to(x.dtype).t()[None])[0]  # (N, out)
         # A difference, as the compiler would have the large product start from a sum's other half,
@@ -86,14 +108,15 @@ class _AdaptedLinear(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, grad):
-        (x, low, base, A, B), needs = ctx.saved_tensors, ctx.needs_input_grad
+        (x, low, base, step, A, B), needs = ctx.saved_tensors, ctx.needs_input_grad
         rows, g = x.flatten(0, -2), grad.flatten(0, -2)  # (N, in), (N, out)
         dlow = g @ B.to(g.dtype)  # (N, r)
         dx = None
         if needs[0]:
-            dx = (g @ base.to(g.dtype)).addmm_(dlow, A.to(g.dtype), alpha=ctx.scale).view_as(x)
-        return (dx, (g.t() @ rows).to(base.dtype) if needs[1] else None,
-                g.sum(0).to(B.dtype) if needs[2] else None,
+            dx = (g @ widened(base, step, g.dtype)).addmm_(dlow, A.to(g.dtype), alpha=ctx.scale)
+            dx = dx.view_as(x)
+        return (dx, (g.t() @ rows).to(base.dtype) if needs[1] else None, None,
+                g.sum(0).to(B.dtype) if needs[3] else None,
                 (dlow.t() @ rows).to(B.dtype) * ctx.scale,
                 (low.t() @ g).t().to(B.dtype) * ctx.scale, None)
 
@@ -102,13 +125,13 @@ class LoRA(ChatGPT):
     """A GPT of frozen `weights` {name: tensor} with adapters; ChatGPT serves both kinds of data.
     Its state_dict is the adapters alone. Raises RuntimeError for weights that do not fit."""
 
-    def __init__(self, config, seed, token_bytes, weights, r, alpha, targets):
+    def __init__(self, config, seed, token_bytes, weights, r, alpha, targets, quantized=False):
         with torch.device("meta"):
             super().__init__(config, seed, token_bytes)
         nn.Module.load_state_dict(self, weights, assign=True)
         self.requires_grad_(False)
         self.r, self.alpha = r, alpha
-        add_adapters(self, targets, r, alpha / r, seed)
+        add_adapters(self, targets, r, alpha / r, seed, quantized)
 
     def initial(self, name, shape, seed):
         return (initial_adapter if is_adapter(name) else super().initial)(name, shape, seed)
@@ -160,12 +183,12 @@ def initial_adapter(name, shape, seed):
     return torch.empty(shape).uniform_(-bound, bound, generator=generator)
 
 
-def add_adapters(model, targets, r, scale, seed):
+def add_adapters(model, targets, r, scale, seed, quantized=False):
     """Adapters on the linear layers in the blocks of `model` that match `targets`, filled unless on
     the meta device."""
     for name in find_layers(model, targets):
         parent, _, child = name.rpartition(".")
-        layer = LoRALinear(model.get_submodule(name), r, scale)
+        layer = LoRALinear(model.get_submodule(name), r, scale, quantized)
         setattr(model.get_submodule(parent), child, layer)
         for own in ("lora_A", "lora_B"):
             p = getattr(layer, own)
@@ -263,7 +286,8 @@ def build_model(config, data):
         kept = dtype if dtype == torch.bfloat16 else kept  # float16 would be the stream's, too
     c, weights = backbone_of(config, data, kept)
     kind = functools.partial(LoRA, weights=weights, r=c.lora_rank,
-                             alpha=c.lora_alpha, targets=c.lora_targets)
+                             alpha=c.lora_alpha, targets=c.lora_targets,
+                             quantized=c.quantize_base == "int8")
     try:
         return (chat if "template" in data.spec else gpt).build_model(c, data, kind)
     except RuntimeError as error:  # of load_state_dict

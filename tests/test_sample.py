@@ -372,7 +372,9 @@ def test_int8_weights_are_within_half_a_step(width, bias, rows):
     layers = [torch.nn.Linear(width, n, bias=bias).bfloat16() for n in (48, 16)]
     joined, x = Int8Linear(*layers), torch.randn(1, rows, width).bfloat16()
     weight = torch.cat([layer.weight for layer in layers])
-    step = weight.float().abs().amax(1, keepdim=True) / 127
+    step = joined.scale.float()[:, None]  # as products have it: with 8 bits
+    torch.testing.assert_close(step, weight.float().abs().amax(1, keepdim=True) / 127, rtol=2 ** -8,
+                               atol=0)
     assert ((joined.int8 * step - weight.float()).abs() <= 0.501 * step).all()
     assert joined.has_kernel == (width == 32)
     wanted = torch.cat([layer(x) for layer in layers], dim=-1)

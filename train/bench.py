@@ -180,7 +180,8 @@ def check_memory(c, model, data, ranks, dtype, compiled, say):
 
 def memory_parts(c, model, data, world_size, dtype, compiled):
     """{what for: bytes of it that a rank needs}. tests/gpu has PyTorch's own count beside it."""
-    everything = sum(p.numel() for p in model.parameters())
+    held = sum(p.nbytes for p in model.parameters())
+    wide = sum(p.numel() for p in model.parameters() if p.dtype == torch.float32)
     trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
     share = world_size if c.distributed == "fsdp" else 1
     copies = 2 if world_size > share else 1  # DDP's buckets hold the gradients once more
@@ -189,8 +190,8 @@ def memory_parts(c, model, data, world_size, dtype, compiled):
     logits = rows * data.spec.get("vocab_size", 0) * width
     if not compiled and hasattr(model, "head_weight") and not model.head_weight().requires_grad:
         logits = 0  # a chunk of them at a time: only the head's own gradient needs them all
-    return {"weights": 4 * everything / share,
-            "weights in 16 bits": 2 * everything / share if width == 2 else 0,
+    return {"weights": held / share,
+            "weights in 16 bits": 2 * wide / share if width == 2 else 0,
             "gradients": 4 * trained * copies / share,
             "optimizer": (12 if c.ema else 8) * trained / share,  # two moments, and the average
             "activations": rows * width * c.n_layer * kept_by_a_layer(c, width, compiled),
