@@ -203,7 +203,7 @@ def to_int8(weight):
     """(int8 (N, K), step (N, 1) bfloat16) of a weight (N, K): to the nearest multiple of its row's
     step, which reaches to the row's largest number."""
     step = (weight.float().abs().amax(1, keepdim=True).clamp(min=1e-12) / 127).to(torch.bfloat16)
-    return (weight.float() / step.float()).round_().clamp_(-127, 127).to(torch.int8), step
+    return (weight.float() / step.float()).round_().to(torch.int8), step
 
 
 def joined(layers):

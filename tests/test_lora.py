@@ -13,10 +13,21 @@ from runs import Program, assert_same, assert_two_ranks_equal_one
 from data import chat as data_chat
 from model import chat
 from model.load import digest
-from model.lora import LoRALinear, adapters, initial_adapter, load_adapters, main, merge
+from model.lora import (
+    LoRALinear,
+    adapters,
+    build_model,
+    initial_adapter,
+    load_adapters,
+    main,
+    merge,
+    open_data,
+)
 from model.sample import load_model
+from train.bench import memory_parts
 from train.checkpoint import load_checkpoint, save_checkpoint
 from train.config import load_config
+from train.distributed import Ranks
 from train.train import train
 
 SHAPE = dict(n_layer=2, n_head=2, n_embd=64, n_hidden=128, block_size=32, bias=True)
@@ -116,7 +127,7 @@ def rounded(weight):
     rows = []
     for row in weight.detach().double().numpy():
         step = torch.tensor(np.abs(row).max() / 127, dtype=torch.float32).bfloat16().item()
-        rows.append(np.clip(np.rint(row / step), -127, 127) * step)
+        rows.append(np.rint(row / step) * step)
     return torch.from_numpy(np.stack(rows)).to(weight.dtype)
 
 
@@ -137,6 +148,23 @@ def test_a_base_of_8_bits(data_dir, base, tmp_path):
     assert all(m.base.dtype == torch.int8 for m in model.modules() if isinstance(m, LoRALinear))
     for name, t in merge(merged).items():
         torch.testing.assert_close(merge(model)[name], t, rtol=0, atol=1e-4)
+
+
+@pytest.mark.parametrize("bits, each", [("no", 2), ("int8", 1)])
+def test_the_dry_run_counts_weights_as_they_are_kept(data_dir, base, tmp_path, bits, each):
+    """A base in bfloat16, what adapters stand on in `each` bytes; of adapters also their copies."""
+    state = load_checkpoint(base)
+    state["model"] = {name: t.bfloat16() for name, t in state["model"].items()}
+    save_checkpoint(tmp_path / "half.pt", state)
+    config = load_config(None, settings(data_dir, tmp_path / "half.pt", "", dtype="bfloat16",
+                                        quantize_base=bits))
+    data = open_data(config, Ranks())
+    parts = memory_parts(config, build_model(config, data), data, 1, torch.bfloat16, False)
+    under = 2 * (4 * 64 * 64 + 3 * 64 * 128)  # two layers: attention, SwiGLU
+    rest = sum(t.numel() for t in state["model"].values()) - under
+    own = 2 * 2 * (4 * (64 + 64) + 3 * (64 + 128))  # of rank 2
+    assert parts["weights"] == each * under + 2 * rest + 4 * own
+    assert parts["weights in 16 bits"] == 2 * own and parts["gradients"] == 4 * own
 
 
 @pytest.mark.parametrize("checkpointing", ["true", "selective"])
