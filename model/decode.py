@@ -202,8 +202,14 @@ class Int8Linear(nn.Module):
 def to_int8(weight):
     """(int8 (N, K), step (N, 1) bfloat16) of a weight (N, K): to the nearest multiple of its row's
     step, which reaches to the row's largest number."""
-    step = (weight.float().abs().amax(1, keepdim=True).clamp(min=1e-12) / 127).to(torch.bfloat16)
-    return (weight.float() / step.float()).round_().to(torch.int8), step
+    low, high = torch.aminmax(weight.detach(), dim=1, keepdim=True)
+    step = (torch.maximum(high, -low).float().clamp(min=1e-12) / 127).to(torch.bfloat16)
+    int8 = torch.empty_like(weight, dtype=torch.int8)
+    # Few rows at a time: between weights that stay, whole ones in float32 would leave holes that
+    # the next do not fit in, gigabytes of a large model.
+    for rows, their_step, out in zip(weight.split(64), step.split(64), int8.split(64)):
+        out.copy_((rows.float() / their_step.float()).round_())
+    return int8, step
 
 
 def joined(layers):

@@ -132,6 +132,9 @@ class LoRA(ChatGPT):
         self.requires_grad_(False)
         self.r, self.alpha = r, alpha
         add_adapters(self, targets, r, alpha / r, seed, quantized)
+        if quantized:  # the rest out of the file, which is in memory as long as one weight is there
+            for p in self.parameters():
+                p.data = p.data if p.dtype == torch.int8 else p.data.clone()
 
     def initial(self, name, shape, seed):
         return (initial_adapter if is_adapter(name) else super().initial)(name, shape, seed)
