@@ -301,9 +301,8 @@ def compile_model(model, device):
     import torch._functorch.config as aot
     # In the forward pass, where a compiler that fails can be left out; by itself it comes later.
     aot.force_non_lazy_backward_lowering = True
-    # What dropout draws comes from PyTorch's generator, as without compiling: on a CPU the
-    # compiler's own takes twice as long.
-    torch._inductor.config.fallback_random = device.type == "cpu"
+    if device.type == "cpu":  # dropout's draws by PyTorch's generator: the compiler's own is slower
+        torch._inductor.config.fallback_random = True
     parts, sharded = [model], any(hasattr(p, "full_tensor") for p in model.parameters())
     if device.type == "cpu" or sharded:
         parts = blocks(model) or parts
