@@ -84,6 +84,8 @@ def test_written_configuration_reads_back_the_same(tmp_path):
 def test_an_unknown_key_is_offered_the_nearest(tmp_path):
     path = write(tmp_path, "n_layr: 2\n")
     assert "c.yaml:1: unknown key 'n_layr' (did you mean 'n_layer'?)" in problems(path)[0]
+    path = write(tmp_path, "epoch: 2\n")  # of the names that others have
+    assert "unknown key 'epoch' (did you mean 'epochs'?)" in problems(path)[0]
 
 
 @pytest.mark.matrix(92)

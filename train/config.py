@@ -529,7 +529,8 @@ def load_with_origins(path=None, overrides=()):
     known, values, wrong = {f.name: f for f in fields(cls)}, {}, set()
     for name, (text, where) in raw.items():
         if name not in known:
-            hint = nearest(name, known) if len(problems) < 20 else ""  # it takes time
+            names = [*known, *(n for n, (ours, _) in other_names()[0].items() if ours in known)]
+            hint = nearest(name, names) if len(problems) < 20 else ""  # it takes time
             problems.append(f"{where}: unknown key {name!r}{hint}; " + other_names()[1].get(
                 name, "`python run_train.py --help` lists the keys"))
             continue
