@@ -476,12 +476,25 @@ def test_one_query_with_a_kernel_and_without(monkeypatch, dtype, rows, kernel):
     mask = torch.ones(rows, 1, 1, 7, dtype=torch.bool)
     mask[-1, ..., 5:] = False
     with monkeypatch.context() as patch:
+        patch.setattr("model.ops.has_tiles", lambda: True)
         if not kernel:
             patch.setattr(torch.compiler, "is_compiling", lambda: True)
             patch.delattr(F, "scaled_dot_product_attention")
         y = attend(q, k, k, mask=mask)
     close(y[:-1], explicit(q[:-1], k[:-1], k[:-1]), 1e-2)
     close(y[-1:], explicit(q[-1:], k[-1:, :, :5], k[-1:, :, :5]), 1e-2)
+
+
+def test_one_query_in_bfloat16_takes_the_kernel_where_there_are_tiles(monkeypatch):
+    q, k, calls = torch.randn(1, 4, 1, 8).bfloat16(), torch.randn(1, 2, 7, 8).bfloat16(), []
+    kernel = F.scaled_dot_product_attention
+    monkeypatch.setattr(F, "scaled_dot_product_attention",
+                        lambda *args: calls.append(1) or kernel(*args))
+    for tiles, wanted in ((False, []), (True, [1])):
+        monkeypatch.setattr("model.ops.has_tiles", lambda tiles=tiles: tiles)
+        close(attend(q, k, k), explicit(q, k, k), 1e-2)
+        assert calls == wanted
+    assert attend(q.float(), k.float(), k.float()).dtype == torch.float32 and calls == [1, 1]
 
 
 @pytest.mark.parametrize("T, S, H, G", [(7, 7, 2, 2), (1, 7, 2, 2), (3, 7, 4, 2), (7, 7, 6, 1)])
