@@ -529,8 +529,10 @@ def load_with_origins(path=None, overrides=()):
     known, values, wrong = {f.name: f for f in fields(cls)}, {}, set()
     for name, (text, where) in raw.items():
         if name not in known:
-            names = [*known, *(n for n, (ours, _) in other_names()[0].items() if ours in known)]
-            hint = nearest(name, names) if len(problems) < 20 else ""  # it takes time
+            hint = ""
+            if len(problems) < 20:  # it takes time
+                theirs = (n for n, (ours, _) in other_names()[0].items() if ours in known)
+                hint = nearest(name, [*known, *theirs])
             problems.append(f"{where}: unknown key {name!r}{hint}; " + other_names()[1].get(
                 name, "`python run_train.py --help` lists the keys"))
             continue
