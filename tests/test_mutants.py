@@ -59,7 +59,10 @@ def test_a_draw_is_spread_by_lines_and_depends_on_the_seed_only():
 
 TOY = {
     "run_train.py": "",
-    "data/none.py": "",
+    "data/none.py": "import math\n",
+    "tests/conftest.py": "import os, sys\n"  # bytecode is kept, as by ours
+                         "os.environ.pop('PYTHONDONTWRITEBYTECODE', None)\n"
+                         "sys.dont_write_bytecode = False\n",
     "model/inside/area.py": '''
 LIMIT = 3
 
@@ -90,6 +93,7 @@ import sys
 
 import pytest
 
+from data import none  # noqa: F401
 from model.inside import area
 
 
@@ -135,7 +139,7 @@ def test_a_campaign_over_a_toy(tmp_path):
                                "--patience", "4", *args], cwd=repo, text=True,
                               capture_output=True, timeout=600)
         return done.returncode, done.stdout + done.stderr
-    code, output = command("--count", "8", "--out", str(tmp_path / "results"))
+    code, output = command("--count", "9", "--out", str(tmp_path / "results"))
     assert code == 1, output
     by = {r["key"][1]: r["by"] for r in map(json.loads, (
         tmp_path / "results").read_text().splitlines())}
@@ -145,7 +149,7 @@ def test_a_campaign_over_a_toy(tmp_path):
                   "return n": f"{tests}ends_in_a_process", "return 1": None,
                   "n -= 1": f"no end: {tests}ends_in_a_process"}, output
     assert "| all | 8 | 4 | 3 | 1 |" in output and f"without a mutant: {tests}flawed" in output
-    code, again = command("--count", "8", "--keep-map", "--out", str(tmp_path / "results"))
+    code, again = command("--count", "9", "--keep-map", "--out", str(tmp_path / "results"))
     assert code == 1 and "7/7" not in again and again.strip() in output  # all was tried already
     known = covered.Map(tmp_path / "map", repo)
     assert known.tests_of("model/inside/area.py", 7) == {f"{tests}area"}

@@ -187,7 +187,10 @@ def run_tests(repo, folder, tests, limit, patience, took):
 def record(repo, folder, file, names):
     """Run tests of one file with marked lines; what Recorder wrote, or None if it did not end."""
     table, firsts = table_of_lines(repo, folder)
-    environment(MARKED_LINES=str(table), PYTHONPATH=str(Path(sitecustomize.__file__).parent))
+    # Bytecode with marks stays apart: without what they mark, mutants could not import it.
+    sys.pycache_prefix = str(folder / "marked")
+    environment(MARKED_LINES=str(table), PYTHONPATH=str(Path(sitecustomize.__file__).parent),
+                PYTHONPYCACHEPREFIX=sys.pycache_prefix)
     with open(folder / "map.jsonl", "w") as f:
         recorder = Recorder(sitecustomize.install(str(table)), firsts, f)
         pid = forked(lambda: run_pytest(repo, [f"tests/{file}::{n}" for n in names], [recorder],
