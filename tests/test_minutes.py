@@ -7,6 +7,7 @@ import time
 from types import SimpleNamespace
 
 import pytest
+import torch
 from conftest import run
 from runs import SMALL, assert_same, configure, go
 
@@ -83,6 +84,35 @@ def test_a_rehearsal_times_the_parts_as_the_run_meets_them(monkeypatch):
     run.config.eval_interval = 0
     costs = minutes.rehearse(run.config, lambda config, at_end: run)
     assert (costs.first, costs.evaluation, costs.eval_interval) == (0.0, 0.0, 0)
+
+
+class Steady(torch.nn.Module):
+    """A bigram model on a machine of constant speed: a forward ends with a tick of the clock."""
+
+    def __init__(self):
+        super().__init__()
+        self.following = torch.nn.Embedding(256, 256)
+
+    def forward(self, x, y):  # (B, T), (B, T)
+        time.sleep(TICK - time.monotonic() % TICK)
+        loss = torch.nn.functional.cross_entropy(self.following(x).flatten(0, 1), y.flatten())
+        return loss, {}
+
+
+TICK = 0.1  # seconds: what else a step takes is far less, also beside other tests
+
+
+def test_where_the_speed_is_constant_it_ends_in_time(data_dir, tmp_path):
+    """To 5%, evaluations and saves in it, with the schedule at its end."""
+    began = time.monotonic()
+    c = configure(data_dir, tmp_path, **MINUTES | dict(
+        max_minutes=0.15, gradient_accumulation_steps=1, lr_schedule="wsd", eval_iters=4))
+    ended = train(c, Steady())
+    assert time.monotonic() - began == pytest.approx(9, rel=0.05)
+    steps, c = ended["iter_num"], c.but(max_iters=ended["iter_num"])
+    assert 0.5 * 9 / TICK < steps < 9 / TICK
+    assert c.learning_rate / 10 == pytest.approx(get_lr(steps, c))
+    assert get_lr(steps, c) < get_lr(steps - 1, c) < c.learning_rate / 5
 
 
 def test_a_run_of_minutes_is_one_of_steps(data_dir, tmp_path, capsys):
