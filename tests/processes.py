@@ -16,9 +16,10 @@ import socket
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 import warnings
-from multiprocessing import forkserver
+from multiprocessing import connection, forkserver
 from unittest import mock
 
 TESTS = pathlib.Path(__file__).resolve().parent
@@ -56,6 +57,11 @@ def lighten():
     os.fsync = lambda fd: None
 
 
+# Starting a process asks all others whether they have ended; two threads that hear it of the same
+# one at once would read its exit code twice, the second time as 255.
+ASKING = threading.Lock()
+
+
 class Fork:
     """function(*args) in a process of its own, with these files as its stdin, stdout and stderr."""
 
@@ -65,12 +71,14 @@ class Fork:
         files = tuple(map(str, (stdin, stdout, stderr or stdout)))
         self.process = ready().Process(target=_become,
                                        args=(function, args, str(cwd), environment, files))
-        self.process.start()
+        with ASKING:
+            self.process.start()
 
     def wait(self, timeout):
         """Its exit code, -9 after a kill -9; None if it still runs."""
-        self.process.join(timeout)
-        return self.process.exitcode
+        connection.wait([self.process.sentinel], timeout)
+        with ASKING:
+            return self.process.exitcode
 
     def kill(self):
         self.process.kill()
