@@ -86,6 +86,9 @@ def test_a_rehearsal_times_the_parts_as_the_run_meets_them(monkeypatch):
     assert (costs.first, costs.evaluation, costs.eval_interval) == (0.0, 0.0, 0)
 
 
+TICK = 0.1  # seconds: what else a step takes is far less, also beside other tests
+
+
 class Steady(torch.nn.Module):
     """A bigram model on a machine of constant speed: a forward ends with a tick of the clock."""
 
@@ -97,9 +100,6 @@ class Steady(torch.nn.Module):
         time.sleep(TICK - time.monotonic() % TICK)
         loss = torch.nn.functional.cross_entropy(self.following(x).flatten(0, 1), y.flatten())
         return loss, {}
-
-
-TICK = 0.1  # seconds: what else a step takes is far less, also beside other tests
 
 
 def test_where_the_speed_is_constant_it_ends_in_time(data_dir, tmp_path):
