@@ -150,7 +150,7 @@ def test_killed_ranks_restart_and_a_frozen_one_goes_on(
                    "a restart that resumes")
     code, output = p.finish()
     assert code == 0, output
-    assert "Another rank died" in output
+    assert "Another rank died" in output, output
     assert_losses_agree(tmp_path, undisturbed, STEPS)
 
 

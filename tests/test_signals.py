@@ -4,6 +4,7 @@ Matrix cases 57 to 60, 63 and 64; under torchrun: test_distributed.py. Exit code
 of the signal, as a shell reports them.
 """
 
+import contextlib
 import json
 import random
 import shlex
@@ -12,10 +13,12 @@ import time
 
 import pytest
 from conftest import start
-from processes import python
+from processes import Fork, python
 from runs import SMALL, Program, assert_same, go, metrics, run_program, temporary_files
 
+from train import guard
 from train.checkpoint import load_checkpoint
+from train.config import TrainConfig
 
 SAVES = dict(eval_interval=0, save_interval=3)  # in the background: the last may not be done yet
 LONG = dict(max_iters=100_000, eval_interval=0, log_interval=1)
@@ -144,6 +147,26 @@ def interrupt_opening():
     def open_token_data(*_):
         signal.raise_signal(signal.SIGINT)
     training.open_token_data = open_token_data
+
+
+@pytest.mark.matrix(68)
+def test_a_rank_that_is_ended_says_first_what_broke(tmp_path):
+    """SIGTERM, which torchrun sends as soon as a rank has gone, to another that has just met the
+    error which that gives -> exit 1 with its traceback and what to do"""
+    fork = Fork(lose_a_peer, env=dict(WORLD_SIZE=2, RANK=0), stdout=tmp_path / "said")
+    assert fork.wait(60) == 1
+    text = (tmp_path / "said").read_text()
+    assert "[rank 0] RuntimeError: Connection closed" in text and "Another rank died" in text
+    assert "stopping, with a checkpoint" not in text
+
+
+def lose_a_peer():
+    def job(config):
+        with contextlib.ExitStack() as at_end:  # the log and the process group are closed
+            at_end.callback(signal.raise_signal, signal.SIGTERM)
+            with guard.Signals():
+                raise RuntimeError("Connection closed by peer")
+    guard.run_reporting_errors(TrainConfig(), job)
 
 
 @pytest.mark.matrix(64)

@@ -77,7 +77,12 @@ class Signals:
         return self
 
     def __exit__(self, *error):
-        self.handled.__exit__(*error)
+        if error[0] and "WORLD_SIZE" in os.environ:
+            # torchrun ends a rank as soon as another has gone; it may say first what broke.
+            with contextlib.suppress(ValueError):  # not the main thread
+                signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        else:
+            self.handled.__exit__(*error)
 
     def _handle(self, signum, frame):
         if signum == getattr(signal, "SIGUSR1", None):
