@@ -633,7 +633,7 @@ def test_metrics_count_what_was_asked():
         list(complete(server, prompt="abc", max_tokens=1, stream=True))
         for _ in range(2):
             assert send(server, "GET", "/nothing")[0] == 404
-        soon(lambda: not server.answering)
+        soon(lambda: not (server.answering or server.engine.rows))
         status, headers, body = send(server, "GET", "/metrics")
     assert headers["Content-Type"].startswith("text/plain; version=0.0.4")
     values = {}
