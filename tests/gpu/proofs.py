@@ -458,7 +458,7 @@ def collectives(n):
     from train.distributed import shard
     from train.optimizer import clip_gradients, configure_optimizers
     ranks = fake_ranks(0, n)
-    config = load_config(None, dict(n_layer=4, n_head=4, n_embd=512, block_size=64, batch_size=n,
+    config = load_config(None, dict(n_layer=4, n_head=4, n_embd=128, block_size=64, batch_size=n,
                                     gradient_accumulation_steps=1, device="cpu"))
     with torch.device("meta"):
         model = gpt.build_model(config, types.SimpleNamespace(spec=dict(vocab_size=4096)))
