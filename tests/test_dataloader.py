@@ -4,15 +4,13 @@ import json
 import os
 import pickle
 import re
-import subprocess
-import sys
 import threading
 import time
 
 import numpy as np
 import pytest
 import torch
-from conftest import REPO
+from processes import python
 
 from data import token_files
 from data.token_files import TokenStream, open_shard
@@ -457,7 +455,7 @@ try:
 except DataError as error:
     print("DataError:", error)
 """
-    done = subprocess.run([sys.executable, "-c", program], cwd=REPO, capture_output=True, text=True)
+    done = python("-c", program)
     assert done.returncode == 0, done.stderr
     assert "train.bin: changed during the run: 104,857,600 bytes at the start, 4,096" in done.stdout
 
@@ -528,7 +526,8 @@ def test_more_than_4g_tokens_are_read(tmp_path):
 
 @pytest.mark.matrix(90)
 @needs_proc
-def test_memory_is_flat_over_10_000_batches_of_a_terabyte(tmp_path):
+def test_memory_is_flat_over_10_000_batches_of_a_terabyte(tmp_path, monkeypatch):
+    monkeypatch.setattr(dataloader, "CHUNK_TOKENS", 1 << 18)  # as in a run, not as in tests
     loader = DataLoader(sparse(tmp_path / "train.bin", 10**12), 12, 64, vocab_size=50_257)
     assert loader.n_tokens == 5 * 10**11
     for _ in range(1000):

@@ -22,8 +22,8 @@ from processes import FORKER, Fork, rank_environments
 from train.config import ConfigError, load_config
 from train.dataloader import DataLoader
 
-# 12 sequences a step, which 1, 2, 3 and 4 ranks share equally; 30 steps.
-STEPS, SEQUENCES = 30, 12
+# 12 sequences a step, which 1, 2, 3 and 4 ranks share equally; 16 steps.
+STEPS, SEQUENCES = 16, 12
 RUN = TINY | dict(batch_size=4, gradient_accumulation_steps=3, max_iters=STEPS, eval_interval=STEPS,
                   learning_rate=3e-3, min_lr=3e-4, vocab_size=256)
 
@@ -249,11 +249,11 @@ def test_gradients_with_accumulation_equal_one_process(data_dir, tmp_path):
 # FSDP2
 
 def test_fsdp_trains_as_ddp_and_its_checkpoint_loads_anywhere(data_dir, tmp_path):
-    steps = dict(max_iters=20, eval_interval=20)
+    steps = dict(max_iters=8, eval_interval=8)
     ddp, fsdp = tmp_path / "ddp", tmp_path / "fsdp"
     _, (_, _, whole) = in_ranks(2, weights_and_logits, options(data_dir, ddp, **steps))
     ranks = in_ranks(2, weights_and_logits, options(data_dir, fsdp, distributed="fsdp", **steps))
-    assert_losses_agree(fsdp, ddp, steps=20)
+    assert_losses_agree(fsdp, ddp, steps=8)
     assert all(held < 0.51 * whole for _, _, held in ranks)
 
     from model.sample import load_model
@@ -518,7 +518,7 @@ def muon_alone(data_dir, tmp_path_factory):
 
 
 # Two layers have 8 matrices of 32 x 32 and 6 of 64 x 32 or its transpose, 4 and 2.
-MUON = dict(optimizer="muon", muon_weight_decay=0.1, max_iters=10, eval_interval=10)
+MUON = dict(optimizer="muon", muon_weight_decay=0.1, max_iters=6, eval_interval=6)
 
 
 @pytest.mark.parametrize("kind, world_size, shares", [
@@ -526,22 +526,22 @@ MUON = dict(optimizer="muon", muon_weight_decay=0.1, max_iters=10, eval_interval
 def test_muon_shares_its_work_and_is_the_same_run(data_dir, tmp_path, muon_alone, kind, world_size,
                                                   shares):
     reference, (wanted, done) = muon_alone
-    assert done == [8, 6] * 10
+    assert done == [8, 6] * 6
     ranks = in_ranks(world_size, muon_run,
                      options(data_dir, tmp_path, distributed=kind, **MUON))
-    assert_losses_agree(tmp_path, reference, steps=10, tolerance=1e-4)
+    assert_losses_agree(tmp_path, reference, steps=6, tolerance=1e-4)
     for weights, done in ranks:
-        assert all(n <= share for n, share in zip(done, shares * 10, strict=True))
+        assert all(n <= share for n, share in zip(done, shares * 6, strict=True))
         for name, weight in weights.items():
             assert (weight == ranks[0][0][name]).all(), name  # the same bits on all ranks
             np.testing.assert_allclose(weight, wanted[name], rtol=0, atol=5e-3, err_msg=name)
 
 
 def test_muon_goes_on_at_any_world_size(data_dir, tmp_path, muon_alone):
-    in_ranks(2, train_run, options(data_dir, tmp_path, **MUON), 3)
-    in_ranks(3, train_run, options(data_dir, tmp_path, distributed="fsdp", **MUON), 6)
+    in_ranks(2, train_run, options(data_dir, tmp_path, **MUON), 2)
+    in_ranks(3, train_run, options(data_dir, tmp_path, distributed="fsdp", **MUON), 4)
     in_ranks(1, train_run, options(data_dir, tmp_path, **MUON))
-    assert_losses_agree(tmp_path, muon_alone[0], steps=10, tolerance=1e-4)
+    assert_losses_agree(tmp_path, muon_alone[0], steps=6, tolerance=1e-4)
     from train.checkpoint import load_checkpoint
     one, other = (load_checkpoint(str(out / "ckpt.pt"))["optimizer"] for out in
                   (muon_alone[0], tmp_path))
@@ -607,8 +607,8 @@ def test_muon_shares_few_matrices_and_passes_over_one_without_a_gradient():
 
 @pytest.mark.matrix(54)
 def test_stop_on_4_ranks_go_on_with_1_then_2(data_dir, tmp_path, runs):
-    parts = [in_ranks(4, train_run, options(data_dir, tmp_path), 9),
-             in_ranks(1, train_run, options(data_dir, tmp_path), 20),
+    parts = [in_ranks(4, train_run, options(data_dir, tmp_path), 5),
+             in_ranks(1, train_run, options(data_dir, tmp_path), 11),
              in_ranks(2, train_run, options(data_dir, tmp_path))]
     assert -1 in parts[0][0] and -1 in parts[1][0] and -1 not in parts[2][0]
     batches = {}
@@ -619,18 +619,18 @@ def test_stop_on_4_ranks_go_on_with_1_then_2(data_dir, tmp_path, runs):
 
 
 def test_ddp_to_fsdp_and_back(data_dir, tmp_path, runs):
-    in_ranks(2, train_run, options(data_dir, tmp_path), 7)
-    in_ranks(3, train_run, options(data_dir, tmp_path, distributed="fsdp"), 15)
-    in_ranks(2, train_run, options(data_dir, tmp_path, distributed="fsdp"), 22)
+    in_ranks(2, train_run, options(data_dir, tmp_path), 4)
+    in_ranks(3, train_run, options(data_dir, tmp_path, distributed="fsdp"), 8)
+    in_ranks(2, train_run, options(data_dir, tmp_path, distributed="fsdp"), 12)
     in_ranks(1, train_run, options(data_dir, tmp_path))
     assert_losses_agree(tmp_path, runs[1][0])
 
 
 @pytest.mark.parametrize("kind", ["ddp", "fsdp"])
 def test_resume_at_the_same_world_size_is_exact_with_dropout(data_dir, tmp_path, kind):
-    few = dict(max_iters=10, eval_interval=5, dropout=0.2, distributed=kind)
+    few = dict(max_iters=6, eval_interval=3, dropout=0.2, distributed=kind)
     in_ranks(2, train_run, options(data_dir, tmp_path / "whole", **few))
-    in_ranks(2, train_run, options(data_dir, tmp_path / "parts", **few), 4)
+    in_ranks(2, train_run, options(data_dir, tmp_path / "parts", **few), 2)
     in_ranks(2, train_run, options(data_dir, tmp_path / "parts", **few))
     from train.checkpoint import load_checkpoint
     one, other = (load_checkpoint(str(tmp_path / p / "ckpt.pt")) for p in ("whole", "parts"))

@@ -2,7 +2,6 @@
 
 import ast
 import functools
-import os
 import pathlib
 import re
 import shutil
@@ -206,22 +205,22 @@ def test_all_extras_can_be_deleted_at_once(tmp_path):
     assert {"model.serve.engine", "train.plot", "train.bench", "train.hpo"} <= set(deleted)
     (copy / "my.txt").write_text("one two three four five six seven\n" * 500)
 
-    def python(*args):  # no fork of a process that has imported what is deleted here
-        environment = {k: v for k, v in os.environ.items() if k != "PYTHONPATH"}
-        done = subprocess.run([sys.executable, *args], cwd=copy, capture_output=True, text=True,
-                              env=environment | {"OMP_NUM_THREADS": "1"})
+    def python(*args):
+        done = processes.python(*args, cwd=copy, env={"PYTHONPATH": ""})
         assert done.returncode == 0, (args, done.stderr)
         return done.stdout
     python("-m", "data.prepare", "my.txt", "--out", "d", "--tokenizer", "byte")
     command = ["--config", "train/config_test.yaml", "--data_dir=d", "--out_dir=o",
                "--block_size=16", "--n_layer=1"]
-    # One process instead of three: importing torch takes longer than all that they do.
     text = python("-c", f"""
-import run_train
+import run_train, sys
 from model import sample
 assert run_train.main({[*command, "--max_iters=4"]}) == 0
 assert run_train.main({[*command, "--max_iters=6"]}) == 0
 assert sample.main("--ckpt o/ckpt.pt --prompt one --seed 1 --max_new_tokens 8".split()) == 0
+# The process is a fork of one that has imported what is deleted here: none of that is used.
+ours = [m.__file__ for n, m in sys.modules.items() if n.split(".")[0] in ("train", "model", "data")]
+assert len(ours) > 15 and all(f.startswith({str(copy)!r}) for f in ours if f), ours
 """)
     assert text.count("Training complete!") == 2 and "Resuming from" in text
     assert "iter 5: loss" in text and "sample: " in text and "\none" in text

@@ -326,7 +326,7 @@ def test_what_is_shown_before_a_run_has_the_shape_of_its_weights(go, tmp_path, d
 
 
 def test_dry_run_of_a_model_larger_than_any_memory(tmp_path, data_dir):
-    huge = dict(n_layer=1000, n_embd=131072, n_hidden=524288)  # 8 PiB, never built
+    huge = dict(n_layer=50, n_embd=131072, n_hidden=524288)  # 0.2 PiB, never built
     code, _, err = command("--dry_run", data_dir=data_dir, out_dir=tmp_path / "o", **huge)
     assert code == 1 and err.startswith("Does not fit: lower batch_size")
 

@@ -7,7 +7,6 @@ import json
 import os
 import pickle
 import re
-import subprocess
 import sys
 import tarfile
 import types
@@ -561,10 +560,8 @@ def test_the_program_runs_from_any_folder_and_knows_home(tmp_path, data_dir):
     home = tmp_path / "home"
     home.mkdir()
     args = tiny_args(max_iters=1, eval_interval=0, vocab_size=256)
-    done = subprocess.run([sys.executable, str(REPO / "run_train.py"), "--config",
-                           "train/config_test.yaml", *args, f"--data_dir={data_dir}",
-                           "--out_dir=~/o"], cwd=tmp_path, capture_output=True, text=True,
-                          env=os.environ | {"HOME": str(home), "OMP_NUM_THREADS": "1"})
+    done = python(REPO / "run_train.py", "--config", "train/config_test.yaml", *args,
+                  f"--data_dir={data_dir}", "--out_dir=~/o", cwd=tmp_path, env={"HOME": home})
     assert done.returncode == 0, done.stderr
     assert (home / "o" / "ckpt.pt").exists() and not (tmp_path / "out").exists()
 
