@@ -17,7 +17,8 @@ import time
 
 import pytest
 import torch
-from conftest import REPO, run, start, tiny_args
+from conftest import REPO, run, tiny_args
+from processes import Fork, python, run_python
 from runs import Program, assert_same, go, metrics, run_program
 
 from data.token_files import DataError
@@ -176,11 +177,13 @@ def test_too_little_host_memory_is_said(tmp_path, data_dir):
 @pytest.mark.matrix(114)
 def test_a_closed_output_does_not_end_the_run(tmp_path, data_dir):
     """stdout closed after the first line, as by `| head -1` -> training goes on to its end"""
-    out = tmp_path / "out"
-    process = start(*tiny_args(data_dir=data_dir, out_dir=out, vocab_size=256))
-    process.stdout.readline()
-    process.stdout.close()
-    assert process.wait(60) in (0, 120)  # 120: Python could not flush stdout at exit
+    out, pipe = tmp_path / "out", tmp_path / "pipe"
+    os.mkfifo(pipe)
+    program = Fork(run_python, (["run_train.py", *tiny_args(data_dir=data_dir, out_dir=out)],),
+                   stdout=pipe)
+    with open(pipe) as stdout:
+        stdout.readline()
+    assert program.wait(60) == 0
     assert load_checkpoint(out / "ckpt.pt")["iter_num"] == 10
     assert len([m for m in metrics(out) if "loss" in m]) == 10
 
@@ -222,12 +225,13 @@ def test_a_clock_that_jumps_backwards_does_no_harm(tmp_path, data_dir, undisturb
 
 
 def slow_disk():
-    """Every write takes 2 ms longer; a checkpoint is about 70."""
+    """Every write takes half a millisecond longer; a checkpoint is about 70: longer than the two
+    steps from one save to the next."""
     from train.checkpoint import HashingFile
     real = HashingFile.write
 
     def write(self, data):
-        time.sleep(0.002)
+        time.sleep(0.0005)
         return real(self, data)
     HashingFile.write = write
 
@@ -274,12 +278,10 @@ def test_memory_of_a_step_is_kept_for_the_next():
             return_freed_memory()
             print(without, kept, held - resident())"""
 
-    def process(**env):  # not a fork, whose heap may have something at its end that holds all
-        return subprocess.run([sys.executable, "-c", code], cwd=REPO, capture_output=True,
-                              text=True, env=os.environ | env)
-    done = process()
+    # Not a fork, whose heap may have something at its end that holds all.
+    done = subprocess.run([sys.executable, "-c", code], cwd=REPO, capture_output=True, text=True)
     without, kept, returned = map(int, done.stdout.split())
     assert kept < 100 < without / 10, done.stderr
     assert returned > 50e6
-    done = process(MALLOC_TOP_PAD_="131072")
+    done = python("-c", code, env=dict(MALLOC_TOP_PAD_="131072"))
     assert int(done.stdout.split()[1]) > 1000, done.stderr  # what the user chose, stays

@@ -64,10 +64,16 @@ UNITS = sorted({unit(n) for n in FILES if not is_core(n) and n not in SHARED} - 
 
 
 @functools.cache
+def nodes(path):
+    """All nodes of a file's syntax tree, the tree itself first."""
+    return list(ast.walk(ast.parse(path.read_text())))
+
+
+@functools.cache
 def imports(path, lazy):
     """Names of our own files that a file imports: at its top, or (lazy) anywhere in it."""
-    tree, found = ast.parse(path.read_text()), []
-    for node in ast.walk(tree) if lazy else tree.body:
+    found = []
+    for node in nodes(path) if lazy else nodes(path)[0].body:
         if isinstance(node, ast.Import):
             found += [a.name for a in node.names]
         elif isinstance(node, ast.ImportFrom) and node.module:
@@ -105,7 +111,7 @@ def test_nobody_takes_the_trainer():
     """A function takes the parts it needs."""
     seen = []
     for name, path in FILES.items():
-        for node in ast.walk(ast.parse(path.read_text())):
+        for node in nodes(path):
             if isinstance(node, (ast.FunctionDef, ast.Lambda)):
                 arguments = [*node.args.posonlyargs, *node.args.args, *node.args.kwonlyargs]
                 if name != "train.train" and {"run", "trainer"} & {a.arg for a in arguments}:
@@ -128,7 +134,7 @@ def test_every_command_takes_dashes_and_underscores():
         if "ArgumentParser(" not in text and name != "train.config":
             continue
         parsers += len(re.findall(r" run_command\(", text)) - (name == "train.config")
-        for node in ast.walk(ast.parse(text)):
+        for node in nodes(path):
             if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
                 call = ast.unparse(node)
                 if node.func.attr in ("parse_args", "parse_known_args"):
@@ -270,7 +276,7 @@ def test_the_readmes_system_trains_as_pasted(tmp_path):
     (copy / "model" / "sine.py").write_text(code)
     command = re.search(r"python (run_train\.py [^\n\"]+)", code)[1].split()
     done = processes.python(copy / command[0], *command[1:], "--num_threads=1", "--out_dir=o",
-                            cwd=copy)
+                            "--eval_interval=100", cwd=copy)  # of the test configuration: 5
     assert done.returncode == 0, done.stderr
     last = re.findall(r"val loss ([\d.]+), abs error ([\d.]+)", done.stdout)[-1]
     assert float(last[0]) < 0.1 and float(last[1]) < 0.3

@@ -115,7 +115,15 @@ def test_still_large(large):
 
 
 def test_ends_in_a_process():
-    code = "from model.inside.area import forever; print(forever(2))"
+    code = """if True:
+        import time
+        from model.inside.area import forever
+
+        class Slow(int):  # so that a loop without an end costs no CPU
+            def __gt__(self, other):
+                time.sleep(0.01)
+                return int(self) > other
+        print(forever(Slow(2)))"""
     assert subprocess.check_output([sys.executable, "-c", code]) == b"0\\n"
 
 

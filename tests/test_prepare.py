@@ -20,6 +20,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from processes import ready
 
 from data import prepare as prepare_module
 from data.prepare import encode, ensure_dataset, main, prepare
@@ -289,7 +290,13 @@ def test_no_record_is_cut(tmp_path):
     assert tokens(tmp_path / "o", "train")[-1] == EOT
 
 
-def test_any_number_of_processes_gives_the_same(tmp_path):
+@pytest.fixture
+def forked(monkeypatch):
+    """Workers are forked from a process that has imported numpy, instead of a new Python each."""
+    monkeypatch.setattr(encode.multiprocessing, "get_context", lambda how: ready())
+
+
+def test_any_number_of_processes_gives_the_same(tmp_path, forked):
     (tmp_path / "src").mkdir()
     (tmp_path / "src" / "big.txt").write_text(mixed_text(30_000))
     for i in range(300):
@@ -513,7 +520,7 @@ def test_what_to_do_next(tmp_path, monkeypatch, gpu, n, config):
 
 # --- tokens learned from the text
 
-def test_bpe(tmp_path):
+def test_bpe(tmp_path, forked):
     pytest.importorskip("rustbpe")
     rng = np.random.default_rng(0)
     words = ["".join(chr(97 + c) for c in rng.integers(0, 26, n)) for n in rng.integers(2, 9, 300)]
@@ -1011,12 +1018,12 @@ def test_only_what_nobody_works_in_is_cleared(tmp_path):
     assert (tmp_path / "o" / "train.bin").stat().st_size > 2
 
 
-def test_a_dead_worker_is_reported():
+def test_a_dead_worker_is_reported(forked):
     with pytest.raises(DataError, match="a worker process ended early"):
         list(encode.in_order(os._exit, [1, 1, 1], 2))
 
 
-def test_results_come_in_order():
+def test_results_come_in_order(forked):
     assert list(encode.in_order(abs, range(-50, 0), 2)) == list(range(50, 0, -1))
 
 
