@@ -628,7 +628,7 @@ def test_ddp_to_fsdp_and_back(data_dir, tmp_path, runs):
 
 @pytest.mark.parametrize("kind", ["ddp", "fsdp"])
 def test_resume_at_the_same_world_size_is_exact_with_dropout(data_dir, tmp_path, kind):
-    few = dict(max_iters=6, eval_interval=3, dropout=0.2, distributed=kind)
+    few = dict(max_iters=6, eval_interval=3, dropout=0.2, distributed=kind, n_layer=1)
     in_ranks(2, train_run, options(data_dir, tmp_path / "whole", **few))
     in_ranks(2, train_run, options(data_dir, tmp_path / "parts", **few), 2)
     in_ranks(2, train_run, options(data_dir, tmp_path / "parts", **few))

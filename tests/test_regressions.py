@@ -7,6 +7,7 @@ import json
 import os
 import pickle
 import re
+import shutil
 import sys
 import tarfile
 import types
@@ -482,9 +483,12 @@ def test_a_checkpoint_shows_what_it_holds(tmp_path, data_dir, capsys):
 
 @pytest.mark.parametrize("keep_last, kept", [(0, [4, 8, 11, 15]), (2, [11, 15])])
 def test_checkpoints_by_epochs(tmp_path, data_dir, keep_last, kept):
-    """2,498 windows of 8 tokens, 700 a step: 3.57 steps an epoch. What is saved at other steps is
-    not kept."""
-    go(data_dir, tmp_path, batch_size=350, gradient_accumulation_steps=2, max_iters=16,
+    """248 windows of 8 tokens, 70 a step: 3.54 steps an epoch. What is saved at other steps is not
+    kept."""
+    data = tmp_path / "data"
+    shutil.copytree(data_dir, data)
+    os.truncate(data / "train.bin", 2 * 2000)
+    go(data, tmp_path, batch_size=35, gradient_accumulation_steps=2, max_iters=16,
        save_epochs=1, keep_last=keep_last, eval_interval=3, save_interval=2)
     assert sorted(tmp_path.glob("ckpt_0*")) == [tmp_path / f"ckpt_{i:07}.pt" for i in kept]
     for i in kept:
