@@ -128,7 +128,7 @@ def test_a_batch_is_the_next_samples_of_each_source(folders, names, counts, worl
     """Against the sources' own loaders, one sample at a time, over some epochs; by steps that come
     in order and by any."""
     monkeypatch.setattr("train.dataloader.CHUNK_TOKENS", 7 * 4 * 8)
-    n, alone = 800 * world, loaders(folders, names, batch=1)
+    n, alone = 800, loaders(folders, names, batch=1)
     table, had, wanted = assign(counts), dict.fromkeys(names, 0), []
     for g in range(4 * n):
         name = names[table[g % len(table)]]

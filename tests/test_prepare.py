@@ -20,7 +20,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from processes import ready
+from processes import python, ready
 
 from data import prepare as prepare_module
 from data.prepare import encode, ensure_dataset, main, prepare
@@ -52,11 +52,10 @@ def start(*args, cwd=REPO, stdin=False, **env):
         stderr=subprocess.PIPE, stdin=subprocess.PIPE if stdin else None, start_new_session=True)
 
 
-def run(*args, **kwargs):
-    """(exit code, stdout, stderr) of the command."""
-    process = start(*args, **kwargs)
-    out, err = process.communicate(timeout=120)
-    return process.returncode, out, err
+def run(*args, cwd=REPO, **env):
+    """(exit code, stdout, stderr) of the command, forked."""
+    done = python("-m", "data.prepare", *args, cwd=cwd, env={"PYTHONPATH": REPO} | env)
+    return done.returncode, done.stdout, done.stderr
 
 
 def both(folder):
@@ -401,9 +400,9 @@ def test_standard_input(tmp_path, content, expected):
     assert process.returncode == 0, err
     out = tmp_path / "data" / "bin" / "stdin"
     assert text_of(out) == expected
-    again = start("-", cwd=tmp_path, stdin=True)  # nobody knows whether it is the same input
-    _, err = again.communicate("another", timeout=60)
-    assert again.returncode == 2 and "--force" in err and text_of(out) == expected
+    again = python("-m", "data.prepare", "-", cwd=tmp_path, env={"PYTHONPATH": REPO},
+                   input="another")  # nobody knows whether it is the same input
+    assert again.returncode == 2 and "--force" in again.stderr and text_of(out) == expected
 
 
 @pytest.mark.parametrize("name, content, message", [
