@@ -328,26 +328,32 @@ def test_kill_and_resume_bit_for_bit(tmp_path, folder, trained):
     assert_same(trained[0], tmp_path)
 
 
+@pytest.fixture(scope="module")
+def one_rank(folder, tmp_path_factory):
+    out = tmp_path_factory.mktemp("one")
+    go(folder, out, **SYSTEM | dict(max_iters=12, matching="correlation"))
+    return out
+
+
 @pytest.mark.parametrize("way", ["ddp", "fsdp"])
-def test_two_ranks_are_one(tmp_path, folder, way):
+def test_two_ranks_are_one(tmp_path, folder, one_rank, way):
     options = SMALL | SYSTEM | dict(data_dir=folder, max_iters=12, matching="correlation")
-    go(folder, tmp_path / "one", **SYSTEM | dict(max_iters=12, matching="correlation"))
     code, text = run(*(f"--{k}={v}" for k, v in options.items()), "--out_dir", tmp_path / "two",
                      "--distributed", way, ranks=2)
     assert code == 0, text
-    one, two = (tensors(tmp_path / n / "ckpt.pt")[0] for n in ("one", "two"))
+    one, two = (tensors(out / "ckpt.pt")[0] for out in (one_rank, tmp_path / "two"))
     assert one.keys() == two.keys()
     for name in one:
         assert torch.allclose(one[name].float(), two[name].float(), atol=1e-5), name
-    assert metrics(tmp_path / "one")[-1]["val_correlation"] == pytest.approx(
+    assert metrics(one_rank)[-1]["val_correlation"] == pytest.approx(
         metrics(tmp_path / "two")[-1]["val_correlation"], abs=1e-5)
 
 
-@pytest.mark.parametrize("mode, steps", [("max", 100), ("min", 50)])
+@pytest.mark.parametrize("mode, steps", [("max", 50), ("min", 25)])
 def test_early_stopping_on_correlation(tmp_path, folder, mode, steps):
     """It rises at every evaluation: wanted to, the run goes on; wanted to fall, it stops."""
     watched = dict(early_stopping_metric="val_correlation", early_stopping_mode=mode,
-                   early_stopping_patience=1, max_iters=100, eval_epochs=1)
+                   early_stopping_patience=1, max_iters=50, eval_epochs=0.5)
     result = go(folder, tmp_path, **SYSTEM | watched)
     assert result["iter_num"] == steps
     assert ("no better val_correlation" in result["finished"]) == (mode == "min")
