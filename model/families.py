@@ -16,7 +16,7 @@ import torch
 import torch.nn as nn
 import torch.nn.functional as F
 
-from model.gpt import MLP, Attention, GPTConfig, Norm
+from model.gpt import MLP, Attention, Embedding, GPTConfig, Norm
 from model.ops import apply_dropout, apply_rope, attend
 from train.config import ConfigError
 
@@ -212,7 +212,7 @@ def shape_of(theirs):
 # -----------------------------------------------------------------------------
 # their blocks
 
-class ScaledEmbedding(nn.Embedding):
+class ScaledEmbedding(Embedding):
 
     def __init__(self, rows, dim, scale):
         super().__init__(rows, dim)

@@ -66,6 +66,15 @@ class GPTConfig(GPTKeys):
         return (self.vocab_size + 127) // 128 * 128
 
 
+class Embedding(nn.Embedding):
+    """Draws no first values on the meta device, where they are none: PyTorch would import
+    torch._dynamo for it, more than a second of each start of what loads a model."""
+
+    def reset_parameters(self):
+        if not self.weight.is_meta:
+            super().reset_parameters()
+
+
 class Norm(nn.Module):
     """RMSNorm (arXiv:1910.07467) or LayerNorm over the last dimension, computed in float32."""
 
@@ -227,9 +236,9 @@ class GPT(nn.Module):
         super().__init__()
         c = self.config = config
         # The names are nanoGPT's: token and position embedding, blocks h, final norm, output layer.
-        self.wte = nn.Embedding(c.padded_vocab_size, c.n_embd)
-        self.wpe = nn.Embedding(c.block_size, c.n_embd) if c.pos == "learned" else None
-        self.wte_prev = nn.Embedding(c.padded_vocab_size, c.n_embd) if c.prev_embedding else None
+        self.wte = Embedding(c.padded_vocab_size, c.n_embd)
+        self.wpe = Embedding(c.block_size, c.n_embd) if c.pos == "learned" else None
+        self.wte_prev = Embedding(c.padded_vocab_size, c.n_embd) if c.prev_embedding else None
         self.h = nn.ModuleList(self.block_class(c, i) for i in range(c.n_layer))
         self.ln_f = Norm(c.n_embd, c.norm, c.bias, c.norm_eps)
         self.lm_head = None  # tied: the embedding is also the output layer

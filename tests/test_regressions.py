@@ -570,6 +570,15 @@ def test_the_program_runs_from_any_folder_and_knows_home(tmp_path, data_dir):
     assert (home / "o" / "ckpt.pt").exists() and not (tmp_path / "out").exists()
 
 
+def test_a_model_without_values_draws_none(monkeypatch):
+    """On the meta device PyTorch imports torch._dynamo for it: 1.3 s of each start of a sample."""
+    monkeypatch.setattr(torch.nn.init, "normal_", None)
+    with torch.device("meta"):
+        model = GPT(GPTConfig(vocab_size=256, n_layer=1, n_head=2, n_embd=32, pos="learned",
+                              prev_embedding=True))
+    assert all(p.is_meta for p in model.parameters())
+
+
 @pytest.mark.parametrize("kind", ["object", "pickle", "tar"])
 def test_a_foreign_checkpoint_gives_no_unsafe_advice(tmp_path, kind):
     """as torch itself does"""
