@@ -20,7 +20,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from processes import python, ready
+from processes import Fork, python, ready, run_python
 
 from data import prepare as prepare_module
 from data.prepare import encode, ensure_dataset, main, prepare
@@ -1066,13 +1066,13 @@ def test_stdlib_on_first_use(tmp_path):
 def test_stdlib_by_two_processes_at_once(tmp_path):
     code = ("from data.prepare import ensure_dataset; import sys;"
             "ensure_dataset(sys.argv[1]); print(open(sys.argv[1] + '/meta.json').read())")
-    command = [sys.executable, "-c", code, str(tmp_path / "bin" / "stdlib")]
-    runs = [subprocess.Popen(command, cwd=REPO, text=True, stdout=subprocess.PIPE,
-                             stderr=subprocess.PIPE) for _ in range(2)]
-    results = [p.communicate(timeout=60) for p in runs]
-    assert [p.returncode for p in runs] == [0, 0], results
+    said = [tmp_path / name for name in "ab"]
+    runs = [Fork(run_python, (["-c", code, str(tmp_path / "bin" / "stdlib")],), stdout=path)
+            for path in said]
+    assert [run.wait(60) for run in runs] == [0, 0], [path.read_text() for path in said]
     assert os.listdir(tmp_path / "bin") == ["stdlib"]
-    assert len({out[out.index("{"):] for out, _ in results}) == 1
+    outputs = [path.read_text() for path in said]
+    assert len({text[text.index("{"):] for text in outputs}) == 1
 
 
 def test_ensure_leaves_the_rest_alone(tmp_path):
