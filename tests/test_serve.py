@@ -12,8 +12,6 @@ import re
 import signal
 import socket
 import struct
-import subprocess
-import sys
 import threading
 import time
 import urllib.request
@@ -23,8 +21,7 @@ import numpy as np
 import pytest
 import torch
 from browser import soon
-from conftest import REPO
-from processes import Fork
+from processes import Fork, run_python
 
 from data.chat import TEMPLATE, encode_chat, to_messages
 from data.tokenizer import CharTokenizer, load_tokenizer
@@ -58,6 +55,14 @@ def small(tokenizer=BYTES, **changes):
         if p.dim() == 2:
             p.data *= 8
     return model.requires_grad_(False)
+
+
+def slowly(model):
+    """`model`, a hundredth of a second for each pass: who writes until a test has seen what it
+    waits for costs nothing meanwhile."""
+    forward = model.forward
+    model.forward = lambda *args, **how: (time.sleep(0.01), forward(*args, **how))[1]
+    return model
 
 
 @contextlib.contextmanager
@@ -148,8 +153,8 @@ def test_fifty_at_once_get_what_each_would_get_alone(server, model, monkeypatch)
         return forward(idx, **kw)
     monkeypatch.setattr(Engine, "submit", counted)
     monkeypatch.setattr(model, "forward", noted)
-    monkeypatch.setattr(engine_file, "PIECE", 7)
-    jobs = [dict(prompt=f"Text number {i}. " * (i % 4 + 1), max_tokens=3 + i * 7 % 60)
+    monkeypatch.setattr(engine_file, "PIECE", 17)
+    jobs = [dict(prompt=f"Text number {i}. " * (i % 4 + 1), max_tokens=3 + i * 7 % 30)
             | HOW[i % len(HOW)] for i in range(50)]
 
     def ask(job):
@@ -169,7 +174,7 @@ def test_fifty_at_once_get_what_each_would_get_alone(server, model, monkeypatch)
     # They were computed together. Prompts are read one at a time, while others end: the order in
     # which they came decides whether all eight places are ever taken at once.
     assert 6 <= max(rows) <= 8 and len(rows) < sum(rows) / 4
-    long = [i for i, (B, T) in enumerate(shapes) if T == 7]
+    long = [i for i, (B, T) in enumerate(shapes) if T == 17]
     assert any((b - a) > 1 for a, b in zip(long, long[1:]))  # texts went on between the pieces
 
 
@@ -384,7 +389,7 @@ def test_penalties_as_openai_defines_them(server, model):
 
 
 def test_choices_have_places_for_all_or_none():
-    model = small(LETTERS)
+    model = slowly(small(LETTERS))
     limits = dict(slots=2, max_queue=3, max_tokens=10**6, timeout=60)
     with serving(model, LETTERS, **limits) as server:
         engine, request = server.engine, raw(dict(prompt="a", n=2, max_tokens=10**6))
@@ -483,7 +488,7 @@ def test_oversized_and_garbage(server):
 
 def test_who_leaves_gives_the_place_back():
     """In a stream, while waiting for a whole text, and in the queue."""
-    model = small(LETTERS)
+    model = slowly(small(LETTERS))
     with serving(model, LETTERS, slots=1, max_tokens=10**6, timeout=600) as server:
         engine = server.engine
         stream = complete(server, max_tokens=10**6, stream=True)
@@ -505,7 +510,7 @@ def test_who_leaves_gives_the_place_back():
 
 
 def test_limits_of_queue_and_time():
-    model = small(LETTERS)
+    model = slowly(small(LETTERS))
     limits = dict(slots=1, max_queue=1, max_tokens=10**6, timeout=1.5)
     with serving(model, LETTERS, **limits) as server, ThreadPoolExecutor(2) as pool:
         long = pool.submit(complete, server, max_tokens=10**6)
@@ -705,7 +710,7 @@ def test_three_hundred_slow_clients(server):
 
 def test_a_full_queue_says_so():
     """Also where more wait than there were ever threads for."""
-    model = small(LETTERS)
+    model = slowly(small(LETTERS))
     limits = dict(slots=1, max_queue=300, max_tokens=10**6, timeout=600)
     with serving(model, LETTERS, **limits) as server:
         engine, request = server.engine, raw(dict(prompt="a", max_tokens=10**6))
@@ -896,7 +901,9 @@ def test_streams_together_are_faster_than_one_by_one():
         return streams * n / (time.perf_counter() - started)
     with serving(model, LETTERS, slots=16) as server:
         tokens_per_second(server, 1, 2)
-        ratios = [tokens_per_second(server, 16) / tokens_per_second(server, 1) for _ in range(2)]
+        ratios = []
+        while len(ratios) < 2 and max(ratios, default=0) <= 2.5:  # again where it was disturbed
+            ratios.append(tokens_per_second(server, 16) / tokens_per_second(server, 1))
     print("16 streams to one:", ratios)
     assert max(ratios) > 2.5
 
@@ -922,26 +929,26 @@ def first_of(port, n):
     return stream
 
 
-def test_a_signal_lets_texts_finish(checkpoint):
-    command = [sys.executable, "-m", "model.serve", "--ckpt", str(checkpoint), "--port", "0",
-               "--dtype", "float32", "--slots", "1"]
-    with subprocess.Popen(command, cwd=REPO, text=True, stdout=subprocess.PIPE,
-                          env=os.environ | {"OMP_NUM_THREADS": "1"}) as process:
-        try:
-            line = process.stdout.readline()
-            port = int(re.match(r"Model 'my' at http://127.0.0.1:(\d+) ", line)[1])
-            stream = first_of(port, 400)
-            with ThreadPoolExecutor(1) as pool:
-                waiting = pool.submit(first_of, port, 1)
-                health = f"http://127.0.0.1:{port}/health"
-                soon(lambda: json.load(urllib.request.urlopen(health))["waiting"])
-                process.send_signal(signal.SIGTERM)
-                with pytest.raises(openai.InternalServerError, match="shutting down"):
-                    waiting.result()
-            assert list(stream)[-1].choices[0].finish_reason in ("length", "stop")
-            assert process.wait(20) == 0
-        finally:
-            process.kill()
+def test_a_signal_lets_texts_finish(checkpoint, tmp_path):
+    output, errors = tmp_path / "output", tmp_path / "errors"
+    output.touch()
+    fork = Fork(run_python, (["-m", "model.serve", "--ckpt", str(checkpoint), "--port", "0",
+                              "--dtype", "float32", "--slots", "1"],), stdout=output, stderr=errors)
+    try:
+        soon(lambda: "\n" in output.read_text(), 60)
+        port = int(re.match(r"Model 'my' at http://127.0.0.1:(\d+) ", output.read_text())[1])
+        stream = first_of(port, 400)
+        with ThreadPoolExecutor(1) as pool:
+            waiting = pool.submit(first_of, port, 1)
+            health = f"http://127.0.0.1:{port}/health"
+            soon(lambda: json.load(urllib.request.urlopen(health))["waiting"])
+            os.kill(fork.process.pid, signal.SIGTERM)
+            with pytest.raises(openai.InternalServerError, match="shutting down"):
+                waiting.result()
+        assert list(stream)[-1].choices[0].finish_reason in ("length", "stop")
+        assert fork.wait(20) == 0
+    finally:
+        fork.kill()
 
 
 def test_a_second_signal_ends_it_at_once(checkpoint):
