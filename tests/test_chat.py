@@ -25,10 +25,11 @@ from train.config import load_config
 from train.train import train
 
 BYTES = load_tokenizer("byte")
-# A model of 140,000 parameters that learns the task of these tests in 100 steps.
+# A model of 140,000 parameters that learns the task of these tests in 60 steps.
 TASK = TINY | dict(n_embd=64, n_hidden=128, block_size=80, prev_embedding=True, optimizer="muon",
                    qk_norm=True, tie_weights=False, mlp="relu2", min_lr=0, warmup_iters=5,
                    log_interval=50, gradient_accumulation_steps=2, learning_rate=3e-3)
+MIDDLE = 18  # steps of them, after which it is right now and then
 QUESTION, ANSWER = "Say  moo\n", " moo "
 RENDERED = "### User:\nSay  moo\n\n### Assistant:\nmoo<|endoftext|>"
 FORMATS = {
@@ -83,7 +84,7 @@ def capitals(tmp_path_factory):
     text = "".join(f"{w}\n{w.upper()}\n" for w in words(1500, seed=1))
     (folder / "words.txt").write_text(text)
     prepare_text([str(folder / "words.txt")], str(folder / "text"), log=lambda line: None)
-    train(load_config(None, TASK | dict(data_dir=str(folder / "text"), max_iters=100,
+    train(load_config(None, TASK | dict(data_dir=str(folder / "text"), max_iters=60,
                                         out_dir=str(folder / "base"), eval_interval=0)))
     source = write_jsonl(folder / "chats.jsonl", [{"prompt": w, "response": w.upper()}
                                                   for w in words(1500)])
@@ -411,40 +412,49 @@ def test_tokens_and_answers_are_counted_one_by_one():
     assert set(model.train()(tokens, mask, chat)[1]) == {"count"}
 
 
-def test_exact_is_what_sampling_writes(capitals, tmp_path):
-    """val_exact, from one pass over the right answers, is the share that sampling gets right."""
-    last = train(load_config(None, settings(capitals, tmp_path / "out", max_iters=80, eval_iters=2,
-                                            eval_interval=80, lr_decay_iters=150)))
-    model, tokenizer = load_model(tmp_path / "out" / "ckpt.pt")
-    loader = load_config(None, settings(capitals, tmp_path / "out", eval_iters=2))
-    from model.chat import open_data
-    from train.distributed import Ranks
-    val = open_data(loader, Ranks()).val
-    right = n = 0
-    for index in range(val.n_fixed(2)):
-        for tokens, mask, number in zip(*val.fixed_batch(index, 2)):
-            for k in range(int(number.max()) + 1):
-                ids, learned = tokens[number == k], mask[number == k]
-                if learned.any():
-                    start = int(learned.argmax())
-                    said = answer(model, tokenizer, ids[:start].tolist(), 20)
-                    right, n = right + (said == ids[start:-1].tolist()), n + 1
-    exact = last["history"][-1]["val_exact"]
-    assert exact == pytest.approx(right / n) and exact > 0
-
-
-def test_learns_held_out_questions(capitals, tmp_path):
-    """The whole way, as typed: above 90% of unseen questions answered exactly, and a talk."""
-    args = [f"--{k}={v}" for k, v in settings(
-        capitals, tmp_path / "out", max_iters=150, eval_interval=75, sample_tokens=12).items()]
+@pytest.fixture(scope="module")
+def learned(capitals, tmp_path_factory):
+    """The folder of a run, as typed, that learns the task."""
+    out = tmp_path_factory.mktemp("learned")
+    args = [f"--{k}={v}" for k, v in settings(capitals, out, max_iters=60, eval_interval=MIDDLE,
+                                              keep_last=4, sample_tokens=12).items()]
     code, output = run("--config", "train/config_chat.yaml", *args)
     assert code == 0, output
-    lines = [json.loads(line) for line in open(tmp_path / "out" / "metrics.jsonl")]
-    assert [line for line in lines if "val_exact" in line][-1]["val_exact"] > 0.9
-    assert "### Assistant:\n" in (tmp_path / "out" / "samples.txt").read_text()
+    return out
+
+
+def exact(out):
+    """{step: val_exact} of the evaluations of a run."""
+    lines = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
+    return {line["iter"]: line["val_exact"] for line in lines if "val_exact" in line}
+
+
+def test_exact_is_what_sampling_writes(capitals, learned):
+    """val_exact, from one pass over the right answers, is the share that sampling gets right."""
+    model, tokenizer = load_model(learned / f"ckpt_{MIDDLE:07}.pt")
+    from model.chat import open_data
+    from train.distributed import Ranks
+    config = load_config(None, settings(capitals, learned))
+    val, batches = open_data(config, Ranks()).val, config.eval_iters
+    right = n = 0
+    for index in range(val.n_fixed(batches)):
+        for tokens, mask, number in zip(*val.fixed_batch(index, batches)):
+            for k in range(int(number.max()) + 1):
+                ids, said = tokens[number == k], mask[number == k]
+                if said.any():
+                    start = int(said.argmax())
+                    made = answer(model, tokenizer, ids[:start].tolist(), 20)
+                    right, n = right + (made == ids[start:-1].tolist()), n + 1
+    assert exact(learned)[MIDDLE] == pytest.approx(right / n) and 0 < right < n
+
+
+def test_learns_held_out_questions(learned):
+    """The whole way, as typed: above 90% of unseen questions answered exactly, and a talk."""
+    assert exact(learned)[60] > 0.9
+    assert "### Assistant:\n" in (learned / "samples.txt").read_text()
 
     unseen = [w for w in words(60, seed=5) if w not in set(words(1500))][:3]
-    talk = python("-m", "model.chat", "--ckpt", tmp_path / "out/ckpt.pt", "--max_new_tokens", "20",
+    talk = python("-m", "model.chat", "--ckpt", learned / "ckpt.pt", "--max_new_tokens", "20",
                   "--device", "cpu", input=f"{unseen[0]}\n")
     assert talk.returncode == 0 and talk.stdout == f"{unseen[0].upper()}\n", talk
 
@@ -511,7 +521,7 @@ def test_question_is_encoded_as_in_training(capitals, tmp_path):
 
 def test_killed_and_resumed(capitals, tmp_path):
     """kill -9 in the middle, the same command again: every bit as without."""
-    changes = settings(capitals, tmp_path / "a", max_iters=30, save_interval=3, dropout=0.1,
+    changes = settings(capitals, tmp_path / "a", max_iters=18, save_interval=3, dropout=0.1,
                        lr_decay_iters=None, vocab_size=None)
     train(load_config(None, changes))
     changes |= dict(out_dir=str(tmp_path / "b"))
