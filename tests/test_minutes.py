@@ -19,7 +19,7 @@ from train.lr_scheduler import get_lr
 from train.minutes import Costs, folder_inside
 from train.train import train
 
-MINUTES = dict(max_minutes=0.03, max_iters=5000, lr_decay_iters=None, eval_interval=40,
+MINUTES = dict(max_minutes=0.02, max_iters=5000, lr_decay_iters=None, eval_interval=25,
                warmup_iters=3, eval_iters=1)
 
 
@@ -106,7 +106,8 @@ def test_where_the_speed_is_constant_it_ends_in_time(data_dir, tmp_path):
     """To 5%, evaluations and saves in it, with the schedule at its end."""
     began = time.monotonic()
     c = configure(data_dir, tmp_path, **MINUTES | dict(
-        max_minutes=0.15, gradient_accumulation_steps=1, lr_schedule="wsd", eval_iters=4))
+        max_minutes=0.15, gradient_accumulation_steps=1, lr_schedule="wsd", eval_iters=4,
+        eval_interval=40))
     ended = train(c, Steady())
     assert time.monotonic() - began == pytest.approx(9, rel=0.05)
     steps, c = ended["iter_num"], c.but(max_iters=ended["iter_num"])
@@ -120,12 +121,12 @@ def test_a_run_of_minutes_is_one_of_steps(data_dir, tmp_path, capsys):
     this many steps, also when it was stopped and goes on; and at about its time."""
     ended = train(configure(data_dir, tmp_path / "whole", **MINUTES))
     text = capsys.readouterr().out
-    steps = int(re.search(r"max_minutes 0.03 is max_iters (\d+): .* ms a step", text)[1])
+    steps = int(re.search(r"max_minutes 0.02 is max_iters (\d+): .* ms a step", text)[1])
     assert ended["iter_num"] == steps > 0 and f"Length: {steps:,} steps" in text
     assert os.listdir(tmp_path) == ["whole"]  # the rehearsal left nothing
     assert not (tmp_path / "whole/.minutes").exists()
     state = load_checkpoint(tmp_path / "whole/ckpt.pt")
-    assert state["config"]["max_iters"] == steps and state["config"]["max_minutes"] == 0.03
+    assert state["config"]["max_iters"] == steps and state["config"]["max_minutes"] == 0.02
     c = load_config(None, SMALL | MINUTES | dict(max_iters=steps))
     assert get_lr(steps, c) == pytest.approx(c.learning_rate / 10)
 

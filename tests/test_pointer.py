@@ -153,8 +153,8 @@ def test_what_it_is_not_is_refused():
 
 
 def test_killed_and_resumed(data_dir, tmp_path):
-    assert_a_kill_changes_nothing(data_dir, tmp_path, model="pointer", max_iters=40,
-                                  save_interval=3, dropout=0.1, lr_decay_iters=40)
+    assert_a_kill_changes_nothing(data_dir, tmp_path, model="pointer", max_iters=20,
+                                  save_interval=3, dropout=0.1, lr_decay_iters=20)
 
 
 def test_two_ranks_equal_one(data_dir, tmp_path):

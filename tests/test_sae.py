@@ -115,7 +115,7 @@ def sparse_rows(n, seed=0):
     return weights.scatter(1, chosen, torch.rand(n, 2, generator=g) + 1) @ directions
 
 
-def fit(steps=400, kill=0, **keys):
+def fit(steps=200, kill=0, **keys):
     """The numbers of an autoencoder of sparse_rows(), the first `kill` features of which are
     silenced at the start; killed: how many of these are dead at the end."""
     torch.set_num_threads(1)  # more would only wait for each other

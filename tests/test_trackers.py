@@ -238,25 +238,34 @@ def test_numbers_have_the_names_that_trackers_show():
                                                                    "interval_ms": 2.0}
 
 
-def test_trackers_are_split_at_commas(tmp_path):
-    config = load_config(None, {"tracker": "tensorboard, mlflow,tensorboard"})
-    with Logger(tmp_path, trackers=config.tracker) as log:
+@pytest.fixture(scope="module")
+def home(tmp_path_factory):
+    """A folder for runs: MLflow takes more than a second to make the database beside them."""
+    return tmp_path_factory.mktemp("home")
+
+
+def test_trackers_are_split_at_commas(home):
+    config, out = load_config(None, {"tracker": "tensorboard, mlflow,tensorboard"}), home / "split"
+    out.mkdir()
+    with Logger(out, trackers=config.tracker) as log:
         log.step(step(0))
-    assert (tmp_path / "tensorboard").is_dir() and (tmp_path.parent / "mlflow.db").exists()
-    assert "dropped" not in (tmp_path / "train.log").read_text()
+    assert (out / "tensorboard").is_dir()
+    assert json.loads((out / "tracker.json").read_text()).keys() == {"mlflow"}
+    assert (home / "mlflow.db").exists() and "dropped" not in (out / "train.log").read_text()
 
 
 @pytest.mark.parametrize("name", ["tensorboard", "mlflow"])
-def test_numbers_with_any_name(tmp_path, name):
+def test_numbers_with_any_name(home, name):
     pytest.importorskip(name)
-    (tmp_path / "a").mkdir()
-    with Logger(tmp_path / "a", trackers=[name]) as log:
+    out = home / name
+    out.mkdir()
+    with Logger(out, trackers=[name]) as log:
         log.step(step(0, **{"recall@5": 0.25, "f1 (macro), %": 1.0}))
-    assert "dropped" not in (tmp_path / "a/train.log").read_text()
+    assert "dropped" not in (out / "train.log").read_text()
     if name == "mlflow":
         import mlflow
-        client = mlflow.MlflowClient(f"sqlite:///{tmp_path}/mlflow.db")
-        run_id = json.loads((tmp_path / "a/tracker.json").read_text())["mlflow"]
+        client = mlflow.MlflowClient(f"sqlite:///{home}/mlflow.db")
+        run_id = json.loads((out / "tracker.json").read_text())["mlflow"]
         metrics = client.get_run(run_id).data.metrics
         assert metrics["recall_5"] == 0.25 and metrics["f1 _macro__ _"] == 1.0
 
