@@ -103,12 +103,14 @@ def test_rows_against_a_peer(peer, tmp_path, capsys, monkeypatch):
     assert printed.count("our best to the peer's best") == 2
 
 
-def test_without_a_peer_only_our_side_runs(capsys):
+def test_without_a_peer_only_our_side_runs(capsys, monkeypatch):
+    """Eager and compiled, which is eager too here: compiling is no part of it."""
+    monkeypatch.setattr(torch, "compile", lambda function, **how: function)
     threads = torch.get_num_threads()
-    args = ["sample", "--tiny", "--no-compile", "--repeats", "1", "--device", "cpu"]
-    assert bench.main(args) == 0
+    assert bench.main(["sample", "--tiny", "--repeats", "1", "--device", "cpu"]) == 0
     torch.set_num_threads(threads)
-    assert "peer" not in capsys.readouterr().out
+    out = capsys.readouterr().out
+    assert "peer" not in out and "ours, int8 |" in out and "ours, int8, compiled |" in out
 
 
 def test_one_flop_formula_for_both_sides():
