@@ -67,8 +67,8 @@ class GPTConfig(GPTKeys):
 
 
 class Embedding(nn.Embedding):
-    """Draws no first values on the meta device, where they are none: PyTorch would import
-    torch._dynamo for it, more than a second of each start of what loads a model."""
+    """On the meta device, where a weight has no values, none are drawn: PyTorch would import
+    torch._dynamo for that, which takes more than a second whenever a checkpoint is loaded."""
 
     def reset_parameters(self):
         if not self.weight.is_meta:

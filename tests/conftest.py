@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # also of every program
-# What the processor says of itself is believed: trying it takes the C++ compiler ten seconds.
+# AVX2 and AVX-512 are believed of the processor: to try them takes the compiler ten seconds.
 os.environ.setdefault("TORCHINDUCTOR_VEC_ISA_OK", "1")
 # Hundreds of processes read the same files: where their bytecode is not kept, each compiles them.
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)

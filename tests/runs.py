@@ -90,12 +90,11 @@ def assert_same(a, b, best=True):
 
 
 def assert_a_kill_changes_nothing(data_dir, tmp_path, **changes):
-    """A run of 10 steps or more, saved on its way, that is killed (-9) after them and started again
-    (in `b`) ends as one that was left alone (in `a`)."""
+    """A run of more than 10 steps, saved on its way, that is killed (-9) after them and started
+    again (in `b`) ends as one that was left alone (in `a`)."""
     go(data_dir, tmp_path / "a", **changes)
-    killed = Program(data_dir, tmp_path / "b", **changes)
-    killed.wait_for("iter 9:")
-    killed.kill()
+    killed = Program(data_dir, tmp_path / "b", env=dict(FAULT="before_step@10=kill9"), **changes)
+    assert killed.wait()[0] == -9
     go(data_dir, tmp_path / "b", **changes)
     assert_same(tmp_path / "a", tmp_path / "b")
 

@@ -116,7 +116,7 @@ def test_another_teacher_is_no_resume(data_dir, tmp_path, teacher):
 @pytest.mark.matrix(124)
 def test_killed_and_resumed(data_dir, tmp_path, teacher):
     """kill -9 while a model learns from a teacher (distillation) -> the end is exact"""
-    more = changes(teacher, max_iters=20, save_interval=3, dropout=0.1, lr_decay_iters=20)
+    more = changes(teacher, max_iters=14, save_interval=3, dropout=0.1, lr_decay_iters=20)
     assert_a_kill_changes_nothing(data_dir, tmp_path, **more)
 
 

@@ -319,13 +319,12 @@ def test_what_does_not_belong_together_is_refused(made, tmp_path, changes, messa
 @pytest.mark.matrix(122)
 def test_killed_and_resumed(made, tmp_path):
     """kill -9 while a model learns preferences (DPO) -> the end is exact"""
-    changes = settings(made, tmp_path / "a", max_iters=18, save_interval=3, dropout=0.1,
+    changes = settings(made, tmp_path / "a", max_iters=12, save_interval=3, dropout=0.1,
                        lr_decay_iters=None, vocab_size=None)
     train(load_config(None, changes))
     changes |= dict(out_dir=str(tmp_path / "b"))
-    killed = Program(**changes)
-    killed.wait_for("step 9:")
-    killed.kill()
+    killed = Program(**changes, env=dict(FAULT="before_step@8=kill9"))
+    assert killed.wait()[0] == -9
     train(load_config(None, changes))
     assert_same(tmp_path / "a", tmp_path / "b")
 

@@ -65,7 +65,7 @@ def test_weights_keep_their_bits_and_both_are_evaluated(data_dir, tmp_path):
 def test_killed_and_resumed(data_dir, tmp_path):
     """kill -9 in a run that averages its weights (ema) -> averages, weights and counters are exact,
     and ckpt_best.pt, which the average's loss says"""
-    how = dict(ema=0.9, max_iters=20, save_interval=3, early_stopping_metric="val_loss_ema")
+    how = dict(ema=0.9, max_iters=14, save_interval=3, early_stopping_metric="val_loss_ema")
     assert_a_kill_changes_nothing(data_dir, tmp_path, **how)
     assert all(torch.equal(t, averages(tmp_path / "b/ckpt.pt")[name])
                for name, t in averages(tmp_path / "a/ckpt.pt").items())

@@ -17,8 +17,9 @@ import time
 
 import pytest
 import torch
+from browser import soon
 from conftest import REPO, run, tiny_args
-from processes import Fork, python, run_python
+from processes import Fork, run_python
 from runs import Program, assert_same, go, metrics, run_program
 
 from data.token_files import DataError
@@ -179,10 +180,10 @@ def test_a_closed_output_does_not_end_the_run(tmp_path, data_dir):
     """stdout closed after the first line, as by `| head -1` -> training goes on to its end"""
     out, pipe = tmp_path / "out", tmp_path / "pipe"
     os.mkfifo(pipe)
-    program = Fork(run_python, (["run_train.py", *tiny_args(data_dir=data_dir, out_dir=out)],),
-                   stdout=pipe)
-    with open(pipe) as stdout:
-        stdout.readline()
+    with open(os.open(pipe, os.O_RDONLY | os.O_NONBLOCK), "rb", buffering=0) as stdout:
+        program = Fork(run_python, (["run_train.py", *tiny_args(
+            data_dir=data_dir, out_dir=out)],), stdout=pipe)
+        soon(lambda: b"\n" in (stdout.read(1) or b""), 60)
     assert program.wait(60) == 0
     assert load_checkpoint(out / "ckpt.pt")["iter_num"] == 10
     assert len([m for m in metrics(out) if "loss" in m]) == 10
@@ -225,8 +226,8 @@ def test_a_clock_that_jumps_backwards_does_no_harm(tmp_path, data_dir, undisturb
 
 
 def slow_disk():
-    """Every write takes half a millisecond longer; a checkpoint is about 70: longer than the two
-    steps from one save to the next."""
+    """Every write takes half a millisecond longer; a checkpoint is about 250: longer than the
+    two steps from one save to the next."""
     from train.checkpoint import HashingFile
     real = HashingFile.write
 
@@ -278,10 +279,12 @@ def test_memory_of_a_step_is_kept_for_the_next():
             return_freed_memory()
             print(without, kept, held - resident())"""
 
-    # Not a fork, whose heap may have something at its end that holds all.
-    done = subprocess.run([sys.executable, "-c", code], cwd=REPO, capture_output=True, text=True)
+    def process(**env):  # not a fork, whose heap may have something at its end that holds all
+        return subprocess.run([sys.executable, "-c", code], cwd=REPO, capture_output=True,
+                              text=True, env=os.environ | env)
+    done = process()
     without, kept, returned = map(int, done.stdout.split())
     assert kept < 100 < without / 10, done.stderr
     assert returned > 50e6
-    done = python("-c", code, env=dict(MALLOC_TOP_PAD_="131072"))
+    done = process(MALLOC_TOP_PAD_="131072")
     assert int(done.stdout.split()[1]) > 1000, done.stderr  # what the user chose, stays

@@ -265,7 +265,8 @@ def test_a_trial_of_a_worker_that_died_is_done_again(search, tmp_path, data_dir,
     (tmp_path / "space.yaml").write_text(SPACE)
     output = tmp_path / "output"
     worker = Fork(run_python, (["-m", "train.hpo", *arguments(
-        tmp_path, data_dir, trials(2), max_iters=100_000, eval_interval=50_000)],), stdout=output)
+        tmp_path, data_dir, trials(2), max_iters=100_000, eval_interval=50_000)],), stdout=output,
+        stderr=tmp_path / "errors")
     soon(lambda: output.exists() and "\n" in output.read_text(), 30)
     assert output.read_text().startswith("stage_1, trial 0: learning_rate 0.01")
     time.sleep(0.5)

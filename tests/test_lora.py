@@ -212,8 +212,8 @@ def test_on_chats(base, tmp_path):
                               for i in range(200)))
     assert data_chat.main([str(source), "--out", str(tmp_path / "chats"), "--tokenizer", str(base),
                            "--block_size", "60"]) == 0
-    last = go(tmp_path / "chats", base, tmp_path / "out", max_iters=400, eval_interval=15,
-              block_size=60, lora_rank=8, learning_rate=3e-2, early_stopping_metric="val_exact",
+    last = go(tmp_path / "chats", base, tmp_path / "out", max_iters=400, eval_interval=20,
+              block_size=60, lora_rank=8, learning_rate=1.5e-2, early_stopping_metric="val_exact",
               early_stopping_mode="max", early_stopping_patience=2)
     assert last["history"][-1]["val_exact"] == 1 and "no better val_exact" in last["finished"]
     assert main(["--ckpt", str(tmp_path / "out/ckpt.pt"), "--to", str(tmp_path / "m.pt")]) == 0
@@ -234,14 +234,13 @@ def test_own_rates(data_dir, base, tmp_path):
 
 
 def test_killed_and_resumed(data_dir, base, tmp_path):
-    changes = settings(data_dir, base, tmp_path / "a", max_iters=18, save_interval=3, dropout=0.1,
+    changes = settings(data_dir, base, tmp_path / "a", max_iters=12, save_interval=3, dropout=0.1,
                        eval_interval=4, vocab_size=None, lr_decay_iters=None)
     changes |= SHAPE  # in the place of Program's own
     train(load_config(None, changes))
     changes |= dict(out_dir=str(tmp_path / "b"))
-    killed = Program(**changes)
-    killed.wait_for("step 8:")
-    killed.kill()
+    killed = Program(**changes, env=dict(FAULT="before_step@8=kill9"))
+    assert killed.wait()[0] == -9
     train(load_config(None, changes))
     assert_same(tmp_path / "a", tmp_path / "b")
 

@@ -118,7 +118,7 @@ def test_where_the_speed_is_constant_it_ends_in_time(data_dir, tmp_path):
 
 def test_a_run_of_minutes_is_one_of_steps(data_dir, tmp_path, capsys):
     """The number that it says; with the schedule at its end; with the bits of a run that is given
-    this many steps, also when it was stopped and goes on; and at about its time."""
+    this many steps, also when it was stopped and goes on."""
     ended = train(configure(data_dir, tmp_path / "whole", **MINUTES))
     text = capsys.readouterr().out
     steps = int(re.search(r"max_minutes 0.02 is max_iters (\d+): .* ms a step", text)[1])

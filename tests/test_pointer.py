@@ -153,7 +153,7 @@ def test_what_it_is_not_is_refused():
 
 
 def test_killed_and_resumed(data_dir, tmp_path):
-    assert_a_kill_changes_nothing(data_dir, tmp_path, model="pointer", max_iters=20,
+    assert_a_kill_changes_nothing(data_dir, tmp_path, model="pointer", max_iters=14,
                                   save_interval=3, dropout=0.1, lr_decay_iters=20)
 
 

@@ -1067,9 +1067,10 @@ def test_stdlib_by_two_processes_at_once(tmp_path):
     code = ("from data.prepare import ensure_dataset; import sys;"
             "ensure_dataset(sys.argv[1]); print(open(sys.argv[1] + '/meta.json').read())")
     said = [tmp_path / name for name in "ab"]
-    runs = [Fork(run_python, (["-c", code, str(tmp_path / "bin" / "stdlib")],), stdout=path)
-            for path in said]
-    assert [run.wait(60) for run in runs] == [0, 0], [path.read_text() for path in said]
+    runs = [Fork(run_python, (["-c", code, str(tmp_path / "bin" / "stdlib")],), stdout=path,
+                 stderr=path.with_suffix(".err")) for path in said]
+    assert [run.wait(60) for run in runs] == [0, 0], [
+        path.with_suffix(".err").read_text() for path in said]
     assert os.listdir(tmp_path / "bin") == ["stdlib"]
     outputs = [path.read_text() for path in said]
     assert len({text[text.index("{"):] for text in outputs}) == 1

@@ -18,7 +18,7 @@ from runs import SMALL, Program, assert_same, go, metrics, run_program, temporar
 
 from train import guard
 from train.checkpoint import load_checkpoint
-from train.config import TrainConfig
+from train.config import TrainConfig, UserError
 
 SAVES = dict(eval_interval=0, save_interval=3)  # in the background: the last may not be done yet
 LONG = dict(max_iters=100_000, eval_interval=0, log_interval=1)
@@ -151,21 +151,30 @@ def interrupt_opening():
 
 @pytest.mark.matrix(68)
 def test_a_rank_that_is_ended_says_first_what_broke(tmp_path):
-    """SIGTERM, which torchrun sends as soon as a rank has gone, to another that has just met the
-    error which that gives -> exit 1 with its traceback and what to do"""
-    fork = Fork(lose_a_peer, env=dict(WORLD_SIZE=2, RANK=0), stdout=tmp_path / "said")
+    """SIGTERM from torchrun, as one rank has gone, reaches another just after that one's error
+    -> exit 1 with its traceback and what to do"""
+    lost = RuntimeError("Connection closed by peer")
+    fork = Fork(end_with, (lost,), env=dict(WORLD_SIZE=2, RANK=0), stdout=tmp_path / "said")
     assert fork.wait(60) == 1
     text = (tmp_path / "said").read_text()
     assert "[rank 0] RuntimeError: Connection closed" in text and "Another rank died" in text
     assert "stopping, with a checkpoint" not in text
 
 
-def lose_a_peer():
+def test_what_all_ranks_have_to_say_is_said_by_one(tmp_path):
+    """The others are ended meanwhile."""
+    changed = UserError("the data have changed")
+    fork = Fork(end_with, (changed,), env=dict(WORLD_SIZE=2, RANK=1), stdout=tmp_path / "said")
+    assert fork.wait(60) == -signal.SIGTERM and not (tmp_path / "said").read_text()
+
+
+def end_with(error):
+    """A rank whose loop raises `error`, and which torchrun then asks to end."""
     def job(config):
         with contextlib.ExitStack() as at_end:  # the log and the process group are closed
             at_end.callback(signal.raise_signal, signal.SIGTERM)
             with guard.Signals():
-                raise RuntimeError("Connection closed by peer")
+                raise error
     guard.run_reporting_errors(TrainConfig(), job)
 
 

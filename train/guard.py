@@ -77,8 +77,10 @@ class Signals:
         return self
 
     def __exit__(self, *error):
-        if error[0] and "WORLD_SIZE" in os.environ:
-            # torchrun ends a rank as soon as another has gone; it may say first what broke.
+        broken = error[0] and not issubclass(error[0], UserError)  # one rank tells of that
+        if broken and "WORLD_SIZE" in os.environ:
+            # torchrun sends SIGTERM to a rank as soon as another has gone: this one first says
+            # what broke.
             with contextlib.suppress(ValueError):  # not the main thread
                 signal.signal(signal.SIGTERM, signal.SIG_IGN)
         else:

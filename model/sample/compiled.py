@@ -57,7 +57,8 @@ class Decoder:
         """Logits (B, T or 1, V) of the tokens idx (B, T) that follow what the KVCache holds."""
         if idx.shape != (1, 1):
             return self.model(idx, cache=cache, last_only=last_only)
-        idx = idx.flatten()[None]  # a piece of a longer text has its strides: another graph
+        # A token cut from a longer text has that text's strides, which would be another graph.
+        idx = idx.flatten()[None]
         cache.start(1)
         if idx.is_cuda:  # where the graph finds them; the logits before these were read
             torch._dynamo.mark_static_address(cache.kv)
