@@ -1,7 +1,7 @@
 """Asked to stop, at any moment, a run saves, says how to go on, and leaves with the right code.
 
-Matrix cases 57 to 60, 63 and 64; under torchrun: test_distributed.py. Exit codes: 128 + the number
-of the signal, as a shell reports them.
+Matrix cases 57 to 60, 63, 64, 68 and 69; under torchrun: test_multinode.py. Exit codes: 128 + the
+number of the signal, as a shell reports them.
 """
 
 import contextlib

@@ -77,7 +77,8 @@ class Signals:
         return self
 
     def __exit__(self, *error):
-        broken = error[0] and not issubclass(error[0], UserError)  # one rank tells of that
+        # A UserError is that of all ranks, and one of them tells it.
+        broken = isinstance(error[1], Exception) and not isinstance(error[1], UserError)
         if broken and "WORLD_SIZE" in os.environ:
             # torchrun sends SIGTERM to a rank as soon as another has gone: this one first says
             # what broke.

@@ -37,9 +37,11 @@ FORECAST = 455e3  # tokens/s on an H100, at the least
 NUMBERS = dict(triton=1, library=1, bytes=1e9, saved=1e9, flops=1e12)
 LARGEST = 50304 * 768  # elements of the largest float32 buffer that there should be: a gradient
 
-QUESTIONS = {  # of a process each; kernels are those of a step that it has compiled before
-    "H100": ["step gpt2 1", *(f"step {name} {n}" for name, n in LAYERS.items()
-                              if name != "production"), "kernels gpt2"],
+# Of a process each. Kernels are those of a step that the same process has compiled before: a step's
+# numbers are equal on both GPUs.
+QUESTIONS = {
+    "H100": ["step gpt2 1", "step gpt2 2", "step experts 1", "step chat 1", "step lora 1",
+             "kernels gpt2"],
     "A100": ["train_crossings", "decode_crossings", "a_crossing", "attention_kernels", "one_token",
              "whole", *(f"kept {name} {n}" for name, n in LAYERS.items()), "step production 2",
              "kernels production"]}
