@@ -63,13 +63,13 @@ def main(argv):
     if (others := names_of_others(origins)) and os.environ.get("RANK", "0") == "0":
         say(others)
     if dry_run:
-        from train.bench import estimate as job
+        from train.tools.bench import estimate as job
     elif config.profile:
-        from train.profiler import profile as job
+        from train.tools.profiler import profile as job
     else:
         from train.train import train  # torch is imported from here on
         job = functools.partial(train, started=started)
-    from train.guard import run_reporting_errors
+    from train.robust import run_reporting_errors
     return run_reporting_errors(config, job)
 
 

@@ -4,8 +4,8 @@ Feature arrays of several modalities (video, audio, text) go through an encoder 
 bottleneck; from there a decoder each rebuilds them, and a linear head predicts a target (fMRI,
 say). The bottleneck makes the head low-rank, as a target of many thousand voxels needs it.
 
-    python -m data.features --synthetic
-    python run_train.py --config train/config_autoencoder.yaml
+    python -m data.prepare.features --synthetic
+    python run_train.py --config train/configs/autoencoder.yaml
     python -m model.autoencoder --ckpt out/autoencoder/ckpt.pt    # its numbers on held-out rows
 
 Shapes: N rows, D dims of an array, H d_hidden, Z d_latent.
@@ -22,7 +22,7 @@ import torch
 import torch.nn as nn
 import torch.nn.functional as F
 
-from data.features import array_names, open_features, read_features_meta
+from data.prepare.features import array_names, open_features, read_features_meta
 from data.token_files import DataError
 from model.gpt import fill, normal
 from train.config import ConfigError, key, run_command, say
@@ -46,7 +46,7 @@ class Keys:
 
 
 def open_data(config, ranks):
-    """Rows of the arrays in data_dir, made by data/features.py."""
+    """Rows of the arrays in data_dir, made by data/prepare/features.py."""
     meta = read_features_meta(config.data_dir)
     given = {name for name, weight in config.modality_weights.items() if weight != 1}
     if strange := given - set(meta["modalities"]):  # 1 is what all have
@@ -234,7 +234,7 @@ def open_checked(folder, split, spec):
 
 def report(args):
     """Evaluate as the command line asks, and print the numbers."""
-    from model.load import load_model
+    from model.core.load import load_model
     model, _ = load_model(args.ckpt)
     if type(model).__name__ != "MultimodalAutoencoder":
         raise DataError(f"{args.ckpt}: a {type(model).__name__}, not a multimodal autoencoder")

@@ -1,7 +1,7 @@
 """A GPT that answers: fine-tuned on conversations, with the loss on the assistant's words only.
 
-    python -m data.chat FILE... --out data/bin/chat --tokenizer out/quick/ckpt.pt
-    python run_train.py --config train/config_chat.yaml
+    python -m data.prepare.chat FILE... --out data/bin/chat --tokenizer out/quick/ckpt.pt
+    python run_train.py --config train/configs/chat.yaml
     python -m model.chat --ckpt out/chat/ckpt.pt
 
 Several chats share a row of tokens. A mask keeps attention within each, and positions start anew in
@@ -17,14 +17,14 @@ import sys
 
 import torch
 
-from data.chat import check_template, ends_of, prompt_ids
-from data.folders import check_array, check_types, known_tokenizer
+from data.prepare.chat import check_template, ends_of, prompt_ids
+from data.prepare.folders import check_array, check_types, known_tokenizer
 from data.token_files import DataError, open_npy, read_meta
 from data.tokenizer import tokenizer_from_spec
 from model import gpt
+from model.core.load import BACKBONE, load_model
+from model.core.ops import IGNORE
 from model.gpt import GPT
-from model.load import BACKBONE, load_model
-from model.ops import IGNORE
 from train.config import run_command
 from train.dataloader import Data, RowLoader
 
@@ -123,7 +123,7 @@ adopt_shape = gpt.adopt_shape
 
 
 def is_chat(data_dir):
-    """Whether a folder holds rows that data/chat.py wrote."""
+    """Whether a folder holds rows that data/prepare/chat.py wrote."""
     return os.path.isdir(data_dir) and read_meta(data_dir).get("kind") == "chat"
 
 
@@ -146,7 +146,7 @@ def read_rows(config, make, **kinds):
 def open_data(config, ranks):
     """The Data of the rows in config.data_dir. Raises DataError."""
     c = config
-    meta, tokenizer, spec = read_rows(c, f"no chats; make some: python -m data.chat FILE... --out "
+    meta, tokenizer, spec = read_rows(c, f"no chats; make some: python -m data.prepare.chat FILE... --out "
                                       f"{c.data_dir} --tokenizer CKPT.pt, or `example` for FILE",
                                       kind={"chat"})
 
@@ -199,7 +199,7 @@ def sample(model, data, config, exchange=first_exchange):
 def answer(model, tokenizer, ids, max_new_tokens, on_token=None, **how):
     """Ids of the model's answer to `ids`, without the end token. how: generate's temperature (0
     where nothing is said), top_k, top_p and seed."""
-    from model.generate import generate
+    from model.core.generate import generate
     room, ends = model.config.block_size, ends_of(model.template, tokenizer)
     idx = torch.tensor([ids[-room:]], device=model.wte.weight.device)
     out = generate(model, idx, max_new_tokens, **dict(temperature=0) | how, on_token=on_token,
@@ -222,7 +222,7 @@ def talk(model, tokenizer, questions, max_new_tokens, system=None, **how):
     """Print the answer to each of `questions`, as it comes; each knows those before, as far as the
     context holds them and an answer, and the `system` message. A long answer may fill half of the
     context before it is in the way."""
-    from model.decode import Streamer
+    from model.core.decode import Streamer
     size, turns, told = model.config.block_size, [], False
     room, ends = max(size - max_new_tokens, size // 2), ends_of(model.template, tokenizer)
     first = [("system", system)] if system and system.strip() else []
@@ -252,7 +252,7 @@ def chat(ckpt, prompt=None, max_new_tokens=256, temperature=0.0, top_k=None, top
     model, tokenizer = load_model(ckpt, get_device(device), backbone=backbone)
     if getattr(model, "template", None) is None:
         raise DataError(f"{ckpt}: this model learned no chats; fine-tune it: see python -m "
-                        "data.chat --help, and run_train.py --config train/config_chat.yaml")
+                        "data.prepare.chat --help, and run_train.py --config train/configs/chat.yaml")
     if prompt is None and sys.stdin.isatty():
         print("An empty line ends the conversation.", file=sys.stderr)
     talk(model, tokenizer, [prompt] if prompt else typed(), max_new_tokens,

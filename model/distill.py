@@ -1,6 +1,6 @@
 """Distillation (arXiv:1503.02531): a small GPT learns what a trained one expects.
 
-    python run_train.py --config train/config_distill.yaml --teacher out/quick/ckpt.pt
+    python run_train.py --config train/configs/distill.yaml --teacher out/quick/ckpt.pt
     python -m model.sample --ckpt out/distill/ckpt.pt
 
 In training the loss is (1 - distill_weight) of the text's own and distill_weight of the Kullback-
@@ -18,9 +18,9 @@ import torch.nn.functional as F
 from torch.utils.checkpoint import checkpoint
 
 from model import gpt
+from model.core.load import model_of, read_backbone
+from model.core.ops import IGNORE, chunk_rows
 from model.gpt import GPT
-from model.load import model_of, read_backbone
-from model.ops import IGNORE, chunk_rows
 from train.checkpoint import CheckpointError
 from train.config import key
 from train.dataloader import open_token_data

@@ -1,7 +1,7 @@
 """Preferences (DPO, arXiv:2305.18290): of two answers to a question, the better becomes likelier.
 
-    python -m data.pairs example --reference out/chat/ckpt.pt --out data/bin/pairs
-    python run_train.py --config train/config_dpo.yaml
+    python -m data.prepare.pairs example --reference out/chat/ckpt.pt --out data/bin/pairs
+    python run_train.py --config train/configs/dpo.yaml
     python -m model.chat --ckpt out/dpo/ckpt.pt
 
 How much likelier is measured against the model that training starts from, the reference, whose log
@@ -16,12 +16,12 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 
-from data.folders import check_array
+from data.prepare.folders import check_array
 from data.token_files import DataError, open_npy
 from model import chat, gpt
-from model.load import digest
+from model.core.load import digest
+from model.core.ops import IGNORE
 from model.lora import OwnAdapters, adapt
-from model.ops import IGNORE
 from train.checkpoint import CheckpointError
 from train.config import key
 from train.dataloader import Data, RowLoader
@@ -91,7 +91,7 @@ class PreferenceGPT(OwnAdapters):
         if digest(weights) != self.reference:
             raise CheckpointError("init_from: these weights are not the ones that the pairs were "
                                   "prepared with; prepare them again with this checkpoint: python "
-                                  "-m data.pairs FILE... --reference CKPT.pt")
+                                  "-m data.prepare.pairs FILE... --reference CKPT.pt")
         return super().adopt(weights)
 
     def flops_per_unit(self):
@@ -121,10 +121,10 @@ def answer_logps(model, tokens, mask):
 # what train/train.py asks of a model file
 
 def open_data(config, ranks):
-    """The Data of the pairs in config.data_dir, see data/pairs.py. Raises DataError."""
+    """The Data of the pairs in config.data_dir, see data/prepare/pairs.py. Raises DataError."""
     c = config
     meta, tokenizer, spec = chat.read_rows(
-        c, f"no pairs of answers; make some: python -m data.pairs FILE... --out {c.data_dir} "
+        c, f"no pairs of answers; make some: python -m data.prepare.pairs FILE... --out {c.data_dir} "
         "--reference CKPT.pt, or `example` for FILE", kind={"pairs"}, reference=str)
 
     def load(split):

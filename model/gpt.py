@@ -16,8 +16,8 @@ import torch.nn as nn
 import torch.nn.functional as F
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
-from model.generate import sample_texts
-from model.ops import (
+from model.core.generate import sample_texts
+from model.core.ops import (
     IGNORE,
     apply_dropout,
     apply_rope,
@@ -43,7 +43,7 @@ class GPTConfig(GPTKeys):
         self.other = None  # what the blocks of another family have
         if self.family:
             # By its name, as systems are loaded: that file builds on this one.
-            self.other = importlib.import_module("model.families").read(self.family)
+            self.other = importlib.import_module("model.convert.families").read(self.family)
 
     @property
     def head_dim(self):
@@ -270,7 +270,7 @@ class GPT(nn.Module):
         """idx (B, T) int64, targets (B, T) int64 with -1 where none. With a cache, idx are the
         tokens that follow what it holds; last_only: of the last one alone, (B, 1, vocab_size)."""
         # The logits (B, T, V) are the largest tensor by far. With targets they are never whole in
-        # memory: model/ops.py makes loss and gradient of them a chunk at a time.
+        # memory: model/core/ops.py makes loss and gradient of them a chunk at a time.
         x = self.trunk(idx, cache)  # (B, T, C)
         if targets is None:
             return self.logits(x[:, -1:] if last_only else x)
@@ -428,5 +428,5 @@ def build_model(config, data, kind=GPT, shape=GPTConfig):
 
 
 def sample(model, data, config):
-    """Texts of an evaluation, see model/generate.py."""
+    """Texts of an evaluation, see model/core/generate.py."""
     return sample_texts(model, data.spec, config)

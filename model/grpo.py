@@ -1,8 +1,8 @@
 """Rewards (GRPO, arXiv:2402.03300): the model writes answers, and those that are worth more than
 the others to the same question become likelier.
 
-    python -m data.prompts example --tokenizer out/chat/ckpt.pt --out data/bin/prompts
-    python run_train.py --config train/config_grpo.yaml
+    python -m data.prepare.prompts example --tokenizer out/chat/ckpt.pt --out data/bin/prompts
+    python run_train.py --config train/configs/grpo.yaml
     python -m model.chat --ckpt out/grpo/ckpt.pt
 
 A step writes group_size answers to each of its prompts, at temperature 1, and learns from them
@@ -32,15 +32,15 @@ import torch
 import torch.nn.functional as F
 from torch.utils.checkpoint import checkpoint
 
-from data.chat import ends_of
-from data.folders import check_array
-from data.prompts import read_lines
+from data.prepare.chat import ends_of
+from data.prepare.folders import check_array
+from data.prepare.prompts import read_lines
 from data.token_files import DataError, open_npy
 from model import chat, gpt
-from model.generate import generate
-from model.load import model_of, read_backbone
+from model.core.generate import generate
+from model.core.load import model_of, read_backbone
+from model.core.ops import IGNORE, chunk_rows
 from model.lora import OwnAdapters, adapt
-from model.ops import IGNORE, chunk_rows
 from train.config import UserError, key
 from train.dataloader import Data, RowLoader
 from train.distributed import from_main
@@ -300,9 +300,9 @@ class Prompts(RowLoader):
 
 
 def open_data(config, ranks):
-    """The Data of the prompts in config.data_dir, see data/prompts.py. DataError, RewardError."""
+    """The Data of the prompts in config.data_dir, see data/prepare/prompts.py. DataError, RewardError."""
     c = config
-    make = (f"python -m data.prompts FILE... --out {c.data_dir} --tokenizer CKPT.pt, or `example` "
+    make = (f"python -m data.prepare.prompts FILE... --out {c.data_dir} --tokenizer CKPT.pt, or `example` "
             "for FILE")
     meta, tokenizer, spec = chat.read_rows(c, f"no prompts; make some: {make}", kind={"prompts"})
     width, most = meta["block_size"], c.block_size - c.answer_tokens

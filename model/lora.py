@@ -1,11 +1,11 @@
 """LoRA (arXiv:2106.09685): small adapters on the linear layers of a frozen GPT.
 
-    python run_train.py --config train/config_lora.yaml --backbone out/chat/ckpt.pt
+    python run_train.py --config train/configs/lora.yaml --backbone out/chat/ckpt.pt
     python -m model.lora --ckpt out/lora/ckpt.pt --to merged.pt
 
 A layer's weight W (out, in) becomes W + alpha / r B A, with A (r, in) random and B (out, r) zero:
 the first step starts from the backbone. Only A and B are trained and in the checkpoint, which
-names its backbone by a digest of the weights. The data are token files, or chats of data/chat.py.
+names its backbone by a digest of the weights. The data are token files, or chats of data/prepare/chat.py.
 """
 
 import argparse
@@ -18,11 +18,12 @@ import torch
 import torch.nn as nn
 import torch.nn.functional as F
 
-from model import chat, gpt, load
+from model import chat, gpt
 from model.chat import ChatGPT
-from model.decode import to_int8
+from model.core import load
+from model.core.decode import to_int8
+from model.core.load import with_shape
 from model.gpt import stable_hash
-from model.load import with_shape
 from train.checkpoint import FORMAT_VERSION, CheckpointError, load_checkpoint, save_checkpoint
 from train.config import FIELDS, ConfigError, key, run_command
 from train.dataloader import open_token_data
@@ -235,7 +236,7 @@ adopt_shape = gpt.adopt_shape
 
 
 def read_backbone(path):
-    """The checkpoint at `path` of a gpt or chat model, see model/load.py; CheckpointError."""
+    """The checkpoint at `path` of a gpt or chat model, see model/core/load.py; CheckpointError."""
     state = load.read_backbone(path)
     kind = (state.get("config") or {}).get("model", "gpt")
     if kind == "lora":

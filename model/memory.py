@@ -1,6 +1,6 @@
 """Memory for a trained GPT, to learn other text or chats:
 
-    python run_train.py --config train/config_memory.yaml
+    python run_train.py --config train/configs/memory.yaml
     python -m model.memory --ckpt out/memory/ckpt.pt --to merged.pt
 
 Every block of a checkpoint gets n_chapters chapters of learned keys and values. A router, that of
@@ -23,8 +23,8 @@ import torch.nn as nn
 
 from model import chat, gpt, lora, moe
 from model.chat import ChatGPT
+from model.core.load import model_of, read_weights
 from model.gpt import GPTConfig, Norm, normal
-from model.load import model_of, read_weights
 from model.moe import GroupedLinear, Groups, RoutedBlock, RoutedGPT, Router, RouterKeys
 from train.checkpoint import CheckpointError
 from train.config import ConfigError, key

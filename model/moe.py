@@ -1,4 +1,4 @@
-"""A GPT with routed experts: python run_train.py --config train/config_moe.yaml
+"""A GPT with routed experts: python run_train.py --config train/configs/moe.yaml
 
 In the place of each block's MLP stand n_experts small ones (SwiGLU); a router sends every token to
 experts_per_token of them. No token is dropped. The arithmetic is that of Qwen3MoeForCausalLM
@@ -21,8 +21,8 @@ import torch.nn as nn
 import torch.nn.functional as F
 
 from model import gpt
+from model.core.ops import apply_dropout
 from model.gpt import GPT, Block, GPTConfig, normal
-from model.ops import apply_dropout
 from train.config import gpt_conflicts, key
 
 sample, adopt_shape = gpt.sample, gpt.adopt_shape

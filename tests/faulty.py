@@ -101,7 +101,8 @@ def points_of_a_step():
 
 
 def points_of_a_save():
-    from train import checkpoint, files, logger
+    from train import checkpoint, logger
+    from train.base import files
     saving = threading.local()  # path and step of the save that this thread is at
     save, replace, fsync = checkpoint.save_checkpoint, os.replace, os.fsync
     write = checkpoint.HashingFile.write

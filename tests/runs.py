@@ -18,7 +18,7 @@ from processes import TESTS, Fork
 
 from train import config as config_file
 from train.config import load_config
-from train.guard import Stopped
+from train.robust import Stopped
 from train.train import train
 
 # One layer, 20 steps of 4 sequences of 8 tokens: a run of a quarter of a second. lr_decay_iters is
@@ -208,7 +208,7 @@ class Child:
 def planted_children(monkeypatch):
     """Have train.repeat fork its runs, which know model/planted.py; a list of their arguments, as
     they are started."""
-    from train import repeat
+    from train.tools import repeat
     monkeypatch.setattr(config_file, "REPOSITORY", config_file.REPOSITORY)  # undone at the end
     register()
     started = []

@@ -11,21 +11,28 @@ import torch
 import torch.nn as nn
 import torch.nn.functional as F
 
-from model.generate import pick
-from model.ops import rms_norm, rope_tables
+from model.core.generate import pick
+from model.core.ops import rms_norm, rope_tables
 from train import evaluate as evaluation
 from train.config import TrainConfig
 from train.distributed import Ranks, SetupError
-from train.guard import (
+from train.lr_scheduler import EarlyStopping, ReduceOnPlateau, get_lr, milestones
+from train.optimizer import (
+    AdamW,
+    Muon,
+    clip_gradients,
+    configure_optimizers,
+    matches,
+    orthogonalize,
+    update_matrices,
+)
+from train.robust import (
     MAX_OVERFLOWS_IN_A_ROW,
     MAX_REWINDS,
     MAX_SPIKES_IN_A_ROW,
     SpikeDetector,
     judge,
 )
-from train.lr_scheduler import EarlyStopping, ReduceOnPlateau, get_lr, milestones
-from train.muon import orthogonalize, update_matrices
-from train.optimizer import AdamW, Muon, clip_gradients, configure_optimizers, matches
 
 NO_TEXT = dict(log=lambda line: None)
 
@@ -279,7 +286,7 @@ def nearest(g, steps=5):
 
 @pytest.fixture
 def in_float32(monkeypatch):
-    monkeypatch.setattr("train.muon.has_native_bfloat16", lambda device: False)
+    monkeypatch.setattr("train.optimizer.has_native_bfloat16", lambda device: False)
 
 
 @pytest.mark.parametrize("shape", [(16, 16), (16, 40), (40, 16)])

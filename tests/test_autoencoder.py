@@ -1,4 +1,4 @@
-"""--model autoencoder and data/features.py: the data, the losses, the numbers, the run."""
+"""--model autoencoder and data/prepare/features.py: the data, the losses, the numbers, the run."""
 
 import json
 import math
@@ -10,7 +10,7 @@ from conftest import run
 from processes import REPO, python
 from runs import SMALL, assert_same, configure, go, metrics, run_program, tensors
 
-from data import features
+from data.prepare import features
 from model.autoencoder import (
     MultimodalAutoencoder,
     combined_loss,
@@ -51,8 +51,8 @@ def trained(tmp_path_factory, folder):
 
 
 def command(*args):
-    """(exit code, output) of python -m data.features ARGS."""
-    done = python("-m", "data.features", *args)
+    """(exit code, output) of python -m data.prepare.features ARGS."""
+    done = python("-m", "data.prepare.features", *args)
     assert "Traceback" not in done.stderr
     return done.returncode, done.stdout + done.stderr
 
@@ -216,7 +216,7 @@ def test_the_shipped_configuration_is_for_any_modalities(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     np.save(tmp_path / "eyes.npy", np.random.default_rng(0).normal(size=(40, 3)))
     assert features.main([str(tmp_path / "eyes.npy")]) == 0
-    config = load_config(REPO / "train/config_autoencoder.yaml",
+    config = load_config(REPO / "train/configs/autoencoder.yaml",
                          dict(data_dir=str(tmp_path / "data/bin/eyes")))
     assert open_data(config, Ranks()).spec["modalities"] == {"eyes": 3}
 

@@ -1,4 +1,4 @@
-"""train/bench.py: it measures what it says, both sides in turn, and writes it down."""
+"""train/tools/bench.py: it measures what it says, both sides in turn, and writes it down."""
 
 import contextlib
 import json
@@ -16,7 +16,7 @@ from processes import python, ready
 from model.gpt import GPT, GPTConfig
 from tests.gpu import parts
 from tests.gpu import programme as gpu
-from train import bench
+from train.tools import bench
 
 # A stand-in with the names of nanoGPT that the comparison calls.
 MODEL = '''

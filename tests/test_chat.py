@@ -15,7 +15,7 @@ from processes import python
 from runs import Program, assert_same, assert_two_ranks_equal_one
 
 import model.chat
-from data import chat as data_chat
+from data.prepare import chat as data_chat
 from data.prepare import prepare as prepare_text
 from data.tokenizer import load_tokenizer
 from model.chat import ChatGPT, Packed, answer
@@ -418,7 +418,7 @@ def learned(capitals, tmp_path_factory):
     out = tmp_path_factory.mktemp("learned")
     args = [f"--{k}={v}" for k, v in settings(capitals, out, max_iters=60, eval_interval=MIDDLE,
                                               keep_last=4, sample_tokens=12).items()]
-    code, output = run("--config", "train/config_chat.yaml", *args)
+    code, output = run("--config", "train/configs/chat.yaml", *args)
     assert code == 0, output
     return out
 

@@ -15,11 +15,11 @@ import pytest
 import torch
 from runs import assert_same, configure, go, metrics, run_program, tensors
 
+from model.core.load import read_backbone
 from model.gpt import GPT, GPTConfig
-from model.load import read_backbone
 from train.checkpoint import CheckpointError, load_checkpoint, save_checkpoint
 from train.config import FIELDS, ConfigError, parse_value
-from train.guard import Stopped
+from train.robust import Stopped
 from train.train import Trainer, train
 
 

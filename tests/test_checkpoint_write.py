@@ -19,6 +19,7 @@ import torch
 from runs import Program, assert_same, assert_same_file, go, run_program, temporary_files
 
 from train import checkpoint
+from train.base.files import FilesError, Lock
 from train.checkpoint import (
     CheckpointError,
     RunFolder,
@@ -26,8 +27,7 @@ from train.checkpoint import (
     save_checkpoint,
     snapshot,
 )
-from train.files import FilesError, Lock
-from train.guard import BadNumbers
+from train.robust import BadNumbers
 from train.train import Trainer
 
 POINTS = {1: "save_open", 2: "save_mid", 3: "save_before_fsync", 4: "save_before_replace",

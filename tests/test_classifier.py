@@ -14,9 +14,9 @@ from conftest import SHARED, run, tiny_args
 from processes import python
 from runs import SMALL, Program, assert_same
 
-from data import labels as labels_module
-from data.labels import INSIDE, SEVERAL, Fields, missing_words, read_rows, to_arrays
-from data.labels import main as labels_main
+from data.prepare import labels as labels_module
+from data.prepare.labels import INSIDE, SEVERAL, Fields, missing_words, read_rows, to_arrays
+from data.prepare.labels import main as labels_main
 from data.tokenizer import load_tokenizer
 from model.classifier import Classifier, class_weights, classification_metrics
 from model.classifier import main as evaluate_main
@@ -59,7 +59,7 @@ def labels(tmp_path_factory):
 
 
 def prepare(path, out, *options):
-    """python -m data.labels PATH --out OUT, which must end well; the folder OUT."""
+    """python -m data.prepare.labels PATH --out OUT, which must end well; the folder OUT."""
     assert labels_module.main([path, "--out", str(out), *options]) == 0
     return out
 
@@ -462,7 +462,7 @@ def test_the_readmes_commands(tmp_path, data_dir):
     gpt, out, report = tmp_path / "gpt", tmp_path / "out", tmp_path / "report"
     assert run(*tiny_args(data_dir=data_dir, out_dir=gpt, max_iters=4, tokenizer="byte"))[0] == 0
     path = write_jsonl(tmp_path / "rows.jsonl", make_rows(400))
-    code, said = command("data.labels", path, "--out", tmp_path / "bin", "--tokenizer",
+    code, said = command("data.prepare.labels", path, "--out", tmp_path / "bin", "--tokenizer",
                          gpt / "ckpt.pt")
     assert code == 0, said
     code, said = run(*tiny_args(
@@ -623,7 +623,7 @@ def test_another_backbone_takes_one_key(theirs, labels, tmp_path, capsys):
         convert(str(ours), str(path))
     changes = dict(init_from=str(path), data_dir=str(labels), out_dir=str(tmp_path / "out"),
                    max_iters=0, eval_on_start=False, compile="false")
-    train(load_config("train/config_classifier.yaml", changes))
+    train(load_config("train/configs/classifier.yaml", changes))
     assert f"n_layer: 1, as {path} has it, in the place of 3" in capsys.readouterr().out
     model, _ = load_model(tmp_path / "out" / "ckpt.pt")
     got = model.config
@@ -631,7 +631,7 @@ def test_another_backbone_takes_one_key(theirs, labels, tmp_path, capsys):
     assert torch.equal(model.gpt.h[0].mlp.up.weight, weights["h.0.mlp.up.weight"])
     changes |= dict(out_dir=str(tmp_path / "typed"), n_layer=3)
     with pytest.raises(ValueError, match="n_layer: it has 1, the configuration says 3"):
-        train(load_config("train/config_classifier.yaml", changes))
+        train(load_config("train/configs/classifier.yaml", changes))
 
 
 def test_texts_longer_than_those_of_training_are_not_cut(trained, tmp_path, capsys):
@@ -677,7 +677,7 @@ def test_a_folder_of_something_else_is_refused(data_dir, tmp_path):
 
 
 def test_a_folder_of_another_system_names_its_model(data_dir, labels, tmp_path):
-    from data import chat, features
+    from data.prepare import chat, features
     features.prepare_features({"a": np.eye(20)}, None, str(tmp_path / "features"), 0.2,
                               np.arange(20) // 5, log=lambda line: None)
     records = [dict(prompt=f"{i}", response="x") for i in range(20)]

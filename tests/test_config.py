@@ -186,7 +186,7 @@ def test_help_shows_every_key_fast():
 
 @pytest.mark.parametrize("model, key", [("memory", "n_chapters"), ("classifier", "span_weight")])
 def test_help_of_a_system_shows_its_keys(model, key, capsys):
-    for words in (["--model", model], ["--config", f"train/config_{model}.yaml"]):
+    for words in (["--model", model], ["--config", f"train/configs/{model}.yaml"]):
         assert run_train.main([*words, "--help"]) == 0
         assert f"  --{key} " in capsys.readouterr().out
 
@@ -201,7 +201,7 @@ def test_print_config_names_origins(tmp_path):
 
 
 @pytest.mark.parametrize("name, words", [
-    ("ops", "model/ops.py has no build_model"), ("serve", "model/serve/__init__.py has no build_"),
+    ("ops", "model/core/ops.py has no build_model"), ("serve", "model/serve/__init__.py has no build_"),
     ("gtp", "there is no model/gtp.py"), ("../evil", "there is no model/"), ("", "there is no")])
 def test_what_is_no_system_is_refused_without_importing_it(monkeypatch, name, words):
     monkeypatch.setattr(importlib, "import_module", lambda name: pytest.fail(f"imported {name}"))

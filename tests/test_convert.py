@@ -16,15 +16,15 @@ from conftest import REPO, SHARED, TINY, run, tiny_args
 from processes import python
 from runs import metrics
 
-from data import chat, labels
-from data.folders import write_tokenizer
+from data.prepare import chat, labels
+from data.prepare.folders import write_tokenizer
 from data.tokenizer import (
     CharTokenizer,
     JsonTokenizer,
     load_dataset_tokenizer,
     tokenizer_from_spec,
 )
-from data.tokenizer_json import find_tokenizer
+from data.tokenizer_hf import find_tokenizer
 from model import convert
 from model.convert import foreign
 from model.gpt import GPT, GPTConfig

@@ -14,9 +14,9 @@ from runs import (
     go,
 )
 
+from model.core.load import load_model
 from model.distill import Student
 from model.gpt import GPT, GPTConfig
-from model.load import load_model
 from train.checkpoint import load_checkpoint
 from train.config import load_config
 from train.train import train

@@ -77,7 +77,7 @@ def result_of(process, pipe, timeout):
 def train_run(options, stop_at=None):
     """Train; {index: rows} of the micro-batches this rank had, None as the last item if stopped.
     The last rank sends itself SIGTERM at step `stop_at`."""
-    from train.guard import Stopped
+    from train.robust import Stopped
     from train.train import train
     batches, get_batch, sent = {}, DataLoader.get_batch, []
     world_size, last = int(os.environ["WORLD_SIZE"]), int(os.environ["WORLD_SIZE"]) - 1
@@ -126,9 +126,9 @@ def gradients(options):
 
 def judged():
     """A list that gets (loss, gradient norm) of each step of this process."""
-    from train import guard
-    numbers, judge = [], guard.judge
-    guard.judge = lambda loss, norm, *rest: (numbers.append((loss, norm)), judge(loss, norm,
+    from train import robust
+    numbers, judge = [], robust.judge
+    robust.judge = lambda loss, norm, *rest: (numbers.append((loss, norm)), judge(loss, norm,
                                                                                 *rest))[1]
     return numbers
 
@@ -481,7 +481,7 @@ def spoil_a_shard(options):
         import torch
 
         from train.distributed import local
-        from train.guard import BadNumbers
+        from train.robust import BadNumbers
         trainer.train_step()
         with torch.no_grad():
             if trainer.ranks.rank == 1:
@@ -504,7 +504,7 @@ def test_each_rank_looks_at_its_own_shard_before_a_save(data_dir, tmp_path):
 
 def muon_run(options):
     """Train to the end; {name: whole weight}, and how many matrices this rank orthogonalized."""
-    from train import muon
+    from train import optimizer as muon
     orthogonalize, done = muon.orthogonalize, []
     muon.orthogonalize = lambda g: (done.append(len(g)), orthogonalize(g))[1]
     weights, _, _ = weights_and_logits(options)

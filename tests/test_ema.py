@@ -8,7 +8,7 @@ from conftest import TINY
 from runs import assert_a_kill_changes_nothing, assert_two_ranks_equal_one, configure, go
 
 from model.convert import main as convert
-from model.load import load_model
+from model.core.load import load_model
 from model.sample import main as sample
 from train.checkpoint import load_checkpoint
 
@@ -108,9 +108,9 @@ def test_commands_take_the_average(data_dir, tmp_path, capsys):
 
 
 def test_a_dry_run_counts_it(data_dir, tmp_path):
-    from train.bench import memory_parts
     from train.dataloader import open_token_data
     from train.distributed import Ranks
+    from train.tools.bench import memory_parts
     parts = []
     for ema in (0.0, 0.9):
         c = configure(data_dir, tmp_path, ema=ema)

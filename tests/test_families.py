@@ -17,18 +17,19 @@ from templates import ANSWERED, CONVERSATIONS, TEMPLATES
 from test_convert import assert_close, export, ids, logits_of, make, shake, train_tokenizer
 from test_prepare import Server
 
-from data import chat as chats
-from data import template as jinja
-from data.chat import ends_of, fit, prompt_ids, sequences
+from data import chat_template as jinja
+from data.prepare import chat as chats
 from data.prepare import sources
+from data.prepare.chat import ends_of, fit, prompt_ids, sequences
 from data.token_files import DataError
 from data.tokenizer import tokenizer_from_spec
-from data.tokenizer_json import tokenizer_of
+from data.tokenizer_hf import tokenizer_of
 from model import chat as talking
-from model import convert, families, sample
+from model import convert, sample
 from model.chat import ChatGPT
+from model.convert import families
 from model.convert.gguf import turns_of
-from model.generate import empty_cache, generate
+from model.core.generate import empty_cache, generate
 from model.sample import load_model
 from model.serve.api import jobs_of
 from model.serve.engine import Engine

@@ -1,4 +1,4 @@
-"""train/files.py, data/folders.py: whole or not there, and what a link points to is not touched."""
+"""train/base/files.py, data/prepare/folders.py: whole or not there, and what a link points to is not touched."""
 
 import contextlib
 import errno
@@ -15,10 +15,10 @@ import pytest
 from conftest import REPO
 from runs import go
 
-from data import chat, features, labels, prepare
-from data.folders import new_folder
-from train.checkpoint import load_checkpoint, save_checkpoint
-from train.files import (
+from data import prepare
+from data.prepare import chat, features, labels
+from data.prepare.folders import new_folder
+from train.base.files import (
     FilesError,
     Lock,
     alone_in,
@@ -28,8 +28,9 @@ from train.files import (
     sync_folder,
     write_text,
 )
-from train.guard import on_signals
+from train.checkpoint import load_checkpoint, save_checkpoint
 from train.logger import Logger
+from train.robust import on_signals
 
 
 @pytest.fixture
@@ -166,7 +167,7 @@ def test_a_folder_is_the_old_one_or_the_new_one_after_a_kill(tmp_path, call):
     (out / "notes").write_text("mine")
     code = f"""
 import os
-from data.folders import new_folder
+from data.prepare.folders import new_folder
 rename, calls = os.rename, []
 def killed(*names):
     calls.append(names)
@@ -206,7 +207,7 @@ def test_two_at_once(tmp_path):
     """Both end well, and what is there is one of the two, whole."""
     code = """
 import sys
-from data.folders import new_folder
+from data.prepare.folders import new_folder
 for i in range(60):
     with new_folder(sys.argv[1], "[ab]") as folder:
         for name in "ab":

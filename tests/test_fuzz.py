@@ -18,7 +18,8 @@ from conftest import tiny_args
 from processes import Fork
 from test_hostile import judge, state
 
-from data import chat, features, labels, prepare
+from data import prepare
+from data.prepare import chat, features, labels
 from model import convert
 from train.checkpoint import save_checkpoint, write_safetensors
 from train.config import load_config, shown, to_yaml
@@ -65,10 +66,10 @@ READ = {  # kind: (files of it that are mutated, commands that read them; {} is 
     "records": (["a.jsonl", "a.json", "a.csv"], [
         [f"data.{name}", "{}/FILE", "--out", "{}/out", "--force"]
         for name in ("prepare", "chat", "labels")]),
-    "array": (["a.npy"], [["data.features", "{}/a.npy", "--out", "{}/out"]]),
+    "array": (["a.npy"], [["data.prepare.features", "{}/a.npy", "--out", "{}/out"]]),
     "ranks": (["tokenizer.tiktoken"], [["data.prepare", "{}/a.txt", "--out", "{}/out",
                                         "--tokenizer", "{}/tokenizer.tiktoken"]]),
-    "metrics": (["metrics.jsonl"], [["train.plot", "{}", "--x", x] for x in ("iter", "time")])}
+    "metrics": (["metrics.jsonl"], [["train.tools.plot", "{}", "--x", x] for x in ("iter", "time")])}
 
 
 @pytest.fixture(scope="module")

@@ -1,4 +1,4 @@
-"""model/gpt.py and model/ops.py: counts, first loss, every option, caching, causality,
+"""model/gpt.py and model/core/ops.py: counts, first loss, every option, caching, causality,
 and that each fast path computes what its plain form does."""
 
 import functools
@@ -15,11 +15,10 @@ import torch
 import torch.nn.functional as F
 from test_distributed import in_ranks
 
-import model.ops
+import model.core.ops
 from data.tokenizer import load_tokenizer
-from model.generate import KVCache
-from model.gpt import GPT, GPTConfig, apply_rope, build_model, rope_tables, sample, save_products
-from model.ops import (
+from model.core.generate import KVCache
+from model.core.ops import (
     apply_dropout,
     attend,
     attend_in_blocks,
@@ -27,6 +26,7 @@ from model.ops import (
     one_operation,
     rms_norm,
 )
+from model.gpt import GPT, GPTConfig, apply_rope, build_model, rope_tables, sample, save_products
 from train.config import GPTKeys
 from train.speed import compile_model
 
@@ -476,7 +476,7 @@ def test_one_query_with_a_kernel_and_without(monkeypatch, dtype, rows, kernel):
     mask = torch.ones(rows, 1, 1, 7, dtype=torch.bool)
     mask[-1, ..., 5:] = False
     with monkeypatch.context() as patch:
-        patch.setattr("model.ops.has_tiles", lambda: True)
+        patch.setattr("model.core.ops.has_tiles", lambda: True)
         if not kernel:
             patch.setattr(torch.compiler, "is_compiling", lambda: True)
             patch.delattr(F, "scaled_dot_product_attention")
@@ -491,7 +491,7 @@ def test_one_query_in_bfloat16_takes_the_kernel_where_there_are_tiles(monkeypatc
     monkeypatch.setattr(F, "scaled_dot_product_attention",
                         lambda *args: calls.append(1) or kernel(*args))
     for tiles, wanted in ((False, []), (True, [1])):
-        monkeypatch.setattr("model.ops.has_tiles", lambda tiles=tiles: tiles)
+        monkeypatch.setattr("model.core.ops.has_tiles", lambda tiles=tiles: tiles)
         close(attend(q, k, k), explicit(q, k, k), 1e-2)
         assert calls == wanted
     assert attend(q.float(), k.float(), k.float()).dtype == torch.float32 and calls == [1, 1]

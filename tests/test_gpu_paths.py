@@ -16,11 +16,12 @@ from test_gpt import Graphs
 from torch.nn.attention import current_flash_attention_impl, restore_flash_attention_impl
 
 from model.gpt import GPT, GPTConfig
-from train import bench, speed
+from train import speed
 from train.checkpoint import load_checkpoint
 from train.config import load_config
 from train.dataloader import open_token_data
 from train.distributed import Ranks, choose_dtype, get_device, seed_step, use_flash_attention_3
+from train.tools import bench
 from train.train import train
 
 
@@ -218,7 +219,7 @@ def memory_parts(monkeypatch, data_dir, world_size=1, compiled=True, **changes):
     data, said = open_token_data(c, ranks), []
     with torch.device("meta"):
         model = GPT(GPTConfig(n_layer=2, n_head=2, n_embd=512, vocab_size=32000, block_size=512))
-    monkeypatch.setattr("train.bench.max_over_ranks", lambda values, ranks: values)
+    monkeypatch.setattr("train.tools.bench.max_over_ranks", lambda values, ranks: values)
     ranks.world_size = world_size
     bench.check_memory(c, model, data, ranks, torch.bfloat16, compiled, said.append)
     return {k: int(v.replace(",", "")) for k, v in re.findall(r"(\w+) ([\d,]+)[,;]", said[0])}

@@ -10,11 +10,12 @@ import torch.nn.functional as F
 from conftest import TINY, run
 from runs import Program, assert_same, metrics, on_two_ranks, tensors
 
-from data import chat as data_chat
-from data import prompts as data_prompts
-from data.prompts import to_question
+from data.prepare import chat as data_chat
+from data.prepare import prompts as data_prompts
+from data.prepare.prompts import to_question
 from data.tokenizer import load_tokenizer
-from model.generate import generate
+from model.core.generate import generate
+from model.core.load import load_model
 from model.gpt import GPT, GPTConfig, stable_hash
 from model.grpo import (
     Judge,
@@ -25,7 +26,6 @@ from model.grpo import (
     load_reward,
     table,
 )
-from model.load import load_model
 from train.checkpoint import load_checkpoint
 from train.config import load_config
 from train.train import train
@@ -92,7 +92,7 @@ def test_what_is_no_question_is_refused(record, message):
 
 
 def test_rows_are_what_the_chat_model_is_asked(made):
-    """And those that data/chat.py keeps for validation are kept here."""
+    """And those that data/prepare/chat.py keeps for validation are kept here."""
     asked = {}
     for split in ("train", "val"):
         tokens, length = (np.load(made / f"prompts/{split}_{n}.npy") for n in ("tokens", "length"))
@@ -435,7 +435,7 @@ def test_the_answer_that_is_held_back(made, tmp_path):
     (dict(init_from="scratch"), "init_from: missing"),
     (dict(reward="share"), r"reward: 'share': expected exact, or the name of a Python file"),
     (dict(reward="nowhere.py"), "nowhere.py: FileNotFoundError"),
-    (dict(data_dir="{chats}"), "no prompts; make some: python -m data.prompts"),
+    (dict(data_dir="{chats}"), "no prompts; make some: python -m data.prepare.prompts"),
     (dict(answer_tokens=60), "longer than the model's context, 64"),
     (dict(group_size=1), "group_size: must be at least 2"),
     (dict(data_dir="{unheld}", reward="exact"), "rows of .* have no answer to compare with"),

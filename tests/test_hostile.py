@@ -25,20 +25,20 @@ import torch
 from conftest import TINY, tiny_args
 from processes import Fork
 
-from data import chat, prepare
-from data.folders import check_array
-from data.prepare import sources
-from data.records import walk
+from data import prepare
+from data.prepare import chat, sources
+from data.prepare.folders import check_array
+from data.prepare.records import walk
 from data.token_files import DataError
 from data.tokenizer import JsonTokenizer, tokenizer_from_spec
-from data.tokenizer_json import byte_characters, list_merges
+from data.tokenizer_hf import byte_characters, list_merges
 from model import sample
 from model.chat import build_model
-from model.decode import Streamer
+from model.core.decode import Streamer
 from model.gpt import GPT, GPTConfig
 from train.config import load_config, shown
 from train.dataloader import Data
-from train.plot import loss_svg, read_metrics
+from train.tools.plot import loss_svg, read_metrics
 
 SHAPE = GPTConfig(**{k: v for k, v in TINY.items() if k in GPTConfig.__dataclass_fields__},
                   vocab_size=257)
@@ -353,18 +353,18 @@ def records(command, words, *rows):
         return [command, folder / "a.jsonl", "--out", folder / "out"]
 
 
-records("data.chat", "expected one of", dict(messages=[dict(role=["user"], content="x")]))
-records("data.chat", "expected text, got", dict(messages=[dict(role="user",
+records("data.prepare.chat", "expected one of", dict(messages=[dict(role=["user"], content="x")]))
+records("data.prepare.chat", "expected text, got", dict(messages=[dict(role="user",
                                                               content=[dict(text=5)])]))
-records("data.labels", "expected whole numbers", dict(text="abc", label="a", start=1e999, end=2))
-records("data.labels", "expected a label", dict(text="abc", label=["a"]))
+records("data.prepare.labels", "expected whole numbers", dict(text="abc", label="a", start=1e999, end=2))
+records("data.prepare.labels", "expected a label", dict(text="abc", label=["a"]))
 
 
-@case("data.labels: evidence at every place", "all 3 rows have the label")
+@case("data.prepare.labels: evidence at every place", "all 3 rows have the label")
 def evidence(folder):
     row = dict(text="a" * 300_000, evidence="a" * 150_000, label="x")
     (folder / "a.jsonl").write_text(f"{json.dumps(row)}\n" * 3)
-    return ["data.labels", folder / "a.jsonl", "--out", folder / "out"]
+    return ["data.prepare.labels", folder / "a.jsonl", "--out", folder / "out"]
 
 
 def npy(name, change):
@@ -372,7 +372,7 @@ def npy(name, change):
     def make(folder):
         np.save(folder / "a.npy", np.zeros((50, 3)))
         (folder / "a.npy").write_bytes(change((folder / "a.npy").read_bytes()))
-        return ["data.features", folder / "a.npy", "--out", folder / "out"]
+        return ["data.prepare.features", folder / "a.npy", "--out", folder / "out"]
 
 
 npy("shape", lambda content: content.replace(b"(50, 3)", b"(10**9,"))

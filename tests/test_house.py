@@ -22,32 +22,32 @@ CORE = {"train": {"train", "checkpoint", "config", "keys", "dataloader", "distri
                   "files", "guard", "logger", "lr_scheduler", "optimizer", "resume", "speed"},
         "model": {"gpt", "ops", "generate", "decode", "load"}, "data": {"token_files", "tokenizer"}}
 # Where a core file opens an extra, when a key (or a file of another program) asks for it.
-DOORS = {("run_train", "train.bench"), ("run_train", "train.profiler"),
-         ("train.dataloader", "data.prepare"), ("train.logger", "train.plot"),
-         ("train.logger", "train.trackers"),
-         ("train.optimizer", "train.muon"), ("train.train", "train.trackers"),
-         ("train.train", "train.minutes"), ("train.train", "train.mixture"),
-         ("train.train", "train.ema"), ("train.train", "model.tasks"),
-         ("model.load", "model.convert")}
+DOORS = {("run_train", "train.tools.bench"), ("run_train", "train.tools.profiler"),
+         ("train.dataloader", "data.prepare"), ("train.logger", "train.tools.plot"),
+         ("train.logger", "train.options.trackers"),
+         ("train.optimizer", "train.muon"), ("train.train", "train.options.trackers"),
+         ("train.train", "train.options.minutes"), ("train.train", "train.options.mixture"),
+         ("train.train", "train.options.ema"), ("train.train", "model.eval.tasks"),
+         ("model.core.load", "model.convert")}
 # What belongs together and is deleted together, beside what lies in a folder of its own.
-TOGETHER = {"data.chat": "model.chat", "data.template": "model.chat", "data.pairs": "model.dpo",
-            "data.prompts": "model.grpo", "data.labels": "model.classifier",
-            "data.activations": "model.sae", "data.features": "model.autoencoder"}
-SHARED = {"data.records", "data.folders", "data.tokenizer_json"}  # of several extras, and kept
+TOGETHER = {"data.prepare.chat": "model.chat", "data.chat_template": "model.chat", "data.prepare.pairs": "model.dpo",
+            "data.prepare.prompts": "model.grpo", "data.prepare.labels": "model.classifier",
+            "model.sae.activations": "model.sae", "data.prepare.features": "model.autoencoder"}
+SHARED = {"data.prepare.records", "data.prepare.folders", "data.tokenizer_hf"}  # of several extras, and kept
 # What stands on another extra and goes with it; (lazily) only a part of it does.
-NEEDS = {"model.lm_eval": {"model.tasks"},
+NEEDS = {"model.eval.lm_eval": {"model.eval.tasks"},
          "model.lora": {"model.chat"}, "model.dpo": {"model.lora", "model.chat"},
          "model.grpo": {"model.lora", "model.chat"},
          "model.memory": {"model.lora", "model.moe", "model.chat"},
-         "train.hpo": {"train.plot"}, "train.lr_finder": {"train.plot"},
-         "train.trackers": {"train.plot"}, "train.repeat": {"train.plot"},
-         "train.scaling": {"train.repeat", "train.plot"},
-         "train.watch": {"train.plot", "model.serve"}}
-LAZILY = {"model.convert": {"model.lora", "model.moe", "model.families", "model.chat"},
-          "data.tokenizer_json": {"data.prepare"},
-          "train.bench": {"model.sample"}, "train.repeat": {"train.bench"},
+         "train.tools.hpo": {"train.tools.plot"}, "train.tools.lr_finder": {"train.tools.plot"},
+         "train.options.trackers": {"train.tools.plot"}, "train.tools.repeat": {"train.tools.plot"},
+         "train.tools.scaling": {"train.tools.repeat", "train.tools.plot"},
+         "train.tools.watch": {"train.tools.plot", "model.serve"}}
+LAZILY = {"model.convert": {"model.lora", "model.moe", "model.convert.families", "model.chat"},
+          "data.tokenizer_hf": {"data.prepare"},
+          "train.tools.bench": {"model.sample"}, "train.tools.repeat": {"train.tools.bench"},
           "model.sample": {"model.chat"}, "model.serve": {"model.chat"},
-          "model.tasks": {"model.chat"}}
+          "model.eval.tasks": {"model.chat"}}
 
 
 def is_core(name):
@@ -153,7 +153,7 @@ def test_no_test_hook_is_in_the_program():
 def test_nothing_is_done_at_import():
     """Importing the core opens no file of ours for writing, prints nothing and starts no thread."""
     code = ("import sys, threading; sys.path.insert(0, '.'); import train.train, model.gpt, "
-            "train.guard, run_train; assert threading.active_count() == 1")
+            "train.robust, run_train; assert threading.active_count() == 1")
     done = subprocess.run([sys.executable, "-c", code], cwd=REPO, capture_output=True, text=True)
     assert (done.returncode, done.stdout) == (0, ""), done.stderr
 
@@ -208,7 +208,7 @@ def test_all_extras_can_be_deleted_at_once(tmp_path):
         if not is_core(name) and unit(name) not in needed:
             (copy / path.relative_to(REPO)).unlink()
             deleted.append(name)
-    assert {"model.serve.engine", "train.plot", "train.bench", "train.hpo"} <= set(deleted)
+    assert {"model.serve.engine", "train.tools.plot", "train.tools.bench", "train.tools.hpo"} <= set(deleted)
     (copy / "my.txt").write_text("one two three four five six seven\n" * 500)
 
     def python(*args):
@@ -247,7 +247,7 @@ def test_without_data_prepare_the_rest_works(tmp_path):
                "--config=train/config_test.yaml", "--n_layer=1", "--max_iters=2"]
     done = processes.python("-c", f"""
 import run_train
-from data import chat, features, labels
+from data.prepare import chat, features, labels
 from model import sample
 assert chat.main([{rows!r}, "--out", "c"]) == 0
 assert labels.main([{rows!r}, "--out", "l"]) == 0

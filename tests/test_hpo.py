@@ -1,4 +1,4 @@
-"""python -m train.hpo: the search on real Optuna studies, its stages, workers and failures."""
+"""python -m train.tools.hpo: the search on real Optuna studies, its stages, workers and failures."""
 
 import gc
 import json
@@ -17,9 +17,9 @@ from processes import Fork, python, run_python
 optuna = pytest.importorskip("optuna")
 
 import run_train  # noqa: E402
-from train import hpo  # noqa: E402
 from train.config import load_config  # noqa: E402
-from train.guard import Stopped  # noqa: E402
+from train.robust import Stopped  # noqa: E402
+from train.tools import hpo  # noqa: E402
 
 SPACE = "learning_rate: {low: 1e-4, high: 1e-1, log: true}\nn_layer: [1, 2]\n"
 
@@ -33,7 +33,7 @@ def little_to_look_through():
 
 @pytest.fixture
 def search(tmp_path, data_dir):
-    """search(space text, arguments..., key=value...) as python -m train.hpo would do it: its exit
+    """search(space text, arguments..., key=value...) as python -m train.tools.hpo would do it: its exit
     code, and the trials of trials_history.json."""
     def go(space, *args, **changes):
         (tmp_path / "space.yaml").write_text(space)
@@ -98,7 +98,7 @@ def test_problems_of_stages(search, capsys, stages):
 
 
 def test_the_example_is_a_space():
-    space, stages = hpo.read_space(REPO / "train/hpo_example.yaml", None, load_config())
+    space, stages = hpo.read_space(REPO / "train/configs/hpo_example.yaml", None, load_config())
     assert stages[1]["narrow"] == 0.3 and stages[0]["max_iters"] == 200
     assert space["learning_rate"] == optuna.distributions.FloatDistribution(1e-4, 1e-2, log=True)
     assert space["optimizer"].choices == ("adamw", "muon")
@@ -134,7 +134,7 @@ def test_optuna_missing_is_one_line_before_any_work(tmp_path, monkeypatch, capsy
     monkeypatch.chdir(tmp_path)
     assert hpo.main(["--space", "missing.yaml"]) == 2
     assert capsys.readouterr().err == (
-        "train.hpo: needs optuna, 4.9 or newer: pip install -U optuna\n")
+        "train.tools.hpo: needs optuna, 4.9 or newer: pip install -U optuna\n")
     assert not list(tmp_path.iterdir())
 
 
@@ -191,7 +191,7 @@ def test_the_same_search_draws_the_same_trials(search, tmp_path):
 
 def test_two_workers_share_the_trials(tmp_path, data_dir):
     (tmp_path / "space.yaml").write_text(SPACE + "stages: [{trials: 5}, {trials: 2}]")
-    command = ["-m", "train.hpo", *arguments(tmp_path, data_dir)]
+    command = ["-m", "train.tools.hpo", *arguments(tmp_path, data_dir)]
     with ThreadPoolExecutor() as pool:
         workers = list(pool.map(lambda _: python(*command, merged=True), range(2)))
     outs = [w.stdout for w in workers]
@@ -264,7 +264,7 @@ def test_an_interrupted_trial_is_done_again(search, monkeypatch):
 def test_a_trial_of_a_worker_that_died_is_done_again(search, tmp_path, data_dir, monkeypatch):
     (tmp_path / "space.yaml").write_text(SPACE)
     output = tmp_path / "output"
-    worker = Fork(run_python, (["-m", "train.hpo", *arguments(
+    worker = Fork(run_python, (["-m", "train.tools.hpo", *arguments(
         tmp_path, data_dir, trials(2), max_iters=100_000, eval_interval=50_000)],), stdout=output,
         stderr=tmp_path / "errors")
     soon(lambda: output.exists() and "\n" in output.read_text(), 30)

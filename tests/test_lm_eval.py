@@ -9,9 +9,10 @@ import pytest
 import torch
 from quiz import Quiz
 
-from model import convert, lm_eval, tasks
+from model import convert
+from model.core.load import load_model
+from model.eval import lm_eval, tasks
 from model.gpt import GPT, GPTConfig
-from model.load import load_model
 from train.checkpoint import save_checkpoint
 
 TASKS = {
@@ -127,7 +128,7 @@ def test_what_is_missing_is_one_line(folder, capsys, monkeypatch):
 
 
 # -----------------------------------------------------------------------------
-# the tasks of a run (model/tasks.py) beside the harness's
+# the tasks of a run (model/eval/tasks.py) beside the harness's
 
 OWN = {
     "choice": TASKS["choice"],

@@ -10,9 +10,9 @@ from conftest import TINY
 from processes import python
 from runs import Program, assert_same, assert_two_ranks_equal_one
 
-from data import chat as data_chat
+from data.prepare import chat as data_chat
 from model import chat
-from model.load import digest
+from model.core.load import digest
 from model.lora import (
     LoRALinear,
     adapters,
@@ -24,10 +24,10 @@ from model.lora import (
     open_data,
 )
 from model.sample import load_model
-from train.bench import memory_parts
 from train.checkpoint import load_checkpoint, save_checkpoint
 from train.config import load_config
 from train.distributed import Ranks
+from train.tools.bench import memory_parts
 from train.train import train
 
 SHAPE = dict(n_layer=2, n_head=2, n_embd=64, n_hidden=128, block_size=32, bias=True)

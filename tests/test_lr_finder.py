@@ -1,4 +1,4 @@
-"""python -m train.lr_finder: what it suggests, and that it leaves no trace."""
+"""python -m train.tools.lr_finder: what it suggests, and that it leaves no trace."""
 
 import hashlib
 import json
@@ -11,9 +11,9 @@ import torch
 from conftest import TINY, tiny_args
 from processes import python
 
-from train import lr_finder
+from train.base.files import Lock
 from train.config import load_config
-from train.files import Lock
+from train.tools import lr_finder
 from train.train import train
 
 
@@ -33,7 +33,7 @@ def test_command_leaves_no_trace_in_a_run(tmp_path, data_dir):
     half("a", 5)
     half("b", 5)
     before, lock = fingerprint(tmp_path / "a"), Lock(tmp_path / "a")
-    done = python("-m", "train.lr_finder", "--steps", "30", *arguments(data_dir, tmp_path / "a"))
+    done = python("-m", "train.tools.lr_finder", "--steps", "30", *arguments(data_dir, tmp_path / "a"))
     lock.release()
     assert done.returncode == 0, done.stderr
     after = fingerprint(tmp_path / "a")

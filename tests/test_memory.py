@@ -11,9 +11,9 @@ from conftest import TINY, run
 from processes import python
 from runs import SMALL, Program, assert_same, go, run_program, tensors
 
-from data import chat as data_chat
+from data.prepare import chat as data_chat
 from model import chat, lora, memory, sample
-from model.load import load_model
+from model.core.load import load_model
 from train.checkpoint import load_checkpoint
 from train.config import ConfigError, load_config
 from train.resume import check_same_to_adopt
@@ -126,11 +126,11 @@ def test_split_into_micro_batches_changes_no_gradient(backbone):
 # runs
 
 def memory_run(data_dir, out_dir, ranks=0, **changes):
-    """train/config_memory.yaml, made tiny; the shape is the backbone's."""
+    """train/configs/memory.yaml, made tiny; the shape is the backbone's."""
     settings = {k: v for k, v in TINY.items() if k not in ("n_layer", "n_head", "n_embd",
                                                            "n_hidden")}
     settings |= dict(data_dir=data_dir, out_dir=out_dir, tokenizer="byte", block_size=8) | changes
-    code, text = run("--config", "train/config_memory.yaml",
+    code, text = run("--config", "train/configs/memory.yaml",
                      *(f"--{k}={v}" for k, v in settings.items()), ranks=ranks)
     assert code == 0, text
     return text

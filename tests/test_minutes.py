@@ -11,12 +11,12 @@ import torch
 from conftest import run
 from runs import SMALL, assert_same, configure, go
 
-from train import minutes
 from train.checkpoint import CheckpointError, load_checkpoint
 from train.config import ConfigError, load_config
-from train.guard import Stopped, run_reporting_errors
 from train.lr_scheduler import get_lr
-from train.minutes import Costs, folder_inside
+from train.options import minutes
+from train.options.minutes import Costs, folder_inside
+from train.robust import Stopped, run_reporting_errors
 from train.train import train
 
 MINUTES = dict(max_minutes=0.02, max_iters=5000, lr_decay_iters=None, eval_interval=25,

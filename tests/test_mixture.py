@@ -1,4 +1,4 @@
-"""Mixtures of data sets (train/mixture.py): which source a sample is of, what each source then
+"""Mixtures of data sets (train/options/mixture.py): which source a sample is of, what each source then
 gives, the same at any world size; validation by source; what cannot be mixed."""
 
 import json
@@ -13,13 +13,13 @@ import torch
 from conftest import TINY
 from runs import SMALL, Program, assert_same, configure, go, metrics, on_two_ranks, run_program
 
-from data import chat as data_chat
+from data.prepare import chat as data_chat
 from model.sample import load_model
-from train import mixture
 from train.config import ConfigError, load_config, to_yaml
 from train.dataloader import DataError, DataLoader, RowLoader
 from train.distributed import Ranks
-from train.mixture import Mixture, assign, per_period
+from train.options import mixture
+from train.options.mixture import Mixture, assign, per_period
 from train.resume import CheckpointError
 from train.train import open_data, train
 

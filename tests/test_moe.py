@@ -159,7 +159,7 @@ def test_active_parameters_are_those_of_the_dense_model():
 def test_commands_of_the_readme(tmp_path, data_dir):
     out = tmp_path / "out"
     args = tiny_args(data_dir=data_dir, out_dir=out, max_iters=4, tokenizer="byte")
-    code, text = run("--config", "train/config_moe.yaml", *args)
+    code, text = run("--config", "train/configs/moe.yaml", *args)
     assert code == 0, text
     assert "load balance" in text and "use max" in text and "lm loss" in text
     lines = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
@@ -223,7 +223,7 @@ def test_bad_input_is_named(tmp_path, data_dir):
 
 
 def test_sampling_with_a_cache_equals_the_whole(tmp_path):
-    from model.generate import KVCache
+    from model.core.generate import KVCache
     model, (x, _) = build_model(tiny(), SPEC).eval(), batch(2)
     cache = KVCache(model.config, 2, x.device, torch.float32)
     with torch.no_grad():

@@ -43,13 +43,14 @@ def torchrun(*args):
     """`torchrun --run_path --start_method=fork ARGS`: ranks are forked from this process."""
     from torch.distributed import run
 
-    from train import guard
-    leave = guard.leave
+    from train import robust
+
+    leave = robust.leave
 
     def rank(*args):
         """Which returns when all is well: torchrun waits for that."""
         try:
-            guard.leave = lambda code: leave(code) if code else code
+            robust.leave = lambda code: leave(code) if code else code
             run_python(args)
         except SystemExit as end:
             if end.code:

@@ -11,7 +11,7 @@ from runs import assert_same, go, metrics, run_program
 from train import checkpoint
 from train import train as training
 from train.checkpoint import load_checkpoint
-from train.guard import BadNumbers, SpikeDetector, Stopped, judge
+from train.robust import BadNumbers, SpikeDetector, Stopped, judge
 from train.speed import Prefetcher
 from train.train import Progress, Trainer
 

@@ -19,7 +19,7 @@ from runs import assert_same_file, metrics
 
 import run_train
 from model.gpt import GPT, GPTConfig
-from train import guard
+from train import robust
 from train.checkpoint import load_checkpoint
 from train.config import FIELDS, TrainConfig, load_config
 from train.distributed import SetupError, describe_device, get_device, set_seed
@@ -379,8 +379,8 @@ def test_what_is_missing_ends_with_one_message(tmp_path, data_dir, args, words):
 def test_advice_for_nccl_and_lost_ranks():
     for error, words in (("NCCL error in: x.cpp", "NCCL_DEBUG=INFO"),
                          ("Connection reset by peer", "--max-restarts")):
-        assert words in guard.advice(RuntimeError(error), TrainConfig())
-    assert guard.advice(ValueError("x"), TrainConfig()) == ""
+        assert words in robust.advice(RuntimeError(error), TrainConfig())
+    assert robust.advice(ValueError("x"), TrainConfig()) == ""
 
 
 # -----------------------------------------------------------------------------

@@ -24,7 +24,7 @@ from train.checkpoint import CheckpointError
 from train.config import ConfigError, help_text, load_config
 from train.dataloader import RowLoader
 from train.distributed import Ranks, SetupError
-from train.guard import Stopped
+from train.robust import Stopped
 from train.train import Trainer, train
 
 TESTS = pathlib.Path(__file__).parent

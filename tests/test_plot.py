@@ -9,7 +9,7 @@ from xml.etree import ElementTree
 import pytest
 from processes import python
 
-from train import plot
+from train.tools import plot
 
 REPO = pathlib.Path(__file__).resolve().parent.parent
 SVG = "{http://www.w3.org/2000/svg}"
@@ -54,7 +54,7 @@ def lines(svg, css):
 
 
 def command(*args):
-    return python("-m", "train.plot", *args)
+    return python("-m", "train.tools.plot", *args)
 
 
 def test_a_picture_of_one_run(tmp_path):
@@ -208,7 +208,7 @@ def test_a_comparison_lands_beside_the_runs(tmp_path):
     for folder, runs, where in ((tmp_path, ("out/a", "out/deep/b"), "out/compare.svg"),
                                 (tmp_path / "out", ("a", "deep/b/metrics.jsonl"), "compare.svg"),
                                 (tmp_path / "out/a", (".", "../deep/b"), "../compare.svg")):
-        done = python("-m", "train.plot", *runs, cwd=folder, env=env)
+        done = python("-m", "train.tools.plot", *runs, cwd=folder, env=env)
         assert done.stdout == f"Wrote {where}\n", done.stderr
         assert (tmp_path / "out" / "compare.svg").exists()
         (tmp_path / "out" / "compare.svg").unlink()

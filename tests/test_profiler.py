@@ -8,8 +8,8 @@ import torch
 from conftest import run, tiny_args
 from test_lr_finder import fingerprint
 
-from train import profiler
 from train.config import load_config
+from train.tools import profiler
 from train.train import train
 
 

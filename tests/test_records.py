@@ -1,4 +1,4 @@
-"""data/records.py: every format, for every command, and what cannot be read named by its place."""
+"""data/prepare/records.py: every format, for every command, and what cannot be read named by its place."""
 
 import csv
 import gzip
@@ -6,8 +6,9 @@ import json
 
 import pytest
 
-from data import chat, labels, prepare
-from data.records import is_hub_name, parse_records, records
+from data import prepare
+from data.prepare import chat, labels
+from data.prepare.records import is_hub_name, parse_records, records
 from data.token_files import DataError
 
 ROWS = [dict(prompt=f"what is {i}?", response=f"it is {i}", text=f"the text, {i}\n\"quoted\"",

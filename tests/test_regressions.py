@@ -21,11 +21,11 @@ from conftest import REPO, tiny_args
 from processes import python
 from runs import SMALL, assert_same_file, configure, go, metrics
 
-import data.chat
+import data.prepare.chat
 import run_train
 from model import sample
+from model.core.load import load_model
 from model.gpt import GPT, GPTConfig
-from model.load import load_model
 from train import checkpoint, distributed, logger, speed
 from train import train as train_module
 from train.checkpoint import CheckpointError, load_checkpoint, save_checkpoint
@@ -254,7 +254,7 @@ def test_the_printed_command_knows_nodes_and_spaces(monkeypatch):
 
 
 def test_what_a_rank_has_printed_is_written_before_it_leaves():
-    done = python("-c", "from train import guard; print('said'); guard.leave(3)",
+    done = python("-c", "from train import robust; print('said'); robust.leave(3)",
                   env=dict(WORLD_SIZE=1))
     assert (done.returncode, done.stdout) == (3, "said\n")
 

@@ -1,4 +1,4 @@
-"""python -m train.repeat: runs over seeds, each a process, and what their numbers say."""
+"""python -m train.tools.repeat: runs over seeds, each a process, and what their numbers say."""
 
 import json
 import os
@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 from runs import planted_children
 
-from train import bench, repeat
 from train import config as config_file
+from train.tools import bench, repeat
 
 
 @pytest.fixture

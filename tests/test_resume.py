@@ -12,7 +12,7 @@ import torch
 from runs import assert_same, assert_same_file, go, metrics, run_program
 
 from train.checkpoint import load_checkpoint
-from train.guard import SpikeDetector, Stopped
+from train.robust import SpikeDetector, Stopped
 
 PLAIN = dict(dropout=0.1)
 # Everything whose state must survive: Muon, accumulation, a plateau schedule that has dropped, an

@@ -11,10 +11,10 @@ from conftest import run
 from processes import python
 from runs import SMALL, assert_same, configure, go, metrics, run_program, tensors
 
-from data.activations import ActivationLoader, Backbone, load_backbone
+from model.core.load import digest
 from model.gpt import GPT, GPTConfig
-from model.load import digest
 from model.sae import ActivationBuffer, SparseAutoencoder, build_model, main, open_data
+from model.sae.activations import ActivationLoader, Backbone, load_backbone
 from model.sample import load_model
 from train.checkpoint import load_checkpoint, save_checkpoint
 from train.config import load_config
@@ -465,8 +465,8 @@ def test_the_start_of_an_autoencoder(kind, length):
 
 
 def test_top_contexts_are_those_of_all_windows(trained, data_dir):
-    from data.activations import SKIPPED
     from model.sae import top_contexts
+    from model.sae.activations import SKIPPED
     from train.dataloader import DataLoader
     model, _ = load_model(trained[0] / "ckpt.pt")
     tokens = DataLoader(data_dir, 16, 8, "val", vocab_size=256)

@@ -10,10 +10,10 @@ from conftest import REPO, TINY
 from processes import python
 
 from data.tokenizer import load_tokenizer
-from model.decode import Int8Linear, has_int8_kernel, pack, quantize
-from model.generate import SINKS, KVCache, draw, empty_cache, generate, pick, sample_texts
+from model.core.decode import Int8Linear, has_int8_kernel, pack, quantize
+from model.core.generate import SINKS, KVCache, draw, empty_cache, generate, pick, sample_texts
+from model.core.ops import apply_rope, attend, rope_tables
 from model.gpt import GPT, GPTConfig
-from model.ops import apply_rope, attend, rope_tables
 from model.sample import load_model, lookup, main
 from model.sample.compiled import compile_decoder
 from model.sample.lookup import look_up
@@ -551,7 +551,7 @@ def test_a_model_that_writes_no_text(checkpoint, tmp_path, monkeypatch, capsys):
     assert main(["--ckpt", altered(checkpoint, tmp_path, config=dict(model="serve"))]) == 2
     assert "model/serve/__init__.py has no build_model" in capsys.readouterr().err
     other = torch.nn.Linear(2, 2)  # of a file without sample()
-    monkeypatch.setattr("model.decode.load_model", lambda *_: (other, load_tokenizer("byte")))
+    monkeypatch.setattr("model.core.decode.load_model", lambda *_: (other, load_tokenizer("byte")))
     assert main([]) == 2
     assert "does not write text" in capsys.readouterr().err
 

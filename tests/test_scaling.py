@@ -1,4 +1,4 @@
-"""python -m train.scaling: the law that is fitted, the runs it is fitted to, and what is said."""
+"""python -m train.tools.scaling: the law that is fitted, the runs it is fitted to, and what is said."""
 
 import importlib.util
 import json
@@ -13,10 +13,10 @@ from conftest import REPO
 from runs import planted_children
 
 from train import config as config_file
-from train import scaling
 from train.config import load_config
 from train.distributed import Ranks
-from train.scaling import Law, fit, interval
+from train.tools import scaling
+from train.tools.scaling import Law, fit, interval
 from train.train import open_data
 
 pytest.importorskip("scipy")

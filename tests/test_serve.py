@@ -23,9 +23,9 @@ import torch
 from browser import soon
 from processes import Fork, run_python
 
-from data.chat import TEMPLATE, encode_chat, to_messages
+from data.prepare.chat import TEMPLATE, encode_chat, to_messages
 from data.tokenizer import CharTokenizer, load_tokenizer
-from model.generate import generate, pick
+from model.core.generate import generate, pick
 from model.gpt import GPT, GPTConfig
 from model.serve import engine as engine_file
 from model.serve import key_of, listen, main, parser

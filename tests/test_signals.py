@@ -16,7 +16,7 @@ from conftest import start
 from processes import Fork, python
 from runs import SMALL, Program, assert_same, go, metrics, run_program, temporary_files
 
-from train import guard
+from train import robust
 from train.checkpoint import load_checkpoint
 from train.config import TrainConfig, UserError
 
@@ -173,9 +173,9 @@ def end_with(error):
     def job(config):
         with contextlib.ExitStack() as at_end:  # the log and the process group are closed
             at_end.callback(signal.raise_signal, signal.SIGTERM)
-            with guard.Signals():
+            with robust.Signals():
                 raise error
-    guard.run_reporting_errors(TrainConfig(), job)
+    robust.run_reporting_errors(TrainConfig(), job)
 
 
 @pytest.mark.matrix(64)

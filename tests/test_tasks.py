@@ -12,10 +12,11 @@ from runs import SMALL, assert_a_kill_changes_nothing, go, metrics, on_two_ranks
 
 import run_train
 from data.tokenizer import load_tokenizer
-from model import chat, tasks
-from model.generate import generate
+from model import chat
+from model.core.generate import generate
+from model.core.load import load_model
+from model.eval import tasks
 from model.gpt import GPT, GPTConfig
-from model.load import load_model
 from train.checkpoint import load_checkpoint
 
 
@@ -194,7 +195,7 @@ def test_batches_hold_no_more_than_asked():
 def test_a_chat_model_is_asked_as_it_learned(data_dir, tmp_path):
     """In its template; what it writes is what model.chat says, up to its end token."""
     rows = [dict(prompt=f"{a}?", response=a.upper()) for a in ("one", "two", "three", "four")] * 9
-    from data.chat import main
+    from data.prepare.chat import main
     path = write_rows(tmp_path / "chats.jsonl", rows)
     assert main([path, "--out", str(tmp_path / "c"), "--tokenizer", "byte", "--block_size=48"]) == 0
     asked = [dict(question=r["prompt"], answer=r["response"] + "x" * (i == 1))
@@ -208,7 +209,7 @@ def test_a_chat_model_is_asked_as_it_learned(data_dir, tmp_path):
     del how["tokenizer"]
     last = go(how.pop("data_dir"), tmp_path / "run", **how)["history"][-1]
     model, tokenizer = load_model(tmp_path / "run/ckpt.pt")
-    from data.chat import prompt_ids
+    from data.prepare.chat import prompt_ids
     right = [tokenizer.decode(chat.answer(model, tokenizer, prompt_ids(
         [("user", row["question"])], tokenizer, model.template), 12)) == row["answer"]
         for row in asked]
@@ -268,7 +269,7 @@ def test_what_cannot_be_evaluated_is_refused(data_dir, tmp_path, rows, name, cha
 
 def test_the_example_is_whole():
     """Every row can be read, and they cost less than the loss of the first run."""
-    rows = tasks.Reader(load_tokenizer("byte"), None, 128).read("train/python_example.jsonl", 0)
+    rows = tasks.Reader(load_tokenizer("byte"), None, 128).read("train/configs/python_example.jsonl", 0)
     assert len(rows) > 40 and sum(map(tasks.cost, rows)) < 8 * 16 * 128
     right = functools.reduce(lambda counts, row: counts | {row.answer: counts[row.answer] + 1},
                              rows, dict.fromkeys(range(4), 0))

@@ -1,5 +1,5 @@
 """Ids equal to those of the package `tokenizers` on text of all kinds, for every way of splitting
-text that data/tokenizer_json.py takes in."""
+text that data/tokenizer_hf.py takes in."""
 
 import functools
 import json
@@ -11,9 +11,9 @@ import unicodedata
 
 import pytest
 
-from data import labels
+from data.prepare import labels
 from data.tokenizer import JsonTokenizer, RankTokenizer, tokenizer_from_spec
-from data.tokenizer_json import find_tokenizer, tokenizer_json
+from data.tokenizer_hf import find_tokenizer, tokenizer_json
 
 tokenizers = pytest.importorskip("tokenizers")
 PATTERN = (r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}%s| ?[^\s\p{L}\p{N}]+"

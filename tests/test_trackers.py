@@ -12,7 +12,7 @@ from conftest import REPO, TINY
 
 from train.config import load_config
 from train.logger import Logger
-from train.trackers import _Guarded, numbers, open_trackers
+from train.options.trackers import _Guarded, numbers, open_trackers
 
 NAMES = {"train/loss", "lr", "grad_norm", "tokens_per_sec", "val/loss", "val/ppl", "val/bpb"}
 CONFIG = dict(learning_rate=6e-4, n_layer=2, run_name="try 1", tracker=["x"], min_lr=None)
@@ -205,7 +205,7 @@ def bare_python(code, folder):
     (folder / "lib").mkdir()
     (folder / "lib" / "yaml").symlink_to(yaml.__path__[0])
     code = (f"import sys; sys.path[:0] = [{str(REPO)!r}, {str(folder / 'lib')!r}]; "
-            f"import train.trackers as t; {code}")
+            f"import train.options.trackers as t; {code}")
     return subprocess.run([sys.executable, "-S", "-c", code], cwd=folder, capture_output=True,
                           text=True)
 
@@ -213,7 +213,7 @@ def bare_python(code, folder):
 def test_a_missing_package_is_one_line(tmp_path):
     done = bare_python("t.check_trackers(['wandb', 'mlflow'])", tmp_path)
     first, second = done.stderr.strip().split("\n")[-2:]
-    assert first == ("train.trackers.TrackerError: tracker 'wandb' needs the 'wandb' package: pip "
+    assert first == ("train.options.trackers.TrackerError: tracker 'wandb' needs the 'wandb' package: pip "
                      "install wandb (or drop --tracker)")
     assert second == ("tracker 'mlflow' needs the 'mlflow' package: pip install mlflow "
                       "(or drop --tracker)")

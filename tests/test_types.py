@@ -17,7 +17,7 @@ FOLDERS = ("run_train.py", "train", "model", "data")
 # the reason given: with a hint missing, the line would pass, and the `ignore` be in vain.
 SCRIPT = '''
 import numpy as np
-from data.activations import ActivationBuffer
+from model.sae.activations import ActivationBuffer
 from data.tokenizer import load_tokenizer
 from model.classifier import classification_metrics
 from model.gpt import GPT, GPTConfig

@@ -1,4 +1,4 @@
-"""python -m train.watch through HTTP and in a real browser: curves that grow, and rewinds."""
+"""python -m train.tools.watch through HTTP and in a real browser: curves that grow, and rewinds."""
 
 import contextlib
 import http.client
@@ -19,7 +19,7 @@ from runs import go
 from test_plot import lines, parse, texts, write_run
 
 from model.serve import listen
-from train import watch
+from train.tools import watch
 
 LONG = dict(max_iters=8, eval_interval=4, save_interval=4, keep_last=3)
 
@@ -195,7 +195,7 @@ def test_pages_of_others_are_refused(tmp_path, path, method, headers, status):
 def test_the_command(tmp_path):
     """It starts at once, as it does without torch, and ends when it is asked to."""
     write_run(tmp_path / "a")
-    command = [sys.executable, "-m", "train.watch", str(tmp_path), "--port", "0"]
+    command = [sys.executable, "-m", "train.tools.watch", str(tmp_path), "--port", "0"]
     with subprocess.Popen(command, cwd=REPO, text=True, stdout=subprocess.PIPE,
                           stderr=subprocess.PIPE) as process:
         url = process.stdout.readline().split()[-4].rstrip(".")

@@ -28,9 +28,9 @@ from typing import Any
 import torch
 import yaml
 
+from train.base.files import Lock, check_space, free_name, link, replacing, sync_folder
 from train.config import START_KEYS, UserError, run_command, show_value
-from train.files import Lock, check_space, free_name, link, replacing, sync_folder
-from train.guard import SaveFailed
+from train.robust import SaveFailed
 from train.speed import memory_available, return_freed_memory
 
 FORMAT_VERSION = 1

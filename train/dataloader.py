@@ -14,7 +14,7 @@ batches of two, two ranks, seed 1337:
     4      16 17   9 3      18 19    7 0
 
 Two loaders: DataLoader cuts a stream of tokens into windows, RowLoader takes rows of arrays
-(train/mixture.py mixes several of these). All have what the loop asks of a loader:
+(train/options/mixture.py mixes several of these). All have what the loop asks of a loader:
     samples, unit, units_per_sample     # in an epoch; "tok" or "row"; units in a sample
     get_batch(device, step)             # a tuple of tensors, (B, ...) each
     n_fixed(count), fixed_batch(index, count, device)   # validation: the same batches for ever

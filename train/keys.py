@@ -43,7 +43,7 @@ class RunKeys:
     allow_change: list[str] = key([], "resume although these keys changed (`data`: the data's "
                                   "content; `all`: anything)", start=True)
     eval_only: bool = key(False, "evaluate once, print the numbers and stop", start=True)
-    profile: int = key(0, "show where the time of so many steps goes, and stop (train/profiler.py)",
+    profile: int = key(0, "show where the time of so many steps goes, and stop (train/tools/profiler.py)",
                        ge=0, start=True)
     tokenizer: str | None = key(None, "tokenizer of a data_dir that names none: byte, gpt2, a rank "
                                 "file or a prepared folder", free=True, path=True)
@@ -71,7 +71,7 @@ class LengthKeys:
                                     "eval_interval", gt=0, free=True)
     eval_iters: int = key(50, "validation batches of batch_size samples", ge=1, free=True)
     eval_tasks: list[str] = key([], "files of questions of your own, answered at each evaluation: "
-                                "val_NAME of NAME.jsonl (model/tasks.py)", free=True)
+                                "val_NAME of NAME.jsonl (model/eval/tasks.py)", free=True)
     eval_task_rows: int | None = key(None, "the first rows of each task; 0: all (default: as many "
                                      "as cost no more than the loss)", ge=0, free=True)
     eval_on_start: bool = key(True, "evaluate also before the first step", free=True)
@@ -188,7 +188,7 @@ class GPTKeys:
     qk_norm: bool = key(False, "RMS-normalise queries and keys")
     prev_embedding: bool = key(False, "add an embedding of the token before: it sees pairs at once")
     family: str | None = key(None, "what the blocks of other models have, such as Qwen's, as JSON: "
-                             "comes with their weights (model/families.py)")
+                             "comes with their weights (model/convert/families.py)")
 
 
 # Weights say nothing of these: dropout is no part of them, and the data name the vocabulary.

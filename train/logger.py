@@ -19,8 +19,8 @@ import threading
 import time
 from contextlib import contextmanager, suppress
 
+from train.base.files import open_own, replacing, write_text
 from train.config import say, shown
-from train.files import open_own, replacing, write_text
 from train.keys import task_names
 from train.lr_scheduler import milestones
 
@@ -30,7 +30,7 @@ SILENCE = 5.0     # seconds after which a run says that it still works
 class Logger:
     """The voice of a run; on ranks other than 0 (main=False) silent, except for error().
 
-    resume_iter, evaluated: see rewind(). trackers: names for train/trackers.py, whose packages are
+    resume_iter, evaluated: see rewind(). trackers: names for train/options/trackers.py, whose packages are
     there. config: the run's, as a dict. system_info: what trackers are told besides
     environment()."""
 
@@ -132,7 +132,7 @@ class Logger:
         self.metrics.write(json.dumps(record, allow_nan=False, default=str) + "\n")
         if self.names:
             names, self.names = self.names, ()
-            from train.trackers import open_trackers
+            from train.options.trackers import open_trackers
             self.trackers = open_trackers(
                 names, self.out_dir, self.config, self.config.get("run_name") or self.out_dir,
                 environment() | self.system_info, self.first_iter, self.warn,
@@ -167,11 +167,11 @@ class Logger:
         """Redraw loss.svg from metrics.jsonl."""
         if self.main:
             try:
-                from train.plot import loss_svg, read_metrics
+                from train.tools.plot import loss_svg, read_metrics
                 picture = loss_svg([(self.out_dir, read_metrics(self.metrics.path, limit=20_000))],
                                    tasks=task_names(self.config.get("eval_tasks", ())))
                 write_text(os.path.join(self.out_dir, "loss.svg"), picture)
-            except ImportError:  # train/plot.py was deleted: no pictures
+            except ImportError:  # train/tools/plot.py was deleted: no pictures
                 pass
             except Exception as error:  # a picture is not worth a run
                 self.warn(f"loss.svg could not be drawn: {error}")

@@ -16,13 +16,13 @@ from dataclasses import asdict, dataclass, field, fields, is_dataclass
 import torch
 import torch.distributed as dist
 
-from model.load import read_weights, take_shape
+from model.core.load import read_weights, take_shape
 from train import checkpoint
+from train.base.files import write_text
 from train.checkpoint import CheckpointError, bullets, load_checkpoint, mismatches, refuse
 from train.config import FIELDS, differences, files_read, load_model_file
 from train.distributed import assign, convert_ddp_state, from_main, full, is_sharded, local
-from train.files import write_text
-from train.guard import BadNumbers
+from train.robust import BadNumbers
 
 # -----------------------------------------------------------------------------
 # where to start

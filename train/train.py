@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from train import checkpoint, distributed, guard, logger, resume, speed
+from train import checkpoint, distributed, logger, resume, robust, speed
 from train.config import TrainConfig, load_config, load_model_file, mixture_of, say, to_yaml
 from train.dataloader import open_token_data
 from train.evaluate import add_sums, all_reduce, batch_sums, evaluate, to_host, to_numbers
@@ -34,7 +34,7 @@ def train(config: TrainConfig, model: torch.nn.Module | None = None,
     model: an nn.Module to train in place of the one that the model file builds.
     on_evaluation(iter_num, numbers) hears of every evaluation; what it raises ends the run.
     started: when max_minutes began, of time.monotonic(); by itself now.
-    Raises UserError: guard.Stopped after a signal, guard.BadNumbers when loss or gradients are not
+    Raises UserError: robust.Stopped after a signal, robust.BadNumbers when loss or gradients are not
     finite; ConfigError, DataError, CheckpointError, SetupError for what cannot be used.
     """
     with open_trainer(config, model, on_evaluation, started=started) as trainer:
@@ -50,11 +50,11 @@ def open_trainer(config, model=None, on_evaluation=None, kind=None, started=None
     config = load_config(overrides=asdict(config))  # with the checks of one that was read
     config.typed = typed
     if config.tracker:  # what is missing for them ends here, before any work
-        from train.trackers import check_trackers
+        from train.options.trackers import check_trackers
         check_trackers(config.tracker)
     with (distributed.process_group(config) as ranks, contextlib.ExitStack() as at_end):
         if config.max_minutes:
-            from train.minutes import in_steps
+            from train.options.minutes import in_steps
             config = in_steps(config, ranks, started, lambda config, at_end: Trainer(
                 config, ranks, at_end, copy.deepcopy(model)))
         yield (kind or Trainer)(config, ranks, at_end, model, on_evaluation)
@@ -128,7 +128,7 @@ class Trainer:
 
         self.tasks = None
         if c.eval_tasks:  # questions that are answered at every evaluation
-            from model.tasks import Tasks
+            from model.eval.tasks import Tasks
             self.tasks = Tasks(c, self.data, self.model, ranks)
         compiled = speed.should_compile(c, self.flops_per_step, ranks)
         # The log, which begins here: nothing is written into a folder that cannot be used.
@@ -148,7 +148,7 @@ class Trainer:
             p.requires_grad for p in self.model.parameters())
         self.optimizer, self.average = build_optimizer(self.model, c, self.log.info), None
         if c.ema:
-            from train.ema import Average
+            from train.options.ema import Average
             self.average = Average(self.optimizer, c.ema)
         self.scaler = torch.amp.GradScaler(ranks.device.type, enabled=self.dtype == torch.float16)
         if not self.sharded:
@@ -159,8 +159,8 @@ class Trainer:
                                       c.early_stopping_mode)
         self.plateau = ReduceOnPlateau(c.lr_factor, c.plateau_patience,
                                        least=(c.min_lr or 0.0) / c.learning_rate)
-        self.spikes, self.signals = guard.SpikeDetector(c.spike_sigma), guard.Signals()
-        self.watchdog = at_end.enter_context(guard.Watchdog(c.step_timeout))
+        self.spikes, self.signals = robust.SpikeDetector(c.spike_sigma), robust.Signals()
+        self.watchdog = at_end.enter_context(robust.Watchdog(c.step_timeout))
         self.clock = speed.Clock()
         self.batches = speed.Prefetcher(self.data.train, ranks.device)
         at_end.callback(self.batches.close)
@@ -265,7 +265,7 @@ class Trainer:
         self.log.plot()
         self.test()
         if stop := self.signals.agree(self.ranks)[0]:  # while testing: all is saved
-            raise guard.Stopped(stop)
+            raise robust.Stopped(stop)
         # Some float16 steps always overflow at first, until the loss scale fits.
         skipped = f"; {p.overflows} float16 steps skipped" if p.overflows else ""
         self.log.info(f"Training complete! {p.finished}; checkpoints and evaluations held it up "
@@ -367,15 +367,15 @@ class Trainer:
         # Where nothing counted, the mean before stands in: a spike detector must see no jump.
         before = p.loss_sum / p.loss_count if p.loss_count else (p.val_loss or 0.0)
         loss = float(sums["loss"]) / count if count else before
-        action, spike = guard.judge(loss, norm, p, self.spikes, c.on_spike,
+        action, spike = robust.judge(loss, norm, p, self.spikes, c.on_spike,
                                     self.scaler.is_enabled())
         if action == "stop":
             self.folder.wait()
-            raise guard.BadNumbers(guard.not_finite(it, loss, norm, lr, self.where(it),
+            raise robust.BadNumbers(robust.not_finite(it, loss, norm, lr, self.where(it),
                                                     self.folder.file("ckpt.pt")))
         if spike:
             self.log.warn(f"iter {it}: loss {loss:.4f} is a spike (norm {norm:.2f}, "
-                          f"{self.where(it)}); {guard.spike_answer(action, c.on_spike)}")
+                          f"{self.where(it)}); {robust.spike_answer(action, c.on_spike)}")
         if action == "rewind" or p.overflows_in_a_row:  # judge() counts: the norm is not finite
             return action
         p.loss_sum, p.loss_count = p.loss_sum + loss, p.loss_count + 1
@@ -564,13 +564,13 @@ class Trainer:
         self.folder.wait()
         start = resume.find_latest(self.folder, self.ranks, say)
         if start.kind == "scratch":
-            raise guard.BadNumbers(f"iter {bad}: a loss spike, and no checkpoint to rewind to yet")
+            raise robust.BadNumbers(f"iter {bad}: a loss spike, and no checkpoint to rewind to yet")
         self.restore(start)
         passed = bad + 1 - p.iter_num  # with the batch whose loss it was
         p.data_shift, p.rewinds = shift + passed, rewinds + 1
         self.clock.start(p.iter_num)
         self.log.warn(f"rewound to iter {p.iter_num}, passing over {passed} batches "
-                      f"({p.rewinds} of {guard.MAX_REWINDS} rewinds)")
+                      f"({p.rewinds} of {robust.MAX_REWINDS} rewinds)")
 
     # -------------------------------------------------------------------------
     # beginning and end
@@ -594,12 +594,12 @@ class Trainer:
         self.save(last=True)
         self.log.info(f"Stopped at iter {self.progress.iter_num}, saved. To resume:")
         self.log.info(logger.resume_command(self.config, self.ranks))
-        raise guard.Stopped(signum)
+        raise robust.Stopped(signum)
 
 
 def forward_backward(forward, batch, n, full_count, scaler):
     """Adds the gradient of a micro-batch, one of `n` in a step; returns its sums {name: tensor}.
-    Whoever times a step computes it by this function, too (train/bench.py).
+    Whoever times a step computes it by this function, too (train/tools/bench.py).
 
     forward: the model, or what wraps it. full_count: items in a micro-batch where all count.
     """
@@ -617,7 +617,7 @@ def open_data(config, ranks):
     folders with weights, a mixture of theirs."""
     opened = getattr(load_model_file(config.model), "open_data", open_token_data)
     if weights := mixture_of(config.data_dir):
-        from train.mixture import mix
+        from train.options.mixture import mix
         data = mix({f: opened(config.but(data_dir=f), ranks) for f in weights}, weights)
     else:
         data = opened(config, ranks)

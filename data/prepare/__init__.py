@@ -16,8 +16,9 @@ import time
 from importlib.util import find_spec
 from types import SimpleNamespace
 
-from data.folders import new_folder, replacing_problems, write_meta, write_tokenizer
 from data.prepare import encode
+from data.prepare.folders import new_folder, replacing_problems, write_meta, write_tokenizer
+from data.prepare.records import is_saved, raise_problems
 from data.prepare.sources import (
     CORPORA,
     MIRROR,
@@ -27,10 +28,9 @@ from data.prepare.sources import (
     shakespeare,
     source_name,
 )
-from data.records import is_saved, raise_problems
 from data.token_files import DataError, open_shard
 from data.tokenizer import BESIDE, MAX_VOCAB, CharTokenizer
-from data.tokenizer_json import find_tokenizer
+from data.tokenizer_hf import find_tokenizer
 from train.config import UsageError, run_command, say
 
 QUICK = 64 << 20        # bytes of text that one process reads, or cuts into bytes, in a second

@@ -5,7 +5,7 @@ import re
 
 from data.prepare.sources import MIRROR, download
 from data.token_files import DataError
-from train.files import alone_in
+from train.base.files import alone_in
 
 HUB = "https://huggingface.co"
 SMALL = ("config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json",

@@ -20,7 +20,7 @@ from typing import NamedTuple
 from urllib.parse import urlsplit
 from urllib.request import url2pathname
 
-from data.records import (
+from data.prepare.records import (
     MANY,
     STDLIB_SKIP,
     is_hub_name,

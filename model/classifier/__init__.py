@@ -1,9 +1,9 @@
 """A label for a text, and the evidence for it: a pretrained backbone and a small head.
 
-    python run_train.py --config train/config_classifier.yaml --init_from out/quick/ckpt.pt
+    python run_train.py --config train/configs/classifier.yaml --init_from out/quick/ckpt.pt
     python -m model.classifier --ckpt out/classifier/ckpt_best.pt --data other.csv --out out/other
 
-data/labels.py prepares the data; model.py is what is trained, report.py the command.
+data/prepare/labels.py prepares the data; model.py is what is trained, report.py the command.
 """
 
 # ruff: noqa: F401

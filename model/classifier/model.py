@@ -10,8 +10,8 @@ import torch
 import torch.nn as nn
 import torch.nn.functional as F
 
-from data.folders import check_array, check_types, known_tokenizer
-from data.labels import ARRAYS, SPLITS
+from data.prepare.folders import check_array, check_types, known_tokenizer
+from data.prepare.labels import ARRAYS, SPLITS
 from data.token_files import DataError, open_npy, read_meta
 from model.classifier.metrics import auroc_of_counts, confusion_metrics, whole_auroc
 from model.gpt import GPT, GPTConfig, adopt_shape, fill, normal  # noqa: F401
@@ -48,7 +48,7 @@ class Keys:
 # data
 
 def open_data(config, ranks):
-    """The Data of a folder of data/labels.py."""
+    """The Data of a folder of data/prepare/labels.py."""
     c, meta = config, read_labels_meta(config.data_dir)
     spec = {name: meta[name] for name in ("classes", "class_counts", "max_tokens")}
     tokenizer = known_tokenizer(c.data_dir)
@@ -70,7 +70,7 @@ def open_data(config, ranks):
 def read_labels_meta(folder):
     """meta.json of a folder of labelled rows. Raises DataError."""
     meta = read_meta(folder)
-    check_types(folder, meta, "not a folder of labelled rows; make one: python -m data.labels "
+    check_types(folder, meta, "not a folder of labelled rows; make one: python -m data.prepare.labels "
                 "FILE... --out FOLDER, or --example for one", task=str, classes=[str],
                 class_counts=[int], max_tokens=int)
     return meta

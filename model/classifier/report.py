@@ -9,8 +9,8 @@ from html import escape
 import numpy as np
 import torch
 
-from data.folders import known_tokenizer
-from data.labels import ARRAYS, Fields, add_field_options, label_name, read_rows, to_arrays
+from data.prepare.folders import known_tokenizer
+from data.prepare.labels import ARRAYS, Fields, add_field_options, label_name, read_rows, to_arrays
 from data.token_files import DataError
 from model.classifier.metrics import classification_metrics, place_metrics, span_metrics
 from model.classifier.model import load_split, read_labels_meta
@@ -131,7 +131,7 @@ def predict(model, arrays, batch_size, device):
 
 def evaluate(args):
     """Everything the command does. Raises UserError or ValueError."""
-    from model.load import load_model
+    from model.core.load import load_model
     from train.distributed import get_device
     device = get_device(args.device)
     model, tokenizer = load_model(args.ckpt, device)
@@ -184,7 +184,7 @@ def main(argv=None):
     p.add_argument("--ckpt", default="out/classifier/ckpt_best.pt", help="(default: %(default)s)")
     p.add_argument("--data", required=True, nargs="+", metavar="PATH",
                    help=".jsonl, .csv or .tsv files, with or without labels, or a folder of "
-                   "data.labels")
+                   "data.prepare.labels")
     p.add_argument("--split", choices=["train", "val", "test"], default="test",
                    help="of a folder (default: %(default)s)")
     p.add_argument("--out", required=True, metavar="FOLDER", help="where metrics.json, "

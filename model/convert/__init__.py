@@ -21,7 +21,7 @@ from dataclasses import asdict, dataclass, fields
 import torch
 
 from data.tokenizer import tokenizer_from_spec
-from data.tokenizer_json import chat_template, tokenizer_json
+from data.tokenizer_hf import chat_template, tokenizer_json
 from model.convert.foreign import (
     CLASSES,
     GELUS,
@@ -32,7 +32,7 @@ from model.convert.foreign import (
     read_model,
     rename,
 )
-from model.load import BACKBONE, EMA, averaged, model_of, read_model_args
+from model.core.load import BACKBONE, EMA, averaged, model_of, read_model_args
 from train.checkpoint import CheckpointError, find_not_finite, save_checkpoint, write_safetensors
 from train.config import run_command
 from train.distributed import convert_ddp_state
@@ -144,7 +144,7 @@ def class_of(shape, family):
     """The name of its class in `transformers`."""
     if not shape.family:
         return CLASSES[family]
-    from model.families import CLASSES as families
+    from model.convert.families import CLASSES as families
     return families[shape.other.model_type]
 
 
@@ -185,7 +185,7 @@ def names_out(source, family):
                 rows = weights[name].size(-1)
                 weights[name.removesuffix("weight") + "bias"] = torch.zeros(rows)
     if c.family:
-        from model.families import shifted
+        from model.convert.families import shifted
         weights = shifted(weights, family, -1.0)
     names = names_of(c, family)
     out = {rename(n, names): t for n, t in unstack_experts(weights).items()}

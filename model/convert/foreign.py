@@ -1,6 +1,6 @@
 """Weights that other programs wrote, as a checkpoint of ours holds them: nanoGPT's ckpt.pt, state
 dicts, .safetensors files, and Hugging Face folders of GPT-2, Llama, Qwen3, Qwen3-MoE, Mixtral, and
-of the families of model/families.py.
+of the families of model/convert/families.py.
 
 read_model is behind run_train.py --init_from, model.sample --ckpt and model.convert --ckpt. Files
 are read by the letter, without `transformers`. What our GPT cannot compute is refused by name: a
@@ -17,7 +17,7 @@ from dataclasses import asdict
 import torch
 import torch.nn.functional as F
 
-from data.tokenizer_json import folder_of, read_json, read_template, read_tokenizer
+from data.tokenizer_hf import folder_of, read_json, read_template, read_tokenizer
 from model.gpt import GPT, GPTConfig
 from train.checkpoint import (
     DESCRIPTION,
@@ -86,7 +86,7 @@ def names_of(shape, kind):
     """{our module: theirs} of a model of that shape, which is of the model_type `kind`."""
     if not shape.family:
         return TABLES[kind]
-    from model.families import NAMES
+    from model.convert.families import NAMES
     return LLAMA | NAMES.get(kind, {})
 
 
@@ -279,7 +279,7 @@ def read_folder(folder):
             re.search(r"[qk]_norm\.weight$", n) and not is_one(t) for n, t in tensors.items()):
         shape = family_shape(theirs, folder)  # a GPT's own have no weights
     if shape.family:
-        from model.families import shifted
+        from model.convert.families import shifted
         weights = names_in(tensors, folder, names_of(shape, theirs["model_type"]))
         weights = shifted(weights, theirs["model_type"], 1.0)
     else:
@@ -344,8 +344,8 @@ def list_in(theirs, name, folder):
 
 
 def family_shape(theirs, folder):
-    """The GPTConfig of one of the families of model/families.py."""
-    from model import families
+    """The GPTConfig of one of the families of model/convert/families.py."""
+    from model.convert import families
     known = list(dict.fromkeys([*CLASSES, *families.DEFAULTS]))
     if str(theirs.get("model_type")) not in known:
         raise CheckpointError(f"{folder}: model_type {theirs.get('model_type')!r}: expected "

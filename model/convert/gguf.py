@@ -10,7 +10,7 @@ import re
 
 import torch
 
-from data.tokenizer_json import (
+from data.tokenizer_hf import (
     ANY_CHARACTER,
     ANY_TEXT,
     GPT2_PATTERN,
@@ -19,8 +19,8 @@ from data.tokenizer_json import (
     tokenizer_json,
 )
 from model.convert.foreign import rename
+from train.base.files import replacing
 from train.checkpoint import CheckpointError
-from train.files import replacing
 
 ARCHITECTURES = {"gpt2": "gpt2", "llama": "llama", "mistral": "llama", "mixtral": "llama",
                  "qwen2": "qwen2", "qwen3": "qwen3", "qwen3_moe": "qwen3moe", "olmo2": "olmo2",
@@ -100,7 +100,7 @@ def tensors_of(c, weights, arch):
     for i in range(c.n_layer if c.qk_norm else 0):  # ours have none
         out |= {f"blk.{i}.attn_{part}_norm.weight": torch.ones(c.head_dim) for part in "qk"}
     if c.other and c.other.ropes[0][2] is not None:  # Llama 3
-        from model.families import frequencies
+        from model.convert.families import frequencies
         rope = c.other.ropes[0]
         out["rope_freqs.weight"] = (frequencies((rope[0], 1.0, None, None, None), c.head_dim, "cpu")
                                     / frequencies(rope, c.head_dim, "cpu"))
@@ -246,7 +246,7 @@ def modelfile(source, to):
     """What Ollama needs beside the file, in its own words."""
     lines, template = [f"FROM ./{os.path.basename(to)}"], source.template
     if template:
-        from data.chat import ends_of
+        from data.prepare.chat import ends_of
         turns = turns_of(template)
         lines.append(f'TEMPLATE """{turns}"""')
         lines += [f"PARAMETER stop {json.dumps(text)}" for text in dict.fromkeys(
@@ -261,8 +261,8 @@ def added_first(template):
 
 def turns_of(template):
     """A turn in Ollama's template language: a system message, if there is one, and a question."""
-    from data import template as jinja
-    from data.chat import stretches
+    from data import chat_template as jinja
+    from data.prepare.chat import stretches
     from data.token_files import DataError
 
     def text(*turns):

@@ -1,7 +1,7 @@
 """Text out of a checkpoint: python -m model.sample --ckpt out/ckpt.pt --prompt "Once upon"
 
 The checkpoint holds the tokenizer, so nothing else is needed. Every token is computed once: keys
-and values of the past stay in a cache (model/generate.py).
+and values of the past stay in a cache (model/core/generate.py).
 """
 
 import argparse
@@ -11,9 +11,9 @@ import time
 
 import torch
 
-from model.decode import Streamer, add_options, load_writer, prepare
-from model.generate import generate, start_tokens
-from model.load import load_model  # noqa: F401  for others to import
+from model.core.decode import Streamer, add_options, load_writer, prepare
+from model.core.generate import generate, start_tokens
+from model.core.load import load_model  # noqa: F401  for others to import
 from train.config import UserError, run_command, say
 from train.speed import is_compile_error
 

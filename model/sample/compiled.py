@@ -1,6 +1,6 @@
 """A model whose single tokens are computed by one compiled graph: `model.sample --compile`.
 
-With packed weights (model/decode.py) half of what a token takes on a CPU is not the reading of the
+With packed weights (model/core/decode.py) half of what a token takes on a CPU is not the reading of the
 weights but some thirty small operations a block. Compiled they are a few loops (train/LOG.md).
 """
 
@@ -10,8 +10,8 @@ import torch
 import torch.nn as nn
 import torch.nn.functional as F
 
-from model.decode import Int8Linear, joined, replace_products
-from model.generate import KVCache, empty_cache, place
+from model.core.decode import Int8Linear, joined, replace_products
+from model.core.generate import KVCache, empty_cache, place
 from model.gpt import Attention, Block
 
 

@@ -8,7 +8,7 @@ several tokens are rounded otherwise than one: of two that are as likely, the ot
 
 import torch
 
-from model.generate import NOT_FINITE, empty_cache, past_compiled
+from model.core.generate import NOT_FINITE, empty_cache, past_compiled
 
 GUESSED = {4: 15, 2: 4, 1: 2}  # tokens at once, for so many that were there before
 

@@ -17,7 +17,7 @@ KEY = "IRONGPT_API_KEY"  # of the environment
 
 
 def parser():
-    from model.decode import add_options  # with torch, which train/watch.py does without
+    from model.core.decode import add_options  # with torch, which train/tools/watch.py does without
     p = argparse.ArgumentParser(prog="python -m model.serve", description=__doc__.split("\n")[0])
     add = p.add_argument
     add_options(p)
@@ -87,14 +87,14 @@ def stop_signals():
 
 def run(listening, args):
     """Load the model and answer until a signal comes. Raises ValueError or UserError."""
-    from model.decode import prepare
+    from model.core.decode import prepare
     from model.serve.engine import Engine
     from model.serve.server import Server
     key, (host, port) = key_of(args, listening), listening.getsockname()[:2]
     model, tokenizer, _ = prepare(args)
     template, ends = getattr(model, "template", None), ()
     if template:
-        from data.chat import ends_of
+        from data.prepare.chat import ends_of
         ends = ends_of(template, tokenizer)
     try:
         engine = Engine(model, tokenizer, args.slots, args.queue, args.max_tokens, args.timeout,

@@ -4,7 +4,7 @@ import codecs
 import time
 import uuid
 
-from model.generate import start_tokens
+from model.core.generate import start_tokens
 from model.serve.engine import Job, Refused, token_bytes
 
 MAX_STOPS, MAX_STOP = 16, 256  # stop strings, and characters in one
@@ -106,7 +106,7 @@ def prompt_ids(prompt, tokenizer):
 
 def chat_ids(messages, tokenizer, template):
     """Ids of a conversation, as the model learned it, up to where the answer begins."""
-    from data.chat import as_list, prompt_ids, turn_of
+    from data.prepare.chat import as_list, prompt_ids, turn_of
     if template is None:
         raise Refused(404, "this model learned no chats; use /v1/completions", code="no_template")
     try:

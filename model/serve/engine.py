@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from model.generate import NOT_FINITE, empty_cache, pick
+from model.core.generate import NOT_FINITE, empty_cache, pick
 from model.serve.connection import Refused
 
 PIECE = 128  # tokens of prompts read between two steps of the texts being written

@@ -11,7 +11,7 @@ import sys
 
 import torch
 
-from train import bench
+from train.tools import bench
 
 # -----------------------------------------------------------------------------
 # run_train.py, changed from outside; argv is its own

@@ -115,7 +115,7 @@ class Job:
         """{side: numbers} of a row of train.bench."""
         file = self.folder / "row.json"
         tiny = [] if self.large else ["--tiny", "--repeats=1", "--no-compile"]
-        self.command(["-m", "train.bench", row, f"--out={file}", *args, *tiny], env)
+        self.command(["-m", "train.tools.bench", row, f"--out={file}", *args, *tiny], env)
         return json.loads(file.read_text())["rows"][0]["results"]
 
     def part(self, name):

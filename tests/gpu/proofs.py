@@ -182,8 +182,8 @@ def estimated(name, n_layer, compiled):
 
     import torch
 
-    from train.bench import memory_parts
     from train.config import load_config
+    from train.tools.bench import memory_parts
     file, shape, B = SHAPES[name]
     config = load_config(None, shape | dict(n_layer=n_layer, batch_size=B, device="cuda"))
     data = types.SimpleNamespace(spec=dict(vocab_size=shape["vocab_size"]), train=types
@@ -199,7 +199,7 @@ def attention_kernels():
     """{"GQA, mask": operations of attention} in half precision, forward."""
     import torch
 
-    from model.ops import attend
+    from model.core.ops import attend
     found = {}
     with fake_cuda.fake_tensors():
         for heads, name in ((6, "MHA"), (2, "GQA")):
@@ -229,7 +229,7 @@ def operations_in(work):
 SMALL = dict(n_layer=1, n_head=4, n_kv_head=2, n_embd=64, n_hidden=128, vocab_size=256,
              block_size=32)
 SYSTEMS = ("gpt", "chat", "lora", "dpo", "grpo", "distill", "moe", "memory", "classifier", "sae",
-           "autoencoder", "pointer")
+           "autoencoder")
 
 
 def small_model(name):
@@ -265,9 +265,6 @@ def small_model(name):
             model = distill.Student(shape)
             model.teacher = (gpt.GPT(shape).requires_grad_(False),)
             return model, [(B, T)] * 2
-        if name == "pointer":
-            from model import pointer
-            return pointer.PointerGPT(pointer.PointerConfig(**SMALL)), [(B, T)] * 2
         if name == "moe":
             return moe.MoE(moe.MoEConfig(**SMALL)), [(B, T)] * 2
         if name == "lora":
@@ -367,7 +364,7 @@ def token_crossings(rows, lengths):
     """Of the model, and of what is drawn."""
     import torch
 
-    from model.generate import empty_cache, pick
+    from model.core.generate import empty_cache, pick
     used = dict(equal=[3], unequal=[3, 5], full=[40, 33])[lengths] * rows
     with fake_cuda.fake_tensors(), torch.no_grad():
         model = fake_cuda.to_device(small_model("gpt")[0].eval(), torch.bfloat16)
@@ -394,8 +391,8 @@ def one_token():
     """The graphs of a compiled token: numbers of each, and why it is no CUDA graph, if so."""
     import torch
 
-    from model.decode import replace_products
-    from model.generate import empty_cache
+    from model.core.decode import replace_products
+    from model.core.generate import empty_cache
     from model.sample.compiled import Decoder, JoinedLinear
     fake_cuda.GRAPHS.clear()
     with fake_cuda.fake_tensors(), torch.no_grad():
@@ -507,7 +504,7 @@ def gathered(world_size, n):
     import torch
     import torch.distributed as dist
 
-    from train.muon import orthogonalize_together
+    from train.optimizer import orthogonalize_together
     fake_ranks(world_size - 1, world_size)
     sent, gather = [], dist.all_gather_into_tensor
 
