@@ -24,7 +24,7 @@ from model.gpt import GPT
 from train.checkpoint import CheckpointError
 from train.config import key
 from train.dataloader import open_token_data
-from train.distributed import from_main
+from train.distributed import broadcast_from_rank0
 from train.resume import check_tokenizer
 
 sample, adopt_shape, USE = gpt.sample, gpt.adopt_shape, gpt.USE
@@ -103,7 +103,7 @@ def open_data(config, ranks):
     def describe():
         state = read_backbone(config.teacher, "teacher")
         return state["digest"], (state.get("spec") or state).get("tokenizer")
-    digest, tokenizer = from_main(describe, ranks)
+    digest, tokenizer = broadcast_from_rank0(describe, ranks)
     check_tokenizer(tokenizer, data.spec.get("tokenizer"), config.teacher, config.allow_change)
     data.spec["teacher"] = digest  # a run goes on with the same one
     return data

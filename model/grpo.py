@@ -43,7 +43,7 @@ from model.core.ops import IGNORE, chunk_rows
 from model.lora import OwnAdapters, adapt
 from train.config import UserError, key
 from train.dataloader import Data, RowLoader
-from train.distributed import from_main
+from train.distributed import broadcast_from_rank0
 
 USE = "python -m model.chat --ckpt {out}/ckpt.pt"  # said at the end of a run
 WIDTHS = 32  # rows are a multiple of it long: few shapes to compile for
@@ -331,7 +331,7 @@ def open_data(config, ranks):
     data = Data(load("train"), load("val") if c.eval_interval else None,
                 spec | dict(row_tokens=width + c.answer_tokens, reward=digest))
     if c.grpo_beta:  # a run goes on with the same one
-        data.spec["reference"] = from_main(
+        data.spec["reference"] = broadcast_from_rank0(
             lambda: read_backbone(c.init_from, "init_from")["digest"], ranks)
     return data
 

@@ -27,7 +27,7 @@ from model.gpt import stable_hash
 from train.checkpoint import FORMAT_VERSION, CheckpointError, load_checkpoint, save_checkpoint
 from train.config import FIELDS, ConfigError, key, run_command
 from train.dataloader import open_token_data
-from train.distributed import choose_dtype, convert_ddp_state, from_main, get_device
+from train.distributed import broadcast_from_rank0, choose_dtype, convert_ddp_state, get_device
 from train.optimizer import matches
 from train.resume import check_tokenizer
 
@@ -257,7 +257,7 @@ def describe_backbone(path):
 
 
 def open_data(config, ranks):
-    found, path = from_main(lambda: describe_backbone(config.backbone), ranks), config.backbone
+    found, path = broadcast_from_rank0(lambda: describe_backbone(config.backbone), ranks), config.backbone
     c = with_shape(config, found["shape"], path)  # its block_size, above all
     data = (chat.open_data if chat.is_chat(c.data_dir) else open_token_data)(c, ranks)
     check_tokenizer(found["tokenizer"], data.spec["tokenizer"], path, c.allow_change)

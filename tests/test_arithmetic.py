@@ -31,7 +31,7 @@ from train.robust import (
     MAX_REWINDS,
     MAX_SPIKES_IN_A_ROW,
     SpikeDetector,
-    judge,
+    decide_action,
 )
 
 NO_TEXT = dict(log=lambda line: None)
@@ -69,13 +69,13 @@ def together(n_ranks, monkeypatch, work):
     """[work(ranks)] of n ranks, which are threads here."""
     barrier, board, out = threading.Barrier(n_ranks), {}, [None] * n_ranks
 
-    def gather_rows(row, ranks):
+    def all_gather_vectors(row, ranks):
         board[ranks.rank] = row
         barrier.wait()
         rows = torch.stack([board[r] for r in range(n_ranks)])
         barrier.wait()
         return rows
-    monkeypatch.setattr(evaluation, "gather_rows", gather_rows)
+    monkeypatch.setattr(evaluation, "all_gather_vectors", all_gather_vectors)
 
     def run(rank):
         out[rank] = work(types.SimpleNamespace(rank=rank, world_size=n_ranks, main=rank == 0,
@@ -449,7 +449,7 @@ def state(**changes):
 def test_a_step_that_is_not_finite(loss, norm):
     def verdict(on_spike="warn", scaled=False, **changes):
         p = state(**changes)
-        return *judge(loss, norm, p, Spikes(True), on_spike, scaled), p.overflows
+        return *decide_action(loss, norm, p, Spikes(True), on_spike, scaled), p.overflows
     assert verdict() == ("stop", False, 1) and verdict("skip") == ("stop", False, 1)
     assert verdict("rewind", rewinds=MAX_REWINDS - 1) == ("rewind", True, 1)
     assert verdict("rewind", rewinds=MAX_REWINDS) == ("stop", False, 1)
@@ -461,17 +461,18 @@ def test_a_step_that_is_not_finite(loss, norm):
 
 def test_a_step_that_is_finite():
     p = state(overflows_in_a_row=5, spikes_in_a_row=4)
-    assert judge(1.0, 1.0, p, Spikes(False), "rewind", False) == ("update", False)
+    assert decide_action(1.0, 1.0, p, Spikes(False), "rewind", False) == ("update", False)
     assert (p.overflows_in_a_row, p.spikes_in_a_row, p.overflows) == (0, 0, 0)
     for on_spike, action in (("warn", "update"), ("skip", "skip"), ("rewind", "rewind")):
         p = state(overflows_in_a_row=2)
-        assert judge(1.0, 1.0, p, Spikes(True), on_spike, False) == (action, True)
+        assert decide_action(1.0, 1.0, p, Spikes(True), on_spike, False) == (action, True)
         assert (p.spikes_in_a_row, p.overflows_in_a_row) == (1, 0)
     used_up = state(rewinds=MAX_REWINDS)
-    assert judge(1.0, 1.0, used_up, Spikes(True), "rewind", False) == ("update", True)
+    assert decide_action(1.0, 1.0, used_up, Spikes(True), "rewind", False) == ("update", True)
     spikes, p = Spikes(True), state(spikes_in_a_row=MAX_SPIKES_IN_A_ROW - 1)
-    assert judge(1.0, 1.0, p, spikes, "skip", False) == ("skip", True) and spikes.losses
-    assert judge(1.0, 1.0, p, spikes, "skip", False) == ("update", False) and not spikes.losses
+    assert decide_action(1.0, 1.0, p, spikes, "skip", False) == ("skip", True) and spikes.losses
+    assert decide_action(1.0, 1.0, p, spikes, "skip", False) == ("update", False)
+    assert not spikes.losses
 
 
 # --- the model's parts

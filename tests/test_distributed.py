@@ -127,9 +127,12 @@ def gradients(options):
 def judged():
     """A list that gets (loss, gradient norm) of each step of this process."""
     from train import robust
-    numbers, judge = [], robust.judge
-    robust.judge = lambda loss, norm, *rest: (numbers.append((loss, norm)), judge(loss, norm,
-                                                                                *rest))[1]
+    numbers, decide_action = [], robust.decide_action
+
+    def noted(loss, norm, *rest):
+        numbers.append((loss, norm))
+        return decide_action(loss, norm, *rest)
+    robust.decide_action = noted
     return numbers
 
 
@@ -686,15 +689,15 @@ def agreement():
     with distributed.process_group(load_config(None, dict(device="cpu", num_threads=1))) as ranks:
         import torch
         largest = distributed.max_over_ranks(ranks.rank * 7, ranks)
-        rows = distributed.gather_rows(torch.tensor([1.0, ranks.rank]), ranks).tolist()
-        found = distributed.from_main(lambda: os.getpid(), ranks)
+        rows = distributed.all_gather_vectors(torch.tensor([1.0, ranks.rank]), ranks).tolist()
+        found = distributed.broadcast_from_rank0(lambda: os.getpid(), ranks)
         sent = {"bf16": torch.tensor([1.5, -2.0]).bfloat16(), "flag": torch.tensor([True, False]),
                 "scalar": torch.tensor(3.0), "empty": torch.empty(0, 4)}
-        got = {k: resume.broadcast_tensor(v if ranks.main else None, resume.without_values(v),
+        got = {k: resume.broadcast_tensor(v if ranks.is_main else None, resume.without_values(v),
                                           ranks) for k, v in sent.items()}
         same = all(torch.equal(got[k], v) and got[k].dtype == v.dtype for k, v in sent.items())
         try:
-            distributed.from_main(lambda: 1 / 0, ranks)
+            distributed.broadcast_from_rank0(lambda: 1 / 0, ranks)
         except ZeroDivisionError:
             return largest, rows, found, same
     return None

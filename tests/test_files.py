@@ -21,10 +21,10 @@ from data.prepare.folders import new_folder
 from train.base.files import (
     FilesError,
     Lock,
-    alone_in,
+    atomic_write,
+    exclusive_lock,
     link,
     open_own,
-    replacing,
     sync_folder,
     write_text,
 )
@@ -49,7 +49,7 @@ def outside(tmp_path):
 
 def test_a_file_that_fails_half_way_leaves_the_old_one(tmp_path):
     write_text(tmp_path / "a", "old")
-    with pytest.raises(KeyboardInterrupt), replacing(tmp_path / "a") as f:
+    with pytest.raises(KeyboardInterrupt), atomic_write(tmp_path / "a") as f:
         f.write(b"half")
         raise KeyboardInterrupt
     assert os.listdir(tmp_path) == ["a"] and (tmp_path / "a").read_text() == "old"
@@ -283,11 +283,11 @@ def test_one_at_a_time_is_alone_in_a_folder(tmp_path):
 
     def second():
         inside.wait(10)
-        with alone_in(tmp_path):
+        with exclusive_lock(tmp_path):
             order.append("second")
     other = threading.Thread(target=second)
     other.start()
-    with alone_in(tmp_path):
+    with exclusive_lock(tmp_path):
         inside.set()
         other.join(0.2)
         order.append("first")

@@ -50,7 +50,7 @@ class Rehearsed:
         self.config = SimpleNamespace(max_minutes=1.0, eval_interval=10, save_every=5,
                                       eval_on_start=True, eval_iters=4, **config)
         self.compiler = SimpleNamespace(enabled=True)
-        self.ranks = SimpleNamespace(main=True, world_size=1)
+        self.ranks = SimpleNamespace(is_main=True, world_size=1)
         self.folder = SimpleNamespace(wait=lambda: self.take(0.125))
         self.data = SimpleNamespace(val=SimpleNamespace(n_fixed=lambda n: n), test=None)
 
@@ -154,7 +154,7 @@ def test_stopped_it_goes_on_to_the_same_length(data_dir, tmp_path, capsys):
 
 def test_stopped_while_it_times_steps_it_leaves_nothing(tmp_path):
     def job(config):
-        with folder_inside(tmp_path / "out", SimpleNamespace(main=True, world_size=1)) as folder:
+        with folder_inside(tmp_path / "out", SimpleNamespace(is_main=True, world_size=1)) as folder:
             os.mkdir(folder)
             os.kill(os.getpid(), signal.SIGTERM)
             time.sleep(5)

@@ -45,12 +45,12 @@ def torchrun(*args):
 
     from train import robust
 
-    leave = robust.leave
+    exit_process = robust.exit_process
 
     def rank(*args):
         """Which returns when all is well: torchrun waits for that."""
         try:
-            robust.leave = lambda code: leave(code) if code else code
+            robust.exit_process = lambda code: exit_process(code) if code else code
             run_python(args)
         except SystemExit as end:
             if end.code:

@@ -11,7 +11,7 @@ from runs import assert_same, go, metrics, run_program
 from train import checkpoint
 from train import train as training
 from train.checkpoint import load_checkpoint
-from train.robust import BadNumbers, SpikeDetector, Stopped, judge
+from train.robust import BadNumbers, SpikeDetector, Stopped, decide_action
 from train.speed import Prefetcher
 from train.train import Progress, Trainer
 
@@ -70,8 +70,8 @@ def test_a_nan_is_met_by_rewinding(tmp_path, data_dir, monkeypatch, capsys):
 def test_a_loss_that_has_risen_for_good_is_no_spike():
     progress, spikes = Progress(), SpikeDetector()
     for i in range(100):
-        judge(2.0 + 0.01 * (i % 7), 1.0, progress, spikes, "skip", False)
-    verdicts = [judge(5.0, 1.0, progress, spikes, "skip", False) for _ in range(100)]
+        decide_action(2.0 + 0.01 * (i % 7), 1.0, progress, spikes, "skip", False)
+    verdicts = [decide_action(5.0, 1.0, progress, spikes, "skip", False) for _ in range(100)]
     assert verdicts[:32] == [("skip", True)] * 32 and verdicts[32:] == [("update", False)] * 68
 
 

@@ -254,7 +254,7 @@ def test_the_printed_command_knows_nodes_and_spaces(monkeypatch):
 
 
 def test_what_a_rank_has_printed_is_written_before_it_leaves():
-    done = python("-c", "from train import robust; print('said'); robust.leave(3)",
+    done = python("-c", "from train import robust; print('said'); robust.exit_process(3)",
                   env=dict(WORLD_SIZE=1))
     assert (done.returncode, done.stdout) == (3, "said\n")
 

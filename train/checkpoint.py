@@ -28,7 +28,7 @@ from typing import Any
 import torch
 import yaml
 
-from train.base.files import Lock, check_space, free_name, link, replacing, sync_folder
+from train.base.files import Lock, atomic_write, check_space, free_name, link, sync_folder
 from train.config import START_KEYS, UserError, run_command, show_value
 from train.robust import SaveFailed
 from train.speed import memory_available, return_freed_memory
@@ -74,7 +74,7 @@ def save_checkpoint(path: str | os.PathLike, state: Mapping[str, object],
     try:
         os.makedirs(folder, exist_ok=True)
         check_space(folder, tensor_bytes(state))
-        with replacing(path, other_names) as f:
+        with atomic_write(path, other_names) as f:
             hashing = HashingFile(f)
             torch.save(state, hashing)
             f.write(MARK + hashing.sha.hexdigest().encode())
@@ -113,7 +113,7 @@ def write_safetensors(path, tensors, metadata=None):
         offset += t.nbytes
     text = json.dumps(header).encode()
     text += b" " * (-len(text) % 8)  # the bytes of tensors start at a multiple of 8
-    with replacing(path) as f:
+    with atomic_write(path) as f:
         f.write(struct.pack("<Q", len(text)) + text)
         for t in tensors.values():
             f.write(t.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().tobytes())

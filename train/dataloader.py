@@ -34,7 +34,7 @@ import torch
 
 from data.token_files import DataError, mix64, open_stream
 from data.tokenizer import find_vocabulary
-from train.distributed import from_main
+from train.distributed import broadcast_from_rank0
 
 CHUNK_TOKENS = 1 << 18  # gathered at once: enough to make Python's share of the time small
 MIB = 1 << 20
@@ -345,7 +345,7 @@ def open_token_data(config, ranks):
     """The Data of token files in config.data_dir; a built-in dataset is prepared on first use."""
     c = config
     if not os.path.exists(os.path.join(c.data_dir, "train.bin")):
-        from_main(lambda: prepare_built_in(c.data_dir), ranks)
+        broadcast_from_rank0(lambda: prepare_built_in(c.data_dir), ranks)
     size, tokenizer = find_vocabulary(c.data_dir, c.tokenizer, c.vocab_size)
 
     def load(split, batch_size, rank, world_size):

@@ -47,7 +47,7 @@ class Ranks:
     control: object = None  # a gloo group for decisions made on the host, also beside NCCL
 
     @property
-    def main(self):
+    def is_main(self):
         return self.rank == 0
 
 
@@ -303,7 +303,7 @@ def exit_with_parent(interval=2.0):
     threading.Thread(target=watch, daemon=True).start()
 
 
-def gather_rows(row, ranks):
+def all_gather_vectors(row, ranks):
     """The 1-D CPU tensors of all ranks as rows, in the order of the ranks. (n,) -> (W, n)."""
     if ranks.world_size == 1:
         return row[None]
@@ -321,10 +321,10 @@ def max_over_ranks(values, ranks):
     return tensor.tolist()
 
 
-def from_main(make, ranks):
+def broadcast_from_rank0(make, ranks):
     """What rank 0 gets from make(), on every rank; what make() raises is raised on every rank."""
     box = [None, None]
-    if ranks.main:
+    if ranks.is_main:
         try:
             box[0] = make()
         except Exception as error:
@@ -394,7 +394,7 @@ def shard(model, ranks, dtype, seed):
     return model
 
 
-def let_go(model):
+def reshard(model):
     """Let go of what FSDP gathered of the root of `model` in a forward pass, and keeps for the
     backward pass. After an evaluation none comes, and weights may change before the next one."""
     if hasattr(model, "reshard"):

@@ -8,7 +8,7 @@ added, in the order of the batches and in float64, and turned into numbers at th
 import torch
 import torch.distributed as dist
 
-from train.distributed import SetupError, gather_rows
+from train.distributed import SetupError, all_gather_vectors
 from train.logger import LINE_NAMES
 
 
@@ -100,7 +100,7 @@ def evaluate(model, forward, loader, batches, ranks, autocast, stop=lambda done,
         with autocast():
             loss, sums = forward(*batch)
         sums = batch_sums(loss, sums, len(batch[0]) * loader.units_per_sample)
-        rows = gather_rows(torch.cat([to_vector(sums).double().cpu(), wants_stop]), ranks)
+        rows = all_gather_vectors(torch.cat([to_vector(sums).double().cpu(), wants_stop]), ranks)
         if rows[:, -1].any():
             return None
         # (n sums,), a batch each, in the order of the batches

@@ -19,7 +19,7 @@ import threading
 import time
 from contextlib import contextmanager, suppress
 
-from train.base.files import open_own, replacing, write_text
+from train.base.files import atomic_write, open_own, write_text
 from train.config import say, shown
 from train.keys import task_names
 from train.lr_scheduler import milestones
@@ -366,7 +366,7 @@ def drop_lines_from(path, iter, evaluated=False):
     on, and evaluations and tests from `iter` on (after `iter`, if evaluated). No file: nothing to
     do."""
     if os.path.exists(path):
-        with open(path, "rb") as source, replacing(path) as target:
+        with open(path, "rb") as source, atomic_write(path) as target:
             for line in source:  # not json.loads: a resume must not wait for millions of lines
                 whole = re.fullmatch(rb'\{\s*"iter":\s*(\d{1,18})\b.*\}\s*\n', line)
                 stays = evaluated and (b'"val_loss"' in line or b'"test_loss"' in line)

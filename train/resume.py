@@ -21,7 +21,14 @@ from train import checkpoint
 from train.base.files import write_text
 from train.checkpoint import CheckpointError, bullets, load_checkpoint, mismatches, refuse
 from train.config import FIELDS, differences, files_read, load_model_file
-from train.distributed import assign, convert_ddp_state, from_main, full, is_sharded, local
+from train.distributed import (
+    assign,
+    broadcast_from_rank0,
+    convert_ddp_state,
+    full,
+    is_sharded,
+    local,
+)
 from train.robust import BadNumbers
 
 # -----------------------------------------------------------------------------
@@ -71,7 +78,7 @@ def find_start(folder, config, ranks, log):
             if (ours := getattr(c, name)) != known[name].default:
                 log(f"{name}: {shape[name]}, as {path} has it, in the place of {ours}")
         return Start(kind, path, state, shape)
-    return from_main(read, ranks)
+    return broadcast_from_rank0(read, ranks)
 
 
 def shape_to_take(config, state, path):
@@ -112,7 +119,7 @@ def find_latest(folder, ranks, log):
     def read():
         state, path = checkpoint.load_latest(folder.path, log)
         return Start() if state is None else Start("resume", path, state)
-    return from_main(read, ranks)
+    return broadcast_from_rank0(read, ranks)
 
 
 def load_best(model, folder, ranks):
@@ -122,7 +129,7 @@ def load_best(model, folder, ranks):
 
     def read():
         return Start("resume", path, load_checkpoint(path)) if os.path.exists(path) else Start()
-    best = from_main(read, ranks)
+    best = broadcast_from_rank0(read, ranks)
     if best.kind == "scratch":
         return "the last weights"
     fill_model(model, best.outline["model"], best.state and best.state["model"], ranks)
@@ -171,7 +178,7 @@ def check_fits(start, config, data, model, ranks, log):
     """Raise CheckpointError, on all ranks, unless a run of `config` on `data` with `model` can go
     on from the checkpoint of `start`."""
     wanted = model.state_dict()  # of a sharded model, on all ranks
-    from_main(lambda: check_same_run(start.state, start.path, config, data, wanted, log), ranks)
+    broadcast_from_rank0(lambda: check_same_run(start.state, start.path, config, data, wanted, log), ranks)
 
 
 def check_same_run(state, path, config, data, wanted, log):
@@ -282,7 +289,7 @@ def load_weights(model, start, config, spec, ranks, log):
         check_same_to_adopt(start.state, config, spec, start.path)
         start.state = adopt_weights(model, start.state, start.path, log)
         return without_values(start.state)
-    fill_model(model, from_main(read, ranks), start.state, ranks)
+    fill_model(model, broadcast_from_rank0(read, ranks), start.state, ranks)
 
 
 def adopt_weights(model, state, path, log):
@@ -366,7 +373,7 @@ def broadcast_tensor(tensor, outline, ranks):
     others what comes."""
     if ranks.world_size == 1:
         return tensor
-    tensor = tensor.contiguous() if ranks.main else torch.empty(outline.shape, dtype=outline.dtype)
+    tensor = tensor.contiguous() if ranks.is_main else torch.empty(outline.shape, dtype=outline.dtype)
     # As bytes: gloo, which also ranks on GPUs use for control, does not know every type.
     dist.broadcast(tensor.view(-1).view(torch.uint8), src=0, group=ranks.control)
     return tensor
@@ -424,7 +431,7 @@ def make_checkpoint(config, data, model, optimizer, parts, ranks, may_pin):
     are copies on rank 0, pinned if may_pin(state), and None elsewhere. All ranks must call."""
     take = same
     if any(map(is_sharded, model.parameters())):
-        pin = ranks.main and may_pin([model_state(model), optimizer_state(optimizer)])
+        pin = ranks.is_main and may_pin([model_state(model), optimizer_state(optimizer)])
         take = functools.partial(copy_on_main, pin=pin)
     c, progress, shape = config, parts["progress"], getattr(model, "config", None)
     own = {f.name: getattr(c, f.name) for f in fields(c) if f.name not in FIELDS}

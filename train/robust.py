@@ -162,7 +162,7 @@ class SpikeDetector:
         self.losses = collections.deque(losses, maxlen=self.losses.maxlen)
 
 
-def judge(loss, norm, progress, spikes, on_spike, scaled):
+def decide_action(loss, norm, progress, spikes, on_spike, scaled):
     """(what to do about a step: "update", "skip", "rewind" or "stop", whether its loss is a spike).
 
     Numbers that are not finite stop the run, or are a spike too where on_spike says rewind. With a
@@ -240,23 +240,23 @@ def run_reporting_errors(config, job):
     rank = int(rank) if rank.isdigit() else 0  # what else it may be, the process group refuses
     try:
         job(config)
-        return leave(0)
+        return exit_process(0)
     except LeaveTogether as error:  # all ranks raise it: one speaks
         if not rank and error.exit_code < 128:
             to_stderr(error)
-        return leave(error.exit_code)
+        return exit_process(error.exit_code)
     except UserError as error:
         if rank:
             time.sleep(3)  # rank 0 most likely says the same, and torchrun then ends this process
         to_stderr(f"[rank {rank}] {error}" if rank else error)
-        return leave(error.exit_code)
+        return exit_process(error.exit_code)
     except KeyboardInterrupt as stop:  # before there was anything to save
-        return leave(interrupted(stop))
+        return exit_process(interrupted(stop))
     except BaseException as error:
-        return broke(error, config, rank)
+        return report_crash(error, config, rank)
 
 
-def broke(error, config, rank):
+def report_crash(error, config, rank):
     """Print what broke and what to do, and leave without waiting for peers that may be gone."""
     text, hint = "".join(traceback.format_exception(error)), advice(error, config)
     if "WORLD_SIZE" in os.environ:
@@ -265,10 +265,10 @@ def broke(error, config, rank):
         text += f"{hint}\n"
     sys.stderr.write(shown(text))  # at once, or the texts of several ranks would mix
     sys.stderr.flush()
-    return leave(1)
+    return exit_process(1)
 
 
-def leave(code):
+def exit_process(code):
     """The exit code; under torchrun exit with it here: peers may be gone, and PyTorch's threads can
     hang or abort a process that ends the usual way (pytorch#190489)."""
     sys.stdout.flush()

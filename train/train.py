@@ -192,9 +192,9 @@ class Trainer:
     def open_log(self, precision):
         c, ranks = self.config, self.ranks
         machine = dict(world_size=ranks.world_size, **distributed.device_facts(ranks.device))
-        log = logger.Logger(c.out_dir, main=ranks.main, trackers=c.tracker, config=asdict(c),
+        log = logger.Logger(c.out_dir, main=ranks.is_main, trackers=c.tracker, config=asdict(c),
                             system_info=machine)
-        if ranks.main and not c.eval_only:
+        if ranks.is_main and not c.eval_only:
             log.describe_run(to_yaml(c), asdict(c), machine)
         logger.start_up(log.info, c, ranks, self.data, self.model,
                         distributed.describe_device(ranks.device), precision, self.flops_per_step)
@@ -367,7 +367,7 @@ class Trainer:
         # Where nothing counted, the mean before stands in: a spike detector must see no jump.
         before = p.loss_sum / p.loss_count if p.loss_count else (p.val_loss or 0.0)
         loss = float(sums["loss"]) / count if count else before
-        action, spike = robust.judge(loss, norm, p, self.spikes, c.on_spike,
+        action, spike = robust.decide_action(loss, norm, p, self.spikes, c.on_spike,
                                     self.scaler.is_enabled())
         if action == "stop":
             self.folder.wait()
@@ -376,7 +376,7 @@ class Trainer:
         if spike:
             self.log.warn(f"iter {it}: loss {loss:.4f} is a spike (norm {norm:.2f}, "
                           f"{self.where(it)}); {robust.spike_answer(action, c.on_spike)}")
-        if action == "rewind" or p.overflows_in_a_row:  # judge() counts: the norm is not finite
+        if action == "rewind" or p.overflows_in_a_row:  # decide_action() counts: the norm is not finite
             return action
         p.loss_sum, p.loss_count = p.loss_sum + loss, p.loss_count + 1
         if it % c.log_interval == 0 or it + 1 == c.max_iters:
@@ -459,7 +459,7 @@ class Trainer:
                 yield
         finally:
             self.model.train()
-            distributed.let_go(self.model)
+            distributed.reshard(self.model)
 
     def react(self, numbers):
         """Best checkpoint, learning rate, early stopping."""
@@ -509,7 +509,7 @@ class Trainer:
         on all ranks, which must compute together, else on rank 0. A sample never ends a run."""
         sample = getattr(load_model_file(self.config.model), "sample", None)
         it = self.progress.iter_num
-        if sample is None or not (self.ranks.main or self.sharded):
+        if sample is None or not (self.ranks.is_main or self.sharded):
             return
         self.log.activity = "sampling"
         try:
@@ -538,7 +538,7 @@ class Trainer:
             # All ranks gather what is sharded; rank 0 writes, and tells the others how it went.
             state = resume.make_checkpoint(self.config, self.data, self.model, self.optimizer,
                                            self.parts(), self.ranks, self.folder.may_pin)
-            distributed.from_main(
+            distributed.broadcast_from_rank0(
                 lambda: self.folder.save(state, self.best_due, self.is_kept(), self.log, last,
                                          private=self.sharded), self.ranks)
         self.saved_at, self.best_due = self.progress.iter_num, False

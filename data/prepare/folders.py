@@ -15,7 +15,7 @@ from contextlib import contextmanager, suppress
 
 from data.token_files import CHECKED_WHOLE, DataError, made_for, prepared_meta, who_reads
 from data.tokenizer import BESIDE, load_dataset_tokenizer
-from train.base.files import alone_in, free_name, sync_folder, write_text
+from train.base.files import exclusive_lock, free_name, sync_folder, write_text
 
 # -----------------------------------------------------------------------------
 # what they must hold
@@ -110,7 +110,7 @@ def new_folder(out, ours):
     os.makedirs(parent, exist_ok=True)
     me = f"{socket.gethostname()}-{os.getpid()}"
     folder = f"{hidden}.tmp-{me}"
-    with alone_in(parent):
+    with exclusive_lock(parent):
         for left in glob.glob(f"{glob.escape(hidden)}.???-*"):
             with suppress(FileNotFoundError):  # another process finishes it
                 if is_abandoned(left):
@@ -121,7 +121,7 @@ def new_folder(out, ours):
         for name in os.listdir(folder):
             with open(os.path.join(folder, name), "rb") as f:
                 os.fsync(f.fileno())  # a rename must not outlive its content in a power cut
-        with alone_in(parent):
+        with exclusive_lock(parent):
             if not holds_the_same(folder, out, ours):  # of a process that did the same just now
                 replace_folder(folder, out, f"{hidden}.old-{me}", ours)
     finally:

@@ -5,7 +5,7 @@ import re
 
 from data.prepare.sources import MIRROR, download
 from data.token_files import DataError
-from train.base.files import alone_in
+from train.base.files import exclusive_lock
 
 HUB = "https://huggingface.co"
 SMALL = ("config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json",
@@ -25,7 +25,7 @@ def model_folder(name, weights=True):
     home = os.environ.get("IRONGPT_CACHE") or os.path.join("~", ".cache", "irongpt")
     folder = os.path.join(os.path.expanduser(home), name.replace("/", "--"))
     os.makedirs(folder, exist_ok=True)
-    with alone_in(folder):
+    with exclusive_lock(folder):
         files = Files(folder, f"{hub.rstrip('/')}/{name}/resolve/main")
         if "config.json" not in files.known and os.path.exists(os.path.join(folder, SMALL[0])):
             return folder  # a person's own copy

@@ -19,7 +19,7 @@ from data.tokenizer_hf import (
     tokenizer_json,
 )
 from model.convert.foreign import rename
-from train.base.files import replacing
+from train.base.files import atomic_write
 from train.checkpoint import CheckpointError
 
 ARCHITECTURES = {"gpt2": "gpt2", "llama": "llama", "mistral": "llama", "mixtral": "llama",
@@ -52,7 +52,7 @@ def export_gguf(source, weights, to, config, precision):
         raise CheckpointError(f"--to {to}: needs gguf: pip install gguf") from None
     arch = ARCHITECTURES[config["model_type"]]
     tensors, tokenizer = tensors_of(source.shape, weights, arch), source.tokenizer
-    with replacing(to) as file:  # the writer opens names, and wants the last
+    with atomic_write(to) as file:  # the writer opens names, and wants the last
         writer = gguf.GGUFWriter(None, arch)
         describe(writer, source, arch, config)
         if tokenizer is None:

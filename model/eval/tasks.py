@@ -29,7 +29,7 @@ from model.core.generate import generate, past_compiled
 from model.core.ops import chunk_rows
 from model.gpt import GPT
 from train.config import find_file
-from train.distributed import SetupError, from_main
+from train.distributed import SetupError, broadcast_from_rank0
 from train.evaluate import evaluate
 from train.keys import task_names
 from train.logger import LINE_NAMES
@@ -254,7 +254,7 @@ class Tasks:
         self.size = model.config.block_size
         reader = Reader(self.tok, getattr(model, "template", None), self.size)
         self.ends = reader.ends
-        every = from_main(lambda: [reader.read(path, i) for i, path in enumerate(
+        every = broadcast_from_rank0(lambda: [reader.read(path, i) for i, path in enumerate(
             config.eval_tasks)], ranks)
         self.chosen = [any(len(row.asked) > 1 for row in rows) for rows in every]
         # The loss is of so many tokens, `batch` of them at once: as many are spent here.

@@ -32,7 +32,7 @@ from model.sae.activations import (  # noqa: F401  ActivationBuffer: for importe
 from train.checkpoint import CheckpointError, write_safetensors
 from train.config import ConfigError, UsageError, key, run_command, say
 from train.dataloader import Data, DataLoader, open_token_data
-from train.distributed import choose_dtype, from_main
+from train.distributed import broadcast_from_rank0, choose_dtype
 
 USE = "python -m model.sae --ckpt {out}/ckpt.pt"
 SAME_TO_ADOPT = ("backbone", "layer")  # features are those of one place in one model
@@ -241,7 +241,7 @@ def open_data(config, ranks):
         raise ConfigError([f"backbone: {c.backbone} reads the tokens of another tokenizer "
                            f"({theirs.spec()['kind']}) than {c.data_dir} ({ours['kind']}) holds: "
                            "prepare the data with the backbone's"])
-    mean, scale = from_main(lambda: backbone.statistics(data.train), ranks)
+    mean, scale = broadcast_from_rank0(lambda: backbone.statistics(data.train), ranks)
     spec = dict(data.spec, d_in=shape.n_embd, mean=mean, scale=scale, backbone=backbone.digest,
                 block_size=data.train.block_size)
     return Data(ActivationLoader(data.train, backbone, c, ranks), data.val, spec,

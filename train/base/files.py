@@ -38,7 +38,7 @@ def open_own(path, mode):
 
 
 @contextmanager
-def replacing(path, before=lambda temporary: None):
+def atomic_write(path, before=lambda temporary: None):
     """A binary file that takes the place of `path` once it is complete. before(temporary) is called
     when it is durable, under the name that it still has, right before that."""
     temporary = f"{path}.tmp.{os.getpid()}"
@@ -56,7 +56,7 @@ def replacing(path, before=lambda temporary: None):
 
 def write_text(path, text):
     """Replace a small file by one that holds `text`, as UTF-8."""
-    with replacing(path) as f:
+    with atomic_write(path) as f:
         f.write(text.encode("utf-8", "replace"))
 
 
@@ -68,7 +68,7 @@ def link(source, target):
     try:
         os.link(source, temporary, follow_symlinks=True)
     except OSError:
-        with open(source, "rb") as original, replacing(target) as copy:
+        with open(source, "rb") as original, atomic_write(target) as copy:
             shutil.copyfileobj(original, copy)
     else:
         os.replace(temporary, target)
@@ -78,7 +78,7 @@ def link(source, target):
 # what else is there
 
 @contextmanager
-def alone_in(folder):
+def exclusive_lock(folder):
     """Context in which no other process is with `folder`, where a folder can be locked (POSIX)."""
     fd = None
     with suppress(ImportError, OSError):

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 
 from train.checkpoint import RunFolder, prev_path
 from train.config import say
-from train.distributed import SetupError, from_main
+from train.distributed import SetupError, broadcast_from_rank0
 from train.logger import duration
 from train.robust import on_signals
 
@@ -33,9 +33,9 @@ def in_steps(config, ranks, started, new_run):
     holds is given back with the ExitStack at_end.
     """
     if config.resume_file or config.eval_only or config.resume == "must" or (
-            config.resume == "auto" and from_main(lambda: has_checkpoint(config.out_dir), ranks)):
+            config.resume == "auto" and broadcast_from_rank0(lambda: has_checkpoint(config.out_dir), ranks)):
         return config
-    if ranks.main:
+    if ranks.is_main:
         say(f"max_minutes {config.max_minutes:g}: timing some steps first, to know how many fit")
     # The length is in steps alone from here on; other lengths that end with it follow it.
     config = config.but(max_epochs=None, lr_decay_iters=None)
@@ -43,7 +43,7 @@ def in_steps(config, ranks, started, new_run):
         costs = rehearse(config.but(out_dir=folder, resume="never", tracker=[],
                                     max_iters=MOST_STEPS), new_run)
     # What rank 0 has measured holds for all.
-    costs, left = from_main(
+    costs, left = broadcast_from_rank0(
         lambda: (costs, 60 * config.max_minutes - (time.monotonic() - started)), ranks)
     steps = bisect.bisect_right(range(MOST_STEPS), left, key=costs.of) - 1
     text = (f"{costs.step * 1000:,.1f} ms a step, {costs.evaluation:.1f} s an evaluation, "
@@ -51,7 +51,7 @@ def in_steps(config, ranks, started, new_run):
     if steps < 1:
         raise SetupError(f"max_minutes {config.max_minutes:g} is too short for one step here: "
                          f"{text}; give it more, or use a smaller model or fewer evaluations")
-    if ranks.main:
+    if ranks.is_main:
         say(f"max_minutes {config.max_minutes:g} is max_iters {steps}: {text}")
     return config.but(max_iters=steps)
 
@@ -78,7 +78,7 @@ def folder_inside(path, ranks):
     with contextlib.ExitStack() as at_end:
         # What would end the process, and leave the folder behind, ends it like Ctrl-C.
         at_end.enter_context(on_signals(("SIGTERM", "SIGHUP"), leave))
-        yield from_main(make, ranks)
+        yield broadcast_from_rank0(make, ranks)
 
 
 @dataclass
@@ -112,7 +112,7 @@ def rehearse(config, new_run):
         for _ in range(2 + run.compiler.enabled):  # a CPU compiles in the second step
             once = timed(run.train_step)
         budget = min(LONGEST, TIMED * 60 * c.max_minutes)
-        n = from_main(lambda: min(max(math.ceil(budget / once), 3), 1000), run.ranks)
+        n = broadcast_from_rank0(lambda: min(max(math.ceil(budget / once), 3), 1000), run.ranks)
         step = timed(lambda: [run.train_step() for _ in range(n)]) / n
         # The first one with samples is slow.
         evaluation = [timed(run.validate) for _ in range(2)][1] if evaluates else 0.0

@@ -134,8 +134,8 @@ class DoesNotFit(LeaveTogether):
 def estimate(config):
     """Say what the run that `config` describes would take. Raises DoesNotFit."""
     with distributed.process_group(config) as ranks:
-        say = (lambda text: print(text, flush=True)) if ranks.main else (lambda text: None)
-        shape = distributed.from_main(lambda: weights_shape(config)[0], ranks)
+        say = (lambda text: print(text, flush=True)) if ranks.is_main else (lambda text: None)
+        shape = distributed.broadcast_from_rank0(lambda: weights_shape(config)[0], ranks)
         config = config.but(**shape)
         data = open_data(config, ranks)
         c = config.in_steps(data.train.samples)

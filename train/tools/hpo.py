@@ -26,7 +26,7 @@ try:
 except ImportError:  # said before any work
     optuna = None
 
-from train.base.files import alone_in, write_text
+from train.base.files import exclusive_lock, write_text
 from train.config import (
     ConfigError,
     PlainLoader,
@@ -148,7 +148,7 @@ def search(config, space, stages, out):
     """Run `stages` over `space` in the folder `out`, which other workers may share."""
     studies = []
     for number, stage in enumerate(stages, 1):
-        with alone_in(out):  # without POSIX locks: run one worker only
+        with exclusive_lock(out):  # without POSIX locks: run one worker only
             studies.append(open_study(config, space, number, stage, out, studies))
         run_stage(studies, config, stage, out)
         if not (best := best_of(studies[-1])):
@@ -312,7 +312,7 @@ def tell(studies, trial, config, out):
                     error=t.user_attrs.get("error"),
                     evaluations=sorted(t.intermediate_values.items()))
                for n, s in enumerate(studies, 1) for t in planned(s) if t.state.is_finished()]
-    with alone_in(out):
+    with exclusive_lock(out):
         write_text(os.path.join(out, "trials_history.json"), json.dumps(history, indent=1))
         write_text(os.path.join(out, "trials.svg"), picture(history, config))
         if bests:

@@ -49,7 +49,7 @@ class Sweep(Trainer):
                 continue  # asked to stop meanwhile
             if len(self.found["lr"]) <= it or self.smooth > DIVERGED * self.best:
                 break
-            if self.ranks.main and time.monotonic() - told > QUIET:
+            if self.ranks.is_main and time.monotonic() - told > QUIET:
                 print(f"step {it + 1} of {len(rates)}: learning rate {lr:.2g}, "
                       f"loss {self.found['loss'][-1]:.4f}", flush=True)
                 told = time.monotonic()

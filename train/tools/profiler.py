@@ -40,7 +40,7 @@ def profile(config):
     with tempfile.TemporaryDirectory() as folder, open_trainer(config.but(
             out_dir=folder, resume="auto", tracker=[], max_minutes=None, eval_only=False,
             eval_tasks=[], eval_interval=0, early_stopping_metric="val_loss")) as run:
-        n, device, main = config.profile, run.ranks.device, run.ranks.main
+        n, device, main = config.profile, run.ranks.device, run.ranks.is_main
         for name in ("get", "prefetch"):
             setattr(run.batches, name, named("batches", getattr(run.batches, name)))
 
