@@ -444,8 +444,8 @@ def test_model_safetensors_is_a_model(tmp_path, data_dir, own, capsys):
         (tmp_path / "a.jsonl").write_text("".join(
             json.dumps(dict(prompt=f"{i}?", response="x")) + "\n" for i in range(40)))
         where = tmp_path / "chat"
-        assert data.chat.main([str(tmp_path / "a.jsonl"), "--out", str(where), "--block_size",
-                               "64", "--tokenizer", "byte"]) == 0
+        assert data.prepare.chat.main([
+                str(tmp_path / "a.jsonl"), "--out", str(where), "--block_size", "64", "--tokenizer", "byte"]) == 0
     settings = dict(tokenizer="byte", vocab_size=None, block_size=64) | own
     go(where, tmp_path / "a", max_iters=2, save_precision="float32", **settings)
     path = tmp_path / "a" / "model.safetensors"
