@@ -9,24 +9,23 @@ import os
 import sys
 import time
 
+from train.base.cli import take_flag
+from train.base.errors import UserError, echo
 from train.config import (
-    UserError,
     describe,
     files_read,
     help_text,
     load_with_origins,
     names_of_others,
     read_values,
-    say,
     take_config,
-    take_flag,
 )
 
 
 def show(page):
     """Print, also into `| head`."""
     try:
-        say(page)
+        echo(page)
     except BrokenPipeError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     return 0
@@ -47,13 +46,13 @@ def main(argv):
         if show_config and files_read(config):  # only torch can read what shape weights have
             from train.resume import weights_shape
             shape, weights = weights_shape(config)
-            config, origins = config.but(**shape), origins | dict.fromkeys(shape, weights)
+            config, origins = config.replace(**shape), origins | dict.fromkeys(shape, weights)
         if not show_config and not dry_run:
             from data.token_files import check_there
             check_there(config)
     except UserError as error:
         if os.environ.get("RANK", "0") == "0":  # every rank finds the same: one speaks
-            say(error, sys.stderr)
+            echo(error, sys.stderr)
         else:
             time.sleep(3)  # torchrun ends the others as soon as one has gone
         return 2
@@ -61,7 +60,7 @@ def main(argv):
     if show_config:
         return show(describe(config, origins))
     if (others := names_of_others(origins)) and os.environ.get("RANK", "0") == "0":
-        say(others)
+        echo(others)
     if dry_run:
         from train.tools.bench import estimate as job
     elif config.profile:

@@ -15,7 +15,7 @@ import sys
 
 import numpy as np
 
-from data.token_files import DataError
+from train.base.errors import DataError
 
 OPEN, CLOSE = "\U000f0000", "\U000f0001"  # around a marked text; private, nobody's characters
 GONE = str.maketrans("", "", OPEN + CLOSE)

@@ -16,7 +16,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from train.config import UserError, mixture_of
+from train.base.errors import DataError, UserError
+from train.base.fields import parse_mixture
 
 # What the maps may hold of this process's memory. The kernel maps 64 KiB around a page it is asked
 # for; mapping anew for every batch instead would cost more than the reading.
@@ -28,10 +29,6 @@ CHECKED_WHOLE = 64 << 20  # bytes of a stream whose every id is checked before w
 LLMC = {(20240520, 1): "<u2", (20240801, 7): "<u4"}  # (magic, version) of llm.c's shards
 TEXT_BYTES = bytes([9, 10, 13, *range(32, 127)])
 PREPARE = "make it with `python -m data.prepare`"
-
-
-class DataError(UserError, ValueError):
-    """Bad data: the message says what, where, what was expected and what to do."""
 
 
 def mix64(x):
@@ -100,7 +97,7 @@ def check_there(config):
     file, again = config.resume_file, os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0"
     if file and not os.path.exists(file) and not again:  # a restarted job has its own past
         raise UserError(f"resume: {file!r} is none of auto, never and must, and no such file")
-    for folder in mixture_of(config.data_dir) or [config.data_dir]:
+    for folder in parse_mixture(config.data_dir) or [config.data_dir]:
         if config.model == "gpt" and os.path.basename(os.path.normpath(folder)) != "stdlib":
             find_files(folder, "train")
 

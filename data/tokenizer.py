@@ -19,7 +19,8 @@ from collections.abc import Iterable
 import numpy as np
 import tiktoken
 
-from data.token_files import DataError, find_files, read_meta
+from data.token_files import find_files, read_meta
+from train.base.errors import DataError
 
 # Parts of a description that are files of their own beside token files.
 BESIDE = {"ranks": "tokenizer.tiktoken", "json": "tokenizer.json"}

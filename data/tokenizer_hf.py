@@ -11,7 +11,6 @@ import json
 import math
 import os
 
-from data.token_files import DataError
 from data.tokenizer import (
     EOT,
     GPT2_PATTERN,
@@ -25,6 +24,7 @@ from data.tokenizer import (
     parse_ranks,
     tokenizer_from_spec,
 )
+from train.base.errors import DataError
 
 ANY_CHARACTER, ANY_TEXT = r"[\s\S]", r"[\s\S]+"
 PLAIN = ("single_word", "lstrip", "rstrip", "normalized")  # of an added token that is just itself

@@ -23,9 +23,10 @@ import torch.nn as nn
 import torch.nn.functional as F
 
 from data.prepare.features import array_names, open_features, read_features_meta
-from data.token_files import DataError
 from model.gpt import fill, normal
-from train.config import ConfigError, key, run_command, say
+from train.base.cli import run_command
+from train.base.errors import ConfigError, DataError, echo
+from train.config import key
 from train.dataloader import Data, RowLoader
 from train.evaluate import batch_sums
 
@@ -241,7 +242,7 @@ def report(args):
     folder = args.data_dir or model.keys.data_dir
     arrays, offsets = open_checked(folder, args.split, model.spec)
     numbers, r = evaluate_rows(model, arrays, offsets=offsets)
-    say("\n".join(f"{name:<14} {value:.4f}" if isinstance(value, float) else
+    echo("\n".join(f"{name:<14} {value:.4f}" if isinstance(value, float) else
                   f"{name:<14} {value}" for name, value in numbers.items()))
     if r is not None:
         least, middle, most = r.nanquantile(torch.tensor([0.0, 0.5, 1.0]).double()).tolist()

@@ -19,13 +19,14 @@ import torch
 
 from data.prepare.chat import check_template, ends_of, prompt_ids
 from data.prepare.folders import check_array, check_types, known_tokenizer
-from data.token_files import DataError, open_npy, read_meta
+from data.token_files import open_npy, read_meta
 from data.tokenizer import tokenizer_from_spec
 from model import gpt
 from model.core.load import BACKBONE, load_model
 from model.core.ops import IGNORE
 from model.gpt import GPT
-from train.config import run_command
+from train.base.cli import run_command
+from train.base.errors import DataError
 from train.dataloader import Data, RowLoader
 
 USE = "python -m model.chat --ckpt {out}/ckpt.pt"  # said at the end of a run

@@ -21,7 +21,7 @@ from model import gpt
 from model.core.load import model_of, read_backbone
 from model.core.ops import IGNORE, chunk_rows
 from model.gpt import GPT
-from train.checkpoint import CheckpointError
+from train.base.errors import CheckpointError
 from train.config import key
 from train.dataloader import open_token_data
 from train.distributed import broadcast_from_rank0

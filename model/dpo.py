@@ -17,12 +17,12 @@ import torch
 import torch.nn.functional as F
 
 from data.prepare.folders import check_array
-from data.token_files import DataError, open_npy
+from data.token_files import open_npy
 from model import chat, gpt
 from model.core.load import digest
 from model.core.ops import IGNORE
 from model.lora import OwnAdapters, adapt
-from train.checkpoint import CheckpointError
+from train.base.errors import CheckpointError, DataError
 from train.config import key
 from train.dataloader import Data, RowLoader
 

@@ -35,13 +35,14 @@ from torch.utils.checkpoint import checkpoint
 from data.prepare.chat import ends_of
 from data.prepare.folders import check_array
 from data.prepare.prompts import read_lines
-from data.token_files import DataError, open_npy
+from data.token_files import open_npy
 from model import chat, gpt
 from model.core.generate import generate
 from model.core.load import model_of, read_backbone
 from model.core.ops import IGNORE, chunk_rows
 from model.lora import OwnAdapters, adapt
-from train.config import UserError, key
+from train.base.errors import DataError, UserError
+from train.config import key
 from train.dataloader import Data, RowLoader
 from train.distributed import broadcast_from_rank0
 
@@ -70,10 +71,6 @@ class Keys:
             out.append(f"reward: {self.reward!r}: expected exact, or the name of a Python file "
                        "(.py)")
         return out
-
-
-class RewardError(UserError):
-    """A reward that cannot be had: the message says where it fails."""
 
 
 class RewardedGPT(OwnAdapters):
@@ -246,13 +243,13 @@ class Judge:
         try:
             said = self.function(question, text, row)
         except Exception as error:
-            raise RewardError(where(error, self.path) + about) from None
+            raise UserError(where(error, self.path) + about) from None
         try:
             if math.isfinite(value := float(said)):
                 return value
         except (TypeError, ValueError):
             pass
-        raise RewardError(f"reward: {self.path}: reward() returned {said!r:.80}, expected a finite "
+        raise UserError(f"reward: {self.path}: reward() returned {said!r:.80}, expected a finite "
                           f"number{about}")
 
 
@@ -264,16 +261,16 @@ def where(error, path):
 
 
 def load_reward(path):
-    """(the function reward of a Python file, its sha256). Runs the file. Raises RewardError."""
+    """(the function reward of a Python file, its sha256). Runs the file. Raises UserError."""
     try:
         digest = hashlib.sha256(Path(path).read_bytes()).hexdigest()
         spec = importlib.util.spec_from_file_location("reward_of_the_run", path)
         module = sys.modules[spec.name] = importlib.util.module_from_spec(spec)
         spec.loader.exec_module(module)
     except Exception as error:
-        raise RewardError(where(error, path)) from None
+        raise UserError(where(error, path)) from None
     if not callable(getattr(module, "reward", None)):
-        raise RewardError(f"reward: {path}: no function reward(prompt, answer, row) in it")
+        raise UserError(f"reward: {path}: no function reward(prompt, answer, row) in it")
     return module.reward, digest
 
 
@@ -300,7 +297,7 @@ class Prompts(RowLoader):
 
 
 def open_data(config, ranks):
-    """The Data of the prompts in config.data_dir, see data/prepare/prompts.py. DataError, RewardError."""
+    """The Data of the prompts in config.data_dir, see data/prepare/prompts.py. DataError, UserError."""
     c = config
     make = (f"python -m data.prepare.prompts FILE... --out {c.data_dir} --tokenizer CKPT.pt, or `example` "
             "for FILE")

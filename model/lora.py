@@ -24,8 +24,10 @@ from model.core import load
 from model.core.decode import to_int8
 from model.core.load import with_shape
 from model.gpt import stable_hash
-from train.checkpoint import FORMAT_VERSION, CheckpointError, load_checkpoint, save_checkpoint
-from train.config import FIELDS, ConfigError, key, run_command
+from train.base.cli import run_command
+from train.base.errors import CheckpointError, ConfigError
+from train.checkpoint import FORMAT_VERSION, load_checkpoint, save_checkpoint
+from train.config import FIELDS, key
 from train.dataloader import open_token_data
 from train.distributed import broadcast_from_rank0, choose_dtype, convert_ddp_state, get_device
 from train.optimizer import matches

@@ -26,8 +26,8 @@ from model.chat import ChatGPT
 from model.core.load import model_of, read_weights
 from model.gpt import GPTConfig, Norm, normal
 from model.moe import GroupedLinear, Groups, RoutedBlock, RoutedGPT, Router, RouterKeys
-from train.checkpoint import CheckpointError
-from train.config import ConfigError, key
+from train.base.errors import CheckpointError, ConfigError
+from train.config import key
 
 open_data, sample, adopt_shape = lora.open_data, lora.sample, gpt.adopt_shape
 USE = "python -m model.memory --ckpt {out}/ckpt.pt --to {out}/merged.pt"

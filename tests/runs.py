@@ -17,8 +17,8 @@ from faulty import faults
 from processes import TESTS, Fork
 
 from train import config as config_file
+from train.base.errors import Stopped
 from train.config import load_config
-from train.robust import Stopped
 from train.train import train
 
 # One layer, 20 steps of 4 sequences of 8 tokens: a run of a quarter of a second. lr_decay_iters is

@@ -14,8 +14,9 @@ import torch.nn.functional as F
 from model.core.generate import pick
 from model.core.ops import rms_norm, rope_tables
 from train import evaluate as evaluation
+from train.base.errors import SetupError
 from train.config import TrainConfig
-from train.distributed import Ranks, SetupError
+from train.distributed import Ranks
 from train.lr_scheduler import EarlyStopping, ReduceOnPlateau, get_lr, milestones
 from train.optimizer import (
     AdamW,

@@ -17,9 +17,9 @@ from runs import assert_same, configure, go, metrics, run_program, tensors
 
 from model.core.load import read_backbone
 from model.gpt import GPT, GPTConfig
-from train.checkpoint import CheckpointError, load_checkpoint, save_checkpoint
-from train.config import FIELDS, ConfigError, parse_value
-from train.robust import Stopped
+from train.base.errors import CheckpointError, ConfigError, Stopped
+from train.checkpoint import load_checkpoint, save_checkpoint
+from train.config import FIELDS, parse_value
 from train.train import Trainer, train
 
 
@@ -439,7 +439,7 @@ def other_value(key, now):
         return not now
     for value in (0.25, 0.5, 1, 2, 3, 4, 24, 32, 64, "{wte: 0.5}", "text"):
         try:
-            parsed = parse_value(key, value if isinstance(value, str) else str(value))
+            parsed = parse_value(FIELDS[key], value if isinstance(value, str) else str(value))
         except (ValueError, ConfigError):
             continue
         if parsed != now:

@@ -19,15 +19,9 @@ import torch
 from runs import Program, assert_same, assert_same_file, go, run_program, temporary_files
 
 from train import checkpoint
-from train.base.files import FilesError, Lock
-from train.checkpoint import (
-    CheckpointError,
-    RunFolder,
-    load_checkpoint,
-    save_checkpoint,
-    snapshot,
-)
-from train.robust import BadNumbers
+from train.base.errors import BadNumbers, CheckpointError, UserError
+from train.base.files import Lock
+from train.checkpoint import RunFolder, load_checkpoint, save_checkpoint, snapshot
 from train.train import Trainer
 
 POINTS = {1: "save_open", 2: "save_mid", 3: "save_before_fsync", 4: "save_before_replace",
@@ -223,7 +217,7 @@ def test_an_out_dir_removed_during_the_run_is_made_again(tmp_path, data_dir, und
         step(run)
         if run.progress.iter_num == 12:
             run.folder.wait()
-            with pytest.raises(FilesError, match="is in use by pid"):
+            with pytest.raises(UserError, match="is in use by pid"):
                 Lock(out)
     monkeypatch.setattr(Trainer, "train_step", train_step)
     go(data_dir, out)

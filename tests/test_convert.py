@@ -30,7 +30,8 @@ from model.convert import foreign
 from model.gpt import GPT, GPTConfig
 from model.moe import MoE, MoEConfig
 from model.sample import load_model
-from train.checkpoint import CheckpointError, load_checkpoint, save_checkpoint, write_safetensors
+from train.base.errors import CheckpointError
+from train.checkpoint import load_checkpoint, save_checkpoint, write_safetensors
 from train.config import load_config
 from train.dataloader import DataLoader
 from train.train import train

@@ -15,8 +15,9 @@ from processes import python
 from data import token_files
 from data.token_files import TokenStream, open_shard
 from train import dataloader
+from train.base.errors import DataError
 from train.config import TrainConfig
-from train.dataloader import DataError, DataLoader, RowLoader, permute, widen, window_starts
+from train.dataloader import DataLoader, RowLoader, permute, widen, window_starts
 from train.distributed import Ranks
 from train.speed import Prefetcher
 

@@ -19,7 +19,8 @@ from conftest import REPO, TINY
 from faulty import faults
 from processes import FORKER, Fork, rank_environments
 
-from train.config import ConfigError, load_config
+from train.base.errors import ConfigError, SetupError
+from train.config import load_config
 from train.dataloader import DataLoader
 
 # 12 sequences a step, which 1, 2, 3 and 4 ranks share equally; 16 steps.
@@ -77,7 +78,7 @@ def result_of(process, pipe, timeout):
 def train_run(options, stop_at=None):
     """Train; {index: rows} of the micro-batches this rank had, None as the last item if stopped.
     The last rank sends itself SIGTERM at step `stop_at`."""
-    from train.robust import Stopped
+    from train.base.errors import Stopped
     from train.train import train
     batches, get_batch, sent = {}, DataLoader.get_batch, []
     world_size, last = int(os.environ["WORLD_SIZE"]), int(os.environ["WORLD_SIZE"]) - 1
@@ -309,7 +310,7 @@ def edited_model(options):
         with contextlib.ExitStack() as at_end:
             try:
                 trainer = Trainer(config, ranks, at_end)
-            except distributed.SetupError as error:
+            except SetupError as error:
                 return str(error)
             found = arrays((n, distributed.full(p)) for n, p in trainer.model.named_parameters())
             trainer.train_step()
@@ -483,8 +484,8 @@ def spoil_a_shard(options):
     def compute(trainer):
         import torch
 
+        from train.base.errors import BadNumbers
         from train.distributed import local
-        from train.robust import BadNumbers
         trainer.train_step()
         with torch.no_grad():
             if trainer.ranks.rank == 1:
@@ -777,7 +778,8 @@ def test_a_rank_that_hangs_ends_with_the_stacks_of_all(hangs, place):
     ("WORLD_SIZE", "RANK, LOCAL_RANK, MASTER_ADDR, MASTER_PORT"),
     ("RANK LOCAL_RANK WORLD_SIZE", "MASTER_ADDR, MASTER_PORT")])
 def test_a_half_set_environment_is_refused(monkeypatch, given, missing):
-    from train.distributed import ENVIRONMENT, SetupError, read_environment
+    from train.base.errors import SetupError
+    from train.distributed import ENVIRONMENT, read_environment
     for name in ENVIRONMENT:
         monkeypatch.delenv(name, raising=False)
     assert read_environment() is None
@@ -790,7 +792,8 @@ def test_a_half_set_environment_is_refused(monkeypatch, given, missing):
 @pytest.mark.matrix(109)
 @pytest.mark.parametrize("rank", ["two", "4", "-1"])
 def test_an_impossible_rank_is_refused(monkeypatch, rank):
-    from train.distributed import ENVIRONMENT, SetupError, read_environment
+    from train.base.errors import SetupError
+    from train.distributed import ENVIRONMENT, read_environment
     for name in ENVIRONMENT:
         monkeypatch.setenv(name, "4")
     monkeypatch.setenv("RANK", rank)
@@ -809,7 +812,8 @@ def test_what_ranks_cannot_do_is_refused_by_name(monkeypatch):
 def test_one_gpu_for_several_ranks_is_refused(monkeypatch):
     import torch
 
-    from train.distributed import SetupError, get_device
+    from train.base.errors import SetupError
+    from train.distributed import get_device
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     with pytest.raises(SetupError, match="cuda:1 is one GPU for 2 ranks"):

@@ -15,11 +15,11 @@ from runs import Program, assert_same, assert_two_ranks_equal_one
 from data.prepare import chat as data_chat
 from data.prepare import pairs as data_pairs
 from data.prepare.pairs import encoded, example_pairs, to_pair
-from data.token_files import DataError
 from data.tokenizer import load_tokenizer
 from model.core.load import load_model
 from model.dpo import PreferenceGPT
 from model.gpt import GPTConfig
+from train.base.errors import DataError
 from train.checkpoint import load_checkpoint
 from train.config import load_config
 from train.train import train

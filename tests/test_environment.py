@@ -22,9 +22,9 @@ from conftest import REPO, run, tiny_args
 from processes import Fork, run_python
 from runs import Program, assert_same, go, metrics, run_program
 
-from data.token_files import DataError
 from train import distributed
-from train.checkpoint import CheckpointError, load_checkpoint
+from train.base.errors import CheckpointError, DataError
+from train.checkpoint import load_checkpoint
 
 
 @pytest.fixture(scope="module")

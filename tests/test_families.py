@@ -21,7 +21,6 @@ from data import chat_template as jinja
 from data.prepare import chat as chats
 from data.prepare import sources
 from data.prepare.chat import ends_of, fit, prompt_ids, sequences
-from data.token_files import DataError
 from data.tokenizer import tokenizer_from_spec
 from data.tokenizer_hf import tokenizer_of
 from model import chat as talking
@@ -33,8 +32,9 @@ from model.core.generate import empty_cache, generate
 from model.sample import load_model
 from model.serve.api import jobs_of
 from model.serve.engine import Engine
-from train.checkpoint import CheckpointError, load_checkpoint
-from train.config import UserError, load_config
+from train.base.errors import CheckpointError, DataError, UserError
+from train.checkpoint import load_checkpoint
+from train.config import load_config
 from train.keys import TrainConfig, adopt_shape
 from train.train import train
 

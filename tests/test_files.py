@@ -18,8 +18,8 @@ from runs import go
 from data import prepare
 from data.prepare import chat, features, labels
 from data.prepare.folders import new_folder
+from train.base.errors import UserError
 from train.base.files import (
-    FilesError,
     Lock,
     atomic_write,
     exclusive_lock,
@@ -70,9 +70,9 @@ def test_a_temporary_name_that_is_a_link(outside):
 
 def test_a_lock_that_is_a_link(outside, data_dir):
     path = outside(".lock")
-    with pytest.raises(FilesError, match=f"{path} is a link.*remove the link"):
+    with pytest.raises(UserError, match=f"{path} is a link.*remove the link"):
         Lock(path.parent)
-    with pytest.raises(FilesError, match="is a link"):
+    with pytest.raises(UserError, match="is a link"):
         go(data_dir, path.parent, max_iters=1)
     assert os.listdir(path.parent) == [".lock"]
 

@@ -21,8 +21,9 @@ from test_hostile import judge, state
 from data import prepare
 from data.prepare import chat, features, labels
 from model import convert
+from train.base.errors import printable
 from train.checkpoint import save_checkpoint, write_safetensors
-from train.config import load_config, shown, to_yaml
+from train.config import load_config, to_yaml
 from train.train import train
 
 CASES, AT_ONCE = 1000, 50
@@ -202,5 +203,5 @@ def test_a_thousand_mutated_files(good, tmp_path, seed):
     bad = [f"{' '.join(command)}: exit {code}, {seconds:.0f} s, {memory:.0f} MiB\n{said[-1500:]}"
            for command, (code, seconds, memory, said) in zip(commands, results)
            if code not in (0, 2) and "not finite: loss" not in said or "Traceback" in said
-           or seconds > 20 or memory > 300 or code == 2 and said != shown(said)]
+           or seconds > 20 or memory > 300 or code == 2 and said != printable(said)]
     assert not bad, "\n\n".join(bad)

@@ -17,15 +17,8 @@ from data.tokenizer import load_tokenizer
 from model.core.generate import generate
 from model.core.load import load_model
 from model.gpt import GPT, GPTConfig, stable_hash
-from model.grpo import (
-    Judge,
-    RewardedGPT,
-    RewardError,
-    answer_logps,
-    lay_out,
-    load_reward,
-    table,
-)
+from model.grpo import Judge, RewardedGPT, answer_logps, lay_out, load_reward, table
+from train.base.errors import UserError
 from train.checkpoint import load_checkpoint
 from train.config import load_config
 from train.train import train
@@ -363,7 +356,7 @@ def test_without_prompts_it_is_a_gpt():
 def test_a_reward_that_cannot_be_had_is_told_in_one_line(tmp_path, source, message):
     (tmp_path / "reward.py").write_text(source)
     path = str(tmp_path / "reward.py")
-    with pytest.raises(RewardError, match=message) as told:
+    with pytest.raises(UserError, match=message) as told:
         Judge(BYTES, [256], load_reward(path)[0], path).ask("Say", "moo", {})
     assert "\n" not in str(told.value)
 
@@ -456,7 +449,7 @@ def test_what_does_not_belong_together_is_refused(made, tmp_path, changes, messa
     with pytest.raises(ValueError, match=message):
         try:
             train(load_config(None, settings(made, tmp_path / "out") | changes))
-        except RewardError as error:
+        except UserError as error:
             raise ValueError(error) from None
 
 

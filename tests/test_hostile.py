@@ -29,14 +29,14 @@ from data import prepare
 from data.prepare import chat, sources
 from data.prepare.folders import check_array
 from data.prepare.records import walk
-from data.token_files import DataError
 from data.tokenizer import JsonTokenizer, tokenizer_from_spec
 from data.tokenizer_hf import byte_characters, list_merges
 from model import sample
 from model.chat import build_model
 from model.core.decode import Streamer
 from model.gpt import GPT, GPTConfig
-from train.config import load_config, shown
+from train.base.errors import DataError, printable
+from train.config import load_config
 from train.dataloader import Data
 from train.tools.plot import loss_svg, read_metrics
 
@@ -89,7 +89,7 @@ def test_a_hostile_file_ends_in_one_message_at_once(results, name):
     assert name in results, "it, or one before it, never ended"
     code, seconds, memory, said = results[name]
     assert code == 2 and re.search(CASES[name][1], said), said[:2000]
-    assert "Traceback" not in said and said == shown(said)
+    assert "Traceback" not in said and said == printable(said)
     # Of a quiet machine: a second.
     assert seconds < 8 and memory < 100
 
@@ -259,7 +259,7 @@ folder_of("fewer blocks", "a shape of 9,999 blocks", WHOLE, dict(num_hidden_laye
 folder_of("positions", "numbers of positions", WHOLE, dict(max_position_embeddings=10**10))
 folder_of("a type that is a mapping", "model_type {}: expected", WHOLE, dict(model_type={}))
 folder_of("layers that are a number", "layer_types is 5", WHOLE, dict(layer_types=5))
-folder_of("text for a number", "n_layer: expected a whole number", WHOLE,
+folder_of("text for a number", "n_layer: expected an integer", WHOLE,
           dict(num_hidden_layers="many"))
 
 
@@ -392,9 +392,9 @@ def steering_file(folder):
 
 def test_what_steers_a_terminal_is_shown():
     text = "a\x1b[2J\x07\x9b1m\u202eb\rc\ud800"
-    assert shown(text) == r"a\x1b[2J\x07\x9b1m\u202eb\rc\ud800"
+    assert printable(text) == r"a\x1b[2J\x07\x9b1m\u202eb\rc\ud800"
     kept = "tab\tnew\nline\r\n é 漢字 \u05d0\u200f\xa0👩\u200d🚀"
-    assert shown(kept) == kept
+    assert printable(kept) == kept
 
 
 def test_what_a_model_writes_is_shown(tmp_path, capsys):
@@ -414,7 +414,7 @@ def test_what_a_model_writes_is_shown(tmp_path, capsys):
                      ) == 0
     out = capsys.readouterr().out
     assert out.startswith(r"\x1b") and r"[\x1b[2J<|endoftext|>]" in out
-    assert out.replace("\x07", "", 1) == shown(out.replace("\x07", "", 1))  # the one typed
+    assert out.replace("\x07", "", 1) == printable(out.replace("\x07", "", 1))  # the one typed
 
 
 def test_a_picture_of_a_run_of_any_name_is_valid():

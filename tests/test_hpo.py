@@ -17,8 +17,8 @@ from processes import Fork, python, run_python
 optuna = pytest.importorskip("optuna")
 
 import run_train  # noqa: E402
+from train.base.errors import Stopped  # noqa: E402
 from train.config import load_config  # noqa: E402
-from train.robust import Stopped  # noqa: E402
 from train.tools import hpo  # noqa: E402
 
 SPACE = "learning_rate: {low: 1e-4, high: 1e-1, log: true}\nn_layer: [1, 2]\n"
@@ -72,7 +72,7 @@ def test_problems_of_a_space_are_told_all_at_once(search, capsys):
     err = capsys.readouterr().err
     assert "14 problems" in err and "Traceback" not in err
     lines = err.splitlines()[1:]
-    for n, words in enumerate(["not a key", "`low <= high`", "whole number", "not a key",
+    for n, words in enumerate(["not a key", "`low <= high`", "an integer", "not a key",
                                "adamw, muon", "log", "list what to try", "'x'", "got 0.1",
                                "list what to try", "hihg", "lgo", "one or more", "{trials: 12"], 1):
         assert words in lines[n - 1], (words, lines[n - 1])
@@ -116,7 +116,7 @@ def test_narrowing_stays_inside_and_around_the_best():
     assert hpo.narrowed(ints(1, 9), 5, 0.01) == ints(5, 5)
     assert hpo.narrowed(ints(1, 64, log=True), 8, 0.5) == ints(3, 23, log=True)
     tried = hpo.configured(load_config("train/config_quick.yaml"), dict(n_layer=2))
-    assert tried.typed == {"n_layer"}  # what a file says may give way to the shape of weights
+    assert tried.explicit == {"n_layer"}  # what a file says may give way to the shape of weights
     tenths = floats(0.0, 0.2, step=0.05)  # 3 x 0.05 is 0.15000000000000002
     for best, ends in ((0.2, (0.15, 0.2)), (0.0, (0.0, 0.05)), (0.1, (0.05, 0.15))):
         got = hpo.narrowed(tenths, best, 0.3)

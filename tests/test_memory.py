@@ -14,8 +14,9 @@ from runs import SMALL, Program, assert_same, go, run_program, tensors
 from data.prepare import chat as data_chat
 from model import chat, lora, memory, sample
 from model.core.load import load_model
+from train.base.errors import ConfigError
 from train.checkpoint import load_checkpoint
-from train.config import ConfigError, load_config
+from train.config import load_config
 from train.resume import check_same_to_adopt
 
 BYTES = dict(tokenizer="byte", vocab_size=None)

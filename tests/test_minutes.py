@@ -11,12 +11,13 @@ import torch
 from conftest import run
 from runs import SMALL, assert_same, configure, go
 
-from train.checkpoint import CheckpointError, load_checkpoint
-from train.config import ConfigError, load_config
+from train.base.errors import CheckpointError, ConfigError, Stopped
+from train.checkpoint import load_checkpoint
+from train.config import load_config
 from train.lr_scheduler import get_lr
 from train.options import minutes
 from train.options.minutes import Costs, folder_inside
-from train.robust import Stopped, run_reporting_errors
+from train.robust import run_reporting_errors
 from train.train import train
 
 MINUTES = dict(max_minutes=0.02, max_iters=5000, lr_decay_iters=None, eval_interval=25,
@@ -110,7 +111,7 @@ def test_where_the_speed_is_constant_it_ends_in_time(data_dir, tmp_path):
         eval_interval=40))
     ended = train(c, Steady())
     assert time.monotonic() - began == pytest.approx(9, rel=0.05)
-    steps, c = ended["iter_num"], c.but(max_iters=ended["iter_num"])
+    steps, c = ended["iter_num"], c.replace(max_iters=ended["iter_num"])
     assert 0.5 * 9 / TICK < steps < 9 / TICK
     assert c.learning_rate / 10 == pytest.approx(get_lr(steps, c))
     assert get_lr(steps, c) < get_lr(steps - 1, c) < c.learning_rate / 5

@@ -15,12 +15,12 @@ from runs import SMALL, Program, assert_same, configure, go, metrics, on_two_ran
 
 from data.prepare import chat as data_chat
 from model.sample import load_model
-from train.config import ConfigError, load_config, to_yaml
-from train.dataloader import DataError, DataLoader, RowLoader
+from train.base.errors import CheckpointError, ConfigError, DataError
+from train.config import load_config, to_yaml
+from train.dataloader import DataLoader, RowLoader
 from train.distributed import Ranks
 from train.options import mixture
 from train.options.mixture import Mixture, assign, per_period
-from train.resume import CheckpointError
 from train.train import open_data, train
 
 

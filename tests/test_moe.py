@@ -14,7 +14,8 @@ from runs import Program, assert_same, run_program, tensors
 
 from model import gpt
 from model.moe import GroupedLinear, build_model, compute_router_auxiliary_loss, router_losses
-from train.config import ConfigError, load_config
+from train.base.errors import ConfigError
+from train.config import load_config
 
 OWN = dict(model="moe", n_experts=4, experts_per_token=2)
 SPEC = types.SimpleNamespace(spec=dict(vocab_size=256))

@@ -10,8 +10,9 @@ from runs import assert_same, go, metrics, run_program
 
 from train import checkpoint
 from train import train as training
+from train.base.errors import BadNumbers, Stopped
 from train.checkpoint import load_checkpoint
-from train.robust import BadNumbers, SpikeDetector, Stopped, decide_action
+from train.robust import SpikeDetector, decide_action
 from train.speed import Prefetcher
 from train.train import Progress, Trainer
 

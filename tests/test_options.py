@@ -20,9 +20,10 @@ from runs import assert_same_file, metrics
 import run_train
 from model.gpt import GPT, GPTConfig
 from train import robust
+from train.base.errors import SetupError
 from train.checkpoint import load_checkpoint
 from train.config import FIELDS, TrainConfig, load_config
-from train.distributed import SetupError, describe_device, get_device, set_seed
+from train.distributed import describe_device, get_device, set_seed
 from train.lr_scheduler import EarlyStopping, get_lr
 from train.train import train
 

@@ -20,11 +20,10 @@ from runs import assert_same, metrics, tensors
 from test_distributed import in_ranks
 
 from train import config as config_file
-from train.checkpoint import CheckpointError
-from train.config import ConfigError, help_text, load_config
+from train.base.errors import CheckpointError, ConfigError, SetupError, Stopped
+from train.config import help_text, load_config
 from train.dataloader import RowLoader
-from train.distributed import Ranks, SetupError
-from train.robust import Stopped
+from train.distributed import Ranks
 from train.train import Trainer, train
 
 TESTS = pathlib.Path(__file__).parent

@@ -26,8 +26,9 @@ from data import prepare as prepare_module
 from data.prepare import encode, ensure_dataset, main, prepare
 from data.prepare import sources as sources_module
 from data.prepare.sources import File
-from data.token_files import DataError, find_files
+from data.token_files import find_files
 from data.tokenizer import load_dataset_tokenizer, load_tokenizer
+from train.base.errors import DataError
 
 REPO = Path(__file__).resolve().parents[1]
 SHARED = REPO.parent / "shared" / "data"

@@ -9,7 +9,7 @@ import pytest
 from data import prepare
 from data.prepare import chat, labels
 from data.prepare.records import is_hub_name, parse_records, records
-from data.token_files import DataError
+from train.base.errors import DataError
 
 ROWS = [dict(prompt=f"what is {i}?", response=f"it is {i}", text=f"the text, {i}\n\"quoted\"",
              label="ab"[i % 2]) for i in range(120)]

@@ -28,8 +28,9 @@ from model.core.load import load_model
 from model.gpt import GPT, GPTConfig
 from train import checkpoint, distributed, logger, speed
 from train import train as train_module
-from train.checkpoint import CheckpointError, load_checkpoint, save_checkpoint
-from train.config import ConfigError, GPTKeys, TrainConfig, load_config
+from train.base.errors import CheckpointError, ConfigError
+from train.checkpoint import load_checkpoint, save_checkpoint
+from train.config import GPTKeys, TrainConfig, load_config
 from train.dataloader import DataLoader, send
 from train.distributed import Ranks
 from train.lr_scheduler import get_lr
@@ -127,9 +128,9 @@ def test_what_is_no_optimizer_state_is_named():
 
 def test_what_was_typed_stays_so_in_a_changed_configuration():
     config = load_config(None, ["n_layer=12"])
-    assert config.was_typed("n_layer") and not config.was_typed("n_head")
-    changed = config.but(seed=7, n_head=4)
-    assert changed.was_typed("n_layer") and not changed.was_typed("n_head")
+    assert config.is_explicit("n_layer") and not config.is_explicit("n_head")
+    changed = config.replace(seed=7, n_head=4)
+    assert changed.is_explicit("n_layer") and not changed.is_explicit("n_head")
 
 
 def test_resume_never_killed_during_start_up_spares_the_old_run(tmp_path, data_dir, monkeypatch):

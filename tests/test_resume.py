@@ -11,8 +11,9 @@ import pytest
 import torch
 from runs import assert_same, assert_same_file, go, metrics, run_program
 
+from train.base.errors import Stopped
 from train.checkpoint import load_checkpoint
-from train.robust import SpikeDetector, Stopped
+from train.robust import SpikeDetector
 
 PLAIN = dict(dropout=0.1)
 # Everything whose state must survive: Muon, accumulation, a plateau schedule that has dropped, an

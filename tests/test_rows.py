@@ -7,8 +7,9 @@ import pytest
 import torch
 
 from train import dataloader
+from train.base.errors import DataError
 from train.config import TrainConfig
-from train.dataloader import DataError, RowLoader
+from train.dataloader import RowLoader
 
 
 def loader(arrays, batch_size=6, accumulation=1, rank=0, world=1, seed=7):

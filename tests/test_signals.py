@@ -17,8 +17,9 @@ from processes import Fork, python
 from runs import SMALL, Program, assert_same, go, metrics, run_program, temporary_files
 
 from train import robust
+from train.base.errors import UserError
 from train.checkpoint import load_checkpoint
-from train.config import TrainConfig, UserError
+from train.config import TrainConfig
 
 SAVES = dict(eval_interval=0, save_interval=3)  # in the background: the last may not be done yet
 LONG = dict(max_iters=100_000, eval_interval=0, log_interval=1)

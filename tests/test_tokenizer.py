@@ -14,7 +14,6 @@ import numpy as np
 import pytest
 from conftest import run
 
-from data.token_files import DataError
 from data.tokenizer import (
     EOT,
     R50K_SHA256,
@@ -27,6 +26,7 @@ from data.tokenizer import (
     load_tokenizer,
     tokenizer_from_spec,
 )
+from train.base.errors import DataError
 
 CACHE = Path(__file__).resolve().parents[2] / "shared" / "data" / "tiktoken_cache"
 CACHE_NAME = hashlib.sha1(R50K_URL.encode()).hexdigest()

@@ -213,7 +213,7 @@ def bare_python(code, folder):
 def test_a_missing_package_is_one_line(tmp_path):
     done = bare_python("t.check_trackers(['wandb', 'mlflow'])", tmp_path)
     first, second = done.stderr.strip().split("\n")[-2:]
-    assert first == ("train.options.trackers.TrackerError: tracker 'wandb' needs the 'wandb' package: pip "
+    assert first == ("train.base.errors.SetupError: tracker 'wandb' needs the 'wandb' package: pip "
                      "install wandb (or drop --tracker)")
     assert second == ("tracker 'mlflow' needs the 'mlflow' package: pip install mlflow "
                       "(or drop --tracker)")

@@ -28,9 +28,10 @@ from typing import Any
 import torch
 import yaml
 
+from train.base.cli import run_command
+from train.base.errors import CheckpointError, SaveFailed
 from train.base.files import Lock, atomic_write, check_space, free_name, link, sync_folder
-from train.config import START_KEYS, UserError, run_command, show_value
-from train.robust import SaveFailed
+from train.config import START_KEYS, show_value
 from train.speed import memory_available, return_freed_memory
 
 FORMAT_VERSION = 1
@@ -46,10 +47,6 @@ RUN_FILES = ("ckpt", "config.yaml", "training_args.json", "train.log", "metrics.
 
 # What a checkpoint tells of its model, for model.safetensors as JSON.
 DESCRIPTION = ("model_args", "config", "spec", "tokenizer")
-
-
-class CheckpointError(UserError, ValueError):
-    """A checkpoint that cannot be used or written; the message says which, why and what to do."""
 
 
 def bullets(lines):
@@ -334,7 +331,7 @@ class RunFolder:
         return os.path.join(self.path, name)
 
     def open(self):
-        """Make the folder ours alone. Raises CheckpointError; FilesError where it is in use."""
+        """Make the folder ours alone. Raises CheckpointError; UserError where it is in use."""
         if os.path.lexists(self.path) and not os.path.isdir(self.path):
             raise CheckpointError(f"out_dir: {self.path} is a file; expected a folder")
         try:

@@ -4,7 +4,6 @@ Values are parsed by the type of their key, never by YAML's guesses (in YAML 1.1
 `010` is eight and `1:30` is ninety), so a file and the command line accept exactly the same text.
 """
 
-import difflib
 import functools
 import importlib
 import math
@@ -21,6 +20,8 @@ if sys.version_info < (3, 10):  # noqa: UP036  every command imports this file
 
 import yaml
 
+from train.base.errors import ConfigError
+from train.base.fields import TYPES, PlainLoader, base_type, key, nearest, parse_value, to_list  # noqa: F401
 from train.keys import (
     FIELDS,
     GROUP_NAMES,
@@ -28,54 +29,11 @@ from train.keys import (
     START_KEYS,
     GPTKeys,  # noqa: F401  for others to import, and key
     TrainConfig,
-    key,  # noqa: F401
 )
 
 REPOSITORY = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 DEFAULT_PATH = os.path.join("train", "config.yaml")
 MAX_YAML = 1 << 16  # characters of a file: a second of reading
-
-
-class UserError(Exception):
-    """Something a person can act on: the message says what, where, what was expected, what to do.
-    It ends the program with `exit_code` and without a traceback."""
-    exit_code = 2
-
-
-class UsageError(UserError):
-    """Arguments of a command that do not go together."""
-
-
-class ConfigError(UserError, ValueError):
-    """A configuration that cannot be used. `problems` lists everything that is wrong with it."""
-
-    def __init__(self, problems):
-        self.problems = list(problems)
-        count = "1 problem" if len(self.problems) == 1 else f"{len(self.problems)} problems"
-        super().__init__(f"configuration: {count}\n" + "\n".join(f"  - {p}" for p in self.problems))
-
-    def __reduce__(self):  # it travels between ranks
-        return type(self), (self.problems,)
-
-
-# -----------------------------------------------------------------------------
-# saying things
-
-# Control characters but for line ends and tabs, what turns the direction of writing, and what no
-# UTF-8 or XML may hold.
-STEERING = re.compile("[\x00-\x08\x0b\x0c\x0e-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069"
-                      "\ud800-\udfff\ufffe\uffff]|\r(?!\n)")
-
-
-def shown(text):
-    """`text` as it may be shown: what would steer the terminal stands there as \\x1b. Names of
-    files and tensors, labels, and what a model writes may be anybody's."""
-    return STEERING.sub(lambda c: c[0].encode("unicode_escape").decode(), str(text))
-
-
-def say(text, file=None):
-    """Print a text that may hold others' words."""
-    print(shown(text), file=file, flush=True)
 
 
 # -----------------------------------------------------------------------------
@@ -142,141 +100,7 @@ def groups_of(cls):
 
 
 # -----------------------------------------------------------------------------
-# one value: from text (or a YAML node's text) to the type of its key
-
-def parse_value(name, raw, known=FIELDS):
-    """`raw` (str, list or dict of str; or a Python value) as the type of key `name`.
-    Raises ValueError with what was expected."""
-    kind, meta = base_type(known[name].type), known[name].metadata
-    convert, expected = MIXTURE if meta.get("mixture") else TYPES[kind]
-    text = str(raw).strip().lower()
-    if text in ("null", "none", "~", "") and text not in meta.get("choices", ()):
-        if "None" in str(known[name].type):
-            return None
-        if kind is not str or text:
-            raise ValueError(f"expected {expected}, got nothing")
-    try:
-        value = convert(raw)
-    except (ValueError, TypeError, KeyError, AttributeError, yaml.YAMLError):
-        raise ValueError(f"expected {expected}, got {raw!r}") from None
-    if kind is list and not meta.get("text"):  # a list of words: a,b is two of them
-        value = [word.strip() for item in value for word in item.split(",") if word.strip()]
-    for v in value if kind is list else [value]:
-        check_limits(v, meta)
-    return os.path.expanduser(value) if meta.get("path") else value
-
-
-def base_type(kind):
-    for base in (bool, int, float, list, dict):
-        if kind is base or str(kind).startswith(base.__name__):
-            return base
-    return str
-
-
-def to_bool(raw):
-    return dict(true=True, yes=True, on=True, false=False, no=False, off=False)[str(raw).lower()]
-
-
-def to_int(raw):
-    if isinstance(raw, (bool, float)):
-        raise ValueError
-    return int(raw)
-
-
-def to_float(raw):
-    if isinstance(raw, bool) or not math.isfinite(float(raw)):
-        raise ValueError
-    return float(raw)
-
-
-def to_str(raw):
-    if isinstance(raw, (list, dict)):
-        raise ValueError
-    return str(raw).lower() if isinstance(raw, bool) else str(raw)
-
-
-def to_list(raw):
-    if isinstance(raw, str) and raw.strip().startswith("["):
-        raw = yaml.load(raw, PlainLoader)
-    if isinstance(raw, dict):
-        raise ValueError
-    return [str(v) for v in raw] if isinstance(raw, (list, tuple)) else [str(raw)]
-
-
-def to_dict(raw):
-    raw = yaml.load(raw, PlainLoader) if isinstance(raw, str) else raw
-    return {str(k): {str(a): to_float(b) for a, b in v.items()} if isinstance(v, dict)
-            else to_float(v) for k, v in raw.items()}
-
-
-def to_folders(raw):
-    """One folder as it is; a mixture, {folder: weight} or its text, as mixture_of() reads it."""
-    if isinstance(raw, str) and re.fullmatch(r"\s*\{.*:.*\}\s*", raw):
-        raw = yaml.load(raw, PlainLoader)
-    text = (",".join(f"{folder}:{weight}" for folder, weight in raw.items())
-            if isinstance(raw, dict) else to_str(raw))
-    weights = mixture_of(text)
-    if isinstance(raw, dict) and not weights:
-        raise ValueError
-    return ",".join(f"{os.path.expanduser(f)}:{w:.15g}" for f, w in weights.items()) or text
-
-
-def mixture_of(data_dir):
-    """{folder: weight} of the text "folder:weight,folder:weight", {} of one folder. ValueError for
-    a weight that is none, or no folder, or the same one twice."""
-    parts = [part.rpartition(":") for part in data_dir.split(",")]
-    if len(parts) < 2 or not any(re.match(r"\s*[-+.\d]", weight) for _, _, weight in parts):
-        return {}
-    weights = {folder.strip(): to_float(weight) for folder, _, weight in parts}
-    if len(weights) < len(parts) or "" in weights or min(weights.values()) <= 0:
-        raise ValueError
-    return weights
-
-
-TYPES = {bool: (to_bool, "true or false"), int: (to_int, "a whole number"),
-         float: (to_float, "a finite number"), str: (to_str, "text"), list: (to_list, "a list"),
-         dict: (to_dict, "a mapping such as {wte: 0.5}")}
-MIXTURE = to_folders, ("a folder, or several with weights above 0 such as {data/bin/web: 0.7, "
-                       "data/bin/code: 0.3}")
-
-
-def check_limits(value, meta):
-    tests = {"gt": ("above", lambda v, m: v > m), "ge": ("at least", lambda v, m: v >= m),
-             "lt": ("below", lambda v, m: v < m), "le": ("at most", lambda v, m: v <= m)}
-    for limit, (words, holds) in tests.items():
-        if limit in meta and not holds(value, meta[limit]):
-            raise ValueError(f"must be {words} {meta[limit]}, got {value}")
-    choices = meta.get("choices", [value])
-    if value not in choices:
-        raise ValueError(f"must be one of {', '.join(choices)}; got {value!r}"
-                         + nearest(str(value), choices))
-
-
-def nearest(word, words):
-    close = difflib.get_close_matches(word, words, n=1, cutoff=0.75)
-    return f" (did you mean {close[0]!r}?)" if close else ""
-
-
-# -----------------------------------------------------------------------------
 # YAML files: a strict mapping of key to text, with the line of each
-
-class PlainLoader(yaml.BaseLoader):
-    """YAML whose values are text. An alias may stand for a value, not for a list or a mapping: a
-    few lines of these can stand for billions."""
-
-    def compose_node(self, parent, index):
-        alias, node = self.check_event(yaml.AliasEvent), super().compose_node(parent, index)
-        if alias and not isinstance(node, yaml.ScalarNode):
-            raise yaml.MarkedYAMLError(problem="an alias for more than a value; write it out",
-                                       problem_mark=node.start_mark)
-        return node
-
-    def get_single_node(self):
-        try:
-            return super().get_single_node()
-        except RecursionError:
-            raise yaml.YAMLError("nested too deeply") from None
-
 
 def find_file(path):
     """`path`, or where there is no such file, the same path inside the repository."""
@@ -428,47 +252,9 @@ def take_config(argv):
     return find_file(path), rest
 
 
-def take_flag(argv, *names):
-    """Whether one of the flags is in argv, and argv without them."""
-    rest = [a for a in argv if a.replace("-", "_") not in {n.replace("-", "_") for n in names}]
-    return len(rest) < len(argv), rest
-
-
-def underscores(argv):
-    """The arguments of a command with --max-iters as --max_iters: in names of options dashes and
-    underscores are the same. Values, and what follows a bare --, stay as they are."""
-    end = argv.index("--") if "--" in argv else len(argv)
-    return [re.sub(r"^--[^=]*", lambda m: "--" + m[0][2:].replace("-", "_"), a)
-            for a in argv[:end]] + argv[end:]
-
-
-def run_command(parser, work, argv=None, told="interrupted", with_config=False):
-    """A command: work(the arguments that `parser` reads off argv); the exit code. 2: what a person
-    can act on, told in one message (after the usage, for a UsageError); 130: Ctrl-C, and `told` is
-    what it says then. with_config: all other arguments are those of run_train.py, and the code is
-    that of work(arguments, config).
-    """
-    name = parser.prog.removeprefix("python -m ")
-    argv = sys.argv[1:] if argv is None else argv
-    try:
-        if with_config:
-            args, rest = parser.parse_known_args(underscores(argv))
-            return work(args, load_config(*take_config(rest)))
-        work(parser.parse_args(underscores(argv)))
-    except UsageError as error:
-        parser.error(shown(error))
-    except (UserError, ValueError, OSError) as error:
-        say(f"{name}: {error}", sys.stderr)
-        return 2
-    except KeyboardInterrupt as stop:
-        print(f"{name}: {told}", file=sys.stderr)
-        return interrupted(stop)
-    return 0
-
-
-def interrupted(stop):
-    """The exit code of a KeyboardInterrupt: of Ctrl-C, or of the signal whose number it has."""
-    return 128 + (stop.args[0] if stop.args else 2)
+def load_argv(argv):
+    """Return the configuration that these arguments of run_train.py describe."""
+    return load_config(*take_config(argv))
 
 
 def parse_options(argv, problems):
@@ -537,7 +323,7 @@ def load_with_origins(path=None, overrides=()):
                 name, "`python run_train.py --help` lists the keys"))
             continue
         try:
-            values[name] = parse_value(name, text, known)
+            values[name] = parse_value(known[name], text)
         except ValueError as error:
             problems.append(f"{where}: {name}: {error}")
             wrong.add(name)
@@ -548,7 +334,7 @@ def load_with_origins(path=None, overrides=()):
     problems += [text for names, text in conflicts(config) if not wrong & names]
     if problems:
         raise ConfigError(problems)
-    config.typed = {n for n, (_, where) in raw.items()
+    config.explicit = {n for n, (_, where) in raw.items()
                     if where.startswith(("command line", "overrides"))}
     return config, {name: where for name, (_, where) in raw.items()}
 
@@ -638,7 +424,7 @@ def check_shape(shape, weights):
 def checked(name, value, known):
     """`value` as that of a key in `known`. ValueError, with the name, where it is none."""
     try:
-        return parse_value(name, value, known)
+        return parse_value(known[name], value)
     except ValueError as error:
         raise ValueError(f"{name}: {error}") from None
 

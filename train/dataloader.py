@@ -32,8 +32,9 @@ from dataclasses import dataclass, field
 import numpy as np
 import torch
 
-from data.token_files import DataError, mix64, open_stream
+from data.token_files import mix64, open_stream
 from data.tokenizer import find_vocabulary
+from train.base.errors import DataError
 from train.distributed import broadcast_from_rank0
 
 CHUNK_TOKENS = 1 << 18  # gathered at once: enough to make Python's share of the time small

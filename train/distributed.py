@@ -23,18 +23,8 @@ import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
-from train.config import UserError, say
+from train.base.errors import CollectiveExit, SetupError, echo
 from train.speed import blocks, keep_freed_memory, set_num_threads
-
-
-class SetupError(UserError, ValueError):
-    """The machine or the environment cannot do what was asked; the message says what to change."""
-
-
-class LeaveTogether(UserError):
-    """Raised by all ranks at the same point of the run: they wait for each other before they exit,
-    since torchrun ends the others as soon as one has gone."""
-    exit_code = 1
 
 
 @dataclass
@@ -63,7 +53,7 @@ def get_device(name: str = "auto", local_rank: int = 0, local_world_size: int = 
     device = find_device(name, local_rank if device_id is None else device_id, local_world_size,
                          prefer_cuda)
     if report:
-        say(f"Device: {describe_device(device)}")
+        echo(f"Device: {describe_device(device)}")
     return device
 
 
@@ -140,7 +130,7 @@ def use_flash_attention_3(config, device):
     try:
         switch("FA3")
     except Exception as error:  # one that was built for another PyTorch, say
-        say(f"FlashAttention-3 is installed, but does not work here: {error}")
+        echo(f"FlashAttention-3 is installed, but does not work here: {error}")
 
 
 def choose_dtype(name, device):
@@ -222,7 +212,7 @@ def process_group(config):
                dist.new_group(backend="gloo", timeout=timeout))
     try:
         yield Ranks(rank, local_rank, world_size, device, control)
-    except LeaveTogether:
+    except CollectiveExit:
         leave(control)
         raise
     else:  # after any other error the peers may be gone: do not wait for them

@@ -8,7 +8,8 @@ added, in the order of the batches and in float64, and turned into numbers at th
 import torch
 import torch.distributed as dist
 
-from train.distributed import SetupError, all_gather_vectors
+from train.base.errors import SetupError
+from train.distributed import all_gather_vectors
 from train.logger import LINE_NAMES
 
 

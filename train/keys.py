@@ -8,22 +8,10 @@ dataclass `Keys`.
 import math
 import os
 import re
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, fields, replace
 
+from train.base.fields import key
 from train.lr_scheduler import milestones
-
-
-def key(default, help, **meta):
-    """A configuration key. Limits: choices, gt, ge, lt, le. free=True: may change when a run is
-    resumed. start=True: belongs to one start of a run, not to the run. path=True: ~ is expanded.
-    mixture=True: or several, with weights.
-    text=True: a list whose items may hold commas. shape=True: a part of a model's shape, which
-    comes with its weights (init_from). reads=True: a file that the run reads, which --resume never
-    must leave where it is; reads="apart": its shape is not the model's."""
-    meta = dict(help=help, **meta)
-    if isinstance(default, (list, dict)):
-        return field(default_factory=lambda: type(default)(default), metadata=meta)
-    return field(default=default, metadata=meta)
 
 
 @dataclass
@@ -206,7 +194,7 @@ def adopt_shape(config, model_args):
         theirs, ours = model_args.get(f.name, f.default), getattr(config, f.name)
         if theirs == ours or f.name in NOT_SHAPE:
             continue
-        asked, said = config.was_typed(f.name), ours != f.default  # by a person; at all
+        asked, said = config.is_explicit(f.name), ours != f.default  # by a person; at all
         if f.name == "block_size" and (said and not learned or (asked or said) and ours < theirs):
             continue  # positions have no weights, or can be cut off
         if not asked or f.name == "n_hidden" and ours == 4 * config.n_embd:
@@ -238,20 +226,20 @@ class TrainConfig(GPTKeys, SystemKeys, OptimizerKeys, LearningRateKeys, LengthKe
                   RunKeys):
     """Every key of a run, flat: load_config(), or directly TrainConfig(max_iters=10)."""
     # Names of the keys that no file said but a person. A slot: vars(config) are the keys.
-    __slots__ = ("typed",)
+    __slots__ = ("explicit",)
 
-    def was_typed(self, name):
+    def is_explicit(self, name):
         """Whether a person asked for the value of a key; where nobody noted that (a TrainConfig()
         made by hand), of all that are not at their default."""
-        if hasattr(self, "typed"):
-            return name in self.typed
+        if hasattr(self, "explicit"):
+            return name in self.explicit
         return getattr(self, name) != getattr(type(self)(), name)
 
-    def but(self, **changes):
+    def replace(self, **changes):
         """This configuration with changes."""
         out = replace(self, **changes)
-        if hasattr(self, "typed"):
-            out.typed = self.typed
+        if hasattr(self, "explicit"):
+            out.explicit = self.explicit
         return out
 
     @property
@@ -275,7 +263,7 @@ class TrainConfig(GPTKeys, SystemKeys, OptimizerKeys, LearningRateKeys, LengthKe
             if (value := getattr(self, epochs)) is not None:
                 least = 0 if steps == "warmup_iters" else 1
                 changes[steps] = max(least, math.ceil(value * per_epoch - 1e-9))
-        return self.but(**changes)
+        return self.replace(**changes)
 
     def notes(self):
         """What a person should know of this configuration before it runs: a list of sentences."""

@@ -19,8 +19,8 @@ import threading
 import time
 from contextlib import contextmanager, suppress
 
+from train.base.errors import printable, warn_stderr
 from train.base.files import atomic_write, open_own, write_text
-from train.config import say, shown
 from train.keys import task_names
 from train.lr_scheduler import milestones
 
@@ -52,8 +52,8 @@ class Logger:
 
     def info(self, message, yellow=False):
         if self.main:
-            self.console.line(shown(message), yellow)
-            self._write_log(shown(message))
+            self.console.line(printable(message), yellow)
+            self._write_log(printable(message))
 
     def warn(self, message):
         self.info(f"warning: {message}", yellow=True)
@@ -62,8 +62,8 @@ class Logger:
         """To stderr, from any rank."""
         if self.main:
             self.console.bar("")
-            self._write_log(f"error: {shown(message)}")
-        to_stderr(f"[rank {os.environ.get('RANK', 0)}] {message}")
+            self._write_log(f"error: {printable(message)}")
+        warn_stderr(f"[rank {os.environ.get('RANK', 0)}] {message}")
 
     def _write_log(self, text):
         stamp = time.strftime("%Y-%m-%d %H:%M:%S ")
@@ -259,7 +259,7 @@ class _LineFile:
         try:
             if self.file is None:
                 if os.path.islink(self.path):
-                    to_stderr(f"warning: {self.path} was a link to {os.readlink(self.path)}, which "
+                    warn_stderr(f"warning: {self.path} was a link to {os.readlink(self.path)}, which "
                               "stays as it is; a file takes its place")
                     os.unlink(self.path)
                 self.file = open_own(self.path, "ab")
@@ -268,18 +268,13 @@ class _LineFile:
                 raise OSError("the disk is full")
         except OSError as error:
             if not self.warned:
-                to_stderr(f"warning: {self.path} cannot be written, training goes on: {error}")
+                warn_stderr(f"warning: {self.path} cannot be written, training goes on: {error}")
             self.warned = True
 
     def close(self):
         with suppress(OSError, AttributeError):  # or never opened
             self.file.close()
         self.file = None
-
-
-def to_stderr(text):
-    with suppress(OSError, ValueError, AttributeError):
-        say(text, sys.stderr)
 
 
 # -----------------------------------------------------------------------------

@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 import torch.nn as nn
 
-from train.config import ConfigError
+from train.base.errors import ConfigError
 from train.distributed import has_native_bfloat16, is_sharded, local
 
 

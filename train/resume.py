@@ -18,8 +18,9 @@ import torch.distributed as dist
 
 from model.core.load import read_weights, take_shape
 from train import checkpoint
+from train.base.errors import BadNumbers, CheckpointError
 from train.base.files import write_text
-from train.checkpoint import CheckpointError, bullets, load_checkpoint, mismatches, refuse
+from train.checkpoint import bullets, load_checkpoint, mismatches, refuse
 from train.config import FIELDS, differences, files_read, load_model_file
 from train.distributed import (
     assign,
@@ -29,7 +30,6 @@ from train.distributed import (
     is_sharded,
     local,
 )
-from train.robust import BadNumbers
 
 # -----------------------------------------------------------------------------
 # where to start

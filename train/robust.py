@@ -13,30 +13,14 @@ import traceback
 
 import torch
 
-from train.config import UserError, interrupted, shown
-from train.distributed import LeaveTogether, max_over_ranks
-from train.logger import to_stderr
+from train.base.cli import interrupt_code
+from train.base.errors import CollectiveExit, UserError, printable, warn_stderr
+from train.distributed import max_over_ranks
 from train.speed import is_compile_error
 
 MAX_OVERFLOWS_IN_A_ROW = 20  # float16: then it is not the loss scale that is wrong
 MAX_REWINDS = 3
 MAX_SPIKES_IN_A_ROW = 32
-
-
-class BadNumbers(LeaveTogether):
-    """Loss, gradients or weights are not finite; training has stopped before they did harm."""
-
-
-class SaveFailed(LeaveTogether):
-    """The last checkpoint could not be written: what was trained since the one before is lost."""
-
-
-class Stopped(LeaveTogether):
-    """A signal asked the run to end and it has saved; exit_code is 128 + the signal's number."""
-
-    def __init__(self, signum):
-        super().__init__(f"stopped by {signal.Signals(signum).name}")
-        self.exit_code = 128 + signum
 
 
 @contextlib.contextmanager
@@ -241,17 +225,17 @@ def run_reporting_errors(config, job):
     try:
         job(config)
         return exit_process(0)
-    except LeaveTogether as error:  # all ranks raise it: one speaks
+    except CollectiveExit as error:  # all ranks raise it: one speaks
         if not rank and error.exit_code < 128:
-            to_stderr(error)
+            warn_stderr(error)
         return exit_process(error.exit_code)
     except UserError as error:
         if rank:
             time.sleep(3)  # rank 0 most likely says the same, and torchrun then ends this process
-        to_stderr(f"[rank {rank}] {error}" if rank else error)
+        warn_stderr(f"[rank {rank}] {error}" if rank else error)
         return exit_process(error.exit_code)
     except KeyboardInterrupt as stop:  # before there was anything to save
-        return exit_process(interrupted(stop))
+        return exit_process(interrupt_code(stop))
     except BaseException as error:
         return report_crash(error, config, rank)
 
@@ -263,7 +247,7 @@ def report_crash(error, config, rank):
         text = "".join(f"[rank {rank}] {line}\n" for line in f"{text}{hint}".splitlines())
     elif hint:
         text += f"{hint}\n"
-    sys.stderr.write(shown(text))  # at once, or the texts of several ranks would mix
+    sys.stderr.write(printable(text))  # at once, or the texts of several ranks would mix
     sys.stderr.flush()
     return exit_process(1)
 

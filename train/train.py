@@ -17,7 +17,9 @@ from typing import Any
 import torch
 
 from train import checkpoint, distributed, logger, resume, robust, speed
-from train.config import TrainConfig, load_config, load_model_file, mixture_of, say, to_yaml
+from train.base.errors import BadNumbers, SetupError, Stopped, echo
+from train.base.fields import parse_mixture
+from train.config import TrainConfig, load_config, load_model_file, to_yaml
 from train.dataloader import open_token_data
 from train.evaluate import add_sums, all_reduce, batch_sums, evaluate, to_host, to_numbers
 from train.lr_scheduler import EarlyStopping, ReduceOnPlateau, get_lr
@@ -34,7 +36,7 @@ def train(config: TrainConfig, model: torch.nn.Module | None = None,
     model: an nn.Module to train in place of the one that the model file builds.
     on_evaluation(iter_num, numbers) hears of every evaluation; what it raises ends the run.
     started: when max_minutes began, of time.monotonic(); by itself now.
-    Raises UserError: robust.Stopped after a signal, robust.BadNumbers when loss or gradients are not
+    Raises UserError: Stopped after a signal, BadNumbers when loss or gradients are not
     finite; ConfigError, DataError, CheckpointError, SetupError for what cannot be used.
     """
     with open_trainer(config, model, on_evaluation, started=started) as trainer:
@@ -46,9 +48,9 @@ def open_trainer(config, model=None, on_evaluation=None, kind=None, started=None
     """A Trainer (or one of another `kind`) that is ready for its first step: what train() does, in
     parts. The end of the `with` gives back the folder, the log and the process group."""
     started = started or time.monotonic()
-    typed = {f.name for f in fields(config) if config.was_typed(f.name)}
+    typed = {f.name for f in fields(config) if config.is_explicit(f.name)}
     config = load_config(overrides=asdict(config))  # with the checks of one that was read
-    config.typed = typed
+    config.explicit = typed
     if config.tracker:  # what is missing for them ends here, before any work
         from train.options.trackers import check_trackers
         check_trackers(config.tracker)
@@ -106,8 +108,8 @@ class Trainer:
         # checkpoint, or from other weights, whose shape the model then takes over.
         self.folder = at_end.enter_context(
             checkpoint.RunFolder(config.out_dir, config.keep_last, config.save_precision))
-        start = resume.find_start(self.folder, config, ranks, say)
-        config = config.but(**start.shape)
+        start = resume.find_start(self.folder, config, ranks, echo)
+        config = config.replace(**start.shape)
 
         # The data say how long an epoch is: from here on all lengths are in steps.
         self.data = open_data(config, ranks)
@@ -124,7 +126,7 @@ class Trainer:
         self.model = self.wrapped = self.build_model(model)
         self.flops_per_step = speed.flops_per_step(self.model, c, self.data.train)
         if start.kind == "resume":
-            resume.check_fits(start, c, self.data, self.model, ranks, say)
+            resume.check_fits(start, c, self.data, self.model, ranks, echo)
 
         self.tasks = None
         if c.eval_tasks:  # questions that are answered at every evaluation
@@ -209,7 +211,7 @@ class Trainer:
         self.check_metric()
         if c.eval_only:
             if self.data.val is None:
-                raise distributed.SetupError("eval_only: these data have no validation part")
+                raise SetupError("eval_only: these data have no validation part")
             self.validate()
         elif p.finished and (limits := self.limits()):
             self.log.info(f"This run is finished at iter {p.iter_num}: {p.finished}. A larger "
@@ -265,7 +267,7 @@ class Trainer:
         self.log.plot()
         self.test()
         if stop := self.signals.agree(self.ranks)[0]:  # while testing: all is saved
-            raise robust.Stopped(stop)
+            raise Stopped(stop)
         # Some float16 steps always overflow at first, until the loss scale fits.
         skipped = f"; {p.overflows} float16 steps skipped" if p.overflows else ""
         self.log.info(f"Training complete! {p.finished}; checkpoints and evaluations held it up "
@@ -371,7 +373,7 @@ class Trainer:
                                     self.scaler.is_enabled())
         if action == "stop":
             self.folder.wait()
-            raise robust.BadNumbers(robust.not_finite(it, loss, norm, lr, self.where(it),
+            raise BadNumbers(robust.not_finite(it, loss, norm, lr, self.where(it),
                                                     self.folder.file("ckpt.pt")))
         if spike:
             self.log.warn(f"iter {it}: loss {loss:.4f} is a spike (norm {norm:.2f}, "
@@ -487,7 +489,7 @@ class Trainer:
         known = list(self.evaluate(self.data.val, 1, more=True))
         # None in one batch is not None in all: a name is enough.
         if name not in known:
-            raise distributed.SetupError(f"early_stopping_metric: evaluations of this model do not "
+            raise SetupError(f"early_stopping_metric: evaluations of this model do not "
                                          f"yield {name!r}; choose one of {', '.join(known)}")
 
     def test(self):
@@ -562,9 +564,9 @@ class Trainer:
         self.optimizer.zero_grad(set_to_none=True)
         self.scaler.update()  # or it would take the next step's gradients for unscaled already
         self.folder.wait()
-        start = resume.find_latest(self.folder, self.ranks, say)
+        start = resume.find_latest(self.folder, self.ranks, echo)
         if start.kind == "scratch":
-            raise robust.BadNumbers(f"iter {bad}: a loss spike, and no checkpoint to rewind to yet")
+            raise BadNumbers(f"iter {bad}: a loss spike, and no checkpoint to rewind to yet")
         self.restore(start)
         passed = bad + 1 - p.iter_num  # with the batch whose loss it was
         p.data_shift, p.rewinds = shift + passed, rewinds + 1
@@ -594,7 +596,7 @@ class Trainer:
         self.save(last=True)
         self.log.info(f"Stopped at iter {self.progress.iter_num}, saved. To resume:")
         self.log.info(logger.resume_command(self.config, self.ranks))
-        raise robust.Stopped(signum)
+        raise Stopped(signum)
 
 
 def forward_backward(forward, batch, n, full_count, scaler):
@@ -616,9 +618,9 @@ def open_data(config, ranks):
     """The Data of a run: what the model file opens, else the token files of data_dir; of several
     folders with weights, a mixture of theirs."""
     opened = getattr(load_model_file(config.model), "open_data", open_token_data)
-    if weights := mixture_of(config.data_dir):
+    if weights := parse_mixture(config.data_dir):
         from train.options.mixture import mix
-        data = mix({f: opened(config.but(data_dir=f), ranks) for f in weights}, weights)
+        data = mix({f: opened(config.replace(data_dir=f), ranks) for f in weights}, weights)
     else:
         data = opened(config, ranks)
     resume.check_plain(data.spec, "Data.spec")

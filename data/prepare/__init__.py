@@ -28,10 +28,11 @@ from data.prepare.sources import (
     shakespeare,
     source_name,
 )
-from data.token_files import DataError, open_shard
+from data.token_files import open_shard
 from data.tokenizer import BESIDE, MAX_VOCAB, CharTokenizer
 from data.tokenizer_hf import find_tokenizer
-from train.config import UsageError, run_command, say
+from train.base.cli import run_command
+from train.base.errors import DataError, UsageError, echo
 
 QUICK = 64 << 20        # bytes of text that one process reads, or cuts into bytes, in a second
 QUICK_BPE = 8 << 20     # the same where words are cut into tokens
@@ -132,7 +133,7 @@ def write_tokens(s, kept, tokenizer, folder):
 
 
 def prepare(sources, out, tokenizer="byte", val_fraction=None, field="text", num_proc=None,
-            force=False, num_samples=None, vocab_size=None, separator=None, log=say):
+            force=False, num_samples=None, vocab_size=None, separator=None, log=echo):
     """Writes train.bin, val.bin and meta.json of text files and folders to the folder `out`.
 
     tokenizer: byte, char, gpt2, bpe (of vocab_size), a rank file or a prepared folder.
@@ -184,7 +185,7 @@ def report_prepared(meta, out, copies, passed, seconds, log):
     log(f"Next: {next_command(splits['train']['tokens'], out)}")
 
 
-def ensure_dataset(data_dir, log=say):
+def ensure_dataset(data_dir, log=echo):
     """Prepares the built-in dataset that a missing `data_dir` names (its last part is stdlib) and
     leaves anything else alone. Safe in several processes at once. Returns whether it did so."""
     if os.path.basename(os.path.normpath(data_dir)) != "stdlib":
@@ -233,7 +234,7 @@ def check_arguments(args):
         raise UsageError("--shards: expected 1 or more")
 
 
-def prepare_corpus(args, out, log=say):
+def prepare_corpus(args, out, log=echo):
     """A corpus that comes as GPT-2's tokens: downloads its shards into `out`, with a meta.json."""
     corpus, start = CORPORA[args.dataset], time.monotonic()
     if (args.field or args.separator is not None or args.num_samples or args.val_fraction
@@ -272,7 +273,7 @@ def run(args):
         folder = f"{out}.download"
         sources = download_corpus(name, folder, args.mirror, args.shards)
         separator = CORPORA[name].separator if separator is None else separator
-        say(f"Downloaded to {folder}; it can go once the tokens are made")
+        echo(f"Downloaded to {folder}; it can go once the tokens are made")
     elif name:
         sources = [STDLIB if name == "stdlib" else shakespeare(args.input)]
     prepare(sources, out, args.tokenizer or "byte", args.val_fraction, args.field or "text",

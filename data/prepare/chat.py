@@ -32,10 +32,10 @@ import numpy as np
 from data import chat_template as jinja
 from data.prepare.folders import new_folder, replacing_problems, write_meta, write_tokenizer
 from data.prepare.records import parse_records, raise_problems
-from data.token_files import DataError
 from data.tokenizer import BESIDE
 from data.tokenizer_hf import heads, tokenizer_of
-from train.config import run_command, shown
+from train.base.cli import run_command
+from train.base.errors import DataError, printable
 
 # What stands around a turn. After the assistant's words comes the end-of-text token.
 TEMPLATE = {"system": "### System:\n{}\n\n", "user": "### User:\n{}\n\n",
@@ -400,7 +400,7 @@ def show(ids, mask, tokenizer):
     left, right = COLOUR if sys.stdout.isatty() and not os.environ.get("NO_COLOR") else PLAIN
     edges = np.flatnonzero(np.diff(mask, prepend=0, append=0))
     parts = np.split(ids, edges[:-1] if len(edges) else [])
-    texts = [shown(tokenizer.decode(part)) for part in parts]
+    texts = [printable(tokenizer.decode(part)) for part in parts]
     print("-" * 72)
     print("".join(f"{left}{t}{right}" if i % 2 else t for i, t in enumerate(texts)))
 

@@ -25,7 +25,7 @@ import numpy as np
 
 from data.prepare.records import MANY, check_columns, is_jsonl, parse_line
 from data.prepare.sources import File, Progress
-from data.token_files import DataError, mix64
+from data.token_files import mix64
 from data.tokenizer import (
     GPT2_PATTERN,
     RankTokenizer,
@@ -33,6 +33,7 @@ from data.tokenizer import (
     load_dataset_tokenizer,
     without_long_blanks,
 )
+from train.base.errors import DataError
 
 PIECE = 1 << 20         # bytes of text that one task reads: what memory use is made of
 VAL_DOCUMENTS = 10      # with fewer in the validation part, whole documents are too coarse a choice

@@ -20,8 +20,9 @@ import numpy as np
 
 from data.prepare.folders import check_types, new_folder, replacing_problems, write_meta
 from data.prepare.records import raise_problems
-from data.token_files import DataError, open_npy, read_meta
-from train.config import UsageError, run_command, say
+from data.token_files import open_npy, read_meta
+from train.base.cli import run_command
+from train.base.errors import DataError, UsageError, echo
 
 CHUNK_ROWS = 4096
 FILES = r"(train|val)_\w+\.npy|meta\.json"  # names of what this command writes
@@ -90,7 +91,7 @@ def held_out(runs, fraction):
 
 
 def prepare_features(arrays, target, out, val_fraction=0.1, runs=None, force=False, sources=(),
-                     log=say, **more):
+                     log=echo, **more):
     """Write the folder `out`. arrays: {name: (rows, dims)}; target: (rows, dims) or None; runs: a
     label for each row. sources: where they come from; features from elsewhere are replaced with
     `force` only. more: goes into meta.json. Returns what meta.json holds."""
@@ -232,7 +233,7 @@ def prepare(args):
     meta = prepare_features(arrays, target, out, args.val_fraction, runs, args.force,
                             files or ["--synthetic"], **more)
     dims = ", ".join(f"{name} {d}" for name, d in meta["modalities"].items())
-    say(f"{out}: {dims}; target {meta['target'] or 'none'}; {meta['rows']['train']:,} rows to "
+    echo(f"{out}: {dims}; target {meta['target'] or 'none'}; {meta['rows']['train']:,} rows to "
         f"train on, {meta['rows']['val']:,} held out, in whole runs\nNext: python run_train.py "
         f"--config train/configs/autoencoder.yaml --data_dir {out}")
 

@@ -13,8 +13,9 @@ import socket
 import time
 from contextlib import contextmanager, suppress
 
-from data.token_files import CHECKED_WHOLE, DataError, made_for, prepared_meta, who_reads
+from data.token_files import CHECKED_WHOLE, made_for, prepared_meta, who_reads
 from data.tokenizer import BESIDE, load_dataset_tokenizer
+from train.base.errors import DataError
 from train.base.files import exclusive_lock, free_name, sync_folder, write_text
 
 # -----------------------------------------------------------------------------

@@ -4,7 +4,7 @@ import os
 import re
 
 from data.prepare.sources import MIRROR, download
-from data.token_files import DataError
+from train.base.errors import DataError
 from train.base.files import exclusive_lock
 
 HUB = "https://huggingface.co"

@@ -31,10 +31,10 @@ import numpy as np
 
 from data.prepare.folders import new_folder, replacing_problems, write_meta, write_tokenizer
 from data.prepare.records import STDLIB_SKIP, parse_records, raise_problems, walk
-from data.token_files import DataError
 from data.tokenizer import BESIDE, clean
 from data.tokenizer_hf import tokenizer_of
-from train.config import UsageError, run_command, say
+from train.base.cli import run_command
+from train.base.errors import DataError, UsageError, echo
 
 SPLITS = ("train", "val", "test")
 # tokens (N, T) unsigned, padded with 0; lengths (N,) in tokens; labels (N,), numbers of classes;
@@ -152,7 +152,7 @@ def read_rows(sources, fields=FIELDS, skip_bad=False):
     if not rows:
         raise DataError(f"{', '.join(sources)}: no rows")
     for doubt, n in Counter(row.doubt for row in rows if row.doubt).items():
-        say(f"{n:,} of {len(rows):,} rows have {doubt}; --start and --end say where it is")
+        echo(f"{n:,} of {len(rows):,} rows have {doubt}; --start and --end say where it is")
     return rows
 
 
@@ -222,7 +222,7 @@ def find_classes(rows):
         raise DataError(f"all {len(rows)} rows have the label {names.pop()!r}; a classifier needs "
                          "two classes or more")
     for alike in names_alike(names):
-        say(f"Labels that look alike are different classes: {', '.join(map(repr, alike))}")
+        echo(f"Labels that look alike are different classes: {', '.join(map(repr, alike))}")
     numeric = all(name.removeprefix("-").isdecimal() for name in names)
     return sorted(names, key=int if numeric else str)
 
@@ -285,17 +285,17 @@ def prepare(args):
 
 
 def report_prepared(meta, sizes, longest, lost, out):
-    say(f"Prepared {out}: task {meta['task']}, rows of up to {meta['max_tokens']} tokens: "
+    echo(f"Prepared {out}: task {meta['task']}, rows of up to {meta['max_tokens']} tokens: "
         + ", ".join(f"{name} {n:,}" for name, n in sizes.items()))
     if meta["classes"]:
-        say("Training rows by class: " + ", ".join(
+        echo("Training rows by class: " + ", ".join(
             f"{name} {n:,}" for name, n in zip(meta["classes"], meta["class_counts"])))
         if few := [c for c, n in zip(meta["classes"], meta["class_counts"]) if n < FEW]:
-            say(f"Fewer than {FEW} rows to learn from: {', '.join(few)}")
+            echo(f"Fewer than {FEW} rows to learn from: {', '.join(few)}")
     if longest > meta["max_tokens"]:
-        say(f"Texts of up to {longest:,} tokens were cut to --max_tokens {meta['max_tokens']}; "
+        echo(f"Texts of up to {longest:,} tokens were cut to --max_tokens {meta['max_tokens']}; "
             f"{lost:,} rows lost their evidence and teach no span")
-    say(f"Next: python run_train.py --config train/configs/classifier.yaml --data_dir {out}")
+    echo(f"Next: python run_train.py --config train/configs/classifier.yaml --data_dir {out}")
 
 
 # --- the example: one word is missing from this code; which, and where?
@@ -339,7 +339,7 @@ def make_example(path):
     os.makedirs(os.path.dirname(path) or ".", exist_ok=True)
     with open(path, "w", encoding="utf-8") as f:
         f.writelines(json.dumps(row) + "\n" for part in rows.values() for row in part.values())
-    say(f"Wrote {path}: {sum(map(len, rows.values())):,} pieces of numpy and torch")
+    echo(f"Wrote {path}: {sum(map(len, rows.values())):,} pieces of numpy and torch")
 
 
 # --- the command line

@@ -35,9 +35,9 @@ from data.prepare.chat import (
 )
 from data.prepare.folders import new_folder, write_meta, write_tokenizer
 from data.prepare.records import parse_records
-from data.token_files import DataError
 from data.tokenizer import BESIDE
-from train.config import run_command
+from train.base.cli import run_command
+from train.base.errors import DataError
 
 FILES = (r"(train|val)_(tokens|mask|logps)\.npy|meta\.json|"
          + "|".join(map(re.escape, BESIDE.values())))

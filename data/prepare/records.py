@@ -21,8 +21,7 @@ import re
 import sys
 import zlib
 
-from data.token_files import DataError
-from train.config import say
+from train.base.errors import DataError, echo
 
 JSON_BYTES = 1 << 30  # a larger list of records would need too much memory
 MANY = 1000           # problems after which reading for more is a waste of time
@@ -224,7 +223,7 @@ def source_records(source, split, subset):
         raise DataError(f"{source}: cannot be read: {error}") from None
 
 
-def parse_records(sources, parse, limit=None, skip_bad=False, log=say, split="train",
+def parse_records(sources, parse, limit=None, skip_bad=False, log=echo, split="train",
                   subset=None):
     """Yields parse(record) of the records of all sources, of the first `limit` good ones. At the
     end: DataError with all that are bad, for which `parse` raises ValueError; or, with skip_bad,

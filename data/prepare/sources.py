@@ -30,7 +30,7 @@ from data.prepare.records import (
     records,
     walk,
 )
-from data.token_files import DataError
+from train.base.errors import DataError
 
 BLOCK = 1 << 20
 MIRROR = r"https://|file://|http://(localhost|127\.)"  # what comes else can be anybody's

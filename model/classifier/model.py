@@ -12,9 +12,10 @@ import torch.nn.functional as F
 
 from data.prepare.folders import check_array, check_types, known_tokenizer
 from data.prepare.labels import ARRAYS, SPLITS
-from data.token_files import DataError, open_npy, read_meta
+from data.token_files import open_npy, read_meta
 from model.classifier.metrics import auroc_of_counts, confusion_metrics, whole_auroc
 from model.gpt import GPT, GPTConfig, adopt_shape, fill, normal  # noqa: F401
+from train.base.errors import DataError
 from train.config import key
 from train.dataloader import Data, RowLoader
 

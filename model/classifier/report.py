@@ -11,10 +11,10 @@ import torch
 
 from data.prepare.folders import known_tokenizer
 from data.prepare.labels import ARRAYS, Fields, add_field_options, label_name, read_rows, to_arrays
-from data.token_files import DataError
 from model.classifier.metrics import classification_metrics, place_metrics, span_metrics
 from model.classifier.model import load_split, read_labels_meta
-from train.config import UsageError, run_command, say
+from train.base.cli import run_command
+from train.base.errors import DataError, UsageError, echo
 
 # -----------------------------------------------------------------------------
 # as a person sees it
@@ -200,7 +200,7 @@ def report(args):
     if args.batch_size < 1:
         raise UsageError(f"--batch_size must be at least 1, got {args.batch_size}")
     metrics, classes = evaluate(args)
-    say(report_text(metrics, classes))
+    echo(report_text(metrics, classes))
     name = "confusion.svg" if "confusion_matrix" in metrics else "predictions.jsonl"
     print(f"Next: open {os.path.join(args.out, name)}, metrics.json beside it has all")
 

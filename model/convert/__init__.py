@@ -33,8 +33,9 @@ from model.convert.foreign import (
     rename,
 )
 from model.core.load import BACKBONE, EMA, averaged, model_of, read_model_args
-from train.checkpoint import CheckpointError, find_not_finite, save_checkpoint, write_safetensors
-from train.config import run_command
+from train.base.cli import run_command
+from train.base.errors import CheckpointError
+from train.checkpoint import find_not_finite, save_checkpoint, write_safetensors
 from train.distributed import convert_ddp_state
 
 # -----------------------------------------------------------------------------

@@ -18,7 +18,7 @@ import torch.nn.functional as F
 
 from model.core.ops import apply_dropout, apply_rope, attend
 from model.gpt import MLP, Attention, Embedding, GPTConfig, Norm
-from train.config import ConfigError
+from train.base.errors import ConfigError
 
 # What config.json leaves out means, for each model_type (the classes of `transformers`).
 COMMON = dict(rms_norm_eps=1e-6, rope_theta=10000.0, tie_word_embeddings=False, hidden_act="silu")
@@ -80,7 +80,7 @@ class Family:
         """Give a GPT, in place, the blocks of this family."""
         c = model.config
         if len(self.layers) != c.n_layer:
-            raise FamilyError([f"family: has {len(self.layers)} layers, n_layer is {c.n_layer}"])
+            raise ConfigError([f"family: has {len(self.layers)} layers, n_layer is {c.n_layer}"])
         if self.embed_scale != 1:
             model.wte = ScaledEmbedding(*model.wte.weight.shape, self.embed_scale)
         for i, block in enumerate(model.h):
@@ -92,42 +92,38 @@ class Family:
 # -----------------------------------------------------------------------------
 # their config.json
 
-class FamilyError(ConfigError, ValueError):
-    """What a configuration or a file says of a model cannot be computed here."""
-
-
 @functools.lru_cache
 def read(text):
-    """The Family that the JSON `text` describes. Raises FamilyError."""
+    """The Family that the JSON `text` describes. Raises ConfigError."""
     try:
         return family_of(json.loads(text))
-    except FamilyError:
+    except ConfigError:
         raise
     except (ValueError, TypeError, LookupError, AttributeError, ArithmeticError,
             RecursionError) as error:
-        raise FamilyError([f"family: {type(error).__name__}: {error}"]) from None
+        raise ConfigError([f"family: {type(error).__name__}: {error}"]) from None
 
 
 def family_of(c):
     """The Family of the dict of a config.json."""
     kind = c.get("model_type") if isinstance(c, dict) else None
     if kind not in DEFAULTS:
-        raise FamilyError([f"model_type {kind!r}: expected one of {', '.join(DEFAULTS)}"])
+        raise ConfigError([f"model_type {kind!r}: expected one of {', '.join(DEFAULTS)}"])
     if unknown := sorted(k for k in c.keys() - USED - HARMLESS if c[k]):
-        raise FamilyError([", ".join(f"{k}: {c[k]!r}" for k in unknown)
+        raise ConfigError([", ".join(f"{k}: {c[k]!r}" for k in unknown)
                            + f": not known of {kind}, whose logits would be others"])
     c = DEFAULTS[kind] | c
     if wrong := [f"{k}: {c[k]!r}" for k in sorted(SIZES & c.keys())
                  if c[k] is not None and not (type(c[k]) is int and 0 < c[k] < 2**31)]:
-        raise FamilyError([f"{', '.join(wrong)}: expected whole numbers above 0"])
+        raise ConfigError([f"{', '.join(wrong)}: expected whole numbers above 0"])
     if c["num_hidden_layers"] > 10_000:  # as n_layer
-        raise FamilyError([f"num_hidden_layers: {c['num_hidden_layers']}, expected up to 10,000"])
+        raise ConfigError([f"num_hidden_layers: {c['num_hidden_layers']}, expected up to 10,000"])
     act = c.get("hidden_activation") or c["hidden_act"]
     if act != DEFAULTS[kind]["hidden_act"]:
-        raise FamilyError([f"hidden_act: {act!r}, expected {DEFAULTS[kind]['hidden_act']}"])
+        raise ConfigError([f"hidden_act: {act!r}, expected {DEFAULTS[kind]['hidden_act']}"])
     head_dim = c.get("head_dim") or c["hidden_size"] // c["num_attention_heads"]
     if head_dim % 2 or head_dim < 2:
-        raise FamilyError([f"head_dim: {head_dim}, expected an even number"])
+        raise ConfigError([f"head_dim: {head_dim}, expected an even number"])
     gemma = kind == "gemma3_text"
     each = list(zip(windows(c), layer_ropes(c)))  # (window, rope) of each layer
     kinds = tuple(dict.fromkeys(each))
@@ -147,7 +143,7 @@ def layer_types(c):
         first = c.get("max_window_layers", 0) if slides else n
         types = ["full_attention" if i < first else "sliding_attention" for i in range(n)]
     if len(types) != n or set(types) - {"full_attention", "sliding_attention"}:
-        raise FamilyError([f"layer_types: {types!r}: expected full_attention or sliding_attention "
+        raise ConfigError([f"layer_types: {types!r}: expected full_attention or sliding_attention "
                            f"for each of {n} layers"])
     return types
 
@@ -169,7 +165,7 @@ def layer_ropes(c):
     every = c["no_rope_layer_interval"]
     used = c.get("no_rope_layers") or [(i + 1) % every for i in range(len(ropes))]
     if len(used) != len(ropes):
-        raise FamilyError([f"no_rope_layers: {used!r}: expected one for each of {len(ropes)} "
+        raise ConfigError([f"no_rope_layers: {used!r}: expected one for each of {len(ropes)} "
                            "layers"])
     return [rope if has else None for rope, has in zip(ropes, used)]
 
@@ -177,7 +173,7 @@ def layer_ropes(c):
 def rope_of(given, theta):
     kind = given.get("rope_type", given.get("type", "default"))
     if kind not in ("default", "linear", "llama3") or given.get("partial_rotary_factor", 1) != 1:
-        raise FamilyError([f"rope_type: {kind!r}: expected default, linear or llama3, of whole "
+        raise ConfigError([f"rope_type: {kind!r}: expected default, linear or llama3, of whole "
                            "heads"])
     words = ("low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
     rest = [given[word] for word in words] if kind == "llama3" else [None] * 3

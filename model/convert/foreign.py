@@ -19,16 +19,16 @@ import torch.nn.functional as F
 
 from data.tokenizer_hf import folder_of, read_json, read_template, read_tokenizer
 from model.gpt import GPT, GPTConfig
+from train.base.errors import CheckpointError, echo
 from train.checkpoint import (
     DESCRIPTION,
     DTYPES,
-    CheckpointError,
     find_not_finite,
     load_checkpoint,
     mismatches,
     refuse,
 )
-from train.config import check_shape, say
+from train.config import check_shape
 from train.distributed import convert_ddp_state
 
 # -----------------------------------------------------------------------------
@@ -292,7 +292,7 @@ def read_folder(folder):
             tokenizer = read_tokenizer(folder)
             template = read_template(folder, tokenizer)
         except ValueError as error:
-            say(f"{error}; going on without a tokenizer", sys.stderr)
+            echo(f"{error}; going on without a tokenizer", sys.stderr)
     kind = "moe" if has_experts(shape) else "gpt"
     return described(folder, weights, shape, kind, tokenizer, template)
 

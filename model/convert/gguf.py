@@ -19,8 +19,8 @@ from data.tokenizer_hf import (
     tokenizer_json,
 )
 from model.convert.foreign import rename
+from train.base.errors import CheckpointError
 from train.base.files import atomic_write
-from train.checkpoint import CheckpointError
 
 ARCHITECTURES = {"gpt2": "gpt2", "llama": "llama", "mistral": "llama", "mixtral": "llama",
                  "qwen2": "qwen2", "qwen3": "qwen3", "qwen3_moe": "qwen3moe", "olmo2": "olmo2",
@@ -263,7 +263,7 @@ def turns_of(template):
     """A turn in Ollama's template language: a system message, if there is one, and a question."""
     from data import chat_template as jinja
     from data.prepare.chat import stretches
-    from data.token_files import DataError
+    from train.base.errors import DataError
 
     def text(*turns):
         if "jinja" not in template:

@@ -13,7 +13,7 @@ import torch.nn.functional as F
 
 from model.core.load import BACKBONE, EMA, load_model
 from model.gpt import MLP, Attention, is_plain
-from train.config import shown
+from train.base.errors import printable
 
 
 def add_options(parser):
@@ -73,7 +73,7 @@ class Streamer:
         self.held.append(int(token[0]))
         text = self.tokenizer.decode(self.held)
         if not text.endswith("\ufffd") or len(self.held) > 8:  # no character has more bytes
-            print(shown(text), end="", flush=True)
+            print(printable(text), end="", flush=True)
             self.held.clear()
 
 

@@ -10,7 +10,8 @@ import torch
 
 from data.tokenizer import Tokenizer
 from model.gpt import GPT, GPTConfig
-from train.checkpoint import CheckpointError, bullets, load_checkpoint
+from train.base.errors import CheckpointError
+from train.checkpoint import bullets, load_checkpoint
 from train.config import check_shape, check_size, checked, conflicts, load_config, load_model_file
 from train.distributed import convert_ddp_state
 from train.keys import adopt_shape
@@ -89,14 +90,14 @@ def empty_model(state):
         raise ValueError(f"no spec of its data in it, from which a model of {name} is built")
     build, spec = load_model_file(str(name)).build_model, state["spec"]
     config = saved_config(state["config"])
-    check_size(config.but(vocab_size=spec.get("vocab_size", config.vocab_size)), weights)
+    check_size(config.replace(vocab_size=spec.get("vocab_size", config.vocab_size)), weights)
     return build(config, types.SimpleNamespace(spec=spec))
 
 
 def saved_config(values):
     """The configuration in a checkpoint: none of it was typed by a person."""
     config = load_config(None, values)
-    config.typed = ()
+    config.explicit = ()
     return config
 
 
@@ -128,7 +129,7 @@ def take_shape(config, model_args, path, hook=adopt_shape, weights=None):
                               "leave these keys out to take them from it")
     try:
         taken = {name: checked(name, value, known) for name, value in taken.items()}
-        shape = config.but(**taken)
+        shape = config.replace(**taken)
         if problems := [text for _, text in conflicts(shape)]:
             raise ValueError("; ".join(problems))
         if taken and weights is not None:
@@ -140,7 +141,7 @@ def take_shape(config, model_args, path, hook=adopt_shape, weights=None):
 
 def with_shape(config, model_args, path):
     """`config` with the shape of its backbone, but for the vocabulary, which data.spec says."""
-    return config.but(**take_shape(config, model_args, path) | dict(vocab_size=config.vocab_size))
+    return config.replace(**take_shape(config, model_args, path) | dict(vocab_size=config.vocab_size))
 
 
 def read_backbone(path, key="backbone"):

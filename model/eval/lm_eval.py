@@ -11,11 +11,11 @@ import sys
 
 import torch
 
-from data.token_files import DataError
 from model.core.generate import generate
 from model.core.load import load_model
 from model.eval.tasks import logprobs, text_of
-from train.config import run_command
+from train.base.cli import run_command
+from train.base.errors import DataError
 
 NEW_TOKENS = 256  # of an answer, where a task does not say
 

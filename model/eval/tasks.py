@@ -28,8 +28,9 @@ from data.tokenizer import tokenizer_from_spec
 from model.core.generate import generate, past_compiled
 from model.core.ops import chunk_rows
 from model.gpt import GPT
+from train.base.errors import SetupError
 from train.config import find_file
-from train.distributed import SetupError, broadcast_from_rank0
+from train.distributed import broadcast_from_rank0
 from train.evaluate import evaluate
 from train.keys import task_names
 from train.logger import LINE_NAMES

@@ -29,8 +29,10 @@ from model.sae.activations import (  # noqa: F401  ActivationBuffer: for importe
     ActivationLoader,
     load_backbone,
 )
-from train.checkpoint import CheckpointError, write_safetensors
-from train.config import ConfigError, UsageError, key, run_command, say
+from train.base.cli import run_command
+from train.base.errors import CheckpointError, ConfigError, UsageError, echo
+from train.checkpoint import write_safetensors
+from train.config import key
 from train.dataloader import Data, DataLoader, open_token_data
 from train.distributed import broadcast_from_rank0, choose_dtype
 
@@ -317,7 +319,7 @@ def show_features(model, args):
     for f in value.mean(1).argsort(descending=True)[:args.features].tolist():
         print(f"feature {f}: active at {float(rate[f]):.2%} of the tokens")
         for v, w, p in zip(value[f].tolist(), window[f].tolist(), position[f].tolist()):
-            say(f"  {v:8.2f}  {describe(rows[w], p, tokenizer)}")
+            echo(f"  {v:8.2f}  {describe(rows[w], p, tokenizer)}")
 
 
 def main(argv=None):

@@ -16,8 +16,7 @@ import torch
 import torch.nn as nn
 
 from model.gpt import GPT, stable_hash
-from train.checkpoint import CheckpointError
-from train.config import ConfigError
+from train.base.errors import CheckpointError, ConfigError
 
 # The first token sees nothing but itself: its activation is many times longer than the others' and
 # would be most of the squared error. It is neither learned nor replaced.

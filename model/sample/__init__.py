@@ -14,7 +14,8 @@ import torch
 from model.core.decode import Streamer, add_options, load_writer, prepare
 from model.core.generate import generate, start_tokens
 from model.core.load import load_model  # noqa: F401  for others to import
-from train.config import UserError, run_command, say
+from train.base.cli import run_command
+from train.base.errors import UserError, echo
 from train.speed import is_compile_error
 
 # -----------------------------------------------------------------------------
@@ -87,7 +88,7 @@ def sample(args):
                        args.seed, stop, stream, tokenizer.n_vocab, args.min_p)
     for row in out[:, len(start):].tolist() if n > 1 else []:
         text = tokenizer.decode(row[:row.index(stop)] if stop in row else row)
-        say(args.prompt + text + "\n" + "-" * 72)
+        echo(args.prompt + text + "\n" + "-" * 72)
     made, seconds = n * (out.size(1) - len(start)), time.perf_counter() - started
     print(f"\n[{made} tokens{about}, {made / seconds:.1f} tokens/s]", file=sys.stderr)
 

@@ -11,7 +11,7 @@ import socket
 from pathlib import Path
 
 from model.serve.site import is_local
-from train.config import run_command
+from train.base.cli import run_command
 
 KEY = "IRONGPT_API_KEY"  # of the environment
 

@@ -11,12 +11,7 @@ import shutil
 import socket
 from contextlib import contextmanager, suppress
 
-from train.config import UserError
-
-
-class FilesError(UserError):
-    """A file or folder that cannot be used; the message says which, why and what to do."""
-
+from train.base.errors import UserError
 
 # -----------------------------------------------------------------------------
 # files
@@ -121,12 +116,12 @@ def free_name(folder, stem, suffix=".pt"):
 
 class Lock:
     """Exclusive use of a folder while the process lives; the system frees a dead holder's lock.
-    Raises FilesError, naming the holder where there is one."""
+    Raises UserError, naming the holder where there is one."""
 
     def __init__(self, folder):
         path = os.path.join(folder, ".lock")
         if os.path.islink(path):
-            raise FilesError(f"{path} is a link, expected a file of this program: remove the link, "
+            raise UserError(f"{path} is a link, expected a file of this program: remove the link, "
                              "or choose another --out_dir")
         self.file = open_own(path, "a+")
         try:
@@ -136,7 +131,7 @@ class Lock:
             self.file.seek(0)
             holder = self.file.read(200).strip() or "another process"
             self.file.close()
-            raise FilesError(f"{folder} is in use by {holder}; wait for it, stop it, or choose "
+            raise UserError(f"{folder} is in use by {holder}; wait for it, stop it, or choose "
                              "another --out_dir") from None
         except (ImportError, OSError):  # or a file system without locks
             return

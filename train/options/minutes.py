@@ -15,9 +15,9 @@ import shutil
 import time
 from dataclasses import dataclass
 
+from train.base.errors import SetupError, echo
 from train.checkpoint import RunFolder, prev_path
-from train.config import say
-from train.distributed import SetupError, broadcast_from_rank0
+from train.distributed import broadcast_from_rank0
 from train.logger import duration
 from train.robust import on_signals
 
@@ -36,11 +36,11 @@ def in_steps(config, ranks, started, new_run):
             config.resume == "auto" and broadcast_from_rank0(lambda: has_checkpoint(config.out_dir), ranks)):
         return config
     if ranks.is_main:
-        say(f"max_minutes {config.max_minutes:g}: timing some steps first, to know how many fit")
+        echo(f"max_minutes {config.max_minutes:g}: timing some steps first, to know how many fit")
     # The length is in steps alone from here on; other lengths that end with it follow it.
-    config = config.but(max_epochs=None, lr_decay_iters=None)
+    config = config.replace(max_epochs=None, lr_decay_iters=None)
     with folder_inside(config.out_dir, ranks) as folder, contextlib.redirect_stdout(io.StringIO()):
-        costs = rehearse(config.but(out_dir=folder, resume="never", tracker=[],
+        costs = rehearse(config.replace(out_dir=folder, resume="never", tracker=[],
                                     max_iters=MOST_STEPS), new_run)
     # What rank 0 has measured holds for all.
     costs, left = broadcast_from_rank0(
@@ -52,8 +52,8 @@ def in_steps(config, ranks, started, new_run):
         raise SetupError(f"max_minutes {config.max_minutes:g} is too short for one step here: "
                          f"{text}; give it more, or use a smaller model or fewer evaluations")
     if ranks.is_main:
-        say(f"max_minutes {config.max_minutes:g} is max_iters {steps}: {text}")
-    return config.but(max_iters=steps)
+        echo(f"max_minutes {config.max_minutes:g} is max_iters {steps}: {text}")
+    return config.replace(max_iters=steps)
 
 
 def has_checkpoint(folder):

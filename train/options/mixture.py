@@ -16,7 +16,7 @@ from fractions import Fraction
 
 import numpy as np
 
-from data.token_files import DataError
+from train.base.errors import DataError
 from train.dataloader import Data, Loader
 from train.evaluate import add_sums
 

@@ -13,23 +13,18 @@ import uuid
 from contextlib import suppress
 from pathlib import Path
 
-from train.config import UserError
+from train.base.errors import SetupError
 from train.tools.plot import read_metrics
-
-
-class TrackerError(UserError, ValueError):
-    """A tracker whose package is missing."""
-
 
 PACKAGES = dict(tensorboard=["tensorboard"], wandb=["wandb"], mlflow=["mlflow", "sqlalchemy"])
 
 
 def check_trackers(names):
-    """Raise TrackerError, a line for each that is missing, unless all these trackers are there."""
+    """Raise SetupError, a line for each that is missing, unless all these trackers are there."""
     missing = [name for name in names  # mlflow-skinny lacks the sqlite store
                if not all(map(_installed, PACKAGES[name]))]
     if missing:
-        raise TrackerError("\n".join(
+        raise SetupError("\n".join(
             f"tracker {name!r} needs the {name!r} package: pip install {name} (or drop --tracker)"
             for name in missing))
 

@@ -31,8 +31,10 @@ from model.core.decode import pack, quantize
 from model.core.generate import generate
 from model.gpt import GPT, GPTConfig
 from train import distributed, logger, speed
-from train.config import REPOSITORY, load_config, load_model_file, underscores
-from train.distributed import LeaveTogether, choose_dtype, get_device, max_over_ranks
+from train.base.cli import underscores
+from train.base.errors import CollectiveExit
+from train.config import REPOSITORY, load_config, load_model_file
+from train.distributed import choose_dtype, get_device, max_over_ranks
 from train.logger import compact, duration
 from train.optimizer import build_optimizer, clip_gradients, configure_optimizers
 from train.resume import weights_shape
@@ -127,16 +129,12 @@ def row(work, unit, results):
 # -----------------------------------------------------------------------------
 # --dry_run: what a run would take, without writing anything
 
-class DoesNotFit(LeaveTogether):
-    """The run would need more memory than there is."""
-
-
 def estimate(config):
-    """Say what the run that `config` describes would take. Raises DoesNotFit."""
+    """Say what the run that `config` describes would take. Raises CollectiveExit."""
     with distributed.process_group(config) as ranks:
         say = (lambda text: print(text, flush=True)) if ranks.is_main else (lambda text: None)
         shape = distributed.broadcast_from_rank0(lambda: weights_shape(config)[0], ranks)
-        config = config.but(**shape)
+        config = config.replace(**shape)
         data = open_data(config, ranks)
         c = config.in_steps(data.train.samples)
         build = load_model_file(c.model).build_model
@@ -154,7 +152,7 @@ def estimate(config):
         say(f"Fits. {seconds * 1000:,.0f} ms a step, {units / seconds:,.0f} {data.train.unit}/s"
             + (" (from one sample)" if one_sample else ""))
         if c.max_minutes:
-            c = c.but(max_iters=int(60 * c.max_minutes / seconds))
+            c = c.replace(max_iters=int(60 * c.max_minutes / seconds))
         for steps in sorted({c.max_iters, 5_000, 50_000, 500_000}):
             say(f"  {steps:>9,} steps: {compact(steps * units):>6} {data.train.unit}, "
                 f"{duration(steps * seconds)}")
@@ -163,7 +161,7 @@ def estimate(config):
 
 
 def check_memory(c, model, data, ranks, dtype, compiled, say):
-    """Say how much memory a rank needs and for what; raise DoesNotFit where it has less."""
+    """Say how much memory a rank needs and for what; raise CollectiveExit where it has less."""
     compiled = compiled and ranks.device.type == "cuda"  # on a CPU it saves no memory
     parts = memory_parts(c, model, data, ranks.world_size, dtype, compiled)
     needed = sum(parts.values())
@@ -173,7 +171,7 @@ def check_memory(c, model, data, ranks, dtype, compiled, say):
         + ", ".join(f"{k} {v / 2**20:,.0f}" for k, v in parts.items() if v)
         + f"; in all {needed / 2**20:,.0f} of {there / 2**20:,.0f}")
     if max_over_ranks(int(needed > there), ranks):
-        raise DoesNotFit(
+        raise CollectiveExit(
             "Does not fit: lower batch_size (and raise gradient_accumulation_steps by the same "
             "factor), set gradient_checkpointing: true, or lower block_size, n_layer or n_embd.")
 

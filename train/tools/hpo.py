@@ -26,20 +26,20 @@ try:
 except ImportError:  # said before any work
     optuna = None
 
+from train.base.cli import run_command
+from train.base.errors import BadNumbers, ConfigError, UserError
 from train.base.files import exclusive_lock, write_text
 from train.config import (
-    ConfigError,
     PlainLoader,
-    UserError,
     differences,
+    load_argv,
     load_config,
     parse_value,
     read_yaml,
-    run_command,
     to_yaml,
     translated,
 )
-from train.robust import BadNumbers, run_reporting_errors
+from train.robust import run_reporting_errors
 from train.tools.plot import Panel, Series, chart
 from train.train import train
 
@@ -96,13 +96,13 @@ def read_dimension(name, raw, known):
     if name not in known or name in OURS:
         raise ValueError("not a key that can be searched; `python run_train.py --help` lists them")
     if isinstance(raw, list):
-        values = [parse_value(name, v, known) for v in raw]
+        values = [parse_value(known[name], v) for v in raw]
         return kinds.CategoricalDistribution([json.dumps(v) if isinstance(v, (list, dict)) else v
                                               for v in values])
     if not isinstance(raw, dict) or not {"low", "high"} <= set(raw) <= PARTS:
         raise ValueError("expected {low, high, log: true}, {low, high, step} or a list of choices; "
                          f"got {raw}")
-    low, high = (parse_value(name, raw[k], known) for k in ("low", "high"))
+    low, high = (parse_value(known[name], raw[k]) for k in ("low", "high"))
     kind = {int: kinds.IntDistribution, float: kinds.FloatDistribution}.get(type(low))
     if kind is None or type(high) is not type(low):
         raise ValueError(f"has no range; list what to try: {name}: [a, b]")
@@ -137,7 +137,7 @@ def configured(config, params, max_iters=0, **changes):
         often = max(1, max_iters // 8)  # evaluations are what pruning goes by
         values |= dict(max_iters=max_iters, eval_interval=min(config.eval_interval, often))
     out = load_config(None, values)
-    out.typed = {*config.typed, *params}
+    out.explicit = {*config.explicit, *params}
     return out
 
 
@@ -373,7 +373,7 @@ def main(argv=None):
                          "max_iters: 200}, {trials: 4, max_iters: 1000, narrow: 0.3}]'")
     parser.add_argument("--out", "--out_dir", default="out/hpo", help="folder of the search "
                         "(%(default)s)")
-    return run_command(parser, search_as_asked, argv, with_config=True)
+    return run_command(parser, search_as_asked, argv, load=load_argv)
 
 
 def search_as_asked(args, config):

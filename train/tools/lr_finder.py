@@ -17,9 +17,11 @@ import time
 from statistics import fmean, pstdev
 from types import SimpleNamespace
 
+from train.base.cli import run_command
+from train.base.errors import Stopped, UsageError
 from train.base.files import write_text
-from train.config import UsageError, run_command
-from train.robust import Stopped, run_reporting_errors
+from train.config import load_argv
+from train.robust import run_reporting_errors
 from train.tools.plot import Panel, Series, chart
 from train.train import Trainer, open_trainer
 
@@ -72,7 +74,7 @@ def find_lr(config, low=1e-7, high=1.0, steps=100):
     says of them, as a dict."""
     rates = [low * (high / low) ** (i / (steps - 1)) for i in range(steps)]
     with tempfile.TemporaryDirectory() as folder:
-        config = config.but(out_dir=folder, resume="auto", tracker=[], eval_interval=0,
+        config = config.replace(out_dir=folder, resume="auto", tracker=[], eval_interval=0,
                             lr_schedule="constant", warmup_iters=0, warmup_ratio=None,
                             warmup_epochs=None, max_epochs=None, early_stopping_metric="val_loss")
         with open_trainer(config, kind=Sweep) as run:
@@ -148,7 +150,7 @@ def main(argv=None):
     parser.add_argument("--from", dest="low", type=float, default=1e-7, help="(%(default)g)")
     parser.add_argument("--to", dest="high", type=float, default=1.0, help="(%(default)g)")
     parser.add_argument("--steps", type=int, default=100, help="optimizer steps (%(default)s)")
-    return run_command(parser, sweep_and_tell, argv, with_config=True)
+    return run_command(parser, sweep_and_tell, argv, load=load_argv)
 
 
 def sweep_and_tell(args, config):

@@ -14,7 +14,8 @@ from html import escape
 from operator import itemgetter
 from typing import NamedTuple
 
-from train.config import run_command, shown
+from train.base.cli import run_command
+from train.base.errors import printable
 
 MAX_POINTS = 1500  # of a curve: more than a screen shows
 WIDTH, LEFT, RIGHT = 960, 64, 24  # pixels
@@ -210,7 +211,7 @@ def svg(body, height, width=WIDTH):
 
 
 def text(words, x, y, css="soft"):
-    return f'<text class="{css}" x="{x:.1f}" y="{y:.1f}">{escape(shown(words))}</text>'
+    return f'<text class="{css}" x="{x:.1f}" y="{y:.1f}">{escape(printable(words))}</text>'
 
 
 def _style():
@@ -256,7 +257,7 @@ def _draw_panel(panel, x, top):
         if s.kind == "dots":
             size = 3.5 if len(s.points) <= 50 else 1.5
             out += [f'<circle class="f{s.color}" cx="{x(p[0]):.1f}" cy="{y(p[1]):.1f}" r="{size}">'
-                    f"<title>{escape(shown(p[2]))}</title></circle>" for p in s.points]
+                    f"<title>{escape(printable(p[2]))}</title></circle>" for p in s.points]
         elif len(s.points) > 1:
             path = " ".join(f"{x(p[0]):.1f},{y(p[1]):.1f}" for p in s.points)
             out.append(f'<polyline class="line {s.kind} s{s.color}" points="{path}"/>')

@@ -13,7 +13,7 @@ import time
 
 import torch
 
-from train.config import say
+from train.base.errors import echo
 from train.train import open_trainer
 
 WARM_UP = 3  # steps; a CPU compiles in the second
@@ -36,8 +36,8 @@ PATTERNS = [re.compile(pattern) for pattern in PARTS.values()]
 def profile(config):
     """Say where the time of config.profile steps goes, and write the trace."""
     if os.environ.get("RANK", "0") == "0":
-        say(f"--profile: {config.profile} steps of this run, in a folder that is thrown away")
-    with tempfile.TemporaryDirectory() as folder, open_trainer(config.but(
+        echo(f"--profile: {config.profile} steps of this run, in a folder that is thrown away")
+    with tempfile.TemporaryDirectory() as folder, open_trainer(config.replace(
             out_dir=folder, resume="auto", tracker=[], max_minutes=None, eval_only=False,
             eval_tasks=[], eval_interval=0, early_stopping_metric="val_loss")) as run:
         n, device, main = config.profile, run.ranks.device, run.ranks.is_main
@@ -61,8 +61,8 @@ def profile(config):
             path = os.path.join(config.out_dir, "profile.json.gz")
             os.makedirs(config.out_dir, exist_ok=True)
             recorded.export_chrome_trace(path)
-            say(table(recorded.events(), n, alone, watched, device.type == "cuda"))
-            say(f"Trace: {path}, for https://ui.perfetto.dev or chrome://tracing")
+            echo(table(recorded.events(), n, alone, watched, device.type == "cuda"))
+            echo(f"Trace: {path}, for https://ui.perfetto.dev or chrome://tracing")
 
 
 def named(name, f):

@@ -25,17 +25,10 @@ import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
 
+from train.base.cli import run_command, underscores
+from train.base.errors import UserError, echo
 from train.base.files import write_text
-from train.config import (
-    REPOSITORY,
-    UserError,
-    load_config,
-    run_command,
-    say,
-    take_config,
-    to_yaml,
-    underscores,
-)
+from train.config import REPOSITORY, load_argv, load_config, take_config, to_yaml
 from train.tools.plot import Panel, Series, chart, read_metrics
 
 # 97.5% quantiles of Student's t with 1 to 30 degrees of freedom; with more, close to the normal's.
@@ -165,7 +158,7 @@ class Runs:
         with contextlib.suppress(OSError, ValueError), open(file) as f:
             done = json.load(f)
             if done["config"] == config and done["value"] is not None:
-                say(f"{setting}, seed {seed}: {self.metric} {done['value']:.4f}, there already")
+                echo(f"{setting}, seed {seed}: {self.metric} {done['value']:.4f}, there already")
                 return done
         if self.stopped:
             return None
@@ -186,7 +179,7 @@ class Runs:
         write_text(file, json.dumps(found))
         ended = f"{self.metric} {found['value']:.4f}" if found["value"] is not None else (
             f"crashed, see {log.name}: {last_line(log.name)}")
-        say(f"{setting}, seed {seed}: {ended}, {found['seconds']:.0f} s")
+        echo(f"{setting}, seed {seed}: {ended}, {found['seconds']:.0f} s")
         return found
 
     def wait(self, process):
@@ -266,7 +259,7 @@ def main(argv=None):
                         "have multiplied in the time of a run")
     argv = sys.argv[1:] if argv is None else argv
     rest = parser.parse_known_args(underscores(argv))[1]
-    return run_command(parser, functools.partial(repeat, rest), argv, with_config=True,
+    return run_command(parser, functools.partial(repeat, rest), argv, load=load_argv,
                        told="stopped; the same command goes on")
 
 
@@ -294,7 +287,7 @@ def repeat(rest, args, config):
         results[name][seed] = found
     tell(results, config, args.out)
     if args.peak:
-        say(peak([r["seconds"] for found in results.values() for r in found.values()], config))
+        echo(peak([r["seconds"] for found in results.values() for r in found.values()], config))
     return int(all(r["value"] is None for found in results.values() for r in found.values()))
 
 
@@ -315,7 +308,7 @@ def peak(seconds, config):
 def tell(results, config, out):
     """The table, the picture and results.tsv."""
     found, columns = rows(results, config), COLUMNS.split()
-    say(table(found))
+    echo(table(found))
     drawn, svg = picture(results, config.early_stopping_metric), os.path.join(out, "repeat.svg")
     if drawn:
         write_text(svg, drawn)
@@ -324,7 +317,7 @@ def tell(results, config, out):
     with open(path, "a", encoding="utf-8") as f:
         lines = [columns] * fresh + [[cell(r[c]) for c in columns] for r in found]
         f.writelines("\t".join(line) + "\n" for line in lines)
-    say(f"Appended to {os.path.relpath(path)}" + f"; see {svg}" * bool(drawn))
+    echo(f"Appended to {os.path.relpath(path)}" + f"; see {svg}" * bool(drawn))
 
 
 if __name__ == "__main__":

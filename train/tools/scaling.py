@@ -23,16 +23,10 @@ from typing import NamedTuple
 
 import numpy as np
 
+from train.base.cli import run_command, underscores
+from train.base.errors import UserError, echo
 from train.base.files import write_text
-from train.config import (
-    UserError,
-    load_config,
-    load_model_file,
-    run_command,
-    say,
-    take_config,
-    underscores,
-)
+from train.config import load_argv, load_config, load_model_file, take_config
 from train.tools.plot import Panel, Series, chart
 from train.tools.repeat import Runs
 
@@ -221,7 +215,7 @@ def main(argv=None):
     parser.add_argument("--check", action="store_true", help="train the larger run as well")
     argv = sys.argv[1:] if argv is None else argv
     rest = parser.parse_known_args(underscores(argv))[1]
-    return run_command(parser, functools.partial(scaling, rest), argv, with_config=True,
+    return run_command(parser, functools.partial(scaling, rest), argv, load=load_argv,
                        told="stopped; the same command goes on")
 
 
@@ -250,15 +244,15 @@ def scaling(rest, args, config):
     losses = train(plans)
     good = np.array([(p.n, p.d, loss) for p, loss in zip(plans, losses) if loss]).T  # (3, P)
     law = fit(*good) if good.size >= 3 * LEAST else None
-    say(table(plans, losses, law))
+    echo(table(plans, losses, law))
     if law is None:
         raise UserError(f"a fit needs {LEAST} runs that end with a loss: more --budgets or --depth")
     off = np.abs(good[2] / law.loss(*good[:2]) - 1)
-    say(f"loss = {law.E:.4g} + {law.A:.4g} / N^{law.alpha:.4f} + {law.B:.4g} / D^{law.beta:.4f}, "
+    echo(f"loss = {law.E:.4g} + {law.A:.4g} / N^{law.alpha:.4f} + {law.B:.4g} / D^{law.beta:.4f}, "
         f"from {len(off)} runs: off by {np.median(off):.2%}, at most {off.max():.2%}")
     for budget in [*budgets, larger]:
         n, d = law.best(budget)
-        say(f"{budget:g} FLOPs: best with {n:,.0f} weights and {d:,.0f} tokens, "
+        echo(f"{budget:g} FLOPs: best with {n:,.0f} weights and {d:,.0f} tokens, "
             f"{law.loss(n, d):.4f}")
     best = min((plan(larger, k) for k in DEPTHS), key=lambda p: law.loss(p.n, p.d))
     return predict(law, good, plans, losses, best, train, rest, args)
@@ -267,16 +261,16 @@ def scaling(rest, args, config):
 def predict(law, good, plans, losses, p, train, rest, args):
     """Say what the larger run `p` will reach; train it as well, where that is asked for; draw."""
     expected, bounds = law.loss(p.n, p.d), interval(law, *good, (p.n, p.d))
-    say(f"{p.budget:g} FLOPs, depth {p.depth}, {p.n:,.0f} weights, {p.d:,} tokens ({p.epochs:.2f} "
+    echo(f"{p.budget:g} FLOPs, depth {p.depth}, {p.n:,.0f} weights, {p.d:,} tokens ({p.epochs:.2f} "
         f"epochs): expected {expected:.4f}, 95% from {bounds[0]:.4f} to {bounds[1]:.4f}")
-    say("  " + shlex.join(["python", "run_train.py", *rest, *p.arguments]))
+    echo("  " + shlex.join(["python", "run_train.py", *rest, *p.arguments]))
     if args.check:
         plans, losses = [*plans, p], [*losses, *train([p])]
         if losses[-1]:
-            say(f"It reached {losses[-1]:.4f}, {losses[-1] / expected - 1:+.2%}")
+            echo(f"It reached {losses[-1]:.4f}, {losses[-1] / expected - 1:+.2%}")
     svg = os.path.join(args.out, "scaling.svg")
     write_text(svg, picture(law, plans, losses, p, bounds))
-    say(f"See {svg}")
+    echo(f"See {svg}")
     return int(args.check and not losses[-1])
 
 

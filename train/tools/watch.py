@@ -18,7 +18,7 @@ from pathlib import Path
 
 from model.serve import listen, stop_signals
 from model.serve.site import Site
-from train.config import run_command
+from train.base.cli import run_command
 from train.tools.plot import AXES, COLORS, WIDTH, loss_svg, read_records
 
 FILES = ("metrics.jsonl", "train.log", "samples.txt")  # of a run

@@ -1,0 +1,102 @@
+"""Exceptions for problems that the user can fix, and printing of untrusted text.
+
+Every exception here ends the program with its `exit_code` and one message without a traceback. The
+message states what is wrong, where, what was expected and what to do.
+"""
+
+import contextlib
+import importlib
+import re
+import signal
+import sys
+
+
+class UserError(Exception):
+    """A problem that the user can fix."""
+    exit_code = 2
+
+
+class UsageError(UserError):
+    """Command-line arguments that contradict each other."""
+
+
+class ConfigError(UserError, ValueError):
+    """An invalid configuration; `problems` lists everything that is wrong with it."""
+
+    def __init__(self, problems):
+        self.problems = list(problems)
+        count = "1 problem" if len(self.problems) == 1 else f"{len(self.problems)} problems"
+        super().__init__(f"configuration: {count}\n" + "\n".join(f"  - {p}" for p in self.problems))
+
+    def __reduce__(self):  # sent between ranks
+        return type(self), (self.problems,)
+
+
+class DataError(UserError, ValueError):
+    """Invalid or missing data."""
+
+
+class CheckpointError(UserError, ValueError):
+    """A checkpoint or run folder that cannot be used."""
+
+
+class SetupError(UserError, ValueError):
+    """A device, process group or package that the run needs and that is not available."""
+
+
+class CollectiveExit(UserError):
+    """A reason to stop that all ranks raise at the same point of the run. Only rank 0 prints it, and
+    the ranks exit together (torchrun kills the other ranks when the first one exits)."""
+    exit_code = 1
+
+
+class BadNumbers(CollectiveExit):
+    """Non-finite loss, gradients or weights; training has stopped before updating the model."""
+
+
+class SaveFailed(CollectiveExit):
+    """The last checkpoint of the run could not be written."""
+
+
+class Stopped(CollectiveExit):
+    """The run has saved a checkpoint and stops because of a signal; exit code 128 + its number."""
+
+    def __init__(self, signum):
+        super().__init__(f"stopped by {signal.Signals(signum).name}")
+        self.exit_code = 128 + signum
+
+
+def require(package, purpose):
+    """Import and return the optional `package`. SetupError names the command that installs it."""
+    try:
+        return importlib.import_module(package)
+    except ImportError as error:
+        name = package.partition(".")[0]
+        reason = "" if getattr(error, "name", None) == name else f" ({error})"
+        raise SetupError(f"{purpose} needs the package {name}: pip install {name}{reason}") from None
+
+
+# -----------------------------------------------------------------------------
+# printing
+
+# Control characters (except line ends and tabs), bidirectional overrides, and code points that
+# UTF-8 or XML cannot represent.
+UNPRINTABLE = re.compile("[\x00-\x08\x0b\x0c\x0e-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069"
+                         "\ud800-\udfff\ufffe\uffff]|\r(?!\n)")
+
+
+def printable(text):
+    """Return `text` with control characters escaped (as in \\x1b). Names of files and tensors,
+    labels and generated text are untrusted and could contain terminal escape sequences."""
+    return UNPRINTABLE.sub(lambda c: c[0].encode("unicode_escape").decode(), str(text))
+
+
+def echo(text, file=None):
+    """Print `text`, which may contain untrusted text, and flush."""
+    print(printable(text), file=file, flush=True)
+
+
+def warn_stderr(text):
+    """Print `text` to stderr. A closed or full stderr is ignored."""
+    with contextlib.suppress(OSError, ValueError, AttributeError):
+        echo(text, sys.stderr)

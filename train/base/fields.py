@@ -1,0 +1,174 @@
+"""Typed values: dataclass fields with a description and limits, and parsing of their text.
+
+The configuration keys of a run (train/keys.py) and the options of commands (train/base/cli.py) are
+dataclasses whose fields are declared with `key`:
+
+    @dataclass
+    class Options:
+        top_k: int = key(0, "sample from the K most probable tokens; 0: all", ge=0)
+
+Values are parsed by the type of their field, never by YAML's rules for plain scalars (in YAML 1.1
+`1e-4` is a string, `010` is eight and `1:30` is ninety), so a YAML file and the command line accept
+exactly the same text.
+"""
+
+import difflib
+import math
+import os
+import re
+from dataclasses import field
+
+import yaml
+
+
+def key(default, help, **meta):
+    """Return a dataclass field for a configuration key or a command's option.
+
+    Limits: choices, gt, ge, lt, le (of each item of a list). path=True: a leading ~ is expanded.
+    text=True: a list whose items may contain commas. mixture=True: one folder, or several with
+    weights. Any other metadata belongs to whoever reads the fields, e.g. train/keys.py.
+    """
+    meta = dict(help=help, **meta)
+    if isinstance(default, (list, dict)):
+        return field(default_factory=lambda: type(default)(default), metadata=meta)
+    return field(default=default, metadata=meta)
+
+
+# -----------------------------------------------------------------------------
+# parsing by type
+
+def parse_value(field, raw):
+    """Convert `raw` (str, list or dict of str, or a Python value) to the type of the dataclass
+    `field` and check its limits. ValueError states what was expected."""
+    kind = base_type(field.type)
+    meta = field.metadata
+    convert, expected = MIXTURE if meta.get("mixture") else TYPES[kind]
+    text = str(raw).strip().lower()
+    if text in ("null", "none", "~", "") and text not in meta.get("choices", ()):
+        if "None" in str(field.type):
+            return None
+        if kind is not str or text:
+            raise ValueError(f"expected {expected}, got an empty value")
+    try:
+        value = convert(raw)
+    except (ValueError, TypeError, KeyError, AttributeError, yaml.YAMLError):
+        raise ValueError(f"expected {expected}, got {raw!r}") from None
+    if kind is list and not meta.get("text"):  # a,b is a list of two words
+        value = [word.strip() for item in value for word in item.split(",") if word.strip()]
+    for v in value if kind is list else [value]:
+        check_limits(v, meta)
+    return os.path.expanduser(value) if meta.get("path") else value
+
+
+def base_type(annotation):
+    """Return the type (bool, int, float, list, dict or str) of an annotation such as int | None."""
+    for base in (bool, int, float, list, dict):
+        if annotation is base or str(annotation).startswith(base.__name__):
+            return base
+    return str
+
+
+def to_bool(raw):
+    return dict(true=True, yes=True, on=True, false=False, no=False, off=False)[str(raw).lower()]
+
+
+def to_int(raw):
+    if isinstance(raw, (bool, float)):
+        raise ValueError
+    return int(raw)
+
+
+def to_float(raw):
+    if isinstance(raw, bool) or not math.isfinite(float(raw)):
+        raise ValueError
+    return float(raw)
+
+
+def to_str(raw):
+    if isinstance(raw, (list, dict)):
+        raise ValueError
+    return str(raw).lower() if isinstance(raw, bool) else str(raw)
+
+
+def to_list(raw):
+    if isinstance(raw, str) and raw.strip().startswith("["):
+        raw = yaml.load(raw, PlainLoader)
+    if isinstance(raw, dict):
+        raise ValueError
+    return [str(v) for v in raw] if isinstance(raw, (list, tuple)) else [str(raw)]
+
+
+def to_dict(raw):
+    raw = yaml.load(raw, PlainLoader) if isinstance(raw, str) else raw
+    return {str(k): {str(a): to_float(b) for a, b in v.items()} if isinstance(v, dict)
+            else to_float(v) for k, v in raw.items()}
+
+
+def to_folders(raw):
+    """Convert a folder, or a mixture given as {folder: weight} or its text, to the text that
+    parse_mixture reads."""
+    if isinstance(raw, str) and re.fullmatch(r"\s*\{.*:.*\}\s*", raw):
+        raw = yaml.load(raw, PlainLoader)
+    text = (",".join(f"{folder}:{weight}" for folder, weight in raw.items())
+            if isinstance(raw, dict) else to_str(raw))
+    weights = parse_mixture(text)
+    if isinstance(raw, dict) and not weights:
+        raise ValueError
+    return ",".join(f"{os.path.expanduser(f)}:{w:.15g}" for f, w in weights.items()) or text
+
+
+def parse_mixture(data_dir):
+    """Return {folder: weight} of the text "folder:weight,folder:weight", or {} if `data_dir` is a
+    single folder. ValueError for an invalid weight and for a missing or repeated folder."""
+    parts = [part.rpartition(":") for part in data_dir.split(",")]
+    if len(parts) < 2 or not any(re.match(r"\s*[-+.\d]", weight) for _, _, weight in parts):
+        return {}
+    weights = {folder.strip(): to_float(weight) for folder, _, weight in parts}
+    if len(weights) < len(parts) or "" in weights or min(weights.values()) <= 0:
+        raise ValueError
+    return weights
+
+
+TYPES = {bool: (to_bool, "true or false"), int: (to_int, "an integer"),
+         float: (to_float, "a finite number"), str: (to_str, "text"), list: (to_list, "a list"),
+         dict: (to_dict, "a mapping such as {wte: 0.5}")}
+MIXTURE = to_folders, ("a folder, or several with weights above 0 such as {data/bin/web: 0.7, "
+                       "data/bin/code: 0.3}")
+
+
+def check_limits(value, meta):
+    """ValueError if `value` is outside the limits in a field's metadata."""
+    tests = {"gt": ("above", lambda v, m: v > m), "ge": ("at least", lambda v, m: v >= m),
+             "lt": ("below", lambda v, m: v < m), "le": ("at most", lambda v, m: v <= m)}
+    for limit, (words, holds) in tests.items():
+        if limit in meta and not holds(value, meta[limit]):
+            raise ValueError(f"must be {words} {meta[limit]}, got {value}")
+    choices = meta.get("choices", [value])
+    if value not in choices:
+        raise ValueError(f"must be one of {', '.join(choices)}; got {value!r}"
+                         + nearest(str(value), choices))
+
+
+def nearest(word, words):
+    """Return " (did you mean ...?)" with the most similar of `words`, or "" if none is similar."""
+    close = difflib.get_close_matches(word, words, n=1, cutoff=0.75)
+    return f" (did you mean {close[0]!r}?)" if close else ""
+
+
+class PlainLoader(yaml.BaseLoader):
+    """A YAML loader that keeps every scalar as text. An alias of a list or mapping is refused: a few
+    lines of nested aliases can expand to billions of nodes."""
+
+    def compose_node(self, parent, index):
+        alias = self.check_event(yaml.AliasEvent)
+        node = super().compose_node(parent, index)
+        if alias and not isinstance(node, yaml.ScalarNode):
+            raise yaml.MarkedYAMLError(problem="an alias of a list or mapping; write it out",
+                                       problem_mark=node.start_mark)
+        return node
+
+    def get_single_node(self):
+        try:
+            return super().get_single_node()
+        except RecursionError:
+            raise yaml.YAMLError("nested too deeply") from None
