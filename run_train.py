@@ -62,7 +62,7 @@ def main(argv):
     if (others := names_of_others(origins)) and os.environ.get("RANK", "0") == "0":
         echo(others)
     if dry_run:
-        from train.tools.bench import estimate as job
+        from train.tools.dry_run import estimate as job
     elif config.profile:
         from train.tools.profiler import profile as job
     else:

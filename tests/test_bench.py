@@ -1,4 +1,4 @@
-"""train/tools/bench.py: it measures what it says, both sides in turn, and writes it down."""
+"""tests/bench.py: it measures what it says, both sides in turn, and writes it down."""
 
 import contextlib
 import json
@@ -14,9 +14,10 @@ from conftest import REPO
 from processes import python, ready
 
 from model.gpt import GPT, GPTConfig
+from tests import bench
 from tests.gpu import parts
 from tests.gpu import programme as gpu
-from train.tools import bench
+from train.tools.dry_run import forward_backward
 
 # A stand-in with the names of nanoGPT that the comparison calls.
 MODEL = '''
@@ -76,7 +77,7 @@ def test_a_timed_step_computes_in_its_dtype(dtype):
         y = torch.nn.functional.linear(x, weight)
         seen.append(y.dtype)
         return y.float().mean(), {}
-    bench.Step(torch.device("cpu"), dtype).micro(forward, (torch.ones(4, 2),))
+    forward_backward(forward, (torch.ones(4, 2),), torch.device("cpu"), dtype)
     assert seen == [dtype] and torch.equal(weight.grad, torch.ones(1, 2))
 
 

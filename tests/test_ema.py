@@ -110,11 +110,11 @@ def test_commands_take_the_average(data_dir, tmp_path, capsys):
 def test_a_dry_run_counts_it(data_dir, tmp_path):
     from train.dataloader import open_token_data
     from train.distributed import Ranks
-    from train.tools.bench import memory_parts
+    from train.tools.dry_run import estimate_memory
     parts = []
     for ema in (0.0, 0.9):
         c = configure(data_dir, tmp_path, ema=ema)
         data = open_token_data(c, Ranks())
         model = torch.nn.Linear(5, 7)
-        parts.append(memory_parts(c, model, data, 1, torch.float32, False))
+        parts.append(estimate_memory(c, model, data, 1, torch.float32, False))
     assert parts[1]["optimizer"] - parts[0]["optimizer"] == 4 * 42

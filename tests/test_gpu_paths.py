@@ -21,7 +21,7 @@ from train.checkpoint import load_checkpoint
 from train.config import load_config
 from train.dataloader import open_token_data
 from train.distributed import Ranks, choose_dtype, get_device, seed_step, use_flash_attention_3
-from train.tools import bench
+from train.tools import dry_run
 from train.train import train
 
 
@@ -219,9 +219,9 @@ def memory_parts(monkeypatch, data_dir, world_size=1, compiled=True, **changes):
     data, said = open_token_data(c, ranks), []
     with torch.device("meta"):
         model = GPT(GPTConfig(n_layer=2, n_head=2, n_embd=512, vocab_size=32000, block_size=512))
-    monkeypatch.setattr("train.tools.bench.max_over_ranks", lambda values, ranks: values)
+    monkeypatch.setattr("train.distributed.max_over_ranks", lambda values, ranks: values)
     ranks.world_size = world_size
-    bench.check_memory(c, model, data, ranks, torch.bfloat16, compiled, said.append)
+    dry_run.check_memory(c, model, data, ranks, torch.bfloat16, compiled, said.append)
     return {k: int(v.replace(",", "")) for k, v in re.findall(r"(\w+) ([\d,]+)[,;]", said[0])}
 
 
@@ -241,10 +241,10 @@ def test_a_dry_run_counts_the_second_copies(monkeypatch, data_dir):
 def test_a_dry_run_times_the_step_with_its_optimizer(monkeypatch, data_dir):
     """On a GPU compiled and static; four micro-batches of the real size, and the update."""
     timed, compiled = [], []
-    for done in (bench.Step.micro, bench.Step.update):
-        monkeypatch.setattr(bench.Step, done.__name__, lambda *args, done=done: (
+    for done in (dry_run.forward_backward, dry_run.update):
+        monkeypatch.setattr(dry_run, done.__name__, lambda *args, done=done: (
             done(*args), timed.append(done.__name__)))
-    monkeypatch.setattr(bench, "timed", lambda f, device: (
+    monkeypatch.setattr(dry_run, "timed", lambda f, device: (
         f(), 7.0 if timed[-1] == "update" else 1.0)[1])
     monkeypatch.setattr(speed, "compile_model", lambda *given: compiled.append(given))
     c = load_config(None, TINY | dict(data_dir=str(data_dir)))
@@ -253,8 +253,8 @@ def test_a_dry_run_times_the_step_with_its_optimizer(monkeypatch, data_dir):
     ranks = Ranks(device=types.SimpleNamespace(type="cuda"))
     monkeypatch.setattr(data.train, "get_batch", lambda device, step, get=data.train.get_batch: get(
         cpu.device, step))
-    seconds, guessed = bench.time_step(c, model, data, ranks, torch.float32, compiled=True)
-    assert timed == ["micro"] * 6 + ["update", "micro", "update"]
+    seconds, guessed = dry_run.time_step(c, model, data, ranks, torch.float32, compiled=True)
+    assert timed == ["forward_backward"] * 6 + ["update", "forward_backward", "update"]
     assert compiled == [(model, ranks.device)]
     assert (seconds, guessed) == (2 * 1.0 + 7.0, False)  # two micro-batches are accumulated
 

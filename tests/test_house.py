@@ -22,7 +22,7 @@ CORE = {"train": {"train", "checkpoint", "config", "keys", "dataloader", "distri
                   "files", "guard", "logger", "lr_scheduler", "optimizer", "resume", "speed"},
         "model": {"gpt", "ops", "generate", "decode", "load"}, "data": {"token_files", "tokenizer"}}
 # Where a core file opens an extra, when a key (or a file of another program) asks for it.
-DOORS = {("run_train", "train.tools.bench"), ("run_train", "train.tools.profiler"),
+DOORS = {("run_train", "train.tools.dry_run"), ("run_train", "train.tools.profiler"),
          ("train.dataloader", "data.prepare"), ("train.logger", "train.tools.plot"),
          ("train.logger", "train.options.trackers"),
          ("train.optimizer", "train.muon"), ("train.train", "train.options.trackers"),
@@ -45,7 +45,6 @@ NEEDS = {"model.eval.lm_eval": {"model.eval.tasks"},
          "train.tools.watch": {"train.tools.plot", "model.serve"}}
 LAZILY = {"model.convert": {"model.lora", "model.moe", "model.convert.families", "model.chat"},
           "data.tokenizer_hf": {"data.prepare"},
-          "train.tools.bench": {"model.sample"}, "train.tools.repeat": {"train.tools.bench"},
           "model.sample": {"model.chat"}, "model.serve": {"model.chat"},
           "model.eval.tasks": {"model.chat"}}
 
@@ -208,7 +207,7 @@ def test_all_extras_can_be_deleted_at_once(tmp_path):
         if not is_core(name) and unit(name) not in needed:
             (copy / path.relative_to(REPO)).unlink()
             deleted.append(name)
-    assert {"model.serve.engine", "train.tools.plot", "train.tools.bench", "train.tools.hpo"} <= set(deleted)
+    assert {"model.serve.engine", "train.tools.plot", "train.tools.hpo"} <= set(deleted)
     (copy / "my.txt").write_text("one two three four five six seven\n" * 500)
 
     def python(*args):

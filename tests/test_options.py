@@ -289,8 +289,8 @@ def test_dry_run_estimates_and_writes_nothing(tmp_path, data_dir, monkeypatch):
     assert {p.name: p.stat().st_mtime_ns for p in data_dir.iterdir()} == before
     assert re.search(r"Model gpt: [\d,]+ parameters", out) and ": 128 tokens a step" in out
     assert re.search(r"Memory, MiB: weights \d+, gradients \d+, optimizer \d+, activations \d+, "
-                     r"logits \d+; in all \d+ of [\d,]+", out)
-    assert re.search(r"Fits. [\d,]+ ms a step, [\d,]+ tok/s", out)
+                     r"logits \d+; total \d+ of [\d,]+", out)
+    assert re.search(r"Fits. [\d,]+ ms per step, [\d,]+ tok/s", out)
     for steps in ("8", "5,000", "50,000", "500,000"):
         assert re.search(rf"^ +{steps} steps: +\S+ tok, [\d:d ]+$", out, re.M)
     monkeypatch.setattr("train.speed.memory_available", lambda: 1000)

@@ -12,7 +12,7 @@ import pytest
 from runs import planted_children
 
 from train import config as config_file
-from train.tools import bench, repeat
+from train.tools import repeat
 
 
 @pytest.fixture
@@ -89,19 +89,6 @@ def test_what_is_planted_is_found_and_nothing_else(go, tmp_path, capsys):
     assert len(go.started) == done
     code, found = go("--seeds", "6", "--set", "salt=2", "--jobs", "2")
     assert code == 0 and len(go.started) == done + 2 and found[-1]["runs"] == "6 of 6"
-
-
-def test_the_peak_of_the_machine_beside_it(go, tmp_path, monkeypatch, capsys):
-    """What it could have multiplied in the median time of the runs."""
-    (tmp_path / "repeat").mkdir()
-    monkeypatch.setattr(bench, "machine", lambda device, tiny: dict(
-        cpu="A CPU", gpu=None, threads=1, matmul_tflops=dict(bfloat16=0.9, float32=0.2)))
-    monkeypatch.setattr(repeat.Runs, "result", lambda self, name, tokens, seed: dict(
-        value=1.0, commit="c", tokens=1, mib=1, seconds={1: 310.0, 2: 300.0, 3: 299.0}[seed]))
-    assert go("--seeds", "3", "--peak")[0] == 0
-    assert capsys.readouterr().out.splitlines()[-1] == (
-        "A CPU, 1 threads: 0.9 TFLOP/s in bfloat16, 0.2 TFLOP/s in float32; 300 s of the best "
-        "are 0.270 PFLOP")
 
 
 def test_a_run_that_is_killed_is_a_row_and_is_tried_again(go, capsys):

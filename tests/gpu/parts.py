@@ -11,7 +11,7 @@ import sys
 
 import torch
 
-from train.tools import bench
+from tests import bench
 
 # -----------------------------------------------------------------------------
 # run_train.py, changed from outside; argv is its own
@@ -78,7 +78,7 @@ def wrapped(argv):
 
 
 # -----------------------------------------------------------------------------
-# measurements; argv is that of train.bench
+# measurements; argv is that of tests.bench
 
 def profile(argv):
     """[[kernel or operation, its share of the time]] of three training steps, the longest first."""

@@ -112,10 +112,10 @@ class Job:
         return text, [line for line in lines if "loss" in line], out
 
     def bench(self, row, *args, env=None):
-        """{side: numbers} of a row of train.bench."""
+        """{side: numbers} of a row of tests.bench."""
         file = self.folder / "row.json"
         tiny = [] if self.large else ["--tiny", "--repeats=1", "--no-compile"]
-        self.command(["-m", "train.tools.bench", row, f"--out={file}", *args, *tiny], env)
+        self.command(["-m", "tests.bench", row, f"--out={file}", *args, *tiny], env)
         return json.loads(file.read_text())["rows"][0]["results"]
 
     def part(self, name):

@@ -183,14 +183,14 @@ def estimated(name, n_layer, compiled):
     import torch
 
     from train.config import load_config
-    from train.tools.bench import memory_parts
+    from train.tools.dry_run import estimate_memory
     file, shape, B = SHAPES[name]
     config = load_config(None, shape | dict(n_layer=n_layer, batch_size=B, device="cuda"))
     data = types.SimpleNamespace(spec=dict(vocab_size=shape["vocab_size"]), train=types
                                  .SimpleNamespace(units_per_sample=shape["block_size"]))
     with fake_cuda.fake_tensors():
         model, _ = build(name, n_layer)
-    parts = memory_parts(config, model, data, 1, torch.bfloat16, compiled)
+    parts = estimate_memory(config, model, data, 1, torch.bfloat16, compiled)
     gradient = parts["logits"] / 2 if compiled else 0.0  # of the logits: it is not kept, but made
     return parts["weights in 16 bits"] + parts["activations"] + parts["logits"] - gradient
 

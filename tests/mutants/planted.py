@@ -55,7 +55,7 @@ FAULTS = [
     ("train/speed.py", "part.compile(dynamic=False)", "part.compile()"),
     ("train/train.py", "functools.partial(self.compiler.call, self.model)", "self.model"),
     ("train/speed.py", "column = 0 if dtype != torch.float32 else 1 if tf32 else 2", "column = 0"),
-    ("train/tools/bench.py", "copies = 2 if", "copies = 1 if"),
+    ("train/tools/dry_run.py", "grad_copies = 2 if", "grad_copies = 1 if"),
     # the optimizer
     ("train/optimizer.py", "torch.clamp(max_norm /", "torch.clamp(2 * max_norm /"),
     ("train/optimizer.py", "norm = norm * factor", "norm = norm"),

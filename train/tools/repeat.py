@@ -255,8 +255,6 @@ def main(argv=None):
                         "share of the cores each (%(default)s)")
     parser.add_argument("--out", "--out_dir", default="out/repeat",
                         help="folder of the runs (%(default)s)")
-    parser.add_argument("--peak", action="store_true", help="also say how much this machine could "
-                        "have multiplied in the time of a run")
     argv = sys.argv[1:] if argv is None else argv
     rest = parser.parse_known_args(underscores(argv))[1]
     return run_command(parser, functools.partial(repeat, rest), argv, load=load_argv,
@@ -286,23 +284,7 @@ def repeat(rest, args, config):
     for (name, _, seed), found in zip(wanted, runs.all(wanted)):
         results[name][seed] = found
     tell(results, config, args.out)
-    if args.peak:
-        echo(peak([r["seconds"] for found in results.values() for r in found.values()], config))
     return int(all(r["value"] is None for found in results.values() for r in found.values()))
-
-
-def peak(seconds, config):
-    """A line: the best products of the device and threads of a run, by which a slow machine can be
-    compared with a fast one, and what they come to in the median of the runs' `seconds`."""
-    from train.distributed import get_device
-    from train.speed import set_num_threads
-    from train.tools.bench import machine
-    set_num_threads(config)
-    found = machine(get_device(config.device), tiny=False)
-    tflops, middle = found["matmul_tflops"], statistics.median(seconds)
-    return (f"{found['gpu'] or found['cpu']}, {found['threads']} threads: "
-            + ", ".join(f"{n:g} TFLOP/s in {kind}" for kind, n in tflops.items())
-            + f"; {middle:,.0f} s of the best are {middle * max(tflops.values()) / 1000:.3f} PFLOP")
 
 
 def tell(results, config, out):

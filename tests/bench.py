@@ -1,10 +1,10 @@
-"""What a run takes here: before it begins (run_train.py --dry_run), and side by side with a peer:
-python -m train.tools.bench [ROW...] [--peer PATH_TO_NANOGPT] [--out FILE.json]
+"""Benchmark against a checkout of nanoGPT:
+python -m tests.bench [ROW...] [--peer PATH_TO_NANOGPT] [--out FILE.json]
 
 Rows: throughput, time_to_loss, sample (all three by default); tests/gpu/programme.py has more for a
-machine with a GPU. The peer runs unmodified from your checkout of it. Repeats of the sides take
-turns (A B A B), so that a busy machine slows all of them; medians count, the first repeat is
-warm-up, and every figure stands beside this machine's own bound.
+machine with a GPU. The peer runs unmodified. Repeats of the sides alternate (A B A B), so that a
+busy machine slows all of them. The first repeat is warm-up, the others give the median. Each number
+is compared with the limit of this machine.
 """
 
 import argparse
@@ -30,18 +30,14 @@ import torch
 from model.core.decode import pack, quantize
 from model.core.generate import generate
 from model.gpt import GPT, GPTConfig
-from train import distributed, logger, speed
+from train import speed
 from train.base.cli import underscores
-from train.base.errors import CollectiveExit
-from train.config import REPOSITORY, load_config, load_model_file
-from train.distributed import choose_dtype, get_device, max_over_ranks
-from train.logger import compact, duration
-from train.optimizer import build_optimizer, clip_gradients, configure_optimizers
-from train.resume import weights_shape
-from train.train import forward_backward, open_data
+from train.config import REPOSITORY, load_config
+from train.distributed import choose_dtype, get_device
+from train.optimizer import configure_optimizers
+from train.tools.dry_run import forward_backward, timed, update
 
 REPO = Path(REPOSITORY)
-WAIT = 15.0  # seconds that --dry_run may time: one sample stands for all where that is too short
 ROWS = ("throughput", "time_to_loss", "sample")
 # The shape that is compared: the production model on a CPU, GPT-2 124M on a GPU.
 SHAPES = {"cpu": dict(n_layer=16, n_head=6, n_embd=384, vocab_size=32000, block_size=512),
@@ -57,18 +53,6 @@ CPU_RECIPE = ("config/train_shakespeare_char.py --device=cpu --compile=False --e
 
 # -----------------------------------------------------------------------------
 # measuring
-
-def timed(f, device=None):
-    """Seconds that f() takes, until the device is done."""
-    cuda = device is not None and device.type == "cuda"
-    if cuda:
-        torch.cuda.synchronize(device)
-    started = time.perf_counter()
-    f()
-    if cuda:
-        torch.cuda.synchronize(device)
-    return time.perf_counter() - started
-
 
 def alternate(sides, repeats):
     """Call the functions {name: f() -> number} in turn, 1 + repeats times, the first being warm-up.
@@ -127,132 +111,6 @@ def row(work, unit, results):
 
 
 # -----------------------------------------------------------------------------
-# --dry_run: what a run would take, without writing anything
-
-def estimate(config):
-    """Say what the run that `config` describes would take. Raises CollectiveExit."""
-    with distributed.process_group(config) as ranks:
-        say = (lambda text: print(text, flush=True)) if ranks.is_main else (lambda text: None)
-        shape = distributed.broadcast_from_rank0(lambda: weights_shape(config)[0], ranks)
-        config = config.replace(**shape)
-        data = open_data(config, ranks)
-        c = config.in_steps(data.train.samples)
-        build = load_model_file(c.model).build_model
-        with torch.device("meta"):  # what does not fit must not be tried
-            empty = build(c, data)
-        dtype, why = distributed.choose_dtype(c.dtype, ranks.device)
-        flops = speed.flops_per_step(empty, c, data.train)
-        compiled = speed.should_compile(c, flops, ranks)
-        logger.start_up(say, c, ranks, data, empty, distributed.describe_device(ranks.device),
-                        f"{why}; compile {speed.ON_OFF[compiled]}", flops)
-        check_memory(c, empty, data, ranks, dtype, compiled, say)
-        model = build(c, data).to(ranks.device)
-        seconds, one_sample = time_step(c, model, data, ranks, dtype, compiled)
-        units = c.samples_per_step * data.train.units_per_sample
-        say(f"Fits. {seconds * 1000:,.0f} ms a step, {units / seconds:,.0f} {data.train.unit}/s"
-            + (" (from one sample)" if one_sample else ""))
-        if c.max_minutes:
-            c = c.replace(max_iters=int(60 * c.max_minutes / seconds))
-        for steps in sorted({c.max_iters, 5_000, 50_000, 500_000}):
-            say(f"  {steps:>9,} steps: {compact(steps * units):>6} {data.train.unit}, "
-                f"{duration(steps * seconds)}")
-        if seconds * c.max_iters > 86400 and ranks.device.type == "cpu":
-            say(speed.how_long(seconds, c, 0))
-
-
-def check_memory(c, model, data, ranks, dtype, compiled, say):
-    """Say how much memory a rank needs and for what; raise CollectiveExit where it has less."""
-    compiled = compiled and ranks.device.type == "cuda"  # on a CPU it saves no memory
-    parts = memory_parts(c, model, data, ranks.world_size, dtype, compiled)
-    needed = sum(parts.values())
-    there = (torch.cuda.mem_get_info(ranks.device)[0] if ranks.device.type == "cuda"
-             else speed.memory_available())
-    say("Memory, MiB: "
-        + ", ".join(f"{k} {v / 2**20:,.0f}" for k, v in parts.items() if v)
-        + f"; in all {needed / 2**20:,.0f} of {there / 2**20:,.0f}")
-    if max_over_ranks(int(needed > there), ranks):
-        raise CollectiveExit(
-            "Does not fit: lower batch_size (and raise gradient_accumulation_steps by the same "
-            "factor), set gradient_checkpointing: true, or lower block_size, n_layer or n_embd.")
-
-
-def memory_parts(c, model, data, world_size, dtype, compiled):
-    """{what for: bytes of it that a rank needs}. tests/gpu has PyTorch's own count beside it."""
-    held = sum(p.nbytes for p in model.parameters())
-    wide = sum(p.numel() for p in model.parameters() if p.dtype == torch.float32)
-    trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
-    share = world_size if c.distributed == "fsdp" else 1
-    copies = 2 if world_size > share else 1  # DDP's buckets hold the gradients once more
-    width, rows = (4 if dtype == torch.float32 else 2), c.micro_batch(world_size)
-    rows *= data.train.units_per_sample
-    logits = rows * data.spec.get("vocab_size", 0) * width
-    if not compiled and hasattr(model, "head_weight") and not model.head_weight().requires_grad:
-        logits = 0  # a chunk of them at a time: only the head's own gradient needs them all
-    return {"weights": held / share,
-            "weights in 16 bits": 2 * wide / share if width == 2 else 0,
-            "gradients": 4 * trained * copies / share,
-            "optimizer": (12 if c.ema else 8) * trained / share,  # two moments, and the average
-            "activations": rows * width * c.n_layer * kept_by_a_layer(c, width, compiled),
-            "logits": logits * (2 if compiled else 1)}  # their gradient stands beside them
-
-
-def kept_by_a_layer(c, width, compiled):
-    """Numbers a token that a layer of GPT keeps for its backward pass."""
-    C, hidden = c.n_embd, c.n_hidden or 4 * c.n_embd
-    if c.gradient_checkpointing == "true":
-        return C
-    k = C * (c.n_kv_head or c.n_head) // c.n_head
-    # What goes into the norms and comes out; q, k, v and what attention makes of them; the MLP's.
-    norms, attention, mlp = 4 * C, 2 * C + 2 * k, 2 * hidden
-    attention += C + k if c.pos == "rope" or c.qk_norm else 0  # queries and keys once more
-    mlp += hidden if c.mlp == "swiglu" else 0
-    if not compiled:  # norms keep float32, SwiGLU its SiLU
-        norms += (1 if c.norm == "layer" else 3) * C * (4 // width)
-        mlp += hidden if c.mlp == "swiglu" else 0
-    return norms + attention + mlp
-
-
-def time_step(c, model, data, ranks, dtype, compiled):
-    """(seconds of an optimizer step, whether guessed from a single sample). On a GPU the step is
-    the real one, compiled and with its optimizer; on a CPU compiling would take longer than the
-    answer is worth."""
-    batch, n = data.train.get_batch(ranks.device, 0), c.accumulation(ranks.world_size)
-    optimizer, step = build_optimizer(model, c, log=lambda text: None), Step(ranks.device, dtype)
-    if compiled and ranks.device.type == "cuda":
-        speed.compile_model(model, ranks.device)
-
-    def seconds(f, *args):
-        return timed(lambda: f(*args), ranks.device)
-    one = [t[:1] for t in batch]
-    seconds(step.micro, model, one)  # warms up
-    guess = seconds(step.micro, model, one) * c.samples_per_step / ranks.world_size
-    if ranks.device.type == "cpu" and guess / n * 3 > WAIT:
-        return guess, True
-    times = [seconds(step.micro, model, batch) for _ in range(4)][1:]
-    step.update(optimizer, c.grad_clip)
-    step.micro(model, one)
-    return sorted(times)[1] * n + seconds(step.update, optimizer, c.grad_clip), False
-
-
-class Step:
-    """The parts of an optimizer step that are timed, computed as the loop does."""
-
-    def __init__(self, device, dtype):
-        self.scaler = torch.amp.GradScaler(device.type, enabled=False)
-        self.autocast = functools.partial(torch.autocast, device.type, dtype,
-                                          enabled=dtype != torch.float32)
-
-    def micro(self, forward, batch):
-        with self.autocast():
-            forward_backward(forward, batch, 1, len(batch[0]), self.scaler)
-
-    def update(self, optimizer, max_norm):
-        clip_gradients(optimizer, max_norm)
-        optimizer.step()
-        optimizer.zero_grad(set_to_none=True)
-
-
-# -----------------------------------------------------------------------------
 # throughput: training tokens a second
 
 def training(o, pair, dtype, compiled):
@@ -264,7 +122,6 @@ def training(o, pair, dtype, compiled):
     batches = [(b[:, :-1].contiguous(), b[:, 1:].contiguous()) for b in batches]
     if compiled:
         speed.compile_model(model, o.device)
-    one = Step(o.device, dtype)
 
     def forward(x, y):  # nanoGPT returns (logits, loss), ours (loss, sums)
         loss, = (t for t in model(x, y) if isinstance(t, torch.Tensor) and t.dim() == 0)
@@ -272,8 +129,8 @@ def training(o, pair, dtype, compiled):
 
     def steps():
         for batch in batches:
-            one.micro(forward, batch)
-            one.update(optimizer, 1.0)
+            forward_backward(forward, batch, o.device, dtype)
+            update(optimizer, 1.0)
 
     def repeat():
         model.train()
@@ -467,7 +324,7 @@ def markdown(r):
 
 
 def parse_args(argv):
-    p = argparse.ArgumentParser(prog="python -m train.tools.bench", description=__doc__,
+    p = argparse.ArgumentParser(prog="python -m tests.bench", description=__doc__,
                                 formatter_class=argparse.RawDescriptionHelpFormatter)
     p.add_argument("rows", nargs="*", metavar="ROW", help=f"{', '.join(ROWS)} (default: all)")
     p.add_argument("--peer", help="a checkout of nanoGPT; without it only our side runs")
