@@ -29,7 +29,8 @@ from train.base.errors import CheckpointError, ConfigError
 from train.checkpoint import FORMAT_VERSION, load_checkpoint, save_checkpoint
 from train.config import FIELDS, key
 from train.dataloader import open_token_data
-from train.distributed import broadcast_from_rank0, choose_dtype, convert_ddp_state, get_device
+from train.device import choose_dtype
+from train.distributed import broadcast_from_rank0, convert_ddp_state, get_device
 from train.optimizer import matches
 from train.resume import check_tokenizer
 

@@ -30,11 +30,12 @@ import torch
 from model.core.decode import pack, quantize
 from model.core.generate import generate
 from model.gpt import GPT, GPTConfig
-from train import speed
 from train.base.cli import underscores
 from train.config import REPOSITORY, load_config
-from train.distributed import choose_dtype, get_device
+from train.device import choose_dtype, keep_freed_memory, physical_cores
+from train.distributed import get_device
 from train.optimizer import configure_optimizers
+from train.options.compile import compile_model
 from train.tools.dry_run import forward_backward, timed, update
 
 REPO = Path(REPOSITORY)
@@ -82,7 +83,7 @@ def machine(device, tiny):
     cpu = platform.processor() or platform.machine()
     if os.path.exists("/proc/cpuinfo"):
         cpu = re.search(r"model name\s*:\s*(.*)|$", Path("/proc/cpuinfo").read_text())[1] or cpu
-    return dict(cpu=cpu, cores=speed.physical_cores(), threads=torch.get_num_threads(),
+    return dict(cpu=cpu, cores=physical_cores(), threads=torch.get_num_threads(),
                 gpu=torch.cuda.get_device_name(device) if device.type == "cuda" else None,
                 load=os.getloadavg()[0], simd=torch.backends.cpu.get_cpu_capability(),
                 torch=torch.__version__, matmul_tflops=peaks, read_gb_s=round(bandwidth, 1))
@@ -121,7 +122,7 @@ def training(o, pair, dtype, compiled):
                .to(o.device) for _ in range(o.steps)]
     batches = [(b[:, :-1].contiguous(), b[:, 1:].contiguous()) for b in batches]
     if compiled:
-        speed.compile_model(model, o.device)
+        compile_model(model, o.device)
 
     def forward(x, y):  # nanoGPT returns (logits, loss), ours (loss, sums)
         loss, = (t for t in model(x, y) if isinstance(t, torch.Tensor) and t.dim() == 0)
@@ -356,9 +357,9 @@ def settle(o):
     o.batch = o.batch or BATCH[o.device.type]
     o.steps = o.steps or (20 if o.device.type == "cuda" else 4)
     if "OMP_NUM_THREADS" not in os.environ:
-        torch.set_num_threads(speed.physical_cores())
+        torch.set_num_threads(physical_cores())
     if o.device.type == "cpu":
-        speed.keep_freed_memory()  # as a run does
+        keep_freed_memory()  # as a run does
     return o
 
 

@@ -22,7 +22,6 @@ from conftest import REPO, run, tiny_args
 from processes import Fork, run_python
 from runs import Program, assert_same, go, metrics, run_program
 
-from train import distributed
 from train.base.errors import CheckpointError, DataError
 from train.checkpoint import load_checkpoint
 
@@ -99,7 +98,7 @@ def test_a_device_that_is_not_there_is_refused(tmp_path, data_dir, device):
 def test_where_there_is_no_bfloat16_that_is_said(tmp_path, data_dir, monkeypatch, capsys):
     """dtype auto and bfloat16 where the device cannot -> auto takes another and says why; what was
     asked for is done, and called slow"""
-    monkeypatch.setattr(distributed, "has_native_bfloat16", lambda device: False)
+    monkeypatch.setattr("train.device.has_native_bfloat16", lambda device: False)
     go(data_dir, tmp_path / "a", dtype="auto", max_iters=1)
     assert "Precision: float32 (this CPU has no bfloat16 arithmetic)" in capsys.readouterr().out
     go(data_dir, tmp_path / "b", dtype="bfloat16", max_iters=1)
@@ -261,7 +260,7 @@ def test_memory_of_a_step_is_kept_for_the_next():
         import torch
         from train.config import TrainConfig
         from train.distributed import process_group
-        from train.speed import return_freed_memory
+        from train.device import return_freed_memory
 
         def faults():
             before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt

@@ -16,11 +16,13 @@ from test_gpt import Graphs
 from torch.nn.attention import current_flash_attention_impl, restore_flash_attention_impl
 
 from model.gpt import GPT, GPTConfig
-from train import speed
+from train import device as devices
 from train.checkpoint import load_checkpoint
 from train.config import load_config
 from train.dataloader import open_token_data
-from train.distributed import Ranks, choose_dtype, get_device, seed_step, use_flash_attention_3
+from train.device import choose_dtype, use_flash_attention_3
+from train.distributed import Ranks, get_device, seed_step
+from train.options import compile as compiling
 from train.tools import dry_run
 from train.train import train
 
@@ -33,7 +35,7 @@ def compiled_as_on_a_gpu(monkeypatch):
 
     def use(backend):
         compile = torch.nn.Module.compile
-        monkeypatch.setattr(speed.Compiler, "paused",
+        monkeypatch.setattr(compiling.Compiler, "paused",
                             lambda compiler, when=True: contextlib.nullcontext())
         monkeypatch.setattr(torch.nn.Module, "compile", lambda module, **options: compile(
             module, backend=backend, **options))
@@ -62,7 +64,7 @@ def test_batches_of_two_sizes_are_two_static_graphs(compiled_as_on_a_gpu):
     graphs, gpt = Graphs(), GPT(GPTConfig(n_layer=1, n_head=2, n_embd=16, block_size=8,
                                           vocab_size=32))
     compiled_as_on_a_gpu(graphs)
-    speed.compile_model(gpt, torch.device("cpu"))
+    compiling.compile_model(gpt, torch.device("cpu"))
     for size in (2, 4, 3):
         gpt(torch.zeros(size, 8, dtype=torch.int64))
     assert len(graphs) == 3 and not graphs.sizes()
@@ -187,25 +189,25 @@ def test_what_a_cpu_multiplies_natively_is_asked(probe, monkeypatch):
     ("NVIDIA A100-SXM4-80GB", 312, 156, 19.5), ("Tesla T4", 65, 8.1, 8.1),
     ("NVIDIA GeForce RTX 4090", 165, 82.6, 82.6), ("NVIDIA A40", 150, 75, 37)])
 def test_the_peak_is_that_of_the_gpu_and_of_the_precision(name, bfloat16, tf32, float32):
-    assert speed.peak_flops(name, torch.bfloat16, True) == bfloat16 * 1e12
-    assert speed.peak_flops(name, torch.float16, False) == bfloat16 * 1e12
-    assert speed.peak_flops(name, torch.float32, True) == tf32 * 1e12
-    assert speed.peak_flops(name, torch.float32, False) == float32 * 1e12
+    assert devices.peak_flops(name, torch.bfloat16, True) == bfloat16 * 1e12
+    assert devices.peak_flops(name, torch.float16, False) == bfloat16 * 1e12
+    assert devices.peak_flops(name, torch.float32, True) == tf32 * 1e12
+    assert devices.peak_flops(name, torch.float32, False) == float32 * 1e12
 
 
 @pytest.mark.parametrize("name", ["NVIDIA RTX A4000", "NVIDIA T400 4GB", "NVIDIA A10M", "GB10",
                                   "NVIDIA GeForce GTX 1080"])
 def test_a_gpu_that_is_not_in_the_table_has_no_peak(name):
-    assert speed.peak_flops(name, torch.bfloat16, True) is None
+    assert devices.peak_flops(name, torch.bfloat16, True) is None
 
 
 def test_mfu_divides_by_the_peak_of_all_ranks(monkeypatch):
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA H200")
     monkeypatch.setattr(torch.backends.cuda, "matmul", types.SimpleNamespace(allow_tf32=True))
     ranks = Ranks(world_size=2, device=torch.device("cuda", 0))
-    assert speed.mfu(989e12, ranks, torch.bfloat16) == pytest.approx(0.5)
-    assert speed.mfu(495e12, ranks, torch.float32) == pytest.approx(0.5)
-    assert speed.mfu(1e12, Ranks(), torch.bfloat16) is None  # a CPU
+    assert devices.mfu(989e12, ranks, torch.bfloat16) == pytest.approx(0.5)
+    assert devices.mfu(495e12, ranks, torch.float32) == pytest.approx(0.5)
+    assert devices.mfu(1e12, Ranks(), torch.bfloat16) is None  # a CPU
 
 
 # --- the dry run
@@ -246,7 +248,7 @@ def test_a_dry_run_times_the_step_with_its_optimizer(monkeypatch, data_dir):
             done(*args), timed.append(done.__name__)))
     monkeypatch.setattr(dry_run, "timed", lambda f, device: (
         f(), 7.0 if timed[-1] == "update" else 1.0)[1])
-    monkeypatch.setattr(speed, "compile_model", lambda *given: compiled.append(given))
+    monkeypatch.setattr(dry_run, "compile_model", lambda *given: compiled.append(given))
     c = load_config(None, TINY | dict(data_dir=str(data_dir)))
     data, cpu = open_token_data(c, Ranks()), Ranks()
     model = GPT(GPTConfig(n_layer=2, n_head=2, n_embd=32, vocab_size=256, block_size=16))

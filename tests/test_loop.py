@@ -8,11 +8,10 @@ import torch
 from runs import configure, metrics, tensors
 
 from model.gpt import GPT, GPTConfig
-from train import speed
 from train import train as loop
 from train.dataloader import DataLoader
-from train.logger import Logger
-from train.speed import Clock
+from train.logger import Clock, Logger
+from train.options import compile as compiling
 from train.train import train
 
 SHAPE = dict(n_layer=1, n_head=2, n_embd=16, n_hidden=32, block_size=8, vocab_size=256)
@@ -113,7 +112,7 @@ def test_on_a_cpu_neither_the_first_step_nor_evaluations_are_compiled(run, monke
         seen.append((model.training, torch._dynamo.eval_frame._stance.stance))
         return forward(model, *args)
     monkeypatch.setattr(GPT, "forward", noted)
-    monkeypatch.setattr(speed, "compile_model", lambda model, device: None)
+    monkeypatch.setattr(compiling, "compile_model", lambda model, device: None)
     run(max_iters=2, eval_iters=1, compile="true")
     assert seen == [(False, "force_eager"), *[(True, "force_eager")] * 2, *[(True, "default")] * 2,
                     (False, "force_eager")]

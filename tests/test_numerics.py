@@ -12,8 +12,8 @@ from train import checkpoint
 from train import train as training
 from train.base.errors import BadNumbers, Stopped
 from train.checkpoint import load_checkpoint
+from train.options.prefetch import Prefetcher
 from train.robust import SpikeDetector, decide_action
-from train.speed import Prefetcher
 from train.train import Progress, Trainer
 
 

@@ -26,7 +26,8 @@ import run_train
 from model import sample
 from model.core.load import load_model
 from model.gpt import GPT, GPTConfig
-from train import checkpoint, distributed, logger, speed
+from train import checkpoint, distributed, logger
+from train import device as devices
 from train import train as train_module
 from train.base.errors import CheckpointError, ConfigError
 from train.checkpoint import load_checkpoint, save_checkpoint
@@ -402,10 +403,10 @@ def test_the_device_says_what_it_can(monkeypatch, major, dtype, words):
     stub_gpu(monkeypatch, major)
     device = distributed.get_device("auto")
     assert device == torch.device("cuda", 0)
-    told = distributed.describe_device(device)
+    told = devices.describe_device(device)
     assert f"NVIDIA Stub, 24 GiB, capability {major}.0, {words}, CUDA 13.0" in told
-    assert distributed.choose_dtype("auto", device)[0] == dtype
-    assert distributed.device_facts(device) == dict(device="cuda:0", gpu="NVIDIA Stub", cuda="13.0")
+    assert devices.choose_dtype("auto", device)[0] == dtype
+    assert devices.device_facts(device) == dict(device="cuda:0", gpu="NVIDIA Stub", cuda="13.0")
     for deterministic in (True, False):
         distributed.set_seed(1, deterministic)
         assert torch.backends.cuda.matmul.allow_tf32 is not deterministic
@@ -445,8 +446,8 @@ def test_model_safetensors_is_a_model(tmp_path, data_dir, own, capsys):
         (tmp_path / "a.jsonl").write_text("".join(
             json.dumps(dict(prompt=f"{i}?", response="x")) + "\n" for i in range(40)))
         where = tmp_path / "chat"
-        assert data.prepare.chat.main([
-                str(tmp_path / "a.jsonl"), "--out", str(where), "--block_size", "64", "--tokenizer", "byte"]) == 0
+        assert data.prepare.chat.main([str(tmp_path / "a.jsonl"), "--out", str(where),
+                                       "--block_size", "64", "--tokenizer", "byte"]) == 0
     settings = dict(tokenizer="byte", vocab_size=None, block_size=64) | own
     go(where, tmp_path / "a", max_iters=2, save_precision="float32", **settings)
     path = tmp_path / "a" / "model.safetensors"
@@ -799,29 +800,17 @@ def test_what_continues_a_finished_run_is_what_ended_it(data_dir, tmp_path, caps
         assert f"A larger {word} continues it" in capsys.readouterr().out
 
 
-def test_a_slow_first_step_says_what_it_is_at(capsys):
-    """A line a micro-batch with what remains, where a step was estimated to take long."""
-    clock, said = speed.Clock(), []
-    clock.start(7)
-    clock.announce(7, 0, 4, said.append)
-    clock.expected = 120.0
-    for it, micro in ((7, 0), (7, 3), (8, 0)):
-        clock.announce(it, micro, 4, said.append)
-    assert said == ["iter 7: micro-batch 1 of 4, the first line in about 0:02:00",
-                    "iter 7: micro-batch 4 of 4, the first line in about 0:00:30"]
-
-
 def test_a_slow_sample_is_timed_once(monkeypatch):
     """2 s of a sample: four more would make a newcomer wait for the estimate."""
     now, sizes = [0.0], []
-    monkeypatch.setattr(speed.time, "perf_counter", lambda: now[0])
+    monkeypatch.setattr(logger.time, "perf_counter", lambda: now[0])
     loader = types.SimpleNamespace(get_batch=lambda device, step: (torch.zeros(8, 2),))
 
     def compute(batch):
         sizes.append(len(batch[0]))
         now[0] += seconds * len(batch[0])
     for seconds, wanted in ((3.0, [1]), (0.5, [1, 4])):
-        assert speed.time_sample(compute, loader, "cpu") == seconds and sizes == wanted
+        assert logger.time_sample(compute, loader, "cpu") == seconds and sizes == wanted
         sizes.clear()
 
 

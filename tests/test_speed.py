@@ -1,5 +1,5 @@
-"""train/speed.py with a clock, a machine and GPUs that the test sets: what is timed, what is said
-of it, and what is decided by it."""
+"""train/device.py, batches ahead and the clock with a time, a machine and GPUs that the test sets: what is timed,
+what is printed of it, and what is decided by it."""
 
 import builtins
 import io
@@ -11,8 +11,10 @@ import types
 import pytest
 import torch
 
-from train import speed
+from train import device, logger
 from train.config import TrainConfig
+from train.options.compile import should_compile
+from train.options.prefetch import Prefetcher
 
 
 class Now:
@@ -20,7 +22,7 @@ class Now:
 
     def __init__(self, monkeypatch):
         self.seconds = 100.0
-        monkeypatch.setattr(speed.time, "perf_counter", lambda: self.seconds)
+        monkeypatch.setattr(time, "perf_counter", lambda: self.seconds)
 
     def move(self, seconds):
         self.seconds += seconds
@@ -34,7 +36,7 @@ def now(monkeypatch):
 # --- the clock
 
 def test_a_lap_is_seconds_a_step_without_what_was_away(now):
-    clock, said = speed.Clock(), []
+    clock, said = logger.Clock(), []
     now.move(50)
     clock.start(10)
     assert clock.unsteady(10) and not clock.unsteady(11)
@@ -59,7 +61,7 @@ def test_a_lap_is_seconds_a_step_without_what_was_away(now):
     (10.0, 3.0, None), (10.0, 3.1, "31%"), (2.0, 1.0, None), (2.0, 1.01, "50%"),
     (3.0, 1.0, None), (100.0, 90.0, "90%")])
 def test_slow_batches_are_told_where_they_are_a_share_of_the_time(now, passed, loading, told):
-    clock, said = speed.Clock(), []
+    clock, said = logger.Clock(), []
     now.move(passed)
     clock.lap(0, loading, said.append)
     assert len(said) == (told is not None)
@@ -67,8 +69,8 @@ def test_slow_batches_are_told_where_they_are_a_share_of_the_time(now, passed, l
 
 
 def test_the_end_is_announced_once_and_not_after_the_first_step(now, monkeypatch):
-    monkeypatch.setattr(speed.time, "time", lambda: 1_000_000.0)
-    clock, said = speed.Clock(), []
+    monkeypatch.setattr(time, "time", lambda: 1_000_000.0)
+    clock, said = logger.Clock(), []
     clock.start(5)
     clock.announce_end(5, 60.0, said.append)
     assert not said
@@ -76,13 +78,6 @@ def test_the_end_is_announced_once_and_not_after_the_first_step(now, monkeypatch
         clock.announce_end(it, 7265.0, said.append)
     at = time.strftime("%Y-%m-%d %H:%M", time.localtime(1_007_265.0))
     assert said == [f"Expected to finish in 2:01:05, at about {at}"]
-
-
-def test_a_long_first_step_is_announced_from_ten_seconds_on(now):
-    clock, said = speed.Clock(), []
-    for clock.expected in (9.9, 10.0, 10.1):
-        clock.announce(0, 1, 2, said.append)
-    assert said == ["iter 0: micro-batch 2 of 2, the first line in about 0:00:05"]
 
 
 @pytest.mark.parametrize("seconds, sizes", [(2.0, [1, 3]), (2.1, [1]), (0.1, [1, 3])])
@@ -94,19 +89,19 @@ def test_a_sample_is_timed_alone_and_then_in_a_few(now, seconds, sizes):
         now.move(seconds * len(batch[0]))
     loader = types.SimpleNamespace(get_batch=lambda device, step: (
         torch.zeros(3, 2), torch.zeros(3)) if (device, step) == ("there", 0) else None)
-    assert speed.time_sample(compute, loader, "there") == pytest.approx(seconds)
+    assert logger.time_sample(compute, loader, "there") == pytest.approx(seconds)
     assert seen == [[n, n] for n in sizes]
     many = types.SimpleNamespace(get_batch=lambda device, step: [torch.zeros(9)])
     seen.clear()
-    speed.time_sample(compute, many, "there")
+    logger.time_sample(compute, many, "there")
     assert seen[-1] == ([1] if seconds > 2 else [4])
 
 
 def test_how_long_a_run_takes():
     c = TrainConfig(max_iters=1000, data_dir="my data")
-    assert speed.how_long(2.4, c, 400) == "About 2 s a step here: 0:24:00 for 600 steps"
-    assert "\n" not in speed.how_long(86.4, c, 0)
-    slow = speed.how_long(86.5, c, 0)
+    assert logger.how_long(2.4, c, 400) == "About 2 s a step here: 0:24:00 for 600 steps"
+    assert "\n" not in logger.how_long(86.4, c, 0)
+    slow = logger.how_long(86.5, c, 0)
     assert slow.startswith("About 86 s a step here: 1d 0:01:40 for 1,000 steps.\n")
     assert "--data_dir 'my data' --out_dir out/quick" in slow and "config_quick.yaml" in slow
 
@@ -128,7 +123,7 @@ class Reads:
 
 def test_batches_are_made_once_in_order_and_their_time_counted(now):
     loader = Reads(now, 0.02)
-    batches = speed.Prefetcher(loader, "cpu")
+    batches = Prefetcher(loader, "cpu")
     for step in (0, 1, 2, 7, 8):
         assert batches.get(step) == f"{step} on cpu"
         batches.prefetch(step + 1)
@@ -140,7 +135,7 @@ def test_batches_are_made_once_in_order_and_their_time_counted(now):
 @pytest.mark.parametrize("more, ahead", [({}, 2), (dict(calls_per_chunk=3), 4)])
 def test_a_loader_that_was_slow_reads_as_far_ahead_as_it_reads_at_once(now, more, ahead):
     loader = Reads(now, 0.021, **more)
-    batches = speed.Prefetcher(loader, "cpu")
+    batches = Prefetcher(loader, "cpu")
     assert batches.get(0) == "0 on cpu" and batches.thread is not None
     for step in (1, 2):
         batches.prefetch(step)
@@ -148,7 +143,7 @@ def test_a_loader_that_was_slow_reads_as_far_ahead_as_it_reads_at_once(now, more
         assert batches.get(step) == f"{step} on cpu"
     batches.close()
     assert loader.steps == list(range(ahead + 2))
-    computes = speed.Prefetcher(Reads(now, 5.0, computes=True), "cpu")
+    computes = Prefetcher(Reads(now, 5.0, computes=True), "cpu")
     computes.get(0)
     assert computes.thread is None and computes.seconds == 0
 
@@ -168,15 +163,15 @@ RTX 4090 165 82.6 82.6 | RTX 4080 97 49 49 | RTX 3090 71 35.6 35.6 | RTX 6000 Ad
 def test_every_gpu_has_the_peaks_of_its_data_sheet():
     sheets = [line.strip().rsplit(" ", 3) for line in DATA_SHEETS.replace("|", "\n").split("\n")
               if line.strip()]
-    assert {name: tuple(map(float, peaks)) for name, *peaks in sheets} == speed.PEAK_TFLOPS
+    assert {name: tuple(map(float, peaks)) for name, *peaks in sheets} == device.PEAK_TFLOPS
 
 
 def test_flops_of_a_step():
     c, loader = TrainConfig(batch_size=3, gradient_accumulation_steps=4), types.SimpleNamespace(
         units_per_sample=5)
     model = types.SimpleNamespace(flops_per_unit=lambda: 7)
-    assert speed.flops_per_step(model, c, loader) == 7 * 3 * 4 * 5
-    assert speed.flops_per_step(object(), c, loader) == 0
+    assert device.flops_per_step(model, c, loader) == 7 * 3 * 4 * 5
+    assert device.flops_per_step(object(), c, loader) == 0
 
 
 @pytest.mark.parametrize("kind, world, flops", [("cpu", 1, 1.2e14), ("cpu", 4, 1.2e14),
@@ -186,11 +181,11 @@ def test_what_is_long_enough_is_compiled(kind, world, flops):
     ranks = types.SimpleNamespace(device=torch.device(kind), world_size=world)
     for steps, share, expected in ((1, 0.99, False), (1, 1.01, True), (10, 0.09, False)):
         c = TrainConfig(max_iters=steps, compile="auto")
-        assert speed.should_compile(c, flops * share, ranks) is expected
-    assert speed.should_compile(TrainConfig(compile="true"), 0, ranks) is True
-    assert speed.should_compile(TrainConfig(compile="false"), 1e30, ranks) is False
+        assert should_compile(c, flops * share, ranks) is expected
+    assert should_compile(TrainConfig(compile="true"), 0, ranks) is True
+    assert should_compile(TrainConfig(compile="false"), 1e30, ranks) is False
     mps = types.SimpleNamespace(device=torch.device("mps"), world_size=1)
-    assert speed.should_compile(TrainConfig(), 1e30, mps) is False
+    assert should_compile(TrainConfig(), 1e30, mps) is False
 
 
 # --- the machine
@@ -212,35 +207,35 @@ def machine(monkeypatch, tmp_path):
 
 
 def test_free_memory_is_the_least_of_machine_and_container(machine):
-    assert speed.memory_available() == 2**62
+    assert device.memory_available() == 2**62
     machine("/proc/meminfo", "MemTotal:  9 kB\nMemFree:  3 kB\nMemAvailable:    5000 kB\n")
-    assert speed.memory_available() == 5_120_000
+    assert device.memory_available() == 5_120_000
     machine("/sys/fs/cgroup/memory.current", "3000000\n")
     machine("/sys/fs/cgroup/memory.stat", "anon 7\ninactive_file 200\nactive_file 9\n")
     machine("/sys/fs/cgroup/memory.max", "max\n")
-    assert speed.memory_available() == 5_120_000
+    assert device.memory_available() == 5_120_000
     machine("/sys/fs/cgroup/memory.max", "4000000\n")
-    assert speed.memory_available() == 1_000_200
+    assert device.memory_available() == 1_000_200
     machine("/sys/fs/cgroup/memory.max", "40000000\n")
-    assert speed.memory_available() == 5_120_000
+    assert device.memory_available() == 5_120_000
 
 
 def test_threads_are_the_physical_cores_this_process_may_use(machine, monkeypatch):
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {0, 1, 4, 5, 6} if not pid else {})
     monkeypatch.setattr(os, "cpu_count", lambda: 64)
-    assert speed.physical_cores() == 64  # the system does not say
+    assert device.physical_cores() == 64  # the system does not say
     for cpu in range(8):
         machine(f"/sys/devices/system/cpu/cpu{cpu}/topology/thread_siblings_list",
                 f"{cpu % 4},{cpu % 4 + 4}\n")
-    assert speed.physical_cores() == 3  # 0 and 4, 1 and 5, 6
+    assert device.physical_cores() == 3  # 0 and 4, 1 and 5, 6
     told = []
     monkeypatch.setattr(torch, "set_num_threads", told.append)
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
-    speed.set_num_threads(TrainConfig(num_threads=None))
-    speed.set_num_threads(TrainConfig(num_threads=7))
+    device.set_num_threads(TrainConfig(num_threads=None))
+    device.set_num_threads(TrainConfig(num_threads=7))
     monkeypatch.setenv("OMP_NUM_THREADS", "2")
-    speed.set_num_threads(TrainConfig(num_threads=None))  # which torch has read itself
-    speed.set_num_threads(TrainConfig(num_threads=5))
+    device.set_num_threads(TrainConfig(num_threads=None))  # which torch has read itself
+    device.set_num_threads(TrainConfig(num_threads=5))
     assert told == [3, 7, 5]
 
 
@@ -248,6 +243,6 @@ def test_peak_memory_is_in_mib(monkeypatch):
     import resource
     monkeypatch.setattr(resource, "getrusage",
                         lambda who: types.SimpleNamespace(ru_maxrss=3_500 * 1024))
-    assert speed.peak_memory(torch.device("cpu")) == 3_500
+    assert device.peak_memory(torch.device("cpu")) == 3_500
     monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda device: 5.4 * 2**20)
-    assert speed.peak_memory(torch.device("cuda", 0)) == 5
+    assert device.peak_memory(torch.device("cuda", 0)) == 5

@@ -32,7 +32,7 @@ from train.base.cli import run_command
 from train.base.errors import CheckpointError, SaveFailed
 from train.base.files import Lock, atomic_write, check_space, free_name, link, sync_folder
 from train.config import START_KEYS, show_value
-from train.speed import memory_available, return_freed_memory
+from train.device import memory_available, return_freed_memory
 
 FORMAT_VERSION = 1
 SAFE_TORCH = (2, 10)  # before it weights_only does not hold: CVE-2025-32434, CVE-2026-24747

@@ -5,13 +5,11 @@ here knows what is trained.
 """
 
 import contextlib
-import importlib.util
 import inspect
 import os
 import pickle
 import random
 import re
-import sys
 import threading
 import time
 import uuid
@@ -21,10 +19,11 @@ from datetime import timedelta
 import numpy as np
 import torch
 import torch.distributed as dist
+import torch.nn as nn
 from torch.nn.parallel import DistributedDataParallel
 
-from train.base.errors import CollectiveExit, SetupError, echo
-from train.speed import blocks, keep_freed_memory, set_num_threads
+from train.base.errors import CollectiveExit, SetupError
+from train.device import get_device, keep_freed_memory, set_num_threads, use_flash_attention_3
 
 
 @dataclass
@@ -42,113 +41,7 @@ class Ranks:
 
 
 # -----------------------------------------------------------------------------
-# device, dtype, threads, seeds
-
-def get_device(name: str = "auto", local_rank: int = 0, local_world_size: int = 1, *,
-               prefer_cuda: bool = True, device_id: int | None = None,
-               report: bool = False) -> torch.device:
-    """torch.device for `name`: auto takes cuda (unless prefer_cuda is false), then mps, then cpu; a
-    rank takes the GPU of its LOCAL_RANK, any other process the one of device_id. report: say what
-    it is and can do. Raises SetupError where the device is missing."""
-    device = find_device(name, local_rank if device_id is None else device_id, local_world_size,
-                         prefer_cuda)
-    if report:
-        echo(f"Device: {describe_device(device)}")
-    return device
-
-
-def find_device(name, local_rank, local_world_size, prefer_cuda=True):
-    """See get_device."""
-    if name == "auto":
-        mps = torch.backends.mps.is_available() and local_world_size == 1
-        cuda = prefer_cuda and torch.cuda.is_available()
-        name = "cuda" if cuda else "mps" if mps else "cpu"
-    if not re.fullmatch(r"cpu|mps|cuda(:\d+)?", name):
-        raise SetupError(f"device: {name!r} is unknown; use auto, cpu, cuda, cuda:N or mps")
-    if name.startswith("cuda"):
-        # Before the first allocation: segments that grow leave no holes that nothing fits into.
-        if sys.platform == "linux" and "PYTORCH_CUDA_ALLOC_CONF" not in os.environ:
-            os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")
-        if not torch.cuda.is_available():
-            raise SetupError(f"device: torch {torch.__version__} sees no CUDA GPU; see nvidia-smi, "
-                             "check the torch build, or use --device cpu")
-        if ":" in name and local_world_size > 1:
-            raise SetupError(f"device: {name} is one GPU for {local_world_size} ranks; use "
-                             "--device cuda, and choose the GPUs with CUDA_VISIBLE_DEVICES")
-        index = int(name.partition(":")[2] or local_rank)
-        needed, there = max(local_world_size, index + 1), torch.cuda.device_count()
-        if needed > there:
-            raise SetupError(f"device: {needed} GPUs are needed on this machine, it has {there}; "
-                             "lower --nproc_per_node or set CUDA_VISIBLE_DEVICES")
-        torch.cuda.set_device(index)
-        return torch.device("cuda", index)
-    if name == "mps" and not torch.backends.mps.is_available():
-        raise SetupError("device: mps was asked for, but is not available here; use --device cpu")
-    return torch.device(name)
-
-
-def describe_device(device):
-    """One line on the device: name, memory, capability, what it does natively."""
-    if device.type != "cuda":
-        native = has_native_bfloat16(device)
-        return f"{device.type}, {torch.get_num_threads()} threads, bf16 {native}"
-    p = torch.cuda.get_device_properties(device)
-    ampere = p.major >= 8
-    attention = getattr(torch.nn.attention, "current_flash_attention_impl", lambda: None)()
-    return (f"{device} {p.name}, {p.total_memory / 2**30:.0f} GiB, capability {p.major}.{p.minor}, "
-            f"TF32 {ampere}, bf16 {ampere}, {f'attention {attention}, ' if attention else ''}"
-            f"CUDA {torch.version.cuda}")
-
-
-def device_facts(device):
-    """What a result depends on: device, GPU and CUDA version, as a dict."""
-    if device.type != "cuda":
-        return dict(device=str(device))
-    return dict(device=str(device), gpu=torch.cuda.get_device_name(device), cuda=torch.version.cuda)
-
-
-def has_native_bfloat16(device):
-    """Whether the device multiplies bfloat16 in hardware: capability 8.0 on CUDA (older cards
-    emulate it, slowly), AMX or AVX512-BF16 on x86, always on Apple's GPUs."""
-    if device.type == "cuda":
-        return torch.cuda.get_device_capability(device)[0] >= 8
-    if device.type == "cpu":
-        probes = ("_is_amx_tile_supported", "_is_avx512_bf16_supported", "_is_arm_bf16_supported")
-        return any(getattr(torch.cpu, p, bool)() for p in probes)
-    return True
-
-
-def use_flash_attention_3(config, device):
-    """Have PyTorch's attention be computed by FlashAttention-3 (arXiv:2407.08608), by PyTorch's own
-    switch, where its package is installed. It is for GPUs of capability 9 (H100) and knows no
-    dropout; its backward pass adds up in no fixed order."""
-    switch = getattr(torch.nn.attention, "activate_flash_attention_impl", None)
-    if (switch is None or device.type != "cuda" or config.dropout or config.deterministic
-            or torch.cuda.get_device_capability(device)[0] != 9
-            or importlib.util.find_spec("flash_attn_interface") is None):
-        return
-    try:
-        switch("FA3")
-    except Exception as error:  # one that was built for another PyTorch, say
-        echo(f"FlashAttention-3 is installed, but does not work here: {error}")
-
-
-def choose_dtype(name, device):
-    """(torch.dtype of the matrix products, in words with the reason)."""
-    native, why = has_native_bfloat16(device), "asked for"
-    if name == "auto":
-        if native:
-            name, why = "bfloat16", "native on this device"
-        elif device.type == "cuda":
-            name, why = "float16", "no native bfloat16 before capability 8.0; with a loss scale"
-        else:
-            name, why = "float32", "this CPU has no bfloat16 arithmetic"
-    elif name == "bfloat16" and not native:
-        why = "asked for; emulated here and slow: --dtype auto would not choose it"
-    elif name == "float16" and device.type == "cpu":
-        why = "asked for; slow on a CPU"
-    return getattr(torch, name), f"{name} ({why})"
-
+# seeds
 
 def set_seed(seed: int, deterministic: bool = False,
              cudnn_benchmark: bool | None = None) -> None:
@@ -343,6 +236,11 @@ def wrap_ddp(model, ranks):
     sync = "forward_sync_buffers" if "forward_sync_buffers" in names else "broadcast_buffers"
     return DistributedDataParallel(model, device_ids=ids, gradient_as_bucket_view=True,
                                    **{sync: False})  # the older name
+
+
+def blocks(model):
+    """The blocks of a model: what its ModuleLists hold."""
+    return [block for m in model.modules() if isinstance(m, nn.ModuleList) for block in m]
 
 
 def shard(model, ranks, dtype, seed):

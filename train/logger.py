@@ -25,6 +25,8 @@ from train.keys import task_names
 from train.lr_scheduler import milestones
 
 SILENCE = 5.0     # seconds after which a run says that it still works
+SLOW_INPUT = 0.3   # share of the time that is worth a warning
+SLOW_SAMPLE = 2.0  # seconds of one sample that are not spent on four more
 
 
 class Logger:
@@ -396,6 +398,80 @@ def git_state():
         return commit, bool(git("status", "--porcelain"))
     except (OSError, subprocess.SubprocessError):
         return None, None
+
+
+# -----------------------------------------------------------------------------
+# the clock, and how long it will take
+
+class Clock:
+    """Seconds of training between two log lines; what evaluations and saves take is left out."""
+
+    def __init__(self):
+        self.total_away, self.end_announced = 0.0, False
+        self.start(0)
+
+    def start(self, it):
+        """Training goes on at step `it`."""
+        self.began = it
+        self.at, self.it, self.seconds_away = time.perf_counter(), it, 0.0
+
+    @contextmanager
+    def away(self):
+        """Time within does not count as training."""
+        left = time.perf_counter()
+        try:
+            yield
+        finally:
+            self.seconds_away += time.perf_counter() - left
+            self.total_away += time.perf_counter() - left
+
+    def unsteady(self, it):
+        """Whether step `it` may take far longer than a step: it compiles, or waits for a save."""
+        return it == self.began or self.seconds_away > 0
+
+    def lap(self, it, loading, warn):
+        """Seconds a step since the last lap, `it` being the last one done; `loading` of all of them
+        were spent on batches."""
+        passed = time.perf_counter() - self.at
+        if loading > max(1.0, SLOW_INPUT * passed):  # of a second, anything is a large share
+            warn(f"{loading / passed:.0%} of the time goes into reading batches: put data_dir on a "
+                 "local disk, or use larger samples")
+        seconds = (passed - self.seconds_away) / max(1, it + 1 - self.it)
+        self.at, self.it, self.seconds_away = time.perf_counter(), it + 1, 0.0
+        return seconds
+
+    def announce_end(self, it, left, say):
+        """Once: when the run will be over, `left` seconds from now."""
+        if not self.end_announced and it > self.began:  # the first step may have compiled
+            self.end_announced = True
+            end = time.strftime("%Y-%m-%d %H:%M", time.localtime(time.time() + left))
+            say(f"Expected to finish in {duration(left)}, at about {end}")
+
+
+def time_sample(forward_backward, loader, device):
+    """Seconds a sample that forward_backward(batch) takes, from a batch of a few; from one alone,
+    which warms up as well, where that is slow."""
+    batch = loader.get_batch(device, 0)
+    for n in (1, min(4, len(batch[0]))):
+        started = time.perf_counter()
+        forward_backward([t[:n] for t in batch])
+        seconds = (time.perf_counter() - started) / n
+        if seconds > SLOW_SAMPLE:
+            break
+    return seconds
+
+
+def how_long(step, config, done):
+    """How long a run takes at `step` seconds a step, and what suits the machine if that is days."""
+    steps = config.max_iters - done
+    left = step * steps
+    text = f"About {step:,.0f} s a step here: {duration(left)} for {steps:,} steps"
+    if left > 86400:
+        text += (".\nThis machine is slow for this configuration. A small model on the same data, "
+                 "about a minute:\n  " + shlex.join([
+                     "python", "run_train.py", "--config", "train/config_quick.yaml",
+                     "--data_dir", config.data_dir, "--out_dir", "out/quick"]))
+    return text
 
 
 # -----------------------------------------------------------------------------

@@ -8,7 +8,8 @@ import torch.distributed as dist
 import torch.nn as nn
 
 from train.base.errors import ConfigError
-from train.distributed import has_native_bfloat16, is_sharded, local
+from train.device import has_native_bfloat16
+from train.distributed import is_sharded, local
 
 
 def build_optimizer(model, config, log=print):

@@ -16,7 +16,6 @@ import torch
 from train.base.cli import interrupt_code
 from train.base.errors import CollectiveExit, UserError, printable, warn_stderr
 from train.distributed import max_over_ranks
-from train.speed import is_compile_error
 
 MAX_OVERFLOWS_IN_A_ROW = 20  # float16: then it is not the loss scale that is wrong
 MAX_REWINDS = 3
@@ -215,6 +214,10 @@ def advice(error, config):
         return ("Another rank died or hung: look for the first error above. torchrun "
                 "--max-restarts=3 restarts from the last checkpoint by itself.")
     return "Compiling failed: --no-compile trains without it." if is_compile_error(error) else ""
+
+
+def is_compile_error(error):
+    return type(error).__module__.startswith(("torch._dynamo", "torch._inductor"))
 
 
 def run_reporting_errors(config, job):

@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from train import checkpoint, distributed, logger, resume, robust, speed
+from train import checkpoint, device, distributed, logger, resume, robust
 from train.base.errors import BadNumbers, SetupError, Stopped, echo
 from train.base.fields import parse_mixture
 from train.config import TrainConfig, load_config, load_model_file, to_yaml
@@ -24,6 +24,8 @@ from train.dataloader import open_token_data
 from train.evaluate import add_sums, all_reduce, batch_sums, evaluate, to_host, to_numbers
 from train.lr_scheduler import EarlyStopping, ReduceOnPlateau, get_lr
 from train.optimizer import build_optimizer, clip_gradients
+from train.options.compile import ON_OFF, Compiler, should_compile
+from train.options.prefetch import Prefetcher
 
 TINY = 1e-9  # below any count (of items, or of their weights where a model weighs them), but not 0
 
@@ -119,12 +121,12 @@ class Trainer:
         self.units_per_step = c.samples_per_step * self.data.train.units_per_sample
 
         # The model, bare: what is saved. `wrapped` is what computes a training step.
-        self.dtype, why = distributed.choose_dtype(c.dtype, ranks.device)
+        self.dtype, why = device.choose_dtype(c.dtype, ranks.device)
         self.autocast = functools.partial(torch.autocast, ranks.device.type, self.dtype,
                                           enabled=self.dtype != torch.float32)
         self.sharded = c.distributed == "fsdp" and ranks.world_size > 1
         self.model = self.wrapped = self.build_model(model)
-        self.flops_per_step = speed.flops_per_step(self.model, c, self.data.train)
+        self.flops_per_step = device.flops_per_step(self.model, c, self.data.train)
         if start.kind == "resume":
             resume.check_fits(start, c, self.data, self.model, ranks, echo)
 
@@ -132,14 +134,14 @@ class Trainer:
         if c.eval_tasks:  # questions that are answered at every evaluation
             from model.eval.tasks import Tasks
             self.tasks = Tasks(c, self.data, self.model, ranks)
-        compiled = speed.should_compile(c, self.flops_per_step, ranks)
+        compiled = should_compile(c, self.flops_per_step, ranks)
         # The log, which begins here: nothing is written into a folder that cannot be used.
-        self.log = at_end.enter_context(self.open_log(f"{why}; compile {speed.ON_OFF[compiled]}"))
+        self.log = at_end.enter_context(self.open_log(f"{why}; compile {ON_OFF[compiled]}"))
         at_end.callback(self.folder.wait)  # the save under way may still have something to say
         if self.tasks:
             self.log.info(self.tasks.told)
 
-        self.compiler = speed.Compiler(self.model, compiled, ranks.device, self.log.warn,
+        self.compiler = Compiler(self.model, compiled, ranks.device, self.log.warn,
                                        c.batch_size)
         # Weights to start from come before the optimizer. The optimizer may freeze some parameters,
         # so it comes before DDP, which wants to know which ones learn.
@@ -163,8 +165,8 @@ class Trainer:
                                        least=(c.min_lr or 0.0) / c.learning_rate)
         self.spikes, self.signals = robust.SpikeDetector(c.spike_sigma), robust.Signals()
         self.watchdog = at_end.enter_context(robust.Watchdog(c.step_timeout))
-        self.clock = speed.Clock()
-        self.batches = speed.Prefetcher(self.data.train, ranks.device)
+        self.clock = logger.Clock()
+        self.batches = Prefetcher(self.data.train, ranks.device)
         at_end.callback(self.batches.close)
         self.saved_at, self.best_due = 0, False  # iter_num of the last save; ckpt_best.pt is due
         self.begin(start)
@@ -193,13 +195,13 @@ class Trainer:
 
     def open_log(self, precision):
         c, ranks = self.config, self.ranks
-        machine = dict(world_size=ranks.world_size, **distributed.device_facts(ranks.device))
+        machine = dict(world_size=ranks.world_size, **device.device_facts(ranks.device))
         log = logger.Logger(c.out_dir, main=ranks.is_main, trackers=c.tracker, config=asdict(c),
                             system_info=machine)
         if ranks.is_main and not c.eval_only:
             log.describe_run(to_yaml(c), asdict(c), machine)
         logger.start_up(log.info, c, ranks, self.data, self.model,
-                        distributed.describe_device(ranks.device), precision, self.flops_per_step)
+                        device.describe_device(ranks.device), precision, self.flops_per_step)
         return log
 
     # -------------------------------------------------------------------------
@@ -329,8 +331,6 @@ class Trainer:
                 if micro and self.signals.stop_agreed(ranks):  # a step may take minutes
                     return self.optimizer.zero_grad(set_to_none=True)
                 self.log.activity = f"iter {it}, micro-batch {micro + 1} of {n}"
-                if self.clock.expected:  # on a CPU, where a step may take minutes
-                    self.clock.announce(it, micro, n, self.log.info)
                 batch = self.batches.get(first + micro)  # a tuple of tensors (B, ...)
                 # DDP sends gradients in the last micro-batch of a step only; FSDP in each.
                 silent = self.wrapped is not self.model and micro < n - 1
@@ -402,8 +402,8 @@ class Trainer:
             iter=it, max_iters=c.max_iters, tokens=(it + 1) * self.units_per_step,
             unit=self.data.train.unit, lr=lr, grad_norm=norm, time_ms=seconds * 1000,
             tokens_per_sec=self.units_per_step / seconds, eta_s=left,
-            mfu=speed.mfu(self.flops_per_step / seconds, self.ranks, self.dtype),
-            memory_mib=speed.peak_memory(self.ranks.device), **to_numbers(self.model, sums)))
+            mfu=device.mfu(self.flops_per_step / seconds, self.ranks, self.dtype),
+            memory_mib=device.peak_memory(self.ranks.device), **to_numbers(self.model, sums)))
 
     # -------------------------------------------------------------------------
     # evaluation, and what follows from it
@@ -584,12 +584,12 @@ class Trainer:
         if ranks.device.type != "cpu" or self.flops_per_step < 1e12:
             return
         with self.log.busy("timing a few samples"), self.compiler.paused(), self.autocast():
-            seconds = speed.time_sample(
+            seconds = logger.time_sample(
                 lambda batch: forward_backward(self.model, batch, 1, self.full_count, self.scaler),
                 self.data.train, ranks.device)
         self.model.zero_grad(set_to_none=True)
-        self.clock.expected = seconds * c.samples_per_step / ranks.world_size
-        self.log.info(speed.how_long(self.clock.expected, c, self.progress.iter_num))
+        self.log.info(logger.how_long(seconds * c.samples_per_step / ranks.world_size, c,
+                                      self.progress.iter_num))
 
     def stop(self, signum):
         """Save, say how to go on, and leave."""

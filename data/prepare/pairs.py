@@ -119,7 +119,8 @@ def prepare_pairs(args):
     import torch
 
     from model.core.load import model_of, read_backbone
-    from train.distributed import choose_dtype, get_device
+    from train.device import choose_dtype
+    from train.distributed import get_device
     args.out = args.out or os.path.join("data", "bin", f"{Path(args.sources[0]).stem}-pairs")
     state, device = read_backbone(args.reference, "reference"), get_device()
     model, tokenizer = model_of(state, args.reference, device)

@@ -34,7 +34,8 @@ def load_writer(args):
     """(model, tokenizer, device) of a checkpoint that can write text, as args.ckpt, backbone,
     ema, tokenizer, device and dtype say. Raises ValueError or UserError."""
     from data.tokenizer import load_tokenizer
-    from train.distributed import choose_dtype, get_device
+    from train.device import choose_dtype
+    from train.distributed import get_device
     device = get_device(args.device)
     model, tokenizer = load_model(args.ckpt, device, choose_dtype(args.dtype, device)[0],
                                   args.backbone, args.ema)

@@ -34,7 +34,8 @@ from train.base.errors import CheckpointError, ConfigError, UsageError, echo
 from train.checkpoint import write_safetensors
 from train.config import key
 from train.dataloader import Data, DataLoader, open_token_data
-from train.distributed import broadcast_from_rank0, choose_dtype
+from train.device import choose_dtype
+from train.distributed import broadcast_from_rank0
 
 USE = "python -m model.sae --ckpt {out}/ckpt.pt"
 SAME_TO_ADOPT = ("backbone", "layer")  # features are those of one place in one model

@@ -16,7 +16,7 @@ from model.core.generate import generate, start_tokens
 from model.core.load import load_model  # noqa: F401  for others to import
 from train.base.cli import run_command
 from train.base.errors import UserError, echo
-from train.speed import is_compile_error
+from train.robust import is_compile_error
 
 # -----------------------------------------------------------------------------
 # the command line

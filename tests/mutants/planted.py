@@ -37,7 +37,7 @@ FAULTS = [
     ("train/dataloader.py", "ROUNDS = 6", "ROUNDS = 4"),
     ("train/dataloader.py", "(phase + window", "(window"),
     ("train/dataloader.py", "* self.val_samples // n", ""),
-    ("train/speed.py", "(step, self.make(step))", "(step, self.make(max(0, step - 1)))"),
+    ("train/options/prefetch.py", "(step, self.make(step))", "(step, self.make(max(0, step - 1)))"),
     ("train/dataloader.py", "(first, first + shard.n_tokens - n)", "(first,)"),
     ("train/dataloader.py", "for part in (array[:n], array[-n:])", "for part in ()"),
     # the schedule
@@ -52,9 +52,9 @@ FAULTS = [
     ("train/lr_scheduler.py", "self.best, self.bad = self.sign * value, 0",
      "self.best = self.sign * value"),
     # a GPU
-    ("train/speed.py", "part.compile(dynamic=False)", "part.compile()"),
+    ("train/options/compile.py", "part.compile(dynamic=False)", "part.compile()"),
     ("train/train.py", "functools.partial(self.compiler.call, self.model)", "self.model"),
-    ("train/speed.py", "column = 0 if dtype != torch.float32 else 1 if tf32 else 2", "column = 0"),
+    ("train/device.py", "column = 0 if dtype != torch.float32 else 1 if tf32 else 2", "column = 0"),
     ("train/tools/dry_run.py", "grad_copies = 2 if", "grad_copies = 1 if"),
     # the optimizer
     ("train/optimizer.py", "torch.clamp(max_norm /", "torch.clamp(2 * max_norm /"),
@@ -98,8 +98,8 @@ FAULTS = [
      "self.wrapped is not self.model"),
     ("train/distributed.py", "initial(name, tensors[name].shape, seed)",
      "initial(name, tensors[name].shape, seed + 1)"),
-    ("train/distributed.py", "libc.mallopt(M_TRIM_THRESHOLD, -1)", "pass"),
-    ("train/distributed.py", "ctypes.CDLL(None).malloc_trim(0)", "pass"),
+    ("train/device.py", "libc.mallopt(M_TRIM_THRESHOLD, -1)", "pass"),
+    ("train/device.py", "ctypes.CDLL(None).malloc_trim(0)", "pass"),
     # sampling
     ("model/core/generate.py", "ends[:, -1:], right=True)", "ends[:, -1:])"),
     ("model/core/generate.py", "((logits - largest) / temperature)", "(logits / temperature)"),

@@ -8,11 +8,13 @@ import time
 
 import torch
 
-from train import distributed, logger, speed
+from train import device as device_module
+from train import distributed, logger
 from train.base.errors import CollectiveExit
 from train.config import load_model_file
 from train.logger import compact, duration
 from train.optimizer import build_optimizer, clip_gradients
+from train.options.compile import ON_OFF, compile_model, should_compile
 from train.resume import weights_shape
 from train.train import open_data
 
@@ -30,11 +32,11 @@ def estimate(config):
         build_model = load_model_file(config.model).build_model
         with torch.device("meta"):  # allocates nothing: the model may not fit
             empty_model = build_model(config, data)
-        dtype, reason = distributed.choose_dtype(config.dtype, ranks.device)
-        flops = speed.flops_per_step(empty_model, config, data.train)
-        compiled = speed.should_compile(config, flops, ranks)
-        precision = f"{reason}; compile {speed.ON_OFF[compiled]}"
-        device = distributed.describe_device(ranks.device)
+        dtype, reason = device_module.choose_dtype(config.dtype, ranks.device)
+        flops = device_module.flops_per_step(empty_model, config, data.train)
+        compiled = should_compile(config, flops, ranks)
+        precision = f"{reason}; compile {ON_OFF[compiled]}"
+        device = device_module.describe_device(ranks.device)
         logger.start_up(log, config, ranks, data, empty_model, device, precision, flops)
         check_memory(config, empty_model, data, ranks, dtype, compiled, log)
         model = build_model(config, data).to(ranks.device)
@@ -53,7 +55,7 @@ def log_durations(config, loader, device, seconds, is_estimate, log):
         log(f"  {steps:>9,} steps: {compact(steps * units):>6} {loader.unit}, "
             f"{duration(steps * seconds)}")
     if seconds * config.max_iters > SECONDS_PER_DAY and device.type == "cpu":
-        log(speed.how_long(seconds, config, 0))
+        log(logger.how_long(seconds, config, 0))
 
 
 # -----------------------------------------------------------------------------
@@ -67,7 +69,7 @@ def check_memory(config, model, data, ranks, dtype, compiled, log):
     if ranks.device.type == "cuda":
         available = torch.cuda.mem_get_info(ranks.device)[0]
     else:
-        available = speed.memory_available()
+        available = device_module.memory_available()
     listed = ", ".join(f"{name} {size / 2**20:,.0f}" for name, size in purposes.items() if size)
     log(f"Memory, MiB: {listed}; total {needed / 2**20:,.0f} of {available / 2**20:,.0f}")
     if distributed.max_over_ranks(int(needed > available), ranks):
@@ -131,7 +133,7 @@ def time_step(config, model, data, ranks, dtype, compiled):
     n_micro = config.accumulation(ranks.world_size)
     optimizer = build_optimizer(model, config, log=lambda text: None)
     if compiled and device.type == "cuda":
-        speed.compile_model(model, device)
+        compile_model(model, device)
 
     def time_batch(tensors):
         return timed(lambda: forward_backward(model, tensors, device, dtype), device)

@@ -211,7 +211,7 @@ def slots(jobs):
     variables."""
     import torch
 
-    from train.speed import physical_cores
+    from train.device import physical_cores
     if count := torch.cuda.device_count():
         ids = os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")
         ids = ids if len(ids) == count and all(ids) else [str(i) for i in range(count)]

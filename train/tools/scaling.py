@@ -127,7 +127,7 @@ def planner(rest, config, width, data):
     """plan(budget, depth) -> Plan, from the arguments of run_train.py and the Data of the run."""
     import torch
 
-    from train.speed import flops_per_step
+    from train.device import flops_per_step
 
     def as_arguments(keys):
         return [f"--{k}={'null' if v is None else v}" for k, v in keys.items()]

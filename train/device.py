@@ -1,0 +1,232 @@
+"""Facts and choices of the device: which one, its precision, FLOPs and peaks, memory, threads."""
+
+import contextlib
+import ctypes
+import importlib.util
+import os
+import pathlib
+import re
+import sys
+
+import torch
+
+from train.base.errors import SetupError, echo
+
+# -----------------------------------------------------------------------------
+# device and dtype
+
+def get_device(name: str = "auto", local_rank: int = 0, local_world_size: int = 1, *,
+               prefer_cuda: bool = True, device_id: int | None = None,
+               report: bool = False) -> torch.device:
+    """torch.device for `name`: auto takes cuda (unless prefer_cuda is false), then mps, then cpu; a
+    rank takes the GPU of its LOCAL_RANK, any other process the one of device_id. report: say what
+    it is and can do. Raises SetupError where the device is missing."""
+    device = find_device(name, local_rank if device_id is None else device_id, local_world_size,
+                         prefer_cuda)
+    if report:
+        echo(f"Device: {describe_device(device)}")
+    return device
+
+
+def find_device(name, local_rank, local_world_size, prefer_cuda=True):
+    """See get_device."""
+    if name == "auto":
+        mps = torch.backends.mps.is_available() and local_world_size == 1
+        cuda = prefer_cuda and torch.cuda.is_available()
+        name = "cuda" if cuda else "mps" if mps else "cpu"
+    if not re.fullmatch(r"cpu|mps|cuda(:\d+)?", name):
+        raise SetupError(f"device: {name!r} is unknown; use auto, cpu, cuda, cuda:N or mps")
+    if name.startswith("cuda"):
+        # Before the first allocation: segments that grow leave no holes that nothing fits into.
+        if sys.platform == "linux" and "PYTORCH_CUDA_ALLOC_CONF" not in os.environ:
+            os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")
+        if not torch.cuda.is_available():
+            raise SetupError(f"device: torch {torch.__version__} sees no CUDA GPU; see nvidia-smi, "
+                             "check the torch build, or use --device cpu")
+        if ":" in name and local_world_size > 1:
+            raise SetupError(f"device: {name} is one GPU for {local_world_size} ranks; use "
+                             "--device cuda, and choose the GPUs with CUDA_VISIBLE_DEVICES")
+        index = int(name.partition(":")[2] or local_rank)
+        needed, there = max(local_world_size, index + 1), torch.cuda.device_count()
+        if needed > there:
+            raise SetupError(f"device: {needed} GPUs are needed on this machine, it has {there}; "
+                             "lower --nproc_per_node or set CUDA_VISIBLE_DEVICES")
+        torch.cuda.set_device(index)
+        return torch.device("cuda", index)
+    if name == "mps" and not torch.backends.mps.is_available():
+        raise SetupError("device: mps was asked for, but is not available here; use --device cpu")
+    return torch.device(name)
+
+
+def describe_device(device):
+    """One line on the device: name, memory, capability, what it does natively."""
+    if device.type != "cuda":
+        native = has_native_bfloat16(device)
+        return f"{device.type}, {torch.get_num_threads()} threads, bf16 {native}"
+    p = torch.cuda.get_device_properties(device)
+    ampere = p.major >= 8
+    attention = getattr(torch.nn.attention, "current_flash_attention_impl", lambda: None)()
+    return (f"{device} {p.name}, {p.total_memory / 2**30:.0f} GiB, capability {p.major}.{p.minor}, "
+            f"TF32 {ampere}, bf16 {ampere}, {f'attention {attention}, ' if attention else ''}"
+            f"CUDA {torch.version.cuda}")
+
+
+def device_facts(device):
+    """What a result depends on: device, GPU and CUDA version, as a dict."""
+    if device.type != "cuda":
+        return dict(device=str(device))
+    return dict(device=str(device), gpu=torch.cuda.get_device_name(device), cuda=torch.version.cuda)
+
+
+def has_native_bfloat16(device):
+    """Whether the device multiplies bfloat16 in hardware: capability 8.0 on CUDA (older cards
+    emulate it, slowly), AMX or AVX512-BF16 on x86, always on Apple's GPUs."""
+    if device.type == "cuda":
+        return torch.cuda.get_device_capability(device)[0] >= 8
+    if device.type == "cpu":
+        probes = ("_is_amx_tile_supported", "_is_avx512_bf16_supported", "_is_arm_bf16_supported")
+        return any(getattr(torch.cpu, p, bool)() for p in probes)
+    return True
+
+
+def use_flash_attention_3(config, device):
+    """Have PyTorch's attention be computed by FlashAttention-3 (arXiv:2407.08608), by PyTorch's own
+    switch, where its package is installed. It is for GPUs of capability 9 (H100) and knows no
+    dropout; its backward pass adds up in no fixed order."""
+    switch = getattr(torch.nn.attention, "activate_flash_attention_impl", None)
+    if (switch is None or device.type != "cuda" or config.dropout or config.deterministic
+            or torch.cuda.get_device_capability(device)[0] != 9
+            or importlib.util.find_spec("flash_attn_interface") is None):
+        return
+    try:
+        switch("FA3")
+    except Exception as error:  # one that was built for another PyTorch, say
+        echo(f"FlashAttention-3 is installed, but does not work here: {error}")
+
+
+def choose_dtype(name, device):
+    """(torch.dtype of the matrix products, in words with the reason)."""
+    native, why = has_native_bfloat16(device), "asked for"
+    if name == "auto":
+        if native:
+            name, why = "bfloat16", "native on this device"
+        elif device.type == "cuda":
+            name, why = "float16", "no native bfloat16 before capability 8.0; with a loss scale"
+        else:
+            name, why = "float32", "this CPU has no bfloat16 arithmetic"
+    elif name == "bfloat16" and not native:
+        why = "asked for; emulated here and slow: --dtype auto would not choose it"
+    elif name == "float16" and device.type == "cpu":
+        why = "asked for; slow on a CPU"
+    return getattr(torch, name), f"{name} ({why})"
+
+
+# -----------------------------------------------------------------------------
+# FLOPs and peaks
+
+# Dense peak of the matrix units, TFLOP/s, by the data sheets: 16-bit floats, TF32, float32.
+PEAK_TFLOPS = {
+    "B300": (2500, 1250, 80), "B200": (2250, 1125, 80), "GB200": (2500, 1250, 80),
+    "GH200": (989, 495, 67), "H200 NVL": (835, 418, 60), "H200": (989, 495, 67),
+    "H100 PCIe": (756, 378, 51), "H100 NVL": (835, 418, 60), "H100": (989, 495, 67),
+    "H800": (989, 495, 67), "A100": (312, 156, 19.5), "A800": (312, 156, 19.5),
+    "A40": (150, 75, 37), "A30": (165, 82, 10.3), "A10G": (70, 35, 35), "A10": (125, 62.5, 31),
+    "L40S": (362, 183, 91), "L40": (181, 90.5, 90), "L4": (121, 60, 30), "T4": (65, 8.1, 8.1),
+    "V100": (125, 15.7, 15.7), "P100": (21, 10.6, 10.6), "RTX 5090": (209, 105, 105),
+    "RTX 4090": (165, 82.6, 82.6), "RTX 4080": (97, 49, 49), "RTX 3090": (71, 35.6, 35.6),
+    "RTX 6000 Ada": (364, 182, 91)}
+
+
+def peak_flops(name, dtype, tf32):
+    """Peak FLOP/s of the GPU called `name` in the precision that is used, None where unknown: no
+    number beats a wrong one. Whole words count: an RTX A4000 is no A40."""
+    words = re.split(r"[\s-]+", name)
+    match = [k for k in PEAK_TFLOPS
+             if any(words[i:i + len(k.split())] == k.split() for i in range(len(words)))]
+    if not match:
+        return None
+    column = 0 if dtype != torch.float32 else 1 if tf32 else 2
+    return PEAK_TFLOPS[max(match, key=len)][column] * 1e12
+
+
+def mfu(flops_per_second, ranks, dtype):
+    """Model FLOPs utilisation, 0 to 1 (PaLM, arXiv:2204.02311, appendix B); None where unknown."""
+    if ranks.device.type != "cuda" or not flops_per_second:
+        return None
+    peak = peak_flops(torch.cuda.get_device_name(ranks.device), dtype,
+                      torch.backends.cuda.matmul.allow_tf32)
+    return flops_per_second / (peak * ranks.world_size) if peak else None
+
+
+def flops_per_step(model, config, loader):
+    """FLOPs of an optimizer step over all ranks, 0 where the model does not know."""
+    per_unit = getattr(model, "flops_per_unit", lambda: 0)()
+    return per_unit * config.samples_per_step * loader.units_per_sample
+
+
+# -----------------------------------------------------------------------------
+# memory and threads
+
+def peak_memory(device):
+    """The most memory the run has held, MiB: allocated on a GPU, resident on a CPU."""
+    if device.type == "cuda":
+        return round(torch.cuda.max_memory_allocated(device) / 2**20)
+    try:
+        import resource  # POSIX
+    except ImportError:
+        return None
+    unit = 2**20 if sys.platform == "darwin" else 2**10
+    return round(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / 2**20)
+
+
+def memory_available():
+    """Bytes of memory free for use, on the machine and in the container (Linux; else: plenty)."""
+    free = 2**62
+    with contextlib.suppress(OSError, ValueError), open("/proc/meminfo") as f:
+        free = next(int(line.split()[1]) * 1024 for line in f if line.startswith("MemAvailable"))
+    with contextlib.suppress(OSError, ValueError, StopIteration):
+        limit, used, stat = (pathlib.Path("/sys/fs/cgroup", f"memory.{name}").read_text()
+                             for name in ("max", "current", "stat"))
+        cache = next(int(line.split()[1]) for line in stat.splitlines()
+                     if line.startswith("inactive_file "))
+        free = min(free, int(limit) - int(used) + cache)
+    return free
+
+
+def keep_freed_memory():
+    """Have malloc keep what a step on the CPU frees for the next one. glibc returns large blocks,
+    and a large free end of its heap, to the system, which hands them out again page by page:
+    160,000 page faults a step of the production model, 5 to 15% of its time (train/LOG.md). Nothing
+    happens with another C library (the constants are those of its malloc.h), or where the
+    environment says how malloc should work."""
+    M_TRIM_THRESHOLD, M_MMAP_MAX = -1, -4
+    if not any(name.startswith("MALLOC_") or name == "GLIBC_TUNABLES" for name in os.environ):
+        with contextlib.suppress(OSError, AttributeError, TypeError):
+            libc = ctypes.CDLL(None)
+            libc.mallopt(M_MMAP_MAX, 0)
+            libc.mallopt(M_TRIM_THRESHOLD, -1)
+
+
+def return_freed_memory():
+    """Give all that is free back to the system once: the copy that a save was written from."""
+    with contextlib.suppress(OSError, AttributeError, TypeError):
+        ctypes.CDLL(None).malloc_trim(0)
+
+
+def set_num_threads(config):
+    """CPU threads: the config, else OMP_NUM_THREADS, else one for each physical core."""
+    if config.num_threads:
+        torch.set_num_threads(config.num_threads)
+    elif "OMP_NUM_THREADS" not in os.environ:
+        torch.set_num_threads(physical_cores())
+
+
+def physical_cores():
+    """Cores this process may use, hyper-threads counted once (Linux; elsewhere the CPU count)."""
+    with contextlib.suppress(OSError, AttributeError):
+        siblings = set()
+        for cpu in os.sched_getaffinity(0):
+            with open(f"/sys/devices/system/cpu/cpu{cpu}/topology/thread_siblings_list") as f:
+                siblings.add(f.read())
+        return len(siblings)
+    return os.cpu_count() or 1
