@@ -223,7 +223,7 @@ def talk(model, tokenizer, questions, max_new_tokens, system=None, **how):
     """Print the answer to each of `questions`, as it comes; each knows those before, as far as the
     context holds them and an answer, and the `system` message. A long answer may fill half of the
     context before it is in the way."""
-    from model.core.decode import Streamer
+    from model.core.detokenizer import TextStreamer
     size, turns, told = model.config.block_size, [], False
     room, ends = max(size - max_new_tokens, size // 2), ends_of(model.template, tokenizer)
     first = [("system", system)] if system and system.strip() else []
@@ -234,7 +234,7 @@ def talk(model, tokenizer, questions, max_new_tokens, system=None, **how):
             told = True
             print(f"[the context of {size} tokens is full: only the latest exchanges are known "
                   "from here on]", file=sys.stderr)
-        said = answer(model, tokenizer, known, max_new_tokens, Streamer(tokenizer, ends), **how)
+        said = answer(model, tokenizer, known, max_new_tokens, TextStreamer(tokenizer, ends), **how)
         print(flush=True)
         turns.append(("assistant", tokenizer.decode(said)))
 

@@ -145,7 +145,7 @@ class RewardedGPT(OwnAdapters):
         # The ranks of a sharded model compute together: none may be done before the others.
         out = generate(self, prompts, self.answer_tokens, temperature=1.0 if seeds else 0.0,
                        seed=seeds, stop_token=None if hasattr(self, "reshard") else ends,
-                       n_vocab=self.judge.tokenizer.n_vocab, lengths=lengths, each=each)
+                       n_vocab=self.judge.tokenizer.n_vocab, lengths=lengths, samples_per_row=each)
         return [said[:next((i for i, token in enumerate(said, 1) if token in ends), len(said))]
                 for said in out[:, prompts.size(1):].tolist()]
 

@@ -21,8 +21,8 @@ import torch.nn.functional as F
 from model import chat, gpt
 from model.chat import ChatGPT
 from model.core import load
-from model.core.decode import to_int8
 from model.core.load import with_shape
+from model.core.quantize import dequantize_rows, quantize_rows
 from model.gpt import stable_hash
 from train.base.cli import run_command
 from train.base.errors import CheckpointError, ConfigError
@@ -66,7 +66,7 @@ class LoRALinear(nn.Linear):
         self.base, self.bias = base.weight, base.bias
         self.register_buffer("step", None, persistent=False)
         if quantized:
-            int8, self.step = to_int8(base.weight)
+            int8, self.step = quantize_rows(base.weight)
             self.base = nn.Parameter(int8, requires_grad=False)
         self.lora_A = nn.Parameter(torch.empty(r, base.in_features))
         self.lora_B = nn.Parameter(torch.empty(base.out_features, r))
@@ -88,7 +88,7 @@ class LoRALinear(nn.Linear):
 
 def widened(base, step, dtype):
     """The frozen weight (out, in) in `dtype`, which training makes anew in both passes."""
-    return base.to(dtype) if step is None else base.to(dtype) * step.to(dtype)
+    return base.to(dtype) if step is None else dequantize_rows(base, step, dtype)
 
 
 class _AdaptedLinear(torch.autograd.Function):

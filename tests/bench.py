@@ -27,9 +27,9 @@ from pathlib import Path
 
 import torch
 
-from model.core.decode import pack, quantize
 from model.core.generate import generate
 from model.gpt import GPT, GPTConfig
+from model.sample.fused import pack_model, quantize_model
 from train.base.cli import underscores
 from train.config import REPOSITORY, load_config
 from train.device import choose_dtype, keep_freed_memory, physical_cores
@@ -284,9 +284,9 @@ def sample(o):
         bounds[name] = o.machine["read_gb_s"] * 1e9 / bytes_read
     n = sum(p.numel() for p in our_model(o)[0].parameters())
     low = short(dtype)
-    kinds = [(low, pack, dtype.itemsize)]
-    if o.device.type == "cpu":  # there is no good kernel for CUDA, see model/core/decode.py
-        kinds.append(("int8", quantize, 1))
+    kinds = [(low, pack_model, dtype.itemsize)]
+    if o.device.type == "cpu":  # there is no good kernel for CUDA, see model/core/quantize.py
+        kinds.append(("int8", quantize_model, 1))
     if o.compile:
         from model.sample.compiled import compile_decoder
         kinds += [(f"{low}, compiled", compile_decoder, dtype.itemsize),

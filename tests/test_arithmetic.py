@@ -11,7 +11,7 @@ import torch
 import torch.nn as nn
 import torch.nn.functional as F
 
-from model.core.generate import pick
+from model.core.generate import sample_tokens
 from model.core.ops import rms_norm, rope_tables
 from train import evaluate as evaluation
 from train.base.errors import SetupError
@@ -517,7 +517,7 @@ def shares(logits, n=4000, **options):
     """How often each id is drawn."""
     options = dict(temperature=1.0, top_k=None, top_p=None) | options
     rows = torch.tensor([logits]).expand(n, -1).clone()
-    ids = pick(rows, **options, generator=torch.Generator().manual_seed(0))
+    ids = sample_tokens(rows, **options, generators=[torch.Generator().manual_seed(0)])
     return np.bincount(ids.numpy(), minlength=len(logits)) / n
 
 

@@ -28,7 +28,8 @@ from model import convert, sample
 from model.chat import ChatGPT
 from model.convert import families
 from model.convert.gguf import turns_of
-from model.core.generate import empty_cache, generate
+from model.core.generate import generate
+from model.core.kv_cache import create_cache
 from model.sample import load_model
 from model.serve.api import jobs_of
 from model.serve.engine import Engine
@@ -100,7 +101,7 @@ def test_texts_are_written_token_by_token(folders, name):
     """A prompt in two pieces, then tokens, of rows that become unequally long: the logits are those
     of the whole text."""
     model, idx = load_model(folders(name)[0])[0], ids(T=20)
-    wanted, cache = logits_of(model, idx), empty_cache(model, 3)
+    wanted, cache = logits_of(model, idx), create_cache(model, 3)
     pieces = [model(idx[:, :7], cache=cache), model(idx[:, 7:12], cache=cache)]
     pieces += [model(idx[:, i:i + 1], cache=cache) for i in range(12, 15)]
     assert_close(torch.cat(pieces, 1), wanted[:, :15])

@@ -17,7 +17,7 @@ from test_distributed import in_ranks
 
 import model.core.ops
 from data.tokenizer import load_tokenizer
-from model.core.generate import KVCache
+from model.core.kv_cache import KVCache
 from model.core.ops import (
     apply_dropout,
     attend,

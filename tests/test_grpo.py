@@ -133,7 +133,7 @@ def test_rows_of_unequal_lengths_are_written_as_each_alone(shape):
     twice = generate(model, idx[[0, 0]], 9, seed=[3])[:, 12:]
     assert twice[0].tolist() != twice[1].tolist()  # one generator for both
     for how in (many, many | stops):
-        found = generate(model, idx, 9, lengths=lengths, each=4, **how)
+        found = generate(model, idx, 9, lengths=lengths, samples_per_row=4, **how)
         again = generate(model, idx.repeat_interleave(4, 0), 9, **how,
                          lengths=lengths.repeat_interleave(4))
         assert found.equal(again) and len({tuple(row) for row in found.tolist()}) > 10

@@ -33,7 +33,7 @@ from data.tokenizer import JsonTokenizer, tokenizer_from_spec
 from data.tokenizer_hf import byte_characters, list_merges
 from model import sample
 from model.chat import build_model
-from model.core.decode import Streamer
+from model.core.detokenizer import TextStreamer
 from model.gpt import GPT, GPTConfig
 from train.base.errors import DataError, printable
 from train.config import load_config
@@ -400,7 +400,7 @@ def test_what_steers_a_terminal_is_shown():
 def test_what_a_model_writes_is_shown(tmp_path, capsys):
     """model.sample, one text and several, and data.chat --show."""
     tokenizer = tokenizer_from_spec(dict(kind="char", chars="\x1b"))
-    stream = Streamer(tokenizer, ())
+    stream = TextStreamer(tokenizer, ())
     stream(torch.zeros(1, dtype=torch.int64))
     torch.save(state(model_args=asdict(SHAPE) | dict(vocab_size=2), spec=None,
                      model=GPT(replace(SHAPE, vocab_size=2)).state_dict(),

@@ -224,7 +224,7 @@ def test_bad_input_is_named(tmp_path, data_dir):
 
 
 def test_sampling_with_a_cache_equals_the_whole(tmp_path):
-    from model.core.generate import KVCache
+    from model.core.kv_cache import KVCache
     model, (x, _) = build_model(tiny(), SPEC).eval(), batch(2)
     cache = KVCache(model.config, 2, x.device, torch.float32)
     with torch.no_grad():

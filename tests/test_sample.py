@@ -10,13 +10,15 @@ from conftest import REPO, TINY
 from processes import python
 
 from data.tokenizer import load_tokenizer
-from model.core.decode import Int8Linear, has_int8_kernel, pack, quantize
-from model.core.generate import SINKS, KVCache, draw, empty_cache, generate, pick, sample_texts
+from model.core.generate import generate, sample_indices, sample_texts, sample_tokens
+from model.core.kv_cache import SINK_TOKENS, KVCache, create_cache
 from model.core.ops import apply_rope, attend, rope_tables
+from model.core.quantize import Int8Linear, has_int8_kernel
 from model.gpt import GPT, GPTConfig
 from model.sample import load_model, lookup, main
 from model.sample.compiled import compile_decoder
-from model.sample.lookup import look_up
+from model.sample.fused import pack_model, quantize_model
+from model.sample.lookup import generate_with_lookup
 from train.checkpoint import load_checkpoint, save_checkpoint
 from train.config import load_config
 from train.train import train
@@ -82,19 +84,20 @@ def test_same_seed_same_text_other_seed_other_text(model):
 def test_top_k_and_top_p_cut_the_tail():
     logits = torch.log(torch.tensor([[0.5, 0.3, 0.15, 0.05]])).repeat(500, 1)
     generator = torch.Generator().manual_seed(0)
-    assert set(pick(logits, 1.0, 2, None, generator).tolist()) == {0, 1}
-    assert set(pick(logits, 1.0, None, 0.7, generator).tolist()) == {0, 1}
-    assert set(pick(logits, 1.0, None, 0.01, generator).tolist()) == {0}
-    assert set(pick(logits, 1.0, None, 1.0, generator).tolist()) == {0, 1, 2, 3}
-    assert set(pick(logits, 0, None, None, generator).tolist()) == {0}
+    assert set(sample_tokens(logits, 1.0, 2, None, [generator]).tolist()) == {0, 1}
+    assert set(sample_tokens(logits, 1.0, None, 0.7, [generator]).tolist()) == {0, 1}
+    assert set(sample_tokens(logits, 1.0, None, 0.01, [generator]).tolist()) == {0}
+    assert set(sample_tokens(logits, 1.0, None, 1.0, [generator]).tolist()) == {0, 1, 2, 3}
+    assert set(sample_tokens(logits, 0, None, None, [generator]).tolist()) == {0}
     for min_p, kept in ((0.0, {0, 1, 2, 3}), (0.29, {0, 1, 2}), (0.31, {0, 1}), (1.0, {0})):
-        assert set(pick(logits, 1.0, None, None, generator, min_p).tolist()) == kept
-        assert set(pick(logits, 1.0, 2, None, generator, min_p).tolist()) == kept & {0, 1}
+        assert set(sample_tokens(logits, 1.0, None, None, [generator], min_p).tolist()) == kept
+        assert set(sample_tokens(logits, 1.0, 2, None, [generator], min_p).tolist()) == kept & {0, 1}
 
 
 def test_tokens_are_drawn_as_often_as_they_are_likely():
     p = torch.tensor([[0.5, 0.0, 0.3, 0.2, 0.0], [0.0, 0.1, 0.0, 0.0, 0.9]])
-    drawn = draw(p.repeat(20_000, 1), torch.Generator().manual_seed(0)).view(-1, 2)
+    generators = [torch.Generator().manual_seed(0)]
+    drawn = sample_indices(p.repeat(20_000, 1), generators).view(-1, 2)
     for row, column in zip(p, drawn.T):
         share = column.bincount(minlength=5) / len(column)
         assert (share - row).abs().max() < 0.012  # 3.4 standard deviations
@@ -108,13 +111,13 @@ def test_at_its_ends_too_a_draw_is_a_weight_above_zero(monkeypatch, total, unifo
     monkeypatch.setattr(torch, "rand", lambda n, _, dtype, **kwargs: torch.full(
         (n, 1), uniform, dtype=dtype))
     p = torch.tensor([[0.0, total / 3, total * 2 / 3, 0.0, 0.0]])
-    assert int(draw(p, None)) == wanted
+    assert int(sample_indices(p, [None])) == wanted
 
 
 def test_a_temperature_near_zero_is_the_most_likely_token():
     logits = torch.randn(50, 9, generator=torch.Generator().manual_seed(0))
     for top_k in None, 3:
-        picked = pick(logits, 1e-40, top_k, None, torch.Generator())
+        picked = sample_tokens(logits, 1e-40, top_k, None, [torch.Generator()])
         assert torch.equal(picked, logits.argmax(-1))
 
 
@@ -125,7 +128,7 @@ def test_nothing_is_drawn_from_logits_that_are_not_finite(bad, how):
     """Nor is anything raised while they are drawn: a GPU would have to be waited for."""
     logits = torch.zeros(3, 9)
     logits[1, 4] = bad
-    first, second, third = pick(logits, *how, torch.Generator()).tolist()
+    first, second, third = sample_tokens(logits, *how, [torch.Generator()]).tolist()
     assert second == -1 and 0 <= first < 9 and 0 <= third < 9
 
 
@@ -145,7 +148,8 @@ def test_drawing_as_a_gpu_does_is_as_likely(monkeypatch):
 
     class OnGPU(torch.Tensor):
         device = types.SimpleNamespace(type="cuda")
-    drawn = draw(p.as_subclass(OnGPU), torch.Generator().manual_seed(0)).as_subclass(torch.Tensor)
+    drawn = sample_indices(p.as_subclass(OnGPU), [torch.Generator().manual_seed(0)])
+    drawn = drawn.as_subclass(torch.Tensor)
     share = drawn[:, 0].bincount(minlength=5) / len(p)
     assert (share - p[0]).abs().max() < 0.012 and (share[p[0] == 0] == 0).all()
 
@@ -155,8 +159,8 @@ def test_rows_with_generators_of_their_own_draw_as_each_alone():
     together, alone = ([torch.Generator().manual_seed(i) for i in range(3)] for _ in range(2))
     for how in (1.0, None, None), (0.8, 10, None), (0.8, 10, 0.9), (1.3, None, 0.5):
         for _ in range(5):
-            one = [pick(row, *how, g) for row, g in zip(logits.split(1), alone)]
-            assert torch.equal(pick(logits, *how, together), torch.cat(one))
+            one = [sample_tokens(row, *how, [g]) for row, g in zip(logits.split(1), alone)]
+            assert torch.equal(sample_tokens(logits, *how, together), torch.cat(one))
 
 
 def test_padded_ids_are_never_sampled(model):
@@ -181,12 +185,12 @@ def test_looking_up_writes_the_same_in_fewer_passes(options):
         idx[0, T // 2:] = idx[0, :T - T // 2].clone()
         wanted = generate(model, idx, n, temperature=0, n_vocab=100)
         told = []
-        out, passes = look_up(model, idx, n, None, told.extend, 100)
+        out, passes = generate_with_lookup(model, idx, n, None, told.extend, 100)
         assert torch.equal(out, wanted) and told == out[0, T:].tolist()
         saved += n - passes
         for stop in set(told):
             wanted = generate(model, idx, n, temperature=0, stop_token=stop, n_vocab=100)
-            assert torch.equal(look_up(model, idx, n, stop, None, 100)[0], wanted)
+            assert torch.equal(generate_with_lookup(model, idx, n, stop, None, 100)[0], wanted)
     assert saved > 10
 
 
@@ -197,9 +201,9 @@ def test_looking_up_writes_the_same_in_fewer_passes(options):
     ("axyza", "xy"),  # 2 after one
     ("abc", "")], ids=str)
 def test_guesses_are_what_followed_before(text, guess):
-    past = lookup.Past(text.encode())
-    assert bytes(past.guess(99)).decode() == guess
-    assert bytes(past.guess(1)).decode() == guess[:1] and past.guess(-1) == []
+    past = lookup.TokenHistory(text.encode())
+    assert bytes(past.propose(99)).decode() == guess
+    assert bytes(past.propose(1)).decode() == guess[:1] and past.propose(-1) == []
 
 
 class Counting(torch.nn.Module):
@@ -220,7 +224,7 @@ class Counting(torch.nn.Module):
 def test_passes_by_hand():
     """1; 0 1 was there, so that four more are guessed, all rightly; then 4 0 1 2 and 15 more."""
     model = Counting(5)
-    out, passes = look_up(model, torch.arange(6)[None] % 5, 41)
+    out, passes = generate_with_lookup(model, torch.arange(6)[None] % 5, 41)
     assert out[0].tolist() == [i % 5 for i in range(47)] and passes == 5
     assert model.passes == [6, 1 + 4, 1 + 15, 1 + 15, 1 + 2]  # 1 + 5 + 16 + 16 + 3 tokens
 
@@ -229,8 +233,8 @@ def test_what_was_guessed_wrongly_leaves_nothing_behind(monkeypatch):
     """Every guess wrong: the text stays, and each pass is a token."""
     model, idx = small(), torch.arange(5)[None]
     wanted = generate(model, idx, 9, temperature=0, n_vocab=99)
-    monkeypatch.setattr(lookup.Past, "guess", lambda past, most: [99, 3, 99][:max(most, 0)])
-    out, passes = look_up(model, idx, 9, n_vocab=99)
+    monkeypatch.setattr(lookup.TokenHistory, "propose", lambda past, most: [99, 3, 99][:max(most, 0)])
+    out, passes = generate_with_lookup(model, idx, 9, n_vocab=99)
     assert passes == 9 and torch.equal(out, wanted)
 
 
@@ -238,7 +242,7 @@ def test_what_was_guessed_wrongly_leaves_nothing_behind(monkeypatch):
 
 def rolled_logits(model, idx):
     """The logits of every token of idx (1, T), without a cache: each state attends to the first
-    SINKS tokens and the last ones, as many as the context holds, at the places they have there."""
+    SINK_TOKENS tokens and the last ones, as many as the context holds, at their places there."""
     c, T = model.config, idx.size(1)
     x = model.wte(idx)
     for block in model.h:
@@ -248,7 +252,7 @@ def rolled_logits(model, idx):
         for t in range(T):
             seen = torch.arange(t + 1)
             if t >= c.block_size:
-                seen = torch.cat((seen[:SINKS], seen[t + 1 - c.block_size + SINKS:]))
+                seen = torch.cat((seen[:SINK_TOKENS], seen[t + 1 - c.block_size + SINK_TOKENS:]))
             places = torch.arange(len(seen)).double()[:, None]
             cos, sin = rope_tables(places, c.head_dim, c.rope_theta)
             one = apply_rope(q[:, t:t + 1], cos[-1:], sin[-1:]).transpose(1, 2)
@@ -291,7 +295,7 @@ def test_learned_positions_do_not_roll():
     model = small(pos="learned")
     cache = KVCache(model.config, 1, "cpu", torch.float32)
     model(random_tokens(1, 16), cache=cache)
-    with pytest.raises(ValueError, match="the context of this model is 16"):
+    with pytest.raises(ValueError, match="17 tokens exceed the context of this model, 16"):
         model(random_tokens(1, 1), cache=cache)
     assert generate(model, random_tokens(1, 40), 50, temperature=0).shape == (1, 90)
     cache.clear()
@@ -328,7 +332,7 @@ def test_rows_join_and_leave_at_any_step(options):
             text, ids = rows[r]
             if len(ids) >= wanted[text][1]:
                 texts[text] = ids[:wanted[text][1]]
-                cache.move(len(rows) - 1, r)
+                cache.copy_row(len(rows) - 1, r)
                 rows[r] = rows[-1]
                 rows.pop()
     for text, (prompt, new) in enumerate(wanted):
@@ -340,7 +344,7 @@ def test_rows_join_and_leave_at_any_step(options):
 def test_rows_of_unequal_length_take_one_token_at_a_time(model):
     cache = KVCache(model.config, 2, "cpu", torch.float32)
     model(random_tokens(1, 3), cache=cache[:1])
-    with pytest.raises(ValueError, match="unequal length"):
+    with pytest.raises(ValueError, match="different lengths"):
         model(random_tokens(2, 2), cache=cache)
 
 
@@ -354,7 +358,7 @@ SHAPES = [{}, dict(mlp="gelu", bias=True, norm="layer", tie_weights=False, pos="
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 @torch.no_grad()
 def test_packed_products_are_the_plain_ones(shape, dtype):
-    plain, packed = small(**shape).to(dtype), pack(small(**shape).to(dtype))
+    plain, packed = small(**shape).to(dtype), pack_model(small(**shape).to(dtype))
     idx = random_tokens(2, 16)
     assert torch.allclose(packed(idx), plain(idx), atol=1e-2 if dtype == torch.bfloat16 else 1e-5)
     assert torch.allclose(packed(idx, idx)[0], plain(idx, idx)[0], atol=1e-3)  # the head's weight
@@ -390,7 +394,7 @@ def test_int8_is_not_multiplied_as_it_is_on_cuda():
     """There its kernel is slower than widening the weights."""
     assert has_int8_kernel(torch.device("cpu"), 32)
     assert not has_int8_kernel(torch.device("cuda", 0), 32)
-    model, idx = quantize(small().bfloat16()), random_tokens(2, 16)
+    model, idx = quantize_model(small().bfloat16()), random_tokens(2, 16)
     assert (model(idx) - small()(idx)).abs().max() < 0.05
 
 
@@ -401,7 +405,7 @@ def test_int8_keeps_the_perplexity_of_a_trained_model(checkpoint):
         ids = torch.tensor([tokenizer.encode(TEXT[i:i + 33]) for i in range(0, 3000, 29)])
         model = change(model)
         return model(ids[:, :-1], ids[:, 1:])[0].exp().item()
-    plain, quantized = perplexity(lambda m: m), perplexity(quantize)
+    plain, quantized = perplexity(lambda m: m), perplexity(quantize_model)
     assert plain < 10 and abs(quantized / plain - 1) < 0.002
 
 
@@ -415,7 +419,7 @@ def test_compiled_tokens_are_the_plain_ones(shape):
     """Past a full context too, where it rolls. (That compiling fails would raise.)"""
     plain, decoder = small(**shape), compile_decoder(small(**shape))
     idx = random_tokens(1, 16 if shape.get("pos") == "learned" else 40)
-    caches = [empty_cache(m, 1) for m in (plain, decoder)]
+    caches = [create_cache(m, 1) for m in (plain, decoder)]
     with torch.compiler.set_stance("fail_on_recompile"):
         for piece in idx.split([5] + [1] * (idx.size(1) - 5), dim=1):
             a, b = (m(piece, cache=c, last_only=True) for m, c in zip((plain, decoder), caches))
@@ -430,9 +434,9 @@ def test_compiled_tokens_are_the_plain_ones(shape):
 @torch.no_grad()
 def test_compiled_int8_is_int8():
     decoder = compile_decoder(small().bfloat16(), quantized=True)
-    quantized = quantize(small().bfloat16())
+    quantized = quantize_model(small().bfloat16())
     idx = random_tokens(1, 8)
-    caches = [empty_cache(m, 1) for m in (quantized, decoder)]
+    caches = [create_cache(m, 1) for m in (quantized, decoder)]
     for piece in idx.split([5, 1, 1, 1], dim=1):
         a, b = (m(piece, cache=c, last_only=True) for m, c in zip((quantized, decoder), caches))
         assert torch.allclose(a, b, atol=5e-3)  # bfloat16
@@ -441,7 +445,7 @@ def test_compiled_int8_is_int8():
 def test_only_plain_blocks_can_be_compiled():
     model = small()
     model.h[1].__class__ = type("RoutedBlock", (type(model.h[1]),), {})
-    with pytest.raises(ValueError, match="--compile: expected .* found RoutedBlock; leave it out"):
+    with pytest.raises(ValueError, match="--compile: expected .* found RoutedBlock; remove the option"):
         compile_decoder(model)
 
 
@@ -509,7 +513,7 @@ def test_a_prompt_outside_the_vocabulary_does_not_end_a_run(model):
     spec = dict(tokenizer=vars(tokenizer), vocab_size=100)
     texts = sample_texts(model, spec, config)
     assert set(texts[0]) <= set("abc") and len(texts[0]) == 4
-    assert texts[1].startswith("x [not written: characters 'x'")
+    assert texts[1].startswith("x [no sample: characters 'x'")
 
 
 def test_checkpoint_without_a_tokenizer(checkpoint, tmp_path, capsys):
@@ -526,7 +530,7 @@ def test_checkpoint_without_a_tokenizer(checkpoint, tmp_path, capsys):
         f"{base64.b64encode(token).decode()} {i}\n" for i, token in enumerate(tokens)))
     capsys.readouterr()
     assert main(["--ckpt", path, "--tokenizer", str(tmp_path / "ranks")]) == 2
-    assert "it has 259 ids, the model knows 257" in capsys.readouterr().err
+    assert "has 259 ids, but the model's vocabulary has 257" in capsys.readouterr().err
 
 
 def test_older_checkpoints_load_unless_they_use_what_is_gone(checkpoint, tmp_path, capsys):
@@ -551,9 +555,9 @@ def test_a_model_that_writes_no_text(checkpoint, tmp_path, monkeypatch, capsys):
     assert main(["--ckpt", altered(checkpoint, tmp_path, config=dict(model="serve"))]) == 2
     assert "model/serve/__init__.py has no build_model" in capsys.readouterr().err
     other = torch.nn.Linear(2, 2)  # of a file without sample()
-    monkeypatch.setattr("model.core.decode.load_model", lambda *_: (other, load_tokenizer("byte")))
+    monkeypatch.setattr("model.sample.load.load_model", lambda *_: (other, load_tokenizer("byte")))
     assert main([]) == 2
-    assert "does not write text" in capsys.readouterr().err
+    assert "does not generate text" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("args, message", [

@@ -25,14 +25,15 @@ from processes import Fork, run_python
 
 from data.prepare.chat import TEMPLATE, encode_chat, to_messages
 from data.tokenizer import CharTokenizer, load_tokenizer
-from model.core.generate import generate, pick
+from model.core.detokenizer import Detokenizer
+from model.core.generate import generate, sample_tokens
 from model.gpt import GPT, GPTConfig
 from model.serve import engine as engine_file
 from model.serve import key_of, listen, main, parser
 from model.serve import site as site_file
 from model.serve.api import Answer
 from model.serve.connection import MAX_BODY, MAX_HEAD, Connection
-from model.serve.engine import Engine, Job, Text
+from model.serve.engine import Engine, Job
 from model.serve.server import Server
 from model.serve.site import is_local
 from train.checkpoint import save_checkpoint
@@ -220,12 +221,13 @@ def test_stop_strings_end_the_text_and_are_not_in_it(stream):
 
 
 def test_text_holds_back_half_characters_and_possible_stops():
-    whole, text = "né 😀 wörld END", Text(("END", "ENTER"))
-    parts = [text.add(bytes([b])) for b in whole.encode()]
+    tokenizer = load_tokenizer("byte")
+    whole, text = "né 😀 wörld END", Detokenizer(tokenizer, ("END", "ENTER"))
+    parts = [text.add(b) for b in whole.encode()]
     assert "".join(parts) == whole[:-3] and text.stopped
     assert "\ufffd" not in "".join(parts) and [p for p in parts if p][-1] == " "
-    text = Text(("END",))
-    assert [text.add(b"\xf0"), text.add(b"E"), text.add(b"N"), text.add(b"\xc3", last=True)] == [
+    text = Detokenizer(tokenizer, ("END",))
+    assert [text.add(0xf0), text.add(ord("E")), text.add(ord("N")), text.add(0xc3, last=True)] == [
         "", "\ufffd", "", "EN\ufffd"]
 
 
@@ -299,7 +301,7 @@ def written_by(model, ids, n, seed=None, presence=0.0, frequency=0.0, temperatur
         told.append((logits - logits.logsumexp(0)).numpy())
         times = np.bincount(ids[start:], minlength=len(logits))
         logits = logits - torch.tensor(frequency * times + presence * np.sign(times))
-        ids += pick(logits[None].float(), temperature, None, None, generator).tolist()
+        ids += sample_tokens(logits[None].float(), temperature, None, None, [generator]).tolist()
     return ids[start:], np.array(told)
 
 

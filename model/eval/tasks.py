@@ -25,7 +25,7 @@ import torch
 
 from data.prepare.records import raise_problems, source_records
 from data.tokenizer import tokenizer_from_spec
-from model.core.generate import generate, past_compiled
+from model.core.generate import eager_mode, generate
 from model.core.ops import chunk_rows
 from model.gpt import GPT
 from train.base.errors import SetupError
@@ -317,7 +317,7 @@ class Tasks:
     def forward(self, rows):
         if hasattr(self.model, "unshard"):  # trunk() is called without what stands around forward()
             self.model.unshard()
-        with past_compiled(self.model):
+        with eager_mode(self.model):
             results = self.results(rows or self.batches[0])
         sums = {name: torch.zeros(len(self.names), dtype=torch.float64) for name in SUMS}
         for row, (right, norm) in zip(rows, results):

@@ -11,9 +11,10 @@ import time
 
 import torch
 
-from model.core.decode import Streamer, add_options, load_writer, prepare
-from model.core.generate import generate, start_tokens
-from model.core.load import load_model  # noqa: F401  for others to import
+from model.core.detokenizer import TextStreamer
+from model.core.generate import encode_prompt, generate
+from model.core.load import load_model  # noqa: F401  public name
+from model.sample.load import add_load_options, load_for_decoding, load_text_model
 from train.base.cli import run_command
 from train.base.errors import UserError, echo
 from train.robust import is_compile_error
@@ -47,9 +48,9 @@ def check_args(a):
 
 
 def prepare_compiled(args):
-    """prepare(args), with the tokens of one text computed by a compiled graph where that works."""
+    """load_for_decoding(args), with the tokens of one text computed by a compiled graph where that works."""
     from model.sample.compiled import compile_decoder
-    model, tokenizer, device = load_writer(args)
+    model, tokenizer, device = load_text_model(args)
     print("--compile: compiling, some ten seconds; the next time it is found again",
           file=sys.stderr)
     try:
@@ -59,7 +60,7 @@ def prepare_compiled(args):
             raise
         reason = str(error).strip().split("\n")[0][:200]
         print(f"--compile: torch.compile failed; going on without it: {reason}", file=sys.stderr)
-        return prepare(args)
+        return load_for_decoding(args)
 
 
 def sample(args):
@@ -72,16 +73,16 @@ def sample(args):
         return chat(args.ckpt, args.prompt or None, args.max_new_tokens, args.temperature,
                     args.top_k, args.top_p, args.seed, args.device, args.backbone,
                     min_p=args.min_p)
-    model, tokenizer, device = (prepare_compiled if args.compile else prepare)(args)
-    start = start_tokens(tokenizer, args.prompt)
+    model, tokenizer, device = (prepare_compiled if args.compile else load_for_decoding)(args)
+    start = encode_prompt(tokenizer, args.prompt)
     stop, n = tokenizer.eot_token, args.num_samples
-    stream = Streamer(tokenizer, [stop]) if n == 1 else None
+    stream = TextStreamer(tokenizer, [stop]) if n == 1 else None
     started = time.perf_counter()
     print(args.prompt if n == 1 else "", end="", flush=True)
     idx, about = torch.tensor([start] * n, device=device), ""
     if args.lookup:
-        from model.sample.lookup import look_up
-        out, passes = look_up(model, idx, args.max_new_tokens, stop, stream, tokenizer.n_vocab)
+        from model.sample.lookup import generate_with_lookup
+        out, passes = generate_with_lookup(model, idx, args.max_new_tokens, stop, stream, tokenizer.n_vocab)
         about = f", {passes} passes"
     else:
         out = generate(model, idx, args.max_new_tokens, args.temperature, args.top_k, args.top_p,
@@ -96,7 +97,7 @@ def sample(args):
 def main(argv=None):
     """The command line; the exit code."""
     p = argparse.ArgumentParser(prog="python -m model.sample", description=__doc__.split("\n")[0])
-    add_options(p)
+    add_load_options(p)
     p.add_argument("--chat", action="store_true", help="talk with a model that learned chats")
     p.add_argument("--prompt", default="", help="text to continue (default: a new document)")
     p.add_argument("--max_new_tokens", type=int, default=256, help="tokens (default: %(default)s)")

@@ -1,7 +1,8 @@
-"""A model whose single tokens are computed by one compiled graph: `model.sample --compile`.
+"""Decoding of a single text with one compiled graph per token: `model.sample --compile`.
 
-With packed weights (model/core/decode.py) half of what a token takes on a CPU is not the reading of the
-weights but some thirty small operations a block. Compiled they are a few loops (train/LOG.md).
+With packed weights (model/core/quantize.py), half of the time per token on a CPU is not reading the
+weights but some thirty small operations per block. Compilation fuses them into a few loops
+(train/LOG.md).
 """
 
 import functools
@@ -10,37 +11,40 @@ import torch
 import torch.nn as nn
 import torch.nn.functional as F
 
-from model.core.decode import Int8Linear, joined, replace_products
-from model.core.generate import KVCache, empty_cache, place
+from model.core.kv_cache import KVCache, create_cache, find_slot
+from model.core.quantize import Int8Linear, concat_layers
 from model.gpt import Attention, Block
+from model.sample.fused import replace_linear_layers
 
 
 def compile_decoder(model, quantized=False):
-    """A Decoder of `model`, compiled, which takes some ten seconds the first time. The products of
-    `model` are changed in place, as `quantize` or `pack` does. ValueError where it is not a plain
-    GPT; what torch.compile raises where that fails."""
+    """Return a CompiledDecoder of `model`; the first call takes some ten seconds. The linear layers
+    of `model` are replaced in place. Raises ValueError for models other than a plain GPT, and what
+    torch.compile raises."""
     device = model.wte.weight.device
-    if others := {type(part).__name__ for block in model.h for part in (block, block.attn)
-                  if type(part) not in (Block, Attention)}:
+    unsupported = {type(part).__name__ for block in model.h for part in (block, block.attn)
+                   if type(part) not in (Block, Attention)}
+    if unsupported:
         raise ValueError("--compile: expected the blocks of a plain GPT, found "
-                         f"{', '.join(sorted(others))}; leave it out")
-    if device.type == "mps":  # has no float64, in which positions stay exact
-        raise ValueError("--compile: not on mps; leave it out")
-    decoder = Decoder(replace_products(model, Int8Linear if quantized else JoinedLinear))
+                         f"{', '.join(sorted(unsupported))}; remove the option")
+    if device.type == "mps":  # has no float64, which positions need to be exact
+        raise ValueError("--compile: not supported on mps; remove the option")
+    linear_class = Int8Linear if quantized else ReductionLinear
+    decoder = CompiledDecoder(replace_linear_layers(model, linear_class))
     with torch.no_grad():
-        decoder(torch.zeros(1, 1, dtype=torch.int64, device=device), empty_cache(model, 1))
+        decoder(torch.zeros(1, 1, dtype=torch.int64, device=device), create_cache(model, 1))
     return decoder
 
 
-class Decoder:
-    """`model` with the single tokens of one text computed by one compiled graph; it stands for the
-    model where tokens are drawn. Prompts, and several texts at once, are computed as before."""
+class CompiledDecoder:
+    """A model for generate() that computes single tokens of a single text with a compiled graph.
+    Prompts and batches are computed by `model` itself."""
 
     def __init__(self, model):
         self.model, self.config, self.wte = model, model.config, model.wte
         for i, block in enumerate(model.h):
-            model.h[i] = OnceCompiled(block)
-        # On a GPU a thousand launches a token are one of a CUDA graph.
+            model.h[i] = SharedGraphBlock(block)
+        # On a GPU, one CUDA graph replaces a thousand kernel launches per token.
         mode = "reduce-overhead" if self.wte.weight.is_cuda else None
         self.step = torch.compile(functools.partial(next_logits, model), dynamic=False,
                                   fullgraph=True, mode=mode)
@@ -50,100 +54,102 @@ class Decoder:
 
     @staticmethod
     def cache_class(config, rows, device, dtype, size):
-        """A KVCache of the one size that is compiled, whatever is asked for."""
+        """Return a KVCache of the only size that is compiled; `size` is ignored."""
         return KVCache(config, rows, device, dtype)
 
     def __call__(self, idx, cache, last_only=True):
-        """Logits (B, T or 1, V) of the tokens idx (B, T) that follow what the KVCache holds."""
+        """Return logits (B, T or 1, V) of the tokens idx (B, T), which follow those in the cache.
+        """
         if idx.shape != (1, 1):
             return self.model(idx, cache=cache, last_only=last_only)
-        # A token cut from a longer text has that text's strides, which would be another graph.
+        # A token that was sliced from a longer text has other strides: it would compile again.
         idx = idx.flatten()[None]
         cache.start(1)
-        if idx.is_cuda:  # where the graph finds them; the logits before these were read
+        if idx.is_cuda:  # the graph's fixed addresses; the previous logits have been read
             torch._dynamo.mark_static_address(cache.kv)
             torch.compiler.cudagraph_mark_step_begin()
-        logits = self.step(idx, cache.kv, cache.there, cache.last)
+        logits = self.step(idx, cache.kv, cache.device_lengths, cache.last_token)
         cache.finish(idx)
         return logits
 
 
-def next_logits(model, idx, kv, there, last):
-    """What is compiled: tensors in, tensors out, and no shape that grows. idx (1, 1): the token.
-    kv (L, 2, 1, G, S, D): of those before it, there (1,) in number."""
-    cache = OneToken(kv, there, last)
+def next_logits(model, idx, kv, length, last_token):
+    """Return the logits of one token idx (1, 1), and store its keys and values in
+    kv (L, 2, 1, G, S, D). length (1,): tokens in kv. This function is compiled: all inputs and
+    outputs are tensors of fixed shapes."""
+    cache = SingleTokenCache(kv, length, last_token)
     logits = model(idx, cache=cache, last_only=True)
     kv.index_copy_(4, cache.slot, torch.stack(cache.new))
     return logits
 
 
-class OneToken:
-    """A KVCache as the graph of one token sees it: all of its slots, the empty ones masked."""
+class SingleTokenCache:
+    """A KVCache as the graph of a single token sees it: all slots, the empty ones masked."""
 
-    def __init__(self, kv, there, last):
-        self.kv, self.positions, self.last, self.new = kv, there.double()[:, None], last, []
-        self.slot = place(there, kv.size(4))  # (1,)
-        self.mask = (torch.arange(kv.size(4), device=kv.device) <= there)[None, None]  # (1, 1, S)
+    def __init__(self, kv, length, last_token):
+        self.kv, self.last_token, self.new = kv, last_token, []
+        self.positions = length.double()[:, None]  # (1, 1)
+        self.slot = find_slot(length, kv.size(4))  # (1,)
+        self.mask = (torch.arange(kv.size(4), device=kv.device) <= length)[None, None]  # (1, 1, S)
 
     def start(self, T):
         return self.positions
 
     def previous(self, idx):
-        return self.last
+        return self.last_token
 
     def finish(self, idx):
-        """The KVCache itself counts its tokens, outside the graph."""
+        """Do nothing: the KVCache counts its tokens outside the graph."""
 
 
-class OnceCompiled(nn.Module):
-    """A block whose graph is that of all the others too, and is compiled once for them."""
+class SharedGraphBlock(nn.Module):
+    """A block that is compiled once for all layers."""
 
     def __init__(self, block):
         super().__init__()
         self.block, self.layer = block, block.attn.layer
 
     def forward(self, x, rope, cache):
-        if not isinstance(cache, OneToken):
+        if not isinstance(cache, SingleTokenCache):
             return self.block(x, rope, cache)
-        x, new = one_layer(self.block, x, rope, cache.kv[self.layer], cache.slot, cache.mask)
+        x, new = compute_block(self.block, x, rope, cache.kv[self.layer], cache.slot, cache.mask)
         cache.new.append(new)
         return x
 
 
 @torch.compiler.nested_compile_region
-def one_layer(block, x, rope, kv, slot, mask):
-    """x (1, 1, C) after a block, and its new keys and values (2, 1, G, 1, D)."""
-    layer = OneLayer(kv, slot, mask)
-    return block.compute(x, rope, layer), layer.new
+def compute_block(block, x, rope, kv, slot, mask):
+    """Return the output (1, 1, C) of a block and its new keys and values (2, 1, G, 1, D)."""
+    layer_cache = LayerCache(kv, slot, mask)
+    return block.compute(x, rope, layer_cache), layer_cache.new
 
 
-class OneLayer:
-    """A layer's part of a OneToken: kv (2, 1, G, S, D). Nothing is written here, where a region of
-    its own would have to copy it; the new keys and values are put among the old as they are read.
-    """
+class LayerCache:
+    """One layer of a SingleTokenCache: kv (2, 1, G, S, D). The new keys and values are merged when
+    the cache is read; writing them here would make the compiled region copy the cache."""
 
     def __init__(self, kv, slot, mask):
         self.kv, self.mask, self.new = kv, mask, None
-        self.here = torch.arange(kv.size(3), device=kv.device)[:, None] == slot  # (S, 1)
+        self.is_new = torch.arange(kv.size(3), device=kv.device)[:, None] == slot  # (S, 1)
 
     def update(self, layer, k, v):
         self.new = torch.stack((k, v)).to(self.kv.dtype)  # (2, 1, G, 1, D)
-        return *torch.where(self.here, self.new, self.kv), self.mask
+        return *torch.where(self.is_new, self.new, self.kv), self.mask
 
 
-class JoinedLinear(nn.Module):
-    """One or more linear layers of the same input, side by side: x (..., K) -> (..., N).
+class ReductionLinear(nn.Module):
+    """Linear layers with a common input, concatenated: x (..., K) -> (..., N).
 
-    One row, in a graph for a CPU, is written so that the compiler makes one loop over the weights
-    of it, with what comes before and after inside."""
+    For one row on a CPU the product is written as a reduction, so that the compiler fuses it with
+    the operations around it into a single loop over the weights."""
 
     def __init__(self, *layers):
         super().__init__()
-        self.weight, self.bias = joined(layers)
+        self.weight, self.bias = concat_layers(layers)
 
     def forward(self, x):
-        one_row = x.numel() == x.size(-1)
-        if not (one_row and x.device.type == "cpu" and torch.compiler.is_compiling()):
+        is_one_row = x.numel() == x.size(-1)
+        if not (is_one_row and x.device.type == "cpu" and torch.compiler.is_compiling()):
             return F.linear(x, self.weight, self.bias)
         y = (self.weight.float() * x.float().flatten()).sum(-1)  # (N, K) * (K,) -> (N,)
         return (y if self.bias is None else y + self.bias).view(*x.shape[:-1], -1).to(x.dtype)

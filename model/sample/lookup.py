@@ -1,68 +1,72 @@
-"""Prompt lookup: the most likely text of a model, the same as without, in fewer passes.
+"""Prompt lookup decoding: the greedy continuation of a text in fewer forward passes.
 
-What followed the last few tokens when they were there before is guessed to follow again, as names
-do in code and words in a summary of a text; the model computes all of it at once, which takes
-hardly longer than one token, and what it would not have written itself is dropped. In bfloat16
-several tokens are rounded otherwise than one: of two that are as likely, the other may be written.
+The tokens that followed an earlier occurrence of the last few tokens are proposed as the next ones
+(names in code, or words in a summary, repeat). One forward pass verifies all of them in hardly more
+time than one token takes; those that greedy decoding would not have written are dropped. In
+bfloat16 several tokens are rounded differently from one, so a near tie may be decided differently.
 """
 
 import torch
 
-from model.core.generate import NOT_FINITE, empty_cache, past_compiled
+from model.core.generate import NON_FINITE_LOGITS, eager_mode
+from model.core.kv_cache import create_cache
 
-GUESSED = {4: 15, 2: 4, 1: 2}  # tokens at once, for so many that were there before
+MAX_PROPOSALS = {4: 15, 2: 4, 1: 2}  # proposed tokens, by the number of matching tokens
 
 
-class Past:
-    """A text as tokens, and where each of its short stretches ended last, before the end."""
+class TokenHistory:
+    """The tokens of a text, and where each of its n-grams was last followed by something."""
 
     def __init__(self, tokens):
-        self.tokens, self.after = [], {}
+        self.tokens, self.positions = [], {}
         for token in tokens:
             self.add(token)
 
     def add(self, token):
-        here = len(self.tokens)
-        self.after |= {tuple(self.tokens[here - n:]): here for n in GUESSED if here >= n}
+        end = len(self.tokens)
+        self.positions |= {tuple(self.tokens[end - n:]): end for n in MAX_PROPOSALS if end >= n}
         self.tokens.append(token)
 
-    def guess(self, most):
-        """Up to `most` tokens that may follow: what is known of them, over and over."""
-        for n, guessed in GUESSED.items():
-            at = self.after.get(tuple(self.tokens[-n:]))
-            if at is not None:
-                known = self.tokens[at:]
-                return [known[i % len(known)] for i in range(min(most, guessed))]
+    def propose(self, limit):
+        """Return up to `limit` tokens that may follow; a short match is repeated."""
+        for n, n_proposed in MAX_PROPOSALS.items():
+            position = self.positions.get(tuple(self.tokens[-n:]))
+            if position is not None:
+                known = self.tokens[position:]
+                return [known[i % len(known)] for i in range(min(limit, n_proposed))]
         return []
 
 
 @torch.no_grad()
-def look_up(model, idx, max_new_tokens, stop_token=None, on_token=None, n_vocab=None):
-    """(what model.generate.generate makes at temperature 0 of one text, idx (1, T) int64; passes
-    that it took). ValueError where the logits are not finite."""
-    c, cache, past = model.config, empty_cache(model, 1), Past(idx[0].tolist())
-    pending, end, passes = past.tokens[-c.block_size:], idx.size(1) + max_new_tokens, 0
-    with past_compiled(model):
-        while len(past.tokens) < end and (not passes or past.tokens[-1] != stop_token):
-            if not c.rolls and cache.used[0] + len(pending) > c.block_size:
+def generate_with_lookup(model, idx, max_new_tokens, stop_token=None, on_token=None, n_vocab=None):
+    """Return (the result of generate() with temperature 0 for one text idx (1, T) int64, number of
+    forward passes). Raises ValueError if the logits are not finite."""
+    c = model.config
+    cache = create_cache(model, 1)
+    history = TokenHistory(idx[0].tolist())
+    pending, end, passes = history.tokens[-c.block_size:], idx.size(1) + max_new_tokens, 0
+    with eager_mode(model):
+        while len(history.tokens) < end and (not passes or history.tokens[-1] != stop_token):
+            if not c.rolls and cache.lengths[0] + len(pending) > c.block_size:
                 cache.clear()
-                pending = past.tokens[-max(1, c.block_size * 3 // 4):]
-            most = min(c.block_size - int(cache.used[0]), end - len(past.tokens)) - 1
-            # Not with a prompt, all of whose logits would have to be computed.
-            guess = past.guess(most) if len(pending) == 1 else []
-            read, passes = torch.tensor([pending + guess], device=idx.device), passes + 1
-            logits = model(read, cache=cache, last_only=not guess)[0, -1 - len(guess):, :n_vocab]
-            largest, best = logits.max(-1)  # (1 + guessed,)
+                pending = history.tokens[-max(1, c.block_size * 3 // 4):]
+            limit = min(c.block_size - int(cache.lengths[0]), end - len(history.tokens)) - 1
+            # No proposals together with a prompt: all its logits would have to be computed.
+            proposal = history.propose(limit) if len(pending) == 1 else []
+            tokens = torch.tensor([pending + proposal], device=idx.device)
+            passes += 1
+            logits = model(tokens, cache=cache, last_only=not proposal)
+            largest, best = logits[0, -1 - len(proposal):, :n_vocab].max(-1)  # (1 + proposed,)
             if not bool(largest.isfinite().all()):
-                raise ValueError(NOT_FINITE)
+                raise ValueError(NON_FINITE_LOGITS)
             best = best.tolist()
-            n = next((i for i, token in enumerate(guess) if token != best[i]), len(guess))
-            cache.forget(len(guess) - n, (pending + guess)[-1 - len(guess) + n])
+            n = next((i for i, token in enumerate(proposal) if token != best[i]), len(proposal))
+            cache.truncate(len(proposal) - n, (pending + proposal)[-1 - len(proposal) + n])
             for token in best[:n + 1]:
-                past.add(token)
+                history.add(token)
                 if on_token is not None:
                     on_token([token])
                 if token == stop_token:
                     break
-            pending = past.tokens[-1:]
-    return torch.tensor([past.tokens], device=idx.device), passes
+            pending = history.tokens[-1:]
+    return torch.tensor([history.tokens], device=idx.device), passes

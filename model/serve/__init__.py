@@ -17,10 +17,12 @@ KEY = "IRONGPT_API_KEY"  # of the environment
 
 
 def parser():
-    from model.core.decode import add_options  # with torch, which train/tools/watch.py does without
+    from model.sample.load import (
+        add_load_options,  # with torch, which train/tools/watch.py does without
+    )
     p = argparse.ArgumentParser(prog="python -m model.serve", description=__doc__.split("\n")[0])
     add = p.add_argument
-    add_options(p)
+    add_load_options(p)
     add("--name", help="of the model, for clients (default: that of the checkpoint's folder)")
     add("--host", default="127.0.0.1", help="address to listen on: this machine only (default: "
         "%(default)s); 0.0.0.0: whoever can reach it and has the key")
@@ -87,11 +89,11 @@ def stop_signals():
 
 def run(listening, args):
     """Load the model and answer until a signal comes. Raises ValueError or UserError."""
-    from model.core.decode import prepare
+    from model.sample.load import load_for_decoding
     from model.serve.engine import Engine
     from model.serve.server import Server
     key, (host, port) = key_of(args, listening), listening.getsockname()[:2]
-    model, tokenizer, _ = prepare(args)
+    model, tokenizer, _ = load_for_decoding(args)
     template, ends = getattr(model, "template", None), ()
     if template:
         from data.prepare.chat import ends_of

@@ -4,8 +4,9 @@ import codecs
 import time
 import uuid
 
-from model.core.generate import start_tokens
-from model.serve.engine import Job, Refused, token_bytes
+from model.core.detokenizer import token_bytes
+from model.core.generate import encode_prompt
+from model.serve.engine import Job, Refused
 
 MAX_STOPS, MAX_STOP = 16, 256  # stop strings, and characters in one
 MAX_LIKELY = 20  # of the likeliest tokens, told beside each one
@@ -99,7 +100,7 @@ def prompt_ids(prompt, tokenizer):
                       f"{tokenizer.n_vocab - 1}; send a request for each prompt: they are computed "
                       "together", "prompt")
     try:
-        return start_tokens(tokenizer, prompt)
+        return encode_prompt(tokenizer, prompt)
     except ValueError as error:  # characters that this tokenizer does not know
         raise Refused(400, f"prompt: {error}", "prompt") from None
 

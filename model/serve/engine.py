@@ -6,7 +6,6 @@ from a generator of its own, so that a seed gives the same text whatever else is
 of model.sample.
 """
 
-import codecs
 import collections
 import queue
 import threading
@@ -16,32 +15,12 @@ from dataclasses import dataclass, field
 
 import torch
 
-from model.core.generate import NOT_FINITE, empty_cache, pick
+from model.core.detokenizer import Detokenizer
+from model.core.generate import NON_FINITE_LOGITS, sample_tokens
+from model.core.kv_cache import create_cache
 from model.serve.connection import Refused
 
 PIECE = 128  # tokens of prompts read between two steps of the texts being written
-
-
-class Text:
-    """Text out of bytes as they come: without half a character, and without the beginning of what
-    may become a stop string."""
-
-    def __init__(self, stops=()):
-        self.stops, self.held, self.stopped = stops, "", False
-        self.decoder = codecs.getincrementaldecoder("utf-8")("replace")
-
-    def add(self, data, last=False):
-        """What can be shown now; all the rest where these bytes are the last."""
-        self.held += self.decoder.decode(data, last)
-        found = [at for stop in self.stops if (at := self.held.find(stop)) >= 0]
-        if found:
-            self.stopped = True
-            return self.held[:min(found)]
-        starts = (n for stop in self.stops for n in range(1, len(stop))
-                  if self.held.endswith(stop[:n]))
-        end = len(self.held) - (0 if last else max(starts, default=0))
-        text, self.held = self.held[:end], self.held[end:]
-        return text
 
 
 @dataclass(eq=False)
@@ -69,9 +48,9 @@ class Job:
     counts: torch.Tensor | None = None  # (1, V): how often each was written, where it is penalized
     told: list = field(default_factory=list)
 
-    def start(self, device, deadline):
+    def start(self, tokenizer, device, deadline):
         """Before it waits for its turn; deadline: on the clock of time.monotonic."""
-        self.text, self.deadline = Text(self.stops), deadline
+        self.text, self.deadline = Detokenizer(tokenizer, self.stops), deadline
         self.generator = torch.Generator(device=device)
         if self.seed is None:
             self.generator.seed()
@@ -117,7 +96,7 @@ class Engine:
         self.model, self.tokenizer, self.config = model, tokenizer, model.config
         self.slots, self.max_queue, self.max_tokens = slots, max_queue, max_tokens
         self.timeout, self.device = timeout, model.wte.weight.device
-        self.cache = empty_cache(model, slots + 1)
+        self.cache = create_cache(model, slots + 1)
         self.desk = self.cache[slots:]
         self.rows, self.reading, self.waiting = [], None, collections.deque()
         self.closing, self.changed = False, threading.Condition()  # guards it, and waiting
@@ -129,7 +108,7 @@ class Engine:
     def submit(self, *jobs):
         """Put jobs into the queue. Refused where there is no room for all."""
         for job in jobs:
-            job.start(self.device, time.monotonic() + self.timeout)
+            job.start(self.tokenizer, self.device, time.monotonic() + self.timeout)
         with self.changed:
             if self.closing:
                 raise Refused(503, "the server is shutting down")
@@ -195,7 +174,7 @@ class Engine:
             if self.rows[i].ended:
                 last = self.rows.pop()
                 if i < len(self.rows):
-                    self.cache.move(len(self.rows), i)
+                    self.cache.copy_row(len(self.rows), i)
                     self.rows[i] = last
 
     def read_prompts(self):
@@ -206,7 +185,7 @@ class Engine:
                                 last_only=True)[:, -1]  # (1, V)
             job.read, room = job.read + len(piece), room - len(piece)
             if job.read == len(job.ids):
-                self.cache.move(self.slots, len(self.rows))
+                self.cache.copy_row(self.slots, len(self.rows))
                 self.rows.append(job)
                 self.reading = None
                 self.write([job], logits)
@@ -226,18 +205,18 @@ class Engine:
         for job, row in zip(jobs, logits[:, :self.tokenizer.n_vocab].split(1)):
             way = job.temperature, job.top_k, job.top_p, job.min_p
             ways.setdefault(way, []).append((job, row))
-        tokens = torch.cat([pick(torch.cat([job.penalized(row) for job, row in of]), *way,
+        tokens = torch.cat([sample_tokens(torch.cat([job.penalized(row) for job, row in of]), *way,
                                  [job.generator for job, _ in of], min_p)
                             for (*way, min_p), of in ways.items()])
         rows = [pair for of in ways.values() for pair in of]
         for (job, row), token in zip(rows, tokens.tolist()):
             if token < 0:
-                job.end("", Refused(500, NOT_FINITE))
+                job.end("", Refused(500, NON_FINITE_LOGITS))
                 continue
             job.add(token, row)
             at_end = token in self.ends
             last = at_end or job.written == job.max_tokens
-            text = job.text.add(b"" if at_end else token_bytes(self.tokenizer, token), last)
+            text = job.text.add(None if at_end else token, last)
             if last or job.text.stopped:
                 job.end(text, "stop" if at_end or job.text.stopped else "length")
             elif text:
@@ -250,10 +229,3 @@ def likeliest(logits, token, n):
     logprobs = logits.float().log_softmax(-1).clamp(min=-9999)
     most, ids = logprobs.topk(min(n, len(logprobs)))
     return list(zip((token, *ids.tolist()), (logprobs[token].item(), *most.tolist())))
-
-
-def token_bytes(tokenizer, token):
-    """The bytes that a token stands for."""
-    if not hasattr(tokenizer, "enc"):  # its tokens are whole characters
-        return tokenizer.decode([token]).encode("utf-8", "replace")
-    return tokenizer.bytes_of(token)

@@ -364,18 +364,19 @@ def token_crossings(rows, lengths):
     """Of the model, and of what is drawn."""
     import torch
 
-    from model.core.generate import empty_cache, pick
+    from model.core.generate import sample_tokens
+    from model.core.kv_cache import create_cache
     used = dict(equal=[3], unequal=[3, 5], full=[40, 33])[lengths] * rows
     with fake_cuda.fake_tensors(), torch.no_grad():
         model = fake_cuda.to_device(small_model("gpt")[0].eval(), torch.bfloat16)
-        cache = empty_cache(model, rows)
-        cache.used = HostNumbers(used[:rows])
+        cache = create_cache(model, rows)
+        cache.lengths = HostNumbers(used[:rows])
         idx = torch.zeros(rows, 1, dtype=torch.int64, device="cuda:0")
 
         def token():
             logits = model(idx, cache=cache, last_only=True)[:, -1]
             for how in (0, None, None), (0.8, 20, None), (1.0, None, 0.9), (1.0, None, None):
-                pick(logits, *how, [None] * rows)
+                sample_tokens(logits, *how, [None] * rows)
         return crossings_in(token)
 
 
@@ -391,15 +392,15 @@ def one_token():
     """The graphs of a compiled token: numbers of each, and why it is no CUDA graph, if so."""
     import torch
 
-    from model.core.decode import replace_products
-    from model.core.generate import empty_cache
-    from model.sample.compiled import Decoder, JoinedLinear
+    from model.core.kv_cache import create_cache
+    from model.sample.compiled import CompiledDecoder, ReductionLinear
+    from model.sample.fused import replace_linear_layers
     fake_cuda.GRAPHS.clear()
     with fake_cuda.fake_tensors(), torch.no_grad():
         model = fake_cuda.to_device(build("gpt2", 1)[0].eval(), torch.bfloat16)
-        cache = empty_cache(model, 1)
-        cache.used = HostNumbers([3])
-        decoder = Decoder(replace_products(model, JoinedLinear))
+        cache = create_cache(model, 1)
+        cache.lengths = HostNumbers([3])
+        decoder = CompiledDecoder(replace_linear_layers(model, ReductionLinear))
         decoder(torch.zeros(1, 1, dtype=torch.int64, device="cuda:0"), cache)
     return [dict(launches=launches(g), why=g.no_cuda_graph) for g in fake_cuda.GRAPHS]
 

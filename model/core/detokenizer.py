@@ -1,0 +1,51 @@
+"""Incremental detokenization: text from tokens as they are generated."""
+
+import codecs
+
+from train.base.errors import printable
+
+
+class Detokenizer:
+    """Converts tokens to text, one at a time: incomplete UTF-8 characters and possible beginnings
+    of a stop string are held back. `stopped` is true from the first stop string on."""
+
+    def __init__(self, tokenizer, stop_strings=()):
+        self.tokenizer, self.stop_strings = tokenizer, stop_strings
+        self.decoder = codecs.getincrementaldecoder("utf-8")("replace")
+        self.pending, self.stopped = "", False
+
+    def add(self, token=None, last=False):
+        """Return the text that is complete after `token` (None: no token). last: flush the rest."""
+        data = b"" if token is None else token_bytes(self.tokenizer, token)
+        self.pending += self.decoder.decode(data, last)
+        positions = [self.pending.find(stop) for stop in self.stop_strings]
+        if any(position >= 0 for position in positions):
+            self.stopped = True
+            return self.pending[:min(position for position in positions if position >= 0)]
+        n_held = 0  # characters that may begin a stop string
+        if not last:
+            n_held = max((n for stop in self.stop_strings for n in range(1, len(stop))
+                          if self.pending.endswith(stop[:n])), default=0)
+        end = len(self.pending) - n_held
+        text, self.pending = self.pending[:end], self.pending[end:]
+        return text
+
+
+class TextStreamer:
+    """Prints the text of a single sequence during generation, as an `on_token` of generate().
+    Stop tokens are not printed."""
+
+    def __init__(self, tokenizer, stop_tokens):
+        self.detokenizer, self.stop_tokens = Detokenizer(tokenizer), stop_tokens
+
+    def __call__(self, tokens):
+        token = int(tokens[0])
+        if token not in self.stop_tokens and (text := self.detokenizer.add(token)):
+            print(printable(text), end="", flush=True)
+
+
+def token_bytes(tokenizer, token):
+    """Return the UTF-8 bytes of a token, which may be a part of a character."""
+    if not hasattr(tokenizer, "bytes_of"):  # a tokenizer of whole characters
+        return tokenizer.decode([token]).encode("utf-8", "replace")
+    return tokenizer.bytes_of(token)

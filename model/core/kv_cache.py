@@ -1,0 +1,199 @@
+"""Key-value caches: what a model's attention needs during decoding.
+
+A model calls a cache in the order of the `Cache` protocol. `KVCache` stores the keys and values of
+every layer, so that each token is computed once. Rows of a batch may have different lengths, so
+that a serving engine can add and remove texts at any step.
+"""
+
+import copy
+from typing import Protocol
+
+import torch
+
+from model.core.ops import apply_rope, rope_tables
+
+SINK_TOKENS = 4  # first tokens of a text, which a rolling cache never evicts
+
+
+class Cache(Protocol):
+    """What `GPT.trunk` calls, in this order: start, previous, update per layer, finish."""
+
+    def start(self, T):
+        """Reserve space for T tokens per row; return their positions (B, T) or (1, T), float64."""
+
+    def previous(self, idx):
+        """Return the token before each token of idx (B, T), -1 at the beginning of a text."""
+
+    def update(self, layer, k, v):
+        """Store k, v (B, G, T, D) of a layer; return all its keys and values (B, G, S, D) and a
+        mask that broadcasts to (B, 1, T, S), or None if every key is visible."""
+
+    def finish(self, idx):
+        """Count the tokens idx (B, T) as stored."""
+
+
+class KVCache:
+    """Keys and values of every layer for B texts (rows) of different lengths.
+
+    A row holds block_size tokens. With rotary positions, a full row rolls (StreamingLLM,
+    arXiv:2309.17453): a new token replaces the oldest one, except for the first SINK_TOKENS
+    (attention sinks), which are rotated to directly precede the window. Attention therefore sees
+    only distances that occurred in training. The result differs from recomputing the last
+    block_size tokens: cached states still depend on tokens that have been evicted. With learned
+    positions, a full row raises ValueError.
+
+    cache[rows], for a slice, is a view: prompt a single row with
+    `model(prompt, cache=cache[r:r + 1])`, decode the first n with `model(tokens, cache=cache[:n])`,
+    and remove row r with `cache.copy_row(last, r)`. Rows of different lengths accept one token per
+    call only.
+    """
+
+    def __init__(self, config, rows, device, dtype, size=None):
+        """size: tokens per row, if fewer than block_size are needed."""
+        c = self.config = config
+        shape = (c.n_layer, 2, rows, c.n_kv_head, size or c.block_size, c.head_dim)
+        self.kv = torch.zeros(shape, device=device, dtype=dtype)
+        self.n_sinks = count_sinks(c.block_size)
+        self.sinks = self.kv.new_zeros(c.n_layer, *shape[2:4], self.n_sinks, c.head_dim)
+        # Tokens per row: on the host, for decisions without a synchronisation, and on a GPU, for
+        # positions and slots without a transfer. (MPS has no float64, see start.)
+        self.lengths = self.device_lengths = torch.zeros(rows, dtype=torch.int64)
+        if self.kv.is_cuda:
+            self.device_lengths = torch.zeros_like(self.lengths, device=device)
+        self.last_token = torch.full((rows, 1), -1, device=device)  # -1: the row is empty
+
+    def __getitem__(self, rows):
+        view = copy.copy(self)
+        view.kv = self.kv[:, :, rows]
+        view.sinks = self.sinks[:, rows]
+        view.lengths = self.lengths[rows]
+        view.device_lengths = view.lengths if self.on_host else self.device_lengths[rows]
+        view.last_token = self.last_token[rows]
+        return view
+
+    @property
+    def on_host(self):
+        """Whether `lengths` and `device_lengths` are the same tensor."""
+        return self.device_lengths is self.lengths
+
+    def repeat(self, n):
+        """Return a copy with every row n times, the copies of a row next to each other."""
+        new = copy.copy(self)
+        new.kv = self.kv.repeat_interleave(n, 2)
+        new.sinks = self.sinks.repeat_interleave(n, 1)
+        new.lengths = self.lengths.repeat_interleave(n)
+        new.device_lengths = (new.lengths if self.on_host else
+                              self.device_lengths.repeat_interleave(n))
+        new.last_token = self.last_token.repeat_interleave(n, 0)
+        return new
+
+    def clear(self):
+        """Empty all rows (of a view)."""
+        self.lengths.zero_()
+        self.device_lengths.zero_()
+        self.last_token.fill_(-1)
+
+    def copy_row(self, source, target):
+        """Overwrite row `target` with row `source`."""
+        for tensor, dim in ((self.kv, 2), (self.sinks, 1), (self.lengths, 0),
+                            (self.device_lengths, 0), (self.last_token, 0)):
+            tensor.select(dim, target).copy_(tensor.select(dim, source))
+
+    def start(self, T):
+        """Reserve space for T tokens per row. Return their positions (B, T) float64, or (1, T) if
+        all rows have the same length."""
+        size = self.config.block_size
+        lengths = self.lengths.tolist()
+        longest = max(lengths)
+        self.same_length = min(lengths) == longest
+        if T > 1 and not self.same_length:
+            raise ValueError(f"{T} tokens for rows of different lengths {lengths}; pass one token "
+                             "per call")
+        if longest + T > size:
+            if T > 1 or not self.config.rolls:
+                raise ValueError(f"{longest + T} tokens exceed the context of this model, {size} "
+                                 "(block_size)")
+            self.rotate_sinks()
+        self.n_visible = min(longest + T, size)
+        self.mask = None
+        first = self.device_lengths
+        if self.same_length:
+            slot = find_slot(longest, size)
+            self.slots = slice(slot, slot + T)
+            first = first[:1, None]  # (1, 1)
+        else:
+            device = self.kv.device
+            first = first[:, None]  # (B, 1)
+            self.row_numbers = torch.arange(len(lengths), device=device)
+            self.slots = find_slot(first, size)[:, 0].to(device)
+            visible = torch.arange(self.n_visible, device=first.device) <= first  # (B, S)
+            self.mask = visible.to(device)[:, None, None]
+        return first.double() + torch.arange(T, device=first.device)
+
+    def rotate_sinks(self):
+        """Rotate the sink keys of full rows to the positions directly before the window of the next
+        token."""
+        c = self.config
+        lengths = self.device_lengths.view(-1, 1, 1, 1)  # (B, 1, 1, 1)
+        keys = self.kv[:, 0, :, :, :self.n_sinks]  # (L, B, G, n_sinks, D)
+        just_full = (lengths == c.block_size).to(keys.device)
+        full = (lengths >= c.block_size).to(keys.device)
+        self.sinks.copy_(torch.where(just_full, keys, self.sinks))
+        shift = (lengths[..., 0] - c.block_size + 1).clamp(min=0).double()  # (B, 1, 1)
+        rope = rope_tables(shift, c.head_dim, c.rope_theta)  # (B, 1, 1, D / 2)
+        rotated = apply_rope(self.sinks.float(), *[t.to(keys.device) for t in rope])
+        keys.copy_(torch.where(full, rotated.to(keys.dtype), keys))
+
+    def previous(self, idx):
+        """Return the token before each token of idx (B, T), -1 at the beginning of a text."""
+        return torch.cat((self.last_token, idx[:, :-1]), dim=1)
+
+    def update(self, layer, k, v):
+        """Store k, v (B, G, T, D) of a layer. Return its keys and values (B, G, S, D), in any
+        order, and a mask (B, 1, 1, S) of the keys that exist per row, or None if all do."""
+        for cached, new in zip(self.kv[layer], (k, v)):
+            if self.same_length:
+                cached[:, :, self.slots] = new
+            else:
+                cached[self.row_numbers, :, self.slots] = new[:, :, 0].to(cached.dtype)
+        return *self.kv[layer, :, :, :, :self.n_visible], self.mask
+
+    def truncate(self, n, last_token):
+        """Remove the last n tokens of every row; no row may be full. last_token: the new last token
+        of the rows. n and last_token are integers, or tensors (B,) and (B, 1)."""
+        if not self.on_host:
+            self.device_lengths -= n
+        self.lengths -= n.cpu() if isinstance(n, torch.Tensor) else n
+        self.last_token[:] = last_token
+
+    def finish(self, idx):
+        """Count the tokens idx (B, T) as stored."""
+        self.lengths += idx.size(1)
+        if not self.on_host:
+            self.device_lengths += idx.size(1)
+        self.last_token.copy_(idx[:, -1:])
+
+
+def count_sinks(size):
+    """Return the number of attention sinks in a context of `size` tokens."""
+    return min(SINK_TOKENS, size // 2)
+
+
+def find_slot(position, size):
+    """Return the slot, of `size`, of the key at a position (an integer or a tensor). Positions
+    beyond the context wrap around behind the sinks."""
+    first = count_sinks(size)
+    slot = first + (position - first) % (size - first)
+    if isinstance(position, torch.Tensor):
+        return torch.minimum(position, slot)
+    return min(position, slot)
+
+
+def create_cache(model, rows, size=None):
+    """Return an empty cache for `rows` texts (of at most `size` tokens each) on the model's device,
+    in the precision of its matrix products."""
+    device, dtype = model.wte.weight.device, model.wte.weight.dtype
+    if torch.is_autocast_enabled(device.type):
+        dtype = torch.get_autocast_dtype(device.type)
+    cache_class = getattr(model, "cache_class", KVCache)
+    return cache_class(model.config, rows, device, dtype, size)
