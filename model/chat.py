@@ -120,7 +120,7 @@ class ChatGPT(GPT):
 # -----------------------------------------------------------------------------
 # what train/train.py asks of a model file
 
-adopt_shape = gpt.adopt_shape
+inherit_shape = gpt.inherit_shape
 
 
 def is_chat(data_dir):

@@ -18,16 +18,16 @@ import torch.nn.functional as F
 from torch.utils.checkpoint import checkpoint
 
 from model import gpt
-from model.core.load import model_of, read_backbone
+from model.core.load import model_of
 from model.core.ops import IGNORE, chunk_rows
+from model.core.weights import check_tokenizer, read_backbone
 from model.gpt import GPT
 from train.base.errors import CheckpointError
 from train.config import key
 from train.dataloader import open_token_data
 from train.distributed import broadcast_from_rank0
-from train.resume import check_tokenizer
 
-sample, adopt_shape, USE = gpt.sample, gpt.adopt_shape, gpt.USE
+sample, inherit_shape, USE = gpt.sample, gpt.inherit_shape, gpt.USE
 
 
 @dataclass

@@ -19,8 +19,8 @@ import torch.nn.functional as F
 from data.prepare.folders import check_array
 from data.token_files import open_npy
 from model import chat, gpt
-from model.core.load import digest
 from model.core.ops import IGNORE
+from model.core.weights import digest
 from model.lora import OwnAdapters, adapt
 from train.base.errors import CheckpointError, DataError
 from train.config import key
@@ -29,7 +29,7 @@ from train.dataloader import Data, RowLoader
 USE = "python -m model.chat --ckpt {out}/ckpt.pt"  # said at the end of a run
 ARRAYS = ("tokens", "mask", "logps")
 
-adopt_shape = gpt.adopt_shape
+inherit_shape = gpt.inherit_shape
 
 
 @dataclass

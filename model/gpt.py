@@ -26,7 +26,8 @@ from model.core.ops import (
     rms_norm,
     rope_tables,
 )
-from train.keys import GPTKeys, adopt_shape  # noqa: F401  the loop asks for the second here
+from model.core.weights import inherit_shape  # noqa: F401  a hook of the model interface
+from train.keys import GPTKeys
 
 USE = "python -m model.sample --ckpt {out}/ckpt.pt --prompt ..."  # said at the end of a run
 

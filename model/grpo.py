@@ -38,8 +38,9 @@ from data.prepare.prompts import read_lines
 from data.token_files import open_npy
 from model import chat, gpt
 from model.core.generate import generate
-from model.core.load import model_of, read_backbone
+from model.core.load import model_of
 from model.core.ops import IGNORE, chunk_rows
+from model.core.weights import read_backbone
 from model.lora import OwnAdapters, adapt
 from train.base.errors import DataError, UserError
 from train.config import key
@@ -49,7 +50,7 @@ from train.distributed import broadcast_from_rank0
 USE = "python -m model.chat --ckpt {out}/ckpt.pt"  # said at the end of a run
 WIDTHS = 32  # rows are a multiple of it long: few shapes to compile for
 
-adopt_shape = gpt.adopt_shape
+inherit_shape = gpt.inherit_shape
 
 
 @dataclass

@@ -21,8 +21,9 @@ import torch.nn.functional as F
 from model import chat, gpt
 from model.chat import ChatGPT
 from model.core import load
-from model.core.load import with_shape
+from model.core import weights as base_weights
 from model.core.quantize import dequantize_rows, quantize_rows
+from model.core.weights import check_tokenizer, with_shape
 from model.gpt import stable_hash
 from train.base.cli import run_command
 from train.base.errors import CheckpointError, ConfigError
@@ -32,10 +33,9 @@ from train.dataloader import open_token_data
 from train.device import choose_dtype
 from train.distributed import broadcast_from_rank0, convert_ddp_state, get_device
 from train.optimizer import matches
-from train.resume import check_tokenizer
 
 USE = "python -m model.lora --ckpt {out}/ckpt.pt --to {out}/merged.pt"
-SAME_TO_ADOPT = ("backbone", "lora_alpha")  # adapters are a difference to it, at one scale
+MUST_MATCH_TO_INIT = ("backbone", "lora_alpha")  # adapters are a difference to it, at one scale
 
 
 @dataclass
@@ -235,12 +235,12 @@ def merge(model):
 # -----------------------------------------------------------------------------
 # what train/train.py asks of a model file
 
-adopt_shape = gpt.adopt_shape
+inherit_shape = gpt.inherit_shape
 
 
 def read_backbone(path):
-    """The checkpoint at `path` of a gpt or chat model, see model/core/load.py; CheckpointError."""
-    state = load.read_backbone(path)
+    """The checkpoint at `path` of a gpt or chat model, see model/core/weights.py; CheckpointError."""
+    state = base_weights.read_backbone(path)
     kind = (state.get("config") or {}).get("model", "gpt")
     if kind == "lora":
         raise CheckpointError(f"{path}: holds adapters itself; merge them into their backbone "

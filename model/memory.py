@@ -29,9 +29,9 @@ from model.moe import GroupedLinear, Groups, RoutedBlock, RoutedGPT, Router, Rou
 from train.base.errors import CheckpointError, ConfigError
 from train.config import key
 
-open_data, sample, adopt_shape = lora.open_data, lora.sample, gpt.adopt_shape
+open_data, sample, inherit_shape = lora.open_data, lora.sample, gpt.inherit_shape
 USE = "python -m model.memory --ckpt {out}/ckpt.pt --to {out}/merged.pt"
-SAME_TO_ADOPT = ("backbone",)  # a memory stands beside one model
+MUST_MATCH_TO_INIT = ("backbone",)  # a memory stands beside one model
 
 
 @dataclass

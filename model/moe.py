@@ -25,7 +25,7 @@ from model.core.ops import apply_dropout
 from model.gpt import GPT, Block, GPTConfig, normal
 from train.config import gpt_conflicts, key
 
-sample, adopt_shape = gpt.sample, gpt.adopt_shape
+sample, inherit_shape = gpt.sample, gpt.inherit_shape
 USE = gpt.USE
 GPT_FIELDS = {f.name for f in fields(GPTConfig)}
 

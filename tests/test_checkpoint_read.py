@@ -15,7 +15,7 @@ import pytest
 import torch
 from runs import assert_same, configure, go, metrics, run_program, tensors
 
-from model.core.load import read_backbone
+from model.core.weights import read_backbone
 from model.gpt import GPT, GPTConfig
 from train.base.errors import CheckpointError, ConfigError, Stopped
 from train.checkpoint import load_checkpoint, save_checkpoint

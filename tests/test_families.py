@@ -30,13 +30,14 @@ from model.convert import families
 from model.convert.gguf import turns_of
 from model.core.generate import generate
 from model.core.kv_cache import create_cache
+from model.core.weights import inherit_shape
 from model.sample import load_model
 from model.serve.api import jobs_of
 from model.serve.engine import Engine
 from train.base.errors import CheckpointError, DataError, UserError
 from train.checkpoint import load_checkpoint
 from train.config import load_config
-from train.keys import TrainConfig, adopt_shape
+from train.keys import TrainConfig
 from train.train import train
 
 os.environ.update(HF_HUB_OFFLINE="1", TRANSFORMERS_OFFLINE="1", TOKENIZERS_PARALLELISM="false")
@@ -172,9 +173,9 @@ def test_a_context_that_is_typed_is_kept_though_it_is_the_default(folders):
     found = vars(load_model(folders("qwen2")[0])[0].config) | dict(block_size=4096)
     for typed, taken in ((["block_size=512"], False), ([], True)):
         config = load_config(None, ["init_from=x", *typed])
-        assert ("block_size" in adopt_shape(config, found)[0]) is taken
+        assert ("block_size" in inherit_shape(config, found)[0]) is taken
     for config in (load_config(None, ["n_layer=16"]), TrainConfig(n_layer=3)):
-        taken, wrong = adopt_shape(config, found)
+        taken, wrong = inherit_shape(config, found)
         assert "n_layer" not in taken and wrong[0].startswith("n_layer: it has 4, the config")
 
 

@@ -25,6 +25,7 @@ from model.core.ops import (
     linear_cross_entropy,
     one_operation,
     rms_norm,
+    token_logprobs,
 )
 from model.gpt import GPT, GPTConfig, apply_rope, build_model, rope_tables, sample, save_products
 from train.config import GPTKeys
@@ -590,7 +591,7 @@ def problem(N=50, C=16, V=128, vocab=100, scale=1.0, dtype=torch.float32):
 
 @pytest.mark.parametrize("rows", [1, 16, 50, 64])
 def test_chunked_cross_entropy_is_exact(rows, monkeypatch):
-    monkeypatch.setattr(model.ops, "chunk_rows", lambda *_: rows)
+    monkeypatch.setattr(model.core.ops, "chunk_rows", lambda *_: rows)
     h, w, targets, vocab = problem()
     ours = linear_cross_entropy(h, w, targets, vocab)
     theirs = plain_cross_entropy(h, w, targets, vocab)
@@ -599,6 +600,21 @@ def test_chunked_cross_entropy_is_exact(rows, monkeypatch):
         close(a, b, 1e-5)
     with torch.no_grad():  # evaluation's path
         assert abs(linear_cross_entropy(h, w, targets, vocab) - theirs) < 1e-5
+
+
+@pytest.mark.parametrize("rows", [1, 16, 64])
+def test_token_logprobs_are_those_of_a_whole_softmax(rows, monkeypatch):
+    """Values and gradients, a chunk at a time; 0 where a target does not count."""
+    monkeypatch.setattr(model.core.ops, "chunk_rows", lambda *_: rows)
+    h, w, targets, vocab = problem()
+    found = token_logprobs(h, w, targets, vocab)
+    whole = (h @ w.t())[:, :vocab].log_softmax(-1)
+    wanted = whole.gather(1, targets.clamp(min=0)[:, None])[:, 0] * (targets != -1)
+    assert (targets == -1).any() and found.dtype == torch.float32
+    close(found, wanted, 1e-5)
+    weights = torch.linspace(-1, 2, len(found))
+    for a, b in zip(*(torch.autograd.grad((y * weights).sum(), (h, w)) for y in (found, wanted))):
+        close(a, b, 1e-5)
 
 
 def test_cross_entropy_of_huge_logits_is_finite_and_right():

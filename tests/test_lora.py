@@ -12,7 +12,7 @@ from runs import Program, assert_same, assert_two_ranks_equal_one
 
 from data.prepare import chat as data_chat
 from model import chat
-from model.core.load import digest
+from model.core.weights import digest
 from model.lora import (
     LoRALinear,
     adapters,

@@ -14,10 +14,10 @@ from runs import SMALL, Program, assert_same, go, run_program, tensors
 from data.prepare import chat as data_chat
 from model import chat, lora, memory, sample
 from model.core.load import load_model
+from model.core.weights import check_must_match
 from train.base.errors import ConfigError
 from train.checkpoint import load_checkpoint
 from train.config import load_config
-from train.resume import check_same_to_adopt
 
 BYTES = dict(tokenizer="byte", vocab_size=None)
 OWN = BYTES | dict(model="memory", n_chapters=4, chapters_per_token=2, chapter_size=8)
@@ -38,11 +38,11 @@ def backbone(tmp_path_factory, data_dir):
 def test_what_was_learned_for_something_else_is_not_adopted(model, name, there, here):
     def check(**changes):
         config = load_config(None, SMALL | dict(model=model, backbone="x.pt", **changes))
-        check_same_to_adopt(there, config, here, "ckpt.pt")
+        check_must_match(there, config, here, "ckpt.pt")
     with pytest.raises(ValueError, match=f"{name}: it has .*\n.*--allow_change {name}"):
         check()
     check(allow_change=[name])
-    check_same_to_adopt({}, load_config(None, SMALL | dict(model=model, backbone="x.pt")), here, "")
+    check_must_match({}, load_config(None, SMALL | dict(model=model, backbone="x.pt")), here, "")
 
 
 def tiny(backbone, **changes):

@@ -11,7 +11,7 @@ from conftest import run
 from processes import python
 from runs import SMALL, assert_same, configure, go, metrics, run_program, tensors
 
-from model.core.load import digest
+from model.core.weights import digest
 from model.gpt import GPT, GPTConfig
 from model.sae import ActivationBuffer, SparseAutoencoder, build_model, main, open_data
 from model.sae.activations import ActivationLoader, Backbone, load_backbone

@@ -179,33 +179,6 @@ class GPTKeys:
                              "comes with their weights (model/convert/families.py)")
 
 
-# Weights say nothing of these: dropout is no part of them, and the data name the vocabulary.
-NOT_SHAPE = {"dropout", "vocab_size"}
-
-
-def adopt_shape(config, model_args):
-    """What a run that starts from the weights of a GPT takes over from their `model_args`: ({key:
-    value}, [what contradicts them]). A file's shape gives way to that of the weights, one that was
-    typed does not. A bare state dict has no model_args: its tensors' shapes are checked later, as
-    all are."""
-    taken, wrong, learned = {}, [], model_args.get("pos") == "learned"
-    own = [f for f in fields(config) if f.metadata.get("shape") and f.name in model_args]
-    for f in [*fields(GPTKeys), *own] if model_args else ():
-        theirs, ours = model_args.get(f.name, f.default), getattr(config, f.name)
-        if theirs == ours or f.name in NOT_SHAPE:
-            continue
-        asked, said = config.is_explicit(f.name), ours != f.default  # by a person; at all
-        if f.name == "block_size" and (said and not learned or (asked or said) and ours < theirs):
-            continue  # positions have no weights, or can be cut off
-        if not asked or f.name == "n_hidden" and ours == 4 * config.n_embd:
-            taken[f.name] = theirs
-        else:
-            wrong.append(f"{f.name}: it has {theirs!r}, the configuration says {ours!r}")
-    if config.vocab_size is None and model_args.get("vocab_size"):  # the data may know fewer
-        taken["vocab_size"] = model_args["vocab_size"]
-    return taken, wrong
-
-
 def task_names(paths):
     """{name in the log: path} of eval_tasks: data/my-capitals.jsonl is my_capitals."""
     return {re.sub(r"\W+", "_", os.path.basename(path).partition(".")[0]): path for path in paths}

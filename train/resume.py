@@ -16,16 +16,21 @@ from dataclasses import asdict, dataclass, field, fields, is_dataclass
 import torch
 import torch.distributed as dist
 
-from model.core.load import read_weights, take_shape
+from model.core.load import read_weights
+from model.core.weights import (
+    adopt_weights,
+    check_must_match,
+    check_tokenizer,
+    take_checkpoint_shape,
+)
 from train import checkpoint
 from train.base.errors import BadNumbers, CheckpointError
 from train.base.files import write_text
 from train.checkpoint import bullets, load_checkpoint, mismatches, refuse
-from train.config import FIELDS, differences, files_read, load_model_file
+from train.config import FIELDS, differences, files_read
 from train.distributed import (
     assign,
     broadcast_from_rank0,
-    convert_ddp_state,
     full,
     is_sharded,
     local,
@@ -70,7 +75,7 @@ def find_start(folder, config, ranks, log):
             raise CheckpointError(f"--eval_only: there is no ckpt.pt in {c.out_dir}, and no "
                                   "--init_from: nothing to evaluate")
         # A run that goes on takes the same over again.
-        shape = shape_to_take(c, state, path) if c.init_from != "scratch" else {}
+        shape = take_checkpoint_shape(c, state, path) if c.init_from != "scratch" else {}
         if kind == "resume" and c.max_minutes:
             shape |= length_to_keep(c, state.get("config") or {})
         known = {f.name: f for f in fields(c)}
@@ -79,13 +84,6 @@ def find_start(folder, config, ranks, log):
                 log(f"{name}: {shape[name]}, as {path} has it, in the place of {ours}")
         return Start(kind, path, state, shape)
     return broadcast_from_rank0(read, ranks)
-
-
-def shape_to_take(config, state, path):
-    """{key: value} that a run takes over from the checkpoint `state`. Raises CheckpointError."""
-    hook = getattr(load_model_file(config.model), "adopt_shape", None)
-    return (take_shape(config, state.get("model_args"), path, hook, state["model"])
-            if hook else {})
 
 
 def length_to_keep(config, then):
@@ -102,7 +100,7 @@ def weights_shape(config):
     """({key: value} that a fresh run of `config` takes over from the weights that it starts from
     or stands on, their file), for who only looks at it. Raises CheckpointError."""
     for path in files_read(config, (True,)).values():
-        return shape_to_take(config, read_weights(path), path), path
+        return take_checkpoint_shape(config, read_weights(path), path), path
     return {}, None
 
 
@@ -253,64 +251,15 @@ def check_tensors(state, wanted, path):
 # -----------------------------------------------------------------------------
 # starting from other weights
 
-def check_tokenizer(theirs, ours, path, allowed):
-    """Raise CheckpointError where weights were trained on other tokens than the data's."""
-    if theirs and ours and theirs != ours and not {"tokenizer", "all"} & set(allowed):
-        raise CheckpointError(
-            f"{path} reads the tokens of another tokenizer ({theirs.get('kind')}; the data: "
-            f"{ours.get('kind')}); prepare the data with its tokenizer, or go on regardless with "
-            "--allow_change tokenizer")
-
-
-def check_same_to_adopt(state, config, spec, path):
-    """Raise CheckpointError where the weights in `state` mean something else here: where the names
-    in SAME_TO_ADOPT of the model file have other values, in the data's spec or the configuration.
-    """
-    then, wrong = state.get("spec") or {}, {}
-    for name in getattr(load_model_file(config.model), "SAME_TO_ADOPT", ()):
-        old, new = ((then[name], spec.get(name)) if name in then else
-                    ((state.get("config") or {}).get(name), getattr(config, name, None)))
-        # Lists of other lengths, of classes say, have tensors that do not fit and stay fresh.
-        fits = not isinstance(old, list) or len(old) == len(new or ())
-        if old not in (None, new) and new is not None and fits:
-            wrong[name] = f"{name}: it has {str(old)[:80]}, now {str(new)[:80]}"
-    refused = [] if "all" in config.allow_change else wrong.keys() - config.allow_change
-    if refused := sorted(refused):
-        raise CheckpointError(f"{path}: its weights were learned for something else:\n"
-                              + bullets(map(wrong.get, refused)) + "\nstart from them regardless "
-                              f"with --allow_change {','.join(refused)}")
-
-
 def load_weights(model, start, config, spec, ranks, log):
     """Fill `model` from the weights of another checkpoint, that of `start`. spec: the data's."""
     def read():
         check_tokenizer(start.state.get("tokenizer"), spec.get("tokenizer"), start.path,
                         config.allow_change)
-        check_same_to_adopt(start.state, config, spec, start.path)
+        check_must_match(start.state, config, spec, start.path)
         start.state = adopt_weights(model, start.state, start.path, log)
         return without_values(start.state)
     fill_model(model, broadcast_from_rank0(read, ranks), start.state, ranks)
-
-
-def adopt_weights(model, state, path, log):
-    """Rank 0: {name of the model's own: tensor} from the weights in `state`; says what stays fresh.
-    A model may translate names with its adopt(weights). Raises CheckpointError."""
-    weights, own = convert_ddp_state(state["model"]), model.state_dict()
-    weights = model.adopt(weights) if hasattr(model, "adopt") else weights
-    # Names may differ, shapes may not; dtypes are converted as the model is filled.
-    fits = {n: t for n, t in weights.items() if n in own}
-    refuse(mismatches("", fits, {n: own[n] for n in fits}, dtypes=False), path)
-    fresh, unused = [n for n in own if n not in fits], [n for n in weights if n not in own]
-    if not fits:
-        raise CheckpointError(f"{path}: none of its {len(weights)} tensors is one of this model; "
-                              f"its names look like {', '.join(list(weights)[:3])}")
-    dtypes = sorted({str(t.dtype).removeprefix("torch.") for t in fits.values()})
-    log(f"Starting from the weights of {path}: {len(fits)} tensors ({', '.join(dtypes)})")
-    for names, what in ((fresh, "stay fresh"), (unused, "of it are not used")):
-        if names:
-            more = ", ..." if len(names) > 6 else ""
-            log(f"{len(names)} tensors {what}: {', '.join(names[:6])}{more}")
-    return fits
 
 
 # -----------------------------------------------------------------------------

@@ -118,7 +118,8 @@ def prepare_pairs(args):
     """What the command does. Raises UserError."""
     import torch
 
-    from model.core.load import model_of, read_backbone
+    from model.core.load import model_of
+    from model.core.weights import read_backbone
     from train.device import choose_dtype
     from train.distributed import get_device
     args.out = args.out or os.path.join("data", "bin", f"{Path(args.sources[0]).stem}-pairs")

@@ -9,13 +9,13 @@ data/prepare/labels.py prepares the data; model.py is what is trained, report.py
 # ruff: noqa: F401
 from model.classifier.metrics import classification_metrics
 from model.classifier.model import (
-    SAME_TO_ADOPT,
+    MUST_MATCH_TO_INIT,
     USE,
     Classifier,
     Keys,
-    adopt_shape,
     build_model,
     class_weights,
+    inherit_shape,
     open_data,
 )
 from model.classifier.report import main

@@ -14,7 +14,7 @@ from data.prepare.folders import check_array, check_types, known_tokenizer
 from data.prepare.labels import ARRAYS, SPLITS
 from data.token_files import open_npy, read_meta
 from model.classifier.metrics import auroc_of_counts, confusion_metrics, whole_auroc
-from model.gpt import GPT, GPTConfig, adopt_shape, fill, normal  # noqa: F401
+from model.gpt import GPT, GPTConfig, fill, inherit_shape, normal  # noqa: F401
 from train.base.errors import DataError
 from train.config import key
 from train.dataloader import Data, RowLoader
@@ -23,7 +23,7 @@ from train.dataloader import Data, RowLoader
 # AUROC is made of the counts. A young model's differ by little: 65,536 steps for four classes.
 ODDS, STEPS = 16.0, 1 << 18
 USE = "python -m model.classifier --ckpt {out}/ckpt_best.pt --data FILE.csv --out {out}/report"
-SAME_TO_ADOPT = ("classes",)  # a head knows them by their numbers
+MUST_MATCH_TO_INIT = ("classes",)  # a head knows them by their numbers
 
 
 @dataclass

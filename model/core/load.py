@@ -1,7 +1,6 @@
 """A checkpoint as a model: the one that its training built, whatever the system, or one that
 model/convert/foreign.py reads; or as the frozen backbone of another model."""
 
-import hashlib
 import os
 import types
 from dataclasses import fields
@@ -9,12 +8,10 @@ from dataclasses import fields
 import torch
 
 from data.tokenizer import Tokenizer
-from model.gpt import GPT, GPTConfig
 from train.base.errors import CheckpointError
-from train.checkpoint import bullets, load_checkpoint
-from train.config import check_shape, check_size, checked, conflicts, load_config, load_model_file
+from train.checkpoint import load_checkpoint
+from train.config import check_shape, check_size, load_config, load_model_file
 from train.distributed import convert_ddp_state
-from train.keys import adopt_shape
 
 # Of the option --backbone of a command.
 BACKBONE = "where the frozen model that the checkpoint stands on is now (default: as in training)"
@@ -47,12 +44,20 @@ def averaged(state, path):
 
 
 def load_model(ckpt_path: str | os.PathLike, device: str | torch.device = "cpu",
-               dtype: torch.dtype | None = None, backbone: str | None = None, ema: bool = False
-               ) -> tuple[torch.nn.Module, Tokenizer | None]:
-    """(model in eval mode, tokenizer or None) from a checkpoint of train.py, or from what
-    model/convert/foreign.py reads, with weights in `dtype` if given. backbone: where the file that
-    the model stands on is now; ema: the weights' running averages. Raises CheckpointError."""
+               dtype: torch.dtype | None = None, backbone: str | None = None, ema: bool = False,
+               expect: str | None = None) -> tuple[torch.nn.Module, Tokenizer | None]:
+    """Return (model in eval mode, tokenizer or None) of a checkpoint, or of a file or folder that
+    model/convert/foreign.py reads.
+
+    dtype: precision of the weights (default: the file's). backbone: the present path of the frozen
+    model that the checkpoint needs. ema: load the running averages of the weights. expect: the
+    model type that the caller needs. Raises CheckpointError.
+    """
     state = read_weights(ckpt_path)
+    kind = (state.get("config") or {}).get("model", "gpt")
+    if expect not in (None, kind):
+        raise CheckpointError(f"{ckpt_path}: a checkpoint of --model {kind}; expected one of "
+                              f"--model {expect}")
     return model_of(averaged(state, ckpt_path) if ema else state, ckpt_path, device, dtype,
                     backbone)
 
@@ -85,7 +90,7 @@ def empty_model(state):
     describes none."""
     name, weights = (state.get("config") or {}).get("model", "gpt"), state.get("model", {})
     if name == "gpt":
-        return GPT(read_model_args(state.get("model_args") or {}, weights))
+        return load_model_file("gpt").GPT(read_model_args(state.get("model_args") or {}, weights))
     if not state.get("spec"):
         raise ValueError(f"no spec of its data in it, from which a model of {name} is built")
     build, spec = load_model_file(str(name)).build_model, state["spec"]
@@ -110,57 +115,7 @@ def read_model_args(args, weights):
                          "use the version that trained it")
     if not {"n_layer", "vocab_size"} <= args.keys():
         raise ValueError("no model_args of a GPT (n_layer, vocab_size, ...) in it")
-    shape = GPTConfig(**{f.name: args[f.name] for f in fields(GPTConfig) if f.name in args})
+    config_class = load_model_file("gpt").GPTConfig
+    shape = config_class(**{f.name: args[f.name] for f in fields(config_class) if f.name in args})
     check_shape(shape, weights)
     return shape
-
-
-# -----------------------------------------------------------------------------
-# the weights that another model starts from or stands on
-
-def take_shape(config, model_args, path, hook=adopt_shape, weights=None):
-    """{key: value} that a run takes over from the `model_args` of the `weights` at `path`, by the
-    adopt_shape(config, model_args) of its model file. Raises CheckpointError naming the keys that
-    contradict them, or that are none of a model."""
-    known = {f.name: f for f in fields(config)}
-    taken, wrong = hook(config, model_args or {})
-    if wrong:
-        raise CheckpointError(f"{path} is a model of another shape:\n{bullets(wrong)}\n"
-                              "leave these keys out to take them from it")
-    try:
-        taken = {name: checked(name, value, known) for name, value in taken.items()}
-        shape = config.replace(**taken)
-        if problems := [text for _, text in conflicts(shape)]:
-            raise ValueError("; ".join(problems))
-        if taken and weights is not None:
-            check_size(shape, weights)
-    except ValueError as error:
-        raise CheckpointError(f"{path}: its model_args describe no model: {error}") from None
-    return taken
-
-
-def with_shape(config, model_args, path):
-    """`config` with the shape of its backbone, but for the vocabulary, which data.spec says."""
-    return config.replace(**take_shape(config, model_args, path) | dict(vocab_size=config.vocab_size))
-
-
-def read_backbone(path, key="backbone"):
-    """The checkpoint at `path`, which --`key` named, for another model to stand on: its weights
-    {name: tensor} under "model", and their "digest". Raises CheckpointError."""
-    try:
-        with torch.device("cpu"):
-            state = read_weights(path)
-    except CheckpointError as error:
-        raise CheckpointError(f"{key}: {error}; if it has moved, --{key} FILE") from error
-    weights = convert_ddp_state(state["model"])
-    return {**state, "model": weights, "digest": digest(weights)}
-
-
-def digest(weights):
-    """sha256 of named tensors, whatever file they are in: by it a model knows its backbone."""
-    sha = hashlib.sha256()
-    for name in sorted(weights):
-        t = weights[name].contiguous()
-        sha.update(f"{name} {tuple(t.shape)} {t.dtype}".encode())
-        sha.update(t.view(-1).view(torch.uint8).numpy())
-    return sha.hexdigest()

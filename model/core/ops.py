@@ -13,6 +13,7 @@ import math
 
 import torch
 import torch.nn.functional as F
+from torch.utils.checkpoint import checkpoint
 
 IGNORE = -1  # a target that does not count
 
@@ -32,6 +33,24 @@ def linear_cross_entropy(h, weight, targets, vocab_size):
     if torch.is_autocast_enabled(h.device.type):
         h = h.to(torch.get_autocast_dtype(h.device.type))
     return _ChunkedLinearCrossEntropy.apply(h, weight.to(h.dtype), targets, vocab_size)
+
+
+def token_logprobs(x, head, targets, vocab_size):
+    """Return the log probability (N,) float32 of each target, given the states before it.
+
+    x (N, C); head (V, C) is the output layer, whose rows from vocab_size on are padding; targets
+    (N,) int64. The result is 0 where the target is IGNORE. A chunk of logits exists at a time; the
+    backward pass computes it again.
+    """
+    rows = chunk_rows(head.size(0), x.device.type)
+    chunks = zip(x.split(rows), targets.split(rows))
+    return torch.cat([checkpoint(_chunk_logprobs, *chunk, head, vocab_size, use_reentrant=False)
+                      for chunk in chunks])
+
+
+def _chunk_logprobs(x, targets, head, vocab_size):
+    logits = F.linear(x, head).float()[:, :vocab_size]  # (n, vocab_size)
+    return -F.cross_entropy(logits, targets, ignore_index=IGNORE, reduction="none")
 
 
 def mask_padding(logits, vocab_size):

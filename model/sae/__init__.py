@@ -38,7 +38,7 @@ from train.device import choose_dtype
 from train.distributed import broadcast_from_rank0
 
 USE = "python -m model.sae --ckpt {out}/ckpt.pt"
-SAME_TO_ADOPT = ("backbone", "layer")  # features are those of one place in one model
+MUST_MATCH_TO_INIT = ("backbone", "layer")  # features are those of one place in one model
 
 
 @dataclass

@@ -36,7 +36,8 @@ class Backbone:
     such block."""
 
     def __init__(self, path, layer, device, dtype):
-        from model.core.load import model_of, read_backbone
+        from model.core.load import model_of
+        from model.core.weights import read_backbone
         state = read_backbone(path)
         try:
             self.gpt, self.tokenizer = model_of(state, path, device)

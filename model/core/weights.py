@@ -1,0 +1,197 @@
+"""Weights of one model used by another: to start from (init_from), to stand on (backbone), to learn
+from (teacher, reference).
+
+Everything that decides who may use which weights is here: the shape that a run inherits, the checks
+of tokenizer and data, the names that match. model/core/load.py reads the files.
+"""
+
+import hashlib
+from dataclasses import fields
+
+import torch
+
+from model.core.load import model_of, read_weights
+from train.checkpoint import CheckpointError, bullets, mismatches, refuse
+from train.config import check_size, checked, conflicts, load_model_file
+from train.distributed import convert_ddp_state
+from train.keys import GPTKeys
+
+# -----------------------------------------------------------------------------
+# the shape that comes with the weights
+
+# Not part of the weights: dropout is a training setting, and the data define the vocabulary.
+NOT_SHAPE = {"dropout", "vocab_size"}
+
+
+def inherit_shape(config, model_args):
+    """Return ({key: value}, [contradictions]): what a run inherits from the `model_args` of a GPT.
+
+    A value of a configuration file gives way to the weights; a value from the command line that
+    differs is a contradiction. A bare state dict has no model_args: the shapes of its tensors are
+    checked later, as they always are.
+    """
+    taken, wrong, learned = {}, [], model_args.get("pos") == "learned"
+    own = [f for f in fields(config) if f.metadata.get("shape") and f.name in model_args]
+    for f in [*fields(GPTKeys), *own] if model_args else ():
+        theirs, ours = model_args.get(f.name, f.default), getattr(config, f.name)
+        if theirs == ours or f.name in NOT_SHAPE:
+            continue
+        explicit, is_set = config.is_explicit(f.name), ours != f.default
+        if f.name == "block_size" and (
+                is_set and not learned or (explicit or is_set) and ours < theirs):
+            continue  # rotary positions have no weights, and learned ones can be cut off
+        if not explicit or f.name == "n_hidden" and ours == 4 * config.n_embd:
+            taken[f.name] = theirs
+        else:
+            wrong.append(f"{f.name}: it has {theirs!r}, the configuration says {ours!r}")
+    if config.vocab_size is None and model_args.get("vocab_size"):  # the data may have fewer
+        taken["vocab_size"] = model_args["vocab_size"]
+    return taken, wrong
+
+
+def take_shape(config, model_args, path, hook=inherit_shape, weights=None):
+    """Return {key: value}, the result of inherit_shape after all checks.
+
+    hook: the inherit_shape of the run's model file. path, weights: where the model_args come from,
+    and the tensors beside them. Raises CheckpointError with every key that contradicts them, or
+    that no model can have.
+    """
+    known = {f.name: f for f in fields(config)}
+    taken, wrong = hook(config, model_args or {})
+    if wrong:
+        raise CheckpointError(f"{path}: shape mismatch:\n{bullets(wrong)}\n"
+                              "remove these keys to use the checkpoint's")
+    try:
+        taken = {name: checked(name, value, known) for name, value in taken.items()}
+        shape = config.replace(**taken)
+        if problems := [text for _, text in conflicts(shape)]:
+            raise ValueError("; ".join(problems))
+        if taken and weights is not None:
+            check_size(shape, weights)
+    except ValueError as error:
+        raise CheckpointError(f"{path}: its model_args describe no model: {error}") from None
+    return taken
+
+
+def take_checkpoint_shape(config, state, path):
+    """Return {key: value} that a run inherits from the checkpoint `state`; {} for a model file
+    without inherit_shape. Raises CheckpointError."""
+    hook = getattr(load_model_file(config.model), "inherit_shape", None)
+    if hook is None:
+        return {}
+    return take_shape(config, state.get("model_args"), path, hook, state["model"])
+
+
+def with_shape(config, model_args, path):
+    """Return `config` with the shape of its backbone, except the vocabulary: data.spec defines
+    it."""
+    return config.replace(**take_shape(config, model_args, path) | dict(vocab_size=config.vocab_size))
+
+
+# -----------------------------------------------------------------------------
+# weights to start from: does their meaning match?
+
+def check_tokenizer(theirs, ours, path, allowed):
+    """Raise CheckpointError if the weights and the data use different tokenizers."""
+    if theirs and ours and theirs != ours and not {"tokenizer", "all"} & set(allowed):
+        raise CheckpointError(
+            f"{path} was trained with a different tokenizer ({theirs.get('kind')}; the data: "
+            f"{ours.get('kind')}); prepare the data with its tokenizer, or continue regardless "
+            "with --allow_change tokenizer")
+
+
+def check_must_match(state, config, spec, path):
+    """Raise CheckpointError if the weights in `state` have another meaning in this run.
+
+    The names in MUST_MATCH_TO_INIT of the model file must have the same values in the data's spec,
+    or in the configuration.
+    """
+    old_spec, wrong = state.get("spec") or {}, {}
+    for name in getattr(load_model_file(config.model), "MUST_MATCH_TO_INIT", ()):
+        if name in old_spec:
+            old, new = old_spec[name], spec.get(name)
+        else:
+            old, new = (state.get("config") or {}).get(name), getattr(config, name, None)
+        # Lists of other lengths, e.g. classes, have tensors of another shape: newly initialised.
+        comparable = not isinstance(old, list) or len(old) == len(new or ())
+        if old not in (None, new) and new is not None and comparable:
+            wrong[name] = f"{name}: it has {str(old)[:80]}, now {str(new)[:80]}"
+    refused = [] if "all" in config.allow_change else wrong.keys() - config.allow_change
+    if refused := sorted(refused):
+        raise CheckpointError(f"{path}: its weights are incompatible with this run:\n"
+                              + bullets(map(wrong.get, refused)) + "\nstart from them regardless "
+                              f"with --allow_change {','.join(refused)}")
+
+
+def adopt_weights(model, state, path, log):
+    """Return {name in `model`: tensor} from the weights in `state`, and log what is left over.
+
+    A model may translate names with its adopt(weights). Rank 0 only. Raises CheckpointError.
+    """
+    weights, own = convert_ddp_state(state["model"]), model.state_dict()
+    weights = model.adopt(weights) if hasattr(model, "adopt") else weights
+    # Names may differ, shapes may not; dtypes are converted as the model is filled.
+    matches = {n: t for n, t in weights.items() if n in own}
+    refuse(mismatches("", matches, {n: own[n] for n in matches}, dtypes=False), path)
+    if not matches:
+        raise CheckpointError(f"{path}: none of its {len(weights)} tensors is one of this model; "
+                              f"its names look like {', '.join(list(weights)[:3])}")
+    dtypes = sorted({str(t.dtype).removeprefix("torch.") for t in matches.values()})
+    log(f"Starting from the weights of {path}: {len(matches)} tensors ({', '.join(dtypes)})")
+    for names, status in (([n for n in own if n not in matches], "are newly initialised"),
+                          ([n for n in weights if n not in own], "of it are not used")):
+        if names:
+            more = ", ..." if len(names) > 6 else ""
+            log(f"{len(names)} tensors {status}: {', '.join(names[:6])}{more}")
+    return matches
+
+
+# -----------------------------------------------------------------------------
+# a second model, frozen
+
+def read_backbone(path, key="backbone"):
+    """Read the checkpoint at `path`, given by --`key`, for another model to use.
+
+    Returns its dict with {name: tensor} as "model" and their "digest". Raises CheckpointError.
+    """
+    try:
+        with torch.device("cpu"):
+            state = read_weights(path)
+    except CheckpointError as error:
+        raise CheckpointError(f"{key}: {error}; if it has moved, --{key} FILE") from error
+    weights = convert_ddp_state(state["model"])
+    return {**state, "model": weights, "digest": digest(weights)}
+
+
+def load_frozen(path, key="backbone", device="cpu"):
+    """Return (model, tokenizer or None, checkpoint dict) of the checkpoint at `path`, given by
+    --`key`: in eval mode, without gradients. Raises CheckpointError."""
+    with torch.device("cpu"):
+        state = read_backbone(path, key)
+        model, tokenizer = model_of(state, path, device)
+    return model.requires_grad_(False), tokenizer, state
+
+
+class HoldsFrozen:
+    """Mixin for a module that uses a second, frozen model, e.g. a teacher.
+
+    `frozen` is a tuple with that model, or empty. In a tuple it is no submodule: no parameter of
+    the trained model, and in no checkpoint. It still moves to the device of the trained model.
+    """
+    frozen = ()
+
+    def _apply(self, fn, recurse=True):
+        for model in self.frozen:
+            model._apply(fn)
+        return super()._apply(fn, recurse)
+
+
+def digest(weights):
+    """Return the sha256 of {name: tensor}, independent of the file format: it identifies a
+    backbone."""
+    sha = hashlib.sha256()
+    for name in sorted(weights):
+        t = weights[name].contiguous()
+        sha.update(f"{name} {tuple(t.shape)} {t.dtype}".encode())
+        sha.update(t.view(-1).view(torch.uint8).numpy())
+    return sha.hexdigest()
