@@ -28,7 +28,7 @@ from processes import Fork
 from data import prepare
 from data.prepare import chat, sources
 from data.prepare.folders import check_array
-from data.prepare.records import walk
+from data.records import walk
 from data.tokenizer import JsonTokenizer, tokenizer_from_spec
 from data.tokenizer_hf import byte_characters, list_merges
 from model import sample

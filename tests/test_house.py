@@ -33,7 +33,7 @@ DOORS = {("run_train", "train.tools.dry_run"), ("run_train", "train.tools.profil
 TOGETHER = {"data.prepare.chat": "model.chat", "data.chat_template": "model.chat", "data.prepare.pairs": "model.dpo",
             "data.prepare.prompts": "model.grpo", "data.prepare.labels": "model.classifier",
             "model.sae.activations": "model.sae", "data.prepare.features": "model.autoencoder"}
-SHARED = {"data.prepare.records", "data.prepare.folders", "data.tokenizer_hf"}  # of several extras, and kept
+SHARED = {"data.records", "data.prepare.folders", "data.tokenizer_hf"}  # of several extras, and kept
 # What stands on another extra and goes with it; (lazily) only a part of it does.
 NEEDS = {"model.eval.lm_eval": {"model.eval.tasks"},
          "model.lora": {"model.chat"}, "model.dpo": {"model.lora", "model.chat"},

@@ -1,4 +1,4 @@
-"""data/prepare/records.py: every format, for every command, and what cannot be read named by its place."""
+"""data/records.py: every format, for every command, and what cannot be read named by its place."""
 
 import csv
 import gzip
@@ -8,7 +8,7 @@ import pytest
 
 from data import prepare
 from data.prepare import chat, labels
-from data.prepare.records import is_hub_name, parse_records, records
+from data.records import is_hub_name, parse_records, records
 from train.base.errors import DataError
 
 ROWS = [dict(prompt=f"what is {i}?", response=f"it is {i}", text=f"the text, {i}\n\"quoted\"",

@@ -18,7 +18,6 @@ from types import SimpleNamespace
 
 from data.prepare import encode
 from data.prepare.folders import new_folder, replacing_problems, write_meta, write_tokenizer
-from data.prepare.records import is_saved, raise_problems
 from data.prepare.sources import (
     CORPORA,
     MIRROR,
@@ -28,6 +27,7 @@ from data.prepare.sources import (
     shakespeare,
     source_name,
 )
+from data.records import is_saved, raise_problems
 from data.token_files import open_shard
 from data.tokenizer import BESIDE, MAX_VOCAB, CharTokenizer
 from data.tokenizer_hf import find_tokenizer

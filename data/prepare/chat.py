@@ -1,6 +1,6 @@
 """Conversations to rows of tokens for chat fine-tuning: python -m data.prepare.chat FILE... --out FOLDER
 
-Reads all that data/prepare/records.py reads (JSONL, JSON, CSV, parquet, Hugging Face datasets, ...) where
+Reads all that data/records.py reads (JSONL, JSON, CSV, parquet, Hugging Face datasets, ...) where
 records are, by their fields,
     messages         [{"role": "user", "content": "..."}, {"role": "assistant", ...}, ...]
     conversations    [{"from": "human", "value": "..."}, {"from": "gpt", ...}, ...]      (ShareGPT)
@@ -31,7 +31,7 @@ import numpy as np
 
 from data import chat_template as jinja
 from data.prepare.folders import new_folder, replacing_problems, write_meta, write_tokenizer
-from data.prepare.records import parse_records, raise_problems
+from data.records import parse_records, raise_problems
 from data.tokenizer import BESIDE
 from data.tokenizer_hf import heads, tokenizer_of
 from train.base.cli import run_command

@@ -23,8 +23,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from data.prepare.records import MANY, check_columns, is_jsonl, parse_line
 from data.prepare.sources import File, Progress
+from data.records import MANY, check_columns, is_jsonl, parse_line
 from data.token_files import mix64
 from data.tokenizer import (
     GPT2_PATTERN,

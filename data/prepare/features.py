@@ -19,7 +19,7 @@ import sys
 import numpy as np
 
 from data.prepare.folders import check_types, new_folder, replacing_problems, write_meta
-from data.prepare.records import raise_problems
+from data.records import raise_problems
 from data.token_files import open_npy, read_meta
 from train.base.cli import run_command
 from train.base.errors import DataError, UsageError, echo

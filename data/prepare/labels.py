@@ -30,7 +30,7 @@ from typing import NamedTuple
 import numpy as np
 
 from data.prepare.folders import new_folder, replacing_problems, write_meta, write_tokenizer
-from data.prepare.records import STDLIB_SKIP, parse_records, raise_problems, walk
+from data.records import STDLIB_SKIP, parse_records, raise_problems, walk
 from data.tokenizer import BESIDE, clean
 from data.tokenizer_hf import tokenizer_of
 from train.base.cli import run_command

@@ -37,7 +37,7 @@ from data.prepare.chat import (
     with_split,
 )
 from data.prepare.folders import new_folder, write_meta, write_tokenizer
-from data.prepare.records import parse_records
+from data.records import parse_records
 from data.tokenizer import BESIDE
 from data.tokenizer_hf import tokenizer_of
 from train.base.cli import run_command

@@ -20,7 +20,7 @@ from typing import NamedTuple
 from urllib.parse import urlsplit
 from urllib.request import url2pathname
 
-from data.prepare.records import (
+from data.records import (
     MANY,
     STDLIB_SKIP,
     is_hub_name,

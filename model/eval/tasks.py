@@ -3,7 +3,7 @@
     python run_train.py --config train/config_quick.yaml --eval_tasks train/configs/python_example.jsonl
 
 A file is a task, its name the log's: val_python_example. A row (JSONL, or another format of
-data/prepare/records.py) is one of three kinds; `query` and `gold` stand for `question` and `answer`, too:
+data/records.py) is one of three kinds; `query` and `gold` stand for `question` and `answer`, too:
 
     {"question": "1 + 1 =", "choices": ["2", "3"], "answer": 0}   the likeliest choice is right
     {"context": "one, two,", "continuation": "three"}             greedy decoding writes it
@@ -23,7 +23,7 @@ from typing import NamedTuple
 
 import torch
 
-from data.prepare.records import raise_problems, source_records
+from data.records import raise_problems, source_records
 from data.tokenizer import tokenizer_from_spec
 from model.core.generate import eager_mode, generate
 from model.core.ops import chunk_rows
