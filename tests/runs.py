@@ -6,6 +6,7 @@ import importlib.util
 import json
 import os
 import pathlib
+import re
 import signal
 import sys
 import time
@@ -218,3 +219,9 @@ def planted_children(monkeypatch):
         return Child(args, env, log)
     monkeypatch.setattr(repeat, "execute", execute)
     return started
+
+
+def count_dots(svg):
+    """Return how many round markers matplotlib has drawn into the text of an SVG."""
+    dots = re.findall(r'<path id="(m\w+)" d="M 0 3[ \n]+C', svg)
+    return sum(svg.count(f'<use xlink:href="#{name}"') for name in dots)

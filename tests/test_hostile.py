@@ -38,7 +38,7 @@ from model.gpt import GPT, GPTConfig
 from train.base.errors import DataError, printable
 from train.config import load_config
 from train.dataloader import Data
-from train.tools.plot import loss_svg, read_metrics
+from train.options.loss_svg import loss_svg, read_metrics
 
 SHAPE = GPTConfig(**{k: v for k, v in TINY.items() if k in GPTConfig.__dataclass_fields__},
                   vocab_size=257)

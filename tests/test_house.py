@@ -23,7 +23,7 @@ CORE = {"train": {"train", "checkpoint", "config", "keys", "dataloader", "distri
         "model": {"gpt", "ops", "generate", "decode", "load"}, "data": {"token_files", "tokenizer"}}
 # Where a core file opens an extra, when a key (or a file of another program) asks for it.
 DOORS = {("run_train", "train.tools.dry_run"), ("run_train", "train.tools.profiler"),
-         ("train.dataloader", "data.prepare"), ("train.logger", "train.tools.plot"),
+         ("train.dataloader", "data.prepare"), ("train.logger", "train.options.loss_svg"),
          ("train.logger", "train.options.trackers"),
          ("train.optimizer", "train.muon"), ("train.train", "train.options.trackers"),
          ("train.train", "train.options.minutes"), ("train.train", "train.options.mixture"),

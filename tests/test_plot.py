@@ -1,15 +1,17 @@
-"""Pictures of runs: well-formed, true to the numbers, small; and the command that compares runs."""
+"""Pictures of runs: well-formed, true to the numbers, small; the command that compares runs."""
 
 import json
 import math
 import pathlib
-import re
+import sys
 from xml.etree import ElementTree
 
 import pytest
 from processes import python
+from runs import count_dots
 
-from train.tools import plot
+from train.options import loss_svg as plot
+from train.tools.plot import save_figure
 
 REPO = pathlib.Path(__file__).resolve().parent.parent
 SVG = "{http://www.w3.org/2000/svg}"
@@ -47,10 +49,14 @@ def texts(svg):
     return [t.text for t in svg.iter(f"{SVG}text")]
 
 
-def lines(svg, css):
-    """Points of the polylines of a class, as [[(x, y), ...], ...]."""
+def lines(svg, style):
+    """Points of the lines of a style (faint, solid or dashed), as [[(x, y), ...], ...]."""
+    def style_of(line):
+        if line.get("stroke-opacity"):
+            return "faint"
+        return "dashed" if line.get("stroke-dasharray") else "solid"
     return [[tuple(map(float, p.split(","))) for p in line.get("points").split()]
-            for line in svg.iter(f"{SVG}polyline") if css in line.get("class").split()]
+            for line in svg.iter(f"{SVG}polyline") if style_of(line) == style]
 
 
 def command(*args):
@@ -63,10 +69,10 @@ def test_a_picture_of_one_run(tmp_path):
     assert words[0] == "out/a" and "step" in words and "learning rate" in words and "loss" in words
     assert any(w.startswith("training loss 2.0") for w in words)
     assert any(w.startswith("validation loss 2.12") and "best 2.12" in w for w in words)
-    (raw,), (mean,) = lines(svg, "raw"), lines(svg, "bold")
-    assert len(raw) == len(mean) == 200
-    circles = list(svg.iter(f"{SVG}circle"))
-    assert len(circles) == 5 and circles[0][0].text == "out/a, validation: 5.1000"
+    (raw,), (mean, rate), (val,) = (lines(svg, style) for style in ("faint", "solid", "dashed"))
+    assert len(raw) == len(mean) == len(rate) == 200
+    dots = [(float(c.get("cx")), float(c.get("cy"))) for c in svg.iter(f"{SVG}circle")]
+    assert len(dots) == 5 and dots == val
     # The loss falls: on the screen, y grows downwards. x runs from left to right.
     assert raw[0][1] < raw[100][1] < raw[199][1] and raw[0][0] == plot.LEFT
     assert [x for x, _ in raw] == sorted(x for x, _ in raw)
@@ -77,21 +83,27 @@ def test_points_are_where_their_values_are(tmp_path):
     rows = [dict(iter=k, val_loss=v) for k, v in ((0, 4.0), (50, 3.0), (100, 2.0))]
     svg = parse(plot.loss_svg([("r", rows)]))
     ticks = {t.text: float(t.get("y")) - 4 for t in svg.iter(f"{SVG}text")
-             if t.get("class") == "soft end"}
+             if t.get("text-anchor") == "end"}
     marks = [(float(c.get("cx")), float(c.get("cy"))) for c in svg.iter(f"{SVG}circle")]
     assert [y for _, y in marks] == pytest.approx([ticks["4"], ticks["3"], ticks["2"]], abs=0.1)
     across = {t.text: float(t.get("x")) for t in svg.iter(f"{SVG}text")
-              if t.get("class") == "soft mid"}
+              if t.get("text-anchor") == "middle"}
     assert [x for x, _ in marks] == pytest.approx([across["0"], (across["0"] + across["100"]) / 2,
                                                    across["100"]], abs=0.1)
 
 
-def test_light_and_dark(tmp_path):
-    style = parse(plot.loss_svg([("a", records(write_run(tmp_path)))])).find(f"{SVG}style").text
-    light, dark = style.split("@media(prefers-color-scheme:dark)")
-    for name in (".bg", ".ink", ".soft", ".grid", ".s0", ".f5"):
-        a, b = (re.search(re.escape(name) + r"\{([^}]*)\}", part)[1] for part in (light, dark))
-        assert a != b
+def luminance(color):
+    """As WCAG 2.2 defines it."""
+    channels = [int(color[i:i + 2], 16) / 255 for i in (1, 3, 5)]
+    linear = [c / 12.92 if c <= 0.04045 else ((c + 0.055) / 1.055) ** 2.4 for c in channels]
+    return sum(weight * c for weight, c in zip((0.2126, 0.7152, 0.0722), linear))
+
+
+def test_text_and_lines_can_be_seen_on_light_and_on_dark_screens():
+    for color in (*plot.COLORS, plot.TEXT_COLOR):
+        for background in ("#ffffff", "#0d1117"):
+            low, high = sorted(luminance(c) + 0.05 for c in (color, background))
+            assert high / low > (4 if color == plot.TEXT_COLOR else 3)
 
 
 def test_names_are_escaped(tmp_path):
@@ -105,9 +117,9 @@ def test_long_runs_are_decimated_but_spikes_stay():
     rows = [dict(iter=k, loss=2.0 + (7.0 if k == 33_333 else 0.0), lr=1e-3) for k in range(100_000)]
     text = plot.loss_svg([("long", rows)])
     svg = parse(text)
-    assert all(len(line) <= plot.MAX_POINTS for css in ("raw", "bold", "thin")
-               for line in lines(svg, css))
-    (raw,) = lines(svg, "raw")
+    assert all(len(line) <= plot.MAX_POINTS for style in ("faint", "solid")
+               for line in lines(svg, style))
+    (raw,) = lines(svg, "faint")
     assert min(y for _, y in raw) < 200  # the spike is near the top
     assert len(text) < 150_000
 
@@ -127,8 +139,8 @@ def test_long_runs_are_decimated_but_spikes_stay():
 @pytest.mark.parametrize("x", ["iter", "tokens", "time"])
 def test_odd_runs_are_drawn(rows, x):
     svg = parse(plot.loss_svg([("odd", rows)], x))
-    for css in ("raw", "bold", "thin"):
-        assert all(math.isfinite(v) for line in lines(svg, css) for point in line for v in point)
+    for style in ("faint", "solid", "dashed"):
+        assert all(math.isfinite(v) for line in lines(svg, style) for point in line for v in point)
     parse(plot.loss_svg([("odd", rows), ("odder", rows)], x))
 
 
@@ -157,9 +169,9 @@ def test_axes_by_tokens_and_time(tmp_path):
 @pytest.mark.parametrize("low, high", [
     (0, 1), (2.9, 10.4), (0, 5e6), (3.01, 3.02), (-4, 17), (0, 1e-7)])
 def test_linear_ticks_are_round_and_few(low, high):
-    ticks = plot.linear_ticks(low, high)
+    ticks = plot.find_ticks(low, high)
     gap = ticks[1] - ticks[0]
-    assert 3 <= len(ticks) <= 8 and low - gap / 1e6 <= ticks[0] and ticks[-1] <= high + gap / 1e6
+    assert 3 <= len(ticks) <= 9 and low - gap / 1e6 <= ticks[0] and ticks[-1] <= high + gap / 1e6
     assert f"{gap:.6e}"[0] in "125" and float(f"{gap:.6e}"[1:8]) == 0
     assert ticks == pytest.approx([ticks[0] + gap * i for i in range(len(ticks))])
 
@@ -168,7 +180,7 @@ def test_linear_ticks_are_round_and_few(low, high):
                                          (12_000, "12k"), (0.30000000000000004, "0.3"),
                                          (1000, "1000"), (1.25e6, "1.25M"), (0, "0")])
 def test_tick_labels(value, text):
-    assert plot.label(value) == text
+    assert plot.tick_label(value) == text
 
 
 def test_smoothing_neither_lags_nor_invents():
@@ -197,8 +209,9 @@ def test_comparing_runs(tmp_path):
     done = command(a, b / "metrics.jsonl", "--x", "tokens", "--out", tmp_path / "both.svg")
     assert done.returncode == 0 and done.stdout == f"Wrote {tmp_path}/both.svg\n", done.stderr
     svg = ElementTree.parse(tmp_path / "both.svg").getroot()
-    assert texts(svg)[0] == "2 runs" and len(lines(svg, "raw")) == 2
-    assert {"line raw s0", "line raw s1"} <= {p.get("class") for p in svg.iter(f"{SVG}polyline")}
+    assert texts(svg)[0] == "2 runs (dashed: validation)" and len(lines(svg, "faint")) == 2
+    assert [line.get("stroke") for line in svg.iter(f"{SVG}polyline")] == [
+        plot.COLORS[i] for i in (0, 0, 0, 1, 1, 1, 0, 1)]
     assert any(t.startswith(f"{a} (validation 2.12") for t in texts(svg))
 
 
@@ -224,39 +237,46 @@ def test_another_number_of_any_system(tmp_path):
         svg = ElementTree.parse(tmp_path / "a/f1_macro.svg").getroot()
         assert {"f1_macro", "learning rate", "training f1_macro 0.9800",
                 "validation f1_macro 1.0000"} <= set(texts(svg))
-        assert len(list(svg.iter(f"{SVG}circle"))) == 3 and len(lines(svg, "bold")[0]) == 50
+        assert len(list(svg.iter(f"{SVG}circle"))) == 3 and len(lines(svg, "solid")[0]) == 50
     done = command(tmp_path / "a", "--metric", "accuracy")
-    assert done.returncode == 2 and "there is no 'accuracy'" in done.stderr
+    assert done.returncode == 2 and "no metric 'accuracy'" in done.stderr
     assert "f1_macro, iter, loss, lr" in done.stderr
 
 
 def test_a_tick_at_the_edge_stays_where_the_edge_is_not_exact():
-    assert [round(t, 9) for t in plot.linear_ticks(0.1 + 0.2, 0.9)] == [
+    assert [round(t, 9) for t in plot.find_ticks(0.1 + 0.2, 0.9, 6)] == [
         0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9]
 
 
-@pytest.mark.parametrize("low, high, wanted", [
-    (1.35, 5.5, {1.4, 1.6, 1.8, 2, 3, 4, 5}), (1.0, 3.2, {1.2, 1.4, 1.6, 2, 3}),
-    (1.2, 11, {1.4, 2, 3, 5, 10}), (1e-7, 1.0, {1e-7, 1e-4, 1e-1}), (0.9, 1e9, {1, 1e3, 1e6})])
-def test_log_axes_have_ticks_where_the_curve_lies(low, high, wanted):
-    ticks = plot.log_ticks(low, high)
-    assert all(any(t == pytest.approx(w) for t in ticks) for w in wanted), ticks
-    assert 5 <= len(ticks) <= 17 and ticks == sorted(ticks) and low <= ticks[0]
+@pytest.mark.parametrize("low, high, expected", [
+    (1.35, 5.5, {2, 3, 4, 5}), (1.0, 3.2, {1, 1.5, 2, 2.5, 3}), (1.2, 11, {2, 5, 10}),
+    (1e-7, 1.0, {1e-7, 1e-4, 1e-1}), (0.9, 1e9, {1, 1e3, 1e6})])
+def test_log_axes_have_ticks_where_the_curve_lies(low, high, expected):
+    ticks = plot.find_ticks(low, high, log=True)
+    assert all(any(t == pytest.approx(e) for t in ticks) for e in expected), ticks
+    assert 3 <= len(ticks) <= 17 and ticks == sorted(ticks) and low <= ticks[0]
     gaps = [math.log(b / a) for a, b in zip(ticks, ticks[1:], strict=False)]
-    assert min(gaps) >= math.log(high / low) / 17 - 1e-9 and ticks[-1] <= high
+    assert min(gaps) >= math.log(high / low) / 18 and ticks[-1] <= high
 
 
-def test_a_chart_of_anything():
-    svg = parse(plot.chart("t", [plot.Panel("y", [plot.Series([(1e-4, 1.0), (1e-2, 2.0)], 3, "raw"),
-                                                  plot.Series([(1e-3, 1.5, "tip")], 1, "dots")])],
-                           "x", log_x=True, band=("range", 1e-4, 1e-3), line=("here", 1e-3)))
-    assert {"t", "x", "y", "range", "here", "1e-3"} <= set(texts(svg))
-    (circle,) = svg.iter(f"{SVG}circle")
-    (raw,) = lines(svg, "raw")
-    assert circle[0].text == "tip" and float(circle.get("cx")) == (raw[0][0] + raw[1][0]) / 2
-    paths = {p.get("class"): p.get("d") for p in svg.iter(f"{SVG}path")}
-    assert paths["dash s2"].startswith(f"M{circle.get('cx')} ")
-    assert paths["area f2"].startswith(f"M{raw[0][0]} ")
+def test_a_figure_of_anything(tmp_path, monkeypatch, capsys):
+    """Drawn by matplotlib; without it, one line says what to install."""
+    def draw(axes):
+        axes.set_xscale("log")
+        axes.plot([1e-4, 1e-2], [1.0, 2.0], label="a <curve>")
+        axes.plot([1e-4, 1e-2], [1.0, 2.0], "o")
+    path = tmp_path / "a.svg"
+    assert save_figure(path, draw, "title", "rate", "value")
+    svg = ElementTree.parse(path).getroot()
+    assert {"title", "rate", "value", "a <curve>", "1e-3", "0.01"} <= set(texts(svg))
+    assert count_dots(path.read_text()) == 2
+    before = path.read_bytes()
+    assert save_figure(path, draw, "title", "rate", "value") and capsys.readouterr().out == ""
+    assert len(path.read_bytes()) == len(before)
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    assert not save_figure(tmp_path / "b.svg", draw, "title", "rate", "value")
+    assert capsys.readouterr().out == f"{tmp_path}/b.svg was not drawn: pip install matplotlib\n"
+    assert not (tmp_path / "b.svg").exists()
 
 
 def test_one_run_is_drawn_into_its_folder(tmp_path):

@@ -9,7 +9,7 @@ import time
 
 import numpy as np
 import pytest
-from runs import planted_children
+from runs import count_dots, planted_children
 
 from train import config as config_file
 from train.tools import repeat
@@ -81,7 +81,7 @@ def test_what_is_planted_is_found_and_nothing_else(go, tmp_path, capsys):
     text = capsys.readouterr().out
     assert "base, seed 1: val_loss" in text and "kept" in text
     picture = (folder / "repeat.svg").read_text()
-    assert picture.count("<circle") == 15 and "salt=2" in picture
+    assert count_dots(picture) == 15 and ">3: salt=2, mean " in picture
 
     # The same command has nothing to do; one seed more is one run a setting.
     done = len(go.started)

@@ -10,7 +10,7 @@ import time
 import numpy as np
 import pytest
 from conftest import REPO
-from runs import planted_children
+from runs import count_dots, planted_children
 
 from train import config as config_file
 from train.config import load_config
@@ -167,7 +167,7 @@ def test_three_budgets_predict_a_run_of_four_times_the_largest(go, tmp_path, cap
     assert expected == pytest.approx(float(reached), rel=1e-3)
     assert len(go.started) == 7
     picture = (tmp_path / "scaling/scaling.svg").read_text()
-    assert picture.count("<circle") == 7 and "8000 FLOPs" in picture
+    assert count_dots(picture) == 7 and ">8000 FLOPs<" in picture
 
     # Again, there is nothing to do; the run is not part of what predicts it.
     assert go(*SIX) == 0
@@ -175,7 +175,7 @@ def test_three_budgets_predict_a_run_of_four_times_the_largest(go, tmp_path, cap
     assert len(go.started) == 7 and f"expected {expected:.4f}" in again
     command = next(line for line in again.splitlines() if "run_train.py" in line)
     assert "--model=planted" in command and "--n_layer=" in command
-    assert (tmp_path / "scaling/scaling.svg").read_text().count("<circle") == 6
+    assert count_dots((tmp_path / "scaling/scaling.svg").read_text()) == 6
 
 
 @pytest.mark.matrix(126)

@@ -60,7 +60,8 @@ def state(get):
 
 def curves(get, path="/wide"):
     """Points of the training curves, rough and smooth."""
-    return [line for css in ("raw", "bold") for line in lines(parse(get(path)[1]), css)]
+    return [line for style in ("faint", "solid")
+            for line in lines(parse(get(path)[1]), style)[:1]]
 
 
 def test_a_run_is_one_curve_also_when_it_goes_on_from_an_earlier_step(
@@ -161,7 +162,7 @@ def test_the_newest_runs_are_shown(at_once, tmp_path):
     (tmp_path / "empty").mkdir()
     with watching(tmp_path, most=2) as (get, _):
         assert [r["name"] for r in state(get)["runs"]] == ["c", "repeat/x=1/seed_2"]
-        assert "2 runs" in texts(parse(get("/wide")[1]))
+        assert "2 runs (dashed: validation)" in texts(parse(get("/wide")[1]))
         os.utime(tmp_path / "b/metrics.jsonl", (9, 9))
         assert [r["name"] for r in state(get)["runs"]] == ["b", "c"]
     with watching(tmp_path / "b") as (get, _):

@@ -169,11 +169,11 @@ class Logger:
         """Redraw loss.svg from metrics.jsonl."""
         if self.main:
             try:
-                from train.tools.plot import loss_svg, read_metrics
+                from train.options.loss_svg import loss_svg, read_metrics
                 picture = loss_svg([(self.out_dir, read_metrics(self.metrics.path, limit=20_000))],
                                    tasks=task_names(self.config.get("eval_tasks", ())))
                 write_text(os.path.join(self.out_dir, "loss.svg"), picture)
-            except ImportError:  # train/tools/plot.py was deleted: no pictures
+            except ImportError:  # train/options/loss_svg.py was deleted: no pictures
                 pass
             except Exception as error:  # a picture is not worth a run
                 self.warn(f"loss.svg could not be drawn: {error}")

@@ -14,7 +14,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from train.base.errors import SetupError
-from train.tools.plot import read_metrics
+from train.options.loss_svg import read_metrics
 
 PACKAGES = dict(tensorboard=["tensorboard"], wandb=["wandb"], mlflow=["mlflow", "sqlalchemy"])
 

@@ -39,8 +39,9 @@ from train.config import (
     to_yaml,
     translated,
 )
+from train.options.loss_svg import TEXT_COLOR
 from train.robust import run_reporting_errors
-from train.tools.plot import Panel, Series, chart
+from train.tools.plot import save_figure
 from train.train import train
 
 OURS = ("out_dir", "resume", "eval_only", "allow_change")  # keys that belong to the search
@@ -314,26 +315,28 @@ def tell(studies, trial, config, out):
                for n, s in enumerate(studies, 1) for t in planned(s) if t.state.is_finished()]
     with exclusive_lock(out):
         write_text(os.path.join(out, "trials_history.json"), json.dumps(history, indent=1))
-        write_text(os.path.join(out, "trials.svg"), picture(history, config))
+        save_figure(os.path.join(out, "trials.svg"),
+                    lambda axes: draw_trials(axes, history, config.early_stopping_mode),
+                    "Hyperparameter search (lines: best so far)", "trial", config.early_stopping_metric)
         if bests:
             best = configured(config, bests[-1].params, out_dir=os.path.join(out, "best"))
             write_text(os.path.join(out, "best_config.yaml"), to_yaml(best))
 
 
-def picture(history, config):
-    """The trials as an SVG: finished ones by stage with the best so far, and pruned ones."""
-    series, better = [], min if config.early_stopping_mode == "min" else max
-    dots = [(t["stage"] if t["state"] == "complete" else None,
-             (i, t["value"], f"trial {t['trial']}: {t['value']:.4f}, {shown(t['params'])}"))
-            for i, t in enumerate(history) if t["value"] is not None]
+def draw_trials(axes, history, mode):
+    """Draw the value of each trial, per stage with the best so far, and pruned trials."""
+    better = min if mode == "min" else max
+    numbered = [(i, t) for i, t in enumerate(history) if t["value"] is not None]
+    pruned = [(i, t["value"]) for i, t in numbered if t["state"] != "complete"]
     for stage in sorted({t["stage"] for t in history}):
-        color = (0, 2, 3, 4, 5)[(stage - 1) % 5]  # 1 is for pruned trials
-        done = [d for s, d in dots if s == stage]
-        best = [(d[0], better(e[1] for e in done[:i])) for i, d in enumerate(done, 1)]
-        series += [Series(best, color, "thin", f"stage {stage}"), Series(done, color, "dots")]
-    series.append(Series([d for s, d in dots if s is None], 1, "dots", "pruned"))
-    return chart("Hyperparameter search", [Panel(config.early_stopping_metric, series)],
-                 "trials in the order of their stages", note="line: the best so far")
+        done = [(i, t["value"]) for i, t in numbered
+                if t["state"] == "complete" and t["stage"] == stage]
+        if done:
+            best = [better(y for _, y in done[:n]) for n in range(1, len(done) + 1)]
+            line, = axes.plot([x for x, _ in done], best, label=f"stage {stage}")
+            axes.plot(*zip(*done), "o", color=line.get_color())
+    if pruned:
+        axes.plot(*zip(*pruned), "x", color=TEXT_COLOR, label="pruned")
 
 
 def shown(params):

@@ -21,8 +21,9 @@ from train.base.cli import run_command
 from train.base.errors import Stopped, UsageError
 from train.base.files import write_text
 from train.config import load_argv
+from train.options.loss_svg import COLORS
 from train.robust import run_reporting_errors
-from train.tools.plot import Panel, Series, chart
+from train.tools.plot import save_figure
 from train.train import Trainer, open_trainer
 
 MEMORY = 0.9    # of the running mean of the loss that tells divergence
@@ -114,24 +115,28 @@ def suggest(rates, losses, high):
     return found | dict(suggestion=rates[at], range=(rates[first], rates[end]))
 
 
-def picture(found):
-    """The sweep as an SVG: loss by learning rate on a logarithmic axis, and the suggestion."""
-    best, band = found["suggestion"], found["range"]
-    series = [Series(list(zip(found["lr"], found[key], strict=True)), 0, kind, name)
-              for key, kind, name in (("loss", "raw", ""), ("smoothed", "bold", "smoothed loss"))]
-    return chart(
-        "Learning-rate sweep", [Panel("loss", series)], "learning rate", log_x=True,
-        band=band and (f"at least half as fast: {band[0]:.2g} to {band[1]:.2g}", *band),
-        line=best and (f"falls fastest: {best:.2g}", best),
-        note="" if best else "no clear minimum")
+def draw_sweep(axes, found):
+    """Draw the loss over the learning rate and the suggestion."""
+    axes.set_xscale("log")
+    axes.plot(found["lr"], found["loss"], color=COLORS[0], alpha=0.35)
+    axes.plot(found["lr"], found["smoothed"], color=COLORS[0], label="smoothed loss")
+    if found["suggestion"] is None:
+        axes.plot([], [], " ", label="no clear minimum")
+        return
+    low, high = found["range"]
+    axes.axvspan(low, high, color=COLORS[2], alpha=0.15,
+                 label=f"at least half as fast: {low:.2g} to {high:.2g}")
+    axes.axvline(found["suggestion"], color=COLORS[2], linestyle="--",
+                 label=f"falls fastest: {found['suggestion']:.2g}")
 
 
 def report(found, config):
     """Write lr_finder.json and lr_finder.svg into out_dir and say what was found."""
     where = os.path.join(config.out_dir, "lr_finder.svg")
     write_text(where.replace(".svg", ".json"), json.dumps(found))
-    if found["lr"]:
-        write_text(where, picture(found))
+    if not (found["lr"] and save_figure(where, lambda axes: draw_sweep(axes, found),
+                                        "Learning-rate sweep", "learning rate", "loss")):
+        where = where.replace(".svg", ".json")
     if found["suggestion"] is None:
         return print(f"No clear minimum: {found['why']}. See {where}")
     low, high = found["range"]

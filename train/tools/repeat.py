@@ -29,7 +29,8 @@ from train.base.cli import run_command, underscores
 from train.base.errors import UserError, echo
 from train.base.files import write_text
 from train.config import REPOSITORY, load_argv, load_config, take_config, to_yaml
-from train.tools.plot import Panel, Series, chart, read_metrics
+from train.options.loss_svg import read_metrics
+from train.tools.plot import save_figure
 
 # 97.5% quantiles of Student's t with 1 to 30 degrees of freedom; with more, close to the normal's.
 T975 = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228, 2.201, 2.179, 2.160,
@@ -102,17 +103,15 @@ def table(found):
                      for line in lines)
 
 
-def picture(results, metric):
-    """Dots for seeds, bars for means; settings side by side, in the order of the legend."""
-    series = []
-    for i, (name, runs) in enumerate(results.items()):
-        dots = [(i + 1, r["value"], f"{name}, seed {seed}: {r['value']:.4f}")
-                for seed, r in runs.items() if r["value"] is not None]
-        if dots:
-            mean = statistics.fmean(y for _, y, _ in dots)
-            series += [Series([(i + 0.7, mean), (i + 1.3, mean)], i % 6, "bold",
-                              f"{i + 1}: {name} {mean:.4f}"), Series(dots, i % 6, "dots")]
-    return chart("Changes over seeds", [Panel(metric, series)], "setting") if series else ""
+def draw_results(axes, results):
+    """Draw a dot per run and the mean of each setting as a line."""
+    for x, (name, runs) in enumerate(results.items(), 1):
+        values = [r["value"] for r in runs.values() if r["value"] is not None]
+        if values:
+            mean = statistics.fmean(values)
+            line, = axes.plot([x - 0.3, x + 0.3], [mean, mean], label=f"{x}: {name}, mean {mean:.4f}")
+            axes.plot([x] * len(values), values, "o", color=line.get_color())
+    axes.set_xticks(range(1, len(results) + 1))
 
 
 # -----------------------------------------------------------------------------
@@ -291,9 +290,10 @@ def tell(results, config, out):
     """The table, the picture and results.tsv."""
     found, columns = rows(results, config), COLUMNS.split()
     echo(table(found))
-    drawn, svg = picture(results, config.early_stopping_metric), os.path.join(out, "repeat.svg")
-    if drawn:
-        write_text(svg, drawn)
+    svg = os.path.join(out, "repeat.svg")
+    drawn = any(r["value"] is not None for r in found) and save_figure(
+        svg, lambda axes: draw_results(axes, results), "Settings over seeds", "setting",
+        config.early_stopping_metric)
     path = os.path.join(os.path.dirname(os.path.abspath(out)), "results.tsv")
     fresh = not os.path.exists(path)
     with open(path, "a", encoding="utf-8") as f:

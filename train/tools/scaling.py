@@ -25,9 +25,9 @@ import numpy as np
 
 from train.base.cli import run_command, underscores
 from train.base.errors import UserError, echo
-from train.base.files import write_text
 from train.config import load_argv, load_config, load_model_file, take_config
-from train.tools.plot import Panel, Series, chart
+from train.options.loss_svg import TEXT_COLOR
+from train.tools.plot import save_figure
 from train.tools.repeat import Runs
 
 # Depths are tried that have about so many tokens a weight, by this factor more or fewer at most.
@@ -174,20 +174,19 @@ def table(plans, losses, law):
     return "\n".join("  ".join(text.rjust(w) for text, w in zip(line, wide)) for line in lines)
 
 
-def picture(law, plans, losses, larger, bounds):
-    """Loss by size: a curve for each budget, dots for runs; a bar for the larger run (the last of
-    the plans, if it was trained) where it is expected."""
-    series = []
-    for i, budget in enumerate(sorted({p.budget for p in [*plans, larger]})):
-        dots = [(p.n, loss, f"depth {p.depth}: {loss:.4f}") for p, loss in zip(plans, losses)
-                if p.budget == budget and loss]
+def draw_law(axes, law, plans, losses, larger, bounds):
+    """Draw the loss over the number of weights: per budget a curve of the law and a dot per run,
+    and the interval of the loss that is predicted for the larger run."""
+    axes.set_xscale("log")
+    for budget in sorted({p.budget for p in [*plans, larger]}):
         sizes = [p.n for p in [*plans, larger] if p.budget == budget]
-        curve = [(n, law.loss(n, budget / 6 / n))
-                 for n in np.geomspace(min(sizes) / 2, max(sizes) * 2, 60).tolist()]
-        series += [Series(curve, i % 6, "bold", f"{budget:g} FLOPs"), Series(dots, i % 6, "dots")]
-    series.append(Series([(larger.n, y) for y in bounds], series[-1].color))
-    return chart("Loss by size", [Panel("val_loss", series)], "weights", log_x=True,
-                 note="dots: runs, curves: the law, bar: where it expects the larger run")
+        n = np.geomspace(min(sizes) / 2, max(sizes) * 2, 60)
+        line, = axes.plot(n, law.loss(n, budget / 6 / n), label=f"{budget:g} FLOPs")
+        runs = [(p.n, loss) for p, loss in zip(plans, losses) if p.budget == budget and loss]
+        if runs:
+            axes.plot(*zip(*runs), "o", color=line.get_color())
+    axes.plot([larger.n] * 2, bounds, color=TEXT_COLOR, marker="_",
+              label="95% interval of the larger run")
 
 
 def listed(kind):
@@ -269,8 +268,9 @@ def predict(law, good, plans, losses, p, train, rest, args):
         if losses[-1]:
             echo(f"It reached {losses[-1]:.4f}, {losses[-1] / expected - 1:+.2%}")
     svg = os.path.join(args.out, "scaling.svg")
-    write_text(svg, picture(law, plans, losses, p, bounds))
-    echo(f"See {svg}")
+    if save_figure(svg, lambda axes: draw_law(axes, law, plans, losses, p, bounds),
+                   "Loss by model size", "weights (N)", "val_loss"):
+        echo(f"See {svg}")
     return int(args.check and not losses[-1])
 
 

@@ -19,7 +19,7 @@ from pathlib import Path
 from model.serve import listen, stop_signals
 from model.serve.site import Site
 from train.base.cli import run_command
-from train.tools.plot import AXES, COLORS, WIDTH, loss_svg, read_records
+from train.options.loss_svg import COLORS, X_LABELS, loss_svg, read_records
 
 FILES = ("metrics.jsonl", "train.log", "samples.txt")  # of a run
 DEPTH = 3            # folders below the one that is watched
@@ -166,7 +166,7 @@ class Watch(Site):
     async def chart(self, c):
         """The curves of what /state told last."""
         if c.path not in self.drawn:
-            width, most = (WIDTH, 100) if c.path == "/wide" else (NARROW, 24)  # letters of a name
+            width, most = (960, 100) if c.path == "/wide" else (NARROW, 24)  # letters of a name
             runs = [(self.name(f)[-most:], r.records) for f, r in self.runs.items()]
             self.drawn[c.path] = loss_svg(runs, self.x, self.metric, width=width).encode()
         await c.reply(200, self.drawn[c.path], "image/svg+xml")
@@ -179,7 +179,7 @@ def main(argv=None):
     parser.add_argument("folders", nargs="*", default=["out"], help="folders of runs (out)")
     parser.add_argument("--port", type=int, default=8001, help="0: any free one (%(default)s)")
     parser.add_argument("--runs", type=int, default=len(COLORS), help="the newest (%(default)s)")
-    parser.add_argument("--x", choices=list(AXES), default="iter", help="axis (%(default)s)")
+    parser.add_argument("--x", choices=list(X_LABELS), default="iter", help="axis (%(default)s)")
     parser.add_argument("--metric", default="loss", help="another number, as of train.plot")
     return run_command(parser, watch, argv)
 
