@@ -1,6 +1,5 @@
 """train/config.py through the command line and as a library. Matrix cases 91-105 and 77."""
 
-import argparse
 import importlib
 import importlib.abc
 import runpy
@@ -12,8 +11,7 @@ import pytest
 from conftest import REPO
 
 import run_train
-from train.base.cli import run_command, underscores
-from train.base.errors import ConfigError, UsageError, UserError
+from train.base.errors import ConfigError
 from train.config import (
     FIELDS,
     TrainConfig,
@@ -215,17 +213,12 @@ def test_a_system_is_told_by_its_build_model(tmp_path, text, is_one):
     assert defines(write(tmp_path, text, "x.py"), "build_model") == is_one
 
 
-def test_dashes_in_option_names_are_underscores():
-    assert underscores(["--max-iters=a-b", "--top-k", "-1", "x-y", "--", "--a-b"]) == [
-        "--max_iters=a-b", "--top_k", "-1", "x-y", "--", "--a-b"]
-
-
 @pytest.mark.parametrize("name, options", [
     ("sample", ["--max-new-tokens=1"]), ("serve", ["--max-tokens=1", "--port=0"]),
     ("convert", ["--save-precision=float32", "--to=x.pt"]), ("chat", ["--max-new-tokens=1"]),
     ("lora", ["--to=x.pt"]), ("classifier", ["--batch-size=1", "--data=x", "--out=y"]),
     ("sae", ["--data-dir=x"]), ("autoencoder", ["--data-dir=x"]),
-    ("lm_eval", ["--batch-size=1", "--tasks=x"])])
+    ("eval.lm_eval", ["--batch-size=1", "--tasks=x"])])
 def test_every_command_takes_both(name, options, capsys, monkeypatch):
     monkeypatch.setattr(sys, "argv", [name, "--ckpt=nowhere.pt", *options])
     assert importlib.import_module(f"model.{name}").main() == 2
@@ -252,34 +245,6 @@ def test_differences_ignores_free_keys_and_equal_global_batches():
     assert differences(old, halved.__dict__) == []
     other = load_config(None, ["--batch_size=8"])
     assert differences(old, other.__dict__) == [("batch_size", 16, 8)]
-
-
-@pytest.mark.parametrize("error, code, said", [
-    (None, 0, ""), (UserError("two\nlines"), 2, "model.x: two\nlines\n"),
-    (ValueError("no"), 2, "model.x: no\n"), (OSError("disk"), 2, "model.x: disk\n"),
-    (KeyboardInterrupt(), 130, "model.x: interrupted\n")])
-def test_how_a_command_ends(error, code, said, capsys):
-    parser = argparse.ArgumentParser("python -m model.x")
-    parser.add_argument("--a_b", type=int)
-
-    def work(args):
-        assert args.a_b == 3
-        if error:
-            raise error
-    assert run_command(parser, work, ["--a-b", "3"]) == code
-    assert capsys.readouterr().err == said
-
-
-def test_a_fault_of_the_program_keeps_its_traceback_and_wrong_usage_shows_the_right_one(capsys):
-    def work(args):
-        raise args.kind("why")
-    parser = argparse.ArgumentParser("python -m model.x")
-    for kind, ends in ((KeyError, KeyError), (UsageError, SystemExit)):
-        parser.set_defaults(kind=kind)
-        with pytest.raises(ends) as ended:
-            run_command(parser, work, [])
-    said = capsys.readouterr().err
-    assert ended.value.code == 2 and said.startswith("usage: python -m model.x") and "why" in said
 
 
 @pytest.mark.parametrize("argument, words", [

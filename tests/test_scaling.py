@@ -204,7 +204,7 @@ def test_a_stop_keeps_what_is_done_and_the_same_command_goes_on(go, tmp_path, ca
         signal.pthread_kill(threading.main_thread().ident, signal.SIGTERM)
     threading.Thread(target=interrupt).start()
     assert go(*long) == 128 + signal.SIGTERM
-    assert "the same command goes on" in capsys.readouterr().err and len(go.started) == 4
+    assert "the same command continues" in capsys.readouterr().err and len(go.started) == 4
     assert not (folder / "result.json").exists()
     assert go(*long) == 0
     assert capsys.readouterr().out.count("there already") == 3 and len(go.started) == 4 + 3

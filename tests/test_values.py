@@ -8,7 +8,6 @@ from dataclasses import dataclass, fields
 import pytest
 from conftest import REPO
 
-from train.base.cli import underscores
 from train.base.errors import ConfigError
 from train.config import (
     TrainConfig,
@@ -160,11 +159,6 @@ def test_where_the_configuration_file_is_named(argv, path, rest):
     before = list(argv)
     found, left = take_config(argv)
     assert found.endswith(path) and left == rest and argv == before
-
-
-def test_dashes_of_options_only():
-    assert underscores(["--a-b=c-d", "e-f", "-g-h", "--i-j", "--", "--k-l"]) == [
-        "--a_b=c-d", "e-f", "-g-h", "--i_j", "--", "--k-l"]
 
 
 # --- files

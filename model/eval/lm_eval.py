@@ -5,9 +5,9 @@
 The numbers are those of the harness's own `hf` model on the exported folder (model/convert/).
 """
 
-import argparse
 import json
 import sys
+from dataclasses import dataclass
 
 import torch
 
@@ -16,6 +16,7 @@ from model.core.load import load_model
 from model.eval.tasks import logprobs, text_of
 from train.base.cli import run_command
 from train.base.errors import DataError
+from train.base.fields import key
 
 NEW_TOKENS = 256  # of an answer, where a task does not say
 
@@ -112,21 +113,22 @@ def evaluate(ckpt, tasks, num_fewshot=None, limit=None, batch_size=8, device="au
                            task_manager=manager)
 
 
+@dataclass
+class Options:
+    """Evaluate a checkpoint with the lm-evaluation-harness (pip install lm-eval)."""
+    tasks: list[str] = key([], "names of tasks, separated by commas", required=True)
+    ckpt: str = key("out/ckpt.pt", "checkpoint or Hugging Face folder")
+    num_fewshot: int | None = key(None, "examples before each question (default: the task's)", ge=0)
+    limit: int | None = key(None, "evaluate at most N examples per task", ge=1)
+    batch_size: int = key(8, "rows per batch", ge=1)
+    device: str = key("auto", "auto, cpu, cuda or mps")
+    include_path: str | None = key(None, "folder with more task files (.yaml)", metavar="FOLDER")
+    out: str | None = key(None, "also write all results to this file", metavar="FILE.json")
+
+
 def main(argv=None):
-    """Runs the command; its exit code."""
-    parser = argparse.ArgumentParser("python -m model.eval.lm_eval", description="Evaluate a checkpoint "
-                                     "with the lm-evaluation-harness (pip install lm-eval).")
-    add = parser.add_argument
-    add("--ckpt", default="out/ckpt.pt", help="checkpoint or Hugging Face folder "
-        "(default: %(default)s)")
-    add("--tasks", required=True, type=lambda text: text.split(","), help="names, with commas")
-    add("--num_fewshot", type=int, help="examples before each question (default: the task's)")
-    add("--limit", type=int, help="only so many questions of each task")
-    add("--batch_size", type=int, default=8, help="rows at once (default: %(default)s)")
-    add("--device", default="auto", help="auto, cpu, cuda, mps")
-    add("--include_path", metavar="FOLDER", help="with task files (.yaml) of your own")
-    add("--out", metavar="FILE.json", help="write all results there as well")
-    return run_command(parser, lambda args: report(**vars(args)), argv)
+    """Run the command line; return the exit code."""
+    return run_command(Options, lambda options: report(**vars(options)), argv)
 
 
 def report(out, **how):

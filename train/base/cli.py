@@ -1,14 +1,38 @@
-"""Command lines: parse the options of a command, run it, report errors, return its exit code."""
+"""Command lines: parse the options of a command, run it, report errors, return its exit code.
 
+The options of a command are a dataclass of `key` fields (train/base/fields.py), with types, limits
+and --help like the configuration keys of a run:
+
+    @dataclass
+    class Options:
+        "Print the first lines of text files."
+        files: list[str] = key([], "text files", positional=True, required=True)
+        lines: int = key(10, "lines per file", ge=1)
+        number: bool = key(False, "print line numbers")
+
+    def head(options):
+        ...
+
+    def main(argv=None):
+        return run_command(Options, head, argv)
+
+`python -m data.head --lines 3 a.txt b.txt` then calls head(Options(["a.txt", "b.txt"], 3, False)).
+"""
+
+import argparse
+import inspect
 import re
 import sys
+from dataclasses import fields
 
 from train.base.errors import UsageError, UserError, echo, printable
+from train.base.fields import base_type, parse_value
 
 
 def underscores(argv):
     """Return `argv` with --max-iters as --max_iters: option names may be written with dashes or
     underscores. Values, and everything after a bare --, are not changed."""
+    argv = list(argv)
     end = argv.index("--") if "--" in argv else len(argv)
     return [re.sub(r"^--[^=]*", lambda m: "--" + m[0][2:].replace("-", "_"), a)
             for a in argv[:end]] + argv[end:]
@@ -20,21 +44,86 @@ def take_flag(argv, *names):
     return len(rest) < len(argv), rest
 
 
-def run_command(parser, work, argv=None, interrupt_message="interrupted", load=None):
-    """Call work(parsed arguments) and return the exit code of the command.
+def make_parser(cls, prog, epilog=None):
+    """Return the argparse.ArgumentParser of the dataclass `cls`. Its docstring is the description.
+
+    A bool option is a flag, --NAME, or --no_NAME if the default is True. A list option can be given
+    several times. Metadata of a field: positional, required, metavar, group (heading in --help),
+    option (the option's name if it is not the field's), aliases (more names, separated by spaces),
+    nargs (of a list option).
+    """
+    parser = argparse.ArgumentParser(
+        prog, description=inspect.getdoc(cls), epilog=epilog, allow_abbrev=False,
+        formatter_class=argparse.RawDescriptionHelpFormatter)
+    groups = {None: parser}
+    for f in fields(cls):
+        meta, kind = f.metadata, base_type(f.type)
+        group = meta.get("group")
+        if group not in groups:
+            groups[group] = parser.add_argument_group(group)
+        default = "" if f.default in (None, "", False, True) or kind is list else f" [{f.default}]"
+        choices = f" ({' | '.join(meta['choices'])})" if "choices" in meta else ""
+        how = dict(help=f"{meta['help']}{choices}{default}".replace("%", "%%"))
+        metavar = meta.get("metavar", {int: "N", float: "X", list: "NAME"}.get(kind, "TEXT"))
+        if meta.get("positional"):
+            many = "+" if meta.get("required") else "*"
+            how |= dict(nargs=many if kind is list else None, metavar=metavar)
+            groups[group].add_argument(f.name, **how)
+            continue
+        name = ("no_" if f.default is True else "") + meta.get("option", f.name)
+        how |= dict(dest=f.name, required=meta.get("required", False))
+        if kind is bool:
+            how |= dict(action="store_const", const=str(f.default is not True))
+        else:
+            how |= dict(metavar=metavar)
+        if kind is list:
+            how |= dict(action="extend", nargs=meta.get("nargs", 1))
+        names = [name, *meta.get("aliases", "").split()]
+        groups[group].add_argument(*[f"--{n}" for n in names], **how)
+    return parser
+
+
+def make_options(cls, values):
+    """Return an instance of the dataclass `cls` from the texts {name: str, list of str or None}.
+    ValueError lists all invalid values; None and an empty list mean the default."""
+    options, problems = {}, []
+    for f in fields(cls):
+        if values.get(f.name) in (None, []):
+            continue
+        try:
+            options[f.name] = parse_value(f, values[f.name])
+        except ValueError as error:
+            name = f.name if f.metadata.get("positional") else f"--{f.metadata.get('option', f.name)}"
+            problems.append(f"{name}: {error}")
+    if problems:
+        raise ValueError("\n".join(problems))
+    return cls(**options)
+
+
+def run_command(options, work, argv=None, interrupt_message="interrupted", load=None, prog=None):
+    """Call work(the parsed options) and return the exit code of the command.
+
+    options: a dataclass as in the example above (or an argparse parser, whose arguments `work`
+    gets). prog: the command's module if it is not the dataclass's. If `load` is given, unknown
+    arguments are allowed, load(unknown arguments) is the second argument of `work`
+    (train.config.load_argv: the configuration of a run), and the exit code is the result of `work`.
 
     Exit codes: 0; 2 after a UserError, ValueError or OSError, which is printed in one message (a
-    UsageError after the usage); 130 after Ctrl-C, with `interrupt_message`. If `load` is given,
-    load(unknown arguments) is passed to `work` as its second argument (train.config.load_argv: the
-    configuration of a run), and the exit code is the result of `work`.
+    UsageError after the usage); 130 after Ctrl-C, with `interrupt_message`.
     """
+    parser = options
+    if isinstance(options, type):
+        epilog = "All other arguments are those of run_train.py." if load else None
+        parser = make_parser(options, f"python -m {prog or module_name(options)}", epilog)
     name = parser.prog.removeprefix("python -m ")
-    argv = sys.argv[1:] if argv is None else argv
+    argv = underscores(sys.argv[1:] if argv is None else argv)
     try:
+        args, rest = parser.parse_known_args(argv) if load else (parser.parse_args(argv), [])
+        if parser is not options:
+            args = make_options(options, vars(args))
         if load:
-            args, rest = parser.parse_known_args(underscores(argv))
             return work(args, load(rest))
-        work(parser.parse_args(underscores(argv)))
+        work(args)
     except UsageError as error:
         parser.error(printable(error))
     except (UserError, ValueError, OSError) as error:
@@ -44,6 +133,14 @@ def run_command(parser, work, argv=None, interrupt_message="interrupted", load=N
         print(f"{name}: {interrupt_message}", file=sys.stderr)
         return interrupt_code(stop)
     return 0
+
+
+def module_name(cls):
+    """Return the name of the module that defines `cls`, as in `python -m NAME`."""
+    name = cls.__module__
+    if name == "__main__":
+        name = sys.modules[name].__spec__.name
+    return name.removesuffix(".__main__")
 
 
 def interrupt_code(stop):

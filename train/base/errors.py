@@ -66,14 +66,16 @@ class Stopped(CollectiveExit):
         self.exit_code = 128 + signum
 
 
-def require(package, purpose):
-    """Import and return the optional `package`. SetupError names the command that installs it."""
+def require(package, purpose, install=None):
+    """Import and return the optional `package`, e.g. require("jinja2", "this chat template").
+    SetupError if it is missing, with the command that installs it (install: its name for pip)."""
     try:
         return importlib.import_module(package)
     except ImportError as error:
         name = package.partition(".")[0]
-        reason = "" if getattr(error, "name", None) == name else f" ({error})"
-        raise SetupError(f"{purpose} needs the package {name}: pip install {name}{reason}") from None
+        reason = "" if error.name == name else f" ({error})"
+        raise SetupError(f"{purpose} needs the package {name}: pip install {install or name}"
+                         f"{reason}") from None
 
 
 # -----------------------------------------------------------------------------

@@ -53,11 +53,23 @@ def parse_value(field, raw):
         value = convert(raw)
     except (ValueError, TypeError, KeyError, AttributeError, yaml.YAMLError):
         raise ValueError(f"expected {expected}, got {raw!r}") from None
-    if kind is list and not meta.get("text"):  # a,b is a list of two words
+    if kind is list and not (meta.get("text") or meta.get("positional")):  # a,b is a list of two words
         value = [word.strip() for item in value for word in item.split(",") if word.strip()]
+    if kind is list:
+        value = [parse_item(field.type, v) for v in value]
     for v in value if kind is list else [value]:
         check_limits(v, meta)
     return os.path.expanduser(value) if meta.get("path") else value
+
+
+def parse_item(annotation, raw):
+    """Convert an item of a list to the type in `annotation`, e.g. to int for list[int]."""
+    item = getattr(annotation, "__args__", [str])[0]
+    convert, expected = TYPES.get(item, TYPES[str])
+    try:
+        return convert(raw)
+    except ValueError:
+        raise ValueError(f"expected a list in which each item is {expected}, got {raw!r}") from None
 
 
 def base_type(annotation):

@@ -215,7 +215,7 @@ def main(argv=None):
     argv = sys.argv[1:] if argv is None else argv
     rest = parser.parse_known_args(underscores(argv))[1]
     return run_command(parser, functools.partial(scaling, rest), argv, load=load_argv,
-                       interrupt_message="stopped; the same command goes on")
+                       interrupt_message="stopped; the same command continues")
 
 
 def scaling(rest, args, config):

@@ -1,0 +1,143 @@
+"""train/base/cli.py: a command's options as a dataclass, and how a command ends."""
+
+from dataclasses import dataclass
+
+import pytest
+
+from train.base.cli import run_command, underscores
+from train.base.errors import SetupError, UsageError, UserError, require
+from train.base.fields import key
+
+
+@dataclass
+class Sampling:
+    top_k: int | None = key(None, "sample from the K most probable tokens", ge=1)
+
+
+@dataclass
+class Options(Sampling):
+    """Write text."""
+    files: list[str] = key([], "100% text", positional=True, metavar="FILE")
+    ckpt: str = key("out/ckpt.pt", "checkpoint", path=True, aliases="checkpoint")
+    field: list[str] = key([], "fields", text=True)
+    depth: list[int] = key([1], "depths", ge=1)
+    mode: str = key("fast", "how", choices=["fast", "slow"], group="the text")
+    low: float = key(0.5, "start", option="from", ge=0, lt=1)
+    force: bool = key(False, "replace files")
+    compile: bool = key(True, "run without torch.compile")
+
+
+def parsed(*argv):
+    """(exit code, the options that the command gets or None)."""
+    got = []
+    code = run_command(Options, got.append, argv, prog="model.x")
+    return code, got[0] if got else None
+
+
+def test_defaults_are_those_of_the_dataclass():
+    assert parsed() == (0, Options())
+
+
+@pytest.mark.parametrize("argv, changes", [
+    ("a.txt b.txt", dict(files=["a.txt", "b.txt"])), ("a,b.txt=1", dict(files=["a,b.txt=1"])),
+    ("--top-k 3 a", dict(top_k=3, files=["a"])), ("--top_k=null", {}),
+    ("--checkpoint x", dict(ckpt="x")), ("--field a,b --field c d", dict(
+        field=["a,b", "c"], files=["d"])),
+    ("--depth=1,2 --depth 3", dict(depth=[1, 2, 3])), ("--mode slow", dict(mode="slow")),
+    ("--from 1e-7", dict(low=1e-7)), ("--force a", dict(force=True, files=["a"])),
+    ("--no-compile", dict(compile=False)), ("--ckpt=a=b", dict(ckpt="a=b"))])
+def test_options_become_values_of_their_type(argv, changes):
+    code, options = parsed(*argv.split())
+    assert code == 0 and options == Options(**changes)
+    assert [type(v) for v in vars(options).values()] == [
+        type(v) for v in vars(Options(**changes)).values()]
+
+
+def test_all_invalid_values_are_reported_at_once(capsys):
+    assert parsed("--top_k=0", "--depth=1,x", "--mode=fats", "--from=1") == (2, None)
+    assert capsys.readouterr().err.splitlines() == [
+        "model.x: --top_k: must be at least 1, got 0",
+        "--depth: expected a list in which each item is an integer, got 'x'",
+        "--mode: must be one of fast, slow; got 'fats' (did you mean 'fast'?)",
+        "--from: must be below 1, got 1.0"]
+
+
+@pytest.mark.parametrize("argv, words", [
+    ("--top-kk=3", "unrecognized arguments: --top_kk=3"),
+    ("--top_k", "argument --top_k: expected one argument"),
+    ("--no_force", "unrecognized arguments: --no_force"), ("--comp", "unrecognized")])
+def test_unknown_options_are_refused_with_the_usage(argv, words, capsys):
+    with pytest.raises(SystemExit) as ended:
+        parsed(*argv.split())
+    text = capsys.readouterr().err
+    assert ended.value.code == 2 and text.startswith("usage: python -m model.x") and words in text
+
+
+def test_the_help_lists_every_option(capsys):
+    with pytest.raises(SystemExit) as ended:
+        parsed("--help")
+    text = capsys.readouterr().out
+    assert ended.value.code == 0 and "\nWrite text.\n" in text and "\nthe text:\n" in text
+    for words in ("FILE", "100% text", "--top_k N", "--ckpt TEXT, --checkpoint TEXT",
+                  "checkpoint [out/ckpt.pt]", "how (fast | slow) [fast]", "--from X", "start [0.5]",
+                  "--force ", "--no_compile "):
+        assert words in text, words
+
+
+def test_required_options_and_positional_arguments():
+    @dataclass
+    class Required:
+        """Both are needed."""
+        source: str = key("", "where", positional=True, required=True)
+        to: str = key("", "target", required=True)
+    got = []
+    assert run_command(Required, got.append, ["a", "--to=b"], prog="model.x") == 0
+    assert got == [Required("a", "b")]
+    for argv in (["a"], ["--to=b"], []):
+        with pytest.raises(SystemExit):
+            run_command(Required, got.append, argv, prog="model.x")
+    assert len(got) == 1
+
+
+def test_other_arguments_can_be_those_of_a_run():
+    got = []
+    code = run_command(Options, lambda *both: got.append(both) or 5,
+                       ["--top_k=2", "--max-iters=3", "lr=1"], load=lambda rest: rest, prog="x")
+    assert code == 5 and got == [(Options(top_k=2, files=["lr=1"]), ["--max_iters=3"])]
+
+
+@pytest.mark.parametrize("error, code, message", [
+    (None, 0, ""), (UserError("two\nlines"), 2, "model.x: two\nlines\n"),
+    (ValueError("no"), 2, "model.x: no\n"), (OSError("disk"), 2, "model.x: disk\n"),
+    (KeyboardInterrupt(), 130, "model.x: interrupted\n"),
+    (KeyboardInterrupt(15), 143, "model.x: interrupted\n")])
+def test_how_a_command_ends(error, code, message, capsys):
+    def work(options):
+        assert options.top_k == 3
+        if error:
+            raise error
+    assert run_command(Options, work, ["--top-k", "3"], prog="model.x") == code
+    assert capsys.readouterr().err == message
+
+
+def test_a_bug_keeps_its_traceback_and_wrong_usage_prints_the_usage(capsys):
+    for kind, ends in ((KeyError, KeyError), (UsageError, SystemExit)):
+        def work(options, kind=kind):
+            raise kind("why")
+        with pytest.raises(ends) as ended:
+            run_command(Options, work, [], prog="model.x")
+    text = capsys.readouterr().err
+    assert ended.value.code == 2 and text.startswith("usage: python -m model.x") and "why" in text
+
+
+def test_dashes_and_underscores_are_equivalent():
+    assert underscores(("--a-b", "c-d", "-g-h", "--e-f=g-h", "-1", "--", "--i-j")) == [
+        "--a_b", "c-d", "-g-h", "--e_f=g-h", "-1", "--", "--i-j"]
+
+
+def test_a_missing_package_is_one_line():
+    assert require("json.decoder", "this") is __import__("json").decoder
+    with pytest.raises(SetupError) as missing:
+        require("no_such_package.part", "this template", "no-such")
+    assert str(missing.value) == ("this template needs the package no_such_package: "
+                                  "pip install no-such")
