@@ -44,8 +44,8 @@ def main(argv):
             return show(help_text(read_values(path, overrides, [])[0]))
         config, origins = load_with_origins(path, overrides)
         if show_config and files_read(config):  # only torch can read what shape weights have
-            from train.resume import weights_shape
-            shape, weights = weights_shape(config)
+            from train.checkpoint import inherited_shape
+            shape, weights = inherited_shape(config)
             config, origins = config.replace(**shape), origins | dict.fromkeys(shape, weights)
         if not show_config and not dry_run:
             from data.token_files import check_there

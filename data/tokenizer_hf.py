@@ -298,7 +298,7 @@ def tokenizer_of(name):
     if not name.endswith(".pt"):
         tokenizer = find_tokenizer(name)
         return tokenizer, None, read_template(folder_of(name, weights=False), tokenizer)
-    from train.checkpoint import load_checkpoint  # imports torch
+    from train.base.checkpoint_file import load_checkpoint  # imports torch
     state = load_checkpoint(name)
     known = state.get("spec") or {}
     spec = known.get("tokenizer") or state.get("tokenizer")

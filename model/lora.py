@@ -25,9 +25,9 @@ from model.core import weights as base_weights
 from model.core.quantize import dequantize_rows, quantize_rows
 from model.core.weights import check_tokenizer, with_shape
 from model.gpt import stable_hash
+from train.base.checkpoint_file import FORMAT_VERSION, load_checkpoint, save_checkpoint
 from train.base.cli import run_command
 from train.base.errors import CheckpointError, ConfigError
-from train.checkpoint import FORMAT_VERSION, load_checkpoint, save_checkpoint
 from train.config import FIELDS, key
 from train.dataloader import open_token_data
 from train.device import choose_dtype

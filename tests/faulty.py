@@ -101,11 +101,11 @@ def points_of_a_step():
 
 
 def points_of_a_save():
-    from train import checkpoint, logger
-    from train.base import files
+    from train import logger
+    from train.base import checkpoint_file, files, run_folder
     saving = threading.local()  # path and step of the save that this thread is at
-    save, replace, fsync = checkpoint.save_checkpoint, os.replace, os.fsync
-    write = checkpoint.HashingFile.write
+    save, replace, fsync = run_folder.save_checkpoint, os.replace, os.fsync
+    write = checkpoint_file.HashingFile.write
 
     def at(name):
         if getattr(saving, "path", None):
@@ -139,13 +139,13 @@ def points_of_a_save():
         replace(source, target)
         if ours:
             at("save_after_replace")
-    yield checkpoint, "save_checkpoint", save_checkpoint
-    yield before(files, "open_new", lambda path: at("save_open"))
-    yield checkpoint.HashingFile, "write", bad_write
+    yield run_folder, "save_checkpoint", save_checkpoint
+    yield before(files, "create_file", lambda path: at("save_open"))
+    yield checkpoint_file.HashingFile, "write", bad_write
     yield os, "fsync", bad_fsync
     yield os, "replace", bad_replace
-    yield before(logger, "open_own", lambda path, mode: point("log_open"))
-    yield before(checkpoint, "verify", lambda path: point("load"))
+    yield before(logger, "open_no_follow", lambda path, mode: point("log_open"))
+    yield before(checkpoint_file, "verify_digest", lambda path: point("load"))
 
 
 @contextlib.contextmanager

@@ -89,7 +89,7 @@ def test_a_bad_file_is_named_and_the_one_before_it_used(out, data_dir, stopped_r
     go(data_dir, out)
     text = capsys.readouterr().out
     assert f"warning: {out}/ckpt.pt: " in text
-    assert f"going on from {out}/ckpt_prev.pt, saved at iter 5, instead" in text
+    assert f"falling back to {out}/ckpt_prev.pt (iter 5)" in text
     assert "Resuming from" in text and "at iter 5" in text
     assert_same(stopped_run / "whole", out)
     assert (out / "ckpt_bad_1.pt").exists()
@@ -199,7 +199,7 @@ def test_code_in_a_checkpoint_is_refused_and_not_run(out, data_dir, tmp_path, mo
     for protocol in range(6):
         path.write_bytes(pickle.dumps({"model": evil}, protocol))
         named = protocol in (1, 2, 3)  # of those around torch.save's own torch reads the names
-        refused(path, f"refused: .*{NAMES[attack]}" if named else "other things than plain tensors")
+        refused(path, f"refused: .*{NAMES[attack]}" if named else "objects other than plain tensors")
     if attack == "os.system":  # a whole run meets it
         torch.save(state, path)
         code, text = run_program(data_dir, out, max_iters=6)
@@ -241,7 +241,7 @@ def test_unknown_keys_in_a_checkpoint_are_named_and_ignored(out, data_dir, stopp
     """unknown keys in a checkpoint -> named, ignored, the end exact"""
     save_checkpoint(str(out / "ckpt.pt"), load_checkpoint(out / "ckpt.pt") | {"colour": "blue"})
     go(data_dir, out)
-    assert "ignoring what this program does not know: colour" in capsys.readouterr().out
+    assert "ignoring unknown keys: colour" in capsys.readouterr().out
     assert_same(stopped_run / "whole", out)
 
 
@@ -270,17 +270,17 @@ def test_a_foreign_format_is_read_as_weights(out, data_dir):
 def test_our_file_without_its_digest_is_damaged(out):
     """our own file with its digest cut off -> damaged, not taken for a foreign one"""
     torch.save(load_checkpoint(out / "ckpt.pt"), out / "ckpt.pt")
-    refused(out / "ckpt.pt", "damaged: its digest is missing .what you changed is saved by train")
+    refused(out / "ckpt.pt", "damaged: the digest is missing .save a modified checkpoint with train")
 
 
 @pytest.mark.matrix(35)
 @pytest.mark.parametrize("key, value, shapes", [
     ("n_layer", 2, ["h.1.attn.q.weight: missing"]), ("n_embd", 32, ["wte.weight: shape (256, 16)"]),
-    ("vocab_size", 300, ["wte.weight: shape (256, 16) float32, wanted shape (384, 16) float32"]),
-    ("n_hidden", 16, ["h.0.mlp.up.weight: shape (32, 16) float32, wanted shape (16, 16) float32"])])
+    ("vocab_size", 300, ["wte.weight: shape (256, 16) float32, expected shape (384, 16) float32"]),
+    ("n_hidden", 16, ["h.0.mlp.up.weight: shape (32, 16) float32, expected shape (16, 16) float32"])])
 def test_a_model_of_another_size_is_refused(out, data_dir, key, value, shapes):
     """n_layer, n_embd, vocab_size or n_hidden changed -> refused naming the key; with
-    --allow_change refused naming every tensor, found and wanted shape"""
+    --allow_change refused naming every tensor, found and expected shape"""
     with pytest.raises(CheckpointError, match=f"{key}: checkpoint has .*, now {value}"):
         go(data_dir, out, **{key: value})
     with pytest.raises(CheckpointError, match="does not fit this model") as caught:
@@ -318,11 +318,11 @@ def entry(state, name="wte.weight"):
 @pytest.mark.matrix(36, 37, 38)
 @pytest.mark.parametrize("change, message", [
     (lambda s: entry(s).update(exp_avg=torch.zeros(3)),
-     r"optimizer wte.weight exp_avg: shape \(3,\) float32, wanted shape \(256, 16\) float32"),
-    (lambda s: entry(s).update(exp_avg=[1.0]), "optimizer wte.weight exp_avg: a list, wanted"),
+     r"optimizer wte.weight exp_avg: shape \(3,\) float32, expected shape \(256, 16\) float32"),
+    (lambda s: entry(s).update(exp_avg=[1.0]), "optimizer wte.weight exp_avg: a list, expected"),
     (lambda s: s["optimizer"]["state"].update(other=entry(s)), "unknown parameter other"),
-    (lambda s: entry(s).update(exp_avg=entry(s)["exp_avg"].bfloat16()), "bfloat16, wanted"),
-    (lambda s: s["model"].update({"ln_f.weight": torch.ones(16).bfloat16()}), "bfloat16, wanted"),
+    (lambda s: entry(s).update(exp_avg=entry(s)["exp_avg"].bfloat16()), "bfloat16, expected"),
+    (lambda s: s["model"].update({"ln_f.weight": torch.ones(16).bfloat16()}), "bfloat16, expected"),
     (lambda s: s["model"].pop("ln_f.weight"), "ln_f.weight: missing"),
     (lambda s: s["model"].update(extra=torch.ones(1)), "extra: not a parameter of this model"),
     (lambda s: s["optimizer"]["state"].pop("wte.weight"), "lacks the optimizer state of wte"),
@@ -347,7 +347,7 @@ def test_a_checkpoint_with_nan_is_refused(out, data_dir, capsys, place):
         state.view(-1)[0] = torch.nan
     broken_state(out, poison)
     go(data_dir, out)
-    assert f"{'.'.join(place)} holds values that are not finite" in capsys.readouterr().out
+    assert f"{'.'.join(place)} contains non-finite values" in capsys.readouterr().out
 
 
 def test_a_backbone_is_known_by_its_weights_whatever_wrote_them(tmp_path):
@@ -367,11 +367,11 @@ def test_another_optimizer_starts_what_does_not_fit_afresh(out, data_dir, capsys
     """optimizer changed from adamw to muon and back with --allow_change -> what does not fit starts
     afresh and is counted; without it refused"""
     go(data_dir, out, optimizer="muon", allow_change=["all"], max_iters=14)
-    assert "optimizer state of 7 tensors starts afresh" in capsys.readouterr().out
+    assert "optimizer state of 7 tensors is newly initialised" in capsys.readouterr().out
     with pytest.raises(CheckpointError, match="optimizer: checkpoint has 'muon', now 'adamw'"):
         go(data_dir, out)
     go(data_dir, out, allow_change=["all"])
-    assert "optimizer state of 7 tensors starts afresh" in capsys.readouterr().out
+    assert "optimizer state of 7 tensors is newly initialised" in capsys.readouterr().out
 
 
 @pytest.mark.matrix(38, 39)
@@ -493,7 +493,7 @@ def test_changed_data_are_refused(out, data_dir, tmp_path, change):
     with open(tmp_path / "data" / "train.bin", "r+b") as f:
         f.seek(0, io.SEEK_END if change == "appended" else io.SEEK_SET)
         f.write(b"\x01\x00")
-    with pytest.raises(CheckpointError, match="data: .* has other content"):
+    with pytest.raises(CheckpointError, match="data: .* has different content"):
         go(tmp_path / "data", out)
 
 
@@ -504,9 +504,9 @@ def test_a_checkpoint_is_good_though_memory_runs_out_reading_it(out, monkeypatch
     def fail(*_, **__):
         raise RuntimeError("unable to mmap 123 bytes: Cannot allocate memory (12)")
     monkeypatch.setattr(torch, "load", fail)
-    from train.checkpoint import load_latest
+    from train.base.run_folder import find_newest_checkpoint
     with pytest.raises(CheckpointError, match="allocate memory"):
-        load_latest(str(out), print)
+        find_newest_checkpoint(str(out), print)
     assert (out / "ckpt.pt").exists() and Trainer
 
 
@@ -514,5 +514,5 @@ def test_a_part_of_a_run_that_is_none_is_refused(out, data_dir):
     """The plateau schedule's memory without its scale."""
     state = load_checkpoint(out / "ckpt.pt")
     save_checkpoint(str(out / "ckpt.pt"), state | dict(plateau={"waiting": {}}))
-    with pytest.raises(CheckpointError, match="its plateau is not as it was written: KeyError"):
+    with pytest.raises(CheckpointError, match="its plateau has an unknown format: KeyError"):
         go(data_dir, out)

@@ -19,9 +19,11 @@ import torch
 from runs import Program, assert_same, assert_same_file, go, run_program, temporary_files
 
 from train import checkpoint
+from train.base import run_folder
 from train.base.errors import BadNumbers, CheckpointError, UserError
-from train.base.files import Lock
-from train.checkpoint import RunFolder, load_checkpoint, save_checkpoint, snapshot
+from train.base.files import FolderLock
+from train.base.run_folder import RunFolder, snapshot
+from train.checkpoint import load_checkpoint, save_checkpoint
 from train.train import Trainer
 
 POINTS = {1: "save_open", 2: "save_mid", 3: "save_before_fsync", 4: "save_before_replace",
@@ -107,7 +109,7 @@ def test_a_disk_full_or_broken_once_is_a_warning(tmp_path, data_dir, undisturbed
     text = capsys.readouterr().out
     reason = os.strerror(getattr(errno, fault.upper()))
     assert f"warning: {tmp_path}/ckpt.pt could not be written" in text and reason in text
-    assert "the one before it is intact, training goes on" in text
+    assert "the previous checkpoint is intact, training continues" in text
     assert_same(undisturbed, tmp_path)
     assert not temporary_files(tmp_path)
 
@@ -163,8 +165,8 @@ def test_a_disk_full_for_a_moment_at_the_last_save_is_tried_again(tmp_path, data
             failures.append(1)
             raise CheckpointError("No space left")
         real(path, state, links)
-    monkeypatch.setattr("train.checkpoint.save_checkpoint", twice)
-    monkeypatch.setattr(checkpoint, "time", types.SimpleNamespace(sleep=waits.append))
+    monkeypatch.setattr("train.base.run_folder.save_checkpoint", twice)
+    monkeypatch.setattr(run_folder, "time", types.SimpleNamespace(sleep=waits.append))
     go(data_dir, tmp_path)
     assert waits == [1, 1] and load_checkpoint(tmp_path / "ckpt.pt")["iter_num"] == 20
     assert_same(undisturbed, tmp_path)
@@ -172,9 +174,9 @@ def test_a_disk_full_for_a_moment_at_the_last_save_is_tried_again(tmp_path, data
 
 def test_the_memory_of_a_snapshot_is_given_back_once_it_is_written(tmp_path, monkeypatch):
     given, log = [], types.SimpleNamespace(info=print, warn=print)
-    monkeypatch.setattr(checkpoint, "return_freed_memory",
+    monkeypatch.setattr(run_folder, "return_freed_memory",
                         lambda: given.append((tmp_path / "ckpt.pt").exists()))
-    with checkpoint.RunFolder(str(tmp_path)) as folder:
+    with RunFolder(str(tmp_path)) as folder:
         folder.open()
         folder.save(dict(model={"w": torch.ones(3)}, optimizer={}, iter_num=1), False, False, log)
         folder.wait()
@@ -191,7 +193,7 @@ def test_an_export_that_fails_costs_no_checkpoint(tmp_path, data_dir, undisturbe
     text = capsys.readouterr().out
     assert text.count(f"{tmp_path}/ckpt.pt is saved, but model.safetensors (save_precision)") == 4
     assert "trying again" not in text
-    assert "the one before it" not in text and "is lost" not in text
+    assert "the previous checkpoint" not in text and "are lost" not in text
     assert_same(undisturbed, tmp_path)
     assert not temporary_files(tmp_path)
 
@@ -200,7 +202,7 @@ def test_an_export_that_fails_costs_no_checkpoint(tmp_path, data_dir, undisturbe
 def test_a_file_that_cannot_be_opened_is_a_warning(tmp_path, data_dir, undisturbed, capsys):
     """PermissionError when the temporary file is opened -> as a full disk: warned, goes on"""
     go(data_dir, tmp_path, "save_open@5=eacces")
-    assert "Permission denied; the one before it" in capsys.readouterr().out
+    assert "Permission denied; the previous checkpoint" in capsys.readouterr().out
     assert_same(undisturbed, tmp_path)
 
 
@@ -218,10 +220,10 @@ def test_an_out_dir_removed_during_the_run_is_made_again(tmp_path, data_dir, und
         if run.progress.iter_num == 12:
             run.folder.wait()
             with pytest.raises(UserError, match="is in use by pid"):
-                Lock(out)
+                FolderLock(out)
     monkeypatch.setattr(Trainer, "train_step", train_step)
     go(data_dir, out)
-    assert f"warning: {out} is gone; making it again" in capsys.readouterr().out
+    assert f"warning: {out} was deleted; creating a new folder" in capsys.readouterr().out
     assert_same_file(undisturbed / "ckpt.pt", out / "ckpt.pt")
 
 
@@ -264,7 +266,7 @@ def test_a_file_system_without_locks_is_no_obstacle(tmp_path, monkeypatch):
     def refuse(*_):
         raise OSError(errno.ENOLCK, "No locks available")
     monkeypatch.setattr("fcntl.flock", refuse)
-    Lock(tmp_path).release()
+    FolderLock(tmp_path).release()
 
 
 @pytest.mark.matrix(15)
@@ -369,9 +371,9 @@ def test_without_memory_for_a_copy_training_waits_for_the_save(tmp_path, monkeyp
     def fail(state):
         raise RuntimeError("CUDA error: out of memory")
     if why == "little is free":
-        monkeypatch.setattr("train.checkpoint.memory_available", lambda: 1000)
+        monkeypatch.setattr("train.base.run_folder.memory_available", lambda: 1000)
     else:
-        monkeypatch.setattr("train.checkpoint.snapshot", fail)
+        monkeypatch.setattr("train.base.run_folder.snapshot", fail)
     folder, log = RunFolder(str(tmp_path)), Warnings()
     state = {"model": {"w": torch.ones(1000)}, "optimizer": {}}
     folder.save(state, False, False, log)
@@ -392,7 +394,7 @@ def test_a_save_longer_than_the_interval_is_never_doubled(tmp_path, data_dir, un
         time.sleep(0.03)
         real(path, state, links)
         running.remove(state["iter_num"])
-    monkeypatch.setattr("train.checkpoint.save_checkpoint", slow)
+    monkeypatch.setattr("train.base.run_folder.save_checkpoint", slow)
     threads = threading.active_count()
     go(data_dir, tmp_path, save_interval=1)
     assert max(most) == 1 and len(most) >= 19 and threading.active_count() == threads

@@ -624,7 +624,7 @@ def test_another_backbone_takes_one_key(theirs, labels, tmp_path, capsys):
     changes = dict(init_from=str(path), data_dir=str(labels), out_dir=str(tmp_path / "out"),
                    max_iters=0, eval_on_start=False, compile="false")
     train(load_config("train/configs/classifier.yaml", changes))
-    assert f"n_layer: 1, as {path} has it, in the place of 3" in capsys.readouterr().out
+    assert f"n_layer: 1 from {path} (overrides 3)" in capsys.readouterr().out
     model, _ = load_model(tmp_path / "out" / "ckpt.pt")
     got = model.config
     assert (got.n_layer, got.n_embd, got.block_size, got.pos) == (1, 32, 640, shape.pos)

@@ -30,8 +30,9 @@ from model.convert import foreign
 from model.gpt import GPT, GPTConfig
 from model.moe import MoE, MoEConfig
 from model.sample import load_model
+from train.base.checkpoint_file import write_safetensors
 from train.base.errors import CheckpointError
-from train.checkpoint import load_checkpoint, save_checkpoint, write_safetensors
+from train.checkpoint import load_checkpoint, save_checkpoint
 from train.config import load_config
 from train.dataloader import DataLoader
 from train.train import train

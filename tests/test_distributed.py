@@ -447,7 +447,7 @@ def save_while_training(options):
     def compute(trainer):
         import threading
 
-        from train import checkpoint
+        from train.base import run_folder
         from train.distributed import full
         written, write = threading.Event(), trainer.folder.write
 
@@ -455,7 +455,7 @@ def save_while_training(options):
             assert written.wait(60)
             write(*args)
         trainer.folder.write = late
-        checkpoint.snapshot = None  # there is no need for a second copy
+        run_folder.snapshot = None  # there is no need for a second copy
         trainer.train_step()
         named = trainer.model.named_parameters()
         state = {n: [full(t).clone() for t in (p.detach(), trainer.optimizer.state[p]["exp_avg"])]
@@ -686,7 +686,7 @@ def test_random_draws_are_a_function_of_seed_step_and_rank(data_dir, tmp_path):
 # agreement between ranks
 
 def agreement():
-    from train import distributed, resume
+    from train import checkpoint, distributed
     with distributed.process_group(load_config(None, dict(device="cpu", num_threads=1))) as ranks:
         import torch
         largest = distributed.max_over_ranks(ranks.rank * 7, ranks)
@@ -694,7 +694,7 @@ def agreement():
         found = distributed.broadcast_from_rank0(lambda: os.getpid(), ranks)
         sent = {"bf16": torch.tensor([1.5, -2.0]).bfloat16(), "flag": torch.tensor([True, False]),
                 "scalar": torch.tensor(3.0), "empty": torch.empty(0, 4)}
-        got = {k: resume.broadcast_tensor(v if ranks.is_main else None, resume.without_values(v),
+        got = {k: checkpoint.broadcast_tensor(v if ranks.is_main else None, checkpoint.without_values(v),
                                           ranks) for k, v in sent.items()}
         same = all(torch.equal(got[k], v) and got[k].dtype == v.dtype for k, v in sent.items())
         try:

@@ -227,7 +227,7 @@ def test_a_clock_that_jumps_backwards_does_no_harm(tmp_path, data_dir, undisturb
 def slow_disk():
     """Every write takes half a millisecond longer; a checkpoint is about 250: longer than the
     two steps from one save to the next."""
-    from train.checkpoint import HashingFile
+    from train.base.checkpoint_file import HashingFile
     real = HashingFile.write
 
     def write(self, data):
@@ -260,7 +260,7 @@ def test_memory_of_a_step_is_kept_for_the_next():
         import torch
         from train.config import TrainConfig
         from train.distributed import process_group
-        from train.device import return_freed_memory
+        from train.base.memory import return_freed_memory
 
         def faults():
             before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt

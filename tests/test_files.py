@@ -20,11 +20,11 @@ from data.prepare import chat, features, labels
 from data.prepare.folders import new_folder
 from train.base.errors import UserError
 from train.base.files import (
-    Lock,
+    FolderLock,
+    add_link,
     atomic_write,
     exclusive_lock,
-    link,
-    open_own,
+    open_no_follow,
     sync_folder,
     write_text,
 )
@@ -61,7 +61,7 @@ def test_a_temporary_name_that_is_a_link(outside):
         outside(f"{name}.tmp.{os.getpid()}")
     folder = outside("a").parent
     write_text(folder / "a", "new")
-    link(folder / "a", folder / "b")
+    add_link(folder / "a", folder / "b")
     save_checkpoint(str(folder / "ckpt.pt"), {"model": {}, "iter_num": 3})
     assert (folder / "a").read_text() == (folder / "b").read_text() == "new"
     assert load_checkpoint(folder / "ckpt.pt")["iter_num"] == 3
@@ -71,7 +71,7 @@ def test_a_temporary_name_that_is_a_link(outside):
 def test_a_lock_that_is_a_link(outside, data_dir):
     path = outside(".lock")
     with pytest.raises(UserError, match=f"{path} is a link.*remove the link"):
-        Lock(path.parent)
+        FolderLock(path.parent)
     with pytest.raises(UserError, match="is a link"):
         go(data_dir, path.parent, max_iters=1)
     assert os.listdir(path.parent) == [".lock"]
@@ -83,7 +83,7 @@ def test_no_link_is_followed_without_o_nofollow(outside, monkeypatch):
         if gone:
             monkeypatch.delattr(os, "O_NOFOLLOW")
         with pytest.raises(OSError, match="link"):
-            open_own(path, "ab")
+            open_no_follow(path, "ab")
 
 
 def test_logs_that_are_links(outside, capsys):

@@ -144,8 +144,8 @@ ONE = torch.zeros(1)
 weight("expanded", r"clone\(\)", ONE.expand(10**5, 10**5))
 checkpoint("expanded moments", r"clone\(\)", optimizer=dict(
     state=dict(w=dict(exp_avg=ONE.expand(10**5, 10**5)))))
-checkpoint("doubled config", "again and again", config=dict(model="gpt", n_layer=doubled()))
-checkpoint("doubled moments", "again and again", optimizer=dict(state=doubled()))
+checkpoint("doubled config", "repeatedly shared", config=dict(model="gpt", n_layer=doubled()))
+checkpoint("doubled moments", "repeatedly shared", optimizer=dict(state=doubled()))
 for kind in ("config", "spec", "model_args", "tokenizer", "optimizer"):
     for other in (5, "x", [1]):
         checkpoint(f"{kind} {other}", f"its {kind} is a .*, expected a dict", **{kind: other})
@@ -153,20 +153,20 @@ checkpoint("serve", "it is no system", config=dict(model="serve"))
 for system in ("sae", "classifier", "autoencoder", "chat"):
     checkpoint(system, "describes no model|ckpt.pt: ", config=dict(model=system))
 checkpoint("tokenizer of a list", "tokenizer kind", spec=dict(tokenizer=dict(kind=["x"])))
-weight("float8", "holds a float8", torch.zeros(384, 32).to(torch.float8_e4m3fn))
-weight("sparse", "holds a float32 tensor", torch.eye(3).to_sparse())
+weight("float8", "contains a float8", torch.zeros(384, 32).to(torch.float8_e4m3fn))
+weight("sparse", "contains a float32 tensor", torch.eye(3).to_sparse())
 weight("meta", "on meta", torch.empty(384, 32, device="meta"))
-weight("complex", "holds a complex64", torch.zeros(384, 32, dtype=torch.complex64))
+weight("complex", "contains a complex64", torch.zeros(384, 32, dtype=torch.complex64))
 checkpoint("names", "no name of a tensor", model={5: ONE})
 
 
-checkpoint("a tensor among what is compared", "its 'data' holds a tensor", data=[ONE],
+checkpoint("a tensor among what is compared", "its 'data' contains a tensor", data=[ONE],
            format_version=0)
-checkpoint("a tensor for a number", "its 'model_args' holds a tensor",
+checkpoint("a tensor for a number", "its 'model_args' contains a tensor",
            model_args=asdict(SHAPE) | dict(n_layer=ONE))
 
 
-@case("checkpoint: nested", "holds a float32 tensor")
+@case("checkpoint: nested", "contains a float32 tensor")
 def nested(folder):
     tensor = torch.nested.nested_tensor([torch.zeros(2), torch.zeros(3)])
     torch.save(state(model=dict(x=tensor)), folder / "ckpt.pt")
@@ -183,7 +183,7 @@ def deflated(folder):
     return ["model.sample", "--ckpt", folder / "ckpt.pt"]
 
 
-@case("checkpoint: tar", "it holds other things than plain tensors")
+@case("checkpoint: tar", "it contains objects other than plain tensors")
 def tar(folder):
     with tarfile.open(folder / "ckpt.pt", "w") as file:
         for name in ("sys_info", "pickle", "storages", "tensors"):

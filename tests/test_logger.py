@@ -226,7 +226,7 @@ def test_no_standard_output_at_all(tmp_path):
 
 @pytest.mark.skipif(not os.path.exists("/dev/full"), reason="needs /dev/full")
 def test_a_full_disk_warns_once_and_training_goes_on(tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr("train.logger.open_own",
+    monkeypatch.setattr("train.logger.open_no_follow",
                         lambda path, mode: open("/dev/full", mode, buffering=0))
     with Logger(tmp_path, resume_iter=None) as log:
         log.first_iter = 0  # as in a run that has begun before the disk filled up

@@ -147,7 +147,7 @@ def test_stopped_it_goes_on_to_the_same_length(data_dir, tmp_path, capsys):
     go(data_dir, tmp_path / "b", **MINUTES | dict(max_iters=steps, max_minutes=None))
     assert_same(tmp_path / "a", tmp_path / "b")
     # Another number of minutes is refused; without one, max_iters is free as in any run.
-    with pytest.raises(Exception, match=rf"length of {steps} steps already.*leave max_minutes out"):
+    with pytest.raises(Exception, match=rf"already has a length of {steps} steps; .*remove max_minutes"):
         train(configure(data_dir, tmp_path / "a", **MINUTES | dict(max_minutes=1.0)))
     longer = MINUTES | dict(max_minutes=None, max_iters=steps + 5, lr_decay_iters=None)
     assert train(configure(data_dir, tmp_path / "a", **longer))["iter_num"] == steps + 5

@@ -8,8 +8,8 @@ import pytest
 import torch
 from runs import assert_same, go, metrics, run_program
 
-from train import checkpoint
 from train import train as training
+from train.base import run_folder
 from train.base.errors import BadNumbers, Stopped
 from train.checkpoint import load_checkpoint
 from train.options.prefetch import Prefetcher
@@ -217,8 +217,8 @@ def test_a_spike_rewinds_past_the_bad_batches(tmp_path, data_dir, bad_batches, c
 def test_a_rewind_waits_for_the_save_under_way(tmp_path, data_dir, bad_batches, capsys,
                                                monkeypatch):
     """the checkpoint of 13 is still being written when step 13 spikes -> back to it, not to 10"""
-    real = checkpoint.save_checkpoint
-    monkeypatch.setattr(checkpoint, "save_checkpoint", lambda *args: time.sleep(0.2) or real(*args))
+    real = run_folder.save_checkpoint
+    monkeypatch.setattr(run_folder, "save_checkpoint", lambda *args: time.sleep(0.2) or real(*args))
     bad_batches.add(13)
     go(data_dir, tmp_path, on_spike="rewind", save_interval=13)
     assert "rewound to iter 13, passing over 1 batches" in capsys.readouterr().out

@@ -7,8 +7,8 @@ import torch
 import torch.nn as nn
 
 from model.gpt import GPT, GPTConfig
+from train.checkpoint import fill_optimizer, optimizer_state, without_values
 from train.optimizer import AdamW, Muon, configure_optimizers, orthogonalize
-from train.resume import fill_optimizer, optimizer_state, without_values
 
 MUON = dict(lr=0.02, momentum=0.9, weight_decay=0.1)
 

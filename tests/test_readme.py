@@ -72,7 +72,7 @@ def check_run(words, capsys, monkeypatch):
     """run_train.py takes the arguments; files of runs and of other programs need not be there."""
     words = ["train/config.yaml" if w.startswith("out/") and w.endswith(".yaml") else w
              for w in words]
-    monkeypatch.setattr("train.resume.weights_shape", lambda config: ({}, None))
+    monkeypatch.setattr("train.checkpoint.inherited_shape", lambda config: ({}, None))
     code = run_train.main([*words, "--print_config"])
     said = capsys.readouterr()
     assert code == 0, said.err

@@ -30,12 +30,11 @@ from train import checkpoint, distributed, logger
 from train import device as devices
 from train import train as train_module
 from train.base.errors import CheckpointError, ConfigError
-from train.checkpoint import load_checkpoint, save_checkpoint
+from train.checkpoint import check_tensors, load_checkpoint, save_checkpoint
 from train.config import GPTKeys, TrainConfig, load_config
 from train.dataloader import DataLoader, send
 from train.distributed import Ranks
 from train.lr_scheduler import get_lr
-from train.resume import check_tensors
 from train.train import train
 
 
@@ -184,7 +183,7 @@ def test_init_from_weights_of_another_tokenizer_is_refused(tmp_path, data_dir, t
     (other / "meta.json").write_text(json.dumps(dict(
         vocab_size=257, tokenizer=dict(kind="char", chars=chars))))
     start = dict(init_from=str(tmp_path / "a" / "ckpt.pt"), vocab_size=257, max_iters=1)
-    with pytest.raises(CheckpointError, match="another tokenizer .byte; the data: char"):
+    with pytest.raises(CheckpointError, match="different tokenizer .byte; the data: char"):
         go(other, tmp_path / "b", **start)
     go(other, tmp_path / "b", **start, allow_change=["tokenizer"])
 
@@ -199,7 +198,7 @@ def test_any_kept_checkpoint_can_be_resumed_and_is_offered(tmp_path, data_dir):
         go(data_dir, tmp_path)
     for name in ("ckpt.pt", "ckpt_prev.pt"):
         (tmp_path / name).unlink()
-    with pytest.raises(CheckpointError, match="ckpt_prev.pt are gone") as caught:
+    with pytest.raises(CheckpointError, match="ckpt_prev.pt do not exist") as caught:
         go(data_dir, tmp_path)
     assert f"--resume {best}" in str(caught.value)
     go(data_dir, tmp_path, resume=str(best), max_iters=20)
@@ -475,7 +474,7 @@ def test_a_checkpoint_shows_what_it_holds(tmp_path, data_dir, capsys):
     text = capsys.readouterr().out
     state = load_checkpoint(tmp_path / "a/ckpt.pt")
     assert "# iter_num: 3" in text and f"# best_val_loss: {state['best_val_loss']}" in text
-    assert f"{sum(t.numel() for t in state['model'].values()):,} numbers" in text
+    assert f"{sum(t.numel() for t in state['model'].values()):,} parameters" in text
     (tmp_path / "c.yaml").write_text(text)
     config = load_config(tmp_path / "c.yaml", dict(out_dir=str(tmp_path / "b")))
     train(config)

@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from train import device, logger
+from train.base import memory
 from train.config import TrainConfig
 from train.options.compile import should_compile
 from train.options.prefetch import Prefetcher
@@ -207,17 +208,17 @@ def machine(monkeypatch, tmp_path):
 
 
 def test_free_memory_is_the_least_of_machine_and_container(machine):
-    assert device.memory_available() == 2**62
+    assert memory.memory_available() == 2**62
     machine("/proc/meminfo", "MemTotal:  9 kB\nMemFree:  3 kB\nMemAvailable:    5000 kB\n")
-    assert device.memory_available() == 5_120_000
+    assert memory.memory_available() == 5_120_000
     machine("/sys/fs/cgroup/memory.current", "3000000\n")
     machine("/sys/fs/cgroup/memory.stat", "anon 7\ninactive_file 200\nactive_file 9\n")
     machine("/sys/fs/cgroup/memory.max", "max\n")
-    assert device.memory_available() == 5_120_000
+    assert memory.memory_available() == 5_120_000
     machine("/sys/fs/cgroup/memory.max", "4000000\n")
-    assert device.memory_available() == 1_000_200
+    assert memory.memory_available() == 1_000_200
     machine("/sys/fs/cgroup/memory.max", "40000000\n")
-    assert device.memory_available() == 5_120_000
+    assert memory.memory_available() == 5_120_000
 
 
 def test_threads_are_the_physical_cores_this_process_may_use(machine, monkeypatch):

@@ -1,10 +1,8 @@
 """Facts and choices of the device: which one, its precision, FLOPs and peaks, memory, threads."""
 
 import contextlib
-import ctypes
 import importlib.util
 import os
-import pathlib
 import re
 import sys
 
@@ -177,40 +175,6 @@ def peak_memory(device):
         return None
     unit = 2**20 if sys.platform == "darwin" else 2**10
     return round(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / 2**20)
-
-
-def memory_available():
-    """Bytes of memory free for use, on the machine and in the container (Linux; else: plenty)."""
-    free = 2**62
-    with contextlib.suppress(OSError, ValueError), open("/proc/meminfo") as f:
-        free = next(int(line.split()[1]) * 1024 for line in f if line.startswith("MemAvailable"))
-    with contextlib.suppress(OSError, ValueError, StopIteration):
-        limit, used, stat = (pathlib.Path("/sys/fs/cgroup", f"memory.{name}").read_text()
-                             for name in ("max", "current", "stat"))
-        cache = next(int(line.split()[1]) for line in stat.splitlines()
-                     if line.startswith("inactive_file "))
-        free = min(free, int(limit) - int(used) + cache)
-    return free
-
-
-def keep_freed_memory():
-    """Have malloc keep what a step on the CPU frees for the next one. glibc returns large blocks,
-    and a large free end of its heap, to the system, which hands them out again page by page:
-    160,000 page faults a step of the production model, 5 to 15% of its time (train/LOG.md). Nothing
-    happens with another C library (the constants are those of its malloc.h), or where the
-    environment says how malloc should work."""
-    M_TRIM_THRESHOLD, M_MMAP_MAX = -1, -4
-    if not any(name.startswith("MALLOC_") or name == "GLIBC_TUNABLES" for name in os.environ):
-        with contextlib.suppress(OSError, AttributeError, TypeError):
-            libc = ctypes.CDLL(None)
-            libc.mallopt(M_MMAP_MAX, 0)
-            libc.mallopt(M_TRIM_THRESHOLD, -1)
-
-
-def return_freed_memory():
-    """Give all that is free back to the system once: the copy that a save was written from."""
-    with contextlib.suppress(OSError, AttributeError, TypeError):
-        ctypes.CDLL(None).malloc_trim(0)
 
 
 def set_num_threads(config):

@@ -23,7 +23,8 @@ import torch.nn as nn
 from torch.nn.parallel import DistributedDataParallel
 
 from train.base.errors import CollectiveExit, SetupError
-from train.device import get_device, keep_freed_memory, set_num_threads, use_flash_attention_3
+from train.base.memory import keep_freed_memory
+from train.device import get_device, set_num_threads, use_flash_attention_3
 
 
 @dataclass

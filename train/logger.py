@@ -20,7 +20,7 @@ import time
 from contextlib import contextmanager, suppress
 
 from train.base.errors import printable, warn_stderr
-from train.base.files import atomic_write, open_own, write_text
+from train.base.files import atomic_write, open_no_follow, write_text
 from train.keys import task_names
 from train.lr_scheduler import milestones
 
@@ -264,7 +264,7 @@ class _LineFile:
                     warn_stderr(f"warning: {self.path} was a link to {os.readlink(self.path)}, which "
                               "stays as it is; a file takes its place")
                     os.unlink(self.path)
-                self.file = open_own(self.path, "ab")
+                self.file = open_no_follow(self.path, "ab")
             self.torn = self.file.write(data) < len(data)
             if self.torn:
                 raise OSError("the disk is full")

@@ -16,9 +16,10 @@ from typing import Any
 
 import torch
 
-from train import checkpoint, device, distributed, logger, resume, robust
+from train import checkpoint, device, distributed, logger, robust
 from train.base.errors import BadNumbers, SetupError, Stopped, echo
 from train.base.fields import parse_mixture
+from train.base.run_folder import RunFolder
 from train.config import TrainConfig, load_config, load_model_file, to_yaml
 from train.dataloader import open_token_data
 from train.evaluate import add_sums, all_reduce, batch_sums, evaluate, to_host, to_numbers
@@ -109,8 +110,8 @@ class Trainer:
         # The folder, ours alone from here on, says where the run starts: afresh, from its own last
         # checkpoint, or from other weights, whose shape the model then takes over.
         self.folder = at_end.enter_context(
-            checkpoint.RunFolder(config.out_dir, config.keep_last, config.save_precision))
-        start = resume.find_start(self.folder, config, ranks, echo)
+            RunFolder(config.out_dir, config.keep_last, config.save_precision))
+        start = checkpoint.find_start(self.folder, config, ranks, echo)
         config = config.replace(**start.shape)
 
         # The data say how long an epoch is: from here on all lengths are in steps.
@@ -128,7 +129,7 @@ class Trainer:
         self.model = self.wrapped = self.build_model(model)
         self.flops_per_step = device.flops_per_step(self.model, c, self.data.train)
         if start.kind == "resume":
-            resume.check_fits(start, c, self.data, self.model, ranks, echo)
+            checkpoint.check_fits(start, c, self.data, self.model, ranks, echo)
 
         self.tasks = None
         if c.eval_tasks:  # questions that are answered at every evaluation
@@ -146,7 +147,7 @@ class Trainer:
         # Weights to start from come before the optimizer. The optimizer may freeze some parameters,
         # so it comes before DDP, which wants to know which ones learn.
         if start.kind == "init_from":
-            resume.load_weights(self.model, start, c, self.data.spec, ranks, self.log.info)
+            checkpoint.load_weights(self.model, start, c, self.data.spec, ranks, self.log.info)
         # A model that starts from trained weights may be at its best before its first step.
         self.trained = c.init_from != "scratch" or not all(
             p.requires_grad for p in self.model.parameters())
@@ -176,7 +177,7 @@ class Trainer:
         c = self.config
         if start.kind == "resume":
             if c.resume_file and not c.eval_only:
-                self.folder.branch_off(start.outline["iter_num"], self.log.info)
+                self.folder.archive_later_checkpoints(start.outline["iter_num"], self.log.info)
             self.restore(start)
             self.log.info(f"Resuming from {start.path} at iter {self.progress.iter_num}")
         elif start.kind == "scratch":
@@ -498,7 +499,7 @@ class Trainer:
         p, loader = self.progress, self.data.test
         if loader is None:
             return
-        weights = resume.load_best(self.model, self.folder, self.ranks)
+        weights = checkpoint.load_best(self.model, self.folder, self.ranks)
         numbers = self.evaluate(loader, loader.samples + 1) or {}  # asked to stop: as it is
         self.tested = {f"test_{n.removeprefix('val_')}": v for n, v in numbers.items()}
         if numbers:
@@ -523,7 +524,7 @@ class Trainer:
             self.log.samples(it, text, whole=it >= self.config.max_iters)
 
     # -------------------------------------------------------------------------
-    # checkpoints: the state_dict of every part, and back (train/resume.py)
+    # checkpoints: the state_dict of every part, and back (train/checkpoint.py)
 
     def parts(self):
         """{name in the checkpoint: part} of all that has state besides model and optimizer."""
@@ -535,11 +536,11 @@ class Trainer:
         self.watchdog.arm(factor=10)  # saving takes longer than a step
         with self.clock.away(), self.log.busy("saving the checkpoint"):
             self.folder.wait()  # until the memory of the save before is free
-            resume.check_finite(self.model, self.optimizer, self.progress.iter_num,
+            checkpoint.check_finite(self.model, self.optimizer, self.progress.iter_num,
                                 self.folder.file("ckpt.pt"), self.ranks)
             # All ranks gather what is sharded; rank 0 writes, and tells the others how it went.
-            state = resume.make_checkpoint(self.config, self.data, self.model, self.optimizer,
-                                           self.parts(), self.ranks, self.folder.may_pin)
+            state = checkpoint.make_checkpoint(self.config, self.data, self.model, self.optimizer,
+                                           self.parts(), self.ranks, self.folder.can_pin_memory)
             distributed.broadcast_from_rank0(
                 lambda: self.folder.save(state, self.best_due, self.is_kept(), self.log, last,
                                          private=self.sharded), self.ranks)
@@ -548,7 +549,7 @@ class Trainer:
     def restore(self, start):
         """Go on from the checkpoint that `start` has found."""
         p = self.progress
-        resume.restore(start, self.config, self.model, self.optimizer, self.parts(), self.ranks,
+        checkpoint.restore(start, self.config, self.model, self.optimizer, self.parts(), self.ranks,
                        self.log.warn)
         self.saved_at, self.best_due = p.iter_num, False
         if self.config.eval_only:  # the run's own numbers stay as they are
@@ -564,7 +565,7 @@ class Trainer:
         self.optimizer.zero_grad(set_to_none=True)
         self.scaler.update()  # or it would take the next step's gradients for unscaled already
         self.folder.wait()
-        start = resume.find_latest(self.folder, self.ranks, echo)
+        start = checkpoint.find_latest(self.folder, self.ranks, echo)
         if start.kind == "scratch":
             raise BadNumbers(f"iter {bad}: a loss spike, and no checkpoint to rewind to yet")
         self.restore(start)
@@ -623,5 +624,5 @@ def open_data(config, ranks):
         data = mix({f: opened(config.replace(data_dir=f), ranks) for f in weights}, weights)
     else:
         data = opened(config, ranks)
-    resume.check_plain(data.spec, "Data.spec")
+    checkpoint.check_plain(data.spec, "Data.spec")
     return data

@@ -16,7 +16,7 @@ from contextlib import contextmanager, suppress
 from data.token_files import CHECKED_WHOLE, made_for, prepared_meta, who_reads
 from data.tokenizer import BESIDE, load_dataset_tokenizer
 from train.base.errors import DataError
-from train.base.files import exclusive_lock, free_name, sync_folder, write_text
+from train.base.files import exclusive_lock, next_free_path, sync_folder, write_text
 
 # -----------------------------------------------------------------------------
 # what they must hold
@@ -137,7 +137,7 @@ def replace_folder(folder, out, aside, ours):
     except OSError:
         if not os.path.isdir(out):
             raise
-        old = free_name(parent, os.path.basename(aside), "")
+        old = next_free_path(parent, os.path.basename(aside), "")
         os.rename(out, old)
         try:
             os.rename(folder, out)

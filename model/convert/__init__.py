@@ -33,9 +33,9 @@ from model.convert.foreign import (
     rename,
 )
 from model.core.load import BACKBONE, EMA, averaged, model_of, read_model_args
+from train.base.checkpoint_file import find_non_finite, save_checkpoint, write_safetensors
 from train.base.cli import run_command
 from train.base.errors import CheckpointError
-from train.checkpoint import find_not_finite, save_checkpoint, write_safetensors
 from train.distributed import convert_ddp_state
 
 # -----------------------------------------------------------------------------
@@ -202,7 +202,7 @@ def names_out(source, family):
 def write_weights(path, weights, precision, about=None):
     dtype = getattr(torch, precision)
     weights = {n: t.to(dtype) for n, t in weights.items()}
-    if bad := find_not_finite(weights):
+    if bad := find_non_finite(weights):
         raise CheckpointError(f"{bad} is too large for {precision}: --save_precision bfloat16")
     write_safetensors(path, weights, about)
 

@@ -19,15 +19,15 @@ import torch.nn.functional as F
 
 from data.tokenizer_hf import folder_of, read_json, read_template, read_tokenizer
 from model.gpt import GPT, GPTConfig
-from train.base.errors import CheckpointError, echo
-from train.checkpoint import (
+from train.base.checkpoint_file import (
     DESCRIPTION,
-    DTYPES,
-    find_not_finite,
+    SAFETENSORS_DTYPES,
+    find_non_finite,
     load_checkpoint,
     mismatches,
-    refuse,
+    raise_mismatches,
 )
+from train.base.errors import CheckpointError, echo
 from train.config import check_shape
 from train.distributed import convert_ddp_state
 
@@ -210,7 +210,7 @@ def check_complete(path, weights, shape):
             wanted = kind(shape).state_dict()
     except (RuntimeError, TypeError, ValueError, ArithmeticError) as error:
         raise CheckpointError(f"{path}: its configuration describes no model: {error}") from None
-    refuse(mismatches("", weights, wanted, dtypes=False), path)
+    raise_mismatches(mismatches("", weights, wanted, dtypes=False), path)
 
 
 def read_safetensors(path):
@@ -230,7 +230,7 @@ def read_safetensors(path):
             content, last = torch.from_file(str(path), size=size, dtype=torch.uint8), 8 + length
             for name, entry in sorted(header.items(), key=lambda e: e[1]["data_offsets"]):
                 begin, end = (8 + length + at for at in entry["data_offsets"])
-                empty = torch.empty(entry["shape"], dtype=DTYPES[entry["dtype"]], device="meta")
+                empty = torch.empty(entry["shape"], dtype=SAFETENSORS_DTYPES[entry["dtype"]], device="meta")
                 if not last <= begin <= end <= size or end - begin != empty.nbytes:
                     raise ValueError(f"{name} lies outside the file, over another tensor, or is of "
                                      "another size")
@@ -244,7 +244,7 @@ def read_safetensors(path):
             RuntimeError, MemoryError) as error:
         raise CheckpointError(f"{path}: not a safetensors file that can be read: "
                               f"{type(error).__name__}: {error}") from None
-    if bad := find_not_finite(tensors):
+    if bad := find_non_finite(tensors):
         raise CheckpointError(f"{path}: {bad} holds values that are not finite")
     return tensors, {k: v for k, v in about.items() if v is not None}
 

@@ -8,8 +8,8 @@ from dataclasses import fields
 import torch
 
 from data.tokenizer import Tokenizer
+from train.base.checkpoint_file import load_checkpoint
 from train.base.errors import CheckpointError
-from train.checkpoint import load_checkpoint
 from train.config import check_shape, check_size, load_config, load_model_file
 from train.distributed import convert_ddp_state
 

@@ -11,7 +11,8 @@ from dataclasses import fields
 import torch
 
 from model.core.load import model_of, read_weights
-from train.checkpoint import CheckpointError, bullets, mismatches, refuse
+from train.base.checkpoint_file import bullets, mismatches, raise_mismatches
+from train.base.errors import CheckpointError
 from train.config import check_size, checked, conflicts, load_model_file
 from train.distributed import convert_ddp_state
 from train.keys import GPTKeys
@@ -132,7 +133,7 @@ def adopt_weights(model, state, path, log):
     weights = model.adopt(weights) if hasattr(model, "adopt") else weights
     # Names may differ, shapes may not; dtypes are converted as the model is filled.
     matches = {n: t for n, t in weights.items() if n in own}
-    refuse(mismatches("", matches, {n: own[n] for n in matches}, dtypes=False), path)
+    raise_mismatches(mismatches("", matches, {n: own[n] for n in matches}, dtypes=False), path)
     if not matches:
         raise CheckpointError(f"{path}: none of its {len(weights)} tensors is one of this model; "
                               f"its names look like {', '.join(list(weights)[:3])}")

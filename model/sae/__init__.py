@@ -29,9 +29,9 @@ from model.sae.activations import (  # noqa: F401  ActivationBuffer: for importe
     ActivationLoader,
     load_backbone,
 )
+from train.base.checkpoint_file import write_safetensors
 from train.base.cli import run_command
 from train.base.errors import CheckpointError, ConfigError, UsageError, echo
-from train.checkpoint import write_safetensors
 from train.config import key
 from train.dataloader import Data, DataLoader, open_token_data
 from train.device import choose_dtype

@@ -68,27 +68,27 @@ FAULTS = [
      "in model.named_parameters()"),
     # checkpoints
     ("train/base/files.py", "            os.fsync(f.fileno())\n        before", "        before"),
-    ("train/checkpoint.py", "            link(path, prev_path(path))", "            pass"),
-    ("train/checkpoint.py", "        sync_folder(folder)\n    except", "    except"),
-    ("train/checkpoint.py", "if signed and sha.hexdigest", "if b'' and sha.hexdigest"),
-    ("train/checkpoint.py", 'map_location="cpu", weights_only=True', 'map_location="cpu", '
+    ("train/base/checkpoint_file.py", "            add_link(path, prev_path(path))", "            pass"),
+    ("train/base/checkpoint_file.py", "        sync_folder(folder)\n    except", "    except"),
+    ("train/base/checkpoint_file.py", "if signed and sha256_of", "if b'' and sha256_of"),
+    ("train/base/checkpoint_file.py", 'map_location="cpu", weights_only=True', 'map_location="cpu", '
      "weights_only=False"),
-    ("train/checkpoint.py", "return out.copy_(t.detach(), non_blocking=t.is_cuda)",
+    ("train/base/run_folder.py", "return out.copy_(t.detach(), non_blocking=t.is_cuda)",
      "return t"),
-    ("train/checkpoint.py", "        try:  # from here on nothing can be lost",
-     "        if True:  # from here on nothing can be lost\n"
+    ("train/base/run_folder.py", "        try:  # the checkpoint is safe from here on",
+     "        if True:  # the checkpoint is safe from here on\n"
      "            prune(self.path, self.keep_last)\n"
      "            if self.save_precision:\n"
      "                self.export(state[\"model\"])\n"
      "        try:"),
-    ("train/checkpoint.py", "numbered(folder)[:-keep]", "numbered(folder)[:-keep - 1]"),
-    ("train/checkpoint.py", 'os.replace(path, free_name(folder, "ckpt_bad"))', "pass"),
-    ("train/checkpoint.py", 'for k in ("model", "optimizer") if k in state}', "for k in ()}"),
+    ("train/base/run_folder.py", "numbered(folder)[:-keep]", "numbered(folder)[:-keep - 1]"),
+    ("train/base/run_folder.py", 'os.replace(path, next_free_path(folder, "ckpt_bad"))', "pass"),
+    ("train/base/checkpoint_file.py", 'for k in ("model", "optimizer") if k in state}', "for k in ()}"),
     # going on
-    ("train/resume.py", "if then != now:", "if False:"),
-    ("train/resume.py", '[] if "all" in allowed else', "[] if allowed else"),
-    ("train/resume.py", "mark.read_text() == job", "True"),
-    ("train/resume.py", "if theirs and ours and theirs != ours", "if False"),
+    ("train/checkpoint.py", "if old != new:", "if False:"),
+    ("train/checkpoint.py", '[] if "all" in allowed else', "[] if allowed else"),
+    ("train/checkpoint.py", "mark.read_text() == job", "True"),
+    ("model/core/weights.py", "if theirs and ours and theirs != ours", "if False"),
     ("train/keys.py", "if not asked or f.name", "if True or f.name"),
     # guards, ranks
     ("train/robust.py", "<= MAX_OVERFLOWS_IN_A_ROW", "<= 10**9"),

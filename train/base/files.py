@@ -1,8 +1,8 @@
-"""Armour: files that are whole or not there, and never what a link points to.
+"""Atomic file writes and folder locks.
 
-A file is written under a temporary name, NAME.tmp.PID, made durable and renamed: a reader meets
-the old content or the new one, after a crash too. Folders are other people's as well: where a link
-stands in place of a file of ours, the file it points to is left alone.
+A file is written under a temporary name (NAME.tmp.PID), made durable and then renamed. A reader
+finds the old content or the new one, also after a crash. Symbolic links are replaced and never
+followed, because in a shared folder a link could point to a file of a different user.
 """
 
 import errno
@@ -16,16 +16,16 @@ from train.base.errors import UserError
 # -----------------------------------------------------------------------------
 # files
 
-def open_new(path):
-    """A new binary file for writing. What lies at `path`, of a killed process say, is removed; a
-    link is, not what it points to."""
+def create_file(path):
+    """Return a new binary file, open for writing. An existing file or link is removed, e.g. one
+    left by a killed process."""
     with suppress(FileNotFoundError):
         os.unlink(path)
-    return open(path, "xb")  # exclusive: a link made since then is not followed either
+    return open(path, "xb")  # exclusive: does not follow a link that was created since then
 
 
-def open_own(path, mode):
-    """Open `path` for "ab", "a+" and so on, never through a link: OSError (ELOOP) for one."""
+def open_no_follow(path, mode):
+    """Open `path` in `mode` ("ab", "a+", ...) unless it is a link. OSError (ELOOP) for a link."""
     if os.path.islink(path):  # for systems without O_NOFOLLOW
         raise OSError(errno.ELOOP, "is a link", path)
     return open(path, mode, buffering=0 if "b" in mode else -1, opener=lambda name, flags: os.open(
@@ -33,32 +33,35 @@ def open_own(path, mode):
 
 
 @contextmanager
-def atomic_write(path, before=lambda temporary: None):
-    """A binary file that takes the place of `path` once it is complete. before(temporary) is called
-    when it is durable, under the name that it still has, right before that."""
+def atomic_write(path, before_rename=lambda temporary: None):
+    """Context of a binary file that replaces `path` when the context exits without an error.
+
+    before_rename(temporary): called with the temporary name when the file is complete and durable.
+    """
     temporary = f"{path}.tmp.{os.getpid()}"
     try:
-        with open_new(temporary) as f:
+        with create_file(temporary) as f:
             yield f
             f.flush()
             os.fsync(f.fileno())
-        before(temporary)
+        before_rename(temporary)
         os.replace(temporary, path)
     finally:
-        with suppress(OSError):  # there, if something failed
+        with suppress(OSError):  # exists only after an error
             os.unlink(temporary)
 
 
 def write_text(path, text):
-    """Replace a small file by one that holds `text`, as UTF-8."""
+    """Replace the file `path` atomically with `text`, in UTF-8."""
     with atomic_write(path) as f:
         f.write(text.encode("utf-8", "replace"))
 
 
-def link(source, target):
-    """Give the file `source` the name `target` too, atomically; copy where links are refused."""
+def add_link(source, target):
+    """Make `target` a second name of the file `source`, atomically; a copy if the file system has
+    no hard links."""
     temporary = f"{target}.tmp.{os.getpid()}"
-    with suppress(FileNotFoundError):  # of a process of the same number, killed
+    with suppress(FileNotFoundError):  # left by a killed process with the same number
         os.unlink(temporary)
     try:
         os.link(source, temporary, follow_symlinks=True)
@@ -70,11 +73,12 @@ def link(source, target):
 
 
 # -----------------------------------------------------------------------------
-# what else is there
+# folders
 
 @contextmanager
 def exclusive_lock(folder):
-    """Context in which no other process is with `folder`, where a folder can be locked (POSIX)."""
+    """Context in which no other process has this lock on `folder`; waits for it. Without effect if
+    the system or the file system has no locks."""
     fd = None
     with suppress(ImportError, OSError):
         import fcntl
@@ -88,7 +92,7 @@ def exclusive_lock(folder):
 
 
 def sync_folder(folder):
-    """Make renames in `folder` durable, where a folder can be opened and synced (POSIX)."""
+    """Make renames in `folder` durable (POSIX; without effect on Windows)."""
     try:
         fd = os.open(folder, os.O_RDONLY)
         try:
@@ -100,40 +104,40 @@ def sync_folder(folder):
             raise
 
 
-def check_space(folder, needed):
-    """OSError unless `needed` bytes, and a little more, are free on the disk of `folder`."""
+def check_free_space(folder, needed):
+    """Raise OSError unless `needed` bytes, plus 2% and 1 MiB, are free on the disk of `folder`."""
     free = shutil.disk_usage(folder).free
     if free < needed * 1.02 + 2**20:
         raise OSError(f"it needs {needed * 1.02 / 2**20 + 1:,.1f} MiB and {free / 2**20:,.1f} MiB "
                       f"are free on the disk of {folder}")
 
 
-def free_name(folder, stem, suffix=".pt"):
-    """The first of STEM_1.pt, STEM_2.pt, ... in `folder` that nothing has; its path."""
+def next_free_path(folder, stem, suffix=".pt"):
+    """Return the first of the paths STEM_1.pt, STEM_2.pt, ... in `folder` that does not exist."""
     paths = (os.path.join(folder, f"{stem}_{n}{suffix}") for n in range(1, 10**6))
     return next(p for p in paths if not os.path.lexists(p))
 
 
-class Lock:
-    """Exclusive use of a folder while the process lives; the system frees a dead holder's lock.
-    Raises UserError, naming the holder where there is one."""
+class FolderLock:
+    """Exclusive use of a folder by this process. The system releases the lock when the process
+    exits. UserError, with the name of the holder, if a different process has the lock."""
 
     def __init__(self, folder):
         path = os.path.join(folder, ".lock")
         if os.path.islink(path):
             raise UserError(f"{path} is a link, expected a file of this program: remove the link, "
-                             "or choose another --out_dir")
-        self.file = open_own(path, "a+")
+                            "or choose another --out_dir")
+        self.file = open_no_follow(path, "a+")
         try:
-            import fcntl  # POSIX; without it there is no lock
+            import fcntl  # POSIX only; no lock on Windows
             fcntl.flock(self.file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             self.file.seek(0)
             holder = self.file.read(200).strip() or "another process"
             self.file.close()
             raise UserError(f"{folder} is in use by {holder}; wait for it, stop it, or choose "
-                             "another --out_dir") from None
-        except (ImportError, OSError):  # or a file system without locks
+                            "another --out_dir") from None
+        except (ImportError, OSError):  # the file system has no locks
             return
         self.file.truncate(0)
         self.file.write(f"pid {os.getpid()} on {socket.gethostname()}")

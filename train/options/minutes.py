@@ -15,8 +15,9 @@ import shutil
 import time
 from dataclasses import dataclass
 
+from train.base.checkpoint_file import prev_path
 from train.base.errors import SetupError, echo
-from train.checkpoint import RunFolder, prev_path
+from train.base.run_folder import RunFolder
 from train.distributed import broadcast_from_rank0
 from train.logger import duration
 from train.robust import on_signals

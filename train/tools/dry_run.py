@@ -11,11 +11,12 @@ import torch
 from train import device as device_module
 from train import distributed, logger
 from train.base.errors import CollectiveExit
+from train.base.memory import memory_available
+from train.checkpoint import inherited_shape
 from train.config import load_model_file
 from train.logger import compact, duration
 from train.optimizer import build_optimizer, clip_gradients
 from train.options.compile import ON_OFF, compile_model, should_compile
-from train.resume import weights_shape
 from train.train import open_data
 
 MAX_TIMING_SECONDS = 15.0  # on a CPU, slower steps are estimated from a single sample
@@ -26,7 +27,7 @@ def estimate(config):
     """Print the estimate for the run that `config` describes. Raises CollectiveExit."""
     with distributed.process_group(config) as ranks:
         log = (lambda text: print(text, flush=True)) if ranks.is_main else (lambda text: None)
-        config = config.replace(**distributed.broadcast_from_rank0(lambda: weights_shape(config)[0], ranks))
+        config = config.replace(**distributed.broadcast_from_rank0(lambda: inherited_shape(config)[0], ranks))
         data = open_data(config, ranks)
         config = config.in_steps(data.train.samples)
         build_model = load_model_file(config.model).build_model
@@ -69,7 +70,7 @@ def check_memory(config, model, data, ranks, dtype, compiled, log):
     if ranks.device.type == "cuda":
         available = torch.cuda.mem_get_info(ranks.device)[0]
     else:
-        available = device_module.memory_available()
+        available = memory_available()
     listed = ", ".join(f"{name} {size / 2**20:,.0f}" for name, size in purposes.items() if size)
     log(f"Memory, MiB: {listed}; total {needed / 2**20:,.0f} of {available / 2**20:,.0f}")
     if distributed.max_over_ranks(int(needed > available), ranks):

@@ -1,0 +1,326 @@
+"""The checkpoint file format: crash-safe saving, and safe loading of untrusted files.
+
+A checkpoint is a torch.save file of plain tensors and builtin types, followed by the SHA-256 of
+these bytes (torch.load does not notice most single-bit flips). It is written atomically, and the file
+that it replaces is kept as *_prev.pt. Loading never runs code: weights_only is always on.
+"""
+
+import hashlib
+import json
+import os
+import re
+import struct
+import zipfile
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+
+from train.base.errors import CheckpointError
+from train.base.files import add_link, atomic_write, check_free_space, sync_folder
+
+FORMAT_VERSION = 1
+SAFE_TORCH = (2, 10)  # weights_only is unsafe in earlier versions: CVE-2025-32434, CVE-2026-24747
+MARK = b"ironGPT sha256 "
+TRAILER_BYTES = len(MARK) + 64
+MAX_PROBLEMS_SHOWN = 10
+SAFETENSORS_DTYPES = {
+    "F64": torch.float64, "F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16,
+    "I64": torch.int64, "I32": torch.int32, "U8": torch.uint8, "BOOL": torch.bool}
+# Keys of a checkpoint that describe the model; JSON in the header of model.safetensors.
+DESCRIPTION = ("model_args", "config", "spec", "tokenizer")
+
+
+# -----------------------------------------------------------------------------
+# writing
+
+def save_checkpoint(path: str | os.PathLike, state: Mapping[str, object],
+                    links: Sequence[str] = ()) -> None:
+    """Write `state` to `path` durably. The file that it replaces becomes *_prev.pt, and each path
+    in `links` becomes a hard link to the new file. CheckpointError if that fails; the old file is
+    then unchanged."""
+    folder = os.path.dirname(path) or "."
+    hashing = None
+
+    def name_files(temporary):
+        # Links first: after a kill in between, the run evaluates and saves once more.
+        for name in links:
+            add_link(temporary, name)
+        if os.path.exists(path):  # a link is replaced; the file that it points to is kept
+            add_link(path, prev_path(path))
+    try:
+        os.makedirs(folder, exist_ok=True)
+        check_free_space(folder, tensor_bytes(state))
+        with atomic_write(path, name_files) as f:
+            hashing = HashingFile(f)
+            torch.save(state, hashing)
+            f.write(MARK + hashing.sha.hexdigest().encode())
+        sync_folder(folder)
+    except Exception as error:  # torch.save hides the error of the file; report that error
+        reason = getattr(hashing, "error", None) or error
+        raise CheckpointError(f"{path} could not be written: {reason}") from error
+
+
+class HashingFile:
+    """A file object that hashes the data written to it. torch.save writes strictly in order."""
+
+    def __init__(self, file):
+        self.file = file
+        self.sha = hashlib.sha256()
+        self.error = None
+
+    def write(self, data):
+        try:
+            self.sha.update(data)
+            return self.file.write(data)
+        except OSError as error:
+            self.error = error
+            raise
+
+    def flush(self):
+        self.file.flush()
+
+
+def write_safetensors(path, tensors, metadata=None):
+    """Write {name: tensor} as a .safetensors file (https://github.com/huggingface/safetensors):
+    the length of a JSON header, the header, and the bytes of all tensors."""
+    names = {dtype: name for name, dtype in SAFETENSORS_DTYPES.items()}
+    header = {"__metadata__": {"format": "pt", **(metadata or {})}}
+    offset = 0
+    for name, t in tensors.items():
+        header[name] = dict(dtype=names[t.dtype], shape=list(t.shape),
+                            data_offsets=[offset, offset + t.nbytes])
+        offset += t.nbytes
+    text = json.dumps(header).encode()
+    text += b" " * (-len(text) % 8)  # tensor data starts at a multiple of 8
+    with atomic_write(path) as f:
+        f.write(struct.pack("<Q", len(text)) + text)
+        for t in tensors.values():
+            f.write(t.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().tobytes())
+
+
+def prev_path(path):
+    """Return the name of the previous checkpoint: out/ckpt.pt -> out/ckpt_prev.pt."""
+    return path.removesuffix(".pt") + "_prev.pt"
+
+
+# -----------------------------------------------------------------------------
+# nested states: dicts and lists with tensors
+
+def child_items(nested):
+    """Return the (key, value) pairs of a dict, list or tuple, () for any other type."""
+    if isinstance(nested, dict):
+        return nested.items()
+    return enumerate(nested) if isinstance(nested, (list, tuple)) else ()
+
+
+def named_tensors(state, name=""):
+    """Yield (dotted name, tensor) of every tensor in a nested state."""
+    if isinstance(state, torch.Tensor):
+        yield name, state
+    for k, v in child_items(state):
+        yield from named_tensors(v, f"{name}.{k}" if name else str(k))
+
+
+def map_tensors(f, state):
+    """Return a nested state in which every tensor is replaced by f(tensor)."""
+    if isinstance(state, torch.Tensor):
+        return f(state)
+    if isinstance(state, dict):
+        return {k: map_tensors(f, v) for k, v in state.items()}
+    return [map_tensors(f, v) for v in state] if isinstance(state, list) else state
+
+
+def tensor_bytes(state):
+    """Return the number of bytes of all tensors in a nested state."""
+    return sum(tensor.nbytes for _, tensor in named_tensors(state))
+
+
+def find_non_finite(state):
+    """Return the name of a tensor in a nested state that contains NaN or infinity, or `None`.
+    0-dim tensors are not checked."""
+    named = [(n, t) for n, t in named_tensors(state)
+             if t.is_floating_point() and t.dim() and t.numel()]
+    if not named:
+        return None
+    # Extremes are non-finite if any value is; stacked, they need one wait for the device.
+    extremes = torch.stack([torch.stack(torch.aminmax(t)).float() for _, t in named])
+    finite = torch.isfinite(extremes).all(1)
+    return None if finite.all() else named[int(finite.int().argmin())][0]
+
+
+# -----------------------------------------------------------------------------
+# reading
+
+def load_checkpoint(path: str | os.PathLike) -> dict[str, Any]:
+    """Return the verified state saved at `path`, on the CPU: correct digest, plain types, known
+    format, finite values. Also reads foreign files of plain tensors: nanoGPT's checkpoints,
+    {"model_state_dict": ...}, a bare state dict. Raises CheckpointError."""
+    if tuple(int(n) for n in torch.__version__.split(".")[:2]) < SAFE_TORCH:
+        raise CheckpointError(f"{path}: torch {torch.__version__} cannot load files safely; "
+                              "pip install 'torch>=2.10'")
+    try:
+        signed = verify_digest(path)
+        # Without mmap: a later change of the file would change the tensors or crash the process.
+        state = with_model_key(torch.load(path, map_location="cpu", weights_only=True))
+        check_content(state, os.path.getsize(path))
+    except CheckpointError:
+        raise
+    except Exception as error:
+        raise CheckpointError(f"{path}: {describe_load_error(error)}") from error
+    version = state.get("format_version", 0)
+    if version and not signed:
+        raise CheckpointError(f"{path}: damaged: the digest is missing (save a modified checkpoint "
+                              "with train.checkpoint.save_checkpoint, not with torch.save)")
+    if not isinstance(version, int) or version > FORMAT_VERSION:
+        raise CheckpointError(f"{path}: format {version} is newer than this program's "
+                              f"{FORMAT_VERSION}: update the program")
+    if bad := find_non_finite({k: state[k] for k in ("model", "optimizer") if k in state}):
+        raise CheckpointError(f"{path}: {bad} contains non-finite values")
+    return state
+
+
+def verify_digest(path):
+    """Return whether the file has a digest; in a foreign file without a digest the CRCs are checked. Raises
+    CheckpointError for a damaged file."""
+    size = os.path.getsize(path)
+    if os.path.isdir(path):
+        raise CheckpointError(f"{path}: is a folder, expected a checkpoint file")
+    if size == 0:
+        raise CheckpointError(f"{path}: the file is empty")
+    with open(path, "rb") as f:
+        f.seek(max(0, size - TRAILER_BYTES))
+        trailer = f.read()
+        signed = trailer.startswith(MARK)
+        if signed and sha256_of(f, size - TRAILER_BYTES).encode() != trailer[len(MARK):]:
+            raise CheckpointError(f"{path}: damaged: its content does not match its digest")
+        if zipfile.is_zipfile(f):
+            with zipfile.ZipFile(f) as z:
+                if sum(part.file_size for part in z.infolist()) > size:
+                    raise CheckpointError(f"{path}: compressed; torch.save writes uncompressed "
+                                          "files")
+                if not signed and (bad := z.testzip()):
+                    raise CheckpointError(f"{path}: damaged at {bad}")
+    return signed
+
+
+def sha256_of(file, size):
+    """Return the hex SHA-256 of the first `size` bytes of an open file."""
+    file.seek(0)
+    sha = hashlib.sha256()
+    while size and (block := file.read(min(size, 1 << 22))):
+        sha.update(block)
+        size -= len(block)
+    return sha.hexdigest()
+
+
+def with_model_key(state):
+    """Return `state` with the weights under "model", also if a foreign trainer used a different
+    key."""
+    if isinstance(state, dict) and "model" not in state:
+        for name in ("model_state_dict", "state_dict"):
+            if isinstance(state.get(name), dict):
+                return {**state, "model": state[name]}
+        if state and all(isinstance(t, torch.Tensor) for t in state.values()):
+            return {"model": dict(state)}
+    return state
+
+
+def check_content(state, size):
+    """Raise ValueError unless the content of a file of `size` bytes is a checkpoint: plain tensors,
+    builtin types in the keys that the program reads, and no more data in memory than in the file.
+    A few bytes of pickle can share objects so often that counting or printing them takes forever."""
+    if not isinstance(state, dict) or not isinstance(state.get("model"), dict):
+        raise ValueError("not a checkpoint: expected a dict with the key `model`")
+    for name in ("optimizer", *DESCRIPTION):
+        if not isinstance(state.get(name) or {}, dict):
+            raise ValueError(f"its {name} is a {type(state[name]).__name__}, expected a dict")
+    tensors = []
+    if expanded_size(state, tensors, {}) > 16 * size + 10**6:
+        raise ValueError("contains repeatedly shared objects (not a plain checkpoint)")
+    plain = state.keys() - {"model", "optimizer"} if "format_version" in state else DESCRIPTION
+    for name in plain:  # compared and printed
+        if next(named_tensors(state.get(name)), None):
+            raise ValueError(f"its {name!r:.80} contains a tensor")
+    for t in tensors:
+        if (type(t) not in (torch.Tensor, torch.nn.Parameter) or t.layout != torch.strided
+                or t.is_nested or t.device.type != "cpu"
+                or t.dtype not in SAFETENSORS_DTYPES.values()):
+            raise ValueError(f"contains a {str(t.dtype).removeprefix('torch.')} tensor on "
+                             f"{t.device} ({t.layout}); expected plain dense tensors")
+    for name, t in state["model"].items():
+        if not isinstance(name, str) or not isinstance(t, torch.Tensor):
+            raise ValueError(f"not a checkpoint: its model has {name!r}, no name of a tensor")
+    # Factor 4: tied weights may be listed under two names. Expanded (stride-0) tensors exceed it.
+    if sum(t.nbytes for t in tensors) > 4 * size:
+        raise ValueError("contains expanded (stride-0) tensors; call .clone() before saving")
+
+
+def expanded_size(nested, tensors, sizes, depth=0):
+    """Return the number of items and characters that a nested state would have if no object in it
+    were shared, and append the tensors to `tensors`. sizes: {id of a part: expanded size}.
+    ValueError if the nesting is too deep or circular."""
+    if depth > 100:
+        raise ValueError("nested too deeply")
+    if isinstance(nested, torch.Tensor):
+        tensors.append(nested)
+    if not isinstance(nested, (dict, list, tuple)):
+        return 1 + (len(nested) if isinstance(nested, (str, bytes)) else 0)
+    if id(nested) not in sizes:
+        sizes[id(nested)] = 1 + sum(expanded_size(part, tensors, sizes, depth + 1)
+                                    for pair in child_items(nested) for part in pair)
+    return sizes[id(nested)]
+
+
+def describe_load_error(error):
+    """Return why a file could not be read as a checkpoint."""
+    if isinstance(error, FileNotFoundError):
+        return "no such file"
+    if unsafe := re.search(r"GLOBAL (\S+)", str(error)):  # torch's message
+        return (f"refused: it would run or build {unsafe[1]}; a checkpoint may contain plain "
+                "tensors only")
+    text = str(error).strip().split("\n")[0]
+    if type(error) is ValueError:  # raised by check_content
+        return text
+    if "weights only" in text.lower().replace("_", " "):  # torch recommends loading it unsafely
+        text = "it contains objects other than plain tensors"
+    return f"cannot be read as a checkpoint ({type(error).__name__}: {text})"
+
+
+# -----------------------------------------------------------------------------
+# names, shapes and dtypes
+
+def mismatches(prefix, tensors, expected, dtypes=True):
+    """Return one line per difference of names, shapes and (if `dtypes`) dtypes between `tensors`
+    and `expected`, both {name: tensor}. prefix: the start of each line."""
+    lines = [f"{prefix}{n}: missing" for n in expected if n not in tensors]
+    lines += [f"{prefix}{n}: not a parameter of this model" for n in tensors if n not in expected]
+    for name in tensors:
+        if name in expected:
+            actual = describe_tensor(tensors[name], dtypes)
+            wanted = describe_tensor(expected[name], dtypes)
+            if actual != wanted:
+                lines.append(f"{prefix}{name}: {actual}, expected {wanted}")
+    return lines
+
+
+def describe_tensor(tensor, dtypes):
+    if not isinstance(tensor, torch.Tensor):
+        return f"a {type(tensor).__name__}"
+    dtype = f" {str(tensor.dtype).removeprefix('torch.')}" if dtypes else ""
+    return f"shape {tuple(tensor.shape)}{dtype}"
+
+
+def raise_mismatches(lines, path):
+    """Raise CheckpointError with `lines`, the result of mismatches, unless it is empty."""
+    if lines:
+        n = len(lines) - MAX_PROBLEMS_SHOWN
+        more = [f"and {n} more"] if n > 0 else []
+        raise CheckpointError(
+            f"{path} does not fit this model:\n{bullets(lines[:MAX_PROBLEMS_SHOWN] + more)}\n"
+            "use the configuration it was trained with, or another out_dir")
+
+
+def bullets(lines):
+    """Return `lines` as a bulleted list."""
+    return "\n".join(f"  - {line}" for line in lines)

@@ -1,0 +1,274 @@
+"""The folder of a run (out_dir): its lock, and saving into it in the background."""
+
+import contextlib
+import json
+import math
+import os
+import re
+import shutil
+import threading
+import time
+
+import torch
+
+from train.base.checkpoint_file import (
+    DESCRIPTION,
+    bullets,
+    load_checkpoint,
+    map_tensors,
+    prev_path,
+    save_checkpoint,
+    tensor_bytes,
+    write_safetensors,
+)
+from train.base.errors import CheckpointError, SaveFailed
+from train.base.files import FolderLock, next_free_path
+from train.base.memory import memory_available, return_freed_memory
+
+SAVE_ATTEMPTS = 3
+# Starts of the names that a run writes. Other names in out_dir may belong to other runs.
+RUN_FILES = ("ckpt", "config.yaml", "training_args.json", "train.log", "metrics.jsonl", "loss.svg",
+             "samples.txt", "model.safetensors", "tensorboard", "wandb", "tracker.json")
+
+
+class RunFolder:
+    """out_dir, locked by this process (rank 0). Checkpoints are written in the background, one at a
+    time, from a snapshot that training does not change.
+
+    keep_last: number of numbered checkpoints to keep; 0: all. save_precision: dtype of
+    model.safetensors, which each save then also writes.
+    """
+
+    def __init__(self, path, keep_last=0, save_precision=None):
+        self.path = path
+        self.keep_last = keep_last
+        self.save_precision = save_precision
+        self.lock = None
+        self.thread = None
+        self.pin = None
+
+    def file(self, name):
+        return os.path.join(self.path, name)
+
+    def open(self):
+        """Create and lock the folder. CheckpointError if it cannot be used; UserError if another
+        process has the lock."""
+        if os.path.lexists(self.path) and not os.path.isdir(self.path):
+            raise CheckpointError(f"out_dir: {self.path} is a file; expected a folder")
+        try:
+            os.makedirs(self.path, exist_ok=True)
+            self.lock = FolderLock(self.path)
+            for name in os.listdir(self.path):
+                if re.search(r"\.tmp\.\d+$", name):  # of a killed process
+                    os.unlink(self.file(name))
+        except OSError as error:
+            raise CheckpointError(f"out_dir: {self.path} cannot be used: {error}") from error
+
+    def save(self, state, best, kept, log, last=False, private=False):
+        """Save `state` as ckpt.pt, if `best` also as ckpt_best.pt, if `kept` also as
+        ckpt_NNNNNNN.pt.
+
+        Returns when a snapshot exists (or at once if `state` is a `private` copy). A thread writes
+        it; if that fails it warns, and training continues with the old file intact. The `last` save
+        is written before this returns, with several attempts, and raises SaveFailed.
+        """
+        self.wait()
+        log.info(f"Saving checkpoint to {self.file('ckpt.pt')}")
+        if not os.path.isdir(self.path):
+            log.warn(f"{self.path} was deleted; creating a new folder")
+            self.open()
+        links = [self.file("ckpt_best.pt")] if best else []
+        links += [self.file(f"ckpt_{state['iter_num']:07d}.pt")] if kept else []
+        copy = state
+        if not private:
+            copy = None if last else snapshot_if_room(state)
+        ready = None
+        if torch.cuda.is_initialized():  # the copies are queued on the training stream
+            ready = torch.cuda.Event()
+            ready.record()
+        if last or copy is None:
+            return self.write_with_retries(state, links, log, last, ready)
+        self.thread = threading.Thread(target=self.write_with_retries,
+                                       args=(copy, links, log, False, ready))
+        self.thread.start()
+
+    def can_pin_memory(self, state):
+        """Return whether memory has room for a pinned copy of `state`, which PyTorch keeps for
+        later saves. Decided once, before the first save."""
+        if self.pin is None:
+            self.pin = memory_available() >= 2 * tensor_bytes(state)
+        return self.pin
+
+    def write_with_retries(self, state, links, log, last, ready=None):
+        """Write `state`. A failure is a warning; for the `last` save, SaveFailed after several
+        attempts."""
+        if ready is not None:
+            ready.synchronize()
+        for attempt in range(1, SAVE_ATTEMPTS + 1):
+            try:
+                return self.write(state, links, log)
+            except Exception as error:
+                if not last:
+                    return log.warn(f"{error}; the previous checkpoint is intact, training "
+                                    "continues")
+                if attempt == SAVE_ATTEMPTS:
+                    raise SaveFailed(
+                        f"the last checkpoint could not be saved: {error}\nThe steps since the "
+                        "previous checkpoint are lost; free some disk space and start the run "
+                        "again to resume") from error
+                log.warn(f"{error}; trying again")
+                time.sleep(1)
+
+    def write(self, state, links, log):
+        save_checkpoint(self.file("ckpt.pt"), state, links)
+        try:  # the checkpoint is safe from here on
+            prune(self.path, self.keep_last)
+            if self.save_precision:
+                self.export(state)
+        except Exception as error:
+            log.warn(f"{self.file('ckpt.pt')} is saved, but model.safetensors (save_precision) or "
+                     f"the old checkpoints (keep_last) are not up to date: {error}")
+
+    def export(self, state):
+        """Write model.safetensors: the weights, with the description of the model in the header."""
+        dtype = getattr(torch, self.save_precision)
+        weights = {n: t.to(dtype) if t.is_floating_point() else t
+                   for n, t in state["model"].items()}
+        description = {name: json.dumps(state[name]) for name in DESCRIPTION if name in state}
+        write_safetensors(self.file("model.safetensors"), weights, description)
+
+    def archive_later_checkpoints(self, iter_num, log):
+        """Move the checkpoints of steps after `iter_num` to old_1/ (or old_2/, ...), since a run
+        that resumes there would replace these files. An earlier best checkpoint is kept."""
+        if self.lock is None:  # not rank 0
+            return
+        names = [n for n in ("ckpt.pt", "ckpt_prev.pt", "ckpt_best.pt")
+                 if os.path.exists(self.file(n)) and self.iteration(n) > iter_num]
+        if names:
+            target = move_files(self.path, names)
+            with contextlib.suppress(OSError):  # metrics.jsonl is about to lose these steps
+                shutil.copy2(self.file("metrics.jsonl"), target)
+            log(f"Moved {', '.join(names)} of later steps to {target}")
+
+    def iteration(self, name):
+        """Return the iter_num of a checkpoint in the folder; infinity if it is unreadable."""
+        try:
+            return load_checkpoint(self.file(name)).get("iter_num", math.inf)
+        except CheckpointError:
+            return math.inf
+
+    def wait(self):
+        """Wait for the save in progress, if any."""
+        if self.thread is not None:
+            self.thread.join()
+            self.thread = None
+            return_freed_memory()
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *_):
+        self.wait()  # with the lock, which the save in progress needs
+        if self.lock is not None:
+            self.lock.release()
+
+
+# -----------------------------------------------------------------------------
+# snapshots
+
+def snapshot_if_room(state):
+    """Return a snapshot, or `None` if there is not enough memory."""
+    if memory_available() < 2 * tensor_bytes(state):
+        return None
+    try:
+        return snapshot(state)
+    except (MemoryError, RuntimeError):  # too little pinned memory
+        return None
+
+
+def snapshot(state):
+    """Return a copy of a nested state on the CPU that training does not change.
+
+    Tensors on a GPU are copied to pinned memory, at the speed of the bus: synchronize before
+    reading the copy. PyTorch rounds the size of each pinned tensor up to a power of two (GPT-2 124M
+    with AdamW: 1.39 GiB take 2.45) and keeps the memory for the next save; hence the factor 2 in
+    snapshot_if_room.
+    """
+    return map_tensors(copy_to_host, state)
+
+
+def copy_to_host(t, pin=True):
+    """Return a copy of a tensor on the CPU; from a GPU in pinned memory, if `pin`."""
+    out = torch.empty(t.shape, dtype=t.dtype, pin_memory=pin and t.is_cuda)
+    return out.copy_(t.detach(), non_blocking=t.is_cuda)
+
+
+# -----------------------------------------------------------------------------
+# checkpoints in a folder
+
+def find_newest_checkpoint(folder, log):
+    """Return (state, path) of the newest good checkpoint in a run folder, or (None, None) if there
+    is no checkpoint.
+
+    A damaged ckpt.pt is renamed to ckpt_bad_1.pt, and the previous checkpoint is used. If all are
+    damaged this raises CheckpointError: an existing run must not start from scratch by accident.
+    """
+    path = os.path.join(folder, "ckpt.pt")
+    problems = []
+    for candidate in (path, prev_path(path)):
+        if not os.path.lexists(candidate):
+            continue
+        try:
+            state = load_checkpoint(candidate)
+        except CheckpointError as error:
+            if "allocate memory" in str(error):  # the file may be good
+                raise
+            problems.append(str(error))
+            continue
+        for problem in problems:
+            log(f"warning: {problem}")
+        if candidate != path:
+            log(f"falling back to {candidate} (iter {state.get('iter_num')})")
+            if os.path.lexists(path):  # or the next save would keep the damaged file as *_prev.pt
+                os.replace(path, next_free_path(folder, "ckpt_bad"))
+        return state, candidate
+    kept = [p for n in ("ckpt_best.pt", *numbered(folder)[::-1])
+            if os.path.exists(p := os.path.join(folder, n))]
+    if not problems and not kept:
+        return None, None
+    alternative = f", resume from another one with --resume {kept[0]}" if kept else ""
+    raise CheckpointError(
+        f"{folder}: no checkpoint can be used:\n"
+        + bullets(problems or ["ckpt.pt and ckpt_prev.pt do not exist"])
+        + f"\nrestore one of these files{alternative}, or start from scratch with --resume never "
+        "(existing files are renamed, not deleted)")
+
+
+def numbered(folder):
+    """Return the names of the numbered checkpoints, in the order in which they were written (after
+    --resume FILE the first written does not have the lowest number)."""
+    names = [n for n in os.listdir(folder) if re.fullmatch(r"ckpt_\d+\.pt", n)]
+    return sorted(names, key=lambda n: (os.stat(os.path.join(folder, n)).st_mtime_ns, n))
+
+
+def prune(folder, keep):
+    """Remove all numbered checkpoints except the last `keep`; 0: keep all."""
+    for name in numbered(folder)[:-keep] if keep else ():
+        with contextlib.suppress(OSError):
+            os.unlink(os.path.join(folder, name))
+
+
+def move_aside(folder):
+    """Move the files of a run to old_1/ (or old_2/, ...); return that folder, or `None` if there is
+    no such file."""
+    names = [n for n in os.listdir(folder) if n.startswith(RUN_FILES)]
+    return move_files(folder, names) if names else None
+
+
+def move_files(folder, names):
+    """Move the files `names` in `folder` to the first free of old_1/, old_2/, ...; return it."""
+    target = next_free_path(folder, "old", "")
+    os.makedirs(target)
+    for name in names:
+        os.replace(os.path.join(folder, name), os.path.join(target, name))
+    return target
