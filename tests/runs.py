@@ -214,10 +214,10 @@ def planted_children(monkeypatch):
     register()
     started = []
 
-    def execute(args, env, log):
+    def start_process(args, env, log):
         started.append(args)
         return Child(args, env, log)
-    monkeypatch.setattr(repeat, "execute", execute)
+    monkeypatch.setattr(repeat, "start_process", start_process)
     return started
 
 

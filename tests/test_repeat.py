@@ -44,7 +44,7 @@ def test_the_interval_is_students_of_the_differences(n):
     draw = np.random.default_rng(n)
     base, change = draw.normal(size=n), draw.normal(0.3, 1.0, size=n)
     expected = stats.ttest_rel(change, base).confidence_interval(0.95)
-    difference, low, high, _ = repeat.paired(
+    difference, low, high, _ = repeat.compare(
         dict(enumerate(change)) | {999: 5.0}, dict(enumerate(base)) | {-1: 7.0})
     assert difference == pytest.approx(np.mean(change - base))
     assert (high - low, high + low) == pytest.approx(
@@ -57,9 +57,9 @@ def test_the_interval_is_students_of_the_differences(n):
 def test_the_verdict_follows_the_interval(mode, moved, verdict):
     base = {s: float(s) for s in range(4)}
     change = {s: v + moved + (0.1 if s % 2 else -0.1) for s, v in base.items()}
-    assert repeat.paired(change, base, mode)[3] == verdict
-    assert repeat.paired({1: 0.0}, base, mode) == (None, None, None, "unclear")
-    assert repeat.paired({}, base, mode)[3] == "crash"
+    assert repeat.compare(change, base, mode)[3] == verdict
+    assert repeat.compare({1: 0.0}, base, mode) == (None, None, None, "unclear")
+    assert repeat.compare({}, base, mode)[3] == "crash"
 
 
 # -----------------------------------------------------------------------------
@@ -119,7 +119,7 @@ def test_a_stop_ends_the_runs_and_the_same_command_goes_on(go, signum, tmp_path,
     threading.Thread(target=interrupt).start()
     long = ["--seeds", "2", "--max_iters=200000", "--eval_interval=100000", "--save_interval=5"]
     code, found = go(*long)
-    assert code == 128 + signum and not found and "the same command continues" in capsys.readouterr().err
+    assert code == 128 + signum and not found and "the same command resumes" in capsys.readouterr().err
     assert signal.getsignal(signum) is handler
     log = tmp_path / "repeat/base/seed_1/console.log"
     assert "To resume:" in log.read_text()
@@ -132,7 +132,7 @@ def test_a_terminals_ctrl_c_reaches_a_run_once(tmp_path, monkeypatch):
     (tmp_path / "run_train.py").write_text("import os; print(os.getpgrp())")
     monkeypatch.setattr(repeat, "REPOSITORY", str(tmp_path))
     with open(tmp_path / "log", "w+") as log:
-        repeat.execute([], None, log).wait()
+        repeat.start_process([], None, log).wait()
         log.seek(0)
         assert int(log.read()) != os.getpgrp()
 
@@ -142,13 +142,13 @@ def test_a_result_is_of_a_configuration_not_of_a_command(go, tmp_path, capsys):
     for decay, there in ((0.1, 0), (0.1, 2), (0.2, 0)):
         file.write_text(f"weight_decay: {decay}\n")
         go("--seeds", "2", f"--config={file}", "--resume=never")
-        assert capsys.readouterr().out.count("there already") == there
+        assert capsys.readouterr().out.count("(cached)") == there
 
 
 @pytest.mark.parametrize("args, message", [
     (["--seeds", "1"], "--seeds of at least 2"), (["--set", "sead=3"], "unknown key 'sead'"),
     (["--set", "data_dir='a"], "--set \"data_dir='a\": No closing quotation"),
-    (["--set", "seed=3"], "seed and out_dir are given by this command"),
+    (["--set", "seed=3"], "seed and out_dir are set by this command"),
     (["--jobs", "0"], "--jobs of at least 1"), (["--eval_interval=0"], "needs evaluations")])
 def test_what_cannot_be_is_refused_before_any_work(go, args, message, capsys):
     assert go(*args)[0] == 2 and not go.started

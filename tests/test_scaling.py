@@ -1,9 +1,9 @@
 """python -m train.tools.scaling: the law that is fitted, the runs it is fitted to, and what is said."""
 
-import importlib.util
 import json
 import re
 import signal
+import sys
 import threading
 import time
 
@@ -16,7 +16,7 @@ from train import config as config_file
 from train.config import load_config
 from train.distributed import Ranks
 from train.tools import scaling
-from train.tools.scaling import Law, fit, interval
+from train.tools.scaling import Law, fit_law, prediction_interval
 from train.train import open_data
 
 pytest.importorskip("scipy")
@@ -37,15 +37,15 @@ def points(law=LAW, budgets=(1e12, 3e12, 1e13), ratios=(2, 7, 25, 90), noise=0.0
 
 @pytest.mark.parametrize("law", [LAW, Law(1.7, 406.4, 410.7, 0.34, 0.28)])  # the paper's
 def test_the_fit_finds_what_was_planted(law):
-    assert fit(*points(law)) == pytest.approx(law, rel=2e-3)
+    assert fit_law(*points(law)) == pytest.approx(law, rel=2e-3)
 
 
 def test_the_fit_predicts_through_noise_and_past_an_outlier():
     n, d, loss = points(noise=2e-3, seed=1)
     at = LAW.best(4e13)
-    assert fit(n, d, loss).loss(*at) == pytest.approx(LAW.loss(*at), rel=5e-3)
+    assert fit_law(n, d, loss).loss(*at) == pytest.approx(LAW.loss(*at), rel=5e-3)
     loss[5] *= 1.2  # a run that went wrong counts linearly: by squares the law would follow it
-    assert fit(n, d, loss).loss(*at) == pytest.approx(LAW.loss(*at), rel=5e-3)
+    assert fit_law(n, d, loss).loss(*at) == pytest.approx(LAW.loss(*at), rel=5e-3)
 
 
 @pytest.mark.parametrize("budget", [1e12, 1e18])
@@ -60,14 +60,14 @@ def test_the_best_size_is_the_papers_and_that_of_a_search(budget):
 
 def test_the_interval_is_as_wide_as_what_other_noise_would_predict(monkeypatch):
     """Its width beside the spread of predictions from runs of fresh noise, known only here."""
-    monkeypatch.setattr(scaling, "DRAWS", 30)
+    monkeypatch.setattr(scaling, "BOOTSTRAP_FITS", 30)
     at, seen = LAW.best(4e13), points(noise=4e-3, seed=0)
-    low, high = interval(fit(*seen), *seen, at)
-    others = [fit(*points(noise=4e-3, seed=k), LAW).loss(*at) / LAW.loss(*at)
+    low, high = prediction_interval(fit_law(*seen), *seen, at)
+    others = [fit_law(*points(noise=4e-3, seed=k), LAW).loss(*at) / LAW.loss(*at)
               * np.exp(np.random.default_rng(1000 + k).normal(0.0, 4e-3)) for k in range(1, 31)]
     assert low < LAW.loss(*at) < high
     assert 0.4 < np.log(high / low) / (2 * 1.96 * np.std(np.log(others))) < 1.8
-    low, high = interval(LAW, *points(), at)
+    low, high = prediction_interval(LAW, *points(), at)
     assert high / low - 1 < 1e-4
 
 
@@ -86,7 +86,7 @@ def test_the_dial_is_the_readmes_table():
     rows = rows_of((REPO / "train/README.md").read_text())
     assert len(rows) >= 4
     for depth, width, heads, mlp, rate in rows:
-        keys = scaling.dial(int(depth), 32, config)
+        keys = scaling.depth_keys(int(depth), 32, config)
         assert keys["n_layer"] == int(depth) and keys["n_embd"] == int(width)
         assert keys["n_head"] == int(heads) and keys["n_embd"] // keys["n_head"] == 32
         got = load_config(None, keys)
@@ -102,7 +102,7 @@ def test_a_run_costs_its_budget(data_dir):
             "--gradient_accumulation_steps=3", "--mlp=relu2", "--max_epochs=9",
             "--lr_decay_iters=7", "--device=cpu", "--n_hidden=5", "--config=train/config_test.yaml"]
     config = load_config(*config_file.take_config(rest))
-    plan = scaling.planner(rest, config, 16, open_data(config, Ranks()))
+    plan = scaling.make_planner(rest, config, 16, open_data(config, Ranks()))
     for depth, width in ((1, 32), (3, 64)):
         p = plan(3e8, depth)
         weights = 12 * depth * width**2 + (2 * depth + 1) * width + 256 * width  # norms' as well
@@ -118,11 +118,11 @@ def test_a_run_costs_its_budget(data_dir):
 
 def test_depths_have_about_ten_tokens_a_weight():
     def plan(ratio):
-        return scaling.Plan(1e9, round(1000 / ratio), 100.0, int(100 * ratio), 0.1, [])
+        return scaling.PlannedRun(1e9, round(1000 / ratio), 100.0, int(100 * ratio), 0.1, [])
     plans = [plan(ratio) for ratio in (200, 159, 40, 20, 8, 2, 1, 0.5)]
-    assert [p.d / p.n for p in scaling.depths(plans)] == [40, 20, 8, 2]
-    assert [p.d / p.n for p in scaling.depths(plans[5:])] == [2, 1]
-    assert [p.d / p.n for p in scaling.depths(plans[:2])] == [159]
+    assert [p.d / p.n for p in scaling.choose_depths(plans)] == [40, 20, 8, 2]
+    assert [p.d / p.n for p in scaling.choose_depths(plans[5:])] == [2, 1]
+    assert [p.d / p.n for p in scaling.choose_depths(plans[:2])] == [159]
 
 
 @pytest.fixture
@@ -130,7 +130,7 @@ def go(tmp_path, monkeypatch):
     """go(arguments...): the exit code; go.started: commands so far. A model of depth L has L (L +
     1) x 2 weights."""
     started = planted_children(monkeypatch)
-    monkeypatch.setattr(scaling, "DRAWS", 20)
+    monkeypatch.setattr(scaling, "BOOTSTRAP_FITS", 20)
     small = ["--model=planted", "--law", "--batch_size=4", "--gradient_accumulation_steps=1",
              "--device=cpu", "--warmup_iters=0", "--seed=1", "--num_threads=1", "--compile=false",
              "--lr_schedule=constant", "--learning_rate=1e-6", "--log_interval=1000", "--width=2"]
@@ -204,10 +204,10 @@ def test_a_stop_keeps_what_is_done_and_the_same_command_goes_on(go, tmp_path, ca
         signal.pthread_kill(threading.main_thread().ident, signal.SIGTERM)
     threading.Thread(target=interrupt).start()
     assert go(*long) == 128 + signal.SIGTERM
-    assert "the same command continues" in capsys.readouterr().err and len(go.started) == 4
+    assert "the same command resumes" in capsys.readouterr().err and len(go.started) == 4
     assert not (folder / "result.json").exists()
     assert go(*long) == 0
-    assert capsys.readouterr().out.count("there already") == 3 and len(go.started) == 4 + 3
+    assert capsys.readouterr().out.count("(cached)") == 3 and len(go.started) == 4 + 3
     assert "Resuming from" in (folder / "console.log").read_text()
     assert json.loads((folder / "result.json").read_text())["tokens"] == 3332
 
@@ -237,8 +237,7 @@ def test_data_that_are_not_there_are_named(tmp_path, capsys):
 
 
 def test_without_scipy_it_says_so(go, monkeypatch, capsys):
-    find = importlib.util.find_spec
-    monkeypatch.setattr(importlib.util, "find_spec",
-                        lambda name: None if name == "scipy" else find(name))
+    for name in ("scipy", "scipy.optimize"):
+        monkeypatch.setitem(sys.modules, name, None)
     assert go(*RUNS) == 2 and not go.started
     assert "pip install scipy" in capsys.readouterr().err

@@ -147,3 +147,10 @@ def interrupt_code(stop):
     """Return the exit code of a KeyboardInterrupt: 130 after Ctrl-C, or 128 + the signal's number
     in its arguments."""
     return 128 + (stop.args[0] if stop.args else 2)
+
+
+def format_table(rows):
+    """Return rows of strings as aligned text: the first column to the left, the others right."""
+    widths = [max(map(len, column)) for column in zip(*rows)]
+    return "\n".join("  ".join([row[0].ljust(widths[0]),
+                                *map(str.rjust, row[1:], widths[1:])]).rstrip() for row in rows)

@@ -132,8 +132,9 @@ def fit_scale(values, start, end, from_zero=False, margin=0.0, log=False):
 
 
 def find_ticks(low, high, count=8, log=False):
-    """Return about `count` round values in [low, high]: multiples of 1, 2 or 5 times a power of ten.
-    On a logarithmic axis, these times powers of ten where at least three are in the range."""
+    """Return about `count` round values in [low, high]: the multiples of 1, 2 or 5 times a power of
+    ten; on a logarithmic axis 1, 2 and 5 times powers of ten, if at least three are in the range.
+    """
     if log:
         powers = range(math.floor(math.log10(low)), math.ceil(math.log10(high)) + 1)
         values = [d * 10.0 ** k for k in powers for d in (1, 2, 5)]
@@ -144,7 +145,8 @@ def find_ticks(low, high, count=8, log=False):
             return values[::math.ceil(len(values) / (2 * count))]
     step = 10.0 ** math.floor(math.log10((high - low) / count))
     step *= next(m for m in (1, 2, 5, 10) if (high - low) / (step * m) <= count * 1.001)
-    return [k * step for k in range(math.ceil(low / step - 1e-9), math.floor(high / step + 1e-9) + 1)]
+    first, last = math.ceil(low / step - 1e-9), math.floor(high / step + 1e-9)
+    return [k * step for k in range(first, last + 1)]
 
 
 def tick_label(value):

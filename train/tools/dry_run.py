@@ -27,7 +27,8 @@ def estimate(config):
     """Print the estimate for the run that `config` describes. Raises CollectiveExit."""
     with distributed.process_group(config) as ranks:
         log = (lambda text: print(text, flush=True)) if ranks.is_main else (lambda text: None)
-        config = config.replace(**distributed.broadcast_from_rank0(lambda: inherited_shape(config)[0], ranks))
+        shape = distributed.broadcast_from_rank0(lambda: inherited_shape(config)[0], ranks)
+        config = config.replace(**shape)
         data = open_data(config, ranks)
         config = config.in_steps(data.train.samples)
         build_model = load_model_file(config.model).build_model

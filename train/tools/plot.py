@@ -1,6 +1,6 @@
 """Draw the loss and the learning rate of runs into one SVG file, to compare them:
 
-    python -m train.tools.plot out/a [out/b]... [--x iter|tokens|time] [--metric NAME] [--out FILE.svg]
+    python -m train.tools.plot out/a [out/b]... [--x iter|tokens|time] [--metric NAME]
 """
 
 import argparse
@@ -26,8 +26,8 @@ MAX_TRAINING_LINES = 100_000  # read per run
 
 
 def load_runs(paths, metric):
-    """Return [(name, records)] of run folders or metrics.jsonl files. Raises ValueError if a file or
-    the metric is missing."""
+    """Return [(name, records)] of run folders or metrics.jsonl files. ValueError lists all files
+    and metrics that are missing."""
     runs, problems = [], []
     for path in paths:
         file = os.path.join(path, "metrics.jsonl") if os.path.isdir(path) else path

@@ -1,18 +1,17 @@
-"""The same run over several seeds, and changes to it beside it, so that a difference can be told
-from chance:
+"""Train the same run with several seeds, with and without changes, and compare the results:
 
     python -m train.tools.repeat --config FILE.yaml --seeds 5 --set "learning_rate=2e-3"
 
-Every run is a process of its own in a folder of its own, out/repeat/CHANGE/seed_N: one that crashes
-is a row of the table. Started again, runs go on where they were. A difference is paired: each seed
-draws the same data and the same first weights with and without the change, so what the seed alone
-does falls out of it. Its interval is Student's, 95%: where that is all on one side of 0, the change
-did it. The table is said, drawn (repeat.svg) and appended to results.tsv beside the folder.
+Each run is a process with a folder, out/repeat/CHANGE/seed_N. A run that crashes is a row of the
+table. The same command again resumes and skips what is complete. Differences are paired by seed:
+each seed has the same data order and initial weights with and without the change, so that the
+effect of the seed cancels. The interval is Student's, 95%: a change is kept if all of the interval
+is an improvement. The table is printed, drawn as repeat.svg and appended to results.tsv in the
+parent of the folder.
 """
 
 import argparse
 import contextlib
-import functools
 import json
 import math
 import os
@@ -25,189 +24,207 @@ import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
 
-from train.base.cli import run_command, underscores
+from train.base.cli import format_table, run_command
 from train.base.errors import UserError, echo
 from train.base.files import write_text
 from train.config import REPOSITORY, load_argv, load_config, take_config, to_yaml
 from train.options.loss_svg import read_metrics
 from train.tools.plot import save_figure
 
-# 97.5% quantiles of Student's t with 1 to 30 degrees of freedom; with more, close to the normal's.
-T975 = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228, 2.201, 2.179, 2.160,
-        2.145, 2.131, 2.120, 2.110, 2.101, 2.093, 2.086, 2.080, 2.074, 2.069, 2.064, 2.060, 2.056,
-        2.052, 2.048, 2.045, 2.042)
-COLUMNS = "commit change metric value spread runs difference low high tokens seconds mib verdict"
-BASE = "base"  # the setting without a change
+# 97.5% quantiles of Student's t distribution with 1 to 30 degrees of freedom.
+T_QUANTILES = (
+    12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228, 2.201, 2.179, 2.160,
+    2.145, 2.131, 2.120, 2.110, 2.101, 2.093, 2.086, 2.080, 2.074, 2.069, 2.064, 2.060, 2.056,
+    2.052, 2.048, 2.045, 2.042)
+COLUMNS = ("commit", "change", "metric", "value", "spread", "runs", "difference", "low", "high",
+           "tokens", "seconds", "mib", "verdict")  # of results.tsv
+BASE = "base"  # name of the setting without changes
 
 
 # -----------------------------------------------------------------------------
-# what the numbers say
+# statistics
 
-def paired(values, base, mode="min"):
-    """(mean difference to `base`, low, high, verdict) over the seeds that both have.
+def compare(values, base, mode="min"):
+    """Return (mean difference from `base`, low, high, verdict) over the seeds that both have.
 
-    values, base: {seed: number}. low, high: the 95% interval of the mean of the differences, by
-    Student's t. verdict: kept where all of it is an improvement (mode: min or max), worse where all
-    of it is the opposite, else unclear."""
+    values, base: {seed: metric}. low, high: the 95% interval of the mean difference. verdict: kept
+    if all of it is an improvement (mode: min or max), worse if none of it is, else unclear."""
     seeds = sorted(values.keys() & base.keys())
     if len(seeds) < 2:
         return None, None, None, "unclear" if seeds else "crash"
-    differences = [values[s] - base[s] for s in seeds]
-    mean, n = statistics.fmean(differences), len(seeds)
-    t = T975[n - 2] if n - 2 < len(T975) else 1.96 + 2.5 / (n - 1)
-    half = t * statistics.stdev(differences) / math.sqrt(n)
-    low, high = mean - half, mean + half
-    better, worse = (high < 0, low > 0) if mode == "min" else (low > 0, high < 0)
+    differences = [values[seed] - base[seed] for seed in seeds]
+    mean, freedom = statistics.fmean(differences), len(seeds) - 1
+    t = T_QUANTILES[freedom - 1] if freedom <= len(T_QUANTILES) else 1.96 + 2.5 / freedom
+    margin = t * statistics.stdev(differences) / math.sqrt(len(seeds))
+    low, high = mean - margin, mean + margin
+    is_lower, is_higher = high < 0, low > 0
+    better, worse = (is_lower, is_higher) if mode == "min" else (is_higher, is_lower)
     return mean, low, high, "kept" if better else "worse" if worse else "unclear"
 
 
-def rows(results, config):
-    """A dict of COLUMNS for each setting of {setting: {seed: result}}."""
-    metric, out = config.early_stopping_metric, []
-    values = {name: {seed: r["value"] for seed, r in runs.items() if r["value"] is not None}
-              for name, runs in results.items()}
+def summarize(results, config):
+    """Return a row {column: value} for each setting of {setting: {seed: result}}."""
+    finished = {name: {seed: r for seed, r in runs.items() if r["value"] is not None}
+                for name, runs in results.items()}
+    metrics = {name: {seed: r["value"] for seed, r in runs.items()}
+               for name, runs in finished.items()}
+    rows = []
     for name, runs in results.items():
-        good = [r for r in runs.values() if r["value"] is not None]
-        found = list(values[name].values())
-        difference, low, high, verdict = paired(
-            values[name], values[BASE], config.early_stopping_mode)
+        values = list(metrics[name].values())
         if name == BASE:
-            difference, low, high, verdict = None, None, None, BASE if found else "crash"
-        middle = {key: statistics.median(r[key] for r in good) if good else None
-                  for key in ("tokens", "seconds", "mib")}
-        out.append(dict(
+            difference, low, high, verdict = None, None, None, BASE if values else "crash"
+        else:
+            difference, low, high, verdict = compare(metrics[name], metrics[BASE],
+                                                     config.early_stopping_mode)
+        medians = {key: statistics.median(r[key] for r in finished[name].values())
+                   if values else None for key in ("tokens", "seconds", "mib")}
+        rows.append(dict(
             commit=next((r["commit"] for r in runs.values() if r["commit"]), None), change=name,
-            metric=metric, value=statistics.fmean(found) if found else None,
-            spread=statistics.stdev(found) if len(found) > 1 else None,
-            runs=f"{len(found)} of {len(runs)}", difference=difference, low=low, high=high,
-            **middle, verdict=verdict))
-    return out
+            metric=config.early_stopping_metric, value=statistics.fmean(values) if values else None,
+            spread=statistics.stdev(values) if len(values) > 1 else None,
+            runs=f"{len(values)} of {len(runs)}", difference=difference, low=low, high=high,
+            **medians, verdict=verdict))
+    return rows
 
 
-def cell(value):
-    return "" if value is None else f"{value:.6g}" if isinstance(value, float) else str(value)
-
-
-def table(found):
-    """The rows as text for people."""
-    lines = [("change", "runs", "mean", "spread", "against base, 95% interval", "seconds", "MiB",
-              "verdict")]
-    for r in found:
-        against = "" if r["difference"] is None else (
+def report(results, config, out):
+    """Print the table, draw repeat.svg and append to results.tsv."""
+    rows = summarize(results, config)
+    table = [("change", "runs", "mean", "spread", "difference from base, 95% interval", "seconds",
+              "MiB", "verdict")]
+    for r in rows:
+        difference = "" if r["difference"] is None else (
             f"{r['difference']:+.4f} ({r['low']:+.4f} to {r['high']:+.4f})")
-        numbers = [f"{r[k]:{form}}" if r[k] is not None else "-" for k, form in (
-            ("value", ".4f"), ("spread", ".4f"), ("seconds", ",.0f"), ("mib", ",.0f"))]
-        lines.append((r["change"], r["runs"], *numbers[:2], against, *numbers[2:], r["verdict"]))
-    wide = [max(map(len, column)) for column in zip(*lines)]
-    return "\n".join("  ".join(text.ljust(w) for text, w in zip(line, wide)).rstrip()
-                     for line in lines)
+        formats = dict(value=".4f", spread=".4f", seconds=",.0f", mib=",.0f")
+        mean, spread, seconds, mib = ("-" if r[key] is None else f"{r[key]:{form}}"
+                                      for key, form in formats.items())
+        table.append((r["change"], r["runs"], mean, spread, difference, seconds, mib, r["verdict"]))
+    echo(format_table(table))
+    svg = os.path.join(out, "repeat.svg")
+    is_drawn = any(r["value"] is not None for r in rows) and save_figure(
+        svg, lambda axes: draw_results(axes, results), "Settings over seeds", "setting",
+        config.early_stopping_metric)
+    path = os.path.join(os.path.dirname(os.path.abspath(out)), "results.tsv")
+    lines = [] if os.path.exists(path) else [COLUMNS]
+    lines += [[format_cell(r[column]) for column in COLUMNS] for r in rows]
+    with open(path, "a", encoding="utf-8") as f:
+        f.writelines("\t".join(line) + "\n" for line in lines)
+    echo(f"Appended to {os.path.relpath(path)}" + f"; see {svg}" * is_drawn)
+
+
+def format_cell(value):
+    if value is None:
+        return ""
+    return f"{value:.6g}" if isinstance(value, float) else str(value)
 
 
 def draw_results(axes, results):
-    """Draw a dot per run and the mean of each setting as a line."""
+    """Draw a dot per run, and the mean of each setting as a line."""
     for x, (name, runs) in enumerate(results.items(), 1):
         values = [r["value"] for r in runs.values() if r["value"] is not None]
         if values:
             mean = statistics.fmean(values)
-            line, = axes.plot([x - 0.3, x + 0.3], [mean, mean], label=f"{x}: {name}, mean {mean:.4f}")
+            name = f"{x}: {name}, mean {mean:.4f}"
+            line, = axes.plot([x - 0.3, x + 0.3], [mean, mean], label=name)
             axes.plot([x] * len(values), values, "o", color=line.get_color())
     axes.set_xticks(range(1, len(results) + 1))
 
 
 # -----------------------------------------------------------------------------
-# the runs
+# processes
 
-class Runs:
-    """Runs in folders of their own, up to `jobs` at once, also those of train.scaling. arguments:
-    those of run_train.py."""
+class RunPool:
+    """Runs of run_train.py in processes, up to `jobs` at a time, each in a folder below `out`.
+
+    arguments: those that all runs have. metric: the result of a run (its last value)."""
 
     def __init__(self, out, arguments, metric, jobs):
-        self.out, self.arguments, self.metric, self.running = out, arguments, metric, set()
-        self.jobs = jobs
-        self.slots, self.stopped = queue.SimpleQueue(), 0  # by the signal of this number
-        for slot in slots(jobs):
-            self.slots.put(slot)
+        self.out, self.arguments, self.metric, self.jobs = out, arguments, metric, jobs
+        self.processes = set()
+        self.signum = 0  # of the signal that has stopped the pool
+        self.environments = queue.SimpleQueue()
+        for environment in split_devices(jobs):
+            self.environments.put(environment)
 
-    def all(self, wanted):
-        """The results of [(setting, tokens, seed), ...], in this order, which is that of the runs.
-        KeyboardInterrupt, with its number, after a signal."""
-        from train.robust import Signals, on_signals  # with torch, which --help need not wait for
-        with on_signals(Signals.STOP, self.stop), ThreadPoolExecutor(self.jobs) as pool:
+    def run_all(self, runs):
+        """Return the results of [(setting, arguments, seed), ...]. After a signal, raises
+        KeyboardInterrupt with its number."""
+        from train.robust import Signals, on_signals  # imports torch, which --help does not need
+        with on_signals(Signals.STOP, self.stop), ThreadPoolExecutor(self.jobs) as threads:
             try:
-                waiting = [pool.submit(self.result, *run) for run in wanted]
-                found = [future.result() for future in waiting]
-            except BaseException:  # a full disk, say
+                futures = [threads.submit(self.run, *run) for run in runs]
+                results = [future.result() for future in futures]
+            except BaseException:  # e.g. a full disk
                 self.stop(signal.SIGTERM)
                 raise
-        if self.stopped:
-            raise KeyboardInterrupt(self.stopped)
-        return found
+        if self.signum:
+            raise KeyboardInterrupt(self.signum)
+        return results
 
-    def folder(self, setting, seed):
+    def run(self, setting, arguments, seed):
+        """Return the result of a run, from result.json if it is complete and of the same
+        configuration; None after a signal."""
         name = setting.replace("/", "_").replace(" ", ",")
-        return os.path.join(self.out, name, f"seed_{seed}")
-
-    def result(self, setting, tokens, seed):
-        """The result of a run, which is computed unless it is there already, of the same
-        configuration; None if it was stopped."""
-        folder = self.folder(setting, seed)
-        command = [*self.arguments, *tokens, f"--seed={seed}", f"--out_dir={folder}"]
+        folder = os.path.join(self.out, name, f"seed_{seed}")
+        command = [*self.arguments, *arguments, f"--seed={seed}", f"--out_dir={folder}"]
         config = to_yaml(load_config(*take_config(command)))
-        file = os.path.join(folder, "result.json")
-        with contextlib.suppress(OSError, ValueError), open(file) as f:
-            done = json.load(f)
-            if done["config"] == config and done["value"] is not None:
-                echo(f"{setting}, seed {seed}: {self.metric} {done['value']:.4f}, there already")
-                return done
-        if self.stopped:
+        path = os.path.join(folder, "result.json")
+        with contextlib.suppress(OSError, ValueError), open(path) as f:
+            result = json.load(f)
+            if result["config"] == config and result["value"] is not None:
+                echo(f"{setting}, seed {seed}: {self.metric} {result['value']:.4f} (cached)")
+                return result
+        if self.signum:
             return None
         os.makedirs(folder, exist_ok=True)
-        slot, began = self.slots.get(), time.monotonic()
+        environment, start = self.environments.get(), time.monotonic()
         try:
             with open(os.path.join(folder, "console.log"), "a") as log:
-                code = self.wait(execute(command, os.environ | slot, log))
+                code = self.wait(start_process(command, os.environ | environment, log))
         finally:
-            self.slots.put(slot)
-        if self.stopped or code in (130, 143):
-            self.stopped = self.stopped or code - 128
+            self.environments.put(environment)
+        if self.signum or code in (130, 143):
+            self.signum = self.signum or code - 128
             return None
-        found = dict(config=config, code=code, seconds=time.monotonic() - began,
-                     **numbers(folder, self.metric))
-        if code:  # it may have had numbers before
-            found["value"] = None
-        write_text(file, json.dumps(found))
-        ended = f"{self.metric} {found['value']:.4f}" if found["value"] is not None else (
-            f"crashed, see {log.name}: {last_line(log.name)}")
-        echo(f"{setting}, seed {seed}: {ended}, {found['seconds']:.0f} s")
-        return found
+        result = dict(config=config, code=code, seconds=time.monotonic() - start,
+                      **read_result(folder, self.metric))
+        if code:  # metrics.jsonl has the numbers up to the crash
+            result["value"] = None
+        write_text(path, json.dumps(result))
+        if result["value"] is None:
+            outcome = f"crashed, see {log.name}: {last_line(log.name)}"
+        else:
+            outcome = f"{self.metric} {result['value']:.4f}"
+        echo(f"{setting}, seed {seed}: {outcome}, {result['seconds']:.0f} s")
+        return result
 
     def wait(self, process):
-        self.running.add(process)
-        if self.stopped:
+        """Return the exit code of a process, which stop() terminates meanwhile."""
+        self.processes.add(process)
+        if self.signum:
             process.terminate()
         code = process.wait()
-        self.running.discard(process)
+        self.processes.discard(process)
         return code
 
     def stop(self, signum, frame=None):
-        """End what runs, with a checkpoint each; asked again, at once."""
-        if not self.stopped:
-            os.write(2, b"\nstopping the runs, with a checkpoint each; again: at once\n")
-        self.stopped = signum
-        for process in list(self.running):
+        """Terminate the runs: after the first signal they save, after the second they do not."""
+        if not self.signum:
+            os.write(2, b"\nstopping the runs after they save; press again to quit now\n")
+        self.signum = signum
+        for process in list(self.processes):
             process.terminate()
 
 
-def execute(command, env, log):
-    """The started process of a run. A terminal's Ctrl-C is for us alone: we pass it on, once."""
+def start_process(command, env, log):
+    """Start a run. It has a session, so that Ctrl-C reaches it only through RunPool.stop, once."""
     return subprocess.Popen([sys.executable, os.path.join(REPOSITORY, "run_train.py"), *command],
                             env=env, stdin=subprocess.DEVNULL, stdout=log, stderr=log,
                             start_new_session=True)
 
 
-def slots(jobs):
-    """What tells runs at the same time their own GPU or their share of the cores, as environment
-    variables."""
+def split_devices(jobs):
+    """Return `jobs` dicts of environment variables: a GPU, or a share of the CPU cores, per job."""
     import torch
 
     from train.device import physical_cores
@@ -215,12 +232,12 @@ def slots(jobs):
         ids = os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")
         ids = ids if len(ids) == count and all(ids) else [str(i) for i in range(count)]
         return [dict(CUDA_VISIBLE_DEVICES=ids[i % count]) for i in range(jobs)]
-    share = str(max(1, physical_cores() // jobs))
-    return [{} if jobs == 1 else dict(OMP_NUM_THREADS=share) for _ in range(jobs)]
+    cores = str(max(1, physical_cores() // jobs))
+    return [{} if jobs == 1 else dict(OMP_NUM_THREADS=cores) for _ in range(jobs)]
 
 
-def numbers(folder, metric):
-    """What a run's own files say of its end."""
+def read_result(folder, metric):
+    """Return the last value of the metric, tokens, commit and peak memory of a run's files."""
     records = read_metrics(os.path.join(folder, "metrics.jsonl"))
     last = next((r for r in reversed(records) if metric in r), {})
     value, commit = last.get(metric), None
@@ -241,65 +258,47 @@ def last_line(path):
 # command line
 
 def main(argv=None):
-    """Run the command line; the exit code."""
+    """Run the command and return its exit code."""
     parser = argparse.ArgumentParser(
         prog="python -m train.tools.repeat", description=__doc__, allow_abbrev=False,
         formatter_class=argparse.RawDescriptionHelpFormatter,
         epilog="All other arguments are those of run_train.py.")
-    parser.add_argument("--seeds", type=int, default=5, help="runs of a setting (%(default)s): the "
-                        "seed of the configuration, the next one, ...")
+    parser.add_argument("--seeds", type=int, default=5, help="runs per setting (%(default)s), with "
+                        "the seed of the configuration and the following ones")
     parser.add_argument("--set", action="append", default=[], metavar="'KEY=VALUE ...'",
-                        help="a change to compare with the run as it is; several are fine")
-    parser.add_argument("--jobs", type=int, default=1, help="runs at the same time, a GPU or a "
-                        "share of the cores each (%(default)s)")
+                        help="a change to compare with the unchanged run; may be repeated")
+    parser.add_argument("--jobs", type=int, default=1, help="runs at the same time, with a GPU or "
+                        "a share of the cores each (%(default)s)")
     parser.add_argument("--out", "--out_dir", default="out/repeat",
                         help="folder of the runs (%(default)s)")
-    argv = sys.argv[1:] if argv is None else argv
-    rest = parser.parse_known_args(underscores(argv))[1]
-    return run_command(parser, functools.partial(repeat, rest), argv, load=load_argv,
-                       interrupt_message="stopped; the same command continues")
+    return run_command(parser, repeat, argv, load=lambda rest: (rest, load_argv(rest)),
+                       interrupt_message="stopped; the same command resumes")
 
 
-def repeat(rest, args, config):
-    """What the command line asks for; the exit code. rest: the arguments of run_train.py."""
+def repeat(args, arguments_and_config):
+    """Run all settings with all seeds; return the exit code: 1 if every run has crashed."""
+    arguments, config = arguments_and_config  # arguments: those of run_train.py
     settings = {BASE: []}
-    for text in args.set:  # before any work
+    for change in args.set:
         try:
-            settings[text] = shlex.split(text)
-            other = load_config(*take_config([*rest, *settings[text]]))
+            settings[change] = shlex.split(change)
+            changed = load_config(*take_config([*arguments, *settings[change]]))
         except (ValueError, UserError) as error:
-            raise UserError(f"--set {text!r}: {error}") from None
-        if other.seed != config.seed or other.out_dir != config.out_dir:
-            raise UserError(f"--set {text!r}: seed and out_dir are given by this command")
+            raise UserError(f"--set {change!r}: {error}") from None
+        if changed.seed != config.seed or changed.out_dir != config.out_dir:
+            raise UserError(f"--set {change!r}: seed and out_dir are set by this command")
     if args.seeds < 2 or args.jobs < 1:
         raise UserError("expected --seeds of at least 2, and --jobs of at least 1")
     if not config.eval_interval or int(os.environ.get("WORLD_SIZE") or 1) > 1:
         raise UserError("needs evaluations (eval_interval above 0), and runs without torchrun")
-    runs = Runs(args.out, rest, config.early_stopping_metric, args.jobs)
-    # Seeds first: what is there when it is stopped can be compared.
-    wanted = [(name, settings[name], config.seed + i) for i in range(args.seeds)
-              for name in settings]
+    pool = RunPool(args.out, arguments, config.early_stopping_metric, args.jobs)
+    # In the order of the seeds: after a stop, the settings have the same seeds to compare.
+    runs = [(name, settings[name], config.seed + i) for i in range(args.seeds) for name in settings]
     results = {name: {} for name in settings}
-    for (name, _, seed), found in zip(wanted, runs.all(wanted)):
-        results[name][seed] = found
-    tell(results, config, args.out)
-    return int(all(r["value"] is None for found in results.values() for r in found.values()))
-
-
-def tell(results, config, out):
-    """The table, the picture and results.tsv."""
-    found, columns = rows(results, config), COLUMNS.split()
-    echo(table(found))
-    svg = os.path.join(out, "repeat.svg")
-    drawn = any(r["value"] is not None for r in found) and save_figure(
-        svg, lambda axes: draw_results(axes, results), "Settings over seeds", "setting",
-        config.early_stopping_metric)
-    path = os.path.join(os.path.dirname(os.path.abspath(out)), "results.tsv")
-    fresh = not os.path.exists(path)
-    with open(path, "a", encoding="utf-8") as f:
-        lines = [columns] * fresh + [[cell(r[c]) for c in columns] for r in found]
-        f.writelines("\t".join(line) + "\n" for line in lines)
-    echo(f"Appended to {os.path.relpath(path)}" + f"; see {svg}" * bool(drawn))
+    for (name, _, seed), result in zip(runs, pool.run_all(runs)):
+        results[name][seed] = result
+    report(results, config, args.out)
+    return int(all(r["value"] is None for runs in results.values() for r in runs.values()))
 
 
 if __name__ == "__main__":

@@ -1,20 +1,18 @@
-"""How the loss falls with size and data, learned from small runs: the best size for a budget, and
-what a larger run will reach.
+"""Fit a scaling law to the losses of small runs, and predict the loss of a larger run:
 
     python -m train.tools.scaling --config FILE.yaml --budgets 1e12,3e12,1e13 [--check]
 
-Models of several depths are trained for each budget of FLOPs, each as long as the budget lasts and
-with a learning rate that falls to its own end. To their losses
+For each budget of FLOPs, models of several depths are trained until the budget is used, each with a
+learning rate that decays to the end of its run. The law is
     L(N, D) = E + A / N^alpha + B / D^beta
-is fitted (Hoffmann et al. 2022, arXiv:2203.15556, approach 3). D: tokens. N: a sixth of the FLOPs a
-token, that is the weights that multiply and what attention costs beside them, so that a budget is
-6 N D. Runs are those of train.repeat: a process and a folder each, a crash is a row, the same
-command goes on. dial() says what a depth sets.
+(Hoffmann et al. 2022, arXiv:2203.15556, approach 3). D: tokens. N: FLOPs per token / 6, which is
+the number of weights plus the cost of attention, so that a budget is 6 N D. Runs are processes with
+a folder each, as in train.tools.repeat; the same command resumes. See depth_keys() for the keys that
+a depth sets.
 """
 
 import argparse
 import functools
-import importlib.util
 import math
 import os
 import shlex
@@ -23,19 +21,20 @@ from typing import NamedTuple
 
 import numpy as np
 
-from train.base.cli import run_command, underscores
-from train.base.errors import UserError, echo
+from train.base.cli import format_table, run_command
+from train.base.errors import UserError, echo, require
 from train.config import load_argv, load_config, load_model_file, take_config
 from train.options.loss_svg import TEXT_COLOR
 from train.tools.plot import save_figure
-from train.tools.repeat import Runs
+from train.tools.repeat import RunPool
 
-# Depths are tried that have about so many tokens a weight, by this factor more or fewer at most.
-TOKENS, FACTOR, SIZES = 10, 16, 4
-DEPTHS = range(2, 49)  # one block alone is another kind of model: it cannot look up what followed
-LEAST = 6     # runs for a fit of five numbers
-DELTA = 1e-3  # of the Huber loss: errors of log L that are larger count linearly
-DRAWS = 200   # fits behind an interval
+TOKENS_PER_WEIGHT = 10  # depths are chosen for a ratio near this one,
+MAX_RATIO_FACTOR = 16   # at most this factor above or below,
+DEPTHS_PER_BUDGET = 4   # this many for each budget,
+DEPTHS = range(2, 49)   # of these: a single block cannot attend to the output of another one
+MIN_RUNS = 6            # for a fit of five parameters
+HUBER_DELTA = 1e-3      # larger errors of log L count linearly
+BOOTSTRAP_FITS = 200
 
 
 # -----------------------------------------------------------------------------
@@ -53,130 +52,136 @@ class Law(NamedTuple):
         return self.E + self.A / n ** self.alpha + self.B / d ** self.beta
 
     def best(self, budget):
-        """(N, D) of the least loss where 6 N D is `budget`."""
-        a, b = self.alpha, self.beta
-        n = (a * self.A / (b * self.B)) ** (1 / (a + b)) * (budget / 6) ** (b / (a + b))
+        """Return the (N, D) of the lowest loss with 6 N D = budget."""
+        ratio = self.alpha * self.A / (self.beta * self.B)
+        exponent = 1 / (self.alpha + self.beta)
+        n = ratio ** exponent * (budget / 6) ** (self.beta * exponent)
         return n, budget / 6 / n
 
 
-def fit(n, d, loss, start=None):
-    """The Law of runs n, d, loss (P,): the least sum of Huber losses of the errors of log L, found
-    by L-BFGS from several starts, or from the Law `start`."""
+def fit_law(n, d, loss, start=None):
+    """Fit a Law to runs n, d, loss (P,): minimise the Huber loss of the errors of log L by L-BFGS,
+    from several starting points, or from the Law `start`."""
     from scipy.optimize import minimize
-    x, y, z = np.log(n), np.log(d), np.log(loss)
-    # Fitted are log E, log of the other terms in the middle of the runs, alpha, beta: A and alpha
-    # themselves all but stand for each other.
-    middle = np.array([x.mean(), y.mean()])
-    slopes = np.stack([0 * x, middle[0] - x, middle[1] - y])  # (3, P)
+    log_n, log_d, log_loss = np.log(n), np.log(d), np.log(loss)
+    # Parameters: log E, the logs of the other terms at the mean of the runs, alpha, beta. With
+    # log A and log B instead, the parameters would be strongly correlated.
+    mean = np.array([log_n.mean(), log_d.mean()])
+    slopes = np.stack([0 * log_n, mean[0] - log_n, mean[1] - log_d])  # (3, P)
 
     def objective(p):  # (5,) -> value, gradient (5,)
         terms = p[:3, None] + np.append(0, p[3:])[:, None] * slopes  # (3, P)
-        predicted = np.logaddexp.reduce(terms)
-        error = (predicted - z) / DELTA
-        cut = np.clip(error, -1, 1)
-        pull = cut / DELTA * np.exp(terms - predicted)
+        log_sum = np.logaddexp.reduce(terms)  # (P,)
+        error = (log_sum - log_loss) / HUBER_DELTA
+        clipped = np.clip(error, -1, 1)
+        pull = clipped / HUBER_DELTA * np.exp(terms - log_sum)  # (3, P)
         gradient = np.append(pull.sum(1), (pull * slopes)[1:].sum(1))
-        return (cut * (error - cut / 2)).sum(), gradient
-    low = loss.min()
-    guesses = [np.append(np.log([e * low, (1 - e) * low / 2, (1 - e) * low / 2]), [a, b])
-               for e in (0.3, 0.7) for a in (0.3, 0.7) for b in (0.3, 0.7)]
+        return (clipped * (error - clipped / 2)).sum(), gradient
     if start:
-        guesses = [np.append(np.log(start[:3]) - np.append(0, start[3:] * middle), start[3:])]
-    found = min((minimize(objective, g, jac=True, method="L-BFGS-B", options=dict(maxiter=2000),
-                          bounds=[(-20, 20)] * 3 + [(0.01, 3)] * 2) for g in guesses),
-                key=lambda result: result.fun).x
-    return Law(*map(float, np.append(np.exp(found[:3] + np.append(0, found[3:] * middle)),
-                                     found[3:])))
+        logs, powers = np.log(start[:3]), np.array(start[3:])
+        starts = [np.append(logs - np.append(0, powers * mean), powers)]
+    else:
+        low = loss.min()
+        starts = [np.append(np.log([e * low, (1 - e) * low / 2, (1 - e) * low / 2]), [a, b])
+                  for e in (0.3, 0.7) for a in (0.3, 0.7) for b in (0.3, 0.7)]
+    bounds = [(-20, 20)] * 3 + [(0.01, 3)] * 2
+    fits = [minimize(objective, p, jac=True, method="L-BFGS-B", bounds=bounds,
+                     options=dict(maxiter=2000)) for p in starts]
+    p = min(fits, key=lambda result: result.fun).x
+    E, A, B = np.exp(p[:3] + np.append(0, p[3:] * mean))
+    return Law(*map(float, (E, A, B, *p[3:])))
 
 
-def interval(law, n, d, loss, at):
-    """(low, high): 95% of the losses that a run at = (N, D) may have, by a residual bootstrap. The
-    errors of the runs n, d, loss (P,), larger by as much as five fitted numbers made them smaller,
-    are drawn anew for each run, also for the one that is predicted, and the law is fitted again."""
-    draw, fitted = np.random.default_rng(0), law.loss(n, d)
+def prediction_interval(law, n, d, loss, at):
+    """Return (low, high): the 95% interval of the loss of a run at = (N, D), by residual bootstrap.
+
+    The law is fitted again to losses whose errors are drawn from those of the runs n, d, loss (P,),
+    scaled up for the five fitted parameters; the predicted run has such an error, too."""
+    rng, fitted = np.random.default_rng(0), law.loss(n, d)
     errors = np.log(loss / fitted) * math.sqrt(len(n) / (len(n) - 5))
 
-    def once():
-        again = fit(n, d, fitted * np.exp(draw.choice(errors, len(n))), law)
-        return again.loss(*at) * np.exp(draw.choice(errors))
-    return tuple(map(float, np.quantile([once() for _ in range(DRAWS)], (0.025, 0.975))))
+    def draw_prediction():
+        drawn = fit_law(n, d, fitted * np.exp(rng.choice(errors, len(n))), law)
+        return drawn.loss(*at) * np.exp(rng.choice(errors))
+    predictions = [draw_prediction() for _ in range(BOOTSTRAP_FITS)]
+    return tuple(map(float, np.quantile(predictions, (0.025, 0.975))))
 
 
 # -----------------------------------------------------------------------------
 # the runs
 
-class Plan(NamedTuple):
-    """A run: a model of `depth` that is trained for as long as the `budget` lasts."""
+class PlannedRun(NamedTuple):
+    """A run of a model of `depth` for a budget of FLOPs."""
     budget: float
     depth: int
-    n: float         # a sixth of the FLOPs a token
-    d: int           # tokens in all
+    n: float         # FLOPs per token / 6
+    d: int           # tokens
     epochs: float
     arguments: list  # of run_train.py
 
 
-def dial(depth, width, config):
-    """{key: value} of a model of `depth`, as the table in train/README.md; width: --width."""
-    wide = width * (depth + 1)
-    rates = {key: rate * math.sqrt(config.n_embd / wide) for key in ("learning_rate", "min_lr")
+def depth_keys(depth, width, config):
+    """Return {key: value} of a model of `depth`: the table in train/README.md. width: --width."""
+    n_embd = width * (depth + 1)
+    rates = {key: rate * math.sqrt(config.n_embd / n_embd) for key in ("learning_rate", "min_lr")
              if (rate := getattr(config, key)) is not None}
-    return dict(n_layer=depth, n_embd=wide, n_head=depth + 1, n_hidden=None, **rates)
+    return dict(n_layer=depth, n_embd=n_embd, n_head=depth + 1, n_hidden=None, **rates)
 
 
-def planner(rest, config, width, data):
-    """plan(budget, depth) -> Plan, from the arguments of run_train.py and the Data of the run."""
+def make_planner(arguments, config, width, data):
+    """Return plan(budget, depth) -> PlannedRun. arguments: those of run_train.py."""
     import torch
 
     from train.device import flops_per_step
 
-    def as_arguments(keys):
+    def to_arguments(keys):
         return [f"--{k}={'null' if v is None else v}" for k, v in keys.items()]
 
     @functools.cache
-    def cost(depth):  # FLOPs of a step
-        c = load_config(*take_config([*rest, *as_arguments(dial(depth, width, config))]))
+    def count_flops(depth):
+        c = load_config(*take_config([*arguments, *to_arguments(depth_keys(depth, width, config))]))
         with torch.device("meta"):
             model = load_model_file(c.model).build_model(c, data)
         if flops := flops_per_step(model, c, data.train):
             return flops
-        raise UserError(f"model {c.model} does not say what a token costs (flops_per_unit)")
+        raise UserError(f"model {c.model} does not define flops_per_unit")
 
     def plan(budget, depth):
         units = config.samples_per_step * data.train.units_per_sample
-        steps = max(1, round(budget / cost(depth)))
-        keys = dial(depth, width, config) | dict(
+        steps = max(1, round(budget / count_flops(depth)))
+        keys = depth_keys(depth, width, config) | dict(
             max_iters=steps, eval_interval=steps, save_interval=config.save_every,
             eval_on_start=False, max_epochs=None, eval_epochs=None, lr_decay_iters=None,
-            early_stopping_patience=0, sample_tokens=0)  # evaluated once, at the end
-        return Plan(budget, depth, cost(depth) / units / 6, steps * units,
-                    steps * config.samples_per_step / data.train.samples, as_arguments(keys))
+            early_stopping_patience=0, sample_tokens=0)  # a single evaluation, after the last step
+        return PlannedRun(budget, depth, count_flops(depth) / units / 6, steps * units,
+                          steps * config.samples_per_step / data.train.samples, to_arguments(keys))
     return plan
 
 
-def depths(plans):
-    """Up to SIZES of the `plans` for a budget whose tokens a weight are nearest to TOKENS."""
-    def off(p):
-        return abs(math.log(p.d / p.n / TOKENS))
-    near = sorted((p for p in plans if off(p) < math.log(FACTOR)), key=off)
-    return sorted(near[:SIZES], key=lambda p: p.depth)
+def choose_depths(plans):
+    """Return the DEPTHS_PER_BUDGET runs of a budget that are nearest to TOKENS_PER_WEIGHT."""
+    def distance(p):
+        return abs(math.log(p.d / p.n / TOKENS_PER_WEIGHT))
+    near = sorted((p for p in plans if distance(p) < math.log(MAX_RATIO_FACTOR)), key=distance)
+    return sorted(near[:DEPTHS_PER_BUDGET], key=lambda p: p.depth)
 
 
 # -----------------------------------------------------------------------------
-# what comes of it
+# results
 
-def table(plans, losses, law):
-    """Every run as text for people."""
-    lines = [("FLOPs", "depth", "weights", "tokens", "a weight", "epochs", "loss", "law")]
-    lines += [(f"{p.budget:g}", str(p.depth), f"{p.n:,.0f}", f"{p.d:,}", f"{p.d / p.n:.1f}",
-               f"{p.epochs:.2f}", f"{loss:.4f}" if loss else "crash",
-               f"{law.loss(p.n, p.d):.4f}" if law else "") for p, loss in zip(plans, losses)]
-    wide = [max(map(len, column)) for column in zip(*lines)]
-    return "\n".join("  ".join(text.rjust(w) for text, w in zip(line, wide)) for line in lines)
+def run_table(plans, losses, law):
+    """Return a table of all runs; a loss of None is a crash."""
+    rows = [("FLOPs", "depth", "weights", "tokens", "per weight", "epochs", "loss", "law")]
+    for p, loss in zip(plans, losses):
+        rows.append((f"{p.budget:g}", str(p.depth), f"{p.n:,.0f}", f"{p.d:,}", f"{p.d / p.n:.1f}",
+                     f"{p.epochs:.2f}", f"{loss:.4f}" if loss else "crash",
+                     f"{law.loss(p.n, p.d):.4f}" if law else ""))
+    return format_table(rows)
 
 
-def draw_law(axes, law, plans, losses, larger, bounds):
+def draw_law(axes, law, plans, losses, larger, interval):
     """Draw the loss over the number of weights: per budget a curve of the law and a dot per run,
-    and the interval of the loss that is predicted for the larger run."""
+    and the interval that is predicted for the larger run."""
     axes.set_xscale("log")
     for budget in sorted({p.budget for p in [*plans, larger]}):
         sizes = [p.n for p in [*plans, larger] if p.budget == budget]
@@ -185,93 +190,106 @@ def draw_law(axes, law, plans, losses, larger, bounds):
         runs = [(p.n, loss) for p, loss in zip(plans, losses) if p.budget == budget and loss]
         if runs:
             axes.plot(*zip(*runs), "o", color=line.get_color())
-    axes.plot([larger.n] * 2, bounds, color=TEXT_COLOR, marker="_",
+    axes.plot([larger.n] * 2, interval, color=TEXT_COLOR, marker="_",
               label="95% interval of the larger run")
 
 
-def listed(kind):
-    """What reads a list such as 1e12,3e12: its numbers in order, each once."""
+def predict(law, runs, plans, losses, larger, train_all, arguments, args):
+    """Print the prediction for the larger run, train it with --check, and draw the law."""
+    expected = law.loss(larger.n, larger.d)
+    interval = prediction_interval(law, *runs, (larger.n, larger.d))
+    echo(f"{larger.budget:g} FLOPs, depth {larger.depth}, {larger.n:,.0f} weights, {larger.d:,} "
+         f"tokens ({larger.epochs:.2f} epochs): expected {expected:.4f}, 95% from "
+         f"{interval[0]:.4f} to {interval[1]:.4f}")
+    echo("  " + shlex.join(["python", "run_train.py", *arguments, *larger.arguments]))
+    if args.check:
+        plans, losses = [*plans, larger], [*losses, *train_all([larger])]
+        if losses[-1]:
+            echo(f"It reached {losses[-1]:.4f}, {losses[-1] / expected - 1:+.2%}")
+    svg = os.path.join(args.out, "scaling.svg")
+    if save_figure(svg, lambda axes: draw_law(axes, law, plans, losses, larger, interval),
+                   "Loss by model size", "weights (N)", "val_loss"):
+        echo(f"See {svg}")
+    return int(args.check and not losses[-1])
+
+
+# -----------------------------------------------------------------------------
+# command line
+
+def list_of(kind):
+    """Return a parser of lists such as 1e12,3e12: sorted numbers without duplicates."""
     def numbers(text):
         return sorted({kind(word) for word in text.split(",")})
     return numbers
 
 
 def main(argv=None):
-    """Run the command line; the exit code."""
+    """Run the command and return its exit code."""
     parser = argparse.ArgumentParser(
         prog="python -m train.tools.scaling", description=__doc__, allow_abbrev=False,
         formatter_class=argparse.RawDescriptionHelpFormatter,
         epilog="All other arguments are those of run_train.py.")
     for name, kind, default, text in (
-            ("--budgets", listed(float), [], "FLOPs of a run, two or more: 1e12,3e12,1e13"),
+            ("--budgets", list_of(float), [], "FLOPs per run, two or more: 1e12,3e12,1e13"),
             ("--larger", float, 0, "FLOPs of the larger run (four times the largest budget)"),
-            ("--depth", listed(int), [], f"depths of the models (up to {SIZES} with about {TOKENS} "
-             "tokens a weight): 1,2,3"),
-            ("--width", int, 32, "what a block adds to the width, and a head's (%(default)s)"),
-            ("--jobs", int, 1, "runs at the same time, a GPU or a share of the cores each"),
+            ("--depth", list_of(int), [], f"depths of the models (up to {DEPTHS_PER_BUDGET} with "
+             f"about {TOKENS_PER_WEIGHT} tokens per weight): 1,2,3"),
+            ("--width", int, 32, "width per block, which is also the head size (%(default)s)"),
+            ("--jobs", int, 1, "runs at the same time, with a GPU or a share of the cores each"),
             ("--out --out_dir", str, "out/scaling", "folder of the runs (%(default)s)")):
         parser.add_argument(*name.split(), type=kind, default=default, help=text)
     parser.add_argument("--check", action="store_true", help="train the larger run as well")
-    argv = sys.argv[1:] if argv is None else argv
-    rest = parser.parse_known_args(underscores(argv))[1]
-    return run_command(parser, functools.partial(scaling, rest), argv, load=load_argv,
-                       interrupt_message="stopped; the same command continues")
+    return run_command(parser, scaling, argv, load=lambda rest: (rest, load_argv(rest)),
+                       interrupt_message="stopped; the same command resumes")
 
 
-def scaling(rest, args, config):
-    """What the command line asks for; the exit code. rest: the arguments of run_train.py."""
-    budgets, larger = args.budgets, args.larger or 4 * max(args.budgets, default=0)
-    if len(budgets) < 2 or not 0 < budgets[0] < budgets[-1] < larger < math.inf:
+def check_arguments(args, config):
+    """Raise UserError if the arguments or the configuration do not allow a fit."""
+    budgets = [0, *args.budgets, args.larger or 4 * max(args.budgets, default=0), math.inf]
+    if len(args.budgets) < 2 or not all(a < b for a, b in zip(budgets, budgets[1:])):
         raise UserError("expected two --budgets or more above 0, and --larger above them")
     if min([*args.depth, args.jobs, args.width // 2]) < 1 or args.width % 2:
         raise UserError("expected --depth and --jobs of at least 1, and an even --width")
     if config.max_minutes or int(os.environ.get("WORLD_SIZE") or 1) > 1:
         raise UserError("a budget is a length: needs runs without max_minutes, and no torchrun")
-    if importlib.util.find_spec("scipy") is None:
-        raise UserError("the fit needs SciPy: pip install scipy")
+    require("scipy.optimize", "the fit")
+
+
+def scaling(args, arguments_and_config):
+    """Train the runs, fit the law and predict the larger run; return the exit code."""
+    arguments, config = arguments_and_config  # arguments: those of run_train.py
+    check_arguments(args, config)
     from train import distributed
     from train.train import open_data
     with distributed.process_group(config) as ranks:
-        plan = planner(rest, config, args.width, open_data(config, ranks))
-    plans = [p for b in budgets for p in (
-        [plan(b, k) for k in args.depth] or depths([plan(b, k) for k in DEPTHS]))]
-    runs = Runs(args.out, rest, "val_loss", args.jobs)
+        plan = make_planner(arguments, config, args.width, open_data(config, ranks))
+    plans = []
+    for budget in args.budgets:
+        plans += ([plan(budget, depth) for depth in args.depth]
+                  or choose_depths([plan(budget, depth) for depth in DEPTHS]))
+    pool = RunPool(args.out, arguments, "val_loss", args.jobs)
 
-    def train(plans):  # -> losses, None for a crash
-        return [r["value"] for r in runs.all([
-            (f"{p.budget:g}_depth_{p.depth}", p.arguments, config.seed) for p in plans])]
-    losses = train(plans)
-    good = np.array([(p.n, p.d, loss) for p, loss in zip(plans, losses) if loss]).T  # (3, P)
-    law = fit(*good) if good.size >= 3 * LEAST else None
-    echo(table(plans, losses, law))
+    def train_all(plans):
+        runs = [(f"{p.budget:g}_depth_{p.depth}", p.arguments, config.seed) for p in plans]
+        return [result["value"] for result in pool.run_all(runs)]
+    losses = train_all(plans)
+    runs = np.array([(p.n, p.d, loss) for p, loss in zip(plans, losses) if loss]).T  # (3, P)
+    law = fit_law(*runs) if runs.size >= 3 * MIN_RUNS else None
+    echo(run_table(plans, losses, law))
     if law is None:
-        raise UserError(f"a fit needs {LEAST} runs that end with a loss: more --budgets or --depth")
-    off = np.abs(good[2] / law.loss(*good[:2]) - 1)
+        raise UserError(f"a fit needs {MIN_RUNS} runs that end with a loss: give more --budgets or "
+                        "--depth")
+    errors = np.abs(runs[2] / law.loss(*runs[:2]) - 1)
     echo(f"loss = {law.E:.4g} + {law.A:.4g} / N^{law.alpha:.4f} + {law.B:.4g} / D^{law.beta:.4f}, "
-        f"from {len(off)} runs: off by {np.median(off):.2%}, at most {off.max():.2%}")
-    for budget in [*budgets, larger]:
+         f"from {len(errors)} runs: median error {np.median(errors):.2%}, at most "
+         f"{errors.max():.2%}")
+    larger = args.larger or 4 * max(args.budgets)
+    for budget in [*args.budgets, larger]:
         n, d = law.best(budget)
         echo(f"{budget:g} FLOPs: best with {n:,.0f} weights and {d:,.0f} tokens, "
-            f"{law.loss(n, d):.4f}")
-    best = min((plan(larger, k) for k in DEPTHS), key=lambda p: law.loss(p.n, p.d))
-    return predict(law, good, plans, losses, best, train, rest, args)
-
-
-def predict(law, good, plans, losses, p, train, rest, args):
-    """Say what the larger run `p` will reach; train it as well, where that is asked for; draw."""
-    expected, bounds = law.loss(p.n, p.d), interval(law, *good, (p.n, p.d))
-    echo(f"{p.budget:g} FLOPs, depth {p.depth}, {p.n:,.0f} weights, {p.d:,} tokens ({p.epochs:.2f} "
-        f"epochs): expected {expected:.4f}, 95% from {bounds[0]:.4f} to {bounds[1]:.4f}")
-    echo("  " + shlex.join(["python", "run_train.py", *rest, *p.arguments]))
-    if args.check:
-        plans, losses = [*plans, p], [*losses, *train([p])]
-        if losses[-1]:
-            echo(f"It reached {losses[-1]:.4f}, {losses[-1] / expected - 1:+.2%}")
-    svg = os.path.join(args.out, "scaling.svg")
-    if save_figure(svg, lambda axes: draw_law(axes, law, plans, losses, p, bounds),
-                   "Loss by model size", "weights (N)", "val_loss"):
-        echo(f"See {svg}")
-    return int(args.check and not losses[-1])
+             f"{law.loss(n, d):.4f}")
+    best = min((plan(larger, depth) for depth in DEPTHS), key=lambda p: law.loss(p.n, p.d))
+    return predict(law, runs, plans, losses, best, train_all, arguments, args)
 
 
 if __name__ == "__main__":
