@@ -1,9 +1,15 @@
-"""Chat templates that models came with, as `transformers` renders them: Jinja.
+"""Chat templates: the format in which a model reads and writes conversations.
 
-A template is {"jinja": its text, "ends": [ids that end an answer], "bos_token": "<s>", ...}. It was
-written by a stranger: it runs in Jinja's sandbox, for so many lines of Python, into so much text.
-What a person wrote never becomes a special token: the texts of such in it are marked before they go
-into the template, and encoded as text.
+A conversation is a list of messages (role, text) with the roles system, user and assistant. A
+template turns it into token ids. Its `spec`, a dict of builtin types, is saved in meta.json and in
+checkpoints, and is of one of two kinds:
+
+    {"system": "### System:\\n{}\\n\\n", "user": ..., "assistant": ...}    BuiltinTemplate
+    {"jinja": text, "ends": [token ids], "bos_token": "<s>", ...}         JinjaTemplate
+
+The Jinja text of a downloaded model is untrusted. It is rendered in Jinja's sandbox, with limits on
+the executed lines and on the length of the output. Special tokens that occur in a message are
+encoded as ordinary text: they are marked before rendering.
 """
 
 import contextlib
@@ -17,25 +23,313 @@ import numpy as np
 
 from train.base.errors import DataError
 
-OPEN, CLOSE = "\U000f0000", "\U000f0001"  # around a marked text; private, nobody's characters
-GONE = str.maketrans("", "", OPEN + CLOSE)
-MARKED = re.compile(f"{OPEN}([^{OPEN}{CLOSE}]*){CLOSE}|[{OPEN}{CLOSE}]")
-MOST_LINES, MOST_TEXT = 1 << 21, 1 << 24  # of Python, a second or so; characters
+# The assistant's text is followed by the end-of-text token.
+DEFAULT_SPEC = {"system": "### System:\n{}\n\n", "user": "### User:\n{}\n\n",
+                "assistant": "### Assistant:\n{}"}
+# Role names of OpenAI, ShareGPT and other formats.
+ROLES = {"system": "system", "user": "user", "human": "user", "prompter": "user",
+         "assistant": "assistant", "gpt": "assistant", "model": "assistant"}
+OPEN_MARK, CLOSE_MARK = "\U000f0000", "\U000f0001"  # around marked text; private-use characters
+WITHOUT_MARKS = str.maketrans("", "", OPEN_MARK + CLOSE_MARK)
+MARKED = re.compile(f"{OPEN_MARK}([^{OPEN_MARK}{CLOSE_MARK}]*){CLOSE_MARK}"
+                    f"|[{OPEN_MARK}{CLOSE_MARK}]")
+MAX_TRACED_LINES = 1 << 21   # lines of Python per rendering, about a second
+MAX_RENDERED_CHARS = 1 << 24
 
 
-def check(template):
-    """DataError unless `template` can be used."""
-    ends, words = template.get("ends"), {k: v for k, v in template.items() if k != "ends"}
-    if not (isinstance(ends, list) and all(type(i) is int and i >= 0 for i in ends) and ends
-            and all(isinstance(word, str) for word in words.values())):
-        raise DataError(f"its chat template is {str(template)[:80]!r}: expected texts, and ids "
-                        "that end an answer")
-    compiled(template["jinja"])
+# -----------------------------------------------------------------------------
+# messages
 
+def parse_messages(value, name):
+    """Return [(role, text), ...] of a list of messages; `name` is its field. Raises ValueError."""
+    check_messages(value, name)
+    return [parse_message(message) for message in value]
+
+
+def check_messages(value, name):
+    """Raise ValueError unless `value`, the field `name`, is a list of dictionaries."""
+    if not isinstance(value, list) or not all(isinstance(message, dict) for message in value):
+        raise ValueError(f"{name}: expected a list of messages, got {str(value)[:60]!r}")
+
+
+def parse_message(message):
+    """Return (role, text) of {"role", "content"} or of ShareGPT's {"from", "value"}."""
+    role = message.get("role", message.get("from"))
+    if not isinstance(role, str) or role not in ROLES:
+        raise ValueError(f"role {role!r}: expected one of {', '.join(ROLES)}")
+    return ROLES[role], parse_content(message.get("content", message.get("value")))
+
+
+def parse_content(content):
+    """Return the text of a message's content: a string, or OpenAI's list of parts."""
+    if isinstance(content, list):
+        parts = [part.get("text", "") for part in content if isinstance(part, dict)]
+        content = "".join(parts) if all(isinstance(part, str) for part in parts) else content
+    if not isinstance(content, str):
+        raise ValueError(f"expected text, got a {type(content).__name__}")
+    return content
+
+
+# -----------------------------------------------------------------------------
+# templates
+
+class ChatTemplate:
+    """Base class; `from_spec` chooses the subclass.
+
+    Attributes: spec, the dict that `from_spec` accepts; ends, the ids that end an answer according
+    to the spec (empty: the tokenizer's end of text); special_tokens, {"bos_token": text, ...}.
+    """
+    ends = ()
+    special_tokens = {}
+
+    @staticmethod
+    def from_spec(spec):
+        """Return the template that a spec describes. Raises DataError for an invalid spec."""
+        if not isinstance(spec, dict):
+            raise DataError(f"its chat template is {spec!r:.80}, expected a dictionary")
+        return (JinjaTemplate if "jinja" in spec else BuiltinTemplate)(spec)
+
+    def check(self):
+        """Raise DataError unless the template can be rendered (it may need the package jinja2)."""
+
+    def sequences(self, messages, tokenizer):
+        """Return [(ids (n,) uint32, mask (n,) uint8)] of a conversation. The mask is 1 for tokens
+        to learn: each answer and the token that ends it. One sequence, or several for templates
+        that write earlier answers differently once a message follows. Raises DataError for a
+        conversation that the template cannot represent."""
+        raise NotImplementedError
+
+    def prompt_ids(self, messages, tokenizer):
+        """Return the list of ids of a conversation up to the start of the next answer."""
+        raise NotImplementedError
+
+    def prompt_text(self, messages):
+        """Return the text of a conversation up to the start of the next answer."""
+        raise NotImplementedError
+
+    def end_ids(self, tokenizer):
+        """Return the ids that end an answer."""
+        return [tokenizer.eot_token]
+
+    def with_end_ids(self, tokenizer):
+        """Return the template with all of `end_ids` in its spec, as training data need it."""
+        return self
+
+    def to_jinja(self):
+        """Return the template in Jinja, as `apply_chat_template` of `transformers` reads it."""
+        raise NotImplementedError
+
+    @property
+    def implicit_start(self):
+        """The text of the first token if inference programs add it by themselves, else ""."""
+        return ""
+
+    def to_ollama(self):
+        """Return the template in Ollama's language: an optional system message and a question."""
+        def render(*messages):
+            return self.prompt_text(messages).removeprefix(self.implicit_start)
+        question = ("user", "{{ .Prompt }}")
+        try:
+            with_system = render(("system", "{{ .System }}"), question)
+        except DataError:  # the template accepts no system messages
+            return render(question) + "{{ .Response }}"
+        return (f"{{{{ if .System }}}}{with_system}{{{{ else }}}}{render(question)}{{{{ end }}}}"
+                "{{ .Response }}")
+
+
+class BuiltinTemplate(ChatTemplate):
+    """A text around {} per role. It needs no special tokens but the end of text.
+
+    Message texts are stripped, so that a prompt and its answer, encoded separately, have the same
+    tokens as the whole conversation.
+    """
+
+    def __init__(self, spec=DEFAULT_SPEC):
+        if not all(isinstance(spec.get(role), str) and spec[role].count("{}") == 1
+                   for role in DEFAULT_SPEC):
+            raise DataError(f"its template is {spec!r:.80}, expected a text around {{}} for each "
+                            f"of {', '.join(DEFAULT_SPEC)}")
+        self.spec = spec
+        self.around = {role: spec[role].split("{}") for role in spec if role in DEFAULT_SPEC}
+        starts = [before.strip("\n") for before, _ in self.around.values()]
+        self.headers = [start for start in starts if start]  # first lines of messages
+
+    def escape(self, text):
+        """Return `text` with a backslash before each line that looks like the header of a message,
+        so that a message cannot imitate another role."""
+        text = f"\n{text}"
+        for header in self.headers:
+            text = text.replace(f"\n{header}", f"\n\\{header}")
+        return text[1:]
+
+    def exchanges(self, messages):
+        """Return [(prompt, answer), ...]: for each answer, the text since the previous one and the
+        answer. Messages after the last answer are left out: they contain nothing to learn."""
+        exchanges = []
+        prompt = ""
+        for role, text in messages:
+            before, after = self.around[role]
+            text = self.escape(text.strip())
+            if role == "assistant":
+                exchanges.append((prompt + before, text))
+                prompt = ""
+            else:
+                prompt += before + text + after
+        return exchanges
+
+    def encode(self, messages, tokenizer):
+        """Return (ids (n,) uint32, mask (n,) uint8) of a conversation, see `sequences`."""
+        ids, mask = [], []
+        for prompt, answer in self.exchanges(messages):
+            prompt_ids = tokenizer.encode(prompt)
+            answer_ids = [*tokenizer.encode(answer), tokenizer.eot_token]
+            ids += prompt_ids + answer_ids
+            mask += [0] * len(prompt_ids) + [1] * len(answer_ids)
+        return np.array(ids, np.uint32), np.array(mask, np.uint8)
+
+    def sequences(self, messages, tokenizer):
+        return [self.encode(messages, tokenizer)]
+
+    def prompt_ids(self, messages, tokenizer):
+        return self.encode([*messages, ("assistant", "")], tokenizer)[0].tolist()[:-1]
+
+    def prompt_text(self, messages):
+        return self.exchanges([*messages, ("assistant", "")])[0][0]
+
+    def to_jinja(self):
+        escapes = "".join(
+            " | replace({}, {})".format(*map(json.dumps, (f"\n{header}", f"\n\\{header}")))
+            for header in self.headers)
+        content = f"(('\\n' + (message['content'] | trim)){escapes})[1:]"
+        out, keyword = "{%- for message in messages -%}", "if"
+        for role, (before, after) in self.around.items():
+            after = "eos_token" if role == "assistant" else json.dumps(after)
+            out += (f"{{%- {keyword} message['role'] == '{role}' -%}}"
+                    f"{{{{ {json.dumps(before)} + {content} + {after} }}}}")
+            keyword = "elif"
+        start = json.dumps(self.around["assistant"][0])
+        return (out + "{%- endif -%}{%- endfor -%}"
+                f"{{%- if add_generation_prompt -%}}{{{{ {start} }}}}{{%- endif -%}}")
+
+
+class JinjaTemplate(ChatTemplate):
+    """The template of a model from Hugging Face, rendered as `transformers` renders it."""
+
+    def __init__(self, spec):
+        ends = spec.get("ends")
+        texts = [value for key, value in spec.items() if key != "ends"]
+        if not (isinstance(ends, list) and all(type(i) is int and i >= 0 for i in ends) and ends
+                and all(isinstance(text, str) for text in texts)):
+            raise DataError(f"its chat template is {str(spec)[:80]!r}: expected texts, and ids "
+                            "that end an answer")
+        self.spec = spec
+        self.ends = ends
+        self.special_tokens = {k: v for k, v in spec.items() if k.endswith("_token")}
+
+    def check(self):
+        compile_jinja(self.spec["jinja"])
+
+    def render(self, messages, add_prompt, special=()):
+        """Return the text of a conversation, up to the start of the next answer if `add_prompt`.
+        special: texts of special tokens to mark where they occur in messages."""
+        pattern = match_any(special)
+        turns = [dict(role=role, content=pattern.sub(
+            lambda m: OPEN_MARK + m[0] + CLOSE_MARK, text.translate(WITHOUT_MARKS)))
+            for role, text in messages]
+        parts, size = [], 0
+        template = compile_jinja(self.spec["jinja"])
+        with template_errors(), limited_lines(MAX_TRACED_LINES):
+            for part in template.generate(messages=turns, add_generation_prompt=add_prompt,
+                                          tools=None, documents=None, **self.special_tokens):
+                parts.append(part)
+                size += len(part)
+                if size > MAX_RENDERED_CHARS:
+                    raise ValueError(f"it writes more than {MAX_RENDERED_CHARS:,} characters")
+        return "".join(parts)
+
+    def prompt_text(self, messages):
+        return self.render(messages, True)
+
+    def prompt_ids(self, messages, tokenizer):
+        return encode_marked(self.render(messages, True, tokenizer.special), tokenizer)
+
+    def sequences(self, messages, tokenizer):
+        # An answer is the text that the conversation has beyond the prompt, up to an end token.
+        # Templates may shorten earlier answers (Qwen 3 removes their reasoning): then the ids of a
+        # prompt do not continue those of the previous answer, and a new sequence begins.
+        sequences, ids, mask = [], [], []
+        for i, (role, text) in enumerate(messages):
+            if role != "assistant":
+                continue
+            prompt = self.render(messages[:i], True, tokenizer.special)
+            whole = self.render(messages[:i + 1], False, tokenizer.special)
+            prompt_ids, whole_ids, n_learned = self.encode_answer(prompt, whole, text, tokenizer)
+            if prompt_ids[:len(ids)] != ids:
+                sequences.append((ids, mask))
+                mask = []
+            n_ignored = len(whole_ids) - len(prompt_ids) - n_learned
+            mask = (mask + [0] * (len(prompt_ids) - len(mask)) + [1] * n_learned
+                    + [0] * n_ignored)
+            ids = whole_ids
+        if ids:
+            sequences.append((ids, mask))
+        return [(np.array(i, np.uint32), np.array(m, np.uint8)) for i, m in sequences]
+
+    def encode_answer(self, prompt, whole, answer, tokenizer):
+        """Return (prompt ids, ids with the answer, number of the answer's ids to learn). Raises
+        DataError if the answer cannot be located in the rendered text."""
+        refused = "its chat template cannot be learned: "
+        if not whole.startswith(prompt):
+            raise DataError(refused + "the text of a chat does not begin with that of the prompt "
+                            "before its last answer")
+        if squeeze(answer) not in squeeze(whole[len(prompt):]):  # changed or left out
+            raise DataError(refused + f"it does not write an answer as it is ({answer[:40]!r})")
+        prompt_ids = encode_marked(prompt, tokenizer)
+        whole_ids = encode_marked(whole, tokenizer)
+        if whole_ids[:len(prompt_ids)] != prompt_ids:  # a token spans the boundary
+            whole_ids = prompt_ids + encode_marked(whole[len(prompt):], tokenizer)
+        answer_ids = whole_ids[len(prompt_ids):]
+        n_learned = next((n for n, i in enumerate(answer_ids, 1) if i in self.ends), 0)
+        rest = squeeze(tokenizer.decode(answer_ids[n_learned:]))
+        if not n_learned or squeeze(answer) and squeeze(answer) in rest:
+            raise DataError(refused + "no end token follows an answer; expected one of "
+                            f"{self.ends}")
+        return prompt_ids, whole_ids, n_learned
+
+    def end_ids(self, tokenizer):
+        # The template's own end token may be missing from the model's files, which name the end of
+        # a document only.
+        question, answer = ("user", "?"), ("assistant", "\u00a7")
+        prompt = self.render([question], True)
+        text = self.render([question, answer], False)
+        before, _, behind = text.removeprefix(prompt).partition("\u00a7")
+        special = match_any(tokenizer.special).search(behind)
+        ids = []
+        # A token that occurs before the answer as well ends the reasoning, not the answer.
+        if special and (special[0] not in before or not text.startswith(prompt)):
+            ids = tokenizer.encode_special(special[0])
+        return sorted({*self.ends, *ids})
+
+    def with_end_ids(self, tokenizer):
+        return JinjaTemplate(self.spec | {"ends": self.end_ids(tokenizer)})
+
+    def to_jinja(self):
+        return self.spec["jinja"]
+
+    @property
+    def implicit_start(self):
+        # llama.cpp adds the first token, if the template mentions it.
+        start = self.special_tokens.get("bos_token", "")
+        return start if "bos_token" in self.spec["jinja"] else ""
+
+
+# -----------------------------------------------------------------------------
+# Jinja
 
 @functools.lru_cache
-def compiled(text):
-    """The Jinja template of that text, with all that `transformers` gives one. DataError."""
+def compile_jinja(text):
+    """Return the Jinja template of `text` with the functions that `transformers` gives to
+    templates. Raises DataError."""
     try:
         import jinja2.ext
         from jinja2.sandbox import ImmutableSandboxedEnvironment
@@ -43,7 +337,7 @@ def compiled(text):
         raise DataError("this model's chat template needs jinja2: pip install jinja2") from None
 
     class Environment(ImmutableSandboxedEnvironment):
-        intercepted_binops = frozenset(["*", "**", "%"])  # they make a huge value of a few letters
+        intercepted_binops = frozenset(["*", "**", "%"])  # a few letters could make a huge value
 
         def call_binop(self, context, operator, left, right):
             if operator == "**" or not all(isinstance(x, (int, float)) for x in (left, right)):
@@ -56,134 +350,71 @@ def compiled(text):
     def tojson(x, ensure_ascii=False, indent=None, separators=None, sort_keys=False):
         return json.dumps(x, ensure_ascii=ensure_ascii, indent=indent, separators=separators,
                           sort_keys=sort_keys)
-    made = Environment(trim_blocks=True, lstrip_blocks=True, extensions=[jinja2.ext.loopcontrols])
-    made.filters["tojson"] = tojson
-    made.globals |= dict(raise_exception=raise_exception,
-                         strftime_now=lambda how: datetime.datetime.now().strftime(how))
-    # {% generation %}, of `transformers` alone, stands around answers and writes nothing.
+
+    environment = Environment(trim_blocks=True, lstrip_blocks=True,
+                              extensions=[jinja2.ext.loopcontrols])
+    environment.filters["tojson"] = tojson
+    environment.globals |= dict(
+        raise_exception=raise_exception,
+        strftime_now=lambda pattern: datetime.datetime.now().strftime(pattern))
+    # {% generation %}, which only `transformers` knows, encloses answers and writes nothing.
     text = re.sub(r"(\{%[-+]?\s*)(end)?generation(\s*[-+]?%\})",
                   lambda m: m[1] + ("endif" if m[2] else "if true") + m[3], text)
-    with told():
-        return made.from_string(text)
+    with template_errors():
+        return environment.from_string(text)
 
 
 @contextlib.contextmanager
-def told():
-    """Context in which whatever goes wrong in a template is a DataError."""
+def template_errors():
+    """Context manager that turns every exception of a template into a DataError."""
     try:
         yield
-    except Exception as error:  # what it does, it does: any of Python's
+    except Exception as error:  # a template can raise any of Python's
         what = str(error) if type(error).__module__.startswith("jinja2") else repr(error)
         raise DataError(f"its chat template fails: {what[:200]}") from None
 
 
 @contextlib.contextmanager
-def at_most(lines):
-    """Context in which this thread runs so many lines of Python."""
-    def count(frame, event, argument):
-        nonlocal lines
-        lines -= 1
-        if lines < 0:
+def limited_lines(count):
+    """Context manager that raises TimeoutError after `count` lines of Python in this thread."""
+    def trace(frame, event, argument):
+        nonlocal count
+        count -= 1
+        if count < 0:
             raise TimeoutError("it does not come to an end")
-        return count
-    before = sys.gettrace()
-    sys.settrace(count)
+        return trace
+    previous = sys.gettrace()
+    sys.settrace(trace)
     try:
         yield
     finally:
-        sys.settrace(before)
+        sys.settrace(previous)
 
 
-def any_of(texts):
-    """A pattern of any of `texts`."""
+def match_any(texts):
+    """Return a pattern that matches any of `texts`, the longest first."""
     return re.compile("|".join(map(re.escape, sorted(texts, key=len, reverse=True))) or "(?!)")
 
 
-def render(template, messages, prompt, special=()):
-    """The text of `messages`, [(role, text)], up to where an answer begins if `prompt`. In theirs
-    the texts `special` are marked. DataError."""
-    names = any_of(special)
-    turns = [dict(role=role, content=names.sub(lambda m: OPEN + m[0] + CLOSE, text.translate(GONE)))
-             for role, text in messages]
-    words = {k: v for k, v in template.items() if k.endswith("_token")}
-    parts, size, jinja = [], 0, compiled(template["jinja"])
-    with told(), at_most(MOST_LINES):
-        for part in jinja.generate(messages=turns, add_generation_prompt=prompt, tools=None,
-                                   documents=None, **words):
-            parts.append(part)
-            size += len(part)
-            if size > MOST_TEXT:
-                raise ValueError(f"it writes more than {MOST_TEXT:,} characters")
-    return "".join(parts)
+def squeeze(text):
+    """Return `text` without white space and marks, which templates may change."""
+    return "".join(text.translate(WITHOUT_MARKS).split())
 
 
-def encode(text, tokenizer):
-    """Ids of what `render` made: special tokens are those of the template. DataError."""
-    first, *parts = MARKED.split(text)  # text, what was marked (None: half a mark), text, ...
+def encode_marked(text, tokenizer):
+    """Return the ids of a rendered text. Special tokens are encoded as such, except within marks,
+    which enclose what a message contains."""
+    first, *parts = MARKED.split(text)  # text, marked text (None: half a mark), text, ...
     ids = tokenizer.encode_special(first)
     for n, part in enumerate(parts):
-        encoded = tokenizer.encode_special if n % 2 else tokenizer.encode
-        # Behind a newline: before the first word of a text some set a blank.
-        line, behind = encoded("\n"), encoded(f"\n{part or ''}")
-        ids += behind[len(line):] if behind[:len(line)] == line else encoded(part)
+        encode = tokenizer.encode_special if n % 2 else tokenizer.encode
+        # Encode after a newline: some tokenizers add a space before the first word of a text.
+        newline, with_newline = encode("\n"), encode(f"\n{part or ''}")
+        if with_newline[:len(newline)] == newline:
+            ids += with_newline[len(newline):]
+        else:
+            ids += encode(part)
     if max(ids, default=0) >= tokenizer.n_vocab:
         raise DataError(f"its chat template uses token {max(ids)}, the model knows "
                         f"{tokenizer.n_vocab}")
     return ids
-
-
-def prompt_ids(template, messages, tokenizer):
-    """Ids of a conversation up to where the next answer begins. DataError."""
-    return encode(render(template, messages, True, tokenizer.special), tokenizer)
-
-
-def sequences(template, messages, tokenizer):
-    """[(ids (n,), mask (n,))] of a chat, mask 1 where a token is learned: an answer is what the
-    text with it has beyond the prompt before it, up to its end token. One, or more where the
-    template writes earlier turns otherwise once others follow (Qwen 3 leaves their thoughts out):
-    each is what the model sees as it answers. DataError where answers cannot be told."""
-    out, ids, mask = [], [], []
-    for i, (role, text) in enumerate(messages):
-        if role != "assistant":
-            continue
-        prompt = render(template, messages[:i], True, tokenizer.special)
-        whole = render(template, messages[:i + 1], False, tokenizer.special)
-        if not whole.startswith(prompt):
-            raise DataError("its chat template cannot be learned: the text of a chat does not "
-                            "begin with that of the prompt before its last answer")
-        if plain(text) not in plain(whole[len(prompt):]):  # a thought left out, capitals, ...
-            raise DataError("its chat template cannot be learned: it does not write an answer as "
-                            f"it is ({text[:40]!r})")
-        asked, both = encode(prompt, tokenizer), encode(whole, tokenizer)
-        if both[:len(asked)] != asked:  # a token over the seam
-            both = asked + encode(whole[len(prompt):], tokenizer)
-        said = both[len(asked):]
-        n = next((n for n, token in enumerate(said, 1) if token in template["ends"]), 0)
-        behind = plain(tokenizer.decode(said[n:]))
-        if not n or plain(text) and plain(text) in behind:
-            raise DataError("its chat template cannot be learned: no end token follows an answer; "
-                            f"expected one of {template['ends']}")
-        if asked[:len(ids)] != ids:
-            out.append((ids, mask))
-            mask = []
-        mask = mask + [0] * (len(asked) - len(mask)) + [1] * n + [0] * (len(said) - n)
-        ids = both
-    out += [(ids, mask)] if ids else []
-    return [(np.array(a, np.uint32), np.array(b, np.uint8)) for a, b in out]
-
-
-def plain(text):
-    """`text` without what templates change: blanks, and marks."""
-    return "".join(text.translate(GONE).split())
-
-
-def with_ends(template, tokenizer):
-    """`template` with the token that it sets after an answer among those that end one: what a
-    model's files name may be the end of a document alone. DataError."""
-    turns = [("user", "?"), ("assistant", "\u00a7")]
-    text, prompt = render(template, turns, False), render(template, turns[:1], True)
-    before, _, behind = text.removeprefix(prompt).partition("\u00a7")
-    after, ids = any_of(tokenizer.special).search(behind), []
-    if after and (after[0] not in before or not text.startswith(prompt)):  # else it ends thoughts
-        ids = tokenizer.encode_special(after[0])
-    return template | {"ends": sorted({*template["ends"], *ids})}

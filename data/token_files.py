@@ -4,18 +4,14 @@ Formats: nanoGPT's raw .bin (uint16, or what meta.json says), llm.c and modded-n
 """
 
 import glob
-import io
-import json
 import mmap
 import os
-import pickle
-import pickletools
-import reprlib
 import tokenize
 from dataclasses import dataclass
 
 import numpy as np
 
+from data.meta import MAX_ID, model_hint, prepared_model, read_meta
 from train.base.errors import DataError, UserError
 from train.base.fields import parse_mixture
 
@@ -23,8 +19,6 @@ from train.base.fields import parse_mixture
 # for; mapping anew for every batch instead would cost more than the reading.
 MAPPED_BYTES, FAULT_BYTES = 64 << 20, 64 << 10
 MIB = 1 << 20
-PICKLE_BYTES = 4 << 20   # of a meta.pkl
-MAX_ID = 1 << 24      # no vocabulary is larger
 CHECKED_WHOLE = 64 << 20  # bytes of a stream whose every id is checked before work starts
 LLMC = {(20240520, 1): "<u2", (20240801, 7): "<u4"}  # (magic, version) of llm.c's shards
 TEXT_BYTES = bytes([9, 10, 13, *range(32, 127)])
@@ -36,23 +30,6 @@ def mix64(x):
     x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
     return x ^ (x >> np.uint64(31))
-
-
-class PlainUnpickler(pickle.Unpickler):
-    """Builds dict, list, str, int and the like; a pickle that names anything else is refused."""
-
-    def find_class(self, module, name):
-        raise ValueError(f"it names {module}.{name}, which could run code")
-
-
-def load_pickle(f):
-    """What a pickle of plain types holds. ValueError for any other, and for one that asks for more
-    memory than it fills: nine bytes can ask for gigabytes."""
-    content = f.read(PICKLE_BYTES)
-    for op, value, _ in pickletools.genops(content):  # also checks every length in it
-        if op.name.endswith("PUT") and value > len(content):
-            raise ValueError(f"it asks for a memory of {value:,} places")
-    return PlainUnpickler(io.BytesIO(content)).load()
 
 
 @dataclass
@@ -74,7 +51,7 @@ def find_files(data_dir, split):
     if os.path.isdir(data_dir):
         start = os.path.join(glob.escape(data_dir), "")
         wanted = f"{split}.bin, or shards *{split}*.bin or *{split}*.npy"
-        shards = () if made_for(data_dir) not in (None, "gpt") else ("bin", "npy")
+        shards = () if prepared_model(data_dir) not in (None, "gpt") else ("bin", "npy")
         paths = glob.glob(f"{start}{split}.bin") or [
             p for end in shards for p in glob.glob(f"{start}*{split}*.{end}")]
         found = ", ".join(sorted(os.listdir(data_dir))[:8]) or "nothing"
@@ -87,7 +64,7 @@ def find_files(data_dir, split):
         paths = [wanted] if os.path.exists(wanted) else glob.glob(wanted)
     if not paths:
         raise DataError(f"{data_dir}: no {split} data: expected {wanted}, found {found}"
-                        f"{who_reads(data_dir)}; set data_dir, or {PREPARE}")
+                        f"{model_hint(data_dir)}; set data_dir, or {PREPARE}")
     return sorted(paths)
 
 
@@ -100,60 +77,6 @@ def check_there(config):
     for folder in parse_mixture(config.data_dir) or [config.data_dir]:
         if config.model == "gpt" and os.path.basename(os.path.normpath(folder)) != "stdlib":
             find_files(folder, "train")
-
-
-def check_meta(meta):
-    """ValueError where meta.json or meta.pkl does not hold what the program reads from it."""
-    if not isinstance(meta, dict):
-        raise ValueError(f"holds a {type(meta).__name__}, expected a dictionary")
-    if meta.get("dtype", "uint16") not in ("uint16", "uint32"):
-        raise ValueError(f"dtype is {reprlib.repr(meta['dtype'])}, expected uint16 or uint32")
-    counts = {f"splits.{s}.tokens": part.get("tokens", 1)
-              for s, part in meta.get("splits", {}).items()}
-    for name, count in {"vocab_size": meta.get("vocab_size", 1), **counts}.items():
-        most = MAX_ID if name == "vocab_size" else 1 << 62
-        if type(count) is not int or not 1 <= count <= most:
-            raise ValueError(f"{name} is {reprlib.repr(count)}, expected 1 to {most:,}")
-
-
-def prepared_meta(folder):
-    """meta.json of a folder that was prepared from named sources, else None."""
-    try:
-        with open(os.path.join(folder, "meta.json"), encoding="utf-8") as f:
-            meta = json.load(f)
-        return meta if isinstance(meta.get("sources"), list) else None
-    except (OSError, ValueError, RecursionError, AttributeError):
-        return None
-
-
-def made_for(folder):
-    """The --model that a folder of prepared data is for, None where nothing says."""
-    if os.path.exists(os.path.join(folder, "train.bin")):
-        return "gpt"
-    meta = prepared_meta(folder) or {}
-    return meta.get("model", meta.get("kind"))
-
-
-def who_reads(folder):
-    """"; it is for --model NAME", or "" where nothing says."""
-    name = made_for(folder)
-    return f"; it is for --model {name}" if isinstance(name, str) else ""
-
-
-def read_meta(folder):
-    """meta.json (ours) or meta.pkl (nanoGPT's, read without running code) as a dict, else {}."""
-    for name, load in (("meta.json", json.load), ("meta.pkl", load_pickle)):
-        path = os.path.join(folder, name)
-        if not os.path.exists(path):
-            continue
-        try:
-            with open(path, "rb") as f:
-                meta = load(f)
-            check_meta(meta)
-            return meta
-        except Exception as e:  # a damaged pickle can raise anything
-            raise DataError(f"{path}: {e or type(e).__name__}; prepare the data again") from None
-    return {}
 
 
 # What numpy raises for a .npy file that it cannot read.
@@ -242,11 +165,11 @@ def open_stream(data_dir, split, vocab_size=None, least=1):
     with ids below vocab_size (None: what meta.json says, if it does). Raises DataError."""
     paths = find_files(data_dir, split)
     meta = read_meta(os.path.dirname(paths[0]))
-    stream = TokenStream([open_shard(p, meta.get("dtype", "uint16")) for p in paths],
-                         vocab_size or meta.get("vocab_size"))
+    stream = TokenStream([open_shard(p, meta.dtype or "uint16") for p in paths],
+                         vocab_size or meta.vocab_size)
     where, n = paths[0] + (" ..." if paths[1:] else ""), stream.n_tokens
     try:
-        expected = meta["splits"][split]["tokens"]
+        expected = meta.splits[split]["tokens"]
     except (KeyError, TypeError):
         expected = n  # not prepared by data.prepare
     if os.path.basename(paths[0]) == f"{split}.bin" and n != expected:

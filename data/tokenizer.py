@@ -19,11 +19,12 @@ from collections.abc import Iterable
 import numpy as np
 import tiktoken
 
-from data.token_files import find_files, read_meta
+from data.meta import read_meta
+from data.token_files import find_files
 from train.base.errors import DataError
 
-# Parts of a description that are files of their own beside token files.
-BESIDE = {"ranks": "tokenizer.tiktoken", "json": "tokenizer.json"}
+# Large parts of a spec, which are files of their own in a data folder.
+TOKENIZER_FILES = {"ranks": "tokenizer.tiktoken", "json": "tokenizer.json"}
 NAMES = ("byte", "char", "gpt2", "bpe")
 EOT = "<|endoftext|>"
 GPT2_VOCABULARY = 50257  # of token files that say nothing else, as nanoGPT's and llm.c's
@@ -378,13 +379,13 @@ def load_dataset_tokenizer(data_dir):
     folder = data_dir if os.path.isdir(data_dir) else os.path.dirname(data_dir)
     meta = read_meta(folder)
     try:
-        if itos := meta.get("itos"):  # nanoGPT's characters
+        if itos := meta.extra.get("itos"):  # nanoGPT's characters
             chars = [itos[i] for i in range(len(itos))]
             if any(len(c) != 1 for c in chars):
                 raise ValueError("its itos has other things than characters")
             return CharTokenizer("".join(chars))
-        spec = meta.get("tokenizer")
-        for part in BESIDE if spec else ():
+        spec = meta.tokenizer
+        for part in TOKENIZER_FILES if spec else ():
             if name := spec.get(f"{part}_file"):  # only a name: never a file of another folder
                 with open(os.path.join(folder, os.path.basename(name)), "rb") as f:
                     spec = {**spec, part: f.read().decode()}
@@ -392,6 +393,26 @@ def load_dataset_tokenizer(data_dir):
     except (ValueError, TypeError, KeyError, AttributeError, OSError) as e:
         raise DataError(f"{folder or '.'}: its meta file describes no tokenizer that can be "
                         f"rebuilt: {e}; prepare it again") from None
+
+
+def open_folder_tokenizer(folder):
+    """Return the tokenizer of a data folder. Raises DataError if meta.json names none."""
+    tokenizer = load_dataset_tokenizer(folder)
+    if tokenizer is None:
+        raise DataError(f"{folder}: its meta.json names no tokenizer; prepare it again")
+    return tokenizer
+
+
+def write_tokenizer(folder, tokenizer):
+    """Write the large parts of a tokenizer's spec to files in `folder`. Returns the keys of Meta:
+    vocab_size, tokenizer (a spec that refers to these files) and eot_token."""
+    spec = tokenizer.spec()
+    for part, name in TOKENIZER_FILES.items():
+        if part in spec:
+            with open(os.path.join(folder, name), "w", encoding="utf-8", newline="\n") as f:
+                f.write(spec.pop(part))
+            spec[f"{part}_file"] = name
+    return dict(vocab_size=tokenizer.n_vocab, tokenizer=spec, eot_token=tokenizer.eot_token)
 
 
 def find_vocabulary(data_dir, name=None, size=None):
@@ -403,7 +424,7 @@ def find_vocabulary(data_dir, name=None, size=None):
         tokenizer = load_tokenizer(name)
     if tokenizer is None:
         folder = os.path.dirname(find_files(data_dir, "train")[0])
-        return size or read_meta(folder).get("vocab_size") or GPT2_VOCABULARY, None
+        return size or read_meta(folder).vocab_size or GPT2_VOCABULARY, None
     if size and tokenizer.n_vocab > size:
         raise DataError(f"vocab_size: {size} is below the {tokenizer.n_vocab} of the tokenizer of "
                         f"{data_dir}; leave vocab_size out to take the data's or, where weights "

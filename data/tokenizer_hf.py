@@ -11,6 +11,7 @@ import json
 import math
 import os
 
+from data.chat_template import ChatTemplate
 from data.tokenizer import (
     EOT,
     GPT2_PATTERN,
@@ -104,29 +105,6 @@ def tokenizer_json(tokenizer):
 
 def split(pattern):
     return dict(type="Split", pattern=dict(Regex=pattern), behavior="Isolated", invert=False)
-
-
-def heads(template):
-    """How the lines begin that begin a turn of a chat."""
-    return [head for turn in template.values() if (head := turn.split("{}")[0].strip("\n"))]
-
-
-def chat_template(template):
-    """Jinja, as apply_chat_template reads it, of what data/prepare/chat.py puts around a turn. Texts are
-    stripped and fenced, as they were for training."""
-    fences = "".join(" | replace({}, {})".format(*map(json.dumps, (f"\n{head}", f"\n\\{head}")))
-                     for head in heads(template))
-    words = f"(('\\n' + (message['content'] | trim)){fences})[1:]"
-    out, word = "{%- for message in messages -%}", "if"
-    for role, text in template.items():
-        before, after = (json.dumps(part) for part in text.split("{}"))
-        after = "eos_token" if role == "assistant" else after
-        out += (f"{{%- {word} message['role'] == '{role}' -%}}"
-                f"{{{{ {before} + {words} + {after} }}}}")
-        word = "elif"
-    start = json.dumps(template["assistant"].split("{}")[0])
-    return (out + "{%- endif -%}{%- endfor -%}"
-            f"{{%- if add_generation_prompt -%}}{{{{ {start} }}}}{{%- endif -%}}")
 
 
 # -----------------------------------------------------------------------------
@@ -273,9 +251,8 @@ def special_tokens(folder):
     return {k: v for k, v in found.items() if isinstance(v, str)}
 
 
-def read_template(folder, tokenizer):
-    """What data/chat_template.py takes, of the chat template in a Hugging Face folder; None where there
-    is none."""
+def read_chat_template(folder, tokenizer):
+    """Return the ChatTemplate of a Hugging Face folder, None if it has none."""
     about = config_of(folder, "tokenizer_config.json")
     path, text = os.path.join(folder, "chat_template.jinja"), about.get("chat_template")
     if os.path.exists(path):
@@ -289,15 +266,16 @@ def read_template(folder, tokenizer):
         "generation_config.json", "config.json")]
     ends = next((end for end in ends if end is not None), [])
     ends = [i for i in (ends if isinstance(ends, list) else [ends]) if type(i) is int]
-    return {"jinja": text, "ends": sorted({*ends, tokenizer.eot_token})} | special_tokens(folder)
+    return ChatTemplate.from_spec({
+        "jinja": text, "ends": sorted({*ends, tokenizer.eot_token})} | special_tokens(folder))
 
 
-def tokenizer_of(name):
-    """(tokenizer, block_size or None, chat template or None) by name, file, prepared or Hugging
-    Face folder, or checkpoint."""
+def open_chat_format(name):
+    """Return (tokenizer, block_size or None, ChatTemplate or None) of a checkpoint, a data folder
+    or a Hugging Face folder; of the name or file of a tokenizer, the tokenizer alone."""
     if not name.endswith(".pt"):
         tokenizer = find_tokenizer(name)
-        return tokenizer, None, read_template(folder_of(name, weights=False), tokenizer)
+        return tokenizer, None, read_chat_template(folder_of(name, weights=False), tokenizer)
     from train.base.checkpoint_file import load_checkpoint  # imports torch
     state = load_checkpoint(name)
     known = state.get("spec") or {}
@@ -306,4 +284,4 @@ def tokenizer_of(name):
         raise DataError(f"{name}: this checkpoint names no tokenizer; name it: byte, gpt2, a rank "
                         "file or a prepared folder")
     return (tokenizer_from_spec(spec), state.get("model_args", {}).get("block_size"),
-            known.get("template"))
+            ChatTemplate.from_spec(known["template"]) if known.get("template") else None)

@@ -17,10 +17,10 @@ import sys
 
 import torch
 
-from data.prepare.chat import check_template, ends_of, prompt_ids
-from data.prepare.folders import check_array, check_types, known_tokenizer
-from data.token_files import open_npy, read_meta
-from data.tokenizer import tokenizer_from_spec
+from data.chat_template import ChatTemplate
+from data.meta import read_meta, read_meta_for
+from data.rows import open_rows
+from data.tokenizer import open_folder_tokenizer, tokenizer_from_spec
 from model import gpt
 from model.core.load import BACKBONE, load_model
 from model.core.ops import IGNORE
@@ -30,7 +30,6 @@ from train.base.errors import DataError
 from train.dataloader import Data, RowLoader
 
 USE = "python -m model.chat --ckpt {out}/ckpt.pt"  # said at the end of a run
-ARRAYS = ("tokens", "mask", "chat")
 
 
 class Packed:
@@ -76,7 +75,7 @@ class Branches(Packed):
 
 class ChatGPT(GPT):
     """A GPT that also takes rows of chats: forward(tokens, mask, chat), (B, T + 1) each. Everything
-    else is as in GPT. template: what stands around a turn, None where it learned no chats."""
+    else is as in GPT. template: a ChatTemplate, None for a model that learned no chats."""
     template, row_tokens = None, 1
 
     def forward(self, idx, targets=None, chat=None, cache=None, last_only=False):
@@ -125,47 +124,45 @@ inherit_shape = gpt.inherit_shape
 
 def is_chat(data_dir):
     """Whether a folder holds rows that data/prepare/chat.py wrote."""
-    return os.path.isdir(data_dir) and read_meta(data_dir).get("kind") == "chat"
+    return os.path.isdir(data_dir) and read_meta(data_dir).model == "chat"
 
 
-def read_rows(config, make, **kinds):
-    """(meta.json, tokenizer, spec of the Data) of rows of chats in config.data_dir; make, kinds: as
-    check_types has them. Raises DataError."""
+def read_rows(config, model, how_to_prepare, **types):
+    """Return (Meta, tokenizer, spec of the Data) of the rows of chats in config.data_dir. model,
+    how_to_prepare, types: see read_meta_for. Raises DataError."""
     folder = config.data_dir
-    meta = read_meta(folder)
-    check_types(folder, meta, make, **kinds, block_size=int, vocab_size=int, template=dict)
-    if meta["block_size"] > config.block_size:
-        raise DataError(f"{folder}: rows for a block_size of {meta['block_size']}, but the model's "
+    meta = read_meta_for(model, folder, how_to_prepare, **types, block_size=int, vocab_size=int,
+                         template=dict)
+    if meta.block_size > config.block_size:
+        raise DataError(f"{folder}: rows for a block_size of {meta.block_size}, but the model's "
                         f"is {config.block_size}; prepare them with --block_size "
                         f"{config.block_size}")
-    tokenizer = known_tokenizer(folder)
-    size = max(meta["vocab_size"], config.vocab_size or 0)  # weights to start from may know more
+    tokenizer = open_folder_tokenizer(folder)
+    size = max(meta.vocab_size, config.vocab_size or 0)  # weights to start from may know more
     return meta, tokenizer, dict(vocab_size=size, tokenizer=tokenizer.spec(),
-                                 template=meta["template"], row_tokens=meta["block_size"])
+                                 template=meta.template, row_tokens=meta.block_size)
 
 
 def open_data(config, ranks):
     """The Data of the rows in config.data_dir. Raises DataError."""
     c = config
-    meta, tokenizer, spec = read_rows(c, f"no chats; make some: python -m data.prepare.chat FILE... --out "
-                                      f"{c.data_dir} --tokenizer CKPT.pt, or `example` for FILE",
-                                      kind={"chat"})
+    meta, tokenizer, spec = read_rows(
+        c, "chat", "no chats; make some: python -m data.prepare.chat FILE... --out "
+        f"{c.data_dir} --tokenizer CKPT.pt, or `example` for FILE")
+    width = (meta.block_size + 1,)
 
     def load(split):
-        paths = [os.path.join(c.data_dir, f"{split}_{name}.npy") for name in ARRAYS]
-        arrays = [open_npy(path) for path in paths]
-        shape = (None, meta["block_size"] + 1)
-        for path, array, limit in zip(paths, arrays, (tokenizer.n_vocab, 2, 1 << 16)):
-            check_array(path, array, shape, limit)
-            shape = array.shape
+        arrays = open_rows(c.data_dir, split, tokens=(width, 0, tokenizer.n_vocab),
+                           mask=(width, 0, 2), chat=(width, 0, 1 << 16))
         return RowLoader(arrays, c, ranks)
     return Data(load("train"), load("val") if c.eval_interval else None, spec)
 
 
 def build_model(config, data, kind=ChatGPT):
-    check_template(data.spec["template"])
+    template = ChatTemplate.from_spec(data.spec["template"])
+    template.check()
     model = gpt.build_model(config, data, kind)
-    model.template, model.row_tokens = data.spec["template"], data.spec["row_tokens"]
+    model.template, model.row_tokens = template, data.spec["row_tokens"]
     return model
 
 
@@ -181,7 +178,7 @@ def sample(model, data, config, exchange=first_exchange):
     """Texts of an evaluation: answers to config.sample_prompts, or to the first questions of three
     validation rows, with the right answer where it is another."""
     tokenizer, rights = tokenizer_from_spec(data.spec["tokenizer"]), itertools.repeat(None)
-    asked = [prompt_ids([("user", text)], tokenizer, model.template)
+    asked = [model.template.prompt_ids([("user", text)], tokenizer)
              for text in config.sample_prompts]
     if not asked:
         asked, rights = zip(*(exchange(*row) for row in list(zip(
@@ -201,7 +198,7 @@ def answer(model, tokenizer, ids, max_new_tokens, on_token=None, **how):
     """Ids of the model's answer to `ids`, without the end token. how: generate's temperature (0
     where nothing is said), top_k, top_p and seed."""
     from model.core.generate import generate
-    room, ends = model.config.block_size, ends_of(model.template, tokenizer)
+    room, ends = model.config.block_size, model.template.end_ids(tokenizer)
     idx = torch.tensor([ids[-room:]], device=model.wte.weight.device)
     out = generate(model, idx, max_new_tokens, **dict(temperature=0) | how, on_token=on_token,
                    stop_token=ends, n_vocab=tokenizer.n_vocab)
@@ -214,7 +211,7 @@ def latest(turns, first, tokenizer, template, room):
     turns that come `first`, that are within `room` up to where the next answer begins; at least of
     its last turn, a question."""
     for start in range(0, len(turns), 2):
-        ids = prompt_ids([*first, *turns[start:]], tokenizer, template)
+        ids = template.prompt_ids([*first, *turns[start:]], tokenizer)
         if len(ids) <= room or start + 1 == len(turns):
             return ids, start
 
@@ -225,7 +222,7 @@ def talk(model, tokenizer, questions, max_new_tokens, system=None, **how):
     context before it is in the way."""
     from model.core.detokenizer import TextStreamer
     size, turns, told = model.config.block_size, [], False
-    room, ends = max(size - max_new_tokens, size // 2), ends_of(model.template, tokenizer)
+    room, ends = max(size - max_new_tokens, size // 2), model.template.end_ids(tokenizer)
     first = [("system", system)] if system and system.strip() else []
     for text in questions:
         turns.append(("user", text))

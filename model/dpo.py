@@ -16,7 +16,7 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 
-from data.prepare.folders import check_array
+from data.rows import open_rows
 from data.token_files import open_npy
 from model import chat, gpt
 from model.core.ops import IGNORE
@@ -124,24 +124,22 @@ def open_data(config, ranks):
     """The Data of the pairs in config.data_dir, see data/prepare/pairs.py. Raises DataError."""
     c = config
     meta, tokenizer, spec = chat.read_rows(
-        c, f"no pairs of answers; make some: python -m data.prepare.pairs FILE... --out {c.data_dir} "
-        "--reference CKPT.pt, or `example` for FILE", kind={"pairs"}, reference=str)
+        c, "dpo", f"no pairs of answers; make some: python -m data.prepare.pairs FILE... --out {c.data_dir} "
+        "--reference CKPT.pt, or `example` for FILE", reference=str)
 
     def load(split):
-        width, arrays = meta["block_size"] + 1, []
-        for name, limit in zip(ARRAYS, (tokenizer.n_vocab, 2, None)):
-            path = os.path.join(c.data_dir, f"{split}_{name}.npy")
-            array = open_npy(path)
-            if limit:
-                check_array(path, array, (None, 2 * width), limit)
-                array = array.reshape(len(array), 2, width)
-            elif array.shape[1:] != (2,) or array.dtype != "<f4" or not np.isfinite(array).all():
-                raise DataError(f"{path}: {array.dtype} of shape {array.shape}; expected n x 2 "
-                                "finite numbers of float32: damaged; prepare the pairs again")
-            arrays.append(array)
-        return RowLoader(arrays, c, ranks)
+        width = meta.block_size + 1
+        arrays = open_rows(c.data_dir, split, tokens=((2 * width,), 0, tokenizer.n_vocab),
+                           mask=((2 * width,), 0, 2))
+        path = os.path.join(c.data_dir, f"{split}_logps.npy")
+        logps = open_npy(path)
+        if logps.shape[1:] != (2,) or logps.dtype != "<f4" or not np.isfinite(logps).all():
+            raise DataError(f"{path}: {logps.dtype} of shape {logps.shape}; expected n x 2 "
+                            "finite numbers of float32: damaged; prepare the pairs again")
+        tokens, mask = (array.reshape(len(array), 2, width) for array in arrays)
+        return RowLoader([tokens, mask, logps], c, ranks)
     return Data(load("train"), load("val") if c.eval_interval else None,
-                spec | dict(reference=meta["reference"]))
+                spec | dict(reference=meta.extra["reference"]))
 
 
 def build_model(config, data):

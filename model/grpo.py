@@ -32,10 +32,9 @@ import torch
 import torch.nn.functional as F
 from torch.utils.checkpoint import checkpoint
 
-from data.prepare.chat import ends_of
-from data.prepare.folders import check_array
+from data.chat_template import ChatTemplate
 from data.prepare.prompts import read_lines
-from data.token_files import open_npy
+from data.rows import open_rows
 from model import chat, gpt
 from model.core.generate import generate
 from model.core.load import model_of
@@ -302,23 +301,22 @@ def open_data(config, ranks):
     c = config
     make = (f"python -m data.prepare.prompts FILE... --out {c.data_dir} --tokenizer CKPT.pt, or `example` "
             "for FILE")
-    meta, tokenizer, spec = chat.read_rows(c, f"no prompts; make some: {make}", kind={"prompts"})
-    width, most = meta["block_size"], c.block_size - c.answer_tokens
+    meta, tokenizer, spec = chat.read_rows(c, "grpo", f"no prompts; make some: {make}")
+    width, most = meta.block_size, c.block_size - c.answer_tokens
     if width > most:
         raise DataError(f"answer_tokens: prompts of up to {width} tokens and answers of up to "
                         f"{c.answer_tokens} are longer than the model's context, {c.block_size}; a "
                         f"smaller answer_tokens, or prepare shorter prompts: {make} --block_size "
                         f"{max(1, most)}")
-    judge, digest = Judge(tokenizer, ends_of(meta["template"], tokenizer)), "exact"
+    judge, digest = Judge(tokenizer, ChatTemplate.from_spec(meta.template).end_ids(tokenizer)), "exact"
     if c.reward != "exact":
         judge.path = str(Path(c.reward).absolute())
         judge.function, digest = load_reward(judge.path)
 
     def load(split):
         path = str(Path(c.data_dir, f"{split}_{{}}")).format
-        tokens, length = (open_npy(path(f"{name}.npy")) for name in ("tokens", "length"))
-        check_array(path("tokens.npy"), tokens, (None, width), tokenizer.n_vocab)
-        check_array(path("length.npy"), length, (len(tokens),), width + 1, least=1)
+        tokens, length = open_rows(c.data_dir, split, tokens=((width,), 0, tokenizer.n_vocab),
+                                   length=((), 1, width + 1))
         lines, held = read_lines(path("rows.jsonl"), len(tokens))
         if not judge.function and held < len(lines):
             raise DataError(f"reward: exact, but {len(lines) - held:,} rows of {path('rows.jsonl')}"

@@ -10,7 +10,9 @@ from conftest import run
 from processes import REPO, python
 from runs import SMALL, assert_same, configure, go, metrics, run_program, tensors
 
+from data.meta import read_meta
 from data.prepare import features
+from data.rows import runs_in_val
 from model.autoencoder import (
     MultimodalAutoencoder,
     combined_loss,
@@ -131,13 +133,13 @@ def test_features_of_other_arrays_are_replaced_with_force_only(tmp_path, capsys)
         argv[0] = str(tmp_path / f"{argv[0]}.npy")
         assert features.main(argv + out) == code
     assert "replace it with --force" in capsys.readouterr().err
-    assert features.read_features_meta(tmp_path / "out")["sources"] == [str(tmp_path / "b.npy")]
+    assert read_meta(tmp_path / "out").sources == [str(tmp_path / "b.npy")]
 
 
 def test_labels_of_runs(tmp_path):
     """Runs of any length, given as labels, stay whole."""
     labels = np.repeat([7, 3, 9, 4], [10, 40, 30, 20])
-    val = features.held_out(labels, 0.25)
+    val = runs_in_val(labels, 0.25)
     assert {tuple(np.unique(val[labels == label])) for label in (7, 3, 9, 4)} == {(True,), (False,)}
     assert len(np.unique(labels[val])) == 1
 
@@ -401,7 +403,7 @@ def test_the_numbers_of_a_checkpoint(tmp_path, trained, folder, capsys):
 
 
 @pytest.mark.parametrize("changes, words", [
-    (dict(data_dir="nowhere"), "nowhere: no kind in a meta.json"),
+    (dict(data_dir="nowhere"), "nowhere: no modalities in a meta.json"),
     (dict(modality_weights={"smell": 2.0}), "modality_weights: smell"),
     (dict(matching="cosine"), "must be one of mse, correlation")], ids=str)
 def test_bad_configuration(tmp_path, folder, changes, words):

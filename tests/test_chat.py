@@ -15,6 +15,7 @@ from processes import python
 from runs import Program, assert_same, assert_two_ranks_equal_one
 
 import model.chat
+from data.chat_template import BuiltinTemplate
 from data.prepare import chat as data_chat
 from data.prepare import prepare as prepare_text
 from data.tokenizer import load_tokenizer
@@ -127,7 +128,7 @@ def test_named_fields(tmp_path, fields, expected):
     if fields == ["talk"]:  # forty times the same question are all on one side
         assert data_chat.main(argv) == 2
         messages = data_chat.to_messages(record, fields)
-        ids, _ = data_chat.encode_chat(messages, BYTES)
+        ids, _ = BuiltinTemplate().encode(messages, BYTES)
         assert BYTES.decode(ids) == expected
     else:
         assert data_chat.main(argv) == 0
@@ -147,7 +148,7 @@ def test_json_array_turns_and_system(tmp_path):
 
 
 def test_typed_end_token_stays_text():
-    ids, mask = data_chat.encode_chat([("user", "say <|endoftext|>"),
+    ids, mask = BuiltinTemplate().encode([("user", "say <|endoftext|>"),
                                        ("assistant", "<|endoftext|>")], BYTES)
     assert (ids == BYTES.eot_token).sum() == 1 and ids[-1] == BYTES.eot_token
     assert mask.sum() == len("<|endoftext|>") + 1
@@ -161,8 +162,8 @@ def test_whole_and_parts_tokenise_alike(monkeypatch):
     for _ in range(300):
         messages = [(role, data_chat.text_of("".join(draw.choices("ab 's1\n\t.:#é", k=12))))
                     for role in ("user", "assistant") * 2]
-        parts = data_chat.stretches(messages)
-        ids, mask = data_chat.encode_chat(messages, gpt2)
+        parts = BuiltinTemplate().exchanges(messages)
+        ids, mask = BuiltinTemplate().encode(messages, gpt2)
         whole = [i for prompt, said in parts for i in [*gpt2.encode(prompt + said), gpt2.eot_token]]
         assert ids.tolist() == whole
         end = int(mask.argmax())  # what a model is asked is what it learned from
@@ -188,7 +189,7 @@ def test_rows_hold_whole_chats_once(tmp_path, capsys):
 def test_long_chats_are_cut_between_exchanges():
     messages = [(role, text) for i in range(4) for role, text in (("user", f"q{i}"),
                                                                   ("assistant", f"a{i}"))]
-    ids, mask = data_chat.encode_chat(messages, BYTES)
+    ids, mask = BuiltinTemplate().encode(messages, BYTES)
     cut, _ = data_chat.fit(ids, mask, len(ids) // 2 + 3)
     assert BYTES.decode(cut).endswith("a1<|endoftext|>")
     assert len(data_chat.fit(ids, mask, 10)[0]) == 0
@@ -200,7 +201,7 @@ def test_some_chat_is_for_validation(tmp_path, capsys, fraction, said):
     source = write_jsonl(tmp_path / "a.jsonl", [{"prompt": str(i % 20), "response": str(i)}
                                                 for i in range(40)])
     assert data_chat.main([source, "--out", str(tmp_path / "out"), "--val_fraction", fraction]) == 0
-    assert ("sent none of 40 chats" in capsys.readouterr().out) == said
+    assert ("No sample of 40 fell into" in capsys.readouterr().out) == said
     train_, val = (chats_of(tmp_path / "out", [split]) for split in ("train", "val"))
     assert len(train_) + len(val) == 40 and (not said or len(val) == 2)
     assert not {text.split("\n")[1] for text, _ in train_} & {t.split("\n")[1] for t, _ in val}
@@ -463,10 +464,10 @@ def test_conversation_fits_the_context():
     from model.chat import latest
     turns = [(role, text) for text in "abc" for role in ("user", "assistant")] + [("user", "d")]
     for first in ([], [("system", "Be kind.")]):
-        sizes = [len(data_chat.encode_chat([*first, *turns[i:], ("assistant", "")], BYTES)[0]) - 1
+        sizes = [len(BuiltinTemplate().encode([*first, *turns[i:], ("assistant", "")], BYTES)[0]) - 1
                  for i in (0, 2, 4, 6)]
         for room, start in ((sizes[0], 0), (sizes[0] - 1, 2), (sizes[2], 4), (3, 6)):
-            ids, left_out = latest(turns, first, BYTES, data_chat.TEMPLATE, room)
+            ids, left_out = latest(turns, first, BYTES, BuiltinTemplate(), room)
             assert left_out == start and len(ids) == sizes[start // 2]
             assert BYTES.decode(ids).startswith("### System" if first else "### User")
 
@@ -474,11 +475,11 @@ def test_conversation_fits_the_context():
 def test_a_system_message_comes_first_and_stays(monkeypatch):
     from model import chat
     model, asked = small(block_size=105), []
-    model.template = data_chat.TEMPLATE
+    model.template = BuiltinTemplate()
     monkeypatch.setattr(chat, "answer", lambda m, t, ids, *rest, **how: asked.append(ids) or [65])
     chat.talk(model, BYTES, ["a", "b", "c"], 5, system=" Be kind. ")
     one = [("system", "Be kind."), ("user", "a"), ("assistant", "A"), ("user", "b")]
-    ids, _ = data_chat.encode_chat([*one, ("assistant", "")], BYTES)
+    ids, _ = BuiltinTemplate().encode([*one, ("assistant", "")], BYTES)
     assert asked[1] == ids[:-1].tolist()  # as in training, up to where the answer begins
     assert BYTES.decode(asked[2]).startswith("### System:\nBe kind.\n\n### User:\nb")
 
@@ -490,7 +491,7 @@ def test_a_conversation_is_remembered_whatever_an_answer_may_take(block_size, kn
     --max_new_tokens asks for more than all of it."""
     from model import chat
     model, asked = small(block_size=block_size), []
-    model.template = data_chat.TEMPLATE
+    model.template = BuiltinTemplate()
     monkeypatch.setattr(chat, "answer", lambda m, t, ids, *rest, **how: asked.append(ids) or [65])
     chat.talk(model, BYTES, ["a", "b", "c"], 256)
     assert BYTES.decode(asked[2]).count("### User") == known
@@ -511,8 +512,8 @@ def test_sample_chat_draws_as_model_chat_does(capitals, monkeypatch, capsys):
 
 
 def test_question_is_encoded_as_in_training(capitals, tmp_path):
-    ids, mask = data_chat.encode_chat([("user", "moo"), ("assistant", "boo")], BYTES)
-    asked = data_chat.prompt_ids([("user", " moo\n")], BYTES, data_chat.TEMPLATE)
+    ids, mask = BuiltinTemplate().encode([("user", "moo"), ("assistant", "boo")], BYTES)
+    asked = BuiltinTemplate().prompt_ids([("user", " moo\n")], BYTES)
     assert asked == ids[:int(mask.argmax())].tolist()
 
 

@@ -16,13 +16,15 @@ from conftest import REPO, SHARED, TINY, run, tiny_args
 from processes import python
 from runs import metrics
 
-from data.prepare import chat, labels
-from data.prepare.folders import write_tokenizer
+from data.chat_template import BuiltinTemplate
+from data.meta import Meta, write_meta
+from data.prepare import labels
 from data.tokenizer import (
     CharTokenizer,
     JsonTokenizer,
     load_dataset_tokenizer,
     tokenizer_from_spec,
+    write_tokenizer,
 )
 from data.tokenizer_hf import find_tokenizer
 from model import convert
@@ -384,7 +386,7 @@ def test_any_tokenizer_json_comes_in_by_its_own_library(hf, tmp_path, kind):
         assert b"".join(map(ours.bytes_of, wanted)).decode() == text == ours.decode(wanted)
         assert int(ours.token_bytes()[wanted].sum()) == len(text.encode())
     assert ours.bytes_of(0) == b"" == ours.bytes_of(1)  # special
-    write_tokenizer(str(tmp_path), ours)
+    write_meta(tmp_path, Meta("gpt", **write_tokenizer(str(tmp_path), ours)))
     for again in (tokenizer_from_spec(ours.spec()), load_dataset_tokenizer(str(tmp_path))):
         assert again.encode(text) == wanted and again.n_vocab == ours.n_vocab
     assert convert.tokenizer_json(ours) == json.loads((tmp_path / "tokenizer.json").read_text())
@@ -418,7 +420,7 @@ def test_pieces_of_a_text_keep_their_blanks(hf):
 
 def test_chat_template(hf, tmp_path):
     """A chat checkpoint's folder turns messages into the ids of its training."""
-    make(tmp_path / "ckpt.pt", template=chat.TEMPLATE)
+    make(tmp_path / "ckpt.pt", template=BuiltinTemplate().spec)
     state = load_checkpoint(str(tmp_path / "ckpt.pt"))
     state["config"]["model"] = "chat"
     save_checkpoint(str(tmp_path / "ckpt.pt"), state)
@@ -428,7 +430,7 @@ def test_chat_template(hf, tmp_path):
              ("user", "Why?"), ("assistant", "You asked.")]
     messages = [dict(role=role, content=text) for role, text in turns]
     stripped = [(role, text.strip()) for role, text in turns]
-    wanted = chat.encode_chat(stripped, tokenizer_from_spec(BYTE))[0].tolist()
+    wanted = BuiltinTemplate().encode(stripped, tokenizer_from_spec(BYTE))[0].tolist()
     assert theirs.apply_chat_template(messages)["input_ids"] == wanted
     asked = theirs.apply_chat_template(messages[:-1], add_generation_prompt=True)["input_ids"]
     assert asked == wanted[:len(asked)] and len(wanted) - len(asked) == len("You asked.") + 1

@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from conftest import TINY
 from runs import Program, assert_same, assert_two_ranks_equal_one
 
+from data.chat_template import BuiltinTemplate
 from data.prepare import chat as data_chat
 from data.prepare import pairs as data_pairs
 from data.prepare.pairs import encoded, example_pairs, to_pair
@@ -146,9 +147,9 @@ def test_the_last_of_several_answers_is_learned(made, tmp_path):
          f"Human: {i}\n\nAssistant: b\n\nHuman: c\n\nAssistant: ee"} for i in range(4)])
     state = load_checkpoint(made / "chat/ckpt.pt")
     assert state["model_args"]["block_size"] == 64
-    template = {"system": "{}", "user": "{}:", "assistant": "{}"}  # so that all of it fits
-    ids, mask = data_chat.encode_chat(to_pair(json.loads(open(source).readline()))[1], BYTES,
-                                      template)
+    # A template so short that all of it fits.
+    template = BuiltinTemplate({"system": "{}", "user": "{}:", "assistant": "{}"})
+    ids, mask = template.encode(to_pair(json.loads(open(source).readline()))[1], BYTES)
     assert BYTES.decode(ids[mask == 1]) == "b<|endoftext|>ee<|endoftext|>"
     args = types.SimpleNamespace(sources=[source], num_samples=None, skip_bad=False, split="train",
                                  subset=None, block_size=64)
@@ -163,7 +164,7 @@ def test_rows_are_no_longer_than_asked_for(made, tmp_path, capsys):
     """Of 20 tokens: a multiple of 16 above would not be taken by a run of that block_size."""
     source = write_jsonl(tmp_path / "a.jsonl", [
         {"prompt": f"{i}", "chosen": "x" * n, "rejected": "y"} for i in range(8) for n in (2, 99)])
-    base = len(data_chat.encode_chat([("user", "1"), ("assistant", "xx")], BYTES)[0])
+    base = len(BuiltinTemplate().encode([("user", "1"), ("assistant", "xx")], BYTES)[0])
     assert data_pairs.main([source, "--out", str(tmp_path / "out"), "--block_size", str(base),
                             "--reference", str(made / "chat/ckpt.pt")]) == 0
     meta = json.loads((tmp_path / "out/meta.json").read_text())
@@ -174,13 +175,13 @@ def test_rows_are_no_longer_than_asked_for(made, tmp_path, capsys):
 def test_pairs_that_the_template_refuses_are_named_or_left_out(made, tmp_path, capsys, monkeypatch):
     source = write_jsonl(tmp_path / "a.jsonl", [
         {"prompt": f"{i}", "chosen": "x", "rejected": "y"} for i in range(9)])
-    real = data_pairs.sequences
+    real = BuiltinTemplate.sequences
 
-    def refuse(messages, *rest):
+    def refuse(self, messages, tokenizer):
         if messages[0][1] == "4":
             raise DataError("no system messages")
-        return real(messages, *rest)
-    monkeypatch.setattr(data_pairs, "sequences", refuse)
+        return real(self, messages, tokenizer)
+    monkeypatch.setattr(BuiltinTemplate, "sequences", refuse)
     argv = [source, "--out", str(tmp_path / "out"), "--reference", str(made / "chat/ckpt.pt")]
     assert data_pairs.main(argv) == 2
     assert "a.jsonl: pair 5: no system messages; --skip_bad" in capsys.readouterr().err

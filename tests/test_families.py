@@ -17,17 +17,17 @@ from templates import ANSWERED, CONVERSATIONS, TEMPLATES
 from test_convert import assert_close, export, ids, logits_of, make, shake, train_tokenizer
 from test_prepare import Server
 
-from data import chat_template as jinja
+from data import chat_template
+from data.chat_template import ChatTemplate
 from data.prepare import chat as chats
 from data.prepare import sources
-from data.prepare.chat import ends_of, fit, prompt_ids, sequences
+from data.prepare.chat import fit
 from data.tokenizer import tokenizer_from_spec
-from data.tokenizer_hf import tokenizer_of
+from data.tokenizer_hf import open_chat_format
 from model import chat as talking
 from model import convert, sample
 from model.chat import ChatGPT
 from model.convert import families
-from model.convert.gguf import turns_of
 from model.core.generate import generate
 from model.core.kv_cache import create_cache
 from model.core.weights import inherit_shape
@@ -279,7 +279,7 @@ def test_chats_are_rendered_and_learned_as_transformers_writes_them(folders, tmp
     """Texts and ids of ten conversations; what is learned is what `transformers` writes with an
     answer beyond what it writes before it, up to the end token."""
     theirs = save_tokenizer(tmp_path, name)
-    ours, _, template = tokenizer_of(str(tmp_path))
+    ours, _, template = open_chat_format(str(tmp_path))
     assert ours.kind == ("json" if name in KINDS else "ranks")
     ours, marks = tokenizer_from_spec(ours.spec()), ours.special  # as a checkpoint keeps it
     for turns in CONVERSATIONS:
@@ -287,18 +287,18 @@ def test_chats_are_rendered_and_learned_as_transformers_writes_them(folders, tmp
             text, found = (theirs.apply_chat_template(
                 as_messages(given), add_generation_prompt=prompt, tokenize=tokenize)
                 for tokenize in (False, True))
-            assert jinja.render(template, given, prompt, marks) == text
-            assert jinja.encode(text, ours) == found["input_ids"]
-        assert prompt_ids(turns[:-1], ours, template) == found["input_ids"]
+            assert template.render(given, prompt, marks) == text
+            assert chat_template.encode_marked(text, ours) == found["input_ids"]
+        assert template.prompt_ids(turns[:-1], ours) == found["input_ids"]
         if name == "mistral" and turns[0][0] == "system":  # it is said before the last turn alone
             with pytest.raises(DataError, match="cannot be learned: the text of a chat does not"):
-                sequences(turns, ours, template)
+                template.sequences(turns, ours)
             continue
-        pieces = sequences(turns, ours, jinja.with_ends(template, ours))
+        pieces = template.with_end_ids(ours).sequences(turns, ours)
         whole, _ = pieces[-1]
         assert whole.tolist() == theirs.apply_chat_template(as_messages(turns))["input_ids"]
         assert len(pieces) == (len(turns) // 2 if name == "qwen3" else 1)
-        end, wanted = theirs.convert_ids_to_tokens(max(ends_of(template, ours))), []
+        end, wanted = theirs.convert_ids_to_tokens(max(template.end_ids(ours))), []
         for i, (role, _) in enumerate(turns):
             if role == "assistant":
                 before, after = (theirs.apply_chat_template(
@@ -341,14 +341,14 @@ def test_what_is_learned_is_the_answers_token_for_token(folders, tmp_path, name)
     """By where answers are found in the text, and by the template's own marks where it has them
     (SmolLM 3's stand around a whole turn)."""
     theirs = save_tokenizer(tmp_path, name)
-    ours, _, template = tokenizer_of(str(tmp_path))
-    template, end = jinja.with_ends(template, ours), ENDS.get(name, "<|im_end|>")
+    ours, _, template = open_chat_format(str(tmp_path))
+    template, end = template.with_end_ids(ours), ENDS.get(name, "<|im_end|>")
     for turns in ANSWERED:
         if name == "mistral" and turns[0][0] == "system":
             continue  # refused, see above
         answers = [i for i, (role, _) in enumerate(turns) if role == "assistant"]
         parts = [[i] for i in answers] if name == "qwen3" else [answers]
-        pieces = sequences(turns, ours, template)
+        pieces = template.sequences(turns, ours)
         for which, (found, mask) in zip(parts, pieces, strict=True):
             text, places = places_of_answers(theirs, turns[:which[-1] + 1], which,
                                              BEFORE.get(name, ""), end)
@@ -357,10 +357,10 @@ def test_what_is_learned_is_the_answers_token_for_token(folders, tmp_path, name)
             wanted = [int(any(a <= start < b for a, b in places))
                       for start, _ in whole["offset_mapping"]]
             assert mask.tolist() == wanted and sum(wanted) >= len(which)
-        if "{% generation %}" in template["jinja"]:
+        if "{% generation %}" in template.spec["jinja"]:
             marks = theirs.apply_chat_template(as_messages(turns), return_dict=True,
                                                return_assistant_tokens_mask=True)
-            head = re.search(r"(?s).*(<.im_start.>.*)", jinja.render(template, turns[:1], True))[1]
+            head = re.search(r"(?s).*(<.im_start.>.*)", template.render(turns[:1], True))[1]
             n, (_, mask) = len(ours.encode_special(head)), pieces[0]
             learned = 0 * mask
             for said, run in itertools.groupby(range(len(mask)),
@@ -374,13 +374,13 @@ def test_what_is_learned_is_the_answers_token_for_token(folders, tmp_path, name)
 def test_typed_special_tokens_stay_text(folders, tmp_path, name):
     """Each of them in a question and in an answer: as many of the template's as without."""
     save_tokenizer(tmp_path, name)
-    ours, _, template = tokenizer_of(str(tmp_path))
+    ours, _, template = open_chat_format(str(tmp_path))
     typed = "a" + "b".join(sorted(ours.special)) + "c\U000f0000"
     numbers = {ours.encode_special(text)[0] for text in ours.special}
 
     def count(text):
-        (found, mask), = sequences([("user", text), ("assistant", text)], ours,
-                                   jinja.with_ends(template, ours))
+        (found, mask), = template.with_end_ids(ours).sequences(
+            [("user", text), ("assistant", text)], ours)
         return [i for i in found.tolist() if i in numbers], ours.decode(found[mask == 1])
     bare, (found, learned) = count("x"), count(typed)
     assert found == bare[0] and typed[:-1] in learned
@@ -421,14 +421,14 @@ def test_special_tokens_behind_the_end_of_text_are_ids_of_the_model(folders, tmp
     (tmp_path / "tokenizer_config.json").write_text('{"eos_token": "<|im_end|>"}')
     end, rows = (tokenizer.token_to_id(token) for token in ("<|im_end|>", "<image>"))
     (tmp_path / "config.json").write_text(json.dumps(dict(vocab_size=rows)))
-    read, _, template = tokenizer_of(str(tmp_path))
+    read, _, template = open_chat_format(str(tmp_path))
     for ours in (read, tokenizer_from_spec(read.spec())):
         assert (ours.n_vocab, ours.eot_token, len(ours.token_bytes())) == (rows, end, rows)
-        (found, mask), = sequences([("user", "a"), ("assistant", "a")], ours, template)
+        (found, mask), = template.sequences([("user", "a"), ("assistant", "a")], ours)
         assert found.tolist().count(end + 1) == 2 and found[mask == 1][-1] == end
     (tmp_path / "config.json").unlink()
-    assert tokenizer_of(str(tmp_path))[0].n_vocab == end + 1
-    assert "n_vocab" not in tokenizer_of(str(tmp_path))[0].spec()
+    assert open_chat_format(str(tmp_path))[0].n_vocab == end + 1
+    assert "n_vocab" not in open_chat_format(str(tmp_path))[0].spec()
 
 
 @pytest.fixture(scope="module")
@@ -463,10 +463,10 @@ def test_an_imported_model_talks_and_stops_as_transformers_does(talker, monkeypa
                         "--max_new_tokens=40"]) == 0
     assert answers == [said]
     model, tokenizer = load_model(folder)
-    assert set(ends_of(model.template, tokenizer)) == {end, 7, tokenizer.eot_token}
-    out = generate(model, asked, 40, temperature=0, stop_token=ends_of(model.template, tokenizer))
+    assert set(model.template.end_ids(tokenizer)) == {end, 7, tokenizer.eot_token}
+    out = generate(model, asked, 40, temperature=0, stop_token=model.template.end_ids(tokenizer))
     assert out[0, asked.size(1):].tolist() == [*said, end]
-    engine = Engine(model, tokenizer, ends=ends_of(model.template, tokenizer))
+    engine = Engine(model, tokenizer, ends=model.template.end_ids(tokenizer))
     [job] = jobs_of(dict(messages=as_messages([("user", "Hi")]), temperature=0, max_tokens=40),
                     True, engine, model.template)
     engine.submit(job)
@@ -503,7 +503,7 @@ def test_a_template_goes_through_tuning_and_out_again(talker, tmp_path, capsys):
     assert again("<think>a</tool_call>", add_special_tokens=False) == theirs(
         "<think>a</tool_call>", add_special_tokens=False)
     ends = json.loads((tmp_path / "hf" / "generation_config.json").read_text())["eos_token_id"]
-    assert ends == load_model(out / "ckpt.pt")[0].template["ends"] and theirs.eos_token_id in ends
+    assert ends == load_model(out / "ckpt.pt")[0].template.ends and theirs.eos_token_id in ends
     capsys.readouterr()
     for path in (tmp_path / "hf", tmp_path / "m.safetensors"):
         assert sample.main(["--ckpt", str(path), "--chat", "--prompt=Hi", "--device=cpu",
@@ -531,20 +531,20 @@ def test_a_template_that_fails_ends_in_one_line(talker, tmp_path, capsys, text, 
 
 
 def test_templates_in_each_of_their_places(talker, tmp_path, monkeypatch, capsys):
-    ours, _, template = tokenizer_of(str(talker[0]))
+    ours, _, template = open_chat_format(str(talker[0]))
     for name in os.listdir(talker[0]):
         if name not in ("chat_template.jinja", "tokenizer_config.json"):
             os.symlink(talker[0] / name, tmp_path / name)
-    text, about = template["jinja"], dict(eos_token=dict(content="<|im_end|>"))
+    text, about = template.spec["jinja"], dict(eos_token=dict(content="<|im_end|>"))
     for given in (text, [dict(name="tool_use", template="x"), dict(name="default", template=text)]):
         (tmp_path / "tokenizer_config.json").write_text(json.dumps(about | dict(
             chat_template=given)))
-        assert tokenizer_of(str(tmp_path))[2] == template
+        assert open_chat_format(str(tmp_path))[2].spec == template.spec
     (tmp_path / "tokenizer_config.json").write_text(json.dumps(about))
     assert sample.main(["--ckpt", str(tmp_path), "--chat", "--device=cpu"]) == 2
     assert "learned no chats" in capsys.readouterr().err
     monkeypatch.setitem(sys.modules, "jinja2", None)
-    jinja.compiled.cache_clear()
+    chat_template.compile_jinja.cache_clear()
     assert sample.main(["--ckpt", str(talker[0]), "--chat", "--prompt=Hi", "--device=cpu"]) == 2
     assert "needs jinja2: pip install jinja2" in capsys.readouterr().err
 
@@ -576,7 +576,7 @@ def test_a_model_comes_by_its_name_once(hub, talker, tmp_path, monkeypatch, caps
     assert sample.main(["--ckpt", str(talker[0]), "--chat", "--prompt=Hi", "--device=cpu"]) == 0
     assert said == capsys.readouterr().out
     asked = len(hub.log)
-    assert tokenizer_of("hf:some/one")[0].spec() == tokenizer_of(str(talker[0]))[0].spec()
+    assert open_chat_format("hf:some/one")[0].spec() == open_chat_format(str(talker[0]))[0].spec()
     found = load_model("hf:some/one")[0].state_dict()
     for name, t in load_model(talker[0])[0].state_dict().items():
         assert torch.equal(found[name], t)
@@ -588,7 +588,7 @@ def test_a_model_comes_by_its_name_once(hub, talker, tmp_path, monkeypatch, caps
     for name in shards_of(talker[0]):
         digest = hashlib.sha256((folder / name).read_bytes()).hexdigest()
         assert f"{digest}  {name}" in (folder / "SHA256SUMS").read_text().split("\n")
-    assert tokenizer_of("hf:some/words")[0].spec() == tokenizer_of(str(talker[0]))[0].spec()
+    assert open_chat_format("hf:some/words")[0].spec() == open_chat_format(str(talker[0]))[0].spec()
     assert not shards_of(tmp_path / "cache" / "some--words")
 
 
@@ -700,7 +700,7 @@ def test_what_llama_cpp_would_compute_otherwise_is_refused(folders, tmp_path, ca
     ("gemma3", "<start_of_turn>user")])
 def test_ollama_sets_the_first_token_where_the_template_names_it(name, first):
     text, _, words, _ = TEMPLATES[name]
-    turns = turns_of(dict(jinja=text, ends=[0], **words))
+    turns = ChatTemplate.from_spec(dict(jinja=text, ends=[0], **words)).to_ollama()
     assert turns.startswith("{{ if .System }}" + first) and "{{ else }}" + first in turns
 
 
@@ -751,7 +751,7 @@ def test_gguf_has_tokenizer_template_and_ends(talker, tmp_path, capsys, quantize
 def test_gguf_of_what_is_trained_here(tmp_path, capsys, monkeypatch):
     """A byte tokenizer and a chat template of ours; what is missing is said in a line."""
     gguf = pytest.importorskip("gguf")
-    make(tmp_path / "ckpt.pt", template=chats.TEMPLATE, bias=True, norm="layer", pos="learned",
+    make(tmp_path / "ckpt.pt", template=chat_template.DEFAULT_SPEC, bias=True, norm="layer", pos="learned",
          mlp="gelu")
     to = str(tmp_path / "m.gguf")
     assert convert.main(["--ckpt", str(tmp_path / "ckpt.pt"), "--to", to]) == 0
@@ -773,7 +773,7 @@ def test_gguf_of_what_is_trained_here(tmp_path, capsys, monkeypatch):
 def test_llama_cpp_writes_our_greedy_text(folders, talker, tmp_path):
     """48 tokens in float32 of each architecture, and its ids of a text with special tokens."""
     llama_cpp = pytest.importorskip("llama_cpp")
-    ours = tokenizer_of(str(talker[0]))[0]
+    ours = open_chat_format(str(talker[0]))[0]
     text = "the Fox isn't 4242, é\n\n  <|im_end|>x<tool_call>"
     for name in MODELS:
         folder, to = tmp_path / name, str(tmp_path / f"{name}.gguf")

@@ -5,10 +5,10 @@ import errno
 import json
 import os
 import signal
-import socket
 import subprocess
 import sys
 import threading
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -16,9 +16,10 @@ from conftest import REPO
 from runs import go
 
 from data import prepare
+from data.meta import Meta, read_meta, write_meta
 from data.prepare import chat, features, labels
-from data.prepare.folders import new_folder
-from train.base.errors import UserError
+from data.prepare.folders import new_folder, overwrite_problems
+from train.base.errors import DataError, UserError
 from train.base.files import (
     FolderLock,
     add_link,
@@ -144,63 +145,87 @@ def test_a_folder_takes_the_place_of_another(tmp_path):
     assert out.stat().st_ino == inode and os.listdir(tmp_path / "x") == ["out"]
 
 
-def test_an_old_folder_that_cannot_be_removed_is_left_for_the_next(tmp_path, monkeypatch):
-    """The new one is in its place: that is no failure."""
-    fill(tmp_path / "out", a="old")
-
-    def refuse(*args, **kwargs):
-        raise PermissionError(13, "Permission denied")
-    with monkeypatch.context() as patch:
-        patch.setattr(os, "unlink", refuse)
-        fill(tmp_path / "out", a="new")
-    assert contents(tmp_path / "out") == {"a": "new"} and len(os.listdir(tmp_path)) == 2
-    fill(tmp_path / "out", a="newer")
-    assert os.listdir(tmp_path) == ["out"]
+def fill_with_meta(out, text):
+    with new_folder(out, OURS) as folder:
+        for name in "ab":
+            (Path(folder) / name).write_text(text)
+        write_meta(folder, Meta("gpt", sources=[text]))
 
 
-@pytest.mark.parametrize("call", range(4))
-def test_a_folder_is_the_old_one_or_the_new_one_after_a_kill(tmp_path, call):
-    """Killed at any of its renames: one of the two is there, or put back by the next command, and
-    nothing of somebody else's is lost."""
+def test_meta_json_is_the_last_file_in_its_place(tmp_path, monkeypatch):
+    """A folder whose files are being replaced is incomplete for every reader."""
+    out, replace, seen = tmp_path / "out", os.replace, []
+    fill_with_meta(out, "old")
+    (out / "notes").write_text("mine")
+
+    def watched(source, target):
+        if ".tmp-" in str(source) and os.path.dirname(target) == str(out):
+            with pytest.raises(DataError, match="meta.json: its preparation was interrupted"):
+                read_meta(out)
+            seen.append(os.path.basename(target))
+        replace(source, target)
+    monkeypatch.setattr(os, "replace", watched)
+    fill_with_meta(out, "new")
+    assert seen[-1] == "meta.json" and sorted(seen) == ["a", "b", "meta.json"]
+    assert read_meta(out).sources == ["new"] and sorted(os.listdir(out)) == sorted([*seen, "notes"])
+
+
+@pytest.mark.parametrize("function, call", [(f, n) for f in ("unlink", "replace") for n in (1, 2, 3)])
+def test_a_killed_replacement_is_never_taken_for_complete(tmp_path, function, call):
+    """Killed at any of its steps: the folder is the old one, or one that readers refuse and that
+    the same command replaces. The files of others stay."""
     out = tmp_path / "out"
-    fill(out, a="old", b="old")
+    fill_with_meta(out, "old")
     (out / "notes").write_text("mine")
     code = f"""
 import os
+from data.meta import Meta, write_meta
 from data.prepare.folders import new_folder
-rename, calls = os.rename, []
+real, calls = os.{function}, []
 def killed(*names):
     calls.append(names)
-    if len(calls) == {call + 1}:
+    if len(calls) == {call}:
         os.kill(os.getpid(), 9)
-    rename(*names)
-os.rename = killed
+    real(*names)
 with new_folder({str(out)!r}, {OURS!r}) as folder:
-    for name in "ab":
-        with open(f"{{folder}}/{{name}}", "w") as f:
-            f.write("new")
+    with open(f"{{folder}}/a", "w") as f:
+        f.write("new")
+    write_meta(folder, Meta("gpt", sources=["new"]))
+    os.{function} = killed
 """
     assert subprocess.run([sys.executable, "-c", code], cwd=REPO).returncode == -9
-    assert len(os.listdir(tmp_path)) > 1
-    with pytest.raises(KeyboardInterrupt), new_folder(out, OURS):
-        raise KeyboardInterrupt  # the next command, which comes to nothing either
-    text = "new" if call == 3 else "old"  # at the third it takes its place
-    assert contents(out) == dict(a=text, b=text, notes="mine")
+    assert len(os.listdir(tmp_path)) == 2  # with the temporary folder
+    try:
+        assert read_meta(out).sources == ["old"] and (out / "a").read_text() == "old"
+        assert (out / "b").exists()
+    except DataError as error:
+        assert "interrupted" in str(error) and (function, call) not in (
+            ("unlink", 1), ("replace", 1))
+        assert overwrite_problems(str(out), "gpt", ["new"], False) == []
+        assert overwrite_problems(str(out), "chat", ["new"], False)
+    fill_with_meta(out, "new")
+    assert read_meta(out).sources == ["new"]
+    assert {p.name: p.read_text() for p in out.iterdir() if p.name != "meta.json"} == dict(
+        a="new", b="new", notes="mine")
     assert os.listdir(tmp_path) == ["out"]
 
 
-def test_a_folder_that_cannot_take_its_place_leaves_the_old_one(tmp_path, monkeypatch):
-    out, rename = tmp_path / "out", os.rename
-    fill(out, a="old")
+def test_a_replacement_that_fails_can_be_repeated(tmp_path, monkeypatch):
+    out, replace = tmp_path / "out", os.replace
+    fill_with_meta(out, "old")
 
     def refuse(source, target):
-        if ".tmp-" in source:
+        if os.path.basename(target) == "b":
             raise OSError(5, "Input/output error")
-        rename(source, target)
-    monkeypatch.setattr(os, "rename", refuse)
-    with pytest.raises(OSError, match="Input/output"):
-        fill(out, a="new")
-    assert contents(out) == {"a": "old"} and os.listdir(tmp_path) == ["out"]
+        replace(source, target)
+    with monkeypatch.context() as patch, pytest.raises(OSError, match="Input/output"):
+        patch.setattr(os, "replace", refuse)
+        fill_with_meta(out, "new")
+    assert os.listdir(tmp_path) == ["out"]
+    with pytest.raises(DataError, match="interrupted"):
+        read_meta(out)
+    fill_with_meta(out, "new")
+    assert (out / "b").read_text() == "new" and read_meta(out).sources == ["new"]
 
 
 def test_two_at_once(tmp_path):
@@ -269,13 +294,6 @@ def test_a_command_that_fails_half_way_leaves_the_old_folder(tmp_path, monkeypat
     monkeypatch.undo()
     assert module.main([str(source), "--out", str(out)]) == 0
     assert {p.name: p.read_bytes() for p in out.iterdir()} != before
-
-
-def test_what_a_living_process_moved_aside_is_left_to_it(tmp_path):
-    aside = tmp_path / f".out.old-{socket.gethostname()}-{os.getppid()}_1"
-    aside.mkdir()
-    fill(tmp_path / "out", a="new")
-    assert aside.is_dir() and contents(tmp_path / "out") == {"a": "new"}
 
 
 def test_one_at_a_time_is_alone_in_a_folder(tmp_path):

@@ -219,7 +219,7 @@ def test_on_chats(base, tmp_path):
     assert main(["--ckpt", str(tmp_path / "out/ckpt.pt"), "--to", str(tmp_path / "m.pt")]) == 0
     for path in (tmp_path / "m.pt", tmp_path / "out" / "ckpt.pt"):
         model, tokenizer = load_model(path)
-        asked = chat.prompt_ids([("user", "say 77")], tokenizer, model.template)
+        asked = model.template.prompt_ids([("user", "say 77")], tokenizer)
         said = chat.answer(model, tokenizer, asked, 9)
         assert tokenizer.decode(said) == "moo"
     assert load_checkpoint(tmp_path / "m.pt")["config"]["model"] == "chat"

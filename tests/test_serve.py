@@ -23,7 +23,8 @@ import torch
 from browser import soon
 from processes import Fork, run_python
 
-from data.prepare.chat import TEMPLATE, encode_chat, to_messages
+from data.chat_template import BuiltinTemplate
+from data.prepare.chat import to_messages
 from data.tokenizer import CharTokenizer, load_tokenizer
 from model.core.detokenizer import Detokenizer
 from model.core.generate import generate, sample_tokens
@@ -91,7 +92,7 @@ def model():
 
 @pytest.fixture(scope="module")
 def server(model):
-    with serving(model, slots=8, template=TEMPLATE) as server:
+    with serving(model, slots=8, template=BuiltinTemplate()) as server:
         yield server
 
 
@@ -248,13 +249,13 @@ def test_chat(server, model):
                 dict(role="assistant", content="Hello"),
                 dict(role="user", content=[dict(type="text", text="Who?")])]
     turns = to_messages({"messages": [messages[0] | {"role": "system"}, *messages[1:]]})
-    ids = encode_chat([*turns, ("assistant", "")], BYTES)[0].tolist()[:-1]
+    ids = BuiltinTemplate().encode([*turns, ("assistant", "")], BYTES)[0].tolist()[:-1]
     text, out = expected(model, ids[-64:], 20, temperature=0)
     chats = client(server).chat.completions
     with pytest.raises(openai.BadRequestError, match="context of this model has 64"):
         chats.create(model="tiny", messages=messages)
     messages, turns = messages[3:], turns[3:]
-    ids = encode_chat([*turns, ("assistant", "")], BYTES)[0].tolist()[:-1]
+    ids = BuiltinTemplate().encode([*turns, ("assistant", "")], BYTES)[0].tolist()[:-1]
     text, out = expected(model, ids, 20, temperature=0)
     request = dict(model="tiny", messages=messages, temperature=0, max_completion_tokens=20)
     made = chats.create(**request)
@@ -336,7 +337,7 @@ def test_offsets_of_tokens_are_into_the_text(text, wanted):
 
 def test_logprobs_of_a_chat(server, model):
     messages = [dict(role="user", content="Who?")]
-    ids = encode_chat([("user", "Who?"), ("assistant", "")], BYTES)[0].tolist()[:-1]
+    ids = BuiltinTemplate().encode([("user", "Who?"), ("assistant", "")], BYTES)[0].tolist()[:-1]
     wanted, told = written_by(model, ids, 12, 5)
     ask = functools.partial(client(server).chat.completions.create, model="tiny", seed=5,
                             messages=messages, max_tokens=12, logprobs=True)
@@ -991,7 +992,7 @@ def test_errors_of_the_command_line(checkpoint, tmp_path, capsys):
 # -----------------------------------------------------------------------------
 # the page
 
-@pytest.mark.parametrize("template", [None, TEMPLATE])
+@pytest.mark.parametrize("template", [None, BuiltinTemplate()])
 def test_the_page(browser, template, tmp_path):
     """A prompt typed, an answer that comes, a stop, an error; on a phone and a desk, day and
     night. PICTURES names a folder for what it looks like."""

@@ -16,8 +16,9 @@ import time
 from importlib.util import find_spec
 from types import SimpleNamespace
 
+from data.meta import Meta, write_meta
 from data.prepare import encode
-from data.prepare.folders import new_folder, replacing_problems, write_meta, write_tokenizer
+from data.prepare.folders import new_folder, overwrite_problems
 from data.prepare.sources import (
     CORPORA,
     MIRROR,
@@ -28,17 +29,19 @@ from data.prepare.sources import (
     source_name,
 )
 from data.records import is_saved, raise_problems
+from data.rows import id_dtype
 from data.token_files import open_shard
-from data.tokenizer import BESIDE, MAX_VOCAB, CharTokenizer
+from data.tokenizer import MAX_VOCAB, CharTokenizer, write_tokenizer
 from data.tokenizer_hf import find_tokenizer
 from train.base.cli import run_command
 from train.base.errors import DataError, UsageError, echo
+from train.base.files import exclusive_lock
 
 QUICK = 64 << 20        # bytes of text that one process reads, or cuts into bytes, in a second
 QUICK_BPE = 8 << 20     # the same where words are cut into tokens
 VAL_BYTES = 10_000_000  # enough text to validate on, however large the input
 BPE_BYTES = 500_000_000  # of text that a tokenizer is made of
-FILES = ("train.bin", "val.bin", *BESIDE.values(), "meta.json")
+FILES = ("train.bin", "val.bin")
 
 
 # --- all of it
@@ -54,7 +57,7 @@ def processes(num_proc, size, quick):
 def check_settings(s):
     """(tokenizer or None, problems) of everything but the text itself. s: what `prepare` was asked
     for, here and below."""
-    problems, loaded = replacing_problems(s.out, "gpt", s.sources, s.force), None
+    problems, loaded = overwrite_problems(s.out, "gpt", s.sources, s.force), None
     if s.val_fraction is not None and not 0 < s.val_fraction <= 0.5:
         problems.append(("val_fraction", f"{s.val_fraction} is not within 0 < F <= 0.5"))
     for name in ("num_proc", "num_samples"):
@@ -114,8 +117,9 @@ def write_tokens(s, kept, tokenizer, folder):
     fraction = s.val_fraction or min(0.1, VAL_BYTES / sum(piece.size for piece, _ in kept))
     jobs, cut = encode.place(kept, fraction, s.num_samples)
     quick = QUICK if tokenizer.kind in ("byte", "char") else QUICK_BPE
-    dtype = "uint16" if tokenizer.n_vocab <= 65536 else "uint32"
-    spec = write_tokenizer(folder, tokenizer)
+    dtype = id_dtype(tokenizer.n_vocab)
+    meta = Meta("gpt", dtype.name, **write_tokenizer(folder, tokenizer), sources=s.sources)
+    write_meta(folder, meta)  # the workers read the tokenizer from this folder
     several = sum(job.piece.closes * len(job.sizes) for job in jobs) > 1
     newline = several and tokenizer.eot_token is None
     plan = encode.Plan(folder, s.fields, fraction, cut, dtype, newline)
@@ -123,13 +127,12 @@ def write_tokens(s, kept, tokenizer, folder):
     splits = encode.write_splits(jobs, plan, workers)
     raise_problems([(", ".join(s.sources), f"{part['tokens']} token for {name}; too little text")
              for name, part in splits.items() if part["tokens"] < 2])
-    meta = {"format_version": 1, "dtype": dtype, "vocab_size": tokenizer.n_vocab,
-            "tokenizer": spec, "eot_token": tokenizer.eot_token, "splits": splits,
-            "sources": s.sources, "fields": s.fields, "num_samples": s.num_samples,
-            "val": {"fraction": fraction, "by": "document" if cut is None else "tail"}}
-    write_meta(folder, meta)
+    meta.splits = splits
+    meta.extra = {"fields": s.fields, "num_samples": s.num_samples,
+                  "val": {"fraction": fraction, "by": "document" if cut is None else "tail"}}
     shutil.rmtree(os.path.join(folder, "unpacked"))
-    return meta
+    write_meta(folder, meta)
+    return meta.to_dict()
 
 
 def prepare(sources, out, tokenizer="byte", val_fraction=None, field="text", num_proc=None,
@@ -185,16 +188,26 @@ def report_prepared(meta, out, copies, passed, seconds, log):
     log(f"Next: {next_command(splits['train']['tokens'], out)}")
 
 
+def is_prepared(folder):
+    """Return whether `folder` contains token files."""
+    return os.path.isdir(folder) and any(
+        name.endswith((".bin", ".npy")) for name in os.listdir(folder))
+
+
 def ensure_dataset(data_dir, log=echo):
     """Prepares the built-in dataset that a missing `data_dir` names (its last part is stdlib) and
     leaves anything else alone. Safe in several processes at once. Returns whether it did so."""
     if os.path.basename(os.path.normpath(data_dir)) != "stdlib":
         return False
-    if os.path.isdir(data_dir) and any(n.endswith((".bin", ".npy")) for n in os.listdir(data_dir)):
+    if is_prepared(data_dir):
         return False
     start = time.monotonic()
     try:
-        meta = prepare([STDLIB], data_dir, log=lambda line: None)
+        os.makedirs(data_dir, exist_ok=True)
+        with exclusive_lock(data_dir):
+            if is_prepared(data_dir):  # by another process meanwhile
+                return False
+            meta = prepare([STDLIB], data_dir, log=lambda line: None)
     except OSError as e:
         raise DataError(f"{data_dir}: cannot be prepared: {e}; choose another data_dir") from None
     tokens = sum(part["tokens"] for part in meta["splits"].values())
@@ -245,14 +258,12 @@ def prepare_corpus(args, out, log=echo):
     if tokenizer.kind != "gpt2":
         raise DataError(f"dataset {args.dataset}: its tokens are GPT-2's; --tokenizer can only "
                         "name a copy of gpt2's rank file")
-    raise_problems(replacing_problems(out, "gpt", [corpus.url], args.force))
+    raise_problems(overwrite_problems(out, "gpt", [corpus.url], args.force))
     os.makedirs(out, exist_ok=True)
     for name in FILES[:2]:  # of other sources (--force): they would be taken for all there is
         with contextlib.suppress(FileNotFoundError):
             os.unlink(os.path.join(out, name))
-    meta = {"format_version": 1, "dtype": "uint16", "vocab_size": tokenizer.n_vocab,
-            "tokenizer": write_tokenizer(out, tokenizer), "eot_token": tokenizer.eot_token,
-            "sources": [corpus.url]}
+    meta = Meta("gpt", "uint16", **write_tokenizer(out, tokenizer), sources=[corpus.url])
     write_meta(out, meta)  # before the shards: what was begun can be gone on with
     paths = download_corpus(args.dataset, out, args.mirror, args.shards)
     counts = [open_shard(path, "uint16").n_tokens for path in paths]

@@ -20,7 +20,6 @@ ordinary text: an end token that somebody typed stays text.
 """
 
 import argparse
-import hashlib
 import os
 import re
 import sys
@@ -29,23 +28,17 @@ from pathlib import Path
 
 import numpy as np
 
-from data import chat_template as jinja
-from data.prepare.folders import new_folder, replacing_problems, write_meta, write_tokenizer
+from data.chat_template import BuiltinTemplate, parse_content, parse_messages
+from data.meta import Meta, write_meta
+from data.prepare.folders import new_folder, overwrite_problems
 from data.records import parse_records, raise_problems
-from data.tokenizer import BESIDE
-from data.tokenizer_hf import heads, tokenizer_of
+from data.rows import ChatPacker, id_dtype, split_by_prompt
+from data.tokenizer import write_tokenizer
+from data.tokenizer_hf import open_chat_format
 from train.base.cli import run_command
 from train.base.errors import DataError, printable
 
-# What stands around a turn. After the assistant's words comes the end-of-text token.
-TEMPLATE = {"system": "### System:\n{}\n\n", "user": "### User:\n{}\n\n",
-            "assistant": "### Assistant:\n{}"}
-ROLES = {"system": "system", "user": "user", "human": "user", "prompter": "user",
-         "assistant": "assistant", "gpt": "assistant", "model": "assistant"}
-OPEN_ROWS = 100  # rows that wait for a chat that fills them
-# Names of what this command writes, a regular expression.
-FILES = (r"(train|val)_(tokens|mask|chat)\.npy|meta\.json|"
-         + "|".join(map(re.escape, BESIDE.values())))
+FILES = r"(train|val)_(tokens|mask|chat)\.npy"  # names of the arrays
 COLOUR, PLAIN = ("\033[32m", "\033[0m"), ("[", "]")
 
 
@@ -62,13 +55,13 @@ def to_messages(record, fields=()):
     lists = ("messages", "conversations") if not fields else fields if len(fields) == 1 else ()
     for name in lists:
         if name in has:
-            return [turn_of(turn) for turn in as_list(record[name], name)]
+            return parse_messages(record[name], name)
     *asked, said = fields or question_and_answer(has)
     if isinstance(record[said], list):  # both sides are lists of messages
-        return [turn_of(turn) for name in (*asked, said) for turn in as_list(record[name], name)]
-    question = [text_of(record[name]).strip() for name in asked if record[name]]
-    system = [("system", text_of(record["system"]))] if record.get("system") else []
-    return [*system, ("user", "\n\n".join(question)), ("assistant", text_of(record[said]))]
+        return [turn for name in (*asked, said) for turn in parse_messages(record[name], name)]
+    question = [parse_content(record[name]).strip() for name in asked if record[name]]
+    system = [("system", parse_content(record["system"]))] if record.get("system") else []
+    return [*system, ("user", "\n\n".join(question)), ("assistant", parse_content(record[said]))]
 
 
 def question_and_answer(has):
@@ -83,204 +76,14 @@ def question_and_answer(has):
                      "them: --field QUESTION --field ANSWER")
 
 
-def as_list(value, name):
-    if not isinstance(value, list) or not all(isinstance(turn, dict) for turn in value):
-        raise ValueError(f"{name}: expected a list of messages, got {str(value)[:60]!r}")
-    return value
-
-
-def turn_of(turn):
-    """(role, text) of {"role", "content"} or ShareGPT's {"from", "value"}."""
-    role = turn.get("role", turn.get("from"))
-    if not isinstance(role, str) or role not in ROLES:
-        raise ValueError(f"role {role!r}: expected one of {', '.join(ROLES)}")
-    return ROLES[role], text_of(turn.get("content", turn.get("value")))
-
-
-def text_of(content):
-    """Text of a message's content: a string, or OpenAI's list of parts."""
-    if isinstance(content, list):
-        parts = [part.get("text", "") for part in content if isinstance(part, dict)]
-        content = "".join(parts) if all(isinstance(part, str) for part in parts) else content
-    if not isinstance(content, str):
-        raise ValueError(f"expected text, got a {type(content).__name__}")
-    return content
-
-
 # -----------------------------------------------------------------------------
 # messages -> tokens
-
-def fenced(text, template=TEMPLATE):
-    """`text` without a line that begins as a turn does: whose words they are is never told by the
-    words themselves. As in Markdown, a backslash stands before such a line."""
-    text = f"\n{text}"
-    for head in heads(template):
-        text = text.replace(f"\n{head}", f"\n\\{head}")
-    return text[1:]
-
-
-def check_template(template):
-    """DataError unless that is what stands around the turns of a chat."""
-    if "jinja" in template:
-        jinja.check(template)
-    elif not all(isinstance(template.get(role), str) and template[role].count("{}") == 1
-               for role in TEMPLATE):
-        raise DataError(f"its template is {template!r:.80}, expected a text around {{}} for each "
-                         f"of {', '.join(TEMPLATE)}")
-
-
-def stretches(messages, template=TEMPLATE):
-    """[(prompt, answer)]: the text up to each of the assistant's turns, and its words. What follows
-    the last one is left out: there is nothing to learn from it."""
-    out, prompt = [], ""
-    for role, text in messages:
-        before, after = template[role].split("{}")
-        text = fenced(text.strip(), template)
-        if role == "assistant":
-            out.append((prompt + before, text))
-            prompt = ""
-        else:
-            prompt += before + text + after
-    return out
-
-
-def encode_chat(messages, tokenizer, template=TEMPLATE):
-    """ids (n,) and mask (n,) of a chat by a template of ours, 1 where a token is learned."""
-    ids, mask = [], []
-    for prompt, answer in stretches(messages, template):
-        asked, said = tokenizer.encode(prompt), [*tokenizer.encode(answer), tokenizer.eot_token]
-        ids += asked + said
-        mask += [0] * len(asked) + [1] * len(said)
-    return np.array(ids, np.uint32), np.array(mask, np.uint8)
-
-
-def sequences(messages, tokenizer, template):
-    """[(ids, mask)] of a chat: one, but for some templates of others."""
-    if "jinja" in template:
-        return jinja.sequences(template, messages, tokenizer)
-    return [encode_chat(messages, tokenizer, template)]
-
-
-def prompt_ids(messages, tokenizer, template):
-    """Ids of a conversation up to where the next answer begins. ValueError for what has none."""
-    if "jinja" in template:
-        return jinja.prompt_ids(template, messages, tokenizer)
-    return encode_chat([*messages, ("assistant", "")], tokenizer, template)[0].tolist()[:-1]
-
-
-def ends_of(template, tokenizer):
-    """Ids that end an answer."""
-    if template and "jinja" in template:
-        return jinja.with_ends(template, tokenizer)["ends"]
-    return [tokenizer.eot_token]
-
 
 def fit(ids, mask, width):
     """As many whole exchanges from the start of a chat as `width` tokens hold: perhaps none."""
     ends = np.flatnonzero(np.diff(mask.astype(np.int8), append=0) < 0) + 1
     n = int(ends[ends <= width].max(initial=0))
     return ids[:n], mask[:n]
-
-
-def is_val(chat, fraction):
-    """Whether a chat, [(ids, mask)], is for validation: drawn by a hash of all before its first
-    answer, so that no question is on both sides."""
-    return draw(chat) < fraction * 2**64
-
-
-def draw(chat):
-    ids, mask = chat[0]
-    digest = hashlib.blake2b(ids[:int(mask.argmax())].tobytes(), digest_size=8).digest()
-    return int.from_bytes(digest, "big")
-
-
-def with_split(chats, fraction):
-    """Yields ("train" or "val", chat) of `chats`, [(ids, mask)] each. Where the draw sends none of
-    them to validation, those of the question that came nearest go there."""
-    waiting, some = [], False
-    for chat in chats:
-        if some or is_val(chat, fraction):
-            yield from (("train", earlier) for earlier in waiting)
-            waiting, some = [], True
-            yield ("val" if is_val(chat, fraction) else "train"), chat
-        else:
-            waiting.append(chat)
-    nearest = min(map(draw, waiting), default=None)
-    if waiting:
-        print(f"The draw sent none of {len(waiting):,} chats to validation: one question goes "
-              "there all the same; more chats, or a larger --val_fraction, tell more")
-    yield from (("val" if draw(chat) == nearest else "train", chat) for chat in waiting)
-
-
-# -----------------------------------------------------------------------------
-# tokens -> rows in .npy files
-
-class NpyRows:
-    """A .npy file of rows that are appended: only its header knows how many there are."""
-
-    def __init__(self, path, width, dtype):
-        self.file, self.width, self.dtype = open(path, "wb"), width, np.dtype(dtype)
-        self.rows = 0
-        self.write_header()
-
-    def write_header(self):
-        self.file.seek(0)  # numpy pads the header so that the first dimension may grow
-        shape = (self.rows, self.width)
-        np.lib.format.write_array_header_1_0(self.file, dict(
-            descr=np.lib.format.dtype_to_descr(self.dtype), fortran_order=False, shape=shape))
-
-    def append(self, row):
-        self.file.write(row.astype(self.dtype).tobytes())
-        self.rows += 1
-
-    def close(self):
-        self.write_header()
-        self.file.close()
-
-
-class Packer:
-    """Chats into the rows of one split. A chat goes where it leaves the least room (best fit) among
-    up to OPEN_ROWS rows; it is never cut, and the rest of a row is filled with end tokens."""
-
-    def __init__(self, folder, split, width, dtype, end):
-        self.width, self.end, self.open = width, end, []  # open: lists of (ids, mask)
-        self.files = {name: NpyRows(os.path.join(folder, f"{split}_{name}.npy"), width, kind)
-                      for name, kind in (("tokens", dtype), ("mask", "u1"), ("chat", "<u2"))}
-        self.chats = self.tokens = self.learned = 0
-
-    def add(self, ids, mask):
-        self.chats, self.tokens = self.chats + 1, self.tokens + len(ids)
-        self.learned += int(mask.sum())
-        fitting = [row for row in self.open if self.used(row) + len(ids) <= self.width]
-        if fitting:
-            max(fitting, key=self.used).append((ids, mask))
-        else:
-            if len(self.open) == OPEN_ROWS:
-                self.write(max(self.open, key=self.used))
-            self.open.append([(ids, mask)])
-
-    def used(self, row):
-        return sum(len(ids) for ids, _ in row)
-
-    def write(self, row):
-        """Write an open row, and close it."""
-        self.open = [other for other in self.open if other is not row]
-        rest = self.width - self.used(row)
-        parts = [*row, (np.full(rest, self.end), np.zeros(rest))]
-        number = np.repeat(np.arange(len(parts)), [len(ids) for ids, _ in parts])
-        for name, content in (("tokens", np.concatenate([ids for ids, _ in parts])),
-                              ("mask", np.concatenate([mask for _, mask in parts])),
-                              ("chat", number)):
-            self.files[name].append(content)
-
-    def finish(self):
-        """Write what is open; the split's entry in meta.json."""
-        while self.open:
-            self.write(self.open[0])
-        for file in self.files.values():
-            file.close()
-        return dict(chats=self.chats, rows=self.files["tokens"].rows, tokens=self.tokens,
-                    learned_tokens=self.learned)
 
 
 # -----------------------------------------------------------------------------
@@ -319,7 +122,7 @@ def check_settings(args, tokenizer, model="chat"):
         value = getattr(args, name)
         if value is not None and value < 1:
             raise DataError(f"--{name}: {value}: expected 1 or more")
-    raise_problems(replacing_problems(args.out, model, args.sources, args.force))
+    raise_problems(overwrite_problems(args.out, model, args.sources, args.force))
 
 
 def chats(args):
@@ -332,20 +135,18 @@ def chats(args):
 
 def write_rows(args, tokenizer, folder):
     """Rows of both splits into `folder`; meta.json's content."""
-    dtype, width = ("<u2" if tokenizer.n_vocab <= 65536 else "<u4"), args.block_size + 1
-    packers = {split: Packer(folder, split, width, dtype, tokenizer.eot_token)
+    dtype, width = id_dtype(tokenizer.n_vocab), args.block_size + 1
+    packers = {split: ChatPacker(folder, split, width, dtype, tokenizer.eot_token)
                for split in ("train", "val")}
-    for split, chat in with_split(encoded(args, tokenizer, width), args.val_fraction):
+    for split, chat in split_by_prompt(encoded(args, tokenizer, width), args.val_fraction):
         for ids, mask in chat:
             packers[split].add(ids, mask)
     splits = {split: packer.finish() for split, packer in packers.items()}
     if empty := [split for split, part in splits.items() if not part["chats"]]:
         raise DataError(f"{', '.join(args.sources)}: no chat for {' and '.join(empty)}; more "
                         "chats, a larger --block_size or another --val_fraction")
-    return {"format_version": 1, "kind": "chat", "vocab_size": tokenizer.n_vocab,
-            "tokenizer": write_tokenizer(folder, tokenizer), "eot_token": tokenizer.eot_token,
-            "block_size": args.block_size, "template": args.template, "splits": splits,
-            "sources": args.sources}
+    return Meta("chat", **write_tokenizer(folder, tokenizer), block_size=args.block_size,
+                template=args.template.spec, splits=splits, sources=args.sources)
 
 
 def taken(records, encode, args, what):
@@ -375,8 +176,8 @@ def say_left_out(*counts):
 def encoded(args, tokenizer, width):
     """Yields [(ids, mask)] of every chat that has an answer and fits; says what was left out."""
     silent = cut = long = 0
-    found = taken(chats(args), lambda messages: sequences(messages, tokenizer, args.template), args,
-                  "chat")
+    found = taken(chats(args), lambda messages: args.template.sequences(messages, tokenizer),
+                  args, "chat")
     for number, (messages, whole) in enumerate(found):
         said = [text.strip() for role, text in messages if role == "assistant"]
         fitting = [part for part in (fit(*chat, width) for chat in whole) if len(part[0])]
@@ -407,16 +208,14 @@ def show(ids, mask, tokenizer):
 
 def prepare_chats(args):
     args.out = args.out or os.path.join("data", "bin", Path(args.sources[0]).stem)
-    tokenizer, block_size, template = tokenizer_of(args.tokenizer)
+    tokenizer, block_size, template = open_chat_format(args.tokenizer)
     check_settings(args, tokenizer)
-    args.template = template or TEMPLATE
-    if "jinja" in args.template:
-        args.template = jinja.with_ends(args.template, tokenizer)
+    args.template = (template or BuiltinTemplate()).with_end_ids(tokenizer)
     args.block_size = args.block_size or block_size or 512
     with new_folder(args.out, FILES) as folder:
         meta = write_rows(args, tokenizer, folder)
         write_meta(folder, meta)
-    for split, n in meta["splits"].items():
+    for split, n in meta.splits.items():
         print(f"[{split}] {n['chats']:,} chats, {n['tokens']:,} tokens, {n['learned_tokens']:,} of "
               f"them learned, in {n['rows']:,} rows of {args.block_size + 1}, "
               f"{100 * n['tokens'] / n['rows'] / (args.block_size + 1):.0f}% full")

@@ -25,7 +25,7 @@ import numpy as np
 
 from data.prepare.sources import File, Progress
 from data.records import MANY, check_columns, is_jsonl, parse_line
-from data.token_files import mix64
+from data.rows import documents_in_val
 from data.tokenizer import (
     GPT2_PATTERN,
     RankTokenizer,
@@ -256,13 +256,6 @@ def train_bpe(texts, vocab_size):
 
 # --- the split
 
-def in_val(first, count, fraction):
-    """bool (count,): whether documents first.. are for validation, by a hash (splitmix64) of their
-    index, so that it depends on nothing else."""
-    index = np.arange(first + 1, first + 1 + count, dtype=np.uint64)
-    return (mix64(index * np.uint64(0x9E3779B97F4A7C15)) >> np.uint64(11)) * 2.0 ** -53 < fraction
-
-
 class Job(NamedTuple):
     """A piece of text and where it stands in the whole input."""
     piece: Piece
@@ -285,7 +278,7 @@ def place(kept, fraction, limit):
             break
         sizes = sizes[:limit and limit - document]
         jobs.append(Job(piece, document, char, sizes))
-        drawn = in_val(document, len(sizes), fraction)
+        drawn = documents_in_val(document, len(sizes), fraction)
         val_chars += int(sizes[drawn].sum())
         char += int(sizes.sum())
         if piece.closes:
@@ -320,7 +313,7 @@ class Plan(NamedTuple):
     fields: list
     fraction: float
     cut: int | None         # first character of the validation part; None: documents are drawn
-    dtype: str              # of the token files: uint16 or uint32, little-endian
+    dtype: np.dtype         # of the token files: uint16 or uint32, little-endian
     newline: bool           # documents that do not end in a newline get one
 
 
@@ -338,7 +331,7 @@ def placed_texts(job, plan):
     if problems or [len(text) for text in texts] != job.sizes.tolist():
         raise DataError("it changed while it was being read; run the command again")
     if plan.cut is None:
-        for text, drawn in zip(texts, in_val(job.document, len(texts), plan.fraction), strict=True):
+        for text, drawn in zip(texts, documents_in_val(job.document, len(texts), plan.fraction), strict=True):
             yield "val" if drawn else "train", text, piece.opens, piece.closes
         return
     char = job.char
@@ -353,7 +346,7 @@ def placed_texts(job, plan):
 
 def encode_batch(jobs, plan):
     """{split: (tokens as bytes, documents, bytes of text)} and the size of the jobs' pieces."""
-    tokenizer, dtype = folder_tokenizer(plan.folder), np.dtype(plan.dtype).newbyteorder("<")
+    tokenizer, dtype = folder_tokenizer(plan.folder), plan.dtype
     end = [] if tokenizer.eot_token is None else [np.array([tokenizer.eot_token], dtype)]
     ids, counts = {"train": [], "val": []}, {"train": [0, 0], "val": [0, 0]}
     for job in jobs:
@@ -384,7 +377,7 @@ def write_splits(jobs, plan, num_proc):
             for split, (content, documents, text_bytes) in parts.items():
                 files[split].write(content)
                 hashes[split].update(content)
-                splits[split]["tokens"] += len(content) // np.dtype(plan.dtype).itemsize
+                splits[split]["tokens"] += len(content) // plan.dtype.itemsize
                 splits[split]["documents"] += documents
                 splits[split]["bytes"] += text_bytes
             progress.add(size)

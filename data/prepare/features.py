@@ -18,14 +18,16 @@ import sys
 
 import numpy as np
 
-from data.prepare.folders import check_types, new_folder, replacing_problems, write_meta
+from data.meta import Meta, has_type, read_meta_for, write_meta
+from data.prepare.folders import new_folder, overwrite_problems
 from data.records import raise_problems
-from data.token_files import open_npy, read_meta
+from data.rows import runs_in_val
+from data.token_files import open_npy
 from train.base.cli import run_command
 from train.base.errors import DataError, UsageError, echo
 
 CHUNK_ROWS = 4096
-FILES = r"(train|val)_\w+\.npy|meta\.json"  # names of what this command writes
+FILES = r"(train|val)_\w+\.npy"  # names of the arrays
 OFFSET = 4096  # deviations: a mean that is larger is taken off before values become float32
 PREPARE = "make it with `python -m data.prepare.features`"
 
@@ -36,9 +38,12 @@ PREPARE = "make it with `python -m data.prepare.features`"
 def read_features_meta(folder):
     """meta.json of a prepared folder: {"modalities": {name: dims}, "target": dims or None, "mean",
     "std": {name: [per dimension]}, "rows": {split: n}, ...}. Raises DataError."""
-    meta, numbers = {"target": None} | read_meta(folder), {str: [int | float]}
-    check_types(folder, {"shift": {}} | meta, PREPARE, kind={"features"}, modalities={str: int},
-                target=int | None, rows={str: int}, mean=numbers, std=numbers, shift=numbers)
+    numbers = {str: [int | float]}
+    meta = {"target": None} | read_meta_for(
+        "autoencoder", folder, PREPARE, modalities={str: int}, target=int | None, rows={str: int},
+        mean=numbers, std=numbers).extra
+    if not has_type(meta.get("shift", {}), numbers):
+        raise DataError(f"{folder}: shift is no dictionary of lists of numbers; {PREPARE}")
     dims = meta["modalities"] | ({"target": meta["target"]} if meta["target"] else {})
     if any({n: len(v) for n, v in meta[part].items()} != dims for part in ("mean", "std")):
         raise DataError(f"{folder}: mean and std have not the dimensions of the arrays; {PREPARE}")
@@ -77,19 +82,6 @@ def open_array(path):
 # -----------------------------------------------------------------------------
 # preparing one
 
-def held_out(runs, fraction):
-    """(n,) bool: the rows for validation, whole runs evenly spread, about `fraction` of them. runs
-    (n,): a label for each row."""
-    labels, index = np.unique(runs, return_inverse=True)
-    n = len(labels)
-    if n < 2:
-        raise DataError("all rows are one run: nothing can be held out; lower --run_length, or "
-                        "give --runs")
-    count = min(n - 1, max(1, round(fraction * n)))
-    chosen = (np.arange(count) * 2 + 1) * n // (2 * count)  # the middles of `count` equal parts
-    return np.isin(index, chosen)
-
-
 def prepare_features(arrays, target, out, val_fraction=0.1, runs=None, force=False, sources=(),
                      log=echo, **more):
     """Write the folder `out`. arrays: {name: (rows, dims)}; target: (rows, dims) or None; runs: a
@@ -100,14 +92,13 @@ def prepare_features(arrays, target, out, val_fraction=0.1, runs=None, force=Fal
     if len(set(lengths.values())) > 1:
         raise DataError("arrays of different lengths: " + ", ".join(
             f"{name} has {n:,} rows" for name, n in lengths.items()) + "; expected one row a frame")
-    val = held_out(runs, val_fraction)
+    val = runs_in_val(runs, val_fraction)
     rows = dict(train=np.flatnonzero(~val), val=np.flatnonzero(val))
     dims = {name: a.shape[1] for name, a in arrays.items()}
-    meta = dict(kind="features", model="autoencoder",
-                modalities={n: d for n, d in dims.items() if n != "target"},
+    meta = dict(modalities={n: d for n, d in dims.items() if n != "target"},
                 target=dims.get("target"), rows={s: len(r) for s, r in rows.items()}, mean={},
-                std={}, sources=list(sources), **more)
-    raise_problems(replacing_problems(out, "autoencoder", meta["sources"], force))
+                std={}, **more)
+    raise_problems(overwrite_problems(out, "autoencoder", list(sources), force))
     shifts = {}
     with new_folder(out, FILES) as folder:
         for name, array in arrays.items():
@@ -122,7 +113,7 @@ def prepare_features(arrays, target, out, val_fraction=0.1, runs=None, force=Fal
             for split, chosen in rows.items():
                 write_array(os.path.join(folder, f"{split}_{name}.npy"), name, array, chosen, shift)
         meta |= dict(shift=shifts) if shifts else {}
-        write_meta(folder, meta)
+        write_meta(folder, Meta("autoencoder", sources=list(sources), extra=meta))
     return meta
 
 

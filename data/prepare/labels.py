@@ -29,10 +29,12 @@ from typing import NamedTuple
 
 import numpy as np
 
-from data.prepare.folders import new_folder, replacing_problems, write_meta, write_tokenizer
+from data.meta import Meta, write_meta
+from data.prepare.folders import new_folder, overwrite_problems
 from data.records import STDLIB_SKIP, parse_records, raise_problems, walk
-from data.tokenizer import BESIDE, clean
-from data.tokenizer_hf import tokenizer_of
+from data.rows import id_dtype, pad_rows, split_by_group
+from data.tokenizer import clean, write_tokenizer
+from data.tokenizer_hf import open_chat_format
 from train.base.cli import run_command
 from train.base.errors import DataError, UsageError, echo
 
@@ -40,9 +42,7 @@ SPLITS = ("train", "val", "test")
 # tokens (N, T) unsigned, padded with 0; lengths (N,) in tokens; labels (N,), numbers of classes;
 # spans (N, 2), first and last token of the evidence, -1 where there is none (or it was cut off).
 ARRAYS = ("tokens", "lengths", "labels", "spans")
-# Names of what this command writes, a regular expression.
-FILES = (rf"({'|'.join(SPLITS)})_({'|'.join(ARRAYS)})\.npy|meta\.json|"
-         + "|".join(map(re.escape, BESIDE.values())))
+FILES = rf"({'|'.join(SPLITS)})_({'|'.join(ARRAYS)})\.npy"  # names of the arrays
 
 EXAMPLE_WORDS = ("def", "for", "if", "import", "in", "return")
 EXAMPLE_CHARS, EXAMPLE_ROWS, EXAMPLE_ROWS_OF_FILE = 128, 1200, 6
@@ -179,25 +179,16 @@ def to_arrays(rows, tokenizer, classes, max_tokens):
         rows = [in_nfc(row) for row in rows]
     tokens = [tokenizer.encode_array(row.text) for row in rows]
     width = min(max_tokens, max(map(len, tokens), default=0))
-    dtype = np.uint16 if tokenizer.n_vocab <= 65536 else np.uint32
     number, sizes = {name: i for i, name in enumerate(classes)}, tokenizer.token_bytes()
-    out = dict(tokens=np.zeros((len(rows), width), dtype),
+    out = dict(tokens=pad_rows([ids[:width] for ids in tokens], width, 0, id_dtype(tokenizer.n_vocab)),
                lengths=np.array([min(width, len(ids)) for ids in tokens], np.int64),
                labels=np.array([number.get(row.label, 0) for row in rows], np.int64),
                spans=np.full((len(rows), 2), -1, np.int64))
     for i, (row, ids) in enumerate(zip(rows, tokens)):
-        out["tokens"][i, :len(ids)] = ids[:width]
         if row.start is not None:
             first, last = span_of(row, ids, sizes)
             out["spans"][i] = (first, last) if last < width else (-1, -1)
     return out
-
-
-def split_of(row, val_fraction, test_fraction):
-    """The split of a row: a hash of its group, so that it depends on no other row."""
-    digest = hashlib.blake2b(row.group.encode("utf-8", "replace"), digest_size=7).digest()
-    u = int.from_bytes(digest, "big") / 2**56
-    return "test" if u < test_fraction else "val" if u < test_fraction + val_fraction else "train"
 
 
 def names_alike(names):
@@ -239,7 +230,7 @@ def find_task(rows, classes):
 def check_settings(args):
     """DataError for settings that cannot work."""
     val, test = args.val_fraction, args.test_fraction
-    problems = replacing_problems(args.out, "classifier", args.files, args.force)
+    problems = overwrite_problems(args.out, "classifier", args.files, args.force)
     if not (val > 0 and test >= 0 and val + test < 1):
         problems.append((f"val_fraction {val}, test_fraction {test}",
                          "expected shares of the rows, val's above 0, that leave some to train on"))
@@ -258,22 +249,22 @@ def prepare(args):
         make_example(args.files[0])
     check_settings(args)
     fields = Fields(*(getattr(args, name) for name in Fields._fields))
-    tokenizer, rows = tokenizer_of(args.tokenizer)[0], read_rows(args.files, fields, args.skip_bad)
+    tokenizer, rows = open_chat_format(args.tokenizer)[0], read_rows(args.files, fields, args.skip_bad)
     classes, splits = find_classes(rows), {name: [] for name in SPLITS}
     task = find_task(rows, classes)
     for row in rows:
-        splits[split_of(row, args.val_fraction, args.test_fraction)].append(row)
+        splits[split_by_group(row.group, args.val_fraction, args.test_fraction)].append(row)
     raise_problems([
         (name, f"none of {len(rows)} rows fell into it; more rows, or a larger fraction")
         for name in SPLITS if not splits[name] and (args.test_fraction or name != "test")])
     longest = max(len(tokenizer.encode_array(row.text)) for row in rows)
-    meta = dict(format_version=1, model="classifier", task=task, classes=classes,
-                class_counts=[sum(row.label == c for row in splits["train"]) for c in classes],
-                vocab_size=tokenizer.n_vocab, max_tokens=min(longest, args.max_tokens),
-                sources=args.files)
+    counts = [sum(row.label == c for row in splits["train"]) for c in classes]
+    extra = dict(task=task, classes=classes, class_counts=counts,
+                 max_tokens=min(longest, args.max_tokens))
     lost = sum(row.start is not None for row in rows)
     with new_folder(args.out, FILES) as folder:
-        meta["tokenizer"] = write_tokenizer(folder, tokenizer)
+        meta = Meta("classifier", **write_tokenizer(folder, tokenizer), sources=args.files,
+                    extra=extra)
         for split in SPLITS:
             arrays = to_arrays(splits[split], tokenizer, classes, args.max_tokens)
             lost -= int((arrays["spans"][:, 0] >= 0).sum())
@@ -281,7 +272,7 @@ def prepare(args):
                 np.save(os.path.join(folder, f"{split}_{name}.npy"), array)
         write_meta(folder, meta)
     sizes = {name: len(part) for name, part in splits.items()}
-    report_prepared(meta, sizes, longest, lost, args.out)
+    report_prepared(extra, sizes, longest, lost, args.out)
 
 
 def report_prepared(meta, sizes, longest, lost, out):

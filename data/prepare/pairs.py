@@ -21,26 +21,23 @@ from pathlib import Path
 
 import numpy as np
 
-from data import chat_template as jinja
+from data.chat_template import parse_messages
+from data.meta import Meta, write_meta
 from data.prepare.chat import (
-    NpyRows,
     add_options,
     check_settings,
     example_records,
     say_left_out,
-    sequences,
     taken,
-    to_messages,
-    with_split,
 )
-from data.prepare.folders import new_folder, write_meta, write_tokenizer
+from data.prepare.folders import new_folder
 from data.records import parse_records
-from data.tokenizer import BESIDE
+from data.rows import RowWriter, id_dtype, pad_rows, split_by_prompt
+from data.tokenizer import write_tokenizer
 from train.base.cli import run_command
 from train.base.errors import DataError
 
-FILES = (r"(train|val)_(tokens|mask|logps)\.npy|meta\.json|"
-         + "|".join(map(re.escape, BESIDE.values())))
+FILES = r"(train|val)_(tokens|mask|logps)\.npy"  # names of the arrays
 BATCH = 8  # pairs that the reference reads at once
 
 
@@ -71,12 +68,12 @@ def messages_of(prompt, said):
         said = [dict(role="assistant", content=said)]
     if not said or not isinstance(said, list):
         raise ValueError(f"expected an answer or messages, got {str(said)[:60]!r}")
-    said = to_messages({"messages": said})
+    said = parse_messages(said, "messages")
     if not prompt or said[0][0] != "assistant":  # it repeats the prompt, or there is none
         return said
     if isinstance(prompt, str):
         prompt = [dict(role="user", content=prompt)]
-    return to_messages({"messages": prompt}) + said
+    return parse_messages(prompt, "messages") + said
 
 
 def example_pairs(source):
@@ -97,7 +94,7 @@ def encoded(args, tokenizer, template):
     records = parse_records(sources, to_pair, args.num_samples, args.skip_bad, split=args.split,
                             subset=args.subset)
     def encode(sides):
-        return [last_answer(*sequences(side, tokenizer, template)[-1]) for side in sides]
+        return [last_answer(*template.sequences(side, tokenizer)[-1]) for side in sides]
     long = 0
     for _, pair in taken(records, encode, args, "pair"):
         if max(len(ids) for ids, _ in pair) > args.block_size + 1:
@@ -128,13 +125,11 @@ def prepare_pairs(args):
     if getattr(model, "template", None) is None or tokenizer is None:
         raise DataError(f"--reference {args.reference}: pairs need the checkpoint of a chat model, "
                         "with which their answers are compared")
-    template = model.template
-    if "jinja" in template:
-        template = jinja.with_ends(template, tokenizer)
+    template = model.template.with_end_ids(tokenizer)
     args.tokenizer = args.reference
     check_settings(args, tokenizer, "dpo")
     args.block_size = min(args.block_size or 1 << 30, model.config.block_size)
-    pairs = list(with_split(encoded(args, tokenizer, template), args.val_fraction))
+    pairs = list(split_by_prompt(encoded(args, tokenizer, template), args.val_fraction))
     if {split for split, _ in pairs} != {"train", "val"}:
         raise DataError(f"{', '.join(args.sources)}: too few pairs ({len(pairs)}) for training and "
                         "validation; more pairs, or a larger --block_size")
@@ -144,14 +139,13 @@ def prepare_pairs(args):
     print(f"Log probabilities of {len(pairs):,} pairs by {args.reference}, on {device} in {why}")
     with (new_folder(args.out, FILES) as folder, torch.no_grad(),
           torch.autocast(device.type, dtype, enabled=dtype != torch.float32)):
-        splits = {split: write_split(os.path.join(folder, split), model, tokenizer, block_size + 1,
+        splits = {split: write_split(folder, split, model, tokenizer, block_size + 1,
                                      [pair for where, pair in pairs if where == split])
                   for split in ("train", "val")}
-        write_meta(folder, {
-            "format_version": 1, "kind": "pairs", "model": "dpo", "vocab_size": tokenizer.n_vocab,
-            "tokenizer": write_tokenizer(folder, tokenizer), "eot_token": tokenizer.eot_token,
-            "block_size": block_size, "template": template, "splits": splits,
-            "reference": state["digest"], "sources": args.sources})
+        write_meta(folder, Meta(
+            "dpo", **write_tokenizer(folder, tokenizer), block_size=block_size,
+            template=template.spec, splits=splits, sources=args.sources,
+            extra=dict(reference=state["digest"])))
     for split, found in splits.items():
         print(f"[{split}] {found['pairs']:,} pairs in rows of 2 x {block_size + 1} tokens; the "
               f"reference prefers {found['preferred']:.1%} of the chosen answers")
@@ -159,25 +153,21 @@ def prepare_pairs(args):
           f"--init_from {args.reference}")
 
 
-def write_split(start, model, tokenizer, width, pairs):
-    """Write the arrays of a split to files whose names begin with `start`; its entry in meta.json.
-    pairs: [(ids, mask)] of two sides each."""
+def write_split(folder, split, model, tokenizer, width, pairs):
+    """Write the arrays of a split; its entry in meta.json. pairs: [(ids, mask)] of two sides."""
     from model.dpo import answer_logps
-    kind = "<u2" if tokenizer.n_vocab <= 65536 else "<u4"
-    files = {name: NpyRows(f"{start}_{name}.npy", n, dtype) for name, n, dtype in (
-        ("tokens", 2 * width, kind), ("mask", 2 * width, "u1"), ("logps", 2, "<f4"))}
+    writer = RowWriter(folder, split, dict(
+        tokens=(2 * width, id_dtype(tokenizer.n_vocab)), mask=(2 * width, "u1"), logps=(2, "<f4")))
     preferred = 0
     for first in range(0, len(pairs), BATCH):
-        tokens, mask = (np.array([[np.pad(side[i], (0, width - len(side[i])), constant_values=fill)
-                                   for side in pair] for pair in pairs[first:first + BATCH]],
-                                 np.int64) for i, fill in enumerate((tokenizer.eot_token, 0)))
+        sides = [side for pair in pairs[first:first + BATCH] for side in pair]
+        tokens, mask = (pad_rows([side[i] for side in sides], width, fill, np.int64).reshape(
+            -1, 2, width) for i, fill in enumerate((tokenizer.eot_token, 0)))
         logps = answer_logps(model, tokens, mask)  # (B, 2), of (B, 2, width) each
         preferred += int((logps[:, 0] > logps[:, 1]).sum())
-        for name, content in (("tokens", tokens), ("mask", mask), ("logps", logps)):
-            for row in content.reshape(len(content), -1):
-                files[name].append(row)
-    for file in files.values():
-        file.close()
+        for row in zip(tokens, mask, logps):
+            writer.append(**dict(zip(("tokens", "mask", "logps"), row)))
+    writer.close()
     return dict(pairs=len(pairs), preferred=preferred / len(pairs))
 
 

@@ -15,36 +15,30 @@ data/prepare/chat.py keeps for validation is one here as well.
 import argparse
 import json
 import os
-import re
 import sys
 from pathlib import Path
 
 import numpy as np
 
-from data import chat_template as jinja
+from data.chat_template import BuiltinTemplate, parse_content, parse_messages
+from data.meta import Meta, write_meta
 from data.prepare.chat import (
-    TEMPLATE,
     add_options,
-    as_list,
     check_settings,
     example_records,
-    prompt_ids,
     say_left_out,
     taken,
-    text_of,
     to_messages,
-    turn_of,
-    with_split,
 )
-from data.prepare.folders import new_folder, write_meta, write_tokenizer
+from data.prepare.folders import new_folder
 from data.records import parse_records
-from data.tokenizer import BESIDE
-from data.tokenizer_hf import tokenizer_of
+from data.rows import id_dtype, pad_rows, split_by_prompt
+from data.tokenizer import write_tokenizer
+from data.tokenizer_hf import open_chat_format
 from train.base.cli import run_command
 from train.base.errors import DataError
 
-FILES = (r"(train|val)_(tokens|length)\.npy|(train|val)_rows\.jsonl|meta\.json|"
-         + "|".join(map(re.escape, BESIDE.values())))
+FILES = r"(train|val)_((tokens|length)\.npy|rows\.jsonl)"  # names of the files
 
 
 def to_question(record, fields=()):
@@ -54,8 +48,8 @@ def to_question(record, fields=()):
     if isinstance(record, dict) and name in record and (len(fields) == 1 or not fields and not (
             record.keys() & {"response", "completion", "messages", "conversations"})):
         prompt, answer = record[name], record.get("answer")
-        messages = ([turn_of(turn) for turn in as_list(prompt, name)]
-                    if isinstance(prompt, list) else [("user", text_of(prompt))])
+        messages = (parse_messages(prompt, name) if isinstance(prompt, list)
+                    else [("user", parse_content(prompt))])
     else:
         messages = to_messages(record, fields)
     if messages and messages[-1][0] == "assistant":
@@ -74,7 +68,7 @@ def encoded(args, tokenizer):
                               args.num_samples, args.skip_bad, split=args.split, subset=args.subset)
     long = 0
     for (messages, answer, record), ids in taken(
-            questions, lambda question: prompt_ids(question[0], tokenizer, args.template), args,
+            questions, lambda question: args.template.prompt_ids(question[0], tokenizer), args,
             "question"):
         if len(ids) > args.block_size:
             long += 1
@@ -88,14 +82,12 @@ def encoded(args, tokenizer):
 def prepare_prompts(args):
     """What the command does. Raises UserError."""
     args.out = args.out or os.path.join("data", "bin", f"{Path(args.sources[0]).stem}-prompts")
-    tokenizer, block_size, template = tokenizer_of(args.tokenizer)
+    tokenizer, block_size, template = open_chat_format(args.tokenizer)
     check_settings(args, tokenizer, "grpo")
-    args.template = template or TEMPLATE
-    if "jinja" in args.template:
-        args.template = jinja.with_ends(args.template, tokenizer)
+    args.template = (template or BuiltinTemplate()).with_end_ids(tokenizer)
     args.block_size = args.block_size or (block_size or 512) - 1  # of a prompt: an answer follows
     splits = dict(train=[], val=[])  # of (ids, line)
-    for split, ((ids, _), line) in with_split(encoded(args, tokenizer), args.val_fraction):
+    for split, ((ids, _), line) in split_by_prompt(encoded(args, tokenizer), args.val_fraction):
         splits[split].append((ids[:-1], line))
     if empty := [split for split, rows in splits.items() if not rows]:
         raise DataError(f"{', '.join(args.sources)}: no question for {' and '.join(empty)}; more "
@@ -104,12 +96,10 @@ def prepare_prompts(args):
     with new_folder(args.out, FILES) as folder:
         for split, rows in splits.items():
             write_split(os.path.join(folder, split), rows, width, tokenizer)
-        write_meta(folder, {
-            "format_version": 1, "kind": "prompts", "model": "grpo", "tokenizer":
-            write_tokenizer(folder, tokenizer), "vocab_size": tokenizer.n_vocab, "eot_token":
-            tokenizer.eot_token, "block_size": width, "template": args.template, "splits":
-            {split: dict(questions=len(rows)) for split, rows in splits.items()},
-            "sources": args.sources})
+        write_meta(folder, Meta(
+            "grpo", **write_tokenizer(folder, tokenizer), block_size=width,
+            template=args.template.spec, sources=args.sources,
+            splits={split: dict(questions=len(rows)) for split, rows in splits.items()}))
     for split, rows in splits.items():
         held = sum(line["answer"] is not None for _, line in rows)
         print(f"[{split}] {len(rows):,} questions of up to {width} tokens, {held:,} with an answer "
@@ -120,11 +110,8 @@ def prepare_prompts(args):
 
 def write_split(start, rows, width, tokenizer):
     """Write the files of a split, whose names begin with `start`."""
-    tokens = np.full((len(rows), width), tokenizer.eot_token,
-                     "<u2" if tokenizer.n_vocab <= 65536 else "<u4")
-    for row, (ids, _) in zip(tokens, rows):
-        row[:len(ids)] = ids
-    np.save(f"{start}_tokens.npy", tokens)
+    np.save(f"{start}_tokens.npy", pad_rows([ids for ids, _ in rows], width, tokenizer.eot_token,
+                                            id_dtype(tokenizer.n_vocab)))
     np.save(f"{start}_length.npy", np.array([len(ids) for ids, _ in rows], "<u4"))
     with open(f"{start}_rows.jsonl", "w", encoding="utf-8") as f:
         # What is no JSON (a date of a table, say) stands there as its text.

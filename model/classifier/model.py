@@ -10,9 +10,11 @@ import torch
 import torch.nn as nn
 import torch.nn.functional as F
 
-from data.prepare.folders import check_array, check_types, known_tokenizer
+from data.meta import read_meta_for
 from data.prepare.labels import ARRAYS, SPLITS
-from data.token_files import open_npy, read_meta
+from data.rows import open_rows
+from data.token_files import open_npy
+from data.tokenizer import open_folder_tokenizer
 from model.classifier.metrics import auroc_of_counts, confusion_metrics, whole_auroc
 from model.gpt import GPT, GPTConfig, fill, inherit_shape, normal  # noqa: F401
 from train.base.errors import DataError
@@ -52,7 +54,7 @@ def open_data(config, ranks):
     """The Data of a folder of data/prepare/labels.py."""
     c, meta = config, read_labels_meta(config.data_dir)
     spec = {name: meta[name] for name in ("classes", "class_counts", "max_tokens")}
-    tokenizer = known_tokenizer(c.data_dir)
+    tokenizer = open_folder_tokenizer(c.data_dir)
     spec |= dict(task=c.task or meta["task"], tokenizer=tokenizer.spec(),
                  vocab_size=c.vocab_size or tokenizer.n_vocab)
     if meta["task"] not in ("joint", spec["task"]):
@@ -69,28 +71,23 @@ def open_data(config, ranks):
 
 
 def read_labels_meta(folder):
-    """meta.json of a folder of labelled rows. Raises DataError."""
-    meta = read_meta(folder)
-    check_types(folder, meta, "not a folder of labelled rows; make one: python -m data.prepare.labels "
+    """The classifier's keys of meta.json of a folder of labelled rows. Raises DataError."""
+    meta = read_meta_for("classifier", folder, "not a folder of labelled rows; make one: python -m data.prepare.labels "
                 "FILE... --out FOLDER, or --example for one", task=str, classes=[str],
                 class_counts=[int], max_tokens=int)
-    return meta
+    return meta.extra
 
 
 def load_split(folder, split, spec=None):
     """The arrays of a split, memory-mapped, in the order of ARRAYS; DataError where they are none,
     or none of a model of `spec`."""
-    paths = [os.path.join(folder, f"{split}_{name}.npy") for name in ARRAYS]
-    arrays = [open_npy(path) for path in paths]
     if spec is None:
-        return arrays
-    check_array(paths[0], arrays[0], (None, None), spec["vocab_size"])
-    n, width = arrays[0].shape
-    for path, array, shape, limit, least in zip(
-            paths[1:], arrays[1:], ((n,), (n,), (n, 2)),
-            (width + 1, max(1, len(spec["classes"])), width), (0, 0, -1)):
-        check_array(path, array, shape, limit, least)
-    return arrays
+        return [open_npy(os.path.join(folder, f"{split}_{name}.npy")) for name in ARRAYS]
+    tokens, = open_rows(folder, split, tokens=((None,), 0, spec["vocab_size"]))
+    width = tokens.shape[1]
+    return open_rows(folder, split, tokens=((width,), 0, spec["vocab_size"]),
+                     lengths=((), 0, width + 1), labels=((), 0, max(1, len(spec["classes"]))),
+                     spans=((2,), -1, width))
 
 
 def class_weights(text, spec):

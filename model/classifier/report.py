@@ -9,8 +9,8 @@ from html import escape
 import numpy as np
 import torch
 
-from data.prepare.folders import known_tokenizer
 from data.prepare.labels import ARRAYS, Fields, add_field_options, label_name, read_rows, to_arrays
+from data.tokenizer import open_folder_tokenizer
 from model.classifier.metrics import classification_metrics, place_metrics, span_metrics
 from model.classifier.model import load_split, read_labels_meta
 from train.base.cli import run_command
@@ -85,7 +85,7 @@ def load_rows(args, spec, tokenizer, limit=None):
                             f"{', '.join(spec['classes'])}")
         arrays = load_split(path, args.split, spec)
         tokens = arrays[0]
-        same = known_tokenizer(path).spec() == tokenizer.spec()
+        same = open_folder_tokenizer(path).spec() == tokenizer.spec()
         if not same or tokens.shape[1] > (limit or sys.maxsize) or not len(tokens):
             raise DataError(f"{path}: {args.split} has no rows, or was prepared with another "
                             "tokenizer or --max_tokens than the checkpoint's data")

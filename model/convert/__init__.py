@@ -20,8 +20,9 @@ from dataclasses import asdict, dataclass, fields
 
 import torch
 
+from data.chat_template import ChatTemplate
 from data.tokenizer import tokenizer_from_spec
-from data.tokenizer_hf import chat_template, tokenizer_json
+from data.tokenizer_hf import tokenizer_json
 from model.convert.foreign import (
     CLASSES,
     GELUS,
@@ -49,7 +50,7 @@ class Source:
     weights: dict
     shape: object
     tokenizer: object = None
-    template: dict | None = None
+    template: ChatTemplate | None = None
 
 
 def read_source(path, backbone=None, ema=False):
@@ -78,7 +79,7 @@ def read_source(path, backbone=None, ema=False):
     spec = state.get("spec") or {}
     tokenizer = spec.get("tokenizer") or state.get("tokenizer")
     return Source(path, weights, shape, tokenizer and tokenizer_from_spec(tokenizer),
-                  spec.get("template"))
+                  ChatTemplate.from_spec(spec["template"]) if spec.get("template") else None)
 
 
 def family_of(source):
@@ -223,11 +224,11 @@ def export_folder(source, to, precision):
         about = dict(tokenizer_class="PreTrainedTokenizerFast",
                      model_max_length=source.shape.block_size, clean_up_tokenization_spaces=False)
         about |= {} if end is None else dict(eos_token=tokenizer.decode([end]))
-        about |= template_out(source.template)
+        about |= chat_template_keys(source.template)
         write_json(to, "tokenizer.json", tokenizer_json(tokenizer))
         write_json(to, "tokenizer_config.json", about)
-    if "ends" in (source.template or {}):
-        config["eos_token_id"] = source.template["ends"]
+    if source.template and source.template.ends:
+        config["eos_token_id"] = source.template.ends
     ends = {k: config[k] for k in ("bos_token_id", "eos_token_id")}
     write_json(to, "generation_config.json", ends)
     write_json(to, "config.json", config)  # last: without it the folder is none
@@ -235,20 +236,16 @@ def export_folder(source, to, precision):
     return f"a {what}" if tokenizer else f"a {what} without a tokenizer: it has none"
 
 
-def template_out(template):
-    """What tokenizer_config.json says of a chat template: its own words, where it came with some.
-    """
-    if not template:
-        return {}
-    words = {k: v for k, v in template.items() if k.endswith("_token")}
-    return words | dict(chat_template=template.get("jinja") or chat_template(template))
+def chat_template_keys(template):
+    """Return the keys of tokenizer_config.json for a ChatTemplate or None."""
+    return template.special_tokens | dict(chat_template=template.to_jinja()) if template else {}
 
 
 def export_weights(source, to, precision):
     """Write the weights by our names, and what they are; what it is, in words."""
     about = dict(model_args=asdict(source.shape),
                  tokenizer=source.tokenizer and source.tokenizer.spec(),
-                 spec=dict(template=source.template) if source.template else {})
+                 spec=dict(template=source.template.spec) if source.template else {})
     about = {name: json.dumps(value) for name, value in about.items()}
     write_weights(to, source.weights, precision, about)
     return f"{len(source.weights)} tensors by our names"

@@ -17,7 +17,7 @@ from dataclasses import asdict
 import torch
 import torch.nn.functional as F
 
-from data.tokenizer_hf import folder_of, read_json, read_template, read_tokenizer
+from data.tokenizer_hf import folder_of, read_chat_template, read_json, read_tokenizer
 from model.gpt import GPT, GPTConfig
 from train.base.checkpoint_file import (
     DESCRIPTION,
@@ -192,7 +192,7 @@ def described(path, weights, shape, kind, tokenizer, template=None):
     return {"model": weights, "model_args": asdict(shape), "tokenizer": spec,
             "config": asdict(shape) | dict(model=kind),
             "spec": dict(vocab_size=shape.vocab_size, tokenizer=spec)
-            | (dict(template=template) if template else {})}
+            | (dict(template=template.spec) if template else {})}
 
 
 def has_experts(shape):
@@ -290,7 +290,7 @@ def read_folder(folder):
     if os.path.exists(os.path.join(folder, "tokenizer.json")):
         try:
             tokenizer = read_tokenizer(folder)
-            template = read_template(folder, tokenizer)
+            template = read_chat_template(folder, tokenizer)
         except ValueError as error:
             echo(f"{error}; going on without a tokenizer", sys.stderr)
     kind = "moe" if has_experts(shape) else "gpt"

@@ -14,7 +14,6 @@ from data.tokenizer_hf import (
     ANY_CHARACTER,
     ANY_TEXT,
     GPT2_PATTERN,
-    chat_template,
     pattern_of,
     tokenizer_json,
 )
@@ -181,7 +180,7 @@ def check(source, arch):
 
 def write_tokenizer(writer, source):
     """Tokens, their kinds, how they are joined, special ones, chat template. CheckpointError."""
-    tokenizer, template, rows = source.tokenizer, source.template or {}, source.shape.vocab_size
+    tokenizer, template, rows = source.tokenizer, source.template, source.shape.vocab_size
     if tokenizer.eot_token is None:
         raise CheckpointError(f"{source.path}: a {tokenizer.kind} tokenizer has no end of text, "
                               "which llama.cpp needs")
@@ -215,15 +214,17 @@ def write_tokenizer(writer, source):
         writer.add_token_merges(merges or [f"{tokens[0]} {tokens[0]}"])
     writer.add_token_list(tokens)
     writer.add_token_types(kinds)
-    ends = [tokenizer.eot_token, *(i for i in template.get("ends", ()) if i != tokenizer.eot_token)]
+    ends = [tokenizer.eot_token]
+    ends += [i for i in (template.ends if template else ()) if i != tokenizer.eot_token]
     writer.add_eos_token_id(ends[0])
     if len(ends) > 1:
         writer.add_uint32("tokenizer.ggml.eot_token_id", ends[-1])
-    starts = {t["content"]: t["id"] for t in added}.get(template.get("bos_token"))
+    starts = {t["content"]: t["id"] for t in added}.get(
+        template and template.special_tokens.get("bos_token"))
     writer.add_bos_token_id(ends[0] if starts is None else starts)
-    writer.add_add_bos_token(bool(added_first(template)))
+    writer.add_add_bos_token(bool(template and template.implicit_start))
     if template:
-        writer.add_chat_template(template.get("jinja") or chat_template(template))
+        writer.add_chat_template(template.to_jinja())
 
 
 def split_name(content, model, path):
@@ -246,32 +247,8 @@ def modelfile(source, to):
     """What Ollama needs beside the file, in its own words."""
     lines, template = [f"FROM ./{os.path.basename(to)}"], source.template
     if template:
-        from data.prepare.chat import ends_of
-        turns = turns_of(template)
-        lines.append(f'TEMPLATE """{turns}"""')
+        lines.append(f'TEMPLATE """{template.to_ollama()}"""')
         lines += [f"PARAMETER stop {json.dumps(text)}" for text in dict.fromkeys(
-            source.tokenizer.decode([i]) for i in ends_of(template, source.tokenizer))]
+            source.tokenizer.decode([i]) for i in template.end_ids(source.tokenizer))]
     return "\n".join(["Modelfile, for `ollama create NAME -f Modelfile`:", *lines, ""])
 
-
-def added_first(template):
-    """The token that llama.cpp sets before a text, which its chat template need not write."""
-    return template.get("bos_token", "") if "bos_token" in template.get("jinja", "") else ""
-
-
-def turns_of(template):
-    """A turn in Ollama's template language: a system message, if there is one, and a question."""
-    from data import chat_template as jinja
-    from data.prepare.chat import stretches
-    from train.base.errors import DataError
-
-    def text(*turns):
-        if "jinja" not in template:
-            return stretches([*turns, ("assistant", "")], template)[0][0]
-        return jinja.render(template, turns, True).removeprefix(added_first(template))
-    asked = ("user", "{{ .Prompt }}")
-    try:
-        return (f'{{{{ if .System }}}}{text(("system", "{{ .System }}"), asked)}{{{{ else }}}}'
-                f'{text(asked)}{{{{ end }}}}{{{{ .Response }}}}')
-    except DataError:  # of a template that takes no system messages
-        return text(asked) + "{{ .Response }}"

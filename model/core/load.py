@@ -7,6 +7,7 @@ from dataclasses import fields
 
 import torch
 
+from data.chat_template import ChatTemplate
 from data.tokenizer import Tokenizer
 from train.base.checkpoint_file import load_checkpoint
 from train.base.errors import CheckpointError
@@ -73,7 +74,8 @@ def model_of(state, path, device="cpu", dtype=None, backbone=None):
         with torch.device("meta"):
             model = empty_model(state)
         model.load_state_dict(convert_ddp_state(state.get("model", {})), assign=True)
-        model.template = (state.get("spec") or {}).get("template")  # of chats
+        template = (state.get("spec") or {}).get("template")
+        model.template = ChatTemplate.from_spec(template) if template else None
         tokenizer = tokenizer_from_spec(spec) if spec else None
     except (RuntimeError, ValueError) as error:
         raise CheckpointError(f"{path}: {error}") from error

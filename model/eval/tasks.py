@@ -122,8 +122,7 @@ class Reader:
         self.tok, self.template, self.size = tokenizer, template, size
         self.ends = {tokenizer.eot_token}
         if template:
-            from data.prepare.chat import ends_of
-            self.ends = {*ends_of(template, tokenizer)}
+            self.ends = {*template.end_ids(tokenizer)}
 
     def read(self, path, task):
         """The rows of a file. DataError with a line for each that is none."""
@@ -178,8 +177,7 @@ class Reader:
         return ((before or [self.tok.eot_token]) + ids)[-self.size - 1:], len(ids)
 
     def prompt(self, question):
-        from data.prepare.chat import prompt_ids
-        return prompt_ids([("user", question)], self.tok, self.template)
+        return self.template.prompt_ids([("user", question)], self.tok)
 
     def written(self, question, has, task):
         """The Row of a question whose answer is written."""

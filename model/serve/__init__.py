@@ -96,8 +96,7 @@ def run(listening, args):
     model, tokenizer, _ = load_for_decoding(args)
     template, ends = getattr(model, "template", None), ()
     if template:
-        from data.prepare.chat import ends_of
-        ends = ends_of(template, tokenizer)
+        ends = template.end_ids(tokenizer)
     try:
         engine = Engine(model, tokenizer, args.slots, args.queue, args.max_tokens, args.timeout,
                         ends)

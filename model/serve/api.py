@@ -4,6 +4,7 @@ import codecs
 import time
 import uuid
 
+from data.chat_template import check_messages, parse_message
 from model.core.detokenizer import token_bytes
 from model.core.generate import encode_prompt
 from model.serve.engine import Job, Refused
@@ -107,14 +108,14 @@ def prompt_ids(prompt, tokenizer):
 
 def chat_ids(messages, tokenizer, template):
     """Ids of a conversation, as the model learned it, up to where the answer begins."""
-    from data.prepare.chat import as_list, prompt_ids, turn_of
     if template is None:
         raise Refused(404, "this model learned no chats; use /v1/completions", code="no_template")
     try:
-        turns = [turn_of(as_openai(m)) for m in as_list(messages, "messages")]
+        check_messages(messages, "messages")
+        turns = [parse_message(as_openai(m)) for m in messages]
         if not turns or turns[-1][0] == "assistant":
             raise ValueError("expected a last message that is not the assistant's")
-        return prompt_ids(turns, tokenizer, template)
+        return template.prompt_ids(turns, tokenizer)
     except ValueError as error:
         raise Refused(400, f"messages: {error}", "messages") from None
 

@@ -1,0 +1,163 @@
+"""meta.json: what a folder of prepared data contains.
+
+One dataclass, one reader and one writer for all kinds of prepared data. nanoGPT's meta.pkl is read
+as well, without running code from it.
+"""
+
+import io
+import json
+import os
+import pickle
+import pickletools
+import reprlib
+from dataclasses import dataclass, field, fields
+
+from train.base.errors import DataError
+from train.base.files import write_text
+
+MAX_PICKLE_BYTES = 4 << 20
+MAX_ID = 1 << 24  # larger than any vocabulary
+# The key `kind` of folders that earlier versions prepared, and the model type it stands for.
+KIND_TO_MODEL = {"chat": "chat", "pairs": "dpo", "prompts": "grpo", "features": "autoencoder"}
+
+
+@dataclass
+class Meta:
+    """The contents of meta.json. `extra` has the keys of one model type; in the file they are at
+    the top level like the others."""
+    model: str | None = None         # the --model that the data are for; None: unknown
+    dtype: str | None = None         # of raw token files: uint16 or uint32
+    vocab_size: int | None = None
+    tokenizer: dict | None = None    # Tokenizer.spec(); its large parts are files beside meta.json
+    eot_token: int | None = None     # id of the end of text
+    block_size: int | None = None    # longest row, without its last target
+    template: dict | None = None     # ChatTemplate.spec
+    splits: dict | None = None       # {"train": {"tokens": 9, ...}, "val": ...}
+    sources: list | None = None      # None: not written by a command of data.prepare
+    incomplete: bool | None = None   # True while the files of a folder are being replaced
+    extra: dict = field(default_factory=dict)
+
+    def to_dict(self):
+        """Return the content of the file: a dict without the fields that are not set."""
+        content = {"format_version": 1}
+        for name in COMMON_KEYS:
+            value = getattr(self, name)
+            # A tokenizer without an end of text has eot_token null. Token files name no model.
+            written = value is not None or name == "eot_token" and self.tokenizer
+            if written and (name, value) != ("model", "gpt"):
+                content[name] = value
+        return content | self.extra
+
+
+COMMON_KEYS = [f.name for f in fields(Meta) if f.name != "extra"]
+
+
+def write_meta(folder, meta):
+    """Write meta.json. It is the last file of a folder: without it the folder is incomplete."""
+    write_text(os.path.join(folder, "meta.json"), json.dumps(meta.to_dict(), indent=1) + "\n")
+
+
+def read_meta(folder, allow_incomplete=False):
+    """Return the Meta of meta.json or meta.pkl in `folder`, an empty one if there is neither.
+    Raises DataError for a damaged file, and for an interrupted preparation."""
+    for name, load in (("meta.json", json.load), ("meta.pkl", load_pickle)):
+        path = os.path.join(folder, name)
+        if not os.path.exists(path):
+            continue
+        try:
+            with open(path, "rb") as f:
+                meta = parse_meta(load(f))
+            if meta.incomplete and not allow_incomplete:
+                raise ValueError("its preparation was interrupted")
+            return meta
+        except Exception as error:  # a damaged pickle can raise anything
+            raise DataError(f"{path}: {error or type(error).__name__}; prepare the data again"
+                            ) from None
+    return Meta()
+
+
+def parse_meta(content):
+    """Return the Meta of a file's content. Raises ValueError if values that every reader uses are
+    invalid; `read_meta_for` checks the others."""
+    if not isinstance(content, dict):
+        raise ValueError(f"holds a {type(content).__name__}, expected a dictionary")
+    if content.get("dtype", "uint16") not in ("uint16", "uint32"):
+        raise ValueError(f"dtype is {reprlib.repr(content['dtype'])}, expected uint16 or uint32")
+    counts = {f"splits.{split}.tokens": part.get("tokens", 1)
+              for split, part in content.get("splits", {}).items()}
+    for name, count in {"vocab_size": content.get("vocab_size", 1), **counts}.items():
+        limit = MAX_ID if name == "vocab_size" else 1 << 62
+        if type(count) is not int or not 1 <= count <= limit:
+            raise ValueError(f"{name} is {reprlib.repr(count)}, expected 1 to {limit:,}")
+    extra = {name: value for name, value in content.items()
+             if name not in COMMON_KEYS and name not in ("format_version", "kind")}
+    meta = Meta(**{k: v for k, v in content.items() if k in COMMON_KEYS}, extra=extra)
+    if meta.model is None and isinstance(content.get("kind"), str):
+        meta.model = KIND_TO_MODEL.get(content["kind"], content["kind"])
+    elif meta.model is None and isinstance(meta.sources, list):
+        meta.model = "gpt"
+    return meta
+
+
+def read_meta_for(model, folder, how_to_prepare, **types):
+    """Return the Meta of a folder that was prepared for --model `model`.
+
+    types: {key: type} of the keys that must be present: a type, [type] for a list, {str: type} for
+    a dict. Raises DataError, which ends with `how_to_prepare`.
+    """
+    meta = read_meta(folder)
+    values = meta.to_dict()
+    problems = [f"{name} is {reprlib.repr(values[name])}" if name in values else f"no {name}"
+                for name, kind in types.items() if not has_type(values.get(name), kind)]
+    if meta.model not in (None, model):
+        problems = [f"no data for --model {model}"]
+    if problems:
+        raise DataError(f"{folder}: {problems[0]} in a meta.json there{model_hint(folder)}; "
+                        f"{how_to_prepare}")
+    return meta
+
+
+def has_type(value, kind):
+    """Return whether `value` has a type in the notation of `read_meta_for`."""
+    if isinstance(kind, list):
+        return isinstance(value, list) and all(has_type(v, kind[0]) for v in value)
+    if isinstance(kind, dict):
+        return isinstance(value, dict) and all(has_type(v, kind[str]) for v in value.values())
+    return isinstance(value, kind)
+
+
+def prepared_model(folder):
+    """Return the --model that a folder was prepared for, None if unknown."""
+    if os.path.exists(os.path.join(folder, "train.bin")):
+        return "gpt"
+    try:
+        model = read_meta(folder).model
+    except DataError:
+        return None
+    return model if isinstance(model, str) else None
+
+
+def model_hint(folder):
+    """Return "; it is for --model NAME" for messages, "" if unknown."""
+    model = prepared_model(folder)
+    return f"; it is for --model {model}" if model else ""
+
+
+# -----------------------------------------------------------------------------
+# pickles
+
+class PlainUnpickler(pickle.Unpickler):
+    """An unpickler of dict, list, str and other builtin types; it refuses everything else."""
+
+    def find_class(self, module, name):
+        raise ValueError(f"it names {module}.{name}, which could run code")
+
+
+def load_pickle(f):
+    """Return the content of a pickle of builtin types. Raises ValueError for other types, and for
+    a pickle that requests more memory than its size (nine bytes can request gigabytes)."""
+    content = f.read(MAX_PICKLE_BYTES)
+    for op, value, _ in pickletools.genops(content):  # checks every length in the pickle
+        if op.name.endswith("PUT") and value > len(content):
+            raise ValueError(f"it asks for a memory of {value:,} places")
+    return PlainUnpickler(io.BytesIO(content)).load()

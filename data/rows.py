@@ -1,0 +1,210 @@
+"""Arrays of rows: SPLIT_NAME.npy files with one row per sample, and the rules of the splits.
+
+Commands of data.prepare write them (RowWriter, ChatPacker), model types open them (open_rows).
+"""
+
+import hashlib
+import os
+
+import numpy as np
+
+from data.token_files import CHECKED_WHOLE, mix64, open_npy
+from train.base.errors import DataError
+
+MAX_OPEN_ROWS = 100  # incomplete rows of a ChatPacker
+
+
+def id_dtype(n_vocab):
+    """Return the type of token ids in files: little-endian uint16, or uint32 if needed."""
+    return np.dtype("<u2" if n_vocab <= 65536 else "<u4")
+
+
+# -----------------------------------------------------------------------------
+# reading
+
+def open_rows(folder, split, **limits):
+    """Return the memory-mapped arrays SPLIT_NAME.npy of a split, in the order of `limits`.
+
+    limits: {name: (shape of a row, lowest value, limit)}: integers from the lowest value to below
+    the limit, in rows of that shape (None: any size). All arrays must have the same number of
+    rows. Raises DataError.
+    """
+    arrays = []
+    for name, (shape, low, limit) in limits.items():
+        path = os.path.join(folder, f"{split}_{name}.npy")
+        n_rows = len(arrays[0]) if arrays else None
+        array = open_npy(path)
+        check_array(path, array, (n_rows, *shape), limit, low)
+        arrays.append(array)
+    return arrays
+
+
+def check_array(path, array, shape, limit, low=0):
+    """Raise DataError unless an array has this shape (None: any size) and integers from `low` to
+    below `limit`. An id outside the vocabulary would end the process on a GPU without naming the
+    file. Only some rows of a large array are read."""
+    some = array[::1 + array.nbytes // CHECKED_WHOLE] if array.ndim else array
+    if (array.dtype.kind not in "iu" or len(array.shape) != len(shape)
+            or any(size not in (None, n) for n, size in zip(array.shape, shape))
+            or some.size and not (low <= int(some.min()) and int(some.max()) < limit)):
+        expected = " x ".join("n" if n is None else str(n) for n in shape)
+        raise DataError(f"{path}: {array.dtype} of shape {array.shape}; expected {expected} "
+                        f"integers from {low} to {limit - 1}; prepare the data again")
+
+
+# -----------------------------------------------------------------------------
+# writing
+
+def pad_rows(rows, width, value, dtype):
+    """Return an array (n, width) of sequences, filled up with `value`."""
+    padded = np.full((len(rows), width), value, dtype)
+    for target, row in zip(padded, rows):
+        target[:len(row)] = row
+    return padded
+
+
+class RowWriter:
+    """Writes the arrays of one split row by row: only the header of a .npy file has the number of
+    rows, and numpy pads the header so that this number can grow."""
+
+    def __init__(self, folder, split, columns):
+        """columns: {name: (values per row, dtype)}."""
+        self.columns = {name: (width, np.dtype(dtype)) for name, (width, dtype) in columns.items()}
+        self.files = {name: open(os.path.join(folder, f"{split}_{name}.npy"), "wb")
+                      for name in columns}
+        self.n_rows = 0
+        self.write_headers()
+
+    def write_headers(self):
+        for name, (width, dtype) in self.columns.items():
+            self.files[name].seek(0)
+            np.lib.format.write_array_header_1_0(self.files[name], dict(
+                descr=np.lib.format.dtype_to_descr(dtype), fortran_order=False,
+                shape=(self.n_rows, width)))
+
+    def append(self, **row):
+        """Write one row, {name: array of the column's width}."""
+        for name, values in row.items():
+            self.files[name].write(values.astype(self.columns[name][1]).tobytes())
+        self.n_rows += 1
+
+    def close(self):
+        self.write_headers()
+        for file in self.files.values():
+            file.close()
+
+
+class ChatPacker:
+    """Packs whole conversations into rows of `width` tokens.
+
+    Each conversation is added to the row in which it leaves the least space (best fit), among
+    MAX_OPEN_ROWS incomplete rows. The end of a row is filled with the token `fill`. The arrays are
+    tokens, mask (1: learned) and chat (the number of the conversation within the row).
+    """
+
+    def __init__(self, folder, split, width, dtype, fill):
+        self.width = width
+        self.fill = fill
+        self.open_rows = []  # lists of (ids, mask)
+        self.n_chats = self.n_tokens = self.n_learned = 0
+        self.writer = RowWriter(folder, split, dict(
+            tokens=(width, dtype), mask=(width, "u1"), chat=(width, "<u2")))
+
+    def add(self, ids, mask):
+        """Add a conversation of at most `width` tokens."""
+        self.n_chats += 1
+        self.n_tokens += len(ids)
+        self.n_learned += int(mask.sum())
+        fitting = [row for row in self.open_rows if self.used(row) + len(ids) <= self.width]
+        if fitting:
+            max(fitting, key=self.used).append((ids, mask))
+            return
+        if len(self.open_rows) == MAX_OPEN_ROWS:
+            self.write(max(self.open_rows, key=self.used))
+        self.open_rows.append([(ids, mask)])
+
+    def used(self, row):
+        return sum(len(ids) for ids, _ in row)
+
+    def write(self, row):
+        self.open_rows = [other for other in self.open_rows if other is not row]
+        rest = self.width - self.used(row)
+        parts = [*row, (np.full(rest, self.fill), np.zeros(rest))]
+        self.writer.append(
+            tokens=np.concatenate([ids for ids, _ in parts]),
+            mask=np.concatenate([mask for _, mask in parts]),
+            chat=np.repeat(np.arange(len(parts)), [len(ids) for ids, _ in parts]))
+
+    def finish(self):
+        """Write the incomplete rows and return the split's entry of meta.json."""
+        while self.open_rows:
+            self.write(self.open_rows[0])
+        self.writer.close()
+        return dict(chats=self.n_chats, rows=self.writer.n_rows, tokens=self.n_tokens,
+                    learned_tokens=self.n_learned)
+
+
+# -----------------------------------------------------------------------------
+# train and validation splits. Each rule depends on the sample alone, so that it stays in its split
+# when other data are added.
+
+def documents_in_val(first, count, fraction):
+    """Return bool (count,): whether the documents first.. are for validation, by a hash
+    (splitmix64) of their index."""
+    index = np.arange(first + 1, first + 1 + count, dtype=np.uint64)
+    return (mix64(index * np.uint64(0x9E3779B97F4A7C15)) >> np.uint64(11)) * 2.0 ** -53 < fraction
+
+
+def split_by_group(group, val_fraction, test_fraction):
+    """Return "train", "val" or "test" by a hash of the text `group`: samples of the same group
+    are in the same split."""
+    digest = hashlib.blake2b(group.encode("utf-8", "replace"), digest_size=7).digest()
+    position = int.from_bytes(digest, "big") / 2**56
+    if position < test_fraction:
+        return "test"
+    return "val" if position < test_fraction + val_fraction else "train"
+
+
+def prompt_hash(ids, mask):
+    """Return 64 bits of a hash of the ids before the first answer, where the mask is 0."""
+    prompt = ids[:int(mask.argmax())]
+    return int.from_bytes(hashlib.blake2b(prompt.tobytes(), digest_size=8).digest(), "big")
+
+
+def split_by_prompt(samples, fraction):
+    """Yield ("train" or "val", sample) by `prompt_hash`: the same prompt is never in both splits.
+
+    sample[0] is its (ids, mask). If no sample falls into the validation split, those with the
+    lowest hash are moved there.
+    """
+    waiting = []
+    has_val = False
+    for sample in samples:
+        in_val = prompt_hash(*sample[0]) < fraction * 2**64
+        if not has_val and not in_val:
+            waiting.append(sample)
+            continue
+        has_val = True
+        yield from (("train", earlier) for earlier in waiting)
+        waiting = []
+        yield "val" if in_val else "train", sample
+    if not waiting:
+        return
+    print(f"No sample of {len(waiting):,} fell into the validation split: one prompt was moved "
+          "there; more data or a larger --val_fraction measure better")
+    hashes = [prompt_hash(*sample[0]) for sample in waiting]
+    for sample, value in zip(waiting, hashes):
+        yield "val" if value == min(hashes) else "train", sample
+
+
+def runs_in_val(runs, fraction):
+    """Return bool (n,): the rows for validation: whole runs, evenly spread, about `fraction` of
+    them. runs (n,): the run of each row. Neighbouring rows of a run are nearly equal."""
+    labels, index = np.unique(runs, return_inverse=True)
+    n = len(labels)
+    if n < 2:
+        raise DataError("all rows are one run: nothing can be held out; lower --run_length, or "
+                        "give --runs")
+    count = min(n - 1, max(1, round(fraction * n)))
+    chosen = (np.arange(count) * 2 + 1) * n // (2 * count)  # the middles of `count` equal parts
+    return np.isin(index, chosen)
