@@ -9,7 +9,7 @@ import os
 import sys
 import time
 
-from train.base.cli import take_flag
+from train.base.cli import env_rank, take_flag
 from train.base.errors import UserError, echo
 from train.config import (
     describe,
@@ -51,7 +51,7 @@ def main(argv):
             from data.token_files import check_there
             check_there(config)
     except UserError as error:
-        if os.environ.get("RANK", "0") == "0":  # every rank finds the same: one speaks
+        if env_rank() == 0:  # every rank finds the same: one speaks
             echo(error, sys.stderr)
         else:
             time.sleep(3)  # torchrun ends the others as soon as one has gone
@@ -59,7 +59,7 @@ def main(argv):
     # What a person asked to see is all that happens: nothing is written.
     if show_config:
         return show(describe(config, origins))
-    if (others := names_of_others(origins)) and os.environ.get("RANK", "0") == "0":
+    if (others := names_of_others(origins)) and env_rank() == 0:
         echo(others)
     if dry_run:
         from train.tools.dry_run import estimate as job

@@ -77,7 +77,7 @@ def test_a_compiler_that_fails_in_validation_does_not_end_the_run(data_dir, tmp_
     compiled_as_on_a_gpu(broken)
     lines = run(data_dir, tmp_path)
     text = capsys.readouterr().out
-    assert text.count("torch.compile failed; going on without it (--no-compile)") == 1
+    assert text.count("torch.compile failed; continuing without it (--no-compile)") == 1
     assert [m["iter"] for m in lines if "val_loss" in m] == [0, 2]
 
 
@@ -91,7 +91,7 @@ def test_a_compiler_that_fails_in_the_backward_pass_does_not_end_the_run(
     compiled_as_on_a_gpu(aot_autograd(fw_compiler=lambda graph, inputs: graph, bw_compiler=broken))
     run(data_dir, tmp_path / "broken")
     text = capsys.readouterr().out
-    assert text.count("torch.compile failed; going on without it (--no-compile)") == 1
+    assert text.count("torch.compile failed; continuing without it (--no-compile)") == 1
     run(data_dir, tmp_path / "eager", compile="false")
     broken, eager = (load_checkpoint(tmp_path / name / "ckpt.pt") for name in ("broken", "eager"))
     assert all(torch.equal(broken["model"][n], t) for n, t in eager["model"].items())

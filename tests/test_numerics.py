@@ -164,7 +164,7 @@ def test_a_spike_is_told(tmp_path, data_dir, bad_batches, capsys):
     go(data_dir, tmp_path / "b")
     text = capsys.readouterr().out
     assert re.search(r"warning: iter 13: loss 1\d\.\d+ is a spike \(norm [\d.]+, windows at tokens "
-                     r"\d+, \d+; windows at tokens \d+, \d+\); going on", text)
+                     r"\d+, \d+; windows at tokens \d+, \d+\); continuing", text)
     a, b = (load_checkpoint(tmp_path / n / "ckpt.pt")["model"] for n in "ab")
     assert all(torch.equal(a[n], b[n]) for n in a)
 

@@ -132,7 +132,7 @@ def test_compile_failure_falls_back_to_eager(tmp_path, data_dir):
     code, out = run(*tiny_args(compile="true", max_iters=2, vocab_size=256, data_dir=data_dir,
                                out_dir=tmp_path),
                     env={"CXX": "/nonexistent", "TORCHINDUCTOR_CACHE_DIR": str(tmp_path / "i")})
-    assert code == 0 and "torch.compile failed; going on without it" in out, out
+    assert code == 0 and "torch.compile failed; continuing without it" in out, out
 
 
 @pytest.mark.skipif(not (SHARED / "tinyshakespeare.txt").exists(), reason="no tinyshakespeare.txt")

@@ -19,6 +19,7 @@ import threading
 import time
 from contextlib import contextmanager, suppress
 
+from train.base.cli import env_rank
 from train.base.errors import printable, warn_stderr
 from train.base.files import atomic_write, open_no_follow, write_text
 from train.keys import task_names
@@ -65,7 +66,7 @@ class Logger:
         if self.main:
             self.console.bar("")
             self._write_log(f"error: {printable(message)}")
-        warn_stderr(f"[rank {os.environ.get('RANK', 0)}] {message}")
+        warn_stderr(f"[rank {env_rank()}] {message}")
 
     def _write_log(self, text):
         stamp = time.strftime("%Y-%m-%d %H:%M:%S ")

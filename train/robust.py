@@ -1,5 +1,4 @@
-"""What watches over a run: signals that ask it to stop, a limit on the time of a step, numbers that
-go wrong; and what a person is told when something breaks."""
+"""Monitors of a run: signals, a time limit per step, loss spikes; and error reports."""
 
 import collections
 import contextlib
@@ -13,19 +12,20 @@ import traceback
 
 import torch
 
-from train.base.cli import interrupt_code
+from train.base.cli import env_rank, interrupt_code, under_torchrun
 from train.base.errors import CollectiveExit, UserError, printable, warn_stderr
 from train.distributed import max_over_ranks
 
-MAX_OVERFLOWS_IN_A_ROW = 20  # float16: then it is not the loss scale that is wrong
+MAX_OVERFLOWS_IN_A_ROW = 20  # float16: more are not due to the loss scale
 MAX_REWINDS = 3
 MAX_SPIKES_IN_A_ROW = 32
+EXIT_DELAY_SECONDS = 3  # torchrun kills all ranks when one exits; rank 0 must print first
 
 
 @contextlib.contextmanager
 def on_signals(names, handler):
-    """Meanwhile signals of these names call handler(number, frame), but for those that the process
-    was started to ignore (nohup)."""
+    """Context in which the signals `names` call handler(number, frame). Signals that the process
+    was started to ignore (nohup) are still ignored."""
     old = {}
     for name in names:
         with contextlib.suppress(ValueError, AttributeError):  # not the main thread; Windows
@@ -35,83 +35,86 @@ def on_signals(names, handler):
     try:
         yield
     finally:
-        for number, before in old.items():  # None: one that Python did not install
-            signal.signal(number, before or signal.SIG_DFL)
+        for number, previous in old.items():  # not every handler is a Python function
+            signal.signal(number, previous or signal.SIG_DFL)
 
 
 class Signals:
-    """SIGTERM, SIGINT and SIGHUP ask for a stop with a checkpoint, SIGUSR1 for a checkpoint only.
+    """SIGTERM, SIGINT and SIGHUP request a checkpoint and the end of the run, SIGUSR1 a checkpoint.
 
-    The handler sets a flag and nothing else: the loop reads it between steps, when the state is
-    whole. A second request to stop leaves at once, but not under torchrun: there one request
-    arrives twice (Slurm signals torchrun and its ranks, torchrun its ranks), and torchrun kills a
-    rank that takes too long.
+    The handler only sets a flag. The loop reads it between steps, when the state is consistent. A
+    second request exits at once, except under torchrun, where one request causes two signals (Slurm
+    signals torchrun and all ranks, torchrun signals the ranks) and torchrun kills slow ranks.
     """
 
     STOP = ("SIGTERM", "SIGINT", "SIGHUP")
 
     def __init__(self):
-        self.stop = self.save = 0
-        self.handled = None
+        self.stop = 0
+        self.save = 0
+        self.handlers = None
 
     def __enter__(self):
-        self.handled = on_signals((*self.STOP, "SIGUSR1"), self._handle)
-        self.handled.__enter__()
+        self.handlers = on_signals((*self.STOP, "SIGUSR1"), self.handle)
+        self.handlers.__enter__()
         return self
 
     def __exit__(self, *error):
-        # A UserError is that of all ranks, and one of them tells it.
-        broken = isinstance(error[1], Exception) and not isinstance(error[1], UserError)
-        if broken and "WORLD_SIZE" in os.environ:
-            # torchrun sends SIGTERM to a rank as soon as another has gone: this one first says
-            # what broke.
+        # Crash of this rank: print the traceback first, since torchrun sends SIGTERM as soon as any
+        # rank exits. A UserError occurs on all ranks, and rank 0 prints it.
+        crashed = isinstance(error[1], Exception) and not isinstance(error[1], UserError)
+        if crashed and under_torchrun():
             with contextlib.suppress(ValueError):  # not the main thread
                 signal.signal(signal.SIGTERM, signal.SIG_IGN)
         else:
-            self.handled.__exit__(*error)
+            self.handlers.__exit__(*error)
 
-    def _handle(self, signum, frame):
+    def handle(self, signum, frame):
         if signum == getattr(signal, "SIGUSR1", None):
             self.save = 1
             return
-        alone = "WORLD_SIZE" not in os.environ
-        if self.stop and alone:
+        if self.stop and not under_torchrun():
             os._exit(128 + signum)
-        if not self.stop and os.environ.get("RANK", "0") == "0":
-            again = b"; again: at once" if alone else b""
+        if not self.stop and env_rank() == 0:
+            hint = "" if under_torchrun() else "; press again to quit now"
             with contextlib.suppress(OSError):
-                os.write(2, b"\nstopping, with a checkpoint" + again + b"\n")
+                os.write(2, f"\nstopping after saving a checkpoint{hint}\n".encode())
         self.stop = self.stop or signum
 
     def stop_agreed(self, ranks):
-        """Whether any rank was asked to stop; all must call."""
+        """Return whether any rank has received a request to stop. All ranks must call."""
         return bool(self.stop if ranks.world_size == 1 else max_over_ranks(self.stop, ranks))
 
     def agree(self, ranks):
-        """(signal to stop for or 0, whether to save), the same on every rank: all must call."""
+        """Return (signal number of a request to stop or 0, whether to save), equal on all ranks.
+        All ranks must call."""
         save, self.save = self.save, 0
         stop, save = max_over_ranks([self.stop, save], ranks)
         return stop, bool(save)
 
 
 class Watchdog:
-    """Ends the process with the stacks of all its threads when a step takes longer than `timeout`
-    seconds: a C thread, so it also fires while Python waits inside a collective."""
+    """Exits the process, with the stacks of all threads, after a step of more than `timeout`
+    seconds. It is a C thread, so it also works while Python waits in a collective."""
 
     def __init__(self, timeout):
-        self.timeout, self.since, self.factor = timeout, -math.inf, 0
+        self.timeout = timeout
+        self.armed_at = -math.inf
+        self.factor = 0
 
     def arm(self, factor=1):
-        """Allow what comes next `factor` * timeout seconds. Setting the timer takes 0.2 ms, so it
-        allows a tenth more and is left as it is until that tenth is over."""
+        """Allow `factor` * timeout seconds from now. Setting the timer costs 0.2 ms, so it is set
+        with a margin of 10% and not reset until this margin is used up."""
         if not self.timeout:
             return
-        now, allowed = time.monotonic(), self.timeout * factor
-        if factor != self.factor or now > self.since + allowed / 10:
-            # One rank of a machine after the other, or their stacks would mix.
-            turn = int(os.environ.get("LOCAL_RANK") or 0) / 2
-            faulthandler.dump_traceback_later(allowed * 1.1 + turn, exit=True, file=sys.stderr)
-            self.since, self.factor = now, factor
+        now = time.monotonic()
+        allowed = self.timeout * factor
+        if factor != self.factor or now > self.armed_at + allowed / 10:
+            # One rank per machine after the other, or the stacks would be interleaved.
+            delay = int(os.environ.get("LOCAL_RANK") or 0) / 2
+            faulthandler.dump_traceback_later(allowed * 1.1 + delay, exit=True, file=sys.stderr)
+            self.armed_at = now
+            self.factor = factor
 
     def __enter__(self):
         return self
@@ -121,14 +124,19 @@ class Watchdog:
             faulthandler.cancel_dump_traceback_later()
 
 
+# -----------------------------------------------------------------------------
+# loss spikes and non-finite values
+
 class SpikeDetector:
-    """Is a loss more than `sigma` standard deviations above the mean of the last `window` good
-    ones? (OLMo 2's criterion, arXiv:2501.00656.) Silent until half of the window is filled."""
+    """Detects a loss more than `sigma` standard deviations above the mean of the last `window`
+    normal losses (OLMo 2's criterion, arXiv:2501.00656), once half of the window is filled."""
 
     def __init__(self, sigma=6.0, window=128):
-        self.sigma, self.losses = sigma, collections.deque(maxlen=window)
+        self.sigma = sigma
+        self.losses = collections.deque(maxlen=window)
 
     def update(self, loss):
+        """Return whether `loss` is a spike; otherwise add it to the window."""
         if len(self.losses) >= self.losses.maxlen // 2:
             mean = sum(self.losses) / len(self.losses)
             deviation = math.sqrt(sum((x - mean) ** 2 for x in self.losses) / len(self.losses))
@@ -146,16 +154,18 @@ class SpikeDetector:
 
 
 def decide_action(loss, norm, progress, spikes, on_spike, scaled):
-    """(what to do about a step: "update", "skip", "rewind" or "stop", whether its loss is a spike).
+    """Return (action, whether the loss is a spike) for a step with this loss and gradient norm.
+    Updates the counters in `progress`.
 
-    Numbers that are not finite stop the run, or are a spike too where on_spike says rewind. With a
-    loss scale (`scaled`, float16) gradients overflow now and then: the step is skipped, and the
-    scale falls. Keeps count in `progress`.
+    The action is "update", "skip", "rewind" or "stop". Non-finite values stop the run, or count as
+    a spike with on_spike "rewind". With a loss scale (`scaled`, float16) some gradients overflow:
+    the step is skipped, and the scale decreases.
     """
     p = progress
     may_rewind = on_spike == "rewind" and p.rewinds < MAX_REWINDS
     if not (math.isfinite(loss) and math.isfinite(norm)):
-        p.overflows, p.overflows_in_a_row = p.overflows + 1, p.overflows_in_a_row + 1
+        p.overflows += 1
+        p.overflows_in_a_row += 1
         if scaled and math.isfinite(loss) and p.overflows_in_a_row <= MAX_OVERFLOWS_IN_A_ROW:
             return "skip", False
         return ("rewind", True) if may_rewind else ("stop", False)
@@ -164,7 +174,7 @@ def decide_action(loss, norm, progress, spikes, on_spike, scaled):
         p.spikes_in_a_row = 0
         return "update", False
     p.spikes_in_a_row += 1
-    if p.spikes_in_a_row > MAX_SPIKES_IN_A_ROW:  # the loss has risen for good: other data, say
+    if p.spikes_in_a_row > MAX_SPIKES_IN_A_ROW:  # a permanently higher loss, e.g. of other data
         spikes.losses.clear()
         return "update", False
     if on_spike == "rewind":
@@ -173,40 +183,72 @@ def decide_action(loss, norm, progress, spikes, on_spike, scaled):
 
 
 def spike_answer(action, on_spike):
-    """What is done about a spike, in words."""
+    """Return the description of `action`, the reaction to a spike, for the log."""
     if on_spike == "rewind" and action == "update":
-        return f"all {MAX_REWINDS} rewinds of this run are used up: going on"
-    return dict(update="going on", skip="its update is skipped",
-                rewind="going back to the last checkpoint")[action]
+        return f"all {MAX_REWINDS} rewinds of this run are used up: continuing"
+    return dict(update="continuing", skip="skipping this update",
+                rewind="rewinding to the last checkpoint")[action]
 
 
-# -----------------------------------------------------------------------------
-# when something goes wrong
-
-def not_finite(it, loss, norm, lr, where, good):
-    """What to say of a step whose numbers are not finite. good: path of the last checkpoint."""
-    good = good if os.path.exists(good) else "none yet"
+def not_finite(it, loss, norm, lr, batch, path):
+    """Return the message for a step with non-finite values. batch: description of the batch; path:
+    the last checkpoint."""
+    path = path if os.path.exists(path) else "none yet"
     return (f"iter {it}: not finite: loss {loss}, gradient norm {norm}, lr {lr:.3g}; stopped "
-            f"before the update. The batch: {where}.\n"
-            f"Last good checkpoint: {good}. Try a lower "
+            f"before the update. The batch: {batch}.\n"
+            f"Last good checkpoint: {path}. Try a lower "
             "--learning_rate, a longer --warmup_iters, --grad_clip 1.0, --dtype float32 or "
             "--on_spike rewind.")
 
 
-def is_out_of_memory(error):
-    text = str(error).lower()
-    return isinstance(error, (torch.OutOfMemoryError, MemoryError)) or "allocate memory" in text
+# -----------------------------------------------------------------------------
+# errors
+
+def run_reporting_errors(config, job):
+    """Call job(config), print errors, and return the exit code. 2: invalid input, 1: a crash,
+    128 + n: stopped by signal n."""
+    rank = env_rank()
+    try:
+        job(config)
+        return exit_process(0)
+    except CollectiveExit as error:  # raised by all ranks, printed by rank 0
+        if not rank and error.exit_code < 128:
+            warn_stderr(error)
+        return exit_process(error.exit_code)
+    except UserError as error:
+        if rank:
+            time.sleep(EXIT_DELAY_SECONDS)
+        warn_stderr(f"[rank {rank}] {error}" if rank else error)
+        return exit_process(error.exit_code)
+    except KeyboardInterrupt as stop:  # before the first step: there is no state to save
+        return exit_process(interrupt_code(stop))
+    except BaseException as error:
+        return report_crash(error, config, rank)
+
+
+def report_crash(error, config, rank):
+    """Print the traceback and advice, and exit without waiting for other ranks, which may
+    not respond."""
+    text = "".join(traceback.format_exception(error))
+    hint = advice(error, config)
+    if under_torchrun():
+        text = "".join(f"[rank {rank}] {line}\n" for line in f"{text}{hint}".splitlines())
+    elif hint:
+        text += f"{hint}\n"
+    sys.stderr.write(printable(text))  # one write, so that the texts of ranks are not interleaved
+    sys.stderr.flush()
+    return exit_process(1)
 
 
 def advice(error, config):
-    """One short paragraph on what to change, or ''."""
+    """Return one paragraph about possible remedies of `error`, or ""."""
     text = str(error).lower()
-    if is_out_of_memory(error):
+    if isinstance(error, (torch.OutOfMemoryError, MemoryError)) or "allocate memory" in text:
         b, g = config.batch_size, config.gradient_accumulation_steps
         pair = (f"--batch_size {b // 2} --gradient_accumulation_steps {g * 2} (the same global "
                 "batch)" if b % 2 == 0 else "a smaller --batch_size")
         return (f"Out of memory. Try {pair}, then --gradient_checkpointing, then smaller samples "
-                "or a smaller model. `--dry_run` shows where the memory goes.")
+                "or a smaller model. `--dry_run` shows the memory by purpose.")
     if "nccl" in text:
         return ("NCCL failed. NCCL_DEBUG=INFO shows why; check that every rank sees its GPU "
                 "(CUDA_VISIBLE_DEVICES, nvidia-smi) and that all nodes reach the rendezvous.")
@@ -220,45 +262,10 @@ def is_compile_error(error):
     return type(error).__module__.startswith(("torch._dynamo", "torch._inductor"))
 
 
-def run_reporting_errors(config, job):
-    """job(config) with errors told to a person: the exit code. 2: bad input, 1: it broke, 128 + n:
-    stopped by signal n."""
-    rank = os.environ.get("RANK", "")
-    rank = int(rank) if rank.isdigit() else 0  # what else it may be, the process group refuses
-    try:
-        job(config)
-        return exit_process(0)
-    except CollectiveExit as error:  # all ranks raise it: one speaks
-        if not rank and error.exit_code < 128:
-            warn_stderr(error)
-        return exit_process(error.exit_code)
-    except UserError as error:
-        if rank:
-            time.sleep(3)  # rank 0 most likely says the same, and torchrun then ends this process
-        warn_stderr(f"[rank {rank}] {error}" if rank else error)
-        return exit_process(error.exit_code)
-    except KeyboardInterrupt as stop:  # before there was anything to save
-        return exit_process(interrupt_code(stop))
-    except BaseException as error:
-        return report_crash(error, config, rank)
-
-
-def report_crash(error, config, rank):
-    """Print what broke and what to do, and leave without waiting for peers that may be gone."""
-    text, hint = "".join(traceback.format_exception(error)), advice(error, config)
-    if "WORLD_SIZE" in os.environ:
-        text = "".join(f"[rank {rank}] {line}\n" for line in f"{text}{hint}".splitlines())
-    elif hint:
-        text += f"{hint}\n"
-    sys.stderr.write(printable(text))  # at once, or the texts of several ranks would mix
-    sys.stderr.flush()
-    return exit_process(1)
-
-
 def exit_process(code):
-    """The exit code; under torchrun exit with it here: peers may be gone, and PyTorch's threads can
-    hang or abort a process that ends the usual way (pytorch#190489)."""
+    """Return the exit code; under torchrun exit with it at once. Other ranks may not respond then,
+    and PyTorch's threads can hang or abort a normal exit (pytorch#190489)."""
     sys.stdout.flush()
-    if "WORLD_SIZE" in os.environ:
+    if under_torchrun():
         os._exit(code)
     return code

@@ -21,6 +21,7 @@ and --help like the configuration keys of a run:
 
 import argparse
 import inspect
+import os
 import re
 import sys
 from dataclasses import fields
@@ -154,3 +155,14 @@ def format_table(rows):
     widths = [max(map(len, column)) for column in zip(*rows)]
     return "\n".join("  ".join([row[0].ljust(widths[0]),
                                 *map(str.rjust, row[1:], widths[1:])]).rstrip() for row in rows)
+
+
+def under_torchrun():
+    """Return whether a launcher such as torchrun started this process."""
+    return "WORLD_SIZE" in os.environ
+
+
+def env_rank():
+    """Return the rank of this process, as torchrun sets it; 0 without torchrun."""
+    rank = os.environ.get("RANK", "")
+    return int(rank) if rank.isdigit() else 0  # the process group refuses other values

@@ -1,57 +1,60 @@
-"""Batches made ahead of their use: get_batch() in the time in which the device computes."""
+"""Prefetching: prepares the next batches while the device computes."""
 
 import collections
 import concurrent.futures
 import functools
 import time
 
-SLOW_BATCH = 0.02  # seconds; a loader that takes longer reads ahead in a thread
+SLOW_BATCH_SECONDS = 0.02  # a slower loader reads ahead in a thread
+MAX_BATCHES_AHEAD = 64
 
 
 class Prefetcher:
-    """The batches of a loader on their device, made before they are asked for.
+    """The batches of a loader on the device, prepared in advance.
 
-    A quick loader makes the next batch while the device computes, which a GPU does by itself. One
-    that was once slow (a network disk, a decoder of its own) reads ahead in a thread, into what it
-    reads at once next. The thread makes one batch after the other, in the order of the steps, so
-    the batches are the same. A loader that computes shares the device and its threads with the
-    model: nothing is gained there.
+    By default the next batch is prepared while the device computes (a GPU computes
+    asynchronously). After the first slow batch (e.g. from a network disk) one thread reads ahead,
+    as far as the loader reads in one call. It prepares batches in the order of the steps, so the
+    batches are the same. Loaders that use the device (`computes`) would gain nothing from a thread.
     """
 
     def __init__(self, loader, device):
-        self.loader, self.thread = loader, None
-        self.make = functools.partial(loader.get_batch, device)  # a step's batch, or its Future
-        self.ahead, self.seconds = collections.deque(), 0.0  # (step, batch or its Future); waited
-        # Far enough to be in the next chunk early; of small batches a chunk has thousands.
-        self.n_ahead = 1 + min(64, getattr(loader, "calls_per_chunk", 1))
+        self.loader = loader
+        self.thread = None
+        self.make = functools.partial(loader.get_batch, device)  # step -> batch or Future
+        self.ahead = collections.deque()  # (step, batch or Future)
+        self.seconds = 0.0  # time spent waiting for batches
+        # Small batches have thousands per read; a limited number suffices to start the next read.
+        self.n_ahead = 1 + min(MAX_BATCHES_AHEAD, getattr(loader, "calls_per_chunk", 1))
 
     def get(self, step):
+        """Return the batch of `step`, a tuple of tensors (B, ...)."""
         started = time.perf_counter()
-        if not self.ahead or self.ahead[0][0] != step:  # the first one, or after a rewind
+        if not self.ahead or self.ahead[0][0] != step:  # the first step, or after a rewind
             self.ahead.clear()
             self.ahead.append((step, self.make(step)))
         batch = self.ahead.popleft()[1]
         if isinstance(batch, concurrent.futures.Future):
             batch = batch.result()
-        self.count(started)
+        self.add_time(started)
         return batch
 
     def prefetch(self, step):
-        """Have the batches from `step` on ready, as far as it pays."""
+        """Prepare the batch of `step`, with a thread also the following batches."""
         started = time.perf_counter()
         for s in range(step + len(self.ahead), step + (self.n_ahead if self.thread else 1)):
             self.ahead.append((s, self.make(s)))
-        self.count(started)
+        self.add_time(started)
 
-    def count(self, started):
-        """Add the time since `started` to what batches took."""
+    def add_time(self, started):
+        """Count the time since `started` as waiting, and start the thread if it was long."""
         if getattr(self.loader, "computes", False):
             return
-        took = time.perf_counter() - started
-        self.seconds += took
-        if took > SLOW_BATCH and self.thread is None:
+        seconds = time.perf_counter() - started
+        self.seconds += seconds
+        if seconds > SLOW_BATCH_SECONDS and self.thread is None:
             self.thread = concurrent.futures.ThreadPoolExecutor(1, "batches")
-            self.make = functools.partial(self.thread.submit, self.make)  # Futures from here on
+            self.make = functools.partial(self.thread.submit, self.make)  # returns Futures
 
     def close(self):
         if self.thread:
