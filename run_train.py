@@ -12,12 +12,12 @@ import time
 from train.base.cli import env_rank, take_flag
 from train.base.errors import UserError, echo
 from train.config import (
-    describe,
-    files_read,
-    help_text,
+    alias_note,
+    format_config,
+    format_help,
+    input_files,
     load_with_origins,
-    names_of_others,
-    read_values,
+    read_settings,
     take_config,
 )
 
@@ -41,9 +41,9 @@ def main(argv):
     try:
         # Up to here and for --help nothing has imported torch, which takes seconds.
         if wants_help:
-            return show(help_text(read_values(path, overrides, [])[0]))
+            return show(format_help(read_settings(path, overrides, [])[0]))
         config, origins = load_with_origins(path, overrides)
-        if show_config and files_read(config):  # only torch can read what shape weights have
+        if show_config and input_files(config):  # only torch can read what shape weights have
             from train.checkpoint import inherited_shape
             shape, weights = inherited_shape(config)
             config, origins = config.replace(**shape), origins | dict.fromkeys(shape, weights)
@@ -58,9 +58,9 @@ def main(argv):
         return 2
     # What a person asked to see is all that happens: nothing is written.
     if show_config:
-        return show(describe(config, origins))
-    if (others := names_of_others(origins)) and env_rank() == 0:
-        echo(others)
+        return show(format_config(config, origins))
+    if (note := alias_note(origins)) and env_rank() == 0:
+        echo(note)
     if dry_run:
         from train.tools.dry_run import estimate as job
     elif config.profile:

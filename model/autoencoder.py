@@ -26,7 +26,7 @@ from data.prepare.features import array_names, open_features, read_features_meta
 from model.gpt import fill, normal
 from train.base.cli import run_command
 from train.base.errors import ConfigError, DataError, echo
-from train.config import key
+from train.base.fields import key
 from train.dataloader import Data, RowLoader
 from train.evaluate import batch_sums
 

@@ -23,7 +23,7 @@ from model.core.ops import IGNORE, chunk_rows
 from model.core.weights import check_tokenizer, read_backbone
 from model.gpt import GPT
 from train.base.errors import CheckpointError
-from train.config import key
+from train.base.fields import key
 from train.dataloader import open_token_data
 from train.distributed import broadcast_from_rank0
 

@@ -23,7 +23,7 @@ from model.core.ops import IGNORE
 from model.core.weights import digest
 from model.lora import OwnAdapters, adapt
 from train.base.errors import CheckpointError, DataError
-from train.config import key
+from train.base.fields import key
 from train.dataloader import Data, RowLoader
 
 USE = "python -m model.chat --ckpt {out}/ckpt.pt"  # said at the end of a run

@@ -42,7 +42,7 @@ from model.core.ops import IGNORE, chunk_rows
 from model.core.weights import read_backbone
 from model.lora import OwnAdapters, adapt
 from train.base.errors import DataError, UserError
-from train.config import key
+from train.base.fields import key
 from train.dataloader import Data, RowLoader
 from train.distributed import broadcast_from_rank0
 

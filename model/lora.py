@@ -28,7 +28,8 @@ from model.gpt import stable_hash
 from train.base.checkpoint_file import FORMAT_VERSION, load_checkpoint, save_checkpoint
 from train.base.cli import run_command
 from train.base.errors import CheckpointError, ConfigError
-from train.config import FIELDS, key
+from train.base.fields import key
+from train.config import FIELDS
 from train.dataloader import open_token_data
 from train.device import choose_dtype
 from train.distributed import broadcast_from_rank0, convert_ddp_state, get_device

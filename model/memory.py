@@ -27,7 +27,7 @@ from model.core.load import model_of, read_weights
 from model.gpt import GPTConfig, Norm, normal
 from model.moe import GroupedLinear, Groups, RoutedBlock, RoutedGPT, Router, RouterKeys
 from train.base.errors import CheckpointError, ConfigError
-from train.config import key
+from train.base.fields import key
 
 open_data, sample, inherit_shape = lora.open_data, lora.sample, gpt.inherit_shape
 USE = "python -m model.memory --ckpt {out}/ckpt.pt --to {out}/merged.pt"

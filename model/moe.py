@@ -23,7 +23,8 @@ import torch.nn.functional as F
 from model import gpt
 from model.core.ops import apply_dropout
 from model.gpt import GPT, Block, GPTConfig, normal
-from train.config import gpt_conflicts, key
+from train.base.fields import key
+from train.config import find_gpt_conflicts
 
 sample, inherit_shape = gpt.sample, gpt.inherit_shape
 USE = gpt.USE
@@ -49,7 +50,7 @@ class Keys(RouterKeys):
     norm_topk_prob: bool = key(True, "the weights of a token's experts add up to 1", shape=True)
 
     def problems(self):
-        out = [text for _, text in gpt_conflicts(self)]
+        out = [text for _, text in find_gpt_conflicts(self)]
         if self.experts_per_token > self.n_experts:
             out.append(f"experts_per_token ({self.experts_per_token}) must not exceed n_experts "
                        f"({self.n_experts})")

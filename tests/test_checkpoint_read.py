@@ -18,8 +18,9 @@ from runs import assert_same, configure, go, metrics, run_program, tensors
 from model.core.weights import read_backbone
 from model.gpt import GPT, GPTConfig
 from train.base.errors import CheckpointError, ConfigError, Stopped
+from train.base.fields import parse_value
 from train.checkpoint import load_checkpoint, save_checkpoint
-from train.config import FIELDS, parse_value
+from train.config import FIELDS
 from train.train import Trainer, train
 
 

@@ -21,7 +21,7 @@ from test_distributed import in_ranks
 
 from train import config as config_file
 from train.base.errors import CheckpointError, ConfigError, SetupError, Stopped
-from train.config import help_text, load_config
+from train.config import format_help, load_config
 from train.dataloader import RowLoader
 from train.distributed import Ranks
 from train.train import Trainer, train
@@ -251,7 +251,7 @@ def test_own_keys_are_keys_like_any_other(rows, tmp_path, toy):
         load_config(None, ["--model=toy", "--width=13"])
     with pytest.raises(ConfigError, match="unknown key 'width'"):
         load_config(None, ["--width=16"])
-    page = help_text(type(c))
+    page = format_help(type(c))
     assert "Of this model:" in page and "--width int" in page
     go(rows, tmp_path, max_iters=2)
     assert "width: 8" in (tmp_path / "config.yaml").read_text()
@@ -264,7 +264,7 @@ def test_a_key_of_every_run_is_refused(monkeypatch, toy):
     clash = type("Keys", (), {"__annotations__": {"seed": int}, "seed": 1})
     monkeypatch.setattr(toy, "Keys", clash)
     config_file.config_class.cache_clear()
-    with pytest.raises(ConfigError, match="Keys has seed, which every run has already"):
+    with pytest.raises(ConfigError, match="Keys has seed, already keys of every run"):
         load_config(None, ["--model=toy"])
 
 

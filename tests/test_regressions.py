@@ -31,9 +31,10 @@ from train import device as devices
 from train import train as train_module
 from train.base.errors import CheckpointError, ConfigError
 from train.checkpoint import check_tensors, load_checkpoint, save_checkpoint
-from train.config import GPTKeys, TrainConfig, load_config
+from train.config import TrainConfig, load_config
 from train.dataloader import DataLoader, send
 from train.distributed import Ranks
+from train.keys import GPTKeys
 from train.lr_scheduler import get_lr
 from train.train import train
 
@@ -226,8 +227,8 @@ def test_a_damaged_meta_json_is_one_message(tmp_path, text_dir, content):
 
 
 @pytest.mark.parametrize("args, words", [
-    (["--lr_groups={'*': 0}"], "everything is frozen"), (["--model=../evil"], "there is no model/"),
-    (["--model", "os"], "there is no model/os.py"), (["--n_embd=65"], "multiple of n_head"),
+    (["--lr_groups={'*': 0}"], "everything is frozen"), (["--model=../evil"], "there is no model type model/../evil.py"),
+    (["--model", "os"], "there is no model type model/os.py"), (["--n_embd=65"], "multiple of n_head"),
     (["--n_head=0"], "n_head: must be at least 1"),
     (["--trainingg.seed=1"], "no group 'trainingg'"),
     (["--lr_schedule=nothing"], "must be one of cosine")])

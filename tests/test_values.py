@@ -9,24 +9,22 @@ import pytest
 from conftest import REPO
 
 from train.base.errors import ConfigError
+from train.base.fields import base_type, parse_value
 from train.config import (
     TrainConfig,
-    base_type,
+    alias_note,
     config_class,
-    conflicts,
-    differences,
+    find_conflicts,
+    find_differences,
+    load_aliases,
     load_config,
     load_with_origins,
-    names_of_others,
-    option_values,
-    other_names,
     parse_options,
-    parse_value,
     read_with_bases,
-    settled,
+    resolve,
     take_config,
     to_yaml,
-    translated,
+    with_defaults,
 )
 from train.keys import FIELDS
 
@@ -139,13 +137,15 @@ def test_words_that_are_not_understood():
 
 def test_flags_and_lists_of_the_command_line():
     problems = []
-    out = option_values([("bias", None), ("no_tie_weights", None), ("compile", None),
-                         ("no_deterministic", None), ("tracker", "wandb"), ("tracker", "mlflow"),
-                         ("seed", "1"), ("seed", "2"), ("no_compile", None), ("run_name", ""),
-                         ("nothing", None), ("max_iters", None)], FIELDS, problems)
-    said = {name: text for name, (text, where) in out.items() if where == "command line"}
-    assert said == dict(bias="true", tie_weights="false", compile="false", deterministic="false",
-                        tracker=["wandb", "mlflow"], seed="2", run_name="", nothing="")
+    options = [("bias", None), ("no_tie_weights", None), ("compile", None),
+               ("no_deterministic", None), ("tracker", "wandb"), ("tracker", "mlflow"),
+               ("seed", "1"), ("seed", "2"), ("no_compile", None), ("run_name", ""),
+               ("nothing", None), ("max_iters", None)]
+    out = resolve([("tracker", "tensorboard", "overrides")]
+                  + [(*option, "command line") for option in options], FIELDS, problems)
+    values = {name: text for name, (text, where) in out.items() if where == "command line"}
+    assert values == dict(bias="true", tie_weights="false", compile="false", deterministic="false",
+                          tracker=["wandb", "mlflow"], seed="2", run_name="", nothing=None)
     assert problems == ["command line: --max_iters needs a value: an integer"]
 
 
@@ -169,17 +169,17 @@ def test_a_file_its_base_and_groups(tmp_path):
     (tmp_path / "deep" / "c.yaml").write_text(
         "base: ../base.yaml\nmodel:\n  n_head: 2\n  n_layer: 4\ntraining: {epochs: 3}\nlr: 1e-3\n")
     problems = []
-    values = translated(read_with_bases(str(tmp_path / "deep" / "c.yaml"), problems), FIELDS,
-                        problems)
+    values = resolve(read_with_bases(str(tmp_path / "deep" / "c.yaml"), problems), FIELDS,
+                     problems)
     assert {n: v for n, (v, _) in values.items()} == dict(
         seed="1", max_iters="1", n_layer="4", n_head="2", max_epochs="3", learning_rate="1e-3")
     assert values["n_layer"][1].endswith("c.yaml:4") and values["seed"][1].endswith("base.yaml:1")
     assert problems == []
     (tmp_path / "twice.yaml").write_text("n_layer: 1\nmodel:\n  n_layer: 2\nlr: 1\nlr: 2\n")
-    read_with_bases(str(tmp_path / "twice.yaml"), problems)
+    resolve(read_with_bases(str(tmp_path / "twice.yaml"), problems), FIELDS, problems)
     assert [p.split(": ", 1)[1] for p in problems] == [
         f"n_layer is set twice (first at {tmp_path}/twice.yaml:1); keep one",
-        f"lr is set twice (first at {tmp_path}/twice.yaml:4); keep one"]
+        f"learning_rate is set twice (first at {tmp_path}/twice.yaml:4 as lr); keep one"]
 
 
 THEIRS = dict(fp16=("true", "dtype", "float16"), bf16=("True", "dtype", "bfloat16"),
@@ -202,7 +202,7 @@ def test_names_of_other_trainers(tmp_path, name):
                           (None, [f"training.{name}={text}"]), (None, {name: text})):
         config, origins = load_with_origins(path, options)
         assert getattr(config, key) == value and origins[key].endswith(f" as {name}")
-        assert names_of_others(origins) == f"Other names of keys: {name} is {key}"
+        assert alias_note(origins) == f"Note: {name} read as {key}"
 
 
 def test_names_of_other_trainers_that_say_nothing_win_or_clash(tmp_path):
@@ -244,7 +244,7 @@ def test_the_names_of_others_are_not_ours():
     """Each stands for a key that there is, and none hides one of another model."""
     names = set(FIELDS).union(*(
         {f.name for f in fields(config_class(m))} for m in ("autoencoder", "memory", "moe", "sae")))
-    others, hints = other_names()
+    others, hints = load_aliases()
     assert {key for key, _ in others.values()} <= names and not names & (set(others) | set(hints))
 
 
@@ -284,7 +284,7 @@ def test_yaml_of_every_kind_of_value_reads_back(tmp_path):
     (dict(eval_interval=0), None), (dict(eval_only=True, eval_interval=0), "eval_only: True needs"),
     (dict(early_stopping_patience=1, eval_interval=0), "early_stopping_patience: 1 needs")])
 def test_what_must_hold_between_keys(changes, words):
-    found = [text for _, text in conflicts(TrainConfig(**changes))]
+    found = [text for _, text in find_conflicts(TrainConfig(**changes))]
     assert found == [] if words is None else len(found) == 1 and words in found[0]
 
 
@@ -293,12 +293,12 @@ def test_what_must_hold_between_keys(changes, words):
 def test_ranks_that_share_a_batch(monkeypatch, world, valid):
     monkeypatch.setenv("WORLD_SIZE", world)
     c = TrainConfig(batch_size=4, gradient_accumulation_steps=3)
-    found = [text + "\n" for _, text in conflicts(c)]
+    found = [text + "\n" for _, text in find_conflicts(c)]
     assert not found if valid is None else found[0].endswith(f"valid numbers of ranks: {valid}")
     if valid:
         many = TrainConfig(batch_size=64, gradient_accumulation_steps=81)
         monkeypatch.setenv("WORLD_SIZE", "7")
-        assert conflicts(many)[0][1].endswith(": 1, 2, 3, 4, 6, 8, 9, 12, 16, 18, 24, 27, ...")
+        assert find_conflicts(many)[0][1].endswith(": 1, 2, 3, 4, 6, 8, 9, 12, 16, 18, 24, 27, ...")
 
 
 def test_a_problem_of_a_value_hides_what_follows_from_it():
@@ -320,11 +320,11 @@ def test_a_problem_of_a_value_hides_what_follows_from_it():
      ["batch_size", "gradient_accumulation_steps"])])
 def test_what_makes_another_run(changes, different):
     old, new = vars(TrainConfig()), vars(TrainConfig()) | changes
-    found = differences(old, new)
+    found = find_differences(old, new)
     assert [n for n, _, _ in found] == different
-    assert all((a, b) == (settled(old)[n], settled(new)[n]) for n, a, b in found)
+    assert all((a, b) == (with_defaults(old)[n], with_defaults(new)[n]) for n, a, b in found)
     del new["seed"]  # a key that one side does not have
-    assert [n for n, _, _ in differences(old, new)] == [n for n in different if n != "seed"]
+    assert [n for n, _, _ in find_differences(old, new)] == [n for n in different if n != "seed"]
 
 
 def test_the_free_keys_are_these():

@@ -41,7 +41,7 @@ from train.base.run_folder import (
     find_newest_checkpoint,
     move_aside,
 )
-from train.config import FIELDS, START_KEYS, differences, files_read, show_value
+from train.config import FIELDS, START_KEYS, find_differences, format_value, input_files
 from train.distributed import assign, broadcast_from_rank0, full, is_sharded, local
 
 MAX_SHOWN_CHARS = 200
@@ -134,7 +134,7 @@ def measured_length(config, old):
 def inherited_shape(config):
     """Return ({key: value} that a new run inherits from the weights that it starts from, their
     file), without starting a run. Raises CheckpointError."""
-    for path in files_read(config, (True,)).values():
+    for path in input_files(config, (True,)).values():
         weights = weights_module()
         return weights.take_checkpoint_shape(config, weights.read_weights(path), path), path
     return {}, None
@@ -142,7 +142,7 @@ def inherited_shape(config):
 
 def check_not_moved(config):
     """Raise CheckpointError if --resume never would move a file that the run reads."""
-    for name, path in files_read(config).items():
+    for name, path in input_files(config).items():
         if os.path.dirname(os.path.abspath(path)) == os.path.abspath(config.out_dir):
             raise CheckpointError(f"--{name} {path} is in out_dir, and --resume never moves the "
                                   "files of out_dir; choose another --out_dir")
@@ -255,7 +255,7 @@ def find_changes(state, config, data):
     of the configuration, the content of the data, entries of Data.spec."""
     keys = {f.name: f for f in fields(config)}
     changes = {k: f"{k}: checkpoint has {old!r}, now {new!r}"
-               for k, old, new in differences(state["config"], asdict(config), keys)}
+               for k, old, new in find_differences(state["config"], asdict(config), keys)}
     old = translate(state["data"], data.renamed)
     new = data.train.fingerprint()
     if old != new:
@@ -496,7 +496,7 @@ def show(path):
     sizes = [t.numel() for _, t in named_tensors(state["model"])]
     print(f"# {path}: {len(sizes)} tensors, {sum(sizes):,} parameters and buffers")
     for name in sorted(state.keys() - {"model", "optimizer", "config"}):
-        print(f"# {name}: {show_value(state[name])}"[:MAX_SHOWN_CHARS])
+        print(f"# {name}: {format_value(state[name])}"[:MAX_SHOWN_CHARS])
     config = {k: v for k, v in (state.get("config") or {}).items() if k not in START_KEYS}
     print(yaml.safe_dump(config, sort_keys=False), end="")
 

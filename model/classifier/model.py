@@ -18,7 +18,7 @@ from data.tokenizer import open_folder_tokenizer
 from model.classifier.metrics import auroc_of_counts, confusion_metrics, whole_auroc
 from model.gpt import GPT, GPTConfig, fill, inherit_shape, normal  # noqa: F401
 from train.base.errors import DataError
-from train.config import key
+from train.base.fields import key
 from train.dataloader import Data, RowLoader
 
 # Evaluations sort log-odds of classes, from -ODDS to ODDS, into steps, so many for all classes:

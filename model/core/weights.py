@@ -13,7 +13,7 @@ import torch
 from model.core.load import model_of, read_weights
 from train.base.checkpoint_file import bullets, mismatches, raise_mismatches
 from train.base.errors import CheckpointError
-from train.config import check_size, checked, conflicts, load_model_file
+from train.config import check_size, check_value, find_conflicts, load_model_file
 from train.distributed import convert_ddp_state
 from train.keys import GPTKeys
 
@@ -63,9 +63,9 @@ def take_shape(config, model_args, path, hook=inherit_shape, weights=None):
         raise CheckpointError(f"{path}: shape mismatch:\n{bullets(wrong)}\n"
                               "remove these keys to use the checkpoint's")
     try:
-        taken = {name: checked(name, value, known) for name, value in taken.items()}
+        taken = {name: check_value(name, value, known) for name, value in taken.items()}
         shape = config.replace(**taken)
-        if problems := [text for _, text in conflicts(shape)]:
+        if problems := [text for _, text in find_conflicts(shape)]:
             raise ValueError("; ".join(problems))
         if taken and weights is not None:
             check_size(shape, weights)

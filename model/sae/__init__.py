@@ -32,7 +32,7 @@ from model.sae.activations import (  # noqa: F401  ActivationBuffer: for importe
 from train.base.checkpoint_file import write_safetensors
 from train.base.cli import run_command
 from train.base.errors import CheckpointError, ConfigError, UsageError, echo
-from train.config import key
+from train.base.fields import key
 from train.dataloader import Data, DataLoader, open_token_data
 from train.device import choose_dtype
 from train.distributed import broadcast_from_rank0

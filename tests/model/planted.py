@@ -10,7 +10,7 @@ import numpy as np
 import torch
 import torch.nn as nn
 
-from train.config import key
+from train.base.fields import key
 from train.dataloader import Data, RowLoader
 
 LAW = dict(E=1.0, A=2.0, B=20.0, alpha=0.5, beta=0.4)

@@ -11,7 +11,7 @@ import torch
 import torch.nn as nn
 import torch.nn.functional as F
 
-from train.config import key
+from train.base.fields import key
 from train.dataloader import Data, RowLoader
 
 CLASSES, ITEMS, FEATURES = 3, 4, 6

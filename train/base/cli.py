@@ -94,8 +94,8 @@ def make_options(cls, values):
         try:
             options[f.name] = parse_value(f, values[f.name])
         except ValueError as error:
-            name = f.name if f.metadata.get("positional") else f"--{f.metadata.get('option', f.name)}"
-            problems.append(f"{name}: {error}")
+            dashes = "" if f.metadata.get("positional") else "--"
+            problems.append(f"{dashes}{f.metadata.get('option', f.name)}: {error}")
     if problems:
         raise ValueError("\n".join(problems))
     return cls(**options)

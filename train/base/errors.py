@@ -45,8 +45,8 @@ class SetupError(UserError, ValueError):
 
 
 class CollectiveExit(UserError):
-    """A reason to stop that all ranks raise at the same point of the run. Only rank 0 prints it, and
-    the ranks exit together (torchrun kills the other ranks when the first one exits)."""
+    """A reason to stop that all ranks raise at the same point of the run. Only rank 0 prints it,
+    and the ranks exit together (torchrun kills the other ranks when the first one exits)."""
     exit_code = 1
 
 

@@ -16,7 +16,7 @@ import difflib
 import math
 import os
 import re
-from dataclasses import field
+from dataclasses import field, fields
 
 import yaml
 
@@ -32,6 +32,11 @@ def key(default, help, **meta):
     if isinstance(default, (list, dict)):
         return field(default_factory=lambda: type(default)(default), metadata=meta)
     return field(default=default, metadata=meta)
+
+
+def fields_by_name(cls):
+    """Return {name: field} of a dataclass."""
+    return {f.name: f for f in fields(cls)}
 
 
 # -----------------------------------------------------------------------------
@@ -53,7 +58,7 @@ def parse_value(field, raw):
         value = convert(raw)
     except (ValueError, TypeError, KeyError, AttributeError, yaml.YAMLError):
         raise ValueError(f"expected {expected}, got {raw!r}") from None
-    if kind is list and not (meta.get("text") or meta.get("positional")):  # a,b is a list of two words
+    if kind is list and not (meta.get("text") or meta.get("positional")):  # a,b: two items
         value = [word.strip() for item in value for word in item.split(",") if word.strip()]
     if kind is list:
         value = [parse_item(field.type, v) for v in value]
@@ -168,8 +173,8 @@ def nearest(word, words):
 
 
 class PlainLoader(yaml.BaseLoader):
-    """A YAML loader that keeps every scalar as text. An alias of a list or mapping is refused: a few
-    lines of nested aliases can expand to billions of nodes."""
+    """A YAML loader that keeps every scalar as text. An alias of a list or mapping is refused: a
+    few lines of nested aliases can expand to billions of nodes."""
 
     def compose_node(self, parent, index):
         alias = self.check_event(yaml.AliasEvent)

@@ -28,17 +28,9 @@ except ImportError:  # said before any work
 
 from train.base.cli import run_command
 from train.base.errors import BadNumbers, ConfigError, UserError
+from train.base.fields import PlainLoader, parse_value
 from train.base.files import exclusive_lock, write_text
-from train.config import (
-    PlainLoader,
-    differences,
-    load_argv,
-    load_config,
-    parse_value,
-    read_yaml,
-    to_yaml,
-    translated,
-)
+from train.config import find_differences, load_argv, load_config, read_yaml, resolve, to_yaml
 from train.options.loss_svg import TEXT_COLOR
 from train.robust import run_reporting_errors
 from train.tools.plot import save_figure
@@ -59,7 +51,7 @@ def read_space(path, stages, config):
     A stage is dict(trials, max_iters, narrow). Raises ConfigError with all problems."""
     problems, space = [], {}
     known = {f.name: f for f in fields(config)}
-    raw = translated(read_yaml(path, problems), known, problems)
+    raw = resolve(read_yaml(path, problems), known, problems)
     listed, where = raw.pop("stages", ([{"trials": "20"}], path))
     if not raw and not problems:
         problems.append(f"{path}: nothing to search; expected lines such as "
@@ -185,7 +177,7 @@ def open_study(config, space, number, stage, out, before):
         study.set_user_attr("space", {k: to_json(d) for k, d in space.items()})
         study.enqueue_trial(start)
     old = study.user_attrs["asked"]
-    changed = [k for k, *_ in differences(old, asked, {f.name: f for f in fields(config)})]
+    changed = [k for k, *_ in find_differences(old, asked, {f.name: f for f in fields(config)})]
     changed += [k for k in ("max_iters", "max_epochs", "space", "stage") if old[k] != asked[k]]
     if changed:
         raise ConfigError([f"{out} holds a search with another {', '.join(changed)}; undo the "
