@@ -102,7 +102,7 @@ def test_where_there_is_no_bfloat16_that_is_said(tmp_path, data_dir, monkeypatch
     go(data_dir, tmp_path / "a", dtype="auto", max_iters=1)
     assert "Precision: float32 (this CPU has no bfloat16 arithmetic)" in capsys.readouterr().out
     go(data_dir, tmp_path / "b", dtype="bfloat16", max_iters=1)
-    assert "Precision: bfloat16 (asked for; emulated here and slow" in capsys.readouterr().out
+    assert "Precision: bfloat16 (configured; emulated and slow" in capsys.readouterr().out
 
 
 @pytest.mark.matrix(108)

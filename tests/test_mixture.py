@@ -1,5 +1,5 @@
-"""Mixtures of data sets (train/options/mixture.py): which source a sample is of, what each source then
-gives, the same at any world size; validation by source; what cannot be mixed."""
+"""Mixtures of data sets (train/options/mixture.py): which source a sample is of, what each source
+then gives, the same at any world size; validation by source; what cannot be mixed."""
 
 import json
 import math
@@ -20,7 +20,7 @@ from train.config import load_config, to_yaml
 from train.dataloader import DataLoader, RowLoader
 from train.distributed import Ranks
 from train.options import mixture
-from train.options.mixture import Mixture, assign, per_period
+from train.options.mixture import Mixture, interleave, samples_per_period
 from train.train import open_data, train
 
 
@@ -53,14 +53,14 @@ def loaders(folders, names=("code", "web"), split="train", batch=4, **kwargs):
     ([0.5, 0.3, 0.15, 0.05], [10, 6, 3, 1]), ([1, 1e9], [0, 10_000]),
     ([0.33333, 0.66667], [3333, 6667])])
 def test_shares_are_exact_or_rounded_to_a_10_000th(weights, counts):
-    assert per_period(weights) == counts
+    assert samples_per_period(weights) == counts
 
 
 def test_rounded_shares_are_the_nearest_and_add_up():
     draw = np.random.default_rng(1)
     for k in range(2, 12):
         weights = draw.random(k) + 0.01
-        counts = per_period(weights)
+        counts = samples_per_period(weights)
         assert sum(counts) == 10_000
         assert np.abs(np.array(counts) / 10_000 - weights / weights.sum()).max() < 1e-4
 
@@ -81,7 +81,7 @@ def chairmen(counts):
 def test_every_source_has_its_share_of_every_beginning(counts):
     """Within one sample, and less: 1 - 1 / (2 k - 2); so within twice that of any stretch, for two
     sources within one."""
-    table, period, k = assign(counts), sum(counts), len(counts)
+    table, period, k = interleave(counts), sum(counts), len(counts)
     assert table == list(chairmen(counts))
     assert np.bincount(table).tolist() == counts
     had = np.eye(k, dtype=np.int64)[table].cumsum(0)  # (period, k) after each place
@@ -100,7 +100,7 @@ def test_the_order_never_changes_and_is_that_of_the_worked_example():
     whole = Mixture(two, [3, 7])
     found = whole.read(np.arange(len(g)))[0]
     assert [f"{n}{i}" for n, i in zip(names, numbers)] == [str(x) for x in found]
-    assert assign([2, 3, 5]) == [2, 1, 2, 0, 2, 1, 2, 0, 1, 2]
+    assert interleave([2, 3, 5]) == [2, 1, 2, 0, 2, 1, 2, 0, 1, 2]
 
 
 class Rows:
@@ -129,7 +129,7 @@ def test_a_batch_is_the_next_samples_of_each_source(folders, names, counts, worl
     in order and by any."""
     monkeypatch.setattr("train.dataloader.CHUNK_TOKENS", 7 * 4 * 8)
     n, alone = 800, loaders(folders, names, batch=1)
-    table, had, wanted = assign(counts), dict.fromkeys(names, 0), []
+    table, had, wanted = interleave(counts), dict.fromkeys(names, 0), []
     for g in range(4 * n):
         name = names[table[g % len(table)]]
         wanted.append(alone[name].get_batch(step=had[name]))
@@ -291,9 +291,9 @@ def test_passes_over_each_source_are_said(folders, tmp_path, extra):
     """20 steps of 4 samples: 56 of web's 1,123, 24 of code's 373."""
     code, text = run_program(f"{folders}/web:0.7,{folders}/code:0.3", tmp_path / "out", *extra)
     assert code == 0, text
-    assert "Length: 12,000 tokens" in text and "passes over 1,496 samples" in text
-    assert "  code: 30% of them, 0.06 passes over 373\n  web: 70% of them, 0.05 passes over 1,123" \
-        in text
+    assert "Length: 12,000 tokens" in text and "epochs of 1,496 samples" in text
+    assert ("  code: 30% of the samples, 0.06 epochs of 373\n"
+            "  web: 70% of the samples, 0.05 epochs of 1,123") in text
     assert (tmp_path / "out").exists() != bool(extra)
 
 
@@ -330,11 +330,12 @@ def test_a_missing_folder_ends_in_one_line(folders, tmp_path):
 
 @pytest.mark.parametrize("changes, message", [
     (dict(web=1, other=1), "other and .*web cannot be mixed: tokenizer is {'kind': 'byte'} "
-     "and None; prepare both alike, one with --tokenizer and the other's folder"),
-    ({"web": 1, "sub/web": 1}, "the last part of a folder's name, val_loss_web, say: expected"),
-    (dict(web=1, ema=1), "expected different ones, not ema, and no web_ema beside web"),
-    (dict(web=1, web_ema=1), "expected different ones, not ema, and no web_ema beside web"),
-    (dict(web=1, code=1e-9), "less than 1 / 10,000 of all; leave its folder out"),
+     "and None; prepare both in the same way, one of them with --tokenizer and the folder of the "
+     "other"),
+    ({"web": 1, "sub/web": 1}, "the last part of a folder, e.g. val_loss_web: expected"),
+    (dict(web=1, ema=1), "expected different names, not ema, and not both web and web_ema"),
+    (dict(web=1, web_ema=1), "expected different names, not ema, and not both web and web_ema"),
+    (dict(web=1, code=1e-9), "less than 1 / 10,000 of all; remove that folder"),
 ])
 def test_what_does_not_belong_together_is_refused(folders, tmp_path, changes, message):
     for name in ("web", "code"):
@@ -356,5 +357,5 @@ def test_a_model_that_reads_activations_takes_no_mixture(folders, tmp_path):
     config = load_config(None, SMALL | dict(
         model="sae", backbone=str(tmp_path / "gpt/ckpt.pt"), layer=0, vocab_size=None,
         data_dir=mixed(folders, web=1, code=1), out_dir=str(tmp_path / "out")))
-    with pytest.raises(DataError, match="this model reads no mixture; name one folder"):
+    with pytest.raises(DataError, match="this model type does not support mixtures"):
         open_data(config, Ranks())

@@ -519,7 +519,7 @@ def test_start_up_lines_name_the_rate_and_the_samples(tmp_path, data_dir, capsys
     go(data_dir, tmp_path, max_iters=0, lr_schedule=schedule)
     text = capsys.readouterr().out
     assert f"Learning rate: 0.01, {schedule}, warm-up 2 steps{end}\n" in text
-    assert "passes over 2,498 samples" in text
+    assert "epochs of 2,498 samples" in text
 
 
 # -----------------------------------------------------------------------------

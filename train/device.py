@@ -1,4 +1,4 @@
-"""Facts and choices of the device: which one, its precision, FLOPs and peaks, memory, threads."""
+"""The device of a process: which one, its precision, peak FLOPs and MFU, memory and threads."""
 
 import contextlib
 import importlib.util
@@ -16,9 +16,9 @@ from train.base.errors import SetupError, echo
 def get_device(name: str = "auto", local_rank: int = 0, local_world_size: int = 1, *,
                prefer_cuda: bool = True, device_id: int | None = None,
                report: bool = False) -> torch.device:
-    """torch.device for `name`: auto takes cuda (unless prefer_cuda is false), then mps, then cpu; a
-    rank takes the GPU of its LOCAL_RANK, any other process the one of device_id. report: say what
-    it is and can do. Raises SetupError where the device is missing."""
+    """Return the torch.device for `name`. auto: cuda (unless prefer_cuda is false), then mps, then
+    cpu. The index of the GPU is device_id, default: local_rank. report: print the capabilities.
+    Raises SetupError if the device is missing."""
     device = find_device(name, local_rank if device_id is None else device_id, local_world_size,
                          prefer_cuda)
     if report:
@@ -27,37 +27,38 @@ def get_device(name: str = "auto", local_rank: int = 0, local_world_size: int = 
 
 
 def find_device(name, local_rank, local_world_size, prefer_cuda=True):
-    """See get_device."""
+    """Return the device as described in get_device; a GPU becomes torch's current device."""
     if name == "auto":
         mps = torch.backends.mps.is_available() and local_world_size == 1
         cuda = prefer_cuda and torch.cuda.is_available()
         name = "cuda" if cuda else "mps" if mps else "cpu"
     if not re.fullmatch(r"cpu|mps|cuda(:\d+)?", name):
         raise SetupError(f"device: {name!r} is unknown; use auto, cpu, cuda, cuda:N or mps")
-    if name.startswith("cuda"):
-        # Before the first allocation: segments that grow leave no holes that nothing fits into.
-        if sys.platform == "linux" and "PYTORCH_CUDA_ALLOC_CONF" not in os.environ:
-            os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")
-        if not torch.cuda.is_available():
-            raise SetupError(f"device: torch {torch.__version__} sees no CUDA GPU; see nvidia-smi, "
-                             "check the torch build, or use --device cpu")
-        if ":" in name and local_world_size > 1:
-            raise SetupError(f"device: {name} is one GPU for {local_world_size} ranks; use "
-                             "--device cuda, and choose the GPUs with CUDA_VISIBLE_DEVICES")
-        index = int(name.partition(":")[2] or local_rank)
-        needed, there = max(local_world_size, index + 1), torch.cuda.device_count()
-        if needed > there:
-            raise SetupError(f"device: {needed} GPUs are needed on this machine, it has {there}; "
-                             "lower --nproc_per_node or set CUDA_VISIBLE_DEVICES")
-        torch.cuda.set_device(index)
-        return torch.device("cuda", index)
     if name == "mps" and not torch.backends.mps.is_available():
-        raise SetupError("device: mps was asked for, but is not available here; use --device cpu")
-    return torch.device(name)
+        raise SetupError("device: mps is not available on this machine; use --device cpu")
+    if not name.startswith("cuda"):
+        return torch.device(name)
+    # Before the first allocation: expandable segments reduce fragmentation.
+    if sys.platform == "linux" and "PYTORCH_CUDA_ALLOC_CONF" not in os.environ:
+        os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")
+    if not torch.cuda.is_available():
+        raise SetupError(f"device: torch {torch.__version__} sees no CUDA GPU; see nvidia-smi, "
+                         "check the torch build, or use --device cpu")
+    if ":" in name and local_world_size > 1:
+        raise SetupError(f"device: {name} is one GPU for {local_world_size} ranks; use "
+                         "--device cuda, and choose the GPUs with CUDA_VISIBLE_DEVICES")
+    index = int(name.partition(":")[2] or local_rank)
+    needed = max(local_world_size, index + 1)
+    available = torch.cuda.device_count()
+    if needed > available:
+        raise SetupError(f"device: {needed} GPUs are needed on this machine, it has {available}; "
+                         "lower --nproc_per_node or set CUDA_VISIBLE_DEVICES")
+    torch.cuda.set_device(index)
+    return torch.device("cuda", index)
 
 
 def describe_device(device):
-    """One line on the device: name, memory, capability, what it does natively."""
+    """Return one line about the device: name, memory, capability, native precisions."""
     if device.type != "cuda":
         native = has_native_bfloat16(device)
         return f"{device.type}, {torch.get_num_threads()} threads, bf16 {native}"
@@ -70,15 +71,15 @@ def describe_device(device):
 
 
 def device_facts(device):
-    """What a result depends on: device, GPU and CUDA version, as a dict."""
+    """Return the device, GPU and CUDA version as a dict, for training_args.json and trackers."""
     if device.type != "cuda":
         return dict(device=str(device))
     return dict(device=str(device), gpu=torch.cuda.get_device_name(device), cuda=torch.version.cuda)
 
 
 def has_native_bfloat16(device):
-    """Whether the device multiplies bfloat16 in hardware: capability 8.0 on CUDA (older cards
-    emulate it, slowly), AMX or AVX512-BF16 on x86, always on Apple's GPUs."""
+    """Return whether the hardware multiplies bfloat16: from capability 8.0 on CUDA (emulated and
+    slow before), with AMX or AVX512-BF16 on x86, always on Apple's GPUs."""
     if device.type == "cuda":
         return torch.cuda.get_device_capability(device)[0] >= 8
     if device.type == "cpu":
@@ -88,9 +89,9 @@ def has_native_bfloat16(device):
 
 
 def use_flash_attention_3(config, device):
-    """Have PyTorch's attention be computed by FlashAttention-3 (arXiv:2407.08608), by PyTorch's own
-    switch, where its package is installed. It is for GPUs of capability 9 (H100) and knows no
-    dropout; its backward pass adds up in no fixed order."""
+    """Switch PyTorch's attention to FlashAttention-3 (arXiv:2407.08608) if the package is installed
+    and the GPU has capability 9 (H100). It has no dropout, and the backward pass is not
+    deterministic."""
     switch = getattr(torch.nn.attention, "activate_flash_attention_impl", None)
     if (switch is None or device.type != "cuda" or config.dropout or config.deterministic
             or torch.cuda.get_device_capability(device)[0] != 9
@@ -98,31 +99,32 @@ def use_flash_attention_3(config, device):
         return
     try:
         switch("FA3")
-    except Exception as error:  # one that was built for another PyTorch, say
+    except Exception as error:  # e.g. a package built for a different version of PyTorch
         echo(f"FlashAttention-3 is installed, but does not work here: {error}")
 
 
 def choose_dtype(name, device):
-    """(torch.dtype of the matrix products, in words with the reason)."""
-    native, why = has_native_bfloat16(device), "asked for"
+    """Return (torch.dtype of matrix products, description with the reason) for the key dtype."""
+    native = has_native_bfloat16(device)
+    reason = "configured"
     if name == "auto":
         if native:
-            name, why = "bfloat16", "native on this device"
+            name, reason = "bfloat16", "native on this device"
         elif device.type == "cuda":
-            name, why = "float16", "no native bfloat16 before capability 8.0; with a loss scale"
+            name, reason = "float16", "no native bfloat16 before capability 8.0; with a loss scale"
         else:
-            name, why = "float32", "this CPU has no bfloat16 arithmetic"
+            name, reason = "float32", "this CPU has no bfloat16 arithmetic"
     elif name == "bfloat16" and not native:
-        why = "asked for; emulated here and slow: --dtype auto would not choose it"
+        reason = "configured; emulated and slow on this device: --dtype auto would not choose it"
     elif name == "float16" and device.type == "cpu":
-        why = "asked for; slow on a CPU"
-    return getattr(torch, name), f"{name} ({why})"
+        reason = "configured; slow on a CPU"
+    return getattr(torch, name), f"{name} ({reason})"
 
 
 # -----------------------------------------------------------------------------
-# FLOPs and peaks
+# FLOPs and MFU
 
-# Dense peak of the matrix units, TFLOP/s, by the data sheets: 16-bit floats, TF32, float32.
+# Dense peak TFLOP/s by the data sheets: 16-bit floats, TF32, float32.
 PEAK_TFLOPS = {
     "B300": (2500, 1250, 80), "B200": (2250, 1125, 80), "GB200": (2500, 1250, 80),
     "GH200": (989, 495, 67), "H200 NVL": (835, 418, 60), "H200": (989, 495, 67),
@@ -136,19 +138,20 @@ PEAK_TFLOPS = {
 
 
 def peak_flops(name, dtype, tf32):
-    """Peak FLOP/s of the GPU called `name` in the precision that is used, None where unknown: no
-    number beats a wrong one. Whole words count: an RTX A4000 is no A40."""
+    """Return the peak FLOP/s of the GPU called `name` for this dtype, or `None` if unknown. Names
+    are compared by whole words: an RTX A4000 is not an A40."""
     words = re.split(r"[\s-]+", name)
-    match = [k for k in PEAK_TFLOPS
-             if any(words[i:i + len(k.split())] == k.split() for i in range(len(words)))]
-    if not match:
+    matches = [k for k in PEAK_TFLOPS
+               if any(words[i:i + len(k.split())] == k.split() for i in range(len(words)))]
+    if not matches:
         return None
     column = 0 if dtype != torch.float32 else 1 if tf32 else 2
-    return PEAK_TFLOPS[max(match, key=len)][column] * 1e12
+    return PEAK_TFLOPS[max(matches, key=len)][column] * 1e12
 
 
 def mfu(flops_per_second, ranks, dtype):
-    """Model FLOPs utilisation, 0 to 1 (PaLM, arXiv:2204.02311, appendix B); None where unknown."""
+    """Return the model FLOPs utilisation, 0 to 1 (PaLM, arXiv:2204.02311, appendix B), or `None` if
+    unknown."""
     if ranks.device.type != "cuda" or not flops_per_second:
         return None
     peak = peak_flops(torch.cuda.get_device_name(ranks.device), dtype,
@@ -157,7 +160,7 @@ def mfu(flops_per_second, ranks, dtype):
 
 
 def flops_per_step(model, config, loader):
-    """FLOPs of an optimizer step over all ranks, 0 where the model does not know."""
+    """Return the FLOPs of an optimizer step over all ranks; 0: the model does not define it."""
     per_unit = getattr(model, "flops_per_unit", lambda: 0)()
     return per_unit * config.samples_per_step * loader.units_per_sample
 
@@ -166,11 +169,11 @@ def flops_per_step(model, config, loader):
 # memory and threads
 
 def peak_memory(device):
-    """The most memory the run has held, MiB: allocated on a GPU, resident on a CPU."""
+    """Return the peak memory of the process in MiB: allocated on a GPU, or resident on a CPU."""
     if device.type == "cuda":
         return round(torch.cuda.max_memory_allocated(device) / 2**20)
     try:
-        import resource  # POSIX
+        import resource  # POSIX only
     except ImportError:
         return None
     unit = 2**20 if sys.platform == "darwin" else 2**10
@@ -178,7 +181,8 @@ def peak_memory(device):
 
 
 def set_num_threads(config):
-    """CPU threads: the config, else OMP_NUM_THREADS, else one for each physical core."""
+    """Set the number of CPU threads: num_threads, else OMP_NUM_THREADS (which torch has read), else
+    one per physical core."""
     if config.num_threads:
         torch.set_num_threads(config.num_threads)
     elif "OMP_NUM_THREADS" not in os.environ:
@@ -186,7 +190,7 @@ def set_num_threads(config):
 
 
 def physical_cores():
-    """Cores this process may use, hyper-threads counted once (Linux; elsewhere the CPU count)."""
+    """Return the number of cores that this process may use. Hyper-threads count once on Linux."""
     with contextlib.suppress(OSError, AttributeError):
         siblings = set()
         for cpu in os.sched_getaffinity(0):

@@ -112,7 +112,7 @@ def evaluate(model, forward, loader, batches, ranks, autocast, stop=lambda done,
     if not all(sums["count"] for sums in found.values()):
         raise SetupError("evaluation: no validation batch has an item that counts; is everything "
                          "in them masked?")
-    numbers = to_numbers(model, found[""] if "" in found else loader.weigh(found))
+    numbers = to_numbers(model, found[""] if "" in found else loader.merge(found))
     numbers |= {f"loss_{source}": float(sums["loss"] / sums["count"])
                 for source, sums in found.items() if source}
     return {f"val_{name}": value for name, value in numbers.items()}

@@ -502,7 +502,7 @@ def start_up(say, config, ranks, data, model, device, precision, flops):
     total = c.max_iters * units
     flops *= c.max_iters
     say(f"Length: {c.max_iters:,} steps, {compact(total)} {unit}, "
-        f"{c.max_iters * c.samples_per_step / train.samples:.2f} passes over {train.samples:,} "
+        f"{c.max_iters * c.samples_per_step / train.samples:.2f} epochs of {train.samples:,} "
         "samples" + (f", {total / n:.3g} tokens a parameter" if train.unit == "tok" else "")
         + (f", {flops:.2g} FLOPs" if flops else ""))
     for line in getattr(train, "passes", lambda n: ())(c.max_iters * c.samples_per_step):
