@@ -1,12 +1,13 @@
-"""Texts for many at once: a job joins at any step, reads its prompt, writes its text, and leaves.
+"""Inference engine with continuous batching (Orca, osdi22-yu).
 
-Continuous batching (Orca, osdi22-yu): one thread computes a token of every text in each step, for
-reading the weights is most of what a step costs, however many texts there are. Every text draws
-from a generator of its own, so that a seed gives the same text whatever else is being written: that
-of model.sample.
+One thread computes a token of every active request per step, because reading the weights is most of
+the time of a step, independent of the number of requests. Requests start and finish at any step.
+Each samples from its own generator, so that a seed gives the text of model.sample, independent of
+the other requests.
 """
 
 import collections
+import itertools
 import queue
 import threading
 import time
@@ -18,154 +19,172 @@ import torch
 from model.core.detokenizer import Detokenizer
 from model.core.generate import NON_FINITE_LOGITS, sample_tokens
 from model.core.kv_cache import create_cache
-from model.serve.connection import Refused
 
-PIECE = 128  # tokens of prompts read between two steps of the texts being written
+PREFILL_TOKENS = 128  # prompt tokens computed between two decoding steps
+MIN_LOGPROB = -9999   # JSON has no infinity; OpenAI's limit
+
+
+class APIError(Exception):
+    """An error response: its HTTP status, and the fields of OpenAI's error object."""
+
+    def __init__(self, status, message, param=None, code=None):
+        super().__init__(message)
+        self.status, self.message, self.param, self.code = status, message, param, code
+
+    def body(self):
+        """Return the JSON object of the response."""
+        kind = "invalid_request_error" if self.status < 500 else "server_error"
+        return dict(error=dict(message=self.message, type=kind, param=self.param, code=self.code))
 
 
 @dataclass(eq=False)
 class Job:
-    """A text to write: what was asked for, and how far it is. events: (index, text, told, None) for
-    every piece of it, then a last one with "stop", "length" or a Refused in the place of None.
-    told: what `likeliest` says of each token since the piece before, if logprobs asks for it."""
+    """One text to generate: its options and its state.
+
+    The engine puts (index, text, logprobs, finish_reason) into `events` for each piece of text.
+    finish_reason is None, and for the last piece "stop", "length" or an APIError. logprobs: the
+    results of top_logprobs() for the tokens since the previous event, if n_logprobs is set.
+    """
     ids: list
     max_tokens: int
     temperature: float = 1.0
     top_k: int | None = None
     top_p: float | None = None
     min_p: float | None = None
-    presence: float = 0.0   # penalties, as OpenAI has them
-    frequency: float = 0.0
-    logprobs: int | None = None  # how many of the likeliest tokens to tell beside each; None: none
+    presence_penalty: float = 0.0   # as defined by OpenAI
+    frequency_penalty: float = 0.0
+    n_logprobs: int | None = None   # alternatives to report per token; None: no log probabilities
     seed: int | None = None
-    stops: tuple = ()
-    index: int = 0       # among the choices of a request
+    stop_strings: tuple = ()
+    index: int = 0       # number of the choice within its request
     events: queue.SimpleQueue = field(default_factory=queue.SimpleQueue)
-    ended: bool = False  # to be set where nobody wants the rest
-    read: int = 0        # tokens of the prompt that are in the cache
-    written: int = 0
-    token: int = -1      # the newest
-    counts: torch.Tensor | None = None  # (1, V): how often each was written, where it is penalized
-    told: list = field(default_factory=list)
+    ended: bool = False  # set by the engine at the end, or by the client to cancel
+    n_prefilled: int = 0
+    n_generated: int = 0
+    token: int = -1      # the last one
+    counts: torch.Tensor | None = None  # (1, V): occurrences in the text so far, for the penalties
+    logprobs: list = field(default_factory=list)
 
     def start(self, tokenizer, device, deadline):
-        """Before it waits for its turn; deadline: on the clock of time.monotonic."""
-        self.text, self.deadline = Detokenizer(tokenizer, self.stops), deadline
+        """Prepare for the queue. deadline: in seconds of time.monotonic()."""
+        self.detokenizer, self.deadline = Detokenizer(tokenizer, self.stop_strings), deadline
         self.generator = torch.Generator(device=device)
         if self.seed is None:
             self.generator.seed()
         else:
             self.generator.manual_seed(self.seed)
 
-    def penalized(self, logits):
-        """logits (1, V) less what the tokens written so far cost."""
-        if not (self.presence or self.frequency):
+    def sampling_options(self):
+        return self.temperature, self.top_k, self.top_p, self.min_p
+
+    def penalize(self, logits):
+        """Return logits (1, V) minus the penalties of the tokens generated so far."""
+        if not (self.presence_penalty or self.frequency_penalty):
             return logits
         if self.counts is None:
             self.counts = torch.zeros_like(logits, dtype=torch.float32)
-        return logits - self.frequency * self.counts - self.presence * (self.counts > 0)
+        return (logits - self.frequency_penalty * self.counts
+                - self.presence_penalty * (self.counts > 0))
 
-    def add(self, token, logits):
-        """A token that was drawn from logits (1, V), here without penalties."""
-        self.token, self.written = token, self.written + 1
+    def add_token(self, token, logits):
+        """Record a token that was sampled from logits (1, V), here without penalties."""
+        self.token = token
+        self.n_generated += 1
         if self.counts is not None:
             self.counts[0, token] += 1
-        if self.logprobs is not None:
-            self.told.append(likeliest(logits[0], token, self.logprobs))
+        if self.n_logprobs is not None:
+            self.logprobs.append(top_logprobs(logits[0], token, self.n_logprobs))
 
-    def tell(self, text, reason=None):
-        self.events.put((self.index, text, self.told, reason))
-        self.told = []
-
-    def end(self, text, reason):
-        self.ended = True
-        self.tell(text, reason)
+    def emit(self, text, finish_reason=None):
+        """Send an event; with a finish_reason, the last one."""
+        self.ended = self.ended or finish_reason is not None
+        self.events.put((self.index, text, self.logprobs, finish_reason))
+        self.logprobs = []
 
 
 class Engine:
-    """Writes the texts of up to `slots` jobs at once; max_queue more may wait.
+    """Generates the texts of up to `slots` jobs in one batch; up to max_queue more jobs wait.
 
-    rows[i] is the job whose keys and values are in row i of the cache. One more row, the desk, is
-    where a prompt is read, PIECE tokens at a time so that the others go on meanwhile; then it joins
-    them. A row that leaves is replaced by the last one.
+    rows[i] is the job in row i of the cache. One additional row is for prompts, PREFILL_TOKENS at a
+    time so that the other jobs continue; a complete prompt is copied to the end of the batch. The
+    last row replaces a row that is done.
     """
 
     def __init__(self, model, tokenizer, slots=16, max_queue=256, max_tokens=1024, timeout=300.0,
-                 ends=()):
-        self.ends = {tokenizer.eot_token, *ends}  # of a text
+                 end_tokens=()):
         self.model, self.tokenizer, self.config = model, tokenizer, model.config
+        self.end_tokens = {tokenizer.eot_token, *end_tokens}
         self.slots, self.max_queue, self.max_tokens = slots, max_queue, max_tokens
         self.timeout, self.device = timeout, model.wte.weight.device
         self.cache = create_cache(model, slots + 1)
-        self.desk = self.cache[slots:]
+        self.prompt_cache = self.cache[slots:]
         self.rows, self.reading, self.waiting = [], None, collections.deque()
-        self.closing, self.changed = False, threading.Condition()  # guards it, and waiting
+        self.closing, self.changed = False, threading.Condition()  # guards closing and waiting
         self.thread = threading.Thread(target=self.run, name="compute", daemon=True)
         self.thread.start()
 
-    # what other threads call
+    # called by other threads
 
     def submit(self, *jobs):
-        """Put jobs into the queue. Refused where there is no room for all."""
+        """Put all jobs into the queue, or raise APIError if it has no space for all of them."""
         for job in jobs:
             job.start(self.tokenizer, self.device, time.monotonic() + self.timeout)
         with self.changed:
             if self.closing:
-                raise Refused(503, "the server is shutting down")
+                raise APIError(503, "the server is shutting down")
             if len(self.waiting) + len(jobs) > self.max_queue:
-                raise Refused(503, f"{len(self.waiting)} of {self.max_queue} texts are waiting "
-                              "already; try later")
+                raise APIError(503, f"the queue is full: {len(self.waiting)} of {self.max_queue} "
+                               "requests are waiting; try again later")
             self.waiting.extend(jobs)
             self.changed.notify()
 
     def close(self):
-        """Finish the texts that have begun, refuse those that wait, and end the thread."""
+        """Finish active jobs, reject waiting ones, and stop the thread."""
         with self.changed:
             self.closing = True
             while self.waiting:
-                self.waiting.popleft().end("", Refused(503, "the server is shutting down"))
+                self.waiting.popleft().emit("", APIError(503, "the server is shutting down"))
             self.changed.notify()
         self.thread.join()
 
-    # what its own thread does
+    # called by the engine's thread
 
     @torch.inference_mode()
     def run(self):
-        while self.has_work():
+        while self.wait_for_work():
             try:
                 self.step()
-            except Exception:  # these texts are lost, the server is not
+            except Exception:  # lose these jobs, not the server
                 traceback.print_exc()
-                lost = [*self.rows, self.reading] if self.reading else self.rows
+                failed = [*self.rows, self.reading] if self.reading else self.rows
                 self.rows, self.reading = [], None
-                for job in lost:
-                    job.end("", Refused(500, "computing this text failed; the server's log says "
-                                        "why"))
+                for job in failed:
+                    job.emit("", APIError(500, "generation failed; see the server's log"))
 
-    def has_work(self):
-        """Waits for it. False: closed, and all is written."""
+    def wait_for_work(self):
+        """Wait until there are jobs. Return False if the engine is closed and all are done."""
         with self.changed:
             self.changed.wait_for(lambda: self.rows or self.reading or self.waiting or self.closing)
             return bool(self.rows or self.reading or self.waiting)
 
     def step(self):
-        """Read pieces of prompts, and write a token of every text."""
-        self.drop_ended()
-        self.read_prompts()
-        self.drop_ended()  # one token was all that they should have
+        """Prefill up to PREFILL_TOKENS, then generate one token of every active job."""
+        self.remove_ended()
+        self.prefill()
+        self.remove_ended()  # jobs of a single token
         if self.rows:
             tokens = torch.tensor([[job.token] for job in self.rows], device=self.device)  # (B, 1)
             logits = self.model(tokens, cache=self.cache[:len(self.rows)], last_only=True)[:, -1]
             self.write(self.rows, logits)
 
-    def drop_ended(self):
-        """Give back the rows, the desk and the places in the queue of jobs that are over."""
+    def remove_ended(self):
+        """Free the cache rows and queue positions of jobs that are done or out of time."""
         now = time.monotonic()
         with self.changed:
             jobs = [*self.rows, *self.waiting, *([self.reading] if self.reading else [])]
             for job in jobs:
                 if not job.ended and now > job.deadline:
-                    job.end("", Refused(504, f"not done after {self.timeout:g} seconds"))
+                    job.emit("", APIError(504, f"timed out after {self.timeout:g} seconds"))
             if any(job.ended for job in self.waiting):
                 self.waiting = collections.deque(job for job in self.waiting if not job.ended)
         if self.reading and self.reading.ended:
@@ -177,55 +196,63 @@ class Engine:
                     self.cache.copy_row(len(self.rows), i)
                     self.rows[i] = last
 
-    def read_prompts(self):
-        room = PIECE
-        while room and (job := self.next_prompt()):
-            piece = job.ids[job.read:job.read + room]
-            logits = self.model(torch.tensor([piece], device=self.device), cache=self.desk,
+    def prefill(self):
+        """Compute the next tokens of prompts, and the first token of complete ones."""
+        budget = PREFILL_TOKENS
+        while budget and (job := self.next_prompt()):
+            ids = job.ids[job.n_prefilled:job.n_prefilled + budget]
+            logits = self.model(torch.tensor([ids], device=self.device), cache=self.prompt_cache,
                                 last_only=True)[:, -1]  # (1, V)
-            job.read, room = job.read + len(piece), room - len(piece)
-            if job.read == len(job.ids):
+            job.n_prefilled += len(ids)
+            budget -= len(ids)
+            if job.n_prefilled == len(job.ids):
                 self.cache.copy_row(self.slots, len(self.rows))
                 self.rows.append(job)
                 self.reading = None
                 self.write([job], logits)
 
     def next_prompt(self):
-        """The job on the desk, else the one that waits longest, if there is a slot for it."""
+        """Return the job of the unfinished prompt, else the oldest waiting job if a slot is free,
+        else None."""
         with self.changed:
             if self.reading is None and self.waiting and len(self.rows) < self.slots:
                 self.reading = self.waiting.popleft()
-                self.desk.clear()
+                self.prompt_cache.clear()
         return self.reading
 
     def write(self, jobs, logits):
-        """The next token of each job, from logits (len(jobs), V). Those that are drawn in the same
-        way are drawn at once."""
-        ways = {}
+        """Sample the next token of each job from logits (B, V) and emit its text. Jobs with the
+        same sampling options are sampled together."""
+        groups = {}
         for job, row in zip(jobs, logits[:, :self.tokenizer.n_vocab].split(1)):
-            way = job.temperature, job.top_k, job.top_p, job.min_p
-            ways.setdefault(way, []).append((job, row))
-        tokens = torch.cat([sample_tokens(torch.cat([job.penalized(row) for job, row in of]), *way,
-                                 [job.generator for job, _ in of], min_p)
-                            for (*way, min_p), of in ways.items()])
-        rows = [pair for of in ways.values() for pair in of]
-        for (job, row), token in zip(rows, tokens.tolist()):
-            if token < 0:
-                job.end("", Refused(500, NON_FINITE_LOGITS))
-                continue
-            job.add(token, row)
-            at_end = token in self.ends
-            last = at_end or job.written == job.max_tokens
-            text = job.text.add(None if at_end else token, last)
-            if last or job.text.stopped:
-                job.end(text, "stop" if at_end or job.text.stopped else "length")
-            elif text:
-                job.tell(text)
+            groups.setdefault(job.sampling_options(), []).append((job, row))
+        tokens = []
+        for (temperature, top_k, top_p, min_p), group in groups.items():
+            penalized = torch.cat([job.penalize(row) for job, row in group])
+            generators = [job.generator for job, _ in group]
+            tokens.append(sample_tokens(penalized, temperature, top_k, top_p, generators, min_p))
+        pairs = itertools.chain(*groups.values())
+        for (job, row), token in zip(pairs, torch.cat(tokens).tolist()):  # one synchronisation
+            self.add_token(job, token, row)
+
+    def add_token(self, job, token, logits):
+        """Append a sampled token (-1: non-finite logits) to a job and emit the new text."""
+        if token < 0:
+            return job.emit("", APIError(500, NON_FINITE_LOGITS))
+        job.add_token(token, logits)
+        at_end = token in self.end_tokens
+        last = at_end or job.n_generated == job.max_tokens
+        text = job.detokenizer.add(None if at_end else token, last)
+        stopped = at_end or job.detokenizer.stopped
+        if last or stopped:
+            job.emit(text, "stop" if stopped else "length")
+        elif text:
+            job.emit(text)
 
 
-def likeliest(logits, token, n):
-    """[(id, log probability)] of `token`, then of the n likeliest, from logits (V,); as JSON has no
-    infinity, at least -9999, as OpenAI's."""
-    logprobs = logits.float().log_softmax(-1).clamp(min=-9999)
-    most, ids = logprobs.topk(min(n, len(logprobs)))
-    return list(zip((token, *ids.tolist()), (logprobs[token].item(), *most.tolist())))
+def top_logprobs(logits, token, n):
+    """Return [(id, log probability)] of `token`, followed by the n most likely tokens, from
+    logits (V,)."""
+    logprobs = logits.float().log_softmax(-1).clamp(min=MIN_LOGPROB)
+    values, ids = logprobs.topk(min(n, len(logprobs)))
+    return list(zip((token, *ids.tolist()), (logprobs[token].item(), *values.tolist())))
