@@ -553,7 +553,7 @@ def test_a_model_that_writes_no_text(checkpoint, tmp_path, monkeypatch, capsys):
     assert main(["--ckpt", path]) == 2
     assert "no spec of its data" in capsys.readouterr().err
     assert main(["--ckpt", altered(checkpoint, tmp_path, config=dict(model="serve"))]) == 2
-    assert "model/serve/__init__.py has no build_model" in capsys.readouterr().err
+    assert "or a new file with build_model(config, data)" in capsys.readouterr().err
     other = torch.nn.Linear(2, 2)  # of a file without sample()
     monkeypatch.setattr("model.sample.load.load_model", lambda *_: (other, load_tokenizer("byte")))
     assert main([]) == 2

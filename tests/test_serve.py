@@ -761,8 +761,8 @@ def test_a_body_is_let_go_when_its_job_is_made(monkeypatch):
 
 def test_headers_are_bounded_and_said_once(server):
     for wrong, status in (
-            (raw(Cookie="x" * 5 * MAX_HEAD_BYTES), 400),
-            (b"GET /" + b"a" * 5 * MAX_HEAD_BYTES, 400),
+            (raw(Cookie="x" * 50 * MAX_HEAD_BYTES), 400),
+            (b"GET /" + b"a" * 50 * MAX_HEAD_BYTES, 400),
             (raw(Content_Length="1", content_length="2"), 400), (raw(host="evil.example"), 400),
             (raw(Content_Length="abc"), 400), (raw(Content_Length="9" * 5000), 400),
             (b"GET / HTTP/1.1\r\n\r\n", 400),

@@ -211,7 +211,7 @@ def test_the_command(tmp_path):
 
 
 @pytest.mark.parametrize("args, message", [
-    (["nowhere"], "nowhere: no such folder"), (["--port", "70000", "."], "take another --port")])
+    (["nowhere"], "nowhere: no such folder"), (["--port", "70000", "."], "choose another --port")])
 def test_what_cannot_be_is_refused(args, message, capsys):
     assert watch.main(args) == 2 and message in capsys.readouterr().err
 
