@@ -4,13 +4,12 @@ Several GPUs: torchrun --nproc_per_node=8 run_train.py ... (the same run, faster
 `--help` lists every key. This file leads from the command line to train(); train/train.py trains.
 """
 
-import functools
 import os
 import sys
 import time
 
 from train.base.cli import env_rank, take_flag
-from train.base.errors import UserError, echo
+from train.base.errors import UserError, echo, missing_part
 from train.config import (
     alias_note,
     format_config,
@@ -50,9 +49,12 @@ def main(argv):
         if not show_config and not dry_run:
             from data.token_files import check_there
             check_there(config)
-    except UserError as error:
-        if env_rank() == 0:  # every rank finds the same: one speaks
-            echo(error, sys.stderr)
+    except (UserError, ModuleNotFoundError) as error:
+        message = error if isinstance(error, UserError) else missing_part(error)
+        if not message:
+            raise
+        if env_rank() == 0:  # the same on every rank: one of them prints it
+            echo(message, sys.stderr)
         else:
             time.sleep(3)  # torchrun ends the others as soon as one has gone
         return 2
@@ -61,14 +63,17 @@ def main(argv):
         return show(format_config(config, origins))
     if (note := alias_note(origins)) and env_rank() == 0:
         echo(note)
-    if dry_run:
-        from train.tools.dry_run import estimate as job
-    elif config.profile:
-        from train.tools.profiler import profile as job
-    else:
-        from train.train import train  # torch is imported from here on
-        job = functools.partial(train, started=started)
-    from train.robust import run_reporting_errors
+
+    def job(config):
+        if dry_run:
+            from train.tools.dry_run import estimate
+            return estimate(config)
+        if config.profile:
+            from train.tools.profiler import profile
+            return profile(config)
+        from train.train import train
+        return train(config, started=started)
+    from train.robust import run_reporting_errors  # torch is imported from here on
     return run_reporting_errors(config, job)
 
 

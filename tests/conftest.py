@@ -42,7 +42,7 @@ FIRST = ("test_proofs.py", "test_multinode.py", "test_distributed.py", "test_gpt
          "test_resume.py", "test_checkpoint_read.py", "test_sample.py", "test_hpo.py",
          "test_serve.py", "test_checkpoint_write.py", "test_regressions.py", "test_signals.py",
          "test_environment.py", "test_prepare.py", "test_chat.py", "test_train.py",
-         "test_families.py", "test_house.py", "test_classifier.py", "test_lora.py",
+         "test_families.py", "test_layout.py", "test_classifier.py", "test_lora.py",
          "test_tasks.py", "test_trackers.py", "test_types.py")
 
 

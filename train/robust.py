@@ -13,7 +13,7 @@ import traceback
 import torch
 
 from train.base.cli import env_rank, interrupt_code, under_torchrun
-from train.base.errors import CollectiveExit, UserError, printable, warn_stderr
+from train.base.errors import CollectiveExit, UserError, missing_part, printable, warn_stderr
 from train.distributed import max_over_ranks
 
 MAX_OVERFLOWS_IN_A_ROW = 20  # float16: more are not due to the loss scale
@@ -223,6 +223,9 @@ def run_reporting_errors(config, job):
     except KeyboardInterrupt as stop:  # before the first step: there is no state to save
         return exit_process(interrupt_code(stop))
     except BaseException as error:
+        if missing_part(error):
+            warn_stderr(missing_part(error))
+            return exit_process(2)
         return report_crash(error, config, rank)
 
 

@@ -26,7 +26,7 @@ import re
 import sys
 from dataclasses import fields
 
-from train.base.errors import UsageError, UserError, echo, printable
+from train.base.errors import UsageError, UserError, echo, missing_part, printable
 from train.base.fields import base_type, parse_value
 
 
@@ -129,6 +129,11 @@ def run_command(options, work, argv=None, interrupt_message="interrupted", load=
         parser.error(printable(error))
     except (UserError, ValueError, OSError) as error:
         echo(f"{name}: {error}", sys.stderr)
+        return 2
+    except ModuleNotFoundError as error:
+        if not missing_part(error):
+            raise
+        echo(f"{name}: {missing_part(error)}", sys.stderr)
         return 2
     except KeyboardInterrupt as stop:
         print(f"{name}: {interrupt_message}", file=sys.stderr)

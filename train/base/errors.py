@@ -78,6 +78,16 @@ def require(package, purpose, install=None):
                          f"{reason}") from None
 
 
+def missing_part(error):
+    """Return a message if the exception `error` is the failed import of one of our own files, all
+    of which are optional except those that every run imports; otherwise ""."""
+    name = (isinstance(error, ModuleNotFoundError) and error.name) or ""
+    if name.partition(".")[0] not in ("train", "model", "data"):
+        return ""
+    return (f"{name.replace('.', '/')} is missing from this copy of the program: restore it, or "
+            "leave out the setting that needs it")
+
+
 # -----------------------------------------------------------------------------
 # printing
 
