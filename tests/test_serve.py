@@ -686,7 +686,9 @@ def slow_clients(n, server):
 def test_slow_clients_keep_nobody_waiting(server, monkeypatch):
     """The oldest of too many are cut, and each has only so long for its whole request."""
     monkeypatch.setattr(server_file, "MAX_IDLE_CONNECTIONS", 20)
-    slow = slow_clients(50, server)
+    slow = slow_clients(1, server)
+    soon(lambda: server.connection_times)
+    slow += slow_clients(49, server)
     assert healthy(server)
     soon(lambda: len(connections(server)) <= 20)  # beside kept-alive ones, which are younger
     with contextlib.suppress(ConnectionResetError):
@@ -761,12 +763,11 @@ def test_a_body_is_let_go_when_its_job_is_made(monkeypatch):
 
 def test_headers_are_bounded_and_said_once(server):
     for wrong, status in (
-            (raw(Cookie="x" * 50 * MAX_HEAD_BYTES), 400),
-            (b"GET /" + b"a" * 50 * MAX_HEAD_BYTES, 400),
+            (raw(Cookie="x" * 9 * MAX_HEAD_BYTES), 400),
+            (b"GET /" + b"a" * 9 * MAX_HEAD_BYTES, 400),
             (raw(Content_Length="1", content_length="2"), 400), (raw(host="evil.example"), 400),
             (raw(Content_Length="abc"), 400), (raw(Content_Length="9" * 5000), 400),
-            (b"GET / HTTP/1.1\r\n\r\n", 400),
-            (b"GET / HTTP/2.0\r\n\r\n", 400), (b"GET / HTTP/1.1\r\nno colon\r\n\r\n", 400)):
+            (b"GET / HTTP/1.1\r\n\r\n", 400), (b"GET / HTTP/1.1\r\nno colon\r\n\r\n", 400)):
         with connect(server) as s:
             reply = b""
             with contextlib.suppress(ConnectionError):  # it does not read a long head to its end
