@@ -1,18 +1,18 @@
 """A multimodal autoencoder that also predicts a recorded signal: --model autoencoder
 
-Feature arrays of several modalities (video, audio, text) go through an encoder each into one
-bottleneck; from there a decoder each rebuilds them, and a linear head predicts a target (fMRI,
-say). The bottleneck makes the head low-rank, as a target of many thousand voxels needs it.
+One encoder per modality (e.g. video, audio and text features) maps to a common bottleneck. One
+decoder per modality reconstructs the features from it, and a linear head predicts a target, e.g.
+fMRI. The bottleneck limits the rank of the head, which regularises targets of many thousand voxels.
 
     python -m data.prepare.features --synthetic
     python run_train.py --config train/configs/autoencoder.yaml
-    python -m model.autoencoder --ckpt out/autoencoder/ckpt.pt    # its numbers on held-out rows
+    python -m model.autoencoder --ckpt out/autoencoder/ckpt.pt    # metrics on held-out rows
 
-Shapes: N rows, D dims of an array, H d_hidden, Z d_latent.
+Shapes: N rows, D dimensions of an array, H d_hidden, Z d_latent.
 """
 
-import argparse
 import json
+import os
 import re
 import sys
 from dataclasses import dataclass
@@ -22,7 +22,8 @@ import torch
 import torch.nn as nn
 import torch.nn.functional as F
 
-from data.prepare.features import array_names, open_features, read_features_meta
+from data.meta import has_type, read_meta_for
+from data.token_files import open_npy
 from model.gpt import fill, normal
 from train.base.cli import run_command
 from train.base.errors import ConfigError, DataError, echo
@@ -31,31 +32,72 @@ from train.dataloader import Data, RowLoader
 from train.evaluate import batch_sums
 
 USE = "python -m model.autoencoder --ckpt {out}/ckpt.pt --arrays {out}/val.npz"
-# Beside the variance of a target over its dimensions, 1: keeps the gradient of a constant finite.
-EPS = 1e-3
+VARIANCE_EPS = 1e-3  # added to variances of about 1 in row_correlation()
+HOW_TO_PREPARE = "prepare it with `python -m data.prepare.features`"
 
 
 @dataclass
 class Keys:
-    d_hidden: int = key(256, "width inside encoders and decoders", ge=1)
+    d_hidden: int = key(256, "width of the hidden layers of encoders and decoders", ge=1)
     d_latent: int = key(32, "width of the bottleneck", ge=1)
-    recon_weight: float = key(1.0, "weight of the reconstruction in the loss", ge=0)
-    modality_weights: dict = key({}, "modality: weight of its squared error (default: 1 each)")
-    match_weight: float = key(1.0, "weight of the match with the target", ge=0)
-    matching: str = key("mse", "match by squared error, or by 1 - correlation over a row's targets",
+    recon_weight: float = key(1.0, "weight of the reconstruction loss", ge=0)
+    modality_weights: dict = key({}, "weights of the modalities in the reconstruction loss, e.g. "
+                                     "{video: 2} (default: 1 each)")
+    match_weight: float = key(1.0, "weight of the matching loss, which compares with the target",
+                              ge=0)
+    matching: str = key("mse", "matching loss: mean squared error, or 1 - correlation per row",
                         choices=["mse", "correlation"])
 
 
+# -----------------------------------------------------------------------------
+# data
+
+def read_features_meta(folder):
+    """Return the keys of meta.json of a folder that data.prepare.features wrote: {"modalities":
+    {name: D}, "target": D or None, "mean", "std": {name: [D floats]}, "rows": {split: N}, perhaps
+    "shift"}. Raises DataError."""
+    numbers = {str: [int | float]}
+    meta = read_meta_for("autoencoder", folder, HOW_TO_PREPARE, modalities={str: int},
+                         rows={str: int}, mean=numbers, std=numbers).extra
+    meta = {"target": None} | meta
+    if not has_type(meta["target"], int | None) or not has_type(meta.get("shift", {}), numbers):
+        raise DataError(f"{folder}: invalid target or shift in its meta.json; {HOW_TO_PREPARE}")
+    dims = array_dims(meta)
+    if any({n: len(v) for n, v in meta[part].items()} != dims for part in ("mean", "std")):
+        raise DataError(f"{folder}: mean and std have not the dimensions of the arrays; "
+                        f"{HOW_TO_PREPARE}")
+    return meta
+
+
+def array_dims(spec):
+    """Return {name: D} of the arrays in the order of a batch: the modalities, then the target."""
+    return spec["modalities"] | ({"target": spec["target"]} if spec["target"] else {})
+
+
+def open_features(folder, split):
+    """Return the memory-mapped arrays [(N, D) float32] of a split in the order of array_dims().
+    Raises DataError."""
+    meta, arrays = read_features_meta(folder), []
+    for name, dims in array_dims(meta).items():
+        path = os.path.join(folder, f"{split}_{name}.npy")
+        array, expected = open_npy(path), (meta["rows"][split], dims)
+        if array.shape != expected or array.dtype != np.float32:
+            raise DataError(f"{path}: {array.dtype} of shape {array.shape}; expected float32 of "
+                            f"shape {expected} according to meta.json; prepare the data again")
+        arrays.append(array)
+    return arrays
+
+
 def open_data(config, ranks):
-    """Rows of the arrays in data_dir, made by data/prepare/features.py."""
+    """Return the Data of a folder that data.prepare.features wrote. Raises UserError."""
     meta = read_features_meta(config.data_dir)
-    given = {name for name, weight in config.modality_weights.items() if weight != 1}
-    if strange := given - set(meta["modalities"]):  # 1 is what all have
-        raise ConfigError([f"modality_weights: {', '.join(sorted(strange))}: the modalities of "
+    weighted = {name for name, weight in config.modality_weights.items() if weight != 1}
+    if unknown := weighted - set(meta["modalities"]):
+        raise ConfigError([f"modality_weights: {', '.join(sorted(unknown))}: the modalities of "
                            f"{config.data_dir} are {', '.join(meta['modalities'])}"])
-    if taken := [n for n in meta["modalities"] if hasattr(nn.ModuleDict, n)]:
-        raise DataError(f"{config.data_dir}: modules of PyTorch cannot be called {', '.join(taken)}"
-                        "; prepare the data with other --names")
+    if reserved := [name for name in meta["modalities"] if hasattr(nn.ModuleDict, name)]:
+        raise DataError(f"{config.data_dir}: {', '.join(reserved)}: not possible as names of "
+                        "PyTorch modules; prepare the data with other --names")
     spec = {k: meta[k] for k in ("modalities", "target", "mean", "std", "shift") if k in meta}
     train, val = (RowLoader(open_features(config.data_dir, split), config, ranks)
                   for split in ("train", "val"))
@@ -69,43 +111,47 @@ LINEAR = re.compile(r"((encoder|expand|decoder)\.[^.]+|bottleneck|head)\.(weight
 
 
 class MultimodalAutoencoder(nn.Module):
-    """forward(*arrays) -> (loss, sums); arrays (N, D) raw, in the order of array_names(spec)."""
+    """forward(*arrays) -> (loss, sums); arrays: features (N, D) in the order of array_dims()."""
 
     def __init__(self, config, spec):
         super().__init__()
         c, h, dims = config, config.d_hidden, spec["modalities"]
-        self.keys, self.spec, self.names = c, spec, array_names(spec)
+        self.keys = c
+        self.spec = spec
+        self.names = list(array_dims(spec))
         self.encoder = nn.ModuleDict({name: nn.Linear(d, h) for name, d in dims.items()})
         self.bottleneck = nn.Linear(h * len(dims), c.d_latent)
         self.expand = nn.ModuleDict({name: nn.Linear(c.d_latent, h) for name in dims})
         self.decoder = nn.ModuleDict({name: nn.Linear(h, d) for name, d in dims.items()})
         self.head = nn.Linear(c.d_latent, spec["target"]) if spec["target"] else None
-        for name in self.names:  # real also under torch.device("meta"): they come from the spec
+        # On the CPU also under torch.device("meta"): the values come from the spec.
+        for name in self.names:
             mean, std = (torch.tensor(spec[k][name], device="cpu") for k in ("mean", "std"))
             self.register_buffer(f"mean_{name}", mean, persistent=False)
             self.register_buffer(f"std_{name}", torch.where(std > 0, std, 1.0), persistent=False)
         fill(self, config.seed)
 
     def initial(self, name, shape, seed):
-        """N(0, 1 / inputs); zero for biases."""
+        # N(0, 1 / inputs), and 0 for biases
         if not LINEAR.fullmatch(name):
             return None
         return normal(name, shape, shape[1] ** -0.5 if len(shape) == 2 else 0.0, seed)
 
     def standardise(self, arrays):
-        """{name: (N, D) float32}: each dimension has mean 0, variance 1 over the training rows."""
+        """Return {name: (N, D) float32}; each dimension has mean 0 and variance 1 over the training
+        rows."""
         return {name: (x.float() - getattr(self, f"mean_{name}")) / getattr(self, f"std_{name}")
                 for name, x in zip(self.names, arrays)}
 
     def encode(self, x):
-        """Bottleneck (N, Z) of standardised modalities {name: (N, D)}."""
-        dropout, on = self.keys.dropout, self.training
-        h = [F.dropout(F.gelu(self.encoder[name](x[name])), dropout, on)
-             for name in self.spec["modalities"]]
-        return self.bottleneck(torch.cat(h, dim=1))
+        """Return the bottleneck (N, Z) of standardised modalities {name: (N, D)}."""
+        hidden = [F.dropout(F.gelu(self.encoder[name](x[name])), self.keys.dropout, self.training)
+                  for name in self.spec["modalities"]]  # (N, H) each
+        return self.bottleneck(torch.cat(hidden, dim=1))
 
     def forward(self, *arrays):
-        c, x, match = self.keys, self.standardise(arrays), None
+        c, match = self.keys, None
+        x = self.standardise(arrays)
         z = self.encode(x)  # (N, Z)
         outs = {name: self.decoder[name](F.gelu(self.expand[name](z))).float()
                 for name in self.spec["modalities"]}
@@ -114,13 +160,13 @@ class MultimodalAutoencoder(nn.Module):
         if self.head is not None:
             out, y = self.head(z).float(), x["target"]  # (N, D)
             match = matching_loss(out, y, c.matching)
-            sums |= dict(match=match.sum(), **products(out.detach(), y))
+            sums |= dict(match=match.sum(), **correlation_sums(out.detach(), y))
         loss = combined_loss(errors, match, c.recon_weight, c.match_weight, c.modality_weights)
         return loss.mean(), sums
 
     def numbers(self, sums):
-        """Each part of the loss, a row's mean; correlation: of each target over all rows, its mean
-        over the targets."""
+        """Return the parts of the loss per row, and correlation: the mean over the targets of each
+        target's correlation over all rows."""
         n = float(sums["count"])
         out = {name: float(value) / n for name, value in sums.items()
                if name == "match" or name.startswith("recon_")}
@@ -132,22 +178,21 @@ class MultimodalAutoencoder(nn.Module):
 
 
 def reconstruction_losses(outs, x):
-    """{modality: squared error (N,) of each row, the mean over dims}, of outs and x {modality:
-    (N, D)}."""
+    """Return {modality: (N,)}: the mean squared error of each row. outs, x: {modality: (N, D)}."""
     return {name: (out - x[name]).square().mean(1) for name, out in outs.items()}
 
 
 def matching_loss(out, y, matching="mse"):
-    """How far each row of `out` is from its target y, (N, D) both: (N,), the mean squared error, or
-    ("correlation") 1 - the row's correlation."""
+    """Return the distance (N,) of each row of `out` from its target y, both (N, D): the mean
+    squared error, or 1 - correlation if matching is "correlation"."""
     if matching == "mse":
         return (out - y).square().mean(1)
     return 1 - row_correlation(out, y)
 
 
 def combined_loss(errors, match=None, recon_weight=1.0, match_weight=1.0, modality_weights=None):
-    """The loss (N,) of each row: reconstruction_losses and, where there is one, matching_loss, each
-    with its weight; modality_weights {modality: weight}, 1 where nothing is said."""
+    """Return the loss (N,) of each row: the weighted sum of reconstruction_losses and, if given,
+    matching_loss. modality_weights: {modality: weight}, 1 by default."""
     loss, weights = 0.0, modality_weights or {}
     for name, error in errors.items():
         loss = loss + recon_weight * weights.get(name, 1.0) * error
@@ -155,23 +200,25 @@ def combined_loss(errors, match=None, recon_weight=1.0, match_weight=1.0, modali
 
 
 def row_correlation(a, b):
-    """Pearson's r (N,) of each row of a with that of b, (N, D): additive over rows, so it can be
-    trained on. The epsilon stands inside the root: a constant row has r 0 and a finite gradient."""
+    """Return Pearson's r (N,) between the rows of a and b, both (N, D). A mean over rows is a sum
+    over samples, so it can be a training loss. r of a constant row is 0."""
     a, b = a - a.mean(1, keepdim=True), b - b.mean(1, keepdim=True)
-    return (a * b).mean(1) / ((a.square().mean(1) + EPS) * (b.square().mean(1) + EPS)).sqrt()
+    # The epsilon is inside the root: the gradient of a constant row is finite.
+    return (a * b).mean(1) / ((a.square().mean(1) + VARIANCE_EPS)
+                              * (b.square().mean(1) + VARIANCE_EPS)).sqrt()
 
 
-def products(p, y):
-    """Sums over rows from which correlations() are made. p, y (N, D), standardised: large means
-    would drown the products."""
-    if p.device.type != "mps":  # which has no float64
+def correlation_sums(p, y):
+    """Return the sums over rows that correlations() needs. p, y: (N, D) predictions and targets,
+    standardised, because large means would lose precision."""
+    if p.device.type != "mps":  # MPS has no float64
         p, y = p.double(), y.double()
     return dict(p=p.sum(0), y=y.sum(0), pp=p.square().sum(0), yy=y.square().sum(0),
                 py=(p * y).sum(0))
 
 
 def correlations(sums):
-    """Pearson's r of each target over all rows (D,), NaN where one side is constant."""
+    """Return Pearson's r (D,) of each target over all rows, NaN if one side is constant."""
     s, n = sums, sums["count"]
     var_p, var_y = s["pp"] - s["p"].square() / n, s["yy"] - s["y"].square() / n
     r = (s["py"] - s["p"] * s["y"] / n) / (var_p.clamp(min=0) * var_y.clamp(min=0)).sqrt()
@@ -183,20 +230,37 @@ def build_model(config, data):
 
 
 # -----------------------------------------------------------------------------
-# the command line: numbers of a checkpoint on held-out rows
+# command: evaluate a checkpoint on held-out rows
 
-def batches(arrays, rows, offsets):
-    """Yields all rows of `arrays`, to which offsets [(D,) or 0.0] are added, a batch at a time."""
+def open_matching(folder, split, spec):
+    """Return the arrays of a split for a model of `spec`. Raises DataError if the folder has other
+    arrays. If another shift was subtracted from them than from the training data, the difference
+    is added."""
+    meta = read_features_meta(folder)
+    for k in ("modalities", "target"):
+        if meta[k] != spec[k]:
+            raise DataError(f"{folder}: {k} {meta[k]}; the checkpoint was trained on {spec[k]}: "
+                            "prepare the same arrays")
+    shift, trained = meta.get("shift", {}), spec.get("shift", {})
+    arrays = open_features(folder, split)
+    for i, name in enumerate(array_dims(meta)):
+        offset = np.subtract(shift.get(name, 0.0), trained.get(name, 0.0))
+        arrays[i] = arrays[i] + offset if offset.any() else arrays[i]
+    return arrays
+
+
+def batches(arrays, rows):
+    """Yield batches of `rows` rows."""
     for start in range(0, len(arrays[0]), rows):
-        yield [torch.from_numpy(a[start:start + rows] + offset).float()
-               for a, offset in zip(arrays, offsets or [0.0] * len(arrays))]
+        yield [torch.from_numpy(np.array(a[start:start + rows])).float() for a in arrays]
 
 
 @torch.no_grad()
-def evaluate_rows(model, arrays, rows=1024, offsets=None):
-    """(numbers, r of each target or None) of a model over all rows of `arrays`; see batches."""
+def evaluate_rows(model, arrays, rows=1024):
+    """Return (metrics, correlations (D,) or None) of a model on all rows of `arrays`, computed in
+    batches of `rows`."""
     total = None
-    for batch in batches(arrays, rows, offsets):
+    for batch in batches(arrays, rows):
         sums = batch_sums(*model(*batch), len(batch[0]))
         total = sums if total is None else {k: total[k] + v for k, v in sums.items()}
     r = correlations(total) if model.head is not None else None
@@ -205,11 +269,11 @@ def evaluate_rows(model, arrays, rows=1024, offsets=None):
 
 
 @torch.no_grad()
-def outputs(model, arrays, rows=1024, offsets=None):
-    """{"latent" (N, Z), "prediction" (N, D)} of all rows of `arrays`, as numpy arrays: bottlenecks,
-    and the target where there is one, in the units of the array that was prepared."""
+def predict_rows(model, arrays, rows=1024):
+    """Return {"latent": (N, Z), "prediction": (N, D)} as numpy arrays: the bottleneck and, if the
+    model has a target, its prediction in the units of the original array."""
     out = {}
-    for batch in batches(arrays, rows, offsets):
+    for batch in batches(arrays, rows):
         z = model.encode(model.standardise(batch))
         out.setdefault("latent", []).append(z)
         if model.head is not None:
@@ -219,53 +283,44 @@ def outputs(model, arrays, rows=1024, offsets=None):
     return {name: torch.cat(parts).numpy() for name, parts in out.items()}
 
 
-def open_checked(folder, split, spec):
-    """The arrays of `folder`, where they are the ones that a model of `spec` reads, and what to add
-    to each: folders may have taken off other means."""
-    meta = read_features_meta(folder)
-    for k in ("modalities", "target"):
-        if meta[k] != spec[k]:
-            raise DataError(f"{folder}: {k} {meta[k]}; the checkpoint was trained on {spec[k]}: "
-                            "prepare the same arrays")
-    theirs, ours = (where.get("shift", {}) for where in (meta, spec))
-    offsets = [np.subtract(theirs.get(name, 0.0), ours.get(name, 0.0))
-               for name in array_names(meta)]
-    return open_features(folder, split), offsets
+@dataclass
+class EvaluationOptions:
+    """Evaluate a checkpoint of a multimodal autoencoder."""
+    ckpt: str = key("out/autoencoder/ckpt.pt", "checkpoint", metavar="FILE", path=True)
+    data_dir: str | None = key(None, "prepared features (default: the training data)",
+                               metavar="FOLDER", path=True)
+    split: str = key("val", "split to evaluate", choices=["train", "val"])
+    to: str | None = key(None, "also write the metrics, and the correlation of each target",
+                         metavar="FILE.json", path=True)
+    arrays: str | None = key(None, "also write the arrays latent (N, Z), the bottleneck, and "
+                             "prediction (N, D), the target in its original units",
+                             metavar="FILE.npz", path=True)
 
 
-def report(args):
-    """Evaluate as the command line asks, and print the numbers."""
+def evaluate_checkpoint(args):
+    """Print the metrics of a checkpoint and write the requested files."""
     from model.core.load import load_model
     model, _ = load_model(args.ckpt)
-    if type(model).__name__ != "MultimodalAutoencoder":
+    if type(model).__name__ != "MultimodalAutoencoder":  # of model.autoencoder, here __main__
         raise DataError(f"{args.ckpt}: a {type(model).__name__}, not a multimodal autoencoder")
     folder = args.data_dir or model.keys.data_dir
-    arrays, offsets = open_checked(folder, args.split, model.spec)
-    numbers, r = evaluate_rows(model, arrays, offsets=offsets)
+    arrays = open_matching(folder, args.split, model.spec)
+    metrics, r = evaluate_rows(model, arrays)
     echo("\n".join(f"{name:<14} {value:.4f}" if isinstance(value, float) else
-                  f"{name:<14} {value}" for name, value in numbers.items()))
+                   f"{name:<14} {value}" for name, value in metrics.items()))
     if r is not None:
-        least, middle, most = r.nanquantile(torch.tensor([0.0, 0.5, 1.0]).double()).tolist()
-        print(f"r of {len(r)} targets: {least:.4f} to {most:.4f}, median {middle:.4f}")
-        numbers["targets"] = [v if v == v else None for v in r.tolist()]
+        low, median, high = r.nanquantile(torch.tensor([0.0, 0.5, 1.0]).double()).tolist()
+        print(f"correlation of {len(r)} targets: {low:.4f} to {high:.4f}, median {median:.4f}")
+        metrics["targets"] = [v if v == v else None for v in r.tolist()]
     if args.to:
         with open(args.to, "w", encoding="utf-8") as f:
-            json.dump(numbers, f, indent=1)
+            json.dump(metrics, f, indent=1)
     if args.arrays:
-        np.savez(args.arrays, **outputs(model, arrays, offsets=offsets))
+        np.savez(args.arrays, **predict_rows(model, arrays))
 
 
 def main(argv=None):
-    """The command line; the exit code."""
-    p = argparse.ArgumentParser(prog="python -m model.autoencoder", allow_abbrev=False,
-                                description="Evaluate a checkpoint of a multimodal autoencoder.")
-    p.add_argument("--ckpt", default="out/autoencoder/ckpt.pt", help="default: %(default)s")
-    p.add_argument("--data_dir", help="prepared features (default: what it was trained on)")
-    p.add_argument("--split", choices=["train", "val"], default="val", help="default: %(default)s")
-    p.add_argument("--to", metavar="FILE.json", help="also write the numbers, and r of each target")
-    p.add_argument("--arrays", metavar="FILE.npz", help="also write what comes out of each row: "
-                   "latent (N, Z), and prediction (N, D) of the target in its own units")
-    return run_command(p, report, argv)
+    return run_command(EvaluationOptions, evaluate_checkpoint, argv)
 
 
 if __name__ == "__main__":

@@ -33,7 +33,6 @@ import torch.nn.functional as F
 from torch.utils.checkpoint import checkpoint
 
 from data.chat_template import ChatTemplate
-from data.prepare.prompts import read_lines
 from data.rows import open_rows
 from model import chat, gpt
 from model.core.generate import generate
@@ -276,6 +275,21 @@ def load_reward(path):
 
 # -----------------------------------------------------------------------------
 # what train/train.py asks of a model file
+
+def read_lines(path, n):
+    """Return (the `n` lines of a SPLIT_rows.jsonl, the number of lines with a reference answer).
+    Raises DataError."""
+    try:
+        with open(path, encoding="utf-8") as f:
+            lines = f.read().splitlines()
+        n_answers = sum(json.loads(line)["answer"] is not None for line in lines)
+        if len(lines) != n:
+            raise ValueError(f"{len(lines)} lines for {n} prompts")
+    except (OSError, ValueError, TypeError, KeyError) as error:
+        raise DataError(f"{path}: {type(error).__name__}: {error}; damaged, or of other prompts: "
+                        "prepare them again") from None
+    return lines, n_answers
+
 
 class Prompts(RowLoader):
     """Rows of prompts, their lengths and their numbers, and the numbers of the samples, which tell

@@ -16,14 +16,16 @@ from data.rows import runs_in_val
 from model.autoencoder import (
     MultimodalAutoencoder,
     combined_loss,
+    correlation_sums,
     correlations,
     evaluate_rows,
     main,
     matching_loss,
-    open_checked,
     open_data,
-    outputs,
-    products,
+    open_features,
+    open_matching,
+    predict_rows,
+    read_features_meta,
     reconstruction_losses,
     row_correlation,
 )
@@ -72,11 +74,11 @@ def test_arrays_to_a_folder(tmp_path):
     code, text = command(tmp_path / "video.npy", tmp_path / "audio.npy", "--target",
                          tmp_path / "bold.npy", "--names", "film,sound", "--run_length", 10,
                          "--val_fraction", 0.2, "--out", tmp_path / "out")
-    assert code == 0 and "80 rows to train on, 20 held out" in text
-    meta = features.read_features_meta(tmp_path / "out")
+    assert code == 0 and "80 training rows, 20 validation rows" in text
+    meta = read_features_meta(tmp_path / "out")
     assert meta["modalities"] == {"film": 5, "sound": 3} and meta["target"] == 1
-    film, sound, target = features.open_features(str(tmp_path / "out"), "train")
-    held = features.open_features(str(tmp_path / "out"), "val")[0]
+    film, sound, target = open_features(str(tmp_path / "out"), "train")
+    held = open_features(str(tmp_path / "out"), "val")[0]
     assert film.dtype == np.float32 and isinstance(film, np.memmap) and sound.shape == (80, 3)
     rows = [int(np.flatnonzero((video.astype("f4") == row).all(1))[0]) for row in held]
     starts = rows[::10]  # whole runs, and no row of one in the training data
@@ -98,16 +100,18 @@ def test_a_signal_on_a_large_offset_is_kept(tmp_path):
     for name, array in dict(plain=x, far=x + offset, other=x + offset * 1.001).items():
         features.prepare_features({"a": array}, np.ones((200, 2)), str(tmp_path / name), 0.2, runs,
                                   log=said.append)
-    assert said[0] == ("target: 2 of 2 dimensions are constant in the training rows: they have no "
-                       "correlation")
-    plain, far = (features.open_features(str(tmp_path / n), "val")[0] for n in ("plain", "far"))
+    assert said[0] == ("target: 2 of 2 dimensions are constant in the training rows, their "
+                       "correlation is undefined")
+    plain, far = (open_features(str(tmp_path / n), "val")[0] for n in ("plain", "far"))
     assert np.abs(far - plain - (far - plain).mean(0)).max() < 1e-5
     out = go(tmp_path / "far", tmp_path / "out", **SYSTEM | dict(max_iters=1))
     model, _ = load_model(tmp_path / "out" / "ckpt.pt")
-    arrays, offsets = open_checked(str(tmp_path / "other"), "val", model.spec)
-    assert offsets[0] == pytest.approx(offset * 0.001, abs=1e-4) and not np.any(offsets[1])
-    arrays, offsets = open_checked(str(tmp_path / "far"), "val", model.spec)
-    assert evaluate_rows(model, arrays, offsets=offsets)[0]["loss"] == pytest.approx(
+    moved = open_matching(str(tmp_path / "other"), "val", model.spec)
+    arrays = open_matching(str(tmp_path / "far"), "val", model.spec)
+    raw = open_features(str(tmp_path / "other"), "val")
+    assert moved[0] - raw[0] == pytest.approx(np.tile(offset * 0.001, (len(raw[0]), 1)), abs=1e-4)
+    assert np.array_equal(moved[1], raw[1])
+    assert evaluate_rows(model, arrays)[0]["loss"] == pytest.approx(
         out["history"][-1]["val_loss"], rel=1e-5)
     assert 0.5 < out["history"][0]["val_recon_a"] < 4
 
@@ -119,8 +123,8 @@ def test_predictions_have_the_units_of_the_array_that_was_prepared(tmp_path):
                               log=lambda text: None)
     go(tmp_path / "f", tmp_path / "out", **SYSTEM | dict(max_iters=1))
     model, _ = load_model(tmp_path / "out" / "ckpt.pt")
-    arrays, offsets = open_checked(str(tmp_path / "f"), "val", model.spec)
-    said = outputs(model, arrays, rows=7, offsets=offsets)
+    arrays = open_matching(str(tmp_path / "f"), "val", model.spec)
+    said = predict_rows(model, arrays, rows=7)
     assert said["prediction"].shape == (len(arrays[0]), 2) and said["latent"].shape[1] == 8
     assert (np.abs(said["prediction"] - y.mean(0)) < 10).all()
 
@@ -161,7 +165,7 @@ def test_synthetic_needs_every_modality():
     ("nan", "a: row 7, column 1: nan"),
     ("huge", "a: row 7, column 1: -1e+300"), ("val", "a: row 16, column 0: inf"),
     ("cube", "expected numbers of shape (rows, dims)"), ("missing", "b.npy: no such file\n"),
-    ("name", "expected 1 different ones"), ("one run", "nothing can be held out"),
+    ("name", "expected 1 different names"), ("one run", "nothing can be held out"),
     ("other", "did not write")])
 def test_bad_arrays(tmp_path, capsys, case, words):
     array, target = np.zeros((30, 2)), np.zeros((29 if case == "lengths" else 30, 2))
@@ -205,7 +209,7 @@ def test_correlation_over_all_rows_however_they_are_split():
     for size in (1000, 64, 7):
         total = {}
         for s in range(0, 1000, size):
-            part = products(torch.tensor(p[s:s + size]), torch.tensor(y[s:s + size]))
+            part = correlation_sums(torch.tensor(p[s:s + size]), torch.tensor(y[s:s + size]))
             part = batch_sums(torch.zeros(()), part, len(p[s:s + size]))
             total = {k: total.get(k, 0) + v for k, v in part.items()}
         r = correlations(total)
@@ -384,11 +388,11 @@ def test_the_numbers_of_a_checkpoint(tmp_path, trained, folder, capsys):
     assert main(["--ckpt", str(trained[0] / "ckpt.pt"), "--to", str(path),
                  "--arrays", str(npz)]) == 0
     numbers, last = json.loads(path.read_text()), trained[1]["history"][-1]
-    assert numbers["rows"] == 40 and "r of 60 targets" in capsys.readouterr().out
+    assert numbers["rows"] == 40 and "correlation of 60 targets" in capsys.readouterr().out
     for name in ("loss", "correlation", "match", "recon_audio"):
         assert numbers[name] == pytest.approx(last[f"val_{name}"], abs=1e-5)
     model, _ = load_model(trained[0] / "ckpt.pt")
-    arrays = features.open_features(folder, "val")
+    arrays = open_features(folder, "val")
     with torch.no_grad():
         z = model.encode(model.standardise(map(torch.tensor, map(np.array, arrays))))
         out = model.head(z)

@@ -190,9 +190,9 @@ def test_long_chats_are_cut_between_exchanges():
     messages = [(role, text) for i in range(4) for role, text in (("user", f"q{i}"),
                                                                   ("assistant", f"a{i}"))]
     ids, mask = BuiltinTemplate().encode(messages, BYTES)
-    cut, _ = data_chat.fit(ids, mask, len(ids) // 2 + 3)
-    assert BYTES.decode(cut).endswith("a1<|endoftext|>")
-    assert len(data_chat.fit(ids, mask, 10)[0]) == 0
+    start, _ = data_chat.cut(ids, mask, len(ids) // 2 + 3)
+    assert BYTES.decode(start).endswith("a1<|endoftext|>")
+    assert len(data_chat.cut(ids, mask, 10)[0]) == 0
 
 
 @pytest.mark.parametrize("fraction, said", [("1e-9", True), ("0.3", False)])
@@ -257,8 +257,8 @@ def test_datasets_missing(tmp_path, monkeypatch, capsys):
     ('{"prompt": "a", "response": "b"}\n', ["--field", "x"], "no field 'x'; its fields are prompt"),
     ('{"prompt": "a", "response": "b"}\n', [], "no chat for"),
     ('{"prompt": "a", "response": " "}\n' * 9, [], "no chat for train and val"),
-    ("", ["--val_fraction", "1"], "--val_fraction: 1.0"),
-    ("", ["--num_samples", "0"], "--num_samples: 0"),
+    ("", ["--val_fraction", "1"], "--val_fraction: must be below 1"),
+    ("", ["--num_samples", "0"], "--num_samples: must be at least 1"),
     ("", ["--tokenizer", "nosuch"], "nosuch"),
     ("", ["--tokenizer", "nosuch.pt"], "nosuch.pt: no such file"),
 ])

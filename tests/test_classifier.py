@@ -14,15 +14,27 @@ from conftest import SHARED, run, tiny_args
 from processes import python
 from runs import SMALL, Program, assert_same
 
-from data.prepare import labels as labels_module
-from data.prepare.labels import INSIDE, SEVERAL, Fields, missing_words, read_rows, to_arrays
+from data.labels import (
+    AMBIGUOUS,
+    ARRAYS,
+    INSIDE_WORD,
+    Fields,
+    open_labels,
+    read_labelled_texts,
+    to_arrays,
+)
 from data.prepare.labels import main as labels_main
+from data.prepare.labels import missing_words
 from data.tokenizer import load_tokenizer
-from model.classifier import Classifier, class_weights, classification_metrics
-from model.classifier import main as evaluate_main
-from model.classifier.metrics import auroc_of_counts, place_metrics, span_metrics
-from model.classifier.model import ARRAYS, load_split, odds_counts
+from model.classifier import (
+    Classifier,
+    class_weights,
+    classification_metrics,
+    log_odds_counts,
+)
+from model.classifier.metrics import auroc, span_metrics, span_sums, squad_metrics
 from model.classifier.report import confusion_svg, predict
+from model.classifier.report import main as evaluate_main
 from model.convert import convert
 from model.gpt import GPT, GPTConfig
 from model.sample import load_model
@@ -60,7 +72,7 @@ def labels(tmp_path_factory):
 
 def prepare(path, out, *options):
     """python -m data.prepare.labels PATH --out OUT, which must end well; the folder OUT."""
-    assert labels_module.main([path, "--out", str(out), *options]) == 0
+    assert labels_main([path, "--out", str(out), *options]) == 0
     return out
 
 
@@ -126,30 +138,32 @@ def test_auroc_of_evaluations_is_that_of_scikit_learn(K, width):
     rng = np.random.default_rng(K)
     scores, y = rng.normal(0, 3, (400, K)).round(1) * width / 3, rng.integers(0, K, 400)
     scores[:20], scores[20:40] = 0, scores[20:40] * 30
-    parts = [odds_counts(torch.tensor(scores[i::3]), torch.tensor(y[i::3])) for i in range(3)]
+    parts = [log_odds_counts(torch.tensor(scores[i::3]), torch.tensor(y[i::3])) for i in range(3)]
     p = torch.tensor(scores).softmax(1).numpy()
     for k, (negative, positive) in enumerate(sum(parts).numpy()):
-        assert auroc_of_counts(negative, positive) == pytest.approx(
+        assert auroc(negative, positive) == pytest.approx(
             roc_auc_score(y == k, p[:, k]), abs=2e-3)
-    assert auroc_of_counts(negative, positive * 0) is None
+    assert auroc(negative, positive * 0) is None
 
 
-def test_exact_match_of_places_by_hand():
-    truths, guesses = np.array([[2, 4], [-1, -1], [0, 0], [3, 5]]), np.array([[2, 4]] * 4)
-    assert place_metrics(truths, guesses) == dict(
-        exact_match=1 / 3, spans=3, token_f1=pytest.approx((1 + 0 + 2 * 2 / 6) / 3))
-    assert place_metrics(truths[1:2], guesses[1:2]) == {}
+def test_exact_match_of_spans_by_hand():
+    truths, guesses = torch.tensor([[2, 4], [-1, -1], [0, 0], [3, 5]]), torch.tensor([[2, 4]] * 4)
+    sums = span_sums(truths, guesses)
+    assert sums["spans"] == 3 and span_metrics(sums) == dict(
+        exact_match=1 / 3, token_f1=pytest.approx((1 + 0 + 2 * 2 / 6) / 3))
+    assert span_metrics(span_sums(truths[1:2], guesses[1:2])) == dict(exact_match=None,
+                                                                      token_f1=None)
 
 
 def test_words_of_evidence_are_compared_as_squad_does():
     pairs = {("the U.S.", "us"): (1, 1), ("A  Dog!", "dog"): (1, 1), ("the-end", "end"): (0, 0),
              ("a b c d", "b c"): (0, 0.8), ("x", "the"): (0, 0), ("the", "a"): (1, 1),
              ("b b c", "b c c"): (0, 2 / 3)}
-    assert span_metrics(*zip(*pairs))["token_f1"] == pytest.approx(
+    assert squad_metrics(*zip(*pairs))["token_f1"] == pytest.approx(
         sum(f1 for _, f1 in pairs.values()) / 7)
-    assert span_metrics([], []) == {} and span_metrics(["a"] * 3, ["x"] * 3)["spans"] == 3
+    assert squad_metrics([], []) == {}
     for (truth, guess), (exact, f1) in pairs.items():
-        got = span_metrics([truth], [guess])
+        got = squad_metrics([truth], [guess])
         assert (got["exact_match"], got["token_f1"]) == (exact, pytest.approx(f1)), (truth, guess)
 
 
@@ -334,8 +348,8 @@ def test_jsonl_csv_words_and_offsets_make_the_same_rows(tmp_path):
             start = row["text"].index(row["evidence"])
             writer.writerow(dict(Body=row["text"], label=row["label"], start=start,
                                  end=start + len(row["evidence"])))
-    one = read_rows([write_jsonl(tmp_path / "rows.jsonl", rows)])
-    two = read_rows([str(tmp_path / "rows.csv")], Fields(text="Body"))
+    one = read_labelled_texts([write_jsonl(tmp_path / "rows.jsonl", rows)])
+    two = read_labelled_texts([str(tmp_path / "rows.csv")], Fields(text="Body"))
     assert one == two and len(one) == 30
 
 
@@ -346,7 +360,7 @@ def test_spans_are_the_tokens_of_the_evidence(name, tmp_path, monkeypatch):
             pytest.skip("no rank file of GPT-2's here")
         monkeypatch.setenv("TIKTOKEN_CACHE_DIR", str(SHARED / "tiktoken_cache"))
     tokenizer = load_tokenizer(name)
-    rows = read_rows([write_jsonl(tmp_path / "rows.jsonl", make_rows(30))])
+    rows = read_labelled_texts([write_jsonl(tmp_path / "rows.jsonl", make_rows(30))])
     a = to_arrays(rows, tokenizer, sorted(WORDS), 512)
     for row, tokens, (first, last) in zip(rows, a["tokens"], a["spans"]):
         assert tokenizer.decode(tokens[first:last + 1]).strip() == row.evidence
@@ -357,24 +371,27 @@ def test_rows_are_split_by_their_group_and_cut_with_a_word(tmp_path, capsys):
     path = write_jsonl(tmp_path / "rows.jsonl", rows)
     prepare(path, tmp_path / "bin", "--group", "doc", "--max_tokens", "8")
     meta = json.loads((tmp_path / "bin/meta.json").read_text())
-    sizes = [len(load_split(tmp_path / "bin", s)[0]) for s in ("train", "val", "test")]
+    sizes = [len(np.load(tmp_path / f"bin/{s}_tokens.npy")) for s in ("train", "val", "test")]
     assert sum(sizes) == 400 and all(n % 4 == 0 and n for n in sizes) and sizes[0] > 280
     assert meta["max_tokens"] == 8 and meta["task"] == "joint"
-    lost = 400 - sum(int((load_split(tmp_path / "bin", s)[3][:, 0] >= 0).sum())
+    lost = 400 - sum(int((np.load(tmp_path / f"bin/{s}_spans.npy")[:, 0] >= 0).sum())
                      for s in ("train", "val", "test"))
     assert lost and f"{lost:,} rows lost their evidence" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("text, evidence, place, doubt", [
-    ("main is in Maine", "in", 8, ""), ("main", "in", 2, INSIDE), ("in, and in", "in", 0, SEVERAL),
-    ("a (b) c", "(b)", 2, ""), ("aaa aa", "aa", 4, ""), ("aaa", "aa", 0, SEVERAL),
+@pytest.mark.parametrize("text, evidence, place, warning", [
+    ("main is in Maine", "in", 8, ""), ("main", "in", 2, INSIDE_WORD),
+    ("in, and in", "in", 0, AMBIGUOUS),
+    ("a (b) c", "(b)", 2, ""), ("aaa aa", "aa", 4, ""), ("aaa", "aa", 0, AMBIGUOUS),
     ("the été", "été", 4, "")])
-def test_evidence_is_looked_for_as_whole_words_first(text, evidence, place, doubt, tmp_path,
+def test_evidence_is_looked_for_as_whole_words_first(text, evidence, place, warning, tmp_path,
                                                      capsys):
-    row, = read_rows([write_jsonl(tmp_path / "a.jsonl", [dict(text=text, evidence=evidence)])])
-    assert (row.start, row.evidence, row.doubt) == (place, evidence, doubt)
+    path = write_jsonl(tmp_path / "a.jsonl", [dict(text=text, evidence=evidence)])
+    row, = read_labelled_texts([path])
+    assert (row.start, row.evidence, row.warning) == (place, evidence, warning)
     assert capsys.readouterr().out == (
-        f"1 of 1 rows have {doubt}; --start and --end say where it is\n" if doubt else "")
+        f"1 of 1 rows have {warning}; give its position with --start and --end\n"
+        if warning else "")
 
 
 def test_a_cell_is_as_dark_as_its_share_of_the_row():
@@ -392,18 +409,18 @@ def test_one_label_is_one_class_however_it_is_written(tmp_path, capsys):
     assert meta["classes"] == ["1", "Neg", "neg", "pos", "true"]
     said = capsys.readouterr().out
     for alike in ("'Neg', 'neg'", "'1', 'true'"):
-        assert f"Labels that look alike are different classes: {alike}\n" in said
-    assert said.count("look alike") == 2
+        assert f"Similar labels are different classes: {alike}\n" in said
+    assert said.count("Similar labels") == 2
 
 
 def test_few_rows_of_a_class_and_too_many_fields_are_said(tmp_path, capsys):
     path = write_jsonl(tmp_path / "a.jsonl", [dict(text=f"{i}", label="rare" if i == 3 else i % 2)
                                               for i in range(90)])
     prepare(path, tmp_path / "bin")
-    assert "Fewer than 3 rows to learn from: rare\n" in capsys.readouterr().out
+    assert "Classes with fewer than 3 training rows: rare\n" in capsys.readouterr().out
     (tmp_path / "a.csv").write_text("label,text\nx,hello\ny,hello, you\n")
     with pytest.raises(ValueError, match=r"a.csv:3: 3 values for 2 columns"):
-        read_rows([str(tmp_path / "a.csv")])
+        read_labelled_texts([str(tmp_path / "a.csv")])
 
 
 def test_the_example_takes_one_word_out_and_says_where():
@@ -424,7 +441,7 @@ def test_the_example_takes_one_word_out_and_says_where():
     (dict(text="x", label=["a"]), "field 'label': expected a label"),
     (dict(text="some words", label="a", evidence="word of"), "'word of' does not occur"),
     (dict(text="x", label="a", start=0, end=9), "evidence 0 to 9 is not inside the text"),
-    (dict(text="x", label="a", start="?", end=9), "expected whole numbers")])
+    (dict(text="x", label="a", start="?", end=9), "expected integers")])
 def test_bad_rows_are_named(record, message, tmp_path, capsys):
     path = write_jsonl(tmp_path / "rows.jsonl", [*make_rows(10), record])
     assert labels_main([path, "--out", str(tmp_path / "bin")]) == 2
@@ -439,7 +456,8 @@ def test_bad_files_and_settings_are_named(tmp_path, capsys):
             (b'{"text": \n', [], "rows.jsonl:1: not valid JSON"), (b"\xff\xfe", [], "UTF-8"),
             (b"", [], "no rows"), (b'{"text": "x"}\n', [], "no row has a label or evidence"),
             (b'{"text": "x", "label": 1}\n', [], "have the label '1'"),
-            (b"", ["--val_fraction", "0.9", "--test_fraction", "0.1"], "leave some to train on"),
+            (b"", ["--val_fraction", "0.9", "--test_fraction", "0.1"],
+             "leaves some texts to train on"),
             (b"", ["--tokenizer", "bite"], "did you mean byte?")]:
         path.write_bytes(content)
         assert labels_main([str(path), "--out", out, *args]) == 2
@@ -512,7 +530,7 @@ def test_rows_without_labels_are_only_predicted(tmp_path, labels, trained, capsy
     path = write_jsonl(tmp_path / "new.jsonl", [dict(text="lo OWL go"), dict(text="go")])
     assert evaluate_main(["--ckpt", str(trained / "ckpt.pt"), "--data", path, "--out",
                           str(tmp_path / "report")]) == 0
-    assert "predictions.jsonl, metrics.json" in capsys.readouterr().out  # no confusion.svg
+    assert "predictions.jsonl; metrics.json" in capsys.readouterr().out  # no confusion.svg
     assert json.loads((tmp_path / "report" / "metrics.json").read_text()) == dict(rows=2)
     said = (tmp_path / "report" / "predictions.jsonl").read_text().splitlines()
     assert len(said) == 2 and {"id", "text", "label", "probability", "evidence"} == set(
@@ -641,12 +659,12 @@ def test_texts_longer_than_those_of_training_are_not_cut(trained, tmp_path, caps
     report = tmp_path / "report"
     assert evaluate_main(["--ckpt", str(trained / "ckpt.pt"), "--data",
                           write_jsonl(tmp_path / "long.jsonl", rows), "--out", str(report)]) == 0
-    assert "20 of 30 texts are longer than all that it learned from" in capsys.readouterr().err
+    assert "20 of 30 texts are longer than all training texts" in capsys.readouterr().err
     model, tokenizer = load_model(trained / "ckpt.pt")
     first = [json.loads(line) for line in (report / "predictions.jsonl").read_text().splitlines()]
     for i in (0, 1, 2):
-        arrays = to_arrays(read_rows([write_jsonl(tmp_path / "one.jsonl", rows[i:i + 1])]),
-                           tokenizer, model.spec["classes"], 9999)
+        path = write_jsonl(tmp_path / "one.jsonl", rows[i:i + 1])
+        arrays = to_arrays(read_labelled_texts([path]), tokenizer, model.spec["classes"], 9999)
         assert arrays["lengths"] == len(rows[i]["text"].encode())
         scores, _ = predict(model, [arrays[n] for n in ARRAYS], 4, "cpu")
         assert first[i]["probability"] == pytest.approx(scores.max(), abs=1e-3)
@@ -696,7 +714,7 @@ def test_a_folder_of_another_system_names_its_model(data_dir, labels, tmp_path):
 def test_bad_commands_are_refused(trained, labels, tmp_path, capsys):
     odd = write_jsonl(tmp_path / "odd.jsonl", [dict(text="x", label="stone")])
     for ckpt, data, message in [
-            (trained / "ckpt.pt", odd, "does not know the labels stone"),
+            (trained / "ckpt.pt", odd, "unknown labels stone"),
             (trained / "ckpt.pt", tmp_path, "not a folder of labelled rows"),
             (tmp_path / "none.pt", odd, "no such file")]:
         assert evaluate_main(["--ckpt", str(ckpt), "--data", str(data), "--out",
@@ -711,5 +729,6 @@ def test_bad_commands_are_refused(trained, labels, tmp_path, capsys):
 
 def test_arrays_are_read_in_the_order_the_model_takes_them(labels):
     assert ARRAYS == ("tokens", "lengths", "labels", "spans")
-    shapes = [a.ndim for a in load_split(labels, "train")]
+    spec = dict(vocab_size=257, classes=sorted(WORDS))
+    shapes = [a.ndim for a in open_labels(labels, "train", spec)]
     assert shapes == [2, 1, 1, 2]

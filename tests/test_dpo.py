@@ -15,7 +15,7 @@ from runs import Program, assert_same, assert_two_ranks_equal_one
 from data.chat_template import BuiltinTemplate
 from data.prepare import chat as data_chat
 from data.prepare import pairs as data_pairs
-from data.prepare.pairs import encoded, example_pairs, to_pair
+from data.prepare.pairs import PairOptions, encode_pairs, example_pairs, to_pair
 from data.tokenizer import load_tokenizer
 from model.core.load import load_model
 from model.dpo import PreferenceGPT
@@ -151,9 +151,7 @@ def test_the_last_of_several_answers_is_learned(made, tmp_path):
     template = BuiltinTemplate({"system": "{}", "user": "{}:", "assistant": "{}"})
     ids, mask = template.encode(to_pair(json.loads(open(source).readline()))[1], BYTES)
     assert BYTES.decode(ids[mask == 1]) == "b<|endoftext|>ee<|endoftext|>"
-    args = types.SimpleNamespace(sources=[source], num_samples=None, skip_bad=False, split="train",
-                                 subset=None, block_size=64)
-    found = list(encoded(args, BYTES, template))
+    found = list(encode_pairs(PairOptions([source]), BYTES, template, 65))
     assert len(found) == 4
     for (chosen, one), (rejected, two) in found:
         assert BYTES.decode(chosen[one == 1]) == "d<|endoftext|>"
@@ -198,7 +196,7 @@ def test_the_example_is_wrong_by_one_letter():
 @pytest.mark.parametrize("argv, message", [
     (["--reference", "byte"], "byte"),
     (["--reference", "{gpt}"], "needs? the checkpoint of a chat model"),
-    (["--reference", "{chat}", "--val_fraction", "2"], "between 0 and 1"),
+    (["--reference", "{chat}", "--val_fraction", "2"], "--val_fraction: must be below 1"),
 ])
 def test_bad_settings_are_refused(made, tmp_path, capsys, argv, message, data_dir):
     base = dict(gpt=tmp_path / "gpt/ckpt.pt", chat=made / "chat/ckpt.pt")

@@ -21,7 +21,7 @@ from data import chat_template
 from data.chat_template import ChatTemplate
 from data.prepare import chat as chats
 from data.prepare import sources
-from data.prepare.chat import fit
+from data.prepare.chat import cut
 from data.tokenizer import tokenizer_from_spec
 from data.tokenizer_hf import open_chat_format
 from model import chat as talking
@@ -307,7 +307,7 @@ def test_chats_are_rendered_and_learned_as_transformers_writes_them(folders, tmp
                 said = after.removeprefix(before)
                 wanted.append(said[:said.index(end) + len(end)])
         learned = [ours.decode(chat[mask == 1]) for chat, mask in pieces]
-        assert "".join(learned) == "".join(wanted) and len(whole) >= len(fit(*pieces[-1], 9999)[0])
+        assert "".join(learned) == "".join(wanted) and len(whole) >= len(cut(*pieces[-1], 9999)[0])
 
 
 # What stands behind an answer and ends it, and what a template puts before one that has no part in

@@ -357,7 +357,7 @@ def records(command, words, *rows):
 records("data.prepare.chat", "expected one of", dict(messages=[dict(role=["user"], content="x")]))
 records("data.prepare.chat", "expected text, got", dict(messages=[dict(role="user",
                                                               content=[dict(text=5)])]))
-records("data.prepare.labels", "expected whole numbers", dict(text="abc", label="a", start=1e999, end=2))
+records("data.prepare.labels", "expected integers", dict(text="abc", label="a", start=1e999, end=2))
 records("data.prepare.labels", "expected a label", dict(text="abc", label=["a"]))
 
 

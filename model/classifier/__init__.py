@@ -1,21 +1,280 @@
-"""A label for a text, and the evidence for it: a pretrained backbone and a small head.
+"""A classifier of texts that also locates the evidence for the label: --model classifier
 
     python run_train.py --config train/configs/classifier.yaml --init_from out/quick/ckpt.pt
     python -m model.classifier --ckpt out/classifier/ckpt_best.pt --data other.csv --out out/other
 
-data/prepare/labels.py prepares the data; model.py is what is trained, report.py the command.
+This file has the model and the data, report.py the command that evaluates a checkpoint.
+data.prepare.labels prepares data.
+
+Shapes: B batch, T tokens, C channels, K classes.
 """
 
-# ruff: noqa: F401
-from model.classifier.metrics import classification_metrics
-from model.classifier.model import (
-    MUST_MATCH_TO_INIT,
-    USE,
-    Classifier,
-    Keys,
-    build_model,
-    class_weights,
-    inherit_shape,
-    open_data,
-)
-from model.classifier.report import main
+from dataclasses import dataclass, fields, replace
+
+import torch
+import torch.nn as nn
+import torch.nn.functional as F
+
+from data.labels import SPLITS, open_labels, read_labels_meta
+from data.tokenizer import open_folder_tokenizer
+from model.classifier import metrics
+from model.classifier.metrics import classification_metrics  # noqa: F401
+from model.gpt import GPT, GPTConfig, fill, inherit_shape, normal  # noqa: F401
+from train.base.errors import DataError
+from train.base.fields import key
+from train.dataloader import Data, RowLoader
+
+# Evaluations count rows in LOG_ODDS_BINS bins (shared by all classes) of the log-odds of each class
+# between -MAX_LOG_ODDS and MAX_LOG_ODDS, from which AUROC is computed. Early in training the values
+# differ little, which needs narrow bins: 65,536 per class for four classes.
+MAX_LOG_ODDS = 16.0
+LOG_ODDS_BINS = 1 << 18
+USE = "python -m model.classifier --ckpt {out}/ckpt_best.pt --data FILE.csv --out {out}/report"
+MUST_MATCH_TO_INIT = ("classes",)  # the head identifies classes by their index
+
+
+@dataclass
+class Keys:
+    task: str | None = key(None, "class: a label per text; span: its evidence; joint: both "
+                           "(default: that of the data)", choices=["class", "span", "joint"],
+                           free=True)
+    class_weights: str | None = key(None, "weights of the classes in the loss: balanced (rows / "
+                                    "(classes x rows of the class)), or one number per class, "
+                                    "separated by commas; none: 1 each")
+    span_weight: float = key(1.0, "joint: weight of the evidence's loss", ge=0)
+
+    def problems(self):
+        if self.class_weights in (None, "balanced"):
+            return []
+        try:
+            valid = all(float(w) > 0 for w in self.class_weights.split(","))
+        except ValueError:
+            valid = False
+        return [] if valid else ["class_weights: expected balanced or numbers above 0 such as "
+                                 f"1,2.5,1; got {self.class_weights!r}"]
+
+
+# -----------------------------------------------------------------------------
+# data
+
+def open_data(config, ranks):
+    """Return the Data of a folder that data.prepare.labels wrote. Raises DataError."""
+    c = config
+    meta = read_labels_meta(c.data_dir)
+    tokenizer = open_folder_tokenizer(c.data_dir)
+    spec = {name: meta.extra[name] for name in ("classes", "class_counts", "max_tokens")}
+    spec |= dict(task=c.task or meta.extra["task"], tokenizer=tokenizer.spec(),
+                 vocab_size=c.vocab_size or tokenizer.n_vocab)
+    if meta.extra["task"] not in ("joint", spec["task"]):
+        raise DataError(f"task: {spec['task']}, but {c.data_dir} was prepared for the task "
+                        f"{meta.extra['task']}: prepare it with labels and evidence")
+    if c.pos == "learned" and c.block_size < spec["max_tokens"]:
+        raise DataError(f"{c.data_dir}: texts of up to {spec['max_tokens']} tokens, but this model "
+                        f"has {c.block_size} learned positions (block_size): prepare the data with "
+                        f"--max_tokens {c.block_size}")
+    class_weights(c.class_weights, spec)  # raises DataError
+    train, val, test = (open_labels(c.data_dir, split, spec) for split in SPLITS)
+    return Data(RowLoader(train, c, ranks), RowLoader(val, c, ranks) if c.eval_interval else None,
+                spec, RowLoader(test, c, ranks) if len(test[0]) else None)
+
+
+def class_weights(text, spec):
+    """Return the weights of the classes, a list of K floats, from the key class_weights."""
+    counts = spec["class_counts"]
+    if text is None:
+        return [1.0] * len(counts)
+    if text == "balanced":  # as in scikit-learn; 0 for a class without training rows
+        return [sum(counts) / (len(counts) * n) if n else 0.0 for n in counts]
+    weights = [float(w) for w in text.split(",")]
+    if len(weights) != len(counts):
+        raise DataError(f"class_weights: {len(weights)} numbers for {len(counts)} classes "
+                        f"({', '.join(spec['classes'])})")
+    return weights
+
+
+# -----------------------------------------------------------------------------
+# the model
+
+class Pointer(nn.Module):
+    """Scores of tokens for a query: scaled dot products as in attention, -inf where masked."""
+
+    def __init__(self, dim):
+        super().__init__()
+        self.query = nn.Linear(dim, dim)
+        self.key = nn.Linear(dim, dim, bias=False)
+
+    def forward(self, query, x, mask):
+        """query (B, C), x (B, T, C), mask (B, T) bool -> (B, T) float32."""
+        scores = (self.key(x) @ self.query(query).unsqueeze(-1)).squeeze(-1)  # (B, T)
+        return (scores.float() * x.size(-1) ** -0.5).masked_fill(~mask, float("-inf"))
+
+
+class Classifier(nn.Module):
+    """A GPT with a linear head for the label of a text and two pointers for its evidence.
+
+    forward(tokens, lengths, labels, spans) returns (loss, sums); forward(tokens, lengths) returns
+    (class scores (B, K) or None, spans (B, 2) or None).
+
+    In a causal model only the last token's state depends on the whole text, so the label is
+    computed from it (the mean of all states learns more slowly, see train/LOG.md). For the same
+    reason evidence is located from its end: the state of the text's last token selects the last
+    token of the evidence, whose state selects the first one.
+    """
+
+    def __init__(self, shape, spec, weights, seed=1337, span_weight=1.0):
+        """shape: the GPTConfig of the backbone, which is built without an output layer. With
+        rotary positions its block_size becomes the length of the longest text."""
+        super().__init__()
+        self.config = shape
+        self.spec = spec
+        self.span_weight = span_weight
+        length = spec["max_tokens"] if shape.pos == "rope" else shape.block_size
+        self.gpt = GPT(replace(shape, tie_weights=True, block_size=length), seed)
+        self.head = self.end = self.start = None
+        if spec["task"] != "span":
+            self.head = nn.Linear(shape.n_embd, len(spec["classes"]))
+        if spec["task"] != "class":
+            self.end = Pointer(shape.n_embd)
+            self.start = Pointer(shape.n_embd)
+        # On the CPU also under torch.device("meta"): the values come from the configuration.
+        weights = torch.tensor(weights, dtype=torch.float32, device="cpu")
+        self.register_buffer("weights", weights, persistent=False)
+        fill(self, seed)
+
+    def initial(self, name, shape, seed):
+        part, _, inner = name.partition(".")
+        if part == "gpt":
+            return self.gpt.initial(inner, shape, seed)
+        if part not in ("head", "end", "start"):
+            return None
+        return torch.zeros(shape) if inner.endswith("bias") else normal(name, shape, 0.02, seed)
+
+    def adopt(self, weights):
+        """Map a GPT's weights to the backbone. Heads of a classifier are used if their shapes
+        match."""
+        own, weights = self.state_dict(), self.gpt.adopt(weights)
+        named = {n if n in own else f"gpt.{n}": t for n, t in weights.items()}
+        return {n: t for n, t in named.items() if n.startswith("gpt.") or own[n].shape == t.shape}
+
+    def widen(self, length):
+        """Extend rotary positions to `length` tokens and return the longest possible text."""
+        config = self.gpt.config
+        if config.pos == "rope" and length > config.block_size:
+            config.block_size = length
+            self.gpt.add_tables(None)
+            self.gpt.to(self.gpt.wte.weight.device)
+        return config.block_size
+
+    def forward(self, tokens, lengths, labels=None, spans=None):
+        """tokens (B, T), lengths (B,), labels (B,), spans (B, 2) first and last token or -1."""
+        x = self.gpt.trunk(tokens)  # (B, T, C)
+        last = states_at(x, lengths - 1)  # (B, C)
+        mask = torch.arange(x.size(1), device=x.device) < lengths[:, None]  # (B, T)
+        scores = None if self.head is None else self.head(last).float()  # (B, K)
+        ends = None if self.end is None else self.end(last, x, mask)  # (B, T)
+        if labels is None:
+            return scores, None if ends is None else self.predict_spans(x, ends)
+        return self.losses(x, scores, ends, labels, spans)
+
+    def start_scores(self, x, end):
+        """Return scores (B, T) of first tokens for evidence whose last token is end (B,)."""
+        mask = torch.arange(x.size(1), device=x.device) <= end[:, None]
+        return self.start(states_at(x, end), x, mask)
+
+    def predict_spans(self, x, ends):
+        """Return the most probable last token and, given it, the most probable first token: spans
+        (B, 2)."""
+        end = ends.argmax(1)
+        return torch.stack((self.start_scores(x, end).argmax(1), end), dim=1)
+
+    def losses(self, x, scores, ends, labels, spans):
+        # A row's loss and its share in the count are weighted by its class, so that the loss is
+        # torch's weighted cross-entropy, sum(w loss) / sum(w), of any number of batches.
+        has_span = spans[:, 0] >= 0  # (B,)
+        first, last = spans.clamp(min=0).unbind(1)  # (B,) each
+        w, label_loss, span_loss = has_span.float(), 0.0, 0.0
+        if self.head is not None:
+            w = self.weights[labels]  # (B,)
+            label_loss = F.cross_entropy(scores, labels, reduction="none")
+        if self.end is not None:
+            span_loss = has_span * (
+                F.cross_entropy(ends, last, reduction="none")
+                + F.cross_entropy(self.start_scores(x, last), first, reduction="none")) / 2
+        count, sums = w.sum(), {}
+        if self.spec["task"] == "joint":
+            sums = dict(label_loss=(w * label_loss).sum(), span_loss=(w * span_loss).sum())
+            span_loss = self.span_weight * span_loss
+        loss = (w * (label_loss + span_loss)).sum() / count.clamp(min=1e-9)
+        sums["count"] = count
+        if not self.training:
+            sums |= self.eval_sums(x, scores, ends, labels, spans)
+        return loss, sums
+
+    def eval_sums(self, x, scores, ends, labels, spans):
+        """Return the additional sums of an evaluation: the confusion matrix (K, K), whose rows are
+        the true classes; log_odds_counts(); span_sums()."""
+        out = {}
+        if self.head is not None:
+            K = scores.size(1)
+            cells = count_indices(labels * K + scores.argmax(1), K * K)
+            out |= dict(confusion=cells.view(K, K), odds=log_odds_counts(scores, labels))
+        if self.end is not None:
+            out |= metrics.span_sums(spans, self.predict_spans(x, ends))
+        return out
+
+    def numbers(self, sums):
+        """Return the metrics of an evaluation: accuracy; precision, recall and F1, each as _macro
+        and _weighted; auroc; exact_match and token_f1 of evidence spans, compared by tokens. None
+        if there is nothing to count. For spans alone f1_macro is token_f1."""
+        count = float(sums["count"])
+        out = {name: float(sums[name]) / count if count else None
+               for name in ("label_loss", "span_loss") if name in sums}
+        if "confusion" in sums:
+            values = metrics.confusion_metrics(sums["confusion"].numpy())
+            out |= {name: v for name, v in values.items() if not name.endswith("per_class")}
+            areas = [metrics.auroc(*counts) for counts in sums["odds"].numpy()]
+            out["auroc"] = metrics.average_auroc(areas)
+        if "spans" in sums:
+            out |= metrics.span_metrics(sums)
+            out.setdefault("f1_macro", out["token_f1"])  # SQuAD's name for it, arXiv:1606.05250
+        return out
+
+    def flops_per_unit(self):
+        return self.gpt.flops_per_unit() * self.gpt.config.block_size
+
+    def compile(self, *args, **kwargs):
+        for block in self.gpt.h:  # all blocks share the first one's code; the heads are small
+            block.compile(*args, **kwargs)
+
+
+def log_odds_counts(scores, labels):
+    """Return the number of rows in each bin of the log-odds of each class, (K, 2, bins): first the
+    rows of other classes, then the rows of the class. scores (B, K), labels (B,)."""
+    K, logp = scores.size(1), scores.log_softmax(1)
+    bins = LOG_ODDS_BINS // K
+    odds = (logp - torch.log1p(-logp.exp())).clamp(-MAX_LOG_ODDS, MAX_LOG_ODDS)  # (B, K)
+    index = ((odds + MAX_LOG_ODDS) * ((bins - 1) / (2 * MAX_LOG_ODDS))).round().long()
+    classes = torch.arange(K, device=scores.device)
+    cell = (classes * 2 + (labels[:, None] == classes)) * bins + index  # (B, K)
+    return count_indices(cell.flatten(), K * 2 * bins).view(K, 2, bins)
+
+
+def count_indices(indices, n):
+    """Return the counts (n,) of 0 to n - 1 in `indices`, without the GPU synchronisation of
+    torch.bincount."""
+    return indices.new_zeros(n).index_add_(0, indices, torch.ones_like(indices))
+
+
+def states_at(x, positions):
+    """Return the states (B, C) of x (B, T, C) at one position (B,) per row."""
+    return x[torch.arange(len(x), device=x.device), positions]
+
+
+def build_model(config, data):
+    args = {f.name: getattr(config, f.name) for f in fields(GPTConfig)}
+    shape = GPTConfig(**args | dict(vocab_size=data.spec["vocab_size"]))
+    model = Classifier(shape, data.spec, class_weights(config.class_weights, data.spec),
+                       config.seed, config.span_weight)
+    for block in model.gpt.h:
+        block.gradient_checkpointing = config.gradient_checkpointing
+    return model

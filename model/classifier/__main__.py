@@ -1,6 +1,6 @@
 import sys
 
-from model.classifier import main
+from model.classifier.report import main
 
 if __name__ == "__main__":
     sys.exit(main())

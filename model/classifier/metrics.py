@@ -1,4 +1,4 @@
-"""Numbers of a classifier, in numpy: confusion, AUROC, and evidence as SQuAD compares it."""
+"""Metrics of a classifier: confusion matrix, AUROC, and overlap of evidence spans."""
 
 import re
 import string
@@ -6,89 +6,110 @@ from collections import Counter
 from typing import Any
 
 import numpy as np
+import torch
 
+# -----------------------------------------------------------------------------
+# classes
 
 def confusion_metrics(matrix):
-    """Accuracy, precision, recall and F1 of a confusion matrix (K, K), rows the truth. As scikit-
-    learn's with zero_division=0: macro means are over the classes in truth or predictions."""
-    true, guessed, right = matrix.sum(1), matrix.sum(0), matrix.diagonal()
-    seen, n = true + guessed > 0, matrix.sum()
-    out = dict(accuracy=float(right.sum() / n) if n else None)
-    for name, over, under in (("precision", right, guessed), ("recall", right, true),
-                              ("f1", 2 * right, true + guessed)):
-        each = over / np.maximum(under, 1)  # (K,)
-        out[f"{name}_macro"] = float(each[seen].mean()) if n else None
-        out[f"{name}_weighted"] = float((each * true).sum() / n) if n else None
-        out[f"{name}_per_class"] = each.tolist()
+    """Return accuracy, precision, recall and F1 of a confusion matrix (K, K), whose rows are the
+    true classes. Undefined values are 0, as with scikit-learn's zero_division=0; macro averages
+    are over the classes that occur among labels or predictions."""
+    true = matrix.sum(1)
+    predicted = matrix.sum(0)
+    correct = matrix.diagonal()
+    present = true + predicted > 0
+    n = matrix.sum()
+    out = dict(accuracy=float(correct.sum() / n) if n else None)
+    for name, numerator, denominator in (("precision", correct, predicted),
+                                         ("recall", correct, true),
+                                         ("f1", 2 * correct, true + predicted)):
+        values = numerator / np.maximum(denominator, 1)  # (K,)
+        out[f"{name}_macro"] = float(values[present].mean()) if n else None
+        out[f"{name}_weighted"] = float((values * true).sum() / n) if n else None
+        out[f"{name}_per_class"] = values.tolist()
     return out
 
 
-def auroc(positive, scores):
-    """Area under the ROC curve: how often a positive (N,) bool scores above a negative, ties count
-    half; None where one of the two kinds is missing."""
-    n = int(positive.sum())
-    if not 0 < n < len(positive):
-        return None
-    _, inverse, counts = np.unique(scores, return_inverse=True, return_counts=True)
-    rank = (counts.cumsum() - (counts - 1) / 2)[inverse]  # of each score, from 1; ties share one
-    return float((rank[positive].sum() - n * (n + 1) / 2) / (n * (len(positive) - n)))
+def auroc(negatives, positives):
+    """Return the area under the ROC curve, None if there are no negatives or no positives.
+
+    negatives, positives: (n,) numbers of negative and positive samples at each of n increasing
+    scores. The area is the probability that a positive scores above a negative; ties count half.
+    """
+    pairs = negatives.sum() * positives.sum()
+    below = negatives.cumsum() - negatives / 2
+    return float((positives * below).sum() / pairs) if pairs else None
 
 
-def auroc_of_counts(negative, positive):
-    """auroc() of rows that are counted at each of rising scores, (steps,) each."""
-    pairs = negative.sum() * positive.sum()
-    below = negative.cumsum() - negative / 2  # ties count half
-    return float((positive * below).sum() / pairs) if pairs else None
-
-
-def whole_auroc(areas):
-    """Of two classes that of the second, of more the mean; None where one is unknown."""
-    return areas[1] if len(areas) == 2 else None if None in areas else float(np.mean(areas))
+def average_auroc(areas):
+    """Return the AUROC of the second of two classes, or the mean over more classes (one against the
+    rest); None if one is undefined."""
+    if len(areas) == 2:
+        return areas[1]
+    return None if None in areas else float(np.mean(areas))
 
 
 def classification_metrics(labels: np.ndarray, scores: np.ndarray) -> dict[str, Any]:
-    """What scikit-learn says of class scores (N, K), probabilities say, with labels (N,) the true
-    classes: accuracy; precision, recall and f1 as _macro, _weighted and _per_class; auroc, of two
-    classes that of the second, of more the mean of each against the rest, and auroc_per_class, None
-    where a class has no rows; confusion_matrix, rows the truth; support. Raises ValueError."""
+    """Return the metrics that scikit-learn computes from class scores.
+
+    labels: (N,) true classes. scores: (N, K), e.g. probabilities. The result has accuracy;
+    precision, recall and f1, each with the suffixes _macro, _weighted and _per_class; auroc (see
+    average_auroc) and auroc_per_class, None for a class without samples; confusion_matrix, whose
+    rows are the true classes; support. Raises ValueError for invalid arrays.
+    """
     labels, scores = np.asarray(labels), np.asarray(scores, np.float64)
     if scores.ndim != 2 or labels.shape != scores.shape[:1] or not len(labels):
         raise ValueError(f"labels {labels.shape}, scores {scores.shape}: expected (N,) and (N, K)")
     K = scores.shape[1]
     if labels.min() < 0 or labels.max() >= K or not np.isfinite(scores).all():
-        raise ValueError(f"expected labels from 0 to {K - 1} and scores that are finite numbers")
+        raise ValueError(f"expected labels from 0 to {K - 1} and finite scores")
     matrix = np.bincount(labels * K + scores.argmax(1), minlength=K * K).reshape(K, K)
-    areas = [auroc(labels == k, scores[:, k]) for k in range(K)]
-    return confusion_metrics(matrix) | dict(auroc=whole_auroc(areas), auroc_per_class=areas,
-                                            support=matrix.sum(1).tolist(),
-                                            confusion_matrix=matrix.tolist())
+    areas = []
+    for k in range(K):
+        values, rank = np.unique(scores[:, k], return_inverse=True)
+        counts = np.bincount(rank + len(values) * (labels == k), minlength=2 * len(values))
+        areas.append(auroc(*counts.reshape(2, -1)))
+    return confusion_metrics(matrix) | dict(
+        auroc=average_auroc(areas), auroc_per_class=areas, support=matrix.sum(1).tolist(),
+        confusion_matrix=matrix.tolist())
 
 
-def normalized_words(text):
-    """Words as SQuAD compares them (arXiv:1606.05250): lower case, no punctuation, no articles."""
+# -----------------------------------------------------------------------------
+# evidence
+
+def span_sums(truths, guesses):
+    """Return sums over samples: spans, the number with evidence; exact, of equal spans; overlap, of
+    token F1. truths, guesses: (N, 2) first and last token, -1 in truths without evidence."""
+    has_span = truths[:, 0] >= 0
+    size = (truths[:, 1] - truths[:, 0]) + (guesses[:, 1] - guesses[:, 0]) + 2
+    shared = (torch.minimum(truths[:, 1], guesses[:, 1])
+              - torch.maximum(truths[:, 0], guesses[:, 0]) + 1).clamp(min=0)
+    return dict(spans=has_span.sum(), exact=((guesses == truths).all(1) & has_span).sum(),
+                overlap=(2 * shared / size * has_span).sum())
+
+
+def span_metrics(sums):
+    """Return {"exact_match", "token_f1"}, means of span_sums(); None without evidence."""
+    n = float(sums["spans"])
+    return {name: float(sums[key]) / n if n else None
+            for name, key in (("exact_match", "exact"), ("token_f1", "overlap"))}
+
+
+def squad_words(text):
+    """Return the words of a text as SQuAD compares them (arXiv:1606.05250): in lower case, without
+    punctuation and articles."""
     text = "".join(c for c in text.lower() if c not in string.punctuation)
     return re.sub(r"\b(a|an|the)\b", " ", text).split()
 
 
-def place_metrics(truths, guesses):
-    """{"exact_match", "token_f1", "spans"} of first and last tokens (N, 2), of the rows whose truth
-    is not -1: what evaluations in training have."""
-    truths, guesses = truths[truths[:, 0] >= 0], guesses[truths[:, 0] >= 0]
-    if not len(truths):
-        return {}
-    (a, b), (c, d) = truths.T, guesses.T
-    shared = (np.minimum(b, d) - np.maximum(a, c) + 1).clip(min=0)
-    return dict(exact_match=float((truths == guesses).all(1).mean()), spans=len(truths),
-                token_f1=float((2 * shared / (b - a + d - c + 2)).mean()))
-
-
-def span_metrics(truths, guesses):
-    """{"exact_match", "token_f1", "spans"} of texts of evidence, as SQuAD's script has them (from 0
-    to 1): equal words in the same order; F1 of the words as multisets."""
+def squad_metrics(truths, guesses):
+    """Return SQuAD's {"exact_match", "token_f1"} (from 0 to 1) of lists of texts: equality of the
+    words, and F1 of the words as multisets. Empty for empty lists."""
     exact, f1 = [], []
-    for a, b in zip(map(normalized_words, truths), map(normalized_words, guesses), strict=True):
-        exact.append(a == b)
+    for a, b in zip(map(squad_words, truths), map(squad_words, guesses), strict=True):
         shared = (Counter(a) & Counter(b)).total()
+        exact.append(a == b)
         f1.append(2 * shared / (len(a) + len(b)) if a and b else float(a == b))
     n = len(exact)
-    return dict(exact_match=sum(exact) / n, token_f1=sum(f1) / n, spans=n) if n else {}
+    return dict(exact_match=sum(exact) / n, token_f1=sum(f1) / n) if n else {}

@@ -1,0 +1,190 @@
+"""Labelled texts: the records that data.prepare.labels reads and the arrays that it writes.
+
+A record has a text, a label, and the evidence: the part of the text that supports the label, as its
+words or as offsets in characters. Label or evidence may be missing.
+"""
+
+import functools
+import re
+import unicodedata
+from collections import Counter
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+
+from data.meta import read_meta_for
+from data.records import parse_records
+from data.rows import id_dtype, open_rows, pad_rows
+from data.tokenizer import clean
+from train.base.errors import DataError, echo
+from train.base.fields import key
+
+SPLITS = ("train", "val", "test")
+# tokens (N, T) ids, padded with 0; lengths (N,) in tokens; labels (N,) class indices; spans (N, 2)
+# first and last token of the evidence, -1 without evidence or if it was cut off.
+ARRAYS = ("tokens", "lengths", "labels", "spans")
+# Warnings about evidence that is given by its words.
+AMBIGUOUS = "evidence that occurs several times in the text (the first occurrence is used)"
+INSIDE_WORD = "evidence that occurs only inside longer words"
+LONG_EVIDENCE_CHARS = 200
+
+
+class LabelledText(NamedTuple):
+    text: str
+    label: str | None
+    start: int | None   # the evidence is text[start:end]
+    end: int | None
+    group: str          # texts of the same group are in the same split
+    warning: str = ""   # about the position of the evidence
+    id: object = None   # the record's own
+
+    @property
+    def evidence(self):
+        return None if self.start is None else self.text[self.start:self.end]
+
+
+@dataclass
+class Fields:
+    """Options: names of the fields of a record."""
+    text: str = key("text", "field or column with the text")
+    label: str = key("label", "with the label")
+    evidence: str = key("evidence", "with the part of the text that supports the label")
+    start: str = key("start", "instead: with the first character of that part")
+    end: str = key("end", "and with the position after the last character")
+    group = None  # field with the group of a text; None: each text is its own group
+
+
+# -----------------------------------------------------------------------------
+# records
+
+def parse_labelled_text(record, fields):
+    """Return the LabelledText of a record. Raises ValueError for an invalid record."""
+    if not isinstance(record, dict):
+        raise ValueError(f"expected an object, got a {type(record).__name__}")
+    if fields.text not in record:
+        raise ValueError(f"no field {fields.text!r}; its fields are "
+                         f"{', '.join(map(str, record))}: choose one with --text")
+    text, label = record[fields.text], record.get(fields.label)
+    if not isinstance(text, str) or not text:
+        raise ValueError(f"field {fields.text!r}: expected a text, got {text!r}")
+    if isinstance(label, (dict, list)):
+        raise ValueError(f"field {fields.label!r}: expected a label, got {label!r}")
+    if fields.group and record.get(fields.group) in (None, ""):
+        raise ValueError(f"no field {fields.group!r} (--group)")
+    text = clean(text)
+    start, end, warning = locate_evidence(text, record, fields)
+    label = None if label is None else normalize_label(clean(str(label))) or None
+    group = str(record[fields.group]) if fields.group else text
+    return LabelledText(text, label, start, end, group, warning, record.get("id"))
+
+
+def normalize_label(text):
+    """Return the name of a class, the same for all formats of files: without surrounding spaces,
+    integers without .0, true and false as in JSON."""
+    text = text.strip()
+    if re.fullmatch(r"-?\d+\.0+", text):
+        return text[:text.index(".")]
+    return text.lower() if text in ("True", "False", "TRUE", "FALSE") else text
+
+
+def locate_evidence(text, record, fields):
+    """Return (start, end, warning) of the evidence in characters, (None, None, "") for a record
+    without evidence. Occurrences as whole words are preferred."""
+    words, offsets = record.get(fields.evidence), [record.get(fields.start), record.get(fields.end)]
+    if all(n not in (None, "") for n in offsets):
+        try:
+            start, end = map(int, offsets)
+        except (TypeError, ValueError, OverflowError):
+            raise ValueError(f"start and end {offsets}: expected integers") from None
+        if not 0 <= start < end <= len(text):
+            raise ValueError(f"evidence {start} to {end} is not inside the text of {len(text)} "
+                             "characters; end is one past the last")
+        return start, end, ""
+    if words in (None, ""):
+        return None, None, ""
+    positions = find_occurrences(words := clean(words), text) if isinstance(words, str) else []
+    if not positions:
+        raise ValueError(f"the evidence {str(words)[:60]!r} does not occur in the text")
+    whole = [i for i in positions if not (  # two word characters at a boundary
+        re.fullmatch(r"\w\w", text[max(0, i - 1):i] + words[0])
+        or re.fullmatch(r"\w\w", words[-1] + text[i + len(words):i + len(words) + 1]))]
+    positions = whole or positions
+    warning = AMBIGUOUS if len(positions) > 1 else "" if whole else INSIDE_WORD
+    return positions[0], positions[0] + len(words), warning
+
+
+def find_occurrences(words, text):
+    """Return the positions of `words` in `text`. Occurrences may overlap, except of long words:
+    comparing these at every position would take quadratic time."""
+    step = 1 if len(words) < LONG_EVIDENCE_CHARS else len(words)
+    positions = []
+    while (i := text.find(words, positions[-1] + step if positions else 0)) >= 0:
+        positions.append(i)
+    return positions
+
+
+def read_labelled_texts(sources, fields=Fields, skip_bad=False):
+    """Return the LabelledTexts of all sources. Raises DataError with all invalid records."""
+    rows = list(parse_records(sources, lambda record: parse_labelled_text(record, fields),
+                              skip_bad=skip_bad))
+    if not rows:
+        raise DataError(f"{', '.join(sources)}: no rows")
+    for warning, n in Counter(row.warning for row in rows if row.warning).items():
+        echo(f"{n:,} of {len(rows):,} rows have {warning}; give its position with --start and "
+             "--end")
+    return rows
+
+
+# -----------------------------------------------------------------------------
+# arrays
+
+def to_arrays(rows, tokenizer, classes, max_tokens):
+    """Return {name: array} as in ARRAYS of LabelledTexts. Texts are cut to max_tokens; evidence
+    that is cut counts as missing."""
+    if getattr(tokenizer, "nfc", False):
+        rows = [to_nfc(row) for row in rows]
+    ids = [tokenizer.encode_array(row.text) for row in rows]
+    width = min(max_tokens, max(map(len, ids), default=0))
+    index = {name: i for i, name in enumerate(classes)}
+    token_bytes = tokenizer.token_bytes()
+    spans = np.full((len(rows), 2), -1, np.int64)
+    for i, row in enumerate(rows):
+        if row.start is not None:
+            first, last = to_token_span(row, ids[i], token_bytes)
+            spans[i] = (first, last) if last < width else (-1, -1)
+    tokens = pad_rows([row[:width] for row in ids], width, 0, id_dtype(tokenizer.n_vocab))
+    return dict(tokens=tokens,
+                lengths=np.array([min(width, len(row)) for row in ids], np.int64),
+                labels=np.array([index.get(row.label, 0) for row in rows], np.int64), spans=spans)
+
+
+def to_nfc(row):
+    """Return a LabelledText in Unicode's normal form C, as the tokenizer encodes it."""
+    nfc = functools.partial(unicodedata.normalize, "NFC")
+    start, end = (n if n is None else len(nfc(row.text[:n])) for n in (row.start, row.end))
+    return row._replace(text=nfc(row.text), start=start, end=end)
+
+
+def to_token_span(row, ids, token_bytes):
+    """Return the first and last token of a text's evidence. token_bytes: (V,) bytes per id."""
+    ends = token_bytes[ids].cumsum()  # end of each token, in bytes
+    ends += len(row.text.encode()) - ends[-1]  # some tokenizers add a space before the text
+    start, end = (len(row.text[:n].encode()) for n in (row.start, row.end))
+    return int(np.searchsorted(ends, start, "right")), int(np.searchsorted(ends, end, "left"))
+
+
+def read_labels_meta(folder):
+    """Return the Meta of a folder of labelled texts. Raises DataError."""
+    return read_meta_for("classifier", folder, "not a folder of labelled rows; prepare one: python "
+                         "-m data.prepare.labels FILE... --out FOLDER, or --example for an example",
+                         task=str, classes=[str], class_counts=[int], max_tokens=int)
+
+
+def open_labels(folder, split, spec):
+    """Return the memory-mapped arrays of a split, in the order of ARRAYS, checked against the
+    vocabulary and the classes of a model's spec. Raises DataError."""
+    tokens = (None,), 0, spec["vocab_size"]
+    width = open_rows(folder, split, tokens=tokens)[0].shape[1]
+    return open_rows(folder, split, tokens=tokens, lengths=((), 0, width + 1),
+                     labels=((), 0, max(1, len(spec["classes"]))), spans=((2,), -1, width))
