@@ -3,7 +3,6 @@ gradients against its formula, adapters, ranks, resume."""
 
 import json
 import re
-import types
 
 import numpy as np
 import pytest
