@@ -12,7 +12,7 @@ from conftest import REPO, TINY
 
 from train.config import load_config
 from train.logger import Logger
-from train.options.trackers import _Guarded, numbers, open_trackers
+from train.options.trackers import GuardedTracker, open_trackers, tracked_numbers
 
 NAMES = {"train/loss", "lr", "grad_norm", "tokens_per_sec", "val/loss", "val/ppl", "val/bpb"}
 CONFIG = dict(learning_rate=6e-4, n_layer=2, run_name="try 1", tracker=["x"], min_lr=None)
@@ -221,7 +221,7 @@ def test_a_missing_package_is_one_line(tmp_path):
 
 def test_a_folder_of_that_name_is_no_package(tmp_path):
     (tmp_path / "wandb").mkdir()
-    assert bare_python("print(t._installed('wandb'))", tmp_path).stdout == "False\n"
+    assert bare_python("print(t.is_installed('wandb'))", tmp_path).stdout == "False\n"
 
 
 def test_an_unknown_tracker_is_named_before_work_starts():
@@ -230,11 +230,11 @@ def test_an_unknown_tracker_is_named_before_work_starts():
 
 
 def test_numbers_have_the_names_that_trackers_show():
-    assert numbers(dict(iter=3, loss=2, lr=0.1, mfu=None, note="x")) == {
+    assert tracked_numbers(dict(iter=3, loss=2, lr=0.1, mfu=None, note="x")) == {
         "train/loss": 2.0, "lr": 0.1}
-    assert numbers(dict(iter=3, val_loss=2.0, val_bpb=None, val_f1=0.5)) == {
+    assert tracked_numbers(dict(iter=3, val_loss=2.0, val_bpb=None, val_f1=0.5)) == {
         "val/loss": 2.0, "val/f1": 0.5}
-    assert numbers(dict(iter=3, val_val_x=1, interval_ms=2.0)) == {"val/val_x": 1.0,
+    assert tracked_numbers(dict(iter=3, val_val_x=1, interval_ms=2.0)) == {"val/val_x": 1.0,
                                                                    "interval_ms": 2.0}
 
 
@@ -277,7 +277,7 @@ def test_wandb_tells_the_address_of_its_run(tmp_path, monkeypatch):
     monkeypatch.setattr(wandb.Run, "offline", False, raising=False)
     alone(tmp_path, monkeypatch)
     said = []
-    (tracker,) = open_trackers(["wandb"], tmp_path, {}, "r", {}, None, said.append, say=said.append)
+    (tracker,) = open_trackers(["wandb"], tmp_path, {}, "r", {}, None, said.append, log=said.append)
     tracker.close("finished")
     assert said == ["W&B: https://wandb.ai/me/ironGPT/runs/abc"]
 
@@ -287,11 +287,11 @@ def test_a_tracker_that_fails_is_dropped_with_one_warning():
         def record(self, record):
             raise RuntimeError("quota exceeded\nmore")
     said = []
-    tracker = _Guarded("wandb", said.append, Breaks)
+    tracker = GuardedTracker("wandb", said.append, Breaks)
     tracker.record({})
     tracker.record({})
     tracker.close("finished")
-    assert said == ["tracker 'wandb' failed and is dropped, training goes on: quota exceeded"]
+    assert said == ["tracker 'wandb' failed and is dropped, training continues: quota exceeded"]
 
 
 def test_a_tracker_that_does_not_open_is_left_out(tmp_path):

@@ -139,7 +139,7 @@ class Logger:
             self.trackers = open_trackers(
                 names, self.out_dir, self.config, self.config.get("run_name") or self.out_dir,
                 environment() | self.system_info, self.first_iter, self.warn,
-                evaluated=self.last_eval == self.first_iter, say=self.info)
+                evaluated=self.last_eval == self.first_iter, log=self.info)
         for tracker in self.trackers:
             tracker.record(record)
 
