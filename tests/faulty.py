@@ -101,8 +101,7 @@ def points_of_a_step():
 
 
 def points_of_a_save():
-    from train import logger
-    from train.base import checkpoint_file, files, run_folder
+    from train.base import checkpoint_file, console, files, run_folder
     saving = threading.local()  # path and step of the save that this thread is at
     save, replace, fsync = run_folder.save_checkpoint, os.replace, os.fsync
     write = checkpoint_file.HashingFile.write
@@ -144,7 +143,7 @@ def points_of_a_save():
     yield checkpoint_file.HashingFile, "write", bad_write
     yield os, "fsync", bad_fsync
     yield os, "replace", bad_replace
-    yield before(logger, "open_no_follow", lambda path, mode: point("log_open"))
+    yield before(console, "open_no_follow", lambda path, mode: point("log_open"))
     yield before(checkpoint_file, "verify_digest", lambda path: point("load"))
 
 

@@ -371,7 +371,7 @@ def test_rows_are_called_rows(trained, capsys, folder, tmp_path):
     assert steps and all(r["unit"] == "row" for r in steps)
     go(folder, tmp_path, **SYSTEM | dict(max_iters=0))
     said = capsys.readouterr().out
-    assert "epochs of 400 samples" in said and "a parameter" not in said
+    assert "epochs of 400 samples" in said and "per parameter" not in said
 
 
 def test_no_target(tmp_path):

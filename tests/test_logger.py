@@ -16,16 +16,8 @@ from xml.etree import ElementTree
 import numpy as np
 import pytest
 
-from train import logger
-from train.logger import (
-    Logger,
-    compact,
-    drop_lines_from,
-    duration,
-    evaluation_line,
-    progress_line,
-    step_line,
-)
+from train.base.console import Console, compact, duration
+from train.logger import Logger, drop_lines_from, evaluation_line, progress_line, step_line
 
 REPO = pathlib.Path(__file__).resolve().parent.parent
 STEP = dict(iter=120, max_iters=5000, tokens=3_964_928, loss=3.2104, lr=0.00036, grad_norm=0.83,
@@ -86,7 +78,7 @@ def test_lines_have_the_documented_form():
         "step 200: val loss 3.1954, ppl 24.42, accuracy 0.5000")
     assert evaluation_line(EVAL | dict(epoch=1.2345, lr=0.00123, tokens=2.0), steps=50) == (
         "step 200: epoch 1.23, train loss 3.1022, val loss 3.1954, ppl 24.42, bpb 1.104, "
-        "lr 0.00123 (train: the mean since step 150)")
+        "lr 0.001230 (train loss averaged since step 150)")
 
 
 @pytest.mark.parametrize("n, text", [
@@ -226,7 +218,7 @@ def test_no_standard_output_at_all(tmp_path):
 
 @pytest.mark.skipif(not os.path.exists("/dev/full"), reason="needs /dev/full")
 def test_a_full_disk_warns_once_and_training_goes_on(tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr("train.logger.open_no_follow",
+    monkeypatch.setattr("train.base.console.open_no_follow",
                         lambda path, mode: open("/dev/full", mode, buffering=0))
     with Logger(tmp_path, resume_iter=None) as log:
         log.first_iter = 0  # as in a run that has begun before the disk filled up
@@ -246,7 +238,7 @@ def test_a_line_that_the_disk_took_half_of(tmp_path):
         try:
             half = os.path.getsize(tmp_path / "metrics.jsonl") * 3 // 2
             resource.setrlimit(resource.RLIMIT_FSIZE, (half, limits[1]))
-            log._write_metrics(step(1))
+            log.write_metrics(step(1))
         finally:
             resource.setrlimit(resource.RLIMIT_FSIZE, limits)
         log.step(step(2))
@@ -417,15 +409,14 @@ def test_git_commit_and_dirty_flag(tmp_path):
         "GIT_CONFIG_GLOBAL": os.devnull}
 
     def state(repo, **changes):
-        code = "from train.logger import git_state; print(git_state())"
+        code = "from train.base.environment import git_state; print(git_state())"
         done = subprocess.run([sys.executable, "-B", "-c", code], cwd=repo, env=env | changes,
                               capture_output=True, text=True, check=True)
         return done.stdout.strip()
 
     def copy_to(repo):
-        (repo / "train").mkdir(parents=True)
-        for name in ("logger", "files", "config", "keys", "lr_scheduler"):
-            shutil.copy(REPO / "train" / f"{name}.py", repo / "train")
+        (repo / "train/base").mkdir(parents=True)
+        shutil.copy(REPO / "train/base/environment.py", repo / "train/base")
 
     def git(*args):
         return subprocess.check_output(
@@ -436,7 +427,7 @@ def test_git_commit_and_dirty_flag(tmp_path):
     git("add", "-A")
     git("commit", "-q", "-m", "one")
     assert state(tmp_path) == str((git("rev-parse", "HEAD"), False))
-    (tmp_path / "train" / "logger.py").open("a").write("# changed\n")
+    (tmp_path / "train/base/environment.py").open("a").write("# changed\n")
     assert state(tmp_path) == str((git("rev-parse", "HEAD"), True))
     assert state(tmp_path, PATH="") == "(None, None)"
     copy_to(tmp_path / "inner")
@@ -456,8 +447,8 @@ def test_lines_of_two_threads_do_not_mix():
             for part in text[:3], text[3:]:
                 super().write(part)
                 time.sleep(0.001)
-    console = logger._Console(Slow())
-    threads = [threading.Thread(target=lambda c=c: [console.line(c * 6) for _ in range(5)])
+    console = Console(Slow())
+    threads = [threading.Thread(target=lambda c=c: [console.print_line(c * 6) for _ in range(5)])
                for c in "ab"]
     for thread in threads:
         thread.start()

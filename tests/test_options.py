@@ -114,7 +114,7 @@ def test_the_end_of_every_schedule():
 def test_lengths_in_epochs_and_ratios(go, tmp_path):
     """128 of 20,000 tokens a step: 156 steps an epoch."""
     out = go("o", max_epochs=0.045, warmup_ratio=0.5, lr_schedule="constant")
-    assert "0.04 passes" in out or "0.05 passes" in out
+    assert "0.04 epochs" in out or "0.05 epochs" in out
     assert rates(tmp_path / "o") == pytest.approx([.002, .004, .006, .008, .01, .01, .01, .01][:8])
     go("p", warmup_epochs=3 / 156, lr_schedule="constant")
     assert rates(tmp_path / "p")[:4] == pytest.approx([.0025, .005, .0075, .01])
@@ -288,7 +288,7 @@ def test_dry_run_estimates_and_writes_nothing(tmp_path, data_dir, monkeypatch):
     code, out, _ = command("--dry_run", data_dir=data_dir, out_dir=tmp_path / "o")
     assert code == 0 and not list(tmp_path.iterdir())
     assert {p.name: p.stat().st_mtime_ns for p in data_dir.iterdir()} == before
-    assert re.search(r"Model gpt: [\d,]+ parameters", out) and ": 128 tokens a step" in out
+    assert re.search(r"Model gpt: [\d,]+ parameters", out) and ": 128 tokens per step" in out
     assert re.search(r"Memory, MiB: weights \d+, gradients \d+, optimizer \d+, activations \d+, "
                      r"logits \d+; total \d+ of [\d,]+", out)
     assert re.search(r"Fits. [\d,]+ ms per step, [\d,]+ tok/s", out)

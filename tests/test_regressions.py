@@ -527,8 +527,8 @@ def test_start_up_lines_name_the_rate_and_the_samples(tmp_path, data_dir, capsys
 
 def test_the_training_loss_beside_an_evaluation_says_what_it_is(tmp_path, data_dir, capsys):
     go(data_dir, tmp_path, max_iters=10)
-    assert re.search(r"step 10: train loss [\d.]+, val loss [\d.]+.* \(train: the mean since step "
-                     r"5\)", capsys.readouterr().out)
+    assert re.search(r"step 10: train loss [\d.]+, val loss [\d.]+.* "
+                     r"\(train loss averaged since step 5\)", capsys.readouterr().out)
 
 
 def test_allow_change_names_keys(tmp_path, data_dir):

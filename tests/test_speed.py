@@ -66,7 +66,7 @@ def test_slow_batches_are_told_where_they_are_a_share_of_the_time(now, passed, l
     now.move(passed)
     clock.lap(0, loading, said.append)
     assert len(said) == (told is not None)
-    assert not told or said[0].startswith(f"{told} of the time goes into reading batches")
+    assert not told or said[0].startswith(f"{told} of the time is spent reading batches")
 
 
 def test_the_end_is_announced_once_and_not_after_the_first_step(now, monkeypatch):
@@ -100,10 +100,10 @@ def test_a_sample_is_timed_alone_and_then_in_a_few(now, seconds, sizes):
 
 def test_how_long_a_run_takes():
     c = TrainConfig(max_iters=1000, data_dir="my data")
-    assert logger.how_long(2.4, c, 400) == "About 2 s a step here: 0:24:00 for 600 steps"
+    assert logger.how_long(2.4, c, 400) == "About 2 s per step on this machine: 0:24:00 for 600 steps"
     assert "\n" not in logger.how_long(86.4, c, 0)
     slow = logger.how_long(86.5, c, 0)
-    assert slow.startswith("About 86 s a step here: 1d 0:01:40 for 1,000 steps.\n")
+    assert slow.startswith("About 86 s per step on this machine: 1d 0:01:40 for 1,000 steps.\n")
     assert "--data_dir 'my data' --out_dir out/quick" in slow and "config_quick.yaml" in slow
 
 

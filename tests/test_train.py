@@ -157,4 +157,4 @@ def test_slow_input_is_noticed_and_named(tmp_path, data_dir, monkeypatch, capsys
     get_batch = DataLoader.get_batch
     monkeypatch.setattr(DataLoader, "get_batch", lambda *a: (time.sleep(0.6), get_batch(*a))[1])
     train(config(data_dir, tmp_path, max_iters=1, eval_interval=0))
-    assert "of the time goes into reading batches" in capsys.readouterr().out
+    assert "of the time is spent reading batches" in capsys.readouterr().out

@@ -1,155 +1,183 @@
-"""What a run tells: console, train.log, metrics.jsonl, samples.txt, loss.svg, optional trackers.
+"""Console, train.log, metrics.jsonl, samples.txt, loss.svg and trackers of a run; time per step.
 
-Telling never stops training: a closed pipe or a full disk costs its own output and one warning.
+Logging failures never stop training: a closed pipe or a full disk costs that output only.
 """
 
-import functools
-import importlib.metadata
 import json
 import math
 import os
-import platform
 import re
 import shlex
 import shutil
-import socket
-import subprocess
 import sys
 import threading
 import time
 from contextlib import contextmanager, suppress
 
 from train.base.cli import env_rank
+from train.base.console import Console, LineFile, compact, duration
+from train.base.environment import environment
 from train.base.errors import printable, warn_stderr
-from train.base.files import atomic_write, open_no_follow, write_text
+from train.base.files import atomic_write, write_text
 from train.keys import task_names
 from train.lr_scheduler import milestones
 
-SILENCE = 5.0     # seconds after which a run says that it still works
-SLOW_INPUT = 0.3   # share of the time that is worth a warning
-SLOW_SAMPLE = 2.0  # seconds of one sample that are not spent on four more
+HEARTBEAT_SECONDS = 5.0  # without output; then the current activity is shown
+MAX_HEARTBEAT_SECONDS = 60.0
+MAX_PLOTTED_STEPS = 20_000
+MAX_SAMPLE_CHARS = 160  # of a sample on the console during a run
+SECONDS_PER_DAY = 86400
+SLOW_INPUT_SHARE = 0.3  # of the time; a larger share is a warning
+SLOW_SAMPLE_SECONDS = 2.0  # a slower sample is timed only once
+
+# Names with a fixed meaning in log lines: a model may not use one for a custom number.
+LINE_NAMES = {"iter", "tokens", "unit", "loss", "lr", "grad_norm", "time_ms", "tokens_per_sec",
+              "mfu", "eta_s", "max_iters", "memory_mib", "epoch", "train_loss"}
 
 
 class Logger:
-    """The voice of a run; on ranks other than 0 (main=False) silent, except for error().
+    """The log of a run. On ranks other than 0 (main=False) only error() has an effect.
 
-    resume_iter, evaluated: see rewind(). trackers: names for train/options/trackers.py, whose packages are
-    there. config: the run's, as a dict. system_info: what trackers are told besides
-    environment()."""
+    resume_iter, evaluated: see rewind(). trackers: names for train/options/trackers.py. config: the
+    run's configuration as a dict. system_info: facts for the trackers besides environment().
+    """
 
     def __init__(self, out_dir, main=True, resume_iter=None, trackers=(), config=None,
                  evaluated=False, system_info=None):
-        self.out_dir, self.main, self.closed = os.path.normpath(out_dir), main, threading.Event()
-        self.config, self.system_info = config or {}, system_info or {}
-        self.names, self.trackers = trackers, []  # opened at the first number: now it is known
-        self.first_iter = self.last_eval = None   # where the run goes on
-        self.console = _Console(sys.stdout)
+        self.out_dir = os.path.normpath(out_dir)
+        self.is_main = main
+        self.closed = threading.Event()
+        self.config = config or {}
+        self.system_info = system_info or {}
+        self.tracker_names = trackers
+        self.trackers = []  # opened at the first record
+        self.first_iter = None  # where this part of the run starts
+        self.last_eval = None   # iteration of the last evaluation
+        self.activity = ""      # current activity, e.g. "iter 3, micro-batch 2 of 4"
+        self.console = Console(sys.stdout)
         self.log_file, self.metrics, self.sample_file = self.files = [
-            _LineFile(f"{self.out_dir}/{n}") for n in ("train.log", "metrics.jsonl", "samples.txt")]
-        self.activity = ""  # what the run is at, see busy(): "iter 3, micro-batch 2 of 4"
+            LineFile(f"{self.out_dir}/{name}")
+            for name in ("train.log", "metrics.jsonl", "samples.txt")]
         if main:
-            self.life = threading.Thread(target=self._show_life, daemon=True)
-            self.life.start()
+            self.heartbeat = threading.Thread(target=self.show_activity, daemon=True)
+            self.heartbeat.start()
         if resume_iter is not None:
             self.rewind(resume_iter, evaluated)
 
+    # -------------------------------------------------------------------------
+    # messages
+
     def info(self, message, yellow=False):
-        if self.main:
-            self.console.line(printable(message), yellow)
-            self._write_log(printable(message))
+        if self.is_main:
+            self.console.print_line(printable(message), yellow)
+            self.write_log(printable(message))
 
     def warn(self, message):
         self.info(f"warning: {message}", yellow=True)
 
     def error(self, message):
-        """To stderr, from any rank."""
-        if self.main:
-            self.console.bar("")
-            self._write_log(f"error: {printable(message)}")
+        """Print to stderr, from any rank."""
+        if self.is_main:
+            self.console.set_live_line("")
+            self.write_log(f"error: {printable(message)}")
         warn_stderr(f"[rank {env_rank()}] {message}")
 
-    def _write_log(self, text):
+    def write_log(self, text):
         stamp = time.strftime("%Y-%m-%d %H:%M:%S ")
         self.log_file.write("".join(f"{stamp}{line}\n" for line in text.split("\n")))
 
     @contextmanager
     def busy(self, activity):
-        """`activity` is what the run is at ("evaluating"), within. A thread shows it when nothing
-        else has been said for a while."""
-        before, self.activity = self.activity, activity
+        """Context of a long activity, e.g. "evaluating", which the heartbeat shows."""
+        previous = self.activity
+        self.activity = activity
         try:
             yield
         finally:
-            self.activity = before
+            self.activity = previous
 
-    def _show_life(self):
-        silence = SILENCE
+    def show_activity(self):
+        """Thread: show the activity after some seconds without output."""
+        due = HEARTBEAT_SECONDS
         while not self.closed.wait(0.5):
-            quiet = time.monotonic() - self.console.spoke
-            silence = SILENCE if quiet < SILENCE else silence
-            if self.activity and quiet >= silence:
-                if self.console.live:
-                    self.console.bar(f"{self.activity}, {quiet:.0f} s", spoken=False)
-                    continue
-                self.console.line(f"... {self.activity}", spoken=False)
-                self._write_log(f"... {self.activity}")
-                silence = quiet + min(60.0, quiet)  # after 5, 10, 20, 40, 80, 140, 200 ... seconds
+            quiet = time.monotonic() - self.console.used_at
+            if quiet < HEARTBEAT_SECONDS:
+                due = HEARTBEAT_SECONDS
+            elif self.activity and self.console.live:
+                self.console.set_live_line(f"{self.activity}, {quiet:.0f} s", heartbeat=True)
+            elif self.activity and quiet >= due:
+                self.console.print_line(f"... {self.activity}", heartbeat=True)
+                self.write_log(f"... {self.activity}")
+                # After 5, 10, 20, 40, 80, 140, 200 ... seconds.
+                due = quiet + min(MAX_HEARTBEAT_SECONDS, quiet)
 
     def samples(self, iter, text, whole=False):
-        """Append text that the model wrote to samples.txt; show all of it or how it begins."""
-        if self.main:
+        """Append generated text to samples.txt, and print the start of it (all of it if `whole`).
+        """
+        if self.is_main:
             self.sample_file.write(f"=== iter {iter} ===\n{text}\n\n")
             line = " ".join(text.split())
-            short = line if len(line) <= 160 else f"{line[:160]}..."
-            self.info(f"--- sample\n{text}\n---" if whole else f"sample: {short}")
+            if len(line) > MAX_SAMPLE_CHARS:
+                line = f"{line[:MAX_SAMPLE_CHARS]}..."
+            self.info(f"--- sample\n{text}\n---" if whole else f"sample: {line}")
+
+    # -------------------------------------------------------------------------
+    # numbers
 
     def step(self, record):
-        """A training step: iter, tokens, loss, lr, grad_norm, time_ms, tokens_per_sec, mfu (None
-        where unknown) and the model's own numbers. max_iters and eta_s are only shown; so is
-        unit, what `tokens` counts, where it is tokens."""
-        if self.main:
-            left_out = {"max_iters", "eta_s"} | ({"unit"} if record.get("unit") == "tok" else set())
-            self._write_metrics({k: v for k, v in record.items() if k not in left_out})
-            self._write_log(step_line(record))
+        """Log a training step. record: iter, tokens, loss, lr, grad_norm, time_ms, tokens_per_sec,
+        mfu (`None` if unknown) and numbers that the model defines; max_iters, eta_s and unit (the name of
+        the unit of `tokens`, default tok) are not stored."""
+        if self.is_main:
+            not_stored = {"max_iters", "eta_s"}
+            if record.get("unit") == "tok":
+                not_stored.add("unit")
+            self.write_metrics({k: v for k, v in record.items() if k not in not_stored})
+            self.write_log(step_line(record))
             if self.console.live:
-                self.console.bar(progress_line(record, self.console.blocks))
+                self.console.set_live_line(progress_line(record, self.console.unicode))
             else:
-                self.console.line(step_line(record))
+                self.console.print_line(step_line(record))
 
     def evaluation(self, record, steps=0):
-        """An evaluation before step `iter`: iter, tokens, train_loss (the mean of the `steps` steps
-        before), val_loss and whatever else the model's evaluation yields, None where unknown."""
-        if self.main:
-            # A finished run, evaluated again: no second line. Numbers on test data are other ones.
+        """Log an evaluation before step `iter`. record: iter, tokens, train_loss (averaged over the
+        last `steps` steps), val_loss and numbers that the model defines, `None` if unknown."""
+        if self.is_main:
+            # A finished run that repeats this evaluation already has the record (not of test data).
             if record["iter"] != self.last_eval or "val_loss" not in record:
-                self._write_metrics(record)
+                self.write_metrics(record)
             self.last_eval = record["iter"]
             self.info(evaluation_line(record, steps))
 
-    def _write_metrics(self, record):
-        if self.first_iter is None:  # a fresh start: keep numbers of a lost run, but apart
+    def write_metrics(self, record):
+        if self.first_iter is None:  # started from scratch: keep the numbers of a lost run
             self.first_iter = record["iter"]
             with suppress(OSError):
                 os.replace(self.metrics.path, self.metrics.path + ".old")
-        record = {"iter": record["iter"], **_strict(record)}
+        record = {"iter": record["iter"], **to_json(record)}
         self.metrics.write(json.dumps(record, allow_nan=False, default=str) + "\n")
-        if self.names:
-            names, self.names = self.names, ()
-            from train.options.trackers import open_trackers
-            self.trackers = open_trackers(
-                names, self.out_dir, self.config, self.config.get("run_name") or self.out_dir,
-                environment() | self.system_info, self.first_iter, self.warn,
-                evaluated=self.last_eval == self.first_iter, log=self.info)
+        if self.tracker_names:
+            self.open_trackers()
         for tracker in self.trackers:
             tracker.record(record)
 
-    def rewind(self, iter, evaluated=False):
-        """Go on at iteration `iter`: forget the numbers of steps that will be done again.
+    def open_trackers(self):
+        from train.options.trackers import open_trackers
+        names, self.tracker_names = self.tracker_names, ()
+        self.trackers = open_trackers(
+            names, self.out_dir, self.config, self.config.get("run_name") or self.out_dir,
+            environment() | self.system_info, self.first_iter, self.warn,
+            evaluated=self.last_eval == self.first_iter, log=self.info)
 
-        Step k is logged as iter k after it ran: steps below `iter` stay. An evaluation comes before
-        its step: the one at `iter` stays only if it is not repeated (evaluated)."""
-        if self.main:
-            self.first_iter, self.last_eval = iter, iter if evaluated else None
+    def rewind(self, iter, evaluated=False):
+        """Continue at iteration `iter`: remove the numbers of steps that will be repeated.
+
+        Step k is logged as iter k when it is complete, so steps below `iter` stay. The evaluation
+        at `iter` precedes the step: it is kept if it is not repeated (`evaluated`).
+        """
+        if self.is_main:
+            self.first_iter = iter
+            self.last_eval = iter if evaluated else None
             self.metrics.close()
             try:
                 drop_lines_from(self.metrics.path, iter, evaluated)
@@ -159,46 +187,51 @@ class Logger:
                 tracker.rewind(iter, evaluated)
 
     def read_tested(self):
-        """The numbers on test data that metrics.jsonl ends with, {} where it does not."""
+        """Return the test numbers in the last line of metrics.jsonl, or {}."""
         with (suppress(OSError, ValueError, AttributeError, RecursionError),
               open(self.metrics.path, encoding="utf-8") as f):
             *_, last = f
             return {k: v for k, v in json.loads(last).items() if k.startswith("test_")}
         return {}
 
+    # -------------------------------------------------------------------------
+    # other files
+
     def plot(self):
-        """Redraw loss.svg from metrics.jsonl."""
-        if self.main:
+        """Draw loss.svg from metrics.jsonl."""
+        if self.is_main:
             try:
                 from train.options.loss_svg import loss_svg, read_metrics
-                picture = loss_svg([(self.out_dir, read_metrics(self.metrics.path, limit=20_000))],
-                                   tasks=task_names(self.config.get("eval_tasks", ())))
-                write_text(os.path.join(self.out_dir, "loss.svg"), picture)
-            except ImportError:  # train/options/loss_svg.py was deleted: no pictures
+                records = read_metrics(self.metrics.path, limit=MAX_PLOTTED_STEPS)
+                svg = loss_svg([(self.out_dir, records)],
+                               tasks=task_names(self.config.get("eval_tasks", ())))
+                write_text(os.path.join(self.out_dir, "loss.svg"), svg)
+            except ImportError:  # train/options/loss_svg.py is deleted
                 pass
-            except Exception as error:  # a picture is not worth a run
+            except Exception as error:
                 self.warn(f"loss.svg could not be drawn: {error}")
 
     def describe_run(self, yaml_text, config, machine):
-        """config.yaml and training_args.json: the run, to be repeated."""
+        """Write config.yaml and training_args.json, from which the run can be repeated."""
         record = dict(arguments=config, argv=sys.argv, command=shlex.join(sys.orig_argv),
                       **environment(), pid=os.getpid(), time=time.strftime("%Y-%m-%dT%H:%M:%S%z"),
                       **machine)
         try:
             write_text(os.path.join(self.out_dir, "config.yaml"), yaml_text)
             write_text(os.path.join(self.out_dir, "training_args.json"),
-                       json.dumps(_strict(record), indent=2, default=str) + "\n")
-        except OSError as error:  # a full disk; saving may find room again
+                       json.dumps(to_json(record), indent=2, default=str) + "\n")
+        except OSError as error:  # e.g. a full disk; a later save may succeed
             self.warn(f"config.yaml and training_args.json were not written: {error}")
 
     def close(self, status="finished"):
-        """The end: "finished", "failed" or "stopped" (by a signal). A second call does nothing."""
+        """Close files and trackers. status: finished, failed or stopped (by a signal). A second
+        call has no effect."""
         if self.closed.is_set():
             return
         self.closed.set()
-        if self.main:
-            self.life.join(timeout=1.0)  # it may be stuck in a full pipe
-            self.console.bar("")
+        if self.is_main:
+            self.heartbeat.join(timeout=1.0)  # it may hang in a full pipe
+            self.console.set_live_line("")
             for tracker in self.trackers:
                 for name in ("loss.svg", "config.yaml", "training_args.json"):
                     tracker.artifact(os.path.join(self.out_dir, name))
@@ -210,331 +243,248 @@ class Logger:
         return self
 
     def __exit__(self, kind, error, trace):
-        stopped = getattr(error, "exit_code", 0) > 128  # by a signal
-        self.close("stopped" if stopped else "failed" if kind else "finished")
+        by_signal = getattr(error, "exit_code", 0) > 128
+        self.close("stopped" if by_signal else "failed" if kind else "finished")
 
 
-class _Console:
-    """Standard output: lines, and on a terminal a live one below them; dropped when it breaks."""
-
-    def __init__(self, stream):
-        self.live = bool(stream and stream.isatty()) and os.environ.get("TERM") != "dumb"
-        self.stream, self.shown, self.spoke = stream, "", time.monotonic()
-        self.lock = threading.Lock()
-        self.color = self.live and not os.environ.get("NO_COLOR")
-        self.encoding = getattr(stream, "encoding", None) or "utf-8"
-        self.blocks = self.encoding.lower().startswith("utf")
-
-    def line(self, text, yellow=False, spoken=True):
-        text = f"\x1b[33m{text}\x1b[0m" if yellow and self.color else text
-        with self.lock:
-            self.spoke = time.monotonic() if spoken else self.spoke
-            self._write(("\r\x1b[K" if self.shown else "") + text + "\n" + self.shown)
-
-    def bar(self, text, spoken=True):
-        """Replace the live line; "" clears it."""
-        with self.lock:
-            self.spoke = time.monotonic() if spoken else self.spoke
-            if text or self.shown:
-                self.shown = text
-                self._write("\r\x1b[K" + text)
-
-    def _write(self, text):
-        try:
-            if self.stream is not None:
-                self.stream.write(text.encode(self.encoding, "replace").decode(self.encoding))
-                self.stream.flush()
-        except (OSError, ValueError):
-            with suppress(OSError, ValueError):  # nor may a print elsewhere fail
-                os.dup2(os.open(os.devnull, os.O_WRONLY), self.stream.fileno())
-            self.stream = None
-
-
-class _LineFile:
-    """A file that grows by lines, each handed to the system at once; warns at the first failure. A
-    link in its place gives way to a new file: what it points to may be anybody's."""
-
-    def __init__(self, path):
-        self.path, self.file, self.torn, self.warned = path, None, False, False
-
-    def write(self, line):
-        data = (b"\n" if self.torn else b"") + line.encode("utf-8", "replace")
-        try:
-            if self.file is None:
-                if os.path.islink(self.path):
-                    warn_stderr(f"warning: {self.path} was a link to {os.readlink(self.path)}, which "
-                              "stays as it is; a file takes its place")
-                    os.unlink(self.path)
-                self.file = open_no_follow(self.path, "ab")
-            self.torn = self.file.write(data) < len(data)
-            if self.torn:
-                raise OSError("the disk is full")
-        except OSError as error:
-            if not self.warned:
-                warn_stderr(f"warning: {self.path} cannot be written, training goes on: {error}")
-            self.warned = True
-
-    def close(self):
-        with suppress(OSError, AttributeError):  # or never opened
-            self.file.close()
-        self.file = None
-
-
-# -----------------------------------------------------------------------------
-# lines
-
-def compact(n):
-    """950.2, 12345, 1250000 -> '950', '12.3k', '1.25M'."""
-    for size, unit in ((1e12, "T"), (1e9, "B"), (1e6, "M"), (1e3, "k")):
-        if abs(n) >= size * 0.9995:  # what would round to 1000 is 1 of the next unit
-            return f"{n / size:.3g}{unit}"
-    return f"{n:.3g}"
-
-
-def duration(seconds):
-    """Seconds as '1:02:05' or '2d 3:00:00'."""
-    s = max(0, round(seconds))
-    days = f"{s // 86400}d " if s >= 86400 else ""
-    return f"{days}{s // 3600 % 24}:{s // 60 % 60:02d}:{s % 60:02d}"
-
-
-def _parts(r, **forms):
-    """The parts of a line whose numbers are known."""
-    return [form(r[k]) for k, form in forms.items() if r.get(k) is not None]
-
-
-def step_line(r):
-    """'iter 120: loss 3.2104, time 48.7ms, lr 0.000360, norm 0.83, 672k tok/s, ...'"""
-    return f"iter {r['iter']}: " + ", ".join(_parts(
-        r, loss="loss {:.4f}".format, time_ms="time {:.1f}ms".format,
-        lr=lambda lr: f"lr {lr:.6f}" if lr >= 1e-5 or lr == 0 else f"lr {lr:.2e}",
-        grad_norm="norm {:.2f}".format, **own_forms(r, LINE_NAMES), **speed_forms(r)))
-
-
-def speed_forms(r):
-    return dict(tokens_per_sec=lambda n: f"{compact(n)} {r.get('unit', 'tok')}/s",
-                mfu="mfu {:.1%}".format, eta_s=lambda s: f"eta {duration(s)}")
-
-
-# Names that log lines have: a model may not use them for its own numbers.
-LINE_NAMES = {"iter", "tokens", "unit", "loss", "lr", "grad_norm", "time_ms", "tokens_per_sec",
-              "mfu", "eta_s", "max_iters", "memory_mib", "epoch", "train_loss"}
-
-
-def own_forms(r, known):
-    """Forms of the numbers that a model adds to a line, all but the `known`."""
-    return {k: (k.removeprefix("val_").replace("_", " ") + " {:.4f}").format
-            for k, v in r.items() if isinstance(v, float) and k not in known}
-
-
-def evaluation_line(r, steps=0):
-    """'step 200: train loss 3.1022, val loss 3.1954, ppl 24.42, bpb 1.104 (train: the mean ...)'"""
-    forms = dict(epoch="epoch {:.3g}".format, train_loss="train loss {:.4f}".format,
-                 val_loss="val loss {:.4f}".format, val_ppl="ppl {:.2f}".format,
-                 val_bpb="bpb {:.3f}".format)
-    forms |= own_forms(r, LINE_NAMES | set(forms)) | dict(lr="lr {:.3g}".format)
-    note = f" (train: the mean since step {r['iter'] - steps})" if steps else ""
-    return f"step {r['iter']}: " + ", ".join(_parts(r, **forms)) + note
-
-
-def progress_line(r, blocks=True):
-    """' 42%|████      | 2100/5000, loss 3.2104, ...': the bar fills what the terminal has left."""
-    width, total = shutil.get_terminal_size().columns - 1, r.get("max_iters") or r["iter"] + 1
-    share = min(1.0, (r["iter"] + 1) / total)
-    parts = [f"| {r['iter'] + 1}/{total}", *_parts(r, loss="loss {:.4f}".format, **speed_forms(r))]
-    while len(parts) > 1 and len(", ".join(parts)) + 15 > width:
-        parts.pop()
-    cells = max(0, min(40, width - 5 - len(", ".join(parts))))
-    bar = ("█" if blocks else "#") * int(share * cells)
-    return f"{share:4.0%}|{bar.ljust(cells)}{', '.join(parts)}"[:width]
-
-
-def _strict(value):
-    """A value that strict JSON can hold: arrays become lists, NaN and infinities strings."""
+def to_json(value):
+    """Return a value for strict JSON: arrays become lists, NaN and infinities strings."""
     value = value.tolist() if hasattr(value, "tolist") else value
     if isinstance(value, dict):
-        return {str(k): _strict(v) for k, v in value.items()}
+        return {str(k): to_json(v) for k, v in value.items()}
     if isinstance(value, (list, tuple)):
-        return [_strict(v) for v in value]
+        return [to_json(v) for v in value]
     return str(value) if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def drop_lines_from(path, iter, evaluated=False):
-    """Rewrite a metrics.jsonl, atomically and line by line, without torn lines, steps from `iter`
-    on, and evaluations and tests from `iter` on (after `iter`, if evaluated). No file: nothing to
-    do."""
+    """Remove incomplete lines, steps from `iter` on and evaluations from `iter` on (after `iter` if
+    `evaluated`) from a metrics.jsonl, atomically."""
     if os.path.exists(path):
         with open(path, "rb") as source, atomic_write(path) as target:
-            for line in source:  # not json.loads: a resume must not wait for millions of lines
+            for line in source:  # not json.loads, which is slow for millions of lines
                 whole = re.fullmatch(rb'\{\s*"iter":\s*(\d{1,18})\b.*\}\s*\n', line)
                 stays = evaluated and (b'"val_loss"' in line or b'"test_loss"' in line)
                 if whole and int(whole[1]) < iter + stays:
                     target.write(line)
 
 
-@functools.cache
-def environment():
-    """Versions, host and git commit, as a dict: as they were when this process first asked, since
-    what it has imported does not change with the files."""
-    versions = dict(python=platform.python_version())
-    for package in ("torch", "numpy", "tiktoken", "pyyaml"):
-        with suppress(importlib.metadata.PackageNotFoundError):
-            versions[package] = importlib.metadata.version(package)
-    commit, dirty = git_state()
-    return dict(versions=versions, git_commit=commit, git_dirty=dirty, host=socket.gethostname(),
-                platform=platform.platform())
+# -----------------------------------------------------------------------------
+# lines
+
+OWN = "own numbers"  # in a list of fields: the numbers that the model defines
+STEP_FIELDS = ("loss", "time_ms", "lr", "grad_norm", OWN, "tokens_per_sec", "mfu", "eta_s")
+EVALUATION_FIELDS = ("epoch", "train_loss", "val_loss", "val_ppl", "val_bpb", OWN, "lr")
+PROGRESS_FIELDS = ("loss", "tokens_per_sec", "mfu", "eta_s")
+FORMATS = dict(epoch="epoch {:.3g}", loss="loss {:.4f}", train_loss="train loss {:.4f}",
+               val_loss="val loss {:.4f}", val_ppl="ppl {:.2f}", val_bpb="bpb {:.3f}",
+               time_ms="time {:.1f}ms", grad_norm="norm {:.2f}", mfu="mfu {:.1%}")
 
 
-def git_state():
-    """(commit, whether files differ from it) of this code; (None, None) where unknown."""
-    root = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
+def format_fields(record, fields):
+    """Return [text] of the known fields of a record; OWN: the numbers that the model defines."""
+    own = [name for name, value in record.items()
+           if isinstance(value, float) and name not in LINE_NAMES | FORMATS.keys()]
+    names = [n for field in fields for n in (own if field == OWN else [field])]
+    return [format_field(record, name) for name in names if record.get(name) is not None]
 
-    def git(*args):
-        return subprocess.check_output(["git", "--no-optional-locks", "-C", root, *args], text=True,
-                                       timeout=10, stderr=subprocess.DEVNULL).strip()
-    try:
-        top, commit = git("rev-parse", "--show-toplevel", "HEAD").splitlines()
-        if not os.path.samefile(top, root):
-            return None, None  # the repository of something around this code
-        return commit, bool(git("status", "--porcelain"))
-    except (OSError, subprocess.SubprocessError):
-        return None, None
+
+def format_field(record, name):
+    value = record[name]
+    if name == "lr":
+        return f"lr {value:.6f}" if value >= 1e-5 or value == 0 else f"lr {value:.2e}"
+    if name == "tokens_per_sec":
+        return f"{compact(value)} {record.get('unit', 'tok')}/s"
+    if name == "eta_s":
+        return f"eta {duration(value)}"
+    own_format = name.removeprefix("val_").replace("_", " ") + " {:.4f}"
+    return FORMATS.get(name, own_format).format(value)
+
+
+def step_line(record):
+    """Return "iter 120: loss 3.2104, time 48.7ms, lr 0.000360, norm 0.83, 672k tok/s, ..."."""
+    return f"iter {record['iter']}: " + ", ".join(format_fields(record, STEP_FIELDS))
+
+
+def evaluation_line(record, steps=0):
+    """Return "step 200: train loss 3.1022, val loss 3.1954, ppl 24.42, bpb 1.104, ..."."""
+    text = f"step {record['iter']}: " + ", ".join(format_fields(record, EVALUATION_FIELDS))
+    return text + f" (train loss averaged since step {record['iter'] - steps})" * bool(steps)
+
+
+def progress_line(record, unicode=True):
+    """Return " 42%|████      | 2100/5000, loss 3.2104, ...", as wide as the terminal."""
+    width = shutil.get_terminal_size().columns - 1
+    steps = record["iter"] + 1
+    total = record.get("max_iters") or steps
+    share = min(1.0, steps / total)
+    parts = [f"| {steps}/{total}", *format_fields(record, PROGRESS_FIELDS)]
+    while len(parts) > 1 and len(", ".join(parts)) + 15 > width:
+        parts.pop()
+    cells = max(0, min(40, width - 5 - len(", ".join(parts))))
+    bar = ("█" if unicode else "#") * int(share * cells)
+    return f"{share:4.0%}|{bar.ljust(cells)}{', '.join(parts)}"[:width]
 
 
 # -----------------------------------------------------------------------------
-# the clock, and how long it will take
+# time per step, duration of the run
 
 class Clock:
-    """Seconds of training between two log lines; what evaluations and saves take is left out."""
+    """Measures the time per step between two log lines, without evaluations and saves."""
 
     def __init__(self):
-        self.total_away, self.end_announced = 0.0, False
+        self.total_away = 0.0  # seconds in evaluations and saves, of the entire run
+        self.end_announced = False
         self.start(0)
 
     def start(self, it):
-        """Training goes on at step `it`."""
-        self.began = it
-        self.at, self.it, self.seconds_away = time.perf_counter(), it, 0.0
+        """Start measuring at step `it`."""
+        self.first_iter = it
+        self.restart(it)
+
+    def restart(self, it):
+        self.started_at = time.perf_counter()
+        self.it = it
+        self.seconds_away = 0.0
 
     @contextmanager
     def away(self):
-        """Time within does not count as training."""
-        left = time.perf_counter()
+        """Context that does not count as training."""
+        started = time.perf_counter()
         try:
             yield
         finally:
-            self.seconds_away += time.perf_counter() - left
-            self.total_away += time.perf_counter() - left
+            seconds = time.perf_counter() - started
+            self.seconds_away += seconds
+            self.total_away += seconds
 
     def unsteady(self, it):
-        """Whether step `it` may take far longer than a step: it compiles, or waits for a save."""
-        return it == self.began or self.seconds_away > 0
+        """Return whether step `it` may be unusually slow: it compiles, or waits for a
+        save."""
+        return it == self.first_iter or self.seconds_away > 0
 
     def lap(self, it, loading, warn):
-        """Seconds a step since the last lap, `it` being the last one done; `loading` of all of them
-        were spent on batches."""
-        passed = time.perf_counter() - self.at
-        if loading > max(1.0, SLOW_INPUT * passed):  # of a second, anything is a large share
-            warn(f"{loading / passed:.0%} of the time goes into reading batches: put data_dir on a "
+        """Return the seconds per step since the last lap; `it` is the last completed step. loading:
+        seconds of all these steps that were spent waiting for batches."""
+        seconds = time.perf_counter() - self.started_at
+        if loading > max(1.0, SLOW_INPUT_SHARE * seconds):  # less than a second may be noise
+            warn(f"{loading / seconds:.0%} of the time is spent reading batches: move data_dir to a "
                  "local disk, or use larger samples")
-        seconds = (passed - self.seconds_away) / max(1, it + 1 - self.it)
-        self.at, self.it, self.seconds_away = time.perf_counter(), it + 1, 0.0
-        return seconds
+        per_step = (seconds - self.seconds_away) / max(1, it + 1 - self.it)
+        self.restart(it + 1)
+        return per_step
 
-    def announce_end(self, it, left, say):
-        """Once: when the run will be over, `left` seconds from now."""
-        if not self.end_announced and it > self.began:  # the first step may have compiled
+    def announce_end(self, it, left, log):
+        """Log once, after the second step, when the run will be finished: in `left` seconds."""
+        if not self.end_announced and it > self.first_iter:  # the first step may have compiled
             self.end_announced = True
             end = time.strftime("%Y-%m-%d %H:%M", time.localtime(time.time() + left))
-            say(f"Expected to finish in {duration(left)}, at about {end}")
+            log(f"Expected to finish in {duration(left)}, at about {end}")
 
 
-def time_sample(forward_backward, loader, device):
-    """Seconds a sample that forward_backward(batch) takes, from a batch of a few; from one alone,
-    which warms up as well, where that is slow."""
+def time_sample(compute, loader, device):
+    """Return the seconds per sample of compute(batch), measured with one sample (warm-up) and then
+    with four, unless one sample is slow."""
     batch = loader.get_batch(device, 0)
     for n in (1, min(4, len(batch[0]))):
         started = time.perf_counter()
-        forward_backward([t[:n] for t in batch])
+        compute([t[:n] for t in batch])
         seconds = (time.perf_counter() - started) / n
-        if seconds > SLOW_SAMPLE:
+        if seconds > SLOW_SAMPLE_SECONDS:
             break
     return seconds
 
 
-def how_long(step, config, done):
-    """How long a run takes at `step` seconds a step, and what suits the machine if that is days."""
-    steps = config.max_iters - done
-    left = step * steps
-    text = f"About {step:,.0f} s a step here: {duration(left)} for {steps:,} steps"
-    if left > 86400:
+def how_long(step_seconds, config, it):
+    """Return a line about the duration of a run from step `it` on, with advice if it needs days."""
+    steps = config.max_iters - it
+    seconds = step_seconds * steps
+    text = (f"About {step_seconds:,.0f} s per step on this machine: {duration(seconds)} for "
+            f"{steps:,} steps")
+    if seconds > SECONDS_PER_DAY:
+        command = shlex.join(["python", "run_train.py", "--config", "train/config_quick.yaml",
+                              "--data_dir", config.data_dir, "--out_dir", "out/quick"])
         text += (".\nThis machine is slow for this configuration. A small model on the same data, "
-                 "about a minute:\n  " + shlex.join([
-                     "python", "run_train.py", "--config", "train/config_quick.yaml",
-                     "--data_dir", config.data_dir, "--out_dir", "out/quick"]))
+                 f"about a minute:\n  {command}")
     return text
 
 
 # -----------------------------------------------------------------------------
-# what a run says before and after
+# messages at the start and the end
 
-def start_up(say, config, ranks, data, model, device, precision, flops):
-    """Say what will happen before it does. device, precision: in words; flops: of a step."""
-    c, train = config, data.train
+def start_up(log, config, ranks, data, model, device, precision, flops):
+    """Log the plan of a run. device, precision: descriptions; flops: per step."""
+    c = config
+    train = data.train
     unit = "tokens" if train.unit == "tok" else f"{train.unit}s"
     if hasattr(train, "n_tokens"):
-        say(f"Loading data from {c.data_dir}...")
+        log(f"Loading data from {c.data_dir}...")
     for split, loader in (("train", train), ("val", data.val)):
         if loader is not None:
             length = (f"{loader.n_tokens:,} tokens" if hasattr(loader, "n_tokens")
                       else f"{loader.samples:,} {loader.unit}s")
-            say(f"[{split}] Data loaded. Length: {length}")
-    ways = f", {c.distributed}" if ranks.world_size > 1 else ""
-    say(f"Device: {device}; world size {ranks.world_size}{ways}")
-    say(f"Precision: {precision}")
-    n = sum(p.numel() for p in model.parameters())
-    say(f"Model {c.model}: {n:,} parameters ({parameters_by_part(model)})")
+            log(f"[{split}] Data loaded. Length: {length}")
+    method = f", {c.distributed}" if ranks.world_size > 1 else ""
+    log(f"Device: {device}; world size {ranks.world_size}{method}")
+    log(f"Precision: {precision}")
+    n_params = sum(p.numel() for p in model.parameters())
+    log(f"Model {c.model}: {n_params:,} parameters ({parameters_by_part(model)})")
     units = c.samples_per_step * train.units_per_sample
-    each = f" of {train.units_per_sample:,}" if train.units_per_sample > 1 else ""
-    micro, accumulated = c.micro_batch(ranks.world_size), c.accumulation(ranks.world_size)
-    say(f"Batch: {micro} x {accumulated} accumulated x {ranks.world_size} ranks = "
-        f"{c.samples_per_step:,} samples{each}: {units:,} {unit} a step")
+    of_units = f" of {train.units_per_sample:,} {unit}" if train.units_per_sample > 1 else ""
+    log(f"Batch: {c.micro_batch(ranks.world_size)} x {c.accumulation(ranks.world_size)} "
+        f"accumulation x {ranks.world_size} ranks = {c.samples_per_step:,} samples{of_units}: "
+        f"{units:,} {unit} per step")
     total = c.max_iters * units
-    flops *= c.max_iters
-    say(f"Length: {c.max_iters:,} steps, {compact(total)} {unit}, "
-        f"{c.max_iters * c.samples_per_step / train.samples:.2f} epochs of {train.samples:,} "
-        "samples" + (f", {total / n:.3g} tokens a parameter" if train.unit == "tok" else "")
-        + (f", {flops:.2g} FLOPs" if flops else ""))
-    for line in getattr(train, "passes", lambda n: ())(c.max_iters * c.samples_per_step):
-        say(line)
+    samples = c.max_iters * c.samples_per_step
+    ratio = f", {total / n_params:.3g} tokens per parameter" if train.unit == "tok" else ""
+    log(f"Length: {c.max_iters:,} steps, {compact(total)} {unit}, "
+        f"{samples / train.samples:.2f} epochs of {train.samples:,} samples{ratio}"
+        + (f", {flops * c.max_iters:.2g} FLOPs" if flops else ""))
+    for line in getattr(train, "passes", lambda n: ())(samples):
+        log(line)
     warmup, _, final = milestones(c)
-    falls = c.lr_schedule not in ("constant", "none", "plateau")
-    say(f"Learning rate: {c.learning_rate:g}, {c.lr_schedule}, warm-up {warmup} steps"
-        + (f", to {final:g}" if falls else ""))
+    decays = c.lr_schedule not in ("constant", "none", "plateau")
+    log(f"Learning rate: {c.learning_rate:g}, {c.lr_schedule}, warm-up {warmup} steps"
+        + (f", to {final:g}" if decays else ""))
     for note in c.notes():
-        say(f"Note: {note}")
+        log(f"Note: {note}")
 
 
 def parameters_by_part(model):
-    """'wte 12,288,000, h 37,748,736, ...': parameters by the first part of their names."""
-    parts = {}
+    """Return "wte 12,288,000, h 37,748,736, ...": parameters by the first part of the names."""
+    counts = {}
     for name, p in model.named_parameters():
         part = name.split(".")[0]
-        parts[part] = parts.get(part, 0) + p.numel()
-    return ", ".join(f"{k} {v:,}" for k, v in parts.items())
+        counts[part] = counts.get(part, 0) + p.numel()
+    return ", ".join(f"{part} {count:,}" for part, count in counts.items())
 
 
-def next_steps(c, use):
-    """What to do with a finished run. use: the command that its model file names, or ""."""
-    text = f"Next: open {os.path.join(c.out_dir, 'loss.svg')}"
+def next_steps(config, use):
+    """Return advice for a finished run. use: the model type's command for it, or ""."""
+    text = f"Next: open {os.path.join(config.out_dir, 'loss.svg')}"
     if use:
-        text += f", and use it:\n  {use.format(out=shlex.quote(c.out_dir))}"
-    return text + "\nYour own text: python -m data.prepare my.txt" * (c.model == "gpt")
+        text += f", and use it:\n  {use.format(out=shlex.quote(config.out_dir))}"
+    return text + "\nYour own text: python -m data.prepare my.txt" * (config.model == "gpt")
+
+
+def resume_command(config, ranks):
+    """Return the command line that resumes this run."""
+    args = without_option(sys.argv[1:], "allow_change")
+    args += ["--resume", "auto"] if config.resume != "auto" else []  # the last value counts
+    if ranks.world_size == 1:
+        return "  " + shlex.join(["python", "run_train.py", *args])
+    ranks_per_node = int(os.environ.get("LOCAL_WORLD_SIZE") or ranks.world_size)
+    nodes = ranks.world_size // ranks_per_node
+    rendezvous = [f"--nnodes={nodes}", "--rdzv_backend=c10d", "--rdzv_endpoint=HOST:PORT"]
+    command = ["torchrun", *(rendezvous if nodes > 1 else []),
+               f"--nproc_per_node={ranks_per_node}", "run_train.py", *args]
+    return "  " + shlex.join(command) + "  (on each node)" * (nodes > 1)
 
 
 def without_option(argv, name):
-    """argv without an option, given as --name=value, or as --name with the token after it."""
-    out, rest = [], list(argv)
+    """Return argv without the option `name`, given as --name=value or --name value."""
+    out = []
+    rest = list(argv)
     while rest:
         option, equals, _ = rest[0].lstrip("-").replace("-", "_").partition("=")
         if option != name:
@@ -542,17 +492,3 @@ def without_option(argv, name):
         else:
             del rest[:1 if equals else 2]
     return out
-
-
-def resume_command(config, ranks):
-    """The command line that goes on with this run."""
-    args = without_option(sys.argv[1:], "allow_change")
-    args += ["--resume", "auto"] if config.resume != "auto" else []  # the last word counts
-    if ranks.world_size == 1:
-        return "  " + shlex.join(["python", "run_train.py", *args])
-    here = int(os.environ.get("LOCAL_WORLD_SIZE") or ranks.world_size)
-    nodes = ranks.world_size // here
-    several = [f"--nnodes={nodes}", "--rdzv_backend=c10d", "--rdzv_endpoint=HOST:PORT"]
-    command = ["torchrun", *(several if nodes > 1 else []), f"--nproc_per_node={here}"]
-    on = "  (on each node)" if nodes > 1 else ""
-    return "  " + shlex.join([*command, "run_train.py", *args]) + on

@@ -16,10 +16,10 @@ import time
 from dataclasses import dataclass
 
 from train.base.checkpoint_file import prev_path
+from train.base.console import duration
 from train.base.errors import SetupError, echo
 from train.base.run_folder import RunFolder
 from train.distributed import broadcast_from_rank0
-from train.logger import duration
 from train.robust import on_signals
 
 TIMED, LONGEST = 0.05, 20.0  # share of the budget that is spent on timing steps; seconds at most

@@ -10,11 +10,11 @@ import torch
 
 from train import device as device_module
 from train import distributed, logger
+from train.base.console import compact, duration
 from train.base.errors import CollectiveExit
 from train.base.memory import memory_available
 from train.checkpoint import inherited_shape
 from train.config import load_model_file
-from train.logger import compact, duration
 from train.optimizer import build_optimizer, clip_gradients
 from train.options.compile import ON_OFF, compile_model, should_compile
 from train.train import open_data

@@ -1,0 +1,41 @@
+"""Versions, host and git commit of this process, for training_args.json and trackers."""
+
+import functools
+import importlib.metadata
+import os
+import platform
+import socket
+import subprocess
+from contextlib import suppress
+
+PACKAGES = ("torch", "numpy", "tiktoken", "pyyaml")
+
+
+@functools.cache
+def environment():
+    """Return versions, git commit, host and platform as a dict. Cached: the imported code does not
+    change when files change later."""
+    versions = dict(python=platform.python_version())
+    for package in PACKAGES:
+        with suppress(importlib.metadata.PackageNotFoundError):
+            versions[package] = importlib.metadata.version(package)
+    commit, dirty = git_state()
+    return dict(versions=versions, git_commit=commit, git_dirty=dirty, host=socket.gethostname(),
+                platform=platform.platform())
+
+
+def git_state():
+    """Return (commit, whether files are modified) of this program's repository, or (`None`,
+    `None`) without git."""
+    root = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
+
+    def git(*args):
+        return subprocess.check_output(["git", "--no-optional-locks", "-C", root, *args], text=True,
+                                       timeout=10, stderr=subprocess.DEVNULL).strip()
+    try:
+        top, commit = git("rev-parse", "--show-toplevel", "HEAD").splitlines()
+        if not os.path.samefile(top, root):
+            return None, None  # a repository that contains this folder
+        return commit, bool(git("status", "--porcelain"))
+    except (OSError, subprocess.SubprocessError):
+        return None, None
