@@ -455,7 +455,8 @@ def test_model_safetensors_is_a_model(tmp_path, data_dir, own, capsys):
     assert tokenizer.spec() == dict(kind="byte") and type(model) is type(same)
     ids = torch.arange(8)[None]
     assert torch.equal(model(ids), same(ids))
-    assert getattr(model, "template", None) == getattr(same, "template", None)
+    templates = [getattr(m, "template", None) for m in (model, same)]
+    assert templates[0] is templates[1] is None or vars(templates[0]) == vars(templates[1])
     assert sample.main(["--ckpt", str(path), "--prompt", "line", "--max_new_tokens", "4"]) == 0
     assert capsys.readouterr().out.splitlines()[-1].startswith("line")
     shape = {f.name for f in fields(GPTConfig)} | {"n_experts"}
