@@ -1,4 +1,4 @@
-"""Load, check and print the configuration of a run. train/keys.py declares its keys."""
+"""Load, check and print the configuration of a run. The keys are declared in train/keys.py."""
 
 import functools
 import importlib
@@ -71,7 +71,7 @@ def config_class(model="gpt"):
 
 
 def group_keys(cls):
-    """Return {group: names of its keys} of a configuration class."""
+    """Return {group: names of the keys in it} of a configuration class."""
     groups = {group: [f.name for f in fields(keys)] for group, keys in GROUPS.items()}
     if own := [f.name for f in fields(cls) if f.name not in FIELDS]:
         groups["Of this model"] = own
@@ -89,7 +89,7 @@ def find_file(path):
 
 
 def read_yaml(path, problems, groups=()):
-    """Return the settings [(key, raw value, "path:line")] in a YAML file, including those inside
+    """Return the settings [(key, raw value, "path:line")] in a YAML file, flattening the mappings
     `groups`. Problems are appended to `problems`."""
     expected = f"expected `key: value` lines, as in {DEFAULT_PATH}"
     try:
@@ -143,8 +143,8 @@ def to_python(node):
 
 
 def read_with_bases(path, problems, parents=()):
-    """Return the settings in the YAML file at `path`, after those of its `base:` file (a path
-    relative to the file). The settings of a run's training_args.json are its `arguments`."""
+    """Return the settings in the YAML file at `path`, after the settings of the `base:` file (a
+    path relative to this file). In a run's training_args.json, `arguments` are the settings."""
     if os.path.abspath(path) in parents:
         problems.append(f"{path}: base files form a circle")
         return []
@@ -221,10 +221,10 @@ def load_aliases():
 
 
 def resolve(settings, known, problems):
-    """Return {key: (raw value, where it is set)} of settings [(name, raw value, where)], of which
-    later ones take precedence.
+    """Return {key: (raw value, where it is set)} of settings [(name, raw value, where)]. Later
+    settings take precedence.
 
-    Aliases are replaced by the keys in `known`, and `where` then ends in " as ALIAS". On the
+    Aliases are replaced by the keys in `known`, and " as ALIAS" is appended to `where`. On the
     command line a flag has no value (None), --no_FLAG means false, and repeated lists are
     concatenated.
     """
@@ -288,8 +288,8 @@ def read_settings(path, overrides, problems):
 
 def load_config(path: str | os.PathLike | None = None,
                 overrides: Iterable[str] | Mapping[str, object] = ()) -> TrainConfig:
-    """Return the configuration of a run: defaults, then the file at `path` (with its bases), then
-    `overrides` (command-line arguments, or a dict of Python values). ConfigError lists all
+    """Return the configuration of a run: defaults, then the file at `path` (with the base files),
+    then `overrides` (command-line arguments, or a dict of Python values). ConfigError lists all
     problems."""
     return load_with_origins(path, overrides)[0]
 
@@ -300,7 +300,7 @@ def load_argv(argv):
 
 
 def load_with_origins(path=None, overrides=()):
-    """Return (load_config's result, {key: where its value is set})."""
+    """Return (the configuration, {key: where the value is set}), as load_config."""
     problems = []
     cls, settings = read_settings(path, overrides, problems)
     known = fields_by_name(cls)
@@ -329,7 +329,7 @@ def load_with_origins(path=None, overrides=()):
 
 
 def advice_on(name, known, hint=True):
-    """Return the end of a message about an unknown key: the most similar one, and what to do."""
+    """Return the end of a message about an unknown key: the most similar key, and advice."""
     aliases, hints = load_aliases()
     names = [*known, *(alias for alias, (ours, _) in aliases.items() if ours in known)]
     return (nearest(name, names) if hint else "") + "; " + hints.get(
@@ -376,7 +376,7 @@ def find_gpt_conflicts(c):
     """Return [({keys}, message)] about the shape of a GPT, also for model types built on it."""
     found = []
     head_size = c.n_embd // c.n_head
-    if c.family:  # it defines its own head size
+    if c.family:  # which defines the head size
         pass
     elif c.n_embd % c.n_head:
         found.append(({"n_embd", "n_head"},
@@ -410,7 +410,7 @@ def check_value(name, value, known):
 
 
 def check_size(shape, weights):
-    """ValueError if `shape` is far too large for `weights`: the model that is built before the
+    """ValueError if `shape` is much too large for `weights`: the model that is built before the
     tensors are compared (blocks, tables of positions and tokens) would exhaust time or memory."""
     numbers = sum(t.numel() for t in weights.values())
     positions = shape.block_size * getattr(shape, "head_dim", shape.n_embd // shape.n_head)
@@ -426,15 +426,15 @@ def check_size(shape, weights):
 # comparing configurations
 
 def with_defaults(values):
-    """Return `values` with None replaced where the default follows from another key."""
+    """Return `values` with None replaced if the default depends on other values."""
     rules = dict(min_lr=lambda v: v["learning_rate"] / 10, n_hidden=lambda v: 4 * v["n_embd"],
                  n_kv_head=lambda v: v["n_head"])
     return values | {n: rule(values) for n, rule in rules.items() if values.get(n, 0) is None}
 
 
 def find_differences(old, new, known=FIELDS):
-    """Return [(key, old value, new value)] of the keys whose change would change the results of a
-    run. `old` and `new` are dicts. The micro-batch may change if the global batch does not."""
+    """Return [(key, old value, new value)] of changed keys that affect the results of a run. `old`
+    and `new` are dicts. The micro-batch may change if the global batch does not."""
     names = [n for n, f in known.items() if n in old and n in new
              and not (f.metadata.get("free") or f.metadata.get("start"))]
     old = with_defaults(old)

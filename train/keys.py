@@ -1,8 +1,8 @@
 """Every configuration key of a run: name, type, default, meaning and limits.
 
 To add a key, add a line: YAML files, the command line, --help and --print_config are generated from
-these dataclasses. train/config.py reads and checks them. A model type adds its own keys in a
-dataclass `Keys`.
+these dataclasses. train/config.py reads and checks the values. A model type declares more keys in
+a dataclass `Keys`.
 """
 
 import math
@@ -16,7 +16,7 @@ from train.lr_scheduler import milestones
 # Metadata of a key besides the limits in train/base/fields.py:
 #   free=True     the key may change when a run is resumed
 #   start=True    the key belongs to one start, not to the run: it is not saved
-#   shape=True    the key is part of a model's shape and is inherited with its weights (init_from)
+#   shape=True    the key is part of a model's shape and is inherited with the weights (init_from)
 #   reads=True    the key names a file that the run reads, which --resume never must not move;
 #                 reads="apart": a model of any shape
 
@@ -190,7 +190,7 @@ class GPTKeys:
 GROUPS = {"Run": RunKeys, "Batch": BatchKeys, "Length": LengthKeys,
           "Learning rate": LearningRateKeys, "Optimizer": OptimizerKeys, "System": SystemKeys,
           "Model": GPTKeys}
-# Headings that a YAML file may use to group keys, ours and those of other trainers.
+# Headings that group keys in YAML files, here and in other trainers.
 GROUP_NAMES = {g.lower().replace(" ", "_") for g in GROUPS} | {
     "training", "train", "trainer", "data", "scheduler", "early_stopping", "loss", "logging",
     "evaluation"}

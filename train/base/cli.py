@@ -1,4 +1,4 @@
-"""Command lines: parse the options of a command, run it, report errors, return its exit code.
+"""Command lines: parse the options of a command, run it, report errors, return the exit code.
 
 The options of a command are a dataclass of `key` fields (train/base/fields.py), with types, limits
 and --help like the configuration keys of a run:
@@ -40,13 +40,13 @@ def underscores(argv):
 
 
 def take_flag(argv, *names):
-    """Return (whether one of these flags is in `argv`, `argv` without them)."""
+    """Return (whether one of these flags is in `argv`, `argv` without these flags)."""
     rest = [a for a in argv if a.replace("-", "_") not in {n.replace("-", "_") for n in names}]
     return len(rest) < len(argv), rest
 
 
 def make_parser(cls, prog, epilog=None):
-    """Return the argparse.ArgumentParser of the dataclass `cls`. Its docstring is the description.
+    """Return the argparse.ArgumentParser of the dataclass `cls`. The docstring is the description.
 
     A bool option is a flag, --NAME, or --no_NAME if the default is True. A list option can be given
     several times. Metadata of a field: positional, required, metavar, group (heading in --help),
@@ -86,7 +86,7 @@ def make_parser(cls, prog, epilog=None):
 
 def make_options(cls, values):
     """Return an instance of the dataclass `cls` from the texts {name: str, list of str or None}.
-    ValueError lists all invalid values; None and an empty list mean the default."""
+    ValueError lists all invalid values. A missing or empty value means the default."""
     options, problems = {}, []
     for f in fields(cls):
         if values.get(f.name) in (None, []):
@@ -105,8 +105,8 @@ def run_command(options, work, argv=None, interrupt_message="interrupted", load=
     """Call work(the parsed options) and return the exit code of the command.
 
     options: a dataclass as in the example above (or an argparse parser, whose arguments `work`
-    gets). prog: the command's module if it is not the dataclass's. If `load` is given, unknown
-    arguments are allowed, load(unknown arguments) is the second argument of `work`
+    gets). prog: the command's module if the dataclass is in another module. If `load` is given,
+    unknown arguments are allowed, load(unknown arguments) is the second argument of `work`
     (train.config.load_argv: the configuration of a run), and the exit code is the result of `work`.
 
     Exit codes: 0; 2 after a UserError, ValueError or OSError, which is printed in one message (a

@@ -1,7 +1,7 @@
 """Exceptions for problems that the user can fix, and printing of untrusted text.
 
-Every exception here ends the program with its `exit_code` and one message without a traceback. The
-message states what is wrong, where, what was expected and what to do.
+A UserError exits the program with `exit_code` and one message without a traceback. The message
+states the problem, the place, the expected value and a remedy.
 """
 
 import contextlib
@@ -59,7 +59,7 @@ class SaveFailed(CollectiveExit):
 
 
 class Stopped(CollectiveExit):
-    """The run has saved a checkpoint and stops because of a signal; exit code 128 + its number."""
+    """The run has saved a checkpoint and stops because of a signal. Exit code: 128 + signal."""
 
     def __init__(self, signum):
         super().__init__(f"stopped by {signal.Signals(signum).name}")
@@ -68,7 +68,7 @@ class Stopped(CollectiveExit):
 
 def require(package, purpose, install=None):
     """Import and return the optional `package`, e.g. require("jinja2", "this chat template").
-    SetupError if it is missing, with the command that installs it (install: its name for pip)."""
+    SetupError if it is missing, with the command that installs it (install: the name for pip)."""
     try:
         return importlib.import_module(package)
     except ImportError as error:
@@ -79,8 +79,8 @@ def require(package, purpose, install=None):
 
 
 def missing_part(error):
-    """Return a message if the exception `error` is the failed import of one of our own files, all
-    of which are optional except those that every run imports; otherwise ""."""
+    """Return a message if the exception `error` is the failed import of a deleted file of this
+    project (many files are optional); otherwise ""."""
     name = (isinstance(error, ModuleNotFoundError) and error.name) or ""
     if name.partition(".")[0] not in ("train", "model", "data"):
         return ""
@@ -91,7 +91,7 @@ def missing_part(error):
 # -----------------------------------------------------------------------------
 # printing
 
-# Control characters (except line ends and tabs), bidirectional overrides, and code points that
+# Control characters (except newlines and tabs), bidirectional overrides, and code points that
 # UTF-8 or XML cannot represent.
 UNPRINTABLE = re.compile("[\x00-\x08\x0b\x0c\x0e-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069"
                          "\ud800-\udfff\ufffe\uffff]|\r(?!\n)")

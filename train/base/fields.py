@@ -1,13 +1,13 @@
 """Typed values: dataclass fields with a description and limits, and parsing of their text.
 
 The configuration keys of a run (train/keys.py) and the options of commands (train/base/cli.py) are
-dataclasses whose fields are declared with `key`:
+fields of dataclasses, declared with `key`:
 
     @dataclass
     class Options:
         top_k: int = key(0, "sample from the K most probable tokens; 0: all", ge=0)
 
-Values are parsed by the type of their field, never by YAML's rules for plain scalars (in YAML 1.1
+Values are parsed by the type of the field, never by YAML's rules for plain scalars (in YAML 1.1
 `1e-4` is a string, `010` is eight and `1:30` is ninety), so a YAML file and the command line accept
 exactly the same text.
 """
@@ -26,7 +26,7 @@ def key(default, help, **meta):
 
     Limits: choices, gt, ge, lt, le (of each item of a list). path=True: a leading ~ is expanded.
     text=True: a list whose items may contain commas. mixture=True: one folder, or several with
-    weights. Any other metadata belongs to whoever reads the fields, e.g. train/keys.py.
+    weights. Any other metadata is for users of the fields, e.g. train/keys.py.
     """
     meta = dict(help=help, **meta)
     if isinstance(default, (list, dict)):
@@ -44,7 +44,7 @@ def fields_by_name(cls):
 
 def parse_value(field, raw):
     """Convert `raw` (str, list or dict of str, or a Python value) to the type of the dataclass
-    `field` and check its limits. ValueError states what was expected."""
+    `field` and check the limits. ValueError states the expected type or limit."""
     kind = base_type(field.type)
     meta = field.metadata
     convert, expected = MIXTURE if meta.get("mixture") else TYPES[kind]
@@ -122,7 +122,7 @@ def to_dict(raw):
 
 
 def to_folders(raw):
-    """Convert a folder, or a mixture given as {folder: weight} or its text, to the text that
+    """Convert a folder, or a mixture given as {folder: weight} or text, to the text that
     parse_mixture reads."""
     if isinstance(raw, str) and re.fullmatch(r"\s*\{.*:.*\}\s*", raw):
         raw = yaml.load(raw, PlainLoader)
@@ -173,7 +173,7 @@ def nearest(word, words):
 
 
 class PlainLoader(yaml.BaseLoader):
-    """A YAML loader that keeps every scalar as text. An alias of a list or mapping is refused: a
+    """A YAML loader that returns every scalar as text. An alias of a list or mapping is refused: a
     few lines of nested aliases can expand to billions of nodes."""
 
     def compose_node(self, parent, index):
