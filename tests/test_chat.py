@@ -508,7 +508,7 @@ def test_sample_chat_draws_as_model_chat_does(capitals, monkeypatch, capsys):
         assert main([*argv, "--prompt", "moo"]) == 0
     assert calls[0] == calls[1] and calls[0]["temperature"] == 0
     assert sample.main(["--chat", "--num_samples", "3"]) == 2
-    assert "leave --num_samples out" in capsys.readouterr().err
+    assert "remove --num_samples" in capsys.readouterr().err
 
 
 def test_question_is_encoded_as_in_training(capitals, tmp_path):

@@ -29,7 +29,7 @@ from data.tokenizer import CharTokenizer, load_tokenizer
 from model.core.detokenizer import Detokenizer
 from model.core.generate import generate, sample_tokens
 from model.gpt import GPT, GPTConfig
-from model.serve import choose_key, create_parser, is_loopback, listen, main
+from model.serve import Options, choose_key, is_loopback, listen, main
 from model.serve import engine as engine_file
 from model.serve import server as server_file
 from model.serve.api import Answer
@@ -630,18 +630,18 @@ def test_who_opens_it_says_who_may_ask(monkeypatch, capsys):
         s.bind(("0.0.0.0", 0))
         assert not is_loopback(s)
         with pytest.raises(ValueError, match="--host 0.0.0.0 makes .* --no_api_key"):
-            choose_key(create_parser().parse_args(["--host=0.0.0.0"]), s)
-        assert choose_key(create_parser().parse_args(["--api_key=a"]), s) == "a"
-        assert choose_key(create_parser().parse_args(["--no_api_key"]), s) is None
+            choose_key(Options(host="0.0.0.0"), s)
+        assert choose_key(Options(api_key="a"), s) == "a"
+        assert choose_key(Options(no_api_key=True), s) is None
         monkeypatch.setenv("IRONGPT_API_KEY", "b")
-        assert choose_key(create_parser().parse_args([]), s) == "b"
-        assert choose_key(create_parser().parse_args(["--no_api_key"]), s) is None
+        assert choose_key(Options(), s) == "b"
+        assert choose_key(Options(no_api_key=True), s) is None
     with listen("127.0.0.1", 0) as s:
-        assert is_loopback(s) and choose_key(create_parser().parse_args([]), s) == "b"
+        assert is_loopback(s) and choose_key(Options(), s) == "b"
         monkeypatch.delenv("IRONGPT_API_KEY")
-        assert choose_key(create_parser().parse_args([]), s) is None
+        assert choose_key(Options(), s) is None
     with pytest.raises(SystemExit):
-        create_parser().parse_args(["--no_api_key", "--api_key=a"])
+        main(["--no_api_key", "--api_key=a", "--port=0"])
 
 
 def test_metrics_count_what_was_asked():
@@ -975,8 +975,9 @@ def test_errors_of_the_command_line(checkpoint, tmp_path, capsys):
         assert main(["--ckpt", str(checkpoint), "--port", "0", *args]) == 2
         return capsys.readouterr().err
     assert error("--slots=0", "--timeout=0").splitlines() == [
-        "model.serve: --slots: expected 1 to 1024, got 0",
-        "--timeout: expected 0.1 to 86400, got 0.0"]
+        "model.serve: --slots: must be at least 1, got 0",
+        "--timeout: must be at least 0.1, got 0.0"]
+    assert "--max_tokens: must be at most 1000000" in error("--max_tokens=9999999")
     with socket.create_server(("127.0.0.1", 0)) as taken:
         assert "cannot listen:" in error("--port", str(taken.getsockname()[1]))
     assert "no/ckpt.pt" in error("--ckpt", "no/ckpt.pt")

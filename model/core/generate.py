@@ -2,12 +2,32 @@
 
 import contextlib
 from collections.abc import Callable
+from dataclasses import dataclass
 
 import torch
 
 from model.core.kv_cache import create_cache
+from train.base.fields import key
 
 NON_FINITE_LOGITS = "the model's logits are not finite: no token can be sampled from them"
+
+
+@dataclass
+class SamplingOptions:
+    """Command-line options of generate()."""
+    max_new_tokens: int = key(256, "maximum number of new tokens", ge=0)
+    temperature: float = key(0.0, "0: always the most likely token", ge=0)
+    top_k: int | None = key(None, "sample from the K most likely tokens", ge=1, metavar="K")
+    top_p: float | None = key(None, "sample from the most likely tokens with a total probability "
+                              "of P", gt=0, le=1, metavar="P")
+    min_p: float | None = key(None, "sample from tokens with at least P times the probability of "
+                              "the most likely one", ge=0, le=1, metavar="P")
+    seed: int | None = key(None, "the same seed generates the same text", ge=0, lt=2**63)
+
+    def sampling(self):
+        """Return the keyword arguments of generate()."""
+        return {name: getattr(self, name)
+                for name in ("temperature", "top_k", "top_p", "min_p", "seed")}
 
 
 @torch.no_grad()

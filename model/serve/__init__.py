@@ -4,51 +4,37 @@ POST /v1/completions and, for chat models, /v1/chat/completions, also as a strea
 /health, /metrics (Prometheus), and / for the page (serve.html).
 """
 
-import argparse
 import ipaddress
 import os
 import signal
 import socket
+from dataclasses import dataclass
 from pathlib import Path
 
+from model.sample.load import LoadOptions, load_for_decoding
 from train.base.cli import run_command
-from train.base.errors import require
+from train.base.errors import UsageError, require
+from train.base.fields import key
 
 API_KEY_VARIABLE = "IRONGPT_API_KEY"  # of the environment
-LIMITS = dict(slots=(1, 1024), queue=(1, 100_000), max_tokens=(1, 10**6), timeout=(0.1, 86_400),
-              port=(0, 65_535))
 
 
-def create_parser():
-    from model.sample.load import add_load_options  # imports torch
-    p = argparse.ArgumentParser(prog="python -m model.serve", description=__doc__.split("\n")[0])
-    add = p.add_argument
-    add_load_options(p)
-    add("--name", help="model name for clients (default: the name of the checkpoint's folder)")
-    add("--host", default="127.0.0.1", help="address to listen on (default: %(default)s, this "
-        "machine only); 0.0.0.0: all interfaces, which requires a key")
-    keys = p.add_mutually_exclusive_group()
-    keys.add_argument("--api_key", default=os.environ.get(API_KEY_VARIABLE), help="key that "
-                      f"clients must send; {API_KEY_VARIABLE} in the environment is safer, because "
-                      "other users can see command lines")
-    keys.add_argument("--no_api_key", action="store_true", help="accept requests without a key on "
-                      "any --host")
-    add("--allow_origin", action="append", default=[], metavar="URL", help="web page that may send "
-        "requests from a browser, e.g. https://chat.example (repeatable; *: any)")
-    add("--port", type=int, default=8000, help="0: any free port (default: %(default)s)")
-    add("--slots", type=int, default=16, help="texts per batch (default: %(default)s)")
-    add("--queue", type=int, default=256, help="waiting requests (default: %(default)s)")
-    add("--max_tokens", type=int, default=1024, help="maximum of a request (default: %(default)s)")
-    add("--timeout", type=float, default=300, help="seconds per request (default: %(default)s)")
-    return p
-
-
-def check_args(args):
-    """Raise ValueError with all invalid arguments."""
-    problems = [f"--{name}: expected {low} to {high}, got {getattr(args, name)}"
-                for name, (low, high) in LIMITS.items() if not low <= getattr(args, name) <= high]
-    if problems:
-        raise ValueError("\n".join(problems))
+@dataclass
+class Options(LoadOptions):
+    """Serve a checkpoint with OpenAI's API and a page."""
+    name: str | None = key(None, "model name for clients (default: the checkpoint's folder)")
+    host: str = key("127.0.0.1", "address to listen on: this machine only; 0.0.0.0: all "
+                    "interfaces, which requires a key", metavar="ADDRESS")
+    port: int = key(8000, "0: any free port", ge=0, le=65_535)
+    api_key: str | None = key(None, "key that clients must send (default: IRONGPT_API_KEY in the "
+                              "environment, which other users cannot see)", metavar="KEY")
+    no_api_key: bool = key(False, "accept requests without a key on any --host")
+    allow_origin: list[str] = key([], "web page that may send requests from a browser, e.g. "
+                                  "https://chat.example (repeatable; *: any)", metavar="URL")
+    slots: int = key(16, "texts per batch", ge=1, le=1024)
+    queue: int = key(256, "waiting requests", ge=1, le=100_000)
+    max_tokens: int = key(1024, "maximum number of new tokens per request", ge=1, le=10**6)
+    timeout: float = key(300.0, "seconds per request", ge=0.1, le=86_400)
 
 
 def listen(host, port):
@@ -67,16 +53,19 @@ def is_loopback(listening):
     return ipaddress.ip_address(listening.getsockname()[0]).is_loopback
 
 
-def choose_key(args, listening):
+def choose_key(options, listening):
     """Return the key that clients must send, or None. Raises ValueError if others could send
     requests without one."""
-    if args.no_api_key:
+    if options.no_api_key:
+        if options.api_key:
+            raise UsageError("--api_key and --no_api_key contradict each other")
         return None
-    if not args.api_key and not is_loopback(listening):
-        raise ValueError(f"--host {args.host} makes this server reachable for others: set "
+    api_key = options.api_key or os.environ.get(API_KEY_VARIABLE) or None
+    if not api_key and not is_loopback(listening):
+        raise ValueError(f"--host {options.host} makes this server reachable for others: set "
                          f"--api_key or {API_KEY_VARIABLE} in the environment, or accept requests "
                          "from anybody with --no_api_key")
-    return args.api_key or None
+    return api_key
 
 
 def stop_signals():
@@ -96,33 +85,30 @@ def stop_signals():
     return received
 
 
-def create_engine(args):
+def create_engine(options):
     """Return (engine, chat template or None) of the checkpoint. Raises ValueError or UserError."""
-    from model.sample.load import load_for_decoding
     from model.serve.engine import Engine
-    model, tokenizer, _ = load_for_decoding(args)
-    template, end_tokens = getattr(model, "template", None), ()
-    if template:
-        end_tokens = template.end_ids(tokenizer)
+    model, tokenizer, _ = load_for_decoding(options)
+    template = getattr(model, "template", None)
     try:
-        return Engine(model, tokenizer, args.slots, args.queue, args.max_tokens, args.timeout,
-                      end_tokens), template
+        return Engine(model, tokenizer, options.slots, options.queue, options.max_tokens,
+                      options.timeout, template.end_ids(tokenizer) if template else ()), template
     except RuntimeError as error:  # out of memory
-        raise ValueError(f"--slots {args.slots}: not enough memory for the key-value cache: "
+        raise ValueError(f"--slots {options.slots}: not enough memory for the key-value cache: "
                          f"{error}; use fewer slots") from None
 
 
-def serve(args):
+def serve(options):
     """Load the model and answer requests until a signal arrives."""
-    check_args(args)
     require("starlette", "model.serve")
     require("uvicorn", "model.serve")
     from model.serve.server import Server
-    with listen(args.host, args.port) as listening:
-        key, (host, port) = choose_key(args, listening), listening.getsockname()[:2]
-        engine, template = create_engine(args)
-        name = args.name or Path(args.ckpt).resolve().parent.name
-        server = Server(listening, engine, name, template, args.host, key, args.allow_origin)
+    with listen(options.host, options.port) as listening:
+        api_key, (host, port) = choose_key(options, listening), listening.getsockname()[:2]
+        engine, template = create_engine(options)
+        name = options.name or Path(options.ckpt).resolve().parent.name
+        server = Server(listening, engine, name, template, options.host, api_key,
+                        options.allow_origin)
         received = stop_signals()
         url = f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
         print(f"Model {name!r} at {url} (a page) and {url}/v1 (OpenAI's API). Ctrl-C stops the "
@@ -132,4 +118,4 @@ def serve(args):
 
 def main(argv=None):
     """Run the command; return its exit code."""
-    return run_command(create_parser(), serve, argv)
+    return run_command(Options, serve, argv)
