@@ -5,7 +5,7 @@ import http.client
 import json
 import os
 import pathlib
-import signal
+import re
 import subprocess
 import sys
 import threading
@@ -18,7 +18,6 @@ from conftest import REPO
 from runs import go
 from test_plot import lines, parse, texts, write_run
 
-from model.serve import listen
 from train.tools import watch
 
 LONG = dict(max_iters=8, eval_interval=4, save_interval=4, keep_last=3)
@@ -26,32 +25,31 @@ LONG = dict(max_iters=8, eval_interval=4, save_interval=4, keep_last=3)
 
 @contextlib.contextmanager
 def watching(*folders, most=6):
-    """(get(path, **headers) -> (status, body), the site)"""
-    stopped = []
-    site = watch.Watch(listen("127.0.0.1", 0), [pathlib.Path(f) for f in folders], most, "iter",
-                       "loss")
-    thread = threading.Thread(target=site.serve, args=(stopped,), daemon=True)
-    thread.start()
+    """(get(path, **headers) -> (status, body), the server)"""
+    options = watch.Options([str(f) for f in folders], port=0, runs=most)
+    with watch.open_server(options) as server:
+        thread = threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True)
+        thread.start()
 
-    def get(path, method="GET", **headers):
-        connection = http.client.HTTPConnection("127.0.0.1", site.port, timeout=30)
-        with contextlib.closing(connection):
-            connection.request(method, path, headers=headers)
-            reply = connection.getresponse()
-            return reply.status, reply.read()
-    try:
-        yield get, site
-    finally:
-        stopped.append(signal.SIGTERM)
-        thread.join(20)
+        def get(path, method="GET", **headers):
+            connection = http.client.HTTPConnection("127.0.0.1", server.server_port, timeout=30)
+            with contextlib.closing(connection):
+                connection.request(method, path, headers=headers)
+                reply = connection.getresponse()
+                return reply.status, reply.read()
+        try:
+            yield get, server
+        finally:
+            server.shutdown()
+            thread.join(20)
     assert not thread.is_alive()
 
 
 @pytest.fixture
 def at_once(monkeypatch):
-    """Looks as often as it is asked."""
-    monkeypatch.setattr(watch, "EVERY", 0.0)
-    monkeypatch.setattr(watch, "SHARE", 1e9)
+    """Updates at every request."""
+    monkeypatch.setattr(watch, "MIN_INTERVAL_SECONDS", 0.0)
+    monkeypatch.setattr(watch, "CPU_SHARE", 1e9)
 
 
 def state(get):
@@ -88,70 +86,75 @@ def test_a_run_is_one_curve_also_when_it_goes_on_from_an_earlier_step(
             assert len(curve) == 6 and [x for x, _ in curve] == sorted({x for x, _ in curve})
 
 
-def test_only_what_is_new_is_read(at_once, tmp_path, monkeypatch):
+def test_only_files_that_have_changed_are_read(at_once, tmp_path, monkeypatch):
     folder, read = write_run(tmp_path / "a", steps=100), []
-    monkeypatch.setattr(watch, "read_records", lambda lines, step: read.append(lines) or [])
-    with watching(tmp_path) as (get, _), open(folder / "metrics.jsonl", "ab", 0) as f:
+    write_run(tmp_path / "b", steps=100)
+    read_metrics = watch.read_metrics
+    monkeypatch.setattr(watch, "read_metrics", lambda path, limit: (
+        read.append(path.parent.name), read_metrics(path, limit))[1])
+    with watching(tmp_path) as (get, _):
         version = state(get)["version"]
-        assert state(get)["version"] == version and len(read) == 1
-        whole = (folder / "metrics.jsonl").read_bytes().splitlines()
-        assert read[0] == whole
-        f.write(b'{"iter": 101}\n{"iter"')  # half a line waits for its end
-        assert state(get)["version"] > version and read[1:] == [[b'{"iter": 101}']]
-        f.write(b': 102}\n')
-        state(get)
-        assert read[2:] == [[b'{"iter": 102}']]
+        assert state(get)["version"] == version and sorted(read) == ["a", "b"]
+        with open(folder / "metrics.jsonl", "ab", 0) as f:
+            f.write(b'{"iter": 101}\n{"iter"')  # half a line is left out
+        new = state(get)
+        assert new["version"] > version and read[2:] == ["a"] and new["runs"][0]["iter"] == 101
         os.replace(folder / "metrics.jsonl", folder / "metrics.jsonl.old")
-        state(get)
-        (folder / "metrics.jsonl").write_bytes(whole[0] + b"\n")
-        state(get)
-        assert read[-1] == [whole[0]]
+        (folder / "train.log").write_text("a line\n")
+        assert state(get)["runs"][0]["iter"] is None and read[3:] == ["a"]
 
 
 def test_a_long_run_keeps_its_evaluations(tmp_path):
-    run = watch.Run(write_run(tmp_path, steps=4 * watch.KEPT, evals=1000))
-    assert run.look() and not run.look()
-    with open(tmp_path / "metrics.jsonl", "a") as f:
-        for k in range(5 * watch.KEPT):
-            f.write(json.dumps(dict(iter=4 * watch.KEPT + k, loss=1.0)) + "\n")
-            if k % 1000 == 0:
-                f.flush()
-                run.look()
-    run.look()
-    assert watch.KEPT / 2 < len(run.records) <= 2 * watch.KEPT
-    assert [r["iter"] for r in run.records if "val_loss" in r] == list(range(0, 12_001, 1000))
+    most = watch.MAX_TRAINING_LINES
+    run = watch.Run(write_run(tmp_path, steps=9 * most, evals=1000))
+    assert run.update() and not run.update()
+    assert [r["iter"] for r in run.records if "val_loss" in r] == list(range(0, 9 * most + 1, 1000))
     steps = [r["iter"] for r in run.records if "loss" in r]
     gaps = [b - a for a, b in zip(steps, steps[1:])]
-    assert steps[0] < 20 and 0 < min(gaps) and max(gaps) < 20 and steps[-1] == 26_999
+    assert most / 2 < len(steps) <= most and steps[0] < 20 and steps[-1] > 9 * most - 20
+    assert 0 < min(gaps) and max(gaps) < 20
 
 
 def test_polls_do_no_work_of_their_own(tmp_path, monkeypatch):
-    """However many they are, the files are looked at once in EVERY seconds."""
+    """However many they are, the files are looked at once per interval."""
     write_run(tmp_path / "a")
     looked = []
+    monkeypatch.setattr(watch, "MIN_INTERVAL_SECONDS", 1000.0)
     monkeypatch.setattr(watch, "find_runs", lambda tops: looked.append(0) or [tmp_path / "a"])
-    with watching(tmp_path) as (get, site):
-        site.credit = 1e9
+    with watching(tmp_path) as (get, _):
         assert all(get("/state")[0] == get("/wide")[0] == 200 for _ in range(20))
-        assert len(looked) <= 3
-        site.owed, began = lambda: 0.3, time.monotonic()
-        state(get)
-        assert time.monotonic() - began >= 0.3  # it waits for what was spent
+        assert len(looked) == 1
 
 
 def test_it_takes_a_hundredth_of_a_core_at_most(tmp_path, monkeypatch):
-    """By the clock and what was spent until then, of which a part is forgiven."""
-    with watching(tmp_path) as (_, site):
-        pass
-    now, spent = [site.at], [site.spent]
+    """After an update it waits for a hundred times the CPU time that this took, but 30 s at most;
+    drawing counts, also where the files were read before."""
+    now, spent, cost = [1000.0], [0.0], dict(update=0.0, draw=0.0)
     monkeypatch.setattr(time, "monotonic", lambda: now[0])
     monkeypatch.setattr(time, "process_time", lambda: spent[0])
-    site.credit, owed = watch.BURST, []
-    for seconds, work in ((0, 0.3), (0, 0.1), (4, 0.0), (6, 0.0), (1e6, 0.0), (0, 0.4), (0, 9.0)):
-        now[0] += seconds
-        spent[0] += work
-        owed.append(site.owed())
-    assert owed == pytest.approx([0, 10, 6, 0, 0, 10, watch.LONGEST], abs=1e-6)
+    watcher, updates = watch.Watcher(watch.Options([str(tmp_path)])), []
+
+    def update():
+        spent[0] += cost["update"]
+        updates.append(now[0])
+        watcher.bodies = {"/state": b"{}"}
+
+    def draw(width, max_name):
+        spent[0] += cost["draw"]
+        return b"<svg/>"
+    watcher.update, watcher.draw = update, draw
+    for cost["update"], cost["draw"], wait in ((0.002, 0.0, 1.0), (0.05, 0.0, 5.0),
+                                               (0.001, 0.2, 20.0), (9.0, 0.0, 30.0)):
+        began = now[0]
+        assert watcher.get("/state") == b"{}" and watcher.get("/wide") == b"<svg/>"
+        for now[0] in (began, began + wait - 0.01):
+            watcher.get("/state"), watcher.get("/wide")
+        assert updates[-1] == began
+        now[0] = began + wait + 0.01
+        cost.update(update=0.0, draw=0.0)
+        watcher.get("/state")
+        assert updates[-1] == now[0]
+        now[0] += 1000
 
 
 def test_the_newest_runs_are_shown(at_once, tmp_path):
@@ -185,7 +188,7 @@ def test_the_last_samples_are_shown(at_once, tmp_path):
 @pytest.mark.parametrize("path, method, headers, status", [
     ("/state", "GET", dict(Host="evil.example"), 403), ("/", "GET", dict(Host="evil.example"), 403),
     ("/state", "GET", dict(Origin="http://evil.example"), 403),
-    ("/state", "GET", dict(Origin="null"), 403), ("/state", "POST", {}, 405),
+    ("/state", "GET", dict(Origin="null"), 403), ("/state", "POST", {}, 501),
     ("/../watch.py", "GET", {}, 404), ("/state", "GET", dict(Host="localhost:1"), 200),
     ("/", "GET", {}, 200)])
 def test_pages_of_others_are_refused(tmp_path, path, method, headers, status):
@@ -199,7 +202,7 @@ def test_the_command(tmp_path):
     command = [sys.executable, "-m", "train.tools.watch", str(tmp_path), "--port", "0"]
     with subprocess.Popen(command, cwd=REPO, text=True, stdout=subprocess.PIPE,
                           stderr=subprocess.PIPE) as process:
-        url = process.stdout.readline().split()[-4].rstrip(".")
+        url = re.search(r"http://\S+", process.stdout.readline())[0]
         page = urllib.request.urlopen(url)
         assert "default-src 'none'" in page.headers["Content-Security-Policy"]
         assert b"http" not in page.read()
@@ -211,9 +214,16 @@ def test_the_command(tmp_path):
 
 
 @pytest.mark.parametrize("args, message", [
-    (["nowhere"], "nowhere: no such folder"), (["--port", "70000", "."], "choose another --port")])
+    (["nowhere"], "nowhere: no such folder"), (["--port", "70000", "."], "--port: must be at most"),
+    (["--runs", "0"], "--runs: must be at least 1"), (["--x", "miles"], "--x: must be one of")])
 def test_what_cannot_be_is_refused(args, message, capsys):
     assert watch.main(args) == 2 and message in capsys.readouterr().err
+
+
+def test_a_port_that_is_in_use_is_refused(tmp_path, capsys):
+    with watching(tmp_path) as (_, server):
+        assert watch.main([str(tmp_path), "--port", str(server.server_port)]) == 2
+    assert "choose another port" in capsys.readouterr().err
 
 
 def test_the_page(browser, at_once, tmp_path):
@@ -224,8 +234,8 @@ def test_the_page(browser, at_once, tmp_path):
         folder = write_run(tmp_path / name, floor=2.0 + len(name) / 50)
         (folder / "train.log").write_text("a line <i>\n" * 20)
         (folder / "samples.txt").write_text("=== iter 5 ===\n<b>text</b>\n\n")
-    with watching(tmp_path) as (_, site):
-        browser("Page.navigate", url=f"http://127.0.0.1:{site.port}/")
+    with watching(tmp_path) as (_, server):
+        browser("Page.navigate", url=f"http://127.0.0.1:{server.server_port}/")
         soon(lambda: browser.js("document.querySelectorAll('#chart circle').length") == 10)
         assert browser.js("document.title") == "2 runs"
         assert "<b>text</b>" in browser.js("document.getElementById('runs').innerText")

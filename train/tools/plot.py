@@ -3,13 +3,14 @@
     python -m train.tools.plot out/a [out/b]... [--x iter|tokens|time] [--metric NAME]
 """
 
-import argparse
 import io
 import os
 import sys
+from dataclasses import dataclass
 
 from train.base.cli import run_command
 from train.base.errors import echo
+from train.base.fields import key
 from train.base.files import write_text
 from train.options.loss_svg import (
     COLORS,
@@ -98,29 +99,33 @@ def save_figure(path, draw, title, x_label, y_label):
 # -----------------------------------------------------------------------------
 # command line
 
-def main(argv=None):
-    """Run the command and return its exit code."""
-    parser = argparse.ArgumentParser(prog="python -m train.tools.plot", allow_abbrev=False,
-                                     description=__doc__.split("\n")[0])
-    parser.add_argument("runs", nargs="+", help="run folders (out_dir), or metrics.jsonl files")
-    parser.add_argument("--x", choices=list(X_LABELS), default="iter", help="axis (%(default)s)")
-    parser.add_argument("--metric", default="loss", help="another metric of training lines or, as "
-                        "val_NAME, of evaluations: ppl, grad_norm, ... (%(default)s)")
-    parser.add_argument("--out", help="FILE.svg (default: loss.svg in the folder of a single run, "
-                                      "compare.svg in the parent folder of several)")
-    return run_command(parser, plot_runs, argv)
+@dataclass
+class Options:
+    """Draw the loss and the learning rate of runs into one SVG file, to compare them."""
+    runs: list[str] = key([], "run folders (out_dir), or metrics.jsonl files", positional=True,
+                          required=True)
+    x: str = key("iter", "horizontal axis", choices=list(X_LABELS))
+    metric: str = key("loss", "another metric of training lines or, as val_NAME, of evaluations: "
+                      "ppl, grad_norm, ...")
+    out: str = key("", "FILE.svg (default: loss.svg in the folder of a single run, compare.svg in "
+                   "the parent folder of several)")
 
 
-def plot_runs(args):
-    """Draw the picture that the command line describes."""
-    metric = args.metric.removeprefix("val_")
-    path = args.out or default_path(args.runs, metric)
+def plot_runs(options):
+    """Draw the picture that the options describe."""
+    metric = options.metric.removeprefix("val_")
+    path = options.out or default_path(options.runs, metric)
     if not path.endswith(".svg"):
         raise ValueError(f"--out {path}: expected a name that ends in .svg")
-    svg = loss_svg(load_runs(args.runs, metric), args.x, metric)
+    svg = loss_svg(load_runs(options.runs, metric), options.x, metric)
     with open(path, "w", encoding="utf-8") as f:
         f.write(svg)
     print(f"Wrote {path}")
+
+
+def main(argv=None):
+    """Run the command and return its exit code."""
+    return run_command(Options, plot_runs, argv)
 
 
 if __name__ == "__main__":

@@ -1,203 +1,228 @@
-"""A page on which runs are watched while they train: python -m train.tools.watch out/
+"""Show runs on a local web page while they train: python -m train.tools.watch out/
 
-Loss curves, the newest lines and the last samples of the runs in a folder, of the newest ones. It
-reads nothing but their files, and of these what is new; all that takes a hundredth of a core at
-most, however many ask, or else they wait. It listens on this machine alone; from another one:
-ssh -L 8001:127.0.0.1:8001 NAME
+The page has the loss curves, the last log lines and the last samples of the newest runs in a
+folder. Files are read after they have changed; reading and drawing use about 1% of a CPU core. The
+server listens on 127.0.0.1 only. To watch from elsewhere: ssh -L 8001:127.0.0.1:8001 HOST
 """
 
-import argparse
-import asyncio
 import contextlib
 import json
 import os
 import re
+import signal
 import sys
+import threading
 import time
+from dataclasses import dataclass
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
-from model.serve import listen, stop_signals
-from model.serve.site import Site
 from train.base.cli import run_command
-from train.options.loss_svg import COLORS, X_LABELS, loss_svg, read_records
+from train.base.fields import key
+from train.options.loss_svg import COLORS, X_LABELS, loss_svg, read_metrics
 
-FILES = ("metrics.jsonl", "train.log", "samples.txt")  # of a run
-DEPTH = 3            # folders below the one that is watched
-HIDDEN = re.compile(r"\.|old_\d+$")  # and what a run has moved aside
-KEPT = 3000          # records of a run
-SHARE = 0.01         # of a core: the most that all of it takes, or else the page waits,
-LONGEST = 30.0       # seconds at most,
-BURST = 0.3          # but for so many at once after a while of doing little
-EVERY = 1.0          # seconds between two looks at the files
-NARROW = 420         # pixels
-LINES, TAIL = 12, 1 << 14  # the newest ones; bytes at the end of a file, of which they are
+METRICS, LOG, SAMPLES = FILES = ("metrics.jsonl", "train.log", "samples.txt")  # of a run
+MAX_DEPTH = 3          # of folders below the watched folder
+SKIPPED_FOLDERS = re.compile(r"\.|old_\d+$")  # old_N: files of a run that was started again
+MAX_TRAINING_LINES = 3000  # read per run, evenly spaced
+LOG_LINES = 12
+TAIL_BYTES = 1 << 14   # of the log and of the samples
+PICTURES = {"/wide": (960, 100), "/narrow": (420, 24)}  # pixels, characters per name
+MIN_INTERVAL_SECONDS = 1.0   # between two updates,
+CPU_SHARE = 0.01             # longer if they would take more than this share of a CPU core,
+MAX_INTERVAL_SECONDS = 30.0  # up to this length
+CONTENT_POLICY = ("default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; "
+                  "connect-src 'self'; img-src data:; base-uri 'none'; frame-ancestors 'none'")
 
 
-class Grown:
-    """What a file has that only grows, or is another one from some moment on: a resumed run writes
-    its metrics anew, up to where it goes on."""
+@dataclass
+class Options:
+    """Show the loss curves, log lines and samples of runs on a local web page while they train."""
+    folders: list[str] = key(["out"], "folders of runs (out)", positional=True)
+    port: int = key(8001, "port on 127.0.0.1; 0: any free port", ge=0, le=65535)
+    runs: int = key(len(COLORS), "number of runs, the newest ones", ge=1)
+    x: str = key("iter", "horizontal axis", choices=list(X_LABELS))
+    metric: str = key("loss", "metric to draw, as in train.tools.plot")
 
-    def __init__(self, path):
-        self.path, self.inode, self.at = path, None, 0
 
-    def more(self):
-        """(whether all before is void, the whole lines since the last call, as bytes)"""
-        try:
-            with open(self.path, "rb") as f:
-                now = os.fstat(f.fileno())
-                anew = now.st_ino != self.inode or now.st_size < self.at
-                self.inode, self.at = now.st_ino, 0 if anew else self.at
-                f.seek(self.at)
-                data = f.read()
-        except OSError:
-            return False, []
-        whole = data[:data.rfind(b"\n") + 1]
-        self.at += len(whole)
-        return anew, whole.splitlines()
-
+# -----------------------------------------------------------------------------
+# files
 
 class Run:
-    """A run's folder, and what is known of it so far."""
+    """The metrics, log and samples of a run's folder."""
 
     def __init__(self, folder):
-        self.folder, self.seen, self.records = folder, None, []
-        self.metrics = Grown(folder / FILES[0])
+        self.folder = folder
+        self.stamps = None
+        self.records = []
 
-    def look(self):
-        """Read what is new; whether anything is."""
-        seen = [stamp(self.folder / name) for name in FILES]
-        if seen == self.seen:
+    def update(self):
+        """Read the metrics if any file has changed; return whether one has."""
+        stamps = [stamp(self.folder / name) for name in FILES]
+        if stamps == self.stamps:
             return False
-        self.seen = seen
-        anew, lines = self.metrics.more()
-        if not anew and len(self.records) + len(lines) > 2 * KEPT:  # all of it again, thinned out
-            self.metrics = Grown(self.metrics.path)
-            anew, lines = self.metrics.more()
-        self.records = ([] if anew else self.records) + read_records(lines, 1 + len(lines) // KEPT)
+        self.stamps = stamps
+        self.records = read_metrics(self.folder / METRICS, MAX_TRAINING_LINES)
         return True
 
-    def card(self, name, color):
-        """What the page shows of it beside the curves."""
-        steps, evaluations = ([{}, *(r for r in self.records if k in r)]
-                              for k in ("loss", "val_loss"))
-        found = [v for r in evaluations if isinstance(v := r.get("val_loss"), float)]
-        written = re.split(r"^(?==== iter )", tail(self.folder / FILES[2]), flags=re.MULTILINE)
-        last = written[-1].partition("\n")[0]
+    def summary(self, name, color):
+        """Return what the page shows besides the curves."""
+        step = next((r for r in reversed(self.records) if "loss" in r), {})
+        val_losses = [r["val_loss"] for r in self.records if "val_loss" in r]
+        samples = tail(self.folder / SAMPLES)
+        headings = re.findall(r"^=== iter .*$", samples, re.MULTILINE)
+        start = samples.index(headings[-1]) if headings else 0  # of all samples of that step
         return dict(
-            name=name, color=color, changed=max(at for at, _ in self.seen),
-            iter=self.records[-1]["iter"] if self.records else None, best=min(found, default=None),
-            loss=steps[-1].get("loss"), tokens_per_sec=steps[-1].get("tokens_per_sec"),
-            val_loss=evaluations[-1].get("val_loss"),
-            lines=tail(self.folder / FILES[1]).splitlines()[:-LINES - 1:-1],
-            sample="".join(text for text in written if text.partition("\n")[0] == last).strip())
+            name=name, color=color, changed=max(modified for modified, _ in self.stamps),
+            iter=self.records[-1]["iter"] if self.records else None,
+            loss=step.get("loss"), tokens_per_sec=step.get("tokens_per_sec"),
+            val_loss=val_losses[-1] if val_losses else None,
+            best=min((v for v in val_losses if isinstance(v, float)), default=None),
+            lines=tail(self.folder / LOG).splitlines()[:-LOG_LINES - 1:-1],
+            sample=samples[start:].strip())
 
 
 def stamp(path):
-    """(when it was written, how long it is), (0, 0) where it is not there."""
+    """Return (modification time, size) of a file, (0, 0) if it does not exist."""
     with contextlib.suppress(OSError):
-        found = os.stat(path)
-        return found.st_mtime, found.st_size
+        stat = os.stat(path)
+        return stat.st_mtime, stat.st_size
     return 0, 0
 
 
 def tail(path):
-    """The text at the end of a file, "" where there is none."""
+    """Return the last TAIL_BYTES of a file as text, "" if it does not exist."""
     with contextlib.suppress(OSError), open(path, "rb") as f:
-        f.seek(max(0, os.fstat(f.fileno()).st_size - TAIL))
+        f.seek(max(0, os.fstat(f.fileno()).st_size - TAIL_BYTES))
         return f.read().decode("utf-8", "replace")
     return ""
 
 
 def find_runs(tops):
-    """Folders of runs, the `tops` themselves or below them, with the newest last."""
-    found = set()
+    """Return the folders of runs in the folders `tops`, the newest last."""
+    folders = set()
     for top in tops:
-        for folder, below, files in os.walk(top):
-            deep = len(Path(folder).relative_to(top).parts)
-            below[:] = [b for b in below if deep < DEPTH and not HIDDEN.match(b)]
-            if {*FILES[:2]} & {*files}:
-                found.add(Path(folder))
-    return sorted(found, key=lambda f: max(stamp(f / name)[0] for name in FILES))
+        for folder, subfolders, files in os.walk(top):
+            depth = len(Path(folder).relative_to(top).parts)
+            subfolders[:] = [s for s in subfolders
+                             if depth < MAX_DEPTH and not SKIPPED_FOLDERS.match(s)]
+            if {METRICS, LOG} & {*files}:
+                folders.add(Path(folder))
+    return sorted(folders, key=lambda folder: max(stamp(folder / name)[0] for name in FILES))
 
 
-class Watch(Site):
-    """The page of the newest `most` runs in the folders `tops`."""
+# -----------------------------------------------------------------------------
+# the server
 
-    def __init__(self, listening, tops, most, x, metric):
-        super().__init__(listening)
-        self.tops, self.most, self.x, self.metric = tops, most, x, metric
-        self.runs, self.version, self.due, self.state, self.drawn = {}, 0, 0.0, b"", {}
-        self.credit, self.at, self.spent = BURST, time.monotonic(), time.process_time()
-        html = Path(__file__).with_name("watch.html").read_bytes()
-        self.routes = {"/": ("GET", lambda c: self.reply_page(c, html)),
-                       "/state": ("GET", self.tell_state),
-                       "/wide": ("GET", self.chart), "/narrow": ("GET", self.chart)}
+class Watcher:
+    """The content of the page: "/state" (JSON) and pictures (SVG)."""
 
-    def owed(self):
-        """Seconds until all that was spent so far is SHARE of the time again."""
-        now, spent = time.monotonic(), time.process_time()
-        self.credit = min(BURST, self.credit + SHARE * (now - self.at)) - (spent - self.spent)
-        self.credit, self.at, self.spent = max(self.credit, -SHARE * LONGEST), now, spent
-        return max(0.0, -self.credit / SHARE)
+    def __init__(self, options):
+        self.options = options
+        self.tops = [Path(folder) for folder in options.folders]
+        self.lock = threading.Lock()
+        self.runs, self.bodies, self.next_update = {}, {}, 0.0
 
-    def look(self):
-        if time.monotonic() < self.due:
-            return
-        self.due = time.monotonic() + EVERY
-        folders = sorted(find_runs(self.tops)[-self.most:])
-        runs = {f: self.runs.get(f) or Run(f) for f in folders}
-        news = [r.look() for r in runs.values()]
-        if any(news) or runs.keys() != self.runs.keys() or not self.version:
-            self.runs, self.version, self.drawn = runs, time.time(), {}
-            cards = [r.card(self.name(f), i) for i, (f, r) in enumerate(runs.items())]
-            self.state = json.dumps(dict(version=self.version, colors=COLORS, runs=cards)).encode()
+    def get(self, path):
+        """Return the body of a path, of the last update or of a new one."""
+        with self.lock:
+            start = time.process_time()
+            if time.monotonic() >= self.next_update:
+                self.next_update = time.monotonic() + MIN_INTERVAL_SECONDS
+                self.update()
+            if path not in self.bodies:
+                self.bodies[path] = self.draw(*PICTURES[path])
+            pause = (time.process_time() - start) / CPU_SHARE
+            self.next_update = max(self.next_update,
+                                   time.monotonic() + min(pause, MAX_INTERVAL_SECONDS))
+            return self.bodies[path]
+
+    def update(self):
+        """Read the files that have changed; if there are any, discard the old pictures."""
+        folders = sorted(find_runs(self.tops)[-self.options.runs:])
+        runs = {folder: self.runs.get(folder) or Run(folder) for folder in folders}
+        changed = [run.update() for run in runs.values()]
+        if any(changed) or runs.keys() != self.runs.keys() or not self.bodies:
+            self.runs = runs
+            summaries = [run.summary(self.name(folder), i)
+                         for i, (folder, run) in enumerate(runs.items())]
+            state = dict(version=time.time(), colors=COLORS, runs=summaries)
+            self.bodies = {"/state": json.dumps(state).encode()}
+
+    def draw(self, width, max_name):
+        """Return the picture of the runs."""
+        runs = [(self.name(folder)[-max_name:], run.records) for folder, run in self.runs.items()]
+        metric = self.options.metric.removeprefix("val_")
+        return loss_svg(runs, self.options.x, metric, width=width).encode()
 
     def name(self, folder):
-        names = [str(folder.relative_to(t)) for t in self.tops if folder.is_relative_to(t)]
-        return next((n for n in names if n != "."), folder.name)
+        """Return the folder relative to the watched folder, or its own name."""
+        names = [str(folder.relative_to(top)) for top in self.tops if folder.is_relative_to(top)]
+        return next((name for name in names if name != "."), folder.name)
 
-    # what is asked for
 
-    async def tell_state(self, c):
-        await asyncio.sleep(self.owed())
-        self.look()
-        await c.reply(200, self.state)
+class Handler(BaseHTTPRequestHandler):
+    """Answer GET requests of the pages that this server has sent."""
+    timeout = 30  # seconds to wait for a request
 
-    async def chart(self, c):
-        """The curves of what /state told last."""
-        if c.path not in self.drawn:
-            width, most = (960, 100) if c.path == "/wide" else (NARROW, 24)  # letters of a name
-            runs = [(self.name(f)[-most:], r.records) for f, r in self.runs.items()]
-            self.drawn[c.path] = loss_svg(runs, self.x, self.metric, width=width).encode()
-        await c.reply(200, self.drawn[c.path], "image/svg+xml")
+    def do_GET(self):
+        # Other pages in the user's browser may not read runs, even if the name of their server
+        # resolves to this machine (DNS rebinding).
+        host, origin = self.headers.get("Host", "localhost"), self.headers.get("Origin")
+        if host.partition(":")[0] not in ("localhost", "127.0.0.1") or (
+                origin is not None and origin.partition("://")[2] != host):
+            self.send_error(403)
+        elif self.path == "/":
+            page = Path(__file__).with_name("watch.html").read_bytes()
+            self.reply(page, "text/html; charset=utf-8")
+        elif self.path in ("/state", *PICTURES):
+            kind = "application/json" if self.path == "/state" else "image/svg+xml"
+            self.reply(self.server.watcher.get(self.path), kind)
+        else:
+            self.send_error(404)
+
+    def reply(self, body, content_type):
+        self.send_response(200)
+        self.send_header("Content-Type", content_type)
+        self.send_header("Content-Length", str(len(body)))
+        self.send_header("Content-Security-Policy", CONTENT_POLICY)
+        self.end_headers()
+        with contextlib.suppress(OSError):  # the browser has closed the connection
+            self.wfile.write(body)
+
+    def log_message(self, *args):
+        """Requests are not logged."""
+
+
+def open_server(options):
+    """Return a server that listens on 127.0.0.1. Raises ValueError if the port is not available."""
+    try:
+        server = ThreadingHTTPServer(("127.0.0.1", options.port), Handler)
+    except OSError as error:
+        raise ValueError(f"--port {options.port}: {error.strerror}; choose another port, or 0 for "
+                         "any free one") from None
+    server.watcher = Watcher(options)
+    return server
+
+
+def watch(options):
+    """Serve the page until SIGINT or SIGTERM."""
+    missing = [folder for folder in options.folders if not os.path.isdir(folder)]
+    if missing:
+        raise ValueError(f"{', '.join(missing)}: no such folder")
+    with open_server(options) as server:
+        signal.signal(signal.SIGTERM, signal.default_int_handler)
+        print(f"Watching {', '.join(options.folders)}: http://127.0.0.1:{server.server_port} "
+              "(stop with Ctrl-C)", flush=True)
+        if hasattr(os, "nice"):
+            os.nice(19)  # training has priority
+        with contextlib.suppress(KeyboardInterrupt):
+            server.serve_forever()
 
 
 def main(argv=None):
-    """The command line; the exit code."""
-    parser = argparse.ArgumentParser(prog="python -m train.tools.watch", description=__doc__,
-                                     formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("folders", nargs="*", default=["out"], help="folders of runs (out)")
-    parser.add_argument("--port", type=int, default=8001, help="0: any free one (%(default)s)")
-    parser.add_argument("--runs", type=int, default=len(COLORS), help="the newest (%(default)s)")
-    parser.add_argument("--x", choices=list(X_LABELS), default="iter", help="axis (%(default)s)")
-    parser.add_argument("--metric", default="loss", help="another number, as of train.plot")
-    return run_command(parser, watch, argv)
-
-
-def watch(args):
-    """What the command line asks for, until a signal."""
-    missing = [f for f in args.folders if not os.path.isdir(f)]
-    if missing:
-        raise ValueError(f"{', '.join(missing)}: no such folder")
-    with listen("127.0.0.1", args.port) as listening:
-        site = Watch(listening, [Path(f) for f in args.folders], args.runs, args.x,
-                     args.metric.removeprefix("val_"))
-        stopped = stop_signals()
-        print(f"Watching {', '.join(args.folders)}: http://127.0.0.1:{site.port}. Ctrl-C ends it.",
-              flush=True)
-        if hasattr(os, "nice"):
-            os.nice(19)  # what trains goes first
-        site.serve(stopped)
+    """Run the command and return its exit code."""
+    return run_command(Options, watch, argv)
 
 
 if __name__ == "__main__":
