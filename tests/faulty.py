@@ -73,15 +73,15 @@ def points_of_a_step():
     import torch
 
     from model.gpt import GPT
-    from train.train import Trainer
+    from train import train as training
     current = []  # the step that is under way
-    step, forward = Trainer.train_step, GPT.forward
+    step, forward = training.train_step, GPT.forward
 
-    def train_step(trainer):
-        current[:] = [trainer.progress.iter_num]
+    def train_step(run, lr=None):
+        current[:] = [run.progress.iter_num]
         point("before_step", current[0])
         try:
-            return step(trainer)
+            return step(run, lr)
         finally:
             current.clear()
 
@@ -93,11 +93,11 @@ def points_of_a_step():
 
     def within(name):
         return lambda *_: point(name, current[0]) if current else None
-    yield Trainer, "train_step", train_step
+    yield training, "train_step", train_step
     yield GPT, "forward", bad_forward
     yield before(torch.Tensor, "backward", within("mid_backward"))
     yield before(torch.amp.grad_scaler.GradScaler, "unscale_", within("before_opt"))
-    yield before(Trainer, "evaluate", lambda trainer, *_: point("eval", trainer.progress.iter_num))
+    yield before(training, "evaluate_loader", lambda run, *_: point("eval", run.progress.iter_num))
 
 
 def points_of_a_save():

@@ -20,6 +20,8 @@ from processes import TESTS, Fork
 from train import config as config_file
 from train.base.errors import Stopped
 from train.config import load_config
+from train.distributed import process_group
+from train.setup import open_run, validate_config
 from train.train import train
 
 # One layer, 20 steps of 4 sequences of 8 tokens: a run of a quarter of a second. lr_decay_iters is
@@ -30,6 +32,14 @@ SMALL = TINY | dict(n_layer=1, n_embd=16, n_hidden=32, block_size=8, batch_size=
 
 def configure(data_dir, out_dir, **changes):
     return load_config(None, SMALL | dict(data_dir=str(data_dir), out_dir=str(out_dir)) | changes)
+
+
+@contextlib.contextmanager
+def opened(config):
+    """A Run that is ready for its next step."""
+    config = validate_config(config)
+    with process_group(config) as ranks, open_run(config, ranks) as run:
+        yield run
 
 
 def go(data_dir, out_dir, fault="", **changes):

@@ -403,7 +403,7 @@ def test_plateau_is_pytorchs(factor, patience, least):
         other.load_state_dict(ours.state_dict())
         ours = other
     assert ReduceOnPlateau().state_dict() == dict(scale=1.0, waiting=dict(best=math.inf, bad=0))
-    assert [ReduceOnPlateau().waiting.patience, ReduceOnPlateau().factor] == [6, 0.5]
+    assert [ReduceOnPlateau().counter.patience, ReduceOnPlateau().factor] == [6, 0.5]
 
 
 # --- the guard

@@ -19,12 +19,12 @@ import torch
 from runs import Program, assert_same, assert_same_file, go, run_program, temporary_files
 
 from train import checkpoint
+from train import train as training
 from train.base import run_folder
 from train.base.errors import BadNumbers, CheckpointError, UserError
 from train.base.files import FolderLock
 from train.base.run_folder import RunFolder, snapshot
 from train.checkpoint import load_checkpoint, save_checkpoint
-from train.train import Trainer
 
 POINTS = {1: "save_open", 2: "save_mid", 3: "save_before_fsync", 4: "save_before_replace",
           5: "save_after_replace"}
@@ -210,9 +210,9 @@ def test_a_file_that_cannot_be_opened_is_a_warning(tmp_path, data_dir, undisturb
 def test_an_out_dir_removed_during_the_run_is_made_again(tmp_path, data_dir, undisturbed,
                                                          monkeypatch, capsys):
     """out_dir deleted under the run -> made again and locked, with a warning; saves go on"""
-    out, step = tmp_path / "out", Trainer.train_step
+    out, step = tmp_path / "out", training.train_step
 
-    def train_step(run):
+    def train_step(run, lr=None):
         if run.progress.iter_num == 8:
             run.folder.wait()
             shutil.rmtree(out)
@@ -221,7 +221,7 @@ def test_an_out_dir_removed_during_the_run_is_made_again(tmp_path, data_dir, und
             run.folder.wait()
             with pytest.raises(UserError, match="is in use by pid"):
                 FolderLock(out)
-    monkeypatch.setattr(Trainer, "train_step", train_step)
+    monkeypatch.setattr(training, "train_step", train_step)
     go(data_dir, out)
     assert f"warning: {out} was deleted; creating a new folder" in capsys.readouterr().out
     assert_same_file(undisturbed / "ckpt.pt", out / "ckpt.pt")
@@ -325,14 +325,14 @@ def test_without_hard_links_files_are_copied(tmp_path, monkeypatch, full):
 def test_nan_is_not_saved(tmp_path, data_dir, monkeypatch, where):
     """a NaN in the weights or the optimizer state at a save -> refused by name, run stopped, the
     old checkpoint kept"""
-    step = Trainer.train_step
+    step = training.train_step
 
-    def train_step(run):
+    def train_step(run, lr=None):
         step(run)
         if run.progress.iter_num == 10:
-            p = run.model.ln_f.weight
+            p = run.raw_model.ln_f.weight
             (p.data if where == "weights" else run.optimizer.state[p]["exp_avg"])[3] = torch.nan
-    monkeypatch.setattr(Trainer, "train_step", train_step)
+    monkeypatch.setattr(training, "train_step", train_step)
     with pytest.raises(BadNumbers, match=f"iter 10: {where.split()[0].strip('weights')}.*ln_f"):
         go(data_dir, tmp_path, eval_interval=0, save_interval=5)
     assert load_checkpoint(tmp_path / "ckpt.pt")["iter_num"] == 5

@@ -19,9 +19,9 @@ from train.config import (
     find_differences,
     format_help,
     load_config,
-    load_model_file,
     to_yaml,
 )
+from train.system import load_model_type
 
 
 def write(tmp_path, text, name="c.yaml"):
@@ -204,8 +204,9 @@ def test_what_is_no_model_type_is_refused_without_importing_it(monkeypatch, name
 
 def test_a_model_file_without_build_model_is_refused(monkeypatch):
     monkeypatch.setattr(importlib, "import_module", lambda name: sys)
+    monkeypatch.delattr(sys, "build_model", raising=False)
     with pytest.raises(ConfigError) as refused:
-        load_model_file("chat")
+        load_model_type("chat")
     assert refused.value.problems[0].startswith("model: model/chat.py has no build_model(config, data); expected")
 
 

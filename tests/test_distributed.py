@@ -98,12 +98,11 @@ def train_run(options, stop_at=None):
     return batches
 
 
-def with_trainer(options, function):
-    """function(trainer) of a trainer that is ready for its first step."""
-    from train.train import open_trainer
-    config = load_config(None, options)
-    with open_trainer(config) as trainer:
-        return function(trainer)
+def with_run(options, function):
+    """function(run) of a run that is ready for its first step."""
+    from runs import opened
+    with opened(load_config(None, options)) as run:
+        return function(run)
 
 
 def arrays(named):
@@ -112,17 +111,18 @@ def arrays(named):
 
 def gradients(options):
     """{name: gradient} after the micro-batches of step 0, its norm, {name: clipped gradient}."""
-    def compute(trainer):
+    def compute(run):
         from train.distributed import full
+        from train.train import train_step
         seen = []
 
         def note(optimizer):
-            seen.append(arrays((n, full(p.grad)) for n, p in trainer.model.named_parameters()))
-        trainer.scaler.unscale_ = trainer.scaler.step = note
+            seen.append(arrays((n, full(p.grad)) for n, p in run.raw_model.named_parameters()))
+        run.scaler.unscale_ = run.scaler.step = note
         numbers = judged()
-        trainer.train_step()
+        train_step(run)
         return seen[0], numbers[0][1], seen[1]
-    return with_trainer(options, compute)
+    return with_run(options, compute)
 
 
 def judged():
@@ -139,26 +139,28 @@ def judged():
 
 def weights_and_logits(options):
     """Train to the end; {name: whole weight}, logits of a fixed batch, bytes of weights held."""
-    def compute(trainer):
+    def compute(run):
         import torch
 
         from train.distributed import full
+        from train.train import training_loop
         held = sum(getattr(p, "to_local", lambda p=p: p)().nbytes
-                   for p in trainer.model.parameters())
-        trainer.fit()
-        trainer.model.eval()
+                   for p in run.raw_model.parameters())
+        with run.signals:
+            training_loop(run)
+        run.raw_model.eval()
         with torch.no_grad():
-            logits = trainer.wrapped(torch.arange(32).view(2, 16))
-        weights = arrays((n, full(p)) for n, p in trainer.model.named_parameters())
+            logits = run.model(torch.arange(32).view(2, 16))
+        weights = arrays((n, full(p)) for n, p in run.raw_model.named_parameters())
         return weights, logits.numpy(), held
-    return with_trainer(options, compute)
+    return with_run(options, compute)
 
 
 def initial_weights(options):
-    def compute(trainer):
+    def compute(run):
         from train.distributed import full
-        return arrays((n, full(p)) for n, p in trainer.model.named_parameters())
-    return with_trainer(options, compute)
+        return arrays((n, full(p)) for n, p in run.raw_model.named_parameters())
+    return with_run(options, compute)
 
 
 # -----------------------------------------------------------------------------
@@ -293,7 +295,8 @@ def edited_model(options):
 
     from model import gpt
     from train import distributed
-    from train.train import Trainer
+    from train.setup import open_run
+    from train.train import train_step
 
     class EditedBlock(gpt.Block):
         start = 0.5
@@ -309,11 +312,11 @@ def edited_model(options):
     def attempt():
         with contextlib.ExitStack() as at_end:
             try:
-                trainer = Trainer(config, ranks, at_end)
+                run = at_end.enter_context(open_run(config, ranks))
             except SetupError as error:
                 return str(error)
-            found = arrays((n, distributed.full(p)) for n, p in trainer.model.named_parameters())
-            trainer.train_step()
+            found = arrays((n, distributed.full(p)) for n, p in run.raw_model.named_parameters())
+            train_step(run)
             return found
 
     def initial(model, name, shape, seed):
@@ -348,12 +351,13 @@ def test_a_parameter_of_ones_own_starts_from_its_own_value_or_is_refused(data_di
 
 def half_precision(options):
     """Losses of three steps and the norms before clipping, and the kinds of the weights."""
-    def compute(trainer):
+    def compute(run):
+        from train.train import train_step
         numbers = judged()
         for _ in range(3):
-            trainer.train_step()
-        return *zip(*numbers, strict=True), {str(p.dtype) for p in trainer.model.parameters()}
-    return with_trainer(options, compute)
+            train_step(run)
+        return *zip(*numbers, strict=True), {str(p.dtype) for p in run.raw_model.parameters()}
+    return with_run(options, compute)
 
 
 @pytest.mark.parametrize("norm", ["rms", "layer"])
@@ -372,24 +376,25 @@ def test_fsdp_in_bfloat16_is_near_ddp(data_dir, tmp_path, norm):
 def overflow(options):
     """float16: an infinite gradient on rank 1 only, in its shard or before the ranks' mean; whether
     the weights have changed, and the scale before and after."""
-    def compute(trainer):
+    def compute(run):
         from train.distributed import local
-        before = [local(p.detach()).clone() for p in trainer.model.parameters()]
-        unscale, scale = trainer.scaler.unscale_, trainer.scaler.get_scale()
+        from train.train import train_step
+        before = [local(p.detach()).clone() for p in run.raw_model.parameters()]
+        unscale, scale = run.scaler.unscale_, run.scaler.get_scale()
 
         def spoil(optimizer):
-            if trainer.ranks.rank == 1:
-                local(trainer.model.wte.weight.grad)[0, 0] = float("inf")
+            if run.ranks.rank == 1:
+                local(run.raw_model.wte.weight.grad)[0, 0] = float("inf")
             unscale(optimizer)
-        if trainer.sharded:
-            trainer.scaler.unscale_ = spoil
-        elif trainer.ranks.rank == 1:
-            trainer.model.wte.weight.register_hook(lambda grad: grad * float("inf"))
-        trainer.train_step()
-        after = [local(p.detach()) for p in trainer.model.parameters()]
+        if run.sharded:
+            run.scaler.unscale_ = spoil
+        elif run.ranks.rank == 1:
+            run.raw_model.wte.weight.register_hook(lambda grad: grad * float("inf"))
+        train_step(run)
+        after = [local(p.detach()) for p in run.raw_model.parameters()]
         same = all((a == b).all().item() for a, b in zip(before, after, strict=True))
-        return same, scale, trainer.scaler.get_scale()
-    return with_trainer(options, compute)
+        return same, scale, run.scaler.get_scale()
+    return with_run(options, compute)
 
 
 @pytest.mark.parametrize("kind, optimizer", [("fsdp", "adamw"), ("fsdp", "muon"), ("ddp", "muon")])
@@ -403,13 +408,14 @@ def test_an_overflow_of_float16_is_skipped_on_all_ranks(data_dir, tmp_path, kind
 def clipping(options):
     """Of the gradients of step 0: their norm in one piece, the norm that clipping finds, and the
     collectives and the operations that it takes."""
-    def compute(trainer):
+    def compute(run):
         import torch
         from torch.distributed.tensor.debug import CommDebugMode
         from torch.utils._python_dispatch import TorchDispatchMode
 
         from train import train
         from train.distributed import full
+        from train.train import train_step
         clip, seen, operations = train.clip_gradients, [], []
 
         class Note(TorchDispatchMode):
@@ -418,7 +424,7 @@ def clipping(options):
                 return function(*args, **kwargs or {})
 
         def noted(optimizer, *rest):
-            grads = [full(p.grad) for p in trainer.model.parameters()]
+            grads = [full(p.grad) for p in run.raw_model.parameters()]
             seen.append(float(torch.nn.utils.get_total_norm(grads)))
             with CommDebugMode() as made:
                 norm = clip(optimizer, *rest)
@@ -427,9 +433,9 @@ def clipping(options):
             seen.extend((float(norm), made.get_total_counts(), len(operations)))
             return norm
         train.clip_gradients = noted
-        trainer.train_step()
+        train_step(run)
         return seen
-    return with_trainer(options, compute)
+    return with_run(options, compute)
 
 
 @pytest.mark.parametrize("kind, collectives", [("ddp", 0), ("fsdp", 1)])
@@ -444,28 +450,29 @@ def test_the_norm_of_shards_takes_one_exchange(data_dir, tmp_path, kind, collect
 def save_while_training(options):
     """Save after step 0, train on before anything is written, and then write: rank 0's {name: whole
     tensor} of weights and moments as they were at the save."""
-    def compute(trainer):
+    def compute(run):
         import threading
 
         from train.base import run_folder
         from train.distributed import full
-        written, write = threading.Event(), trainer.folder.write
+        from train.train import train_step
+        written, write = threading.Event(), run.folder.write
 
         def late(*args):
             assert written.wait(60)
             write(*args)
-        trainer.folder.write = late
+        run.folder.write = late
         run_folder.snapshot = None  # there is no need for a second copy
-        trainer.train_step()
-        named = trainer.model.named_parameters()
-        state = {n: [full(t).clone() for t in (p.detach(), trainer.optimizer.state[p]["exp_avg"])]
+        train_step(run)
+        named = run.raw_model.named_parameters()
+        state = {n: [full(t).clone() for t in (p.detach(), run.optimizer.state[p]["exp_avg"])]
                  for n, p in named}
-        trainer.save()
-        trainer.train_step()
+        run.save()
+        train_step(run)
         written.set()
-        trainer.folder.wait()
+        run.folder.wait()
         return {n: [t.numpy() for t in pair] for n, pair in state.items()}
-    return with_trainer(options, compute)
+    return with_run(options, compute)
 
 
 def test_a_save_of_shards_is_one_copy_that_training_cannot_change(data_dir, tmp_path):
@@ -481,20 +488,21 @@ def test_a_save_of_shards_is_one_copy_that_training_cannot_change(data_dir, tmp_
 
 def spoil_a_shard(options):
     """What a save says when a number of rank 1's shard is not finite."""
-    def compute(trainer):
+    def compute(run):
         import torch
 
         from train.base.errors import BadNumbers
         from train.distributed import local
-        trainer.train_step()
+        from train.train import train_step
+        train_step(run)
         with torch.no_grad():
-            if trainer.ranks.rank == 1:
-                local(trainer.model.ln_f.weight)[0] = torch.inf
+            if run.ranks.rank == 1:
+                local(run.raw_model.ln_f.weight)[0] = torch.inf
         try:
-            trainer.save()
+            run.save()
         except BadNumbers as error:
             return str(error)
-    return with_trainer(options, compute)
+    return with_run(options, compute)
 
 
 def test_each_rank_looks_at_its_own_shard_before_a_save(data_dir, tmp_path):
@@ -666,14 +674,16 @@ def test_dropout_differs_from_rank_to_rank(data_dir, tmp_path):
 def seeds(options):
     """What torch's generator is seeded with in two steps, and in the first of another run."""
     import torch
+
+    from train.train import train_step
     seen = []
 
-    def steps(trainer, n):
+    def steps(run, n):
         for _ in range(n):
-            trainer.train_step()
+            train_step(run)
             seen.append(torch.initial_seed())
     for n in (2, 1):
-        with_trainer(options, functools.partial(steps, n=n))
+        with_run(options, functools.partial(steps, n=n))
     return seen
 
 

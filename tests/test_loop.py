@@ -165,14 +165,14 @@ def test_lengths_in_epochs_are_told_in_epochs(run):
 def test_when_a_run_evaluates_and_saves(run, monkeypatch, changes, evaluated, saved):
     """With an evaluation that never gets better: a best one is saved as well."""
     saves = []
-    real = loop.Trainer.save
+    real = loop.save
 
-    def save(trainer, last=False):
-        saves.append((trainer.progress.iter_num, last))
-        return real(trainer, last)
-    monkeypatch.setattr(loop.Trainer, "save", save)
+    def save(run, last=False):
+        saves.append((run.progress.iter_num, last))
+        return real(run, last)
+    monkeypatch.setattr(loop, "save", save)
     worse = iter(range(1, 99))
-    monkeypatch.setattr(loop.Trainer, "evaluate",
+    monkeypatch.setattr(loop, "evaluate_loader",
                         lambda *args, **how: dict(val_loss=float(next(worse))))
     _, told = run(max_iters=changes.get("max_iters", 12), keep_last=99,
                   **{k: v for k, v in changes.items() if k != "max_iters"})

@@ -1,5 +1,6 @@
 """max_minutes: a length in minutes that becomes one in steps before the first of them."""
 
+import contextlib
 import os
 import re
 import signal
@@ -16,7 +17,7 @@ from train.checkpoint import load_checkpoint
 from train.config import load_config
 from train.lr_scheduler import get_lr
 from train.options import minutes
-from train.options.minutes import Costs, folder_inside
+from train.options.minutes import Costs, temporary_folder
 from train.robust import run_reporting_errors
 from train.train import train
 
@@ -39,7 +40,7 @@ def test_the_time_of_a_run_is_that_of_its_parts(changes):
                 every = parts[interval]
                 if every and (done % every == 0 or done == steps):
                     seconds += cost
-        assert costs.of(steps) == seconds
+        assert costs.seconds(steps) == seconds
 
 
 class Rehearsed:
@@ -70,20 +71,25 @@ class Rehearsed:
         self.take(0.0625)
 
 
+def measure(run):
+    return minutes.measure_costs(run.config, Rehearsed.train_step, Rehearsed.validate,
+                                 Rehearsed.save, lambda config: contextlib.nullcontext(run))
+
+
 def test_a_rehearsal_times_the_parts_as_the_run_meets_them(monkeypatch):
     run = Rehearsed()
     monkeypatch.setattr(minutes, "time", SimpleNamespace(monotonic=lambda: run.clock))
-    costs = minutes.rehearse(run.config, lambda config, at_end: run)
+    costs = measure(run)
     assert costs == Costs(start=0.0, first=0.25, step=0.5, evaluation=3.0, save=0.0625, end=0.125,
                           eval_interval=10, save_interval=5)
     assert run.done == 3 + 6  # of which six are a twentieth of the minute
     run = Rehearsed()
     run.config.eval_on_start, run.data.test = False, SimpleNamespace(samples=9, n_fixed=lambda n: n)
-    costs = minutes.rehearse(run.config, lambda config, at_end: run)
+    costs = measure(run)
     assert (costs.first, costs.end) == (0.0, 0.125 + 3.0 * 10 / 4)
     run = Rehearsed()
     run.config.eval_interval = 0
-    costs = minutes.rehearse(run.config, lambda config, at_end: run)
+    costs = measure(run)
     assert (costs.first, costs.evaluation, costs.eval_interval) == (0.0, 0.0, 0)
 
 
@@ -122,7 +128,7 @@ def test_a_run_of_minutes_is_one_of_steps(data_dir, tmp_path, capsys):
     this many steps, also when it was stopped and goes on."""
     ended = train(configure(data_dir, tmp_path / "whole", **MINUTES))
     text = capsys.readouterr().out
-    steps = int(re.search(r"max_minutes 0.02 is max_iters (\d+): .* ms a step", text)[1])
+    steps = int(re.search(r"max_minutes 0.02 is max_iters (\d+): .* ms per step", text)[1])
     assert ended["iter_num"] == steps > 0 and f"Length: {steps:,} steps" in text
     assert os.listdir(tmp_path) == ["whole"]  # the rehearsal left nothing
     assert not (tmp_path / "whole/.minutes").exists()
@@ -155,7 +161,7 @@ def test_stopped_it_goes_on_to_the_same_length(data_dir, tmp_path, capsys):
 
 def test_stopped_while_it_times_steps_it_leaves_nothing(tmp_path):
     def job(config):
-        with folder_inside(tmp_path / "out", SimpleNamespace(is_main=True, world_size=1)) as folder:
+        with temporary_folder(tmp_path / "out", SimpleNamespace(is_main=True, world_size=1)) as folder:
             os.mkdir(folder)
             os.kill(os.getpid(), signal.SIGTERM)
             time.sleep(5)
@@ -183,5 +189,5 @@ def test_what_cannot_be_is_refused(data_dir, tmp_path):
         go(data_dir, tmp_path / "file/out", **MINUTES)
     with pytest.raises(CheckpointError, match="must: there is no ckpt.pt"):
         go(data_dir, tmp_path / "must", **MINUTES | dict(resume="must"))
-    with pytest.raises(Exception, match="too short for one step here: .* ms a step"):
+    with pytest.raises(Exception, match="too short for one step on this machine: .* ms per step"):
         go(data_dir, tmp_path / "out", **MINUTES | dict(max_minutes=1e-4))

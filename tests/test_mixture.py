@@ -21,7 +21,8 @@ from train.dataloader import DataLoader, RowLoader
 from train.distributed import Ranks
 from train.options import mixture
 from train.options.mixture import Mixture, interleave, samples_per_period
-from train.train import open_data, train
+from train.setup import open_data
+from train.train import train
 
 
 @pytest.fixture(scope="module")
@@ -281,7 +282,7 @@ def test_a_source_decides_when_to_stop(folders, tmp_path):
               early_stopping_min_delta=9.0)
     assert "no better val_loss_code" in last["finished"]
     assert last["history"][-1]["val_loss_code_ema"] > 0
-    with pytest.raises(ValueError, match="do not yield 'val_loss_cod'; .*val_loss_code, "):
+    with pytest.raises(ValueError, match="have no 'val_loss_cod'; .*val_loss_code, "):
         go(mixed(folders, web=0.7, code=0.3), tmp_path / "b",
            early_stopping_metric="val_loss_cod")
 

@@ -14,7 +14,7 @@ from train.base.errors import BadNumbers, Stopped
 from train.checkpoint import load_checkpoint
 from train.options.prefetch import Prefetcher
 from train.robust import SpikeDetector, decide_action
-from train.train import Progress, Trainer
+from train.setup import Progress
 
 
 def finite(path):
@@ -26,11 +26,11 @@ def finite(path):
 def spoil_gradient(monkeypatch, bad_step, value):
     """Put `value` into the gradient of one weight where bad_step(step), before gradients are
     unscaled and clipped."""
-    real, step, current = torch.amp.GradScaler.unscale_, Trainer.train_step, []
+    real, step, current = torch.amp.GradScaler.unscale_, training.train_step, []
 
-    def train_step(trainer):
-        current[:] = [trainer.progress.iter_num]
-        step(trainer)
+    def train_step(run, lr=None):
+        current[:] = [run.progress.iter_num]
+        step(run)
 
     def unscale_(scaler, optimizer):
         named = {n: p for g in optimizer.param_groups
@@ -38,7 +38,7 @@ def spoil_gradient(monkeypatch, bad_step, value):
         if bad_step(current[0]):
             named["ln_f.weight"].grad[0] = value
         real(scaler, optimizer)
-    monkeypatch.setattr(Trainer, "train_step", train_step)
+    monkeypatch.setattr(training, "train_step", train_step)
     monkeypatch.setattr(torch.amp.GradScaler, "unscale_", unscale_)
 
 
@@ -101,12 +101,12 @@ def test_a_float16_overflow_skips_its_step(tmp_path, data_dir, monkeypatch, opti
     """float16, inf in a gradient at step 7 -> that step changes no weight, the scale is halved, it
     is counted and training goes on (more: case 45 in test_resume.py)"""
     spoil_gradient(monkeypatch, lambda it: it == 7, torch.inf)
-    weights, step = {}, Trainer.train_step
+    weights, step = {}, training.train_step
 
-    def train_step(run):
+    def train_step(run, lr=None):
         step(run)
-        weights[run.progress.iter_num] = {n: p.clone() for n, p in run.model.state_dict().items()}
-    monkeypatch.setattr(Trainer, "train_step", train_step)
+        weights[run.progress.iter_num] = {n: p.clone() for n, p in run.raw_model.state_dict().items()}
+    monkeypatch.setattr(training, "train_step", train_step)
     go(data_dir, tmp_path, dtype="float16", optimizer=optimizer, muon_weight_decay=0.1)
     state = load_checkpoint(tmp_path / "ckpt.pt")
     assert state["progress"]["overflows"] == 1 and state["iter_num"] == 20
@@ -142,15 +142,15 @@ def test_only_what_is_far_above_is_a_spike():
 def bad_batches(monkeypatch):
     """Batches, by number, whose loss is thrice what it should be: a set to fill."""
     monkeypatch.setattr(SpikeDetector.__init__, "__defaults__", (6.0, 8))
-    bad, current, step, real = set(), [], Trainer.train_step, training.batch_sums
+    bad, current, step, real = set(), [], training.train_step, training.batch_sums
 
-    def train_step(trainer):
-        current[:] = [trainer.progress.iter_num + trainer.progress.data_shift]
-        step(trainer)
+    def train_step(run, lr=None):
+        current[:] = [run.progress.iter_num + run.progress.data_shift]
+        step(run)
 
     def batch_sums(loss, sums, count):
         return real(loss * 3 if current[0] in bad else loss, sums, count)
-    monkeypatch.setattr(Trainer, "train_step", train_step)
+    monkeypatch.setattr(training, "train_step", train_step)
     monkeypatch.setattr(training, "batch_sums", batch_sums)
     return bad
 

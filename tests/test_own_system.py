@@ -20,11 +20,12 @@ from runs import assert_same, metrics, tensors
 from test_distributed import in_ranks
 
 from train import config as config_file
+from train import train as training
 from train.base.errors import CheckpointError, ConfigError, SetupError, Stopped
 from train.config import format_help, load_config
 from train.dataloader import RowLoader
 from train.distributed import Ranks
-from train.train import Trainer, train
+from train.train import train
 
 TESTS = pathlib.Path(__file__).parent
 RUN = dict(model="toy", batch_size=12, gradient_accumulation_steps=1, max_iters=8, eval_interval=4,
@@ -200,7 +201,7 @@ def test_early_stopping_and_best_follow_its_own_metric(rows, tmp_path, monkeypat
     real = toy.Toy.numbers
     monkeypatch.setattr(toy.Toy, "numbers", lambda model, sums: real(model, sums) | (
         {} if model.training else {"score": next(falling)}))
-    monkeypatch.setattr(Trainer, "check_metric", lambda trainer: None)  # it would take a number
+    monkeypatch.setattr(training, "check_metric_name", lambda run: None)  # it would take a number
     end = go(rows, tmp_path, max_iters=40, eval_interval=2, early_stopping_metric="val_score",
              early_stopping_mode="max", early_stopping_patience=2)
     assert end["iter_num"] == 8 and end["finished"].startswith("early stopping: no better val_s")
@@ -220,13 +221,13 @@ def test_nothing_to_evaluate_on_is_said(rows, tmp_path, monkeypatch, toy):
     real = toy.open_data
     monkeypatch.setattr(toy, "open_data", lambda config, ranks: replace(
         real(config, ranks), val=None))
-    with pytest.raises(SetupError, match="eval_only: these data have no validation part"):
+    with pytest.raises(SetupError, match="eval_only: the data has no validation split"):
         go(rows, tmp_path, max_iters=1, eval_only=True)
 
 
 def test_a_name_that_log_lines_have_already_is_refused(rows, tmp_path, monkeypatch, toy):
     monkeypatch.setattr(toy.Toy, "numbers", lambda model, sums: {"lr": 1.0})
-    with pytest.raises(ValueError, match="Toy.numbers: lr: log lines have these names"):
+    with pytest.raises(ValueError, match="Toy.numbers: lr: these names are reserved"):
         go(rows, tmp_path)
 
 

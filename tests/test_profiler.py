@@ -63,16 +63,16 @@ def test_each_operation_counts_once_and_all_of_them_make_the_whole():
         while waiting:
             events.append(waiting.pop())
             waiting += events[-1].cpu_children
-    host, gpu = profiler.times(events)
+    host, gpu = profiler.seconds_by_category(events)
     assert host == {
         "optimizer, clipping": 6, "batches": 11, "loss": 24, "matrix products": 33 + 22,
         "attention": 27, "norms, elementwise": 15 + 16 + 20 + 21, "copies, casts": 17,
         "communication": 18, "rest": 19.5}
     assert sum(host.values()) == sum(e.self_cpu_time_total for e in events) / 1e6
     assert {k: v for k, v in gpu.items() if v} == {"optimizer, clipping": 30, "matrix products": 40}
-    text = profiler.table(events, 2, alone=80.0, watched=125.0, cuda=True).split("\n")
+    text = profiler.format_profile(events, 2, 80.0, 125.0, cuda=True).split("\n")
     assert text[0] == ("A step takes 80,000.0 ms, under the profiler 125,000.0 ms (2 steps). "
-                       "Of these:")
+                       "By category:")
     assert [" ".join(line.split()) for line in text[1:5]] == [
         "GPU:", "matrix products 20,000.00 ms 16.0%", "optimizer, clipping 15,000.00 ms 12.0%",
         "idle 90,000.00 ms 72.0%"]

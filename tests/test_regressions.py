@@ -19,20 +19,20 @@ import torch
 import torch.nn.functional as F
 from conftest import REPO, tiny_args
 from processes import python
-from runs import SMALL, assert_same_file, configure, go, metrics
+from runs import SMALL, assert_same_file, configure, go, metrics, opened
 
 import data.prepare.chat
 import run_train
 from model import sample
 from model.core.load import load_model
 from model.gpt import GPT, GPTConfig
-from train import checkpoint, distributed, logger
+from train import checkpoint, distributed, logger, setup
 from train import device as devices
 from train import train as train_module
 from train.base.errors import CheckpointError, ConfigError
 from train.checkpoint import check_tensors, load_checkpoint, save_checkpoint
 from train.config import TrainConfig, load_config
-from train.dataloader import DataLoader, send
+from train.dataloader import DataLoader, open_token_data, send
 from train.distributed import Ranks
 from train.keys import GPTKeys
 from train.lr_scheduler import get_lr
@@ -366,15 +366,13 @@ def test_a_model_of_ones_own_and_the_result_of_training(tmp_path, data_dir):
 
 
 def test_an_interval_of_training_and_an_evaluation_by_themselves(tmp_path, data_dir):
-    from train.train import open_trainer
-    config = configure(data_dir, tmp_path)
-    with open_trainer(config) as trainer:
-        before = trainer.evaluate(trainer.data.val, 2)["val_loss"]
+    with opened(configure(data_dir, tmp_path)) as run:
+        before = train_module.evaluate_loader(run, run.data.val, 2)["val_loss"]
         for _ in range(8):
-            trainer.train_step()
-        assert trainer.progress.iter_num == 8
-        assert trainer.evaluate(trainer.data.val, 2)["val_loss"] < before - 0.3
-        assert trainer.model.training
+            train_module.train_step(run)
+        assert run.progress.iter_num == 8
+        assert train_module.evaluate_loader(run, run.data.val, 2)["val_loss"] < before - 0.3
+        assert run.raw_model.training
 
 
 def test_seeds_and_cudnn(monkeypatch):
@@ -623,13 +621,12 @@ def test_out_and_data_are_in_the_repository_and_their_content_is_not():
 
 def test_gradients_are_clipped_at_grad_clip(tmp_path, data_dir):
     """After a step whose norm is above it, all gradients together have the norm grad_clip."""
-    from train.train import open_trainer
     seen, config = [], configure(data_dir, tmp_path, grad_clip=0.25)
-    with open_trainer(config) as trainer:
-        step = trainer.scaler.step
-        trainer.scaler.step = lambda optimizer: (seen.append(torch.linalg.vector_norm(torch.stack([
-            p.grad.norm() for p in trainer.model.parameters()]))), step(optimizer))
-        trainer.train_step()
+    with opened(config) as run:
+        step = run.scaler.step
+        run.scaler.step = lambda optimizer: (seen.append(torch.linalg.vector_norm(torch.stack([
+            p.grad.norm() for p in run.raw_model.parameters()]))), step(optimizer))
+        train_module.train_step(run)
     [told] = [m["grad_norm"] for m in metrics(tmp_path) if "grad_norm" in m]
     assert told > 0.5 and float(seen[0]) == pytest.approx(0.25, rel=1e-4)
 
@@ -746,7 +743,7 @@ def test_going_on_from_a_file_keeps_the_better_branch(data_dir, tmp_path, capsys
 
 
 def with_test_data(config, ranks):
-    data = train_module.open_token_data(config, ranks)
+    data = open_token_data(config, ranks)
     data.test = data.val
     data.test.samples = 3
     return data
@@ -755,7 +752,7 @@ def with_test_data(config, ranks):
 def test_test_numbers_are_kept_and_made_where_they_are_missing(data_dir, tmp_path, monkeypatch,
                                                                capsys):
     """By a finished run that is started again, also one that was killed before it tested."""
-    monkeypatch.setattr(train_module, "open_data", with_test_data)
+    monkeypatch.setattr(setup, "open_data", with_test_data)
     out = tmp_path / "out"
     first = go(data_dir, out, max_iters=5)
     lines = (out / "metrics.jsonl").read_text()
@@ -807,9 +804,9 @@ def test_a_slow_sample_is_timed_once(monkeypatch):
     monkeypatch.setattr(logger.time, "perf_counter", lambda: now[0])
     loader = types.SimpleNamespace(get_batch=lambda device, step: (torch.zeros(8, 2),))
 
-    def compute(batch):
-        sizes.append(len(batch[0]))
-        now[0] += seconds * len(batch[0])
+    def compute(x, y):
+        sizes.append(len(x))
+        now[0] += seconds * len(x)
     for seconds, wanted in ((3.0, [1]), (0.5, [1, 4])):
         assert logger.time_sample(compute, loader, "cpu") == seconds and sizes == wanted
         sizes.clear()
@@ -822,8 +819,8 @@ def test_the_start_stays_the_best_of_a_run_that_was_stopped_before_it(data_dir, 
                  warmup_iters=0, lr_schedule="constant", eval_interval=3)
     go(data_dir, tmp_path / "base", max_iters=20)
     go(data_dir, tmp_path / "whole", **start)
-    with train_module.open_trainer(configure(data_dir, tmp_path / "stopped", **start)) as trainer:
-        trainer.save(last=True)  # as after a signal in the first evaluation
+    with opened(configure(data_dir, tmp_path / "stopped", **start)) as run:
+        train_module.save(run, last=True)  # as after a signal in the first evaluation
     go(data_dir, tmp_path / "stopped", **start)
     best = [load_checkpoint(tmp_path / name / "ckpt_best.pt")["iter_num"]
             for name in ("whole", "stopped")]

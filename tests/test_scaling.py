@@ -15,9 +15,9 @@ from runs import count_dots, planted_children
 from train import config as config_file
 from train.config import load_config
 from train.distributed import Ranks
+from train.setup import open_data
 from train.tools import scaling
 from train.tools.scaling import Law, fit_law, prediction_interval
-from train.train import open_data
 
 pytest.importorskip("scipy")
 

@@ -143,11 +143,11 @@ def test_interrupted_before_the_run_it_leaves_quietly(tmp_path, data_dir):
 
 
 def interrupt_opening():
-    import train.train as training
+    from train import dataloader
 
     def open_token_data(*_):
         signal.raise_signal(signal.SIGINT)
-    training.open_token_data = open_token_data
+    dataloader.open_token_data = open_token_data
 
 
 @pytest.mark.matrix(68)
@@ -219,13 +219,13 @@ def test_the_watchdog_spares_slow_evaluations(tmp_path, data_dir, undisturbed):
 
 
 def slow_evaluation():
-    from train.train import Trainer
-    real = Trainer.evaluate
+    from train import train as training
+    real = training.evaluate_loader
 
     def slowly(*args, **how):
         time.sleep(0.6)
         return real(*args, **how)
-    Trainer.evaluate = slowly
+    training.evaluate_loader = slowly
 
 
 @pytest.mark.matrix(63)

@@ -16,6 +16,7 @@ from train.base import memory
 from train.config import TrainConfig
 from train.options.compile import should_compile
 from train.options.prefetch import Prefetcher
+from train.system import flops_per_step
 
 
 class Now:
@@ -85,7 +86,7 @@ def test_the_end_is_announced_once_and_not_after_the_first_step(now, monkeypatch
 def test_a_sample_is_timed_alone_and_then_in_a_few(now, seconds, sizes):
     seen = []
 
-    def compute(batch):
+    def compute(*batch):
         seen.append([len(t) for t in batch])
         now.move(seconds * len(batch[0]))
     loader = types.SimpleNamespace(get_batch=lambda device, step: (
@@ -171,8 +172,8 @@ def test_flops_of_a_step():
     c, loader = TrainConfig(batch_size=3, gradient_accumulation_steps=4), types.SimpleNamespace(
         units_per_sample=5)
     model = types.SimpleNamespace(flops_per_unit=lambda: 7)
-    assert device.flops_per_step(model, c, loader) == 7 * 3 * 4 * 5
-    assert device.flops_per_step(object(), c, loader) == 0
+    assert flops_per_step(model, c, loader) == 7 * 3 * 4 * 5
+    assert flops_per_step(object(), c, loader) == 0
 
 
 @pytest.mark.parametrize("kind, world, flops", [("cpu", 1, 1.2e14), ("cpu", 4, 1.2e14),

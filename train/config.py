@@ -1,7 +1,6 @@
 """Load, check and print the configuration of a run. The keys are declared in train/keys.py."""
 
 import functools
-import importlib
 import math
 import os
 import re
@@ -27,6 +26,7 @@ from train.base.fields import (
     to_list,
 )
 from train.keys import FIELDS, GROUP_NAMES, GROUPS, START_KEYS, TrainConfig
+from train.system import load_model_type
 
 REPOSITORY = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 DEFAULT_PATH = os.path.join("train", "config.yaml")
@@ -40,27 +40,11 @@ MAX_HINTS = 20  # problems that get a hint; the search for a similar key is slow
 NOT_MODEL_TYPES = {"core", "sample", "serve", "convert", "eval"}  # the other folders in model/
 
 
-def load_model_file(name):
-    """Import and return model/NAME.py. ConfigError if it does not exist or builds no model."""
-    folder = os.path.join(REPOSITORY, "model")
-    names = {entry.partition(".")[0] for entry in os.listdir(folder)
-             if entry.endswith(".py") or os.path.exists(f"{folder}/{entry}/__init__.py")}
-    known = ", ".join(sorted(names - NOT_MODEL_TYPES))
-    if name not in names - NOT_MODEL_TYPES:
-        raise ConfigError([f"model: there is no model type model/{name}.py; expected one of "
-                           f"{known}, or a new file with build_model(config, data)"])
-    module = importlib.import_module(f"model.{name}")
-    if not hasattr(module, "build_model"):
-        raise ConfigError([f"model: model/{name}.py has no build_model(config, data); expected one "
-                           f"of {known}"])
-    return module
-
-
 @functools.cache
 def config_class(model="gpt"):
     """Return TrainConfig extended by the keys of the class Keys in model/NAME.py. The file is only
     imported if it is not gpt, so that plain --help does not import torch."""
-    keys = None if model == "gpt" else getattr(load_model_file(model), "Keys", None)
+    keys = None if model == "gpt" else load_model_type(model).Keys
     if keys is None:
         return TrainConfig
     keys = keys if is_dataclass(keys) else dataclass(keys)

@@ -159,12 +159,6 @@ def mfu(flops_per_second, ranks, dtype):
     return flops_per_second / (peak * ranks.world_size) if peak else None
 
 
-def flops_per_step(model, config, loader):
-    """Return the FLOPs of an optimizer step over all ranks; 0: the model does not define it."""
-    per_unit = getattr(model, "flops_per_unit", lambda: 0)()
-    return per_unit * config.samples_per_step * loader.units_per_sample
-
-
 # -----------------------------------------------------------------------------
 # memory and threads
 

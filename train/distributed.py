@@ -244,7 +244,7 @@ def blocks(model):
     return [block for m in model.modules() if isinstance(m, nn.ModuleList) for block in m]
 
 
-def shard(model, ranks, dtype, seed):
+def shard(model, ranks, dtype, seed, initial):
     """FSDP2 (https://pytorch.org/docs/stable/distributed.fsdp.fully_shard.html) of a model on the
     meta device: every block is gathered just before it computes, the rest (embedding, head) with
     the root. Then it is filled, one tensor at a time, by model.initial(name, shape, seed), so that
@@ -266,7 +266,6 @@ def shard(model, ranks, dtype, seed):
     model._apply(lambda t: (torch.empty_like(t, device=ranks.device) if t.is_meta
                             else t.to(ranks.device)))
     tensors, unknown = model.state_dict(), []
-    initial = getattr(model, "initial", lambda name, shape, seed: None)
     for name in empty:
         value = initial(name, tensors[name].shape, seed)
         if value is None:

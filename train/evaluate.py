@@ -1,8 +1,8 @@
-"""Sums over batches, and the numbers made of them: the same at any world size, and at any batch
+"""Sums over batches, and the numbers made from them: the same at any world size, and at any batch
 size that covers the same samples.
 
-A model returns the mean loss of a batch and sums over the batch's items. Here sums are only ever
-added, in the order of the batches and in float64, and turned into numbers at the very end.
+A model returns the mean loss of a batch and sums over the batch's items. Sums are only ever added,
+in the order of the batches and in float64; they become numbers at the very end.
 """
 
 import torch
@@ -11,12 +11,13 @@ import torch.distributed as dist
 from train.base.errors import SetupError
 from train.distributed import all_gather_vectors
 from train.logger import LINE_NAMES
+from train.system import hook
 
 
 def batch_sums(loss, sums, count):
-    """{name: float64 tensor} of one batch: `sums`, "count" (its items: sums' own, or `count`) and
-    "loss", the sum over the items. loss: 0-dim mean."""
-    # Sums of float32 would depend on their order from the eighth digit on. MPS has no float64.
+    """Return {name: float64 tensor} of one batch: `sums`, the number of items as "count" (default:
+    `count`), and the sum of the items' losses as "loss". loss: 0-dim, the mean."""
+    # float32 sums would depend on their order from the eighth digit on. MPS has no float64.
     precise = torch.float32 if loss.device.type == "mps" else torch.float64
     out = {name: value.detach().to(precise) for name, value in sums.items()}
     if "count" not in out:
@@ -26,93 +27,86 @@ def batch_sums(loss, sums, count):
 
 
 def add_sums(total, sums):
-    """Add `sums` to `total`, in place."""
+    """Add `sums` to `total` in place."""
     for name, value in sums.items():
         total[name] = total[name] + value if name in total else value
 
 
 def to_vector(sums):
-    """All sums side by side, in the order of their names: what crosses between ranks. (n,)"""
+    """Concatenate all sums, ordered by name, for communication between ranks. (n,)"""
     return torch.cat([sums[name].flatten() for name in sorted(sums)])
 
 
 def from_vector(vector, sums):
-    """`vector` as {name: tensor} in the shapes of `sums`."""
+    """Split `vector` into {name: tensor} with the shapes of `sums`."""
     names = sorted(sums)  # the same order on every rank, however a model fills its dict
     parts = vector.split([sums[name].numel() for name in names])
     return {n: part.view(sums[n].shape) for n, part in zip(names, parts, strict=True)}
 
 
 def all_reduce(sums, ranks):
-    """`sums` added over all ranks, on their device."""
+    """Add `sums` over all ranks, on the device."""
     if ranks.world_size == 1:
         return sums
-    vector = to_vector(sums)  # one exchange for all of them
+    vector = to_vector(sums)  # one collective for all of them
     dist.all_reduce(vector)
     return from_vector(vector, sums)
 
 
 def to_host(sums, norm):
-    """`sums` as float64 CPU tensors and `norm` as a float, in one transfer."""
+    """Return `sums` as float64 CPU tensors and `norm` as a float, in one transfer."""
     # Every .item() would wait for the device once more.
     vector = torch.cat([to_vector(sums), norm.to(sums["loss"].dtype).reshape(1)]).cpu().double()
     return from_vector(vector[:-1], sums), float(vector[-1])
 
 
 def to_numbers(model, sums):
-    """{name: number or None} that a log line shows of sums over all batches, "loss" first (None
-    where nothing counted): the model's own numbers(sums), else every scalar sum divided by the
-    count."""
+    """Return {name: number or None} for a log line from sums over all batches: "loss" (None if no
+    item counted) and the model's numbers(sums)."""
     # Only here sums become numbers: a mean of means would weigh a small batch like a full one.
     loss = float(sums["loss"] / sums["count"]) if sums["count"] else None
-    if hasattr(model, "numbers"):
-        numbers = model.numbers(sums)
-    else:
-        numbers = {name: float(value / sums["count"]) for name, value in sums.items()
-                   if value.dim() == 0 and name not in ("loss", "count")}
-    numbers = {n: v.tolist() if hasattr(v, "tolist") else v for n, v in numbers.items()}
+    numbers = {name: value.tolist() if hasattr(value, "tolist") else value
+               for name, value in hook(model, "numbers")(sums).items()}
     # A number called `lr` or `iter` would overwrite that of the line.
-    if clash := (LINE_NAMES | {"count"}) & set(numbers):
-        raise ValueError(f"{type(model).__name__}.numbers: {', '.join(sorted(clash))}: log lines "
-                         "have these names already; choose others")
+    if reserved := (LINE_NAMES | {"count"}) & set(numbers):
+        raise ValueError(f"{type(model).__name__}.numbers: {', '.join(sorted(reserved))}: these "
+                         "names are reserved for log lines; use others")
     return dict(loss=loss, **numbers)
 
 
 @torch.no_grad()
-def evaluate(model, forward, loader, batches, ranks, autocast, stop=lambda done, n: False):
-    """{val_NAME: number} of loss, sums = forward(*batch) over `batches` fixed batches of `loader`
-    (fewer if it has fewer); `model` makes the numbers of the sums. Of a mixture, whose batches are
-    each of one source, also {val_loss_SOURCE: number}.
+def evaluate(model, forward, loader, n_batches, ranks, autocast, stop=lambda done, total: False):
+    """Return {val_NAME: number} over `n_batches` fixed batches of `loader`, or all that it has.
 
-    Rank r takes batches r, r + world_size, ...; after each round the ranks' sums are added in the
-    order of the batches, so the numbers do not depend on who computed what. The model is in eval
-    mode. stop(done, n) is asked before each round; None comes back where any rank says yes.
+    forward(*batch) -> (loss, sums); the model, in eval mode, turns the sums into numbers. Rank r
+    computes batches r, r + world_size, ... After each round the sums of all ranks are added in the
+    order of the batches, so the result does not depend on the number of ranks. stop(done, total) is
+    called before each round; if it is true on any rank, None is returned on every rank.
     """
-    # One batch a rank and round. Their sums come back in the order of the batches, and are added in
-    # that order: float64 sums in another order would differ in the last digit.
-    n, totals = loader.n_fixed(batches), {}
-    source_of = getattr(loader, "source_of", lambda index, count: "")  # of a mixture
+    n = loader.n_fixed(n_batches)
+    source_of = hook(loader, "source_of")  # of a mixture: every batch belongs to one source
+    totals = {}                            # {source: vector of sums}
     for first in range(0, n, ranks.world_size):
-        # Whether to stop travels with the sums, so that all ranks leave in the same round.
-        wants_stop = torch.tensor([stop(first, n)], dtype=torch.float64)
+        # The request to stop travels with the sums, so that all ranks leave in the same round.
+        stop_flag = torch.tensor([stop(first, n)], dtype=torch.float64)
         index = first + ranks.rank
-        # Every rank runs every round, for a sharded model's collectives; a surplus is not added.
-        batch = loader.fixed_batch(min(index, n - 1), batches, ranks.device)
+        # Every rank computes in every round, as a sharded model requires; a surplus is not added.
+        batch = loader.fixed_batch(min(index, n - 1), n_batches, ranks.device)
         with autocast():
             loss, sums = forward(*batch)
         sums = batch_sums(loss, sums, len(batch[0]) * loader.units_per_sample)
-        rows = all_gather_vectors(torch.cat([to_vector(sums).double().cpu(), wants_stop]), ranks)
+        rows = all_gather_vectors(torch.cat([to_vector(sums).double().cpu(), stop_flag]), ranks)
         if rows[:, -1].any():
             return None
-        # (n sums,), a batch each, in the order of the batches
+        # One row per batch, in the order of the batches. (n sums,)
         for i, row in enumerate(rows[:n - first, :-1], first):
-            source = source_of(i, batches)
+            source = source_of(i, n_batches)
             totals[source] = totals.get(source, 0.0) + row
-    found = {source: from_vector(total, sums) for source, total in totals.items()}
-    if not all(sums["count"] for sums in found.values()):
-        raise SetupError("evaluation: no validation batch has an item that counts; is everything "
-                         "in them masked?")
-    numbers = to_numbers(model, found[""] if "" in found else loader.merge(found))
+    by_source = {source: from_vector(total, sums) for source, total in totals.items()}
+    if not all(sums["count"] for sums in by_source.values()):
+        raise SetupError("evaluation: no item of the validation data counts; is every target "
+                         "masked?")
+    numbers = to_numbers(model, hook(loader, "merge")(by_source))
     numbers |= {f"loss_{source}": float(sums["loss"] / sums["count"])
-                for source, sums in found.items() if source}
+                for source, sums in by_source.items() if source}
     return {f"val_{name}": value for name, value in numbers.items()}

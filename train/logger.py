@@ -382,13 +382,13 @@ class Clock:
             log(f"Expected to finish in {duration(left)}, at about {end}")
 
 
-def time_sample(compute, loader, device):
-    """Return the seconds per sample of compute(batch), measured with one sample (warm-up) and then
+def time_sample(model, loader, device):
+    """Return the seconds per sample of the forward pass, measured with one sample (warm-up) and then
     with four, unless one sample is slow."""
     batch = loader.get_batch(device, 0)
     for n in (1, min(4, len(batch[0]))):
         started = time.perf_counter()
-        compute([t[:n] for t in batch])
+        model(*[t[:n] for t in batch])
         seconds = (time.perf_counter() - started) / n
         if seconds > SLOW_SAMPLE_SECONDS:
             break

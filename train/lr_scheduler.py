@@ -1,95 +1,109 @@
-"""The learning rate, a pure function of the step, and what reacts to evaluations: the plateau
-schedule and early stopping, whose memory is saved in the checkpoint."""
+"""The learning rate as a function of the step, and reactions to evaluations: the plateau schedule
+and early stopping, whose state is saved in the checkpoint."""
 
 import math
 
 
 def get_lr(it: int, config) -> float:
-    """Learning rate of step `it` (0-based).
+    """Return the learning rate of step `it` (0-based).
 
-    Warm-up is linear, learning_rate * (it + 1) / (warmup + 1). Then cosine, linear and wsd run to
-    min_lr at lr_decay_iters and stay there (cosine: arXiv:1608.03983; wsd: arXiv:2404.06395).
+    The warm-up is linear: learning_rate * (it + 1) / (warmup + 1). Then cosine, linear and wsd
+    decay to min_lr at lr_decay_iters and stay there (cosine: arXiv:1608.03983; wsd:
+    arXiv:2404.06395).
     """
-    c, (warmup, end, final) = config, milestones(config)
-    if it < warmup:  # + 1: the first step learns, and the step after the warm-up has the peak
+    c = config
+    warmup, end, min_lr = milestones(config)
+    # 1) linear warm-up; + 1: the first step learns, and the step after the warm-up has the peak
+    if it < warmup:
         return c.learning_rate * (it + 1) / (warmup + 1)
+    # 2) schedules without an end
     if c.lr_schedule in ("constant", "none", "plateau"):
         return c.learning_rate
-    if c.lr_schedule == "step":  # a factor after every so many steps
+    if c.lr_schedule == "step":
         drops = (it - warmup) // (c.step_iters or max(1, c.max_iters // 3))
-        return max(final, c.learning_rate * c.lr_factor ** drops)
+        return max(min_lr, c.learning_rate * c.lr_factor ** drops)
+    # 3) after the decay
     if it >= end:
-        return final
-    # `share` of the way from the peak to the end that is left: 1 after the warm-up, 0 at the end.
-    progress = (it - warmup) / (end - warmup)
+        return min_lr
+    # 4) in between: coeff falls from 1 after the warm-up to 0 at the end
+    decay_ratio = (it - warmup) / (end - warmup)
     if c.lr_schedule == "wsd":  # warm-up, stable, decay: linear over the last part of the run
         length = min(c.wsd_decay * end, end - warmup)
-        share = min(1.0, (end - it) / max(1.0, length))
+        coeff = min(1.0, (end - it) / max(1.0, length))
     elif c.lr_schedule == "linear":
-        share = 1.0 - progress
+        coeff = 1.0 - decay_ratio
     else:
-        share = 0.5 * (1.0 + math.cos(math.pi * progress))
-    return final + share * (c.learning_rate - final)
+        coeff = 0.5 * (1.0 + math.cos(math.pi * decay_ratio))
+    return min_lr + coeff * (c.learning_rate - min_lr)
 
 
 def milestones(config):
-    """(steps of warm-up, step at which the decay ends, rate from there on): where a key is left
-    out, its default depends on another one."""
+    """Return (steps of warm-up, step at which the decay ends, final rate). The default of a missing
+    key depends on other keys."""
     c = config
     warmup = c.warmup_iters if c.warmup_ratio is None else round(c.warmup_ratio * c.max_iters)
     end = max(1, c.max_iters) if c.lr_decay_iters is None else c.lr_decay_iters
-    return warmup, end, c.learning_rate / 10 if c.min_lr is None else c.min_lr
+    min_lr = c.learning_rate / 10 if c.min_lr is None else c.min_lr
+    return warmup, end, min_lr
 
 
 class EarlyStopping:
-    """update(value) is true once `patience` values in a row did not better the best by more than
-    `min_delta`. mode: "min" if the value should fall, "max" if it should rise."""
+    """Stop after `patience` evaluations in a row without an improvement by more than `min_delta`.
+    mode: "min" if the value should fall, "max" if it should rise."""
 
     def __init__(self, patience: int = 7, min_delta: float = 0.0, mode: str = "min"):
         if mode not in ("min", "max"):
             raise ValueError(f"EarlyStopping: mode must be min or max, got {mode!r}")
-        self.patience, self.min_delta, self.sign = patience, min_delta, 1 if mode == "min" else -1
-        self.best, self.bad = math.inf, 0  # best is signed: lower is better
+        self.patience = patience
+        self.min_delta = min_delta
+        self.sign = 1 if mode == "min" else -1
+        self.best = math.inf  # signed: lower is better
+        self.bad_evals = 0    # in a row
 
     def update(self, value: float) -> bool:
-        # Gains of less than min_delta do not count, so `best` need not be the least so far.
+        """Add an evaluation's value; return True to stop."""
+        # Smaller gains than min_delta do not count, so `best` may be above the lowest value.
         if self.sign * value < self.best - self.min_delta:
-            self.best, self.bad = self.sign * value, 0
+            self.best = self.sign * value
+            self.bad_evals = 0
         else:
-            self.bad += 1
+            self.bad_evals += 1
         return self.over
 
     @property
     def over(self):
-        return 0 < self.patience <= self.bad
+        return 0 < self.patience <= self.bad_evals
 
     def state_dict(self):
-        return dict(best=self.best, bad=self.bad)
+        return dict(best=self.best, bad=self.bad_evals)
 
     def load_state_dict(self, state):
-        self.best, self.bad = state["best"], state["bad"]
+        self.best = state["best"]
+        self.bad_evals = state["bad"]
 
 
 class ReduceOnPlateau:
-    """A scale of the learning rate, multiplied by `factor` after more than `patience` evaluations
-    in a row that were no better (PyTorch's ReduceLROnPlateau), down to `least`."""
+    """Scale of the learning rate, multiplied by `factor` after more than `patience` evaluations in
+    a row without an improvement (like PyTorch's ReduceLROnPlateau), but never below `min_scale`."""
 
-    def __init__(self, factor=0.5, patience=5, least=0.0):
-        self.factor, self.least, self.scale = factor, least, 1.0
-        self.waiting = EarlyStopping(patience + 1)
+    def __init__(self, factor=0.5, patience=5, min_scale=0.0):
+        self.factor = factor
+        self.min_scale = min_scale
+        self.scale = 1.0
+        self.counter = EarlyStopping(patience + 1)
 
     def update(self, value):
-        """Take in an evaluation; true if the rate was just reduced."""
-        if not self.waiting.update(value):
+        """Add an evaluation's loss; return True if the rate was reduced."""
+        if not self.counter.update(value):
             return False
-        # `least` keeps the rate above min_lr; there the scale stays, and nothing is said.
-        before, self.waiting.bad = self.scale, 0  # as many evaluations again before the next drop
-        self.scale = max(self.least, self.scale * self.factor)
-        return self.scale < before
+        self.counter.bad_evals = 0  # the next drop needs as many evaluations again
+        previous = self.scale
+        self.scale = max(self.min_scale, self.scale * self.factor)
+        return self.scale < previous
 
     def state_dict(self):
-        return dict(scale=self.scale, waiting=self.waiting.state_dict())
+        return dict(scale=self.scale, waiting=self.counter.state_dict())
 
     def load_state_dict(self, state):
         self.scale = state["scale"]
-        self.waiting.load_state_dict(state["waiting"])
+        self.counter.load_state_dict(state["waiting"])

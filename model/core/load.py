@@ -11,8 +11,9 @@ from data.chat_template import ChatTemplate
 from data.tokenizer import Tokenizer
 from train.base.checkpoint_file import load_checkpoint
 from train.base.errors import CheckpointError
-from train.config import check_shape, check_size, load_config, load_model_file
+from train.config import check_shape, check_size, load_config
 from train.distributed import convert_ddp_state
+from train.system import load_model_type
 
 # Of the option --backbone of a command.
 BACKBONE = "where the frozen model that the checkpoint stands on is now (default: as in training)"
@@ -92,10 +93,10 @@ def empty_model(state):
     describes none."""
     name, weights = (state.get("config") or {}).get("model", "gpt"), state.get("model", {})
     if name == "gpt":
-        return load_model_file("gpt").GPT(read_model_args(state.get("model_args") or {}, weights))
+        return load_model_type("gpt").module.GPT(read_model_args(state.get("model_args") or {}, weights))
     if not state.get("spec"):
         raise ValueError(f"no spec of its data in it, from which a model of {name} is built")
-    build, spec = load_model_file(str(name)).build_model, state["spec"]
+    build, spec = load_model_type(str(name)).build_model, state["spec"]
     config = saved_config(state["config"])
     check_size(config.replace(vocab_size=spec.get("vocab_size", config.vocab_size)), weights)
     return build(config, types.SimpleNamespace(spec=spec))
@@ -117,7 +118,7 @@ def read_model_args(args, weights):
                          "use the version that trained it")
     if not {"n_layer", "vocab_size"} <= args.keys():
         raise ValueError("no model_args of a GPT (n_layer, vocab_size, ...) in it")
-    config_class = load_model_file("gpt").GPTConfig
+    config_class = load_model_type("gpt").module.GPTConfig
     shape = config_class(**{f.name: args[f.name] for f in fields(config_class) if f.name in args})
     check_shape(shape, weights)
     return shape

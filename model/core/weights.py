@@ -13,9 +13,10 @@ import torch
 from model.core.load import model_of, read_weights
 from train.base.checkpoint_file import bullets, mismatches, raise_mismatches
 from train.base.errors import CheckpointError
-from train.config import check_size, check_value, find_conflicts, load_model_file
+from train.config import check_size, check_value, find_conflicts
 from train.distributed import convert_ddp_state
 from train.keys import GPTKeys
+from train.system import load_model_type
 
 # -----------------------------------------------------------------------------
 # the shape that comes with the weights
@@ -77,7 +78,7 @@ def take_shape(config, model_args, path, hook=inherit_shape, weights=None):
 def take_checkpoint_shape(config, state, path):
     """Return {key: value} that a run inherits from the checkpoint `state`; {} for a model file
     without inherit_shape. Raises CheckpointError."""
-    hook = getattr(load_model_file(config.model), "inherit_shape", None)
+    hook = load_model_type(config.model).inherit_shape
     if hook is None:
         return {}
     return take_shape(config, state.get("model_args"), path, hook, state["model"])
@@ -108,7 +109,7 @@ def check_must_match(state, config, spec, path):
     or in the configuration.
     """
     old_spec, wrong = state.get("spec") or {}, {}
-    for name in getattr(load_model_file(config.model), "MUST_MATCH_TO_INIT", ()):
+    for name in load_model_type(config.model).MUST_MATCH_TO_INIT:
         if name in old_spec:
             old, new = old_spec[name], spec.get(name)
         else:

@@ -68,11 +68,11 @@ def die_in_step_15(argv):
 def wrapped(argv):
     """Under torchrun, where one rank is wrapped too, as several are."""
     from run_train import main
-    from train import distributed, train
+    from train import distributed, setup
     wrap = distributed.wrap_ddp
     distributed.wrap_ddp = lambda model, ranks: wrap(model, dataclasses.replace(ranks,
                                                                                 world_size=2))
-    train.Trainer.sharded = property(lambda self: self.config.distributed == "fsdp",
+    setup.Run.sharded = property(lambda self: self.config.distributed == "fsdp",
                                      lambda self, value: None)
     return main(argv)
 

@@ -460,7 +460,7 @@ def collectives(n):
                                     gradient_accumulation_steps=1, device="cpu"))
     with torch.device("meta"):
         model = gpt.build_model(config, types.SimpleNamespace(spec=dict(vocab_size=4096)))
-    shard(model, ranks, torch.bfloat16, 1)
+    shard(model, ranks, torch.bfloat16, 1, model.initial)
     optimizer = configure_optimizers(model, 0.1, 1e-3, (0.9, 0.95), log=lambda text: None,
                                      muon=dict(lr=0.02, momentum=0.95, weight_decay=0.0))
     x, counts = torch.randint(4096, (2, 64)), {}

@@ -1,4 +1,4 @@
-"""A running average of the weights (the key ema), evaluated beside them as val_NAME_ema."""
+"""Exponential moving average (EMA) of the weights (key: ema), evaluated as val_NAME_ema."""
 
 import contextlib
 
@@ -6,17 +6,17 @@ import torch
 
 
 class Average:
-    """The running averages of the parameters of `optimizer`. They stand in its state, so they are
-    sharded, saved and resumed with it."""
+    """EMA of an optimizer's parameters, kept in the optimizer's state, so that it is sharded, saved
+    and resumed with it."""
 
     def __init__(self, optimizer, decay):
-        self.state, self.decay = optimizer.state, decay
+        self.state = optimizer.state
+        self.decay = decay
 
     @torch.no_grad()
     def update(self, it):
-        """Take in the weights after step `it`. At first new weights count more than the decay says,
-        so that what a run began with is soon forgotten (as in TensorFlow's
-        ExponentialMovingAverage)."""
+        """Add the weights after step `it`. The decay starts low, so that the initial weights are
+        soon forgotten (as in TensorFlow's ExponentialMovingAverage)."""
         params = [p for p in self.state if self.state[p]]  # those that were updated
         for p in params:
             if "ema" not in self.state[p]:
@@ -24,19 +24,19 @@ class Average:
         averages = [self.state[p]["ema"] for p in params]
         torch._foreach_lerp_(averages, params, 1 - min(self.decay, (1 + it) / (10 + it)))
 
-    def beside(self, evaluate):
-        """{NAME: number} of evaluate(), and with it {NAME_ema: number} of the averages; None where
-        one of the two was asked to stop."""
-        found = evaluate()
-        if found is None:
+    def evaluate_with_average(self, evaluate):
+        """Return the numbers of evaluate(), and {NAME_ema: number} with the averaged weights; None
+        if a signal stopped either evaluation."""
+        numbers = evaluate()
+        if numbers is None:
             return None
-        with self.in_place():
+        with self.swapped_in():
             of_average = evaluate()
-        return of_average and found | {f"{n}_ema": v for n, v in of_average.items()}
+        return of_average and numbers | {f"{name}_ema": v for name, v in of_average.items()}
 
     @contextlib.contextmanager
-    def in_place(self):
-        """Context in which the parameters have their averages for values."""
+    def swapped_in(self):
+        """Context in which the parameters hold their averages."""
         self.swap()
         try:
             yield
@@ -45,8 +45,9 @@ class Average:
 
     @torch.no_grad()
     def swap(self):
-        for p, own in self.state.items():
-            if "ema" in own:  # in place: what is sharded or compiled holds on to p
-                kept = p.detach().clone()
-                p.copy_(own["ema"])
-                own["ema"].copy_(kept)
+        """Exchange parameters and averages."""
+        for p, entry in self.state.items():
+            if "ema" in entry:  # in place: sharded and compiled models hold references to p
+                weights = p.detach().clone()
+                p.copy_(entry["ema"])
+                entry["ema"].copy_(weights)

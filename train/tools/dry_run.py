@@ -14,10 +14,10 @@ from train.base.console import compact, duration
 from train.base.errors import CollectiveExit
 from train.base.memory import memory_available
 from train.checkpoint import inherited_shape
-from train.config import load_model_file
 from train.optimizer import build_optimizer, clip_gradients
 from train.options.compile import ON_OFF, compile_model, should_compile
-from train.train import open_data
+from train.setup import open_data
+from train.system import flops_per_step, load_model_type
 
 MAX_TIMING_SECONDS = 15.0  # on a CPU, slower steps are estimated from a single sample
 SECONDS_PER_DAY = 86400
@@ -31,11 +31,11 @@ def estimate(config):
         config = config.replace(**shape)
         data = open_data(config, ranks)
         config = config.in_steps(data.train.samples)
-        build_model = load_model_file(config.model).build_model
+        build_model = load_model_type(config.model).build_model
         with torch.device("meta"):  # allocates nothing: the model may not fit
             empty_model = build_model(config, data)
         dtype, reason = device_module.choose_dtype(config.dtype, ranks.device)
-        flops = device_module.flops_per_step(empty_model, config, data.train)
+        flops = flops_per_step(empty_model, config, data.train)
         compiled = should_compile(config, flops, ranks)
         precision = f"{reason}; compile {ON_OFF[compiled]}"
         device = device_module.describe_device(ranks.device)

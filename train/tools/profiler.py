@@ -1,8 +1,8 @@
 """Where the time of a step goes: python run_train.py --profile 10
 
 The run's own steps, on all its ranks: a few that warm up and compile, N that are timed, and N under
-torch.profiler. It then ends: the run is one in a folder that is thrown away, so that the real one's
-checkpoints and numbers stay as they are. What is written is out_dir/profile.json.gz, a trace.
+torch.profiler. The program then exits. The steps run in a temporary folder, so that checkpoints and
+metrics of the real run do not change. The trace is written to out_dir/profile.json.gz.
 """
 
 import functools
@@ -14,11 +14,13 @@ import time
 import torch
 
 from train.base.errors import echo
-from train.train import open_trainer
+from train.distributed import process_group
+from train.setup import open_run
+from train.train import train_step
 
-WARM_UP = 3  # steps; a CPU compiles in the second
-# An operation belongs to the first part that knows its name, or the name of one that called it.
-PARTS = {
+WARM_UP_STEPS = 3  # a CPU compiles in the second step
+# An operation belongs to the first category that matches its name or the name of a caller.
+CATEGORIES = {
     "rest": r"Synchronize",  # the host waits for the device
     "batches": r"^batches$",
     "communication": r"^c10d::|nccl|gloo|record_param_comms|^FSDP::.*(gather|reduce)",
@@ -29,88 +31,94 @@ PARTS = {
     "copies, casts": r"^aten::(copy_|_to_copy|cat|clone|contiguous|index_select|fill_)",
     "norms, elementwise": r"^aten::|^triton|Compiled|^_RMSNorm",
 }
-REST, *OTHERS = PARTS
-PATTERNS = [re.compile(pattern) for pattern in PARTS.values()]
+REST, *MEASURED = CATEGORIES
+PATTERNS = [re.compile(pattern) for pattern in CATEGORIES.values()]
 
 
 def profile(config):
-    """Say where the time of config.profile steps goes, and write the trace."""
-    if os.environ.get("RANK", "0") == "0":
-        echo(f"--profile: {config.profile} steps of this run, in a folder that is thrown away")
-    with tempfile.TemporaryDirectory() as folder, open_trainer(config.replace(
-            out_dir=folder, resume="auto", tracker=[], max_minutes=None, eval_only=False,
-            eval_tasks=[], eval_interval=0, early_stopping_metric="val_loss")) as run:
-        n, device, main = config.profile, run.ranks.device, run.ranks.is_main
+    """Print where the time of config.profile steps goes, and write the trace."""
+    n = config.profile
+    probe = config.replace(max_minutes=None, eval_only=False, eval_tasks=[], eval_interval=0,
+                           early_stopping_metric="val_loss", resume="auto", tracker=[])
+    with (tempfile.TemporaryDirectory() as folder, process_group(config) as ranks,
+          open_run(probe.replace(out_dir=folder), ranks) as run):
+        if ranks.is_main:
+            echo(f"--profile: {n} steps of this run, in a temporary folder")
+        cuda = ranks.device.type == "cuda"
         for name in ("get", "prefetch"):
-            setattr(run.batches, name, named("batches", getattr(run.batches, name)))
+            setattr(run.batches, name, record_as("batches", getattr(run.batches, name)))
 
-        def seconds(steps):
+        def seconds_per_step(steps):
             started = time.perf_counter()
             for _ in range(steps):
-                run.train_step()
-            if device.type == "cuda":
-                torch.cuda.synchronize(device)
+                train_step(run)
+            if cuda:
+                torch.cuda.synchronize(ranks.device)
             return (time.perf_counter() - started) / steps
-        seconds(WARM_UP)
-        alone = seconds(n)
-        kinds = [torch.profiler.ProfilerActivity.CPU]
-        kinds += [torch.profiler.ProfilerActivity.CUDA] * (device.type == "cuda")
-        with torch.profiler.profile(activities=kinds) as recorded:
-            watched = seconds(n)
-        if main:
+        seconds_per_step(WARM_UP_STEPS)
+        seconds = seconds_per_step(n)
+        activities = [torch.profiler.ProfilerActivity.CPU]
+        activities += [torch.profiler.ProfilerActivity.CUDA] * cuda
+        with torch.profiler.profile(activities=activities) as recorded:
+            profiled_seconds = seconds_per_step(n)
+        if ranks.is_main:
             path = os.path.join(config.out_dir, "profile.json.gz")
             os.makedirs(config.out_dir, exist_ok=True)
             recorded.export_chrome_trace(path)
-            echo(table(recorded.events(), n, alone, watched, device.type == "cuda"))
+            echo(format_profile(recorded.events(), n, seconds, profiled_seconds, cuda))
             echo(f"Trace: {path}, for https://ui.perfetto.dev or chrome://tracing")
 
 
-def named(name, f):
-    """f with its time under `name` in the profile."""
-    @functools.wraps(f)
-    def wrapped(*args):
+def record_as(name, function):
+    """Return `function`, whose time the profiler records under `name`."""
+    @functools.wraps(function)
+    def recorded(*args):
         with torch.profiler.record_function(name):
-            return f(*args)
-    return wrapped
+            return function(*args)
+    return recorded
 
 
-def times(events):
-    """({part: seconds of the host}, {part: seconds of the GPU}) of what a profile has recorded.
+def seconds_by_category(events):
+    """Return ({category: seconds on the host}, {category: seconds on the GPU}) of profiler events.
 
-    Each operation counts for what it takes beside the operations that it calls; the GPU's kernels
-    count for the operation that started them."""
-    host, gpu = (dict.fromkeys(PARTS, 0.0) for _ in range(2))
-    names, own = list(PARTS), functools.cache(part_of)
-    waiting = [(e, len(names)) for e in events if e.cpu_parent is None]
-    while waiting:
-        event, above = waiting.pop()
-        part = min(above, own(event.name))
-        name = names[part % len(names)]  # of none: the rest
+    An operation counts without the operations that it calls; a GPU kernel counts for the operation
+    that launched it.
+    """
+    host = dict.fromkeys(CATEGORIES, 0.0)
+    gpu = dict.fromkeys(CATEGORIES, 0.0)
+    names = list(CATEGORIES)
+    category_of = functools.cache(find_category)
+    pending = [(e, len(names)) for e in events if e.cpu_parent is None]
+    while pending:
+        event, inherited = pending.pop()
+        category = min(inherited, category_of(event.name))
+        name = names[category % len(names)]  # without a match: REST
         host[name] += event.self_cpu_time_total / 1e6
         if event.device_type == torch.autograd.DeviceType.CPU:
             gpu[name] += event.self_device_time_total / 1e6
-        waiting += [(child, part) for child in event.cpu_children]
+        pending += [(child, category) for child in event.cpu_children]
     return host, gpu
 
 
-def part_of(name):
-    """The number of the first part that knows the name; of none, how many there are."""
+def find_category(name):
+    """Return the index of the first category that matches `name`, or the number of categories."""
     return next((i for i, p in enumerate(PATTERNS) if p.search(name)), len(PATTERNS))
 
 
-def table(events, n, alone, watched, cuda):
-    """The times of `n` steps as text for people. alone, watched: seconds of a step by itself and
-    under the profiler."""
-    host, gpu = ({k: v / n for k, v in found.items()} for found in times(events))
-    columns = {"GPU": (gpu, "idle"), "host": (host, "rest: Python, waiting")} if (
-        cuda) else {"": (host, "rest: Python, waiting")}
-    lines = [f"A step takes {alone * 1000:,.1f} ms, under the profiler {watched * 1000:,.1f} ms "
-             f"({n} steps). Of these:"]
-    for what, (found, rest) in columns.items():
-        found[REST] = max(0.0, watched - sum(found[k] for k in OTHERS))
-        lines += [f"{what}:"] * bool(what)
-        for part in [*sorted(OTHERS, key=found.get, reverse=True), REST]:
-            if found[part] > 0.0005 * watched or part == REST:
-                lines.append(f"  {rest if part == REST else part:<36}"
-                             f"{found[part] * 1000:>10,.2f} ms {found[part] / watched:>7.1%}")
+def format_profile(events, n, seconds, profiled_seconds, cuda):
+    """Return a table of the time per category. seconds, profiled_seconds: per step, without and
+    under the profiler; n: profiled steps."""
+    host, gpu = ({k: v / n for k, v in column.items()} for column in seconds_by_category(events))
+    columns = {"GPU": (gpu, "idle")} if cuda else {}
+    columns["host" if cuda else ""] = (host, "rest: Python, waiting")
+    lines = [f"A step takes {seconds * 1000:,.1f} ms, under the profiler "
+             f"{profiled_seconds * 1000:,.1f} ms ({n} steps). By category:"]
+    for title, (column, rest) in columns.items():
+        column[REST] = max(0.0, profiled_seconds - sum(column[k] for k in MEASURED))
+        lines += [f"{title}:"] * bool(title)
+        for category in [*sorted(MEASURED, key=column.get, reverse=True), REST]:
+            if column[category] > 0.0005 * profiled_seconds or category == REST:
+                lines.append(f"  {rest if category == REST else category:<36}"
+                             f"{column[category] * 1000:>10,.2f} ms "
+                             f"{column[category] / profiled_seconds:>7.1%}")
     return "\n".join(lines)

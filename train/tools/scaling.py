@@ -23,8 +23,9 @@ import numpy as np
 
 from train.base.cli import format_table, run_command
 from train.base.errors import UserError, echo, require
-from train.config import load_argv, load_config, load_model_file, take_config
+from train.config import load_argv, load_config, take_config
 from train.options.loss_svg import TEXT_COLOR
+from train.system import flops_per_step, load_model_type
 from train.tools.plot import save_figure
 from train.tools.repeat import RunPool
 
@@ -132,7 +133,6 @@ def make_planner(arguments, config, width, data):
     """Return plan(budget, depth) -> PlannedRun. arguments: those of run_train.py."""
     import torch
 
-    from train.device import flops_per_step
 
     def to_arguments(keys):
         return [f"--{k}={'null' if v is None else v}" for k, v in keys.items()]
@@ -141,7 +141,7 @@ def make_planner(arguments, config, width, data):
     def count_flops(depth):
         c = load_config(*take_config([*arguments, *to_arguments(depth_keys(depth, width, config))]))
         with torch.device("meta"):
-            model = load_model_file(c.model).build_model(c, data)
+            model = load_model_type(c.model).build_model(c, data)
         if flops := flops_per_step(model, c, data.train):
             return flops
         raise UserError(f"model {c.model} does not define flops_per_unit")
@@ -260,7 +260,7 @@ def scaling(args, arguments_and_config):
     arguments, config = arguments_and_config  # arguments: those of run_train.py
     check_arguments(args, config)
     from train import distributed
-    from train.train import open_data
+    from train.setup import open_data
     with distributed.process_group(config) as ranks:
         plan = make_planner(arguments, config, args.width, open_data(config, ranks))
     plans = []

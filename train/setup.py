@@ -1,0 +1,384 @@
+"""The state of a run, and how it is opened: folder, data, model, optimizer, monitors.
+
+`with open_run(config, ranks) as run` resumes or starts a run and returns it ready for its first
+step; train/train.py trains it. Everything that must survive a crash is in `run.progress` and in the
+other parts of `run.parts()`; the rest is built again from the configuration.
+"""
+
+import contextlib
+import functools
+import math
+from dataclasses import asdict, dataclass, field, fields
+from typing import Any
+
+import torch
+
+from train import checkpoint, device, distributed, logger, robust
+from train.base.errors import BadNumbers, SetupError, echo
+from train.base.fields import parse_mixture
+from train.base.run_folder import RunFolder
+from train.config import load_config, to_yaml
+from train.lr_scheduler import EarlyStopping, ReduceOnPlateau
+from train.optimizer import build_optimizer
+from train.options.compile import ON_OFF, Compiler, should_compile
+from train.options.prefetch import Prefetcher
+from train.system import flops_per_step, hook, load_model_type
+
+
+@dataclass
+class Progress:
+    """What the loop remembers between steps besides weights and optimizer, in every checkpoint."""
+    iter_num: int = 0                  # number of optimizer steps so far
+    evaluated: int = -1                # iter_num of the last evaluation
+    val_loss: float | None = None      # of the last evaluation
+    best_val_loss: float = math.inf
+    best_metric: float = math.inf      # early_stopping_metric, signed so that lower is better
+    loss_of_best: float = math.inf     # val_loss at best_metric; decides between equal metrics
+    loss_sum: float = 0.0              # of the steps since the last evaluation
+    loss_count: int = 0
+    data_shift: int = 0                # steps of data that were skipped after rewinds
+    rewinds: int = 0
+    spikes_in_a_row: int = 0
+    overflows: int = 0                 # float16 steps without an update, in total
+    overflows_in_a_row: int = 0
+    finished: str = ""                 # reason why the run is over; "": it is not
+    history: list = field(default_factory=list)  # the numbers of every evaluation
+
+    def state_dict(self):
+        return asdict(self)
+
+    def load_state_dict(self, state):
+        for f in fields(self):  # a checkpoint of an older version may lack some
+            setattr(self, f.name, state.get(f.name, getattr(Progress(), f.name)))
+
+
+class Run:
+    """The state of one run. Only the functions of train/train.py take it as a whole; its parts do
+    not know it. Fields in the order in which they are set."""
+
+    config: Any              # TrainConfig: shape of inherited weights filled in, lengths in steps
+    ranks: Any               # Ranks: rank, world_size, device
+    model_type: Any          # functions and constants of model/NAME.py (train/system.py)
+    on_evaluation: Any       # callback(iter_num, numbers)
+    progress: Progress
+    test_numbers: dict       # numbers on the test data, once they are evaluated
+    saved_at: int            # iter_num of the last save
+    best_due: bool           # the next save also writes ckpt_best.pt
+
+    # 1. folder
+    folder: Any              # RunFolder: out_dir, locked; saves in the background
+    start: Any               # Start: scratch, resume or init_from, with the checkpoint
+
+    # 2. data
+    data: Any                # Data: loaders train, val and test, and spec
+    n_micro: int             # micro-batches of this rank per step
+    full_count: int          # items of a micro-batch in which no item is masked
+    units_per_step: int      # tokens (or rows) per step, over all ranks
+
+    # 3. model
+    dtype: torch.dtype
+    autocast: Any            # autocast() is the context of every forward pass
+    sharded: bool            # FSDP: every rank holds a part of each tensor
+    raw_model: torch.nn.Module   # the bare model: evaluated, sampled, saved
+    model: torch.nn.Module       # the same, under DDP: computes the training step
+    flops_per_step: float    # over all ranks; 0: unknown
+    tasks: Any               # task files that evaluations answer (eval_tasks), or None
+    log: Any                 # Logger: console, train.log, metrics.jsonl, trackers
+    compiler: Any            # calls the model, compiled if that pays
+
+    # 4. optimizer
+    first_eval_counts: bool  # the weights are trained: they may be best before the first step
+    optimizer: torch.optim.Optimizer
+    average: Any             # running average of the weights (ema), or None
+    scaler: torch.amp.GradScaler
+
+    # 5. monitors
+    stopping: EarlyStopping
+    plateau: ReduceOnPlateau
+    spikes: Any              # SpikeDetector
+    signals: Any             # SIGTERM, SIGINT and others, read between steps
+    watchdog: Any            # ends the process if a step takes longer than step_timeout
+    clock: Any               # time per step, without evaluations and saves
+    batches: Any             # Prefetcher: batches on the device, read ahead
+
+    def __init__(self, config, ranks, on_evaluation=None):
+        self.config = config
+        self.ranks = ranks
+        self.model_type = load_model_type(config.model)
+        self.on_evaluation = on_evaluation or (lambda iter_num, numbers: None)
+        self.progress = Progress()
+        self.test_numbers = {}
+        self.saved_at = 0
+        self.best_due = False
+
+    def open_folder(self, stack):
+        """Lock out_dir and find where the run starts: from scratch, from its own last checkpoint,
+        or from other weights, whose shape the configuration inherits."""
+        c = self.config
+        self.folder = stack.enter_context(
+            RunFolder(c.out_dir, c.keep_last, c.save_precision))
+        self.start = checkpoint.find_start(self.folder, c, self.ranks, echo)
+        self.config = c.replace(**self.start.shape)
+
+    def open_data(self):
+        """Open the loaders. They define the length of an epoch: from here all lengths are in steps.
+        """
+        self.data = open_data(self.config, self.ranks)
+        if self.config.eval_only and self.data.val is None:
+            raise SetupError("eval_only: the data has no validation split")
+        c = self.config = self.config.in_steps(self.data.train.samples)
+        world_size = self.ranks.world_size
+        self.n_micro = c.accumulation(world_size)
+        self.full_count = c.micro_batch(world_size) * self.data.train.units_per_sample
+        self.units_per_step = c.samples_per_step * self.data.train.units_per_sample
+
+    def open_model(self, stack, model=None):
+        """Build the model, check it against the checkpoint, and open the log, in this order: no
+        file is written into a folder that cannot be used."""
+        c = self.config
+        ranks = self.ranks
+        self.dtype, reason = device.choose_dtype(c.dtype, ranks.device)
+        self.autocast = functools.partial(torch.autocast, ranks.device.type, self.dtype,
+                                          enabled=self.dtype != torch.float32)
+        self.sharded = c.distributed == "fsdp" and ranks.world_size > 1
+        self.raw_model = self.build_model(model)
+        self.model = self.raw_model
+        self.flops_per_step = flops_per_step(self.raw_model, c, self.data.train)
+        if self.start.kind == "resume":
+            checkpoint.check_fits(self.start, c, self.data, self.raw_model, ranks, echo)
+        self.tasks = None
+        if c.eval_tasks:
+            from model.eval.tasks import Tasks
+            self.tasks = Tasks(c, self.data, self.raw_model, ranks)
+        compiled = should_compile(c, self.flops_per_step, ranks)
+        self.log = stack.enter_context(self.open_log(f"{reason}; compile {ON_OFF[compiled]}"))
+        stack.callback(self.folder.wait)  # the save under way may still log a warning
+        if self.tasks:
+            self.log.info(self.tasks.told)
+        self.compiler = Compiler(self.raw_model, compiled, ranks.device, self.log.warn,
+                                       c.batch_size)
+
+    def build_model(self, model=None):
+        """Return the bare model on its device: `model`, or the model file's. A sharded model is
+        built on the meta device, sharded and then filled, so that no rank holds all of it."""
+        if model is None:
+            with torch.device("meta") if self.sharded else contextlib.nullcontext():
+                model = self.model_type.build_model(self.config, self.data)
+        if self.sharded:
+            return distributed.shard(model, self.ranks, self.dtype, self.config.seed,
+                                     hook(model, "initial"))
+        return model.to(self.ranks.device)
+
+    def open_log(self, precision):
+        """Return the Logger, after the start-up lines."""
+        c = self.config
+        ranks = self.ranks
+        machine = dict(world_size=ranks.world_size, **device.device_facts(ranks.device))
+        log = logger.Logger(c.out_dir, main=ranks.is_main, trackers=c.tracker, config=asdict(c),
+                            system_info=machine)
+        if ranks.is_main and not c.eval_only:
+            log.describe_run(to_yaml(c), asdict(c), machine)
+        logger.start_up(log.info, c, ranks, self.data, self.raw_model,
+                        device.describe_device(ranks.device), precision, self.flops_per_step)
+        return log
+
+    def open_optimizer(self):
+        """Load the weights to start from, then build the optimizer, then wrap the model: the
+        optimizer may freeze parameters, which DDP must know."""
+        c = self.config
+        if self.start.kind == "init_from":
+            checkpoint.load_weights(self.raw_model, self.start, c, self.data.spec, self.ranks,
+                                self.log.info)
+        self.first_eval_counts = c.init_from != "scratch" or not all(
+            p.requires_grad for p in self.raw_model.parameters())
+        self.optimizer = build_optimizer(self.raw_model, c, self.log.info)
+        self.average = None
+        if c.ema:
+            from train.options.ema import Average
+            self.average = Average(self.optimizer, c.ema)
+        self.scaler = torch.amp.GradScaler(self.ranks.device.type,
+                                           enabled=self.dtype == torch.float16)
+        if not self.sharded:
+            self.model = distributed.wrap_ddp(self.raw_model, self.ranks)
+
+    def open_monitors(self, stack):
+        """Create what reacts to the numbers and what watches the run."""
+        c = self.config
+        self.stopping = EarlyStopping(c.early_stopping_patience, c.early_stopping_min_delta,
+                                      c.early_stopping_mode)
+        self.plateau = ReduceOnPlateau(c.lr_factor, c.plateau_patience,
+                                       min_scale=(c.min_lr or 0.0) / c.learning_rate)
+        self.spikes = robust.SpikeDetector(c.spike_sigma)
+        self.signals = robust.Signals()
+        self.watchdog = stack.enter_context(robust.Watchdog(c.step_timeout))
+        self.clock = logger.Clock()
+        self.batches = Prefetcher(self.data.train, self.ranks.device)
+        stack.callback(self.batches.close)
+
+    def parts(self):
+        """Return {name in the checkpoint: part} of everything with state besides model and
+        optimizer."""
+        return dict(progress=self.progress, scaler=self.scaler, plateau=self.plateau,
+                    early_stopping=self.stopping, spikes=self.spikes)
+
+    def restore(self, start):
+        """Continue from the checkpoint of `start`."""
+        p = self.progress
+        checkpoint.restore(start, self.config, self.raw_model, self.optimizer, self.parts(), self.ranks,
+                       self.log.warn)
+        self.saved_at = p.iter_num
+        self.best_due = False
+        if self.config.eval_only:  # the numbers that the run has logged stay as they are
+            self.log.first_iter = self.log.last_eval = p.iter_num
+        else:
+            self.log.rewind(p.iter_num, evaluated=p.evaluated == p.iter_num)
+
+    def rewind(self):
+        """After a loss spike: return to the last checkpoint and skip the batches that led to it."""
+        p = self.progress
+        # Restoring resets these counters; they must also count what happened since the checkpoint.
+        spike_at = p.iter_num
+        data_shift = p.data_shift
+        rewinds = p.rewinds
+        self.optimizer.zero_grad(set_to_none=True)
+        self.scaler.update()  # or it would take the next step's gradients for unscaled already
+        self.folder.wait()
+        start = checkpoint.find_latest(self.folder, self.ranks, echo)
+        if start.kind == "scratch":
+            raise BadNumbers(f"iter {spike_at}: a loss spike, and no checkpoint to rewind "
+                                    "to yet")
+        self.restore(start)
+        skipped = spike_at + 1 - p.iter_num  # including the batch with the spike
+        p.data_shift = data_shift + skipped
+        p.rewinds = rewinds + 1
+        self.clock.start(p.iter_num)
+        self.log.warn(f"rewound to iter {p.iter_num}, skipping {skipped} batches "
+                      f"({p.rewinds} of {robust.MAX_REWINDS} rewinds)")
+
+    def locate_batches(self):
+        """Return where this rank's first two micro-batches of the step come from, for messages."""
+        first = (self.progress.iter_num + self.progress.data_shift) * self.n_micro
+        locate = hook(self.data.train, "locate")
+        return "; ".join(locate(step) for step in range(first, first + min(self.n_micro, 2)))
+
+    def save_is_due(self):
+        """Return whether a checkpoint is due before the next step."""
+        c = self.config
+        it = self.progress.iter_num
+        if it == self.saved_at:
+            return False
+        at_interval = c.save_every > 0 and it % c.save_every == 0
+        return at_interval or (c.save_epochs is not None and self.is_numbered())
+
+    def is_numbered(self):
+        """Return whether a checkpoint saved now is also kept as a numbered file."""
+        c = self.config
+        it = self.progress.iter_num
+        if c.save_epochs is None:
+            return c.keep_last > 0
+        steps = c.save_epochs * self.data.train.samples / c.samples_per_step
+        periods = [math.floor(i / steps + 1e-9) for i in (it - 1, it)]  # 3 x 1/3 is 1
+        return it > 0 and periods[1] > periods[0]
+
+    def limits_reached(self):
+        """Return the keys that keep a finished run from continuing; []: it is not finished."""
+        reached = {"--max_iters": self.progress.iter_num >= self.config.max_iters,
+                   "--early_stopping_patience": self.stopping.over}
+        return [key for key, yes in reached.items() if yes and self.progress.finished]
+
+    def announce_duration(self):
+        """On a CPU, where a step may take half a minute: log how long the run will take, estimated
+        from the forward pass of a few samples."""
+        c = self.config
+        if self.ranks.device.type != "cpu" or self.flops_per_step < 1e12:
+            return
+        with (self.log.busy("timing a few samples"), self.eval_mode(), self.autocast(),
+              torch.no_grad()):
+            # The backward pass takes twice as long as the forward pass.
+            seconds = 3 * logger.time_sample(self.raw_model, self.data.train, self.ranks.device)
+        step_seconds = seconds * c.samples_per_step / self.ranks.world_size
+        self.log.info(logger.how_long(step_seconds, c, self.progress.iter_num))
+
+    @contextlib.contextmanager
+    def eval_mode(self):
+        """Switch to eval mode; on a CPU also to eager mode, which costs less than compiling the
+        model again for evaluations."""
+        self.raw_model.eval()
+        try:
+            with self.compiler.paused():
+                yield
+        finally:
+            self.raw_model.train()
+            distributed.reshard(self.raw_model)
+
+    def extensions(self):
+        """Return the functions extend(evaluate) -> numbers that add to each evaluation: answers to
+        task files (eval_tasks), and the averaged weights' numbers (ema)."""
+        functions = []
+        if self.tasks:
+            functions.append(self.add_task_numbers)
+        if self.average:
+            functions.append(self.average.evaluate_with_average)
+        return functions
+
+    def add_task_numbers(self, evaluate):
+        """Return the numbers of evaluate() and of the tasks; None if a signal stops either."""
+        numbers = evaluate()
+        if numbers is None:
+            return None
+        with self.eval_mode():
+            return self.tasks.evaluate(numbers, self.config.eval_iters, self.ranks, self.autocast,
+                                       lambda done, n: bool(self.signals.stop))
+
+
+@contextlib.contextmanager
+def open_run(config, ranks, model=None, on_evaluation=None):
+    """Open a Run that is ready for its next step; the end of the context closes folder and log.
+
+    model: an nn.Module to train instead of the one that the model file builds.
+    on_evaluation(iter_num, numbers): called after every evaluation.
+    """
+    distributed.set_seed(config.seed, config.deterministic, config.cudnn_benchmark)
+    with contextlib.ExitStack() as stack:
+        run = Run(config, ranks, on_evaluation)
+        if model is not None:
+            run.model_type.USE = ""  # the file's command is for the file's own models
+        run.open_folder(stack)
+        run.open_data()
+        run.open_model(stack, model)
+        run.open_optimizer()
+        run.open_monitors(stack)
+        start = run.start
+        if start.kind == "resume":
+            if run.config.resume_file and not run.config.eval_only:
+                run.folder.archive_later_checkpoints(start.outline["iter_num"], run.log.info)
+            run.restore(start)
+            run.log.info(f"Resuming from {start.path} at iter {run.progress.iter_num}")
+        elif start.kind == "scratch":
+            run.log.info(f"No checkpoint in {run.config.out_dir}: starting from scratch")
+        yield run
+
+
+def validate_config(config):
+    """Return `config`, checked like a configuration that was read from a file. Raises ConfigError,
+    also if the package of a tracker is missing."""
+    explicit = {f.name for f in fields(config) if config.is_explicit(f.name)}
+    config = load_config(overrides=asdict(config))
+    config.explicit = explicit
+    if config.tracker:
+        from train.options.trackers import check_trackers
+        check_trackers(config.tracker)
+    return config
+
+
+def open_data(config, ranks):
+    """Return the Data of a run; a data_dir of several weighted folders is their mixture."""
+    model_type = load_model_type(config.model)
+    if weights := parse_mixture(config.data_dir):
+        from train.options.mixture import mix
+        data = mix({folder: model_type.open_data(config.replace(data_dir=folder), ranks)
+                    for folder in weights}, weights)
+    else:
+        data = model_type.open_data(config, ranks)
+    checkpoint.check_plain(data.spec, "Data.spec")
+    return data

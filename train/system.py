@@ -1,0 +1,154 @@
+"""The model interface: everything that a run asks of a model type, with its default.
+
+A model type is one file model/NAME.py (or a folder), chosen by `--model NAME`. The training loop
+knows model types only through this page:
+
+    model_type = load_model_type("gpt")             # the functions and constants of model/gpt.py
+    data = model_type.open_data(config, ranks)
+    model = model_type.build_model(config, data)    # any torch.nn.Module
+    numbers = hook(model, "numbers")(sums)          # the model's own method or its default
+
+Only `build_model` and `forward` are required.
+"""
+
+import functools
+import importlib
+import os
+import sys
+
+from train.base.errors import ConfigError
+
+NOT_MODEL_TYPES = {"core", "sample", "serve", "convert", "eval"}  # the other folders in model/
+REPOSITORY = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
+
+
+class ModelType:
+    """What a file model/NAME.py may define at module level; this class has the defaults."""
+
+    module = None  # the imported file
+
+    # Dataclass with the model type's own configuration keys (YAML, command line, --help, ckpt.pt).
+    # An optional method `problems()` returns a list of messages about keys that contradict others.
+    Keys = None
+
+    # Command that uses a finished run, printed at its end; "{out}" is replaced by out_dir.
+    USE = ""
+
+    # Names in Data.spec or in the configuration that must have equal values in a checkpoint whose
+    # weights a run starts from (init_from).
+    MUST_MATCH_TO_INIT = ()
+
+    @staticmethod
+    def open_data(config, ranks):
+        """Return the Data of a run (train/dataloader.py). Default: the token files of data_dir."""
+        from train.dataloader import open_token_data
+        return open_token_data(config, ranks)
+
+    @staticmethod
+    def build_model(config, data):
+        """Return the model. It may read data.spec only, so that ckpt.pt alone rebuilds it, and is
+        also called under torch.device("meta")."""
+        raise ConfigError(["build_model(config, data) is missing"])
+
+    # sample(model, data, config) -> list of texts for samples.txt, written at each evaluation.
+    # It runs in eval mode without gradients: on all ranks if the model is sharded, else on rank 0.
+    sample = None
+
+    # inherit_shape(config, model_args) -> ({key: value}, [conflicts]): the configuration that a run
+    # inherits from the weights that it starts from. Default: no key is inherited.
+    inherit_shape = None
+
+
+class ModelHooks:
+    """What a model, a torch.nn.Module, may define besides `forward`; this class has the defaults.
+
+    forward(*batch) -> (loss, sums): the mean loss over the batch's items, and {name: tensor} of
+    sums over them. sums["count"] is the number of items; default: all of the batch.
+    """
+
+    def numbers(self, sums):
+        """Return {name: float} for a log line. Default: every scalar sum divided by the count."""
+        return {name: float(value / sums["count"]) for name, value in sums.items()
+                if value.dim() == 0 and name not in ("loss", "count")}
+
+    def initial(self, name, shape, seed):
+        """Return the initial value of a parameter or persistent buffer, a function of (seed, name),
+        so that FSDP can fill a sharded model one tensor at a time. None (default): the value that
+        the module itself assigned, which FSDP cannot use."""
+        return None
+
+    def adopt(self, weights):
+        """Return {own name: tensor} from another model's weights (init_from), on rank 0."""
+        return weights
+
+    def after_step(self, it, sums):
+        """Run after optimizer step `it`, with the step's sums over all ranks."""
+
+    def flops_per_unit(self):
+        """Return the FLOPs of forward and backward per token or row, for MFU. 0: unknown."""
+        return 0
+
+
+class LoaderHooks:
+    """What a loader may define besides the required methods (train/dataloader.py)."""
+
+    # True if get_batch computes on the device itself; batches are then never prefetched.
+    computes = False
+
+    # Number of batches that are read at once.
+    calls_per_chunk = 1
+
+    def locate(self, step):
+        """Return a description of where the batch of `step` comes from, for messages."""
+        return f"batch {step}"
+
+    def source_of(self, index, count):
+        """Return the name of the source of validation batch `index`. "": only one source."""
+        return ""
+
+    def merge(self, sums_by_source):
+        """Return the sums over all sources, each weighted by its share."""
+        return sums_by_source[""]
+
+    def passes(self, samples):
+        """Return log lines about how often `samples` samples use each source."""
+        return ()
+
+
+def hook(owner, name):
+    """Return the method or attribute `name` of a model or a loader, or its default."""
+    if hasattr(owner, name):
+        return getattr(owner, name)
+    default = getattr(ModelHooks, name, None) or getattr(LoaderHooks, name)
+    return functools.partial(default, owner) if callable(default) else default
+
+
+def load_model_type(name):
+    """Import model/NAME.py and return its ModelType. Raises ConfigError if there is none."""
+    known = model_types()
+    if name not in known and f"model.{name}" not in sys.modules or name in NOT_MODEL_TYPES:
+        raise ConfigError([f"model: there is no model type model/{name}.py; expected one of "
+                           f"{', '.join(known)}, or a new file with build_model(config, data)"])
+    module = importlib.import_module(f"model.{name}")
+    if not hasattr(module, "build_model"):
+        raise ConfigError([f"model: model/{name}.py has no build_model(config, data); expected one "
+                           f"of {', '.join(known)}, or a file with that function"])
+    model_type = ModelType()
+    model_type.module = module
+    for attribute in vars(ModelType):
+        if not attribute.startswith("__") and hasattr(module, attribute):
+            setattr(model_type, attribute, getattr(module, attribute))
+    return model_type
+
+
+def model_types():
+    """Return the names that `--model` accepts, sorted: the Python files and folders in model/."""
+    folder = os.path.join(REPOSITORY, "model")
+    names = {entry.removesuffix(".py") for entry in os.listdir(folder)
+             if entry.endswith(".py") or os.path.isfile(os.path.join(folder, entry, "__init__.py"))}
+    return sorted(name for name in names - NOT_MODEL_TYPES if name.isidentifier())
+
+
+def flops_per_step(model, config, loader):
+    """Return the FLOPs of an optimizer step over all ranks; 0: unknown."""
+    return hook(model, "flops_per_unit")() * config.samples_per_step * loader.units_per_sample
