@@ -63,7 +63,7 @@ def test_a_nan_is_met_by_rewinding(tmp_path, data_dir, monkeypatch, capsys):
     seen = []
     spoil_gradient(monkeypatch, lambda it: it == 12 and not seen and not seen.append(it), torch.nan)
     go(data_dir, tmp_path / "out", on_spike="rewind")
-    assert "rewound to iter 10, passing over 3 batches" in capsys.readouterr().out
+    assert "rewound to iter 10, skipping 3 batches" in capsys.readouterr().out
     assert load_checkpoint(tmp_path / "out" / "ckpt.pt")["progress"]["rewinds"] == 1
     assert finite(tmp_path / "out" / "ckpt.pt")
 
@@ -201,7 +201,7 @@ def test_a_spike_rewinds_past_the_bad_batches(tmp_path, data_dir, bad_batches, c
         patch.setattr(Prefetcher, "get", noted)
         go(data_dir, tmp_path / "a", on_spike="rewind")
     assert used == list(range(48))  # 2 a step: after 27, of step 13, comes 28 and none again
-    assert "rewound to iter 10, passing over 4 batches (1 of 3 rewinds)" in capsys.readouterr().out
+    assert "rewound to iter 10, skipping 4 batches (1 of 3 rewinds)" in capsys.readouterr().out
     state = load_checkpoint(tmp_path / "a" / "ckpt.pt")
     assert state["iter_num"] == 20 and state["progress"]["data_shift"] == 4
     assert [m["iter"] for m in metrics(tmp_path / "a") if "loss" in m] == list(range(20))
@@ -221,7 +221,7 @@ def test_a_rewind_waits_for_the_save_under_way(tmp_path, data_dir, bad_batches, 
     monkeypatch.setattr(run_folder, "save_checkpoint", lambda *args: time.sleep(0.2) or real(*args))
     bad_batches.add(13)
     go(data_dir, tmp_path, on_spike="rewind", save_interval=13)
-    assert "rewound to iter 13, passing over 1 batches" in capsys.readouterr().out
+    assert "rewound to iter 13, skipping 1 batches" in capsys.readouterr().out
 
 
 @pytest.mark.matrix(78)
