@@ -5,6 +5,7 @@ these dataclasses. train/config.py reads and checks the values. A model type dec
 a dataclass `Keys`.
 """
 
+import functools
 import math
 import os
 import re
@@ -21,30 +22,30 @@ from train.lr_scheduler import milestones
 #                 reads="apart": a model of any shape
 
 
+free_key = functools.partial(key, free=True)
+
+
 @dataclass
 class RunKeys:
     model: str = key("gpt", "model type, a file in model/")
-    data_dir: str = key("data/bin/stdlib", "folder, file or glob with the data; or a mixture of "
-                        "several with weights, {a: 0.7, b: 0.3} or a:0.7,b:0.3",
-                        free=True, path=True, mixture=True)
-    out_dir: str = key("out", "output folder; one run per folder", free=True, path=True)
+    data_dir: str = free_key("data/bin/stdlib", "folder, file or glob with the data; or a mixture "
+                             "with weights, {a: 0.7, b: 0.3} or a:0.7,b:0.3", path=True,
+                             mixture=True)
+    out_dir: str = free_key("out", "output folder; one run per folder", path=True)
     seed: int = key(1337, "seed of the data order, the initial weights and dropout", ge=0)
     resume: str = key("auto", "auto: continue the run in out_dir, if any; never: rename its files "
                       "and start a new run; must: fail if there is no run to continue; or a "
                       "checkpoint FILE to continue", start=True, path=True)
-    init_from: str = key("scratch", "scratch, or weights to start from: a checkpoint, a Hugging "
-                         "Face folder, or hf:OWNER/NAME to download", free=True, path=True,
-                         reads=True)
+    init_from: str = free_key("scratch", "scratch, or weights to start from: a checkpoint, a "
+                              "Hugging Face folder, or hf:OWNER/NAME", path=True, reads=True)
     allow_change: list[str] = key([], "resume although these keys changed (`data`: the content of "
                                   "the data; `all`: anything)", start=True)
     eval_only: bool = key(False, "evaluate once, print the numbers and exit", start=True)
-    profile: int = key(0, "profile this many steps, print a breakdown of their time and exit", ge=0,
-                       start=True)
-    tokenizer: str | None = key(None, "tokenizer to use if the data does not specify one: byte, "
-                                "gpt2, a rank file or a prepared folder", free=True, path=True)
-    tracker: list[str] = key([], "also log to these", free=True,
-                             choices=["tensorboard", "wandb", "mlflow"])
-    run_name: str | None = key(None, "name of the run in trackers (default: out_dir)", free=True)
+    profile: int = key(0, "profile this many steps, print a breakdown, exit", ge=0, start=True)
+    tokenizer: str | None = free_key(None, "tokenizer if the data does not specify one: byte, "
+                                     "gpt2, a rank file or a prepared folder", path=True)
+    tracker: list[str] = free_key([], "also log to", choices=["tensorboard", "wandb", "mlflow"])
+    run_name: str | None = free_key(None, "name of the run in trackers (default: out_dir)")
 
 
 @dataclass
@@ -56,33 +57,30 @@ class BatchKeys:
 
 @dataclass
 class LengthKeys:
-    max_iters: int = key(5000, "optimizer steps", ge=0, free=True)
-    max_epochs: float | None = key(None, "epochs (replaces max_iters)", gt=0, free=True)
-    max_minutes: float | None = key(None, "total minutes that the run may take: a few steps are "
-                                    "timed first, which sets max_iters", gt=0, free=True)
-    eval_interval: int = key(250, "steps between evaluations; 0: never", ge=0, free=True)
-    eval_epochs: float | None = key(None, "epochs between evaluations (replaces eval_interval)",
-                                    gt=0, free=True)
-    eval_iters: int = key(50, "validation batches of batch_size samples", ge=1, free=True)
-    eval_tasks: list[str] = key([], "JSONL task files evaluated at each evaluation: NAME.jsonl is "
-                                "logged as val_NAME (model/eval/tasks.py)", free=True)
-    eval_task_rows: int | None = key(None, "examples per task; 0: all (default: as many as take no "
-                                     "longer than the validation loss)", ge=0, free=True)
-    eval_on_start: bool = key(True, "also evaluate before the first step", free=True)
-    log_interval: int = key(10, "steps between log lines", ge=1, free=True)
-    save_interval: int | None = key(None, "steps between checkpoints (default: eval_interval); 0: "
-                                    "only at the end", ge=0, free=True)
-    keep_last: int = key(0, "numbered checkpoints to keep in addition to the latest and the best",
-                         ge=0, free=True)
-    save_epochs: float | None = key(None, "keep a numbered checkpoint every N epochs (replaces "
-                                    "keep_last's): all of them, or the keep_last latest", gt=0,
-                                    free=True)
-    save_precision: str | None = key(None, "with each checkpoint, also write the weights and their "
-                                     "description to model.safetensors in this precision",
-                                     free=True, choices=["float32", "bfloat16", "float16"])
-    sample_tokens: int = key(128, "tokens to generate at each evaluation; 0: none", ge=0, free=True)
-    sample_prompts: list[str] = key([], "prompts to continue at each evaluation (default: end of "
-                                    "text)", free=True, text=True)
+    max_iters: int = free_key(5000, "optimizer steps", ge=0)
+    max_epochs: float | None = free_key(None, "epochs (replaces max_iters)", gt=0)
+    max_minutes: float | None = free_key(None, "total minutes that the run may take: a few steps "
+                                         "are timed first, which sets max_iters", gt=0)
+    eval_interval: int = free_key(250, "steps between evaluations; 0: never", ge=0)
+    eval_epochs: float | None = free_key(None, "epochs between evaluations (replaces "
+                                         "eval_interval)", gt=0)
+    eval_iters: int = free_key(50, "validation batches of batch_size samples", ge=1)
+    eval_tasks: list[str] = free_key([], "JSONL task files evaluated at each evaluation: NAME.jsonl"
+                                     " is logged as val_NAME (model/eval/tasks.py)")
+    eval_task_rows: int | None = free_key(None, "examples per task; 0: all (default: as many as "
+                                          "take no longer than the validation loss)", ge=0)
+    eval_on_start: bool = free_key(True, "also evaluate before the first step")
+    log_interval: int = free_key(10, "steps between log lines", ge=1)
+    save_interval: int | None = free_key(None, "steps between checkpoints (default: "
+                                         "eval_interval); 0: only at the end", ge=0)
+    keep_last: int = free_key(0, "numbered checkpoints to keep, besides latest and best", ge=0)
+    save_epochs: float | None = free_key(None, "keep a numbered checkpoint every N epochs (instead "
+                                         "of keep_last's): all, or the keep_last latest", gt=0)
+    save_precision: str | None = free_key(
+        None, "with each checkpoint, also write model.safetensors in this precision",
+        choices=["float32", "bfloat16", "float16"])
+    sample_tokens: int = free_key(128, "tokens to generate at each evaluation; 0: none", ge=0)
+    sample_prompts: list[str] = free_key([], "prompts of samples (default: end of text)", text=True)
 
 
 @dataclass
@@ -92,24 +90,19 @@ class LearningRateKeys:
     lr_schedule: str = key("cosine", "schedule after the warm-up; none is constant", choices=[
         "cosine", "linear", "constant", "wsd", "step", "plateau", "none"])
     warmup_iters: int = key(200, "steps of linear warm-up", ge=0)
-    warmup_ratio: float | None = key(None, "warm-up as a fraction of the run (replaces "
-                                     "warmup_iters)", ge=0, lt=1)
+    warmup_ratio: float | None = key(None, "warm-up fraction (replaces warmup_iters)", ge=0, lt=1)
     warmup_epochs: float | None = key(None, "epochs of warm-up (replaces warmup_iters)", ge=0)
-    lr_decay_iters: int | None = key(None, "step at which min_lr is reached (default: max_iters)",
-                                     ge=1)
+    lr_decay_iters: int | None = key(None, "step that reaches min_lr (default: max_iters)", ge=1)
     wsd_decay: float = key(0.5, "wsd: fraction of the run that decays", gt=0, le=1)
-    step_iters: int | None = key(None, "step: steps between drops (default: a third of the run)",
-                                 ge=1)
+    step_iters: int | None = key(None, "step: steps between drops (default: max_iters / 3)", ge=1)
     lr_factor: float = key(0.5, "step and plateau: factor of each drop", gt=0, lt=1)
     plateau_patience: int = key(5, "plateau: consecutive evaluations without a better val_loss "
                                 "before the next one drops the rate", ge=0)
-    early_stopping_patience: int = key(0, "stop after this many evaluations without improvement; "
-                                       "0: never", ge=0, free=True)
-    early_stopping_min_delta: float = key(0.0, "smallest change that counts as an improvement",
-                                          ge=0, free=True)
+    early_stopping_patience: int = free_key(0, "stop after this many evaluations without "
+                                            "improvement; 0: never", ge=0)
+    early_stopping_min_delta: float = free_key(0.0, "smallest change that is an improvement", ge=0)
     early_stopping_metric: str = key("val_loss", "metric of early stopping and ckpt_best.pt")
-    early_stopping_mode: str = key("min", "whether a lower or a higher metric is better",
-                                   choices=["min", "max"])
+    early_stopping_mode: str = key("min", "which metric is better", choices=["min", "max"])
 
 
 @dataclass
@@ -120,8 +113,7 @@ class OptimizerKeys:
     beta1: float = key(0.9, "adamw: decay of the first moment", ge=0, lt=1)
     beta2: float = key(0.95, "adamw: decay of the second moment", ge=0, lt=1)
     adam_eps: float = key(1e-8, "adamw: term added to the denominator", gt=0)
-    grad_clip: float = key(1.0, "maximum norm of the gradients, clipped globally; 0: no clipping",
-                           ge=0)
+    grad_clip: float = key(1.0, "maximum global norm of the gradients; 0: no clipping", ge=0)
     muon_lr: float = key(0.02, "muon: peak learning rate of the matrices", gt=0)
     muon_momentum: float = key(0.95, "muon: Nesterov momentum", ge=0, lt=1)
     muon_weight_decay: float = key(0.0, "muon: decoupled decay of the matrices", ge=0)
@@ -133,30 +125,29 @@ class OptimizerKeys:
 
 @dataclass
 class SystemKeys:
-    device: str = key("auto", "auto (cuda, then mps, then cpu), cpu, cuda, cuda:1, mps", free=True)
-    dtype: str = key("auto", "auto: bfloat16 if the device supports it natively, else float16 on "
-                     "cuda, else float32", choices=["auto", "bfloat16", "float16", "float32"],
-                     free=True)
-    compile: str = key("auto", "torch.compile; auto: if the run is long enough to amortise it",
-                       choices=["auto", "true", "false"], free=True)
-    deterministic: bool = key(False, "bitwise reproducible runs, also on cuda; slower", free=True)
-    cudnn_benchmark: bool | None = key(None, "let cuDNN benchmark its algorithms (default: unless "
-                                       "deterministic)", free=True)
-    distributed: str = key("ddp", "under torchrun: ddp, or fsdp (FSDP2) to shard the model",
-                           choices=["ddp", "fsdp"], free=True)
-    gradient_checkpointing: str = key(
+    device: str = free_key("auto", "auto (cuda, then mps, then cpu), cpu, cuda, cuda:1, mps")
+    dtype: str = free_key("auto", "auto: bfloat16 if the device supports it natively, else float16 "
+                          "on cuda, else float32",
+                          choices=["auto", "bfloat16", "float16", "float32"])
+    compile: str = free_key("auto", "torch.compile; auto: if the run is long enough to amortise it",
+                            choices=["auto", "true", "false"])
+    deterministic: bool = free_key(False, "bitwise reproducible runs, also on cuda; slower")
+    cudnn_benchmark: bool | None = free_key(None, "let cuDNN benchmark its algorithms (default: "
+                                            "unless deterministic)")
+    distributed: str = free_key("ddp", "under torchrun: ddp, or fsdp (FSDP2) to shard the model",
+                                choices=["ddp", "fsdp"])
+    gradient_checkpointing: str = free_key(
         "false", "recompute the blocks in the backward pass: less memory, a third more compute; "
-        "selective: all but the matrix products", choices=["false", "true", "selective"], free=True)
-    num_threads: int | None = key(None, "CPU threads (default: OMP_NUM_THREADS or the number of "
-                                  "physical cores)", ge=1, free=True)
-    dist_timeout: float = key(600.0, "timeout of a collective, in seconds", gt=0, free=True)
-    step_timeout: float = key(0.0, "timeout of a step, in seconds, after which the job prints its "
-                              "stacks and exits; 0: none", ge=0, free=True)
-    on_spike: str = key("warn", "after a loss spike: warn, skip the update, or rewind to the last "
-                        "checkpoint and skip the bad batches (also for non-finite values)",
-                        choices=["warn", "skip", "rewind"], free=True)
-    spike_sigma: float = key(6.0, "standard deviations above the mean that count as a spike", gt=0,
-                             free=True)
+        "selective: all but the matrix products", choices=["false", "true", "selective"])
+    num_threads: int | None = free_key(None, "CPU threads (default: OMP_NUM_THREADS or the number "
+                                       "of physical cores)", ge=1)
+    dist_timeout: float = free_key(600.0, "timeout of a collective, in seconds", gt=0)
+    step_timeout: float = free_key(0.0, "timeout of a step, in seconds, after which the job prints "
+                                   "its stacks and exits; 0: none", ge=0)
+    on_spike: str = free_key("warn", "after a loss spike: warn, skip the update, or rewind to the "
+                             "last checkpoint and skip bad batches (also for non-finite values)",
+                             choices=["warn", "skip", "rewind"])
+    spike_sigma: float = free_key(6.0, "standard deviations above the mean that are a spike", gt=0)
 
 
 @dataclass
