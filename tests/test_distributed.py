@@ -338,8 +338,8 @@ def test_a_parameter_of_ones_own_starts_from_its_own_value_or_is_refused(data_di
     (alone, _, _), = in_ranks(1, edited_model, options(data_dir, tmp_path / "1"))
     for scalar, unknown, told in in_ranks(2, edited_model, options(data_dir, tmp_path / "2",
                                                                    distributed="fsdp")):
-        assert "one number: h.0.gain, h.1.gain; make it one of shape (1,)" in scalar
-        assert "does not know h.*.shift, h.*.gain: give it a line" in unknown
+        assert "0-dim parameters: h.0.gain, h.1.gain; give them the shape (1,)" in scalar
+        assert "does not handle h.*.shift, h.*.gain: add a line" in unknown
         assert "if name.endswith('.shift'): return torch.zeros(shape)" in unknown
         for found in (alone, told):
             assert found.keys() == plain.keys() | {f"h.{i}.{n}" for i in (0, 1)
@@ -814,7 +814,7 @@ def test_an_impossible_rank_is_refused(monkeypatch, rank):
 @pytest.mark.matrix(55)
 def test_what_ranks_cannot_do_is_refused_by_name(monkeypatch):
     monkeypatch.setenv("WORLD_SIZE", "8")
-    message = r"3 x 4 = 12 samples a step.*8 ranks; valid numbers of ranks: 1, 2, 3, 4, 6, 12"
+    message = r"3 x 4 = 12 samples per step.*8 ranks; valid numbers of ranks: 1, 2, 3, 4, 6, 12"
     with pytest.raises(ConfigError, match=message):
         load_config(None, TINY | dict(batch_size=3, gradient_accumulation_steps=4))
 
