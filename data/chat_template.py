@@ -21,7 +21,10 @@ import sys
 
 import numpy as np
 
-from train.base.errors import DataError
+from data.hub import local_folder
+from data.tokenizer import open_tokenizer, read_checkpoint_spec, tokenizer_from_spec
+from data.tokenizer_hf import read_template_spec
+from train.base.errors import DataError, require
 
 # The assistant's text is followed by the end-of-text token.
 DEFAULT_SPEC = {"system": "### System:\n{}\n\n", "user": "### User:\n{}\n\n",
@@ -323,6 +326,20 @@ class JinjaTemplate(ChatTemplate):
         return start if "bos_token" in self.spec["jinja"] else ""
 
 
+def open_chat_format(source):
+    """Return (tokenizer, block_size or None, ChatTemplate or None) of a checkpoint (.pt), a Hugging
+    Face folder or hf:OWNER/NAME; for every other source of `open_tokenizer`, its tokenizer."""
+    if source.endswith(".pt"):
+        spec = read_checkpoint_spec(source)
+        tokenizer = tokenizer_from_spec(spec["tokenizer"])
+        template, block_size = spec["template"], spec["block_size"]
+    else:
+        folder = local_folder(source, weights=False)
+        tokenizer = open_tokenizer(folder)
+        template, block_size = read_template_spec(folder, tokenizer), None
+    return tokenizer, block_size, ChatTemplate.from_spec(template) if template else None
+
+
 # -----------------------------------------------------------------------------
 # Jinja
 
@@ -330,13 +347,10 @@ class JinjaTemplate(ChatTemplate):
 def compile_jinja(text):
     """Return the Jinja template of `text` with the functions that `transformers` gives to
     templates. Raises DataError."""
-    try:
-        import jinja2.ext
-        from jinja2.sandbox import ImmutableSandboxedEnvironment
-    except ImportError:
-        raise DataError("this model's chat template needs jinja2: pip install jinja2") from None
+    jinja2 = require("jinja2", "this model's chat template")
+    from jinja2 import ext, sandbox
 
-    class Environment(ImmutableSandboxedEnvironment):
+    class Environment(sandbox.ImmutableSandboxedEnvironment):
         intercepted_binops = frozenset(["*", "**", "%"])  # a few letters could make a huge value
 
         def call_binop(self, context, operator, left, right):
@@ -352,7 +366,7 @@ def compile_jinja(text):
                           sort_keys=sort_keys)
 
     environment = Environment(trim_blocks=True, lstrip_blocks=True,
-                              extensions=[jinja2.ext.loopcontrols])
+                              extensions=[ext.loopcontrols])
     environment.filters["tojson"] = tojson
     environment.globals |= dict(
         raise_exception=raise_exception,

@@ -1,64 +1,65 @@
-"""Tokenizers as Hugging Face's tokenizer.json, and back, without a library of theirs.
+"""Hugging Face's tokenizer.json: reading it, and writing tokenizers as such a file.
 
-Both sides do the same byte pair encoding, told in two ways: tiktoken joins the pair whose joined
-bytes have the lowest rank, tokenizer.json lists the pairs in the order in which they are joined.
+Both formats describe the same byte pair encoding. tiktoken joins the pair whose joined bytes have
+the lowest rank; tokenizer.json lists the pairs in the order in which they are joined.
 """
 
-import base64
 import functools
 import hashlib
 import json
 import math
 import os
 
-from data.chat_template import ChatTemplate
-from data.tokenizer import (
+from data.tokenizer_types import (
     EOT,
-    GPT2_PATTERN,
     MAX_VOCAB,
-    R50K_SHA256,
     CharTokenizer,
     JsonTokenizer,
     RankTokenizer,
     byte_table,
-    load_tokenizer,
+    format_ranks,
     parse_ranks,
     tokenizer_from_spec,
 )
 from train.base.errors import DataError
 
+GPT2_PATTERN = (r"""'(?:[sdmt]|ll|ve|re)| ?\p{L}++| ?\p{N}++| ?[^\s\p{L}\p{N}]++"""
+                r"""|\s++$|\s+(?!\S)|\s""")
+R50K_SHA256 = "306cd27f03c1a714eca7108e03d66b7dc042abe8c258b44c199a7ed9838dd930"
 ANY_CHARACTER, ANY_TEXT = r"[\s\S]", r"[\s\S]+"
-PLAIN = ("single_word", "lstrip", "rstrip", "normalized")  # of an added token that is just itself
+# Flags of an added token that matches exactly its own text, if all are false.
+ADDED_TOKEN_FLAGS = ("single_word", "lstrip", "rstrip", "normalized")
+MAX_MERGE_WORK = 1 << 22  # sum of squared token lengths, or 200 per token if that is more
 
 
 @functools.cache
 def byte_characters():
-    """{byte: character} of vocabularies."""
+    """Return {byte: character} of byte-level vocabularies."""
     return {b: c for c, b in byte_table().items()}
 
 
-def as_text(token):
+def token_text(token):
+    """Return the text by which a byte-level vocabulary names the bytes of a token."""
     return "".join(byte_characters()[b] for b in token)
 
 
-def as_bytes(text):
-    """The bytes that `text` of a vocabulary stands for. KeyError for other characters."""
+def text_bytes(text):
+    """Return the bytes that a text of a byte-level vocabulary names. KeyError for other texts."""
     return bytes(byte_table()[c] for c in text)
 
 
 def list_merges(ranks):
-    """[(left, right)] in the order of the ranks: the pair that becomes each token. Within the edges
-    of a token nothing depends on what is around it, so one pair for each is enough. DataError where
-    tokens are so long that it would take for ever."""
-    if sum(len(token) ** 2 for token in ranks) > max(1 << 22, 200 * len(ranks)):
+    """Return [(left, right)] in the order of the ranks: the last pair that is joined to form each
+    token. Raises DataError for tokens so long that this would take too long."""
+    if sum(len(token) ** 2 for token in ranks) > max(MAX_MERGE_WORK, 200 * len(ranks)):
         raise DataError(f"tokens of up to {max(map(len, ranks)):,} bytes: no vocabulary of a text")
     pairs = (last_pair(token, ranks) for token in sorted(ranks, key=ranks.get) if len(token) > 1)
     return [pair for pair in pairs if pair]
 
 
 def last_pair(token, ranks):
-    """(left, right) of the last step from the bytes of `token` to it; None where tiktoken never
-    gets there (and finds the token only where it is a whole piece of text)."""
+    """Return the (left, right) that tiktoken joins last to form `token` from its bytes, None if it
+    cannot (then the token is used only for a whole piece of text)."""
     parts = [token[i:i + 1] for i in range(len(token))]
     while len(parts) > 2:
         rank, i = min((ranks.get(a + b, math.inf), i)
@@ -70,48 +71,49 @@ def last_pair(token, ranks):
 
 
 # -----------------------------------------------------------------------------
-# out
+# writing
 
 def tokenizer_json(tokenizer):
-    """The content of tokenizer.json, a dict, for one of data/tokenizer.py."""
+    """Return the content of tokenizer.json, a dict, for a tokenizer."""
     if tokenizer.kind == "json":
         return json.loads(tokenizer.text)
-    out = dict(version="1.0", truncation=None, padding=None, normalizer=None, post_processor=None)
-    if getattr(tokenizer, "nfc", False):
-        out["normalizer"] = {"type": "NFC"}
-    out["added_tokens"] = [
-        dict(id=i, content=text, **dict.fromkeys(PLAIN, False), special=special)
-        for text, (i, special) in getattr(tokenizer, "added", {}).items()]
+    content = dict(version="1.0", truncation=None, padding=None, normalizer=None,
+                   post_processor=None, added_tokens=[])
     if tokenizer.kind == "char":
-        model = dict(type="WordLevel", unk_token="", vocab={
-            c: i for i, c in enumerate(tokenizer.chars)})
-        return out | dict(model=model, pre_tokenizer=split(ANY_CHARACTER),
-                          decoder=dict(type="Fuse"))
-    levels = dict(type="ByteLevel", add_prefix_space=False, trim_offsets=True)
-    pattern = tokenizer.enc._pat_str
-    # Its own pattern is GPT-2's without the possessive forms, which its engine reads otherwise.
-    before = levels | dict(use_regex=pattern == GPT2_PATTERN)
-    if pattern not in (GPT2_PATTERN, ANY_CHARACTER):  # it came from such a file
-        before = dict(type="Sequence", pretokenizers=[split(pattern), before])
-    ranks = tokenizer.enc._mergeable_ranks
-    return out | dict(
-        pre_tokenizer=before, decoder=levels | dict(use_regex=True),
-        model=dict(type="BPE", dropout=None, unk_token=None, continuing_subword_prefix=None,
-                   end_of_word_suffix=None, fuse_unk=False, byte_fallback=False,
-                   ignore_merges=True,  # a piece that is a token as a whole needs none
-                   vocab={as_text(token): rank for token, rank in ranks.items()},
-                   merges=[f"{as_text(a)} {as_text(b)}" for a, b in list_merges(ranks)]))
+        vocab = {c: i for i, c in enumerate(tokenizer.chars)}
+        return content | dict(model=dict(type="WordLevel", unk_token="", vocab=vocab),
+                              pre_tokenizer=split_at(ANY_CHARACTER), decoder=dict(type="Fuse"))
+    if tokenizer.nfc:
+        content["normalizer"] = {"type": "NFC"}
+    content["added_tokens"] = [
+        dict(id=i, content=text, **dict.fromkeys(ADDED_TOKEN_FLAGS, False), special=special)
+        for text, (i, special) in tokenizer.added.items()]
+    byte_level = dict(type="ByteLevel", add_prefix_space=False, trim_offsets=True)
+    # Its own pattern is GPT-2's without possessive quantifiers, which its engine reads differently.
+    pre_tokenizer = byte_level | dict(use_regex=tokenizer.pattern == GPT2_PATTERN)
+    if tokenizer.pattern not in (GPT2_PATTERN, ANY_CHARACTER):  # read from a tokenizer.json
+        pre_tokenizer = dict(type="Sequence",
+                             pretokenizers=[split_at(tokenizer.pattern), pre_tokenizer])
+    ranks = tokenizer.ranks
+    model = dict(
+        type="BPE", dropout=None, unk_token=None, continuing_subword_prefix=None,
+        end_of_word_suffix=None, fuse_unk=False, byte_fallback=False,
+        ignore_merges=True,  # a piece of text that is a token as a whole needs no merges
+        vocab={token_text(token): rank for token, rank in ranks.items()},
+        merges=[f"{token_text(a)} {token_text(b)}" for a, b in list_merges(ranks)])
+    return content | dict(pre_tokenizer=pre_tokenizer, model=model,
+                          decoder=byte_level | dict(use_regex=True))
 
 
-def split(pattern):
+def split_at(pattern):
     return dict(type="Split", pattern=dict(Regex=pattern), behavior="Isolated", invert=False)
 
 
 # -----------------------------------------------------------------------------
-# in
+# reading
 
 def read_json(path):
-    """The object in a JSON file. DataError where there is none."""
+    """Return the object in a JSON file, a dict. Raises DataError."""
     try:
         with open(path, encoding="utf-8") as f:
             content = json.load(f)
@@ -122,66 +124,54 @@ def read_json(path):
     return content
 
 
-def folder_of(name, weights=True):
-    """The path `name`; of hf:OWNER/NAME that of its files, which are downloaded (`weights`: with
-    these) where they are not there."""
-    if not name.startswith("hf:"):
-        return os.path.expanduser(name)
-    try:
-        from data.prepare.hub import model_folder
-    except ImportError:
-        raise DataError(f"{name}: models are downloaded by data/prepare/, which is missing: give "
-                        "the path of its folder") from None
-    return model_folder(name[3:], weights)
+def read_optional_json(folder, name):
+    """Return the object in a JSON file of a folder, {} if there is no such file."""
+    path = os.path.join(folder, name)
+    return read_json(path) if os.path.exists(path) else {}
 
 
-def find_tokenizer(name):
-    """load_tokenizer(name), or the tokenizer of the Hugging Face folder `name`."""
-    folder = folder_of(name, weights=False)
-    if os.path.exists(os.path.join(folder, "tokenizer.json")):
-        return read_tokenizer(folder)
-    return load_tokenizer(name)
-
-
-def read_tokenizer(folder):
-    """The tokenizer in a Hugging Face folder: byte-level BPE, or one of ours that went there, by
-    tiktoken; any other by the package `tokenizers`, if it is installed. DataError says why one
-    cannot be used. Special tokens in a text are ordinary text here (but in a chat's template)."""
+def read_hf_tokenizer(folder):
+    """Return the tokenizer of a Hugging Face folder: by tiktoken if it is a byte-level BPE, or was
+    written by `tokenizer_json`; otherwise by the package tokenizers. Raises DataError."""
     path = os.path.join(folder, "tokenizer.json")
     content = read_json(path)
     try:
         return read_byte_level(content, folder, path)
     except DataError as error:
-        why = error
+        reason = error
     try:
         added = {t["content"]: t["id"] for t in content.get("added_tokens") or []}
-        rows = config_of(folder, "config.json").get("vocab_size")
+        rows = read_optional_json(folder, "config.json").get("vocab_size")
         return JsonTokenizer(json.dumps(content), end_of_text(folder, added), rows or 0)
-    except (DataError, LookupError, TypeError, AttributeError) as error:
-        raise DataError(f"{why}; {error}") from None
+    except (ValueError, LookupError, TypeError, AttributeError) as error:
+        raise DataError(f"{reason}; {error}") from None
 
 
 def read_byte_level(content, folder, path):
-    """The tokenizer of a tokenizer.json that tiktoken can do. DataError says why it cannot."""
+    """Return the tokenizer of a tokenizer.json that tiktoken can represent. Raises DataError with
+    the reason if it cannot."""
     try:
-        model, before = content["model"], content["pre_tokenizer"]
+        model, pre_tokenizer = content["model"], content["pre_tokenizer"]
         tokens = content.get("added_tokens") or []
         added = {t["content"]: t["id"] for t in tokens}
-        if model.get("type") == "WordLevel" and before == split(ANY_CHARACTER):
+        if model.get("type") == "WordLevel" and pre_tokenizer == split_at(ANY_CHARACTER):
             return CharTokenizer("".join(sorted(model["vocab"], key=model["vocab"].get)))
         if model.get("type", "BPE") != "BPE" or model.get("byte_fallback"):
             raise DataError(f"{path}: not a byte-level BPE")
         if (content.get("normalizer") or {"type": "NFC"}) != {"type": "NFC"}:
             raise DataError(f"{path}: it changes the text first ({content['normalizer']})")
-        pattern = pattern_of(before, path)
-        if wide := [t["content"] for t in tokens if any(t.get(flag) for flag in PLAIN[:3])]:
-            raise DataError(f"{path}: {wide[0]!r} takes blanks beside it, or stands alone")
-        ranks = {as_bytes(t): i for t, i in model["vocab"].items() if t not in added}
+        pattern = pattern_of(pre_tokenizer, path)
+        for token in tokens:
+            if any(token.get(flag) for flag in ADDED_TOKEN_FLAGS[:3]):
+                raise DataError(f"{path}: {token['content']!r} includes blanks beside it, or "
+                                "matches only whole words")
+        ranks = {text_bytes(t): i for t, i in model["vocab"].items() if t not in added}
         check_merges(ranks, model["merges"], path)
         # A file may have more tokens than its model has rows.
-        rows = config_of(folder, "config.json").get("vocab_size") or MAX_VOCAB
-        beside = {t["content"]: [t["id"], bool(t.get("special"))] for t in tokens if t["id"] < rows}
-        return rank_tokenizer(ranks, pattern, end_of_text(folder, added), beside, path,
+        rows = read_optional_json(folder, "config.json").get("vocab_size") or MAX_VOCAB
+        added_specs = {t["content"]: [t["id"], bool(t.get("special"))] for t in tokens
+                       if t["id"] < rows}
+        return rank_tokenizer(ranks, pattern, end_of_text(folder, added), added_specs, path,
                               nfc=bool(content.get("normalizer")))
     except (LookupError, TypeError, AttributeError, ValueError) as error:
         if isinstance(error, DataError):
@@ -190,26 +180,27 @@ def read_byte_level(content, folder, path):
                         f"{type(error).__name__} {error}") from None
 
 
-def rank_tokenizer(ranks, pattern, end, added, path, nfc):
-    if end is None:
+def rank_tokenizer(ranks, pattern, eot_token, added, path, nfc):
+    """Return the RankTokenizer of the parts of a tokenizer.json; byte and gpt2 are recognised."""
+    if eot_token is None:
         raise DataError(f"{path}: no end of text: tokenizer_config.json and config.json name none")
-    if isinstance(end, bool) or not isinstance(end, int):
-        raise DataError(f"{path}: the end of text is {end!r}, expected a number")
-    if end not in [i for i, _ in added.values()]:
-        added = added | {EOT: [end, True]}
-    if len(ranks) == 256 == end and added.keys() == {EOT} and not nfc and all(
+    if isinstance(eot_token, bool) or not isinstance(eot_token, int):
+        raise DataError(f"{path}: the end of text is {eot_token!r}, expected a number")
+    if eot_token not in [i for i, _ in added.values()]:
+        added = added | {EOT: [eot_token, True]}
+    if len(ranks) == 256 == eot_token and added.keys() == {EOT} and not nfc and all(
             token == bytes([i]) for token, i in ranks.items()):
         return tokenizer_from_spec({"kind": "byte"})
-    ranks = dict(sorted(ranks.items(), key=lambda item: item[1]))
-    text = "".join(f"{base64.b64encode(t).decode()} {rank}\n" for t, rank in ranks.items())
-    known = hashlib.sha256(text.encode()).hexdigest() == R50K_SHA256 and pattern == GPT2_PATTERN
-    return RankTokenizer("gpt2" if known else "ranks", parse_ranks(text, path), pattern, end, added,
-                         nfc)
+    text = format_ranks(dict(sorted(ranks.items(), key=lambda item: item[1])))
+    is_gpt2 = hashlib.sha256(text.encode()).hexdigest() == R50K_SHA256 and pattern == GPT2_PATTERN
+    return RankTokenizer("gpt2" if is_gpt2 else "ranks", parse_ranks(text, path), pattern,
+                         eot_token, added, nfc)
 
 
-def pattern_of(before, path):
-    """The pattern by which a pre_tokenizer splits text."""
-    parts = before["pretokenizers"] if before["type"] == "Sequence" else [before]
+def pattern_of(pre_tokenizer, path):
+    """Return the regular expression by which a pre_tokenizer splits text. Raises DataError."""
+    parts = (pre_tokenizer["pretokenizers"] if pre_tokenizer["type"] == "Sequence"
+             else [pre_tokenizer])
     last = parts[-1]
     if last["type"] == "ByteLevel" and not last.get("add_prefix_space"):
         if len(parts) == 1:
@@ -218,43 +209,41 @@ def pattern_of(before, path):
         if (len(parts) == 2 and first["type"] == "Split" and first["behavior"] == "Isolated"
                 and not first.get("invert") and not last.get("use_regex", True)):
             return first["pattern"]["Regex"]
-    raise DataError(f"{path}: splits text in a way that is not known here: {str(before)[:200]}")
+    raise DataError(f"{path}: splits text in a way that is not supported: "
+                    f"{str(pre_tokenizer)[:200]}")
 
 
 def check_merges(ranks, merges, path):
-    """DataError unless the pairs, in their order, are those that tiktoken makes of the ids."""
+    """Raise DataError unless the merges, in their order, are those that tiktoken derives from the
+    ids."""
     pairs = (pair.split(" ") if isinstance(pair, str) else pair for pair in merges)
-    if [tuple(map(as_bytes, pair)) for pair in pairs] != list_merges(ranks):
+    if [tuple(map(text_bytes, pair)) for pair in pairs] != list_merges(ranks):
         raise DataError(f"{path}: its ids are not in the order of its merges, so tiktoken would "
-                        "split text otherwise")
+                        "split text differently")
 
 
 def end_of_text(folder, added):
-    """Id of the end of text, None where no file says."""
+    """Return the id of the end of text of a Hugging Face folder, None if no file names it."""
     token = special_tokens(folder).get("eos_token")
     if token in added:
         return added[token]
-    end = config_of(folder, "config.json").get("eos_token_id")
+    end = read_optional_json(folder, "config.json").get("eos_token_id")
     return end[0] if isinstance(end, list) else end
 
 
-def config_of(folder, name):
-    """The object in a JSON file of a folder, {} where there is none."""
-    path = os.path.join(folder, name)
-    return read_json(path) if os.path.exists(path) else {}
-
-
 def special_tokens(folder):
-    """{"bos_token": "<s>", ...} of a tokenizer_config.json."""
-    found = {k: v.get("content") if isinstance(v, dict) else v for k, v in config_of(
-        folder, "tokenizer_config.json").items() if k.endswith("_token")}
-    return {k: v for k, v in found.items() if isinstance(v, str)}
+    """Return {"bos_token": "<s>", ...} of a tokenizer_config.json."""
+    config = read_optional_json(folder, "tokenizer_config.json")
+    tokens = {name: value.get("content") if isinstance(value, dict) else value
+              for name, value in config.items() if name.endswith("_token")}
+    return {name: text for name, text in tokens.items() if isinstance(text, str)}
 
 
-def read_chat_template(folder, tokenizer):
-    """Return the ChatTemplate of a Hugging Face folder, None if it has none."""
-    about = config_of(folder, "tokenizer_config.json")
-    path, text = os.path.join(folder, "chat_template.jinja"), about.get("chat_template")
+def read_template_spec(folder, tokenizer):
+    """Return the spec of a JinjaTemplate, see data/chat_template.py, of a Hugging Face folder; None
+    if it has no chat template."""
+    text = read_optional_json(folder, "tokenizer_config.json").get("chat_template")
+    path = os.path.join(folder, "chat_template.jinja")
     if os.path.exists(path):
         with open(path, encoding="utf-8", errors="replace") as f:
             text = f.read()
@@ -262,26 +251,8 @@ def read_chat_template(folder, tokenizer):
         text = next((t["template"] for t in text if t["name"] == "default"), None)
     if not isinstance(text, str) or tokenizer is None or tokenizer.eot_token is None:
         return None
-    ends = [config_of(folder, name).get("eos_token_id") for name in (
-        "generation_config.json", "config.json")]
+    ends = [read_optional_json(folder, name).get("eos_token_id")
+            for name in ("generation_config.json", "config.json")]
     ends = next((end for end in ends if end is not None), [])
     ends = [i for i in (ends if isinstance(ends, list) else [ends]) if type(i) is int]
-    return ChatTemplate.from_spec({
-        "jinja": text, "ends": sorted({*ends, tokenizer.eot_token})} | special_tokens(folder))
-
-
-def open_chat_format(name):
-    """Return (tokenizer, block_size or None, ChatTemplate or None) of a checkpoint, a data folder
-    or a Hugging Face folder; of the name or file of a tokenizer, the tokenizer alone."""
-    if not name.endswith(".pt"):
-        tokenizer = find_tokenizer(name)
-        return tokenizer, None, read_chat_template(folder_of(name, weights=False), tokenizer)
-    from train.base.checkpoint_file import load_checkpoint  # imports torch
-    state = load_checkpoint(name)
-    known = state.get("spec") or {}
-    spec = known.get("tokenizer") or state.get("tokenizer")
-    if not spec:
-        raise DataError(f"{name}: this checkpoint names no tokenizer; name it: byte, gpt2, a rank "
-                        "file or a prepared folder")
-    return (tokenizer_from_spec(spec), state.get("model_args", {}).get("block_size"),
-            ChatTemplate.from_spec(known["template"]) if known.get("template") else None)
+    return {"jinja": text, "ends": sorted({*ends, tokenizer.eot_token})} | special_tokens(folder)

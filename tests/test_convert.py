@@ -17,16 +17,16 @@ from processes import python
 from runs import metrics
 
 from data.chat_template import BuiltinTemplate
+from data.labels import LabelledText, to_token_span
 from data.meta import Meta, write_meta
-from data.prepare import labels
 from data.tokenizer import (
     CharTokenizer,
     JsonTokenizer,
     load_dataset_tokenizer,
+    open_tokenizer,
     tokenizer_from_spec,
     write_tokenizer,
 )
-from data.tokenizer_hf import find_tokenizer
 from model import convert
 from model.convert import foreign
 from model.gpt import GPT, GPTConfig
@@ -250,7 +250,7 @@ def test_tokenizer_json(hf, tmp_path, monkeypatch, kind):
         if not (SHARED / "tiktoken_cache").exists():
             pytest.skip("no rank file here")
         monkeypatch.setenv("TIKTOKEN_CACHE_DIR", str(SHARED / "tiktoken_cache"))
-    ours = CharTokenizer("".join(sorted(set(text)))) if kind == "char" else find_tokenizer(kind)
+    ours = CharTokenizer("".join(sorted(set(text)))) if kind == "char" else open_tokenizer(kind)
     make(tmp_path / "ckpt.pt", tokenizer=ours.spec(), n_layer=1, vocab_size=max(300, ours.n_vocab))
     folder = export(tmp_path / "ckpt.pt", tmp_path / "hf")
     theirs = hf.AutoTokenizer.from_pretrained(folder)
@@ -258,7 +258,7 @@ def test_tokenizer_json(hf, tmp_path, monkeypatch, kind):
     assert found == ours.encode(text)
     assert theirs.decode(found) == text
     assert theirs.eos_token_id == ours.eot_token
-    assert find_tokenizer(folder).spec() == ours.spec()
+    assert open_tokenizer(folder).spec() == ours.spec()
 
 
 def test_a_safetensors_file_that_says_nothing_of_itself(tmp_path):
@@ -284,7 +284,7 @@ def test_tokenizers_of_others(hf, tmp_path, monkeypatch):
     theirs.add_special_tokens(["<|end|>"])
     theirs.save(str(tmp_path / "tokenizer.json"))
     (tmp_path / "tokenizer_config.json").write_text('{"eos_token": "<|end|>"}')
-    ours, text = find_tokenizer(str(tmp_path)), "the Fox isn't 4242 quick é  \n"
+    ours, text = open_tokenizer(str(tmp_path)), "the Fox isn't 4242 quick é  \n"
     assert ours.encode(text) == theirs.encode(text).ids and len(ours.encode(text)) < len(text)
     assert ours.eot_token == theirs.token_to_id("<|end|>")
     again = convert.tokenizer_json(ours)
@@ -295,7 +295,7 @@ def test_tokenizers_of_others(hf, tmp_path, monkeypatch):
         before = dict(type="ByteLevel", add_prefix_space=False, trim_offsets=True, **how)
         (tmp_path / "tokenizer.json").write_text(json.dumps(content | dict(pre_tokenizer=before)))
         theirs = Tokenizer.from_file(str(tmp_path / "tokenizer.json"))
-        assert find_tokenizer(str(tmp_path)).encode(text) == theirs.encode(text).ids
+        assert open_tokenizer(str(tmp_path)).encode(text) == theirs.encode(text).ids
     monkeypatch.setitem(sys.modules, "tokenizers", None)
     for change, said in ((dict(model=dict(type="Unigram")), "not a byte.*pip install tok"),
                          (dict(normalizer=dict(type="Lowercase")), "changes the text first"),
@@ -303,7 +303,7 @@ def test_tokenizers_of_others(hf, tmp_path, monkeypatch):
                          (dict(model=model | dict(merges=model["merges"][::-1])), "order of its")):
         (tmp_path / "tokenizer.json").write_text(json.dumps(content | change))
         with pytest.raises(ValueError, match=said):
-            find_tokenizer(str(tmp_path))
+            open_tokenizer(str(tmp_path))
 
 
 LLAMA3 = (r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}|"
@@ -370,7 +370,7 @@ def test_any_tokenizer_json_comes_in_by_its_own_library(hf, tmp_path, kind):
     theirs = train_tokenizer(kind)
     theirs.save(str(tmp_path / "tokenizer.json"))
     (tmp_path / "tokenizer_config.json").write_text('{"eos_token": "<end>"}')
-    ours = find_tokenizer(str(tmp_path))
+    ours = open_tokenizer(str(tmp_path))
     text = "the quick fox isn't there  42 times"
     if kind == "unigram":  # has no bytes for what it never saw
         with pytest.raises(ValueError, match="has no ids for a text"):
@@ -413,8 +413,8 @@ def test_pieces_of_a_text_keep_their_blanks(hf):
     ids = ours.encode(text)
     assert ours.decode(ids) == "".join(ours.decode([i]) for i in ids) == f" {text}"
     assert ours.n_vocab == rows == theirs.get_vocab_size() - 1
-    row = labels.Row(text, "a", text.index("fox"), text.index("fox") + 3, "")
-    first, last = labels.span_of(row, ids, ours.token_bytes())
+    row = LabelledText(text, "a", text.index("fox"), text.index("fox") + 3, "")
+    first, last = to_token_span(row, ids, ours.token_bytes())
     assert ours.decode(ids[first:last + 1]).strip() == "fox"
 
 

@@ -1,7 +1,6 @@
 """Models of other families: their logits in and out, with `transformers` as the oracle, and the
 systems on top of them."""
 
-import hashlib
 import itertools
 import json
 import os
@@ -12,18 +11,16 @@ from pathlib import Path
 import pytest
 import torch
 from conftest import TINY, run
+from fake_hub import FakeHub
 from runs import metrics
 from templates import ANSWERED, CONVERSATIONS, TEMPLATES
 from test_convert import assert_close, export, ids, logits_of, make, shake, train_tokenizer
-from test_prepare import Server
 
 from data import chat_template
-from data.chat_template import ChatTemplate
+from data.chat_template import ChatTemplate, open_chat_format
 from data.prepare import chat as chats
-from data.prepare import sources
 from data.prepare.chat import cut
 from data.tokenizer import tokenizer_from_spec
-from data.tokenizer_hf import open_chat_format
 from model import chat as talking
 from model import convert, sample
 from model.chat import ChatGPT
@@ -32,7 +29,7 @@ from model.core.generate import generate
 from model.core.kv_cache import create_cache
 from model.core.weights import inherit_shape
 from model.sample import load_model
-from model.serve.api import jobs_of
+from model.serve.api import create_jobs
 from model.serve.engine import Engine
 from train.base.errors import CheckpointError, DataError, UserError
 from train.checkpoint import load_checkpoint
@@ -466,8 +463,8 @@ def test_an_imported_model_talks_and_stops_as_transformers_does(talker, monkeypa
     assert set(model.template.end_ids(tokenizer)) == {end, 7, tokenizer.eot_token}
     out = generate(model, asked, 40, temperature=0, stop_token=model.template.end_ids(tokenizer))
     assert out[0, asked.size(1):].tolist() == [*said, end]
-    engine = Engine(model, tokenizer, ends=model.template.end_ids(tokenizer))
-    [job] = jobs_of(dict(messages=as_messages([("user", "Hi")]), temperature=0, max_tokens=40),
+    engine = Engine(model, tokenizer, end_tokens=model.template.end_ids(tokenizer))
+    [job] = create_jobs(dict(messages=as_messages([("user", "Hi")]), temperature=0, max_tokens=40),
                     True, engine, model.template)
     engine.submit(job)
     pieces = [job.events.get()]
@@ -546,7 +543,7 @@ def test_templates_in_each_of_their_places(talker, tmp_path, monkeypatch, capsys
     monkeypatch.setitem(sys.modules, "jinja2", None)
     chat_template.compile_jinja.cache_clear()
     assert sample.main(["--ckpt", str(talker[0]), "--chat", "--prompt=Hi", "--device=cpu"]) == 2
-    assert "needs jinja2: pip install jinja2" in capsys.readouterr().err
+    assert "needs the package jinja2: pip install jinja2" in capsys.readouterr().err
 
 
 # -----------------------------------------------------------------------------
@@ -554,76 +551,49 @@ def test_templates_in_each_of_their_places(talker, tmp_path, monkeypatch, capsys
 
 @pytest.fixture
 def hub(talker, tmp_path, monkeypatch):
-    """A server with the talker's files as Hugging Face has them; what it was asked for."""
+    """A hub on this machine with the talker, and an empty cache."""
+    pytest.importorskip("huggingface_hub")
+    from huggingface_hub import constants
     monkeypatch.setenv("NO_PROXY", "127.0.0.1")
-    monkeypatch.setattr(sources.time, "sleep", lambda seconds: None)
-    monkeypatch.setenv("IRONGPT_CACHE", str(tmp_path / "cache"))
-    server = Server(talker[0])
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+    server = FakeHub(**{"some/one": talker[0], "some/words": talker[0]})
     monkeypatch.setenv("HF_ENDPOINT", server.url)
     yield server
-    server.http.shutdown()
-    server.http.server_close()
+    server.close()
 
 
 def test_a_model_comes_by_its_name_once(hub, talker, tmp_path, monkeypatch, capsys):
-    """Cut on its way it ends in one line, and the next try goes on; then it needs no network; as
-    init_from and for its tokenizer, too."""
-    hub.cuts = 1
-    assert sample.main(["--ckpt=hf:some/one", "--chat", "--prompt=Hi", "--device=cpu"]) == 2
-    assert "The same command goes on where this one stopped" in capsys.readouterr().err
+    """Then it needs no network; as init_from and for its tokenizer, too."""
     assert sample.main(["--ckpt=hf:some/one", "--chat", "--prompt=Hi", "--device=cpu"]) == 0
     said = capsys.readouterr().out
     assert sample.main(["--ckpt", str(talker[0]), "--chat", "--prompt=Hi", "--device=cpu"]) == 0
     assert said == capsys.readouterr().out
-    asked = len(hub.log)
+    sent = len(hub.log)
+    monkeypatch.setenv("HF_ENDPOINT", "http://127.0.0.1:9")
     assert open_chat_format("hf:some/one")[0].spec() == open_chat_format(str(talker[0]))[0].spec()
     found = load_model("hf:some/one")[0].state_dict()
     for name, t in load_model(talker[0])[0].state_dict().items():
         assert torch.equal(found[name], t)
     assert load_config(None, ["init_from=hf:some/one"]).init_from == "hf:some/one"
-    assert len(hub.log) == asked and {n for n, _ in hub.log} == {
+    monkeypatch.setenv("HF_ENDPOINT", hub.url)
+    assert len(hub.log) == sent and {n for n, _ in hub.log} == {
         "config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json",
         "chat_template.jinja", "model.safetensors.index.json", *shards_of(talker[0])}
-    folder = tmp_path / "cache" / "some--one"
-    for name in shards_of(talker[0]):
-        digest = hashlib.sha256((folder / name).read_bytes()).hexdigest()
-        assert f"{digest}  {name}" in (folder / "SHA256SUMS").read_text().split("\n")
     assert open_chat_format("hf:some/words")[0].spec() == open_chat_format(str(talker[0]))[0].spec()
-    assert not shards_of(tmp_path / "cache" / "some--words")
+    assert not [n for n, _ in hub.log[sent:] if n.endswith(".safetensors")]
 
 
 def shards_of(folder):
     return [name for name in os.listdir(folder) if name.endswith(".safetensors")]
 
 
-def test_a_mirror_is_a_folder_or_a_server(hub, folders, tmp_path, monkeypatch):
-    """A model of one file and without a tokenizer."""
-    (tmp_path / "mirror" / "some" / "two" / "resolve").mkdir(parents=True)
-    os.symlink(folders("qwen2")[0], tmp_path / "mirror" / "some" / "two" / "resolve" / "main")
-    monkeypatch.setenv("HF_ENDPOINT", f"file://{tmp_path}/mirror/")
-    wanted = load_model(folders("qwen2")[0])[0]
-    assert torch.equal(load_model("hf:some/two")[0](ids()), wanted(ids()))
-
-
-def test_without_a_network_it_says_what_to_copy_where(hub, talker, tmp_path, monkeypatch, capsys):
+def test_a_model_without_a_network_is_one_line(hub, monkeypatch, capsys):
     monkeypatch.setenv("HF_ENDPOINT", "http://127.0.0.1:9")
-    command = ["--ckpt=hf:some/one", "--chat", "--prompt=Hi", "--device=cpu"]
-    assert sample.main(command) == 2
+    assert sample.main(["--ckpt=hf:some/one", "--chat", "--prompt=Hi", "--device=cpu"]) == 2
     said = capsys.readouterr().err.strip()
-    folder = tmp_path / "cache" / "some--one"
-    assert f"to {folder}, with nothing else" in said and "\n" not in said
-    for name in ("config.json", "tokenizer.json", "tokenizer_config.json", "chat_template.jinja",
-                 "model.safetensors.index.json", *shards_of(talker[0])):
-        os.symlink(talker[0] / name, folder / name)
-    assert sample.main(command) == 0
-    for endpoint, name, named in ((hub.url, "hf:../x", "expected hf:OWNER/NAME"),
-                                  ("http://a.example", "hf:a/b", "expected https:// or file://"),
-                                  (f"file://{tmp_path}", "hf:a/b", "config.json")):
-        monkeypatch.setenv("HF_ENDPOINT", endpoint)
-        with pytest.raises(UserError, match=named):
-            load_model(name)
-    # What a model cannot do without is asked for again the next time.
-    assert not (tmp_path / "cache" / "a--b" / "SHA256SUMS").exists()
+    assert "hf:some/one: could not be downloaded" in said and "copy the files" in said
+    assert "\n" not in said
 
 
 # -----------------------------------------------------------------------------

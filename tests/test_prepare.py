@@ -12,19 +12,19 @@ import signal
 import socket
 import subprocess
 import sys
-import threading
 import time
-import zlib
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import numpy as np
 import pytest
+from fake_hub import FakeHub
 from processes import Fork, python, ready, run_python
 
 from data import prepare as prepare_module
-from data.prepare import encode, ensure_dataset, main, prepare
+from data.meta import read_meta
+from data.prepare import corpora, encode, ensure_dataset, main, prepare
 from data.prepare import sources as sources_module
+from data.prepare.corpora import CORPORA
 from data.prepare.sources import File
 from data.rows import documents_in_val
 from data.token_files import find_files
@@ -237,7 +237,7 @@ def mixed_text(lines):
 def test_pieces_change_no_token(gpt2, tmp_path, monkeypatch):
     (tmp_path / "a.txt").write_text(mixed_text(2000), newline="")
     whole = quiet([tmp_path / "a.txt"], tmp_path / "o", tokenizer="gpt2")
-    monkeypatch.setattr(encode, "PIECE", 1000)
+    monkeypatch.setattr(encode, "PIECE_BYTES", 1000)
     assert len(cut(tmp_path / "a.txt")) > 50
     assert quiet([tmp_path / "a.txt"], tmp_path / "p", tokenizer="gpt2") == whole
 
@@ -245,7 +245,7 @@ def test_pieces_change_no_token(gpt2, tmp_path, monkeypatch):
 @pytest.mark.parametrize("content", ["世界" * 20_000, "🙂" * 9_999, "a" * 30_000, "\n" * 30_000])
 def test_text_without_places_to_cut(tmp_path, monkeypatch, content):
     (tmp_path / "a.txt").write_text(content, newline="")
-    monkeypatch.setattr(encode, "PIECE", 1001)
+    monkeypatch.setattr(encode, "PIECE_BYTES", 1001)
     pieces = cut(tmp_path / "a.txt")
     assert len(pieces) > 5
     parts = [encode.read_texts(piece, ["text"])[0][0] for piece in pieces]
@@ -257,11 +257,11 @@ def test_text_without_places_to_cut(tmp_path, monkeypatch, content):
 def test_cut_at_every_place(tmp_path, monkeypatch):
     """The split may fall anywhere among the pieces; a document is counted where it begins."""
     (tmp_path / "a.txt").write_text("ab cd ef gh " * 900)
-    monkeypatch.setattr(encode, "PIECE", 500)
+    monkeypatch.setattr(encode, "PIECE_BYTES", 500)
     pieces = cut(tmp_path / "a.txt")
     meta = quiet([tmp_path / "a.txt"], tmp_path / "o")
     assert [meta["splits"][s]["documents"] for s in ("train", "val")] == [1, 0]
-    jobs, _ = encode.place([(p, np.array([p.size])) for p in pieces], 0.1, None)
+    jobs, _ = encode.plan_split([(p, np.array([p.size])) for p in pieces], 0.1, None)
     for place in sorted({p.end for p in pieces})[:3] + [777]:
         plan = encode.Plan(str(tmp_path / "o"), ["text"], 0.1, place, "uint16", False)
         parts = [encode.encode_batch([job], plan)[0] for job in jobs]
@@ -341,7 +341,7 @@ def test_folder_rules(tmp_path):
     prepare([str(src)], str(src / "out"), force=True, log=lines.append)
     found = bytes(x % 256 for x in both(src / "out"))
     assert found == b"B text\n\0BOM\n\0fn main() {}\n\0Z = 1\n\0"  # 256 % 256: end of a document
-    assert (f"Passed over 2 files that are not text: {src}/image.png, {src}/latin.txt"
+    assert (f"Skipped 2 non-text files: {src}/image.png, {src}/latin.txt"
             in "\n".join(lines))
 
 
@@ -420,14 +420,14 @@ def test_records_that_cannot_be_read(tmp_path, name, content, message):
     assert os.listdir(tmp_path) == [name]
 
 
-def test_other_json_in_a_folder_is_passed_over(tmp_path):
+def test_other_json_in_a_folder_is_skipped(tmp_path):
     for name, content in (("package.json", '{\n  "name": "x"\n}'), ("t.csv", "a,b\n1,2\n"),
                           ("list.json", "[1, 2, 3]"), ("code.js", "let x = 1;\n")):
         (tmp_path / name).write_text(content)
     lines = []
     prepare([str(tmp_path)], str(tmp_path / "o"), log=lines.append)
     assert text_of(tmp_path / "o") == "let x = 1;\n|"
-    found = next(line for line in lines if line.startswith("Passed over 3 files that are not text"))
+    found = next(line for line in lines if line.startswith("Skipped 3 non-text files"))
     assert all(name in found for name in ("package.json", "t.csv", "list.json"))
 
 
@@ -436,7 +436,7 @@ def test_what_folders_hold(tmp_path, monkeypatch):
     for name in ("tables", "packed", "nulls", "never"):
         (tmp_path / name).mkdir()
     (tmp_path / "tables" / "a.csv").write_text("body\nx\n")
-    with pytest.raises(DataError, match="tables: a folder without text.*passed over: .*a.csv$"):
+    with pytest.raises(DataError, match="tables: a folder without text.*skipped: .*a.csv$"):
         quiet([tmp_path / "tables"], tmp_path / "o")
     (tmp_path / "packed" / "a.jsonl.gz").write_bytes(gzip.compress(b'{"body": "x"}\n'))
     with pytest.raises(DataError, match="a.jsonl.gz:1: no field 'text'"):
@@ -444,7 +444,7 @@ def test_what_folders_hold(tmp_path, monkeypatch):
     (tmp_path / "nulls" / "a.jsonl").write_text('{"text": null}\n{"text": "one"}\n'
                                                 '{"text": "two"}\n')
     (tmp_path / "never" / "b.txt").write_text("not reached")
-    monkeypatch.setattr(encode, "PIECE", 10)
+    monkeypatch.setattr(encode, "PIECE_BYTES", 10)
     quiet([tmp_path / "nulls", tmp_path / "never"], tmp_path / "o", num_samples=2)
     assert text_of(tmp_path / "o") == "one|two|"
 
@@ -463,7 +463,7 @@ def test_fields_are_joined(tmp_path):
 
 @pytest.mark.parametrize("count", [1, 7, 40, 99])
 def test_num_samples(tmp_path, monkeypatch, count):
-    monkeypatch.setattr(encode, "PIECE", 300)
+    monkeypatch.setattr(encode, "PIECE_BYTES", 300)
     (tmp_path / "a.txt").write_text("A text of some length. " * 30)
     source = jsonl(tmp_path / "d.jsonl", [f"document {i}" for i in range(50)])
     (tmp_path / "t.csv").write_text("text\n" + "row of a table\n" * 20)
@@ -496,7 +496,7 @@ def test_the_same_file_twice_is_taken_once(tmp_path, capsys):
     args = [str(tmp_path / n) for n in ("a.txt", "a.txt", "b.txt", "copy.txt", "link.txt")]
     assert main([*args, str(tmp_path / "." / "a.txt"), "--out", str(tmp_path / "o")]) == 0
     assert text_of(tmp_path / "o") == f"{text}|{text[::-1]}|"
-    assert "Passed over 4 files that are copies of others: " in capsys.readouterr().out
+    assert "Skipped 4 duplicate files: " in capsys.readouterr().out
 
 
 def test_home_is_expanded(tmp_path):
@@ -573,7 +573,7 @@ def test_a_missing_package_is_one_line(tmp_path, monkeypatch, capsys, package, s
     monkeypatch.setitem(sys.modules, package, None)
     assert main([source, *options]) == 2
     err = capsys.readouterr().err
-    assert err.count("\n") == 1 and f"needs {package}" in err and f"pip install {package}" in err
+    assert err.count("\n") == 1 and f"needs the package {package}" in err and f"pip install {package}" in err
 
 
 def test_parquet(tmp_path, capsys):
@@ -630,115 +630,10 @@ def test_blank_lines_part_documents(tmp_path):
 
 # --- downloads
 
-class Server:
-    """Files of a folder over http, with Range, ETag and what a test lets go wrong."""
-
-    def __init__(self, folder):
-        self.log, self.cuts, self.ranges, self.sha = [], 0, True, None
-        outer = self
-
-        class Handler(BaseHTTPRequestHandler):
-            def do_GET(self):
-                outer.answer(self, (folder / self.path.split("/")[-1]))
-
-            def log_message(self, *args):
-                pass
-
-        self.http = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-        threading.Thread(target=self.http.serve_forever, daemon=True).start()
-        self.url = f"http://127.0.0.1:{self.http.server_port}"
-
-    def answer(self, request, path):
-        asked = request.headers.get("Range")
-        self.log.append((path.name, asked))
-        if not path.is_file():
-            return request.send_error(404)
-        if self.sha and "/hub/" in request.path:  # as Hugging Face: a redirect that names it
-            request.send_response(302)
-            request.send_header("X-Linked-ETag", f'"{self.sha}"')
-            request.send_header("Location", request.path.replace("/hub/", "/cdn/"))
-            return request.end_headers()
-        content = path.read_bytes()
-        first = int(asked.split("=")[1].rstrip("-")) if asked and self.ranges else 0
-        request.send_response(206 if first else 200)
-        request.send_header("Content-Length", str(len(content) - first))
-        request.send_header("ETag", f'"{zlib.crc32(content)}"')
-        request.end_headers()
-        end = len(content)
-        if self.cuts and len(content) - first > 1000:
-            self.cuts, end = self.cuts - 1, first + (len(content) - first) // 2
-        request.wfile.write(content[first:end])
-
-
-@pytest.fixture
-def server(tmp_path, monkeypatch):
-    monkeypatch.setenv("NO_PROXY", "127.0.0.1")
-    monkeypatch.setattr(sources_module.time, "sleep", lambda seconds: None)
-    (tmp_path / "served").mkdir()
-    server = Server(tmp_path / "served")
-    yield server
-    server.http.shutdown()
-    server.http.server_close()
-
-
-CONTENT = os.urandom(3_000_000)
-
-
-@pytest.mark.parametrize("ranges", [True, False])
-def test_a_cut_download_goes_on(tmp_path, server, ranges):
-    (tmp_path / "served" / "f.bin").write_bytes(CONTENT)
-    server.cuts, server.ranges = 3, ranges
-    if not ranges:  # from the beginning again and again brings no more
-        with pytest.raises(OSError, match="f.bin: "):
-            sources_module.download(f"{server.url}/f.bin", str(tmp_path / "f.bin"))
-        server.cuts = 0
-    digest = sources_module.download(f"{server.url}/f.bin", str(tmp_path / "f.bin"))
-    assert digest == hashlib.sha256(CONTENT).hexdigest()
-    assert (tmp_path / "f.bin").read_bytes() == CONTENT
-    resumed = [int(r.split("=")[1][:-1]) for _, r in server.log if r]
-    if ranges:
-        assert len(resumed) >= 2 and resumed == sorted(resumed)
-        assert all(0 <= r - cut < 1 << 17 for r, cut in zip(resumed, (1.4e6, 2.1e6)))
-    assert sorted(os.listdir(tmp_path)) == ["f.bin", "served"]
-
-
-def test_a_later_run_goes_on_unless_the_content_changed(tmp_path, server, monkeypatch):
-    path = tmp_path / "served" / "f.bin"
-    path.write_bytes(CONTENT)
-    target = str(tmp_path / "f.bin")
-    with monkeypatch.context() as patch:
-        patch.setattr(sources_module.os.path, "getsize", lambda p: 0)  # as if killed there
-        server.cuts = 1
-        with pytest.raises(OSError, match="f.bin: "):
-            sources_module.download(f"{server.url}/f.bin", target)
-    (part,) = tmp_path.glob("f.bin.part-*")
-    done = part.stat().st_size
-    assert 1_400_000 < done <= 1_500_000
-    sources_module.download(f"{server.url}/f.bin", target)
-    assert server.log[-1] == ("f.bin", f"bytes={done}-") and Path(target).read_bytes() == CONTENT
-    part.write_bytes(b"of an older content")
-    path.write_bytes(CONTENT[::-1])
-    sources_module.download(f"{server.url}/f.bin", target)
-    assert server.log[-1] == ("f.bin", None) and Path(target).read_bytes() == CONTENT[::-1]
-    assert sorted(os.listdir(tmp_path)) == ["f.bin", "served"]
-
-
-def test_downloads_are_checked(tmp_path, server):
-    (tmp_path / "served" / "f.bin").write_bytes(CONTENT)
-    server.sha = hashlib.sha256(CONTENT).hexdigest()
-    assert sources_module.download(f"{server.url}/hub/f.bin", str(tmp_path / "f.bin")) == server.sha
-    server.sha = "0" * 64
-    with pytest.raises(OSError, match="expected 0000"):
-        sources_module.download(f"{server.url}/hub/f.bin", str(tmp_path / "g.bin"))
-    with pytest.raises(OSError, match="404"):
-        sources_module.download(f"{server.url}/none.bin", str(tmp_path / "h" / "g.bin"))
-    assert sorted(os.listdir(tmp_path)) == ["f.bin", "served"]
-
-
 def shards(folder, corpus, count):
     """The first files of a corpus of tokens, as its mirror."""
     folder.mkdir()
-    for i, name in enumerate(sources_module.CORPORA[corpus].names[:count]):
+    for i, name in enumerate(CORPORA[corpus].names[:count]):
         header = np.zeros(256, "<i4")
         header[:3] = 20240520, 1, 5000
         ids = np.random.default_rng(i).integers(0, 50257, 5000).astype("<u2")
@@ -749,7 +644,7 @@ def test_corpora_have_their_files():
     """As their pages list them: the first is for validation, the others count up from 1 or 0."""
     for name, first, count in (("fineweb10B", 1, 103), ("fineweb_edu", 1, 99),
                                ("openwebtext", 0, 80)):
-        names = sources_module.CORPORA[name].names[first:]
+        names = CORPORA[name].names[first:]
         assert [int(re.search(r"\d+", n)[0]) for n in names] == list(range(first, first + count))
 
 
@@ -769,49 +664,79 @@ def test_a_file_that_cannot_be_read_is_named(tmp_path, monkeypatch):
     assert pieces and not binary and problems == [(files[1].name, "Permission denied")]
 
 
+@pytest.fixture
+def hub(tmp_path, monkeypatch):
+    """A hub without data sets, and an empty cache."""
+    pytest.importorskip("huggingface_hub")
+    from huggingface_hub import constants
+    monkeypatch.setenv("NO_PROXY", "127.0.0.1")
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+    hub = FakeHub()
+    yield hub
+    hub.close()
+
+
 @pytest.mark.parametrize("corpus", ["fineweb10B", "fineweb_edu"])
-def test_corpora_of_tokens(tmp_path, gpt2, corpus, capsys):
-    shards(tmp_path / "mirror", corpus, 3)
-    args = ["--dataset", corpus, "--mirror", f"file://{tmp_path / 'mirror'}", "--shards", "2",
-            "--out", str(tmp_path / "o")]
+def test_corpora_of_tokens(tmp_path, hub, gpt2, corpus, capsys):
+    shards(tmp_path / "repo", corpus, 3)
+    hub.repos[f"datasets/{CORPORA[corpus].repo}"] = tmp_path / "repo"
+    args = ["--dataset", corpus, "--mirror", hub.url, "--shards", "2", "--out", str(tmp_path / "o")]
     assert main(args) == 0
     assert "5,000 for validation, 10,000 in 2 training files" in capsys.readouterr().out
     train, val = (find_files(str(tmp_path / "o"), split) for split in ("train", "val"))
     assert len(train) == 2 and len(val) == 1
     tok = load_dataset_tokenizer(tmp_path / "o")
     assert (tok.kind, tok.n_vocab) == ("gpt2", 50257)
-    damaged = Path(train[1])
-    good = damaged.read_bytes()
-    damaged.write_bytes(good[:-2] + b"xx")
-    assert main(args) == 0 and damaged.read_bytes() == good  # its sha256 tells
-    stamp = Path(train[0]).stat().st_mtime_ns
-    os.remove(tmp_path / "mirror" / os.path.basename(train[0]))
-    assert main(args) == 0 and Path(train[0]).stat().st_mtime_ns == stamp  # nothing to download
+    assert read_meta(tmp_path / "o").sources == [
+        f"https://huggingface.co/datasets/{CORPORA[corpus].repo}/resolve/main/"]
+    stamp, sent = Path(train[0]).stat().st_mtime_ns, len(hub.log)
+    assert main(args) == 0 and Path(train[0]).stat().st_mtime_ns == stamp
+    assert len(hub.log) == sent  # nothing to download
     capsys.readouterr()
-    assert main([*args[:-4], "--shards", "3", "--out", str(tmp_path / "o")]) == 2  # no such file
-    assert "could not be downloaded" in (err := capsys.readouterr().err) and "--mirror" in err
+    os.remove(tmp_path / "repo" / CORPORA[corpus].names[3 - 1])
+    os.remove(train[1])
+    assert main(args) == 2  # the file is gone
+    assert "could not be downloaded" in capsys.readouterr().err
+    with pytest.raises(DataError, match="interrupted"):  # such a folder is not complete
+        read_meta(tmp_path / "o")
     assert main([*args, "--field", "x"]) == 2 and "comes as tokens" in capsys.readouterr().err
     assert main([*args, "--tokenizer", "byte"]) == 2 and "are GPT-2's" in capsys.readouterr().err
 
 
-def test_corpora_of_text(tmp_path, server, capsys):
+def test_corpora_of_text(tmp_path, hub, capsys):
     pa, pq = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
     stories = "".join(f"Story {i}{'.' * 1000}\n<|endoftext|>\n" for i in range(300))
-    (tmp_path / "served" / "TinyStoriesV2-GPT4-train.txt").write_text(stories)
-    server.cuts = 1
-    args = ["--dataset", "tinystories", "--mirror", server.url, "--out", str(tmp_path / "tiny")]
+    (tmp_path / "repo" / "plain_text").mkdir(parents=True)
+    (tmp_path / "repo" / "TinyStoriesV2-GPT4-train.txt").write_text(stories)
+    for name in ("tinystories", "openwebtext"):
+        hub.repos[f"datasets/{CORPORA[name].repo}"] = tmp_path / "repo"
+    args = ["--dataset", "tinystories", "--mirror", hub.url, "--out", str(tmp_path / "tiny")]
     assert main(args) == 0
-    assert text_of(tmp_path / "tiny").count("|") == 300 and any(asked for _, asked in server.log)
-    assert (tmp_path / "tiny.download" / "SHA256SUMS").read_text().split()[1] == (
-        "TinyStoriesV2-GPT4-train.txt")
+    assert text_of(tmp_path / "tiny").count("|") == 300
     for i in range(2):
         pq.write_table(pa.table({"text": [f"page {i}.{j}" for j in range(200)]}),
-                       tmp_path / "served" / f"train-{i:05d}-of-00080.parquet")
-    assert main(["--dataset", "openwebtext", "--mirror", f"file://{tmp_path}/served", "--shards",
-                 "2", "--out", str(tmp_path / "owt")]) == 0
+                       tmp_path / "repo" / "plain_text" / f"train-{i:05d}-of-00080.parquet")
+    assert main(["--dataset", "openwebtext", "--mirror", hub.url, "--shards", "2", "--out",
+                 str(tmp_path / "owt")]) == 0
     documents = text_of(tmp_path / "owt").split("|")[:-1]
     assert sorted(documents) == sorted(f"page {i}.{j}" for i in range(2) for j in range(200))
-    assert "Downloaded to" in capsys.readouterr().out
+
+
+def test_shakespeare_is_downloaded_once_and_checked(tmp_path, hub, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    text = "To be, or not to be\n" * 500
+    (tmp_path / "repo").mkdir()
+    (tmp_path / "repo" / "input.txt").write_text(text)
+    hub.repos["a/b"] = tmp_path / "repo"
+    monkeypatch.setattr(corpora, "SHAKESPEARE_URL", f"{hub.url}/a/b/resolve/main/input.txt")
+    assert main(["--dataset", "shakespeare"]) == 2
+    assert "another sha256" in capsys.readouterr().err and not Path("data").exists()
+    monkeypatch.setattr(corpora, "SHAKESPEARE_SHA256", hashlib.sha256(text.encode()).hexdigest())
+    assert main(["--dataset", "shakespeare"]) == 0
+    assert Path("data/bin/shakespeare.txt").read_text() == text
+    sent = len(hub.log)
+    assert main(["--dataset", "shakespeare"]) == 0 and len(hub.log) == sent
 
 
 # --- what is refused
@@ -835,7 +760,7 @@ def test_all_problems_in_one_message(tmp_path):
             "nope.txt: no such file or folder", "empty.txt: empty",
             "latin.txt (byte 3): not UTF-8 text; give text, or convert",
             "folder: a folder without text files", "d.jsonl:3: field 'text' is a int",
-            "binary: a folder without text files; passed over: binary/x",
+            "binary: a folder without text files; skipped: binary/x",
             "d.jsonl:4: no field 'text'; its fields are 'body'", "d.jsonl:5: expected an object",
             "d.jsonl:6: not valid JSON", "val_fraction: 0.9", "num_proc: 0 is out",
             "did you mean gpt2"):
@@ -844,7 +769,7 @@ def test_all_problems_in_one_message(tmp_path):
 
 
 def test_line_numbers_across_pieces(tmp_path, monkeypatch):
-    monkeypatch.setattr(encode, "PIECE", 1000)
+    monkeypatch.setattr(encode, "PIECE_BYTES", 1000)
     lines = [json.dumps({"text": "x" * (i % 100)}) for i in range(1000)]
     lines[-3] = "{"
     (tmp_path / "d.jsonl").write_text("\n".join(lines))
@@ -876,13 +801,18 @@ def test_too_little_text(tmp_path, capsys, content, message):
 
 
 @pytest.mark.parametrize("args", [[], ["a.txt", "--dataset", "stdlib"], ["a.txt", "--input", "x"],
-                                  ["--dataset", "pile"], ["a.txt", "--tok", "byte"],
-                                  ["a.txt", "--mirror", "x"], ["--dataset", "stdlib", "--shards=1"],
+                                  ["a.txt", "--tok", "byte"], ["a.txt", "--mirror", "x"], ["--dataset", "stdlib", "--shards=1"],
                                   ["--dataset", "tinystories", "--shards", "0"]])
 def test_wrong_command_lines(args, capsys):
     with pytest.raises(SystemExit) as e:
         main(args)
     assert e.value.code == 2 and "usage" in capsys.readouterr().err
+
+
+def test_an_unknown_dataset_is_refused_with_the_known_ones(capsys):
+    assert main(["--dataset", "pile"]) == 2
+    err = capsys.readouterr().err
+    assert "--dataset: " in err and "stdlib" in err and "tinystories" in err
 
 
 def test_shakespeare_input_is_checked(tmp_path, monkeypatch, capsys):
@@ -932,13 +862,13 @@ def test_other_peoples_folders_are_left_alone(tmp_path, capsys):
 
 def test_a_file_that_changes_meanwhile(tmp_path, monkeypatch):
     (tmp_path / "a.txt").write_text("hello world " * 50)
-    real = encode.place
+    real = encode.plan_split
 
     def grow(*args):
         (tmp_path / "a.txt").write_text("hällo world " * 50)
         return real(*args)
 
-    monkeypatch.setattr(encode, "place", grow)
+    monkeypatch.setattr(encode, "plan_split", grow)
     with pytest.raises(ValueError, match=r"a\.txt: it changed"):
         quiet([tmp_path / "a.txt"], tmp_path / "o")
     assert os.listdir(tmp_path) == ["a.txt"]
@@ -1020,11 +950,11 @@ def test_only_what_nobody_works_in_is_cleared(tmp_path):
 
 def test_a_dead_worker_is_reported(forked):
     with pytest.raises(DataError, match="a worker process ended early"):
-        list(encode.in_order(os._exit, [1, 1, 1], 2))
+        list(encode.map_in_order(os._exit, [1, 1, 1], 2))
 
 
 def test_results_come_in_order(forked):
-    assert list(encode.in_order(abs, range(-50, 0), 2)) == list(range(50, 0, -1))
+    assert list(encode.map_in_order(abs, range(-50, 0), 2)) == list(range(50, 0, -1))
 
 
 def test_progress(monkeypatch):

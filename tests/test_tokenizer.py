@@ -15,7 +15,6 @@ import pytest
 from conftest import run
 
 from data.tokenizer import (
-    EOT,
     R50K_SHA256,
     R50K_URL,
     CharTokenizer,
@@ -26,6 +25,7 @@ from data.tokenizer import (
     load_tokenizer,
     tokenizer_from_spec,
 )
+from data.tokenizer_types import EOT
 from train.base.errors import DataError
 
 CACHE = Path(__file__).resolve().parents[2] / "shared" / "data" / "tiktoken_cache"

@@ -11,9 +11,9 @@ import unicodedata
 
 import pytest
 
-from data.prepare import labels
-from data.tokenizer import JsonTokenizer, RankTokenizer, tokenizer_from_spec
-from data.tokenizer_hf import find_tokenizer, tokenizer_json
+from data.labels import LabelledText, to_arrays
+from data.tokenizer import JsonTokenizer, RankTokenizer, open_tokenizer, tokenizer_from_spec
+from data.tokenizer_hf import tokenizer_json
 
 tokenizers = pytest.importorskip("tokenizers")
 PATTERN = (r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}%s| ?[^\s\p{L}\p{N}]+"
@@ -106,7 +106,7 @@ def opened(theirs, folder):
     folder.mkdir(exist_ok=True)
     theirs.save(str(folder / "tokenizer.json"))
     (folder / "tokenizer_config.json").write_text('{"eos_token": "<end>"}')
-    return find_tokenizer(str(folder))
+    return open_tokenizer(str(folder))
 
 
 def differences(kind, folder, n, vocab_size):
@@ -142,7 +142,7 @@ def test_some_hundred_lines(kind, tmp_path):
 def test_ten_thousand_lines(kind, tmp_path):
     for wrong in differences(kind, tmp_path, 10_000, 8_000):
         assert not wrong, (len(wrong), wrong[:5])
-    theirs, ours = tokenizers.Tokenizer.from_file(str(tmp_path / "tokenizer.json")), find_tokenizer(
+    theirs, ours = tokenizers.Tokenizer.from_file(str(tmp_path / "tokenizer.json")), open_tokenizer(
         str(tmp_path))
     texts = lines(10_000, 3)
     for what, some in (("lines", texts), ("documents", ["\n".join(texts[at:at + 500])
@@ -161,8 +161,8 @@ def seconds(encode, texts):
 def test_evidence_stays_where_it_is_in_a_text_that_is_changed_first(tmp_path):
     ours = opened(trained("qwen", lines(50), 600), tmp_path)
     text = "cafe\u0301 " * 9 + "the fox"
-    row = labels.Row(text, "a", text.index("fox"), len(text), "")
-    first, last = labels.to_arrays([row], ours, ["a"], 999)["spans"][0]
+    row = LabelledText(text, "a", text.index("fox"), len(text), "")
+    first, last = to_arrays([row], ours, ["a"], 999)["spans"][0]
     ids = ours.encode(text)
     assert ours.decode(ids) == unicodedata.normalize("NFC", text) != text
     assert ours.decode(ids[first:last + 1]).strip() == "fox"

@@ -1,11 +1,10 @@
-"""What a person names, as files of plain text (a document each) or JSON Lines (a document a line).
+"""Sources of text: files of plain text (one document each) or JSON Lines (one document per line).
 
-These two are read where they lie. Compressed files, JSON lists, tables and standard input are
-unpacked into a folder first: then they too can be read in pieces, twice, by several processes.
+These two are read in place. Compressed files, JSON lists, tables and standard input are unpacked
+first, so that several processes can read them in pieces, and read them twice.
 """
 
 import csv
-import glob
 import hashlib
 import io
 import itertools
@@ -17,8 +16,6 @@ import time
 import zlib
 from collections import Counter
 from typing import NamedTuple
-from urllib.parse import urlsplit
-from urllib.request import url2pathname
 
 from data.records import (
     MANY,
@@ -30,80 +27,85 @@ from data.records import (
     records,
     walk,
 )
-from train.base.errors import DataError
+from train.base.errors import SetupError
 
-BLOCK = 1 << 20
-MIRROR = r"https://|file://|http://(localhost|127\.)"  # what comes else can be anybody's
-SHAKESPEARE_URL = ("https://raw.githubusercontent.com/karpathy/char-rnn/master/data/"
-                   "tinyshakespeare/input.txt")
-SHAKESPEARE_SHA256 = "86c4e6aa9db7c042ec79f339dcb96d42b0075e16b8fc2e86bf0ca57e2dc565ed"
-STDLIB = "dataset:stdlib"  # a source that is not a path: this Python's own library
+READ_BYTES = 1 << 20
+STDLIB = "dataset:stdlib"  # a source that is no path: the library of this Python
+BOM_AND_SPACE = b"\xef\xbb\xbf \t\r\n"
 
 
 class File(NamedTuple):
-    """Plain text or JSON Lines."""
-    name: str       # what messages call it
-    path: str       # what is read: the file itself, or what it was unpacked to
-    folder: str     # the source it was found in; "" if the user named the file itself
+    """A file of plain text or JSON Lines."""
+    name: str       # for messages
+    path: str       # the file itself, or the unpacked one
+    folder: str     # the source in which it was found; "" if it is a source itself
     records: bool   # JSON Lines
 
 
 class BadRecords(Exception):
-    """[(where, what is wrong)] of records of one file."""
+    """[(location, problem)] of the records of one file."""
 
 
 class Progress:
-    """How far a pass is, on stderr: one updating line on a terminal, else a line in ten seconds."""
+    """Progress of a pass on stderr: one updating line on a terminal, otherwise a line every ten
+    seconds."""
 
-    def __init__(self, what, total=0, done=0, scale=1e6, unit="MB"):
-        self.what, self.total, self.scale, self.unit = what, total, scale, unit
-        self.done = self.before = done
+    def __init__(self, task, total=0, scale=1e6, unit="MB"):
+        self.task = task
+        self.total = total  # 0: unknown
+        self.scale = scale
+        self.unit = unit
+        self.done = 0
         self.tty = sys.stderr.isatty()
         self.start = time.monotonic()
-        self.shown = self.start - (0 if self.tty else 5)  # the first after five seconds
+        self.shown = self.start - (0 if self.tty else 5)  # the first line after five seconds
 
     def add(self, size):
-        """`size` more are done, of `total`; 0: nobody knows how many there are."""
+        """Count `size` more, and print if the last line is old enough."""
         self.done += size
         now = time.monotonic()
         if now - self.shown < (0.2 if self.tty else 10):
             return
-        self.shown, n = now, self.done / self.scale
-        rate = (self.done - self.before) / (now - self.start)
-        text = f"{self.what}: {n:,.0f} {self.unit}, {rate / self.scale:,.1f} {self.unit}/s"
+        self.shown = now
+        rate = self.done / (now - self.start)
+        speed = f"{rate / self.scale:,.1f} {self.unit}/s"
+        text = f"{self.task}: {self.done / self.scale:,.0f} {self.unit}, {speed}"
         if self.total:
-            text = (f"{self.what}: {100 * self.done / self.total:3.0f}% of "
-                    f"{self.total / self.scale:,.0f} {self.unit}, {rate / self.scale:,.1f} "
-                    f"{self.unit}/s, {(self.total - self.done) / rate:.0f} s to go")
+            text = (f"{self.task}: {100 * self.done / self.total:3.0f}% of "
+                    f"{self.total / self.scale:,.0f} {self.unit}, {speed}, "
+                    f"{(self.total - self.done) / rate:.0f} s to go")
         print(f"\r{text}\x1b[K" if self.tty else text, end="" if self.tty else "\n",
               file=sys.stderr, flush=True)
 
     def finish(self):
+        """Erase the updating line."""
         if self.tty and self.shown > self.start:
             print("\r\x1b[K", end="", file=sys.stderr, flush=True)
 
 
-# --- finding
+# -----------------------------------------------------------------------------
+# finding files
 
-def find_source(source, leave_out):
-    """([paths], what is wrong or "") of one source; `leave_out` is a folder to pass by."""
+def find_source(source, skipped_folder):
+    """Return ([paths], problem or "") of one source."""
     if source == STDLIB:
         library = sysconfig.get_paths()["stdlib"]
-        paths = [p for p in walk(library, leave_out, STDLIB_SKIP) if p.endswith(".py")]
+        paths = [p for p in walk(library, skipped_folder, STDLIB_SKIP) if p.endswith(".py")]
         return paths, "" if paths else f"{library} has no sources of this Python's library"
     if source == "-" or is_hub_name(source) or os.path.isfile(source) or is_saved(source):
         return [source], ""
     if os.path.isdir(source):
-        paths = walk(source, leave_out, {"__pycache__"})
+        paths = walk(source, skipped_folder, {"__pycache__"})
         return paths, "" if paths else "a folder without text files (links out are not followed)"
     return [], "neither a file nor a folder" if os.path.exists(source) else "no such file or folder"
 
 
 def drop_copies(files):
-    """(files, names of the others): without those that hold, byte for byte, what an earlier one
-    holds: one would be trained on, the other validated on. The standard library stays whole."""
+    """Return (files, names of copies): without files that are byte for byte equal to an earlier
+    one, which could be in the other split. The standard library is complete."""
     sizes = Counter(os.path.getsize(f.path) for f in files if os.path.isfile(f.path))
-    seen, kept, copies, progress = set(), [], [], Progress("looking for copies")
+    seen, kept, copies = set(), [], []
+    progress = Progress("looking for copies")
     for file in files:
         key = file.path
         if os.path.isfile(key) and sizes[os.path.getsize(key)] > 1 and file.folder != STDLIB:
@@ -114,36 +116,47 @@ def drop_copies(files):
     return kept, [file.name for file in copies]
 
 
-def find_files(sources, leave_out, folder, fields, limit, separator):
-    """(Files, names of copies left out, names of files passed over, problems) of all sources, in
-    order. `folder` takes what must be unpacked; `fields`, `limit`, `separator`: see unpack."""
-    found, files, passed, problems = [], [], [], []
+def file_hash(path, progress=None):
+    """Return the sha256 of a file, in hexadecimal."""
+    digest = hashlib.sha256()
+    with open(path, "rb") as f:
+        while block := f.read(READ_BYTES):
+            digest.update(block)
+            if progress:
+                progress.add(len(block))
+    return digest.hexdigest()
+
+
+def find_files(sources, skipped_folder, folder, fields, limit, separator):
+    """Return (Files, names of copies, names of skipped files, problems) of all sources, in order.
+    Files are unpacked to `folder`; fields, limit, separator: see `unpack`."""
+    found, files, skipped, problems = [], [], [], []
     for source in sources:
-        paths, wrong = find_source(source, leave_out)
+        paths, problem = find_source(source, skipped_folder)
         inside = "" if paths == [source] else source
         found += [File(path, path, inside, is_jsonl(path)) for path in paths]
-        problems += [(source, wrong)] if wrong else []
+        problems += [(source, problem)] if problem else []
     found, copies = drop_copies(found)
     for number, file in enumerate(found):
+        target = os.path.join(folder, f"source{number}")
         try:
-            files.append(unpack(file, os.path.join(folder, f"source{number}"), fields, limit,
-                                separator))
-        except BadRecords as e:
-            problems += e.args[0]
-        except ImportError as e:
-            problems.append((file.name, f"reading it needs {e.name}: pip install {e.name}"))
-        except (ValueError, EOFError, RecursionError, zlib.error, csv.Error) as e:
+            files.append(unpack(file, target, fields, limit, separator))
+        except BadRecords as error:
+            problems += error.args[0]
+        except SetupError as error:
+            problems.append((file.name, str(error)))
+        except (ValueError, EOFError, RecursionError, zlib.error, csv.Error) as error:
             if file.folder and not file.name.lower().endswith(".parquet"):
-                passed.append(file.name)
+                skipped.append(file.name)
             else:
-                problems.append((file.name, str(e)))
-        except OSError as e:
-            problems.append((file.name, e.strerror or str(e)))
-    return files, copies, passed, problems
+                problems.append((file.name, str(error)))
+        except OSError as error:
+            problems.append((file.name, error.strerror or str(error)))
+    return files, copies, skipped, problems
 
 
 def source_name(source):
-    """The name that data made of a source get: without folders and endings."""
+    """Return the default name of data prepared from a source: without folders and extensions."""
     if source == "-":
         return "stdin"
     if source.startswith("hf:"):
@@ -152,164 +165,15 @@ def source_name(source):
     return os.path.splitext(name.removesuffix(".gz"))[0] if os.path.isfile(source) else name
 
 
-# --- downloading
-
-def open_url(url, start=0):
-    """(blocks of bytes, where they start, whole size or None, mark, sha256 or None) of an https or
-    file address, from `start` on if the server can. The mark is another when the content is."""
-    if url.startswith("file://"):
-        stream = open(url2pathname(urlsplit(url).path), "rb")
-        stat = os.fstat(stream.fileno())
-        stream.seek(start)
-        blocks = iter(lambda: stream.read(BLOCK), b"")
-        return blocks, start, stat.st_size, str(stat.st_mtime_ns), None
-    import requests  # tiktoken's own dependency; slow to import, so only here
-    headers = {"Accept-Encoding": "identity"} | ({"Range": f"bytes={start}-"} if start else {})
-    reply = requests.get(url, headers=headers, timeout=20, stream=True)
-    if reply.status_code == 404:
-        raise FileNotFoundError("404: no such file there")
-    reply.raise_for_status()
-    start = start if reply.status_code == 206 else 0
-    # Hugging Face names the sha256 of a large file as it redirects
-    known = "".join(r.headers.get("X-Linked-ETag", "") for r in reply.history).strip('"')
-    length = reply.headers.get("Content-Length", "")
-    size = start + int(length) if length.isascii() and length.isdigit() else None
-    mark = known or reply.headers.get("ETag") or reply.headers.get("Last-Modified") or ""
-    return reply.iter_content(1 << 16), start, size, mark, known if len(known) == 64 else None
-
-
-def fetch(url, path):
-    """(file, sha256 or None): brings `url` to a file beside `path`, going on with what an earlier
-    try of the same content left there."""
-    blocks, start, size, mark, known = open_url(url)
-    os.makedirs(os.path.dirname(path) or ".", exist_ok=True)
-    part = f"{path}.part-{hashlib.sha256(f'{size} {mark}'.encode()).hexdigest()[:8]}"
-    done = os.path.getsize(part) if size and os.path.exists(part) else 0
-    if 0 < done < size:
-        blocks, start, *_ = open_url(url, done)
-    elif done:
-        blocks, start = (), done
-    progress = Progress(f"downloading {os.path.basename(path)}", size or 0, start)
-    with open(part, "ab") as f:
-        f.truncate(start)
-        for block in blocks:
-            f.write(block)
-            progress.add(len(block))
-    progress.finish()
-    if size and os.path.getsize(part) < size:
-        raise OSError("the connection was cut")
-    return part, known
-
-
-def download(url, path, sha256=None):
-    """Brings `url` to `path`, whole or not at all, checked by `sha256` or by the one that Hugging
-    Face names. One that was cut short goes on where it stopped, as long as every try brings more.
-    Returns the sha256; OSError says what failed, and a part stays for the next run."""
-    before = 0
-    while True:
-        try:
-            part, known = fetch(url, path)
-            break
-        except OSError as e:  # those of requests are, too
-            left = sum(os.path.getsize(p) for p in glob.glob(f"{glob.escape(path)}.part-*"))
-            if left <= before:
-                kind = FileNotFoundError if isinstance(e, FileNotFoundError) else OSError
-                raise kind(f"{url}: {str(e)[:200] or type(e).__name__}") from None
-            before = left
-            time.sleep(1)
-    found, expected = file_hash(part), sha256 or known
-    if not expected or found == expected:
-        os.replace(part, path)
-    for left in glob.glob(f"{glob.escape(path)}.part-*"):  # of another content
-        os.remove(left)
-    if expected and found != expected:
-        raise OSError(f"{url}: what came has sha256 {found}, expected {expected}")
-    return found
-
-
-def file_hash(path, progress=None):
-    """The sha256 of a file, in hexadecimal."""
-    progress = progress or Progress(f"checking {os.path.basename(path)}", os.path.getsize(path))
-    digest = hashlib.sha256()
-    with open(path, "rb") as f:
-        while block := f.read(BLOCK):
-            digest.update(block)
-            progress.add(len(block))
-    progress.finish()
-    return digest.hexdigest()
-
-
-def shakespeare(given):
-    """Path of the tiny-shakespeare text: `given`, or data/bin/shakespeare.txt, downloaded once."""
-    path = given or os.path.join("data", "bin", "shakespeare.txt")
-    if given and not os.path.isfile(path):
-        raise DataError(f"{path}: no such file; --input names a copy of {SHAKESPEARE_URL}")
-    if os.path.isfile(path):
-        if (found := file_hash(path)) != SHAKESPEARE_SHA256:
-            raise DataError(f"{path}: not the tiny-shakespeare text: its sha256 is {found}, "
-                            f"expected {SHAKESPEARE_SHA256}; give text of your own as a SOURCE")
-        return path
-    try:
-        download(SHAKESPEARE_URL, path, SHAKESPEARE_SHA256)
-    except OSError as e:
-        raise DataError(f"dataset shakespeare: could not be downloaded ({e}). Without a network: "
-                        f"on another machine\n    curl -o input.txt {SHAKESPEARE_URL}\n"
-                        "    and then --dataset shakespeare --input input.txt") from None
-    return path
-
-
-class Corpus(NamedTuple):
-    """Files under one address."""
-    url: str
-    names: list         # of token files, the first is for validation
-    tokens: bool        # shards of GPT-2's tokens in llm.c's format; else text or records
-    separator: str | None = None
-
-
-HUB = "https://huggingface.co/datasets/"
-CORPORA = {
-    "fineweb10B": Corpus(f"{HUB}kjj0/fineweb10B-gpt2/resolve/main/", [
-        "fineweb_val_000000.bin", *(f"fineweb_train_{i:06d}.bin" for i in range(1, 104))], True),
-    "fineweb_edu": Corpus(f"{HUB}kjj0/finewebedu10B-gpt2/resolve/main/", [
-        "finewebedu_val_000000.bin", *(f"finewebedu_train_{i:06d}.bin" for i in range(1, 100))],
-        True),
-    "openwebtext": Corpus(f"{HUB}Skylion007/openwebtext/resolve/main/plain_text/", [
-        f"train-{i:05d}-of-00080.parquet" for i in range(80)], False),
-    "tinystories": Corpus(f"{HUB}roneneldan/TinyStories/resolve/main/", [
-        "TinyStoriesV2-GPT4-train.txt"], False, "<|endoftext|>"),
-}
-
-
-def download_corpus(name, folder, mirror=None, shards=None):
-    """Paths of a corpus's files (its first `shards` training files) in `folder`. Those that are
-    there are compared with the sha256 in SHA256SUMS, the others downloaded; DataError."""
-    corpus, sums = CORPORA[name], os.path.join(folder, "SHA256SUMS")
-    known, paths = {}, []
-    if os.path.isfile(sums):
-        with open(sums, encoding="utf-8") as f:
-            known = dict(reversed(line.split()) for line in f if len(line.split()) == 2)
-    for file in corpus.names[:shards and shards + corpus.tokens]:
-        path = os.path.join(folder, file)
-        paths.append(path)
-        if os.path.isfile(path) and file_hash(path) == known.get(file):
-            continue
-        try:
-            digest = download(f"{(mirror or corpus.url).rstrip('/')}/{file}", path)
-        except OSError as e:
-            raise DataError(f"dataset {name}: could not be downloaded ({e}). The same command goes "
-                            "on where this one stopped; --mirror names a copy, https:// or file://"
-                            ) from None
-        with open(sums, "a", encoding="utf-8") as f:  # the last line of a name counts
-            f.write(f"{digest}  {file}\n")
-    return paths
-
-
-# --- unpacking
+# -----------------------------------------------------------------------------
+# unpacking
 
 def unpack(file, target, fields, limit, separator):
-    """The File itself where it can be read in pieces, else that of what it was unpacked to in
-    `target`: at most `limit` records, and of a record that has all `fields` only these. A text is
-    one document, or several parted by lines that hold only the `separator`, "": blank lines."""
+    """Return `file` if it can be read in pieces, else the File of its content, unpacked to `target`.
+
+    At most `limit` records are unpacked, and of a record that has all `fields` only these. A text
+    is one document, or several between lines equal to `separator` ("": blank lines).
+    """
     name = file.name.lower().removesuffix(".gz")
     if (is_hub_name(file.name) or os.path.isdir(file.path)
             or name.endswith((".parquet", ".csv", ".tsv"))):
@@ -318,7 +182,7 @@ def unpack(file, target, fields, limit, separator):
     if not packed and not name.endswith(".json") and (is_jsonl(name) or separator is None):
         return file
     with open_bytes(file.path) as stream:
-        first = stream.peek(BLOCK).lstrip(b"\xef\xbb\xbf \t\r\n")[:1]
+        first = stream.peek(READ_BYTES).lstrip(BOM_AND_SPACE)[:1]
         if name.endswith(".json") and first != b"{":
             return write_records(records(file.path), file, target, fields, limit)
         lines = is_jsonl(name) or first == b"{" and name.endswith(("-", ".json"))
@@ -329,7 +193,7 @@ def unpack(file, target, fields, limit, separator):
             return write_records(texts, file, target, fields, limit)
         with open(target, "wb") as out:
             progress = Progress(f"unpacking {file.name}")
-            while block := stream.read(BLOCK):
+            while block := stream.read(READ_BYTES):
                 out.write(block)
                 progress.add(len(block))
             progress.finish()
@@ -337,9 +201,10 @@ def unpack(file, target, fields, limit, separator):
 
 
 def write_records(found, file, target, fields, limit):
-    """Writes records, as (where, dictionary), as JSON Lines to `target`; its File. BadRecords with
-    all that cannot be read."""
-    progress, bad = Progress(f"unpacking {file.name}", scale=1, unit="records"), []
+    """Write records, an iterable of (location, dict or ValueError), to `target` as JSON Lines and
+    return its File. Raises BadRecords."""
+    progress = Progress(f"unpacking {file.name}", scale=1, unit="records")
+    bad = []
     with open(target, "w", encoding="utf-8") as out:
         for where, record in itertools.islice(found, limit):
             if isinstance(record, ValueError):
@@ -349,8 +214,8 @@ def write_records(found, file, target, fields, limit):
                 continue
             if not isinstance(record, dict):
                 raise ValueError("expected a list of records (objects with named fields)")
-            kept = {name: record[name] for name in fields if name in record}
-            json.dump(kept if len(kept) == len(fields) else record, out, default=str)
+            chosen = {name: record[name] for name in fields if name in record}
+            json.dump(chosen if len(chosen) == len(fields) else record, out, default=str)
             out.write("\n")
             progress.add(1)
     progress.finish()
@@ -360,7 +225,7 @@ def write_records(found, file, target, fields, limit):
 
 
 def split_documents(stream, separator):
-    """Yields the documents of a text, without the newlines around them."""
+    """Yield the documents of a text, without the newlines around them."""
     lines = []
     for line in io.TextIOWrapper(stream, encoding="utf-8-sig", newline=""):
         if line.strip() != separator:

@@ -17,7 +17,8 @@ from dataclasses import asdict
 import torch
 import torch.nn.functional as F
 
-from data.tokenizer_hf import folder_of, read_chat_template, read_json, read_tokenizer
+from data.hub import local_folder
+from data.tokenizer_hf import read_hf_tokenizer, read_json, read_template_spec
 from model.gpt import GPT, GPTConfig
 from train.base.checkpoint_file import (
     DESCRIPTION,
@@ -158,7 +159,7 @@ def read_model(path, state=None):
     our own checkpoints, nanoGPT's, state dicts with these names or Hugging Face's, .safetensors
     files and Hugging Face folders, also as hf:OWNER/NAME. state: what is in the file, where that is
     known already. Raises CheckpointError; a bare state dict has no model_args."""
-    path = folder_of(str(path))
+    path = local_folder(str(path))
     if os.path.isdir(path):
         return read_folder(path)
     if str(path).endswith(".safetensors"):
@@ -192,7 +193,7 @@ def described(path, weights, shape, kind, tokenizer, template=None):
     return {"model": weights, "model_args": asdict(shape), "tokenizer": spec,
             "config": asdict(shape) | dict(model=kind),
             "spec": dict(vocab_size=shape.vocab_size, tokenizer=spec)
-            | (dict(template=template.spec) if template else {})}
+            | (dict(template=template) if template else {})}
 
 
 def has_experts(shape):
@@ -289,8 +290,8 @@ def read_folder(folder):
     tokenizer = template = None
     if os.path.exists(os.path.join(folder, "tokenizer.json")):
         try:
-            tokenizer = read_tokenizer(folder)
-            template = read_chat_template(folder, tokenizer)
+            tokenizer = read_hf_tokenizer(folder)
+            template = read_template_spec(folder, tokenizer)
         except ValueError as error:
             echo(f"{error}; going on without a tokenizer", sys.stderr)
     kind = "moe" if has_experts(shape) else "gpt"

@@ -1,0 +1,58 @@
+"""Downloads: models and data sets of the Hugging Face hub, and small files by their address.
+
+The hub is accessed by the optional package huggingface_hub, with its cache, its resumed downloads
+and its token. HF_ENDPOINT names a mirror.
+"""
+
+import hashlib
+import os
+import re
+
+from train.base.errors import DataError, require
+
+HUB = "https://huggingface.co"
+TRUSTED_URL = r"https://|http://(localhost|127\.)"  # anyone on the way can change plain http
+CONFIG_FILES = ["config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json",
+                "chat_template.jinja"]
+WEIGHT_FILES = ["model*.safetensors", "model.safetensors.index.json"]
+
+
+def local_folder(name, weights=True):
+    """Return the path `name`; for hf:OWNER/NAME, the cached folder of that model, downloaded if
+    necessary (without `weights`: only its configuration and tokenizer). Raises DataError."""
+    if not name.startswith("hf:"):
+        return os.path.expanduser(name)
+    if not re.fullmatch(r"hf:[\w-][\w.-]*(/[\w-][\w.-]*)?", name):
+        raise DataError(f"{name}: expected hf:OWNER/NAME, as on {HUB}")
+    patterns = CONFIG_FILES + WEIGHT_FILES * weights
+    folder = download(name, "snapshot_download", repo_id=name[3:], allow_patterns=patterns)
+    if not os.path.exists(os.path.join(folder, "config.json")):
+        raise DataError(f"{name}: the repository has no config.json: it is no model")
+    return folder
+
+
+def download(name, function, endpoint=None, **arguments):
+    """Return the result of a download function of huggingface_hub. Raises DataError for `name`."""
+    hub = require("huggingface_hub", name)
+    endpoint = endpoint or os.environ.get("HF_ENDPOINT") or HUB
+    if not re.match(TRUSTED_URL, endpoint):
+        raise DataError(f"{endpoint}: expected the https:// address of a mirror of {HUB}")
+    try:
+        return getattr(hub, function)(endpoint=endpoint.rstrip("/"), **arguments)
+    except Exception as error:  # many types, of the network and of the hub
+        lines = str(error).strip().splitlines() or [""]
+        reason = f"{type(error).__name__}: {lines[0][:200]}"
+        raise DataError(
+            f"{name}: could not be downloaded ({reason}). The same command resumes the download; "
+            "HF_ENDPOINT names a mirror. Without a network, copy the files and give their path"
+            ) from None
+
+
+def fetch_file(url, sha256):
+    """Return the content (bytes) of a small file, checked by its sha256. Raises OSError."""
+    import requests  # a dependency of tiktoken; slow to import
+    reply = requests.get(url, timeout=20)
+    reply.raise_for_status()
+    if hashlib.sha256(reply.content).hexdigest() != sha256:
+        raise OSError("the content has another sha256")
+    return reply.content

@@ -1,0 +1,356 @@
+"""Tokenizers: RankTokenizer (tiktoken), CharTokenizer and JsonTokenizer (the package tokenizers).
+
+`tokenizer.spec()` is a dict of builtin types from which `tokenizer_from_spec` creates the same
+tokenizer without files or a network. Checkpoints contain it.
+"""
+
+import base64
+import contextlib
+import functools
+import json
+import re
+import unicodedata
+from collections.abc import Iterable
+
+import numpy as np
+import tiktoken
+
+from train.base.errors import DataError, require
+
+EOT = "<|endoftext|>"
+# tiktoken's regular expression overflows its stack on a million white-space characters.
+MAX_SPACE_RUN = 500_000
+LONG_SPACE_RUN = re.compile(rf"\s{{{MAX_SPACE_RUN}}}")
+MAX_VOCAB = 1 << 22  # a damaged spec must not request terabytes
+
+
+def clean(text):
+    """Return `text` with lone surrogates, which JSON allows and UTF-8 does not, replaced."""
+    try:
+        text.encode("utf-8")
+        return text
+    except UnicodeEncodeError:
+        return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
+
+
+def split_long_spaces(text):
+    """Yield `text` in parts, split within white space that is too long for a regular expression."""
+    while len(text) > MAX_SPACE_RUN and (run := LONG_SPACE_RUN.search(text)):
+        yield text[:run.end()]
+        text = text[run.end():]
+    yield text
+
+
+@contextlib.contextmanager
+def rust_panics_as_errors(message):
+    """Context manager that turns a panic of a Rust library, which is no Exception, into a
+    DataError."""
+    try:
+        yield
+    except BaseException as error:
+        if "Panic" not in type(error).__name__:
+            raise
+        raise DataError(f"{message}: {error}") from None
+
+
+class Tokenizer:
+    """Base class of the tokenizers.
+
+    Attributes: kind, n_vocab, eot_token (id of the end of text, or None), special (texts of special
+    tokens). Subclasses implement encode_array, decode_known, spec and token_bytes.
+    """
+    kind: str
+    n_vocab: int
+    eot_token: int | None
+    special = frozenset()
+
+    def encode(self, text: str) -> list[int]:
+        """Return the token ids of `text`; special tokens in it are ordinary text."""
+        return self.encode_array(text).tolist()
+
+    def encode_special(self, text: str) -> list[int]:
+        """Return the token ids of `text`, in which special tokens are special."""
+        return self.encode(text)
+
+    def encode_batch(self, texts):
+        """Return the token ids of several texts."""
+        return [self.encode(text) for text in texts]
+
+    def decode(self, ids: Iterable[int]) -> str:
+        """Return the text of token ids; invalid UTF-8 becomes replacement characters. Raises
+        DataError for an id that is not in the vocabulary."""
+        ids = [int(i) for i in ids]
+        for at, i in enumerate(ids):
+            if not 0 <= i < self.n_vocab:
+                raise DataError(f"token id {i} (number {at} of {len(ids)}) is outside the "
+                                f"vocabulary of this {self.kind} tokenizer, 0..{self.n_vocab - 1}")
+        return self.decode_known(ids)
+
+    def encode_array(self, text):
+        """Return the token ids of `text` as an array (n,) of integers."""
+        raise NotImplementedError
+
+    def decode_known(self, ids):
+        """Return the text of ids that are in the vocabulary."""
+        raise NotImplementedError
+
+    def token_bytes(self):
+        """Return int64 (n_vocab,): the number of bytes of text of each token."""
+        raise NotImplementedError
+
+    def spec(self):
+        """Return the dict from which `tokenizer_from_spec` creates this tokenizer."""
+        raise NotImplementedError
+
+
+class RankTokenizer(Tokenizer):
+    """Byte pair encoding by tiktoken (attribute `enc`). kind: byte, gpt2 or ranks."""
+
+    def __init__(self, kind, ranks, pattern, eot_token, added=None, nfc=False):
+        """ranks: {bytes of a token: rank}. pattern: the regular expression that splits text.
+        added: {text: [id, is special]} of tokens beside the ranks; None: the end of text only.
+        nfc: text is converted to that Unicode normal form first."""
+        self.kind = kind
+        self.ranks = ranks
+        self.pattern = pattern
+        self.eot_token = eot_token
+        self.added = {EOT: [eot_token, True]} if added is None else added
+        self.nfc = nfc
+        self.check_ids()
+        self.special = {text for text, (_, special) in self.added.items() if special}
+        self.not_special = self.added.keys() - self.special  # also recognised in ordinary text
+        self.enc = tiktoken.Encoding(
+            kind, pat_str=pattern, mergeable_ranks=ranks,
+            special_tokens={text: i for text, (i, _) in self.added.items()})
+        self.n_vocab = self.enc.n_vocab
+        self.encode_array("")  # raises for a pattern that the library does not support
+
+    def check_ids(self):
+        if not max(self.ranks.values()) < self.eot_token < MAX_VOCAB:
+            raise DataError(f"end-of-text is {self.eot_token}: expected a number above all "
+                            f"{len(self.ranks):,} ranks and below {MAX_VOCAB:,}")
+        ids = {i for i, _ in self.added.values()}
+        if (ids & {*self.ranks.values()} or len(ids) < len(self.added) or self.eot_token not in ids
+                or not all(type(i) is int and 0 <= i < MAX_VOCAB for i in ids)):
+            raise DataError(f"its added tokens {str(self.added)[:200]}: expected ids of their own, "
+                            f"end-of-text ({self.eot_token}) among them")
+
+    def encode_special(self, text):
+        return self.encode_array(text, "all").tolist()
+
+    def encode_array(self, text, allowed=None):
+        """Return the ids of `text`, uint8 (byte) or uint32. allowed: which added tokens are
+        recognised; None: those that are not special."""
+        text = unicodedata.normalize("NFC", clean(text)) if self.nfc else clean(text)
+        if self.kind == "byte" and allowed is None:
+            # Equal to tiktoken's result, without its loop over a million matches.
+            return np.frombuffer(text.encode("utf-8"), np.uint8)
+        with rust_panics_as_errors(f"the pattern {self.pattern!r:.80} of this {self.kind} "
+                                   "tokenizer cannot split text"):
+            return np.concatenate([self.enc.encode_to_numpy(
+                part, allowed_special=allowed or self.not_special, disallowed_special=())
+                for part in split_long_spaces(text)])
+
+    def decode_known(self, ids):
+        try:
+            return self.enc.decode(ids, errors="replace")
+        except KeyError:
+            return b"".join(map(self.bytes_of, ids)).decode("utf-8", "replace")
+
+    def bytes_of(self, i):
+        """Return the bytes of text of a token. An id that the file leaves unused, which a model may
+        generate, is a byte that is invalid in UTF-8."""
+        try:
+            return self.enc.decode_single_token_bytes(i)
+        except KeyError:
+            return b"\xff"
+
+    def token_bytes(self):
+        sizes = np.zeros(self.n_vocab, np.int64)  # special tokens have no text
+        sizes[list(self.ranks.values())] = [len(token) for token in self.ranks]
+        for text in self.not_special:
+            sizes[self.added[text][0]] = len(text.encode())
+        return sizes
+
+    def spec(self):
+        if self.kind == "byte":
+            return {"kind": "byte"}
+        spec = {"kind": self.kind, "pattern": self.pattern, "eot_token": self.eot_token,
+                "ranks": format_ranks(self.ranks)}
+        if self.added.keys() != {EOT}:
+            spec["added"] = self.added
+        return spec | ({"nfc": True} if self.nfc else {})
+
+
+class CharTokenizer(Tokenizer):
+    """One id per character of `chars`, in this order, and no end of text, like nanoGPT's."""
+    kind = "char"
+    eot_token = None
+
+    def __init__(self, chars):
+        if not isinstance(chars, str) or not chars or len(set(chars)) != len(chars):
+            raise DataError(f"a char tokenizer needs distinct characters; got {chars!r:.80}")
+        self.chars = chars
+        self.n_vocab = len(chars)
+        codes = np.array([ord(c) for c in chars], np.uint32)
+        self.order = np.argsort(codes)  # position in the sorted code points -> id
+        self.codes = codes[self.order]
+
+    def encode_array(self, text):
+        codes = np.frombuffer(text.encode("utf-32-le", "surrogatepass"), "<u4")
+        at = np.minimum(np.searchsorted(self.codes, codes), self.n_vocab - 1)
+        if (self.codes[at] != codes).any():
+            unknown = "".join(sorted(set(text) - set(self.chars)))
+            raise DataError(f"characters {unknown[:40]!r} are not among the {self.n_vocab} of "
+                            "this char tokenizer; leave them out, or use the byte tokenizer")
+        return self.order[at]
+
+    def decode_known(self, ids):
+        return "".join(self.chars[i] for i in ids)
+
+    def token_bytes(self):
+        return np.array([len(c.encode("utf-8", "surrogatepass")) for c in self.chars], np.int64)
+
+    def spec(self):
+        return {"kind": "char", "chars": self.chars}
+
+
+class JsonTokenizer(Tokenizer):
+    """A tokenizer.json that tiktoken cannot represent (e.g. of Gemma or SmolLM), by the package
+    tokenizers."""
+    kind = "json"
+
+    def __init__(self, text, eot_token, n_vocab=0):
+        """text: the content of tokenizer.json. n_vocab: the number of ids of the model, if known:
+        special tokens below it are in the vocabulary."""
+        tokenizers = require("tokenizers", "this tokenizer.json")
+        try:
+            with rust_panics_as_errors("it broke"):
+                self.enc = tokenizers.Tokenizer.from_str(text)
+        except Exception as error:  # the package raises the class Exception
+            raise DataError(f"tokenizer.json: not one that tokenizers reads: {error}") from None
+        self.enc.no_truncation()
+        self.enc.no_padding()
+        self.enc.encode_special_tokens = True  # special tokens in a text are ordinary text
+        self.text = text
+        self.eot_token = eot_token
+        decoder = json.dumps(json.loads(text).get("decoder"))
+        self.is_byte_level = '"ByteLevel"' in decoder  # otherwise characters, as SentencePiece
+        special = {i: token.content for i, token in self.enc.get_added_tokens_decoder().items()
+                   if token.special}
+        self.special_ids = set(special)
+        self.special = set(special.values())
+        # Special tokens other than the end of text may exceed the model's rows (Gemma 3 has one).
+        ids = set(self.enc.get_vocab(with_added_tokens=True).values())
+        self.min_vocab = 1 + max(ids & {eot_token} | ids - self.special_ids, default=-1)
+        self.n_vocab = max(self.min_vocab, 1 + max((i for i in ids if i < n_vocab), default=-1))
+        if not (type(eot_token) is int and 0 <= eot_token < self.n_vocab <= MAX_VOCAB):
+            raise DataError(f"tokenizer.json: the end of text is {eot_token!r}, expected an id "
+                            f"below {min(self.n_vocab, MAX_VOCAB)}")
+
+    def encode_array(self, text):
+        return np.array(self.encode_batch([text])[0], np.uint32)
+
+    def encode_batch(self, texts):
+        return self.encode_with(self.enc, texts)
+
+    def encode_special(self, text):
+        return self.encode_with(self.special_enc, [text])[0]
+
+    @functools.cached_property
+    def special_enc(self):
+        """A second tokenizer that recognises special tokens: threads share the setting of one."""
+        enc = type(self.enc).from_str(self.text)
+        enc.no_truncation()
+        enc.no_padding()
+        return enc
+
+    def encode_with(self, enc, texts):
+        texts = [clean(text) for text in texts]
+        try:
+            with rust_panics_as_errors("it broke"):
+                encodings = enc.encode_batch_fast(texts, add_special_tokens=False)
+        except Exception as error:  # e.g. a vocabulary that lacks some bytes
+            raise DataError(f"this tokenizer has no ids for a text: {error}") from None
+        return [encoding.ids for encoding in encodings]
+
+    def decode_known(self, ids):
+        # Decode after a space: Llama 2's tokenizer drops the first space of a text, and these ids
+        # are often the middle of a text.
+        space = None if self.is_byte_level else self.enc.token_to_id("\u2581")
+        prefix = [] if space is None else [space]
+        prefix_text = self.enc.decode(prefix)
+        return self.enc.decode([*prefix, *ids], skip_special_tokens=False)[len(prefix_text):]
+
+    def bytes_of(self, i):
+        """Return the bytes of text of a token, none for special tokens."""
+        token = self.enc.id_to_token(i)
+        table = byte_table()
+        if i in self.special_ids or token is None:
+            return b""
+        if self.is_byte_level and all(c in table for c in token):
+            return bytes(table[c] for c in token)
+        if byte := re.fullmatch(r"<0x([0-9A-F]{2})>", token):
+            return bytes([int(byte[1], 16)])
+        return token.replace("\u2581", " ").encode("utf-8", "replace")
+
+    def token_bytes(self):
+        return np.array([len(self.bytes_of(i)) for i in range(self.n_vocab)], np.int64)
+
+    def spec(self):
+        extra = {"n_vocab": self.n_vocab} if self.n_vocab > self.min_vocab else {}
+        return {"kind": "json", "json": self.text, "eot_token": self.eot_token} | extra
+
+
+@functools.cache
+def byte_table():
+    """Return {printable character: byte} of byte-level vocabularies: GPT-2's table."""
+    printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
+    others = [b for b in range(256) if b not in printable]
+    return {chr(b): b for b in printable} | {chr(256 + i): b for i, b in enumerate(others)}
+
+
+# -----------------------------------------------------------------------------
+# specs
+
+def parse_ranks(text, where):
+    """Return {bytes of a token: rank} of a rank file: lines of `base64 rank`, which include all 256
+    single bytes. Raises DataError."""
+    ranks = {}
+    for number, line in enumerate(text.splitlines(), 1):
+        try:
+            if line.strip():
+                token, rank = line.split()
+                ranks[base64.b64decode(token, validate=True)] = int(rank)
+        except ValueError:
+            raise DataError(f"{where}:{number}: expected `base64 rank`, as in tiktoken's files; "
+                            f"got {line[:60]!r}") from None
+    missing = sum(bytes([i]) not in ranks for i in range(256))
+    if missing or len(set(ranks.values())) != len(ranks) or min(ranks.values()) < 0:
+        raise DataError(f"{where}: not a usable rank file of {len(ranks)} tokens: {missing} of "
+                        "the 256 single bytes are missing, or ranks are negative or repeated")
+    return ranks
+
+
+def format_ranks(ranks):
+    """Return the text of a rank file."""
+    return "".join(f"{base64.b64encode(token).decode()} {rank}\n" for token, rank in ranks.items())
+
+
+def tokenizer_from_spec(spec):
+    """Return the tokenizer of a `spec()`. Raises DataError for an invalid dict."""
+    kind = spec.get("kind") if isinstance(spec, dict) else None
+    try:
+        if kind == "byte":
+            return RankTokenizer("byte", {bytes([i]): i for i in range(256)}, r"[\s\S]", 256)
+        if kind == "char":
+            return CharTokenizer(spec["chars"])
+        if kind in ("gpt2", "ranks"):
+            ranks = parse_ranks(spec["ranks"], "tokenizer ranks")
+            return RankTokenizer(kind, ranks, spec["pattern"], int(spec["eot_token"]),
+                                 spec.get("added"), bool(spec.get("nfc")))
+        if kind == "json":
+            return JsonTokenizer(spec["json"], spec["eot_token"], spec.get("n_vocab", 0))
+    except (KeyError, TypeError, AttributeError, ValueError) as error:
+        raise DataError(f"tokenizer of kind {kind!r}: broken description: {error}") from None
+    raise DataError(f"tokenizer kind {kind!r} is unknown; expected byte, char, gpt2, ranks or json")

@@ -1,0 +1,105 @@
+"""data/hub.py against a hub on this machine: by huggingface_hub, or one line without it."""
+
+import os
+import sys
+
+import pytest
+from fake_hub import FakeHub
+
+from data import hub as data_hub
+from data.hub import download, fetch_file, local_folder
+from train.base.errors import DataError, UserError
+
+
+@pytest.fixture
+def hub(tmp_path, monkeypatch):
+    """A hub with one model and an empty cache."""
+    pytest.importorskip("huggingface_hub")
+    from huggingface_hub import constants
+    monkeypatch.setenv("NO_PROXY", "127.0.0.1")
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+    folder = tmp_path / "model"
+    (folder / "onnx").mkdir(parents=True)
+    for name in ("config.json", "tokenizer.json", "README.md", "consolidated.safetensors",
+                 "onnx/model.safetensors"):
+        (folder / name).write_text("{}")
+    (folder / "model.safetensors").write_bytes(os.urandom(24_000_000))
+    server = FakeHub(**{"some/one": folder})
+    monkeypatch.setenv("HF_ENDPOINT", server.url)
+    yield server
+    server.close()
+
+
+def test_only_the_files_of_a_model_come_and_once(hub):
+    small = local_folder("hf:some/one", weights=False)
+    assert sorted(os.listdir(small)) == ["config.json", "tokenizer.json"]
+    folder = local_folder("hf:some/one")
+    assert sorted(os.listdir(folder)) == ["config.json", "model.safetensors", "tokenizer.json"]
+    weights = hub.repos["some/one"] / "model.safetensors"
+    with open(os.path.join(folder, "model.safetensors"), "rb") as f:
+        assert f.read() == weights.read_bytes()
+    before = len(hub.log)
+    assert local_folder("hf:some/one") == folder and len(hub.log) == before
+
+
+def test_a_cut_download_is_resumed(hub):
+    hub.cuts = 1
+    try:
+        local_folder("hf:some/one")
+    except DataError as error:  # versions that do not resume by themselves
+        assert "The same command resumes the download" in str(error)
+    folder = local_folder("hf:some/one")
+    assert os.path.getsize(os.path.join(folder, "model.safetensors")) == 24_000_000
+    starts = [first for name, first in hub.log if name == "model.safetensors"]
+    assert len(starts) == 2 and starts[0] == 0 < starts[1] <= 12_000_000
+
+
+def test_the_cache_needs_no_network(hub, monkeypatch):
+    folder = local_folder("hf:some/one")
+    monkeypatch.setenv("HF_ENDPOINT", "http://127.0.0.1:9")
+    assert local_folder("hf:some/one") == folder
+    with pytest.raises(DataError, match="hf:some/two: could not be downloaded") as error:
+        local_folder("hf:some/two")
+    assert "\n" not in str(error.value) and "Without a network, copy the files" in str(error.value)
+
+
+@pytest.mark.parametrize("name, endpoint, message", [
+    ("hf:../x", None, "expected hf:OWNER/NAME"), ("hf:a/b/c", None, "expected hf:OWNER/NAME"),
+    ("hf:some/none", None, "hf:some/none: could not be downloaded"),
+    ("hf:some/one", "http://a.example", "expected the https:// address"),
+    ("hf:some/bare", None, "has no config.json")])
+def test_what_cannot_be_downloaded_is_one_line(hub, tmp_path, monkeypatch, name, endpoint, message):
+    (tmp_path / "bare").mkdir()
+    (tmp_path / "bare" / "tokenizer.json").write_text("{}")
+    hub.repos["some/bare"] = tmp_path / "bare"
+    if endpoint:
+        monkeypatch.setenv("HF_ENDPOINT", endpoint)
+    with pytest.raises(DataError, match=message) as error:
+        local_folder(name)
+    assert "\n" not in str(error.value)
+
+
+def test_a_missing_package_is_one_line(monkeypatch):
+    monkeypatch.setitem(sys.modules, "huggingface_hub", None)
+    with pytest.raises(UserError, match="^hf:a/b needs the package huggingface_hub: pip install "
+                       "huggingface_hub$"):
+        local_folder("hf:a/b")
+    with pytest.raises(UserError, match="^dataset x needs the package huggingface_hub"):
+        download("dataset x", "hf_hub_download", repo_id="a/b", filename="c")
+
+
+def test_a_path_is_no_name(tmp_path):
+    assert local_folder(str(tmp_path)) == str(tmp_path)
+    assert local_folder("~/x") == os.path.expanduser("~/x")
+
+
+def test_small_files_are_checked(hub, tmp_path):
+    import hashlib
+    url = f"{hub.url}/some/one/resolve/main/README.md"
+    assert fetch_file(url, hashlib.sha256(b"{}").hexdigest()) == b"{}"
+    with pytest.raises(OSError, match="another sha256"):
+        fetch_file(url, "0" * 64)
+    with pytest.raises(OSError, match="404"):
+        fetch_file(f"{url}.none", "0" * 64)
+    assert data_hub.HUB.startswith("https://")
