@@ -19,7 +19,7 @@ from train.base.errors import DataError
 from train.config import TrainConfig
 from train.dataloader import DataLoader, RowLoader, permute, widen, window_starts
 from train.distributed import Ranks
-from train.options.prefetch import Prefetcher
+from train.prefetch import Prefetcher
 
 
 def write(path, tokens, dtype="<u2"):

@@ -16,13 +16,13 @@ from test_gpt import Graphs
 from torch.nn.attention import current_flash_attention_impl, restore_flash_attention_impl
 
 from model.gpt import GPT, GPTConfig
+from train import compile as compiling
 from train import device as devices
 from train.checkpoint import load_checkpoint
 from train.config import load_config
 from train.dataloader import open_token_data
 from train.device import choose_dtype, use_flash_attention_3
 from train.distributed import Ranks, get_device, seed_step
-from train.options import compile as compiling
 from train.tools import dry_run
 from train.train import train
 

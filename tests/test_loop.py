@@ -8,10 +8,10 @@ import torch
 from runs import configure, metrics, tensors
 
 from model.gpt import GPT, GPTConfig
+from train import compile as compiling
 from train import train as loop
 from train.dataloader import DataLoader
 from train.logger import Clock, Logger
-from train.options import compile as compiling
 from train.train import train
 
 SHAPE = dict(n_layer=1, n_head=2, n_embd=16, n_hidden=32, block_size=8, vocab_size=256)
