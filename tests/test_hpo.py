@@ -1,4 +1,4 @@
-"""python -m train.tools.hpo: the search on real Optuna studies, its stages, workers and failures."""
+"""python -m train.tools.hpo: the search on Optuna studies, its stages, workers and failures."""
 
 import gc
 import json
@@ -33,8 +33,8 @@ def little_to_look_through():
 
 @pytest.fixture
 def search(tmp_path, data_dir):
-    """search(space text, arguments..., key=value...) as python -m train.tools.hpo would do it: its exit
-    code, and the trials of trials_history.json."""
+    """search(space text, arguments..., key=value...) as python -m train.tools.hpo would do it: its
+    exit code, and the trials of trials_history.json."""
     def go(space, *args, **changes):
         (tmp_path / "space.yaml").write_text(space)
         code = hpo.main(arguments(tmp_path, data_dir, *args, **changes))
@@ -73,8 +73,8 @@ def test_problems_of_a_space_are_told_all_at_once(search, capsys):
     assert "14 problems" in err and "Traceback" not in err
     lines = err.splitlines()[1:]
     for n, words in enumerate(["not a key", "`low <= high`", "an integer", "not a key",
-                               "adamw, muon", "log", "list what to try", "'x'", "got 0.1",
-                               "list what to try", "hihg", "lgo", "one or more", "{trials: 12"], 1):
+                               "adamw, muon", "log", "list the choices", "'x'", "got 0.1",
+                               "list the choices", "hihg", "lgo", "one or more", "{trials: 12"], 1):
         assert words in lines[n - 1], (words, lines[n - 1])
         assert f"space.yaml:{n}: " in lines[n - 1]
 
@@ -109,21 +109,21 @@ def test_the_example_is_a_space():
 
 def test_narrowing_stays_inside_and_around_the_best():
     ints, floats = optuna.distributions.IntDistribution, optuna.distributions.FloatDistribution
-    got = hpo.narrowed(floats(1e-4, 1.0, log=True), 1e-2, 0.5)
+    got = hpo.narrow_dimension(floats(1e-4, 1.0, log=True), 1e-2, 0.5)
     assert got.low == pytest.approx(1e-3) and got.high == pytest.approx(1e-1) and got.log
-    assert hpo.narrowed(floats(1e-4, 1.0, log=True), 1.0, 0.5).high == 1.0
-    assert hpo.narrowed(ints(0, 100, step=10), 90, 0.4) == ints(70, 100, step=10)
-    assert hpo.narrowed(ints(1, 9), 5, 0.01) == ints(5, 5)
-    assert hpo.narrowed(ints(1, 64, log=True), 8, 0.5) == ints(3, 23, log=True)
-    tried = hpo.configured(load_config("train/config_quick.yaml"), dict(n_layer=2))
+    assert hpo.narrow_dimension(floats(1e-4, 1.0, log=True), 1.0, 0.5).high == 1.0
+    assert hpo.narrow_dimension(ints(0, 100, step=10), 90, 0.4) == ints(70, 100, step=10)
+    assert hpo.narrow_dimension(ints(1, 9), 5, 0.01) == ints(5, 5)
+    assert hpo.narrow_dimension(ints(1, 64, log=True), 8, 0.5) == ints(3, 23, log=True)
+    tried = hpo.trial_config(load_config("train/config_quick.yaml"), dict(n_layer=2))
     assert tried.explicit == {"n_layer"}  # what a file says may give way to the shape of weights
     tenths = floats(0.0, 0.2, step=0.05)  # 3 x 0.05 is 0.15000000000000002
     for best, ends in ((0.2, (0.15, 0.2)), (0.0, (0.0, 0.05)), (0.1, (0.05, 0.15))):
-        got = hpo.narrowed(tenths, best, 0.3)
+        got = hpo.narrow_dimension(tenths, best, 0.3)
         assert (got.low, got.high) == ends and not got.single()
     choices = optuna.distributions.CategoricalDistribution
-    assert hpo.narrowed(choices(["a", "b", "c"]), "b", 0.5).choices == ("b",)
-    assert hpo.narrowed(choices(["a", "b", "c"]), "b", 1.0).choices == ("a", "b", "c")
+    assert hpo.narrow_dimension(choices(["a", "b", "c"]), "b", 0.5).choices == ("b",)
+    assert hpo.narrow_dimension(choices(["a", "b", "c"]), "b", 1.0).choices == ("a", "b", "c")
 
 
 # -----------------------------------------------------------------------------
@@ -235,7 +235,7 @@ def test_hopeless_trials_are_pruned_and_bad_ones_do_not_end_the_search(search, m
 def test_when_no_trial_finishes_one_message_says_so(search, capsys):
     code, found = search("n_head: [3, 5]\n", trials(2))
     assert code == 2 and [t["state"] for t in found] == ["pruned"] * 2
-    assert "no trial of stage 1 finished" in capsys.readouterr().err
+    assert "no trial of stage 1 completed" in capsys.readouterr().err
 
 
 def test_min_lr_follows_the_learning_rate(search, tmp_path):
@@ -272,7 +272,7 @@ def test_a_trial_of_a_worker_that_died_is_done_again(search, tmp_path, data_dir,
     assert output.read_text().startswith("stage_1, trial 0: learning_rate 0.01")
     time.sleep(0.5)
     worker.kill()
-    monkeypatch.setattr(hpo, "GRACE", 1)
+    monkeypatch.setattr(hpo, "GRACE_SECONDS", 1)
     train = hpo.train
     monkeypatch.setattr(hpo, "train", lambda config, on_evaluation: train(
         load_config(None, vars(config) | dict(max_iters=4, eval_interval=2)),

@@ -146,10 +146,10 @@ def test_a_result_is_of_a_configuration_not_of_a_command(go, tmp_path, capsys):
 
 
 @pytest.mark.parametrize("args, message", [
-    (["--seeds", "1"], "--seeds of at least 2"), (["--set", "sead=3"], "unknown key 'sead'"),
+    (["--seeds", "1"], "--seeds: must be at least 2"), (["--set", "sead=3"], "unknown key 'sead'"),
     (["--set", "data_dir='a"], "--set \"data_dir='a\": No closing quotation"),
     (["--set", "seed=3"], "seed and out_dir are set by this command"),
-    (["--jobs", "0"], "--jobs of at least 1"), (["--eval_interval=0"], "needs evaluations")])
+    (["--jobs", "0"], "--jobs: must be at least 1"), (["--eval_interval=0"], "needs evaluations")])
 def test_what_cannot_be_is_refused_before_any_work(go, args, message, capsys):
     assert go(*args)[0] == 2 and not go.started
     assert message in capsys.readouterr().err

@@ -10,7 +10,6 @@ is an improvement. The table is printed, drawn as repeat.svg and appended to res
 parent of the folder.
 """
 
-import argparse
 import contextlib
 import json
 import math
@@ -23,11 +22,13 @@ import subprocess
 import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 
 from train.base.cli import format_table, run_command
 from train.base.errors import UserError, echo
+from train.base.fields import key
 from train.base.files import write_text
-from train.config import REPOSITORY, load_argv, load_config, take_config, to_yaml
+from train.config import REPOSITORY, load_argv, to_yaml
 from train.options.loss_svg import read_metrics
 from train.tools.plot import save_figure
 
@@ -76,8 +77,8 @@ def summarize(results, config):
         else:
             difference, low, high, verdict = compare(metrics[name], metrics[BASE],
                                                      config.early_stopping_mode)
-        medians = {key: statistics.median(r[key] for r in finished[name].values())
-                   if values else None for key in ("tokens", "seconds", "mib")}
+        medians = {column: statistics.median(r[column] for r in finished[name].values())
+                   if values else None for column in ("tokens", "seconds", "mib")}
         rows.append(dict(
             commit=next((r["commit"] for r in runs.values() if r["commit"]), None), change=name,
             metric=config.early_stopping_metric, value=statistics.fmean(values) if values else None,
@@ -96,8 +97,8 @@ def report(results, config, out):
         difference = "" if r["difference"] is None else (
             f"{r['difference']:+.4f} ({r['low']:+.4f} to {r['high']:+.4f})")
         formats = dict(value=".4f", spread=".4f", seconds=",.0f", mib=",.0f")
-        mean, spread, seconds, mib = ("-" if r[key] is None else f"{r[key]:{form}}"
-                                      for key, form in formats.items())
+        mean, spread, seconds, mib = ("-" if r[name] is None else f"{r[name]:{form}}"
+                                      for name, form in formats.items())
         table.append((r["change"], r["runs"], mean, spread, difference, seconds, mib, r["verdict"]))
     echo(format_table(table))
     svg = os.path.join(out, "repeat.svg")
@@ -167,7 +168,7 @@ class RunPool:
         name = setting.replace("/", "_").replace(" ", ",")
         folder = os.path.join(self.out, name, f"seed_{seed}")
         command = [*self.arguments, *arguments, f"--seed={seed}", f"--out_dir={folder}"]
-        config = to_yaml(load_config(*take_config(command)))
+        config = to_yaml(load_argv(command))
         path = os.path.join(folder, "result.json")
         with contextlib.suppress(OSError, ValueError), open(path) as f:
             result = json.load(f)
@@ -257,48 +258,46 @@ def last_line(path):
 # -----------------------------------------------------------------------------
 # command line
 
-def main(argv=None):
-    """Run the command and return its exit code."""
-    parser = argparse.ArgumentParser(
-        prog="python -m train.tools.repeat", description=__doc__, allow_abbrev=False,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        epilog="All other arguments are those of run_train.py.")
-    parser.add_argument("--seeds", type=int, default=5, help="runs per setting (%(default)s), with "
-                        "the seed of the configuration and the following ones")
-    parser.add_argument("--set", action="append", default=[], metavar="'KEY=VALUE ...'",
-                        help="a change to compare with the unchanged run; may be repeated")
-    parser.add_argument("--jobs", type=int, default=1, help="runs at the same time, with a GPU or "
-                        "a share of the cores each (%(default)s)")
-    parser.add_argument("--out", "--out_dir", default="out/repeat",
-                        help="folder of the runs (%(default)s)")
-    return run_command(parser, repeat, argv, load=lambda rest: (rest, load_argv(rest)),
-                       interrupt_message="stopped; the same command resumes")
+@dataclass
+class Options:
+    """Train the same run with several seeds, with and without changes, and compare the results."""
+    seeds: int = key(5, "runs per setting, with the seed of the configuration and the next ones",
+                     ge=2)
+    changes: list[str] = key([], "a change to compare with the unchanged run; may be repeated",
+                             option="set", text=True, metavar="'KEY=VALUE ...'")
+    jobs: int = key(1, "runs at the same time, with a GPU or a share of the cores each", ge=1)
+    out: str = key("out/repeat", "folder of the runs", aliases="out_dir")
 
 
-def repeat(args, arguments_and_config):
+def repeat(options, arguments_and_config):
     """Run all settings with all seeds; return the exit code: 1 if every run has crashed."""
     arguments, config = arguments_and_config  # arguments: those of run_train.py
     settings = {BASE: []}
-    for change in args.set:
+    for change in options.changes:
         try:
             settings[change] = shlex.split(change)
-            changed = load_config(*take_config([*arguments, *settings[change]]))
+            changed = load_argv([*arguments, *settings[change]])
         except (ValueError, UserError) as error:
             raise UserError(f"--set {change!r}: {error}") from None
         if changed.seed != config.seed or changed.out_dir != config.out_dir:
             raise UserError(f"--set {change!r}: seed and out_dir are set by this command")
-    if args.seeds < 2 or args.jobs < 1:
-        raise UserError("expected --seeds of at least 2, and --jobs of at least 1")
     if not config.eval_interval or int(os.environ.get("WORLD_SIZE") or 1) > 1:
         raise UserError("needs evaluations (eval_interval above 0), and runs without torchrun")
-    pool = RunPool(args.out, arguments, config.early_stopping_metric, args.jobs)
+    pool = RunPool(options.out, arguments, config.early_stopping_metric, options.jobs)
     # In the order of the seeds: after a stop, the settings have the same seeds to compare.
-    runs = [(name, settings[name], config.seed + i) for i in range(args.seeds) for name in settings]
+    runs = [(name, settings[name], config.seed + i)
+            for i in range(options.seeds) for name in settings]
     results = {name: {} for name in settings}
     for (name, _, seed), result in zip(runs, pool.run_all(runs)):
         results[name][seed] = result
-    report(results, config, args.out)
+    report(results, config, options.out)
     return int(all(r["value"] is None for runs in results.values() for r in runs.values()))
+
+
+def main(argv=None):
+    """Run the command and return its exit code."""
+    return run_command(Options, repeat, argv, load=lambda rest: (rest, load_argv(rest)),
+                       interrupt_message="stopped; the same command resumes")
 
 
 if __name__ == "__main__":

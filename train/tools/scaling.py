@@ -7,23 +7,24 @@ learning rate that decays to the end of its run. The law is
     L(N, D) = E + A / N^alpha + B / D^beta
 (Hoffmann et al. 2022, arXiv:2203.15556, approach 3). D: tokens. N: FLOPs per token / 6, which is
 the number of weights plus the cost of attention, so that a budget is 6 N D. Runs are processes with
-a folder each, as in train.tools.repeat; the same command resumes. See depth_keys() for the keys that
-a depth sets.
+a folder each, as in train.tools.repeat; the same command resumes. The keys that a depth sets:
+depth_keys().
 """
 
-import argparse
 import functools
 import math
 import os
 import shlex
 import sys
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
 
 from train.base.cli import format_table, run_command
 from train.base.errors import UserError, echo, require
-from train.config import load_argv, load_config, take_config
+from train.base.fields import key
+from train.config import load_argv
 from train.options.loss_svg import TEXT_COLOR
 from train.system import flops_per_step, load_model_type
 from train.tools.plot import save_figure
@@ -124,8 +125,8 @@ class PlannedRun(NamedTuple):
 def depth_keys(depth, width, config):
     """Return {key: value} of a model of `depth`: the table in train/README.md. width: --width."""
     n_embd = width * (depth + 1)
-    rates = {key: rate * math.sqrt(config.n_embd / n_embd) for key in ("learning_rate", "min_lr")
-             if (rate := getattr(config, key)) is not None}
+    rates = {name: rate * math.sqrt(config.n_embd / n_embd) for name in ("learning_rate", "min_lr")
+             if (rate := getattr(config, name)) is not None}
     return dict(n_layer=depth, n_embd=n_embd, n_head=depth + 1, n_hidden=None, **rates)
 
 
@@ -139,7 +140,7 @@ def make_planner(arguments, config, width, data):
 
     @functools.cache
     def count_flops(depth):
-        c = load_config(*take_config([*arguments, *to_arguments(depth_keys(depth, width, config))]))
+        c = load_argv([*arguments, *to_arguments(depth_keys(depth, width, config))])
         with torch.device("meta"):
             model = load_model_type(c.model).build_model(c, data)
         if flops := flops_per_step(model, c, data.train):
@@ -194,7 +195,7 @@ def draw_law(axes, law, plans, losses, larger, interval):
               label="95% interval of the larger run")
 
 
-def predict(law, runs, plans, losses, larger, train_all, arguments, args):
+def predict(law, runs, plans, losses, larger, train_all, arguments, options):
     """Print the prediction for the larger run, train it with --check, and draw the law."""
     expected = law.loss(larger.n, larger.d)
     interval = prediction_interval(law, *runs, (larger.n, larger.d))
@@ -202,72 +203,59 @@ def predict(law, runs, plans, losses, larger, train_all, arguments, args):
          f"tokens ({larger.epochs:.2f} epochs): expected {expected:.4f}, 95% from "
          f"{interval[0]:.4f} to {interval[1]:.4f}")
     echo("  " + shlex.join(["python", "run_train.py", *arguments, *larger.arguments]))
-    if args.check:
+    if options.check:
         plans, losses = [*plans, larger], [*losses, *train_all([larger])]
         if losses[-1]:
             echo(f"It reached {losses[-1]:.4f}, {losses[-1] / expected - 1:+.2%}")
-    svg = os.path.join(args.out, "scaling.svg")
+    svg = os.path.join(options.out, "scaling.svg")
     if save_figure(svg, lambda axes: draw_law(axes, law, plans, losses, larger, interval),
                    "Loss by model size", "weights (N)", "val_loss"):
         echo(f"See {svg}")
-    return int(args.check and not losses[-1])
+    return int(options.check and not losses[-1])
 
 
 # -----------------------------------------------------------------------------
 # command line
 
-def list_of(kind):
-    """Return a parser of lists such as 1e12,3e12: sorted numbers without duplicates."""
-    def numbers(text):
-        return sorted({kind(word) for word in text.split(",")})
-    return numbers
+@dataclass
+class Options:
+    """Fit a scaling law to the losses of small runs, and predict the loss of a larger run."""
+    budgets: list[float] = key([], "FLOPs per run, two or more: 1e12,3e12,1e13", gt=0)
+    larger: float = key(0.0, "FLOPs of the larger run (default: four times the largest budget)")
+    depth: list[int] = key([], f"depths of the models: 1,2,3 (default: up to {DEPTHS_PER_BUDGET} "
+                           f"with about {TOKENS_PER_WEIGHT} tokens per weight)", ge=1)
+    width: int = key(32, "width per block, which is also the head size", ge=2)
+    jobs: int = key(1, "runs at the same time, with a GPU or a share of the cores each", ge=1)
+    out: str = key("out/scaling", "folder of the runs", aliases="out_dir")
+    check: bool = key(False, "train the larger run as well")
 
 
-def main(argv=None):
-    """Run the command and return its exit code."""
-    parser = argparse.ArgumentParser(
-        prog="python -m train.tools.scaling", description=__doc__, allow_abbrev=False,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        epilog="All other arguments are those of run_train.py.")
-    for name, kind, default, text in (
-            ("--budgets", list_of(float), [], "FLOPs per run, two or more: 1e12,3e12,1e13"),
-            ("--larger", float, 0, "FLOPs of the larger run (four times the largest budget)"),
-            ("--depth", list_of(int), [], f"depths of the models (up to {DEPTHS_PER_BUDGET} with "
-             f"about {TOKENS_PER_WEIGHT} tokens per weight): 1,2,3"),
-            ("--width", int, 32, "width per block, which is also the head size (%(default)s)"),
-            ("--jobs", int, 1, "runs at the same time, with a GPU or a share of the cores each"),
-            ("--out --out_dir", str, "out/scaling", "folder of the runs (%(default)s)")):
-        parser.add_argument(*name.split(), type=kind, default=default, help=text)
-    parser.add_argument("--check", action="store_true", help="train the larger run as well")
-    return run_command(parser, scaling, argv, load=lambda rest: (rest, load_argv(rest)),
-                       interrupt_message="stopped; the same command resumes")
-
-
-def check_arguments(args, config):
-    """Raise UserError if the arguments or the configuration do not allow a fit."""
-    budgets = [0, *args.budgets, args.larger or 4 * max(args.budgets, default=0), math.inf]
-    if len(args.budgets) < 2 or not all(a < b for a, b in zip(budgets, budgets[1:])):
-        raise UserError("expected two --budgets or more above 0, and --larger above them")
-    if min([*args.depth, args.jobs, args.width // 2]) < 1 or args.width % 2:
-        raise UserError("expected --depth and --jobs of at least 1, and an even --width")
+def check_options(options, config):
+    """Raise UserError if the options or the configuration do not allow a fit."""
+    if len(options.budgets) < 2 or max(options.budgets) >= options.larger:
+        raise UserError("expected two --budgets or more, and --larger above them")
+    if options.width % 2:
+        raise UserError("expected an even --width")
     if config.max_minutes or int(os.environ.get("WORLD_SIZE") or 1) > 1:
         raise UserError("a budget is a length: needs runs without max_minutes, and no torchrun")
     require("scipy.optimize", "the fit")
 
 
-def scaling(args, arguments_and_config):
+def scaling(options, arguments_and_config):
     """Train the runs, fit the law and predict the larger run; return the exit code."""
     arguments, config = arguments_and_config  # arguments: those of run_train.py
-    check_arguments(args, config)
+    options.budgets = sorted(set(options.budgets))
+    options.larger = options.larger or 4 * max(options.budgets, default=0)
+    check_options(options, config)
     from train import distributed
     from train.setup import open_data
     with distributed.process_group(config) as ranks:
-        plan = make_planner(arguments, config, args.width, open_data(config, ranks))
+        plan = make_planner(arguments, config, options.width, open_data(config, ranks))
     plans = []
-    for budget in args.budgets:
-        plans += ([plan(budget, depth) for depth in args.depth]
+    for budget in options.budgets:
+        plans += ([plan(budget, depth) for depth in sorted(set(options.depth))]
                   or choose_depths([plan(budget, depth) for depth in DEPTHS]))
-    pool = RunPool(args.out, arguments, "val_loss", args.jobs)
+    pool = RunPool(options.out, arguments, "val_loss", options.jobs)
 
     def train_all(plans):
         runs = [(f"{p.budget:g}_depth_{p.depth}", p.arguments, config.seed) for p in plans]
@@ -283,13 +271,18 @@ def scaling(args, arguments_and_config):
     echo(f"loss = {law.E:.4g} + {law.A:.4g} / N^{law.alpha:.4f} + {law.B:.4g} / D^{law.beta:.4f}, "
          f"from {len(errors)} runs: median error {np.median(errors):.2%}, at most "
          f"{errors.max():.2%}")
-    larger = args.larger or 4 * max(args.budgets)
-    for budget in [*args.budgets, larger]:
+    for budget in [*options.budgets, options.larger]:
         n, d = law.best(budget)
         echo(f"{budget:g} FLOPs: best with {n:,.0f} weights and {d:,.0f} tokens, "
              f"{law.loss(n, d):.4f}")
-    best = min((plan(larger, depth) for depth in DEPTHS), key=lambda p: law.loss(p.n, p.d))
-    return predict(law, runs, plans, losses, best, train_all, arguments, args)
+    best = min((plan(options.larger, depth) for depth in DEPTHS), key=lambda p: law.loss(p.n, p.d))
+    return predict(law, runs, plans, losses, best, train_all, arguments, options)
+
+
+def main(argv=None):
+    """Run the command and return its exit code."""
+    return run_command(Options, scaling, argv, load=lambda rest: (rest, load_argv(rest)),
+                       interrupt_message="stopped; the same command resumes")
 
 
 if __name__ == "__main__":
