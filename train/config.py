@@ -4,13 +4,9 @@ import functools
 import math
 import os
 import re
-import sys
 import textwrap
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, fields, is_dataclass
-
-if sys.version_info < (3, 10):  # noqa: UP036  every command imports this file
-    sys.exit("Python 3.10 or newer is needed, this is " + sys.version.split()[0])
 
 import yaml
 
@@ -26,9 +22,8 @@ from train.base.fields import (
     to_list,
 )
 from train.keys import FIELDS, GROUP_NAMES, GROUPS, START_KEYS, TrainConfig
-from train.system import load_model_type
+from train.system import REPOSITORY, load_model_type
 
-REPOSITORY = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 DEFAULT_PATH = os.path.join("train", "config.yaml")
 MAX_YAML_CHARS = 1 << 16
 MAX_HINTS = 20  # problems that get a hint; the search for a similar key is slow
@@ -36,9 +31,6 @@ MAX_HINTS = 20  # problems that get a hint; the search for a similar key is slow
 
 # -----------------------------------------------------------------------------
 # keys of a model type
-
-NOT_MODEL_TYPES = {"core", "sample", "serve", "convert", "eval"}  # the other folders in model/
-
 
 @functools.cache
 def config_class(model="gpt"):

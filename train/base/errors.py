@@ -10,6 +10,9 @@ import re
 import signal
 import sys
 
+if sys.version_info < (3, 10):  # noqa: UP036  every command imports this file
+    sys.exit("Python 3.10 or newer is needed, this is " + sys.version.split()[0])
+
 
 class UserError(Exception):
     """A problem that the user can fix."""
