@@ -1,6 +1,6 @@
 """Labelled texts: the records that data.prepare.labels reads and the arrays that it writes.
 
-A record has a text, a label, and the evidence: the part of the text that supports the label, as its
+A record has a text, a label, and the evidence: the part of the text that supports the label, as
 words or as offsets in characters. Label or evidence may be missing.
 """
 
@@ -24,7 +24,7 @@ SPLITS = ("train", "val", "test")
 # tokens (N, T) ids, padded with 0; lengths (N,) in tokens; labels (N,) class indices; spans (N, 2)
 # first and last token of the evidence, -1 without evidence or if it was cut off.
 ARRAYS = ("tokens", "lengths", "labels", "spans")
-# Warnings about evidence that is given by its words.
+# Warnings about evidence that is given as words.
 AMBIGUOUS = "evidence that occurs several times in the text (the first occurrence is used)"
 INSIDE_WORD = "evidence that occurs only inside longer words"
 LONG_EVIDENCE_CHARS = 200
@@ -37,7 +37,7 @@ class LabelledText(NamedTuple):
     end: int | None
     group: str          # texts of the same group are in the same split
     warning: str = ""   # about the position of the evidence
-    id: object = None   # the record's own
+    id: object = None   # field `id` of the record
 
     @property
     def evidence(self):
@@ -52,7 +52,7 @@ class Fields:
     evidence: str = key("evidence", "with the part of the text that supports the label")
     start: str = key("start", "instead: with the first character of that part")
     end: str = key("end", "and with the position after the last character")
-    group = None  # field with the group of a text; None: each text is its own group
+    group = None  # field with the group of a text; `None`: each text is a group
 
 
 # -----------------------------------------------------------------------------
@@ -89,7 +89,7 @@ def normalize_label(text):
 
 
 def locate_evidence(text, record, fields):
-    """Return (start, end, warning) of the evidence in characters, (None, None, "") for a record
+    """Return (start, end, warning) of the evidence in characters, (`None`, `None`, "") for a record
     without evidence. Occurrences as whole words are preferred."""
     words, offsets = record.get(fields.evidence), [record.get(fields.start), record.get(fields.end)]
     if all(n not in (None, "") for n in offsets):
@@ -103,25 +103,24 @@ def locate_evidence(text, record, fields):
         return start, end, ""
     if words in (None, ""):
         return None, None, ""
-    positions = find_occurrences(words := clean(words), text) if isinstance(words, str) else []
+    words = clean(str(words))
+    escaped = re.escape(words)
+    before = r"(?<!\w)" if re.match(r"\w", words) else ""
+    after = r"(?!\w)" if re.search(r"\w\Z", words) else ""
+    whole = find_occurrences(before + escaped + after, words, text)
+    positions = whole or find_occurrences(escaped, words, text)
     if not positions:
-        raise ValueError(f"the evidence {str(words)[:60]!r} does not occur in the text")
-    whole = [i for i in positions if not (  # two word characters at a boundary
-        re.fullmatch(r"\w\w", text[max(0, i - 1):i] + words[0])
-        or re.fullmatch(r"\w\w", words[-1] + text[i + len(words):i + len(words) + 1]))]
-    positions = whole or positions
+        raise ValueError(f"the evidence {words[:60]!r} does not occur in the text")
     warning = AMBIGUOUS if len(positions) > 1 else "" if whole else INSIDE_WORD
     return positions[0], positions[0] + len(words), warning
 
 
-def find_occurrences(words, text):
-    """Return the positions of `words` in `text`. Occurrences may overlap, except of long words:
-    comparing these at every position would take quadratic time."""
-    step = 1 if len(words) < LONG_EVIDENCE_CHARS else len(words)
-    positions = []
-    while (i := text.find(words, positions[-1] + step if positions else 0)) >= 0:
-        positions.append(i)
-    return positions
+def find_occurrences(pattern, words, text):
+    """Return the positions of a pattern of `words` in `text`. Occurrences may overlap, except of
+    long words: comparing these at every position would take quadratic time."""
+    if len(words) < LONG_EVIDENCE_CHARS:
+        pattern = f"(?={pattern})"
+    return [match.start() for match in re.finditer(pattern, text)]
 
 
 def read_labelled_texts(sources, fields=Fields, skip_bad=False):

@@ -30,6 +30,8 @@ BOM = b"\xef\xbb\xbf"
 # tables, installed packages.
 STDLIB_SKIP = {"test", "tests", "idle_test", "encodings", "pydoc_data", "site-packages",
                "dist-packages", "__pycache__"}
+SOURCES = ("files (.jsonl, .json, .csv, .tsv, .parquet, also as .gz); Hugging Face datasets "
+           "(OWNER/NAME, hf:NAME, hf:NAME:CONFIG, hf:NAME:CONFIG:SPLIT, or a folder)")
 EXTENSIONS = r"\.(jsonl|ndjson|json|csv|tsv|parquet|txt|md|gz|pt)$"
 
 

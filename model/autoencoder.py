@@ -54,17 +54,16 @@ class Keys:
 
 def read_features_meta(folder):
     """Return the keys of meta.json of a folder that data.prepare.features wrote: {"modalities":
-    {name: D}, "target": D or None, "mean", "std": {name: [D floats]}, "rows": {split: N}, perhaps
+    {name: D}, "target": D or `None`, "mean", "std": {name: [D floats]}, "rows": {split: N}, perhaps
     "shift"}. Raises DataError."""
     numbers = {str: [int | float]}
-    meta = read_meta_for("autoencoder", folder, HOW_TO_PREPARE, modalities={str: int},
-                         rows={str: int}, mean=numbers, std=numbers).extra
-    meta = {"target": None} | meta
-    if not has_type(meta["target"], int | None) or not has_type(meta.get("shift", {}), numbers):
-        raise DataError(f"{folder}: invalid target or shift in its meta.json; {HOW_TO_PREPARE}")
+    meta = {"target": None} | read_meta_for(
+        "autoencoder", folder, HOW_TO_PREPARE, modalities={str: int}, target=int | None,
+        rows={str: int}, mean=numbers, std=numbers).extra
     dims = array_dims(meta)
-    if any({n: len(v) for n, v in meta[part].items()} != dims for part in ("mean", "std")):
-        raise DataError(f"{folder}: mean and std have not the dimensions of the arrays; "
+    if not has_type(meta.get("shift", {}), numbers) or any(
+            {n: len(v) for n, v in meta[part].items()} != dims for part in ("mean", "std")):
+        raise DataError(f"{folder}: mean, std or shift do not match the dimensions of the arrays; "
                         f"{HOW_TO_PREPARE}")
     return meta
 
@@ -183,7 +182,7 @@ def reconstruction_losses(outs, x):
 
 
 def matching_loss(out, y, matching="mse"):
-    """Return the distance (N,) of each row of `out` from its target y, both (N, D): the mean
+    """Return the distance (N,) between the rows of `out` and the targets y, both (N, D): the mean
     squared error, or 1 - correlation if matching is "correlation"."""
     if matching == "mse":
         return (out - y).square().mean(1)
@@ -234,19 +233,17 @@ def build_model(config, data):
 
 def open_matching(folder, split, spec):
     """Return the arrays of a split for a model of `spec`. Raises DataError if the folder has other
-    arrays. If another shift was subtracted from them than from the training data, the difference
-    is added."""
+    arrays. If the shifts of the folder are not those of the training data, the difference is
+    added."""
     meta = read_features_meta(folder)
     for k in ("modalities", "target"):
         if meta[k] != spec[k]:
             raise DataError(f"{folder}: {k} {meta[k]}; the checkpoint was trained on {spec[k]}: "
                             "prepare the same arrays")
-    shift, trained = meta.get("shift", {}), spec.get("shift", {})
-    arrays = open_features(folder, split)
-    for i, name in enumerate(array_dims(meta)):
-        offset = np.subtract(shift.get(name, 0.0), trained.get(name, 0.0))
-        arrays[i] = arrays[i] + offset if offset.any() else arrays[i]
-    return arrays
+    shifts = [[source.get("shift", {}).get(name, 0.0) for source in (meta, spec)]
+              for name in array_dims(meta)]
+    return [array if a == b else array + np.subtract(a, b)
+            for array, (a, b) in zip(open_features(folder, split), shifts)]
 
 
 def batches(arrays, rows):
@@ -257,7 +254,7 @@ def batches(arrays, rows):
 
 @torch.no_grad()
 def evaluate_rows(model, arrays, rows=1024):
-    """Return (metrics, correlations (D,) or None) of a model on all rows of `arrays`, computed in
+    """Return (metrics, correlations (D,) or `None`) of a model on all rows of `arrays`, computed in
     batches of `rows`."""
     total = None
     for batch in batches(arrays, rows):
@@ -277,9 +274,9 @@ def predict_rows(model, arrays, rows=1024):
         z = model.encode(model.standardise(batch))
         out.setdefault("latent", []).append(z)
         if model.head is not None:
-            y = (model.head(z) * model.std_target + model.mean_target).double()
             shift = torch.tensor(model.spec.get("shift", {}).get("target", 0.0)).double()
-            out.setdefault("prediction", []).append(y + shift)
+            y = model.head(z) * model.std_target + model.mean_target
+            out.setdefault("prediction", []).append(y.double() + shift)
     return {name: torch.cat(parts).numpy() for name, parts in out.items()}
 
 

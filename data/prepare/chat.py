@@ -33,7 +33,7 @@ import numpy as np
 from data.chat_template import BuiltinTemplate, open_chat_format, parse_content, parse_messages
 from data.meta import Meta, write_meta
 from data.prepare.folders import new_folder, overwrite_problems
-from data.records import parse_records, raise_problems
+from data.records import SOURCES, parse_records, raise_problems
 from data.rows import ChatPacker, id_dtype, split_by_prompt
 from data.tokenizer import write_tokenizer
 from train.base.cli import run_command
@@ -49,11 +49,9 @@ EXAMPLES = ("example", "example-more")
 
 @dataclass
 class RecordOptions:
-    sources: list[str] = key([], "files (.jsonl, .json, .csv, .tsv, .parquet, any of them as .gz); "
-                             "Hugging Face datasets (OWNER/NAME, hf:NAME, hf:NAME:CONFIG, "
-                             "hf:NAME:CONFIG:SPLIT, or a folder); or example, example-more: "
-                             "questions about the names in Python's standard library",
-                             positional=True, required=True, metavar="SOURCE", text=True)
+    sources: list[str] = key([], f"{SOURCES}; or example, example-more: questions about the names "
+                             "in Python's standard library", positional=True, required=True,
+                             metavar="SOURCE", text=True)
     out: str | None = key(None, "folder to write (default: data/bin/ and the name of the source)",
                           metavar="FOLDER")
     block_size: int | None = key(None, "tokens per row (default: the checkpoint's, else 512)", ge=1)
@@ -70,19 +68,20 @@ class SkipSample(Exception):
     """Raised for a sample to leave out; the text completes "Left out 3 chats ..."."""
 
 
-def check_options(args, tokenizer, model):
-    """Raise DataError if the tokenizer has no end of text or the folder must not be replaced."""
+def check_output(args, tokenizer, model, suffix=""):
+    """Set the default of --out. Raise DataError if the folder must not be replaced, or if the
+    tokenizer cannot mark the end of an answer."""
+    args.out = args.out or os.path.join("data", "bin", Path(args.sources[0]).stem + suffix)
     if tokenizer.eot_token is None:
-        raise DataError(f"--tokenizer {args.tokenizer}: a {tokenizer.kind} tokenizer has no "
-                        "end-of-text token to end an answer with; pretrain with byte, gpt2 or a "
-                        "rank file")
+        raise DataError(f"a {tokenizer.kind} tokenizer has no end-of-text token to end an answer "
+                        "with; start from a model with the tokenizer byte, gpt2 or a rank file")
     raise_problems(overwrite_problems(args.out, model, args.sources, args.force))
 
 
 def encode_samples(args, noun, parse, encode, example=None):
-    """Yield encode(parse(record)) for the records of all sources, and print how many samples were
-    left out: those for which `encode` raises SkipSample and, with --skip_bad, DataError. example:
-    the records of the sources `example` and `example-more`."""
+    """Yield encode(parse(record)) for the records of all sources. A sample is left out if `encode`
+    raises SkipSample or, with --skip_bad, DataError; the number of such samples is printed.
+    example: returns the records of the sources `example` and `example-more`."""
     sources = [(example or example_records)(source) if source in EXAMPLES else source
                for source in args.sources]
     samples = parse_records(sources, parse, args.num_samples, args.skip_bad,
@@ -104,11 +103,20 @@ def encode_samples(args, noun, parse, encode, example=None):
         print(f"Left out {n:,} {noun}s {reason}")
 
 
-def check_splits(args, noun, counts):
-    """Raise DataError if a split has no samples. counts: {split: number of samples}."""
-    if empty := [split for split, n in counts.items() if not n]:
+def collect_splits(args, noun, samples):
+    """Return {"train": [sample, ...], "val": [...]}. Raises DataError if a split is empty."""
+    splits = dict(train=[], val=[])
+    for split, sample in split_by_prompt(samples, args.val_fraction):
+        splits[split].append(sample)
+    check_splits(args, noun, splits)
+    return splits
+
+
+def check_splits(args, noun, splits):
+    """Raise DataError if a split is empty. splits: {split: samples or their number}."""
+    if empty := [split for split, samples in splits.items() if not samples]:
         raise DataError(f"{', '.join(args.sources)}: no {noun} for {' and '.join(empty)}; more "
-                        f"{noun}s, a larger --block_size or another --val_fraction")
+                        f"{noun}s, a larger --block_size or a different --val_fraction")
 
 
 def example_records(source):
@@ -180,42 +188,40 @@ class ChatOptions(RecordOptions):
     show: int = key(0, "print the first N conversations", ge=0)
 
 
-class ChatEncoder:
-    """Encodes conversations to sequences of at most `width` tokens; prints the first n_show."""
+def encode_chats(args, tokenizer, template, width):
+    """Yield [(ids, mask), ...] of each conversation, in sequences of at most `width` tokens."""
+    n_shown = n_cut = 0
 
-    def __init__(self, tokenizer, template, width, n_show):
-        self.tokenizer = tokenizer
-        self.template = template
-        self.width = width
-        self.n_show = n_show
-        self.n_cut = 0  # conversations of which only the beginning fits
-
-    def __call__(self, messages):
-        """Return [(ids, mask), ...] of a conversation. Raises SkipSample."""
-        whole = self.template.sequences(messages, self.tokenizer)
-        fitting = [part for part in (cut(*chat, self.width) for chat in whole) if len(part[0])]
-        for part in fitting if self.n_show > 0 else []:
-            print_chat(*part, self.tokenizer)
-        self.n_show -= 1
+    def encode(messages):
+        nonlocal n_shown, n_cut
+        whole = template.sequences(messages, tokenizer)
+        fitting = [part for part in (cut(*chat, width) for chat in whole) if len(part[0])]
+        if n_shown < args.show:
+            n_shown += 1
+            for part in fitting:
+                print_chat(*part, tokenizer)
         answers = [text.strip() for role, text in messages if role == "assistant"]
         if not answers or "" in answers:
             raise SkipSample("without an answer")
         if not fitting:
-            raise SkipSample(f"longer than {self.width:,} tokens")
-        self.n_cut += sum(m.sum() for _, m in fitting) < sum(m.sum() for _, m in whole)
+            raise SkipSample(f"longer than {width:,} tokens")
+        n_cut += sum(m.sum() for _, m in fitting) < sum(m.sum() for _, m in whole)
         return fitting
+    yield from encode_samples(args, "chat", lambda r: to_messages(r, args.field), encode)
+    if n_cut:
+        print(f"Cut {n_cut:,} chats to the exchanges that fit into {width:,} tokens")
 
 
 def cut(ids, mask, width):
-    """Return the ids and the mask of the first whole exchanges that fit into `width` tokens; they
-    may be empty."""
+    """Return the ids and the mask of the first whole exchanges that fit into `width` tokens,
+    perhaps none."""
     ends = np.flatnonzero(np.diff(mask.astype(np.int8), append=0) < 0) + 1
     n = int(ends[ends <= width].max(initial=0))
     return ids[:n], mask[:n]
 
 
 def print_chat(ids, mask, tokenizer):
-    """Print a conversation; the tokens to learn are green on a terminal, else in brackets."""
+    """Print a conversation; the tokens to learn are green on a terminal, or in brackets."""
     colour = sys.stdout.isatty() and not os.environ.get("NO_COLOR")
     left, right = ("\033[32m", "\033[0m") if colour else ("[", "]")
     edges = np.flatnonzero(np.diff(mask, prepend=0, append=0))
@@ -227,14 +233,12 @@ def print_chat(ids, mask, tokenizer):
 
 def prepare_chats(args):
     """Prepare the conversations of the options and print a summary."""
-    args.out = args.out or os.path.join("data", "bin", Path(args.sources[0]).stem)
     tokenizer, block_size, template = open_chat_format(args.tokenizer)
-    check_options(args, tokenizer, "chat")
+    check_output(args, tokenizer, "chat")
     template = (template or BuiltinTemplate()).with_end_ids(tokenizer)
     block_size = args.block_size or block_size or 512
     width = block_size + 1
-    encoder = ChatEncoder(tokenizer, template, width, args.show)
-    chats = encode_samples(args, "chat", lambda record: to_messages(record, args.field), encoder)
+    chats = encode_chats(args, tokenizer, template, width)
     with new_folder(args.out, FILES) as folder:
         packers = {split: ChatPacker(folder, split, width, id_dtype(tokenizer.n_vocab),
                                      tokenizer.eot_token) for split in ("train", "val")}
@@ -246,8 +250,6 @@ def prepare_chats(args):
         write_meta(folder, Meta(
             "chat", **write_tokenizer(folder, tokenizer), block_size=block_size,
             template=template.spec, splits=splits, sources=args.sources))
-    if encoder.n_cut:
-        print(f"Cut {encoder.n_cut:,} chats to the exchanges that fit into {width:,} tokens")
     for split, n in splits.items():
         print(f"[{split}] {n['chats']:,} chats, {n['tokens']:,} tokens, {n['learned_tokens']:,} of "
               f"them learned, in {n['rows']:,} rows of {width}, "

@@ -3,13 +3,13 @@
     python -m data.prepare.features video.npy audio.npy --target fmri.npy
 
 Each .npy file is a modality, an array (rows, dims); all arrays have the same rows in the same
-order, e.g. the frames of a film. The target is a signal recorded at those rows. The result is a
+order, e.g. the frames of a film. The target is a signal recorded at the same rows. The result is a
 folder with train_video.npy, val_video.npy, ..., train_target.npy, val_target.npy in float32, and
 meta.json with the dimensions of each array and the mean and standard deviation of each dimension
 over the training rows.
 
-A dimension whose mean is much larger than its deviation would lose precision in float32. Its mean
-is subtracted in float64 and stored as "shift" in meta.json.
+If the mean of a dimension is much larger than the standard deviation, float32 would lose precision:
+this mean is subtracted in float64 and stored as "shift" in meta.json.
 
 Neighbouring rows are nearly equal, so a random split would put near copies of training rows into
 the validation split. Whole runs (films, sessions, stretches of time) are held out instead.
@@ -51,7 +51,7 @@ def prepare_features(arrays, target, out, val_fraction=0.1, runs=None, force=Fal
                      log=echo, **extra):
     """Write the folder `out` and return the keys of its meta.json. Raises DataError.
 
-    arrays: {name: (rows, dims)}; target: (rows, dims) or None; runs: (rows,) the run of each row.
+    arrays: {name: (rows, dims)}; target: (rows, dims) or `None`; runs: (rows,) the run of each row.
     sources: names of the files; features of other sources are replaced only with `force`. extra:
     more keys of meta.json.
     """
@@ -132,8 +132,8 @@ def write_array(path, name, array, chosen, shift):
 def synthetic(n_runs=30, run_length=200, noise=0.25, seed=0):
     """Return ({modality: array}, target, runs, ceiling) with a known structure.
 
-    Eight hidden signals change slowly in time. Each modality is a nonlinear mixture of some of
-    them, the target a linear mixture of all plus noise, so that no single modality is sufficient.
+    Eight hidden signals change slowly in time. Each modality is a nonlinear mixture of some
+    signals, the target a linear mixture of all plus noise: no single modality is sufficient.
     ceiling: the highest correlation with the target that can be reached.
     """
     rng = np.random.default_rng(seed)
@@ -178,8 +178,8 @@ class FeatureOptions:
     force: bool = key(False, "replace features of other arrays in the folder")
 
 
-def read_sources(args):
-    """Return ({name: array}, target or None, runs) of the files in the args."""
+def open_arrays(args):
+    """Return ({name: array}, target or `None`, runs) of the files on the command line."""
     names = args.names or [os.path.basename(path).removesuffix(".npy") for path in args.arrays]
     valid = {n for n in names if re.fullmatch(r"[A-Za-z]\w*", n) and n != "target"}
     if not len(valid) == len(names) == len(args.arrays):
@@ -200,7 +200,7 @@ def prepare_files(args):
         name, sources, extra = "synthetic", ["--synthetic"], {}
         arrays, target, runs, extra["ceiling"] = synthetic()
     else:
-        arrays, target, runs = read_sources(args)
+        arrays, target, runs = open_arrays(args)
         sources = [*args.arrays, *([args.target] if args.target else [])]
         name, extra = next(iter(arrays)), {}
     out = args.out or os.path.join("data", "bin", name)

@@ -3,7 +3,7 @@
     python -m data.prepare.labels reviews.csv --out data/bin/reviews --tokenizer out/ckpt.pt
     python -m data.prepare.labels --example --out data/bin/labels
 
-A record has a text, a label, and evidence: a part of the text, as its words or as offsets in
+A record has a text, a label, and evidence: a part of the text, as words or as offsets in
 characters. Label or evidence may be missing. Writes train, val and test arrays with one row per
 text (SPLIT_tokens.npy etc., see data/labels.py) and meta.json. The split is a hash of the text, or
 of the field --group, so that records that belong together are in the same split.
@@ -27,7 +27,7 @@ import numpy as np
 from data.labels import ARRAYS, SPLITS, Fields, read_labelled_texts, to_arrays
 from data.meta import Meta, write_meta
 from data.prepare.folders import new_folder, overwrite_problems
-from data.records import STDLIB_SKIP, raise_problems, walk
+from data.records import SOURCES, STDLIB_SKIP, raise_problems, walk
 from data.rows import split_by_group
 from data.tokenizer import open_tokenizer, write_tokenizer
 from train.base.cli import run_command
@@ -46,10 +46,7 @@ EXAMPLE_ROWS_PER_FILE = 6
 @dataclass
 class LabelOptions(Fields):
     """Prepare labelled texts for --model classifier."""
-    files: list[str] = key([], "files (.jsonl, .json, .csv, .tsv, .parquet, any of them as .gz), "
-                           "or Hugging Face datasets (OWNER/NAME, hf:NAME, hf:NAME:CONFIG, "
-                           "hf:NAME:CONFIG:SPLIT, or a folder)", positional=True, metavar="FILE",
-                           text=True)
+    files: list[str] = key([], SOURCES, positional=True, metavar="FILE", text=True)
     group: str | None = key(None, "field that identifies what belongs together, e.g. a document or "
                             "a patient: its texts are in the same split (default: each text is "
                             "a group)")
@@ -90,7 +87,7 @@ def prepare_labels(args):
     longest = max(len(tokenizer.encode_array(row.text)) for row in rows)
     info = dict(task=task, classes=classes, max_tokens=min(longest, args.max_tokens),
                 class_counts=[sum(row.label == c for row in splits["train"]) for c in classes])
-    lost = sum(row.start is not None for row in rows)  # rows whose evidence is cut off
+    lost = sum(row.start is not None for row in rows)  # rows that lose evidence
     with new_folder(args.out, FILES) as folder:
         for split in SPLITS:
             arrays = to_arrays(splits[split], tokenizer, classes, args.max_tokens)
@@ -172,7 +169,7 @@ def missing_words(source):
 def write_example(path):
     """Write JSONL of missing_words() in the sources of numpy and torch, EXAMPLE_ROWS_PER_WORD of
     each word, with the fields text, label, start, end and file. Every text is unique: a copy could
-    be in another split."""
+    be in a different split."""
     files, rows = [], {word: {} for word in EXAMPLE_WORDS}
     for package in ("numpy", "torch"):
         folder = Path(importlib.util.find_spec(package).submodule_search_locations[0])

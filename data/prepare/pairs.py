@@ -14,11 +14,9 @@ answers' log probabilities according to the model --reference). meta.json identi
 that model by a digest.
 """
 
-import os
 import re
 import sys
 from dataclasses import dataclass
-from pathlib import Path
 
 import numpy as np
 
@@ -26,7 +24,7 @@ from data.chat_template import parse_messages
 from data.meta import Meta, write_meta
 from data.prepare import chat
 from data.prepare.folders import new_folder
-from data.rows import RowWriter, id_dtype, pad_rows, split_by_prompt
+from data.rows import RowWriter, id_dtype, pad_rows
 from data.tokenizer import write_tokenizer
 from train.base.cli import run_command
 from train.base.errors import DataError
@@ -56,7 +54,7 @@ def to_pair(record):
 
 
 def join_messages(prompt, answer):
-    """Return [(role, text), ...] of a prompt, which may be None, and an answer: a text, a list of
+    """Return [(role, text), ...] of a prompt, which may be `None`, and an answer: a text, a list of
     messages or a whole conversation. Raises ValueError."""
     if isinstance(answer, str) and not prompt:
         before, *parts = re.split(r"\n\n(Human|Assistant):", f"\n\n{answer.lstrip()}")
@@ -124,20 +122,16 @@ def prepare_pairs(args):
     from train.device import choose_dtype
     from train.distributed import get_device
     device = get_device()
-    args.out = args.out or os.path.join("data", "bin", f"{Path(args.sources[0]).stem}-pairs")
     state = read_backbone(args.reference, "reference")
     model, tokenizer = model_of(state, args.reference, device)
     if getattr(model, "template", None) is None or tokenizer is None:
         raise DataError(f"--reference {args.reference}: pairs need the checkpoint of a chat model, "
                         "with which their answers are compared")
-    chat.check_options(args, tokenizer, "dpo")
+    chat.check_output(args, tokenizer, "dpo", "-pairs")
     template = model.template.with_end_ids(tokenizer)
     block_size = min(args.block_size or model.config.block_size, model.config.block_size)
-    splits = dict(train=[], val=[])
-    for split, pair in split_by_prompt(encode_pairs(args, tokenizer, template, block_size + 1),
-                                       args.val_fraction):
-        splits[split].append(pair)
-    chat.check_splits(args, "pair", {split: len(pairs) for split, pairs in splits.items()})
+    splits = chat.collect_splits(args, "pair", encode_pairs(args, tokenizer, template,
+                                                            block_size + 1))
     longest = max(len(ids) for pairs in splits.values() for pair in pairs for ids, _ in pair)
     block_size = min(block_size, -(-longest // LENGTH_MULTIPLE) * LENGTH_MULTIPLE)
     dtype, reason = choose_dtype("auto", device)

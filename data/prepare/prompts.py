@@ -1,10 +1,10 @@
-"""Prepare prompts for --model grpo, which samples answers to them and computes rewards.
+"""Prepare prompts for --model grpo, which samples and rewards answers.
 
     python -m data.prepare.prompts FILE... --tokenizer out/chat/ckpt.pt --out data/bin/prompts
 
-Records are those of data.prepare.chat, whose last answer becomes the reference answer, or TRL's:
-`prompt`, a text or a list of messages, and any fields that the reward uses. Their reference answer
-is a text in the field `answer`, if there is one.
+Reads the records of data.prepare.chat, in which the last answer is the reference answer, and TRL's:
+`prompt`, a text or a list of messages, an optional reference answer `answer`, and any fields that
+the reward uses.
 
 Writes, for train and val, SPLIT_tokens.npy (one row per prompt, filled up with end tokens),
 SPLIT_length.npy (tokens of the prompt) and SPLIT_rows.jsonl (per row the question, the reference
@@ -16,7 +16,6 @@ import json
 import os
 import sys
 from dataclasses import dataclass
-from pathlib import Path
 
 import numpy as np
 
@@ -24,7 +23,7 @@ from data.chat_template import BuiltinTemplate, open_chat_format, parse_content,
 from data.meta import Meta, write_meta
 from data.prepare import chat
 from data.prepare.folders import new_folder
-from data.rows import id_dtype, pad_rows, split_by_prompt
+from data.rows import id_dtype, pad_rows
 from data.tokenizer import write_tokenizer
 from train.base.cli import run_command
 from train.base.fields import key
@@ -42,7 +41,7 @@ class PromptOptions(chat.RecordOptions):
 
 
 def to_question(record, fields=()):
-    """Return (the messages up to the answer, the reference answer or None, the record), in
+    """Return (the messages up to the answer, the reference answer or `None`, the record), in
     `fields` or in the fields of a known format. Raises ValueError."""
     name, answer = fields[0] if len(fields) == 1 else "prompt", None
     if isinstance(record, dict) and name in record and (len(fields) == 1 or not fields and not (
@@ -76,16 +75,14 @@ def encode_prompts(args, tokenizer, template, max_tokens):
 
 def prepare_prompts(args):
     """Prepare the prompts of the options and print a summary."""
-    args.out = args.out or os.path.join("data", "bin", f"{Path(args.sources[0]).stem}-prompts")
     tokenizer, block_size, template = open_chat_format(args.tokenizer)
-    chat.check_options(args, tokenizer, "grpo")
+    chat.check_output(args, tokenizer, "grpo", "-prompts")
     template = (template or BuiltinTemplate()).with_end_ids(tokenizer)
     max_tokens = args.block_size or (block_size or 512) - 1  # the answer needs a token
-    splits = dict(train=[], val=[])  # lists of (ids, line)
-    for split, ((ids, _), line) in split_by_prompt(
-            encode_prompts(args, tokenizer, template, max_tokens), args.val_fraction):
-        splits[split].append((ids[:-1], line))
-    chat.check_splits(args, "question", {split: len(rows) for split, rows in splits.items()})
+    splits = chat.collect_splits(args, "question",
+                                 encode_prompts(args, tokenizer, template, max_tokens))
+    splits = {split: [(ids[:-1], line) for (ids, _), line in rows]
+              for split, rows in splits.items()}
     width = max(len(ids) for rows in splits.values() for ids, _ in rows)
     with new_folder(args.out, FILES) as folder:
         for split, rows in splits.items():
@@ -103,7 +100,7 @@ def prepare_prompts(args):
 
 
 def write_prompts(start, ids, lines, width, tokenizer):
-    """Write the files of a split, whose names begin with `start`."""
+    """Write the files of a split. start: the beginning of the names of the files."""
     np.save(f"{start}_tokens.npy", pad_rows(ids, width, tokenizer.eot_token,
                                             id_dtype(tokenizer.n_vocab)))
     np.save(f"{start}_length.npy", np.array([len(row) for row in ids], "<u4"))

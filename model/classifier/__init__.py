@@ -30,7 +30,7 @@ from train.dataloader import Data, RowLoader
 MAX_LOG_ODDS = 16.0
 LOG_ODDS_BINS = 1 << 18
 USE = "python -m model.classifier --ckpt {out}/ckpt_best.pt --data FILE.csv --out {out}/report"
-MUST_MATCH_TO_INIT = ("classes",)  # the head identifies classes by their index
+MUST_MATCH_TO_INIT = ("classes",)  # the head identifies classes by index
 
 
 @dataclass
@@ -44,14 +44,14 @@ class Keys:
     span_weight: float = key(1.0, "joint: weight of the evidence's loss", ge=0)
 
     def problems(self):
-        if self.class_weights in (None, "balanced"):
-            return []
         try:
-            valid = all(float(w) > 0 for w in self.class_weights.split(","))
+            if self.class_weights in (None, "balanced") or min(
+                    float(w) for w in self.class_weights.split(",")) > 0:
+                return []
         except ValueError:
-            valid = False
-        return [] if valid else ["class_weights: expected balanced or numbers above 0 such as "
-                                 f"1,2.5,1; got {self.class_weights!r}"]
+            pass
+        return ["class_weights: expected balanced or numbers above 0 such as 1,2.5,1; got "
+                f"{self.class_weights!r}"]
 
 
 # -----------------------------------------------------------------------------
@@ -113,17 +113,17 @@ class Classifier(nn.Module):
     """A GPT with a linear head for the label of a text and two pointers for its evidence.
 
     forward(tokens, lengths, labels, spans) returns (loss, sums); forward(tokens, lengths) returns
-    (class scores (B, K) or None, spans (B, 2) or None).
+    (class scores (B, K) or `None`, spans (B, 2) or `None`).
 
     In a causal model only the last token's state depends on the whole text, so the label is
     computed from it (the mean of all states learns more slowly, see train/LOG.md). For the same
-    reason evidence is located from its end: the state of the text's last token selects the last
-    token of the evidence, whose state selects the first one.
+    reason the end of the evidence is located first: the state of the text's last token selects the
+    last token of the evidence, and the state of that token selects the first one.
     """
 
     def __init__(self, shape, spec, weights, seed=1337, span_weight=1.0):
         """shape: the GPTConfig of the backbone, which is built without an output layer. With
-        rotary positions its block_size becomes the length of the longest text."""
+        rotary positions, block_size becomes the length of the longest text."""
         super().__init__()
         self.config = shape
         self.spec = spec
@@ -150,7 +150,7 @@ class Classifier(nn.Module):
         return torch.zeros(shape) if inner.endswith("bias") else normal(name, shape, 0.02, seed)
 
     def adopt(self, weights):
-        """Map a GPT's weights to the backbone. Heads of a classifier are used if their shapes
+        """Map a GPT's weights to the backbone. Heads of a classifier are used if the shapes
         match."""
         own, weights = self.state_dict(), self.gpt.adopt(weights)
         named = {n if n in own else f"gpt.{n}": t for n, t in weights.items()}
@@ -177,7 +177,7 @@ class Classifier(nn.Module):
         return self.losses(x, scores, ends, labels, spans)
 
     def start_scores(self, x, end):
-        """Return scores (B, T) of first tokens for evidence whose last token is end (B,)."""
+        """Return scores (B, T) of first tokens if the last token of the evidence is end (B,)."""
         mask = torch.arange(x.size(1), device=x.device) <= end[:, None]
         return self.start(states_at(x, end), x, mask)
 
@@ -188,8 +188,8 @@ class Classifier(nn.Module):
         return torch.stack((self.start_scores(x, end).argmax(1), end), dim=1)
 
     def losses(self, x, scores, ends, labels, spans):
-        # A row's loss and its share in the count are weighted by its class, so that the loss is
-        # torch's weighted cross-entropy, sum(w loss) / sum(w), of any number of batches.
+        # Loss and count of a row are weighted by the class, so that the result is torch's weighted
+        # cross-entropy, sum(w loss) / sum(w), over any number of batches.
         has_span = spans[:, 0] >= 0  # (B,)
         first, last = spans.clamp(min=0).unbind(1)  # (B,) each
         w, label_loss, span_loss = has_span.float(), 0.0, 0.0
@@ -211,8 +211,8 @@ class Classifier(nn.Module):
         return loss, sums
 
     def eval_sums(self, x, scores, ends, labels, spans):
-        """Return the additional sums of an evaluation: the confusion matrix (K, K), whose rows are
-        the true classes; log_odds_counts(); span_sums()."""
+        """Return the additional sums of an evaluation: the confusion matrix (K, K) (rows: true
+        classes), log_odds_counts() and span_sums()."""
         out = {}
         if self.head is not None:
             K = scores.size(1)
@@ -224,7 +224,7 @@ class Classifier(nn.Module):
 
     def numbers(self, sums):
         """Return the metrics of an evaluation: accuracy; precision, recall and F1, each as _macro
-        and _weighted; auroc; exact_match and token_f1 of evidence spans, compared by tokens. None
+        and _weighted; auroc; exact_match and token_f1 of evidence spans, compared by tokens. `None`
         if there is nothing to count. For spans alone f1_macro is token_f1."""
         count = float(sums["count"])
         out = {name: float(sums[name]) / count if count else None

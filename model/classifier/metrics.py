@@ -12,8 +12,8 @@ import torch
 # classes
 
 def confusion_metrics(matrix):
-    """Return accuracy, precision, recall and F1 of a confusion matrix (K, K), whose rows are the
-    true classes. Undefined values are 0, as with scikit-learn's zero_division=0; macro averages
+    """Return accuracy, precision, recall and F1 of a confusion matrix (K, K) (rows: true
+    classes). Undefined values are 0, as with scikit-learn's zero_division=0; macro averages
     are over the classes that occur among labels or predictions."""
     true = matrix.sum(1)
     predicted = matrix.sum(0)
@@ -32,7 +32,7 @@ def confusion_metrics(matrix):
 
 
 def auroc(negatives, positives):
-    """Return the area under the ROC curve, None if there are no negatives or no positives.
+    """Return the area under the ROC curve, `None` without negatives or positives.
 
     negatives, positives: (n,) numbers of negative and positive samples at each of n increasing
     scores. The area is the probability that a positive scores above a negative; ties count half.
@@ -44,7 +44,7 @@ def auroc(negatives, positives):
 
 def average_auroc(areas):
     """Return the AUROC of the second of two classes, or the mean over more classes (one against the
-    rest); None if one is undefined."""
+    rest); `None` if one is undefined."""
     if len(areas) == 2:
         return areas[1]
     return None if None in areas else float(np.mean(areas))
@@ -55,8 +55,8 @@ def classification_metrics(labels: np.ndarray, scores: np.ndarray) -> dict[str, 
 
     labels: (N,) true classes. scores: (N, K), e.g. probabilities. The result has accuracy;
     precision, recall and f1, each with the suffixes _macro, _weighted and _per_class; auroc (see
-    average_auroc) and auroc_per_class, None for a class without samples; confusion_matrix, whose
-    rows are the true classes; support. Raises ValueError for invalid arrays.
+    average_auroc) and auroc_per_class, `None` for a class without samples; confusion_matrix
+    (rows: true classes); support. Raises ValueError for invalid arrays.
     """
     labels, scores = np.asarray(labels), np.asarray(scores, np.float64)
     if scores.ndim != 2 or labels.shape != scores.shape[:1] or not len(labels):
@@ -90,7 +90,7 @@ def span_sums(truths, guesses):
 
 
 def span_metrics(sums):
-    """Return {"exact_match", "token_f1"}, means of span_sums(); None without evidence."""
+    """Return {"exact_match", "token_f1"}, means of span_sums(); `None` without evidence."""
     n = float(sums["spans"])
     return {name: float(sums[key]) / n if n else None
             for name, key in (("exact_match", "exact"), ("token_f1", "overlap"))}

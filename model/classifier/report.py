@@ -5,6 +5,7 @@ import os
 import sys
 from dataclasses import dataclass
 from html import escape
+from pathlib import Path
 
 import numpy as np
 import torch
@@ -106,8 +107,8 @@ def load_rows(args, model, tokenizer):
 
 @torch.no_grad()
 def predict(model, arrays, batch_size, device):
-    """Return (probabilities (N, K) or None, spans (N, 2) or None) as numpy arrays. Rows of similar
-    lengths share a batch, which is smaller if they are longer than the training texts."""
+    """Return (probabilities (N, K) or `None`, spans (N, 2) or `None`) as numpy arrays. A batch
+    has rows of similar lengths, fewer if these are longer than the training texts."""
     lengths = np.asarray(arrays[1])
     order, parts, done = np.argsort(lengths, kind="stable"), [], 0
     model.widen(int(lengths.max()))
@@ -151,7 +152,7 @@ def format_report(metrics):
 
 def confusion_svg(matrix, classes, title):
     """Return an SVG image of a confusion matrix: one row per true class, one column per predicted
-    class, each cell coloured by its share of the row."""
+    class, each cell coloured by the share of the row."""
     left = 24 + 7 * max(map(len, classes))
     top = 56 + left // 2
     right, bottom = left + CELL * len(classes), top + CELL * len(classes)
@@ -175,25 +176,24 @@ def confusion_svg(matrix, classes, title):
 
 
 def write_report(folder, metrics, classes, rows, scores, evidence):
-    """Write metrics.json, confusion.svg (if there are labels) and predictions.jsonl."""
-    def create(name):
-        return open(os.path.join(folder, name), "w", encoding="utf-8")
-    os.makedirs(folder, exist_ok=True)
-    with create("metrics.json") as f:
-        json.dump(metrics, f, indent=1, allow_nan=False)
+    """Write metrics.json, confusion.svg (for labelled data) and predictions.jsonl."""
+    contents = {"metrics.json": json.dumps(metrics, indent=1, allow_nan=False)}
     if "confusion_matrix" in metrics:
         title = f"accuracy {metrics['accuracy']:.3f}, macro F1 {metrics['f1_macro']:.3f}"
-        with create("confusion.svg") as f:
-            f.write(confusion_svg(metrics["confusion_matrix"], classes, title))
-    with create("predictions.jsonl") as f:
-        for i, row in enumerate(rows):  # a row without id is identified by its number
-            row = {"id": i} | {name: v for name, v in row.items() if v is not None}
-            if scores is not None:
-                row |= dict(label=classes[scores[i].argmax()],
-                            probability=round(float(scores[i].max()), 4))
-            if evidence is not None:
-                row["evidence"] = evidence[i]
-            f.write(json.dumps(row, default=str) + "\n")
+        contents["confusion.svg"] = confusion_svg(metrics["confusion_matrix"], classes, title)
+    lines = []
+    for i, row in enumerate(rows):  # the default id is the number of the row
+        row = {"id": i} | {name: value for name, value in row.items() if value is not None}
+        if scores is not None:
+            row["label"] = classes[scores[i].argmax()]
+            row["probability"] = round(float(scores[i].max()), 4)
+        if evidence is not None:
+            row["evidence"] = evidence[i]
+        lines.append(json.dumps(row, default=str) + "\n")
+    contents["predictions.jsonl"] = "".join(lines)
+    os.makedirs(folder, exist_ok=True)
+    for name, text in contents.items():
+        Path(folder, name).write_text(text, encoding="utf-8")
 
 
 def main(argv=None):
