@@ -110,7 +110,7 @@ def check_options(o):
     tokenizer = None
     try:
         if o.tokenizer not in ("char", "bpe"):
-            tokenizer = open_tokenizer(o.tokenizer or "byte")
+            tokenizer = open_tokenizer(o.tokenizer)
     except ValueError as error:
         problems.append((str(error), ""))
     return tokenizer, problems
@@ -179,12 +179,12 @@ def write_tokens(o, kept, tokenizer, folder):
     return meta
 
 
-def prepare(sources, out, log=echo, **options):
+def prepare(sources, out, tokenizer="byte", log=echo, **options):
     """Write train.bin, val.bin and meta.json of `sources` to the folder `out`, and return the
     content of meta.json. options: fields of Options. Raises DataError with all problems."""
     start = time.monotonic()
     o = Options([os.path.expanduser(source) for source in sources], os.path.expanduser(out),
-                **options)
+                tokenizer=tokenizer or "byte", **options)
     o.field = [o.field] if isinstance(o.field, str) else list(o.field) or ["text"]
     with new_folder(o.out, FILES) as folder:
         kept, tokenizer, copies, skipped = survey_sources(o, folder)
