@@ -467,7 +467,7 @@ def save_while_training(options):
         named = run.raw_model.named_parameters()
         state = {n: [full(t).clone() for t in (p.detach(), run.optimizer.state[p]["exp_avg"])]
                  for n, p in named}
-        run.save()
+        save(run)
         train_step(run)
         written.set()
         run.folder.wait()
@@ -493,13 +493,13 @@ def spoil_a_shard(options):
 
         from train.base.errors import BadNumbers
         from train.distributed import local
-        from train.train import train_step
+        from train.train import save, train_step
         train_step(run)
         with torch.no_grad():
             if run.ranks.rank == 1:
                 local(run.raw_model.ln_f.weight)[0] = torch.inf
         try:
-            run.save()
+            save(run)
         except BadNumbers as error:
             return str(error)
     return with_run(options, compute)
