@@ -455,7 +455,7 @@ def save_while_training(options):
 
         from train.base import run_folder
         from train.distributed import full
-        from train.train import train_step
+        from train.train import save, train_step
         written, write = threading.Event(), run.folder.write
 
         def late(*args):
@@ -704,8 +704,9 @@ def agreement():
         found = distributed.broadcast_from_rank0(lambda: os.getpid(), ranks)
         sent = {"bf16": torch.tensor([1.5, -2.0]).bfloat16(), "flag": torch.tensor([True, False]),
                 "scalar": torch.tensor(3.0), "empty": torch.empty(0, 4)}
-        got = {k: checkpoint.broadcast_tensor(v if ranks.is_main else None, checkpoint.without_values(v),
-                                          ranks) for k, v in sent.items()}
+        got = {k: checkpoint.broadcast_tensor(
+            v if ranks.is_main else None, checkpoint.without_values(v), ranks)
+            for k, v in sent.items()}
         same = all(torch.equal(got[k], v) and got[k].dtype == v.dtype for k, v in sent.items())
         try:
             distributed.broadcast_from_rank0(lambda: 1 / 0, ranks)

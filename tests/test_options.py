@@ -381,8 +381,8 @@ def test_what_is_missing_ends_with_one_message(tmp_path, data_dir, args, words):
 def test_advice_for_nccl_and_lost_ranks():
     for error, words in (("NCCL error in: x.cpp", "NCCL_DEBUG=INFO"),
                          ("Connection reset by peer", "--max-restarts")):
-        assert words in robust.advice(RuntimeError(error), TrainConfig())
-    assert robust.advice(ValueError("x"), TrainConfig()) == ""
+        assert words in robust.suggest_fix(RuntimeError(error), TrainConfig())
+    assert robust.suggest_fix(ValueError("x"), TrainConfig()) == ""
 
 
 # -----------------------------------------------------------------------------

@@ -13,7 +13,7 @@ from conftest import REPO
 
 import run_train
 from train.config import config_class, load_config, take_config
-from train.logger import next_steps
+from train.logger import suggest_next_steps
 
 PAGES = ("README.md", "train/README.md", "model/README.md", "data/README.md")
 TEXTS = {page: (REPO / page).read_text() for page in PAGES}
@@ -119,7 +119,7 @@ SYSTEMS = ("gpt", "chat", "lora", "dpo", "grpo", "distill", "classifier", "moe",
 def test_a_run_ends_with_a_command_that_uses_it(system, monkeypatch):
     config = load_config(None, dict(out_dir="my runs/a"))
     use = importlib.import_module(f"model.{system}").USE
-    said = next_steps(config, use).split("\n")
+    said = suggest_next_steps(config, use).split("\n")
     assert said[0] == "Next: open my runs/a/loss.svg, and use it:"
     _, _, module, *words = shlex.split(said[1])
     assert words[0] == "--ckpt" and words[1].startswith("my runs/a/ckpt") and not parse(

@@ -101,9 +101,9 @@ def test_a_sample_is_timed_alone_and_then_in_a_few(now, seconds, sizes):
 
 def test_how_long_a_run_takes():
     c = TrainConfig(max_iters=1000, data_dir="my data")
-    assert logger.how_long(2.4, c, 400) == "About 2 s per step on this machine: 0:24:00 for 600 steps"
-    assert "\n" not in logger.how_long(86.4, c, 0)
-    slow = logger.how_long(86.5, c, 0)
+    assert logger.describe_duration(2.4, c, 400) == "About 2 s per step on this machine: 0:24:00 for 600 steps"
+    assert "\n" not in logger.describe_duration(86.4, c, 0)
+    slow = logger.describe_duration(86.5, c, 0)
     assert slow.startswith("About 86 s per step on this machine: 1d 0:01:40 for 1,000 steps.\n")
     assert "--data_dir 'my data' --out_dir out/quick" in slow and "config_quick.yaml" in slow
 

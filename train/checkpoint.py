@@ -1,10 +1,10 @@
-"""What a checkpoint contains, which one a run resumes from, whether it fits, and restoring it.
+"""Checkpoints of a run: content, selection at the start, checks and restoring.
 
 A checkpoint holds whole tensors with plain names, the same for one device, DDP and FSDP2. Only
 rank 0 reads and writes files. The other ranks receive an outline first, which is the state with
 tensors on the meta device (shape and dtype without values), and then one tensor at a time.
 
-The file format is in train/base/checkpoint_file.py, the folder of a run in train/base/run_folder.py.
+The file format is in train/base/checkpoint_file.py, saving in train/base/run_folder.py.
 """
 
 import argparse
@@ -72,12 +72,12 @@ class Start:
     def __post_init__(self):
         self.outline = without_values(self.state)
 
-    def __getstate__(self):  # what is sent to the other ranks
+    def __getstate__(self):  # sent to the ranks other than 0
         return self.__dict__ | {"state": None}
 
 
 def weights_module():
-    """Return model/core/weights.py, the home of everything about weights that another run trained.
+    """Return model/core/weights.py, which handles weights of a different run.
     Imported here only: train/ does not depend on model/."""
     from model.core import weights
     return weights
@@ -132,8 +132,8 @@ def measured_length(config, old):
 
 
 def inherited_shape(config):
-    """Return ({key: value} that a new run inherits from the weights that it starts from, their
-    file), without starting a run. Raises CheckpointError."""
+    """Return ({key: value} that a new run inherits from the weights that it starts from, file of
+    the weights), without starting a run. Raises CheckpointError."""
     for path in input_files(config, (True,)).values():
         weights = weights_module()
         return weights.take_checkpoint_shape(config, weights.read_weights(path), path), path
@@ -149,14 +149,14 @@ def check_not_moved(config):
 
 
 def find_checkpoint(folder, resume, log):
-    """Return (state, path) of the checkpoint that `resume` (auto, never, must or a file) selects, on
-    rank 0; (None, None): start from scratch. Raises CheckpointError.
+    """Return (state, path) of the checkpoint selected by `resume` (auto, never, must or a file), on rank
+    0; (`None`, `None`): start from scratch. Raises CheckpointError.
 
     torchrun restarts a failed job with the same command line. Such a restart always resumes:
     `never`, `must` and a file refer to the state before the job, which .job in the folder names.
     """
     job = os.environ.get("TORCHELASTIC_RUN_ID", "")
-    job += f" {os.getppid()}" if job == "none" else ""  # "none": torchrun's default name
+    job += f" {os.getppid()}" if job == "none" else ""  # torchrun's default for every job
     mark = pathlib.Path(folder, ".job")
     restarted = False
     with contextlib.suppress(OSError):
@@ -178,7 +178,7 @@ def find_checkpoint(folder, resume, log):
 
 
 def find_latest(folder, ranks, log):
-    """Return the Start at the newest checkpoint in the run's own `folder`."""
+    """Return the Start at the newest checkpoint in `folder`."""
     def find():
         state, path = find_newest_checkpoint(folder.path, log)
         return Start() if state is None else Start("resume", path, state)
@@ -186,8 +186,8 @@ def find_latest(folder, ranks, log):
 
 
 def load_best(model, folder, ranks):
-    """Load the weights of ckpt_best.pt, if it exists in the run's own `folder`, into `model`. Return
-    a description of the weights that `model` then has."""
+    """Load the weights of ckpt_best.pt, if it exists in `folder`, into `model`.
+    Return a description of the weights that `model` then has."""
     path = folder.file("ckpt_best.pt")
 
     def read():
@@ -200,8 +200,8 @@ def load_best(model, folder, ranks):
 
 
 def load_weights(model, start, config, spec, ranks, log):
-    """Initialise `model` with the weights of `start`, another run's checkpoint. spec: that of the
-    data. Raises CheckpointError on all ranks."""
+    """Initialise `model` with the weights of `start`, a checkpoint of a different run. spec:
+    Data.spec. Raises CheckpointError on all ranks."""
     def read():
         weights = weights_module()
         weights.check_tokenizer(start.state.get("tokenizer"), spec.get("tokenizer"), start.path,
@@ -239,7 +239,7 @@ def check_same_run(state, path, config, data, expected, log):
     allowed = config.allow_change
     refused = [] if "all" in allowed else [k for k in changes if k not in allowed]
     if refused:
-        # --allow_change cannot make weights of another shape fit.
+        # --allow_change does not change shapes.
         allow = "" if mismatches("", state["model"], expected) else (
             f"continue regardless with --allow_change {','.join(refused)}, ")
         raise CheckpointError(
@@ -309,9 +309,9 @@ def check_tensors(state, expected, path):
 
 def make_checkpoint(config, data, model, optimizer, parts, ranks, can_pin):
     """Return the content of a checkpoint: nanoGPT's keys, the state_dict of every part
-    {name: part}, and what a resume compares. All ranks must call.
+    {name: part}, and facts that a resume compares. All ranks must call.
 
-    Tensors share memory with the model. Those of a sharded model are copies on rank 0, in pinned
+    Tensors share memory with the model. Tensors of a sharded model are copies on rank 0, in pinned
     memory if can_pin(state), and `None` on other ranks.
     """
     take = as_is
@@ -372,8 +372,8 @@ def copy_to_rank0(tensor, pin):
 
 
 def check_finite(model, optimizer, iter_num, path, ranks):
-    """Raise BadNumbers on all ranks if weights or optimizer state are non-finite, so that they do
-    not replace the checkpoint at `path`. Each rank checks its own shards."""
+    """Raise BadNumbers on all ranks if weights or optimizer state are non-finite; the
+    checkpoint at `path` is then kept. Each rank checks the local shards."""
     names = [find_non_finite(dict(model=model_state(model, local),
                                   optimizer=optimizer_state(optimizer, local)))]
     if ranks.world_size > 1:
@@ -418,8 +418,8 @@ def restore(start, config, model, optimizer, parts, ranks, warn):
 
 def select_optimizer_state(optimizer, entries, config, warn):
     """Return the entries of a checkpoint's optimizer state {name: {key: tensor}} that have the keys
-    which `optimizer` needs. Others exist only after --allow_change optimizer: with a warning, their
-    state is newly initialised. Otherwise raises CheckpointError."""
+    which `optimizer` needs. After --allow_change the other entries are newly
+    initialised, with a warning; without it this raises CheckpointError."""
     keys = {n: state_keys(g) for g in optimizer.param_groups for n in g["names"]}
     usable = {n: e for n, e in entries.items() if set(e) - {"ema"} == keys.get(n)}
     unusable = sorted((entries.keys() | keys.keys() if entries else set()) - usable.keys())
@@ -436,17 +436,17 @@ def select_optimizer_state(optimizer, entries, config, warn):
 
 
 def state_keys(group):
-    """Return the names of the tensors that an optimizer keeps per parameter of `group`."""
+    """Return the names of the optimizer state per parameter of `group`."""
     return {"momentum_buffer"} if group["muon"] else {"step", "exp_avg", "exp_avg_sq"}
 
 
 def without_values(state):
-    """Return a nested state with its tensors on the meta device: shape and dtype only."""
+    """Return a nested state with all tensors on the meta device: shape and dtype only."""
     return map_tensors(lambda t: torch.empty(t.shape, dtype=t.dtype, device="meta"), state)
 
 
 def broadcast_tensor(tensor, outline, ranks):
-    """Return rank 0's CPU `tensor` on every rank. outline: its shape and dtype, on every rank."""
+    """Return rank 0's CPU `tensor` on every rank. outline: shape and dtype, on every rank."""
     if ranks.world_size == 1:
         return tensor
     if ranks.is_main:
@@ -490,7 +490,7 @@ def fill_optimizer(optimizer, outline, tensors, ranks):
 # python -m train.checkpoint FILE
 
 def show(path):
-    """Print a checkpoint without its tensors: the state as comments, then the configuration as YAML
+    """Print a checkpoint without tensors: the state as comments, then the configuration as YAML
     for run_train.py --config."""
     state = load_checkpoint(path)
     sizes = [t.numel() for _, t in named_tensors(state["model"])]

@@ -168,7 +168,7 @@ def close_process_group(control):
     """Wait for all ranks, then destroy the process group."""
     dist.barrier(group=control)
     # A reference is kept: otherwise DDP's C++ part would be the last owner and hold the GIL while
-    # it stops gloo's threads, which may wait for the GIL: 1 run in 15 hung (pytorch#56297, #179291).
+    # it stops gloo's threads, which may wait for the GIL: 1 run in 15 hung (pytorch#56297,#179291).
     _CLOSED.append(dist.group.WORLD)
     dist.destroy_process_group()
 

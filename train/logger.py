@@ -14,10 +14,9 @@ import threading
 import time
 from contextlib import contextmanager, suppress
 
-from train.base.cli import env_rank
 from train.base.console import Console, LineFile, compact, duration
 from train.base.environment import environment
-from train.base.errors import printable, warn_stderr
+from train.base.errors import printable
 from train.base.files import atomic_write, write_text
 from train.keys import task_names
 from train.lr_scheduler import milestones
@@ -36,7 +35,7 @@ LINE_NAMES = {"iter", "tokens", "unit", "loss", "lr", "grad_norm", "time_ms", "t
 
 
 class Logger:
-    """The log of a run. On ranks other than 0 (main=False) only error() has an effect.
+    """The log of a run. On ranks other than 0 (main=False) no method has an effect.
 
     resume_iter, evaluated: see rewind(). trackers: names for train/options/trackers.py. config: the
     run's configuration as a dict. system_info: facts for the trackers besides environment().
@@ -74,13 +73,6 @@ class Logger:
 
     def warn(self, message):
         self.info(f"warning: {message}", yellow=True)
-
-    def error(self, message):
-        """Print to stderr, from any rank."""
-        if self.is_main:
-            self.console.set_live_line("")
-            self.write_log(f"error: {printable(message)}")
-        warn_stderr(f"[rank {env_rank()}] {message}")
 
     def write_log(self, text):
         stamp = time.strftime("%Y-%m-%d %H:%M:%S ")
@@ -126,8 +118,8 @@ class Logger:
 
     def step(self, record):
         """Log a training step. record: iter, tokens, loss, lr, grad_norm, time_ms, tokens_per_sec,
-        mfu (`None` if unknown) and numbers that the model defines; max_iters, eta_s and unit (the name of
-        the unit of `tokens`, default tok) are not stored."""
+        mfu (`None` if unknown) and numbers that the model defines; max_iters, eta_s and unit (of
+        `tokens`, default tok) are not stored."""
         if self.is_main:
             not_stored = {"max_iters", "eta_s"}
             if record.get("unit") == "tok":
@@ -368,8 +360,8 @@ class Clock:
         seconds of all these steps that were spent waiting for batches."""
         seconds = time.perf_counter() - self.started_at
         if loading > max(1.0, SLOW_INPUT_SHARE * seconds):  # less than a second may be noise
-            warn(f"{loading / seconds:.0%} of the time is spent reading batches: move data_dir to a "
-                 "local disk, or use larger samples")
+            warn(f"{loading / seconds:.0%} of the time is spent reading batches: move data_dir to "
+                 "a local disk, or use larger samples")
         per_step = (seconds - self.seconds_away) / max(1, it + 1 - self.it)
         self.restart(it + 1)
         return per_step
@@ -383,8 +375,8 @@ class Clock:
 
 
 def time_sample(model, loader, device):
-    """Return the seconds per sample of the forward pass, measured with one sample (warm-up) and then
-    with four, unless one sample is slow."""
+    """Return the seconds per sample of the forward pass, measured with one sample (warm-up) and
+    then with four, unless one sample is slow."""
     batch = loader.get_batch(device, 0)
     for n in (1, min(4, len(batch[0]))):
         started = time.perf_counter()
@@ -395,7 +387,7 @@ def time_sample(model, loader, device):
     return seconds
 
 
-def how_long(step_seconds, config, it):
+def describe_duration(step_seconds, config, it):
     """Return a line about the duration of a run from step `it` on, with advice if it needs days."""
     steps = config.max_iters - it
     seconds = step_seconds * steps
@@ -412,7 +404,7 @@ def how_long(step_seconds, config, it):
 # -----------------------------------------------------------------------------
 # messages at the start and the end
 
-def start_up(log, config, ranks, data, model, device, precision, flops):
+def log_plan(log, config, ranks, data, model, device, precision, flops):
     """Log the plan of a run. device, precision: descriptions; flops: per step."""
     c = config
     train = data.train
@@ -459,7 +451,7 @@ def parameters_by_part(model):
     return ", ".join(f"{part} {count:,}" for part, count in counts.items())
 
 
-def next_steps(config, use):
+def suggest_next_steps(config, use):
     """Return advice for a finished run. use: the model type's command for it, or ""."""
     text = f"Next: open {os.path.join(config.out_dir, 'loss.svg')}"
     if use:

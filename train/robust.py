@@ -182,7 +182,7 @@ def decide_action(loss, norm, progress, spikes, on_spike, scaled):
     return ("skip" if on_spike == "skip" else "update"), True
 
 
-def spike_answer(action, on_spike):
+def describe_spike_action(action, on_spike):
     """Return the description of `action`, the reaction to a spike, for the log."""
     if on_spike == "rewind" and action == "update":
         return f"all {MAX_REWINDS} rewinds of this run are used up: continuing"
@@ -190,7 +190,7 @@ def spike_answer(action, on_spike):
                 rewind="rewinding to the last checkpoint")[action]
 
 
-def not_finite(it, loss, norm, lr, batch, path):
+def describe_non_finite(it, loss, norm, lr, batch, path):
     """Return the message for a step with non-finite values. batch: description of the batch; path:
     the last checkpoint."""
     path = path if os.path.exists(path) else "none yet"
@@ -233,7 +233,7 @@ def report_crash(error, config, rank):
     """Print the traceback and advice, and exit without waiting for other ranks, which may
     not respond."""
     text = "".join(traceback.format_exception(error))
-    hint = advice(error, config)
+    hint = suggest_fix(error, config)
     if under_torchrun():
         text = "".join(f"[rank {rank}] {line}\n" for line in f"{text}{hint}".splitlines())
     elif hint:
@@ -243,7 +243,7 @@ def report_crash(error, config, rank):
     return exit_process(1)
 
 
-def advice(error, config):
+def suggest_fix(error, config):
     """Return one paragraph about possible remedies of `error`, or ""."""
     text = str(error).lower()
     if isinstance(error, (torch.OutOfMemoryError, MemoryError)) or "allocate memory" in text:

@@ -178,7 +178,7 @@ class Run:
                             system_info=machine)
         if ranks.is_main and not c.eval_only:
             log.describe_run(to_yaml(c), asdict(c), machine)
-        logger.start_up(log.info, c, ranks, self.data, self.raw_model,
+        logger.log_plan(log.info, c, ranks, self.data, self.raw_model,
                         device.describe_device(ranks.device), precision, self.flops_per_step)
         return log
 
@@ -297,7 +297,7 @@ class Run:
             # The backward pass takes twice as long as the forward pass.
             seconds = 3 * logger.time_sample(self.raw_model, self.data.train, self.ranks.device)
         step_seconds = seconds * c.samples_per_step / self.ranks.world_size
-        self.log.info(logger.how_long(step_seconds, c, self.progress.iter_num))
+        self.log.info(logger.describe_duration(step_seconds, c, self.progress.iter_num))
 
     @contextlib.contextmanager
     def eval_mode(self):

@@ -192,11 +192,11 @@ def review_step(run, lr, loss, norm):
     action, is_spike = robust.decide_action(loss, norm, p, run.spikes, c.on_spike, run.scaler.is_enabled())
     if action == "stop":
         run.folder.wait()  # the message names the last good checkpoint
-        raise BadNumbers(robust.not_finite(it, loss, norm, lr, run.locate_batches(),
+        raise BadNumbers(robust.describe_non_finite(it, loss, norm, lr, run.locate_batches(),
                                                   run.folder.file("ckpt.pt")))
     if is_spike:
         run.log.warn(f"iter {it}: loss {loss:.4f} is a spike (norm {norm:.2f}, "
-                     f"{run.locate_batches()}); {robust.spike_answer(action, c.on_spike)}")
+                     f"{run.locate_batches()}); {robust.describe_spike_action(action, c.on_spike)}")
     return action
 
 
@@ -391,7 +391,7 @@ def finish(run):
     skipped = f"; {p.overflows} float16 steps skipped" if p.overflows else ""
     run.log.info(f"Training complete! {p.finished}; {run.clock.total_away:.1f} s spent in "
                  f"evaluations and checkpoints{skipped}")
-    run.log.info(logger.next_steps(run.config, run.model_type.USE))
+    run.log.info(logger.suggest_next_steps(run.config, run.model_type.USE))
 
 
 def test(run):

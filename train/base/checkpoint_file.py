@@ -1,8 +1,8 @@
 """The checkpoint file format: crash-safe saving, and safe loading of untrusted files.
 
 A checkpoint is a torch.save file of plain tensors and builtin types, followed by the SHA-256 of
-these bytes (torch.load does not notice most single-bit flips). It is written atomically, and the file
-that it replaces is kept as *_prev.pt. Loading never runs code: weights_only is always on.
+these bytes (torch.load does not notice most single-bit flips). It is written atomically, and the
+file that it replaces is kept as *_prev.pt. Loading never runs code: weights_only is always on.
 """
 
 import hashlib
@@ -181,8 +181,8 @@ def load_checkpoint(path: str | os.PathLike) -> dict[str, Any]:
 
 
 def verify_digest(path):
-    """Return whether the file has a digest; in a foreign file without a digest the CRCs are checked. Raises
-    CheckpointError for a damaged file."""
+    """Return whether the file has a digest; in a foreign file without a digest the CRCs are
+    checked. Raises CheckpointError for a damaged file."""
     size = os.path.getsize(path)
     if os.path.isdir(path):
         raise CheckpointError(f"{path}: is a folder, expected a checkpoint file")
@@ -229,7 +229,7 @@ def with_model_key(state):
 def check_content(state, size):
     """Raise ValueError unless the content of a file of `size` bytes is a checkpoint: plain tensors,
     builtin types in the keys that the program reads, and no more data in memory than in the file.
-    A few bytes of pickle can share objects so often that counting or printing them takes forever."""
+    A few bytes of pickle can share objects so often that printing them would not terminate."""
     if not isinstance(state, dict) or not isinstance(state.get("model"), dict):
         raise ValueError("not a checkpoint: expected a dict with the key `model`")
     for name in ("optimizer", *DESCRIPTION):

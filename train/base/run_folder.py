@@ -1,4 +1,4 @@
-"""The folder of a run (out_dir): its lock, and saving into it in the background."""
+"""The folder of a run (out_dir): the lock, and saving in the background."""
 
 import contextlib
 import json
@@ -51,8 +51,8 @@ class RunFolder:
         return os.path.join(self.path, name)
 
     def open(self):
-        """Create and lock the folder. CheckpointError if it cannot be used; UserError if another
-        process has the lock."""
+        """Create and lock the folder. CheckpointError if it cannot be used; UserError if it is
+        locked by a different process."""
         if os.path.lexists(self.path) and not os.path.isdir(self.path):
             raise CheckpointError(f"out_dir: {self.path} is a file; expected a folder")
         try:
@@ -177,7 +177,7 @@ class RunFolder:
 # snapshots
 
 def snapshot_if_room(state):
-    """Return a snapshot, or `None` if there is not enough memory."""
+    """Return a snapshot, or `None` if memory is insufficient."""
     if memory_available() < 2 * tensor_bytes(state):
         return None
     try:
@@ -191,7 +191,7 @@ def snapshot(state):
 
     Tensors on a GPU are copied to pinned memory, at the speed of the bus: synchronize before
     reading the copy. PyTorch rounds the size of each pinned tensor up to a power of two (GPT-2 124M
-    with AdamW: 1.39 GiB take 2.45) and keeps the memory for the next save; hence the factor 2 in
+    with AdamW: 1.39 GiB take 2.45) and reserves the memory for the next save; hence the factor 2 in
     snapshot_if_room.
     """
     return map_tensors(copy_to_host, state)
@@ -207,8 +207,8 @@ def copy_to_host(t, pin=True):
 # checkpoints in a folder
 
 def find_newest_checkpoint(folder, log):
-    """Return (state, path) of the newest good checkpoint in a run folder, or (None, None) if there
-    is no checkpoint.
+    """Return (state, path) of the newest good checkpoint in a run folder, or (`None`, `None`)
+    without any.
 
     A damaged ckpt.pt is renamed to ckpt_bad_1.pt, and the previous checkpoint is used. If all are
     damaged this raises CheckpointError: an existing run must not start from scratch by accident.
@@ -245,8 +245,8 @@ def find_newest_checkpoint(folder, log):
 
 
 def numbered(folder):
-    """Return the names of the numbered checkpoints, in the order in which they were written (after
-    --resume FILE the first written does not have the lowest number)."""
+    """Return the names of the numbered checkpoints, sorted by the time of writing (after --resume
+    FILE the oldest does not have the lowest number)."""
     names = [n for n in os.listdir(folder) if re.fullmatch(r"ckpt_\d+\.pt", n)]
     return sorted(names, key=lambda n: (os.stat(os.path.join(folder, n)).st_mtime_ns, n))
 
@@ -259,8 +259,8 @@ def prune(folder, keep):
 
 
 def move_aside(folder):
-    """Move the files of a run to old_1/ (or old_2/, ...); return that folder, or `None` if there is
-    no such file."""
+    """Move the files of a run to old_1/ (or old_2/, ...); return that folder, or `None` without
+    such files."""
     names = [n for n in os.listdir(folder) if n.startswith(RUN_FILES)]
     return move_files(folder, names) if names else None
 

@@ -39,7 +39,7 @@ def estimate(config):
         compiled = should_compile(config, flops, ranks)
         precision = f"{reason}; compile {ON_OFF[compiled]}"
         device = device_module.describe_device(ranks.device)
-        logger.start_up(log, config, ranks, data, empty_model, device, precision, flops)
+        logger.log_plan(log, config, ranks, data, empty_model, device, precision, flops)
         check_memory(config, empty_model, data, ranks, dtype, compiled, log)
         model = build_model(config, data).to(ranks.device)
         seconds, is_estimate = time_step(config, model, data, ranks, dtype, compiled)
@@ -57,7 +57,7 @@ def log_durations(config, loader, device, seconds, is_estimate, log):
         log(f"  {steps:>9,} steps: {compact(steps * units):>6} {loader.unit}, "
             f"{duration(steps * seconds)}")
     if seconds * config.max_iters > SECONDS_PER_DAY and device.type == "cpu":
-        log(logger.how_long(seconds, config, 0))
+        log(logger.describe_duration(seconds, config, 0))
 
 
 # -----------------------------------------------------------------------------
