@@ -24,7 +24,7 @@ import torch.nn.functional as F
 
 from data.meta import has_type, read_meta_for
 from data.token_files import open_npy
-from model.gpt import fill, normal
+from model.core.init import fill, normal
 from train.base.cli import run_command
 from train.base.errors import ConfigError, DataError, echo
 from train.base.fields import key

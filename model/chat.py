@@ -119,7 +119,7 @@ class ChatGPT(GPT):
 # -----------------------------------------------------------------------------
 # what train/train.py asks of a model file
 
-inherit_shape = gpt.inherit_shape
+inherit_shape, as_gpt = gpt.inherit_shape, gpt.as_gpt
 
 
 def is_chat(data_dir):

@@ -21,7 +21,7 @@ from data.token_files import open_npy
 from model import chat, gpt
 from model.core.ops import IGNORE
 from model.core.weights import digest
-from model.lora import OwnAdapters, adapt
+from model.lora import OwnAdapters, adapt, own_adapters_as_gpt
 from train.base.errors import CheckpointError, DataError
 from train.base.fields import key
 from train.dataloader import Data, RowLoader
@@ -29,7 +29,7 @@ from train.dataloader import Data, RowLoader
 USE = "python -m model.chat --ckpt {out}/ckpt.pt"  # said at the end of a run
 ARRAYS = ("tokens", "mask", "logps")
 
-inherit_shape = gpt.inherit_shape
+inherit_shape, as_gpt = gpt.inherit_shape, own_adapters_as_gpt
 
 
 @dataclass

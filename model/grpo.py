@@ -36,10 +36,11 @@ from data.chat_template import ChatTemplate
 from data.rows import open_rows
 from model import chat, gpt
 from model.core.generate import generate
+from model.core.init import stable_hash
 from model.core.load import model_of
 from model.core.ops import IGNORE, chunk_rows
 from model.core.weights import read_backbone
-from model.lora import OwnAdapters, adapt
+from model.lora import OwnAdapters, adapt, own_adapters_as_gpt
 from train.base.errors import DataError, UserError
 from train.base.fields import key
 from train.dataloader import Data, RowLoader
@@ -48,7 +49,7 @@ from train.distributed import broadcast_from_rank0
 USE = "python -m model.chat --ckpt {out}/ckpt.pt"  # said at the end of a run
 WIDTHS = 32  # rows are a multiple of it long: few shapes to compile for
 
-inherit_shape = gpt.inherit_shape
+inherit_shape, as_gpt = gpt.inherit_shape, own_adapters_as_gpt
 
 
 @dataclass
@@ -106,7 +107,7 @@ class RewardedGPT(OwnAdapters):
     def write(self, prompts, lengths, numbers, samples):
         """The batch that learn() takes, and sums over the prompts."""
         K, device, most = self.group_size, prompts.device, self.config.block_size
-        seeds = [gpt.stable_hash(self.seed, f"answers {g}") for g in samples.tolist()]
+        seeds = [stable_hash(self.seed, f"answers {g}") for g in samples.tolist()]
         self.eval()  # without dropout
         answers = self.answers(prompts, lengths, K, seeds)
         self.train()
@@ -366,7 +367,7 @@ def sample(model, data, config):
         return chat.sample(model, data, config)
     prompts, lengths, numbers = (t[:3] for t in data.val.fixed_batch(
         0, 3, model.wte.weight.device)[:3])
-    texts, seeds = [], [gpt.stable_hash(config.seed, f"sample {i}") for i in range(len(prompts))]
+    texts, seeds = [], [stable_hash(config.seed, f"sample {i}") for i in range(len(prompts))]
     likely, drawn = model.answers(prompts, lengths), model.answers(prompts, lengths, 3, seeds)
     for i, (ids, length, n) in enumerate(zip(prompts, lengths, numbers.tolist())):
         found = [model.judge(n, said) for said in (likely[i], *drawn[3 * i:3 * i + 3])]

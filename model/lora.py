@@ -22,9 +22,9 @@ from model import chat, gpt
 from model.chat import ChatGPT
 from model.core import load
 from model.core import weights as base_weights
+from model.core.init import stable_hash
 from model.core.quantize import dequantize_rows, quantize_rows
 from model.core.weights import check_tokenizer, with_shape
-from model.gpt import stable_hash
 from train.base.checkpoint_file import FORMAT_VERSION, load_checkpoint, save_checkpoint
 from train.base.cli import run_command
 from train.base.errors import CheckpointError, ConfigError
@@ -313,7 +313,7 @@ def load_adapters(ckpt, backbone=None, ema=False):
     """(model in eval mode, the checkpoint's dict) of adapters; backbone: where theirs is now; ema:
     their running averages."""
     state = load_checkpoint(ckpt)
-    state = load.averaged(state, ckpt) if ema else state
+    state = load.use_ema(state, ckpt) if ema else state
     if (state.get("config") or {}).get("model") != "lora":
         raise CheckpointError(f"{ckpt}: no adapters in it: expected a checkpoint of --model lora")
     config = load.saved_config(state["config"] | (dict(backbone=backbone) if backbone else {}))
@@ -323,6 +323,18 @@ def load_adapters(ckpt, backbone=None, ema=False):
     except RuntimeError as error:
         raise CheckpointError(f"{ckpt}: {error}") from error
     return model.eval(), state
+
+
+def as_gpt(state, path, backbone=None, ema=False):
+    """Return ({name: tensor}, GPTConfig) of the backbone with merged adapters, for exports."""
+    model, _ = load_adapters(path, backbone, ema)
+    return merge(model), model.config
+
+
+def own_adapters_as_gpt(state, path, backbone=None, ema=False):
+    """Return as_gpt of a checkpoint of OwnAdapters."""
+    model, _ = load.model_of(state, path)
+    return merge(model), model.config
 
 
 def export(ckpt, to, backbone=None):

@@ -23,8 +23,9 @@ import torch.nn as nn
 
 from model import chat, gpt, lora, moe
 from model.chat import ChatGPT
+from model.core.init import normal
 from model.core.load import model_of, read_weights
-from model.gpt import GPTConfig, Norm, normal
+from model.gpt import GPTConfig, Norm
 from model.moe import GroupedLinear, Groups, RoutedBlock, RoutedGPT, Router, RouterKeys
 from train.base.errors import CheckpointError, ConfigError
 from train.base.fields import key

@@ -21,10 +21,13 @@ import torch.nn as nn
 import torch.nn.functional as F
 
 from model import gpt
+from model.core.init import normal
+from model.core.load import read_model_args
 from model.core.ops import apply_dropout
-from model.gpt import GPT, Block, GPTConfig, normal
+from model.gpt import GPT, Block, GPTConfig
 from train.base.fields import key
 from train.config import find_gpt_conflicts
+from train.distributed import convert_ddp_state
 
 sample, inherit_shape = gpt.sample, gpt.inherit_shape
 USE = gpt.USE
@@ -54,11 +57,9 @@ class Keys(RouterKeys):
         if self.experts_per_token > self.n_experts:
             out.append(f"experts_per_token ({self.experts_per_token}) must not exceed n_experts "
                        f"({self.n_experts})")
-        for name, only in (("mlp", "swiglu"), ("bias", False)):
+        for name, only in (("mlp", "swiglu"), ("bias", False), ("norm_position", "pre")):
             if getattr(self, name) != only:
                 out.append(f"{name}: experts know {only} only, got {getattr(self, name)}")
-        if self.family:
-            out.append("family: such a model has no experts; start from a GPT without a family")
         return out
 
 
@@ -324,3 +325,9 @@ def build_routed(config, data, kind, shape, build=gpt.build_model):
 def build_model(config, data):
     """The model of a run, see model/gpt.py."""
     return build_routed(config, data, MoE, MoEConfig)
+
+
+def as_gpt(state, path, backbone=None, ema=False):
+    """Return ({name: tensor}, MoEConfig) of a checkpoint, for exports."""
+    weights = convert_ddp_state(state["model"])
+    return weights, read_model_args(state.get("model_args") or {}, weights, MoEConfig)

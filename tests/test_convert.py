@@ -28,7 +28,7 @@ from data.tokenizer import (
     write_tokenizer,
 )
 from model import convert
-from model.convert import foreign
+from model.convert import families, foreign
 from model.gpt import GPT, GPTConfig
 from model.moe import MoE, MoEConfig
 from model.sample import load_model
@@ -181,7 +181,7 @@ def test_state_dicts_of_others(hf, tmp_path):
         model.load_state_dict(found["model"])
         assert_close(logits_of(theirs, idx), logits_of(model, idx))
     llama = theirs_made(hf, "llama").model.state_dict()
-    named = foreign.names_in(llama, "")
+    named = families.read_bare_weights(llama, "")
     assert torch.equal(named["h.1.mlp.down.weight"], llama["layers.1.mlp.down_proj.weight"])
 
 
@@ -467,7 +467,7 @@ def test_adapters_go_out_over_their_own_base_alone(tmp_path, data_dir, capsys):
           vocab_size=300, max_iters=1)
     there = ["--ckpt", str(tmp_path / "out/ckpt.pt"), "--to", str(tmp_path / "to"), "--adapter"]
     export(tmp_path / "other.pt", tmp_path / "other")
-    for folder, said in (("none", "none: no folder"), ("other", "is another; expected the adapt")):
+    for folder, said in (("none", "none: no folder"), ("other", "differs; expected the adapt")):
         assert convert.main([*there, str(tmp_path / folder)]) == 2
         assert said in capsys.readouterr().err
     assert not (tmp_path / "to").exists()
@@ -637,7 +637,7 @@ def test_broken_folders(hf, tmp_path, capsys):
             ("model.safetensors.index.json", json.dumps(evil), "is no file name"),
             ("config.json", json.dumps(config | {"num_attention_heads": 0}),
              "num_attention_heads: 0: expected"),
-            ("config.json", json.dumps(config | {"vocab_size": "x"}), "describes no model"),
+            ("config.json", json.dumps(config | {"vocab_size": "x"}), "vocab_size: 'x': expected"),
             (shard, (2).to_bytes(8, "little") + b"[]", "not a safetensors file"),
             (shard, whole[:100], "cut off in its header"), (shard, b"", "not a safetensors file"),
             (shard, whole[:-4], "lies outside the file"), (shard, None, "no such file")):
@@ -667,7 +667,7 @@ def test_other_bad_input(tmp_path, capsys):
     with pytest.raises(SystemExit):  # where to?
         convert.main(["--ckpt", str(tmp_path / "ckpt.pt")])
     with pytest.raises(CheckpointError, match="too large for float16"):
-        convert.write_weights(str(tmp_path / "y.safetensors"), weights, "float16")
+        convert.write_file(str(tmp_path / "y.safetensors"), weights, "float16")
 
 
 def test_as_typed_and_nothing_of_it_in_the_main_job(tmp_path, data_dir):

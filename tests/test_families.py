@@ -27,12 +27,14 @@ from model.chat import ChatGPT
 from model.convert import families
 from model.core.generate import generate
 from model.core.kv_cache import create_cache
+from model.core.load import read_weights, saved_config
+from model.core.ops import rope_frequencies
 from model.core.weights import inherit_shape
 from model.sample import load_model
 from model.serve.api import create_jobs
 from model.serve.engine import Engine
+from train.base.checkpoint_file import load_checkpoint, save_checkpoint
 from train.base.errors import CheckpointError, DataError, UserError
-from train.checkpoint import load_checkpoint
 from train.config import load_config
 from train.keys import TrainConfig
 from train.train import train
@@ -85,7 +87,6 @@ def folders(tmp_path_factory):
 def test_its_logits_come_in_and_go_out(folders, tmp_path, name):
     path, theirs = folders(name)
     model, idx = load_model(path)[0], ids(T=40)
-    assert model.config.family
     wanted = logits_of(theirs, idx)
     assert_close(logits_of(model, idx), wanted)
     assert_close(logits_of(folders.load(export(path, tmp_path / "out")), idx), wanted)
@@ -186,8 +187,10 @@ def test_all_of_it_is_trained_on_two_ranks_as_on_one(folders, data_dir, tmp_path
         assert code == 0, text
     losses = [[m["loss"] for m in metrics(out) if "loss" in m] for out in (one, two)]
     assert losses[1] == pytest.approx(losses[0], rel=1e-5) and len(losses[0]) == 6
-    family = json.loads(load_checkpoint(two / "ckpt.pt")["model_args"]["family"])
-    assert family["model_type"] == "gemma3_text" and family["eos_token_id"] == [1, 2]
+    args = load_checkpoint(two / "ckpt.pt")["model_args"]
+    assert (args["layer_types"], args["norm_position"], args["mlp"]) == ("WWWWWF", "both", "geglu")
+    config = json.loads(Path(export(two / "ckpt.pt", tmp_path / "hf"), "config.json").read_text())
+    assert config["model_type"] == "gemma3_text" and config["eos_token_id"] == [1, 2]
 
 
 @pytest.mark.parametrize("name, change, named", [
@@ -201,7 +204,11 @@ def test_all_of_it_is_trained_on_two_ranks_as_on_one(folders, data_dir, tmp_path
     ("gemma3", dict(use_bidirectional_attention=True), "use_bidirectional_attention: True"),
     ("olmo2", dict(head_dim=7), "head_dim: 7"),
     ("smollm3", dict(no_rope_layers=[1, 0]), "no_rope_layers"),
-    ("smollm3", dict(model_type="gemma4"), "model_type 'gemma4'")])
+    ("smollm3", dict(model_type="gemma4"), "model_type 'gemma4'"),
+    ("gemma3", dict(rope_parameters=dict(
+        full_attention=dict(rope_type="default", rope_theta=1e6),
+        sliding_attention=dict(rope_type="linear", factor=2.0, rope_theta=1e4))),
+     "rope_type of layers with a window")])
 def test_what_is_not_known_is_refused_by_name(folders, tmp_path, name, change, named):
     with open(os.path.join(folders(name)[0], "config.json")) as f:
         theirs = json.load(f)
@@ -215,8 +222,8 @@ def test_what_is_not_known_is_refused_by_name(folders, tmp_path, name, change, n
 
 def test_long_waves_are_stretched_and_short_ones_are_not():
     """Llama 3's frequencies, wave by wave."""
-    rope = (10000.0, 8.0, 1.0, 4.0, 32)
-    plain, found = 10000.0 ** -(torch.arange(0, 24, 2) / 24), families.frequencies(rope, 24, "cpu")
+    plain = 10000.0 ** -(torch.arange(0, 24, 2) / 24)
+    found = rope_frequencies(24, 10000.0, (8.0, 1.0, 4.0, 32.0))
     for before, after in zip(plain.tolist(), found.tolist()):
         wave = 2 * torch.pi / before
         if wave < 32 / 4:
@@ -237,14 +244,50 @@ def test_norms_of_16_bits_keep_them_all(folders, tmp_path):
     assert_close(logits_of(ours, ids()), logits_of(theirs, ids()))
 
 
-@pytest.mark.parametrize("family, named", [
-    ("{}", "model_type None"), ("[]", "model_type None"), ("qwen", "JSONDecodeError"),
-    (json.dumps(SIZE | dict(model_type="qwen2")), "has 4 layers, n_layer is 2")])
-def test_a_family_that_was_typed_wrongly_is_refused(tmp_path, data_dir, family, named):
-    config = load_config(None, TINY | dict(family=family, data_dir=str(data_dir),
-                                           out_dir=str(tmp_path / "out")))
+@pytest.mark.parametrize("keys, named", [
+    (dict(layer_types="FX"), "layer_types: 'FX': expected a letter per layer"),
+    (dict(layer_types="FW"), "window: missing"), (dict(head_dim=5), "must be even for pos: rope"),
+    (dict(rope_scaling="8,1"), "rope_scaling: '8,1': expected FACTOR"),
+    (dict(rope_scaling="-2"), "numbers above 0"), (dict(rope_scaling="a"), "expected FACTOR"),
+    (dict(norm_position="none"), "norm_position"), (dict(family="{}"), "unknown key 'family'")])
+def test_fields_that_were_typed_wrongly_are_refused(keys, named):
     with pytest.raises(UserError, match=named):
-        train(config)
+        load_config(None, TINY | keys)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_checkpoints_of_earlier_versions_are_read(folders, data_dir, tmp_path, name):
+    """Their model_args had `family`, a config.json as text, beside the sizes; exports, fine-tuning
+    and adapters too."""
+    path, theirs = folders(name)
+    state, text = read_weights(path), Path(path, "config.json").read_text()
+    sizes = {k: v for k, v in state["model_args"].items() if k in families.SIZES}
+    c = {k: v for k, v in json.loads(text).items() if k not in ("architectures", "dtype")}
+    old = sizes | dict(family=json.dumps(c), qk_norm=False, bias=False, norm="rms", pos="rope",
+                       mlp="swiglu", rope_theta=10000.0, dropout=0.0, prev_embedding=False)
+    spec = dict(vocab_size=300, tokenizer=None)
+    save_checkpoint(str(tmp_path / "ckpt.pt"), dict(
+        model=state["model"], model_args=old, config=old | dict(model="gpt"), spec=spec,
+        format_version=1))
+    model, idx = load_model(tmp_path / "ckpt.pt")[0], ids()
+    assert_close(logits_of(model, idx), logits_of(theirs, idx))
+    config = json.loads(Path(export(tmp_path / "ckpt.pt", tmp_path / "hf"),
+                             "config.json").read_text())
+    assert config["max_position_embeddings"] == 64 and config["eos_token_id"] == [1, 2]
+    if name in ("gemma3", "qwen3"):
+        out = tmp_path / "out"
+        train(load_config(None, rest(init_from=str(tmp_path / "ckpt.pt"), data_dir=str(data_dir),
+                                     out_dir=str(out), max_iters=1, learning_rate=1e-9)))
+        assert_close(logits_of(load_model(out / "ckpt.pt")[0], idx[:, :8]),
+                     logits_of(theirs, idx)[:, :8], 1e-4)
+        found = saved_config(old | dict(model="chat", family=json.dumps(c)))
+        assert found.norm_position == model.config.norm_position and not found.explicit
+
+
+def test_a_null_family_of_earlier_versions_is_ignored(tmp_path):
+    (tmp_path / "c.yaml").write_text("family: null\nn_layer: 3\n")
+    assert load_config(tmp_path / "c.yaml").n_layer == 3
+    assert load_config(None, dict(family=None)).n_layer == 16
 
 
 # -----------------------------------------------------------------------------
@@ -643,8 +686,8 @@ def test_gguf_has_the_tensors_and_the_shape_of_llama_cpp(folders, tmp_path, name
     assert field("context_length") == (5 if "window" in name else 64)
     if name == "llama3":
         plain = 10000.0 ** -(torch.arange(0, 8, 2) / 8)
-        assert_close(plain / found["rope_freqs.weight"], families.frequencies(
-            (10000.0, 8.0, 1.0, 4.0, 32), 8, "cpu"))
+        assert_close(plain / found["rope_freqs.weight"],
+                     rope_frequencies(8, 10000.0, (8.0, 1.0, 4.0, 32.0)))
 
 
 @pytest.mark.parametrize("name, change, named", [

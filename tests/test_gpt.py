@@ -20,14 +20,17 @@ from data.tokenizer import load_tokenizer
 from model.core.kv_cache import KVCache
 from model.core.ops import (
     apply_dropout,
+    apply_rope,
     attend,
-    attend_in_blocks,
+    fused_linear,
     linear_cross_entropy,
-    one_operation,
     rms_norm,
+    rope_tables,
+    save_matrix_products,
     token_logprobs,
 )
-from model.gpt import GPT, GPTConfig, apply_rope, build_model, rope_tables, sample, save_products
+from model.core.ops_cpu import attend_in_blocks, compiled_backward
+from model.gpt import GPT, GPTConfig, build_model, sample
 from train.compile import compile_model
 from train.keys import GPTKeys
 
@@ -477,7 +480,7 @@ def test_one_query_with_a_kernel_and_without(monkeypatch, dtype, rows, kernel):
     mask = torch.ones(rows, 1, 1, 7, dtype=torch.bool)
     mask[-1, ..., 5:] = False
     with monkeypatch.context() as patch:
-        patch.setattr("model.core.ops.has_tiles", lambda: True)
+        patch.setattr("model.core.ops.has_amx", lambda: True)
         if not kernel:
             patch.setattr(torch.compiler, "is_compiling", lambda: True)
             patch.delattr(F, "scaled_dot_product_attention")
@@ -492,7 +495,7 @@ def test_one_query_in_bfloat16_takes_the_kernel_where_there_are_tiles(monkeypatc
     monkeypatch.setattr(F, "scaled_dot_product_attention",
                         lambda *args: calls.append(1) or kernel(*args))
     for tiles, wanted in ((False, []), (True, [1])):
-        monkeypatch.setattr("model.core.ops.has_tiles", lambda tiles=tiles: tiles)
+        monkeypatch.setattr("model.core.ops.has_amx", lambda tiles=tiles: tiles)
         close(attend(q, k, k), explicit(q, k, k), 1e-2)
         assert calls == wanted
     assert attend(q.float(), k.float(), k.float()).dtype == torch.float32 and calls == [1, 1]
@@ -539,7 +542,7 @@ def test_shared_keys_have_the_gradients_of_copied_ones(T, H, G, D):
 def test_the_compiler_knows_the_shapes_of_gradients_of_shared_keys():
     dy, k = torch.randn(2, 4, 5, 8), torch.ones(2, 2, 5, 8)
     q = torch.randn(2, 5, 4, 8).transpose(1, 2)
-    torch.library.opcheck(one_operation, (dy, q, k, k),
+    torch.library.opcheck(compiled_backward, (dy, q, k, k),
                           test_utils=("test_schema", "test_faketensor"))
 
 
@@ -705,15 +708,20 @@ def test_rms_norm_is_pytorchs(weighted, dtype, tolerance):
 
 
 @pytest.mark.parametrize("bias", [True, False])
-def test_joined_weights_project_as_three_layers_do(bias):
+def test_fused_layers_compute_what_three_layers_do(bias, monkeypatch):
     attn = randomise(tiny(n_kv_head=2, bias=bias)).h[0].attn
-    x = torch.randn(8, 16, 32, generator=torch.Generator().manual_seed(0))  # 128 tokens: joined
-    for joined, alone in zip(attn.project(x), zip(*[attn.project(row[None]) for row in x])):
-        close(joined, torch.cat(alone), 1e-6)
+    layers, linear, products = (attn.q, attn.k, attn.v), F.linear, []
+    x = torch.randn(8, 16, 32, generator=torch.Generator().manual_seed(0))  # 128 tokens: one product
+    monkeypatch.setattr(F, "linear", lambda *args: products.append(args) or linear(*args))
+    fused = fused_linear(x, *layers)
+    assert len(products) == 1
+    for one, three in zip(fused, zip(*[fused_linear(row[None], *layers) for row in x])):
+        close(one, torch.cat(three), 1e-6)
+    assert len(products) == 1 + 8 * 3
 
 
-def test_weights_of_layers_that_are_more_than_that_are_not_joined():
-    """A layer put in the place of one, as adapters are, computes itself."""
+def test_layers_that_are_more_than_their_weights_are_not_fused():
+    """A layer that replaces a linear one, as adapters do, computes itself."""
     class Doubled(torch.nn.Linear):
         def forward(self, x):
             return 2 * super().forward(x)
@@ -721,7 +729,7 @@ def test_weights_of_layers_that_are_more_than_that_are_not_joined():
     x = torch.randn(8, 16, 32, generator=torch.Generator().manual_seed(0))
     wanted = torch.cat([2 * F.linear(x, attn.q.weight), F.linear(x, attn.k.weight)], -1)
     attn.q.__class__ = Doubled
-    close(attn.project(x)[0].flatten(2), wanted, 1e-5)
+    close(torch.cat(fused_linear(x, attn.q, attn.k, attn.v)[:2], -1), wanted, 1e-5)
 
 
 def test_prev_embedding_is_that_of_the_token_before():
@@ -934,7 +942,7 @@ def test_grouped_queries_are_not_copied_where_the_kernel_takes_them(monkeypatch)
 
 def test_selective_checkpointing_keeps_the_attention_of_every_gpu():
     aten = torch.ops.aten
-    context, _ = save_products()
+    context, _ = save_matrix_products()
     for op in (aten.mm, aten._scaled_dot_product_flash_attention,
                aten._scaled_dot_product_cudnn_attention,
                aten._scaled_dot_product_efficient_attention):
@@ -957,11 +965,11 @@ def test_swiglu_as_one_product_is_that_as_two(bias):
         products.append(args)
         return linear(*args)
     found = []
-    for kind, rows, n in ((torch.Tensor, 40, 2), (OnGPU, 40, 1), (OnGPU, 20, 2)):
+    for kind, rows, n in ((torch.Tensor, 40, 3), (OnGPU, 40, 2), (OnGPU, 20, 3)):
         mlp.zero_grad()
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(F, "linear", counted)
-            y = mlp.gated(x[:, :rows].as_subclass(kind))
+            y = mlp(x[:, :rows].as_subclass(kind))
         y.as_subclass(torch.Tensor).sum().backward()
         found.append((y.as_subclass(torch.Tensor), mlp.gate.weight.grad, mlp.up.weight.grad))
         assert len(products) == n

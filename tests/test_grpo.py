@@ -15,8 +15,9 @@ from data.prepare import prompts as data_prompts
 from data.prepare.prompts import to_question
 from data.tokenizer import load_tokenizer
 from model.core.generate import generate
+from model.core.init import stable_hash
 from model.core.load import load_model
-from model.gpt import GPT, GPTConfig, stable_hash
+from model.gpt import GPT, GPTConfig
 from model.grpo import Judge, RewardedGPT, answer_logps, lay_out, load_reward, table
 from train.base.errors import UserError
 from train.checkpoint import load_checkpoint

@@ -217,8 +217,8 @@ def test_bad_input_is_named(tmp_path, data_dir):
     for words in ("experts_per_token (9) must not exceed n_experts (8)", "mlp: experts know swiglu",
                   "bias: experts know False"):
         assert words in text
-    with pytest.raises(ConfigError, match="family: such a model has no experts"):
-        tiny(family="{}")
+    with pytest.raises(ConfigError, match="norm_position: experts know pre only, got post"):
+        tiny(norm_position="post")
     with pytest.raises(ConfigError, match="z_loss_coef: must be at least 0"):
         tiny(z_loss_coef=-1)
 

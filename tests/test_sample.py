@@ -249,8 +249,8 @@ def rolled_logits(model, idx):
     x = model.wte(idx)
     for block in model.h:
         h, rows = block.ln_1(x), []
-        qk, v = block.attn.project(h)  # (1, T, H + G, D)
-        q, k = qk.split((c.n_head, c.n_kv_head), dim=2)
+        attn = block.attn
+        q, k, v = (m(h).unflatten(2, (-1, c.head_dim)) for m in (attn.q, attn.k, attn.v))
         for t in range(T):
             seen = torch.arange(t + 1)
             if t >= c.block_size:

@@ -26,6 +26,7 @@ from train.system import REPOSITORY, load_model_type
 
 DEFAULT_PATH = os.path.join("train", "config.yaml")
 MAX_YAML_CHARS = 1 << 16
+REMOVED_KEYS = ("family",)  # keys of earlier versions, which their files set to null
 MAX_HINTS = 20  # problems that get a hint; the search for a similar key is slow
 
 
@@ -209,6 +210,8 @@ def resolve(settings, known, problems):
     flags = {name for name, f in known.items()
              if kinds[name] is bool or "true" in f.metadata.get("choices", ())}
     for name, raw, where in settings:
+        if name in REMOVED_KEYS and str(raw).lower() in ("none", "null"):
+            continue
         alias = ""
         if name not in known and name in load_aliases()[0]:
             alias = f" as {name}"
@@ -351,15 +354,25 @@ def find_conflicts(c):
 def find_gpt_conflicts(c):
     """Return [({keys}, message)] about the shape of a GPT, also for model types built on it."""
     found = []
-    head_size = c.n_embd // c.n_head
-    if c.family:  # which defines the head size
-        pass
-    elif c.n_embd % c.n_head:
+    head_dim = c.head_dim or c.n_embd // c.n_head
+    if c.n_embd % c.n_head and not c.head_dim:
         found.append(({"n_embd", "n_head"},
                       f"n_embd ({c.n_embd}) must be a multiple of n_head ({c.n_head})"))
-    elif c.pos == "rope" and head_size % 2:
-        found.append(({"n_embd", "n_head", "pos"},
-                      f"n_embd / n_head ({head_size}) must be even for pos: rope"))
+    elif c.pos == "rope" and head_dim % 2:
+        found.append(({"n_embd", "n_head", "pos", "head_dim"},
+                      f"n_embd / n_head ({head_dim}) must be even for pos: rope"))
+    if not c.layer_types or set(c.layer_types) - set("FWfw"):
+        found.append(({"layer_types"}, f"layer_types: {c.layer_types!r}: expected a letter per "
+                      "layer, F, W, f or w"))
+    elif set(c.layer_types) & set("Ww") and not c.window:
+        found.append(({"layer_types", "window"}, "window: missing; layers of type W need it"))
+    try:
+        valid = len(c.rope_factors) in (0, 1, 4) and all(x > 0 for x in c.rope_factors)
+    except ValueError:
+        valid = False
+    if not valid:
+        found.append(({"rope_scaling"}, f"rope_scaling: {c.rope_scaling!r}: expected FACTOR or "
+                      "FACTOR,LOW,HIGH,ORIGINAL_LENGTH, numbers above 0"))
     if c.n_kv_head and c.n_head % c.n_kv_head:
         found.append(({"n_kv_head", "n_head"},
                       f"n_kv_head ({c.n_kv_head}) must divide n_head ({c.n_head})"))
@@ -389,7 +402,7 @@ def check_size(shape, weights):
     """ValueError if `shape` is much too large for `weights`: the model that is built before the
     tensors are compared (blocks, tables of positions and tokens) would exhaust time or memory."""
     numbers = sum(t.numel() for t in weights.values())
-    positions = shape.block_size * getattr(shape, "head_dim", shape.n_embd // shape.n_head)
+    positions = shape.block_size * (shape.head_dim or shape.n_embd // shape.n_head)
     for value, limit, what in ((shape.n_layer, max(256, len(weights)), "blocks"),
                                (positions, max(1 << 24, numbers), "numbers of positions"),
                                (shape.vocab_size or 0, max(1 << 20, numbers), "token ids")):
@@ -404,7 +417,8 @@ def check_size(shape, weights):
 def with_defaults(values):
     """Return `values` with None replaced if the default depends on other values."""
     rules = dict(min_lr=lambda v: v["learning_rate"] / 10, n_hidden=lambda v: 4 * v["n_embd"],
-                 n_kv_head=lambda v: v["n_head"])
+                 n_kv_head=lambda v: v["n_head"],
+                 head_dim=lambda v: v["n_embd"] // v["n_head"])
     return values | {n: rule(values) for n, rule in rules.items() if values.get(n, 0) is None}
 
 

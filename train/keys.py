@@ -170,12 +170,38 @@ class GPTKeys:
                    choices=["rope", "learned"])
     rope_theta: float = key(10000.0, "base of the rotary frequencies", gt=0)
     mlp: str = key("swiglu", "feed-forward layer; gelu is GPT-2's, gelu_exact nanoGPT's",
-                   choices=["swiglu", "gelu", "gelu_exact", "relu2"])
+                   choices=["swiglu", "geglu", "gelu", "gelu_exact", "relu2"])
     tie_weights: bool = key(True, "share the token embedding with the output layer")
     qk_norm: bool = key(False, "RMS-normalise queries and keys")
     prev_embedding: bool = key(False, "add an embedding of the previous token (bigram features)")
-    family: str | None = key(None, "JSON description of another architecture's blocks, e.g. "
-                             "Qwen's; inherited with its weights (model/convert/families.py)")
+    # What imported models have (Llama 3, Qwen, Mistral, Gemma 3, ...): comes with their weights.
+    head_dim: int | None = key(None, "width of an attention head (default: n_embd / n_head)", ge=1)
+    qkv_bias: bool = key(False, "biases in queries, keys and values, also with bias: false")
+    qk_norm_type: str = key("plain", "weights of qk_norm: none, one per dimension of a head, or one "
+                            "per dimension of all heads, which are normalised together",
+                            choices=["plain", "head", "all"])
+    norm_position: str = key("pre", "normalise the input of attention and MLP, their output, or "
+                             "both", choices=["pre", "post", "both"])
+    embed_scale: float = key(1.0, "factor of the token embedding", gt=0)
+    score_scale: float = key(1.0, "factor of attention scores, on top of 1 / sqrt(head_dim)", gt=0)
+    window: int | None = key(None, "tokens that a layer of type W sees", ge=1)
+    layer_types: str = key("F", "attention of each layer, repeated up to n_layer: F full, W the "
+                           "last `window` tokens; f and w: the same without rotary positions")
+    rope_scaling: str | None = key(None, "longer context by rotary positions: FACTOR, or Llama 3's "
+                                   "FACTOR,LOW,HIGH,ORIGINAL_LENGTH")
+    window_rope_theta: float | None = key(None, "rope_theta of layers of type W, without scaling "
+                                          "(default: as the other layers)", gt=0)
+    context_length: int | None = key(None, "tokens that the weights can take, for exports (default: "
+                                     "block_size)", ge=1)
+    bos_id: int | None = key(None, "id that begins a text, for exports (default: end of text)",
+                             ge=0)
+    eos_ids: str | None = key(None, "ids that end a text, e.g. 1,2, for exports (default: the "
+                              "tokenizer's)")
+
+    @property
+    def rope_factors(self):
+        """rope_scaling as numbers: (), (factor,) or (factor, low, high, original length)."""
+        return tuple(float(x) for x in self.rope_scaling.split(",")) if self.rope_scaling else ()
 
 
 GROUPS = {"Run": RunKeys, "Batch": BatchKeys, "Length": LengthKeys,

@@ -58,6 +58,10 @@ class ModelType:
     # inherits from the weights that it starts from. Default: no key is inherited.
     inherit_shape = None
 
+    # as_gpt(state, path, backbone, ema) -> ({name: tensor}, GPTConfig): the GPT in a checkpoint,
+    # for exports (model/convert). Default: it cannot be exported.
+    as_gpt = None
+
 
 class ModelHooks:
     """What a model, a torch.nn.Module, may define besides `forward`; this class has the defaults.

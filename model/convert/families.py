@@ -1,319 +1,536 @@
-"""Models that people fine-tune today, as GPTs with other blocks: Llama 3, Qwen 2 and 3, Mistral,
-Gemma 3 (text), OLMo 2 and SmolLM 3.
+"""config.json and tensor names of `transformers`, to and from ours: one table, used both ways.
 
-The key `family` of a GPT's configuration is what their config.json says, as JSON; it comes with the
-weights (model/convert/foreign.py) and stays with them. What it says that is not known here is
-refused by name. Systems and tools take such a model as any GPT; only, a full context does not roll
-on. Shapes: as in model/gpt.py.
+A Family is a model_type. Reading gives the fields of a GPTConfig or MoEConfig. Writing finds the
+family that computes the same, or raises CheckpointError with the options that it does not have: a
+model is converted with the logits that it has, or not at all.
 """
 
-import functools
 import json
 import math
-from dataclasses import dataclass
+import re
+from dataclasses import dataclass, field, fields
 
 import torch
-import torch.nn as nn
 import torch.nn.functional as F
 
-from model.core.ops import apply_dropout, apply_rope, attend
-from model.gpt import MLP, Attention, Embedding, GPTConfig, Norm
-from train.base.errors import ConfigError
+from model.gpt import GPTConfig
+from train.base.errors import CheckpointError
 
-# What config.json leaves out means, for each model_type (the classes of `transformers`).
-COMMON = dict(rms_norm_eps=1e-6, rope_theta=10000.0, tie_word_embeddings=False, hidden_act="silu")
-DEFAULTS = {
-    "llama": COMMON,
-    "qwen2": COMMON | dict(sliding_window=4096, max_window_layers=28),
-    "qwen3": COMMON | dict(head_dim=128, sliding_window=4096, max_window_layers=28),
-    "mistral": COMMON | dict(sliding_window=4096),
-    "gemma3_text": COMMON | dict(
-        rope_theta=1e6, rope_local_base_freq=10000.0, tie_word_embeddings=True, head_dim=256,
-        query_pre_attn_scalar=256, sliding_window=4096, sliding_window_pattern=6,
-        hidden_act="gelu_pytorch_tanh"),
-    "olmo2": COMMON | dict(rms_norm_eps=1e-5),
-    "smollm3": COMMON | dict(rope_theta=2e6, tie_word_embeddings=True, no_rope_layer_interval=4)}
-CLASSES = {"llama": "LlamaForCausalLM", "qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM",
-           "mistral": "MistralForCausalLM", "gemma3_text": "Gemma3ForCausalLM",
-           "olmo2": "Olmo2ForCausalLM", "smollm3": "SmolLM3ForCausalLM"}
-SIZES = {"hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads",
-         "intermediate_size", "vocab_size", "max_position_embeddings", "head_dim"}
-# Keys that change the logits and are computed here; those beside them that do not; any other may
-# only be absent, null, false or empty.
-USED = SIZES | {"model_type", "rms_norm_eps", "tie_word_embeddings", "hidden_act",
-                "hidden_activation", "query_pre_attn_scalar", "rope_theta", "rope_scaling",
-                "rope_parameters", "rope_local_base_freq", "sliding_window", "use_sliding_window",
-                "max_window_layers", "layer_types", "sliding_window_pattern",
-                "_sliding_window_pattern", "no_rope_layers", "no_rope_layer_interval"}
-HARMLESS = {"bos_token_id", "eos_token_id", "pad_token_id", "use_cache", "initializer_range",
+# -----------------------------------------------------------------------------
+# names of modules, ours: theirs; {} is the number of a layer, and the second one of an expert
+
+ATTENTION = {"wte": "model.embed_tokens", "ln_f": "model.norm", "lm_head": "lm_head",
+             "h.{}.ln_1": "model.layers.{}.input_layernorm",
+             "h.{}.ln_2": "model.layers.{}.post_attention_layernorm",
+             **{f"h.{{}}.attn.{n}": f"model.layers.{{}}.self_attn.{n}_proj" for n in "qkvo"}}
+LLAMA = ATTENTION | {f"h.{{}}.mlp.{n}": f"model.layers.{{}}.mlp.{n}_proj"
+                     for n in ("gate", "up", "down")}
+QK_NORM = {f"h.{{}}.attn.{n}_norm": f"model.layers.{{}}.self_attn.{n}_norm" for n in "qk"}
+OUT_NORM = {"h.{}.attn.out_norm": "model.layers.{}.post_attention_layernorm",
+            "h.{}.mlp.out_norm": "model.layers.{}.post_feedforward_layernorm"}
+GEMMA3 = LLAMA | QK_NORM | OUT_NORM | {"h.{}.ln_2": "model.layers.{}.pre_feedforward_layernorm"}
+OLMO2 = {k: v for k, v in (LLAMA | QK_NORM | OUT_NORM).items() if ".ln_" not in k}
+QWEN3_MOE = ATTENTION | {"h.{}.mlp.router": "model.layers.{}.mlp.gate",
+                         **{f"h.{{}}.mlp.{n}.{{}}": f"model.layers.{{}}.mlp.experts.{{}}.{n}_proj"
+                            for n in ("gate", "up", "down")}}
+MIXTRAL = ATTENTION | {"h.{}.mlp.router": "model.layers.{}.block_sparse_moe.gate",
+                       **{f"h.{{}}.mlp.{ours}.{{}}":
+                          f"model.layers.{{}}.block_sparse_moe.experts.{{}}.{theirs}"
+                          for ours, theirs in (("gate", "w1"), ("up", "w3"), ("down", "w2"))}}
+GPT2 = {"wte": "transformer.wte", "wpe": "transformer.wpe", "ln_f": "transformer.ln_f",
+        "lm_head": "lm_head", "h.{}.ln_1": "transformer.h.{}.ln_1",
+        "h.{}.ln_2": "transformer.h.{}.ln_2",
+        "h.{}.attn.qkv": "transformer.h.{}.attn.c_attn",  # q, k, v concatenated
+        "h.{}.attn.o": "transformer.h.{}.attn.c_proj",
+        "h.{}.mlp.up": "transformer.h.{}.mlp.c_fc", "h.{}.mlp.down": "transformer.h.{}.mlp.c_proj"}
+
+# -----------------------------------------------------------------------------
+# keys of config.json, ours: theirs
+
+KEYS = dict(n_embd="hidden_size", n_layer="num_hidden_layers", n_hidden="intermediate_size",
+            n_head="num_attention_heads", n_kv_head="num_key_value_heads", head_dim="head_dim",
+            mlp="hidden_act", context_length="max_position_embeddings", norm_eps="rms_norm_eps",
+            rope_theta="rope_theta", vocab_size="vocab_size", tie_weights="tie_word_embeddings")
+GPT2_KEYS = dict(context_length="n_positions", n_embd="n_embd", n_layer="n_layer", n_head="n_head",
+                 n_hidden="n_inner", mlp="activation_function", norm_eps="layer_norm_epsilon",
+                 vocab_size="vocab_size", tie_weights="tie_word_embeddings")
+MIXTRAL_KEYS = KEYS | dict(expert_hidden="intermediate_size", n_experts="num_local_experts",
+                           experts_per_token="num_experts_per_tok")
+QWEN3_MOE_KEYS = KEYS | dict(n_experts="num_experts", experts_per_token="num_experts_per_tok",
+                             expert_hidden="moe_intermediate_size", norm_topk_prob="norm_topk_prob")
+DEFAULTS = dict(rms_norm_eps=1e-6, rope_theta=10000.0, tie_word_embeddings=False, head_dim=None,
+                num_key_value_heads=None, hidden_act="silu")
+INTEGERS = ("n_embd", "n_layer", "n_hidden", "n_head", "n_kv_head", "head_dim", "context_length",
+            "vocab_size", "n_experts", "experts_per_token", "expert_hidden")
+# Options that change the logits, with the only value that can be computed here.
+ONLY = dict(attention_bias=False, mlp_bias=False, decoder_sparse_step=1, mlp_only_layers=[],
+            partial_rotary_factor=1, scale_attn_weights=True, reorder_and_upcast_attn=False,
+            scale_attn_by_inverse_layer_idx=False, add_cross_attention=False)
+# What a strict family may have besides its keys. Anything else could change the logits, unless it
+# is absent, null, false or empty.
+USED = {*ONLY, "model_type", "hidden_activation", "rope_scaling", "rope_parameters",
+        "rope_local_base_freq", "query_pre_attn_scalar", "sliding_window", "use_sliding_window",
+        "max_window_layers", "layer_types", "sliding_window_pattern", "_sliding_window_pattern",
+        "no_rope_layers", "no_rope_layer_interval"}
+HARMLESS = {"architectures", "dtype", "torch_dtype", "transformers_version", "_name_or_path",
+            "bos_token_id", "eos_token_id", "pad_token_id", "use_cache", "initializer_range",
             "attention_dropout", "pretraining_tp", "cache_implementation", "unsloth_fixed",
             "unsloth_version", "_attn_implementation_autoset"}
-LEFT_OUT = {"architectures", "dtype", "torch_dtype", "transformers_version", "_name_or_path"}
-MOST_TOKENS = 4096  # of an imported model's context: memory for 128 k would be taken at once
+# Our fields that a checkpoint's model_args have besides `family`.
+SIZES = ("block_size", "vocab_size", "n_layer", "n_head", "n_embd", "n_hidden", "n_kv_head",
+         "norm_eps", "tie_weights")
+# Our fields that a config.json has in another form, or that change no logits.
+FREE = {"block_size", "dropout", "bos_id", "eos_ids", "window", "layer_types", "rope_scaling"}
+MAX_TOKENS = 4096  # default context of models with far more: a cache allocates all of it
 
 
 @dataclass(frozen=True)
 class Family:
-    """What their blocks have beside a GPT's. kinds: (window in tokens or None, rope or None) of
-    each kind of layer; layers: the kind's number for each layer. rope: (theta, factor, and for
-    Llama 3 its low and high frequency factors and original length, else None thrice)."""
-    model_type: str
-    head_dim: int
-    kinds: tuple
-    layers: tuple
-    embed_scale: float = 1.0
-    score_scale: float = 1.0  # of scores, beside 1 / sqrt(head_dim)
+    """A model_type: its class in `transformers`, its names and keys, and what they mean.
 
-    @property
-    def ropes(self):
-        return list(dict.fromkeys(rope for _, rope in self.kinds if rope))
+    values: {our field: [values]} that its models may have, if not the default. defaults: the
+    meaning of keys that are missing. layers: the letters that layer_types may have. constants:
+    keys that are always written. strict: refuse unknown keys.
+    """
+    architecture: str
+    names: dict = field(default_factory=lambda: LLAMA)
+    keys: dict = field(default_factory=lambda: KEYS)
+    values: dict = field(default_factory=dict)
+    defaults: dict = field(default_factory=dict)
+    layers: str = "F"
+    uniform: bool = False  # all layers of one type
+    activations: dict = field(default_factory=lambda: {"silu": "swiglu"})
+    constants: dict = field(default_factory=dict)
+    strict: bool = True
+    experts: bool = False
 
-    def tables(self, positions):
-        """cos, sin (..., K D / 2) of positions (...): the K rotations side by side."""
-        # As model/core/ops.py's rope_tables, with other frequencies.
-        angles = torch.cat([positions[..., None] * frequencies(rope, self.head_dim,
-                                                               positions.device)
-                            for rope in self.ropes], dim=-1)
-        return angles.cos().float(), angles.sin().float()
 
-    def rebuild(self, model):
-        """Give a GPT, in place, the blocks of this family."""
-        c = model.config
-        if len(self.layers) != c.n_layer:
-            raise ConfigError([f"family: has {len(self.layers)} layers, n_layer is {c.n_layer}"])
-        if self.embed_scale != 1:
-            model.wte = ScaledEmbedding(*model.wte.weight.shape, self.embed_scale)
-        for i, block in enumerate(model.h):
-            block.attn, block.mlp = FamilyAttention(c, i), FamilyMLP(c)
-            if self.model_type == "olmo2":  # normalised on its way out only
-                block.ln_1 = block.ln_2 = nn.Identity()
+NO_BIAS = dict(attention_bias=False, mlp_bias=False)
+QK_NORMS = dict(qk_norm=[True], qk_norm_type=["plain", "head"])
+FAMILIES = {
+    "llama": Family("LlamaForCausalLM", constants=NO_BIAS, strict=False),
+    "qwen2": Family("Qwen2ForCausalLM", values=dict(qkv_bias=[True]), layers="FW",
+                    defaults=dict(sliding_window=4096, max_window_layers=28)),
+    "qwen3": Family("Qwen3ForCausalLM", LLAMA | QK_NORM, values=QK_NORMS, layers="FW",
+                    defaults=dict(head_dim=128, sliding_window=4096, max_window_layers=28),
+                    constants=NO_BIAS, strict=False),
+    "mistral": Family("MistralForCausalLM", layers="FW", uniform=True,
+                      defaults=dict(sliding_window=4096)),
+    "gemma3_text": Family(
+        "Gemma3ForCausalLM", GEMMA3, layers="FW", activations={"gelu_pytorch_tanh": "geglu"},
+        values=dict(qk_norm=[True], qk_norm_type=["head"], norm_position=["both"]),
+        defaults=dict(rope_theta=1e6, rope_local_base_freq=10000.0, tie_word_embeddings=True,
+                      head_dim=256, query_pre_attn_scalar=256, sliding_window=4096,
+                      sliding_window_pattern=6, hidden_act="gelu_pytorch_tanh")),
+    "olmo2": Family("Olmo2ForCausalLM", OLMO2, defaults=dict(rms_norm_eps=1e-5), values=dict(
+        qk_norm=[True], qk_norm_type=["all"], norm_position=["post"])),
+    "smollm3": Family("SmolLM3ForCausalLM", layers="FfWw", constants=dict(pad_token_id=None),
+                      defaults=dict(rope_theta=2e6, tie_word_embeddings=True,
+                                    no_rope_layer_interval=4)),
+    "mixtral": Family("MixtralForCausalLM", MIXTRAL, MIXTRAL_KEYS, dict(norm_topk_prob=[True]),
+                      constants=NO_BIAS | dict(sliding_window=None), strict=False, experts=True,
+                      layers="FW", uniform=True),
+    "qwen3_moe": Family("Qwen3MoeForCausalLM", QWEN3_MOE | QK_NORM, QWEN3_MOE_KEYS, QK_NORMS,
+                        defaults=dict(norm_topk_prob=False), strict=False, experts=True,
+                        constants=NO_BIAS | dict(decoder_sparse_step=1, mlp_only_layers=[])),
+    "gpt2": Family("GPT2LMHeadModel", GPT2, GPT2_KEYS, strict=False,
+                   values=dict(norm=["layer"], pos=["learned"], bias=[True, False]),
+                   defaults=dict(n_inner=None, layer_norm_epsilon=1e-5, tie_word_embeddings=True,
+                                 activation_function="gelu_new"),
+                   activations={"gelu_new": "gelu", "gelu_pytorch_tanh": "gelu",
+                                "gelu": "gelu_exact"})}
+
+
+def has_experts(shape):
+    """Return whether `shape` is the MoEConfig of model/moe.py, an optional file."""
+    return "n_experts" in {f.name for f in fields(shape)}
 
 
 # -----------------------------------------------------------------------------
-# their config.json
+# reading a config.json
 
-@functools.lru_cache
-def read(text):
-    """The Family that the JSON `text` describes. Raises ConfigError."""
+def read_config(c, path):
+    """Return (model_type, {field: value} of a GPTConfig or MoEConfig) of a config.json, a dict.
+    CheckpointError for what cannot be computed here."""
     try:
-        return family_of(json.loads(text))
-    except ConfigError:
-        raise
-    except (ValueError, TypeError, LookupError, AttributeError, ArithmeticError,
-            RecursionError) as error:
-        raise ConfigError([f"family: {type(error).__name__}: {error}"]) from None
+        return read_fields(c)
+    except CheckpointError as error:
+        raise CheckpointError(f"{path}: {error}") from None
+    except (LookupError, TypeError, ValueError, AttributeError, ArithmeticError,
+            RecursionError) as error:  # values of other types than expected
+        raise CheckpointError(f"{path}: {type(error).__name__}: {error}") from None
 
 
-def family_of(c):
-    """The Family of the dict of a config.json."""
-    kind = c.get("model_type") if isinstance(c, dict) else None
-    if kind not in DEFAULTS:
-        raise ConfigError([f"model_type {kind!r}: expected one of {', '.join(DEFAULTS)}"])
-    if unknown := sorted(k for k in c.keys() - USED - HARMLESS if c[k]):
-        raise ConfigError([", ".join(f"{k}: {c[k]!r}" for k in unknown)
-                           + f": not known of {kind}, whose logits would be others"])
-    c = DEFAULTS[kind] | c
-    if wrong := [f"{k}: {c[k]!r}" for k in sorted(SIZES & c.keys())
-                 if c[k] is not None and not (type(c[k]) is int and 0 < c[k] < 2**31)]:
-        raise ConfigError([f"{', '.join(wrong)}: expected whole numbers above 0"])
-    if c["num_hidden_layers"] > 10_000:  # as n_layer
-        raise ConfigError([f"num_hidden_layers: {c['num_hidden_layers']}, expected up to 10,000"])
-    act = c.get("hidden_activation") or c["hidden_act"]
-    if act != DEFAULTS[kind]["hidden_act"]:
-        raise ConfigError([f"hidden_act: {act!r}, expected {DEFAULTS[kind]['hidden_act']}"])
-    head_dim = c.get("head_dim") or c["hidden_size"] // c["num_attention_heads"]
-    if head_dim % 2 or head_dim < 2:
-        raise ConfigError([f"head_dim: {head_dim}, expected an even number"])
-    gemma = kind == "gemma3_text"
-    each = list(zip(windows(c), layer_ropes(c)))  # (window, rope) of each layer
-    kinds = tuple(dict.fromkeys(each))
-    return Family(kind, head_dim, kinds, tuple(map(kinds.index, each)),
-                  c["hidden_size"] ** 0.5 if gemma else 1.0,
-                  math.sqrt(head_dim / c["query_pre_attn_scalar"]) if gemma else 1.0)
+def read_fields(given):
+    kind = given.get("model_type") if isinstance(given, dict) else None
+    if kind not in FAMILIES:
+        raise CheckpointError(f"model_type {kind!r}: expected {', '.join(FAMILIES)}")
+    family = FAMILIES[kind]
+    c = DEFAULTS | family.defaults | given
+    if kind == "qwen3_moe" and "num_local_experts" in c:  # its name in some files
+        c["num_experts"] = c["num_local_experts"]
+    check_integers(c, family)
+    out = {ours: c[theirs] for ours, theirs in family.keys.items()}
+    out |= {name: values[0] for name, values in family.values.items()}
+    activation = c.get("hidden_activation") or out["mlp"]
+    if activation not in family.activations:
+        raise CheckpointError(f"{family.keys['mlp']}: {activation!r}, expected "
+                              f"{' or '.join(family.activations)}")
+    out["mlp"] = family.activations[activation]
+    if kind == "gpt2":
+        is_plain = True
+    else:
+        read_attention(c, kind, out)
+        is_plain = (not out["rope_scaling"]
+                    and out["n_head"] * (out["head_dim"] or 0) in (0, out["n_embd"]))
+    is_strict = family.strict or not is_plain and not family.experts
+    check_known(c, family, is_strict)
+    if kind == "mixtral":  # it has no MLP besides the experts; its width is our default
+        out["n_hidden"] *= out["experts_per_token"]
+    # A context far longer than what fits in memory is for exports; block_size can be set.
+    out["block_size"] = out["context_length"]
+    if is_strict:
+        out["block_size"] = min(out["block_size"], MAX_TOKENS)
+    if out["block_size"] == out["context_length"]:
+        out["context_length"] = None
+    end = c.get("eos_token_id")
+    end = end if isinstance(end, list) else [] if end is None else [end]
+    return kind, out | dict(bos_id=c.get("bos_token_id"), eos_ids=",".join(map(str, end)) or None)
 
 
-def layer_types(c):
-    """Whether each layer is "full_attention" or "sliding_attention"."""
-    n, types = c["num_hidden_layers"], c.get("layer_types")
-    if types is None and c["model_type"] == "gemma3_text":
+def check_integers(c, family):
+    """CheckpointError unless all sizes are integers above 0, or absent."""
+    found = {family.keys[name]: c.get(family.keys[name]) for name in INTEGERS if name in family.keys}
+    if wrong := [f"{k}: {v!r}" for k, v in sorted(found.items())
+                 if v is not None and not (type(v) is int and 0 < v < 2**31)]:
+        raise CheckpointError(f"{', '.join(wrong)}: expected integers above 0")
+    if c[family.keys["n_layer"]] > 10_000:
+        raise CheckpointError(f"{family.keys['n_layer']}: {c[family.keys['n_layer']]}, expected up "
+                              "to 10,000")
+
+
+def check_known(c, family, is_strict):
+    """CheckpointError for options that would change the logits."""
+    wrong = [f"{k}: {c[k]!r}" for k, only in ONLY.items() if c.get(k, only) != only]
+    if is_strict:
+        known = USED | HARMLESS | set(family.keys.values())
+        wrong += [f"{k}: {c[k]!r}" for k in sorted(c.keys() - known) if c[k]]
+    if wrong:
+        raise CheckpointError(f"{', '.join(wrong)}: not supported")
+
+
+def read_attention(c, kind, out):
+    """Add the fields of heads, windows and rotary positions to `out`."""
+    head_dim = out["head_dim"] or out["n_embd"] // out["n_head"]
+    if head_dim % 2:
+        raise CheckpointError(f"head_dim: {head_dim}, expected an even number")
+    letters = read_layers(c, kind, out["n_layer"])
+    period = next(p for p in range(1, len(letters) + 1)
+                  if all(x == letters[i % p] for i, x in enumerate(letters)))
+    out |= dict(layer_types=letters[:period], window=c["sliding_window"] if "W" in letters.upper()
+                else None)
+    given = c.get("rope_parameters") or c.get("rope_scaling") or {}
+    full = local = given
+    if any(isinstance(v, dict) for v in given.values()):
+        full = given.get("full_attention") or {}
+        local = given.get("sliding_attention") or {}
+    elif "rope_local_base_freq" in c:
+        local = dict(rope_theta=c["rope_local_base_freq"])
+    out["rope_theta"], out["rope_scaling"] = read_rope(full, c["rope_theta"])
+    theta, scaling = read_rope(local, c["rope_theta"])
+    if "W" in letters and (theta, scaling) != (out["rope_theta"], out["rope_scaling"]):
+        if scaling:
+            raise CheckpointError(f"rope_type of layers with a window: {local!r}, expected default")
+        out["window_rope_theta"] = theta
+    if kind == "gemma3_text":
+        out["embed_scale"] = out["n_embd"] ** 0.5
+        out["score_scale"] = math.sqrt(head_dim / c["query_pre_attn_scalar"])
+
+
+def read_layers(c, kind, n):
+    """Return the letter of each layer, see the key layer_types."""
+    types = c.get("layer_types")
+    if types is None and kind == "gemma3_text":
         every = c.get("_sliding_window_pattern", c["sliding_window_pattern"])
         types = ["sliding_attention" if (i + 1) % every else "full_attention" for i in range(n)]
     elif types is None:
-        slides = c["model_type"] == "mistral" or c.get("use_sliding_window")
-        first = c.get("max_window_layers", 0) if slides else n
+        has_windows = kind in ("mistral", "mixtral") or c.get("use_sliding_window")
+        first = c.get("max_window_layers", 0) if has_windows else n
         types = ["full_attention" if i < first else "sliding_attention" for i in range(n)]
     if len(types) != n or set(types) - {"full_attention", "sliding_attention"}:
-        raise ConfigError([f"layer_types: {types!r}: expected full_attention or sliding_attention "
-                           f"for each of {n} layers"])
-    return types
+        raise CheckpointError(f"layer_types: {types!r}: expected full_attention or "
+                              f"sliding_attention for each of {n} layers")
+    letters = "".join("W" if t == "sliding_attention" and c.get("sliding_window") else "F"
+                      for t in types)
+    if kind == "smollm3":
+        every = c["no_rope_layer_interval"]
+        used = c.get("no_rope_layers") or [(i + 1) % every for i in range(n)]
+        if len(used) != n:
+            raise CheckpointError(f"no_rope_layers: {used!r}: expected one for each of {n} layers")
+        letters = "".join(x if has else x.lower() for x, has in zip(letters, used))
+    if wrong := set(letters) - set(FAMILIES[kind].layers):
+        raise CheckpointError(f"layer_types: {types!r}: not supported for {kind} "
+                              f"({', '.join(sorted(wrong))})")
+    return letters
 
 
-def windows(c):
-    """Tokens that each layer sees, or None: all."""
-    return [c.get("sliding_window") if t == "sliding_attention" else None for t in layer_types(c)]
-
-
-def layer_ropes(c):
-    """The rope of each layer, or None: it has no positions."""
-    given = c.get("rope_parameters") or c.get("rope_scaling") or {}
-    if not any(isinstance(v, dict) for v in given.values()):
-        local = dict(rope_theta=c["rope_local_base_freq"]) if "rope_local_base_freq" in c else given
-        given = dict(full_attention=given, sliding_attention=local)
-    ropes = [rope_of(given.get(t) or {}, c["rope_theta"]) for t in layer_types(c)]
-    if c["model_type"] != "smollm3":
-        return ropes
-    every = c["no_rope_layer_interval"]
-    used = c.get("no_rope_layers") or [(i + 1) % every for i in range(len(ropes))]
-    if len(used) != len(ropes):
-        raise ConfigError([f"no_rope_layers: {used!r}: expected one for each of {len(ropes)} "
-                           "layers"])
-    return [rope if has else None for rope, has in zip(ropes, used)]
-
-
-def rope_of(given, theta):
+def read_rope(given, theta):
+    """Return (rope_theta, rope_scaling or None) of one entry of rope_parameters."""
     kind = given.get("rope_type", given.get("type", "default"))
     if kind not in ("default", "linear", "llama3") or given.get("partial_rotary_factor", 1) != 1:
-        raise ConfigError([f"rope_type: {kind!r}: expected default, linear or llama3, of whole "
-                           "heads"])
-    words = ("low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
-    rest = [given[word] for word in words] if kind == "llama3" else [None] * 3
-    factor = 1.0 if kind == "default" else float(given["factor"])
-    return float(given.get("rope_theta", theta)), factor, *rest
+        raise CheckpointError(f"rope_type: {kind!r}: expected default, linear or llama3, of whole "
+                              "heads")
+    keys = dict(default=(), linear=("factor",), llama3=LLAMA3_KEYS)[kind]
+    # The order is that of a reader's first complaint.
+    values = {key: given[key] for key in (*keys[1:], *keys[:1])}
+    scaling = ",".join(f"{float(values[key]):g}" if float(values[key]).is_integer()
+                       else repr(float(values[key])) for key in keys)
+    return float(given.get("rope_theta", theta)), scaling or None
 
 
-def frequencies(rope, dim, device):
-    """Radians a token of each pair of a head, (dim / 2,) float32."""
-    theta, factor, low, high, original = rope
-    freq = theta ** (-torch.arange(0, dim, 2, dtype=torch.float32, device=device) / dim)
-    if low is None:
-        return freq / factor
-    # Llama 3: waves shorter than original / high stay, longer than original / low are stretched.
-    turns = original * freq / (2 * math.pi)  # in the context that it was trained on first
-    share = ((turns - low) / (high - low)).clamp(0, 1)
-    return freq * (share + (1 - share) / factor)
+LLAMA3_KEYS = ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
 
 
-def shape_of(theirs):
-    """The GPTConfig of a config.json. ValueError or KeyError for what cannot be computed."""
-    text = json.dumps({k: v for k, v in theirs.items() if k not in LEFT_OUT}, sort_keys=True)
-    family = read(text)
-    c = DEFAULTS[family.model_type] | theirs
-    return GPTConfig(
-        block_size=min(c["max_position_embeddings"], MOST_TOKENS), vocab_size=c["vocab_size"],
-        n_layer=c["num_hidden_layers"], n_head=c["num_attention_heads"], n_embd=c["hidden_size"],
-        n_hidden=c["intermediate_size"], n_kv_head=c.get("num_key_value_heads"),
-        norm_eps=c["rms_norm_eps"], tie_weights=c["tie_word_embeddings"], family=text)
+def upgrade_fields(args):
+    """Return the model_args of an older checkpoint without `family`, the JSON of a config.json."""
+    kind, new = read_config(json.loads(args["family"]), "family")
+    if "plain" in FAMILIES[kind].values.get("qk_norm_type", ()):
+        new["qk_norm_type"] = "head"
+    length = new["context_length"] or new["block_size"]
+    new = {k: v for k, v in new.items() if k not in SIZES}
+    return {k: v for k, v in args.items() if k != "family"} | new | dict(context_length=length)
 
 
 # -----------------------------------------------------------------------------
-# their blocks
+# writing a config.json
 
-class ScaledEmbedding(Embedding):
-
-    def __init__(self, rows, dim, scale):
-        super().__init__(rows, dim)
-        self.scale = scale
-
-    def forward(self, idx):
-        return super().forward(idx) * self.scale
-
-
-class FamilyAttention(Attention):
-    """Attention with heads of their own size, biases, trained norms of queries and keys, a window,
-    other rotations or none, and a norm on its way out: what the family has of these."""
-
-    def __init__(self, config, layer):
-        nn.Module.__init__(self)
-        c = self.config = config
-        f = self.family = c.other
-        self.layer, width = layer, c.n_head * f.head_dim
-        self.window, rope = f.kinds[f.layers[layer]]
-        self.rotation = f.ropes.index(rope) if rope else None
-        kv_dim, bias = c.n_kv_head * f.head_dim, f.model_type == "qwen2"
-        self.q = nn.Linear(c.n_embd, width, bias=bias)
-        self.k = nn.Linear(c.n_embd, kv_dim, bias=bias)
-        self.v = nn.Linear(c.n_embd, kv_dim, bias=bias)
-        self.o = nn.Linear(width, c.n_embd, bias=False)
-        if f.model_type in ("qwen3", "gemma3_text"):  # of each head
-            self.q_norm, self.k_norm = (Norm(f.head_dim, "rms", False, c.norm_eps) for _ in "qk")
-        elif f.model_type == "olmo2":  # over all of them
-            self.q_norm, self.k_norm = (Norm(n, "rms", False, c.norm_eps) for n in (width, kv_dim))
-        self.out_norm = out_norm(c)
-
-    def forward(self, x, rope, cache=None):
-        c, T = self.config, x.size(1)
-        qk, v = self.project(x)  # (B, T, H + G, D), (B, T, G, D)
-        q, k = qk.split((c.n_head, c.n_kv_head), dim=2)
-        if self.family.model_type == "olmo2":
-            q, k = (norm(y.flatten(2)).view_as(y)
-                    for norm, y in ((self.q_norm, q), (self.k_norm, k)))
-        elif hasattr(self, "q_norm"):
-            q, k = self.q_norm(q), self.k_norm(k)
-        if self.rotation is not None:
-            half = self.family.head_dim // 2
-            cos, sin = (t[..., self.rotation * half:(self.rotation + 1) * half] for t in rope)
-            q, k = apply_rope(q, cos, sin), apply_rope(k, cos, sin)
-        if self.family.score_scale != 1:
-            q = q * self.family.score_scale
-        q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)  # (B, H or G, T, D)
-        mask = None
-        if cache is not None:
-            k, v, mask = cache.update(self.layer, k, v)
-        k, v, mask = within(self.window, k, v, mask, T)
-        y = attend(q, k, v, c.dropout if self.training else 0.0, mask)  # (B, H, T, D)
-        y = self.out_norm(self.o(y.transpose(1, 2).flatten(2)))
-        return apply_dropout(y, c.dropout, self.training)
+def find_family(shape, path):
+    """Return the model_type that computes a GPTConfig or MoEConfig. CheckpointError with the
+    options that the closest one does not have."""
+    is_gpt2 = shape.norm == "layer" or shape.pos == "learned"
+    wrong = {kind: mismatches(shape, family) for kind, family in FAMILIES.items()
+             if (kind == "gpt2") == is_gpt2 and family.experts == has_experts(shape)}
+    if not wrong:
+        raise CheckpointError(f"{path}: no class in transformers has experts with norm: "
+                              f"{shape.norm}, pos: {shape.pos}")
+    kind = min(wrong, key=lambda k: len(wrong[k]))
+    if wrong[kind]:
+        raise CheckpointError(f"{path}: not supported by {FAMILIES[kind].architecture}: "
+                              f"{', '.join(wrong[kind])}")
+    return kind
 
 
-def within(window, k, v, mask, T):
-    """k, v (B, G, S, D) and the mask, as attend takes it, of T queries that see the last `window`
-    keys, their own among them."""
-    S = k.size(2)
-    if window is None or S <= window:
-        return k, v, mask
-    here = torch.arange(S, device=k.device)
-    if T > 1:
-        behind = here[S - T:, None] - here  # (T, S)
-        band = (behind >= 0) & (behind < window)
-        return k, v, band[None, None] if mask is None else mask & band
-    if mask is None:
-        return k[:, :, -window:], v[:, :, -window:], None
-    return k, v, mask & (here >= mask.sum(-1, keepdim=True) - window)
+def mismatches(shape, family):
+    """Return [text] of the options of `shape` that a family does not have."""
+    allowed = {f.name: [f.default] for f in fields(GPTConfig)
+               if f.name not in family.keys and f.name not in FREE} | family.values
+    allowed["mlp"] = list(family.activations.values())
+    if "n_kv_head" not in family.keys:  # GPT-2
+        allowed |= dict(n_kv_head=[shape.n_head], head_dim=[shape.n_embd // shape.n_head],
+                        rope_theta=[shape.rope_theta])
+    if "geglu" in allowed["mlp"]:  # Gemma
+        allowed |= dict(embed_scale=[shape.n_embd ** 0.5], score_scale=[shape.score_scale],
+                        window_rope_theta=[shape.window_rope_theta])
+    order = [name for name in ("norm", "pos", "mlp", "qk_norm", "n_kv_head", *allowed)
+             if name in allowed]
+    wrong = [f"{k}: {getattr(shape, k)} (there: {' or '.join(map(str, allowed[k]))})"
+             for k in dict.fromkeys(order) if getattr(shape, k) not in allowed[k]]
+    letters = {shape.layer_type(i) for i in range(shape.n_layer)}
+    if letters - set(family.layers) or family.uniform and len(letters) > 1:
+        wrong.append(f"layer_types: {shape.layer_types} (there: {' or '.join(family.layers)})")
+    return wrong
 
 
-class FamilyMLP(MLP):
-    """SwiGLU, or GeGLU (arXiv:2002.05202), with the norm on its way out that the family has."""
+def write_config(shape, kind, dtype, end):
+    """Return config.json for a family, as transformers 4 and 5 read it. end: the tokenizer's end of
+    text, or None."""
+    family = FAMILIES[kind]
+    eos = [int(i) for i in shape.eos_ids.split(",")] if shape.eos_ids else [end]
+    out = dict(architectures=[family.architecture], model_type=kind, vocab_size=shape.vocab_size,
+               bos_token_id=end if shape.bos_id is None else shape.bos_id,
+               eos_token_id=eos if len(eos) > 1 else eos[0],
+               tie_word_embeddings=shape.tie_weights, torch_dtype=dtype, dtype=dtype)
+    out |= {theirs: getattr(shape, ours) for ours, theirs in family.keys.items()}
+    names = {ours: theirs for theirs, ours in reversed(family.activations.items())}
+    out[family.keys["mlp"]] = names[shape.mlp]
+    out[family.keys["context_length"]] = shape.context_length or shape.block_size
+    out |= family.constants
+    if kind == "gpt2":
+        return out | dict(resid_pdrop=shape.dropout, embd_pdrop=shape.dropout,
+                          attn_pdrop=shape.dropout)
+    return out | write_attention(shape, kind)
 
-    def __init__(self, config):
-        super().__init__(config)
-        self.out_norm = out_norm(config)
 
-    def gated(self, x):
-        if self.config.other.model_type != "gemma3_text":
-            return super().gated(x)
-        return F.gelu(self.gate(x), approximate="tanh") * self.up(x)
+def write_attention(shape, kind):
+    """Return the keys of rotary positions and windows."""
+    rope = write_rope(shape.rope_theta, shape.rope_factors)
+    out = dict(rope_parameters=rope)
+    if shape.rope_factors:  # transformers 4
+        out["rope_scaling"] = {k: v for k, v in rope.items() if k != "rope_theta"}
+    letters = [shape.layer_type(i) for i in range(shape.n_layer)]
+    types = ["sliding_attention" if x in "Ww" else "full_attention" for x in letters]
+    if "sliding_attention" in types:
+        out["sliding_window"] = shape.window
+        if not FAMILIES[kind].uniform:
+            out["layer_types"] = types
+    if kind in ("qwen2", "qwen3") and "layer_types" in out:
+        out |= dict(use_sliding_window=True, max_window_layers=types.index("sliding_attention"))
+    if kind == "smollm3":
+        out |= dict(no_rope_layers=[int(x.isupper()) for x in letters],
+                    use_sliding_window="layer_types" in out)
+    if kind == "gemma3_text":
+        local = shape.window_rope_theta or shape.rope_theta
+        scalar = shape.head_dim / shape.score_scale ** 2
+        out |= dict(
+            layer_types=types, hidden_activation="gelu_pytorch_tanh", rope_local_base_freq=local,
+            query_pre_attn_scalar=round(scalar) if abs(scalar - round(scalar)) < 1e-6 else scalar,
+            rope_parameters=dict(full_attention=rope, sliding_attention=write_rope(local, ())))
+    return out
 
-    def forward(self, x):
-        return self.out_norm(super().forward(x))
 
-
-def out_norm(config):
-    has = config.other.model_type in ("gemma3_text", "olmo2")
-    return Norm(config.n_embd, "rms", False, config.norm_eps) if has else nn.Identity()
+def write_rope(theta, factors):
+    """Return an entry of rope_parameters."""
+    kind = {0: "default", 1: "linear", 4: "llama3"}[len(factors)]
+    out = dict(rope_type=kind, rope_theta=theta) | dict(zip(LLAMA3_KEYS, factors))
+    if kind == "llama3":
+        out[LLAMA3_KEYS[3]] = int(factors[3])
+    return out
 
 
 # -----------------------------------------------------------------------------
-# their names of our modules, beside those of Llama
+# weights
 
-HEADS = {f"h.{{}}.attn.{n}_norm": f"model.layers.{{}}.self_attn.{n}_norm" for n in "qk"}
-OUT = {"h.{}.attn.out_norm": "model.layers.{}.post_attention_layernorm",
-       "h.{}.mlp.out_norm": "model.layers.{}.post_feedforward_layernorm"}
-NAMES = {"qwen3": HEADS, "olmo2": HEADS | OUT,
-         "gemma3_text": HEADS | OUT | {"h.{}.ln_2": "model.layers.{}.pre_feedforward_layernorm"}}
+def rename(name, table):
+    """Return the tensor `name` with its module renamed by `table`, or as it is."""
+    module, _, kind = name.rpartition(".")
+    numbers = re.findall(r"(?<=\.)\d+(?=\.|$)", module)
+    new = table.get(re.sub(r"(?<=\.)\d+(?=\.|$)", "{}", module))
+    return f"{new.format(*numbers)}.{kind}" if new else name
 
 
-def shifted(weights, model_type, by):
-    """Gemma keeps the weights of its norms less 1: `weights`, by our names, with these moved."""
-    if model_type != "gemma3_text":
+def write_weights(weights, shape, kind):
+    """Return {their name: tensor} of {our name: tensor}."""
+    weights = strip_padding(weights, shape)
+    if kind == "gpt2":
+        weights = {n: t.t() if n.startswith("h.") and t.dim() == 2 else t  # (in, out)
+                   for n, t in write_gpt2(weights, shape).items()}
+    weights = shift_norms(weights, kind, -1.0)
+    if shape.qk_norm and shape.qk_norm_type == "plain":
+        weights = weights | {f"h.{i}.attn.{part}_norm.weight": torch.ones(shape.head_dim)
+                             for i in range(shape.n_layer) for part in "qk"}
+    out = {}
+    for name, t in weights.items():
+        if t.dim() == 3:  # the experts of a layer, (E, out, in)
+            module = name.removesuffix(".weight")
+            out |= {rename(f"{module}.{i}.weight", FAMILIES[kind].names): expert
+                    for i, expert in enumerate(t)}
+        else:
+            out[rename(name, FAMILIES[kind].names)] = t
+    return out
+
+
+def read_weights(tensors, kind, path):
+    """Return {our name: tensor} of {their name: tensor}. Norms of queries and keys that are all
+    ones are left out: qk_norm_type plain computes the same."""
+    names = {theirs: ours for ours, theirs in FAMILIES[kind].names.items()}
+    weights = shift_norms(translate(tensors, names, path), kind, 1.0)
+    norms = {n: t for n, t in weights.items() if re.search(r"attn\.[qk]_norm\.weight$", n)}
+    if "plain" in FAMILIES[kind].values.get("qk_norm_type", ()) and all(map(is_one, norms.values())):
+        weights = {n: t for n, t in weights.items() if n not in norms}
+    return weights
+
+
+def read_bare_weights(tensors, path):
+    """Return read_weights of tensors without a config.json, which have the names of any family."""
+    names = {theirs: ours for table in (QWEN3_MOE, LLAMA, MIXTRAL, GPT2)
+             for ours, theirs in table.items()}
+    out = {}
+    for name, t in tensors.items():
+        if not re.search(r"self_attn\.[qk]_norm\.weight$", name):
+            out[name] = t
+        elif not is_one(t):
+            raise CheckpointError(f"{path}: {name} is not all ones, and there is no config.json "
+                                  "that describes its use")
+    return translate(out, names, path)
+
+
+def translate(tensors, names, path):
+    """Return {our name: tensor} with the shapes of our tensors."""
+    root = "transformer." if any("c_attn" in n for n in tensors) else "model."
+    out = {}
+    for name, t in tensors.items():
+        if not re.search(r"\.attn\.(masked_)?bias$|\.inv_freq$", name):  # buffers of old files
+            out[rename(name if name.startswith(("lm_head.", root)) else root + name, names)] = t
+    try:
+        out = stack_experts(split_qkv(out), path)
+        for name in ("wte.weight", "lm_head.weight"):
+            if name in out and len(out[name]) % 128:  # our rows are padded to a multiple of it
+                out[name] = F.pad(out[name], (0, 0, 0, -len(out[name]) % 128))
+    except (RuntimeError, IndexError, TypeError) as error:
+        raise CheckpointError(f"{path}: its tensors do not have the shapes of their names: {error}"
+                              ) from None
+    return out
+
+
+def is_one(t):
+    return bool((t == 1).all())
+
+
+def shift_norms(weights, kind, by):
+    """Return `weights` with the norms of Gemma moved: its files have them less 1."""
+    if kind != "gemma3_text":
         return weights
     return {n: t.float() + by if t.dim() == 1 else t for n, t in weights.items()}
+
+
+def strip_padding(weights, shape):
+    """Return {our name: tensor} without the padding of the vocabulary."""
+    return {n: t[:shape.vocab_size] if n in ("wte.weight", "lm_head.weight") else t
+            for n, t in weights.items()}
+
+
+def write_gpt2(weights, shape, zero_biases=True):
+    """Return `weights` with the q, k, v of a layer concatenated, and zeros for missing biases."""
+    out = {}
+    for name, t in weights.items():
+        if ".attn.q." in name:
+            parts = [weights[name.replace(".q.", f".{part}.")] for part in "qkv"]
+            out[name.replace(".q.", ".qkv.")] = torch.cat(parts)
+        elif not re.search(r"\.attn\.[kv]\.", name):
+            out[name] = t
+    if zero_biases and not shape.bias:
+        out |= {n.removesuffix("weight") + "bias": torch.zeros(len(t)) for n, t in out.items()
+                if n.startswith(("h.", "ln_f"))}
+    return out
+
+
+def split_qkv(weights):
+    """Return `weights` with q, k, v apart. GPT-2's matrices of transformers, (in, out), are
+    transposed; nanoGPT's are not."""
+    is_transposed = any(n.endswith("attn.qkv.weight") and t.size(0) < t.size(1)
+                        for n, t in weights.items())
+    out = {}
+    for name, t in weights.items():
+        if is_transposed and name.startswith("h.") and t.dim() == 2:
+            t = t.t().contiguous()
+        if ".attn.qkv." in name:
+            out |= {name.replace("qkv", part): piece.contiguous()
+                    for part, piece in zip("qkv", t.chunk(3))}
+        else:
+            out[name] = t
+    return out
+
+
+def stack_experts(weights, path):
+    """Return `weights` with the experts of a layer as one tensor (E, out, in)."""
+    out, experts = {}, {}
+    for name, t in weights.items():
+        if match := re.fullmatch(r"(h\.\d+\.mlp\.\w+)\.(\d+)\.weight", name):
+            experts.setdefault(match[1], {})[int(match[2])] = t
+        else:
+            out[name] = t
+    for name, stack in experts.items():
+        if sorted(stack) != list(range(len(stack))):
+            raise CheckpointError(f"{path}: experts of {name} are missing")
+        out[f"{name}.weight"] = torch.stack([stack[i] for i in range(len(stack))])
+    return out

@@ -1,7 +1,8 @@
-"""A model as one GGUF file, for llama.cpp, Ollama and LM Studio: weights, tokenizer, chat template.
+"""Write a model as one GGUF file, for llama.cpp, Ollama and LM Studio: weights, tokenizer, chat
+template.
 
-By the package gguf. What llama.cpp would compute otherwise is refused by name; how it reads each
-architecture stands in its src/models.
+Uses the package gguf. What llama.cpp would compute differently is refused by name; its src/models
+define how it reads each architecture.
 """
 
 import json
@@ -17,14 +18,15 @@ from data.tokenizer_hf import (
     pattern_of,
     tokenizer_json,
 )
-from model.convert.foreign import rename
+from model.convert.families import FAMILIES, rename, strip_padding, write_gpt2
+from model.core.ops import rope_frequencies
 from train.base.errors import CheckpointError
 from train.base.files import atomic_write
 
 ARCHITECTURES = {"gpt2": "gpt2", "llama": "llama", "mistral": "llama", "mixtral": "llama",
                  "qwen2": "qwen2", "qwen3": "qwen3", "qwen3_moe": "qwen3moe", "olmo2": "olmo2",
                  "gemma3_text": "gemma3", "smollm3": "smollm3"}
-PAIRS = ("llama", "smollm3")  # rotate neighbours, where we rotate halves of a head
+INTERLEAVED = ("llama", "smollm3")  # architectures that rotate neighbours; we rotate halves
 NAMES = {"wte": "token_embd", "wpe": "position_embd", "ln_f": "output_norm", "lm_head": "output",
          "h.{}.ln_1": "blk.{}.attn_norm", "h.{}.ln_2": "blk.{}.ffn_norm",
          "h.{}.attn.o": "blk.{}.attn_output", "h.{}.attn.out_norm": "blk.{}.post_attention_norm",
@@ -32,146 +34,145 @@ NAMES = {"wte": "token_embd", "wpe": "position_embd", "ln_f": "output_norm", "lm
          **{f"h.{{}}.attn.{n}": f"blk.{{}}.attn_{n}" for n in ("q", "k", "v", "qkv", "q_norm",
                                                                "k_norm")},
          **{f"h.{{}}.mlp.{n}": f"blk.{{}}.ffn_{n}" for n in ("gate", "up", "down")}}
-# What llama.cpp calls the ways in which text is split before pairs of bytes are joined. Llama 3's
-# takes a piece that is a token as a whole; dbrx's, the same else, joins pairs even so.
+# llama.cpp's names of the patterns that split text before byte pairs are merged. Llama 3's keeps a
+# piece that is a token as a whole; dbrx's, otherwise the same, merges pairs even then.
 CONTRACTIONS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|"
-REST = r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
-SPLITS = {GPT2_PATTERN: "gpt-2", CONTRACTIONS + r"\p{N}" + REST: "qwen2",
-          CONTRACTIONS + r"\p{N}{1,3}" + REST: "llama-bpe"}
-NORMAL, UNKNOWN, CONTROL, OWN, UNUSED, BYTE = range(1, 7)  # kinds of tokens
+PUNCTUATION = r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+PATTERNS = {GPT2_PATTERN: "gpt-2", CONTRACTIONS + r"\p{N}" + PUNCTUATION: "qwen2",
+            CONTRACTIONS + r"\p{N}{1,3}" + PUNCTUATION: "llama-bpe"}
+# Types of tokens.
+NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = range(1, 7)
 
 
-def export_gguf(source, weights, to, config, precision):
-    """Write the Source with these `weights`, of a family with that config.json, to the file `to`;
-    what it is, in words. precision: of weights with two dimensions, float32, float16, bfloat16 or
-    q8_0. CheckpointError, DataError."""
+def export_gguf(source, kind, to, precision):
+    """Write the Source, whose model_type is `kind`, to the file `to`; return a description.
+
+    precision: of matrices, float32, float16, bfloat16 or q8_0. CheckpointError, DataError.
+    """
     try:
         import gguf
     except ImportError:
         raise CheckpointError(f"--to {to}: needs gguf: pip install gguf") from None
-    arch = ARCHITECTURES[config["model_type"]]
-    tensors, tokenizer = tensors_of(source.shape, weights, arch), source.tokenizer
-    with atomic_write(to) as file:  # the writer opens names, and wants the last
+    arch = ARCHITECTURES[kind]
+    tensors = gguf_tensors(source.weights, source.shape, arch)
+    with atomic_write(to) as file:  # the writer opens a path itself
         writer = gguf.GGUFWriter(None, arch)
-        describe(writer, source, arch, config)
-        if tokenizer is None:
+        write_shape(writer, source, arch, FAMILIES[kind].experts)
+        if source.tokenizer is None:
             writer.add_tokenizer_model("none")
         else:
             write_tokenizer(writer, source)
         for name, t in tensors.items():
-            kind = kind_of(gguf, name, t, precision)
-            writer.add_tensor(name, gguf.quants.quantize(t.float().numpy(), kind), raw_dtype=kind)
+            dtype = tensor_dtype(gguf, name, t, precision)
+            writer.add_tensor(name, gguf.quants.quantize(t.float().numpy(), dtype), raw_dtype=dtype)
         writer.write_header_to_file(file.name)
         writer.write_kv_data_to_file()
         writer.write_tensors_to_file()
         writer.close()
     print(modelfile(source, to))
-    return f"{len(tensors)} tensors of {arch}" + ("" if tokenizer else ", without a tokenizer")
+    return f"{len(tensors)} tensors of {arch}" + ("" if source.tokenizer else
+                                                  ", without a tokenizer")
 
 
-def kind_of(gguf, name, t, precision):
-    """How a tensor is kept."""
-    kinds = gguf.GGMLQuantizationType
+def tensor_dtype(gguf, name, t, precision):
+    """Return the GGML type of a tensor: vectors, routers and odd widths stay in float32."""
+    types = gguf.GGMLQuantizationType
     small = t.dim() < 2 or re.search("position_embd|ffn_gate_inp", name)
     if small or precision == "q8_0" and t.size(-1) % 32:
-        return kinds.F32
-    return dict(float32=kinds.F32, float16=kinds.F16, bfloat16=kinds.BF16,
-                q8_0=kinds.Q8_0)[precision]
+        return types.F32
+    return dict(float32=types.F32, float16=types.F16, bfloat16=types.BF16,
+                q8_0=types.Q8_0)[precision]
 
 
 # -----------------------------------------------------------------------------
 # weights
 
-def tensors_of(c, weights, arch):
-    """{llama.cpp's name: tensor} of `weights` by our names, a GPT-2's q, k, v below each other."""
-    if arch in PAIRS:
-        weights = {n: t if not re.search(r"\.attn\.[qk]\.", n) else t.unflatten(
-            0, (-1, 2, c.head_dim // 2)).transpose(1, 2).flatten(0, 2) for n, t in weights.items()}
+def gguf_tensors(weights, c, arch):
+    """Return {llama.cpp's name: tensor} of {our name: tensor}."""
+    weights = strip_padding(weights, c)
+    if arch in INTERLEAVED:
+        weights = {n: interleave(t, c.head_dim) if re.search(r"\.attn\.[qk]\.", n) else t
+                   for n, t in weights.items()}
     if arch == "gpt2":
-        weights |= {n.removesuffix("weight") + "bias": torch.zeros(len(t)) for n, t in
-                    weights.items() if n.startswith(("h.", "ln_f")) and not c.bias}
-    if arch == "olmo2" and c.tie_weights:  # which it has apart
+        weights = write_gpt2(weights, c)
+    if arch == "olmo2" and c.tie_weights:  # llama.cpp has no tied OLMo 2
         weights |= {"lm_head.weight": weights["wte.weight"]}
     out = {}
     for name, t in weights.items():
         new = rename(name, NAMES)
         out[new.replace(".weight", "_exps.weight") if t.dim() == 3 else new] = t.contiguous()
-    for i in range(c.n_layer if c.qk_norm else 0):  # ours have none
-        out |= {f"blk.{i}.attn_{part}_norm.weight": torch.ones(c.head_dim) for part in "qk"}
-    if c.other and c.other.ropes[0][2] is not None:  # Llama 3
-        from model.convert.families import frequencies
-        rope = c.other.ropes[0]
-        out["rope_freqs.weight"] = (frequencies((rope[0], 1.0, None, None, None), c.head_dim, "cpu")
-                                    / frequencies(rope, c.head_dim, "cpu"))
+    if c.qk_norm and c.qk_norm_type == "plain":  # ours has no weights
+        out |= {f"blk.{i}.attn_{part}_norm.weight": torch.ones(c.head_dim)
+                for i in range(c.n_layer) for part in "qk"}
+    if len(c.rope_factors) == 4:  # Llama 3
+        out["rope_freqs.weight"] = (rope_frequencies(c.head_dim, c.rope_theta)
+                                    / rope_frequencies(c.head_dim, c.rope_theta, c.rope_factors))
     return out
 
 
-def describe(writer, source, arch, config):
-    """The shape, as llama.cpp reads it. CheckpointError for what it would compute otherwise."""
+def interleave(t, head_dim):
+    """Return the rows of a query or key projection with the halves of each head interleaved."""
+    return t.unflatten(0, (-1, 2, head_dim // 2)).transpose(1, 2).flatten(0, 2)
+
+
+def write_shape(writer, source, arch, experts):
+    """Write the shape, as llama.cpp reads it. CheckpointError for what it would compute
+    differently."""
     c = source.shape
     check(source, arch)
-    experts = hasattr(c, "n_experts")
-    length = config.get("max_position_embeddings", config.get("n_positions"))
-    windows = [w for w, _ in c.other.kinds if w] if c.other else []
-    if arch == "gemma3":
-        writer.add_sliding_window(windows[0])
-    writer.add_context_length(min([length, *windows]) if arch != "gemma3" else length)
-    hidden = c.expert_hidden if experts and arch == "llama" else c.n_hidden
+    length = c.context_length or c.block_size
+    if c.window and arch == "gemma3":
+        writer.add_sliding_window(c.window)
+    elif c.window:  # no windows in llama.cpp: only texts that fit into one are computed the same
+        length = min(length, c.window)
+    writer.add_context_length(length)
     for name, value in (("name", os.path.basename(os.path.abspath(source.path))),
                         ("vocab_size", c.vocab_size), ("embedding_length", c.n_embd),
-                        ("block_count", c.n_layer), ("feed_forward_length", hidden),
+                        ("block_count", c.n_layer),
+                        ("feed_forward_length",
+                         c.expert_hidden if experts and arch == "llama" else c.n_hidden),
                         ("head_count", c.n_head), ("head_count_kv", c.n_kv_head)):
         getattr(writer, f"add_{name}")(value)
     if arch == "gpt2":
-        return writer.add_layer_norm_eps(c.norm_eps)
+        writer.add_layer_norm_eps(c.norm_eps)
+        return
     writer.add_layer_norm_rms_eps(c.norm_eps)
     for name in ("key_length", "value_length", "rope_dimension_count"):
         getattr(writer, f"add_{name}")(c.head_dim)
-    theta, factor, low, *_ = full_rope(c)
-    writer.add_rope_freq_base(theta)
-    if factor != 1 and low is None:
+    writer.add_rope_freq_base(c.rope_theta)
+    if len(c.rope_factors) == 1:
         writer.add_string(f"{arch}.rope.scaling.type", "linear")
-        writer.add_rope_scaling_factor(factor)
+        writer.add_rope_scaling_factor(c.rope_factors[0])
     if experts:
         writer.add_expert_count(c.n_experts)
         writer.add_expert_used_count(c.experts_per_token)
         writer.add_expert_feed_forward_length(c.expert_hidden)
-    return None
-
-
-def full_rope(c):
-    """The rope of the layers without a window."""
-    if not c.other:
-        return c.rope_theta, 1.0, None, None, None
-    return next((rope for window, rope in c.other.kinds if rope and not window), c.other.ropes[0])
 
 
 def check(source, arch):
-    """CheckpointError where llama.cpp's `arch` knows only other values."""
+    """CheckpointError if llama.cpp's `arch` has other fixed values than the model."""
     c, wrong = source.shape, {}
-    f = c.other
+    letters = [c.layer_type(i) for i in range(c.n_layer)]
     if arch == "gpt2" and c.mlp != "gelu":
         wrong["mlp"] = c.mlp
     if arch == "qwen3moe" and not c.norm_topk_prob:
         wrong["norm_topk_prob"] = False
-    if f:
-        each = [f.kinds[i] for i in f.layers]
-        if full_rope(c)[2] is not None and arch != "llama":
-            wrong["rope_type"] = "llama3"
-        if arch == "olmo2" and f.head_dim * c.n_head != c.n_embd:
-            wrong["head_dim"] = f.head_dim
-        if arch == "smollm3" and any(bool(r) != bool((i + 1) % 4) for i, (_, r) in enumerate(each)):
-            wrong["no_rope_layers"] = [int(bool(rope)) for _, rope in each]
-        if arch == "gemma3":
-            if any(bool(w) != bool((i + 1) % 6) for i, (w, _) in enumerate(each)):
-                wrong["layer_types"] = "not a full one in six"
-            if any(w and rope != (10000.0, 1.0, None, None, None) for w, rope in each):
-                wrong["rope_local_base_freq"] = each[0][1][:2]
-            there = c.n_embd // c.n_head if c.n_layer == 62 else c.head_dim
-            if abs(f.score_scale - (c.head_dim / there) ** 0.5) > 1e-6:
-                wrong["query_pre_attn_scalar"] = c.head_dim / f.score_scale ** 2
+    if len(c.rope_factors) == 4 and arch != "llama":
+        wrong["rope_type"] = "llama3"
+    if arch == "olmo2" and c.head_dim * c.n_head != c.n_embd:
+        wrong["head_dim"] = c.head_dim
+    if arch == "smollm3" and any(x.isupper() != bool((i + 1) % 4) for i, x in enumerate(letters)):
+        wrong["no_rope_layers"] = [int(x.isupper()) for x in letters]
+    if arch == "gemma3":
+        if any((x == "W") != bool((i + 1) % 6) for i, x in enumerate(letters)):
+            wrong["layer_types"] = "not a full one in six"
+        if "W" in letters and c.window_rope_theta != 10000.0:
+            wrong["rope_local_base_freq"] = c.window_rope_theta
+        head_dim = c.n_embd // c.n_head if c.n_layer == 62 else c.head_dim
+        if abs(c.score_scale - (c.head_dim / head_dim) ** 0.5) > 1e-6:
+            wrong["query_pre_attn_scalar"] = c.head_dim / c.score_scale ** 2
     if wrong:
-        raise CheckpointError(f"{source.path}: llama.cpp's {arch} knows no "
+        raise CheckpointError(f"{source.path}: not supported by llama.cpp's {arch}: "
                               + ", ".join(f"{k}: {v}" for k, v in wrong.items()))
 
 
@@ -179,7 +180,7 @@ def check(source, arch):
 # tokenizer and chat
 
 def write_tokenizer(writer, source):
-    """Tokens, their kinds, how they are joined, special ones, chat template. CheckpointError."""
+    """Write tokens, their types, merges, special tokens and the chat template. CheckpointError."""
     tokenizer, template, rows = source.tokenizer, source.template, source.shape.vocab_size
     if tokenizer.eot_token is None:
         raise CheckpointError(f"{source.path}: a {tokenizer.kind} tokenizer has no end of text, "
@@ -196,21 +197,21 @@ def write_tokenizer(writer, source):
     for token in added:
         if token["id"] < rows:
             tokens[token["id"]] = token["content"]
-            kinds[token["id"]] = CONTROL if token.get("special") else OWN
+            kinds[token["id"]] = CONTROL if token.get("special") else USER_DEFINED
     if unknown := model.get("unk_token"):
         kinds[model["vocab"][unknown]] = UNKNOWN
         writer.add_unk_token_id(model["vocab"][unknown])
-    if model.get("byte_fallback"):  # as SentencePiece's: what was joined first counts most
+    if model.get("byte_fallback"):  # as SentencePiece's: earlier merges have higher scores
         order = {pair.replace(" ", ""): -float(n) for n, pair in reversed([*enumerate(merges)])}
         writer.add_tokenizer_model("llama")
         writer.add_token_scores([order.get(token, 0.0) for token in tokens])
-        before = json.dumps([content.get("normalizer"), content.get("pre_tokenizer")])
-        writer.add_add_space_prefix(bool(re.search(r'"Prepend"|"(first|always)"', before)))
+        steps = json.dumps([content.get("normalizer"), content.get("pre_tokenizer")])
+        writer.add_add_space_prefix(bool(re.search(r'"Prepend"|"(first|always)"', steps)))
         writer.add_remove_extra_whitespaces(False)
     else:
         writer.add_tokenizer_model("gpt2")
-        writer.add_tokenizer_pre(split_name(content, model, source.path))
-        # None at all it does not take; this one leads to no token, and so changes nothing.
+        writer.add_tokenizer_pre(pattern_name(content, model, source.path))
+        # The list must not be empty; this merge makes no token, so it changes nothing.
         writer.add_token_merges(merges or [f"{tokens[0]} {tokens[0]}"])
     writer.add_token_list(tokens)
     writer.add_token_types(kinds)
@@ -227,16 +228,16 @@ def write_tokenizer(writer, source):
         writer.add_chat_template(template.to_jinja())
 
 
-def split_name(content, model, path):
-    """llama.cpp's name for how a tokenizer.json splits text. CheckpointError where it has none."""
-    before = content["pre_tokenizer"]
-    parts = before.get("pretokenizers", [before])
+def pattern_name(content, model, path):
+    """Return llama.cpp's name of how a tokenizer.json splits text. CheckpointError if it has none."""
+    splitter = content["pre_tokenizer"]
+    parts = splitter.get("pretokenizers", [splitter])
     if [p["type"] for p in parts] == ["Digits", "ByteLevel"] and parts[0]["individual_digits"]:
         return "smollm"
-    pattern = pattern_of(before, path)
+    pattern = pattern_of(splitter, path)
     if pattern in (ANY_CHARACTER, ANY_TEXT) and not model["merges"]:
         return "gpt-2"  # a byte is a token
-    name = SPLITS.get(pattern)
+    name = PATTERNS.get(pattern)
     if name is None:
         raise CheckpointError(f"{path}: llama.cpp has no name for how its tokenizer splits text, "
                               f"by {pattern:.200}")
@@ -244,7 +245,7 @@ def split_name(content, model, path):
 
 
 def modelfile(source, to):
-    """What Ollama needs beside the file, in its own words."""
+    """Return the Modelfile that Ollama needs in addition to the file."""
     lines, template = [f"FROM ./{os.path.basename(to)}"], source.template
     if template:
         lines.append(f'TEMPLATE """{template.to_ollama()}"""')

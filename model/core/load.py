@@ -1,5 +1,8 @@
-"""A checkpoint as a model: the one that its training built, whatever the system, or one that
-model/convert/foreign.py reads; or as the frozen backbone of another model."""
+"""Load a checkpoint as a model: the one that its training built, of any model type.
+
+Weights of other programs are read by model/convert/foreign.py. What decides whether one model may
+use the weights of another is in model/core/weights.py.
+"""
 
 import os
 import types
@@ -15,16 +18,16 @@ from train.config import check_shape, check_size, load_config
 from train.distributed import convert_ddp_state
 from train.system import load_model_type
 
-# Of the option --backbone of a command.
-BACKBONE = "where the frozen model that the checkpoint stands on is now (default: as in training)"
-EMA = "the weights' running averages, of a run with the key ema"  # of the option --ema
-# Options that older checkpoints may name, with the only value that can still be computed.
+# Help of options that commands share.
+BACKBONE = "present path of the frozen model that the checkpoint needs (default: as in training)"
+EMA = "use the running averages of the weights, from a run with the key ema"
+# Options of older versions, with the only value that can still be computed.
 REMOVED = dict(softcap=0.0, value_embeddings=False, x0_residual=False)
 
 
 def read_weights(path):
-    """The checkpoint at `path`, or what model/convert/foreign.py makes of weights that another
-    program wrote: a file of tensors or a Hugging Face folder. Raises CheckpointError."""
+    """Return the checkpoint dict at `path`, or that of weights which another program wrote: a file
+    of tensors or a Hugging Face folder. Raises CheckpointError."""
     foreign = os.path.isdir(path) or str(path).startswith("hf:") or str(path).endswith(
         ".safetensors")
     state = None if foreign else load_checkpoint(path)
@@ -34,9 +37,8 @@ def read_weights(path):
     return read_model(path, state)
 
 
-def averaged(state, path):
-    """The checkpoint `state` with the running averages of its weights in their place (the key
-    ema). Raises CheckpointError."""
+def use_ema(state, path):
+    """Return the checkpoint `state` with the running averages (the key ema) as its weights."""
     entries = (state.get("optimizer") or {}).get("state") or {}
     averages = {name: entry["ema"] for name, entry in entries.items() if "ema" in entry}
     if not averages:
@@ -56,69 +58,83 @@ def load_model(ckpt_path: str | os.PathLike, device: str | torch.device = "cpu",
     model type that the caller needs. Raises CheckpointError.
     """
     state = read_weights(ckpt_path)
-    kind = (state.get("config") or {}).get("model", "gpt")
+    kind = saved_model_type(state)
     if expect not in (None, kind):
         raise CheckpointError(f"{ckpt_path}: a checkpoint of --model {kind}; expected one of "
                               f"--model {expect}")
-    return model_of(averaged(state, ckpt_path) if ema else state, ckpt_path, device, dtype,
-                    backbone)
+    return model_of(use_ema(state, ckpt_path) if ema else state, ckpt_path, device, dtype, backbone)
+
+
+def saved_model_type(state):
+    """Return the model type, the value of --model, of a checkpoint."""
+    return str((state.get("config") or {}).get("model", "gpt"))
 
 
 def model_of(state, path, device="cpu", dtype=None, backbone=None):
-    """load_model's result from the checkpoint `state`, which was read from `path`."""
+    """Return load_model of the checkpoint `state`, which was read from `path`."""
     from data.tokenizer import tokenizer_from_spec
     if backbone:
         state = state | {"config": (state.get("config") or {}) | dict(backbone=backbone)}
     spec = state.get("spec") or {}
-    spec = spec.get("tokenizer") or state.get("tokenizer")
+    tokenizer_spec = spec.get("tokenizer") or state.get("tokenizer")
     try:
         with torch.device("meta"):
-            model = empty_model(state)
+            model = build_empty_model(state)
         model.load_state_dict(convert_ddp_state(state.get("model", {})), assign=True)
-        template = (state.get("spec") or {}).get("template")
+        template = spec.get("template")
         model.template = ChatTemplate.from_spec(template) if template else None
-        tokenizer = tokenizer_from_spec(spec) if spec else None
+        tokenizer = tokenizer_from_spec(tokenizer_spec) if tokenizer_spec else None
     except (RuntimeError, ValueError) as error:
         raise CheckpointError(f"{path}: {error}") from error
     except (TypeError, KeyError, IndexError, AttributeError, ArithmeticError) as error:
         raise CheckpointError(f"{path}: its config or spec describes no model: "
                               f"{type(error).__name__}: {error}") from error
-    for p in model.parameters():  # tables keep their precision
+    for p in model.parameters():  # buffers keep their precision
         p.data = p.data.to(device, dtype)
     return model.to(device).eval(), tokenizer
 
 
-def empty_model(state):
-    """The model that a checkpoint's dict describes, without its weights. ValueError where it
-    describes none."""
-    name, weights = (state.get("config") or {}).get("model", "gpt"), state.get("model", {})
-    if name == "gpt":
-        return load_model_type("gpt").module.GPT(read_model_args(state.get("model_args") or {}, weights))
+def build_empty_model(state):
+    """Build the model of a checkpoint, without its weights. ValueError if it describes none."""
+    kind, weights = saved_model_type(state), state.get("model", {})
+    if kind == "gpt":
+        return load_model_type("gpt").module.GPT(
+            read_model_args(state.get("model_args") or {}, weights))
     if not state.get("spec"):
-        raise ValueError(f"no spec of its data in it, from which a model of {name} is built")
-    build, spec = load_model_type(str(name)).build_model, state["spec"]
+        raise ValueError(f"no spec of its data in it, from which a model of {kind} is built")
+    build, spec = load_model_type(kind).build_model, state["spec"]
     config = saved_config(state["config"])
     check_size(config.replace(vocab_size=spec.get("vocab_size", config.vocab_size)), weights)
     return build(config, types.SimpleNamespace(spec=spec))
 
 
 def saved_config(values):
-    """The configuration in a checkpoint: none of it was typed by a person."""
-    config = load_config(None, values)
+    """Return the configuration in a checkpoint, with no key set explicitly."""
+    config = load_config(None, upgrade_args(values))
     config.explicit = ()
     return config
 
 
-def read_model_args(args, weights):
-    """The GPTConfig that a checkpoint's model_args describe. ValueError where they are not a GPT's,
-    not one of these `weights`, or use an option that is gone."""
-    gone = [f"{k}: {args[k]}" for k, value in REMOVED.items() if args.get(k, value) != value]
-    if gone:
-        raise ValueError(f"this model uses {', '.join(gone)}, which this version cannot compute; "
-                         "use the version that trained it")
+def upgrade_args(args):
+    """Return the model_args or config of a checkpoint in the fields of this version. Older ones
+    described other families of models by `family`, the JSON of a config.json."""
+    if not args.get("family"):
+        return {k: v for k, v in args.items() if k != "family"}
+    from model.convert.families import upgrade_fields
+    return upgrade_fields(args)
+
+
+def read_model_args(args, weights, config_class=None):
+    """Return the GPTConfig (or `config_class`) of a checkpoint's model_args. ValueError if they are
+    not a GPT's, do not fit `weights`, or have a removed option."""
+    removed = [f"{k}: {args[k]}" for k, value in REMOVED.items() if args.get(k, value) != value]
+    if removed:
+        raise ValueError(f"this model uses {', '.join(removed)}, which this version cannot "
+                         "compute; use the version that trained it")
     if not {"n_layer", "vocab_size"} <= args.keys():
         raise ValueError("no model_args of a GPT (n_layer, vocab_size, ...) in it")
-    config_class = load_model_type("gpt").module.GPTConfig
+    config_class = config_class or load_model_type("gpt").module.GPTConfig
+    args = upgrade_args(args)
     shape = config_class(**{f.name: args[f.name] for f in fields(config_class) if f.name in args})
     check_shape(shape, weights)
     return shape

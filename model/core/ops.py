@@ -1,33 +1,37 @@
 """Loss, normalisation, rotary positions and attention of a GPT in few passes over memory.
 
-The logits of a GPT are its largest activation: 2,048 tokens x 50,304 ids x 4 bytes is 412 MB, which
-log-softmax and its backward would stream through memory about five times. Here they are made a
-chunk of tokens at a time, small enough to stay in cache, and the gradient of the chunk is formed
-in the same pass, so that the backward pass has nothing left to compute.
-
-RMSNorm: PyTorch 2.13 computes it on a CPU as six operations and its backward pass as ten. This is
-half of them: 4.8 against 9.0 ms for both passes at (4, 512, 384), float32, 2 cores (train/LOG.md).
+Shapes: B batch, T queries, S keys, H heads, G heads of keys and values, D head size, N tokens,
+C channels, V rows of the output layer.
 """
 
 import math
 
 import torch
+import torch.nn as nn
 import torch.nn.functional as F
-from torch.utils.checkpoint import checkpoint
+from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
-IGNORE = -1  # a target that does not count
+from model.core.ops_cpu import GroupedAttention, attend_in_blocks, dropout_bfloat16, has_amx
 
+IGNORE = -1  # a target that is not counted
+
+# -----------------------------------------------------------------------------
+# the loss: logits (N, V) are the largest activation of a GPT by far (2,048 tokens x 50,304 ids
+# x 4 bytes are 412 MB), so they exist a chunk of tokens at a time
 
 def linear_cross_entropy(h, weight, targets, vocab_size):
-    """Mean cross-entropy of softmax(h @ weight.T) over the targets that count, a float32 scalar;
-    0 where none counts.
+    """Return the mean cross-entropy of softmax(h @ weight.T), a float32 scalar; 0 if no target
+    counts.
 
-    h (N, C); weight (V, C), V >= vocab_size, rows past it are padding that gets no probability;
-    targets (N,) int64, IGNORE where none.
+    h (N, C); weight (V, C), whose rows from vocab_size on are padding without probability; targets
+    (N,) int64, IGNORE where none.
     """
     if h.is_cuda and torch.compiler.is_compiling():
         # Inductor fuses this into one pass over bfloat16 logits, faster than chunks on a GPU.
-        z = mask_padding(F.linear(h, weight.to(h.dtype)).float(), vocab_size)
+        z = F.linear(h, weight.to(h.dtype)).float()
+        if z.size(-1) > vocab_size:
+            padding = torch.arange(z.size(-1), device=z.device) >= vocab_size
+            z = z.masked_fill(padding, float("-inf"))
         total = F.cross_entropy(z, targets, ignore_index=IGNORE, reduction="sum")
         return total / (targets != IGNORE).sum().clamp(min=1)
     if torch.is_autocast_enabled(h.device.type):
@@ -53,97 +57,103 @@ def _chunk_logprobs(x, targets, head, vocab_size):
     return -F.cross_entropy(logits, targets, ignore_index=IGNORE, reduction="none")
 
 
-def mask_padding(logits, vocab_size):
-    """Logits (..., V) with -inf where the id is padding."""
-    if logits.size(-1) > vocab_size:
-        padding = torch.arange(logits.size(-1), device=logits.device) >= vocab_size
-        logits = logits.masked_fill(padding, float("-inf"))
-    return logits
-
-
 def chunk_rows(n_columns, device_type):
-    """Rows of a chunk, a power of two: on a CPU 32 MB of float32 logits, which its caches hold;
-    elsewhere 256 MB, for fewer and larger kernels. Where these are fewer than 128 rows, 256: a
-    product of 32 rows with 151,936 columns waits for its weights, at a quarter of the speed."""
+    """Return the rows of a chunk of logits, a power of two.
+
+    A chunk has 32 MB of float32 on a CPU, which its caches hold; elsewhere 256 MB, for fewer and
+    larger kernels. At least 256 rows if these are fewer than 128: a product of 32 rows with 151,936
+    columns waits for its weights, at a quarter of the speed.
+    """
     limit = 1 << (23 if device_type == "cpu" else 26)
     rows = 1 << max(0, (limit // n_columns).bit_length() - 1)
     return rows if rows >= 128 else 256
 
 
 class _ChunkedLinearCrossEntropy(torch.autograd.Function):
-    """Forward makes d loss / d logits in passing, so that nothing is computed twice."""
+    """The forward pass also computes d loss / d logits of each chunk, so that no logits are
+    computed twice and the backward pass is two products."""
 
     @staticmethod
     def forward(ctx, h, weight, targets, vocab_size):
-        counts, index = targets != IGNORE, targets.clamp(min=0)[:, None]
-        share = counts / counts.sum().clamp(min=1)  # (N,) of each row in the mean
-        wants_grad, trained = any(ctx.needs_input_grad[:2]), ctx.needs_input_grad[1]
+        counted = targets != IGNORE
+        index = targets.clamp(min=0)[:, None]
+        share = counted / counted.sum().clamp(min=1)  # (N,) of each row in the mean
+        needs_grad, needs_weight_grad = any(ctx.needs_input_grad[:2]), ctx.needs_input_grad[1]
         rows = min(chunk_rows(weight.size(0), h.device.type), max(1, h.size(0)))
         total = h.new_zeros((), dtype=torch.float32)
-        # Made once: a fresh chunk of memory for every product costs as much as its softmax.
-        dlogits = h.new_empty(h.size(0) if trained else rows, weight.size(0))
-        dh = torch.empty_like(h) if wants_grad else None
+        # Allocated once: new memory for every product would cost as much as its softmax.
+        dlogits = h.new_empty(h.size(0) if needs_weight_grad else rows, weight.size(0))
+        dh = torch.empty_like(h) if needs_grad else None
         full = None if h.dtype == torch.float32 else dlogits.new_empty(
             rows, weight.size(0), dtype=torch.float32)
         for start in range(0, h.size(0), rows):
             chunk = slice(start, start + rows)
             n = index[chunk].size(0)
-            d = dlogits[chunk] if trained else dlogits[:n]
+            d = dlogits[chunk] if needs_weight_grad else dlogits[:n]
             z = torch.mm(h[chunk], weight.t(), out=d)  # (n, V) logits, in h's precision
             z = z if full is None else full[:n].copy_(z)
             loss, p = _losses(z, index[chunk], vocab_size)
             total += (loss * share[chunk]).sum()
-            if wants_grad:
+            if needs_grad:
                 d = d if p is d else d.copy_(p)
                 torch.mm(d, weight, out=dh[chunk])
-        if wants_grad:
-            ctx.save_for_backward(h, dh, dlogits if trained else None, share)
+        if needs_grad:
+            ctx.save_for_backward(h, dh, dlogits if needs_weight_grad else None, share)
         return total
 
     @staticmethod
     def backward(ctx, grad):
         h, dh, dlogits, share = ctx.saved_tensors
-        # The scale comes last and in float32: float16 would lose 1 / N, and rows that do not count.
+        # Scaled last, in float32: float16 would lose 1 / N, and the rows that do not count.
         scale = (grad * share)[:, None]
         dweight = None if dlogits is None else dlogits.t() @ (h * scale).to(h.dtype)
         return (dh * scale).to(h.dtype), dweight, None, None
 
 
 def _losses(z, index, vocab_size):
-    """Loss (n,) of each row of logits z (n, V) float32 at its index (n, 1), and d loss / d z. z is
-    overwritten."""
+    """Return the loss (n,) of logits z (n, V) float32 at index (n, 1), and d loss / d z. Overwrites
+    z."""
     z[:, vocab_size:] = float("-inf")
-    largest, target = z.amax(1), z.gather(1, index)[:, 0]
+    largest = z.amax(1)
+    target = z.gather(1, index)[:, 0]
     p = torch.softmax(z, 1, out=z if z.device.type == "cpu" else None)
-    # log sum exp z by way of the largest z, whose p is at least 1 / V: saves an exp of the chunk.
+    # logsumexp(z) from the largest z and its p, which is at least 1 / V: saves an exp of the chunk.
     loss = largest - p.amax(1).log() - target
     return loss, p.scatter_add_(1, index, p.new_full(index.shape, -1.0))
 
 
+# -----------------------------------------------------------------------------
+# layers
+
 def rms_norm(x, weight=None, eps=1e-5):
-    """x / sqrt(mean(x^2) + eps) * weight over the last dimension of x (..., D); weight (D,) if any.
-    Computed in float32, returned in the precision of x (RMSNorm, arXiv:1910.07467)."""
+    """Return x / sqrt(mean(x^2) + eps) * weight over the last dimension of x (..., D).
+
+    weight (D,), or None: 1. Computed in float32, returned in the precision of x (RMSNorm,
+    arXiv:1910.07467).
+    """
     if x.device.type == "cpu" and not torch.compiler.is_compiling():
         if torch.is_grad_enabled():
             return _RMSNorm.apply(x, weight, eps)
-        n, _ = normalized(x, eps)
+        n, _ = _normalize(x, eps)
         return (n if weight is None else n * weight).to(x.dtype)
-    weight = None if weight is None else weight.float()  # FSDP hands out bfloat16 weights
+    weight = None if weight is None else weight.float()  # FSDP gathers bfloat16 weights
     return F.rms_norm(x.float(), x.shape[-1:], weight, eps).type_as(x)
 
 
-def normalized(x, eps):
-    """x (..., D) of mean square 1, and what it was multiplied by (..., 1), both float32."""
+def _normalize(x, eps):
+    """Return x (..., D) with mean square 1, and the factor (..., 1), both float32."""
     z = x.float()
     scale = torch.rsqrt(torch.linalg.vecdot(z, z)[..., None] / z.size(-1) + eps)
     return z * scale, scale
 
 
 class _RMSNorm(torch.autograd.Function):
+    """RMSNorm for a CPU, where PyTorch 2.13 runs it as six operations and its backward as ten:
+    4.8 instead of 9.0 ms for both at (4, 512, 384), float32, 2 cores."""
 
     @staticmethod
     def forward(ctx, x, weight, eps):
-        n, scale = normalized(x, eps)
+        n, scale = _normalize(x, eps)
         ctx.save_for_backward(n, scale, weight)
         return (n if weight is None else n * weight).to(x.dtype)
 
@@ -155,51 +165,117 @@ class _RMSNorm(torch.autograd.Function):
             if ctx.needs_input_grad[1]:
                 dweight = (g * n).flatten(0, -2).sum(0).to(weight.dtype)
             g = g * weight
-        # n has length sqrt(D): what changes along it changes only the length, which is divided out.
+        # n has the length sqrt(D): the component along it changes the length only, which the norm
+        # divides out.
         along = torch.linalg.vecdot(g, n)[..., None] / n.size(-1)
         return torch.addcmul(g, n, along, value=-1).mul_(scale).to(grad.dtype), dweight, None
 
 
 def apply_dropout(x, p, training=True):
-    """F.dropout. In bfloat16 on a CPU, where that takes twice as long (train/LOG.md), of 16 bits a
-    draw, four to a random number: the share dropped is p to 2**-17."""
-    if not (p and training) or x.device.type != "cpu" or x.dtype != torch.bfloat16:
-        return F.dropout(x, p, training)
-    bits = torch.empty(-(-x.numel() // 4), dtype=torch.int64).random_(-2 ** 63, None)
-    kept = bits.view(torch.int16)[:x.numel()].view(x.shape) >= round(p * 2 ** 16) - 2 ** 15
-    return x * (kept.to(x.dtype) / (1 - p))
+    """F.dropout, in bfloat16 on a CPU with a faster random number generation."""
+    if p and training and x.device.type == "cpu" and x.dtype == torch.bfloat16:
+        return dropout_bfloat16(x, p)
+    return F.dropout(x, p, training)
 
 
-def rope_tables(positions, dim, theta):
-    """cos, sin (..., dim / 2), float32, of rotary positions (...) (arXiv:2104.09864). Positions in
-    float64 stay exact however far a text has come."""
-    freq = theta ** (-torch.arange(0, dim, 2, device=positions.device, dtype=torch.float32) / dim)
-    angles = positions[..., None] * freq
+class FusedLinear(nn.Module):
+    """Linear layers of one input whose weights are stored as one, for decoding. product: x (..., C)
+    -> (..., sum of sizes)."""
+
+    def __init__(self, product, sizes):
+        super().__init__()
+        self.product, self.sizes = product, sizes
+
+    def forward(self, x):
+        return self.product(x).split(self.sizes, dim=-1)
+
+
+def fused_linear(x, *layers, fuse=True):
+    """Return [layer(x) for layer in layers], as one matrix product if that is faster.
+
+    For a few tokens (decoding) concatenating the weights would take longer than it saves; then
+    model/sample/fused.py does it once, and the first layer is a FusedLinear. Layers that are more
+    than a weight and a bias, e.g. with adapters, are called one by one.
+    """
+    if isinstance(layers[0], FusedLinear):
+        return layers[0](x)
+    if not fuse or x.numel() <= 64 * x.size(-1) or not all(map(is_plain_linear, layers)):
+        return [layer(x) for layer in layers]
+    bias = None if layers[0].bias is None else torch.cat([m.bias for m in layers])
+    y = F.linear(x, torch.cat([m.weight for m in layers]), bias)
+    return y.split([m.out_features for m in layers], dim=-1)
+
+
+def is_plain_linear(layer):
+    """Return whether a layer computes its weight and bias alone, which can be concatenated."""
+    return type(layer).forward is nn.Linear.forward
+
+
+def save_matrix_products():
+    """Policy of selective gradient checkpointing: save the results of matrix products, recompute
+    the rest. A product costs C times as much as an element-wise operation on the same numbers."""
+    aten = torch.ops.aten
+    saved = [aten.mm, aten.addmm, aten._scaled_dot_product_flash_attention,
+             aten._scaled_dot_product_cudnn_attention, aten._scaled_dot_product_efficient_attention,
+             aten._scaled_dot_product_flash_attention_for_cpu, aten._grouped_mm]
+    return create_selective_checkpoint_contexts([op.default for op in saved])
+
+
+# -----------------------------------------------------------------------------
+# rotary positions
+
+def rope_tables(positions, dim, theta, scaling=()):
+    """Return cos, sin (..., dim / 2) float32 of rotary positions (...) (arXiv:2104.09864).
+
+    Positions in float64 are exact at any length of a text. scaling: see rope_frequencies.
+    """
+    angles = positions[..., None] * rope_frequencies(dim, theta, scaling, positions.device)
     return angles.cos().float(), angles.sin().float()
 
 
+def rope_frequencies(dim, theta, scaling=(), device=None):
+    """Return radians per token (dim / 2,) float32.
+
+    scaling: () none; (factor,) linear; (factor, low, high, original) of Llama 3: wavelengths below
+    original / high tokens stay, those above original / low are multiplied by factor, and those
+    between are interpolated.
+    """
+    freq = theta ** (-torch.arange(0, dim, 2, device=device, dtype=torch.float32) / dim)
+    if len(scaling) < 2:
+        return freq / scaling[0] if scaling else freq
+    factor, low, high, original = scaling
+    turns = original * freq / (2 * math.pi)  # full turns within the original context length
+    share = ((turns - low) / (high - low)).clamp(0, 1)
+    return freq * (share + (1 - share) / factor)
+
+
 def apply_rope(x, cos, sin):
-    """Rotate the two halves of the last dimension of x (B, T, H, D): Hugging Face's layout.
-    cos, sin (T, 1, D / 2), or (B, T, 1, D / 2) where rows stand at positions of their own."""
+    """Rotate the two halves of the last dimension of x (B, T, H, D), the layout of Hugging Face.
+    cos, sin (T, 1, D / 2), or (B, T, 1, D / 2) if the rows have different positions."""
     a, b = x.chunk(2, dim=-1)
     cos, sin = cos.to(x.dtype), sin.to(x.dtype)
     return torch.cat((a * cos - b * sin, b * cos + a * sin), dim=-1)
 
 
+# -----------------------------------------------------------------------------
+# attention
+
 def attend(q, k, v, dropout=0.0, mask=None):
-    """Causal attention of q (B, H, T, D) with k, v (B, G, S, D): query i stands at S - T + i, and
-    each of the G heads of keys serves H / G heads of queries in turn. Returns (B, H, T, D).
-    mask (B, 1, T, S), or (B, 1, S) for T = 1: true where a query sees a key, in place of the causal
-    rule."""
+    """Return causal attention (B, H, T, D) of q (B, H, T, D) with k, v (B, G, S, D).
+
+    Query i is at position S - T + i. Each of the G heads of keys serves H / G heads of queries.
+    mask (B, 1, T, S), or (B, 1, S) for T = 1, replaces the causal rule: true where a query sees a
+    key.
+    """
     T, S, groups = q.size(2), k.size(2), q.size(1) // k.size(1)
     if T == 1 and not dropout:
         return attend_one(q, k, v, mask)
-    k, v = k.to(q.dtype), v.to(q.dtype)  # a cache may keep them in another precision
-    # In bfloat16 heads can share their keys, by kernels of GPUs, and on a CPU by PyTorch's with a
-    # backward pass of ours; elsewhere the keys are copied.
+    k, v = k.to(q.dtype), v.to(q.dtype)  # a cache may have another precision
+    # In bfloat16, kernels let heads share their keys: on a GPU, and on a CPU with a backward pass
+    # of model/core/ops_cpu.py. Otherwise the keys are copied.
     shared = groups > 1 and q.dtype == torch.bfloat16 and T == S and mask is None
     if shared and q.device.type == "cpu" and not dropout:
-        return _GroupedAttention.apply(q, k, v)
+        return GroupedAttention.apply(q, k, v)
     native = shared and q.is_cuda
     if groups > 1 and not native:
         k, v = (t.repeat_interleave(groups, dim=1) for t in (k, v))
@@ -212,14 +288,15 @@ def attend(q, k, v, dropout=0.0, mask=None):
 
 
 def attend_one(q, k, v, mask):
-    """The same for one query a row (sampling): the heads that share keys stand in one product, as
-    queries of one text do. On a CPU PyTorch's kernel is the faster for one text in float32, and in
-    bfloat16 where there are tiles for it (without AMX it takes two to four times as long); on a GPU
-    cuDNN makes its plans anew for every number of keys, and in a graph the compiler has the loops
-    joined."""
+    """attend() for one query per row (decoding): heads that share keys are the rows of a product.
+
+    PyTorch's kernel is faster on a CPU for a single text in float32, and in bfloat16 with AMX
+    (without it, it takes two to four times as long). On a GPU cuDNN would plan again for every
+    number of keys, and the compiler fuses the products below.
+    """
     (B, H, _, D), G = q.shape, k.size(1)
     if (q.device.type == "cpu" and not torch.compiler.is_compiling()
-            and (B == 1 if k.dtype == torch.float32 else has_tiles())):
+            and (B == 1 if k.dtype == torch.float32 else has_amx())):
         rows = q.reshape(B, G, -1, D).to(k.dtype)  # (B, G, H / G, D)
         mask = None if mask is None else mask.view(B, 1, 1, -1)
         return F.scaled_dot_product_attention(rows, k, v, mask).view(B, H, 1, D).to(q.dtype)
@@ -232,78 +309,17 @@ def attend_one(q, k, v, mask):
     return torch.bmm(scores.softmax(-1), v).view(B, H, 1, D).to(q.dtype)
 
 
-def has_tiles():
-    """Whether this CPU has AMX."""
-    return getattr(torch.cpu, "_is_amx_tile_supported", bool)()
-
-
-def attend_in_blocks(q, k, v, dropout, mask=None, size=128):
-    """The same in plain matrix products: a block of queries meets the keys up to its own end.
-
-    On a CPU twice as fast as the kernel of PyTorch 2.13 (both passes: 18 and 37 ms at B 4, H 6,
-    T 512, D 64, bfloat16, 2 cores). It keeps the probabilities, hence the limit on T above."""
-    (B, H, T, _), shape = q.shape, q.shape
-    q, k, v = (t.flatten(0, 1) for t in (q * q.size(-1) ** -0.5, k, v))  # (B * H, T, D)
-    hidden = torch.full((T, T), -math.inf, dtype=q.dtype, device=q.device).triu(1)
-    if mask is not None:  # (B, 1, T, T)
-        hidden = torch.zeros_like(mask, dtype=q.dtype).masked_fill(~mask, -math.inf)
-    blocks = []
-    for start in range(0, T, size):
-        end = min(start + size, T)
-        scores = (q[:, start:end] @ k[:, :end].transpose(1, 2)).view(B, H, end - start, end)
-        p = apply_dropout((scores + hidden[..., start:end, :end]).softmax(-1), dropout)
-        blocks.append(p.flatten(0, 1) @ v[:, :end])
-    return torch.cat(blocks, dim=1).view(shape)
-
-
-class _GroupedAttention(torch.autograd.Function):
-    """PyTorch's kernel, whose own backward pass on a CPU takes three times as long as plain
-    products. These make the probabilities again: nothing is kept but q, k and v (train/LOG.md)."""
-
-    @staticmethod
-    def forward(ctx, q, k, v):
-        ctx.save_for_backward(q, k, v)
-        return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
-
-    @staticmethod
-    def backward(ctx, grad):
-        # One operation to the compiler, whose own softmax (PyTorch 2.13) takes twice as long. Eager
-        # it is the plain function: to call the operation imports for seconds first.
-        f = one_operation if torch.compiler.is_compiling() else grouped_attention_backward
-        return f(grad, *ctx.saved_tensors)
-
-
-def grouped_attention_backward(
-        grad: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor
-        ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Gradients of causal attention by q (B, H, T, D) and k, v (B, G, T, D), grad (B, H, T, D)
-    being that by its result: a block of queries at a time, with the keys up to its own end."""
-    (B, H, T, D), G, scale = q.shape, k.size(1), q.size(-1) ** -0.5
-    size = max(128, T // 8)  # of a block: few sums in bfloat16
-    hidden = q.new_full((size, size), -math.inf).triu_(1)
-    dq, dk, dv = (t.new_zeros(t.shape) for t in (q, k, v))
-    scaled, k, v = q * scale, *(t.reshape(B * G, T, D) for t in (k, v))
-    for start in range(0, T, size):
-        end = min(start + size, T)
-        n = end - start
-        # The heads that share keys are the rows of one product, R of them. All is made dense: a
-        # product would copy what is not, and slowly where it is transposed.
-        qs, g = (t[:, :, start:end].reshape(B * G, -1, D) for t in (scaled, grad))  # (BG, R, D)
-        ks, vs = (t[:, :end].contiguous() for t in (k, v))  # (BG, end, D)
-        p = torch.bmm(qs, ks.transpose(1, 2))  # (BG, R, end)
-        p.view(-1, n, end)[..., start:].add_(hidden[:n, :n])
-        p = p.softmax(-1)
-        ds = torch._softmax_backward_data(torch.bmm(g, vs.transpose(1, 2)), p, -1, p.dtype)
-        dq[:, :, start:end] = torch.bmm(ds, ks).view(B, H, n, D)
-        dk.view(B * G, T, D)[:, :end] += torch.bmm(ds.transpose(1, 2), qs)
-        dv.view(B * G, T, D)[:, :end] += torch.bmm(p.transpose(1, 2), g)
-    return dq.mul_(scale), dk, dv
-
-
-one_operation = torch.library.custom_op("irongpt::grouped_attention_backward",
-                                       grouped_attention_backward, mutates_args=())
-
-
-@one_operation.register_fake
-def _(grad, q, k, v):
-    return tuple(t.new_empty(t.shape) for t in (q, k, v))
+def limit_to_window(window, k, v, mask, T):
+    """Return k, v (B, G, S, D) and the mask for attend() such that each of T queries sees the last
+    `window` keys, its own included."""
+    S = k.size(2)
+    if S <= window:
+        return k, v, mask
+    index = torch.arange(S, device=k.device)
+    if T > 1:
+        distance = index[S - T:, None] - index  # (T, S)
+        band = (distance >= 0) & (distance < window)
+        return k, v, band[None, None] if mask is None else mask & band
+    if mask is None:
+        return k[:, :, -window:], v[:, :, -window:], None
+    return k, v, mask & (index >= mask.sum(-1, keepdim=True) - window)

@@ -10,7 +10,7 @@ from dataclasses import fields
 
 import torch
 
-from model.core.load import model_of, read_weights
+from model.core.load import model_of, read_model_args, read_weights, upgrade_args
 from train.base.checkpoint_file import bullets, mismatches, raise_mismatches
 from train.base.errors import CheckpointError
 from train.config import check_size, check_value, find_conflicts
@@ -59,7 +59,7 @@ def take_shape(config, model_args, path, hook=inherit_shape, weights=None):
     that no model can have.
     """
     known = {f.name: f for f in fields(config)}
-    taken, wrong = hook(config, model_args or {})
+    taken, wrong = hook(config, upgrade_args(model_args or {}))
     if wrong:
         raise CheckpointError(f"{path}: shape mismatch:\n{bullets(wrong)}\n"
                               "remove these keys to use the checkpoint's")
@@ -82,6 +82,17 @@ def take_checkpoint_shape(config, state, path):
     if hook is None:
         return {}
     return take_shape(config, state.get("model_args"), path, hook, state["model"])
+
+
+def as_gpt(state, path, backbone=None, ema=False):
+    """Return ({name: tensor}, GPTConfig) of a GPT's checkpoint, for exports.
+
+    A hook of the model interface: a model type that is a GPT in its weights defines it, e.g. by
+    merging its adapters. path: where `state` comes from; backbone: the present path of its frozen
+    model; ema: whether the weights are running averages.
+    """
+    weights = convert_ddp_state(state["model"])
+    return weights, read_model_args(state.get("model_args") or {}, weights)
 
 
 def with_shape(config, model_args, path):

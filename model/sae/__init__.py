@@ -20,8 +20,8 @@ import torch
 import torch.nn as nn
 import torch.nn.functional as F
 
+from model.core.init import fill, stable_hash
 from model.core.ops import IGNORE
-from model.gpt import fill, stable_hash
 from model.sae.activations import (  # noqa: F401  ActivationBuffer: for importers
     LONG,
     SKIPPED,

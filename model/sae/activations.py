@@ -15,7 +15,8 @@ import numpy as np
 import torch
 import torch.nn as nn
 
-from model.gpt import GPT, stable_hash
+from model.core.init import stable_hash
+from model.gpt import GPT
 from train.base.errors import CheckpointError, ConfigError
 
 # The first token sees nothing but itself: its activation is many times longer than the others' and

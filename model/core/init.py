@@ -1,0 +1,33 @@
+"""Initial values as a pure function of (seed, parameter name).
+
+A sharded model can therefore be filled one tensor at a time, and equals the unsharded one bit for
+bit.
+"""
+
+import torch
+
+
+def fill(model, seed):
+    """Fill the parameters and saved buffers of `model` with model.initial(name, shape, seed).
+
+    Tensors for which it returns None keep the value that their module made. Tensors on the meta
+    device are skipped.
+    """
+    for name, tensor in model.state_dict().items():
+        value = None if tensor.is_meta else model.initial(name, tensor.shape, seed)
+        if value is not None:
+            tensor.copy_(value)
+
+
+def normal(name, shape, std, seed):
+    """Draw N(0, std) for the parameter `name`: a pure function of the four arguments."""
+    generator = torch.Generator().manual_seed(stable_hash(seed, name))
+    return torch.empty(shape).normal_(0.0, std, generator=generator)
+
+
+def stable_hash(seed, name):
+    """Return 63 bits of (seed, name), the same on every machine; Python's hash() is salted."""
+    h = 0xCBF29CE484222325 ^ seed
+    for byte in name.encode():
+        h = ((h ^ byte) * 0x100000001B3) % 2**64  # FNV-1a
+    return h >> 1
