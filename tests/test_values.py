@@ -74,16 +74,16 @@ def test_other_values_are_refused_with_what_was_expected(name, raw, words):
 
 COUNTS_FROM_0 = {"seed", "max_iters", "eval_interval", "save_interval", "keep_last",
                  "sample_tokens", "eval_task_rows", "warmup_iters", "plateau_patience",
-                 "early_stopping_patience", "profile"}
+                 "early_stopping_patience", "profile", "bos_id"}
 COUNTS_FROM_1 = {"batch_size", "gradient_accumulation_steps", "eval_iters", "log_interval",
                  "lr_decay_iters", "step_iters", "num_threads", "block_size", "n_layer", "n_head",
-                 "n_kv_head", "n_embd", "n_hidden"}
+                 "n_kv_head", "n_embd", "n_hidden", "head_dim", "window", "context_length"}
 FROM_0 = {"min_lr", "warmup_epochs", "early_stopping_min_delta", "weight_decay", "grad_clip",
           "muon_weight_decay", "step_timeout"}
 SHARES = {"warmup_ratio", "beta1", "beta2", "muon_momentum", "dropout", "ema"}
 ABOVE_0 = {"max_epochs", "max_minutes", "eval_epochs", "save_epochs", "adam_eps", "muon_lr",
            "dist_timeout", "spike_sigma", "norm_eps", "rope_theta", "learning_rate", "wsd_decay",
-           "lr_factor"}
+           "lr_factor", "embed_scale", "score_scale", "window_rope_theta"}
 
 
 @pytest.mark.parametrize("names, good, bad", [
