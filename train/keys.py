@@ -191,7 +191,7 @@ class GPTKeys:
                                    "FACTOR,LOW,HIGH,ORIGINAL_LENGTH")
     window_rope_theta: float | None = key(None, "rope_theta of layers of type W, without scaling "
                                           "(default: as the other layers)", gt=0)
-    context_length: int | None = key(None, "tokens that the weights can take, for exports (default: "
+    max_positions: int | None = key(None, "tokens that the weights can take, for exports (default: "
                                      "block_size)", ge=1)
     bos_id: int | None = key(None, "id that begins a text, for exports (default: end of text)",
                              ge=0)

@@ -49,9 +49,9 @@ GPT2 = {"wte": "transformer.wte", "wpe": "transformer.wpe", "ln_f": "transformer
 
 KEYS = dict(n_embd="hidden_size", n_layer="num_hidden_layers", n_hidden="intermediate_size",
             n_head="num_attention_heads", n_kv_head="num_key_value_heads", head_dim="head_dim",
-            mlp="hidden_act", context_length="max_position_embeddings", norm_eps="rms_norm_eps",
+            mlp="hidden_act", max_positions="max_position_embeddings", norm_eps="rms_norm_eps",
             rope_theta="rope_theta", vocab_size="vocab_size", tie_weights="tie_word_embeddings")
-GPT2_KEYS = dict(context_length="n_positions", n_embd="n_embd", n_layer="n_layer", n_head="n_head",
+GPT2_KEYS = dict(max_positions="n_positions", n_embd="n_embd", n_layer="n_layer", n_head="n_head",
                  n_hidden="n_inner", mlp="activation_function", norm_eps="layer_norm_epsilon",
                  vocab_size="vocab_size", tie_weights="tie_word_embeddings")
 MIXTRAL_KEYS = KEYS | dict(expert_hidden="intermediate_size", n_experts="num_local_experts",
@@ -60,7 +60,7 @@ QWEN3_MOE_KEYS = KEYS | dict(n_experts="num_experts", experts_per_token="num_exp
                              expert_hidden="moe_intermediate_size", norm_topk_prob="norm_topk_prob")
 DEFAULTS = dict(rms_norm_eps=1e-6, rope_theta=10000.0, tie_word_embeddings=False, head_dim=None,
                 num_key_value_heads=None, hidden_act="silu")
-INTEGERS = ("n_embd", "n_layer", "n_hidden", "n_head", "n_kv_head", "head_dim", "context_length",
+INTEGERS = ("n_embd", "n_layer", "n_hidden", "n_head", "n_kv_head", "head_dim", "max_positions",
             "vocab_size", "n_experts", "experts_per_token", "expert_hidden")
 # Options that change the logits, with the only value that can be computed here.
 ONLY = dict(attention_bias=False, mlp_bias=False, decoder_sparse_step=1, mlp_only_layers=[],
@@ -188,11 +188,11 @@ def read_fields(given):
     if kind == "mixtral":  # it has no MLP besides the experts; its width is our default
         out["n_hidden"] *= out["experts_per_token"]
     # A context far longer than what fits in memory is for exports; block_size can be set.
-    out["block_size"] = out["context_length"]
+    out["block_size"] = out["max_positions"]
     if is_strict:
         out["block_size"] = min(out["block_size"], MAX_TOKENS)
-    if out["block_size"] == out["context_length"]:
-        out["context_length"] = None
+    if out["block_size"] == out["max_positions"]:
+        out["max_positions"] = None
     end = c.get("eos_token_id")
     end = end if isinstance(end, list) else [] if end is None else [end]
     return kind, out | dict(bos_id=c.get("bos_token_id"), eos_ids=",".join(map(str, end)) or None)
@@ -296,9 +296,9 @@ def upgrade_fields(args):
     kind, new = read_config(json.loads(args["family"]), "family")
     if "plain" in FAMILIES[kind].values.get("qk_norm_type", ()):
         new["qk_norm_type"] = "head"
-    length = new["context_length"] or new["block_size"]
+    length = new["max_positions"] or new["block_size"]
     new = {k: v for k, v in new.items() if k not in SIZES}
-    return {k: v for k, v in args.items() if k != "family"} | new | dict(context_length=length)
+    return {k: v for k, v in args.items() if k != "family"} | new | dict(max_positions=length)
 
 
 # -----------------------------------------------------------------------------
@@ -353,7 +353,7 @@ def write_config(shape, kind, dtype, end):
     out |= {theirs: getattr(shape, ours) for ours, theirs in family.keys.items()}
     names = {ours: theirs for theirs, ours in reversed(family.activations.items())}
     out[family.keys["mlp"]] = names[shape.mlp]
-    out[family.keys["context_length"]] = shape.context_length or shape.block_size
+    out[family.keys["max_positions"]] = shape.max_positions or shape.block_size
     out |= family.constants
     if kind == "gpt2":
         return out | dict(resid_pdrop=shape.dropout, embd_pdrop=shape.dropout,

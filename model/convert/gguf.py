@@ -120,7 +120,7 @@ def write_shape(writer, source, arch, experts):
     differently."""
     c = source.shape
     check(source, arch)
-    length = c.context_length or c.block_size
+    length = c.max_positions or c.block_size
     if c.window and arch == "gemma3":
         writer.add_sliding_window(c.window)
     elif c.window:  # no windows in llama.cpp: only texts that fit into one are computed the same
