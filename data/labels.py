@@ -47,11 +47,13 @@ class LabelledText(NamedTuple):
 @dataclass
 class Fields:
     """Options: names of the fields of a record."""
-    text: str = key("text", "field or column with the text")
-    label: str = key("label", "with the label")
-    evidence: str = key("evidence", "with the part of the text that supports the label")
-    start: str = key("start", "instead: with the first character of that part")
-    end: str = key("end", "and with the position after the last character")
+    text: str = key("text", "field or column with the text", metavar="NAME")
+    label: str = key("label", "field with the label", metavar="NAME")
+    evidence: str = key("evidence", "field with the part of the text that supports the label",
+                        metavar="NAME")
+    start: str = key("start", "instead: field with the first character of that part",
+                     metavar="NAME")
+    end: str = key("end", "and field with the position after its last character", metavar="NAME")
     group = None  # field with the group of a text; `None`: each text is a group
 
 

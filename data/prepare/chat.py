@@ -49,6 +49,7 @@ EXAMPLES = ("example", "example-more")
 
 @dataclass
 class RecordOptions:
+    """Options that the commands chat, pairs and prompts share."""
     sources: list[str] = key([], f"{SOURCES}; or example, example-more: questions about the names "
                              "in Python's standard library", positional=True, required=True,
                              metavar="SOURCE", text=True)
@@ -180,7 +181,7 @@ def question_and_answer(present):
 
 @dataclass
 class ChatOptions(RecordOptions):
-    """Prepare conversations for chat fine-tuning."""
+    __doc__ = __doc__  # the description in --help: the formats of records
     tokenizer: str = key("byte", "tokenizer of the model to start from: byte, gpt2, a rank file, a "
                          "prepared folder, or the model's ckpt.pt", metavar="NAME")
     field: list[str] = key([], "once: the field with the messages; several times: the fields of "
@@ -232,7 +233,7 @@ def print_chat(ids, mask, tokenizer):
 
 
 def prepare_chats(args):
-    """Prepare the conversations of the options and print a summary."""
+    """Write the folder of prepared conversations and print a summary."""
     tokenizer, block_size, template = open_chat_format(args.tokenizer)
     check_output(args, tokenizer, "chat")
     template = (template or BuiltinTemplate()).with_end_ids(tokenizer)

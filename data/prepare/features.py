@@ -193,7 +193,7 @@ def open_arrays(args):
 
 
 def prepare_files(args):
-    """Prepare the arrays of the options and print a summary."""
+    """Write the folder of prepared arrays and print a summary."""
     if bool(args.arrays) == args.synthetic:
         raise UsageError("give one or more FILE.npy, or --synthetic")
     if args.synthetic:

@@ -47,9 +47,9 @@ EXAMPLE_ROWS_PER_FILE = 6
 class LabelOptions(Fields):
     """Prepare labelled texts for --model classifier."""
     files: list[str] = key([], SOURCES, positional=True, metavar="FILE", text=True)
-    group: str | None = key(None, "field that identifies what belongs together, e.g. a document or "
-                            "a patient: its texts are in the same split (default: each text is "
-                            "a group)")
+    group: str | None = key(None, "field that identifies texts that belong together, e.g. a "
+                            "document or a patient, and must be in the same split (default: each "
+                            "text is a group)", metavar="NAME")
     out: str = key("", "folder to write, e.g. data/bin/NAME", required=True, metavar="FOLDER")
     tokenizer: str = key("byte", "tokenizer of the model to start from: byte, gpt2, a rank file, a "
                          "prepared folder, or a checkpoint (.pt)", metavar="NAME")
@@ -63,7 +63,7 @@ class LabelOptions(Fields):
 
 
 def prepare_labels(args):
-    """Prepare the texts of the options and print a summary. Raises UserError."""
+    """Write the folder of prepared texts and print a summary. Raises UserError."""
     if bool(args.files) == args.example:
         raise UsageError("give one or more FILEs, or --example")
     if args.example:

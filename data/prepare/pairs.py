@@ -14,6 +14,7 @@ answers' log probabilities according to the model --reference). meta.json identi
 that model by a digest.
 """
 
+import os
 import re
 import sys
 from dataclasses import dataclass
@@ -24,7 +25,7 @@ from data.chat_template import parse_messages
 from data.meta import Meta, write_meta
 from data.prepare import chat
 from data.prepare.folders import new_folder
-from data.rows import RowWriter, id_dtype, pad_rows
+from data.rows import id_dtype, pad_rows
 from data.tokenizer import write_tokenizer
 from train.base.cli import run_command
 from train.base.errors import DataError
@@ -108,13 +109,13 @@ def mask_last_answer(ids, mask):
 
 @dataclass
 class PairOptions(chat.RecordOptions):
-    """Prepare pairs of answers for --model dpo."""
+    __doc__ = __doc__  # the description in --help: the formats of records
     reference: str = key("", "chat model that training starts from and is compared with",
                          required=True, metavar="CKPT")
 
 
 def prepare_pairs(args):
-    """Prepare the pairs of the options and print a summary."""
+    """Write the folder of prepared pairs and print a summary."""
     import torch
 
     from model.core.load import model_of
@@ -155,20 +156,18 @@ def prepare_pairs(args):
 def write_pairs(folder, split, model, tokenizer, width, pairs):
     """Write the arrays of a split and return its entry of meta.json."""
     from model.dpo import answer_logps
-    writer = RowWriter(folder, split, dict(
-        tokens=(2 * width, id_dtype(tokenizer.n_vocab)), mask=(2 * width, "u1"), logps=(2, "<f4")))
-    preferred = 0
-    for first in range(0, len(pairs), PAIRS_PER_BATCH):
-        sides = [side for pair in pairs[first:first + PAIRS_PER_BATCH] for side in pair]
-        tokens, mask = (pad_rows([side[i] for side in sides], width, fill, np.int64)
-                        .reshape(-1, 2, width)  # (B, 2, width)
-                        for i, fill in enumerate((tokenizer.eot_token, 0)))
-        logps = answer_logps(model, tokens, mask)  # (B, 2)
-        preferred += int((logps[:, 0] > logps[:, 1]).sum())
-        for row in zip(tokens, mask, logps):
-            writer.append(**dict(zip(("tokens", "mask", "logps"), row)))
-    writer.close()
-    return dict(pairs=len(pairs), preferred=preferred / len(pairs))
+    def stack(part, fill, dtype):
+        rows = [side[part] for pair in pairs for side in pair]
+        return pad_rows(rows, width, fill, dtype).reshape(-1, 2, width)
+    tokens = stack(0, tokenizer.eot_token, id_dtype(tokenizer.n_vocab))  # (N, 2, width)
+    mask = stack(1, 0, np.uint8)  # (N, 2, width)
+    logps = np.concatenate([  # (N, 2)
+        answer_logps(model, *(array[i:i + PAIRS_PER_BATCH].astype(np.int64)
+                              for array in (tokens, mask)))
+        for i in range(0, len(pairs), PAIRS_PER_BATCH)])
+    for name, array in dict(tokens=tokens, mask=mask, logps=logps).items():
+        np.save(os.path.join(folder, f"{split}_{name}.npy"), array.reshape(len(pairs), -1))
+    return dict(pairs=len(pairs), preferred=float((logps[:, 0] > logps[:, 1]).mean()))
 
 
 def main(argv=None):

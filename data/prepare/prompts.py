@@ -33,7 +33,7 @@ FILES = r"(train|val)_((tokens|length)\.npy|rows\.jsonl)"  # names of the files
 
 @dataclass
 class PromptOptions(chat.RecordOptions):
-    """Prepare prompts for --model grpo."""
+    __doc__ = __doc__  # the description in --help: the formats of records
     tokenizer: str = key("", "chat model that training starts from; its tokenizer and template are "
                          "used", required=True, metavar="CKPT")
     field: list[str] = key([], "once: the field with the prompt; several times: the fields of the "
@@ -74,7 +74,7 @@ def encode_prompts(args, tokenizer, template, max_tokens):
 
 
 def prepare_prompts(args):
-    """Prepare the prompts of the options and print a summary."""
+    """Write the folder of prepared prompts and print a summary."""
     tokenizer, block_size, template = open_chat_format(args.tokenizer)
     chat.check_output(args, tokenizer, "grpo", "-prompts")
     template = (template or BuiltinTemplate()).with_end_ids(tokenizer)

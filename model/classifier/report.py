@@ -35,7 +35,7 @@ class ReportOptions(labels.Fields):
 
 
 def evaluate_checkpoint(args):
-    """Evaluate the checkpoint of the options, write the files and print the report."""
+    """Evaluate a checkpoint, write the files to --out and print the report."""
     from model.core.load import load_model
     from train.distributed import get_device
     device = get_device(args.device)
@@ -75,14 +75,15 @@ def load_rows(args, model, tokenizer):
     # With learned positions the model has a maximum length.
     limit = sys.maxsize if model.gpt.config.pos == "rope" else model.gpt.config.block_size
     if os.path.isdir(path):
-        if labels.read_labels_meta(path).extra["classes"] != spec["classes"]:
-            raise DataError(f"{path}: its classes are not the checkpoint's: "
+        meta = labels.read_labels_meta(path)
+        if meta.extra["classes"] != spec["classes"]:
+            raise DataError(f"{path}: the classes differ from the checkpoint's: "
                             f"{', '.join(spec['classes'])}")
+        arrays = labels.open_labels(path, args.split, spec | dict(vocab_size=meta.vocab_size))
         same = open_folder_tokenizer(path).spec() == tokenizer.spec()
-        arrays = labels.open_labels(path, args.split, spec)
         if not same or arrays[0].shape[1] > limit or not len(arrays[0]):
-            raise DataError(f"{path}: {args.split} has no rows, or was prepared with a tokenizer "
-                            "or --max_tokens that is not that of the checkpoint's data")
+            raise DataError(f"{path}: {args.split} has no rows, or was prepared with a different "
+                            "tokenizer or --max_tokens than the checkpoint's data")
         return arrays, [dict(
             text=tokenizer.decode(row[:n]),
             true_label=spec["classes"][label] if spec["classes"] else None,
