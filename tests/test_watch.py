@@ -26,7 +26,7 @@ LONG = dict(max_iters=8, eval_interval=4, save_interval=4, keep_last=3)
 @contextlib.contextmanager
 def watching(*folders, most=6):
     """(get(path, **headers) -> (status, body), the server)"""
-    options = watch.Options([str(f) for f in folders], port=0, runs=most)
+    options = watch.WatchOptions([str(f) for f in folders], port=0, runs=most)
     with watch.open_server(options) as server:
         thread = threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True)
         thread.start()
@@ -132,7 +132,7 @@ def test_it_takes_a_hundredth_of_a_core_at_most(tmp_path, monkeypatch):
     now, spent, cost = [1000.0], [0.0], dict(update=0.0, draw=0.0)
     monkeypatch.setattr(time, "monotonic", lambda: now[0])
     monkeypatch.setattr(time, "process_time", lambda: spent[0])
-    watcher, updates = watch.Watcher(watch.Options([str(tmp_path)])), []
+    watcher, updates = watch.Watcher(watch.WatchOptions([str(tmp_path)])), []
 
     def update():
         spent[0] += cost["update"]

@@ -22,7 +22,7 @@ SEPARATOR = "-" * 72  # between several texts
 
 
 @dataclass
-class Options(SamplingOptions, LoadOptions):
+class SampleOptions(SamplingOptions, LoadOptions):
     """Generate text with a checkpoint, which contains its tokenizer."""
     prompt: str = key("", "text to continue (default: a new document)")
     temperature: float | None = key(None, "0: always the most likely token (default: 0.8; with "
@@ -99,4 +99,4 @@ def sample(options):
 
 def main(argv=None):
     """Run the command; return its exit code."""
-    return run_command(Options, sample, argv)
+    return run_command(SampleOptions, sample, argv)

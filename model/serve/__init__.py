@@ -20,7 +20,7 @@ API_KEY_VARIABLE = "IRONGPT_API_KEY"  # of the environment
 
 
 @dataclass
-class Options(LoadOptions):
+class ServeOptions(LoadOptions):
     """Serve a checkpoint with OpenAI's API and a page."""
     name: str | None = key(None, "model name for clients (default: the checkpoint's folder)")
     host: str = key("127.0.0.1", "address to listen on: this machine only; 0.0.0.0: all "
@@ -118,4 +118,4 @@ def serve(options):
 
 def main(argv=None):
     """Run the command; return its exit code."""
-    return run_command(Options, serve, argv)
+    return run_command(ServeOptions, serve, argv)

@@ -88,7 +88,7 @@ FAULTS = [
     ("train/checkpoint.py", '[] if "all" in allowed else', "[] if allowed else"),
     ("train/checkpoint.py", "mark.read_text() == job", "True"),
     ("model/core/weights.py", "if theirs and ours and theirs != ours", "if False"),
-    ("train/keys.py", "if not asked or f.name", "if True or f.name"),
+    ("model/core/weights.py", "if not explicit or f.name", "if True or f.name"),
     # guards, ranks
     ("train/robust.py", "<= MAX_OVERFLOWS_IN_A_ROW", "<= 10**9"),
     ("train/robust.py", "math.isfinite(loss) and math.isfinite(norm)", "math.isfinite(loss)"),

@@ -4,7 +4,7 @@ The options of a command are a dataclass of `key` fields (train/base/fields.py),
 and --help like the configuration keys of a run:
 
     @dataclass
-    class Options:
+    class HeadOptions:
         "Print the first lines of text files."
         files: list[str] = key([], "text files", positional=True, required=True)
         lines: int = key(10, "lines per file", ge=1)
@@ -14,9 +14,9 @@ and --help like the configuration keys of a run:
         ...
 
     def main(argv=None):
-        return run_command(Options, head, argv)
+        return run_command(HeadOptions, head, argv)
 
-`python -m data.head --lines 3 a.txt b.txt` then calls head(Options(["a.txt", "b.txt"], 3, False)).
+`python -m data.head --lines 3 a.txt b.txt` calls head(HeadOptions(["a.txt", "b.txt"], 3, False)).
 """
 
 import argparse

@@ -4,7 +4,7 @@ The configuration keys of a run (train/keys.py) and the options of commands (tra
 fields of dataclasses, declared with `key`:
 
     @dataclass
-    class Options:
+    class SamplingOptions:
         top_k: int = key(0, "sample from the K most probable tokens; 0: all", ge=0)
 
 Values are parsed by the type of the field, never by YAML's rules for plain scalars (in YAML 1.1

@@ -348,7 +348,7 @@ def format_params(params):
 # command line
 
 @dataclass
-class Options:
+class SearchOptions:
     """Search for good hyperparameters with Optuna, in stages that narrow the space."""
     space: str = key("", "YAML file with the keys to search and the stages, e.g. "
                      "train/configs/hpo_example.yaml", required=True)
@@ -391,7 +391,7 @@ def run_search(options, config):
 
 def main(argv=None):
     """Run the command and return its exit code."""
-    return run_command(Options, run_search, argv, load=load_argv)
+    return run_command(SearchOptions, run_search, argv, load=load_argv)
 
 
 if __name__ == "__main__":

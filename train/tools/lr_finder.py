@@ -174,7 +174,7 @@ def report_sweep(sweep, config):
 
 
 @dataclass
-class Options:
+class SweepOptions:
     "Sweep the learning rate of a run, and report where the loss falls fastest."
     low: float = key(1e-7, "lowest learning rate", gt=0, option="from")
     high: float = key(1.0, "highest learning rate", le=100, option="to")
@@ -183,7 +183,7 @@ class Options:
 
 def main(argv=None):
     """Run the command line; return the exit code."""
-    return run_command(Options, run_sweep, argv, load=load_argv)
+    return run_command(SweepOptions, run_sweep, argv, load=load_argv)
 
 
 def run_sweep(options, config):

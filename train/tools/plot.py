@@ -100,7 +100,7 @@ def save_figure(path, draw, title, x_label, y_label):
 # command line
 
 @dataclass
-class Options:
+class PlotOptions:
     """Draw the loss and the learning rate of runs into one SVG file, to compare them."""
     runs: list[str] = key([], "run folders (out_dir), or metrics.jsonl files", positional=True,
                           required=True)
@@ -125,7 +125,7 @@ def plot_runs(options):
 
 def main(argv=None):
     """Run the command and return its exit code."""
-    return run_command(Options, plot_runs, argv)
+    return run_command(PlotOptions, plot_runs, argv)
 
 
 if __name__ == "__main__":

@@ -259,7 +259,7 @@ def last_line(path):
 # command line
 
 @dataclass
-class Options:
+class RepeatOptions:
     """Train the same run with several seeds, with and without changes, and compare the results."""
     seeds: int = key(5, "runs per setting, with the seed of the configuration and the next ones",
                      ge=2)
@@ -296,7 +296,7 @@ def repeat(options, arguments_and_config):
 
 def main(argv=None):
     """Run the command and return its exit code."""
-    return run_command(Options, repeat, argv, load=lambda rest: (rest, load_argv(rest)),
+    return run_command(RepeatOptions, repeat, argv, load=lambda rest: (rest, load_argv(rest)),
                        interrupt_message="stopped; the same command resumes")
 
 

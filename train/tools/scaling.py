@@ -218,7 +218,7 @@ def predict(law, runs, plans, losses, larger, train_all, arguments, options):
 # command line
 
 @dataclass
-class Options:
+class ScalingOptions:
     """Fit a scaling law to the losses of small runs, and predict the loss of a larger run."""
     budgets: list[float] = key([], "FLOPs per run, two or more: 1e12,3e12,1e13", gt=0)
     larger: float = key(0.0, "FLOPs of the larger run (default: four times the largest budget)")
@@ -281,7 +281,7 @@ def scaling(options, arguments_and_config):
 
 def main(argv=None):
     """Run the command and return its exit code."""
-    return run_command(Options, scaling, argv, load=lambda rest: (rest, load_argv(rest)),
+    return run_command(ScalingOptions, scaling, argv, load=lambda rest: (rest, load_argv(rest)),
                        interrupt_message="stopped; the same command resumes")
 
 

@@ -36,7 +36,7 @@ CONTENT_POLICY = ("default-src 'none'; style-src 'unsafe-inline'; script-src 'un
 
 
 @dataclass
-class Options:
+class WatchOptions:
     """Show the loss curves, log lines and samples of runs on a local web page while they train."""
     folders: list[str] = key(["out"], "folders of runs (out)", positional=True)
     port: int = key(8001, "port on 127.0.0.1; 0: any free port", ge=0, le=65535)
@@ -222,7 +222,7 @@ def watch(options):
 
 def main(argv=None):
     """Run the command and return its exit code."""
-    return run_command(Options, watch, argv)
+    return run_command(WatchOptions, watch, argv)
 
 
 if __name__ == "__main__":
