@@ -101,10 +101,10 @@ def test_the_harness_agrees(folder, capsys, monkeypatch):
 
 
 def test_a_task_that_samples_draws_at_its_temperature_or_1(folder):
-    scorer = lm_eval.Scorer(*load_model(folder / "ckpt.pt"), 1)
+    scorer = lm_eval.CheckpointLM(*load_model(folder / "ckpt.pt"), 1)
 
     def answer(**how):
-        return scorer.answer("a", dict(max_gen_toks=20, **how))
+        return scorer.generate_text("a", dict(max_gen_toks=20, **how))
     assert answer(do_sample=True) == answer(do_sample=True, temperature=1.0) != answer()
     assert answer(do_sample=True, temperature=1e-4) == answer(temperature=1.0) == answer()
 
@@ -124,7 +124,7 @@ def test_what_is_missing_is_one_line(folder, capsys, monkeypatch):
     assert "the harness has no local_nothing" in capsys.readouterr().err
     monkeypatch.setitem(sys.modules, "lm_eval", None)
     assert lm_eval.main([*args, "x"]) == 2
-    assert capsys.readouterr().err.strip().endswith("pip install lm-eval")
+    assert capsys.readouterr().err.strip().endswith("pip install lm_eval")
 
 
 # -----------------------------------------------------------------------------
@@ -165,10 +165,10 @@ def test_tasks_of_a_run_have_the_harness_numbers(folder, trained):
         assert 0.1 < number < 0.95, (name, key, number)  # which says something
     assert ours["val_choice"] != ours["val_choice_norm"]
     model, tokenizer = load_model(trained.ckpt)
-    reader = tasks.Reader(tokenizer, None, model.config.block_size)
+    reader = tasks.ExampleReader(tokenizer, None, model.config.block_size)
     for path, name in zip(trained.files(), ("own_choice", "own_cloze")):
         samples = sorted(found["samples"][name], key=lambda sample: sample["doc_id"])
         for row, sample in zip(reader.read(path, 0), samples, strict=True):
             theirs = [(float(p), str(best) == "True") for p, best in sample["filtered_resps"]]
-            assert flat(tasks.logprobs(model, row.asked)) == pytest.approx(flat(theirs), rel=1e-6,
-                                                                           abs=1e-6)
+            ours = tasks.score_sequences(model, row.sequences)
+            assert flat(ours) == pytest.approx(flat(theirs), rel=1e-6, abs=1e-6)

@@ -30,7 +30,7 @@ def test_log_probabilities_are_those_of_single_tokens(quiz):
     model, tokenizer = load_model(quiz.ckpt)
     rows = [(tokenizer.encode(text), n) for text, n in (("line 5: the quick", 3), ("li", 1),
                                                          ("the lazy dog\n", 9), ("abc", 99))]
-    for (ids, n), (score, greedy) in zip(rows, tasks.logprobs(model, rows)):
+    for (ids, n), (score, greedy) in zip(rows, tasks.score_sequences(model, rows)):
         with torch.no_grad():
             p = model(torch.tensor([ids]))[0].double().log_softmax(-1)
         first = max(1, len(ids) - n)
@@ -48,13 +48,13 @@ def test_many_rows_are_written_as_one_alone(changes):
     prompts = [list(text.encode()) for text in ("line 5: the", "l", "fox jumps over the lazy d")]
     alone = [generate(model.eval(), torch.tensor([ids]), 9, 0, n_vocab=256)[0, len(ids):].tolist()
              for ids in prompts]
-    assert tasks.write(model, prompts, 9, 256) == alone
+    assert tasks.generate_greedy(model, prompts, 9, 256) == alone
     shortest = [ids[:1] for ids in prompts[:2]]
-    assert tasks.write(model, shortest, 3, 256) == [
+    assert tasks.generate_greedy(model, shortest, 3, 256) == [
         generate(model, torch.tensor([ids]), 3, 0, n_vocab=256)[0, 1:].tolist() for ids in shortest]
     with torch.no_grad():
         model.ln_f.weight.fill_(float("nan"))
-    assert tasks.write(model, prompts, 2, 256) == [[] for _ in prompts]  # and nothing is right
+    assert tasks.generate_greedy(model, prompts, 2, 256) == [[] for _ in prompts]  # nothing right
     assert len(set(map(tuple, alone))) == 3
 
 
@@ -69,12 +69,12 @@ def test_numbers_by_hand(quiz, tmp_path):
     path = write_rows(tmp_path / "my-own.jsonl", rows)
     found = quiz.evaluate(tmp_path / "out", eval_tasks=[path, *quiz.files()], eval_task_rows=20)
     model, tokenizer = load_model(quiz.ckpt)
-    own = tasks.Reader(tokenizer, None, 48)
+    own = tasks.ExampleReader(tokenizer, None, 48)
     right = 0
     for record in rows:
-        row = own.row(record, 0)
+        row = own.parse(record, 0)
         if "choices" in record:
-            p = [score for score, _ in tasks.logprobs(model, row.asked)]
+            p = [score for score, _ in tasks.score_sequences(model, row.sequences)]
             right += p.index(max(p)) == row.answer
         else:
             text = record.get("question") or record["context"]
@@ -171,22 +171,22 @@ def test_they_cost_no_more_than_the_loss(quiz, tmp_path, monkeypatch, capsys):
     (0, 5, (9, 4)), (3, 5, (3, 3)), (None, 5, (6, 4)), (None, 20, (4, 2))])
 def test_small_tasks_leave_their_share_to_others(limit, width, expected):
     def row(width):
-        return tasks.Row(0, [([1] * width, 1)], [1], 0)
+        return tasks.Example(0, [([1] * width, 1)], [1], 0)
     every = [[row(10)] * 9, [row(width)] * 4]
-    taken = tasks.Tasks.taken(every, 85, limit)
+    taken = tasks.select_examples(every, 85, limit)
     assert tuple(map(len, taken)) == expected
-    assert tasks.first_rows([row(50)], 10) == [row(50)]
+    assert tasks.limit_cost([row(50)], 10) == [row(50)]
 
 
 def test_batches_hold_no_more_than_asked():
     rng = random.Random(3)
-    rows = [tasks.Row(0, [([1] * rng.randrange(2, 30), 1)] * rng.choice([1, 4]), [1], 0)
+    rows = [tasks.Example(0, [([1] * rng.randrange(2, 30), 1)] * rng.choice([1, 4]), [1], 0)
             for _ in range(100)]
-    found = tasks.batched(rows, 600, lambda row: row.width)
+    found = tasks.batch_by_width(rows, 600, lambda row: row.width)
     assert sorted(map(id, sum(found, []))) == sorted(map(id, rows))
-    assert all(sum(len(r.asked) for r in some) * max(r.width for r in some) <= 600
+    assert all(sum(len(r.sequences) for r in some) * max(r.width for r in some) <= 600
                for some in found)
-    assert len(found) < 1.3 * sum(r.width * len(r.asked) for r in rows) / 600 + 1
+    assert len(found) < 1.3 * sum(r.width * len(r.sequences) for r in rows) / 600 + 1
 
 
 # -----------------------------------------------------------------------------
@@ -220,17 +220,17 @@ def test_a_chat_model_is_asked_as_it_learned(data_dir, tmp_path):
 # what is refused
 
 BAD = [({"text": "a"}, "expected question and answer"), ([1], "expected an object"),
-       (dict(question="a", choices=["b"], answer=0), "choices: expected 2"),
-       (dict(question="a", choices=["b", ""], answer=0), "choices: expected 2"),
-       (dict(question="a", choices=["b", "c"], answer=2), "answer: '2' is none of"),
-       (dict(question="a", choices=["b", "c"], answer=True), "answer: 'True' is none of"),
-       (dict(question="a", choices=["b", "c"], answer="d"), "answer: 'd' is none of"),
+       (dict(question="a", choices=["b"], answer=0), "choices: expected 2 or more"),
+       (dict(question="a", choices=["b", ""], answer=0), "choices: expected 2 or more"),
+       (dict(question="a", choices=["b", "c"], answer=2), "answer: '2' is not one of"),
+       (dict(question="a", choices=["b", "c"], answer=True), "answer: 'True' is not one of"),
+       (dict(question="a", choices=["b", "c"], answer="d"), "answer: 'd' is not one of"),
        (dict(question=1, choices=["b", "c"], answer=0), "question: expected a text"),
        (dict(question="a", answer=["b"]), "answer: expected a text"),
-       (dict(question="a", answer="b\nc"), "answer: holds '\\n'"),
+       (dict(question="a", answer="b\nc"), "answer: contains '\\n'"),
        (dict(question="a", answer="b", until=""), "until: expected"),
        (dict(question="a", answer="b" * 48), "answer: 49 tokens"),
-       (dict(context="a", continuation=""), "what is scored")]
+       (dict(context="a", continuation=""), "the scored text")]
 BAD[-1] = (BAD[-1][0] | dict(delimiter=""), BAD[-1][1])
 
 
@@ -252,8 +252,8 @@ def test_bad_rows_are_a_line_each_before_any_work(data_dir, tmp_path, capsys):
 
 @pytest.mark.parametrize("rows, name, changes, message", [
     ([], "a", {}, "no rows in it"),
-    ([dict(question="a", answer="b")], "loss", {}, "loss of a name that is taken"),
-    ([dict(question="a", answer="b")], "ppl", {}, "have val_ppl already"),
+    ([dict(question="a", answer="b")], "loss", {}, "the name of loss is taken"),
+    ([dict(question="a", answer="b")], "ppl", {}, "already have val_ppl"),
     ([dict(question="a", answer="b")], "a", dict(tokenizer=None), "expected a language model"),
     ([dict(question="a", answer="b")], "a", dict(eval_interval=0), "eval_tasks: .* needs eval"),
     (None, "a", {}, "no such file"),
@@ -268,8 +268,9 @@ def test_what_cannot_be_evaluated_is_refused(data_dir, tmp_path, rows, name, cha
 
 def test_the_example_is_whole():
     """Every row can be read, and they cost less than the loss of the first run."""
-    rows = tasks.Reader(load_tokenizer("byte"), None, 128).read("train/configs/python_example.jsonl", 0)
-    assert len(rows) > 40 and sum(map(tasks.cost, rows)) < 8 * 16 * 128
+    reader = tasks.ExampleReader(load_tokenizer("byte"), None, 128)
+    rows = reader.read("train/configs/python_example.jsonl", 0)
+    assert len(rows) > 40 and tasks.total_cost(rows) < 8 * 16 * 128
     right = functools.reduce(lambda counts, row: counts | {row.answer: counts[row.answer] + 1},
                              rows, dict.fromkeys(range(4), 0))
     assert max(right.values()) - min(right.values()) < 4  # no place is the likely one

@@ -1,8 +1,9 @@
-"""A checkpoint in the lm-evaluation-harness (https://github.com/EleutherAI/lm-evaluation-harness):
+"""Evaluate a checkpoint with the lm-evaluation-harness
+(https://github.com/EleutherAI/lm-evaluation-harness):
 
     python -m model.eval.lm_eval --ckpt out/ckpt.pt --tasks lambada_openai,hellaswag --limit 100
 
-The numbers are those of the harness's own `hf` model on the exported folder (model/convert/).
+The results equal those of the harness's `hf` model on the exported folder (model/convert/).
 """
 
 import json
@@ -11,27 +12,28 @@ from dataclasses import dataclass
 
 import torch
 
+from model.core.detokenizer import Detokenizer
 from model.core.generate import generate
 from model.core.load import load_model
-from model.eval.tasks import logprobs, text_of
+from model.eval.tasks import decode_until, score_sequences
 from train.base.cli import run_command
-from train.base.errors import DataError
+from train.base.errors import DataError, require
 from train.base.fields import key
 
-NEW_TOKENS = 256  # of an answer, where a task does not say
+MAX_NEW_TOKENS = 256  # per answer, if a task does not specify it
 
 
-class Finished(Exception):
-    """An answer has come to one of its stop strings."""
+class StopStringFound(Exception):
+    """The generated text contains a stop string; raised to end generate()."""
 
 
-class Scorer:
-    """What the harness's TemplateLM leaves to a model, but for the class itself: see evaluate."""
+class CheckpointLM:
+    """The methods of a model in the harness, to be combined with its TemplateLM (see evaluate)."""
 
     def __init__(self, model, tokenizer, batch_size):
         super().__init__()
         self.model, self.tok, self.batch_size = model, tokenizer, batch_size
-        self.home = model.wte.weight.device  # TemplateLM has a device of its own
+        self.model_device = model.wte.weight.device  # TemplateLM defines `device`
 
     @property
     def eot_token_id(self):
@@ -42,74 +44,76 @@ class Scorer:
 
     @torch.no_grad()
     def _loglikelihood_tokens(self, requests, disable_tqdm=False, **_):
-        """[(log probability, whether greedy decoding writes it)] of the last ids of each of
-        `requests` (strings, ids before, ids), batched by length."""
-        size, out = self.model.config.block_size, [None] * len(requests)
-        rows = [((before + ids)[-(size + 1):], len(ids)) for _, before, ids in requests]
-        order = sorted(range(len(rows)), key=lambda i: -len(rows[i][0]))
+        """Return [(log probability, whether greedy decoding generates it)] of the continuation of
+        each request (strings, context ids, continuation ids). Batches have similar lengths."""
+        size, results = self.model.config.block_size, [None] * len(requests)
+        sequences = [((context + ids)[-(size + 1):], len(ids)) for _, context, ids in requests]
+        order = sorted(range(len(sequences)), key=lambda i: -len(sequences[i][0]))
         for start in range(0, len(order), self.batch_size):
             batch = order[start:start + self.batch_size]
-            for i, result in zip(batch, logprobs(self.model, [rows[i] for i in batch])):
-                out[i] = result
-        return out
+            scores = score_sequences(self.model, [sequences[i] for i in batch])
+            for i, score in zip(batch, scores):
+                results[i] = score
+        return results
 
     def loglikelihood_rolling(self, requests, disable_tqdm=False):
-        """Log probability of each text, in windows that do not overlap but for one token."""
+        """Return the log probability of each text, in windows that overlap by one token."""
         from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
-        out = []
+        results = []
         for text, in (request.args for request in requests):
             windows = get_rolling_token_windows(self.tok_encode(text), self.eot_token_id,
                                                 self.model.config.block_size, 1)
             parts = [("", *make_disjoint_window(window)) for window in windows]
-            out.append(sum(score for score, _ in self._loglikelihood_tokens(parts)))
-        return out
+            results.append(sum(score for score, _ in self._loglikelihood_tokens(parts)))
+        return results
 
     def generate_until(self, requests, disable_tqdm=False):
-        return [self.answer(*request.args) for request in requests]
+        return [self.generate_text(*request.args) for request in requests]
 
-    def answer(self, text, how):
-        """The model's continuation of `text` up to the first of how["until"], greedy unless the
-        task samples."""
-        until = how.get("until") or []
+    def generate_text(self, text, options):
+        """Return the continuation of `text` up to the first stop string of options["until"]; greedy
+        unless the task samples."""
+        until = options.get("until") or []
         until = [stop for stop in ([until] if isinstance(until, str) else until) if stop]
-        n, said = how.get("max_gen_toks", NEW_TOKENS), []
-        room = max(1, self.model.config.block_size - n)
-        ids = (self.tok_encode(text) or [self.eot_token_id])[-room:]
+        n = options.get("max_gen_toks", MAX_NEW_TOKENS)
+        n_context = max(1, self.model.config.block_size - n)
+        prompt = (self.tok_encode(text) or [self.eot_token_id])[-n_context:]
+        detokenizer, ids = Detokenizer(self.tok, until), []
 
-        def on_token(token):
-            said.append(int(token[0]))
-            if said[-1] == self.eot_token_id or any(s in self.tok.decode(said) for s in until):
-                raise Finished
+        def on_token(tokens):
+            ids.append(int(tokens[0]))
+            detokenizer.add(ids[-1])
+            if ids[-1] == self.eot_token_id or detokenizer.stopped:
+                raise StopStringFound
         try:
-            temperature = how.get("temperature", 1.0) if how.get("do_sample") else 0
-            generate(self.model, torch.tensor([ids], device=self.home), n, temperature,
-                     how.get("top_k"), how.get("top_p"), seed=0, on_token=on_token,
+            temperature = options.get("temperature", 1.0) if options.get("do_sample") else 0
+            generate(self.model, torch.tensor([prompt], device=self.model_device), n, temperature,
+                     options.get("top_k"), options.get("top_p"), seed=0, on_token=on_token,
                      n_vocab=self.tok.n_vocab)
-        except Finished:
+        except StopStringFound:
             pass
-        return text_of(said, {self.eot_token_id}, self.tok, until)
+        return decode_until(ids, {self.eot_token_id}, self.tok, until)
 
 
 def evaluate(ckpt, tasks, num_fewshot=None, limit=None, batch_size=8, device="auto",
              include_path=None):
-    """The harness's result of `tasks` (names) on the model of `ckpt`, a dict. UserError."""
+    """Return the harness's results, a dict, of `tasks` (names) on the model in `ckpt`. Raises
+    UserError."""
     from train.distributed import get_device
-    try:
-        from lm_eval import simple_evaluate
-        from lm_eval.api.model import TemplateLM
-        from lm_eval.tasks import TaskManager
-    except ImportError as error:
-        raise DataError(f"model.eval.lm_eval needs the package lm-eval ({error}): pip install lm-eval"
-                        ) from None
+    require("lm_eval", "model.eval.lm_eval")
+    from lm_eval import simple_evaluate
+    from lm_eval.api.model import TemplateLM
+    from lm_eval.tasks import TaskManager
     model, tokenizer = load_model(ckpt, get_device(device))
     if tokenizer is None or tokenizer.eot_token is None:
-        raise DataError(f"{ckpt}: names no tokenizer with an end of text, which the harness needs")
+        raise DataError(f"{ckpt}: has no tokenizer with an end-of-text token, which the harness "
+                        "needs")
     manager = TaskManager(include_path=include_path)
     if unknown := [name for name in tasks if name not in manager.all_tasks]:
         raise DataError(f"--tasks: the harness has no {', '.join(unknown)}; `lm-eval ls tasks` "
-                        "lists its own, --include_path adds a folder of yours")
-    scorer = type("CheckpointLM", (Scorer, TemplateLM), {})(model, tokenizer, batch_size)
-    return simple_evaluate(scorer, tasks=tasks, num_fewshot=num_fewshot, limit=limit,
+                        "lists its tasks, --include_path adds a folder of your own")
+    lm = type("TemplateCheckpointLM", (CheckpointLM, TemplateLM), {})(model, tokenizer, batch_size)
+    return simple_evaluate(lm, tasks=tasks, num_fewshot=num_fewshot, limit=limit,
                            task_manager=manager)
 
 
@@ -131,9 +135,9 @@ def main(argv=None):
     return run_command(Options, lambda options: report(**vars(options)), argv)
 
 
-def report(out, **how):
-    """Evaluate, print the table, and write all results to the file `out`, if it is named."""
-    results = evaluate(**how)
+def report(out, **options):
+    """Evaluate, print a table, and write all results to the file `out` if it is not None."""
+    results = evaluate(**options)
     if out:
         with open(out, "w", encoding="utf-8") as f:
             json.dump({k: results[k] for k in ("results", "n-samples")}, f, indent=2)
