@@ -804,7 +804,7 @@ def test_a_slow_sample_is_timed_once(monkeypatch):
     monkeypatch.setattr(logger.time, "perf_counter", lambda: now[0])
     loader = types.SimpleNamespace(get_batch=lambda device, step: (torch.zeros(8, 2),))
 
-    def compute(x, y):
+    def compute(x):
         sizes.append(len(x))
         now[0] += seconds * len(x)
     for seconds, wanted in ((3.0, [1]), (0.5, [1, 4])):

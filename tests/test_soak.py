@@ -25,7 +25,8 @@ from runs import (
     tensors,
 )
 
-from train.checkpoint import RunFolder, load_checkpoint
+from train.base.run_folder import RunFolder
+from train.checkpoint import load_checkpoint
 
 pytestmark = pytest.mark.slow
 

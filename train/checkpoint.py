@@ -20,27 +20,12 @@ import torch
 import torch.distributed as dist
 import yaml
 
-from train.base.checkpoint_file import (
-    FORMAT_VERSION,
-    bullets,
-    child_items,
-    find_non_finite,
-    load_checkpoint,
-    map_tensors,
-    mismatches,
-    named_tensors,
-    raise_mismatches,
-    save_checkpoint,  # noqa: F401  public name of this module
-)
+from train.base import checkpoint_file as file_format
+from train.base.checkpoint_file import load_checkpoint, save_checkpoint  # noqa: F401  public names
 from train.base.cli import run_command
 from train.base.errors import BadNumbers, CheckpointError
 from train.base.files import write_text
-from train.base.run_folder import (
-    RunFolder,  # noqa: F401  public name of this module
-    copy_to_host,
-    find_newest_checkpoint,
-    move_aside,
-)
+from train.base.run_folder import copy_to_host, find_newest_checkpoint, move_aside
 from train.config import FIELDS, START_KEYS, find_differences, format_value, input_files
 from train.distributed import assign, broadcast_from_rank0, full, is_sharded, local
 
@@ -149,8 +134,8 @@ def check_not_moved(config):
 
 
 def find_checkpoint(folder, resume, log):
-    """Return (state, path) of the checkpoint selected by `resume` (auto, never, must or a file), on rank
-    0; (`None`, `None`): start from scratch. Raises CheckpointError.
+    """Return (state, path) of the checkpoint selected by `resume` (auto, never, must or a file), on
+    rank 0; (`None`, `None`): start from scratch. Raises CheckpointError.
 
     torchrun restarts a failed job with the same command line. Such a restart always resumes:
     `never`, `must` and a file refer to the state before the job, which .job in the folder names.
@@ -240,11 +225,11 @@ def check_same_run(state, path, config, data, expected, log):
     refused = [] if "all" in allowed else [k for k in changes if k not in allowed]
     if refused:
         # --allow_change does not change shapes.
-        allow = "" if mismatches("", state["model"], expected) else (
+        allow = "" if file_format.mismatches("", state["model"], expected) else (
             f"continue regardless with --allow_change {','.join(refused)}, ")
         raise CheckpointError(
             f"{path} was trained with a different configuration:\n"
-            + bullets(map(changes.get, refused))
+            + file_format.bullets(map(changes.get, refused))
             + f"\nundo the changes, {allow}start from scratch with --resume never (existing files "
             "are renamed, not deleted), or choose another --out_dir")
     check_tensors(state, expected, path)
@@ -290,7 +275,7 @@ def nearly_equal(a, b):
 def check_tensors(state, expected, path):
     """Raise CheckpointError unless the weights and the optimizer state of a checkpoint have the
     names, shapes and dtypes of `expected`, the model's {name: tensor}."""
-    problems = mismatches("", state["model"], expected)
+    problems = file_format.mismatches("", state["model"], expected)
     for name, entry in state["optimizer"]["state"].items():
         if not isinstance(entry, dict):
             problems.append(f"optimizer state of {name}: a {type(entry).__name__}")
@@ -299,9 +284,9 @@ def check_tensors(state, expected, path):
         else:
             # Moments have the shape of the parameter; `step` is a scalar.
             moments = {k: v for k, v in entry.items() if k != "step"}
-            problems += mismatches(f"optimizer {name} ", moments, dict.fromkeys(moments,
-                                                                                expected[name]))
-    raise_mismatches(problems, path)
+            shapes = dict.fromkeys(moments, expected[name])
+            problems += file_format.mismatches(f"optimizer {name} ", moments, shapes)
+    file_format.raise_mismatches(problems, path)
 
 
 # -----------------------------------------------------------------------------
@@ -328,7 +313,7 @@ def make_checkpoint(config, data, model, optimizer, parts, ranks, can_pin):
         "iter_num": progress.iter_num,
         "best_val_loss": progress.best_val_loss,
         "config": asdict(config),
-        "format_version": FORMAT_VERSION,
+        "format_version": file_format.FORMAT_VERSION,
         # Every random number is a function of (seed, step, rank): the seed is the entire state.
         "rng": {"seed": config.seed},
         "data": data.train.fingerprint(),
@@ -374,7 +359,7 @@ def copy_to_rank0(tensor, pin):
 def check_finite(model, optimizer, iter_num, path, ranks):
     """Raise BadNumbers on all ranks if weights or optimizer state are non-finite; the
     checkpoint at `path` is then kept. Each rank checks the local shards."""
-    names = [find_non_finite(dict(model=model_state(model, local),
+    names = [file_format.find_non_finite(dict(model=model_state(model, local),
                                   optimizer=optimizer_state(optimizer, local)))]
     if ranks.world_size > 1:
         own = names[0]
@@ -387,7 +372,7 @@ def check_finite(model, optimizer, iter_num, path, ranks):
 
 def check_plain(value, name):
     """Raise CheckpointError unless `value` consists of plain Python types, which ckpt.pt needs."""
-    for k, v in child_items(value):
+    for k, v in file_format.child_items(value):
         check_plain(v, f"{name}[{k!r}]")
     plain = int, float, bool, str, bytes, type(None)
     if not isinstance(value, (dict, list, tuple)) and type(value) not in plain:
@@ -442,7 +427,8 @@ def state_keys(group):
 
 def without_values(state):
     """Return a nested state with all tensors on the meta device: shape and dtype only."""
-    return map_tensors(lambda t: torch.empty(t.shape, dtype=t.dtype, device="meta"), state)
+    return file_format.map_tensors(
+        lambda t: torch.empty(t.shape, dtype=t.dtype, device="meta"), state)
 
 
 def broadcast_tensor(tensor, outline, ranks):
@@ -493,7 +479,7 @@ def show(path):
     """Print a checkpoint without tensors: the state as comments, then the configuration as YAML
     for run_train.py --config."""
     state = load_checkpoint(path)
-    sizes = [t.numel() for _, t in named_tensors(state["model"])]
+    sizes = [t.numel() for _, t in file_format.named_tensors(state["model"])]
     print(f"# {path}: {len(sizes)} tensors, {sum(sizes):,} parameters and buffers")
     for name in sorted(state.keys() - {"model", "optimizer", "config"}):
         print(f"# {name}: {format_value(state[name])}"[:MAX_SHOWN_CHARS])
