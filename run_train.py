@@ -22,7 +22,7 @@ from train.config import (
 
 
 def show(page):
-    """Print, also into `| head`."""
+    """Print a page, also into a closed pipe (`| head`)."""
     try:
         echo(page)
     except BrokenPipeError:
@@ -31,18 +31,18 @@ def show(page):
 
 
 def main(argv):
-    """Run the command line; the exit code."""
-    started = time.monotonic()  # before torch is imported: a run of max_minutes is as long as that
+    """Run the command line; return the exit code."""
+    started = time.monotonic()  # max_minutes includes the import of torch
     wants_help, argv = take_flag(argv, "--help", "-h")
     show_config, argv = take_flag(argv, "--print_config")
     dry_run, argv = take_flag(argv, "--dry_run")
     path, overrides = take_config(argv)
     try:
-        # Up to here and for --help nothing has imported torch, which takes seconds.
+        # Nothing so far has imported torch, so --help is fast.
         if wants_help:
             return show(format_help(read_settings(path, overrides, [])[0]))
         config, origins = load_with_origins(path, overrides)
-        if show_config and input_files(config):  # only torch can read what shape weights have
+        if show_config and input_files(config):  # reading weights needs torch
             from train.checkpoint import inherited_shape
             shape, weights = inherited_shape(config)
             config, origins = config.replace(**shape), origins | dict.fromkeys(shape, weights)
@@ -53,12 +53,12 @@ def main(argv):
         message = error if isinstance(error, UserError) else missing_part(error)
         if not message:
             raise
-        if env_rank() == 0:  # the same on every rank: one of them prints it
+        if env_rank() == 0:  # all ranks have the same error
             echo(message, sys.stderr)
         else:
-            time.sleep(3)  # torchrun ends the others as soon as one has gone
+            time.sleep(3)  # torchrun kills the other ranks when one exits
         return 2
-    # What a person asked to see is all that happens: nothing is written.
+    # Only print what was requested: no file is written.
     if show_config:
         return show(format_config(config, origins))
     if (note := alias_note(origins)) and env_rank() == 0:
@@ -80,6 +80,6 @@ def main(argv):
 if __name__ == "__main__":
     try:
         code = main(sys.argv[1:])
-    except KeyboardInterrupt:  # while importing, say
+    except KeyboardInterrupt:  # during an import
         code = 130
     sys.exit(code)

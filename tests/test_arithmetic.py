@@ -244,7 +244,7 @@ def test_every_setting_arrives_in_its_group():
 
 
 def test_what_freezes_everything_or_nothing_is_refused():
-    with pytest.raises(ValueError, match="everything is frozen"):
+    with pytest.raises(ValueError, match="all parameters are frozen"):
         groups_of(Small(), lr_groups={"*": 0})
     for wrong in ({"wide": -0.1}, {"wide": {"lr_mult": 1.0, "weight_decay": -1}},
                   {"wide": {"lr": 1.0}}):
@@ -264,7 +264,7 @@ def test_the_lines_about_the_groups():
                      "decayed (20 params)", "Frozen: 3 tensors (288 params)"]
     lines.clear()
     groups_of(Small(), log=lines.append, muon=dict(lr=0.5, momentum=0.6, weight_decay=0.2))
-    assert lines[1:] == ["Muon takes 1 tensors (256 params), AdamW the rest",
+    assert lines[1:] == ["Muon: 1 tensors (256 params); AdamW: all others",
                          "Frozen: 1 tensors (16 params)"]
 
 

@@ -227,14 +227,14 @@ def test_a_damaged_meta_json_is_one_message(tmp_path, text_dir, content):
 
 
 @pytest.mark.parametrize("args, words", [
-    (["--lr_groups={'*': 0}"], "everything is frozen"), (["--model=../evil"], "there is no model type model/../evil.py"),
+    (["--lr_groups={'*': 0}"], "all parameters are frozen"), (["--model=../evil"], "there is no model type model/../evil.py"),
     (["--model", "os"], "there is no model type model/os.py"), (["--n_embd=65"], "multiple of n_head"),
     (["--n_head=0"], "n_head: must be at least 1"),
     (["--trainingg.seed=1"], "no group 'trainingg'"),
     (["--lr_schedule=nothing"], "must be one of cosine")])
 def test_wrong_values_are_one_message(tmp_path, data_dir, args, words):
     err = refused(*args, data_dir=data_dir, out_dir=tmp_path / "o")
-    assert words in err and (words == "everything is frozen" or "1 problem\n" in err)
+    assert words in err and (words == "all parameters are frozen" or "1 problem\n" in err)
 
 
 def test_a_configuration_made_in_python_is_checked(tmp_path):

@@ -1,8 +1,8 @@
-"""Sums over batches, and the numbers made from them: the same at any world size, and at any batch
-size that covers the same samples.
+"""Evaluation: sums over batches become numbers, equal at any world size and at any batch size that
+covers the same samples.
 
 A model returns the mean loss of a batch and sums over the batch's items. Sums are only ever added,
-in the order of the batches and in float64; they become numbers at the very end.
+in the order of the batches and in float64, and become numbers at the very end.
 """
 
 import torch
@@ -17,7 +17,7 @@ from train.system import hook
 def batch_sums(loss, sums, count):
     """Return {name: float64 tensor} of one batch: `sums`, the number of items as "count" (default:
     `count`), and the sum of the items' losses as "loss". loss: 0-dim, the mean."""
-    # float32 sums would depend on their order from the eighth digit on. MPS has no float64.
+    # float32 sums depend on the order of additions in the eighth digit. MPS has no float64.
     precise = torch.float32 if loss.device.type == "mps" else torch.float64
     out = {name: value.detach().to(precise) for name, value in sums.items()}
     if "count" not in out:
@@ -48,7 +48,7 @@ def all_reduce(sums, ranks):
     """Add `sums` over all ranks, on the device."""
     if ranks.world_size == 1:
         return sums
-    vector = to_vector(sums)  # one collective for all of them
+    vector = to_vector(sums)  # one collective for all sums
     dist.all_reduce(vector)
     return from_vector(vector, sums)
 

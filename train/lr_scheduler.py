@@ -1,5 +1,5 @@
 """The learning rate as a function of the step, and reactions to evaluations: the plateau schedule
-and early stopping, whose state is saved in the checkpoint."""
+and early stopping, which save state in the checkpoint."""
 
 import math
 
@@ -8,7 +8,7 @@ def get_lr(it: int, config) -> float:
     """Return the learning rate of step `it` (0-based).
 
     The warm-up is linear: learning_rate * (it + 1) / (warmup + 1). Then cosine, linear and wsd
-    decay to min_lr at lr_decay_iters and stay there (cosine: arXiv:1608.03983; wsd:
+    decay to min_lr at lr_decay_iters and remain constant (cosine: arXiv:1608.03983; wsd:
     arXiv:2404.06395).
     """
     c = config
@@ -96,7 +96,7 @@ class ReduceOnPlateau:
         """Add an evaluation's loss; return True if the rate was reduced."""
         if not self.counter.update(value):
             return False
-        self.counter.bad_evals = 0  # the next drop needs as many evaluations again
+        self.counter.bad_evals = 0  # count from zero for the next drop
         previous = self.scale
         self.scale = max(self.min_scale, self.scale * self.factor)
         return self.scale < previous

@@ -1,4 +1,4 @@
-"""The optimizer: which tensors decay, and at which rate; fused AdamW, Muon for block matrices."""
+"""Parameter groups with weight decay and learning rate; fused AdamW; Muon for block matrices."""
 
 from collections.abc import Callable, Iterable
 from fnmatch import fnmatchcase
@@ -13,7 +13,7 @@ from train.distributed import is_sharded, local
 
 
 def build_optimizer(model, config, log=print):
-    """The optimizer of a run: configure_optimizers with the keys of its configuration."""
+    """Return the optimizer of a run, with the settings of the configuration."""
     c = config
     muon = dict(lr=c.muon_lr, momentum=c.muon_momentum, weight_decay=c.muon_weight_decay)
     return configure_optimizers(model, c.weight_decay, c.learning_rate, (c.beta1, c.beta2),
@@ -25,37 +25,37 @@ def configure_optimizers(model: torch.nn.Module, weight_decay: float, learning_r
                          betas: tuple[float, float], eps: float = 1e-8,
                          muon: dict[str, float] | None = None, lr_groups: dict | None = None,
                          log: Callable[[str], object] = print) -> torch.optim.Optimizer:
-    """One optimizer over the parameters of `model`, with its groups made.
+    """Return one optimizer over the parameters of `model`.
 
-    Tensors of two or more dimensions decay, the rest (norms, biases, scalars) do not. `muon`, a
-    dict of lr, momentum and weight_decay, gives the matrices of the linear layers to Muon.
-    `lr_groups` maps a name pattern (see matches) to a multiplier of the learning rate (0 freezes)
-    or to a dict with learning_rate, lr_mult or weight_decay; the last pattern that matches wins.
-    What the model itself froze stays frozen. Every group keeps its peak rate in `initial_lr`, which
-    the schedule scales. Raises ConfigError.
+    muon: dict(lr, momentum, weight_decay); if given, Muon updates the matrices of linear layers.
+    lr_groups: {name pattern: multiplier of the learning rate (0 freezes), or dict(learning_rate,
+    lr_mult, weight_decay)}; if several patterns match, the last one is used (see matches).
+    Parameters that the model has frozen remain frozen. `initial_lr` of each group is the peak rate,
+    which the schedule scales. Raises ConfigError.
     """
-    # One group for each combination of options that occurs: fused kernels work group by group.
+    # One group per combination of options: fused kernels work group by group.
     matrices = muon_parameters(model) if muon else set()
-    groups, named = {}, {n: p for n, p in model.named_parameters() if p.requires_grad}
+    groups = {}
+    named = {n: p for n, p in model.named_parameters() if p.requires_grad}
     check_patterns(lr_groups or {}, named)
     for name, p in named.items():
-        # Decay is for the weights of products: no norm's gain or bias has a reason to be small.
+        # Matrices and embeddings decay; gains of norms and biases have no reason to be small.
         decay = weight_decay if p.dim() >= 2 else 0.0
         options = dict(lr=learning_rate, weight_decay=decay, muon=False)
         if name in matrices:
             options = dict(lr=muon["lr"], weight_decay=muon["weight_decay"], muon=True)
         options |= group_options(name, lr_groups or {}, options)
-        p.requires_grad_(options["lr"] > 0)  # a rate of 0 freezes: no gradient is computed at all
+        p.requires_grad_(options["lr"] > 0)  # a rate of 0 freezes: no gradient is computed
         if options["lr"] > 0:
             group = groups.setdefault(tuple(options.items()), dict(options, params=[], names=[]))
             group["params"].append(p)
             group["names"].append(name)
     if not groups:
-        raise ConfigError(["lr_groups: everything is frozen; leave something to train"])
-    for group in groups.values():  # the peak, which the loop scales by the schedule in every step
+        raise ConfigError(["lr_groups: all parameters are frozen; at least one must be trainable"])
+    for group in groups.values():  # the peak, scaled by the schedule in every step
         group["initial_lr"] = group["lr"]
-    say_what_decays(model, groups.values(), log)
-    # Fused: one kernel for all tensors of a group instead of ten for each.
+    log_groups(model, groups.values(), log)
+    # Fused: one kernel for all tensors of a group instead of ten kernels per tensor.
     options = dict(lr=learning_rate, betas=tuple(betas), eps=eps, fused=all(
         p.device.type in ("cpu", "cuda", "mps", "xpu") for p in named.values()))
     if muon:
@@ -64,25 +64,26 @@ def configure_optimizers(model: torch.nn.Module, weight_decay: float, learning_r
 
 
 def muon_parameters(model):
-    """Names of the matrices Muon is meant for: weights of linear layers, without the output layer,
-    whose rows are classes, and without slivers, which have nothing to orthogonalise."""
-    # Embeddings are tables of rows, not maps: their rows have no directions to make orthogonal.
+    """Return the names of the matrices for Muon: weights of linear layers, except the output layer
+    (rows are classes) and matrices with a side below 16 (too thin to orthogonalise)."""
+    # Embeddings are tables: the rows are independent, so there is no map to make orthogonal.
     return {f"{name}.weight" for name, m in model.named_modules()
             if isinstance(m, nn.Linear) and not name.endswith("head") and min(m.weight.shape) >= 16}
 
 
 def matches(name, pattern):
-    """Whether whole parts of a dotted name match: h.1 is in h.1.attn.q.weight, not in h.10.attn.q.
-    A part may have wildcards: lora_*, h.*.mlp."""
-    # The pattern may begin at any part of the name: attn.q matches h.3.attn.q.weight.
-    parts, wanted = name.split("."), pattern.split(".")
+    """Return whether `pattern` matches whole parts of a dotted name: h.1 matches h.1.attn.q.weight
+    but not h.10.attn.q; attn.q matches h.3.attn.q.weight. Wildcards: lora_*, h.*.mlp."""
+    parts = name.split(".")
+    wanted = pattern.split(".")
     return any(all(map(fnmatchcase, parts[i:], wanted))
                for i in range(len(parts) - len(wanted) + 1))
 
 
 def group_options(name, lr_groups, options):
+    """Return {"lr", "weight_decay"} of the last pattern that matches `name`; {} without a match."""
     out = {}
-    for pattern, value in lr_groups.items():  # in their order: the last one that matches stays
+    for pattern, value in lr_groups.items():
         if matches(name, pattern):
             value = value if isinstance(value, dict) else {"lr_mult": value}
             out = {"lr": value.get("learning_rate", options["lr"] * value.get("lr_mult", 1.0)),
@@ -91,7 +92,8 @@ def group_options(name, lr_groups, options):
 
 
 def check_patterns(lr_groups, names):
-    # A pattern that matches nothing is most likely misspelt: training on in silence helps nobody.
+    """Raise ConfigError for a pattern that matches no parameter (probably misspelt), or for an
+    invalid value."""
     allowed = {"learning_rate", "lr_mult", "weight_decay"}
     for pattern, value in lr_groups.items():
         if not any(matches(n, pattern) for n in names):
@@ -100,31 +102,32 @@ def check_patterns(lr_groups, names):
         options = value if isinstance(value, dict) else {"lr_mult": value}
         if set(options) - allowed or min(options.values(), default=0) < 0:
             raise ConfigError([f"lr_groups: {pattern}: expected a number of at least 0 or a "
-                               f"mapping of {', '.join(sorted(allowed))}; got {value}"])
+                               f"mapping of {', '.join(sorted(allowed))}, got {value}"])
 
 
-def say_what_decays(model, groups, log):
-    """Print how many tensors decay, and what Muon takes and lr_groups froze."""
-    def count(params, what=""):
-        return f"{len(params)} tensors{what} ({sum(p.numel() for p in params):,} params)"
-    decayed, rest = ([p for g in groups if bool(g["weight_decay"]) is yes for p in g["params"]]
-                     for yes in (True, False))
-    log(f"Optimizer configured: {count(decayed, ' decayed')}, {count(rest, ' not decayed')}")
+def log_groups(model, groups, log):
+    """Log how many tensors decay, are updated by Muon, or are frozen."""
+    def count(params, status=""):
+        return f"{len(params)} tensors{status} ({sum(p.numel() for p in params):,} params)"
+    decayed = [p for g in groups if g["weight_decay"] for p in g["params"]]
+    not_decayed = [p for g in groups if not g["weight_decay"] for p in g["params"]]
+    log(f"Optimizer configured: {count(decayed, ' decayed')}, {count(not_decayed, ' not decayed')}")
     if matrices := [p for g in groups if g["muon"] for p in g["params"]]:
-        log(f"Muon takes {count(matrices)}, AdamW the rest")
+        log(f"Muon: {count(matrices)}; AdamW: all others")
     if frozen := [p for p in model.parameters() if not p.requires_grad]:
         log(f"Frozen: {count(frozen)}")
 
 
 @torch.no_grad()
 def clip_gradients(optimizer, max_norm, factor=1.0):
-    """Scale all gradients by `factor` and then so that their global norm is at most `max_norm` (0:
-    no limit), in one pass. Returns that norm as it was before the limit, a 0-dim tensor."""
+    """Multiply all gradients by `factor` and clip the global norm to `max_norm` (0: no clipping).
+    Return the norm before clipping, a 0-dim tensor."""
     grads = [p.grad for g in optimizer.param_groups for p in g["params"] if p.grad is not None]
     norm = torch.nn.utils.get_total_norm(grads)
-    if hasattr(norm, "full_tensor"):  # FSDP: of shards these are few operations and one exchange
-        norm, grads = norm.full_tensor(), [g.to_local() for g in grads]
-    norm = norm * factor  # of the gradients that `factor` makes, which are not made yet
+    if hasattr(norm, "full_tensor"):  # FSDP: local operations, and one collective
+        norm = norm.full_tensor()
+        grads = [g.to_local() for g in grads]
+    norm = norm * factor  # the norm of the scaled gradients, which do not exist yet
     if max_norm:  # 1e-6 as in torch.nn.utils.clip_grad_norm_
         factor = factor * torch.clamp(max_norm / (norm + 1e-6), max=1.0)
     torch._foreach_mul_(grads, torch.as_tensor(factor, device=norm.device))
@@ -132,14 +135,15 @@ def clip_gradients(optimizer, max_norm, factor=1.0):
 
 
 def undecorated(method):
+    """Return a method without the wrappers that decorators have added."""
     while hasattr(method, "__wrapped__"):
         method = method.__wrapped__
     return method
 
 
 class AdamW(torch.optim.AdamW):
-    """PyTorch's, without the decorators that keep it out of torch.compile: they import all of that,
-    1 to 2 s of every start, and the optimizer is never compiled here."""
+    """torch.optim.AdamW without the decorators that exclude it from torch.compile: they import the
+    compiler, 1 to 2 s at every start, and this optimizer is never compiled."""
     add_param_group = undecorated(torch.optim.AdamW.add_param_group)
     zero_grad = undecorated(torch.optim.AdamW.zero_grad)
     step = torch.no_grad()(undecorated(torch.optim.AdamW.step))
@@ -147,8 +151,7 @@ class AdamW(torch.optim.AdamW):
 
 class Muon(AdamW):
     """Muon (Jordan et al. 2024, https://kellerjordan.github.io/posts/muon/) for groups with
-    muon=True, AdamW for the others: one optimizer, one state, one step(), which is for all ranks
-    together, as they share the work."""
+    muon=True, AdamW for all other groups. The ranks share the work: all must call step()."""
 
     def __init__(self, groups: Iterable[dict], momentum: float = 0.95, **kwargs):
         super().__init__(groups, **kwargs)
@@ -169,12 +172,12 @@ class Muon(AdamW):
 
 
 def update_matrices(group, state):
-    """A step of Muon for the matrices of a parameter group, with `state` {matrix: {name: tensor}}.
+    """Do a Muon step for the matrices of a parameter group. state: {matrix: {name: tensor}}.
 
-    The update of a matrix is its Nesterov momentum made orthogonal, times sqrt(max(1, rows /
-    columns)). Matrices of one shape are worked on as one batch, of which each rank takes its share.
+    The update is the orthogonalised Nesterov momentum times sqrt(max(1, rows / columns)). Matrices
+    of equal shape form a batch, which is divided among the ranks.
     """
-    by_shape = {}  # a matrix and the transpose of another go through as one batch
+    by_shape = {}  # a matrix of the transposed shape belongs to the same batch
     for p in group["params"]:
         if p.grad is not None:
             if "momentum_buffer" not in state[p]:
@@ -197,10 +200,10 @@ def update_matrices(group, state):
 
 
 def orthogonalize_together(matrices):
-    """[update] of N matrices of one shape, or its transpose, which all ranks have, the same bits on
-    all. Each rank works on ceil(N / ranks) of them and sends these; where there are more ranks than
-    matrices it sends a part of one, or of two that it works on. All parts are equal: the last ones
-    may be of the first matrices again."""
+    """Return the updates of N replicated matrices of equal (or transposed) shape, the same bits on
+    all ranks. Each rank computes ceil(N / ranks) matrices and sends the results. With more ranks
+    than matrices, it sends a part of one or two matrices. All parts have equal sizes: the last ones
+    may repeat the first matrices."""
     n_ranks, rank = (dist.get_world_size(), dist.get_rank()) if dist.is_initialized() else (1, 0)
     N, size = len(matrices), matrices[0].numel()
     part = -(-N // n_ranks) * size if N >= n_ranks else -(-N * size // n_ranks)
@@ -215,9 +218,11 @@ def orthogonalize_together(matrices):
 
 
 def orthogonalize_shards(parts, param):
-    """The same where each rank has some rows of each of N matrices of the shape of `param`: from a
-    part of all matrices to whole ones of a few, and back. On a GPU each way is an all-to-all, and a
-    rank never holds more than its share. (N, rows of this rank, columns)."""
+    """Return the updates of N sharded matrices of the shape of `param`. (N, local rows, columns)
+
+    The shards are redistributed so that each rank holds a few whole matrices, and back: two
+    all-to-all collectives on a GPU, with constant memory per rank.
+    """
     from torch.distributed.tensor import DTensor, Shard
     options = dict(shape=torch.Size([len(parts), *param.shape]),
                    stride=(param.numel(), param.size(1), 1))
@@ -229,13 +234,13 @@ def orthogonalize_shards(parts, param):
 
 
 def wide(x):
-    """x (..., rows, columns), transposed where it has more rows than columns."""
+    """Return x (..., rows, columns), transposed if it has more rows than columns."""
     return x.mT if x.size(-2) > x.size(-1) else x
 
 
 def orthogonalize(g, steps=5):
-    """The nearest semi-orthogonal matrices to g (N, rows, columns), roughly: singular values end in
-    about [0.7, 1.2], enough for an update. A quintic Newton-Schulz iteration on the short side."""
+    """Return approximately the nearest semi-orthogonal matrices to g (N, rows, columns), by a
+    quintic Newton-Schulz iteration. The singular values become about 0.7 to 1.2."""
     a, b, c = 3.4445, -4.7750, 2.0315
     x = wide(g).to(working_dtype(g.device))
     x = x / (x.norm(dim=(-2, -1), keepdim=True) + 1e-7)
@@ -246,5 +251,5 @@ def orthogonalize(g, steps=5):
 
 
 def working_dtype(device):
-    """bfloat16 where the device multiplies it natively: emulated it is slower than float32."""
+    """Return bfloat16 if the device supports it natively; emulated, it is slower than float32."""
     return torch.bfloat16 if has_native_bfloat16(device) else torch.float32

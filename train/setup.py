@@ -1,8 +1,8 @@
 """The state of a run, and how it is opened: folder, data, model, optimizer, monitors.
 
-`with open_run(config, ranks) as run` resumes or starts a run and returns it ready for its first
-step; train/train.py trains it. Everything that must survive a crash is in `run.progress` and in the
-other parts of `run.parts()`; the rest is built again from the configuration.
+`with open_run(config, ranks) as run` resumes or starts a run, ready for the next step;
+train/train.py trains it. The state that must survive a crash is in the model, the optimizer and
+`run.parts()`; everything that remains is rebuilt from the configuration.
 """
 
 import contextlib
@@ -27,8 +27,8 @@ from train.system import flops_per_step, hook, load_model_type
 
 @dataclass
 class Progress:
-    """What the loop remembers between steps besides weights and optimizer, in every checkpoint."""
-    iter_num: int = 0                  # number of optimizer steps so far
+    """State of the loop between steps, besides weights and optimizer; saved in every checkpoint."""
+    iter_num: int = 0                  # number of completed optimizer steps
     evaluated: int = -1                # iter_num of the last evaluation
     val_loss: float | None = None      # of the last evaluation
     best_val_loss: float = math.inf
@@ -53,15 +53,15 @@ class Progress:
 
 
 class Run:
-    """The state of one run. Only the functions of train/train.py take it as a whole; its parts do
-    not know it. Fields in the order in which they are set."""
+    """The state of one run. Only the functions of train/train.py take the whole Run; all other
+    functions take the parts that they need. Fields are in the order of initialisation."""
 
     config: Any              # TrainConfig: shape of inherited weights filled in, lengths in steps
     ranks: Any               # Ranks: rank, world_size, device
     model_type: Any          # functions and constants of model/NAME.py (train/system.py)
     on_evaluation: Any       # callback(iter_num, numbers)
     progress: Progress
-    test_numbers: dict       # numbers on the test data, once they are evaluated
+    test_numbers: dict       # numbers on the test data, after the final evaluation
     saved_at: int            # iter_num of the last save
     best_due: bool           # the next save also writes ckpt_best.pt
 
@@ -82,12 +82,12 @@ class Run:
     raw_model: torch.nn.Module   # the bare model: evaluated, sampled, saved
     model: torch.nn.Module       # the same, under DDP: computes the training step
     flops_per_step: float    # over all ranks; 0: unknown
-    tasks: Any               # task files that evaluations answer (eval_tasks), or None
+    tasks: Any               # evaluates task files (eval_tasks), or None
     log: Any                 # Logger: console, train.log, metrics.jsonl, trackers
     compiler: Any            # calls the model, compiled if that pays
 
     # 4. optimizer
-    first_eval_counts: bool  # the weights are trained: they may be best before the first step
+    first_eval_counts: bool  # trained weights may be the best before the first step
     optimizer: torch.optim.Optimizer
     average: Any             # running average of the weights (ema), or None
     scaler: torch.amp.GradScaler
@@ -96,8 +96,8 @@ class Run:
     stopping: EarlyStopping
     plateau: ReduceOnPlateau
     spikes: Any              # SpikeDetector
-    signals: Any             # SIGTERM, SIGINT and others, read between steps
-    watchdog: Any            # ends the process if a step takes longer than step_timeout
+    signals: Any             # SIGTERM, SIGINT, SIGHUP, SIGUSR1: read between steps
+    watchdog: Any            # stops the process if a step exceeds step_timeout
     clock: Any               # time per step, without evaluations and saves
     batches: Any             # Prefetcher: batches on the device, read ahead
 
@@ -112,8 +112,8 @@ class Run:
         self.best_due = False
 
     def open_folder(self, stack):
-        """Lock out_dir and find where the run starts: from scratch, from its own last checkpoint,
-        or from other weights, whose shape the configuration inherits."""
+        """Lock out_dir and find where the run starts: from scratch, from the last checkpoint of the
+        run, or from given weights; the configuration inherits the shape of these."""
         c = self.config
         self.folder = stack.enter_context(
             RunFolder(c.out_dir, c.keep_last, c.save_precision))
@@ -121,8 +121,7 @@ class Run:
         self.config = c.replace(**self.start.shape)
 
     def open_data(self):
-        """Open the loaders. They define the length of an epoch: from here all lengths are in steps.
-        """
+        """Open the loaders, which define the length of an epoch, and convert lengths to steps."""
         self.data = open_data(self.config, self.ranks)
         if self.config.eval_only and self.data.val is None:
             raise SetupError("eval_only: the data has no validation split")
@@ -159,8 +158,8 @@ class Run:
                                        c.batch_size)
 
     def build_model(self, model=None):
-        """Return the bare model on its device: `model`, or the model file's. A sharded model is
-        built on the meta device, sharded and then filled, so that no rank holds all of it."""
+        """Return the bare model on the device: `model`, or the model file's. A sharded model is
+        built on the meta device, sharded and then filled, so that no rank holds all weights."""
         if model is None:
             with torch.device("meta") if self.sharded else contextlib.nullcontext():
                 model = self.model_type.build_model(self.config, self.data)
@@ -202,7 +201,7 @@ class Run:
             self.model = distributed.wrap_ddp(self.raw_model, self.ranks)
 
     def open_monitors(self, stack):
-        """Create what reacts to the numbers and what watches the run."""
+        """Create the monitors: early stopping, schedules, signals, watchdog, clock, prefetcher."""
         c = self.config
         self.stopping = EarlyStopping(c.early_stopping_patience, c.early_stopping_min_delta,
                                       c.early_stopping_mode)
@@ -224,11 +223,11 @@ class Run:
     def restore(self, start):
         """Continue from the checkpoint of `start`."""
         p = self.progress
-        checkpoint.restore(start, self.config, self.raw_model, self.optimizer, self.parts(), self.ranks,
-                       self.log.warn)
+        checkpoint.restore(start, self.config, self.raw_model, self.optimizer, self.parts(),
+                           self.ranks, self.log.warn)
         self.saved_at = p.iter_num
         self.best_due = False
-        if self.config.eval_only:  # the numbers that the run has logged stay as they are
+        if self.config.eval_only:  # logged metrics are not changed
             self.log.first_iter = self.log.last_eval = p.iter_num
         else:
             self.log.rewind(p.iter_num, evaluated=p.evaluated == p.iter_num)
@@ -236,7 +235,7 @@ class Run:
     def rewind(self):
         """After a loss spike: return to the last checkpoint and skip the batches that led to it."""
         p = self.progress
-        # Restoring resets these counters; they must also count what happened since the checkpoint.
+        # Restoring resets these counters, which must include the steps since the checkpoint.
         spike_at = p.iter_num
         data_shift = p.data_shift
         rewinds = p.rewinds
@@ -260,6 +259,16 @@ class Run:
         first = (self.progress.iter_num + self.progress.data_shift) * self.n_micro
         locate = hook(self.data.train, "locate")
         return "; ".join(locate(step) for step in range(first, first + min(self.n_micro, 2)))
+
+    def evaluation_is_due(self, last):
+        """Return whether to evaluate before the next step; last: the training is complete."""
+        c = self.config
+        it = self.progress.iter_num
+        if not c.eval_interval or self.data.val is None or self.progress.evaluated == it:
+            return False
+        if it == 0 and not last:
+            return c.eval_on_start
+        return last or it % c.eval_interval == 0
 
     def save_is_due(self):
         """Return whether a checkpoint is due before the next step."""
@@ -294,15 +303,15 @@ class Run:
             return
         with (self.log.busy("timing a few samples"), self.eval_mode(), self.autocast(),
               torch.no_grad()):
-            # The backward pass takes twice as long as the forward pass.
+            # The backward pass has twice the FLOPs of the forward pass.
             seconds = 3 * logger.time_sample(self.raw_model, self.data.train, self.ranks.device)
         step_seconds = seconds * c.samples_per_step / self.ranks.world_size
         self.log.info(logger.describe_duration(step_seconds, c, self.progress.iter_num))
 
     @contextlib.contextmanager
     def eval_mode(self):
-        """Switch to eval mode; on a CPU also to eager mode, which costs less than compiling the
-        model again for evaluations."""
+        """Switch to eval mode; on a CPU also to eager mode, since compiling a second variant of the
+        model for evaluations would cost more than it saves."""
         self.raw_model.eval()
         try:
             with self.compiler.paused():
@@ -322,7 +331,7 @@ class Run:
         return functions
 
     def add_task_numbers(self, evaluate):
-        """Return the numbers of evaluate() and of the tasks; None if a signal stops either."""
+        """Return the numbers of evaluate() and of the tasks; None after a signal."""
         numbers = evaluate()
         if numbers is None:
             return None
@@ -333,7 +342,7 @@ class Run:
 
 @contextlib.contextmanager
 def open_run(config, ranks, model=None, on_evaluation=None):
-    """Open a Run that is ready for its next step; the end of the context closes folder and log.
+    """Open a Run, ready for the next step; leaving the context closes folder and log.
 
     model: an nn.Module to train instead of the one that the model file builds.
     on_evaluation(iter_num, numbers): called after every evaluation.
@@ -342,7 +351,7 @@ def open_run(config, ranks, model=None, on_evaluation=None):
     with contextlib.ExitStack() as stack:
         run = Run(config, ranks, on_evaluation)
         if model is not None:
-            run.model_type.USE = ""  # the file's command is for the file's own models
+            run.model_type.USE = ""  # the file's command is for the file's models
         run.open_folder(stack)
         run.open_data()
         run.open_model(stack, model)
@@ -372,7 +381,7 @@ def validate_config(config):
 
 
 def open_data(config, ranks):
-    """Return the Data of a run; a data_dir of several weighted folders is their mixture."""
+    """Return the Data of a run; several weighted folders in data_dir are a mixture."""
     model_type = load_model_type(config.model)
     if weights := parse_mixture(config.data_dir):
         from train.options.mixture import mix

@@ -1,12 +1,12 @@
-"""The model interface: everything that a run asks of a model type, with its default.
+"""The model interface: all functions that a run calls on a model type, with defaults.
 
 A model type is one file model/NAME.py (or a folder), chosen by `--model NAME`. The training loop
-knows model types only through this page:
+uses model types only through this page:
 
     model_type = load_model_type("gpt")             # the functions and constants of model/gpt.py
     data = model_type.open_data(config, ranks)
     model = model_type.build_model(config, data)    # any torch.nn.Module
-    numbers = hook(model, "numbers")(sums)          # the model's own method or its default
+    numbers = hook(model, "numbers")(sums)          # the model's method or the default
 
 Only `build_model` and `forward` are required.
 """
@@ -23,19 +23,19 @@ REPOSITORY = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 
 
 class ModelType:
-    """What a file model/NAME.py may define at module level; this class has the defaults."""
+    """Definitions that a file model/NAME.py may have at module level, with their defaults."""
 
     module = None  # the imported file
 
-    # Dataclass with the model type's own configuration keys (YAML, command line, --help, ckpt.pt).
-    # An optional method `problems()` returns a list of messages about keys that contradict others.
+    # Dataclass with additional configuration keys (YAML, command line, --help, ckpt.pt). The
+    # optional method `problems()` returns a list of messages about contradictory keys.
     Keys = None
 
-    # Command that uses a finished run, printed at its end; "{out}" is replaced by out_dir.
+    # Command that uses a finished run, printed at the end; "{out}" is replaced by out_dir.
     USE = ""
 
-    # Names in Data.spec or in the configuration that must have equal values in a checkpoint whose
-    # weights a run starts from (init_from).
+    # Names in Data.spec or in the configuration that must have equal values in the checkpoint when
+    # a run starts from trained weights (init_from).
     MUST_MATCH_TO_INIT = ()
 
     @staticmethod
@@ -46,12 +46,13 @@ class ModelType:
 
     @staticmethod
     def build_model(config, data):
-        """Return the model. It may read data.spec only, so that ckpt.pt alone rebuilds it, and is
-        also called under torch.device("meta")."""
+        """Return the model. It may read data.spec only, so that it can be rebuilt from ckpt.pt, and
+        is also called under torch.device("meta")."""
         raise ConfigError(["build_model(config, data) is missing"])
 
     # sample(model, data, config) -> list of texts for samples.txt, written at each evaluation.
-    # It runs in eval mode without gradients: on all ranks if the model is sharded, else on rank 0.
+    # It runs in eval mode without gradients: on all ranks if the model is sharded, otherwise
+    # on rank 0.
     sample = None
 
     # inherit_shape(config, model_args) -> ({key: value}, [conflicts]): the configuration that a run
@@ -64,10 +65,10 @@ class ModelType:
 
 
 class ModelHooks:
-    """What a model, a torch.nn.Module, may define besides `forward`; this class has the defaults.
+    """Methods that a model (torch.nn.Module) may have besides `forward`, with their defaults.
 
     forward(*batch) -> (loss, sums): the mean loss over the batch's items, and {name: tensor} of
-    sums over them. sums["count"] is the number of items; default: all of the batch.
+    sums over the items. sums["count"] is the number of items (default: all items of the batch).
     """
 
     def numbers(self, sums):
@@ -77,12 +78,12 @@ class ModelHooks:
 
     def initial(self, name, shape, seed):
         """Return the initial value of a parameter or persistent buffer, a function of (seed, name),
-        so that FSDP can fill a sharded model one tensor at a time. None (default): the value that
-        the module itself assigned, which FSDP cannot use."""
+        so that FSDP can fill a sharded model one tensor at a time. Default: None, the value that
+        the module assigned, which FSDP cannot use."""
         return None
 
     def adopt(self, weights):
-        """Return {own name: tensor} from another model's weights (init_from), on rank 0."""
+        """Return {name in this model: tensor} from different weights (init_from), on rank 0."""
         return weights
 
     def after_step(self, it, sums):
@@ -94,9 +95,9 @@ class ModelHooks:
 
 
 class LoaderHooks:
-    """What a loader may define besides the required methods (train/dataloader.py)."""
+    """Attributes that a loader may have besides the required ones, with their defaults."""
 
-    # True if get_batch computes on the device itself; batches are then never prefetched.
+    # True if get_batch computes on the device; batches are then not prefetched.
     computes = False
 
     # Number of batches that are read at once.
@@ -111,7 +112,7 @@ class LoaderHooks:
         return ""
 
     def merge(self, sums_by_source):
-        """Return the sums over all sources, each weighted by its share."""
+        """Return the sums over all sources, weighted by their shares."""
         return sums_by_source[""]
 
     def passes(self, samples):
@@ -120,7 +121,7 @@ class LoaderHooks:
 
 
 def hook(owner, name):
-    """Return the method or attribute `name` of a model or a loader, or its default."""
+    """Return the method or attribute `name` of a model or loader, or the default."""
     if hasattr(owner, name):
         return getattr(owner, name)
     default = getattr(ModelHooks, name, None) or getattr(LoaderHooks, name)
@@ -128,7 +129,7 @@ def hook(owner, name):
 
 
 def load_model_type(name):
-    """Import model/NAME.py and return its ModelType. Raises ConfigError if there is none."""
+    """Import model/NAME.py and return the ModelType. Raises ConfigError."""
     known = model_types()
     if name not in known and f"model.{name}" not in sys.modules or name in NOT_MODEL_TYPES:
         raise ConfigError([f"model: there is no model type model/{name}.py; expected one of "

@@ -1,9 +1,9 @@
 """The training loop, in the order of execution: train, the loop, one step, validation, saving.
 
-The loop does not know what it trains. A model type is a file model/NAME.py, which builds the model
-and opens its data; train/system.py lists everything that the loop may ask for. A loader returns the
-batch of a step, which is a pure function of the step's number. The model returns a loss and sums
-over the batch: `loss, sums = model(*batch)`. The state of a run is in train/setup.py.
+The loop works for any model type, a file model/NAME.py that builds the model and opens the data;
+train/system.py is the interface. A loader returns the batch of a step, which is a pure function of
+the step's number. The model returns a loss and sums over the batch: `loss, sums = model(*batch)`.
+The state of a run is in train/setup.py.
 """
 
 import contextlib
@@ -24,39 +24,42 @@ from train.optimizer import clip_gradients
 from train.setup import open_run, validate_config
 from train.system import hook
 
-MIN_COUNT = 1e-9  # below any count of items, also where a model weighs them; but not 0
+MIN_COUNT = 1e-9  # positive, and smaller than any count, also of weighted items
 
 
 def train(config: TrainConfig, model: torch.nn.Module | None = None,
           on_evaluation: Callable[[int, dict], object] | None = None,
           started: float | None = None) -> dict[str, Any]:
-    """Resume or start the run that `config` describes, train it to its end, and return its last
-    numbers and history.
+    """Resume or start the run that `config` describes, train, and return the last numbers and the
+    history of evaluations.
 
     model: an nn.Module to train instead of the one that the model file builds.
-    on_evaluation(iter_num, numbers): called after each evaluation; an exception ends the run.
+    on_evaluation(iter_num, numbers): called after each evaluation; an exception stops the run.
     started: time.monotonic() at the start of the program, for max_minutes (default: now).
     Raises UserError: Stopped after a signal, BadNumbers if loss or gradients are not finite;
     ConfigError, DataError, CheckpointError or SetupError for input that cannot be used.
     """
     started = started or time.monotonic()
     config = validate_config(config)
-    # Under torchrun this process is one of several ranks, and all of them run these lines.
+    # Under torchrun this process is one of several ranks. All ranks run the same program; what only
+    # one of them may do (reading checkpoints, writing files) is inside the parts of the run.
     with distributed.process_group(config) as ranks:
         if config.max_minutes:
-            # The learning rate falls towards the last step, so the number of steps comes first.
+            # The learning rate decays towards the last step, so the number of steps that fit into
+            # the time must be known before the first one. A short rehearsal measures it.
             from train.options.minutes import fit_max_iters
             config = fit_max_iters(
                 config, ranks, started, train_step, validate, save,
                 lambda config: open_run(config, ranks, copy.deepcopy(model)))
         with open_run(config, ranks, model, on_evaluation) as run:
             check_metric_name(run)
+            # A run either only evaluates, or is already finished, or trains.
             if run.config.eval_only:
                 validate(run)
             elif run.limits_reached():
                 report_finished(run)
             else:
-                with run.signals:  # from here on there is something to save
+                with run.signals:  # from here on, SIGTERM and Ctrl-C save a checkpoint
                     training_loop(run)
             p = run.progress
             return dict(iter_num=p.iter_num, val_loss=p.val_loss, best_val_loss=p.best_val_loss,
@@ -64,28 +67,31 @@ def train(config: TrainConfig, model: torch.nn.Module | None = None,
 
 
 def training_loop(run):
-    """Evaluate, save and train until the run ends; then test and report."""
+    """Evaluate, save and train until the run is finished, then test and report."""
     c = run.config
     p = run.progress
     p.finished = ""  # a larger max_iters continues a finished run
     run.announce_duration()
     run.clock.start(p.iter_num)
     if p.iter_num and c.resume_file:
-        save(run)  # resumed from another FILE: this branch is now the latest of the folder
-    # At the top of the loop the state is exactly that of iter_num steps. A run stops, evaluates
-    # and saves only here, and in this order: a stop must not wait for an evaluation, and
-    # ckpt_best.pt is written right after the evaluation that found it.
+        save(run)  # resumed from a given FILE: make this branch the latest one of the folder
+    # At the top of the loop the state is exactly that of iter_num steps. Only here does a run
+    # stop, evaluate and save, in this order: a stop must not wait for an evaluation, and
+    # ckpt_best.pt is written right after the evaluation that selected it.
     while not p.finished:
+        # Signals arrive at different ranks at different times; all ranks act on the same answer.
         stop_signal, save_requested = run.signals.agree(run.ranks)
         if stop_signal:
             stop(run, stop_signal)
+        # The evaluation comes before the step of the same number: "step 0" is the untrained model.
         last = p.iter_num >= c.max_iters
-        if evaluation_is_due(run, last) and validate(run) is None:
+        if run.evaluation_is_due(last) and validate(run) is None:
             continue  # a signal arrived during the evaluation
         if last:
             p.finished = f"max_iters {c.max_iters} reached"
-        if p.finished:  # also by early stopping, in validate()
+        if p.finished:  # validate() sets it for early stopping
             break
+        # A checkpoint is due at intervals, after a new best evaluation, and on SIGUSR1.
         if save_requested or run.best_due or run.save_is_due():
             save(run)
         train_step(run)
@@ -96,104 +102,120 @@ def train_step(run, lr=None):
     """Do one optimizer step on the global batch; all ranks call it together.
 
     lr: the learning rate (default: the schedule's). Returns the mean loss of the step. If a signal
-    arrives before the last micro-batch, nothing is applied and None is returned; the step is done
-    again after the resume.
+    arrives before the last micro-batch, nothing is applied and the result is None; the step is
+    repeated after a resume.
     """
     c = run.config
     p = run.progress
     it = p.iter_num
     n = run.n_micro
     run.watchdog.arm(factor=10 if run.clock.unsteady(it) else 1)
-    # The random numbers of a step (dropout) depend on (seed, step, rank) and on no earlier draw. A
-    # resumed run draws the same ones, without a saved generator state.
+    # The random numbers of a step (dropout) depend on (seed, step, rank), not on earlier steps: a
+    # resumed run uses the same numbers, and no generator state has to be saved.
     distributed.seed_step(c.seed, it, run.ranks)
-    # The learning rate is a function of the step, times the plateau's scale, which is saved. Each
-    # parameter group scales its own peak rate.
+    # The learning rate is a function of the step, times the scale of the plateau schedule, which is
+    # saved. Each parameter group has a peak rate, `initial_lr` (different for Muon's matrices and
+    # for lr_groups), which is scaled in proportion.
     if lr is None:
         lr = get_lr(it, c) * run.plateau.scale
     for group in run.optimizer.param_groups:
         group["lr"] = group["initial_lr"] * (lr / c.learning_rate)
 
-    # This rank's share of the global batch, in n micro-batches whose gradients add up. The gradient
-    # of the step must be that of the mean over all counted items i of all micro-batches and ranks:
-    #     sum_i grad(loss_i) / count = sum over micro-batches (weight * grad(loss) / n) * factor
-    # weight = items in the micro-batch / full_count is known at once; factor = n * world_size *
-    # full_count / count only after the last one. Both are exactly 1 if no item is masked.
+    # This rank's share of the global batch is n micro-batches; backward() accumulates gradients.
+    # The gradient of the step is that of the mean loss over all items that count (tokens that are
+    # not masked), in all micro-batches of all ranks:
+    #
+    #     sum_i grad(loss_i) / count  =  sum over micro-batches (weight * grad(loss) / n) * factor
+    #
+    #     loss    mean over the items of the micro-batch
+    #     weight  items of the micro-batch / full_count, known immediately
+    #     factor  n * world_size * full_count / count, known after the last micro-batch; it is
+    #             applied together with the clipping
+    #
+    # If no item is masked, weight and factor are exactly 1.
     sums = {}
     first = (it + p.data_shift) * n  # index of the first one among all of this rank's
-    # Autocast is entered once per step, so that the weights are cast once. On a CPU the first step
-    # of a run is not compiled: its numbers appear without waiting for the compiler.
+    # Autocast is entered once per step, so that the weights are cast once per step. On a CPU the
+    # first step of a run is not compiled: the first log line does not wait for the compiler.
     with run.compiler.paused(when=it == 0), run.autocast():
         for micro in range(n):
-            if micro and run.signals.stop_agreed(run.ranks):  # a step may take minutes on a CPU
+            if micro and run.signals.stop_agreed(run.ranks):  # on a CPU, a step may last minutes
                 run.optimizer.zero_grad(set_to_none=True)
                 return None
             run.log.activity = f"iter {it}, micro-batch {micro + 1} of {n}"
             batch = run.batches.get(first + micro)  # tuple of tensors (B, ...)
-            # DDP averages the gradients over the ranks in the last micro-batch only; FSDP in each.
+            # DDP averages the gradients over the ranks, here only in the last micro-batch of the
+            # step. FSDP reduces them in every micro-batch, since no rank has room for all.
             accumulate_only = run.model is not run.raw_model and micro < n - 1
             with run.model.no_sync() if accumulate_only else contextlib.nullcontext():
-                loss, own_sums = run.compiler.call(run.model, *batch)  # mean, sums over its items
+                loss, own_sums = run.compiler.call(run.model, *batch)  # mean over items, sums
                 weight = own_sums["count"] / run.full_count if "count" in own_sums else 1.0
-                # Autocast is for the forward pass: in the backward pass it would cast the
-                # operations of our own autograd functions.
+                # Autocast is for the forward pass. In the backward pass it would change the
+                # precision inside custom autograd functions. The scaler is for float16.
                 with torch.autocast(loss.device.type, enabled=False):
                     run.scaler.scale(loss * weight / n).backward()
             add_sums(sums, batch_sums(loss, own_sums, run.full_count))
             run.batches.prefetch(first + micro + 1)  # while the device still computes
 
+    # One collective adds the sums over the ranks; the gradients are already averaged.
     sums = all_reduce(sums, run.ranks)
     factor = n * run.full_count * run.ranks.world_size / sums["count"].clamp(min=MIN_COUNT)
     run.scaler.unscale_(run.optimizer)
     norm = clip_gradients(run.optimizer, c.grad_clip, factor.float())  # the norm before clipping
-    # The only transfer to the host, which waits for the device here. All ranks now have the same
-    # numbers, so all of them decide the same.
+    # The only transfer to the host, and the only place where the host waits for the device. From
+    # here on all ranks have the same numbers, so that every rank makes the same decision.
     sums, norm = to_host(sums, norm)
 
     loss = mean_loss(p, sums)
-    action = review_step(run, lr, loss, norm)
+    action = review_step(run, lr, loss, norm)  # raises BadNumbers before a harmful update
     if action == "rewind":
         run.rewind()
         return loss
     log_step(run, lr, loss, norm, sums)
+    # The update, unless a spike or a float16 overflow skips it; the number of the step increases in
+    # any case, and with it the data and the schedule.
     if action == "update":
         run.scaler.step(run.optimizer)
         if run.average:
             run.average.update(it)
     run.scaler.update()
-    run.optimizer.zero_grad(set_to_none=True)  # frees them: the next step writes instead of adding
+    run.optimizer.zero_grad(set_to_none=True)  # frees the memory; the next backward() writes
     p.iter_num += 1
     hook(run.raw_model, "after_step")(it, sums)  # also if the update was skipped
     return loss
 
 
 # -----------------------------------------------------------------------------
-# after the gradients: check the numbers, log them
+# after the gradients: check the numbers and log the step
 
 def mean_loss(progress, sums):
     """Return the step's mean loss over the counted items. Without any, the mean of the steps
     before, in which the spike detector sees no jump."""
+    # Sums over all micro-batches and ranks, so this is the mean over the global batch.
     count = float(sums["count"])
     if count:
         return float(sums["loss"]) / count
+    # Nothing counted: every item of the global batch was masked.
     if progress.loss_count:
         return progress.loss_sum / progress.loss_count
     return progress.val_loss or 0.0
 
 
 def review_step(run, lr, loss, norm):
-    """Return what to do with the gradients: "update", "skip" or "rewind", the same on every rank.
+    """Return the action for this step: "update", "skip" or "rewind", the same on every rank.
 
     Raises BadNumbers, before the update, if loss or gradient norm are not finite.
     """
     c = run.config
     p = run.progress
     it = p.iter_num
-    action, is_spike = robust.decide_action(loss, norm, p, run.spikes, c.on_spike, run.scaler.is_enabled())
+    # float16 gradients overflow now and then: then the update is skipped and the scale is lowered.
+    action, is_spike = robust.decide_action(loss, norm, p, run.spikes, c.on_spike,
+                                            run.scaler.is_enabled())
     if action == "stop":
         run.folder.wait()  # the message names the last good checkpoint
-        raise BadNumbers(robust.describe_non_finite(it, loss, norm, lr, run.locate_batches(),
-                                                  run.folder.file("ckpt.pt")))
+        raise BadNumbers(robust.describe_non_finite(
+            it, loss, norm, lr, run.locate_batches(), run.folder.file("ckpt.pt")))
     if is_spike:
         run.log.warn(f"iter {it}: loss {loss:.4f} is a spike (norm {norm:.2f}, "
                      f"{run.locate_batches()}); {robust.describe_spike_action(action, c.on_spike)}")
@@ -205,13 +227,15 @@ def log_step(run, lr, loss, norm, sums):
     c = run.config
     p = run.progress
     it = p.iter_num
-    if p.overflows_in_a_row:  # float16: the gradients overflowed, the loss scale will be lowered
+    # After a float16 overflow the step has no meaningful norm, and is not counted.
+    if p.overflows_in_a_row:
         return
     p.loss_sum += loss
     p.loss_count += 1
     if it % c.log_interval and it + 1 != c.max_iters:
         return
-    # Times are means over the steps since the last line, without evaluations and saves.
+    # Times are means over the steps since the last line, without evaluations and saves. The number
+    # of tokens includes this step.
     seconds = run.clock.lap(it, run.batches.seconds, run.log.warn)
     run.batches.seconds = 0.0
     eta = (c.max_iters - it - 1) * seconds
@@ -227,30 +251,20 @@ def log_step(run, lr, loss, norm, sums):
 # -----------------------------------------------------------------------------
 # evaluation, and how the run reacts to it
 
-def evaluation_is_due(run, last):
-    """Return whether to evaluate before the next step. last: there is none."""
-    c = run.config
-    it = run.progress.iter_num
-    if not c.eval_interval or run.data.val is None or run.progress.evaluated == it:
-        return False
-    if it == 0 and not last:
-        return c.eval_on_start
-    return last or it % c.eval_interval == 0
-
-
 def validate(run):
-    """Evaluate on fixed batches, log the numbers and react to them.
+    """Evaluate on fixed validation batches, log the numbers and update what depends on the result.
 
-    Returns {val_NAME: number}, or None if a signal stopped the evaluation.
+    Returns {val_NAME: number}, or None after a signal.
     """
     c = run.config
     p = run.progress
-    run.watchdog.arm(factor=10)  # this takes longer than a step
+    # The time of an evaluation does not count as training, and the step's time limit is extended.
+    run.watchdog.arm(factor=10)
     with run.clock.away(), run.log.busy("evaluating"):
         numbers = evaluate_validation(run, c.eval_iters)
         if numbers is None:
             return None
-        # Set before anything reacts: what is saved from here on contains this evaluation.
+        # Set first, so that a checkpoint that is saved from here on contains this evaluation.
         p.evaluated = p.iter_num
         p.val_loss = numbers["val_loss"]
         record = dict(iter=p.iter_num, tokens=p.iter_num * run.units_per_step,
@@ -258,21 +272,24 @@ def validate(run):
         if c.max_epochs is not None:
             record |= dict(epoch=p.iter_num * c.samples_per_step / run.data.train.samples,
                            lr=get_lr(p.iter_num, c) * run.plateau.scale)
+        # Console, train.log, metrics.jsonl and trackers; the history is returned by train().
         run.log.evaluation(record, steps=p.loss_count)
         p.history.append(record)
+        # The next evaluation line has the mean training loss of the steps in between.
         p.loss_sum = 0.0
         p.loss_count = 0
         update_best_and_schedules(run, numbers)
         run.on_evaluation(p.iter_num, numbers)
-        if p.iter_num and c.sample_tokens:
+        if p.iter_num and c.sample_tokens:  # an untrained model has nothing to show
             write_samples(run)
         run.log.plot()
     return numbers
 
 
 def evaluate_validation(run, n_batches):
-    """Return {val_NAME: number} on n_batches batches of the validation data, with the numbers of
-    task files and of averaged weights; None if a signal stopped it."""
+    """Return {val_NAME: number} for n_batches batches of the validation data, including the numbers
+    of task files and of averaged weights; None after a signal."""
+    # Each extension is called with the function that evaluates everything before it.
     numbers = functools.partial(evaluate_loader, run, run.data.val, n_batches)
     for extend in run.extensions():
         numbers = functools.partial(extend, numbers)
@@ -280,7 +297,7 @@ def evaluate_validation(run, n_batches):
 
 
 def evaluate_loader(run, loader, n_batches):
-    """Return {val_NAME: number} on n_batches fixed batches of `loader`; None if a signal came."""
+    """Return {val_NAME: number} for n_batches fixed batches of `loader`; None after a signal."""
     forward = functools.partial(run.compiler.call, run.raw_model)
     with run.eval_mode():
         return evaluate(run.raw_model, forward, loader, n_batches, run.ranks, run.autocast,
@@ -288,7 +305,7 @@ def evaluate_loader(run, loader, n_batches):
 
 
 def stop_requested(run, done, total):
-    """Return whether a signal asks this rank to stop; called before each batch of an evaluation."""
+    """Return whether this rank must stop; called before each batch of an evaluation."""
     run.log.activity = f"evaluating, batch {done} of {total}"
     run.watchdog.arm(factor=10)  # the limit is per batch
     return bool(run.signals.stop)
@@ -298,14 +315,17 @@ def update_best_and_schedules(run, numbers):
     """Update the best checkpoint, the plateau schedule and early stopping."""
     c = run.config
     p = run.progress
-    metric = numbers[c.early_stopping_metric]  # None: no item counted for it
+    # The metric that selects ckpt_best.pt and stops the run early; by default val_loss.
+    metric = numbers[c.early_stopping_metric]  # None if no item counted
     p.best_val_loss = min(p.best_val_loss, numbers["val_loss"])
     if metric is not None and (p.iter_num or run.first_eval_counts):
-        # `sign` makes lower better for every metric; between equal metrics the lower loss wins.
+        # `sign` makes lower values better for every metric. Between equal metrics (an accuracy that
+        # is 0 at the start) the lower loss is better.
         rank = (run.stopping.sign * metric, numbers["val_loss"])
         if rank < (p.best_metric, p.loss_of_best):
             p.best_metric, p.loss_of_best = rank
             run.best_due = True
+    # The plateau schedule always follows the loss.
     if c.lr_schedule == "plateau" and run.plateau.update(numbers["val_loss"]):
         run.log.info(f"val_loss has not improved for {c.plateau_patience + 1} evaluations: "
                      f"learning rate x {run.plateau.scale:g}")
@@ -320,6 +340,7 @@ def check_metric_name(run):
     metric = c.early_stopping_metric
     if metric == "val_loss" or run.data.val is None or not c.eval_interval:
         return
+    # A metric may be None for one batch, but the name is always present.
     names = list(evaluate_validation(run, 1))  # one batch is enough to learn the names
     if metric not in names:
         raise SetupError(f"early_stopping_metric: evaluations of this model have no "
@@ -327,11 +348,15 @@ def check_metric_name(run):
 
 
 def write_samples(run):
-    """Write what the model generates so far, from the same prompts and seed every time. A sharded
-    model computes on all ranks, others on rank 0. An error in sampling never ends a run."""
+    """Write samples of the model's output, from the same prompts and seed every time.
+
+    A sharded model computes on all ranks, any other model on rank 0. An error in sampling is only
+    a warning.
+    """
     c = run.config
     it = run.progress.iter_num
     sample = run.model_type.sample
+    # A model type without sample() has no samples.
     if sample is None or not (run.ranks.is_main or run.sharded):
         return
     run.log.activity = "sampling"
@@ -350,12 +375,16 @@ def write_samples(run):
 
 def save(run, last=False):
     """Save a checkpoint in the background; all ranks call. The `last` one must succeed."""
-    run.watchdog.arm(factor=10)  # saving takes longer than a step
+    run.watchdog.arm(factor=10)
     with run.clock.away(), run.log.busy("saving the checkpoint"):
-        run.folder.wait()  # until the memory of the previous save is free
+        # Only one save runs at a time: its snapshot needs as much memory as the state.
+        run.folder.wait()
+        # Non-finite weights must never replace a good checkpoint.
         checkpoint.check_finite(run.raw_model, run.optimizer, run.progress.iter_num,
                             run.folder.file("ckpt.pt"), run.ranks)
-        # All ranks gather the shards; rank 0 writes, and an error there is raised on every rank.
+        # All ranks take part in gathering the shards. Rank 0 writes, in a thread, from a snapshot
+        # that training cannot change; an error on rank 0 is raised on every rank.
+        # What a checkpoint contains: {name: part.state_dict()} of every part (train/checkpoint.py).
         state = checkpoint.make_checkpoint(run.config, run.data, run.raw_model, run.optimizer,
                                        run.parts(), run.ranks, run.folder.can_pin_memory)
         distributed.broadcast_from_rank0(
@@ -372,22 +401,25 @@ def report_finished(run):
     """Log that the run is finished; evaluate the test data if that is missing."""
     p = run.progress
     run.log.info(f"This run is finished at iter {p.iter_num}: {p.finished}. A larger "
-                 f"{' and '.join(run.limits_reached())} continues it; with `--resume never` it starts afresh.")
+                 f"{' and '.join(run.limits_reached())} continues it; with `--resume never` it "
+                 "starts afresh.")
+    # A run that was stopped before the test evaluates the test data now.
     run.test_numbers = run.log.read_tested()
-    if run.data.test is not None and not run.test_numbers:  # stopped before the test
+    if run.data.test is not None and not run.test_numbers:
         test(run)
 
 
 def finish(run):
-    """Save, evaluate the test data, and log what to do next."""
+    """Save, evaluate the test data, and log the next steps."""
     p = run.progress
+    # The last save is not in the background: it is retried, and an error is raised.
     save(run, last=True)
     run.log.plot()
     test(run)
     stop_signal, _ = run.signals.agree(run.ranks)
     if stop_signal:  # during the test; everything is saved
         raise Stopped(stop_signal)
-    # Some float16 steps always overflow at first, until the loss scale fits.
+    # In float16, some steps always overflow at first, until the loss scale is low enough.
     skipped = f"; {p.overflows} float16 steps skipped" if p.overflows else ""
     run.log.info(f"Training complete! {p.finished}; {run.clock.total_away:.1f} s spent in "
                  f"evaluations and checkpoints{skipped}")
@@ -395,12 +427,14 @@ def finish(run):
 
 
 def test(run):
-    """Evaluate the test data, which influenced no decision, once: with the best weights. They stay
-    in the model; the last weights are saved already."""
+    """Evaluate the test data once, with the best weights. No decision depends on the result. The
+    best weights stay in the model; the last weights are saved already."""
     p = run.progress
     loader = run.data.test
     if loader is None:
         return
+    # The checkpoint that early_stopping_metric selected, or the last weights if there is no best.
+    # The training is complete: the last weights are not needed in memory any more.
     weights = checkpoint.load_best(run.raw_model, run.folder, run.ranks)
     numbers = evaluate_loader(run, loader, loader.samples + 1) or {}  # {}: a signal came
     run.test_numbers = {f"test_{name.removeprefix('val_')}": v for name, v in numbers.items()}
@@ -412,6 +446,7 @@ def test(run):
 
 def stop(run, signum):
     """Save, log how to resume, and raise Stopped."""
+    # The top of the loop: the state is complete, and a resumed run repeats nothing.
     save(run, last=True)
     run.log.info(f"Stopped at iter {run.progress.iter_num}, saved. To resume:")
     run.log.info(logger.resume_command(run.config, run.ranks))

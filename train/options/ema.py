@@ -17,7 +17,7 @@ class Average:
     def update(self, it):
         """Add the weights after step `it`. The decay starts low, so that the initial weights are
         soon forgotten (as in TensorFlow's ExponentialMovingAverage)."""
-        params = [p for p in self.state if self.state[p]]  # those that were updated
+        params = [p for p in self.state if self.state[p]]  # updated at least once
         for p in params:
             if "ema" not in self.state[p]:
                 self.state[p]["ema"] = p.detach().clone()
@@ -36,7 +36,7 @@ class Average:
 
     @contextlib.contextmanager
     def swapped_in(self):
-        """Context in which the parameters hold their averages."""
+        """Context in which the parameters are the averages."""
         self.swap()
         try:
             yield

@@ -3,7 +3,7 @@
 The learning rate falls towards the last step, so the number of steps must be known before the first
 one. A rehearsal measures it: a run of the same configuration in a temporary folder, which times
 steps, evaluations and a save on this machine. The real run then has a fixed `max_iters`, also in
-its checkpoints: resumed, or repeated with that max_iters, it gives the same bits.
+the checkpoints: resumed, or repeated with that max_iters, it computes the same bits.
 """
 
 import bisect
@@ -28,9 +28,10 @@ MAX_STEPS = 10**9
 
 
 def fit_max_iters(config, ranks, started, train_step, validate, save, open_run):
-    """Return `config` with the max_iters that ends max_minutes after `started` (time.monotonic()).
+    """Return `config` with the max_iters that fits into max_minutes. started: time.monotonic() at
+    the start of the program.
 
-    A run that is resumed keeps its length. open_run(config) is the context of a new run;
+    A resumed run has the length that it started with. open_run(config) is the context of a new run;
     train_step, validate and save are the functions of train/train.py. Raises SetupError.
     """
     resumes = config.resume == "must" or (config.resume == "auto" and broadcast_from_rank0(
@@ -39,7 +40,7 @@ def fit_max_iters(config, ranks, started, train_step, validate, save, open_run):
         return config
     if ranks.is_main:
         echo(f"max_minutes {config.max_minutes:g}: timing some steps to find out how many fit")
-    # From here on the length is in steps alone; other lengths that end with it follow it.
+    # From here on the length is in steps only; keys that depend on the length follow it.
     config = config.replace(max_epochs=None, lr_decay_iters=None)
     with temporary_folder(config.out_dir, ranks) as folder:
         rehearsal = config.replace(out_dir=folder, resume="never", tracker=[], max_iters=MAX_STEPS)
@@ -90,9 +91,9 @@ def temporary_folder(out_dir, ranks):
 
 @dataclass
 class Costs:
-    """Seconds that the parts of a run take, and the steps between them."""
+    """Seconds per part of a run, and the intervals in steps."""
     start: float
-    first: float       # the evaluation before the first step, which has no samples; 0: none
+    first: float       # the evaluation before the first step, without samples; 0: not evaluated
     step: float
     evaluation: float
     save: float
@@ -109,7 +110,7 @@ class Costs:
 
 
 def measure_costs(config, train_step, validate, save, open_run):
-    """Return the Costs of a run of `config`, measured on its own steps."""
+    """Return the Costs of a run of `config`, measured with real steps."""
     opened = time.monotonic()
     with open_run(config) as run:
         c = run.config
@@ -134,7 +135,7 @@ def measure_costs(config, train_step, validate, save, open_run):
 
 
 def measure_seconds(function, *args):
-    """Return the seconds that function(*args) takes."""
+    """Return the duration of function(*args) in seconds."""
     started = time.monotonic()
     function(*args)
     return time.monotonic() - started

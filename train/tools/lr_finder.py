@@ -3,8 +3,8 @@
     python -m train.tools.lr_finder [--config FILE.yaml] [--key value]... [--from 1e-7] [--to 1]
                                     [--steps 100]
 
-Smith's range test (arXiv:1506.01186) with the run's own model, data and optimizer. The results are
-out_dir/lr_finder.svg and lr_finder.json; nothing else in out_dir is changed or locked.
+Smith's range test (arXiv:1506.01186) with the model, data and optimizer of the run. The results are
+out_dir/lr_finder.svg and lr_finder.json; other files in out_dir are not changed or locked.
 """
 
 import contextlib
@@ -31,13 +31,13 @@ from train.tools.plot import save_figure
 from train.train import train_step
 
 MEMORY = 0.9               # of the running mean of the loss, which detects divergence
-DIVERGENCE_FACTOR = 4.0    # times the lowest running mean ends the sweep
+DIVERGENCE_FACTOR = 4.0    # the sweep stops at this multiple of the lowest running mean
 SMOOTHING_FRACTION = 0.03  # of the sweep, to both sides: a trailing mean would lag behind
 REPORT_SECONDS = 3.0       # between progress lines
 
 
 class WarningsOnly(io.StringIO):
-    """Standard output that forwards a run's warnings to `console` and drops its other lines."""
+    """Standard output that forwards a run's warnings to `console` and drops the other lines."""
 
     def __init__(self, console):
         super().__init__()
@@ -71,8 +71,8 @@ def find_lr(config, low=1e-7, high=1.0, steps=100):
 
 
 def sweep_rates(signals, ranks, rates, step, console):
-    """Call step(lr) -> loss for each of the `rates` until the loss diverges: {lr: list, loss: list}.
-    """
+    """Call step(lr) -> loss for each of the `rates` until the loss diverges. Return {"lr": list,
+    "loss": list}."""
     lrs = []
     losses = []
     running_mean = 0.0

@@ -1,6 +1,6 @@
-"""Where the time of a step goes: python run_train.py --profile 10
+"""Profile training steps by category: python run_train.py --profile 10
 
-The run's own steps, on all its ranks: a few that warm up and compile, N that are timed, and N under
+The steps of the run, on all ranks: a few that warm up and compile, N that are timed, and N under
 torch.profiler. The program then exits. The steps run in a temporary folder, so that checkpoints and
 metrics of the real run do not change. The trace is written to out_dir/profile.json.gz.
 """
@@ -19,7 +19,7 @@ from train.setup import open_run
 from train.train import train_step
 
 WARM_UP_STEPS = 3  # a CPU compiles in the second step
-# An operation belongs to the first category that matches its name or the name of a caller.
+# An operation belongs to the first category that matches the name or a caller's name.
 CATEGORIES = {
     "rest": r"Synchronize",  # the host waits for the device
     "batches": r"^batches$",
@@ -36,7 +36,7 @@ PATTERNS = [re.compile(pattern) for pattern in CATEGORIES.values()]
 
 
 def profile(config):
-    """Print where the time of config.profile steps goes, and write the trace."""
+    """Profile config.profile steps, print the time per category, and write the trace."""
     n = config.profile
     probe = config.replace(max_minutes=None, eval_only=False, eval_tasks=[], eval_interval=0,
                            early_stopping_metric="val_loss", resume="auto", tracker=[])
@@ -70,7 +70,7 @@ def profile(config):
 
 
 def record_as(name, function):
-    """Return `function`, whose time the profiler records under `name`."""
+    """Return `function` with a profiler record of the given name."""
     @functools.wraps(function)
     def recorded(*args):
         with torch.profiler.record_function(name):
