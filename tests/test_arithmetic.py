@@ -130,7 +130,7 @@ def test_an_evaluation_ends_where_any_rank_asks_and_refuses_one_of_nothing(monke
     assert together(2, monkeypatch, work) == [None, None]
     assert sorted(asked) == [(0, 3)] * 2 + [(2, 3)] * 2
     monkeypatch.undo()
-    with pytest.raises(SetupError, match="no validation batch has an item"):
+    with pytest.raises(SetupError, match="no item of the validation data counts"):
         evaluation.evaluate(None, counted, Rows([-1] * 6), 9, Ranks(), torch.no_grad)
 
 
