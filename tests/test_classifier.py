@@ -683,7 +683,7 @@ def test_a_classifier_can_start_from_another(trained, labels, tmp_path):
     (dict(class_weights="heavy"), "expected balanced or numbers above 0"),
     (dict(task="label"), "must be one of class, span, joint"),
     (dict(pos="learned", block_size=4), "learned positions (block_size)"),
-    (dict(early_stopping_metric="val_f1"), "do not yield 'val_f1'")])
+    (dict(early_stopping_metric="val_f1"), "of this model have no 'val_f1'")])
 def test_bad_configurations_are_refused(changes, message, labels, tmp_path):
     code, said = program(labels, tmp_path / "out", **changes)
     assert code == 2 and message in said and "Traceback" not in said, said

@@ -19,6 +19,7 @@ from data.labels import SPLITS, open_labels, read_labels_meta
 from data.tokenizer import open_folder_tokenizer
 from model.classifier import metrics
 from model.classifier.metrics import classification_metrics  # noqa: F401
+from model.classifier.report import main  # noqa: F401
 from model.core.init import fill, normal
 from model.gpt import GPT, GPTConfig, inherit_shape  # noqa: F401
 from train.base.errors import DataError

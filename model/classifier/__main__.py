@@ -1,6 +1,6 @@
 import sys
 
-from model.classifier.report import main
+from model.classifier import main
 
 if __name__ == "__main__":
     sys.exit(main())
