@@ -32,7 +32,7 @@ EXCEPTIONS = {
         for part in ("load", "weights")},
     "weights of other programs are converted": {
         (importer, imported) for importer in ("model.core.load", "model.core.weights")
-        for imported in ("model.convert", "model.convert.foreign")},
+        for imported in ("model.convert", "model.convert.foreign", "model.convert.families")},
     "tasks are evaluated during a run": {("train.setup", "model.eval.tasks"),
                                          ("train.train", "model.eval.tasks")}}
 
