@@ -22,7 +22,6 @@ from starlette.requests import ClientDisconnect
 from starlette.responses import Response
 from starlette.routing import Route
 
-from model.serve import is_loopback
 from model.serve.api import Answer, create_jobs, parse_request
 from model.serve.engine import APIError
 from model.serve.metrics import Metrics
@@ -53,7 +52,9 @@ class Server:
                  origins=()):
         self.listening, self.engine, self.name, self.template = listening, engine, name, template
         self.hosts, self.port = ("localhost", host.lower()), listening.getsockname()[1]
-        self.is_local, self.key, self.origins = is_loopback(listening), key, origins
+        self.is_local = ipaddress.ip_address(listening.getsockname()[0]).is_loopback
+        self.key = key
+        self.origins = origins
         self.created, self.metrics = int(time.time()), Metrics()
         self.report_time = 0.0
         self.connection_times = {}  # {connection: (its active request or None, since when)}
