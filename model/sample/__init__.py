@@ -74,7 +74,7 @@ def sample(options):
         from model.chat import chat
         return chat(options.ckpt, options.prompt or None, options.max_new_tokens,
                     device=options.device, backbone=options.backbone, **options.sampling())
-    model, tokenizer, device = (load_compiled if compile else load_for_decoding)(options)
+    model, tokenizer, device = (load_compiled if options.compile else load_for_decoding)(options)
     started = time.perf_counter()
     prompt, n, details = encode_prompt(tokenizer, options.prompt), options.num_samples, ""
     idx = torch.tensor([prompt] * n, device=device)  # (n, T)
