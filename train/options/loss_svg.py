@@ -1,7 +1,7 @@
 """Draw the loss and the learning rate of runs as an SVG, without any package; read metrics.jsonl.
 
-A run draws its own loss.svg at every evaluation. train/tools/plot.py and train/tools/watch.py draw
-several runs into one picture. Text and lines have at least 3:1 contrast on white and on black.
+A run draws loss.svg at every evaluation. train/tools/plot.py and train/tools/watch.py draw several
+runs into one picture. Text and lines have at least 3:1 contrast on white and on black.
 """
 
 import json
@@ -28,7 +28,7 @@ STYLES = dict(solid='stroke-width="1.8"', faint='stroke-width="1" stroke-opacity
 # metrics.jsonl
 
 def read_metrics(path, limit=None):
-    """Return the records of a metrics.jsonl without its incomplete lines; [] if there is no file.
+    """Return the records of a metrics.jsonl, without incomplete lines; [] if the file is missing.
 
     limit: return all evaluations, but only about `limit` training lines, evenly spaced."""
     if not os.path.exists(path):
@@ -55,8 +55,8 @@ def read_records(lines, stride=1):
 
 
 def to_number(value):
-    """Return `value` as a float, or None if it cannot be drawn: metrics.jsonl has "nan" and "inf"
-    as strings, and sums of the largest floats would overflow."""
+    """Return `value` as a float, or None if it is not a finite number: metrics.jsonl has "nan" and
+    "inf" as strings, and sums of the largest floats would overflow."""
     if isinstance(value, (int, float)) and abs(value) < 1e100:
         return float(value)
     return None
@@ -117,7 +117,7 @@ class Scale(NamedTuple):
 
 
 def fit_scale(values, start, end, from_zero=False, margin=0.0, log=False):
-    """Return the Scale of `values`; margin: a share of their range on both sides."""
+    """Return the Scale of `values`; margin: a share of the range on both sides."""
     low, high = min(values, default=0.0), max(values, default=1.0)
     if log:
         margin = (high / low) ** margin
@@ -190,7 +190,7 @@ def loss_svg(runs, x="iter", metric="loss", tasks=(), width=960):
 
 
 def choose_x_unit(runs, x):
-    """Return (seconds per unit of the horizontal axis, its label)."""
+    """Return (seconds per unit of the horizontal axis, label of the axis)."""
     if x == "time":
         duration = max((p[0] for _, r in runs for p in curve(r, "loss", x)), default=0.0)
         seconds, unit = next(u for u in TIME_UNITS if duration >= 2 * u[0] or u[0] == 1)
@@ -241,7 +241,7 @@ def x_ticks(x):
 
 
 def draw_legend(curves, width):
-    """Return (the SVG of the names of the curves, the y of its last row)."""
+    """Return (SVG of the names of the curves, y of the last row)."""
     parts, x, y = [], LEFT, 48
     for c in curves:
         needed = 40 + 6.6 * len(c.name)

@@ -1,4 +1,4 @@
-"""Estimate what a run needs on this machine: python run_train.py --config FILE.yaml --dry_run
+"""Estimate the memory and time of a run: python run_train.py --config FILE.yaml --dry_run
 
 Prints the start-up block, the memory per rank by purpose, the time per step and the duration of
 runs of several lengths. Writes nothing.
@@ -93,7 +93,7 @@ def estimate_memory(config, model, data, world_size, dtype, compiled):
     if compiled:
         logits *= 2  # the logits and their gradient
     elif hasattr(model, "head_weight") and not model.head_weight().requires_grad:
-        logits = 0  # computed in chunks: only the gradient of the head needs all of them
+        logits = 0  # computed in chunks: all logits are needed only for a gradient of the head
     activations = config.n_layer * activations_per_token(config, width, compiled)
     return {"weights": sum(p.nbytes for p in params) / shards,
             "weights in 16 bits": 2 * in_float32 / shards if width == 2 else 0,
@@ -104,7 +104,7 @@ def estimate_memory(config, model, data, world_size, dtype, compiled):
 
 
 def activations_per_token(config, width, compiled):
-    """Return how many values per token a GPT block keeps for its backward pass.
+    """Return how many values per token a GPT block saves for the backward pass.
 
     width: bytes per value."""
     C, hidden = config.n_embd, config.n_hidden or 4 * config.n_embd
@@ -116,7 +116,7 @@ def activations_per_token(config, width, compiled):
     if config.pos == "rope" or config.qk_norm:
         attention += C + kv  # q and k before and after
     mlp = (3 if config.mlp == "swiglu" else 2) * hidden
-    if not compiled:  # norms keep their input in float32, SwiGLU keeps the output of SiLU
+    if not compiled:  # norms save the input in float32, SwiGLU saves the output of SiLU
         norms += (1 if config.norm == "layer" else 3) * C * (4 // width)
         mlp += hidden if config.mlp == "swiglu" else 0
     return norms + attention + mlp
@@ -126,10 +126,10 @@ def activations_per_token(config, width, compiled):
 # time
 
 def time_step(config, model, data, ranks, dtype, compiled):
-    """Return (seconds per optimizer step, whether they are estimated from a single sample).
+    """Return (seconds per optimizer step, whether this is extrapolated from a single sample).
 
-    On a GPU the timed step is the real one: compiled, and with its optimizer. On a CPU compiling
-    would take longer than the estimate is worth."""
+    On a GPU the timed step is the real one: compiled, and with the optimizer. On a CPU nothing is
+    compiled, which would take longer than the estimate is worth."""
     device = ranks.device
     batch = data.train.get_batch(device, 0)
     n_micro = config.accumulation(ranks.world_size)
@@ -154,7 +154,7 @@ def time_step(config, model, data, ranks, dtype, compiled):
 
 
 def timed(f, device=None):
-    """Return the seconds that f() takes, until the device has finished."""
+    """Call f() and return the seconds until the device has finished."""
     cuda = device is not None and device.type == "cuda"
     if cuda:
         torch.cuda.synchronize(device)

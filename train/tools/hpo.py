@@ -3,7 +3,7 @@
     python -m train.tools.hpo --config FILE.yaml --space train/configs/hpo_example.yaml
 
 The search minimises val_loss, or follows early_stopping_metric and early_stopping_mode, and prunes
-bad trials at their evaluations. The same command resumes a search; started several times at once,
+bad trials after an evaluation. The same command resumes a search; started several times at once,
 workers share the trials (one per GPU: CUDA_VISIBLE_DEVICES=1 python -m train.tools.hpo ...).
 """
 
@@ -40,7 +40,7 @@ RANGE_KEYS = {"low", "high", "log", "step"}
 SCALED_LENGTHS = ("warmup_iters", "lr_decay_iters", "step_iters")  # with max_iters of a stage
 OTHER_LENGTHS = ("max_minutes", "max_epochs", "eval_epochs", "warmup_epochs")
 HEARTBEAT_SECONDS = 5
-GRACE_SECONDS = 60  # without a heartbeat, after which a trial is queued again
+GRACE_SECONDS = 60  # without a heartbeat, after which a trial is queued for a retry
 
 
 # -----------------------------------------------------------------------------
@@ -83,7 +83,7 @@ def read_stage(trials, max_iters=0, narrow=0.5):
 
 
 def read_dimension(name, raw, known):
-    """Return an entry of the space as an Optuna distribution. ValueError states what was expected.
+    """Return an entry of the space as an Optuna distribution. ValueError states the problem.
 
     Choices that are lists or mappings become JSON text, which Optuna can store."""
     kinds = optuna.distributions
@@ -157,7 +157,7 @@ def search(config, space, stages, out):
 def open_study(config, space, number, stage, out, previous):
     """Open or create the study of a stage in out/study.db. Stages have a study each, as values of
     runs of different lengths are not comparable. The first trial of a study has the best parameters
-    of the last of the `previous` studies, or those of `config`."""
+    of the last of the `previous` studies, or the values of `config`."""
     storage = optuna.storages.RDBStorage(
         f"sqlite:///{out}/study.db", engine_kwargs=dict(connect_args=dict(timeout=100)),
         heartbeat_interval=HEARTBEAT_SECONDS, grace_period=GRACE_SECONDS,
@@ -168,7 +168,7 @@ def open_study(config, space, number, stage, out, previous):
         pruner=optuna.pruners.MedianPruner(4, (stage["max_iters"] or config.max_iters) // 4))
     settings = dict(asdict(config), space=str(space), stage=[stage["max_iters"], stage["narrow"]])
     if not study.trials:
-        # Numbers may be outside of their range, other values must be among the choices.
+        # Numbers may be outside of the range, other values must be among the choices.
         start = {k: v for k, d in space.items()
                  if (v := getattr(config, k)) is not None and v in getattr(d, "choices", [v])}
         if previous:
@@ -194,8 +194,8 @@ def load_space(study):
 
 
 def counted_trials(study):
-    """Return all trials except failed ones: their worker died or was stopped, and their parameters
-    were queued as a new trial."""
+    """Return all trials except those that failed because a worker died or was stopped: a new trial
+    with the same parameters was queued."""
     return [t for t in study.get_trials(deepcopy=False) if t.state.name != "FAIL"]
 
 
@@ -219,7 +219,7 @@ def run_stage(studies, config, stage, out):
                       f"queued again after {GRACE_SECONDS} s)", flush=True)
             is_waiting = True
             time.sleep(1)
-            optuna.storages.fail_stale_trials(study)  # queues them again
+            optuna.storages.fail_stale_trials(study)
         else:
             return
 
@@ -227,7 +227,7 @@ def run_stage(studies, config, stage, out):
 def run_trial(trial, config, stage, out):
     """Train with the trial's parameters and return the best value of the metric.
 
-    A trial that fails is pruned, so that the sampler avoids its parameters. Problems that every
+    A trial that fails is pruned, so that the sampler avoids the parameters. Problems that every
     trial would have, and interrupts, are raised."""
     study = trial.study
     if [t.number for t in counted_trials(study)].index(trial.number) >= stage["trials"]:
@@ -283,7 +283,7 @@ def train_trial(trial, config):
 
 
 def clean_up(folder, compile):
-    """Free the memory of a trial and remove its checkpoints."""
+    """Free the memory and remove the checkpoints of a trial."""
     for path in glob.glob(os.path.join(glob.escape(folder), "ckpt*")):
         os.unlink(path)
     torch.cuda.empty_cache()
@@ -333,10 +333,11 @@ def draw_trials(axes, history, mode):
     for name, trials in points.items():
         numbers, values = zip(*trials)
         best = [better(values[:n]) for n in range(1, len(values) + 1)]
-        line, = axes.plot(numbers, best, label=name)
+        line, = axes.plot(numbers, best, drawstyle="steps-post", label=name)
         axes.plot(numbers, values, "o", color=line.get_color())
     if pruned:
         axes.plot(*zip(*pruned), "x", color=TEXT_COLOR, label="pruned")
+    axes.xaxis.get_major_locator().set_params(integer=True)
 
 
 def format_params(params):
@@ -390,7 +391,7 @@ def run_search(options, config):
 
 
 def main(argv=None):
-    """Run the command and return its exit code."""
+    """Run the command and return the exit code."""
     return run_command(SearchOptions, run_search, argv, load=load_argv)
 
 

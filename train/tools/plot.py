@@ -1,4 +1,4 @@
-"""Draw the loss and the learning rate of runs into one SVG file, to compare them:
+"""Draw the loss and the learning rate of runs into one SVG file:
 
     python -m train.tools.plot out/a [out/b]... [--x iter|tokens|time] [--metric NAME]
 """
@@ -89,7 +89,7 @@ def save_figure(path, draw, title, x_label, y_label):
                 axis.set_ticks([], minor=True)
             axis.set_major_formatter(lambda value, position: tick_label(value))
         if axes.get_legend_handles_labels()[1]:
-            axes.legend()
+            figure.legend(loc="outside lower center", ncols=3)
         svg = io.StringIO()
         figure.savefig(svg, format="svg", metadata=dict(Date=None))
     write_text(path, svg.getvalue())
@@ -101,7 +101,7 @@ def save_figure(path, draw, title, x_label, y_label):
 
 @dataclass
 class PlotOptions:
-    """Draw the loss and the learning rate of runs into one SVG file, to compare them."""
+    """Draw the loss and the learning rate of runs into one SVG file."""
     runs: list[str] = key([], "run folders (out_dir), or metrics.jsonl files", positional=True,
                           required=True)
     x: str = key("iter", "horizontal axis", choices=list(X_LABELS))
@@ -124,7 +124,7 @@ def plot_runs(options):
 
 
 def main(argv=None):
-    """Run the command and return its exit code."""
+    """Run the command and return the exit code."""
     return run_command(PlotOptions, plot_runs, argv)
 
 

@@ -3,11 +3,11 @@
     python -m train.tools.repeat --config FILE.yaml --seeds 5 --set "learning_rate=2e-3"
 
 Each run is a process with a folder, out/repeat/CHANGE/seed_N. A run that crashes is a row of the
-table. The same command again resumes and skips what is complete. Differences are paired by seed:
-each seed has the same data order and initial weights with and without the change, so that the
-effect of the seed cancels. The interval is Student's, 95%: a change is kept if all of the interval
-is an improvement. The table is printed, drawn as repeat.svg and appended to results.tsv in the
-parent of the folder.
+table. The same command resumes, and skips complete runs. Differences are paired by seed: each seed
+has the same data order and initial weights with and without the change, so that the effect of the
+seed cancels. The interval is Student's, 95%: a change is kept if all of the interval is an
+improvement. The results are a table on the console, repeat.svg, and rows that are appended to
+results.tsv in the parent folder.
 """
 
 import contextlib
@@ -49,7 +49,8 @@ def compare(values, base, mode="min"):
     """Return (mean difference from `base`, low, high, verdict) over the seeds that both have.
 
     values, base: {seed: metric}. low, high: the 95% interval of the mean difference. verdict: kept
-    if all of it is an improvement (mode: min or max), worse if none of it is, else unclear."""
+    if all of it is an improvement (mode: min or max), worse if all of it is a deterioration,
+    unclear otherwise."""
     seeds = sorted(values.keys() & base.keys())
     if len(seeds) < 2:
         return None, None, None, "unclear" if seeds else "crash"
@@ -137,7 +138,7 @@ def draw_results(axes, results):
 class RunPool:
     """Runs of run_train.py in processes, up to `jobs` at a time, each in a folder below `out`.
 
-    arguments: those that all runs have. metric: the result of a run (its last value)."""
+    arguments: the common arguments of the runs. metric: the last value is the result of a run."""
 
     def __init__(self, out, arguments, metric, jobs):
         self.out, self.arguments, self.metric, self.jobs = out, arguments, metric, jobs
@@ -148,8 +149,8 @@ class RunPool:
             self.environments.put(environment)
 
     def run_all(self, runs):
-        """Return the results of [(setting, arguments, seed), ...]. After a signal, raises
-        KeyboardInterrupt with its number."""
+        """Return the results of [(setting, arguments, seed), ...]. After signal N, raises
+        KeyboardInterrupt(N)."""
         from train.robust import Signals, on_signals  # imports torch, which --help does not need
         with on_signals(Signals.STOP, self.stop), ThreadPoolExecutor(self.jobs) as threads:
             try:
@@ -164,7 +165,7 @@ class RunPool:
 
     def run(self, setting, arguments, seed):
         """Return the result of a run, from result.json if it is complete and of the same
-        configuration; None after a signal."""
+        configuration. After a signal, return None."""
         name = setting.replace("/", "_").replace(" ", ",")
         folder = os.path.join(self.out, name, f"seed_{seed}")
         command = [*self.arguments, *arguments, f"--seed={seed}", f"--out_dir={folder}"]
@@ -209,7 +210,7 @@ class RunPool:
         return code
 
     def stop(self, signum, frame=None):
-        """Terminate the runs: after the first signal they save, after the second they do not."""
+        """Terminate the runs: after saving a checkpoint, or at a second signal immediately."""
         if not self.signum:
             os.write(2, b"\nstopping the runs after they save; press again to quit now\n")
         self.signum = signum
@@ -271,7 +272,7 @@ class RepeatOptions:
 
 def repeat(options, arguments_and_config):
     """Run all settings with all seeds; return the exit code: 1 if every run has crashed."""
-    arguments, config = arguments_and_config  # arguments: those of run_train.py
+    arguments, config = arguments_and_config  # arguments of run_train.py
     settings = {BASE: []}
     for change in options.changes:
         try:
@@ -295,7 +296,7 @@ def repeat(options, arguments_and_config):
 
 
 def main(argv=None):
-    """Run the command and return its exit code."""
+    """Run the command and return the exit code."""
     return run_command(RepeatOptions, repeat, argv, load=lambda rest: (rest, load_argv(rest)),
                        interrupt_message="stopped; the same command resumes")
 

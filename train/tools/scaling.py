@@ -3,7 +3,7 @@
     python -m train.tools.scaling --config FILE.yaml --budgets 1e12,3e12,1e13 [--check]
 
 For each budget of FLOPs, models of several depths are trained until the budget is used, each with a
-learning rate that decays to the end of its run. The law is
+learning rate that decays to the end of the run. The law is
     L(N, D) = E + A / N^alpha + B / D^beta
 (Hoffmann et al. 2022, arXiv:2203.15556, approach 3). D: tokens. N: FLOPs per token / 6, which is
 the number of weights plus the cost of attention, so that a budget is 6 N D. Runs are processes with
@@ -33,7 +33,7 @@ from train.tools.repeat import RunPool
 TOKENS_PER_WEIGHT = 10  # depths are chosen for a ratio near this one,
 MAX_RATIO_FACTOR = 16   # at most this factor above or below,
 DEPTHS_PER_BUDGET = 4   # this many for each budget,
-DEPTHS = range(2, 49)   # of these: a single block cannot attend to the output of another one
+DEPTHS = range(2, 49)   # of these: in a single block, attention sees embeddings only
 MIN_RUNS = 6            # for a fit of five parameters
 HUBER_DELTA = 1e-3      # larger errors of log L count linearly
 BOOTSTRAP_FITS = 200
@@ -97,8 +97,8 @@ def fit_law(n, d, loss, start=None):
 def prediction_interval(law, n, d, loss, at):
     """Return (low, high): the 95% interval of the loss of a run at = (N, D), by residual bootstrap.
 
-    The law is fitted again to losses whose errors are drawn from those of the runs n, d, loss (P,),
-    scaled up for the five fitted parameters; the predicted run has such an error, too."""
+    Repeats the fit with errors that are sampled from the residuals of the runs n, d, loss (P,),
+    scaled up for the five fitted parameters, and adds such an error to the prediction."""
     rng, fitted = np.random.default_rng(0), law.loss(n, d)
     errors = np.log(loss / fitted) * math.sqrt(len(n) / (len(n) - 5))
 
@@ -131,7 +131,7 @@ def depth_keys(depth, width, config):
 
 
 def make_planner(arguments, config, width, data):
-    """Return plan(budget, depth) -> PlannedRun. arguments: those of run_train.py."""
+    """Return plan(budget, depth) -> PlannedRun. arguments: of run_train.py."""
     import torch
 
 
@@ -243,7 +243,7 @@ def check_options(options, config):
 
 def scaling(options, arguments_and_config):
     """Train the runs, fit the law and predict the larger run; return the exit code."""
-    arguments, config = arguments_and_config  # arguments: those of run_train.py
+    arguments, config = arguments_and_config  # arguments of run_train.py
     options.budgets = sorted(set(options.budgets))
     options.larger = options.larger or 4 * max(options.budgets, default=0)
     check_options(options, config)
@@ -280,7 +280,7 @@ def scaling(options, arguments_and_config):
 
 
 def main(argv=None):
-    """Run the command and return its exit code."""
+    """Run the command and return the exit code."""
     return run_command(ScalingOptions, scaling, argv, load=lambda rest: (rest, load_argv(rest)),
                        interrupt_message="stopped; the same command resumes")
 

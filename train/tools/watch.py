@@ -1,8 +1,8 @@
-"""Show runs on a local web page while they train: python -m train.tools.watch out/
+"""Show runs on a local web page during training: python -m train.tools.watch out/
 
 The page has the loss curves, the last log lines and the last samples of the newest runs in a
-folder. Files are read after they have changed; reading and drawing use about 1% of a CPU core. The
-server listens on 127.0.0.1 only. To watch from elsewhere: ssh -L 8001:127.0.0.1:8001 HOST
+folder. Files are read after every change; reading and drawing use about 1% of a CPU core. The
+server listens on 127.0.0.1 only. From another machine: ssh -L 8001:127.0.0.1:8001 HOST
 """
 
 import contextlib
@@ -23,13 +23,13 @@ from train.options.loss_svg import COLORS, X_LABELS, loss_svg, read_metrics
 
 METRICS, LOG, SAMPLES = FILES = ("metrics.jsonl", "train.log", "samples.txt")  # of a run
 MAX_DEPTH = 3          # of folders below the watched folder
-SKIPPED_FOLDERS = re.compile(r"\.|old_\d+$")  # old_N: files of a run that was started again
+SKIPPED_FOLDERS = re.compile(r"\.|old_\d+$")  # old_N: renamed by --resume never
 MAX_TRAINING_LINES = 3000  # read per run, evenly spaced
 LOG_LINES = 12
 TAIL_BYTES = 1 << 14   # of the log and of the samples
 PICTURES = {"/wide": (960, 100), "/narrow": (420, 24)}  # pixels, characters per name
 MIN_INTERVAL_SECONDS = 1.0   # between two updates,
-CPU_SHARE = 0.01             # longer if they would take more than this share of a CPU core,
+CPU_SHARE = 0.01             # longer if updates would use more than this share of a CPU core,
 MAX_INTERVAL_SECONDS = 30.0  # up to this length
 CONTENT_POLICY = ("default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; "
                   "connect-src 'self'; img-src data:; base-uri 'none'; frame-ancestors 'none'")
@@ -37,7 +37,7 @@ CONTENT_POLICY = ("default-src 'none'; style-src 'unsafe-inline'; script-src 'un
 
 @dataclass
 class WatchOptions:
-    """Show the loss curves, log lines and samples of runs on a local web page while they train."""
+    """Show the loss curves, log lines and samples of runs on a local web page during training."""
     folders: list[str] = key(["out"], "folders of runs (out)", positional=True)
     port: int = key(8001, "port on 127.0.0.1; 0: any free port", ge=0, le=65535)
     runs: int = key(len(COLORS), "number of runs, the newest ones", ge=1)
@@ -66,7 +66,7 @@ class Run:
         return True
 
     def summary(self, name, color):
-        """Return what the page shows besides the curves."""
+        """Return the numbers and texts of the page."""
         step = next((r for r in reversed(self.records) if "loss" in r), {})
         val_losses = [r["val_loss"] for r in self.records if "val_loss" in r]
         samples = tail(self.folder / SAMPLES)
@@ -138,7 +138,7 @@ class Watcher:
             return self.bodies[path]
 
     def update(self):
-        """Read the files that have changed; if there are any, discard the old pictures."""
+        """Read the files that have changed, and discard the pictures if any has."""
         folders = sorted(find_runs(self.tops)[-self.options.runs:])
         runs = {folder: self.runs.get(folder) or Run(folder) for folder in folders}
         changed = [run.update() for run in runs.values()]
@@ -156,7 +156,7 @@ class Watcher:
         return loss_svg(runs, self.options.x, metric, width=width).encode()
 
     def name(self, folder):
-        """Return the folder relative to the watched folder, or its own name."""
+        """Return the folder relative to the watched folder, or the name if it is that folder."""
         names = [str(folder.relative_to(top)) for top in self.tops if folder.is_relative_to(top)]
         return next((name for name in names if name != "."), folder.name)
 
@@ -166,7 +166,7 @@ class Handler(BaseHTTPRequestHandler):
     timeout = 30  # seconds to wait for a request
 
     def do_GET(self):
-        # Other pages in the user's browser may not read runs, even if the name of their server
+        # Other pages in the user's browser may not read runs, even if the name of a server
         # resolves to this machine (DNS rebinding).
         host, origin = self.headers.get("Host", "localhost"), self.headers.get("Origin")
         if host.partition(":")[0] not in ("localhost", "127.0.0.1") or (
@@ -221,7 +221,7 @@ def watch(options):
 
 
 def main(argv=None):
-    """Run the command and return its exit code."""
+    """Run the command and return the exit code."""
     return run_command(WatchOptions, watch, argv)
 
 
