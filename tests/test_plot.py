@@ -249,14 +249,14 @@ def test_a_tick_at_the_edge_stays_where_the_edge_is_not_exact():
 
 
 @pytest.mark.parametrize("low, high, expected", [
-    (1.35, 5.5, {2, 3, 4, 5}), (1.0, 3.2, {1, 1.5, 2, 2.5, 3}), (1.2, 11, {2, 5, 10}),
+    (1.35, 5.5, {1.5, 2, 3, 4, 5}), (1.0, 3.2, {1, 1.5, 2, 3}), (1.2, 11, {1.5, 2, 3, 5, 10}),
     (1e-7, 1.0, {1e-7, 1e-4, 1e-1}), (0.9, 1e9, {1, 1e3, 1e6})])
 def test_log_axes_have_ticks_where_the_curve_lies(low, high, expected):
     ticks = plot.find_ticks(low, high, log=True)
     assert all(any(t == pytest.approx(e) for t in ticks) for e in expected), ticks
     assert 3 <= len(ticks) <= 17 and ticks == sorted(ticks) and low <= ticks[0]
     gaps = [math.log(b / a) for a, b in zip(ticks, ticks[1:], strict=False)]
-    assert min(gaps) >= math.log(high / low) / 18 and ticks[-1] <= high
+    assert min(gaps) >= math.log(high / low) / 24 and ticks[-1] <= high
 
 
 def test_a_figure_of_anything(tmp_path, monkeypatch, capsys):

@@ -132,17 +132,16 @@ def fit_scale(values, start, end, from_zero=False, margin=0.0, log=False):
 
 
 def find_ticks(low, high, count=8, log=False):
-    """Return about `count` round values in [low, high]: the multiples of 1, 2 or 5 times a power of
-    ten; on a logarithmic axis 1, 2 and 5 times powers of ten, if at least three are in the range.
-    """
+    """Return about `count` round values in [low, high], at most twice as many on a logarithmic axis:
+    multiples of 1, 2 or 5 times a power of ten, or such powers and round values between them."""
     if log:
         powers = range(math.floor(math.log10(low)), math.ceil(math.log10(high)) + 1)
-        values = [d * 10.0 ** k for k in powers for d in (1, 2, 5)]
-        values = [v for v in values if low <= v <= high]
-        if len(values) > 2 * count:
-            values = [v for v in values if v in {10.0 ** k for k in powers}]
-        if len(values) >= 3:
-            return values[::math.ceil(len(values) / (2 * count))]
+        for digits in ((1, 1.5, 2, 3, 4, 5, 7), (1, 2, 5), (1,)):
+            values = [d * 10.0 ** k for k in powers for d in digits]
+            values = [v for v in values if low <= v <= high]
+            if len(values) <= 2 * count:
+                return values
+        return values[::math.ceil(len(values) / (2 * count))]
     step = 10.0 ** math.floor(math.log10((high - low) / count))
     step *= next(m for m in (1, 2, 5, 10) if (high - low) / (step * m) <= count * 1.001)
     first, last = math.ceil(low / step - 1e-9), math.floor(high / step + 1e-9)
