@@ -237,6 +237,13 @@ class TrainConfig(GPTKeys, SystemKeys, OptimizerKeys, LearningRateKeys, LengthKe
             out.explicit = self.explicit
         return out
 
+    def probe(self, **changes):
+        """Return a copy for a short run whose steps are measured: without evaluations, trackers and
+        a length in minutes."""
+        return self.replace(resume="auto", tracker=[], max_minutes=None, eval_only=False,
+                            eval_tasks=[], eval_interval=0, early_stopping_metric="val_loss",
+                            **changes)
+
     @property
     def samples_per_step(self):
         """Samples per optimizer step, over all ranks."""

@@ -59,11 +59,9 @@ def find_lr(config, low=1e-7, high=1.0, steps=100):
     rates = [low * (high / low) ** (i / (steps - 1)) for i in range(steps)]
     with (tempfile.TemporaryDirectory() as folder, process_group(config) as ranks,
           contextlib.redirect_stdout(WarningsOnly(console))):
-        probe = config.replace(
-            out_dir=folder, resume="auto", tracker=[], max_minutes=None, eval_only=False,
-            eval_interval=0, lr_schedule="constant", warmup_iters=0, warmup_ratio=None,
-            warmup_epochs=None, max_epochs=None, early_stopping_metric="val_loss", on_spike="warn",
-            spike_sigma=1e9)
+        probe = config.probe(
+            out_dir=folder, lr_schedule="constant", warmup_iters=0, warmup_ratio=None,
+            warmup_epochs=None, max_epochs=None, on_spike="warn", spike_sigma=1e9)
         with open_run(probe, ranks) as run:
             sweep = sweep_rates(run.signals, ranks, rates,
                                 lambda lr: train_step(run, lr), console)

@@ -38,10 +38,8 @@ PATTERNS = [re.compile(pattern) for pattern in CATEGORIES.values()]
 def profile(config):
     """Profile config.profile steps, print the time per category, and write the trace."""
     n = config.profile
-    probe = config.replace(max_minutes=None, eval_only=False, eval_tasks=[], eval_interval=0,
-                           early_stopping_metric="val_loss", resume="auto", tracker=[])
     with (tempfile.TemporaryDirectory() as folder, process_group(config) as ranks,
-          open_run(probe.replace(out_dir=folder), ranks) as run):
+          open_run(config.probe(out_dir=folder), ranks) as run):
         if ranks.is_main:
             echo(f"--profile: {n} steps of this run, in a temporary folder")
         cuda = ranks.device.type == "cuda"
