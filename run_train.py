@@ -47,8 +47,8 @@ def main(argv):
             shape, weights = inherited_shape(config)
             config, origins = config.replace(**shape), origins | dict.fromkeys(shape, weights)
         if not show_config and not dry_run:
-            from data.token_files import check_there
-            check_there(config)
+            from data.token_files import check_files_exist
+            check_files_exist(config)
     except (UserError, ModuleNotFoundError) as error:
         message = error if isinstance(error, UserError) else missing_part(error)
         if not message:

@@ -1,15 +1,15 @@
 """Chat templates: the format in which a model reads and writes conversations.
 
 A conversation is a list of messages (role, text) with the roles system, user and assistant. A
-template turns it into token ids. Its `spec`, a dict of builtin types, is saved in meta.json and in
-checkpoints, and is of one of two kinds:
+template turns it into token ids. The template's `spec`, a dict of builtin types, is saved in
+meta.json and in checkpoints, and is of one of two kinds:
 
     {"system": "### System:\\n{}\\n\\n", "user": ..., "assistant": ...}    BuiltinTemplate
     {"jinja": text, "ends": [token ids], "bos_token": "<s>", ...}         JinjaTemplate
 
 The Jinja text of a downloaded model is untrusted. It is rendered in Jinja's sandbox, with limits on
 the executed lines and on the length of the output. Special tokens that occur in a message are
-encoded as ordinary text: they are marked before rendering.
+encoded as ordinary text, because they are marked before rendering.
 """
 
 import contextlib
@@ -44,7 +44,7 @@ MAX_RENDERED_CHARS = 1 << 24
 # messages
 
 def parse_messages(value, name):
-    """Return [(role, text), ...] of a list of messages; `name` is its field. Raises ValueError."""
+    """Return [(role, text), ...] of a list of messages; `name`: the field. Raises ValueError."""
     check_messages(value, name)
     return [parse_message(message) for message in value]
 
@@ -79,7 +79,7 @@ def parse_content(content):
 class ChatTemplate:
     """Base class; `from_spec` chooses the subclass.
 
-    Attributes: spec, the dict that `from_spec` accepts; ends, the ids that end an answer according
+    Attributes: `spec`, the dict that `from_spec` accepts; `ends`, the ids after an answer according
     to the spec (empty: the tokenizer's end of text); special_tokens, {"bos_token": text, ...}.
     """
     ends = ()
@@ -97,7 +97,7 @@ class ChatTemplate:
 
     def sequences(self, messages, tokenizer):
         """Return [(ids (n,) uint32, mask (n,) uint8)] of a conversation. The mask is 1 for tokens
-        to learn: each answer and the token that ends it. One sequence, or several for templates
+        to learn: each answer and the end token. One sequence, or several for templates
         that write earlier answers differently once a message follows. Raises DataError for a
         conversation that the template cannot represent."""
         raise NotImplementedError
@@ -115,7 +115,7 @@ class ChatTemplate:
         return [tokenizer.eot_token]
 
     def with_end_ids(self, tokenizer):
-        """Return the template with all of `end_ids` in its spec, as training data need it."""
+        """Return the template with all of `end_ids` in the spec, as training data need it."""
         return self
 
     def to_jinja(self):
@@ -124,7 +124,7 @@ class ChatTemplate:
 
     @property
     def implicit_start(self):
-        """The text of the first token if inference programs add it by themselves, else ""."""
+        """The text of the first token if inference programs add it by themselves, or ""."""
         return ""
 
     def to_ollama(self):
@@ -143,7 +143,7 @@ class ChatTemplate:
 class BuiltinTemplate(ChatTemplate):
     """A text around {} per role. It needs no special tokens but the end of text.
 
-    Message texts are stripped, so that a prompt and its answer, encoded separately, have the same
+    Message texts are stripped, so that a prompt and an answer, encoded separately, have the same
     tokens as the whole conversation.
     """
 
@@ -159,7 +159,7 @@ class BuiltinTemplate(ChatTemplate):
 
     def escape(self, text):
         """Return `text` with a backslash before each line that looks like the header of a message,
-        so that a message cannot imitate another role."""
+        so that a message cannot imitate a different role."""
         text = f"\n{text}"
         for header in self.headers:
             text = text.replace(f"\n{header}", f"\n\\{header}")
@@ -167,7 +167,7 @@ class BuiltinTemplate(ChatTemplate):
 
     def exchanges(self, messages):
         """Return [(prompt, answer), ...]: for each answer, the text since the previous one and the
-        answer. Messages after the last answer are left out: they contain nothing to learn."""
+        answer. Messages after the last answer are left out."""
         exchanges = []
         prompt = ""
         for role, text in messages:
@@ -234,7 +234,7 @@ class JinjaTemplate(ChatTemplate):
 
     def render(self, messages, add_prompt, special=()):
         """Return the text of a conversation, up to the start of the next answer if `add_prompt`.
-        special: texts of special tokens to mark where they occur in messages."""
+        special: texts of special tokens, which are marked in messages."""
         pattern = match_any(special)
         turns = [dict(role=role, content=pattern.sub(
             lambda m: OPEN_MARK + m[0] + CLOSE_MARK, text.translate(WITHOUT_MARKS)))
@@ -258,8 +258,8 @@ class JinjaTemplate(ChatTemplate):
 
     def sequences(self, messages, tokenizer):
         # An answer is the text that the conversation has beyond the prompt, up to an end token.
-        # Templates may shorten earlier answers (Qwen 3 removes their reasoning): then the ids of a
-        # prompt do not continue those of the previous answer, and a new sequence begins.
+        # Templates may shorten earlier answers (Qwen 3 removes the reasoning): then the ids of a
+        # prompt do not continue the previous sequence, and a new one begins.
         sequences, ids, mask = [], [], []
         for i, (role, text) in enumerate(messages):
             if role != "assistant":
@@ -300,15 +300,15 @@ class JinjaTemplate(ChatTemplate):
         return prompt_ids, whole_ids, n_learned
 
     def end_ids(self, tokenizer):
-        # The template's own end token may be missing from the model's files, which name the end of
-        # a document only.
+        # The model's files may name the end of a document only, and not the end token of the
+        # template.
         question, answer = ("user", "?"), ("assistant", "\u00a7")
         prompt = self.render([question], True)
         text = self.render([question, answer], False)
         before, _, behind = text.removeprefix(prompt).partition("\u00a7")
         special = match_any(tokenizer.special).search(behind)
         ids = []
-        # A token that occurs before the answer as well ends the reasoning, not the answer.
+        # A token that also occurs before the answer is the end of the reasoning.
         if special and (special[0] not in before or not text.startswith(prompt)):
             ids = tokenizer.encode_special(special[0])
         return sorted({*self.ends, *ids})
@@ -327,8 +327,8 @@ class JinjaTemplate(ChatTemplate):
 
 
 def open_chat_format(source):
-    """Return (tokenizer, block_size or None, ChatTemplate or None) of a checkpoint (.pt), a Hugging
-    Face folder or hf:OWNER/NAME; for every other source of `open_tokenizer`, its tokenizer."""
+    """Return (tokenizer, block_size, ChatTemplate) of a source of `open_tokenizer`. block_size is
+    set for a checkpoint, the template for a chat model; otherwise `None`."""
     if source.endswith(".pt"):
         spec = read_checkpoint_spec(source)
         tokenizer = tokenizer_from_spec(spec["tokenizer"])
@@ -371,7 +371,7 @@ def compile_jinja(text):
     environment.globals |= dict(
         raise_exception=raise_exception,
         strftime_now=lambda pattern: datetime.datetime.now().strftime(pattern))
-    # {% generation %}, which only `transformers` knows, encloses answers and writes nothing.
+    # {% generation %}, an extension of `transformers`, encloses answers and writes nothing.
     text = re.sub(r"(\{%[-+]?\s*)(end)?generation(\s*[-+]?%\})",
                   lambda m: m[1] + ("endif" if m[2] else "if true") + m[3], text)
     with template_errors():
@@ -417,8 +417,8 @@ def squeeze(text):
 
 def encode_marked(text, tokenizer):
     """Return the ids of a rendered text. Special tokens are encoded as such, except within marks,
-    which enclose what a message contains."""
-    first, *parts = MARKED.split(text)  # text, marked text (None: half a mark), text, ...
+    which enclose parts of messages."""
+    first, *parts = MARKED.split(text)  # text, marked text (empty: half a mark), ...
     ids = tokenizer.encode_special(first)
     for n, part in enumerate(parts):
         encode = tokenizer.encode_special if n % 2 else tokenizer.encode

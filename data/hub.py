@@ -1,7 +1,7 @@
-"""Downloads: models and data sets of the Hugging Face hub, and small files by their address.
+"""Downloads: models and data sets of the Hugging Face hub, and small files by URL.
 
-The hub is accessed by the optional package huggingface_hub, with its cache, its resumed downloads
-and its token. HF_ENDPOINT names a mirror.
+The hub is accessed by the optional package huggingface_hub, which caches files, resumes downloads
+and uses the access token. HF_ENDPOINT names a mirror.
 """
 
 import hashlib
@@ -19,7 +19,7 @@ WEIGHT_FILES = ["model*.safetensors", "model.safetensors.index.json"]
 
 def local_folder(name, weights=True):
     """Return the path `name`; for hf:OWNER/NAME, the cached folder of that model, downloaded if
-    necessary (without `weights`: only its configuration and tokenizer). Raises DataError."""
+    necessary (without `weights`: configuration and tokenizer only). Raises DataError."""
     if not name.startswith("hf:"):
         return os.path.expanduser(name)
     if not re.fullmatch(r"hf:[\w-][\w.-]*(/[\w-][\w.-]*)?", name):
@@ -49,7 +49,7 @@ def download(name, function, endpoint=None, **arguments):
 
 
 def fetch_file(url, sha256):
-    """Return the content (bytes) of a small file, checked by its sha256. Raises OSError."""
+    """Return the content (bytes) of a small file after checking the sha256. Raises OSError."""
     import requests  # a dependency of tiktoken; slow to import
     reply = requests.get(url, timeout=20)
     reply.raise_for_status()

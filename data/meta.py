@@ -1,4 +1,4 @@
-"""meta.json: what a folder of prepared data contains.
+"""meta.json: the description of a folder of prepared data.
 
 One dataclass, one reader and one writer for all kinds of prepared data. nanoGPT's meta.pkl is read
 as well, without running code from it.
@@ -17,23 +17,23 @@ from train.base.files import write_text
 
 MAX_PICKLE_BYTES = 4 << 20
 MAX_ID = 1 << 24  # larger than any vocabulary
-# The key `kind` of folders that earlier versions prepared, and the model type it stands for.
+# The key `kind` of folders that earlier versions prepared, and the model type of each.
 KIND_TO_MODEL = {"chat": "chat", "pairs": "dpo", "prompts": "grpo", "features": "autoencoder"}
 
 
 @dataclass
 class Meta:
-    """The contents of meta.json. `extra` has the keys of one model type; in the file they are at
-    the top level like the others."""
-    model: str | None = None         # the --model that the data are for; None: unknown
+    """The contents of meta.json. `extra` contains the keys of one model type, which are at the top
+    level of the file as well. A field that is None is not written."""
+    model: str | None = None         # the --model that the data are for, if known
     dtype: str | None = None         # of raw token files: uint16 or uint32
     vocab_size: int | None = None
-    tokenizer: dict | None = None    # Tokenizer.spec(); its large parts are files beside meta.json
+    tokenizer: dict | None = None    # Tokenizer.spec(), except parts in separate files
     eot_token: int | None = None     # id of the end of text
-    block_size: int | None = None    # longest row, without its last target
+    block_size: int | None = None    # longest row, without the last target
     template: dict | None = None     # ChatTemplate.spec
     splits: dict | None = None       # {"train": {"tokens": 9, ...}, "val": ...}
-    sources: list | None = None      # None: not written by a command of data.prepare
+    sources: list | None = None      # set by the commands of data.prepare only
     incomplete: bool | None = None   # True while the files of a folder are being replaced
     extra: dict = field(default_factory=dict)
 
@@ -58,8 +58,8 @@ def write_meta(folder, meta):
 
 
 def read_meta(folder, allow_incomplete=False):
-    """Return the Meta of meta.json or meta.pkl in `folder`, an empty one if there is neither.
-    Raises DataError for a damaged file, and for an interrupted preparation."""
+    """Return the Meta of meta.json or meta.pkl in `folder`, or an empty one if neither
+    exists. Raises DataError for a damaged file, and for an interrupted preparation."""
     for name, load in (("meta.json", json.load), ("meta.pkl", load_pickle)):
         path = os.path.join(folder, name)
         if not os.path.exists(path):
@@ -78,7 +78,7 @@ def read_meta(folder, allow_incomplete=False):
 
 def parse_meta(content):
     """Return the Meta of a file's content. Raises ValueError if values that every reader uses are
-    invalid; `read_meta_for` checks the others."""
+    invalid; `read_meta_for` checks the rest."""
     if not isinstance(content, dict):
         raise ValueError(f"holds a {type(content).__name__}, expected a dictionary")
     if content.get("dtype", "uint16") not in ("uint16", "uint32"):
@@ -103,7 +103,7 @@ def read_meta_for(model, folder, how_to_prepare, **types):
     """Return the Meta of a folder that was prepared for --model `model`.
 
     types: {key: type} of the keys that must be present: a type, [type] for a list, {str: type} for
-    a dict. Raises DataError, which ends with `how_to_prepare`.
+    a dict. Raises DataError, with `how_to_prepare` at the end of the message.
     """
     meta = read_meta(folder)
     values = meta.to_dict()
@@ -127,7 +127,7 @@ def has_type(value, kind):
 
 
 def prepared_model(folder):
-    """Return the --model that a folder was prepared for, None if unknown."""
+    """Return the --model that a folder was prepared for, or `None`."""
     if os.path.exists(os.path.join(folder, "train.bin")):
         return "gpt"
     try:
@@ -147,7 +147,7 @@ def model_hint(folder):
 # pickles
 
 class PlainUnpickler(pickle.Unpickler):
-    """An unpickler of dict, list, str and other builtin types; it refuses everything else."""
+    """An unpickler that accepts dict, list, str and other builtin types only."""
 
     def find_class(self, module, name):
         raise ValueError(f"it names {module}.{name}, which could run code")
@@ -155,7 +155,7 @@ class PlainUnpickler(pickle.Unpickler):
 
 def load_pickle(f):
     """Return the content of a pickle of builtin types. Raises ValueError for other types, and for
-    a pickle that requests more memory than its size (nine bytes can request gigabytes)."""
+    a pickle that requests more memory than the file has (nine bytes can request gigabytes)."""
     content = f.read(MAX_PICKLE_BYTES)
     for op, value, _ in pickletools.genops(content):  # checks every length in the pickle
         if op.name.endswith("PUT") and value > len(content):

@@ -26,8 +26,8 @@ MAX_JSON_BYTES = 1 << 30  # of a list of records, which is read as a whole
 MANY = 1000               # problems after which reading stops
 MAX_PROBLEM_LINES = 20    # in one message
 BOM = b"\xef\xbb\xbf"
-# Folders of Python's library, or of a package, without code and prose of its own: tests, character
-# tables, installed packages.
+# Folders of Python's library, or of a package, that are not used as text: tests, character tables,
+# installed packages.
 STDLIB_SKIP = {"test", "tests", "idle_test", "encodings", "pydoc_data", "site-packages",
                "dist-packages", "__pycache__"}
 SOURCES = ("files (.jsonl, .json, .csv, .tsv, .parquet, also as .gz); Hugging Face datasets "
@@ -37,7 +37,7 @@ EXTENSIONS = r"\.(jsonl|ndjson|json|csv|tsv|parquet|txt|md|gz|pt)$"
 
 def raise_problems(problems, hint=""):
     """Raise a DataError that lists all [(location, problem)], equal problems in one line. Does
-    nothing if there are none."""
+    nothing if the list is empty."""
     locations = {}
     for where, problem in problems:
         locations.setdefault(problem, []).append(where)
@@ -69,8 +69,8 @@ def is_saved(folder):
 
 
 def is_hub_name(source):
-    """Return whether a source is a data set of the hub: hf:..., or OWNER/NAME if there is no such
-    file."""
+    """Return whether a source is a data set of the hub: hf:..., or OWNER/NAME if it is no
+    path."""
     if source.startswith("hf:"):
         return True
     return bool(re.fullmatch(r"[\w-][\w.-]*/[\w.-]+", source) and not os.path.exists(source)
@@ -86,7 +86,7 @@ def open_bytes(path):
 
 def walk(folder, skipped_folder, skipped_names):
     """Return the paths of the regular files below `folder`, in an order that is the same on every
-    machine, without hidden files and folders, and without links to files elsewhere."""
+    machine, without hidden files and folders, and without links to files outside `folder`."""
     found = []
     inside = os.path.join(os.path.realpath(folder), "")
     for here, folders, names in os.walk(folder):
@@ -169,7 +169,7 @@ def parquet_rows(path, columns):
     """Read a parquet file, a thousand rows at a time."""
     parquet = require("pyarrow.parquet", "reading it")
     source, count = path, 0
-    if path.lower().endswith(".gz"):  # parquet is read from its end
+    if path.lower().endswith(".gz"):  # parquet files are read from the end
         with gzip.open(path) as stream:
             source = io.BytesIO(stream.read())
     with parquet.ParquetFile(source) as file:
@@ -202,8 +202,8 @@ def dataset_rows(source, split, subset):
 def records(source, columns=None, split="train", subset=None):
     """Yield (location, record or ValueError) of a source.
 
-    columns: the columns to read from a table, which must exist. split, subset: of a data set whose
-    name does not include them. Raises ValueError and the errors of reading a file.
+    columns: the columns to read from a table, which must exist. split, subset: of a data set, if
+    the name does not include both. Raises ValueError and the errors of reading a file.
     """
     name = source.lower().removesuffix(".gz")
     if os.path.isdir(source) or is_hub_name(source):

@@ -1,6 +1,6 @@
 """Arrays of rows: SPLIT_NAME.npy files with one row per sample, and the rules of the splits.
 
-Commands of data.prepare write them (RowWriter, ChatPacker), model types open them (open_rows).
+Commands of data.prepare write the arrays (RowWriter, ChatPacker), model types open_rows.
 """
 
 import hashlib
@@ -26,7 +26,7 @@ def open_rows(folder, split, **limits):
     """Return the memory-mapped arrays SPLIT_NAME.npy of a split, in the order of `limits`.
 
     limits: {name: (shape of a row, lowest value, limit)}: integers from the lowest value to below
-    the limit, in rows of that shape (None: any size). All arrays must have the same number of
+    the limit, in rows of that shape (`None`: any size). All arrays must have the same number of
     rows. Raises DataError.
     """
     arrays = []
@@ -40,7 +40,7 @@ def open_rows(folder, split, **limits):
 
 
 def check_array(path, array, shape, limit, low=0):
-    """Raise DataError unless an array has this shape (None: any size) and integers from `low` to
+    """Raise DataError unless an array has this shape (`None`: any size) and integers from `low` to
     below `limit`. An id outside the vocabulary would end the process on a GPU without naming the
     file. Only some rows of a large array are read."""
     some = array[::1 + array.nbytes // CHECKED_WHOLE] if array.ndim else array
@@ -99,7 +99,7 @@ class ChatPacker:
 
     Each conversation is added to the row in which it leaves the least space (best fit), among
     MAX_OPEN_ROWS incomplete rows. The end of a row is filled with the token `fill`. The arrays are
-    tokens, mask (1: learned) and chat (the number of the conversation within the row).
+    tokens, mask (1 for targets of the loss) and chat (number of the conversation within the row).
     """
 
     def __init__(self, folder, split, width, dtype, fill):
@@ -145,12 +145,11 @@ class ChatPacker:
 
 
 # -----------------------------------------------------------------------------
-# train and validation splits. Each rule depends on the sample alone, so that it stays in its split
-# when other data are added.
+# train and validation splits. The split of a sample does not change when data are added.
 
 def documents_in_val(first, count, fraction):
     """Return bool (count,): whether the documents first.. are for validation, by a hash
-    (splitmix64) of their index."""
+    (splitmix64) of the index."""
     index = np.arange(first + 1, first + 1 + count, dtype=np.uint64)
     return (mix64(index * np.uint64(0x9E3779B97F4A7C15)) >> np.uint64(11)) * 2.0 ** -53 < fraction
 
@@ -174,8 +173,8 @@ def prompt_hash(ids, mask):
 def split_by_prompt(samples, fraction):
     """Yield ("train" or "val", sample) by `prompt_hash`: the same prompt is never in both splits.
 
-    sample[0] is its (ids, mask). If no sample falls into the validation split, those with the
-    lowest hash are moved there.
+    sample[0]: (ids, mask). If no sample falls into the validation split, the samples with the
+    lowest hash are moved to it.
     """
     waiting = []
     has_val = False
@@ -199,7 +198,7 @@ def split_by_prompt(samples, fraction):
 
 def runs_in_val(runs, fraction):
     """Return bool (n,): the rows for validation: whole runs, evenly spread, about `fraction` of
-    them. runs (n,): the run of each row. Neighbouring rows of a run are nearly equal."""
+    all. runs (n,): the run of each row. Neighbouring rows of a run are nearly equal."""
     labels, index = np.unique(runs, return_inverse=True)
     n = len(labels)
     if n < 2:

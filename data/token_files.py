@@ -1,6 +1,7 @@
-"""Token files as one memory-mapped stream: find them, recognise their format, refuse what is wrong.
+"""Token files as one memory-mapped stream.
 
-Formats: nanoGPT's raw .bin (uint16, or what meta.json says), llm.c and modded-nanogpt shards, .npy.
+Formats: nanoGPT's raw .bin (uint16, or the dtype of meta.json), llm.c and modded-nanogpt shards,
+.npy files. The format is recognised and checked when a file is opened.
 """
 
 import glob
@@ -15,18 +16,18 @@ from data.meta import MAX_ID, model_hint, prepared_model, read_meta
 from train.base.errors import DataError, UserError
 from train.base.fields import parse_mixture
 
-# What the maps may hold of this process's memory. The kernel maps 64 KiB around a page it is asked
-# for; mapping anew for every batch instead would cost more than the reading.
+# Memory of this process that the maps may use. The kernel maps 64 KiB around a requested page. A
+# new map for every batch would cost more than reading.
 MAPPED_BYTES, FAULT_BYTES = 64 << 20, 64 << 10
 MIB = 1 << 20
-CHECKED_WHOLE = 64 << 20  # bytes of a stream whose every id is checked before work starts
+CHECKED_WHOLE = 64 << 20  # bytes: of a smaller stream all ids are checked before training
 LLMC = {(20240520, 1): "<u2", (20240801, 7): "<u4"}  # (magic, version) of llm.c's shards
 TEXT_BYTES = bytes([9, 10, 13, *range(32, 127)])
 PREPARE = "make it with `python -m data.prepare`"
 
 
 def mix64(x):
-    """splitmix64's finalizer (Steele et al. 2014), a bijection of 64 bits. x: (n,) uint64."""
+    """Return splitmix64's finalizer of x, (n,) uint64: a bijection (Steele et al. 2014)."""
     x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
     return x ^ (x >> np.uint64(31))
@@ -34,6 +35,7 @@ def mix64(x):
 
 @dataclass
 class Shard:
+    """One token file."""
     path: str
     dtype: np.dtype
     n_tokens: int
@@ -42,50 +44,52 @@ class Shard:
 
 
 def identify(stat):
-    """What tells a file from a changed or replaced one: inode, size, time of the last change."""
+    """Return a file's inode, size and modification time, which change when it is replaced."""
     return stat.st_ino, stat.st_size, stat.st_mtime_ns
 
 
 def find_files(data_dir, split):
-    """The sorted token files of one split: data_dir is a folder, a file or a glob."""
+    """Return the sorted token files of one split. data_dir: a folder, a file or a glob pattern."""
     if os.path.isdir(data_dir):
         start = os.path.join(glob.escape(data_dir), "")
-        wanted = f"{split}.bin, or shards *{split}*.bin or *{split}*.npy"
-        shards = () if prepared_model(data_dir) not in (None, "gpt") else ("bin", "npy")
+        expected = f"{split}.bin, or shards *{split}*.bin or *{split}*.npy"
+        extensions = () if prepared_model(data_dir) not in (None, "gpt") else ("bin", "npy")
         paths = glob.glob(f"{start}{split}.bin") or [
-            p for end in shards for p in glob.glob(f"{start}*{split}*.{end}")]
+            p for extension in extensions for p in glob.glob(f"{start}*{split}*.{extension}")]
         found = ", ".join(sorted(os.listdir(data_dir))[:8]) or "nothing"
     else:
         # Without {split} in the name the same tokens would be training and validation data.
         if split != "train" and "{split}" not in data_dir:
             raise DataError(f"{data_dir}: one file or pattern is training data only; for {split} "
                             "data give a folder, or a name with {split}: 'x/{split}_*.bin'")
-        wanted, found = data_dir.replace("{split}", split), "no such file or folder"
-        paths = [wanted] if os.path.exists(wanted) else glob.glob(wanted)
+        expected = data_dir.replace("{split}", split)
+        found = "no such file or folder"
+        paths = [expected] if os.path.exists(expected) else glob.glob(expected)
     if not paths:
-        raise DataError(f"{data_dir}: no {split} data: expected {wanted}, found {found}"
+        raise DataError(f"{data_dir}: no {split} data: expected {expected}, found {found}"
                         f"{model_hint(data_dir)}; set data_dir, or {PREPARE}")
     return sorted(paths)
 
 
-def check_there(config):
-    """UserError where what a run opens first is not there: torch, which takes seconds to import, is
-    not needed to find that out."""
-    file, again = config.resume_file, os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0"
-    if file and not os.path.exists(file) and not again:  # a restarted job has its own past
+def check_files_exist(config):
+    """Raise UserError if the data or the checkpoint to resume are missing, before the import of
+    torch, which takes seconds."""
+    file = config.resume_file
+    restarted = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0"
+    if file and not os.path.exists(file) and not restarted:  # a restarted job resumes its run
         raise UserError(f"resume: {file!r} is none of auto, never and must, and no such file")
     for folder in parse_mixture(config.data_dir) or [config.data_dir]:
         if config.model == "gpt" and os.path.basename(os.path.normpath(folder)) != "stdlib":
             find_files(folder, "train")
 
 
-# What numpy raises for a .npy file that it cannot read.
+# Exceptions of numpy for a damaged .npy file.
 NPY_ERRORS = (OSError, ValueError, EOFError, tokenize.TokenError, SyntaxError, TypeError,
               ArithmeticError, RecursionError, MemoryError)
 
 
 def open_npy(path):
-    """The array in a .npy file, memory-mapped; never unpickles. Raises DataError."""
+    """Return the memory-mapped array of a .npy file, without unpickling. Raises DataError."""
     try:
         return np.lib.format.open_memmap(path, mode="r")
     except FileNotFoundError:
@@ -96,7 +100,8 @@ def open_npy(path):
 
 
 def check_plausible(tokens):
-    """ValueError if a raw file's first tokens look like another format. tokens: (n,) integers."""
+    """Raise ValueError if the first tokens of a raw file look like a different format. tokens: (n,)
+    integers."""
     if len(tokens) < 64:
         return
     if tokens.dtype.itemsize == 2:
@@ -110,7 +115,8 @@ def check_plausible(tokens):
 
 
 def read_layout(path, f, size, raw_dtype):
-    """(dtype, bytes before the data, tokens) of a token file; ValueError says what is wrong."""
+    """Return (dtype, offset of the data in bytes, number of tokens) of an open file. Raises
+    ValueError."""
     head = f.read(1 << 16)
     if not size:
         raise ValueError(f"is empty; {PREPARE}")
@@ -146,13 +152,13 @@ def read_layout(path, f, size, raw_dtype):
 
 
 def open_shard(path, raw_dtype):
-    """The Shard of one file; raw files hold `raw_dtype`, the other formats say what they hold."""
+    """Return the Shard of one file. raw_dtype: of files without a header. Raises DataError."""
     try:
         with open(path, "rb") as f:
             identity = identify(os.fstat(f.fileno()))
             dtype, offset, n = read_layout(path, f, identity[1], raw_dtype)
         return Shard(path, np.dtype(dtype), n, offset, identity)
-    except DataError:  # names the file already
+    except DataError:  # of open_npy, with the path
         raise
     except OSError as e:
         raise DataError(f"{path}: cannot be read: {e.strerror}; make it readable") from None
@@ -161,8 +167,11 @@ def open_shard(path, raw_dtype):
 
 
 def open_stream(data_dir, split, vocab_size=None, least=1):
-    """The TokenStream of one split, checked: as many tokens as meta.json says and at least `least`,
-    with ids below vocab_size (None: what meta.json says, if it does). Raises DataError."""
+    """Return the TokenStream of one split.
+
+    Raises DataError unless it has the number of tokens in meta.json, at least `least` tokens, and
+    ids below vocab_size (default: that of meta.json).
+    """
     paths = find_files(data_dir, split)
     meta = read_meta(os.path.dirname(paths[0]))
     stream = TokenStream([open_shard(p, meta.dtype or "uint16") for p in paths],
@@ -171,7 +180,7 @@ def open_stream(data_dir, split, vocab_size=None, least=1):
     try:
         expected = meta.splits[split]["tokens"]
     except (KeyError, TypeError):
-        expected = n  # not prepared by data.prepare
+        expected = n  # not written by data.prepare
     if os.path.basename(paths[0]) == f"{split}.bin" and n != expected:
         raise DataError(f"{where}: {n:,} tokens, but meta.json says {expected:,}: cut short or "
                         "replaced? prepare the data again")
@@ -183,30 +192,33 @@ def open_stream(data_dir, split, vocab_size=None, least=1):
 
 
 class TokenStream:
-    """The tokens of several files as one, memory-mapped, so that a terabyte is read on a laptop.
+    """The tokens of several memory-mapped files as one stream: a terabyte can be read on a laptop.
 
-    Maps are let go and made anew before the pages once read add up to MAPPED_BYTES. Before each
-    read its files are checked to be those of the start (DataError). One that is cut short while it
-    is being read, or a disk that fails, ends the process with SIGBUS, as with any memory map.
+    The maps are replaced before the pages that were read exceed MAPPED_BYTES. Before each read the
+    files are checked (DataError if one changed since it was opened). A file that is truncated
+    during a read, or a disk failure, kills the process with SIGBUS.
     """
 
     def __init__(self, shards, vocab_size=None):
         self.shards, self.dtype, self.vocab_size = shards, shards[0].dtype, vocab_size
-        self.firsts = np.cumsum([0] + [s.n_tokens for s in shards])  # first token of each, then N
+        self.firsts = np.cumsum([0] + [s.n_tokens for s in shards])  # first token per shard, then N
         self.n_tokens = int(self.firsts[-1])
-        self.maps, self.n_read = {}, 0  # shard -> its array; windows read from these maps
+        self.maps = {}   # shard index -> array
+        self.n_read = 0  # windows read from these maps
         if len({s.dtype for s in shards}) > 1:
             raise DataError(f"{shards[0].path} and others: token files of different types: "
                             f"{', '.join(sorted({str(s.dtype) for s in shards}))}; expected one")
 
     def locate(self, token):
-        """(path, offset in tokens) of a token of the stream."""
+        """Return (path, offset in tokens) of a token of the stream."""
         i = int(np.searchsorted(self.firsts, token, "right")) - 1
         return self.shards[i].path, int(token - self.firsts[i])
 
     def check_places(self):
-        """Check ids before work starts: all of a small stream, else both ends and 64 places."""
-        n, size = self.n_tokens, self.dtype.itemsize
+        """Check ids before training: all of a small stream, or the first, the last and 64
+        other windows."""
+        n = self.n_tokens
+        size = self.dtype.itemsize
         small = n * size <= CHECKED_WHOLE
         lengths = [n] if small else [min(n, MIB // size), min(n, 4096)]
         for length, places in zip(lengths, (2, 64)):
@@ -214,11 +226,11 @@ class TokenStream:
             self.read(starts, length)
 
     def read(self, starts, length):
-        """The windows starts[i] .. + length, every id inside the vocabulary (DataError), where it
-        is known. starts: (n,) int64 -> (n, length) of self.dtype."""
+        """Return the windows of `length` tokens at `starts`, (n,) int64, as (n, length). Raises
+        DataError for an id outside the vocabulary, if `vocab_size` is set."""
         tokens = self._gather(starts, length)
-        limit = self.vocab_size or 1 << 62  # unknown: only negative ids are wrong
-        # On a GPU an id outside the embedding would end the process without a word of where.
+        limit = self.vocab_size or 1 << 62  # unknown: only negative ids are refused
+        # On a GPU an id outside the embedding kills the process without naming the file.
         if int(tokens.max()) >= limit or int(tokens.min()) < 0:
             row, column = np.argwhere((tokens >= limit) | (tokens < 0))[0]
             path, offset = self.locate(starts[row] + column)
@@ -239,10 +251,10 @@ class TokenStream:
         return rows
 
     def _read_shards(self, starts, length):
-        """read() from several files, a window at a time, piece by piece where one crosses a border:
-        often no two windows of a batch are of one file, so there is nothing to gather."""
+        """Return the windows of several files, one by one: often every window of a batch is
+        in a different file. A window that crosses a border is read in pieces."""
         rows = np.empty((len(starts), length), self.dtype)
-        which = np.searchsorted(self.firsts, starts, "right") - 1  # (n,) the shard it starts in
+        which = np.searchsorted(self.firsts, starts, "right") - 1  # (n,) index of the shard
         arrays = {i: self._map(i) for i in np.unique(which).tolist()}
         for row, i, at in zip(rows, which.tolist(), (starts - self.firsts[which]).tolist()):
             piece = arrays[i][at:at + length]
@@ -254,16 +266,16 @@ class TokenStream:
         return rows
 
     def _map(self, i):
-        """Shard i as an array (n_tokens,); DataError where its file is not that of the start."""
+        """Return shard i as an array (n_tokens,). Raises DataError if the file changed."""
         shard = self.shards[i]
         try:
             now = identify(os.stat(shard.path))
             if now == shard.identity and i not in self.maps:
                 mapped = np.memmap(shard.path, shard.dtype, "r", shard.offset, (shard.n_tokens,))
-                if hasattr(mmap, "MADV_RANDOM"):  # else every window reads ahead 128 KiB or more
+                if hasattr(mmap, "MADV_RANDOM"):  # the default reads 128 KiB or more ahead
                     mapped._mmap.madvise(mmap.MADV_RANDOM)
                 self.maps[i] = np.asarray(mapped)
-        except (OSError, ValueError) as e:  # ValueError: cut short this very moment
+        except (OSError, ValueError) as e:  # ValueError: truncated after os.stat
             raise DataError(f"{shard.path}: is gone ({getattr(e, 'strerror', e)}); put it back"
                             ) from None
         if now != shard.identity:

@@ -1,4 +1,4 @@
-"""Opening tokenizers: by name, file, folder, checkpoint or spec, and those of data folders."""
+"""Opening tokenizers: by name, file, folder, checkpoint or spec."""
 
 import contextlib
 import difflib
@@ -22,7 +22,7 @@ from data.tokenizer_types import (  # noqa: F401 (some are names that scripts im
 from train.base.errors import DataError
 from train.base.files import atomic_write
 
-# Large parts of a spec, which are files of their own in a data folder.
+# Large parts of a spec, which are separate files in a data folder.
 TOKENIZER_FILES = {"ranks": "tokenizer.tiktoken", "json": "tokenizer.json"}
 NAMES = ("byte", "char", "gpt2", "bpe")
 GPT2_VOCAB_SIZE = 50257  # of token files without meta.json, as of nanoGPT and llm.c
@@ -47,7 +47,7 @@ def open_tokenizer(source) -> Tokenizer:
 
 def load_tokenizer(name: str, path: str | os.PathLike | None = None) -> Tokenizer:
     """Return the tokenizer byte or gpt2, or that of a rank file or data folder, which is given as
-    `path` or as `name`. char and bpe are made from a text and need its folder."""
+    `path` or as `name`. char and bpe are made from a text and need a folder."""
     path = os.path.expanduser(path or ("" if name in NAMES else name))
     if path and os.path.isdir(path):
         tokenizer = load_dataset_tokenizer(path)
@@ -78,7 +78,7 @@ def load_tokenizer(name: str, path: str | os.PathLike | None = None) -> Tokenize
 
 def load_dataset_tokenizer(data_dir):
     """Return the tokenizer of a data folder, or of token files in one, from meta.json or nanoGPT's
-    meta.pkl; None if they name none."""
+    meta.pkl, or `None`."""
     folder = data_dir if os.path.isdir(data_dir) else os.path.dirname(data_dir)
     meta = read_meta(folder)
     try:
@@ -92,7 +92,7 @@ def load_dataset_tokenizer(data_dir):
         spec = dict(meta.tokenizer)
         for part in TOKENIZER_FILES:
             if name := spec.get(f"{part}_file"):
-                # The base name only: never a file of another folder.
+                # The base name only: never a file outside the folder.
                 with open(os.path.join(folder, os.path.basename(name)), "rb") as f:
                     spec[part] = f.read().decode()
         return tokenizer_from_spec(spec)
@@ -102,7 +102,7 @@ def load_dataset_tokenizer(data_dir):
 
 
 def open_folder_tokenizer(folder):
-    """Return the tokenizer of a data folder. Raises DataError if meta.json names none."""
+    """Return the tokenizer of a data folder. Raises DataError if it has no tokenizer."""
     tokenizer = load_dataset_tokenizer(folder)
     if tokenizer is None:
         raise DataError(f"{folder}: its meta.json names no tokenizer; prepare it again")
@@ -122,10 +122,11 @@ def write_tokenizer(folder, tokenizer):
 
 
 def find_vocabulary(data_dir, name=None, size=None):
-    """Return (vocabulary size, tokenizer or None) of token files.
+    """Return (vocabulary size, tokenizer or `None`) of token files.
 
-    The tokenizer is that of the files, else the one called `name`. The vocabulary size is `size`,
-    else the tokenizer's, else that of meta.json. Raises DataError if `size` is too small.
+    The tokenizer is that of the files or, by default, the one called `name`. The vocabulary size is
+    the first that is known: `size`, the tokenizer's, that of meta.json. Raises DataError if `size`
+    is too small.
     """
     tokenizer = load_dataset_tokenizer(data_dir)
     if tokenizer is None and name:
@@ -141,7 +142,7 @@ def find_vocabulary(data_dir, name=None, size=None):
 
 
 def read_checkpoint_spec(path):
-    """Return {"tokenizer": spec, "template": spec or None, "block_size": int or None} of a
+    """Return {"tokenizer": spec, "template": spec or `None`, "block_size": int or `None`} of a
     checkpoint. Raises DataError if it names no tokenizer."""
     from train.base.checkpoint_file import load_checkpoint  # imports torch
     state = load_checkpoint(path)

@@ -1,7 +1,7 @@
 """Hugging Face's tokenizer.json: reading it, and writing tokenizers as such a file.
 
-Both formats describe the same byte pair encoding. tiktoken joins the pair whose joined bytes have
-the lowest rank; tokenizer.json lists the pairs in the order in which they are joined.
+Both formats describe the same byte pair encoding. tiktoken joins the pair with the lowest rank of
+the joined bytes; tokenizer.json lists the pairs in the order of joining.
 """
 
 import functools
@@ -27,7 +27,7 @@ GPT2_PATTERN = (r"""'(?:[sdmt]|ll|ve|re)| ?\p{L}++| ?\p{N}++| ?[^\s\p{L}\p{N}]++
                 r"""|\s++$|\s+(?!\S)|\s""")
 R50K_SHA256 = "306cd27f03c1a714eca7108e03d66b7dc042abe8c258b44c199a7ed9838dd930"
 ANY_CHARACTER, ANY_TEXT = r"[\s\S]", r"[\s\S]+"
-# Flags of an added token that matches exactly its own text, if all are false.
+# Flags of an added token. If all are false, it matches exactly this text.
 ADDED_TOKEN_FLAGS = ("single_word", "lstrip", "rstrip", "normalized")
 MAX_MERGE_WORK = 1 << 22  # sum of squared token lengths, or 200 per token if that is more
 
@@ -58,7 +58,7 @@ def list_merges(ranks):
 
 
 def last_pair(token, ranks):
-    """Return the (left, right) that tiktoken joins last to form `token` from its bytes, None if it
+    """Return the (left, right) that tiktoken joins last to form `token` from bytes, or `None` if it
     cannot (then the token is used only for a whole piece of text)."""
     parts = [token[i:i + 1] for i in range(len(token))]
     while len(parts) > 2:
@@ -89,7 +89,8 @@ def tokenizer_json(tokenizer):
         dict(id=i, content=text, **dict.fromkeys(ADDED_TOKEN_FLAGS, False), special=special)
         for text, (i, special) in tokenizer.added.items()]
     byte_level = dict(type="ByteLevel", add_prefix_space=False, trim_offsets=True)
-    # Its own pattern is GPT-2's without possessive quantifiers, which its engine reads differently.
+    # The pattern of use_regex is GPT-2's without possessive quantifiers, which the package
+    # tokenizers reads differently.
     pre_tokenizer = byte_level | dict(use_regex=tokenizer.pattern == GPT2_PATTERN)
     if tokenizer.pattern not in (GPT2_PATTERN, ANY_CHARACTER):  # read from a tokenizer.json
         pre_tokenizer = dict(type="Sequence",
@@ -125,7 +126,7 @@ def read_json(path):
 
 
 def read_optional_json(folder, name):
-    """Return the object in a JSON file of a folder, {} if there is no such file."""
+    """Return the object in a JSON file of a folder, or {} if the file is missing."""
     path = os.path.join(folder, name)
     return read_json(path) if os.path.exists(path) else {}
 
@@ -167,7 +168,7 @@ def read_byte_level(content, folder, path):
                                 "matches only whole words")
         ranks = {text_bytes(t): i for t, i in model["vocab"].items() if t not in added}
         check_merges(ranks, model["merges"], path)
-        # A file may have more tokens than its model has rows.
+        # A file may have more tokens than the model has rows.
         rows = read_optional_json(folder, "config.json").get("vocab_size") or MAX_VOCAB
         added_specs = {t["content"]: [t["id"], bool(t.get("special"))] for t in tokens
                        if t["id"] < rows}
@@ -214,8 +215,7 @@ def pattern_of(pre_tokenizer, path):
 
 
 def check_merges(ranks, merges, path):
-    """Raise DataError unless the merges, in their order, are those that tiktoken derives from the
-    ids."""
+    """Raise DataError unless the merges and the order are as tiktoken derives from the ids."""
     pairs = (pair.split(" ") if isinstance(pair, str) else pair for pair in merges)
     if [tuple(map(text_bytes, pair)) for pair in pairs] != list_merges(ranks):
         raise DataError(f"{path}: its ids are not in the order of its merges, so tiktoken would "
@@ -223,7 +223,7 @@ def check_merges(ranks, merges, path):
 
 
 def end_of_text(folder, added):
-    """Return the id of the end of text of a Hugging Face folder, None if no file names it."""
+    """Return the id of the end of text of a Hugging Face folder, or `None`."""
     token = special_tokens(folder).get("eos_token")
     if token in added:
         return added[token]
@@ -240,8 +240,8 @@ def special_tokens(folder):
 
 
 def read_template_spec(folder, tokenizer):
-    """Return the spec of a JinjaTemplate, see data/chat_template.py, of a Hugging Face folder; None
-    if it has no chat template."""
+    """Return the spec of a JinjaTemplate, see data/chat_template.py, of a Hugging Face folder, or
+    `None` if it has no chat template."""
     text = read_optional_json(folder, "tokenizer_config.json").get("chat_template")
     path = os.path.join(folder, "chat_template.jinja")
     if os.path.exists(path):

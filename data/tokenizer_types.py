@@ -18,7 +18,7 @@ import tiktoken
 from train.base.errors import DataError, require
 
 EOT = "<|endoftext|>"
-# tiktoken's regular expression overflows its stack on a million white-space characters.
+# tiktoken overflows the stack on a million white-space characters.
 MAX_SPACE_RUN = 500_000
 LONG_SPACE_RUN = re.compile(rf"\s{{{MAX_SPACE_RUN}}}")
 MAX_VOCAB = 1 << 22  # a damaged spec must not request terabytes
@@ -56,8 +56,8 @@ def rust_panics_as_errors(message):
 class Tokenizer:
     """Base class of the tokenizers.
 
-    Attributes: kind, n_vocab, eot_token (id of the end of text, or None), special (texts of special
-    tokens). Subclasses implement encode_array, decode_known, spec and token_bytes.
+    Attributes: kind, n_vocab, eot_token (id of the end of text, or `None`), special (texts of
+    special tokens). Subclasses implement encode_array, decode_known, spec and token_bytes.
     """
     kind: str
     n_vocab: int
@@ -108,7 +108,7 @@ class RankTokenizer(Tokenizer):
 
     def __init__(self, kind, ranks, pattern, eot_token, added=None, nfc=False):
         """ranks: {bytes of a token: rank}. pattern: the regular expression that splits text.
-        added: {text: [id, is special]} of tokens beside the ranks; None: the end of text only.
+        added: {text: [id, is special]} of additional tokens; default: the end of text.
         nfc: text is converted to that Unicode normal form first."""
         self.kind = kind
         self.ranks = ranks
@@ -140,10 +140,10 @@ class RankTokenizer(Tokenizer):
 
     def encode_array(self, text, allowed=None):
         """Return the ids of `text`, uint8 (byte) or uint32. allowed: which added tokens are
-        recognised; None: those that are not special."""
+        recognised; default: tokens that are not special."""
         text = unicodedata.normalize("NFC", clean(text)) if self.nfc else clean(text)
         if self.kind == "byte" and allowed is None:
-            # Equal to tiktoken's result, without its loop over a million matches.
+            # Equal to tiktoken's result, without a loop over a million matches.
             return np.frombuffer(text.encode("utf-8"), np.uint8)
         with rust_panics_as_errors(f"the pattern {self.pattern!r:.80} of this {self.kind} "
                                    "tokenizer cannot split text"):
@@ -283,7 +283,7 @@ class JsonTokenizer(Tokenizer):
         return self.enc.decode([*prefix, *ids], skip_special_tokens=False)[len(prefix_text):]
 
     def bytes_of(self, i):
-        """Return the bytes of text of a token, none for special tokens."""
+        """Return the bytes of text of a token, empty for special tokens."""
         token = self.enc.id_to_token(i)
         table = byte_table()
         if i in self.special_ids or token is None:

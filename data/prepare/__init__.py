@@ -2,7 +2,7 @@
 
     python -m data.prepare my.txt notes/ more.jsonl --out data/bin/mine
 
-sources.py finds and unpacks the sources, encode.py splits and encodes their text. The files are
+sources.py finds and unpacks the sources, encode.py splits and encodes the text. The files are
 written to a temporary folder, which replaces the output folder at the end (folders.py).
 """
 
@@ -93,7 +93,7 @@ def count_processes(num_proc, size, quick_bytes):
 
 
 def check_options(o):
-    """Return (tokenizer or None, problems) of the options."""
+    """Return (tokenizer or `None`, problems) of the options."""
     problems = overwrite_problems(o.out, "gpt", o.sources, o.force)
     if o.val_fraction is not None and not 0 < o.val_fraction <= 0.5:
         problems.append(("val_fraction", f"{o.val_fraction} is not within 0 < F <= 0.5"))
@@ -117,7 +117,7 @@ def check_options(o):
 
 
 def survey_sources(o, folder):
-    """The first pass: return (pieces with the sizes of their texts, tokenizer, names of copies,
+    """The first pass: return ([(piece, characters of each text)], tokenizer, names of copies,
     names of skipped files). Raises DataError with all problems of options and text."""
     tokenizer, problems = check_options(o)
     unpacked = os.path.join(folder, "unpacked")
@@ -158,7 +158,7 @@ def empty_folders(sources, pieces, not_text, skipped, problems):
 
 
 def write_tokens(o, kept, tokenizer, folder):
-    """The second pass: write the token files to `folder` and return their Meta."""
+    """The second pass: write the token files to `folder` and return the Meta."""
     fraction = o.val_fraction or min(0.1, MAX_VAL_BYTES / sum(piece.size for piece, _ in kept))
     jobs, cut = encode.plan_split(kept, fraction, o.num_samples)
     dtype = id_dtype(tokenizer.n_vocab)
@@ -215,7 +215,7 @@ def report(meta, out, copies, skipped, seconds, log):
 
 def next_command(tokens, out):
     """Return the command that trains on `tokens` in `out`: with the production configuration if
-    data and machine are large enough, else with that of the first run."""
+    data and machine are large enough, or with that of the first run."""
     gpu = shutil.which("nvidia-smi") or os.path.exists("/proc/driver/nvidia/version")
     config = "config.yaml" if gpu and tokens >= 100e6 else "config_quick.yaml"
     run_folder = os.path.join("out", os.path.basename(os.path.abspath(out)))
@@ -233,7 +233,7 @@ def is_prepared(folder):
 
 
 def ensure_dataset(data_dir, log=echo):
-    """Prepare the built-in data if `data_dir` is missing and its last part is stdlib. Several
+    """Prepare the built-in data if `data_dir` is missing and has the name "stdlib". Several
     processes may do this at once. Returns whether data were prepared."""
     if os.path.basename(os.path.normpath(data_dir)) != "stdlib" or is_prepared(data_dir):
         return False
@@ -241,7 +241,7 @@ def ensure_dataset(data_dir, log=echo):
     try:
         os.makedirs(data_dir, exist_ok=True)
         with exclusive_lock(data_dir):
-            if is_prepared(data_dir):  # by another process in the meantime
+            if is_prepared(data_dir):  # by a second process in the meantime
                 return False
             meta = prepare([STDLIB], data_dir, log=lambda line: None)
     except OSError as error:
@@ -275,7 +275,7 @@ def check_arguments(o):
 
 
 def run(o):
-    """Run the command with its options."""
+    """Run the command."""
     check_arguments(o)
     default = os.path.join("data", "bin", o.dataset or source_name(o.sources[0]))
     o = replace(o, out=os.path.expanduser(o.out or default))
@@ -293,5 +293,5 @@ def run(o):
 
 
 def main(argv=None):
-    """Run the command and return its exit code."""
+    """Run the command and return the exit code."""
     return run_command(Options, run, argv, "interrupted; no tokens were written")

@@ -66,7 +66,7 @@ def shakespeare(path):
 
 
 def download_corpus(name, mirror=None, shards=None, folder=None):
-    """Return the paths of a corpus's files (its first `shards` training files), downloaded to
+    """Return the paths of a corpus's files (the first `shards` training files), downloaded to
     `folder`, or to the cache of huggingface_hub. Raises DataError."""
     corpus = CORPORA[name]
     return [download(f"dataset {name}", "hf_hub_download", mirror, repo_id=corpus.repo,
@@ -75,7 +75,7 @@ def download_corpus(name, mirror=None, shards=None, folder=None):
 
 
 def prepare_tokens(name, out, tokenizer_name, mirror, shards, force, log):
-    """Download a corpus of GPT-2 tokens into the folder `out`, and write its meta.json. Returns the
+    """Download a corpus of GPT-2 tokens into the folder `out`, and write meta.json. Returns the
     number of training tokens."""
     start = time.monotonic()
     tokenizer = open_tokenizer(tokenizer_name or "gpt2")
@@ -85,7 +85,7 @@ def prepare_tokens(name, out, tokenizer_name, mirror, shards, force, log):
     sources = [f"{HUB}/datasets/{CORPORA[name].repo}/resolve/main/"]
     raise_problems(overwrite_problems(out, "gpt", sources, force))
     os.makedirs(out, exist_ok=True)
-    for file in ("train.bin", "val.bin"):  # of other sources: they would hide the shards
+    for file in ("train.bin", "val.bin"):  # of other sources, which would hide the shards
         with contextlib.suppress(FileNotFoundError):
             os.unlink(os.path.join(out, file))
     meta = Meta("gpt", "uint16", **write_tokenizer(out, tokenizer), sources=sources,

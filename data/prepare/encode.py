@@ -43,8 +43,8 @@ class Piece(NamedTuple):
     file: File
     start: int
     end: int
-    opens: bool    # its first document begins here
-    closes: bool   # its last document ends here
+    opens: bool    # the first document begins here
+    closes: bool   # the last document is complete here
 
     @property
     def size(self):
@@ -52,7 +52,7 @@ class Piece(NamedTuple):
 
 
 def cut_file(file):
-    """Return the pieces of a file, of which only the bytes around the cuts are read; None for a
+    """Return the pieces of a file, of which only the bytes around the cuts are read; `None` for a
     binary file in a folder."""
     size = os.path.getsize(file.path)
     pieces = []
@@ -97,7 +97,7 @@ def cut_files(files):
 def text_cut(ahead):
     """Return the offset in the bytes `ahead` at which text can be cut without changing a token:
     before a blank that follows a visible character, because no token of GPT-2 extends over it; at
-    the first character if there is no blank."""
+    the first character if no blank exists."""
     lead = next((i for i, byte in enumerate(ahead[:4]) if byte & 0xC0 != 0x80), 0)
     text = ahead[lead:].decode("utf-8", "surrogateescape")
     spot = re.search(r"\S(?=[ \n])", text)
@@ -105,7 +105,7 @@ def text_cut(ahead):
 
 
 def read_texts(piece, fields):
-    """Return (texts, lines, problems) of a piece: its documents (or its part of one), its number of
+    """Return (texts, lines, problems) of a piece: the documents (or the part of one), the number of
     newlines, and [(line in the piece or "byte N", problem)]."""
     with open(piece.file.path, "rb") as f:
         f.seek(piece.start)
@@ -129,7 +129,7 @@ def read_texts(piece, fields):
 
 
 def record_text(line, fields):
-    """Return the text of a line of JSON: its fields, joined by newlines. Raises ValueError."""
+    """Return the text of a line of JSON: the fields, joined by newlines. Raises ValueError."""
     record = parse_line(line)
     if not isinstance(record, dict):
         raise ValueError(f"expected an object with field {fields[0]!r}, got a "
@@ -145,7 +145,7 @@ def record_text(line, fields):
 # processes
 
 def exit_with_parent():
-    """End a worker process when its parent is killed."""
+    """End a worker process when the parent is killed."""
     parent = multiprocessing.parent_process()
     threading.Thread(target=lambda: (parent.join(), os._exit(1)), daemon=True).start()
 
@@ -253,7 +253,7 @@ def sample_texts(kept, fields, max_bytes):
 
 def train_bpe(texts, vocab_size):
     """Return a RankTokenizer of `vocab_size` tokens, including the end of text, or fewer if the
-    texts contain no more. Text is split as by GPT-2, so that its rank file alone is sufficient."""
+    texts contain no more. Text is split as by GPT-2, so that the rank file is sufficient."""
     trainer = require("rustbpe", "tokenizer bpe").Tokenizer()
     parts = (part for text in texts for part in split_long_spaces(text))
     trainer.train_from_iterator(parts, vocab_size - 1, buffer_size=16, pattern=GPT2_PATTERN)
@@ -265,11 +265,11 @@ def train_bpe(texts, vocab_size):
 # the split
 
 class Job(NamedTuple):
-    """A piece and its position in the whole input."""
+    """A piece and the position in the whole input."""
     piece: Piece
-    document: int       # index of its first document
-    char: int           # index of its first character
-    sizes: np.ndarray   # (n,) characters of its documents, or of its part of one
+    document: int       # index of the first document
+    char: int           # index of the first character
+    sizes: np.ndarray   # (n,) characters of the documents, or of the part of one
 
     @property
     def size(self):
@@ -277,8 +277,8 @@ class Job(NamedTuple):
 
 
 def plan_split(kept, fraction, limit):
-    """Return (jobs, cut) of the first `limit` documents. cut None: documents are chosen for
-    validation by `documents_in_val`, if that gives MIN_VAL_DOCUMENTS and half to twice the text
+    """Return (jobs, cut) of the first `limit` documents. If cut is `None`, documents are chosen for
+    validation by `documents_in_val`, if that gives MIN_VAL_DOCUMENTS and 0.5 to 2 times the text
     requested. Otherwise the text from character `cut` on is the validation split."""
     jobs = []
     document = char = val_documents = val_chars = 0
@@ -300,8 +300,8 @@ def plan_split(kept, fraction, limit):
 
 def tail_cut(jobs, chars, fraction):
     """Return the character at which the last `fraction` begins: between two documents if that gives
-    half to twice the text requested, else inside a text. A record is cut only if it is the only
-    one."""
+    0.5 to 2 times the text requested, otherwise inside a text. A record is cut only if there is no
+    second one."""
     cut = min(max(int(chars * (1 - fraction)), 2), chars - 2)
     border, in_record = None, False
     for job in jobs:
@@ -320,11 +320,11 @@ def tail_cut(jobs, chars, fraction):
 # the second pass
 
 class Plan(NamedTuple):
-    """What the jobs of the second pass have in common."""
+    """The common settings of the jobs of the second pass."""
     folder: str             # the output, which contains the tokenizer
     fields: list
     fraction: float
-    cut: int | None         # first character of the validation split; None: documents are chosen
+    cut: int | None         # first character of the validation split, see plan_split
     dtype: np.dtype         # of the token files: little-endian uint16 or uint32
     newline: bool           # documents that do not end in a newline get one
 
@@ -334,7 +334,8 @@ folder_tokenizer = functools.lru_cache(1)(load_dataset_tokenizer)
 
 
 def split_texts(job, plan):
-    """Yield (split, text, begins, ends) of a job: whether a document begins or ends in the text."""
+    """Yield (split, text, begins, complete) of a job: whether a document begins in the text, and
+    whether the text completes it."""
     piece = job.piece
     texts, _, problems = read_texts(piece, plan.fields)
     texts = texts[:len(job.sizes)]
@@ -377,7 +378,7 @@ def encode_batch(jobs, plan):
 
 
 def write_splits(jobs, plan, num_proc):
-    """Write train.bin and val.bin to the plan's folder and return their entries of meta.json."""
+    """Write train.bin and val.bin to the plan's folder and return the `splits` of meta.json."""
     splits = {s: {"tokens": 0, "documents": 0, "bytes": 0} for s in ("train", "val")}
     hashes = {s: hashlib.sha256() for s in splits}
     progress = Progress("tokenizing", sum(job.size for job in jobs))

@@ -1,5 +1,4 @@
-"""Replacing folders of prepared data: what may be overwritten, and how a new folder takes its place.
-"""
+"""Replacing folders of prepared data, without ever leaving a folder that looks complete."""
 
 import glob
 import json
@@ -17,7 +16,7 @@ from train.base.files import exclusive_lock, sync_folder, write_text
 
 def overwrite_problems(out, model, sources, force):
     """Return [(out, problem)] if preparing `sources` for --model `model` must not write to the
-    folder `out`, else []."""
+    folder `out`, or []."""
     advice = "name another folder with --out, or replace it with --force"
     if os.path.exists(out) and not os.path.isdir(out):
         return [(out, "is a file; --out names a folder")]
@@ -37,13 +36,13 @@ def overwrite_problems(out, model, sources, force):
 
 @contextmanager
 def new_folder(out, pattern):
-    """Context manager: a temporary folder whose files replace those of the folder `out` at the end.
+    """Context manager: a temporary folder; at the end, the files in it are moved to `out`.
 
     Until then, and after an exception, `out` does not change. Files in `out` that match the regular
-    expression `pattern` and are not in the new folder are removed; all others are kept. If several
-    processes write to the same folder, the files of the last one remain.
+    expression `pattern` and are not in the new folder are removed; all other files are kept. If
+    several processes write to the same folder, the files of the last one remain.
     """
-    out = os.path.realpath(out)  # a link to a folder stays a link
+    out = os.path.realpath(out)  # a link to a folder is preserved
     parent, name = os.path.split(out)
     os.makedirs(parent, exist_ok=True)
     host = socket.gethostname()
@@ -65,12 +64,12 @@ def new_folder(out, pattern):
 
 
 def is_running(pid):
-    """Return whether another process has this number."""
+    """Return whether a process with this number exists, except this one."""
     try:
         os.kill(pid, 0)  # sends nothing
     except ProcessLookupError:
         return False
-    except OSError:  # a process of another user
+    except OSError:  # a process of a different user
         return True
     return pid != os.getpid()
 

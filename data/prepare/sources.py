@@ -1,7 +1,7 @@
 """Sources of text: files of plain text (one document each) or JSON Lines (one document per line).
 
 These two are read in place. Compressed files, JSON lists, tables and standard input are unpacked
-first, so that several processes can read them in pieces, and read them twice.
+first, so that several processes can read pieces of a file, in two passes.
 """
 
 import csv
@@ -37,8 +37,8 @@ BOM_AND_SPACE = b"\xef\xbb\xbf \t\r\n"
 class File(NamedTuple):
     """A file of plain text or JSON Lines."""
     name: str       # for messages
-    path: str       # the file itself, or the unpacked one
-    folder: str     # the source in which it was found; "" if it is a source itself
+    path: str       # of the text: this file, or the unpacked one
+    folder: str     # the source in which it was found; "" if the file is a source
     records: bool   # JSON Lines
 
 
@@ -169,7 +169,7 @@ def source_name(source):
 # unpacking
 
 def unpack(file, target, fields, limit, separator):
-    """Return `file` if it can be read in pieces, else the File of its content, unpacked to `target`.
+    """Return `file` if it can be read in pieces, or the File of the content, unpacked to `target`.
 
     At most `limit` records are unpacked, and of a record that has all `fields` only these. A text
     is one document, or several between lines equal to `separator` ("": blank lines).
@@ -202,7 +202,7 @@ def unpack(file, target, fields, limit, separator):
 
 def write_records(found, file, target, fields, limit):
     """Write records, an iterable of (location, dict or ValueError), to `target` as JSON Lines and
-    return its File. Raises BadRecords."""
+    return the File. Raises BadRecords."""
     progress = Progress(f"unpacking {file.name}", scale=1, unit="records")
     bad = []
     with open(target, "w", encoding="utf-8") as out:
@@ -225,7 +225,7 @@ def write_records(found, file, target, fields, limit):
 
 
 def split_documents(stream, separator):
-    """Yield the documents of a text, without the newlines around them."""
+    """Yield the documents of a text, without newlines at the start and end."""
     lines = []
     for line in io.TextIOWrapper(stream, encoding="utf-8-sig", newline=""):
         if line.strip() != separator:
