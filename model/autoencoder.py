@@ -41,10 +41,8 @@ class Keys:
     d_hidden: int = key(256, "width of the hidden layers of encoders and decoders", ge=1)
     d_latent: int = key(32, "width of the bottleneck", ge=1)
     recon_weight: float = key(1.0, "weight of the reconstruction loss", ge=0)
-    modality_weights: dict = key({}, "weights of the modalities in the reconstruction loss, e.g. "
-                                     "{video: 2} (default: 1 each)")
-    match_weight: float = key(1.0, "weight of the matching loss, which compares with the target",
-                              ge=0)
+    modality_weights: dict = key({}, "reconstruction: weights of modalities, e.g. {video: 2} [1]")
+    match_weight: float = key(1.0, "weight of the matching loss (prediction of the target)", ge=0)
     matching: str = key("mse", "matching loss: mean squared error, or 1 - correlation per row",
                         choices=["mse", "correlation"])
 
@@ -289,9 +287,8 @@ class EvaluationOptions:
     split: str = key("val", "split to evaluate", choices=["train", "val"])
     to: str | None = key(None, "also write the metrics, and the correlation of each target",
                          metavar="FILE.json", path=True)
-    arrays: str | None = key(None, "also write the arrays latent (N, Z), the bottleneck, and "
-                             "prediction (N, D), the target in its original units",
-                             metavar="FILE.npz", path=True)
+    arrays: str | None = key(None, "also write latent (N, Z), the bottleneck, and prediction (N, "
+                             "D), of the target in the original units", metavar="FILE.npz", path=True)
 
 
 def evaluate_checkpoint(args):

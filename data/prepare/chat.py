@@ -57,8 +57,7 @@ class RecordOptions:
                           metavar="FOLDER")
     block_size: int | None = key(None, "tokens per row (default: the checkpoint's, else 512)", ge=1)
     num_samples: int | None = key(None, "use only the first N records", ge=1)
-    val_fraction: float = key(0.1, "share for validation, chosen by a hash of the prompt", gt=0,
-                              lt=1)
+    val_fraction: float = key(0.1, "share for validation, by a hash of the prompt", gt=0, lt=1)
     split: str = key("train", "split of a dataset")
     subset: str | None = key(None, "subset of a dataset that has several")
     skip_bad: bool = key(False, "leave out invalid records")
@@ -79,12 +78,30 @@ def check_output(args, tokenizer, model, suffix=""):
     raise_problems(overwrite_problems(args.out, model, args.sources, args.force))
 
 
-def encode_samples(args, noun, parse, encode, example=None):
+def example_records(source):
+    """Yield (where, record): one question about each name in Python's standard library, with one
+    correct answer."""
+    library = Path(sysconfig.get_paths()["stdlib"])
+    files = [*library.glob("*.py"), *(path for path in library.glob("*/*.py")
+                                      if not re.search("test|packages", path.parent.name))]
+    text = "".join(path.read_text("utf-8", "replace") for path in files)
+    names = sorted(set(re.findall(r"\b[a-z]{2,9}(?:_[a-z]{2,9}){1,2}\b", text)))
+    for i, name in enumerate(names):
+        words = [word.capitalize() for word in name.split("_")]
+        tasks = ((f"{name} in CamelCase?", "".join(words)), (f"{name} in capitals?", name.upper()),
+                 (f"{''.join(words)} in snake_case?", name))
+        if source == "example-more":
+            tasks = ((f"{name} as a title?", " ".join(words)),
+                     (f"{name} with hyphens?", name.replace("_", "-")))
+        question, answer = tasks[i % len(tasks)]
+        yield f"{source}: record {i}", {"prompt": question, "response": answer}
+
+
+def encode_samples(args, noun, parse, encode, example=example_records):
     """Yield encode(parse(record)) for the records of all sources. A sample is left out if `encode`
     raises SkipSample or, with --skip_bad, DataError; the number of such samples is printed.
     example: returns the records of the sources `example` and `example-more`."""
-    sources = [(example or example_records)(source) if source in EXAMPLES else source
-               for source in args.sources]
+    sources = [example(source) if source in EXAMPLES else source for source in args.sources]
     samples = parse_records(sources, parse, args.num_samples, args.skip_bad,
                             split=args.split, subset=args.subset)
     left_out = Counter()
@@ -118,25 +135,6 @@ def check_splits(args, noun, splits):
     if empty := [split for split, samples in splits.items() if not samples]:
         raise DataError(f"{', '.join(args.sources)}: no {noun} for {' and '.join(empty)}; more "
                         f"{noun}s, a larger --block_size or a different --val_fraction")
-
-
-def example_records(source):
-    """Yield (where, record): one question about each name in Python's standard library, with one
-    correct answer."""
-    library = Path(sysconfig.get_paths()["stdlib"])
-    files = [*library.glob("*.py"), *(path for path in library.glob("*/*.py")
-                                      if not re.search("test|packages", path.parent.name))]
-    text = "".join(path.read_text("utf-8", "replace") for path in files)
-    names = sorted(set(re.findall(r"\b[a-z]{2,9}(?:_[a-z]{2,9}){1,2}\b", text)))
-    for i, name in enumerate(names):
-        words = [word.capitalize() for word in name.split("_")]
-        tasks = ((f"{name} in CamelCase?", "".join(words)), (f"{name} in capitals?", name.upper()),
-                 (f"{''.join(words)} in snake_case?", name))
-        if source == "example-more":
-            tasks = ((f"{name} as a title?", " ".join(words)),
-                     (f"{name} with hyphens?", name.replace("_", "-")))
-        question, answer = tasks[i % len(tasks)]
-        yield f"{source}: record {i}", {"prompt": question, "response": answer}
 
 
 # -----------------------------------------------------------------------------

@@ -165,15 +165,13 @@ class FeatureOptions:
     arrays: list[str] = key([], "one modality each: an array (rows, dims)", positional=True,
                             metavar="FILE.npy", text=True)
     target: str | None = key(None, "signal to predict: an array (rows, dims)", metavar="FILE.npy")
-    names: list[str] = key([], "names of the modalities, separated by commas (default: the names "
-                           "of the files)")
-    out: str | None = key(None, "folder to write (default: data/bin/ and the name of the first "
-                          "modality)", metavar="FOLDER")
+    names: list[str] = key([], "names of the modalities, with commas (default: of the files)")
+    out: str | None = key(None, "folder to write (default: data/bin/FIRST_NAME)",
+                          metavar="FOLDER")
     val_fraction: float = key(0.1, "share of the runs for validation", gt=0, lt=1)
     runs: str | None = key(None, "array (rows,): the number of each row's run (film, session)",
                            metavar="FILE.npy")
-    run_length: int | None = key(None, "without --runs: rows per run (default: a twentieth of all "
-                                 "rows)", ge=1)
+    run_length: int | None = key(None, "without --runs: rows per run (default: 1/20 of all)", ge=1)
     synthetic: bool = key(False, "instead of files: generate data with a known structure")
     force: bool = key(False, "replace features of other arrays in the folder")
 

@@ -37,18 +37,16 @@ MUST_MATCH_TO_INIT = ("classes",)  # the head identifies classes by index
 
 @dataclass
 class Keys:
-    task: str | None = key(None, "class: a label per text; span: its evidence; joint: both "
-                           "(default: that of the data)", choices=["class", "span", "joint"],
-                           free=True)
-    class_weights: str | None = key(None, "weights of the classes in the loss: balanced (rows / "
-                                    "(classes x rows of the class)), or one number per class, "
-                                    "separated by commas; none: 1 each")
+    task: str | None = key(None, "class: label; span: evidence; joint: both (default: the data's)",
+                           choices=["class", "span", "joint"], free=True)
+    class_weights: str | None = key(None, "balanced: rows / (classes x rows of the class); or "
+                                    "one number per class, separated by commas; none: 1 each")
     span_weight: float = key(1.0, "joint: weight of the evidence's loss", ge=0)
 
     def problems(self):
         try:
-            if self.class_weights in (None, "balanced") or min(
-                    float(w) for w in self.class_weights.split(",")) > 0:
+            if self.class_weights in (None, "balanced") or all(
+                    float(w) > 0 for w in self.class_weights.split(",")):
                 return []
         except ValueError:
             pass
