@@ -7,7 +7,6 @@ tensors on the meta device (shape and dtype without values), and then one tensor
 The file format is in train/base/checkpoint_file.py, saving in train/base/run_folder.py.
 """
 
-import argparse
 import contextlib
 import functools
 import math
@@ -24,6 +23,7 @@ from train.base import checkpoint_file as file_format
 from train.base.checkpoint_file import load_checkpoint, save_checkpoint  # noqa: F401  public names
 from train.base.cli import run_command
 from train.base.errors import BadNumbers, CheckpointError
+from train.base.fields import key
 from train.base.files import write_text
 from train.base.run_folder import copy_to_host, find_newest_checkpoint, move_aside
 from train.config import FIELDS, START_KEYS, find_differences, format_value, input_files
@@ -459,28 +459,34 @@ def fill_optimizer(optimizer, outline, tensors, ranks):
     params = {name: (p, group) for group in optimizer.param_groups
               for name, p in zip(group["names"], group["params"], strict=True)}
     for name, entry in outline.items():
-        for key, empty in entry.items():
-            tensor = broadcast_tensor(tensors and tensors[name][key], empty, ranks)
+        for slot, empty in entry.items():
+            tensor = broadcast_tensor(tensors and tensors[name][slot], empty, ranks)
             if name not in params:  # now frozen; the broadcast still needs all ranks
                 continue
             p, group = params[name]
-            if key == "step":  # a scalar; fused kernels need it on the device
+            if slot == "step":  # a scalar; fused kernels need it on the device
                 value = tensor.to(p.device if group.get("fused") else "cpu", copy=True)
             else:
                 value = torch.zeros_like(p, dtype=empty.dtype)  # sharded like the parameter
                 assign(value, tensor)
-            optimizer.state[p][key] = value
+            optimizer.state[p][slot] = value
 
 
 # -----------------------------------------------------------------------------
 # python -m train.checkpoint FILE
 
-def show(path):
+@dataclass
+class ShowOptions:
     """Print a checkpoint without tensors: the state as comments, then the configuration as YAML
     for run_train.py --config."""
-    state = load_checkpoint(path)
+    ckpt: str = key("", "e.g. out/ckpt_0001000.pt", positional=True, metavar="FILE")
+
+
+def show(options):
+    """Print what the checkpoint `options.ckpt` contains, without tensors."""
+    state = load_checkpoint(options.ckpt)
     sizes = [t.numel() for _, t in file_format.named_tensors(state["model"])]
-    print(f"# {path}: {len(sizes)} tensors, {sum(sizes):,} parameters and buffers")
+    print(f"# {options.ckpt}: {len(sizes)} tensors, {sum(sizes):,} parameters and buffers")
     for name in sorted(state.keys() - {"model", "optimizer", "config"}):
         print(f"# {name}: {format_value(state[name])}"[:MAX_SHOWN_CHARS])
     config = {k: v for k, v in (state.get("config") or {}).items() if k not in START_KEYS}
@@ -488,10 +494,7 @@ def show(path):
 
 
 def main(argv=None):
-    parser = argparse.ArgumentParser("python -m train.checkpoint", description="Print the "
-                                     "configuration and the state in a checkpoint.")
-    parser.add_argument("ckpt", metavar="FILE", help="e.g. out/ckpt_0001000.pt")
-    return run_command(parser, lambda args: show(args.ckpt), argv)
+    return run_command(ShowOptions, show, argv)
 
 
 if __name__ == "__main__":
