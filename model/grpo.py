@@ -1,21 +1,19 @@
-"""Rewards (GRPO, arXiv:2402.03300): the model writes answers, and those that are worth more than
-the others to the same question become likelier.
+"""GRPO (arXiv:2402.03300): reinforcement learning of a chat model from rewards for its answers.
 
     python -m data.prepare.prompts example --tokenizer out/chat/ckpt.pt --out data/bin/prompts
     python run_train.py --config train/configs/grpo.yaml
     python -m model.chat --ckpt out/grpo/ckpt.pt
 
-A step writes group_size answers to each of its prompts, at temperature 1, and learns from them
-once. So the ratio of GRPO is 1 and its clip never acts: there is none. The loss that is shown is
-minus the mean reward (and grpo_beta times the divergence from the model that training starts from);
-its gradient is GRPO's. What is drawn is a function of the seed and the number of the sample, so a
-run that was killed writes the same answers again, and so do other numbers of ranks.
+A step samples group_size answers per prompt, at temperature 1, and uses them for one update. The
+probability ratio of GRPO is therefore 1 and its clipping is omitted. The logged loss is the
+negative mean reward, plus grpo_beta times the KL divergence from the initial model; its gradient is
+that of GRPO. Sampling is a function of the seed and the sample's number, so that a resumed run, and
+any number of ranks, generates the same answers.
 
-What an answer is worth says `reward`: exact match, or a Python file of yours, the one place where
-code that is not in this repository runs. It is read off the command line or YAML alone: no
-checkpoint and no data can name it, and nothing but training imports it.
+The key `reward` selects exact match or a Python file of the user, which is executed. It is read
+from the command line or YAML only, never from a checkpoint or data, and only training imports it.
 
-Shapes: B prompts, K answers to each, N = B K; n rows of T tokens, a prompt with answers to it.
+Shapes: B prompts, K answers per prompt, N = B K; n rows of T tokens with a prompt and answers.
 """
 
 import hashlib
@@ -29,257 +27,321 @@ from pathlib import Path
 
 import numpy as np
 import torch
-import torch.nn.functional as F
-from torch.utils.checkpoint import checkpoint
 
 from data.chat_template import ChatTemplate
 from data.rows import open_rows
-from model import chat, gpt
+from model import chat, gpt, lora
+from model.chat import ChatGPT, PackedMask
+from model.core.adapters import WithAdapters
 from model.core.generate import generate
 from model.core.init import stable_hash
-from model.core.load import model_of
-from model.core.ops import IGNORE, chunk_rows
-from model.core.weights import read_backbone
-from model.lora import OwnAdapters, adapt, own_adapters_as_gpt
+from model.core.ops import IGNORE, token_logprobs
+from model.core.weights import HoldsFrozen, load_frozen, read_backbone
 from train.base.errors import DataError, UserError
 from train.base.fields import key
 from train.dataloader import Data, RowLoader
 from train.distributed import broadcast_from_rank0
 
-USE = "python -m model.chat --ckpt {out}/ckpt.pt"  # said at the end of a run
-WIDTHS = 32  # rows are a multiple of it long: few shapes to compile for
-
-inherit_shape, as_gpt = gpt.inherit_shape, own_adapters_as_gpt
+USE = chat.USE
+WIDTH_MULTIPLE = 32  # of rows, in tokens: few different shapes
+PADDING = (0, -1, IGNORE, 0.0, 0.0)  # a padded position of a row, see pack_answers
 
 
 @dataclass
 class Keys:
-    reward: str = key("exact", "exact: 1 for the answer that the data hold back, else 0; or a "
-                      "Python file, which is run, with reward(prompt, answer, row) -> number",
-                      free=True, path=True, reads="apart")
-    group_size: int = key(8, "answers to a prompt, which are compared with each other", ge=2)
-    answer_tokens: int = key(64, "the most tokens of an answer", ge=1)
-    grpo_beta: float = key(0.0, "weight of the KL divergence from the model it starts from", ge=0)
-    lora_rank: int = key(0, "rank of adapters on attention and MLP, trained alone; 0: none", ge=0)
+    reward: str = key("exact", "exact: 1 if the answer equals the reference answer in the data, "
+                      "else 0; or a Python file, which is executed, with reward(prompt, answer, "
+                      "row) -> number", free=True, path=True, reads="apart")
+    group_size: int = key(8, "answers per prompt, which are compared with each other", ge=2)
+    answer_tokens: int = key(64, "maximum number of tokens per answer", ge=1)
+    grpo_beta: float = key(0.0, "weight of the KL divergence from the initial model", ge=0)
+    lora_rank: int = key(0, "train only adapters of this rank on attention and MLP; 0: all "
+                         "weights", ge=0)
 
     def problems(self):
-        out = []
+        problems = []
         if self.init_from == "scratch":
-            out.append("init_from: missing; name the checkpoint of a chat model, such as "
-                       "out/chat/ckpt.pt")
+            problems.append("init_from: missing; set it to the checkpoint of a chat model, e.g. "
+                            "out/chat/ckpt.pt")
         if self.reward != "exact" and not self.reward.endswith(".py"):
-            out.append(f"reward: {self.reward!r}: expected exact, or the name of a Python file "
-                       "(.py)")
-        return out
+            problems.append(f"reward: {self.reward!r}: expected exact, or the name of a Python "
+                            "file (.py)")
+        return problems
 
 
-class RewardedGPT(OwnAdapters):
-    """A chat model that also takes prompts (B, P) with their lengths (B,), the numbers of their
-    rows (B,) and of the samples (B,), and learns from answers of its own. Everything else is as in
-    ChatGPT. judge: what they are worth. reference: a tuple of the model it starts from, so that it
-    is no part of this one; empty: none is asked for."""
-    judge, reference = None, ()
+# -----------------------------------------------------------------------------
+# the model
+
+class PolicyGPT(HoldsFrozen, WithAdapters, ChatGPT):
+    """A chat model that is also trained on rewards for its answers: forward(prompts, lengths,
+    row_numbers, sample_numbers), (B, P) and three times (B,).
+
+    reward_function: the RewardFunction. frozen: a tuple with the initial model for the KL
+    divergence, or empty.
+    """
+    reward_function = None
 
     def forward(self, idx, targets=None, number=None, sample=None, cache=None, last_only=False):
         if number is None:
             return super().forward(idx, targets, None, cache, last_only)
         if not self.training:
-            return self.examine(idx, targets, number)
-        batch, sums = self.write(idx, targets, number, sample)
-        loss, kl = self.learn(*batch)
-        return loss, sums | (dict(kl=kl / self.group_size) if self.reference else {})
+            return self.evaluate_answers(idx, targets, number)
+        batch, sums = self.sample_batch(idx, targets, number, sample)
+        loss, kl = self.policy_loss(*batch)
+        return loss, sums | (dict(kl=kl / self.group_size) if self.frozen else {})
 
-    def learn(self, tokens, weights, rewards):
-        """(loss, KL summed over the answers) of rows as lay_out() makes them, from N answers with
-        these rewards (N,)."""
-        own, (advantage, share) = answer_logps(self, tokens), weights.unbind(-1)  # (n, T) each
-        # The value of the first part is 0: what is shown is what is to fall, minus the reward.
-        loss = -(advantage * (own - own.detach())).sum() / len(rewards) - rewards.mean()
+    def policy_loss(self, tokens, weights, rewards):
+        """Return (loss, KL divergence summed over the answers) of tokens (n, T, 3) and weights
+        (n, T, 2) from collate_rows; rewards (N,)."""
+        logps = answer_logps(self, tokens)  # (n, T)
+        advantage, share = weights.unbind(-1)  # (n, T) each
+        # The first term has the value 0 and the gradient of the policy. The logged loss is the
+        # negative reward.
+        loss = -(advantage * (logps - logps.detach())).sum() / len(rewards) - rewards.mean()
         kl = torch.zeros_like(rewards[0])
-        for model in self.reference:
-            more = answer_logps(model, tokens) - own
-            kl = ((more.exp() - more - 1) * share).sum()  # never negative, and right in the mean
+        for reference in self.frozen:
+            log_ratio = answer_logps(reference, tokens) - logps  # (n, T)
+            # Non-negative and unbiased (http://joschu.net/blog/kl-approx.html).
+            kl = ((log_ratio.exp() - log_ratio - 1) * share).sum()
             loss = loss + self.beta * kl / len(rewards)
         return loss, kl.detach()
 
     @torch.compiler.disable
     @torch.no_grad()
-    def write(self, prompts, lengths, numbers, samples):
-        """The batch that learn() takes, and sums over the prompts."""
-        K, device, most = self.group_size, prompts.device, self.config.block_size
-        seeds = [stable_hash(self.seed, f"answers {g}") for g in samples.tolist()]
+    def sample_batch(self, prompts, lengths, row_numbers, sample_numbers):
+        """Sample and reward answers. Return (arguments of policy_loss, sums over the prompts)."""
+        K, device, max_tokens = self.group_size, prompts.device, self.config.block_size
+        seeds = [stable_hash(self.seed, f"answers {g}") for g in sample_numbers.tolist()]
         self.eval()  # without dropout
-        answers = self.answers(prompts, lengths, K, seeds)
+        answers = self.generate_answers(prompts, lengths, K, seeds)
         self.train()
-        # With PyTorch 2.10 autocast would go on to use the weights that it cast here, which have no
+        # PyTorch 2.10's autocast would reuse the weights that it converted here, which have no
         # gradients (pytorch#158232).
         torch.clear_autocast_cache()
-        rewards, _, _ = zip(*map(self.judge, numbers.repeat_interleave(K).tolist(), answers))
-        rewards = torch.tensor(rewards, dtype=torch.float64).view(-1, K)
-        mean, spread = rewards.mean(1, keepdim=True), rewards.std(1, keepdim=True)
-        flat = spread < 1e-6  # nothing to learn from
+        numbers = row_numbers.repeat_interleave(K).tolist()
+        rewards = [self.reward_function(*pair)[0] for pair in zip(numbers, answers, strict=True)]
+        rewards = torch.tensor(rewards, dtype=torch.float64).view(-1, K)  # (B, K)
+        mean = rewards.mean(1, keepdim=True)
+        spread = rewards.std(1, keepdim=True)
+        flat = spread < 1e-6  # (B, 1): no advantages
         advantages = torch.where(flat, 0.0, (rewards - mean) / spread).tolist()
-        rows = [row for i, n in enumerate(lengths.tolist()) if self.reference or not flat[i]
-                for row in lay_out(prompts[i, :n].tolist(), answers[K * i:K * i + K],
-                                   advantages[i], most)]
-        fold = 1 if device.type == "cpu" else len(prompts)  # elsewhere other shapes cost more
-        batch = *table(rows, most, fold), rewards.flatten().float()
+        rows = []
+        for i, length in enumerate(lengths.tolist()):
+            if self.frozen or not flat[i]:  # only the KL divergence has a gradient without them
+                rows += pack_answers(prompts[i, :length].tolist(), answers[K * i:K * i + K],
+                                     advantages[i], max_tokens)
+        multiple = 1 if device.type == "cpu" else len(prompts)  # few different shapes on a GPU
+        batch = *collate_rows(rows, max_tokens, multiple), rewards.flatten().float()
         sums = dict(reward=mean, spread=spread, best=rewards.amax(1), flat=flat,
-                    length=torch.tensor([len(said) / K for said in answers]))
+                    length=torch.tensor([len(answer) / K for answer in answers]))
         return [t.to(device) for t in batch], {k: t.sum().to(device) for k, t in sums.items()}
 
     @torch.compiler.disable
-    def examine(self, prompts, lengths, numbers):
-        """(loss, sums) of an evaluation: of the most likely answers."""
-        answers = self.answers(prompts, lengths)
-        rewards, exact, _ = zip(*map(self.judge, numbers.tolist(), answers))
-        sums = dict(reward=rewards, length=map(len, answers), exact=[e is True for e in exact],
-                    held=[e is not None for e in exact])
+    def evaluate_answers(self, prompts, lengths, row_numbers):
+        """Return (loss, sums) of an evaluation with greedy answers."""
+        answers = self.generate_answers(prompts, lengths)
+        results = [self.reward_function(*pair) for pair in zip(row_numbers.tolist(), answers)]
+        sums = dict(reward=[reward for reward, _, _ in results], length=map(len, answers),
+                    exact=[exact is True for _, exact, _ in results],
+                    with_reference=[exact is not None for _, exact, _ in results])
         sums = {k: torch.tensor(float(sum(v)), device=prompts.device) for k, v in sums.items()}
         return -sums["reward"] / len(prompts), sums
 
-    def answers(self, prompts, lengths, each=1, seeds=None):
-        """[ids of an answer, with its end token if it came to an end], `each` to every prompt;
-        seeds: one for each prompt, None for the most likely answers."""
-        prompts, ends = prompts[:, :int(lengths.max())], self.judge.ends
-        # The ranks of a sharded model compute together: none may be done before the others.
+    def generate_answers(self, prompts, lengths, samples_per_row=1, seeds=None):
+        """Return a list of answers (lists of ids, with the end token if there is one),
+        samples_per_row per prompt. seeds: one per prompt; None: greedy."""
+        prompts = prompts[:, :int(lengths.max())]
+        ends = self.reward_function.ends
+        # The ranks of a sharded model compute together: none may finish before the others.
         out = generate(self, prompts, self.answer_tokens, temperature=1.0 if seeds else 0.0,
                        seed=seeds, stop_token=None if hasattr(self, "reshard") else ends,
-                       n_vocab=self.judge.tokenizer.n_vocab, lengths=lengths, samples_per_row=each)
-        return [said[:next((i for i, token in enumerate(said, 1) if token in ends), len(said))]
-                for said in out[:, prompts.size(1):].tolist()]
+                       n_vocab=self.reward_function.tokenizer.n_vocab, lengths=lengths,
+                       samples_per_row=samples_per_row)
+        answers = out[:, prompts.size(1):].tolist()
+        return [ids[:next((i for i, token in enumerate(ids, 1) if token in ends), len(ids))]
+                for ids in answers]
 
     def numbers(self, sums):
-        """{"reward", "length" of the answers}; in training also "spread" (standard deviation within
-        a group), "best" reward of a group, "flat" (share of groups whose answers are all worth the
-        same) and "kl", in evaluations "exact" (of the questions with an answer held back)."""
+        """Return {"reward", "length" of answers}; in training also "spread" (the standard deviation
+        in a group), "best" reward of a group, "flat" (the share of groups with equal rewards) and
+        "kl"; in evaluations "exact" (of the prompts with a reference answer)."""
         if "reward" not in sums:
             return super().numbers(sums)
-        out = {k: float(v / sums["count"]) for k, v in sums.items()
-               if k not in ("loss", "count", "exact", "held")}
-        if "held" in sums:
-            out["exact"] = float(sums["exact"] / sums["held"]) if sums["held"] else None
-        return out
-
-    def _apply(self, fn, recurse=True):
-        for model in self.reference:  # goes where the model goes
-            model._apply(fn)
-        return super()._apply(fn, recurse)
+        numbers = {k: float(v / sums["count"]) for k, v in sums.items()
+                   if k not in ("loss", "count", "exact", "with_reference")}
+        if "exact" in sums:
+            n = sums["with_reference"]
+            numbers["exact"] = float(sums["exact"] / n) if n else None
+        return numbers
 
     def flops_per_unit(self):
-        """Of answers as long as they may be. Writing is a forward pass more, and so is the
-        reference; the prompt is computed once for all of them."""
-        more = (self.group_size - 1) * self.answer_tokens / self.row_tokens
-        return super().flops_per_unit() * (1 + more) * (4 + len(self.reference)) / 3
-
-
-def lay_out(prompt, answers, advantages, most):
-    """Rows of at most `most` tokens with a prompt and as many answers to it as there is room for,
-    so that it is computed once and not once for each; equal answers are one, with the sum of their
-    advantages. A row is a list of (token, part: see chat.Branches, what is said after it, advantage
-    and share of it): an answer begins with the last token of the prompt, after which it is said."""
-    *start, last = prompt
-    worth, rows = {}, []
-    for said, advantage in zip(map(tuple, answers), advantages):
-        worth.setdefault(said, []).append(advantage)
-    for part, (said, a) in enumerate(worth.items(), 1):
-        if not rows or len(rows[-1]) + len(said) > most:
-            rows.append([(token, 0, IGNORE, 0.0, 0.0) for token in start])
-        per_token = sum(a) / len(said), len(a) / len(said)
-        rows[-1] += [(*pair, *per_token) for pair in zip((last, *said), [part] * len(said), said)]
-    return rows
-
-
-def table(rows, most, fold=1):
-    """(tokens (n, T, 3), weights (n, T, 2)) of rows, with nothing to say behind their ends, n being
-    a multiple of `fold`, not 0: from rows without tokens nothing is learned."""
-    rows = rows + [[]] * max(-len(rows) % fold, fold * (not rows))
-    nothing = (0, -1, IGNORE, 0.0, 0.0)
-    width = min(-(-max(1, *map(len, rows)) // WIDTHS) * WIDTHS, most)
-    # In float32, which has all whole numbers up to 2 ** 24.
-    whole = torch.tensor([row + [nothing] * (width - len(row)) for row in rows])
-    return whole[..., :3].long(), whole[..., 3:]
-
-
-def answer_logps(model, tokens):
-    """Log probabilities (n, T) float32 of what rows of tokens (n, T, 3) say, 0 for IGNORE."""
-    idx, part, said = tokens.unbind(-1)  # (n, T) each
-    x = model.trunk(idx, chat.Branches(part))  # (n, T, C)
-    head, V = model.head_weight(), model.config.vocab_size
-    # A chunk of logits at a time, made again in the backward pass.
-    n = chunk_rows(head.size(0), x.device.type)
-    parts = zip(x.flatten(0, 1).split(n), said.flatten().split(n))
-    return torch.cat([checkpoint(token_logps, *part, head, V, use_reentrant=False)
-                      for part in parts]).view_as(idx)
-
-
-def token_logps(x, targets, head, V):
-    return -F.cross_entropy(F.linear(x, head).float()[:, :V], targets, ignore_index=IGNORE,
-                            reduction="none")
+        """Return the FLOPs of a step per prompt, for answers of the maximum length. Generation and
+        the frozen model are a forward pass each; the prompt is computed once per group."""
+        answers = (self.group_size - 1) * self.answer_tokens / self.row_tokens
+        return super().flops_per_unit() * (1 + answers) * (4 + len(self.frozen)) / 3
 
 
 # -----------------------------------------------------------------------------
-# what answers are worth
+# rows with a prompt and several answers
 
-class Judge:
-    """What an answer is worth: judge(number of the row, ids of the answer) -> (reward, whether it
-    is the one that was held back or None where none was, its text). lines: those of
-    SPLIT_rows.jsonl; function: that of the file at `path`, None for exact match."""
+class SharedPrefixMask(PackedMask):
+    """Mask of rows with a prompt and answers to it: an answer attends to the prompt and to itself.
+    part (B, T): 0 in the prompt at the row's start, 1, 2, ... in the answers, -1 in the padding."""
+
+    def __init__(self, part):
+        super().__init__(part)
+        self.in_answer = part > 0  # (B, T)
+        self.prompt_length = (part == 0).sum(1, keepdim=True)  # (B, 1)
+        self.positions = self.positions + self.prompt_length * self.in_answer
+        self.mask = self.mask | ((part == 0)[:, None] & self.in_answer[..., None])[:, None]
+
+    def previous(self, idx):
+        last = idx.gather(1, (self.prompt_length - 1).clamp(min=0))  # (B, 1)
+        last = last.masked_fill(self.prompt_length == 0, -1)
+        return torch.where(self.is_first & self.in_answer, last, super().previous(idx))
+
+
+def pack_answers(prompt, answers, advantages, max_tokens):
+    """Return rows of at most max_tokens with the prompt and as many answers to it as fit, so that
+    the prompt is computed once per row.
+
+    Equal answers are stored once, with the sum of their advantages. A row is a list of (token,
+    part, target, advantage, share): part as in SharedPrefixMask, advantage and share (the number of
+    equal answers) per token. An answer starts with the prompt's last token, which predicts its
+    first one.
+    """
+    *start, last = prompt
+    advantages_of = {}
+    for answer, advantage in zip(map(tuple, answers), advantages):
+        advantages_of.setdefault(answer, []).append(advantage)
+    rows = []
+    for part, (answer, values) in enumerate(advantages_of.items(), 1):
+        if not rows or len(rows[-1]) + len(answer) > max_tokens:
+            rows.append([(token, 0, IGNORE, 0.0, 0.0) for token in start])
+        weights = sum(values) / len(answer), len(values) / len(answer)
+        rows[-1] += [(token, part, target, *weights)
+                     for token, target in zip((last, *answer), answer)]
+    return rows
+
+
+def collate_rows(rows, max_tokens, multiple=1):
+    """Return (tokens (n, T, 3), weights (n, T, 2)) of rows from pack_answers, padded to the same
+    length. n is a multiple of `multiple` and at least that: empty rows change nothing."""
+    n_empty = multiple if not rows else -len(rows) % multiple
+    rows = rows + [[]] * n_empty
+    longest = max(1, *map(len, rows))
+    width = min(-(-longest // WIDTH_MULTIPLE) * WIDTH_MULTIPLE, max_tokens)
+    # float32 represents all integers up to 2 ** 24.
+    table = torch.tensor([row + [PADDING] * (width - len(row)) for row in rows])  # (n, T, 5)
+    return table[..., :3].long(), table[..., 3:]
+
+
+def answer_logps(model, tokens):
+    """Return the log probabilities (n, T) float32 of the targets in tokens (n, T, 3), 0 at
+    IGNORE."""
+    idx, part, targets = tokens.unbind(-1)  # (n, T) each
+    x = model.trunk(idx, SharedPrefixMask(part))  # (n, T, C)
+    logps = token_logprobs(x.flatten(0, 1), model.head_weight(), targets.flatten(),
+                           model.config.vocab_size)
+    return logps.view_as(idx)
+
+
+# -----------------------------------------------------------------------------
+# rewards
+
+class RewardFunction:
+    """The reward of an answer: call it with (row number, ids of the answer).
+
+    It returns (reward, whether the answer equals the reference answer, text of the answer); the
+    second is None for rows without a reference answer. function: reward() of the file at `path`;
+    None: exact match. lines: the lines of SPLIT_rows.jsonl.
+    """
 
     def __init__(self, tokenizer, ends, function=None, path=""):
-        self.tokenizer, self.ends, self.function, self.path = tokenizer, ends, function, path
+        self.tokenizer = tokenizer
+        self.ends = ends
+        self.function = function
+        self.path = path
         self.lines = []
 
     def __call__(self, number, ids):
-        # Read anew each time: what the function does to its row is gone afterwards.
-        line = json.loads(self.lines[number])
+        # Parsed at each call: the function may change the row.
+        record = json.loads(self.lines[number])
         text = self.tokenizer.decode([i for i in ids if i not in self.ends])
-        exact = None if line["answer"] is None else text.strip() == line["answer"]
-        reward = self.ask(line["question"], text, line["row"]) if self.function else bool(exact)
-        return reward, exact, text
+        exact = None if record["answer"] is None else text.strip() == record["answer"]
+        if not self.function:
+            return bool(exact), exact, text
+        return self.call_function(record["question"], text, record["row"]), exact, text
 
-    def ask(self, question, text, row):
-        about = f"; the prompt: {question!r:.80}, the answer: {text!r:.80}"
+    def call_function(self, question, text, row):
+        """Return the finite number that the user's function returns. Raises UserError."""
+        context = f"; the prompt: {question!r:.80}, the answer: {text!r:.80}"
         try:
-            said = self.function(question, text, row)
+            value = self.function(question, text, row)
         except Exception as error:
-            raise UserError(where(error, self.path) + about) from None
+            raise UserError(describe_failure(error, self.path) + context) from None
         try:
-            if math.isfinite(value := float(said)):
-                return value
+            if math.isfinite(float(value)):
+                return float(value)
         except (TypeError, ValueError):
             pass
-        raise UserError(f"reward: {self.path}: reward() returned {said!r:.80}, expected a finite "
-                          f"number{about}")
+        raise UserError(f"reward: {self.path}: reward() returned {value!r:.80}, expected a finite "
+                        f"number{context}")
 
 
-def where(error, path):
-    """What went wrong in a person's own file, and in which of its lines."""
-    places = [f":{place.lineno}" for place in traceback.extract_tb(error.__traceback__)
-              if place.filename == path]
-    return f"reward: {''.join([path, *places[-1:]])}: {type(error).__name__}: {error}"
+def describe_failure(error, path):
+    """Return a message for an exception in the user's file, with its line."""
+    lines = [f":{frame.lineno}" for frame in traceback.extract_tb(error.__traceback__)
+             if frame.filename == path]
+    return f"reward: {path}{lines[-1] if lines else ''}: {type(error).__name__}: {error}"
 
 
 def load_reward(path):
-    """(the function reward of a Python file, its sha256). Runs the file. Raises UserError."""
+    """Execute a Python file; return (its function `reward`, sha256 of the file). Raises
+    UserError."""
     try:
         digest = hashlib.sha256(Path(path).read_bytes()).hexdigest()
         spec = importlib.util.spec_from_file_location("reward_of_the_run", path)
         module = sys.modules[spec.name] = importlib.util.module_from_spec(spec)
         spec.loader.exec_module(module)
     except Exception as error:
-        raise UserError(where(error, path)) from None
+        raise UserError(describe_failure(error, path)) from None
     if not callable(getattr(module, "reward", None)):
-        raise UserError(f"reward: {path}: no function reward(prompt, answer, row) in it")
+        raise UserError(f"reward: {path}: it has no function reward(prompt, answer, row)")
     return module.reward, digest
 
 
 # -----------------------------------------------------------------------------
-# what train/train.py asks of a model file
+# model interface, see train/system.py
+
+inherit_shape = gpt.inherit_shape
+as_gpt = lora.as_gpt
+
+
+class PromptLoader(RowLoader):
+    """Batches of prompts, their lengths, row numbers and sample numbers. A sample number, which
+    determines the sampled answers, differs between epochs. rows_digest: sha256 of the rows' data
+    beside the tokens."""
+
+    def __init__(self, arrays, rows_digest, reward_function, config, ranks):
+        super().__init__(arrays, config, ranks)
+        self.rows_digest = rows_digest
+        self.reward_function = reward_function
+
+    def get_batch(self, device="cpu", step=0):
+        return *super().get_batch(device, step), torch.from_numpy(self.sample_numbers([step]))
+
+    def fixed_batch(self, index, count, device="cpu"):
+        batch = super().fixed_batch(index, count, device)
+        return *batch, batch[-1]  # nothing is sampled: any number
+
+    def identity(self):
+        return super().identity() | dict(rows=self.rows_digest)
+
 
 def read_lines(path, n):
-    """Return (the `n` lines of a SPLIT_rows.jsonl, the number of lines with a reference answer).
-    Raises DataError."""
+    """Return (the n lines of a SPLIT_rows.jsonl, number of lines with a reference answer). Raises
+    DataError."""
     try:
         with open(path, encoding="utf-8") as f:
             lines = f.read().splitlines()
@@ -292,85 +354,74 @@ def read_lines(path, n):
     return lines, n_answers
 
 
-class Prompts(RowLoader):
-    """Rows of prompts, their lengths and their numbers, and the numbers of the samples, which tell
-    one answer to a prompt from another. rows: a digest of what the judge knows of them."""
-
-    def __init__(self, arrays, rows, judge, config, ranks):
-        super().__init__(arrays, config, ranks)
-        self.rows_digest, self.judge = rows, judge
-
-    def get_batch(self, device="cpu", step=0):
-        return *super().get_batch(device, step), torch.from_numpy(self.sample_numbers([step]))
-
-    def fixed_batch(self, index, count, device="cpu"):
-        rows = super().fixed_batch(index, count, device)
-        return *rows, rows[-1]  # nothing is drawn
-
-    def identity(self):
-        return super().identity() | dict(rows=self.rows_digest)
-
-
 def open_data(config, ranks):
-    """The Data of the prompts in config.data_dir, see data/prepare/prompts.py. DataError, UserError."""
+    """Return the Data of the prompts in config.data_dir, see data/prepare/prompts.py. Raises
+    DataError or UserError."""
     c = config
-    make = (f"python -m data.prepare.prompts FILE... --out {c.data_dir} --tokenizer CKPT.pt, or `example` "
-            "for FILE")
-    meta, tokenizer, spec = chat.read_rows(c, "grpo", f"no prompts; make some: {make}")
-    width, most = meta.block_size, c.block_size - c.answer_tokens
-    if width > most:
+    command = (f"python -m data.prepare.prompts FILE... --out {c.data_dir} --tokenizer CKPT.pt, or "
+               "with `example` as FILE")
+    meta, tokenizer, spec = chat.read_rows_meta(c, "grpo", f"no prompts; prepare some: {command}")
+    width = meta.block_size
+    max_width = c.block_size - c.answer_tokens
+    if width > max_width:
         raise DataError(f"answer_tokens: prompts of up to {width} tokens and answers of up to "
-                        f"{c.answer_tokens} are longer than the model's context, {c.block_size}; a "
-                        f"smaller answer_tokens, or prepare shorter prompts: {make} --block_size "
-                        f"{max(1, most)}")
-    judge, digest = Judge(tokenizer, ChatTemplate.from_spec(meta.template).end_ids(tokenizer)), "exact"
+                        f"{c.answer_tokens} exceed the model's context, {c.block_size}; set a "
+                        f"smaller answer_tokens, or prepare shorter prompts: {command} "
+                        f"--block_size {max(1, max_width)}")
+    ends = ChatTemplate.from_spec(meta.template).end_ids(tokenizer)
+    reward_function, digest = RewardFunction(tokenizer, ends), "exact"
     if c.reward != "exact":
-        judge.path = str(Path(c.reward).absolute())
-        judge.function, digest = load_reward(judge.path)
+        reward_function.path = str(Path(c.reward).absolute())
+        reward_function.function, digest = load_reward(reward_function.path)
 
     def load(split):
-        path = str(Path(c.data_dir, f"{split}_{{}}")).format
+        path = str(Path(c.data_dir, f"{split}_rows.jsonl"))
         tokens, length = open_rows(c.data_dir, split, tokens=((width,), 0, tokenizer.n_vocab),
                                    length=((), 1, width + 1))
-        lines, held = read_lines(path("rows.jsonl"), len(tokens))
-        if not judge.function and held < len(lines):
-            raise DataError(f"reward: exact, but {len(lines) - held:,} rows of {path('rows.jsonl')}"
-                            " have no answer to compare with; name a Python file (.py) instead")
-        first, judge.lines = len(judge.lines), judge.lines + lines
-        rows = hashlib.sha256("\n".join(lines).encode()).hexdigest()
-        return Prompts((tokens, length, first + np.arange(len(tokens))), rows, judge, c, ranks)
+        lines, n_answers = read_lines(path, len(tokens))
+        if not reward_function.function and n_answers < len(lines):
+            raise DataError(f"reward: exact, but {len(lines) - n_answers:,} rows of {path} have no "
+                            "reference answer; use a Python file (.py) instead")
+        numbers = len(reward_function.lines) + np.arange(len(tokens))
+        reward_function.lines += lines
+        rows_digest = hashlib.sha256("\n".join(lines).encode()).hexdigest()
+        return PromptLoader((tokens, length, numbers), rows_digest, reward_function, c, ranks)
     data = Data(load("train"), load("val") if c.eval_interval else None,
                 spec | dict(row_tokens=width + c.answer_tokens, reward=digest))
-    if c.grpo_beta:  # a run goes on with the same one
+    if c.grpo_beta:  # a resumed run must use the same reference
         data.spec["reference"] = broadcast_from_rank0(
             lambda: read_backbone(c.init_from, "init_from")["digest"], ranks)
     return data
 
 
 def build_model(config, data):
-    model = chat.build_model(config, data, RewardedGPT)
-    model.group_size, model.answer_tokens = config.group_size, config.answer_tokens
-    model.beta, model.seed = config.grpo_beta, config.seed
-    if hasattr(data, "train"):  # not where it is only to write
-        model.judge = data.train.judge
+    model = chat.build_model(config, data, PolicyGPT)
+    model.group_size = config.group_size
+    model.answer_tokens = config.answer_tokens
+    model.beta = config.grpo_beta
+    model.seed = config.seed
+    if hasattr(data, "train"):  # not for a checkpoint that is loaded for sampling
+        model.reward_function = data.train.reward_function
         if config.grpo_beta:
-            with torch.device("cpu"):
-                model.reference = (model_of(read_backbone(config.init_from, "init_from"),
-                                            config.init_from)[0].requires_grad_(False),)
-    return adapt(model, config)
+            model.frozen = (load_frozen(config.init_from, "init_from")[0],)
+    return model.add_adapters_if(config)
 
 
 def sample(model, data, config):
-    """Texts of an evaluation: answers to config.sample_prompts, or, with what they are worth, to
-    three questions of the validation: the most likely one and three that are drawn."""
+    """Return texts: answers to config.sample_prompts or, by default, a greedy and three sampled
+    answers with their rewards to each of three validation prompts."""
     if config.sample_prompts:
         return chat.sample(model, data, config)
-    prompts, lengths, numbers = (t[:3] for t in data.val.fixed_batch(
-        0, 3, model.wte.weight.device)[:3])
-    texts, seeds = [], [stable_hash(config.seed, f"sample {i}") for i in range(len(prompts))]
-    likely, drawn = model.answers(prompts, lengths), model.answers(prompts, lengths, 3, seeds)
-    for i, (ids, length, n) in enumerate(zip(prompts, lengths, numbers.tolist())):
-        found = [model.judge(n, said) for said in (likely[i], *drawn[3 * i:3 * i + 3])]
-        texts.append(model.judge.tokenizer.decode(ids[:length].tolist()) + "".join(
-            f"\n{reward:8.4g}  {text}" for reward, _, text in found))
+    batch = data.val.fixed_batch(0, 3, model.wte.weight.device)
+    prompts, lengths, numbers = (t[:3] for t in batch[:3])
+    seeds = [stable_hash(config.seed, f"sample {i}") for i in range(len(prompts))]
+    greedy = model.generate_answers(prompts, lengths)
+    sampled = model.generate_answers(prompts, lengths, 3, seeds)
+    texts = []
+    for i, number in enumerate(numbers.tolist()):
+        text = model.reward_function.tokenizer.decode(prompts[i, :lengths[i]].tolist())
+        for ids in (greedy[i], *sampled[3 * i:3 * i + 3]):
+            reward, _, answer = model.reward_function(number, ids)
+            text += f"\n{reward:8.4g}  {answer}"
+        texts.append(text)
     return texts

@@ -1,18 +1,19 @@
-"""Memory for a trained GPT, to learn other text or chats:
+"""A trained GPT with additional memory layers, which learn other text or conversations.
 
     python run_train.py --config train/configs/memory.yaml
     python -m model.memory --ckpt out/memory/ckpt.pt --to merged.pt
 
-Every block of a checkpoint gets n_chapters chapters of learned keys and values. A router, that of
-model/moe.py, chooses chapters_per_token of them for each token, whose state then reads them by
-cross-attention; a gate adds what was read to the state. Gates start at zero and values do not: step
-0 computes what the checkpoint does, and all of it learns (with the values at zero as well, neither
-ever would). The backbone stays as it is; lora_rank gives it adapters (model/lora.py), train_base
-trains all of it. Each of the three has a rate of its own by lr_groups, such as
-{memory: {learning_rate: 0.01}, lora_*: {learning_rate: 0.001}}, the rest being learning_rate's. The
-checkpoint holds what is trained, and a digest of its backbone; merged with it, it stands alone.
+Each block of a frozen backbone gets n_chapters chapters of learned keys and values. A router, that
+of model/moe.py, chooses chapters_per_token chapters for each token, whose state attends to them;
+the result is multiplied by a gate and added to the state. Gates start at zero and values do not, so
+that step 0 equals the backbone and everything gets a gradient from step 1 on.
 
-Shapes: B, T, C, H, D as in model/gpt.py; n chapters of S pairs, k of them for a token.
+lora_rank adds adapters to the backbone (model/core/adapters.py), and train_base trains all of it.
+lr_groups sets learning rates: {memory: {learning_rate: 0.01}, lora_*: {learning_rate: 0.001}}, with
+`learning_rate` for the rest. The checkpoint has the trained weights and a digest of the backbone's;
+model.memory merges both.
+
+Shapes: B, T, C, H, D as in model/gpt.py; n chapters of S key-value pairs, k chapters per token.
 """
 
 import sys
@@ -21,18 +22,18 @@ from dataclasses import asdict, dataclass
 import torch
 import torch.nn as nn
 
-from model import chat, gpt, lora, moe
+from model import gpt, lora, moe
 from model.chat import ChatGPT
+from model.core.adapters import PartialStateDict, WithAdapters, add_adapters, is_adapter
 from model.core.init import normal
-from model.core.load import model_of, read_weights
 from model.gpt import GPTConfig, Norm
-from model.moe import GroupedLinear, Groups, RoutedBlock, RoutedGPT, Router, RouterKeys
+from model.moe import GroupedLinear, GroupOrder, RoutedBlock, RoutedGPT, Router, RouterKeys
+from train.base.cli import run_command
 from train.base.errors import CheckpointError, ConfigError
 from train.base.fields import key
 
-open_data, sample, inherit_shape = lora.open_data, lora.sample, gpt.inherit_shape
 USE = "python -m model.memory --ckpt {out}/ckpt.pt --to {out}/merged.pt"
-MUST_MATCH_TO_INIT = ("backbone",)  # a memory stands beside one model
+MUST_MATCH_TO_INIT = ("backbone",)  # a memory belongs to one backbone
 
 
 @dataclass
@@ -41,62 +42,65 @@ class Keys(RouterKeys):
                         reads=True)
     train_base: bool = key(False, "train the backbone as well (its rate: lr_groups)")
     lora_rank: int = key(0, "rank of adapters on the backbone's attention and MLP; 0: none", ge=0)
-    n_chapters: int = key(16, "chapters in a block", ge=1)
-    chapters_per_token: int = key(2, "chapters that a token reads", ge=1)
-    chapter_size: int = key(32, "pairs of a key and a value in a chapter", ge=1)
+    n_chapters: int = key(16, "chapters per block", ge=1)
+    chapters_per_token: int = key(2, "chapters per token", ge=1)
+    chapter_size: int = key(32, "key-value pairs per chapter", ge=1)
 
     def problems(self):
-        out = []
+        problems = []
         if not self.backbone:
-            out.append("backbone: missing; name the checkpoint of a GPT, such as out/quick/ckpt.pt")
+            problems.append("backbone: missing; set it to the checkpoint of a GPT, e.g. "
+                            "out/quick/ckpt.pt")
         if self.chapters_per_token > self.n_chapters:
-            out.append(f"chapters_per_token ({self.chapters_per_token}) must not exceed n_chapters "
-                       f"({self.n_chapters})")
-        return out
+            problems.append(f"chapters_per_token ({self.chapters_per_token}) must not exceed "
+                            f"n_chapters ({self.n_chapters})")
+        return problems
 
 
 @dataclass
 class MemoryConfig(GPTConfig, Keys):
-    """The shape of a GPT with memory: the backbone's own, and the memory's."""
+    """Configuration of the backbone and its memory."""
 
 
 # -----------------------------------------------------------------------------
 # the model
 
 class Chapters(nn.Module):
-    """Cross-attention of each token over the pairs of its k chapters. A head meets S pairs of one
-    chapter at a time, as group chapter * H + head of a grouped product."""
+    """Cross-attention of each token to the key-value pairs of its k chapters.
+
+    The products are grouped by chapter and head: group chapter * H + head has S pairs.
+    """
 
     def __init__(self, config):
         super().__init__()
         c = self.config = config
-        groups = c.n_chapters * c.n_head
-        if c.n_embd % c.n_head:  # of a family, whose heads have a size of their own
+        n_groups = c.n_chapters * c.n_head
+        if c.n_embd % c.n_head:  # possible in models with their own head_dim
             raise ConfigError([f"a memory needs n_embd ({c.n_embd}) to be a multiple of n_head "
                                f"({c.n_head})"])
+        head_dim = c.n_embd // c.n_head
         self.ln = Norm(c.n_embd, c.norm, c.bias, c.norm_eps)
         self.router = Router(c.n_embd, c.n_chapters, c.chapters_per_token)
         self.q = nn.Linear(c.n_embd, c.n_embd, bias=False)
-        self.keys = GroupedLinear(groups, c.n_embd // c.n_head, c.chapter_size)  # (n H, S, D)
-        self.values = GroupedLinear(groups, c.chapter_size, c.n_embd // c.n_head)  # (n H, D, S)
+        self.keys = GroupedLinear(n_groups, head_dim, c.chapter_size)  # weight (n H, S, D)
+        self.values = GroupedLinear(n_groups, c.chapter_size, head_dim)  # weight (n H, D, S)
         self.o = nn.Linear(c.n_embd, c.n_embd, bias=False)
-        self.gate = nn.Parameter(torch.empty(c.n_embd))  # zero: `initial` below
+        self.gate = nn.Parameter(torch.empty(c.n_embd))
 
     def forward(self, x):
-        """x (B, T, C) -> what is read, the same shape, the router's logits (B, T, n) and choice
-        (B, T, k)."""
+        """x (B, T, C) -> y (B, T, C) and the router's (logits (B, T, n), chosen (B, T, k))."""
         c, (B, T, C) = self.config, x.size()
         H, D, S, k = c.n_head, C // c.n_head, c.chapter_size, c.chapters_per_token
         x = self.ln(x)
         logits, _, chosen = self.router(x)
         heads = torch.arange(H, device=x.device)
-        groups = Groups((chosen.unsqueeze(-1) * H + heads).flatten(), c.n_chapters * H)
+        groups = GroupOrder((chosen.unsqueeze(-1) * H + heads).flatten(), c.n_chapters * H)
         q = (self.q(x) * D ** -0.5).view(B, T, 1, H, D).expand(-1, -1, k, -1, -1)
         scores = groups.unsort(self.keys(groups.sort(q.flatten(0, 3)), groups.ends))
-        # A chapter's score joins that of its keys; one softmax over all pairs of the k chapters.
-        chapter = logits.log_softmax(-1).gather(-1, chosen).view(B, T, k, 1, 1)
-        scores = scores.view(B, T, k, H, S).float() + chapter
-        p = (scores - scores.logsumexp((2, 4), keepdim=True)).exp().to(q.dtype)
+        # The chapter's score is added to those of its keys; one softmax over all pairs.
+        chapter_scores = logits.log_softmax(-1).gather(-1, chosen).view(B, T, k, 1, 1)
+        scores = scores.view(B, T, k, H, S).float() + chapter_scores
+        p = (scores - scores.logsumexp((2, 4), keepdim=True)).exp().to(q.dtype)  # (B, T, k, H, S)
         y = groups.unsort(self.values(groups.sort(p.flatten(0, 3)), groups.ends))
         y = self.o(y.view(B, T, k, H, D).sum(2).view(B, T, C))
         return y * self.gate.tanh().to(y.dtype), (logits, chosen)
@@ -114,98 +118,95 @@ class MemoryBlock(RoutedBlock):
         return x + y.type_as(x), routed
 
 
-def is_own(name):
-    """Whether a parameter is not the backbone's."""
-    return "memory" in name.split(".") or lora.is_adapter(name)
+def is_memory(name):
+    """Return whether a parameter is one of the memory or an adapter, not of the backbone."""
+    return "memory" in name.split(".") or is_adapter(name)
 
 
-class MemoryGPT(ChatGPT, RoutedGPT):
-    """A GPT with memory beside a backbone of `weights` {name: tensor}; without them all of it is in
-    its checkpoint. state_dict() leaves them out where they are frozen: they stand in a checkpoint
-    of their own. The data are token files, or rows of chats."""
+class MemoryGPT(PartialStateDict, WithAdapters, ChatGPT, RoutedGPT):
+    """A GPT with memory, for tokens or conversations. weights: {name: tensor} of the backbone;
+    None: they are in the model's checkpoint."""
     block_class = MemoryBlock
 
     def __init__(self, config, seed, token_bytes, weights=None):
         super().__init__(config, seed, token_bytes)
         if weights is not None:
-            own = {n: p for n, p in self.named_parameters() if is_own(n)}
-            # Real also where the model is on the meta device: nobody else fills what is frozen.
+            own = {n: p for n, p in self.named_parameters() if is_memory(n)}
+            # assign: on the meta device too, because no one else fills frozen weights.
             nn.Module.load_state_dict(self, weights | own, assign=True)
         if config.lora_rank:
-            lora.add_adapters(self, ["attn", "mlp"], config.lora_rank, 2.0, seed)
+            add_adapters(self, ["attn", "mlp"], config.lora_rank, 2.0, seed)
         for name, p in self.named_parameters():
-            p.requires_grad_(is_own(name) or config.train_base)
+            p.requires_grad_(is_memory(name) or config.train_base)
+
+    def is_saved(self, name):
+        return is_memory(name) or self.config.train_base
 
     def forward(self, idx, targets=None, chat=None, cache=None, last_only=False):
         out = super().forward(idx, targets, chat, cache, last_only)
         if chat is None:
             return out
-        routed = [block.__dict__.pop("routed") for block in self.h]
-        return self.with_routers(*out, routed, (targets[:, 1:] == 1).sum(1))  # answers' tokens
+        n_items = (targets[:, 1:] == 1).sum(1)  # (B,): learned tokens per row
+        return self.add_router_losses(*out, self.pop_routed(), n_items)
 
     def numbers(self, sums):
         return RoutedGPT.numbers(self, sums) | super().numbers(sums)
 
-    def state_dict(self, *args, **kwargs):
-        state = super().state_dict(*args, **kwargs)
-        return {n: t for n, t in state.items() if is_own(n) or self.config.train_base}
-
-    def load_state_dict(self, state, strict=True, assign=False):
-        """With `assign` the backbone takes on the precision of `state`."""
-        dtype = next((t.dtype for t in state.values()), torch.float32)
-        base = {n: p.to(dtype) for n, p in self.named_parameters()
-                if n not in state and not is_own(n)}
-        return super().load_state_dict(base | dict(state), strict, assign)
-
     def initial(self, name, shape, seed):
-        """Scores, and what is read, of about size 1; only the gates are zero."""
-        if lora.is_adapter(name):
-            return lora.initial_adapter(name, shape, seed)
-        if not is_own(name):
+        """Return the initial value of a parameter. Scores and values have a size of about 1; gates
+        are 0."""
+        if is_adapter(name) or not is_memory(name):
             return super().initial(name, shape, seed)
-        part = name.rsplit(".", 2)
-        if part[-1] == "gate":
+        _, layer, part = name.rsplit(".", 2)
+        if part == "gate":
             return torch.zeros(shape)
         if len(shape) == 1:
-            return torch.full(shape, float(part[-1] == "weight"))
-        std = dict(router=0.02, keys=1.0, values=1.0).get(part[-2], self.config.n_embd ** -0.5)
+            return torch.full(shape, float(part == "weight"))
+        std = dict(router=0.02, keys=1.0, values=1.0).get(layer, self.config.n_embd ** -0.5)
         return normal(name, shape, std, seed)
 
 
 # -----------------------------------------------------------------------------
-# what train/train.py asks of a model file
+# model interface, see train/system.py
+
+open_data = lora.open_data
+sample = lora.sample
+inherit_shape = gpt.inherit_shape
+
 
 def build_model(config, data):
-    """The backbone, which must be the one that data.spec names, with a memory. Where it names none
-    all is in the checkpoint: it was merged. Raises CheckpointError."""
-    c, weights = lora.backbone_of(config, data) if "backbone" in data.spec else (config, None)
-    build = (chat if "template" in data.spec else gpt).build_model
+    """Return the backbone with a memory. Without a backbone in data.spec, the checkpoint is a
+    merged one and has all weights. Raises CheckpointError."""
+    weights = None
+    if "backbone" in data.spec:
+        config, weights = lora.load_backbone(config, data)
     try:
-        return moe.build_routed(c, data, lambda *args: MemoryGPT(*args, weights), MemoryConfig,
-                                build)
-    except RuntimeError as error:  # of load_state_dict
+        return moe.build_routed(config, data, lambda *args: MemoryGPT(*args, weights),
+                                MemoryConfig, lora.base_type(data).build_model)
+    except RuntimeError as error:  # from load_state_dict
         raise CheckpointError(f"backbone: {config.backbone}: {error}") from error
 
 
 # -----------------------------------------------------------------------------
-# the merged checkpoint
+# command
 
-def export(ckpt, to, backbone=None):
-    """Write the memory in `ckpt` and its backbone as one checkpoint, adapters added to it."""
-    state = read_weights(ckpt)
-    if (state.get("config") or {}).get("model") != "memory":
-        raise CheckpointError(f"{ckpt}: no memory in it: expected a checkpoint of --model memory")
-    model, _ = model_of(state, ckpt, backbone=backbone)
+@dataclass
+class MergeMemoryOptions(lora.MergeOptions):
+    """Merge a memory and its backbone into one checkpoint."""
+    ckpt: str = key("out/memory/ckpt.pt", "checkpoint of the memory")
+
+
+def merge_memory(options):
+    """Write the memory of options.ckpt and its backbone as one checkpoint, with merged adapters."""
+    model, state = lora.load_with_backbone(options, "memory")
     shape = asdict(model.config) | dict(lora_rank=0, train_base=True)
-    lora.save_merged(to, state, model, shape)
-    print(f"Wrote {to}: the memory and its backbone\nNext: python -m model.sample --ckpt {to}"
-          + (" --chat" if model.template else ""))
+    lora.save_merged(options.to, model, state, shape)
+    print(f"Wrote {options.to}: the memory and its backbone\nNext: python -m model.sample --ckpt "
+          f"{options.to}{' --chat' if model.template else ''}")
 
 
 def main(argv=None):
-    """Runs the command; its exit code."""
-    return lora.merge_command("memory", "Merge a memory and the model that it was trained beside.",
-                              export, argv)
+    return run_command(MergeMemoryOptions, merge_memory, argv)
 
 
 if __name__ == "__main__":

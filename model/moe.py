@@ -1,15 +1,15 @@
-"""A GPT with routed experts: python run_train.py --config train/configs/moe.yaml
+"""A GPT with routed experts (mixture of experts): --config train/configs/moe.yaml
 
-In the place of each block's MLP stand n_experts small ones (SwiGLU); a router sends every token to
-experts_per_token of them. No token is dropped. The arithmetic is that of Qwen3MoeForCausalLM
-(github.com/huggingface/transformers).
+The MLP of each block is replaced by n_experts smaller ones (SwiGLU). A router sends every token to
+experts_per_token of them; no token is dropped. The arithmetic is that of Qwen3MoeForCausalLM in
+Hugging Face transformers.
 
-What keeps the result the same on one device, under DDP and under FSDP: the weights of all experts
-are one tensor (E, out, in), in which an expert without tokens has a gradient of zero, not none; and
-the balance of the load is measured within each sequence, so that the split into micro-batches and
-ranks changes nothing.
+The results are the same on one device, under DDP and under FSDP: the weights of all experts are one
+tensor (E, out, in), in which an expert without tokens has a gradient of zero instead of none, and
+load balance is measured within each sequence, so that the split into micro-batches and ranks does
+not matter.
 
-Shapes: B, T, C as in model/gpt.py; E experts, k of them for a token, I the width inside one.
+Shapes: B, T, C as in model/gpt.py; E experts, k experts per token.
 """
 
 import re
@@ -29,28 +29,27 @@ from train.base.fields import key
 from train.config import find_gpt_conflicts
 from train.distributed import convert_ddp_state
 
-sample, inherit_shape = gpt.sample, gpt.inherit_shape
 USE = gpt.USE
 GPT_FIELDS = {f.name for f in fields(GPTConfig)}
 
 
 @dataclass
 class RouterKeys:
-    """What every model with routers has: the weights of M4's parts in the training loss."""
-    load_balance_coef: float = key(0.01, "weight of the routers' load balance in the loss", ge=0)
-    auxiliary_coef: float = key(0.0, "weight of the squared distance of their use from uniform; "
-                                "its gradient goes through the probabilities", ge=0)
-    z_loss_coef: float = key(0.001, "weight of the squared size of their logits", ge=0)
+    """Weights of the router losses in the training loss."""
+    load_balance_coef: float = key(0.01, "weight of the routers' load balance loss", ge=0)
+    auxiliary_coef: float = key(0.0, "weight of the squared distance of the experts' load from "
+                                "uniform; its gradient goes through the probabilities", ge=0)
+    z_loss_coef: float = key(0.001, "weight of the squared logsumexp of the routers' logits", ge=0)
 
 
 @dataclass
 class Keys(RouterKeys):
-    n_experts: int = key(8, "experts in a block", ge=1, shape=True)
-    experts_per_token: int = key(2, "experts that a token uses", ge=1, shape=True)
-    expert_hidden: int | None = key(None, "width inside an expert (default: n_hidden / "
-                                    "experts_per_token, a dense MLP's work for each token)", ge=1,
+    n_experts: int = key(8, "experts per block", ge=1, shape=True)
+    experts_per_token: int = key(2, "experts per token", ge=1, shape=True)
+    expert_hidden: int | None = key(None, "hidden width of an expert (default: n_hidden / "
+                                    "experts_per_token, the FLOPs of a dense MLP per token)", ge=1,
                                     shape=True)
-    norm_topk_prob: bool = key(True, "the weights of a token's experts add up to 1", shape=True)
+    norm_topk_prob: bool = key(True, "scale a token's expert weights to sum 1", shape=True)
 
     def problems(self):
         out = [text for _, text in find_gpt_conflicts(self)]
@@ -59,13 +58,13 @@ class Keys(RouterKeys):
                        f"({self.n_experts})")
         for name, only in (("mlp", "swiglu"), ("bias", False), ("norm_position", "pre")):
             if getattr(self, name) != only:
-                out.append(f"{name}: experts know {only} only, got {getattr(self, name)}")
+                out.append(f"{name}: must be {only} with experts, got {getattr(self, name)}")
         return out
 
 
 @dataclass
 class MoEConfig(GPTConfig, Keys):
-    """The shape of a GPT with experts."""
+    """Configuration of a GPT with experts."""
 
     def __post_init__(self):
         super().__post_init__()
@@ -74,33 +73,33 @@ class MoEConfig(GPTConfig, Keys):
 
 
 # -----------------------------------------------------------------------------
-# the losses of routers
+# router losses
 
 def router_losses(logits: torch.Tensor, k: int) -> dict[str, torch.Tensor]:
-    """{"load_balance", "auxiliary", "z_loss"} of one router, 0-dim tensors, from its logits
-    (..., C) of N tokens, each of which goes to the k largest.
+    """Return {"load_balance", "auxiliary", "z_loss"} of a router, 0-dim tensors, from its logits
+    (..., E) of N tokens, each of which uses the k experts with the largest logits.
 
-    load_balance = C sum_i f_i P_i, where P_i is the mean probability of i and f_i its share of the
-    N k assignments (arXiv:2101.03961): 1 where the use is uniform. auxiliary = sum_i (f_i - 1/C)^2.
-    Counts have no gradient: f_i passes it on to P_i as it is, so a step lowers the probability of
-    what is used too much.
-    z_loss = mean(logsumexp(logits)^2) (arXiv:2202.08906)."""
-    logits = logits.flatten(0, -2)
-    return losses_within(logits, use_of(logits.topk(k, dim=-1).indices, logits.size(-1)))
+    With the mean probability P_i of expert i and its share f_i of the N k assignments:
+    load_balance = E sum_i f_i P_i (arXiv:2101.03961), which is 1 for a uniform load;
+    auxiliary = sum_i (f_i - 1/E)^2, where f_i, a count without a gradient, gets that of P_i;
+    z_loss = mean(logsumexp(logits)^2) (arXiv:2202.08906).
+    """
+    logits = logits.flatten(0, -2)  # (N, E)
+    return sequence_losses(logits, compute_load(logits.topk(k, dim=-1).indices, logits.size(-1)))
 
 
-def losses_within(logits, f):
-    """router_losses over the N tokens of each of many sequences: logits (..., N, C), and the use of
-    each expert f (..., C) -> (...)."""
+def sequence_losses(logits, load):
+    """Return router_losses per sequence, (...) each: logits (..., N, E), load (..., E)."""
     logits, n = logits.float(), logits.size(-1)
-    p = logits.softmax(-1).mean(-2)  # (..., C)
-    through = f + (p - p.detach())  # f to the bit, with the gradient of P
-    return dict(load_balance=n * (f * p).sum(-1), auxiliary=(through - 1 / n).square().sum(-1),
+    p = logits.softmax(-1).mean(-2)  # (..., E)
+    straight_through = load + (p - p.detach())  # the value of load, with the gradient of p
+    return dict(load_balance=n * (load * p).sum(-1),
+                auxiliary=(straight_through - 1 / n).square().sum(-1),
                 z_loss=logits.logsumexp(-1).square().mean(-1))
 
 
-def use_of(chosen, n):
-    """The share of each of n experts in the N k assignments. chosen (..., N, k) -> (..., n)."""
+def compute_load(chosen, n):
+    """Return the share (..., n) of each of n experts in the assignments chosen (..., N, k)."""
     marks = torch.zeros(*chosen.shape[:-1], n, device=chosen.device).scatter_(-1, chosen, 1.0)
     return marks.mean(-2) / chosen.size(-1)
 
@@ -108,57 +107,60 @@ def use_of(chosen, n):
 def compute_router_auxiliary_loss(router_losses: Sequence[dict[str, torch.Tensor]],
                                   load_balance_coef: float = 0.01, auxiliary_coef: float = 0.0,
                                   z_loss_coef: float = 0.001) -> torch.Tensor:
-    """What routers add to the loss: the parts, weighted, summed over layers. router_losses: a list
-    of what router_losses() gives, one for each layer; a part that a layer lacks adds nothing."""
+    """Return the weighted router losses, summed over layers. router_losses: the results of
+    router_losses() per layer; a missing loss counts as 0."""
     return sum(load_balance_coef * layer.get("load_balance", 0.0)
                + auxiliary_coef * layer.get("auxiliary", 0.0)
                + z_loss_coef * layer.get("z_loss", 0.0) for layer in router_losses)
 
 
 # -----------------------------------------------------------------------------
-# routing, and products group by group
+# routing and grouped matrix products
 
 class Router(nn.Linear):
-    """Which k of n groups each token uses, and how much. In float32, as rounding would change the
-    choice (a GPU with TF32 rounds the weights to 11 bits, the same in every pass). normalise: a
-    token's k weights add up to 1."""
+    """Chooses k of n groups per token, and their weights. Computed in float32, because rounding
+    would change the choice. (With TF32, a GPU rounds to 11 bits, equally in every pass.)
+
+    normalise: scale the k weights of a token to sum 1.
+    """
 
     def __init__(self, dim, n, k, normalise=False):
         super().__init__(dim, n, bias=False)
-        self.k, self.normalise = k, normalise
+        self.k = k
+        self.normalise = normalise
 
     def forward(self, x):
-        """x (B, T, C) -> logits (B, T, n), weights and numbers of the chosen (B, T, k)."""
+        """x (B, T, C) -> logits (B, T, n); weights and indices of the chosen groups (B, T, k)."""
         with torch.autocast(x.device.type, enabled=False):
             logits = F.linear(x.float(), self.weight.float())
         p, chosen = logits.softmax(-1).topk(self.k, dim=-1)
         return logits, p / p.sum(-1, keepdim=True) if self.normalise else p, chosen
 
 
-class Groups:
-    """M rows of n groups, put in the order of their groups and back. chosen (M,): each row's group.
-    ends (n,) int32: where each group ends in that order."""
+class GroupOrder:
+    """Sorts M rows by their groups, and back. chosen (M,): the group of each row; ends (n,) int32:
+    the end of each group in the sorted rows."""
 
     def __init__(self, chosen, n):
-        ordered, self.order = chosen.sort(stable=True)
+        in_order, self.order = chosen.sort(stable=True)
         rows, groups = (torch.arange(m, device=chosen.device) for m in (len(chosen), n))
-        self.back = torch.empty_like(rows).scatter_(0, self.order, rows)
-        self.ends = torch.searchsorted(ordered, groups, right=True, out_int32=True)
+        self.inverse = torch.empty_like(rows).scatter_(0, self.order, rows)
+        self.ends = torch.searchsorted(in_order, groups, right=True, out_int32=True)
 
     def sort(self, rows):
-        return Permute.apply(rows, self.order, self.back)
+        return Permute.apply(rows, self.order, self.inverse)
 
     def unsort(self, rows):
-        return Permute.apply(rows, self.back, self.order)
+        return Permute.apply(rows, self.inverse, self.order)
 
 
 class Permute(torch.autograd.Function):
-    """rows[order]. Autograd's own backward pass adds rows up in an order that depends on timing;
-    no two rows meet here, so the inverse permutation does, the same bits every time."""
+    """rows[order]. The backward pass is the inverse permutation. That of indexing adds rows in an
+    order that depends on timing, so that its bits could differ between runs."""
 
     @staticmethod
-    def forward(ctx, rows, order, back):
-        ctx.save_for_backward(back)
+    def forward(ctx, rows, order, inverse):
+        ctx.save_for_backward(inverse)
         return rows[order]
 
     @staticmethod
@@ -167,38 +169,38 @@ class Permute(torch.autograd.Function):
 
 
 class GroupedLinear(nn.Module):
-    """n linear layers without biases, one for each group of rows; weight (n, out, in)."""
+    """n linear layers without biases, one per group of rows; weight (n, out, in)."""
 
-    def __init__(self, n, inside, outside):
+    def __init__(self, n, in_features, out_features):
         super().__init__()
-        self.weight = nn.Parameter(torch.empty(n, outside, inside))
+        self.weight = nn.Parameter(torch.empty(n, out_features, in_features))
 
     def forward(self, x, ends):
         """x (M, in), sorted by group; ends (n,) int32 -> (M, out)."""
         w = self.weight
-        if torch.is_autocast_enabled(x.device.type):  # it passes over grouped products
+        if torch.is_autocast_enabled(x.device.type):  # it does not convert grouped products
             dtype = torch.get_autocast_dtype(x.device.type)
             x, w = x.to(dtype), w.to(dtype)
-        if groups_are_fast(x, w):
+        if has_grouped_mm(x, w):
             return F.grouped_mm(x, w.mT, offs=ends)
-        return self.one_by_one(x, w, ends)
+        return self.loop_over_groups(x, w, ends)
 
-    def one_by_one(self, x, w, ends):
-        """The same on any device. A group without rows computes as well: its gradient is zero."""
+    def loop_over_groups(self, x, w, ends):
+        """Compute one product per group. An empty group is included: its gradient is zero."""
         sizes = ends.diff(prepend=ends.new_zeros(1)).tolist()
         return torch.cat([F.linear(rows, w[i]) for i, rows in enumerate(x.split(sizes))])
 
 
-def groups_are_fast(x, w):
-    """Whether PyTorch has the product of all groups: bfloat16 on a GPU of capability 8.0 or more,
-    rows of a multiple of 16 bytes. One kernel from 9.0 on (H100); before it (A100) a loop on the
-    host, which waits for the sizes in each product, but keeps a compiled model in one graph."""
+def has_grouped_mm(x, w):
+    """Return whether PyTorch supports grouped products of these tensors: bfloat16 on a GPU of
+    capability 8.0 or higher, rows of a multiple of 16 bytes. From 9.0 (H100) it is one kernel; on
+    8.x (A100) a loop on the host, which synchronises per product, but is in one compiled graph."""
     return (x.is_cuda and x.dtype == torch.bfloat16 and w.size(1) % 8 == w.size(2) % 8 == 0
             and torch.cuda.get_device_properties(x.device).major >= 8)
 
 
 class Experts(nn.Module):
-    """The MLP of a block: the weighted sum of the outputs of each token's k experts."""
+    """The MLP of a block: the weighted sum of the outputs of a token's k experts."""
 
     def __init__(self, config):
         super().__init__()
@@ -209,13 +211,13 @@ class Experts(nn.Module):
         self.down = GroupedLinear(c.n_experts, c.expert_hidden, c.n_embd)
 
     def forward(self, x):
-        """x (B, T, C) -> the same shape, the router's logits (B, T, E) and choice (B, T, k)."""
+        """x (B, T, C) -> y (B, T, C) and the router's (logits (B, T, E), chosen (B, T, k))."""
         logits, weights, chosen = self.router(x)
-        groups = Groups(chosen.flatten(), self.config.n_experts)
+        groups = GroupOrder(chosen.flatten(), self.config.n_experts)
         copies = x.unsqueeze(2).expand(-1, -1, chosen.size(2), -1)  # (B, T, k, C)
         rows = groups.sort(copies.flatten(0, 2))  # (B T k, C)
         hidden = F.silu(self.gate(rows, groups.ends)) * self.up(rows, groups.ends)
-        y = groups.unsort(self.down(hidden, groups.ends)).view(copies.shape)
+        y = groups.unsort(self.down(hidden, groups.ends)).view(copies.shape)  # (B, T, k, C)
         y = (y * weights.to(y.dtype).unsqueeze(-1)).sum(2)  # (B, T, C)
         return apply_dropout(y, self.config.dropout, self.training), (logits, chosen)
 
@@ -224,11 +226,11 @@ class Experts(nn.Module):
 # the model
 
 class RoutedBlock(Block):
-    """A block whose compute() returns also (logits (B, T, n), chosen (B, T, k)) of its router."""
+    """A block with a router: compute() also returns (logits (B, T, n), chosen (B, T, k))."""
 
     def forward(self, x, rope, cache=None):
-        # Kept aside, here and not in compute(), which gradient checkpointing repeats. As a result
-        # of the block they would have FSDP gather all blocks at the start of the backward pass.
+        # An attribute instead of a second output, for which FSDP would gather all blocks at the
+        # start of the backward pass. Gradient checkpointing repeats compute() only.
         x, self.routed = super().forward(x, rope, cache)
         return x
 
@@ -245,46 +247,47 @@ class MoEBlock(RoutedBlock):
 
 
 class RoutedGPT(GPT):
-    """A GPT of RoutedBlocks. The training loss has the routers' losses in it, evaluation is the
-    language model's alone; both log all parts, and how evenly the experts are used."""
-
-    def routers(self):
-        return [m for m in self.modules() if isinstance(m, Router)]
+    """A GPT of RoutedBlocks. The training loss includes the router losses, the evaluation loss does
+    not. Both log the router losses and the load of the experts."""
 
     def forward(self, idx, targets=None, cache=None, last_only=False):
         out = super().forward(idx, targets, cache, last_only)
-        routed = [block.__dict__.pop("routed") for block in self.h]
-        return out if targets is None else self.with_routers(*out, routed)
+        routed = self.pop_routed()
+        return out if targets is None else self.add_router_losses(*out, routed)
 
-    def with_routers(self, loss, sums, routed, items=None):
-        """(loss, sums) with the parts of the routers. routed: [(logits, chosen)] of each block.
-        items (B,): those that count in each sequence, where not all do; by them sequences weigh."""
+    def pop_routed(self):
+        """Return [(logits, chosen)] of the blocks' routers in the last forward pass."""
+        return [block.__dict__.pop("routed") for block in self.h]
+
+    def add_router_losses(self, loss, sums, routed, n_items=None):
+        """Return (loss, sums) with the router losses. n_items (B,): the number of targets per
+        sequence, by which sequences are weighted; default: all equal."""
         c = self.config
         logits, chosen = map(torch.stack, zip(*routed))  # (L, B, T, n), (L, B, T, k)
-        used, (B, T) = use_of(chosen, logits.size(-1)), chosen.shape[1:3]  # (L, B, n)
-        parts = losses_within(logits, used)  # (L, B) each: of every sequence
-        used = used.sum(1) * T  # (L, n)
-        logged = {name: part.detach().mean(0).sum() * T for name, part in parts.items()}
-        sums = dict(sums, routed=used, **logged)
+        B, T = chosen.shape[1:3]
+        load = compute_load(chosen, logits.size(-1))  # (L, B, n)
+        losses = sequence_losses(logits, load)  # (L, B) each
+        logged = {name: part.detach().mean(0).sum() * T for name, part in losses.items()}
+        sums = dict(sums, routed=load.sum(1) * T, **logged)  # routed (L, n)
         if self.training:
             sums["lm_loss"] = loss.detach() * sums.get("count", B * T)
-            if items is not None:
-                weights = items * (B / items.sum().clamp(min=1))  # (B,), 1 in the mean
-                parts = {name: part * weights for name, part in parts.items()}
-            layers = [{name: part[i].mean() for name, part in parts.items()}
+            if n_items is not None:
+                weights = n_items * (B / n_items.sum().clamp(min=1))  # (B,), mean 1
+                losses = {name: part * weights for name, part in losses.items()}
+            layers = [{name: part[i].mean() for name, part in losses.items()}
                       for i in range(c.n_layer)]
             loss = loss + compute_router_auxiliary_loss(layers, c.load_balance_coef,
                                                         c.auxiliary_coef, c.z_loss_coef)
         return loss, sums
 
     def numbers(self, sums):
-        """A GPT's, and load_balance (1: uniform), auxiliary and z_loss, means over sequences and
-        layers; use: of each expert by each layer, 1 being its fair share, and the extremes of
-        these; in training lm_loss, the loss without the routers' part."""
-        tokens, use = float(sums["routed"][0].sum()), sums["routed"]
-        use = use * (use.size(1) / max(1.0, tokens))  # (L, n), 1: as much as the others
-        out = {name: float(sums[name]) / max(1.0, tokens) for name in
-               ("load_balance", "auxiliary", "z_loss")}
+        """Return GPT's numbers and means over sequences and layers of load_balance (1: uniform),
+        auxiliary and z_loss; use, a list per layer of each expert's load relative to a uniform one,
+        with use_min and use_max; in training lm_loss, the loss without the router losses."""
+        n_tokens = max(1.0, float(sums["routed"][0].sum()))
+        use = sums["routed"] * (sums["routed"].size(1) / n_tokens)  # (L, n)
+        out = {name: float(sums[name]) / n_tokens
+               for name in ("load_balance", "auxiliary", "z_loss")}
         if "lm_loss" in sums:
             out["lm_loss"] = float(sums["lm_loss"]) / max(1.0, float(sums["count"]))
         return super().numbers(sums) | out | dict(
@@ -297,37 +300,44 @@ class RoutedGPT(GPT):
         return super().initial(name, shape, seed)
 
     def compile(self, *args, **kwargs):
-        """torch.compile, but for products one group at a time: other sizes at every step, each of
-        which would be compiled anew."""
+        """Compile the model, except for products per group, whose sizes change at every step: each
+        would be compiled again."""
         for module in self.modules():
             if isinstance(module, GroupedLinear):
-                module.one_by_one = torch.compiler.disable(module.one_by_one)
+                module.loop_over_groups = torch.compiler.disable(module.loop_over_groups)
         super().compile(*args, **kwargs)
 
     def flops_per_unit(self):
-        """Training FLOPs a token, of what it uses: k of n groups."""
-        router = self.routers()[0]
-        stacked = sum(m.weight.numel() for m in self.modules() if isinstance(m, GroupedLinear))
-        return super().flops_per_unit() - 6 * (stacked - stacked * router.k // router.out_features)
+        """Return the training FLOPs per token, with k of n groups."""
+        router = next(m for m in self.modules() if isinstance(m, Router))
+        grouped = sum(m.weight.numel() for m in self.modules() if isinstance(m, GroupedLinear))
+        return super().flops_per_unit() - 6 * (grouped - grouped * router.k // router.out_features)
 
 
 class MoE(RoutedGPT):
     block_class = MoEBlock
 
 
-def build_routed(config, data, kind, shape, build=gpt.build_model):
-    """A model of class `kind`, whose config is of class `shape`: GPTConfig with keys of its own."""
-    own = {f.name: getattr(config, f.name) for f in fields(shape) if f.name not in GPT_FIELDS}
-    return build(config, data, lambda c, seed, token_bytes: kind(
-        shape(**asdict(c), **own), seed, token_bytes))
+# -----------------------------------------------------------------------------
+# model interface, see train/system.py
+
+sample = gpt.sample
+inherit_shape = gpt.inherit_shape
+
+
+def build_routed(config, data, model_class, config_class, build=gpt.build_model):
+    """Build a `model_class` whose configuration is a `config_class`: GPTConfig with more fields."""
+    own = {f.name: getattr(config, f.name) for f in fields(config_class)
+           if f.name not in GPT_FIELDS}
+    return build(config, data, lambda c, seed, token_bytes: model_class(
+        config_class(**asdict(c), **own), seed, token_bytes))
 
 
 def build_model(config, data):
-    """The model of a run, see model/gpt.py."""
     return build_routed(config, data, MoE, MoEConfig)
 
 
 def as_gpt(state, path, backbone=None, ema=False):
-    """Return ({name: tensor}, MoEConfig) of a checkpoint, for exports."""
+    """Return ({name: tensor}, MoEConfig) of the checkpoint `state`, for export."""
     weights = convert_ddp_state(state["model"])
     return weights, read_model_args(state.get("model_args") or {}, weights, MoEConfig)

@@ -19,7 +19,7 @@ from data.chat_template import BuiltinTemplate
 from data.prepare import chat as data_chat
 from data.prepare import prepare as prepare_text
 from data.tokenizer import load_tokenizer
-from model.chat import ChatGPT, Packed, answer
+from model.chat import ChatGPT, PackedMask, generate_answer
 from model.gpt import GPT, GPTConfig
 from model.sample import load_model
 from train.config import load_config
@@ -321,7 +321,7 @@ def test_a_conversation_ends_quietly(monkeypatch, end):
             return line
         raise end
     monkeypatch.setattr("builtins.input", typed)
-    assert list(model.chat.typed()) == ["Who?", "Why?"]
+    assert list(model.chat.read_questions()) == ["Who?", "Why?"]
 
 
 def test_without_chats_it_is_a_gpt():
@@ -368,9 +368,9 @@ def test_no_chat_sees_another(dtype, checkpointing):
         block.gradient_checkpointing = checkpointing
     tokens, number = torch.randint(0, 256, (2, 40)), torch.arange(40)[None].repeat(2, 1) // 13
     with torch.autocast("cpu", dtype, enabled=dtype != torch.float32):
-        x = model.trunk(tokens, Packed(number))
+        x = model.trunk(tokens, PackedMask(number))
         other = torch.where(number == 1, (tokens + 1) % 256, tokens)
-        y = model.trunk(other, Packed(number))
+        y = model.trunk(other, PackedMask(number))
     assert torch.equal(x[number != 1], y[number != 1])
     assert not torch.equal(x[number == 1], y[number == 1])
 
@@ -401,14 +401,14 @@ def test_tokens_and_answers_are_counted_one_by_one():
                 nats -= sum(float(logits[row, t, token]) for t, token in said)
                 count, right = count + len(fits), right + sum(fits)
                 answers, exact = answers + 1, exact + all(fits)
-    assert {n: int(v) for n, v in sums.items()} == dict(count=count, right=right, answers=answers,
+    assert {n: int(v) for n, v in sums.items()} == dict(count=count, correct=right, answers=answers,
                                                         exact=exact)
     assert (count, answers) == (15, 7) and 2 <= exact < answers
     assert float(loss) == pytest.approx(nats / count, rel=1e-5)
     numbers = model.numbers({n: v.double() for n, v in sums.items()} | dict(loss=nats))
     assert numbers == pytest.approx(dict(ppl=np.exp(nats / count), accuracy=right / count,
                                          exact=exact / answers))
-    nothing = dict(loss=0.0, count=0, right=0, answers=0, exact=0)
+    nothing = dict(loss=0.0, count=0, correct=0, answers=0, exact=0)
     assert model.numbers(nothing) == dict(ppl=None, accuracy=None, exact=None)
     assert set(model.train()(tokens, mask, chat)[1]) == {"count"}
 
@@ -444,7 +444,7 @@ def test_exact_is_what_sampling_writes(capitals, learned):
                 ids, said = tokens[number == k], mask[number == k]
                 if said.any():
                     start = int(said.argmax())
-                    made = answer(model, tokenizer, ids[:start].tolist(), 20)
+                    made = generate_answer(model, tokenizer, ids[:start].tolist(), 20)
                     right, n = right + (made == ids[start:-1].tolist()), n + 1
     assert exact(learned)[MIDDLE] == pytest.approx(right / n) and right > 0
 
@@ -461,13 +461,13 @@ def test_learns_held_out_questions(learned):
 
 
 def test_conversation_fits_the_context():
-    from model.chat import latest
+    from model.chat import fit_conversation
     turns = [(role, text) for text in "abc" for role in ("user", "assistant")] + [("user", "d")]
     for first in ([], [("system", "Be kind.")]):
         sizes = [len(BuiltinTemplate().encode([*first, *turns[i:], ("assistant", "")], BYTES)[0]) - 1
                  for i in (0, 2, 4, 6)]
         for room, start in ((sizes[0], 0), (sizes[0] - 1, 2), (sizes[2], 4), (3, 6)):
-            ids, left_out = latest(turns, first, BYTES, BuiltinTemplate(), room)
+            ids, left_out = fit_conversation(turns, first, BYTES, BuiltinTemplate(), room)
             assert left_out == start and len(ids) == sizes[start // 2]
             assert BYTES.decode(ids).startswith("### System" if first else "### User")
 
@@ -476,7 +476,8 @@ def test_a_system_message_comes_first_and_stays(monkeypatch):
     from model import chat
     model, asked = small(block_size=105), []
     model.template = BuiltinTemplate()
-    monkeypatch.setattr(chat, "answer", lambda m, t, ids, *rest, **how: asked.append(ids) or [65])
+    monkeypatch.setattr(chat, "generate_answer",
+                        lambda m, t, ids, *rest, **how: asked.append(ids) or [65])
     chat.talk(model, BYTES, ["a", "b", "c"], 5, system=" Be kind. ")
     one = [("system", "Be kind."), ("user", "a"), ("assistant", "A"), ("user", "b")]
     ids, _ = BuiltinTemplate().encode([*one, ("assistant", "")], BYTES)
@@ -492,7 +493,8 @@ def test_a_conversation_is_remembered_whatever_an_answer_may_take(block_size, kn
     from model import chat
     model, asked = small(block_size=block_size), []
     model.template = BuiltinTemplate()
-    monkeypatch.setattr(chat, "answer", lambda m, t, ids, *rest, **how: asked.append(ids) or [65])
+    monkeypatch.setattr(chat, "generate_answer",
+                        lambda m, t, ids, *rest, **how: asked.append(ids) or [65])
     chat.talk(model, BYTES, ["a", "b", "c"], 256)
     assert BYTES.decode(asked[2]).count("### User") == known
     assert ("only the latest exchanges" in capsys.readouterr().err) == (known < 3)
@@ -547,8 +549,8 @@ def test_early_stopping_on_exact(capitals, tmp_path):
 
 
 @pytest.mark.parametrize("changes, message", [
-    (dict(block_size=40, init_from="scratch"), "prepare them with --block_size 40"),
-    (dict(data_dir="nosuch"), "no chats; make some"),
+    (dict(block_size=40, init_from="scratch"), "prepare the data with --block_size 40"),
+    (dict(data_dir="nosuch"), "no chats; prepare some"),
 ])
 def test_bad_settings(capitals, tmp_path, changes, message):
     with pytest.raises(ValueError, match=message):
@@ -571,4 +573,4 @@ def test_another_tokenizer_is_refused(capitals, tmp_path):
 def test_talk_needs_a_chat_model(capitals, capsys):
     from model.chat import main
     assert main(["--ckpt", str(capitals / "base" / "ckpt.pt")]) == 2
-    assert "learned no chats" in capsys.readouterr().err
+    assert "not a chat model" in capsys.readouterr().err

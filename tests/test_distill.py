@@ -43,7 +43,7 @@ def test_loss_and_gradients_from_whole_logits(weight, temperature):
     with torch.no_grad():
         for p in (*student.parameters(), *big.parameters()):
             p.mul_(3)  # so that the two differ
-    student.teacher, student.weight, student.temperature = (big,), weight, temperature
+    student.frozen, student.weight, student.temperature = (big,), weight, temperature
     idx, targets = torch.randint(50, (3, 12)), torch.randint(50, (3, 12))
     targets[0, :7] = targets[2] = -1
     z, t = (model(idx)[..., :50] for model in (student, big))
@@ -78,7 +78,7 @@ def test_it_learns_what_the_teacher_expects_and_keeps_it_out(data_dir, tmp_path,
     (tmp_path / "gone").mkdir()
     moved = dict(state["config"], teacher="nowhere.pt")  # it needs no teacher to be used
     model, _ = load_model(tmp_path / "out/ckpt.pt")
-    assert not model.teacher and moved["model"] == "distill"
+    assert not model.frozen and moved["model"] == "distill"
     again = go(data_dir, tmp_path / "more", init_from=str(tmp_path / "out/ckpt.pt"), max_iters=0)
     assert again["history"][0]["val_loss"] == pytest.approx(last["history"][-1]["val_loss"])
 
@@ -87,16 +87,16 @@ def test_flops_count_a_forward_pass_of_the_teacher(teacher):
     student = Student(GPTConfig(n_layer=1, n_head=2, n_embd=16, vocab_size=256, block_size=8))
     alone, (big, _) = student.flops_per_unit(), load_model(teacher)
     whole = big.flops_per_unit()
-    student.teacher = (big.requires_grad_(False),)
+    student.frozen = (big.requires_grad_(False),)
     assert student.flops_per_unit() == alone + whole / 3
 
 
 @pytest.mark.parametrize("more, message", [
     (dict(teacher=""), "teacher: missing"), (dict(teacher="nowhere.pt"), "nowhere.pt"),
-    (dict(block_size=64), "sees 16 tokens; expected at least"),
+    (dict(block_size=64), "its block_size is 16; expected at least"),
     (dict(distill_weight=2.0), "distill_weight"),
     (dict(resume="never", out_dir="{}"), "in out_dir"),
-    (dict(vocab_size=60000), "expected a GPT that knows the 60000 ids"),
+    (dict(vocab_size=60000), "expected a GPT whose vocabulary has the 60000 ids"),
 ])
 def test_what_cannot_be_taught_is_refused(data_dir, tmp_path, teacher, more, message):
     if "out_dir" in more:

@@ -235,7 +235,8 @@ def formula(model, tokens, mask, reference, beta, kind, normalized, nll):
 def test_loss_and_gradients_are_the_papers(made, kind, normalized, nll):
     torch.manual_seed(0)
     model = PreferenceGPT(GPTConfig(n_layer=2, n_head=2, n_embd=32, vocab_size=257, block_size=64))
-    model.beta, model.nll, model.kind, model.normalized = 0.3, nll, kind, normalized
+    model.beta, model.nll_weight = 0.3, nll
+    model.loss_kind, model.length_normalized = kind, normalized
     tokens, mask, reference = (torch.from_numpy(a[:5].astype(np.float32 if a.ndim == 2 else
                                                              np.int64)) for a in
                                rows(made / "pairs"))
@@ -299,10 +300,10 @@ def test_adapters_alone(made, tmp_path):
 
 @pytest.mark.parametrize("changes, message", [
     (dict(init_from="scratch"), "init_from: missing"),
-    (dict(init_from="{other}"), "not the ones that the pairs were prepared with"),
+    (dict(init_from="{other}"), "not the weights with which the pairs were prepared"),
     (dict(data_dir="{chats}"), "no pairs of answers"),
     (dict(dpo_loss="hinge"), "dpo_loss"), (dict(dpo_nll=-1.0), "dpo_nll"),
-    (dict(block_size=16), "prepare them with --block_size 16"),
+    (dict(block_size=16), "prepare the data with --block_size 16"),
 ])
 def test_what_does_not_belong_together_is_refused(made, tmp_path, changes, message):
     if "{other}" in changes.values():

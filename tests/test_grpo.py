@@ -18,7 +18,14 @@ from model.core.generate import generate
 from model.core.init import stable_hash
 from model.core.load import load_model
 from model.gpt import GPT, GPTConfig
-from model.grpo import Judge, RewardedGPT, answer_logps, lay_out, load_reward, table
+from model.grpo import (
+    PolicyGPT,
+    RewardFunction,
+    answer_logps,
+    collate_rows,
+    load_reward,
+    pack_answers,
+)
 from train.base.errors import UserError
 from train.checkpoint import load_checkpoint
 from train.config import load_config
@@ -145,17 +152,18 @@ def worth(prompt, answer, row):
 
 
 def rewarded(beta=0.0):
-    """A RewardedGPT that answers anything."""
+    """A PolicyGPT that answers anything."""
     torch.manual_seed(0)
     shape = GPTConfig(n_layer=2, n_head=2, n_embd=32, vocab_size=257, block_size=64)
-    model, other = RewardedGPT(shape), GPT(shape, seed=2)
+    model, other = PolicyGPT(shape), GPT(shape, seed=2)
     with torch.no_grad():
         for p in (*model.parameters(), *other.parameters()):
             p.mul_(3)
-    model.judge = Judge(BYTES, [BYTES.eot_token], worth)
-    model.judge.lines = [json.dumps(dict(question=f"{i}", answer="x", row={})) for i in range(9)]
+    model.reward_function = RewardFunction(BYTES, [BYTES.eot_token], worth)
+    model.reward_function.lines = [json.dumps(dict(question=f"{i}", answer="x", row={}))
+                                   for i in range(9)]
     model.group_size, model.answer_tokens, model.seed, model.beta = 4, 6, 1, beta
-    model.reference = (other.requires_grad_(False),) if beta else ()
+    model.frozen = (other.requires_grad_(False),) if beta else ()
     return model
 
 
@@ -163,28 +171,31 @@ def test_answers_depend_on_the_seed_and_the_sample_alone():
     """Not on the rows beside them; nor does dropout touch them."""
     model = rewarded()
     prompts, lengths = torch.randint(257, (3, 20)), torch.tensor([4, 20, 9])
-    whole = model.answers(prompts, lengths, 4, [7, 8, 9])
-    assert whole[4:8] == model.answers(prompts[1:2], lengths[1:2], 4, [8])
+    whole = model.generate_answers(prompts, lengths, 4, [7, 8, 9])
+    assert whole[4:8] == model.generate_answers(prompts[1:2], lengths[1:2], 4, [8])
     assert len({tuple(said) for said in whole}) > 8  # of a group, too
-    assert model.answers(prompts, lengths, 4, [7, 8, 10])[8:] != whole[8:]
+    assert model.generate_answers(prompts, lengths, 4, [7, 8, 10])[8:] != whole[8:]
     assert all(1 <= len(said) <= 6 for said in whole)
-    batch, sums = model.write(prompts, lengths, torch.tensor([2, 0, 5]), torch.tensor([70, 80, 90]))
+    batch, sums = model.sample_batch(prompts, lengths, torch.tensor([2, 0, 5]),
+                                     torch.tensor([70, 80, 90]))
     assert model.training and all(m.training for m in model.modules())
-    written = model.eval().answers(prompts, lengths, 4, [stable_hash(1, f"answers {g}")
-                                                         for g in (70, 80, 90)])
+    seeds = [stable_hash(1, f"answers {g}") for g in (70, 80, 90)]
+    written = model.eval().generate_answers(prompts, lengths, 4, seeds)
     said = [[token for _, p, token in row if p == part] for row in batch[0].tolist()
             for part in {p for _, p, _ in row} - {0, -1}]
     assert sorted(said) == sorted(written)  # no two are equal here
     assert float(sums["length"]) == pytest.approx(sum(map(len, written)) / 4)
     model.train()
-    assert model.write(prompts, lengths, torch.tensor([2, 0, 5]),
-                       torch.tensor([70, 80, 90]))[0][0].equal(batch[0])
+    again, _ = model.sample_batch(prompts, lengths, torch.tensor([2, 0, 5]),
+                                  torch.tensor([70, 80, 90]))
+    assert again[0].equal(batch[0])
 
 
 def test_an_answer_ends_with_its_end_token():
     model = rewarded()
-    model.judge.ends = list(range(100))  # most answers come to an end
-    found = model.answers(torch.randint(257, (6, 5)), torch.full((6,), 5), 4, list(range(6)))
+    model.reward_function.ends = list(range(100))  # most answers come to an end
+    found = model.generate_answers(torch.randint(257, (6, 5)), torch.full((6,), 5), 4,
+                                   list(range(6)))
     for said in found:
         assert all(i >= 100 for i in said[:-1]) and (said[-1] < 100 or len(said) == 6)
     assert {1, 2, 6} <= {len(said) for said in found}
@@ -198,8 +209,8 @@ def test_advantages_within_the_group():
     is there, or all are needed for the divergence."""
     model = rewarded()
     worth = iter([0.0, 1.0, 1.0, 3.0, 0.1, 0.1, 0.1, 0.1])
-    model.judge.function = lambda *_: next(worth)
-    batch, sums = model.write(torch.zeros(2, 3, dtype=torch.int64), torch.tensor([3, 3]),
+    model.reward_function.function = lambda *_: next(worth)
+    batch, sums = model.sample_batch(torch.zeros(2, 3, dtype=torch.int64), torch.tensor([3, 3]),
                               torch.tensor([0, 1]), torch.tensor([0, 1]))
     r = np.array([0.0, 1.0, 1.0, 3.0])
     spread = np.sqrt(((r - r.mean()) ** 2).sum() / 3)
@@ -212,8 +223,8 @@ def test_advantages_within_the_group():
     found = model.numbers(sums | dict(loss=torch.tensor(0.0), count=torch.tensor(2.0)))
     assert found["flat"] == 0.5 and found["reward"] == pytest.approx(0.675)
     for reference, kept in ((), 0), ((model,), 8):
-        model.reference, model.judge.function = reference, lambda *_: 1.0
-        batch, _ = model.write(torch.zeros(2, 3, dtype=torch.int64), torch.tensor([3, 3]),
+        model.frozen, model.reward_function.function = reference, lambda *_: 1.0
+        batch, _ = model.sample_batch(torch.zeros(2, 3, dtype=torch.int64), torch.tensor([3, 3]),
                                torch.tensor([0, 1]), torch.tensor([0, 1]))
         assert not batch[1][..., 0].any() and len(batch[2]) == 8
         assert float(batch[1][..., 1].sum()) == pytest.approx(kept)
@@ -226,11 +237,11 @@ def test_what_is_left_out_changes_nothing():
     asked = (torch.zeros(2, 3, dtype=torch.int64), torch.tensor([3, 3]), torch.tensor([0, 1]),
              torch.tensor([0, 1]))
     for reference in ((), (model,)):
-        model.reference, values = reference, iter(worth)
-        model.judge.function = lambda *_, values=values: next(values)
-        batch, _ = model.write(*asked)
-        model.reference = ()
-        loss, _ = model.learn(*batch)
+        model.frozen, values = reference, iter(worth)
+        model.reward_function.function = lambda *_, values=values: next(values)
+        batch, _ = model.sample_batch(*asked)
+        model.frozen = ()
+        loss, _ = model.policy_loss(*batch)
         more.append([loss, *torch.autograd.grad(loss, model.parameters())])
     for a, b in zip(*more):
         torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-7)
@@ -246,9 +257,9 @@ def test_answers_in_one_row_are_what_each_is_alone(shape):
         p.data.mul_(4)  # so that what comes first matters
     answers = [[5, 6, 7], [8], [5, 6, 7], list(range(20, 30)), [6, 5, 5, 9], list(range(30, 42))]
     for prompt in ([1, 2, 3, 4, 5], [9]):
-        rows = lay_out(prompt, answers, [1.0, 2.0, 4.0, 8.0, 16.0, 32.0], 32)
+        rows = pack_answers(prompt, answers, [1.0, 2.0, 4.0, 8.0, 16.0, 32.0], 32)
         assert max(map(len, rows)) <= 32 and len(rows) == (2 if len(prompt) > 1 else 1)
-        tokens, weights = table(rows, 32)
+        tokens, weights = collate_rows(rows, 32)
         logps, found = answer_logps(model, tokens), {}
         for part in range(1, 6):
             here = tokens[..., 1] == part
@@ -261,10 +272,10 @@ def test_answers_in_one_row_are_what_each_is_alone(shape):
                          tuple(answers[3]): pytest.approx([8, 1]), (6, 5, 5, 9): [16, 1],
                          tuple(answers[5]): pytest.approx([32, 1])}
         assert not logps[tokens[..., 2] < 0].any()
-        wide = [answer_logps(model, table(rows, 32, fold)[0]) for fold in (3, 2)]
+        wide = [answer_logps(model, collate_rows(rows, 32, fold)[0]) for fold in (3, 2)]
         assert [len(t) for t in wide] == [3, 2] and wide[0].isfinite().all()
         torch.testing.assert_close(wide[0][:len(logps)], logps)
-    assert [len(table([], 32, fold)[0]) for fold in (1, 3)] == [1, 3]
+    assert [len(collate_rows([], 32, fold)[0]) for fold in (1, 3)] == [1, 3]
 
 
 def formula(model, old, ref, prompts, answers, advantage, beta, clip=0.2):
@@ -289,12 +300,12 @@ def test_loss_and_gradients_are_the_papers(beta):
     model = rewarded(beta)
     prompts, lengths = torch.randint(257, (3, 20)), torch.tensor([4, 20, 9])
     numbers = torch.tensor([0, 1, 2])
-    answers = model.eval().answers(prompts, lengths, 4, [stable_hash(1, f"answers {i}")
-                                                         for i in range(3)])
-    r = np.array([model.judge(0, said)[0] for said in answers]).reshape(3, 4)
+    seeds = [stable_hash(1, f"answers {i}") for i in range(3)]
+    answers = model.eval().generate_answers(prompts, lengths, 4, seeds)
+    r = np.array([model.reward_function(0, said)[0] for said in answers]).reshape(3, 4)
     advantages = (r - r.mean(1, keepdims=True)) / r.std(1, ddof=1, keepdims=True)
     asked = [p[:n] for p, n in zip(prompts.tolist(), lengths.tolist()) for _ in range(4)]
-    expected = formula(model.train(), model, model.reference[0] if beta else model, asked, answers,
+    expected = formula(model.train(), model, model.frozen[0] if beta else model, asked, answers,
                        advantages.flatten().tolist(), beta)
     parameters = list(model.parameters())
     wanted = torch.autograd.grad(-expected, parameters)
@@ -316,8 +327,8 @@ def test_an_evaluation_is_of_the_most_likely_answers():
     for row, n in zip(prompts, lengths.tolist()):
         out = generate(model, row[None, :n], 6, temperature=0, stop_token=ends)[0, n:].tolist()
         texts.append(BYTES.decode([i for i in out if i not in ends]))
-    model.judge.lines[0] = json.dumps(dict(question="", answer=texts[0].strip(), row={}))
-    model.judge.lines[1] = json.dumps(dict(question="", answer=None, row={}))
+    model.reward_function.lines[0] = json.dumps(dict(question="", answer=texts[0].strip(), row={}))
+    model.reward_function.lines[1] = json.dumps(dict(question="", answer=None, row={}))
     loss, sums = model(prompts, lengths, numbers, numbers)
     rewards = [worth("", text, {}) for text in texts]
     assert float(loss) == pytest.approx(-np.mean(rewards))
@@ -337,7 +348,7 @@ def test_bfloat16_leaves_no_weight_without_a_gradient():
 
 
 def test_without_prompts_it_is_a_gpt():
-    model = RewardedGPT(GPTConfig(n_layer=1, n_head=2, n_embd=16, vocab_size=50, block_size=8))
+    model = PolicyGPT(GPTConfig(n_layer=1, n_head=2, n_embd=16, vocab_size=50, block_size=8))
     assert model.eval()(torch.zeros(1, 4, dtype=torch.int64)).shape == (1, 4, 50)
     assert model.numbers(dict(loss=1.0, count=1.0)) == {}
 
@@ -358,15 +369,15 @@ def test_a_reward_that_cannot_be_had_is_told_in_one_line(tmp_path, source, messa
     (tmp_path / "reward.py").write_text(source)
     path = str(tmp_path / "reward.py")
     with pytest.raises(UserError, match=message) as told:
-        Judge(BYTES, [256], load_reward(path)[0], path).ask("Say", "moo", {})
+        RewardFunction(BYTES, [256], load_reward(path)[0], path).call_function("Say", "moo", {})
     assert "\n" not in str(told.value)
 
 
 def test_a_reward_sees_its_row_as_it_was_written():
-    judge = Judge(BYTES, [256], lambda prompt, answer, row: row.pop("n") + len(answer))
-    judge.lines = [json.dumps(dict(question="q", answer=None, row=dict(n=1)))]
+    reward = RewardFunction(BYTES, [256], lambda prompt, answer, row: row.pop("n") + len(answer))
+    reward.lines = [json.dumps(dict(question="q", answer=None, row=dict(n=1)))]
     ids = [*BYTES.encode("moo"), 256]
-    assert [judge(0, ids), judge(0, ids[:2])] == [(4, None, "moo"), (3, None, "mo")]
+    assert [reward(0, ids), reward(0, ids[:2])] == [(4, None, "moo"), (3, None, "mo")]
 
 
 def test_no_checkpoint_names_a_reward(made, tmp_path):
@@ -429,10 +440,10 @@ def test_the_answer_that_is_held_back(made, tmp_path):
     (dict(init_from="scratch"), "init_from: missing"),
     (dict(reward="share"), r"reward: 'share': expected exact, or the name of a Python file"),
     (dict(reward="nowhere.py"), "nowhere.py: FileNotFoundError"),
-    (dict(data_dir="{chats}"), "no prompts; make some: python -m data.prepare.prompts"),
-    (dict(answer_tokens=60), "longer than the model's context, 64"),
+    (dict(data_dir="{chats}"), "no prompts; prepare some: python -m data.prepare.prompts"),
+    (dict(answer_tokens=60), "exceed the model's context, 64"),
     (dict(group_size=1), "group_size: must be at least 2"),
-    (dict(data_dir="{unheld}", reward="exact"), "rows of .* have no answer to compare with"),
+    (dict(data_dir="{unheld}", reward="exact"), "rows of .* have no reference answer"),
     (dict(data_dir="{damaged}"), r"val_rows.jsonl: .*prepare them again"),
 ])
 def test_what_does_not_belong_together_is_refused(made, tmp_path, changes, message, capsys):

@@ -12,17 +12,9 @@ from runs import Program, assert_same, assert_two_ranks_equal_one
 
 from data.prepare import chat as data_chat
 from model import chat
+from model.core.adapters import LoRALinear, adapter_pairs, initial_adapter, merge
 from model.core.weights import digest
-from model.lora import (
-    LoRALinear,
-    adapters,
-    build_model,
-    initial_adapter,
-    load_adapters,
-    main,
-    merge,
-    open_data,
-)
+from model.lora import build_model, main, open_data
 from model.sample import load_model
 from train.checkpoint import load_checkpoint, save_checkpoint
 from train.config import load_config
@@ -68,7 +60,7 @@ def test_starts_as_the_base_and_trains_the_adapters_only(data_dir, base, tmp_pat
     assert state["optimizer"]["state"].keys() == state["model"].keys()
     size = sum(t.numel() for t in state["model"].values())
     assert 0 < size < 0.05 * sum(t.numel() for t in frozen.values())
-    model, _ = load_adapters(tmp_path / "out" / "ckpt.pt")
+    model, _ = load_model(tmp_path / "out" / "ckpt.pt")
     for name, module in model.named_modules():
         if isinstance(module, LoRALinear):
             assert torch.equal(module.base, frozen[f"{name}.weight"])
@@ -144,7 +136,7 @@ def test_a_base_of_8_bits(data_dir, base, tmp_path):
     for a, b in zip(eight["history"], wide["history"], strict=True):
         assert a["val_loss"] == pytest.approx(b["val_loss"], rel=1e-5, abs=0)
     assert eight["history"][-1]["val_loss"] < eight["history"][0]["val_loss"] - 0.01
-    model, merged = (load_adapters(tmp_path / n / "ckpt.pt")[0] for n in "ab")
+    model, merged = (load_model(tmp_path / n / "ckpt.pt")[0] for n in "ab")
     assert all(m.base.dtype == torch.int8 for m in model.modules() if isinstance(m, LoRALinear))
     for name, t in merge(merged).items():
         torch.testing.assert_close(merge(model)[name], t, rtol=0, atol=1e-4)
@@ -191,8 +183,8 @@ def test_adapters_are_not_rounded_off_by_bfloat16_weights():
 def test_adapters_are_the_difference(data_dir, base, tmp_path):
     """What an export needs: names, A, B, r and alpha give the merged weights."""
     go(data_dir, base, tmp_path / "out", lora_targets=["q", "h.1.mlp.up"])
-    model, _ = load_adapters(tmp_path / "out" / "ckpt.pt")
-    found, merged, frozen = adapters(model), merge(model), load_checkpoint(base)["model"]
+    model, _ = load_model(tmp_path / "out" / "ckpt.pt")
+    found, merged, frozen = adapter_pairs(model), merge(model), load_checkpoint(base)["model"]
     assert list(found) == ["h.0.attn.q", "h.1.attn.q", "h.1.mlp.up"]
     assert merged.keys() == frozen.keys()
     for name, t in merged.items():
@@ -220,7 +212,7 @@ def test_on_chats(base, tmp_path):
     for path in (tmp_path / "m.pt", tmp_path / "out" / "ckpt.pt"):
         model, tokenizer = load_model(path)
         asked = model.template.prompt_ids([("user", "say 77")], tokenizer)
-        said = chat.answer(model, tokenizer, asked, 9)
+        said = chat.generate_answer(model, tokenizer, asked, 9)
         assert tokenizer.decode(said) == "moo"
     assert load_checkpoint(tmp_path / "m.pt")["config"]["model"] == "chat"
 
@@ -262,7 +254,7 @@ def test_another_backbone_is_refused(data_dir, base, tmp_path, capsys):
         go(data_dir, tmp_path / "other.pt", tmp_path / "out", max_iters=4)
     merged = ["--ckpt", str(tmp_path / "out/ckpt.pt"), "--to", str(tmp_path / "m.pt")]
     assert main([*merged, "--backbone", str(tmp_path / "other.pt")]) == 2
-    assert "has other weights than the ones that were trained on" in capsys.readouterr().err
+    assert "are not those of the training run" in capsys.readouterr().err
     assert main([*merged, "--backbone", str(tmp_path / "gone.pt")]) == 2
     assert "gone.pt: no such file" in capsys.readouterr().err
     os.link(base, tmp_path / "moved.pt")
@@ -286,10 +278,10 @@ def test_adapters_of_another_backbone_or_scale_are_not_adopted(data_dir, base, t
 
 @pytest.mark.parametrize("changes, message", [
     (dict(backbone="nosuch.pt"), "nosuch.pt: no such file"),
-    (dict(lora_targets=["wq"]), "no linear layer matches 'wq'; they are attn.q"),
+    (dict(lora_targets=["wq"]), "no linear layer matches 'wq'; there are attn.q"),
     (dict(n_embd=48, n_head=2), "n_embd: it has 64, the configuration says 48"),
     (dict(lora_rank=0), "lora_rank: must be at least 1"),
-    (dict(quantize_base="int8", distributed="fsdp"), "quantize_base: FSDP cannot share out"),
+    (dict(quantize_base="int8", distributed="fsdp"), "quantize_base: FSDP cannot shard"),
     (dict(quantize_base="int4"), "quantize_base: must be one of no, int8"),
 ])
 def test_bad_settings(data_dir, base, tmp_path, changes, message):
@@ -303,7 +295,8 @@ def test_a_backbone_that_knows_fewer_ids_than_the_data_is_refused(data_dir, base
     small["model"]["wte.weight"] = small["model"]["wte.weight"][:100]
     torch.save(small | dict(model_args=state["model_args"] | dict(vocab_size=100)),
                tmp_path / "small.pt")
-    with pytest.raises(ValueError, match=r"small.pt: knows 100 ids, the data in .* have 25\d"):
+    message = r"small.pt: its vocabulary has 100 ids, the data in .* have 25\d"
+    with pytest.raises(ValueError, match=message):
         go(data_dir, tmp_path / "small.pt", tmp_path / "out")
 
 
@@ -317,13 +310,14 @@ def test_what_changes_shapes_is_not_offered_to_be_allowed(data_dir, base, tmp_pa
 
 def test_adapters_are_no_backbone(data_dir, base, tmp_path, capsys):
     go(data_dir, base, tmp_path / "out", max_iters=1)
-    with pytest.raises(ValueError, match="holds adapters itself; merge them"):
+    with pytest.raises(ValueError, match="contains only adapters; merge them"):
         go(data_dir, tmp_path / "out" / "ckpt.pt", tmp_path / "two")
     assert main(["--ckpt", str(base), "--to", str(tmp_path / "m.pt")]) == 2
-    assert "no adapters in it" in capsys.readouterr().err
+    assert "a checkpoint of --model gpt; expected one of --model lora" in capsys.readouterr().err
     weights = torch.load(base, weights_only=True)["model"]
     torch.save(dict(model=weights, model_args={}), tmp_path / "bare.pt")  # of another program
     assert main(["--ckpt", str(tmp_path / "bare.pt"), "--to", str(tmp_path / "m.pt")]) == 2
-    assert "no adapters in it" in capsys.readouterr().err
-    with pytest.raises(ValueError, match="a gpt or chat model is needed.*this one is of gpt"):
+    assert "a checkpoint of --model gpt; expected one of --model lora" in capsys.readouterr().err
+    message = "a checkpoint of --model gpt; expected a gpt or chat model with its model_args"
+    with pytest.raises(ValueError, match=message):
         go(data_dir, tmp_path / "bare.pt", tmp_path / "three")

@@ -12,9 +12,10 @@ from processes import python
 from runs import SMALL, Program, assert_same, go, run_program, tensors
 
 from data.prepare import chat as data_chat
-from model import chat, lora, memory, sample
+from model import chat, memory, sample
+from model.core.adapters import is_adapter
 from model.core.load import load_model
-from model.core.weights import check_must_match
+from model.core.weights import check_must_match, read_backbone
 from train.base.errors import ConfigError
 from train.checkpoint import load_checkpoint
 from train.config import load_config
@@ -50,7 +51,7 @@ def tiny(backbone, **changes):
 
 
 def built(backbone, **changes):
-    spec = dict(vocab_size=257, backbone=lora.read_backbone(str(backbone))["digest"])
+    spec = dict(vocab_size=257, backbone=read_backbone(str(backbone))["digest"])
     return memory.build_model(tiny(backbone, **changes), types.SimpleNamespace(spec=spec))
 
 
@@ -72,10 +73,10 @@ def test_step_0_is_the_backbone_to_the_bit(backbone):
 @pytest.mark.parametrize("rank", [0, 2])
 def test_everything_learns_but_the_backbone(backbone, rank):
     model, (x, y) = built(backbone, lora_rank=rank), batch()
-    own = {n: p for n, p in model.named_parameters() if memory.is_own(n)}
+    own = {n: p for n, p in model.named_parameters() if memory.is_memory(n)}
     assert {n for n, p in model.named_parameters() if p.requires_grad} == own.keys()
     optimizer = torch.optim.AdamW(own.values(), lr=0.01)
-    assert any(lora.is_adapter(n) for n in own) == bool(rank)
+    assert any(is_adapter(n) for n in own) == bool(rank)
     for step in range(2):  # at first the gates alone, and the routers by their own losses
         optimizer.zero_grad()
         model(x, y)[0].backward()
@@ -272,7 +273,7 @@ def test_a_backbone_that_is_gone_or_another_is_named(tmp_path, data_dir, backbon
     shutil.copy(tmp_path / "other" / "ckpt.pt", mine)
     code, text = run_program(data_dir, tmp_path / "o", **settings | dict(max_iters=8))
     assert code == 2 and "backbone: checkpoint has" in text and "Traceback" not in text
-    with pytest.raises(ValueError, match="has other weights than the ones"):
+    with pytest.raises(ValueError, match="are not those of the training run"):
         load_model(str(tmp_path / "o" / "ckpt.pt"))
     mine.unlink()
     with pytest.raises(ValueError, match="backbone: .*base.pt: no such file"):
@@ -289,4 +290,4 @@ def test_bad_input_is_named(tmp_path, data_dir, backbone):
     assert code == 2 and "nothing.pt: no such file" in text
     code, text = run_program(data_dir, tmp_path, **OWN | dict(vocab_size=300),
                              backbone=str(backbone))
-    assert code == 2 and "knows 257 ids" in text
+    assert code == 2 and "its vocabulary has 257 ids" in text

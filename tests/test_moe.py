@@ -214,10 +214,10 @@ def test_bad_input_is_named(tmp_path, data_dir):
     code, text = run(*tiny_args(model="moe", experts_per_token=9, mlp="gelu", bias=True,
                                 data_dir=data_dir, out_dir=tmp_path))
     assert code == 2 and "Traceback" not in text
-    for words in ("experts_per_token (9) must not exceed n_experts (8)", "mlp: experts know swiglu",
-                  "bias: experts know False"):
+    for words in ("experts_per_token (9) must not exceed n_experts (8)",
+                  "mlp: must be swiglu with experts", "bias: must be False with experts"):
         assert words in text
-    with pytest.raises(ConfigError, match="norm_position: experts know pre only, got post"):
+    with pytest.raises(ConfigError, match="norm_position: must be pre with experts, got post"):
         tiny(norm_position="post")
     with pytest.raises(ConfigError, match="z_loss_coef: must be at least 0"):
         tiny(z_loss_coef=-1)
@@ -248,7 +248,7 @@ def test_recomputed_blocks_give_the_same_gradient(way):
 def test_numbers_of_sums_by_hand():
     """Two layers, four experts, 20 tokens of which each layer routed 2 x 20."""
     model = build_model(tiny(), SPEC)
-    routed = torch.tensor([[20.0, 10, 10, 0], [10.0, 10, 10, 10]]) / 2  # use_of() shares them by k
+    routed = torch.tensor([[20.0, 10, 10, 0], [10.0, 10, 10, 10]]) / 2  # as of compute_load()
     sums = dict(routed=routed, count=torch.tensor(20.0), lm_loss=torch.tensor(60.0),
                 load_balance=torch.tensor(25.0), auxiliary=torch.tensor(2.0),
                 z_loss=torch.tensor(50.0))

@@ -65,7 +65,7 @@ def loader_of_rank(data_dir, backbone, world_size, rank, options):
 
 def test_a_ring_keeps_the_newest_and_samples_by_age():
     ring, rows = ActivationBuffer(5, 2), torch.arange(16.0).view(8, 2)
-    with pytest.raises(ValueError, match="nothing to sample"):
+    with pytest.raises(ValueError, match="empty; call add"):
         ring.sample(1, seed=0)
     ring.add(rows[:3])
     assert len(ring) == 3 and sorted(ring.sample(3, seed=1)[:, 0].tolist()) == [0, 2, 4]
@@ -289,7 +289,7 @@ def test_top_contexts(trained, data_dir):
 @pytest.mark.parametrize("changes, words", [
     (dict(backbone="nowhere.pt"), "backbone: nowhere.pt: no such file"),
     (dict(layer=2), "has 2 blocks: expected 0 to 1"),
-    (dict(auxk=49), "auxk: 49 of 48 features"),
+    (dict(auxk=49), "auxk: 49 exceeds d_sae"),
     (dict(sae="jump"), "must be one of topk, relu")], ids=str)
 def test_bad_input(tmp_path, data_dir, backbone, changes, words):
     options = SAE | dict(backbone=str(backbone)) | changes
@@ -322,9 +322,9 @@ def test_another_backbone_is_refused(tmp_path, data_dir, backbone, trained, caps
     state["config"]["backbone"] = str(other / "ckpt.pt")
     save_checkpoint(str(tmp_path / "moved.pt"), state)
     assert main(["--ckpt", str(tmp_path / "moved.pt")]) == 2
-    assert "has not the weights that this autoencoder was trained on" in capsys.readouterr().err
+    assert "are not those on which this autoencoder was trained" in capsys.readouterr().err
     assert main(["--ckpt", str(backbone)]) == 2
-    assert "no sparse autoencoder" in capsys.readouterr().err
+    assert "expected one of --model sae" in capsys.readouterr().err
 
 
 def test_the_file_alone_rebuilds_it(trained):
@@ -392,7 +392,7 @@ def test_the_loss_is_that_of_a_loop_over_tokens(keys, n_dead):
     assert sums["fired"].tolist() == fired.tolist() == (sae.encode(x) > 0).sum(0).tolist()
     np.testing.assert_allclose(sums["x"], rows.sum(0), atol=1e-4)
     assert float(sums["xx"]) == pytest.approx((rows ** 2).sum(), rel=1e-5)
-    sae.some_dead = False  # as after_step says where there are none: nothing is computed for them
+    sae.may_have_dead = False  # as after_step sets it without dead features
     assert "auxk" not in sums or float(sae(x)[1]["auxk"]) == 0
 
 
@@ -437,7 +437,7 @@ def test_silent_steps_are_counted_until_a_feature_fires():
         x = torch.zeros(2, 3, 2)
         dying = model(x)[1]["dying"]  # of this step's forward pass
         model.after_step(0, dict(fired=torch.tensor(fired), dying=dying))
-        seen.append((model.sae.silent.tolist(), model.sae.some_dead))
+        seen.append((model.sae.silent.tolist(), model.sae.may_have_dead))
     assert seen == [([1, 0, 1], False), ([2, 1, 0], True), ([0, 2, 1], True), ([1, 0, 0], False)]
     model.sae.silent[:] = torch.tensor([1, 2, 3])
     sums = dict(count=4.0, fired=torch.tensor([8, 0, 1]), mse=torch.tensor(3.0), xx=torch.tensor(
@@ -465,12 +465,12 @@ def test_the_start_of_an_autoencoder(kind, length):
 
 
 def test_top_contexts_are_those_of_all_windows(trained, data_dir):
-    from model.sae import top_contexts
-    from model.sae.activations import SKIPPED
+    from model.sae import find_top_contexts
+    from model.sae.activations import N_SKIPPED
     from train.dataloader import DataLoader
     model, _ = load_model(trained[0] / "ckpt.pt")
     tokens = DataLoader(data_dir, 16, 8, "val", vocab_size=256)
-    rate, value, window, position, rows = top_contexts(model, tokens, 3, 4)
+    rate, value, window, position, rows = find_top_contexts(model, tokens, 3, 4)
     idx = torch.cat([tokens.fixed_batch(i, 3)[0] for i in range(3)])
     assert torch.equal(rows, idx) and value.shape == window.shape == position.shape == (48, 4)
     with torch.no_grad():
@@ -481,25 +481,26 @@ def test_top_contexts_are_those_of_all_windows(trained, data_dir):
     for f in range(48):
         assert len(set(window[f].tolist())) == 4  # each window once
         for v, w, p in zip(value[f], window[f], position[f]):
-            assert z[w, p - SKIPPED, f] == pytest.approx(float(v), abs=1e-5)
-    assert top_contexts(model, tokens, 1, 99)[1].shape == (48, 16)  # no more than there are
+            assert z[w, p - N_SKIPPED, f] == pytest.approx(float(v), abs=1e-5)
+    assert find_top_contexts(model, tokens, 1, 99)[1].shape == (48, 16)  # no more than there are
 
 
 def test_a_place_and_what_stands_around_it():
     from data.tokenizer import load_tokenizer
-    from model.sae import describe
+    from model.sae import format_context
     row = torch.arange(100, 200)
-    assert describe(row, 50, None) == (" ".join(map(str, range(110, 150))) + " [150] "
+    assert format_context(row, 50, None) == (" ".join(map(str, range(110, 150))) + " [150] "
                                        + " ".join(map(str, range(151, 163))))
-    assert describe(row, 1, None, 3, 1) == "100 [101] 102" and describe(row, 99, None, 1) == (
+    assert format_context(row, 1, None, 3, 1) == "100 [101] 102"
+    assert format_context(row, 99, None, 1) == (
         "198 [199] ")
     byte = load_tokenizer("byte")
     text = torch.tensor(byte.encode("one\ntwo three"))
-    assert describe(text, 4, byte, 2, 3) == "e\\n[t]wo "
+    assert format_context(text, 4, byte, 2, 3) == "e\\n[t]wo "
 
 
 def test_what_sae_lens_gets_of_a_relu_autoencoder(tmp_path):
-    from model.sae import to_sae_lens
+    from model.sae import export_sae_lens
     config = load_config(None, dict(model="sae", sae="relu", d_sae=10, auxk=0, layer=3,
                                     backbone="runs/deep/ckpt.pt"))
     spec = dict(d_in=4, mean=[1.0, 2.0, 3.0, 4.0], scale=0.5, block_size=32)
@@ -507,7 +508,7 @@ def test_what_sae_lens_gets_of_a_relu_autoencoder(tmp_path):
     with torch.no_grad():
         for p in model.parameters():
             p.normal_(generator=torch.Generator().manual_seed(p.numel()))
-    to_sae_lens(model, tmp_path / "new" / "lens")
+    export_sae_lens(model, tmp_path / "new" / "lens")
     w = read_safetensors(tmp_path / "new" / "lens" / "sae_weights.safetensors")
     x = torch.randn(6, 4)
     z = np.maximum((x.numpy() - w["b_dec"]) @ w["W_enc"] + w["b_enc"], 0)

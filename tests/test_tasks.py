@@ -209,7 +209,7 @@ def test_a_chat_model_is_asked_as_it_learned(data_dir, tmp_path):
     del how["tokenizer"]
     last = go(how.pop("data_dir"), tmp_path / "run", **how)["history"][-1]
     model, tokenizer = load_model(tmp_path / "run/ckpt.pt")
-    right = [tokenizer.decode(chat.answer(model, tokenizer, model.template.prompt_ids(
+    right = [tokenizer.decode(chat.generate_answer(model, tokenizer, model.template.prompt_ids(
         [("user", row["question"])], tokenizer), 12)) == row["answer"]
         for row in asked]
     assert last["val_say"] == sum(right) / 4 and right[1] is False and any(right)

@@ -34,7 +34,8 @@ from model.convert.families import (
     write_weights,
 )
 from model.convert.foreign import check_complete, read_model
-from model.core.load import BACKBONE, EMA, saved_model_type, use_ema
+from model.core.adapters import adapter_pairs
+from model.core.load import BACKBONE, EMA, load_model, saved_model_type, use_ema
 from train.base.checkpoint_file import find_non_finite, save_checkpoint, write_safetensors
 from train.base.cli import run_command
 from train.base.errors import CheckpointError
@@ -147,11 +148,10 @@ def export_nanogpt(source, to):
 def export_adapter(path, to, base, backbone, ema):
     """Write a LoRA's adapters as a folder for peft over the exported `base`; return a description.
     """
-    from model.lora import adapters, load_adapters
-    model, _ = load_adapters(path, backbone, ema)
+    model, _ = load_model(path, backbone=backbone, ema=ema, expect="lora")
     check_base(base, model)
     kind = find_family(model.config, path)
-    pairs = adapters(model)
+    pairs = adapter_pairs(model)
     if kind == "gpt2":
         pairs = join_adapters(pairs)
     tensors, ranks = {}, {}

@@ -71,9 +71,10 @@ def sample(options):
     """Print the texts that the command line asks for."""
     check_options(options)
     if options.chat:
-        from model.chat import chat
-        return chat(options.ckpt, options.prompt or None, options.max_new_tokens,
-                    device=options.device, backbone=options.backbone, **options.sampling())
+        from model.chat import ChatOptions, chat
+        return chat(ChatOptions(
+            ckpt=options.ckpt, backbone=options.backbone, prompt=options.prompt or None,
+            device=options.device, max_new_tokens=options.max_new_tokens, **options.sampling()))
     model, tokenizer, device = (load_compiled if options.compile else load_for_decoding)(options)
     started = time.perf_counter()
     prompt, n, details = encode_prompt(tokenizer, options.prompt), options.num_samples, ""

@@ -249,21 +249,22 @@ def small_model(name):
             return chat.ChatGPT(shape), [(B, T + 1)] * 3
         if name == "dpo":
             model = dpo.PreferenceGPT(shape)
-            model.beta, model.nll, model.kind, model.normalized = 0.1, 1.0, "sigmoid", False
+            model.beta, model.nll_weight = 0.1, 1.0
+            model.loss_kind, model.length_normalized = "sigmoid", False
             return model, [(B, 2, T + 1)] * 2 + [(B, 2, float)]
         if name == "grpo":
-            class Learner(grpo.RewardedGPT):
+            class Learner(grpo.PolicyGPT):
                 """What it learns from answers: writing them and asking what they are worth, which
                 needs their texts, is the host's work."""
                 def forward(self, *batch):
-                    loss, kl = self.learn(*batch)
+                    loss, kl = self.policy_loss(*batch)
                     return loss, dict(kl=kl)
             model = Learner(shape)
-            model.reference, model.beta = (gpt.GPT(shape).requires_grad_(False),), 0.1
+            model.frozen, model.beta = (gpt.GPT(shape).requires_grad_(False),), 0.1
             return model, [(B, T, 3), (B, T, 2, float), (B, float)]
         if name == "distill":
             model = distill.Student(shape)
-            model.teacher = (gpt.GPT(shape).requires_grad_(False),)
+            model.frozen = (gpt.GPT(shape).requires_grad_(False),)
             return model, [(B, T)] * 2
         if name == "moe":
             return moe.MoE(moe.MoEConfig(**SMALL)), [(B, T)] * 2
@@ -290,8 +291,8 @@ def on_device(name):
     model, shapes = small_model(name)
     batch = [torch.zeros(s[:-1], device="cuda:0") if s[-1] is float else
              torch.zeros(s, dtype=torch.int64, device="cuda:0") for s in shapes]
-    for teacher in getattr(model, "teacher", getattr(model, "reference", ())):
-        fake_cuda.to_device(teacher)
+    for frozen in getattr(model, "frozen", ()):
+        fake_cuda.to_device(frozen)
     return fake_cuda.to_device(model), batch
 
 

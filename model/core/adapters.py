@@ -1,0 +1,202 @@
+"""Low-rank adapters (LoRA, arXiv:2106.09685) on the linear layers of a model.
+
+A layer with the frozen weight W (out, in) computes with W + scale * B A, where A (r, in) and
+B (out, r) are trained. B starts at zero, so that the adapted model first equals the frozen one.
+"""
+
+import torch
+import torch.nn as nn
+import torch.nn.functional as F
+
+from model.core.init import stable_hash
+from model.core.quantize import dequantize_rows, quantize_rows
+from train.base.errors import ConfigError
+from train.optimizer import matches
+
+# -----------------------------------------------------------------------------
+# the layer
+
+class LoRALinear(nn.Linear):
+    """A linear layer with an adapter. `base` is the frozen weight, `weight` the merged one.
+
+    quantized: store the frozen weight in int8, with `base_scale` (out, 1) per row.
+    """
+
+    def __init__(self, layer, r, scale, quantized=False):
+        nn.Module.__init__(self)
+        self.in_features = layer.in_features
+        self.out_features = layer.out_features
+        self.scale = scale
+        self.base = layer.weight
+        self.bias = layer.bias
+        self.register_buffer("base_scale", None, persistent=False)
+        if quantized:
+            int8, self.base_scale = quantize_rows(layer.weight)
+            self.base = nn.Parameter(int8, requires_grad=False)
+        self.lora_A = nn.Parameter(torch.empty(r, layer.in_features))
+        self.lora_B = nn.Parameter(torch.empty(layer.out_features, r))
+
+    @property
+    def weight(self):
+        """The merged weight (out, in), in the precision of the adapter."""
+        with torch.autocast(self.base.device.type, enabled=False):
+            base = convert_base(self.base, self.base_scale, self.lora_B.dtype)
+            return torch.addmm(base, self.lora_B, self.lora_A, alpha=self.scale)
+
+    def forward(self, x):
+        if torch.is_autocast_enabled(x.device.type):
+            x = x.to(torch.get_autocast_dtype(x.device.type))
+        return _LoRAFunction.apply(x, self.base, self.base_scale, self.bias, self.lora_A,
+                                   self.lora_B, self.scale)
+
+
+def convert_base(base, base_scale, dtype):
+    """Return the frozen weight (out, in) in `dtype`."""
+    return base.to(dtype) if base_scale is None else dequantize_rows(base, base_scale, dtype)
+
+
+class _LoRAFunction(torch.autograd.Function):
+    """x W^T + scale * (x A^T) B^T for x (..., in).
+
+    The merged weight is never computed: it would need a float32 copy of the backbone in each pass,
+    and adding the adapter to a bfloat16 weight would round it off. The frozen weight is converted
+    in both passes and gets no gradient, which saves a third of a training step's products.
+    """
+
+    @staticmethod
+    def forward(ctx, x, base, base_scale, bias, A, B, scale):
+        rows = x.flatten(0, -2)  # (N, in)
+        low = F.linear(rows, A.to(x.dtype))  # (N, r)
+        ctx.save_for_backward(x, low, base, base_scale, A, B)
+        ctx.scale = scale
+        y = F.linear(rows, convert_base(base, base_scale, x.dtype),
+                     None if bias is None else bias.to(x.dtype))  # (N, out)
+        # A batched product with one batch: selective checkpointing saves only plain products.
+        up = torch.bmm(low[None], B.to(x.dtype).t()[None])[0]  # (N, out)
+        # A subtraction: torch.compile would fuse an addition into the large product, which is
+        # slower and rounds differently (train/LOG.md).
+        return torch.sub(y, up, alpha=-scale).view(*x.shape[:-1], -1)
+
+    @staticmethod
+    def backward(ctx, grad):
+        x, low, base, base_scale, A, B = ctx.saved_tensors
+        needs_x, needs_base, _, needs_bias, *_ = ctx.needs_input_grad
+        rows = x.flatten(0, -2)  # (N, in)
+        g = grad.flatten(0, -2)  # (N, out)
+        dlow = g @ B.to(g.dtype)  # (N, r)
+        dx = dbase = dbias = None
+        if needs_x:
+            dx = g @ convert_base(base, base_scale, g.dtype)  # (N, in)
+            dx = dx.addmm_(dlow, A.to(g.dtype), alpha=ctx.scale).view_as(x)
+        if needs_base:
+            dbase = (g.t() @ rows).to(base.dtype)
+        if needs_bias:
+            dbias = g.sum(0).to(B.dtype)
+        dA = (dlow.t() @ rows).to(B.dtype) * ctx.scale
+        dB = (low.t() @ g).t().to(B.dtype) * ctx.scale
+        return dx, dbase, None, dbias, dA, dB, None
+
+
+# -----------------------------------------------------------------------------
+# a model with adapters
+
+def is_adapter(name):
+    """Return whether `name` is that of an adapter's parameter."""
+    return name.endswith((".lora_A", ".lora_B"))
+
+
+def initial_adapter(name, shape, seed):
+    """Return the initial value of an adapter's parameter: zero for B; for A that of peft, which is
+    kaiming_uniform with a = sqrt(5)."""
+    if name.endswith("lora_B"):
+        return torch.zeros(shape)
+    generator = torch.Generator().manual_seed(stable_hash(seed, name))
+    bound = shape[1] ** -0.5
+    return torch.empty(shape).uniform_(-bound, bound, generator=generator)
+
+
+def add_adapters(model, targets, r, scale, seed, quantized=False):
+    """Replace the linear layers in the blocks of `model` that match `targets` by LoRALinear.
+    Adapters on the meta device are not initialised."""
+    for name in find_layers(model, targets):
+        parent, _, child = name.rpartition(".")
+        layer = LoRALinear(model.get_submodule(name), r, scale, quantized)
+        setattr(model.get_submodule(parent), child, layer)
+        for part in ("lora_A", "lora_B"):
+            p = getattr(layer, part)
+            if not p.is_meta:
+                p.data.copy_(initial_adapter(f"{name}.{part}", p.shape, seed))
+
+
+def find_layers(model, targets):
+    """Return the names of the linear layers in the blocks that match one of the patterns `targets`.
+    Raises ConfigError for a pattern that matches none."""
+    names = [f"h.{n}" for n, m in model.h.named_modules() if isinstance(m, nn.Linear)]
+    for pattern in targets or [""]:
+        if not any(matches(name, pattern) for name in names):
+            known = dict.fromkeys(name.split(".", 2)[2] for name in names)
+            raise ConfigError([f"lora_targets: no linear layer matches {pattern!r}; there are "
+                               f"{', '.join(known)} in the blocks h.0, h.1, ..."])
+    return [n for n in names if any(matches(n, pattern) for pattern in targets)]
+
+
+def adapter_pairs(model):
+    """Return {name of a linear layer: (A (r, in), B (out, r))}."""
+    return {name: (m.lora_A.detach(), m.lora_B.detach())
+            for name, m in model.named_modules() if isinstance(m, LoRALinear)}
+
+
+@torch.no_grad()
+def merge(model):
+    """Return {name: tensor} of the model without adapters, whose weights are the merged ones."""
+    merged = {}
+    for name, t in nn.Module.state_dict(model).items():  # with the frozen tensors, see below
+        if name.endswith(".base"):
+            layer = name.removesuffix(".base")
+            merged[f"{layer}.weight"] = model.get_submodule(layer).weight
+        elif not is_adapter(name):
+            merged[name] = t.clone()
+    return merged
+
+
+class WithAdapters:
+    """Mixin for a GPT to which adapters can be added: their initial values, and weights to start
+    from under the names that adapters give them."""
+
+    def add_adapters_if(self, config):
+        """Add adapters of rank config.lora_rank to attention and MLP and freeze all other weights;
+        rank 0: change nothing. Return the model."""
+        if config.lora_rank:
+            self.requires_grad_(False)
+            add_adapters(self, ["attn", "mlp"], config.lora_rank, 2.0, config.seed)
+        return self
+
+    def initial(self, name, shape, seed):
+        if is_adapter(name):
+            return initial_adapter(name, shape, seed)
+        if name.endswith(".base"):
+            name = name.removesuffix("base") + "weight"
+        return super().initial(name, shape, seed)
+
+    def adopt(self, weights):
+        own = self.state_dict()
+        names = {name: name.removesuffix("weight") + "base" for name in weights}
+        return {names[name] if names[name] in own else name: t
+                for name, t in super().adopt(weights).items()}
+
+
+class PartialStateDict:
+    """Mixin for a model that saves only the tensors for which is_saved(name) is true. The others
+    belong to its frozen backbone, which has its own checkpoint."""
+
+    def is_saved(self, name):
+        raise NotImplementedError
+
+    def state_dict(self, *args, **kwargs):
+        state = super().state_dict(*args, **kwargs)
+        return {name: t for name, t in state.items() if self.is_saved(name)}
+
+    def load_state_dict(self, state_dict, strict=True, assign=False):
+        if strict and (wrong := state_dict.keys() ^ self.state_dict().keys()):
+            raise RuntimeError(f"missing or unexpected tensors: {', '.join(sorted(wrong)[:6])}")
+        return super().load_state_dict(state_dict, strict=False, assign=assign)
