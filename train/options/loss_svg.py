@@ -102,33 +102,33 @@ def decimate(points, limit=MAX_POINTS):
 # -----------------------------------------------------------------------------
 # axes
 
-class Scale(NamedTuple):
-    """A linear or logarithmic mapping of values from [low, high] to pixels from start to end."""
-    low: float
-    high: float
-    start: float
-    end: float
-    log: bool = False
+class Scale:
+    """A linear or logarithmic mapping of values to pixels from `start` to `end`.
+
+    The axis has the range of `values`, and `margin`, a share of the range, on both sides. With
+    from_zero it begins at 0."""
+
+    def __init__(self, values, start, end, from_zero=False, margin=0.0, log=False):
+        self.start, self.end, self.log = start, end, log
+        low = self.transform(min(values, default=1.0))
+        high = self.transform(max(values, default=1.0))
+        low = min(low, 0.0) if from_zero else low
+        if math.isclose(low, high, rel_tol=1e-12):  # a single value
+            low, high = low - abs(low) / 10, high + (abs(high) / 10 or 1.0)
+        margin *= high - low
+        self.low, self.high = low - margin * (not from_zero), high + margin
+
+    def transform(self, value):
+        return math.log10(value) if self.log else value
 
     def __call__(self, value):
-        f = math.log if self.log else float
-        share = (f(value) - f(self.low)) / (f(self.high) - f(self.low))
+        share = (self.transform(value) - self.low) / (self.high - self.low)
         return self.start + share * (self.end - self.start)
 
-
-def fit_scale(values, start, end, from_zero=False, margin=0.0, log=False):
-    """Return the Scale of `values`; margin: a share of the range on both sides."""
-    low, high = min(values, default=0.0), max(values, default=1.0)
-    if log:
-        margin = (high / low) ** margin
-        return Scale(low / margin, high * margin, start, end, True)
-    if from_zero:
-        low = min(low, 0.0)
-    if math.isclose(low, high, rel_tol=1e-12, abs_tol=1e-200):  # a single value
-        padding = abs(low) / 10 or 1.0
-        return Scale(low - padding * (not from_zero), high + padding, start, end)
-    margin *= high - low
-    return Scale(low - margin * (not from_zero), high + margin, start, end)
+    def ticks(self, spacing):
+        """Return round values that are about `spacing` pixels apart."""
+        low, high = (10.0 ** v if self.log else v for v in (self.low, self.high))
+        return find_ticks(low, high, abs(self.end - self.start) / spacing, self.log)
 
 
 def find_ticks(low, high, count=8, log=False):
@@ -219,7 +219,7 @@ def draw_chart(title, panels, x_label, width):
     """Return an SVG of `panels`, {name: Curves}, above each other over one horizontal axis."""
     curves = [c for group in panels.values() for c in group]
     values = [p[0] for c in curves for p in c.points]
-    x = fit_scale(values, LEFT, width - RIGHT, from_zero=True)
+    x = Scale(values, LEFT, width - RIGHT, from_zero=True)
     legend, y = draw_legend([c for c in curves if c.name], width)
     parts = [draw_text(title, LEFT, 24, "start", 'font-size="15" font-weight="600"'), legend]
     for name, group in panels.items():
@@ -227,16 +227,12 @@ def draw_chart(title, panels, x_label, width):
             height = PANEL_HEIGHTS.get(name, 380)
             parts.append(draw_panel(name, group, x, y + 32, height, name in PANEL_HEIGHTS))
             y += 32 + height
-    for tick in x_ticks(x):
+    for tick in x.ticks(80):
         parts.append(draw_text(tick_label(tick), x(tick), y + 18, "middle"))
     parts.append(draw_text(x_label, (LEFT + x.end) / 2, y + 38, "middle"))
     return (f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {y + 48}" '
             f'width="{width}" height="{y + 48}" role="img" fill="none" stroke-linejoin="round" '
             f'font-family="system-ui, sans-serif" font-size="12">{"".join(parts)}</svg>\n')
-
-
-def x_ticks(x):
-    return find_ticks(x.low, x.high, (x.end - x.start) / 80)
 
 
 def draw_legend(curves, width):
@@ -257,11 +253,11 @@ def draw_panel(name, curves, x, top, height, from_zero):
     values span more than a factor of 3: the start of a loss would flatten the rest."""
     values = [p[1] for c in curves for p in c.points]
     log = not from_zero and bool(values) and min(values) > 1e-100 and max(values) > 3 * min(values)
-    y = fit_scale(values, top + height, top, from_zero, 0.04, log)
+    y = Scale(values, top + height, top, from_zero, 0.04, log)
     parts = [draw_text(name + " (log scale)" * log, LEFT, top - 7)]
     grid = f'<path stroke="{TEXT_COLOR}" stroke-opacity=".25" d="M'
-    parts += [f'{grid}{x(tick):.1f} {top}v{height}"/>' for tick in x_ticks(x)]
-    for tick in find_ticks(y.low, y.high, height / 40, log):
+    parts += [f'{grid}{x(tick):.1f} {top}v{height}"/>' for tick in x.ticks(80)]
+    for tick in y.ticks(40):
         parts.append(f'{grid}{LEFT} {y(tick):.1f}H{x.end}"/>')
         parts.append(draw_text(tick_label(tick), LEFT - 8, y(tick) + 4, "end"))
     for c in curves:

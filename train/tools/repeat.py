@@ -65,21 +65,19 @@ def compare(values, base, mode="min"):
 
 
 def summarize(results, config):
-    """Return a row {column: value} for each setting of {setting: {seed: result}}."""
-    finished = {name: {seed: r for seed, r in runs.items() if r["value"] is not None}
-                for name, runs in results.items()}
-    metrics = {name: {seed: r["value"] for seed, r in runs.items()}
-               for name, runs in finished.items()}
-    rows = []
+    """Return a row {column: value} for each setting of {setting: {seed: result}}; BASE is first."""
+    metrics, rows = {}, []
     for name, runs in results.items():
+        finished = [r for r in runs.values() if r["value"] is not None]
+        metrics[name] = {seed: r["value"] for seed, r in runs.items() if r["value"] is not None}
         values = list(metrics[name].values())
         if name == BASE:
             difference, low, high, verdict = None, None, None, BASE if values else "crash"
         else:
             difference, low, high, verdict = compare(metrics[name], metrics[BASE],
                                                      config.early_stopping_mode)
-        medians = {column: statistics.median(r[column] for r in finished[name].values())
-                   if values else None for column in ("tokens", "seconds", "mib")}
+        medians = {column: statistics.median(r[column] for r in finished) if finished else None
+                   for column in ("tokens", "seconds", "mib")}
         rows.append(dict(
             commit=next((r["commit"] for r in runs.values() if r["commit"]), None), change=name,
             metric=config.early_stopping_metric, value=statistics.fmean(values) if values else None,
