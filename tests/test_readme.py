@@ -186,19 +186,20 @@ def test_every_file_that_is_named_is_there():
             assert target in {re.sub(r"[^\w -]", "", t).lower().replace(" ", "-") for t in titles}
 
 
-def test_every_file_is_in_the_map():
+def test_the_layout_names_every_folder_and_every_file_of_a_run():
     text = TEXTS["README.md"]
-    here = text[text.index("## How the code"):text.index("## To fork it")]
-    words = set(re.findall(r"\w+", here))
-    files = [p for folder in ("train", "model", "data") for p in (REPO / folder).iterdir()
-             if p.suffix == ".py" or (p / "__main__.py").exists()]
-    assert len(files) > 35
-    assert [str(p) for p in files if p.stem not in words | {"__init__"}] == []
+    layout = text[text.index("## Layout"):text.index("## Speed")]
+    folders = {path.parent.relative_to(REPO).as_posix() for top in ("train", "model", "data")
+               for path in (REPO / top).rglob("*.py")}
+    assert len(folders) > 12
+    assert [f for f in folders - {"model"} if f"`{f}/`" not in layout] == []
+    files = [path.name for path in (REPO / "train").glob("*.py")]
+    assert len(files) > 12 and [name for name in files if name not in layout] == []
 
 
 def test_pages_are_narrow_and_the_first_one_short():
     lines = TEXTS["README.md"].split("\n")
-    assert len(lines) <= 221 and lines.index("## Quick start") <= 100
+    assert len(lines) <= 221 and lines.index("## First run") <= 40
     for page, text in TEXTS.items():
         assert [line for line in text.split("\n") if len(line) > 120 and line[0] != "|"] == [], page
 
