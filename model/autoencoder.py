@@ -287,8 +287,8 @@ class EvaluationOptions:
     split: str = key("val", "split to evaluate", choices=["train", "val"])
     to: str | None = key(None, "also write the metrics, and the correlation of each target",
                          metavar="FILE.json", path=True)
-    arrays: str | None = key(None, "also write latent (N, Z), the bottleneck, and prediction (N, "
-                             "D), of the target in the original units", metavar="FILE.npz", path=True)
+    arrays: str | None = key(None, "also write the arrays latent (N, Z) and prediction (N, D)",
+                             metavar="FILE.npz", path=True)
 
 
 def evaluate_checkpoint(args):

@@ -154,26 +154,25 @@ def format_report(metrics):
 def confusion_svg(matrix, classes, title):
     """Return an SVG image of a confusion matrix: one row per true class, one column per predicted
     class, each cell coloured by the share of the row."""
-    left = 24 + 7 * max(map(len, classes))
+    left, size = 24 + 7 * max(map(len, classes)), CELL * len(classes)
     top = 56 + left // 2
-    right, bottom = left + CELL * len(classes), top + CELL * len(classes)
-    out = [f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {max(320, right + left)} '
-           f'{bottom + 24}" font-family="sans-serif" font-size="13">'
-           '<rect width="100%" height="100%" fill="#fff"/>'
-           f'<text x="16" y="26" font-size="15">{escape(title)}</text>'
-           '<text x="16" y="44">rows: true class, columns: predicted class</text>']
+    cells = []
     for i, (name, row) in enumerate(zip(map(escape, classes), matrix)):
-        y = top + i * CELL
-        out.append(f'<text x="{left - 10}" y="{y + 36}" text-anchor="end">{name}</text><text '
-                   f'transform="translate({left + i * CELL + 28} {top - 8}) rotate(-30)">{name}'
-                   "</text>")
+        y = i * CELL
+        cells.append(f'<text x="-10" y="{y + 36}" text-anchor="end">{name}</text>'
+                     f'<text transform="translate({y + 28} -8) rotate(-30)">{name}</text>')
         for j, n in enumerate(row):
-            x, share = left + j * CELL, n / max(1, sum(row))
-            out.append(f'<rect x="{x}" y="{y}" width="{CELL - 2}" height="{CELL - 2}" '
-                       f'fill="#0072b2" fill-opacity="{0.04 + 0.96 * share:.3f}"/><text '
-                       f'x="{x + 31}" y="{y + 36}" text-anchor="middle" '
-                       f'fill="{"#fff" if share > 0.5 else "#000"}">{n:,}</text>')
-    return "".join(out) + "</svg>\n"
+            x, share = j * CELL, n / max(1, sum(row))
+            cells.append(f'<rect x="{x}" y="{y}" width="{CELL - 2}" height="{CELL - 2}" '
+                         f'fill="#0072b2" fill-opacity="{0.04 + 0.96 * share:.3f}"/>'
+                         f'<text x="{x + 31}" y="{y + 36}" text-anchor="middle" '
+                         f'fill="{"#fff" if share > 0.5 else "#000"}">{n:,}</text>')
+    return ('<svg xmlns="http://www.w3.org/2000/svg" font-family="sans-serif" font-size="13" '
+            f'viewBox="0 0 {max(320, 2 * left + size)} {top + size + 24}">'
+            '<rect width="100%" height="100%" fill="#fff"/>'
+            f'<text x="16" y="26" font-size="15">{escape(title)}</text>'
+            '<text x="16" y="44">rows: true class, columns: predicted class</text>'
+            f'<g transform="translate({left} {top})">{"".join(cells)}</g></svg>\n')
 
 
 def write_report(folder, metrics, classes, rows, scores, evidence):
