@@ -12,6 +12,7 @@ import re
 import signal
 import socket
 import struct
+import sys
 import threading
 import time
 import urllib.request
@@ -66,11 +67,12 @@ def slowly(model):
 
 
 @contextlib.contextmanager
-def serving(model, tokenizer=BYTES, template=None, key=None, **limits):
+def serving(model, tokenizer=BYTES, template=None, key=None, origins=(), **limits):
     """A Server that answers; ends with nothing left behind."""
     threads, stopped = threading.active_count(), []
     engine = Engine(model, tokenizer, **limits)
-    server = Server(listen("127.0.0.1", 0), engine, "tiny", template, key=key)
+    server = Server(listen("127.0.0.1", 0), engine, "tiny", template, key=key,
+                    origins=origins)
     thread = threading.Thread(target=server.serve, args=(stopped,), daemon=True)
     thread.start()
     try:
@@ -605,6 +607,41 @@ def test_pages_of_others_get_nothing(server, headers, status):
     for method, path in (("GET", "/v1/models"), ("GET", "/"), ("POST", "/v1/completions")):
         got, _, body = send(server, method, path, dict(max_tokens=1), **headers)
         assert got == status and (status == 200 or b"is not this server" in body)
+
+
+def test_pages_that_are_allowed_get_answers_and_preflights():
+    """--allow_origin: the browser asks first, without the key, and reads the answer."""
+    page, own = "https://chat.example", dict(Host="localhost:8000")
+    with serving(small(), key="secret", origins=[page]) as server:
+        asked = own | {"Origin": page, "Access-Control-Request-Method": "POST",
+                       "Access-Control-Request-Headers": "authorization,content-type"}
+        status, headers, _ = send(server, "OPTIONS", **asked)
+        assert status == 200 and headers["Access-Control-Allow-Origin"] == page
+        assert "authorization" in headers["Access-Control-Allow-Headers"]
+        assert "POST" in headers["Access-Control-Allow-Methods"]
+        status, headers, _ = send(server, body=dict(prompt="a", max_tokens=1), Origin=page,
+                                  Authorization="Bearer secret", **own)
+        assert status == 200 and headers["Access-Control-Allow-Origin"] == page
+        assert send(server, body=dict(prompt="a"), Origin=page, **own)[0] == 401
+        assert send(server, "OPTIONS", **asked | dict(Origin="http://evil.example"))[0] == 403
+
+
+def test_a_connection_serves_several_requests_and_heads(server):
+    connection = http.client.HTTPConnection("127.0.0.1", server.port, timeout=30)
+    with contextlib.closing(connection):
+        for method in ("GET", "HEAD", "GET"):
+            connection.request(method, "/health")
+            socket_before = connection.sock
+            reply = connection.getresponse()
+            body = reply.read()
+            assert reply.status == 200 and connection.sock is socket_before is not None
+            assert (body == b"") == (method == "HEAD") and int(reply.headers["Content-Length"]) > 9
+
+
+def test_without_its_packages_it_says_so_in_one_line(checkpoint, monkeypatch, capsys):
+    monkeypatch.setitem(sys.modules, "starlette", None)
+    assert main(["--ckpt", str(checkpoint), "--port", "0"]) == 2
+    assert capsys.readouterr().err.strip().endswith("pip install starlette")
 
 
 def test_a_key_is_asked_for():

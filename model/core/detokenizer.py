@@ -1,4 +1,4 @@
-"""Incremental detokenization: text from tokens as they are generated."""
+"""Incremental detokenization: text from tokens during generation."""
 
 import codecs
 
@@ -15,7 +15,7 @@ class Detokenizer:
         self.pending, self.stopped = "", False
 
     def add(self, token=None, last=False):
-        """Return the text that is complete after `token` (None: no token). last: flush the rest."""
+        """Return the text that is complete after `token`, if any. last: flush the rest."""
         data = b"" if token is None else token_bytes(self.tokenizer, token)
         self.pending += self.decoder.decode(data, last)
         positions = [self.pending.find(stop) for stop in self.stop_strings]

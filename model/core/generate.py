@@ -1,4 +1,4 @@
-"""Autoregressive generation: continue token sequences with a model, and sample from its logits."""
+"""Autoregressive generation: continue token sequences with a model, and sample from logits."""
 
 import contextlib
 from collections.abc import Callable
@@ -45,15 +45,15 @@ def generate(model: torch.nn.Module, idx: torch.Tensor, max_new_tokens: int,
         probability (arXiv:2407.01082).
     seed: one seed, or a list with one per group of rows; sampling in a group is then independent
         of the other groups.
-    stop_token: one id or a list. A finished row is padded with its stop token. Generation ends when
-        all rows are finished.
+    stop_token: one id or a list. A finished row is padded with the stop token. Generation stops
+        when all rows are finished.
     on_token: called with each new column of tokens (B,).
     n_vocab: ids from n_vocab on (padding of the vocabulary) are never sampled.
     lengths: (B,) true lengths of right-padded prompts; new tokens start at column T.
     samples_per_row: continuations per prompt, (B * samples_per_row, T + new); the prompt is
         computed once.
 
-    A full context rolls (see KVCache). With learned positions, the last three quarters of the
+    A full context rolls (see KVCache). With absolute positions, the last three quarters of the
     context are recomputed instead. Raises ValueError if the logits are not finite.
     """
     c, device = model.config, idx.device
@@ -98,8 +98,8 @@ def generate(model: torch.nn.Module, idx: torch.Tensor, max_new_tokens: int,
 
 
 def compact_rows(cache, rows, is_active):
-    """Move the active rows of a cache to its first rows. Return their numbers; `rows`: the numbers
-    of all rows of the cache."""
+    """Move the active rows of a cache to the front, and return the numbers of these rows; `rows`:
+    the numbers of all rows of the cache."""
     n = sum(is_active)
     order = list(range(len(is_active)))
     free = [i for i in order[:n] if not is_active[i]]
@@ -110,7 +110,7 @@ def compact_rows(cache, rows, is_active):
 
 
 def create_generators(seed, device):
-    """Return a list with one generator per seed (one for a single seed). None: a random seed."""
+    """Return a list with one generator per seed; seed None is a random seed."""
     seeds = seed if isinstance(seed, list) else [seed]
     generators = [torch.Generator(device=device) for _ in seeds]
     for generator, s in zip(generators, seeds):
@@ -120,7 +120,7 @@ def create_generators(seed, device):
 
 def start_cache(model, idx, size, lengths=None, samples_per_row=1):
     """Return a cache with `size` tokens per row and the tokens to compute next, for idx (B, T).
-    Prompts of different lengths are computed up to their last token."""
+    Prompts of different lengths are computed up to the last token."""
     cache = create_cache(model, idx.size(0), size)
     pending = idx[:, -model.config.block_size:]
     if lengths is not None:
@@ -131,8 +131,8 @@ def start_cache(model, idx, size, lengths=None, samples_per_row=1):
 
 
 def prefill_padded(model, cache, idx, lengths):
-    """Compute right-padded prompts idx (B, T) of `lengths` (B,), except for their last tokens, in
-    one pass. Return these last tokens (B, 1)."""
+    """Compute right-padded prompts idx (B, T) of `lengths` (B,), except for the last tokens, in
+    one pass. Return the last tokens (B, 1)."""
     ends, T = lengths[:, None] - 1, idx.size(1)  # (B, 1)
     if T > 1:
         model(idx[:, :-1], cache=cache, last_only=True)
@@ -150,21 +150,21 @@ def eager_mode(model):
 
 
 def sample_tokens(logits, temperature, top_k, top_p, generators, min_p=None):
-    """Return a token id (B,) per row of logits (B, V); -1 if they are not finite, because raising
-    would synchronise with the GPU. The options are those of generate()."""
+    """Return a token id (B,) per row of logits (B, V); -1 if the logits are not finite, because
+    raising would synchronise with the GPU. The options are documented in generate()."""
     if temperature == 0:
         largest, index = logits.max(-1)
         return torch.where(largest.isfinite(), index, -1)
-    ids = None  # (B, k): the candidates, most likely first. None: all, in the vocabulary's order
+    ids = None  # (B, k): the candidates, most likely first, or None: the vocabulary
     if top_k is not None and top_k < logits.size(-1):
         logits, ids = logits.topk(top_k)
     largest = logits.amax(-1, keepdim=True)  # NaN if any logit is
-    # Subtracting the largest logit first keeps the quotient finite at any temperature.
+    # Subtracting the largest logit first makes the quotient finite at any temperature.
     p = ((logits - largest) / temperature).softmax(-1)
     if top_p is not None and top_p < 1.0:
         if ids is None:
             p, ids = p.sort(descending=True)
-        p[p.cumsum(-1) - p >= top_p] = 0.0  # keeps the token that crosses top_p
+        p[p.cumsum(-1) - p >= top_p] = 0.0  # includes the token that crosses top_p
     if min_p is not None:
         p[p < min_p * p.amax(-1, keepdim=True)] = 0.0
     index = sample_indices(p, generators)  # (B, 1)
@@ -173,9 +173,9 @@ def sample_tokens(logits, temperature, top_k, top_p, generators, min_p=None):
 
 
 def sample_indices(weights, generators):
-    """Return an index (B, 1) per row of weights (B, V), with probability proportional to its
-    weight; any index if the weights are not finite. Each of the generators serves an equal share
-    of the rows.
+    """Return an index (B, 1) per row of weights (B, V), with probability proportional to
+    the weight; any index if the weights are not finite. Each generator serves an equal share of
+    the rows.
 
     On a CPU: one uniform number per row, looked up in the cumulative sum (torch.multinomial draws
     V numbers: 0.5 ms for 32,000). On a GPU: an exponential race, argmax of p / Exp(1), which needs

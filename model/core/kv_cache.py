@@ -19,14 +19,14 @@ class Cache(Protocol):
     """What `GPT.trunk` calls, in this order: start, previous, update per layer, finish."""
 
     def start(self, T):
-        """Reserve space for T tokens per row; return their positions (B, T) or (1, T), float64."""
+        """Reserve space for T tokens per row; return the positions (B, T) or (1, T), float64."""
 
     def previous(self, idx):
         """Return the token before each token of idx (B, T), -1 at the beginning of a text."""
 
     def update(self, layer, k, v):
-        """Store k, v (B, G, T, D) of a layer; return all its keys and values (B, G, S, D) and a
-        mask that broadcasts to (B, 1, T, S), or None if every key is visible."""
+        """Store k, v (B, G, T, D) of a layer; return all keys and values (B, G, S, D) of the
+        layer, and a mask that broadcasts to (B, 1, T, S), or None if every key is visible."""
 
     def finish(self, idx):
         """Count the tokens idx (B, T) as stored."""
@@ -39,7 +39,7 @@ class KVCache:
     arXiv:2309.17453): a new token replaces the oldest one, except for the first SINK_TOKENS
     (attention sinks), which are rotated to directly precede the window. Attention therefore sees
     only distances that occurred in training. The result differs from recomputing the last
-    block_size tokens: cached states still depend on tokens that have been evicted. With learned
+    block_size tokens: cached states still depend on tokens that have been evicted. With absolute
     positions, a full row raises ValueError.
 
     cache[rows], for a slice, is a view: prompt a single row with
@@ -100,7 +100,7 @@ class KVCache:
             tensor.select(dim, target).copy_(tensor.select(dim, source))
 
     def start(self, T):
-        """Reserve space for T tokens per row. Return their positions (B, T) float64, or (1, T) if
+        """Reserve space for T tokens per row. Return the positions (B, T) float64, or (1, T) if
         all rows have the same length."""
         size = self.config.block_size
         lengths = self.lengths.tolist()
@@ -149,8 +149,8 @@ class KVCache:
         return torch.cat((self.last_token, idx[:, :-1]), dim=1)
 
     def update(self, layer, k, v):
-        """Store k, v (B, G, T, D) of a layer. Return its keys and values (B, G, S, D), in any
-        order, and a mask (B, 1, 1, S) of the keys that exist per row, or None if all do."""
+        """Store k, v (B, G, T, D) of a layer. Return all keys and values (B, G, S, D) of the
+        layer, in any order, and a mask (B, 1, 1, S) of the keys per row, or None if all exist."""
         for cached, new in zip(self.kv[layer], (k, v)):
             if self.same_length:
                 cached[:, :, self.slots] = new
@@ -191,7 +191,7 @@ def find_slot(position, size):
 
 def create_cache(model, rows, size=None):
     """Return an empty cache for `rows` texts (of at most `size` tokens each) on the model's device,
-    in the precision of its matrix products."""
+    in the precision of the matrix products."""
     device, dtype = model.wte.weight.device, model.wte.weight.dtype
     if torch.is_autocast_enabled(device.type):
         dtype = torch.get_autocast_dtype(device.type)

@@ -1,7 +1,7 @@
 """Linear layers for decoding: weights in int8, or packed for the CPU's matrix kernels.
 
-Decoding a few tokens is limited by reading the weights. Their size counts, and kernels that reach
-the bandwidth of the memory.
+Decoding a few tokens is limited by reading the weights: small weights help, and kernels that reach
+the memory bandwidth.
 """
 
 import torch
@@ -13,7 +13,7 @@ class PackedLinear(nn.Module):
     """Linear layers with a common input, concatenated: x (..., K) -> (..., N).
 
     On a CPU with bfloat16 arithmetic, the weights are stored in oneDNN's blocked layout, into which
-    F.linear would convert them at every call: 2 to 4 times the speed for one row, same bits.
+    F.linear would convert the weights at every call: 2 to 4 times the speed for one row, same bits.
     """
 
     def __init__(self, *layers):
@@ -47,7 +47,7 @@ class PackedLinear(nn.Module):
 
 class Int8Linear(nn.Module):
     """Linear layers with a common input, concatenated: int8 weights (N, K) and a scale per row
-    (N,). Activations are not quantized; the kernel takes them in bfloat16."""
+    (N,). Activations are not quantized, but converted to bfloat16 for the kernel."""
 
     MAX_KERNEL_ROWS = 16  # with more rows it is faster to dequantize the weights first
 
@@ -74,7 +74,7 @@ class Int8Linear(nn.Module):
 
 
 def concat_layers(layers):
-    """Return (weight, bias or None) of linear layers, concatenated along their outputs."""
+    """Return (weight, bias or None) of linear layers, concatenated along the outputs."""
     weight = torch.cat([m.weight.detach() for m in layers])
     biases = [getattr(m, "bias", None) for m in layers]
     return weight, None if biases[0] is None else torch.cat([b.detach() for b in biases])
@@ -99,8 +99,8 @@ def dequantize_rows(int8, scale, dtype):
 
 
 def has_int8_kernel(device, width):
-    """Return whether int8 weights with `width` columns are multiplied without dequantizing them.
-    PyTorch 2.13's CPU kernel reads 16 columns at a time, beyond the end of other widths; its CUDA
+    """Return whether int8 weights with `width` columns can be multiplied without dequantization.
+    PyTorch 2.13's CPU kernel reads 16 columns at a time, beyond the end of other widths; the CUDA
     kernel is slower than bfloat16 products."""
     if width % 16 or device.type == "cuda":
         return False

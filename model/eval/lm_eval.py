@@ -3,7 +3,7 @@
 
     python -m model.eval.lm_eval --ckpt out/ckpt.pt --tasks lambada_openai,hellaswag --limit 100
 
-The results equal those of the harness's `hf` model on the exported folder (model/convert/).
+The results equal the harness's `hf` model on the exported folder (model/convert/).
 """
 
 import json
@@ -28,7 +28,7 @@ class StopStringFound(Exception):
 
 
 class CheckpointLM:
-    """The methods of a model in the harness, to be combined with its TemplateLM (see evaluate)."""
+    """The methods of a model in the harness, to be combined with TemplateLM (see evaluate)."""
 
     def __init__(self, model, tokenizer, batch_size):
         super().__init__()
@@ -118,7 +118,7 @@ def evaluate(ckpt, tasks, num_fewshot=None, limit=None, batch_size=8, device="au
 
 
 @dataclass
-class Options:
+class HarnessOptions:
     """Evaluate a checkpoint with the lm-evaluation-harness (pip install lm-eval)."""
     tasks: list[str] = key([], "names of tasks, separated by commas", required=True)
     ckpt: str = key("out/ckpt.pt", "checkpoint or Hugging Face folder")
@@ -132,11 +132,11 @@ class Options:
 
 def main(argv=None):
     """Run the command line; return the exit code."""
-    return run_command(Options, lambda options: report(**vars(options)), argv)
+    return run_command(HarnessOptions, lambda options: report(**vars(options)), argv)
 
 
 def report(out, **options):
-    """Evaluate, print a table, and write all results to the file `out` if it is not None."""
+    """Evaluate, print a table, and write all results to the file `out`, if specified."""
     results = evaluate(**options)
     if out:
         with open(out, "w", encoding="utf-8") as f:

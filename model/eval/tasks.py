@@ -3,16 +3,16 @@
     python run_train.py --config train/config_quick.yaml \\
         --eval_tasks train/configs/python_example.jsonl
 
-A task is a file; its name is the metric's: val_python_example. An example (a line of JSONL, or of
-another format of data/records.py) is of one of three kinds; `query` and `gold` are accepted for
-`question` and `answer`:
+A task is a file, which gives the metric the name: val_python_example. An example (a line of JSONL,
+or a record of any format of data/records.py) has one of three kinds; `query` and `gold` are
+accepted for `question` and `answer`:
 
     {"question": "1 + 1 =", "choices": ["2", "3"], "answer": 0}   the most likely choice is correct
     {"context": "one, two,", "continuation": "three"}             greedy decoding generates it
     {"question": "Two and two?\\n", "answer": "four"}              the same, and then stops
 
-A choice or continuation is preceded by " ", or by the example's `delimiter`. Generated text ends at
-a line end, or at one of the strings in `until`. For chat models, a question is formatted with the
+A choice or continuation is preceded by " ", or by the example's `delimiter`. Generated text stops
+at a line end, or at one of the strings in `until`. A chat model's question is formatted with the
 chat template.
 
 Metrics: NAME is lm-eval's acc (exact_match for generated answers); NAME_norm is acc_norm, with log
@@ -45,7 +45,7 @@ SUMS = ("rows", "right", "norm", "chance")
 class Example(NamedTuple):
     """An example of a task.
 
-    sequences: [(ids, n)] per choice, whose last n ids are scored; if the answer is generated, one
+    sequences: [(ids, n)] per choice, with the last n ids scored; if the answer is generated, one
     (prompt, length of the answer).
     """
     task: int          # index of the task
@@ -76,7 +76,7 @@ class Example(NamedTuple):
 
 def encode_pair(tokenizer, context, text):
     """Return (ids of the context, ids of the text after it) as lm-eval does: both are encoded
-    together, and spaces between them belong to the text."""
+    together, and spaces in between belong to the text."""
     ids = tokenizer.encode(context + text)
     context_ids = tokenizer.encode(context.rstrip())
     return context_ids, ids[len(context_ids):]
@@ -84,7 +84,7 @@ def encode_pair(tokenizer, context, text):
 
 @torch.no_grad()
 def score_sequences(model, sequences):
-    """Return [(log probability of the last n ids, whether greedy decoding generates them)] of
+    """Return [(log probability of the last n ids, whether greedy decoding generates it)] of
     sequences [(ids, n)], in one forward pass. A sequence may have fewer than n ids."""
     width = max(len(ids) for ids, _ in sequences) - 1
     idx = torch.zeros(len(sequences), width, dtype=torch.int64)  # right-padded
@@ -136,7 +136,7 @@ def decode_until(ids, end_tokens, tokenizer, until):
 # task files
 
 class ExampleReader:
-    """Converts records to examples for a tokenizer, a chat template (or None) and a context of
+    """Converts records to examples for a tokenizer, a chat template, if any, and a context of
     `size` tokens."""
 
     def __init__(self, tokenizer, template, size):
@@ -194,7 +194,7 @@ class ExampleReader:
         return self.template.prompt_ids([("user", question)], self.tokenizer)
 
     def parse_generated(self, question, row, task):
-        """Return the Example of a question whose answer is generated."""
+        """Return the Example of a question with a generated answer."""
         answer, until = get_text(row, "answer").lstrip(), row.get("until")
         until = [until] if isinstance(until, str) else until
         if until is None:
@@ -249,8 +249,8 @@ def limit_cost(examples, budget):
 
 
 def select_examples(tasks, budget, limit):
-    """Return the examples of each task that are evaluated: the first `limit` (0: all). limit None:
-    each task gets an equal share of the budget; small tasks leave the rest to larger ones."""
+    """Return the examples of each task that are evaluated: the first `limit` (0: all). Without a
+    limit, each task gets an equal share of the budget; small tasks leave the rest to larger."""
     if limit is not None:
         return [examples[:limit or None] for examples in tasks]
     selected = {}
@@ -263,7 +263,7 @@ def select_examples(tasks, budget, limit):
 def batch_by_width(examples, size, width):
     """Return batches of examples of similar width(example), each of at most `size` tokens or of one
     example."""
-    batches, n, n_max = [], 0, 0  # sequences in the last batch, and their maximum
+    batches, n, n_max = [], 0, 0  # sequences in the last batch, and the maximum
     for example in sorted(examples, key=width, reverse=True):
         n += len(example.sequences)
         if n > n_max:
@@ -274,8 +274,8 @@ def batch_by_width(examples, size, width):
 
 
 class Tasks:
-    """The tasks of a run. For train/evaluate.py it is both the data loader, whose batches are lists
-    of examples, and the model. Raises UserError for invalid files and unsupported models."""
+    """The tasks of a run. For train/evaluate.py it is both the data loader, with lists of examples
+    as batches, and the model. Raises UserError for invalid files and unsupported models."""
     units_per_sample = 1
 
     def __init__(self, config, data, model, ranks):
@@ -289,7 +289,7 @@ class Tasks:
             reader.read(path, i) for i, path in enumerate(config.eval_tasks)], ranks)
         self.has_choices = [any(len(example.sequences) > 1 for example in examples)
                             for examples in tasks]
-        # The budget in tokens, and the batch size, are those of the validation loss.
+        # The budget in tokens and the batch size equal the validation loss's.
         batch = data.val.fixed_batch(0, self.eval_iters)[0].numel()
         budget = data.val.n_fixed(self.eval_iters) * batch
         selected = select_examples(tasks, budget, config.eval_task_rows)
@@ -317,7 +317,7 @@ class Tasks:
                 f"in addition to {budget:,} for the loss{hint}")
 
     def create_batches(self, examples, size, ranks):
-        """Return batches of examples that are scored, followed by those that are generated."""
+        """Return batches of scored examples, followed by batches of generated examples."""
         generated = [example for example in examples if example.is_generated]
         scored = [example for example in examples if not example.is_generated]
         self.n_new = max((example.sequences[0][1] for example in generated), default=0)
@@ -329,8 +329,8 @@ class Tasks:
         return batches + batch_by_width(generated, size, lambda example: self.size)
 
     def evaluate(self, numbers, batches, ranks, autocast, stop):
-        """Return `numbers`, those of an evaluation over `batches`, with {val_TASK: number}. None if
-        stop() returned true."""
+        """Add {val_TASK: number} to `numbers`, the result of an evaluation over `batches`. Return
+        None if stop() returned true."""
         task_numbers = evaluate(self, self.forward, self, batches, ranks, autocast, stop)
         if task_numbers is None:
             return None
@@ -349,7 +349,7 @@ class Tasks:
         return self.batches[index],
 
     def forward(self, examples):
-        if hasattr(self.model, "unshard"):  # trunk() has no FSDP hooks of its own
+        if hasattr(self.model, "unshard"):  # FSDP has no hooks on trunk()
             self.model.unshard()
         with eager_mode(self.model):
             results = self.evaluate_batch(examples or self.batches[0])
@@ -374,7 +374,7 @@ class Tasks:
 
     @staticmethod
     def judge(example, scores):
-        """Return the result of one example from its [(log probability, is greedy)]."""
+        """Return the result of one example from [(log probability, is greedy)] per sequence."""
         if len(scores) == 1:
             return (scores[0][1],) * 2
         sums = [score for score, _ in scores]

@@ -23,7 +23,7 @@ SEPARATOR = "-" * 72  # between several texts
 
 @dataclass
 class SampleOptions(SamplingOptions, LoadOptions):
-    """Generate text with a checkpoint, which contains its tokenizer."""
+    """Generate text with a checkpoint, which contains the tokenizer."""
     prompt: str = key("", "text to continue (default: a new document)")
     temperature: float | None = key(None, "0: always the most likely token (default: 0.8; with "
                                     "--chat and --lookup 0)", ge=0)
@@ -68,7 +68,7 @@ def load_compiled(options):
 
 
 def sample(options):
-    """Print the texts that the command line asks for."""
+    """Generate and print texts."""
     check_options(options)
     if options.chat:
         from model.chat import ChatOptions, chat
@@ -99,5 +99,5 @@ def sample(options):
 
 
 def main(argv=None):
-    """Run the command; return its exit code."""
+    """Run the command; return the exit code."""
     return run_command(SampleOptions, sample, argv)

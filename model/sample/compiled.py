@@ -1,7 +1,7 @@
 """Decoding of a single text with one compiled graph per token: `model.sample --compile`.
 
 With packed weights (model/core/quantize.py), half of the time per token on a CPU is not reading the
-weights but some thirty small operations per block. Compilation fuses them into a few loops
+weights but some thirty small operations per block. Compilation fuses these into a few loops
 (train/LOG.md).
 """
 
@@ -18,7 +18,7 @@ from model.sample.fused import replace_linear_layers
 
 
 def compile_decoder(model, quantized=False):
-    """Return a CompiledDecoder of `model`; the first call takes some ten seconds. The linear layers
+    """Return a CompiledDecoder of `model`; the first call needs some ten seconds. The linear layers
     of `model` are replaced in place. Raises ValueError for models other than a plain GPT, and what
     torch.compile raises."""
     device = model.wte.weight.device
@@ -41,7 +41,7 @@ def compile_decoder(model, quantized=False):
 
 class CompiledDecoder:
     """A model for generate() that computes single tokens of a single text with a compiled graph.
-    Prompts and batches are computed by `model` itself."""
+    Prompts and batches are computed eagerly."""
 
     def __init__(self, model):
         self.model, self.config, self.wte = model, model.config, model.wte
@@ -61,11 +61,10 @@ class CompiledDecoder:
         return KVCache(config, rows, device, dtype)
 
     def __call__(self, idx, cache, last_only=True):
-        """Return logits (B, T or 1, V) of the tokens idx (B, T), which follow those in the cache.
-        """
+        """Return logits (B, T or 1, V) of the tokens idx (B, T), which follow the cached ones."""
         if idx.shape != (1, 1):
             return self.model(idx, cache=cache, last_only=last_only)
-        # A token that was sliced from a longer text has other strides: it would compile again.
+        # A token that was sliced from a longer text has other strides, which would be recompiled.
         idx = idx.flatten()[None]
         cache.start(1)
         if idx.is_cuda:  # the graph's fixed addresses; the previous logits have been read
@@ -77,7 +76,7 @@ class CompiledDecoder:
 
 
 def next_logits(model, idx, kv, length, last_token):
-    """Return the logits of one token idx (1, 1), and store its keys and values in
+    """Return the logits of one token idx (1, 1), and store the token's keys and values in
     kv (L, 2, 1, G, S, D). length (1,): tokens in kv. This function is compiled: all inputs and
     outputs are tensors of fixed shapes."""
     cache = SingleTokenCache(kv, length, last_token)
@@ -87,7 +86,7 @@ def next_logits(model, idx, kv, length, last_token):
 
 
 class SingleTokenCache:
-    """A KVCache as the graph of a single token sees it: all slots, the empty ones masked."""
+    """A KVCache as the graph of a single token sees it: all slots; empty slots are masked."""
 
     def __init__(self, kv, length, last_token):
         self.kv, self.last_token, self.new = kv, last_token, []
@@ -102,7 +101,7 @@ class SingleTokenCache:
         return self.last_token
 
     def finish(self, idx):
-        """Do nothing: the KVCache counts its tokens outside the graph."""
+        """Do nothing: the KVCache counts tokens outside the graph."""
 
 
 class SharedGraphBlock(nn.Module):
@@ -122,14 +121,14 @@ class SharedGraphBlock(nn.Module):
 
 @torch.compiler.nested_compile_region
 def compute_block(block, x, rope, kv, slot, mask):
-    """Return the output (1, 1, C) of a block and its new keys and values (2, 1, G, 1, D)."""
+    """Return the output (1, 1, C) of a block, and the new keys and values (2, 1, G, 1, D)."""
     layer_cache = LayerCache(kv, slot, mask)
     return block.compute(x, rope, layer_cache), layer_cache.new
 
 
 class LayerCache:
     """One layer of a SingleTokenCache: kv (2, 1, G, S, D). The new keys and values are merged when
-    the cache is read; writing them here would make the compiled region copy the cache."""
+    the cache is read; a write here would make the compiled region copy the cache."""
 
     def __init__(self, kv, slot, mask):
         self.kv, self.mask, self.new = kv, mask, None

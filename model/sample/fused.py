@@ -1,4 +1,4 @@
-"""A model whose linear layers are replaced by layers for decoding (model/core/quantize.py)."""
+"""Replacement of a model's linear layers by layers for decoding (model/core/quantize.py)."""
 
 from model.core.ops import FusedLinear, is_plain_linear
 from model.core.quantize import Int8Linear, PackedLinear
@@ -6,21 +6,21 @@ from model.gpt import MLP, Attention
 
 
 def pack_model(model):
-    """Replace the linear layers of `model`, in place, by packed ones, with q, k, v and gate, up
+    """Replace the linear layers of `model`, in place, by PackedLinear, with q, k, v and gate, up
     fused. The outputs do not change; the model can no longer be trained."""
     return replace_linear_layers(model, PackedLinear)
 
 
 def quantize_model(model):
-    """Replace the linear layers of `model`, in place, by int8 ones with one scale per row, with
-    q, k, v and gate, up fused: a quarter of float32's memory."""
+    """Replace the linear layers of `model`, in place, by Int8Linear, with q, k, v and gate, up
+    fused: a quarter of float32's memory."""
     return replace_linear_layers(model, Int8Linear)
 
 
 def replace_linear_layers(model, linear_class):
     """Replace every linear layer of `model` by a `linear_class`; return the model."""
     replace_children(model.requires_grad_(False), linear_class)
-    if model.lm_head is None:  # tied: the embedding itself is kept for the input tokens
+    if model.lm_head is None:  # tied: the embedding is kept for the input tokens
         model.lm_head = linear_class(model.wte)
     return model
 

@@ -46,8 +46,8 @@ def load_text_model(options):
 
 
 def load_for_decoding(options):
-    """Return load_text_model(options) with layers for decoding: int8 ones with --quantize, else
-    packed ones."""
+    """Return load_text_model(options) with linear layers for decoding, which are int8 with
+    --quantize and packed without."""
     model, tokenizer, device = load_text_model(options)
     model = quantize_model(model) if options.quantize else pack_model(model)
     if any(isinstance(m, Int8Linear) and not m.has_kernel for m in model.modules()):

@@ -1,8 +1,8 @@
 """Prompt lookup decoding: the greedy continuation of a text in fewer forward passes.
 
-The tokens that followed an earlier occurrence of the last few tokens are proposed as the next ones
-(names in code, or words in a summary, repeat). One forward pass verifies all of them in hardly more
-time than one token takes; those that greedy decoding would not have written are dropped. In
+The tokens that followed an earlier occurrence of the last few tokens are proposed as the next
+tokens (names in code, or words in a summary, repeat). One forward pass verifies all proposals in
+hardly more time than a single token; tokens that differ from greedy decoding are dropped. In
 bfloat16 several tokens are rounded differently from one, so a near tie may be decided differently.
 """
 
@@ -15,7 +15,7 @@ MAX_PROPOSALS = {4: 15, 2: 4, 1: 2}  # proposed tokens, by the number of matchin
 
 
 class TokenHistory:
-    """The tokens of a text, and where each of its n-grams was last followed by something."""
+    """The tokens of a text, and the last position after each n-gram."""
 
     def __init__(self, tokens):
         self.tokens, self.positions = [], {}
@@ -51,7 +51,7 @@ def generate_with_lookup(model, idx, max_new_tokens, stop_token=None, on_token=N
                 cache.clear()
                 pending = history.tokens[-max(1, c.block_size * 3 // 4):]
             limit = min(c.block_size - int(cache.lengths[0]), end - len(history.tokens)) - 1
-            # No proposals together with a prompt: all its logits would have to be computed.
+            # No proposals together with a prompt: the logits of all positions would be computed.
             proposal = history.propose(limit) if len(pending) == 1 else []
             tokens = torch.tensor([pending + proposal], device=idx.device)
             passes += 1

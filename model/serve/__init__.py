@@ -54,8 +54,7 @@ def is_loopback(listening):
 
 
 def choose_key(options, listening):
-    """Return the key that clients must send, or None. Raises ValueError if others could send
-    requests without one."""
+    """Return the key that clients must send, if any. Raises ValueError if a key is required."""
     if options.no_api_key:
         if options.api_key:
             raise UsageError("--api_key and --no_api_key contradict each other")
@@ -69,8 +68,8 @@ def choose_key(options, listening):
 
 
 def stop_signals():
-    """Return a list to which SIGINT, SIGTERM and SIGHUP append their number. A second signal exits
-    immediately with code 128 + number. Signals that are ignored (nohup) stay ignored."""
+    """Return a list to which SIGINT, SIGTERM and SIGHUP append the signal number. A second signal
+    exits immediately with code 128 + number. Signals that are ignored (nohup) stay ignored."""
     received = []
 
     def handle(signum, frame):
@@ -86,7 +85,7 @@ def stop_signals():
 
 
 def create_engine(options):
-    """Return (engine, chat template or None) of the checkpoint. Raises ValueError or UserError."""
+    """Return (engine, chat template if any) of the checkpoint. Raises ValueError or UserError."""
     from model.serve.engine import Engine
     model, tokenizer, _ = load_for_decoding(options)
     template = getattr(model, "template", None)
@@ -117,5 +116,5 @@ def serve(options):
 
 
 def main(argv=None):
-    """Run the command; return its exit code."""
+    """Run the command; return the exit code."""
     return run_command(ServeOptions, serve, argv)

@@ -15,7 +15,7 @@ MAX_TOP_LOGPROBS = 20
 MIN_TEMPERATURE = 1e-3  # below it, logits / temperature overflows: greedy
 MIN_TOP_P = 1e-6
 
-# Options that change the answer but are not implemented, with their accepted neutral values.
+# Options that change the answer but are not implemented, and the accepted neutral values.
 UNSUPPORTED_OPTIONS = dict(
     best_of=(1,), echo=(False,), suffix=("",), logit_bias=({},), repetition_penalty=(1, 1.0),
     tools=([],), functions=([],), response_format=({"type": "text"},))
@@ -83,14 +83,14 @@ def get_max_tokens(body, n, engine, default):
         raise APIError(400, f"the prompt has {n} tokens; the context of this model has {size}",
                        "prompt", "context_length_exceeded")
     limit = engine.max_tokens
-    if not engine.config.rolls:  # the text ends where the context is full (see KVCache)
+    if not engine.config.rolls:  # the text stops when the context is full (see KVCache)
         limit = min(limit, size - n + 1)
     name = "max_tokens" if body.get("max_completion_tokens") is None else "max_completion_tokens"
     return get_number(body, name, min(limit, default or limit), 1, limit, int)
 
 
 def get_n_logprobs(body, chat):
-    """Return the number of alternatives to report per token; None: no log probabilities."""
+    """Return the number of alternatives to report per token, if log probabilities are requested."""
     logprobs = body.get("logprobs")
     n = get_number(body, "top_logprobs", 0, 0, MAX_TOP_LOGPROBS, int)
     if chat and logprobs is not None and not isinstance(logprobs, bool):
@@ -115,7 +115,7 @@ def get_stop_strings(body):
 
 
 def parse_prompt(prompt, tokenizer):
-    """Return the ids of a prompt: a string, a list of ids, or a list with one of them."""
+    """Return the ids of a prompt: a string, a list of ids, or a list with one prompt."""
     if isinstance(prompt, list) and len(prompt) == 1 and isinstance(prompt[0], (str, list)):
         prompt = prompt[0]
     if isinstance(prompt, list) and prompt and all(
@@ -160,7 +160,7 @@ class Answer:
 
     def __init__(self, jobs, tokenizer, chat, model_name):
         self.jobs, self.tokenizer, self.chat = jobs, tokenizer, chat
-        self.choices = [("", [], None) for _ in jobs]  # text, logprobs and finish_reason so far
+        self.choices = [("", [], None) for _ in jobs]  # text, logprobs and finish_reason
         self.lengths = [0 for _ in jobs]               # characters of the tokens with logprobs
         self.detokenizers = [Detokenizer(tokenizer) for _ in jobs]
         self.object = "chat.completion" if chat else "text_completion"
@@ -168,7 +168,7 @@ class Answer:
                            created=int(time.time()), model=model_name)
 
     def add(self, index, text, logprobs, finish_reason):
-        """Append an event of a job (see Job) to its choice."""
+        """Append an event of a job (see Job) to the choice."""
         old_text, old_logprobs, _ = self.choices[index]
         self.choices[index] = old_text + text, old_logprobs + logprobs, finish_reason
 
@@ -230,7 +230,7 @@ class Answer:
                     top_logprobs=[{t["token"]: t["logprob"] for t in pairs} for pairs in tokens])
 
     def format_token(self, token):
-        """Return a token's text and bytes; bytes that are not UTF-8 as OpenAI writes them."""
+        """Return a token's text and bytes; bytes that are not UTF-8 are escaped as OpenAI does."""
         data = token_bytes(self.tokenizer, token)
         try:
             text = data.decode() or self.tokenizer.enc.id_to_token(token)  # special: no bytes

@@ -2,8 +2,8 @@
 
 One thread computes a token of every active request per step, because reading the weights is most of
 the time of a step, independent of the number of requests. Requests start and finish at any step.
-Each samples from its own generator, so that a seed gives the text of model.sample, independent of
-the other requests.
+Each has a separate generator, so that a seed gives the text of model.sample, independent of the
+other requests.
 """
 
 import collections
@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 import torch
 
 from model.core.detokenizer import Detokenizer
-from model.core.generate import NON_FINITE_LOGITS, sample_tokens
+from model.core.generate import NON_FINITE_LOGITS, create_generators, sample_tokens
 from model.core.kv_cache import create_cache
 
 PREFILL_TOKENS = 128  # prompt tokens computed between two decoding steps
@@ -25,7 +25,7 @@ MIN_LOGPROB = -9999   # JSON has no infinity; OpenAI's limit
 
 
 class APIError(Exception):
-    """An error response: its HTTP status, and the fields of OpenAI's error object."""
+    """An error response: the HTTP status, and the fields of OpenAI's error object."""
 
     def __init__(self, status, message, param=None, code=None):
         super().__init__(message)
@@ -39,10 +39,10 @@ class APIError(Exception):
 
 @dataclass(eq=False)
 class Job:
-    """One text to generate: its options and its state.
+    """One text to generate: options and state.
 
     The engine puts (index, text, logprobs, finish_reason) into `events` for each piece of text.
-    finish_reason is None, and for the last piece "stop", "length" or an APIError. logprobs: the
+    finish_reason is set for the last piece only: "stop", "length" or an APIError. logprobs: the
     results of top_logprobs() for the tokens since the previous event, if n_logprobs is set.
     """
     ids: list
@@ -53,32 +53,25 @@ class Job:
     min_p: float | None = None
     presence_penalty: float = 0.0   # as defined by OpenAI
     frequency_penalty: float = 0.0
-    n_logprobs: int | None = None   # alternatives to report per token; None: no log probabilities
+    n_logprobs: int | None = None   # alternatives to report per token
     seed: int | None = None
     stop_strings: tuple = ()
-    index: int = 0       # number of the choice within its request
+    index: int = 0       # number of the choice within the request
     events: queue.SimpleQueue = field(default_factory=queue.SimpleQueue)
     ended: bool = False  # set by the engine at the end, or by the client to cancel
     n_prefilled: int = 0
     n_generated: int = 0
     token: int = -1      # the last one
-    counts: torch.Tensor | None = None  # (1, V): occurrences in the text so far, for the penalties
+    counts: torch.Tensor | None = None  # (1, V): occurrences in the text, for the penalties
     logprobs: list = field(default_factory=list)
 
     def start(self, tokenizer, device, deadline):
         """Prepare for the queue. deadline: in seconds of time.monotonic()."""
         self.detokenizer, self.deadline = Detokenizer(tokenizer, self.stop_strings), deadline
-        self.generator = torch.Generator(device=device)
-        if self.seed is None:
-            self.generator.seed()
-        else:
-            self.generator.manual_seed(self.seed)
-
-    def sampling_options(self):
-        return self.temperature, self.top_k, self.top_p, self.min_p
+        self.generator, = create_generators(self.seed, device)
 
     def penalize(self, logits):
-        """Return logits (1, V) minus the penalties of the tokens generated so far."""
+        """Return logits (1, V) minus the penalties of the generated tokens."""
         if not (self.presence_penalty or self.frequency_penalty):
             return logits
         if self.counts is None:
@@ -126,7 +119,7 @@ class Engine:
     # called by other threads
 
     def submit(self, *jobs):
-        """Put all jobs into the queue, or raise APIError if it has no space for all of them."""
+        """Put all jobs into the queue. Raises APIError if the queue has no space for all."""
         for job in jobs:
             job.start(self.tokenizer, self.device, time.monotonic() + self.timeout)
         with self.changed:
@@ -139,7 +132,7 @@ class Engine:
             self.changed.notify()
 
     def close(self):
-        """Finish active jobs, reject waiting ones, and stop the thread."""
+        """Finish active jobs, reject waiting jobs, and stop the thread."""
         with self.changed:
             self.closing = True
             while self.waiting:
@@ -162,7 +155,7 @@ class Engine:
                     job.emit("", APIError(500, "generation failed; see the server's log"))
 
     def wait_for_work(self):
-        """Wait until there are jobs. Return False if the engine is closed and all are done."""
+        """Wait for jobs. Return False if the engine is closed and all jobs are done."""
         with self.changed:
             self.changed.wait_for(lambda: self.rows or self.reading or self.waiting or self.closing)
             return bool(self.rows or self.reading or self.waiting)
@@ -197,7 +190,7 @@ class Engine:
                     self.rows[i] = last
 
     def prefill(self):
-        """Compute the next tokens of prompts, and the first token of complete ones."""
+        """Compute the next tokens of prompts; a complete prompt gets a first sampled token."""
         budget = PREFILL_TOKENS
         while budget and (job := self.next_prompt()):
             ids = job.ids[job.n_prefilled:job.n_prefilled + budget]
@@ -212,8 +205,8 @@ class Engine:
                 self.write([job], logits)
 
     def next_prompt(self):
-        """Return the job of the unfinished prompt, else the oldest waiting job if a slot is free,
-        else None."""
+        """Return the job of the unfinished prompt, or the oldest waiting job if a slot is free, if
+        any."""
         with self.changed:
             if self.reading is None and self.waiting and len(self.rows) < self.slots:
                 self.reading = self.waiting.popleft()
@@ -221,11 +214,12 @@ class Engine:
         return self.reading
 
     def write(self, jobs, logits):
-        """Sample the next token of each job from logits (B, V) and emit its text. Jobs with the
+        """Sample the next token of each job from logits (B, V) and emit the text. Jobs with the
         same sampling options are sampled together."""
         groups = {}
         for job, row in zip(jobs, logits[:, :self.tokenizer.n_vocab].split(1)):
-            groups.setdefault(job.sampling_options(), []).append((job, row))
+            options = job.temperature, job.top_k, job.top_p, job.min_p
+            groups.setdefault(options, []).append((job, row))
         tokens = []
         for (temperature, top_k, top_p, min_p), group in groups.items():
             penalized = torch.cat([job.penalize(row) for job, row in group])

@@ -1,6 +1,6 @@
 """HTTP server on Starlette and uvicorn: OpenAI's API, a page, health and metrics.
 
-One thread serves all connections; the engine computes in another one (model/serve/engine.py).
+One thread serves all connections; the engine computes in a second thread (model/serve/engine.py).
 """
 
 import asyncio
@@ -8,10 +8,10 @@ import contextlib
 import hmac
 import ipaddress
 import json
+import re
 import sys
 import time
 from pathlib import Path
-from urllib.parse import urlsplit
 
 import uvicorn
 from starlette.applications import Starlette
@@ -29,14 +29,15 @@ from model.serve.metrics import Metrics
 CHAT_PATH = "/v1/chat/completions"
 MAX_HEAD_BYTES = 1 << 15    # request line and headers
 MAX_BODY_BYTES = 1 << 20
-MAX_IDLE_CONNECTIONS = 512  # connections without a complete request; the oldest ones are closed
-RECEIVE_SECONDS = 30        # for the head of a request to arrive, and for its body
-SEND_SECONDS = 30           # for a client to read its response, in addition to the engine's timeout
+MAX_IDLE_CONNECTIONS = 512  # connections without a complete request; the oldest are closed
+RECEIVE_SECONDS = 30        # for a request's head to arrive, and for the body
+SEND_SECONDS = 30           # to read a response, in addition to the engine's timeout
 SHUTDOWN_SECONDS = 10       # the same at shutdown
 POLL_SECONDS = 0.1
 CONTENT_SECURITY_POLICY = (
     "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; "
     "connect-src 'self'; img-src data:; base-uri 'none'; frame-ancestors 'none'")
+ADDRESS = r"[\d.]+|\[[\da-f:.]+\]"  # IPv4, IPv6
 ERROR_HEADERS = {401: {"WWW-Authenticate": "Bearer"}, 503: {"Retry-After": "1"},
                  504: {"x-should-retry": "false"}}
 
@@ -44,20 +45,19 @@ ERROR_HEADERS = {401: {"WWW-Authenticate": "Bearer"}, 503: {"Retry-After": "1"},
 class Server:
     """An ASGI application that serves the texts of an engine on a listening socket.
 
-    host: the name that clients use for this server. key: the required bearer token, or None.
+    host: the name that clients use for this server. key: the required bearer token, if any.
     origins: other web pages that may send requests from a browser ("*": any).
     """
 
     def __init__(self, listening, engine, name, template=None, host="localhost", key=None,
                  origins=()):
         self.listening, self.engine, self.name, self.template = listening, engine, name, template
-        self.hosts, self.port = ("localhost", host.lower()), listening.getsockname()[1]
+        self.port, self.key, self.origins = listening.getsockname()[1], key, origins
         self.is_local = ipaddress.ip_address(listening.getsockname()[0]).is_loopback
-        self.key = key
-        self.origins = origins
+        self.local_hosts = re.compile(rf"(localhost|{re.escape(host.lower())}|{ADDRESS})(:\d+)?")
         self.created, self.metrics = int(time.time()), Metrics()
         self.report_time = 0.0
-        self.connection_times = {}  # {connection: (its active request or None, since when)}
+        self.connection_times = {}  # {connection: (active request if any, since when)}
         routes = [Route("/", self.get_page), Route("/health", self.get_health),
                   Route("/metrics", self.get_metrics), Route("/v1/models", self.get_models),
                   Route("/v1/completions", self.post_completion, methods=["POST"]),
@@ -66,7 +66,8 @@ class Server:
         self.app = Starlette(routes=routes, exception_handlers=dict.fromkeys(
             (APIError, HTTPException, ClientDisconnect, Exception), self.handle_error))
         if origins:
-            self.app.add_middleware(CORSMiddleware, allow_origins=origins, allow_headers=["*"])
+            self.app.add_middleware(CORSMiddleware, allow_origins=origins, allow_headers=["*"],
+                                    allow_methods=["GET", "POST"])
         self.http = uvicorn.Server(uvicorn.Config(
             self, ws="none", lifespan="off", interface="asgi3", proxy_headers=False,
             log_config=None, log_level="warning", access_log=False, server_header=False,
@@ -76,7 +77,7 @@ class Server:
         self.http.capture_signals = contextlib.nullcontext  # signals: model/serve/__init__.py
 
     def serve(self, stopped=()):
-        """Answer requests until `stopped` is not empty; then finish the active ones."""
+        """Answer requests until `stopped` is not empty; then finish active requests."""
         asyncio.run(self.run(stopped))
 
     async def run(self, stopped):
@@ -97,7 +98,7 @@ class Server:
             print(f"{context['message']}: {context.get('exception')}", file=sys.stderr)
 
     def close_slow_connections(self):
-        """Close connections that take too long to send a request or to read its response, and the
+        """Close connections that take too long to send a request or to read the response, and the
         oldest of too many connections without a complete request."""
         now, times = time.monotonic(), {}
         for c in self.http.server_state.connections:
@@ -133,11 +134,10 @@ class Server:
                   f"{path!a:.80} {status} {time.monotonic() - started:.2f} s", file=sys.stderr)
 
     def check_sender(self, headers, method, path):
-        """Raise APIError for requests from web pages of other sites, also if their domain resolves
+        """Raise APIError for requests from web pages of other sites, also if that domain resolves
         to this server (DNS rebinding), and for requests without the key."""
         host, origin = headers.get("host", "localhost").lower(), headers.get("origin")
-        name = host_name(host)
-        if self.is_local and not is_address(name) and name not in self.hosts:
+        if self.is_local and not self.local_hosts.fullmatch(host):
             raise APIError(403, f"Host {host!r:.80} is not this server; use localhost, its "
                            "address, or start it with --host")
         if origin is not None and origin.lower().partition("://")[2] != host and not (
@@ -151,7 +151,7 @@ class Server:
                            code="invalid_api_key")
 
     async def handle_error(self, request, error):
-        """Return the response for an exception. uvicorn logs the traceback of unexpected ones."""
+        """Return the response for an exception. uvicorn logs unexpected tracebacks."""
         if isinstance(error, ClientDisconnect):
             return None
         if isinstance(error, HTTPException):
@@ -224,7 +224,7 @@ class CompletionResponse:
         try:
             await asyncio.wait((write, disconnect), return_when=asyncio.FIRST_COMPLETED)
             if write.done():
-                write.result()  # raises its APIError
+                write.result()  # raises APIError
         finally:
             for job in jobs:
                 job.ended = True
@@ -234,8 +234,8 @@ class CompletionResponse:
             self.metrics.add_completion(self.answer.usage(), time.monotonic() - started)
 
     async def write(self, events, scope, receive, send):
-        """Send the response. An error before the first token has an HTTP status of its own; later
-        it is the last event of the stream."""
+        """Send the response. An error before the first token is an HTTP error; a later one is the
+        last event of the stream."""
         answer, started = self.answer, False
         try:
             async for event in events.read(len(answer.jobs)):
@@ -263,7 +263,7 @@ class CompletionResponse:
 
 
 class EventQueue:
-    """The events of jobs (see Job) on their way from the engine's thread to the event loop."""
+    """A queue of events (see Job) from the engine's thread to the event loop."""
 
     def __init__(self):
         self.loop, self.queue = asyncio.get_running_loop(), asyncio.Queue()
@@ -317,18 +317,3 @@ def json_response(content, status=200, headers=None):
 
 def error_response(error):
     return json_response(error.body(), error.status, ERROR_HEADERS.get(error.status))
-
-
-def host_name(host):
-    """Return the name or address in a Host header without the port, or None."""
-    try:
-        return urlsplit(f"//{host}").hostname
-    except ValueError:
-        return None
-
-
-def is_address(name):
-    try:
-        return bool(ipaddress.ip_address(name))
-    except ValueError:
-        return False
