@@ -5,7 +5,8 @@ FAULTS = [
     # the loop
     ("train/train.py", "loss * weight / n)", "loss * weight)"),
     ("train/train.py", 'own_sums["count"] / run.full_count if "count" in own_sums else 1.0', "1.0"),
-    ("train/train.py", "run.optimizer, c.grad_clip, factor.float())", "run.optimizer, c.grad_clip)"),
+    ("train/train.py", "run.optimizer, c.grad_clip, factor.float())",
+     "run.optimizer, c.grad_clip)"),
     ("train/train.py", "get(first + micro)", "get(first)"),
     ("train/train.py", "first = (it + p.data_shift) * n", "first = it * n"),
     ("train/distributed.py", "(seed * 1_000_003 + it)", "(seed * 1_000_003)"),
@@ -48,7 +49,8 @@ FAULTS = [
     ("train/lr_scheduler.py", "max(self.min_scale, self.scale * self.factor)",
      "self.scale * self.factor"),
     ("train/lr_scheduler.py", "self.best - self.min_delta", "self.best"),
-    ("train/lr_scheduler.py", "        self.best = self.sign * value\n            self.bad_evals = 0",
+    ("train/lr_scheduler.py",
+     "        self.best = self.sign * value\n            self.bad_evals = 0",
      "        self.best = self.sign * value"),
     # a GPU
     ("train/compile.py", "part.compile(dynamic=False)", "part.compile()"),
@@ -67,11 +69,12 @@ FAULTS = [
      "in model.named_parameters()"),
     # checkpoints
     ("train/base/files.py", "            os.fsync(f.fileno())\n        before", "        before"),
-    ("train/base/checkpoint_file.py", "            add_link(path, prev_path(path))", "            pass"),
+    ("train/base/checkpoint_file.py", "            add_link(path, prev_path(path))",
+     "            pass"),
     ("train/base/checkpoint_file.py", "        sync_folder(folder)\n    except", "    except"),
     ("train/base/checkpoint_file.py", "if signed and sha256_of", "if b'' and sha256_of"),
-    ("train/base/checkpoint_file.py", 'map_location="cpu", weights_only=True', 'map_location="cpu", '
-     "weights_only=False"),
+    ("train/base/checkpoint_file.py", 'map_location="cpu", weights_only=True',
+     'map_location="cpu", weights_only=False'),
     ("train/base/run_folder.py", "return out.copy_(t.detach(), non_blocking=t.is_cuda)",
      "return t"),
     ("train/base/run_folder.py", "        try:  # the checkpoint is safe from here on",
@@ -80,9 +83,11 @@ FAULTS = [
      "            if self.save_precision:\n"
      "                self.export(state[\"model\"])\n"
      "        try:"),
-    ("train/base/run_folder.py", "numbered(folder)[:-keep]", "numbered(folder)[:-keep - 1]"),
+    ("train/base/run_folder.py", "numbered_checkpoints(folder)[:-keep]",
+     "numbered_checkpoints(folder)[:-keep - 1]"),
     ("train/base/run_folder.py", 'os.replace(path, next_free_path(folder, "ckpt_bad"))', "pass"),
-    ("train/base/checkpoint_file.py", 'for k in ("model", "optimizer") if k in state}', "for k in ()}"),
+    ("train/base/checkpoint_file.py", 'for k in ("model", "optimizer") if k in state}',
+     "for k in ()}"),
     # going on
     ("train/checkpoint.py", "if old != new:", "if False:"),
     ("train/checkpoint.py", '[] if "all" in allowed else', "[] if allowed else"),
@@ -97,8 +102,8 @@ FAULTS = [
      "run.model is not run.raw_model"),
     ("train/distributed.py", "initial(name, tensors[name].shape, seed)",
      "initial(name, tensors[name].shape, seed + 1)"),
-    ("train/device.py", "libc.mallopt(M_TRIM_THRESHOLD, -1)", "pass"),
-    ("train/device.py", "ctypes.CDLL(None).malloc_trim(0)", "pass"),
+    ("train/base/memory.py", "libc.mallopt(M_TRIM_THRESHOLD, -1)", "pass"),
+    ("train/base/memory.py", "ctypes.CDLL(None).malloc_trim(0)", "pass"),
     # sampling
     ("model/core/generate.py", "ends[:, -1:], right=True)", "ends[:, -1:])"),
     ("model/core/generate.py", "((logits - largest) / temperature)", "(logits / temperature)"),

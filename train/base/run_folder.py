@@ -64,32 +64,32 @@ class RunFolder:
         except OSError as error:
             raise CheckpointError(f"out_dir: {self.path} cannot be used: {error}") from error
 
-    def save(self, state, best, kept, log, last=False, private=False):
-        """Save `state` as ckpt.pt, if `best` also as ckpt_best.pt, if `kept` also as
-        ckpt_NNNNNNN.pt.
+    def save(self, state, is_best, is_numbered, logger, last=False, private=False):
+        """Save `state` as ckpt.pt, if `is_best` also as ckpt_best.pt, if `is_numbered` also
+        as ckpt_NNNNNNN.pt.
 
         Returns when a snapshot exists (or at once if `state` is a `private` copy). A thread writes
         it; if that fails it warns, and training continues with the old file intact. The `last` save
         is written before this returns, with several attempts, and raises SaveFailed.
         """
         self.wait()
-        log.info(f"Saving checkpoint to {self.file('ckpt.pt')}")
+        logger.info(f"Saving checkpoint to {self.file('ckpt.pt')}")
         if not os.path.isdir(self.path):
-            log.warn(f"{self.path} was deleted; creating a new folder")
+            logger.warn(f"{self.path} was deleted; creating a new folder")
             self.open()
-        links = [self.file("ckpt_best.pt")] if best else []
-        links += [self.file(f"ckpt_{state['iter_num']:07d}.pt")] if kept else []
+        links = [self.file("ckpt_best.pt")] if is_best else []
+        links += [self.file(f"ckpt_{state['iter_num']:07d}.pt")] if is_numbered else []
         copy = state
         if not private:
             copy = None if last else snapshot_if_room(state)
-        ready = None
+        copied = None
         if torch.cuda.is_initialized():  # the copies are queued on the training stream
-            ready = torch.cuda.Event()
-            ready.record()
+            copied = torch.cuda.Event()
+            copied.record()
         if last or copy is None:
-            return self.write_with_retries(state, links, log, last, ready)
+            return self.write_with_retries(state, links, logger, last, copied)
         self.thread = threading.Thread(target=self.write_with_retries,
-                                       args=(copy, links, log, False, ready))
+                                       args=(copy, links, logger, False, copied))
         self.thread.start()
 
     def can_pin_memory(self, state):
@@ -99,35 +99,35 @@ class RunFolder:
             self.pin = memory_available() >= 2 * tensor_bytes(state)
         return self.pin
 
-    def write_with_retries(self, state, links, log, last, ready=None):
+    def write_with_retries(self, state, links, logger, last, copied=None):
         """Write `state`. A failure is a warning; for the `last` save, SaveFailed after several
         attempts."""
-        if ready is not None:
-            ready.synchronize()
+        if copied is not None:
+            copied.synchronize()
         for attempt in range(1, SAVE_ATTEMPTS + 1):
             try:
-                return self.write(state, links, log)
+                return self.write(state, links, logger)
             except Exception as error:
                 if not last:
-                    return log.warn(f"{error}; the previous checkpoint is intact, training "
-                                    "continues")
+                    return logger.warn(f"{error}; the previous checkpoint is intact, training "
+                                       "continues")
                 if attempt == SAVE_ATTEMPTS:
                     raise SaveFailed(
                         f"the last checkpoint could not be saved: {error}\nThe steps since the "
                         "previous checkpoint are lost; free some disk space and start the run "
                         "again to resume") from error
-                log.warn(f"{error}; trying again")
+                logger.warn(f"{error}; trying again")
                 time.sleep(1)
 
-    def write(self, state, links, log):
+    def write(self, state, links, logger):
         save_checkpoint(self.file("ckpt.pt"), state, links)
         try:  # the checkpoint is safe from here on
             prune(self.path, self.keep_last)
             if self.save_precision:
                 self.export(state)
         except Exception as error:
-            log.warn(f"{self.file('ckpt.pt')} is saved, but model.safetensors (save_precision) or "
-                     f"the old checkpoints (keep_last) are not up to date: {error}")
+            logger.warn(f"{self.file('ckpt.pt')} is saved, but model.safetensors (save_precision) "
+                        f"or the old checkpoints (keep_last) are not up to date: {error}")
 
     def export(self, state):
         """Write model.safetensors: the weights, with the description of the model in the header."""
@@ -232,7 +232,7 @@ def find_newest_checkpoint(folder, log):
             if os.path.lexists(path):  # or the next save would keep the damaged file as *_prev.pt
                 os.replace(path, next_free_path(folder, "ckpt_bad"))
         return state, candidate
-    kept = [p for n in ("ckpt_best.pt", *numbered(folder)[::-1])
+    kept = [p for n in ("ckpt_best.pt", *numbered_checkpoints(folder)[::-1])
             if os.path.exists(p := os.path.join(folder, n))]
     if not problems and not kept:
         return None, None
@@ -244,7 +244,7 @@ def find_newest_checkpoint(folder, log):
         "(existing files are renamed, not deleted)")
 
 
-def numbered(folder):
+def numbered_checkpoints(folder):
     """Return the names of the numbered checkpoints, sorted by the time of writing (after --resume
     FILE the oldest does not have the lowest number)."""
     names = [n for n in os.listdir(folder) if re.fullmatch(r"ckpt_\d+\.pt", n)]
@@ -253,7 +253,7 @@ def numbered(folder):
 
 def prune(folder, keep):
     """Remove all numbered checkpoints except the last `keep`; 0: keep all."""
-    for name in numbered(folder)[:-keep] if keep else ():
+    for name in numbered_checkpoints(folder)[:-keep] if keep else ():
         with contextlib.suppress(OSError):
             os.unlink(os.path.join(folder, name))
 
