@@ -458,7 +458,8 @@ def test_a_changed_key_is_refused_unless_allowed(out, data_dir, key):
     """each configuration key that changes what is computed, changed on resume -> refused with old
     and new value, nothing on disk changed"""
     old = getattr(configure(data_dir, out), key)
-    new = dict(vocab_size=300, min_lr=1e-4, n_embd=32).get(key) or other_value(key, old)
+    new = dict(vocab_size=300, min_lr=1e-4, n_embd=32, head_dim=4, layer_types="f").get(key)
+    new = new or other_value(key, old)
     config = configure(data_dir, out, **{key: new})
     before = (out / "ckpt.pt").read_bytes()
     with pytest.raises(CheckpointError) as caught:
