@@ -9,7 +9,6 @@ import time
 
 import numpy as np
 import pytest
-from conftest import REPO
 from runs import count_dots, planted_children
 
 from train import config as config_file
@@ -74,25 +73,18 @@ def test_the_interval_is_as_wide_as_what_other_noise_would_predict(monkeypatch):
 # -----------------------------------------------------------------------------
 # the runs
 
-def rows_of(text):
-    """[[cells]] of the table in train/README.md under its heading."""
-    table = text.partition("| `--depth` |")[2].partition("\n\n")[0]
-    return [[cell.strip() for cell in line.strip("| ").split("|")]
-            for line in table.splitlines()[2:]]
-
-
-def test_the_dial_is_the_readmes_table():
+@pytest.mark.parametrize("depth, width, heads, hidden, rate", [
+    (1, 64, 2, 256, 1.41), (2, 96, 3, 384, 1.15), (3, 128, 4, 512, 1.00), (7, 256, 8, 1024, 0.71),
+    (15, 512, 16, 2048, 0.50)])
+def test_keys_of_a_depth(depth, width, heads, hidden, rate):
     config = load_config(None, dict(n_embd=128, n_head=4, learning_rate=1.4e-2, min_lr=1.4e-3))
-    rows = rows_of((REPO / "train/README.md").read_text())
-    assert len(rows) >= 4
-    for depth, width, heads, mlp, rate in rows:
-        keys = scaling.depth_keys(int(depth), 32, config)
-        assert keys["n_layer"] == int(depth) and keys["n_embd"] == int(width)
-        assert keys["n_head"] == int(heads) and keys["n_embd"] // keys["n_head"] == 32
-        got = load_config(None, keys)
-        assert (got.n_hidden or 4 * got.n_embd) == int(mlp.replace(",", ""))
-        assert keys["learning_rate"] / 1.4e-2 == pytest.approx(float(rate), abs=5e-3)
-        assert keys["min_lr"] == pytest.approx(keys["learning_rate"] / 10)
+    keys = scaling.depth_keys(depth, 32, config)
+    assert (keys["n_layer"], keys["n_embd"], keys["n_head"]) == (depth, width, heads)
+    assert keys["n_embd"] // keys["n_head"] == 32
+    got = load_config(None, keys)
+    assert (got.n_hidden or 4 * got.n_embd) == hidden
+    assert keys["learning_rate"] / 1.4e-2 == pytest.approx(rate, abs=5e-3)
+    assert keys["min_lr"] == pytest.approx(keys["learning_rate"] / 10)
 
 
 def test_a_run_costs_its_budget(data_dir):
