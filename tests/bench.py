@@ -32,9 +32,8 @@ from model.gpt import GPT, GPTConfig
 from model.sample.fused import pack_model, quantize_model
 from train.base.cli import underscores
 from train.base.memory import keep_freed_memory
-from train.compile import compile_model
 from train.config import REPOSITORY, load_config
-from train.device import choose_dtype, physical_cores
+from train.device import choose_dtype, compile_model, physical_cores
 from train.distributed import get_device
 from train.optimizer import configure_optimizers
 from train.tools.dry_run import forward_backward, timed, update

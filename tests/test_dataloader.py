@@ -17,9 +17,8 @@ from data.token_files import TokenStream, open_shard
 from train import dataloader
 from train.base.errors import DataError
 from train.config import TrainConfig
-from train.dataloader import DataLoader, RowLoader, permute, widen, window_starts
+from train.dataloader import DataLoader, Prefetcher, RowLoader, permute, widen, window_starts
 from train.distributed import Ranks
-from train.prefetch import Prefetcher
 
 
 def write(path, tokens, dtype="<u2"):

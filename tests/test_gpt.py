@@ -31,7 +31,7 @@ from model.core.ops import (
 )
 from model.core.ops_cpu import attend_in_blocks, compiled_backward
 from model.gpt import GPT, GPTConfig, build_model, sample
-from train.compile import compile_model
+from train.device import compile_model
 from train.keys import GPTKeys
 
 GPT2 = dict(block_size=1024, vocab_size=50257, n_layer=12, n_head=12, n_embd=768, norm="layer",

@@ -16,7 +16,7 @@ from test_gpt import Graphs
 from torch.nn.attention import current_flash_attention_impl, restore_flash_attention_impl
 
 from model.gpt import GPT, GPTConfig
-from train import compile as compiling
+from train import device as compiling
 from train import device as devices
 from train.checkpoint import load_checkpoint
 from train.config import load_config

@@ -8,7 +8,7 @@ import torch
 from runs import configure, metrics, tensors
 
 from model.gpt import GPT, GPTConfig
-from train import compile as compiling
+from train import device as compiling
 from train import train as loop
 from train.dataloader import DataLoader
 from train.logger import Clock, Logger

@@ -12,7 +12,7 @@ from train import train as training
 from train.base import run_folder
 from train.base.errors import BadNumbers, Stopped
 from train.checkpoint import load_checkpoint
-from train.prefetch import Prefetcher
+from train.dataloader import Prefetcher
 from train.robust import SpikeDetector, decide_action
 from train.setup import Progress
 

@@ -13,9 +13,9 @@ import torch
 
 from train import device, logger
 from train.base import memory
-from train.compile import should_compile
 from train.config import TrainConfig
-from train.prefetch import Prefetcher
+from train.dataloader import Prefetcher
+from train.device import should_compile
 from train.system import flops_per_step
 
 

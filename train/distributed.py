@@ -17,12 +17,11 @@ from datetime import timedelta
 import numpy as np
 import torch
 import torch.distributed as dist
-import torch.nn as nn
 from torch.nn.parallel import DistributedDataParallel
 
 from train.base.errors import CollectiveExit, SetupError
 from train.base.memory import keep_freed_memory
-from train.device import get_device, set_num_threads, use_flash_attention_3
+from train.device import blocks, get_device, set_num_threads, use_flash_attention_3
 
 
 @dataclass
@@ -241,11 +240,6 @@ def wrap_ddp(model, ranks):
     ids = [ranks.device.index] if ranks.device.type == "cuda" else None
     return DistributedDataParallel(model, device_ids=ids, gradient_as_bucket_view=True,
                                    broadcast_buffers=False)
-
-
-def blocks(model):
-    """Return the blocks of a model: the modules in its ModuleLists."""
-    return [block for m in model.modules() if isinstance(m, nn.ModuleList) for block in m]
 
 
 def shard(model, ranks, dtype, seed, initial):

@@ -14,6 +14,7 @@ import torch
 
 from train.base.cli import env_rank, interrupt_code, under_torchrun
 from train.base.errors import CollectiveExit, UserError, missing_part, printable, warn_stderr
+from train.device import is_compile_error
 from train.distributed import max_over_ranks
 
 MAX_OVERFLOWS_IN_A_ROW = 20  # float16: more are not due to the loss scale
@@ -259,10 +260,6 @@ def suggest_fix(error, config):
         return ("Another rank died or hung: look for the first error above. torchrun "
                 "--max-restarts=3 restarts from the last checkpoint by itself.")
     return "Compiling failed: --no-compile trains without it." if is_compile_error(error) else ""
-
-
-def is_compile_error(error):
-    return type(error).__module__.startswith(("torch._dynamo", "torch._inductor"))
 
 
 def exit_process(code):

@@ -17,11 +17,11 @@ from train import checkpoint, device, distributed, logger, robust
 from train.base.errors import BadNumbers, SetupError, echo
 from train.base.fields import parse_mixture
 from train.base.run_folder import RunFolder
-from train.compile import ON_OFF, Compiler, should_compile
 from train.config import load_config, to_yaml
+from train.dataloader import Prefetcher
+from train.device import ON_OFF, Compiler, should_compile
 from train.lr_scheduler import EarlyStopping, ReduceOnPlateau
 from train.optimizer import build_optimizer
-from train.prefetch import Prefetcher
 from train.system import flops_per_step, hook, load_model_type
 
 

@@ -16,7 +16,7 @@ from model.sample.load import LoadOptions, load_for_decoding, load_text_model
 from train.base.cli import run_command
 from train.base.errors import UserError, echo
 from train.base.fields import key
-from train.robust import is_compile_error
+from train.device import is_compile_error
 
 SEPARATOR = "-" * 72  # between several texts
 

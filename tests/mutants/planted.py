@@ -37,7 +37,7 @@ FAULTS = [
     ("train/dataloader.py", "ROUNDS = 6", "ROUNDS = 4"),
     ("train/dataloader.py", "(phase + window", "(window"),
     ("train/dataloader.py", "* self.val_samples // n", ""),
-    ("train/prefetch.py", "(step, self.make(step))", "(step, self.make(max(0, step - 1)))"),
+    ("train/dataloader.py", "(step, self.make(step))", "(step, self.make(max(0, step - 1)))"),
     ("train/dataloader.py", "(first, first + shard.n_tokens - n)", "(first,)"),
     ("train/dataloader.py", "for part in (array[:n], array[-n:])", "for part in ()"),
     # the schedule
@@ -53,7 +53,7 @@ FAULTS = [
      "        self.best = self.sign * value\n            self.bad_evals = 0",
      "        self.best = self.sign * value"),
     # a GPU
-    ("train/compile.py", "part.compile(dynamic=False)", "part.compile()"),
+    ("train/device.py", "part.compile(dynamic=False)", "part.compile()"),
     ("train/train.py", "functools.partial(run.compiler.call, run.raw_model)", "run.raw_model"),
     ("train/device.py", "column = 0 if dtype != torch.float32 else 1 if tf32 else 2", "column = 0"),
     ("train/tools/dry_run.py", "grad_copies = 2 if", "grad_copies = 1 if"),

@@ -14,7 +14,7 @@ from train.base.console import compact, duration
 from train.base.errors import CollectiveExit
 from train.base.memory import memory_available
 from train.checkpoint import inherited_shape
-from train.compile import ON_OFF, compile_model, should_compile
+from train.device import ON_OFF, compile_model, should_compile
 from train.optimizer import build_optimizer, clip_gradients
 from train.setup import open_data
 from train.system import flops_per_step, load_model_type
