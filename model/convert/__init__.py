@@ -11,7 +11,6 @@ needed to write its folders. Options that the other program does not have are re
 model is exported with the logits that it has, or not at all.
 """
 
-import argparse
 import json
 import os
 import re
@@ -39,6 +38,7 @@ from model.core.load import BACKBONE, EMA, load_model, saved_model_type, use_ema
 from train.base.checkpoint_file import find_non_finite, save_checkpoint, write_safetensors
 from train.base.cli import run_command
 from train.base.errors import CheckpointError
+from train.base.fields import key
 from train.system import load_model_type
 
 
@@ -227,21 +227,22 @@ def convert(ckpt, to, save_precision="float32", adapter=None, backbone=None, ema
     print(f"Wrote {to}: {result}")
 
 
+@dataclass
+class ConvertOptions:
+    """Convert weights from and to nanoGPT, Hugging Face and llama.cpp."""
+    to: str = key("", "FILE.pt: nanoGPT's format; FILE.safetensors: the weights only; FILE.gguf: "
+                  "for llama.cpp and Ollama; otherwise a folder for transformers and vLLM",
+                  required=True)
+    ckpt: str = key("out/ckpt.pt", "checkpoint, .safetensors file, Hugging Face folder or "
+                    "hf:OWNER/NAME")
+    backbone: str | None = key(None, BACKBONE)
+    ema: bool = key(False, EMA)
+    save_precision: str = key("float32", "of the weights in a folder, .safetensors or .gguf file",
+                              choices=["float32", "bfloat16", "float16"])
+    quantize: str | None = key(None, "quantize the weights of a .gguf file", choices=["q8_0"])
+    adapter: str | None = key(None, "write only the adapters of a LoRA, for peft, over the model "
+                              "exported to this folder", metavar="BASE")
+
+
 def main(argv=None):
-    """Run the command; return its exit code."""
-    parser = argparse.ArgumentParser("python -m model.convert", description="Convert weights from "
-                                     "and to nanoGPT, Hugging Face and llama.cpp.")
-    parser.add_argument("--ckpt", default="out/ckpt.pt", help="checkpoint, .safetensors file, "
-                        "Hugging Face folder or hf:OWNER/NAME (default: %(default)s)")
-    parser.add_argument("--to", required=True, help="FILE.pt: nanoGPT's format; FILE.safetensors: "
-                        "the weights only; FILE.gguf: for llama.cpp and Ollama; otherwise a folder "
-                        "for transformers and vLLM")
-    parser.add_argument("--backbone", help=BACKBONE)
-    parser.add_argument("--ema", action="store_true", help=EMA)
-    parser.add_argument("--save_precision", choices=["float32", "bfloat16", "float16"],
-                        default="float32", help="of the weights in a folder, .safetensors or "
-                        ".gguf file (default: %(default)s)")
-    parser.add_argument("--quantize", choices=["q8_0"], help="weights of a .gguf file in 8 bits")
-    parser.add_argument("--adapter", metavar="BASE", help="write only the adapters of a LoRA, for "
-                        "peft, over the model exported to this folder")
-    return run_command(parser, lambda args: convert(**vars(args)), argv)
+    return run_command(ConvertOptions, lambda options: convert(**vars(options)), argv)

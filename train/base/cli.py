@@ -101,30 +101,27 @@ def make_options(cls, values):
     return cls(**options)
 
 
-def run_command(options, work, argv=None, interrupt_message="interrupted", load=None, prog=None):
+def run_command(cls, work, argv=None, interrupt_message="interrupted", load=None, prog=None):
     """Call work(the parsed options) and return the exit code of the command.
 
-    options: a dataclass as in the example above (or an argparse parser, whose arguments `work`
-    gets). prog: the command's module if the dataclass is in another module. If `load` is given,
-    unknown arguments are allowed, load(unknown arguments) is the second argument of `work`
-    (train.config.load_argv: the configuration of a run), and the exit code is the result of `work`.
+    cls: the dataclass of the options. prog: the command's module, if `cls` is in another module. If
+    `load` is given, unknown arguments are allowed, load(unknown arguments) is the second argument
+    of `work` (train.config.load_argv: the configuration of a run), and the exit code is the result
+    of `work`.
 
     Exit codes: 0; 2 after a UserError, ValueError or OSError, which is printed in one message (a
     UsageError after the usage); 130 after Ctrl-C, with `interrupt_message`.
     """
-    parser = options
-    if isinstance(options, type):
-        epilog = "All other arguments are those of run_train.py." if load else None
-        parser = make_parser(options, f"python -m {prog or module_name(options)}", epilog)
-    name = parser.prog.removeprefix("python -m ")
+    name = prog or module_name(cls)
+    epilog = "All other arguments are those of run_train.py." if load else None
+    parser = make_parser(cls, f"python -m {name}", epilog)
     argv = underscores(sys.argv[1:] if argv is None else argv)
     try:
         args, rest = parser.parse_known_args(argv) if load else (parser.parse_args(argv), [])
-        if parser is not options:
-            args = make_options(options, vars(args))
+        options = make_options(cls, vars(args))
         if load:
-            return work(args, load(rest))
-        work(args)
+            return work(options, load(rest))
+        work(options)
     except UsageError as error:
         parser.error(printable(error))
     except (UserError, ValueError, OSError) as error:
