@@ -1,8 +1,8 @@
 """The GPT: configuration, blocks, forward pass, initial weights. One file, top to bottom.
 
 A decoder-only transformer with the choices of GPT-2 (LayerNorm, learned positions, GELU, biases)
-and of Llama (RMSNorm, rotary positions, SwiGLU, no biases) as options, and those of newer models,
-each a field of GPTConfig. References:
+and of Llama (RMSNorm, rotary positions, SwiGLU, no biases) as options, and the
+variations of newer models, each a field of GPTConfig. References:
 1) nanoGPT: github.com/karpathy/nanoGPT/blob/master/model.py
 2) Llama: github.com/huggingface/transformers, models/llama/modeling_llama.py
 
@@ -19,21 +19,11 @@ import torch.nn as nn
 import torch.nn.functional as F
 from torch.utils.checkpoint import checkpoint
 
+from model.core import ops
 from model.core.generate import sample_texts
 from model.core.init import fill, normal
-from model.core.ops import (
-    IGNORE,
-    apply_dropout,
-    apply_rope,
-    attend,
-    fused_linear,
-    limit_to_window,
-    linear_cross_entropy,
-    rms_norm,
-    rope_tables,
-    save_matrix_products,
-)
-from model.core.weights import as_gpt, inherit_shape  # noqa: F401  the model interface's
+from model.core.ops import IGNORE
+from model.core.weights import as_gpt, inherit_shape  # noqa: F401  hooks of the model interface
 from train.keys import GPTKeys
 
 USE = "python -m model.sample --ckpt {out}/ckpt.pt --prompt ..."  # printed at the end of a run
@@ -41,7 +31,7 @@ USE = "python -m model.sample --ckpt {out}/ckpt.pt --prompt ..."  # printed at t
 
 @dataclass
 class GPTConfig(GPTKeys):
-    """The shape of a GPT. train/keys.py has the fields, their defaults and their meanings."""
+    """The shape of a GPT. train/keys.py defines the fields, with defaults and meanings."""
 
     def __post_init__(self):
         if self.vocab_size is None:
@@ -52,7 +42,7 @@ class GPTConfig(GPTKeys):
 
     @property
     def padded_vocab_size(self):
-        """Rows of the embedding (V): a multiple of 128, for efficiency on matrix units."""
+        """Rows of the embedding (V): a multiple of 128, for the efficiency of matrix units."""
         return (self.vocab_size + 127) // 128 * 128
 
     @property
@@ -61,26 +51,26 @@ class GPTConfig(GPTKeys):
         return self.pos == "rope" and set(self.layer_types) == {"F"} and not self.rope_scaling
 
     def layer_type(self, layer):
-        """Return F, W, f or w, see the key layer_types."""
+        """Return the letter F, W, f or w of a layer, see the key layer_types."""
         return self.layer_types[layer % len(self.layer_types)]
 
     def rope_tables(self, positions):
         """Return [(cos, sin)], each (..., D / 2), of positions (...): one rotation for all layers,
-        or a second one for those with a window."""
-        tables = [rope_tables(positions, self.head_dim, self.rope_theta, self.rope_factors)]
+        or a second one for layers with a window."""
+        tables = [ops.rope_tables(positions, self.head_dim, self.rope_theta, self.rope_factors)]
         if self.window_rope_theta:
-            tables.append(rope_tables(positions, self.head_dim, self.window_rope_theta))
+            tables.append(ops.rope_tables(positions, self.head_dim, self.window_rope_theta))
         return tables
 
     def rope_index(self, layer):
-        """Return the layer's rotation in rope_tables; -1: none."""
+        """Return the index in rope_tables of a layer's rotation; -1: no rotation."""
         if self.pos != "rope" or self.layer_type(layer).islower():
             return -1
         return int(self.layer_type(layer) == "W" and self.window_rope_theta is not None)
 
 
 class Embedding(nn.Embedding):
-    """nn.Embedding that draws no random values on the meta device: there PyTorch would import
+    """nn.Embedding that draws no random values on the meta device: PyTorch would import
     torch._dynamo for it, more than a second whenever a checkpoint is loaded."""
 
     def reset_parameters(self):
@@ -90,7 +80,7 @@ class Embedding(nn.Embedding):
 
 class Norm(nn.Module):
     """RMSNorm (arXiv:1910.07467) or LayerNorm over the last dimension, computed in float32: in
-    bfloat16 the mean of squares would lose its digits."""
+    bfloat16 the mean of squares would be too imprecise."""
 
     def __init__(self, dim, kind, bias, eps, weight=True):
         super().__init__()
@@ -100,7 +90,7 @@ class Norm(nn.Module):
 
     def forward(self, x):
         if self.rms:
-            return rms_norm(x, self.weight, self.eps)
+            return ops.rms_norm(x, self.weight, self.eps)
         weight = self.weight.float()  # FSDP gathers bfloat16 weights
         bias = None if self.bias is None else self.bias.float()
         return F.layer_norm(x.float(), weight.shape, weight, bias, self.eps).type_as(x)
@@ -114,7 +104,7 @@ class NormAllHeads(Norm):
 
 
 def qk_norm(c, n_head):
-    """Return the norm of queries or keys (B, T, n_head, D)."""
+    """Return the norm of queries or keys (B, T, n_head, D), if the configuration has one."""
     if not c.qk_norm:
         return nn.Identity()
     if c.qk_norm_type == "all":
@@ -122,16 +112,9 @@ def qk_norm(c, n_head):
     return Norm(c.head_dim, "rms", False, c.norm_eps, weight=c.qk_norm_type == "head")
 
 
-def norm_in(c):
-    """Return the norm of the input of attention or MLP."""
-    if c.norm_position == "post":
-        return nn.Identity()
-    return Norm(c.n_embd, c.norm, c.bias, c.norm_eps)
-
-
-def norm_out(c):
-    """Return the norm of the output of attention or MLP."""
-    if c.norm_position == "pre":
+def stream_norm(c, position):
+    """Return the norm before ("pre") or after ("post") attention or MLP, if configured."""
+    if c.norm_position not in (position, "both"):
         return nn.Identity()
     return Norm(c.n_embd, c.norm, c.bias, c.norm_eps)
 
@@ -142,10 +125,10 @@ class Attention(nn.Module):
     def __init__(self, config, layer):
         super().__init__()
         c = self.config = config
-        self.layer = layer  # its number, by which a cache stores keys and values
+        self.layer = layer  # the number by which a cache stores keys and values
         self.window = c.window if c.layer_type(layer) in "Ww" else None
         q_dim, kv_dim = c.n_head * c.head_dim, c.n_kv_head * c.head_dim
-        # query, key, value projections
+        # query, key, value projections of all heads
         self.q = nn.Linear(c.n_embd, q_dim, bias=c.bias or c.qkv_bias)
         self.k = nn.Linear(c.n_embd, kv_dim, bias=c.bias or c.qkv_bias)
         self.v = nn.Linear(c.n_embd, kv_dim, bias=c.bias or c.qkv_bias)
@@ -153,30 +136,30 @@ class Attention(nn.Module):
         self.o = nn.Linear(q_dim, c.n_embd, bias=c.bias)
         # norms of queries and keys bound the scores, so that a high learning rate is stable
         self.q_norm, self.k_norm = qk_norm(c, c.n_head), qk_norm(c, c.n_kv_head)
-        self.out_norm = norm_out(c)
+        self.out_norm = stream_norm(c, "post")
 
     def forward(self, x, rope, cache=None):
         c, (B, T, _) = self.config, x.size()
         # queries, keys and values of all heads: one matrix product for many tokens
-        q, k, v = fused_linear(x, self.q, self.k, self.v)
+        q, k, v = ops.fused_linear(x, self.q, self.k, self.v)
         q = self.q_norm(q.view(B, T, c.n_head, c.head_dim))  # (B, T, H, D)
         k = self.k_norm(k.view(B, T, c.n_kv_head, c.head_dim))  # (B, T, G, D)
         v = v.view(B, T, c.n_kv_head, c.head_dim)  # (B, T, G, D)
         # rotary positions: a score then depends on the distance of two tokens only
         if rope is not None:
-            q, k = apply_rope(q, *rope), apply_rope(k, *rope)
+            q, k = ops.apply_rope(q, *rope), ops.apply_rope(k, *rope)
         if c.score_scale != 1:
             q = q * c.score_scale
         q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)  # (B, H or G, T, D)
         mask = None
-        if cache is not None:  # decoding: keys and values of all S tokens so far, (B, G, S, D)
+        if cache is not None:  # decoding: keys and values of all S tokens until now, (B, G, S, D)
             k, v, mask = cache.update(self.layer, k, v)
         if self.window:
-            k, v, mask = limit_to_window(self.window, k, v, mask, T)
-        y = attend(q, k, v, c.dropout if self.training else 0.0, mask)  # (B, H, T, D)
-        # re-assemble the heads side by side, then the output projection
+            k, v, mask = ops.limit_to_window(self.window, k, v, mask, T)
+        y = ops.attend(q, k, v, c.dropout if self.training else 0.0, mask)  # (B, H, T, D)
+        # re-assemble all head outputs side by side, then the output projection
         y = self.out_norm(self.o(y.transpose(1, 2).flatten(2)))  # (B, T, C)
-        return apply_dropout(y, c.dropout, self.training)
+        return ops.apply_dropout(y, c.dropout, self.training)
 
 
 class MLP(nn.Module):
@@ -186,25 +169,25 @@ class MLP(nn.Module):
     def __init__(self, config):
         super().__init__()
         c = self.config = config
-        # The gated forms have three matrices instead of two: n_hidden 8/3 n_embd instead of
-        # 4 n_embd makes the same number of weights.
+        # The gated forms have three matrices instead of two: 2/3 of n_hidden makes the
+        # same number of weights.
         if c.mlp in ("swiglu", "geglu"):
             self.gate = nn.Linear(c.n_embd, c.n_hidden, bias=c.bias)
         self.up = nn.Linear(c.n_embd, c.n_hidden, bias=c.bias)
         self.down = nn.Linear(c.n_hidden, c.n_embd, bias=c.bias)
-        self.out_norm = norm_out(c)
+        self.out_norm = stream_norm(c, "post")
 
     def forward(self, x):
         c = self.config
         if c.mlp in ("swiglu", "geglu"):
             # one product on a GPU: an eighth fewer kernel launches per step
-            gate, up = fused_linear(x, self.gate, self.up, fuse=x.is_cuda)  # (B, T, n_hidden)
+            gate, up = ops.fused_linear(x, self.gate, self.up, fuse=x.is_cuda)  # (B, T, n_hidden)
             x = (F.silu(gate) if c.mlp == "swiglu" else F.gelu(gate, approximate="tanh")) * up
         elif c.mlp == "relu2":
             x = F.relu(self.up(x)).square()
         else:
             x = F.gelu(self.up(x), approximate="tanh" if c.mlp == "gelu" else "none")
-        return self.out_norm(apply_dropout(self.down(x), c.dropout, self.training))
+        return self.out_norm(ops.apply_dropout(self.down(x), c.dropout, self.training))
 
 
 class Block(nn.Module):
@@ -212,45 +195,30 @@ class Block(nn.Module):
 
     def __init__(self, config, layer, mlp=MLP):
         super().__init__()
-        self.ln_1, self.attn = norm_in(config), Attention(config, layer)
-        self.ln_2, self.mlp = norm_in(config), mlp(config)
+        self.ln_1, self.attn = stream_norm(config, "pre"), Attention(config, layer)
+        self.ln_2, self.mlp = stream_norm(config, "pre"), mlp(config)
         self.gradient_checkpointing = "false"
 
     def forward(self, x, rope, cache=None):
         if self.gradient_checkpointing == "false" or not self.training:
             return self.compute(x, rope, cache)
-        # Inside the block, not around it: then it is compiled with the block also under FSDP, whose
-        # hooks around the block end a compiled graph.
-        policy = {}
-        if self.gradient_checkpointing == "selective":
-            policy = dict(context_fn=save_matrix_products)
+        # Inside the block, not around it: then it is compiled with the block also under FSDP: the
+        # hooks around a block interrupt a compiled graph.
+        is_selective = self.gradient_checkpointing == "selective"
+        policy = dict(context_fn=ops.save_matrix_products) if is_selective else {}
         return checkpoint(self.compute, x, rope, cache, use_reentrant=False, **policy)
 
     def compute(self, x, rope, cache=None):
-        # x is only added to: gradients reach every layer unchanged
+        # x is only added to, so gradients reach every layer unchanged
         x = x + self.attn(self.ln_1(x), rope, cache)
-        x = x + self.mlp(self.ln_2(x))
-        return x
+        return x + self.mlp(self.ln_2(x))
 
 
 class LanguageModelLoss(nn.Module):
-    """linear_cross_entropy as a module, so that it can be compiled by itself."""
+    """linear_cross_entropy as a module, so that the loss can be compiled separately."""
 
     def forward(self, x, weight, targets, vocab_size):
-        return linear_cross_entropy(x.flatten(0, 1), weight, targets.flatten(), vocab_size)
-
-
-class NoCache:
-    """The part of a KVCache that GPT.trunk uses, for whole texts."""
-
-    def start(self, T):
-        return None  # positions 0 to T - 1
-
-    def previous(self, idx):
-        return F.pad(idx[:, :-1], (1, 0), value=-1)
-
-    def finish(self, idx):
-        pass
+        return ops.linear_cross_entropy(x.flatten(0, 1), weight, targets.flatten(), vocab_size)
 
 
 class GPT(nn.Module):
@@ -272,21 +240,22 @@ class GPT(nn.Module):
         self.lm_head = None  # weight tying: the token embedding is also the output layer
         if not c.tie_weights:
             self.lm_head = nn.Linear(c.n_embd, c.padded_vocab_size, bias=False)
-        # Rows past vocab_size are padding: they get no probability and no gradient.
+        # Rows past vocab_size are padding: no probability, no gradient.
         self.loss = LanguageModelLoss()
-        self.add_tables(token_bytes)
-        fill(self, seed)  # with initial(); tensors that it does not know keep their values
+        self.add_buffers(token_bytes)
+        fill(self, seed)  # with initial()
 
-    def add_tables(self, token_bytes):
-        """Register constants that move with the model but are not saved. They have values under
-        torch.device("meta") too, because nothing fills them later."""
-        c, cos, sin, sizes = self.config, None, None, None
+    def add_buffers(self, token_bytes):
+        """Register constants that move with the model but are not saved. Under torch.device("meta")
+        these must have values too, because nothing fills buffers later."""
+        cos, sin, sizes = None, None, None
         with torch.device("cpu"):
-            if c.pos == "rope":  # once, not per layer and pass
-                tables = c.rope_tables(torch.arange(c.block_size, dtype=torch.float32))
+            if self.config.pos == "rope":  # once, not per layer and pass
+                positions = torch.arange(self.config.block_size, dtype=torch.float32)
+                tables = self.config.rope_tables(positions)
                 cos, sin = map(torch.stack, zip(*tables))  # (1 or 2, block_size, D / 2)
             if token_bytes is not None:
-                sizes = torch.zeros(c.padded_vocab_size, dtype=torch.int64)  # (V,)
+                sizes = torch.zeros(self.config.padded_vocab_size, dtype=torch.int64)  # (V,)
                 sizes[:len(token_bytes)] = torch.from_numpy(token_bytes)
         self.register_buffer("rope_cos", cos, persistent=False)
         self.register_buffer("rope_sin", sin, persistent=False)
@@ -294,12 +263,13 @@ class GPT(nn.Module):
 
     def forward(self, idx: torch.Tensor, targets: torch.Tensor | None = None, cache=None,
                 last_only: bool = False):
-        """idx (B, T) int64, targets (B, T) int64 with -1 where none. With a cache, idx follow the
+        """idx (B, T) int64, targets (B, T) int64, -1: not counted. With a cache, idx follow the
         tokens in it; last_only: logits of the last token only, (B, 1, vocab_size)."""
         x = self.trunk(idx, cache)  # (B, T, C)
         if targets is None:
             return self.logits(x[:, -1:] if last_only else x)
-        # The logits (B, T, V) are the largest tensor by far. They exist a chunk at a time.
+        # The logits (B, T, V) would be the largest tensor: this computes a chunk of tokens at a
+        # time.
         loss = self.loss(x, self.head_weight(), targets, self.config.vocab_size)
         return loss, {} if self.training else self.sums(targets)
 
@@ -309,32 +279,32 @@ class GPT(nn.Module):
         if T > c.block_size:
             raise ValueError(f"{T} tokens; the context of this model is {c.block_size} "
                              "(block_size)")
-        tokens = NoCache() if cache is None else cache
-        positions = tokens.start(T)  # (1 or B, T), or None
-        # token embeddings, then those of positions and of the previous tokens
+        positions = None if cache is None else cache.start(T)  # (1 or B, T), or None for 0 to T - 1
+        # embeddings of tokens, positions and previous tokens
         x = self.wte(idx)  # (B, T, C)
         if c.embed_scale != 1:
             x = x * c.embed_scale
         if self.wpe is not None:
             x = x + (self.wpe.weight[:T] if positions is None else
                      self.wpe(positions.long().to(idx.device)))
-        if self.wte_prev is not None:  # the first token of a text has no previous one: -1
-            prev = tokens.previous(idx)  # (B, T)
+        if self.wte_prev is not None:  # -1: the first token of a text
+            prev = F.pad(idx[:, :-1], (1, 0), value=-1) if cache is None else cache.previous(idx)
             x = x + self.wte_prev(prev.clamp(min=0)) * (prev >= 0)[..., None]
         device = x.device.type
         if torch.is_autocast_enabled(device) and torch.get_autocast_dtype(device) == torch.bfloat16:
             x = x.bfloat16()  # half the memory traffic of a float32 stream
-        x = apply_dropout(x, c.dropout, self.training)
+        x = ops.apply_dropout(x, c.dropout, self.training)
         # the blocks
         ropes = self.ropes(x, positions)
         for i, block in enumerate(self.h):
             x = block(x, ropes[c.rope_index(i)], cache)
-        tokens.finish(idx)
+        if cache is not None:
+            cache.finish(idx)
         return self.ln_f(x)
 
     def ropes(self, x, positions):
-        """Return the rotations (cos, sin), each (T, 1, D / 2) or (B, T, 1, D / 2), and None for
-        layers without one (index -1), once for all blocks."""
+        """Return the rotations of the blocks, (cos, sin) of (T, 1, D / 2) or (B, T, 1, D / 2) each,
+        followed by None (index -1), for layers without positions."""
         T, tables = x.size(1), []
         if self.config.pos == "rope":
             tables = (zip(self.rope_cos[:, :T], self.rope_sin[:, :T]) if positions is None else
@@ -350,8 +320,8 @@ class GPT(nn.Module):
         return z.float()[..., :self.config.vocab_size]
 
     def sums(self, targets):
-        """Return the sums of an evaluation besides the loss: targets that count, and the bytes of
-        their text (0 without a tokenizer)."""
+        """Return the sums of an evaluation besides the loss: the number of counted targets and
+        of bytes of text (0 without a tokenizer)."""
         counted, size = targets != IGNORE, targets.new_zeros(())  # (B, T), ()
         if self.token_bytes is not None:
             size = (self.token_bytes[targets.clamp(min=0)] * counted).sum()
@@ -368,30 +338,28 @@ class GPT(nn.Module):
                     bpb=loss / math.log(2) / size if size else None)
 
     def initial(self, name, shape, seed):
-        """Return the initial value of a parameter, or None if it is not a GPT's.
+        """Return the initial value of a parameter of a GPT; None for any other parameter.
 
         A pure function of (seed, name), so that a sharded model can be filled one tensor at a time.
-        None keeps the value that the module made; under FSDP, modules make none, and every
-        parameter needs a value here.
+        Without a value here the module's __init__ decides, which is not supported under FSDP.
         """
         c = self.config
-        # GPT-2's scheme: N(0, 0.02). The 2 n_layer projections into the stream add up there, and
-        # their shrinking keeps its variance that of one.
+        # GPT-2's scheme: N(0, 0.02); the 2 n_layer projections into the stream are smaller, so that
+        # the sum has the variance of one.
         into_stream = 0.02 / math.sqrt(2 * c.n_layer)
-        stds = dict.fromkeys(("wte", "wpe", "wte_prev", "lm_head", "attn.q", "attn.k", "attn.v",
-                              "mlp.gate", "mlp.up"), 0.02)
-        stds |= {"attn.o": into_stream, "mlp.down": into_stream}
-        # The first loss is ln(vocab_size): states are normalised, so logits have the deviation
-        # std sqrt(C), and 0.3 is close to uniform.
+        stds = {"wte": 0.02, "wpe": 0.02, "wte_prev": 0.02, "lm_head": 0.02, "attn.q": 0.02,
+                "attn.k": 0.02, "attn.v": 0.02, "attn.o": into_stream, "mlp.gate": 0.02,
+                "mlp.up": 0.02, "mlp.down": into_stream}
+        # The first loss is ln(vocab_size): the states are normalised, so logits have the standard
+        # deviation std sqrt(C), and 0.3 is close to uniform probabilities.
         stds["wte" if c.tie_weights else "lm_head"] = min(0.02, 0.3 / math.sqrt(c.n_embd))
-        norms = ("ln_1", "ln_2", "ln_f", "attn.q_norm", "attn.k_norm", "attn.out_norm",
-                 "mlp.out_norm")
         part = re.sub(r"^h\.\d+\.|\.(weight|bias)$", "", name)
-        if part not in stds and part not in norms:
+        is_norm = re.fullmatch(r"ln_[12f]|(attn|mlp)\.(q_norm|k_norm|out_norm)", part)
+        if part not in stds and not is_norm:
             return None
         if name.endswith("bias"):
             return torch.zeros(shape)
-        return torch.ones(shape) if part in norms else normal(name, shape, stds[part], seed)
+        return torch.ones(shape) if is_norm else normal(name, shape, stds[part], seed)
 
     def adopt(self, weights):
         """Return the weights to start from (init_from): learned positions are cut to block_size."""
@@ -402,10 +370,10 @@ class GPT(nn.Module):
     def flops_per_unit(self):
         """Return the training FLOPs per token, PaLM's count (arXiv:2204.02311, appendix B): 6 per
         weight in a product, and 12 n_layer n_embd block_size for attention, without the causal
-        mask. Forward, gradients of inputs and gradients of weights are a third each; frozen weights
-        lack the last."""
+        mask. The forward pass, gradients of inputs and gradients of weights are a third each; the
+        last one is skipped for frozen weights."""
         c = self.config
-        # Embeddings are looked up, except for a tied one, which is the output layer too.
+        # Embeddings are lookups, except for a tied one, which is the output layer too.
         lookups = [self.wpe, self.wte_prev] + ([] if self.lm_head is None else [self.wte])
         lookups = {id(m.weight) for m in lookups if m is not None}
         weights = [p for p in self.parameters() if id(p) not in lookups]
@@ -416,13 +384,13 @@ class GPT(nn.Module):
 
 
 # -----------------------------------------------------------------------------
-# the model interface: what train/system.py looks for in a model file
+# the model interface, see train/system.py
 
 def build_model(config, data, kind=GPT, shape=GPTConfig):
     """Return the model of a run.
 
     config has the fields of `shape`, seed and gradient_checkpointing; data.spec the vocab_size and,
-    for text, the tokenizer. kind: GPT, or what takes the same arguments.
+    for text, the tokenizer. kind: GPT, or a class with the same arguments.
     """
     args = {f.name: getattr(config, f.name) for f in fields(shape)}
     token_bytes = None

@@ -28,7 +28,7 @@ from data.tokenizer import (
     write_tokenizer,
 )
 from model import convert
-from model.convert import families, foreign
+from model.convert import foreign, tensors
 from model.gpt import GPT, GPTConfig
 from model.moe import MoE, MoEConfig
 from model.sample import load_model
@@ -181,7 +181,7 @@ def test_state_dicts_of_others(hf, tmp_path):
         model.load_state_dict(found["model"])
         assert_close(logits_of(theirs, idx), logits_of(model, idx))
     llama = theirs_made(hf, "llama").model.state_dict()
-    named = families.read_bare_weights(llama, "")
+    named = tensors.read_bare_weights(llama, "")
     assert torch.equal(named["h.1.mlp.down.weight"], llama["layers.1.mlp.down_proj.weight"])
 
 

@@ -21,18 +21,9 @@ import torch
 from data.chat_template import ChatTemplate
 from data.tokenizer import tokenizer_from_spec
 from data.tokenizer_hf import tokenizer_json
-from model.convert.families import (
-    FAMILIES,
-    GPT2,
-    find_family,
-    mismatches,
-    rename,
-    strip_padding,
-    write_config,
-    write_gpt2,
-    write_weights,
-)
+from model.convert.families import FAMILIES, find_family, mismatches, write_config
 from model.convert.foreign import check_complete, read_model
+from model.convert.tensors import NAMES, rename, strip_padding, write_gpt2, write_weights
 from model.core.adapters import adapter_pairs
 from model.core.load import BACKBONE, EMA, load_model, saved_model_type, use_ema
 from train.base.checkpoint_file import find_non_finite, save_checkpoint, write_safetensors
@@ -101,7 +92,8 @@ def export_folder(source, to, precision):
         keys = dict(tokenizer_class="PreTrainedTokenizerFast", model_max_length=shape.block_size,
                     clean_up_tokenization_spaces=False)
         keys |= {} if end is None else dict(eos_token=tokenizer.decode([end]))
-        keys |= template.special_tokens | dict(chat_template=template.to_jinja()) if template else {}
+        if template:
+            keys |= template.special_tokens | dict(chat_template=template.to_jinja())
         write_json(to, "tokenizer.json", tokenizer_json(tokenizer))
         write_json(to, "tokenizer_config.json", keys)
     if template and template.ends:
@@ -133,7 +125,7 @@ def export_nanogpt(source, to):
     if wrong:
         raise CheckpointError(f"{source.path}: not supported by nanoGPT: {', '.join(wrong)}")
     weights = write_gpt2(strip_padding(source.weights, c), c, zero_biases=False)
-    weights = {rename(n, GPT2): t for n, t in weights.items()}
+    weights = {rename(n, NAMES["gpt2"]): t for n, t in weights.items()}
     weights["lm_head.weight"] = weights["transformer.wte.weight"]  # it stores both
     args = {k: getattr(c, k) for k in ("n_layer", "n_head", "n_embd", "block_size", "bias",
                                        "vocab_size", "dropout")}
@@ -156,7 +148,7 @@ def export_adapter(path, to, base, backbone, ema):
         pairs = join_adapters(pairs)
     tensors, ranks = {}, {}
     for name, (a, b) in pairs.items():
-        module = rename(f"{name}.weight", FAMILIES[kind].names).removesuffix(".weight")
+        module = rename(f"{name}.weight", NAMES[kind]).removesuffix(".weight")
         ranks[module] = len(a)
         tensors[f"base_model.model.{module}.lora_A.weight"] = a
         tensors[f"base_model.model.{module}.lora_B.weight"] = b
@@ -180,8 +172,8 @@ def check_base(folder, model):
         if theirs.shape != ours.shape or not torch.allclose(
                 theirs.float(), ours.to(theirs.dtype).float(), atol=1e-6):
             problem = f"its {name} differs" if base else "no folder"
-            raise CheckpointError(f"--adapter {folder}: {problem}; expected the adapters' backbone, "
-                                  "exported to a folder by this command")
+            raise CheckpointError(f"--adapter {folder}: {problem}; expected the adapters' "
+                                  "backbone, exported to a folder by this command")
 
 
 def join_adapters(pairs):

@@ -1,4 +1,4 @@
-"""config.json and tensor names of `transformers`, to and from ours: one table, used both ways.
+"""config.json of `transformers`, to and from our configuration: one table, used both ways.
 
 A Family is a model_type. Reading gives the fields of a GPTConfig or MoEConfig. Writing finds the
 family that computes the same, or raises CheckpointError with the options that it does not have: a
@@ -7,42 +7,10 @@ model is converted with the logits that it has, or not at all.
 
 import json
 import math
-import re
 from dataclasses import dataclass, field, fields
-
-import torch
-import torch.nn.functional as F
 
 from model.gpt import GPTConfig
 from train.base.errors import CheckpointError
-
-# -----------------------------------------------------------------------------
-# names of modules, ours: theirs; {} is the number of a layer, and the second one of an expert
-
-ATTENTION = {"wte": "model.embed_tokens", "ln_f": "model.norm", "lm_head": "lm_head",
-             "h.{}.ln_1": "model.layers.{}.input_layernorm",
-             "h.{}.ln_2": "model.layers.{}.post_attention_layernorm",
-             **{f"h.{{}}.attn.{n}": f"model.layers.{{}}.self_attn.{n}_proj" for n in "qkvo"}}
-LLAMA = ATTENTION | {f"h.{{}}.mlp.{n}": f"model.layers.{{}}.mlp.{n}_proj"
-                     for n in ("gate", "up", "down")}
-QK_NORM = {f"h.{{}}.attn.{n}_norm": f"model.layers.{{}}.self_attn.{n}_norm" for n in "qk"}
-OUT_NORM = {"h.{}.attn.out_norm": "model.layers.{}.post_attention_layernorm",
-            "h.{}.mlp.out_norm": "model.layers.{}.post_feedforward_layernorm"}
-GEMMA3 = LLAMA | QK_NORM | OUT_NORM | {"h.{}.ln_2": "model.layers.{}.pre_feedforward_layernorm"}
-OLMO2 = {k: v for k, v in (LLAMA | QK_NORM | OUT_NORM).items() if ".ln_" not in k}
-QWEN3_MOE = ATTENTION | {"h.{}.mlp.router": "model.layers.{}.mlp.gate",
-                         **{f"h.{{}}.mlp.{n}.{{}}": f"model.layers.{{}}.mlp.experts.{{}}.{n}_proj"
-                            for n in ("gate", "up", "down")}}
-MIXTRAL = ATTENTION | {"h.{}.mlp.router": "model.layers.{}.block_sparse_moe.gate",
-                       **{f"h.{{}}.mlp.{ours}.{{}}":
-                          f"model.layers.{{}}.block_sparse_moe.experts.{{}}.{theirs}"
-                          for ours, theirs in (("gate", "w1"), ("up", "w3"), ("down", "w2"))}}
-GPT2 = {"wte": "transformer.wte", "wpe": "transformer.wpe", "ln_f": "transformer.ln_f",
-        "lm_head": "lm_head", "h.{}.ln_1": "transformer.h.{}.ln_1",
-        "h.{}.ln_2": "transformer.h.{}.ln_2",
-        "h.{}.attn.qkv": "transformer.h.{}.attn.c_attn",  # q, k, v concatenated
-        "h.{}.attn.o": "transformer.h.{}.attn.c_proj",
-        "h.{}.mlp.up": "transformer.h.{}.mlp.c_fc", "h.{}.mlp.down": "transformer.h.{}.mlp.c_proj"}
 
 # -----------------------------------------------------------------------------
 # keys of config.json, ours: theirs
@@ -86,14 +54,13 @@ MAX_TOKENS = 4096  # default context of models with far more: a cache allocates 
 
 @dataclass(frozen=True)
 class Family:
-    """A model_type: its class in `transformers`, its names and keys, and what they mean.
+    """A model_type: its class in `transformers`, the keys of config.json and their meaning.
 
     values: {our field: [values]} that its models may have, if not the default. defaults: the
     meaning of keys that are missing. layers: the letters that layer_types may have. constants:
     keys that are always written. strict: refuse unknown keys.
     """
     architecture: str
-    names: dict = field(default_factory=lambda: LLAMA)
     keys: dict = field(default_factory=lambda: KEYS)
     values: dict = field(default_factory=dict)
     defaults: dict = field(default_factory=dict)
@@ -111,29 +78,29 @@ FAMILIES = {
     "llama": Family("LlamaForCausalLM", constants=NO_BIAS, strict=False),
     "qwen2": Family("Qwen2ForCausalLM", values=dict(qkv_bias=[True]), layers="FW",
                     defaults=dict(sliding_window=4096, max_window_layers=28)),
-    "qwen3": Family("Qwen3ForCausalLM", LLAMA | QK_NORM, values=QK_NORMS, layers="FW",
+    "qwen3": Family("Qwen3ForCausalLM", values=QK_NORMS, layers="FW",
                     defaults=dict(head_dim=128, sliding_window=4096, max_window_layers=28),
                     constants=NO_BIAS, strict=False),
     "mistral": Family("MistralForCausalLM", layers="FW", uniform=True,
                       defaults=dict(sliding_window=4096)),
     "gemma3_text": Family(
-        "Gemma3ForCausalLM", GEMMA3, layers="FW", activations={"gelu_pytorch_tanh": "geglu"},
+        "Gemma3ForCausalLM", layers="FW", activations={"gelu_pytorch_tanh": "geglu"},
         values=dict(qk_norm=[True], qk_norm_type=["head"], norm_position=["both"]),
         defaults=dict(rope_theta=1e6, rope_local_base_freq=10000.0, tie_word_embeddings=True,
                       head_dim=256, query_pre_attn_scalar=256, sliding_window=4096,
                       sliding_window_pattern=6, hidden_act="gelu_pytorch_tanh")),
-    "olmo2": Family("Olmo2ForCausalLM", OLMO2, defaults=dict(rms_norm_eps=1e-5), values=dict(
+    "olmo2": Family("Olmo2ForCausalLM", defaults=dict(rms_norm_eps=1e-5), values=dict(
         qk_norm=[True], qk_norm_type=["all"], norm_position=["post"])),
     "smollm3": Family("SmolLM3ForCausalLM", layers="FfWw", constants=dict(pad_token_id=None),
                       defaults=dict(rope_theta=2e6, tie_word_embeddings=True,
                                     no_rope_layer_interval=4)),
-    "mixtral": Family("MixtralForCausalLM", MIXTRAL, MIXTRAL_KEYS, dict(norm_topk_prob=[True]),
+    "mixtral": Family("MixtralForCausalLM", MIXTRAL_KEYS, dict(norm_topk_prob=[True]),
                       constants=NO_BIAS | dict(sliding_window=None), strict=False, experts=True,
                       layers="FW", uniform=True),
-    "qwen3_moe": Family("Qwen3MoeForCausalLM", QWEN3_MOE | QK_NORM, QWEN3_MOE_KEYS, QK_NORMS,
+    "qwen3_moe": Family("Qwen3MoeForCausalLM", QWEN3_MOE_KEYS, QK_NORMS,
                         defaults=dict(norm_topk_prob=False), strict=False, experts=True,
                         constants=NO_BIAS | dict(decoder_sparse_step=1, mlp_only_layers=[])),
-    "gpt2": Family("GPT2LMHeadModel", GPT2, GPT2_KEYS, strict=False,
+    "gpt2": Family("GPT2LMHeadModel", GPT2_KEYS, strict=False,
                    values=dict(norm=["layer"], pos=["learned"], bias=[True, False]),
                    defaults=dict(n_inner=None, layer_norm_epsilon=1e-5, tie_word_embeddings=True,
                                  activation_function="gelu_new"),
@@ -200,8 +167,8 @@ def read_fields(given):
 
 def check_integers(c, family):
     """CheckpointError unless all sizes are integers above 0, or absent."""
-    found = {family.keys[name]: c.get(family.keys[name]) for name in INTEGERS if name in family.keys}
-    if wrong := [f"{k}: {v!r}" for k, v in sorted(found.items())
+    sizes = {key: c.get(key) for name, key in family.keys.items() if name in INTEGERS}
+    if wrong := [f"{k}: {v!r}" for k, v in sorted(sizes.items())
                  if v is not None and not (type(v) is int and 0 < v < 2**31)]:
         raise CheckpointError(f"{', '.join(wrong)}: expected integers above 0")
     if c[family.keys["n_layer"]] > 10_000:
@@ -394,143 +361,4 @@ def write_rope(theta, factors):
     out = dict(rope_type=kind, rope_theta=theta) | dict(zip(LLAMA3_KEYS, factors))
     if kind == "llama3":
         out[LLAMA3_KEYS[3]] = int(factors[3])
-    return out
-
-
-# -----------------------------------------------------------------------------
-# weights
-
-def rename(name, table):
-    """Return the tensor `name` with its module renamed by `table`, or as it is."""
-    module, _, kind = name.rpartition(".")
-    numbers = re.findall(r"(?<=\.)\d+(?=\.|$)", module)
-    new = table.get(re.sub(r"(?<=\.)\d+(?=\.|$)", "{}", module))
-    return f"{new.format(*numbers)}.{kind}" if new else name
-
-
-def write_weights(weights, shape, kind):
-    """Return {their name: tensor} of {our name: tensor}."""
-    weights = strip_padding(weights, shape)
-    if kind == "gpt2":
-        weights = {n: t.t() if n.startswith("h.") and t.dim() == 2 else t  # (in, out)
-                   for n, t in write_gpt2(weights, shape).items()}
-    weights = shift_norms(weights, kind, -1.0)
-    if shape.qk_norm and shape.qk_norm_type == "plain":
-        weights = weights | {f"h.{i}.attn.{part}_norm.weight": torch.ones(shape.head_dim)
-                             for i in range(shape.n_layer) for part in "qk"}
-    out = {}
-    for name, t in weights.items():
-        if t.dim() == 3:  # the experts of a layer, (E, out, in)
-            module = name.removesuffix(".weight")
-            out |= {rename(f"{module}.{i}.weight", FAMILIES[kind].names): expert
-                    for i, expert in enumerate(t)}
-        else:
-            out[rename(name, FAMILIES[kind].names)] = t
-    return out
-
-
-def read_weights(tensors, kind, path):
-    """Return {our name: tensor} of {their name: tensor}. Norms of queries and keys that are all
-    ones are left out: qk_norm_type plain computes the same."""
-    names = {theirs: ours for ours, theirs in FAMILIES[kind].names.items()}
-    weights = shift_norms(translate(tensors, names, path), kind, 1.0)
-    norms = {n: t for n, t in weights.items() if re.search(r"attn\.[qk]_norm\.weight$", n)}
-    if "plain" in FAMILIES[kind].values.get("qk_norm_type", ()) and all(map(is_one, norms.values())):
-        weights = {n: t for n, t in weights.items() if n not in norms}
-    return weights
-
-
-def read_bare_weights(tensors, path):
-    """Return read_weights of tensors without a config.json, which have the names of any family."""
-    names = {theirs: ours for table in (QWEN3_MOE, LLAMA, MIXTRAL, GPT2)
-             for ours, theirs in table.items()}
-    out = {}
-    for name, t in tensors.items():
-        if not re.search(r"self_attn\.[qk]_norm\.weight$", name):
-            out[name] = t
-        elif not is_one(t):
-            raise CheckpointError(f"{path}: {name} is not all ones, and there is no config.json "
-                                  "that describes its use")
-    return translate(out, names, path)
-
-
-def translate(tensors, names, path):
-    """Return {our name: tensor} with the shapes of our tensors."""
-    root = "transformer." if any("c_attn" in n for n in tensors) else "model."
-    out = {}
-    for name, t in tensors.items():
-        if not re.search(r"\.attn\.(masked_)?bias$|\.inv_freq$", name):  # buffers of old files
-            out[rename(name if name.startswith(("lm_head.", root)) else root + name, names)] = t
-    try:
-        out = stack_experts(split_qkv(out), path)
-        for name in ("wte.weight", "lm_head.weight"):
-            if name in out and len(out[name]) % 128:  # our rows are padded to a multiple of it
-                out[name] = F.pad(out[name], (0, 0, 0, -len(out[name]) % 128))
-    except (RuntimeError, IndexError, TypeError) as error:
-        raise CheckpointError(f"{path}: its tensors do not have the shapes of their names: {error}"
-                              ) from None
-    return out
-
-
-def is_one(t):
-    return bool((t == 1).all())
-
-
-def shift_norms(weights, kind, by):
-    """Return `weights` with the norms of Gemma moved: its files have them less 1."""
-    if kind != "gemma3_text":
-        return weights
-    return {n: t.float() + by if t.dim() == 1 else t for n, t in weights.items()}
-
-
-def strip_padding(weights, shape):
-    """Return {our name: tensor} without the padding of the vocabulary."""
-    return {n: t[:shape.vocab_size] if n in ("wte.weight", "lm_head.weight") else t
-            for n, t in weights.items()}
-
-
-def write_gpt2(weights, shape, zero_biases=True):
-    """Return `weights` with the q, k, v of a layer concatenated, and zeros for missing biases."""
-    out = {}
-    for name, t in weights.items():
-        if ".attn.q." in name:
-            parts = [weights[name.replace(".q.", f".{part}.")] for part in "qkv"]
-            out[name.replace(".q.", ".qkv.")] = torch.cat(parts)
-        elif not re.search(r"\.attn\.[kv]\.", name):
-            out[name] = t
-    if zero_biases and not shape.bias:
-        out |= {n.removesuffix("weight") + "bias": torch.zeros(len(t)) for n, t in out.items()
-                if n.startswith(("h.", "ln_f"))}
-    return out
-
-
-def split_qkv(weights):
-    """Return `weights` with q, k, v apart. GPT-2's matrices of transformers, (in, out), are
-    transposed; nanoGPT's are not."""
-    is_transposed = any(n.endswith("attn.qkv.weight") and t.size(0) < t.size(1)
-                        for n, t in weights.items())
-    out = {}
-    for name, t in weights.items():
-        if is_transposed and name.startswith("h.") and t.dim() == 2:
-            t = t.t().contiguous()
-        if ".attn.qkv." in name:
-            out |= {name.replace("qkv", part): piece.contiguous()
-                    for part, piece in zip("qkv", t.chunk(3))}
-        else:
-            out[name] = t
-    return out
-
-
-def stack_experts(weights, path):
-    """Return `weights` with the experts of a layer as one tensor (E, out, in)."""
-    out, experts = {}, {}
-    for name, t in weights.items():
-        if match := re.fullmatch(r"(h\.\d+\.mlp\.\w+)\.(\d+)\.weight", name):
-            experts.setdefault(match[1], {})[int(match[2])] = t
-        else:
-            out[name] = t
-    for name, stack in experts.items():
-        if sorted(stack) != list(range(len(stack))):
-            raise CheckpointError(f"{path}: experts of {name} are missing")
-        out[f"{name}.weight"] = torch.stack([stack[i] for i in range(len(stack))])
     return out

@@ -16,8 +16,8 @@ import torch
 
 from data.hub import local_folder
 from data.tokenizer_hf import read_hf_tokenizer, read_json, read_template_spec
-from model.convert.families import FAMILIES, has_experts, read_bare_weights, read_config
-from model.convert.families import read_weights as read_family_weights
+from model.convert.families import FAMILIES, has_experts, read_config, upgrade_fields  # noqa: F401
+from model.convert.tensors import read_bare_weights, read_weights
 from model.gpt import GPT, GPTConfig
 from train.base.checkpoint_file import (
     DESCRIPTION,
@@ -158,7 +158,7 @@ def read_folder(folder):
                               f"Hugging Face folder{hint}")
     path = os.path.join(folder, "config.json")
     kind, args = read_config(read_json(path), path)
-    weights = read_family_weights(read_shards(folder), kind, folder)
+    weights = read_weights(read_shards(folder), kind, folder)
     if args["tie_weights"]:
         weights.pop("lm_head.weight", None)
     if "h.0.attn.q_norm.weight" in weights and args["qk_norm_type"] == "plain":

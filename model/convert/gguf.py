@@ -18,7 +18,8 @@ from data.tokenizer_hf import (
     pattern_of,
     tokenizer_json,
 )
-from model.convert.families import FAMILIES, rename, strip_padding, write_gpt2
+from model.convert.families import FAMILIES
+from model.convert.tensors import rename, strip_padding, write_gpt2
 from model.core.ops import rope_frequencies
 from train.base.errors import CheckpointError
 from train.base.files import atomic_write
@@ -229,7 +230,7 @@ def write_tokenizer(writer, source):
 
 
 def pattern_name(content, model, path):
-    """Return llama.cpp's name of how a tokenizer.json splits text. CheckpointError if it has none."""
+    """Return llama.cpp's name of how a tokenizer.json splits text. CheckpointError without one."""
     splitter = content["pre_tokenizer"]
     parts = splitter.get("pretokenizers", [splitter])
     if [p["type"] for p in parts] == ["Digits", "ByteLevel"] and parts[0]["individual_digits"]:

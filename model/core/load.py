@@ -1,7 +1,7 @@
-"""Load a checkpoint as a model: the one that its training built, of any model type.
+"""Load a checkpoint as a model of the type that was trained.
 
-Weights of other programs are read by model/convert/foreign.py. What decides whether one model may
-use the weights of another is in model/core/weights.py.
+Weights of other programs are read by model/convert/foreign.py. The checks before a model uses
+the weights of a different model are in model/core/weights.py.
 """
 
 import os
@@ -26,8 +26,8 @@ REMOVED = dict(softcap=0.0, value_embeddings=False, x0_residual=False)
 
 
 def read_weights(path):
-    """Return the checkpoint dict at `path`, or that of weights which another program wrote: a file
-    of tensors or a Hugging Face folder. Raises CheckpointError."""
+    """Return the checkpoint dict at `path`, or the same for weights of other programs: a file of
+    tensors or a Hugging Face folder. Raises CheckpointError."""
     foreign = os.path.isdir(path) or str(path).startswith("hf:") or str(path).endswith(
         ".safetensors")
     state = None if foreign else load_checkpoint(path)
@@ -38,7 +38,7 @@ def read_weights(path):
 
 
 def use_ema(state, path):
-    """Return the checkpoint `state` with the running averages (the key ema) as its weights."""
+    """Return the checkpoint `state` with the running averages (the key ema) as weights."""
     entries = (state.get("optimizer") or {}).get("state") or {}
     averages = {name: entry["ema"] for name, entry in entries.items() if "ema" in entry}
     if not averages:
@@ -89,13 +89,14 @@ def model_of(state, path, device="cpu", dtype=None, backbone=None):
     except (TypeError, KeyError, IndexError, AttributeError, ArithmeticError) as error:
         raise CheckpointError(f"{path}: its config or spec describes no model: "
                               f"{type(error).__name__}: {error}") from error
-    for p in model.parameters():  # buffers keep their precision
+    for p in model.parameters():  # not of buffers
         p.data = p.data.to(device, dtype)
     return model.to(device).eval(), tokenizer
 
 
 def build_empty_model(state):
-    """Build the model of a checkpoint, without its weights. ValueError if it describes none."""
+    """Build the model of a checkpoint, without weights. ValueError if the checkpoint describes no
+    model."""
     kind, weights = saved_model_type(state), state.get("model", {})
     if kind == "gpt":
         return load_model_type("gpt").module.GPT(
@@ -116,17 +117,17 @@ def saved_config(values):
 
 
 def upgrade_args(args):
-    """Return the model_args or config of a checkpoint in the fields of this version. Older ones
-    described other families of models by `family`, the JSON of a config.json."""
+    """Return the model_args or config of a checkpoint in the fields of this version. Older
+    versions described imported models by `family`, the JSON of a config.json."""
     if not args.get("family"):
         return {k: v for k, v in args.items() if k != "family"}
-    from model.convert.families import upgrade_fields
+    from model.convert.foreign import upgrade_fields
     return upgrade_fields(args)
 
 
 def read_model_args(args, weights, config_class=None):
-    """Return the GPTConfig (or `config_class`) of a checkpoint's model_args. ValueError if they are
-    not a GPT's, do not fit `weights`, or have a removed option."""
+    """Return the GPTConfig (or `config_class`) of a checkpoint's model_args. ValueError if it is
+    not a GPT's, does not fit `weights`, or uses a removed option."""
     removed = [f"{k}: {args[k]}" for k, value in REMOVED.items() if args.get(k, value) != value]
     if removed:
         raise ValueError(f"this model uses {', '.join(removed)}, which this version cannot "

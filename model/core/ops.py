@@ -16,15 +16,15 @@ from model.core.ops_cpu import GroupedAttention, attend_in_blocks, dropout_bfloa
 IGNORE = -1  # a target that is not counted
 
 # -----------------------------------------------------------------------------
-# the loss: logits (N, V) are the largest activation of a GPT by far (2,048 tokens x 50,304 ids
-# x 4 bytes are 412 MB), so they exist a chunk of tokens at a time
+# the loss: logits (N, V) are the largest activation of a GPT (2,048 tokens x 50,304 ids x
+# 4 bytes = 412 MB), so only a chunk of tokens is computed at a time
 
 def linear_cross_entropy(h, weight, targets, vocab_size):
     """Return the mean cross-entropy of softmax(h @ weight.T), a float32 scalar; 0 if no target
     counts.
 
-    h (N, C); weight (V, C), whose rows from vocab_size on are padding without probability; targets
-    (N,) int64, IGNORE where none.
+    h (N, C); weight (V, C), rows from vocab_size on are padding without probability; targets (N,)
+    int64, IGNORE: not counted.
     """
     if h.is_cuda and torch.compiler.is_compiling():
         # Inductor fuses this into one pass over bfloat16 logits, faster than chunks on a GPU.
@@ -42,9 +42,9 @@ def linear_cross_entropy(h, weight, targets, vocab_size):
 def token_logprobs(x, head, targets, vocab_size):
     """Return the log probability (N,) float32 of each target, given the states before it.
 
-    x (N, C); head (V, C) is the output layer, whose rows from vocab_size on are padding; targets
-    (N,) int64. The result is 0 where the target is IGNORE. A chunk of logits exists at a time; the
-    backward pass computes it again.
+    x (N, C); head (V, C) is the output layer, rows from vocab_size on are padding; targets (N,)
+    int64. The result is 0 where the target is IGNORE. Logits are computed in chunks, which the
+    backward pass recomputes.
     """
     rows = chunk_rows(head.size(0), x.device.type)
     chunks = zip(x.split(rows), targets.split(rows))
@@ -60,9 +60,9 @@ def _chunk_logprobs(x, targets, head, vocab_size):
 def chunk_rows(n_columns, device_type):
     """Return the rows of a chunk of logits, a power of two.
 
-    A chunk has 32 MB of float32 on a CPU, which its caches hold; elsewhere 256 MB, for fewer and
-    larger kernels. At least 256 rows if these are fewer than 128: a product of 32 rows with 151,936
-    columns waits for its weights, at a quarter of the speed.
+    A chunk has 32 MB of float32 on a CPU, which fit into the caches; otherwise 256 MB, for fewer
+    and larger kernels. At least 256 rows if these are fewer than 128: a product of 32 rows with
+    151,936 columns is limited by reading the weights, at a quarter of the speed.
     """
     limit = 1 << (23 if device_type == "cpu" else 26)
     rows = 1 << max(0, (limit // n_columns).bit_length() - 1)
@@ -71,7 +71,7 @@ def chunk_rows(n_columns, device_type):
 
 class _ChunkedLinearCrossEntropy(torch.autograd.Function):
     """The forward pass also computes d loss / d logits of each chunk, so that no logits are
-    computed twice and the backward pass is two products."""
+    recomputed and the backward pass is two products."""
 
     @staticmethod
     def forward(ctx, h, weight, targets, vocab_size):
@@ -81,7 +81,7 @@ class _ChunkedLinearCrossEntropy(torch.autograd.Function):
         needs_grad, needs_weight_grad = any(ctx.needs_input_grad[:2]), ctx.needs_input_grad[1]
         rows = min(chunk_rows(weight.size(0), h.device.type), max(1, h.size(0)))
         total = h.new_zeros((), dtype=torch.float32)
-        # Allocated once: new memory for every product would cost as much as its softmax.
+        # Allocated once: new memory per product would cost as much as a softmax.
         dlogits = h.new_empty(h.size(0) if needs_weight_grad else rows, weight.size(0))
         dh = torch.empty_like(h) if needs_grad else None
         full = None if h.dtype == torch.float32 else dlogits.new_empty(
@@ -117,7 +117,7 @@ def _losses(z, index, vocab_size):
     largest = z.amax(1)
     target = z.gather(1, index)[:, 0]
     p = torch.softmax(z, 1, out=z if z.device.type == "cpu" else None)
-    # logsumexp(z) from the largest z and its p, which is at least 1 / V: saves an exp of the chunk.
+    # logsumexp(z) from the largest z and p, which is at least 1 / V: saves an exp of the chunk.
     loss = largest - p.amax(1).log() - target
     return loss, p.scatter_add_(1, index, p.new_full(index.shape, -1.0))
 
@@ -128,7 +128,7 @@ def _losses(z, index, vocab_size):
 def rms_norm(x, weight=None, eps=1e-5):
     """Return x / sqrt(mean(x^2) + eps) * weight over the last dimension of x (..., D).
 
-    weight (D,), or None: 1. Computed in float32, returned in the precision of x (RMSNorm,
+    weight (D,) or 1. Computed in float32, returned in the precision of x (RMSNorm,
     arXiv:1910.07467).
     """
     if x.device.type == "cpu" and not torch.compiler.is_compiling():
@@ -148,7 +148,7 @@ def _normalize(x, eps):
 
 
 class _RMSNorm(torch.autograd.Function):
-    """RMSNorm for a CPU, where PyTorch 2.13 runs it as six operations and its backward as ten:
+    """RMSNorm for a CPU, where PyTorch 2.13 runs six operations forward and ten backward:
     4.8 instead of 9.0 ms for both at (4, 512, 384), float32, 2 cores."""
 
     @staticmethod
@@ -179,8 +179,8 @@ def apply_dropout(x, p, training=True):
 
 
 class FusedLinear(nn.Module):
-    """Linear layers of one input whose weights are stored as one, for decoding. product: x (..., C)
-    -> (..., sum of sizes)."""
+    """Linear layers of one input with concatenated weights, for decoding. product: x (..., C) ->
+    (..., sum of sizes)."""
 
     def __init__(self, product, sizes):
         super().__init__()
@@ -207,7 +207,7 @@ def fused_linear(x, *layers, fuse=True):
 
 
 def is_plain_linear(layer):
-    """Return whether a layer computes its weight and bias alone, which can be concatenated."""
+    """Return whether a layer computes only a weight and a bias, which can be concatenated."""
     return type(layer).forward is nn.Linear.forward
 
 
@@ -236,9 +236,9 @@ def rope_tables(positions, dim, theta, scaling=()):
 def rope_frequencies(dim, theta, scaling=(), device=None):
     """Return radians per token (dim / 2,) float32.
 
-    scaling: () none; (factor,) linear; (factor, low, high, original) of Llama 3: wavelengths below
-    original / high tokens stay, those above original / low are multiplied by factor, and those
-    between are interpolated.
+    scaling: () unscaled; (factor,) linear; (factor, low, high, original) Llama 3: wavelengths
+    below original / high tokens are kept, wavelengths above original / low are multiplied by
+    factor, and in between they are interpolated.
     """
     freq = theta ** (-torch.arange(0, dim, 2, device=device, dtype=torch.float32) / dim)
     if len(scaling) < 2:
@@ -270,8 +270,8 @@ def attend(q, k, v, dropout=0.0, mask=None):
     T, S, groups = q.size(2), k.size(2), q.size(1) // k.size(1)
     if T == 1 and not dropout:
         return attend_one(q, k, v, mask)
-    k, v = k.to(q.dtype), v.to(q.dtype)  # a cache may have another precision
-    # In bfloat16, kernels let heads share their keys: on a GPU, and on a CPU with a backward pass
+    k, v = k.to(q.dtype), v.to(q.dtype)  # a cache may have a different precision
+    # In bfloat16, kernels let heads share keys: on a GPU, and on a CPU with a backward pass
     # of model/core/ops_cpu.py. Otherwise the keys are copied.
     shared = groups > 1 and q.dtype == torch.bfloat16 and T == S and mask is None
     if shared and q.device.type == "cpu" and not dropout:
@@ -291,8 +291,8 @@ def attend_one(q, k, v, mask):
     """attend() for one query per row (decoding): heads that share keys are the rows of a product.
 
     PyTorch's kernel is faster on a CPU for a single text in float32, and in bfloat16 with AMX
-    (without it, it takes two to four times as long). On a GPU cuDNN would plan again for every
-    number of keys, and the compiler fuses the products below.
+    (without AMX it is two to four times slower). On a GPU cuDNN would plan anew for every number
+    of keys, and the compiler fuses the products below.
     """
     (B, H, _, D), G = q.shape, k.size(1)
     if (q.device.type == "cpu" and not torch.compiler.is_compiling()
@@ -311,7 +311,7 @@ def attend_one(q, k, v, mask):
 
 def limit_to_window(window, k, v, mask, T):
     """Return k, v (B, G, S, D) and the mask for attend() such that each of T queries sees the last
-    `window` keys, its own included."""
+    `window` keys, including the key at the same position."""
     S = k.size(2)
     if S <= window:
         return k, v, mask

@@ -1,7 +1,7 @@
 """Attention and dropout in bfloat16 on a CPU, faster than the kernels of PyTorch 2.13.
 
-Nothing here changes what is computed, except for the rounding. model/core/ops.py chooses among
-these and PyTorch's kernels. Times are in train/LOG.md.
+The results differ from PyTorch's only by rounding. model/core/ops.py chooses the kernel. Times are
+in train/LOG.md.
 """
 
 import math
@@ -24,9 +24,9 @@ def dropout_bfloat16(x, p):
 
 
 def attend_in_blocks(q, k, v, dropout, mask=None, size=128):
-    """Causal attention in matrix products: `size` queries times the keys up to their own end.
+    """Causal attention in matrix products: `size` queries times all keys up to the last query.
 
-    q, k, v (B, H, T, D), mask (B, 1, T, T). Twice as fast as PyTorch's kernel (forward and
+    q, k, v (B, H, T, D), mask (B, 1, T, T). Half the time of PyTorch's kernel (forward and
     backward: 18 and 37 ms at B 4, H 6, T 512, D 64, 2 cores). It stores the probabilities, so use
     it for short T only.
     """
@@ -48,8 +48,8 @@ def attend_in_blocks(q, k, v, dropout, mask=None, size=128):
 class GroupedAttention(torch.autograd.Function):
     """Causal attention of q (B, H, T, D) with grouped k, v (B, G, T, D).
 
-    The forward pass is PyTorch's kernel. Its own backward pass takes three times as long as matrix
-    products; these compute the probabilities again, so only q, k and v are saved.
+    The forward pass is PyTorch's kernel. PyTorch's backward pass is three times slower than matrix
+    products, which recompute the probabilities: only q, k and v are saved.
     """
 
     @staticmethod
@@ -59,8 +59,8 @@ class GroupedAttention(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, grad):
-        # The compiler gets one opaque operation: its own softmax (PyTorch 2.13) takes twice as
-        # long. Eager code calls the plain function: calling the operation imports for seconds.
+        # The compiler gets one opaque operation: the compiled softmax (PyTorch 2.13) is half as
+        # fast. Eager code calls the plain function: calling the operation imports for seconds.
         f = compiled_backward if torch.compiler.is_compiling() else grouped_attention_backward
         return f(grad, *ctx.saved_tensors)
 
@@ -69,7 +69,7 @@ def grouped_attention_backward(
         grad: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor
         ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Return the gradients of q (B, H, T, D) and of k, v (B, G, T, D), given that of the result
-    (B, H, T, D): a block of queries at a time, with the keys up to its own end."""
+    (B, H, T, D): a block of queries at a time, with all keys up to the last query."""
     B, H, T, D = q.shape
     G = k.size(1)
     scale = D ** -0.5
@@ -81,7 +81,7 @@ def grouped_attention_backward(
         end = min(start + size, T)
         n = end - start
         # The R = n H / G queries that share keys are the rows of one product. All operands are
-        # made contiguous: a product would copy the others, slowly if they are transposed.
+        # made contiguous: a product would copy a transposed operand, slowly.
         qs, g = (t[:, :, start:end].reshape(B * G, -1, D) for t in (scaled, grad))  # (BG, R, D)
         ks, vs = (t[:, :end].contiguous() for t in (k, v))  # (BG, end, D)
         p = torch.bmm(qs, ks.transpose(1, 2))  # (BG, R, end)

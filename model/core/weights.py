@@ -1,8 +1,8 @@
-"""Weights of one model used by another: to start from (init_from), to stand on (backbone), to learn
-from (teacher, reference).
+"""Weights that a model takes from a different checkpoint: initial weights (init_from), a frozen
+backbone, a teacher, a reference.
 
-Everything that decides who may use which weights is here: the shape that a run inherits, the checks
-of tokenizer and data, the names that match. model/core/load.py reads the files.
+This file defines the inherited shape, the checks of tokenizer and data, and the matching of names.
+model/core/load.py reads the files.
 """
 
 import hashlib
@@ -26,11 +26,12 @@ NOT_SHAPE = {"dropout", "vocab_size"}
 
 
 def inherit_shape(config, model_args):
-    """Return ({key: value}, [contradictions]): what a run inherits from the `model_args` of a GPT.
+    """Return ({key: value}, [contradictions]): the keys that a run inherits from the
+    `model_args` of a GPT.
 
     A value of a configuration file gives way to the weights; a value from the command line that
-    differs is a contradiction. A bare state dict has no model_args: the shapes of its tensors are
-    checked later, as they always are.
+    differs is a contradiction. A bare state dict has no model_args; the shapes of the tensors are
+    checked later in any case.
     """
     taken, wrong, learned = {}, [], model_args.get("pos") == "learned"
     own = [f for f in fields(config) if f.metadata.get("shape") and f.name in model_args]
@@ -41,7 +42,7 @@ def inherit_shape(config, model_args):
         explicit, is_set = config.is_explicit(f.name), ours != f.default
         if f.name == "block_size" and (
                 is_set and not learned or (explicit or is_set) and ours < theirs):
-            continue  # rotary positions have no weights, and learned ones can be cut off
+            continue  # rotary positions have no weights, and a table of positions can be cut
         if not explicit or f.name == "n_hidden" and ours == 4 * config.n_embd:
             taken[f.name] = theirs
         else:
@@ -55,8 +56,8 @@ def take_shape(config, model_args, path, hook=inherit_shape, weights=None):
     """Return {key: value}, the result of inherit_shape after all checks.
 
     hook: the inherit_shape of the run's model file. path, weights: where the model_args come from,
-    and the tensors beside them. Raises CheckpointError with every key that contradicts them, or
-    that no model can have.
+    and the tensors of that file. Raises CheckpointError with every key that contradicts the
+    model_args, or that no model can have.
     """
     known = {f.name: f for f in fields(config)}
     taken, wrong = hook(config, upgrade_args(model_args or {}))
@@ -87,22 +88,23 @@ def take_checkpoint_shape(config, state, path):
 def as_gpt(state, path, backbone=None, ema=False):
     """Return ({name: tensor}, GPTConfig) of a GPT's checkpoint, for exports.
 
-    A hook of the model interface: a model type that is a GPT in its weights defines it, e.g. by
-    merging its adapters. path: where `state` comes from; backbone: the present path of its frozen
-    model; ema: whether the weights are running averages.
+    A hook of the model interface: model types with the weights of a GPT define it, e.g. by merging
+    adapters. path: where `state` comes from; backbone: the present path of the frozen model; ema:
+    whether the weights are running averages.
     """
     weights = convert_ddp_state(state["model"])
     return weights, read_model_args(state.get("model_args") or {}, weights)
 
 
 def with_shape(config, model_args, path):
-    """Return `config` with the shape of its backbone, except the vocabulary: data.spec defines
+    """Return `config` with the shape of the backbone, except the vocabulary: data.spec defines
     it."""
-    return config.replace(**take_shape(config, model_args, path) | dict(vocab_size=config.vocab_size))
+    shape = take_shape(config, model_args, path)
+    return config.replace(**shape | dict(vocab_size=config.vocab_size))
 
 
 # -----------------------------------------------------------------------------
-# weights to start from: does their meaning match?
+# weights to start from: do tokenizer and data match?
 
 def check_tokenizer(theirs, ours, path, allowed):
     """Raise CheckpointError if the weights and the data use different tokenizers."""
@@ -114,7 +116,7 @@ def check_tokenizer(theirs, ours, path, allowed):
 
 
 def check_must_match(state, config, spec, path):
-    """Raise CheckpointError if the weights in `state` have another meaning in this run.
+    """Raise CheckpointError if the weights in `state` have a different meaning in this run.
 
     The names in MUST_MATCH_TO_INIT of the model file must have the same values in the data's spec,
     or in the configuration.
@@ -125,7 +127,7 @@ def check_must_match(state, config, spec, path):
             old, new = old_spec[name], spec.get(name)
         else:
             old, new = (state.get("config") or {}).get(name), getattr(config, name, None)
-        # Lists of other lengths, e.g. classes, have tensors of another shape: newly initialised.
+        # Lists of other lengths, e.g. classes, have tensors of other shapes: newly initialised.
         comparable = not isinstance(old, list) or len(old) == len(new or ())
         if old not in (None, new) and new is not None and comparable:
             wrong[name] = f"{name}: it has {str(old)[:80]}, now {str(new)[:80]}"
@@ -137,9 +139,9 @@ def check_must_match(state, config, spec, path):
 
 
 def adopt_weights(model, state, path, log):
-    """Return {name in `model`: tensor} from the weights in `state`, and log what is left over.
+    """Return {name in `model`: tensor} from the weights in `state`, and log all other names.
 
-    A model may translate names with its adopt(weights). Rank 0 only. Raises CheckpointError.
+    A model may translate names with adopt(weights). Rank 0 only. Raises CheckpointError.
     """
     weights, own = convert_ddp_state(state["model"]), model.state_dict()
     weights = model.adopt(weights) if hasattr(model, "adopt") else weights
@@ -163,9 +165,10 @@ def adopt_weights(model, state, path, log):
 # a second model, frozen
 
 def read_backbone(path, key="backbone"):
-    """Read the checkpoint at `path`, given by --`key`, for another model to use.
+    """Read the checkpoint at `path`, given by --`key`, for a different model to use.
 
-    Returns its dict with {name: tensor} as "model" and their "digest". Raises CheckpointError.
+    Returns the dict of the checkpoint, with {name: tensor} as "model" and the "digest" of the
+    weights. Raises CheckpointError.
     """
     try:
         with torch.device("cpu"):
