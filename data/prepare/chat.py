@@ -141,18 +141,16 @@ def check_splits(args, noun, splits):
 # records
 
 def to_messages(record, fields=()):
-    """Return the conversation [(role, text), ...] of a record, in `fields` or in the fields of a
-    known format. Raises ValueError."""
+    """Return the conversation [(role, text), ...] of a record. fields: the field with the messages,
+    or the question's and, last, the answer's; by default those of a known format. Raises
+    ValueError."""
     if not isinstance(record, dict):
         raise ValueError(f"expected an object, got a {type(record).__name__}")
     if missing := [name for name in fields if name not in record]:
         raise ValueError(f"no field {missing[0]!r}; its fields are {', '.join(record)}")
-    present = {name for name in record if record[name] is not None}
-    lists = ("messages", "conversations") if not fields else fields if len(fields) == 1 else ()
-    for name in lists:
-        if name in present:
-            return parse_messages(record[name], name)
-    *questions, answer = fields or question_and_answer(present)
+    *questions, answer = fields or conversation_fields(record)
+    if not questions:
+        return parse_messages(record[answer], answer)
     if isinstance(record[answer], list):  # the question is a list of messages as well
         names = (*questions, answer)
         return [message for name in names for message in parse_messages(record[name], name)]
@@ -161,14 +159,18 @@ def to_messages(record, fields=()):
     return [*system, ("user", "\n\n".join(question)), ("assistant", parse_content(record[answer]))]
 
 
-def question_and_answer(present):
-    """Return the names of the question's fields and, last, of the answer's, among the fields that
-    are `present`. Raises ValueError."""
+def conversation_fields(record):
+    """Return the name of the field with the messages, or the names of the question's fields and,
+    last, of the answer's. Raises ValueError for an unknown format."""
+    present = {name for name in record if record[name] is not None}
+    for name in ("messages", "conversations"):
+        if name in present:
+            return [name]
     for questions, answers in ((("prompt",), ("response", "completion")),
                                (("instruction", "input"), ("output", "response"))):
         answers = [name for name in answers if name in present]
         if questions[0] in present and answers:
-            return *(name for name in questions if name in present), answers[0]
+            return [*(name for name in questions if name in present), answers[0]]
     raise ValueError("neither messages, conversations, prompt and response or completion, nor "
                      f"instruction and output among its fields ({', '.join(sorted(present))}); "
                      "name them: --field QUESTION --field ANSWER")
