@@ -119,7 +119,8 @@ def test_a_stop_ends_the_runs_and_the_same_command_goes_on(go, signum, tmp_path,
     threading.Thread(target=interrupt).start()
     long = ["--seeds", "2", "--max_iters=200000", "--eval_interval=100000", "--save_interval=5"]
     code, found = go(*long)
-    assert code == 128 + signum and not found and "the same command resumes" in capsys.readouterr().err
+    assert code == 128 + signum and not found
+    assert "the same command resumes" in capsys.readouterr().err
     assert signal.getsignal(signum) is handler
     log = tmp_path / "repeat/base/seed_1/console.log"
     assert "To resume:" in log.read_text()

@@ -207,9 +207,11 @@ def test_a_stop_keeps_what_is_done_and_the_same_command_goes_on(go, tmp_path, ca
 @pytest.mark.parametrize("args, message", [
     ([], "two --budgets or more"), (["--budgets=1e3"], "two --budgets or more"),
     (["--budgets=1e3,1e3"], "two --budgets"), (["--budgets=-1,5"], "--budgets: must be above 0"),
-    (["--budgets=1,nan"], "a finite number, got 'nan'"), ([*RUNS, "--larger=1500"], "--larger above them"),
+    (["--budgets=1,nan"], "a finite number, got 'nan'"),
+    ([*RUNS, "--larger=1500"], "--larger above them"),
     ([*RUNS, "--jobs=0"], "--jobs: must be at least 1"), ([*RUNS, "--width=3"], "even --width"),
-    ([*RUNS, "--depth=0,1"], "--depth: must be at least 1"), ([*RUNS, "--max_minutes=1"], "without max_minutes"),
+    ([*RUNS, "--depth=0,1"], "--depth: must be at least 1"),
+    ([*RUNS, "--max_minutes=1"], "without max_minutes"),
     ([*RUNS, "--lerning_rate=1"], "unknown key")])
 def test_what_cannot_be_is_refused_before_any_work(go, args, message, capsys):
     assert go(*args) == 2 and not go.started

@@ -36,9 +36,9 @@ def load_runs(paths, metric):
         metrics = sorted({key.removeprefix("val_") for r in records for key, value in r.items()
                           if to_number(value) is not None})
         if not os.path.exists(file):
-            problems.append(f"{path}: {file} does not exist; expected the out_dir of a run")
+            problems.append(f"{file} does not exist; expected the out_dir of a run")
         elif not records:
-            problems.append(f"{path}: {file} holds no numbers yet")
+            problems.append(f"{file} holds no numbers yet")
         elif metric not in metrics:
             problems.append(f"{path}: no metric {metric!r}; available: {', '.join(metrics)}")
         runs.append((os.path.normpath(path), records))
@@ -103,7 +103,7 @@ def save_figure(path, draw, title, x_label, y_label):
 class PlotOptions:
     """Draw the loss and the learning rate of runs into one SVG file."""
     runs: list[str] = key([], "run folders (out_dir), or metrics.jsonl files", positional=True,
-                          required=True)
+                          required=True, metavar="RUN")
     x: str = key("iter", "horizontal axis", choices=list(X_LABELS))
     metric: str = key("loss", "another metric of training lines or, as val_NAME, of evaluations: "
                       "ppl, grad_norm, ...")

@@ -224,10 +224,12 @@ def predict(law, runs, plans, losses, larger, train_all, arguments, options):
 @dataclass
 class ScalingOptions:
     """Fit a scaling law to the losses of small runs, and predict the loss of a larger run."""
-    budgets: list[float] = key([], "FLOPs per run, two or more: 1e12,3e12,1e13", gt=0)
+    budgets: list[float] = key([], "FLOPs per run, two or more: 1e12,3e12,1e13", gt=0,
+                               metavar="X,...")
     larger: float = key(0.0, "FLOPs of the larger run (default: four times the largest budget)")
     depth: list[int] = key([], f"depths of the models: 1,2,3 (default: up to {DEPTHS_PER_BUDGET} "
-                           f"with about {TOKENS_PER_WEIGHT} tokens per weight)", ge=1)
+                           f"with about {TOKENS_PER_WEIGHT} tokens per weight)", ge=1,
+                           metavar="N,...")
     width: int = key(32, "width per block, which is also the head size", ge=2)
     jobs: int = key(1, "runs at the same time, with a GPU or a share of the cores each", ge=1)
     out: str = key("out/scaling", "folder of the runs", aliases="out_dir")

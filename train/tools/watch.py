@@ -38,7 +38,7 @@ CONTENT_POLICY = ("default-src 'none'; style-src 'unsafe-inline'; script-src 'un
 @dataclass
 class WatchOptions:
     """Show the loss curves, log lines and samples of runs on a local web page during training."""
-    folders: list[str] = key(["out"], "folders of runs (out)", positional=True)
+    folders: list[str] = key(["out"], "folders of runs (out)", positional=True, metavar="FOLDER")
     port: int = key(8001, "port on 127.0.0.1; 0: any free port", ge=0, le=65535)
     runs: int = key(len(COLORS), "number of runs, the newest ones", ge=1)
     x: str = key("iter", "horizontal axis", choices=list(X_LABELS))
