@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from data.tokenizer import load_tokenizer
 from model.core.load import BACKBONE, EMA, load_model
 from model.core.quantize import Int8Linear
+from model.gpt import GPT
 from model.sample.fused import pack_model, quantize_model
 from train.base.fields import key
 from train.device import choose_dtype
@@ -32,7 +33,7 @@ def load_text_model(options):
     device, ckpt = get_device(options.device), options.ckpt
     model, tokenizer = load_model(ckpt, device, choose_dtype(options.dtype, device)[0],
                                   options.backbone, options.ema)
-    if not hasattr(sys.modules[type(model).__module__], "sample"):
+    if not isinstance(model, GPT):
         raise ValueError(f"{ckpt}: {type(model).__module__} does not generate text")
     if tokenizer is None and options.tokenizer is None:
         raise ValueError(f"{ckpt}: has no tokenizer, which text generation needs; specify one: "
