@@ -192,6 +192,7 @@ class MLP(nn.Module):
 
 class Block(nn.Module):
     """Attention and MLP, each added to the residual stream x (B, T, C)."""
+    compiles_decoding = True  # one graph computes a single token in every block (model/sample)
 
     def __init__(self, config, layer, mlp=MLP):
         super().__init__()

@@ -227,6 +227,7 @@ class Experts(nn.Module):
 
 class RoutedBlock(Block):
     """A block with a router: compute() also returns (logits (B, T, n), chosen (B, T, k))."""
+    compiles_decoding = False
 
     def forward(self, x, rope, cache=None):
         # An attribute instead of a second output, for which FSDP would gather all blocks at the

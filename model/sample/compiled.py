@@ -13,7 +13,6 @@ import torch.nn.functional as F
 
 from model.core.kv_cache import KVCache, create_cache, find_slot
 from model.core.quantize import Int8Linear, concat_layers
-from model.gpt import Attention, Block
 from model.sample.fused import replace_linear_layers
 
 
@@ -22,8 +21,7 @@ def compile_decoder(model, quantized=False):
     of `model` are replaced in place. Raises ValueError for models other than a plain GPT, and what
     torch.compile raises."""
     device = model.wte.weight.device
-    unsupported = {type(part).__name__ for block in model.h for part in (block, block.attn)
-                   if type(part) not in (Block, Attention)}
+    unsupported = {type(block).__name__ for block in model.h if not block.compiles_decoding}
     if unsupported:
         raise ValueError("--compile: expected the blocks of a plain GPT, found "
                          f"{', '.join(sorted(unsupported))}; remove the option")
