@@ -100,15 +100,12 @@ class ChatTemplate:
         to learn: each answer and the end token. One sequence, or several for templates
         that write earlier answers differently once a message follows. Raises DataError for a
         conversation that the template cannot represent."""
-        raise NotImplementedError
 
     def prompt_ids(self, messages, tokenizer):
         """Return the list of ids of a conversation up to the start of the next answer."""
-        raise NotImplementedError
 
     def prompt_text(self, messages):
         """Return the text of a conversation up to the start of the next answer."""
-        raise NotImplementedError
 
     def end_ids(self, tokenizer):
         """Return the ids that end an answer."""
@@ -120,7 +117,6 @@ class ChatTemplate:
 
     def to_jinja(self):
         """Return the template in Jinja, as `apply_chat_template` of `transformers` reads it."""
-        raise NotImplementedError
 
     @property
     def implicit_start(self):
@@ -154,7 +150,7 @@ class BuiltinTemplate(ChatTemplate):
                             f"of {', '.join(DEFAULT_SPEC)}")
         self.spec = spec
         self.around = {role: spec[role].split("{}") for role in spec if role in DEFAULT_SPEC}
-        starts = [before.strip("\n") for before, _ in self.around.values()]
+        starts = [prefix.strip("\n") for prefix, _ in self.around.values()]
         self.headers = [start for start in starts if start]  # first lines of messages
 
     def escape(self, text):
@@ -171,13 +167,13 @@ class BuiltinTemplate(ChatTemplate):
         exchanges = []
         prompt = ""
         for role, text in messages:
-            before, after = self.around[role]
+            prefix, suffix = self.around[role]
             text = self.escape(text.strip())
             if role == "assistant":
-                exchanges.append((prompt + before, text))
+                exchanges.append((prompt + prefix, text))
                 prompt = ""
             else:
-                prompt += before + text + after
+                prompt += prefix + text + suffix
         return exchanges
 
     def encode(self, messages, tokenizer):
@@ -205,10 +201,10 @@ class BuiltinTemplate(ChatTemplate):
             for header in self.headers)
         content = f"(('\\n' + (message['content'] | trim)){escapes})[1:]"
         out, keyword = "{%- for message in messages -%}", "if"
-        for role, (before, after) in self.around.items():
-            after = "eos_token" if role == "assistant" else json.dumps(after)
+        for role, (prefix, suffix) in self.around.items():
+            suffix = "eos_token" if role == "assistant" else json.dumps(suffix)
             out += (f"{{%- {keyword} message['role'] == '{role}' -%}}"
-                    f"{{{{ {json.dumps(before)} + {content} + {after} }}}}")
+                    f"{{{{ {json.dumps(prefix)} + {content} + {suffix} }}}}")
             keyword = "elif"
         start = json.dumps(self.around["assistant"][0])
         return (out + "{%- endif -%}{%- endfor -%}"
@@ -305,11 +301,11 @@ class JinjaTemplate(ChatTemplate):
         question, answer = ("user", "?"), ("assistant", "\u00a7")
         prompt = self.render([question], True)
         text = self.render([question, answer], False)
-        before, _, behind = text.removeprefix(prompt).partition("\u00a7")
-        special = match_any(tokenizer.special).search(behind)
+        prefix, _, suffix = text.removeprefix(prompt).partition("\u00a7")
+        special = match_any(tokenizer.special).search(suffix)
         ids = []
         # A token that also occurs before the answer is the end of the reasoning.
-        if special and (special[0] not in before or not text.startswith(prompt)):
+        if special and (special[0] not in prefix or not text.startswith(prompt)):
             ids = tokenizer.encode_special(special[0])
         return sorted({*self.ends, *ids})
 

@@ -87,16 +87,16 @@ def open_bytes(path):
 def walk(folder, skipped_folder, skipped_names):
     """Return the paths of the regular files below `folder`, in an order that is the same on every
     machine, without hidden files and folders, and without links to files outside `folder`."""
-    found = []
+    paths = []
     inside = os.path.join(os.path.realpath(folder), "")
     for here, folders, names in os.walk(folder):
         folders[:] = sorted(
             name for name in folders if name[0] != "." and name not in skipped_names
             and os.path.abspath(os.path.join(here, name)) != skipped_folder)
-        paths = [os.path.join(here, name) for name in sorted(names) if name[0] != "."]
-        found += [path for path in paths if os.path.isfile(path) and (
+        candidates = [os.path.join(here, name) for name in sorted(names) if name[0] != "."]
+        paths += [path for path in candidates if os.path.isfile(path) and (
             not os.path.islink(path) or os.path.realpath(path).startswith(inside))]
-    return found
+    return paths
 
 
 # -----------------------------------------------------------------------------

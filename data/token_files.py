@@ -56,17 +56,17 @@ def find_files(data_dir, split):
         extensions = () if prepared_model(data_dir) not in (None, "gpt") else ("bin", "npy")
         paths = glob.glob(f"{start}{split}.bin") or [
             p for extension in extensions for p in glob.glob(f"{start}*{split}*.{extension}")]
-        found = ", ".join(sorted(os.listdir(data_dir))[:8]) or "nothing"
+        existing = ", ".join(sorted(os.listdir(data_dir))[:8]) or "nothing"
     else:
         # Without {split} in the name the same tokens would be training and validation data.
         if split != "train" and "{split}" not in data_dir:
             raise DataError(f"{data_dir}: one file or pattern is training data only; for {split} "
                             "data give a folder, or a name with {split}: 'x/{split}_*.bin'")
         expected = data_dir.replace("{split}", split)
-        found = "no such file or folder"
+        existing = "no such file or folder"
         paths = [expected] if os.path.exists(expected) else glob.glob(expected)
     if not paths:
-        raise DataError(f"{data_dir}: no {split} data: expected {expected}, found {found}"
+        raise DataError(f"{data_dir}: no {split} data: expected {expected}, found {existing}"
                         f"{model_hint(data_dir)}; set data_dir, or {PREPARE}")
     return sorted(paths)
 

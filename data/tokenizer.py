@@ -101,14 +101,6 @@ def load_dataset_tokenizer(data_dir):
                         f"rebuilt: {error}; prepare it again") from None
 
 
-def open_folder_tokenizer(folder):
-    """Return the tokenizer of a data folder. Raises DataError if it has no tokenizer."""
-    tokenizer = load_dataset_tokenizer(folder)
-    if tokenizer is None:
-        raise DataError(f"{folder}: its meta.json names no tokenizer; prepare it again")
-    return tokenizer
-
-
 def write_tokenizer(folder, tokenizer):
     """Write the large parts of a tokenizer's spec to files in `folder`. Returns the keys of Meta:
     vocab_size, tokenizer (a spec that refers to these files) and eot_token."""
@@ -130,7 +122,7 @@ def find_vocabulary(data_dir, name=None, size=None):
     """
     tokenizer = load_dataset_tokenizer(data_dir)
     if tokenizer is None and name:
-        tokenizer = load_tokenizer(name)
+        tokenizer = open_tokenizer(name)
     if tokenizer is None:
         folder = os.path.dirname(find_files(data_dir, "train")[0])
         return size or read_meta(folder).vocab_size or GPT2_VOCAB_SIZE, None

@@ -19,7 +19,7 @@ import torch
 from data.chat_template import ChatTemplate
 from data.meta import read_meta_for
 from data.rows import open_rows
-from data.tokenizer import open_folder_tokenizer, tokenizer_from_spec
+from data.tokenizer import open_tokenizer, tokenizer_from_spec
 from model import gpt
 from model.core.detokenizer import TextStreamer
 from model.core.generate import SamplingOptions, generate
@@ -130,7 +130,7 @@ def read_rows_meta(config, model, how_to_prepare, **types):
         raise DataError(f"{folder}: prepared for a block_size of {meta.block_size}, but the "
                         f"model's is {config.block_size}; prepare the data with --block_size "
                         f"{config.block_size}")
-    tokenizer = open_folder_tokenizer(folder)
+    tokenizer = open_tokenizer(folder)
     vocab_size = max(meta.vocab_size, config.vocab_size or 0)  # init_from may have more ids
     return meta, tokenizer, dict(vocab_size=vocab_size, tokenizer=tokenizer.spec(),
                                  template=meta.template, row_tokens=meta.block_size)

@@ -333,7 +333,7 @@ def prepared(model, words, **meta):
 
 
 prepared("chat", "recursion")
-prepared("chat", "names no tokenizer", kind="chat", block_size=8, vocab_size=9, template={})
+prepared("chat", "has no known tokenizer", kind="chat", block_size=8, vocab_size=9, template={})
 prepared("chat", "no block_size in a meta.json", kind="chat")
 prepared("chat", "block_size is 'x'", kind="chat", block_size="x", tokenizer=dict(kind="byte"))
 prepared("classifier", "recursion")

@@ -130,22 +130,23 @@ def survey_sources(o, folder):
     if size > QUICK_BYTES:
         raise_problems(problems)  # of a smaller text, also report the problems in it
     n_workers = 1 if problems else count_processes(o.num_proc, size, QUICK_BYTES)
-    kept, chars, not_text, text_problems = encode.survey(
+    sized_pieces, chars, not_text, text_problems = encode.survey(
         pieces, o.field, o.tokenizer == "char", o.num_samples, n_workers)
     problems += text_problems
     skipped += binary + not_text
     problems += empty_folders(o.sources, pieces, not_text, skipped, problems)
-    total = sum(int(sizes.sum()) for _, sizes in kept)
+    total = sum(int(sizes.sum()) for _, sizes in sized_pieces)
     if total < 4 and not problems:
         problems = [(", ".join(o.sources), f"{total} characters of text; too little to split")]
     raise_problems(problems)
     if o.tokenizer == "bpe":
-        tokenizer = encode.train_bpe(encode.sample_texts(kept, o.field, BPE_BYTES), o.vocab_size)
+        texts = encode.sample_texts(sized_pieces, o.field, BPE_BYTES)
+        tokenizer = encode.train_bpe(texts, o.vocab_size)
     elif o.tokenizer == "char":
         # A newline separates documents.
-        chars |= {"\n"} if sum(p.closes * len(sizes) for p, sizes in kept) > 1 else set()
+        chars |= {"\n"} if sum(p.closes * len(sizes) for p, sizes in sized_pieces) > 1 else set()
         tokenizer = CharTokenizer("".join(sorted(chars)))
-    return kept, tokenizer, copies, skipped
+    return sized_pieces, tokenizer, copies, skipped
 
 
 def empty_folders(sources, pieces, not_text, skipped, problems):
@@ -157,10 +158,11 @@ def empty_folders(sources, pieces, not_text, skipped, problems):
     return [(folder, f"a folder without text files{examples}") for folder in sorted(folders)]
 
 
-def write_tokens(o, kept, tokenizer, folder):
+def write_tokens(o, sized_pieces, tokenizer, folder):
     """The second pass: write the token files to `folder` and return the Meta."""
-    fraction = o.val_fraction or min(0.1, MAX_VAL_BYTES / sum(piece.size for piece, _ in kept))
-    jobs, cut = encode.plan_split(kept, fraction, o.num_samples)
+    size = sum(piece.size for piece, _ in sized_pieces)
+    fraction = o.val_fraction or min(0.1, MAX_VAL_BYTES / size)
+    jobs, cut = encode.plan_split(sized_pieces, fraction, o.num_samples)
     dtype = id_dtype(tokenizer.n_vocab)
     meta = Meta("gpt", dtype.name, **write_tokenizer(folder, tokenizer), sources=o.sources)
     write_meta(folder, meta)  # worker processes read the tokenizer from this folder
@@ -187,28 +189,29 @@ def prepare(sources, out, tokenizer="byte", log=echo, **options):
                 tokenizer=tokenizer or "byte", **options)
     o.field = [o.field] if isinstance(o.field, str) else list(o.field) or ["text"]
     with new_folder(o.out, FILES) as folder:
-        kept, tokenizer, copies, skipped = survey_sources(o, folder)
-        meta = write_tokens(o, kept, tokenizer, folder)
+        sized_pieces, tokenizer, copies, skipped = survey_sources(o, folder)
+        meta = write_tokens(o, sized_pieces, tokenizer, folder)
     report(meta, o.out, copies, skipped, time.monotonic() - start, log)
     return meta.to_dict()
 
 
 def report(meta, out, copies, skipped, seconds, log):
     """Print a summary of the folder `out` and the next command."""
-    kind, splits = meta.tokenizer["kind"], meta.splits
+    splits = meta.splits
     share = splits["val"]["bytes"] / max(splits["train"]["bytes"] + splits["val"]["bytes"], 1)
     part = "documents by hash" if meta.extra["val"]["by"] == "document" else "its end"
-    log(f"Prepared {out} in {seconds:.1f} s: {kind} tokens, vocabulary {meta.vocab_size:,}; "
+    tokenizer = meta.tokenizer["kind"]
+    log(f"Prepared {out} in {seconds:.1f} s: {tokenizer} tokens, vocabulary {meta.vocab_size:,}; "
         f"validation on {100 * share:.3g}% of the text, {part}")
     log(f"       {'documents':>12} {'tokens':>16} {'bytes':>16}  bytes per token")
     for name, n in splits.items():
         log(f"{name:6} {n['documents']:12,} {n['tokens']:16,} {n['bytes']:16,} "
             f"{n['bytes'] / n['tokens']:16.2f}")
-    for names, what in ((copies, "duplicate"), (skipped, "non-text")):
+    for names, kind in ((copies, "duplicate"), (skipped, "non-text")):
         if names:
             more = f" and {len(names) - 5:,} more" if len(names) > 5 else ""
-            log(f"Skipped {len(names):,} {what} files: {', '.join(names[:5])}{more}")
-    if kind == "byte":
+            log(f"Skipped {len(names):,} {kind} files: {', '.join(names[:5])}{more}")
+    if tokenizer == "byte":
         log("Fewer, longer tokens: --tokenizer gpt2 (downloads 0.8 MB once)")
     log(f"Next: {next_command(splits['train']['tokens'], out)}")
 

@@ -153,11 +153,11 @@ def exit_with_parent():
 @contextlib.contextmanager
 def blocked_sigint():
     """Context manager: processes that are started in it ignore Ctrl-C, which the parent handles."""
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    previous = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     try:
         yield
     finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+        signal.pthread_sigmask(signal.SIG_SETMASK, previous)
 
 
 def map_in_order(function, tasks, num_proc):
@@ -212,7 +212,7 @@ def survey_batch(pieces, fields, want_chars):
 def survey(pieces, fields, want_chars, limit, num_proc):
     """Return ([(piece, characters of each text)], characters, names of files that are no text,
     problems) of the pieces that contain the first `limit` documents."""
-    kept, chars, skipped, problems = [], set(), {}, []
+    sized_pieces, chars, skipped, problems = [], set(), {}, []
     file, first_line, n_documents = None, 1, 0
     progress = Progress("reading", sum(piece.size for piece in pieces))
     work = functools.partial(survey_batch, fields=fields, want_chars=want_chars)
@@ -230,18 +230,19 @@ def survey(pieces, fields, want_chars, limit, num_proc):
                                   f"{name} ({at})", problem) for at, problem in piece_problems]
                     n_documents += len(sizes) * piece.closes
                 first_line += lines
-                kept.append((piece, sizes))
+                sized_pieces.append((piece, sizes))
                 progress.add(piece.size)
             if len(problems) >= MANY or limit and n_documents >= limit:
                 break
     progress.finish()
-    kept = [(piece, sizes) for piece, sizes in kept if piece.file not in skipped]
-    return kept, chars, list(skipped.values()), problems
+    sized_pieces = [(piece, sizes) for piece, sizes in sized_pieces if piece.file not in skipped]
+    return sized_pieces, chars, list(skipped.values()), problems
 
 
-def sample_texts(kept, fields, max_bytes):
+def sample_texts(sized_pieces, fields, max_bytes):
     """Yield the texts of pieces that are spread evenly over the input, about `max_bytes`."""
-    chosen = [piece for piece, _ in kept][::-(-sum(p.size for p, _ in kept) // max_bytes)]
+    pieces = [piece for piece, _ in sized_pieces]
+    chosen = pieces[::-(-sum(piece.size for piece in pieces) // max_bytes)]
     progress = Progress("learning tokens", sum(piece.size for piece in chosen))
     for piece in chosen:
         yield from read_texts(piece, fields)[0]
@@ -276,13 +277,13 @@ class Job(NamedTuple):
         return self.piece.size
 
 
-def plan_split(kept, fraction, limit):
+def plan_split(sized_pieces, fraction, limit):
     """Return (jobs, cut) of the first `limit` documents. If cut is `None`, documents are chosen for
     validation by `documents_in_val`, if that gives MIN_VAL_DOCUMENTS and 0.5 to 2 times the text
     requested. Otherwise the text from character `cut` on is the validation split."""
     jobs = []
     document = char = val_documents = val_chars = 0
-    for piece, sizes in kept:
+    for piece, sizes in sized_pieces:
         if limit is not None and document >= limit:
             break
         sizes = sizes[:limit and limit - document]

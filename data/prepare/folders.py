@@ -46,11 +46,12 @@ def new_folder(out, pattern):
     parent, name = os.path.split(out)
     os.makedirs(parent, exist_ok=True)
     host = socket.gethostname()
-    folder = os.path.join(parent, f".{name}.tmp-{host}-{os.getpid()}")
-    for left in glob.glob(os.path.join(glob.escape(parent), f".{glob.escape(name)}.tmp-{host}-*")):
-        pid = left.rpartition("-")[2]
+    hidden = os.path.join(parent, f".{name}.tmp-{host}-")
+    for leftover in glob.glob(f"{glob.escape(hidden)}*"):
+        pid = leftover.rpartition("-")[2]
         if pid.isdecimal() and not is_running(int(pid)):  # of a killed process
-            shutil.rmtree(left, ignore_errors=True)
+            shutil.rmtree(leftover, ignore_errors=True)
+    folder = f"{hidden}{os.getpid()}"
     os.mkdir(folder)
     try:
         yield folder

@@ -104,16 +104,16 @@ def drop_copies(files):
     """Return (files, names of copies): without files that are byte for byte equal to an earlier
     one, which could be in the other split. The standard library is complete."""
     sizes = Counter(os.path.getsize(f.path) for f in files if os.path.isfile(f.path))
-    seen, kept, copies = set(), [], []
+    seen, originals, copies = set(), [], []
     progress = Progress("looking for copies")
     for file in files:
         key = file.path
         if os.path.isfile(key) and sizes[os.path.getsize(key)] > 1 and file.folder != STDLIB:
             key = file_hash(file.path, progress)
-        (copies if key in seen else kept).append(file)
+        (copies if key in seen else originals).append(file)
         seen.add(key)
     progress.finish()
-    return kept, [file.name for file in copies]
+    return originals, [file.name for file in copies]
 
 
 def file_hash(path, progress=None):
@@ -130,14 +130,14 @@ def file_hash(path, progress=None):
 def find_files(sources, skipped_folder, folder, fields, limit, separator):
     """Return (Files, names of copies, names of skipped files, problems) of all sources, in order.
     Files are unpacked to `folder`; fields, limit, separator: see `unpack`."""
-    found, files, skipped, problems = [], [], [], []
+    candidates, files, skipped, problems = [], [], [], []
     for source in sources:
         paths, problem = find_source(source, skipped_folder)
         inside = "" if paths == [source] else source
-        found += [File(path, path, inside, is_jsonl(path)) for path in paths]
+        candidates += [File(path, path, inside, is_jsonl(path)) for path in paths]
         problems += [(source, problem)] if problem else []
-    found, copies = drop_copies(found)
-    for number, file in enumerate(found):
+    candidates, copies = drop_copies(candidates)
+    for number, file in enumerate(candidates):
         target = os.path.join(folder, f"source{number}")
         try:
             files.append(unpack(file, target, fields, limit, separator))
@@ -200,13 +200,13 @@ def unpack(file, target, fields, limit, separator):
     return file._replace(path=target, records=lines)
 
 
-def write_records(found, file, target, fields, limit):
+def write_records(rows, file, target, fields, limit):
     """Write records, an iterable of (location, dict or ValueError), to `target` as JSON Lines and
     return the File. Raises BadRecords."""
     progress = Progress(f"unpacking {file.name}", scale=1, unit="records")
     bad = []
     with open(target, "w", encoding="utf-8") as out:
-        for where, record in itertools.islice(found, limit):
+        for where, record in itertools.islice(rows, limit):
             if isinstance(record, ValueError):
                 bad.append((where, str(record)))
                 if len(bad) == MANY:

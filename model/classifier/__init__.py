@@ -16,7 +16,7 @@ import torch.nn as nn
 import torch.nn.functional as F
 
 from data.labels import SPLITS, open_labels, read_labels_meta
-from data.tokenizer import open_folder_tokenizer
+from data.tokenizer import open_tokenizer
 from model.classifier import metrics
 from model.classifier.metrics import classification_metrics  # noqa: F401
 from model.classifier.report import main  # noqa: F401
@@ -61,7 +61,7 @@ def open_data(config, ranks):
     """Return the Data of a folder that data.prepare.labels wrote. Raises DataError."""
     c = config
     meta = read_labels_meta(c.data_dir)
-    tokenizer = open_folder_tokenizer(c.data_dir)
+    tokenizer = open_tokenizer(c.data_dir)
     spec = {name: meta.extra[name] for name in ("classes", "class_counts", "max_tokens")}
     spec |= dict(task=c.task or meta.extra["task"], tokenizer=tokenizer.spec(),
                  vocab_size=c.vocab_size or tokenizer.n_vocab)

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 
 from data import labels
-from data.tokenizer import open_folder_tokenizer
+from data.tokenizer import open_tokenizer
 from model.classifier.metrics import classification_metrics, span_metrics, span_sums, squad_metrics
 from train.base.cli import run_command
 from train.base.errors import DataError, echo
@@ -80,7 +80,7 @@ def load_rows(args, model, tokenizer):
             raise DataError(f"{path}: the classes differ from the checkpoint's: "
                             f"{', '.join(spec['classes'])}")
         arrays = labels.open_labels(path, args.split, spec | dict(vocab_size=meta.vocab_size))
-        same = open_folder_tokenizer(path).spec() == tokenizer.spec()
+        same = open_tokenizer(path).spec() == tokenizer.spec()
         if not same or arrays[0].shape[1] > limit or not len(arrays[0]):
             raise DataError(f"{path}: {args.split} has no rows, or was prepared with a different "
                             "tokenizer or --max_tokens than the checkpoint's data")

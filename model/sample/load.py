@@ -3,7 +3,7 @@
 import sys
 from dataclasses import dataclass
 
-from data.tokenizer import load_tokenizer
+from data.tokenizer import open_tokenizer
 from model.core.load import BACKBONE, EMA, load_model
 from model.core.quantize import Int8Linear
 from model.gpt import GPT
@@ -38,7 +38,7 @@ def load_text_model(options):
     if tokenizer is None and options.tokenizer is None:
         raise ValueError(f"{ckpt}: has no tokenizer, which text generation needs; specify one: "
                          "--tokenizer byte, gpt2, a rank file or a prepared folder")
-    tokenizer = tokenizer or load_tokenizer(options.tokenizer)
+    tokenizer = tokenizer or open_tokenizer(options.tokenizer)
     if tokenizer.n_vocab > model.config.vocab_size:
         raise ValueError(f"--tokenizer {options.tokenizer}: has {tokenizer.n_vocab} ids, but the "
                          f"model's vocabulary has {model.config.vocab_size}; specify the tokenizer "
