@@ -13,7 +13,6 @@ Shapes: N rows, D dimensions of an array, H d_hidden, Z d_latent.
 
 import json
 import os
-import re
 import sys
 from dataclasses import dataclass
 
@@ -104,9 +103,6 @@ def open_data(config, ranks):
 # -----------------------------------------------------------------------------
 # the model
 
-LINEAR = re.compile(r"((encoder|expand|decoder)\.[^.]+|bottleneck|head)\.(weight|bias)")
-
-
 class MultimodalAutoencoder(nn.Module):
     """forward(*arrays) -> (loss, sums); arrays: features (N, D) in the order of array_dims()."""
 
@@ -130,7 +126,7 @@ class MultimodalAutoencoder(nn.Module):
 
     def initial(self, name, shape, seed):
         # N(0, 1 / inputs), and 0 for biases
-        if not LINEAR.fullmatch(name):
+        if not isinstance(self.get_submodule(name.rpartition(".")[0]), nn.Linear):
             return None
         return normal(name, shape, shape[1] ** -0.5 if len(shape) == 2 else 0.0, seed)
 
