@@ -216,10 +216,11 @@ def resolve(settings, known, problems):
         if name not in known and name in load_aliases()[0]:
             alias = f" as {name}"
             name, words = load_aliases()[0][name]
+            is_bare_flag = raw is None and where == "command line"
             raw = "true" if raw is None and words else raw
-            if words.get(str(raw).lower(), raw) is None and raw is not None:  # e.g. fp16: false
-                continue
             raw = words.get(str(raw).lower(), raw)
+            if raw is None and not is_bare_flag:  # no equivalent, e.g. fp16: false
+                continue
         if where == "command line" and raw is None:
             positive = name.removeprefix("no_")
             if name in flags:
