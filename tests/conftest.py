@@ -61,7 +61,7 @@ def pytest_xdist_auto_num_workers(config):
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items):
-    for item in items:  # -k case_025 finds the tests of a case of tests/README.md
+    for item in items:  # -k case_025 finds the tests of a case of tests/MATRIX.md
         for mark in item.iter_markers("matrix"):
             item.extra_keyword_matches.update(f"case_{n:03}" for n in mark.args)
     place = {name: i for i, name in enumerate(FIRST)}

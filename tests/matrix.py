@@ -1,11 +1,10 @@
-"""Write tests/README.md, the matrix of what is done to a run, from the tests and their results.
+"""Write tests/MATRIX.md, the injected faults with expected and actual results, from the tests.
 
     python -m tests.matrix                 runs the tests first (minutes)
     python -m tests.matrix RESULTS.xml...  from pytest --junitxml=RESULTS.xml, of one run or several
 
-A test belongs to the matrix by its mark, @pytest.mark.matrix(7, 9): the numbers are its cases. It
-says "what is done to the run -> what is expected" in its docstring. What tests/README.md says above
-the heading "The matrix" is written by hand and stays.
+A test belongs to the matrix by its mark, @pytest.mark.matrix(7, 9): the numbers are its cases. The
+docstring is "fault -> expected outcome".
 """
 
 import ast
@@ -19,11 +18,11 @@ import xml.etree.ElementTree as ElementTree
 
 TESTS = pathlib.Path(__file__).resolve().parent
 CASES = range(1, 127)
-HEAD = """## The matrix
+HEAD = """# Fault matrix
 
-What is done to a run, what is expected, and what happened: written by `python -m tests.matrix` from
-the marks, docstrings and results of the tests. A case is found by its number (`python -m pytest -k
-case_025`). The long campaigns run with `python -m pytest -m slow -s`.
+Injected faults, the expected outcome, and the result; written by `python -m tests.matrix` from the
+marks, docstrings and results of the tests. To run one case: `python -m pytest -k case_025`. Long
+campaigns: `python -m pytest -m slow -s`.
 
 """
 
@@ -85,7 +84,7 @@ def table(results):
             rows.append((cases, done, expected, text or ("long campaign" if slow else "not run")))
             covered |= set(cases)
             total.update(count)
-    lines = ["| case | what is done to the run | expected | result |", "|---|---|---|---|"]
+    lines = ["| case | fault | expected outcome | result |", "|---|---|---|---|"]
     lines += ["| " + " | ".join(cell.replace("|", "\\|") for cell in (ranges(c), d, e, r)) + " |"
               for c, d, e, r in sorted(rows)]
     missing = ranges(set(CASES) - covered)
@@ -104,8 +103,7 @@ def main(paths):
             code = subprocess.run([sys.executable, "-m", "pytest", f"--junitxml={paths[0]}"],
                                   cwd=TESTS.parent).returncode
         results = results_of(paths)
-    page = TESTS / "README.md"
-    page.write_text(page.read_text().partition(HEAD.splitlines()[0])[0] + table(results))
+    (TESTS / "MATRIX.md").write_text(table(results))
     return code
 
 

@@ -1,7 +1,7 @@
 """Saving: a checkpoint that was once complete stays readable, whatever happens to the next one.
 
 Matrix cases 1 to 18, 118 and 119 (short; the long campaigns are in test_soak.py). A docstring of a
-test says "what is done to the run -> what is expected", for tests/README.md.
+test says "fault -> expected outcome", for tests/MATRIX.md.
 """
 
 import errno
