@@ -171,6 +171,12 @@ def choose_depths(plans):
     return sorted(near[:DEPTHS_PER_BUDGET], key=lambda p: p.depth)
 
 
+def train_all(pool, plans, seed):
+    """Train the planned runs; return the losses, None for a crash."""
+    runs = [(f"{p.budget:g}_depth_{p.depth}", p.arguments, seed) for p in plans]
+    return [result["value"] for result in pool.run_all(runs)]
+
+
 # -----------------------------------------------------------------------------
 # results
 
@@ -199,23 +205,14 @@ def draw_law(axes, law, plans, losses, larger, interval):
               label="95% interval of the larger run")
 
 
-def predict(law, runs, plans, losses, larger, train_all, arguments, options):
-    """Print the prediction for the larger run, train it with --check, and draw the law."""
-    expected = law.loss(larger.n, larger.d)
-    interval = prediction_interval(law, *runs, (larger.n, larger.d))
+def predict(law, runs, larger, arguments):
+    """Print the law's prediction for the run `larger` and its command; return the 95% interval."""
+    low, high = prediction_interval(law, *runs, (larger.n, larger.d))
     echo(f"{larger.budget:g} FLOPs, depth {larger.depth}, {larger.n:,.0f} weights, {larger.d:,} "
-         f"tokens ({larger.epochs:.2f} epochs): expected {expected:.4f}, 95% from "
-         f"{interval[0]:.4f} to {interval[1]:.4f}")
+         f"tokens ({larger.epochs:.2f} epochs): expected {law.loss(larger.n, larger.d):.4f}, 95% "
+         f"from {low:.4f} to {high:.4f}")
     echo("  " + shlex.join(["python", "run_train.py", *arguments, *larger.arguments]))
-    if options.check:
-        plans, losses = [*plans, larger], [*losses, *train_all([larger])]
-        if losses[-1]:
-            echo(f"It reached {losses[-1]:.4f}, {losses[-1] / expected - 1:+.2%}")
-    svg = os.path.join(options.out, "scaling.svg")
-    if save_figure(svg, lambda axes: draw_law(axes, law, plans, losses, larger, interval),
-                   "Loss by model size", "weights (N)", "val_loss"):
-        echo(f"See {svg}")
-    return int(options.check and not losses[-1])
+    return low, high
 
 
 # -----------------------------------------------------------------------------
@@ -262,11 +259,7 @@ def scaling(options, arguments_and_config):
         plans += ([plan(budget, depth) for depth in sorted(set(options.depth))]
                   or choose_depths([plan(budget, depth) for depth in DEPTHS]))
     pool = RunPool(options.out, arguments, "val_loss", options.jobs)
-
-    def train_all(plans):
-        runs = [(f"{p.budget:g}_depth_{p.depth}", p.arguments, config.seed) for p in plans]
-        return [result["value"] for result in pool.run_all(runs)]
-    losses = train_all(plans)
+    losses = train_all(pool, plans, config.seed)
     runs = np.array([(p.n, p.d, loss) for p, loss in zip(plans, losses) if loss]).T  # (3, P)
     law = fit_law(*runs) if runs.size >= 3 * MIN_RUNS else None
     echo(run_table(plans, losses, law))
@@ -281,8 +274,20 @@ def scaling(options, arguments_and_config):
         n, d = law.best(budget)
         echo(f"{budget:g} FLOPs: best with {n:,.0f} weights and {d:,.0f} tokens, "
              f"{law.loss(n, d):.4f}")
-    best = min((plan(options.larger, depth) for depth in DEPTHS), key=lambda p: law.loss(p.n, p.d))
-    return predict(law, runs, plans, losses, best, train_all, arguments, options)
+    larger = min((plan(options.larger, depth) for depth in DEPTHS),
+                 key=lambda p: law.loss(p.n, p.d))
+    interval = predict(law, runs, larger, arguments)
+    if options.check:
+        plans.append(larger)
+        losses += train_all(pool, [larger], config.seed)
+        if losses[-1]:
+            echo(f"It reached {losses[-1]:.4f}, "
+                 f"{losses[-1] / law.loss(larger.n, larger.d) - 1:+.2%}")
+    svg = os.path.join(options.out, "scaling.svg")
+    if save_figure(svg, lambda axes: draw_law(axes, law, plans, losses, larger, interval),
+                   "Loss by model size", "weights (N)", "val_loss"):
+        echo(f"See {svg}")
+    return int(options.check and not losses[-1])
 
 
 def main(argv=None):
