@@ -4,8 +4,8 @@
     python run_train.py --config train/configs/chat.yaml
     python -m model.chat --ckpt out/chat/ckpt.pt
 
-A row of tokens has several conversations. Attention is masked to the own conversation and positions
-start at 0 in each, so that the loss of a conversation does not depend on the others in its row.
+A row of tokens has several conversations. A mask restricts attention to one conversation, and
+positions start at 0 in each, so that packing does not change the loss.
 """
 
 import contextlib
@@ -38,8 +38,8 @@ USE = "python -m model.chat --ckpt {out}/ckpt.pt"
 class PackedMask:
     """Positions and attention mask of rows with several conversations each.
 
-    `GPT.trunk` uses it like a cache, see model.core.kv_cache.Cache. chat (B, T): the number of each
-    token's conversation in its row.
+    `GPT.trunk` uses it like a cache, see model.core.kv_cache.Cache. chat (B, T): the number, within
+    the row, of each token's conversation.
     """
 
     def __init__(self, chat):
@@ -84,9 +84,9 @@ class ChatGPT(GPT):
         return loss, sums if self.training else sums | self.count_exact(x, targets)
 
     def count_exact(self, x, targets):
-        """Return sums of an evaluation: "correct" tokens, which are the most likely ones,
-        "answers", and "exact" answers, whose tokens are all correct. Greedy sampling generates
-        exactly these. x (B, T, C); targets (B, T)."""
+        """Return sums of an evaluation: "correct" tokens, which have the largest logit, "answers",
+        and "exact" answers: all tokens are correct, as greedy sampling would generate them.
+        x (B, T, C); targets (B, T)."""
         learned = targets != IGNORE  # (B, T)
         best = torch.stack([self.logits(row).argmax(-1) for row in x])  # one row's logits at a time
         wrong = learned & (best != targets)
@@ -118,6 +118,17 @@ class ChatGPT(GPT):
 
 inherit_shape = gpt.inherit_shape
 as_gpt = gpt.as_gpt
+
+
+@dataclass
+class FromChatKeys:
+    """Keys of model types that continue the training of a chat model."""
+    lora_rank: int = key(0, "train only adapters of this rank; 0: all weights", ge=0)
+
+    def problems(self):
+        if self.init_from != "scratch":
+            return []
+        return ["init_from: missing; set it to a chat model, e.g. out/chat/ckpt.pt"]
 
 
 def read_rows_meta(config, model, how_to_prepare, **types):
@@ -210,10 +221,10 @@ def fit_conversation(turns, system, tokenizer, template, max_tokens):
 
 
 def talk(model, tokenizer, questions, max_new_tokens, system=None, **sampling):
-    """Answer the questions one after the other and print the answers while they are generated.
+    """Answer the questions in order, printing tokens during generation.
 
     Each prompt has the `system` message and as many of the latest exchanges as fit in the context
-    beside an answer; max_new_tokens reserves at most half of the context.
+    with an answer; max_new_tokens reserves at most half of the context.
     """
     size = model.config.block_size
     max_tokens = max(size - max_new_tokens, size // 2)
@@ -256,9 +267,8 @@ def chat(options):
     model, tokenizer = load_model(options.ckpt, get_device(options.device),
                                   backbone=options.backbone)
     if getattr(model, "template", None) is None:
-        raise DataError(f"{options.ckpt}: not a chat model; fine-tune it: see python -m "
-                        "data.prepare.chat --help, and run_train.py --config "
-                        "train/configs/chat.yaml")
+        raise DataError(f"{options.ckpt}: not a chat model; fine-tune it with --config "
+                        "train/configs/chat.yaml, see python -m data.prepare.chat --help")
     if options.prompt is None and sys.stdin.isatty():
         print("An empty line ends the conversation.", file=sys.stderr)
     talk(model, tokenizer, [options.prompt] if options.prompt else read_questions(),

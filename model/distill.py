@@ -5,8 +5,8 @@
 
 The training loss is (1 - distill_weight) times the cross-entropy on the text plus distill_weight
 times the KL divergence from the teacher's distribution. Evaluations report the cross-entropy, and
-the divergence as val_kl. The teacher is frozen, keeps the precision of its file, is not sharded and
-is in no checkpoint. The result is a GPT.
+the divergence as val_kl. The teacher is frozen, in the precision of the file, not sharded,
+and in no checkpoint. The result is a GPT.
 
 Shapes: B, T, C, V as in model/gpt.py.
 """
@@ -33,12 +33,10 @@ USE = gpt.USE
 class Keys:
     teacher: str = key("", "checkpoint of the teacher, a GPT", free=True, path=True, reads="apart")
     distill_weight: float = key(0.5, "weight of the teacher in the loss, 0 to 1", ge=0, le=1)
-    distill_temperature: float = key(1.0, "divisor of both models' logits; above 1, unlikely "
-                                     "tokens have more influence", gt=0)
+    distill_temperature: float = key(1.0, "softmax temperature of both models", gt=0)
 
     def problems(self):
-        return [] if self.teacher else ["teacher: missing; set it to the checkpoint of a GPT with "
-                                        "the same tokenizer, e.g. out/quick/ckpt.pt"]
+        return [] if self.teacher else ["teacher: missing; e.g. out/quick/ckpt.pt"]
 
 
 class Student(HoldsFrozen, GPT):
@@ -54,7 +52,7 @@ class Student(HoldsFrozen, GPT):
         loss = self.loss(x, head, targets, self.config.vocab_size)
         with torch.no_grad():
             y = self.frozen[0].trunk(idx)  # (B, T, C of the teacher)
-        # One chunk of logits at a time, computed again in the backward pass: 2 V numbers per token.
+        # One chunk of logits at a time, recomputed in the backward pass: 2 V numbers per token.
         n = chunk_rows(head.size(0), x.device.type)
         chunks = zip(*(t.split(n) for t in (x.flatten(0, 1), y.flatten(0, 1), targets.flatten())))
         kl = sum(checkpoint(self.divergence, *chunk, head, use_reentrant=False)
@@ -84,7 +82,7 @@ class Student(HoldsFrozen, GPT):
         return numbers
 
     def flops_per_unit(self):
-        """Return the FLOPs per token; the teacher is frozen, so its count is a forward pass."""
+        """Return the FLOPs per token, including the teacher's forward pass."""
         return super().flops_per_unit() + sum(m.flops_per_unit() for m in self.frozen)
 
 
@@ -123,7 +121,6 @@ def load_teacher(config, vocab_size):
         raise CheckpointError(f"teacher: {config.teacher}: expected a GPT whose vocabulary has the "
                               f"{vocab_size} ids of the data")
     if teacher.config.block_size < config.block_size:
-        raise CheckpointError(f"teacher: {config.teacher}: its block_size is "
-                              f"{teacher.config.block_size}; expected at least that of the "
-                              f"student, {config.block_size}")
+        raise CheckpointError(f"teacher: {config.teacher}: block_size {teacher.config.block_size}; "
+                              f"expected at least the student's, {config.block_size}")
     return teacher

@@ -31,21 +31,13 @@ USE = chat.USE
 
 
 @dataclass
-class Keys:
+class Keys(chat.FromChatKeys):
     dpo_beta: float = key(0.1, "strength of the constraint to stay close to the reference", gt=0)
-    dpo_loss: str = key("sigmoid", "sigmoid: DPO's loss; ipo: squared distance of the margin from "
-                        "1 / (2 dpo_beta) (arXiv:2310.12036)", choices=("sigmoid", "ipo"))
-    dpo_nll: float = key(0.0, "weight of the chosen answer's negative log-likelihood per token "
-                         "(arXiv:2407.21783)", ge=0)
+    dpo_loss: str = key("sigmoid", "DPO's loss, or IPO's (arXiv:2310.12036)",
+                        choices=("sigmoid", "ipo"))
+    dpo_nll: float = key(0.0, "weight of the chosen answer's cross-entropy (arXiv:2407.21783)",
+                         ge=0)
     length_normalized: bool = key(False, "use log probabilities per token instead of per answer")
-    lora_rank: int = key(0, "train only adapters of this rank on attention and MLP; 0: all "
-                         "weights", ge=0)
-
-    def problems(self):
-        if self.init_from == "scratch":
-            return ["init_from: missing; set it to the chat model with which the pairs were "
-                    "prepared, e.g. out/chat/ckpt.pt"]
-        return []
 
 
 class PreferenceGPT(WithAdapters, ChatGPT):
@@ -71,7 +63,7 @@ class PreferenceGPT(WithAdapters, ChatGPT):
         else:
             losses = (margin / self.beta - 1 / (2 * self.beta)).square()
         losses = losses - self.nll_weight * (own / length)[:, 0]
-        sums = dict(preferred=(margin > 0).sum(), chosen=chosen.detach().sum(),
+        sums = dict(accuracy=(margin > 0).sum(), chosen=chosen.detach().sum(),
                     rejected=rejected.detach().sum())
         if not self.training:
             sums |= self.count_exact(x[::2], targets[::2])  # of the chosen answers
@@ -81,21 +73,19 @@ class PreferenceGPT(WithAdapters, ChatGPT):
         """Return {"accuracy": the share of pairs with a positive margin; "chosen", "rejected" and
         "margin": mean implicit rewards; "exact" in evaluations: the share of chosen answers that
         greedy sampling generates}."""
-        if "preferred" not in sums:
+        if "accuracy" not in sums:
             return super().numbers(sums)
-        count, preferred, chosen, rejected = (float(sums[n]) for n in (
-            "count", "preferred", "chosen", "rejected"))
-        out = dict(accuracy=preferred, chosen=chosen, rejected=rejected, margin=chosen - rejected)
-        if "exact" in sums:
-            out["exact"] = float(sums["exact"])  # one chosen answer per pair
+        out = {name: float(sums[name]) for name in ("accuracy", "chosen", "rejected", "exact")
+               if name in sums}  # "exact": one chosen answer per pair
+        out["margin"] = out["chosen"] - out["rejected"]
+        count = float(sums["count"])
         return {name: value / count if count else None for name, value in out.items()}
 
     def adopt(self, weights):
         """Return the weights to start from. CheckpointError if they are not the reference's."""
         if digest(weights) != self.reference_digest:
             raise CheckpointError("init_from: not the weights with which the pairs were prepared; "
-                                  "prepare them with this checkpoint: python -m data.prepare.pairs "
-                                  "FILE... --reference CKPT.pt")
+                                  "run data.prepare.pairs with --reference CKPT.pt again")
         return super().adopt(weights)
 
     def flops_per_unit(self):

@@ -1,13 +1,13 @@
-"""GRPO (arXiv:2402.03300): reinforcement learning of a chat model from rewards for its answers.
+"""GRPO (arXiv:2402.03300): reinforcement learning of a chat model from rewards for answers.
 
     python -m data.prepare.prompts example --tokenizer out/chat/ckpt.pt --out data/bin/prompts
     python run_train.py --config train/configs/grpo.yaml
     python -m model.chat --ckpt out/grpo/ckpt.pt
 
-A step samples group_size answers per prompt, at temperature 1, and uses them for one update. The
-probability ratio of GRPO is therefore 1 and its clipping is omitted. The logged loss is the
-negative mean reward, plus grpo_beta times the KL divergence from the initial model; its gradient is
-that of GRPO. Sampling is a function of the seed and the sample's number, so that a resumed run, and
+A step samples group_size answers per prompt, at temperature 1, and uses each for one update. The
+probability ratio of GRPO is therefore 1, and clipping is omitted. The logged loss is the negative
+mean reward, plus grpo_beta times the KL divergence from the initial model; the gradient is that of
+GRPO. Sampling is a function of the seed and the sample's number, so that a resumed run, and
 any number of ranks, generates the same answers.
 
 The key `reward` selects exact match or a Python file of the user, which is executed. It is read
@@ -48,24 +48,18 @@ PADDING = (0, -1, IGNORE, 0.0, 0.0)  # a padded position of a row, see pack_answ
 
 
 @dataclass
-class Keys:
-    reward: str = key("exact", "exact: 1 if the answer equals the reference answer in the data, "
-                      "else 0; or a Python file, which is executed, with reward(prompt, answer, "
-                      "row) -> number", free=True, path=True, reads="apart")
+class Keys(chat.FromChatKeys):
+    reward: str = key("exact", "exact: 1 if the answer equals the reference answer, else 0; or a "
+                      "Python file with reward(prompt, answer, row) -> number, which is executed",
+                      free=True, path=True, reads="apart")
     group_size: int = key(8, "answers per prompt, which are compared with each other", ge=2)
     answer_tokens: int = key(64, "maximum number of tokens per answer", ge=1)
     grpo_beta: float = key(0.0, "weight of the KL divergence from the initial model", ge=0)
-    lora_rank: int = key(0, "train only adapters of this rank on attention and MLP; 0: all "
-                         "weights", ge=0)
 
     def problems(self):
-        problems = []
-        if self.init_from == "scratch":
-            problems.append("init_from: missing; set it to the checkpoint of a chat model, e.g. "
-                            "out/chat/ckpt.pt")
+        problems = super().problems()
         if self.reward != "exact" and not self.reward.endswith(".py"):
-            problems.append(f"reward: {self.reward!r}: expected exact, or the name of a Python "
-                            "file (.py)")
+            problems.append(f"reward: {self.reward!r}: expected exact, or a Python file (.py)")
         return problems
 
 
@@ -73,8 +67,8 @@ class Keys:
 # the model
 
 class PolicyGPT(HoldsFrozen, WithAdapters, ChatGPT):
-    """A chat model that is also trained on rewards for its answers: forward(prompts, lengths,
-    row_numbers, sample_numbers), (B, P) and three times (B,).
+    """A chat model that is also trained on rewards: forward(prompts, lengths, row_numbers,
+    sample_numbers), (B, P) and three times (B,).
 
     reward_function: the RewardFunction. frozen: a tuple with the initial model for the KL
     divergence, or empty.
@@ -127,7 +121,7 @@ class PolicyGPT(HoldsFrozen, WithAdapters, ChatGPT):
         advantages = torch.where(flat, 0.0, (rewards - mean) / spread).tolist()
         rows = []
         for i, length in enumerate(lengths.tolist()):
-            if self.frozen or not flat[i]:  # only the KL divergence has a gradient without them
+            if self.frozen or not flat[i]:  # else no gradient
                 rows += pack_answers(prompts[i, :length].tolist(), answers[K * i:K * i + K],
                                      advantages[i], max_tokens)
         multiple = 1 if device.type == "cpu" else len(prompts)  # few different shapes on a GPU
@@ -148,11 +142,11 @@ class PolicyGPT(HoldsFrozen, WithAdapters, ChatGPT):
         return -sums["reward"] / len(prompts), sums
 
     def generate_answers(self, prompts, lengths, samples_per_row=1, seeds=None):
-        """Return a list of answers (lists of ids, with the end token if there is one),
-        samples_per_row per prompt. seeds: one per prompt; None: greedy."""
+        """Return a list of answers, samples_per_row per prompt, as lists of ids with the end token.
+        seeds: one per prompt; default: greedy."""
         prompts = prompts[:, :int(lengths.max())]
         ends = self.reward_function.ends
-        # The ranks of a sharded model compute together: none may finish before the others.
+        # The ranks of a sharded model must run the same number of forward passes.
         out = generate(self, prompts, self.answer_tokens, temperature=1.0 if seeds else 0.0,
                        seed=seeds, stop_token=None if hasattr(self, "reshard") else ends,
                        n_vocab=self.reward_function.tokenizer.n_vocab, lengths=lengths,
@@ -185,7 +179,7 @@ class PolicyGPT(HoldsFrozen, WithAdapters, ChatGPT):
 # rows with a prompt and several answers
 
 class SharedPrefixMask(PackedMask):
-    """Mask of rows with a prompt and answers to it: an answer attends to the prompt and to itself.
+    """Mask of rows with a prompt and several answers, which attend to the prompt only.
     part (B, T): 0 in the prompt at the row's start, 1, 2, ... in the answers, -1 in the padding."""
 
     def __init__(self, part):
@@ -205,10 +199,10 @@ def pack_answers(prompt, answers, advantages, max_tokens):
     """Return rows of at most max_tokens with the prompt and as many answers to it as fit, so that
     the prompt is computed once per row.
 
-    Equal answers are stored once, with the sum of their advantages. A row is a list of (token,
-    part, target, advantage, share): part as in SharedPrefixMask, advantage and share (the number of
-    equal answers) per token. An answer starts with the prompt's last token, which predicts its
-    first one.
+    Equal answers are stored once, with the sum of the advantages. A row is a list of (token, part,
+    target, advantage, share): part as in SharedPrefixMask, advantage and share (the number of equal
+    answers) per token. An answer starts with the prompt's last token, which predicts the first
+    target.
     """
     *start, last = prompt
     advantages_of = {}
@@ -252,9 +246,9 @@ def answer_logps(model, tokens):
 class RewardFunction:
     """The reward of an answer: call it with (row number, ids of the answer).
 
-    It returns (reward, whether the answer equals the reference answer, text of the answer); the
-    second is None for rows without a reference answer. function: reward() of the file at `path`;
-    None: exact match. lines: the lines of SPLIT_rows.jsonl.
+    It returns (reward, whether the answer equals the reference answer, text of the answer); without
+    a reference answer, the second is None. function: reward() of the file at `path`; default: exact
+    match. lines: the lines of SPLIT_rows.jsonl.
     """
 
     def __init__(self, tokenizer, ends, function=None, path=""):
@@ -290,14 +284,14 @@ class RewardFunction:
 
 
 def describe_failure(error, path):
-    """Return a message for an exception in the user's file, with its line."""
+    """Return a message with the line of the user's file that raised the exception."""
     lines = [f":{frame.lineno}" for frame in traceback.extract_tb(error.__traceback__)
              if frame.filename == path]
     return f"reward: {path}{lines[-1] if lines else ''}: {type(error).__name__}: {error}"
 
 
 def load_reward(path):
-    """Execute a Python file; return (its function `reward`, sha256 of the file). Raises
+    """Execute a Python file; return (the function `reward`, sha256 of the file). Raises
     UserError."""
     try:
         digest = hashlib.sha256(Path(path).read_bytes()).hexdigest()
@@ -319,9 +313,9 @@ as_gpt = lora.as_gpt
 
 
 class PromptLoader(RowLoader):
-    """Batches of prompts, their lengths, row numbers and sample numbers. A sample number, which
-    determines the sampled answers, differs between epochs. rows_digest: sha256 of the rows' data
-    beside the tokens."""
+    """Batches of prompts, lengths, row numbers and sample numbers. A sample number, which
+    determines the sampled answers, differs between epochs. rows_digest: sha256 of the rows'
+    records."""
 
     def __init__(self, arrays, rows_digest, reward_function, config, ranks):
         super().__init__(arrays, config, ranks)
@@ -358,16 +352,14 @@ def open_data(config, ranks):
     """Return the Data of the prompts in config.data_dir, see data/prepare/prompts.py. Raises
     DataError or UserError."""
     c = config
-    command = (f"python -m data.prepare.prompts FILE... --out {c.data_dir} --tokenizer CKPT.pt, or "
-               "with `example` as FILE")
+    command = f"python -m data.prepare.prompts FILE... --out {c.data_dir} --tokenizer CKPT.pt"
     meta, tokenizer, spec = chat.read_rows_meta(c, "grpo", f"no prompts; prepare some: {command}")
     width = meta.block_size
     max_width = c.block_size - c.answer_tokens
     if width > max_width:
         raise DataError(f"answer_tokens: prompts of up to {width} tokens and answers of up to "
-                        f"{c.answer_tokens} exceed the model's context, {c.block_size}; set a "
-                        f"smaller answer_tokens, or prepare shorter prompts: {command} "
-                        f"--block_size {max(1, max_width)}")
+                        f"{c.answer_tokens} exceed the model's context, {c.block_size}; reduce it, "
+                        f"or prepare the prompts with --block_size {max(1, max_width)}")
     ends = ChatTemplate.from_spec(meta.template).end_ids(tokenizer)
     reward_function, digest = RewardFunction(tokenizer, ends), "exact"
     if c.reward != "exact":
@@ -409,7 +401,7 @@ def build_model(config, data):
 
 def sample(model, data, config):
     """Return texts: answers to config.sample_prompts or, by default, a greedy and three sampled
-    answers with their rewards to each of three validation prompts."""
+    answers with rewards to each of three validation prompts."""
     if config.sample_prompts:
         return chat.sample(model, data, config)
     batch = data.val.fixed_batch(0, 3, model.wte.weight.device)

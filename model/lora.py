@@ -1,4 +1,4 @@
-"""LoRA (arXiv:2106.09685): fine-tune a frozen GPT with small adapters on its linear layers.
+"""LoRA (arXiv:2106.09685): fine-tune a frozen GPT with small adapters on the linear layers.
 
     python run_train.py --config train/configs/lora.yaml --backbone out/chat/ckpt.pt
     python -m model.lora --ckpt out/lora/ckpt.pt --to merged.pt
@@ -19,14 +19,14 @@ from model import chat, gpt
 from model.chat import ChatGPT
 from model.core import weights as base_weights
 from model.core.adapters import (
+    LoRALinear,
     PartialStateDict,
     WithAdapters,
-    adapter_pairs,
     add_adapters,
     is_adapter,
     merge,
 )
-from model.core.load import BACKBONE, model_of
+from model.core.load import BACKBONE, load_model, model_of
 from model.core.weights import check_tokenizer, with_shape
 from train.base.checkpoint_file import FORMAT_VERSION, load_checkpoint, save_checkpoint
 from train.base.cli import run_command
@@ -49,15 +49,14 @@ class Keys:
                         free=True, path=True, reads=True)
     lora_rank: int = key(8, "rank of the adapters", ge=1)
     lora_alpha: float = key(16.0, "scale of the adapters, divided by lora_rank", gt=0)
-    lora_targets: list[str] = key(["attn", "mlp"], "linear layers that get an adapter, by "
-                                  "parts of their names: attn.q, mlp, h.3, h.*.attn.[qv]")
-    quantize_base: str = key("no", "store the frozen weights below adapters in int8, with a scale "
+    lora_targets: list[str] = key(["attn", "mlp"], "linear layers that get an adapter, e.g. "
+                                  "attn.q, mlp, h.3, h.*.attn.[qv]")
+    quantize_base: str = key("no", "store frozen weights of linear layers in int8, with a scale "
                              "per row", choices=["no", "int8"])
 
     def problems(self):
         if self.quantize_base != "no" and self.distributed == "fsdp":
-            return ["quantize_base: FSDP cannot shard int8 weights beside others; use distributed: "
-                    "ddp, which keeps all weights on each rank"]
+            return ["quantize_base: FSDP cannot shard int8 weights; use distributed: ddp"]
         return []
 
 
@@ -76,7 +75,7 @@ class LoRA(PartialStateDict, WithAdapters, ChatGPT):
         self.r = r
         self.alpha = alpha
         add_adapters(self, targets, r, alpha / r, seed, quantized)
-        if quantized:  # a tensor of the memory-mapped file keeps the whole file in memory
+        if quantized:  # one mapped tensor would hold the whole file in memory
             for p in self.parameters():
                 p.data = p.data if p.dtype == torch.int8 else p.data.clone()
 
@@ -90,8 +89,8 @@ def read_backbone(path):
     state = base_weights.read_backbone(path)
     kind = (state.get("config") or {}).get("model", "gpt")
     if kind == "lora":
-        raise CheckpointError(f"{path}: contains only adapters; merge them into their backbone "
-                              f"first: python -m model.lora --ckpt {path} --to merged.pt")
+        raise CheckpointError(f"{path}: contains only adapters; merge them first: python -m "
+                              f"model.lora --ckpt {path} --to merged.pt")
     if kind not in ("gpt", "chat") or "n_layer" not in state.get("model_args", {}):
         raise CheckpointError(f"{path}: a checkpoint of --model {kind}; expected a gpt or chat "
                               "model with its model_args")
@@ -107,15 +106,14 @@ def describe_backbone(path):
 
 
 def load_backbone(config, data, dtype=torch.float32):
-    """Return (`config` with the backbone's shape, {name: tensor} of its weights). Weights of type
-    `dtype` are kept, others converted to float32. CheckpointError if the backbone is not the one
-    in data.spec."""
+    """Return (`config` with the backbone's shape, {name: tensor} of the backbone). Weights that are
+    not of type `dtype` are converted to float32. CheckpointError if the backbone is not the one in
+    data.spec."""
     path = config.backbone
     state = read_backbone(path)
     if state["digest"] != data.spec["backbone"]:
         raise CheckpointError(f"backbone: the weights of {path} are not those of the training run "
-                              f"(sha256 {data.spec['backbone'][:16]}...); name their file: "
-                              "--backbone")
+                              f"(sha256 {data.spec['backbone'][:16]}...); use --backbone FILE")
     weights = {name: t if t.dtype == dtype else t.float() for name, t in state["model"].items()}
     return with_shape(config, state["model_args"], path), weights
 
@@ -127,7 +125,7 @@ def open_data(config, ranks):
     path = config.backbone
     backbone = broadcast_from_rank0(lambda: describe_backbone(path), ranks)
     vocab_size = backbone["shape"]["vocab_size"]
-    c = with_shape(config, backbone["shape"], path)  # the data must fit its block_size
+    c = with_shape(config, backbone["shape"], path)  # above all block_size
     is_chat = prepared_model(c.data_dir) == "chat"
     data = (chat.open_data if is_chat else open_token_data)(c, ranks)
     check_tokenizer(backbone["tokenizer"], data.spec["tokenizer"], path, c.allow_change)
@@ -141,7 +139,7 @@ def open_data(config, ranks):
 def build_model(config, data):
     """Return the backbone with adapters. Raises CheckpointError."""
     dtype = torch.float32
-    # In training, a bfloat16 backbone stays in bfloat16 if products are computed in it: half of
+    # In training, a bfloat16 backbone is not converted if products are computed in it: half of
     # the memory. Not under FSDP, which needs parameters of one type, and not in float16, in which
     # the residual stream would overflow.
     if hasattr(data, "train") and config.distributed != "fsdp":
@@ -178,41 +176,34 @@ def as_gpt(state, path, backbone=None, ema=False):
 
 @dataclass
 class MergeOptions:
-    """Merge LoRA adapters into their backbone: write a checkpoint of a gpt or chat model."""
+    """Merge LoRA adapters into the backbone: write a checkpoint of a gpt or chat model."""
     ckpt: str = key("out/lora/ckpt.pt", "checkpoint of the adapters")
     to: str = key("", "checkpoint to write", required=True, metavar="FILE.pt")
     backbone: str | None = key(None, BACKBONE)
 
 
-def load_with_backbone(options, model_type):
-    """Return (model in eval mode, checkpoint dict) of options.ckpt and its backbone. Raises
-    CheckpointError for a checkpoint of another model type."""
+def write_merged(options, model_type, **shape_changes):
+    """Write the checkpoint options.ckpt and the backbone as one checkpoint, with merged adapters.
+    Return (model, model type) of the result. shape_changes: of the model_args."""
+    model, _ = load_model(options.ckpt, backbone=options.backbone, expect=model_type)
     state = load_checkpoint(options.ckpt)
-    found = (state.get("config") or {}).get("model", "gpt")
-    if found != model_type:
-        raise CheckpointError(f"{options.ckpt}: a checkpoint of --model {found}; expected one of "
-                              f"--model {model_type}")
-    model, _ = model_of(state, options.ckpt, backbone=options.backbone)
-    return model, state
-
-
-def save_merged(path, model, state, shape):
-    """Write the merged weights of `model` as a checkpoint without backbone. state: the checkpoint
-    dict of the training run; shape: the model_args."""
+    if model_type == "lora":
+        model_type = "chat" if model.template else "gpt"
+    shape = asdict(model.config) | shape_changes
+    config = {k: v for k, v in state["config"].items() if k in FIELDS} | dict(model=model_type)
     spec = {k: v for k, v in state["spec"].items() if k != "backbone"}
     unchanged = {k: state.get(k) for k in ("iter_num", "best_val_loss", "tokenizer")}
-    save_checkpoint(path, dict(unchanged, format_version=FORMAT_VERSION, model=merge(model),
-                               spec=spec, model_args=shape, config=state["config"] | shape))
+    save_checkpoint(options.to, dict(unchanged, format_version=FORMAT_VERSION, model=merge(model),
+                                     spec=spec, model_args=shape, config=config | shape))
+    return model, model_type
 
 
 def merge_adapters(options):
     """Merge the adapters of options.ckpt and write a checkpoint of a gpt or chat model."""
-    model, state = load_with_backbone(options, "lora")
-    kind = "chat" if model.template else "gpt"
-    config = {k: v for k, v in state["config"].items() if k in FIELDS} | dict(model=kind)
-    save_merged(options.to, model, state | dict(config=config), asdict(model.config))
-    print(f"Wrote {options.to}: {len(adapter_pairs(model))} adapters merged into their backbone, a "
-          f"{kind} model\nNext: python -m model.{'chat' if kind == 'chat' else 'sample'} --ckpt "
+    model, model_type = write_merged(options, "lora")
+    n_adapters = sum(isinstance(m, LoRALinear) for m in model.modules())
+    print(f"Wrote {options.to}: {n_adapters} adapters merged into their backbone, a {model_type} "
+          f"model\nNext: python -m model.{'chat' if model.template else 'sample'} --ckpt "
           f"{options.to}")
 
 

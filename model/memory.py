@@ -3,8 +3,8 @@
     python run_train.py --config train/configs/memory.yaml
     python -m model.memory --ckpt out/memory/ckpt.pt --to merged.pt
 
-Each block of a frozen backbone gets n_chapters chapters of learned keys and values. A router, that
-of model/moe.py, chooses chapters_per_token chapters for each token, whose state attends to them;
+Each block of a frozen backbone gets n_chapters chapters of trainable keys and values. A router, as
+in model/moe.py, chooses chapters_per_token chapters per token, to which the token's state attends;
 the result is multiplied by a gate and added to the state. Gates start at zero and values do not, so
 that step 0 equals the backbone and everything gets a gradient from step 1 on.
 
@@ -17,7 +17,7 @@ Shapes: B, T, C, H, D as in model/gpt.py; n chapters of S key-value pairs, k cha
 """
 
 import sys
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 
 import torch
 import torch.nn as nn
@@ -47,10 +47,7 @@ class Keys(RouterKeys):
     chapter_size: int = key(32, "key-value pairs per chapter", ge=1)
 
     def problems(self):
-        problems = []
-        if not self.backbone:
-            problems.append("backbone: missing; set it to the checkpoint of a GPT, e.g. "
-                            "out/quick/ckpt.pt")
+        problems = [] if self.backbone else ["backbone: missing; e.g. out/quick/ckpt.pt"]
         if self.chapters_per_token > self.n_chapters:
             problems.append(f"chapters_per_token ({self.chapters_per_token}) must not exceed "
                             f"n_chapters ({self.n_chapters})")
@@ -59,14 +56,14 @@ class Keys(RouterKeys):
 
 @dataclass
 class MemoryConfig(GPTConfig, Keys):
-    """Configuration of the backbone and its memory."""
+    """Configuration of the backbone and the memory."""
 
 
 # -----------------------------------------------------------------------------
 # the model
 
 class Chapters(nn.Module):
-    """Cross-attention of each token to the key-value pairs of its k chapters.
+    """Cross-attention of each token to the key-value pairs of k chapters.
 
     The products are grouped by chapter and head: group chapter * H + head has S pairs.
     """
@@ -75,7 +72,7 @@ class Chapters(nn.Module):
         super().__init__()
         c = self.config = config
         n_groups = c.n_chapters * c.n_head
-        if c.n_embd % c.n_head:  # possible in models with their own head_dim
+        if c.n_embd % c.n_head:  # possible with the key head_dim
             raise ConfigError([f"a memory needs n_embd ({c.n_embd}) to be a multiple of n_head "
                                f"({c.n_head})"])
         head_dim = c.n_embd // c.n_head
@@ -97,7 +94,7 @@ class Chapters(nn.Module):
         groups = GroupOrder((chosen.unsqueeze(-1) * H + heads).flatten(), c.n_chapters * H)
         q = (self.q(x) * D ** -0.5).view(B, T, 1, H, D).expand(-1, -1, k, -1, -1)
         scores = groups.unsort(self.keys(groups.sort(q.flatten(0, 3)), groups.ends))
-        # The chapter's score is added to those of its keys; one softmax over all pairs.
+        # Scores of chapters and keys are added; one softmax over all pairs.
         chapter_scores = logits.log_softmax(-1).gather(-1, chosen).view(B, T, k, 1, 1)
         scores = scores.view(B, T, k, H, S).float() + chapter_scores
         p = (scores - scores.logsumexp((2, 4), keepdim=True)).exp().to(q.dtype)  # (B, T, k, H, S)
@@ -125,14 +122,14 @@ def is_memory(name):
 
 class MemoryGPT(PartialStateDict, WithAdapters, ChatGPT, RoutedGPT):
     """A GPT with memory, for tokens or conversations. weights: {name: tensor} of the backbone;
-    None: they are in the model's checkpoint."""
+    without, all weights are in the model's checkpoint."""
     block_class = MemoryBlock
 
     def __init__(self, config, seed, token_bytes, weights=None):
         super().__init__(config, seed, token_bytes)
         if weights is not None:
             own = {n: p for n, p in self.named_parameters() if is_memory(n)}
-            # assign: on the meta device too, because no one else fills frozen weights.
+            # assign: also on the meta device, because frozen weights are not filled later.
             nn.Module.load_state_dict(self, weights | own, assign=True)
         if config.lora_rank:
             add_adapters(self, ["attn", "mlp"], config.lora_rank, 2.0, seed)
@@ -146,7 +143,7 @@ class MemoryGPT(PartialStateDict, WithAdapters, ChatGPT, RoutedGPT):
         out = super().forward(idx, targets, chat, cache, last_only)
         if chat is None:
             return out
-        n_items = (targets[:, 1:] == 1).sum(1)  # (B,): learned tokens per row
+        n_items = (targets[:, 1:] == 1).sum(1)  # (B,): targets per row
         return self.add_router_losses(*out, self.pop_routed(), n_items)
 
     def numbers(self, sums):
@@ -192,15 +189,13 @@ def build_model(config, data):
 
 @dataclass
 class MergeMemoryOptions(lora.MergeOptions):
-    """Merge a memory and its backbone into one checkpoint."""
+    """Merge a memory and the backbone into one checkpoint."""
     ckpt: str = key("out/memory/ckpt.pt", "checkpoint of the memory")
 
 
 def merge_memory(options):
-    """Write the memory of options.ckpt and its backbone as one checkpoint, with merged adapters."""
-    model, state = lora.load_with_backbone(options, "memory")
-    shape = asdict(model.config) | dict(lora_rank=0, train_base=True)
-    lora.save_merged(options.to, model, state, shape)
+    """Write the memory of options.ckpt and the backbone as one checkpoint."""
+    model, _ = lora.write_merged(options, "memory", lora_rank=0, train_base=True)
     print(f"Wrote {options.to}: the memory and its backbone\nNext: python -m model.sample --ckpt "
           f"{options.to}{' --chat' if model.template else ''}")
 

@@ -1,17 +1,18 @@
 """A GPT with routed experts (mixture of experts): --config train/configs/moe.yaml
 
-The MLP of each block is replaced by n_experts smaller ones (SwiGLU). A router sends every token to
-experts_per_token of them; no token is dropped. The arithmetic is that of Qwen3MoeForCausalLM in
+Each block has n_experts small MLPs (SwiGLU) instead of one. A router sends every token to
+experts_per_token experts; no token is dropped. The arithmetic is that of Qwen3MoeForCausalLM in
 Hugging Face transformers.
 
 The results are the same on one device, under DDP and under FSDP: the weights of all experts are one
-tensor (E, out, in), in which an expert without tokens has a gradient of zero instead of none, and
+tensor (E, out, in), in which an expert without tokens has a zero gradient, and
 load balance is measured within each sequence, so that the split into micro-batches and ranks does
 not matter.
 
 Shapes: B, T, C as in model/gpt.py; E experts, k experts per token.
 """
 
+import functools
 import re
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, fields
@@ -22,12 +23,10 @@ import torch.nn.functional as F
 
 from model import gpt
 from model.core.init import normal
-from model.core.load import read_model_args
 from model.core.ops import apply_dropout
 from model.gpt import GPT, Block, GPTConfig
 from train.base.fields import key
 from train.config import find_gpt_conflicts
-from train.distributed import convert_ddp_state
 
 USE = gpt.USE
 GPT_FIELDS = {f.name for f in fields(GPTConfig)}
@@ -36,19 +35,17 @@ GPT_FIELDS = {f.name for f in fields(GPTConfig)}
 @dataclass
 class RouterKeys:
     """Weights of the router losses in the training loss."""
-    load_balance_coef: float = key(0.01, "weight of the routers' load balance loss", ge=0)
-    auxiliary_coef: float = key(0.0, "weight of the squared distance of the experts' load from "
-                                "uniform; its gradient goes through the probabilities", ge=0)
-    z_loss_coef: float = key(0.001, "weight of the squared logsumexp of the routers' logits", ge=0)
+    load_balance_coef: float = key(0.01, "weight of the load balance loss", ge=0)
+    auxiliary_coef: float = key(0.0, "weight of the load's squared distance from uniform", ge=0)
+    z_loss_coef: float = key(0.001, "weight of the router logits' squared logsumexp", ge=0)
 
 
 @dataclass
 class Keys(RouterKeys):
     n_experts: int = key(8, "experts per block", ge=1, shape=True)
     experts_per_token: int = key(2, "experts per token", ge=1, shape=True)
-    expert_hidden: int | None = key(None, "hidden width of an expert (default: n_hidden / "
-                                    "experts_per_token, the FLOPs of a dense MLP per token)", ge=1,
-                                    shape=True)
+    expert_hidden: int | None = key(None, "width of an expert [n_hidden / experts_per_token]",
+                                    ge=1, shape=True)
     norm_topk_prob: bool = key(True, "scale a token's expert weights to sum 1", shape=True)
 
     def problems(self):
@@ -79,7 +76,7 @@ def router_losses(logits: torch.Tensor, k: int) -> dict[str, torch.Tensor]:
     """Return {"load_balance", "auxiliary", "z_loss"} of a router, 0-dim tensors, from its logits
     (..., E) of N tokens, each of which uses the k experts with the largest logits.
 
-    With the mean probability P_i of expert i and its share f_i of the N k assignments:
+    With the mean probability P_i of expert i and the share f_i of the N k assignments:
     load_balance = E sum_i f_i P_i (arXiv:2101.03961), which is 1 for a uniform load;
     auxiliary = sum_i (f_i - 1/E)^2, where f_i, a count without a gradient, gets that of P_i;
     z_loss = mean(logsumexp(logits)^2) (arXiv:2202.08906).
@@ -118,8 +115,8 @@ def compute_router_auxiliary_loss(router_losses: Sequence[dict[str, torch.Tensor
 # routing and grouped matrix products
 
 class Router(nn.Linear):
-    """Chooses k of n groups per token, and their weights. Computed in float32, because rounding
-    would change the choice. (With TF32, a GPU rounds to 11 bits, equally in every pass.)
+    """Chooses k of n groups per token, with weights. Computed in float32, because rounding would
+    change the choice. (With TF32, a GPU rounds to 11 bits, equally in every pass.)
 
     normalise: scale the k weights of a token to sum 1.
     """
@@ -138,7 +135,7 @@ class Router(nn.Linear):
 
 
 class GroupOrder:
-    """Sorts M rows by their groups, and back. chosen (M,): the group of each row; ends (n,) int32:
+    """Sorts M rows by group, and back. chosen (M,): the group of each row; ends (n,) int32:
     the end of each group in the sorted rows."""
 
     def __init__(self, chosen, n):
@@ -156,7 +153,7 @@ class GroupOrder:
 
 class Permute(torch.autograd.Function):
     """rows[order]. The backward pass is the inverse permutation. That of indexing adds rows in an
-    order that depends on timing, so that its bits could differ between runs."""
+    order that depends on timing, so that bits could differ between runs."""
 
     @staticmethod
     def forward(ctx, rows, order, inverse):
@@ -186,7 +183,7 @@ class GroupedLinear(nn.Module):
         return self.loop_over_groups(x, w, ends)
 
     def loop_over_groups(self, x, w, ends):
-        """Compute one product per group. An empty group is included: its gradient is zero."""
+        """Compute one product per group. Empty groups are included, with a gradient of zero."""
         sizes = ends.diff(prepend=ends.new_zeros(1)).tolist()
         return torch.cat([F.linear(rows, w[i]) for i, rows in enumerate(x.split(sizes))])
 
@@ -301,8 +298,8 @@ class RoutedGPT(GPT):
         return super().initial(name, shape, seed)
 
     def compile(self, *args, **kwargs):
-        """Compile the model, except for products per group, whose sizes change at every step: each
-        would be compiled again."""
+        """Compile the model, except for products per group, which would recompile whenever the
+        sizes change: at every step."""
         for module in self.modules():
             if isinstance(module, GroupedLinear):
                 module.loop_over_groups = torch.compiler.disable(module.loop_over_groups)
@@ -327,7 +324,7 @@ inherit_shape = gpt.inherit_shape
 
 
 def build_routed(config, data, model_class, config_class, build=gpt.build_model):
-    """Build a `model_class` whose configuration is a `config_class`: GPTConfig with more fields."""
+    """Build a `model_class` with a `config_class`, a subclass of GPTConfig with more fields."""
     own = {f.name: getattr(config, f.name) for f in fields(config_class)
            if f.name not in GPT_FIELDS}
     return build(config, data, lambda c, seed, token_bytes: model_class(
@@ -338,7 +335,4 @@ def build_model(config, data):
     return build_routed(config, data, MoE, MoEConfig)
 
 
-def as_gpt(state, path, backbone=None, ema=False):
-    """Return ({name: tensor}, MoEConfig) of the checkpoint `state`, for export."""
-    weights = convert_ddp_state(state["model"])
-    return weights, read_model_args(state.get("model_args") or {}, weights, MoEConfig)
+as_gpt = functools.partial(gpt.as_gpt, config_class=MoEConfig)

@@ -438,7 +438,7 @@ def test_the_answer_that_is_held_back(made, tmp_path):
 
 @pytest.mark.parametrize("changes, message", [
     (dict(init_from="scratch"), "init_from: missing"),
-    (dict(reward="share"), r"reward: 'share': expected exact, or the name of a Python file"),
+    (dict(reward="share"), r"reward: 'share': expected exact, or a Python file"),
     (dict(reward="nowhere.py"), "nowhere.py: FileNotFoundError"),
     (dict(data_dir="{chats}"), "no prompts; prepare some: python -m data.prepare.prompts"),
     (dict(answer_tokens=60), "exceed the model's context, 64"),

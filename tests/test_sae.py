@@ -322,7 +322,7 @@ def test_another_backbone_is_refused(tmp_path, data_dir, backbone, trained, caps
     state["config"]["backbone"] = str(other / "ckpt.pt")
     save_checkpoint(str(tmp_path / "moved.pt"), state)
     assert main(["--ckpt", str(tmp_path / "moved.pt")]) == 2
-    assert "are not those on which this autoencoder was trained" in capsys.readouterr().err
+    assert "are not those of the training run" in capsys.readouterr().err
     assert main(["--ckpt", str(backbone)]) == 2
     assert "expected one of --model sae" in capsys.readouterr().err
 

@@ -130,7 +130,7 @@ def add_adapters(model, targets, r, scale, seed, quantized=False):
 
 def find_layers(model, targets):
     """Return the names of the linear layers in the blocks that match one of the patterns `targets`.
-    Raises ConfigError for a pattern that matches none."""
+    Raises ConfigError for a pattern without a match."""
     names = [f"h.{n}" for n, m in model.h.named_modules() if isinstance(m, nn.Linear)]
     for pattern in targets or [""]:
         if not any(matches(name, pattern) for name in names):
@@ -148,7 +148,7 @@ def adapter_pairs(model):
 
 @torch.no_grad()
 def merge(model):
-    """Return {name: tensor} of the model without adapters, whose weights are the merged ones."""
+    """Return {name: tensor} of the model without adapters, with merged weights."""
     merged = {}
     for name, t in nn.Module.state_dict(model).items():  # with the frozen tensors, see below
         if name.endswith(".base"):
@@ -160,8 +160,8 @@ def merge(model):
 
 
 class WithAdapters:
-    """Mixin for a GPT to which adapters can be added: their initial values, and weights to start
-    from under the names that adapters give them."""
+    """Mixin for a GPT to which adapters can be added: initial values, and the renaming of weights
+    to start from."""
 
     def add_adapters_if(self, config):
         """Add adapters of rank config.lora_rank to attention and MLP and freeze all other weights;
@@ -186,8 +186,8 @@ class WithAdapters:
 
 
 class PartialStateDict:
-    """Mixin for a model that saves only the tensors for which is_saved(name) is true. The others
-    belong to its frozen backbone, which has its own checkpoint."""
+    """Mixin for a model that saves only the tensors for which is_saved(name) is true. The rest
+    belongs to the frozen backbone, which has a separate checkpoint."""
 
     def is_saved(self, name):
         raise NotImplementedError

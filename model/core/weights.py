@@ -85,15 +85,15 @@ def take_checkpoint_shape(config, state, path):
     return take_shape(config, state.get("model_args"), path, hook, state["model"])
 
 
-def as_gpt(state, path, backbone=None, ema=False):
+def as_gpt(state, path, backbone=None, ema=False, config_class=None):
     """Return ({name: tensor}, GPTConfig) of a GPT's checkpoint, for exports.
 
     A hook of the model interface: model types with the weights of a GPT define it, e.g. by merging
     adapters. path: where `state` comes from; backbone: the present path of the frozen model; ema:
-    whether the weights are running averages.
+    whether the weights are running averages; config_class: the default is GPTConfig.
     """
     weights = convert_ddp_state(state["model"])
-    return weights, read_model_args(state.get("model_args") or {}, weights)
+    return weights, read_model_args(state.get("model_args") or {}, weights, config_class)
 
 
 def with_shape(config, model_args, path):

@@ -48,18 +48,15 @@ class Keys:
     backbone: str = key("out/quick/ckpt.pt", "checkpoint of the GPT whose activations are learned",
                         free=True, path=True, reads=True)
     layer: int = key(1, "block whose output is learned, from 0", ge=0)
-    sae: str = key("topk", "topk: the k largest features per token; relu: any number, with an L1 "
-                   "penalty", choices=["topk", "relu"])
+    sae: str = key("topk", "topk: k features per token; relu: any number, with an L1 penalty",
+                   choices=["topk", "relu"])
     d_sae: int = key(1024, "number of features", ge=1)
     k: int = key(32, "topk: features per token", ge=1)
-    l1: float = key(0.02, "relu: weight of the L1 penalty, sum of feature x norm of its decoder "
-                    "row", ge=0)
-    auxk: int = key(64, "number of dead features that are trained on the reconstruction error of "
-                    "the others (AuxK); 0: none", ge=0)
+    l1: float = key(0.02, "relu: weight of the L1 penalty, feature x norm of decoder row", ge=0)
+    auxk: int = key(64, "dead features that are trained on the reconstruction error; 0: none", ge=0)
     auxk_weight: float = key(1 / 32, "weight of the AuxK loss", ge=0)
     dead_after: int = key(1000, "steps without firing after which a feature is dead", ge=1)
-    buffer_size: int = key(65536, "activations from which batches are sampled, over all ranks",
-                           ge=1)
+    buffer_size: int = key(65536, "activations in the ring buffers of all ranks", ge=1)
 
     def problems(self):
         used = ("k", "auxk") if self.sae == "topk" else ("auxk",)
@@ -79,10 +76,10 @@ def keep_largest(x, k):
 class SparseAutoencoder(nn.Module):
     """forward(activations (N, C)) -> (loss, sums, reconstruction (N, C)).
 
-    Activations are centred and scaled with the mean and scale in `spec`. Their mean variance is
-    then 1, and the squared error is about the share of variance that is not explained. Outliers
+    Activations are centred and scaled with the mean and scale in `spec`. The mean variance is then
+    1, and the squared error is about the share of variance that is not explained. Outliers
     (the first newline or comma in many published models) are replaced by the mean before encoding,
-    and returned unchanged as their reconstruction.
+    and the reconstruction leaves each unchanged.
     """
 
     def __init__(self, config, spec):
@@ -115,8 +112,8 @@ class SparseAutoencoder(nn.Module):
         return rows if name == "W_dec" else rows.T
 
     def decoder(self):
-        """Return the decoder (F, C). For top-k its rows are normalised to length 1 here, so that
-        they have no gradient along themselves and need no correction after a step."""
+        """Return the decoder (F, C). For top-k, rows are normalised to length 1 here instead of
+        after each step; the gradient is then orthogonal to the row."""
         W = self.W_dec.float()
         return F.normalize(W, dim=1) if self.keys.sae == "topk" else W
 
@@ -157,24 +154,24 @@ class SparseAutoencoder(nn.Module):
             loss = loss + c.auxk_weight * losses["auxk"]
         sums = {name: values.sum() for name, values in losses.items()}
         sums |= dict(x=x.sum(0), xx=x.square().sum(), fired=(z > 0).sum(0),
-                     dying=self.silent + 1 >= c.dead_after)  # dead unless they fire in this step
+                     dying=self.silent + 1 >= c.dead_after)  # dead unless fired in this step
         return loss.mean(), sums, torch.where(is_outlier, activations, out / self.scale + self.mean)
 
     def auxk_loss(self, pre, error, W):
         """Return the share (N,) of the reconstruction error (N, C) that the largest dead features
-        do not explain (arXiv:2406.04093, A.2). It makes dead features fire again. With fewer than
-        auxk dead features its weight is smaller."""
+        do not explain (arXiv:2406.04093, A.2). It revives dead features. With fewer than auxk
+        dead features the weight is smaller."""
         if not self.may_have_dead:
             return error.new_zeros(len(error))
         dead = self.silent >= self.keys.dead_after  # (F,)
         z = keep_largest(pre.masked_fill(~dead, -torch.inf), self.keys.auxk)
-        z = torch.where(dead, z, 0.0)  # with fewer dead features than auxk, others are -inf
+        z = torch.where(dead, z, 0.0)  # -inf if fewer than auxk are dead
         rest = (error - z @ W).float().square().sum(1) / error.square().sum(1).clamp(min=1e-8)
         return rest * (dead.sum() / self.keys.auxk).clamp(max=1.0)
 
 
 class SAEModel(nn.Module):
-    """The autoencoder in training, and spliced into its backbone in evaluations."""
+    """The autoencoder in training, and spliced into the backbone in evaluations."""
 
     def __init__(self, config, spec):
         super().__init__()
@@ -198,15 +195,13 @@ class SAEModel(nn.Module):
         c, device = self.keys, self.sae.mean.device
         backbone = load_backbone(c.backbone, c.layer, device, choose_dtype(c.dtype, device)[0])
         if self.spec["backbone"] not in (backbone.digest, backbone.file_hash):
-            raise CheckpointError(
-                f"backbone: the weights of {c.backbone} are not those on which this autoencoder "
-                f"was trained: their sha256 is {backbone.digest[:12]}..., expected "
-                f"{self.spec['backbone'][:12]}...; restore that file")
+            raise CheckpointError(f"backbone: the weights of {c.backbone} are not those of the "
+                                  f"training run (sha256 {self.spec['backbone'][:12]}...)")
         return backbone
 
     def forward(self, x, targets=None):
         """Training: x (B, T, C) activations. Evaluation: x, targets (B, T) tokens, with sums of the
-        backbone's loss: its "own", "spliced" with the reconstruction, and "zeroed" activations."""
+        backbone's loss: unchanged, "spliced" with the reconstruction, and with zeros instead."""
         if targets is None:
             return self.sae(x.flatten(0, 1))[:2]
         backbone = self.backbone()
@@ -229,8 +224,8 @@ class SAEModel(nn.Module):
 
         explained_variance: over all activations and dimensions together, because a mean of ratios
         would be biased. l0: features per token. dead: in training the features that have not fired
-        for dead_after steps, in evaluations those that never fired. In evaluations also the
-        backbone's lm_loss, spliced_loss, and loss_recovered: 1 if they are equal, 0 if the
+        for dead_after steps, in evaluations all that never fired. In evaluations also the
+        backbone's lm_loss, spliced_loss, and loss_recovered: 1 if both are equal, 0 if the
         reconstruction is no better than zeros.
         """
         n, fired = float(sums["count"]), sums["fired"]
@@ -305,7 +300,7 @@ def find_top_contexts(model, tokens, n_batches, n_contexts):
     one per window.
 
     Returns the share of tokens at which each feature fires (F,); values (F, n_contexts) in
-    descending order, their windows and positions (F, n_contexts); the tokens (windows, T).
+    descending order, with windows and positions (F, n_contexts); the tokens (windows, T).
     """
     backbone = model.backbone()
     fired, windows, best = 0, [], None

@@ -1,6 +1,6 @@
 """Activations of a frozen GPT as training data: ring buffers, and the loader of --model sae.
 
-A batch is a function of its step and independent of the number of ranks, as with every loader, so
+A batch is a function of the step and independent of the number of ranks, as with every loader, so
 that a run resumes exactly.
 
 Shapes: B windows, T tokens, C channels of the residual stream.
@@ -20,8 +20,8 @@ from model.core.weights import load_frozen
 from model.gpt import GPT
 from train.base.errors import CheckpointError, ConfigError
 
-# The first token attends only to itself: its activation is many times longer than the others and
-# would dominate the squared error. It is neither learned nor replaced.
+# The activation of the first token is many times longer than typical and would dominate the squared
+# error. It is neither reconstructed nor replaced.
 N_SKIPPED = 1
 # The same holds for a few later tokens, in many published models the first newline or comma:
 # activations that exceed the typical length by this factor are left out, too.
@@ -32,10 +32,10 @@ OUTLIER_RATIO = 4
 # the backbone
 
 class Backbone:
-    """A frozen GPT whose residual stream after block `layer` can be read and replaced. It is no
-    module: in no checkpoint, and not sharded.
+    """Reads and replaces the residual stream of a frozen GPT after block `layer`. It is no module:
+    in no checkpoint, and not sharded.
 
-    path: its checkpoint. Raises CheckpointError if it is missing or no GPT, ConfigError if it has
+    path: the checkpoint. Raises CheckpointError if it is missing or no GPT, ConfigError if it has
     no such block.
     """
 
@@ -78,7 +78,7 @@ class Backbone:
             handle.remove()
 
     def statistics(self, tokens, n_windows=64):
-        """Return ([mean per channel], the scale at which their mean variance is 1) of the
+        """Return ([mean per channel], the scale for a mean variance of 1) of the
         activations of windows that are evenly spaced in the loader `tokens`, without outliers."""
         starts = np.linspace(0, tokens.n_tokens - tokens.block_size, n_windows).astype(np.int64)
         idx = tokens.stream.read(np.unique(starts), tokens.block_size).astype(np.int64)
@@ -90,7 +90,7 @@ class Backbone:
 
 
 def truncate_blocks(gpt, n):
-    """Return `gpt` with the first n blocks only and no final norm, sharing its weights: trunk() is
+    """Return `gpt` with the first n blocks only and no final norm, sharing the weights: trunk() is
     the residual stream after block n - 1."""
     lower = copy.copy(gpt)
     lower._modules = gpt._modules | {"h": gpt.h[:n], "ln_f": nn.Identity()}
@@ -116,20 +116,19 @@ class ActivationBuffer:
         return min(self.n_added, len(self.rows))
 
     def add(self, x: torch.Tensor) -> None:
-        """Add activations x (n, dim), oldest first. They overwrite the oldest in the buffer."""
+        """Add activations x (n, dim), oldest first, which overwrite the oldest in the buffer."""
         size, end = len(self.rows), self.n_added + len(x)
-        x = x[-size:]  # others would be overwritten immediately
+        x = x[-size:]  # earlier rows would be overwritten immediately
         self.rows[torch.arange(end - len(x), end, device=self.rows.device) % size] = x.float()
         self.n_added = end
 
     def sample(self, n: int, seed: int) -> torch.Tensor:
-        """Return n rows (n, dim), a function of the content and `seed`. They are distinct if there
-        are enough."""
+        """Return n rows (n, dim), a function of the content and `seed`; distinct if possible."""
         return self.rows[self.sample_indices(n, seed).to(self.rows.device)]
 
     def sample_indices(self, n, seed):
-        """Return the indices (n,) of sample(), on the CPU, where they are the same for all devices.
-        They are relative to the oldest row, so that a refilled buffer gives the same samples."""
+        """Return the indices (n,) of sample(). Drawn on the CPU, equal on all devices, and relative
+        to the oldest row, so that a refilled buffer gives the same samples."""
         if not len(self):
             raise ValueError("ActivationBuffer: empty; call add() first")
         generator = torch.Generator().manual_seed(seed)
@@ -141,11 +140,11 @@ class ActivationBuffer:
 class ActivationLoader:
     """Loader of activations (B, T - N_SKIPPED, C).
 
-    Each position of the global batch has a ring buffer. Every step adds the activations of its
+    Each position of the global batch has a ring buffer. Every step adds the activations of a
     window of tokens to it and samples the same number of rows from it, so that a batch mixes the
     windows of many steps. Positions are distributed over the ranks, which therefore share the
     backbone's work without communication. If a step does not follow the previous one (a resumed
-    run), the buffers are refilled from their last windows.
+    run), the buffers are refilled from the last windows.
     """
     unit = "tok"
     computes = True
@@ -161,7 +160,7 @@ class ActivationLoader:
         n_windows = config.buffer_size // (config.samples_per_step * self.units_per_sample)
         self.n_windows = max(1, n_windows)  # per buffer
         self.buffers = {}  # {micro-batch: list of B buffers}
-        self.last_steps = {}  # {micro-batch: step of the last window in its buffers}
+        self.last_steps = {}  # {micro-batch: step of the last window added}
 
     def get_batch(self, device="cpu", step=0):
         micro = step % self.accumulation
@@ -178,7 +177,7 @@ class ActivationLoader:
         return (torch.stack([buffer.rows[i] for buffer, i in rows]),)
 
     def fill(self, micro, step, device):
-        """Add the window of `step` to the buffers of `micro`, or refill them."""
+        """Add the window of `step` to the buffers of `micro`, refilling if steps were skipped."""
         n, steps = self.accumulation, [step]
         if self.last_steps.get(micro) != step - n:
             first = max(micro, step - (self.n_windows - 1) * n)
