@@ -1,6 +1,6 @@
 """Arrays of rows: SPLIT_NAME.npy files with one row per sample, and the rules of the splits.
 
-Commands of data.prepare write the arrays (RowWriter, ChatPacker), model types open_rows.
+Commands of data.prepare write the arrays (e.g. with ChatPacker), model types open_rows.
 """
 
 import hashlib
@@ -63,37 +63,6 @@ def pad_rows(rows, width, value, dtype):
     return padded
 
 
-class RowWriter:
-    """Writes the arrays of one split row by row: only the header of a .npy file has the number of
-    rows, and numpy pads the header so that this number can grow."""
-
-    def __init__(self, folder, split, columns):
-        """columns: {name: (values per row, dtype)}."""
-        self.columns = {name: (width, np.dtype(dtype)) for name, (width, dtype) in columns.items()}
-        self.files = {name: open(os.path.join(folder, f"{split}_{name}.npy"), "wb")
-                      for name in columns}
-        self.n_rows = 0
-        self.write_headers()
-
-    def write_headers(self):
-        for name, (width, dtype) in self.columns.items():
-            self.files[name].seek(0)
-            np.lib.format.write_array_header_1_0(self.files[name], dict(
-                descr=np.lib.format.dtype_to_descr(dtype), fortran_order=False,
-                shape=(self.n_rows, width)))
-
-    def append(self, **row):
-        """Write one row, {name: array of the column's width}."""
-        for name, values in row.items():
-            self.files[name].write(values.astype(self.columns[name][1]).tobytes())
-        self.n_rows += 1
-
-    def close(self):
-        self.write_headers()
-        for file in self.files.values():
-            file.close()
-
-
 class ChatPacker:
     """Packs whole conversations into rows of `width` tokens.
 
@@ -106,9 +75,19 @@ class ChatPacker:
         self.width = width
         self.fill = fill
         self.open_rows = []  # lists of (ids, mask)
-        self.n_chats = self.n_tokens = self.n_learned = 0
-        self.writer = RowWriter(folder, split, dict(
-            tokens=(width, dtype), mask=(width, "u1"), chat=(width, "<u2")))
+        self.n_chats = self.n_tokens = self.n_learned = self.n_rows = 0
+        self.dtypes = dict(tokens=np.dtype(dtype), mask=np.dtype("u1"), chat=np.dtype("<u2"))
+        self.files = {name: open(os.path.join(folder, f"{split}_{name}.npy"), "wb")
+                      for name in self.dtypes}
+        self.write_headers()
+
+    def write_headers(self):
+        """Write the headers of the files, which contain the number of rows. numpy pads a header so
+        that this number can grow."""
+        for name, file in self.files.items():
+            file.seek(0)
+            np.lib.format.write_array_header_1_0(file, dict(
+                descr=self.dtypes[name].str, fortran_order=False, shape=(self.n_rows, self.width)))
 
     def add(self, ids, mask):
         """Add a conversation of at most `width` tokens."""
@@ -130,17 +109,21 @@ class ChatPacker:
         self.open_rows = [other for other in self.open_rows if other is not row]
         rest = self.width - self.used(row)
         parts = [*row, (np.full(rest, self.fill), np.zeros(rest))]
-        self.writer.append(
-            tokens=np.concatenate([ids for ids, _ in parts]),
-            mask=np.concatenate([mask for _, mask in parts]),
-            chat=np.repeat(np.arange(len(parts)), [len(ids) for ids, _ in parts]))
+        arrays = dict(tokens=np.concatenate([ids for ids, _ in parts]),
+                      mask=np.concatenate([mask for _, mask in parts]),
+                      chat=np.repeat(np.arange(len(parts)), [len(ids) for ids, _ in parts]))
+        for name, values in arrays.items():
+            self.files[name].write(values.astype(self.dtypes[name]).tobytes())
+        self.n_rows += 1
 
     def finish(self):
         """Write the incomplete rows and return the split's entry of meta.json."""
         while self.open_rows:
             self.write(self.open_rows[0])
-        self.writer.close()
-        return dict(chats=self.n_chats, rows=self.writer.n_rows, tokens=self.n_tokens,
+        self.write_headers()
+        for file in self.files.values():
+            file.close()
+        return dict(chats=self.n_chats, rows=self.n_rows, tokens=self.n_tokens,
                     learned_tokens=self.n_learned)
 
 

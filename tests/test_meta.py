@@ -1,0 +1,68 @@
+"""meta.json: one reader and one writer for all kinds of prepared data, of earlier versions too."""
+
+import json
+
+import pytest
+
+from data.meta import Meta, prepared_model, read_meta, read_meta_for, write_meta
+from train.base.errors import DataError
+
+
+@pytest.mark.parametrize("keys, model", [
+    (dict(kind="chat"), "chat"), (dict(kind="pairs", model="dpo"), "dpo"),
+    (dict(kind="prompts", model="grpo"), "grpo"), (dict(kind="prompts"), "grpo"),
+    (dict(kind="features", model="autoencoder"), "autoencoder"), (dict(kind="pairs"), "dpo"),
+    (dict(model="classifier"), "classifier"), (dict(model="mine"), "mine"), ({}, "gpt")])
+def test_folders_of_earlier_versions_are_for_their_model(tmp_path, keys, model):
+    (tmp_path / "meta.json").write_text(json.dumps(dict(
+        format_version=1, sources=["a"], block_size=8, **keys)))
+    assert prepared_model(tmp_path) == read_meta(tmp_path).model == model
+    assert read_meta_for(model, tmp_path, "make it", block_size=int).block_size == 8
+    with pytest.raises(DataError, match=f"no data for --model other in a meta.json there; it is "
+                       f"for --model {model}; make it"):
+        read_meta_for("other", tmp_path, "make it")
+
+
+def test_what_nothing_names_is_for_any_model(tmp_path):
+    assert prepared_model(tmp_path) is None and read_meta(tmp_path) == Meta()
+    (tmp_path / "meta.json").write_text('{"block_size": 8}')
+    assert prepared_model(tmp_path) is None
+    assert read_meta_for("chat", tmp_path, "make it", block_size=int).block_size == 8
+    with pytest.raises(DataError, match="no template in a meta.json there; make it"):
+        read_meta_for("chat", tmp_path, "make it", block_size=int, template=dict)
+    (tmp_path / "train.bin").write_bytes(b"xx")
+    assert prepared_model(tmp_path) == "gpt"
+
+
+def test_what_is_written_is_read(tmp_path):
+    meta = Meta("dpo", vocab_size=300, tokenizer=dict(kind="char", chars="ab"), block_size=16,
+                template=dict(user="{}"), splits=dict(train=dict(pairs=3)), sources=["x"],
+                extra=dict(reference="0f", names=[], nothing=None))
+    write_meta(tmp_path, meta)
+    assert read_meta(tmp_path) == meta
+    content = json.loads((tmp_path / "meta.json").read_text())
+    assert content["eot_token"] is None and content["reference"] == "0f"  # all at the top level
+    assert "dtype" not in content and "incomplete" not in content
+    write_meta(tmp_path, Meta("gpt", "uint16", sources=["x"]))
+    assert json.loads((tmp_path / "meta.json").read_text()) == dict(
+        format_version=1, dtype="uint16", sources=["x"])
+
+
+@pytest.mark.parametrize("kind, good, bad", [
+    (int, 3, "3"), ([str], ["a"], ["a", 1]), ({str: int}, {"a": 1}, {"a": "b"}),
+    ({str: [int | float]}, {"a": [1, 0.5]}, {"a": 1}), (int | None, 3, "x")])
+def test_types_of_keys(tmp_path, kind, good, bad):
+    for value in (good, bad):
+        (tmp_path / "meta.json").write_text(json.dumps(dict(model="mine", key=value)))
+        if value == good:
+            assert read_meta_for("mine", tmp_path, "", key=kind).extra == dict(key=good)
+        else:
+            with pytest.raises(DataError, match="key is .* in a meta.json there"):
+                read_meta_for("mine", tmp_path, "", key=kind)
+
+
+def test_an_incomplete_folder_is_refused(tmp_path):
+    write_meta(tmp_path, Meta("chat", sources=["x"], incomplete=True))
+    with pytest.raises(DataError, match="its preparation was interrupted; prepare the data again"):
+        read_meta(tmp_path)
+    assert read_meta(tmp_path, allow_incomplete=True).sources == ["x"]
