@@ -186,8 +186,8 @@ class Handler(BaseHTTPRequestHandler):
         self.send_header("Content-Type", content_type)
         self.send_header("Content-Length", str(len(body)))
         self.send_header("Content-Security-Policy", CONTENT_POLICY)
-        self.end_headers()
         with contextlib.suppress(OSError):  # the browser has closed the connection
+            self.end_headers()
             self.wfile.write(body)
 
     def log_message(self, *args):
