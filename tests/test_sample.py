@@ -15,6 +15,7 @@ from model.core.kv_cache import SINK_TOKENS, KVCache, create_cache
 from model.core.ops import apply_rope, attend, rope_tables
 from model.core.quantize import Int8Linear, has_int8_kernel
 from model.gpt import GPT, GPTConfig
+from model.moe import RoutedBlock
 from model.sample import load_model, lookup, main
 from model.sample.compiled import compile_decoder
 from model.sample.fused import pack_model, quantize_model
@@ -446,7 +447,7 @@ def test_compiled_int8_is_int8():
 
 def test_only_plain_blocks_can_be_compiled():
     model = small()
-    model.h[1].__class__ = type("RoutedBlock", (type(model.h[1]),), {})
+    model.h[1].__class__ = RoutedBlock
     with pytest.raises(ValueError, match="--compile: expected .* found RoutedBlock; remove"):
         compile_decoder(model)
 
