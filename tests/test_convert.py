@@ -661,7 +661,7 @@ def test_other_bad_input(tmp_path, capsys):
                        (["--ckpt", tmp_path / "big.safetensors", "--to", tmp_path / "x"],
                         "no model_args"),
                        (["--ckpt", tmp_path / "ckpt.pt", "--to", tmp_path / "a", "--adapter", "b"],
-                        "no adapters")):
+                        "expected one of --model lora")):
         assert convert.main([str(a) for a in args]) == 2
         assert said in capsys.readouterr().err, said
     with pytest.raises(SystemExit):  # where to?

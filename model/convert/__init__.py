@@ -7,8 +7,8 @@
     python -m model.convert --ckpt out/lora/ckpt.pt --to out/adapter --adapter out/hf   for peft
 
 --ckpt is a checkpoint, or anything that model/convert/foreign.py reads. `transformers` is not
-needed to write its folders. Options that the other program does not have are refused by name: a
-model is exported with the logits that it has, or not at all.
+needed. Options that the other program does not have are refused by name: an export computes the
+same logits as the model.
 """
 
 import json
@@ -35,7 +35,7 @@ from train.system import load_model_type
 
 @dataclass
 class Source:
-    """A model to export: path of its checkpoint, weights {our name: tensor}, GPTConfig or
+    """A model to export: path of the checkpoint, weights {our name: tensor}, GPTConfig or
     MoEConfig, tokenizer and chat template, if any."""
     path: str
     weights: dict
@@ -106,7 +106,7 @@ def export_folder(source, to, precision):
 
 
 def export_weights(source, to, precision):
-    """Write the weights by our names, and their description, to a .safetensors file; return a
+    """Write the weights by our names, and a description, to a .safetensors file; return a
     description."""
     description = dict(model_args=asdict(source.shape),
                        tokenizer=source.tokenizer and source.tokenizer.spec(),
@@ -178,7 +178,7 @@ def check_base(folder, model):
 
 def join_adapters(pairs):
     """Return `pairs` {module: (A, B)} with q, k, v as one module qkv: the A of the m that exist
-    concatenated, (m r, in), and their B on the diagonal of a (3 C, m r)."""
+    concatenated, (m r, in), and the B on the diagonal of a (3 C, m r)."""
     out = {n: pair for n, pair in pairs.items() if not re.search(r"\.attn\.[qkv]$", n)}
     for layer in sorted({n[:-2] for n in pairs if n not in out}):
         parts = {part: pairs[f"{layer}.{part}"] for part in "qkv" if f"{layer}.{part}" in pairs}
@@ -197,7 +197,7 @@ def join_adapters(pairs):
 
 def convert(ckpt, to, save_precision="float32", adapter=None, backbone=None, ema=False,
             quantize=None):
-    """Write the model at `ckpt` to `to`, whose name defines the format. Raises UserError."""
+    """Write the model at `ckpt` to `to`, in the format that the name implies. Raises UserError."""
     if os.path.isfile(to) != to.endswith((".pt", ".safetensors", ".gguf")) and os.path.exists(to):
         raise CheckpointError(f"--to {to}: expected FILE.pt, .safetensors, .gguf or a folder")
     if quantize and not to.endswith(".gguf"):

@@ -13,7 +13,7 @@ from model.gpt import GPTConfig
 from train.base.errors import CheckpointError
 
 # -----------------------------------------------------------------------------
-# keys of config.json, ours: theirs
+# keys of config.json, {our field: key}
 
 KEYS = dict(n_embd="hidden_size", n_layer="num_hidden_layers", n_hidden="intermediate_size",
             n_head="num_attention_heads", n_kv_head="num_key_value_heads", head_dim="head_dim",
@@ -34,8 +34,8 @@ INTEGERS = ("n_embd", "n_layer", "n_hidden", "n_head", "n_kv_head", "head_dim", 
 ONLY = dict(attention_bias=False, mlp_bias=False, decoder_sparse_step=1, mlp_only_layers=[],
             partial_rotary_factor=1, scale_attn_weights=True, reorder_and_upcast_attn=False,
             scale_attn_by_inverse_layer_idx=False, add_cross_attention=False)
-# What a strict family may have besides its keys. Anything else could change the logits, unless it
-# is absent, null, false or empty.
+# Keys that a strict family may have in addition. Any other key could change the logits, unless the
+# value is null, false or empty.
 USED = {*ONLY, "model_type", "hidden_activation", "rope_scaling", "rope_parameters",
         "rope_local_base_freq", "query_pre_attn_scalar", "sliding_window", "use_sliding_window",
         "max_window_layers", "layer_types", "sliding_window_pattern", "_sliding_window_pattern",
@@ -47,16 +47,16 @@ HARMLESS = {"architectures", "dtype", "torch_dtype", "transformers_version", "_n
 # Our fields that a checkpoint's model_args have besides `family`.
 SIZES = ("block_size", "vocab_size", "n_layer", "n_head", "n_embd", "n_hidden", "n_kv_head",
          "norm_eps", "tie_weights")
-# Our fields that a config.json has in another form, or that change no logits.
+# Our fields that a config.json has in a different form, or that change no logits.
 FREE = {"block_size", "dropout", "bos_id", "eos_ids", "window", "layer_types", "rope_scaling"}
-MAX_TOKENS = 4096  # default context of models with far more: a cache allocates all of it
+MAX_TOKENS = 4096  # default context of models with a longer one: a cache allocates all of it
 
 
 @dataclass(frozen=True)
 class Family:
-    """A model_type: its class in `transformers`, the keys of config.json and their meaning.
+    """A model_type: the class in `transformers`, the keys of config.json and what is implied.
 
-    values: {our field: [values]} that its models may have, if not the default. defaults: the
+    values: {our field: [values]} of these models, if not the default. defaults: the
     meaning of keys that are missing. layers: the letters that layer_types may have. constants:
     keys that are always written. strict: refuse unknown keys.
     """
@@ -118,7 +118,7 @@ def has_experts(shape):
 
 def read_config(c, path):
     """Return (model_type, {field: value} of a GPTConfig or MoEConfig) of a config.json, a dict.
-    CheckpointError for what cannot be computed here."""
+    CheckpointError for unsupported options."""
     try:
         return read_fields(c)
     except CheckpointError as error:
@@ -134,7 +134,7 @@ def read_fields(given):
         raise CheckpointError(f"model_type {kind!r}: expected {', '.join(FAMILIES)}")
     family = FAMILIES[kind]
     c = DEFAULTS | family.defaults | given
-    if kind == "qwen3_moe" and "num_local_experts" in c:  # its name in some files
+    if kind == "qwen3_moe" and "num_local_experts" in c:  # the key in some files
         c["num_experts"] = c["num_local_experts"]
     check_integers(c, family)
     out = {ours: c[theirs] for ours, theirs in family.keys.items()}
@@ -152,9 +152,9 @@ def read_fields(given):
                     and out["n_head"] * (out["head_dim"] or 0) in (0, out["n_embd"]))
     is_strict = family.strict or not is_plain and not family.experts
     check_known(c, family, is_strict)
-    if kind == "mixtral":  # it has no MLP besides the experts; its width is our default
+    if kind == "mixtral":  # no MLP besides the experts: the default of our width
         out["n_hidden"] *= out["experts_per_token"]
-    # A context far longer than what fits in memory is for exports; block_size can be set.
+    # A context too long for memory is kept for exports only; block_size can be set.
     out["block_size"] = out["max_positions"]
     if is_strict:
         out["block_size"] = min(out["block_size"], MAX_TOKENS)
@@ -242,7 +242,7 @@ def read_layers(c, kind, n):
 
 
 def read_rope(given, theta):
-    """Return (rope_theta, rope_scaling or None) of one entry of rope_parameters."""
+    """Return (rope_theta, rope_scaling) of one entry of rope_parameters."""
     kind = given.get("rope_type", given.get("type", "default"))
     if kind not in ("default", "linear", "llama3") or given.get("partial_rotary_factor", 1) != 1:
         raise CheckpointError(f"rope_type: {kind!r}: expected default, linear or llama3, of whole "
@@ -310,7 +310,7 @@ def mismatches(shape, family):
 
 def write_config(shape, kind, dtype, end):
     """Return config.json for a family, as transformers 4 and 5 read it. end: the tokenizer's end of
-    text, or None."""
+    text, if any."""
     family = FAMILIES[kind]
     eos = [int(i) for i in shape.eos_ids.split(",")] if shape.eos_ids else [end]
     out = dict(architectures=[family.architecture], model_type=kind, vocab_size=shape.vocab_size,

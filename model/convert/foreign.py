@@ -2,7 +2,7 @@
 Hugging Face folders of the families in model/convert/families.py.
 
 read_model is behind run_train.py --init_from, model.sample --ckpt and model.convert --ckpt. Files
-are parsed here, without `transformers`. What our GPT cannot compute is refused by name.
+are parsed here, without `transformers`. Unsupported options are refused by name.
 """
 
 import json
@@ -36,7 +36,7 @@ def read_model(path, state=None):
     """Return a dict with the keys of a checkpoint: "model" {our name: tensor}, "model_args",
     "config", "spec", "tokenizer".
 
-    path: our own checkpoint, nanoGPT's, a state dict with these names or Hugging Face's, a
+    path: a checkpoint of ours or nanoGPT's, a state dict with these names or Hugging Face's, a
     .safetensors file, a Hugging Face folder, or hf:OWNER/NAME. state: the content of the file, if
     it was read before. A bare state dict has only "model". Raises CheckpointError.
     """
@@ -51,7 +51,7 @@ def read_model(path, state=None):
         return state
     ours, args = read_bare_weights(weights, path), state.get("model_args")
     if "lm_head.weight" in ours and torch.equal(ours["lm_head.weight"], ours["wte.weight"]):
-        del ours["lm_head.weight"]  # nanoGPT stores a tied weight twice
+        del ours["lm_head.weight"]  # nanoGPT stores both copies of a tied weight
     if not isinstance(args, dict) or not {"n_layer", "n_head", "vocab_size"} <= args.keys():
         return {"model": ours}
     names = ("n_layer", "n_head", "n_embd", "block_size", "vocab_size", "dropout")
@@ -62,7 +62,7 @@ def read_model(path, state=None):
 
 
 def has_foreign_names(weights):
-    """Return whether names are those of nanoGPT, or of Hugging Face's GPT-2 or Llama."""
+    """Return whether nanoGPT, or Hugging Face's GPT-2 or Llama uses these names."""
     return any(re.search(r"(^|\.)(h\.0\.attn\.c_attn|embed_tokens)\.weight$", n) for n in weights)
 
 
@@ -77,7 +77,7 @@ def make_state(path, weights, shape, tokenizer=None, template=None):
 
 
 def check_complete(path, weights, shape):
-    """CheckpointError unless `weights` are those of a model of this shape."""
+    """CheckpointError unless `weights` fit a model of this shape."""
     model_class = GPT
     if has_experts(shape):
         from model.moe import MoE as model_class
@@ -129,8 +129,8 @@ def read_safetensors(path):
 
 
 def map_tensors(path, header, start, size):
-    """Return {name: tensor} of a file of `size` bytes, whose tensors begin at byte `start`. The
-    file is mapped: weights are read on use, and never twice in memory."""
+    """Return {name: tensor} of a file of `size` bytes, in which tensors begin at byte `start`.
+    The file is memory-mapped: weights are read on use, without a copy in memory."""
     content = torch.from_file(str(path), size=size, dtype=torch.uint8)
     tensors, last = {}, start
     for name, entry in sorted(header.items(), key=lambda e: e[1]["data_offsets"]):
@@ -180,7 +180,7 @@ def read_folder(folder):
 
 
 def read_shards(folder):
-    """Return {name: tensor} of model.safetensors in `folder`, or of the shards in its index."""
+    """Return {name: tensor} of model.safetensors in `folder`, or of the shards in the index."""
     index = os.path.join(folder, "model.safetensors.index.json")
     if not os.path.exists(index):
         return read_safetensors(os.path.join(folder, "model.safetensors"))[0]
@@ -189,7 +189,7 @@ def read_shards(folder):
             isinstance(s, str) for s in weight_map.values()):
         raise CheckpointError(f"{index}: no weight_map of names and files in it")
     for shard in sorted(set(weight_map.values())):
-        if os.path.basename(shard) != shard:  # never a file of another folder
+        if os.path.basename(shard) != shard:  # never a file outside the folder
             raise CheckpointError(f"{index}: {shard!r} is no file name")
         tensors |= read_safetensors(os.path.join(folder, shard))[0]
     if (missing := sorted(weight_map.keys() - tensors.keys())) or not tensors:

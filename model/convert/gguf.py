@@ -1,8 +1,8 @@
 """Write a model as one GGUF file, for llama.cpp, Ollama and LM Studio: weights, tokenizer, chat
 template.
 
-Uses the package gguf. What llama.cpp would compute differently is refused by name; its src/models
-define how it reads each architecture.
+Uses the package gguf. Options that llama.cpp would compute differently are refused by name;
+llama.cpp/src/models defines how each architecture is read.
 """
 
 import json
@@ -35,8 +35,8 @@ NAMES = {"wte": "token_embd", "wpe": "position_embd", "ln_f": "output_norm", "lm
          **{f"h.{{}}.attn.{n}": f"blk.{{}}.attn_{n}" for n in ("q", "k", "v", "qkv", "q_norm",
                                                                "k_norm")},
          **{f"h.{{}}.mlp.{n}": f"blk.{{}}.ffn_{n}" for n in ("gate", "up", "down")}}
-# llama.cpp's names of the patterns that split text before byte pairs are merged. Llama 3's keeps a
-# piece that is a token as a whole; dbrx's, otherwise the same, merges pairs even then.
+# llama.cpp's names of the patterns that split text before byte pairs are merged. With Llama 3's, a
+# piece that is a token is not split; dbrx's, otherwise the same, always merges pairs.
 CONTRACTIONS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|"
 PUNCTUATION = r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 PATTERNS = {GPT2_PATTERN: "gpt-2", CONTRACTIONS + r"\p{N}" + PUNCTUATION: "qwen2",
@@ -46,7 +46,7 @@ NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = range(1, 7)
 
 
 def export_gguf(source, kind, to, precision):
-    """Write the Source, whose model_type is `kind`, to the file `to`; return a description.
+    """Write the Source, with the model_type `kind`, to the file `to`; return a description.
 
     precision: of matrices, float32, float16, bfloat16 or q8_0. CheckpointError, DataError.
     """
@@ -56,7 +56,7 @@ def export_gguf(source, kind, to, precision):
         raise CheckpointError(f"--to {to}: needs gguf: pip install gguf") from None
     arch = ARCHITECTURES[kind]
     tensors = gguf_tensors(source.weights, source.shape, arch)
-    with atomic_write(to) as file:  # the writer opens a path itself
+    with atomic_write(to) as file:  # the writer needs a path
         writer = gguf.GGUFWriter(None, arch)
         write_shape(writer, source, arch, FAMILIES[kind].experts)
         if source.tokenizer is None:
@@ -117,8 +117,7 @@ def interleave(t, head_dim):
 
 
 def write_shape(writer, source, arch, experts):
-    """Write the shape, as llama.cpp reads it. CheckpointError for what it would compute
-    differently."""
+    """Write the shape, as llama.cpp reads it. CheckpointError for unsupported options."""
     c = source.shape
     check(source, arch)
     length = c.max_positions or c.block_size
@@ -181,7 +180,7 @@ def check(source, arch):
 # tokenizer and chat
 
 def write_tokenizer(writer, source):
-    """Write tokens, their types, merges, special tokens and the chat template. CheckpointError."""
+    """Write tokens, token types, merges, special tokens and the chat template. CheckpointError."""
     tokenizer, template, rows = source.tokenizer, source.template, source.shape.vocab_size
     if tokenizer.eot_token is None:
         raise CheckpointError(f"{source.path}: a {tokenizer.kind} tokenizer has no end of text, "

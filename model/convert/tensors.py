@@ -11,7 +11,7 @@ import torch.nn.functional as F
 
 from train.base.errors import CheckpointError
 
-# Names of modules, ours: theirs; {} is the number of a layer, a second {} that of an expert.
+# {our module: module in transformers}; {} is the number of a layer, a second {} the expert's.
 ATTENTION = {"wte": "model.embed_tokens", "ln_f": "model.norm", "lm_head": "lm_head",
              "h.{}.ln_1": "model.layers.{}.input_layernorm",
              "h.{}.ln_2": "model.layers.{}.post_attention_layernorm",
@@ -42,7 +42,7 @@ NAMES = {"llama": LLAMA, "qwen2": LLAMA, "qwen3": LLAMA | QK_NORM, "mistral": LL
 
 
 def rename(name, table):
-    """Return the tensor `name` with its module renamed by `table`, or as it is."""
+    """Return the tensor `name` with the module renamed by `table`, or unchanged."""
     module, _, kind = name.rpartition(".")
     numbers = re.findall(r"(?<=\.)\d+(?=\.|$)", module)
     new = table.get(re.sub(r"(?<=\.)\d+(?=\.|$)", "{}", module))
@@ -50,7 +50,7 @@ def rename(name, table):
 
 
 def write_weights(weights, shape, kind):
-    """Return {their name: tensor} of {our name: tensor}."""
+    """Return {name in transformers: tensor} of {our name: tensor}."""
     weights = strip_padding(weights, shape)
     if kind == "gpt2":
         weights = {n: t.t() if n.startswith("h.") and t.dim() == 2 else t  # (in, out)
@@ -71,8 +71,8 @@ def write_weights(weights, shape, kind):
 
 
 def read_weights(tensors, kind, path):
-    """Return {our name: tensor} of {their name: tensor}. Norms of queries and keys that are all
-    ones are left out: qk_norm_type plain computes the same."""
+    """Return {our name: tensor} of {name in transformers: tensor}. Norms of queries and keys that
+    are all 1 are left out: qk_norm_type plain computes the same."""
     names = {theirs: ours for ours, theirs in NAMES[kind].items()}
     weights = shift_norms(translate(tensors, names, path), kind, 1.0)
     norms = {n: t for n, t in weights.items() if re.search(r"attn\.[qk]_norm\.weight$", n)}
@@ -118,7 +118,7 @@ def is_one(t):
 
 
 def shift_norms(weights, kind, by):
-    """Return `weights` with the norms of Gemma moved: its files have them less 1."""
+    """Return `weights` with Gemma's norms shifted: the files store norms minus 1."""
     if kind != "gemma3_text":
         return weights
     return {n: t.float() + by if t.dim() == 1 else t for n, t in weights.items()}
@@ -146,7 +146,7 @@ def write_gpt2(weights, shape, zero_biases=True):
 
 
 def split_qkv(weights):
-    """Return `weights` with q, k, v apart. GPT-2's matrices of transformers, (in, out), are
+    """Return `weights` with separate q, k, v. GPT-2's matrices of transformers, (in, out), are
     transposed; nanoGPT's are not."""
     is_transposed = any(n.endswith("attn.qkv.weight") and t.size(0) < t.size(1)
                         for n, t in weights.items())
