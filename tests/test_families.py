@@ -496,8 +496,8 @@ def test_an_imported_model_talks_and_stops_as_transformers_does(talker, monkeypa
     end = next(i for n, i in enumerate(said) if n > 4 and i not in said[:n])
     (folder / "generation_config.json").write_text(json.dumps(dict(eos_token_id=[end, 7])))
     said = said[:said.index(end)]
-    answers, real = [], talking.answer
-    monkeypatch.setattr(talking, "answer", lambda *a, **how: answers.append(real(*a, **how))
+    answers, real = [], talking.generate_answer
+    monkeypatch.setattr(talking, "generate_answer", lambda *a, **how: answers.append(real(*a, **how))
                         or answers[-1])
     assert sample.main(["--ckpt", str(folder), "--chat", "--prompt", "Hi", "--device=cpu",
                         "--max_new_tokens=40"]) == 0
@@ -582,7 +582,7 @@ def test_templates_in_each_of_their_places(talker, tmp_path, monkeypatch, capsys
         assert open_chat_format(str(tmp_path))[2].spec == template.spec
     (tmp_path / "tokenizer_config.json").write_text(json.dumps(about))
     assert sample.main(["--ckpt", str(tmp_path), "--chat", "--device=cpu"]) == 2
-    assert "learned no chats" in capsys.readouterr().err
+    assert "not a chat model" in capsys.readouterr().err
     monkeypatch.setitem(sys.modules, "jinja2", None)
     chat_template.compile_jinja.cache_clear()
     assert sample.main(["--ckpt", str(talker[0]), "--chat", "--prompt=Hi", "--device=cpu"]) == 2
