@@ -62,7 +62,7 @@ def make_parser(cls, prog, epilog=None):
         group = meta.get("group")
         if group not in groups:
             groups[group] = parser.add_argument_group(group)
-        default = "" if f.default in (None, "", False, True) or kind is list else f" [{f.default}]"
+        default = "" if f.default in (None, "") or kind in (bool, list) else f" [{f.default}]"
         choices = f" ({' | '.join(meta['choices'])})" if "choices" in meta else ""
         how = dict(help=f"{meta['help']}{choices}{default}".replace("%", "%%"))
         metavar = meta.get("metavar", {int: "N", float: "X", list: "NAME"}.get(kind, "TEXT"))

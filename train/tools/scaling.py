@@ -223,7 +223,8 @@ class ScalingOptions:
     """Fit a scaling law to the losses of small runs, and predict the loss of a larger run."""
     budgets: list[float] = key([], "FLOPs per run, two or more: 1e12,3e12,1e13", gt=0,
                                metavar="X,...")
-    larger: float = key(0.0, "FLOPs of the larger run (default: four times the largest budget)")
+    larger: float | None = key(None, "FLOPs of the larger run (default: four times the largest "
+                               "budget)")
     depth: list[int] = key([], f"depths of the models: 1,2,3 (default: up to {DEPTHS_PER_BUDGET} "
                            f"with about {TOKENS_PER_WEIGHT} tokens per weight)", ge=1,
                            metavar="N,...")
