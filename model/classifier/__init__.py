@@ -157,13 +157,12 @@ class Classifier(nn.Module):
         return {n: t for n, t in named.items() if n.startswith("gpt.") or own[n].shape == t.shape}
 
     def widen(self, length):
-        """Extend rotary positions to `length` tokens and return the longest possible text."""
+        """Extend rotary positions to texts of `length` tokens."""
         config = self.gpt.config
         if config.pos == "rope" and length > config.block_size:
             config.block_size = length
-            self.gpt.add_tables(None)
+            self.gpt.add_buffers(None)
             self.gpt.to(self.gpt.wte.weight.device)
-        return config.block_size
 
     def forward(self, tokens, lengths, labels=None, spans=None):
         """tokens (B, T), lengths (B,), labels (B,), spans (B, 2) first and last token or -1."""
