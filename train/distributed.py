@@ -81,8 +81,8 @@ ENVIRONMENT = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 @contextlib.contextmanager
 def process_group(config):
-    """Context with the Ranks of this process; under torchrun in a process group (NCCL on CUDA, else
-    gloo). Raises SetupError."""
+    """Context with the Ranks of this process; under torchrun in a process group (NCCL on CUDA,
+    gloo otherwise). Raises SetupError."""
     set_num_threads(config)
     env = read_environment()
     rank, local_rank, world_size, local_world_size = env or (0, 0, 1, 1)
@@ -290,7 +290,7 @@ def reshard(model):
 
 
 def is_sharded(tensor):
-    """Return whether a tensor is a DTensor (without importing DTensor, which takes 0.5 s)."""
+    """Return whether a tensor is a DTensor (without the import of DTensor, 0.5 s)."""
     return hasattr(tensor, "full_tensor")
 
 

@@ -25,7 +25,7 @@ def keep_freed_memory():
     """Configure malloc to keep the memory that a step on the CPU frees for the next step.
 
     By default glibc returns large blocks, and the free end of its heap, to the system, which then
-    provides them page by page: 160,000 page faults per step of the production model, 5 to 15% of
+    provides memory page by page: 160,000 page faults per step of the production model, 5 to 15% of
     the time (train/LOG.md). Without effect for other C libraries (the constants are defined in
     glibc's malloc.h), or if environment variables configure malloc.
     """
