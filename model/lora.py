@@ -17,15 +17,8 @@ import torch.nn as nn
 from data.meta import prepared_model
 from model import chat, gpt
 from model.chat import ChatGPT
+from model.core import adapters
 from model.core import weights as base_weights
-from model.core.adapters import (
-    LoRALinear,
-    PartialStateDict,
-    WithAdapters,
-    add_adapters,
-    is_adapter,
-    merge,
-)
 from model.core.load import BACKBONE, load_model, model_of
 from model.core.weights import check_tokenizer, with_shape
 from train.base.checkpoint_file import FORMAT_VERSION, load_checkpoint, save_checkpoint
@@ -63,7 +56,7 @@ class Keys:
 # -----------------------------------------------------------------------------
 # the model
 
-class LoRA(PartialStateDict, WithAdapters, ChatGPT):
+class LoRA(adapters.PartialStateDict, adapters.WithAdapters, ChatGPT):
     """A GPT with frozen `weights` {name: tensor} and adapters, for tokens or conversations.
     Raises RuntimeError if the weights do not match."""
 
@@ -74,13 +67,13 @@ class LoRA(PartialStateDict, WithAdapters, ChatGPT):
         self.requires_grad_(False)
         self.r = r
         self.alpha = alpha
-        add_adapters(self, targets, r, alpha / r, seed, quantized)
+        adapters.add_adapters(self, targets, r, alpha / r, seed, quantized)
         if quantized:  # one mapped tensor would hold the whole file in memory
             for p in self.parameters():
                 p.data = p.data if p.dtype == torch.int8 else p.data.clone()
 
     def is_saved(self, name):
-        return is_adapter(name)
+        return adapters.is_adapter(name)
 
 
 def read_backbone(path):
@@ -168,7 +161,7 @@ def as_gpt(state, path, backbone=None, ema=False):
     export: adapters are merged into the weights. backbone: the present path of the frozen model;
     ema: whether `state` has running averages."""
     model, _ = model_of(state, path, backbone=backbone)
-    return merge(model), model.config
+    return adapters.merge(model), model.config
 
 
 # -----------------------------------------------------------------------------
@@ -193,15 +186,16 @@ def write_merged(options, model_type, **shape_changes):
     config = {k: v for k, v in state["config"].items() if k in FIELDS} | dict(model=model_type)
     spec = {k: v for k, v in state["spec"].items() if k != "backbone"}
     unchanged = {k: state.get(k) for k in ("iter_num", "best_val_loss", "tokenizer")}
-    save_checkpoint(options.to, dict(unchanged, format_version=FORMAT_VERSION, model=merge(model),
-                                     spec=spec, model_args=shape, config=config | shape))
+    save_checkpoint(options.to, dict(
+        unchanged, format_version=FORMAT_VERSION, model=adapters.merge(model), spec=spec,
+        model_args=shape, config=config | shape))
     return model, model_type
 
 
 def merge_adapters(options):
     """Merge the adapters of options.ckpt and write a checkpoint of a gpt or chat model."""
     model, model_type = write_merged(options, "lora")
-    n_adapters = sum(isinstance(m, LoRALinear) for m in model.modules())
+    n_adapters = sum(isinstance(m, adapters.LoRALinear) for m in model.modules())
     print(f"Wrote {options.to}: {n_adapters} adapters merged into their backbone, a {model_type} "
           f"model\nNext: python -m model.{'chat' if model.template else 'sample'} --ckpt "
           f"{options.to}")

@@ -24,13 +24,8 @@ from model.core.init import fill, stable_hash
 from model.core.load import load_model
 from model.core.ops import IGNORE
 from model.core.weights import check_tokenizer
-from model.sae.activations import (  # noqa: F401  ActivationBuffer: a public name
-    N_SKIPPED,
-    OUTLIER_RATIO,
-    ActivationBuffer,
-    ActivationLoader,
-    load_backbone,
-)
+from model.sae.activations import N_SKIPPED, OUTLIER_RATIO, ActivationLoader, load_backbone
+from model.sae.activations import ActivationBuffer as ActivationBuffer  # a public name
 from train.base.checkpoint_file import write_safetensors
 from train.base.cli import run_command
 from train.base.errors import CheckpointError, echo
