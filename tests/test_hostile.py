@@ -150,7 +150,7 @@ checkpoint("doubled moments", "repeatedly shared", optimizer=dict(state=doubled(
 for kind in ("config", "spec", "model_args", "tokenizer", "optimizer"):
     for other in (5, "x", [1]):
         checkpoint(f"{kind} {other}", f"its {kind} is a .*, expected a dict", **{kind: other})
-checkpoint("serve", "it is no system", config=dict(model="serve"))
+checkpoint("serve", "no model type model/serve.py", config=dict(model="serve"))
 for system in ("sae", "classifier", "autoencoder", "chat"):
     checkpoint(system, "describes no model|ckpt.pt: ", config=dict(model=system))
 checkpoint("tokenizer of a list", "tokenizer kind", spec=dict(tokenizer=dict(kind=["x"])))
