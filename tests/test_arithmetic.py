@@ -166,7 +166,7 @@ def test_numbers_of_sums():
     assert evaluation.to_numbers(own, sums) == {"loss": None, "share": None, "f1": 0.5,
                                                 "each": [1.0, 1.0]}
     for name in ("count", "iter", "tokens", "lr", "loss"):
-        with pytest.raises(ValueError, match=f"numbers: {name}: log lines"):
+        with pytest.raises(ValueError, match=f"numbers: {name}: these names are reserved"):
             evaluation.to_numbers(types.SimpleNamespace(numbers=lambda s, n=name: {n: 1}), sums)
 
 
