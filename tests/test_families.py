@@ -31,6 +31,7 @@ from model.core.load import read_weights, saved_config
 from model.core.ops import rope_frequencies
 from model.core.weights import inherit_shape
 from model.sample import load_model
+from model.sample.compiled import compile_decoder
 from model.serve.api import create_jobs
 from model.serve.engine import Engine
 from train.base.checkpoint_file import load_checkpoint, save_checkpoint
@@ -119,6 +120,12 @@ def test_greedy_text_is_that_of_transformers_past_the_window(folders):
         wanted = theirs.generate(idx, max_new_tokens=30, do_sample=False, eos_token_id=None,
                                  pad_token_id=0)
         assert torch.equal(generate(load_model(path)[0], idx, 30, temperature=0), wanted), name
+
+
+@pytest.mark.parametrize("name", ["mistral-window", "smollm3"])
+def test_layers_that_differ_are_not_compiled_as_one(folders, name):
+    with pytest.raises(ValueError, match="--compile: expected full attention with the same pos"):
+        compile_decoder(load_model(folders(name)[0])[0])
 
 
 def test_a_full_context_begins_again(folders):
