@@ -137,7 +137,7 @@ shape("a shape of 1,000,000,000 token ids", vocab_size=10**9)
 for value in ("x", 0, 1.5, [1], None):
     shape("n_layer: ", n_layer=value)
 shape("n_head: must be at least 1", n_head=0)
-shape("must be a multiple of n_head", n_head=3)
+shape("must divide n_head", n_head=3)
 shape("pos: must be one of", pos="x")
 shape("norm: must be one of", norm="y")
 shape("norm_eps: expected a finite number", norm_eps="x")
@@ -228,7 +228,7 @@ def entry(*place):
 
 
 DEEP = "[" * 200_000
-safetensors("overlapping", "over another tensor",
+safetensors("overlapping", "overlaps another tensor",
             {f"t{i}": entry(0, 1_000_000) for i in range(400)}, 1_000_000)
 safetensors("blocks", "n_layer: must be at most", dict(
     a=entry(0, 4), __metadata__=dict(model_args=json.dumps(asdict(SHAPE) | dict(n_layer=10**9)))))
@@ -255,12 +255,15 @@ folder_of("index {}", "no weight_map")
 folder_of("index of numbers", "no weight_map", '{"weight_map": {"a": 5}}')
 folder_of("nested index", "cannot be read: maximum recursion", DEEP)
 WHOLE = '{"weight_map": {"model.embed_tokens.weight": "a"}}'
-folder_of("blocks", "n_layer: must be at most", WHOLE, dict(num_hidden_layers=10**9))
+folder_of("blocks", "num_hidden_layers: 1000000000, expected up to", WHOLE,
+          dict(num_hidden_layers=10**9))
 folder_of("fewer blocks", "a shape of 9,999 blocks", WHOLE, dict(num_hidden_layers=9999))
-folder_of("positions", "numbers of positions", WHOLE, dict(max_position_embeddings=10**10))
+folder_of("positions", "max_position_embeddings: 10000000000: expected integers", WHOLE,
+          dict(max_position_embeddings=10**10))
 folder_of("a type that is a mapping", "model_type {}: expected", WHOLE, dict(model_type={}))
-folder_of("layers that are a number", "layer_types is 5", WHOLE, dict(layer_types=5))
-folder_of("text for a number", "n_layer: expected an integer", WHOLE,
+folder_of("layers that are a number", "layer_types: 5: expected full_attention", WHOLE,
+          dict(layer_types=5))
+folder_of("text for a number", "num_hidden_layers: 'many': expected integers", WHOLE,
           dict(num_hidden_layers="many"))
 
 
@@ -274,10 +277,10 @@ def yaml(name, words, text):
         return ["run_train", "--config", folder / "c.yaml"]
 
 
-yaml("aliases that multiply", "an alias for more than a value", "a: &a [x, x]\n" + "".join(
+yaml("aliases that multiply", "an alias of a list or mapping", "a: &a [x, x]\n" + "".join(
     f"k{i}: &k{i} [*{'a' if not i else f'k{i - 1}'}, *{'a' if not i else f'k{i - 1}'}]\n"
     for i in range(60)))
-yaml("a circle", "an alias for more than a value", "seed: &a [*a]\n")
+yaml("a circle", "an alias of a list or mapping", "seed: &a [*a]\n")
 yaml("in quotes", "expected a list", "tracker: '[&a [x], [*a, *a]]'\n")
 yaml("nested", "not valid YAML: nested too deeply", "seed: " + "[" * 2000)
 yaml("in quotes, nested", "expected a list", f"tracker: '{'[' * 500}'\n")

@@ -403,7 +403,7 @@ def check_size(shape, weights):
     """ValueError if `shape` is much too large for `weights`: the model that is built before the
     tensors are compared (blocks, tables of positions and tokens) would exhaust time or memory."""
     numbers = sum(t.numel() for t in weights.values())
-    positions = shape.block_size * (shape.head_dim or shape.n_embd // shape.n_head)
+    positions = shape.block_size * max(shape.head_dim or 0, shape.n_embd // shape.n_head)
     for value, limit, what in ((shape.n_layer, max(256, len(weights)), "blocks"),
                                (positions, max(1 << 24, numbers), "numbers of positions"),
                                (shape.vocab_size or 0, max(1 << 20, numbers), "token ids")):

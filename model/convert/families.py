@@ -130,7 +130,7 @@ def read_config(c, path):
 
 def read_fields(given):
     kind = given.get("model_type") if isinstance(given, dict) else None
-    if kind not in FAMILIES:
+    if not isinstance(kind, str) or kind not in FAMILIES:
         raise CheckpointError(f"model_type {kind!r}: expected {', '.join(FAMILIES)}")
     family = FAMILIES[kind]
     c = DEFAULTS | family.defaults | given
@@ -170,7 +170,7 @@ def check_integers(c, family):
     sizes = {key: c.get(key) for name, key in family.keys.items() if name in INTEGERS}
     if wrong := [f"{k}: {v!r}" for k, v in sorted(sizes.items())
                  if v is not None and not (type(v) is int and 0 < v < 2**31)]:
-        raise CheckpointError(f"{', '.join(wrong)}: expected integers above 0")
+        raise CheckpointError(f"{', '.join(wrong)}: expected integers from 1 to {2**31 - 1:,}")
     if c[family.keys["n_layer"]] > 10_000:
         raise CheckpointError(f"{family.keys['n_layer']}: {c[family.keys['n_layer']]}, expected up "
                               "to 10,000")
@@ -224,7 +224,8 @@ def read_layers(c, kind, n):
         has_windows = kind in ("mistral", "mixtral") or c.get("use_sliding_window")
         first = c.get("max_window_layers", 0) if has_windows else n
         types = ["full_attention" if i < first else "sliding_attention" for i in range(n)]
-    if len(types) != n or set(types) - {"full_attention", "sliding_attention"}:
+    if (not isinstance(types, list) or len(types) != n
+            or set(types) - {"full_attention", "sliding_attention"}):
         raise CheckpointError(f"layer_types: {types!r}: expected full_attention or "
                               f"sliding_attention for each of {n} layers")
     letters = "".join("W" if t == "sliding_attention" and c.get("sliding_window") else "F"

@@ -113,7 +113,7 @@ class Scale:
         low = self.transform(min(values, default=1.0))
         high = self.transform(max(values, default=1.0))
         low = min(low, 0.0) if from_zero else low
-        if math.isclose(low, high, rel_tol=1e-12):  # a single value
+        if math.isclose(low, high, rel_tol=1e-12, abs_tol=1e-200):  # a single value
             low, high = low - abs(low) / 10, high + (abs(high) / 10 or 1.0)
         margin *= high - low
         self.low, self.high = low - margin * (not from_zero), high + margin
