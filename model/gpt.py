@@ -22,7 +22,6 @@ from torch.utils.checkpoint import checkpoint
 from model.core import ops
 from model.core.generate import sample_texts
 from model.core.init import fill, normal
-from model.core.ops import IGNORE
 from model.core.weights import as_gpt, inherit_shape  # noqa: F401  hooks of the model interface
 from train.keys import GPTKeys
 
@@ -323,7 +322,7 @@ class GPT(nn.Module):
     def sums(self, targets):
         """Return the sums of an evaluation besides the loss: the number of counted targets and
         of bytes of text (0 without a tokenizer)."""
-        counted, size = targets != IGNORE, targets.new_zeros(())  # (B, T), ()
+        counted, size = targets != ops.IGNORE, targets.new_zeros(())  # (B, T), ()
         if self.token_bytes is not None:
             size = (self.token_bytes[targets.clamp(min=0)] * counted).sum()
         return dict(count=counted.sum(), bytes=size)

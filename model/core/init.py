@@ -10,7 +10,7 @@ import torch
 def fill(model, seed):
     """Fill the parameters and saved buffers of `model` with model.initial(name, shape, seed).
 
-    If it returns None, the tensor keeps the value from the module's __init__. Tensors on the meta
+    If it returns None, the tensor has the value from the module's __init__. Tensors on the meta
     device are skipped.
     """
     for name, tensor in model.state_dict().items():
