@@ -15,7 +15,7 @@ from processes import python
 from runs import Program, assert_same, assert_two_ranks_equal_one
 
 import model.chat
-from data.chat_template import BuiltinTemplate
+from data.chat_template import BuiltinTemplate, parse_content
 from data.prepare import chat as data_chat
 from data.prepare import prepare as prepare_text
 from data.tokenizer import load_tokenizer
@@ -160,7 +160,7 @@ def test_whole_and_parts_tokenise_alike(monkeypatch):
     monkeypatch.setenv("TIKTOKEN_CACHE_DIR", str(SHARED / "tiktoken_cache"))
     gpt2, draw = load_tokenizer("gpt2"), random.Random(1)
     for _ in range(300):
-        messages = [(role, data_chat.text_of("".join(draw.choices("ab 's1\n\t.:#é", k=12))))
+        messages = [(role, parse_content("".join(draw.choices("ab 's1\n\t.:#é", k=12))))
                     for role in ("user", "assistant") * 2]
         parts = BuiltinTemplate().exchanges(messages)
         ids, mask = BuiltinTemplate().encode(messages, gpt2)
