@@ -174,11 +174,11 @@ class GPTKeys:
     tie_weights: bool = key(True, "share the token embedding with the output layer")
     qk_norm: bool = key(False, "RMS-normalise queries and keys")
     prev_embedding: bool = key(False, "add an embedding of the previous token (bigram features)")
-    # What imported models have (Llama 3, Qwen, Mistral, Gemma 3, ...): comes with their weights.
+    # Options of imported models (Llama 3, Qwen, Mistral, Gemma 3, ...), inherited with the weights.
     head_dim: int | None = key(None, "width of an attention head (default: n_embd / n_head)", ge=1)
     qkv_bias: bool = key(False, "biases in queries, keys and values, also with bias: false")
-    qk_norm_type: str = key("plain", "weights of qk_norm: none, one per dimension of a head, or one "
-                            "per dimension of all heads, which are normalised together",
+    qk_norm_type: str = key("plain", "weights of qk_norm: none, one per dimension of a head, or "
+                            "one per dimension of all heads, which are normalised together",
                             choices=["plain", "head", "all"])
     norm_position: str = key("pre", "normalise the input of attention and MLP, their output, or "
                              "both", choices=["pre", "post", "both"])
