@@ -320,23 +320,23 @@ class Run:
             self.raw_model.train()
             distributed.reshard(self.raw_model)
 
-    def extensions(self):
-        """Return the functions extend(evaluate) -> numbers that add to each evaluation: answers to
+    def extensions(self, n_batches):
+        """Return the functions extend(evaluate) -> numbers that add to an evaluation: answers to
         task files (eval_tasks), and the averaged weights' numbers (ema)."""
         functions = []
         if self.tasks:
-            functions.append(self.add_task_numbers)
+            functions.append(functools.partial(self.add_task_numbers, n_batches))
         if self.average:
             functions.append(self.average.evaluate_with_average)
         return functions
 
-    def add_task_numbers(self, evaluate):
+    def add_task_numbers(self, n_batches, evaluate):
         """Return the numbers of evaluate() and of the tasks; None after a signal."""
         numbers = evaluate()
         if numbers is None:
             return None
         with self.eval_mode():
-            return self.tasks.evaluate(numbers, self.config.eval_iters, self.ranks, self.autocast,
+            return self.tasks.evaluate(numbers, n_batches, self.ranks, self.autocast,
                                        lambda done, n: bool(self.signals.stop))
 
 

@@ -291,7 +291,7 @@ def evaluate_validation(run, n_batches):
     of task files and of averaged weights; None after a signal."""
     # Each extension is called with the function that evaluates everything before it.
     numbers = functools.partial(evaluate_loader, run, run.data.val, n_batches)
-    for extend in run.extensions():
+    for extend in run.extensions(n_batches):
         numbers = functools.partial(extend, numbers)
     return numbers()
 

@@ -9,8 +9,8 @@ import json
 import math
 from dataclasses import dataclass, field, fields
 
-from model.gpt import GPTConfig
 from train.base.errors import CheckpointError
+from train.keys import GPTKeys
 
 # -----------------------------------------------------------------------------
 # keys of config.json, {our field: key}
@@ -290,7 +290,7 @@ def find_family(shape, path):
 
 def mismatches(shape, family):
     """Return [text] of the options of `shape` that a family does not have."""
-    allowed = {f.name: [f.default] for f in fields(GPTConfig)
+    allowed = {f.name: [f.default] for f in fields(GPTKeys)
                if f.name not in family.keys and f.name not in FREE} | family.values
     allowed["mlp"] = list(family.activations.values())
     if "n_kv_head" not in family.keys:  # GPT-2

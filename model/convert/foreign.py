@@ -18,7 +18,6 @@ from data.hub import local_folder
 from data.tokenizer_hf import read_hf_tokenizer, read_json, read_template_spec
 from model.convert.families import FAMILIES, has_experts, read_config, upgrade_fields  # noqa: F401
 from model.convert.tensors import read_bare_weights, read_weights
-from model.gpt import GPT, GPTConfig
 from train.base.checkpoint_file import (
     DESCRIPTION,
     SAFETENSORS_DTYPES,
@@ -30,6 +29,7 @@ from train.base.checkpoint_file import (
 from train.base.errors import CheckpointError, echo
 from train.config import check_shape
 from train.distributed import convert_ddp_state
+from train.system import load_model_type
 
 
 def read_model(path, state=None):
@@ -55,9 +55,10 @@ def read_model(path, state=None):
     if not isinstance(args, dict) or not {"n_layer", "n_head", "vocab_size"} <= args.keys():
         return {"model": ours}
     names = ("n_layer", "n_head", "n_embd", "block_size", "vocab_size", "dropout")
-    shape = GPTConfig(**{k: args[k] for k in names if k in args}, bias=args.get("bias", True),
-                      norm="layer", pos="learned", mlp="gelu_exact",
-                      tie_weights="lm_head.weight" not in ours)
+    config_class = load_model_type("gpt").module.GPTConfig
+    shape = config_class(**{k: args[k] for k in names if k in args}, bias=args.get("bias", True),
+                         norm="layer", pos="learned", mlp="gelu_exact",
+                         tie_weights="lm_head.weight" not in ours)
     return make_state(path, ours, shape)
 
 
@@ -78,9 +79,8 @@ def make_state(path, weights, shape, tokenizer=None, template=None):
 
 def check_complete(path, weights, shape):
     """CheckpointError unless `weights` fit a model of this shape."""
-    model_class = GPT
-    if has_experts(shape):
-        from model.moe import MoE as model_class
+    model_type = load_model_type("moe" if has_experts(shape) else "gpt").module
+    model_class = model_type.MoE if has_experts(shape) else model_type.GPT
     try:
         check_shape(shape, weights)
         with torch.device("meta"):
@@ -173,9 +173,9 @@ def read_folder(folder):
     end = tokenizer and tokenizer.eot_token
     if (args["bos_id"], args["eos_ids"]) == (end, str(end)):  # the defaults of an export
         args |= dict(bos_id=None, eos_ids=None)
-    config_class = GPTConfig
-    if FAMILIES[kind].experts:
-        from model.moe import MoEConfig as config_class
+    experts = FAMILIES[kind].experts
+    model_type = load_model_type("moe" if experts else "gpt").module
+    config_class = model_type.MoEConfig if experts else model_type.GPTConfig
     return make_state(folder, weights, config_class(**args), tokenizer, template)
 
 
