@@ -28,7 +28,8 @@ OURS = ("train", "model", "data", "run_train", "faulty")
 FORKER = multiprocessing.get_context("forkserver")
 FORKER.set_forkserver_preload(["pytest", "numpy", "yaml", "tiktoken", "torch._dynamo",
                                "torch._inductor", "torch.distributed.fsdp", "run_train",
-                               "train.train", "train.tools.plot", "model.sample", "faulty", "numpy.ma",
+                               "train.train", "train.tools.plot", "model.sample", "faulty",
+                               "numpy.ma",
                                "torch.utils.serialization", "asked_once"])
 
 

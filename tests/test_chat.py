@@ -464,7 +464,8 @@ def test_conversation_fits_the_context():
     from model.chat import fit_conversation
     turns = [(role, text) for text in "abc" for role in ("user", "assistant")] + [("user", "d")]
     for first in ([], [("system", "Be kind.")]):
-        sizes = [len(BuiltinTemplate().encode([*first, *turns[i:], ("assistant", "")], BYTES)[0]) - 1
+        encode = BuiltinTemplate().encode
+        sizes = [len(encode([*first, *turns[i:], ("assistant", "")], BYTES)[0]) - 1
                  for i in (0, 2, 4, 6)]
         for room, start in ((sizes[0], 0), (sizes[0] - 1, 2), (sizes[2], 4), (3, 6)):
             ids, left_out = fit_conversation(turns, first, BYTES, BuiltinTemplate(), room)

@@ -200,7 +200,8 @@ def test_code_in_a_checkpoint_is_refused_and_not_run(out, data_dir, tmp_path, mo
     for protocol in range(6):
         path.write_bytes(pickle.dumps({"model": evil}, protocol))
         named = protocol in (1, 2, 3)  # of those around torch.save's own torch reads the names
-        refused(path, f"refused: .*{NAMES[attack]}" if named else "objects other than plain tensors")
+        refused(path, f"refused: .*{NAMES[attack]}" if named else
+                "objects other than plain tensors")
     if attack == "os.system":  # a whole run meets it
         torch.save(state, path)
         code, text = run_program(data_dir, out, max_iters=6)
@@ -271,14 +272,16 @@ def test_a_foreign_format_is_read_as_weights(out, data_dir):
 def test_our_file_without_its_digest_is_damaged(out):
     """our own file with its digest cut off -> damaged, not taken for a foreign one"""
     torch.save(load_checkpoint(out / "ckpt.pt"), out / "ckpt.pt")
-    refused(out / "ckpt.pt", "damaged: the digest is missing .save a modified checkpoint with train")
+    refused(out / "ckpt.pt",
+            "damaged: the digest is missing .save a modified checkpoint with train")
 
 
 @pytest.mark.matrix(35)
 @pytest.mark.parametrize("key, value, shapes", [
     ("n_layer", 2, ["h.1.attn.q.weight: missing"]), ("n_embd", 32, ["wte.weight: shape (256, 16)"]),
     ("vocab_size", 300, ["wte.weight: shape (256, 16) float32, expected shape (384, 16) float32"]),
-    ("n_hidden", 16, ["h.0.mlp.up.weight: shape (32, 16) float32, expected shape (16, 16) float32"])])
+    ("n_hidden", 16,
+     ["h.0.mlp.up.weight: shape (32, 16) float32, expected shape (16, 16) float32"])])
 def test_a_model_of_another_size_is_refused(out, data_dir, key, value, shapes):
     """n_layer, n_embd, vocab_size or n_hidden changed -> refused naming the key; with
     --allow_change refused naming every tensor, found and expected shape"""

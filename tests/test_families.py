@@ -504,7 +504,8 @@ def test_an_imported_model_talks_and_stops_as_transformers_does(talker, monkeypa
     (folder / "generation_config.json").write_text(json.dumps(dict(eos_token_id=[end, 7])))
     said = said[:said.index(end)]
     answers, real = [], talking.generate_answer
-    monkeypatch.setattr(talking, "generate_answer", lambda *a, **how: answers.append(real(*a, **how))
+    monkeypatch.setattr(talking, "generate_answer",
+                        lambda *a, **how: answers.append(real(*a, **how))
                         or answers[-1])
     assert sample.main(["--ckpt", str(folder), "--chat", "--prompt", "Hi", "--device=cpu",
                         "--max_new_tokens=40"]) == 0
@@ -771,7 +772,8 @@ def test_gguf_has_tokenizer_template_and_ends(talker, tmp_path, capsys, quantize
 def test_gguf_of_what_is_trained_here(tmp_path, capsys, monkeypatch):
     """A byte tokenizer and a chat template of ours; what is missing is said in a line."""
     gguf = pytest.importorskip("gguf")
-    make(tmp_path / "ckpt.pt", template=chat_template.DEFAULT_SPEC, bias=True, norm="layer", pos="learned",
+    make(tmp_path / "ckpt.pt", template=chat_template.DEFAULT_SPEC, bias=True,
+         norm="layer", pos="learned",
          mlp="gelu")
     to = str(tmp_path / "m.gguf")
     assert convert.main(["--ckpt", str(tmp_path / "ckpt.pt"), "--to", to]) == 0

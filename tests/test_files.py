@@ -1,4 +1,5 @@
-"""train/base/files.py, data/prepare/folders.py: whole or not there, and what a link points to is not touched."""
+"""train/base/files.py, data/prepare/folders.py: complete files or none; link targets are not
+changed."""
 
 import contextlib
 import errno
@@ -170,7 +171,8 @@ def test_meta_json_is_the_last_file_in_its_place(tmp_path, monkeypatch):
     assert read_meta(out).sources == ["new"] and sorted(os.listdir(out)) == sorted([*seen, "notes"])
 
 
-@pytest.mark.parametrize("function, call", [(f, n) for f in ("unlink", "replace") for n in (1, 2, 3)])
+@pytest.mark.parametrize("function, call", [(f, n) for f in ("unlink", "replace")
+                                            for n in (1, 2, 3)])
 def test_a_killed_replacement_is_never_taken_for_complete(tmp_path, function, call):
     """Killed at any of its steps: the folder is the old one, or one that readers refuse and that
     the same command replaces. The files of others stay."""

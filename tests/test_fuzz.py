@@ -71,7 +71,8 @@ READ = {  # kind: (files of it that are mutated, commands that read them; {} is 
     "array": (["a.npy"], [["data.prepare.features", "{}/a.npy", "--out", "{}/out"]]),
     "ranks": (["tokenizer.tiktoken"], [["data.prepare", "{}/a.txt", "--out", "{}/out",
                                         "--tokenizer", "{}/tokenizer.tiktoken"]]),
-    "metrics": (["metrics.jsonl"], [["train.tools.plot", "{}", "--x", x] for x in ("iter", "time")])}
+    "metrics": (["metrics.jsonl"], [["train.tools.plot", "{}", "--x", x]
+                                    for x in ("iter", "time")])}
 
 
 @pytest.fixture(scope="module")

@@ -711,7 +711,7 @@ def test_rms_norm_is_pytorchs(weighted, dtype, tolerance):
 def test_fused_layers_compute_what_three_layers_do(bias, monkeypatch):
     attn = randomise(tiny(n_kv_head=2, bias=bias)).h[0].attn
     layers, linear, products = (attn.q, attn.k, attn.v), F.linear, []
-    x = torch.randn(8, 16, 32, generator=torch.Generator().manual_seed(0))  # 128 tokens: one product
+    x = torch.randn(8, 16, 32, generator=torch.Generator().manual_seed(0))  # 128 tokens
     monkeypatch.setattr(F, "linear", lambda *args: products.append(args) or linear(*args))
     fused = fused_linear(x, *layers)
     assert len(products) == 1

@@ -33,7 +33,8 @@ def test_command_leaves_no_trace_in_a_run(tmp_path, data_dir):
     half("a", 5)
     half("b", 5)
     before, lock = fingerprint(tmp_path / "a"), FolderLock(tmp_path / "a")
-    done = python("-m", "train.tools.lr_finder", "--steps", "30", *arguments(data_dir, tmp_path / "a"))
+    done = python("-m", "train.tools.lr_finder", "--steps", "30",
+                  *arguments(data_dir, tmp_path / "a"))
     lock.release()
     assert done.returncode == 0, done.stderr
     after = fingerprint(tmp_path / "a")

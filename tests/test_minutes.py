@@ -153,7 +153,8 @@ def test_stopped_it_goes_on_to_the_same_length(data_dir, tmp_path, capsys):
     go(data_dir, tmp_path / "b", **MINUTES | dict(max_iters=steps, max_minutes=None))
     assert_same(tmp_path / "a", tmp_path / "b")
     # Another number of minutes is refused; without one, max_iters is free as in any run.
-    with pytest.raises(Exception, match=rf"already has a length of {steps} steps; .*remove max_minutes"):
+    message = rf"already has a length of {steps} steps; .*remove max_minutes"
+    with pytest.raises(Exception, match=message):
         train(configure(data_dir, tmp_path / "a", **MINUTES | dict(max_minutes=1.0)))
     longer = MINUTES | dict(max_minutes=None, max_iters=steps + 5, lr_decay_iters=None)
     assert train(configure(data_dir, tmp_path / "a", **longer))["iter_num"] == steps + 5
@@ -161,7 +162,8 @@ def test_stopped_it_goes_on_to_the_same_length(data_dir, tmp_path, capsys):
 
 def test_stopped_while_it_times_steps_it_leaves_nothing(tmp_path):
     def job(config):
-        with temporary_folder(tmp_path / "out", SimpleNamespace(is_main=True, world_size=1)) as folder:
+        ranks = SimpleNamespace(is_main=True, world_size=1)
+        with temporary_folder(tmp_path / "out", ranks) as folder:
             os.mkdir(folder)
             os.kill(os.getpid(), signal.SIGTERM)
             time.sleep(5)

@@ -105,7 +105,8 @@ def test_a_float16_overflow_skips_its_step(tmp_path, data_dir, monkeypatch, opti
 
     def train_step(run, lr=None):
         step(run)
-        weights[run.progress.iter_num] = {n: p.clone() for n, p in run.raw_model.state_dict().items()}
+        weights[run.progress.iter_num] = {
+            n: p.clone() for n, p in run.raw_model.state_dict().items()}
     monkeypatch.setattr(training, "train_step", train_step)
     go(data_dir, tmp_path, dtype="float16", optimizer=optimizer, muon_weight_decay=0.1)
     state = load_checkpoint(tmp_path / "ckpt.pt")

@@ -141,7 +141,7 @@ def test_documents_drawn_for_validation(tmp_path):
 
 def test_uneven_documents_fall_back_to_the_end(tmp_path):
     texts = ["x" * 5] * 300
-    texts[int(np.flatnonzero(documents_in_val(0, 300, 0.1))[0])] = "y" * 100_000  # would be all of val
+    texts[int(np.flatnonzero(documents_in_val(0, 300, 0.1))[0])] = "y" * 100_000  # all of val
     meta = quiet([jsonl(tmp_path / "d.jsonl", texts)], tmp_path / "o")
     assert meta["val"]["by"] == "tail"
     assert meta["splits"]["val"] | {"sha256": 0} == {  # what follows the long one: none is cut
@@ -573,7 +573,8 @@ def test_a_missing_package_is_one_line(tmp_path, monkeypatch, capsys, package, s
     monkeypatch.setitem(sys.modules, package, None)
     assert main([source, *options]) == 2
     err = capsys.readouterr().err
-    assert err.count("\n") == 1 and f"needs the package {package}" in err and f"pip install {package}" in err
+    assert err.count("\n") == 1 and f"needs the package {package}" in err
+    assert f"pip install {package}" in err
 
 
 def test_parquet(tmp_path, capsys):
@@ -801,7 +802,8 @@ def test_too_little_text(tmp_path, capsys, content, message):
 
 
 @pytest.mark.parametrize("args", [[], ["a.txt", "--dataset", "stdlib"], ["a.txt", "--input", "x"],
-                                  ["a.txt", "--tok", "byte"], ["a.txt", "--mirror", "x"], ["--dataset", "stdlib", "--shards=1"],
+                                  ["a.txt", "--tok", "byte"], ["a.txt", "--mirror", "x"],
+                                  ["--dataset", "stdlib", "--shards=1"],
                                   ["--dataset", "tinystories", "--shards", "0"]])
 def test_wrong_command_lines(args, capsys):
     with pytest.raises(SystemExit) as e:

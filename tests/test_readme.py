@@ -105,7 +105,8 @@ def test_the_commands_are_found():
 
 
 @pytest.mark.parametrize("module, words", [
-    ("model.sample", ["--promt", "x"]), ("train.tools.plot", []), ("data.prepare", ["--tok", "byte"])])
+    ("model.sample", ["--promt", "x"]), ("train.tools.plot", []),
+    ("data.prepare", ["--tok", "byte"])])
 def test_a_wrong_command_is_noticed(module, words, monkeypatch):
     with pytest.raises(SystemExit):
         parse(monkeypatch, module, words)

@@ -227,8 +227,10 @@ def test_a_damaged_meta_json_is_one_message(tmp_path, text_dir, content):
 
 
 @pytest.mark.parametrize("args, words", [
-    (["--lr_groups={'*': 0}"], "all parameters are frozen"), (["--model=../evil"], "there is no model type model/../evil.py"),
-    (["--model", "os"], "there is no model type model/os.py"), (["--n_embd=65"], "multiple of n_head"),
+    (["--lr_groups={'*': 0}"], "all parameters are frozen"),
+    (["--model=../evil"], "there is no model type model/../evil.py"),
+    (["--model", "os"], "there is no model type model/os.py"),
+    (["--n_embd=65"], "multiple of n_head"),
     (["--n_head=0"], "n_head: must be at least 1"),
     (["--trainingg.seed=1"], "no group 'trainingg'"),
     (["--lr_schedule=nothing"], "must be one of cosine")])

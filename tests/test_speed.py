@@ -1,4 +1,5 @@
-"""train/device.py, batches ahead and the clock with a time, a machine and GPUs that the test sets: what is timed,
+"""train/device.py, batches ahead and the clock with a time, a machine and GPUs that the test sets:
+what is timed,
 what is printed of it, and what is decided by it."""
 
 import builtins
@@ -101,7 +102,8 @@ def test_a_sample_is_timed_alone_and_then_in_a_few(now, seconds, sizes):
 
 def test_how_long_a_run_takes():
     c = TrainConfig(max_iters=1000, data_dir="my data")
-    assert logger.describe_duration(2.4, c, 400) == "About 2 s per step on this machine: 0:24:00 for 600 steps"
+    assert logger.describe_duration(2.4, c, 400) == (
+        "About 2 s per step on this machine: 0:24:00 for 600 steps")
     assert "\n" not in logger.describe_duration(86.4, c, 0)
     slow = logger.describe_duration(86.5, c, 0)
     assert slow.startswith("About 86 s per step on this machine: 1d 0:01:40 for 1,000 steps.\n")

@@ -182,7 +182,8 @@ def test_models_are_compiled_whole(proofs):
     """fullgraph, in training (of some a step shows that above) and in evaluation."""
     assert proofs("whole") == {
         **dict.fromkeys(["gpt", "chat", "lora", "moe"], {"eval": 1}), "sae": {"train": 1},
-        **dict.fromkeys(["dpo", "grpo", "distill", "memory", "classifier", "autoencoder"], {"train": 1, "eval": 1})}
+        **dict.fromkeys(["dpo", "grpo", "distill", "memory", "classifier", "autoencoder"],
+                        {"train": 1, "eval": 1})}
 
 
 def test_a_token_is_one_cuda_graph(proofs):
