@@ -12,10 +12,12 @@ import pytest
 from conftest import REPO
 
 import run_train
+from train import system
 from train.config import config_class, load_config, take_config
 from train.logger import suggest_next_steps
 
-PAGES = ("README.md", "train/README.md", "model/README.md", "data/README.md")
+PAGES = ("README.md", "train/README.md", "model/README.md", "model/convert/README.md",
+         "model/serve/README.md", "data/README.md")
 TEXTS = {page: (REPO / page).read_text() for page in PAGES}
 
 
@@ -196,6 +198,16 @@ def test_the_layout_names_every_folder_and_every_file_of_a_run():
     assert [f for f in folders - {"model"} if f"`{f}/`" not in layout] == []
     files = [path.name for path in (REPO / "train").glob("*.py")]
     assert len(files) > 12 and [name for name in files if name not in layout] == []
+
+
+def test_the_model_interface_is_the_one_that_is_declared():
+    """The tables of model/README.md name every hook of train/system.py, and nothing else."""
+    text = TEXTS["model/README.md"]
+    text = text[text.index("## The model interface"):text.index("## Chat and LoRA")]
+    file_hooks, module_hooks = text.split("| of the module | |")
+    for table, declared in ((file_hooks, system.ModelType), (module_hooks, system.ModelHooks)):
+        names = set(re.findall(r"^\| `(\w+)", table, re.MULTILINE)) - {"forward"}
+        assert names == {n for n in vars(declared) if not n.startswith("_")} - {"module"}
 
 
 def test_pages_are_narrow_and_the_first_one_short():
