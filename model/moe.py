@@ -26,7 +26,6 @@ from model.core.init import normal
 from model.core.ops import apply_dropout
 from model.gpt import GPT, Block, GPTConfig
 from train.base.fields import key
-from train.config import find_gpt_conflicts
 
 USE = gpt.USE
 GPT_FIELDS = {f.name for f in fields(GPTConfig)}
@@ -49,7 +48,7 @@ class Keys(RouterKeys):
     norm_topk_prob: bool = key(True, "scale a token's expert weights to sum 1", shape=True)
 
     def problems(self):
-        out = [text for _, text in find_gpt_conflicts(self)]
+        out = [text for _, text in self.shape_problems()]
         if self.experts_per_token > self.n_experts:
             out.append(f"experts_per_token ({self.experts_per_token}) must not exceed n_experts "
                        f"({self.n_experts})")

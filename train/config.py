@@ -329,7 +329,7 @@ def input_files(config, kinds=(True, "apart")):
 
 def find_conflicts(c):
     """Return [({keys}, message)] about keys of the configuration `c` that contradict each other."""
-    found = find_gpt_conflicts(c) if c.model == "gpt" else []
+    found = c.shape_problems() if c.model == "gpt" else []
     if c.min_lr is not None and c.min_lr > c.learning_rate:
         found.append(({"min_lr", "learning_rate"},
                       f"min_lr ({c.min_lr}) must not exceed learning_rate ({c.learning_rate})"))
@@ -350,66 +350,6 @@ def find_conflicts(c):
             found.append(({name, "eval_interval"}, f"{name}: {getattr(c, name)} needs evaluations: "
                           "eval_interval above 0"))
     return found + [(set(), text) for text in getattr(c, "problems", list)()]
-
-
-def find_gpt_conflicts(c):
-    """Return [({keys}, message)] about the shape of a GPT, also for model types built on it."""
-    found = []
-    head_dim = c.head_dim or c.n_embd // c.n_head
-    if c.n_embd % c.n_head and not c.head_dim:
-        found.append(({"n_embd", "n_head"},
-                      f"n_embd ({c.n_embd}) must be a multiple of n_head ({c.n_head})"))
-    elif c.pos == "rope" and head_dim % 2:
-        found.append(({"n_embd", "n_head", "pos", "head_dim"},
-                      f"n_embd / n_head ({head_dim}) must be even for pos: rope"))
-    if not c.layer_types or set(c.layer_types) - set("FWfw"):
-        found.append(({"layer_types"}, f"layer_types: {c.layer_types!r}: expected a letter per "
-                      "layer, F, W, f or w"))
-    elif set(c.layer_types) & set("Ww") and not c.window:
-        found.append(({"layer_types", "window"}, "window: missing; layers of type W need it"))
-    try:
-        valid = len(c.rope_factors) in (0, 1, 4) and all(x > 0 for x in c.rope_factors)
-    except ValueError:
-        valid = False
-    if not valid:
-        found.append(({"rope_scaling"}, f"rope_scaling: {c.rope_scaling!r}: expected FACTOR or "
-                      "FACTOR,LOW,HIGH,ORIGINAL_LENGTH, numbers above 0"))
-    if c.n_kv_head and c.n_head % c.n_kv_head:
-        found.append(({"n_kv_head", "n_head"},
-                      f"n_kv_head ({c.n_kv_head}) must divide n_head ({c.n_head})"))
-    return found
-
-
-def check_shape(shape, weights):
-    """ValueError if `shape`, a GPTConfig read from a file, has invalid values or cannot be the
-    shape of `weights` {name: tensor} from the same file."""
-    known = fields_by_name(shape)
-    for name in known:
-        check_value(name, getattr(shape, name), known)
-    if conflicts := [text for _, text in find_gpt_conflicts(shape)]:
-        raise ValueError("; ".join(conflicts))
-    check_size(shape, weights)
-
-
-def check_value(name, value, known):
-    """Return `value` parsed as the key `name` of `known`. ValueError names the key."""
-    try:
-        return parse_value(known[name], value)
-    except ValueError as error:
-        raise ValueError(f"{name}: {error}") from None
-
-
-def check_size(shape, weights):
-    """ValueError if `shape` is much too large for `weights`: the model that is built before the
-    tensors are compared (blocks, tables of positions and tokens) would exhaust time or memory."""
-    numbers = sum(t.numel() for t in weights.values())
-    positions = shape.block_size * max(shape.head_dim or 0, shape.n_embd // shape.n_head)
-    for value, limit, what in ((shape.n_layer, max(256, len(weights)), "blocks"),
-                               (positions, max(1 << 24, numbers), "numbers of positions"),
-                               (shape.vocab_size or 0, max(1 << 20, numbers), "token ids")):
-        if not 0 <= value <= limit:
-            raise ValueError(f"a shape of {value:,} {what} for {len(weights):,} tensors of "
-                             f"{numbers:,} numbers: its model_args or config are of another model")
 
 
 # -----------------------------------------------------------------------------

@@ -203,6 +203,30 @@ class GPTKeys:
         """rope_scaling as numbers: (), (factor,) or (factor, low, high, original length)."""
         return tuple(float(x) for x in self.rope_scaling.split(",")) if self.rope_scaling else ()
 
+    def shape_problems(self):
+        """Return [({keys}, message)] about keys that contradict each other."""
+        divides = self.head_dim or self.n_embd % self.n_head == 0
+        head_dim = self.head_dim or self.n_embd // self.n_head
+        layers = set(self.layer_types)
+        try:
+            valid = len(self.rope_factors) in (0, 1, 4) and all(x > 0 for x in self.rope_factors)
+        except ValueError:
+            valid = False
+        rules = (
+            (not divides, {"n_embd", "n_head"},
+             f"n_embd ({self.n_embd}) must be a multiple of n_head ({self.n_head})"),
+            (divides and self.pos == "rope" and head_dim % 2, {"n_embd", "n_head", "pos",
+             "head_dim"}, f"n_embd / n_head ({head_dim}) must be even for pos: rope"),
+            (not layers or layers - set("FWfw"), {"layer_types"},
+             f"layer_types: {self.layer_types!r}: expected a letter per layer, F, W, f or w"),
+            (layers <= set("FWfw") and layers & set("Ww") and not self.window,
+             {"layer_types", "window"}, "window: missing; layers of type W need it"),
+            (not valid, {"rope_scaling"}, f"rope_scaling: {self.rope_scaling!r}: expected FACTOR "
+             "or FACTOR,LOW,HIGH,ORIGINAL_LENGTH, numbers above 0"),
+            (self.n_kv_head and self.n_head % self.n_kv_head, {"n_kv_head", "n_head"},
+             f"n_kv_head ({self.n_kv_head}) must divide n_head ({self.n_head})"))
+        return [(names, text) for is_wrong, names, text in rules if is_wrong]
+
 
 GROUPS = {"Run": RunKeys, "Batch": BatchKeys, "Length": LengthKeys,
           "Learning rate": LearningRateKeys, "Optimizer": OptimizerKeys, "System": SystemKeys,

@@ -10,10 +10,17 @@ from dataclasses import fields
 
 import torch
 
-from model.core.load import model_of, read_model_args, read_weights, upgrade_args
+from model.core.load import (
+    check_size,
+    check_value,
+    model_of,
+    read_model_args,
+    read_weights,
+    upgrade_args,
+)
 from train.base.checkpoint_file import bullets, mismatches, raise_mismatches
 from train.base.errors import CheckpointError
-from train.config import check_size, check_value, find_conflicts
+from train.config import find_conflicts
 from train.distributed import convert_ddp_state
 from train.keys import GPTKeys
 from train.system import load_model_type
