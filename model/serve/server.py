@@ -4,6 +4,7 @@ One thread serves all connections; the engine computes in a second thread (model
 """
 
 import asyncio
+import collections
 import contextlib
 import hmac
 import ipaddress
@@ -82,6 +83,7 @@ class Server:
 
     async def run(self, stopped):
         asyncio.get_running_loop().set_exception_handler(self.report)
+        self.mailbox = Mailbox()
         running = asyncio.create_task(self.http.serve(sockets=[self.listening]))
         while not (stopped or running.done()):
             self.close_slow_connections()
@@ -195,7 +197,7 @@ class Server:
         chat = request.url.path == CHAT_PATH
         jobs, stream, include_usage = await asyncio.to_thread(self.create_jobs, data, chat)
         answer = Answer(jobs, self.engine.tokenizer, chat, self.name)
-        return CompletionResponse(self.engine, self.metrics, answer, stream, include_usage)
+        return CompletionResponse(self, answer, stream, include_usage)
 
     def create_jobs(self, data, chat):
         body, stream, include_usage = parse_request(data, self.name)
@@ -210,15 +212,16 @@ class CompletionResponse:
     """ASGI response with the texts of jobs, complete or as server-sent events. The jobs are
     cancelled when the client disconnects."""
 
-    def __init__(self, engine, metrics, answer, stream, include_usage):
-        self.engine, self.metrics, self.answer = engine, metrics, answer
+    def __init__(self, server, answer, stream, include_usage):
+        self.server, self.answer = server, answer
         self.stream, self.include_usage = stream, include_usage
 
     async def __call__(self, scope, receive, send):
-        started, events, jobs = time.monotonic(), EventQueue(), self.answer.jobs
+        started, jobs = time.monotonic(), self.answer.jobs
+        events = EventQueue(self.server.mailbox)
         for job in jobs:
             job.events = events
-        self.engine.submit(*jobs)
+        self.server.engine.submit(*jobs)
         write = asyncio.create_task(self.write(events, scope, receive, send))
         disconnect = asyncio.create_task(wait_for_disconnect(receive))
         try:
@@ -231,7 +234,7 @@ class CompletionResponse:
             write.cancel()
             disconnect.cancel()
             await asyncio.wait((write, disconnect))
-            self.metrics.add_completion(self.answer.usage(), time.monotonic() - started)
+            self.server.metrics.add_completion(self.answer.usage(), time.monotonic() - started)
 
     async def write(self, events, scope, receive, send):
         """Send the response. An error before the first token is an HTTP error; a later one is the
@@ -262,14 +265,35 @@ class CompletionResponse:
             await send_event(send, "[DONE]", more=False)
 
 
+class Mailbox:
+    """Delivers events from the engine's thread to queues of the event loop, with one wake-up of the
+    loop for all events of a step: a wake-up per event would take longer than the event."""
+
+    def __init__(self):
+        self.loop, self.events = asyncio.get_running_loop(), collections.deque()
+        self.scheduled = False
+
+    def put(self, queue, event):
+        self.events.append((queue, event))
+        if not self.scheduled:
+            self.scheduled = True
+            self.loop.call_soon_threadsafe(self.deliver)
+
+    def deliver(self):
+        self.scheduled = False  # first: an event from now on schedules the next delivery
+        while self.events:
+            queue, event = self.events.popleft()
+            queue.put_nowait(event)
+
+
 class EventQueue:
     """A queue of events (see Job) from the engine's thread to the event loop."""
 
-    def __init__(self):
-        self.loop, self.queue = asyncio.get_running_loop(), asyncio.Queue()
+    def __init__(self, mailbox):
+        self.mailbox, self.queue = mailbox, asyncio.Queue()
 
     def put(self, event):
-        self.loop.call_soon_threadsafe(self.queue.put_nowait, event)
+        self.mailbox.put(self.queue, event)
 
     async def read(self, n):
         """Yield the events of n jobs until all have ended, merged per job if several are in the
