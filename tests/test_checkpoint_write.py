@@ -22,7 +22,7 @@ from train import checkpoint
 from train import train as training
 from train.base import run_folder
 from train.base.errors import BadNumbers, CheckpointError, UserError
-from train.base.files import FolderLock
+from train.base.files import lock_folder
 from train.base.run_folder import RunFolder, snapshot
 from train.checkpoint import load_checkpoint, save_checkpoint
 
@@ -220,7 +220,7 @@ def test_an_out_dir_removed_during_the_run_is_made_again(tmp_path, data_dir, und
         if run.progress.iter_num == 12:
             run.folder.wait()
             with pytest.raises(UserError, match="is in use by pid"):
-                FolderLock(out)
+                lock_folder(out)
     monkeypatch.setattr(training, "train_step", train_step)
     go(data_dir, out)
     assert f"warning: {out} was deleted; creating a new folder" in capsys.readouterr().out
@@ -266,7 +266,7 @@ def test_a_file_system_without_locks_is_no_obstacle(tmp_path, monkeypatch):
     def refuse(*_):
         raise OSError(errno.ENOLCK, "No locks available")
     monkeypatch.setattr("fcntl.flock", refuse)
-    FolderLock(tmp_path).release()
+    lock_folder(tmp_path).close()
 
 
 @pytest.mark.matrix(15)

@@ -22,10 +22,10 @@ from data.prepare import chat, features, labels
 from data.prepare.folders import new_folder, overwrite_problems
 from train.base.errors import DataError, UserError
 from train.base.files import (
-    FolderLock,
     add_link,
     atomic_write,
     exclusive_lock,
+    lock_folder,
     open_no_follow,
     sync_folder,
     write_text,
@@ -73,7 +73,7 @@ def test_a_temporary_name_that_is_a_link(outside):
 def test_a_lock_that_is_a_link(outside, data_dir):
     path = outside(".lock")
     with pytest.raises(UserError, match=f"{path} is a link.*remove the link"):
-        FolderLock(path.parent)
+        lock_folder(path.parent)
     with pytest.raises(UserError, match="is a link"):
         go(data_dir, path.parent, max_iters=1)
     assert os.listdir(path.parent) == [".lock"]

@@ -11,7 +11,7 @@ import torch
 from conftest import TINY, tiny_args
 from processes import python
 
-from train.base.files import FolderLock
+from train.base.files import lock_folder
 from train.config import load_config
 from train.tools import lr_finder
 from train.train import train
@@ -32,10 +32,10 @@ def test_command_leaves_no_trace_in_a_run(tmp_path, data_dir):
                                           lr_decay_iters=10, dropout=0.1)))
     half("a", 5)
     half("b", 5)
-    before, lock = fingerprint(tmp_path / "a"), FolderLock(tmp_path / "a")
+    before, lock = fingerprint(tmp_path / "a"), lock_folder(tmp_path / "a")
     done = python("-m", "train.tools.lr_finder", "--steps", "30",
                   *arguments(data_dir, tmp_path / "a"))
-    lock.release()
+    lock.close()
     assert done.returncode == 0, done.stderr
     after = fingerprint(tmp_path / "a")
     assert after.keys() - before.keys() == {"lr_finder.json", "lr_finder.svg"}

@@ -359,8 +359,8 @@ def copy_to_rank0(tensor, pin):
 def check_finite(model, optimizer, iter_num, path, ranks):
     """Raise BadNumbers on all ranks if weights or optimizer state are non-finite; the
     checkpoint at `path` is then kept. Each rank checks the local shards."""
-    names = [file_format.find_non_finite(dict(model=model_state(model, local),
-                                  optimizer=optimizer_state(optimizer, local)))]
+    state = dict(model=model_state(model, local), optimizer=optimizer_state(optimizer, local))
+    names = [file_format.find_non_finite(state)]
     if ranks.world_size > 1:
         own = names[0]
         names = [None] * ranks.world_size
@@ -405,24 +405,19 @@ def select_optimizer_state(optimizer, entries, config, warn):
     """Return the entries of a checkpoint's optimizer state {name: {key: tensor}} that have the keys
     which `optimizer` needs. After --allow_change the other entries are newly
     initialised, with a warning; without it this raises CheckpointError."""
-    keys = {n: state_keys(g) for g in optimizer.param_groups for n in g["names"]}
+    keys = {n: {"momentum_buffer"} if g["muon"] else {"step", "exp_avg", "exp_avg_sq"}
+            for g in optimizer.param_groups for n in g["names"]}
     usable = {n: e for n, e in entries.items() if set(e) - {"ema"} == keys.get(n)}
     unusable = sorted((entries.keys() | keys.keys() if entries else set()) - usable.keys())
     names = ", ".join(unusable[:5]) + (", ..." if len(unusable) > 5 else "")
     if unusable and not config.allow_change:
         raise CheckpointError(f"the checkpoint in {config.out_dir} lacks the optimizer state of "
-                              f"{names}, or that of another optimizer; --allow_change optimizer "
-                              "initialises it newly")
+                              f"{names}; --allow_change optimizer initialises it newly")
     if unusable:
         warn(f"optimizer state of {len(unusable)} tensors is newly initialised: {names}")
     if not config.ema:
         usable = {n: {k: t for k, t in e.items() if k != "ema"} for n, e in usable.items()}
     return usable
-
-
-def state_keys(group):
-    """Return the names of the optimizer state per parameter of `group`."""
-    return {"momentum_buffer"} if group["muon"] else {"step", "exp_avg", "exp_avg_sq"}
 
 
 def without_values(state):

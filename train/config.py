@@ -11,16 +11,7 @@ from dataclasses import asdict, dataclass, fields, is_dataclass
 import yaml
 
 from train.base.errors import ConfigError
-from train.base.fields import (
-    TYPES,
-    PlainLoader,
-    base_type,
-    fields_by_name,
-    key,  # noqa: F401  for model files
-    nearest,
-    parse_value,
-    to_list,
-)
+from train.base.fields import TYPES, PlainLoader, base_type, fields_by_name, nearest, parse_value
 from train.keys import FIELDS, GROUP_NAMES, GROUPS, START_KEYS, TrainConfig
 from train.system import REPOSITORY, load_model_type
 
@@ -235,6 +226,7 @@ def resolve(settings, known, problems):
         if file and at.startswith(f"{file}:"):
             problems.append(f"{where}{alias}: {name} is set twice (first at {at}); keep one")
         if where == "command line" and at.startswith(where) and kinds.get(name) is list:
+            to_list = TYPES[list][0]
             raw = to_list(earlier) + to_list(raw)
         resolved[name] = raw, where + alias
     return resolved

@@ -28,9 +28,8 @@ free_key = functools.partial(key, free=True)
 @dataclass
 class RunKeys:
     model: str = key("gpt", "model type, a file in model/")
-    data_dir: str = free_key("data/bin/stdlib", "folder, file or glob with the data; or a mixture "
-                             "with weights, {a: 0.7, b: 0.3} or a:0.7,b:0.3", path=True,
-                             mixture=True)
+    data_dir: str = free_key("data/bin/stdlib", "folder, file or glob with data; or a mixture with "
+                             "weights {a: 0.7, b: 0.3} or a:0.7,b:0.3", path=True, mixture=True)
     out_dir: str = free_key("out", "output folder; one run per folder", path=True)
     seed: int = key(1337, "seed of the data order, the initial weights and dropout", ge=0)
     resume: str = key("auto", "auto: continue the run in out_dir, if any; never: rename its files "
@@ -76,9 +75,8 @@ class LengthKeys:
     keep_last: int = free_key(0, "numbered checkpoints to keep, besides latest and best", ge=0)
     save_epochs: float | None = free_key(None, "keep a numbered checkpoint every N epochs (instead "
                                          "of keep_last's): all, or the keep_last latest", gt=0)
-    save_precision: str | None = free_key(
-        None, "with each checkpoint, also write model.safetensors in this precision",
-        choices=["float32", "bfloat16", "float16"])
+    save_precision: str | None = free_key(None, "also save model.safetensors in this precision",
+                                          choices=["float32", "bfloat16", "float16"])
     sample_tokens: int = free_key(128, "tokens to generate at each evaluation; 0: none", ge=0)
     sample_prompts: list[str] = free_key([], "prompts of samples (default: end of text)", text=True)
 
@@ -126,8 +124,7 @@ class OptimizerKeys:
 @dataclass
 class SystemKeys:
     device: str = free_key("auto", "auto (cuda, then mps, then cpu), cpu, cuda, cuda:1, mps")
-    dtype: str = free_key("auto", "auto: bfloat16 if the device supports it natively, else float16 "
-                          "on cuda, else float32",
+    dtype: str = free_key("auto", "auto: bfloat16 if native, else float16 on cuda, else float32",
                           choices=["auto", "bfloat16", "float16", "float32"])
     compile: str = free_key("auto", "torch.compile; auto: if the run is long enough to amortise it",
                             choices=["auto", "true", "false"])
@@ -158,16 +155,14 @@ class GPTKeys:
     vocab_size: int | None = key(None, "vocabulary size (default: from the data)", ge=2, le=2**31)
     n_layer: int = key(16, "transformer blocks", ge=1, le=10_000)
     n_head: int = key(6, "attention heads", ge=1)
-    n_kv_head: int | None = key(None, "key/value heads of grouped-query attention (default: "
-                                "n_head)", ge=1)
+    n_kv_head: int | None = key(None, "key/value heads of grouped queries (default: n_head)", ge=1)
     n_embd: int = key(384, "width of the residual stream", ge=1, le=1_000_000)
     n_hidden: int | None = key(None, "hidden width of the MLP (default: 4 x n_embd)", ge=1)
     dropout: float = key(0.0, "dropout probability", ge=0, lt=1)
     bias: bool = key(False, "biases in linear layers and layer norms")
     norm: str = key("rms", "normalisation", choices=["rms", "layer"])
     norm_eps: float = key(1e-5, "epsilon of the normalisation", gt=0)
-    pos: str = key("rope", "position encoding: rotary (half-split) or learned",
-                   choices=["rope", "learned"])
+    pos: str = key("rope", "rotary (half-split) or learned positions", choices=["rope", "learned"])
     rope_theta: float = key(10000.0, "base of the rotary frequencies", gt=0)
     mlp: str = key("swiglu", "feed-forward layer; gelu is GPT-2's, gelu_exact nanoGPT's",
                    choices=["swiglu", "geglu", "gelu", "gelu_exact", "relu2"])
@@ -193,10 +188,8 @@ class GPTKeys:
                                           "(default: as the other layers)", gt=0)
     max_positions: int | None = key(None, "tokens that the weights can take, for exports (default: "
                                      "block_size)", ge=1)
-    bos_id: int | None = key(None, "id that begins a text, for exports (default: end of text)",
-                             ge=0)
-    eos_ids: str | None = key(None, "ids that end a text, e.g. 1,2, for exports (default: the "
-                              "tokenizer's)")
+    bos_id: int | None = key(None, "id that begins texts, for exports (default: end of text)", ge=0)
+    eos_ids: str | None = key(None, "end-of-text ids, e.g. 1,2, for exports (default: tokenizer's)")
 
     @property
     def rope_factors(self):

@@ -295,12 +295,10 @@ def mismatches(prefix, tensors, expected, dtypes=True):
     and `expected`, both {name: tensor}. prefix: the start of each line."""
     lines = [f"{prefix}{n}: missing" for n in expected if n not in tensors]
     lines += [f"{prefix}{n}: not a parameter of this model" for n in tensors if n not in expected]
-    for name in tensors:
-        if name in expected:
-            actual = describe_tensor(tensors[name], dtypes)
-            wanted = describe_tensor(expected[name], dtypes)
-            if actual != wanted:
-                lines.append(f"{prefix}{name}: {actual}, expected {wanted}")
+    for name in (n for n in tensors if n in expected):
+        actual = describe_tensor(tensors[name], dtypes)
+        if actual != (wanted := describe_tensor(expected[name], dtypes)):
+            lines.append(f"{prefix}{name}: {actual}, expected {wanted}")
     return lines
 
 

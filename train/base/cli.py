@@ -124,13 +124,10 @@ def run_command(cls, work, argv=None, interrupt_message="interrupted", load=None
         work(options)
     except UsageError as error:
         parser.error(printable(error))
-    except (UserError, ValueError, OSError) as error:
-        echo(f"{name}: {error}", sys.stderr)
-        return 2
-    except ModuleNotFoundError as error:
-        if not missing_part(error):
+    except (UserError, ValueError, OSError, ModuleNotFoundError) as error:
+        if isinstance(error, ModuleNotFoundError) and not missing_part(error):
             raise
-        echo(f"{name}: {missing_part(error)}", sys.stderr)
+        echo(f"{name}: {missing_part(error) or error}", sys.stderr)
         return 2
     except KeyboardInterrupt as stop:
         print(f"{name}: {interrupt_message}", file=sys.stderr)

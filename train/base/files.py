@@ -118,30 +118,27 @@ def next_free_path(folder, stem, suffix=".pt"):
     return next(p for p in paths if not os.path.lexists(p))
 
 
-class FolderLock:
-    """Exclusive use of a folder by this process. The system releases the lock when the process
-    exits. UserError, with the name of the holder, if a different process has the lock."""
-
-    def __init__(self, folder):
-        path = os.path.join(folder, ".lock")
-        if os.path.islink(path):
-            raise UserError(f"{path} is a link, expected a file of this program: remove the link, "
-                            "or choose another --out_dir")
-        self.file = open_no_follow(path, "a+")
-        try:
-            import fcntl  # POSIX only; no lock on Windows
-            fcntl.flock(self.file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            self.file.seek(0)
-            holder = self.file.read(200).strip() or "another process"
-            self.file.close()
-            raise UserError(f"{folder} is in use by {holder}; wait for it, stop it, or choose "
-                            "another --out_dir") from None
-        except (ImportError, OSError):  # the file system has no locks
-            return
-        self.file.truncate(0)
-        self.file.write(f"pid {os.getpid()} on {socket.gethostname()}")
-        self.file.flush()
-
-    def release(self):
-        self.file.close()
+def lock_folder(folder):
+    """Lock `folder` for this process and return the open lock file: close() releases the lock, as
+    does the end of the process. UserError, with the holder's name, if a different process has the
+    lock."""
+    path = os.path.join(folder, ".lock")
+    if os.path.islink(path):
+        raise UserError(f"{path} is a link, expected a file of this program: remove the link, or "
+                        "choose another --out_dir")
+    file = open_no_follow(path, "a+")
+    try:
+        import fcntl  # POSIX only; no lock on Windows
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        file.seek(0)
+        holder = file.read(200).strip() or "another process"
+        file.close()
+        raise UserError(f"{folder} is in use by {holder}; wait for it, stop it, or choose another "
+                        "--out_dir") from None
+    except (ImportError, OSError):  # the file system has no locks
+        return file
+    file.truncate(0)
+    file.write(f"pid {os.getpid()} on {socket.gethostname()}")
+    file.flush()
+    return file

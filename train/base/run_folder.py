@@ -11,18 +11,10 @@ import time
 
 import torch
 
-from train.base.checkpoint_file import (
-    DESCRIPTION,
-    bullets,
-    load_checkpoint,
-    map_tensors,
-    prev_path,
-    save_checkpoint,
-    tensor_bytes,
-    write_safetensors,
-)
+from train.base import checkpoint_file as file_format
+from train.base.checkpoint_file import load_checkpoint, prev_path, save_checkpoint, tensor_bytes
 from train.base.errors import CheckpointError, SaveFailed
-from train.base.files import FolderLock, next_free_path
+from train.base.files import lock_folder, next_free_path
 from train.base.memory import memory_available, return_freed_memory
 
 SAVE_ATTEMPTS = 3
@@ -57,7 +49,7 @@ class RunFolder:
             raise CheckpointError(f"out_dir: {self.path} is a file; expected a folder")
         try:
             os.makedirs(self.path, exist_ok=True)
-            self.lock = FolderLock(self.path)
+            self.lock = lock_folder(self.path)
             for name in os.listdir(self.path):
                 if re.search(r"\.tmp\.\d+$", name):  # of a killed process
                     os.unlink(self.file(name))
@@ -134,8 +126,8 @@ class RunFolder:
         dtype = getattr(torch, self.save_precision)
         weights = {n: t.to(dtype) if t.is_floating_point() else t
                    for n, t in state["model"].items()}
-        description = {name: json.dumps(state[name]) for name in DESCRIPTION if name in state}
-        write_safetensors(self.file("model.safetensors"), weights, description)
+        description = {k: json.dumps(state[k]) for k in file_format.DESCRIPTION if k in state}
+        file_format.write_safetensors(self.file("model.safetensors"), weights, description)
 
     def archive_later_checkpoints(self, iter_num, log):
         """Move the checkpoints of steps after `iter_num` to old_1/ (or old_2/, ...), since a run
@@ -170,7 +162,7 @@ class RunFolder:
     def __exit__(self, *_):
         self.wait()  # with the lock, which the save in progress needs
         if self.lock is not None:
-            self.lock.release()
+            self.lock.close()
 
 
 # -----------------------------------------------------------------------------
@@ -194,7 +186,7 @@ def snapshot(state):
     with AdamW: 1.39 GiB take 2.45) and reserves the memory for the next save; hence the factor 2 in
     snapshot_if_room.
     """
-    return map_tensors(copy_to_host, state)
+    return file_format.map_tensors(copy_to_host, state)
 
 
 def copy_to_host(t, pin=True):
@@ -239,7 +231,7 @@ def find_newest_checkpoint(folder, log):
     alternative = f", resume from another one with --resume {kept[0]}" if kept else ""
     raise CheckpointError(
         f"{folder}: no checkpoint can be used:\n"
-        + bullets(problems or ["ckpt.pt and ckpt_prev.pt do not exist"])
+        + file_format.bullets(problems or ["ckpt.pt and ckpt_prev.pt do not exist"])
         + f"\nrestore one of these files{alternative}, or start from scratch with --resume never "
         "(existing files are renamed, not deleted)")
 
