@@ -186,9 +186,8 @@ def matching_loss(out, y, matching="mse"):
 def combined_loss(errors, match=None, recon_weight=1.0, match_weight=1.0, modality_weights=None):
     """Return the loss (N,) of each row: the weighted sum of reconstruction_losses and, if given,
     matching_loss. modality_weights: {modality: weight}, 1 by default."""
-    loss, weights = 0.0, modality_weights or {}
-    for name, error in errors.items():
-        loss = loss + recon_weight * weights.get(name, 1.0) * error
+    weights = modality_weights or {}
+    loss = sum(recon_weight * weights.get(name, 1.0) * error for name, error in errors.items())
     return loss if match is None else loss + match_weight * match
 
 

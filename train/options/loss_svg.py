@@ -7,7 +7,9 @@ runs into one picture. Text and lines have at least 3:1 contrast on white and on
 import json
 import math
 import os
+from contextlib import suppress
 from html import escape
+from itertools import accumulate
 from operator import itemgetter
 from typing import NamedTuple
 
@@ -33,24 +35,15 @@ def read_metrics(path, limit=None):
     limit: return all evaluations, but only about `limit` training lines, evenly spaced."""
     if not os.path.exists(path):
         return []
+    records = []
     with open(path, "rb") as f:
         stride = 1 if limit is None else 1 + sum(1 for _ in f) // limit
         f.seek(0)
-        return read_records(f, stride)
-
-
-def read_records(lines, stride=1):
-    """Return the records of lines (bytes): all evaluations, and one in `stride` other lines."""
-    records = []
-    for n, line in enumerate(lines):
-        if n % stride and b'"val_loss"' not in line:
-            continue
-        try:
-            record = json.loads(line)
-        except (ValueError, RecursionError):
-            continue
-        if isinstance(record, dict) and to_number(record.get("iter")) is not None:
-            records.append(record)
+        for line in (x for n, x in enumerate(f) if n % stride == 0 or b'"val_loss"' in x):
+            with suppress(ValueError, RecursionError):
+                record = json.loads(line)
+                if isinstance(record, dict) and to_number(record.get("iter")) is not None:
+                    records.append(record)
     return records
 
 
@@ -80,13 +73,12 @@ def smooth(points, share=0.02):
     """Return the centred running mean over 2 x `share` of the points, fewer near the start, where
     the loss is steep."""
     width = max(1, int(len(points) * share))
-    totals, means = [0.0], []
-    for _, y in points:
-        totals.append(totals[-1] + y)
+    totals = [0.0, *accumulate(y for _, y in points)]
+    means = []
     for i, (x, _) in enumerate(points):
         half = min(width, i // 3)
-        start, end = i - half, min(i + half + 1, len(points))
-        means.append((x, (totals[end] - totals[start]) / (end - start)))
+        end = min(i + half + 1, len(points))
+        means.append((x, (totals[end] - totals[i - half]) / (end - i + half)))
     return means
 
 
@@ -110,8 +102,8 @@ class Scale:
 
     def __init__(self, values, start, end, from_zero=False, margin=0.0, log=False):
         self.start, self.end, self.log = start, end, log
-        low = self.transform(min(values, default=1.0))
-        high = self.transform(max(values, default=1.0))
+        ends = min(values, default=1.0), max(values, default=1.0)
+        low, high = map(self.transform, ends)
         low = min(low, 0.0) if from_zero else low
         if math.isclose(low, high, rel_tol=1e-12, abs_tol=1e-200):  # a single value
             low, high = low - abs(low) / 10, high + (abs(high) / 10 or 1.0)
@@ -132,7 +124,7 @@ class Scale:
 
 
 def find_ticks(low, high, count=8, log=False):
-    """Return about `count` round values in [low, high], at most twice as many on a logarithmic axis:
+    """Return about `count` round values in [low, high], up to twice as many on a logarithmic axis:
     multiples of 1, 2 or 5 times a power of ten, or such powers and round values between them."""
     if log:
         powers = range(math.floor(math.log10(low)), math.ceil(math.log10(high)) + 1)

@@ -34,8 +34,9 @@ def fit_max_iters(config, ranks, started, train_step, validate, save, open_run):
     A resumed run has the length that it started with. open_run(config) is the context of a new run;
     train_step, validate and save are the functions of train/train.py. Raises SetupError.
     """
+    path = os.path.join(config.out_dir, "ckpt.pt")
     resumes = config.resume == "must" or (config.resume == "auto" and broadcast_from_rank0(
-        lambda: has_checkpoint(config.out_dir), ranks))
+        lambda: os.path.lexists(path) or os.path.lexists(prev_path(path)), ranks))
     if config.resume_file or config.eval_only or resumes:
         return config
     if ranks.is_main:
@@ -60,12 +61,6 @@ def fit_max_iters(config, ranks, started, train_step, validate, save, open_run):
     if ranks.is_main:
         echo(f"max_minutes {config.max_minutes:g} is max_iters {steps}: {summary}")
     return config.replace(max_iters=steps)
-
-
-def has_checkpoint(folder):
-    """Return whether a run folder has a checkpoint to resume from."""
-    path = os.path.join(folder, "ckpt.pt")
-    return os.path.lexists(path) or os.path.lexists(prev_path(path))
 
 
 def raise_interrupt(signum, frame):

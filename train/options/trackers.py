@@ -47,9 +47,9 @@ def open_trackers(names, out_dir, config, run_name, system_info, resume_iter=Non
     a resumed run continue the same tracker run.
     """
     kinds = dict(tensorboard=TensorBoard, wandb=WandB, mlflow=MLflow)
-    trackers = [GuardedTracker(name, warn, lambda kind=kinds[name]: kind(
-        out_dir, config, run_name, system_info, resume_iter, evaluated))
-        for name in dict.fromkeys(names)]
+    arguments = out_dir, config, run_name, system_info, resume_iter, evaluated
+    trackers = [GuardedTracker(name, warn, kinds[name], *arguments)
+                for name in dict.fromkeys(names)]
     trackers = [guarded for guarded in trackers if guarded.tracker]
     for guarded in trackers:
         if guarded.tracker.address:
@@ -67,11 +67,11 @@ def tracked_numbers(record):
 class GuardedTracker:
     """A tracker with methods that never raise: the first failure drops it."""
 
-    def __init__(self, name, warn, make):
+    def __init__(self, name, warn, make, *args):
         self.name = name
         self.warn = warn
         self.tracker = None
-        self.tracker = self.guard(make)
+        self.tracker = self.guard(make, *args)
 
     def __getattr__(self, method):  # record, rewind, artifact, close
         return lambda *args: self.tracker and self.guard(getattr(self.tracker, method), *args)

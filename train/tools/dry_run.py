@@ -153,15 +153,13 @@ def time_step(config, model, data, ranks, dtype, compiled):
     return sorted(times)[1] * n_micro + time_update(), False
 
 
-def timed(f, device=None):
+def timed(f, device):
     """Call f() and return the seconds until the device has finished."""
-    cuda = device is not None and device.type == "cuda"
-    if cuda:
-        torch.cuda.synchronize(device)
+    wait = torch.cuda.synchronize if device.type == "cuda" else lambda device: None
+    wait(device)
     start = time.perf_counter()
     f()
-    if cuda:
-        torch.cuda.synchronize(device)
+    wait(device)
     return time.perf_counter() - start
 
 

@@ -16,6 +16,7 @@ import sys
 import time
 import warnings
 from dataclasses import asdict, dataclass, fields
+from itertools import accumulate
 
 import torch
 import yaml
@@ -245,9 +246,8 @@ def run_trial(trial, config, stage, out):
     except optuna.TrialPruned:
         raise
     except (Exception, KeyboardInterrupt) as error:
-        is_fatal = (isinstance(error, (UserError, KeyboardInterrupt))
-                    and not isinstance(error, (BadNumbers, ConfigError)))
-        if is_fatal:
+        if isinstance(error, (UserError, KeyboardInterrupt)) and not isinstance(
+                error, (BadNumbers, ConfigError)):
             study.enqueue_trial(params)
             raise
         reason = " ".join(str(error).split()) or type(error).__name__
@@ -324,16 +324,13 @@ def report(studies, trial, config, out):
 def draw_trials(axes, history, mode):
     """Draw the completed trials of each stage with the best value so far, and pruned trials."""
     better = min if mode == "min" else max
-    points = {}  # {"stage N" or "pruned": [(number, value)]}
-    for number, t in enumerate(history):
-        if t["value"] is not None:
-            name = f"stage {t['stage']}" if t["state"] == "complete" else "pruned"
-            points.setdefault(name, []).append((number, t["value"]))
-    pruned = points.pop("pruned", None)
-    for name, trials in points.items():
-        numbers, values = zip(*trials)
-        best = [better(values[:n]) for n in range(1, len(values) + 1)]
-        line, = axes.plot(numbers, best, drawstyle="steps-post", label=name)
+    valued = [(n, t) for n, t in enumerate(history) if t["value"] is not None]
+    pruned = [(n, t["value"]) for n, t in valued if t["state"] != "complete"]
+    for stage in sorted({t["stage"] for n, t in valued if t["state"] == "complete"}):
+        numbers, values = zip(*[(n, t["value"]) for n, t in valued
+                                if t["stage"] == stage and t["state"] == "complete"])
+        best = list(accumulate(values, better))
+        line, = axes.plot(numbers, best, drawstyle="steps-post", label=f"stage {stage}")
         axes.plot(numbers, values, "o", color=line.get_color())
     if pruned:
         axes.plot(*zip(*pruned), "x", color=TEXT_COLOR, label="pruned")

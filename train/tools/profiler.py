@@ -85,11 +85,10 @@ def seconds_by_category(events):
     host = dict.fromkeys(CATEGORIES, 0.0)
     gpu = dict.fromkeys(CATEGORIES, 0.0)
     names = list(CATEGORIES)
-    category_of = functools.cache(find_category)
     pending = [(e, len(names)) for e in events if e.cpu_parent is None]
     while pending:
         event, inherited = pending.pop()
-        category = min(inherited, category_of(event.name))
+        category = min(inherited, find_category(event.name))
         name = names[category % len(names)]  # without a match: REST
         host[name] += event.self_cpu_time_total / 1e6
         if event.device_type == torch.autograd.DeviceType.CPU:
@@ -98,6 +97,7 @@ def seconds_by_category(events):
     return host, gpu
 
 
+@functools.cache
 def find_category(name):
     """Return the index of the first category that matches `name`, or the number of categories."""
     return next((i for i, p in enumerate(PATTERNS) if p.search(name)), len(PATTERNS))

@@ -23,6 +23,7 @@ import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from pathlib import Path
 
 from train.base.cli import format_table, run_command
 from train.base.errors import UserError, echo
@@ -71,11 +72,10 @@ def summarize(results, config):
         finished = [r for r in runs.values() if r["value"] is not None]
         metrics[name] = {seed: r["value"] for seed, r in runs.items() if r["value"] is not None}
         values = list(metrics[name].values())
+        difference, low, high, verdict = compare(metrics[name], metrics[BASE],
+                                                 config.early_stopping_mode)
         if name == BASE:
             difference, low, high, verdict = None, None, None, BASE if values else "crash"
-        else:
-            difference, low, high, verdict = compare(metrics[name], metrics[BASE],
-                                                     config.early_stopping_mode)
         medians = {column: statistics.median(r[column] for r in finished) if finished else None
                    for column in ("tokens", "seconds", "mib")}
         rows.append(dict(
@@ -180,7 +180,12 @@ class RunPool:
         environment, start = self.environments.get(), time.monotonic()
         try:
             with open(os.path.join(folder, "console.log"), "a") as log:
-                code = self.wait(start_process(command, os.environ | environment, log))
+                process = start_process(command, os.environ | environment, log)
+                self.processes.add(process)
+                if self.signum:  # stop() came first
+                    process.terminate()
+                code = process.wait()
+                self.processes.discard(process)
         finally:
             self.environments.put(environment)
         if self.signum or code in (130, 143):
@@ -192,20 +197,12 @@ class RunPool:
             result["value"] = None
         write_text(path, json.dumps(result))
         if result["value"] is None:
-            outcome = f"crashed, see {log.name}: {last_line(log.name)}"
+            output = Path(log.name).read_text(errors="replace").strip() or "no output"
+            outcome = f"crashed, see {log.name}: {output.splitlines()[-1]}"
         else:
             outcome = f"{self.metric} {result['value']:.4f}"
         echo(f"{setting}, seed {seed}: {outcome}, {result['seconds']:.0f} s")
         return result
-
-    def wait(self, process):
-        """Return the exit code of a process, which stop() terminates meanwhile."""
-        self.processes.add(process)
-        if self.signum:
-            process.terminate()
-        code = process.wait()
-        self.processes.discard(process)
-        return code
 
     def stop(self, signum, frame=None):
         """Terminate the runs: after saving a checkpoint, or at a second signal immediately."""
@@ -247,11 +244,6 @@ def read_result(folder, metric):
     return dict(value=value if isinstance(value, (int, float)) else None,
                 tokens=last.get("tokens"), commit=commit and commit[:7],
                 mib=max((r.get("memory_mib") or 0 for r in records), default=0) or None)
-
-
-def last_line(path):
-    with open(path, errors="replace") as f:
-        return (f.read().strip().splitlines() or ["no output"])[-1]
 
 
 # -----------------------------------------------------------------------------
