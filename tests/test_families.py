@@ -789,7 +789,7 @@ def test_gguf_of_what_is_trained_here(tmp_path, capsys, monkeypatch):
     assert "goes with --to FILE.gguf" in capsys.readouterr().err
     monkeypatch.setitem(sys.modules, "gguf", None)
     assert convert.main(["--ckpt", str(tmp_path / "ckpt.pt"), "--to", to]) == 2
-    assert "needs gguf: pip install gguf" in capsys.readouterr().err
+    assert "needs the package gguf: pip install gguf" in capsys.readouterr().err
 
 
 def test_llama_cpp_writes_our_greedy_text(folders, talker, tmp_path):

@@ -11,17 +11,11 @@ import re
 
 import torch
 
-from data.tokenizer_hf import (
-    ANY_CHARACTER,
-    ANY_TEXT,
-    GPT2_PATTERN,
-    pattern_of,
-    tokenizer_json,
-)
+from data.tokenizer_hf import ANY_CHARACTER, ANY_TEXT, GPT2_PATTERN, pattern_of, tokenizer_json
 from model.convert.families import FAMILIES
 from model.convert.tensors import rename, strip_padding, write_gpt2
 from model.core.ops import rope_frequencies
-from train.base.errors import CheckpointError
+from train.base.errors import CheckpointError, require
 from train.base.files import atomic_write
 
 ARCHITECTURES = {"gpt2": "gpt2", "llama": "llama", "mistral": "llama", "mixtral": "llama",
@@ -50,10 +44,7 @@ def export_gguf(source, kind, to, precision):
 
     precision: of matrices, float32, float16, bfloat16 or q8_0. CheckpointError, DataError.
     """
-    try:
-        import gguf
-    except ImportError:
-        raise CheckpointError(f"--to {to}: needs gguf: pip install gguf") from None
+    gguf = require("gguf", f"--to {to}")
     arch = ARCHITECTURES[kind]
     tensors = gguf_tensors(source.weights, source.shape, arch)
     with atomic_write(to) as file:  # the writer needs a path

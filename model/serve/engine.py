@@ -65,11 +65,6 @@ class Job:
     counts: torch.Tensor | None = None  # (1, V): occurrences in the text, for the penalties
     logprobs: list = field(default_factory=list)
 
-    def start(self, tokenizer, device, deadline):
-        """Prepare for the queue. deadline: in seconds of time.monotonic()."""
-        self.detokenizer, self.deadline = Detokenizer(tokenizer, self.stop_strings), deadline
-        self.generator, = create_generators(self.seed, device)
-
     def penalize(self, logits):
         """Return logits (1, V) minus the penalties of the generated tokens."""
         if not (self.presence_penalty or self.frequency_penalty):
@@ -78,15 +73,6 @@ class Job:
             self.counts = torch.zeros_like(logits, dtype=torch.float32)
         return (logits - self.frequency_penalty * self.counts
                 - self.presence_penalty * (self.counts > 0))
-
-    def add_token(self, token, logits):
-        """Record a token that was sampled from logits (1, V), here without penalties."""
-        self.token = token
-        self.n_generated += 1
-        if self.counts is not None:
-            self.counts[0, token] += 1
-        if self.n_logprobs is not None:
-            self.logprobs.append(top_logprobs(logits[0], token, self.n_logprobs))
 
     def emit(self, text, finish_reason=None):
         """Send an event; with a finish_reason, the last one."""
@@ -121,7 +107,9 @@ class Engine:
     def submit(self, *jobs):
         """Put all jobs into the queue. Raises APIError if the queue has no space for all."""
         for job in jobs:
-            job.start(self.tokenizer, self.device, time.monotonic() + self.timeout)
+            job.detokenizer = Detokenizer(self.tokenizer, job.stop_strings)
+            job.generator, = create_generators(job.seed, self.device)
+            job.deadline = time.monotonic() + self.timeout
         with self.changed:
             if self.closing:
                 raise APIError(503, "the server is shutting down")
@@ -192,7 +180,14 @@ class Engine:
     def prefill(self):
         """Compute the next tokens of prompts; a complete prompt gets a first sampled token."""
         budget = PREFILL_TOKENS
-        while budget and (job := self.next_prompt()):
+        while budget:
+            with self.changed:
+                if self.reading is None and self.waiting and len(self.rows) < self.slots:
+                    self.reading = self.waiting.popleft()
+                    self.prompt_cache.clear()
+            job = self.reading
+            if job is None:
+                break
             ids = job.ids[job.n_prefilled:job.n_prefilled + budget]
             logits = self.model(torch.tensor([ids], device=self.device), cache=self.prompt_cache,
                                 last_only=True)[:, -1]  # (1, V)
@@ -203,15 +198,6 @@ class Engine:
                 self.rows.append(job)
                 self.reading = None
                 self.write([job], logits)
-
-    def next_prompt(self):
-        """Return the job of the unfinished prompt, or the oldest waiting job if a slot is free, if
-        any."""
-        with self.changed:
-            if self.reading is None and self.waiting and len(self.rows) < self.slots:
-                self.reading = self.waiting.popleft()
-                self.prompt_cache.clear()
-        return self.reading
 
     def write(self, jobs, logits):
         """Sample the next token of each job from logits (B, V) and emit the text. Jobs with the
@@ -230,18 +216,22 @@ class Engine:
             self.add_token(job, token, row)
 
     def add_token(self, job, token, logits):
-        """Append a sampled token (-1: non-finite logits) to a job and emit the new text."""
+        """Append a token, sampled from logits (1, V), here without penalties, to a job, and emit
+        the new text. token -1: the logits are not finite."""
         if token < 0:
             return job.emit("", APIError(500, NON_FINITE_LOGITS))
-        job.add_token(token, logits)
+        job.token = token
+        job.n_generated += 1
+        if job.counts is not None:
+            job.counts[0, token] += 1
+        if job.n_logprobs is not None:
+            job.logprobs.append(top_logprobs(logits[0], token, job.n_logprobs))
         at_end = token in self.end_tokens
         last = at_end or job.n_generated == job.max_tokens
         text = job.detokenizer.add(None if at_end else token, last)
         stopped = at_end or job.detokenizer.stopped
-        if last or stopped:
-            job.emit(text, "stop" if stopped else "length")
-        elif text:
-            job.emit(text)
+        if text or last or stopped:
+            job.emit(text, "stop" if stopped else "length" if last else None)
 
 
 def top_logprobs(logits, token, n):
