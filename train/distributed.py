@@ -125,11 +125,11 @@ def read_environment():
     try:
         rank, local_rank, world_size = (int(env[k]) for k in ENVIRONMENT[:3])
         local_world_size = int(os.environ.get("LOCAL_WORLD_SIZE") or world_size)
+        if 0 <= rank < world_size:
+            return rank, local_rank, world_size, local_world_size
     except ValueError:
-        raise SetupError(f"environment: expected integers, got {text}; {advice}") from None
-    if not 0 <= rank < world_size:
-        raise SetupError(f"environment: RANK must be below WORLD_SIZE, got {text}; {advice}")
-    return rank, local_rank, world_size, local_world_size
+        pass
+    raise SetupError(f"environment: expected integers, RANK below WORLD_SIZE, got {text}; {advice}")
 
 
 def create_store(rank, world_size, timeout):
