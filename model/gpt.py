@@ -236,6 +236,7 @@ class GPT(nn.Module):
         self.wpe = Embedding(c.block_size, c.n_embd) if c.pos == "learned" else None
         self.wte_prev = Embedding(c.padded_vocab_size, c.n_embd) if c.prev_embedding else None
         self.h = nn.ModuleList(self.block_class(c, i) for i in range(c.n_layer))
+        self.rope_indices = [c.rope_index(i) for i in range(c.n_layer)]
         self.ln_f = Norm(c.n_embd, c.norm, c.bias, c.norm_eps)
         self.lm_head = None  # weight tying: the token embedding is also the output layer
         if not c.tie_weights:
@@ -296,8 +297,8 @@ class GPT(nn.Module):
         x = ops.apply_dropout(x, c.dropout, self.training)
         # the blocks
         ropes = self.ropes(x, positions)
-        for i, block in enumerate(self.h):
-            x = block(x, ropes[c.rope_index(i)], cache)
+        for block, index in zip(self.h, self.rope_indices):
+            x = block(x, ropes[index], cache)
         if cache is not None:
             cache.finish(idx)
         return self.ln_f(x)

@@ -21,8 +21,8 @@ from train import device as devices
 from train.checkpoint import load_checkpoint
 from train.config import load_config
 from train.dataloader import open_token_data
-from train.device import choose_dtype, use_flash_attention_3
-from train.distributed import Ranks, get_device, seed_step
+from train.device import choose_dtype, seed_step, use_flash_attention_3
+from train.distributed import Ranks, get_device
 from train.tools import dry_run
 from train.train import train
 
@@ -205,9 +205,9 @@ def test_mfu_divides_by_the_peak_of_all_ranks(monkeypatch):
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA H200")
     monkeypatch.setattr(torch.backends.cuda, "matmul", types.SimpleNamespace(allow_tf32=True))
     ranks = Ranks(world_size=2, device=torch.device("cuda", 0))
-    assert devices.mfu(989e12, ranks, torch.bfloat16) == pytest.approx(0.5)
-    assert devices.mfu(495e12, ranks, torch.float32) == pytest.approx(0.5)
-    assert devices.mfu(1e12, Ranks(), torch.bfloat16) is None  # a CPU
+    assert devices.total_peak_flops(ranks, torch.bfloat16) == 2 * 989e12
+    assert devices.total_peak_flops(ranks, torch.float32) == 2 * 495e12
+    assert devices.total_peak_flops(Ranks(), torch.bfloat16) is None  # a CPU
 
 
 # --- the dry run

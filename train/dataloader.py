@@ -371,25 +371,22 @@ class Prefetcher:
 
     def get(self, step):
         """Return the batch of `step`, a tuple of tensors (B, ...)."""
-        started = time.perf_counter()
         if not self.ahead or self.ahead[0][0] != step:  # the first step, or after a rewind
             self.ahead.clear()
-            self.ahead.append((step, self.make(step)))
+            self.prefetch(step)
         batch = self.ahead.popleft()[1]
         if isinstance(batch, concurrent.futures.Future):
+            started = time.perf_counter()
             batch = batch.result()
-        self.add_time(started)
+            self.seconds += time.perf_counter() - started
         return batch
 
     def prefetch(self, step):
-        """Prepare the batch of `step`, with a thread also the following batches."""
+        """Prepare the batch of `step`, with a thread also the following batches. Start the thread
+        if that takes long."""
         started = time.perf_counter()
         for s in range(step + len(self.ahead), step + (self.n_ahead if self.thread else 1)):
             self.ahead.append((s, self.make(s)))
-        self.add_time(started)
-
-    def add_time(self, started):
-        """Count the time since `started` as waiting, and start the thread if it was long."""
         if getattr(self.loader, "computes", False):
             return
         seconds = time.perf_counter() - started

@@ -63,16 +63,6 @@ def set_seed(seed: int, deterministic: bool = False,
     torch.backends.cudnn.allow_tf32 = not deterministic
 
 
-def seed_step(seed, it, ranks):
-    """Seed torch's generators of the CPU and the device with a function of (seed, it, rank), so
-    that a resumed run needs no generator state. Faster than torch.manual_seed, which formats a
-    traceback for each missing accelerator: 0.5 ms."""
-    number = ((seed * 1_000_003 + it) * 65_537 + ranks.rank) % 2**63
-    torch.default_generator.manual_seed(number)
-    if ranks.device.type != "cpu":
-        getattr(torch, ranks.device.type).manual_seed(number)
-
-
 # -----------------------------------------------------------------------------
 # the process group
 

@@ -5,13 +5,15 @@ A model returns the mean loss of a batch and sums over the batch's items. Sums a
 in the order of the batches and in float64, and become numbers at the very end.
 """
 
+import functools
+
 import torch
 import torch.distributed as dist
 
 from train.base.errors import SetupError
 from train.distributed import all_gather_vectors
 from train.logger import LINE_NAMES
-from train.system import hook
+from train.system import ModelHooks, hook
 
 
 def batch_sums(loss, sums, count):
@@ -44,10 +46,8 @@ def from_vector(vector, sums):
     return {n: part.view(sums[n].shape) for n, part in zip(names, parts, strict=True)}
 
 
-def all_reduce(sums, ranks):
+def all_reduce(sums):
     """Add `sums` over all ranks, on the device."""
-    if ranks.world_size == 1:
-        return sums
     vector = to_vector(sums)  # one collective for all sums
     dist.all_reduce(vector)
     return from_vector(vector, sums)
@@ -65,8 +65,9 @@ def to_numbers(model, sums):
     item counted) and the model's numbers(sums)."""
     # Only here sums become numbers: a mean of means would weigh a small batch like a full one.
     loss = float(sums["loss"] / sums["count"]) if sums["count"] else None
+    model_numbers = getattr(model, "numbers", functools.partial(ModelHooks.numbers, model))
     numbers = {name: value.tolist() if hasattr(value, "tolist") else value
-               for name, value in hook(model, "numbers")(sums).items()}
+               for name, value in model_numbers(sums).items()}
     # A number called `lr` or `iter` would overwrite that of the line.
     if reserved := (LINE_NAMES | {"count"}) & set(numbers):
         raise ValueError(f"{type(model).__name__}.numbers: {', '.join(sorted(reserved))}: these "

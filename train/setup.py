@@ -51,6 +51,16 @@ class Progress:
         for f in fields(self):  # a checkpoint of an older version may lack some
             setattr(self, f.name, state.get(f.name, getattr(Progress(), f.name)))
 
+    def mean_loss(self, sums):
+        """Return the mean loss of a step over the counted items. Without any, the mean of the steps
+        before, in which the spike detector sees no jump."""
+        # Sums over all micro-batches and ranks, so this is the mean over the global batch.
+        count = float(sums["count"])
+        if count:
+            return float(sums["loss"]) / count
+        # Nothing counted: every item of the global batch was masked.
+        return self.loss_sum / self.loss_count if self.loss_count else self.val_loss or 0.0
+
 
 class Run:
     """The state of one run. Only the functions of train/train.py take the whole Run; all other
@@ -84,12 +94,15 @@ class Run:
     flops_per_step: float    # over all ranks; 0: unknown
     tasks: Any               # evaluates task files (eval_tasks), or None
     log: Any                 # Logger: console, train.log, metrics.jsonl, trackers
+    peak_flops: float | None  # per second, over all ranks; 0 or None: unknown
     compiler: Any            # calls the model, compiled if that pays
 
     # 4. optimizer
     first_eval_counts: bool  # trained weights may be the best before the first step
     optimizer: torch.optim.Optimizer
     average: Any             # running average of the weights (ema), or None
+    forward: Any             # forward(*batch) of `model`, compiled if that pays
+    after_step: Any          # after_step(it, sums) of the model, or None
     scaler: torch.amp.GradScaler
 
     # 5. monitors
@@ -143,6 +156,7 @@ class Run:
         self.raw_model = self.build_model(model)
         self.model = self.raw_model
         self.flops_per_step = flops_per_step(self.raw_model, c, self.data.train)
+        self.peak_flops = device.total_peak_flops(ranks, self.dtype) if self.flops_per_step else 0
         if self.start.kind == "resume":
             checkpoint.check_fits(self.start, c, self.data, self.raw_model, ranks, echo)
         self.tasks = None
@@ -199,6 +213,10 @@ class Run:
                                            enabled=self.dtype == torch.float16)
         if not self.sharded:
             self.model = distributed.wrap_ddp(self.raw_model, self.ranks)
+        self.forward = self.model
+        if self.compiler.enabled:
+            self.forward = functools.partial(self.compiler.call, self.model)
+        self.after_step = getattr(self.raw_model, "after_step", None)
 
     def open_monitors(self, stack):
         """Create the monitors: early stopping, schedules, signals, watchdog, clock, prefetcher."""

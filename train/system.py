@@ -87,7 +87,7 @@ class ModelHooks:
         return weights
 
     def after_step(self, it, sums):
-        """Run after optimizer step `it`, with the step's sums over all ranks."""
+        """Run after optimizer step `it`, with the step's sums over all ranks. Default: nothing."""
 
     def flops_per_unit(self):
         """Return the FLOPs of forward and backward per token or row, for MFU. 0: unknown."""

@@ -22,7 +22,6 @@ from train.evaluate import add_sums, all_reduce, batch_sums, evaluate, to_host, 
 from train.lr_scheduler import get_lr
 from train.optimizer import clip_gradients
 from train.setup import open_run, validate_config
-from train.system import hook
 
 MIN_COUNT = 1e-9  # positive, and smaller than any count, also of weighted items
 
@@ -109,10 +108,11 @@ def train_step(run, lr=None):
     p = run.progress
     it = p.iter_num
     n = run.n_micro
-    run.watchdog.arm(factor=10 if run.clock.unsteady(it) else 1)
+    if run.watchdog.timeout:
+        run.watchdog.arm(factor=10 if run.clock.unsteady(it) else 1)
     # The random numbers of a step (dropout) depend on (seed, step, rank), not on earlier steps: a
     # resumed run uses the same numbers, and no generator state has to be saved.
-    distributed.seed_step(c.seed, it, run.ranks)
+    device.seed_step(c.seed, it, run.ranks)
     # The learning rate is a function of the step, times the scale of the plateau schedule, which is
     # saved. Each parameter group has a peak rate, `initial_lr` (different for Muon's matrices and
     # for lr_groups), which is scaled in proportion.
@@ -137,7 +137,8 @@ def train_step(run, lr=None):
     first = (it + p.data_shift) * n  # index of the first one among all of this rank's
     # Autocast is entered once per step, so that the weights are cast once per step. On a CPU the
     # first step of a run is not compiled: the first log line does not wait for the compiler.
-    with run.compiler.paused(when=it == 0), run.autocast():
+    eager = run.compiler.paused if it == 0 else contextlib.nullcontext
+    with eager(), run.autocast():
         for micro in range(n):
             if micro and run.signals.stop_agreed(run.ranks):  # on a CPU, a step may last minutes
                 run.optimizer.zero_grad(set_to_none=True)
@@ -148,7 +149,7 @@ def train_step(run, lr=None):
             # step. FSDP reduces them in every micro-batch, since no rank has room for all.
             accumulate_only = run.model is not run.raw_model and micro < n - 1
             with run.model.no_sync() if accumulate_only else contextlib.nullcontext():
-                loss, own_sums = run.compiler.call(run.model, *batch)  # mean over items, sums
+                loss, own_sums = run.forward(*batch)  # mean over items, sums
                 weight = own_sums["count"] / run.full_count if "count" in own_sums else 1.0
                 # Autocast is for the forward pass. In the backward pass it would change the
                 # precision inside custom autograd functions. The scaler is for float16.
@@ -158,7 +159,7 @@ def train_step(run, lr=None):
             run.batches.prefetch(first + micro + 1)  # while the device still computes
 
     # One collective adds the sums over the ranks; the gradients are already averaged.
-    sums = all_reduce(sums, run.ranks)
+    sums = all_reduce(sums) if run.ranks.world_size > 1 else sums
     factor = n * run.full_count * run.ranks.world_size / sums["count"].clamp(min=MIN_COUNT)
     run.scaler.unscale_(run.optimizer)
     norm = clip_gradients(run.optimizer, c.grad_clip, factor.float())  # the norm before clipping
@@ -166,7 +167,7 @@ def train_step(run, lr=None):
     # here on all ranks have the same numbers, so that every rank makes the same decision.
     sums, norm = to_host(sums, norm)
 
-    loss = mean_loss(p, sums)
+    loss = p.mean_loss(sums)
     action = review_step(run, lr, loss, norm)  # raises BadNumbers before a harmful update
     if action == "rewind":
         run.rewind()
@@ -181,25 +182,13 @@ def train_step(run, lr=None):
     run.scaler.update()
     run.optimizer.zero_grad(set_to_none=True)  # frees the memory; the next backward() writes
     p.iter_num += 1
-    hook(run.raw_model, "after_step")(it, sums)  # also if the update was skipped
+    if run.after_step:  # a method of some models; also called if the update was skipped
+        run.after_step(it, sums)
     return loss
 
 
 # -----------------------------------------------------------------------------
 # after the gradients: check the numbers and log the step
-
-def mean_loss(progress, sums):
-    """Return the step's mean loss over the counted items. Without any, the mean of the steps
-    before, in which the spike detector sees no jump."""
-    # Sums over all micro-batches and ranks, so this is the mean over the global batch.
-    count = float(sums["count"])
-    if count:
-        return float(sums["loss"]) / count
-    # Nothing counted: every item of the global batch was masked.
-    if progress.loss_count:
-        return progress.loss_sum / progress.loss_count
-    return progress.val_loss or 0.0
-
 
 def review_step(run, lr, loss, norm):
     """Return the action for this step: "update", "skip" or "rewind", the same on every rank.
@@ -239,12 +228,13 @@ def log_step(run, lr, loss, norm, sums):
     seconds = run.clock.lap(it, run.batches.seconds, run.log.warn)
     run.batches.seconds = 0.0
     eta = (c.max_iters - it - 1) * seconds
-    run.clock.announce_end(it, eta, run.log.info)
+    if not run.clock.end_announced:
+        run.clock.announce_end(it, eta, run.log.info)
     run.log.step(dict(
         iter=it, max_iters=c.max_iters, tokens=(it + 1) * run.units_per_step,
         unit=run.data.train.unit, lr=lr, grad_norm=norm, time_ms=seconds * 1000,
         tokens_per_sec=run.units_per_step / seconds, eta_s=eta,
-        mfu=device.mfu(run.flops_per_step / seconds, run.ranks, run.dtype),
+        mfu=run.flops_per_step / seconds / run.peak_flops if run.peak_flops else None,
         memory_mib=device.peak_memory(run.ranks.device), **to_numbers(run.raw_model, sums)))
 
 

@@ -91,9 +91,16 @@ class _ChunkedLinearCrossEntropy(torch.autograd.Function):
             n = index[chunk].size(0)
             d = dlogits[chunk] if needs_weight_grad else dlogits[:n]
             z = torch.mm(h[chunk], weight.t(), out=d)  # (n, V) logits, in h's precision
-            z = z if full is None else full[:n].copy_(z)
-            loss, p = _losses(z, index[chunk], vocab_size)
+            z = z if full is None else full[:n].copy_(z)  # float32
+            z[:, vocab_size:] = float("-inf")
+            largest = z.amax(1)
+            target = z.gather(1, index[chunk])[:, 0]
+            p = torch.softmax(z, 1, out=z if z.device.type == "cpu" else None)
+            # logsumexp(z) from the largest z and p, which is at least 1 / V: saves an exp of the
+            # chunk.
+            loss = largest - p.amax(1).log() - target  # (n,)
             total += (loss * share[chunk]).sum()
+            p.scatter_add_(1, index[chunk], p.new_full((n, 1), -1.0))  # d loss / d z
             if needs_grad:
                 d = d if p is d else d.copy_(p)
                 torch.mm(d, weight, out=dh[chunk])
@@ -108,18 +115,6 @@ class _ChunkedLinearCrossEntropy(torch.autograd.Function):
         scale = (grad * share)[:, None]
         dweight = None if dlogits is None else dlogits.t() @ (h * scale).to(h.dtype)
         return (dh * scale).to(h.dtype), dweight, None, None
-
-
-def _losses(z, index, vocab_size):
-    """Return the loss (n,) of logits z (n, V) float32 at index (n, 1), and d loss / d z. Overwrites
-    z."""
-    z[:, vocab_size:] = float("-inf")
-    largest = z.amax(1)
-    target = z.gather(1, index)[:, 0]
-    p = torch.softmax(z, 1, out=z if z.device.type == "cpu" else None)
-    # logsumexp(z) from the largest z and p, which is at least 1 / V: saves an exp of the chunk.
-    loss = largest - p.amax(1).log() - target
-    return loss, p.scatter_add_(1, index, p.new_full(index.shape, -1.0))
 
 
 # -----------------------------------------------------------------------------
