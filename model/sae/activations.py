@@ -49,7 +49,10 @@ class Backbone:
         if layer >= n_layer:
             raise ConfigError([f"layer: {layer}, but {path} has {n_layer} blocks: expected 0 to "
                                f"{n_layer - 1}"])
-        self.lower = truncate_blocks(self.gpt, layer + 1)
+        # The lower blocks without the final norm, with shared weights: trunk() is the stream.
+        self.lower = copy.copy(self.gpt)
+        self.lower._modules = self.gpt._modules | {"h": self.gpt.h[:layer + 1],
+                                                   "ln_f": nn.Identity()}
 
     @functools.cached_property
     def file_hash(self):
@@ -87,14 +90,6 @@ class Backbone:
         length = x.norm(dim=1)
         x = x[length <= OUTLIER_RATIO * length.median()]
         return x.mean(0).tolist(), float(x.var(0, correction=0).mean().clamp(min=1e-12) ** -0.5)
-
-
-def truncate_blocks(gpt, n):
-    """Return `gpt` with the first n blocks only and no final norm, sharing the weights: trunk() is
-    the residual stream after block n - 1."""
-    lower = copy.copy(gpt)
-    lower._modules = gpt._modules | {"h": gpt.h[:n], "ln_f": nn.Identity()}
-    return lower
 
 
 @functools.lru_cache(maxsize=1)  # the loader and the model share it

@@ -71,8 +71,7 @@ def find_lr(config, low=1e-7, high=1.0, steps=100):
 def sweep_rates(signals, ranks, rates, step, console):
     """Call step(lr) -> loss for each of the `rates` until the loss diverges. Return {"lr": list,
     "loss": list}."""
-    lrs = []
-    losses = []
+    sweep = dict(lr=[], loss=[])
     running_mean = 0.0
     best_mean = math.inf
     reported = -math.inf
@@ -86,8 +85,8 @@ def sweep_rates(signals, ranks, rates, step, console):
             break
         if loss is None:  # interrupted by a signal, which raises Stopped next
             continue
-        lrs.append(lr)
-        losses.append(loss)
+        sweep["lr"].append(lr)
+        sweep["loss"].append(loss)
         running_mean = MEMORY * running_mean + (1 - MEMORY) * loss if i else loss
         best_mean = min(best_mean, running_mean)
         if running_mean > DIVERGENCE_FACTOR * best_mean:
@@ -96,7 +95,7 @@ def sweep_rates(signals, ranks, rates, step, console):
             print(f"step {i + 1} of {len(rates)}: learning rate {lr:.2g}, loss {loss:.4f}",
                   file=console, flush=True)
             reported = time.monotonic()
-    return dict(lr=lrs, loss=losses)
+    return sweep
 
 
 def suggest(rates, losses, high):

@@ -138,7 +138,6 @@ def make_planner(arguments, config, width, data):
     """Return plan(budget, depth) -> PlannedRun. arguments: of run_train.py."""
     import torch
 
-
     def to_arguments(keys):
         return [f"--{k}={'null' if v is None else v}" for k, v in keys.items()]
 

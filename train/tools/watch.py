@@ -139,14 +139,13 @@ class Watcher:
 
     def update(self):
         """Read the files that have changed, and discard the pictures if any has."""
-        folders = sorted(find_runs(self.tops)[-self.options.runs:])
-        runs = {folder: self.runs.get(folder) or Run(folder) for folder in folders}
+        runs = {folder: self.runs.get(folder) or Run(folder)
+                for folder in sorted(find_runs(self.tops)[-self.options.runs:])}
         changed = [run.update() for run in runs.values()]
         if any(changed) or runs.keys() != self.runs.keys() or not self.bodies:
             self.runs = runs
-            summaries = [run.summary(self.name(folder), i)
-                         for i, (folder, run) in enumerate(runs.items())]
-            state = dict(version=time.time(), colors=COLORS, runs=summaries)
+            state = dict(version=time.time(), colors=COLORS, runs=[
+                run.summary(self.name(folder), i) for i, (folder, run) in enumerate(runs.items())])
             self.bodies = {"/state": json.dumps(state).encode()}
 
     def draw(self, width, max_name):
