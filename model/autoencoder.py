@@ -28,7 +28,7 @@ from train.base.cli import run_command
 from train.base.errors import ConfigError, DataError, echo
 from train.base.fields import key
 from train.dataloader import Data, RowLoader
-from train.evaluate import batch_sums
+from train.evaluate import add_sums, batch_sums
 
 USE = "python -m model.autoencoder --ckpt {out}/ckpt.pt --arrays {out}/val.npz"
 VARIANCE_EPS = 1e-3  # added to variances of about 1 in row_correlation()
@@ -249,10 +249,9 @@ def batches(arrays, rows):
 def evaluate_rows(model, arrays, rows=1024):
     """Return (metrics, correlations (D,) or `None`) of a model on all rows of `arrays`, computed in
     batches of `rows`."""
-    total = None
+    total = {}
     for batch in batches(arrays, rows):
-        sums = batch_sums(*model(*batch), len(batch[0]))
-        total = sums if total is None else {k: total[k] + v for k, v in sums.items()}
+        add_sums(total, batch_sums(*model(*batch), len(batch[0])))
     r = correlations(total) if model.head is not None else None
     loss = float(total["loss"] / total["count"])
     return dict(rows=int(total["count"]), loss=loss, **model.numbers(total)), r

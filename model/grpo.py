@@ -16,6 +16,7 @@ from the command line or YAML only, never from a checkpoint or data, and only tr
 Shapes: B prompts, K answers per prompt, N = B K; n rows of T tokens with a prompt and answers.
 """
 
+import contextlib
 import hashlib
 import importlib.util
 import json
@@ -274,11 +275,9 @@ class RewardFunction:
             value = self.function(question, text, row)
         except Exception as error:
             raise UserError(describe_failure(error, self.path) + context) from None
-        try:
+        with contextlib.suppress(TypeError, ValueError):
             if math.isfinite(float(value)):
                 return float(value)
-        except (TypeError, ValueError):
-            pass
         raise UserError(f"reward: {self.path}: reward() returned {value!r:.80}, expected a finite "
                         f"number{context}")
 

@@ -9,6 +9,7 @@ data.prepare.labels prepares data.
 Shapes: B batch, T tokens, C channels, K classes.
 """
 
+import contextlib
 from dataclasses import dataclass, fields, replace
 
 import torch
@@ -44,12 +45,10 @@ class Keys:
     span_weight: float = key(1.0, "joint: weight of the evidence's loss", ge=0)
 
     def problems(self):
-        try:
+        with contextlib.suppress(ValueError):
             if self.class_weights in (None, "balanced") or all(
                     float(w) > 0 for w in self.class_weights.split(",")):
                 return []
-        except ValueError:
-            pass
         return ["class_weights: expected balanced or numbers above 0 such as 1,2.5,1; got "
                 f"{self.class_weights!r}"]
 

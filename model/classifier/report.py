@@ -91,8 +91,7 @@ def load_rows(args, model, tokenizer):
             for row, n, label, (a, b) in zip(*arrays)]
     rows = labels.read_labelled_texts(args.data, args)
     classes = [labels.normalize_label(name) for name in spec["classes"]]
-    unknown = sorted({row.label for row in rows} - {None, *classes})
-    if classes and unknown:
+    if classes and (unknown := sorted({row.label for row in rows} - {None, *classes})):
         raise DataError(f"{path}: unknown labels {', '.join(unknown[:5])}; the classes of the "
                         f"checkpoint are {', '.join(spec['classes'])}")
     arrays = labels.to_arrays(rows, tokenizer, classes, limit)
