@@ -420,10 +420,8 @@ def encode_marked(text, tokenizer):
         encode = tokenizer.encode_special if n % 2 else tokenizer.encode
         # Encode after a newline: some tokenizers add a space before the first word of a text.
         newline, with_newline = encode("\n"), encode(f"\n{part or ''}")
-        if with_newline[:len(newline)] == newline:
-            ids += with_newline[len(newline):]
-        else:
-            ids += encode(part)
+        separable = with_newline[:len(newline)] == newline
+        ids += with_newline[len(newline):] if separable else encode(part)
     if max(ids, default=0) >= tokenizer.n_vocab:
         raise DataError(f"its chat template uses token {max(ids)}, the model knows "
                         f"{tokenizer.n_vocab}")

@@ -71,10 +71,9 @@ def is_saved(folder):
 def is_hub_name(source):
     """Return whether a source is a data set of the hub: hf:..., or OWNER/NAME if it is no
     path."""
-    if source.startswith("hf:"):
-        return True
-    return bool(re.fullmatch(r"[\w-][\w.-]*/[\w.-]+", source) and not os.path.exists(source)
-                and not re.search(EXTENSIONS, source.lower()))
+    return source.startswith("hf:") or bool(
+        re.fullmatch(r"[\w-][\w.-]*/[\w.-]+", source) and not os.path.exists(source)
+        and not re.search(EXTENSIONS, source.lower()))
 
 
 def open_bytes(path):

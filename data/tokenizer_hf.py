@@ -183,10 +183,9 @@ def read_byte_level(content, folder, path):
 
 def rank_tokenizer(ranks, pattern, eot_token, added, path, nfc):
     """Return the RankTokenizer of the parts of a tokenizer.json; byte and gpt2 are recognised."""
-    if eot_token is None:
-        raise DataError(f"{path}: no end of text: tokenizer_config.json and config.json name none")
-    if isinstance(eot_token, bool) or not isinstance(eot_token, int):
-        raise DataError(f"{path}: the end of text is {eot_token!r}, expected a number")
+    if type(eot_token) is not int:
+        raise DataError(f"{path}: the end of text is {eot_token!r}, expected an id in "
+                        "tokenizer_config.json or config.json")
     if eot_token not in [i for i, _ in added.values()]:
         added = added | {EOT: [eot_token, True]}
     if len(ranks) == 256 == eot_token and added.keys() == {EOT} and not nfc and all(

@@ -58,9 +58,8 @@ def prepare_features(arrays, target, out, val_fraction=0.1, runs=None, force=Fal
     arrays = arrays | ({} if target is None else {"target": target})
     lengths = {name: len(array) for name, array in {**arrays, "runs": runs}.items()}
     if len(set(lengths.values())) > 1:
-        raise DataError("arrays of different lengths: " + ", ".join(
-            f"{name} has {n:,} rows" for name, n in lengths.items())
-            + "; expected one row per frame")
+        rows = ", ".join(f"{name} has {n:,} rows" for name, n in lengths.items())
+        raise DataError(f"arrays of different lengths: {rows}; expected one row per frame")
     in_val = runs_in_val(runs, val_fraction)
     rows = dict(train=np.flatnonzero(~in_val), val=np.flatnonzero(in_val))
     raise_problems(overwrite_problems(out, "autoencoder", list(sources), force))
