@@ -86,6 +86,8 @@ def find_start(folder, config, ranks, log):
         if config.eval_only and kind == "scratch":
             raise CheckpointError(f"--eval_only: there is no ckpt.pt in {config.out_dir}, and no "
                                   "--init_from: nothing to evaluate")
+        if kind == "resume" and (state.get("config") or {}).get("family"):  # an earlier version
+            state["config"] = weights_module().upgrade_args(state["config"])
         # A resumed run inherits the same values as when it started from the weights.
         shape = (weights_module().take_checkpoint_shape(config, state, path)
                  if config.init_from != "scratch" else {})
