@@ -18,7 +18,7 @@ from data.hub import local_folder
 from data.tokenizer_hf import read_hf_tokenizer, read_json, read_template_spec
 from model.convert.families import FAMILIES, has_experts, read_config, upgrade_fields  # noqa: F401
 from model.convert.tensors import read_bare_weights, read_weights
-from model.core.load import check_shape
+from model.core.shape import check_shape
 from train.base.checkpoint_file import (
     DESCRIPTION,
     SAFETENSORS_DTYPES,

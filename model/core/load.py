@@ -12,9 +12,9 @@ import torch
 
 from data.chat_template import ChatTemplate
 from data.tokenizer import Tokenizer
+from model.core.shape import check_shape, check_size
 from train.base.checkpoint_file import load_checkpoint
 from train.base.errors import CheckpointError
-from train.base.fields import fields_by_name, parse_value
 from train.config import load_config
 from train.distributed import convert_ddp_state
 from train.system import load_model_type
@@ -140,35 +140,3 @@ def read_model_args(args, weights, config_class=None):
     shape = config_class(**{f.name: args[f.name] for f in fields(config_class) if f.name in args})
     check_shape(shape, weights)
     return shape
-
-
-def check_shape(shape, weights):
-    """ValueError if `shape`, a GPTConfig read from a file, has invalid values or cannot be the
-    shape of `weights` {name: tensor} from the same file."""
-    known = fields_by_name(shape)
-    for name in known:
-        check_value(name, getattr(shape, name), known)
-    if conflicts := [text for _, text in shape.shape_problems()]:
-        raise ValueError("; ".join(conflicts))
-    check_size(shape, weights)
-
-
-def check_value(name, value, known):
-    """Return `value` parsed as the key `name` of `known`. ValueError names the key."""
-    try:
-        return parse_value(known[name], value)
-    except ValueError as error:
-        raise ValueError(f"{name}: {error}") from None
-
-
-def check_size(shape, weights):
-    """ValueError if `shape` is much too large for `weights`: the model that is built before the
-    tensors are compared (blocks, tables of positions and tokens) would exhaust time or memory."""
-    numbers = sum(t.numel() for t in weights.values())
-    positions = shape.block_size * max(shape.head_dim or 0, shape.n_embd // shape.n_head)
-    for value, limit, what in ((shape.n_layer, max(256, len(weights)), "blocks"),
-                               (positions, max(1 << 24, numbers), "numbers of positions"),
-                               (shape.vocab_size or 0, max(1 << 20, numbers), "token ids")):
-        if not 0 <= value <= limit:
-            raise ValueError(f"a shape of {value:,} {what} for {len(weights):,} tensors of "
-                             f"{numbers:,} numbers: its model_args or config are of another model")

@@ -10,7 +10,7 @@ from dataclasses import fields
 
 import torch
 
-from model.core import load
+from model.core import shape as shape_checks
 from model.core.load import model_of, read_model_args, read_weights, upgrade_args
 from train.base.checkpoint_file import bullets, mismatches, raise_mismatches
 from train.base.errors import CheckpointError
@@ -66,12 +66,12 @@ def take_shape(config, model_args, path, hook=inherit_shape, weights=None):
         raise CheckpointError(f"{path}: shape mismatch:\n{bullets(wrong)}\n"
                               "remove these keys to use the checkpoint's")
     try:
-        taken = {name: load.check_value(name, value, known) for name, value in taken.items()}
+        taken = {name: shape_checks.check_value(name, value, known) for name, value in taken.items()}
         shape = config.replace(**taken)
         if problems := [text for _, text in find_conflicts(shape)]:
             raise ValueError("; ".join(problems))
         if taken and weights is not None:
-            load.check_size(shape, weights)
+            shape_checks.check_size(shape, weights)
     except ValueError as error:
         raise CheckpointError(f"{path}: its model_args describe no model: {error}") from None
     return taken

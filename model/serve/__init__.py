@@ -48,11 +48,6 @@ def listen(host, port):
                          "--port, or 0 for any free one") from None
 
 
-def is_loopback(listening):
-    """Return whether a socket is reachable from this machine only."""
-    return ipaddress.ip_address(listening.getsockname()[0]).is_loopback
-
-
 def choose_key(options, listening):
     """Return the key that clients must send, if any. Raises ValueError if a key is required."""
     if options.no_api_key:
@@ -60,7 +55,8 @@ def choose_key(options, listening):
             raise UsageError("--api_key and --no_api_key contradict each other")
         return None
     api_key = options.api_key or os.environ.get(API_KEY_VARIABLE) or None
-    if not api_key and not is_loopback(listening):
+    local = ipaddress.ip_address(listening.getsockname()[0]).is_loopback
+    if not api_key and not local:
         raise ValueError(f"--host {options.host} makes this server reachable for others: set "
                          f"--api_key or {API_KEY_VARIABLE} in the environment, or accept requests "
                          "from anybody with --no_api_key")

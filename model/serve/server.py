@@ -7,6 +7,7 @@ import asyncio
 import collections
 import contextlib
 import hmac
+import ipaddress
 import json
 import re
 import sys
@@ -22,7 +23,6 @@ from starlette.requests import ClientDisconnect
 from starlette.responses import Response
 from starlette.routing import Route
 
-from model.serve import is_loopback
 from model.serve.api import Answer, create_jobs, parse_request
 from model.serve.engine import APIError
 from model.serve.metrics import Metrics
@@ -54,7 +54,7 @@ class Server:
                  origins=()):
         self.listening, self.engine, self.name, self.template = listening, engine, name, template
         self.port, self.key, self.origins = listening.getsockname()[1], key, origins
-        self.is_local = is_loopback(listening)
+        self.is_local = ipaddress.ip_address(listening.getsockname()[0]).is_loopback
         self.local_hosts = re.compile(rf"(localhost|{re.escape(host.lower())}|{ADDRESS})(:\d+)?")
         self.created, self.metrics = int(time.time()), Metrics()
         self.report_time = 0.0
@@ -195,10 +195,15 @@ class Server:
             raise APIError(408, "the request did not arrive within "
                            f"{RECEIVE_SECONDS} seconds") from None
         chat = request.url.path == CHAT_PATH
-        body, stream, include_usage = parse_request(data, self.name)
-        jobs = await asyncio.to_thread(create_jobs, body, chat, self.engine, self.template)
+        # In a worker thread: parsing and encoding a long prompt must not block other connections.
+        jobs, stream, include_usage = await asyncio.to_thread(self.create_jobs, data, chat)
         answer = Answer(jobs, self.engine.tokenizer, chat, self.name)
         return CompletionResponse(self, answer, stream, include_usage)
+
+    def create_jobs(self, data, chat):
+        """Return (jobs, whether to stream, whether to include the usage) of a request's body."""
+        body, stream, include_usage = parse_request(data, self.name)
+        return create_jobs(body, chat, self.engine, self.template), stream, include_usage
 
     def load(self):
         engine = self.engine
