@@ -134,19 +134,29 @@ class Attention(nn.Module):
         # output projection
         self.o = nn.Linear(q_dim, c.n_embd, bias=c.bias)
         # norms of queries and keys bound the scores, so that a high learning rate is stable
-        self.q_norm, self.k_norm = qk_norm(c, c.n_head), qk_norm(c, c.n_kv_head)
+        self.q_norm = qk_norm(c, c.n_head)
+        separate = c.qk_norm and c.qk_norm_type in ("head", "all")  # norms with weights
+        self.k_norm = qk_norm(c, c.n_kv_head) if separate else None
         self.out_norm = stream_norm(c, "post")
 
     def forward(self, x, rope, cache=None):
         c, (B, T, _) = self.config, x.size()
-        # queries, keys and values of all heads: one matrix product for many tokens
-        q, k, v = ops.fused_linear(x, self.q, self.k, self.v)
-        q = self.q_norm(q.view(B, T, c.n_head, c.head_dim))  # (B, T, H, D)
-        k = self.k_norm(k.view(B, T, c.n_kv_head, c.head_dim))  # (B, T, G, D)
+        heads = (c.n_head, c.n_kv_head)
+        # queries, keys and values of all heads: one matrix product for many tokens; queries and
+        # keys stay side by side, since norm and rotation are the same for both
+        qk, v = ops.fused_linear(x, self.q, self.k, self.v,
+                                 sizes=(sum(heads) * c.head_dim, c.n_kv_head * c.head_dim))
+        qk = qk.view(B, T, sum(heads), c.head_dim)  # (B, T, H + G, D)
         v = v.view(B, T, c.n_kv_head, c.head_dim)  # (B, T, G, D)
+        if self.k_norm is None:
+            qk = self.q_norm(qk)
+        else:  # norms with weights differ
+            q, k = qk.split(heads, dim=2)
+            qk = torch.cat((self.q_norm(q), self.k_norm(k)), dim=2)
         # rotary positions: a score then depends on the distance of two tokens only
         if rope is not None:
-            q, k = ops.apply_rope(q, *rope), ops.apply_rope(k, *rope)
+            qk = ops.apply_rope(qk, *rope)
+        q, k = qk.split(heads, dim=2)  # (B, T, H, D), (B, T, G, D)
         if c.score_scale != 1:
             q = q * c.score_scale
         q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)  # (B, H or G, T, D)

@@ -289,6 +289,7 @@ def evaluate_validation(run, n_batches):
 def evaluate_loader(run, loader, n_batches):
     """Return {val_NAME: number} for n_batches fixed batches of `loader`; None after a signal."""
     forward = functools.partial(run.compiler.call, run.raw_model)
+    # Eval mode switches dropout off and, on a CPU, the compiled code.
     with run.eval_mode():
         return evaluate(run.raw_model, forward, loader, n_batches, run.ranks, run.autocast,
                         functools.partial(stop_requested, run))
@@ -404,6 +405,7 @@ def finish(run):
     p = run.progress
     # The last save is not in the background: it is retried, and an error is raised.
     save(run, last=True)
+    # loss.svg again, with the last steps.
     run.log.plot()
     test(run)
     stop_signal, _ = run.signals.agree(run.ranks)
@@ -425,6 +427,7 @@ def test(run):
         return
     # The checkpoint that early_stopping_metric selected, or the last weights if there is no best.
     # The training is complete: the last weights are not needed in memory any more.
+    # On several ranks every rank loads them and evaluates a part of the batches.
     weights = checkpoint.load_best(run.raw_model, run.folder, run.ranks)
     numbers = evaluate_loader(run, loader, loader.samples + 1) or {}  # {}: a signal came
     run.test_numbers = {f"test_{name.removeprefix('val_')}": v for name, v in numbers.items()}

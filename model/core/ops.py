@@ -174,31 +174,33 @@ def apply_dropout(x, p, training=True):
 
 
 class FusedLinear(nn.Module):
-    """Linear layers of one input with concatenated weights, for decoding. product: x (..., C) ->
-    (..., sum of sizes)."""
+    """Linear layers of one input with concatenated weights, for decoding: x (..., C) -> (..., sum
+    of sizes)."""
 
     def __init__(self, product, sizes):
         super().__init__()
         self.product, self.sizes = product, sizes
 
     def forward(self, x):
-        return self.product(x).split(self.sizes, dim=-1)
+        return self.product(x)
 
 
-def fused_linear(x, *layers, fuse=True):
+def fused_linear(x, *layers, sizes=None, fuse=True):
     """Return [layer(x) for layer in layers], as one matrix product if that is faster.
 
+    sizes: split the concatenated outputs into parts of these sizes (default: one per layer).
     For a few tokens (decoding) concatenating the weights would take longer than it saves; then
     model/sample/fused.py does it once, and the first layer is a FusedLinear. Layers that are more
     than a weight and a bias, e.g. with adapters, are called one by one.
     """
     if isinstance(layers[0], FusedLinear):
-        return layers[0](x)
-    if not fuse or x.numel() <= 64 * x.size(-1) or not all(map(is_plain_linear, layers)):
-        return [layer(x) for layer in layers]
-    bias = None if layers[0].bias is None else torch.cat([m.bias for m in layers])
-    y = F.linear(x, torch.cat([m.weight for m in layers]), bias)
-    return y.split([m.out_features for m in layers], dim=-1)
+        return layers[0](x).split(sizes or layers[0].sizes, dim=-1)
+    if fuse and x.numel() > 64 * x.size(-1) and all(map(is_plain_linear, layers)):
+        bias = None if layers[0].bias is None else torch.cat([m.bias for m in layers])
+        y = F.linear(x, torch.cat([m.weight for m in layers]), bias)
+        return y.split(sizes or [m.out_features for m in layers], dim=-1)
+    outputs = [layer(x) for layer in layers]
+    return torch.cat(outputs, dim=-1).split(sizes, dim=-1) if sizes else outputs
 
 
 def is_plain_linear(layer):

@@ -66,7 +66,8 @@ def take_shape(config, model_args, path, hook=inherit_shape, weights=None):
         raise CheckpointError(f"{path}: shape mismatch:\n{bullets(wrong)}\n"
                               "remove these keys to use the checkpoint's")
     try:
-        taken = {name: shape_checks.check_value(name, value, known) for name, value in taken.items()}
+        taken = {name: shape_checks.check_value(name, value, known)
+                 for name, value in taken.items()}
         shape = config.replace(**taken)
         if problems := [text for _, text in find_conflicts(shape)]:
             raise ValueError("; ".join(problems))
