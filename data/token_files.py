@@ -72,8 +72,8 @@ def find_files(data_dir, split):
 
 
 def check_files_exist(config):
-    """Raise UserError if the data or the checkpoint to resume are missing, before the import of
-    torch, which takes seconds."""
+    """Raise UserError if the FILE in `resume`, or the token files of a gpt run, do not exist.
+    Called before the slow import of torch."""
     file = config.resume_file
     restarted = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0"
     if file and not os.path.exists(file) and not restarted:  # a restarted job resumes its run

@@ -90,7 +90,7 @@ class Tokenizer:
         """Return the token ids of `text` as an array (n,) of integers."""
 
     def decode_known(self, ids):
-        """Return the text of ids that are in the vocabulary."""
+        """Return the text of `ids`, all of which must be in the vocabulary."""
 
     def token_bytes(self):
         """Return int64 (n_vocab,): the number of bytes of text of each token."""

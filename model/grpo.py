@@ -333,8 +333,8 @@ class PromptLoader(RowLoader):
 
 
 def read_lines(path, n):
-    """Return (the n lines of a SPLIT_rows.jsonl, number of lines with a reference answer). Raises
-    DataError."""
+    """Return (lines of a SPLIT_rows.jsonl, number of lines with a reference answer). Raises
+    DataError unless there are n lines."""
     try:
         with open(path, encoding="utf-8") as f:
             lines = f.read().splitlines()

@@ -77,7 +77,7 @@ class Signals:
         if self.stop and not under_torchrun():
             os._exit(128 + signum)
         if not self.stop and env_rank() == 0:
-            hint = "" if under_torchrun() else "; press again to quit now"
+            hint = "" if under_torchrun() else "; a second signal quits at once"
             with contextlib.suppress(OSError):
                 os.write(2, f"\nstopping after saving a checkpoint{hint}\n".encode())
         self.stop = self.stop or signum

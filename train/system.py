@@ -83,7 +83,8 @@ class ModelHooks:
         return None
 
     def adopt(self, weights):
-        """Return {name in this model: tensor} from different weights (init_from), on rank 0."""
+        """Return the weights of another model (init_from) with the names and shapes of this model,
+        {name: tensor}, on rank 0. Default: unchanged."""
         return weights
 
     def after_step(self, it, sums):

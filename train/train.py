@@ -135,8 +135,8 @@ def train_step(run, lr=None):
     # If no item is masked, weight and factor are exactly 1.
     sums = {}
     first = (it + p.data_shift) * n  # index of the first one among all of this rank's
-    # Autocast is entered once per step, so that the weights are cast once per step. On a CPU the
-    # first step of a run is not compiled: the first log line does not wait for the compiler.
+    # Autocast is entered once per step, so that the weights are cast once per step. On a CPU (only
+    # there paused() has an effect) the first step is not compiled: the first log line comes soon.
     eager = run.compiler.paused if it == 0 else contextlib.nullcontext
     with eager(), run.autocast():
         for micro in range(n):
@@ -146,7 +146,7 @@ def train_step(run, lr=None):
             run.log.activity = f"iter {it}, micro-batch {micro + 1} of {n}"
             batch = run.batches.get(first + micro)  # tuple of tensors (B, ...)
             # DDP averages the gradients over the ranks, here only in the last micro-batch of the
-            # step. FSDP reduces them in every micro-batch, since no rank has room for all.
+            # step. FSDP (where model is raw_model) reduces them in every micro-batch.
             accumulate_only = run.model is not run.raw_model and micro < n - 1
             with run.model.no_sync() if accumulate_only else contextlib.nullcontext():
                 loss, own_sums = run.forward(*batch)  # mean over items, sums
@@ -173,14 +173,14 @@ def train_step(run, lr=None):
         run.rewind()
         return loss
     log_step(run, lr, loss, norm, sums)
-    # The update, unless a spike or a float16 overflow skips it; the number of the step increases in
-    # any case, and with it the data and the schedule.
+    # The update, unless a spike or a float16 overflow skips it. The step number increases also
+    # after a skipped update, and with it the data and the schedule.
     if action == "update":
         run.scaler.step(run.optimizer)
         if run.average:
             run.average.update(it)
     run.scaler.update()
-    run.optimizer.zero_grad(set_to_none=True)  # frees the memory; the next backward() writes
+    run.optimizer.zero_grad(set_to_none=True)  # None: the next backward() assigns
     p.iter_num += 1
     if run.after_step:  # a method of some models; also called if the update was skipped
         run.after_step(it, sums)
@@ -259,7 +259,7 @@ def validate(run):
         p.val_loss = numbers["val_loss"]
         record = dict(iter=p.iter_num, tokens=p.iter_num * run.units_per_step,
                       train_loss=p.loss_sum / p.loss_count if p.loss_count else None, **numbers)
-        if c.max_epochs is not None:
+        if c.max_epochs is not None:  # a run in epochs may log no steps in between
             record |= dict(epoch=p.iter_num * c.samples_per_step / run.data.train.samples,
                            lr=get_lr(p.iter_num, c) * run.plateau.scale)
         # Console, train.log, metrics.jsonl and trackers; the history is returned by train().
@@ -334,8 +334,8 @@ def check_metric_name(run):
     # A metric may be None for one batch, but the name is always present.
     names = list(evaluate_validation(run, 1))  # one batch is enough to learn the names
     if metric not in names:
-        raise SetupError(f"early_stopping_metric: evaluations of this model have no "
-                                     f"{metric!r}; choose one of {', '.join(names)}")
+        raise SetupError("early_stopping_metric: evaluations of this model have no "
+                         f"{metric!r}; choose one of {', '.join(names)}")
 
 
 def write_samples(run):
@@ -372,12 +372,12 @@ def save(run, last=False):
         run.folder.wait()
         # Non-finite weights must never replace a good checkpoint.
         checkpoint.check_finite(run.raw_model, run.optimizer, run.progress.iter_num,
-                            run.folder.file("ckpt.pt"), run.ranks)
+                                run.folder.file("ckpt.pt"), run.ranks)
         # All ranks take part in gathering the shards. Rank 0 writes, in a thread, from a snapshot
         # that training cannot change; an error on rank 0 is raised on every rank.
         # What a checkpoint contains: {name: part.state_dict()} of every part (train/checkpoint.py).
         state = checkpoint.make_checkpoint(run.config, run.data, run.raw_model, run.optimizer,
-                                       run.parts(), run.ranks, run.folder.can_pin_memory)
+                                           run.parts(), run.ranks, run.folder.can_pin_memory)
         distributed.broadcast_from_rank0(
             lambda: run.folder.save(state, run.best_due, run.is_numbered(), run.log, last,
                                     private=run.sharded), run.ranks)
@@ -429,7 +429,8 @@ def test(run):
     # The training is complete: the last weights are not needed in memory any more.
     # On several ranks every rank loads them and evaluates a part of the batches.
     weights = checkpoint.load_best(run.raw_model, run.folder, run.ranks)
-    numbers = evaluate_loader(run, loader, loader.samples + 1) or {}  # {}: a signal came
+    # More batches than there can be: all of the data. {} after a signal.
+    numbers = evaluate_loader(run, loader, loader.samples + 1) or {}
     run.test_numbers = {f"test_{name.removeprefix('val_')}": v for name, v in numbers.items()}
     if numbers:
         run.log.info(f"On test data, with {weights}:")

@@ -86,8 +86,8 @@ def prepare_features(arrays, target, out, val_fraction=0.1, runs=None, force=Fal
 
 
 def read_chunks(name, array, chosen):
-    """Yield the rows `chosen` of an array, which may be larger than memory. Raises DataError for
-    values that are not finite in float32."""
+    """Yield the rows `chosen` in blocks of CHUNK_ROWS, in the dtype of the array, which may exceed
+    the memory. Raises DataError for values that are not finite in float32."""
     for start in range(0, len(chosen), CHUNK_ROWS):
         rows = chosen[start:start + CHUNK_ROWS]
         values = array[rows]

@@ -260,7 +260,8 @@ LLAMA3_KEYS = ("factor", "low_freq_factor", "high_freq_factor", "original_max_po
 
 
 def upgrade_fields(args):
-    """Return the model_args of an older checkpoint without `family`, the JSON of a config.json."""
+    """Return model_args with the current fields. args: model_args of an older checkpoint, which has
+    the text of a config.json in `family`; the result has no `family`."""
     kind, new = read_config(json.loads(args["family"]), "family")
     if "plain" in FAMILIES[kind].values.get("qk_norm_type", ()):
         new["qk_norm_type"] = "head"

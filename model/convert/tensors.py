@@ -96,7 +96,8 @@ def read_bare_weights(tensors, path):
 
 
 def translate(tensors, names, path):
-    """Return {our name: tensor} with the shapes of our tensors."""
+    """Return {name in model.gpt: tensor}: renamed, QKV split, experts stacked, vocabulary padded to
+    a multiple of 128 rows, buffers dropped. Raises CheckpointError."""
     root = "transformer." if any("c_attn" in n for n in tensors) else "model."
     out = {}
     for name, t in tensors.items():

@@ -71,7 +71,7 @@ def stop_signals():
     def handle(signum, frame):
         if received:
             os._exit(128 + signum)
-        os.write(2, b"\nfinishing active requests; press again to quit now\n")
+        os.write(2, b"\nfinishing active requests; a second signal quits at once\n")
         received.append(signum)
     for name in ("SIGINT", "SIGTERM", "SIGHUP"):
         number = getattr(signal, name, None)  # Windows has no SIGHUP

@@ -22,7 +22,8 @@ class Metrics:
         self.buckets[bisect.bisect_left(LATENCY_SECONDS, seconds)] += 1
 
     def to_text(self, gauges):
-        """https://prometheus.io/docs/instrumenting/exposition_formats"""
+        """Return all metrics in the text format of Prometheus
+        (https://prometheus.io/docs/instrumenting/exposition_formats). gauges: {name: value}."""
         lines = ["# TYPE irongpt_requests_total counter"]
         lines += [f'irongpt_requests_total{{path="{path}",status="{status}"}} {n}'
                   for (path, status), n in sorted(self.requests.items(), key=str)]

@@ -138,7 +138,7 @@ def suggest(rates, losses, high):
 
 
 def draw_sweep(axes, sweep):
-    """Draw the loss over the learning rate and the suggestion."""
+    """Draw a sweep on matplotlib `axes`: loss, smoothed loss, suggested range of learning rates."""
     axes.set_xscale("log")
     axes.plot(sweep["lr"], sweep["loss"], color=COLORS[0], alpha=0.35)
     axes.plot(sweep["lr"], sweep["smoothed"], color=COLORS[0], label="smoothed loss")

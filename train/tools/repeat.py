@@ -207,7 +207,7 @@ class RunPool:
     def stop(self, signum, frame=None):
         """Terminate the runs: after saving a checkpoint, or at a second signal immediately."""
         if not self.signum:
-            os.write(2, b"\nstopping the runs after they save; press again to quit now\n")
+            os.write(2, b"\nstopping the runs after they save; a second signal quits at once\n")
         self.signum = signum
         for process in list(self.processes):
             process.terminate()
