@@ -14,7 +14,7 @@ FAULTS = [
     ("train/train.py", "get_lr(it, c)", "get_lr(it + 1, c)"),
     ("train/train.py", "get_lr(it, c) * run.plateau.scale", "get_lr(it, c)"),
     ("train/train.py", 'group["initial_lr"] * (lr / c.learning_rate)', "lr"),
-    ("train/train.py", "run.optimizer.zero_grad(set_to_none=True)  # frees", "pass  # frees"),
+    ("train/train.py", "run.optimizer.zero_grad(set_to_none=True)  # None", "pass  # None"),
     ("train/train.py", "    run.after_step(it, sums)", "    pass"),
     ("train/robust.py", '"skip" if on_spike == "skip" else "update"', '"update"'),
     ("train/train.py", "p.loss_sum += loss", "p.loss_sum = loss"),
