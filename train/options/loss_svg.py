@@ -192,14 +192,14 @@ def choose_x_unit(runs, x):
     return 1, X_LABELS[x]
 
 
-def metric_curves(run, metric, train, val, color, val_color):
+def metric_curves(run_name, metric, train, val, color, val_color):
     """Return the Curves of one run: training, smoothed if it has many points, and validation."""
     curves = []
     if len(train) > 60:
         curves.append(Curve(train, color, style="faint"))
         train = smooth(train)
     if color == val_color:  # one of several runs: one entry in the legend
-        names = (f"{run} (validation {val[-1][1]:.4f})" if val else run), ""
+        names = (f"{run_name} (validation {val[-1][1]:.4f})" if val else run_name), ""
     else:
         best = f", best {min(y for _, y in val):.4f}" if val and metric == "loss" else ""
         names = (f"training {metric} {train[-1][1]:.4f}" if train else "",
