@@ -35,33 +35,16 @@ from train.distributed import get_device
 USE = "python -m model.chat --ckpt {out}/ckpt.pt"
 
 
-class PackedMask:
-    """Positions and attention mask of rows with several conversations each.
-
-    `GPT.trunk` uses it like a cache, see model.core.kv_cache.Cache. chat (B, T): the number, within
-    the row, of each token's conversation.
-    """
-
-    def __init__(self, chat):
-        T = chat.size(1)
-        index = torch.arange(T, device=chat.device)
-        # (B, T): the first token of each conversation
-        self.is_first = torch.cat((chat[:, :1] - 1, chat[:, :-1]), dim=1) != chat
-        self.positions = index - (index * self.is_first).cummax(1).values  # (B, T)
-        same = chat[:, :, None] == chat[:, None, :]  # (B, T, T)
-        self.mask = (same & (index[:, None] >= index))[:, None]  # (B, 1, T, T)
-
-    def start(self, T):
-        return self.positions
-
-    def previous(self, idx):
-        return idx.roll(1, dims=1).masked_fill(self.is_first, -1)
-
-    def update(self, layer, k, v):
-        return k, v, self.mask
-
-    def finish(self, idx):
-        pass
+def packed_layout(idx, chat):
+    """Return the arguments mask, positions and previous of GPT.trunk for rows idx (B, T) of
+    conversations. chat (B, T): the number, within the row, of a token's conversation."""
+    index = torch.arange(idx.size(1), device=idx.device)
+    # (B, T): the first token of each conversation
+    is_first = torch.cat((chat[:, :1] - 1, chat[:, :-1]), dim=1) != chat
+    same = chat[:, :, None] == chat[:, None, :]  # (B, T, T)
+    return dict(mask=(same & (index[:, None] >= index))[:, None],  # (B, 1, T, T)
+                positions=index - (index * is_first).cummax(1).values,  # (B, T)
+                previous=idx.roll(1, dims=1).masked_fill(is_first, -1))  # (B, T)
 
 
 class ChatGPT(GPT):
@@ -78,7 +61,8 @@ class ChatGPT(GPT):
         if chat is None:
             return super().forward(idx, targets, cache, last_only)
         targets = torch.where(targets[:, 1:] == 1, idx[:, 1:], IGNORE)  # (B, T)
-        x = self.trunk(idx[:, :-1], PackedMask(chat[:, :-1]))  # (B, T, C)
+        layout = packed_layout(idx[:, :-1], chat[:, :-1])
+        x = self.trunk(idx[:, :-1], **layout)  # (B, T, C)
         loss = self.loss(x, self.head_weight(), targets, self.config.vocab_size)
         sums = dict(count=(targets != IGNORE).sum())
         return loss, sums if self.training else sums | self.count_exact(x, targets)

@@ -47,16 +47,14 @@ class Student(HoldsFrozen, GPT):
     def forward(self, idx, targets=None, cache=None, last_only=False):
         if targets is None or not self.frozen:
             return super().forward(idx, targets, cache, last_only)
-        head = self.head_weight()
         x = self.trunk(idx)  # (B, T, C)
-        loss = self.loss(x, head, targets, self.config.vocab_size)
+        loss = self.loss(x, self.head_weight(), targets, self.config.vocab_size)
         with torch.no_grad():
             y = self.frozen[0].trunk(idx)  # (B, T, C of the teacher)
         # One chunk of logits at a time, recomputed in the backward pass: 2 V numbers per token.
-        n = chunk_rows(head.size(0), x.device.type)
+        n = chunk_rows(self.config.padded_vocab_size, x.device.type)
         chunks = zip(*(t.split(n) for t in (x.flatten(0, 1), y.flatten(0, 1), targets.flatten())))
-        kl = sum(checkpoint(self.divergence, *chunk, head, use_reentrant=False)
-                 for chunk in chunks)
+        kl = sum(checkpoint(self.divergence, *chunk, use_reentrant=False) for chunk in chunks)
         if not self.training:
             return loss, self.sums(targets) | dict(kl=kl)
         count = (targets != IGNORE).sum()
@@ -64,11 +62,11 @@ class Student(HoldsFrozen, GPT):
         kl_loss = self.weight * self.temperature**2 * (kl / count.clamp(min=1))
         return (1 - self.weight) * loss + kl_loss, dict(count=count, kl=kl.detach())
 
-    def divergence(self, x, y, targets, head):
+    def divergence(self, x, y, targets):
         """Return the sum () float32 over the targets of KL(teacher, student) in nats, from states
         x (N, C) and y (N, C of the teacher); targets (N,)."""
         V = self.config.vocab_size
-        z = F.linear(x, head).float()[:, :V] / self.temperature  # (N, V)
+        z = self.logits(x) / self.temperature  # (N, V)
         with torch.no_grad():
             p = F.log_softmax(self.frozen[0].logits(y)[:, :V] / self.temperature, -1)  # (N, V)
         kl = F.kl_div(F.log_softmax(z, -1), p, reduction="none", log_target=True).sum(-1)  # (N,)

@@ -24,6 +24,7 @@ from model.core.generate import sample_texts
 from model.core.init import fill, normal
 from model.core.weights import as_gpt, inherit_shape  # noqa: F401  hooks of the model interface
 from train.keys import GPTKeys
+from train.system import ModelHooks
 
 USE = "python -m model.sample --ckpt {out}/ckpt.pt --prompt ..."  # printed at the end of a run
 
@@ -139,7 +140,9 @@ class Attention(nn.Module):
         self.k_norm = qk_norm(c, c.n_kv_head) if separate else None
         self.out_norm = stream_norm(c, "post")
 
-    def forward(self, x, rope, cache=None):
+    def forward(self, x, rope=None, cache=None, mask=None):
+        """x (B, T, C); rope: (cos, sin) of the positions; cache: keys and values of earlier tokens;
+        mask (B or 1, 1, T, T): true where a query sees a key, instead of the causal rule."""
         c, (B, T, _) = self.config, x.size()
         heads = (c.n_head, c.n_kv_head)
         # queries, keys and values of all heads: one matrix product for many tokens; queries and
@@ -160,7 +163,6 @@ class Attention(nn.Module):
         if c.score_scale != 1:
             q = q * c.score_scale
         q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)  # (B, H or G, T, D)
-        mask = None
         if cache is not None:  # decoding: keys and values of all S tokens until now, (B, G, S, D)
             k, v, mask = cache.update(self.layer, k, v)
         if self.window:
@@ -200,7 +202,10 @@ class MLP(nn.Module):
 
 
 class Block(nn.Module):
-    """Attention and MLP, each added to the residual stream x (B, T, C)."""
+    """Attention and MLP, each added to the residual stream x (B, T, C).
+
+    context: the other arguments of Attention.forward."""
+    is_block = True  # compiled and sharded by itself, see train/system.py
     compiles_decoding = True  # one graph computes a single token in every block (model/sample)
 
     def __init__(self, config, layer, mlp=MLP):
@@ -209,18 +214,18 @@ class Block(nn.Module):
         self.ln_2, self.mlp = stream_norm(config, "pre"), mlp(config)
         self.gradient_checkpointing = "false"
 
-    def forward(self, x, rope, cache=None):
+    def forward(self, x, *context):
         if self.gradient_checkpointing == "false" or not self.training:
-            return self.compute(x, rope, cache)
+            return self.compute(x, *context)
         # Inside the block, not around it: then it is compiled with the block also under FSDP: the
         # hooks around a block interrupt a compiled graph.
         is_selective = self.gradient_checkpointing == "selective"
         policy = dict(context_fn=ops.save_matrix_products) if is_selective else {}
-        return checkpoint(self.compute, x, rope, cache, use_reentrant=False, **policy)
+        return checkpoint(self.compute, x, *context, use_reentrant=False, **policy)
 
-    def compute(self, x, rope, cache=None):
+    def compute(self, x, *context):
         # x is only added to, so gradients reach every layer unchanged
-        x = x + self.attn(self.ln_1(x), rope, cache)
+        x = x + self.attn(self.ln_1(x), *context)
         return x + self.mlp(self.ln_2(x))
 
 
@@ -254,7 +259,7 @@ class GPT(nn.Module):
         # Rows past vocab_size are padding: no probability, no gradient.
         self.loss = LanguageModelLoss()
         self.add_buffers(token_bytes)
-        fill(self, seed)  # with initial()
+        self.filled = fill(self, seed)  # by initial(); build_model fills what subclasses add
 
     def add_buffers(self, token_bytes):
         """Register constants that move with the model but are not saved. Under torch.device("meta")
@@ -282,15 +287,23 @@ class GPT(nn.Module):
         # The logits (B, T, V) would be the largest tensor: this computes a chunk of tokens at a
         # time.
         loss = self.loss(x, self.head_weight(), targets, self.config.vocab_size)
-        return loss, {} if self.training else self.sums(targets)
+        if self.training:
+            return loss, dict(count=(targets != ops.IGNORE).sum())
+        return loss, self.sums(targets)
 
-    def trunk(self, idx, cache=None):
-        """Return the normalised states (B, T, C) of the last layer."""
+    def trunk(self, idx, cache=None, mask=None, positions=None, previous=None):
+        """Return the normalised states (B, T, C) of the last layer.
+
+        cache: see model.core.kv_cache. Without a cache: mask (B or 1, 1, T, T), see Attention;
+        positions (B, T), default 0 to T - 1; previous (B, T), the token before each token.
+        """
         c, T = self.config, idx.size(1)
         if T > c.block_size:
             raise ValueError(f"{T} tokens; the context of this model is {c.block_size} "
                              "(block_size)")
-        positions = None if cache is None else cache.start(T)  # (1 or B, T), or None for 0 to T - 1
+        if cache is not None:
+            positions = cache.start(T)  # (1 or B, T)
+            previous = cache.previous(idx)
         # embeddings of tokens, positions and previous tokens
         x = self.wte(idx)  # (B, T, C)
         if c.embed_scale != 1:
@@ -299,28 +312,26 @@ class GPT(nn.Module):
             x = x + (self.wpe.weight[:T] if positions is None else
                      self.wpe(positions.long().to(idx.device)))
         if self.wte_prev is not None:  # -1: the first token of a text
-            prev = F.pad(idx[:, :-1], (1, 0), value=-1) if cache is None else cache.previous(idx)
-            x = x + self.wte_prev(prev.clamp(min=0)) * (prev >= 0)[..., None]
+            if previous is None:
+                previous = F.pad(idx[:, :-1], (1, 0), value=-1)
+            x = x + self.wte_prev(previous.clamp(min=0)) * (previous >= 0)[..., None]
         device = x.device.type
         if torch.is_autocast_enabled(device) and torch.get_autocast_dtype(device) == torch.bfloat16:
             x = x.bfloat16()  # half the memory traffic of a float32 stream
         x = ops.apply_dropout(x, c.dropout, self.training)
+        # rotations (cos, sin), (T, 1, D / 2) or (B, T, 1, D / 2) each; at index -1 none, for layers
+        # without positions
+        tables = []
+        if c.pos == "rope":
+            tables = (zip(self.rope_cos[:, :T], self.rope_sin[:, :T]) if positions is None else
+                      c.rope_tables(positions))
+        ropes = [[t.to(x)[..., None, :] for t in table] for table in tables] + [None]
         # the blocks
-        ropes = self.ropes(x, positions)
         for block, index in zip(self.h, self.rope_indices):
-            x = block(x, ropes[index], cache)
+            x = block(x, ropes[index], cache, mask)
         if cache is not None:
             cache.finish(idx)
         return self.ln_f(x)
-
-    def ropes(self, x, positions):
-        """Return the rotations of the blocks, (cos, sin) of (T, 1, D / 2) or (B, T, 1, D / 2) each,
-        followed by None (index -1), for layers without positions."""
-        T, tables = x.size(1), []
-        if self.config.pos == "rope":
-            tables = (zip(self.rope_cos[:, :T], self.rope_sin[:, :T]) if positions is None else
-                      self.config.rope_tables(positions))
-        return [[t.to(x)[..., None, :] for t in table] for table in tables] + [None]
 
     def head_weight(self):
         return self.wte.weight if self.lm_head is None else self.lm_head.weight
@@ -328,7 +339,7 @@ class GPT(nn.Module):
     def logits(self, x):
         """Return logits (..., vocab_size) of normalised states x (..., C), without padded ids."""
         z = F.linear(x, self.wte.weight) if self.lm_head is None else self.lm_head(x)  # (..., V)
-        return z.float()[..., :self.config.vocab_size]
+        return ops.finish_logits(z.float())[..., :self.config.vocab_size]
 
     def sums(self, targets):
         """Return the sums of an evaluation besides the loss: the number of counted targets and
@@ -339,14 +350,16 @@ class GPT(nn.Module):
         return dict(count=counted.sum(), bytes=size)
 
     def numbers(self, sums):
-        """Return {"ppl", "bpb"} of an evaluation, None where undefined; {} for training steps.
-        sums["loss"] is in nats."""
+        """Return {"ppl", "bpb"} of an evaluation, None where undefined, and every other scalar sum
+        divided by the count. sums["loss"] is in nats."""
+        others = {n: value for n, value in sums.items() if n not in ("loss", "count", "bytes")}
+        numbers = ModelHooks.numbers(self, others | dict(count=sums["count"])) if others else {}
         if "bytes" not in sums:
-            return {}
+            return numbers
         loss, count, size = (float(sums[name]) for name in ("loss", "count", "bytes"))
         # Nats per token depend on the tokenizer; bits per byte compare models across tokenizers.
         return dict(ppl=math.exp(min(loss / count, 700.0)) if count else None,
-                    bpb=loss / math.log(2) / size if size else None)
+                    bpb=loss / math.log(2) / size if size else None, **numbers)
 
     def initial(self, name, shape, seed):
         """Return the initial value of a parameter of a GPT; None for any other parameter.
@@ -380,17 +393,17 @@ class GPT(nn.Module):
 
     def flops_per_unit(self):
         """Return the training FLOPs per token, PaLM's count (arXiv:2204.02311, appendix B): 6 per
-        weight in a product, and 12 n_layer n_embd block_size for attention, without the causal
-        mask. The forward pass, gradients of inputs and gradients of weights are a third each; the
-        last one is skipped for frozen weights."""
+        weight in a product, and 12 H D per layer and visible token (block_size or the window) for
+        attention, without the causal mask. The forward pass, gradients of inputs and gradients of
+        weights are a third each; the last one is skipped for frozen weights."""
         c = self.config
         # Embeddings are lookups, except for a tied one, which is the output layer too.
-        lookups = [self.wpe, self.wte_prev] + ([] if self.lm_head is None else [self.wte])
-        lookups = {id(m.weight) for m in lookups if m is not None}
-        weights = [p for p in self.parameters() if id(p) not in lookups]
+        lookups = {id(m.weight) for m in self.modules() if isinstance(m, nn.Embedding)}
+        weights = [p for p in self.parameters() if id(p) not in lookups or p is self.head_weight()]
         n = sum(p.numel() for p in weights)
         trained = sum(p.numel() for p in weights if p.requires_grad)
-        attention = 4 * c.n_layer * c.n_head * c.head_dim * c.block_size
+        visible = sum(min(block.attn.window or c.block_size, c.block_size) for block in self.h)
+        attention = 4 * c.n_head * c.head_dim * visible
         return 4 * n + 2 * trained + 3 * attention if trained else 2 * n + attention
 
 
@@ -410,6 +423,7 @@ def build_model(config, data, kind=GPT, shape=GPTConfig):
         token_bytes = tokenizer_from_spec(data.spec["tokenizer"]).token_bytes()
     args["vocab_size"] = data.spec["vocab_size"]
     model = kind(shape(**args), config.seed, token_bytes)
+    fill(model, config.seed, model.filled)  # what the __init__ of `kind` has added
     for block in model.h:
         block.gradient_checkpointing = config.gradient_checkpointing
     return model

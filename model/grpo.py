@@ -32,7 +32,7 @@ import torch
 from data.chat_template import ChatTemplate
 from data.rows import open_rows
 from model import chat, gpt, lora
-from model.chat import ChatGPT, PackedMask
+from model.chat import ChatGPT, packed_layout
 from model.core.adapters import WithAdapters
 from model.core.generate import generate
 from model.core.init import stable_hash
@@ -179,21 +179,19 @@ class PolicyGPT(HoldsFrozen, WithAdapters, ChatGPT):
 # -----------------------------------------------------------------------------
 # rows with a prompt and several answers
 
-class SharedPrefixMask(PackedMask):
-    """Mask of rows with a prompt and several answers, which attend to the prompt only.
-    part (B, T): 0 in the prompt at the row's start, 1, 2, ... in the answers, -1 in the padding."""
-
-    def __init__(self, part):
-        super().__init__(part)
-        self.in_answer = part > 0  # (B, T)
-        self.prompt_length = (part == 0).sum(1, keepdim=True)  # (B, 1)
-        self.positions = self.positions + self.prompt_length * self.in_answer
-        self.mask = self.mask | ((part == 0)[:, None] & self.in_answer[..., None])[:, None]
-
-    def previous(self, idx):
-        last = idx.gather(1, (self.prompt_length - 1).clamp(min=0))  # (B, 1)
-        last = last.masked_fill(self.prompt_length == 0, -1)
-        return torch.where(self.is_first & self.in_answer, last, super().previous(idx))
+def shared_prefix_layout(idx, part):
+    """Return the arguments mask, positions and previous of GPT.trunk for rows idx (B, T) with a
+    prompt and several answers, which attend to the prompt only. part (B, T): 0 in the prompt at the
+    row's start, 1, 2, ... in the answers, -1 in the padding."""
+    packed = packed_layout(idx, part)
+    in_answer = part > 0  # (B, T)
+    prompt_length = (part == 0).sum(1, keepdim=True)  # (B, 1)
+    last = idx.gather(1, (prompt_length - 1).clamp(min=0))  # (B, 1): of the prompt, or -1
+    last = last.masked_fill(prompt_length == 0, -1)
+    starts = in_answer & (packed["previous"] == -1)
+    return dict(mask=packed["mask"] | ((part == 0)[:, None] & in_answer[..., None])[:, None],
+                positions=packed["positions"] + prompt_length * in_answer,
+                previous=torch.where(starts, last, packed["previous"]))
 
 
 def pack_answers(prompt, answers, advantages, max_tokens):
@@ -201,9 +199,9 @@ def pack_answers(prompt, answers, advantages, max_tokens):
     the prompt is computed once per row.
 
     Equal answers are stored once, with the sum of the advantages. A row is a list of (token, part,
-    target, advantage, share): part as in SharedPrefixMask, advantage and share (the number of equal
-    answers) per token. An answer starts with the prompt's last token, which predicts the first
-    target.
+    target, advantage, share): part as in shared_prefix_layout, advantage and share (the number of
+    equal answers) per token. An answer starts with the prompt's last token, which predicts its
+    first target.
     """
     *start, last = prompt
     advantages_of = {}
@@ -235,10 +233,8 @@ def answer_logps(model, tokens):
     """Return the log probabilities (n, T) float32 of the targets in tokens (n, T, 3), 0 at
     IGNORE."""
     idx, part, targets = tokens.unbind(-1)  # (n, T) each
-    x = model.trunk(idx, SharedPrefixMask(part))  # (n, T, C)
-    logps = token_logprobs(x.flatten(0, 1), model.head_weight(), targets.flatten(),
-                           model.config.vocab_size)
-    return logps.view_as(idx)
+    x = model.trunk(idx, **shared_prefix_layout(idx, part))  # (n, T, C)
+    return token_logprobs(model, x.flatten(0, 1), targets.flatten()).view_as(idx)
 
 
 # -----------------------------------------------------------------------------

@@ -109,8 +109,8 @@ class MemoryBlock(RoutedBlock):
         super().__init__(config, layer)
         self.memory = Chapters(config)
 
-    def compute(self, x, rope, cache=None):
-        x = super().compute(x, rope, cache)
+    def compute(self, x, *context):
+        x = super().compute(x, *context)
         y, routed = self.memory(x)
         return x + y.type_as(x), routed
 

@@ -225,10 +225,10 @@ class RoutedBlock(Block):
     """A block with a router: compute() also returns (logits (B, T, n), chosen (B, T, k))."""
     compiles_decoding = False
 
-    def forward(self, x, rope, cache=None):
+    def forward(self, x, *context):
         # An attribute instead of a second output, for which FSDP would gather all blocks at the
         # start of the backward pass. Gradient checkpointing repeats compute() only.
-        x, self.routed = super().forward(x, rope, cache)
+        x, self.routed = super().forward(x, *context)
         return x
 
 
@@ -237,8 +237,8 @@ class MoEBlock(RoutedBlock):
     def __init__(self, config, layer):
         super().__init__(config, layer, mlp=Experts)
 
-    def compute(self, x, rope, cache=None):
-        x = x + self.attn(self.ln_1(x), rope, cache)
+    def compute(self, x, *context):
+        x = x + self.attn(self.ln_1(x), *context)
         y, routed = self.mlp(self.ln_2(x))
         return x + y, routed
 

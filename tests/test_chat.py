@@ -19,7 +19,7 @@ from data.chat_template import BuiltinTemplate, parse_content
 from data.prepare import chat as data_chat
 from data.prepare import prepare as prepare_text
 from data.tokenizer import load_tokenizer
-from model.chat import ChatGPT, PackedMask, generate_answer
+from model.chat import ChatGPT, generate_answer, packed_layout
 from model.gpt import GPT, GPTConfig
 from model.sample import load_model
 from train.config import load_config
@@ -368,9 +368,9 @@ def test_no_chat_sees_another(dtype, checkpointing):
         block.gradient_checkpointing = checkpointing
     tokens, number = torch.randint(0, 256, (2, 40)), torch.arange(40)[None].repeat(2, 1) // 13
     with torch.autocast("cpu", dtype, enabled=dtype != torch.float32):
-        x = model.trunk(tokens, PackedMask(number))
+        x = model.trunk(tokens, **packed_layout(tokens, number))
         other = torch.where(number == 1, (tokens + 1) % 256, tokens)
-        y = model.trunk(other, PackedMask(number))
+        y = model.trunk(other, **packed_layout(other, number))
     assert torch.equal(x[number != 1], y[number != 1])
     assert not torch.equal(x[number == 1], y[number == 1])
 

@@ -306,8 +306,8 @@ def edited_model(options):
             self.shift = torch.nn.Parameter(torch.full((config.n_embd,), 0.25))
             self.gain = torch.nn.Parameter(torch.tensor(EditedBlock.start))
 
-        def compute(self, x, rope, cache=None):
-            return super().compute(x, rope, cache) + self.shift * self.gain
+        def compute(self, x, *context):
+            return super().compute(x, *context) + self.shift * self.gain
 
     def attempt():
         with contextlib.ExitStack() as at_end:
@@ -340,7 +340,7 @@ def test_a_parameter_of_ones_own_starts_from_its_own_value_or_is_refused(data_di
                                                                    distributed="fsdp")):
         assert "0-dim parameters: h.0.gain, h.1.gain; give them the shape (1,)" in scalar
         assert "does not handle h.*.shift, h.*.gain: add a line" in unknown
-        assert "if name.endswith('.shift'): return torch.zeros(shape)" in unknown
+        assert "if name.endswith('.shift'): return torch.ones(shape)" in unknown
         for found in (alone, told):
             assert found.keys() == plain.keys() | {f"h.{i}.{n}" for i in (0, 1)
                                                    for n in ("shift", "gain")}

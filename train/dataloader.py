@@ -415,16 +415,17 @@ def prepare_built_in(data_dir):
         ensure_dataset(data_dir)
 
 
-def open_token_data(config, ranks):
-    """Return the Data of the token files in config.data_dir; built-in data is prepared first."""
+def open_token_data(config, ranks, loader=None):
+    """Return the Data of the token files in config.data_dir; built-in data is prepared first.
+    loader: a class with the arguments of DataLoader, the default."""
     c = config
     if not os.path.exists(os.path.join(c.data_dir, "train.bin")):
         broadcast_from_rank0(lambda: prepare_built_in(c.data_dir), ranks)
     size, tokenizer = find_vocabulary(c.data_dir, c.tokenizer, c.vocab_size)
 
     def load(split, batch_size, rank, world_size):
-        return DataLoader(c.data_dir, batch_size, c.block_size, split, c.seed, rank, world_size,
-                          size)
+        return (loader or DataLoader)(c.data_dir, batch_size, c.block_size, split, c.seed, rank,
+                                      world_size, size)
     train = load("train", c.micro_batch(ranks.world_size), ranks.rank, ranks.world_size)
     # Every rank evaluates whole batches, so the value does not depend on the number of ranks.
     val = load("val", c.batch_size, 0, 1) if c.eval_interval else None

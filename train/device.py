@@ -294,8 +294,8 @@ class Compiler:
 
 
 def blocks(model):
-    """Return the blocks of a model: the modules in its ModuleLists."""
-    return [block for m in model.modules() if isinstance(m, nn.ModuleList) for block in m]
+    """Return the blocks of a model: the modules with the attribute is_block."""
+    return [m for m in model.modules() if getattr(m, "is_block", False)]
 
 
 def is_compile_error(error):

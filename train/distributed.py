@@ -245,6 +245,11 @@ def shard(model, ranks, dtype, seed, initial):
     if scalars := [name for name, p in model.named_parameters() if p.dim() == 0]:
         raise SetupError(f"FSDP cannot shard 0-dim parameters: {', '.join(scalars)}; give them the "
                          "shape (1,), or use --distributed ddp")
+    tensors = model.state_dict()
+    if tables := [name for name, b in model.named_buffers() if b.is_meta and name not in tensors]:
+        raise SetupError(f"under FSDP, models are built on the meta device, where the buffers "
+                         f"{', '.join(tables)} have no values: create them with device=\"cpu\", "
+                         "register them with persistent=True, or use --distributed ddp")
     mesh = init_device_mesh(ranks.device.type, (ranks.world_size,))
     param_dtype = dtype if dtype == torch.bfloat16 else None
     policy = MixedPrecisionPolicy(param_dtype, torch.float32, cast_forward_inputs=False)
@@ -264,11 +269,13 @@ def shard(model, ranks, dtype, seed, initial):
             assign(tensors[name], value)
     if unknown:
         patterns = list(dict.fromkeys(re.sub(r"\.\d+\.", ".*.", name) for name in unknown))
+        is_matrix = tensors[unknown[0]].dim() > 1
+        value = "normal(name, shape, 0.02, seed)" if is_matrix else "torch.ones(shape)"
         raise SetupError(
             f"under FSDP, parameters are initialised by {type(model).__name__}.initial(name, "
             f"shape, seed), which does not handle {', '.join(patterns)}: add a line for each, e.g."
             f"\n    if name.endswith({patterns[0].rpartition('*')[2]!r}): "
-            "return torch.zeros(shape)\nor use --distributed ddp")
+            f"return {value}  # its usual initial value\nor use --distributed ddp")
     return model
 
 

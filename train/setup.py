@@ -102,6 +102,7 @@ class Run:
     optimizer: torch.optim.Optimizer
     average: Any             # running average of the weights (ema), or None
     forward: Any             # forward(*batch) of `model`, compiled if that pays
+    before_step: Any         # before_step(it) and
     after_step: Any          # after_step(it, sums) of the model, or None
     scaler: torch.amp.GradScaler
 
@@ -216,6 +217,7 @@ class Run:
         self.forward = self.model
         if self.compiler.enabled:
             self.forward = functools.partial(self.compiler.call, self.model)
+        self.before_step = getattr(self.raw_model, "before_step", None)
         self.after_step = getattr(self.raw_model, "after_step", None)
 
     def open_monitors(self, stack):

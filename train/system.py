@@ -69,12 +69,14 @@ class ModelHooks:
 
     forward(*batch) -> (loss, sums): the mean loss over the batch's items, and {name: tensor} of
     sums over the items. sums["count"] is the number of items (default: all items of the batch).
+    Submodules with the attribute `is_block = True` are compiled and sharded one by one.
     """
 
     def numbers(self, sums):
         """Return {name: float} for a log line. Default: every scalar sum divided by the count."""
-        return {name: float(value / sums["count"]) for name, value in sums.items()
-                if value.dim() == 0 and name not in ("loss", "count")}
+        return {name: float(value / sums["count"]) if sums["count"] else None
+                for name, value in sums.items()
+                if name not in ("loss", "count") and value.dim() == 0}
 
     def initial(self, name, shape, seed):
         """Return the initial value of a parameter or persistent buffer, a function of (seed, name),
@@ -86,6 +88,10 @@ class ModelHooks:
         """Return the weights of another model (init_from) with the names and shapes of this model,
         {name: tensor}, on rank 0. Default: unchanged."""
         return weights
+
+    def before_step(self, it):
+        """Run before the forward pass of step `it`, also of the first step after a resume: for
+        state that is a function of the step. Default: nothing."""
 
     def after_step(self, it, sums):
         """Run after optimizer step `it`, with the step's sums over all ranks. Default: nothing."""

@@ -121,6 +121,8 @@ def train_step(run, lr=None):
     for group in run.optimizer.param_groups:
         group["lr"] = group["initial_lr"] * (lr / c.learning_rate)
 
+    if run.before_step:  # a method of some models
+        run.before_step(it)
     # This rank's share of the global batch is n micro-batches; backward() accumulates gradients.
     # The gradient of the step is that of the mean loss over all items that count (tokens that are
     # not masked), in all micro-batches of all ranks:

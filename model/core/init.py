@@ -7,16 +7,19 @@ bit.
 import torch
 
 
-def fill(model, seed):
-    """Fill the parameters and saved buffers of `model` with model.initial(name, shape, seed).
+def fill(model, seed, filled=()):
+    """Fill the parameters and saved buffers of `model` with model.initial(name, shape, seed); skip
+    the names in `filled`. Return all names.
 
-    If it returns None, the tensor has the value from the module's __init__. Tensors on the meta
-    device are skipped.
+    If initial() returns None, the tensor has the value from the module's __init__. Tensors on the
+    meta device are skipped.
     """
-    for name, tensor in model.state_dict().items():
-        value = None if tensor.is_meta else model.initial(name, tensor.shape, seed)
+    tensors = model.state_dict()
+    for name in tensors.keys() - filled:
+        value = None if tensors[name].is_meta else model.initial(name, tensors[name].shape, seed)
         if value is not None:
-            tensor.copy_(value)
+            tensors[name].copy_(value)
+    return tensors.keys()
 
 
 def normal(name, shape, std, seed):

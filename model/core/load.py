@@ -129,14 +129,16 @@ def upgrade_args(args):
 def read_model_args(args, weights, config_class=None):
     """Return the GPTConfig (or `config_class`) of a checkpoint's model_args. ValueError if it is
     not a GPT's, does not fit `weights`, or uses a removed option."""
-    removed = [f"{k}: {args[k]}" for k, value in REMOVED.items() if args.get(k, value) != value]
+    config_class = config_class or load_model_type("gpt").module.GPTConfig
+    known = {f.name for f in fields(config_class)}  # a fork may use the name of a removed key
+    removed = [f"{k}: {args[k]}" for k, value in REMOVED.items()
+               if k not in known and args.get(k, value) != value]
     if removed:
         raise ValueError(f"this model uses {', '.join(removed)}, which this version cannot "
                          "compute; use the version that trained it")
     if not {"n_layer", "vocab_size"} <= args.keys():
         raise ValueError("no model_args of a GPT (n_layer, vocab_size, ...) in it")
-    config_class = config_class or load_model_type("gpt").module.GPTConfig
     args = upgrade_args(args)
-    shape = config_class(**{f.name: args[f.name] for f in fields(config_class) if f.name in args})
+    shape = config_class(**{name: args[name] for name in known & args.keys()})
     check_shape(shape, weights)
     return shape

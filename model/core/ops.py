@@ -28,7 +28,7 @@ def linear_cross_entropy(h, weight, targets, vocab_size):
     """
     if h.is_cuda and torch.compiler.is_compiling():
         # Inductor fuses this into one pass over bfloat16 logits, faster than chunks on a GPU.
-        z = F.linear(h, weight.to(h.dtype)).float()
+        z = finish_logits(F.linear(h, weight.to(h.dtype)).float())
         if z.size(-1) > vocab_size:
             padding = torch.arange(z.size(-1), device=z.device) >= vocab_size
             z = z.masked_fill(padding, float("-inf"))
@@ -39,22 +39,26 @@ def linear_cross_entropy(h, weight, targets, vocab_size):
     return _ChunkedLinearCrossEntropy.apply(h, weight.to(h.dtype), targets, vocab_size)
 
 
-def token_logprobs(x, head, targets, vocab_size):
-    """Return the log probability (N,) float32 of each target, given the states before it.
+def finish_logits(z):
+    """Return the logits (..., V) float32 of z, the products of states and output layer: z itself.
 
-    x (N, C); head (V, C) is the output layer, rows from vocab_size on are padding; targets (N,)
-    int64. The result is 0 where the target is IGNORE. Logits are computed in chunks, which the
-    backward pass recomputes.
+    Losses, sampling, tasks and distillation use this function, so that an edit here changes all of
+    them, e.g. `return 30 * torch.tanh(z / 30)`. It acts on each element.
     """
-    rows = chunk_rows(head.size(0), x.device.type)
-    chunks = zip(x.split(rows), targets.split(rows))
-    return torch.cat([checkpoint(_chunk_logprobs, *chunk, head, vocab_size, use_reentrant=False)
-                      for chunk in chunks])
+    return z
 
 
-def _chunk_logprobs(x, targets, head, vocab_size):
-    logits = F.linear(x, head).float()[:, :vocab_size]  # (n, vocab_size)
-    return -F.cross_entropy(logits, targets, ignore_index=IGNORE, reduction="none")
+def token_logprobs(model, x, targets):
+    """Return the log probability (N,) float32 of each target, given the states x (N, C) before it.
+
+    targets (N,) int64; the result is 0 where the target is IGNORE. Logits are computed in chunks,
+    which the backward pass recomputes.
+    """
+    def logprobs(x, targets):
+        return -F.cross_entropy(model.logits(x), targets, ignore_index=IGNORE, reduction="none")
+    rows = chunk_rows(model.head_weight().size(0), x.device.type)
+    return torch.cat([checkpoint(logprobs, *chunk, use_reentrant=False)
+                      for chunk in zip(x.split(rows), targets.split(rows))])
 
 
 def chunk_rows(n_columns, device_type):
@@ -92,15 +96,18 @@ class _ChunkedLinearCrossEntropy(torch.autograd.Function):
             d = dlogits[chunk] if needs_weight_grad else dlogits[:n]
             z = torch.mm(h[chunk], weight.t(), out=d)  # (n, V) logits, in h's precision
             z = z if full is None else full[:n].copy_(z)  # float32
-            z[:, vocab_size:] = float("-inf")
-            largest = z.amax(1)
-            target = z.gather(1, index[chunk])[:, 0]
-            p = torch.softmax(z, 1, out=z if z.device.type == "cpu" else None)
+            logits = finish_logits(z)
+            logits[:, vocab_size:] = float("-inf")
+            largest = logits.amax(1)
+            target = logits.gather(1, index[chunk])[:, 0]
+            p = torch.softmax(logits, 1, out=logits if z.device.type == "cpu" else None)
             # logsumexp(z) from the largest z and p, which is at least 1 / V: saves an exp of the
             # chunk.
             loss = largest - p.amax(1).log() - target  # (n,)
             total += (loss * share[chunk]).sum()
-            p.scatter_add_(1, index[chunk], p.new_full((n, 1), -1.0))  # d loss / d z
+            p.scatter_add_(1, index[chunk], p.new_full((n, 1), -1.0))  # d loss / d logits
+            if logits is not z:  # d loss / d z
+                p = torch.func.vjp(finish_logits, z)[1](p)[0]
             if needs_grad:
                 d = d if p is d else d.copy_(p)
                 torch.mm(d, weight, out=dh[chunk])
@@ -127,19 +134,9 @@ def rms_norm(x, weight=None, eps=1e-5):
     arXiv:1910.07467).
     """
     if x.device.type == "cpu" and not torch.compiler.is_compiling():
-        if torch.is_grad_enabled():
-            return _RMSNorm.apply(x, weight, eps)
-        n, _ = _normalize(x, eps)
-        return (n if weight is None else n * weight).to(x.dtype)
+        return _RMSNorm.apply(x, weight, eps)
     weight = None if weight is None else weight.float()  # FSDP gathers bfloat16 weights
     return F.rms_norm(x.float(), x.shape[-1:], weight, eps).type_as(x)
-
-
-def _normalize(x, eps):
-    """Return x (..., D) with mean square 1, and the factor (..., 1), both float32."""
-    z = x.float()
-    scale = torch.rsqrt(torch.linalg.vecdot(z, z)[..., None] / z.size(-1) + eps)
-    return z * scale, scale
 
 
 class _RMSNorm(torch.autograd.Function):
@@ -148,7 +145,9 @@ class _RMSNorm(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, x, weight, eps):
-        n, scale = _normalize(x, eps)
+        z = x.float()  # (..., D)
+        scale = torch.rsqrt(torch.linalg.vecdot(z, z)[..., None] / z.size(-1) + eps)  # (..., 1)
+        n = z * scale
         ctx.save_for_backward(n, scale, weight)
         return (n if weight is None else n * weight).to(x.dtype)
 

@@ -109,9 +109,9 @@ class SharedGraphBlock(nn.Module):
         super().__init__()
         self.block, self.layer = block, block.attn.layer
 
-    def forward(self, x, rope, cache):
+    def forward(self, x, rope, cache, mask=None):
         if not isinstance(cache, SingleTokenCache):
-            return self.block(x, rope, cache)
+            return self.block(x, rope, cache, mask)
         x, new = compute_block(self.block, x, rope, cache.kv[self.layer], cache.slot, cache.mask)
         cache.new.append(new)
         return x

@@ -1,0 +1,224 @@
+"""Edits that a fork makes: each is made in one place, and everything else follows or is refused."""
+
+import math
+import types
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from conftest import TINY
+from runs import metrics, opened
+from test_distributed import in_ranks
+
+from model import gpt
+from model.core import ops
+from model.core.init import normal
+from train import distributed
+from train.base.errors import SetupError
+from train.config import load_config
+from train.dataloader import DataLoader, open_token_data
+from train.setup import open_run
+from train.train import train, train_step
+
+SHAPE = dict(n_layer=2, n_head=2, n_embd=32, n_hidden=64, block_size=16, vocab_size=61)
+
+
+def options(data_dir, out, **changes):
+    return TINY | dict(data_dir=str(data_dir), out_dir=str(out), num_threads=1) | changes
+
+
+# -----------------------------------------------------------------------------
+# the loss: count, logits
+
+def masked_batch():
+    generator = torch.Generator().manual_seed(3)
+    idx, targets = torch.randint(0, 61, (2, 14, 16), generator=generator)
+    for row in range(14):  # 1 to 14 targets per row
+        targets[row, row + 1:] = -1
+    return idx, targets
+
+
+@pytest.mark.parametrize("size", [1, 7, 14])
+def test_masked_targets_give_the_same_step_in_any_split(size):
+    """The loss and the gradient of 14 samples, by the rule of the loop, against plain PyTorch."""
+    model = gpt.GPT(gpt.GPTConfig(**SHAPE))
+    idx, targets = masked_batch()
+    total = count = 0.0
+    for x, y in zip(idx.split(size), targets.split(size)):
+        loss, sums = model(x, y)
+        (loss * sums["count"]).backward()
+        total, count = total + float(loss * sums["count"]), count + int(sums["count"])
+    plain = gpt.GPT(gpt.GPTConfig(**SHAPE))
+    whole = F.cross_entropy(plain(idx).flatten(0, 1), targets.flatten(), ignore_index=-1)
+    whole.backward()
+    assert count == 105 and total / count == pytest.approx(whole.item(), abs=1e-6)
+    for p, q in zip(model.parameters(), plain.parameters()):
+        torch.testing.assert_close(p.grad / count, q.grad, atol=2e-6, rtol=1e-4)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_an_edit_of_the_logits_reaches_the_loss_sampling_and_log_probabilities(dtype, monkeypatch):
+    """A softcap in finish_logits: loss and gradient against autograd on whole logits."""
+    monkeypatch.setattr(ops, "finish_logits", lambda z: 0.5 * torch.tanh(z / 0.5))
+    generator = torch.Generator().manual_seed(1)
+    h = torch.randn(50, 24, generator=generator).to(dtype).requires_grad_()
+    w = torch.randn(64, 24, generator=generator).to(dtype).requires_grad_()
+    targets = torch.randint(-1, 61, (50,), generator=generator)
+    capped = (0.5 * torch.tanh((h @ w.t()).float() / 0.5))[:, :61]
+    wanted = F.cross_entropy(capped, targets, ignore_index=-1)
+    loss = ops.linear_cross_entropy(h, w, targets, 61)
+    tolerance = 1e-6 if dtype == torch.float32 else 2e-3
+    assert abs(float(loss - wanted)) < tolerance
+    for a, b in zip(torch.autograd.grad(loss, (h, w)), torch.autograd.grad(wanted, (h, w))):
+        assert float((a - b).abs().max()) <= 5 * tolerance
+    model = gpt.GPT(gpt.GPTConfig(**SHAPE))
+    idx, targets = masked_batch()
+    with torch.no_grad():
+        logits = model(idx)
+        assert float(logits.abs().max()) < 0.5
+        x = model.trunk(idx).flatten(0, 1)
+        logprobs = ops.token_logprobs(model, x, targets.flatten())
+    wanted = -F.cross_entropy(logits.flatten(0, 1), targets.flatten(), ignore_index=-1,
+                              reduction="none")
+    torch.testing.assert_close(logprobs, wanted)
+    assert float(model(idx, targets)[0]) == pytest.approx(
+        -float(wanted.sum()) / int((targets >= 0).sum()), abs=1e-5)
+
+
+# -----------------------------------------------------------------------------
+# subclasses of GPT
+
+class TwoHeadGPT(gpt.GPT):
+    """A GPT with a second head, added after the parts of GPT, and a sum of its own."""
+
+    def __init__(self, config, seed=1337, token_bytes=None):
+        super().__init__(config, seed, token_bytes)
+        self.second = torch.nn.Linear(config.n_embd, config.padded_vocab_size, bias=False)
+        self.steps_seen = None
+
+    def forward(self, idx, targets=None, cache=None, last_only=False):
+        if targets is None:
+            return super().forward(idx, None, cache, last_only)
+        loss, sums = super().forward(idx, targets)
+        x = self.trunk(idx)[:, :-1]
+        second = self.loss(x, self.second.weight, targets[:, 1:], self.config.vocab_size)
+        sums["second_loss"] = second.detach() * sums["count"]
+        return loss + 0.3 * second, sums
+
+    def initial(self, name, shape, seed):
+        if name == "second.weight":
+            return normal(name, shape, 0.02, seed)
+        return super().initial(name, shape, seed)
+
+    def before_step(self, it):
+        self.steps_seen = it
+
+
+def start_of_two_heads(options):
+    """Initial values and the loss of the first step, on this rank."""
+    config = load_config(None, options)
+    gpt.GPT, plain = TwoHeadGPT, gpt.GPT
+    build = gpt.build_model
+    gpt.build_model = lambda config, data: build(config, data, TwoHeadGPT)
+    try:
+        with distributed.process_group(config) as ranks, open_run(config, ranks) as run:
+            values = {n: distributed.full(p).detach().numpy().copy()
+                      for n, p in run.raw_model.named_parameters()}
+            return values, train_step(run), run.raw_model.steps_seen
+    finally:
+        gpt.GPT, gpt.build_model = plain, build
+
+
+def test_ddp_and_fsdp_start_from_the_same_subclass(data_dir, tmp_path):
+    alone, = in_ranks(1, start_of_two_heads, options(data_dir, tmp_path / "1"))
+    ddp, fsdp = (in_ranks(2, start_of_two_heads, options(data_dir, tmp_path / kind,
+                                                         distributed=kind))[0]
+                 for kind in ("ddp", "fsdp"))
+    assert 0.015 < alone[0]["second.weight"].std() < 0.025
+    assert alone[2] == ddp[2] == fsdp[2] == 0  # before_step was called
+    for other in (ddp, fsdp):
+        assert other[0].keys() == alone[0].keys() and abs(other[1] - alone[1]) < 1e-6
+        for name, value in other[0].items():
+            assert np.array_equal(value, alone[0][name]), name
+
+
+def test_every_scalar_sum_of_a_subclass_is_logged(data_dir, tmp_path, monkeypatch):
+    build = gpt.build_model
+    monkeypatch.setattr(gpt, "build_model", lambda c, data: build(c, data, TwoHeadGPT))
+    train(load_config(None, options(data_dir, tmp_path, max_iters=2, eval_interval=2)))
+    lines = metrics(tmp_path)
+    assert all(abs(line["second_loss"] - math.log(257)) < 0.2 for line in lines if "lr" in line)
+    assert any("val_second_loss" in line for line in lines)
+
+
+def fsdp_with_a_table(options):
+    class TableBlock(gpt.Block):
+        def __init__(self, config, layer):
+            super().__init__(config, layer)
+            self.register_buffer("table", torch.ones(4), persistent=False)
+    config = load_config(None, options)
+    gpt.GPT.block_class = TableBlock
+    with distributed.process_group(config) as ranks:
+        try:
+            with open_run(config, ranks):
+                return "opened"
+        except SetupError as error:
+            return str(error)
+
+
+def test_fsdp_refuses_a_table_without_values(data_dir, tmp_path):
+    for text in in_ranks(2, fsdp_with_a_table, options(data_dir, tmp_path, distributed="fsdp")):
+        assert "h.0.table, h.1.table have no values" in text and "--distributed ddp" in text
+
+
+# -----------------------------------------------------------------------------
+# masks, loaders, FLOPs
+
+def test_a_mask_replaces_the_causal_rule():
+    """Bidirectional attention: the first state depends on the last token, and equals attention by
+    hand over all positions."""
+    model = gpt.GPT(gpt.GPTConfig(**SHAPE))
+    idx, _ = masked_batch()
+    other = idx.clone()
+    other[:, -1] = (other[:, -1] + 1) % 61
+    mask = torch.ones(1, 1, 16, 16, dtype=torch.bool)
+    with torch.no_grad():
+        assert torch.equal(model.trunk(idx)[:, 0], model.trunk(other)[:, 0])
+        assert not torch.equal(model.trunk(idx, mask=mask)[:, 0],
+                               model.trunk(other, mask=mask)[:, 0])
+        causal = mask.tril()
+        torch.testing.assert_close(model.trunk(idx, mask=causal), model.trunk(idx))
+
+
+class ReversedLoader(DataLoader):
+    def get_batch(self, device="cpu", step=None):
+        x, y = super().get_batch(device, step)
+        return y.flip(1), x.flip(1)
+
+
+def test_open_token_data_takes_a_loader_class(data_dir, tmp_path):
+    with opened(load_config(None, options(data_dir, tmp_path))) as run:
+        plain = run.data.train.get_batch("cpu", 3)
+        data = open_token_data(run.config, run.ranks, loader=ReversedLoader)
+        assert torch.equal(data.train.get_batch("cpu", 3)[0], plain[1].flip(1))
+        assert isinstance(data.val, ReversedLoader)
+
+
+def flops_of(**changes):
+    config = load_config(None, {k: v for k, v in (SHAPE | changes).items()})
+    return gpt.build_model(config, types.SimpleNamespace(spec=dict(vocab_size=61)))
+
+
+def test_flops_count_tables_as_lookups_and_windows_as_windows():
+    plain, window = flops_of(), flops_of(layer_types="FW", window=4)
+    with_table = flops_of(prev_embedding=True)
+    assert with_table.flops_per_unit() == plain.flops_per_unit()
+    # one of two layers sees 4 of 16 tokens: 12 FLOPs per visible token and channel
+    assert plain.flops_per_unit() - window.flops_per_unit() == 12 * 32 * (16 - 4)
+
+    class WithTables(gpt.GPT):
+        def __init__(self, *args):
+            super().__init__(*args)
+            self.value_table = gpt.Embedding(61, 32)
+    assert WithTables(plain.config).flops_per_unit() == plain.flops_per_unit()
