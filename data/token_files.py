@@ -23,7 +23,7 @@ MIB = 1 << 20
 CHECKED_WHOLE = 64 << 20  # bytes: of a smaller stream all ids are checked before training
 LLMC = {(20240520, 1): "<u2", (20240801, 7): "<u4"}  # (magic, version) of llm.c's shards
 TEXT_BYTES = bytes([9, 10, 13, *range(32, 127)])
-PREPARE = "make it with `python -m data.prepare`"
+PREPARE = "make it with `python -m data.prepare FILE.txt --out FOLDER`"
 
 
 def mix64(x):

@@ -526,12 +526,6 @@ def test_start_up_lines_name_the_rate_and_the_samples(tmp_path, data_dir, capsys
 # -----------------------------------------------------------------------------
 # friction
 
-def test_the_training_loss_beside_an_evaluation_says_what_it_is(tmp_path, data_dir, capsys):
-    go(data_dir, tmp_path, max_iters=10)
-    assert re.search(r"step 10: train loss [\d.]+, val loss [\d.]+.* "
-                     r"\(train loss averaged since step 5\)", capsys.readouterr().out)
-
-
 def test_allow_change_names_keys(tmp_path, data_dir):
     go(data_dir, tmp_path, max_iters=2)
     changes = dict(max_iters=3, beta2=0.9, grad_clip=2.0)

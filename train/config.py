@@ -75,11 +75,11 @@ def read_yaml(path, problems, groups=()):
     except (OSError, UnicodeDecodeError) as error:
         problems.append(f"{path}: cannot be read as UTF-8 text ({error})")
     except yaml.MarkedYAMLError as error:
-        hint = "; indent with spaces, not tabs" if "\\t" in error.problem else ""
+        remedy = "indent with spaces, not tabs" if "\\t" in error.problem else expected
         problems.append(f"{path}:{error.problem_mark.line + 1}: not valid YAML: "
-                        f"{error.problem}{hint}")
+                        f"{error.problem}; {remedy}")
     except yaml.YAMLError as error:  # e.g. a character that YAML does not allow
-        problems.append(f"{path}: not valid YAML: {error}")
+        problems.append(f"{path}: not valid YAML: {error}; {expected}")
     return []
 
 
@@ -360,6 +360,7 @@ def find_differences(old, new, known=FIELDS):
     and `new` are dicts. The micro-batch may change if the global batch does not."""
     names = [n for n, f in known.items() if n in old and n in new
              and not (f.metadata.get("free") or f.metadata.get("start"))]
+    changed = {n for n in names if old[n] != new[n]}
     old = with_defaults(old)
     new = with_defaults(new)
     batch = {"batch_size", "gradient_accumulation_steps"}
@@ -369,7 +370,8 @@ def find_differences(old, new, known=FIELDS):
     def equal(a, b):
         floats = isinstance(a, float) and isinstance(b, float)
         return math.isclose(a, b, rel_tol=1e-12) if floats else a == b
-    return [(n, old[n], new[n]) for n in names if not equal(old[n], new[n])]
+    # Equal values, e.g. None twice, are no difference if only what they default to has changed.
+    return [(n, old[n], new[n]) for n in names if n in changed and not equal(old[n], new[n])]
 
 
 # -----------------------------------------------------------------------------

@@ -67,8 +67,8 @@ def find_device(name, local_rank, local_world_size, prefer_cuda=True):
 def describe_device(device):
     """Return one line about the device: name, memory, capability, native precisions."""
     if device.type != "cuda":
-        native = has_native_bfloat16(device)
-        return f"{device.type}, {torch.get_num_threads()} threads, bf16 {native}"
+        native = ", native bfloat16" if has_native_bfloat16(device) else ""
+        return f"{device.type}, {torch.get_num_threads()} threads{native}"
     p = torch.cuda.get_device_properties(device)
     ampere = p.major >= 8
     attention = getattr(torch.nn.attention, "current_flash_attention_impl", lambda: None)()

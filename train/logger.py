@@ -131,15 +131,15 @@ class Logger:
             else:
                 self.console.print_line(step_line(record))
 
-    def evaluation(self, record, steps=0):
-        """Log an evaluation before step `iter`. record: iter, tokens, train_loss (averaged over the
-        last `steps` steps), val_loss and numbers that the model defines, `None` if unknown."""
+    def evaluation(self, record):
+        """Log an evaluation before step `iter`. record: iter, tokens, train_loss (the mean since
+        the last one), val_loss and numbers that the model defines, `None` if unknown."""
         if self.is_main:
             # A finished run that repeats this evaluation already has the record (not of test data).
             if record["iter"] != self.last_eval or "val_loss" not in record:
                 self.write_metrics(record)
             self.last_eval = record["iter"]
-            self.info(evaluation_line(record, steps))
+            self.info(evaluation_line(record))
 
     def write_metrics(self, record):
         if self.first_iter is None:  # started from scratch: keep the numbers of a lost run
@@ -269,28 +269,25 @@ STEP_FIELDS = ("loss", "time_ms", "lr", "grad_norm", OWN, "tokens_per_sec", "mfu
 EVALUATION_FIELDS = ("epoch", "train_loss", "val_loss", "val_ppl", "val_bpb", OWN, "lr")
 PROGRESS_FIELDS = ("loss", "tokens_per_sec", "mfu", "eta_s")
 FORMATS = dict(epoch="epoch {:.3g}", loss="loss {:.4f}", train_loss="train loss {:.4f}",
-               val_loss="val loss {:.4f}", val_ppl="ppl {:.2f}", val_bpb="bpb {:.3f}",
-               time_ms="time {:.1f}ms", grad_norm="norm {:.2f}", mfu="mfu {:.1%}")
+               val_loss="val loss {:.4f}", val_ppl="ppl {:.2f}", val_bpb="bpb {:.3f}", lr="lr {}",
+               time_ms="time {:.1f}ms", grad_norm="norm {:.2f}", tokens_per_sec="{} {unit}/s",
+               mfu="mfu {:.1%}", eta_s="eta {}")
+CONVERSIONS = dict(lr=lambda lr: f"{lr:.6f}" if lr >= 1e-5 or lr == 0 else f"{lr:.2e}",
+                   tokens_per_sec=compact, eta_s=duration)
 
 
 def format_fields(record, fields):
     """Return [text] of the known fields of a record; OWN: the numbers that the model defines."""
     own = [name for name, value in record.items()
            if isinstance(value, float) and name not in LINE_NAMES | FORMATS.keys()]
-    names = [n for field in fields for n in (own if field == OWN else [field])]
-    return [format_field(record, name) for name in names if record.get(name) is not None]
-
-
-def format_field(record, name):
-    value = record[name]
-    if name == "lr":
-        return f"lr {value:.6f}" if value >= 1e-5 or value == 0 else f"lr {value:.2e}"
-    if name == "tokens_per_sec":
-        return f"{compact(value)} {record.get('unit', 'tok')}/s"
-    if name == "eta_s":
-        return f"eta {duration(value)}"
-    own_format = name.removeprefix("val_").replace("_", " ") + " {:.4f}"
-    return FORMATS.get(name, own_format).format(value)
+    texts = []
+    unit = record.get("unit", "tok")
+    for name in [n for field in fields for n in (own if field == OWN else [field])]:
+        if record.get(name) is not None:
+            value = CONVERSIONS.get(name, float)(record[name])
+            own_format = name.removeprefix("val_").replace("_", " ") + " {:.4f}"
+            texts.append(FORMATS.get(name, own_format).format(value, unit=unit))
+    return texts
 
 
 def step_line(record):
@@ -298,10 +295,9 @@ def step_line(record):
     return f"iter {record['iter']}: " + ", ".join(format_fields(record, STEP_FIELDS))
 
 
-def evaluation_line(record, steps=0):
+def evaluation_line(record):
     """Return "step 200: train loss 3.1022, val loss 3.1954, ppl 24.42, bpb 1.104, ..."."""
-    text = f"step {record['iter']}: " + ", ".join(format_fields(record, EVALUATION_FIELDS))
-    return text + f" (train loss averaged since step {record['iter'] - steps})" * bool(steps)
+    return f"step {record['iter']}: " + ", ".join(format_fields(record, EVALUATION_FIELDS))
 
 
 def progress_line(record, unicode=True):
@@ -327,14 +323,12 @@ class Clock:
     def __init__(self):
         self.total_away = 0.0  # seconds in evaluations and saves, of the entire run
         self.end_announced = False
+        self.last_per_step = math.inf
         self.start(0)
 
     def start(self, it):
         """Start measuring at step `it`."""
         self.first_iter = it
-        self.restart(it)
-
-    def restart(self, it):
         self.started_at = time.perf_counter()
         self.it = it
         self.seconds_away = 0.0
@@ -363,12 +357,17 @@ class Clock:
             warn(f"{loading / seconds:.0%} of the time is spent reading batches: move data_dir to "
                  "a local disk, or use larger samples")
         per_step = (seconds - self.seconds_away) / max(1, it + 1 - self.it)
-        self.restart(it + 1)
+        self.started_at = time.perf_counter()
+        self.it = it + 1
+        self.seconds_away = 0.0
         return per_step
 
-    def announce_end(self, it, left, log):
-        """Log once, after the second step, when the run will be finished: in `left` seconds."""
-        if not self.end_announced and it > self.first_iter:  # the first step may have compiled
+    def announce_end(self, per_step, left, log):
+        """Log once when the run will be finished, in `left` seconds, as soon as the time per step
+        does not fall any more: the first steps compile and warm up."""
+        steady = per_step > 0.8 * self.last_per_step
+        self.last_per_step = per_step
+        if steady and not self.end_announced:
             self.end_announced = True
             end = time.strftime("%Y-%m-%d %H:%M", time.localtime(time.time() + left))
             log(f"Expected to finish in {duration(left)}, at about {end}")
@@ -456,7 +455,8 @@ def suggest_next_steps(config, use):
     text = f"Next: open {os.path.join(config.out_dir, 'loss.svg')}"
     if use:
         text += f", and use it:\n  {use.format(out=shlex.quote(config.out_dir))}"
-    return text + "\nYour own text: python -m data.prepare my.txt" * (config.model == "gpt")
+    own_text = "\nYour own text: python -m data.prepare my.txt --out data/bin/my"
+    return text + own_text * (config.model == "gpt")
 
 
 def resume_command(config, ranks):

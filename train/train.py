@@ -231,7 +231,7 @@ def log_step(run, lr, loss, norm, sums):
     run.batches.seconds = 0.0
     eta = (c.max_iters - it - 1) * seconds
     if not run.clock.end_announced:
-        run.clock.announce_end(it, eta, run.log.info)
+        run.clock.announce_end(seconds, eta, run.log.info)
     run.log.step(dict(
         iter=it, max_iters=c.max_iters, tokens=(it + 1) * run.units_per_step,
         unit=run.data.train.unit, lr=lr, grad_norm=norm, time_ms=seconds * 1000,
@@ -265,7 +265,7 @@ def validate(run):
             record |= dict(epoch=p.iter_num * c.samples_per_step / run.data.train.samples,
                            lr=get_lr(p.iter_num, c) * run.plateau.scale)
         # Console, train.log, metrics.jsonl and trackers; the history is returned by train().
-        run.log.evaluation(record, steps=p.loss_count)
+        run.log.evaluation(record)
         p.history.append(record)
         # The next evaluation line has the mean training loss of the steps in between.
         p.loss_sum = 0.0
