@@ -129,13 +129,13 @@ def test_every_number_that_the_log_is_told(run):
         assert (r["time_ms"], r["tokens_per_sec"], r["eta_s"]) == (500, 64, (10 - it) * 0.5)
         assert r["mfu"] is None and r["memory_mib"] > 50
     losses = plain_losses(run, 11)
-    evaluations = [call[1:] for call in told if call[0] == "evaluation"]
-    assert [(r["iter"], r["tokens"], n) for r, n in evaluations] == [
-        (0, 0, 0), (4, 128, 4), (8, 256, 4), (11, 352, 3)]
-    means = [r["train_loss"] for r, _ in evaluations]
+    evaluations = [r for name, r, *_ in told if name == "evaluation"]
+    assert [(r["iter"], r["tokens"]) for r in evaluations] == [
+        (0, 0), (4, 128), (8, 256), (11, 352)]
+    means = [r["train_loss"] for r in evaluations]
     assert means[0] is None and means[1:] == pytest.approx(
         [np.mean(losses[a:b]) for a, b in ((0, 4), (4, 8), (8, 11))], rel=1e-5)
-    assert not {"epoch", "lr"} & set(evaluations[1][0])
+    assert not {"epoch", "lr"} & set(evaluations[1])
 
 
 def plain_losses(run, steps):
