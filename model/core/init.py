@@ -19,7 +19,7 @@ def fill(model, seed, filled=()):
         value = None if tensors[name].is_meta else model.initial(name, tensors[name].shape, seed)
         if value is not None:
             tensors[name].copy_(value)
-    return tensors.keys()
+    return set(tensors)
 
 
 def normal(name, shape, std, seed):
