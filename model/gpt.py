@@ -416,6 +416,7 @@ def build_model(config, data, kind=GPT, shape=GPTConfig):
     config has the fields of `shape`, seed and gradient_checkpointing; data.spec the vocab_size and,
     for text, the tokenizer. kind: GPT, or a class with the same arguments.
     """
+    config.check_shape()
     args = {f.name: getattr(config, f.name) for f in fields(shape)}
     token_bytes = None
     if data.spec.get("tokenizer"):

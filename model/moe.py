@@ -48,7 +48,7 @@ class Keys(RouterKeys):
     norm_topk_prob: bool = key(True, "scale a token's expert weights to sum 1", shape=True)
 
     def problems(self):
-        out = [text for _, text in self.shape_problems()]
+        out = []
         if self.experts_per_token > self.n_experts:
             out.append(f"experts_per_token ({self.experts_per_token}) must not exceed n_experts "
                        f"({self.n_experts})")

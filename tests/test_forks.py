@@ -1,5 +1,6 @@
 """Edits that a fork makes: each is made in one place, and everything else follows or is refused."""
 
+import functools
 import math
 import types
 
@@ -8,14 +9,14 @@ import pytest
 import torch
 import torch.nn.functional as F
 from conftest import TINY
-from runs import metrics, opened
+from runs import metrics, opened, tensors
 from test_distributed import in_ranks
 
 from model import gpt
 from model.core import ops
 from model.core.init import normal
 from train import distributed
-from train.base.errors import SetupError
+from train.base.errors import CheckpointError, SetupError
 from train.config import load_config
 from train.dataloader import DataLoader, open_token_data
 from train.setup import open_run
@@ -222,3 +223,99 @@ def test_flops_count_tables_as_lookups_and_windows_as_windows():
             super().__init__(*args)
             self.value_table = gpt.Embedding(61, 32)
     assert WithTables(plain.config).flops_per_unit() == plain.flops_per_unit()
+
+
+# -----------------------------------------------------------------------------
+# optimizers
+
+class Lion(torch.optim.Optimizer):
+    """arXiv:2302.06675; groups without betas of AdamW's form."""
+
+    def __init__(self, groups, lr, beta1=0.9, beta2=0.99):
+        super().__init__(groups, dict(lr=lr, beta1=beta1, beta2=beta2))
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for group in self.param_groups:
+            for p in (p for p in group["params"] if p.grad is not None):
+                m = self.state[p].setdefault("exp_avg", torch.zeros_like(p))
+                update = m.lerp(p.grad, 1 - group["beta1"]).sign_()
+                p.mul_(1 - group["lr"] * group["weight_decay"]).add_(update, alpha=-group["lr"])
+                m.lerp_(p.grad, 1 - group["beta2"])
+
+
+class Factored(torch.optim.Optimizer):
+    """Row and column means of squared gradients, as Adafactor has them, and a number of steps."""
+
+    def __init__(self, groups, lr):
+        super().__init__(groups, dict(lr=lr))
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for group in self.param_groups:
+            for p in (p for p in group["params"] if p.grad is not None):
+                state, square = self.state[p], p.grad.square() + 1e-12
+                state["n"] = state.get("n", 0) + 1
+                for dim, name in enumerate(("row", "column")[:p.dim()]):
+                    mean = square if p.dim() == 1 else distributed.full(square.mean(1 - dim))
+                    state.setdefault(name, torch.zeros_like(mean)).lerp_(mean, 0.1)
+                scale = distributed.full(p.grad).square().mean().sqrt().clamp(min=1e-8)
+                p.sub_(p.grad / scale, alpha=0.1 * group["lr"] / state["n"] ** 0.5)
+
+
+class Hidden(Lion):
+    """Lion whose momentum is outside of the state."""
+
+    def __init__(self, groups, lr):
+        super().__init__(groups, lr)
+        self.moments = {}
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for group in self.param_groups:
+            for name, p in zip(group["names"], group["params"]):
+                m = self.moments.setdefault(name, torch.zeros_like(p))
+                p.sub_(m.lerp_(p.grad, 0.1).sign(), alpha=group["lr"])
+
+
+OPTIMIZERS = dict(lion=lambda groups: Lion(groups, 1e-3),
+                  sgd=lambda groups: torch.optim.SGD(groups, 1e-2, momentum=0.9),
+                  plain=lambda groups: torch.optim.SGD(groups, 1e-2),
+                  factored=lambda groups: Factored(groups, 1e-2),
+                  hidden=lambda groups: Hidden(groups, 1e-3))
+
+
+def train_with(kind, options):
+    """Train with an optimizer that a fork has put into train/optimizer.py."""
+    from train import optimizer as own
+
+    own.AdamW = lambda groups, **_: OPTIMIZERS[kind](groups)
+    return train(load_config(None, options))["val_loss"]
+
+
+def run_with(kind, ranks, options):
+    return in_ranks(ranks, functools.partial(train_with, kind), options)[0]
+
+
+@pytest.mark.parametrize("kind", ["lion", "sgd", "plain", "factored"])
+def test_any_optimizer_resumes_on_other_ranks(kind, data_dir, tmp_path):
+    """Half of the run on one process, two ranks with DDP and with FSDP, the rest on another."""
+    settings = dict(max_iters=6, eval_interval=6, lr_decay_iters=6, warmup_iters=0, batch_size=4,
+                    gradient_accumulation_steps=1, ema=0.5)
+    whole = run_with(kind, 1, options(data_dir, tmp_path / "whole", **settings))
+    plan = dict(same=((1, "ddp"), (1, "ddp")), ddp=((1, "ddp"), (2, "ddp")),
+                fsdp=((2, "ddp"), (2, "fsdp")), back=((2, "fsdp"), (1, "ddp")))
+    for name, starts in plan.items():
+        for steps, (ranks, how) in zip((3, 6), starts):
+            loss = run_with(kind, ranks, options(data_dir, tmp_path / name, distributed=how,
+                                                 **settings | dict(max_iters=steps)))
+        assert loss == pytest.approx(whole, abs=0 if name == "same" else 1e-5), name
+    (expected, _), (found, _) = (tensors(tmp_path / n / "ckpt.pt") for n in ("whole", "same"))
+    assert expected.keys() == found.keys()
+    for name, value in expected.items():
+        assert torch.equal(torch.as_tensor(value), torch.as_tensor(found[name])), name
+
+
+def test_an_optimizer_with_state_outside_its_state_is_refused(data_dir, tmp_path):
+    with pytest.raises(CheckpointError, match="optimizer Hidden: attribute moments"):
+        train_with("hidden", options(data_dir, tmp_path, max_iters=2))

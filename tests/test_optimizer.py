@@ -8,7 +8,7 @@ import torch.nn as nn
 
 from model.gpt import GPT, GPTConfig
 from train.checkpoint import fill_optimizer, optimizer_state, without_values
-from train.optimizer import AdamW, Muon, configure_optimizers, orthogonalize
+from train.optimizer import AdamW, Muon, configure_optimizers, create_state, orthogonalize
 
 MUON = dict(lr=0.02, momentum=0.9, weight_decay=0.1)
 
@@ -160,6 +160,7 @@ def test_state_by_name_goes_on_in_another_optimizer():
     assert set(state) == {n for n, _ in first.named_parameters()}
     assert set(state["h.0.attn.q.weight"]) == {"momentum_buffer"}
     other = configure(second, MUON)
+    create_state(other)
     fill_optimizer(other, without_values(state), state, Alone)
     for m, o in ((first, optimizer), (second, other)):
         set_gradients(m, 1)

@@ -27,7 +27,8 @@ from train.base.fields import key
 from train.base.files import write_text
 from train.base.run_folder import copy_to_host, find_newest_checkpoint, move_aside
 from train.config import FIELDS, START_KEYS, find_differences, format_value, input_files
-from train.distributed import assign, broadcast_from_rank0, full, is_sharded, local
+from train.distributed import Ranks, assign, broadcast_from_rank0, full, is_sharded, local
+from train.optimizer import create_state
 
 MAX_SHOWN_CHARS = 200
 
@@ -283,11 +284,6 @@ def check_tensors(state, expected, path):
             problems.append(f"optimizer state of {name}: a {type(entry).__name__}")
         elif name not in expected:
             problems.append(f"optimizer state of unknown parameter {name}")
-        else:
-            # Moments have the shape of the parameter; `step` is a scalar.
-            moments = {k: v for k, v in entry.items() if k != "step"}
-            shapes = dict.fromkeys(moments, expected[name])
-            problems += file_format.mismatches(f"optimizer {name} ", moments, shapes)
     file_format.raise_mismatches(problems, path)
 
 
@@ -343,9 +339,11 @@ def optimizer_state(optimizer, take=as_is):
     for group in optimizer.param_groups:
         for name, p in zip(group["names"], group["params"], strict=True):
             if p in optimizer.state:
-                state[name] = {k: take(v) for k, v in optimizer.state[p].items()}
-        options = {k: v for k, v in group.items() if k not in ("params", "names")}
-        groups.append(options | {"betas": list(group["betas"]), "params": list(group["names"])})
+                state[name] = {k: take(v) if isinstance(v, torch.Tensor) else v
+                               for k, v in optimizer.state[p].items()}
+        options = {k: list(v) if isinstance(v, tuple) else v for k, v in group.items()
+                   if k not in ("params", "names")}
+        groups.append(options | {"params": list(group["names"])})
     return {"state": state, "param_groups": groups}
 
 
@@ -390,9 +388,10 @@ def restore(start, config, model, optimizer, parts, ranks, warn):
     outline = start.outline
     weights = start.state and start.state["model"]
     moments = start.state and start.state["optimizer"]["state"]
-    fill_model(model, outline["model"], weights, ranks)
+    create_state(optimizer)
     entries = select_optimizer_state(optimizer, outline["optimizer"]["state"], config, warn)
-    fill_optimizer(optimizer, entries, moments, ranks)
+    fill_optimizer(optimizer, entries, moments, ranks, start.path)
+    fill_model(model, outline["model"], weights, ranks)
     for name, part in parts.items():
         if outline[name] or name != "scaler":  # {} for a run without float16
             try:
@@ -405,10 +404,10 @@ def restore(start, config, model, optimizer, parts, ranks, warn):
 
 def select_optimizer_state(optimizer, entries, config, warn):
     """Return the entries of a checkpoint's optimizer state {name: {key: tensor}} that have the keys
-    which `optimizer` needs. After --allow_change the other entries are newly
+    of the state of `optimizer`. After --allow_change the other entries are newly
     initialised, with a warning; without it this raises CheckpointError."""
-    keys = {n: {"momentum_buffer"} if g["muon"] else {"step", "exp_avg", "exp_avg_sq"}
-            for g in optimizer.param_groups for n in g["names"]}
+    keys = {n: set(optimizer.state.get(p, ())) for g in optimizer.param_groups
+            for n, p in zip(g["names"], g["params"])}
     usable = {n: e for n, e in entries.items() if set(e) - {"ema"} == keys.get(n)}
     unusable = sorted((entries.keys() | keys.keys() if entries else set()) - usable.keys())
     names = ", ".join(unusable[:5]) + (", ..." if len(unusable) > 5 else "")
@@ -449,24 +448,55 @@ def fill_model(model, outline, tensors, ranks):
         assign(own[name], broadcast_tensor(tensors and tensors[name], empty, ranks))
 
 
-def fill_optimizer(optimizer, outline, tensors, ranks):
-    """Load rank 0's `tensors` {name: {key: tensor}} into the optimizer, one at a time. outline: as
-    in fill_model."""
-    optimizer.state.clear()  # exists when a run rewinds
-    params = {name: (p, group) for group in optimizer.param_groups
+def fill_optimizer(optimizer, outline, tensors, ranks, path="checkpoint"):
+    """Load rank 0's `tensors` {name: {key: tensor}} into the state of the optimizer, which exists
+    (create_state), one at a time. outline: as in fill_model. The state of other parameters is
+    removed: the next step creates it. CheckpointError if shapes differ."""
+    params = {name: p for group in optimizer.param_groups
               for name, p in zip(group["names"], group["params"], strict=True)}
     for name, entry in outline.items():
         for slot, empty in entry.items():
-            tensor = broadcast_tensor(tensors and tensors[name][slot], empty, ranks)
+            is_tensor = isinstance(empty, torch.Tensor)  # else a number, which the outline has
+            tensor = broadcast_tensor(tensors and tensors[name][slot], empty,
+                                      ranks) if is_tensor else empty
             if name not in params:  # now frozen; the broadcast still needs all ranks
                 continue
-            p, group = params[name]
-            if slot == "step":  # a scalar; fused kernels need it on the device
-                value = tensor.to(p.device if group.get("fused") else "cpu", copy=True)
+            state = optimizer.state[params[name]]
+            if slot == "ema":
+                state[slot] = torch.zeros_like(params[name])
+            if is_tensor or isinstance(state.get(slot), torch.Tensor):
+                file_format.raise_mismatches(file_format.mismatches(
+                    f"optimizer {name} ", {slot: empty}, {slot: state.get(slot)}), path)
+                assign(state[slot], tensor)
             else:
-                value = torch.zeros_like(p, dtype=empty.dtype)  # sharded like the parameter
-                assign(value, tensor)
-            optimizer.state[p][slot] = value
+                state[slot] = tensor
+    for name in params.keys() - outline.keys():
+        optimizer.state.pop(params[name], None)
+
+
+def check_on_first_step(optimizer):
+    """Check, after the first step of an optimizer, that a checkpoint would hold its entire state:
+    save it to memory, restore and compare it. CheckpointError otherwise."""
+    def attributes():
+        return {k: repr(v) for k, v in vars(optimizer).items()
+                if not k.startswith("_") and k not in ("state", "param_groups", "defaults")}
+
+    def check(*_):
+        handle.remove()
+        before = attributes()
+        state = optimizer_state(optimizer, torch.clone)["state"]
+        create_state(optimizer)
+        changed = [f"attribute {k}" for k, text in attributes().items() if before.get(k) != text]
+        fill_optimizer(optimizer, without_values(state), state, Ranks(), kind)
+        restored = optimizer_state(optimizer)["state"]
+        changed += [f"state of {name}" for name, entry in state.items()
+                    if any(not torch.equal(local(restored[name][k]), local(v))
+                           for k, v in entry.items() if isinstance(v, torch.Tensor))]
+        if changed:
+            raise CheckpointError(f"{kind}: {', '.join(changed[:3])} could not be resumed from a "
+                                  "checkpoint, which holds optimizer.state: keep it there")
+    kind = f"optimizer {type(optimizer).__name__}"
+    handle = optimizer.register_step_post_hook(check)
 
 
 # -----------------------------------------------------------------------------

@@ -11,6 +11,7 @@ import os
 import re
 from dataclasses import dataclass, replace
 
+from train.base.errors import ConfigError
 from train.base.fields import fields_by_name, key
 from train.lr_scheduler import milestones
 
@@ -219,6 +220,11 @@ class GPTKeys:
             (self.n_kv_head and self.n_head % self.n_kv_head, {"n_kv_head", "n_head"},
              f"n_kv_head ({self.n_kv_head}) must divide n_head ({self.n_head})"))
         return [(names, text) for is_wrong, names, text in rules if is_wrong]
+
+    def check_shape(self):
+        """Raise ConfigError if keys contradict each other."""
+        if problems := [text for _, text in self.shape_problems()]:
+            raise ConfigError(problems)
 
 
 GROUPS = {"Run": RunKeys, "Batch": BatchKeys, "Length": LengthKeys,

@@ -21,7 +21,7 @@ from train.config import load_config, to_yaml
 from train.dataloader import Prefetcher
 from train.device import ON_OFF, Compiler, should_compile
 from train.lr_scheduler import EarlyStopping, ReduceOnPlateau
-from train.optimizer import build_optimizer
+from train.optimizer import AdamW, build_optimizer
 from train.system import flops_per_step, hook, load_model_type
 
 
@@ -206,6 +206,8 @@ class Run:
         self.first_eval_counts = c.init_from != "scratch" or not all(
             p.requires_grad for p in self.raw_model.parameters())
         self.optimizer = build_optimizer(self.raw_model, c, self.log.info)
+        if not isinstance(self.optimizer, AdamW):  # of a fork
+            checkpoint.check_on_first_step(self.optimizer)
         self.average = None
         if c.ema:
             from train.options.ema import Average

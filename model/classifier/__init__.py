@@ -238,7 +238,9 @@ class Classifier(nn.Module):
         return out
 
     def flops_per_unit(self):
-        return self.gpt.flops_per_unit() * self.gpt.config.block_size
+        head = self.gpt.head_weight()  # not computed; the classifier's heads are small
+        n = 6 if head.requires_grad else 2
+        return (self.gpt.flops_per_unit() - n * head.numel()) * self.gpt.config.block_size
 
     def compile(self, *args, **kwargs):
         for block in self.gpt.h:  # all blocks share the first one's code; the heads are small
@@ -270,6 +272,7 @@ def states_at(x, positions):
 
 def build_model(config, data):
     args = {f.name: getattr(config, f.name) for f in fields(GPTConfig)}
+    config.check_shape()
     shape = GPTConfig(**args | dict(vocab_size=data.spec["vocab_size"]))
     model = Classifier(shape, data.spec, class_weights(config.class_weights, data.spec),
                        config.seed, config.span_weight)

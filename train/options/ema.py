@@ -10,6 +10,7 @@ class Average:
     and resumed with it."""
 
     def __init__(self, optimizer, decay):
+        self.optimizer = optimizer
         self.state = optimizer.state
         self.decay = decay
 
@@ -17,7 +18,8 @@ class Average:
     def update(self, it):
         """Add the weights after step `it`. The decay starts low, so that the initial weights are
         soon forgotten (as in TensorFlow's ExponentialMovingAverage)."""
-        params = [p for p in self.state if self.state[p]]  # updated at least once
+        groups = self.optimizer.param_groups
+        params = [p for group in groups for p in group["params"] if p.grad is not None]
         for p in params:
             if "ema" not in self.state[p]:
                 self.state[p]["ema"] = p.detach().clone()

@@ -24,6 +24,7 @@ from dataclasses import dataclass, fields, is_dataclass
 
 import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.overrides import TorchFunctionMode
 from torch.utils.flop_counter import FlopCounterMode
 
 from train.base.checkpoint_file import load_checkpoint, named_tensors
@@ -115,8 +116,8 @@ def read_log(folder):
     numbers = {}
     with open(os.path.join(folder, "metrics.jsonl")) as f:
         for record in map(json.loads, f):
-            for name, value in record.items():
-                if isinstance(value, (int, float)) and name not in MEASUREMENTS:
+            for name, value in record.items():  # val_ppl is a function of val_loss
+                if isinstance(value, (int, float)) and name not in MEASUREMENTS | {"val_ppl"}:
                     numbers[record["iter"], name] = value
     return numbers
 
@@ -207,13 +208,37 @@ def check_batches(case):
     return "a function of the step; validation batches are fixed"
 
 
+class FixedChoices(TorchFunctionMode):
+    """Context in which topk repeats its choices of the first pass: with other choices the loss
+    would jump. Call restart() before each pass."""
+
+    def __init__(self):
+        super().__init__()
+        self.choices = []
+        self.restart()
+
+    def restart(self):
+        self.n_used = 0
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **kwargs or {})
+        if func in (torch.topk, torch.Tensor.topk):
+            self.n_used += 1
+            if self.n_used > len(self.choices):
+                self.choices.append(out.indices)
+            index = self.choices[self.n_used - 1]
+            return torch.return_types.topk((args[0].gather(-1, index), index))
+        return out
+
+
 def check_gradients(case):
     """Compare the derivative of the loss along parts of the gradient with central differences."""
     model = case.run.raw_model.train()
     batch = first_batch(case)
     model.zero_grad()
-    loss, _ = compute_loss(case, model, batch)
-    loss.backward()
+    with FixedChoices() as fixed:
+        loss, _ = compute_loss(case, model, batch)
+        loss.backward()
     kinds = {}
     for name, p in model.named_parameters():
         if p.grad is not None and float(p.grad.norm()) > 1e-6:
@@ -229,9 +254,10 @@ def check_gradients(case):
         if slope * step < MIN_LOSS_CHANGE * max(1.0, abs(loss.item())):
             continue
         losses = []
-        with torch.no_grad():
+        with torch.no_grad(), fixed:
             for sign in (1, -2, 1):  # the last one restores the parameter
                 p.add_(direction, alpha=sign * step)
+                fixed.restart()
                 losses.append(compute_loss(case, model, batch)[0].double().item())
         difference = (losses[0] - losses[1]) / (2 * step)
         if abs(difference - slope) > GRADIENT_TOLERANCE * abs(slope):
@@ -301,6 +327,8 @@ def check_flops(case):
     model = case.run.raw_model.train()
     batch = first_batch(case)
     loader = case.run.data.train
+    if hook(loader, "computes"):
+        raise NotApplicable("the loader computes too")
     expected = hook(model, "flops_per_unit")() * len(batch[0]) * loader.units_per_sample
     if not expected:
         raise NotApplicable("no flops_per_unit()")
@@ -358,53 +386,57 @@ def candidates(field, value):
 
 
 def fingerprint(case, changes):
-    """Return what a configuration results in: tensors, a loss with sums, FLOPs."""
-    data, model = build(case, **changes)
-    batch = first_batch(case, data)
-    loss, sums = compute_loss(case, model.train(), batch)
-    loss.backward()
-    grads = [float(p.grad.double().sum()) for p in model.parameters() if p.grad is not None]
-    shape = getattr(model, "config", None)
-    return (loss.item(), {n: s.tolist() for n, s in sums.items()}, grads,
-            [t.tolist() for t in batch], hook(model, "flops_per_unit")(),
-            shape.rolls if hasattr(shape, "rolls") else None)
-
-
-def has_effect(case, field, base, extra):
-    """Return whether another value of a key changes the result, or is refused."""
-    for value in candidates(field, getattr(case.config, field.name)):
-        try:
-            if fingerprint(case, extra | {field.name: value}) != base:
-                return True
-        except (UserError, ValueError):
-            return True
-    return False
+    """Return what a configuration results in after two steps of gradient descent: losses, sums,
+    gradients, batches, FLOPs. None if it is refused."""
+    try:
+        data, model = build(case, **changes)
+        model.train()
+        results = [hook(model, "flops_per_unit")(), getattr(model, "config", None)]
+        for it in (0, 7):  # the second batch depends on buffers
+            batch = data.train.get_batch("cpu", it)
+            loss, sums = compute_loss(case, model, batch)
+            loss.backward()
+            results += [loss.item(), {n: s.tolist() for n, s in sums.items()}]
+            results += [t.tolist() for t in batch]
+            for p in model.parameters():
+                if p.grad is not None:
+                    results.append(p.grad.double().sum().item())
+                    p.data.sub_(p.grad, alpha=0.1)
+                    p.grad = None
+            count = sums.get("count", torch.tensor(len(batch[0])))
+            hook(model, "after_step")(it, sums | dict(count=count))
+        results[1] = getattr(results[1], "rolls", None)
+        return results
+    except (UserError, ValueError):
+        return None
+    except Exception as error:
+        raise Difference(f"{changes}: {type(error).__name__}: {error}") from error
 
 
 def check_keys(case):
+    """Set each key of the model to other values, alone and together with other keys."""
+    c = case.config
+    own = list(fields(load_model_type(c.model).Keys or Case))
     shape = getattr(case.run.raw_model, "config", None)
-    keys = {f.name: f for f in fields(load_model_type(case.config.model).Keys or Case)}
-    inherits = case.config.init_from != "scratch" or getattr(case.config, "backbone", "")
-    if is_dataclass(shape) and not inherits:
-        keys |= {f.name: f for f in fields(GPTKeys) if hasattr(shape, f.name)}
-    keys = {n: f for n, f in keys.items() if hasattr(case.config, n) and any(
-        True for _ in candidates(f, getattr(case.config, n)))
-        and n not in FOR_EXPORTS | GIVEN_BY_DATA}
+    inherits = c.init_from != "scratch" or getattr(c, "backbone", "")
+    shared = [f for f in fields(GPTKeys) if is_dataclass(shape) and hasattr(shape, f.name)]
+    keys = {f.name: [{f.name: v} for v in candidates(f, getattr(c, f.name))]
+            for f in own + ([] if inherits else shared)
+            if hasattr(c, f.name) and f.name not in FOR_EXPORTS | GIVEN_BY_DATA}
+    keys = {name: changes for name, changes in keys.items() if changes}
     if not keys:
         raise NotApplicable("no keys of the model")
-    base, options = fingerprint(case, {}), None
-    without_effect = []
-    for name, f in keys.items():
-        if has_effect(case, f, base, {}):
-            continue
-        if options is None:
-            with contextlib.suppress(UserError, ValueError):
-                options = fingerprint(case, OPTIONS)
-        if options is None or not has_effect(case, f, options, OPTIONS):
-            without_effect.append(name)
-    if without_effect:
-        raise Difference(f"without effect: {', '.join(without_effect)}")
-    return f"each of {len(keys)} changes something or is refused"
+    others = [{}] + [OPTIONS] * bool(shared) + [
+        change for f in own for change in keys.get(f.name, ())]
+    without_effect = set(keys)
+    for other in others:
+        base = fingerprint(case, other)
+        if base is not None:
+            without_effect = {name for name in without_effect if all(
+                fingerprint(case, other | change) == base for change in keys[name])}
+        if not without_effect:
+            return f"each of {len(keys)} changes something or is refused"
+    raise Difference(f"without effect: {', '.join(sorted(without_effect))}")
 
 
 # -----------------------------------------------------------------------------
