@@ -12,10 +12,11 @@ from conftest import TINY
 from runs import metrics, opened, tensors
 from test_distributed import in_ranks
 
-from model import gpt
+from model import convert, gpt
 from model.core import ops
 from model.core.init import normal
 from train import distributed
+from train.base.checkpoint_file import save_checkpoint
 from train.base.errors import CheckpointError, SetupError
 from train.config import load_config
 from train.dataloader import DataLoader, open_token_data
@@ -316,6 +317,25 @@ def test_any_optimizer_resumes_on_other_ranks(kind, data_dir, tmp_path):
         assert torch.equal(torch.as_tensor(value), torch.as_tensor(found[name])), name
 
 
-def test_an_optimizer_with_state_outside_its_state_is_refused(data_dir, tmp_path):
+def test_an_optimizer_with_state_outside_its_state_is_refused(data_dir, tmp_path, monkeypatch):
+    monkeypatch.setattr("train.optimizer.AdamW", None)  # undone at the end
     with pytest.raises(CheckpointError, match="optimizer Hidden: attribute moments"):
         train_with("hidden", options(data_dir, tmp_path, max_iters=2))
+
+
+# -----------------------------------------------------------------------------
+# exports
+
+@pytest.mark.parametrize("name", ["h.0.attn.mix", "h.1.attn.q.scale", "second.weight"])
+@pytest.mark.parametrize("to", ["hf", "model.gguf", "nano.pt"])
+def test_an_export_refuses_a_tensor_that_it_does_not_know(name, to, data_dir, tmp_path, capsys):
+    shape = {} if to != "nano.pt" else dict(
+        norm="layer", pos="learned", mlp="gelu_exact", bias=False, n_hidden=128, tie_weights=True)
+    train(load_config(None, options(data_dir, tmp_path, max_iters=1, n_embd=32, **shape)))
+    state = torch.load(tmp_path / "ckpt.pt", weights_only=True)
+    if to == "hf":  # the unedited model is exported
+        assert convert.main(["--ckpt", str(tmp_path / "ckpt.pt"), "--to", str(tmp_path / "a")]) == 0
+    state["model"][name] = torch.ones(3)
+    save_checkpoint(tmp_path / "edited.pt", state)
+    assert convert.main(["--ckpt", str(tmp_path / "edited.pt"), "--to", str(tmp_path / to)]) == 2
+    assert name in capsys.readouterr().err

@@ -41,11 +41,15 @@ NAMES = {"llama": LLAMA, "qwen2": LLAMA, "qwen3": LLAMA | QK_NORM, "mistral": LL
          "qwen3_moe": QWEN3_MOE | QK_NORM, "gpt2": GPT2}
 
 
-def rename(name, table):
-    """Return the tensor `name` with the module renamed by `table`, or unchanged."""
+def rename(name, table, known_only=True):
+    """Return the tensor `name` with the module renamed by `table`. If `table` does not have it:
+    CheckpointError, or unchanged unless known_only."""
     module, _, kind = name.rpartition(".")
     numbers = re.findall(r"(?<=\.)\d+(?=\.|$)", module)
     new = table.get(re.sub(r"(?<=\.)\d+(?=\.|$)", "{}", module))
+    if known_only and not (new and kind in ("weight", "bias")):
+        raise CheckpointError(f"{name}: unknown to other programs; the model cannot be "
+                              "exported")
     return f"{new.format(*numbers)}.{kind}" if new else name
 
 
@@ -102,7 +106,8 @@ def translate(tensors, names, path):
     out = {}
     for name, t in tensors.items():
         if not re.search(r"\.attn\.(masked_)?bias$|\.inv_freq$", name):  # buffers of old files
-            out[rename(name if name.startswith(("lm_head.", root)) else root + name, names)] = t
+            name = name if name.startswith(("lm_head.", root)) else root + name
+            out[rename(name, names, known_only=False)] = t
     try:
         out = stack_experts(split_qkv(out), path)
         for name in ("wte.weight", "lm_head.weight"):

@@ -1,0 +1,183 @@
+"""python -m train.tools.check: the unedited repository passes for every model type, and each of the
+silent faults that forks had made is found by the check that is for it."""
+
+import pathlib
+import shutil
+import subprocess
+
+import numpy as np
+import pytest
+from conftest import REPO
+from processes import python
+
+SHAPE = ["--n_layer", "2", "--n_head", "2", "--n_embd", "32", "--n_hidden", "64", "--block_size",
+         "128"]
+MODELS = {
+    "gpt": (),
+    "chat": ("--init_from", "base/ckpt.pt", "--data_dir", "chat"),
+    "lora": ("--backbone", "chat_model/ckpt.pt", "--data_dir", "chat"),
+    "dpo": ("--init_from", "chat_model/ckpt.pt", "--data_dir", "pairs"),
+    "grpo": ("--init_from", "chat_model/ckpt.pt", "--data_dir", "prompts", "--group_size", "4",
+             "--answer_tokens", "8"),
+    "distill": ("--teacher", "base/ckpt.pt", *SHAPE),
+    "moe": SHAPE,
+    "memory": ("--backbone", "base/ckpt.pt", "--n_chapters", "4", "--chapter_size", "8"),
+    "autoencoder": ("--data_dir", "features"),
+    "sae": ("--backbone", "base/ckpt.pt", "--d_sae", "512", "--k", "4", "--auxk", "8",
+            "--buffer_size", "2048"),
+    "classifier": ("--data_dir", "labels", *SHAPE)}
+
+
+def command(*args, cwd=REPO):
+    done = python(*args, cwd=cwd, merged=True, timeout=300)
+    return done.returncode, done.stdout
+
+
+def succeed(*args):
+    code, output = command(*args)
+    assert code == 0, output
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """Data and models for every model type."""
+    folder = tmp_path_factory.mktemp("check")
+    words = np.random.default_rng(0).choice(["the", "quick", "fox", "jumps.", "a\n"], 20_000)
+    (folder / "words.txt").write_text(" ".join(words))
+    succeed("-m", "data.prepare", folder / "words.txt", "--out", folder / "text", "--tokenizer",
+            "byte")
+    run = ["run_train.py", "--device", "cpu", "--compile", "false", "--num_threads", "1",
+           "--sample_tokens", "0", "--max_iters", "6", "--eval_interval", "6"]
+    base = str(folder / "base" / "ckpt.pt")
+    succeed(*run, "--config", "train/config_test.yaml", *SHAPE, "--data_dir", folder / "text",
+            "--out_dir", folder / "base")
+    succeed("-m", "data.prepare.chat", "example", "--out", folder / "chat", "--tokenizer", base)
+    succeed(*run, "--config", "train/configs/chat.yaml", "--init_from", base, "--data_dir",
+            folder / "chat", "--out_dir", folder / "chat_model")
+    chat_model = str(folder / "chat_model" / "ckpt.pt")
+    succeed("-m", "data.prepare.pairs", "example", "--reference", chat_model, "--out",
+            folder / "pairs")
+    succeed("-m", "data.prepare.prompts", "example", "--tokenizer", chat_model, "--out",
+            folder / "prompts")
+    succeed("-m", "data.prepare.labels", "--example", "--out", folder / "labels")
+    succeed("-m", "data.prepare.features", "--synthetic", "--out", folder / "features")
+    return folder
+
+
+def check(folder, model, *args, cwd=REPO):
+    """(exit code, {check: status}, output) of the command."""
+    given = [str(folder / a) if (folder / a).exists() else a for a in (*MODELS[model], *args)]
+    if "--data_dir" not in given:
+        given += ["--data_dir", str(folder / "text")]
+    code, output = command("-m", "train.tools.check", "--model", model, *given, cwd=cwd)
+    statuses = {line[16:].partition(":")[0]: line[:14].strip() for line in output.splitlines()
+                if line.startswith(("ok ", "differs ", "not applicable "))}
+    return code, statuses, output
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_the_unedited_repository_passes(model, folder):
+    """All checks of a GPT, and those for which runs are not needed of the other model types (all
+    of them with -m slow)."""
+    quick = ["batches", "gradients", "evaluation", "decoding", "initial", "flops", "keys"]
+    only = [] if model == "gpt" else [a for name in quick for a in ("--only", name)]
+    code, statuses, output = check(folder, model, *only)
+    assert code == 0 and "differs" not in statuses.values(), output
+    assert set(quick) <= statuses.keys()
+    assert len(statuses) == 12 or model != "gpt"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("model", MODELS)
+def test_the_unedited_repository_passes_all_checks(model, folder):
+    code, statuses, output = check(folder, model)
+    assert code == 0 and len(statuses) == 12, output
+
+
+# name: (file, text, edited text, check that differs, arguments)
+FAULTS = {
+    "a window that decoding does not have": (
+        "model/gpt.py", "if self.window:", "if self.window and cache is None:", "decoding",
+        ("--layer_types", "FW", "--window", "8")),
+    "another activation in the MLP": (
+        "model/gpt.py", "F.silu(gate) if", "F.gelu(gate) if", "export", ()),
+    "tables that count as products": (
+        "model/gpt.py", "if isinstance(m, nn.Embedding)}", "if m is None}", "flops",
+        ("--prev_embedding", "true")),
+    "a key without effect": (
+        "train/keys.py", "    qk_norm: bool", "    unused: int = key(2, '')\n    qk_norm: bool",
+        "keys", ()),
+    "a gradient that is wrong": (
+        "model/core/ops.py", "torch.addcmul(g, n, along, value=-1)", "(g + 0)", "gradients", ()),
+    "dropout in evaluations": (
+        "model/gpt.py", "ops.apply_dropout(y, c.dropout, self.training)",
+        "ops.apply_dropout(y, c.dropout, True)", "evaluation", ()),
+    "initial values of another kind": (
+        "model/gpt.py", "self.filled = fill(self, seed)",
+        "self.filled = fill(self, seed); self.wte.weight.data.mul_(2)", "initial", ()),
+    "batches that depend on earlier ones": (
+        "train/dataloader.py", "        return (loader or DataLoader)(",
+        "        class Changing(DataLoader):\n"
+        "            def get_batch(self, device='cpu', step=None):\n"
+        "                self.n = getattr(self, 'n', 0) + 1\n"
+        "                return super().get_batch(device, (step or 0) + self.n)\n"
+        "        return (loader or Changing)(", "batches", ()),
+    "state outside the state_dict": (
+        "model/gpt.py", "    def trunk(self",
+        "    def after_step(self, it, sums):\n        self.n = getattr(self, 'n', 0) + 1\n\n"
+        "    def trunk(self", "resume", ()),
+    "random numbers in the forward pass": (
+        "model/gpt.py", "        x = self.wte(idx)  # (B, T, C)",
+        "        x = self.wte(idx + (torch.rand(idx.shape) < 0.2).long())", "ddp", ()),
+    "masked targets without a count": (
+        "model/gpt.py", "return loss, dict(count=(targets != ops.IGNORE).sum())",
+        "return loss, {}", "split", ()),
+    "initial values of a subclass that only FSDP has": (
+        "model/gpt.py", "    fill(model, config.seed, model.filled)", "    pass  #", "fsdp", ()),
+    "an optimizer that is not resumed": (
+        "train/checkpoint.py", "assign(state[slot], tensor)", "pass", "resume", ())}
+# Edits that are needed besides, for the fault to have an effect.
+BESIDES = {
+    "state outside the state_dict": [(
+        "model/gpt.py", "return loss, dict(count=(targets",
+        "return loss * (1 + getattr(self, 'n', 0)), dict(count=(targets")],
+    "masked targets without a count": [(
+        "model/gpt.py", "        x = self.trunk(idx, cache)  # (B, T, C)\n",
+        "        if targets is not None:\n"
+        "            masked = targets.cumsum(1) % 7 > targets[:, :1] % 5\n"
+        "            targets = targets.masked_fill(masked, -1)\n"
+        "        x = self.trunk(idx, cache)  # (B, T, C)\n")],
+    "initial values of a subclass that only FSDP has": [(
+        "model/gpt.py", "        self.filled = fill(self, seed)  # by initial(); build_model fills",
+        "        self.filled = fill(self, seed)\n"
+        "        self.lm_head = nn.Linear(c.n_embd, c.padded_vocab_size, bias=False)\n"
+        "        # by initial(); build_model fills")]}
+
+
+@pytest.fixture(scope="module")
+def repository(tmp_path_factory):
+    """A copy of the repository for edits."""
+    copy = tmp_path_factory.mktemp("copy")
+    files = subprocess.check_output(["git", "ls-files"], cwd=REPO, text=True).split("\n")
+    for name in filter(None, files):
+        if not name.startswith("tests/") and (REPO / name).exists():
+            (copy / name).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy(REPO / name, copy / name)
+    return copy
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_silent_fault_of_a_fork_is_found(fault, folder, repository):
+    file, text, edited, name, args = FAULTS[fault]
+    changes = [(file, text, edited), *BESIDES.get(fault, ())]
+    originals = {f: (repository / f).read_text() for f, _, _ in changes}
+    try:
+        for path, old, new in changes:
+            file = pathlib.Path(repository / path)
+            assert file.read_text().count(old) == 1, old
+            file.write_text(file.read_text().replace(old, new))
+        code, statuses, output = check(folder, "gpt", "--only", name, *args, cwd=repository)
+        assert code == 1 and statuses == {name: "differs"}, output
+    finally:
+        for path, original in originals.items():
+            (repository / path).write_text(original)
