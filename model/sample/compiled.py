@@ -25,7 +25,8 @@ def compile_decoder(model, quantized=False):
     if unsupported:
         raise ValueError("--compile: expected the blocks of a plain GPT, found "
                          f"{', '.join(sorted(unsupported))}; remove the option")
-    if set(model.config.layer_types) != {"F"}:  # one graph computes all layers
+    windows = any(block.attn.window for block in model.h)
+    if windows or len(set(model.rope_indices)) > 1:  # one graph computes all layers
         raise ValueError("--compile: expected full attention with the same positions in every "
                          f"layer, found layer_types {model.config.layer_types}; remove the option")
     if device.type == "mps":  # has no float64, which positions need to be exact
