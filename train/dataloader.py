@@ -280,13 +280,14 @@ class DataLoader(Loader):
         return (self.stream.read(self.windows(g), self.block_size + 1),)  # (m, T + 1)
 
     def tensors(self, arrays, device):
-        return to_device(arrays[0], device)  # (x, y)
+        """Return (x, y) of the windows arrays[0] (B, T + 1), for training and validation."""
+        return to_device(arrays[0], device)
 
     def fixed_batch(self, index, count, device="cpu"):
         """Return (x, y), int64 (<= B, T), of validation batch `index` of `count`: windows without
         overlap, spread over the stream."""
         starts = self.fixed_samples(count, index) * self.block_size
-        return to_device(self.stream.read(starts, self.block_size + 1), torch.device(device))
+        return self.tensors([self.stream.read(starts, self.block_size + 1)], torch.device(device))
 
     def identity(self):
         """Return sizes, and the SHA-256 of the first and last MiB of every shard: fast for 1 TB."""
