@@ -287,9 +287,8 @@ class GPT(nn.Module):
         # The logits (B, T, V) would be the largest tensor: this computes a chunk of tokens at a
         # time.
         loss = self.loss(x, self.head_weight(), targets, self.config.vocab_size)
-        if self.training:
-            return loss, dict(count=(targets != ops.IGNORE).sum())
-        return loss, self.sums(targets)
+        count = dict(count=(targets != ops.IGNORE).sum())
+        return loss, count if self.training else self.sums(targets)
 
     def trunk(self, idx, cache=None, mask=None, positions=None, previous=None):
         """Return the normalised states (B, T, C) of the last layer.

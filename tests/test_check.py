@@ -130,8 +130,8 @@ FAULTS = {
         "model/gpt.py", "        x = self.wte(idx)  # (B, T, C)",
         "        x = self.wte(idx + (torch.rand(idx.shape) < 0.2).long())", "ddp", ()),
     "masked targets without a count": (
-        "model/gpt.py", "return loss, dict(count=(targets != ops.IGNORE).sum())",
-        "return loss, {}", "split", ()),
+        "model/gpt.py", "return loss, count if self.training", "return loss, {} if self.training",
+        "split", ()),
     "initial values of a subclass that only FSDP has": (
         "model/gpt.py", "    fill(model, config.seed, model.filled)", "    pass  #", "fsdp", ()),
     "an optimizer that is not resumed": (
@@ -139,8 +139,8 @@ FAULTS = {
 # Edits that are needed besides, for the fault to have an effect.
 BESIDES = {
     "state outside the state_dict": [(
-        "model/gpt.py", "return loss, dict(count=(targets",
-        "return loss * (1 + getattr(self, 'n', 0)), dict(count=(targets")],
+        "model/gpt.py", "return loss, count if",
+        "return loss * (1 + getattr(self, 'n', 0)), count if")],
     "masked targets without a count": [(
         "model/gpt.py", "        x = self.trunk(idx, cache)  # (B, T, C)\n",
         "        if targets is not None:\n"
