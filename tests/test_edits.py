@@ -1,0 +1,42 @@
+"""The example edits of tests/edits: each applies, has the size that the README states, and passes
+python -m train.tools.check."""
+
+import re
+import subprocess
+
+import pytest
+from conftest import REPO
+from test_check import check, folder, repository  # noqa: F401  fixtures
+
+EDITS = {"lion": ("--optimizer", "lion"), "window": ("--local_window", "16"), "second_head": (),
+         "spans": (), "diffusion": ()}
+REFUSED = {"window": "export: refused", "second_head": "second_head.weight: unknown",
+           "diffusion": "masked diffusion does not write token by token"}
+
+
+def git(*args, cwd):
+    return subprocess.check_output(["git", *args], cwd=cwd, text=True)
+
+
+def test_every_edit_is_tested_and_in_the_readme():
+    names = {path.stem for path in (REPO / "tests" / "edits").glob("*.patch")}
+    assert names == EDITS.keys()
+    table = re.findall(r"\((\w+)\.patch\).*\| (\d+) \((\d)\) \| (\d+) \((\d)\) \|",
+                       (REPO / "tests/edits/README.md").read_text())
+    assert {row[0] for row in table} == names
+    for name, lines, files, lines_there, files_there in table:
+        stat = git("apply", "--numstat", f"tests/edits/{name}.patch", cwd=REPO).splitlines()
+        assert sum(int(row.split()[0]) for row in stat) == int(lines) and len(stat) == int(files)
+        assert int(lines) <= 1.5 * int(lines_there) and int(files) <= int(files_there) + 1
+
+
+@pytest.mark.parametrize("name", EDITS)
+def test_an_edit_passes_the_check(name, folder, repository):  # noqa: F811
+    patch = REPO / "tests" / "edits" / f"{name}.patch"
+    git("init", "-q", cwd=repository)
+    git("apply", str(patch), cwd=repository)
+    try:
+        code, statuses, output = check(folder, "gpt", *EDITS[name], cwd=repository)
+        assert code == 0 and len(statuses) == 12 and REFUSED.get(name, "") in output, output
+    finally:
+        git("apply", "-R", str(patch), cwd=repository)
