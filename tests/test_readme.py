@@ -212,7 +212,7 @@ def test_the_model_interface_is_the_one_that_is_declared():
 
 def test_pages_are_narrow_and_the_first_one_short():
     lines = TEXTS["README.md"].split("\n")
-    assert len(lines) <= 221 and lines.index("## First run") <= 40
+    assert len(lines) <= 225 and lines.index("## First run") <= 40
     for page, text in TEXTS.items():
         assert [line for line in text.split("\n") if len(line) > 120 and line[0] != "|"] == [], page
 
