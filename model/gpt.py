@@ -36,6 +36,7 @@ class GPTConfig(GPTKeys):
     def __post_init__(self):
         if self.vocab_size is None:
             raise ValueError("GPTConfig: vocab_size is missing; give the number of token ids")
+        self.check_shape()
         self.n_kv_head = self.n_kv_head or self.n_head
         self.n_hidden = self.n_hidden or 4 * self.n_embd
         self.head_dim = self.head_dim or self.n_embd // self.n_head
@@ -415,7 +416,6 @@ def build_model(config, data, kind=GPT, shape=GPTConfig):
     config has the fields of `shape`, seed and gradient_checkpointing; data.spec the vocab_size and,
     for text, the tokenizer. kind: GPT, or a class with the same arguments.
     """
-    config.check_shape()
     args = {f.name: getattr(config, f.name) for f in fields(shape)}
     token_bytes = None
     if data.spec.get("tokenizer"):

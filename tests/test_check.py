@@ -99,8 +99,10 @@ FAULTS = {
     "a window that decoding does not have": (
         "model/gpt.py", "if self.window:", "if self.window and cache is None:", "decoding",
         ("--layer_types", "FW", "--window", "8")),
-    "another activation in the MLP": (
-        "model/gpt.py", "F.silu(gate) if", "F.gelu(gate) if", "export", ()),
+    "an export of other weights": (
+        "model/convert/tensors.py", 'LLAMA = ATTENTION | {f"h.{{}}.mlp.{n}"',
+        'LLAMA = ATTENTION | {f"h.{{}}.mlp.{dict(up=\'gate\', gate=\'up\').get(n, n)}"', "export",
+        ()),
     "tables that count as products": (
         "model/gpt.py", "if isinstance(m, nn.Embedding)}", "if m is None}", "flops",
         ("--prev_embedding", "true")),

@@ -1,6 +1,7 @@
 """Edits that a fork makes: each is made in one place, and everything else follows or is refused."""
 
 import functools
+import inspect
 import math
 import types
 
@@ -13,6 +14,7 @@ from runs import metrics, opened, tensors
 from test_distributed import in_ranks
 
 from model import convert, gpt
+from model.convert import formulas
 from model.core import ops
 from model.core.init import normal
 from train import distributed
@@ -339,3 +341,21 @@ def test_an_export_refuses_a_tensor_that_it_does_not_know(name, to, data_dir, tm
     save_checkpoint(tmp_path / "edited.pt", state)
     assert convert.main(["--ckpt", str(tmp_path / "edited.pt"), "--to", str(tmp_path / to)]) == 2
     assert name in capsys.readouterr().err
+
+
+def test_an_export_refuses_formulas_that_were_edited(data_dir, tmp_path, capsys, monkeypatch):
+    """GeGLU by one word in MLP: a file of its own, as a fork has it."""
+    train(load_config(None, options(data_dir, tmp_path, max_iters=1)))
+    source = inspect.getsource(formulas.MLP)
+    assert formulas.digest(formulas.MLP) == formulas.DIGESTS["MLP"]
+    for edit, code in (("F.silu(gate) if", 2), ("# one product on a GPU", 0)):
+        edited = source.replace(edit, edit.replace("silu", "gelu") + " ")
+        assert edited != source
+        monkeypatch.setattr(inspect, "getsource", lambda obj, was=inspect.getsource, new=edited: (
+            new if obj is formulas.MLP else was(obj)))
+        for to in ("hf", "model.gguf"):
+            assert convert.main(["--ckpt", str(tmp_path / "ckpt.pt"), "--to",
+                                 str(tmp_path / to)]) == code
+        error = capsys.readouterr().err
+        assert ("MLP (" in error) == (code == 2) and "Attention" not in error
+        monkeypatch.undo()

@@ -272,7 +272,6 @@ def states_at(x, positions):
 
 def build_model(config, data):
     args = {f.name: getattr(config, f.name) for f in fields(GPTConfig)}
-    config.check_shape()
     shape = GPTConfig(**args | dict(vocab_size=data.spec["vocab_size"]))
     model = Classifier(shape, data.spec, class_weights(config.class_weights, data.spec),
                        config.seed, config.span_weight)

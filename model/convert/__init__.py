@@ -23,6 +23,7 @@ from data.tokenizer import tokenizer_from_spec
 from data.tokenizer_hf import tokenizer_json
 from model.convert.families import FAMILIES, find_family, mismatches, write_config
 from model.convert.foreign import check_complete, read_model
+from model.convert.formulas import check_formulas
 from model.convert.tensors import NAMES, rename, strip_padding, write_gpt2, write_weights
 from model.core.adapters import adapter_pairs
 from model.core.load import BACKBONE, EMA, load_model, saved_model_type, use_ema
@@ -203,6 +204,8 @@ def convert(ckpt, to, save_precision="float32", adapter=None, backbone=None, ema
     if quantize and not to.endswith(".gguf"):
         raise CheckpointError("--quantize: goes with --to FILE.gguf")
     os.makedirs(os.path.dirname(os.path.abspath(to)), exist_ok=True)
+    if not to.endswith(".safetensors"):
+        check_formulas()
     source = None if adapter else read_source(ckpt, backbone, ema)
     if adapter:
         result = export_adapter(ckpt, to, adapter, backbone, ema)

@@ -1,35 +1,17 @@
 """Key-value caches: what a model's attention needs during decoding.
 
-A model calls a cache in the order of the `Cache` protocol. `KVCache` stores the keys and values of
-every layer, so that each token is computed once. Rows of a batch may have different lengths, so
-that a serving engine can add and remove texts at any step.
+`KVCache` stores the keys and values of every layer, so that each token is computed once. Rows of a
+batch may have different lengths, so that a serving engine can add and remove texts at any step.
+`GPT.trunk` calls, in this order: start, previous, update per layer, finish.
 """
 
 import copy
-from typing import Protocol
 
 import torch
 
 from model.core.ops import apply_rope, rope_tables
 
 SINK_TOKENS = 4  # first tokens of a text, which a rolling cache never evicts
-
-
-class Cache(Protocol):
-    """What `GPT.trunk` calls, in this order: start, previous, update per layer, finish."""
-
-    def start(self, T):
-        """Reserve space for T tokens per row; return the positions (B, T) or (1, T), float64."""
-
-    def previous(self, idx):
-        """Return the token before each token of idx (B, T), -1 at the beginning of a text."""
-
-    def update(self, layer, k, v):
-        """Store k, v (B, G, T, D) of a layer; return all keys and values (B, G, S, D) of the
-        layer, and a mask that broadcasts to (B, 1, T, S), or None if every key is visible."""
-
-    def finish(self, idx):
-        """Count the tokens idx (B, T) as stored."""
 
 
 class KVCache:
