@@ -148,17 +148,6 @@ class AdamW(torch.optim.AdamW):
     zero_grad = undecorated(torch.optim.AdamW.zero_grad)
     step = torch.no_grad()(undecorated(torch.optim.AdamW.step))
 
-    def create_state(self):
-        """Create the state of all parameters, as the first step does."""
-        for group in self.param_groups:
-            for p in group["params"]:
-                if group["muon"]:
-                    self.state[p] = dict(momentum_buffer=torch.zeros_like(p))
-                else:
-                    step = torch.zeros((), device=p.device if group["fused"] else "cpu")
-                    self.state[p] = dict(step=step, exp_avg=torch.zeros_like(p),
-                                         exp_avg_sq=torch.zeros_like(p))
-
 
 class Muon(AdamW):
     """Muon (Jordan et al. 2024, https://kellerjordan.github.io/posts/muon/) for groups with
@@ -183,24 +172,20 @@ class Muon(AdamW):
 
 
 def create_state(optimizer):
-    """Create the state that the first step of any optimizer creates, so that a checkpoint can be
-    loaded into it: by create_state() if it has this method, else by a step of zero gradients at a
-    learning rate of zero. Weights and gradients do not change."""
+    """Create the state that the first step of an optimizer creates, so that a checkpoint can be
+    loaded into it, by a step of zero gradients at a learning rate of zero."""
     optimizer.state.clear()
-    if hasattr(optimizer, "create_state"):
-        optimizer.create_state()
-        return
-    rates = [group["lr"] for group in optimizer.param_groups]
-    params = [p for group in optimizer.param_groups for p in group["params"]]
-    grads = [p.grad for p in params]
-    for group in optimizer.param_groups:
-        group["lr"] = 0.0
+    groups = optimizer.param_groups
+    params = [p for group in groups for p in group["params"]]
+    saved = [p.grad for p in params], [group["lr"] for group in groups]
     for p in params:
         p.grad = torch.zeros_like(p)
+    for group in groups:
+        group["lr"] = 0.0
     optimizer.step()
-    for p, grad in zip(params, grads, strict=True):
+    for p, grad in zip(params, saved[0], strict=True):
         p.grad = grad
-    for group, rate in zip(optimizer.param_groups, rates, strict=True):
+    for group, rate in zip(groups, saved[1], strict=True):
         group["lr"] = rate
 
 
