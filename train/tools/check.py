@@ -418,7 +418,7 @@ class Settings:
     only: list[str] = key([], "a check to run (default: all)", choices=[*RUNS, *EXAMINATIONS])
 
 
-def report(name, result):
+def print_result(name, result):
     """Print the line of a check, a function that returns the details; return whether it passed."""
     try:
         status, text = "ok", result()
@@ -443,13 +443,13 @@ def check(settings, config):
             raise SetupError(f"the first run failed: {error}") from None
         names = settings.only or [*RUNS, *EXAMINATIONS]
         runs = {name: pool.submit(RUNS[name], case) for name in RUNS if name in names}
-        passed = [report(name, future.result) for name, future in runs.items()]
+        passed = [print_result(name, future.result) for name, future in runs.items()]
         # With the shape of the weights from which the run started.
         case.config = load_config(case.path("first", "config.yaml"))
         with process_group(config) as ranks, contextlib.ExitStack() as stack:
             with contextlib.redirect_stdout(io.StringIO()):  # the start-up lines
                 case.run = stack.enter_context(open_run(case.config, ranks))
-            passed += [report(name, lambda work=work: work(case))
+            passed += [print_result(name, lambda work=work: work(case))
                        for name, work in EXAMINATIONS.items() if name in names]
         return 0 if all(passed) else 1
 
