@@ -38,14 +38,19 @@ def succeed(*args):
     assert code == 0, output
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    """Data and models for every model type."""
-    folder = tmp_path_factory.mktemp("check")
+def prepare_text(folder):
+    """Prepare the data set `text` in a folder, and return the folder."""
     words = np.random.default_rng(0).choice(["the", "quick", "fox", "jumps.", "a\n"], 20_000)
     (folder / "words.txt").write_text(" ".join(words))
     succeed("-m", "data.prepare", folder / "words.txt", "--out", folder / "text", "--tokenizer",
             "byte")
+    return folder
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """Data and models for every model type."""
+    folder = prepare_text(tmp_path_factory.mktemp("check"))
     run = ["run_train.py", "--device", "cpu", "--compile", "false", "--num_threads", "1",
            "--sample_tokens", "0", "--max_iters", "6", "--eval_interval", "6"]
     base = str(folder / "base" / "ckpt.pt")
