@@ -197,3 +197,15 @@ def test_samples_come_with_evaluations_but_for_the_first(run, data_dir):
     _, told = run(max_iters=7, eval_interval=3, sample_tokens=5, tokenizer="byte", vocab_size=257)
     assert [(call[1], call[-1]) for call in told if call[0] == "samples"] == [
         (3, False), (6, False), (7, True)]
+
+
+@pytest.mark.parametrize("init, stopped_at", [("scratch", 6), ("given", 4)])
+def test_early_stopping_does_not_count_untrained_weights(init, stopped_at, run, tmp_path):
+    """Nothing is an improvement: the first evaluation that counts is the best, two more stop."""
+    changes = dict(eval_interval=2, early_stopping_patience=2, early_stopping_min_delta=99.0,
+                   eval_on_start=True, max_iters=20)
+    if init == "given":
+        run(max_iters=2)
+        changes["init_from"] = str((run.out / "ckpt.pt").rename(tmp_path / "given.pt"))
+    last, _ = run(resume="never", **changes)
+    assert last["iter_num"] == stopped_at and "early stopping" in last["finished"]

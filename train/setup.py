@@ -51,14 +51,9 @@ class Progress:
         for f in fields(self):  # a checkpoint of an older version may lack some
             setattr(self, f.name, state.get(f.name, getattr(Progress(), f.name)))
 
-    def mean_loss(self, sums):
-        """Return the mean loss of a step over the counted items. Without any, the mean of the steps
-        before, in which the spike detector sees no jump."""
-        # Sums over all micro-batches and ranks, so this is the mean over the global batch.
-        count = float(sums["count"])
-        if count:
-            return float(sums["loss"]) / count
-        # Nothing counted: every item of the global batch was masked.
+    def recent_loss(self):
+        """Return the mean loss of the last steps, for a step without counted items: the spike
+        detector then sees no jump."""
         return self.loss_sum / self.loss_count if self.loss_count else self.val_loss or 0.0
 
 

@@ -169,7 +169,7 @@ def train_step(run, lr=None):
     # here on all ranks have the same numbers, so that every rank makes the same decision.
     sums, norm = to_host(sums, norm)
 
-    loss = p.mean_loss(sums)
+    loss = float(sums["loss"] / sums["count"]) if sums["count"] else p.recent_loss()
     action = review_step(run, lr, loss, norm)  # raises BadNumbers before a harmful update
     if action == "rewind":
         run.rewind()
@@ -311,7 +311,9 @@ def update_best_and_schedules(run, numbers):
     # The metric that selects ckpt_best.pt and stops the run early; by default val_loss.
     metric = numbers[c.early_stopping_metric]  # None if no item counted
     p.best_val_loss = min(p.best_val_loss, numbers["val_loss"])
-    if metric is not None and (p.iter_num or run.first_eval_counts):
+    if not p.iter_num and not run.first_eval_counts:
+        metric = None  # of untrained weights: neither the best nor the first that others improve on
+    if metric is not None:
         # `sign` makes lower values better for every metric. Between equal metrics (an accuracy that
         # is 0 at the start) the lower loss is better.
         rank = (run.stopping.sign * metric, numbers["val_loss"])
