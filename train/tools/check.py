@@ -13,12 +13,15 @@ import contextlib
 import copy
 import io
 import json
+import multiprocessing
 import os
+import runpy
+import signal
 import socket
 import subprocess
 import sys
 import tempfile
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, fields
 
 import torch
@@ -48,6 +51,7 @@ SETTINGS = dict(
     log_interval=1, early_stopping_patience=0, sample_tokens=0, tracker=[], dropout=0.0,
     device="cpu", dtype="float32", compile="false", num_threads=1)
 KILLED_AT = 6
+FORK = multiprocessing.get_context("fork")  # saves importing torch in every process
 # Not compared: measurements, and the perplexity, which is a function of the loss.
 NOT_COMPARED = {"time_ms", "tokens_per_sec", "mfu", "memory_mib", "val_ppl"}
 TOLERANCE = 1e-4         # relative: sums in another order
@@ -102,26 +106,44 @@ class Case:
 # -----------------------------------------------------------------------------
 # runs
 
+def train_rank(argv, environment, output):
+    """Be one rank of a run: execute run_train.py in this process, which has imported torch already.
+    output: the file descriptor of its stdout and stderr."""
+    os.environ.update(environment)
+    os.chdir(REPOSITORY)
+    os.dup2(output, 1)
+    os.dup2(output, 2)
+    sys.argv = ["run_train.py", *argv]
+    runpy.run_path("run_train.py", run_name="__main__")
+
+
 def train_in_process(case, name, *args, ranks=1, kill_at=None):
     """Run run_train.py into the folder `name`. kill_at: kill the process when it logs this step.
     Raises NotApplicable for a refusal, Difference for a crash."""
+    argv = ["--config", case.path("config.yaml"), "--out_dir", case.path(name), *args]
     with socket.create_server(("127.0.0.1", 0)) as server:
-        port = server.getsockname()[1]
-    launcher = ["-m", "torch.distributed.run", f"--nproc_per_node={ranks}",
-                "--master_addr=127.0.0.1", f"--master_port={port}"]
-    command = [sys.executable, *(launcher if ranks > 1 else []), "run_train.py", "--config",
-               case.path("config.yaml"), "--out_dir", case.path(name), *args]
-    process = subprocess.Popen(command, cwd=REPOSITORY, text=True, stdout=subprocess.PIPE,
-                               stderr=subprocess.STDOUT)
+        world = dict(WORLD_SIZE=str(ranks), MASTER_ADDR="127.0.0.1",
+                     MASTER_PORT=str(server.getsockname()[1]))
+    reader, writer = os.pipe()
+    processes = [
+        FORK.Process(target=train_rank, daemon=True, args=(
+            argv, world | dict(RANK=str(rank), LOCAL_RANK=str(rank)) if ranks > 1 else {}, writer))
+        for rank in range(ranks)]
+    for process in processes:
+        process.start()
+    os.close(writer)
     lines = []
-    for line in process.stdout:
-        lines.append(line.strip())
-        if line.startswith(f"iter {kill_at}:"):
-            process.kill()
-    if (code := process.wait()) and kill_at is None:
-        refused = code == 2 or ranks > 1 and not any("Traceback" in line for line in lines)
-        text = " ".join(filter(None, lines[-3:] if code == 2 else lines[-8:]))
-        raise NotApplicable(f"refused: {text}") if refused else Difference(text)
+    with open(reader) as output:  # to its end: all ranks have ended
+        for line in output:
+            lines.append(line.strip())
+            if line.startswith(f"iter {kill_at}:"):
+                processes[0].kill()
+    for process in processes:
+        process.join()
+    codes = {process.exitcode for process in processes} - {0}
+    if codes and codes != {-signal.SIGKILL}:
+        raise (NotApplicable(f"refused: {lines[-1]}") if codes == {2} else
+               Difference(" ".join(filter(None, lines[-8:]))))
 
 
 def read_log(case, name):
@@ -433,7 +455,7 @@ def print_result(name, result):
 
 def check(settings, config):
     """Run the checks of `config`, print a line for each, and return the exit code."""
-    with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(2) as pool:
+    with tempfile.TemporaryDirectory() as folder, ProcessPoolExecutor(2, FORK) as pool:
         case = Case(config, folder)
         with open(case.path("config.yaml"), "w") as f:
             f.write(to_yaml(config))
