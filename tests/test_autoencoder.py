@@ -355,11 +355,11 @@ def test_two_ranks_are_one(tmp_path, folder, one_rank, way):
         metrics(tmp_path / "two")[-1]["val_correlation"], abs=1e-5)
 
 
-@pytest.mark.parametrize("mode, steps", [("max", 50), ("min", 25)])
+@pytest.mark.parametrize("mode, steps", [("max", 75), ("min", 50)])
 def test_early_stopping_on_correlation(tmp_path, folder, mode, steps):
     """It rises at every evaluation: wanted to, the run goes on; wanted to fall, it stops."""
     watched = dict(early_stopping_metric="val_correlation", early_stopping_mode=mode,
-                   early_stopping_patience=1, max_iters=50, eval_epochs=0.5)
+                   early_stopping_patience=1, max_iters=75, eval_epochs=0.5)
     result = go(folder, tmp_path, **SYSTEM | watched)
     assert result["iter_num"] == steps
     assert ("no better val_correlation" in result["finished"]) == (mode == "min")

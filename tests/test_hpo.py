@@ -266,7 +266,7 @@ def test_a_trial_of_a_worker_that_died_is_done_again(search, tmp_path, data_dir,
     (tmp_path / "space.yaml").write_text(SPACE)
     output = tmp_path / "output"
     worker = Fork(run_python, (["-m", "train.tools.hpo", *arguments(
-        tmp_path, data_dir, trials(2), max_iters=100_000, eval_interval=50_000)],), stdout=output,
+        tmp_path, data_dir, trials(2), max_iters=30_000, eval_interval=15_000)],), stdout=output,
         stderr=tmp_path / "errors")
     soon(lambda: output.exists() and "\n" in output.read_text(), 30)
     assert output.read_text().startswith("stage_1, trial 0: learning_rate 0.01")
@@ -278,7 +278,7 @@ def test_a_trial_of_a_worker_that_died_is_done_again(search, tmp_path, data_dir,
         load_config(None, vars(config) | dict(max_iters=4, eval_interval=2)),
         on_evaluation=on_evaluation))
     monkeypatch.setattr(hpo.time, "sleep", lambda seconds, sleep=time.sleep: sleep(0.1))
-    code, found = search(SPACE, trials(2), max_iters=100_000, eval_interval=50_000)
+    code, found = search(SPACE, trials(2), max_iters=30_000, eval_interval=15_000)
     assert code == 0 and [t["state"] for t in found] == ["complete"] * 2
     again = next(t for t in found if t["params"] == dict(learning_rate=0.01, n_layer=1))
     assert again["trial"] > 0

@@ -137,10 +137,10 @@ def test_plateau_halves_the_rate_and_resumes_exactly(go, tmp_path, hopeless):
 # early stopping
 
 @pytest.mark.parametrize("bad, changes, stops_at", [
-    (True, dict(early_stopping_patience=2), 4),
-    (True, dict(early_stopping_patience=3, early_stopping_metric="val_ppl"), 6),
+    (True, dict(early_stopping_patience=2), 6),
+    (True, dict(early_stopping_patience=3, early_stopping_metric="val_ppl"), None),
     (True, dict(early_stopping_patience=1, early_stopping_mode="max"), None),
-    (False, dict(early_stopping_patience=2, early_stopping_min_delta=100.0), 4),
+    (False, dict(early_stopping_patience=2, early_stopping_min_delta=100.0), 6),
     (False, dict(early_stopping_patience=2), None), (True, {}, None)])
 def test_early_stopping(go, tmp_path, data_dir, hopeless, bad, changes, stops_at):
     out = go("o", data_dir=hopeless if bad else data_dir, **changes)
@@ -151,14 +151,14 @@ def test_early_stopping(go, tmp_path, data_dir, hopeless, bad, changes, stops_at
 def test_early_stopping_resumes_exactly(go, tmp_path, hopeless):
     same = dict(data_dir=hopeless, early_stopping_patience=4, lr_schedule="constant")
     go("a", max_iters=20, **same)
-    assert checkpoint(tmp_path / "a")["iter_num"] == 8
+    assert checkpoint(tmp_path / "a")["iter_num"] == 10
     for max_iters in (4, 20):
         out = go("b", max_iters=max_iters, **same)
     assert_same_file(tmp_path / "a/ckpt.pt", tmp_path / "b/ckpt.pt")
     again = go("b", max_iters=20, **same)
-    assert "is finished at iter 8: early stopping" in again and "iter 8: loss" not in again
-    out = go("b", max_iters=20, **same | dict(early_stopping_patience=6))
-    assert "early stopping: no better val_loss in 6 evaluations" in out
+    assert "is finished at iter 10: early stopping" in again and "iter 10: loss" not in again
+    out = go("b", max_iters=20, **same | dict(early_stopping_patience=5))
+    assert "early stopping: no better val_loss in 5 evaluations" in out
     assert checkpoint(tmp_path / "b")["iter_num"] == 12
 
 
@@ -423,3 +423,19 @@ def test_config_files_of_runs_are_plain_yaml(go, tmp_path):
     values = yaml.safe_load((tmp_path / "a/config.yaml").read_text())
     starts = {"resume", "allow_change", "eval_only", "profile"}  # of one start, not of the run
     assert values.keys() == FIELDS.keys() - starts and values["lr_groups"] == {"wte": 0.5}
+
+
+# -----------------------------------------------------------------------------
+# epochs
+
+def test_a_default_length_of_many_epochs_is_refused_before_a_file_is_written(tmp_path, data_dir):
+    """8 of 1,248 samples per step: 31,200 steps are 200 epochs."""
+    code, out, err = command(data_dir=data_dir, out_dir=tmp_path / "o", max_iters=31_201)
+    assert code == 2 and "are 200 epochs of the 1,248 samples" in err and "--max_epochs 3" in err
+    assert not (tmp_path / "o" / "train.log").exists()
+    code, out, err = command("--dry_run", data_dir=data_dir, max_iters=31_201)
+    assert code == 2 and "--max_epochs 3" in err
+    code, out, err = command("--dry_run", data_dir=data_dir, max_iters=31_200)
+    assert code == 0 and "Warning: every sample is used 200 times" in out
+    code, out, err = command("--dry_run", data_dir=data_dir, max_epochs=300)
+    assert code == 0 and "Warning: every" not in out

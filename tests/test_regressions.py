@@ -790,7 +790,7 @@ def test_what_continues_a_finished_run_is_what_ended_it(data_dir, tmp_path, caps
                        (dict(early_stopping_patience=1, early_stopping_min_delta=9.0),
                         "--early_stopping_patience")):
         for _ in range(2):
-            go(data_dir, tmp_path / word, max_iters=10, **keys)
+            go(data_dir, tmp_path / word, max_iters=10 if word == "--max_iters" else 30, **keys)
         assert f"A larger {word} continues it" in capsys.readouterr().out
 
 

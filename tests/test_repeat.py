@@ -117,7 +117,7 @@ def test_a_stop_ends_the_runs_and_the_same_command_goes_on(go, signum, tmp_path,
             time.sleep(0.01)
         signal.pthread_kill(threading.main_thread().ident, signum)
     threading.Thread(target=interrupt).start()
-    long = ["--seeds", "2", "--max_iters=200000", "--eval_interval=100000", "--save_interval=5"]
+    long = ["--seeds", "2", "--max_epochs=2000", "--eval_interval=100000", "--save_interval=5"]
     code, found = go(*long)
     assert code == 128 + signum and not found
     assert "the same command resumes" in capsys.readouterr().err

@@ -20,7 +20,7 @@ PLAIN = dict(dropout=0.1)
 # early stop that is counting (it ends the run at iter 18), spikes that are skipped.
 EVERYTHING = dict(dropout=0.1, gradient_accumulation_steps=4, optimizer="muon", eval_interval=3,
                   lr_schedule="plateau", plateau_patience=0, learning_rate=0.3, muon_lr=0.3,
-                  early_stopping_patience=6, early_stopping_min_delta=9.0, save_interval=4,
+                  early_stopping_patience=5, early_stopping_min_delta=9.0, save_interval=4,
                   keep_last=2, on_spike="skip", spike_sigma=0.01)
 KINDS = {"plain": PLAIN, "everything": EVERYTHING}
 

@@ -11,7 +11,7 @@ import os
 import re
 from dataclasses import dataclass, replace
 
-from train.base.errors import ConfigError
+from train.base.errors import ConfigError, SetupError
 from train.base.fields import fields_by_name, key
 from train.lr_scheduler import milestones
 
@@ -236,6 +236,9 @@ GROUP_NAMES = {g.lower().replace(" ", "_") for g in GROUPS} | {
     "evaluation"}
 EPOCHS_TO_STEPS = {"max_epochs": "max_iters", "eval_epochs": "eval_interval",
                    "warmup_epochs": "warmup_iters"}
+# A run with its length in steps that uses every sample more often
+WARN_EPOCHS = 20  # logs a warning
+MAX_EPOCHS = 200  # is refused
 
 
 @dataclass
@@ -291,6 +294,17 @@ class TrainConfig(GPTKeys, SystemKeys, OptimizerKeys, LearningRateKeys, LengthKe
                 minimum = 0 if steps == "warmup_iters" else 1
                 changes[steps] = max(minimum, math.ceil(value * steps_per_epoch - 1e-9))
         return self.replace(**changes)
+
+    def check_epochs(self, samples):
+        """Refuse a run in steps that repeats a small data set many times: the default length is
+        for pretraining. Raises SetupError."""
+        epochs = self.max_iters * self.samples_per_step / samples
+        is_chosen = self.max_epochs or self.max_minutes or self.eval_only
+        if epochs > MAX_EPOCHS and not is_chosen:
+            raise SetupError(
+                f"max_iters: {self.max_iters:,} steps of {self.samples_per_step:,} samples are "
+                f"{epochs:,.0f} epochs of the {samples:,} samples in {self.data_dir}; give the "
+                f"length in epochs, e.g. --max_epochs 3 (more than {MAX_EPOCHS} are possible too)")
 
     def notes(self):
         """Return messages about settings that could surprise the user."""

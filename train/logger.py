@@ -18,7 +18,7 @@ from train.base.console import Console, LineFile, compact, duration
 from train.base.environment import environment
 from train.base.errors import printable
 from train.base.files import atomic_write, write_text
-from train.keys import task_names
+from train.keys import WARN_EPOCHS, task_names
 from train.lr_scheduler import milestones
 
 HEARTBEAT_SECONDS = 5.0  # without output; then the current activity is shown
@@ -431,6 +431,9 @@ def log_plan(log, config, ranks, data, model, device, precision, flops):
     log(f"Length: {c.max_iters:,} steps, {compact(total)} {unit}, "
         f"{samples / train.samples:.2f} epochs of {train.samples:,} samples{ratio}"
         + (f", {flops * c.max_iters:.2g} FLOPs" if flops else ""))
+    if samples > WARN_EPOCHS * train.samples and not c.max_epochs:
+        log(f"Warning: every sample is used {samples / train.samples:,.0f} times; a few epochs are "
+            "usual (--max_epochs 3)")
     for line in getattr(train, "passes", lambda n: ())(samples):
         log(line)
     warmup, _, final = milestones(c)

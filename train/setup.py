@@ -134,6 +134,8 @@ class Run:
         self.data = open_data(self.config, self.ranks)
         if self.config.eval_only and self.data.val is None:
             raise SetupError("eval_only: the data has no validation split")
+        if self.start.kind != "resume":
+            self.config.check_epochs(self.data.train.samples)
         c = self.config = self.config.in_steps(self.data.train.samples)
         world_size = self.ranks.world_size
         self.n_micro = c.accumulation(world_size)
