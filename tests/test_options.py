@@ -265,7 +265,7 @@ def test_the_files_of_a_run_repeat_it(go, tmp_path):
         assert_same_file(tmp_path / "a/ckpt.pt", tmp_path / name / "ckpt.pt")
         assert metrics(tmp_path / "a") == metrics(tmp_path / name)
     assert {"git_commit", "git_dirty", "host", "command", "versions"} <= record.keys()
-    assert record["versions"]["torch"] == torch.__version__
+    assert torch.__version__.startswith(record["versions"]["torch"])  # without +cu132
     assert (record["device"], record["world_size"]) == ("cpu", 1)
 
 
