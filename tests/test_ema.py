@@ -5,7 +5,7 @@ on two ranks, evaluated beside the weights, and read by the commands that write 
 import pytest
 import torch
 from conftest import TINY
-from runs import assert_a_kill_changes_nothing, assert_two_ranks_equal_one, configure, go
+from runs import assert_a_kill_changes_nothing, assert_two_ranks_equal_one, go
 
 from model.convert import main as convert
 from model.core.load import load_model
@@ -105,16 +105,3 @@ def test_commands_take_the_average(data_dir, tmp_path, capsys):
     go(data_dir, tmp_path / "plain", tokenizer="byte", vocab_size=None)
     assert sample(["--ckpt", str(tmp_path / "plain/ckpt.pt"), "--ema"]) == 2
     assert "no averaged weights in it" in capsys.readouterr().err
-
-
-def test_a_dry_run_counts_it(data_dir, tmp_path):
-    from train.dataloader import open_token_data
-    from train.distributed import Ranks
-    from train.tools.dry_run import estimate_memory
-    parts = []
-    for ema in (0.0, 0.9):
-        c = configure(data_dir, tmp_path, ema=ema)
-        data = open_token_data(c, Ranks())
-        model = torch.nn.Linear(5, 7)
-        parts.append(estimate_memory(c, model, data, 1, torch.float32, False))
-    assert parts[1]["optimizer"] - parts[0]["optimizer"] == 4 * 42

@@ -290,7 +290,7 @@ def test_dry_run_estimates_and_writes_nothing(tmp_path, data_dir, monkeypatch):
     assert {p.name: p.stat().st_mtime_ns for p in data_dir.iterdir()} == before
     assert re.search(r"Model gpt: [\d,]+ parameters", out) and ": 128 tokens per step" in out
     assert re.search(r"Memory, MiB: weights \d+, gradients \d+, optimizer \d+, activations \d+, "
-                     r"logits \d+; total \d+ of [\d,]+", out)
+                     r"batches \d+; total \d+ of [\d,]+", out)
     assert re.search(r"Fits. [\d,]+ ms per step, [\d,]+ tok/s", out)
     for steps in ("8", "5,000", "50,000", "500,000"):
         assert re.search(rf"^ +{steps} steps: +\S+ tok, [\d:d ]+$", out, re.M)
@@ -319,7 +319,7 @@ def test_what_is_shown_before_a_run_has_the_shape_of_its_weights(go, tmp_path, d
     assert code == 0 and re.search(rf"^n_layer: 1 +# {path}$", text, re.M), text
     code, text = shown("--dry_run", path)
     count = GPT(GPTConfig(**load_checkpoint(path)["model_args"])).state_dict().values()
-    assert code == 0 and re.search(r"activations 0[^.\d]", text)  # of 16 layers of 384: 7 MiB
+    assert code == 0 and re.search(r"activations [01],", text)  # of 16 layers of 384: 12 MiB
     assert key == "backbone" or f": {sum(t.numel() for t in count):,} parameters" in text, text
     for how in ("--print_config", "--dry_run"):
         code, text = shown(how, tmp_path / "none.pt")

@@ -392,7 +392,7 @@ def describe_duration(step_seconds, config, it):
     seconds = step_seconds * steps
     text = (f"About {step_seconds:,.0f} s per step on this machine: {duration(seconds)} for "
             f"{steps:,} steps")
-    if seconds > SECONDS_PER_DAY:
+    if seconds > SECONDS_PER_DAY and config.model == "gpt":
         command = shlex.join(["python", "run_train.py", "--config", "train/config_quick.yaml",
                               "--data_dir", config.data_dir, "--out_dir", "out/quick"])
         text += (".\nThis machine is slow for this configuration. A small model on the same data, "

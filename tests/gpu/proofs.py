@@ -156,45 +156,6 @@ def kernels(name):
     return compile_kernels(compile_step(name, 2))
 
 
-def kept(name, n_layer):
-    """Bytes that a forward pass of so many layers keeps for the backward pass: eager, and by the
-    dry run's estimate for eager and compiled."""
-    import torch
-    found, n_layer = {}, int(n_layer)
-    with fake_cuda.fake_tensors():
-        model, batch = build(name, n_layer)
-        fake_cuda.to_device(model)
-        given = {t.untyped_storage()._cdata
-                 for t in (*model.parameters(), *model.buffers(), *batch)}
-
-        def keep(t):
-            found[t.untyped_storage()._cdata] = t
-            return t
-        with torch.autograd.graph.saved_tensors_hooks(keep, lambda t: t):
-            with torch.autocast("cuda", torch.bfloat16):
-                model(*batch)
-    return (sum(t.untyped_storage().nbytes() for c, t in found.items() if c not in given),
-            estimated(name, n_layer, False), estimated(name, n_layer, True))
-
-
-def estimated(name, n_layer, compiled):
-    import types
-
-    import torch
-
-    from train.config import load_config
-    from train.tools.dry_run import estimate_memory
-    file, shape, B = SHAPES[name]
-    config = load_config(None, shape | dict(n_layer=n_layer, batch_size=B, device="cuda"))
-    data = types.SimpleNamespace(spec=dict(vocab_size=shape["vocab_size"]), train=types
-                                 .SimpleNamespace(units_per_sample=shape["block_size"]))
-    with fake_cuda.fake_tensors():
-        model, _ = build(name, n_layer)
-    parts = estimate_memory(config, model, data, 1, torch.bfloat16, compiled)
-    gradient = parts["logits"] / 2 if compiled else 0.0  # of the logits: it is not kept, but made
-    return parts["weights in 16 bits"] + parts["activations"] + parts["logits"] - gradient
-
-
 def attention_kernels():
     """{"GQA, mask": operations of attention} in half precision, forward."""
     import torch

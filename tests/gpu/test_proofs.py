@@ -43,7 +43,7 @@ QUESTIONS = {
     "H100": ["step gpt2 1", "step gpt2 2", "step experts 1", "step chat 1", "step lora 1",
              "kernels gpt2"],
     "A100": ["train_crossings", "decode_crossings", "a_crossing", "attention_kernels", "one_token",
-             "whole", *(f"kept {name} {n}" for name, n in LAYERS.items()), "step production 2",
+             "whole", "step production 2",
              "kernels production"]}
 
 
@@ -132,14 +132,6 @@ def test_the_forecast_adds_up_its_parts():
         parts = forecast(none | more, "H100")
         assert parts[name] == pytest.approx(1) and parts["update"] == pytest.approx(update)
         assert sum(parts.values()) == pytest.approx((1 + update) / 0.88)
-
-
-@pytest.mark.parametrize("name", STEPS)
-def test_a_dry_run_says_what_is_kept_for_the_backward_pass(proofs, name):
-    """Within a tenth of what PyTorch keeps, and of what its compiler does."""
-    eager, *estimates = proofs(f"kept {name} {LAYERS[name]}")
-    compiled = proofs(f"step {name} {LAYERS[name]}")["saved"]
-    assert estimates == pytest.approx([eager, compiled], rel=0.1)
 
 
 @pytest.mark.parametrize("name", ["gpt2", "production"])

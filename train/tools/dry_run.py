@@ -1,12 +1,16 @@
 """Estimate the memory and time of a run: python run_train.py --config FILE.yaml --dry_run
 
 Prints the start-up block, the memory per rank by purpose, the time per step and the duration of
-runs of several lengths. Writes nothing.
+runs of several lengths. Writes nothing. Memory and time are measured, so that this works for every
+model type.
 """
 
 import time
+import weakref
 
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from train import device as device_module
 from train import distributed, logger
@@ -21,6 +25,11 @@ from train.system import flops_per_step, load_model_type
 
 MAX_TIMING_SECONDS = 15.0  # on a CPU, slower steps are estimated from a single sample
 SECONDS_PER_DAY = 86400
+# Resident memory per byte of activations on a CPU: malloc keeps freed blocks, see
+# keep_freed_memory(), with unused space between them. 1.5 to 2.1 were measured.
+MALLOC_FACTOR = 1.75
+TOO_LARGE = ("Does not fit: lower batch_size (and raise gradient_accumulation_steps by the same "
+             "factor), set gradient_checkpointing: true, or lower block_size, n_layer or n_embd.")
 
 
 def estimate(config):
@@ -41,9 +50,22 @@ def estimate(config):
         precision = f"{reason}; compile {ON_OFF[compiled]}"
         device = device_module.describe_device(ranks.device)
         logger.log_plan(log, config, ranks, data, empty_model, device, precision, flops)
-        check_memory(config, empty_model, data, ranks, dtype, compiled, log)
+        memory = state_memory(config, empty_model, ranks.world_size)
+        available = device_memory(ranks.device)
+        check_memory(memory, available, ranks)
         model = build_model(config, data).to(ranks.device)
-        seconds, is_estimate = time_step(config, model, data, ranks, dtype, compiled)
+        if ranks.device.type == "cpu":
+            memory |= activation_memory(model, data.train, dtype)
+            check_memory(memory, available, ranks)
+        listed = ", ".join(f"{name} {size / 2**20:,.0f}" for name, size in memory.items())
+        log(f"Memory, MiB: {listed}; total {sum(memory.values()) / 2**20:,.0f} of "
+            f"{available / 2**20:,.0f}")
+        try:
+            seconds, is_estimate = time_step(config, model, data, ranks, dtype, compiled)
+        except torch.OutOfMemoryError:
+            raise CollectiveExit(TOO_LARGE) from None
+        if ranks.device.type == "cuda":
+            log(f"Peak memory of a step: {device_module.peak_memory(ranks.device):,} MiB")
         log_durations(config, data.train, ranks.device, seconds, is_estimate, log)
 
 
@@ -64,63 +86,78 @@ def log_durations(config, loader, device, seconds, is_estimate, log):
 # -----------------------------------------------------------------------------
 # memory
 
-def check_memory(config, model, data, ranks, dtype, compiled, log):
-    """Log the memory that a rank needs, by purpose; raise CollectiveExit if it is not available."""
-    compiled = compiled and ranks.device.type == "cuda"  # on a CPU, compiling saves no memory
-    purposes = estimate_memory(config, model, data, ranks.world_size, dtype, compiled)
-    needed = sum(purposes.values())
-    if ranks.device.type == "cuda":
-        available = torch.cuda.mem_get_info(ranks.device)[0]
-    else:
-        available = memory_available()
-    listed = ", ".join(f"{name} {size / 2**20:,.0f}" for name, size in purposes.items() if size)
-    log(f"Memory, MiB: {listed}; total {needed / 2**20:,.0f} of {available / 2**20:,.0f}")
-    if distributed.max_over_ranks(int(needed > available), ranks):
-        raise CollectiveExit(
-            "Does not fit: lower batch_size (and raise gradient_accumulation_steps by the same "
-            "factor), set gradient_checkpointing: true, or lower block_size, n_layer or n_embd.")
+def device_memory(device):
+    """Return the available bytes of a GPU, or of the machine."""
+    return torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else memory_available()
 
 
-def estimate_memory(config, model, data, world_size, dtype, compiled):
-    """Return {purpose: bytes per rank}."""
-    params = list(model.parameters())
-    trained = sum(p.numel() for p in params if p.requires_grad)
-    in_float32 = sum(p.numel() for p in params if p.dtype == torch.float32)
+def check_memory(memory, available, ranks):
+    """Raise CollectiveExit if {purpose: bytes} is more than a rank has available."""
+    if distributed.max_over_ranks(int(sum(memory.values()) > available), ranks):
+        raise CollectiveExit(TOO_LARGE)
+
+
+def state_memory(config, model, world_size):
+    """Return {purpose: bytes per rank} of what exists between two steps, and of gradients."""
+    trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
     shards = world_size if config.distributed == "fsdp" else 1
     grad_copies = 2 if world_size > shards else 1  # the second one is in DDP's buckets
-    width = 4 if dtype == torch.float32 else 2  # bytes per activation
-    rows = config.micro_batch(world_size) * data.train.units_per_sample
-    logits = rows * data.spec.get("vocab_size", 0) * width
-    if compiled:
-        logits *= 2  # the logits and their gradient
-    elif hasattr(model, "head_weight") and not model.head_weight().requires_grad:
-        logits = 0  # computed in chunks: all logits are needed only for a gradient of the head
-    activations = config.n_layer * activations_per_token(config, width, compiled)
-    return {"weights": sum(p.nbytes for p in params) / shards,
-            "weights in 16 bits": 2 * in_float32 / shards if width == 2 else 0,
+    return {"weights": sum(p.nbytes for p in model.parameters()) / shards,
             "gradients": 4 * trained * grad_copies / shards,
-            "optimizer": (12 if config.ema else 8) * trained / shards,  # two moments, EMA weights
-            "activations": rows * width * activations,
-            "logits": logits}
+            "optimizer": (12 if config.ema else 8) * trained / shards}  # two moments, EMA weights
 
 
-def activations_per_token(config, width, compiled):
-    """Return how many values per token a GPT block saves for the backward pass.
+def activation_memory(model, loader, dtype):
+    """Return {purpose: bytes} of what exists during a micro-batch on a CPU: tensors of the step
+    besides weights and gradients, extrapolated from a part of it; tensors of the loader."""
+    device = torch.device("cpu")
+    with PeakMemory(model) as loading:
+        batch = loader.get_batch(device, 0)
 
-    width: bytes per value."""
-    C, hidden = config.n_embd, config.n_hidden or 4 * config.n_embd
-    if config.gradient_checkpointing == "true":
-        return C
-    kv = C * (config.n_kv_head or config.n_head) // config.n_head
-    norms = 4 * C  # inputs and outputs of two norms
-    attention = 2 * C + 2 * kv  # q, k, v and the output
-    if config.pos == "rope" or config.qk_norm:
-        attention += C + kv  # q and k before and after
-    mlp = (3 if config.mlp == "swiglu" else 2) * hidden
-    if not compiled:  # norms save the input in float32, SwiGLU saves the output of SiLU
-        norms += (1 if config.norm == "layer" else 3) * C * (4 // width)
-        mlp += hidden if config.mlp == "swiglu" else 0
-    return norms + attention + mlp
+    def measure_peak(n):
+        with PeakMemory(model) as memory:
+            for _ in range(2):  # the second time with gradients, as all but the first micro-batch
+                forward_backward(model, [t[:n] for t in batch], device, dtype)
+        gradients = sum(p.grad.nbytes for p in model.parameters() if p.grad is not None)
+        model.zero_grad(set_to_none=True)
+        return memory.peak - gradients
+    # Larger and larger batches, since small ones may be dominated by what does not depend on n.
+    end = time.perf_counter() + MAX_TIMING_SECONDS / 3
+    n, peak, per_sample = 1, measure_peak(1), 0.0
+    while 2 * n <= len(batch[0]) and time.perf_counter() < end and 8 * peak < memory_available():
+        larger = measure_peak(2 * n)
+        per_sample = (larger - peak) / n
+        n, peak = 2 * n, larger
+    peak += (len(batch[0]) - n) * per_sample
+    return dict(activations=MALLOC_FACTOR * peak, batches=MALLOC_FACTOR * loading.peak)
+
+
+class PeakMemory(TorchDispatchMode):
+    """Context that counts the bytes of new tensors: `live`, and the largest number, `peak`."""
+
+    def __init__(self, model):
+        super().__init__()
+        self.live = 0
+        self.peak = 0
+        self.known = {t.untyped_storage()._cdata for t in (*model.parameters(), *model.buffers())}
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        result = function(*args, **kwargs or {})
+        for tensor in tree_leaves(result):
+            if isinstance(tensor, torch.Tensor):
+                self.add(tensor.untyped_storage())
+        return result
+
+    def add(self, storage):
+        if storage._cdata not in self.known:
+            self.known.add(storage._cdata)
+            self.live += storage.nbytes()
+            self.peak = max(self.peak, self.live)
+            weakref.finalize(storage, self.remove, storage._cdata, storage.nbytes())
+
+    def remove(self, address, size):
+        self.known.discard(address)
+        self.live -= size
 
 
 # -----------------------------------------------------------------------------

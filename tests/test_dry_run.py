@@ -1,0 +1,56 @@
+"""The memory that --dry_run prints, beside the resident memory of real runs."""
+
+import json
+import re
+
+import pytest
+from processes import python
+
+SHAPE = ["--n_layer", "2", "--n_head", "4", "--n_embd", "256", "--n_hidden", "1024"]
+CASES = {
+    "gpt": ("config_test.yaml", "--batch_size=12", "--block_size=256", *SHAPE),
+    "chat": ("configs/chat.yaml", "--init_from=scratch", "--batch_size=12", "--block_size=512",
+             "--optimizer=adamw", *SHAPE),
+    "classifier": ("configs/classifier.yaml", "--batch_size=32", "--early_stopping_patience=0",
+                   "--early_stopping_metric=val_loss", "--early_stopping_mode=min", *SHAPE),
+    "moe": ("configs/moe.yaml", "--batch_size=128", *SHAPE)}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """Data for each of CASES, and the resident MiB of a run with hardly any model."""
+    folder = tmp_path_factory.mktemp("dry_run")
+    (folder / "text.txt").write_text("Once upon a time there was a file.\n" * 5000)
+    for command in (f"data.prepare {folder}/text.txt --tokenizer byte --out {folder}/gpt",
+                    f"data.prepare.chat example --tokenizer {folder}/gpt --out {folder}/chat",
+                    f"data.prepare.labels --example --tokenizer byte --out {folder}/classifier"):
+        assert python("-m", *command.split()).returncode == 0, command
+    tiny = ("config_test.yaml", "--batch_size=1", "--block_size=32", "--n_layer=1", "--n_embd=32",
+            "--n_head=2", "--n_hidden=32", "--gradient_accumulation_steps=1")
+    return folder, measure_run(folder, "gpt", tiny)
+
+
+def run(folder, name, case, *args):
+    config, *keys = case
+    data = folder / dict(moe="gpt").get(name, name)
+    done = python("run_train.py", "--config", f"train/{config}", "--data_dir", data,
+                  "--device=cpu", "--compile=false", "--sample_tokens=0", *keys, *args, merged=True)
+    assert done.returncode == 0, done.stdout
+    return done.stdout
+
+
+def measure_run(folder, name, case):
+    run(folder, name, case, "--max_iters=3", "--max_epochs=none", "--eval_interval=0",
+        "--eval_epochs=none", "--warmup_epochs=none", "--log_interval=1", "--resume=never",
+        "--out_dir", folder / "out")
+    records = map(json.loads, (folder / "out" / "metrics.jsonl").read_text().splitlines())
+    return max(r.get("memory_mib", 0) for r in records)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_the_estimate_is_what_a_run_needs(name, folder):
+    folder, tiny = folder
+    printed = run(folder, name, CASES[name], "--dry_run")
+    total = int(re.search(r"Memory, MiB: .* total ([\d,]+) of", printed)[1].replace(",", ""))
+    needed = measure_run(folder, name, CASES[name]) - tiny
+    assert total == pytest.approx(needed, rel=0.2)  # 0.1, and malloc differs between two runs
