@@ -285,7 +285,8 @@ def find_family(shape, path):
     kind = min(wrong, key=lambda k: len(wrong[k]))
     if wrong[kind]:
         raise CheckpointError(f"{path}: not supported by {FAMILIES[kind].architecture}: "
-                              f"{', '.join(wrong[kind])}")
+                              f"{', '.join(wrong[kind])}; to export, train with the values in "
+                              "parentheses")
     return kind
 
 
