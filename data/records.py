@@ -11,9 +11,11 @@
 Each record has a location, e.g. FILE:LINE, for messages.
 """
 
+import contextlib
 import csv
 import gzip
 import io
+import itertools
 import json
 import os
 import re
@@ -32,6 +34,7 @@ STDLIB_SKIP = {"test", "tests", "idle_test", "encodings", "pydoc_data", "site-pa
                "dist-packages", "__pycache__"}
 SOURCES = ("files (.jsonl, .json, .csv, .tsv, .parquet, also as .gz); Hugging Face datasets "
            "(OWNER/NAME, hf:NAME, hf:NAME:CONFIG, hf:NAME:CONFIG:SPLIT, or a folder)")
+READ_ERRORS = (ValueError, EOFError, RecursionError, zlib.error, csv.Error, OSError)
 EXTENSIONS = r"\.(jsonl|ndjson|json|csv|tsv|parquet|txt|md|gz|pt)$"
 
 
@@ -107,8 +110,10 @@ def parse_line(line):
         return json.loads(line.decode("utf-8"))
     except UnicodeDecodeError:
         raise ValueError("not UTF-8 text") from None
+    except json.JSONDecodeError as error:
+        raise ValueError(f"not valid JSON: {error.msg} (character {error.pos})") from None
     except ValueError as error:
-        raise ValueError(f"not valid JSON: {getattr(error, 'msg', error)}") from None
+        raise ValueError(f"not valid JSON: {error}") from None
     except RecursionError:
         raise ValueError("not valid JSON: nested too deeply") from None
 
@@ -125,19 +130,16 @@ def json_lines(stream, name):
 
 def json_values(stream, name):
     """Read a JSON file: a list of records, one record, or one per line."""
-    content = stream.read(MAX_JSON_BYTES).removeprefix(BOM)
-    if len(content) >= MAX_JSON_BYTES - len(BOM):
+    first = stream.readline(MAX_JSON_BYTES).removeprefix(BOM)
+    with contextlib.suppress(ValueError):
+        if isinstance(parse_line(first), dict):
+            yield from json_lines(itertools.chain([first], stream), name)
+            return
+    content = first + stream.read(MAX_JSON_BYTES)
+    if len(content) >= MAX_JSON_BYTES:
         raise ValueError("expected a list of records of less than 1 GB, or one record a line; "
                          "`jq -c '.[]' FILE > FILE.jsonl` makes lines of a list")
-    try:
-        values = json.loads(content.decode("utf-8"))
-    except RecursionError:
-        raise ValueError("not valid JSON: nested too deeply") from None
-    except ValueError as error:
-        if getattr(error, "msg", "") == "Extra data" and content.lstrip()[:1] == b"{":
-            yield from json_lines(io.BytesIO(content), name)
-            return
-        raise ValueError(f"not valid JSON: {error}") from None
+    values = parse_line(content)
     for i, record in enumerate(values if isinstance(values, list) else [values]):
         yield f"{name}: record {i}", record
 
@@ -230,7 +232,7 @@ def source_records(source, split, subset):
     except SetupError as error:
         missing = "" if os.path.exists(source) else "no such file; "
         raise DataError(f"{source}: {missing}{error}") from None
-    except (ValueError, EOFError, RecursionError, zlib.error, csv.Error, OSError) as error:
+    except READ_ERRORS as error:
         raise DataError(f"{source}: cannot be read: {error}") from None
 
 

@@ -120,14 +120,14 @@ OURS = r"[ab]"
 
 
 def contents(folder):
-    return {p.name: p.read_text() for p in folder.iterdir()}
+    return {p.name: p.read_text() for p in folder.iterdir() if p.name != "meta.json"}
 
 
 def fill(out, **files):
     with new_folder(out, OURS) as folder:
         for name, text in files.items():
-            with open(os.path.join(folder, name), "w") as f:
-                f.write(text)
+            Path(folder, name).write_text(text)
+        write_meta(folder, Meta("gpt", sources=["x"]))
 
 
 def test_a_folder_takes_the_place_of_another(tmp_path):
@@ -160,7 +160,7 @@ def test_meta_json_is_the_last_file_in_its_place(tmp_path, monkeypatch):
     (out / "notes").write_text("mine")
 
     def watched(source, target):
-        if ".tmp-" in str(source) and os.path.dirname(target) == str(out):
+        if ".out.tmp" in str(source) and os.path.dirname(target) == str(out):
             with pytest.raises(DataError, match="meta.json: its preparation was interrupted"):
                 read_meta(out)
             seen.append(os.path.basename(target))
@@ -230,27 +230,6 @@ def test_a_replacement_that_fails_can_be_repeated(tmp_path, monkeypatch):
     assert (out / "b").read_text() == "new" and read_meta(out).sources == ["new"]
 
 
-def test_two_at_once(tmp_path):
-    """Both end well, and what is there is one of the two, whole."""
-    code = """
-import sys
-from data.prepare.folders import new_folder
-for i in range(60):
-    with new_folder(sys.argv[1], "[ab]") as folder:
-        for name in "ab":
-            with open(f"{folder}/{name}", "w") as f:
-                f.write(f"{sys.argv[2]} {i}")
-"""
-    (tmp_path / "out").mkdir()
-    (tmp_path / "out" / "notes").write_text("mine")
-    both = [subprocess.Popen([sys.executable, "-c", code, str(tmp_path / "out"), name], cwd=REPO)
-            for name in ("one", "two")]
-    assert [p.wait(60) for p in both] == [0, 0]
-    found = contents(tmp_path / "out")
-    assert found["a"] == found["b"] and found["a"].endswith("59") and found["notes"] == "mine"
-    assert os.listdir(tmp_path) == ["out"]
-
-
 @pytest.mark.parametrize("number, raises", [(errno.EIO, True), (errno.EINVAL, False)])
 def test_a_disk_that_fails_is_told_a_file_system_without_sync_is_not(tmp_path, monkeypatch, number,
                                                                      raises):
@@ -261,13 +240,16 @@ def test_a_disk_that_fails_is_told_a_file_system_without_sync_is_not(tmp_path, m
         sync_folder(tmp_path)
 
 
-def test_a_folder_is_durable_before_its_name(tmp_path, monkeypatch):
-    seen, fsync, rename = [], os.fsync, os.rename
+def test_files_are_durable_before_their_names(tmp_path, monkeypatch):
+    seen, fsync, replace = [], os.fsync, os.replace
     monkeypatch.setattr(os, "fsync", lambda fd: (seen.append(os.fstat(fd).st_ino), fsync(fd)))
-    monkeypatch.setattr(os, "rename", lambda a, b: (seen.append("rename"), rename(a, b)))
+    monkeypatch.setattr(os, "replace", lambda a, b: (
+        seen.append(os.path.basename(b)), replace(a, b)))
     fill(tmp_path / "out", a="1", b="2")
-    assert seen == [*((tmp_path / "out" / n).stat().st_ino for n in os.listdir(tmp_path / "out")),
-                    "rename", tmp_path.stat().st_ino]
+    inodes = [(tmp_path / "out" / name).stat().st_ino for name in ("a", "b", "meta.json")]
+    renames = max(seen.index(inode) for inode in inodes), seen.index("a"), len(seen) - 1
+    assert list(renames) == sorted(renames) and seen[-1] == (tmp_path / "out").stat().st_ino
+    assert seen[-2] == "meta.json"
 
 
 @pytest.mark.parametrize("command", ["prepare", "chat", "labels", "features"])

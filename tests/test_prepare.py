@@ -9,7 +9,6 @@ import os
 import random
 import re
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -25,7 +24,8 @@ from data.meta import read_meta
 from data.prepare import corpora, encode, ensure_dataset, main, prepare
 from data.prepare import sources as sources_module
 from data.prepare.corpora import CORPORA
-from data.prepare.sources import File
+from data.prepare.folders import new_folder
+from data.prepare.sources import Documents
 from data.rows import documents_in_val
 from data.token_files import find_files
 from data.tokenizer import load_dataset_tokenizer, load_tokenizer
@@ -65,9 +65,19 @@ def both(folder):
     return np.concatenate([tokens(folder, s) for s in ("train", "val")])
 
 
-def cut(path):
-    """The pieces of a text file."""
-    return encode.cut_file(File(str(path), str(path), "", False))
+def collect(path, folder):
+    """The Documents of a file."""
+    documents = Documents(str(folder / encode.TEXT))
+    options = prepare_module.Options([str(path)], field=["text"], separator=None)
+    assert documents.add_file(str(path), options, False, False) == ([], False)
+    documents.file.close()
+    return documents
+
+
+def cut(path, folder):
+    """The pieces of a text file, all for training."""
+    documents = collect(path, folder)
+    return list(encode.cut_pieces(documents, [False] * len(documents.ends), documents.size))
 
 
 def jsonl(path, texts, field="text"):
@@ -238,7 +248,7 @@ def test_pieces_change_no_token(gpt2, tmp_path, monkeypatch):
     (tmp_path / "a.txt").write_text(mixed_text(2000), newline="")
     whole = quiet([tmp_path / "a.txt"], tmp_path / "o", tokenizer="gpt2")
     monkeypatch.setattr(encode, "PIECE_BYTES", 1000)
-    assert len(cut(tmp_path / "a.txt")) > 50
+    assert len(cut(tmp_path / "a.txt", tmp_path)) > 50
     assert quiet([tmp_path / "a.txt"], tmp_path / "p", tokenizer="gpt2") == whole
 
 
@@ -246,9 +256,10 @@ def test_pieces_change_no_token(gpt2, tmp_path, monkeypatch):
 def test_text_without_places_to_cut(tmp_path, monkeypatch, content):
     (tmp_path / "a.txt").write_text(content, newline="")
     monkeypatch.setattr(encode, "PIECE_BYTES", 1001)
-    pieces = cut(tmp_path / "a.txt")
+    pieces = cut(tmp_path / "a.txt", tmp_path)
     assert len(pieces) > 5
-    parts = [encode.read_texts(piece, ["text"])[0][0] for piece in pieces]
+    with open(tmp_path / encode.TEXT, "rb") as f:
+        parts = [encode.read_piece(f, piece) for piece in pieces]
     assert "".join(parts) == content  # each is whole characters
     assert [p.opens for p in pieces] == [True] + [False] * (len(pieces) - 1)
     assert [p.closes for p in pieces] == [False] * (len(pieces) - 1) + [True]
@@ -258,15 +269,21 @@ def test_cut_at_every_place(tmp_path, monkeypatch):
     """The split may fall anywhere among the pieces; a document is counted where it begins."""
     (tmp_path / "a.txt").write_text("ab cd ef gh " * 900)
     monkeypatch.setattr(encode, "PIECE_BYTES", 500)
-    pieces = cut(tmp_path / "a.txt")
     meta = quiet([tmp_path / "a.txt"], tmp_path / "o")
     assert [meta["splits"][s]["documents"] for s in ("train", "val")] == [1, 0]
-    jobs, _ = encode.plan_split([(p, np.array([p.size])) for p in pieces], 0.1, None)
-    for place in sorted({p.end for p in pieces})[:3] + [777]:
-        plan = encode.Plan(str(tmp_path / "o"), ["text"], 0.1, place, "uint16", False)
-        parts = [encode.encode_batch([job], plan)[0] for job in jobs]
-        assert sum(len(p["train"][0]) for p in parts) == 2 * place
+    documents = collect(tmp_path / "a.txt", tmp_path / "o")
+    for place in [p.end for p in cut(tmp_path / "a.txt", tmp_path)][:3] + [777]:
+        pieces = list(encode.cut_pieces(documents, [False], place))
+        parts = [encode.encode_pieces([piece], str(tmp_path / "o"), False) for piece in pieces]
+        assert sum(len(p["train"][0]) for p in parts) == place
         assert [sum(p[s][1] for p in parts) for s in ("train", "val")] == [1, 0]
+
+
+def test_a_cut_between_characters(tmp_path):
+    for n in range(10, 16):  # a cut falls within each of the two or three bytes
+        (tmp_path / "a.txt").write_text("é世" * n)
+        quiet([tmp_path / "a.txt"], tmp_path / "o", tokenizer="char", force=True)
+        assert load_dataset_tokenizer(tmp_path / "o").decode(both(tmp_path / "o")) == "é世" * n
 
 
 @pytest.mark.parametrize("sizes, fraction, documents", [
@@ -306,7 +323,7 @@ def test_any_number_of_processes_gives_the_same(tmp_path, forked):
     metas = [quiet([tmp_path / "src"], tmp_path / f"o{n}", tokenizer="char", num_proc=n)
              for n in (1, 3)]
     assert metas[0] == metas[1]
-    assert len(cut(tmp_path / "src" / "big.txt")) > 1
+    assert len(cut(tmp_path / "src" / "big.txt", tmp_path)) > 1
 
 
 @linux
@@ -408,11 +425,13 @@ def test_standard_input(tmp_path, content, expected):
 
 
 @pytest.mark.parametrize("name, content, message", [
-    ("a.json", '"just a string"', "expected a list of records"),
-    ("a.json", "[1, 2]", "expected a list of records"), ("a.json", '[{"text": "x"', "delimiter"),
-    ("a.json", '{"a":\n {"b": 1}}', "a.json:1: not valid JSON"), ("a.csv", "body\nx\n", "'body'"),
-    ("a.csv", b"text\n\xff\n", "can't decode"), ("a.txt.gz", "plain", "gzipped"),
-    ("a.txt.gz", gzip.compress(random.Random(0).randbytes(9000), mtime=0)[:5000], "end-of-stream")])
+    ("a.json", '"just a string"', "expected an object"),
+    ("a.json", "[1, 2]", "expected an object"), ("a.json", '[{"text": "x"', "delimiter"),
+    ("a.json", '{"a":\n {"b": 1}}', "a.json: record 0: no field 'text'"),
+    ("a.csv", "body\nx\n", "'body'"), ("a.csv", b"text\n\xff\n", "can't decode"),
+    ("a.txt.gz", "plain", "gzipped"),
+    ("a.txt.gz", gzip.compress(random.Random(0).randbytes(9000).hex().encode(), mtime=0)[:5000],
+     "end-of-stream")])
 def test_records_that_cannot_be_read(tmp_path, name, content, message):
     (tmp_path / name).write_bytes(content if isinstance(content, bytes) else content.encode())
     code, _, err = run(tmp_path / name, "--out", tmp_path / "o")
@@ -436,7 +455,7 @@ def test_what_folders_hold(tmp_path, monkeypatch):
     for name in ("tables", "packed", "nulls", "never"):
         (tmp_path / name).mkdir()
     (tmp_path / "tables" / "a.csv").write_text("body\nx\n")
-    with pytest.raises(DataError, match="tables: a folder without text.*skipped: .*a.csv$"):
+    with pytest.raises(DataError, match="tables: no text; skipped: .*a.csv$"):
         quiet([tmp_path / "tables"], tmp_path / "o")
     (tmp_path / "packed" / "a.jsonl.gz").write_bytes(gzip.compress(b'{"body": "x"}\n'))
     with pytest.raises(DataError, match="a.jsonl.gz:1: no field 'text'"):
@@ -552,7 +571,7 @@ def test_bpe(tmp_path, forked):
 @pytest.mark.parametrize("options, message", [
     (["--tokenizer", "bpe"], "vocab_size: goes with tokenizer bpe"),
     (["--vocab_size", "500"], "vocab_size: goes with tokenizer bpe"),
-    (["--tokenizer", "bpe", "--vocab_size", "256"], "vocab_size: 256 is out of range")])
+    (["--tokenizer", "bpe", "--vocab_size", "256"], "must be at least 257")])
 def test_bpe_options(tmp_path, capsys, options, message):
     (tmp_path / "a.txt").write_text("hello world")
     assert main([str(tmp_path / "a.txt"), "--out", str(tmp_path / "o"), *options]) == 2
@@ -649,22 +668,6 @@ def test_corpora_have_their_files():
         assert [int(re.search(r"\d+", n)[0]) for n in names] == list(range(first, first + count))
 
 
-def test_a_file_that_cannot_be_read_is_named(tmp_path, monkeypatch):
-    files = [File(str(path), str(path), "", False) for path in (tmp_path / "a.txt",
-                                                                tmp_path / "b.txt")]
-    for file in files:
-        Path(file.path).write_text("a b c")
-    real = encode.cut_file
-
-    def cut(file):
-        if file.name.endswith("b.txt"):
-            raise PermissionError(13, "Permission denied")
-        return real(file)
-    monkeypatch.setattr(encode, "cut_file", cut)
-    pieces, binary, problems = encode.cut_files(files)
-    assert pieces and not binary and problems == [(files[1].name, "Permission denied")]
-
-
 @pytest.fixture
 def hub(tmp_path, monkeypatch):
     """A hub without data sets, and an empty cache."""
@@ -753,28 +756,25 @@ def test_all_problems_in_one_message(tmp_path):
     code, stdout, stderr = run(
         *(tmp_path / name for name in ("nope.txt", "empty.txt", "latin.txt", "folder", "binary",
                                        "d.jsonl")), "--out", tmp_path / "o",
-        "--tokenizer", "gtp2", "--val_fraction", "0.9", "--num_proc", "0")
+        "--tokenizer", "gtp2")
     assert code == 2 and stdout == "" and "Traceback" not in stderr
     lines = stderr.replace(str(tmp_path) + os.sep, "").splitlines()
-    assert lines[0] == "data.prepare: 12 problems"
+    assert lines[0] == "data.prepare: 9 problems"
     for expected in (
-            "nope.txt: no such file or folder", "empty.txt: empty",
-            "latin.txt (byte 3): not UTF-8 text; give text, or convert",
-            "folder: a folder without text files", "d.jsonl:3: field 'text' is a int",
-            "binary: a folder without text files; skipped: binary/x",
+            "nope.txt: no such file or folder", "empty.txt, folder: no text",
+            "latin.txt: not UTF-8 text; give text, or convert",
+            "d.jsonl:3: field 'text' is a int",
+            "binary: no text; skipped: binary/x",
             "d.jsonl:4: no field 'text'; its fields are 'body'", "d.jsonl:5: expected an object",
-            "d.jsonl:6: not valid JSON", "val_fraction: 0.9", "num_proc: 0 is out",
-            "did you mean gpt2"):
+            "d.jsonl:6: not valid JSON", "did you mean gpt2"):
         assert sum(expected in line for line in lines) == 1, expected
     assert not (tmp_path / "o").exists()
 
 
-def test_line_numbers_across_pieces(tmp_path, monkeypatch):
-    monkeypatch.setattr(encode, "PIECE_BYTES", 1000)
+def test_line_numbers(tmp_path):
     lines = [json.dumps({"text": "x" * (i % 100)}) for i in range(1000)]
     lines[-3] = "{"
     (tmp_path / "d.jsonl").write_text("\n".join(lines))
-    assert len(cut(tmp_path / "d.jsonl")) > 10
     with pytest.raises(ValueError, match=r"^[^\n]*d\.jsonl:998: not valid JSON[^\n]*$"):
         quiet([tmp_path / "d.jsonl"], tmp_path / "o")
 
@@ -794,7 +794,7 @@ def test_problems_alike_are_one_line(tmp_path):
         quiet([tmp_path / "d.jsonl"], tmp_path / "o", num_proc=1)  # and soon
 
 
-@pytest.mark.parametrize("content, message", [("", "empty"), ("abc", "3 characters")])
+@pytest.mark.parametrize("content, message", [("", "no text"), ("abc", "3 bytes")])
 def test_too_little_text(tmp_path, capsys, content, message):
     (tmp_path / "a.txt").write_text(content)
     assert main([str(tmp_path / "a.txt"), "--out", str(tmp_path / "o")]) == 2
@@ -803,12 +803,19 @@ def test_too_little_text(tmp_path, capsys, content, message):
 
 @pytest.mark.parametrize("args", [[], ["a.txt", "--dataset", "stdlib"], ["a.txt", "--input", "x"],
                                   ["a.txt", "--tok", "byte"], ["a.txt", "--mirror", "x"],
-                                  ["--dataset", "stdlib", "--shards=1"],
-                                  ["--dataset", "tinystories", "--shards", "0"]])
+                                  ["--dataset", "stdlib", "--shards=1"]])
 def test_wrong_command_lines(args, capsys):
     with pytest.raises(SystemExit) as e:
         main(args)
     assert e.value.code == 2 and "usage" in capsys.readouterr().err
+
+
+def test_numbers_out_of_range_are_one_message(capsys):
+    assert main(["--dataset", "tinystories", "--shards", "0", "--val_fraction", "0.9",
+                 "--num_proc", "0", "--num_samples", "0"]) == 2
+    err = capsys.readouterr().err
+    assert all(f"--{name}: " in err for name in ("shards", "val_fraction", "num_proc",
+                                                 "num_samples"))
 
 
 def test_an_unknown_dataset_is_refused_with_the_known_ones(capsys):
@@ -862,20 +869,6 @@ def test_other_peoples_folders_are_left_alone(tmp_path, capsys):
     assert sorted(os.listdir(tmp_path)) == ["a.txt", "b.txt", "c", "o"]
 
 
-def test_a_file_that_changes_meanwhile(tmp_path, monkeypatch):
-    (tmp_path / "a.txt").write_text("hello world " * 50)
-    real = encode.plan_split
-
-    def grow(*args):
-        (tmp_path / "a.txt").write_text("hällo world " * 50)
-        return real(*args)
-
-    monkeypatch.setattr(encode, "plan_split", grow)
-    with pytest.raises(ValueError, match=r"a\.txt: it changed"):
-        quiet([tmp_path / "a.txt"], tmp_path / "o")
-    assert os.listdir(tmp_path) == ["a.txt"]
-
-
 # --- processes, signals, kills
 
 @pytest.fixture(scope="module")
@@ -892,7 +885,7 @@ def big(tmp_path_factory):
 def writing(process, folder):
     """Waits until the second pass has begun to write, and returns the pids of the workers."""
     for _ in range(1200):
-        if any(p.stat().st_size for p in Path(folder).glob(".o.tmp-*/train.bin")):
+        if any(p.stat().st_size for p in Path(folder).glob(".o.tmp/train.bin")):
             children = Path(f"/proc/{process.pid}/task/{process.pid}/children")
             return [int(pid) for pid in children.read_text().split()]
         assert process.poll() is None, process.communicate()
@@ -926,7 +919,7 @@ def test_stopped_midway(big, tmp_path, name, code):
     assert not any(map(alive, workers))
     left = os.listdir(tmp_path)
     if name == "SIGKILL":  # what it left is hidden, and goes with the next run
-        assert len(left) == 1 and left[0].startswith(".o.tmp-")
+        assert left == [".o.tmp"]
         (tmp_path / "a.txt").write_text("hello world")
         quiet([tmp_path / "a.txt"], tmp_path / "o")
         assert sorted(os.listdir(tmp_path)) == ["a.txt", "o"]
@@ -934,20 +927,13 @@ def test_stopped_midway(big, tmp_path, name, code):
         assert left == [] and "Traceback" not in stderr
 
 
-def test_only_what_nobody_works_in_is_cleared(tmp_path):
+def test_one_process_at_a_time_prepares_a_folder(tmp_path, capsys):
     (tmp_path / "a.txt").write_text("hello world")
-    host = socket.gethostname()
-    names = {f".o.tmp-{host}-{os.getpid()}": False, f".o.tmp-{host}-{os.getppid()}": True,
-             ".o.tmp-elsewhere-7": True,
-             ".o.tmp-elsewhere-8": True, f".o2.tmp-{host}-999999999": True,
-             f".o.tmp-{host}-999999999": False}
-    for name in names:
-        (tmp_path / name).mkdir()
-        (tmp_path / name / "train.bin").write_bytes(b"xx")
-    quiet([tmp_path / "a.txt"], tmp_path / "o")
-    left = {n for n in names if names[n]}  # those of other machines are left alone
-    assert {name for name in names if (tmp_path / name).exists()} == left
-    assert (tmp_path / "o" / "train.bin").stat().st_size > 2
+    with new_folder(str(tmp_path / "o"), "x") as folder:
+        Path(folder, "meta.json").write_text("{}")
+        assert main([str(tmp_path / "a.txt"), "--out", str(tmp_path / "o")]) == 2
+        assert f".o.tmp is in use by pid {os.getpid()}" in capsys.readouterr().err
+    assert sorted(os.listdir(tmp_path)) == ["a.txt", "o"]
 
 
 def test_a_dead_worker_is_reported(forked):
@@ -971,9 +957,10 @@ def test_progress(monkeypatch):
         progress = sources_module.Progress("reading", 100)
         progress.add(1)
         assert screen.getvalue() == ""  # not at once
+        progress.start -= 60
         progress.shown -= 60
         progress.add(49)
-        assert "reading:  50% of" in screen.getvalue()
+        assert "reading: 0 MB, 0.0 MB/s, 50%, 60 s to go" in screen.getvalue()
         progress.finish()
         assert screen.getvalue().endswith(ends)
         assert ("\r" in screen.getvalue()) == tty

@@ -2,8 +2,8 @@
 
     python -m data.prepare my.txt notes/ more.jsonl --out data/bin/mine
 
-sources.py finds and unpacks the sources, encode.py splits and encodes the text. The files are
-written to a temporary folder, which replaces the output folder at the end (folders.py).
+sources.py finds the sources and copies the text of all documents to one file, encode.py splits and
+encodes it. The files are written to a temporary folder and moved at the end (folders.py).
 """
 
 import os
@@ -12,25 +12,24 @@ import shlex
 import shutil
 import time
 from dataclasses import dataclass, replace
-from importlib.util import find_spec
 
 from data.hub import TRUSTED_URL
 from data.meta import Meta, write_meta
 from data.prepare import encode
 from data.prepare.corpora import CORPORA, download_corpus, prepare_tokens, shakespeare
 from data.prepare.folders import new_folder, overwrite_problems
-from data.prepare.sources import STDLIB, find_files, source_name
-from data.records import is_saved, raise_problems
+from data.prepare.sources import STDLIB, read_sources, source_name
+from data.records import raise_problems
 from data.rows import id_dtype
 from data.tokenizer import MAX_VOCAB, CharTokenizer, open_tokenizer, write_tokenizer
 from train.base.cli import run_command
-from train.base.errors import DataError, UsageError, echo
+from train.base.errors import DataError, UsageError, echo, require
 from train.base.fields import key
 from train.base.files import exclusive_lock
 
-# Bytes of text that one process handles in about a second; more are distributed.
-QUICK_BYTES = 64 << 20      # reading, and encoding as bytes or characters
-QUICK_BPE_BYTES = 8 << 20   # byte pair encoding
+# Bytes of text that one process encodes in about a second; more are distributed.
+QUICK_BYTES = 64 << 20      # as bytes or characters
+QUICK_BPE_BYTES = 8 << 20   # by byte pair encoding
 MAX_VAL_BYTES = 10_000_000  # of the validation split by default
 BPE_BYTES = 500_000_000     # of the text from which a tokenizer is trained
 FILES = r"(train|val)\.bin"
@@ -48,30 +47,32 @@ class Options:
     out: str = key("", "where to write (default: data/bin/ and the name of the first source)",
                    metavar="FOLDER")
     force: bool = key(False, "replace data from other sources in that folder")
-    num_proc: int | None = key(None, "number of processes (default: by the size of the text)")
+    num_proc: int | None = key(None, "number of processes (default: by the size of the text)",
+                              ge=1)
     field: list[str] = key(
         [], "field of records with the text (default: text); if given several times, the fields "
         "are joined by newlines", group="text", text=True)
     separator: str = key(
         None, "the line between documents in text files; \"\": blank lines (default: a file is one "
         "document)", group="text", metavar="LINE")
-    num_samples: int | None = key(None, "use the first N documents only", group="text")
+    num_samples: int | None = key(None, "use the first N documents only", group="text",
+                                 ge=1)
     val_fraction: float | None = key(
         None, "fraction of the text for validation: documents chosen by a hash, or the end of the "
-        "text if there are few (default: 0.1, at most 10 MB)", group="text")
+        "text if there are few (default: 0.1, at most 10 MB)", group="text", gt=0, le=0.5)
     tokenizer: str = key(
         "", "byte (any text, 257 tokens), char (one token per character), gpt2 (50,257 tokens; 0.8 "
         "MB downloaded once), bpe (trained on the text, with --vocab_size; needs rustbpe), a rank "
         "file in tiktoken's format, or a prepared folder, Hugging Face model or checkpoint with "
         "the same tokenizer (default: byte)", group="tokens", metavar="NAME")
     vocab_size: int | None = key(None, "tokens of --tokenizer bpe, including the end of text",
-                                 group="tokens")
+                                 group="tokens", ge=257, le=MAX_VOCAB)
     dataset: str = key(
         "", "stdlib (of this Python), shakespeare (1.1 MB), fineweb10B and fineweb_edu (20 GB of "
         "GPT-2's tokens each, ready to train on), openwebtext (24 GB), tinystories (2.2 GB); the "
         "last four need the package huggingface_hub", group="known text, instead of sources",
         choices=("", "stdlib", "shakespeare", *CORPORA))
-    shards: int | None = key(None, "the first N training files of a dataset only",
+    shards: int | None = key(None, "the first N training files of a dataset only", ge=1,
                              group="known text, instead of sources")
     mirror: str = key("", "https:// address of a mirror of huggingface.co", metavar="URL",
                       group="known text, instead of sources")
@@ -92,91 +93,48 @@ def count_processes(num_proc, size, quick_bytes):
     return min(len(cores), size // encode.PIECE_BYTES)
 
 
-def check_options(o):
-    """Return (tokenizer or `None`, problems) of the options."""
-    problems = overwrite_problems(o.out, "gpt", o.sources, o.force)
-    if o.val_fraction is not None and not 0 < o.val_fraction <= 0.5:
-        problems.append(("val_fraction", f"{o.val_fraction} is not within 0 < F <= 0.5"))
-    for name in ("num_proc", "num_samples"):
-        if (value := getattr(o, name)) is not None and value < 1:
-            problems.append((name, f"{value} is out of range; expected 1 or more"))
+def choose_tokenizer(o):
+    """Return (tokenizer or `None` if it is made from the text, problems)."""
+    problems = []
     if (o.tokenizer == "bpe") != (o.vocab_size is not None):
         problems.append(("vocab_size", "goes with tokenizer bpe, and with no other: give both"))
-    elif o.vocab_size is not None and not 257 <= o.vocab_size <= MAX_VOCAB:
-        problems.append(("vocab_size", f"{o.vocab_size} is out of range; expected 257 (bytes and "
-                         f"end-of-text) to {MAX_VOCAB:,}"))
-    if o.tokenizer == "bpe" and find_spec("rustbpe") is None:
-        problems.append(("tokenizer bpe", "needs the package rustbpe: pip install rustbpe"))
-    tokenizer = None
     try:
-        if o.tokenizer not in ("char", "bpe"):
-            tokenizer = open_tokenizer(o.tokenizer)
+        if o.tokenizer == "bpe":
+            require("rustbpe", "tokenizer bpe")
+        return None if o.tokenizer in ("char", "bpe") else open_tokenizer(o.tokenizer), problems
     except ValueError as error:
-        problems.append((str(error), ""))
-    return tokenizer, problems
+        return None, [*problems, (str(error), "")]
 
 
-def survey_sources(o, folder):
-    """The first pass: return ([(piece, characters of each text)], tokenizer, names of copies,
-    names of skipped files). Raises DataError with all problems of options and text."""
-    tokenizer, problems = check_options(o)
-    unpacked = os.path.join(folder, "unpacked")
-    os.mkdir(unpacked)
-    files, copies, skipped, file_problems = find_files(
-        o.sources, os.path.abspath(o.out), unpacked, o.field, o.num_samples, o.separator)
-    pieces, binary, unreadable = encode.cut_files(files)
-    problems += file_problems + unreadable
-    size = sum(piece.size for piece in pieces)
-    if size > QUICK_BYTES:
-        raise_problems(problems)  # of a smaller text, also report the problems in it
-    n_workers = 1 if problems else count_processes(o.num_proc, size, QUICK_BYTES)
-    sized_pieces, chars, not_text, text_problems = encode.survey(
-        pieces, o.field, o.tokenizer == "char", o.num_samples, n_workers)
-    problems += text_problems
-    skipped += binary + not_text
-    problems += empty_folders(o.sources, pieces, not_text, skipped, problems)
-    total = sum(int(sizes.sum()) for _, sizes in sized_pieces)
-    if total < 4 and not problems:
-        problems = [(", ".join(o.sources), f"{total} characters of text; too little to split")]
-    raise_problems(problems)
+def make_tokenizer(o, documents):
+    """Return a tokenizer made from the text: char or bpe."""
     if o.tokenizer == "bpe":
-        texts = encode.sample_texts(sized_pieces, o.field, BPE_BYTES)
-        tokenizer = encode.train_bpe(texts, o.vocab_size)
-    elif o.tokenizer == "char":
-        # A newline separates documents.
-        chars |= {"\n"} if sum(p.closes * len(sizes) for p, sizes in sized_pieces) > 1 else set()
-        tokenizer = CharTokenizer("".join(sorted(chars)))
-    return sized_pieces, tokenizer, copies, skipped
+        return encode.train_bpe(encode.sample_texts(documents, BPE_BYTES), o.vocab_size)
+    separator = {"\n"} if len(documents.ends) > 1 else set()
+    return CharTokenizer("".join(sorted(documents.chars | separator)))
 
 
-def empty_folders(sources, pieces, not_text, skipped, problems):
-    """Return [(folder, problem)] of the sources that are folders without text."""
-    folders = {source for source in sources if os.path.isdir(source) and not is_saved(source)}
-    folders -= {p.file.folder for p in pieces if p.file.name not in not_text}
-    folders -= {where for where, _ in problems}
-    examples = f"; skipped: {', '.join(skipped[:3])}" if skipped else ""
-    return [(folder, f"a folder without text files{examples}") for folder in sorted(folders)]
-
-
-def write_tokens(o, sized_pieces, tokenizer, folder):
-    """The second pass: write the token files to `folder` and return the Meta."""
-    size = sum(piece.size for piece, _ in sized_pieces)
-    fraction = o.val_fraction or min(0.1, MAX_VAL_BYTES / size)
-    jobs, cut = encode.plan_split(sized_pieces, fraction, o.num_samples)
-    dtype = id_dtype(tokenizer.n_vocab)
-    meta = Meta("gpt", dtype.name, **write_tokenizer(folder, tokenizer), sources=o.sources)
+def write_tokens(o, documents, tokenizer, folder):
+    """Write the token files to `folder` and return the Meta."""
+    fraction = o.val_fraction or min(0.1, MAX_VAL_BYTES / documents.size)
+    in_val, cut = encode.choose_split(documents, fraction)
+    meta = Meta("gpt", id_dtype(tokenizer.n_vocab).name, **write_tokenizer(folder, tokenizer),
+                sources=o.sources)
     write_meta(folder, meta)  # worker processes read the tokenizer from this folder
-    several = sum(job.piece.closes * len(job.sizes) for job in jobs) > 1
-    plan = encode.Plan(folder, o.field, fraction, cut, dtype,
-                       newline=several and tokenizer.eot_token is None)
+    newline = len(documents.ends) > 1 and tokenizer.eot_token is None
     quick_bytes = QUICK_BYTES if tokenizer.kind in ("byte", "char") else QUICK_BPE_BYTES
-    n_workers = count_processes(o.num_proc, sum(job.size for job in jobs), quick_bytes)
-    meta.splits = encode.write_splits(jobs, plan, n_workers)
+    try:
+        meta.splits = encode.write_splits(
+            encode.cut_pieces(documents, in_val, cut), folder, documents.size, newline,
+            count_processes(o.num_proc, documents.size, quick_bytes))
+    except DataError as error:
+        raise DataError(f"{', '.join(o.sources)[:200]}: {error}") from None
     raise_problems([(", ".join(o.sources), f"{part['tokens']} token for {name}; too little text")
                     for name, part in meta.splits.items() if part["tokens"] < 2])
+    by = "document" if cut == documents.size else "tail"
     meta.extra = {"fields": o.field, "num_samples": o.num_samples,
-                  "val": {"fraction": fraction, "by": "document" if cut is None else "tail"}}
-    shutil.rmtree(os.path.join(folder, "unpacked"))
+                  "val": {"fraction": fraction, "by": by}}
+    os.unlink(documents.path)
     write_meta(folder, meta)
     return meta
 
@@ -188,9 +146,14 @@ def prepare(sources, out, tokenizer="byte", log=echo, **options):
     o = Options([os.path.expanduser(source) for source in sources], os.path.expanduser(out),
                 tokenizer=tokenizer or "byte", **options)
     o.field = [o.field] if isinstance(o.field, str) else list(o.field) or ["text"]
+    tokenizer, problems = choose_tokenizer(o)
+    problems += overwrite_problems(o.out, "gpt", o.sources, o.force)
     with new_folder(o.out, FILES) as folder:
-        sized_pieces, tokenizer, copies, skipped = survey_sources(o, folder)
-        meta = write_tokens(o, sized_pieces, tokenizer, folder)
+        documents, copies, skipped = read_sources(o, os.path.join(folder, encode.TEXT), problems)
+        if documents.size < 4:
+            raise DataError(f"{', '.join(o.sources)}: {documents.size} bytes of text; too little "
+                            "to split")
+        meta = write_tokens(o, documents, tokenizer or make_tokenizer(o, documents), folder)
     report(meta, o.out, copies, skipped, time.monotonic() - start, log)
     return meta.to_dict()
 
@@ -269,8 +232,6 @@ def check_arguments(o):
         raise UsageError(f"--mirror and --shards go with --dataset {', '.join(CORPORA)}")
     if o.mirror and not re.match(TRUSTED_URL, o.mirror):
         raise UsageError(f"--mirror {o.mirror}: expected https://")
-    if o.shards is not None and o.shards < 1:
-        raise UsageError("--shards: expected 1 or more")
     if o.dataset in CORPORA and CORPORA[o.dataset].tokens and (
             o.field or o.separator is not None or o.num_samples or o.val_fraction or o.vocab_size):
         raise DataError(f"dataset {o.dataset}: comes as tokens, already split; of these options "

@@ -1,6 +1,7 @@
 """Known data sets by name: python -m data.prepare --dataset NAME."""
 
 import contextlib
+import hashlib
 import os
 import time
 from typing import NamedTuple
@@ -8,7 +9,6 @@ from typing import NamedTuple
 from data.hub import HUB, download, fetch_file
 from data.meta import Meta, write_meta
 from data.prepare.folders import overwrite_problems
-from data.prepare.sources import file_hash
 from data.records import raise_problems
 from data.token_files import open_shard
 from data.tokenizer import open_tokenizer, write_tokenizer
@@ -48,7 +48,9 @@ def shakespeare(path):
     if path and not os.path.isfile(path):
         raise DataError(f"{path}: no such file; --input names a copy of {SHAKESPEARE_URL}")
     if os.path.isfile(target):
-        if (digest := file_hash(target)) != SHAKESPEARE_SHA256:
+        with open(target, "rb") as f:
+            digest = hashlib.sha256(f.read()).hexdigest()
+        if digest != SHAKESPEARE_SHA256:
             raise DataError(f"{target}: not the tiny-shakespeare text: its sha256 is {digest}, "
                             f"expected {SHAKESPEARE_SHA256}; give text of your own as a SOURCE")
         return target

@@ -1,79 +1,59 @@
-"""Sources of text: files of plain text (one document each) or JSON Lines (one document per line).
+"""Sources of text, and the documents in them.
 
-These two are read in place. Compressed files, JSON lists, tables and standard input are unpacked
-first, so that several processes can read pieces of a file, in two passes.
+The text of all documents is copied to one file, so that all problems, the characters and the split
+are known before a token is written, and several processes can encode pieces of it.
 """
 
-import csv
 import hashlib
 import io
-import itertools
-import json
 import os
 import sys
 import sysconfig
 import time
-import zlib
-from collections import Counter
-from typing import NamedTuple
+from array import array
 
 from data.records import (
     MANY,
+    READ_ERRORS,
     STDLIB_SKIP,
+    check_columns,
     is_hub_name,
     is_jsonl,
     is_saved,
     open_bytes,
+    raise_problems,
     records,
     walk,
 )
-from train.base.errors import SetupError
+from data.tokenizer_types import clean
 
 READ_BYTES = 1 << 20
 STDLIB = "dataset:stdlib"  # a source that is no path: the library of this Python
-BOM_AND_SPACE = b"\xef\xbb\xbf \t\r\n"
-
-
-class File(NamedTuple):
-    """A file of plain text or JSON Lines."""
-    name: str       # for messages
-    path: str       # of the text: this file, or the unpacked one
-    folder: str     # the source in which it was found; "" if the file is a source
-    records: bool   # JSON Lines
-
-
-class BadRecords(Exception):
-    """[(location, problem)] of the records of one file."""
 
 
 class Progress:
     """Progress of a pass on stderr: one updating line on a terminal, otherwise a line every ten
     seconds."""
 
-    def __init__(self, task, total=0, scale=1e6, unit="MB"):
+    def __init__(self, task, total=0):
         self.task = task
-        self.total = total  # 0: unknown
-        self.scale = scale
-        self.unit = unit
+        self.total = total  # bytes; 0: unknown
         self.done = 0
         self.tty = sys.stderr.isatty()
-        self.start = time.monotonic()
-        self.shown = self.start - (0 if self.tty else 5)  # the first line after five seconds
+        self.start = self.shown = time.monotonic()
 
     def add(self, size):
-        """Count `size` more, and print if the last line is old enough."""
+        """Count `size` more bytes, and print if the last line is old enough."""
         self.done += size
         now = time.monotonic()
         if now - self.shown < (0.2 if self.tty else 10):
             return
         self.shown = now
         rate = self.done / (now - self.start)
-        speed = f"{rate / self.scale:,.1f} {self.unit}/s"
-        text = f"{self.task}: {self.done / self.scale:,.0f} {self.unit}, {speed}"
+        text = f"{self.task}: {self.done / 1e6:,.0f} MB, {rate / 1e6:,.1f} MB/s"
         if self.total:
-            text = (f"{self.task}: {100 * self.done / self.total:3.0f}% of "
-                    f"{self.total / self.scale:,.0f} {self.unit}, {speed}, "
-                    f"{(self.total - self.done) / rate:.0f} s to go")
+            text += (f", {100 * self.done / self.total:.0f}%, "
+                     f"{(self.total - self.done) / rate:.0f} s to go")
         print(f"\r{text}\x1b[K" if self.tty else text, end="" if self.tty else "\n",
               file=sys.stderr, flush=True)
 
@@ -86,73 +66,16 @@ class Progress:
 # -----------------------------------------------------------------------------
 # finding files
 
-def find_source(source, skipped_folder):
+def find_files(source, skipped_folder):
     """Return ([paths], problem or "") of one source."""
     if source == STDLIB:
-        library = sysconfig.get_paths()["stdlib"]
-        paths = [p for p in walk(library, skipped_folder, STDLIB_SKIP) if p.endswith(".py")]
-        return paths, "" if paths else f"{library} has no sources of this Python's library"
+        paths = walk(sysconfig.get_paths()["stdlib"], skipped_folder, STDLIB_SKIP)
+        return [path for path in paths if path.endswith(".py")], ""
     if source == "-" or is_hub_name(source) or os.path.isfile(source) or is_saved(source):
         return [source], ""
     if os.path.isdir(source):
-        paths = walk(source, skipped_folder, {"__pycache__"})
-        return paths, "" if paths else "a folder without text files (links out are not followed)"
+        return walk(source, skipped_folder, {"__pycache__"}), ""
     return [], "neither a file nor a folder" if os.path.exists(source) else "no such file or folder"
-
-
-def drop_copies(files):
-    """Return (files, names of copies): without files that are byte for byte equal to an earlier
-    one, which could be in the other split. The standard library is complete."""
-    sizes = Counter(os.path.getsize(f.path) for f in files if os.path.isfile(f.path))
-    seen, originals, copies = set(), [], []
-    progress = Progress("looking for copies")
-    for file in files:
-        key = file.path
-        if os.path.isfile(key) and sizes[os.path.getsize(key)] > 1 and file.folder != STDLIB:
-            key = file_hash(file.path, progress)
-        (copies if key in seen else originals).append(file)
-        seen.add(key)
-    progress.finish()
-    return originals, [file.name for file in copies]
-
-
-def file_hash(path, progress=None):
-    """Return the sha256 of a file, in hexadecimal."""
-    digest = hashlib.sha256()
-    with open(path, "rb") as f:
-        while block := f.read(READ_BYTES):
-            digest.update(block)
-            if progress:
-                progress.add(len(block))
-    return digest.hexdigest()
-
-
-def find_files(sources, skipped_folder, folder, fields, limit, separator):
-    """Return (Files, names of copies, names of skipped files, problems) of all sources, in order.
-    Files are unpacked to `folder`; fields, limit, separator: see `unpack`."""
-    candidates, files, skipped, problems = [], [], [], []
-    for source in sources:
-        paths, problem = find_source(source, skipped_folder)
-        inside = "" if paths == [source] else source
-        candidates += [File(path, path, inside, is_jsonl(path)) for path in paths]
-        problems += [(source, problem)] if problem else []
-    candidates, copies = drop_copies(candidates)
-    for number, file in enumerate(candidates):
-        target = os.path.join(folder, f"source{number}")
-        try:
-            files.append(unpack(file, target, fields, limit, separator))
-        except BadRecords as error:
-            problems += error.args[0]
-        except SetupError as error:
-            problems.append((file.name, str(error)))
-        except (ValueError, EOFError, RecursionError, zlib.error, csv.Error) as error:
-            if file.folder and not file.name.lower().endswith(".parquet"):
-                skipped.append(file.name)
-            else:
-                problems.append((file.name, str(error)))
-        except OSError as error:
-            problems.append((file.name, error.strerror or str(error)))
-    return files, copies, skipped, problems
 
 
 def source_name(source):
@@ -166,71 +89,148 @@ def source_name(source):
 
 
 # -----------------------------------------------------------------------------
-# unpacking
+# reading documents
 
-def unpack(file, target, fields, limit, separator):
-    """Return `file` if it can be read in pieces, or the File of the content, unpacked to `target`.
-
-    At most `limit` records are unpacked, and of a record that has all `fields` only these. A text
-    is one document, or several between lines equal to `separator` ("": blank lines).
-    """
-    name = file.name.lower().removesuffix(".gz")
-    if (is_hub_name(file.name) or os.path.isdir(file.path)
-            or name.endswith((".parquet", ".csv", ".tsv"))):
-        return write_records(records(file.path, fields), file, target, fields, limit)
-    packed = name == "-" or name != file.name.lower()
-    if not packed and not name.endswith(".json") and (is_jsonl(name) or separator is None):
-        return file
-    with open_bytes(file.path) as stream:
-        first = stream.peek(READ_BYTES).lstrip(BOM_AND_SPACE)[:1]
-        if name.endswith(".json") and first != b"{":
-            return write_records(records(file.path), file, target, fields, limit)
-        lines = is_jsonl(name) or first == b"{" and name.endswith(("-", ".json"))
-        if lines and not packed:
-            return file._replace(records=True)
-        if separator is not None and not lines:
-            texts = (("", {fields[0]: text}) for text in split_documents(stream, separator))
-            return write_records(texts, file, target, fields, limit)
-        with open(target, "wb") as out:
-            progress = Progress(f"unpacking {file.name}")
-            while block := stream.read(READ_BYTES):
-                out.write(block)
-                progress.add(len(block))
-            progress.finish()
-    return file._replace(path=target, records=lines)
+def has_records(path):
+    """Return whether a file has records; otherwise it is text."""
+    if path == "-":
+        return sys.stdin.buffer.peek(READ_BYTES).lstrip(b"\xef\xbb\xbf \t\r\n")[:1] == b"{"
+    return os.path.isdir(path) or is_hub_name(path) or path.lower().removesuffix(".gz").endswith(
+        (".jsonl", ".ndjson", ".json", ".csv", ".tsv", ".parquet"))
 
 
-def write_records(rows, file, target, fields, limit):
-    """Write records, an iterable of (location, dict or ValueError), to `target` as JSON Lines and
-    return the File. Raises BadRecords."""
-    progress = Progress(f"unpacking {file.name}", scale=1, unit="records")
-    bad = []
-    with open(target, "w", encoding="utf-8") as out:
-        for where, record in itertools.islice(rows, limit):
-            if isinstance(record, ValueError):
-                bad.append((where, str(record)))
-                if len(bad) == MANY:
-                    break
-                continue
-            if not isinstance(record, dict):
-                raise ValueError("expected a list of records (objects with named fields)")
-            chosen = {name: record[name] for name in fields if name in record}
-            json.dump(chosen if len(chosen) == len(fields) else record, out, default=str)
-            out.write("\n")
-            progress.add(1)
-    progress.finish()
-    if bad:
-        raise BadRecords(bad)
-    return file._replace(path=target, records=True)
+def read_text(path, separator, in_folder):
+    """Yield (path, text): blocks of one document, or documents between lines equal to `separator`
+    ("": blank lines). Raises ValueError for a file that is no text."""
+    with open_bytes(path) as stream:
+        if in_folder and b"\0" in stream.peek(READ_BYTES):
+            raise ValueError("a binary file")
+        text = io.TextIOWrapper(stream, encoding="utf-8-sig", newline="")
+        lines = []
+        try:
+            if separator is None:
+                while block := text.read(READ_BYTES):
+                    yield path, block
+            for line in text:
+                if line.strip() != separator:
+                    lines.append(line)
+                else:
+                    yield path, "".join(lines).strip("\r\n")
+                    lines = []
+        except UnicodeDecodeError:
+            raise ValueError("not UTF-8 text; give text, or convert it (iconv -f ENCODING -t utf-8)"
+                             ) from None
+        yield path, "".join(lines).strip("\r\n")
 
 
-def split_documents(stream, separator):
-    """Yield the documents of a text, without newlines at the start and end."""
-    lines = []
-    for line in io.TextIOWrapper(stream, encoding="utf-8-sig", newline=""):
-        if line.strip() != separator:
-            lines.append(line)
-        else:
-            yield "".join(lines).strip("\r\n")
-            lines = []
-    yield "".join(lines).strip("\r\n")
+def record_text(record, fields):
+    """Return the text of a record: the fields, joined by newlines. Raises ValueError."""
+    if isinstance(record, ValueError):
+        raise record
+    if not isinstance(record, dict):
+        raise ValueError(f"expected an object with field {fields[0]!r}, got a "
+                         f"{type(record).__name__}")
+    check_columns(record, fields)
+    for field in fields:
+        if not isinstance(record[field], (str, type(None))):  # null is no text
+            raise ValueError(f"field {field!r} is a {type(record[field]).__name__}, expected text")
+    return clean("\n".join(record[field] for field in fields if record[field]))
+
+
+class Documents:
+    """Documents, one after the other in a file of UTF-8."""
+
+    def __init__(self, path):
+        self.path = path
+        self.file = open(path, "wb")
+        self.ends = array("q")     # of each document, in bytes
+        self.records = array("b")  # whether it is a record, which is never divided
+        self.chars = set()         # of the text, if the tokenizer is made of them
+        self.hashes = set()        # of the text of each file
+        self.progress = Progress("reading")
+
+    @property
+    def size(self):
+        return self.ends[-1] if self.ends else 0
+
+    def add_file(self, path, o, in_folder, allow_copy):
+        """Add the documents of a file. Returns (problems, whether it is a copy): [(location,
+        problem)], and whether an earlier file has the same text. Nothing is added in either case.
+        """
+        n_before, size_before, chars_before = len(self.ends), self.size, self.chars.copy()
+        digest = hashlib.blake2b()
+        problems = self.add_documents(path, o, in_folder, digest)
+        is_copy = digest.digest() in self.hashes and self.size > size_before and not allow_copy
+        if problems or is_copy:
+            del self.ends[n_before:]
+            del self.records[n_before:]
+            self.file.seek(self.size)
+            self.file.truncate()
+            self.chars = chars_before
+        self.hashes.add(digest.digest())
+        return problems, is_copy
+
+    def add_documents(self, path, o, in_folder, digest):
+        """Add the documents of a file, update `digest`, and return the problems."""
+        if len(self.ends) == o.num_samples:
+            return []
+        is_record = has_records(path)
+        parts = records(path, o.field) if is_record else read_text(path, o.separator, in_folder)
+        size, problems = self.size, []
+        try:
+            for where, part in parts:
+                try:
+                    text = record_text(part, o.field) if is_record else part
+                except ValueError as error:
+                    problems.append((where, str(error)))
+                    if len(problems) == MANY:
+                        break
+                    continue
+                content = text.encode("utf-8")
+                self.file.write(content)
+                digest.update(content)
+                size += len(content)
+                self.progress.add(len(content))
+                if o.tokenizer == "char":
+                    self.chars.update(text)
+                if is_record or o.separator is not None:
+                    self.end_document(size, is_record)
+                    if len(self.ends) == o.num_samples:
+                        break
+            self.end_document(size, is_record)
+        except READ_ERRORS as error:
+            problems.append((path, getattr(error, "strerror", None) or str(error)))
+        return problems
+
+    def end_document(self, size, is_record):
+        if size > self.size:  # an empty document does not count
+            self.ends.append(size)
+            self.records.append(is_record)
+
+
+def read_sources(o, path, problems):
+    """Copy the text of o.sources to the file `path`. Returns (Documents, names of copies, names of
+    files in folders that are no text). Raises DataError with these and all earlier problems."""
+    documents = Documents(path)
+    copies, skipped = [], []
+    for source in o.sources:
+        if len(documents.ends) == o.num_samples or len(problems) >= MANY:
+            break
+        paths, problem = find_files(source, os.path.abspath(o.out))
+        before = documents.size, len(problems), len(copies)
+        problems += [(source, problem)] if problem else []
+        for file in paths:
+            file_problems, is_copy = documents.add_file(file, o, file != source, source == STDLIB)
+            if is_copy:
+                copies.append(file)
+            elif file == source or is_jsonl(file) or file.endswith(".parquet"):
+                problems += file_problems
+            elif file_problems:
+                skipped.append(file)
+        if before == (documents.size, len(problems), len(copies)):
+            examples = f"; skipped: {', '.join(skipped[-3:])}" if skipped else ""
+            problems.append((source, f"no text{examples}"))
+    documents.file.close()
+    documents.progress.finish()
+    raise_problems(problems)
+    return documents, copies, skipped

@@ -135,7 +135,7 @@ def lock_folder(folder):
         holder = file.read(200).strip() or "another process"
         file.close()
         raise UserError(f"{folder} is in use by {holder}; wait for it, stop it, or choose another "
-                        "--out_dir") from None
+                        "folder") from None
     except (ImportError, OSError):  # the file system has no locks
         return file
     file.truncate(0)
