@@ -1,26 +1,25 @@
 """Opening tokenizers: by name, file, folder, checkpoint or spec."""
 
-import contextlib
-import difflib
-import hashlib
 import os
-import tempfile
 
-from data.hub import fetch_file, local_folder
+import tiktoken.load
+
+from data.hub import local_folder
 from data.meta import read_meta
 from data.token_files import find_files
-from data.tokenizer_hf import GPT2_PATTERN, R50K_SHA256, read_hf_tokenizer
+from data.tokenizer_hf import read_hf_tokenizer
 from data.tokenizer_types import (  # noqa: F401 (some are names that scripts import from here)
     MAX_VOCAB,
+    R50K_SHA256,
     CharTokenizer,
     JsonTokenizer,
     RankTokenizer,
     Tokenizer,
     parse_ranks,
+    rank_tokenizer,
     tokenizer_from_spec,
 )
 from train.base.errors import DataError
-from train.base.files import atomic_write
 
 # Large parts of a spec, which are separate files in a data folder.
 TOKENIZER_FILES = {"ranks": "tokenizer.tiktoken", "json": "tokenizer.json"}
@@ -36,41 +35,49 @@ def open_tokenizer(source) -> Tokenizer:
     DataError."""
     if isinstance(source, dict):
         return tokenizer_from_spec(source)
+    if source == "byte":
+        return tokenizer_from_spec({"kind": "byte"})
+    if source == "gpt2":
+        return rank_tokenizer(gpt2_ranks())
+    if source in NAMES:
+        raise DataError(f"tokenizer {source}: made of a text; give the folder prepared with it")
     if source.endswith(".pt"):
         return tokenizer_from_spec(read_checkpoint_spec(source)["tokenizer"])
-    folder = local_folder(source, weights=False)
-    has_json = os.path.exists(os.path.join(folder, "tokenizer.json"))
-    if has_json and not os.path.exists(os.path.join(folder, "meta.json")):
-        return read_hf_tokenizer(folder)
-    return load_tokenizer(folder)
+    path = local_folder(source, weights=False)
+    if os.path.isdir(path):
+        has_json = os.path.exists(os.path.join(path, "tokenizer.json"))
+        if has_json and not os.path.exists(os.path.join(path, "meta.json")):
+            return read_hf_tokenizer(path)
+        if tokenizer := load_dataset_tokenizer(path):
+            return tokenizer
+        raise DataError(f"{path}: this folder has no known tokenizer")
+    try:
+        with open(path, encoding="utf-8", errors="replace") as f:
+            return rank_tokenizer(parse_ranks(f.read(), path))
+    except OSError as error:
+        raise DataError(f"tokenizer {path!r}: {error.strerror}; expected byte, char, gpt2, bpe, a "
+                        "rank file in tiktoken's format or a folder") from None
 
 
 def load_tokenizer(name: str, path: str | os.PathLike | None = None) -> Tokenizer:
-    """Return the tokenizer byte or gpt2, or that of a rank file or data folder, which is given as
-    `path` or as `name`. char and bpe are made from a text and need a folder."""
-    path = os.path.expanduser(path or ("" if name in NAMES else name))
-    if path and os.path.isdir(path):
-        tokenizer = load_dataset_tokenizer(path)
-        if tokenizer is None or name in NAMES and name != tokenizer.kind:
-            kind = name if name in NAMES else "known"
-            raise DataError(f"{path}: this folder has no {kind} tokenizer")
-        return tokenizer
-    if name == "byte":
-        return tokenizer_from_spec({"kind": "byte"})
-    if name == "gpt2" and not path:
-        return tokenizer_from_ranks(gpt2_ranks(), "gpt2")
-    if name in ("char", "bpe"):
-        raise DataError(f"tokenizer {name}: it is made of a text; give the folder prepared with it")
-    if not os.path.isfile(path):
-        near = difflib.get_close_matches(name, NAMES, 1, 0.4)
-        hint = f"; did you mean {near[0]}?" if near else ""
-        raise DataError(f"tokenizer {path!r}: no such name or file; expected byte, char, gpt2, "
-                        f"bpe, a rank file in tiktoken's format or a prepared folder{hint}")
+    """Return the tokenizer of the file or folder `path`, which must be called `name`; without a
+    path, that of the source `name`."""
+    tokenizer = open_tokenizer(os.fspath(path or name))
+    if path and name in NAMES and name != tokenizer.kind:
+        raise DataError(f"{path}: this folder has no {name} tokenizer")
+    return tokenizer
+
+
+def gpt2_ranks():
+    """Return GPT-2's {bytes of a token: rank}, from tiktoken's cache, or downloaded into it."""
     try:
-        with open(path, encoding="utf-8", errors="replace") as f:
-            return tokenizer_from_ranks(f.read(), path)
-    except OSError as error:
-        raise DataError(f"tokenizer {path}: cannot be read: {error.strerror}") from None
+        return tiktoken.load.load_tiktoken_bpe(R50K_URL, R50K_SHA256)
+    except (OSError, ValueError) as error:
+        raise DataError(
+            "tokenizer gpt2: its rank file (0.8 MB) is not cached and could not be downloaded "
+            f"({str(error)[:80]}). Without a network: on another machine\n    curl -O {R50K_URL}\n"
+            "    and then --tokenizer r50k_base.tiktoken; or use --tokenizer byte, which needs no "
+            "file") from None
 
 
 # -----------------------------------------------------------------------------
@@ -128,8 +135,7 @@ def find_vocabulary(data_dir, name=None, size=None):
         return size or read_meta(folder).vocab_size or GPT2_VOCAB_SIZE, None
     if size and tokenizer.n_vocab > size:
         raise DataError(f"vocab_size: {size} is below the {tokenizer.n_vocab} of the tokenizer of "
-                        f"{data_dir}; leave vocab_size out to take the data's or, where weights "
-                        "to start from say it, prepare the data with their tokenizer")
+                        f"{data_dir}; leave it out, or prepare data with the weights' tokenizer")
     return size or tokenizer.n_vocab, tokenizer
 
 
@@ -145,43 +151,3 @@ def read_checkpoint_spec(path):
                         "file or a prepared folder")
     return dict(tokenizer=tokenizer, template=data_spec.get("template"),
                 block_size=state.get("model_args", {}).get("block_size"))
-
-
-# -----------------------------------------------------------------------------
-# rank files
-
-def tokenizer_from_ranks(text, where):
-    """Return the tokenizer of a rank file. Text is split as by GPT-2; the end of text follows the
-    last rank."""
-    is_gpt2 = hashlib.sha256(text.encode()).hexdigest() == R50K_SHA256
-    ranks = parse_ranks(text, where)
-    return RankTokenizer("gpt2" if is_gpt2 else "ranks", ranks, GPT2_PATTERN,
-                         max(ranks.values()) + 1)
-
-
-def gpt2_ranks():
-    """Return the text of GPT-2's rank file, from tiktoken's cache, or downloaded into it."""
-    folder = os.environ.get("TIKTOKEN_CACHE_DIR", os.environ.get(
-        "DATA_GYM_CACHE_DIR", os.path.join(tempfile.gettempdir(), "data-gym-cache")))
-    # tiktoken's rule: the name is the sha1 of the address; an empty folder name disables the cache.
-    path = os.path.join(folder, hashlib.sha1(R50K_URL.encode()).hexdigest()) if folder else ""
-    if os.path.isfile(path):
-        with open(path, "rb") as f:
-            content = f.read()
-        if hashlib.sha256(content).hexdigest() == R50K_SHA256:
-            return content.decode("ascii")
-    try:
-        content = fetch_file(R50K_URL, R50K_SHA256)
-    except OSError as error:
-        raise DataError(
-            f"tokenizer gpt2: its rank file (0.8 MB) is not cached ({path or 'no cache folder'}) "
-            f"and could not be downloaded ({str(error)[:80] or type(error).__name__}). Without a "
-            f"network: on another machine\n    curl -O {R50K_URL}\n    and then --tokenizer "
-            f"r50k_base.tiktoken, or copy it to {path or '$TIKTOKEN_CACHE_DIR'}; or use "
-            "--tokenizer byte, which needs no file") from None
-    if path:
-        with contextlib.suppress(OSError):  # without a writable cache it is downloaded each time
-            os.makedirs(folder, exist_ok=True)
-            with atomic_write(path) as f:
-                f.write(content)
-    return content.decode("ascii")

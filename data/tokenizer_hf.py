@@ -5,28 +5,24 @@ the joined bytes; tokenizer.json lists the pairs in the order of joining.
 """
 
 import functools
-import hashlib
 import json
 import math
 import os
 
 from data.tokenizer_types import (
     EOT,
+    GPT2_PATTERN,
     MAX_VOCAB,
     CharTokenizer,
     JsonTokenizer,
-    RankTokenizer,
     byte_table,
-    format_ranks,
-    parse_ranks,
+    rank_tokenizer,
     tokenizer_from_spec,
 )
 from train.base.errors import DataError
 
-GPT2_PATTERN = (r"""'(?:[sdmt]|ll|ve|re)| ?\p{L}++| ?\p{N}++| ?[^\s\p{L}\p{N}]++"""
-                r"""|\s++$|\s+(?!\S)|\s""")
-R50K_SHA256 = "306cd27f03c1a714eca7108e03d66b7dc042abe8c258b44c199a7ed9838dd930"
-ANY_CHARACTER, ANY_TEXT = r"[\s\S]", r"[\s\S]+"
+ANY_CHARACTER = r"[\s\S]"
+ANY_TEXT = r"[\s\S]+"
 # Flags of an added token. If all are false, it matches exactly this text.
 ADDED_TOKEN_FLAGS = ("single_word", "lstrip", "rstrip", "normalized")
 MAX_MERGE_WORK = 1 << 22  # sum of squared token lengths, or 200 per token if that is more
@@ -77,8 +73,7 @@ def tokenizer_json(tokenizer):
     """Return the content of tokenizer.json, a dict, for a tokenizer."""
     if tokenizer.kind == "json":
         return json.loads(tokenizer.text)
-    content = dict(version="1.0", truncation=None, padding=None, normalizer=None,
-                   post_processor=None, added_tokens=[])
+    content = dict(version="1.0", added_tokens=[])
     if tokenizer.kind == "char":
         vocab = {c: i for i, c in enumerate(tokenizer.chars)}
         return content | dict(model=dict(type="WordLevel", unk_token="", vocab=vocab),
@@ -97,9 +92,7 @@ def tokenizer_json(tokenizer):
                              pretokenizers=[split_at(tokenizer.pattern), pre_tokenizer])
     ranks = tokenizer.ranks
     model = dict(
-        type="BPE", dropout=None, unk_token=None, continuing_subword_prefix=None,
-        end_of_word_suffix=None, fuse_unk=False, byte_fallback=False,
-        ignore_merges=True,  # a piece of text that is a token as a whole needs no merges
+        type="BPE", ignore_merges=True,  # a text that is a token as a whole needs no merges
         vocab={token_text(token): rank for token, rank in ranks.items()},
         merges=[f"{token_text(a)} {token_text(b)}" for a, b in list_merges(ranks)])
     return content | dict(pre_tokenizer=pre_tokenizer, model=model,
@@ -136,96 +129,64 @@ def read_hf_tokenizer(folder):
     written by `tokenizer_json`; otherwise by the package tokenizers. Raises DataError."""
     path = os.path.join(folder, "tokenizer.json")
     content = read_json(path)
+    reason = ""
+    errors = (LookupError, TypeError, AttributeError, ValueError)
     try:
-        return read_byte_level(content, folder, path)
-    except DataError as error:
-        reason = error
-    try:
-        added = {t["content"]: t["id"] for t in content.get("added_tokens") or []}
         rows = read_optional_json(folder, "config.json").get("vocab_size")
-        return JsonTokenizer(json.dumps(content), end_of_text(folder, added), rows or 0)
-    except (ValueError, LookupError, TypeError, AttributeError) as error:
-        raise DataError(f"{reason}; {error}") from None
+        tokens = {t["content"]: t for t in content.get("added_tokens") or ()}
+        eot_token = end_of_text(folder, tokens)
+        try:
+            return read_byte_level(content, tokens, eot_token, rows or MAX_VOCAB)
+        except errors as error:
+            reason = f"not a byte-level BPE ({type(error).__name__}: {error}); "
+        return JsonTokenizer(json.dumps(content), eot_token, rows or 0)
+    except errors as error:
+        raise DataError(f"{path}: {reason}{error}") from None
 
 
-def read_byte_level(content, folder, path):
-    """Return the tokenizer of a tokenizer.json that tiktoken can represent. Raises DataError with
-    the reason if it cannot."""
-    try:
-        model, pre_tokenizer = content["model"], content["pre_tokenizer"]
-        tokens = content.get("added_tokens") or []
-        added = {t["content"]: t["id"] for t in tokens}
-        if model.get("type") == "WordLevel" and pre_tokenizer == split_at(ANY_CHARACTER):
-            return CharTokenizer("".join(sorted(model["vocab"], key=model["vocab"].get)))
-        if model.get("type", "BPE") != "BPE" or model.get("byte_fallback"):
-            raise DataError(f"{path}: not a byte-level BPE")
-        if (content.get("normalizer") or {"type": "NFC"}) != {"type": "NFC"}:
-            raise DataError(f"{path}: it changes the text first ({content['normalizer']})")
-        pattern = pattern_of(pre_tokenizer, path)
-        for token in tokens:
-            if any(token.get(flag) for flag in ADDED_TOKEN_FLAGS[:3]):
-                raise DataError(f"{path}: {token['content']!r} includes blanks beside it, or "
-                                "matches only whole words")
-        ranks = {text_bytes(t): i for t, i in model["vocab"].items() if t not in added}
-        check_merges(ranks, model["merges"], path)
-        # A file may have more tokens than the model has rows.
-        rows = read_optional_json(folder, "config.json").get("vocab_size") or MAX_VOCAB
-        added_specs = {t["content"]: [t["id"], bool(t.get("special"))] for t in tokens
-                       if t["id"] < rows}
-        return rank_tokenizer(ranks, pattern, end_of_text(folder, added), added_specs, path,
-                              nfc=bool(content.get("normalizer")))
-    except (LookupError, TypeError, AttributeError, ValueError) as error:
-        if isinstance(error, DataError):
-            raise
-        raise DataError(f"{path}: not a byte-level BPE as tokenizers writes it: "
-                        f"{type(error).__name__} {error}") from None
-
-
-def rank_tokenizer(ranks, pattern, eot_token, added, path, nfc):
-    """Return the RankTokenizer of the parts of a tokenizer.json; byte and gpt2 are recognised."""
-    if type(eot_token) is not int:
-        raise DataError(f"{path}: the end of text is {eot_token!r}, expected an id in "
-                        "tokenizer_config.json or config.json")
-    if eot_token not in [i for i, _ in added.values()]:
-        added = added | {EOT: [eot_token, True]}
-    if len(ranks) == 256 == eot_token and added.keys() == {EOT} and not nfc and all(
-            token == bytes([i]) for token, i in ranks.items()):
-        return tokenizer_from_spec({"kind": "byte"})
-    text = format_ranks(dict(sorted(ranks.items(), key=lambda item: item[1])))
-    is_gpt2 = hashlib.sha256(text.encode()).hexdigest() == R50K_SHA256 and pattern == GPT2_PATTERN
-    return RankTokenizer("gpt2" if is_gpt2 else "ranks", parse_ranks(text, path), pattern,
-                         eot_token, added, nfc)
-
-
-def pattern_of(pre_tokenizer, path):
-    """Return the regular expression by which a pre_tokenizer splits text. Raises DataError."""
-    parts = (pre_tokenizer["pretokenizers"] if pre_tokenizer["type"] == "Sequence"
-             else [pre_tokenizer])
-    last = parts[-1]
-    if last["type"] == "ByteLevel" and not last.get("add_prefix_space"):
-        if len(parts) == 1:
-            return GPT2_PATTERN if last.get("use_regex", True) else ANY_TEXT
-        first = parts[0]
-        if (len(parts) == 2 and first["type"] == "Split" and first["behavior"] == "Isolated"
-                and not first.get("invert") and not last.get("use_regex", True)):
-            return first["pattern"]["Regex"]
-    raise DataError(f"{path}: splits text in a way that is not supported: "
-                    f"{str(pre_tokenizer)[:200]}")
-
-
-def check_merges(ranks, merges, path):
-    """Raise DataError unless the merges and the order are as tiktoken derives from the ids."""
-    pairs = (pair.split(" ") if isinstance(pair, str) else pair for pair in merges)
+def read_byte_level(content, tokens, eot_token, rows):
+    """Return the tokenizer of a tokenizer.json that tiktoken can represent. Any error says that it
+    cannot. tokens: {text: added token}. rows: of the model, which may be fewer than the tokens."""
+    model, pre_tokenizer = content["model"], content["pre_tokenizer"]
+    normalizer = content.get("normalizer")
+    if model.get("type") == "WordLevel" and pre_tokenizer == split_at(ANY_CHARACTER):
+        return CharTokenizer("".join(sorted(model["vocab"], key=model["vocab"].get)))
+    if (model.get("type", "BPE") != "BPE" or model.get("byte_fallback")
+            or normalizer not in (None, {"type": "NFC"})
+            or any(t.get(flag) for t in tokens.values() for flag in ADDED_TOKEN_FLAGS[:3])):
+        raise DataError("another model, normalizer or kind of added token")
+    ranks = {text_bytes(t): i for t, i in model["vocab"].items() if t not in tokens}
+    pairs = (pair.split(" ") if isinstance(pair, str) else pair for pair in model["merges"])
     if [tuple(map(text_bytes, pair)) for pair in pairs] != list_merges(ranks):
-        raise DataError(f"{path}: its ids are not in the order of its merges, so tiktoken would "
-                        "split text differently")
+        raise DataError("the ids are not in the order of the merges")
+    added = {text: [t["id"], bool(t.get("special"))] for text, t in tokens.items()
+             if t["id"] < rows}
+    if eot_token not in [i for i, _ in added.values()]:
+        added[EOT] = [eot_token, True]
+    byte = tokenizer_from_spec({"kind": "byte"})
+    if (ranks, added, normalizer) == (byte.ranks, byte.added, None):
+        return byte
+    return rank_tokenizer(ranks, pattern_of(pre_tokenizer), eot_token, added, bool(normalizer))
 
 
-def end_of_text(folder, added):
-    """Return the id of the end of text of a Hugging Face folder, or `None`."""
-    token = special_tokens(folder).get("eos_token")
-    if token in added:
-        return added[token]
+def pattern_of(pre_tokenizer):
+    """Return the regular expression by which a byte-level pre_tokenizer splits text, or `None`."""
+    *splits, last = pre_tokenizer.get("pretokenizers", [pre_tokenizer])
+    if last["type"] != "ByteLevel" or last.get("add_prefix_space"):
+        return None
+    own_pattern = last.get("use_regex", True)
+    if not splits:
+        return GPT2_PATTERN if own_pattern else ANY_TEXT
+    pattern = splits[0].get("pattern", {}).get("Regex")
+    return pattern if splits == [split_at(pattern)] and not own_pattern else None
+
+
+def end_of_text(folder, tokens):
+    """Return the id of the end of text of a Hugging Face folder, or `None`. tokens: {text: added
+    token}."""
+    text = special_tokens(folder).get("eos_token")
+    if text in tokens:
+        return tokens[text]["id"]
     end = read_optional_json(folder, "config.json").get("eos_token_id")
     return end[0] if isinstance(end, list) else end
 

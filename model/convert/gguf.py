@@ -225,13 +225,13 @@ def pattern_name(content, model, path):
     parts = splitter.get("pretokenizers", [splitter])
     if [p["type"] for p in parts] == ["Digits", "ByteLevel"] and parts[0]["individual_digits"]:
         return "smollm"
-    pattern = pattern_of(splitter, path)
+    pattern = pattern_of(splitter)
     if pattern in (ANY_CHARACTER, ANY_TEXT) and not model["merges"]:
         return "gpt-2"  # a byte is a token
     name = PATTERNS.get(pattern)
     if name is None:
         raise CheckpointError(f"{path}: llama.cpp has no name for how its tokenizer splits text, "
-                              f"by {pattern:.200}")
+                              f"by {pattern or splitter!s:.200}")
     return "dbrx" if name == "llama-bpe" and not model.get("ignore_merges") else name
 
 

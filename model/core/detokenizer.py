@@ -16,7 +16,7 @@ class Detokenizer:
 
     def add(self, token=None, last=False):
         """Return the text that is complete after `token`, if any. last: flush the rest."""
-        data = b"" if token is None else token_bytes(self.tokenizer, token)
+        data = b"" if token is None else self.tokenizer.bytes_of(token)
         self.pending += self.decoder.decode(data, last)
         positions = [self.pending.find(stop) for stop in self.stop_strings]
         if any(position >= 0 for position in positions):
@@ -42,10 +42,3 @@ class TextStreamer:
         token = int(tokens[0])
         if token not in self.stop_tokens and (text := self.detokenizer.add(token)):
             print(printable(text), end="", flush=True)
-
-
-def token_bytes(tokenizer, token):
-    """Return the UTF-8 bytes of a token, which may be a part of a character."""
-    if not hasattr(tokenizer, "bytes_of"):  # a tokenizer of whole characters
-        return tokenizer.decode([token]).encode("utf-8", "replace")
-    return tokenizer.bytes_of(token)

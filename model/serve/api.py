@@ -5,7 +5,7 @@ import time
 import uuid
 
 from data.chat_template import check_messages, parse_message
-from model.core.detokenizer import Detokenizer, token_bytes
+from model.core.detokenizer import Detokenizer
 from model.core.generate import encode_prompt
 from model.serve.engine import APIError, Job
 
@@ -231,7 +231,7 @@ class Answer:
 
     def format_token(self, token):
         """Return a token's text and bytes; bytes that are not UTF-8 are escaped as OpenAI does."""
-        data = token_bytes(self.tokenizer, token)
+        data = self.tokenizer.bytes_of(token)
         try:
             text = data.decode() or self.tokenizer.enc.id_to_token(token)  # special: no bytes
         except UnicodeDecodeError:
