@@ -127,13 +127,13 @@ def gradients(options):
 
 def judged():
     """A list that gets (loss, gradient norm) of each step of this process."""
-    from train import robust
-    numbers, decide_action = [], robust.decide_action
+    from train import train
+    numbers, log_step = [], train.log_step
 
-    def noted(loss, norm, *rest):
+    def noted(run, lr, loss, norm, sums):
         numbers.append((loss, norm))
-        return decide_action(loss, norm, *rest)
-    robust.decide_action = noted
+        return log_step(run, lr, loss, norm, sums)
+    train.log_step = noted
     return numbers
 
 

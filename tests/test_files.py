@@ -108,7 +108,8 @@ def test_logs_that_are_links(outside, capsys):
 
 def test_metrics_that_are_a_link_at_a_resume(outside):
     path = outside("metrics.jsonl")
-    with Logger(path.parent, resume_iter=5) as log:
+    with Logger(path.parent) as log:
+        log.rewind(5)
         log.step(dict(iter=5, tokens=8, loss=1.0))
     assert not path.is_symlink() and json.loads(path.read_text())["iter"] == 5
 

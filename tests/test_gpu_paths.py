@@ -22,10 +22,10 @@ from train.base.errors import CollectiveExit
 from train.checkpoint import load_checkpoint
 from train.config import load_config
 from train.dataloader import open_token_data
-from train.device import choose_dtype, seed_step, use_flash_attention_3
+from train.device import choose_dtype, use_flash_attention_3
 from train.distributed import Ranks, get_device
 from train.tools import dry_run
-from train.train import train
+from train.train import seed_step, train
 
 
 @pytest.fixture

@@ -135,7 +135,8 @@ def test_no_step_twice_after_a_resume(tmp_path, evaluated, evaluations):
         go(log, 0, 9)
     with open(tmp_path / "metrics.jsonl", "a") as f:
         f.write('{"iter": 3, "loss"\n{"iter": 4, "lo')  # torn by a crash
-    with Logger(tmp_path, resume_iter=5, evaluated=evaluated) as log:
+    with Logger(tmp_path) as log:
+        log.rewind(5, evaluated)
         kept = records(tmp_path)
         assert [r["iter"] for r in kept if "val_loss" in r] == evaluations
         assert [r["iter"] for r in kept if "loss" in r] == [0, 1, 2, 3, 4]
@@ -175,13 +176,15 @@ def test_a_fresh_start_keeps_numbers_of_a_lost_run_apart(tmp_path):
 def test_evaluating_a_finished_run_again_adds_no_line(tmp_path):
     with Logger(tmp_path) as log:
         log.evaluation(EVAL)
-    with Logger(tmp_path, resume_iter=200, evaluated=True) as log:
+    with Logger(tmp_path) as log:
+        log.rewind(200, True)
         log.evaluation(EVAL)
     assert len(records(tmp_path)) == 1
 
 
 def test_other_ranks_are_silent(tmp_path, capsys):
-    with Logger(tmp_path, main=False, resume_iter=5) as log:
+    with Logger(tmp_path, main=False) as log:
+        log.rewind(5)
         log.info("a")
         log.warn("b")
         log.step(STEP)
@@ -217,7 +220,7 @@ def test_no_standard_output_at_all(tmp_path):
 def test_a_full_disk_warns_once_and_training_goes_on(tmp_path, capsys, monkeypatch):
     monkeypatch.setattr("train.base.console.open_no_follow",
                         lambda path, mode: open("/dev/full", mode, buffering=0))
-    with Logger(tmp_path, resume_iter=None) as log:
+    with Logger(tmp_path) as log:
         log.first_iter = 0  # as in a run that has begun before the disk filled up
         for k in range(3):
             log.step(step(k))

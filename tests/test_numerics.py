@@ -13,7 +13,8 @@ from train.base import run_folder
 from train.base.errors import BadNumbers, Stopped
 from train.checkpoint import load_checkpoint
 from train.dataloader import Prefetcher
-from train.robust import SpikeDetector, decide_action
+from train.lr_scheduler import SpikeDetector
+from train.robust import decide_action
 from train.setup import Progress
 
 
@@ -71,9 +72,12 @@ def test_a_nan_is_met_by_rewinding(tmp_path, data_dir, monkeypatch, capsys):
 def test_a_loss_that_has_risen_for_good_is_no_spike():
     progress, spikes = Progress(), SpikeDetector()
     for i in range(100):
-        decide_action(2.0 + 0.01 * (i % 7), 1.0, progress, spikes, "skip", False)
-    verdicts = [decide_action(5.0, 1.0, progress, spikes, "skip", False) for _ in range(100)]
-    assert verdicts[:32] == [("skip", True)] * 32 and verdicts[32:] == [("update", False)] * 68
+        assert not spikes.update(2.0 + 0.01 * (i % 7))
+    for i in range(33):
+        assert spikes.update(5.0)
+        verdict = decide_action(5.0, 1.0, progress, spikes, "skip", False)
+        assert verdict == (("skip", True) if i < 32 else ("update", False))
+    assert not any(spikes.update(5.0) for _ in range(68))
 
 
 @pytest.mark.matrix(75)

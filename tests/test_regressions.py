@@ -10,7 +10,6 @@ import re
 import shutil
 import sys
 import tarfile
-import types
 from dataclasses import fields
 
 import numpy as np
@@ -792,20 +791,6 @@ def test_what_continues_a_finished_run_is_what_ended_it(data_dir, tmp_path, caps
         for _ in range(2):
             go(data_dir, tmp_path / word, max_iters=10 if word == "--max_iters" else 30, **keys)
         assert f"A larger {word} continues it" in capsys.readouterr().out
-
-
-def test_a_slow_sample_is_timed_once(monkeypatch):
-    """2 s of a sample: four more would make a newcomer wait for the estimate."""
-    now, sizes = [0.0], []
-    monkeypatch.setattr(logger.time, "perf_counter", lambda: now[0])
-    loader = types.SimpleNamespace(get_batch=lambda device, step: (torch.zeros(8, 2),))
-
-    def compute(x):
-        sizes.append(len(x))
-        now[0] += seconds * len(x)
-    for seconds, wanted in ((3.0, [1]), (0.5, [1, 4])):
-        assert logger.time_sample(compute, loader, "cpu") == seconds and sizes == wanted
-        sizes.clear()
 
 
 def test_the_start_stays_the_best_of_a_run_that_was_stopped_before_it(data_dir, tmp_path):

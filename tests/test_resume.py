@@ -13,7 +13,7 @@ from runs import assert_same, assert_same_file, go, metrics, run_program
 
 from train.base.errors import Stopped
 from train.checkpoint import load_checkpoint
-from train.robust import SpikeDetector
+from train.lr_scheduler import SpikeDetector
 
 PLAIN = dict(dropout=0.1)
 # Everything whose state must survive: Muon, accumulation, a plateau schedule that has dropped, an

@@ -71,42 +71,22 @@ def test_slow_batches_are_told_where_they_are_a_share_of_the_time(now, passed, l
     assert not told or said[0].startswith(f"{told} of the time is spent reading batches")
 
 
-def test_the_end_is_announced_once_when_the_steps_are_steady(now, monkeypatch):
+def test_the_end_is_announced_once_when_the_steps_are_steady():
+    clock = logger.Clock()
+    # compiling, warming up, and the first steady steps
+    assert [clock.is_steady(seconds) for seconds in (9.0, 4.0, 1.0, 1.1, 1.2)] == [
+        False, False, False, True, False]
+
+
+def test_how_long_a_run_takes(monkeypatch):
     monkeypatch.setattr(time, "time", lambda: 1_000_000.0)
-    clock, said = logger.Clock(), []
-    for seconds in (9.0, 4.0, 1.0):  # compiling, warming up, and the first steady steps
-        clock.announce_end(seconds, 60.0, said.append)
-    assert not said
-    for seconds in (1.1, 1.2):
-        clock.announce_end(seconds, 7265.0, said.append)
-    at = time.strftime("%Y-%m-%d %H:%M", time.localtime(1_007_265.0))
-    assert said == [f"Expected to finish in 2:01:05, at about {at}"]
-
-
-@pytest.mark.parametrize("seconds, sizes", [(2.0, [1, 3]), (2.1, [1]), (0.1, [1, 3])])
-def test_a_sample_is_timed_alone_and_then_in_a_few(now, seconds, sizes):
-    seen = []
-
-    def compute(*batch):
-        seen.append([len(t) for t in batch])
-        now.move(seconds * len(batch[0]))
-    loader = types.SimpleNamespace(get_batch=lambda device, step: (
-        torch.zeros(3, 2), torch.zeros(3)) if (device, step) == ("there", 0) else None)
-    assert logger.time_sample(compute, loader, "there") == pytest.approx(seconds)
-    assert seen == [[n, n] for n in sizes]
-    many = types.SimpleNamespace(get_batch=lambda device, step: [torch.zeros(9)])
-    seen.clear()
-    logger.time_sample(compute, many, "there")
-    assert seen[-1] == ([1] if seconds > 2 else [4])
-
-
-def test_how_long_a_run_takes():
     c = TrainConfig(max_iters=1000, data_dir="my data")
+    at = time.strftime("%Y-%m-%d %H:%M", time.localtime(1_001_440.0))
     assert logger.describe_duration(2.4, c, 400) == (
-        "About 2 s per step on this machine: 0:24:00 for 600 steps")
+        f"Expected to take 0:24:00 for 600 steps, until about {at}")
     assert "\n" not in logger.describe_duration(86.4, c, 0)
     slow = logger.describe_duration(86.5, c, 0)
-    assert slow.startswith("About 86 s per step on this machine: 1d 0:01:40 for 1,000 steps.\n")
+    assert slow.startswith("Expected to take 1d 0:01:40 for 1,000 steps, until about ")
     assert "--data_dir 'my data' --out_dir out/quick" in slow and "config_quick.yaml" in slow
 
 
@@ -247,6 +227,6 @@ def test_peak_memory_is_in_mib(monkeypatch):
     import resource
     monkeypatch.setattr(resource, "getrusage",
                         lambda who: types.SimpleNamespace(ru_maxrss=3_500 * 1024))
-    assert device.peak_memory(torch.device("cpu")) == 3_500
+    assert logger.peak_memory(torch.device("cpu")) == 3_500
     monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda device: 5.4 * 2**20)
-    assert device.peak_memory(torch.device("cuda", 0)) == 5
+    assert logger.peak_memory(torch.device("cuda", 0)) == 5

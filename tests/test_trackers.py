@@ -35,8 +35,9 @@ def run(out, name, first, last, monkeypatch, status="finished"):
     alone(out.parent, monkeypatch)
     out.mkdir(exist_ok=True)
     (out / "config.yaml").write_text("n_layer: 2\n")
-    log = Logger(out, resume_iter=first or None, trackers=[name], config=CONFIG,
-                 system_info=dict(device="cpu"))
+    log = Logger(out, trackers=[name], config=CONFIG, system_info=dict(device="cpu"))
+    if first:
+        log.rewind(first)
     for k in range(first, last):
         log.step(step(k))
     log.evaluation(dict(iter=last, tokens=last * 10, train_loss=2.0, val_loss=1.5, val_ppl=4.48,
@@ -90,9 +91,8 @@ def test_tensorboard_keeps_the_evaluation_that_a_resume_does_not_repeat(tmp_path
         log.step(step(k))
     if again == "in a new process":
         log.close("failed")
-        log = Logger(tmp_path, trackers=["tensorboard"], resume_iter=4, evaluated=True)
-    else:
-        log.rewind(4, evaluated=True)
+        log = Logger(tmp_path, trackers=["tensorboard"])
+    log.rewind(4, evaluated=True)
     for k in range(4, 8):
         if k == 6:
             log.evaluation(dict(iter=k, val_loss=2.0, val_f1=0.9))

@@ -128,16 +128,6 @@ def choose_dtype(name, device):
     return getattr(torch, name), f"{name} ({reason})"
 
 
-def seed_step(seed, it, ranks):
-    """Seed torch's generators of the CPU and the device with a function of (seed, it, rank), so
-    that a resumed run needs no generator state. Faster than torch.manual_seed, which formats a
-    traceback for each missing accelerator: 0.5 ms."""
-    number = ((seed * 1_000_003 + it) * 65_537 + ranks.rank) % 2**63
-    torch.default_generator.manual_seed(number)
-    if ranks.device.type != "cpu":
-        getattr(torch, ranks.device.type).manual_seed(number)
-
-
 # -----------------------------------------------------------------------------
 # FLOPs and MFU
 
@@ -178,18 +168,6 @@ def total_peak_flops(ranks, dtype):
 
 # -----------------------------------------------------------------------------
 # memory and threads
-
-def peak_memory(device):
-    """Return the peak memory of the process in MiB: allocated on a GPU, or resident on a CPU."""
-    if device.type == "cuda":
-        return round(torch.cuda.max_memory_allocated(device) / 2**20)
-    try:
-        import resource  # POSIX only
-    except ImportError:
-        return None
-    unit = 2**20 if sys.platform == "darwin" else 2**10
-    return round(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / 2**20)
-
 
 def set_num_threads(config):
     """Set the number of CPU threads: num_threads, else OMP_NUM_THREADS (which torch has read), else

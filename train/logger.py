@@ -21,28 +21,32 @@ from train.base.files import atomic_write, write_text
 from train.keys import WARN_EPOCHS, task_names
 from train.lr_scheduler import milestones
 
+try:
+    import resource
+except ImportError:  # Windows
+    resource = None
+
 HEARTBEAT_SECONDS = 5.0  # without output; then the current activity is shown
 MAX_HEARTBEAT_SECONDS = 60.0
 MAX_PLOTTED_STEPS = 20_000
 MAX_SAMPLE_CHARS = 160  # of a sample on the console during a run
 SECONDS_PER_DAY = 86400
 SLOW_INPUT_SHARE = 0.3  # of the time; a larger share is a warning
-SLOW_SAMPLE_SECONDS = 2.0  # a slower sample is timed only once
 
 # Names with a fixed meaning in log lines: a model may not use one for a custom number.
 LINE_NAMES = {"iter", "tokens", "unit", "loss", "lr", "grad_norm", "time_ms", "tokens_per_sec",
               "mfu", "eta_s", "max_iters", "memory_mib", "epoch", "train_loss"}
+NOT_STORED = {"max_iters", "eta_s"}  # in metrics.jsonl
 
 
 class Logger:
     """The log of a run. On ranks other than 0 (main=False) no method has an effect.
 
-    resume_iter, evaluated: see rewind(). trackers: names for train/options/trackers.py. config: the
-    run's configuration as a dict. system_info: facts for the trackers besides environment().
+    trackers: names for train/options/trackers.py. config: the run's configuration as a dict.
+    system_info: facts for the trackers besides environment().
     """
 
-    def __init__(self, out_dir, main=True, resume_iter=None, trackers=(), config=None,
-                 evaluated=False, system_info=None):
+    def __init__(self, out_dir, main=True, trackers=(), config=None, system_info=None):
         self.out_dir = os.path.normpath(out_dir)
         self.is_main = main
         self.closed = threading.Event()
@@ -54,14 +58,12 @@ class Logger:
         self.last_eval = None   # iteration of the last evaluation
         self.activity = ""      # current activity, e.g. "iter 3, micro-batch 2 of 4"
         self.console = Console(sys.stdout)
-        self.log_file, self.metrics, self.sample_file = self.files = [
-            LineFile(f"{self.out_dir}/{name}")
-            for name in ("train.log", "metrics.jsonl", "samples.txt")]
+        self.log_file = LineFile(f"{self.out_dir}/train.log")
+        self.metrics = LineFile(f"{self.out_dir}/metrics.jsonl")
+        self.sample_file = LineFile(f"{self.out_dir}/samples.txt")
         if main:
             self.heartbeat = threading.Thread(target=self.show_activity, daemon=True)
             self.heartbeat.start()
-        if resume_iter is not None:
-            self.rewind(resume_iter, evaluated)
 
     # -------------------------------------------------------------------------
     # messages
@@ -121,15 +123,15 @@ class Logger:
         mfu (`None` if unknown) and numbers that the model defines; max_iters, eta_s and unit (of
         `tokens`, default tok) are not stored."""
         if self.is_main:
-            not_stored = {"max_iters", "eta_s"}
-            if record.get("unit") == "tok":
-                not_stored.add("unit")
-            self.write_metrics({k: v for k, v in record.items() if k not in not_stored})
-            self.write_log(step_line(record))
+            # The unit of `tokens` is stored if it is not tokens.
+            self.write_metrics({k: v for k, v in record.items()
+                                if k not in NOT_STORED and v != "tok"})
+            line = step_line(record)
+            self.write_log(line)
             if self.console.live:
                 self.console.set_live_line(progress_line(record, self.console.unicode))
             else:
-                self.console.print_line(step_line(record))
+                self.console.print_line(line)
 
     def evaluation(self, record):
         """Log an evaluation before step `iter`. record: iter, tokens, train_loss (the mean since
@@ -146,8 +148,7 @@ class Logger:
             self.first_iter = record["iter"]
             with suppress(OSError):
                 os.replace(self.metrics.path, self.metrics.path + ".old")
-        record = {"iter": record["iter"], **to_json(record)}
-        self.metrics.write(json.dumps(record, allow_nan=False, default=str) + "\n")
+        self.metrics.write(to_json({"iter": record["iter"], **record}) + "\n")
         if self.tracker_names:
             self.open_trackers()
         for tracker in self.trackers:
@@ -210,8 +211,7 @@ class Logger:
                       **machine)
         try:
             write_text(os.path.join(self.out_dir, "config.yaml"), yaml_text)
-            write_text(os.path.join(self.out_dir, "training_args.json"),
-                       json.dumps(to_json(record), indent=2, default=str) + "\n")
+            write_text(os.path.join(self.out_dir, "training_args.json"), to_json(record, 2) + "\n")
         except OSError as error:  # e.g. a full disk; a later save may succeed
             self.warn(f"config.yaml and training_args.json were not written: {error}")
 
@@ -228,7 +228,7 @@ class Logger:
                 for name in ("loss.svg", "config.yaml", "training_args.json"):
                     tracker.artifact(os.path.join(self.out_dir, name))
                 tracker.close(status)
-            for file in self.files:
+            for file in (self.log_file, self.metrics, self.sample_file):
                 file.close()
 
     def __enter__(self):
@@ -239,14 +239,19 @@ class Logger:
         self.close("stopped" if by_signal else "failed" if kind else "finished")
 
 
-def to_json(value):
-    """Return a value for strict JSON: arrays become lists, NaN and infinities strings."""
-    value = value.tolist() if hasattr(value, "tolist") else value
-    if isinstance(value, dict):
-        return {str(k): to_json(v) for k, v in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [to_json(v) for v in value]
-    return str(value) if isinstance(value, float) and not math.isfinite(value) else value
+def to_json(value, indent=None):
+    """Return strict JSON: arrays become lists, NaN and infinities strings, unknown types text."""
+    try:
+        return json.dumps(value, allow_nan=False, indent=indent, default=to_builtin)
+    except ValueError:
+        # Python writes NaN and Infinity, which are not JSON.
+        as_text = json.dumps(value, default=to_builtin)
+        return json.dumps(json.loads(as_text, parse_constant=lambda name: str(float(name))),
+                          indent=indent)
+
+
+def to_builtin(value):
+    return value.tolist() if hasattr(value, "tolist") else str(value)
 
 
 def drop_lines_from(path, iter, evaluated=False):
@@ -315,7 +320,18 @@ def progress_line(record, unicode=True):
 
 
 # -----------------------------------------------------------------------------
-# time per step, duration of the run
+# memory, time per step, duration of the run
+
+def peak_memory(device):
+    """Return the peak memory of the process in MiB: allocated on a GPU, or resident on a CPU."""
+    if device.type == "cuda":
+        import torch
+        return round(torch.cuda.max_memory_allocated(device) / 2**20)
+    if resource is None:
+        return None
+    unit = 2**20 if sys.platform == "darwin" else 2**10
+    return round(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / 2**20)
+
 
 class Clock:
     """Measures the time per step between two log lines, without evaluations and saves."""
@@ -362,36 +378,21 @@ class Clock:
         self.seconds_away = 0.0
         return per_step
 
-    def announce_end(self, per_step, left, log):
-        """Log once when the run will be finished, in `left` seconds, as soon as the time per step
-        does not fall any more: the first steps compile and warm up."""
-        steady = per_step > 0.8 * self.last_per_step
+    def is_steady(self, per_step):
+        """Return, once per run, True as soon as the time per step does not fall any more: the first
+        steps compile and warm up."""
+        steady = not self.end_announced and per_step > 0.8 * self.last_per_step
         self.last_per_step = per_step
-        if steady and not self.end_announced:
-            self.end_announced = True
-            end = time.strftime("%Y-%m-%d %H:%M", time.localtime(time.time() + left))
-            log(f"Expected to finish in {duration(left)}, at about {end}")
-
-
-def time_sample(model, loader, device):
-    """Return the seconds per sample of the forward pass, measured with one sample (warm-up) and
-    then with four, unless one sample is slow."""
-    batch = loader.get_batch(device, 0)
-    for n in (1, min(4, len(batch[0]))):
-        started = time.perf_counter()
-        model(*[t[:n] for t in batch])
-        seconds = (time.perf_counter() - started) / n
-        if seconds > SLOW_SAMPLE_SECONDS:
-            break
-    return seconds
+        self.end_announced = self.end_announced or steady
+        return steady
 
 
 def describe_duration(step_seconds, config, it):
     """Return a line about the duration of a run from step `it` on, with advice if it needs days."""
     steps = config.max_iters - it
     seconds = step_seconds * steps
-    text = (f"About {step_seconds:,.0f} s per step on this machine: {duration(seconds)} for "
-            f"{steps:,} steps")
+    end = time.strftime("%Y-%m-%d %H:%M", time.localtime(time.time() + seconds))
+    text = f"Expected to take {duration(seconds)} for {steps:,} steps, until about {end}"
     if seconds > SECONDS_PER_DAY and config.model == "gpt":
         command = shlex.join(["python", "run_train.py", "--config", "train/config_quick.yaml",
                               "--data_dir", config.data_dir, "--out_dir", "out/quick"])
@@ -464,7 +465,7 @@ def suggest_next_steps(config, use):
 
 def resume_command(config, ranks):
     """Return the command line that resumes this run."""
-    args = without_option(sys.argv[1:], "allow_change")
+    args = sys.argv[1:]
     args += ["--resume", "auto"] if config.resume != "auto" else []  # the last value counts
     if ranks.world_size == 1:
         return "  " + shlex.join(["python", "run_train.py", *args])
@@ -475,15 +476,3 @@ def resume_command(config, ranks):
                f"--nproc_per_node={ranks_per_node}", "run_train.py", *args]
     return "  " + shlex.join(command) + "  (on each node)" * (nodes > 1)
 
-
-def without_option(argv, name):
-    """Return argv without the option `name`, given as --name=value or --name value."""
-    out = []
-    rest = list(argv)
-    while rest:
-        option, equals, _ = rest[0].lstrip("-").replace("-", "_").partition("=")
-        if option != name:
-            out.append(rest.pop(0))
-        else:
-            del rest[:1 if equals else 2]
-    return out

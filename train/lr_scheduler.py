@@ -1,6 +1,7 @@
-"""The learning rate as a function of the step, and reactions to evaluations: the plateau schedule
-and early stopping, which save state in the checkpoint."""
+"""The learning rate as a function of the step, and three detectors over a series of losses, whose
+state is saved in the checkpoint: early stopping, the plateau schedule, loss spikes."""
 
+import collections
 import math
 
 
@@ -107,3 +108,28 @@ class ReduceOnPlateau:
     def load_state_dict(self, state):
         self.scale = state["scale"]
         self.counter.load_state_dict(state["waiting"])
+
+
+class SpikeDetector:
+    """Detects a loss more than `sigma` standard deviations above the mean of the last `window`
+    normal losses (OLMo 2's criterion, arXiv:2501.00656), once half of the window is filled."""
+
+    def __init__(self, sigma=6.0, window=128):
+        self.sigma = sigma
+        self.losses = collections.deque(maxlen=window)
+
+    def update(self, loss):
+        """Return whether `loss` is a spike; otherwise add it to the window."""
+        if len(self.losses) >= self.losses.maxlen // 2:
+            mean = sum(self.losses) / len(self.losses)
+            deviation = math.sqrt(sum((x - mean) ** 2 for x in self.losses) / len(self.losses))
+            if not loss <= mean + self.sigma * max(deviation, 1e-3 * abs(mean)):
+                return True
+        self.losses.append(loss)
+        return False
+
+    def state_dict(self):
+        return list(self.losses)
+
+    def load_state_dict(self, losses):
+        self.losses = collections.deque(losses, maxlen=self.losses.maxlen)

@@ -7,6 +7,7 @@ import torch
 import torch.distributed as dist
 import torch.nn as nn
 
+from train.base.adamw import AdamW
 from train.base.errors import ConfigError
 from train.device import has_native_bfloat16
 from train.distributed import is_sharded, local
@@ -116,37 +117,6 @@ def log_groups(model, groups, log):
         log(f"Muon: {count(matrices)}; AdamW: all others")
     if frozen := [p for p in model.parameters() if not p.requires_grad]:
         log(f"Frozen: {count(frozen)}")
-
-
-@torch.no_grad()
-def clip_gradients(optimizer, max_norm, factor=1.0):
-    """Multiply all gradients by `factor` and clip the global norm to `max_norm` (0: no clipping).
-    Return the norm before clipping, a 0-dim tensor."""
-    grads = [p.grad for g in optimizer.param_groups for p in g["params"] if p.grad is not None]
-    norm = torch.nn.utils.get_total_norm(grads)
-    if hasattr(norm, "full_tensor"):  # FSDP: local operations, and one collective
-        norm = norm.full_tensor()
-        grads = [g.to_local() for g in grads]
-    norm = norm * factor  # the norm of the scaled gradients, which do not exist yet
-    if max_norm:  # 1e-6 as in torch.nn.utils.clip_grad_norm_
-        factor = factor * torch.clamp(max_norm / (norm + 1e-6), max=1.0)
-    torch._foreach_mul_(grads, torch.as_tensor(factor, device=norm.device))
-    return norm
-
-
-def undecorated(method):
-    """Return a method without the wrappers that decorators have added."""
-    while hasattr(method, "__wrapped__"):
-        method = method.__wrapped__
-    return method
-
-
-class AdamW(torch.optim.AdamW):
-    """torch.optim.AdamW without the decorators that exclude it from torch.compile: they import the
-    compiler, 1 to 2 s at every start, and this optimizer is never compiled."""
-    add_param_group = undecorated(torch.optim.AdamW.add_param_group)
-    zero_grad = undecorated(torch.optim.AdamW.zero_grad)
-    step = torch.no_grad()(undecorated(torch.optim.AdamW.step))
 
 
 class Muon(AdamW):

@@ -1,6 +1,5 @@
 """Monitors of a run: signals, a time limit per step, loss spikes; and error reports."""
 
-import collections
 import contextlib
 import faulthandler
 import math
@@ -82,10 +81,6 @@ class Signals:
                 os.write(2, f"\nstopping after saving a checkpoint{hint}\n".encode())
         self.stop = self.stop or signum
 
-    def stop_agreed(self, ranks):
-        """Return whether any rank has received a request to stop. All ranks must call."""
-        return bool(self.stop if ranks.world_size == 1 else max_over_ranks(self.stop, ranks))
-
     def agree(self, ranks):
         """Return (signal number of a request to stop or 0, whether to save), equal on all ranks.
         All ranks must call."""
@@ -128,35 +123,9 @@ class Watchdog:
 # -----------------------------------------------------------------------------
 # loss spikes and non-finite values
 
-class SpikeDetector:
-    """Detects a loss more than `sigma` standard deviations above the mean of the last `window`
-    normal losses (OLMo 2's criterion, arXiv:2501.00656), once half of the window is filled."""
-
-    def __init__(self, sigma=6.0, window=128):
-        self.sigma = sigma
-        self.losses = collections.deque(maxlen=window)
-
-    def update(self, loss):
-        """Return whether `loss` is a spike; otherwise add it to the window."""
-        if len(self.losses) >= self.losses.maxlen // 2:
-            mean = sum(self.losses) / len(self.losses)
-            deviation = math.sqrt(sum((x - mean) ** 2 for x in self.losses) / len(self.losses))
-            if not loss <= mean + self.sigma * max(deviation, 1e-3 * abs(mean)):
-                return True
-        if math.isfinite(loss):
-            self.losses.append(loss)
-        return False
-
-    def state_dict(self):
-        return list(self.losses)
-
-    def load_state_dict(self, losses):
-        self.losses = collections.deque(losses, maxlen=self.losses.maxlen)
-
-
 def decide_action(loss, norm, progress, spikes, on_spike, scaled):
-    """Return (action, whether the loss is a spike) for a step with this loss and gradient norm.
-    Updates the counters in `progress`.
+    """Return (action, whether the loss is a spike) for a step whose loss is a spike, or whose loss
+    or gradient norm is not finite. Updates the counters in `progress`.
 
     The action is "update", "skip", "rewind" or "stop". Non-finite values stop the run, or count as
     a spike with on_spike "rewind". With a loss scale (`scaled`, float16) some gradients overflow:
@@ -171,9 +140,6 @@ def decide_action(loss, norm, progress, spikes, on_spike, scaled):
             return "skip", False
         return ("rewind", True) if may_rewind else ("stop", False)
     p.overflows_in_a_row = 0
-    if not spikes.update(loss):
-        p.spikes_in_a_row = 0
-        return "update", False
     p.spikes_in_a_row += 1
     if p.spikes_in_a_row > MAX_SPIKES_IN_A_ROW:  # a permanently higher loss, e.g. of other data
         spikes.losses.clear()

@@ -14,14 +14,15 @@ from typing import Any
 import torch
 
 from train import checkpoint, device, distributed, logger, robust
+from train.base.adamw import AdamW
 from train.base.errors import BadNumbers, SetupError, echo
 from train.base.fields import parse_mixture
 from train.base.run_folder import RunFolder
 from train.config import load_config, to_yaml
 from train.dataloader import Prefetcher
 from train.device import ON_OFF, Compiler, should_compile
-from train.lr_scheduler import EarlyStopping, ReduceOnPlateau
-from train.optimizer import AdamW, build_optimizer
+from train.lr_scheduler import EarlyStopping, ReduceOnPlateau, SpikeDetector
+from train.optimizer import build_optimizer
 from train.system import flops_per_step, hook, load_model_type
 
 
@@ -226,7 +227,7 @@ class Run:
                                       c.early_stopping_mode)
         self.plateau = ReduceOnPlateau(c.lr_factor, c.plateau_patience,
                                        min_scale=(c.min_lr or 0.0) / c.learning_rate)
-        self.spikes = robust.SpikeDetector(c.spike_sigma)
+        self.spikes = SpikeDetector(c.spike_sigma)
         self.signals = robust.Signals()
         self.watchdog = stack.enter_context(robust.Watchdog(c.step_timeout))
         self.clock = logger.Clock()
@@ -250,6 +251,23 @@ class Run:
             self.log.first_iter = self.log.last_eval = p.iter_num
         else:
             self.log.rewind(p.iter_num, evaluated=p.evaluated == p.iter_num)
+
+    def react_to_anomaly(self, lr, loss, norm):
+        """Return the action for a step with a loss spike or non-finite values: "update", "skip" or
+        "rewind", the same on every rank. Raises BadNumbers to stop the run."""
+        p = self.progress
+        on_spike = self.config.on_spike
+        action, is_spike = robust.decide_action(loss, norm, p, self.spikes, on_spike,
+                                                self.scaler.is_enabled())
+        if action == "stop":
+            self.folder.wait()  # the message names the last good checkpoint
+            raise BadNumbers(robust.describe_non_finite(
+                p.iter_num, loss, norm, lr, self.locate_batches(), self.folder.file("ckpt.pt")))
+        if is_spike:
+            self.log.warn(f"iter {p.iter_num}: loss {loss:.4f} is a spike (norm {norm:.2f}, "
+                          f"{self.locate_batches()}); "
+                          f"{robust.describe_spike_action(action, on_spike)}")
+        return action
 
     def rewind(self):
         """After a loss spike: return to the last checkpoint and skip the batches that led to it."""
@@ -314,19 +332,6 @@ class Run:
                    "--early_stopping_patience": self.stopping.over}
         return [key for key, yes in reached.items() if yes and self.progress.finished]
 
-    def announce_duration(self):
-        """On a CPU, where a step may take half a minute: log how long the run will take, estimated
-        from the forward pass of a few samples."""
-        c = self.config
-        if self.ranks.device.type != "cpu" or self.flops_per_step < 1e12:
-            return
-        with (self.log.busy("timing a few samples"), self.eval_mode(), self.autocast(),
-              torch.no_grad()):
-            # The backward pass has twice the FLOPs of the forward pass.
-            seconds = 3 * logger.time_sample(self.raw_model, self.data.train, self.ranks.device)
-        step_seconds = seconds * c.samples_per_step / self.ranks.world_size
-        self.log.info(logger.describe_duration(step_seconds, c, self.progress.iter_num))
-
     @contextlib.contextmanager
     def eval_mode(self):
         """Switch to eval mode; on a CPU also to eager mode, since compiling a second variant of the
@@ -339,15 +344,14 @@ class Run:
             self.raw_model.train()
             distributed.reshard(self.raw_model)
 
-    def extensions(self, n_batches):
-        """Return the functions extend(evaluate) -> numbers that add to an evaluation: answers to
-        task files (eval_tasks), and the averaged weights' numbers (ema)."""
-        functions = []
+    def evaluate_extended(self, evaluate, n_batches):
+        """Return the numbers of evaluate(), with those of task files (eval_tasks) and of averaged
+        weights (ema); None after a signal."""
         if self.tasks:
-            functions.append(functools.partial(self.add_task_numbers, n_batches))
+            evaluate = functools.partial(self.add_task_numbers, n_batches, evaluate)
         if self.average:
-            functions.append(self.average.evaluate_with_average)
-        return functions
+            evaluate = functools.partial(self.average.evaluate_with_average, evaluate)
+        return evaluate()
 
     def add_task_numbers(self, n_batches, evaluate):
         """Return the numbers of evaluate() and of the tasks; None after a signal."""

@@ -9,18 +9,18 @@ The state of a run is in train/setup.py.
 import contextlib
 import copy
 import functools
+import math
 import time
 from collections.abc import Callable
 from typing import Any
 
 import torch
 
-from train import checkpoint, device, distributed, logger, robust
-from train.base.errors import BadNumbers, SetupError, Stopped
+from train import checkpoint, distributed, logger
+from train.base.errors import SetupError, Stopped
 from train.config import TrainConfig
 from train.evaluate import add_sums, all_reduce, batch_sums, evaluate, to_host, to_numbers
 from train.lr_scheduler import get_lr
-from train.optimizer import clip_gradients
 from train.setup import open_run, validate_config
 
 MIN_COUNT = 1e-9  # positive, and smaller than any count, also of weighted items
@@ -70,7 +70,6 @@ def training_loop(run):
     c = run.config
     p = run.progress
     p.finished = ""  # a larger max_iters continues a finished run
-    run.announce_duration()
     run.clock.start(p.iter_num)
     if p.iter_num and c.resume_file:
         save(run)  # resumed from a given FILE: make this branch the latest one of the folder
@@ -110,9 +109,7 @@ def train_step(run, lr=None):
     n = run.n_micro
     if run.watchdog.timeout:
         run.watchdog.arm(factor=10 if run.clock.unsteady(it) else 1)
-    # The random numbers of a step (dropout) depend on (seed, step, rank), not on earlier steps: a
-    # resumed run uses the same numbers, and no generator state has to be saved.
-    device.seed_step(c.seed, it, run.ranks)
+    seed_step(c.seed, it, run.ranks)
     # The learning rate is a function of the step, times the scale of the plateau schedule, which is
     # saved. Each parameter group has a peak rate, `initial_lr` (different for Muon's matrices and
     # for lr_groups), which is scaled in proportion.
@@ -142,7 +139,7 @@ def train_step(run, lr=None):
     eager = run.compiler.paused if it == 0 else contextlib.nullcontext
     with eager(), run.autocast():
         for micro in range(n):
-            if micro and run.signals.stop_agreed(run.ranks):  # on a CPU, a step may last minutes
+            if micro and stop_agreed(run):  # on a CPU, a step may last minutes
                 run.optimizer.zero_grad(set_to_none=True)
                 return None
             run.log.activity = f"iter {it}, micro-batch {micro + 1} of {n}"
@@ -170,10 +167,16 @@ def train_step(run, lr=None):
     sums, norm = to_host(sums, norm)
 
     loss = float(sums["loss"] / sums["count"]) if sums["count"] else p.recent_loss()
-    action = review_step(run, lr, loss, norm)  # raises BadNumbers before a harmful update
-    if action == "rewind":
-        run.rewind()
-        return loss
+    action = "update"
+    if math.isfinite(loss + norm) and not run.spikes.update(loss):
+        p.spikes_in_a_row = 0
+        p.overflows_in_a_row = 0
+    else:
+        # Raises BadNumbers before a harmful update.
+        action = run.react_to_anomaly(lr, loss, norm)
+        if action == "rewind":
+            run.rewind()
+            return loss
     log_step(run, lr, loss, norm, sums)
     # The update, unless a spike or a float16 overflow skips it. The step number increases also
     # after a skipped update, and with it the data and the schedule.
@@ -190,27 +193,38 @@ def train_step(run, lr=None):
 
 
 # -----------------------------------------------------------------------------
-# after the gradients: check the numbers and log the step
+# parts of a step
 
-def review_step(run, lr, loss, norm):
-    """Return the action for this step: "update", "skip" or "rewind", the same on every rank.
+def seed_step(seed, it, ranks):
+    """Seed torch's generators with a function of (seed, it, rank): a resumed run draws the same
+    random numbers (dropout), and no generator state has to be saved."""
+    number = ((seed * 1_000_003 + it) * 65_537 + ranks.rank) % 2**63
+    # Not torch.manual_seed: it formats a traceback for each missing accelerator, 0.5 ms per step.
+    torch.default_generator.manual_seed(number)
+    if ranks.device.type != "cpu":
+        getattr(torch, ranks.device.type).manual_seed(number)
 
-    Raises BadNumbers, before the update, if loss or gradient norm are not finite.
-    """
-    c = run.config
-    p = run.progress
-    it = p.iter_num
-    # float16 gradients overflow now and then: then the update is skipped and the scale is lowered.
-    action, is_spike = robust.decide_action(loss, norm, p, run.spikes, c.on_spike,
-                                            run.scaler.is_enabled())
-    if action == "stop":
-        run.folder.wait()  # the message names the last good checkpoint
-        raise BadNumbers(robust.describe_non_finite(
-            it, loss, norm, lr, run.locate_batches(), run.folder.file("ckpt.pt")))
-    if is_spike:
-        run.log.warn(f"iter {it}: loss {loss:.4f} is a spike (norm {norm:.2f}, "
-                     f"{run.locate_batches()}); {robust.describe_spike_action(action, c.on_spike)}")
-    return action
+
+def stop_agreed(run):
+    """Return whether a signal has asked any rank to stop. All ranks must call."""
+    stop = run.signals.stop
+    return bool(stop if run.ranks.world_size == 1 else distributed.max_over_ranks(stop, run.ranks))
+
+
+@torch.no_grad()
+def clip_gradients(optimizer, max_norm, factor=1.0):
+    """Multiply all gradients by `factor` and clip the global norm to `max_norm` (0: no clipping).
+    Return the norm before clipping, a 0-dim tensor."""
+    grads = [p.grad for g in optimizer.param_groups for p in g["params"] if p.grad is not None]
+    norm = torch.nn.utils.get_total_norm(grads)
+    if hasattr(norm, "full_tensor"):  # FSDP: local operations, and one collective
+        norm = norm.full_tensor()
+        grads = [g.to_local() for g in grads]
+    norm = norm * factor  # the norm of the scaled gradients, which do not exist yet
+    if max_norm:  # 1e-6 as in torch.nn.utils.clip_grad_norm_
+        factor = factor * torch.clamp(max_norm / (norm + 1e-6), max=1.0)
+    torch._foreach_mul_(grads, torch.as_tensor(factor, device=norm.device))
+    return norm
 
 
 def log_step(run, lr, loss, norm, sums):
@@ -229,15 +243,14 @@ def log_step(run, lr, loss, norm, sums):
     # of tokens includes this step.
     seconds = run.clock.lap(it, run.batches.seconds, run.log.warn)
     run.batches.seconds = 0.0
-    eta = (c.max_iters - it - 1) * seconds
-    if not run.clock.end_announced:
-        run.clock.announce_end(seconds, eta, run.log.info)
+    if run.clock.is_steady(seconds):
+        run.log.info(logger.describe_duration(seconds, c, it + 1))
     run.log.step(dict(
         iter=it, max_iters=c.max_iters, tokens=(it + 1) * run.units_per_step,
         unit=run.data.train.unit, lr=lr, grad_norm=norm, time_ms=seconds * 1000,
-        tokens_per_sec=run.units_per_step / seconds, eta_s=eta,
+        tokens_per_sec=run.units_per_step / seconds, eta_s=(c.max_iters - it - 1) * seconds,
         mfu=run.flops_per_step / seconds / run.peak_flops if run.peak_flops else None,
-        memory_mib=device.peak_memory(run.ranks.device), **to_numbers(run.raw_model, sums)))
+        memory_mib=logger.peak_memory(run.ranks.device), **to_numbers(run.raw_model, sums)))
 
 
 # -----------------------------------------------------------------------------
@@ -281,11 +294,8 @@ def validate(run):
 def evaluate_validation(run, n_batches):
     """Return {val_NAME: number} for n_batches batches of the validation data, including the numbers
     of task files and of averaged weights; None after a signal."""
-    # Each extension is called with the function that evaluates everything before it.
-    numbers = functools.partial(evaluate_loader, run, run.data.val, n_batches)
-    for extend in run.extensions(n_batches):
-        numbers = functools.partial(extend, numbers)
-    return numbers()
+    evaluate_loss = functools.partial(evaluate_loader, run, run.data.val, n_batches)
+    return run.evaluate_extended(evaluate_loss, n_batches)
 
 
 def evaluate_loader(run, loader, n_batches):

@@ -287,7 +287,8 @@ def step_crossings(name):
     import torch
 
     from train.evaluate import add_sums, batch_sums
-    from train.optimizer import clip_gradients, configure_optimizers
+    from train.optimizer import configure_optimizers
+    from train.train import clip_gradients
     with fake_cuda.fake_tensors():
         model, batch = on_device(name)
         optimizer = configure_optimizers(model, 0.1, 1e-3, (0.9, 0.95), log=lambda text: None)
@@ -416,7 +417,8 @@ def collectives(n):
     from model import gpt
     from train.config import load_config
     from train.distributed import shard
-    from train.optimizer import clip_gradients, configure_optimizers
+    from train.optimizer import configure_optimizers
+    from train.train import clip_gradients
     ranks = fake_ranks(0, n)
     config = load_config(None, dict(n_layer=4, n_head=4, n_embd=128, block_size=64, batch_size=n,
                                     gradient_accumulation_steps=1, device="cpu"))

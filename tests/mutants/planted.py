@@ -58,8 +58,8 @@ FAULTS = [
     ("train/device.py", "column = 0 if dtype != torch.float32 else 1 if tf32 else 2", "column = 0"),
     ("train/tools/dry_run.py", "grad_copies = 2 if", "grad_copies = 1 if"),
     # the optimizer
-    ("train/optimizer.py", "torch.clamp(max_norm /", "torch.clamp(2 * max_norm /"),
-    ("train/optimizer.py", "norm = norm * factor", "norm = norm"),
+    ("train/train.py", "torch.clamp(max_norm /", "torch.clamp(2 * max_norm /"),
+    ("train/train.py", "norm = norm * factor", "norm = norm"),
     ("train/optimizer.py", "if p.dim() >= 2 else 0.0", "if p.dim() >= 1 else 0.0"),
     ("train/optimizer.py", "max(1.0, p.size(0) / p.size(1)) ** 0.5", "1.0"),
     ("train/optimizer.py", "rank * part, (rank + 1) * part", "0, part"),
@@ -97,6 +97,7 @@ FAULTS = [
     # guards, ranks
     ("train/robust.py", "<= MAX_OVERFLOWS_IN_A_ROW", "<= 10**9"),
     ("train/robust.py", "math.isfinite(loss) and math.isfinite(norm)", "math.isfinite(loss)"),
+    ("train/train.py", "math.isfinite(loss + norm)", "math.isfinite(loss)"),
     ("train/robust.py", "max_over_ranks([self.stop, save], ranks)", "[self.stop, save]"),
     ("train/train.py", "run.model is not run.raw_model and micro < n - 1",
      "run.model is not run.raw_model"),

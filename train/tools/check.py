@@ -37,11 +37,11 @@ from train.base.cli import run_command
 from train.base.errors import SetupError, UserError
 from train.base.fields import base_type, key
 from train.config import load_config, take_config, to_yaml
-from train.device import seed_step
 from train.distributed import process_group
 from train.keys import GPTKeys
 from train.setup import open_data, open_run
 from train.system import REPOSITORY, hook, load_model_type
+from train.train import seed_step
 
 # Small and quick; without dropout, whose random numbers differ between ranks.
 SETTINGS = dict(

@@ -19,9 +19,10 @@ from train.base.errors import CollectiveExit
 from train.base.memory import memory_available
 from train.checkpoint import inherited_shape
 from train.device import ON_OFF, compile_model, should_compile
-from train.optimizer import build_optimizer, clip_gradients
+from train.optimizer import build_optimizer
 from train.setup import open_data
 from train.system import flops_per_step, load_model_type
+from train.train import clip_gradients
 
 MAX_TIMING_SECONDS = 15.0  # on a CPU, slower steps are estimated from a single sample
 SECONDS_PER_DAY = 86400
@@ -65,7 +66,7 @@ def estimate(config):
         except torch.OutOfMemoryError:
             raise CollectiveExit(TOO_LARGE) from None
         if ranks.device.type == "cuda":
-            log(f"Peak memory of a step: {device_module.peak_memory(ranks.device):,} MiB")
+            log(f"Peak memory of a step: {logger.peak_memory(ranks.device):,} MiB")
         log_durations(config, data.train, ranks.device, seconds, is_estimate, log)
 
 
