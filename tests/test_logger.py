@@ -17,7 +17,14 @@ import numpy as np
 import pytest
 
 from train.base.console import Console, compact, duration
-from train.logger import Logger, drop_lines_from, evaluation_line, progress_line, step_line
+from train.logger import (
+    EVALUATION_FIELDS,
+    STEP_FIELDS,
+    Logger,
+    drop_lines_from,
+    format_line,
+    progress_line,
+)
 
 REPO = pathlib.Path(__file__).resolve().parent.parent
 STEP = dict(iter=120, max_iters=5000, tokens=3_964_928, loss=3.2104, lr=0.00036, grad_norm=0.83,
@@ -60,6 +67,14 @@ def program(out, n, shell=None, **env):
     environment = os.environ | {"PYTHONPATH": str(REPO)} | env
     return subprocess.run(shell or command, cwd=REPO, env=environment, capture_output=True,
                           encoding="utf-8", timeout=60)
+
+
+def step_line(record):
+    return format_line("iter", record, STEP_FIELDS)
+
+
+def evaluation_line(record):
+    return format_line("step", record, EVALUATION_FIELDS)
 
 
 def test_lines_have_the_documented_form():
@@ -448,7 +463,7 @@ def test_lines_of_two_threads_do_not_mix():
                 super().write(part)
                 time.sleep(0.001)
     console = Console(Slow())
-    threads = [threading.Thread(target=lambda c=c: [console.print_line(c * 6) for _ in range(5)])
+    threads = [threading.Thread(target=lambda c=c: [console.show(c * 6) for _ in range(5)])
                for c in "ab"]
     for thread in threads:
         thread.start()

@@ -71,13 +71,6 @@ def test_slow_batches_are_told_where_they_are_a_share_of_the_time(now, passed, l
     assert not told or said[0].startswith(f"{told} of the time is spent reading batches")
 
 
-def test_the_end_is_announced_once_when_the_steps_are_steady():
-    clock = logger.Clock()
-    # compiling, warming up, and the first steady steps
-    assert [clock.is_steady(seconds) for seconds in (9.0, 4.0, 1.0, 1.1, 1.2)] == [
-        False, False, False, True, False]
-
-
 def test_how_long_a_run_takes(monkeypatch):
     monkeypatch.setattr(time, "time", lambda: 1_000_000.0)
     c = TrainConfig(max_iters=1000, data_dir="my data")

@@ -4,7 +4,6 @@ Logging failures never stop training: a closed pipe or a full disk costs that ou
 """
 
 import json
-import math
 import os
 import re
 import shlex
@@ -14,7 +13,7 @@ import threading
 import time
 from contextlib import contextmanager, suppress
 
-from train.base.console import Console, LineFile, compact, duration
+from train.base.console import RESET, YELLOW, Console, LineFile, compact, duration
 from train.base.environment import environment
 from train.base.errors import printable
 from train.base.files import atomic_write, write_text
@@ -68,17 +67,18 @@ class Logger:
     # -------------------------------------------------------------------------
     # messages
 
-    def info(self, message, yellow=False):
+    def info(self, message, color=""):
         if self.is_main:
-            self.console.print_line(printable(message), yellow)
-            self.write_log(printable(message))
+            text = printable(message)
+            self.console.show(f"{color}{text}{RESET}" if color and self.console.color else text)
+            self.write_log(text)
 
     def warn(self, message):
-        self.info(f"warning: {message}", yellow=True)
+        self.info(f"warning: {message}", YELLOW)
 
     def write_log(self, text):
         stamp = time.strftime("%Y-%m-%d %H:%M:%S ")
-        self.log_file.write("".join(f"{stamp}{line}\n" for line in text.split("\n")))
+        self.log_file.write(stamp + text.replace("\n", f"\n{stamp}") + "\n")
 
     @contextmanager
     def busy(self, activity):
@@ -98,9 +98,9 @@ class Logger:
             if quiet < HEARTBEAT_SECONDS:
                 due = HEARTBEAT_SECONDS
             elif self.activity and self.console.live:
-                self.console.set_live_line(f"{self.activity}, {quiet:.0f} s", heartbeat=True)
+                self.console.show(live=f"{self.activity}, {quiet:.0f} s", heartbeat=True)
             elif self.activity and quiet >= due:
-                self.console.print_line(f"... {self.activity}", heartbeat=True)
+                self.console.show(f"... {self.activity}", heartbeat=True)
                 self.write_log(f"... {self.activity}")
                 # After 5, 10, 20, 40, 80, 140, 200 ... seconds.
                 due = quiet + min(MAX_HEARTBEAT_SECONDS, quiet)
@@ -126,12 +126,12 @@ class Logger:
             # The unit of `tokens` is stored if it is not tokens.
             self.write_metrics({k: v for k, v in record.items()
                                 if k not in NOT_STORED and v != "tok"})
-            line = step_line(record)
+            line = format_line("iter", record, STEP_FIELDS)
             self.write_log(line)
             if self.console.live:
-                self.console.set_live_line(progress_line(record, self.console.unicode))
+                self.console.show(live=progress_line(record, self.console.unicode))
             else:
-                self.console.print_line(line)
+                self.console.show(line)
 
     def evaluation(self, record):
         """Log an evaluation before step `iter`. record: iter, tokens, train_loss (the mean since
@@ -141,7 +141,7 @@ class Logger:
             if record["iter"] != self.last_eval or "val_loss" not in record:
                 self.write_metrics(record)
             self.last_eval = record["iter"]
-            self.info(evaluation_line(record))
+            self.info(format_line("step", record, EVALUATION_FIELDS))
 
     def write_metrics(self, record):
         if self.first_iter is None:  # started from scratch: keep the numbers of a lost run
@@ -223,7 +223,7 @@ class Logger:
         self.closed.set()
         if self.is_main:
             self.heartbeat.join(timeout=1.0)  # it may hang in a full pipe
-            self.console.set_live_line("")
+            self.console.show(live="")
             for tracker in self.trackers:
                 for name in ("loss.svg", "config.yaml", "training_args.json"):
                     tracker.artifact(os.path.join(self.out_dir, name))
@@ -281,8 +281,11 @@ CONVERSIONS = dict(lr=lambda lr: f"{lr:.6f}" if lr >= 1e-5 or lr == 0 else f"{lr
                    tokens_per_sec=compact, eta_s=duration)
 
 
-def format_fields(record, fields):
-    """Return [text] of the known fields of a record; OWN: the numbers that the model defines."""
+def format_line(start, record, fields):
+    """Return the known fields of a record as text: "iter 120: loss 3.2104, time 48.7ms, ...".
+
+    start: the word before the iteration. fields: names; OWN: the numbers that the model defines.
+    """
     own = [name for name, value in record.items()
            if isinstance(value, float) and name not in LINE_NAMES | FORMATS.keys()]
     texts = []
@@ -292,17 +295,7 @@ def format_fields(record, fields):
             value = CONVERSIONS.get(name, float)(record[name])
             own_format = name.removeprefix("val_").replace("_", " ") + " {:.4f}"
             texts.append(FORMATS.get(name, own_format).format(value, unit=unit))
-    return texts
-
-
-def step_line(record):
-    """Return "iter 120: loss 3.2104, time 48.7ms, lr 0.000360, norm 0.83, 672k tok/s, ..."."""
-    return f"iter {record['iter']}: " + ", ".join(format_fields(record, STEP_FIELDS))
-
-
-def evaluation_line(record):
-    """Return "step 200: train loss 3.1022, val loss 3.1954, ppl 24.42, bpb 1.104, ..."."""
-    return f"step {record['iter']}: " + ", ".join(format_fields(record, EVALUATION_FIELDS))
+    return f"{start} {record['iter']}: {', '.join(texts)}"
 
 
 def progress_line(record, unicode=True):
@@ -311,7 +304,8 @@ def progress_line(record, unicode=True):
     steps = record["iter"] + 1
     total = record.get("max_iters") or steps
     share = min(1.0, steps / total)
-    parts = [f"| {steps}/{total}", *format_fields(record, PROGRESS_FIELDS)]
+    _, _, numbers = format_line("", record, PROGRESS_FIELDS).partition(": ")
+    parts = [f"| {steps}/{total}", *filter(None, numbers.split(", "))]
     while len(parts) > 1 and len(", ".join(parts)) + 15 > width:
         parts.pop()
     cells = max(0, min(40, width - 5 - len(", ".join(parts))))
@@ -338,8 +332,7 @@ class Clock:
 
     def __init__(self):
         self.total_away = 0.0  # seconds in evaluations and saves, of the entire run
-        self.end_announced = False
-        self.last_per_step = math.inf
+        self.laps = 0
         self.start(0)
 
     def start(self, it):
@@ -375,16 +368,9 @@ class Clock:
         per_step = (seconds - self.seconds_away) / max(1, it + 1 - self.it)
         self.started_at = time.perf_counter()
         self.it = it + 1
+        self.laps += 1
         self.seconds_away = 0.0
         return per_step
-
-    def is_steady(self, per_step):
-        """Return, once per run, True as soon as the time per step does not fall any more: the first
-        steps compile and warm up."""
-        steady = not self.end_announced and per_step > 0.8 * self.last_per_step
-        self.last_per_step = per_step
-        self.end_announced = self.end_announced or steady
-        return steady
 
 
 def describe_duration(step_seconds, config, it):

@@ -243,7 +243,7 @@ def log_step(run, lr, loss, norm, sums):
     # of tokens includes this step.
     seconds = run.clock.lap(it, run.batches.seconds, run.log.warn)
     run.batches.seconds = 0.0
-    if run.clock.is_steady(seconds):
+    if run.clock.laps == 3:  # the first steps compile and warm up
         run.log.info(logger.describe_duration(seconds, c, it + 1))
     run.log.step(dict(
         iter=it, max_iters=c.max_iters, tokens=(it + 1) * run.units_per_step,

@@ -194,17 +194,13 @@ def fused_linear(x, *layers, sizes=None, fuse=True):
     """
     if isinstance(layers[0], FusedLinear):
         return layers[0](x).split(sizes or layers[0].sizes, dim=-1)
-    if fuse and x.numel() > 64 * x.size(-1) and all(map(is_plain_linear, layers)):
+    is_plain = all(type(layer).forward is nn.Linear.forward for layer in layers)
+    if fuse and is_plain and x.numel() > 64 * x.size(-1):
         bias = None if layers[0].bias is None else torch.cat([m.bias for m in layers])
         y = F.linear(x, torch.cat([m.weight for m in layers]), bias)
         return y.split(sizes or [m.out_features for m in layers], dim=-1)
     outputs = [layer(x) for layer in layers]
     return torch.cat(outputs, dim=-1).split(sizes, dim=-1) if sizes else outputs
-
-
-def is_plain_linear(layer):
-    """Return whether a layer computes only a weight and a bias, which can be concatenated."""
-    return type(layer).forward is nn.Linear.forward
 
 
 def save_matrix_products():

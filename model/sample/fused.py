@@ -1,7 +1,9 @@
 """Replacement of a model's linear layers by layers for decoding (model/core/quantize.py)."""
 
+import torch.nn as nn
+
 from model.core.adapters import LoRALinear
-from model.core.ops import FusedLinear, is_plain_linear
+from model.core.ops import FusedLinear
 from model.core.quantize import Int8Linear, PackedLinear
 from model.gpt import MLP, Attention
 
@@ -37,7 +39,8 @@ def replace_children(module, linear_class):
         elif isinstance(child, MLP) and hasattr(child, "gate"):
             child.gate = fuse_layers(linear_class, child.gate, child.up)
             child.up, child.down = None, linear_class(child.down)
-        elif is_plain_linear(child) or isinstance(child, LoRALinear):  # its .weight is merged
+        elif (type(child).forward is nn.Linear.forward
+              or isinstance(child, LoRALinear)):  # its .weight is merged
             setattr(module, name, linear_class(child))
         else:
             replace_children(child, linear_class)

@@ -30,30 +30,23 @@ class Console:
         self.encoding = getattr(stream, "encoding", None) or "utf-8"
         self.unicode = self.encoding.lower().startswith("utf")
 
-    def print_line(self, text, yellow=False, heartbeat=False):
-        """Print a line above the live line. heartbeat: do not change used_at."""
-        text = f"{YELLOW}{text}{RESET}" if yellow and self.color else text
+    def show(self, line=None, live=None, heartbeat=False):
+        """Print `line` above the live line, and replace the live line by `live`; "" clears it.
+        heartbeat: do not change used_at."""
         with self.lock:
             self.used_at = self.used_at if heartbeat else time.monotonic()
-            self.write((CLEAR_LINE if self.live_line else "") + text + "\n" + self.live_line)
-
-    def set_live_line(self, text, heartbeat=False):
-        """Replace the live line; "" clears it."""
-        with self.lock:
-            self.used_at = self.used_at if heartbeat else time.monotonic()
-            if text or self.live_line:
-                self.live_line = text
-                self.write(CLEAR_LINE + text)
-
-    def write(self, text):
-        try:
-            if self.stream is not None:
-                self.stream.write(text.encode(self.encoding, "replace").decode(self.encoding))
-                self.stream.flush()
-        except (OSError, ValueError):
-            with suppress(OSError, ValueError):  # other code may print to the same stream
-                os.dup2(os.open(os.devnull, os.O_WRONLY), self.stream.fileno())
-            self.stream = None
+            text = CLEAR_LINE if self.live_line or live else ""
+            text += "" if line is None else f"{line}\n"
+            self.live_line = self.live_line if live is None else live
+            text = (text + self.live_line).encode(self.encoding, "replace").decode(self.encoding)
+            try:
+                if self.stream is not None:
+                    self.stream.write(text)
+                    self.stream.flush()
+            except (OSError, ValueError):
+                with suppress(OSError, ValueError):  # other code may print to the same stream
+                    os.dup2(os.open(os.devnull, os.O_WRONLY), self.stream.fileno())
+                self.stream = None
 
 
 class LineFile:
@@ -66,15 +59,17 @@ class LineFile:
         self.incomplete = False  # the last line
         self.warned = False
 
+    def open(self):
+        if os.path.islink(self.path):
+            warn_stderr(f"warning: {self.path} was a link to {os.readlink(self.path)}; a new file "
+                        "replaces the link")
+            os.unlink(self.path)
+        return open_no_follow(self.path, "ab")
+
     def write(self, line):
         data = (b"\n" if self.incomplete else b"") + line.encode("utf-8", "replace")
         try:
-            if self.file is None:
-                if os.path.islink(self.path):
-                    warn_stderr(f"warning: {self.path} was a link to {os.readlink(self.path)}, "
-                                "which is not changed; a new file replaces the link")
-                    os.unlink(self.path)
-                self.file = open_no_follow(self.path, "ab")
+            self.file = self.file or self.open()
             self.incomplete = self.file.write(data) < len(data)
             if self.incomplete:
                 raise OSError("the disk is full")
