@@ -437,11 +437,8 @@ def test_a_spike_is_a_loss_past_sigma_deviations():
 
 
 class Spikes:
-    def __init__(self, spike):
-        self.spike, self.losses = spike, [1.0]
-
-    def update(self, loss):
-        return self.spike
+    def __init__(self):
+        self.losses = [1.0]
 
 
 def state(**changes):
@@ -453,7 +450,8 @@ def state(**changes):
 def test_a_step_that_is_not_finite(loss, norm):
     def verdict(on_spike="warn", scaled=False, **changes):
         p = state(**changes)
-        return *decide_action(loss, norm, p, Spikes(True), on_spike, scaled), p.overflows
+        action, text = decide_action(loss, norm, p, Spikes(), on_spike, scaled)
+        return action, bool(text), p.overflows
     assert verdict() == ("stop", False, 1) and verdict("skip") == ("stop", False, 1)
     assert verdict("rewind", rewinds=MAX_REWINDS - 1) == ("rewind", True, 1)
     assert verdict("rewind", rewinds=MAX_REWINDS) == ("stop", False, 1)
@@ -464,15 +462,18 @@ def test_a_step_that_is_not_finite(loss, norm):
 
 
 def test_a_step_that_is_finite():
-    for on_spike, action in (("warn", "update"), ("skip", "skip"), ("rewind", "rewind")):
+    for on_spike, reaction in (
+            ("warn", ("update", "continuing")), ("skip", ("skip", "skipping this update")),
+            ("rewind", ("rewind", "rewinding to the last checkpoint"))):
         p = state(overflows_in_a_row=2)
-        assert decide_action(1.0, 1.0, p, Spikes(True), on_spike, False) == (action, True)
+        assert decide_action(1.0, 1.0, p, Spikes(), on_spike, False) == reaction
         assert (p.spikes_in_a_row, p.overflows_in_a_row) == (1, 0)
     used_up = state(rewinds=MAX_REWINDS)
-    assert decide_action(1.0, 1.0, used_up, Spikes(True), "rewind", False) == ("update", True)
-    spikes, p = Spikes(True), state(spikes_in_a_row=MAX_SPIKES_IN_A_ROW - 1)
-    assert decide_action(1.0, 1.0, p, spikes, "skip", False) == ("skip", True) and spikes.losses
-    assert decide_action(1.0, 1.0, p, spikes, "skip", False) == ("update", False)
+    assert decide_action(1.0, 1.0, used_up, Spikes(), "rewind", False) == (
+        "update", f"all {MAX_REWINDS} rewinds of this run are used up: continuing")
+    spikes, p = Spikes(), state(spikes_in_a_row=MAX_SPIKES_IN_A_ROW - 1)
+    assert decide_action(1.0, 1.0, p, spikes, "skip", False)[0] == "skip" and spikes.losses
+    assert decide_action(1.0, 1.0, p, spikes, "skip", False) == ("update", "")
     assert not spikes.losses
 
 

@@ -124,37 +124,34 @@ class Watchdog:
 # loss spikes and non-finite values
 
 def decide_action(loss, norm, progress, spikes, on_spike, scaled):
-    """Return (action, whether the loss is a spike) for a step whose loss is a spike, or whose loss
-    or gradient norm is not finite. Updates the counters in `progress`.
+    """Return (action, description for the log) for a step whose loss is a spike, or whose loss or
+    gradient norm is not finite. Updates the counters in `progress`.
 
-    The action is "update", "skip", "rewind" or "stop". Non-finite values stop the run, or count as
-    a spike with on_spike "rewind". With a loss scale (`scaled`, float16) some gradients overflow:
-    the step is skipped, and the scale decreases.
+    The action is "update", "skip", "rewind" or "stop"; the description is "" if the step is not
+    worth a warning. Non-finite values stop the run, or count as a spike with on_spike "rewind".
+    With a loss scale (`scaled`, float16) some gradients overflow: the step is skipped, and the
+    scale decreases.
     """
     p = progress
-    may_rewind = on_spike == "rewind" and p.rewinds < MAX_REWINDS
+    rewind = on_spike == "rewind" and p.rewinds < MAX_REWINDS
+    rewinding = "rewind", "rewinding to the last checkpoint"
     if not (math.isfinite(loss) and math.isfinite(norm)):
         p.overflows += 1
         p.overflows_in_a_row += 1
         if scaled and math.isfinite(loss) and p.overflows_in_a_row <= MAX_OVERFLOWS_IN_A_ROW:
-            return "skip", False
-        return ("rewind", True) if may_rewind else ("stop", False)
+            return "skip", ""
+        return rewinding if rewind else ("stop", "")
     p.overflows_in_a_row = 0
     p.spikes_in_a_row += 1
     if p.spikes_in_a_row > MAX_SPIKES_IN_A_ROW:  # a permanently higher loss, e.g. of other data
         spikes.losses.clear()
-        return "update", False
-    if on_spike == "rewind":
-        return ("rewind" if may_rewind else "update"), True
-    return ("skip" if on_spike == "skip" else "update"), True
-
-
-def describe_spike_action(action, on_spike):
-    """Return the description of `action`, the reaction to a spike, for the log."""
-    if on_spike == "rewind" and action == "update":
-        return f"all {MAX_REWINDS} rewinds of this run are used up: continuing"
-    return dict(update="continuing", skip="skipping this update",
-                rewind="rewinding to the last checkpoint")[action]
+        return "update", ""
+    if rewind:
+        return rewinding
+    if on_spike == "skip":
+        return "skip", "skipping this update"
+    used_up = f"all {MAX_REWINDS} rewinds of this run are used up: " * (on_spike == "rewind")
+    return "update", f"{used_up}continuing"
 
 
 def describe_non_finite(it, loss, norm, lr, batch, path):

@@ -256,17 +256,15 @@ class Run:
         """Return the action for a step with a loss spike or non-finite values: "update", "skip" or
         "rewind", the same on every rank. Raises BadNumbers to stop the run."""
         p = self.progress
-        on_spike = self.config.on_spike
-        action, is_spike = robust.decide_action(loss, norm, p, self.spikes, on_spike,
-                                                self.scaler.is_enabled())
+        action, description = robust.decide_action(loss, norm, p, self.spikes, self.config.on_spike,
+                                                   self.scaler.is_enabled())
         if action == "stop":
             self.folder.wait()  # the message names the last good checkpoint
             raise BadNumbers(robust.describe_non_finite(
                 p.iter_num, loss, norm, lr, self.locate_batches(), self.folder.file("ckpt.pt")))
-        if is_spike:
+        if description:
             self.log.warn(f"iter {p.iter_num}: loss {loss:.4f} is a spike (norm {norm:.2f}, "
-                          f"{self.locate_batches()}); "
-                          f"{robust.describe_spike_action(action, on_spike)}")
+                          f"{self.locate_batches()}); {description}")
         return action
 
     def rewind(self):
@@ -343,6 +341,28 @@ class Run:
         finally:
             self.raw_model.train()
             distributed.reshard(self.raw_model)
+
+    def write_samples(self):
+        """Write samples of the model's output, from the same prompts and seed every time.
+
+        A sharded model computes on all ranks, any other model on rank 0. An error in sampling is
+        only a warning.
+        """
+        c = self.config
+        it = self.progress.iter_num
+        sample = self.model_type.sample
+        # A model type without sample() has no samples.
+        if sample is None or not (self.ranks.is_main or self.sharded):
+            return
+        self.log.activity = "sampling"
+        try:
+            with self.eval_mode(), torch.no_grad(), self.autocast():
+                texts = sample(self.raw_model, self.data, c)
+        except Exception as error:
+            self.log.warn(f"no samples: {type(error).__name__}: {error}")
+            return
+        for text in texts:
+            self.log.samples(it, text, whole=it >= c.max_iters)
 
     def evaluate_extended(self, evaluate, n_batches):
         """Return the numbers of evaluate(), with those of task files (eval_tasks) and of averaged

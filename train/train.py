@@ -23,8 +23,6 @@ from train.evaluate import add_sums, all_reduce, batch_sums, evaluate, to_host, 
 from train.lr_scheduler import get_lr
 from train.setup import open_run, validate_config
 
-MIN_COUNT = 1e-9  # positive, and smaller than any count, also of weighted items
-
 
 def train(config: TrainConfig, model: torch.nn.Module | None = None,
           on_evaluation: Callable[[int, dict], object] | None = None,
@@ -159,7 +157,8 @@ def train_step(run, lr=None):
 
     # One collective adds the sums over the ranks; the gradients are already averaged.
     sums = all_reduce(sums) if run.ranks.world_size > 1 else sums
-    factor = n * run.full_count * run.ranks.world_size / sums["count"].clamp(min=MIN_COUNT)
+    # If no item counts, the gradients are zero, and so is their product with any finite factor.
+    factor = n * run.full_count * run.ranks.world_size / sums["count"].clamp(min=1e-9)
     run.scaler.unscale_(run.optimizer)
     norm = clip_gradients(run.optimizer, c.grad_clip, factor.float())  # the norm before clipping
     # The only transfer to the host, and the only place where the host waits for the device. From
@@ -286,7 +285,7 @@ def validate(run):
         update_best_and_schedules(run, numbers)
         run.on_evaluation(p.iter_num, numbers)
         if p.iter_num and c.sample_tokens:  # an untrained model has nothing to show
-            write_samples(run)
+            run.write_samples()
         run.log.plot()
     return numbers
 
@@ -300,18 +299,15 @@ def evaluate_validation(run, n_batches):
 
 def evaluate_loader(run, loader, n_batches):
     """Return {val_NAME: number} for n_batches fixed batches of `loader`; None after a signal."""
+    def must_stop(done, total):  # called before each batch
+        run.log.activity = f"evaluating, batch {done} of {total}"
+        run.watchdog.arm(factor=10)  # the limit is per batch
+        return bool(run.signals.stop)
     forward = functools.partial(run.compiler.call, run.raw_model)
     # Eval mode switches dropout off and, on a CPU, the compiled code.
     with run.eval_mode():
         return evaluate(run.raw_model, forward, loader, n_batches, run.ranks, run.autocast,
-                        functools.partial(stop_requested, run))
-
-
-def stop_requested(run, done, total):
-    """Return whether this rank must stop; called before each batch of an evaluation."""
-    run.log.activity = f"evaluating, batch {done} of {total}"
-    run.watchdog.arm(factor=10)  # the limit is per batch
-    return bool(run.signals.stop)
+                        must_stop)
 
 
 def update_best_and_schedules(run, numbers):
@@ -350,29 +346,6 @@ def check_metric_name(run):
     if metric not in names:
         raise SetupError("early_stopping_metric: evaluations of this model have no "
                          f"{metric!r}; choose one of {', '.join(names)}")
-
-
-def write_samples(run):
-    """Write samples of the model's output, from the same prompts and seed every time.
-
-    A sharded model computes on all ranks, any other model on rank 0. An error in sampling is only
-    a warning.
-    """
-    c = run.config
-    it = run.progress.iter_num
-    sample = run.model_type.sample
-    # A model type without sample() has no samples.
-    if sample is None or not (run.ranks.is_main or run.sharded):
-        return
-    run.log.activity = "sampling"
-    try:
-        with run.eval_mode(), torch.no_grad(), run.autocast():
-            texts = sample(run.raw_model, run.data, c)
-    except Exception as error:
-        run.log.warn(f"no samples: {type(error).__name__}: {error}")
-        return
-    for text in texts:
-        run.log.samples(it, text, whole=it >= c.max_iters)
 
 
 # -----------------------------------------------------------------------------

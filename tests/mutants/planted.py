@@ -16,7 +16,7 @@ FAULTS = [
     ("train/train.py", 'group["initial_lr"] * (lr / c.learning_rate)', "lr"),
     ("train/train.py", "run.optimizer.zero_grad(set_to_none=True)  # None", "pass  # None"),
     ("train/train.py", "    run.after_step(it, sums)", "    pass"),
-    ("train/robust.py", '"skip" if on_spike == "skip" else "update"', '"update"'),
+    ("train/robust.py", 'return "skip", "skipping', 'return "update", "skipping'),
     ("train/train.py", "p.loss_sum += loss", "p.loss_sum = loss"),
     ("train/setup.py", "return last or it % c.eval_interval == 0",
      "return it % c.eval_interval == 0"),
