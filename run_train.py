@@ -8,17 +8,9 @@ import os
 import sys
 import time
 
-from train.base.cli import env_rank, take_flag
+from train.base.cli import env_rank
 from train.base.errors import UserError, echo, missing_part
-from train.config import (
-    alias_note,
-    format_config,
-    format_help,
-    input_files,
-    load_with_origins,
-    read_settings,
-    take_config,
-)
+from train.config import format_config, format_help, load_config, read_settings, take_config
 
 
 def show(page):
@@ -33,20 +25,15 @@ def show(page):
 def main(argv):
     """Run the command line; return the exit code."""
     started = time.monotonic()  # max_minutes includes the import of torch
-    wants_help, argv = take_flag(argv, "--help", "-h")
-    show_config, argv = take_flag(argv, "--print_config")
-    dry_run, argv = take_flag(argv, "--dry_run")
     path, overrides = take_config(argv)
     try:
         # Nothing so far has imported torch, so --help is fast.
-        if wants_help:
+        if {"--help", "-h"} & set(overrides):
             return show(format_help(read_settings(path, overrides, [])[0]))
-        config, origins = load_with_origins(path, overrides)
-        if show_config and input_files(config):  # reading weights needs torch
-            from train.checkpoint import inherited_shape
-            shape, weights = inherited_shape(config)
-            config, origins = config.replace(**shape), origins | dict.fromkeys(shape, weights)
-        if not show_config and not dry_run:
+        config = load_config(path, overrides)
+        if config.print_config:
+            return show(format_config(config))
+        if not config.dry_run:
             from data.token_files import check_files_exist
             check_files_exist(config)
     except (UserError, ModuleNotFoundError) as error:
@@ -58,14 +45,13 @@ def main(argv):
         else:
             time.sleep(3)  # torchrun kills the other ranks when one exits
         return 2
-    # Only print what was requested: no file is written.
-    if show_config:
-        return show(format_config(config, origins))
-    if (note := alias_note(origins)) and env_rank() == 0:
-        echo(note)
+    aliases = [f"{where.rpartition(' as ')[2]} read as {name}"
+               for name, where in config.origins.items() if " as " in where]
+    if aliases and env_rank() == 0:
+        echo(f"Note: {', '.join(aliases)}")
 
     def job(config):
-        if dry_run:
+        if config.dry_run:
             from train.tools.dry_run import estimate
             return estimate(config)
         if config.profile:

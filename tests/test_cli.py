@@ -5,7 +5,7 @@ from dataclasses import dataclass
 import pytest
 
 from train.base.cli import run_command, underscores
-from train.base.errors import SetupError, UsageError, UserError, require
+from train.base.errors import SetupError, UserError, require
 from train.base.fields import key
 
 
@@ -57,7 +57,7 @@ def test_all_invalid_values_are_reported_at_once(capsys):
     assert parsed("--top_k=0", "--depth=1,x", "--mode=fats", "--from=1") == (2, None)
     assert capsys.readouterr().err.splitlines() == [
         "model.x: --top_k: must be at least 1, got 0",
-        "--depth: expected a list in which each item is an integer, got 'x'",
+        "--depth: expected an integer, got 'x'",
         "--mode: must be one of fast, slow; got 'fats' (did you mean 'fast'?)",
         "--from: must be below 1, got 1.0"]
 
@@ -120,14 +120,11 @@ def test_how_a_command_ends(error, code, message, capsys):
     assert capsys.readouterr().err == message
 
 
-def test_a_bug_keeps_its_traceback_and_wrong_usage_prints_the_usage(capsys):
-    for kind, ends in ((KeyError, KeyError), (UsageError, SystemExit)):
-        def work(options, kind=kind):
-            raise kind("why")
-        with pytest.raises(ends) as ended:
-            run_command(Options, work, [], prog="model.x")
-    text = capsys.readouterr().err
-    assert ended.value.code == 2 and text.startswith("usage: python -m model.x") and "why" in text
+def test_a_bug_keeps_its_traceback():
+    def work(options):
+        raise KeyError("why")
+    with pytest.raises(KeyError, match="why"):
+        run_command(Options, work, [], prog="model.x")
 
 
 def test_dashes_and_underscores_are_equivalent():

@@ -159,7 +159,7 @@ def test_a_slow_sweep_shows_that_it_moves(tmp_path, data_dir, monkeypatch, capsy
 @pytest.mark.parametrize("args, message", [
     (["--from", "1", "--to", "0.1"], "expected --from below --to"),
     (["--steps", "3"], "--steps: must be at least 10"), (["--stesp=3"], "unknown key 'stesp'"),
-    (["--config", "missing.yaml"], "missing.yaml: no such file")])
+    (["--config", "missing.yaml"], "missing.yaml: cannot be read")])
 def test_bad_input_ends_with_one_message(args, message, capsys):
     try:
         code = lr_finder.main(args)

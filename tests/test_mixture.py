@@ -16,6 +16,7 @@ from runs import SMALL, Program, assert_same, configure, go, metrics, on_two_ran
 from data.prepare import chat as data_chat
 from model.sample import load_model
 from train.base.errors import CheckpointError, ConfigError, DataError
+from train.base.fields import parse_mixture
 from train.config import load_config, to_yaml
 from train.dataloader import DataLoader, RowLoader
 from train.distributed import Ranks
@@ -181,29 +182,27 @@ def test_sources_of_two_types_of_files(folders, tmp_path):
 # the key
 
 @pytest.mark.parametrize("given", [
-    ["--data_dir", "a/web:0.7,b/code:0.3"], ["--data_dir={a/web: 0.7, b/code: 0.3}"],
-    ["data_dir=a/web:.7, b/code:3e-1"], dict(data_dir={"a/web": 0.7, "b/code": 0.3})])
+    ["--data_dir", "a/web:0.7,b/code:0.3"], ["data_dir=a/web:.7, b/code:3e-1"]])
 def test_forms_of_the_key(given, tmp_path):
     config = load_config(None, given)
-    assert config.data_dir == "a/web:0.7,b/code:0.3"
+    assert parse_mixture(config.data_dir) == {"a/web": 0.7, "b/code": 0.3}
     (tmp_path / "a.yaml").write_text(to_yaml(config))
     assert load_config(tmp_path / "a.yaml").data_dir == config.data_dir
-    (tmp_path / "b.yaml").write_text("data:\n  data_dir:\n    a/web: 0.7\n    b/code: 0.3\n")
-    assert load_config(tmp_path / "b.yaml").data_dir == config.data_dir
 
 
 def test_folders_of_old_stay_folders():
     for name in ("data/bin/a", "x/{split}_*.bin", "a,b", "C:/data", "C:/a,b", "a:1", "{split}"):
         assert load_config(None, [f"--data_dir={name}"]).data_dir == name
     home = os.path.expanduser("~")
-    assert load_config(None, ["--data_dir=~/a:1,~/b:2"]).data_dir == f"{home}/a:1,{home}/b:2"
+    config = load_config(None, ["--data_dir=~/a:1,~/b:2"])
+    assert parse_mixture(config.data_dir) == {f"{home}/a": 1, f"{home}/b": 2}
 
 
-@pytest.mark.parametrize("value", ["a:1,b:-1", "a:1,b:0", "a:1,b", "a:1,a:2", "a:1,:2", "a:1,b:nan",
-                                   "{a: 1}", "{a: 1, b: x}", "{a: 1, b: {c: 1}}", "{a: 1, b: }"])
+@pytest.mark.parametrize("value", [
+    "a:1,b:-1", "a:1,b:0", "a:1,b", "a:1,a:2", "a:1,:2", "a:1,b:nan"])
 def test_a_bad_mixture_is_refused_with_an_example(value):
     with pytest.raises(ConfigError, match="data_dir: expected a folder, or several with weights "
-                       "above 0 such as {data/bin/web: 0.7, data/bin/code: 0.3}, got"):
+                       "above 0 such as data/bin/web:0.7,data/bin/code:0.3, got"):
         load_config(None, [f"--data_dir={value}"])
 
 

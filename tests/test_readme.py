@@ -67,6 +67,7 @@ def parse(monkeypatch, module, words):
     monkeypatch.setattr(argparse.ArgumentParser, "parse_args", parse_args)
     with pytest.raises(Parsed) as parsed:
         importlib.import_module(module).main(words)
+    monkeypatch.undo()
     return parsed.value.args
 
 
@@ -74,7 +75,6 @@ def check_run(words, capsys, monkeypatch):
     """run_train.py takes the arguments; files of runs and of other programs need not be there."""
     words = ["train/config.yaml" if w.startswith("out/") and w.endswith(".yaml") else w
              for w in words]
-    monkeypatch.setattr("train.checkpoint.inherited_shape", lambda config: ({}, None))
     code = run_train.main([*words, "--print_config"])
     said = capsys.readouterr()
     assert code == 0, said.err

@@ -1,23 +1,29 @@
 """Load, check and print the configuration of a run. The keys are declared in train/keys.py."""
 
+import argparse
 import functools
 import math
 import os
 import re
-import textwrap
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, fields, is_dataclass
 
 import yaml
 
 from train.base.errors import ConfigError
-from train.base.fields import TYPES, PlainLoader, base_type, fields_by_name, nearest, parse_value
+from train.base.fields import (
+    PlainLoader,
+    base_type,
+    describe,
+    fields_by_name,
+    nearest,
+    parse_value,
+)
 from train.keys import FIELDS, GROUP_NAMES, GROUPS, START_KEYS, TrainConfig
 from train.system import REPOSITORY, load_model_type
 
 DEFAULT_PATH = os.path.join("train", "config.yaml")
 MAX_YAML_CHARS = 1 << 16
-REMOVED_KEYS = ("family",)  # keys of earlier versions, which their files set to null
 MAX_HINTS = 20  # problems that get a hint; the search for a similar key is slow
 
 
@@ -38,12 +44,11 @@ def config_class(model="gpt"):
     return dataclass(type("TrainConfig", (TrainConfig, keys), {"__doc__": TrainConfig.__doc__}))
 
 
-def group_keys(cls):
-    """Return {group: names of the keys in it} of a configuration class."""
-    groups = {group: [f.name for f in fields(keys)] for group, keys in GROUPS.items()}
-    if own := [f.name for f in fields(cls) if f.name not in FIELDS]:
-        groups["Of this model"] = own
-    return groups
+def group_fields(cls):
+    """Return {group: fields in it} of a configuration class."""
+    own = [f for f in fields(cls) if f.name not in FIELDS]
+    groups = {group: fields(keys) for group, keys in GROUPS.items()}
+    return groups | {"Of this model": own} if own else groups
 
 
 # -----------------------------------------------------------------------------
@@ -59,55 +64,34 @@ def find_file(path):
 def read_yaml(path, problems, groups=()):
     """Return the settings [(key, raw value, "path:line")] in a YAML file, flattening the mappings
     `groups`. Problems are appended to `problems`."""
-    expected = f"expected `key: value` lines, as in {DEFAULT_PATH}"
+    settings = []
+
+    def add(mapping):
+        for key, value in mapping.value:
+            name = str(key.value)
+            if isinstance(value, yaml.MappingNode) and name in groups:
+                add(value)
+            else:
+                raw = loader.construct_object(value, deep=True)
+                settings.append((name, raw, f"{path}:{key.start_mark.line + 1}"))
     try:
         with open(path, encoding="utf-8") as f:
             text = f.read(MAX_YAML_CHARS + 1)
         if len(text) > MAX_YAML_CHARS:
             raise yaml.YAMLError(f"more than {MAX_YAML_CHARS:,} characters")
-        root = yaml.compose(text, PlainLoader)
-        if isinstance(root, yaml.MappingNode):
-            return read_mapping(root, path, problems, groups)
-        content = f"found a {root.id} at top level" if root else "the file is empty"
-        problems.append(f"{path}: {content}; {expected}")
-    except FileNotFoundError:
-        problems.append(f"{path}: no such file; {expected}")
+        loader = PlainLoader(text)
+        root = loader.get_single_node()
+        if not isinstance(root, yaml.MappingNode):
+            raise yaml.YAMLError(f"a {root.id} at top level" if root else "the file is empty")
+        add(root)
     except (OSError, UnicodeDecodeError) as error:
-        problems.append(f"{path}: cannot be read as UTF-8 text ({error})")
-    except yaml.MarkedYAMLError as error:
-        remedy = "indent with spaces, not tabs" if "\\t" in error.problem else expected
-        problems.append(f"{path}:{error.problem_mark.line + 1}: not valid YAML: "
-                        f"{error.problem}; {remedy}")
-    except yaml.YAMLError as error:  # e.g. a character that YAML does not allow
-        problems.append(f"{path}: not valid YAML: {error}; {expected}")
-    return []
-
-
-def read_mapping(root, path, problems, groups):
-    """Return the settings in a YAML mapping. The mapping of a group of keys is flattened."""
-    settings = []
-    for key_node, value_node in root.value:
-        name = str(key_node.value)
-        where = f"{path}:{key_node.start_mark.line + 1}"
-        if isinstance(value_node, yaml.MappingNode) and name in groups:
-            settings += read_mapping(value_node, path, problems, groups)
-            continue
-        try:
-            settings.append((name, to_python(value_node), where))
-        except ValueError as error:
-            problems.append(f"{where}: {name}: {error}")
+        problems.append(f"{path}: cannot be read: {error}")
+    except yaml.YAMLError as error:
+        mark = getattr(error, "problem_mark", None)
+        problems.append(f"{path}{f':{mark.line + 1}' if mark else ''}: not valid YAML: "
+                        f"{getattr(error, 'problem', error)}; expected `key: value` lines without "
+                        f"tabs, as in {DEFAULT_PATH}")
     return settings
-
-
-def to_python(node):
-    """Convert a YAML node to str, list or dict. ValueError for a tag that would build an object."""
-    if not node.tag.startswith("tag:yaml.org,2002:") or "python" in node.tag:
-        raise ValueError(f"the tag {node.tag!r} is not allowed; expected a plain value")
-    if isinstance(node, yaml.MappingNode):
-        return {str(k.value): to_python(v) for k, v in node.value}
-    if isinstance(node, yaml.SequenceNode):
-        return [to_python(v) for v in node.value]
-    return node.value
 
 
 def read_with_bases(path, problems, parents=()):
@@ -116,15 +100,14 @@ def read_with_bases(path, problems, parents=()):
     if os.path.abspath(path) in parents:
         problems.append(f"{path}: base files form a circle")
         return []
+    below = []
     settings = read_yaml(path, problems, GROUP_NAMES)
-    named = {name: (value, where) for name, value, where in settings}
-    if "arguments" in named and isinstance(named["arguments"][0], dict):
-        arguments, where = named["arguments"]
-        return [(k, v, where) for k, v in arguments.items() if k not in START_KEYS]
-    if "base" not in named:
-        return settings
-    base = os.path.join(os.path.dirname(path), os.path.expanduser(str(named["base"][0])))
-    below = read_with_bases(base, problems, (*parents, os.path.abspath(path)))
+    for name, value, where in settings:
+        if name == "arguments" and isinstance(value, dict):
+            return [(k, v, where) for k, v in value.items() if k not in START_KEYS]
+        if name == "base":
+            base = os.path.join(os.path.dirname(path), os.path.expanduser(str(value)))
+            below = read_with_bases(base, problems, (*parents, os.path.abspath(path)))
     return below + [s for s in settings if s[0] != "base"]
 
 
@@ -132,44 +115,38 @@ def read_with_bases(path, problems, parents=()):
 # the command line
 
 def take_config(argv):
-    """Return (path, remaining arguments): the configuration file given as --config PATH,
-    --config=PATH or a first argument FILE.yaml."""
-    path = DEFAULT_PATH
-    argv = list(argv)
+    """Return (path, remaining arguments): the configuration file given as --config PATH or as the
+    first argument."""
     if argv and argv[0].endswith((".yaml", ".yml", ".json")) and "=" not in argv[0]:
-        path = argv.pop(0)
-    rest = []
-    while argv:
-        argument = argv.pop(0)
-        if argument == "--config" and argv:
-            path = argv.pop(0)
-        elif argument.startswith("--config="):
-            path = argument.partition("=")[2]
-        else:
-            rest.append(argument)
-    return find_file(path), rest
+        argv = ["--config", *argv]
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    parser.add_argument("--config", default=DEFAULT_PATH, metavar="FILE.yaml")
+    args, rest = parser.parse_known_args(argv)
+    return find_file(args.config), rest
 
 
 def parse_options(argv, problems):
-    """Return [(key, text or None)] of the arguments --key value, --key=value, key=value and --flag.
-    A group may precede the key (model.n_layer=4)."""
-    options = []
+    """Return the settings [(key, raw value, "command line")] in the arguments --key value,
+    --key=value, key=value, --flag and --no-flag. A group may precede the key (model.n_layer=4)."""
+    settings = []
     tokens = list(argv)
     while tokens:
         token = tokens.pop(0)
-        dotted, equals, text = token.lstrip("-").partition("=")
-        group, _, name = dotted.replace("-", "_").rpartition(".")
+        dotted, equals, value = token.partition("=")
         if not token.startswith("-") and not equals:
             problems.append(f"command line: {token!r}: expected --key value or key=value")
-        elif group and group not in GROUP_NAMES:
-            problems.append(f"command line: {token}: there is no group {group!r}; groups are "
-                            f"{', '.join(sorted(GROUP_NAMES))}, and can be omitted")
-        else:
-            if not equals:  # the next argument is the value, unless it is an option
-                is_value = tokens and not re.match(r"--?[A-Za-z]|[\w.]+=", tokens[0])
-                text = tokens.pop(0) if is_value else None
-            options.append((name, text))
-    return options
+            continue
+        dotted = dotted.lstrip("-").replace("-", "_")
+        group, _, name = dotted.rpartition(".")
+        name = name if group in GROUP_NAMES else dotted
+        if not equals:  # the next argument is the value, unless it is an option
+            if tokens and not re.match(r"--?[A-Za-z]|[\w.]+=", tokens[0]):
+                value = tokens.pop(0)
+            else:
+                value = not name.startswith("no_")
+                name = name.removeprefix("no_")
+        settings.append((name, value, "command line"))
+    return settings
 
 
 # -----------------------------------------------------------------------------
@@ -190,69 +167,37 @@ def load_aliases():
 
 def resolve(settings, known, problems):
     """Return {key: (raw value, where it is set)} of settings [(name, raw value, where)]. Later
-    settings take precedence.
-
-    Aliases are replaced by the keys in `known`, and " as ALIAS" is appended to `where`. On the
-    command line a flag has no value (None), --no_FLAG means false, and repeated lists are
-    concatenated.
-    """
+    settings take precedence. Aliases are replaced by the keys in `known`, and " as ALIAS" is
+    appended to `where`."""
     resolved = {}
-    kinds = {name: base_type(f.type) for name, f in known.items()}
-    flags = {name for name, f in known.items()
-             if kinds[name] is bool or "true" in f.metadata.get("choices", ())}
     for name, raw, where in settings:
-        if name in REMOVED_KEYS and str(raw).lower() in ("none", "null"):
-            continue
-        alias = ""
-        if name not in known and name in load_aliases()[0]:
-            alias = f" as {name}"
-            name, words = load_aliases()[0][name]
-            is_bare_flag = raw is None and where == "command line"
-            raw = "true" if raw is None and words else raw
-            raw = words.get(str(raw).lower(), raw)
-            if raw is None and not is_bare_flag:  # no equivalent, e.g. fp16: false
-                continue
-        if where == "command line" and raw is None:
-            positive = name.removeprefix("no_")
-            if name in flags:
-                raw = "true"
-            elif name not in known and positive in flags:
-                name, raw = positive, "false"
-            elif name in known:
-                problems.append(f"command line: --{name} needs a value: {TYPES[kinds[name]][1]}")
-                continue
         file = where.rpartition(":")[0]
-        earlier, at = resolved.pop(name, (None, ""))  # so that the latest one comes last
+        if name not in known and name in load_aliases()[0]:
+            where += f" as {name}"
+            name, words = load_aliases()[0][name]
+            raw = words.get(str(raw).lower(), raw)
+            if raw is None:  # no equivalent, e.g. fp16: false
+                continue
+        _, at = resolved.pop(name, (None, ""))  # so that the latest one comes last
         if file and at.startswith(f"{file}:"):
-            problems.append(f"{where}{alias}: {name} is set twice (first at {at}); keep one")
-        if where == "command line" and at.startswith(where) and kinds.get(name) is list:
-            to_list = TYPES[list][0]
-            raw = to_list(earlier) + to_list(raw)
-        resolved[name] = raw, where + alias
+            problems.append(f"{where}: {name} is set twice (first at {at}); keep one")
+        resolved[name] = raw, where
     return resolved
-
-
-def alias_note(origins):
-    """Return a line that lists the aliases among the `origins` of values, or ""."""
-    aliases = [f"{where.rpartition(' as ')[2]} read as {name}" for name, where in origins.items()
-               if " as " in where]
-    return f"Note: {', '.join(aliases)}" if aliases else ""
 
 
 def read_settings(path, overrides, problems):
     """Return (configuration class, {key: (raw value, where it is set)}) of the file at `path` and
     `overrides`. Problems are appended to `problems`."""
     settings = [] if path is None else read_with_bases(find_file(path), problems)
-    if isinstance(overrides, dict):
+    if isinstance(overrides, Mapping):
         settings += [(name, value, "overrides") for name, value in overrides.items()]
     else:
         options = parse_options(overrides, problems)
-        for name, file in options:  # result of a search: precedes the rest of the command line
+        for name, file, _ in options:  # a search's result precedes the rest of the command line
             if name == "best_config":
-                best = read_with_bases(find_file(file or ""), problems)
+                best = read_with_bases(find_file(str(file)), problems)
                 settings += [s for s in best if s[0] not in ("data_dir", "out_dir")]
-        settings += [(name, text, "command line") for name, text in options
-                     if name != "best_config"]
+        settings += [s for s in options if s[0] != "best_config"]
     model = [value for name, value, _ in settings if name == "model"]
     cls = config_class(str(model[-1]) if model else "gpt")
     return cls, resolve(settings, fields_by_name(cls), problems)
@@ -263,21 +208,10 @@ def load_config(path: str | os.PathLike | None = None,
     """Return the configuration of a run: defaults, then the file at `path` (with the base files),
     then `overrides` (command-line arguments, or a dict of Python values). ConfigError lists all
     problems."""
-    return load_with_origins(path, overrides)[0]
-
-
-def load_argv(argv):
-    """Return the configuration that these arguments of run_train.py describe."""
-    return load_config(*take_config(argv))
-
-
-def load_with_origins(path=None, overrides=()):
-    """Return (the configuration, {key: where the value is set}), as load_config."""
     problems = []
     cls, settings = read_settings(path, overrides, problems)
     known = fields_by_name(cls)
     values = {}
-    invalid = set()
     for name, (raw, where) in settings.items():
         if name not in known:
             problems.append(f"{where}: unknown key {name!r}"
@@ -287,17 +221,20 @@ def load_with_origins(path=None, overrides=()):
             values[name] = parse_value(known[name], raw)
         except ValueError as error:
             problems.append(f"{where}: {name}: {error}")
-            invalid.add(name)
     config = cls(**values)
-    typed = {n for n, (_, where) in settings.items() if where.startswith("command line")}
-    if "max_minutes" in typed and (other := typed & {"max_iters", "max_epochs"}):
-        problems.append(f"max_minutes and {other.pop()} both set the length: give one of them")
-    problems += [text for names, text in find_conflicts(config) if not invalid & names]
+    # A conflict with an invalid value follows from that problem.
+    invalid = settings.keys() & known.keys() - values.keys()
+    problems += [text for text in find_conflicts(config)
+                 if not invalid.intersection(re.findall(r"\w+", text))]
     if problems:
         raise ConfigError(problems)
-    config.explicit = typed | {n for n, (_, where) in settings.items()
-                               if where.startswith("overrides")}
-    return config, {name: where for name, (_, where) in settings.items()}
+    config.origins = {name: where for name, (_, where) in settings.items()}
+    return config
+
+
+def load_argv(argv):
+    """Return the configuration that these arguments of run_train.py describe."""
+    return load_config(*take_config(argv))
 
 
 def advice_on(name, known, hint=True):
@@ -320,28 +257,23 @@ def input_files(config, kinds=(True, "apart")):
 # checks between keys
 
 def find_conflicts(c):
-    """Return [({keys}, message)] about keys of the configuration `c` that contradict each other."""
+    """Return messages about keys of the configuration `c` that contradict each other."""
     found = c.shape_problems() if c.model == "gpt" else []
     if c.min_lr is not None and c.min_lr > c.learning_rate:
-        found.append(({"min_lr", "learning_rate"},
-                      f"min_lr ({c.min_lr}) must not exceed learning_rate ({c.learning_rate})"))
+        found.append(f"min_lr ({c.min_lr}) must not exceed learning_rate ({c.learning_rate})")
     world_size = os.environ.get("WORLD_SIZE", "")
     samples = c.samples_per_step
     if world_size.isdigit() and samples % max(1, int(world_size)):
-        valid = [str(w) for w in range(1, samples + 1) if samples % w == 0]
-        more = ", ..." if len(valid) > 12 else ""
-        found.append(({"batch_size", "gradient_accumulation_steps"},
-                      f"batch_size x gradient_accumulation_steps ({c.batch_size} x "
-                      f"{c.gradient_accumulation_steps} = {samples} samples per step) is not "
-                      f"divisible by {world_size} ranks; valid numbers of ranks: "
-                      f"{', '.join(valid[:12])}{more}"))
+        valid = [str(w) for w in range(1, min(samples, 1024) + 1) if samples % w == 0]
+        found.append(f"batch_size x gradient_accumulation_steps ({c.batch_size} x "
+                     f"{c.gradient_accumulation_steps} = {samples} samples per step) is not "
+                     f"divisible by {world_size} ranks; valid numbers of ranks: {', '.join(valid)}")
     for name, needed in (("lr_schedule", c.lr_schedule == "plateau"), ("eval_only", c.eval_only),
                          ("early_stopping_patience", c.early_stopping_patience),
                          ("eval_tasks", c.eval_tasks)):
         if needed and not c.eval_interval and not c.eval_epochs:
-            found.append(({name, "eval_interval"}, f"{name}: {getattr(c, name)} needs evaluations: "
-                          "eval_interval above 0"))
-    return found + [(set(), text) for text in getattr(c, "problems", list)()]
+            found.append(f"{name}: {getattr(c, name)} needs evaluations: eval_interval above 0")
+    return found + getattr(c, "problems", list)()
 
 
 # -----------------------------------------------------------------------------
@@ -358,68 +290,55 @@ def with_defaults(values):
 def find_differences(old, new, known=FIELDS):
     """Return [(key, old value, new value)] of changed keys that affect the results of a run. `old`
     and `new` are dicts. The micro-batch may change if the global batch does not."""
-    names = [n for n, f in known.items() if n in old and n in new
+    names = [n for n, f in known.items() if n in old and n in new and old[n] != new[n]
              and not (f.metadata.get("free") or f.metadata.get("start"))]
-    changed = {n for n in names if old[n] != new[n]}
     old = with_defaults(old)
     new = with_defaults(new)
-    batch = {"batch_size", "gradient_accumulation_steps"}
-    if batch <= set(names) and math.prod(old[n] for n in batch) == math.prod(new[n] for n in batch):
+    batch = ("batch_size", "gradient_accumulation_steps")
+    if math.prod(old.get(n, 1) for n in batch) == math.prod(new.get(n, 1) for n in batch):
         names = [n for n in names if n not in batch]
 
     def equal(a, b):
         floats = isinstance(a, float) and isinstance(b, float)
         return math.isclose(a, b, rel_tol=1e-12) if floats else a == b
-    # Equal values, e.g. None twice, are no difference if only what they default to has changed.
-    return [(n, old[n], new[n]) for n in names if n in changed and not equal(old[n], new[n])]
+    return [(n, old[n], new[n]) for n in names if not equal(old[n], new[n])]
 
 
 # -----------------------------------------------------------------------------
 # printing
 
 USAGE = f"""\
-usage: python run_train.py [--config FILE.yaml] [--key value | --key=value |
-                            key=value | --flag | --no-flag]...
+python run_train.py [--config FILE.yaml] [--key value | key=value | --flag | --no-flag]...
        torchrun --nproc_per_node=N run_train.py ...
 
-  --config FILE         YAML file with keys (default: {DEFAULT_PATH}); its `base:`
-                        is another file, read first; or a run's training_args.json
-  best_config=FILE      a second file on top, e.g. the result of a search, without
-                        its data_dir and out_dir
-  --print_config        print every key, its value and where it is set
-  --dry_run             estimate parameters, memory, tokens and time; write nothing
-  --model NAME --help   list the keys of model/NAME.py too; also --config FILE --help
-"""
+  --config FILE         YAML file with keys (default: {DEFAULT_PATH}); its `base:` is another
+                        file, read first; or a run's training_args.json
+  best_config=FILE      a second file on top without its data_dir and out_dir: a search's result
+  --model NAME --help   list the keys of model/NAME.py too; also --config FILE --help"""
 
 
 def format_help(cls=TrainConfig):
     """Return the --help page: every key by group, with type, default and meaning."""
-    lines = [USAGE]
-    known = fields_by_name(cls)
-    defaults = cls()
-    for group, names in group_keys(cls).items():
-        lines.append(f"{group}:")
-        for name in names:
-            meta = known[name].metadata
-            default = getattr(defaults, name)
-            choices = f" ({' | '.join(meta['choices'])})" if "choices" in meta else ""
-            shown = "" if default in (None, [], {}) else f" [{format_value(default)}]"
-            meaning = textwrap.wrap(f"{meta.get('help', '')}{choices}{shown}", 60) or [""]
-            option = f"--{name} {base_type(known[name].type).__name__}"
-            lines.append(f"  {option:<36} {meaning[0]}")
-            lines += [" " * 39 + line for line in meaning[1:]]
-        lines.append("")
-    return "\n".join(lines)
+    formatter = functools.partial(argparse.HelpFormatter, max_help_position=38, width=100)
+    parser = argparse.ArgumentParser(usage=USAGE, formatter_class=formatter, add_help=False)
+    for group, keys in group_fields(cls).items():
+        listed = parser.add_argument_group(group)
+        for f in keys:
+            listed.add_argument(f"--{f.name}", metavar=base_type(f.type).__name__, help=describe(f))
+    return parser.format_help()
 
 
-def format_config(config, origins):
+def format_config(config):
     """Return the --print_config page: valid YAML with the origin of each value."""
     lines = []
-    for group, names in group_keys(type(config)).items():
+    config = config.replace(print_config=False)  # the page can be saved and used as --config
+    for path in input_files(config, (True,)).values():
+        lines.append(f"# The shape of {path} replaces the defaults of the model.")
+    for group, keys in group_fields(type(config)).items():
         lines.append(f"# {group}")
-        for name in names:
-            text = f"{name}: {format_value(getattr(config, name))}"
-            lines.append(f"{text:<44} # {origins.get(name, 'default')}")
+        for f in keys:
+            text = f"{f.name}: {format_value(getattr(config, f.name))}"
+            lines.append(f"{text:<44} # {config.origins.get(f.name, 'default')}")
     return "\n".join(lines)
 
 
@@ -433,5 +352,4 @@ def to_yaml(config):
     """Return the configuration as YAML from which load_config restores the same run: without the
     keys of a single start (resume, allow_change, eval_only)."""
     values = {k: v for k, v in asdict(config).items() if k not in START_KEYS}
-    dumper = getattr(yaml, "CSafeDumper", yaml.SafeDumper)  # the fast one, if available
-    return yaml.dump(values, Dumper=dumper, sort_keys=False, allow_unicode=True)
+    return yaml.safe_dump(values, sort_keys=False, allow_unicode=True)

@@ -11,9 +11,8 @@ import os
 import re
 from dataclasses import dataclass, replace
 
-from train.base.errors import ConfigError, SetupError
-from train.base.fields import fields_by_name, key
-from train.lr_scheduler import milestones
+from train.base.errors import ConfigError
+from train.base.fields import fields_by_name, key, parse_mixture
 
 # Metadata of a key besides the limits in train/base/fields.py:
 #   free=True     the key may change when a run is resumed
@@ -26,24 +25,34 @@ from train.lr_scheduler import milestones
 free_key = functools.partial(key, free=True)
 
 
+def parse_rope_scaling(text):
+    """Return the numbers in "8" or "8,1,4,8192". ValueError for any other text."""
+    numbers = tuple(float(number) for number in text.split(","))
+    if len(numbers) not in (1, 4) or not all(number > 0 for number in numbers):
+        raise ValueError
+    return numbers
+
+
 @dataclass
 class RunKeys:
     model: str = key("gpt", "model type, a file in model/")
-    data_dir: str = free_key("data/bin/stdlib", "folder, file or glob with data; or a mixture with "
-                             "weights {a: 0.7, b: 0.3} or a:0.7,b:0.3", path=True, mixture=True)
+    data_dir: str = free_key("data/bin/stdlib", "folder, file or glob of data, or a mixture "
+                             "a:0.7,b:0.3", path=True, check=(
+                                 parse_mixture, "a folder, or several with weights above 0 such as "
+                                 "data/bin/web:0.7,data/bin/code:0.3"))
     out_dir: str = free_key("out", "output folder; one run per folder", path=True)
     seed: int = key(1337, "seed of the data order, the initial weights and dropout", ge=0)
     resume: str = key("auto", "auto: continue the run in out_dir, if any; never: rename its files "
-                      "and start a new run; must: fail if there is no run to continue; or a "
-                      "checkpoint FILE to continue", start=True, path=True)
-    init_from: str = free_key("scratch", "scratch, or weights to start from: a checkpoint, a "
-                              "Hugging Face folder, or hf:OWNER/NAME", path=True, reads=True)
-    allow_change: list[str] = key([], "resume although these keys changed (`data`: the content of "
-                                  "the data; `all`: anything)", start=True)
+                      "and start anew; must: only continue; or a checkpoint", start=True, path=True)
+    init_from: str = free_key("scratch", "or weights to start from: a checkpoint, a Hugging Face "
+                              "folder, hf:OWNER/NAME", path=True, reads=True)
+    allow_change: list[str] = key([], "resume with changes of these keys (data, all)", start=True)
     eval_only: bool = key(False, "evaluate once, print the numbers and exit", start=True)
     profile: int = key(0, "profile this many steps, print a breakdown, exit", ge=0, start=True)
-    tokenizer: str | None = free_key(None, "tokenizer if the data does not specify one: byte, "
-                                     "gpt2, a rank file or a prepared folder", path=True)
+    dry_run: bool = key(False, "estimate memory, tokens and time; write nothing", start=True)
+    print_config: bool = key(False, "print every key, its value and its origin", start=True)
+    tokenizer: str | None = free_key(None, "of data without one: byte, gpt2, a rank file or a "
+                                     "prepared folder", path=True)
     tracker: list[str] = free_key([], "also log to", choices=["tensorboard", "wandb", "mlflow"])
     run_name: str | None = free_key(None, "name of the run in trackers (default: out_dir)")
 
@@ -51,31 +60,26 @@ class RunKeys:
 @dataclass
 class BatchKeys:
     batch_size: int = key(16, "samples per micro-batch: the most that one device holds", ge=1)
-    gradient_accumulation_steps: int = key(4, "micro-batches per optimizer step, over all ranks: a "
-                                           "step uses batch_size x this many samples", ge=1)
+    gradient_accumulation_steps: int = key(4, "micro-batches per step, over all ranks", ge=1)
 
 
 @dataclass
 class LengthKeys:
     max_iters: int = free_key(5000, "optimizer steps", ge=0)
     max_epochs: float | None = free_key(None, "epochs (replaces max_iters)", gt=0)
-    max_minutes: float | None = free_key(None, "total minutes that the run may take: a few steps "
-                                         "are timed first, which sets max_iters", gt=0)
+    max_minutes: float | None = free_key(None, "total minutes (replaces max_iters)", gt=0)
     eval_interval: int = free_key(250, "steps between evaluations; 0: never", ge=0)
-    eval_epochs: float | None = free_key(None, "epochs between evaluations (replaces "
-                                         "eval_interval)", gt=0)
+    eval_epochs: float | None = free_key(None, "epochs between evaluations", gt=0)
     eval_iters: int = free_key(50, "validation batches of batch_size samples", ge=1)
-    eval_tasks: list[str] = free_key([], "JSONL task files evaluated at each evaluation: NAME.jsonl"
-                                     " is logged as val_NAME (model/eval/tasks.py)")
+    eval_tasks: list[str] = free_key([], "task files NAME.jsonl to evaluate, logged as val_NAME")
     eval_task_rows: int | None = free_key(None, "examples per task; 0: all (default: as many as "
                                           "take no longer than the validation loss)", ge=0)
     eval_on_start: bool = free_key(True, "also evaluate before the first step")
     log_interval: int = free_key(10, "steps between log lines", ge=1)
-    save_interval: int | None = free_key(None, "steps between checkpoints (default: "
-                                         "eval_interval); 0: only at the end", ge=0)
+    save_interval: int | None = free_key(None, "steps between checkpoints; 0: only at the end "
+                                         "(default: eval_interval)", ge=0)
     keep_last: int = free_key(0, "numbered checkpoints to keep, besides latest and best", ge=0)
-    save_epochs: float | None = free_key(None, "keep a numbered checkpoint every N epochs (instead "
-                                         "of keep_last's): all, or the keep_last latest", gt=0)
+    save_epochs: float | None = free_key(None, "epochs between numbered checkpoints", gt=0)
     save_precision: str | None = free_key(None, "also save model.safetensors in this precision",
                                           choices=["float32", "bfloat16", "float16"])
     sample_tokens: int = free_key(128, "tokens to generate at each evaluation; 0: none", ge=0)
@@ -95,10 +99,8 @@ class LearningRateKeys:
     wsd_decay: float = key(0.5, "wsd: fraction of the run that decays", gt=0, le=1)
     step_iters: int | None = key(None, "step: steps between drops (default: max_iters / 3)", ge=1)
     lr_factor: float = key(0.5, "step and plateau: factor of each drop", gt=0, lt=1)
-    plateau_patience: int = key(5, "plateau: consecutive evaluations without a better val_loss "
-                                "before the next one drops the rate", ge=0)
-    early_stopping_patience: int = free_key(0, "stop after this many evaluations without "
-                                            "improvement; 0: never", ge=0)
+    plateau_patience: int = key(5, "plateau: evaluations without improvement before a drop", ge=0)
+    early_stopping_patience: int = free_key(0, "evaluations without improvement; 0: never", ge=0)
     early_stopping_min_delta: float = free_key(0.0, "smallest change that is an improvement", ge=0)
     early_stopping_metric: str = key("val_loss", "metric of early stopping and ckpt_best.pt")
     early_stopping_mode: str = key("min", "which metric is better", choices=["min", "max"])
@@ -106,8 +108,8 @@ class LearningRateKeys:
 
 @dataclass
 class OptimizerKeys:
-    optimizer: str = key("adamw", "adamw, or muon for the matrices of the blocks and adamw for all "
-                         "other parameters", choices=["adamw", "muon"])
+    optimizer: str = key("adamw", "muon: for the matrices of the blocks, adamw for all others",
+                         choices=["adamw", "muon"])
     weight_decay: float = key(0.1, "decoupled decay of tensors with 2 or more dimensions", ge=0)
     beta1: float = key(0.9, "adamw: decay of the first moment", ge=0, lt=1)
     beta2: float = key(0.95, "adamw: decay of the second moment", ge=0, lt=1)
@@ -116,10 +118,9 @@ class OptimizerKeys:
     muon_lr: float = key(0.02, "muon: peak learning rate of the matrices", gt=0)
     muon_momentum: float = key(0.95, "muon: Nesterov momentum", ge=0, lt=1)
     muon_weight_decay: float = key(0.0, "muon: decoupled decay of the matrices", ge=0)
-    ema: float = key(0.0, "decay of an exponential moving average of the weights, also evaluated "
-                          "as val_loss_ema; 0: none", ge=0, lt=1)
-    lr_groups: dict = key({}, "mapping of name pattern to learning-rate multiplier (0 freezes) or "
-                          "to {learning_rate, lr_mult, weight_decay}")
+    ema: float = key(0.0, "decay of a moving average of the weights; 0: none", ge=0, lt=1)
+    lr_groups: dict = key({}, "{name pattern: learning-rate multiplier (0 freezes), or "
+                          "{learning_rate, lr_mult, weight_decay}}")
 
 
 @dataclass
@@ -130,18 +131,15 @@ class SystemKeys:
     compile: str = free_key("auto", "torch.compile; auto: if the run is long enough to amortise it",
                             choices=["auto", "true", "false"])
     deterministic: bool = free_key(False, "bitwise reproducible runs, also on cuda; slower")
-    cudnn_benchmark: bool | None = free_key(None, "let cuDNN benchmark its algorithms (default: "
-                                            "unless deterministic)")
+    cudnn_benchmark: bool | None = free_key(None, "autotune cuDNN (default: not deterministic)")
     distributed: str = free_key("ddp", "under torchrun: ddp, or fsdp (FSDP2) to shard the model",
                                 choices=["ddp", "fsdp"])
     gradient_checkpointing: str = free_key(
         "false", "recompute the blocks in the backward pass: less memory, a third more compute; "
         "selective: all but the matrix products", choices=["false", "true", "selective"])
-    num_threads: int | None = free_key(None, "CPU threads (default: OMP_NUM_THREADS or the number "
-                                       "of physical cores)", ge=1)
+    num_threads: int | None = free_key(None, "CPU threads (default: OMP_NUM_THREADS, cores)", ge=1)
     dist_timeout: float = free_key(600.0, "timeout of a collective, in seconds", gt=0)
-    step_timeout: float = free_key(0.0, "timeout of a step, in seconds, after which the job prints "
-                                   "its stacks and exits; 0: none", ge=0)
+    step_timeout: float = free_key(0.0, "seconds per step at most, else exit; 0: no limit", ge=0)
     on_spike: str = free_key("warn", "after a loss spike: warn, skip the update, or rewind to the "
                              "last checkpoint and skip bad batches (also for non-finite values)",
                              choices=["warn", "skip", "rewind"])
@@ -173,57 +171,47 @@ class GPTKeys:
     # Options of imported models (Llama 3, Qwen, Mistral, Gemma 3, ...), inherited with the weights.
     head_dim: int | None = key(None, "width of an attention head (default: n_embd / n_head)", ge=1)
     qkv_bias: bool = key(False, "biases in queries, keys and values, also with bias: false")
-    qk_norm_type: str = key("plain", "weights of qk_norm: none, one per dimension of a head, or "
-                            "one per dimension of all heads, which are normalised together",
-                            choices=["plain", "head", "all"])
-    norm_position: str = key("pre", "normalise the input of attention and MLP, their output, or "
-                             "both", choices=["pre", "post", "both"])
+    qk_norm_type: str = key("plain", "weights of qk_norm: none, per dimension of a head, or of all "
+                            "heads together", choices=["plain", "head", "all"])
+    norm_position: str = key("pre", "normalise inputs of attention and MLP, outputs, or both",
+                             choices=["pre", "post", "both"])
     embed_scale: float = key(1.0, "factor of the token embedding", gt=0)
     score_scale: float = key(1.0, "factor of attention scores, on top of 1 / sqrt(head_dim)", gt=0)
     window: int | None = key(None, "tokens that a layer of type W sees", ge=1)
     layer_types: str = key("F", "attention of each layer, repeated up to n_layer: F full, W the "
                            "last `window` tokens; f and w: the same without rotary positions")
-    rope_scaling: str | None = key(None, "longer context by rotary positions: FACTOR, or Llama 3's "
-                                   "FACTOR,LOW,HIGH,ORIGINAL_LENGTH")
-    window_rope_theta: float | None = key(None, "rope_theta of layers of type W, without scaling "
-                                          "(default: as the other layers)", gt=0)
-    max_positions: int | None = key(None, "tokens that the weights can take, for exports (default: "
-                                     "block_size)", ge=1)
+    rope_scaling: str | None = key(None, "longer context by rotary positions, for imported models",
+                                   check=(parse_rope_scaling, "FACTOR or Llama 3's FACTOR,LOW,HIGH,"
+                                          "ORIGINAL_LENGTH, numbers above 0"))
+    window_rope_theta: float | None = key(None, "rope_theta of layers of type W, unscaled", gt=0)
+    max_positions: int | None = key(None, "tokens that the weights can take, for exports", ge=1)
     bos_id: int | None = key(None, "id that begins texts, for exports (default: end of text)", ge=0)
     eos_ids: str | None = key(None, "end-of-text ids, e.g. 1,2, for exports (default: tokenizer's)")
 
     @property
     def rope_factors(self):
         """rope_scaling as numbers: (), (factor,) or (factor, low, high, original length)."""
-        return tuple(float(x) for x in self.rope_scaling.split(",")) if self.rope_scaling else ()
+        return parse_rope_scaling(self.rope_scaling) if self.rope_scaling else ()
 
     def shape_problems(self):
-        """Return [({keys}, message)] about keys that contradict each other."""
-        divides = self.head_dim or self.n_embd % self.n_head == 0
+        """Return messages about keys that contradict each other."""
         head_dim = self.head_dim or self.n_embd // self.n_head
-        layers = set(self.layer_types)
-        try:
-            valid = len(self.rope_factors) in (0, 1, 4) and all(x > 0 for x in self.rope_factors)
-        except ValueError:
-            valid = False
-        rules = (
-            (not divides, {"n_embd", "n_head"},
-             f"n_embd ({self.n_embd}) must be a multiple of n_head ({self.n_head})"),
-            (divides and self.pos == "rope" and head_dim % 2, {"n_embd", "n_head", "pos",
-             "head_dim"}, f"n_embd / n_head ({head_dim}) must be even for pos: rope"),
-            (not layers or layers - set("FWfw"), {"layer_types"},
-             f"layer_types: {self.layer_types!r}: expected a letter per layer, F, W, f or w"),
-            (layers <= set("FWfw") and layers & set("Ww") and not self.window,
-             {"layer_types", "window"}, "window: missing; layers of type W need it"),
-            (not valid, {"rope_scaling"}, f"rope_scaling: {self.rope_scaling!r}: expected FACTOR "
-             "or FACTOR,LOW,HIGH,ORIGINAL_LENGTH, numbers above 0"),
-            (self.n_kv_head and self.n_head % self.n_kv_head, {"n_kv_head", "n_head"},
-             f"n_kv_head ({self.n_kv_head}) must divide n_head ({self.n_head})"))
-        return [(names, text) for is_wrong, names, text in rules if is_wrong]
+        rules = {
+            f"n_embd ({self.n_embd}) must be a multiple of n_head ({self.n_head})":
+                self.head_dim or self.n_embd % self.n_head == 0,
+            f"n_embd / n_head or head_dim ({head_dim}) must be even for pos: rope":
+                self.pos != "rope" or head_dim % 2 == 0,
+            f"layer_types: {self.layer_types!r}: expected a letter per layer, F, W, f or w":
+                re.fullmatch("[FWfw]+", self.layer_types),
+            "window: missing; layer_types W and w need it":
+                self.window or not set("Ww") & set(self.layer_types),
+            f"n_kv_head ({self.n_kv_head}) must divide n_head ({self.n_head})":
+                self.n_head % (self.n_kv_head or 1) == 0}
+        return [text for text, holds in rules.items() if not holds]
 
     def check_shape(self):
         """Raise ConfigError if keys contradict each other."""
-        if problems := [text for _, text in self.shape_problems()]:
+        if problems := self.shape_problems():
             raise ConfigError(problems)
 
 
@@ -236,31 +224,27 @@ GROUP_NAMES = {g.lower().replace(" ", "_") for g in GROUPS} | {
     "evaluation"}
 EPOCHS_TO_STEPS = {"max_epochs": "max_iters", "eval_epochs": "eval_interval",
                    "warmup_epochs": "warmup_iters"}
-# A run with its length in steps that uses every sample more often
-WARN_EPOCHS = 20  # logs a warning
-MAX_EPOCHS = 200  # is refused
 
 
 @dataclass
 class TrainConfig(GPTKeys, SystemKeys, OptimizerKeys, LearningRateKeys, LengthKeys, BatchKeys,
                   RunKeys):
     """Every key of a run, flat: load_config(), or directly TrainConfig(max_iters=10)."""
-    # Names of the keys set on the command line or in Python. In a slot, because vars(config) must
-    # be the keys.
-    __slots__ = ("explicit",)
+    # {key: where it is set}, by load_config. In a slot, because vars(config) must be the keys.
+    __slots__ = ("origins",)
 
     def is_explicit(self, name):
         """Return whether the user set this key on the command line or in Python, not in a file. For
         a TrainConfig() made directly: whether the key differs from its default."""
-        if hasattr(self, "explicit"):
-            return name in self.explicit
+        if hasattr(self, "origins"):
+            return self.origins.get(name, "").partition(" as ")[0] in ("command line", "overrides")
         return getattr(self, name) != getattr(type(self)(), name)
 
     def replace(self, **changes):
         """Return a copy with these changes."""
         out = replace(self, **changes)
-        if hasattr(self, "explicit"):
-            out.explicit = self.explicit
+        if hasattr(self, "origins"):
+            out.origins = self.origins
         return out
 
     def probe(self, **changes):
@@ -294,32 +278,6 @@ class TrainConfig(GPTKeys, SystemKeys, OptimizerKeys, LearningRateKeys, LengthKe
                 minimum = 0 if steps == "warmup_iters" else 1
                 changes[steps] = max(minimum, math.ceil(value * steps_per_epoch - 1e-9))
         return self.replace(**changes)
-
-    def check_epochs(self, samples):
-        """Refuse a run in steps that repeats a small data set many times: the default length is
-        for pretraining. Raises SetupError."""
-        epochs = self.max_iters * self.samples_per_step / samples
-        is_chosen = self.max_epochs or self.max_minutes or self.eval_only
-        if epochs > MAX_EPOCHS and not is_chosen:
-            raise SetupError(
-                f"max_iters: {self.max_iters:,} steps of {self.samples_per_step:,} samples are "
-                f"{epochs:,.0f} epochs of the {samples:,} samples in {self.data_dir}; give the "
-                f"length in epochs, e.g. --max_epochs 3 (more than {MAX_EPOCHS} are possible too)")
-
-    def notes(self):
-        """Return messages about settings that could surprise the user."""
-        out = [f"{a} {getattr(self, a):g} is {b} {getattr(self, b)}: {a} replaces {b}"
-               for a, b in EPOCHS_TO_STEPS.items() if getattr(self, a) is not None]
-        warmup, _, _ = milestones(self)
-        if self.warmup_ratio is not None:
-            out.append(f"warmup_ratio {self.warmup_ratio:g} is {warmup} steps: it replaces "
-                       "warmup_iters and warmup_epochs")
-        if warmup > self.max_iters > 0:
-            out.append(f"the warm-up of {warmup} steps is longer than the run of "
-                       f"{self.max_iters}: the learning rate never reaches its peak")
-        if self.min_lr == self.learning_rate and self.lr_schedule not in ("constant", "none"):
-            out.append(f"min_lr is the peak learning rate ({self.min_lr:g}): the schedule is flat")
-        return out
 
     @property
     def save_every(self):

@@ -17,7 +17,7 @@ from train.base.console import RESET, YELLOW, Console, LineFile, compact, durati
 from train.base.environment import environment
 from train.base.errors import printable
 from train.base.files import atomic_write, write_text
-from train.keys import WARN_EPOCHS, task_names
+from train.keys import task_names
 from train.lr_scheduler import milestones
 
 try:
@@ -31,6 +31,7 @@ MAX_PLOTTED_STEPS = 20_000
 MAX_SAMPLE_CHARS = 160  # of a sample on the console during a run
 SECONDS_PER_DAY = 86400
 SLOW_INPUT_SHARE = 0.3  # of the time; a larger share is a warning
+WARN_EPOCHS = 20  # more are a warning, unless the length is given in epochs
 
 # Names with a fixed meaning in log lines: a model may not use one for a custom number.
 LINE_NAMES = {"iter", "tokens", "unit", "loss", "lr", "grad_norm", "time_ms", "tokens_per_sec",
@@ -427,8 +428,9 @@ def log_plan(log, config, ranks, data, model, device, precision, flops):
     decays = c.lr_schedule not in ("constant", "none", "plateau")
     log(f"Learning rate: {c.learning_rate:g}, {c.lr_schedule}, warm-up {warmup} steps"
         + (f", to {final:g}" if decays else ""))
-    for note in c.notes():
-        log(f"Note: {note}")
+    if warmup > c.max_iters > 0:
+        log(f"Warning: the warm-up of {warmup} steps is longer than the run of {c.max_iters}: the "
+            "learning rate never reaches its peak")
 
 
 def parameters_by_part(model):

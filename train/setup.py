@@ -135,8 +135,6 @@ class Run:
         self.data = open_data(self.config, self.ranks)
         if self.config.eval_only and self.data.val is None:
             raise SetupError("eval_only: the data has no validation split")
-        if self.start.kind != "resume":
-            self.config.check_epochs(self.data.train.samples)
         c = self.config = self.config.in_steps(self.data.train.samples)
         world_size = self.ranks.world_size
         self.n_micro = c.accumulation(world_size)
@@ -414,9 +412,9 @@ def open_run(config, ranks, model=None, on_evaluation=None):
 def validate_config(config):
     """Return `config`, checked like a configuration that was read from a file. Raises ConfigError,
     also if the package of a tracker is missing."""
-    explicit = {f.name for f in fields(config) if config.is_explicit(f.name)}
+    explicit = [f.name for f in fields(config) if config.is_explicit(f.name)]
     config = load_config(overrides=asdict(config))
-    config.explicit = explicit
+    config.origins = dict.fromkeys(explicit, "overrides")
     if config.tracker:
         from train.options.trackers import check_trackers
         check_trackers(config.tracker)

@@ -23,7 +23,7 @@ from data.records import raise_problems
 from data.rows import id_dtype
 from data.tokenizer import MAX_VOCAB, CharTokenizer, open_tokenizer, write_tokenizer
 from train.base.cli import run_command
-from train.base.errors import DataError, UsageError, echo, require
+from train.base.errors import DataError, UserError, echo, require
 from train.base.fields import key
 from train.base.files import exclusive_lock
 
@@ -223,15 +223,15 @@ def ensure_dataset(data_dir, log=echo):
 # the command line
 
 def check_arguments(o):
-    """Raise UsageError for options that contradict each other."""
+    """Raise UserError for options that contradict each other."""
     if bool(o.sources) == bool(o.dataset):
-        raise UsageError("give one or more SOURCEs, or --dataset NAME")
+        raise UserError("give one or more SOURCEs, or --dataset NAME")
     if o.input and o.dataset != "shakespeare":
-        raise UsageError("--input goes with --dataset shakespeare")
+        raise UserError("--input goes with --dataset shakespeare")
     if (o.mirror or o.shards is not None) and o.dataset not in CORPORA:
-        raise UsageError(f"--mirror and --shards go with --dataset {', '.join(CORPORA)}")
+        raise UserError(f"--mirror and --shards go with --dataset {', '.join(CORPORA)}")
     if o.mirror and not re.match(TRUSTED_URL, o.mirror):
-        raise UsageError(f"--mirror {o.mirror}: expected https://")
+        raise UserError(f"--mirror {o.mirror}: expected https://")
     if o.dataset in CORPORA and CORPORA[o.dataset].tokens and (
             o.field or o.separator is not None or o.num_samples or o.val_fraction or o.vocab_size):
         raise DataError(f"dataset {o.dataset}: comes as tokens, already split; of these options "

@@ -28,7 +28,7 @@ from data.records import raise_problems
 from data.rows import runs_in_val
 from data.token_files import open_npy
 from train.base.cli import run_command
-from train.base.errors import DataError, UsageError, echo
+from train.base.errors import DataError, UserError, echo
 from train.base.fields import key
 
 CHUNK_ROWS = 4096
@@ -192,7 +192,7 @@ def open_arrays(args):
 def prepare_files(args):
     """Write the folder of prepared arrays and print a summary."""
     if bool(args.arrays) == args.synthetic:
-        raise UsageError("give one or more FILE.npy, or --synthetic")
+        raise UserError("give one or more FILE.npy, or --synthetic")
     if args.synthetic:
         name, sources, extra = "synthetic", ["--synthetic"], {}
         arrays, target, runs, extra["ceiling"] = synthetic()

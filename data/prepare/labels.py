@@ -31,7 +31,7 @@ from data.records import SOURCES, STDLIB_SKIP, raise_problems, walk
 from data.rows import split_by_group
 from data.tokenizer import open_tokenizer, write_tokenizer
 from train.base.cli import run_command
-from train.base.errors import DataError, UsageError, echo
+from train.base.errors import DataError, UserError, echo
 from train.base.fields import key
 
 FILES = rf"({'|'.join(SPLITS)})_({'|'.join(ARRAYS)})\.npy"  # names of the arrays
@@ -65,7 +65,7 @@ class LabelOptions(Fields):
 def prepare_labels(args):
     """Write the folder of prepared texts and print a summary. Raises UserError."""
     if bool(args.files) == args.example:
-        raise UsageError("give one or more FILEs, or --example")
+        raise UserError("give one or more FILEs, or --example")
     if args.example:
         args.files, args.group = [f"{os.path.normpath(args.out)}.jsonl"], "file"
         write_example(args.files[0])

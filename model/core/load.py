@@ -113,7 +113,7 @@ def build_empty_model(state):
 def saved_config(values):
     """Return the configuration in a checkpoint, with no key set explicitly."""
     config = load_config(None, upgrade_args(values))
-    config.explicit = ()
+    config.origins = {}
     return config
 
 

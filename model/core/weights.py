@@ -69,7 +69,7 @@ def take_shape(config, model_args, path, hook=inherit_shape, weights=None):
         taken = {name: shape_checks.check_value(name, value, known)
                  for name, value in taken.items()}
         shape = config.replace(**taken)
-        if problems := [text for _, text in find_conflicts(shape)]:
+        if problems := find_conflicts(shape):
             raise ValueError("; ".join(problems))
         if taken and weights is not None:
             shape_checks.check_size(shape, weights)

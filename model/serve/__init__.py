@@ -13,7 +13,7 @@ from pathlib import Path
 
 from model.sample.load import LoadOptions, load_for_decoding
 from train.base.cli import run_command
-from train.base.errors import UsageError, require
+from train.base.errors import UserError, require
 from train.base.fields import key
 
 API_KEY_VARIABLE = "IRONGPT_API_KEY"  # of the environment
@@ -52,7 +52,7 @@ def choose_key(options, listening):
     """Return the key that clients must send, if any. Raises ValueError if a key is required."""
     if options.no_api_key:
         if options.api_key:
-            raise UsageError("--api_key and --no_api_key contradict each other")
+            raise UserError("--api_key and --no_api_key contradict each other")
         return None
     api_key = options.api_key or os.environ.get(API_KEY_VARIABLE) or None
     local = ipaddress.ip_address(listening.getsockname()[0]).is_loopback

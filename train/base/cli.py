@@ -26,8 +26,10 @@ import re
 import sys
 from dataclasses import fields
 
-from train.base.errors import UsageError, UserError, echo, missing_part, printable
-from train.base.fields import base_type, parse_value
+from train.base.errors import UserError, echo, missing_part
+from train.base.fields import base_type, describe, parse_value
+
+METAVARS = {int: "N", float: "X", list: "NAME"}
 
 
 def underscores(argv):
@@ -37,12 +39,6 @@ def underscores(argv):
     end = argv.index("--") if "--" in argv else len(argv)
     return [re.sub(r"^--[^=]*", lambda m: "--" + m[0][2:].replace("-", "_"), a)
             for a in argv[:end]] + argv[end:]
-
-
-def take_flag(argv, *names):
-    """Return (whether one of these flags is in `argv`, `argv` without these flags)."""
-    rest = [a for a in argv if a.replace("-", "_") not in {n.replace("-", "_") for n in names}]
-    return len(rest) < len(argv), rest
 
 
 def make_parser(cls, prog, epilog=None):
@@ -62,25 +58,19 @@ def make_parser(cls, prog, epilog=None):
         group = meta.get("group")
         if group not in groups:
             groups[group] = parser.add_argument_group(group)
-        default = "" if f.default in (None, "") or kind in (bool, list) else f" [{f.default}]"
-        choices = f" ({' | '.join(meta['choices'])})" if "choices" in meta else ""
-        how = dict(help=f"{meta['help']}{choices}{default}".replace("%", "%%"))
-        metavar = meta.get("metavar", {int: "N", float: "X", list: "NAME"}.get(kind, "TEXT"))
+        how = dict(help=describe(f), metavar=meta.get("metavar", METAVARS.get(kind, "TEXT")))
+        if kind is bool:
+            text = meta["help"].replace("%", "%%")
+            how = dict(action="store_const", const=str(f.default is not True), help=text)
         if meta.get("positional"):
             many = "+" if meta.get("required") else "*"
-            how |= dict(nargs=many if kind is list else None, metavar=metavar)
-            groups[group].add_argument(f.name, **how)
+            groups[group].add_argument(f.name, nargs=many if kind is list else None, **how)
             continue
-        name = ("no_" if f.default is True else "") + meta.get("option", f.name)
-        how |= dict(dest=f.name, required=meta.get("required", False))
-        if kind is bool:
-            how |= dict(action="store_const", const=str(f.default is not True))
-        else:
-            how |= dict(metavar=metavar)
         if kind is list:
             how |= dict(action="extend", nargs=meta.get("nargs", 1))
-        names = [name, *meta.get("aliases", "").split()]
-        groups[group].add_argument(*[f"--{n}" for n in names], **how)
+        name = ("no_" if f.default is True else "") + meta.get("option", f.name)
+        names = [f"--{n}" for n in (name, *meta.get("aliases", "").split())]
+        groups[group].add_argument(*names, dest=f.name, required=meta.get("required", False), **how)
     return parser
 
 
@@ -109,8 +99,8 @@ def run_command(cls, work, argv=None, interrupt_message="interrupted", load=None
     of `work` (train.config.load_argv: the configuration of a run), and the exit code is the result
     of `work`.
 
-    Exit codes: 0; 2 after a UserError, ValueError or OSError, which is printed in one message (a
-    UsageError after the usage); 130 after Ctrl-C, with `interrupt_message`.
+    Exit codes: 0; 2 after a UserError, ValueError or OSError, which is printed in one message; 130
+    after Ctrl-C, with `interrupt_message`.
     """
     name = prog or module_name(cls)
     epilog = "All other arguments are those of run_train.py." if load else None
@@ -122,8 +112,6 @@ def run_command(cls, work, argv=None, interrupt_message="interrupted", load=None
         if load:
             return work(options, load(rest))
         work(options)
-    except UsageError as error:
-        parser.error(printable(error))
     except (UserError, ValueError, OSError, ModuleNotFoundError) as error:
         if isinstance(error, ModuleNotFoundError) and not missing_part(error):
             raise

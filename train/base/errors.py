@@ -19,10 +19,6 @@ class UserError(Exception):
     exit_code = 2
 
 
-class UsageError(UserError):
-    """Command-line arguments that contradict each other."""
-
-
 class ConfigError(UserError, ValueError):
     """An invalid configuration; `problems` lists everything that is wrong with it."""
 

@@ -14,8 +14,10 @@ exactly the same text.
 
 import difflib
 import math
+import operator
 import os
 import re
+import typing
 from dataclasses import field, fields
 
 import yaml
@@ -24,9 +26,9 @@ import yaml
 def key(default, help, **meta):
     """Return a dataclass field for a configuration key or a command's option.
 
-    Limits: choices, gt, ge, lt, le (of each item of a list). path=True: a leading ~ is expanded.
-    text=True: a list whose items may contain commas. mixture=True: one folder, or several with
-    weights. Any other metadata is for users of the fields, e.g. train/keys.py.
+    Limits: choices, gt, ge, lt, le (of each item of a list); check=(function that raises
+    ValueError, what it expects). path=True: a leading ~ is expanded. text=True: a list whose items
+    may contain commas. Any other metadata is for users of the fields, e.g. train/keys.py.
     """
     meta = dict(help=help, **meta)
     if isinstance(default, (list, dict)):
@@ -39,6 +41,16 @@ def fields_by_name(cls):
     return {f.name: f for f in fields(cls)}
 
 
+def describe(field):
+    """Return the help text of a field for argparse: meaning, choices and default."""
+    default = field.default
+    choices = field.metadata.get("choices")
+    text = field.metadata.get("help", "") + (f" ({' | '.join(choices)})" if choices else "")
+    if isinstance(default, (str, int, float)) and default != "":
+        text += f" [{str(default).lower() if isinstance(default, bool) else default}]"
+    return text.replace("%", "%%")
+
+
 # -----------------------------------------------------------------------------
 # parsing by type
 
@@ -47,34 +59,33 @@ def parse_value(field, raw):
     `field` and check the limits. ValueError states the expected type or limit."""
     kind = base_type(field.type)
     meta = field.metadata
-    convert, expected = MIXTURE if meta.get("mixture") else TYPES[kind]
+    choices = meta.get("choices", ())
     text = str(raw).strip().lower()
-    if text in ("null", "none", "~", "") and text not in meta.get("choices", ()):
+    if text in ("null", "none", "~", "") and text not in choices:
         if "None" in str(field.type):
             return None
         if kind is not str or text:
-            raise ValueError(f"expected {expected}, got an empty value")
-    try:
-        value = convert(raw)
-    except (ValueError, TypeError, KeyError, AttributeError, yaml.YAMLError):
-        raise ValueError(f"expected {expected}, got {raw!r}") from None
+            raise ValueError(f"expected {TYPES[kind][1]}, got an empty value")
+    if text in choices and isinstance(raw, bool):  # e.g. compile: true in Python
+        raw = text
+    value = convert(raw, *TYPES[kind])
     if kind is list and not (meta.get("text") or meta.get("positional")):  # a,b: two items
         value = [word.strip() for item in value for word in item.split(",") if word.strip()]
     if kind is list:
-        value = [parse_item(field.type, v) for v in value]
-    for v in value if kind is list else [value]:
-        check_limits(v, meta)
+        value = [convert(item, *TYPES[typing.get_args(field.type)[0]]) for item in value]
+    for item in value if kind is list else [value]:
+        check_limits(item, meta)
+    if "check" in meta:
+        convert(value, *meta["check"])
     return os.path.expanduser(value) if meta.get("path") else value
 
 
-def parse_item(annotation, raw):
-    """Convert an item of a list to the type in `annotation`, e.g. to int for list[int]."""
-    item = getattr(annotation, "__args__", [str])[0]
-    convert, expected = TYPES.get(item, TYPES[str])
+def convert(raw, function, expected):
+    """Return function(raw). ValueError states what was expected."""
     try:
-        return convert(raw)
-    except ValueError:
-        raise ValueError(f"expected a list in which each item is {expected}, got {raw!r}") from None
+        return function(raw)
+    except (ValueError, TypeError, KeyError, AttributeError, yaml.YAMLError):
+        raise ValueError(f"expected {expected}, got {raw!r}") from None
 
 
 def base_type(annotation):
@@ -102,17 +113,15 @@ def to_float(raw):
 
 
 def to_str(raw):
-    if isinstance(raw, (list, dict)):
+    if isinstance(raw, (list, dict, bool)):
         raise ValueError
-    return str(raw).lower() if isinstance(raw, bool) else str(raw)
+    return str(raw)
 
 
 def to_list(raw):
     if isinstance(raw, str) and raw.strip().startswith("["):
         raw = yaml.load(raw, PlainLoader)
-    if isinstance(raw, dict):
-        raise ValueError
-    return [str(v) for v in raw] if isinstance(raw, (list, tuple)) else [str(raw)]
+    return [str(v) for v in raw] if isinstance(raw, (list, tuple)) else [to_str(raw)]
 
 
 def to_dict(raw):
@@ -121,17 +130,21 @@ def to_dict(raw):
             else to_float(v) for k, v in raw.items()}
 
 
-def to_folders(raw):
-    """Convert a folder, or a mixture given as {folder: weight} or text, to the text that
-    parse_mixture reads."""
-    if isinstance(raw, str) and re.fullmatch(r"\s*\{.*:.*\}\s*", raw):
-        raw = yaml.load(raw, PlainLoader)
-    text = (",".join(f"{folder}:{weight}" for folder, weight in raw.items())
-            if isinstance(raw, dict) else to_str(raw))
-    weights = parse_mixture(text)
-    if isinstance(raw, dict) and not weights:
-        raise ValueError
-    return ",".join(f"{os.path.expanduser(f)}:{w:.15g}" for f, w in weights.items()) or text
+TYPES = {bool: (to_bool, "true or false"), int: (to_int, "an integer"),
+         float: (to_float, "a finite number"), str: (to_str, "text"), list: (to_list, "a list"),
+         dict: (to_dict, "a mapping such as {wte: 0.5}")}
+LIMITS = dict(gt="above", ge="at least", lt="below", le="at most")  # names in `operator`
+
+
+def check_limits(value, meta):
+    """ValueError if `value` is outside the limits in a field's metadata."""
+    for name, words in LIMITS.items():
+        if name in meta and not getattr(operator, name)(value, meta[name]):
+            raise ValueError(f"must be {words} {meta[name]}, got {value}")
+    choices = meta.get("choices", [value])
+    if value not in choices:
+        raise ValueError(f"must be one of {', '.join(choices)}; got {value!r}"
+                         + nearest(str(value), choices))
 
 
 def parse_mixture(data_dir):
@@ -140,30 +153,10 @@ def parse_mixture(data_dir):
     parts = [part.rpartition(":") for part in data_dir.split(",")]
     if len(parts) < 2 or not any(re.match(r"\s*[-+.\d]", weight) for _, _, weight in parts):
         return {}
-    weights = {folder.strip(): to_float(weight) for folder, _, weight in parts}
+    weights = {os.path.expanduser(folder.strip()): to_float(weight) for folder, _, weight in parts}
     if len(weights) < len(parts) or "" in weights or min(weights.values()) <= 0:
         raise ValueError
     return weights
-
-
-TYPES = {bool: (to_bool, "true or false"), int: (to_int, "an integer"),
-         float: (to_float, "a finite number"), str: (to_str, "text"), list: (to_list, "a list"),
-         dict: (to_dict, "a mapping such as {wte: 0.5}")}
-MIXTURE = to_folders, ("a folder, or several with weights above 0 such as {data/bin/web: 0.7, "
-                       "data/bin/code: 0.3}")
-
-
-def check_limits(value, meta):
-    """ValueError if `value` is outside the limits in a field's metadata."""
-    tests = {"gt": ("above", lambda v, m: v > m), "ge": ("at least", lambda v, m: v >= m),
-             "lt": ("below", lambda v, m: v < m), "le": ("at most", lambda v, m: v <= m)}
-    for limit, (words, holds) in tests.items():
-        if limit in meta and not holds(value, meta[limit]):
-            raise ValueError(f"must be {words} {meta[limit]}, got {value}")
-    choices = meta.get("choices", [value])
-    if value not in choices:
-        raise ValueError(f"must be one of {', '.join(choices)}; got {value!r}"
-                         + nearest(str(value), choices))
 
 
 def nearest(word, words):
@@ -173,15 +166,16 @@ def nearest(word, words):
 
 
 class PlainLoader(yaml.BaseLoader):
-    """A YAML loader that returns every scalar as text. An alias of a list or mapping is refused: a
-    few lines of nested aliases can expand to billions of nodes."""
+    """A YAML loader that returns every scalar as text. Refused: tags, and aliases of a list or
+    mapping, because a few lines of nested aliases can expand to billions of nodes."""
 
     def compose_node(self, parent, index):
-        alias = self.check_event(yaml.AliasEvent)
+        event = self.peek_event()
         node = super().compose_node(parent, index)
-        if alias and not isinstance(node, yaml.ScalarNode):
-            raise yaml.MarkedYAMLError(problem="an alias of a list or mapping; write it out",
-                                       problem_mark=node.start_mark)
+        is_alias = isinstance(event, yaml.AliasEvent)
+        if is_alias and not isinstance(node, yaml.ScalarNode) or getattr(event, "tag", None):
+            problem = "a tag or an alias of a list or mapping is not allowed; write the value out"
+            raise yaml.MarkedYAMLError(problem=problem, problem_mark=event.start_mark)
         return node
 
     def get_single_node(self):

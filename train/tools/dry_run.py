@@ -40,7 +40,6 @@ def estimate(config):
         shape = distributed.broadcast_from_rank0(lambda: inherited_shape(config)[0], ranks)
         config = config.replace(**shape)
         data = open_data(config, ranks)
-        config.check_epochs(data.train.samples)
         config = config.in_steps(data.train.samples)
         build_model = load_model_type(config.model).build_model
         with torch.device("meta"):  # allocates nothing: the model may not fit

@@ -27,7 +27,7 @@ except ImportError:
     optuna = None  # run_search reports it
 
 from train.base.cli import run_command
-from train.base.errors import BadNumbers, ConfigError, UsageError, UserError
+from train.base.errors import BadNumbers, ConfigError, UserError
 from train.base.fields import PlainLoader, key, parse_value
 from train.base.files import exclusive_lock, write_text
 from train.config import find_differences, load_argv, load_config, read_yaml, resolve, to_yaml
@@ -132,7 +132,7 @@ def trial_config(config, params, max_iters=0, **changes):
         eval_interval = min(config.eval_interval, max(1, max_iters // 8))  # pruning needs several
         values |= dict(max_iters=max_iters, eval_interval=eval_interval)
     out = load_config(None, values)
-    out.explicit = {*config.explicit, *params}
+    out.origins = config.origins | dict.fromkeys(params, "overrides")
     return out
 
 
@@ -377,7 +377,7 @@ def run_search(options, config):
     if not hasattr(getattr(optuna, "storages", None), "RetryHeartbeatStaleTrialCallback"):
         raise UserError("needs optuna, 4.9 or newer: pip install -U optuna")
     if options.trials and options.stages:
-        raise UsageError("argument --stages: not allowed with argument --trials")
+        raise UserError("argument --stages: not allowed with argument --trials")
     optuna.logging.set_verbosity(optuna.logging.ERROR)
     warnings.simplefilter("ignore", optuna.exceptions.ExperimentalWarning)
     stages = f"[{{trials: {options.trials}}}]" if options.trials else options.stages

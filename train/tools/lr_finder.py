@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from statistics import fmean, pstdev
 
 from train.base.cli import env_rank, run_command
-from train.base.errors import BadNumbers, Stopped, UsageError
+from train.base.errors import BadNumbers, Stopped, UserError
 from train.base.fields import key
 from train.base.files import write_text
 from train.config import load_argv
@@ -186,7 +186,7 @@ def main(argv=None):
 def run_sweep(options, config):
     """Sweep, report and return the exit code."""
     if options.low >= options.high:
-        raise UsageError("expected --from below --to")
+        raise UserError("expected --from below --to")
     os.makedirs(config.out_dir, exist_ok=True)
 
     def job(config):
