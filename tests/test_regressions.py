@@ -29,7 +29,7 @@ from train import checkpoint, distributed, logger, setup
 from train import device as devices
 from train import train as train_module
 from train.base.errors import CheckpointError, ConfigError
-from train.checkpoint import check_tensors, load_checkpoint, save_checkpoint
+from train.checkpoint import load_checkpoint, save_checkpoint
 from train.config import TrainConfig, load_config
 from train.dataloader import DataLoader, open_token_data, send
 from train.distributed import Ranks
@@ -120,12 +120,6 @@ def test_what_may_change_when_a_run_goes_on(tmp_path, data_dir):
         assert go(data_dir, tmp_path, max_iters=n, **change)["iter_num"] == n
 
 
-def test_what_is_no_optimizer_state_is_named():
-    state = dict(model={}, optimizer=dict(state={"a": 3, "b": {"exp_avg": torch.zeros(2)}}))
-    with pytest.raises(CheckpointError, match="(?s)optimizer state of a: a int.*unknown.*b"):
-        check_tensors(state, {}, "x.pt")
-
-
 def test_what_was_typed_stays_so_in_a_changed_configuration():
     config = load_config(None, ["n_layer=12"])
     assert config.is_explicit("n_layer") and not config.is_explicit("n_head")
@@ -183,7 +177,7 @@ def test_init_from_weights_of_another_tokenizer_is_refused(tmp_path, data_dir, t
     (other / "meta.json").write_text(json.dumps(dict(
         vocab_size=257, tokenizer=dict(kind="char", chars=chars))))
     start = dict(init_from=str(tmp_path / "a" / "ckpt.pt"), vocab_size=257, max_iters=1)
-    with pytest.raises(CheckpointError, match="different tokenizer .byte; the data: char"):
+    with pytest.raises(CheckpointError, match="tokenizer: it has .*byte.*, now .*char"):
         go(other, tmp_path / "b", **start)
     go(other, tmp_path / "b", **start, allow_change=["tokenizer"])
 

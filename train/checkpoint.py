@@ -8,7 +8,6 @@ The file format is in train/base/checkpoint_file.py, saving in train/base/run_fo
 """
 
 import contextlib
-import functools
 import math
 import os
 import pathlib
@@ -20,23 +19,22 @@ import torch.distributed as dist
 import yaml
 
 from train.base import checkpoint_file as file_format
-from train.base.checkpoint_file import load_checkpoint, save_checkpoint  # noqa: F401  public names
+from train.base.checkpoint_file import load_checkpoint, map_tensors, named_tensors
+from train.base.checkpoint_file import save_checkpoint as save_checkpoint  # a public name
 from train.base.cli import run_command
 from train.base.errors import BadNumbers, CheckpointError
-from train.base.fields import key
+from train.base.fields import fields_by_name, key
 from train.base.files import write_text
-from train.base.run_folder import copy_to_host, find_newest_checkpoint, move_aside
+from train.base.run_folder import find_newest_checkpoint, move_aside
 from train.config import FIELDS, START_KEYS, find_differences, format_value, input_files
-from train.distributed import Ranks, assign, broadcast_from_rank0, full, is_sharded, local
+from train.distributed import assign, broadcast_from_rank0, full, is_sharded, local, max_over_ranks
 from train.optimizer import create_state
 
 MAX_SHOWN_CHARS = 200
 
-# Keys that a checkpoint needs to be resumed, with the type of each; and all keys that it may have.
+# Keys that a checkpoint needs to be resumed, with the type of each.
 REQUIRED_KEYS = dict(optimizer=dict, iter_num=int, config=dict, progress=dict, scaler=dict,
                      plateau=dict, early_stopping=dict, spikes=list, data=object)
-KNOWN_KEYS = {*REQUIRED_KEYS, "model", "model_args", "best_val_loss", "format_version", "rng",
-              "tokenizer", "spec", "world_size", "torch"}
 
 
 # -----------------------------------------------------------------------------
@@ -74,38 +72,73 @@ def find_start(folder, config, ranks, log):
     ranks."""
     def find():
         folder.open()
-        if config.resume == "never":
-            check_not_moved(config)
-            if config.eval_only:
-                raise CheckpointError("--eval_only with --resume never: nothing to evaluate")
-        state, path = find_checkpoint(config.out_dir, config.resume, log)
-        kind = "scratch" if state is None else "resume"
+        state, path = find_checkpoint(config, log)
+        kind = "resume"
         if state is None and config.init_from != "scratch":
             kind = "init_from"
             path = config.init_from
             state = weights_module().read_weights(path)
-        if config.eval_only and kind == "scratch":
-            raise CheckpointError(f"--eval_only: there is no ckpt.pt in {config.out_dir}, and no "
-                                  "--init_from: nothing to evaluate")
+        if state is None:
+            if config.eval_only:
+                raise CheckpointError(f"--eval_only: there is no ckpt.pt in {config.out_dir}, and "
+                                      "no --init_from: nothing to evaluate")
+            return Start()
         if kind == "resume" and (state.get("config") or {}).get("family"):  # an earlier version
             state["config"] = weights_module().upgrade_args(state["config"])
-        # A resumed run inherits the same values as when it started from the weights.
-        shape = (weights_module().take_checkpoint_shape(config, state, path)
-                 if config.init_from != "scratch" else {})
+        shape = {}
+        if config.init_from != "scratch":  # resumed, it inherits what it did when it started
+            shape = weights_module().take_shape(config, state, path)
         if kind == "resume" and config.max_minutes:
             shape |= measured_length(config, state.get("config") or {})
         if kind == "init_from":
-            log_overrides(config, shape, path, log)
+            known = fields_by_name(config)
+            for name, value in shape.items():
+                if (old := getattr(config, name)) != known[name].default:
+                    log(f"{name}: {value} from {path} (overrides {old})")
         return Start(kind, path, state, shape)
     return broadcast_from_rank0(find, ranks)
 
 
-def log_overrides(config, shape, path, log):
-    """Log the explicit values of `config` that `shape`, inherited from `path`, replaces."""
-    defaults = {f.name: f.default for f in fields(config)}
-    for name, value in shape.items():
-        if (old := getattr(config, name)) != defaults[name]:
-            log(f"{name}: {value} from {path} (overrides {old})")
+def find_checkpoint(config, log):
+    """Return (state, path) of the checkpoint that --resume (auto, never, must or a file) selects,
+    on rank 0; (`None`, `None`): start from scratch. Raises CheckpointError.
+
+    torchrun restarts a failed job with the same command line. Such a restart always resumes:
+    `never`, `must` and a file refer to the state before the job, which .job in the folder names.
+    """
+    folder = config.out_dir
+    job = os.environ.get("TORCHELASTIC_RUN_ID") and (
+        f"{os.environ['TORCHELASTIC_RUN_ID']} {os.getppid()}")
+    mark = pathlib.Path(folder, ".job")
+    restarted = False
+    with contextlib.suppress(OSError):
+        restarted = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0" and (
+            mark.read_text() == job)
+    state = None
+    path = None
+    if config.resume in ("auto", "must") or restarted:
+        state, path = find_newest_checkpoint(folder, log)
+    elif config.resume_file:
+        path = config.resume
+        state = load_checkpoint(path)
+    elif not config.eval_only:  # never
+        check_not_moved(config)
+        if moved := move_aside(folder):
+            log(f"--resume never: moved the files in {folder} to {moved}")
+    if state is None and config.resume == "must":
+        raise CheckpointError(f"--resume must: there is no ckpt.pt in {folder}")
+    if job:
+        with contextlib.suppress(OSError):  # a read-only folder: eval_only
+            write_text(mark, job)
+    return state, path
+
+
+def check_not_moved(config):
+    """Raise CheckpointError if --resume never would move a file that the run reads."""
+    for name, path in input_files(config).items():
+        if os.path.dirname(os.path.abspath(path)) == os.path.abspath(config.out_dir):
+            raise CheckpointError(f"--{name} {path} is in out_dir, and --resume never moves the "
+                                  "files of out_dir; choose another --out_dir")
 
 
 def measured_length(config, old):
@@ -124,45 +157,8 @@ def inherited_shape(config):
     the weights), without starting a run. Raises CheckpointError."""
     for path in input_files(config, (True,)).values():
         weights = weights_module()
-        return weights.take_checkpoint_shape(config, weights.read_weights(path), path), path
+        return weights.take_shape(config, weights.read_weights(path), path), path
     return {}, None
-
-
-def check_not_moved(config):
-    """Raise CheckpointError if --resume never would move a file that the run reads."""
-    for name, path in input_files(config).items():
-        if os.path.dirname(os.path.abspath(path)) == os.path.abspath(config.out_dir):
-            raise CheckpointError(f"--{name} {path} is in out_dir, and --resume never moves the "
-                                  "files of out_dir; choose another --out_dir")
-
-
-def find_checkpoint(folder, resume, log):
-    """Return (state, path) of the checkpoint selected by `resume` (auto, never, must or a file), on
-    rank 0; (`None`, `None`): start from scratch. Raises CheckpointError.
-
-    torchrun restarts a failed job with the same command line. Such a restart always resumes:
-    `never`, `must` and a file refer to the state before the job, which .job in the folder names.
-    """
-    job = os.environ.get("TORCHELASTIC_RUN_ID", "")
-    job += f" {os.getppid()}" if job == "none" else ""  # torchrun's default for every job
-    mark = pathlib.Path(folder, ".job")
-    restarted = False
-    with contextlib.suppress(OSError):
-        restarted = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0" and (
-            mark.read_text() == job)
-    state, path = None, None
-    if resume in ("auto", "must") or restarted:
-        state, path = find_newest_checkpoint(folder, log)
-    elif resume != "never":
-        state, path = load_checkpoint(resume), resume
-    elif moved := move_aside(folder):
-        log(f"--resume never: moved the files in {folder} to {moved}")
-    if state is None and resume == "must":
-        raise CheckpointError(f"--resume must: there is no ckpt.pt in {folder}")
-    if job:
-        with contextlib.suppress(OSError):  # a read-only folder: eval_only
-            write_text(mark, job)
-    return state, path
 
 
 def find_latest(folder, ranks, log):
@@ -183,7 +179,7 @@ def load_best(model, folder, ranks):
     best = broadcast_from_rank0(read, ranks)
     if best.kind == "scratch":
         return "the last weights"
-    fill_model(model, best.outline["model"], best.state and best.state["model"], ranks)
+    fill(model.state_dict(), best.outline["model"], best.state and best.state["model"], ranks)
     return path
 
 
@@ -191,70 +187,58 @@ def load_weights(model, start, config, spec, ranks, log):
     """Initialise `model` with the weights of `start`, a checkpoint of a different run. spec:
     Data.spec. Raises CheckpointError on all ranks."""
     def read():
-        weights = weights_module()
-        weights.check_tokenizer(start.state.get("tokenizer"), spec.get("tokenizer"), start.path,
-                                config.allow_change)
-        weights.check_must_match(start.state, config, spec, start.path)
-        start.state = weights.adopt_weights(model, start.state, start.path, log)
+        weights_module().check_must_match(start.state, config, spec, start.path)
+        start.state = weights_module().adopt_weights(model, start.state, start.path, log)
         return without_values(start.state)
-    fill_model(model, broadcast_from_rank0(read, ranks), start.state, ranks)
+    outline = broadcast_from_rank0(read, ranks)
+    fill(model.state_dict(), outline, start.state, ranks)
 
 
 # -----------------------------------------------------------------------------
 # whether a checkpoint fits the run
 
-def check_fits(start, config, data, model, ranks, log):
-    """Raise CheckpointError, on all ranks, unless a run of `config` on `data` with `model` can
-    resume from the checkpoint of `start`."""
+def check_fits(start, config, data, model, ranks):
+    """Raise CheckpointError, on all ranks, unless the checkpoint of `start` is complete and was
+    written by a run with the same configuration and data (except --allow_change), and `model` has
+    the same tensors."""
     expected = model.state_dict()  # of a sharded model, on all ranks
-    broadcast_from_rank0(
-        lambda: check_same_run(start.state, start.path, config, data, expected, log), ranks)
 
-
-def check_same_run(state, path, config, data, expected, log):
-    """Raise CheckpointError unless the checkpoint `state` is complete and was written by a run with
-    the same configuration (except --allow_change) and data, and a model with the tensors
-    `expected`."""
-    missing = [k for k, kind in REQUIRED_KEYS.items()
-               if k not in state or not isinstance(state[k], kind)]
-    if missing or not isinstance(state["optimizer"].get("state"), dict):
-        raise CheckpointError(
-            f"{path} has weights but not the rest of a run ({', '.join(missing) or 'optimizer'}); "
-            f"to start from its weights: --init_from {path} and another --out_dir")
-    if unknown := [str(k) for k in state if k not in KNOWN_KEYS]:
-        log(f"{path}: ignoring unknown keys: {', '.join(unknown)}")
-    changes = find_changes(state, config, data)
-    allowed = config.allow_change
-    refused = [] if "all" in allowed else [k for k in changes if k not in allowed]
-    if refused:
-        # --allow_change does not change shapes.
-        allow = "" if file_format.mismatches("", state["model"], expected) else (
-            f"continue regardless with --allow_change {','.join(refused)}, ")
-        raise CheckpointError(
-            f"{path} was trained with a different configuration:\n"
-            + file_format.bullets(map(changes.get, refused))
-            + f"\nundo the changes, {allow}start from scratch with --resume never (existing files "
-            "are renamed, not deleted), or choose another --out_dir")
-    check_tensors(state, expected, path)
+    def check():
+        state = start.state
+        missing = [k for k, kind in REQUIRED_KEYS.items() if not isinstance(state.get(k), kind)]
+        if missing or not isinstance(state["optimizer"].get("state"), dict):
+            raise CheckpointError(
+                f"{start.path} has weights but not the rest of a run "
+                f"({', '.join(missing) or 'optimizer'}); to start from its weights: "
+                f"--init_from {start.path} and another --out_dir")
+        changes = find_changes(state, config, data)
+        if refused := changes.keys() - (changes if "all" in config.allow_change
+                                        else config.allow_change):
+            names = [name for name in changes if name in refused]
+            # --allow_change does not change shapes.
+            allow = "" if file_format.mismatches(state["model"], expected) else (
+                f"continue regardless with --allow_change {','.join(names)}, ")
+            raise CheckpointError(
+                f"{start.path} was trained with a different configuration:\n"
+                + file_format.bullets([f"{name}: checkpoint has {changes[name][0]!r:.200}, now "
+                           f"{changes[name][1]!r:.200}" for name in names])
+                + f"\nundo the changes, {allow}start from scratch with --resume never (existing "
+                "files are renamed, not deleted), or choose another --out_dir")
+        file_format.check_match(state["model"], expected, start.path)
+    broadcast_from_rank0(check, ranks)
 
 
 def find_changes(state, config, data):
-    """Return {name: message} of all differences between the run of a checkpoint and this one: keys
-    of the configuration, the content of the data, entries of Data.spec."""
-    keys = {f.name: f for f in fields(config)}
-    changes = {k: f"{k}: checkpoint has {old!r}, now {new!r}"
-               for k, old, new in find_differences(state["config"], asdict(config), keys)}
-    old = translate(state["data"], data.renamed)
-    new = data.train.fingerprint()
-    if old != new:
-        changes["data"] = f"data: {config.data_dir} has different content: {old}, now {new}"
+    """Return {name: (old value, new value)} of all differences between the run of a checkpoint and
+    this one: keys of the configuration, the content of the data, entries of Data.spec."""
+    changes = {name: values for name, *values in find_differences(
+        state["config"], asdict(config), fields_by_name(config))}
     # Checkpoints of early versions have no spec.
-    old = translate(state.get("spec") or data.spec, data.renamed)
-    new = data.spec
-    for k in sorted(old.keys() | new.keys()):
-        if not nearly_equal(old.get(k), new.get(k)):
-            changes.setdefault(k, f"{k}: checkpoint has {str(old.get(k))[:80]}, now "
-                                  f"{str(new.get(k))[:80]}")
+    old = translate(dict(state.get("spec") or data.spec, data=state["data"]), data.renamed)
+    new = dict(data.spec, data=data.train.fingerprint())
+    for name in sorted(old.keys() | new.keys()):
+        if not nearly_equal(old.get(name), new.get(name)):
+            changes.setdefault(name, (old.get(name), new.get(name)))
     return changes
 
 
@@ -275,38 +259,24 @@ def nearly_equal(a, b):
     return a == b
 
 
-def check_tensors(state, expected, path):
-    """Raise CheckpointError unless the weights and the optimizer state of a checkpoint have the
-    names, shapes and dtypes of `expected`, the model's {name: tensor}."""
-    problems = file_format.mismatches("", state["model"], expected)
-    for name, entry in state["optimizer"]["state"].items():
-        if not isinstance(entry, dict):
-            problems.append(f"optimizer state of {name}: a {type(entry).__name__}")
-        elif name not in expected:
-            problems.append(f"optimizer state of unknown parameter {name}")
-    file_format.raise_mismatches(problems, path)
-
-
 # -----------------------------------------------------------------------------
 # from a run to a checkpoint
 
-def make_checkpoint(config, data, model, optimizer, parts, ranks, can_pin):
+def make_checkpoint(config, data, model, optimizer, parts, ranks):
     """Return the content of a checkpoint: nanoGPT's keys, the state_dict of every part
     {name: part}, and facts that a resume compares. All ranks must call.
 
-    Tensors share memory with the model. Tensors of a sharded model are copies on rank 0, in pinned
-    memory if can_pin(state), and `None` on other ranks.
+    Tensors share memory with the model. Tensors of a sharded model are copies on rank 0, and
+    `None` on other ranks.
     """
-    take = as_is
+    tensors = {"model": dict(model.state_dict()), "optimizer": optimizer_state(optimizer)}
     if any(map(is_sharded, model.parameters())):
-        pin = ranks.is_main and can_pin([model_state(model), optimizer_state(optimizer)])
-        take = functools.partial(copy_to_rank0, pin=pin)
+        tensors = map_tensors(copy_to_rank0, tensors)
     progress = parts["progress"]
     shape = getattr(model, "config", None)
     own_keys = {f.name: getattr(config, f.name) for f in fields(config) if f.name not in FIELDS}
     return {
-        "model": model_state(model, take),
-        "optimizer": optimizer_state(optimizer, take),
+        **tensors,
         "model_args": asdict(shape) if is_dataclass(shape) else own_keys,
         "iter_num": progress.iter_num,
         "best_val_loss": progress.best_val_loss,
@@ -322,62 +292,53 @@ def make_checkpoint(config, data, model, optimizer, parts, ranks, can_pin):
         **{name: part.state_dict() for name, part in parts.items()}}
 
 
-def as_is(tensor):
-    return tensor
+def named_params(optimizer):
+    """Return {name: parameter} of an optimizer."""
+    return {name: p for group in optimizer.param_groups
+            for name, p in zip(group["names"], group["params"], strict=True)}
 
 
-def model_state(model, take=as_is):
-    """Return {name: take(tensor)} of the bare model."""
-    return {name: take(p.detach()) for name, p in model.state_dict().items()}
-
-
-def optimizer_state(optimizer, take=as_is):
-    """Return the optimizer's state by parameter name: {"state": {name: {key: take(tensor)}},
+def optimizer_state(optimizer):
+    """Return the optimizer's state by parameter name: {"state": {name: {key: value}},
     "param_groups": [options]}. The options are plain types, with names instead of parameters."""
-    state = {}
     groups = []
     for group in optimizer.param_groups:
-        for name, p in zip(group["names"], group["params"], strict=True):
-            if p in optimizer.state:
-                state[name] = {k: take(v) if isinstance(v, torch.Tensor) else v
-                               for k, v in optimizer.state[p].items()}
         options = {k: list(v) if isinstance(v, tuple) else v for k, v in group.items()
                    if k not in ("params", "names")}
         groups.append(options | {"params": list(group["names"])})
-    return {"state": state, "param_groups": groups}
+    return {"state": {name: dict(optimizer.state[p]) for name, p in named_params(optimizer).items()
+                      if p in optimizer.state},
+            "param_groups": groups}
 
 
-def copy_to_rank0(tensor, pin):
+def copy_to_rank0(tensor):
     """Return a copy of the whole tensor on the CPU of rank 0, `None` on other ranks. A rank holds
     one whole tensor at a time. All ranks must call."""
     whole = full(tensor)
-    if dist.get_rank():
-        return None
-    return copy_to_host(whole, pin) if whole.is_cuda or whole is tensor else whole
+    return whole.to("cpu", copy=True) if dist.get_rank() == 0 else None
 
 
 def check_finite(model, optimizer, iter_num, path, ranks):
     """Raise BadNumbers on all ranks if weights or optimizer state are non-finite; the
     checkpoint at `path` is then kept. Each rank checks the local shards."""
-    state = dict(model=model_state(model, local), optimizer=optimizer_state(optimizer, local))
-    names = [file_format.find_non_finite(state)]
-    if ranks.world_size > 1:
-        own = names[0]
-        names = [None] * ranks.world_size
-        dist.all_gather_object(names, own, group=ranks.control)
-    for name in filter(None, names):
-        raise BadNumbers(f"iter {iter_num}: {name} is not finite; not saved over {path}, the last "
-                         "good checkpoint")
+    state = map_tensors(local, {"model": dict(model.state_dict()),
+                                "optimizer": optimizer_state(optimizer)})
+    names = [name for name, _ in named_tensors(state)]
+    bad = file_format.find_non_finite(state)
+    index = max_over_ranks(names.index(bad) if bad else -1, ranks)
+    if index >= 0:
+        raise BadNumbers(f"iter {iter_num}: {names[index]} is not finite; not saved over {path}, "
+                         "the last good checkpoint")
 
 
 def check_plain(value, name):
     """Raise CheckpointError unless `value` consists of plain Python types, which ckpt.pt needs."""
-    for k, v in file_format.child_items(value):
-        check_plain(v, f"{name}[{k!r}]")
     plain = int, float, bool, str, bytes, type(None)
-    if not isinstance(value, (dict, list, tuple)) and type(value) not in plain:
-        raise CheckpointError(f"{name} is a {type(value).__name__}; it is saved in ckpt.pt: "
-                              "expected plain Python types (int, float, str, list, dict, ...)")
+    for path, part in file_format.walk(value):
+        if not isinstance(part, (dict, list, tuple)) and type(part) not in plain:
+            place = name + "".join(f"[{k!r}]" for k in path)
+            raise CheckpointError(f"{place} is a {type(part).__name__}; it is saved in ckpt.pt: "
+                                  "expected plain Python types (int, float, str, list, dict, ...)")
 
 
 # -----------------------------------------------------------------------------
@@ -385,17 +346,15 @@ def check_plain(value, name):
 
 def restore(start, config, model, optimizer, parts, ranks, warn):
     """Load the checkpoint of `start` into model, optimizer and the other parts {name: part}."""
-    outline = start.outline
-    weights = start.state and start.state["model"]
-    moments = start.state and start.state["optimizer"]["state"]
+    state = start.state or {"model": None, "optimizer": {"state": None}}  # on other ranks
     create_state(optimizer)
-    entries = select_optimizer_state(optimizer, outline["optimizer"]["state"], config, warn)
-    fill_optimizer(optimizer, entries, moments, ranks, start.path)
-    fill_model(model, outline["model"], weights, ranks)
+    entries = select_optimizer_state(optimizer, start.outline["optimizer"]["state"], config, warn)
+    restore_optimizer(optimizer, entries, state["optimizer"]["state"], ranks, start.path)
+    fill(model.state_dict(), start.outline["model"], state["model"], ranks)
     for name, part in parts.items():
-        if outline[name] or name != "scaler":  # {} for a run without float16
+        if start.outline[name] or name != "scaler":  # {} for a run without float16
             try:
-                part.load_state_dict(outline[name])
+                part.load_state_dict(start.outline[name])
             except (LookupError, TypeError, ValueError, AttributeError) as error:
                 raise CheckpointError(f"{start.path}: its {name} has an unknown format: "
                                       f"{type(error).__name__}: {error}") from error
@@ -403,12 +362,14 @@ def restore(start, config, model, optimizer, parts, ranks, warn):
 
 
 def select_optimizer_state(optimizer, entries, config, warn):
-    """Return the entries of a checkpoint's optimizer state {name: {key: tensor}} that have the keys
-    of the state of `optimizer`. After --allow_change the other entries are newly
-    initialised, with a warning; without it this raises CheckpointError."""
-    keys = {n: set(optimizer.state.get(p, ())) for g in optimizer.param_groups
-            for n, p in zip(g["names"], g["params"])}
-    usable = {n: e for n, e in entries.items() if set(e) - {"ema"} == keys.get(n)}
+    """Return the entries of a checkpoint's optimizer state {name: {key: value}} that have the keys
+    of the state of `optimizer`. After --allow_change the other entries are newly initialised, with
+    a warning; without it this raises CheckpointError."""
+    keys = {name: optimizer.state.get(p, {}).keys() for name, p in named_params(optimizer).items()}
+    entries = {name: {k: v for k, v in entry.items() if k != "ema" or config.ema}
+               for name, entry in entries.items() if isinstance(entry, dict)}
+    usable = {name: entry for name, entry in entries.items()
+              if entry.keys() - {"ema"} == keys.get(name)}
     unusable = sorted((entries.keys() | keys.keys() if entries else set()) - usable.keys())
     names = ", ".join(unusable[:5]) + (", ..." if len(unusable) > 5 else "")
     if unusable and not config.allow_change:
@@ -416,15 +377,39 @@ def select_optimizer_state(optimizer, entries, config, warn):
                               f"{names}; --allow_change optimizer initialises it newly")
     if unusable:
         warn(f"optimizer state of {len(unusable)} tensors is newly initialised: {names}")
-    if not config.ema:
-        usable = {n: {k: t for k, t in e.items() if k != "ema"} for n, e in usable.items()}
     return usable
+
+
+def restore_optimizer(optimizer, outline, state, ranks, path="checkpoint"):
+    """Load rank 0's `state` {name: {key: value}} into the state of the optimizer, which exists
+    (create_state). outline: what of it to load, without tensor values, on every rank. The state of
+    other parameters is removed: the next step creates it. CheckpointError if shapes differ."""
+    own = {}
+    for name, p in named_params(optimizer).items():
+        entry = optimizer.state.pop(p, {})
+        if name in outline:
+            own[name] = optimizer.state[p] = entry
+            if "ema" in outline[name]:
+                entry["ema"] = torch.zeros_like(p)
+    file_format.check_match(dict(named_tensors({"optimizer": outline})),
+                            dict(named_tensors({"optimizer": own})), path)
+    fill(own, outline, state, ranks)
+    for name, entry in outline.items():  # numbers
+        own[name].update({k: v for k, v in entry.items() if not any(named_tensors(v))})
+
+
+def fill(own, outline, state, ranks):
+    """Copy the tensors in rank 0's nested `state` to those in `own`, which may be sharded, one at a
+    time. outline: which ones, without values, on every rank."""
+    targets = dict(named_tensors(own))
+    values = dict(named_tensors(state))  # empty on other ranks
+    for name, empty in named_tensors(outline):
+        assign(targets[name], broadcast_tensor(values.get(name), empty, ranks))
 
 
 def without_values(state):
     """Return a nested state with all tensors on the meta device: shape and dtype only."""
-    return file_format.map_tensors(
-        lambda t: torch.empty(t.shape, dtype=t.dtype, device="meta"), state)
+    return map_tensors(lambda t: torch.empty(t.shape, dtype=t.dtype, device="meta"), state)
 
 
 def broadcast_tensor(tensor, outline, ranks):
@@ -440,62 +425,21 @@ def broadcast_tensor(tensor, outline, ranks):
     return tensor
 
 
-def fill_model(model, outline, tensors, ranks):
-    """Load rank 0's `tensors` {name: tensor} into the model, one at a time. outline: the same on
-    the meta device, on every rank."""
-    own = model.state_dict()
-    for name, empty in outline.items():
-        assign(own[name], broadcast_tensor(tensors and tensors[name], empty, ranks))
-
-
-def fill_optimizer(optimizer, outline, tensors, ranks, path="checkpoint"):
-    """Load rank 0's `tensors` {name: {key: tensor}} into the state of the optimizer, which exists
-    (create_state), one at a time. outline: as in fill_model. The state of other parameters is
-    removed: the next step creates it. CheckpointError if shapes differ."""
-    params = {name: p for group in optimizer.param_groups
-              for name, p in zip(group["names"], group["params"], strict=True)}
-    for name, entry in outline.items():
-        for slot, empty in entry.items():
-            is_tensor = isinstance(empty, torch.Tensor)  # else a number, which the outline has
-            tensor = broadcast_tensor(tensors and tensors[name][slot], empty,
-                                      ranks) if is_tensor else empty
-            if name not in params:  # now frozen; the broadcast still needs all ranks
-                continue
-            state = optimizer.state[params[name]]
-            if slot == "ema":
-                state[slot] = torch.zeros_like(params[name])
-            if is_tensor or isinstance(state.get(slot), torch.Tensor):
-                file_format.raise_mismatches(file_format.mismatches(
-                    f"optimizer {name} ", {slot: empty}, {slot: state.get(slot)}), path)
-                assign(state[slot], tensor)
-            else:
-                state[slot] = tensor
-    for name in params.keys() - outline.keys():
-        optimizer.state.pop(params[name], None)
-
-
-def check_on_first_step(optimizer):
-    """Check, after the first step of an optimizer, that a checkpoint would hold its entire state:
-    save it to memory, restore and compare it. CheckpointError otherwise."""
-    def attributes():
-        return {k: repr(v) for k, v in vars(optimizer).items()
-                if not k.startswith("_") and k not in ("state", "param_groups", "defaults")}
+def check_on_first_steps(optimizer):
+    """Check, after two steps of an optimizer, that no attribute has changed: a checkpoint has only
+    optimizer.state. CheckpointError otherwise."""
+    attributes = []
 
     def check(*_):
-        handle.remove()
-        before = attributes()
-        state = optimizer_state(optimizer, torch.clone)["state"]
-        create_state(optimizer)
-        changed = [f"attribute {k}" for k, text in attributes().items() if before.get(k) != text]
-        fill_optimizer(optimizer, without_values(state), state, Ranks(), kind)
-        restored = optimizer_state(optimizer)["state"]
-        changed += [f"state of {name}" for name, entry in state.items()
-                    if any(not torch.equal(local(restored[name][k]), local(v))
-                           for k, v in entry.items() if isinstance(v, torch.Tensor))]
-        if changed:
-            raise CheckpointError(f"{kind}: {', '.join(changed[:3])} could not be resumed from a "
-                                  "checkpoint, which holds optimizer.state: keep it there")
-    kind = f"optimizer {type(optimizer).__name__}"
+        attributes.append({k: repr(v) for k, v in vars(optimizer).items()
+                           if not k.startswith("_") and k not in ("state", "param_groups")})
+        if len(attributes) == 2:
+            handle.remove()
+            changed = [k for k, text in attributes[1].items() if attributes[0].get(k) != text]
+            if changed:
+                raise CheckpointError(
+                    f"optimizer {type(optimizer).__name__}: attribute {', '.join(changed)} could "
+                    "not be resumed from a checkpoint, which has optimizer.state: keep it there")
     handle = optimizer.register_step_post_hook(check)
 
 
@@ -512,7 +456,7 @@ class ShowOptions:
 def show(options):
     """Print what the checkpoint `options.ckpt` contains, without tensors."""
     state = load_checkpoint(options.ckpt)
-    sizes = [t.numel() for _, t in file_format.named_tensors(state["model"])]
+    sizes = [t.numel() for _, t in named_tensors(state["model"])]
     print(f"# {options.ckpt}: {len(sizes)} tensors, {sum(sizes):,} parameters and buffers")
     for name in sorted(state.keys() - {"model", "optimizer", "config"}):
         print(f"# {name}: {format_value(state[name])}"[:MAX_SHOWN_CHARS])

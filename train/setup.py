@@ -155,7 +155,7 @@ class Run:
         self.flops_per_step = flops_per_step(self.raw_model, c, self.data.train)
         self.peak_flops = device.total_peak_flops(ranks, self.dtype) if self.flops_per_step else 0
         if self.start.kind == "resume":
-            checkpoint.check_fits(self.start, c, self.data, self.raw_model, ranks, echo)
+            checkpoint.check_fits(self.start, c, self.data, self.raw_model, ranks)
         self.tasks = None
         if c.eval_tasks:
             from model.eval.tasks import Tasks
@@ -203,7 +203,7 @@ class Run:
             p.requires_grad for p in self.raw_model.parameters())
         self.optimizer = build_optimizer(self.raw_model, c, self.log.info)
         if not isinstance(self.optimizer, AdamW):  # of a fork
-            checkpoint.check_on_first_step(self.optimizer)
+            checkpoint.check_on_first_steps(self.optimizer)
         self.average = None
         if c.ema:
             from train.options.ema import Average

@@ -364,7 +364,7 @@ def save(run, last=False):
         # that training cannot change; an error on rank 0 is raised on every rank.
         # What a checkpoint contains: {name: part.state_dict()} of every part (train/checkpoint.py).
         state = checkpoint.make_checkpoint(run.config, run.data, run.raw_model, run.optimizer,
-                                           run.parts(), run.ranks, run.folder.can_pin_memory)
+                                           run.parts(), run.ranks)
         distributed.broadcast_from_rank0(
             lambda: run.folder.save(state, run.best_due, run.is_numbered(), run.log, last,
                                     private=run.sharded), run.ranks)

@@ -22,10 +22,9 @@ from model.core.shape import check_shape
 from train.base.checkpoint_file import (
     DESCRIPTION,
     SAFETENSORS_DTYPES,
+    check_match,
     find_non_finite,
     load_checkpoint,
-    mismatches,
-    raise_mismatches,
 )
 from train.base.errors import CheckpointError, echo
 from train.distributed import convert_ddp_state
@@ -87,7 +86,7 @@ def check_complete(path, weights, shape):
             wanted = model_class(shape).state_dict()
     except (RuntimeError, TypeError, ValueError, ArithmeticError) as error:
         raise CheckpointError(f"{path}: its configuration describes no model: {error}") from None
-    raise_mismatches(mismatches("", weights, wanted, dtypes=False), path)
+    check_match(weights, wanted, path, dtypes=False)
 
 
 # -----------------------------------------------------------------------------

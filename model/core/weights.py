@@ -10,10 +10,11 @@ from dataclasses import fields
 
 import torch
 
-from model.core import shape as shape_checks
 from model.core.load import model_of, read_model_args, read_weights, upgrade_args
-from train.base.checkpoint_file import bullets, mismatches, raise_mismatches
+from model.core.shape import check_size, check_value
+from train.base.checkpoint_file import bullets, check_match
 from train.base.errors import CheckpointError
+from train.base.fields import fields_by_name
 from train.config import find_conflicts
 from train.distributed import convert_ddp_state
 from train.keys import GPTKeys
@@ -53,38 +54,28 @@ def inherit_shape(config, model_args):
     return taken, wrong
 
 
-def take_shape(config, model_args, path, hook=inherit_shape, weights=None):
-    """Return {key: value}, the result of inherit_shape after all checks.
-
-    hook: the inherit_shape of the run's model file. path, weights: where the model_args come from,
-    and the tensors of that file. Raises CheckpointError with every key that contradicts the
-    model_args, or that no model can have.
-    """
-    known = {f.name: f for f in fields(config)}
-    taken, wrong = hook(config, upgrade_args(model_args or {}))
+def take_shape(config, state, path, hook=None):
+    """Return {key: value} that a run inherits from the checkpoint `state` of `path`, after all
+    checks. hook: the default is inherit_shape of the run's model file. Raises CheckpointError with
+    every key that contradicts the model_args, or that no model can have."""
+    hook = hook or load_model_type(config.model).inherit_shape
+    if hook is None:
+        return {}
+    known = fields_by_name(config)
+    taken, wrong = hook(config, upgrade_args(state.get("model_args") or {}))
     if wrong:
         raise CheckpointError(f"{path}: shape mismatch:\n{bullets(wrong)}\n"
                               "remove these keys to use the checkpoint's")
     try:
-        taken = {name: shape_checks.check_value(name, value, known)
-                 for name, value in taken.items()}
+        taken = {name: check_value(name, value, known) for name, value in taken.items()}
         shape = config.replace(**taken)
         if problems := find_conflicts(shape):
             raise ValueError("; ".join(problems))
-        if taken and weights is not None:
-            shape_checks.check_size(shape, weights)
+        if taken and "model" in state:
+            check_size(shape, state["model"])
     except ValueError as error:
         raise CheckpointError(f"{path}: its model_args describe no model: {error}") from None
     return taken
-
-
-def take_checkpoint_shape(config, state, path):
-    """Return {key: value} that a run inherits from the checkpoint `state`; {} for a model file
-    without inherit_shape. Raises CheckpointError."""
-    hook = load_model_type(config.model).inherit_shape
-    if hook is None:
-        return {}
-    return take_shape(config, state.get("model_args"), path, hook, state["model"])
 
 
 def as_gpt(state, path, backbone=None, ema=False, config_class=None):
@@ -101,43 +92,40 @@ def as_gpt(state, path, backbone=None, ema=False, config_class=None):
 def with_shape(config, model_args, path):
     """Return `config` with the shape of the backbone, except the vocabulary: data.spec defines
     it."""
-    shape = take_shape(config, model_args, path)
+    shape = take_shape(config, dict(model_args=model_args), path, inherit_shape)
     return config.replace(**shape | dict(vocab_size=config.vocab_size))
 
 
 # -----------------------------------------------------------------------------
-# weights to start from: do tokenizer and data match?
-
-def check_tokenizer(theirs, ours, path, allowed):
-    """Raise CheckpointError if the weights and the data use different tokenizers."""
-    if theirs and ours and theirs != ours and not {"tokenizer", "all"} & set(allowed):
-        raise CheckpointError(
-            f"{path} was trained with a different tokenizer ({theirs.get('kind')}; the data: "
-            f"{ours.get('kind')}); prepare the data with its tokenizer, or continue regardless "
-            "with --allow_change tokenizer")
-
+# weights to start from: do they have the meaning that this run gives them?
 
 def check_must_match(state, config, spec, path):
-    """Raise CheckpointError if the weights in `state` have a different meaning in this run.
-
-    The names in MUST_MATCH_TO_INIT of the model file must have the same values in the data's spec,
-    or in the configuration.
-    """
-    old_spec, wrong = state.get("spec") or {}, {}
+    """Raise CheckpointError if the weights in `state` have a different meaning in this run: the
+    tokenizer and the names in MUST_MATCH_TO_INIT of the model file must have the same values in the
+    data's spec, or in the configuration."""
+    old_spec = state.get("spec") or {}
+    pairs = {"tokenizer": (state.get("tokenizer"), spec.get("tokenizer"))}
     for name in load_model_type(config.model).MUST_MATCH_TO_INIT:
         if name in old_spec:
-            old, new = old_spec[name], spec.get(name)
+            pairs[name] = old_spec[name], spec.get(name)
         else:
-            old, new = (state.get("config") or {}).get(name), getattr(config, name, None)
+            pairs[name] = (state.get("config") or {}).get(name), getattr(config, name, None)
+    check_same(pairs, path, config.allow_change)
+
+
+def check_same(pairs, path, allowed):
+    """Raise CheckpointError unless the values of each pair {name: (of the weights, of this run)}
+    are equal, unknown, or in `allowed`, which is --allow_change."""
+    wrong = {}
+    for name, (old, new) in pairs.items():
         # Lists of other lengths, e.g. classes, have tensors of other shapes: newly initialised.
         comparable = not isinstance(old, list) or len(old) == len(new or ())
-        if old not in (None, new) and new is not None and comparable:
-            wrong[name] = f"{name}: it has {str(old)[:80]}, now {str(new)[:80]}"
-    refused = [] if "all" in config.allow_change else wrong.keys() - config.allow_change
-    if refused := sorted(refused):
+        if None not in (old, new) and old != new and comparable and not {name, "all"} & {*allowed}:
+            wrong[name] = f"{name}: it has {old!s:.80}, now {new!s:.80}"
+    if wrong:
         raise CheckpointError(f"{path}: its weights are incompatible with this run:\n"
-                              + bullets(map(wrong.get, refused)) + "\nstart from them regardless "
-                              f"with --allow_change {','.join(refused)}")
+                              f"{bullets([*wrong.values()])}\nuse matching data and settings, or "
+                              f"start regardless with --allow_change {','.join(wrong)}")
 
 
 def adopt_weights(model, state, path, log):
@@ -149,7 +137,7 @@ def adopt_weights(model, state, path, log):
     weights = model.adopt(weights) if hasattr(model, "adopt") else weights
     # Names may differ, shapes may not; dtypes are converted as the model is filled.
     matches = {n: t for n, t in weights.items() if n in own}
-    raise_mismatches(mismatches("", matches, {n: own[n] for n in matches}, dtypes=False), path)
+    check_match(matches, {n: own[n] for n in matches}, path, dtypes=False)
     if not matches:
         raise CheckpointError(f"{path}: none of its {len(weights)} tensors is one of this model; "
                               f"its names look like {', '.join(list(weights)[:3])}")

@@ -89,10 +89,10 @@ FAULTS = [
     ("train/base/checkpoint_file.py", 'for k in ("model", "optimizer") if k in state}',
      "for k in ()}"),
     # going on
-    ("train/checkpoint.py", "if old != new:", "if False:"),
-    ("train/checkpoint.py", '[] if "all" in allowed else', "[] if allowed else"),
+    ("train/checkpoint.py", "if not nearly_equal(old.get(name), new.get(name)):", "if False:"),
+    ("train/checkpoint.py", '(changes if "all" in', "(changes if"),
     ("train/checkpoint.py", "mark.read_text() == job", "True"),
-    ("model/core/weights.py", "if theirs and ours and theirs != ours", "if False"),
+    ("model/core/weights.py", "if None not in (old, new) and old != new", "if False"),
     ("model/core/weights.py", "if not explicit or f.name", "if True or f.name"),
     # guards, ranks
     ("train/robust.py", "<= MAX_OVERFLOWS_IN_A_ROW", "<= 10**9"),

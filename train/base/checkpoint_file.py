@@ -6,6 +6,7 @@ file that it replaces is kept as *_prev.pt. Loading never runs code: weights_onl
 """
 
 import hashlib
+import io
 import json
 import os
 import re
@@ -23,7 +24,8 @@ FORMAT_VERSION = 1
 SAFE_TORCH = (2, 10)  # weights_only is unsafe in earlier versions: CVE-2025-32434, CVE-2026-24747
 MARK = b"ironGPT sha256 "
 TRAILER_BYTES = len(MARK) + 64
-MAX_PROBLEMS_SHOWN = 10
+MAX_LINES_SHOWN = 10
+MAX_DEPTH = 100  # of a nested state
 SAFETENSORS_DTYPES = {
     "F64": torch.float64, "F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16,
     "I64": torch.int64, "I32": torch.int32, "U8": torch.uint8, "BOOL": torch.bool}
@@ -61,7 +63,7 @@ def save_checkpoint(path: str | os.PathLike, state: Mapping[str, object],
         raise CheckpointError(f"{path} could not be written: {reason}") from error
 
 
-class HashingFile:
+class HashingFile(io.RawIOBase):
     """A file object that hashes the data written to it. torch.save writes strictly in order."""
 
     def __init__(self, file):
@@ -76,9 +78,6 @@ class HashingFile:
         except OSError as error:
             self.error = error
             raise
-
-    def flush(self):
-        self.file.flush()
 
 
 def write_safetensors(path, tensors, metadata=None):
@@ -107,19 +106,25 @@ def prev_path(path):
 # -----------------------------------------------------------------------------
 # nested states: dicts and lists with tensors
 
-def child_items(nested):
-    """Return the (key, value) pairs of a dict, list or tuple, () for any other type."""
+def walk(nested, path=()):
+    """Yield (path, part) for a nested state and everything in it; path: the keys that lead to the
+    part. ValueError if the nesting is too deep or circular."""
+    yield path, nested
+    if len(path) > MAX_DEPTH:
+        raise ValueError("nested too deeply")
     if isinstance(nested, dict):
-        return nested.items()
-    return enumerate(nested) if isinstance(nested, (list, tuple)) else ()
+        pairs = nested.items()
+    else:
+        pairs = enumerate(nested) if isinstance(nested, (list, tuple)) else ()
+    for key, part in pairs:
+        yield from walk(part, (*path, key))
 
 
-def named_tensors(state, name=""):
+def named_tensors(state):
     """Yield (dotted name, tensor) of every tensor in a nested state."""
-    if isinstance(state, torch.Tensor):
-        yield name, state
-    for k, v in child_items(state):
-        yield from named_tensors(v, f"{name}.{k}" if name else str(k))
+    for path, part in walk(state):
+        if isinstance(part, torch.Tensor):
+            yield ".".join(map(str, path)), part
 
 
 def map_tensors(f, state):
@@ -184,10 +189,6 @@ def verify_digest(path):
     """Return whether the file has a digest; in a foreign file without a digest the CRCs are
     checked. Raises CheckpointError for a damaged file."""
     size = os.path.getsize(path)
-    if os.path.isdir(path):
-        raise CheckpointError(f"{path}: is a folder, expected a checkpoint file")
-    if size == 0:
-        raise CheckpointError(f"{path}: the file is empty")
     with open(path, "rb") as f:
         f.seek(max(0, size - TRAILER_BYTES))
         trailer = f.read()
@@ -235,41 +236,35 @@ def check_content(state, size):
     for name in ("optimizer", *DESCRIPTION):
         if not isinstance(state.get(name) or {}, dict):
             raise ValueError(f"its {name} is a {type(state[name]).__name__}, expected a dict")
-    tensors = []
-    if expanded_size(state, tensors, {}) > 16 * size + 10**6:
-        raise ValueError("contains repeatedly shared objects (not a plain checkpoint)")
-    plain = state.keys() - {"model", "optimizer"} if "format_version" in state else DESCRIPTION
-    for name in plain:  # compared and printed
-        if next(named_tensors(state.get(name)), None):
-            raise ValueError(f"its {name!r:.80} contains a tensor")
-    for t in tensors:
-        if (type(t) not in (torch.Tensor, torch.nn.Parameter) or t.layout != torch.strided
-                or t.is_nested or t.device.type != "cpu"
-                or t.dtype not in SAFETENSORS_DTYPES.values()):
-            raise ValueError(f"contains a {str(t.dtype).removeprefix('torch.')} tensor on "
-                             f"{t.device} ({t.layout}); expected plain dense tensors")
     for name, t in state["model"].items():
         if not isinstance(name, str) or not isinstance(t, torch.Tensor):
             raise ValueError(f"not a checkpoint: its model has {name!r}, no name of a tensor")
+    # The other keys are compared and printed. Foreign files may have tensors in some of them.
+    plain = state.keys() - {"model", "optimizer"} if "format_version" in state else DESCRIPTION
+    n_bytes = 0
+    n_values = 0  # parts and characters
+    for path, part in walk(state):
+        texts = [text for text in (part, *path[-1:]) if isinstance(text, (str, bytes))]
+        n_values += 1 + sum(map(len, texts))
+        if n_values > 16 * size + 10**6:
+            raise ValueError("contains repeatedly shared objects (not a plain checkpoint)")
+        if isinstance(part, torch.Tensor):
+            if path[0] in plain:
+                raise ValueError(f"its {path[0]!r:.80} contains a tensor")
+            check_dense(part)
+            n_bytes += part.nbytes
     # Factor 4: tied weights may be listed under two names. Expanded (stride-0) tensors exceed it.
-    if sum(t.nbytes for t in tensors) > 4 * size:
+    if n_bytes > 4 * size:
         raise ValueError("contains expanded (stride-0) tensors; call .clone() before saving")
 
 
-def expanded_size(nested, tensors, sizes, depth=0):
-    """Return the number of items and characters that a nested state would have if no object in it
-    were shared, and append the tensors to `tensors`. sizes: {id of a part: expanded size}.
-    ValueError if the nesting is too deep or circular."""
-    if depth > 100:
-        raise ValueError("nested too deeply")
-    if isinstance(nested, torch.Tensor):
-        tensors.append(nested)
-    if not isinstance(nested, (dict, list, tuple)):
-        return 1 + (len(nested) if isinstance(nested, (str, bytes)) else 0)
-    if id(nested) not in sizes:
-        sizes[id(nested)] = 1 + sum(expanded_size(part, tensors, sizes, depth + 1)
-                                    for pair in child_items(nested) for part in pair)
-    return sizes[id(nested)]
+def check_dense(t):
+    """Raise ValueError unless `t` is a plain dense tensor on the CPU, of a usual dtype."""
+    if (type(t) not in (torch.Tensor, torch.nn.Parameter) or t.layout != torch.strided
+            or t.is_nested or t.device.type != "cpu"
+            or t.dtype not in SAFETENSORS_DTYPES.values()):
+        raise ValueError(f"contains a {str(t.dtype).removeprefix('torch.')} tensor on "
+                         f"{t.device} ({t.layout}); expected plain dense tensors")
 
 
 def describe_load_error(error):
@@ -290,35 +285,35 @@ def describe_load_error(error):
 # -----------------------------------------------------------------------------
 # names, shapes and dtypes
 
-def mismatches(prefix, tensors, expected, dtypes=True):
+def mismatches(tensors, expected, dtypes=True):
     """Return one line per difference of names, shapes and (if `dtypes`) dtypes between `tensors`
-    and `expected`, both {name: tensor}. prefix: the start of each line."""
-    lines = [f"{prefix}{n}: missing" for n in expected if n not in tensors]
-    lines += [f"{prefix}{n}: not a parameter of this model" for n in tensors if n not in expected]
-    for name in (n for n in tensors if n in expected):
-        actual = describe_tensor(tensors[name], dtypes)
-        if actual != (wanted := describe_tensor(expected[name], dtypes)):
-            lines.append(f"{prefix}{name}: {actual}, expected {wanted}")
+    and `expected`, both {name: tensor}."""
+    lines = []
+    for name in dict.fromkeys([*expected, *tensors]):
+        actual = describe_tensor(tensors.get(name), dtypes)
+        if actual != (wanted := describe_tensor(expected.get(name), dtypes)):
+            lines.append(f"{name}: {actual}, expected {wanted}")
     return lines
 
 
 def describe_tensor(tensor, dtypes):
-    if not isinstance(tensor, torch.Tensor):
-        return f"a {type(tensor).__name__}"
+    if tensor is None:
+        return "no tensor"
     dtype = f" {str(tensor.dtype).removeprefix('torch.')}" if dtypes else ""
     return f"shape {tuple(tensor.shape)}{dtype}"
 
 
-def raise_mismatches(lines, path):
-    """Raise CheckpointError with `lines`, the result of mismatches, unless it is empty."""
-    if lines:
-        n = len(lines) - MAX_PROBLEMS_SHOWN
-        more = [f"and {n} more"] if n > 0 else []
-        raise CheckpointError(
-            f"{path} does not fit this model:\n{bullets(lines[:MAX_PROBLEMS_SHOWN] + more)}\n"
-            "use the configuration it was trained with, or another out_dir")
+def check_match(tensors, expected, path, dtypes=True):
+    """Raise CheckpointError, with the mismatches, unless `tensors` of the file `path` have names,
+    shapes and (if `dtypes`) dtypes of `expected`."""
+    if lines := mismatches(tensors, expected, dtypes):
+        raise CheckpointError(f"{path} does not fit this model:\n{bullets(lines)}\n"
+                              "use the configuration it was trained with, or another out_dir")
 
 
 def bullets(lines):
-    """Return `lines` as a bulleted list."""
-    return "\n".join(f"  - {line}" for line in lines)
+    """Return `lines` as a bulleted list: the first ones, and the number of the others."""
+    shown = lines[:MAX_LINES_SHOWN]
+    if lines != shown:
+        shown = [*shown, f"and {len(lines) - len(shown)} more"]
+    return "\n".join(f"  - {line}" for line in shown)

@@ -12,7 +12,7 @@ import time
 import torch
 
 from train.base import checkpoint_file as file_format
-from train.base.checkpoint_file import load_checkpoint, prev_path, save_checkpoint, tensor_bytes
+from train.base.checkpoint_file import load_checkpoint, prev_path, save_checkpoint
 from train.base.errors import CheckpointError, SaveFailed
 from train.base.files import lock_folder, next_free_path
 from train.base.memory import memory_available, return_freed_memory
@@ -37,7 +37,6 @@ class RunFolder:
         self.save_precision = save_precision
         self.lock = None
         self.thread = None
-        self.pin = None
 
     def file(self, name):
         return os.path.join(self.path, name)
@@ -71,48 +70,30 @@ class RunFolder:
             self.open()
         links = [self.file("ckpt_best.pt")] if is_best else []
         links += [self.file(f"ckpt_{state['iter_num']:07d}.pt")] if is_numbered else []
-        copy = state
-        if not private:
-            copy = None if last else snapshot_if_room(state)
-        copied = None
-        if torch.cuda.is_initialized():  # the copies are queued on the training stream
-            copied = torch.cuda.Event()
-            copied.record()
+        copy = state if last or private else snapshot(state)
         if last or copy is None:
-            return self.write_with_retries(state, links, logger, last, copied)
-        self.thread = threading.Thread(target=self.write_with_retries,
-                                       args=(copy, links, logger, False, copied))
+            return self.write(state, links, logger, last)
+        self.thread = threading.Thread(target=self.write, args=(copy, links, logger))
         self.thread.start()
 
-    def can_pin_memory(self, state):
-        """Return whether memory has room for a pinned copy of `state`, which PyTorch keeps for
-        later saves. Decided once, before the first save."""
-        if self.pin is None:
-            self.pin = memory_available() >= 2 * tensor_bytes(state)
-        return self.pin
-
-    def write_with_retries(self, state, links, logger, last, copied=None):
-        """Write `state`. A failure is a warning; for the `last` save, SaveFailed after several
-        attempts."""
-        if copied is not None:
-            copied.synchronize()
-        for attempt in range(1, SAVE_ATTEMPTS + 1):
+    def write(self, state, links, logger, last=False):
+        """Write `state`, and what is derived from it. If ckpt.pt fails, that is a warning; for the
+        `last` save, SaveFailed after several attempts."""
+        for attempts_left in reversed(range(SAVE_ATTEMPTS)):
             try:
-                return self.write(state, links, logger)
+                save_checkpoint(self.file("ckpt.pt"), state, links)
+                break
             except Exception as error:
                 if not last:
                     return logger.warn(f"{error}; the previous checkpoint is intact, training "
                                        "continues")
-                if attempt == SAVE_ATTEMPTS:
+                if not attempts_left:
                     raise SaveFailed(
                         f"the last checkpoint could not be saved: {error}\nThe steps since the "
                         "previous checkpoint are lost; free some disk space and start the run "
                         "again to resume") from error
                 logger.warn(f"{error}; trying again")
                 time.sleep(1)
-
-    def write(self, state, links, logger):
-        save_checkpoint(self.file("ckpt.pt"), state, links)
         try:  # the checkpoint is safe from here on
             prune(self.path, self.keep_last)
             if self.save_precision:
@@ -168,30 +149,29 @@ class RunFolder:
 # -----------------------------------------------------------------------------
 # snapshots
 
-def snapshot_if_room(state):
-    """Return a snapshot, or `None` if memory is insufficient."""
-    if memory_available() < 2 * tensor_bytes(state):
+def snapshot(state):
+    """Return a copy of a nested state on the CPU that training does not change, or `None` if memory
+    is insufficient.
+
+    Tensors on a GPU are copied to pinned memory, at the speed of the bus. PyTorch rounds the size
+    of each pinned tensor up to a power of two (GPT-2 124M with AdamW: 1.39 GiB take 2.45) and
+    reserves the memory for the next save; hence the factor 2.
+    """
+    if memory_available() < 2 * file_format.tensor_bytes(state):
         return None
     try:
-        return snapshot(state)
+        copy = file_format.map_tensors(copy_to_host, state)
     except (MemoryError, RuntimeError):  # too little pinned memory
         return None
+    if torch.cuda.is_initialized():
+        torch.cuda.synchronize()  # the copies are complete
+    return copy
 
 
-def snapshot(state):
-    """Return a copy of a nested state on the CPU that training does not change.
-
-    Tensors on a GPU are copied to pinned memory, at the speed of the bus: synchronize before
-    reading the copy. PyTorch rounds the size of each pinned tensor up to a power of two (GPT-2 124M
-    with AdamW: 1.39 GiB take 2.45) and reserves the memory for the next save; hence the factor 2 in
-    snapshot_if_room.
-    """
-    return file_format.map_tensors(copy_to_host, state)
-
-
-def copy_to_host(t, pin=True):
-    """Return a copy of a tensor on the CPU; from a GPU in pinned memory, if `pin`."""
-    out = torch.empty(t.shape, dtype=t.dtype, pin_memory=pin and t.is_cuda)
+def copy_to_host(t):
+    """Return a copy of a tensor on the CPU; from a GPU in pinned memory, complete after the next
+    synchronization."""
+    out = torch.empty(t.shape, dtype=t.dtype, pin_memory=t.is_cuda)
     return out.copy_(t.detach(), non_blocking=t.is_cuda)
 
 
@@ -207,33 +187,30 @@ def find_newest_checkpoint(folder, log):
     """
     path = os.path.join(folder, "ckpt.pt")
     problems = []
-    for candidate in (path, prev_path(path)):
-        if not os.path.lexists(candidate):
-            continue
+    for candidate in filter(os.path.lexists, (path, prev_path(path))):
         try:
             state = load_checkpoint(candidate)
         except CheckpointError as error:
             if "allocate memory" in str(error):  # the file may be good
                 raise
+            log(f"warning: {error}")
             problems.append(str(error))
             continue
-        for problem in problems:
-            log(f"warning: {problem}")
         if candidate != path:
             log(f"falling back to {candidate} (iter {state.get('iter_num')})")
-            if os.path.lexists(path):  # or the next save would keep the damaged file as *_prev.pt
+            if problems:  # or the next save would keep the damaged file as *_prev.pt
                 os.replace(path, next_free_path(folder, "ckpt_bad"))
         return state, candidate
-    kept = [p for n in ("ckpt_best.pt", *numbered_checkpoints(folder)[::-1])
-            if os.path.exists(p := os.path.join(folder, n))]
-    if not problems and not kept:
+    others = [name for name in ("ckpt_best.pt", *numbered_checkpoints(folder)[::-1])
+              if os.path.exists(os.path.join(folder, name))]
+    if not problems and not others:
         return None, None
-    alternative = f", resume from another one with --resume {kept[0]}" if kept else ""
+    advice = f"--resume {os.path.join(folder, others[0])}, " if others else ""
     raise CheckpointError(
         f"{folder}: no checkpoint can be used:\n"
         + file_format.bullets(problems or ["ckpt.pt and ckpt_prev.pt do not exist"])
-        + f"\nrestore one of these files{alternative}, or start from scratch with --resume never "
-        "(existing files are renamed, not deleted)")
+        + f"\nrestore one of these files, or start with {advice}--resume never (existing files are "
+        "renamed, not deleted) or another --out_dir")
 
 
 def numbered_checkpoints(folder):
