@@ -257,8 +257,8 @@ def test_killed_and_resumed(folders, tmp_path):
 
 def test_other_weights_are_refused_with_the_difference(folders, tmp_path):
     go(mixed(folders, web=0.7, code=0.3), tmp_path, max_iters=4)
-    with pytest.raises(CheckpointError, match="- mixture: checkpoint has code:0.3,web:0.7, now "
-                                              "code:0.4,web:0.6\n.*--allow_change mixture"):
+    with pytest.raises(CheckpointError, match="- mixture: checkpoint has .code:0.3,web:0.7., now "
+                                              ".code:0.4,web:0.6.\n.*--allow_change mixture"):
         go(mixed(folders, web=0.6, code=0.4), tmp_path, max_iters=8)
     with pytest.raises(CheckpointError, match=r"- data: .*\n.*- mixture: .*, now None"):
         go(folders / "web", tmp_path, max_iters=8)

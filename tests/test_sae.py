@@ -317,7 +317,7 @@ def test_another_backbone_is_refused(tmp_path, data_dir, backbone, trained, caps
     go(data_dir, other, max_iters=2, n_layer=2)
     options = SAE | dict(backbone=str(other / "ckpt.pt"), max_iters=21)
     code, text = run_program(data_dir, trained[0], **options)
-    assert code == 2 and "backbone" in text and "different content" in text
+    assert code == 2 and "backbone" in text and "data: checkpoint has" in text
     state = torch.load(trained[0] / "ckpt.pt")
     state["config"]["backbone"] = str(other / "ckpt.pt")
     save_checkpoint(str(tmp_path / "moved.pt"), state)

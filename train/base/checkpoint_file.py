@@ -106,18 +106,28 @@ def prev_path(path):
 # -----------------------------------------------------------------------------
 # nested states: dicts and lists with tensors
 
-def walk(nested, path=()):
-    """Yield (path, part) for a nested state and everything in it; path: the keys that lead to the
-    part. ValueError if the nesting is too deep or circular."""
-    yield path, nested
-    if len(path) > MAX_DEPTH:
-        raise ValueError("nested too deeply")
+def walk(nested):
+    """Yield (path, part) for a nested state and everything in it, in order; path: the keys that
+    lead to the part. ValueError if the nesting is too deep or circular."""
+    yield (), nested
+    levels = [((), child_items(nested))]  # a stack is much faster than recursion
+    while levels:
+        path, items = levels[-1]
+        key, part = next(items, (None, levels))
+        if part is levels:  # the end of the items
+            levels.pop()
+            continue
+        yield (*path, key), part
+        if len(levels) > MAX_DEPTH:
+            raise ValueError("nested too deeply")
+        levels.append(((*path, key), child_items(part)))
+
+
+def child_items(nested):
+    """Return an iterator over the (key, value) pairs of a dict, list or tuple."""
     if isinstance(nested, dict):
-        pairs = nested.items()
-    else:
-        pairs = enumerate(nested) if isinstance(nested, (list, tuple)) else ()
-    for key, part in pairs:
-        yield from walk(part, (*path, key))
+        return iter(nested.items())
+    return enumerate(nested if isinstance(nested, (list, tuple)) else ())
 
 
 def named_tensors(state):
@@ -244,9 +254,8 @@ def check_content(state, size):
     n_bytes = 0
     n_values = 0  # parts and characters
     for path, part in walk(state):
-        texts = [text for text in (part, *path[-1:]) if isinstance(text, (str, bytes))]
-        n_values += 1 + sum(map(len, texts))
-        if n_values > 16 * size + 10**6:
+        n_values += 1 + sum(len(t) for t in (part, *path[-1:]) if isinstance(t, (str, bytes)))
+        if n_values > 8 * size + 10**5:
             raise ValueError("contains repeatedly shared objects (not a plain checkpoint)")
         if isinstance(part, torch.Tensor):
             if path[0] in plain:
