@@ -17,7 +17,6 @@ from train.base.console import RESET, YELLOW, Console, LineFile, compact, durati
 from train.base.environment import environment
 from train.base.errors import printable
 from train.base.files import atomic_write, write_text
-from train.keys import task_names
 from train.lr_scheduler import milestones
 
 try:
@@ -197,8 +196,7 @@ class Logger:
             try:
                 from train.options.loss_svg import loss_svg, read_metrics
                 records = read_metrics(self.metrics.path, limit=MAX_PLOTTED_STEPS)
-                svg = loss_svg([(self.out_dir, records)],
-                               tasks=task_names(self.config.get("eval_tasks", ())))
+                svg = loss_svg([(self.out_dir, records)])
                 write_text(os.path.join(self.out_dir, "loss.svg"), svg)
             except ImportError:  # train/options/loss_svg.py is deleted
                 pass

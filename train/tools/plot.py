@@ -16,7 +16,6 @@ from train.options.loss_svg import (
     COLORS,
     TEXT_COLOR,
     X_LABELS,
-    find_ticks,
     loss_svg,
     read_metrics,
     tick_label,
@@ -24,69 +23,34 @@ from train.options.loss_svg import (
 )
 
 MAX_TRAINING_LINES = 100_000  # read per run
+# Of matplotlib. A transparent background and grey text, for light and dark screens.
+GREY = ("text.color", "axes.labelcolor", "axes.edgecolor", "xtick.color", "ytick.color",
+        "grid.color")
+STYLE = dict.fromkeys(GREY, TEXT_COLOR) | {
+    "savefig.transparent": True, "legend.framealpha": 0, "axes.grid": True, "grid.alpha": 0.25,
+    "axes.spines.top": False, "axes.spines.right": False, "svg.fonttype": "none"}
 
-
-def load_runs(paths, metric):
-    """Return [(name, records)] of run folders or metrics.jsonl files. ValueError lists all files
-    and metrics that are missing."""
-    runs, problems = [], []
-    for path in paths:
-        file = os.path.join(path, "metrics.jsonl") if os.path.isdir(path) else path
-        records = read_metrics(file, MAX_TRAINING_LINES)
-        metrics = sorted({key.removeprefix("val_") for r in records for key, value in r.items()
-                          if to_number(value) is not None})
-        if not os.path.exists(file):
-            problems.append(f"{file} does not exist; expected the out_dir of a run")
-        elif not records:
-            problems.append(f"{file} holds no numbers yet")
-        elif metric not in metrics:
-            problems.append(f"{path}: no metric {metric!r}; available: {', '.join(metrics)}")
-        runs.append((os.path.normpath(path), records))
-    if problems:
-        raise ValueError("\n".join(problems))
-    return runs
-
-
-def default_path(paths, metric):
-    """Return METRIC.svg in the folder of a single run, compare.svg or compare_METRIC.svg in the
-    common parent folder of several."""
-    folders = [os.path.abspath(p if os.path.isdir(p) else os.path.dirname(p)) for p in paths]
-    if len(paths) == 1:
-        return os.path.join(os.path.relpath(folders[0]), f"{metric}.svg")
-    parent = os.path.relpath(os.path.commonpath([os.path.dirname(f) for f in folders]))
-    name = "compare.svg" if metric == "loss" else f"compare_{metric}.svg"
-    return os.path.normpath(os.path.join(parent, name))
-
-
-# -----------------------------------------------------------------------------
-# pictures of the other commands
 
 def save_figure(path, draw, title, x_label, y_label):
-    """Save a figure as SVG and return True; without matplotlib, print one line and return False.
-
-    draw(axes): draws into the new matplotlib axes. The background is transparent and the text grey,
-    for light and dark screens."""
+    """Save a picture of another command as SVG and return True; without matplotlib, print one line
+    and return False. draw(axes): draws into the new matplotlib axes."""
     try:
         from matplotlib import rc_context
         from matplotlib.figure import Figure
+        from matplotlib.ticker import LogLocator
     except ImportError:
         echo(f"{path} was not drawn: pip install matplotlib")
         return False
-    colors = dict.fromkeys(("text.color", "axes.labelcolor", "axes.edgecolor", "xtick.color",
-                            "ytick.color", "grid.color"), TEXT_COLOR)
-    with rc_context(colors | {"svg.fonttype": "none", "savefig.transparent": True,
-                              "axes.grid": True, "grid.alpha": 0.25, "legend.framealpha": 0,
-                              "axes.spines.top": False, "axes.spines.right": False}):
+    with rc_context(STYLE):
         figure = Figure(figsize=(10, 5.5), layout="constrained")
         axes = figure.subplots()
         axes.set_prop_cycle(color=COLORS)
         axes.set(title=title, xlabel=x_label, ylabel=y_label)
         draw(axes)
+        axes.minorticks_off()
         for axis in (axes.xaxis, axes.yaxis):
             if axis.get_scale() == "log":
-                low, high = axis.get_view_interval()
-                axis.set_ticks(find_ticks(low, high, log=True))
-                axis.set_ticks([], minor=True)
+                axis.set_major_locator(LogLocator(subs=(1, 2, 5)))
             axis.set_major_formatter(lambda value, position: tick_label(value))
         if axes.get_legend_handles_labels()[1]:
             figure.legend(loc="outside lower center", ncols=3)
@@ -96,9 +60,6 @@ def save_figure(path, draw, title, x_label, y_label):
     return True
 
 
-# -----------------------------------------------------------------------------
-# command line
-
 @dataclass
 class PlotOptions:
     """Draw the loss and the learning rate of runs into one SVG file."""
@@ -107,19 +68,33 @@ class PlotOptions:
     x: str = key("iter", "horizontal axis", choices=list(X_LABELS))
     metric: str = key("loss", "another metric of training lines or, as val_NAME, of evaluations: "
                       "ppl, grad_norm, ...")
-    out: str = key("", "FILE.svg (default: loss.svg in the folder of a single run, compare.svg in "
-                   "the parent folder of several)")
+    out: str = key("", "FILE.svg (default: METRIC.svg in the folder of a single run, compare.svg "
+                   "in the parent folder of the first of several)")
 
 
 def plot_runs(options):
-    """Draw the picture that the options describe."""
+    """Draw the picture that the options describe. ValueError lists all runs without numbers."""
     metric = options.metric.removeprefix("val_")
-    path = options.out or default_path(options.runs, metric)
+    runs = []
+    problems = []
+    for path in options.runs:
+        file = os.path.join(path, "metrics.jsonl") if os.path.isdir(path) else path
+        records = read_metrics(file, MAX_TRAINING_LINES)
+        available = {name.removeprefix("val_") for r in records for name, value in r.items()
+                     if to_number(value) is not None}
+        if metric not in available:
+            problems.append(f"{file}: no metric {metric!r}; expected the out_dir of a run, with "
+                            f"one of: {', '.join(sorted(available)) or 'nothing yet'}")
+        runs.append((os.path.normpath(path), records))
+    if problems:
+        raise ValueError("\n".join(problems))
+    first = options.runs[0]
+    folder = first if os.path.isdir(first) else os.path.dirname(first)
+    default = f"{metric}.svg" if len(runs) == 1 else os.path.join("..", "compare.svg")
+    path = options.out or os.path.normpath(os.path.join(folder, default))
     if not path.endswith(".svg"):
         raise ValueError(f"--out {path}: expected a name that ends in .svg")
-    svg = loss_svg(load_runs(options.runs, metric), options.x, metric)
-    with open(path, "w", encoding="utf-8") as f:
-        f.write(svg)
+    write_text(path, loss_svg(runs, options.x, metric))
     print(f"Wrote {path}")
 
 
