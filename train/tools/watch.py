@@ -1,8 +1,8 @@
 """Show runs on a local web page during training: python -m train.tools.watch out/
 
-The page has the loss curves, the last log lines and the last samples of the newest runs in a
-folder. Files are read after every change; reading and drawing use about 1% of a CPU core. The
-server listens on 127.0.0.1 only. From another machine: ssh -L 8001:127.0.0.1:8001 HOST
+The page has the loss curves, the last log lines and the last sample of the newest runs in a folder.
+Files that have changed are read again, every two seconds at most. The server listens on 127.0.0.1
+only. From another machine: ssh -L 8001:127.0.0.1:8001 HOST
 """
 
 import contextlib
@@ -22,15 +22,13 @@ from train.base.fields import key
 from train.options.loss_svg import COLORS, X_LABELS, loss_svg, read_metrics
 
 METRICS, LOG, SAMPLES = FILES = ("metrics.jsonl", "train.log", "samples.txt")  # of a run
-MAX_DEPTH = 3          # of folders below the watched folder
+MAX_DEPTH = 3              # of folders below the watched folder
 SKIPPED_FOLDERS = re.compile(r"\.|old_\d+$")  # old_N: renamed by --resume never
 MAX_TRAINING_LINES = 3000  # read per run, evenly spaced
 LOG_LINES = 12
-TAIL_BYTES = 1 << 14   # of the log and of the samples
-PICTURES = {"/wide": (960, 100), "/narrow": (420, 24)}  # pixels, characters per name
-MIN_INTERVAL_SECONDS = 1.0   # between two updates,
-CPU_SHARE = 0.01             # longer if updates would use more than this share of a CPU core,
-MAX_INTERVAL_SECONDS = 30.0  # up to this length
+TAIL_BYTES = 1 << 14       # of the log and of the samples
+MIN_INTERVAL_SECONDS = 2.0  # between two updates
+TYPES = {"/": "text/html; charset=utf-8", "/state": "application/json", "/chart": "image/svg+xml"}
 CONTENT_POLICY = ("default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; "
                   "connect-src 'self'; img-src data:; base-uri 'none'; frame-ancestors 'none'")
 
@@ -38,7 +36,7 @@ CONTENT_POLICY = ("default-src 'none'; style-src 'unsafe-inline'; script-src 'un
 @dataclass
 class WatchOptions:
     """Show the loss curves, log lines and samples of runs on a local web page during training."""
-    folders: list[str] = key(["out"], "folders of runs (out)", positional=True, metavar="FOLDER")
+    folder: str = key("", "folder of runs", positional=True, metavar="FOLDER")
     port: int = key(8001, "port on 127.0.0.1; 0: any free port", ge=0, le=65535)
     runs: int = key(len(COLORS), "number of runs, the newest ones", ge=1)
     x: str = key("iter", "horizontal axis", choices=list(X_LABELS))
@@ -49,115 +47,85 @@ class WatchOptions:
 # files
 
 class Run:
-    """The metrics, log and samples of a run's folder."""
+    """The content of a run's folder when its files had these `stamps`."""
 
-    def __init__(self, folder):
-        self.folder = folder
-        self.stamps = None
-        self.records = []
-
-    def update(self):
-        """Read the metrics if any file has changed; return whether one has."""
-        stamps = [stamp(self.folder / name) for name in FILES]
-        if stamps == self.stamps:
-            return False
+    def __init__(self, folder, stamps):
+        self.name = str(folder)
         self.stamps = stamps
-        self.records = read_metrics(self.folder / METRICS, MAX_TRAINING_LINES)
-        return True
+        self.records = read_metrics(folder / METRICS, MAX_TRAINING_LINES)
+        self.log = tail(folder / LOG)
+        self.samples = tail(folder / SAMPLES)
 
-    def summary(self, name, color):
+    def summary(self, color):
         """Return the numbers and texts of the page."""
-        step = next((r for r in reversed(self.records) if "loss" in r), {})
-        val_losses = [r["val_loss"] for r in self.records if "val_loss" in r]
-        samples = tail(self.folder / SAMPLES)
-        headings = re.findall(r"^=== iter .*$", samples, re.MULTILINE)
-        start = samples.index(headings[-1]) if headings else 0  # of all samples of that step
-        return dict(
-            name=name, color=color, changed=max(modified for modified, _ in self.stamps),
-            iter=self.records[-1]["iter"] if self.records else None,
-            loss=step.get("loss"), tokens_per_sec=step.get("tokens_per_sec"),
-            val_loss=val_losses[-1] if val_losses else None,
-            best=min((v for v in val_losses if isinstance(v, float)), default=None),
-            lines=tail(self.folder / LOG).splitlines()[:-LOG_LINES - 1:-1],
-            sample=samples[start:].strip())
-
-
-def stamp(path):
-    """Return (modification time, size) of a file, (0, 0) if it does not exist."""
-    with contextlib.suppress(OSError):
-        stat = os.stat(path)
-        return stat.st_mtime, stat.st_size
-    return 0, 0
+        def last(name):
+            return next((r for r in reversed(self.records) if name in r), {})
+        return dict(name=self.name, color=color, changed=max(self.stamps)[0], step=last("loss"),
+                    evaluation=last("val_loss"), lines=self.log.splitlines()[:-LOG_LINES - 1:-1],
+                    sample=self.samples[self.samples.rfind("=== iter "):].strip())
 
 
 def tail(path):
-    """Return the last TAIL_BYTES of a file as text, "" if it does not exist."""
-    with contextlib.suppress(OSError), open(path, "rb") as f:
-        f.seek(max(0, os.fstat(f.fileno()).st_size - TAIL_BYTES))
-        return f.read().decode("utf-8", "replace")
+    """Return the last TAIL_BYTES of a regular file as text, "" if it does not exist."""
+    with contextlib.suppress(OSError):
+        if path.is_file():  # e.g. a named pipe would block
+            with open(path, "rb") as f:
+                f.seek(max(0, os.fstat(f.fileno()).st_size - TAIL_BYTES))
+                return f.read(TAIL_BYTES).decode("utf-8", "replace")
     return ""
 
 
-def find_runs(tops):
-    """Return the folders of runs in the folders `tops`, the newest last."""
-    folders = set()
-    for top in tops:
-        for folder, subfolders, files in os.walk(top):
-            depth = len(Path(folder).relative_to(top).parts)
-            subfolders[:] = [s for s in subfolders
-                             if depth < MAX_DEPTH and not SKIPPED_FOLDERS.match(s)]
-            if {METRICS, LOG} & {*files}:
-                folders.add(Path(folder))
-    return sorted(folders, key=lambda folder: max(stamp(folder / name)[0] for name in FILES))
+def find_runs(top, n):
+    """Return {folder: (modification time, size) of each of FILES} of the `n` newest runs in `top`,
+    ordered by path."""
+    found = {}
+    for folder, subfolders, files in os.walk(top):
+        depth = len(Path(folder).relative_to(top).parts)
+        subfolders[:] = [s for s in subfolders
+                         if depth < MAX_DEPTH and not SKIPPED_FOLDERS.match(s)]
+        if METRICS in files or LOG in files:
+            with contextlib.suppress(OSError):  # a file was renamed
+                stats = [os.stat(os.path.join(folder, name)) for name in FILES if name in files]
+                found[Path(folder)] = [(stat.st_mtime, stat.st_size) for stat in stats]
+    newest = sorted(found, key=lambda folder: max(found[folder]))[-n:]
+    return {folder: found[folder] for folder in sorted(newest)}
 
 
 # -----------------------------------------------------------------------------
 # the server
 
 class Watcher:
-    """The content of the page: "/state" (JSON) and pictures (SVG)."""
+    """The content of the paths in TYPES."""
 
     def __init__(self, options):
         self.options = options
-        self.tops = [Path(folder) for folder in options.folders]
         self.lock = threading.Lock()
-        self.runs, self.bodies, self.next_update = {}, {}, 0.0
+        self.next_update = 0.0
+        self.runs = {}  # {folder: Run}
+        self.bodies = {"/": Path(__file__).with_name("watch.html").read_bytes()}
 
     def get(self, path):
-        """Return the body of a path, of the last update or of a new one."""
+        """Return the body of a path."""
         with self.lock:
-            start = time.process_time()
             if time.monotonic() >= self.next_update:
-                self.next_update = time.monotonic() + MIN_INTERVAL_SECONDS
                 self.update()
-            if path not in self.bodies:
-                self.bodies[path] = self.draw(*PICTURES[path])
-            pause = (time.process_time() - start) / CPU_SHARE
-            self.next_update = max(self.next_update,
-                                   time.monotonic() + min(pause, MAX_INTERVAL_SECONDS))
+                self.next_update = time.monotonic() + MIN_INTERVAL_SECONDS
             return self.bodies[path]
 
     def update(self):
-        """Read the files that have changed, and discard the pictures if any has."""
-        runs = {folder: self.runs.get(folder) or Run(folder)
-                for folder in sorted(find_runs(self.tops)[-self.options.runs:])}
-        changed = [run.update() for run in runs.values()]
-        if any(changed) or runs.keys() != self.runs.keys() or not self.bodies:
+        """Read the files of runs that have changed, and draw the runs again if any has."""
+        runs = {}
+        for folder, stamps in find_runs(self.options.folder, self.options.runs).items():
+            run = self.runs.get(folder)
+            runs[folder] = run if run and run.stamps == stamps else Run(folder, stamps)
+        if runs != self.runs or "/state" not in self.bodies:
             self.runs = runs
-            state = dict(version=time.time(), colors=COLORS, runs=[
-                run.summary(self.name(folder), i) for i, (folder, run) in enumerate(runs.items())])
-            self.bodies = {"/state": json.dumps(state).encode()}
-
-    def draw(self, width, max_name):
-        """Return the picture of the runs."""
-        runs = [(self.name(folder)[-max_name:], run.records) for folder, run in self.runs.items()]
-        metric = self.options.metric.removeprefix("val_")
-        return loss_svg(runs, self.options.x, metric, width=width).encode()
-
-    def name(self, folder):
-        """Return the folder relative to the watched folder, or the name if it is that folder."""
-        names = [str(folder.relative_to(top)) for top in self.tops if folder.is_relative_to(top)]
-        return next((name for name in names if name != "."), folder.name)
+            state = dict(version=time.time(), runs=[
+                run.summary(COLORS[i % len(COLORS)]) for i, run in enumerate(runs.values())])
+            self.bodies["/state"] = json.dumps(state).encode()
+            self.bodies["/chart"] = loss_svg(
+                [(run.name, run.records) for run in runs.values()], self.options.x,
+                self.options.metric.removeprefix("val_")).encode()
 
 
 class Handler(BaseHTTPRequestHandler):
@@ -167,27 +135,21 @@ class Handler(BaseHTTPRequestHandler):
     def do_GET(self):
         # Other pages in the user's browser may not read runs, even if the name of a server
         # resolves to this machine (DNS rebinding).
-        host, origin = self.headers.get("Host", "localhost"), self.headers.get("Origin")
-        if host.partition(":")[0] not in ("localhost", "127.0.0.1") or (
-                origin is not None and origin.partition("://")[2] != host):
+        host = self.headers.get("Host", "localhost")
+        origin = self.headers.get("Origin", f"http://{host}")
+        if host.partition(":")[0] not in ("localhost", "127.0.0.1") or origin != f"http://{host}":
             self.send_error(403)
-        elif self.path == "/":
-            page = Path(__file__).with_name("watch.html").read_bytes()
-            self.reply(page, "text/html; charset=utf-8")
-        elif self.path in ("/state", *PICTURES):
-            kind = "application/json" if self.path == "/state" else "image/svg+xml"
-            self.reply(self.server.watcher.get(self.path), kind)
-        else:
+        elif self.path not in TYPES:
             self.send_error(404)
-
-    def reply(self, body, content_type):
-        self.send_response(200)
-        self.send_header("Content-Type", content_type)
-        self.send_header("Content-Length", str(len(body)))
-        self.send_header("Content-Security-Policy", CONTENT_POLICY)
-        with contextlib.suppress(OSError):  # the browser has closed the connection
-            self.end_headers()
-            self.wfile.write(body)
+        else:
+            body = self.server.watcher.get(self.path)
+            self.send_response(200)
+            self.send_header("Content-Type", TYPES[self.path])
+            self.send_header("Content-Length", str(len(body)))
+            self.send_header("Content-Security-Policy", CONTENT_POLICY)
+            with contextlib.suppress(OSError):  # the browser has closed the connection
+                self.end_headers()
+                self.wfile.write(body)
 
     def log_message(self, *args):
         """Requests are not logged."""
@@ -206,15 +168,12 @@ def open_server(options):
 
 def watch(options):
     """Serve the page until SIGINT or SIGTERM."""
-    missing = [folder for folder in options.folders if not os.path.isdir(folder)]
-    if missing:
-        raise ValueError(f"{', '.join(missing)}: no such folder")
+    if not os.path.isdir(options.folder):
+        raise ValueError(f"{options.folder}: no such folder")
     with open_server(options) as server:
         signal.signal(signal.SIGTERM, signal.default_int_handler)
-        print(f"Watching {', '.join(options.folders)}: http://127.0.0.1:{server.server_port} "
+        print(f"Watching {options.folder}: http://127.0.0.1:{server.server_port} "
               "(stop with Ctrl-C)", flush=True)
-        if hasattr(os, "nice"):
-            os.nice(19)  # training has priority
         with contextlib.suppress(KeyboardInterrupt):
             server.serve_forever()
 
