@@ -12,7 +12,7 @@ from conftest import REPO, TINY
 
 from train.config import load_config
 from train.logger import Logger
-from train.options.trackers import GuardedTracker, open_trackers, tracked_numbers
+from train.options.trackers import Trackers, tracked_numbers
 
 NAMES = {"train/loss", "lr", "grad_norm", "tokens_per_sec", "val/loss", "val/ppl", "val/bpb"}
 CONFIG = dict(learning_rate=6e-4, n_layer=2, run_name="try 1", tracker=["x"], min_lr=None)
@@ -211,17 +211,11 @@ def bare_python(code, folder):
 
 
 def test_a_missing_package_is_one_line(tmp_path):
+    (tmp_path / "wandb").mkdir()  # a folder is no package
     done = bare_python("t.check_trackers(['wandb', 'mlflow'])", tmp_path)
-    first, second = done.stderr.strip().split("\n")[-2:]
-    assert first == ("train.base.errors.SetupError: tracker 'wandb' needs the 'wandb' package: pip "
-                     "install wandb (or drop --tracker)")
-    assert second == ("tracker 'mlflow' needs the 'mlflow' package: pip install mlflow "
-                      "(or drop --tracker)")
-
-
-def test_a_folder_of_that_name_is_no_package(tmp_path):
-    (tmp_path / "wandb").mkdir()
-    assert bare_python("print(t.is_installed('wandb'))", tmp_path).stdout == "False\n"
+    assert done.stderr.strip().split("\n")[-1] == (
+        "train.base.errors.SetupError: tracker 'wandb' needs the 'wandb' package: pip install "
+        "wandb (or drop --tracker)")
 
 
 def test_an_unknown_tracker_is_named_before_work_starts():
@@ -276,30 +270,28 @@ def test_wandb_tells_the_address_of_its_run(tmp_path, monkeypatch):
     monkeypatch.setattr(wandb.Run, "url", "https://wandb.ai/me/ironGPT/runs/abc", raising=False)
     monkeypatch.setattr(wandb.Run, "offline", False, raising=False)
     alone(tmp_path, monkeypatch)
-    said = []
-    (tracker,) = open_trackers(["wandb"], tmp_path, {}, "r", {}, None, said.append, log=said.append)
-    tracker.close("finished")
-    assert said == ["W&B: https://wandb.ai/me/ironGPT/runs/abc"]
+    with Logger(tmp_path, trackers=["wandb"]) as log:
+        log.step(step(0))
+    assert "W&B: https://wandb.ai/me/ironGPT/runs/abc" in (tmp_path / "train.log").read_text()
 
 
-def test_a_tracker_that_fails_is_dropped_with_one_warning():
+def test_a_tracker_that_fails_is_dropped_with_one_warning(tmp_path):
     class Breaks:
-        def record(self, record):
+        def record(self, numbers, step):
             raise RuntimeError("quota exceeded\nmore")
-    said = []
-    tracker = GuardedTracker("wandb", said.append, Breaks)
-    tracker.record({})
-    tracker.record({})
-    tracker.close("finished")
-    assert said == ["tracker 'wandb' failed and is dropped, training continues: quota exceeded"]
+    with Logger(tmp_path) as log:
+        log.trackers = Trackers([], log)
+        log.trackers.trackers["wandb"] = Breaks()
+        log.step(step(0))
+        log.step(step(1))
+    text = (tmp_path / "train.log").read_text()
+    assert text.count("tracker 'wandb' failed") == 1
+    assert "'wandb' failed and is dropped, training continues: quota exceeded\n" in text
 
 
 def test_a_tracker_that_does_not_open_is_left_out(tmp_path):
     pytest.importorskip("tensorboard")
     (tmp_path / "tensorboard").write_text("a file in the way")
-    said = []
-    assert open_trackers(["tensorboard"], tmp_path, {}, "r", {}, None, said.append) == []
-    assert len(said) == 1 and said[0].startswith("tracker 'tensorboard' failed and is dropped")
     with Logger(tmp_path, trackers=["tensorboard"]) as log:
         log.step(step(0))
         log.step(step(1))

@@ -50,9 +50,10 @@ class Logger:
         self.is_main = main
         self.closed = threading.Event()
         self.config = config or {}
+        self.run_name = self.config.get("run_name") or self.out_dir
         self.system_info = system_info or {}
         self.tracker_names = trackers
-        self.trackers = []  # opened at the first record
+        self.trackers = None    # opened at the first record
         self.first_iter = None  # where this part of the run starts
         self.last_eval = None   # iteration of the last evaluation
         self.activity = ""      # current activity, e.g. "iter 3, micro-batch 2 of 4"
@@ -149,18 +150,11 @@ class Logger:
             with suppress(OSError):
                 os.replace(self.metrics.path, self.metrics.path + ".old")
         self.metrics.write(to_json({"iter": record["iter"], **record}) + "\n")
-        if self.tracker_names:
-            self.open_trackers()
-        for tracker in self.trackers:
-            tracker.record(record)
-
-    def open_trackers(self):
-        from train.options.trackers import open_trackers
-        names, self.tracker_names = self.tracker_names, ()
-        self.trackers = open_trackers(
-            names, self.out_dir, self.config, self.config.get("run_name") or self.out_dir,
-            environment() | self.system_info, self.first_iter, self.warn,
-            evaluated=self.last_eval == self.first_iter, log=self.info)
+        if self.tracker_names and not self.trackers:
+            from train.options.trackers import Trackers
+            self.trackers = Trackers(self.tracker_names, self)
+        if self.trackers:
+            self.trackers.record(record)
 
     def rewind(self, iter, evaluated=False):
         """Continue at iteration `iter`: remove the numbers of steps that will be repeated.
@@ -176,8 +170,8 @@ class Logger:
                 drop_lines_from(self.metrics.path, iter, evaluated)
             except OSError as error:
                 self.warn(f"{self.metrics.path} not rewritten, steps may appear twice: {error}")
-            for tracker in self.trackers:
-                tracker.rewind(iter, evaluated)
+            if self.trackers:
+                self.trackers.call("rewind", iter, evaluated)
 
     def read_tested(self):
         """Return the test numbers in the last line of metrics.jsonl, or {}."""
@@ -223,10 +217,8 @@ class Logger:
         if self.is_main:
             self.heartbeat.join(timeout=1.0)  # it may hang in a full pipe
             self.console.show(live="")
-            for tracker in self.trackers:
-                for name in ("loss.svg", "config.yaml", "training_args.json"):
-                    tracker.artifact(os.path.join(self.out_dir, name))
-                tracker.close(status)
+            if self.trackers:
+                self.trackers.close(status)
             for file in (self.log_file, self.metrics, self.sample_file):
                 file.close()
 
