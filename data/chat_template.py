@@ -30,8 +30,8 @@ from train.base.errors import DataError, require
 DEFAULT_SPEC = {"system": "### System:\n{}\n\n", "user": "### User:\n{}\n\n",
                 "assistant": "### Assistant:\n{}"}
 # Role names of OpenAI, ShareGPT and other formats.
-ROLES = {"system": "system", "user": "user", "human": "user", "prompter": "user",
-         "assistant": "assistant", "gpt": "assistant", "model": "assistant"}
+ROLES = {"system": "system", "developer": "system", "user": "user", "human": "user",
+         "prompter": "user", "assistant": "assistant", "gpt": "assistant", "model": "assistant"}
 OPEN_MARK, CLOSE_MARK = "\U000f0000", "\U000f0001"  # around marked text; private-use characters
 WITHOUT_MARKS = str.maketrans("", "", OPEN_MARK + CLOSE_MARK)
 MARKED = re.compile(f"{OPEN_MARK}([^{OPEN_MARK}{CLOSE_MARK}]*){CLOSE_MARK}"
@@ -65,11 +65,11 @@ def parse_message(message):
 
 def parse_content(content):
     """Return the text of a message's content: a string, or OpenAI's list of parts."""
-    if isinstance(content, list):
-        parts = [part.get("text", "") for part in content if isinstance(part, dict)]
-        content = "".join(parts) if all(isinstance(part, str) for part in parts) else content
+    if isinstance(content, list) and all(
+            isinstance(part, dict) and isinstance(part.get("text"), str) for part in content):
+        content = "".join(part["text"] for part in content)
     if not isinstance(content, str):
-        raise ValueError(f"expected text, got a {type(content).__name__}")
+        raise ValueError(f"expected text, got {content!r:.80}")
     return content
 
 

@@ -6,6 +6,7 @@ import json
 import os
 import re
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -515,15 +516,16 @@ def test_an_imported_model_talks_and_stops_as_transformers_does(talker, monkeypa
     out = generate(model, asked, 40, temperature=0, stop_token=model.template.end_ids(tokenizer))
     assert out[0, asked.size(1):].tolist() == [*said, end]
     engine = Engine(model, tokenizer, end_tokens=model.template.end_ids(tokenizer))
-    [job] = create_jobs(dict(messages=as_messages([("user", "Hi")]), temperature=0, max_tokens=40),
-                    True, engine, model.template)
+    [job], _ = create_jobs(dict(messages=as_messages([("user", "Hi")]), temperature=0,
+                                max_tokens=40), True, engine, model.template)
+    pieces = []
+    job.on_event = pieces.append
     engine.submit(job)
-    pieces = [job.events.get()]
-    while pieces[-1][-1] is None:
-        pieces.append(job.events.get())
+    while not job.ended:
+        time.sleep(0.01)
     engine.close()
     assert job.ids == asked[0].tolist() and pieces[-1][-1] == "stop"
-    assert "".join(text for _, text, *_ in pieces) == theirs.decode(said)
+    assert "".join(text for _, text, _ in pieces) == theirs.decode(said)
 
 
 def test_a_template_goes_through_tuning_and_out_again(talker, tmp_path, capsys):

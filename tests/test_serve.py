@@ -18,7 +18,6 @@ import time
 import urllib.request
 from concurrent.futures import ThreadPoolExecutor
 
-import numpy as np
 import pytest
 import torch
 from browser import soon
@@ -28,13 +27,12 @@ from data.chat_template import BuiltinTemplate
 from data.prepare.chat import to_messages
 from data.tokenizer import CharTokenizer, load_tokenizer
 from model.core.detokenizer import Detokenizer
-from model.core.generate import generate, sample_tokens
+from model.core.generate import generate
 from model.gpt import GPT, GPTConfig
 from model.serve import ServeOptions, choose_key, listen, main
 from model.serve import engine as engine_file
 from model.serve import server as server_file
-from model.serve.api import Answer
-from model.serve.engine import Engine, Job
+from model.serve.engine import Engine
 from model.serve.server import MAX_BODY_BYTES, MAX_HEAD_BYTES, Server
 from train.checkpoint import save_checkpoint
 
@@ -69,18 +67,19 @@ def slowly(model):
 @contextlib.contextmanager
 def serving(model, tokenizer=BYTES, template=None, key=None, origins=(), **limits):
     """A Server that answers; ends with nothing left behind."""
-    threads, stopped = threading.active_count(), []
+    threads = threading.active_count()
     engine = Engine(model, tokenizer, **limits)
     server = Server(listen("127.0.0.1", 0), engine, "tiny", template, key=key,
                     origins=origins)
-    thread = threading.Thread(target=server.serve, args=(stopped,), daemon=True)
+    server.port = server.listening.getsockname()[1]
+    thread = threading.Thread(target=server.run, daemon=True)
     thread.start()
     try:
         yield server
         soon(lambda: not (engine.rows or engine.waiting or engine.reading
-                          or server.http.server_state.tasks))
+                          or server.server_state.tasks))
     finally:
-        stopped.append(signal.SIGTERM)
+        server.should_exit = True
         thread.join(20)
     assert not thread.is_alive() and not engine.thread.is_alive()
     soon(lambda: threading.active_count() <= threads)
@@ -104,7 +103,7 @@ def client(server):
 
 
 def connections(server):
-    return server.http.server_state.connections
+    return server.server_state.connections
 
 
 def complete(server, **request):
@@ -135,7 +134,7 @@ def send(server, method="POST", path="/v1/completions", body=b"", **headers):
 # -----------------------------------------------------------------------------
 # what is written
 
-HOW = [dict(temperature=0), dict(temperature=0.8, seed=3), dict(temperature=1, seed=-1, top_p=0.7),
+HOW = [dict(temperature=0), dict(temperature=0.8, seed=3), dict(temperature=1, seed=1, top_p=0.7),
        dict(temperature=1.5, seed=2**40, top_k=5), dict(temperature=1.5, seed=4, min_p=0.6)]
 
 
@@ -197,7 +196,7 @@ def test_other_shapes_of_model(changes):
             assert made.choices[0].text == expected(model, prompt, 25, temperature=0)[0]
         learned = changes.get("pos") == "learned"  # the context is a limit only then
         if learned:
-            with pytest.raises(openai.BadRequestError, match="max_tokens: expected .* 1 to 25"):
+            with pytest.raises(openai.BadRequestError, match="max_tokens: must be at most 25"):
                 complete(server, prompt="a" * 40, max_tokens=26)
 
 
@@ -268,10 +267,11 @@ def test_chat(server, model):
     assert (made.object, made.usage.prompt_tokens) == ("chat.completion", len(ids))
     parts = list(chats.create(**request, stream=True, stream_options=dict(include_usage=True)))
     first = parts[0].choices[0].delta
-    assert (first.role, first.content) == ("assistant", "")
+    assert first.role == "assistant"
     assert "".join(p.choices[0].delta.content or "" for p in parts[:-1]) == text
     assert [p.choices[0].finish_reason for p in parts[-3:-1]] == [
         None, made.choices[0].finish_reason]
+    assert [p.choices[0].delta.role for p in parts[1:-1]] == [None] * (len(parts) - 2)
     assert parts[-1].choices == [] and parts[-1].usage.completion_tokens == len(out)
     assert len({p.id for p in parts}) == 1 and parts[0].object == "chat.completion.chunk"
 
@@ -285,75 +285,13 @@ def test_the_stream_byte_by_byte(server):
     body = dict(prompt="a", stream=True, max_tokens=5, seed=0)  # none of the five ends the text
     status, headers, body = send(server, body=body)
     assert (status, headers["Content-Type"], headers["Transfer-Encoding"]) == (
-        200, "text/event-stream", "chunked")
+        200, "text/event-stream; charset=utf-8", "chunked")
     *events, end, rest = body.decode().split("\n\n")
     assert (end, rest) == ("data: [DONE]", "")
     chunks = [json.loads(event.removeprefix("data: ")) for event in events]
     assert {c["object"] for c in chunks} == {"text_completion"}
     assert chunks[-1]["choices"][0]["finish_reason"] == "length"
     assert all("usage" not in c for c in chunks)
-
-
-# -----------------------------------------------------------------------------
-# how likely, how many, and penalties: against the model's own logits
-
-def written_by(model, ids, n, seed=None, presence=0.0, frequency=0.0, temperature=1.0):
-    """(tokens, log probabilities (n, V)) of a text after ids, each token from a pass over all
-    before it; OpenAI's penalties by numpy."""
-    generator, told = torch.Generator().manual_seed(seed or 0), []
-    ids, start = list(ids), len(ids)
-    for _ in range(n):
-        logits = model(torch.tensor([ids]))[0, -1, :BYTES.n_vocab].double()
-        told.append((logits - logits.logsumexp(0)).numpy())
-        times = np.bincount(ids[start:], minlength=len(logits))
-        logits = logits - torch.tensor(frequency * times + presence * np.sign(times))
-        ids += sample_tokens(logits[None].float(), temperature, None, None, [generator]).tolist()
-    return ids[start:], np.array(told)
-
-
-def test_logprobs_are_those_of_the_model(server, model):
-    """Whole and as a stream, of completions and of chats; the tokens join to the text."""
-    wanted, told = written_by(model, BYTES.encode("once"), 20, 7)
-    request = dict(seed=7, max_tokens=20, logprobs=3)
-    got = complete(server, **request).choices[0].logprobs
-    names = [data.decode() if data < b"\x80" else f"bytes:\\x{data[0]:02x}"  # as OpenAI's
-             for data in (bytes([i]) for i in range(256))] + ["<|endoftext|>"]
-    assert got.tokens == [names[i] for i in wanted] and any(i > 127 for i in wanted)
-    assert got.token_logprobs == pytest.approx(told[range(20), wanted], abs=1e-4)
-    for i, row, most in zip(wanted, told, got.top_logprobs):
-        assert most == pytest.approx({names[j]: row[j] for j in (i, *row.argsort()[-3:])},
-                                     abs=1e-4)
-    parts = [c.choices[0].logprobs for c in complete(server, **request, stream=True)]
-    for name in ("tokens", "token_logprobs", "top_logprobs", "text_offset"):
-        assert [x for part in parts if part for x in getattr(part, name)] == getattr(got, name)
-    assert complete(server).choices[0].logprobs is None
-
-
-@pytest.mark.parametrize("text, wanted", [
-    ("né 😀 w".encode(), [0, 1, 1, 2, 3, 3, 3, 3, 4, 5]),
-    (b"\x80a\x80\xffb", [0, 1, 2, 3, 4])])  # of bytes that are no text each is a character
-def test_offsets_of_tokens_are_into_the_text(text, wanted):
-    answer, offsets = Answer([Job([1], 9)], BYTES, False, "tiny"), []
-    for piece in (text[:3], text[3:]):  # of a stream
-        part = answer.chunk(0, "", [[(i, -0.5)] for i in piece])
-        offsets += part["choices"][0]["logprobs"]["text_offset"]
-    assert offsets == wanted
-
-
-def test_logprobs_of_a_chat(server, model):
-    messages = [dict(role="user", content="Who?")]
-    ids = BuiltinTemplate().encode([("user", "Who?"), ("assistant", "")], BYTES)[0].tolist()[:-1]
-    wanted, told = written_by(model, ids, 12, 5)
-    ask = functools.partial(client(server).chat.completions.create, model="tiny", seed=5,
-                            messages=messages, max_tokens=12, logprobs=True)
-    for top in (None, 0, 2):
-        made = ask(**{} if top is None else dict(top_logprobs=top)).choices[0].logprobs.content
-        assert [t.bytes for t in made] == [[i] for i in wanted]
-        assert [t.logprob for t in made] == pytest.approx(told[range(12), wanted], abs=1e-4)
-        assert [[t.bytes for t in token.top_logprobs] for token in made] == [
-            [[i] for i in row.argsort()[::-1][:top or 0]] for row in told]
-    parts = [c.choices[0].logprobs for c in ask(top_logprobs=2, stream=True)]
-    assert [t for part in parts if part for t in part.content] == made
 
 
 @pytest.mark.parametrize("stream", [False, True])
@@ -374,26 +312,9 @@ def test_n_choices_are_those_of_seeds_that_follow(server, model, stream):
     alone = [chats.create(**how | dict(n=1, seed=3 + i)).choices[0].message for i in range(3)]
     assert [c.message for c in chats.create(**how, seed=3).choices] == alone
     parts = [part.choices[0] for part in chats.create(**how, seed=3, stream=True)]
-    assert [p.index for p in parts if p.delta.role] == [0, 1, 2]
+    assert sorted(p.index for p in parts if p.delta.role) == [0, 1, 2]
     for i in range(3):
         assert alone[i].content == "".join(p.delta.content or "" for p in parts if p.index == i)
-
-
-def test_penalties_as_openai_defines_them(server, model):
-    how = [dict(presence=1.5), dict(frequency=0.8), dict(presence=-1, frequency=-0.5),
-           dict(presence=2, frequency=2, temperature=0.0), dict(temperature=0.0)]
-    jobs = [dict(max_tokens=16, seed=11, temperature=h.get("temperature", 1.0),
-                 presence_penalty=h.get("presence", 0), frequency_penalty=h.get("frequency", 0),
-                 logprobs=0) for h in how]
-    with ThreadPoolExecutor(len(jobs)) as pool:  # computed together, each with its own counts
-        made = list(pool.map(lambda job: complete(server, **job).choices[0], jobs))
-    for choice, h in zip(made, how):
-        wanted, told = written_by(model, BYTES.encode("once"), 16, 11, **h)
-        wanted = wanted[:wanted.index(256) + 1] if 256 in wanted else wanted
-        assert choice.text == BYTES.decode([i for i in wanted if i < 256])
-        assert choice.logprobs.token_logprobs == pytest.approx(  # the model's, before penalties
-            told[range(len(wanted)), wanted], abs=1e-4)
-    assert len({choice.text for choice in made}) == len(made)
 
 
 def test_choices_have_places_for_all_or_none():
@@ -430,8 +351,7 @@ def say(**body):
     (dict(body=b"[" * 100_000), 400, "not JSON"),
     (dict(body=[]), 400, "JSON object"),
     (dict(body=b"{}", Content_Type="text/plain"), 415, "application/json"),
-    (dict(body=b"{}", Content_Length="9" * 15), 413, "exceeds 1048576 bytes"),
-    (dict(path="/v2"), 404, "/v1/completions"),
+    (dict(path="/v2"), 404, "'/v2': Not Found"),
     (dict(method="GET"), 405, "Method Not Allowed"),
     (dict(method="BREW"), 405, "BREW '/v1/completions': Method Not Allowed"),
     (ask(model="gpt-5"), 404, "available: 'tiny'"),
@@ -439,38 +359,34 @@ def say(**body):
     (ask(prompt=["a", "b"]), 400, "prompts as parallel requests"),
     (ask(prompt=[1, 257]), 400, "ids from 0 to 256"),
     (ask(prompt="a" * 65), 400, "65 tokens; the context of this model has 64"),
-    (ask(max_tokens=0), 400, "max_tokens: expected an integer from 1 to 1024, got 0"),
-    (ask(max_tokens=1025), 400, "max_tokens"),
-    (ask(max_completion_tokens=True), 400, "max_completion_tokens: expected"),
+    (ask(max_tokens=0), 400, "max_tokens: must be at least 1, got 0"),
+    (ask(max_tokens=1025), 400, "max_tokens: must be at most 1024, got 1025"),
+    (ask(max_completion_tokens=True), 400, "max_tokens: expected an integer"),
     (ask(max_tokens=1.5), 400, "max_tokens"),
-    (dict(body=b'{"temperature": NaN}'), 400, "temperature: expected a number from 0 to 2"),
+    (dict(body=b'{"temperature": NaN}'), 400, "temperature: expected a finite number"),
     (ask(temperature="hot"), 400, "temperature"), (ask(temperature=-1), 400, "temperature"),
     (ask(top_p=1.1), 400, "top_p"), (ask(top_k=0), 400, "top_k"), (ask(min_p=2), 400, "min_p"),
     (ask(seed=2**63), 400, "seed"),
     (ask(stop=""), 400, "stop: expected"), (ask(stop=["a"] * 17), 400, "stop"),
     (ask(stop={"a": 1}), 400, "stop"),
-    (ask(n=9), 400, "n: expected an integer from 1 to 8"), (ask(best_of=2), 400, "vLLM"),
-    (ask(logprobs=21), 400, "logprobs: expected an integer from 0 to 20"),
-    (ask(logprobs=True), 400, "logprobs: expected an integer"),
-    (ask(top_logprobs=2), 400, "requires a chat with logprobs: true"),
-    (say(logprobs=1), 400, "logprobs: expected true or false, got 1"),
-    (say(top_logprobs=2), 400, "requires a chat"), (say(top_logprobs=-1), 400, "0 to 20"),
-    (ask(presence_penalty=2.5), 400, "presence_penalty: expected a number from -2 to 2"),
-    (ask(frequency_penalty="a"), 400, "frequency_penalty"),
+    (ask(n=9), 400, "n: must be at most 8"), (ask(best_of=2), 400, "vLLM"),
+    (ask(logprobs=2), 400, "logprobs: 2 is not supported"),
+    (say(logprobs=True), 400, "logprobs: True is not supported"),
+    (ask(presence_penalty=2.5), 400, "presence_penalty: 2.5 is not supported"),
     (ask(response_format=dict(type="json_object")), 400, "response_format"),
-    (ask(stream="yes"), 400, "stream: true or false"),
+    (ask(stream="perhaps"), 400, "stream: expected true or false"),
     (dict(path="/v1/chat/completions", body={}), 400, "messages: expected a list"),
     (dict(path="/v1/chat/completions", body=dict(messages=[dict(role="cat", content="")])), 400,
      "role 'cat'"),
     (dict(path="/v1/chat/completions", body=dict(messages=[dict(role="user", content=[
-        dict(type="image_url")])])), 400, "only text parts"),
+        dict(type="image_url")])])), 400, "expected text, got [{'type': 'image_url'}]"),
     (dict(path="/v1/chat/completions", body=dict(messages=[dict(role="assistant", content="a")])),
      400, "must not be the assistant's"),
     (dict(path="/v1/chat/completions", body=dict(messages=[5])), 400, "expected a list"),
     (dict(path="/v1/chat/completions", body=dict(messages=[dict(role=["a"], content="a")])), 400,
      "role ['a']"),
     (dict(path="/v1/chat/completions", body=dict(messages=[dict(role="user", content=[
-        dict(type="text", text=5)])])), 400, "only text parts"),
+        dict(type="text", text=5)])])), 400, "expected text"),
     (ask(model=["tiny"]), 404, "available: 'tiny'"),
 ])
 def test_a_bad_request_gets_a_clear_answer(server, request_, status, message):
@@ -546,7 +462,7 @@ def test_a_failure_costs_its_texts_only(model, monkeypatch, capfd):
     assert "ZeroDivisionError" in capfd.readouterr().err
 
 
-def test_a_panic_costs_its_request_only(monkeypatch, caplog):
+def test_a_panic_costs_its_request_only(monkeypatch, capfd):
     """What tokenizers' libraries throw is no Exception."""
     class Panic(BaseException):
         pass
@@ -558,7 +474,7 @@ def test_a_panic_costs_its_request_only(monkeypatch, caplog):
         status, _, body = send(server, body=dict(prompt="a"))
         assert status == 500
         assert healthy(server)
-    assert "Panic" in caplog.text
+    assert "Panic" in capfd.readouterr().err
 
 
 # -----------------------------------------------------------------------------
@@ -595,18 +511,23 @@ def healthy(server):
     return time.monotonic() - started < 1
 
 
-@pytest.mark.parametrize("headers, status", [
-    (dict(Host="localhost"), 200), (dict(Host="LOCALHOST:1"), 200), (dict(Host="127.0.0.1:1"), 200),
-    (dict(Host="[::1]:80"), 200), (dict(Host="evil.example"), 403), (dict(Host=""), 403),
-    (dict(Host="127.0.0.1.evil.example:8000"), 403), (dict(Host="[::1"), 403),
-    (dict(Host="localhost:8000", Origin="http://localhost:8000"), 200),
-    (dict(Host="localhost:8000", Origin="http://localhost:9000"), 403),
-    (dict(Origin="http://evil.example"), 403), (dict(Origin="null"), 403)])
-def test_pages_of_others_get_nothing(server, headers, status):
-    """A name of theirs that points here (DNS rebinding), or a request sent from their page."""
+@pytest.mark.parametrize("host, status", [
+    ("localhost", 200), ("LOCALHOST:1", 200), ("127.0.0.1:1", 200), ("[::1]:80", 200),
+    ("evil.example", 400), ("", 400), ("127.0.0.1.evil.example:8000", 400), ("[::1", 400)])
+def test_names_of_others_get_nothing(server, host, status):
+    """A name of theirs that points here (DNS rebinding)."""
     for method, path in (("GET", "/v1/models"), ("GET", "/"), ("POST", "/v1/completions")):
-        got, _, body = send(server, method, path, dict(max_tokens=1), **headers)
-        assert got == status and (status == 200 or b"is not this server" in body)
+        assert send(server, method, path, dict(max_tokens=1), Host=host)[0] == status
+
+
+def test_pages_of_others_get_nothing(server):
+    """The browser asks first what a page may send, and shows no answer to it."""
+    for origin in ("http://evil.example", "null", "http://localhost:9000"):
+        asked = {"Origin": origin, "Access-Control-Request-Method": "POST"}
+        status, headers, _ = send(server, "OPTIONS", **asked)
+        assert status == 400 and "Access-Control-Allow-Origin" not in headers
+        _, headers, _ = send(server, "GET", "/v1/models", Origin=origin)
+        assert "Access-Control-Allow-Origin" not in headers
 
 
 def test_pages_that_are_allowed_get_answers_and_preflights():
@@ -623,7 +544,7 @@ def test_pages_that_are_allowed_get_answers_and_preflights():
                                   Authorization="Bearer secret", **own)
         assert status == 200 and headers["Access-Control-Allow-Origin"] == page
         assert send(server, body=dict(prompt="a"), Origin=page, **own)[0] == 401
-        assert send(server, "OPTIONS", **asked | dict(Origin="http://evil.example"))[0] == 403
+        assert send(server, "OPTIONS", **asked | dict(Origin="http://evil.example"))[0] == 400
 
 
 def test_a_connection_serves_several_requests_and_heads(server):
@@ -653,7 +574,7 @@ def test_a_key_is_asked_for():
         status, headers, body = send(server, body=dict(prompt="a"))
         assert (status, headers["WWW-Authenticate"]) == (401, "Bearer")
         assert b"invalid_api_key" in body
-        assert not server.metrics.tokens["prompt_tokens_total"]
+        assert not server.counts["prompt_tokens_total"]
         server.key = "secret"
         api = client(server).with_options(api_key="secret")
         assert api.completions.create(model="tiny", prompt="a", max_tokens=2).choices
@@ -684,31 +605,20 @@ def test_metrics_count_what_was_asked():
     with serving(small(), slots=3) as server:
         used = [complete(server, prompt="a" * n, max_tokens=n + 1).usage for n in (1, 5)]
         list(complete(server, prompt="abc", max_tokens=1, stream=True))
-        for _ in range(2):
-            assert send(server, "GET", "/nothing")[0] == 404
-        soon(lambda: not (server.http.server_state.tasks or server.engine.rows))
+        soon(lambda: not (server.server_state.tasks or server.engine.rows))
         status, headers, body = send(server, "GET", "/metrics")
     assert headers["Content-Type"].startswith("text/plain; version=0.0.4")
     values = {}
     for line in body.decode().splitlines():
-        assert re.fullmatch(r"# TYPE \w+ (counter|gauge|histogram)|"
-                            r'\w+({\w+="[^"]*"(,\w+="[^"]*")*})? [0-9.]+', line)
+        assert re.fullmatch(r"# TYPE \w+ (counter|gauge)|\w+ [0-9.]+", line)
         name, value = line.rsplit(" ", 1)
         values[name] = value
-    name = "irongpt_requests_total"
-    assert values[f'{name}{{path="/v1/completions",status="200"}}'] == "3"
-    assert values[f'{name}{{path="other",status="404"}}'] == "2"
     assert int(values["irongpt_prompt_tokens_total"]) == sum(u.prompt_tokens for u in used) + 3
     assert int(values["irongpt_completion_tokens_total"]) == (
         sum(u.completion_tokens for u in used) + 1)
     assert (values["irongpt_slots"], values["irongpt_writing"]) == ("3", "0")
-    name = "irongpt_text_seconds"
-    assert values[f"{name}_count"] == values[f'{name}_bucket{{le="+Inf"}}'] == "3"
-    buckets = [int(v) for n, v in values.items() if n.startswith(f"{name}_bucket")]
-    assert buckets == sorted(buckets) and len(buckets) == 9
-    bounds = [float(n.split('"')[1]) for n in values if n.startswith(f"{name}_bucket")]
-    assert bounds == sorted(set(bounds)) and bounds[0] > 0
-    assert 0 < float(values[f"{name}_sum"]) < 30
+    assert values["irongpt_requests_total"] == values["irongpt_texts_total"] == "3"
+    assert 0 < float(values["irongpt_text_seconds_total"]) < 30
 
 
 def slow_clients(n, server):
@@ -723,7 +633,7 @@ def test_slow_clients_keep_nobody_waiting(server, monkeypatch):
     """The oldest of too many are cut, and each has only so long for its whole request."""
     monkeypatch.setattr(server_file, "MAX_IDLE_CONNECTIONS", 20)
     slow = slow_clients(1, server)
-    time.sleep(3 * server_file.POLL_SECONDS)  # seen before the others
+    time.sleep(0.3)  # seen before the others
     slow += slow_clients(49, server)
     assert healthy(server)
     soon(lambda: len(connections(server)) <= 20)  # beside kept-alive ones, which are younger
@@ -739,9 +649,9 @@ def test_slow_clients_keep_nobody_waiting(server, monkeypatch):
         for _ in range(8):  # a byte at a time gives no more time
             head.sendall(b"G"), body.sendall(b"x")
             time.sleep(0.04)
-        assert b" 408 " in answer_of(body)
-        with contextlib.suppress(ConnectionResetError):
-            assert rest_of(head) == b""
+        for s in (body, head):
+            with contextlib.suppress(ConnectionResetError):
+                assert rest_of(s) == b""
         assert time.monotonic() - started < 5
 
 
@@ -812,11 +722,11 @@ def test_headers_are_bounded_and_said_once(server):
             assert reply.startswith(b"HTTP/1.1 %d " % status) or (
                 not reply and len(wrong) > MAX_HEAD_BYTES)
     with connect(server) as s:
-        s.sendall(b"GET /health HTTP/1.0\r\n\r\n")  # needs no Host
+        s.sendall(b"GET /health HTTP/1.0\r\nHost: localhost\r\n\r\n")
         assert b" 200 OK" in rest_of(s)
 
 
-def test_no_files_left_is_said_and_waited_for(capfd):
+def test_no_files_left_is_waited_for():
     """Connections that the system cannot give to the server: it tries each second."""
     resource = pytest.importorskip("resource")
     old = resource.getrlimit(resource.RLIMIT_NOFILE)
@@ -839,8 +749,6 @@ def test_no_files_left_is_said_and_waited_for(capfd):
         s.settimeout(20)
         s.sendall(raw(method="GET", path="/health"))
         assert b" 200 OK" in answer_of(s)
-    said = [line for line in capfd.readouterr().err.splitlines() if "Too many open files" in line]
-    assert 1 <= len(said) <= 3
 
 
 def test_a_client_that_resets_is_one_quiet_line(capfd):
@@ -855,9 +763,8 @@ def test_a_client_that_resets_is_one_quiet_line(capfd):
                     soon(lambda: connections(server))
                 s.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
             soon(lambda: not (connections(server) or server.engine.rows))
-    lines = capfd.readouterr().err.splitlines()
-    assert len(lines) == 2 and all("127.0.0.1" in line for line in lines)  # of whole heads
-    assert [line.split()[-3] for line in lines] == ["disconnected", "200"]
+    output = capfd.readouterr()
+    assert output.err == "" and len(output.out.splitlines()) == 1 and "200" in output.out
 
 
 def test_older_http_gets_no_chunks(server, model):

@@ -6,7 +6,6 @@ POST /v1/completions and, for chat models, /v1/chat/completions, also as a strea
 
 import ipaddress
 import os
-import signal
 import socket
 from dataclasses import dataclass
 from pathlib import Path
@@ -42,9 +41,8 @@ def listen(host, port):
     try:
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
         return socket.create_server((host, port), family=family, backlog=128)
-    except (OSError, UnicodeError, OverflowError) as error:  # OverflowError: port
-        reason = getattr(error, "strerror", None) or error
-        raise ValueError(f"--host {host} --port {port}: cannot listen: {reason}; choose another "
+    except (OSError, UnicodeError) as error:
+        raise ValueError(f"--host {host} --port {port}: cannot listen: {error}; choose another "
                          "--port, or 0 for any free one") from None
 
 
@@ -63,31 +61,15 @@ def choose_key(options, listening):
     return api_key
 
 
-def stop_signals():
-    """Return a list to which SIGINT, SIGTERM and SIGHUP append the signal number. A second signal
-    exits immediately with code 128 + number. Signals that are ignored (nohup) stay ignored."""
-    received = []
-
-    def handle(signum, frame):
-        if received:
-            os._exit(128 + signum)
-        os.write(2, b"\nfinishing active requests; a second signal quits at once\n")
-        received.append(signum)
-    for name in ("SIGINT", "SIGTERM", "SIGHUP"):
-        number = getattr(signal, name, None)  # Windows has no SIGHUP
-        if number is not None and signal.getsignal(number) != signal.SIG_IGN:
-            signal.signal(number, handle)
-    return received
-
-
 def create_engine(options):
     """Return (engine, chat template if any) of the checkpoint. Raises ValueError or UserError."""
     from model.serve.engine import Engine
     model, tokenizer, _ = load_for_decoding(options)
     template = getattr(model, "template", None)
+    end_tokens = template.end_ids(tokenizer) if template else ()
     try:
         return Engine(model, tokenizer, options.slots, options.queue, options.max_tokens,
-                      options.timeout, template.end_ids(tokenizer) if template else ()), template
+                      options.timeout, end_tokens), template
     except RuntimeError as error:  # out of memory
         raise ValueError(f"--slots {options.slots}: not enough memory for the key-value cache: "
                          f"{error}; use fewer slots") from None
@@ -99,16 +81,16 @@ def serve(options):
     require("uvicorn", "model.serve")
     from model.serve.server import Server
     with listen(options.host, options.port) as listening:
-        api_key, (host, port) = choose_key(options, listening), listening.getsockname()[:2]
+        api_key = choose_key(options, listening)
+        host, port = listening.getsockname()[:2]
         engine, template = create_engine(options)
         name = options.name or Path(options.ckpt).resolve().parent.name
         server = Server(listening, engine, name, template, options.host, api_key,
                         options.allow_origin)
-        received = stop_signals()
         url = f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
         print(f"Model {name!r} at {url} (a page) and {url}/v1 (OpenAI's API). Ctrl-C stops the "
               "server.", flush=True)
-        server.serve(received)
+        server.run()
 
 
 def main(argv=None):

@@ -5,46 +5,43 @@ One thread serves all connections; the engine computes in a second thread (model
 
 import asyncio
 import collections
-import contextlib
+import functools
 import hmac
 import ipaddress
 import json
-import re
-import sys
+import logging
+import os
 import time
 from pathlib import Path
 
 import uvicorn
 from starlette.applications import Starlette
-from starlette.datastructures import Headers
 from starlette.exceptions import HTTPException
+from starlette.middleware import Middleware
 from starlette.middleware.cors import CORSMiddleware
+from starlette.middleware.trustedhost import TrustedHostMiddleware
 from starlette.requests import ClientDisconnect
-from starlette.responses import Response
+from starlette.responses import FileResponse, JSONResponse, PlainTextResponse, StreamingResponse
 from starlette.routing import Route
 
-from model.serve.api import Answer, create_jobs, parse_request
+from model.serve.api import Answer, merge_events, parse_request
 from model.serve.engine import APIError
-from model.serve.metrics import Metrics
 
 CHAT_PATH = "/v1/chat/completions"
 MAX_HEAD_BYTES = 1 << 15    # request line and headers
 MAX_BODY_BYTES = 1 << 20
 MAX_IDLE_CONNECTIONS = 512  # connections without a complete request; the oldest are closed
-RECEIVE_SECONDS = 30        # for a request's head to arrive, and for the body
+RECEIVE_SECONDS = 30        # for a request to arrive
 SEND_SECONDS = 30           # to read a response, in addition to the engine's timeout
 SHUTDOWN_SECONDS = 10       # the same at shutdown
-POLL_SECONDS = 0.1
 CONTENT_SECURITY_POLICY = (
     "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; "
     "connect-src 'self'; img-src data:; base-uri 'none'; frame-ancestors 'none'")
-ADDRESS = r"[\d.]+|\[[\da-f:.]+\]"  # IPv4, IPv6
-ERROR_HEADERS = {401: {"WWW-Authenticate": "Bearer"}, 503: {"Retry-After": "1"},
-                 504: {"x-should-retry": "false"}}
+ERROR_HEADERS = {401: {"WWW-Authenticate": "Bearer"}, 503: {"Retry-After": "1"}}
 
 
-class Server:
-    """An ASGI application that serves the texts of an engine on a listening socket.
+class Server(uvicorn.Server):
+    """Serves the texts of an engine on a listening socket until a signal arrives.
 
     host: the name that clients use for this server. key: the required bearer token, if any.
     origins: other web pages that may send requests from a browser ("*": any).
@@ -52,219 +49,171 @@ class Server:
 
     def __init__(self, listening, engine, name, template=None, host="localhost", key=None,
                  origins=()):
-        self.listening, self.engine, self.name, self.template = listening, engine, name, template
-        self.port, self.key, self.origins = listening.getsockname()[1], key, origins
-        self.is_local = ipaddress.ip_address(listening.getsockname()[0]).is_loopback
-        self.local_hosts = re.compile(rf"(localhost|{re.escape(host.lower())}|{ADDRESS})(:\d+)?")
-        self.created, self.metrics = int(time.time()), Metrics()
-        self.report_time = 0.0
-        self.connection_times = {}  # {connection: (active request if any, since when)}
+        self.listening = listening
+        self.engine = engine
+        self.name = name
+        self.template = template
+        self.key = key
+        self.counts = collections.Counter()
+        self.busy_since = {}  # {(connection, its request if complete): time}
         routes = [Route("/", self.get_page), Route("/health", self.get_health),
                   Route("/metrics", self.get_metrics), Route("/v1/models", self.get_models),
                   Route("/v1/completions", self.post_completion, methods=["POST"]),
                   Route(CHAT_PATH, self.post_completion, methods=["POST"])]
-        self.paths = [route.path for route in routes]
-        self.app = Starlette(routes=routes, exception_handlers=dict.fromkeys(
+        # Other web pages cannot read responses, or send JSON without permission (CORS). Here, the
+        # names are those of this machine: another one is a page's, made to resolve to this server.
+        address = listening.getsockname()[0]
+        is_local = ipaddress.ip_address(address).is_loopback
+        names = ["localhost", "127.0.0.1", "[::1]", address, host] if is_local else ["*"]
+        middleware = [Middleware(TrustedHostMiddleware, allowed_hosts=names, www_redirect=False),
+                      Middleware(CORSMiddleware, allow_origins=origins, allow_headers=["*"],
+                                 allow_methods=["GET", "POST"])]
+        app = Starlette(routes=routes, middleware=middleware, exception_handlers=dict.fromkeys(
             (APIError, HTTPException, ClientDisconnect, Exception), self.handle_error))
-        if origins:
-            self.app.add_middleware(CORSMiddleware, allow_origins=origins, allow_headers=["*"],
-                                    allow_methods=["GET", "POST"])
-        self.http = uvicorn.Server(uvicorn.Config(
-            self, ws="none", lifespan="off", interface="asgi3", proxy_headers=False,
-            log_config=None, log_level="warning", access_log=False, server_header=False,
+        super().__init__(uvicorn.Config(
+            app, http="h11", ws="none", lifespan="off", proxy_headers=False, server_header=False,
             headers=[("X-Content-Type-Options", "nosniff")], backlog=128,
             h11_max_incomplete_event_size=MAX_HEAD_BYTES,
             timeout_graceful_shutdown=SHUTDOWN_SECONDS))
-        self.http.capture_signals = contextlib.nullcontext  # signals: model/serve/__init__.py
+        logging.getLogger("uvicorn.error").setLevel("WARNING")
 
-    def serve(self, stopped=()):
-        """Answer requests until `stopped` is not empty; then finish active requests."""
-        asyncio.run(self.run(stopped))
+    # uvicorn.Server
 
-    async def run(self, stopped):
-        asyncio.get_running_loop().set_exception_handler(self.report)
+    async def startup(self, sockets=None):
         self.mailbox = Mailbox()
-        running = asyncio.create_task(self.http.serve(sockets=[self.listening]))
-        while not (stopped or running.done()):
-            self.close_slow_connections()
-            await asyncio.sleep(POLL_SECONDS)
-        await asyncio.to_thread(self.engine.close)
-        self.http.should_exit = True
-        await running
+        await super().startup([self.listening])
 
-    def report(self, loop, context):
-        """Print what asyncio reports, once per second at most: without free file descriptors it
-        retries to accept connections every second, and reports each one."""
-        if time.monotonic() > self.report_time + 1:
-            self.report_time = time.monotonic()
-            print(f"{context['message']}: {context.get('exception')}", file=sys.stderr)
+    async def on_tick(self, counter):
+        self.close_slow_connections()
+        return await super().on_tick(counter)
+
+    def handle_exit(self, sig, frame):
+        if self.should_exit:
+            os._exit(128 + sig)
+        os.write(2, b"\nfinishing active requests; a second signal quits at once\n")
+        self.should_exit = True
+
+    async def shutdown(self, sockets=None):
+        await asyncio.to_thread(self.engine.close)
+        await super().shutdown(sockets)
 
     def close_slow_connections(self):
         """Close connections that take too long to send a request or to read the response, and the
         oldest of too many connections without a complete request."""
-        now, times = time.monotonic(), {}
-        for c in self.http.server_state.connections:
-            request = c.cycle if c.cycle and not c.cycle.response_complete else None
-            old_request, since = self.connection_times.get(c, (None, now))
-            times[c] = request, since if request is old_request else now
-        self.connection_times = times
-        idle = sorted((since, id(c), c) for c, (request, since) in times.items() if not request)
-        slow = [c for _, _, c in idle[:-MAX_IDLE_CONNECTIONS]]
-        for c, (request, since) in times.items():
+        now = time.monotonic()
+        times = {}
+        for c in self.server_state.connections:
+            is_busy = c.cycle and not (c.cycle.more_body or c.cycle.response_complete)
+            state = c, c.cycle if is_busy else None
+            times[state] = self.busy_since.get(state, now)
+        self.busy_since = times
+        slow = [c for c, request in sorted(times, key=times.get) if not request]
+        slow = slow[:-MAX_IDLE_CONNECTIONS]
+        for (c, request), since in times.items():
             limit = RECEIVE_SECONDS + (self.engine.timeout + SEND_SECONDS if request else 0)
             if now > since + limit:
                 slow.append(c)
         for c in slow:
             c.transport.abort()
 
-    async def __call__(self, scope, receive, send):
-        """Check the sender of a request, answer it, and log it."""
-        started, status, path = time.monotonic(), "disconnected", scope["path"]
-
-        async def send_and_note(message):
-            nonlocal status
-            status = message.get("status", status)
-            await send(message)
-        try:
-            self.check_sender(Headers(scope=scope), scope["method"], path)
-            await self.app(scope, receive, send_and_note)
-        except APIError as error:
-            await error_response(error)(scope, receive, send_and_note)
-        finally:
-            self.metrics.requests[path if path in self.paths else "other", status] += 1
-            print(f"{time.strftime('%H:%M:%S')} {scope['client'][0]} {scope['method']} "
-                  f"{path!a:.80} {status} {time.monotonic() - started:.2f} s", file=sys.stderr)
-
-    def check_sender(self, headers, method, path):
-        """Raise APIError for requests from web pages of other sites, also if that domain resolves
-        to this server (DNS rebinding), and for requests without the key."""
-        host, origin = headers.get("host", "localhost").lower(), headers.get("origin")
-        if self.is_local and not self.local_hosts.fullmatch(host):
-            raise APIError(403, f"Host {host!r:.80} is not this server; use localhost, its "
-                           "address, or start it with --host")
-        if origin is not None and origin.lower().partition("://")[2] != host and not (
-                {origin, "*"} & {*self.origins}):
-            raise APIError(403, f"Origin {origin!r:.80} is not this server, {host!r:.80}")
-        scheme, _, token = headers.get("authorization", "").partition(" ")
-        if self.key and path not in ("/", "/health") and method != "OPTIONS" and not (
-                scheme.lower() == "bearer"
-                and hmac.compare_digest(token.strip().encode("latin-1"), self.key.encode())):
-            raise APIError(401, "expected Authorization: Bearer and the API key",
-                           code="invalid_api_key")
+    # routes
 
     async def handle_error(self, request, error):
         """Return the response for an exception. uvicorn logs unexpected tracebacks."""
         if isinstance(error, ClientDisconnect):
             return None
         if isinstance(error, HTTPException):
-            hint = f"; available: {', '.join(self.paths)}" if error.status_code == 404 else ""
             error = APIError(error.status_code,
-                             f"{request.method} {request.url.path!r:.80}: {error.detail}{hint}")
+                             f"{request.method} {request.url.path!r:.80}: {error.detail}")
         if not isinstance(error, APIError):
             error = APIError(500, "internal error; see the server's log")
-        return error_response(error)
+        return JSONResponse(error.body(), error.status, ERROR_HEADERS.get(error.status))
 
-    # routes
+    def check_key(self, request):
+        """Raise APIError for requests without the key."""
+        scheme, _, token = request.headers.get("authorization", "").partition(" ")
+        if self.key and not (scheme.lower() == "bearer" and hmac.compare_digest(
+                token.strip().encode("latin-1"), self.key.encode())):
+            raise APIError(401, "expected Authorization: Bearer and the API key",
+                           code="invalid_api_key")
 
     async def get_page(self, request):
-        html = Path(__file__).with_name("serve.html").read_bytes()
-        return Response(html, media_type="text/html",
-                        headers={"Content-Security-Policy": CONTENT_SECURITY_POLICY})
+        return FileResponse(Path(__file__).with_name("serve.html"),
+                            headers={"Content-Security-Policy": CONTENT_SECURITY_POLICY})
 
     async def get_health(self, request):
-        return json_response(dict(status="ok") | self.load())
+        return JSONResponse(dict(status="ok") | self.load())
 
     async def get_metrics(self, request):
-        return Response(self.metrics.to_text(self.load()),
-                        headers={"Content-Type": "text/plain; version=0.0.4; charset=utf-8"})
+        """Return all metrics in the text format of Prometheus
+        (https://prometheus.io/docs/instrumenting/exposition_formats)."""
+        self.check_key(request)
+        self.counts["requests_total"] = self.server_state.total_requests
+        lines = [f"# TYPE irongpt_{name} {kind}\nirongpt_{name} {value}\n"
+                 for kind, values in (("counter", self.counts), ("gauge", self.load()))
+                 for name, value in values.items()]
+        return PlainTextResponse("".join(lines), media_type="text/plain; version=0.0.4")
 
     async def get_models(self, request):
-        engine = self.engine
-        model = dict(id=self.name, object="model", created=self.created, owned_by="ironGPT",
-                     max_model_len=engine.config.block_size, max_tokens=engine.max_tokens,
-                     chat=self.template is not None)
-        return json_response(dict(object="list", data=[model]))
+        self.check_key(request)
+        model = dict(id=self.name, object="model", owned_by="ironGPT", chat=bool(self.template),
+                     max_tokens=self.engine.max_tokens)
+        return JSONResponse(dict(object="list", data=[model]))
 
     async def post_completion(self, request):
+        self.check_key(request)
         # A browser sends other content types to other sites without asking for permission.
         if request.headers.get("content-type", "").partition(";")[0].strip() != "application/json":
             raise APIError(415, "expected Content-Type: application/json")
-        try:
-            data = await asyncio.wait_for(read_body(request), RECEIVE_SECONDS)
-        except asyncio.TimeoutError:
-            raise APIError(408, "the request did not arrive within "
-                           f"{RECEIVE_SECONDS} seconds") from None
         chat = request.url.path == CHAT_PATH
         # In a worker thread: parsing and encoding a long prompt must not block other connections.
-        jobs, stream, include_usage = await asyncio.to_thread(self.create_jobs, data, chat)
-        answer = Answer(jobs, self.engine.tokenizer, chat, self.name)
-        return CompletionResponse(self, answer, stream, include_usage)
+        jobs, stream, include_usage = await asyncio.to_thread(
+            parse_request, await read_body(request), chat, self.name, self.engine, self.template)
+        answer = Answer(jobs, chat, self.name)
+        queue = asyncio.Queue()
+        for job in jobs:
+            job.on_event = functools.partial(self.mailbox.put, queue)
+        self.engine.submit(*jobs)
+        events = self.read_events(queue, answer)
+        watch = asyncio.create_task(report_disconnect(request, queue))
+        try:
+            if not stream:
+                return JSONResponse(answer.complete([event async for event in events]))
+            first = await anext(events)  # an error before the first token is an HTTP error
+        finally:
+            watch.cancel()
+        return StreamingResponse(write_stream(answer, first, events, include_usage),
+                                 headers={"Cache-Control": "no-cache"},
+                                 media_type="text/event-stream")
 
-    def create_jobs(self, data, chat):
-        """Return (jobs, whether to stream, whether to include the usage) of a request's body."""
-        body, stream, include_usage = parse_request(data, self.name)
-        return create_jobs(body, chat, self.engine, self.template), stream, include_usage
+    async def read_events(self, queue, answer):
+        """Yield the events of an answer's jobs until all have ended, merged per job if several are
+        in the queue. Raises the exception of a failed job. At the end, jobs are cancelled."""
+        started = time.monotonic()
+        n = len(answer.jobs)
+        try:
+            while n:
+                events = [await queue.get()]
+                while not queue.empty():
+                    events.append(queue.get_nowait())
+                for event in merge_events(events):
+                    finish_reason = event[-1]
+                    if isinstance(finish_reason, Exception):
+                        raise finish_reason
+                    n -= finish_reason is not None
+                    yield event
+        finally:
+            for job in answer.jobs:
+                job.ended = True
+            usage = answer.usage()
+            self.counts.update(
+                prompt_tokens_total=usage["prompt_tokens"], texts_total=len(answer.jobs),
+                completion_tokens_total=usage["completion_tokens"],
+                text_seconds_total=time.monotonic() - started)
 
     def load(self):
         engine = self.engine
         return dict(writing=len(engine.rows), waiting=len(engine.waiting), slots=engine.slots)
-
-
-class CompletionResponse:
-    """ASGI response with the texts of jobs, complete or as server-sent events. The jobs are
-    cancelled when the client disconnects."""
-
-    def __init__(self, server, answer, stream, include_usage):
-        self.server, self.answer = server, answer
-        self.stream, self.include_usage = stream, include_usage
-
-    async def __call__(self, scope, receive, send):
-        started, jobs = time.monotonic(), self.answer.jobs
-        events = EventQueue(self.server.mailbox)
-        for job in jobs:
-            job.events = events
-        self.server.engine.submit(*jobs)
-        write = asyncio.create_task(self.write(events, scope, receive, send))
-        disconnect = asyncio.create_task(wait_for_disconnect(receive))
-        try:
-            await asyncio.wait((write, disconnect), return_when=asyncio.FIRST_COMPLETED)
-            if write.done():
-                write.result()  # raises APIError
-        finally:
-            for job in jobs:
-                job.ended = True
-            write.cancel()
-            disconnect.cancel()
-            await asyncio.wait((write, disconnect))
-            self.server.metrics.add_completion(self.answer.usage(), time.monotonic() - started)
-
-    async def write(self, events, scope, receive, send):
-        """Send the response. An error before the first token is an HTTP error; a later one is the
-        last event of the stream."""
-        answer, started = self.answer, False
-        try:
-            async for event in events.read(len(answer.jobs)):
-                if not self.stream:
-                    answer.add(*event)
-                    continue
-                chunks = answer.chunks(*event)
-                if not started:
-                    started = True
-                    await send(dict(type="http.response.start", status=200, headers=[
-                        (b"content-type", b"text/event-stream"), (b"cache-control", b"no-cache")]))
-                    chunks = answer.first_chunks() + chunks
-                for chunk in chunks:
-                    await send_event(send, chunk | (dict(usage=None) if self.include_usage else {}))
-        except APIError as error:
-            if not started:
-                raise
-            await send_event(send, error.body(), more=False)
-        else:
-            if not self.stream:
-                return await json_response(answer.complete())(scope, receive, send)
-            if self.include_usage:
-                await send_event(send, answer.usage_chunk())
-            await send_event(send, "[DONE]", more=False)
 
 
 class Mailbox:
@@ -272,7 +221,8 @@ class Mailbox:
     loop for all events of a step: a wake-up per event would take longer than the event."""
 
     def __init__(self):
-        self.loop, self.events = asyncio.get_running_loop(), collections.deque()
+        self.loop = asyncio.get_running_loop()
+        self.events = collections.deque()
         self.scheduled = False
 
     def put(self, queue, event):
@@ -288,58 +238,34 @@ class Mailbox:
             queue.put_nowait(event)
 
 
-class EventQueue:
-    """A queue of events (see Job) from the engine's thread to the event loop."""
-
-    def __init__(self, mailbox):
-        self.mailbox, self.queue = mailbox, asyncio.Queue()
-
-    def put(self, event):
-        self.mailbox.put(self.queue, event)
-
-    async def read(self, n):
-        """Yield the events of n jobs until all have ended, merged per job if several are in the
-        queue. Raises the APIError of a failed job."""
-        while n:
-            events, merged = [await self.queue.get()], {}
-            while not self.queue.empty():
-                events.append(self.queue.get_nowait())
-            for index, text, logprobs, reason in events:
-                old_text, old_logprobs, _ = merged.get(index, ("", [], None))
-                merged[index] = old_text + text, old_logprobs + logprobs, reason
-            for index, (text, logprobs, reason) in merged.items():
-                if isinstance(reason, APIError):
-                    raise reason
-                n -= reason is not None
-                yield index, text, logprobs, reason
-
-
 async def read_body(request):
     """Return the body of a request; APIError 413 if it is too large."""
     body = bytearray()
-    if int(request.headers.get("content-length", 0)) <= MAX_BODY_BYTES:
-        async for chunk in request.stream():
-            body += chunk
-            if len(body) > MAX_BODY_BYTES:
-                break
-        else:
-            return bytes(body)
-    raise APIError(413, f"the request body exceeds {MAX_BODY_BYTES} bytes")
+    async for chunk in request.stream():
+        body += chunk
+        if len(body) > MAX_BODY_BYTES:
+            raise APIError(413, f"the request body exceeds {MAX_BODY_BYTES} bytes")
+    return bytes(body)
 
 
-async def wait_for_disconnect(receive):
-    while (await receive())["type"] != "http.disconnect":
+async def report_disconnect(request, queue):
+    """Put an event with the exception ClientDisconnect into the queue when the client leaves."""
+    while (await request.receive())["type"] != "http.disconnect":
         pass
+    queue.put_nowait((-1, "", ClientDisconnect()))
 
 
-async def send_event(send, content, more=True):
-    text = content if isinstance(content, str) else json.dumps(content)
-    await send(dict(type="http.response.body", body=f"data: {text}\n\n".encode(), more_body=more))
-
-
-def json_response(content, status=200, headers=None):
-    return Response(json.dumps(content), status, headers, media_type="application/json")
-
-
-def error_response(error):
-    return json_response(error.body(), error.status, ERROR_HEADERS.get(error.status))
+async def write_stream(answer, first, events, include_usage):
+    """Yield the server-sent events of an answer. An error is the last one."""
+    def send(content):
+        return f"data: {json.dumps(content)}\n\n"
+    try:
+        yield send(answer.chunk(answer.choice("delta", *first)))
+        async for event in events:
+            yield send(answer.chunk(answer.choice("delta", *event)))
+    except APIError as error:
+        yield send(error.body())
+        return
+    if include_usage:
+        yield send(answer.chunk(usage=answer.usage()))
+    yield "data: [DONE]\n\n"
