@@ -17,12 +17,7 @@ from dataclasses import dataclass
 import torch
 
 from model.core.detokenizer import Detokenizer
-from model.core.generate import (
-    NON_FINITE_LOGITS,
-    SamplingOptions,
-    create_generators,
-    sample_tokens,
-)
+from model.core.generate import NON_FINITE_LOGITS, create_generators, sample_tokens
 from model.core.kv_cache import create_cache
 
 PREFILL_TOKENS = 128  # prompt tokens computed between two decoding steps
@@ -49,7 +44,7 @@ class Job:
     finish_reason is set for the last piece only: "stop", "length" or an APIError.
     """
     ids: list
-    options: SamplingOptions
+    options: object      # model.core.generate.SamplingOptions
     max_tokens: int
     stop_strings: tuple = ()
     index: int = 0       # number of the choice within the request; added to the seed

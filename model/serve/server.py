@@ -32,8 +32,7 @@ MAX_HEAD_BYTES = 1 << 15    # request line and headers
 MAX_BODY_BYTES = 1 << 20
 MAX_IDLE_CONNECTIONS = 512  # connections without a complete request; the oldest are closed
 RECEIVE_SECONDS = 30        # for a request to arrive
-SEND_SECONDS = 30           # to read a response, in addition to the engine's timeout
-SHUTDOWN_SECONDS = 10       # the same at shutdown
+SEND_SECONDS = 30           # to read a response after the last token
 CONTENT_SECURITY_POLICY = (
     "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; "
     "connect-src 'self'; img-src data:; base-uri 'none'; frame-ancestors 'none'")
@@ -74,7 +73,7 @@ class Server(uvicorn.Server):
             app, http="h11", ws="none", lifespan="off", proxy_headers=False, server_header=False,
             headers=[("X-Content-Type-Options", "nosniff")], backlog=128,
             h11_max_incomplete_event_size=MAX_HEAD_BYTES,
-            timeout_graceful_shutdown=SHUTDOWN_SECONDS))
+            timeout_graceful_shutdown=SEND_SECONDS))
         logging.getLogger("uvicorn.error").setLevel("WARNING")
 
     # uvicorn.Server
