@@ -16,10 +16,9 @@ from model.core.ops import apply_rope, attend, rope_tables
 from model.core.quantize import Int8Linear, has_int8_kernel
 from model.gpt import GPT, GPTConfig
 from model.moe import RoutedBlock
-from model.sample import load_model, lookup, main
+from model.sample import load_model, main
 from model.sample.compiled import compile_decoder
 from model.sample.fused import pack_model, quantize_model
-from model.sample.lookup import generate_with_lookup
 from train.checkpoint import load_checkpoint, save_checkpoint
 from train.config import load_config
 from train.train import train
@@ -174,71 +173,6 @@ def test_stops_at_the_end_of_text(model):
     idx = torch.zeros(1, 1, dtype=torch.long)
     first = int(generate(model, idx, 1, temperature=0)[0, 1])
     assert generate(model, idx, 15, temperature=0, stop_token=first).shape == (1, 2)
-
-
-@pytest.mark.parametrize("options", [dict(), dict(pos="learned"), dict(prev_embedding=True)])
-def test_looking_up_writes_the_same_in_fewer_passes(options):
-    """Past a full context, for prompts that repeat themselves and that do not, up to a token."""
-    model, draw, saved = small(block_size=48, **options), torch.Generator().manual_seed(3), 0
-    with torch.no_grad():
-        model.wte.weight.normal_(generator=draw)  # it does not only repeat its last token
-    for T, n in ((1, 12), (5, 9), (9, 40), (40, 20), (2, 0)):
-        idx = torch.randint(0, 100, (1, T), generator=draw)
-        idx[0, T // 2:] = idx[0, :T - T // 2].clone()
-        wanted = generate(model, idx, n, temperature=0, n_vocab=100)
-        told = []
-        out, passes = generate_with_lookup(model, idx, n, None, told.extend, 100)
-        assert torch.equal(out, wanted) and told == out[0, T:].tolist()
-        saved += n - passes
-        for stop in set(told):
-            wanted = generate(model, idx, n, temperature=0, stop_token=stop, n_vocab=100)
-            assert torch.equal(generate_with_lookup(model, idx, n, stop, None, 100)[0], wanted)
-    assert saved > 10
-
-
-@pytest.mark.parametrize("text, guess", [
-    ("abcdabcdab", "cdabcdabcdabcda"),  # 15 after four, on in cycles
-    ("xabyabzqab", "zqab"),  # 4 after two, the last time they were there
-    ("abx-bycab", "x-by"),  # after "ab" rather than after the later "b"
-    ("axyza", "xy"),  # 2 after one
-    ("abc", "")], ids=str)
-def test_guesses_are_what_followed_before(text, guess):
-    past = lookup.TokenHistory(text.encode())
-    assert bytes(past.propose(99)).decode() == guess
-    assert bytes(past.propose(1)).decode() == guess[:1] and past.propose(-1) == []
-
-
-class Counting(torch.nn.Module):
-    """A model that writes 0, 1, ..., n - 1 and again."""
-
-    def __init__(self, n):
-        super().__init__()
-        like = small(block_size=128)
-        self.n, self.passes, self.config, self.wte = n, [], like.config, like.wte
-
-    def forward(self, idx, cache, last_only):
-        cache.start(idx.size(1))
-        cache.finish(idx)
-        self.passes.append(idx.size(1))
-        return F.one_hot((idx + 1) % self.n, 100).float()[:, -1 if last_only else 0:]
-
-
-def test_passes_by_hand():
-    """1; 0 1 was there, so that four more are guessed, all rightly; then 4 0 1 2 and 15 more."""
-    model = Counting(5)
-    out, passes = generate_with_lookup(model, torch.arange(6)[None] % 5, 41)
-    assert out[0].tolist() == [i % 5 for i in range(47)] and passes == 5
-    assert model.passes == [6, 1 + 4, 1 + 15, 1 + 15, 1 + 2]  # 1 + 5 + 16 + 16 + 3 tokens
-
-
-def test_what_was_guessed_wrongly_leaves_nothing_behind(monkeypatch):
-    """Every guess wrong: the text stays, and each pass is a token."""
-    model, idx = small(), torch.arange(5)[None]
-    wanted = generate(model, idx, 9, temperature=0, n_vocab=99)
-    monkeypatch.setattr(lookup.TokenHistory, "propose",
-                        lambda past, most: [99, 3, 99][:max(most, 0)])
-    out, passes = generate_with_lookup(model, idx, 9, n_vocab=99)
-    assert passes == 9 and torch.equal(out, wanted)
 
 
 # --- a full context

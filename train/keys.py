@@ -72,8 +72,7 @@ class LengthKeys:
     eval_epochs: float | None = free_key(None, "epochs between evaluations", gt=0)
     eval_iters: int = free_key(50, "validation batches of batch_size samples", ge=1)
     eval_tasks: list[str] = free_key([], "task files NAME.jsonl to evaluate, logged as val_NAME")
-    eval_task_rows: int | None = free_key(None, "examples per task; 0: all (default: as many as "
-                                          "take no longer than the validation loss)", ge=0)
+    eval_task_rows: int = free_key(200, "examples per task: the first ones; 0: all", ge=0)
     eval_on_start: bool = free_key(True, "also evaluate before the first step")
     log_interval: int = free_key(10, "steps between log lines", ge=1)
     save_interval: int | None = free_key(None, "steps between checkpoints; 0: only at the end "

@@ -164,7 +164,7 @@ class Run:
         self.log = stack.enter_context(self.open_log(f"{reason}; compile {ON_OFF[compiled]}"))
         stack.callback(self.folder.wait)  # the save under way may still log a warning
         if self.tasks:
-            self.log.info(self.tasks.told)
+            self.log.info(self.tasks.summary)
         self.compiler = Compiler(self.raw_model, compiled, ranks.device, self.log.warn,
                                        c.batch_size)
 

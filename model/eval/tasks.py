@@ -38,7 +38,6 @@ from train.keys import task_names
 from train.logger import LINE_NAMES
 
 SPARE_TOKENS = 8       # an answer may be longer than the longest expected one by this many tokens
-GENERATION_COST = 128  # tokens that are read in the time of a generated one (train/LOG.md)
 SUMS = ("rows", "right", "norm", "chance")
 
 
@@ -62,13 +61,6 @@ class Example(NamedTuple):
     def width(self):
         """The length of the longest sequence."""
         return max(len(ids) for ids, _ in self.sequences)
-
-    @property
-    def cost(self):
-        """The equivalent number of tokens that are read."""
-        if self.is_generated:
-            return self.width + GENERATION_COST * (self.sequences[0][1] + SPARE_TOKENS)
-        return self.width * len(self.sequences)
 
 
 # -----------------------------------------------------------------------------
@@ -238,28 +230,6 @@ def get_text(row, name, default=None):
 # -----------------------------------------------------------------------------
 # evaluation during a run
 
-def total_cost(examples):
-    return sum(example.cost for example in examples)
-
-
-def limit_cost(examples, budget):
-    """Return the first examples with a total cost of at most `budget`, at least one."""
-    costs = itertools.accumulate(example.cost for example in examples)
-    return examples[:max(1, sum(total <= budget for total in costs))]
-
-
-def select_examples(tasks, budget, limit):
-    """Return the examples of each task that are evaluated: the first `limit` (0: all). Without a
-    limit, each task gets an equal share of the budget; small tasks leave the rest to larger."""
-    if limit is not None:
-        return [examples[:limit or None] for examples in tasks]
-    selected = {}
-    for i in sorted(range(len(tasks)), key=lambda i: total_cost(tasks[i])):
-        selected[i] = limit_cost(tasks[i], budget // (len(tasks) - len(selected)))
-        budget -= total_cost(selected[i])
-    return [selected[i] for i in range(len(tasks))]
-
-
 def batch_by_width(examples, size, width):
     """Return batches of examples of similar width(example), each of at most `size` tokens or of one
     example."""
@@ -289,12 +259,13 @@ class Tasks:
             reader.read(path, i) for i, path in enumerate(config.eval_tasks)], ranks)
         self.has_choices = [any(len(example.sequences) > 1 for example in examples)
                             for examples in tasks]
-        # The budget in tokens and the batch size equal the validation loss's.
-        batch = data.val.fixed_batch(0, self.eval_iters)[0].numel()
-        budget = data.val.n_fixed(self.eval_iters) * batch
-        selected = select_examples(tasks, budget, config.eval_task_rows)
-        self.told = self.describe(tasks, selected, budget)
-        self.batches = self.create_batches([*itertools.chain(*selected)], batch, ranks)
+        # eval_task_rows 0: all of them
+        selected = [examples[:config.eval_task_rows or None] for examples in tasks]
+        self.summary = "Tasks at each evaluation: " + ", ".join(
+            f"{name} ({len(some):,} of {len(examples):,} rows)"
+            for name, some, examples in zip(self.names, selected, tasks))
+        n_tokens = data.val.fixed_batch(0, self.eval_iters)[0].numel()  # per batch
+        self.batches = self.create_batches([*itertools.chain(*selected)], n_tokens, ranks)
 
     def check(self, config, data):
         """Return the tokenizer. SetupError if this model or these names are not supported."""
@@ -307,14 +278,6 @@ class Tasks:
             raise SetupError(f"eval_tasks: the name of {', '.join(reserved) or 'two files'} is "
                              "taken; rename the file")
         return tokenizer_from_spec(spec)
-
-    def describe(self, tasks, selected, budget):
-        """Return the line for the log."""
-        counts = ", ".join(f"{name} ({len(some):,} of {len(examples):,} rows)"
-                           for name, some, examples in zip(self.names, selected, tasks))
-        hint = "" if selected == tasks else "; eval_task_rows: 0 evaluates all"
-        return (f"Tasks at each evaluation: {counts}: {sum(map(total_cost, selected)):,} tokens, "
-                f"in addition to {budget:,} for the loss{hint}")
 
     def create_batches(self, examples, size, ranks):
         """Return batches of scored examples, followed by batches of generated examples."""

@@ -26,24 +26,20 @@ class SampleOptions(SamplingOptions, LoadOptions):
     """Generate text with a checkpoint, which contains the tokenizer."""
     prompt: str = key("", "text to continue (default: a new document)")
     temperature: float | None = key(None, "0: always the most likely token (default: 0.8; with "
-                                    "--chat and --lookup 0)", ge=0)
+                                    "--chat 0)", ge=0)
     num_samples: int = key(1, "number of texts, generated in one batch", ge=1)
     chat: bool = key(False, "talk with a chat model")
-    lookup: bool = key(False, "prompt lookup decoding: the text of --temperature 0 (in bfloat16 "
-                       "except for near ties) in fewer passes if it repeats itself")
     compile: bool = key(False, "compile the decoding of one text: some ten seconds, then about "
                         "twice the speed on a CPU")
 
     def __post_init__(self):
         if self.temperature is None:
-            self.temperature = 0.0 if self.chat or self.lookup else 0.8
+            self.temperature = 0.0 if self.chat else 0.8
 
 
 def check_options(o):
     """Raise UserError with all contradictions between options."""
     problems = [message for is_bad, message in (
-        (o.lookup and (o.temperature or o.num_samples > 1 or o.compile or o.chat),
-         "--lookup: one text at --temperature 0, without --compile and --chat"),
         (o.chat and (o.compile or o.quantize), "--chat: remove --compile and --quantize"),
         (o.chat and o.num_samples > 1, "--chat: one answer per question; remove --num_samples"),
         (o.compile and o.num_samples > 1, "--compile: one text; remove it or --num_samples"))
@@ -77,25 +73,22 @@ def sample(options):
             device=options.device, max_new_tokens=options.max_new_tokens, **options.sampling()))
     model, tokenizer, device = (load_compiled if options.compile else load_for_decoding)(options)
     started = time.perf_counter()
-    prompt, n, details = encode_prompt(tokenizer, options.prompt), options.num_samples, ""
+    prompt = encode_prompt(tokenizer, options.prompt)
+    n = options.num_samples
     idx = torch.tensor([prompt] * n, device=device)  # (n, T)
-    stop, on_token = tokenizer.eot_token, None
+    stop = tokenizer.eot_token
+    on_token = None
     if n == 1:
         print(options.prompt, end="", flush=True)
         on_token = TextStreamer(tokenizer, [stop])
-    if options.lookup:
-        from model.sample.lookup import generate_with_lookup
-        out, passes = generate_with_lookup(model, idx, options.max_new_tokens, stop, on_token,
-                                           tokenizer.n_vocab)
-        details = f", {passes} passes"
-    else:
-        out = generate(model, idx, options.max_new_tokens, **options.sampling(), stop_token=stop,
-                       on_token=on_token, n_vocab=tokenizer.n_vocab)
+    out = generate(model, idx, options.max_new_tokens, **options.sampling(), stop_token=stop,
+                   on_token=on_token, n_vocab=tokenizer.n_vocab)
     for ids in out[:, len(prompt):].tolist() if n > 1 else []:
         text = tokenizer.decode(ids[:ids.index(stop)] if stop in ids else ids)
         echo(f"{options.prompt}{text}\n{SEPARATOR}")
-    n_tokens, seconds = n * (out.size(1) - len(prompt)), time.perf_counter() - started
-    print(f"\n[{n_tokens} tokens{details}, {n_tokens / seconds:.1f} tokens/s]", file=sys.stderr)
+    n_tokens = n * (out.size(1) - len(prompt))
+    rate = n_tokens / (time.perf_counter() - started)
+    print(f"\n[{n_tokens} tokens, {rate:.1f} tokens/s]", file=sys.stderr)
 
 
 def main(argv=None):
