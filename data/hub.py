@@ -40,12 +40,10 @@ def download(name, function, endpoint=None, **arguments):
     try:
         return getattr(hub, function)(endpoint=endpoint.rstrip("/"), **arguments)
     except Exception as error:  # many types, of the network and of the hub
-        lines = str(error).strip().splitlines() or [""]
-        reason = f"{type(error).__name__}: {lines[0][:200]}"
-        raise DataError(
-            f"{name}: could not be downloaded ({reason}). The same command resumes the download; "
-            "HF_ENDPOINT names a mirror. Without a network, copy the files and give their path"
-            ) from None
+        reason, *_ = str(error).strip().splitlines() or [""]
+        raise DataError(f"{name}: could not be downloaded ({type(error).__name__}: {reason:.200}). "
+                        "The same command resumes the download; HF_ENDPOINT names a mirror. "
+                        "Without a network, copy the files and give their path") from None
 
 
 def fetch_file(url, sha256):

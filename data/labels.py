@@ -4,10 +4,7 @@ A record has a text, a label, and the evidence: the part of the text that suppor
 words or as offsets in characters. Label or evidence may be missing.
 """
 
-import functools
 import re
-import unicodedata
-from collections import Counter
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -24,10 +21,6 @@ SPLITS = ("train", "val", "test")
 # tokens (N, T) ids, padded with 0; lengths (N,) in tokens; labels (N,) class indices; spans (N, 2)
 # first and last token of the evidence, -1 without evidence or if it was cut off.
 ARRAYS = ("tokens", "lengths", "labels", "spans")
-# Warnings about evidence that is given as words.
-AMBIGUOUS = "evidence that occurs several times in the text (the first occurrence is used)"
-INSIDE_WORD = "evidence that occurs only inside longer words"
-LONG_EVIDENCE_CHARS = 200
 
 
 class LabelledText(NamedTuple):
@@ -36,7 +29,7 @@ class LabelledText(NamedTuple):
     start: int | None   # the evidence is text[start:end]
     end: int | None
     group: str          # texts of the same group are in the same split
-    warning: str = ""   # about the position of the evidence
+    ambiguous: bool = False  # the evidence occurs several times
     id: object = None   # field `id` of the record
 
     @property
@@ -75,10 +68,10 @@ def parse_labelled_text(record, fields):
     if fields.group and record.get(fields.group) in (None, ""):
         raise ValueError(f"no field {fields.group!r} (--group)")
     text = clean(text)
-    start, end, warning = locate_evidence(text, record, fields)
+    start, end, ambiguous = locate_evidence(text, record, fields)
     label = None if label is None else normalize_label(clean(str(label))) or None
     group = str(record[fields.group]) if fields.group else text
-    return LabelledText(text, label, start, end, group, warning, record.get("id"))
+    return LabelledText(text, label, start, end, group, ambiguous, record.get("id"))
 
 
 def normalize_label(text):
@@ -91,8 +84,8 @@ def normalize_label(text):
 
 
 def locate_evidence(text, record, fields):
-    """Return (start, end, warning) of the evidence in characters, (`None`, `None`, "") for a record
-    without evidence. Occurrences as whole words are preferred."""
+    """Return (start, end, whether there are several) of the evidence in characters, (`None`,
+    `None`, False) for a record without evidence. Occurrences as whole words are preferred."""
     words, offsets = record.get(fields.evidence), [record.get(fields.start), record.get(fields.end)]
     if all(n not in (None, "") for n in offsets):
         try:
@@ -102,27 +95,22 @@ def locate_evidence(text, record, fields):
         if not 0 <= start < end <= len(text):
             raise ValueError(f"evidence {start} to {end} is not inside the text of {len(text)} "
                              "characters; end is one past the last")
-        return start, end, ""
+        return start, end, False
     if words in (None, ""):
-        return None, None, ""
+        return None, None, False
     words = clean(str(words))
-    escaped = re.escape(words)
-    before = r"(?<!\w)" if re.match(r"\w", words) else ""
-    after = r"(?!\w)" if re.search(r"\w\Z", words) else ""
-    whole = find_occurrences(before + escaped + after, words, text)
-    positions = whole or find_occurrences(escaped, words, text)
-    if not positions:
+    starts = [match.start() for match in re.finditer(re.escape(words), text)]
+    whole = [n for n in starts
+             if not splits_word(text, n) and not splits_word(text, n + len(words))]
+    if not starts:
         raise ValueError(f"the evidence {words[:60]!r} does not occur in the text")
-    warning = AMBIGUOUS if len(positions) > 1 else "" if whole else INSIDE_WORD
-    return positions[0], positions[0] + len(words), warning
+    positions = whole or starts
+    return positions[0], positions[0] + len(words), len(positions) > 1
 
 
-def find_occurrences(pattern, words, text):
-    """Return the positions of a pattern of `words` in `text`. Occurrences may overlap, except of
-    long words: comparing these at every position would take quadratic time."""
-    if len(words) < LONG_EVIDENCE_CHARS:
-        pattern = f"(?={pattern})"
-    return [match.start() for match in re.finditer(pattern, text)]
+def splits_word(text, n):
+    """Return whether position `n` is inside a word of the text."""
+    return n > 0 and bool(re.match(r"\w\w", text[n - 1:n + 1]))
 
 
 def read_labelled_texts(sources, fields=Fields, skip_bad=False):
@@ -131,9 +119,9 @@ def read_labelled_texts(sources, fields=Fields, skip_bad=False):
                               skip_bad=skip_bad))
     if not rows:
         raise DataError(f"{', '.join(sources)}: no rows")
-    for warning, n in Counter(row.warning for row in rows if row.warning).items():
-        echo(f"{n:,} of {len(rows):,} rows have {warning}; give its position with --start and "
-             "--end")
+    if n := sum(row.ambiguous for row in rows):
+        echo(f"{n:,} of {len(rows):,} rows have evidence that occurs several times (the first "
+             "occurrence is used); give its position with --start and --end")
     return rows
 
 
@@ -143,8 +131,6 @@ def read_labelled_texts(sources, fields=Fields, skip_bad=False):
 def to_arrays(rows, tokenizer, classes, max_tokens):
     """Return {name: array} as in ARRAYS of LabelledTexts. Texts are cut to max_tokens; evidence
     that is cut counts as missing."""
-    if getattr(tokenizer, "nfc", False):
-        rows = [to_nfc(row) for row in rows]
     ids = [tokenizer.encode_array(row.text) for row in rows]
     width = min(max_tokens, max(map(len, ids), default=0))
     index = {name: i for i, name in enumerate(classes)}
@@ -152,7 +138,7 @@ def to_arrays(rows, tokenizer, classes, max_tokens):
     spans = np.full((len(rows), 2), -1, np.int64)
     for i, row in enumerate(rows):
         if row.start is not None:
-            first, last = to_token_span(row, ids[i], token_bytes)
+            first, last = to_token_span(row, ids[i], token_bytes, tokenizer.normalize)
             spans[i] = (first, last) if last < width else (-1, -1)
     tokens = pad_rows([row[:width] for row in ids], width, 0, id_dtype(tokenizer.n_vocab))
     return dict(tokens=tokens,
@@ -160,18 +146,13 @@ def to_arrays(rows, tokenizer, classes, max_tokens):
                 labels=np.array([index.get(row.label, 0) for row in rows], np.int64), spans=spans)
 
 
-def to_nfc(row):
-    """Return a LabelledText in Unicode's normal form C, as the tokenizer encodes it."""
-    nfc = functools.partial(unicodedata.normalize, "NFC")
-    start, end = (n if n is None else len(nfc(row.text[:n])) for n in (row.start, row.end))
-    return row._replace(text=nfc(row.text), start=start, end=end)
-
-
-def to_token_span(row, ids, token_bytes):
-    """Return the first and last token of a text's evidence. token_bytes: (V,) bytes per id."""
+def to_token_span(row, ids, token_bytes, normalize=str):
+    """Return the first and last token of a text's evidence. token_bytes: (V,) bytes per id.
+    normalize: what the tokenizer does to a text first."""
     ends = token_bytes[ids].cumsum()  # end of each token, in bytes
-    ends += len(row.text.encode()) - ends[-1]  # some tokenizers add a space before the text
-    start, end = (len(row.text[:n].encode()) for n in (row.start, row.end))
+    size, start, end = (len(normalize(row.text[:n]).encode())
+                        for n in (None, row.start, row.end))
+    ends += size - ends[-1]  # some tokenizers add a space before the text
     return int(np.searchsorted(ends, start, "right")), int(np.searchsorted(ends, end, "left"))
 
 

@@ -67,12 +67,11 @@ def read_meta(folder, allow_incomplete=False):
         try:
             with open(path, "rb") as f:
                 meta = parse_meta(load(f))
-            if meta.incomplete and not allow_incomplete:
-                raise ValueError("its preparation was interrupted")
-            return meta
         except Exception as error:  # a damaged pickle can raise anything
-            raise DataError(f"{path}: {error or type(error).__name__}; prepare the data again"
-                            ) from None
+            raise DataError(f"{path}: {error}; prepare the data again") from None
+        if meta.incomplete and not allow_incomplete:
+            raise DataError(f"{path}: its preparation was interrupted; prepare the data again")
+        return meta
     return Meta()
 
 
@@ -83,12 +82,9 @@ def parse_meta(content):
         raise ValueError(f"holds a {type(content).__name__}, expected a dictionary")
     if content.get("dtype", "uint16") not in ("uint16", "uint32"):
         raise ValueError(f"dtype is {reprlib.repr(content['dtype'])}, expected uint16 or uint32")
-    counts = {f"splits.{split}.tokens": part.get("tokens", 1)
-              for split, part in content.get("splits", {}).items()}
-    for name, count in {"vocab_size": content.get("vocab_size", 1), **counts}.items():
-        limit = MAX_ID if name == "vocab_size" else 1 << 62
-        if type(count) is not int or not 1 <= count <= limit:
-            raise ValueError(f"{name} is {reprlib.repr(count)}, expected 1 to {limit:,}")
+    size = content.get("vocab_size", 1)
+    if type(size) is not int or not 1 <= size <= MAX_ID:
+        raise ValueError(f"vocab_size is {reprlib.repr(size)}, expected 1 to {MAX_ID:,}")
     extra = {name: value for name, value in content.items()
              if name not in COMMON_KEYS and name not in ("format_version", "kind")}
     meta = Meta(**{k: v for k, v in content.items() if k in COMMON_KEYS}, extra=extra)

@@ -4,14 +4,13 @@
     .json                   a list of records, one record, or one per line
     .csv .tsv               tables with column names in the first line
     .parquet                needs pyarrow
-    any of these as .gz; - for JSON from standard input
+    any text format as .gz; - for JSON from standard input
     a folder                saved by Hugging Face's datasets, or any that this package loads
     hf:NAME, hf:NAME:CONFIG, hf:NAME:CONFIG:SPLIT, or OWNER/NAME    of the hub, streamed
 
 Each record has a location, e.g. FILE:LINE, for messages.
 """
 
-import contextlib
 import csv
 import gzip
 import io
@@ -22,12 +21,11 @@ import re
 import sys
 import zlib
 
-from train.base.errors import DataError, SetupError, echo, require
+from train.base.errors import DataError, echo, require
 
 MAX_JSON_BYTES = 1 << 30  # of a list of records, which is read as a whole
 MANY = 1000               # problems after which reading stops
 MAX_PROBLEM_LINES = 20    # in one message
-BOM = b"\xef\xbb\xbf"
 # Folders of Python's library, or of a package, that are not used as text: tests, character tables,
 # installed packages.
 STDLIB_SKIP = {"test", "tests", "idle_test", "encodings", "pydoc_data", "site-packages",
@@ -48,11 +46,10 @@ def raise_problems(problems, hint=""):
     for problem, places in locations.items():
         more = f" and {len(places) - 3:,} more" if len(places) > 3 else ""
         lines.append(", ".join(places[:3]) + more + (f": {problem}" if problem else ""))
-    if len(problems) >= MANY:
-        lines.append("there may be more: reading stopped here")
     if len(lines) > 1:
-        more = ["... and more"] if len(lines) > MAX_PROBLEM_LINES else []
-        lines = [f"{len(lines)} problems", *lines[:MAX_PROBLEM_LINES], *more]
+        lines.insert(0, f"{len(lines)} problems")
+    if len(lines) > MAX_PROBLEM_LINES or len(problems) >= MANY:
+        lines[MAX_PROBLEM_LINES:] = ["there may be more"]
     if lines:
         raise DataError("\n  - ".join(lines) + hint)
 
@@ -104,42 +101,36 @@ def walk(folder, skipped_folder, skipped_names):
 # -----------------------------------------------------------------------------
 # formats: generators of (location, record), with a ValueError for a record that cannot be read
 
-def parse_line(line):
-    """Return the value of a line of JSON (bytes). Raises ValueError."""
+def parse_json(content):
+    """Return the value of JSON (bytes). Raises ValueError."""
     try:
-        return json.loads(line.decode("utf-8"))
-    except UnicodeDecodeError:
-        raise ValueError("not UTF-8 text") from None
-    except json.JSONDecodeError as error:
-        raise ValueError(f"not valid JSON: {error.msg} (character {error.pos})") from None
-    except ValueError as error:
+        return json.loads(content.decode("utf-8-sig"))
+    except (ValueError, RecursionError) as error:
         raise ValueError(f"not valid JSON: {error}") from None
-    except RecursionError:
-        raise ValueError("not valid JSON: nested too deeply") from None
 
 
-def json_lines(stream, name):
-    for number, line in enumerate(stream, 1):
-        line = line.removeprefix(BOM) if number == 1 else line
+def json_lines(lines, name, columns=None):
+    for number, line in enumerate(lines, 1):
         if line.strip():
             try:
-                yield f"{name}:{number}", parse_line(line)
+                yield f"{name}:{number}", parse_json(line)
             except ValueError as error:
                 yield f"{name}:{number}", error
 
 
-def json_values(stream, name):
+def json_values(stream, name, columns):
     """Read a JSON file: a list of records, one record, or one per line."""
-    first = stream.readline(MAX_JSON_BYTES).removeprefix(BOM)
-    with contextlib.suppress(ValueError):
-        if isinstance(parse_line(first), dict):
-            yield from json_lines(itertools.chain([first], stream), name)
-            return
-    content = first + stream.read(MAX_JSON_BYTES)
-    if len(content) >= MAX_JSON_BYTES:
-        raise ValueError("expected a list of records of less than 1 GB, or one record a line; "
-                         "`jq -c '.[]' FILE > FILE.jsonl` makes lines of a list")
-    values = parse_line(content)
+    content = stream.read(MAX_JSON_BYTES)
+    if len(content) == MAX_JSON_BYTES:
+        raise ValueError("expected less than 1 GB; `jq -c '.[]' FILE > FILE.jsonl` makes lines of "
+                         "a list")
+    try:
+        values = parse_json(content)
+    except ValueError as error:
+        if "Extra data" not in str(error):
+            raise
+        yield from json_lines(content.splitlines(), name)
+        return
     for i, record in enumerate(values if isinstance(values, list) else [values]):
         yield f"{name}: record {i}", record
 
@@ -152,32 +143,28 @@ def check_columns(names, columns):
             raise ValueError(f"no field {column!r}; its fields are {known}: choose with --field")
 
 
-def csv_rows(path, columns):
+def csv_rows(stream, name, columns):
     csv.field_size_limit(1 << 30)  # the default, 128 kB, is too small for documents
-    is_tsv = path.lower().removesuffix(".gz").endswith(".tsv")
-    with io.TextIOWrapper(open_bytes(path), encoding="utf-8-sig", newline="") as text:
-        rows = csv.DictReader(text, delimiter="\t" if is_tsv else ",")
-        check_columns(rows.fieldnames, columns)
-        for row in rows:
-            if excess := row.pop(None, ()):  # the values could be in the wrong columns
-                n_columns = len(rows.fieldnames)
-                row = ValueError(f"{n_columns + len(excess)} values for {n_columns} columns; quote "
-                                 f"what holds a {'tab' if is_tsv else 'comma'}")
-            yield f"{path}:{rows.line_num}", row
+    is_tsv = name.lower().removesuffix(".gz").endswith(".tsv")
+    text = io.TextIOWrapper(stream, encoding="utf-8-sig", newline="")
+    rows = csv.DictReader(text, delimiter="\t" if is_tsv else ",")
+    check_columns(rows.fieldnames, columns)
+    for row in rows:
+        if None in row:  # the values could be in the wrong columns
+            row = ValueError(f"more values than the {len(rows.fieldnames)} columns; quote what "
+                             f"holds a {'tab' if is_tsv else 'comma'}")
+        yield f"{name}:{rows.line_num}", row
 
 
-def parquet_rows(path, columns):
+def parquet_rows(stream, name, columns):
     """Read a parquet file, a thousand rows at a time."""
     parquet = require("pyarrow.parquet", "reading it")
-    source, count = path, 0
-    if path.lower().endswith(".gz"):  # parquet files are read from the end
-        with gzip.open(path) as stream:
-            source = io.BytesIO(stream.read())
-    with parquet.ParquetFile(source) as file:
+    count = 0
+    with parquet.ParquetFile(stream) as file:
         check_columns(file.schema_arrow.names, columns)
         for batch in file.iter_batches(1000, columns=columns):
             for i, row in enumerate(batch.to_pylist()):
-                yield f"{path}: record {count + i}", row
+                yield f"{name}: record {count + i}", row
             count += len(batch)
 
 
@@ -189,9 +176,7 @@ def dataset_rows(source, split, subset):
             dataset = datasets.load_from_disk(source)
             dataset = dataset[split] if isinstance(dataset, dict) else dataset
         else:
-            name, config, part = source, "", ""
-            if source.startswith("hf:"):
-                name, config, part = (source[3:].split(":") + ["", ""])[:3]
+            name, config, part = [*source.removeprefix("hf:").split(":"), "", ""][:3]
             dataset = datasets.load_dataset(name, config or subset, split=part or split,
                                             streaming=True)
         for number, record in enumerate(dataset):
@@ -200,23 +185,23 @@ def dataset_rows(source, split, subset):
         raise ValueError(f"datasets: {type(error).__name__}: {str(error)[:300]}") from None
 
 
+# Files with any other extension have one JSON record per line.
+READERS = {".json": json_values, ".csv": csv_rows, ".tsv": csv_rows, ".parquet": parquet_rows}
+
+
 def records(source, columns=None, split="train", subset=None):
     """Yield (location, record or ValueError) of a source.
 
     columns: the columns to read from a table, which must exist. split, subset: of a data set, if
     the name does not include both. Raises ValueError and the errors of reading a file.
     """
-    name = source.lower().removesuffix(".gz")
     if os.path.isdir(source) or is_hub_name(source):
         yield from dataset_rows(source, split, subset)
-    elif name.endswith(".parquet"):
-        yield from parquet_rows(source, columns)
-    elif name.endswith((".csv", ".tsv")):
-        yield from csv_rows(source, columns)
-    else:
-        read = json_values if name.endswith((".json", "-")) else json_lines
-        with open_bytes(source) as stream:
-            yield from read(stream, source)
+        return
+    name = "-.json" if source == "-" else source.lower().removesuffix(".gz")
+    read = READERS.get(os.path.splitext(name)[1], json_lines)
+    with open_bytes(source) as stream:
+        yield from read(stream, source, columns)
 
 
 # -----------------------------------------------------------------------------
@@ -229,9 +214,6 @@ def source_records(source, split, subset):
     except FileNotFoundError:
         raise DataError(f"{source}: no such file or folder, and no name of a dataset (OWNER/NAME, "
                         "or hf:NAME)") from None
-    except SetupError as error:
-        missing = "" if os.path.exists(source) else "no such file; "
-        raise DataError(f"{source}: {missing}{error}") from None
     except READ_ERRORS as error:
         raise DataError(f"{source}: cannot be read: {error}") from None
 
@@ -245,7 +227,9 @@ def parse_records(sources, parse, limit=None, skip_bad=False, log=echo, split="t
     """
     bad = []
     n_good = 0
-    for where, record in all_records(sources, split, subset):
+    streams = (source_records(source, split, subset) if isinstance(source, str) else source
+               for source in sources)
+    for where, record in itertools.chain.from_iterable(streams):
         try:
             if isinstance(record, ValueError):
                 raise record
@@ -263,9 +247,3 @@ def parse_records(sources, parse, limit=None, skip_bad=False, log=echo, split="t
         log(f"Left out {len(bad):,} bad records, the first: {': '.join(bad[0])}")
     elif bad:
         raise_problems(bad, "\n--skip_bad leaves such records out")
-
-
-def all_records(sources, split, subset):
-    """Yield (location, record or ValueError) of all sources."""
-    for source in sources:
-        yield from source_records(source, split, subset) if isinstance(source, str) else source

@@ -4,6 +4,7 @@ Commands of data.prepare write the arrays (e.g. with ChatPacker), model types op
 """
 
 import hashlib
+import itertools
 import os
 
 import numpy as np
@@ -75,7 +76,7 @@ class ChatPacker:
         self.width = width
         self.fill = fill
         self.open_rows = []  # lists of (ids, mask)
-        self.n_chats = self.n_tokens = self.n_learned = self.n_rows = 0
+        self.counts = dict(chats=0, rows=0, tokens=0, learned_tokens=0)
         self.dtypes = dict(tokens=np.dtype(dtype), mask=np.dtype("u1"), chat=np.dtype("<u2"))
         self.files = {name: open(os.path.join(folder, f"{split}_{name}.npy"), "wb")
                       for name in self.dtypes}
@@ -87,44 +88,43 @@ class ChatPacker:
         for name, file in self.files.items():
             file.seek(0)
             np.lib.format.write_array_header_1_0(file, dict(
-                descr=self.dtypes[name].str, fortran_order=False, shape=(self.n_rows, self.width)))
+                descr=self.dtypes[name].str, fortran_order=False,
+                shape=(self.counts["rows"], self.width)))
 
     def add(self, ids, mask):
         """Add a conversation of at most `width` tokens."""
-        self.n_chats += 1
-        self.n_tokens += len(ids)
-        self.n_learned += int(mask.sum())
+        self.counts["chats"] += 1
+        self.counts["tokens"] += len(ids)
+        self.counts["learned_tokens"] += int(mask.sum())
         fitting = [row for row in self.open_rows if self.used(row) + len(ids) <= self.width]
         if fitting:
             max(fitting, key=self.used).append((ids, mask))
             return
         if len(self.open_rows) == MAX_OPEN_ROWS:
-            self.write(max(self.open_rows, key=self.used))
+            fullest = max(range(MAX_OPEN_ROWS), key=lambda i: self.used(self.open_rows[i]))
+            self.write(self.open_rows.pop(fullest))
         self.open_rows.append([(ids, mask)])
 
     def used(self, row):
         return sum(len(ids) for ids, _ in row)
 
     def write(self, row):
-        self.open_rows = [other for other in self.open_rows if other is not row]
         rest = self.width - self.used(row)
-        parts = [*row, (np.full(rest, self.fill), np.zeros(rest))]
-        arrays = dict(tokens=np.concatenate([ids for ids, _ in parts]),
-                      mask=np.concatenate([mask for _, mask in parts]),
-                      chat=np.repeat(np.arange(len(parts)), [len(ids) for ids, _ in parts]))
+        ids, masks = zip(*row, (np.full(rest, self.fill), np.zeros(rest)))
+        arrays = dict(tokens=np.concatenate(ids), mask=np.concatenate(masks),
+                      chat=np.repeat(np.arange(len(ids)), [*map(len, ids)]))
         for name, values in arrays.items():
             self.files[name].write(values.astype(self.dtypes[name]).tobytes())
-        self.n_rows += 1
+        self.counts["rows"] += 1
 
     def finish(self):
         """Write the incomplete rows and return the split's entry of meta.json."""
-        while self.open_rows:
-            self.write(self.open_rows[0])
+        for row in self.open_rows:
+            self.write(row)
         self.write_headers()
         for file in self.files.values():
             file.close()
-        return dict(chats=self.n_chats, rows=self.n_rows, tokens=self.n_tokens,
-                    learned_tokens=self.n_learned)
+        return self.counts
 
 
 # -----------------------------------------------------------------------------
@@ -159,24 +159,19 @@ def split_by_prompt(samples, fraction):
     sample[0]: (ids, mask). If no sample falls into the validation split, the samples with the
     lowest hash are moved to it.
     """
-    waiting = []
-    has_val = False
-    for sample in samples:
-        in_val = prompt_hash(*sample[0]) < fraction * 2**64
-        if not has_val and not in_val:
-            waiting.append(sample)
-            continue
-        has_val = True
-        yield from (("train", earlier) for earlier in waiting)
-        waiting = []
-        yield "val" if in_val else "train", sample
-    if not waiting:
-        return
-    print(f"No sample of {len(waiting):,} fell into the validation split: one prompt was moved "
-          "there; more data or a larger --val_fraction measure better")
-    hashes = [prompt_hash(*sample[0]) for sample in waiting]
-    for sample, value in zip(waiting, hashes):
-        yield "val" if value == min(hashes) else "train", sample
+    hashed = ((prompt_hash(*sample[0]), sample) for sample in samples)
+    limit = fraction * 2**64
+    waiting = []  # samples up to the first one for validation
+    for value, sample in hashed:
+        waiting.append((value, sample))
+        if value < limit:
+            break
+    else:
+        print(f"No sample of {len(waiting):,} fell into the validation split: one prompt was moved "
+              "there; more data or a larger --val_fraction measure better")
+        limit = min((value for value, _ in waiting), default=0) + 1
+    for value, sample in itertools.chain(waiting, hashed):
+        yield "val" if value < limit else "train", sample
 
 
 def runs_in_val(runs, fraction):

@@ -7,7 +7,6 @@ Formats: nanoGPT's raw .bin (uint16, or the dtype of meta.json), llm.c and modde
 import glob
 import mmap
 import os
-import tokenize
 from dataclasses import dataclass
 
 import numpy as np
@@ -18,7 +17,8 @@ from train.base.fields import parse_mixture
 
 # Memory of this process that the maps may use. The kernel maps 64 KiB around a requested page. A
 # new map for every batch would cost more than reading.
-MAPPED_BYTES, FAULT_BYTES = 64 << 20, 64 << 10
+MAPPED_BYTES = 64 << 20
+FAULT_BYTES = 64 << 10
 MIB = 1 << 20
 CHECKED_WHOLE = 64 << 20  # bytes: of a smaller stream all ids are checked before training
 LLMC = {(20240520, 1): "<u2", (20240801, 7): "<u4"}  # (magic, version) of llm.c's shards
@@ -52,16 +52,18 @@ def find_files(data_dir, split):
     """Return the sorted token files of one split. data_dir: a folder, a file or a glob pattern."""
     if os.path.isdir(data_dir):
         start = os.path.join(glob.escape(data_dir), "")
-        expected = f"{split}.bin, or shards *{split}*.bin or *{split}*.npy"
-        extensions = () if prepared_model(data_dir) not in (None, "gpt") else ("bin", "npy")
+        shards = [f"*{split}*.bin", f"*{split}*.npy"]
+        if prepared_model(data_dir) not in (None, "gpt"):
+            shards = []
         paths = glob.glob(f"{start}{split}.bin") or [
-            p for extension in extensions for p in glob.glob(f"{start}*{split}*.{extension}")]
+            path for pattern in shards for path in glob.glob(start + pattern)]
+        expected = f"{split}.bin, or shards *{split}*.bin or *{split}*.npy"
         existing = ", ".join(sorted(os.listdir(data_dir))[:8]) or "nothing"
+    elif split != "train" and "{split}" not in data_dir:
+        # The same tokens would be training and validation data.
+        raise DataError(f"{data_dir}: one file or pattern is training data only; for {split} data "
+                        "give a folder, or a name with {split}: 'x/{split}_*.bin'")
     else:
-        # Without {split} in the name the same tokens would be training and validation data.
-        if split != "train" and "{split}" not in data_dir:
-            raise DataError(f"{data_dir}: one file or pattern is training data only; for {split} "
-                            "data give a folder, or a name with {split}: 'x/{split}_*.bin'")
         expected = data_dir.replace("{split}", split)
         existing = "no such file or folder"
         paths = [expected] if os.path.exists(expected) else glob.glob(expected)
@@ -83,72 +85,38 @@ def check_files_exist(config):
             find_files(folder, "train")
 
 
-# Exceptions of numpy for a damaged .npy file.
-NPY_ERRORS = (OSError, ValueError, EOFError, tokenize.TokenError, SyntaxError, TypeError,
-              ArithmeticError, RecursionError, MemoryError)
-
-
 def open_npy(path):
     """Return the memory-mapped array of a .npy file, without unpickling. Raises DataError."""
     try:
         return np.lib.format.open_memmap(path, mode="r")
     except FileNotFoundError:
         raise DataError(f"{path}: no such file") from None
-    except NPY_ERRORS as error:
+    except Exception as error:  # numpy raises many types for a damaged file
         raise DataError(f"{path}: cannot be read as a .npy array ({error}): damaged, or cut short? "
                         "copy it again, or prepare it again") from None
 
 
-def check_plausible(tokens):
-    """Raise ValueError if the first tokens of a raw file look like a different format. tokens: (n,)
-    integers."""
-    if len(tokens) < 64:
-        return
-    if tokens.dtype.itemsize == 2:
-        low, high = tokens[0::2], tokens[1::2]
-        if low.any() and not high.any() or high.max() < 4 and low.max() >= 1024:
-            raise ValueError("looks like uint32 tokens read as uint16; put "
-                             '{"dtype": "uint32"} into a meta.json beside it')
-    elif tokens.max() >= MAX_ID:
-        raise ValueError(f"holds {tokens.max():,}, no token id: uint16 tokens read as uint32? "
-                         "correct the dtype in meta.json")
-
-
-def read_layout(path, f, size, raw_dtype):
-    """Return (dtype, offset of the data in bytes, number of tokens) of an open file. Raises
-    ValueError."""
+def read_layout(path, f, raw_dtype):
+    """Return (dtype, offset of the data in bytes, number of tokens) by the first bytes of an open
+    file. Raises DataError."""
     head = f.read(1 << 16)
-    if not size:
-        raise ValueError(f"is empty; {PREPARE}")
-    if head[:6] == b"\x93NUMPY":
-        if not path.endswith(".npy"):
-            raise ValueError("is in .npy format: rename it to .npy")
+    if path.endswith(".npy") or head.startswith(b"\x93NUMPY"):
         array = open_npy(path)
         if array.ndim != 1 or array.dtype.str not in ("<u2", "<u4", "<i4", "<i8"):
-            raise ValueError(f"holds {array.dtype} of shape {array.shape}, expected one row of ids")
-        dtype, offset, n = array.dtype.str, array.offset, len(array)
-    elif path.endswith(".npy"):
-        raise ValueError("is not in .npy format: download or write it again")
-    else:
-        magic, version, n = np.frombuffer(head[:12].ljust(12, b"\0"), "<i4").tolist()
-        if magic == 20240522:
-            raise ValueError("is an llm.c evaluation file, not a stream of tokens to train on")
-        if len(head) >= 64 and not head.translate(None, TEXT_BYTES):
-            raise ValueError(f"is text, not tokens; {PREPARE}")
-        if (magic, version) not in LLMC:  # GPT-2 has no ids like these magics: 55432, 55713
-            if size % np.dtype(raw_dtype).itemsize:
-                raise ValueError(f"{size:,} bytes is not a whole number of {raw_dtype} tokens: cut "
-                                 f"short? copy it again, or {PREPARE}")
-            tokens = np.frombuffer(head, raw_dtype)
-            check_plausible(tokens)
-            return raw_dtype, 0, size // tokens.itemsize
-        dtype, offset = LLMC[magic, version], 1024
-    if not n:
-        raise ValueError(f"holds no tokens; {PREPARE}")
-    if size != (expected := offset + n * np.dtype(dtype).itemsize):
-        raise ValueError(f"is {size:,} bytes, but its header promises {n:,} tokens in "
-                         f"{expected:,} bytes: cut short? copy it again")
-    return dtype, offset, n
+            raise DataError(f"{path}: {array.dtype} of shape {array.shape}, expected a row of ids")
+        return array.dtype.str, array.offset, len(array)
+    magic, version, n_tokens = np.frombuffer(head[:12].ljust(12, b"\0"), "<i4").tolist()
+    if (magic, version) in LLMC:  # GPT-2 has no ids like these magics: 55432, 55713
+        return LLMC[magic, version], 1024, n_tokens
+    if len(head) >= 64 and not head.translate(None, TEXT_BYTES):
+        raise DataError(f"{path}: is text, not tokens; {PREPARE}")
+    size = np.dtype(raw_dtype).itemsize
+    if size == 2 and len(head) >= 128:
+        low, high = np.frombuffer(head[:len(head) // 4 * 4], "<u2").reshape(-1, 2).T
+        if low.any() and not high.any() or high.max() < 4 and low.max() >= 1024:
+            raise DataError(f"{path}: looks like uint32 tokens read as uint16; put "
+                            '{"dtype": "uint32"} into a meta.json beside it')
+    return raw_dtype, 0, -(-os.fstat(f.fileno()).st_size // size)
 
 
 def open_shard(path, raw_dtype):
@@ -156,14 +124,17 @@ def open_shard(path, raw_dtype):
     try:
         with open(path, "rb") as f:
             identity = identify(os.fstat(f.fileno()))
-            dtype, offset, n = read_layout(path, f, identity[1], raw_dtype)
-        return Shard(path, np.dtype(dtype), n, offset, identity)
-    except DataError:  # of open_npy, with the path
-        raise
+            dtype, offset, n_tokens = read_layout(path, f, raw_dtype)
     except OSError as e:
         raise DataError(f"{path}: cannot be read: {e.strerror}; make it readable") from None
-    except ValueError as e:
-        raise DataError(f"{path}: {e}") from None
+    dtype = np.dtype(dtype)
+    expected = offset + n_tokens * dtype.itemsize
+    if n_tokens <= 0:
+        raise DataError(f"{path}: holds no tokens; {PREPARE}")
+    if identity[1] != expected:
+        raise DataError(f"{path}: is {identity[1]:,} bytes, expected {expected:,} for {n_tokens:,} "
+                        f"tokens of {dtype}: cut short? copy it again, or {PREPARE}")
+    return Shard(path, dtype, n_tokens, offset, identity)
 
 
 def open_stream(data_dir, split, vocab_size=None, least=1):
@@ -176,13 +147,14 @@ def open_stream(data_dir, split, vocab_size=None, least=1):
     meta = read_meta(os.path.dirname(paths[0]))
     stream = TokenStream([open_shard(p, meta.dtype or "uint16") for p in paths],
                          vocab_size or meta.vocab_size)
-    where, n = paths[0] + (" ..." if paths[1:] else ""), stream.n_tokens
+    where = paths[0] + (" ..." if paths[1:] else "")
+    n = stream.n_tokens
     try:
         expected = meta.splits[split]["tokens"]
     except (KeyError, TypeError):
         expected = n  # not written by data.prepare
     if os.path.basename(paths[0]) == f"{split}.bin" and n != expected:
-        raise DataError(f"{where}: {n:,} tokens, but meta.json says {expected:,}: cut short or "
+        raise DataError(f"{where}: {n:,} tokens, but meta.json says {expected}: cut short or "
                         "replaced? prepare the data again")
     if n < least:
         raise DataError(f"{where}: {n:,} tokens, but block_size {least - 1} needs {least:,}: lower "
@@ -200,7 +172,9 @@ class TokenStream:
     """
 
     def __init__(self, shards, vocab_size=None):
-        self.shards, self.dtype, self.vocab_size = shards, shards[0].dtype, vocab_size
+        self.shards = shards
+        self.dtype = shards[0].dtype
+        self.vocab_size = vocab_size
         self.firsts = np.cumsum([0] + [s.n_tokens for s in shards])  # first token per shard, then N
         self.n_tokens = int(self.firsts[-1])
         self.maps = {}   # shard index -> array
@@ -227,42 +201,34 @@ class TokenStream:
 
     def read(self, starts, length):
         """Return the windows of `length` tokens at `starts`, (n,) int64, as (n, length). Raises
-        DataError for an id outside the vocabulary, if `vocab_size` is set."""
-        tokens = self._gather(starts, length)
-        limit = self.vocab_size or 1 << 62  # unknown: only negative ids are refused
+        DataError for an id outside the vocabulary."""
+        tokens = self._copy(starts, length)
+        limit = self.vocab_size or MAX_ID
         # On a GPU an id outside the embedding kills the process without naming the file.
         if int(tokens.max()) >= limit or int(tokens.min()) < 0:
             row, column = np.argwhere((tokens >= limit) | (tokens < 0))[0]
             path, offset = self.locate(starts[row] + column)
-            of = f" of {limit:,}" if self.vocab_size else ""
             raise DataError(f"{path}: token {tokens[row, column]} at offset {offset:,} is outside "
-                            f"the vocabulary{of}: another tokenizer's file, or damaged; correct "
-                            "vocab_size, or prepare the data again")
+                            f"the vocabulary of {limit:,}: another tokenizer's file, or damaged; "
+                            "correct vocab_size or the dtype in meta.json, or prepare it again")
         return tokens
 
-    def _gather(self, starts, length):
-        if len(self.shards) == 1:  # the usual case: one gather
-            rows = np.lib.stride_tricks.sliding_window_view(self._map(0), length)[starts]
-        else:
-            rows = self._read_shards(starts, length)
-        self.n_read += len(starts)
-        if min(self.n_tokens * self.dtype.itemsize, self.n_read * FAULT_BYTES) > MAPPED_BYTES:
-            self.maps, self.n_read = {}, 0
-        return rows
-
-    def _read_shards(self, starts, length):
-        """Return the windows of several files, one by one: often every window of a batch is
-        in a different file. A window that crosses a border is read in pieces."""
+    def _copy(self, starts, length):
         rows = np.empty((len(starts), length), self.dtype)
         which = np.searchsorted(self.firsts, starts, "right") - 1  # (n,) index of the shard
         arrays = {i: self._map(i) for i in np.unique(which).tolist()}
         for row, i, at in zip(rows, which.tolist(), (starts - self.firsts[which]).tolist()):
             piece = arrays[i][at:at + length]
             row[:len(piece)] = piece
-            while len(piece) < len(row):
-                row, i = row[len(piece):], i + 1
+            while len(piece) < len(row):  # the window extends into the next file
+                row = row[len(piece):]
+                i += 1
                 piece = self._map(i)[:len(row)]
                 row[:len(piece)] = piece
+        self.n_read += len(starts)
+        if min(self.n_tokens * self.dtype.itemsize, self.n_read * FAULT_BYTES) > MAPPED_BYTES:
+            self.maps = {}
+            self.n_read = 0
         return rows
 
     def _map(self, i):

@@ -64,10 +64,15 @@ class Tokenizer:
     n_vocab: int
     eot_token: int | None
     special = {}
+    nfc = False  # whether text is converted to that Unicode normal form first
 
     def encode(self, text: str) -> list[int]:
         """Return the token ids of `text`; special tokens in it are ordinary text."""
         return self.encode_array(text).tolist()
+
+    def normalize(self, text):
+        """Return `text` as it is encoded."""
+        return unicodedata.normalize("NFC", clean(text)) if self.nfc else clean(text)
 
     def encode_special(self, text: str) -> list[int]:
         """Return the token ids of `text`, in which special tokens are special."""
@@ -140,9 +145,7 @@ class RankTokenizer(Tokenizer):
     def encode_array(self, text, allowed=None):
         """Return the ids of `text`, uint8 (byte) or uint32. allowed: which added tokens are
         recognised; default: tokens that are not special."""
-        text = clean(text)
-        if self.nfc:
-            text = unicodedata.normalize("NFC", text)
+        text = self.normalize(text)
         if self.kind == "byte" and allowed is None:
             # Equal to tiktoken's result, without a loop over a million matches.
             return np.frombuffer(text.encode("utf-8"), np.uint8)

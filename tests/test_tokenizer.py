@@ -285,8 +285,7 @@ def described(pattern=".", eot=256, kind="ranks", ranks=None):
     '{"tokenizer": {"kind": "gpt2", "ranks_file": "none"}}', '{"tokenizer": {"kind": ["byte"]}}',
     '{"tokenizer": {"kind": "char", "chars": 5}}', '{"tokenizer": {"kind": "char", "chars": [1]}}',
     '{"tokenizer": {"ranks_file": 7}}', '{"vocab_size": 0}', '{"vocab_size": true}',
-    '{"vocab_size": 1e3}', '{"dtype": []}', '{"splits": 3}', '{"splits": {"train": []}}',
-    '{"splits": {"train": {"tokens": "5"}}}', described("("), described(5), described(eot=10**12),
+    '{"vocab_size": 1e3}', '{"dtype": []}', described("("), described(5), described(eot=10**12),
     described(eot=255), described(eot="x"), described(eot=None), described(ranks=5),
     described(ranks=rank_text(()) + f"YWI= {10**12}\n", eot=10**12 + 1)])
 def test_broken_meta_json(tmp_path, content):
