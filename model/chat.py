@@ -9,8 +9,6 @@ positions start at 0 in each, so that packing does not change the loss.
 """
 
 import contextlib
-import itertools
-import math
 import sys
 from dataclasses import dataclass
 
@@ -64,13 +62,14 @@ class ChatGPT(GPT):
         layout = packed_layout(idx[:, :-1], chat[:, :-1])
         x = self.trunk(idx[:, :-1], **layout)  # (B, T, C)
         loss = self.loss(x, self.head_weight(), targets, self.config.vocab_size)
-        sums = dict(count=(targets != IGNORE).sum())
-        return loss, sums if self.training else sums | self.count_exact(x, targets)
+        if self.training:
+            return loss, dict(count=(targets != IGNORE).sum())
+        return loss, self.sums(targets) | self.count_exact(x, targets)
 
     def count_exact(self, x, targets):
-        """Return sums of an evaluation: "correct" tokens, which have the largest logit, "answers",
-        and "exact" answers: all tokens are correct, as greedy sampling would generate them.
-        x (B, T, C); targets (B, T)."""
+        """Return sums of an evaluation: "accuracy", the number of targets with the largest logit;
+        "answers"; "exact", the number of answers whose targets are all correct, as greedy sampling
+        would generate them. x (B, T, C); targets (B, T)."""
         learned = targets != IGNORE  # (B, T)
         best = torch.stack([self.logits(row).argmax(-1) for row in x])  # one row's logits at a time
         wrong = learned & (best != targets)
@@ -79,19 +78,18 @@ class ChatGPT(GPT):
         number = starts.cumsum(0)  # (B T,): the number of the answer, from 1
         errors = torch.zeros(number.numel() + 1, device=x.device)
         errors.index_add_(0, number, wrong.flatten().float())
-        return dict(correct=(learned & ~wrong).sum(), answers=starts.sum(),
+        return dict(accuracy=(learned & ~wrong).sum(), answers=starts.sum(),
                     exact=(starts & (errors[number] == 0)).sum())
 
     def numbers(self, sums):
-        """Return {"ppl", "accuracy" of tokens, "exact" share of answers} of an evaluation."""
-        if "answers" not in sums:  # training, or an evaluation on token files
-            return super().numbers(sums)
-        if not sums["answers"]:
-            return dict(ppl=None, accuracy=None, exact=None)
-        count = float(sums["count"])
-        return dict(ppl=math.exp(min(float(sums["loss"]) / count, 700.0)),
-                    accuracy=float(sums["correct"]) / count,
-                    exact=float(sums["exact"]) / float(sums["answers"]))
+        """Return GPT's numbers; of an evaluation also "accuracy", the share of correct targets, and
+        "exact", the share of exact answers."""
+        sums = dict(sums)
+        n_answers = sums.pop("answers", None)
+        numbers = super().numbers(sums)
+        if n_answers is not None:
+            numbers["exact"] = float(sums["exact"] / n_answers) if n_answers else None
+        return numbers
 
     def flops_per_unit(self):
         return super().flops_per_unit() * self.row_tokens
@@ -115,12 +113,13 @@ class FromChatKeys:
         return ["init_from: missing; set it to a chat model, e.g. out/chat/ckpt.pt"]
 
 
-def read_rows_meta(config, model, how_to_prepare, **types):
-    """Return (Meta, tokenizer, Data.spec) of rows of tokens in config.data_dir. model,
-    how_to_prepare, types: see data.meta.read_meta_for. Raises DataError."""
+def read_rows_meta(config, model, command, **types):
+    """Return (Meta, tokenizer, Data.spec) of the rows of tokens that data.prepare.`command` wrote
+    to config.data_dir. model, types: see data.meta.read_meta_for. Raises DataError."""
     folder = config.data_dir
-    meta = read_meta_for(model, folder, how_to_prepare, **types, block_size=int, vocab_size=int,
-                         template=dict)
+    meta = read_meta_for(
+        model, folder, f"prepare some: python -m data.prepare.{command} FILE... --out {folder}",
+        **types, block_size=int, vocab_size=int, template=dict)
     if meta.block_size > config.block_size:
         raise DataError(f"{folder}: prepared for a block_size of {meta.block_size}, but the "
                         f"model's is {config.block_size}; prepare the data with --block_size "
@@ -133,9 +132,7 @@ def read_rows_meta(config, model, how_to_prepare, **types):
 
 def open_data(config, ranks):
     """Return the Data of the conversations in config.data_dir. Raises DataError."""
-    meta, tokenizer, spec = read_rows_meta(
-        config, "chat", "no chats; prepare some: python -m data.prepare.chat FILE... --out "
-        f"{config.data_dir} --tokenizer CKPT.pt, or with `example` as FILE")
+    meta, tokenizer, spec = read_rows_meta(config, "chat", "chat")
     row = (meta.block_size + 1,)
 
     def load(split):
@@ -154,23 +151,26 @@ def build_model(config, data, model_class=ChatGPT):
     return model
 
 
-def find_first_exchange(tokens, mask, *rest):
-    """Return (prompt ids, answer ids without the end token) of the first exchange in a row."""
+def find_first_exchange(tokens, mask):
+    """Return (prompt ids, answer ids without the end token) of the first exchange in a row, or in
+    the first of several rows: tokens, mask (..., T + 1)."""
+    tokens = tokens.flatten()
+    mask = mask.flatten()
     start = int(mask.argmax())
     is_end = mask[start:] == 0
     length = int(is_end.long().argmax()) if is_end.any() else len(is_end)
     return tokens[:start].tolist(), tokens[start:start + length - 1].tolist()
 
 
-def sample(model, data, config, find_exchange=find_first_exchange):
+def sample(model, data, config):
     """Return texts: answers to config.sample_prompts or, by default, to the first questions of
     three validation rows, followed by the expected answer if it differs."""
     tokenizer = tokenizer_from_spec(data.spec["tokenizer"])
     exchanges = [(model.template.prompt_ids([("user", text)], tokenizer), None)
                  for text in config.sample_prompts]
     if not exchanges:
-        rows = itertools.islice(zip(*data.val.fixed_batch(0, 3)), 3)
-        exchanges = [find_exchange(*row) for row in rows]
+        tokens, mask, *_ = data.val.fixed_batch(0, 3)
+        exchanges = [find_first_exchange(*row) for row in zip(tokens[:3], mask[:3])]
     texts = []
     for ids, expected in exchanges:
         answer = generate_answer(model, tokenizer, ids, config.sample_tokens)
@@ -195,15 +195,6 @@ def generate_answer(model, tokenizer, ids, max_new_tokens, on_token=None, **samp
     return answer[:-1] if answer and answer[-1] in ends else answer
 
 
-def fit_conversation(turns, system, tokenizer, template, max_tokens):
-    """Return (prompt ids, number of omitted turns) of the latest exchanges that fit in max_tokens,
-    at least the last question. turns and system: messages (role, text)."""
-    for start in range(0, len(turns), 2):
-        ids = template.prompt_ids([*system, *turns[start:]], tokenizer)
-        if len(ids) <= max_tokens or start + 1 == len(turns):
-            return ids, start
-
-
 def talk(model, tokenizer, questions, max_new_tokens, system=None, **sampling):
     """Answer the questions in order, printing tokens during generation.
 
@@ -215,14 +206,14 @@ def talk(model, tokenizer, questions, max_new_tokens, system=None, **sampling):
     ends = model.template.end_ids(tokenizer)
     system = [("system", system)] if system and system.strip() else []
     turns = []
-    has_warned = False
     for question in questions:
         turns.append(("user", question))
-        ids, n_omitted = fit_conversation(turns, system, tokenizer, model.template, max_tokens)
-        if n_omitted and not has_warned:
-            has_warned = True
-            print(f"[the context of {size} tokens is full: only the latest exchanges are used]",
+        ids = model.template.prompt_ids([*system, *turns], tokenizer)
+        while len(ids) > max_tokens and len(turns) > 1:
+            print(f"[the context of {size} tokens is full: the oldest exchange is left out]",
                   file=sys.stderr)
+            del turns[:2]
+            ids = model.template.prompt_ids([*system, *turns], tokenizer)
         answer = generate_answer(model, tokenizer, ids, max_new_tokens,
                                  TextStreamer(tokenizer, ends), **sampling)
         print(flush=True)
@@ -250,7 +241,7 @@ def chat(options):
     """Talk with the model of a checkpoint, with the given ChatOptions. Raises UserError."""
     model, tokenizer = load_model(options.ckpt, get_device(options.device),
                                   backbone=options.backbone)
-    if getattr(model, "template", None) is None:
+    if model.template is None:
         raise DataError(f"{options.ckpt}: not a chat model; fine-tune it with --config "
                         "train/configs/chat.yaml, see python -m data.prepare.chat --help")
     if options.prompt is None and sys.stdin.isatty():

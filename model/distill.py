@@ -40,7 +40,10 @@ class Keys:
 
 
 class Student(HoldsFrozen, GPT):
-    """A GPT that is trained on a teacher, `frozen[0]`. Without one, e.g. for sampling, a GPT."""
+    """A GPT that is trained on a teacher, `frozen[0]`. Without one, e.g. for sampling, a GPT.
+
+    Its numbers include "kl", the divergence in nats per token.
+    """
     weight = 0.5
     temperature = 1.0
 
@@ -72,13 +75,6 @@ class Student(HoldsFrozen, GPT):
         kl = F.kl_div(F.log_softmax(z, -1), p, reduction="none", log_target=True).sum(-1)  # (N,)
         return (kl * (targets != IGNORE)).sum()
 
-    def numbers(self, sums):
-        """Return GPT's numbers and "kl", the divergence in nats per token."""
-        numbers = super().numbers(sums)
-        if "kl" in sums:
-            numbers["kl"] = float(sums["kl"] / sums["count"]) if sums["count"] else None
-        return numbers
-
     def flops_per_unit(self):
         """Return the FLOPs per token, including the teacher's forward pass."""
         # The divergence computes the output layer once more.
@@ -109,20 +105,15 @@ def open_data(config, ranks):
 
 def build_model(config, data):
     student = gpt.build_model(config, data, Student)
-    if hasattr(data, "train"):  # not for a checkpoint that is loaded for sampling
-        student.frozen = (load_teacher(config, data.spec["vocab_size"]),)
-        student.weight = config.distill_weight
-        student.temperature = config.distill_temperature
-    return student
-
-
-def load_teacher(config, vocab_size):
-    """Return the GPT of config.teacher, frozen, on the CPU. Raises CheckpointError."""
+    if not hasattr(data, "train"):  # a checkpoint that is loaded for sampling
+        return student
+    student.weight = config.distill_weight
+    student.temperature = config.distill_temperature
     teacher, _, _ = load_frozen(config.teacher, "teacher")
-    if not isinstance(teacher, GPT) or teacher.config.vocab_size < vocab_size:
-        raise CheckpointError(f"teacher: {config.teacher}: expected a GPT whose vocabulary has the "
-                              f"{vocab_size} ids of the data")
-    if teacher.config.block_size < config.block_size:
-        raise CheckpointError(f"teacher: {config.teacher}: block_size {teacher.config.block_size}; "
-                              f"expected at least the student's, {config.block_size}")
-    return teacher
+    n_ids = data.spec["vocab_size"]
+    if (not isinstance(teacher, GPT) or teacher.config.vocab_size < n_ids
+            or teacher.config.block_size < config.block_size):
+        raise CheckpointError(f"teacher: {config.teacher}: expected a GPT with at least the {n_ids} "
+                              f"ids of the data and the student's block_size, {config.block_size}")
+    student.frozen = (teacher,)
+    return student

@@ -33,11 +33,8 @@ USE = chat.USE
 @dataclass
 class Keys(chat.FromChatKeys):
     dpo_beta: float = key(0.1, "strength of the constraint to stay close to the reference", gt=0)
-    dpo_loss: str = key("sigmoid", "DPO's loss, or IPO's (arXiv:2310.12036)",
-                        choices=("sigmoid", "ipo"))
     dpo_nll: float = key(0.0, "weight of the chosen answer's cross-entropy (arXiv:2407.21783)",
                          ge=0)
-    length_normalized: bool = key(False, "use log probabilities per token instead of per answer")
 
 
 class PreferenceGPT(WithAdapters, ChatGPT):
@@ -45,6 +42,10 @@ class PreferenceGPT(WithAdapters, ChatGPT):
 
     tokens, mask (B, 2, T + 1): the chosen answer first; mask is 1 for tokens of the answer.
     logps (B, 2): the reference's log probabilities of the answers.
+
+    The numbers are "accuracy", the share of pairs with a positive margin; "chosen", "rejected" and
+    "margin", mean implicit rewards; in evaluations "exact", the share of chosen answers that greedy
+    sampling generates.
     """
 
     def forward(self, idx, targets=None, logps=None, cache=None, last_only=False):
@@ -52,34 +53,15 @@ class PreferenceGPT(WithAdapters, ChatGPT):
             return super().forward(idx, targets, None, cache, last_only)
         x, targets, own = score_answers(self, idx, targets)  # (2 B, T, C), (2 B, T), (2 B,)
         own = own.view(-1, 2)  # (B, 2)
-        length = (targets != IGNORE).sum(1).view(-1, 2)  # (B, 2)
-        log_ratio = own - logps  # (B, 2)
-        if self.length_normalized:
-            log_ratio = log_ratio / length
-        chosen, rejected = (self.beta * log_ratio).unbind(1)  # implicit rewards, (B,) each
+        chosen, rejected = (self.beta * (own - logps)).unbind(1)  # implicit rewards, (B,) each
         margin = chosen - rejected
-        if self.loss_kind == "sigmoid":
-            losses = -F.logsigmoid(margin)  # (B,)
-        else:
-            losses = (margin / self.beta - 1 / (2 * self.beta)).square()
-        losses = losses - self.nll_weight * (own / length)[:, 0]
+        length = (targets[::2] != IGNORE).sum(1)  # (B,): of the chosen answers
+        losses = -F.logsigmoid(margin) - self.nll_weight * (own[:, 0] / length)  # (B,)
         sums = dict(accuracy=(margin > 0).sum(), chosen=chosen.detach().sum(),
-                    rejected=rejected.detach().sum())
+                    rejected=rejected.detach().sum(), margin=margin.detach().sum())
         if not self.training:
-            sums |= self.count_exact(x[::2], targets[::2])  # of the chosen answers
+            sums["exact"] = self.count_exact(x[::2], targets[::2])["exact"]
         return losses.mean(), sums
-
-    def numbers(self, sums):
-        """Return {"accuracy": the share of pairs with a positive margin; "chosen", "rejected" and
-        "margin": mean implicit rewards; "exact" in evaluations: the share of chosen answers that
-        greedy sampling generates}."""
-        if "accuracy" not in sums:
-            return super().numbers(sums)
-        out = {name: float(sums[name]) for name in ("accuracy", "chosen", "rejected", "exact")
-               if name in sums}  # "exact": one chosen answer per pair
-        out["margin"] = out["chosen"] - out["rejected"]
-        count = float(sums["count"])
-        return {name: value / count if count else None for name, value in out.items()}
 
     def adopt(self, weights):
         """Return the weights to start from. CheckpointError if they are not the reference's."""
@@ -118,6 +100,7 @@ def answer_logps(model, tokens, mask):
 # -----------------------------------------------------------------------------
 # model interface, see train/system.py
 
+sample = chat.sample
 inherit_shape = gpt.inherit_shape
 as_gpt = lora.as_gpt
 
@@ -126,9 +109,7 @@ def open_data(config, ranks):
     """Return the Data of the pairs in config.data_dir, see data/prepare/pairs.py. Raises
     DataError."""
     folder = config.data_dir
-    meta, tokenizer, spec = chat.read_rows_meta(
-        config, "dpo", "no pairs of answers; prepare some: python -m data.prepare.pairs FILE... "
-        f"--out {folder} --reference CKPT.pt, or with `example` as FILE", reference=str)
+    meta, tokenizer, spec = chat.read_rows_meta(config, "dpo", "pairs", reference=str)
     width = meta.block_size + 1
 
     def load(split):
@@ -148,13 +129,6 @@ def open_data(config, ranks):
 def build_model(config, data):
     model = chat.build_model(config, data, PreferenceGPT)
     model.beta = config.dpo_beta
-    model.loss_kind = config.dpo_loss
     model.nll_weight = config.dpo_nll
-    model.length_normalized = config.length_normalized
     model.reference_digest = data.spec["reference"]
     return model.add_adapters_if(config)
-
-
-def sample(model, data, config):
-    return chat.sample(model, data, config, lambda tokens, mask, logps: chat.find_first_exchange(
-        tokens[0], mask[0]))

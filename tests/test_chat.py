@@ -401,15 +401,16 @@ def test_tokens_and_answers_are_counted_one_by_one():
                 nats -= sum(float(logits[row, t, token]) for t, token in said)
                 count, right = count + len(fits), right + sum(fits)
                 answers, exact = answers + 1, exact + all(fits)
-    assert {n: int(v) for n, v in sums.items()} == dict(count=count, correct=right, answers=answers,
-                                                        exact=exact)
+    assert {n: int(v) for n, v in sums.items()} == dict(count=count, accuracy=right, bytes=0,
+                                                        answers=answers, exact=exact)
     assert (count, answers) == (15, 7) and 2 <= exact < answers
     assert float(loss) == pytest.approx(nats / count, rel=1e-5)
     numbers = model.numbers({n: v.double() for n, v in sums.items()} | dict(loss=nats))
+    assert numbers.pop("bpb") is None  # without a tokenizer
     assert numbers == pytest.approx(dict(ppl=np.exp(nats / count), accuracy=right / count,
                                          exact=exact / answers))
-    nothing = dict(loss=0.0, count=0, correct=0, answers=0, exact=0)
-    assert model.numbers(nothing) == dict(ppl=None, accuracy=None, exact=None)
+    nothing = {name: torch.zeros(()) for name in (*sums, "loss")}
+    assert model.numbers(nothing) == dict(ppl=None, bpb=None, accuracy=None, exact=None)
     assert set(model.train()(tokens, mask, chat)[1]) == {"count"}
 
 
@@ -460,19 +461,6 @@ def test_learns_held_out_questions(learned):
     assert talk.returncode == 0 and talk.stdout == f"{unseen[0].upper()}\n", talk
 
 
-def test_conversation_fits_the_context():
-    from model.chat import fit_conversation
-    turns = [(role, text) for text in "abc" for role in ("user", "assistant")] + [("user", "d")]
-    for first in ([], [("system", "Be kind.")]):
-        encode = BuiltinTemplate().encode
-        sizes = [len(encode([*first, *turns[i:], ("assistant", "")], BYTES)[0]) - 1
-                 for i in (0, 2, 4, 6)]
-        for room, start in ((sizes[0], 0), (sizes[0] - 1, 2), (sizes[2], 4), (3, 6)):
-            ids, left_out = fit_conversation(turns, first, BYTES, BuiltinTemplate(), room)
-            assert left_out == start and len(ids) == sizes[start // 2]
-            assert BYTES.decode(ids).startswith("### System" if first else "### User")
-
-
 def test_a_system_message_comes_first_and_stays(monkeypatch):
     from model import chat
     model, asked = small(block_size=105), []
@@ -498,7 +486,7 @@ def test_a_conversation_is_remembered_whatever_an_answer_may_take(block_size, kn
                         lambda m, t, ids, *rest, **how: asked.append(ids) or [65])
     chat.talk(model, BYTES, ["a", "b", "c"], 256)
     assert BYTES.decode(asked[2]).count("### User") == known
-    assert ("only the latest exchanges" in capsys.readouterr().err) == (known < 3)
+    assert ("oldest exchange is left out" in capsys.readouterr().err) == (known < 3)
 
 
 def test_sample_chat_draws_as_model_chat_does(capitals, monkeypatch, capsys):
@@ -551,7 +539,7 @@ def test_early_stopping_on_exact(capitals, tmp_path):
 
 @pytest.mark.parametrize("changes, message", [
     (dict(block_size=40, init_from="scratch"), "prepare the data with --block_size 40"),
-    (dict(data_dir="nosuch"), "no chats; prepare some"),
+    (dict(data_dir="nosuch"), "prepare some: python -m data.prepare.chat"),
 ])
 def test_bad_settings(capitals, tmp_path, changes, message):
     with pytest.raises(ValueError, match=message):

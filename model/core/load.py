@@ -22,6 +22,8 @@ from train.system import load_model_type
 # Help of options that commands share.
 BACKBONE = "present path of the frozen model that the checkpoint needs (default: as in training)"
 EMA = "use the running averages of the weights, from a run with the key ema"
+# Keys of older versions that only matter in training.
+REMOVED_KEYS = {"dpo_loss", "length_normalized", "class_weights"}
 # Options of older versions, with the only value that can still be computed.
 REMOVED = dict(softcap=0.0, value_embeddings=False, x0_residual=False)
 
@@ -112,7 +114,8 @@ def build_empty_model(state):
 
 def saved_config(values):
     """Return the configuration in a checkpoint, with no key set explicitly."""
-    config = load_config(None, upgrade_args(values))
+    values = {k: v for k, v in upgrade_args(values).items() if k not in REMOVED_KEYS}
+    config = load_config(None, values)
     config.origins = {}
     return config
 

@@ -211,7 +211,6 @@ def small_model(name):
         if name == "dpo":
             model = dpo.PreferenceGPT(shape)
             model.beta, model.nll_weight = 0.1, 1.0
-            model.loss_kind, model.length_normalized = "sigmoid", False
             return model, [(B, 2, T + 1)] * 2 + [(B, 2, float)]
         if name == "grpo":
             class Learner(grpo.PolicyGPT):
