@@ -16,11 +16,11 @@ from the command line or YAML only, never from a checkpoint or data, and only tr
 Shapes: B prompts, K answers per prompt, N = B K; n rows of T tokens with a prompt and answers.
 """
 
-import contextlib
 import hashlib
 import importlib.util
 import json
 import math
+import os
 import sys
 import traceback
 from dataclasses import dataclass
@@ -69,12 +69,15 @@ class Keys(chat.FromChatKeys):
 
 class PolicyGPT(HoldsFrozen, WithAdapters, ChatGPT):
     """A chat model that is also trained on rewards: forward(prompts, lengths, row_numbers,
-    sample_numbers), (B, P) and three times (B,).
+    sample_numbers), (B, P) and three times (B,); evaluations have no sample_numbers.
 
     reward_function: the RewardFunction. frozen: a tuple with the initial model for the KL
     divergence, or empty.
+
+    The numbers are "reward" and "length" of answers; in training also "spread" (the standard
+    deviation in a group), "best" reward of a group, "flat" (the share of groups with equal rewards)
+    and "kl"; in evaluations "exact", if all prompts have a reference answer.
     """
-    reward_function = None
 
     def forward(self, idx, targets=None, number=None, sample=None, cache=None, last_only=False):
         if number is None:
@@ -105,7 +108,8 @@ class PolicyGPT(HoldsFrozen, WithAdapters, ChatGPT):
     @torch.no_grad()
     def sample_batch(self, prompts, lengths, row_numbers, sample_numbers):
         """Sample and reward answers. Return (arguments of policy_loss, sums over the prompts)."""
-        K, device, max_tokens = self.group_size, prompts.device, self.config.block_size
+        K = self.group_size
+        device = prompts.device
         seeds = [stable_hash(self.seed, f"answers {g}") for g in sample_numbers.tolist()]
         self.eval()  # without dropout
         answers = self.generate_answers(prompts, lengths, K, seeds)
@@ -113,8 +117,8 @@ class PolicyGPT(HoldsFrozen, WithAdapters, ChatGPT):
         # PyTorch 2.10's autocast would reuse the weights that it converted here, which have no
         # gradients (pytorch#158232).
         torch.clear_autocast_cache()
-        numbers = row_numbers.repeat_interleave(K).tolist()
-        rewards = [self.reward_function(*pair)[0] for pair in zip(numbers, answers, strict=True)]
+        rewards = [self.reward_function(*pair)[0] for pair in
+                   zip(row_numbers.repeat_interleave(K).tolist(), answers, strict=True)]
         rewards = torch.tensor(rewards, dtype=torch.float64).view(-1, K)  # (B, K)
         mean = rewards.mean(1, keepdim=True)
         spread = rewards.std(1, keepdim=True)
@@ -124,9 +128,10 @@ class PolicyGPT(HoldsFrozen, WithAdapters, ChatGPT):
         for i, length in enumerate(lengths.tolist()):
             if self.frozen or not flat[i]:  # else no gradient
                 rows += pack_answers(prompts[i, :length].tolist(), answers[K * i:K * i + K],
-                                     advantages[i], max_tokens)
+                                     advantages[i], self.config.block_size)
         multiple = 1 if device.type == "cpu" else len(prompts)  # few different shapes on a GPU
-        batch = *collate_rows(rows, max_tokens, multiple), rewards.flatten().float()
+        tokens, weights = collate_rows(rows, self.config.block_size, multiple)
+        batch = tokens, weights, rewards.flatten().float()
         sums = dict(reward=mean, spread=spread, best=rewards.amax(1), flat=flat,
                     length=torch.tensor([len(answer) / K for answer in answers]))
         return [t.to(device) for t in batch], {k: t.sum().to(device) for k, t in sums.items()}
@@ -135,11 +140,11 @@ class PolicyGPT(HoldsFrozen, WithAdapters, ChatGPT):
     def evaluate_answers(self, prompts, lengths, row_numbers):
         """Return (loss, sums) of an evaluation with greedy answers."""
         answers = self.generate_answers(prompts, lengths)
-        results = [self.reward_function(*pair) for pair in zip(row_numbers.tolist(), answers)]
-        sums = dict(reward=[reward for reward, _, _ in results], length=map(len, answers),
-                    exact=[exact is True for _, exact, _ in results],
-                    with_reference=[exact is not None for _, exact, _ in results])
-        sums = {k: torch.tensor(float(sum(v)), device=prompts.device) for k, v in sums.items()}
+        rewards, exact, _ = zip(*map(self.reward_function, row_numbers.tolist(), answers))
+        sums = dict(reward=sum(rewards), length=sum(map(len, answers)))
+        if self.reward_function.has_references:
+            sums["exact"] = sum(exact)
+        sums = {k: torch.tensor(float(v), device=prompts.device) for k, v in sums.items()}
         return -sums["reward"] / len(prompts), sums
 
     def generate_answers(self, prompts, lengths, samples_per_row=1, seeds=None):
@@ -155,19 +160,6 @@ class PolicyGPT(HoldsFrozen, WithAdapters, ChatGPT):
         answers = out[:, prompts.size(1):].tolist()
         return [ids[:next((i for i, token in enumerate(ids, 1) if token in ends), len(ids))]
                 for ids in answers]
-
-    def numbers(self, sums):
-        """Return {"reward", "length" of answers}; in training also "spread" (the standard deviation
-        in a group), "best" reward of a group, "flat" (the share of groups with equal rewards) and
-        "kl"; in evaluations "exact" (of the prompts with a reference answer)."""
-        if "reward" not in sums:
-            return super().numbers(sums)
-        numbers = {k: float(v / sums["count"]) for k, v in sums.items()
-                   if k not in ("loss", "count", "exact", "with_reference")}
-        if "exact" in sums:
-            n = sums["with_reference"]
-            numbers["exact"] = float(sums["exact"] / n) if n else None
-        return numbers
 
     def flops_per_unit(self):
         """Return the FLOPs of a step per prompt, for answers of the maximum length. Generation and
@@ -243,9 +235,9 @@ def answer_logps(model, tokens):
 class RewardFunction:
     """The reward of an answer: call it with (row number, ids of the answer).
 
-    It returns (reward, whether the answer equals the reference answer, text of the answer); without
-    a reference answer, the second is None. function: reward() of the file at `path`; default: exact
-    match. lines: the lines of SPLIT_rows.jsonl.
+    It returns (reward, whether the answer equals the reference answer, text of the answer).
+    function: reward() of the file at `path`; default: exact match. lines: the lines of
+    SPLIT_rows.jsonl; has_references: whether all of them have a reference answer.
     """
 
     def __init__(self, tokenizer, ends, function=None, path=""):
@@ -254,50 +246,45 @@ class RewardFunction:
         self.function = function
         self.path = path
         self.lines = []
+        self.has_references = True
 
     def __call__(self, number, ids):
         # Parsed at each call: the function may change the row.
         record = json.loads(self.lines[number])
         text = self.tokenizer.decode([i for i in ids if i not in self.ends])
-        exact = None if record["answer"] is None else text.strip() == record["answer"]
+        exact = text.strip() == record["answer"]
         if not self.function:
-            return bool(exact), exact, text
-        return self.call_function(record["question"], text, record["row"]), exact, text
+            return float(exact), exact, text
+        context = f"; the prompt: {record['question']!r:.80}, the answer: {text!r:.80}"
+        value = run_user_code(self.path, self.call_function, record["question"], text,
+                              record["row"], context=context)
+        return value, exact, text
 
     def call_function(self, question, text, row):
-        """Return the finite number that the user's function returns. Raises UserError."""
-        context = f"; the prompt: {question!r:.80}, the answer: {text!r:.80}"
-        try:
-            value = self.function(question, text, row)
-        except Exception as error:
-            raise UserError(describe_failure(error, self.path) + context) from None
-        with contextlib.suppress(TypeError, ValueError):
-            if math.isfinite(float(value)):
-                return float(value)
-        raise UserError(f"reward: {self.path}: reward() returned {value!r:.80}, expected a finite "
-                        f"number{context}")
+        value = float(self.function(question, text, row))
+        if not math.isfinite(value):
+            raise ValueError(f"reward() returned {value}, expected a finite number")
+        return value
 
 
-def describe_failure(error, path):
-    """Return a message with the line of the user's file that raised the exception."""
-    lines = [f":{frame.lineno}" for frame in traceback.extract_tb(error.__traceback__)
-             if frame.filename == path]
-    return f"reward: {path}{lines[-1] if lines else ''}: {type(error).__name__}: {error}"
+def run_user_code(path, function, *args, context=""):
+    """Return function(*args), which executes code of the user's file at `path`. Raises UserError
+    with the line of the file."""
+    try:
+        return function(*args)
+    except Exception as error:
+        lines = [f":{frame.lineno}" for frame in traceback.extract_tb(error.__traceback__)
+                 if frame.filename == path]
+        raise UserError(f"reward: {path}{lines[-1] if lines else ''}: {type(error).__name__}: "
+                        f"{error}{context}") from None
 
 
 def load_reward(path):
-    """Execute a Python file; return (the function `reward`, sha256 of the file). Raises
-    UserError."""
-    try:
-        digest = hashlib.sha256(Path(path).read_bytes()).hexdigest()
-        spec = importlib.util.spec_from_file_location("reward_of_the_run", path)
-        module = sys.modules[spec.name] = importlib.util.module_from_spec(spec)
-        spec.loader.exec_module(module)
-    except Exception as error:
-        raise UserError(describe_failure(error, path)) from None
-    if not callable(getattr(module, "reward", None)):
-        raise UserError(f"reward: {path}: it has no function reward(prompt, answer, row)")
-    return module.reward, digest
+    """Execute a Python file and return its function `reward`."""
+    spec = importlib.util.spec_from_file_location("reward_of_the_run", path)
+    module = sys.modules[spec.name] = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module.reward
 
 
 # -----------------------------------------------------------------------------
@@ -308,71 +295,64 @@ as_gpt = lora.as_gpt
 
 
 class PromptLoader(RowLoader):
-    """Batches of prompts, lengths, row numbers and sample numbers. A sample number, which
-    determines the sampled answers, differs between epochs. rows_digest: sha256 of the rows'
-    records."""
+    """Batches of prompts, lengths, row numbers and, in training, sample numbers. A sample number,
+    which determines the sampled answers, differs between epochs."""
+    reward_function = None
+    rows_digest = ""  # sha256 of the rows' records
 
-    def __init__(self, arrays, rows_digest, reward_function, config, ranks):
-        super().__init__(arrays, config, ranks)
-        self.rows_digest = rows_digest
-        self.reward_function = reward_function
-
-    def get_batch(self, device="cpu", step=0):
-        return *super().get_batch(device, step), torch.from_numpy(self.sample_numbers([step]))
-
-    def fixed_batch(self, index, count, device="cpu"):
-        batch = super().fixed_batch(index, count, device)
-        return *batch, batch[-1]  # nothing is sampled: any number
+    def read(self, g):
+        return [*super().read(g), g]
 
     def identity(self):
         return super().identity() | dict(rows=self.rows_digest)
 
 
 def read_lines(path, n):
-    """Return (lines of a SPLIT_rows.jsonl, number of lines with a reference answer). Raises
-    DataError unless there are n lines."""
+    """Return (lines of a SPLIT_rows.jsonl, whether all have a reference answer). Raises DataError
+    unless there are n lines."""
     try:
-        with open(path, encoding="utf-8") as f:
-            lines = f.read().splitlines()
-        n_answers = sum(json.loads(line)["answer"] is not None for line in lines)
+        lines = Path(path).read_text("utf-8").splitlines()
+        has_references = None not in [json.loads(line)["answer"] for line in lines]
         if len(lines) != n:
             raise ValueError(f"{len(lines)} lines for {n} prompts")
     except (OSError, ValueError, TypeError, KeyError) as error:
         raise DataError(f"{path}: {type(error).__name__}: {error}; damaged, or of other prompts: "
                         "prepare them again") from None
-    return lines, n_answers
+    return lines, has_references
 
 
 def open_data(config, ranks):
     """Return the Data of the prompts in config.data_dir, see data/prepare/prompts.py. Raises
     DataError or UserError."""
     c = config
-    command = f"python -m data.prepare.prompts FILE... --out {c.data_dir} --tokenizer CKPT.pt"
-    meta, tokenizer, spec = chat.read_rows_meta(c, "grpo", f"no prompts; prepare some: {command}")
+    meta, tokenizer, spec = chat.read_rows_meta(c, "grpo", "prompts")
     width = meta.block_size
-    max_width = c.block_size - c.answer_tokens
-    if width > max_width:
+    if width + c.answer_tokens > c.block_size:
         raise DataError(f"answer_tokens: prompts of up to {width} tokens and answers of up to "
                         f"{c.answer_tokens} exceed the model's context, {c.block_size}; reduce it, "
-                        f"or prepare the prompts with --block_size {max(1, max_width)}")
-    ends = ChatTemplate.from_spec(meta.template).end_ids(tokenizer)
-    reward_function, digest = RewardFunction(tokenizer, ends), "exact"
+                        "or prepare the prompts with a smaller --block_size")
+    rewards = RewardFunction(tokenizer, ChatTemplate.from_spec(meta.template).end_ids(tokenizer))
+    digest = "exact"
     if c.reward != "exact":
-        reward_function.path = str(Path(c.reward).absolute())
-        reward_function.function, digest = load_reward(reward_function.path)
+        rewards.path = os.path.abspath(c.reward)
+        rewards.function = run_user_code(rewards.path, load_reward, rewards.path)
+        digest = hashlib.sha256(Path(rewards.path).read_bytes()).hexdigest()
 
     def load(split):
-        path = str(Path(c.data_dir, f"{split}_rows.jsonl"))
+        path = os.path.join(c.data_dir, f"{split}_rows.jsonl")
         tokens, length = open_rows(c.data_dir, split, tokens=((width,), 0, tokenizer.n_vocab),
                                    length=((), 1, width + 1))
-        lines, n_answers = read_lines(path, len(tokens))
-        if not reward_function.function and n_answers < len(lines):
-            raise DataError(f"reward: exact, but {len(lines) - n_answers:,} rows of {path} have no "
-                            "reference answer; use a Python file (.py) instead")
-        numbers = len(reward_function.lines) + np.arange(len(tokens))
-        reward_function.lines += lines
-        rows_digest = hashlib.sha256("\n".join(lines).encode()).hexdigest()
-        return PromptLoader((tokens, length, numbers), rows_digest, reward_function, c, ranks)
+        lines, has_references = read_lines(path, len(tokens))
+        if not (has_references or rewards.function):
+            raise DataError(f"reward: exact, but some rows of {path} have no reference answer; use "
+                            "a Python file (.py) instead")
+        numbers = len(rewards.lines) + np.arange(len(tokens))
+        rewards.lines += lines
+        rewards.has_references &= has_references
+        loader = PromptLoader((tokens, length, numbers), c, ranks)
+        loader.reward_function = rewards
+        loader.rows_digest = hashlib.sha256("\n".join(lines).encode()).hexdigest()
+        return loader
     data = Data(load("train"), load("val") if c.eval_interval else None,
                 spec | dict(row_tokens=width + c.answer_tokens, reward=digest))
     if c.grpo_beta:  # a resumed run must use the same reference
@@ -395,20 +375,14 @@ def build_model(config, data):
 
 
 def sample(model, data, config):
-    """Return texts: answers to config.sample_prompts or, by default, a greedy and three sampled
-    answers with rewards to each of three validation prompts."""
+    """Return texts: answers to config.sample_prompts or, by default, the greedy answers to three
+    validation prompts with their rewards."""
     if config.sample_prompts:
         return chat.sample(model, data, config)
-    batch = data.val.fixed_batch(0, 3, model.wte.weight.device)
-    prompts, lengths, numbers = (t[:3] for t in batch[:3])
-    seeds = [stable_hash(config.seed, f"sample {i}") for i in range(len(prompts))]
-    greedy = model.generate_answers(prompts, lengths)
-    sampled = model.generate_answers(prompts, lengths, 3, seeds)
+    prompts, lengths, numbers = (t[:3] for t in data.val.fixed_batch(0, 3, model.wte.weight.device))
     texts = []
-    for i, number in enumerate(numbers.tolist()):
-        text = model.reward_function.tokenizer.decode(prompts[i, :lengths[i]].tolist())
-        for ids in (greedy[i], *sampled[3 * i:3 * i + 3]):
-            reward, _, answer = model.reward_function(number, ids)
-            text += f"\n{reward:8.4g}  {answer}"
-        texts.append(text)
+    for i, ids in enumerate(model.generate_answers(prompts, lengths)):
+        reward, _, answer = model.reward_function(int(numbers[i]), ids)
+        prompt = model.reward_function.tokenizer.decode(prompts[i, :lengths[i]].tolist())
+        texts.append(f"{prompt}\n{reward:8.4g}  {answer}")
     return texts

@@ -25,6 +25,7 @@ from model.grpo import (
     collate_rows,
     load_reward,
     pack_answers,
+    run_user_code,
 )
 from train.base.errors import UserError
 from train.checkpoint import load_checkpoint
@@ -328,14 +329,14 @@ def test_an_evaluation_is_of_the_most_likely_answers():
         out = generate(model, row[None, :n], 6, temperature=0, stop_token=ends)[0, n:].tolist()
         texts.append(BYTES.decode([i for i in out if i not in ends]))
     model.reward_function.lines[0] = json.dumps(dict(question="", answer=texts[0].strip(), row={}))
-    model.reward_function.lines[1] = json.dumps(dict(question="", answer=None, row={}))
     loss, sums = model(prompts, lengths, numbers, numbers)
     rewards = [worth("", text, {}) for text in texts]
     assert float(loss) == pytest.approx(-np.mean(rewards))
     found = model.numbers(sums | dict(loss=loss * 3, count=torch.tensor(3.0)))
-    assert found["reward"] == pytest.approx(np.mean(rewards)) and found["exact"] == 0.5
-    sums = model(prompts[1:2], lengths[1:2], numbers[1:2], numbers[1:2])[1]
-    assert model.numbers(sums | dict(loss=loss, count=torch.tensor(1.0)))["exact"] is None
+    assert found["reward"] == pytest.approx(np.mean(rewards))
+    assert found["exact"] == pytest.approx(1 / 3)
+    model.reward_function.has_references = False
+    assert "exact" not in model(prompts, lengths, numbers, numbers)[1]
 
 
 def test_bfloat16_leaves_no_weight_without_a_gradient():
@@ -357,19 +358,21 @@ def test_without_prompts_it_is_a_gpt():
 # rewards of a person's own
 
 @pytest.mark.parametrize("source, message", [
-    ("x = 1", "no function reward"),
+    ("x = 1", "no attribute 'reward'"),
     ("def reward(prompt, answer:", r"reward.py: SyntaxError: .*line 1"),
     ("import nothing_of_that_name", r"reward.py:1: ModuleNotFoundError"),
     ("def reward(p, a, r):\n    return r['x']", r"reward.py:2: KeyError: 'x'; the prompt: 'Say'"),
     ("def reward(p, a): pass", "TypeError: reward.. takes 2"),
-    ("def reward(p, a, r): pass", "returned None, expected a finite number"),
+    ("def reward(p, a, r): pass", "TypeError: float.. argument must be .*'NoneType'"),
     ("def reward(p, a, r): return float('nan')", "returned nan"),
 ])
 def test_a_reward_that_cannot_be_had_is_told_in_one_line(tmp_path, source, message):
     (tmp_path / "reward.py").write_text(source)
     path = str(tmp_path / "reward.py")
     with pytest.raises(UserError, match=message) as told:
-        RewardFunction(BYTES, [256], load_reward(path)[0], path).call_function("Say", "moo", {})
+        function = RewardFunction(BYTES, [256], run_user_code(path, load_reward, path), path)
+        function.lines = [json.dumps(dict(question="Say", answer=None, row={}))]
+        function(0, BYTES.encode("moo"))
     assert "\n" not in str(told.value)
 
 
@@ -377,7 +380,7 @@ def test_a_reward_sees_its_row_as_it_was_written():
     reward = RewardFunction(BYTES, [256], lambda prompt, answer, row: row.pop("n") + len(answer))
     reward.lines = [json.dumps(dict(question="q", answer=None, row=dict(n=1)))]
     ids = [*BYTES.encode("moo"), 256]
-    assert [reward(0, ids), reward(0, ids[:2])] == [(4, None, "moo"), (3, None, "mo")]
+    assert [reward(0, ids), reward(0, ids[:2])] == [(4, False, "moo"), (3, False, "mo")]
 
 
 def test_no_checkpoint_names_a_reward(made, tmp_path):
@@ -440,10 +443,10 @@ def test_the_answer_that_is_held_back(made, tmp_path):
     (dict(init_from="scratch"), "init_from: missing"),
     (dict(reward="share"), r"reward: 'share': expected exact, or a Python file"),
     (dict(reward="nowhere.py"), "nowhere.py: FileNotFoundError"),
-    (dict(data_dir="{chats}"), "no prompts; prepare some: python -m data.prepare.prompts"),
+    (dict(data_dir="{chats}"), "prepare some: python -m data.prepare.prompts"),
     (dict(answer_tokens=60), "exceed the model's context, 64"),
     (dict(group_size=1), "group_size: must be at least 2"),
-    (dict(data_dir="{unheld}", reward="exact"), "rows of .* have no reference answer"),
+    (dict(data_dir="{unheld}", reward="exact"), "some rows of .* have no reference answer"),
     (dict(data_dir="{damaged}"), r"val_rows.jsonl: .*prepare them again"),
 ])
 def test_what_does_not_belong_together_is_refused(made, tmp_path, changes, message, capsys):
