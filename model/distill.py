@@ -113,7 +113,8 @@ def build_model(config, data):
     n_ids = data.spec["vocab_size"]
     if (not isinstance(teacher, GPT) or teacher.config.vocab_size < n_ids
             or teacher.config.block_size < config.block_size):
-        raise CheckpointError(f"teacher: {config.teacher}: expected a GPT with at least the {n_ids} "
-                              f"ids of the data and the student's block_size, {config.block_size}")
+        raise CheckpointError(f"teacher: {config.teacher}: expected a GPT with at least the "
+                              f"{n_ids} ids of the data and the student's block_size, "
+                              f"{config.block_size}")
     student.frozen = (teacher,)
     return student

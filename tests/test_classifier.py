@@ -3,7 +3,6 @@
 import csv
 import json
 import random
-import re
 from dataclasses import asdict
 
 import numpy as np
@@ -24,15 +23,10 @@ from data.labels import (
 from data.prepare.labels import main as labels_main
 from data.prepare.labels import missing_words
 from data.tokenizer import load_tokenizer
-from model.classifier import (
-    Classifier,
-    class_weights,
-    classification_metrics,
-    log_odds_counts,
-)
-from model.classifier.metrics import auroc, span_metrics, span_sums, squad_metrics
-from model.classifier.report import confusion_svg, predict
+from model.classifier import Classifier, classification_metrics, log_odds_counts
+from model.classifier.metrics import auroc, span_metrics, span_sums
 from model.classifier.report import main as evaluate_main
+from model.classifier.report import predict
 from model.convert import convert
 from model.gpt import GPT, GPTConfig
 from model.sample import load_model
@@ -153,18 +147,6 @@ def test_exact_match_of_spans_by_hand():
                                                                       token_f1=None)
 
 
-def test_words_of_evidence_are_compared_as_squad_does():
-    pairs = {("the U.S.", "us"): (1, 1), ("A  Dog!", "dog"): (1, 1), ("the-end", "end"): (0, 0),
-             ("a b c d", "b c"): (0, 0.8), ("x", "the"): (0, 0), ("the", "a"): (1, 1),
-             ("b b c", "b c c"): (0, 2 / 3)}
-    assert squad_metrics(*zip(*pairs))["token_f1"] == pytest.approx(
-        sum(f1 for _, f1 in pairs.values()) / 7)
-    assert squad_metrics([], []) == {}
-    for (truth, guess), (exact, f1) in pairs.items():
-        got = squad_metrics([truth], [guess])
-        assert (got["exact_match"], got["token_f1"]) == (exact, pytest.approx(f1)), (truth, guess)
-
-
 @pytest.mark.parametrize("labels, scores", [
     ([0, 1], [[1.0, 0.0]]), ([], np.zeros((0, 2))), ([0], [1.0]), ([2], [[1.0, 0.0]]),
     ([-1], [[1.0, 0.0]]), ([0], [[np.nan, 0.0]])])
@@ -176,11 +158,11 @@ def test_labels_and_scores_that_do_not_fit_are_refused(labels, scores):
 # -----------------------------------------------------------------------------
 # the loss
 
-def small_model(task="joint", weights="0.2,3,1"):
+def small_model(task="joint"):
     spec = dict(task=task, classes=["a", "b", "c"], class_counts=[5, 3, 2], max_tokens=12,
                 vocab_size=20)
     shape = GPTConfig(block_size=8, vocab_size=20, n_layer=1, n_head=2, n_embd=16, n_hidden=32)
-    return Classifier(shape, spec, class_weights(weights, spec), span_weight=0.7)
+    return Classifier(shape, spec, span_weight=0.7)
 
 
 def small_batch(n=7):
@@ -198,16 +180,14 @@ def gradients(loss, model):
     return torch.cat([g.flatten() for g in torch.autograd.grad(loss, list(model.parameters()))])
 
 
-def test_class_weights_weigh_as_torchs_cross_entropy_does():
+def test_the_loss_of_labels_is_torchs_cross_entropy():
     model, (tokens, lengths, labels, spans) = small_model("class"), small_batch()
     loss, _ = model(tokens, lengths, labels, spans)
     scores, none = model(tokens, lengths)
-    expected = F.cross_entropy(scores, labels, weight=torch.tensor([0.2, 3.0, 1.0]))
+    expected = F.cross_entropy(scores, labels)
     assert none is None
     torch.testing.assert_close(loss, expected)
     torch.testing.assert_close(gradients(loss, model), gradients(expected, model))
-    assert class_weights("balanced", model.spec) == pytest.approx(
-        [10 / (3 * n) for n in model.spec["class_counts"]])
 
 
 @pytest.mark.parametrize("task", ["class", "span", "joint"])
@@ -242,12 +222,12 @@ def test_losses_and_counts_are_those_of_a_loop_over_rows(task):
         states = model.gpt.trunk(tokens).double().numpy()
         loss, sums = model(tokens, lengths, labels, spans)
         scores, said = model(tokens, lengths)
-    weights, total, label_total, span_total, matrix, count = [0.2, 3.0, 1.0], 0, 0, 0, 0, 0
+    total = label_total = span_total = count = 0
     found = exact = overlap = 0
     matrix = np.zeros((3, 3), int)
     for i, n in enumerate(lengths.tolist()):
         x, (a, b), label_loss, span_loss = states[i, :n], spans[i].tolist(), 0.0, 0.0
-        w = weights[labels[i]] if task != "span" else float(a >= 0)
+        w = 1.0 if task != "span" else float(a >= 0)
         if task != "span":
             z = x[-1] @ model.head.weight.detach().double().numpy().T + model.head.bias.tolist()
             np.testing.assert_allclose(scores[i], z, atol=1e-4)
@@ -295,24 +275,22 @@ def test_losses_and_counts_are_those_of_a_loop_over_rows(task):
 
 def test_how_a_classifier_is_made():
     spec = dict(task="joint", classes=["a", "b"], class_counts=[3, 0], max_tokens=12, vocab_size=20)
-    assert class_weights("balanced", spec) == [0.5, 0.0] and class_weights(None, spec) == [1, 1]
     shape = GPTConfig(block_size=8, vocab_size=20, n_layer=1, n_head=2, n_embd=64, n_hidden=32,
                       dropout=0.5)
-    model = Classifier(shape, spec, [1.0, 2.0], seed=3)
+    model = Classifier(shape, spec, seed=3)
     assert model.gpt.config.block_size == 12 and model.span_weight == 1.0
-    assert model.weights.tolist() == [1.0, 2.0] and "weights" not in model.state_dict()
     for module in (model.head, model.end.query, model.end.key, model.start.query):
         assert module.weight.std().item() == pytest.approx(0.02, rel=0.2)
     assert not model.head.bias.any() and not model.start.query.bias.any()
     assert model.initial("gpt.wte.weight", (4, 64), 3) is not None
     assert model.initial("other.weight", (4, 64), 3) is None
-    other = Classifier(shape, spec, [1.0, 2.0], seed=4)
+    other = Classifier(shape, spec, seed=4)
     assert not torch.equal(model.head.weight, other.head.weight)
     head = 6 * model.gpt.wte.weight.numel()  # an output layer, which is not computed
     assert model.flops_per_unit() == (model.gpt.flops_per_unit() - head) * 12
     learned = GPTConfig(block_size=16, vocab_size=20, n_layer=1, n_head=2, n_embd=16,
                         pos="learned")
-    assert Classifier(learned, spec, [1.0, 2.0]).gpt.wpe.weight.shape == (16, 16)
+    assert Classifier(learned, spec).gpt.wpe.weight.shape == (16, 16)
     tokens, lengths = small_batch()[:2]
     a, b = (model.eval()(tokens, lengths)[0] for _ in range(2))
     assert torch.equal(a, b)  # no dropout
@@ -388,13 +366,6 @@ def test_evidence_is_looked_for_as_whole_words_first(text, evidence, place, ambi
     assert (row.start, row.evidence, row.ambiguous) == (place, evidence, ambiguous)
     said = capsys.readouterr().out
     assert said.startswith("1 of 1 rows have evidence that occurs sev") if ambiguous else not said
-
-
-def test_a_cell_is_as_dark_as_its_share_of_the_row():
-    svg = confusion_svg([[3, 1, 0], [0, 1, 0], [0, 0, 0]], ["a", "b", "c"], "t")
-    shares = [0.75, 0.25, 0, 0, 1, 0, 0, 0, 0]  # one row of a class counts, too; none is no share
-    assert re.findall(r'fill-opacity="([\d.]+)"', svg) == [f"{0.04 + 0.96 * s:.3f}" for s in shares]
-    assert svg.count('fill="#fff">') == 2  # on what is darker than half
 
 
 def test_one_label_is_one_class_however_it_is_written(tmp_path, capsys):
@@ -481,7 +452,7 @@ def test_the_readmes_commands(tmp_path, data_dir):
     assert code == 0, said
     code, said = run(*tiny_args(
         model="classifier", data_dir=tmp_path / "bin", out_dir=out, init_from=gpt / "ckpt.pt",
-        max_iters=120, eval_interval=20, eval_iters=8, batch_size=16, class_weights="balanced",
+        max_iters=120, eval_interval=20, eval_iters=8, batch_size=16,
         span_weight=0.3, early_stopping_metric="val_f1_macro", early_stopping_mode="max",
         early_stopping_patience=9, seed=3))  # one with which it has learned after half of the steps
     assert code == 0 and "are newly initialised: head.weight" in said, said
@@ -497,11 +468,10 @@ def test_the_readmes_commands(tmp_path, data_dir):
     code, said = command("model.classifier", "--ckpt", out / "ckpt_best.pt", "--data", other,
                          "--out", report)
     assert code == 0 and "macro mean" in said and "exact match" in said, said
-    assert "confusion.svg" in said
+    assert "confusion matrix" in said
     numbers = json.loads((report / "metrics.json").read_text())
     assert numbers["f1_macro"] > 0.9 and numbers["exact_match"] > 0.5 and numbers["rows"] == 60
     assert sum(map(sum, numbers["confusion_matrix"])) == 60
-    assert (report / "confusion.svg").read_text().count("<rect") == 1 + 9
     said = [json.loads(line) for line in (report / "predictions.jsonl").read_text().splitlines()]
     assert all(row["label"] in WORDS and 0 < row["probability"] <= 1 for row in said)
     assert [(f"n{i}", row["text"], row["label"], row["evidence"])
@@ -526,7 +496,7 @@ def test_rows_without_labels_are_only_predicted(tmp_path, labels, trained, capsy
     path = write_jsonl(tmp_path / "new.jsonl", [dict(text="lo OWL go"), dict(text="go")])
     assert evaluate_main(["--ckpt", str(trained / "ckpt.pt"), "--data", path, "--out",
                           str(tmp_path / "report")]) == 0
-    assert "predictions.jsonl; metrics.json" in capsys.readouterr().out  # no confusion.svg
+    assert "confusion matrix" not in capsys.readouterr().out
     assert json.loads((tmp_path / "report" / "metrics.json").read_text()) == dict(rows=2)
     said = (tmp_path / "report" / "predictions.jsonl").read_text().splitlines()
     assert len(said) == 2 and {"id", "text", "label", "probability", "evidence"} == set(
@@ -535,14 +505,14 @@ def test_rows_without_labels_are_only_predicted(tmp_path, labels, trained, capsy
 
 @pytest.fixture(scope="session")
 def trained(tmp_path_factory, labels):
-    """The folder of an undisturbed run of 20 steps: weighted classes, dropout, joint."""
+    """The folder of an undisturbed run of 20 steps: dropout, joint."""
     out = tmp_path_factory.mktemp("trained") / "out"
     Program(labels, out, **KEPT).wait()
     assert (out / "ckpt.pt").exists(), (out.parent / "out.output").read_text()
     return out
 
 
-KEPT = TINY | dict(dropout=0.1, class_weights="balanced", eval_interval=4,
+KEPT = TINY | dict(dropout=0.1, eval_interval=4,
                    save_interval=3, early_stopping_metric="val_f1_macro",
                    early_stopping_mode="max", early_stopping_patience=50)
 
@@ -557,7 +527,7 @@ def test_killed_and_resumed_bit_for_bit(trained, labels, tmp_path):
 
 
 # "max": the weights of the first evaluation, of the largest loss, are those that are tested.
-RANKS = dict(class_weights="balanced", batch_size=8, gradient_accumulation_steps=2, max_iters=8,
+RANKS = dict(batch_size=8, gradient_accumulation_steps=2, max_iters=8,
              eval_interval=4, eval_on_start=False, early_stopping_mode="max")
 
 
@@ -648,21 +618,20 @@ def test_another_backbone_takes_one_key(theirs, labels, tmp_path, capsys):
         train(load_config("train/configs/classifier.yaml", changes))
 
 
-def test_texts_longer_than_those_of_training_are_not_cut(trained, tmp_path, capsys):
+def test_texts_longer_than_those_of_training_are_not_cut(trained, tmp_path):
     """The word that decides stands behind a long beginning; each row alone gives the same."""
     rows = [row | dict(text="go lo " * (40 * (i % 3)) + row["text"])
             for i, row in enumerate(make_rows(30, seed=9))]
     report = tmp_path / "report"
     assert evaluate_main(["--ckpt", str(trained / "ckpt.pt"), "--data",
                           write_jsonl(tmp_path / "long.jsonl", rows), "--out", str(report)]) == 0
-    assert "20 of 30 texts are longer than all training texts" in capsys.readouterr().err
     model, tokenizer = load_model(trained / "ckpt.pt")
     first = [json.loads(line) for line in (report / "predictions.jsonl").read_text().splitlines()]
     for i in (0, 1, 2):
         path = write_jsonl(tmp_path / "one.jsonl", rows[i:i + 1])
         arrays = to_arrays(read_labelled_texts([path]), tokenizer, model.spec["classes"], 9999)
         assert arrays["lengths"] == len(rows[i]["text"].encode())
-        scores, _ = predict(model, [arrays[n] for n in ARRAYS], 4, "cpu")
+        scores, _ = predict(model, [arrays[n] for n in ARRAYS], 4)
         assert first[i]["probability"] == pytest.approx(scores.max(), abs=1e-3)
 
 
@@ -675,8 +644,6 @@ def test_a_classifier_can_start_from_another(trained, labels, tmp_path):
 
 
 @pytest.mark.parametrize("changes, message", [
-    (dict(class_weights="1,2"), "2 numbers for 3 classes (animal, plant, tool)"),
-    (dict(class_weights="heavy"), "expected balanced or numbers above 0"),
     (dict(task="label"), "must be one of class, span, joint"),
     (dict(pos="learned", block_size=4), "learned positions (block_size)"),
     (dict(early_stopping_metric="val_f1"), "of this model have no 'val_f1'")])

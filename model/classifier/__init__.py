@@ -9,7 +9,6 @@ data.prepare.labels prepares data.
 Shapes: B batch, T tokens, C channels, K classes.
 """
 
-import contextlib
 from dataclasses import dataclass, fields, replace
 
 import torch
@@ -40,17 +39,7 @@ MUST_MATCH_TO_INIT = ("classes",)  # the head identifies classes by index
 class Keys:
     task: str | None = key(None, "class: label; span: evidence; joint: both (default: the data's)",
                            choices=["class", "span", "joint"], free=True)
-    class_weights: str | None = key(None, "balanced: rows / (classes x rows of the class); or "
-                                    "one number per class, separated by commas; none: 1 each")
     span_weight: float = key(1.0, "joint: weight of the evidence's loss", ge=0)
-
-    def problems(self):
-        with contextlib.suppress(ValueError):
-            if self.class_weights in (None, "balanced") or all(
-                    float(w) > 0 for w in self.class_weights.split(",")):
-                return []
-        return ["class_weights: expected balanced or numbers above 0 such as 1,2.5,1; got "
-                f"{self.class_weights!r}"]
 
 
 # -----------------------------------------------------------------------------
@@ -71,24 +60,9 @@ def open_data(config, ranks):
         raise DataError(f"{c.data_dir}: texts of up to {spec['max_tokens']} tokens, but this model "
                         f"has {c.block_size} learned positions (block_size): prepare the data with "
                         f"--max_tokens {c.block_size}")
-    class_weights(c.class_weights, spec)  # raises DataError
     train, val, test = (open_labels(c.data_dir, split, spec) for split in SPLITS)
     return Data(RowLoader(train, c, ranks), RowLoader(val, c, ranks) if c.eval_interval else None,
                 spec, RowLoader(test, c, ranks) if len(test[0]) else None)
-
-
-def class_weights(text, spec):
-    """Return the weights of the classes, a list of K floats, from the key class_weights."""
-    counts = spec["class_counts"]
-    if text is None:
-        return [1.0] * len(counts)
-    if text == "balanced":  # as in scikit-learn; 0 for a class without training rows
-        return [sum(counts) / (len(counts) * n) if n else 0.0 for n in counts]
-    weights = [float(w) for w in text.split(",")]
-    if len(weights) != len(counts):
-        raise DataError(f"class_weights: {len(weights)} numbers for {len(counts)} classes "
-                        f"({', '.join(spec['classes'])})")
-    return weights
 
 
 # -----------------------------------------------------------------------------
@@ -120,7 +94,7 @@ class Classifier(nn.Module):
     last token of the evidence, and the state of that token selects the first one.
     """
 
-    def __init__(self, shape, spec, weights, seed=1337, span_weight=1.0):
+    def __init__(self, shape, spec, seed=1337, span_weight=1.0):
         """shape: the GPTConfig of the backbone, which is built without an output layer. With
         rotary positions, block_size becomes the length of the longest text."""
         super().__init__()
@@ -135,9 +109,6 @@ class Classifier(nn.Module):
         if spec["task"] != "class":
             self.end = Pointer(shape.n_embd)
             self.start = Pointer(shape.n_embd)
-        # On the CPU also under torch.device("meta"): the values come from the configuration.
-        weights = torch.tensor(weights, dtype=torch.float32, device="cpu")
-        self.register_buffer("weights", weights, persistent=False)
         fill(self, seed)
 
     def initial(self, name, shape, seed):
@@ -186,24 +157,21 @@ class Classifier(nn.Module):
         return torch.stack((self.start_scores(x, end).argmax(1), end), dim=1)
 
     def losses(self, x, scores, ends, labels, spans):
-        # Loss and count of a row are weighted by the class, so that the result is torch's weighted
-        # cross-entropy, sum(w loss) / sum(w), over any number of batches.
         has_span = spans[:, 0] >= 0  # (B,)
         first, last = spans.clamp(min=0).unbind(1)  # (B,) each
-        w, label_loss, span_loss = has_span.float(), 0.0, 0.0
+        losses = {}  # (B,) each
         if self.head is not None:
-            w = self.weights[labels]  # (B,)
-            label_loss = F.cross_entropy(scores, labels, reduction="none")
+            losses["label_loss"] = F.cross_entropy(scores, labels, reduction="none")
         if self.end is not None:
-            span_loss = has_span * (
+            losses["span_loss"] = has_span * (
                 F.cross_entropy(ends, last, reduction="none")
                 + F.cross_entropy(self.start_scores(x, last), first, reduction="none")) / 2
-        count, sums = w.sum(), {}
+        counted = has_span if self.head is None else torch.ones_like(has_span)
+        sums = dict(count=counted.sum())
         if self.spec["task"] == "joint":
-            sums = dict(label_loss=(w * label_loss).sum(), span_loss=(w * span_loss).sum())
-            span_loss = self.span_weight * span_loss
-        loss = (w * (label_loss + span_loss)).sum() / count.clamp(min=1e-9)
-        sums["count"] = count
+            sums |= {name: loss.sum() for name, loss in losses.items()}
+            losses["span_loss"] = self.span_weight * losses["span_loss"]
+        loss = sum(losses.values()).sum() / sums["count"].clamp(min=1)
         if not self.training:
             sums |= self.eval_sums(x, scores, ends, labels, spans)
         return loss, sums
@@ -273,8 +241,7 @@ def states_at(x, positions):
 def build_model(config, data):
     args = {f.name: getattr(config, f.name) for f in fields(GPTConfig)}
     shape = GPTConfig(**args | dict(vocab_size=data.spec["vocab_size"]))
-    model = Classifier(shape, data.spec, class_weights(config.class_weights, data.spec),
-                       config.seed, config.span_weight)
+    model = Classifier(shape, data.spec, config.seed, config.span_weight)
     for block in model.gpt.h:
         block.gradient_checkpointing = config.gradient_checkpointing
     return model

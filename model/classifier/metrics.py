@@ -1,8 +1,5 @@
 """Metrics of a classifier: confusion matrix, AUROC, and overlap of evidence spans."""
 
-import re
-import string
-from collections import Counter
 from typing import Any
 
 import numpy as np
@@ -94,22 +91,3 @@ def span_metrics(sums):
     n = float(sums["spans"])
     return {name: float(sums[key]) / n if n else None
             for name, key in (("exact_match", "exact"), ("token_f1", "overlap"))}
-
-
-def squad_words(text):
-    """Return the words of a text as SQuAD compares them (arXiv:1606.05250): in lower case, without
-    punctuation and articles."""
-    text = "".join(c for c in text.lower() if c not in string.punctuation)
-    return re.sub(r"\b(a|an|the)\b", " ", text).split()
-
-
-def squad_metrics(truths, guesses):
-    """Return SQuAD's {"exact_match", "token_f1"} (from 0 to 1) of lists of texts: equality of the
-    words, and F1 of the words as multisets. Empty for empty lists."""
-    exact, f1 = [], []
-    for a, b in zip(map(squad_words, truths), map(squad_words, guesses), strict=True):
-        shared = (Counter(a) & Counter(b)).total()
-        exact.append(a == b)
-        f1.append(2 * shared / (len(a) + len(b)) if a and b else float(a == b))
-    n = len(exact)
-    return dict(exact_match=sum(exact) / n, token_f1=sum(f1) / n) if n else {}

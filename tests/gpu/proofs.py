@@ -236,7 +236,7 @@ def small_model(name):
                                     gpt.GPT(shape).state_dict()), [(B, T)] * 2
         if name == "classifier":
             spec = dict(task="joint", classes=["a", "b", "c"], max_tokens=T)
-            return classifier.Classifier(shape, spec, [1.0] * 3), [(B, T), (B,), (B,), (B, 2)]
+            return classifier.Classifier(shape, spec), [(B, T), (B,), (B,), (B, 2)]
         if name == "sae":
             spec = dict(d_in=32, mean=[0.0] * 32, scale=1.0)
             return sae.SAEModel(config, spec), [(B, T, 32, float)]
