@@ -340,7 +340,6 @@ def test_a_parameter_of_ones_own_starts_from_its_own_value_or_is_refused(data_di
                                                                    distributed="fsdp")):
         assert "0-dim parameters: h.0.gain, h.1.gain; give them the shape (1,)" in scalar
         assert "does not handle h.*.shift, h.*.gain: add a line" in unknown
-        assert "if name.endswith('.shift'): return torch.ones(shape)" in unknown
         for found in (alone, told):
             assert found.keys() == plain.keys() | {f"h.{i}.{n}" for i in (0, 1)
                                                    for n in ("shift", "gain")}
@@ -785,9 +784,9 @@ def test_a_rank_that_hangs_ends_with_the_stacks_of_all(hangs, place):
 
 @pytest.mark.matrix(109)
 @pytest.mark.parametrize("given, missing", [
-    ("RANK", "LOCAL_RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT"),
-    ("WORLD_SIZE", "RANK, LOCAL_RANK, MASTER_ADDR, MASTER_PORT"),
-    ("RANK LOCAL_RANK WORLD_SIZE", "MASTER_ADDR, MASTER_PORT")])
+    ("RANK", "LOCAL_RANK=, WORLD_SIZE=, MASTER_ADDR=, MASTER_PORT="),
+    ("WORLD_SIZE", "RANK=, LOCAL_RANK=, WORLD_SIZE=1, MASTER_ADDR="),
+    ("RANK LOCAL_RANK WORLD_SIZE", "MASTER_ADDR=, MASTER_PORT=")])
 def test_a_half_set_environment_is_refused(monkeypatch, given, missing):
     from train.base.errors import SetupError
     from train.distributed import ENVIRONMENT, read_environment
@@ -796,7 +795,7 @@ def test_a_half_set_environment_is_refused(monkeypatch, given, missing):
     assert read_environment() is None
     for name in given.split():
         monkeypatch.setenv(name, "1")
-    with pytest.raises(SetupError, match=f"set, {missing} not; start ranks with `torchrun"):
+    with pytest.raises(SetupError, match=f"{missing}.*start ranks with `torchrun"):
         read_environment()
 
 
@@ -829,7 +828,7 @@ def test_one_gpu_for_several_ranks_is_refused(monkeypatch):
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     with pytest.raises(SetupError, match="cuda:1 is one GPU for 2 ranks"):
         get_device("cuda:1", 0, 2)
-    with pytest.raises(SetupError, match="8 GPUs are needed on this machine, it has 2"):
+    with pytest.raises(SetupError, match="8 GPUs are needed on this machine, torch .* sees 2"):
         get_device("cuda", 0, 8)
 
 

@@ -90,7 +90,7 @@ def test_data_that_cannot_be_reached_are_named(tmp_path, data_dir, undisturbed, 
 def test_a_device_that_is_not_there_is_refused(tmp_path, data_dir, device):
     """device: cuda where there is none -> exit 2, one line that says so and names --device cpu"""
     code, text = run_program(data_dir, tmp_path / "out", device=device)
-    assert code == 2 and "sees no CUDA GPU" in text
+    assert code == 2 and "GPUs are needed on this machine, torch" in text
     assert "--device cpu" in text and len(text.splitlines()) == 1
 
 
@@ -100,7 +100,7 @@ def test_where_there_is_no_bfloat16_that_is_said(tmp_path, data_dir, monkeypatch
     asked for is done, and called slow"""
     monkeypatch.setattr("train.device.has_native_bfloat16", lambda device: False)
     go(data_dir, tmp_path / "a", dtype="auto", max_iters=1)
-    assert "Precision: float32 (this CPU has no bfloat16 arithmetic)" in capsys.readouterr().out
+    assert "Precision: float32 (no native bfloat16 on this device)" in capsys.readouterr().out
     go(data_dir, tmp_path / "b", dtype="bfloat16", max_iters=1)
     assert "Precision: bfloat16 (configured; emulated and slow" in capsys.readouterr().out
 

@@ -184,7 +184,6 @@ def test_ranks_leave_when_torchrun_is_killed(data_dir, tmp_path):
     for pid in left:
         os.kill(pid, signal.SIGKILL)
     assert not left
-    assert "has died: exiting" in p.stdout.read()
 
 
 # -----------------------------------------------------------------------------

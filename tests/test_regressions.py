@@ -390,15 +390,16 @@ def stub_gpu(monkeypatch, major, name="NVIDIA Stub"):
 
 
 @pytest.mark.parametrize("major, dtype, words", [
-    (7, torch.float16, "TF32 False, bf16 False"), (9, torch.bfloat16, "TF32 True, bf16 True")])
+    (7, torch.float16, "bf16 False, tf32 False"), (9, torch.bfloat16, "bf16 True, tf32 True")])
 def test_the_device_says_what_it_can(monkeypatch, major, dtype, words):
     stub_gpu(monkeypatch, major)
     device = distributed.get_device("auto")
     assert device == torch.device("cuda", 0)
     told = devices.describe_device(device)
-    assert f"NVIDIA Stub, 24 GiB, capability {major}.0, {words}, CUDA 13.0" in told
+    assert told == (f"cuda:0, {words}, gpu NVIDIA Stub, memory 24 GiB, capability {major}.0, "
+                    "attention SDPA, cuda 13.0")
     assert devices.choose_dtype("auto", device)[0] == dtype
-    assert devices.device_facts(device) == dict(device="cuda:0", gpu="NVIDIA Stub", cuda="13.0")
+    assert devices.device_facts(device)["gpu"] == "NVIDIA Stub"
     for deterministic in (True, False):
         distributed.set_seed(1, deterministic)
         assert torch.backends.cuda.matmul.allow_tf32 is not deterministic

@@ -24,64 +24,54 @@ def get_device(name: str = "auto", local_rank: int = 0, local_world_size: int = 
                prefer_cuda: bool = True, device_id: int | None = None,
                report: bool = False) -> torch.device:
     """Return the torch.device for `name`. auto: cuda (unless prefer_cuda is false), then mps, then
-    cpu. The index of the GPU is device_id, default: local_rank. report: print the capabilities.
-    Raises SetupError if the device is missing."""
-    device = find_device(name, local_rank if device_id is None else device_id, local_world_size,
-                         prefer_cuda)
+    cpu. The GPU with the index device_id (default: local_rank) becomes torch's current device.
+    report: print the capabilities. Raises SetupError if the device is missing."""
+    if name == "auto" and prefer_cuda and torch.cuda.is_available():
+        name = "cuda"
+    elif name == "auto":
+        name = "mps" if torch.backends.mps.is_available() and local_world_size == 1 else "cpu"
+    if not re.fullmatch(r"cpu|mps|cuda(:\d+)?", name):
+        raise SetupError(f"device: {name!r} is unknown; use auto, cpu, cuda, cuda:N or mps")
+    kind, is_one_gpu, index = name.partition(":")
+    if is_one_gpu and local_world_size > 1:
+        raise SetupError(f"device: {name} is one GPU for {local_world_size} ranks; use "
+                         "--device cuda, and choose the GPUs with CUDA_VISIBLE_DEVICES")
+    index = int(index or (local_rank if device_id is None else device_id))
+    needed = max(local_world_size, index + 1) if kind == "cuda" else 1
+    available = dict(cpu=1, mps=int(torch.backends.mps.is_available()),
+                     cuda=torch.cuda.device_count())[kind]
+    if needed > available:
+        raise SetupError(f"device: {kind}: {needed} GPUs are needed on this machine, torch "
+                         f"{torch.__version__} sees {available}; see nvidia-smi, the torch build, "
+                         "--nproc_per_node and CUDA_VISIBLE_DEVICES, or use --device cpu")
+    device = torch.device(kind)
+    if kind == "cuda":
+        # Before the first allocation: expandable segments reduce fragmentation.
+        if sys.platform == "linux" and "PYTORCH_CUDA_ALLOC_CONF" not in os.environ:
+            os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")
+        torch.cuda.set_device(index)
+        device = torch.device(kind, index)
     if report:
         echo(f"Device: {describe_device(device)}")
     return device
 
 
-def find_device(name, local_rank, local_world_size, prefer_cuda=True):
-    """Return the device as described in get_device; a GPU becomes torch's current device."""
-    if name == "auto":
-        mps = torch.backends.mps.is_available() and local_world_size == 1
-        cuda = prefer_cuda and torch.cuda.is_available()
-        name = "cuda" if cuda else "mps" if mps else "cpu"
-    if not re.fullmatch(r"cpu|mps|cuda(:\d+)?", name):
-        raise SetupError(f"device: {name!r} is unknown; use auto, cpu, cuda, cuda:N or mps")
-    if name == "mps" and not torch.backends.mps.is_available():
-        raise SetupError("device: mps is not available on this machine; use --device cpu")
-    if not name.startswith("cuda"):
-        return torch.device(name)
-    # Before the first allocation: expandable segments reduce fragmentation.
-    if sys.platform == "linux" and "PYTORCH_CUDA_ALLOC_CONF" not in os.environ:
-        os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")
-    if not torch.cuda.is_available():
-        raise SetupError(f"device: torch {torch.__version__} sees no CUDA GPU; see nvidia-smi, "
-                         "check the torch build, or use --device cpu")
-    if ":" in name and local_world_size > 1:
-        raise SetupError(f"device: {name} is one GPU for {local_world_size} ranks; use "
-                         "--device cuda, and choose the GPUs with CUDA_VISIBLE_DEVICES")
-    index = int(name.partition(":")[2] or local_rank)
-    needed = max(local_world_size, index + 1)
-    available = torch.cuda.device_count()
-    if needed > available:
-        raise SetupError(f"device: {needed} GPUs are needed on this machine, it has {available}; "
-                         "lower --nproc_per_node or set CUDA_VISIBLE_DEVICES")
-    torch.cuda.set_device(index)
-    return torch.device("cuda", index)
+def device_facts(device):
+    """Return {name: value} of a device, for the log, training_args.json and trackers."""
+    facts = dict(device=str(device), bf16=has_native_bfloat16(device))
+    if device.type != "cuda":
+        return facts | dict(threads=torch.get_num_threads())
+    p = torch.cuda.get_device_properties(device)
+    attention = getattr(torch.nn.attention, "current_flash_attention_impl", lambda: None)()
+    return facts | dict(tf32=p.major >= 8, gpu=p.name, memory=f"{p.total_memory / 2**30:.0f} GiB",
+                        capability=f"{p.major}.{p.minor}", attention=attention or "SDPA",
+                        cuda=torch.version.cuda)
 
 
 def describe_device(device):
     """Return one line about the device: name, memory, capability, native precisions."""
-    if device.type != "cuda":
-        native = ", native bfloat16" if has_native_bfloat16(device) else ""
-        return f"{device.type}, {torch.get_num_threads()} threads{native}"
-    p = torch.cuda.get_device_properties(device)
-    ampere = p.major >= 8
-    attention = getattr(torch.nn.attention, "current_flash_attention_impl", lambda: None)()
-    return (f"{device} {p.name}, {p.total_memory / 2**30:.0f} GiB, capability {p.major}.{p.minor}, "
-            f"TF32 {ampere}, bf16 {ampere}, {f'attention {attention}, ' if attention else ''}"
-            f"CUDA {torch.version.cuda}")
-
-
-def device_facts(device):
-    """Return the device, GPU and CUDA version as a dict, for training_args.json and trackers."""
-    if device.type != "cuda":
-        return dict(device=str(device))
-    return dict(device=str(device), gpu=torch.cuda.get_device_name(device), cuda=torch.version.cuda)
+    facts = device_facts(device)
+    return ", ".join([facts.pop("device"), *(f"{name} {value}" for name, value in facts.items())])
 
 
 def has_native_bfloat16(device):
@@ -113,18 +103,13 @@ def use_flash_attention_3(config, device):
 def choose_dtype(name, device):
     """Return (torch.dtype of matrix products, description with the reason) for the key dtype."""
     native = has_native_bfloat16(device)
-    reason = "configured"
     if name == "auto":
-        if native:
-            name, reason = "bfloat16", "native on this device"
-        elif device.type == "cuda":
-            name, reason = "float16", "no native bfloat16 before capability 8.0; with a loss scale"
-        else:
-            name, reason = "float32", "this CPU has no bfloat16 arithmetic"
-    elif name == "bfloat16" and not native:
-        reason = "configured; emulated and slow on this device: --dtype auto would not choose it"
-    elif name == "float16" and device.type == "cpu":
-        reason = "configured; slow on a CPU"
+        name = "bfloat16" if native else "float16" if device.type == "cuda" else "float32"
+        reason = f"{'' if native else 'no '}native bfloat16 on this device"
+    elif name == "bfloat16" and not native or name == "float16" and device.type == "cpu":
+        reason = "configured; emulated and slow on this device"
+    else:
+        reason = "configured"
     return getattr(torch, name), f"{name} ({reason})"
 
 

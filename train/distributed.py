@@ -4,11 +4,12 @@
 """
 
 import contextlib
+import ctypes
 import os
 import pickle
 import random
 import re
-import threading
+import signal
 import time
 import uuid
 from dataclasses import dataclass
@@ -48,9 +49,7 @@ def set_seed(seed: int, deterministic: bool = False,
     os.environ["PYTHONHASHSEED"] = str(seed % 2**32)  # for child processes
     random.seed(seed)
     np.random.seed(seed % 2**32)
-    # torch.manual_seed formats a traceback for each missing accelerator: 8 ms.
-    (torch.manual_seed if torch.accelerator.is_available() else
-     torch.default_generator.manual_seed)(seed % 2**63)
+    torch.manual_seed(seed % 2**63)
     if deterministic:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # before the first CUDA call
         torch.utils.deterministic.fill_uninitialized_memory = False  # slow, and not needed
@@ -104,22 +103,16 @@ def process_group(config):
 def read_environment():
     """Return (RANK, LOCAL_RANK, WORLD_SIZE, LOCAL_WORLD_SIZE) as torchrun sets them, or `None`
     without torchrun. SetupError if only some are set: the ranks would train independently."""
-    env = {k: os.environ.get(k) for k in ENVIRONMENT}
-    missing = [k for k, v in env.items() if not v]
-    if set(ENVIRONMENT[:3]) <= set(missing):
+    env = {name: os.environ.get(name, "") for name in ENVIRONMENT}
+    if not any(env[name] for name in ENVIRONMENT[:3]):
         return None
-    text = ", ".join(f"{k}={v}" for k, v in env.items() if v)
-    advice = "start ranks with `torchrun --nproc_per_node=N run_train.py ...`, or unset these"
-    if missing:
-        raise SetupError(f"environment: {text} set, {', '.join(missing)} not; {advice}")
-    try:
-        rank, local_rank, world_size = (int(env[k]) for k in ENVIRONMENT[:3])
-        local_world_size = int(os.environ.get("LOCAL_WORLD_SIZE") or world_size)
-        if 0 <= rank < world_size:
-            return rank, local_rank, world_size, local_world_size
-    except ValueError:
-        pass
-    raise SetupError(f"environment: expected integers, RANK below WORLD_SIZE, got {text}; {advice}")
+    numbers = [int(env[name]) for name in ENVIRONMENT[:3] if env[name].isdigit()]
+    if not all(env.values()) or len(numbers) < 3 or numbers[0] >= numbers[2]:
+        text = ", ".join(f"{name}={value}" for name, value in env.items())
+        raise SetupError(f"environment: expected all of these, with RANK below WORLD_SIZE: {text}; "
+                         "start ranks with `torchrun --nproc_per_node=N run_train.py ...`, or "
+                         "unset them")
+    return *numbers, int(os.environ.get("LOCAL_WORLD_SIZE") or numbers[2])
 
 
 def create_store(rank, world_size, timeout):
@@ -162,19 +155,12 @@ def close_process_group(control):
     dist.destroy_process_group()
 
 
-def exit_with_parent(interval=2.0):
-    """Start a thread that exits this process when torchrun dies: after kill -9 of torchrun the
-    ranks would continue as orphans."""
-    parent = os.getppid()
-
-    def watch():
-        while os.getppid() == parent:
-            time.sleep(interval)
-        with contextlib.suppress(OSError):  # stderr may be closed
-            os.write(2, f"[rank {os.environ['RANK']}] torchrun (pid {parent}) has died: exiting\n"
-                     .encode())
-        os._exit(1)
-    threading.Thread(target=watch, daemon=True).start()
+def exit_with_parent():
+    """Have Linux kill this process when torchrun dies: after kill -9 of torchrun the ranks would
+    continue as orphans."""
+    PR_SET_PDEATHSIG = 1
+    with contextlib.suppress(OSError, AttributeError, TypeError):  # other systems
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
 # -----------------------------------------------------------------------------
@@ -247,9 +233,8 @@ def shard(model, ranks, dtype, seed, initial):
                          "shape (1,), or use --distributed ddp")
     tensors = model.state_dict()
     if tables := [name for name, b in model.named_buffers() if b.is_meta and name not in tensors]:
-        raise SetupError(f"under FSDP, models are built on the meta device, where the buffers "
-                         f"{', '.join(tables)} have no values: create them with device=\"cpu\", "
-                         "register them with persistent=True, or use --distributed ddp")
+        raise SetupError(f"under FSDP, the buffers {', '.join(tables)} have no values: create them "
+                         'with device="cpu", or use --distributed ddp')
     mesh = init_device_mesh(ranks.device.type, (ranks.world_size,))
     param_dtype = dtype if dtype == torch.bfloat16 else None
     policy = MixedPrecisionPolicy(param_dtype, torch.float32, cast_forward_inputs=False)
@@ -268,14 +253,10 @@ def shard(model, ranks, dtype, seed, initial):
         else:
             assign(tensors[name], value)
     if unknown:
-        patterns = list(dict.fromkeys(re.sub(r"\.\d+\.", ".*.", name) for name in unknown))
-        is_matrix = tensors[unknown[0]].dim() > 1
-        value = "normal(name, shape, 0.02, seed)" if is_matrix else "torch.ones(shape)"
-        raise SetupError(
-            f"under FSDP, parameters are initialised by {type(model).__name__}.initial(name, "
-            f"shape, seed), which does not handle {', '.join(patterns)}: add a line for each, e.g."
-            f"\n    if name.endswith({patterns[0].rpartition('*')[2]!r}): "
-            f"return {value}  # its usual initial value\nor use --distributed ddp")
+        patterns = dict.fromkeys(re.sub(r"\.\d+\.", ".*.", name) for name in unknown)
+        raise SetupError(f"under FSDP, {type(model).__name__}.initial(name, shape, seed) returns "
+                         f"the initial values; it does not handle {', '.join(patterns)}: add a "
+                         "line for each, e.g. `return torch.ones(shape)`, or use --distributed ddp")
     return model
 
 

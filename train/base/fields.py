@@ -42,7 +42,7 @@ def fields_by_name(cls):
 
 
 def describe(field):
-    """Return the help text of a field for argparse: meaning, choices and default."""
+    """Return the help text of a field: meaning, choices and default; a % is doubled."""
     default = field.default
     choices = field.metadata.get("choices")
     text = field.metadata.get("help", "") + (f" ({' | '.join(choices)})" if choices else "")
