@@ -186,7 +186,7 @@ def run_program(*args, timeout=60, **kwargs):
 
 
 # -----------------------------------------------------------------------------
-# runs that a command starts (train.repeat, train.scaling), of model/planted.py
+# runs that a command starts (train.tools.child_runs), of model/planted.py
 
 def register():
     """Make tests/model/planted.py the file model/planted.py of the program in this process."""
@@ -207,7 +207,10 @@ class Child:
     """A run as subprocess.Popen has it, forked."""
 
     def __init__(self, args, env, log):
-        self.fork = Fork(_run_planted, (args,), env=env, stdout=log.name)
+        self.fork = Fork(_run_planted, (args,), env=env, stdout=log)
+
+    def poll(self):
+        return self.fork.wait(0)
 
     def wait(self):
         return self.fork.wait(60)
@@ -217,9 +220,9 @@ class Child:
 
 
 def planted_children(monkeypatch):
-    """Have train.repeat fork its runs, which know model/planted.py; a list of their arguments, as
-    they are started."""
-    from train.tools import repeat
+    """Have train.tools.child_runs fork its runs, which know model/planted.py; a list of their
+    arguments, as they are started."""
+    from train.tools import child_runs
     monkeypatch.setattr(config_file, "REPOSITORY", config_file.REPOSITORY)  # undone at the end
     register()
     started = []
@@ -227,7 +230,8 @@ def planted_children(monkeypatch):
     def start_process(args, env, log):
         started.append(args)
         return Child(args, env, log)
-    monkeypatch.setattr(repeat, "start_process", start_process)
+    monkeypatch.setattr(child_runs, "start_process", start_process)
+    monkeypatch.setattr(child_runs, "POLL_SECONDS", 0.01)
     return started
 
 

@@ -4,7 +4,7 @@ import gc
 import json
 import os
 import re
-import time
+import sys
 import xml.etree.ElementTree as ET
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import fields
@@ -55,7 +55,7 @@ def arguments(tmp_path, data_dir, *args, **changes):
 
 
 def trials(n):
-    return f"--stages=[{{trials: {n}}}]"
+    return f"--trials={n}"
 
 
 # -----------------------------------------------------------------------------
@@ -79,32 +79,29 @@ def test_problems_of_a_space_are_told_all_at_once(search, capsys):
         assert f"space.yaml:{n}: " in lines[n - 1]
 
 
-def test_trials_stand_in_place_of_stages(search, capsys):
-    """--trials N: N of full length; with --stages it is refused."""
+def test_trials_stand_in_place_of_stages(search):
+    """--trials N: N of full length."""
     assert len(search(SPACE + "stages: [{trials: 9}]", "--trials=2")[1]) == 2
     assert search(SPACE, "--trials=0")[0] == 2
-    with pytest.raises(SystemExit):
-        search(SPACE, "--trials=1", "--stages=[{trials: 1}]")
-    assert "not allowed with" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("stages", [
-    "[{trials: 2, max_iter: 5}]", "[{trials: two}]", "5", "[", "[{trials: 2, narrow: 2}]",
+    "[{trials: 2, max_iter: 5}]", "[{trials: two}]", "5", "[{trials: 2, narrow: 2}]",
     "[{max_iters: 5}]", "[]", "{trials: 2}", "[{trials: 2, max_iters: -1}]"])
 def test_problems_of_stages(search, capsys, stages):
-    assert search(SPACE, f"--stages={stages}") == (2, [])
+    assert search(f"{SPACE}stages: {stages}") == (2, [])
     err = capsys.readouterr().err
-    assert "--stages: stages: got" in err and "expected a list such as" in err
+    assert "space.yaml:3: stages: got" in err and "expected a list such as" in err
 
 
 def test_the_example_is_a_space():
-    space, stages = hpo.read_space(REPO / "train/configs/hpo_example.yaml", None, load_config())
+    space, stages = hpo.read_space(REPO / "train/configs/hpo_example.yaml", load_config())
     assert stages[1]["narrow"] == 0.3 and stages[0]["max_iters"] == 200
     assert space["learning_rate"] == optuna.distributions.FloatDistribution(1e-4, 1e-2, log=True)
     assert space["optimizer"].choices == ("adamw", "muon")
     values = hpo.read_dimension("lr_groups", [{}, {"wte": "0.5"}],
                                 {f.name: f for f in fields(load_config())})
-    assert values.choices == ("{}", '{"wte": 0.5}')
+    assert values.choices == ({}, {"wte": 0.5})
 
 
 def test_narrowing_stays_inside_and_around_the_best():
@@ -131,11 +128,11 @@ def test_narrowing_stays_inside_and_around_the_best():
 # the search
 
 def test_optuna_missing_is_one_line_before_any_work(tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(hpo, "optuna", None)
+    monkeypatch.setitem(sys.modules, "optuna", None)
     monkeypatch.chdir(tmp_path)
     assert hpo.main(["--space", "missing.yaml"]) == 2
     assert capsys.readouterr().err == (
-        "train.tools.hpo: needs optuna, 4.9 or newer: pip install -U optuna\n")
+        "train.tools.hpo: the search needs the package optuna: pip install optuna\n")
     assert not list(tmp_path.iterdir())
 
 
@@ -160,7 +157,6 @@ def test_search_finds_narrows_and_retrains(search, tmp_path, capsys):
     assert not list(tmp_path.glob("hpo/*/ckpt*"))
     texts = [e.text for e in ET.parse(tmp_path / "hpo/trials.svg").getroot().iter()]
     assert {"stage 1", "stage 2", "val_loss"} <= set(texts)
-    assert ("pruned" in texts) == any(t["state"] == "pruned" for t in found)
     best = min((t for t in found[4:] if t["state"] == "complete"), key=lambda t: t["value"])
     assert f"Best: stage_2, trial {best['trial']}, val_loss {best['value']:.4f}" in out
     # The last stage had full length: training with the best configuration gives the same number.
@@ -199,10 +195,11 @@ def test_two_workers_share_the_trials(tmp_path, data_dir):
     outs = [w.stdout for w in workers]
     assert [w.returncode for w in workers] == [0, 0], outs
     found = history(tmp_path)
-    assert [t["stage"] for t in found] == [1] * 5 + [2] * 2
-    assert len({json.dumps(t["params"]) for t in found[:5]}) == 5
+    stages = [t["stage"] for t in found]  # each worker may add one
+    assert stages.count(1) in (5, 6) and stages.count(2) in (2, 3)
+    assert len({json.dumps(t["params"]) for t in found}) >= len(found) - 1
     assert sum(len(re.findall(r"^stage_\d, trial \d+: (?:complete|pruned)", out, re.M))
-               for out in outs) == 7
+               for out in outs) == len(found)
     assert all("To train with it: python run_train.py --config" in out for out in outs)
 
 
@@ -218,8 +215,8 @@ def test_hopeless_trials_are_pruned_and_bad_ones_do_not_end_the_search(search, m
         return train(config, on_evaluation=on_evaluation)
     monkeypatch.setattr(hpo, "train", fragile)
     code, found = search("learning_rate: {low: 1e-6, high: 3e-2, log: true}\nn_head: [2, 3]\n",
-                         trials(11), max_iters=8, seed=4)
-    assert code == 0 and len(found) == 11
+                         trials(14), max_iters=8, seed=4)
+    assert code == 0 and len(found) == 14
     refused = [t for t in found if t["error"] and "n_embd (16) must be a multiple" in t["error"]]
     assert refused and {t["params"]["n_head"] for t in refused} == {3}
     assert {t["state"] for t in refused} == {"pruned"}
@@ -263,26 +260,20 @@ def test_an_interrupted_trial_is_done_again(search, monkeypatch):
         None, vars(calls[2]) | dict(out_dir="x"))
 
 
-def test_a_trial_of_a_worker_that_died_is_done_again(search, tmp_path, data_dir, monkeypatch):
+def test_a_trial_of_a_worker_that_died_does_not_count(tmp_path, data_dir, search):
     (tmp_path / "space.yaml").write_text(SPACE)
     output = tmp_path / "output"
+    long = dict(max_iters=30_000, eval_interval=15_000)
     worker = Fork(run_python, (["-m", "train.tools.hpo", *arguments(
-        tmp_path, data_dir, trials(2), max_iters=30_000, eval_interval=15_000)],), stdout=output,
-        stderr=tmp_path / "errors")
+        tmp_path, data_dir, trials(2), **long)],), stdout=output, stderr=tmp_path / "errors")
     soon(lambda: output.exists() and "\n" in output.read_text(), 30)
     assert output.read_text().startswith("stage_1, trial 0: learning_rate 0.01")
-    time.sleep(0.5)
     worker.kill()
-    monkeypatch.setattr(hpo, "GRACE_SECONDS", 1)
-    train = hpo.train
-    monkeypatch.setattr(hpo, "train", lambda config, on_evaluation: train(
-        load_config(None, vars(config) | dict(max_iters=4, eval_interval=2)),
-        on_evaluation=on_evaluation))
-    monkeypatch.setattr(hpo.time, "sleep", lambda seconds, sleep=time.sleep: sleep(0.1))
-    code, found = search(SPACE, trials(2), max_iters=30_000, eval_interval=15_000)
-    assert code == 0 and [t["state"] for t in found] == ["complete"] * 2
-    again = next(t for t in found if t["params"] == dict(learning_rate=0.01, n_layer=1))
-    assert again["trial"] > 0
+    study, = optuna.study.get_all_study_names(f"sqlite:///{tmp_path}/hpo/study.db")
+    study = optuna.load_study(study_name=study, storage=f"sqlite:///{tmp_path}/hpo/study.db")
+    study.set_user_attr("asked", study.user_attrs["asked"] | dict(max_iters=4, eval_interval=2))
+    code, found = search(SPACE, trials(2))
+    assert code == 0 and [t["trial"] for t in found] == [1, 2]
 
 
 def test_maximising_another_number(search, capsys):
@@ -290,12 +281,11 @@ def test_maximising_another_number(search, capsys):
                          early_stopping_mode="max")
     assert code == 0
     assert all(t["value"] == max(v for _, v in t["evaluations"]) for t in found)
-    assert f"val_ppl {max(t['value'] for t in found):.4f}, " in capsys.readouterr().out
+    assert f"val_ppl {max(t['value'] for t in found):.4f}\n" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("args, env, words", [
     (["--eval_interval=0"], {}, "needs evaluations"),
-    (["--max_epochs=1", "--stages=[{trials: 1, max_iters: 2}]"], {}, "max_epochs"),
     ([], {"WORLD_SIZE": "2"}, "without torchrun"),
     (["--data_dir=nowhere"], {}, "nowhere"), (["--early_stopping_metric=val_acc"], {}, "val_acc"),
     (["--space=nowhere.yaml"], {}, "nowhere.yaml: cannot be read"),
@@ -312,6 +302,8 @@ def test_bad_input_ends_with_one_message(tmp_path, data_dir, monkeypatch, capsys
 
 def test_a_length_both_searched_and_staged_is_refused(search, capsys):
     assert search("max_iters: [5, 10]\nstages: [{trials: 3, max_iters: 5}]")[0] == 2
-    assert "both searched and set by stages" in capsys.readouterr().err
+    assert "stages set max_iters, which contradicts max_iters" in capsys.readouterr().err
+    assert search(SPACE + "stages: [{trials: 1, max_iters: 2}]", max_epochs=1)[0] == 2
+    assert "contradicts max_epochs" in capsys.readouterr().err
     assert search("stages: [{trials: 3}]")[0] == 2
     assert "nothing to search; expected lines such as" in capsys.readouterr().err

@@ -1,6 +1,5 @@
 """python -m train.tools.scaling: the law that is fitted, its runs, and what is printed."""
 
-import json
 import re
 import signal
 import sys
@@ -62,7 +61,7 @@ def test_the_interval_is_as_wide_as_what_other_noise_would_predict(monkeypatch):
     monkeypatch.setattr(scaling, "BOOTSTRAP_FITS", 30)
     at, seen = LAW.best(4e13), points(noise=4e-3, seed=0)
     low, high = prediction_interval(fit_law(*seen), *seen, at)
-    others = [fit_law(*points(noise=4e-3, seed=k), LAW).loss(*at) / LAW.loss(*at)
+    others = [fit_law(*points(noise=4e-3, seed=k)).loss(*at) / LAW.loss(*at)
               * np.exp(np.random.default_rng(1000 + k).normal(0.0, 4e-3)) for k in range(1, 31)]
     assert low < LAW.loss(*at) < high
     assert 0.4 < np.log(high / low) / (2 * 1.96 * np.std(np.log(others))) < 1.8
@@ -101,20 +100,17 @@ def test_a_run_costs_its_budget(data_dir):
         a_token = 6 * weights + 12 * depth * width * 32
         assert p.n == a_token / 6 and p.d % (6 * 32) == 0
         assert abs(p.d * a_token - 3e8) <= a_token * 6 * 32 / 2
-        c = load_config(*config_file.take_config([*rest, *p.arguments]))
+        c = load_config(*config_file.take_config(p.arguments))
         assert (c.max_iters * 6 * 32, c.n_layer, c.n_embd) == (p.d, depth, width)
         assert c.eval_interval == c.max_iters and not c.eval_on_start
         assert c.max_epochs is c.lr_decay_iters is None
-        assert p.epochs == pytest.approx(p.d / 20_000, rel=0.01)
 
 
-def test_depths_have_about_ten_tokens_a_weight():
-    def plan(ratio):
-        return scaling.PlannedRun(1e9, round(1000 / ratio), 100.0, int(100 * ratio), 0.1, [])
-    plans = [plan(ratio) for ratio in (200, 159, 40, 20, 8, 2, 1, 0.5)]
-    assert [p.d / p.n for p in scaling.choose_depths(plans)] == [40, 20, 8, 2]
-    assert [p.d / p.n for p in scaling.choose_depths(plans[5:])] == [2, 1]
-    assert [p.d / p.n for p in scaling.choose_depths(plans[:2])] == [159]
+def test_depths_have_a_usual_number_of_tokens_a_weight():
+    def plan(budget, depth):
+        return scaling.SmallRun(budget, depth, 100.0 * depth, int(budget / 600 / depth), [])
+    assert [r.depth for r in scaling.choose_runs(plan, 6e6, [])] == [2, 3, 4, 5, 6]
+    assert [r.depth for r in scaling.choose_runs(plan, 6e6, [30, 1])] == [1, 30]
 
 
 @pytest.fixture
@@ -146,11 +142,10 @@ def test_three_budgets_predict_a_run_of_four_times_the_largest(go, tmp_path, cap
     rows = [line.split() for line in text.splitlines() if re.match(r" *(500|1000|2000) +\d", line)]
     assert [r[:3] for r in rows] == [[b, str(k), str(2 * k * (k + 1))] for b in (
         "500", "1000", "2000") for k in (1, 2)]
-    for budget, _, n, d, ratio, _, loss, fitted in rows:
+    for budget, _, n, d, ratio, loss in rows:
         n, d = int(n), int(d.replace(",", ""))
         assert abs(6 * n * d - float(budget)) <= 6 * n * 2 and float(ratio) == round(d / n, 1)
         assert float(loss) == pytest.approx(law.loss(n, d), abs=1e-4)
-        assert float(fitted) == pytest.approx(float(loss), rel=1e-3)
     n, expected, low, high = map(float, re.search(
         r"8000 FLOPs, depth \d, (\d+) weights.* expected ([\d.]+), 95% from ([\d.]+) to ([\d.]+)",
         text).groups())
@@ -176,7 +171,7 @@ def test_a_run_that_is_killed_is_a_row_and_no_point(go, capsys):
     fit, and tried again by the same command"""
     assert go(*RUNS, "--fatal_depth=2") == 0
     text = capsys.readouterr().out
-    assert text.count(" crash ") == 3 and "from 6 runs" in text
+    assert text.count(" crash\n") == 3 and "from 6 runs" in text
     assert go("--budgets", "500,1000", "--depth", "1,2", "--fatal_depth=2") == 2
     said = capsys.readouterr()
     assert len(go.started) == 9 + 2
@@ -188,28 +183,28 @@ def test_a_stop_keeps_what_is_done_and_the_same_command_goes_on(go, tmp_path, ca
     """SIGTERM while models of a law are trained -> exit 143; the same command takes the runs that
     are done, resumes the one that was stopped, and trains the rest"""
     long = ["--budgets", "500,30000", "--depth", "1,2,3", "--save_interval=5"]
-    folder = tmp_path / "scaling/30000_depth_1/seed_1"
+    pattern = "scaling/30000_depth_1_*/"
 
     def interrupt():
-        while not (folder / "ckpt.pt").exists():
+        while not list(tmp_path.glob(f"{pattern}ckpt.pt")):
             time.sleep(0.01)
         signal.pthread_kill(threading.main_thread().ident, signal.SIGTERM)
     threading.Thread(target=interrupt).start()
     assert go(*long) == 128 + signal.SIGTERM
     assert "the same command resumes" in capsys.readouterr().err and len(go.started) == 4
+    folder, = tmp_path.glob(pattern)
     assert not (folder / "result.json").exists()
     assert go(*long) == 0
     assert capsys.readouterr().out.count("(cached)") == 3 and len(go.started) == 4 + 3
     assert "Resuming from" in (folder / "console.log").read_text()
-    assert json.loads((folder / "result.json").read_text())["tokens"] == 1248
+    assert (folder / "result.json").exists()
 
 
 @pytest.mark.parametrize("args, message", [
-    ([], "two --budgets or more"), (["--budgets=1e3"], "two --budgets or more"),
+    (["--budgets=1e3"], "two --budgets or more"),
     (["--budgets=1e3,1e3"], "two --budgets"), (["--budgets=-1,5"], "--budgets: must be above 0"),
     (["--budgets=1,nan"], "a finite number, got 'nan'"),
-    ([*RUNS, "--larger=1500"], "--larger above them"),
-    ([*RUNS, "--jobs=0"], "--jobs: must be at least 1"), ([*RUNS, "--width=3"], "even --width"),
+    ([*RUNS, "--jobs=0"], "--jobs: must be at least 1"),
     ([*RUNS, "--depth=0,1"], "--depth: must be at least 1"),
     ([*RUNS, "--max_minutes=1"], "without max_minutes"),
     ([*RUNS, "--lerning_rate=1"], "unknown key")])
@@ -221,8 +216,7 @@ def test_what_cannot_be_is_refused_before_any_work(go, args, message, capsys):
 @pytest.mark.parametrize("text, item", [("1e3,many", "many"), ("1e3;2e3", "1e3;2e3")])
 def test_what_is_no_number_is_refused(go, text, item, capsys):
     assert go("--budgets", text) == 2
-    assert f"--budgets: expected a list in which each item is a finite number, got {item!r}" in (
-        capsys.readouterr().err)
+    assert f"--budgets: expected a finite number, got {item!r}" in capsys.readouterr().err
 
 
 def test_data_that_are_not_there_are_named(tmp_path, capsys):
