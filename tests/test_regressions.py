@@ -89,7 +89,6 @@ def test_a_sample_never_ends_a_run(tmp_path, text_dir, monkeypatch, capsys):
 
 
 def restarted(monkeypatch, times):
-    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "job 7")
     monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", str(times))
 
 
@@ -99,17 +98,6 @@ def test_resume_must_refuses_also_when_restarted(tmp_path, data_dir, monkeypatch
         with pytest.raises(CheckpointError, match="--resume must: there is no ckpt.pt"):
             go(data_dir, tmp_path, resume="must")
     assert not (tmp_path / "metrics.jsonl").exists()
-
-
-def test_a_job_without_a_name_is_known_by_its_parent(tmp_path, data_dir, monkeypatch):
-    """torchrun calls every job "none" that has no --rdzv-id: another one's folder is no restart."""
-    go(data_dir, tmp_path, max_iters=3)
-    (tmp_path / ".job").write_text("none")
-    restarted(monkeypatch, 1)
-    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "none")
-    assert go(data_dir, tmp_path, resume="never", max_iters=2)["iter_num"] == 2
-    assert (tmp_path / "old_1").exists()
-    assert (tmp_path / ".job").read_text() == f"none {os.getppid()}"
 
 
 def test_what_may_change_when_a_run_goes_on(tmp_path, data_dir):
@@ -125,18 +113,6 @@ def test_what_was_typed_stays_so_in_a_changed_configuration():
     assert config.is_explicit("n_layer") and not config.is_explicit("n_head")
     changed = config.replace(seed=7, n_head=4)
     assert changed.is_explicit("n_layer") and not changed.is_explicit("n_head")
-
-
-def test_resume_never_killed_during_start_up_spares_the_old_run(tmp_path, data_dir, monkeypatch):
-    """The first attempt of the job dies before it has looked into the folder."""
-    go(data_dir, tmp_path, max_iters=3)
-    old = (tmp_path / "ckpt.pt").read_bytes()
-    restarted(monkeypatch, 1)
-    assert go(data_dir, tmp_path, resume="never", max_iters=2)["iter_num"] == 2
-    assert (tmp_path / "old_1" / "ckpt.pt").read_bytes() == old
-    restarted(monkeypatch, 2)  # and from here on the job is its own past
-    assert go(data_dir, tmp_path, resume="never", max_iters=4)["iter_num"] == 4
-    assert not (tmp_path / "old_2").exists()
 
 
 def test_repeating_a_config_yaml_moves_nothing_aside_and_switches_no_check_off(tmp_path, data_dir):
@@ -459,22 +435,6 @@ def test_model_safetensors_is_a_model(tmp_path, data_dir, own, capsys):
     weights = load_checkpoint(tmp_path / "b" / "ckpt.pt")["model"]
     for name, tensor in load_checkpoint(tmp_path / "a" / "ckpt.pt")["model"].items():
         assert torch.equal(weights[name], tensor), name
-
-
-def test_a_checkpoint_shows_what_it_holds(tmp_path, data_dir, capsys):
-    """The state as comments, and YAML that repeats the run."""
-    go(data_dir, tmp_path / "a", max_iters=3)
-    capsys.readouterr()
-    assert checkpoint.main([str(tmp_path / "a/ckpt.pt")]) == 0
-    text = capsys.readouterr().out
-    state = load_checkpoint(tmp_path / "a/ckpt.pt")
-    assert "# iter_num: 3" in text and f"# best_val_loss: {state['best_val_loss']}" in text
-    assert f"{sum(t.numel() for t in state['model'].values()):,} parameters" in text
-    (tmp_path / "c.yaml").write_text(text)
-    config = load_config(tmp_path / "c.yaml", dict(out_dir=str(tmp_path / "b")))
-    train(config)
-    assert_same_file(tmp_path / "a/ckpt.pt", tmp_path / "b/ckpt.pt")
-    assert checkpoint.main([str(tmp_path / "c.yaml")]) == 2
 
 
 @pytest.mark.parametrize("keep_last, kept", [(0, [4, 8, 11, 15]), (2, [11, 15])])

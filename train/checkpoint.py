@@ -7,34 +7,26 @@ tensors on the meta device (shape and dtype without values), and then one tensor
 The file format is in train/base/checkpoint_file.py, saving in train/base/run_folder.py.
 """
 
-import contextlib
 import math
 import os
-import pathlib
-import sys
 from dataclasses import asdict, dataclass, field, fields, is_dataclass
 
 import torch
 import torch.distributed as dist
-import yaml
 
 from train.base import checkpoint_file as file_format
 from train.base.checkpoint_file import load_checkpoint, map_tensors, named_tensors
 from train.base.checkpoint_file import save_checkpoint as save_checkpoint  # a public name
-from train.base.cli import run_command
 from train.base.errors import BadNumbers, CheckpointError
-from train.base.fields import fields_by_name, key
-from train.base.files import write_text
+from train.base.fields import fields_by_name
 from train.base.run_folder import find_newest_checkpoint, move_aside
-from train.config import FIELDS, START_KEYS, find_differences, format_value, input_files
+from train.config import FIELDS, find_differences, input_files
 from train.distributed import assign, broadcast_from_rank0, full, is_sharded, local, max_over_ranks
 from train.optimizer import create_state
 
-MAX_SHOWN_CHARS = 200
-
-# Keys that a checkpoint needs to be resumed, with the type of each.
-REQUIRED_KEYS = dict(optimizer=dict, iter_num=int, config=dict, progress=dict, scaler=dict,
-                     plateau=dict, early_stopping=dict, spikes=list, data=object)
+# Keys that a checkpoint needs to be resumed, with the type of each; `state` is the optimizer's.
+REQUIRED_KEYS = dict(optimizer=dict, state=dict, iter_num=int, config=dict, progress=dict,
+                     scaler=dict, plateau=dict, early_stopping=dict, spikes=list, data=object)
 
 
 # -----------------------------------------------------------------------------
@@ -78,59 +70,44 @@ def find_start(folder, config, ranks, log):
             kind = "init_from"
             path = config.init_from
             state = weights_module().read_weights(path)
+        if state is None and config.eval_only:
+            raise CheckpointError(f"--eval_only: no ckpt.pt in {config.out_dir}, and no "
+                                  "--init_from: nothing to evaluate")
         if state is None:
-            if config.eval_only:
-                raise CheckpointError(f"--eval_only: there is no ckpt.pt in {config.out_dir}, and "
-                                      "no --init_from: nothing to evaluate")
             return Start()
-        if kind == "resume" and (state.get("config") or {}).get("family"):  # an earlier version
-            state["config"] = weights_module().upgrade_args(state["config"])
+        old = state.get("config") or {}
+        if kind == "resume" and old.get("family"):  # an earlier version
+            state["config"] = weights_module().upgrade_args(old)
         shape = {}
         if config.init_from != "scratch":  # resumed, it inherits what it did when it started
             shape = weights_module().take_shape(config, state, path)
         if kind == "resume" and config.max_minutes:
-            shape |= measured_length(config, state.get("config") or {})
-        if kind == "init_from":
-            known = fields_by_name(config)
-            for name, value in shape.items():
-                if (old := getattr(config, name)) != known[name].default:
-                    log(f"{name}: {value} from {path} (overrides {old})")
+            shape |= measured_length(config, old)
+        for name, value in shape.items() if kind == "init_from" else ():
+            if (given := getattr(config, name)) != fields_by_name(config)[name].default:
+                log(f"{name}: {value} from {path} (overrides {given})")
         return Start(kind, path, state, shape)
     return broadcast_from_rank0(find, ranks)
 
 
 def find_checkpoint(config, log):
     """Return (state, path) of the checkpoint that --resume (auto, never, must or a file) selects,
-    on rank 0; (`None`, `None`): start from scratch. Raises CheckpointError.
-
-    torchrun restarts a failed job with the same command line. Such a restart always resumes:
-    `never`, `must` and a file refer to the state before the job, which .job in the folder names.
-    """
+    on rank 0; (`None`, `None`): start from scratch. Raises CheckpointError."""
     folder = config.out_dir
-    job = os.environ.get("TORCHELASTIC_RUN_ID") and (
-        f"{os.environ['TORCHELASTIC_RUN_ID']} {os.getppid()}")
-    mark = pathlib.Path(folder, ".job")
-    restarted = False
-    with contextlib.suppress(OSError):
-        restarted = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0" and (
-            mark.read_text() == job)
-    state = None
-    path = None
+    # torchrun restarts a failed job with the same command line: it continues what it has begun.
+    restarted = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0"
     if config.resume in ("auto", "must") or restarted:
         state, path = find_newest_checkpoint(folder, log)
-    elif config.resume_file:
-        path = config.resume
-        state = load_checkpoint(path)
-    elif not config.eval_only:  # never
+        if state is None and config.resume == "must":
+            raise CheckpointError(f"--resume must: there is no ckpt.pt in {folder}")
+        return state, path
+    if config.resume_file:
+        return load_checkpoint(config.resume), config.resume
+    if not config.eval_only:  # never
         check_not_moved(config)
         if moved := move_aside(folder):
             log(f"--resume never: moved the files in {folder} to {moved}")
-    if state is None and config.resume == "must":
-        raise CheckpointError(f"--resume must: there is no ckpt.pt in {folder}")
-    if job:
-        with contextlib.suppress(OSError):  # a read-only folder: eval_only
-            write_text(mark, job)
-    return state, path
+    return None, None
 
 
 def check_not_moved(config):
@@ -147,8 +124,7 @@ def measured_length(config, old):
     if old.get("max_minutes") != config.max_minutes:
         raise CheckpointError(
             f"max_minutes {config.max_minutes:g}: this run already has a length of "
-            f"{old.get('max_iters')} steps; to make it longer, remove max_minutes and set "
-            "--max_iters")
+            f"{old.get('max_iters')} steps; to change it, remove max_minutes and set --max_iters")
     return {name: old.get(name) for name in ("max_iters", "max_epochs", "lr_decay_iters")}
 
 
@@ -205,25 +181,25 @@ def check_fits(start, config, data, model, ranks):
 
     def check():
         state = start.state
-        missing = [k for k, kind in REQUIRED_KEYS.items() if not isinstance(state.get(k), kind)]
-        if missing or not isinstance(state["optimizer"].get("state"), dict):
+        content = (state.get("optimizer") or {}) | state
+        missing = [k for k, kind in REQUIRED_KEYS.items() if not isinstance(content.get(k), kind)]
+        if missing:
             raise CheckpointError(
-                f"{start.path} has weights but not the rest of a run "
-                f"({', '.join(missing) or 'optimizer'}); to start from its weights: "
-                f"--init_from {start.path} and another --out_dir")
-        changes = find_changes(state, config, data)
-        if refused := changes.keys() - (changes if "all" in config.allow_change
-                                        else config.allow_change):
-            names = [name for name in changes if name in refused]
+                f"{start.path} has weights but not the rest of a run (no {', '.join(missing)}); to "
+                f"start from its weights: --init_from {start.path} and another --out_dir")
+        allowed = config.allow_change
+        changes = {name: f"{name}: checkpoint has {old!r:.200}, now {new!r:.200}"
+                   for name, (old, new) in find_changes(state, config, data).items()
+                   if not {name, "all"} & {*allowed}}
+        if changes:
             # --allow_change does not change shapes.
             allow = "" if file_format.mismatches(state["model"], expected) else (
-                f"continue regardless with --allow_change {','.join(names)}, ")
+                f"continue regardless with --allow_change {','.join(changes)}, ")
             raise CheckpointError(
                 f"{start.path} was trained with a different configuration:\n"
-                + file_format.bullets([f"{name}: checkpoint has {changes[name][0]!r:.200}, now "
-                           f"{changes[name][1]!r:.200}" for name in names])
-                + f"\nundo the changes, {allow}start from scratch with --resume never (existing "
-                "files are renamed, not deleted), or choose another --out_dir")
+                f"{file_format.bullets([*changes.values()])}\nundo the changes, {allow}start from "
+                "scratch with --resume never (existing files are renamed, not deleted), or choose "
+                "another --out_dir")
         file_format.check_match(state["model"], expected, start.path)
     broadcast_from_rank0(check, ranks)
 
@@ -333,12 +309,12 @@ def check_finite(model, optimizer, iter_num, path, ranks):
 
 def check_plain(value, name):
     """Raise CheckpointError unless `value` consists of plain Python types, which ckpt.pt needs."""
-    plain = int, float, bool, str, bytes, type(None)
+    plain = int, float, bool, str, bytes, type(None), dict, list, tuple
     for path, part in file_format.walk(value):
-        if not isinstance(part, (dict, list, tuple)) and type(part) not in plain:
-            place = name + "".join(f"[{k!r}]" for k in path)
-            raise CheckpointError(f"{place} is a {type(part).__name__}; it is saved in ckpt.pt: "
-                                  "expected plain Python types (int, float, str, list, dict, ...)")
+        if type(part) not in plain:
+            raise CheckpointError(
+                f"{name}{''.join(f'[{k!r}]' for k in path)} is a {type(part).__name__}; it is in "
+                "ckpt.pt: expected plain Python types (int, float, str, list, dict, ...)")
 
 
 # -----------------------------------------------------------------------------
@@ -426,47 +402,17 @@ def broadcast_tensor(tensor, outline, ranks):
 
 
 def check_on_first_steps(optimizer):
-    """Check, after two steps of an optimizer, that no attribute has changed: a checkpoint has only
-    optimizer.state. CheckpointError otherwise."""
+    """Check, after two steps of an optimizer, that no public attribute has changed: a checkpoint
+    has only optimizer.state. CheckpointError otherwise."""
     attributes = []
 
     def check(*_):
-        attributes.append({k: repr(v) for k, v in vars(optimizer).items()
+        attributes.append({(k, repr(v)) for k, v in vars(optimizer).items()
                            if not k.startswith("_") and k not in ("state", "param_groups")})
         if len(attributes) == 2:
             handle.remove()
-            changed = [k for k, text in attributes[1].items() if attributes[0].get(k) != text]
-            if changed:
+            if changed := sorted(name for name, _ in attributes[1] - attributes[0]):
                 raise CheckpointError(
-                    f"optimizer {type(optimizer).__name__}: attribute {', '.join(changed)} could "
-                    "not be resumed from a checkpoint, which has optimizer.state: keep it there")
+                    f"optimizer {type(optimizer).__name__}: a checkpoint does not have the "
+                    f"attribute {', '.join(changed)}, which changes: keep it in optimizer.state")
     handle = optimizer.register_step_post_hook(check)
-
-
-# -----------------------------------------------------------------------------
-# python -m train.checkpoint FILE
-
-@dataclass
-class ShowOptions:
-    """Print a checkpoint without tensors: the state as comments, then the configuration as YAML
-    for run_train.py --config."""
-    ckpt: str = key("", "e.g. out/ckpt_0001000.pt", positional=True, metavar="FILE")
-
-
-def show(options):
-    """Print what the checkpoint `options.ckpt` contains, without tensors."""
-    state = load_checkpoint(options.ckpt)
-    sizes = [t.numel() for _, t in named_tensors(state["model"])]
-    print(f"# {options.ckpt}: {len(sizes)} tensors, {sum(sizes):,} parameters and buffers")
-    for name in sorted(state.keys() - {"model", "optimizer", "config"}):
-        print(f"# {name}: {format_value(state[name])}"[:MAX_SHOWN_CHARS])
-    config = {k: v for k, v in (state.get("config") or {}).items() if k not in START_KEYS}
-    print(yaml.safe_dump(config, sort_keys=False), end="")
-
-
-def main(argv=None):
-    return run_command(ShowOptions, show, argv)
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -179,39 +179,36 @@ def load_checkpoint(path: str | os.PathLike) -> dict[str, Any]:
         # Without mmap: a later change of the file would change the tensors or crash the process.
         state = with_model_key(torch.load(path, map_location="cpu", weights_only=True))
         check_content(state, os.path.getsize(path))
-    except CheckpointError:
-        raise
+        version = state.get("format_version", 0)
+        if version and not signed:
+            raise ValueError("damaged: the digest is missing (save a modified checkpoint with "
+                             "train.checkpoint.save_checkpoint, not with torch.save)")
+        if not isinstance(version, int) or version > FORMAT_VERSION:
+            raise ValueError(f"format {version} is newer than this program's {FORMAT_VERSION}: "
+                             "update the program")
+        if bad := find_non_finite({k: state[k] for k in ("model", "optimizer") if k in state}):
+            raise ValueError(f"{bad} contains non-finite values")
     except Exception as error:
         raise CheckpointError(f"{path}: {describe_load_error(error)}") from error
-    version = state.get("format_version", 0)
-    if version and not signed:
-        raise CheckpointError(f"{path}: damaged: the digest is missing (save a modified checkpoint "
-                              "with train.checkpoint.save_checkpoint, not with torch.save)")
-    if not isinstance(version, int) or version > FORMAT_VERSION:
-        raise CheckpointError(f"{path}: format {version} is newer than this program's "
-                              f"{FORMAT_VERSION}: update the program")
-    if bad := find_non_finite({k: state[k] for k in ("model", "optimizer") if k in state}):
-        raise CheckpointError(f"{path}: {bad} contains non-finite values")
     return state
 
 
 def verify_digest(path):
     """Return whether the file has a digest; in a foreign file without a digest the CRCs are
-    checked. Raises CheckpointError for a damaged file."""
+    checked. ValueError for a damaged file."""
     size = os.path.getsize(path)
     with open(path, "rb") as f:
         f.seek(max(0, size - TRAILER_BYTES))
         trailer = f.read()
         signed = trailer.startswith(MARK)
         if signed and sha256_of(f, size - TRAILER_BYTES).encode() != trailer[len(MARK):]:
-            raise CheckpointError(f"{path}: damaged: its content does not match its digest")
+            raise ValueError("damaged: its content does not match its digest")
         if zipfile.is_zipfile(f):
             with zipfile.ZipFile(f) as z:
                 if sum(part.file_size for part in z.infolist()) > size:
-                    raise CheckpointError(f"{path}: compressed; torch.save writes uncompressed "
-                                          "files")
+                    raise ValueError("compressed; torch.save writes uncompressed files")
                 if not signed and (bad := z.testzip()):
-                    raise CheckpointError(f"{path}: damaged at {bad}")
+                    raise ValueError(f"damaged at {bad}")
     return signed
 
 
@@ -227,21 +224,18 @@ def sha256_of(file, size):
 
 def with_model_key(state):
     """Return `state` with the weights under "model", also if a foreign trainer used a different
-    key."""
-    if isinstance(state, dict) and "model" not in state:
-        for name in ("model_state_dict", "state_dict"):
-            if isinstance(state.get(name), dict):
-                return {**state, "model": state[name]}
-        if state and all(isinstance(t, torch.Tensor) for t in state.values()):
-            return {"model": dict(state)}
-    return state
+    key, or none."""
+    for name in ("model", "model_state_dict", "state_dict"):
+        if isinstance(state, dict) and isinstance(state.get(name), dict):
+            return {**state, "model": state[name]}
+    return {"model": state}
 
 
 def check_content(state, size):
     """Raise ValueError unless the content of a file of `size` bytes is a checkpoint: plain tensors,
     builtin types in the keys that the program reads, and no more data in memory than in the file.
     A few bytes of pickle can share objects so often that printing them would not terminate."""
-    if not isinstance(state, dict) or not isinstance(state.get("model"), dict):
+    if not isinstance(state["model"], dict):
         raise ValueError("not a checkpoint: expected a dict with the key `model`")
     for name in ("optimizer", *DESCRIPTION):
         if not isinstance(state.get(name) or {}, dict):
@@ -260,20 +254,15 @@ def check_content(state, size):
         if isinstance(part, torch.Tensor):
             if path[0] in plain:
                 raise ValueError(f"its {path[0]!r:.80} contains a tensor")
-            check_dense(part)
+            if (type(part) not in (torch.Tensor, torch.nn.Parameter) or part.is_nested
+                    or part.layout != torch.strided or part.device.type != "cpu"
+                    or part.dtype not in SAFETENSORS_DTYPES.values()):
+                raise ValueError(f"contains a {str(part.dtype).removeprefix('torch.')} tensor on "
+                                 f"{part.device} ({part.layout}); expected plain dense tensors")
             n_bytes += part.nbytes
     # Factor 4: tied weights may be listed under two names. Expanded (stride-0) tensors exceed it.
     if n_bytes > 4 * size:
         raise ValueError("contains expanded (stride-0) tensors; call .clone() before saving")
-
-
-def check_dense(t):
-    """Raise ValueError unless `t` is a plain dense tensor on the CPU, of a usual dtype."""
-    if (type(t) not in (torch.Tensor, torch.nn.Parameter) or t.layout != torch.strided
-            or t.is_nested or t.device.type != "cpu"
-            or t.dtype not in SAFETENSORS_DTYPES.values()):
-        raise ValueError(f"contains a {str(t.dtype).removeprefix('torch.')} tensor on "
-                         f"{t.device} ({t.layout}); expected plain dense tensors")
 
 
 def describe_load_error(error):
@@ -284,11 +273,9 @@ def describe_load_error(error):
         return (f"refused: it would run or build {unsafe[1]}; a checkpoint may contain plain "
                 "tensors only")
     text = str(error).strip().split("\n")[0]
-    if type(error) is ValueError:  # raised by check_content
-        return text
     if "weights only" in text.lower().replace("_", " "):  # torch recommends loading it unsafely
         text = "it contains objects other than plain tensors"
-    return f"cannot be read as a checkpoint ({type(error).__name__}: {text})"
+    return f"cannot be read as a checkpoint: {text or type(error).__name__}"
 
 
 # -----------------------------------------------------------------------------

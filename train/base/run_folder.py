@@ -2,7 +2,6 @@
 
 import contextlib
 import json
-import math
 import os
 import re
 import shutil
@@ -65,8 +64,7 @@ class RunFolder:
         """
         self.wait()
         logger.info(f"Saving checkpoint to {self.file('ckpt.pt')}")
-        if not os.path.isdir(self.path):
-            logger.warn(f"{self.path} was deleted; creating a new folder")
+        if not os.path.isdir(self.path):  # deleted during the run
             self.open()
         links = [self.file("ckpt_best.pt")] if is_best else []
         links += [self.file(f"ckpt_{state['iter_num']:07d}.pt")] if is_numbered else []
@@ -115,20 +113,16 @@ class RunFolder:
         that resumes there would replace these files. An earlier best checkpoint is kept."""
         if self.lock is None:  # not rank 0
             return
-        names = [n for n in ("ckpt.pt", "ckpt_prev.pt", "ckpt_best.pt")
-                 if os.path.exists(self.file(n)) and self.iteration(n) > iter_num]
+        names = []
+        for name in ("ckpt.pt", "ckpt_prev.pt", "ckpt_best.pt"):
+            with contextlib.suppress(CheckpointError):  # missing or damaged
+                if load_checkpoint(self.file(name)).get("iter_num", 0) > iter_num:
+                    names.append(name)
         if names:
             target = move_files(self.path, names)
             with contextlib.suppress(OSError):  # metrics.jsonl is about to lose these steps
                 shutil.copy2(self.file("metrics.jsonl"), target)
             log(f"Moved {', '.join(names)} of later steps to {target}")
-
-    def iteration(self, name):
-        """Return the iter_num of a checkpoint in the folder; infinity if it is unreadable."""
-        try:
-            return load_checkpoint(self.file(name)).get("iter_num", math.inf)
-        except CheckpointError:
-            return math.inf
 
     def wait(self):
         """Wait for the save in progress, if any."""
