@@ -13,7 +13,6 @@ import torch
 from conftest import REPO, TINY
 from processes import python
 from test_gpt import Graphs
-from torch.nn.attention import current_flash_attention_impl, restore_flash_attention_impl
 
 from model.gpt import GPT, GPTConfig
 from train import device as compiling
@@ -22,7 +21,7 @@ from train.base.errors import CollectiveExit
 from train.checkpoint import load_checkpoint
 from train.config import load_config
 from train.dataloader import open_token_data
-from train.device import choose_dtype, use_flash_attention_3
+from train.device import choose_dtype
 from train.distributed import Ranks, get_device
 from train.tools import dry_run
 from train.train import seed_step, train
@@ -106,35 +105,6 @@ def test_memory_of_cuda_grows_in_segments(monkeypatch):
         monkeypatch.setattr(os, "environ", dict(before))
         get_device("cuda")
         assert os.environ == (before or {"PYTORCH_ALLOC_CONF": "expandable_segments:True"})
-
-
-def test_flash_attention_3_is_taken_where_it_is_installed(monkeypatch, tmp_path, capsys):
-    """On a GPU of capability 9, without dropout and where bits may differ."""
-    gpu = types.SimpleNamespace(type="cuda")
-    package = tmp_path / "flash_attn_interface.py"
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
-
-    def taken(**changes):
-        use_flash_attention_3(load_config(None, changes), gpu)
-        return current_flash_attention_impl()
-    capability = 9, 0
-    assert taken() is None  # it is not there
-    monkeypatch.syspath_prepend(tmp_path)
-    package.write_text("raise ImportError('built for another PyTorch')")
-    assert taken() is None
-    assert "FlashAttention-3 is installed, but does not work here: built for" in capsys.readouterr(
-        ).out
-    package.write_text("import torch\nlib = torch.library.Library('flash_attn_3', 'FRAGMENT')\n"
-                       "lib.define('fwd(Tensor q) -> Tensor')\n"
-                       "lib.define('bwd(Tensor q) -> Tensor')\n")
-    assert taken(dropout=0.1) is taken(deterministic=True) is None
-    capability = 10, 0
-    assert taken() is None
-    capability = 9, 0
-    try:
-        assert taken() == "FA3"
-    finally:
-        restore_flash_attention_impl(False)
 
 
 def test_rotation_angles_are_looked_up_not_computed():

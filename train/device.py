@@ -1,7 +1,6 @@
 """The device of a process: selection, precision, peak FLOPs and MFU, threads, torch.compile."""
 
 import contextlib
-import importlib.util
 import math
 import os
 import re
@@ -83,21 +82,6 @@ def has_native_bfloat16(device):
         probes = ("_is_amx_tile_supported", "_is_avx512_bf16_supported", "_is_arm_bf16_supported")
         return any(getattr(torch.cpu, p, bool)() for p in probes)
     return True
-
-
-def use_flash_attention_3(config, device):
-    """Switch PyTorch's attention to FlashAttention-3 (arXiv:2407.08608) if the package is installed
-    and the GPU has capability 9 (H100). It has no dropout, and the backward pass is not
-    deterministic."""
-    switch = getattr(torch.nn.attention, "activate_flash_attention_impl", None)
-    if (switch is None or device.type != "cuda" or config.dropout or config.deterministic
-            or torch.cuda.get_device_capability(device)[0] != 9
-            or importlib.util.find_spec("flash_attn_interface") is None):
-        return
-    try:
-        switch("FA3")
-    except Exception as error:  # e.g. a package built for a different version of PyTorch
-        echo(f"FlashAttention-3 is installed, but does not work here: {error}")
 
 
 def choose_dtype(name, device):

@@ -22,7 +22,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from train.base.errors import CollectiveExit, SetupError
 from train.base.memory import keep_freed_memory
-from train.device import blocks, get_device, set_num_threads, use_flash_attention_3
+from train.device import blocks, get_device, set_num_threads
 
 
 @dataclass
@@ -78,7 +78,6 @@ def process_group(config):
     device = get_device(config.device, local_rank, local_world_size)
     if device.type == "cpu":
         keep_freed_memory()
-    use_flash_attention_3(config, device)
     if env is None:
         yield Ranks(device=device)
         return

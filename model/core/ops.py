@@ -11,7 +11,7 @@ import torch.nn as nn
 import torch.nn.functional as F
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
-from model.core.ops_cpu import GroupedAttention, attend_in_blocks, dropout_bfloat16, has_amx
+from model.core.ops_cpu import attend_in_blocks, dropout_bfloat16, has_amx
 
 IGNORE = -1  # a target that is not counted
 
@@ -263,12 +263,9 @@ def attend(q, k, v, dropout=0.0, mask=None):
     if T == 1 and not dropout:
         return attend_one(q, k, v, mask)
     k, v = k.to(q.dtype), v.to(q.dtype)  # a cache may have a different precision
-    # In bfloat16, kernels let heads share keys: on a GPU, and on a CPU with a backward pass
-    # of model/core/ops_cpu.py. Otherwise the keys are copied.
-    shared = groups > 1 and q.dtype == torch.bfloat16 and T == S and mask is None
-    if shared and q.device.type == "cpu" and not dropout:
-        return GroupedAttention.apply(q, k, v)
-    native = shared and q.is_cuda
+    # On a GPU, kernels for bfloat16 let heads share keys. Otherwise the keys are copied.
+    native = (groups > 1 and q.is_cuda and q.dtype == torch.bfloat16 and T == S
+              and mask is None)
     if groups > 1 and not native:
         k, v = (t.repeat_interleave(groups, dim=1) for t in (k, v))
     if q.device.type == "cpu" and q.dtype == torch.bfloat16 and T == S <= 1024:
