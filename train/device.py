@@ -61,10 +61,8 @@ def device_facts(device):
     if device.type != "cuda":
         return facts | dict(threads=torch.get_num_threads())
     p = torch.cuda.get_device_properties(device)
-    attention = getattr(torch.nn.attention, "current_flash_attention_impl", lambda: None)()
     return facts | dict(tf32=p.major >= 8, gpu=p.name, memory=f"{p.total_memory / 2**30:.0f} GiB",
-                        capability=f"{p.major}.{p.minor}", attention=attention or "SDPA",
-                        cuda=torch.version.cuda)
+                        capability=f"{p.major}.{p.minor}", cuda=torch.version.cuda)
 
 
 def describe_device(device):
