@@ -24,7 +24,6 @@ def show(page):
 
 def main(argv):
     """Run the command line; return the exit code."""
-    started = time.monotonic()  # max_minutes includes the import of torch
     path, overrides = take_config(argv)
     try:
         # Nothing so far has imported torch, so --help is fast.
@@ -58,7 +57,7 @@ def main(argv):
             from train.tools.profiler import profile
             return profile(config)
         from train.train import train
-        return train(config, started=started)
+        return train(config)
     from train.robust import run_reporting_errors  # torch is imported from here on
     return run_reporting_errors(config, job)
 

@@ -306,7 +306,7 @@ assert run_train.main({quick_run(data_folder, "o")}) == 0
 # For each optional part that a file of every run imports: a command that needs it, or why no
 # command does.
 NEEDED_BY = {
-    "train.options.ema": ["--ema=0.9"], "train.options.minutes": ["--max_minutes=1"],
+    "train.options.ema": ["--ema=0.9"],
     "train.options.trackers": ["--tracker=wandb"], "train.options.loss_svg": "only a picture",
     "train.options.mixture": ["--data_dir=d:1,d2:2"],
     "train.tools.dry_run": ["--dry_run"], "train.tools.profiler": ["--profile=2"],

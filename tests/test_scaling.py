@@ -206,7 +206,6 @@ def test_a_stop_keeps_what_is_done_and_the_same_command_goes_on(go, tmp_path, ca
     (["--budgets=1,nan"], "a finite number, got 'nan'"),
     ([*RUNS, "--jobs=0"], "--jobs: must be at least 1"),
     ([*RUNS, "--depth=0,1"], "--depth: must be at least 1"),
-    ([*RUNS, "--max_minutes=1"], "without max_minutes"),
     ([*RUNS, "--lerning_rate=1"], "unknown key")])
 def test_what_cannot_be_is_refused_before_any_work(go, args, message, capsys):
     assert go(*args) == 2 and not go.started

@@ -80,7 +80,7 @@ COUNTS_FROM_1 = {"batch_size", "gradient_accumulation_steps", "eval_iters", "log
 FROM_0 = {"min_lr", "warmup_epochs", "early_stopping_min_delta", "weight_decay", "grad_clip",
           "muon_weight_decay", "step_timeout"}
 SHARES = {"warmup_ratio", "beta1", "beta2", "muon_momentum", "dropout", "ema"}
-ABOVE_0 = {"max_epochs", "max_minutes", "eval_epochs", "save_epochs", "adam_eps", "muon_lr",
+ABOVE_0 = {"max_epochs", "eval_epochs", "save_epochs", "adam_eps", "muon_lr",
            "dist_timeout", "spike_sigma", "norm_eps", "rope_theta", "learning_rate", "wsd_decay",
            "lr_factor", "embed_scale", "score_scale", "window_rope_theta"}
 
@@ -332,7 +332,7 @@ def test_the_free_keys_are_these():
         compile cudnn_benchmark data_dir deterministic device dist_timeout distributed dtype
         early_stopping_min_delta early_stopping_patience eval_epochs eval_interval eval_iters
         eval_on_start eval_task_rows eval_tasks gradient_checkpointing init_from keep_last
-        log_interval max_epochs max_iters max_minutes num_threads on_spike out_dir run_name
+        log_interval max_epochs max_iters num_threads on_spike out_dir run_name
         sample_prompts sample_tokens save_epochs save_interval save_precision spike_sigma
         step_timeout tokenizer tracker""".split())
     starts = {n for n, f in FIELDS.items() if f.metadata.get("start")}

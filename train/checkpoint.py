@@ -81,8 +81,6 @@ def find_start(folder, config, ranks, log):
         shape = {}
         if config.init_from != "scratch":  # resumed, it inherits what it did when it started
             shape = weights_module().take_shape(config, state, path)
-        if kind == "resume" and config.max_minutes:
-            shape |= measured_length(config, old)
         for name, value in shape.items() if kind == "init_from" else ():
             if (given := getattr(config, name)) != fields_by_name(config)[name].default:
                 log(f"{name}: {value} from {path} (overrides {given})")
@@ -116,16 +114,6 @@ def check_not_moved(config):
         if os.path.dirname(os.path.abspath(path)) == os.path.abspath(config.out_dir):
             raise CheckpointError(f"--{name} {path} is in out_dir, and --resume never moves the "
                                   "files of out_dir; choose another --out_dir")
-
-
-def measured_length(config, old):
-    """Return {key: value} of the length that max_minutes gave a run when it started with the
-    configuration `old`. Raises CheckpointError if max_minutes has changed."""
-    if old.get("max_minutes") != config.max_minutes:
-        raise CheckpointError(
-            f"max_minutes {config.max_minutes:g}: this run already has a length of "
-            f"{old.get('max_iters')} steps; to change it, remove max_minutes and set --max_iters")
-    return {name: old.get(name) for name in ("max_iters", "max_epochs", "lr_decay_iters")}
 
 
 def inherited_shape(config):

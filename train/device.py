@@ -164,8 +164,6 @@ def should_compile(config, flops_per_step, ranks):
     ten times as long as compiling."""
     if config.compile != "auto":
         return config.compile == "true"
-    if config.max_minutes:
-        return 60 * config.max_minutes > MIN_RUN_SECONDS
     flops_per_second = {"cpu": CPU_FLOPS, "cuda": GPU_FLOPS * ranks.world_size}.get(
         ranks.device.type, math.inf)
     return flops_per_step * config.max_iters / flops_per_second > MIN_RUN_SECONDS

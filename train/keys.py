@@ -67,7 +67,6 @@ class BatchKeys:
 class LengthKeys:
     max_iters: int = free_key(5000, "optimizer steps", ge=0)
     max_epochs: float | None = free_key(None, "epochs (replaces max_iters)", gt=0)
-    max_minutes: float | None = free_key(None, "total minutes (replaces max_iters)", gt=0)
     eval_interval: int = free_key(250, "steps between evaluations; 0: never", ge=0)
     eval_epochs: float | None = free_key(None, "epochs between evaluations", gt=0)
     eval_iters: int = free_key(50, "validation batches of batch_size samples", ge=1)
@@ -247,11 +246,10 @@ class TrainConfig(GPTKeys, SystemKeys, OptimizerKeys, LearningRateKeys, LengthKe
         return out
 
     def probe(self, **changes):
-        """Return a copy for a short run whose steps are measured: without evaluations, trackers and
-        a length in minutes."""
-        return self.replace(resume="auto", tracker=[], max_minutes=None, eval_only=False,
-                            eval_tasks=[], eval_interval=0, early_stopping_metric="val_loss",
-                            **changes)
+        """Return a copy for a short run whose steps are measured: without evaluations and
+        trackers."""
+        return self.replace(resume="auto", tracker=[], eval_only=False, eval_tasks=[],
+                            eval_interval=0, early_stopping_metric="val_loss", **changes)
 
     @property
     def samples_per_step(self):

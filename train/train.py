@@ -7,10 +7,8 @@ The state of a run is in train/setup.py.
 """
 
 import contextlib
-import copy
 import functools
 import math
-import time
 from collections.abc import Callable
 from typing import Any
 
@@ -25,29 +23,19 @@ from train.setup import open_run, validate_config
 
 
 def train(config: TrainConfig, model: torch.nn.Module | None = None,
-          on_evaluation: Callable[[int, dict], object] | None = None,
-          started: float | None = None) -> dict[str, Any]:
+          on_evaluation: Callable[[int, dict], object] | None = None) -> dict[str, Any]:
     """Resume or start the run that `config` describes, train, and return the last numbers and the
     history of evaluations.
 
     model: an nn.Module to train instead of the one that the model file builds.
     on_evaluation(iter_num, numbers): called after each evaluation; an exception stops the run.
-    started: time.monotonic() at the start of the program, for max_minutes (default: now).
     Raises UserError: Stopped after a signal, BadNumbers if loss or gradients are not finite;
     ConfigError, DataError, CheckpointError or SetupError for input that cannot be used.
     """
-    started = started or time.monotonic()
     config = validate_config(config)
     # Under torchrun this process is one of several ranks. All ranks run the same program; what only
     # one of them may do (reading checkpoints, writing files) is inside the parts of the run.
     with distributed.process_group(config) as ranks:
-        if config.max_minutes:
-            # The learning rate decays towards the last step, so the number of steps that fit into
-            # the time must be known before the first one. A short rehearsal measures it.
-            from train.options.minutes import fit_max_iters
-            config = fit_max_iters(
-                config, ranks, started, train_step, validate, save,
-                lambda config: open_run(config, ranks, copy.deepcopy(model)))
         with open_run(config, ranks, model, on_evaluation) as run:
             check_metric_name(run)
             # A run either only evaluates, or is already finished, or trains.

@@ -74,8 +74,6 @@ def log_durations(config, loader, device, seconds, is_estimate, log):
     units = config.samples_per_step * loader.units_per_sample
     log(f"Fits. {seconds * 1000:,.0f} ms per step, {units / seconds:,.0f} {loader.unit}/s"
         + (" (estimated from one sample)" if is_estimate else ""))
-    if config.max_minutes:
-        config = config.replace(max_iters=int(60 * config.max_minutes / seconds))
     for steps in sorted({config.max_iters, 5_000, 50_000, 500_000}):
         log(f"  {steps:>9,} steps: {compact(steps * units):>6} {loader.unit}, "
             f"{duration(steps * seconds)}")

@@ -38,7 +38,7 @@ BETTER = dict(min=min, max=max)  # of two values, by early_stopping_mode
 NOT_SEARCHABLE = ("out_dir", "resume", "eval_only", "allow_change")  # set by the search
 RANGE_KEYS = {"low", "high", "log", "step"}
 SCALED_LENGTHS = ("warmup_iters", "lr_decay_iters", "step_iters")  # with max_iters of a stage
-OTHER_LENGTHS = ("max_minutes", "max_epochs", "eval_epochs", "warmup_epochs")
+OTHER_LENGTHS = ("max_epochs", "eval_epochs", "warmup_epochs")
 
 
 # -----------------------------------------------------------------------------

@@ -216,8 +216,8 @@ def scaling(options, arguments_and_config):
     """Train the runs, fit the law and predict the larger run; return the exit code."""
     arguments, config = arguments_and_config  # arguments of run_train.py
     budgets = sorted(set(options.budgets))
-    if len(budgets) < 2 or config.max_minutes:
-        raise UserError("needs two --budgets or more, and a configuration without max_minutes")
+    if len(budgets) < 2:
+        raise UserError("needs two --budgets or more")
     require("scipy.optimize", "the fit")
     data = open_data(config, Ranks())
     fingerprint = data.train.fingerprint()
