@@ -307,7 +307,8 @@ def test_what_knows_its_backbone_by_the_file_goes_on(tmp_path, data_dir, backbon
         entry["backbone"] = before.hexdigest()
     save_checkpoint(str(tmp_path / "ckpt.pt"), state)
     load_model(str(tmp_path / "ckpt.pt"))[0].backbone()
-    result = go(data_dir, tmp_path, backbone=str(backbone), **SAE, max_iters=21, lr_decay_iters=20)
+    result = go(data_dir, tmp_path, backbone=str(backbone), **SAE, max_iters=21, lr_decay_iters=20,
+                allow_change=["data", "backbone"])
     assert result["iter_num"] == 21
     assert load_checkpoint(str(tmp_path / "ckpt.pt"))["spec"]["backbone"] == weights
 

@@ -198,19 +198,12 @@ def find_changes(state, config, data):
     changes = {name: values for name, *values in find_differences(
         state["config"], asdict(config), fields_by_name(config))}
     # Checkpoints of early versions have no spec.
-    old = translate(dict(state.get("spec") or data.spec, data=state["data"]), data.renamed)
+    old = dict(state.get("spec") or data.spec, data=state["data"])
     new = dict(data.spec, data=data.train.fingerprint())
     for name in sorted(old.keys() | new.keys()):
         if not nearly_equal(old.get(name), new.get(name)):
             changes.setdefault(name, (old.get(name), new.get(name)))
     return changes
-
-
-def translate(value, names):
-    """Return a nested dict in which strings are replaced by `names` {old: new}."""
-    if isinstance(value, dict):
-        return {k: translate(v, names) for k, v in value.items()}
-    return names.get(value, value) if isinstance(value, str) else value
 
 
 def nearly_equal(a, b):
@@ -387,20 +380,3 @@ def broadcast_tensor(tensor, outline, ranks):
     # As bytes: the control group uses gloo, which does not support every dtype.
     dist.broadcast(tensor.view(-1).view(torch.uint8), src=0, group=ranks.control)
     return tensor
-
-
-def check_on_first_steps(optimizer):
-    """Check, after two steps of an optimizer, that no public attribute has changed: a checkpoint
-    has only optimizer.state. CheckpointError otherwise."""
-    attributes = []
-
-    def check(*_):
-        attributes.append({(k, repr(v)) for k, v in vars(optimizer).items()
-                           if not k.startswith("_") and k not in ("state", "param_groups")})
-        if len(attributes) == 2:
-            handle.remove()
-            if changed := sorted(name for name, _ in attributes[1] - attributes[0]):
-                raise CheckpointError(
-                    f"optimizer {type(optimizer).__name__}: a checkpoint does not have the "
-                    f"attribute {', '.join(changed)}, which changes: keep it in optimizer.state")
-    handle = optimizer.register_step_post_hook(check)

@@ -53,14 +53,12 @@ class Data:
 
     train, val: loaders; val None: no evaluation. spec: what the model must know about the data
     (vocabulary, tokenizer, classes, sizes), plain Python types, saved in ckpt.pt. test: a loader
-    that is evaluated once, at the end of the run. renamed: {name in the spec or fingerprint of an
-    older checkpoint: current name}.
+    that is evaluated once, at the end of the run.
     """
     train: object
     val: object = None
     spec: dict = field(default_factory=dict)
     test: object = None
-    renamed: dict = field(default_factory=dict)
 
 
 # -----------------------------------------------------------------------------

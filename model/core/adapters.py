@@ -135,8 +135,8 @@ def find_layers(model, targets):
     for pattern in targets or [""]:
         if not any(matches(name, pattern) for name in names):
             known = dict.fromkeys(name.split(".", 2)[2] for name in names)
-            raise ConfigError([f"lora_targets: no linear layer matches {pattern!r}; there are "
-                               f"{', '.join(known)} in the blocks h.0, h.1, ..."])
+            raise ConfigError([f"lora_targets: no linear layer matches {pattern!r}; the blocks "
+                               f"h.0, h.1, ... have {', '.join(known)}"])
     return [n for n in names if any(matches(n, pattern) for pattern in targets)]
 
 
@@ -188,9 +188,6 @@ class WithAdapters:
 class PartialStateDict:
     """Mixin for a model that saves only the tensors for which is_saved(name) is true. The rest
     belongs to the frozen backbone, which has a separate checkpoint."""
-
-    def is_saved(self, name):
-        raise NotImplementedError
 
     def state_dict(self, *args, **kwargs):
         state = super().state_dict(*args, **kwargs)

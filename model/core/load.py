@@ -24,8 +24,8 @@ BACKBONE = "present path of the frozen model that the checkpoint needs (default:
 EMA = "use the running averages of the weights, from a run with the key ema"
 # Keys of older versions that only matter in training.
 REMOVED_KEYS = {"dpo_loss", "length_normalized", "class_weights"}
-# Options of older versions, with the only value that can still be computed.
-REMOVED = dict(softcap=0.0, value_embeddings=False, x0_residual=False)
+# Options of older versions, which can only be computed if they are off.
+REMOVED = ("softcap", "value_embeddings", "x0_residual")
 
 
 def read_weights(path):
@@ -87,11 +87,9 @@ def model_of(state, path, device="cpu", dtype=None, backbone=None):
         template = spec.get("template")
         model.template = ChatTemplate.from_spec(template) if template else None
         tokenizer = tokenizer_from_spec(tokenizer_spec) if tokenizer_spec else None
-    except (RuntimeError, ValueError) as error:
-        raise CheckpointError(f"{path}: {error}") from error
-    except (TypeError, KeyError, IndexError, AttributeError, ArithmeticError) as error:
-        raise CheckpointError(f"{path}: its config or spec describes no model: "
-                              f"{type(error).__name__}: {error}") from error
+    except (RuntimeError, ValueError, TypeError, LookupError, AttributeError,
+            ArithmeticError) as error:
+        raise CheckpointError(f"{path}: it describes no model: {error}") from error
     for p in model.parameters():  # not of buffers
         p.data = p.data.to(device, dtype)
     return model.to(device).eval(), tokenizer
@@ -134,8 +132,7 @@ def read_model_args(args, weights, config_class=None):
     not a GPT's, does not fit `weights`, or uses a removed option."""
     config_class = config_class or load_model_type("gpt").module.GPTConfig
     known = {f.name for f in fields(config_class)}  # a fork may use the name of a removed key
-    removed = [f"{k}: {args[k]}" for k, value in REMOVED.items()
-               if k not in known and args.get(k, value) != value]
+    removed = [f"{k}: {args[k]}" for k in REMOVED if k not in known and args.get(k)]
     if removed:
         raise ValueError(f"this model uses {', '.join(removed)}, which this version cannot "
                          "compute; use the version that trained it")

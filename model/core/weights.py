@@ -18,7 +18,7 @@ from train.base.fields import fields_by_name
 from train.config import find_conflicts
 from train.distributed import convert_ddp_state
 from train.keys import GPTKeys
-from train.system import load_model_type
+from train.system import hook, load_model_type
 
 # -----------------------------------------------------------------------------
 # the shape that comes with the weights
@@ -35,34 +35,36 @@ def inherit_shape(config, model_args):
     differs is a contradiction. A bare state dict has no model_args; the shapes of the tensors are
     checked later in any case.
     """
-    taken, wrong, learned = {}, [], model_args.get("pos") == "learned"
+    taken = {}
+    wrong = []
     own = [f for f in fields(config) if f.metadata.get("shape") and f.name in model_args]
     for f in [*fields(GPTKeys), *own] if model_args else ():
-        theirs, ours = model_args.get(f.name, f.default), getattr(config, f.name)
+        theirs = model_args.get(f.name, f.default)
+        ours = getattr(config, f.name)
+        explicit = config.is_explicit(f.name)
         if theirs == ours or f.name in NOT_SHAPE:
             continue
-        explicit, is_set = config.is_explicit(f.name), ours != f.default
-        if f.name == "block_size" and (
-                is_set and not learned or (explicit or is_set) and ours < theirs):
+        if f.name == "block_size" and (explicit or ours != f.default) and (
+                model_args.get("pos") != "learned" or ours < theirs):
             continue  # rotary positions have no weights, and a table of positions can be cut
-        if not explicit or f.name == "n_hidden" and ours == 4 * config.n_embd:
-            taken[f.name] = theirs
-        else:
+        if explicit:
             wrong.append(f"{f.name}: it has {theirs!r}, the configuration says {ours!r}")
+        else:
+            taken[f.name] = theirs
     if config.vocab_size is None and model_args.get("vocab_size"):  # the data may have fewer
         taken["vocab_size"] = model_args["vocab_size"]
     return taken, wrong
 
 
-def take_shape(config, state, path, hook=None):
+def take_shape(config, state, path, inherit=None):
     """Return {key: value} that a run inherits from the checkpoint `state` of `path`, after all
-    checks. hook: the default is inherit_shape of the run's model file. Raises CheckpointError with
-    every key that contradicts the model_args, or that no model can have."""
-    hook = hook or load_model_type(config.model).inherit_shape
-    if hook is None:
+    checks. inherit: the default is inherit_shape of the run's model file. Raises CheckpointError
+    with every key that contradicts the model_args, or that no model can have."""
+    inherit = inherit or load_model_type(config.model).inherit_shape
+    if inherit is None:
         return {}
     known = fields_by_name(config)
-    taken, wrong = hook(config, upgrade_args(state.get("model_args") or {}))
+    taken, wrong = inherit(config, upgrade_args(state.get("model_args") or {}))
     if wrong:
         raise CheckpointError(f"{path}: shape mismatch:\n{bullets(wrong)}\n"
                               "remove these keys to use the checkpoint's")
@@ -133,18 +135,18 @@ def adopt_weights(model, state, path, log):
 
     A model may translate names with adopt(weights). Rank 0 only. Raises CheckpointError.
     """
-    weights, own = convert_ddp_state(state["model"]), model.state_dict()
-    weights = model.adopt(weights) if hasattr(model, "adopt") else weights
-    # Names may differ, shapes may not; dtypes are converted as the model is filled.
+    own = model.state_dict()
+    weights = hook(model, "adopt")(convert_ddp_state(state["model"]))
     matches = {n: t for n, t in weights.items() if n in own}
-    check_match(matches, {n: own[n] for n in matches}, path, dtypes=False)
     if not matches:
         raise CheckpointError(f"{path}: none of its {len(weights)} tensors is one of this model; "
                               f"its names look like {', '.join(list(weights)[:3])}")
+    # Names may differ, shapes may not; dtypes are converted as the model is filled.
+    check_match(matches, {n: own[n] for n in matches}, path, dtypes=False)
     dtypes = sorted({str(t.dtype).removeprefix("torch.") for t in matches.values()})
     log(f"Starting from the weights of {path}: {len(matches)} tensors ({', '.join(dtypes)})")
-    for names, status in (([n for n in own if n not in matches], "are newly initialised"),
-                          ([n for n in weights if n not in own], "of it are not used")):
+    for status, names in (("are newly initialised", [n for n in own if n not in matches]),
+                          ("of it are not used", [n for n in weights if n not in own])):
         if names:
             more = ", ..." if len(names) > 6 else ""
             log(f"{len(names)} tensors {status}: {', '.join(names[:6])}{more}")

@@ -259,8 +259,7 @@ def open_data(config, ranks):
     mean, scale = broadcast_from_rank0(lambda: backbone.statistics(data.train), ranks)
     spec = dict(data.spec, d_in=shape.n_embd, mean=mean, scale=scale, backbone=backbone.digest,
                 block_size=data.train.block_size)
-    return Data(ActivationLoader(data.train, backbone, config, ranks), data.val, spec,
-                renamed={backbone.file_hash: backbone.digest})
+    return Data(ActivationLoader(data.train, backbone, config, ranks), data.val, spec)
 
 
 def build_model(config, data):

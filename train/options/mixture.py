@@ -185,7 +185,7 @@ def mix(data, weights):
         return None if None in loaders.values() else Mixture(loaders, counts)
     shares = ",".join(f"{n}:{c / sum(counts):.9g}" for n, c in zip(data, counts))
     return Data(mixed("train"), mixed("val"), data[first].spec | dict(mixture=shares),
-                mixed("test"), data[first].renamed)
+                mixed("test"))
 
 
 def check_compatible(a, data_a, b, data_b):
