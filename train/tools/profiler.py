@@ -21,7 +21,6 @@ from train.train import train_step
 WARM_UP_STEPS = 3  # a CPU compiles in the second step
 # An operation belongs to the first category that matches the name or a caller's name.
 CATEGORIES = {
-    "rest": r"Synchronize",  # the host waits for the device
     "batches": r"^batches$",
     "communication": r"^c10d::|nccl|gloo|record_param_comms|^FSDP::.*(gather|reduce)",
     "optimizer, clipping": r"^Optimizer\.|_foreach_|_fused_adam|vector_norm",
@@ -31,7 +30,7 @@ CATEGORIES = {
     "copies, casts": r"^aten::(copy_|_to_copy|cat|clone|contiguous|index_select|fill_)",
     "norms, elementwise": r"^aten::|^triton|Compiled|^_RMSNorm",
 }
-REST, *MEASURED = CATEGORIES
+REST = "rest: Python, waiting"
 PATTERNS = [re.compile(pattern) for pattern in CATEGORIES.values()]
 
 
@@ -44,7 +43,8 @@ def profile(config):
             echo(f"--profile: {n} steps of this run, in a temporary folder")
         cuda = ranks.device.type == "cuda"
         for name in ("get", "prefetch"):
-            setattr(run.batches, name, record_as("batches", getattr(run.batches, name)))
+            recorded = torch.profiler.record_function("batches")(getattr(run.batches, name))
+            setattr(run.batches, name, recorded)
 
         def seconds_per_step(steps):
             started = time.perf_counter()
@@ -55,46 +55,33 @@ def profile(config):
             return (time.perf_counter() - started) / steps
         seconds_per_step(WARM_UP_STEPS)
         seconds = seconds_per_step(n)
-        activities = [torch.profiler.ProfilerActivity.CPU]
-        activities += [torch.profiler.ProfilerActivity.CUDA] * cuda
-        with torch.profiler.profile(activities=activities) as recorded:
+        with torch.profiler.profile() as profiler:  # of all devices
             profiled_seconds = seconds_per_step(n)
         if ranks.is_main:
             path = os.path.join(config.out_dir, "profile.json.gz")
             os.makedirs(config.out_dir, exist_ok=True)
-            recorded.export_chrome_trace(path)
-            echo(format_profile(recorded.events(), n, seconds, profiled_seconds, cuda))
+            profiler.export_chrome_trace(path)
+            echo(format_profile(profiler.events(), n, seconds, profiled_seconds, cuda))
             echo(f"Trace: {path}, for https://ui.perfetto.dev or chrome://tracing")
 
 
-def record_as(name, function):
-    """Return `function` with a profiler record of the given name."""
-    @functools.wraps(function)
-    def recorded(*args):
-        with torch.profiler.record_function(name):
-            return function(*args)
-    return recorded
-
-
-def seconds_by_category(events):
-    """Return ({category: seconds on the host}, {category: seconds on the GPU}) of profiler events.
+def seconds_by_category(events, cuda):
+    """Return {category: seconds} of profiler events, on the GPU if `cuda`, otherwise on the host.
 
     An operation counts without the operations that it calls; a GPU kernel counts for the operation
     that launched it.
     """
-    host = dict.fromkeys(CATEGORIES, 0.0)
-    gpu = dict.fromkeys(CATEGORIES, 0.0)
-    names = list(CATEGORIES)
-    pending = [(e, len(names)) for e in events if e.cpu_parent is None]
+    names = [*CATEGORIES, REST]
+    seconds = dict.fromkeys(names, 0.0)
+    own_time = "self_device_time_total" if cuda else "self_cpu_time_total"
+    pending = [(e, len(CATEGORIES)) for e in events if e.cpu_parent is None]
     while pending:
         event, inherited = pending.pop()
         category = min(inherited, find_category(event.name))
-        name = names[category % len(names)]  # without a match: REST
-        host[name] += event.self_cpu_time_total / 1e6
         if event.device_type == torch.autograd.DeviceType.CPU:
-            gpu[name] += event.self_device_time_total / 1e6
+            seconds[names[category]] += getattr(event, own_time) / 1e6
         pending += [(child, category) for child in event.cpu_children]
-    return host, gpu
+    return seconds
 
 
 @functools.cache
@@ -106,17 +93,12 @@ def find_category(name):
 def format_profile(events, n, seconds, profiled_seconds, cuda):
     """Return a table of the time per category. seconds, profiled_seconds: per step, without and
     under the profiler; n: profiled steps."""
-    host, gpu = ({k: v / n for k, v in column.items()} for column in seconds_by_category(events))
-    columns = {"GPU": (gpu, "idle")} if cuda else {}
-    columns["host" if cuda else ""] = (host, "rest: Python, waiting")
+    column = {name: total / n for name, total in seconds_by_category(events, cuda).items()}
+    column[REST] = max(0.0, profiled_seconds - sum(column[name] for name in CATEGORIES))
     lines = [f"A step takes {seconds * 1000:,.1f} ms, under the profiler "
              f"{profiled_seconds * 1000:,.1f} ms ({n} steps). By category:"]
-    for title, (column, rest) in columns.items():
-        column[REST] = max(0.0, profiled_seconds - sum(column[k] for k in MEASURED))
-        lines += [f"{title}:"] * bool(title)
-        for category in [*sorted(MEASURED, key=column.get, reverse=True), REST]:
-            if column[category] > 0.0005 * profiled_seconds or category == REST:
-                lines.append(f"  {rest if category == REST else category:<36}"
-                             f"{column[category] * 1000:>10,.2f} ms "
-                             f"{column[category] / profiled_seconds:>7.1%}")
+    for name in [*sorted(CATEGORIES, key=column.get, reverse=True), REST]:
+        if column[name] > 0.0005 * profiled_seconds or name == REST:
+            lines.append(f"  {name:<36}{column[name] * 1000:>10,.2f} ms "
+                         f"{column[name] / profiled_seconds:>7.1%}")
     return "\n".join(lines)
