@@ -39,11 +39,6 @@ def on_signals(names, handler):
             signal.signal(number, previous or signal.SIG_DFL)
 
 
-def raise_interrupt(signum, frame):
-    """Signal handler: end the command as Ctrl-C does."""
-    raise KeyboardInterrupt(signum)
-
-
 class Signals:
     """SIGTERM, SIGINT and SIGHUP request a checkpoint and the end of the run, SIGUSR1 a checkpoint.
 

@@ -22,7 +22,7 @@ from train.base.files import lock_folder, write_text
 from train.config import REPOSITORY, load_argv, to_yaml
 from train.device import physical_cores
 from train.options.loss_svg import read_metrics, to_number
-from train.robust import on_signals, raise_interrupt
+from train.robust import on_signals
 
 POLL_SECONDS = 0.1
 
@@ -71,11 +71,13 @@ def train_all(runs, metric, out, jobs):
     KeyboardInterrupt after a signal, when the processes have saved a checkpoint and ended."""
     if under_torchrun():
         raise UserError("runs without torchrun: this command starts the runs itself")
+    def interrupt(signum, frame):
+        raise KeyboardInterrupt(signum)
     waiting = list(runs)
     running = []
     environments = split_devices(jobs)
     os.makedirs(out, exist_ok=True)
-    with lock_folder(out), on_signals(("SIGTERM", "SIGHUP"), raise_interrupt):
+    with lock_folder(out), on_signals(("SIGTERM", "SIGHUP"), interrupt):
         try:
             while waiting or running:
                 for run in [run for run in running if run.process.poll() is not None]:

@@ -10,7 +10,6 @@ out_dir/lr_finder.svg and lr_finder.json; other files in out_dir are not changed
 import contextlib
 import io
 import json
-import math
 import os
 import sys
 import tempfile
@@ -31,7 +30,7 @@ from train.setup import open_run
 from train.tools.plot import save_figure
 from train.train import train_step
 
-DIVERGENCE_FACTOR = 4.0    # the sweep stops at this multiple of the lowest mean of ten losses
+DIVERGENCE_FACTOR = 4.0    # the sweep stops at a mean loss of this multiple of the lowest loss
 SMOOTHING_FRACTION = 0.03  # of the sweep, to both sides: a trailing mean would lag behind
 
 
@@ -45,7 +44,6 @@ def find_lr(config, low=1e-7, high=1.0, steps=100):
     console = sys.stdout
     rates = np.geomspace(low, high, steps).tolist()
     losses = []
-    lowest_mean = math.inf
     with (tempfile.TemporaryDirectory() as folder, process_group(config) as ranks,
           contextlib.redirect_stdout(io.StringIO())):
         probe = config.probe(
@@ -55,11 +53,9 @@ def find_lr(config, low=1e-7, high=1.0, steps=100):
             for lr in rates:
                 losses.append(train_step(run, lr))
                 if ranks.is_main and len(losses) % 10 == 0:
-                    print(f"step {len(losses)} of {steps}: learning rate {lr:.2g}, loss "
-                          f"{losses[-1]:.4f}", file=console, flush=True)
-                mean = fmean(losses[-10:])
-                lowest_mean = min(lowest_mean, mean)
-                if mean > DIVERGENCE_FACTOR * lowest_mean:
+                    print(f"step {len(losses)} of {steps}: lr {lr:.2g}, loss {losses[-1]:.4f}",
+                          file=console, flush=True)
+                if fmean(losses[-5:]) > DIVERGENCE_FACTOR * min(losses):
                     break
     rates = rates[:len(losses)]
     return dict(lr=rates, loss=losses) | suggest(rates, losses, high)
@@ -106,7 +102,7 @@ def draw_sweep(axes, sweep):
     axes.plot(sweep["lr"], sweep["smoothed"], color=COLORS[0], label="smoothed loss")
     if sweep["suggestion"]:
         axes.axvspan(*sweep["range"], color=COLORS[2], alpha=0.15,
-                     label="falls at least half as fast")
+                     label="at least half as fast")
         axes.axvline(sweep["suggestion"], color=COLORS[2], linestyle="--",
                      label=f"falls fastest: {sweep['suggestion']:.2g}")
 
