@@ -8,8 +8,8 @@ import os
 import sys
 import time
 
-from train.base.cli import env_rank
-from train.base.errors import UserError, echo, missing_part
+from train.base.cli import env_rank, report_error
+from train.base.errors import UserError, echo
 from train.config import format_config, format_help, load_config, read_settings, take_config
 
 
@@ -36,14 +36,7 @@ def main(argv):
             from data.token_files import check_files_exist
             check_files_exist(config)
     except (UserError, ModuleNotFoundError) as error:
-        message = error if isinstance(error, UserError) else missing_part(error)
-        if not message:
-            raise
-        if env_rank() == 0:  # all ranks have the same error
-            echo(message, sys.stderr)
-        else:
-            time.sleep(3)  # torchrun kills the other ranks when one exits
-        return 2
+        return report_error(error)
     aliases = [f"{where.rpartition(' as ')[2]} read as {name}"
                for name, where in config.origins.items() if " as " in where]
     if aliases and env_rank() == 0:

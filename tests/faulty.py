@@ -101,7 +101,7 @@ def points_of_a_step():
 
 
 def points_of_a_save():
-    from train.base import checkpoint_file, console, files, run_folder
+    from train.base import checkpoint_file, console, run_folder
     saving = threading.local()  # path and step of the save that this thread is at
     save, replace, fsync = run_folder.save_checkpoint, os.replace, os.fsync
     write = checkpoint_file.HashingFile.write
@@ -139,7 +139,7 @@ def points_of_a_save():
         if ours:
             at("save_after_replace")
     yield run_folder, "save_checkpoint", save_checkpoint
-    yield before(files, "create_file", lambda path: at("save_open"))
+    yield before(checkpoint_file, "atomic_write", lambda path, *_: at("save_open"))
     yield checkpoint_file.HashingFile, "write", bad_write
     yield os, "fsync", bad_fsync
     yield os, "replace", bad_replace

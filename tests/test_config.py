@@ -189,7 +189,7 @@ def test_help_of_a_system_shows_its_keys(model, key, capsys):
 def test_print_config_names_origins(tmp_path):
     write(tmp_path, "weight_decay: 0.2\n", "under.yaml")
     path = write(tmp_path, "base: under.yaml\nn_head: 2\n")
-    done = command(path, "--n_layer=3", "--n_embd=64", "--print_config")
+    done = command("--config", path, "--n_layer=3", "--n_embd=64", "--print_config")
     lines = {line.split(":")[0]: line for line in done.stdout.splitlines()}
     assert "command line" in lines["n_layer"] and "c.yaml:2" in lines["n_head"]
     assert "under.yaml:1" in lines["weight_decay"] and "default" in lines["seed"]

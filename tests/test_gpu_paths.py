@@ -129,7 +129,7 @@ def test_a_step_seeds_the_device_as_torch_would(monkeypatch, kind):
     monkeypatch.setattr(getattr(torch, kind), "manual_seed", asked.append)
     state = torch.get_rng_state()
     try:
-        seed_step(1337, 5, Ranks(1, 1, 2, torch.device(kind)))
+        seed_step(1337, 5, Ranks(1, 2, torch.device(kind)))
         assert asked == [torch.initial_seed()] == [((1337 * 1_000_003 + 5) * 65_537 + 1) % 2**63]
         ours = torch.rand(3)
         torch.manual_seed(asked[0])

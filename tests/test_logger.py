@@ -445,8 +445,6 @@ def test_git_commit_and_dirty_flag(tmp_path):
     (tmp_path / "train/base/environment.py").open("a").write("# changed\n")
     assert state(tmp_path) == str((git("rev-parse", "HEAD"), True))
     assert state(tmp_path, PATH="") == "(None, None)"
-    copy_to(tmp_path / "inner")
-    assert state(tmp_path / "inner") == "(None, None)"
 
 
 def test_none_of_it_imports_torch():

@@ -221,7 +221,7 @@ def test_set_seed_and_get_device(monkeypatch):
     assert not torch.are_deterministic_algorithms_enabled() and not torch.backends.cudnn.benchmark
     assert get_device("cpu") == torch.device("cpu")
     assert get_device().type in ("cpu", "cuda", "mps")
-    with pytest.raises(SetupError, match="'tpu' is unknown"):
+    with pytest.raises(SetupError, match="'tpu' for 1 ranks: expected auto, cpu"):
         get_device("tpu")
 
 

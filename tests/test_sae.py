@@ -53,7 +53,7 @@ def opened(data_dir, backbone, world_size=1, rank=0, **changes):
 def loader_of_rank(data_dir, backbone, world_size, rank, options):
     """The loader that a rank of several has, without a process group."""
     from train.dataloader import DataLoader
-    config, ranks = configure(data_dir, "unused", **options), Ranks(rank, rank, world_size)
+    config, ranks = configure(data_dir, "unused", **options), Ranks(rank, world_size)
     tokens = DataLoader(data_dir, config.micro_batch(world_size), config.block_size, "train",
                         config.seed, rank, world_size, 256)
     gpt = load_backbone(str(backbone), 0, torch.device("cpu"), torch.float32)

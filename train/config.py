@@ -86,7 +86,7 @@ def read_yaml(path, problems, groups=()):
         add(root)
     except (OSError, UnicodeDecodeError) as error:
         problems.append(f"{path}: cannot be read: {error}")
-    except yaml.YAMLError as error:
+    except (yaml.YAMLError, RecursionError) as error:
         mark = getattr(error, "problem_mark", None)
         problems.append(f"{path}{f':{mark.line + 1}' if mark else ''}: not valid YAML: "
                         f"{getattr(error, 'problem', error)}; expected `key: value` lines without "
@@ -115,10 +115,7 @@ def read_with_bases(path, problems, parents=()):
 # the command line
 
 def take_config(argv):
-    """Return (path, remaining arguments): the configuration file given as --config PATH or as the
-    first argument."""
-    if argv and argv[0].endswith((".yaml", ".yml", ".json")) and "=" not in argv[0]:
-        argv = ["--config", *argv]
+    """Return (path of --config FILE, remaining arguments)."""
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     parser.add_argument("--config", default=DEFAULT_PATH, metavar="FILE.yaml")
     args, rest = parser.parse_known_args(argv)
@@ -154,15 +151,11 @@ def parse_options(argv, problems):
 
 @functools.cache
 def load_aliases():
-    """Return the table train/aliases.yaml: ({name in other trainers: (our key, {word: our word, or
-    None if the setting has no equivalent})}, {name without an equivalent: advice})."""
+    """Return the tables in train/aliases.yaml: {name in other trainers: our key}, {name: {word: our
+    word}}, {name without an equivalent: advice}."""
     with open(os.path.join(os.path.dirname(__file__), "aliases.yaml"), encoding="utf-8") as f:
         table = yaml.load(f, PlainLoader)
-    aliases = {name: (ours, {}) for ours, names in table["names"].items() for name in names.split()}
-    for names, words in table["words"].items():
-        target = words.pop("key"), {word: ours or None for word, ours in words.items()}
-        aliases |= dict.fromkeys(names.split(), target)
-    return aliases, {name: hint for names, hint in table["hints"].items() for name in names.split()}
+    return table["names"], table["words"], table["hints"]
 
 
 def resolve(settings, known, problems):
@@ -170,13 +163,14 @@ def resolve(settings, known, problems):
     settings take precedence. Aliases are replaced by the keys in `known`, and " as ALIAS" is
     appended to `where`."""
     resolved = {}
+    aliases, words, _ = load_aliases()
     for name, raw, where in settings:
         file = where.rpartition(":")[0]
-        if name not in known and name in load_aliases()[0]:
+        if name not in known and name in aliases:
             where += f" as {name}"
-            name, words = load_aliases()[0][name]
-            raw = words.get(str(raw).lower(), raw)
-            if raw is None:  # no equivalent, e.g. fp16: false
+            raw = words.get(name, {}).get(str(raw).lower(), raw)
+            name = aliases[name]
+            if raw in (None, "ignored"):  # e.g. fp16: false
                 continue
         _, at = resolved.pop(name, (None, ""))  # so that the latest one comes last
         if file and at.startswith(f"{file}:"):
@@ -239,8 +233,8 @@ def load_argv(argv):
 
 def advice_on(name, known, hint=True):
     """Return the end of a message about an unknown key: the most similar key, and advice."""
-    aliases, hints = load_aliases()
-    names = [*known, *(alias for alias, (ours, _) in aliases.items() if ours in known)]
+    aliases, _, hints = load_aliases()
+    names = [*known, *(alias for alias, ours in aliases.items() if ours in known)]
     return (nearest(name, names) if hint else "") + "; " + hints.get(
         name, "`python run_train.py --help` lists the keys")
 
@@ -281,8 +275,8 @@ def find_conflicts(c):
 
 def with_defaults(values):
     """Return `values` with None replaced if the default depends on other values."""
-    rules = dict(min_lr=lambda v: v["learning_rate"] / 10, n_hidden=lambda v: 4 * v["n_embd"],
-                 n_kv_head=lambda v: v["n_head"],
+    rules = dict(min_lr=lambda v: float(f"{v['learning_rate'] / 10:.12g}"),  # 0.0006: 6e-5
+                 n_hidden=lambda v: 4 * v["n_embd"], n_kv_head=lambda v: v["n_head"],
                  head_dim=lambda v: v["n_embd"] // v["n_head"])
     return values | {n: rule(values) for n, rule in rules.items() if values.get(n, 0) is None}
 
@@ -297,11 +291,7 @@ def find_differences(old, new, known=FIELDS):
     batch = ("batch_size", "gradient_accumulation_steps")
     if math.prod(old.get(n, 1) for n in batch) == math.prod(new.get(n, 1) for n in batch):
         names = [n for n in names if n not in batch]
-
-    def equal(a, b):
-        floats = isinstance(a, float) and isinstance(b, float)
-        return math.isclose(a, b, rel_tol=1e-12) if floats else a == b
-    return [(n, old[n], new[n]) for n in names if not equal(old[n], new[n])]
+    return [(n, old[n], new[n]) for n in names if old[n] != new[n]]
 
 
 # -----------------------------------------------------------------------------

@@ -29,12 +29,10 @@ def get_device(name: str = "auto", local_rank: int = 0, local_world_size: int = 
         name = "cuda"
     elif name == "auto":
         name = "mps" if torch.backends.mps.is_available() and local_world_size == 1 else "cpu"
-    if not re.fullmatch(r"cpu|mps|cuda(:\d+)?", name):
-        raise SetupError(f"device: {name!r} is unknown; use auto, cpu, cuda, cuda:N or mps")
-    kind, is_one_gpu, index = name.partition(":")
-    if is_one_gpu and local_world_size > 1:
-        raise SetupError(f"device: {name} is one GPU for {local_world_size} ranks; use "
-                         "--device cuda, and choose the GPUs with CUDA_VISIBLE_DEVICES")
+    if not re.fullmatch(r"cpu|mps|cuda" + (r"(:\d+)?" if local_world_size == 1 else ""), name):
+        raise SetupError(f"device: {name!r} for {local_world_size} ranks: expected auto, cpu, mps, "
+                         "cuda (see CUDA_VISIBLE_DEVICES), or cuda:N for one rank")
+    kind, _, index = name.partition(":")
     index = int(index or (local_rank if device_id is None else device_id))
     needed = max(local_world_size, index + 1) if kind == "cuda" else 1
     available = dict(cpu=1, mps=int(torch.backends.mps.is_available()),
@@ -114,9 +112,7 @@ PEAK_TFLOPS = {
 def peak_flops(name, dtype, tf32):
     """Return the peak FLOP/s of the GPU called `name` for this dtype, or `None` if unknown. Names
     are compared by whole words: an RTX A4000 is not an A40."""
-    words = re.split(r"[\s-]+", name)
-    matches = [k for k in PEAK_TFLOPS
-               if any(words[i:i + len(k.split())] == k.split() for i in range(len(words)))]
+    matches = [key for key in PEAK_TFLOPS if re.search(rf"\b{key}\b", name)]
     if not matches:
         return None
     column = 0 if dtype != torch.float32 else 1 if tf32 else 2

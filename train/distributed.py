@@ -6,7 +6,6 @@
 import contextlib
 import ctypes
 import os
-import pickle
 import random
 import re
 import signal
@@ -29,7 +28,6 @@ from train.device import blocks, get_device, set_num_threads
 class Ranks:
     """The rank of this process, the number of ranks and the device."""
     rank: int = 0
-    local_rank: int = 0
     world_size: int = 1
     device: torch.device = torch.device("cpu")
     control: object = None  # a gloo group for collectives on the host, also with NCCL
@@ -65,6 +63,7 @@ def set_seed(seed: int, deterministic: bool = False,
 # -----------------------------------------------------------------------------
 # the process group
 
+PR_SET_PDEATHSIG = 1  # in Linux's prctl.h
 ENVIRONMENT = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 
@@ -83,7 +82,10 @@ def process_group(config):
         return
     backend = "nccl" if device.type == "cuda" and dist.is_nccl_available() else "gloo"
     if "TORCHELASTIC_RUN_ID" in os.environ:
-        exit_with_parent()
+        # Linux kills this process when torchrun dies: after kill -9 of torchrun the ranks would
+        # continue as orphans.
+        with contextlib.suppress(OSError, AttributeError, TypeError):  # other systems
+            ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     timeout = timedelta(seconds=config.dist_timeout)
     store = create_store(rank, world_size, timeout)
     dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=timeout,
@@ -91,7 +93,7 @@ def process_group(config):
     control = (dist.group.WORLD if backend == "gloo" else
                dist.new_group(backend="gloo", timeout=timeout))
     try:
-        yield Ranks(rank, local_rank, world_size, device, control)
+        yield Ranks(rank, world_size, device, control)
     except CollectiveExit:
         close_process_group(control)
         raise
@@ -154,14 +156,6 @@ def close_process_group(control):
     dist.destroy_process_group()
 
 
-def exit_with_parent():
-    """Have Linux kill this process when torchrun dies: after kill -9 of torchrun the ranks would
-    continue as orphans."""
-    PR_SET_PDEATHSIG = 1
-    with contextlib.suppress(OSError, AttributeError, TypeError):  # other systems
-        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-
-
 # -----------------------------------------------------------------------------
 # collectives on the host
 
@@ -185,20 +179,15 @@ def max_over_ranks(values, ranks):
 
 def broadcast_from_rank0(make, ranks):
     """Call make() on rank 0, and return the result, or raise the exception, on every rank."""
-    result, error = None, None
+    objects = [None, None]  # result, error
     if ranks.is_main:
         try:
-            result = make()
-        except Exception as raised:
-            error = raised
-            try:
-                pickle.loads(pickle.dumps(error))
-            except Exception:  # not picklable: send the message
-                error = RuntimeError(f"rank 0: {type(raised).__name__}: {raised}")
+            objects[0] = make()
+        except Exception as error:
+            objects[1] = error
     if ranks.world_size > 1:
-        objects = [result, error]
         dist.broadcast_object_list(objects, src=0, group=ranks.control)
-        result, error = objects
+    result, error = objects
     if error is not None:
         raise error
     return result
@@ -227,9 +216,6 @@ def shard(model, ranks, dtype, seed, initial):
     """
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
-    if scalars := [name for name, p in model.named_parameters() if p.dim() == 0]:
-        raise SetupError(f"FSDP cannot shard 0-dim parameters: {', '.join(scalars)}; give them the "
-                         "shape (1,), or use --distributed ddp")
     tensors = model.state_dict()
     if tables := [name for name, b in model.named_buffers() if b.is_meta and name not in tensors]:
         raise SetupError(f"under FSDP, the buffers {', '.join(tables)} have no values: create them "
@@ -257,13 +243,6 @@ def shard(model, ranks, dtype, seed, initial):
                          f"the initial values; it does not handle {', '.join(patterns)}: add a "
                          "line for each, e.g. `return torch.ones(shape)`, or use --distributed ddp")
     return model
-
-
-def reshard(model):
-    """Free the root parameters that FSDP gathered in a forward pass without a backward pass, e.g.
-    after an evaluation. The gathered values would be outdated after the next update."""
-    if hasattr(model, "reshard"):
-        model.reshard()
 
 
 def is_sharded(tensor):

@@ -36,10 +36,8 @@ def parse_rope_scaling(text):
 @dataclass
 class RunKeys:
     model: str = key("gpt", "model type, a file in model/")
-    data_dir: str = free_key("data/bin/stdlib", "folder, file or glob of data, or a mixture "
-                             "a:0.7,b:0.3", path=True, check=(
-                                 parse_mixture, "a folder, or several with weights above 0 such as "
-                                 "data/bin/web:0.7,data/bin/code:0.3"))
+    data_dir: str = free_key("data/bin/stdlib", "folder, file or glob with data, or a mixture "
+                             "a:0.7,b:0.3 of folders", path=True, check=parse_mixture)
     out_dir: str = free_key("out", "output folder; one run per folder", path=True)
     seed: int = key(1337, "seed of the data order, the initial weights and dropout", ge=0)
     resume: str = key("auto", "auto: continue the run in out_dir, if any; never: rename its files "
@@ -51,8 +49,7 @@ class RunKeys:
     profile: int = key(0, "profile this many steps, print a breakdown, exit", ge=0, start=True)
     dry_run: bool = key(False, "estimate memory, tokens and time; write nothing", start=True)
     print_config: bool = key(False, "print every key, its value and its origin", start=True)
-    tokenizer: str | None = free_key(None, "of data without one: byte, gpt2, a rank file or a "
-                                     "prepared folder", path=True)
+    tokenizer: str | None = free_key(None, "for data without one: byte, gpt2 or a file", path=True)
     tracker: list[str] = free_key([], "also log to", choices=["tensorboard", "wandb", "mlflow"])
     run_name: str | None = free_key(None, "name of the run in trackers (default: out_dir)")
 
@@ -74,8 +71,7 @@ class LengthKeys:
     eval_task_rows: int = free_key(200, "examples per task: the first ones; 0: all", ge=0)
     eval_on_start: bool = free_key(True, "also evaluate before the first step")
     log_interval: int = free_key(10, "steps between log lines", ge=1)
-    save_interval: int | None = free_key(None, "steps between checkpoints; 0: only at the end "
-                                         "(default: eval_interval)", ge=0)
+    save_interval: int | None = free_key(None, "steps between saves (default: eval_interval)", ge=0)
     keep_last: int = free_key(0, "numbered checkpoints to keep, besides latest and best", ge=0)
     save_epochs: float | None = free_key(None, "epochs between numbered checkpoints", gt=0)
     save_precision: str | None = free_key(None, "also save model.safetensors in this precision",
@@ -106,8 +102,7 @@ class LearningRateKeys:
 
 @dataclass
 class OptimizerKeys:
-    optimizer: str = key("adamw", "muon: for the matrices of the blocks, adamw for all others",
-                         choices=["adamw", "muon"])
+    optimizer: str = key("adamw", "muon: for matrices of blocks", choices=["adamw", "muon"])
     weight_decay: float = key(0.1, "decoupled decay of tensors with 2 or more dimensions", ge=0)
     beta1: float = key(0.9, "adamw: decay of the first moment", ge=0, lt=1)
     beta2: float = key(0.95, "adamw: decay of the second moment", ge=0, lt=1)
@@ -117,8 +112,7 @@ class OptimizerKeys:
     muon_momentum: float = key(0.95, "muon: Nesterov momentum", ge=0, lt=1)
     muon_weight_decay: float = key(0.0, "muon: decoupled decay of the matrices", ge=0)
     ema: float = key(0.0, "decay of a moving average of the weights; 0: none", ge=0, lt=1)
-    lr_groups: dict = key({}, "{name pattern: learning-rate multiplier (0 freezes), or "
-                          "{learning_rate, lr_mult, weight_decay}}")
+    lr_groups: dict = key({}, "{name: factor (0 freezes), or {learning_rate, weight_decay}}")
 
 
 @dataclass
@@ -126,21 +120,18 @@ class SystemKeys:
     device: str = free_key("auto", "auto (cuda, then mps, then cpu), cpu, cuda, cuda:1, mps")
     dtype: str = free_key("auto", "auto: bfloat16 if native, else float16 on cuda, else float32",
                           choices=["auto", "bfloat16", "float16", "float32"])
-    compile: str = free_key("auto", "torch.compile; auto: if the run is long enough to amortise it",
-                            choices=["auto", "true", "false"])
+    compile: str = free_key("auto", "auto: for long runs", choices=["auto", "true", "false"])
     deterministic: bool = free_key(False, "bitwise reproducible runs, also on cuda; slower")
     cudnn_benchmark: bool | None = free_key(None, "autotune cuDNN (default: not deterministic)")
-    distributed: str = free_key("ddp", "under torchrun: ddp, or fsdp (FSDP2) to shard the model",
-                                choices=["ddp", "fsdp"])
-    gradient_checkpointing: str = free_key(
-        "false", "recompute the blocks in the backward pass: less memory, a third more compute; "
-        "selective: all but the matrix products", choices=["false", "true", "selective"])
+    distributed: str = free_key("ddp", "fsdp: shard the model (FSDP2)", choices=["ddp", "fsdp"])
+    gradient_checkpointing: str = free_key("false", "recompute the blocks in the backward pass to "
+                                           "save memory; selective: except matrix products",
+                                           choices=["false", "true", "selective"])
     num_threads: int | None = free_key(None, "CPU threads (default: OMP_NUM_THREADS, cores)", ge=1)
     dist_timeout: float = free_key(600.0, "timeout of a collective, in seconds", gt=0)
     step_timeout: float = free_key(0.0, "seconds per step at most, else exit; 0: no limit", ge=0)
-    on_spike: str = free_key("warn", "after a loss spike: warn, skip the update, or rewind to the "
-                             "last checkpoint and skip bad batches (also for non-finite values)",
-                             choices=["warn", "skip", "rewind"])
+    on_spike: str = free_key("warn", "skip the update, or rewind to the last checkpoint and skip "
+                             "bad batches (also if NaN)", choices=["warn", "skip", "rewind"])
     spike_sigma: float = free_key(6.0, "standard deviations above the mean that are a spike", gt=0)
 
 
@@ -169,18 +160,15 @@ class GPTKeys:
     # Options of imported models (Llama 3, Qwen, Mistral, Gemma 3, ...), inherited with the weights.
     head_dim: int | None = key(None, "width of an attention head (default: n_embd / n_head)", ge=1)
     qkv_bias: bool = key(False, "biases in queries, keys and values, also with bias: false")
-    qk_norm_type: str = key("plain", "weights of qk_norm: none, per dimension of a head, or of all "
-                            "heads together", choices=["plain", "head", "all"])
-    norm_position: str = key("pre", "normalise inputs of attention and MLP, outputs, or both",
-                             choices=["pre", "post", "both"])
+    qk_norm_type: str = key("plain", "weights of qk_norm", choices=["plain", "head", "all"])
+    norm_position: str = key("pre", "position of the norms", choices=["pre", "post", "both"])
     embed_scale: float = key(1.0, "factor of the token embedding", gt=0)
     score_scale: float = key(1.0, "factor of attention scores, on top of 1 / sqrt(head_dim)", gt=0)
     window: int | None = key(None, "tokens that a layer of type W sees", ge=1)
     layer_types: str = key("F", "attention of each layer, repeated up to n_layer: F full, W the "
                            "last `window` tokens; f and w: the same without rotary positions")
-    rope_scaling: str | None = key(None, "longer context by rotary positions, for imported models",
-                                   check=(parse_rope_scaling, "FACTOR or Llama 3's FACTOR,LOW,HIGH,"
-                                          "ORIGINAL_LENGTH, numbers above 0"))
+    rope_scaling: str | None = key(None, "FACTOR of the context, or Llama 3's FACTOR,LOW,HIGH,"
+                                   "ORIGINAL_LENGTH", check=parse_rope_scaling)
     window_rope_theta: float | None = key(None, "rope_theta of layers of type W, unscaled", gt=0)
     max_positions: int | None = key(None, "tokens that the weights can take, for exports", ge=1)
     bos_id: int | None = key(None, "id that begins texts, for exports (default: end of text)", ge=0)

@@ -11,7 +11,7 @@ import traceback
 
 import torch
 
-from train.base.cli import env_rank, interrupt_code, under_torchrun
+from train.base.cli import env_rank, interrupt_code, report_error, under_torchrun
 from train.base.errors import CollectiveExit, UserError, missing_part, printable, warn_stderr
 from train.device import is_compile_error
 from train.distributed import max_over_ranks
@@ -19,7 +19,6 @@ from train.distributed import max_over_ranks
 MAX_OVERFLOWS_IN_A_ROW = 20  # float16: more are not due to the loss scale
 MAX_REWINDS = 3
 MAX_SPIKES_IN_A_ROW = 32
-EXIT_DELAY_SECONDS = 3  # torchrun kills all ranks when one exits; rank 0 must print first
 
 
 @contextlib.contextmanager
@@ -179,17 +178,11 @@ def run_reporting_errors(config, job):
         if not rank and error.exit_code < 128:
             warn_stderr(error)
         return exit_process(error.exit_code)
-    except UserError as error:
-        if rank:
-            time.sleep(EXIT_DELAY_SECONDS)
-        warn_stderr(f"[rank {rank}] {error}" if rank else error)
-        return exit_process(error.exit_code)
     except KeyboardInterrupt as stop:  # before the first step: there is no state to save
         return exit_process(interrupt_code(stop))
     except BaseException as error:
-        if missing_part(error):
-            warn_stderr(missing_part(error))
-            return exit_process(2)
+        if isinstance(error, UserError) or missing_part(error):
+            return exit_process(report_error(error))
         return report_crash(error, config, rank)
 
 

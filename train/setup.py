@@ -335,7 +335,8 @@ class Run:
                 yield
         finally:
             self.raw_model.train()
-            distributed.reshard(self.raw_model)
+            if self.sharded:  # free what the forward passes gathered: updates would outdate it
+                self.raw_model.reshard()
 
     def write_samples(self):
         """Write samples of the model's output, from the same prompts and seed every time.

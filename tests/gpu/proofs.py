@@ -403,7 +403,7 @@ def fake_ranks(rank, n):
 
     from train.distributed import Ranks
     dist.init_process_group("fake", rank=rank, world_size=n, store=FakeStore())
-    return Ranks(rank, rank, n, torch.device("cpu"), dist.group.WORLD)
+    return Ranks(rank, n, torch.device("cpu"), dist.group.WORLD)
 
 
 def collectives(n):

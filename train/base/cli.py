@@ -24,11 +24,13 @@ import inspect
 import os
 import re
 import sys
+import time
 from dataclasses import fields
 
-from train.base.errors import UserError, echo, missing_part
+from train.base.errors import UserError, missing_part, warn_stderr
 from train.base.fields import base_type, describe, parse_value
 
+EXIT_DELAY_SECONDS = 3
 METAVARS = {int: "N", float: "X", list: "NAME"}
 
 
@@ -102,7 +104,7 @@ def run_command(cls, work, argv=None, interrupt_message="interrupted", load=None
     Exit codes: 0; 2 after a UserError, ValueError or OSError, which is printed in one message; 130
     after Ctrl-C, with `interrupt_message`.
     """
-    name = prog or module_name(cls)
+    name = prog or sys.modules[cls.__module__].__spec__.name.removesuffix(".__main__")
     epilog = "All other arguments are those of run_train.py." if load else None
     parser = make_parser(cls, f"python -m {name}", epilog)
     argv = underscores(sys.argv[1:] if argv is None else argv)
@@ -113,22 +115,23 @@ def run_command(cls, work, argv=None, interrupt_message="interrupted", load=None
             return work(options, load(rest))
         work(options)
     except (UserError, ValueError, OSError, ModuleNotFoundError) as error:
-        if isinstance(error, ModuleNotFoundError) and not missing_part(error):
-            raise
-        echo(f"{name}: {missing_part(error) or error}", sys.stderr)
-        return 2
+        return report_error(error, f"{name}: ")
     except KeyboardInterrupt as stop:
         print(f"{name}: {interrupt_message}", file=sys.stderr)
         return interrupt_code(stop)
     return 0
 
 
-def module_name(cls):
-    """Return the name of the module that defines `cls`, as in `python -m NAME`."""
-    name = cls.__module__
-    if name == "__main__":
-        name = sys.modules[name].__spec__.name
-    return name.removesuffix(".__main__")
+def report_error(error, prefix=""):
+    """Print the message of an error that the user can fix and return the exit code. The failed
+    import of a package, which is a bug, is raised again."""
+    if isinstance(error, ModuleNotFoundError) and not missing_part(error):
+        raise error
+    if rank := env_rank():  # torchrun kills all ranks when one exits; rank 0 must print first
+        time.sleep(EXIT_DELAY_SECONDS)
+        prefix = f"[rank {rank}] "
+    warn_stderr(f"{prefix}{missing_part(error) or error}")
+    return getattr(error, "exit_code", 2)
 
 
 def interrupt_code(stop):

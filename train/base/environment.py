@@ -25,17 +25,13 @@ def environment():
 
 
 def git_state():
-    """Return (commit, whether files are modified) of this program's repository, or (`None`,
+    """Return (commit, whether files are modified) of the repository with this file, or (`None`,
     `None`) without git."""
-    root = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
-
     def git(*args):
-        return subprocess.check_output(["git", "--no-optional-locks", "-C", root, *args], text=True,
-                                       timeout=10, stderr=subprocess.DEVNULL).strip()
+        return subprocess.check_output(["git", "--no-optional-locks", *args], text=True, timeout=10,
+                                       cwd=os.path.dirname(os.path.abspath(__file__)),
+                                       stderr=subprocess.DEVNULL).strip()
     try:
-        top, commit = git("rev-parse", "--show-toplevel", "HEAD").splitlines()
-        if not os.path.samefile(top, root):
-            return None, None  # a repository that contains this folder
-        return commit, bool(git("status", "--porcelain"))
+        return git("rev-parse", "HEAD"), bool(git("status", "--porcelain"))
     except (OSError, subprocess.SubprocessError):
         return None, None

@@ -26,9 +26,9 @@ import yaml
 def key(default, help, **meta):
     """Return a dataclass field for a configuration key or a command's option.
 
-    Limits: choices, gt, ge, lt, le (of each item of a list); check=(function that raises
-    ValueError, what it expects). path=True: a leading ~ is expanded. text=True: a list whose items
-    may contain commas. Any other metadata is for users of the fields, e.g. train/keys.py.
+    Limits: choices, gt, ge, lt, le (of each item of a list), check (a function that raises
+    ValueError). path=True: a leading ~ is expanded. text=True: a list whose items may contain
+    commas. Any other metadata is for users of the fields, e.g. train/keys.py.
     """
     meta = dict(help=help, **meta)
     if isinstance(default, (list, dict)):
@@ -76,7 +76,7 @@ def parse_value(field, raw):
     for item in value if kind is list else [value]:
         check_limits(item, meta)
     if "check" in meta:
-        convert(value, *meta["check"])
+        convert(value, meta["check"], meta["help"])
     return os.path.expanduser(value) if meta.get("path") else value
 
 
@@ -84,7 +84,7 @@ def convert(raw, function, expected):
     """Return function(raw). ValueError states what was expected."""
     try:
         return function(raw)
-    except (ValueError, TypeError, KeyError, AttributeError, yaml.YAMLError):
+    except (ValueError, TypeError, KeyError, AttributeError, RecursionError, yaml.YAMLError):
         raise ValueError(f"expected {expected}, got {raw!r}") from None
 
 
@@ -177,9 +177,3 @@ class PlainLoader(yaml.BaseLoader):
             problem = "a tag or an alias of a list or mapping is not allowed; write the value out"
             raise yaml.MarkedYAMLError(problem=problem, problem_mark=event.start_mark)
         return node
-
-    def get_single_node(self):
-        try:
-            return super().get_single_node()
-        except RecursionError:
-            raise yaml.YAMLError("nested too deeply") from None

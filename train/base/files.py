@@ -9,25 +9,15 @@ import errno
 import os
 import shutil
 import socket
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 
 from train.base.errors import UserError
 
 # -----------------------------------------------------------------------------
 # files
 
-def create_file(path):
-    """Return a new binary file, open for writing. An existing file or link is removed, e.g. one
-    left by a killed process."""
-    with suppress(FileNotFoundError):
-        os.unlink(path)
-    return open(path, "xb")  # exclusive: does not follow a link that was created since then
-
-
 def open_no_follow(path, mode):
     """Open `path` in `mode` ("ab", "a+", ...) unless it is a link. OSError (ELOOP) for a link."""
-    if os.path.islink(path):  # for systems without O_NOFOLLOW
-        raise OSError(errno.ELOOP, "is a link", path)
     return open(path, mode, buffering=0 if "b" in mode else -1, opener=lambda name, flags: os.open(
         name, flags | getattr(os, "O_NOFOLLOW", 0), 0o666))
 
@@ -39,8 +29,10 @@ def atomic_write(path, before_rename=lambda temporary: None):
     before_rename(temporary): called with the temporary name when the file is complete and durable.
     """
     temporary = f"{path}.tmp.{os.getpid()}"
+    with suppress(FileNotFoundError):  # left by a killed process
+        os.unlink(temporary)
     try:
-        with create_file(temporary) as f:
+        with open(temporary, "xb") as f:  # exclusive: does not follow a link created since then
             yield f
             f.flush()
             os.fsync(f.fileno())
@@ -79,16 +71,13 @@ def add_link(source, target):
 def exclusive_lock(folder):
     """Context in which no other process has this lock on `folder`; waits for it. Without effect if
     the system or the file system has no locks."""
-    fd = None
-    with suppress(ImportError, OSError):
-        import fcntl
-        fd = os.open(folder, os.O_RDONLY)
-        fcntl.flock(fd, fcntl.LOCK_EX)
-    try:
+    with ExitStack() as stack:
+        with suppress(ImportError, OSError):
+            import fcntl
+            fd = os.open(folder, os.O_RDONLY)
+            stack.callback(os.close, fd)
+            fcntl.flock(fd, fcntl.LOCK_EX)
         yield
-    finally:
-        if fd is not None:
-            os.close(fd)
 
 
 def sync_folder(folder):
@@ -122,11 +111,7 @@ def lock_folder(folder):
     """Lock `folder` for this process and return the open lock file: close() releases the lock, as
     does the end of the process. UserError, with the holder's name, if a different process has the
     lock."""
-    path = os.path.join(folder, ".lock")
-    if os.path.islink(path):
-        raise UserError(f"{path} is a link, expected a file of this program: remove the link, or "
-                        "choose another --out_dir")
-    file = open_no_follow(path, "a+")
+    file = open_no_follow(os.path.join(folder, ".lock"), "a+")
     try:
         import fcntl  # POSIX only; no lock on Windows
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
