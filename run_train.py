@@ -6,7 +6,6 @@ Several GPUs: torchrun --nproc_per_node=8 run_train.py ... (the same run, faster
 
 import os
 import sys
-import time
 
 from train.base.cli import env_rank, report_error
 from train.base.errors import UserError, echo
