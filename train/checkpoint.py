@@ -186,8 +186,7 @@ def check_fits(start, config, data, model, ranks):
             raise CheckpointError(
                 f"{start.path} was trained with a different configuration:\n"
                 f"{file_format.bullets([*changes.values()])}\nundo the changes, {allow}start from "
-                "scratch with --resume never (existing files are renamed, not deleted), or choose "
-                "another --out_dir")
+                "scratch with --resume never (files are renamed), or choose another --out_dir")
         file_format.check_match(state["model"], expected, start.path)
     broadcast_from_rank0(check, ranks)
 

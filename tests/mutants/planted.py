@@ -72,19 +72,17 @@ FAULTS = [
     ("train/base/checkpoint_file.py", "            add_link(path, prev_path(path))",
      "            pass"),
     ("train/base/checkpoint_file.py", "        sync_folder(folder)\n    except", "    except"),
-    ("train/base/checkpoint_file.py", "if signed and sha256_of", "if b'' and sha256_of"),
+    ("train/base/checkpoint_file.py", "if signed and sha.hexdigest", "if b'' and sha.hexdigest"),
     ("train/base/checkpoint_file.py", 'map_location="cpu", weights_only=True',
      'map_location="cpu", weights_only=False'),
     ("train/base/run_folder.py", "return out.copy_(t.detach(), non_blocking=t.is_cuda)",
      "return t"),
     ("train/base/run_folder.py", "        try:  # the checkpoint is safe from here on",
      "        if True:  # the checkpoint is safe from here on\n"
-     "            prune(self.path, self.keep_last)\n"
      "            if self.save_precision:\n"
      "                self.export(state[\"model\"])\n"
      "        try:"),
-    ("train/base/run_folder.py", "numbered_checkpoints(folder)[:-keep]",
-     "numbered_checkpoints(folder)[:-keep - 1]"),
+    ("train/base/run_folder.py", "[:-self.keep_last]", "[:-self.keep_last - 1]"),
     ("train/base/run_folder.py", 'os.replace(path, next_free_path(folder, "ckpt_bad"))', "pass"),
     ("train/base/checkpoint_file.py", 'for k in ("model", "optimizer") if k in state}',
      "for k in ()}"),

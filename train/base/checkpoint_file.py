@@ -24,6 +24,7 @@ FORMAT_VERSION = 1
 SAFE_TORCH = (2, 10)  # weights_only is unsafe in earlier versions: CVE-2025-32434, CVE-2026-24747
 MARK = b"ironGPT sha256 "
 TRAILER_BYTES = len(MARK) + 64
+BLOCK_BYTES = 1 << 22  # read at once
 MAX_LINES_SHOWN = 10
 MAX_DEPTH = 100  # of a nested state
 SAFETENSORS_DTYPES = {
@@ -197,11 +198,16 @@ def verify_digest(path):
     """Return whether the file has a digest; in a foreign file without a digest the CRCs are
     checked. ValueError for a damaged file."""
     size = os.path.getsize(path)
+    end = max(0, size - TRAILER_BYTES)
     with open(path, "rb") as f:
-        f.seek(max(0, size - TRAILER_BYTES))
+        f.seek(end)
         trailer = f.read()
+        f.seek(0)
         signed = trailer.startswith(MARK)
-        if signed and sha256_of(f, size - TRAILER_BYTES).encode() != trailer[len(MARK):]:
+        sha = hashlib.sha256()
+        for start in range(0, end if signed else 0, BLOCK_BYTES):
+            sha.update(f.read(min(BLOCK_BYTES, end - start)))
+        if signed and sha.hexdigest().encode() != trailer[len(MARK):]:
             raise ValueError("damaged: its content does not match its digest")
         if zipfile.is_zipfile(f):
             with zipfile.ZipFile(f) as z:
@@ -210,16 +216,6 @@ def verify_digest(path):
                 if not signed and (bad := z.testzip()):
                     raise ValueError(f"damaged at {bad}")
     return signed
-
-
-def sha256_of(file, size):
-    """Return the hex SHA-256 of the first `size` bytes of an open file."""
-    file.seek(0)
-    sha = hashlib.sha256()
-    while size and (block := file.read(min(size, 1 << 22))):
-        sha.update(block)
-        size -= len(block)
-    return sha.hexdigest()
 
 
 def with_model_key(state):

@@ -3,6 +3,7 @@
 import contextlib
 import json
 import os
+import pathlib
 import re
 import shutil
 import threading
@@ -87,13 +88,13 @@ class RunFolder:
                                        "continues")
                 if not attempts_left:
                     raise SaveFailed(
-                        f"the last checkpoint could not be saved: {error}\nThe steps since the "
-                        "previous checkpoint are lost; free some disk space and start the run "
-                        "again to resume") from error
+                        f"the last checkpoint could not be saved: {error}\nFree some disk space "
+                        "and start again: the run resumes from the one before it") from error
                 logger.warn(f"{error}; trying again")
                 time.sleep(1)
         try:  # the checkpoint is safe from here on
-            prune(self.path, self.keep_last)
+            for path in numbered_checkpoints(self.path)[:-self.keep_last] if self.keep_last else ():
+                path.unlink()
             if self.save_precision:
                 self.export(state)
         except Exception as error:
@@ -111,8 +112,6 @@ class RunFolder:
     def archive_later_checkpoints(self, iter_num, log):
         """Move the checkpoints of steps after `iter_num` to old_1/ (or old_2/, ...), since a run
         that resumes there would replace these files. An earlier best checkpoint is kept."""
-        if self.lock is None:  # not rank 0
-            return
         names = []
         for name in ("ckpt.pt", "ckpt_prev.pt", "ckpt_best.pt"):
             with contextlib.suppress(CheckpointError):  # missing or damaged
@@ -195,11 +194,10 @@ def find_newest_checkpoint(folder, log):
             if problems:  # or the next save would keep the damaged file as *_prev.pt
                 os.replace(path, next_free_path(folder, "ckpt_bad"))
         return state, candidate
-    others = [name for name in ("ckpt_best.pt", *numbered_checkpoints(folder)[::-1])
-              if os.path.exists(os.path.join(folder, name))]
+    others = [*numbered_checkpoints(folder), *pathlib.Path(folder).glob("ckpt_best.pt")]
     if not problems and not others:
         return None, None
-    advice = f"--resume {os.path.join(folder, others[0])}, " if others else ""
+    advice = f"--resume {others[-1]}, " if others else ""
     raise CheckpointError(
         f"{folder}: no checkpoint can be used:\n"
         + file_format.bullets(problems or ["ckpt.pt and ckpt_prev.pt do not exist"])
@@ -208,17 +206,10 @@ def find_newest_checkpoint(folder, log):
 
 
 def numbered_checkpoints(folder):
-    """Return the names of the numbered checkpoints, sorted by the time of writing (after --resume
+    """Return the paths of the numbered checkpoints, sorted by the time of writing (after --resume
     FILE the oldest does not have the lowest number)."""
-    names = [n for n in os.listdir(folder) if re.fullmatch(r"ckpt_\d+\.pt", n)]
-    return sorted(names, key=lambda n: (os.stat(os.path.join(folder, n)).st_mtime_ns, n))
-
-
-def prune(folder, keep):
-    """Remove all numbered checkpoints except the last `keep`; 0: keep all."""
-    for name in numbered_checkpoints(folder)[:-keep] if keep else ():
-        with contextlib.suppress(OSError):
-            os.unlink(os.path.join(folder, name))
+    paths = pathlib.Path(folder).glob(f"ckpt_{'[0-9]' * 7}.pt")
+    return sorted(paths, key=lambda path: (path.stat().st_mtime_ns, path))
 
 
 def move_aside(folder):
