@@ -15,6 +15,7 @@ encoded as ordinary text, because they are marked before rendering.
 import contextlib
 import datetime
 import functools
+import io
 import json
 import re
 import sys
@@ -44,23 +45,17 @@ MAX_RENDERED_CHARS = 1 << 24
 # messages
 
 def parse_messages(value, name):
-    """Return [(role, text), ...] of a list of messages; `name`: the field. Raises ValueError."""
-    check_messages(value, name)
-    return [parse_message(message) for message in value]
-
-
-def check_messages(value, name):
-    """Raise ValueError unless `value`, the field `name`, is a list of dictionaries."""
+    """Return [(role, text), ...] of a list of {"role", "content"}, or of ShareGPT's {"from",
+    "value"}; `name`: the field. Raises ValueError."""
     if not isinstance(value, list) or not all(isinstance(message, dict) for message in value):
         raise ValueError(f"{name}: expected a list of messages, got {str(value)[:60]!r}")
-
-
-def parse_message(message):
-    """Return (role, text) of {"role", "content"} or of ShareGPT's {"from", "value"}."""
-    role = message.get("role", message.get("from"))
-    if not isinstance(role, str) or role not in ROLES:
-        raise ValueError(f"role {role!r}: expected one of {', '.join(ROLES)}")
-    return ROLES[role], parse_content(message.get("content", message.get("value")))
+    turns = []
+    for message in value:
+        role = message.get("role", message.get("from"))
+        if not isinstance(role, str) or role not in ROLES:
+            raise ValueError(f"role {role!r}: expected one of {', '.join(ROLES)}")
+        turns.append((ROLES[role], parse_content(message.get("content", message.get("value")))))
+    return turns
 
 
 def parse_content(content):
@@ -84,6 +79,7 @@ class ChatTemplate:
     """
     ends = ()
     special_tokens = {}
+    implicit_start = ""  # text of the first token, if inference programs add it by themselves
 
     @staticmethod
     def from_spec(spec):
@@ -91,9 +87,6 @@ class ChatTemplate:
         if not isinstance(spec, dict):
             raise DataError(f"its chat template is {spec!r:.80}, expected a dictionary")
         return (JinjaTemplate if "jinja" in spec else BuiltinTemplate)(spec)
-
-    def check(self):
-        """Raise DataError unless the template can be rendered (it may need the package jinja2)."""
 
     def sequences(self, messages, tokenizer):
         """Return [(ids (n,) uint32, mask (n,) uint8)] of a conversation. The mask is 1 for tokens
@@ -118,22 +111,14 @@ class ChatTemplate:
     def to_jinja(self):
         """Return the template in Jinja, as `apply_chat_template` of `transformers` reads it."""
 
-    @property
-    def implicit_start(self):
-        """The text of the first token if inference programs add it by themselves, or ""."""
-        return ""
-
     def to_ollama(self):
         """Return the template in Ollama's language: an optional system message and a question."""
-        def render(*messages):
-            return self.prompt_text(messages).removeprefix(self.implicit_start)
-        question = ("user", "{{ .Prompt }}")
-        try:
-            with_system = render(("system", "{{ .System }}"), question)
-        except DataError:  # the template accepts no system messages
-            return render(question) + "{{ .Response }}"
-        return (f"{{{{ if .System }}}}{with_system}{{{{ else }}}}{render(question)}{{{{ end }}}}"
-                "{{ .Response }}")
+        system, question = ("system", "{{ .System }}"), ("user", "{{ .Prompt }}")
+        text = self.prompt_text([question]).removeprefix(self.implicit_start)
+        with contextlib.suppress(DataError):  # the template may accept no system messages
+            start = self.prompt_text([system, question]).removeprefix(self.implicit_start)
+            text = f"{{{{ if .System }}}}{start}{{{{ else }}}}{text}{{{{ end }}}}"
+        return text + "{{ .Response }}"
 
 
 class BuiltinTemplate(ChatTemplate):
@@ -156,10 +141,7 @@ class BuiltinTemplate(ChatTemplate):
     def escape(self, text):
         """Return `text` with a backslash before each line that looks like the header of a message,
         so that a message cannot imitate a different role."""
-        text = f"\n{text}"
-        for header in self.headers:
-            text = text.replace(f"\n{header}", f"\n\\{header}")
-        return text[1:]
+        return re.sub(f"^(?={match_any(self.headers).pattern})", r"\\", text, flags=re.MULTILINE)
 
     def exchanges(self, messages):
         """Return [(prompt, answer), ...]: for each answer, the text since the previous one and the
@@ -200,14 +182,14 @@ class BuiltinTemplate(ChatTemplate):
             " | replace({}, {})".format(*map(json.dumps, (f"\n{header}", f"\n\\{header}")))
             for header in self.headers)
         content = f"(('\\n' + (message['content'] | trim)){escapes})[1:]"
-        out, keyword = "{%- for message in messages -%}", "if"
+        cases = []
         for role, (prefix, suffix) in self.around.items():
             suffix = "eos_token" if role == "assistant" else json.dumps(suffix)
-            out += (f"{{%- {keyword} message['role'] == '{role}' -%}}"
-                    f"{{{{ {json.dumps(prefix)} + {content} + {suffix} }}}}")
-            keyword = "elif"
+            cases.append(f"if message['role'] == '{role}' -%}}"
+                         f"{{{{ {json.dumps(prefix)} + {content} + {suffix} }}}}")
         start = json.dumps(self.around["assistant"][0])
-        return (out + "{%- endif -%}{%- endfor -%}"
+        return ("{%- for message in messages -%}{%- " + "{%- el".join(cases)
+                + "{%- endif -%}{%- endfor -%}"
                 f"{{%- if add_generation_prompt -%}}{{{{ {start} }}}}{{%- endif -%}}")
 
 
@@ -224,9 +206,8 @@ class JinjaTemplate(ChatTemplate):
         self.spec = spec
         self.ends = ends
         self.special_tokens = {k: v for k, v in spec.items() if k.endswith("_token")}
-
-    def check(self):
-        compile_jinja(self.spec["jinja"])
+        if "bos_token" in spec["jinja"]:
+            self.implicit_start = spec.get("bos_token", "")
 
     def render(self, messages, add_prompt, special=()):
         """Return the text of a conversation, up to the start of the next answer if `add_prompt`.
@@ -235,16 +216,15 @@ class JinjaTemplate(ChatTemplate):
         turns = [dict(role=role, content=pattern.sub(
             lambda m: OPEN_MARK + m[0] + CLOSE_MARK, text.translate(WITHOUT_MARKS)))
             for role, text in messages]
-        parts, size = [], 0
+        text = io.StringIO()
         template = compile_jinja(self.spec["jinja"])
         with template_errors(), limited_lines(MAX_TRACED_LINES):
             for part in template.generate(messages=turns, add_generation_prompt=add_prompt,
                                           tools=None, documents=None, **self.special_tokens):
-                parts.append(part)
-                size += len(part)
-                if size > MAX_RENDERED_CHARS:
+                text.write(part)
+                if text.tell() > MAX_RENDERED_CHARS:
                     raise ValueError(f"it writes more than {MAX_RENDERED_CHARS:,} characters")
-        return "".join(parts)
+        return text.getvalue()
 
     def prompt_text(self, messages):
         return self.render(messages, True)
@@ -257,43 +237,43 @@ class JinjaTemplate(ChatTemplate):
         # Templates may shorten earlier answers (Qwen 3 removes the reasoning): then the ids of a
         # prompt do not continue the previous sequence, and a new one begins.
         sequences, ids, mask = [], [], []
-        for i, (role, text) in enumerate(messages):
+        for i, (role, _) in enumerate(messages, 1):
             if role != "assistant":
                 continue
-            prompt = self.render(messages[:i], True, tokenizer.special)
-            whole = self.render(messages[:i + 1], False, tokenizer.special)
-            prompt_ids, whole_ids, n_learned = self.encode_answer(prompt, whole, text, tokenizer)
+            prompt_ids, answer_ids, n_learned = self.encode_answer(messages[:i], tokenizer)
             if prompt_ids[:len(ids)] != ids:
                 sequences.append((ids, mask))
                 mask = []
-            n_ignored = len(whole_ids) - len(prompt_ids) - n_learned
+            ids = prompt_ids + answer_ids
             mask = (mask + [0] * (len(prompt_ids) - len(mask)) + [1] * n_learned
-                    + [0] * n_ignored)
-            ids = whole_ids
+                    + [0] * (len(answer_ids) - n_learned))
         if ids:
             sequences.append((ids, mask))
         return [(np.array(i, np.uint32), np.array(m, np.uint8)) for i, m in sequences]
 
-    def encode_answer(self, prompt, whole, answer, tokenizer):
-        """Return (prompt ids, ids with the answer, number of the answer's ids to learn). Raises
-        DataError if the answer cannot be located in the rendered text."""
+    def encode_answer(self, messages, tokenizer):
+        """Return (prompt ids, ids of the last message, number of these to learn). Raises DataError
+        if the answer cannot be located in the rendered text."""
+        prompt = self.render(messages[:-1], True, tokenizer.special)
+        whole = self.render(messages, False, tokenizer.special)
+        answer = squeeze(messages[-1][1])
         refused = "its chat template cannot be learned: "
         if not whole.startswith(prompt):
             raise DataError(refused + "the text of a chat does not begin with that of the prompt "
                             "before its last answer")
-        if squeeze(answer) not in squeeze(whole[len(prompt):]):  # changed or left out
+        if answer not in squeeze(whole[len(prompt):]):  # changed or left out
             raise DataError(refused + f"it does not write an answer as it is ({answer[:40]!r})")
         prompt_ids = encode_marked(prompt, tokenizer)
-        whole_ids = encode_marked(whole, tokenizer)
-        if whole_ids[:len(prompt_ids)] != prompt_ids:  # a token spans the boundary
-            whole_ids = prompt_ids + encode_marked(whole[len(prompt):], tokenizer)
-        answer_ids = whole_ids[len(prompt_ids):]
+        ids = encode_marked(whole, tokenizer)
+        answer_ids = ids[len(prompt_ids):]
+        if ids[:len(prompt_ids)] != prompt_ids:  # a token spans the boundary
+            answer_ids = encode_marked(whole[len(prompt):], tokenizer)
         n_learned = next((n for n, i in enumerate(answer_ids, 1) if i in self.ends), 0)
         rest = squeeze(tokenizer.decode(answer_ids[n_learned:]))
-        if not n_learned or squeeze(answer) and squeeze(answer) in rest:
+        if not n_learned or answer and answer in rest:
             raise DataError(refused + "no end token follows an answer; expected one of "
                             f"{self.ends}")
-        return prompt_ids, whole_ids, n_learned
+        return prompt_ids, answer_ids, n_learned
 
     def end_ids(self, tokenizer):
         # The model's files may name the end of a document only, and not the end token of the
@@ -303,23 +283,17 @@ class JinjaTemplate(ChatTemplate):
         text = self.render([question, answer], False)
         prefix, _, suffix = text.removeprefix(prompt).partition("\u00a7")
         special = match_any(tokenizer.special).search(suffix)
-        ids = []
+        ids = {*self.ends}
         # A token that also occurs before the answer is the end of the reasoning.
         if special and (special[0] not in prefix or not text.startswith(prompt)):
-            ids = tokenizer.encode_special(special[0])
-        return sorted({*self.ends, *ids})
+            ids.add(tokenizer.special[special[0]])
+        return sorted(ids)
 
     def with_end_ids(self, tokenizer):
         return JinjaTemplate(self.spec | {"ends": self.end_ids(tokenizer)})
 
     def to_jinja(self):
         return self.spec["jinja"]
-
-    @property
-    def implicit_start(self):
-        # llama.cpp adds the first token, if the template mentions it.
-        start = self.special_tokens.get("bos_token", "")
-        return start if "bos_token" in self.spec["jinja"] else ""
 
 
 def open_chat_format(source):
@@ -328,12 +302,12 @@ def open_chat_format(source):
     if source.endswith(".pt"):
         spec = read_checkpoint_spec(source)
         tokenizer = tokenizer_from_spec(spec["tokenizer"])
-        template, block_size = spec["template"], spec["block_size"]
     else:
         folder = local_folder(source, weights=False)
         tokenizer = open_tokenizer(folder)
-        template, block_size = read_template_spec(folder, tokenizer), None
-    return tokenizer, block_size, ChatTemplate.from_spec(template) if template else None
+        spec = dict(template=read_template_spec(folder, tokenizer), block_size=None)
+    template = spec["template"]
+    return tokenizer, spec["block_size"], ChatTemplate.from_spec(template) if template else None
 
 
 # -----------------------------------------------------------------------------
@@ -357,13 +331,9 @@ def compile_jinja(text):
     def raise_exception(message):
         raise jinja2.TemplateError(message)
 
-    def tojson(x, ensure_ascii=False, indent=None, separators=None, sort_keys=False):
-        return json.dumps(x, ensure_ascii=ensure_ascii, indent=indent, separators=separators,
-                          sort_keys=sort_keys)
-
     environment = Environment(trim_blocks=True, lstrip_blocks=True,
                               extensions=[ext.loopcontrols])
-    environment.filters["tojson"] = tojson
+    environment.filters["tojson"] = functools.partial(json.dumps, ensure_ascii=False)
     environment.globals |= dict(
         raise_exception=raise_exception,
         strftime_now=lambda pattern: datetime.datetime.now().strftime(pattern))

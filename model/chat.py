@@ -144,7 +144,7 @@ def open_data(config, ranks):
 
 def build_model(config, data, model_class=ChatGPT):
     template = ChatTemplate.from_spec(data.spec["template"])
-    template.check()
+    template.prompt_text([("user", "")])  # a template that fails is refused here
     model = gpt.build_model(config, data, model_class)
     model.template = template
     model.row_tokens = data.spec["row_tokens"]

@@ -445,7 +445,7 @@ def test_a_template_that_is_none_is_refused():
                      dict.fromkeys(DEFAULT_SPEC, "{}{}")):
         with pytest.raises(ValueError, match="its template is"):
             ChatTemplate.from_spec(template)
-    ChatTemplate.from_spec(DEFAULT_SPEC).check()
+    ChatTemplate.from_spec(DEFAULT_SPEC)
     spec = dict(template={"user": "{}"}, row_tokens=8)  # in a checkpoint, too
     with pytest.raises(ValueError, match="its template is"):
         build_model(load_config(None, dict(model="chat")), Data(None, None, spec))

@@ -766,7 +766,7 @@ def test_all_problems_in_one_message(tmp_path):
             "d.jsonl:3: field 'text' is a int",
             "binary: no text; skipped: binary/x",
             "d.jsonl:4: no field 'text'; its fields are 'body'", "d.jsonl:5: expected an object",
-            "d.jsonl:6: not valid JSON", "did you mean gpt2"):
+            "d.jsonl:6: not valid JSON", "expected byte, char, gpt2"):
         assert sum(expected in line for line in lines) == 1, expected
     assert not (tmp_path / "o").exists()
 
