@@ -29,7 +29,7 @@ class LabelledText(NamedTuple):
     start: int | None   # the evidence is text[start:end]
     end: int | None
     group: str          # texts of the same group are in the same split
-    ambiguous: bool = False  # the evidence occurs several times
+    ambiguous: bool = False  # whether the evidence occurs several times
     id: object = None   # field `id` of the record
 
     @property

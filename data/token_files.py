@@ -147,18 +147,17 @@ def open_stream(data_dir, split, vocab_size=None, least=1):
     meta = read_meta(os.path.dirname(paths[0]))
     stream = TokenStream([open_shard(p, meta.dtype or "uint16") for p in paths],
                          vocab_size or meta.vocab_size)
-    where = paths[0] + (" ..." if paths[1:] else "")
     n = stream.n_tokens
     try:
         expected = meta.splits[split]["tokens"]
     except (KeyError, TypeError):
         expected = n  # not written by data.prepare
     if os.path.basename(paths[0]) == f"{split}.bin" and n != expected:
-        raise DataError(f"{where}: {n:,} tokens, but meta.json says {expected}: cut short or "
+        raise DataError(f"{paths[0]}: {n:,} tokens, but meta.json says {expected}: cut short or "
                         "replaced? prepare the data again")
     if n < least:
-        raise DataError(f"{where}: {n:,} tokens, but block_size {least - 1} needs {least:,}: lower "
-                        "block_size, or prepare more text")
+        raise DataError(f"{paths[0]}: {n:,} tokens, but block_size {least - 1} needs {least:,}: "
+                        "lower block_size, or prepare more text")
     stream.check_places()
     return stream
 
@@ -193,11 +192,10 @@ class TokenStream:
         other windows."""
         n = self.n_tokens
         size = self.dtype.itemsize
-        small = n * size <= CHECKED_WHOLE
-        lengths = [n] if small else [min(n, MIB // size), min(n, 4096)]
-        for length, places in zip(lengths, (2, 64)):
-            starts = np.unique(np.linspace(0, n - length, places).astype(np.int64))
-            self.read(starts, length)
+        is_small = n * size <= CHECKED_WHOLE
+        for length, places in [(n, 1)] if is_small else [(MIB // size, 2), (4096, 64)]:
+            length = min(length, n)
+            self.read(np.linspace(0, n - length, places).astype(np.int64), length)
 
     def read(self, starts, length):
         """Return the windows of `length` tokens at `starts`, (n,) int64, as (n, length). Raises
@@ -209,8 +207,7 @@ class TokenStream:
             row, column = np.argwhere((tokens >= limit) | (tokens < 0))[0]
             path, offset = self.locate(starts[row] + column)
             raise DataError(f"{path}: token {tokens[row, column]} at offset {offset:,} is outside "
-                            f"the vocabulary of {limit:,}: another tokenizer's file, or damaged; "
-                            "correct vocab_size or the dtype in meta.json, or prepare it again")
+                            f"the vocabulary of {limit:,}; correct vocab_size or meta.json's dtype")
         return tokens
 
     def _copy(self, starts, length):
@@ -242,9 +239,7 @@ class TokenStream:
                     mapped._mmap.madvise(mmap.MADV_RANDOM)
                 self.maps[i] = np.asarray(mapped)
         except (OSError, ValueError) as e:  # ValueError: truncated after os.stat
-            raise DataError(f"{shard.path}: is gone ({getattr(e, 'strerror', e)}); put it back"
-                            ) from None
+            raise DataError(f"{shard.path}: cannot be read ({e}); put it back") from None
         if now != shard.identity:
-            raise DataError(f"{shard.path}: changed during the run: {shard.identity[1]:,} bytes at "
-                            f"the start, {now[1]:,} now; put the old file back and resume")
+            raise DataError(f"{shard.path}: changed during the run; put the old file back, resume")
         return self.maps[i]

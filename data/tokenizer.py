@@ -73,11 +73,9 @@ def gpt2_ranks():
     try:
         return tiktoken.load.load_tiktoken_bpe(R50K_URL, R50K_SHA256)
     except (OSError, ValueError) as error:
-        raise DataError(
-            "tokenizer gpt2: its rank file (0.8 MB) is not cached and could not be downloaded "
-            f"({str(error)[:80]}). Without a network: on another machine\n    curl -O {R50K_URL}\n"
-            "    and then --tokenizer r50k_base.tiktoken; or use --tokenizer byte, which needs no "
-            "file") from None
+        raise DataError(f"tokenizer gpt2: its ranks could not be downloaded ({str(error)[:80]}); "
+                        f"on another machine `curl -O {R50K_URL}`, then --tokenizer "
+                        "r50k_base.tiktoken; or --tokenizer byte, which needs no file") from None
 
 
 # -----------------------------------------------------------------------------

@@ -207,8 +207,8 @@ def read_template_spec(folder, tokenizer):
     if os.path.exists(path):
         with open(path, encoding="utf-8", errors="replace") as f:
             text = f.read()
-    elif isinstance(text, list):
-        text = next((t["template"] for t in text if t["name"] == "default"), None)
+    elif isinstance(text, list):  # several templates
+        text = {t["name"]: t["template"] for t in text}.get("default")
     if not isinstance(text, str) or tokenizer is None or tokenizer.eot_token is None:
         return None
     ends = [read_optional_json(folder, name).get("eos_token_id")

@@ -128,9 +128,8 @@ class RankTokenizer(Tokenizer):
         ids = [*ranks.values(), *(i for i, _ in self.added.values())]
         if (eot_token not in ids[len(ranks):] or len(set(ids)) < len(ids)
                 or not all(type(i) is int and 0 <= i < MAX_VOCAB for i in ids)):
-            raise DataError(f"its added tokens {str(self.added)[:200]}: expected ids that differ "
-                            f"from all others, below {MAX_VOCAB:,}, among them that of end-of-text "
-                            f"({eot_token})")
+            raise DataError(f"its added tokens {str(self.added)[:200]}: expected own ids below "
+                            f"{MAX_VOCAB:,}, and that of end-of-text ({eot_token}) among them")
         self.special = {text: i for text, (i, special) in self.added.items() if special}
         self.not_special = self.added.keys() - self.special  # also recognised in ordinary text
         self.enc = tiktoken.Encoding(
@@ -218,14 +217,13 @@ class JsonTokenizer(Tokenizer):
         self.enc.encode_special_tokens = True  # special tokens in a text are ordinary text
         self.text = text
         self.eot_token = eot_token
-        decoder = json.dumps(json.loads(text).get("decoder"))
-        self.is_byte_level = '"ByteLevel"' in decoder  # otherwise characters, as SentencePiece
+        # Otherwise the texts of tokens are characters, as SentencePiece's.
+        self.is_byte_level = "ByteLevel" in json.dumps(json.loads(text).get("decoder"))
         self.special = {token.content: i for i, token in self.enc.get_added_tokens_decoder().items()
                         if token.special}
-        self.special_ids = set(self.special.values())
         # Special tokens other than the end of text may exceed the model's rows (Gemma 3 has one).
         ids = set(self.enc.get_vocab(with_added_tokens=True).values())
-        self.min_vocab = 1 + max(ids & {eot_token} | ids - self.special_ids, default=-1)
+        self.min_vocab = 1 + max(ids & {eot_token} | ids - {*self.special.values()}, default=-1)
         self.n_vocab = max(self.min_vocab, 1 + max((i for i in ids if i < n_vocab), default=-1))
         if not (type(eot_token) is int and 0 <= eot_token < self.n_vocab <= MAX_VOCAB):
             raise DataError(f"tokenizer.json: the end of text is {eot_token!r}, expected an id "
@@ -265,7 +263,7 @@ class JsonTokenizer(Tokenizer):
         """Return the bytes of text of a token, empty for special tokens."""
         token = self.enc.id_to_token(i)
         table = byte_table()
-        if i in self.special_ids or token is None:
+        if token is None or token in self.special:
             return b""
         if self.is_byte_level and all(c in table for c in token):
             return bytes(table[c] for c in token)

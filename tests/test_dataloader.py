@@ -418,7 +418,7 @@ def test_negative_ids_and_mixed_types_are_refused(tmp_path):
 
 
 @pytest.mark.parametrize("content,message", [
-    ("[]", "holds a list"), ("{", "meta.json: "), ('{"dtype": "uint32"}', "or the dtype"),
+    ("[]", "holds a list"), ("{", "meta.json: "), ('{"dtype": "uint32"}', "or meta.json's dtype"),
     ('{"dtype": "float32"}', "dtype is 'float32'"), ('{"vocab_size": "ab"}', "vocab_size is 'ab'")])
 def test_bad_meta_json_is_refused(folder, content, message):
     (folder / "meta.json").write_text(content)
@@ -455,7 +455,7 @@ except DataError as error:
 """
     done = python("-c", program)
     assert done.returncode == 0, done.stderr
-    assert "train.bin: changed during the run: 104,857,600 bytes at the start, 4,096" in done.stdout
+    assert "train.bin: changed during the run" in done.stdout
 
 
 @pytest.mark.matrix(88)
@@ -477,7 +477,7 @@ def test_data_changed_while_running_are_noticed(folder, change, size, request):
         os.truncate(path, 100)
     else:
         os.remove(path)
-    with pytest.raises(DataError, match="train.bin: (changed during the run|is gone)"):
+    with pytest.raises(DataError, match="train.bin: (changed during the run|cannot be read)"):
         loader.get_batch(step=10_000)
 
 
