@@ -112,13 +112,12 @@ class SparseAutoencoder(nn.Module):
         W = self.W_dec.float()
         return F.normalize(W, dim=1) if self.keys.sae == "topk" else W
 
-    def pre_activations(self, x):
-        """Return the features (N, F) of normalised activations x (N, C), before the
+    def features(self, x):
+        """Return the features (N, F) of normalised activations x (N, C), before and after the
         nonlinearity."""
-        return (x - self.b_dec) @ self.W_enc + self.b_enc
-
-    def activate(self, pre):
-        return F.relu(keep_largest(pre, self.keys.k) if self.keys.sae == "topk" else pre)
+        pre = (x - self.b_dec) @ self.W_enc + self.b_enc
+        kept = keep_largest(pre, self.keys.k) if self.keys.sae == "topk" else pre
+        return pre, F.relu(kept)
 
     def normalise(self, activations):
         """Return the activations (N, C), centred and scaled, outliers 0, and whether each is an
@@ -129,27 +128,24 @@ class SparseAutoencoder(nn.Module):
 
     def encode(self, activations):
         """Return the features (N, F) of activations (N, C)."""
-        return self.activate(self.pre_activations(self.normalise(activations)[0]))
+        return self.features(self.normalise(activations)[0])[1]
 
     def forward(self, activations):
         c = self.keys
         x, is_outlier = self.normalise(activations)  # (N, C), (N, 1)
-        pre = self.pre_activations(x)  # (N, F)
+        pre, z = self.features(x)  # (N, F) each
         W = self.decoder()  # (F, C)
-        z = self.activate(pre)  # (N, F)
         out = (z @ W + self.b_dec).float()  # (N, C)
         error = x - out
         losses = dict(mse=error.square().mean(1))  # (N,) each
-        loss = losses["mse"]
+        weights = dict(mse=1.0, l1=c.l1, auxk=c.auxk_weight)
         if c.sae == "relu":
             losses["l1"] = z.float() @ W.norm(dim=1)
-            loss = loss + c.l1 * losses["l1"]
         if c.auxk:
             losses["auxk"] = self.auxk_loss(pre, error.detach(), W)
-            loss = loss + c.auxk_weight * losses["auxk"]
+        loss = sum(weights[name] * values for name, values in losses.items())
         sums = {name: values.sum() for name, values in losses.items()}
-        sums |= dict(x=x.sum(0), xx=x.square().sum(), fired=(z > 0).sum(0),
-                     dying=self.silent + 1 >= c.dead_after)  # dead unless fired in this step
+        sums |= dict(x=x.sum(0), xx=x.square().sum(), fired=(z > 0).sum(0))
         return loss.mean(), sums, torch.where(is_outlier, activations, out / self.scale + self.mean)
 
     def auxk_loss(self, pre, error, W):
@@ -170,9 +166,9 @@ class SAEModel(nn.Module):
 
     def __init__(self, config, spec):
         super().__init__()
+        self.sae = SparseAutoencoder(config, spec)
         self.keys = config
         self.spec = spec
-        self.sae = SparseAutoencoder(config, spec)
         fill(self, config.seed)
 
     def initial(self, name, shape, seed):
@@ -223,25 +219,26 @@ class SAEModel(nn.Module):
         backbone's lm_loss, spliced_loss, and loss_recovered: 1 if both are equal, 0 if the
         reconstruction is no better than zeros.
         """
-        n, fired = float(sums["count"]), sums["fired"]
-        variance = float(sums["xx"] - sums["x"].square().sum() / n)
-        unexplained = float(sums["mse"]) * self.spec["d_in"]
-        out = dict(explained_variance=1 - unexplained / variance if variance > 0 else None,
-                   l0=float(fired.sum()) / n)
-        out |= {name: float(sums[name]) / n for name in ("l1", "auxk") if name in sums}
+        n = sums["count"]
+        variance = sums["xx"] - sums["x"].square().sum() / n
+        unexplained = sums["mse"] * self.spec["d_in"]
+        means = {name: float(sums[name] / n) for name in ("l1", "auxk", "own", "spliced", "zeroed")
+                 if name in sums}
+        out = dict(explained_variance=float(1 - unexplained / variance) if variance > 0 else None,
+                   l0=float(sums["fired"].sum() / n),
+                   **{name: means[name] for name in ("l1", "auxk") if name in means})
         if "own" not in sums:
             return out | dict(dead=float((self.sae.silent >= self.keys.dead_after).sum()))
-        own, spliced, zeroed = (float(sums[name]) / n for name in ("own", "spliced", "zeroed"))
-        recovered = (zeroed - spliced) / (zeroed - own) if zeroed != own else None
-        return out | dict(dead=float((fired == 0).sum()), lm_loss=own, spliced_loss=spliced,
-                          loss_recovered=recovered)
+        gap = means["zeroed"] - means["own"]
+        recovered = (means["zeroed"] - means["spliced"]) / gap if gap else None
+        return out | dict(dead=float((sums["fired"] == 0).sum()), lm_loss=means["own"],
+                          spliced_loss=means["spliced"], loss_recovered=recovered)
 
     def after_step(self, it, sums):
         silent = self.sae.silent
         fired = sums["fired"].to(silent.device) > 0
         silent.copy_(torch.where(fired, 0, silent + 1))
-        # From sums, which are on the host: reading `silent` would synchronise with a GPU.
-        self.sae.may_have_dead = bool(((sums["dying"] > 0) & (sums["fired"] == 0)).any())
+        self.sae.may_have_dead = bool((silent >= self.keys.dead_after).any())
 
 
 # -----------------------------------------------------------------------------
@@ -297,20 +294,23 @@ def find_top_contexts(model, tokens, n_batches, n_contexts):
     descending order, with windows and positions (F, n_contexts); the tokens (windows, T).
     """
     backbone = model.backbone()
-    fired, windows, best = 0, [], None
+    fired = 0
+    windows = []
+    values = []
+    positions = []
     for i in range(tokens.n_fixed(n_batches)):
         idx, _ = tokens.fixed_batch(i, n_batches, model.sae.mean.device)
         z = model.sae.encode(backbone.activations(idx))  # (B, T - N_SKIPPED, F)
         fired = fired + (z > 0).sum((0, 1))
         value, position = z.max(1)  # (B, F)
-        number = torch.arange(len(idx), device=idx.device)[:, None] + sum(map(len, windows))
-        new = (value, number.expand_as(value), position + N_SKIPPED)
-        best = new if best is None else tuple(torch.cat(pair) for pair in zip(best, new))
-        order = best[0].topk(min(n_contexts, len(best[0])), dim=0).indices
-        best = tuple(t.gather(0, order) for t in best)  # (n_contexts, F) each
         windows.append(idx)
+        values.append(value)
+        positions.append(position + N_SKIPPED)
     idx = torch.cat(windows)
-    return fired / (idx.size(0) * (idx.size(1) - N_SKIPPED)), *(t.T for t in best), idx
+    value, window = torch.cat(values).topk(min(n_contexts, len(idx)), dim=0)  # (n_contexts, F)
+    position = torch.cat(positions).gather(0, window)
+    rate = fired / (idx.size(0) * (idx.size(1) - N_SKIPPED))
+    return rate, value.T, window.T, position.T, idx
 
 
 def format_context(row, position, tokenizer, n_before=40, n_after=12):
@@ -336,8 +336,13 @@ class FeatureOptions:
     batches: int = key(32, "batches of 16 validation windows to search", ge=1)
 
 
-def show_features(model, options):
-    """Print the contexts of the features that fire most strongly."""
+def show_features(options):
+    """Print the contexts of the features that fire most strongly, or export the autoencoder."""
+    model, _ = load_model(options.ckpt, expect="sae")
+    if options.to:
+        export_sae_lens(model, options.to)
+        print(f"Wrote {options.to}; load it with sae_lens.SAE.load_from_disk({options.to!r})")
+        return
     spec = model.spec
     tokens = DataLoader(options.data_dir or model.keys.data_dir, 16, spec["block_size"], "val",
                         vocab_size=spec["vocab_size"])
@@ -350,13 +355,5 @@ def show_features(model, options):
             echo(f"  {v:8.2f}  {format_context(idx[w], p, tokenizer)}")
 
 
-def inspect_or_export(options):
-    model, _ = load_model(options.ckpt, expect="sae")
-    if not options.to:
-        return show_features(model, options)
-    export_sae_lens(model, options.to)
-    print(f"Wrote {options.to}; load it with sae_lens.SAE.load_from_disk({options.to!r})")
-
-
 def main(argv=None):
-    return run_command(FeatureOptions, inspect_or_export, argv)
+    return run_command(FeatureOptions, show_features, argv)

@@ -9,6 +9,7 @@ Shapes: B windows, T tokens, C channels of the residual stream.
 import copy
 import functools
 import hashlib
+import math
 import os
 
 import numpy as np
@@ -59,7 +60,8 @@ class Backbone:
         """The sha256 of the file, by which earlier versions identified the backbone."""
         if not os.path.isfile(self.path):
             return None
-        return hashlib.sha256(np.memmap(self.path, np.uint8, "r")).hexdigest()
+        with open(self.path, "rb") as file:
+            return hashlib.file_digest(file, "sha256").hexdigest()
 
     @torch.no_grad()
     def activations(self, idx):
@@ -119,17 +121,14 @@ class ActivationBuffer:
 
     def sample(self, n: int, seed: int) -> torch.Tensor:
         """Return n rows (n, dim), a function of the content and `seed`; distinct if possible."""
-        return self.rows[self.sample_indices(n, seed).to(self.rows.device)]
-
-    def sample_indices(self, n, seed):
-        """Return the indices (n,) of sample(). Drawn on the CPU, equal on all devices, and relative
-        to the oldest row, so that a refilled buffer gives the same samples."""
         if not len(self):
             raise ValueError("ActivationBuffer: empty; call add() first")
-        generator = torch.Generator().manual_seed(seed)
-        order = torch.randperm(len(self), generator=generator)
+        # Drawn on the CPU, equal on all devices, and relative to the oldest row, so that a refilled
+        # buffer gives the same samples.
+        order = torch.randperm(len(self), generator=torch.Generator().manual_seed(seed))
         ages = order[torch.arange(n) % len(self)]
-        return (ages + self.n_added - len(self)) % len(self.rows)
+        indices = (ages + self.n_added - len(self)) % len(self.rows)
+        return self.rows[indices.to(self.rows.device)]
 
 
 class ActivationLoader:
@@ -154,37 +153,31 @@ class ActivationLoader:
         self.accumulation = config.accumulation(ranks.world_size)
         n_windows = config.buffer_size // (config.samples_per_step * self.units_per_sample)
         self.n_windows = max(1, n_windows)  # per buffer
-        self.buffers = {}  # {micro-batch: list of B buffers}
-        self.last_steps = {}  # {micro-batch: step of the last window added}
+        self.filled = {}  # {micro-batch: (step of the last window added, list of B buffers)}
 
     def get_batch(self, device="cpu", step=0):
-        micro = step % self.accumulation
-        if self.last_steps.get(micro) != step:
-            self.fill(micro, step, device)
-        buffers = self.buffers[micro]
         numbers = self.tokens.sample_numbers([step]).tolist()
-        indices = torch.stack([
-            buffer.sample_indices(self.units_per_sample, stable_hash(self.seed, f"rows of {g}"))
-            for buffer, g in zip(buffers, numbers)])  # (B, T - N_SKIPPED)
-        if torch.device(device).type == "cuda":  # one asynchronous copy
-            indices = indices.pin_memory().to(device, non_blocking=True)
-        rows = zip(buffers, indices.to(device))
-        return (torch.stack([buffer.rows[i] for buffer, i in rows]),)
+        rows = [buffer.sample(self.units_per_sample, stable_hash(self.seed, f"rows of {g}"))
+                for buffer, g in zip(self.fill(step, device), numbers)]
+        return (torch.stack(rows),)
 
-    def fill(self, micro, step, device):
-        """Add the window of `step` to the buffers of `micro`, refilling if steps were skipped."""
-        n, steps = self.accumulation, [step]
-        if self.last_steps.get(micro) != step - n:
-            first = max(micro, step - (self.n_windows - 1) * n)
-            steps = range(first, step + 1, n)
-            size, dim = self.n_windows * self.units_per_sample, self.backbone.gpt.config.n_embd
-            self.buffers[micro] = [ActivationBuffer(size, dim, device)
-                                   for _ in range(self.tokens.batch_size)]
-        for s in steps:
+    def fill(self, step, device):
+        """Return the B buffers of a micro-batch with the windows up to `step`; they are refilled if
+        steps were skipped."""
+        n = self.accumulation
+        micro = step % n
+        last, buffers = self.filled.get(micro, (-math.inf, []))
+        if last not in (step, step - n):
+            last = max(micro - n, step - self.n_windows * n)
+            size = self.n_windows * self.units_per_sample
+            buffers = [ActivationBuffer(size, self.backbone.gpt.config.n_embd, device)
+                       for _ in range(self.tokens.batch_size)]
+        for s in range(last + n, step + 1, n):
             idx, _ = self.tokens.get_batch(device, s)
-            for buffer, x in zip(self.buffers[micro], self.backbone.activations(idx)):
+            for buffer, x in zip(buffers, self.backbone.activations(idx)):
                 buffer.add(x)
-        self.last_steps[micro] = step
+        self.filled[micro] = step, buffers
+        return buffers
 
     def fingerprint(self):
         return self.tokens.fingerprint() | {"backbone": self.backbone.digest}
