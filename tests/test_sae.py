@@ -186,7 +186,7 @@ def test_spliced_losses(trained, data_dir):
         sums = model(idx, targets)[1]
     loss = torch.nn.functional.cross_entropy(backbone.gpt(idx)[:, 1:].flatten(0, 1),
                                              targets[:, 1:].flatten())
-    assert float(sums["own"] / sums["count"]) == pytest.approx(float(loss), abs=1e-5)
+    assert float(sums["lm_loss"] / sums["count"]) == pytest.approx(float(loss), abs=1e-5)
 
 
 # -----------------------------------------------------------------------------
@@ -288,7 +288,7 @@ def test_top_contexts(trained, data_dir):
 
 @pytest.mark.parametrize("changes, words", [
     (dict(backbone="nowhere.pt"), "backbone: nowhere.pt: no such file"),
-    (dict(layer=2), "has 2 blocks: expected 0 to 1"),
+    (dict(layer=2), "expected a GPT with more than 2 blocks"),
     (dict(auxk=49), "auxk: 49 exceeds d_sae"),
     (dict(sae="jump"), "must be one of topk, relu")], ids=str)
 def test_bad_input(tmp_path, data_dir, backbone, changes, words):
@@ -442,12 +442,13 @@ def test_silent_steps_are_counted_until_a_feature_fires():
         9.0), x=torch.tensor([2.0, 4.0]), l1=torch.tensor(6.0), auxk=torch.tensor(1.0))
     training = model.numbers(sums)
     assert training == dict(explained_variance=1 - 6 / 4, l0=9 / 4, l1=1.5, auxk=0.25, dead=2.0)
-    evaluation = model.numbers(sums | dict(own=torch.tensor(8.0), spliced=torch.tensor(10.0),
-                                           zeroed=torch.tensor(16.0)))
+    evaluation = model.numbers(sums | dict(lm_loss=torch.tensor(8.0),
+                                           spliced_loss=torch.tensor(10.0),
+                                           zeroed_loss=torch.tensor(16.0)))
     assert evaluation == training | dict(dead=1.0, lm_loss=2.0, spliced_loss=2.5,
                                          loss_recovered=0.75)
-    same = model.numbers(sums | dict(own=torch.tensor(8.0), spliced=torch.tensor(8.0),
-                                     zeroed=torch.tensor(8.0), xx=torch.tensor(5.0)))
+    same = model.numbers(sums | dict(lm_loss=torch.tensor(8.0), spliced_loss=torch.tensor(8.0),
+                                     zeroed_loss=torch.tensor(8.0), xx=torch.tensor(5.0)))
     assert same["loss_recovered"] is None and same["explained_variance"] is None
 
 

@@ -192,7 +192,7 @@ class SAEModel(nn.Module):
 
     def forward(self, x, targets=None):
         """Training: x (B, T, C) activations. Evaluation: x, targets (B, T) tokens, with sums of the
-        backbone's loss: unchanged, "spliced" with the reconstruction, and with zeros instead."""
+        backbone's loss: unchanged, spliced with the reconstruction, and with zeros instead."""
         if targets is None:
             return self.sae(x.flatten(0, 1))[:2]
         backbone = self.backbone()
@@ -203,10 +203,10 @@ class SAEModel(nn.Module):
         def record(stream):
             streams.append(stream.float())
             return stream
-        losses = dict(own=backbone.loss(x, targets, record))
+        losses = dict(lm_loss=backbone.loss(x, targets, record))
         loss, sums, out = self.sae(streams[0].flatten(0, 1))
-        losses["spliced"] = backbone.loss(x, targets, lambda stream: out.view(stream.shape))
-        losses["zeroed"] = backbone.loss(x, targets, torch.zeros_like)
+        losses["spliced_loss"] = backbone.loss(x, targets, lambda stream: out.view(stream.shape))
+        losses["zeroed_loss"] = backbone.loss(x, targets, torch.zeros_like)
         count = torch.tensor(len(out), device=out.device)
         return loss, sums | {name: v * count for name, v in losses.items()} | dict(count=count)
 
@@ -219,20 +219,19 @@ class SAEModel(nn.Module):
         backbone's lm_loss, spliced_loss, and loss_recovered: 1 if both are equal, 0 if the
         reconstruction is no better than zeros.
         """
-        n = sums["count"]
-        variance = sums["xx"] - sums["x"].square().sum() / n
+        means = {name: float(sums[name] / sums["count"]) for name in
+                 ("l1", "auxk", "lm_loss", "spliced_loss", "zeroed_loss") if name in sums}
+        variance = sums["xx"] - sums["x"].square().sum() / sums["count"]
         unexplained = sums["mse"] * self.spec["d_in"]
-        means = {name: float(sums[name] / n) for name in ("l1", "auxk", "own", "spliced", "zeroed")
-                 if name in sums}
-        out = dict(explained_variance=float(1 - unexplained / variance) if variance > 0 else None,
-                   l0=float(sums["fired"].sum() / n),
-                   **{name: means[name] for name in ("l1", "auxk") if name in means})
-        if "own" not in sums:
-            return out | dict(dead=float((self.sae.silent >= self.keys.dead_after).sum()))
-        gap = means["zeroed"] - means["own"]
-        recovered = (means["zeroed"] - means["spliced"]) / gap if gap else None
-        return out | dict(dead=float((sums["fired"] == 0).sum()), lm_loss=means["own"],
-                          spliced_loss=means["spliced"], loss_recovered=recovered)
+        means["explained_variance"] = float(1 - unexplained / variance) if variance > 0 else None
+        means["l0"] = float(sums["fired"].sum() / sums["count"])
+        dead = self.sae.silent >= self.keys.dead_after
+        if "lm_loss" in sums:
+            dead = sums["fired"] == 0
+            zeroed = means.pop("zeroed_loss")
+            gap = zeroed - means["lm_loss"]
+            means["loss_recovered"] = (zeroed - means["spliced_loss"]) / gap if gap else None
+        return means | dict(dead=float(dead.sum()))
 
     def after_step(self, it, sums):
         silent = self.sae.silent

@@ -19,7 +19,7 @@ import torch.nn as nn
 from model.core.init import stable_hash
 from model.core.weights import load_frozen
 from model.gpt import GPT
-from train.base.errors import CheckpointError, ConfigError
+from train.base.errors import CheckpointError
 
 # The activation of the first token is many times longer than typical and would dominate the squared
 # error. It is neither reconstructed nor replaced.
@@ -36,20 +36,16 @@ class Backbone:
     """Reads and replaces the residual stream of a frozen GPT after block `layer`. It is no module:
     in no checkpoint, and not sharded.
 
-    path: the checkpoint. Raises CheckpointError if it is missing or no GPT, ConfigError if it has
-    no such block.
+    path: the checkpoint. Raises CheckpointError if it is missing or no GPT with such a block.
     """
 
     def __init__(self, path, layer, device, dtype):
         self.path, self.layer, self.dtype = path, layer, dtype
         self.gpt, self.tokenizer, state = load_frozen(path, device=device)
         self.digest = state["digest"]
-        if not isinstance(self.gpt, GPT):
-            raise CheckpointError(f"backbone: {path}: a {type(self.gpt).__name__}; expected a GPT")
-        n_layer = len(self.gpt.h)
-        if layer >= n_layer:
-            raise ConfigError([f"layer: {layer}, but {path} has {n_layer} blocks: expected 0 to "
-                               f"{n_layer - 1}"])
+        if not isinstance(self.gpt, GPT) or layer >= len(self.gpt.h):
+            raise CheckpointError(f"backbone: {path}: expected a GPT with more than {layer} blocks "
+                                  "(the key layer)")
         # The lower blocks without the final norm, with shared weights: trunk() is the stream.
         self.lower = copy.copy(self.gpt)
         self.lower._modules = self.gpt._modules | {"h": self.gpt.h[:layer + 1],
@@ -181,7 +177,3 @@ class ActivationLoader:
 
     def fingerprint(self):
         return self.tokens.fingerprint() | {"backbone": self.backbone.digest}
-
-    def locate(self, step):
-        return (f"activations of the {self.n_windows} batches up to {step}: "
-                f"{self.tokens.locate(step)}")
