@@ -24,11 +24,13 @@ import torch.nn.functional as F
 from data.meta import has_type, read_meta_for
 from data.token_files import open_npy
 from model.core.init import fill, normal
+from model.core.load import load_model
 from train.base.cli import run_command
 from train.base.errors import ConfigError, DataError, echo
 from train.base.fields import key
 from train.dataloader import Data, RowLoader
 from train.evaluate import add_sums, batch_sums
+from train.system import ModelHooks
 
 USE = "python -m model.autoencoder --ckpt {out}/ckpt.pt --arrays {out}/val.npz"
 VARIANCE_EPS = 1e-3  # added to variances of about 1 in row_correlation()
@@ -70,18 +72,33 @@ def array_dims(spec):
     return spec["modalities"] | ({"target": spec["target"]} if spec["target"] else {})
 
 
-def open_features(folder, split):
+def open_features(folder, split, spec=None):
     """Return the memory-mapped arrays [(N, D) float32] of a split in the order of array_dims().
-    Raises DataError."""
-    meta, arrays = read_features_meta(folder), []
+
+    For a model of `spec`, trained on other data: DataError unless the folder has the same arrays.
+    If the shifts of the folder are not those of the training data, the difference is added.
+    """
+    meta = read_features_meta(folder)
+    if spec and array_dims(meta) != array_dims(spec):
+        raise DataError(f"{folder}: arrays {array_dims(meta)}; the checkpoint was trained on "
+                        f"{array_dims(spec)}: prepare the same arrays")
+    arrays = []
     for name, dims in array_dims(meta).items():
         path = os.path.join(folder, f"{split}_{name}.npy")
-        array, expected = open_npy(path), (meta["rows"][split], dims)
+        array = open_npy(path)
+        expected = (meta["rows"][split], dims)
         if array.shape != expected or array.dtype != np.float32:
             raise DataError(f"{path}: {array.dtype} of shape {array.shape}; expected float32 of "
                             f"shape {expected} according to meta.json; prepare the data again")
+        if spec and shift_of(meta, name) != shift_of(spec, name):
+            array = array + np.subtract(shift_of(meta, name), shift_of(spec, name))
         arrays.append(array)
     return arrays
+
+
+def shift_of(spec, name):
+    """Return what data.prepare.features subtracted from an array: a list of D floats, or 0."""
+    return spec.get("shift", {}).get(name, 0.0)
 
 
 def open_data(config, ranks):
@@ -108,9 +125,10 @@ class MultimodalAutoencoder(nn.Module):
 
     def __init__(self, config, spec):
         super().__init__()
-        c, h, dims = config, config.d_hidden, spec["modalities"]
-        self.keys = c
+        self.keys = c = config
         self.spec = spec
+        h = c.d_hidden
+        dims = spec["modalities"]
         self.names = list(array_dims(spec))
         self.encoder = nn.ModuleDict({name: nn.Linear(d, h) for name, d in dims.items()})
         self.bottleneck = nn.Linear(h * len(dims), c.d_latent)
@@ -143,7 +161,8 @@ class MultimodalAutoencoder(nn.Module):
         return self.bottleneck(torch.cat(hidden, dim=1))
 
     def forward(self, *arrays):
-        c, match = self.keys, None
+        c = self.keys
+        match = None
         x = self.standardise(arrays)
         z = self.encode(x)  # (N, Z)
         outs = {name: self.decoder[name](F.gelu(self.expand[name](z))).float()
@@ -151,18 +170,16 @@ class MultimodalAutoencoder(nn.Module):
         errors = reconstruction_losses(outs, x)
         sums = {f"recon_{name}": error.sum() for name, error in errors.items()}
         if self.head is not None:
-            out, y = self.head(z).float(), x["target"]  # (N, D)
-            match = matching_loss(out, y, c.matching)
-            sums |= dict(match=match.sum(), **correlation_sums(out.detach(), y))
+            out = self.head(z).float()  # (N, D)
+            match = matching_loss(out, x["target"], c.matching)
+            sums |= dict(match=match.sum(), **correlation_sums(out.detach(), x["target"]))
         loss = combined_loss(errors, match, c.recon_weight, c.match_weight, c.modality_weights)
         return loss.mean(), sums
 
     def numbers(self, sums):
         """Return the parts of the loss per row, and correlation: the mean over the targets of each
         target's correlation over all rows."""
-        n = float(sums["count"])
-        out = {name: float(value) / n for name, value in sums.items()
-               if name == "match" or name.startswith("recon_")}
+        out = ModelHooks.numbers(self, sums)
         if self.head is not None:
             r = correlations(sums)
             r = r[r.isfinite()]
@@ -211,9 +228,11 @@ def correlation_sums(p, y):
 
 def correlations(sums):
     """Return Pearson's r (D,) of each target over all rows, NaN if one side is constant."""
-    s, n = sums, sums["count"]
-    var_p, var_y = s["pp"] - s["p"].square() / n, s["yy"] - s["y"].square() / n
-    r = (s["py"] - s["p"] * s["y"] / n) / (var_p.clamp(min=0) * var_y.clamp(min=0)).sqrt()
+    n = sums["count"]
+    var_p = sums["pp"] - sums["p"].square() / n
+    var_y = sums["yy"] - sums["y"].square() / n
+    covariance = sums["py"] - sums["p"] * sums["y"] / n
+    r = covariance / (var_p.clamp(min=0) * var_y.clamp(min=0)).sqrt()
     return torch.where((var_p > 1e-9 * n) & (var_y > 1e-9 * n), r, torch.nan)
 
 
@@ -224,52 +243,29 @@ def build_model(config, data):
 # -----------------------------------------------------------------------------
 # command: evaluate a checkpoint on held-out rows
 
-def open_matching(folder, split, spec):
-    """Return the arrays of a split for a model of `spec`. Raises DataError if the folder has other
-    arrays. If the shifts of the folder are not those of the training data, the difference is
-    added."""
-    meta = read_features_meta(folder)
-    for k in ("modalities", "target"):
-        if meta[k] != spec[k]:
-            raise DataError(f"{folder}: {k} {meta[k]}; the checkpoint was trained on {spec[k]}: "
-                            "prepare the same arrays")
-    shifts = [[source.get("shift", {}).get(name, 0.0) for source in (meta, spec)]
-              for name in array_dims(meta)]
-    return [array if a == b else array + np.subtract(a, b)
-            for array, (a, b) in zip(open_features(folder, split), shifts)]
-
-
-def batches(arrays, rows):
-    """Yield batches of `rows` rows."""
-    for start in range(0, len(arrays[0]), rows):
-        yield [torch.from_numpy(np.array(a[start:start + rows])).float() for a in arrays]
-
-
 @torch.no_grad()
 def evaluate_rows(model, arrays, rows=1024):
-    """Return (metrics, correlations (D,) or `None`) of a model on all rows of `arrays`, computed in
-    batches of `rows`."""
+    """Return (metrics, correlations (D,) or `None`, outputs) of a model on all rows of `arrays`,
+    computed in batches of `rows`.
+
+    outputs: {"latent": (N, Z), "prediction": (N, D)}, numpy arrays: the bottleneck and, if the
+    model has a target, its prediction in the units of the original array.
+    """
     total = {}
-    for batch in batches(arrays, rows):
+    outputs = {}
+    for start in range(0, len(arrays[0]), rows):
+        batch = [torch.from_numpy(np.array(a[start:start + rows])).float() for a in arrays]
         add_sums(total, batch_sums(*model(*batch), len(batch[0])))
+        z = model.encode(model.standardise(batch))
+        outputs.setdefault("latent", []).append(z)
+        if model.head is not None:
+            shift = torch.tensor(shift_of(model.spec, "target")).double()
+            y = model.head(z) * model.std_target + model.mean_target
+            outputs.setdefault("prediction", []).append(y.double() + shift)
     r = correlations(total) if model.head is not None else None
     loss = float(total["loss"] / total["count"])
-    return dict(rows=int(total["count"]), loss=loss, **model.numbers(total)), r
-
-
-@torch.no_grad()
-def predict_rows(model, arrays, rows=1024):
-    """Return {"latent": (N, Z), "prediction": (N, D)} as numpy arrays: the bottleneck and, if the
-    model has a target, its prediction in the units of the original array."""
-    out = {}
-    for batch in batches(arrays, rows):
-        z = model.encode(model.standardise(batch))
-        out.setdefault("latent", []).append(z)
-        if model.head is not None:
-            shift = torch.tensor(model.spec.get("shift", {}).get("target", 0.0)).double()
-            y = model.head(z) * model.std_target + model.mean_target
-            out.setdefault("prediction", []).append(y.double() + shift)
-    return {name: torch.cat(parts).numpy() for name, parts in out.items()}
+    metrics = dict(rows=int(total["count"]), loss=loss, **model.numbers(total))
+    return metrics, r, {name: torch.cat(parts).numpy() for name, parts in outputs.items()}
 
 
 @dataclass
@@ -287,15 +283,11 @@ class EvaluationOptions:
 
 def evaluate_checkpoint(args):
     """Print the metrics of a checkpoint and write the requested files."""
-    from model.core.load import load_model
-    model, _ = load_model(args.ckpt)
-    if type(model).__name__ != "MultimodalAutoencoder":  # of model.autoencoder, here __main__
-        raise DataError(f"{args.ckpt}: a {type(model).__name__}, not a multimodal autoencoder")
-    folder = args.data_dir or model.keys.data_dir
-    arrays = open_matching(folder, args.split, model.spec)
-    metrics, r = evaluate_rows(model, arrays)
-    echo("\n".join(f"{name:<14} {value:.4f}" if isinstance(value, float) else
-                   f"{name:<14} {value}" for name, value in metrics.items()))
+    model, _ = load_model(args.ckpt, expect="autoencoder")
+    arrays = open_features(args.data_dir or model.keys.data_dir, args.split, model.spec)
+    metrics, r, outputs = evaluate_rows(model, arrays)
+    for name, value in metrics.items():
+        echo(f"{name:<14} {value:.4f}" if isinstance(value, float) else f"{name:<14} {value}")
     if r is not None:
         low, median, high = r.nanquantile(torch.tensor([0.0, 0.5, 1.0]).double()).tolist()
         print(f"correlation of {len(r)} targets: {low:.4f} to {high:.4f}, median {median:.4f}")
@@ -304,7 +296,7 @@ def evaluate_checkpoint(args):
         with open(args.to, "w", encoding="utf-8") as f:
             json.dump(metrics, f, indent=1)
     if args.arrays:
-        np.savez(args.arrays, **predict_rows(model, arrays))
+        np.savez(args.arrays, **outputs)
 
 
 def main(argv=None):

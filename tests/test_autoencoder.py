@@ -23,8 +23,6 @@ from model.autoencoder import (
     matching_loss,
     open_data,
     open_features,
-    open_matching,
-    predict_rows,
     read_features_meta,
     reconstruction_losses,
     row_correlation,
@@ -106,8 +104,8 @@ def test_a_signal_on_a_large_offset_is_kept(tmp_path):
     assert np.abs(far - plain - (far - plain).mean(0)).max() < 1e-5
     out = go(tmp_path / "far", tmp_path / "out", **SYSTEM | dict(max_iters=1))
     model, _ = load_model(tmp_path / "out" / "ckpt.pt")
-    moved = open_matching(str(tmp_path / "other"), "val", model.spec)
-    arrays = open_matching(str(tmp_path / "far"), "val", model.spec)
+    moved = open_features(str(tmp_path / "other"), "val", model.spec)
+    arrays = open_features(str(tmp_path / "far"), "val", model.spec)
     raw = open_features(str(tmp_path / "other"), "val")
     assert moved[0] - raw[0] == pytest.approx(np.tile(offset * 0.001, (len(raw[0]), 1)), abs=1e-4)
     assert np.array_equal(moved[1], raw[1])
@@ -123,8 +121,8 @@ def test_predictions_have_the_units_of_the_array_that_was_prepared(tmp_path):
                               log=lambda text: None)
     go(tmp_path / "f", tmp_path / "out", **SYSTEM | dict(max_iters=1))
     model, _ = load_model(tmp_path / "out" / "ckpt.pt")
-    arrays = open_matching(str(tmp_path / "f"), "val", model.spec)
-    said = predict_rows(model, arrays, rows=7)
+    arrays = open_features(str(tmp_path / "f"), "val", model.spec)
+    said = evaluate_rows(model, arrays, rows=7)[2]
     assert said["prediction"].shape == (len(arrays[0]), 2) and said["latent"].shape[1] == 8
     assert (np.abs(said["prediction"] - y.mean(0)) < 10).all()
 
@@ -299,7 +297,7 @@ def test_the_loss_of_a_row_by_hand(matching):
     assert loss.item() == pytest.approx(expected.mean(), rel=1e-4)
     assert [sums[n].item() for n in ("recon_a", "recon_b", "match")] == pytest.approx(
         [error["a"].sum(), error["b"].sum(), match.sum()], rel=1e-4)
-    numbers, r = evaluate_rows(model, rows, rows=4)  # a batch of 4 and one of 2
+    numbers, r, _ = evaluate_rows(model, rows, rows=4)  # a batch of 4 and one of 2
     assert numbers["loss"] == pytest.approx(expected.mean(), rel=1e-4) and numbers["rows"] == 6
     wanted = [np.corrcoef(out[:, i], y[:, i])[0, 1] for i in range(4)]
     assert r.tolist() == pytest.approx(wanted, rel=1e-3)
