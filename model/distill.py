@@ -18,8 +18,8 @@ import torch.nn.functional as F
 from torch.utils.checkpoint import checkpoint
 
 from model import gpt
+from model.core import weights
 from model.core.ops import IGNORE, chunk_rows
-from model.core.weights import HoldsFrozen, check_same, load_frozen, read_backbone
 from model.gpt import GPT
 from train.base.errors import CheckpointError
 from train.base.fields import key
@@ -39,7 +39,7 @@ class Keys:
         return [] if self.teacher else ["teacher: missing; e.g. out/quick/ckpt.pt"]
 
 
-class Student(HoldsFrozen, GPT):
+class Student(weights.HoldsFrozen, GPT):
     """A GPT that is trained on a teacher, `frozen[0]`. Without one, e.g. for sampling, a GPT.
 
     Its numbers include "kl", the divergence in nats per token.
@@ -91,15 +91,12 @@ inherit_shape = gpt.inherit_shape
 
 
 def open_data(config, ranks):
-    def describe_teacher():
-        state = read_backbone(config.teacher, "teacher")
-        return state["digest"], (state.get("spec") or state).get("tokenizer")
-
     data = open_token_data(config, ranks)
-    digest, tokenizer = broadcast_from_rank0(describe_teacher, ranks)
-    tokenizers = tokenizer, data.spec.get("tokenizer")
-    check_same(dict(tokenizer=tokenizers), config.teacher, config.allow_change)
-    data.spec["teacher"] = digest  # a resumed run must use the same teacher
+    teacher = broadcast_from_rank0(
+        lambda: weights.describe_weights(weights.read_backbone(config.teacher, "teacher")), ranks)
+    tokenizers = teacher["tokenizer"], data.spec.get("tokenizer")
+    weights.check_same(dict(tokenizer=tokenizers), config.teacher, config.allow_change)
+    data.spec["teacher"] = teacher["digest"]  # a resumed run must use the same teacher
     return data
 
 
@@ -109,7 +106,7 @@ def build_model(config, data):
         return student
     student.weight = config.distill_weight
     student.temperature = config.distill_temperature
-    teacher, _, _ = load_frozen(config.teacher, "teacher")
+    teacher, _, _ = weights.load_frozen(config.teacher, "teacher")
     n_ids = data.spec["vocab_size"]
     if (not isinstance(teacher, GPT) or teacher.config.vocab_size < n_ids
             or teacher.config.block_size < config.block_size):

@@ -20,7 +20,7 @@ from model.chat import ChatGPT
 from model.core import adapters
 from model.core import weights as base_weights
 from model.core.load import BACKBONE, load_model, model_of
-from model.core.weights import check_same, with_shape
+from model.core.weights import check_same, describe_weights, with_shape
 from train.base.checkpoint_file import FORMAT_VERSION, load_checkpoint, save_checkpoint
 from train.base.cli import run_command
 from train.base.errors import CheckpointError
@@ -81,21 +81,10 @@ def read_backbone(path):
     Raises CheckpointError for other models."""
     state = base_weights.read_backbone(path)
     kind = (state.get("config") or {}).get("model", "gpt")
-    if kind == "lora":
-        raise CheckpointError(f"{path}: contains only adapters; merge them first: python -m "
-                              f"model.lora --ckpt {path} --to merged.pt")
     if kind not in ("gpt", "chat") or "n_layer" not in state.get("model_args", {}):
         raise CheckpointError(f"{path}: a checkpoint of --model {kind}; expected a gpt or chat "
-                              "model with its model_args")
+                              "model with its model_args (model.lora and model.memory merge)")
     return state
-
-
-def describe_backbone(path):
-    """Return {"sha256", "shape", "tokenizer"} of a backbone, in builtin types."""
-    state = read_backbone(path)
-    spec = state.get("spec") or {}
-    return dict(sha256=state["digest"], shape=state["model_args"],
-                tokenizer=spec.get("tokenizer") or state.get("tokenizer"))
 
 
 def load_backbone(config, data, dtype=torch.float32):
@@ -116,7 +105,7 @@ def load_backbone(config, data, dtype=torch.float32):
 
 def open_data(config, ranks):
     path = config.backbone
-    backbone = broadcast_from_rank0(lambda: describe_backbone(path), ranks)
+    backbone = broadcast_from_rank0(lambda: describe_weights(read_backbone(path)), ranks)
     vocab_size = backbone["shape"]["vocab_size"]
     c = with_shape(config, backbone["shape"], path)  # above all block_size
     is_chat = prepared_model(c.data_dir) == "chat"
@@ -126,7 +115,7 @@ def open_data(config, ranks):
     if data.spec["vocab_size"] > vocab_size:
         raise CheckpointError(f"{path}: its vocabulary has {vocab_size} ids, the data in "
                               f"{c.data_dir} have {data.spec['vocab_size']}")
-    data.spec |= dict(vocab_size=vocab_size, backbone=backbone["sha256"])
+    data.spec |= dict(vocab_size=vocab_size, backbone=backbone["digest"])
     return data
 
 
@@ -176,9 +165,9 @@ class MergeOptions:
     backbone: str | None = key(None, BACKBONE)
 
 
-def write_merged(options, model_type, **shape_changes):
-    """Write the checkpoint options.ckpt and the backbone as one checkpoint, with merged adapters.
-    Return (model, model type) of the result. shape_changes: of the model_args."""
+def merge(options, model_type="lora", **shape_changes):
+    """Write the checkpoint options.ckpt of a `model_type` and its backbone as one checkpoint, with
+    merged adapters. shape_changes: of the model_args."""
     model, _ = load_model(options.ckpt, backbone=options.backbone, expect=model_type)
     state = load_checkpoint(options.ckpt)
     if model_type == "lora":
@@ -190,20 +179,12 @@ def write_merged(options, model_type, **shape_changes):
     save_checkpoint(options.to, dict(
         unchanged, format_version=FORMAT_VERSION, model=adapters.merge(model), spec=spec,
         model_args=shape, config=config | shape))
-    return model, model_type
-
-
-def merge_adapters(options):
-    """Merge the adapters of options.ckpt and write a checkpoint of a gpt or chat model."""
-    model, model_type = write_merged(options, "lora")
-    n_adapters = sum(isinstance(m, adapters.LoRALinear) for m in model.modules())
-    print(f"Wrote {options.to}: {n_adapters} adapters merged into their backbone, a {model_type} "
-          f"model\nNext: python -m model.{'chat' if model.template else 'sample'} --ckpt "
-          f"{options.to}")
+    print(f"Wrote {options.to}, a {model_type} model\nNext: python -m model.sample --ckpt "
+          f"{options.to}{' --chat' if model.template else ''}")
 
 
 def main(argv=None):
-    return run_command(MergeOptions, merge_adapters, argv)
+    return run_command(MergeOptions, merge, argv)
 
 
 if __name__ == "__main__":

@@ -16,6 +16,7 @@ model.memory merges both.
 Shapes: B, T, C, H, D as in model/gpt.py; n chapters of S key-value pairs, k chapters per token.
 """
 
+import functools
 import sys
 from dataclasses import dataclass
 
@@ -155,9 +156,6 @@ class MemoryGPT(PartialStateDict, WithAdapters, ChatGPT, RoutedGPT):
             n -= 2 * weights + 8 * self.config.n_embd * self.config.block_size
         return n
 
-    def numbers(self, sums):
-        return RoutedGPT.numbers(self, sums) | super().numbers(sums)
-
     def initial(self, name, shape, seed):
         """Return the initial value of a parameter. Scores and values have a size of about 1; gates
         are 0."""
@@ -202,15 +200,9 @@ class MergeMemoryOptions(lora.MergeOptions):
     ckpt: str = key("out/memory/ckpt.pt", "checkpoint of the memory")
 
 
-def merge_memory(options):
-    """Write the memory of options.ckpt and the backbone as one checkpoint."""
-    model, _ = lora.write_merged(options, "memory", lora_rank=0, train_base=True)
-    print(f"Wrote {options.to}: the memory and its backbone\nNext: python -m model.sample --ckpt "
-          f"{options.to}{' --chat' if model.template else ''}")
-
-
 def main(argv=None):
-    return run_command(MergeMemoryOptions, merge_memory, argv)
+    merge = functools.partial(lora.merge, model_type="memory", lora_rank=0, train_base=True)
+    return run_command(MergeMemoryOptions, merge, argv)
 
 
 if __name__ == "__main__":

@@ -171,6 +171,12 @@ def read_backbone(path, key="backbone"):
     return {**state, "model": weights, "digest": digest(weights)}
 
 
+def describe_weights(state):
+    """Return {"digest", "shape", "tokenizer"} of a checkpoint from read_backbone, for all ranks."""
+    tokenizer = (state.get("spec") or {}).get("tokenizer") or state.get("tokenizer")
+    return dict(digest=state["digest"], shape=state.get("model_args"), tokenizer=tokenizer)
+
+
 def load_frozen(path, key="backbone", device="cpu"):
     """Return (model, tokenizer or None, checkpoint dict) of the checkpoint at `path`, given by
     --`key`: in eval mode, without gradients. Raises CheckpointError."""
