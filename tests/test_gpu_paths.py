@@ -196,7 +196,7 @@ def test_out_of_memory_is_one_message(monkeypatch, capsys, data_dir):
     """A dry run on a GPU computes a step, which may not fit."""
     def fail(*args):
         raise torch.OutOfMemoryError
-    monkeypatch.setattr(dry_run, "time_step", fail)
+    monkeypatch.setattr(dry_run, "measure_step", fail)
     with pytest.raises(CollectiveExit, match="Does not fit: lower batch_size"):
         dry_run.estimate(load_config(None, TINY | dict(data_dir=str(data_dir))))
 
@@ -216,10 +216,13 @@ def test_a_dry_run_times_the_step_with_its_optimizer(monkeypatch, data_dir):
     ranks = Ranks(device=types.SimpleNamespace(type="cuda"))
     monkeypatch.setattr(data.train, "get_batch", lambda device, step, get=data.train.get_batch: get(
         cpu.device, step))
-    seconds, guessed = dry_run.time_step(c, model, data, ranks, torch.float32, compiled=True)
-    assert timed == ["forward_backward"] * 6 + ["update", "forward_backward", "update"]
+    monkeypatch.setattr(dry_run, "load_model_type", lambda name: types.SimpleNamespace(
+        build_model=lambda config, data: model))
+    monkeypatch.setattr(model, "to", lambda device: model)
+    seconds, _ = dry_run.measure_step(c, data, ranks, torch.float32, True, 2**30)
+    assert timed == (["forward_backward"] * 3 + ["update"]) * 2
     assert compiled == [(model, ranks.device)]
-    assert (seconds, guessed) == (2 * 1.0 + 7.0, False)  # two micro-batches are accumulated
+    assert seconds == 2 * 1.0 + 7.0  # two micro-batches are accumulated
 
 
 # --- several GPUs
