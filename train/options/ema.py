@@ -1,7 +1,5 @@
 """Exponential moving average (EMA) of the weights (key: ema), evaluated as val_NAME_ema."""
 
-import contextlib
-
 import torch
 
 
@@ -32,18 +30,12 @@ class Average:
         numbers = evaluate()
         if numbers is None:
             return None
-        with self.swapped_in():
-            of_average = evaluate()
-        return of_average and numbers | {f"{name}_ema": v for name, v in of_average.items()}
-
-    @contextlib.contextmanager
-    def swapped_in(self):
-        """Context in which the parameters are the averages."""
         self.swap()
         try:
-            yield
+            of_average = evaluate()
         finally:
             self.swap()
+        return of_average and numbers | {f"{name}_ema": v for name, v in of_average.items()}
 
     @torch.no_grad()
     def swap(self):

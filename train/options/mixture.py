@@ -74,8 +74,6 @@ class Mixture(Loader):
         self.period = sum(counts)
         self.shares = {name: n / self.period for name, n in zip(loaders, counts)}
         self.table = np.array(interleave(counts))  # (period,) source of each place
-        earlier = np.eye(len(counts), dtype=np.int64)[self.table].cumsum(0) - 1  # (period, k)
-        self.earlier = earlier[np.arange(self.period), self.table]  # earlier places of the source
         self.unit = first.unit
         self.units_per_sample = first.units_per_sample
         self.tensors = first.tensors
@@ -90,22 +88,19 @@ class Mixture(Loader):
         """Yield (name, loader, positions in g, sample numbers in the source) for each source that
         has samples in g, (m,)."""
         periods, place = np.divmod(g, self.period)
-        source = self.table[place]
-        numbers = periods * self.counts[source] + self.earlier[place]
         for i, (name, loader) in enumerate(self.loaders.items()):
-            positions = np.flatnonzero(source == i)
+            positions = np.flatnonzero(self.table[place] == i)
             if positions.size:
-                yield name, loader, positions, numbers[positions]
+                earlier = np.cumsum(self.table == i) - 1  # (period,) places of the source before
+                yield name, loader, positions, (
+                    periods[positions] * self.counts[i] + earlier[place[positions]])
 
     def read(self, g):
         parts = [(positions, loader.read(numbers))
                  for _, loader, positions, numbers in self.by_source(g)]
-        out = []
-        for arrays in zip(*(arrays for _, arrays in parts)):  # one tuple per array of a sample
-            out.append(np.empty((len(g), *arrays[0].shape[1:]), np.result_type(*arrays)))
-            for (positions, _), array in zip(parts, arrays):
-                out[-1][positions] = array
-        return out
+        order = np.argsort(np.concatenate([positions for positions, _ in parts]))
+        return [np.concatenate(arrays)[order]  # per array of a sample
+                for arrays in zip(*(arrays for _, arrays in parts))]
 
     def describe(self, g):
         return "; ".join(f"{name}: {loader.describe(numbers)}"
@@ -124,33 +119,28 @@ class Mixture(Loader):
     # -------------------------------------------------------------------------
     # validation
 
-    def locate_batch(self, index, count):
-        """Return (name, loader, index in the loader) of validation batch `index`, with `count`
-        batches per source."""
-        for name, loader in self.loaders.items():
-            if index < (n := loader.n_fixed(count)):
-                return name, loader, index
-            index -= n
-        raise IndexError(f"fixed batch {index} too many")
+    def fixed_batches(self, count):
+        """Return (source, index in the source) of each validation batch, `count` per source."""
+        return [(name, i) for name, loader in self.loaders.items()
+                for i in range(loader.n_fixed(count))]
 
     def n_fixed(self, count):
-        return sum(loader.n_fixed(count) for loader in self.loaders.values())
+        return len(self.fixed_batches(count))
 
     def source_of(self, index, count):
-        return self.locate_batch(index, count)[0]
+        return self.fixed_batches(count)[index][0]
 
     def fixed_batch(self, index, count, device="cpu"):
-        _, loader, own_index = self.locate_batch(index, count)
-        return loader.fixed_batch(own_index, count, device)
+        name, i = self.fixed_batches(count)[index]
+        return self.loaders[name].fixed_batch(i, count, device)
 
     def merge(self, sums_by_source):
         """Return the sums over all sources {name: sums}, the items of each source weighted by the
         share."""
         n = sum(sums["count"] for sums in sums_by_source.values())
         total = {}
-        for name, share in self.shares.items():
-            sums = sums_by_source[name]
-            factor = share * n / sums["count"]
+        for name, sums in sums_by_source.items():
+            factor = self.shares[name] * n / sums["count"]
             add_sums(total, {key: value * factor for key, value in sums.items()})
         return total
 
@@ -194,12 +184,13 @@ def check_compatible(a, data_a, b, data_b):
     if not hasattr(data_a.train, "read"):
         raise DataError(f"data_dir: {a} and {b}: this model type does not support mixtures; name "
                         "one folder")
-    facts_a, facts_b = (
-        {"sample": [array.shape[1:] for array in d.train.read(np.zeros(1, np.int64))]} | d.spec
-        for d in (data_a, data_b))
-    for name in sorted(facts_a.keys() | facts_b.keys()):
-        if facts_a.get(name) != facts_b.get(name):
+    shapes = [[array.shape[1:] for array in data.train.read(np.zeros(1, np.int64))]
+              for data in (data_a, data_b)]
+    facts = [("sample", *shapes)] + [(name, data_a.spec.get(name), data_b.spec.get(name))
+                                     for name in sorted(data_a.spec.keys() | data_b.spec.keys())]
+    for name, of_a, of_b in facts:
+        if of_a != of_b:
             raise DataError(
-                f"data_dir: {a} and {b} cannot be mixed: {name} is {str(facts_a.get(name))[:80]} "
-                f"and {str(facts_b.get(name))[:80]}; prepare both in the same way, one of them "
-                "with --tokenizer and the folder of the other")
+                f"data_dir: {a} and {b} cannot be mixed: {name} is {str(of_a)[:80]} and "
+                f"{str(of_b)[:80]}; prepare both in the same way, one of them with --tokenizer "
+                "and the folder of the other")
