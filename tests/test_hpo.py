@@ -72,9 +72,10 @@ def test_problems_of_a_space_are_told_all_at_once(search, capsys):
     err = capsys.readouterr().err
     assert "14 problems" in err and "Traceback" not in err
     lines = err.splitlines()[1:]
-    for n, words in enumerate(["not a key", "`low <= high`", "an integer", "not a key",
-                               "adamw, muon", "log", "list the choices", "'x'", "got 0.1",
-                               "list the choices", "hihg", "lgo", "one or more", "{trials: 12"], 1):
+    for n, words in enumerate([
+            "not a key", "`low <= high`", "int() with base 10: '2.5'", "not a key", "adamw, muon",
+            "log", "a list of choices", "'x'", "got 0.1", "'null'", "hihg", "lgo", "one or more",
+            "{trials: 12"], 1):
         assert words in lines[n - 1], (words, lines[n - 1])
         assert f"space.yaml:{n}: " in lines[n - 1]
 

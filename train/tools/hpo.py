@@ -16,7 +16,6 @@ import os
 import sys
 import warnings
 from dataclasses import asdict, dataclass
-from itertools import accumulate
 
 import torch
 
@@ -27,17 +26,17 @@ except ImportError:
 
 from train.base.cli import run_command, under_torchrun
 from train.base.errors import BadNumbers, ConfigError, UserError, require
-from train.base.fields import fields_by_name, key, parse_value
+from train.base.fields import base_type, fields_by_name, key, parse_value
 from train.base.files import exclusive_lock, write_text
 from train.config import load_argv, load_config, read_yaml, resolve, to_yaml
 from train.robust import run_reporting_errors
 from train.tools.plot import save_figure
 from train.train import train
 
-BETTER = dict(min=min, max=max)  # of two values, by early_stopping_mode
 NOT_SEARCHABLE = ("out_dir", "resume", "eval_only", "allow_change")  # set by the search
 RANGE_KEYS = {"low", "high", "log", "step"}
-SCALED_LENGTHS = ("warmup_iters", "lr_decay_iters", "step_iters")  # with max_iters of a stage
+# With max_iters of a stage.
+SCALED_LENGTHS = ("eval_interval", "warmup_iters", "lr_decay_iters", "step_iters")
 OTHER_LENGTHS = ("max_epochs", "eval_epochs", "warmup_epochs")
 
 
@@ -80,21 +79,20 @@ def read_stage(trials, max_iters=0, narrow=0.5):
 
 def read_dimension(name, raw, known):
     """Return an entry of the space as an Optuna distribution. ValueError states the problem."""
-    distributions = optuna.distributions
     if name not in known or name in NOT_SEARCHABLE:
         raise ValueError("not a key that can be searched; `python run_train.py --help` lists them")
     if isinstance(raw, list):
-        return distributions.CategoricalDistribution([parse_value(known[name], v) for v in raw])
-    if not isinstance(raw, dict) or not {"low", "high"} <= set(raw) <= RANGE_KEYS:
-        raise ValueError("expected {low, high, log: true}, {low, high, step} or a list of choices; "
-                         f"got {raw}")
-    limits = [parse_value(known[name], raw[end]) for end in ("low", "high")]
-    kind = {int: distributions.IntDistribution, float: distributions.FloatDistribution}.get(
-        type(limits[0]))
-    if kind is None:
-        raise ValueError(f"not a numeric range; list the choices: {name}: [a, b]")
-    step = dict(step=type(limits[0])(raw["step"])) if "step" in raw else {}
-    return kind(*limits, log=raw.get("log") == "true", **step)
+        choices = [parse_value(known[name], value) for value in raw]
+        return optuna.distributions.CategoricalDistribution(choices)
+    kinds = {int: optuna.distributions.IntDistribution,
+             float: optuna.distributions.FloatDistribution}
+    kind = base_type(known[name].type)
+    is_range = isinstance(raw, dict) and {"low", "high"} <= set(raw) <= RANGE_KEYS
+    if kind not in kinds or not is_range:
+        raise ValueError("expected a list of choices, or for a number {low, high, log: true} or "
+                         f"{{low, high, step}}; got {raw}")
+    limits = {k: kind(v) for k, v in raw.items() if k != "log"}
+    return kinds[kind](log=raw.get("log") == "true", **limits)
 
 
 def narrow_dimension(dist, best, share):
@@ -119,8 +117,7 @@ def trial_config(config, params, max_iters=0, **changes):
     if max_iters:
         share = max_iters / config.max_iters
         values |= {k: max(1, round(values[k] * share)) for k in SCALED_LENGTHS if values[k]}
-        eval_interval = min(config.eval_interval, max(1, max_iters // 8))  # pruning needs several
-        values |= dict(max_iters=max_iters, eval_interval=eval_interval)
+        values["max_iters"] = max_iters
     out = load_config(None, values)
     out.origins = config.origins | dict.fromkeys(params, "overrides")
     return out
@@ -160,9 +157,8 @@ def open_study(config, space, number, stage, start, out):
     asked = asdict(config) | dict(space=str(space), stage=[stage["max_iters"], stage["narrow"]])
     with exclusive_lock(out):  # without POSIX locks, use a single worker
         study = optuna.create_study(
-            storage=optuna.storages.RDBStorage(
-                f"sqlite:///{out}/study.db", dict(connect_args=dict(timeout=100))),
-            study_name=f"stage_{number}", load_if_exists=True,
+            storage=f"sqlite:///{out}/study.db?timeout=100", study_name=f"stage_{number}",
+            load_if_exists=True,
             direction={"min": "minimize", "max": "maximize"}[config.early_stopping_mode],
             pruner=optuna.pruners.MedianPruner(4, (stage["max_iters"] or config.max_iters) // 4))
         if "asked" not in study.user_attrs:
@@ -234,7 +230,7 @@ def train_trial(trial, config):
                 raise optuna.TrialPruned
     with open(os.devnull, "w") as devnull, contextlib.redirect_stdout(devnull):
         train(config, on_evaluation=on_evaluation)
-    return BETTER[config.early_stopping_mode](values)
+    return min(values) if config.early_stopping_mode == "min" else max(values)
 
 
 # -----------------------------------------------------------------------------
@@ -253,23 +249,19 @@ def report(studies, trial, config, out):
                         evaluations=sorted(t.intermediate_values.items()))
                    for n, study in enumerate(studies, 1) for t in finished_trials(study)]
         write_text(os.path.join(out, "trials_history.json"), json.dumps(history, indent=1))
-        save_figure(os.path.join(out, "trials.svg"),
-                    lambda axes: draw_trials(axes, history, BETTER[config.early_stopping_mode]),
-                    "Hyperparameter search (lines: best so far)", "trial", metric)
+        save_figure(os.path.join(out, "trials.svg"), lambda axes: draw_trials(axes, history),
+                    "Hyperparameter search", "trial", metric)
         if best := best_trial(studies[-1]):
             best_config = trial_config(config, best.params, out_dir=os.path.join(out, "best"))
             write_text(os.path.join(out, "best_config.yaml"), to_yaml(best_config))
 
 
-def draw_trials(axes, history, better):
-    """Draw the completed trials of each stage with the best value so far."""
-    completed = [(i, t) for i, t in enumerate(history) if t["state"] == "complete"]
-    for stage in sorted({t["stage"] for _, t in completed}):
-        numbers = [i for i, t in completed if t["stage"] == stage]
-        values = [t["value"] for _, t in completed if t["stage"] == stage]
-        line, = axes.plot(numbers, values, "o", label=f"stage {stage}")
-        axes.plot(numbers, list(accumulate(values, better)), drawstyle="steps-post",
-                  color=line.get_color())
+def draw_trials(axes, history):
+    """Draw a dot per completed trial."""
+    for stage in sorted({t["stage"] for t in history}):
+        points = {i: t["value"] for i, t in enumerate(history)
+                  if t["stage"] == stage and t["state"] == "complete"}
+        axes.plot(points.keys(), points.values(), "o", label=f"stage {stage}")
 
 
 # -----------------------------------------------------------------------------

@@ -31,7 +31,6 @@ CATEGORIES = {
     "norms, elementwise": r"^aten::|^triton|Compiled|^_RMSNorm",
 }
 REST = "rest: Python, waiting"
-PATTERNS = [re.compile(pattern) for pattern in CATEGORIES.values()]
 
 
 def profile(config):
@@ -39,8 +38,6 @@ def profile(config):
     n = config.profile
     with (tempfile.TemporaryDirectory() as folder, process_group(config) as ranks,
           open_run(config.probe(out_dir=folder), ranks) as run):
-        if ranks.is_main:
-            echo(f"--profile: {n} steps of this run, in a temporary folder")
         cuda = ranks.device.type == "cuda"
         for name in ("get", "prefetch"):
             recorded = torch.profiler.record_function("batches")(getattr(run.batches, name))
@@ -87,7 +84,8 @@ def seconds_by_category(events, cuda):
 @functools.cache
 def find_category(name):
     """Return the index of the first category that matches `name`, or the number of categories."""
-    return next((i for i, p in enumerate(PATTERNS) if p.search(name)), len(PATTERNS))
+    matches = (i for i, pattern in enumerate(CATEGORIES.values()) if re.search(pattern, name))
+    return next(matches, len(CATEGORIES))
 
 
 def format_profile(events, n, seconds, profiled_seconds, cuda):

@@ -26,7 +26,6 @@ from train.base.errors import UserError, echo, require
 from train.base.fields import key
 from train.config import load_argv
 from train.distributed import Ranks
-from train.options.loss_svg import TEXT_COLOR
 from train.setup import open_data
 from train.system import flops_per_step, load_model_type
 from train.tools.child_runs import ChildRun, train_all
@@ -180,18 +179,15 @@ def run_table(runs):
     return format_table(rows)
 
 
-def draw_law(axes, law, runs, larger, interval):
-    """Draw the loss over the number of weights: per budget a curve of the law and a dot per run,
-    and the interval that is predicted for the larger run."""
+def draw_law(axes, law, runs):
+    """Draw the loss over the number of weights: per budget a curve of the law and a dot per run."""
     axes.set_xscale("log")
-    for budget in sorted({r.budget for r in [*runs, larger]}):
-        group = [r for r in [*runs, larger] if r.budget == budget]
-        n = np.geomspace(min(r.n for r in group) / 2, max(r.n for r in group) * 2, 60)
+    for budget in sorted({r.budget for r in runs}):
+        group = [r for r in runs if r.budget == budget]
+        sizes = [r.n for r in group]
+        n = np.geomspace(min(sizes) / 2, max(sizes) * 2)
         line, = axes.plot(n, law.loss(n, budget / 6 / n), label=f"{budget:g} FLOPs")
-        finished = [r for r in group if r.loss]
-        axes.plot([r.n for r in finished], [r.loss for r in finished], "o", color=line.get_color())
-    axes.plot([larger.n] * 2, interval, color=TEXT_COLOR, marker="_",
-              label="95% interval of the larger run")
+        axes.plot(sizes, [r.loss or math.nan for r in group], "o", color=line.get_color())
 
 
 # -----------------------------------------------------------------------------
@@ -244,15 +240,15 @@ def scaling(options, arguments_and_config):
     expected = law.loss(larger.n, larger.d)
     low, high = prediction_interval(law, *points, (larger.n, larger.d))
     echo(f"{larger.budget:g} FLOPs, depth {larger.depth}, {larger.n:,.0f} weights, {larger.d:,} "
-         f"tokens: expected {expected:.4f}, 95% from {low:.4f} to "
-         f"{high:.4f}\n  {shlex.join(['python', 'run_train.py', *larger.arguments])}")
+         f"tokens: expected {expected:.4f}, 95% from {low:.4f} to {high:.4f}\n  "
+         + shlex.join(["python", "run_train.py", *larger.arguments]))
     if options.check:
         train_runs([larger], fingerprint, options)
         if larger.loss:
             echo(f"It reached {larger.loss:.4f}, {larger.loss / expected - 1:+.2%}")
     save_figure(os.path.join(options.out, "scaling.svg"),
-                lambda axes: draw_law(axes, law, runs, larger, (low, high)),
-                "Loss by model size", "weights (N)", "val_loss")
+                lambda axes: draw_law(axes, law, [*runs, larger]), "Loss by model size",
+                "weights (N)", "val_loss")
     return int(options.check and not larger.loss)
 
 
