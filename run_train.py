@@ -4,33 +4,24 @@ Several GPUs: torchrun --nproc_per_node=8 run_train.py ... (the same run, faster
 `--help` lists every key. This file leads from the command line to train(); train/train.py trains.
 """
 
-import os
 import sys
 
 from train.base.cli import env_rank, report_error
 from train.base.errors import UserError, echo
-from train.config import format_config, format_help, load_config, read_settings, take_config
-
-
-def show(page):
-    """Print a page, also into a closed pipe (`| head`)."""
-    try:
-        echo(page)
-    except BrokenPipeError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-    return 0
+from train.config import DEFAULT_PATH, format_config, format_help, load_config, read_settings
 
 
 def main(argv):
     """Run the command line; return the exit code."""
-    path, overrides = take_config(argv)
     try:
         # Nothing so far has imported torch, so --help is fast.
-        if {"--help", "-h"} & set(overrides):
-            return show(format_help(read_settings(path, overrides, [])[0]))
-        config = load_config(path, overrides)
+        if {"--help", "-h"} & set(argv):
+            echo(format_help(read_settings(DEFAULT_PATH, argv, [])[0]))
+            return 0
+        config = load_config(DEFAULT_PATH, argv)
         if config.print_config:
-            return show(format_config(config))
+            echo(format_config(config))
+            return 0
         if not config.dry_run:
             from data.token_files import check_files_exist
             check_files_exist(config)

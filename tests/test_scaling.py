@@ -92,7 +92,7 @@ def test_a_run_costs_its_budget(data_dir):
     rest = [f"--data_dir={data_dir}", "--block_size=32", "--batch_size=2", "--vocab_size=256",
             "--gradient_accumulation_steps=3", "--mlp=relu2", "--max_epochs=9",
             "--lr_decay_iters=7", "--device=cpu", "--n_hidden=5", "--config=train/config_test.yaml"]
-    config = load_config(*config_file.take_config(rest))
+    config = config_file.load_argv(rest)
     plan = scaling.make_planner(rest, config, 16, open_data(config, Ranks()))
     for depth, width in ((1, 32), (3, 64)):
         p = plan(3e8, depth)
@@ -100,7 +100,7 @@ def test_a_run_costs_its_budget(data_dir):
         a_token = 6 * weights + 12 * depth * width * 32
         assert p.n == a_token / 6 and p.d % (6 * 32) == 0
         assert abs(p.d * a_token - 3e8) <= a_token * 6 * 32 / 2
-        c = load_config(*config_file.take_config(p.arguments))
+        c = config_file.load_argv(p.arguments)
         assert (c.max_iters * 6 * 32, c.n_layer, c.n_embd) == (p.d, depth, width)
         assert c.eval_interval == c.max_iters and not c.eval_on_start
         assert c.max_epochs is c.lr_decay_iters is None

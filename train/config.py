@@ -114,14 +114,6 @@ def read_with_bases(path, problems, parents=()):
 # -----------------------------------------------------------------------------
 # the command line
 
-def take_config(argv):
-    """Return (path of --config FILE, remaining arguments)."""
-    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
-    parser.add_argument("--config", default=DEFAULT_PATH, metavar="FILE.yaml")
-    args, rest = parser.parse_known_args(argv)
-    return find_file(args.config), rest
-
-
 def parse_options(argv, problems):
     """Return the settings [(key, raw value, "command line")] in the arguments --key value,
     --key=value, key=value, --flag and --no-flag. A group may precede the key (model.n_layer=4)."""
@@ -180,18 +172,17 @@ def resolve(settings, known, problems):
 
 
 def read_settings(path, overrides, problems):
-    """Return (configuration class, {key: (raw value, where it is set)}) of the file at `path` and
-    `overrides`. Problems are appended to `problems`."""
-    settings = [] if path is None else read_with_bases(find_file(path), problems)
-    if isinstance(overrides, Mapping):
-        settings += [(name, value, "overrides") for name, value in overrides.items()]
-    else:
-        options = parse_options(overrides, problems)
-        for name, file, _ in options:  # a search's result precedes the rest of the command line
-            if name == "best_config":
-                best = read_with_bases(find_file(str(file)), problems)
-                settings += [s for s in best if s[0] not in ("data_dir", "out_dir")]
-        settings += [s for s in options if s[0] != "best_config"]
+    """Return (configuration class, {key: (raw value, where it is set)}) of the file at `path`, or
+    of `config` in `overrides`, and of `overrides`. Problems are appended to `problems`."""
+    options = ([(name, value, "overrides") for name, value in overrides.items()]
+               if isinstance(overrides, Mapping) else parse_options(overrides, problems))
+    files = {name: value for name, value, _ in options if name in ("config", "best_config")}
+    path = files.get("config", path)
+    settings = [] if path is None else read_with_bases(find_file(str(path)), problems)
+    if "best_config" in files:  # a search's result precedes the rest of the command line
+        best = read_with_bases(find_file(str(files["best_config"])), problems)
+        settings += [s for s in best if s[0] not in ("data_dir", "out_dir")]
+    settings += [option for option in options if option[0] not in files]
     model = [value for name, value, _ in settings if name == "model"]
     cls = config_class(str(model[-1]) if model else "gpt")
     return cls, resolve(settings, fields_by_name(cls), problems)
@@ -199,9 +190,9 @@ def read_settings(path, overrides, problems):
 
 def load_config(path: str | os.PathLike | None = None,
                 overrides: Iterable[str] | Mapping[str, object] = ()) -> TrainConfig:
-    """Return the configuration of a run: defaults, then the file at `path` (with the base files),
-    then `overrides` (command-line arguments, or a dict of Python values). ConfigError lists all
-    problems."""
+    """Return the configuration of a run: defaults, then the file at `path` (with the base files;
+    --config in `overrides` replaces it), then `overrides` (command-line arguments, or a dict of
+    Python values). ConfigError lists all problems."""
     problems = []
     cls, settings = read_settings(path, overrides, problems)
     known = fields_by_name(cls)
@@ -228,7 +219,7 @@ def load_config(path: str | os.PathLike | None = None,
 
 def load_argv(argv):
     """Return the configuration that these arguments of run_train.py describe."""
-    return load_config(*take_config(argv))
+    return load_config(DEFAULT_PATH, argv)
 
 
 def advice_on(name, known, hint=True):

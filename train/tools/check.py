@@ -36,7 +36,7 @@ from train.base.checkpoint_file import load_checkpoint, named_tensors
 from train.base.cli import run_command
 from train.base.errors import SetupError, UserError
 from train.base.fields import base_type, key
-from train.config import load_config, take_config, to_yaml
+from train.config import load_config, to_yaml
 from train.distributed import process_group
 from train.keys import GPTKeys
 from train.setup import open_data, open_run
@@ -478,13 +478,10 @@ def check(settings, config):
 
 def load_small(argv):
     """Return the configuration of these arguments of run_train.py, for short runs on a CPU."""
-    path, overrides = take_config(argv)
-    if not any(a.startswith("--config") for a in argv):
-        name = load_config(None, overrides).model
-        path = os.path.join(REPOSITORY, "train", "configs", f"{name}.yaml")
-        if not os.path.exists(path):
-            path = os.path.join(REPOSITORY, "train", "config_test.yaml")
-    config = load_config(path, overrides)
+    path = os.path.join(REPOSITORY, "train", "configs", f"{load_config(None, argv).model}.yaml")
+    if not os.path.exists(path):
+        path = os.path.join(REPOSITORY, "train", "config_test.yaml")
+    config = load_config(path, argv)
     known = {f.name for f in fields(config)}
     return load_config(None, vars(config) | {k: v for k, v in SETTINGS.items() if k in known})
 
