@@ -44,13 +44,6 @@ class Keys:
     lora_alpha: float = key(16.0, "scale of the adapters, divided by lora_rank", gt=0)
     lora_targets: list[str] = key(["attn", "mlp"], "linear layers that get an adapter, e.g. "
                                   "attn.q, mlp, h.3, h.*.attn.[qv]")
-    quantize_base: str = key("no", "store frozen weights of linear layers in int8, with a scale "
-                             "per row", choices=["no", "int8"])
-
-    def problems(self):
-        if self.quantize_base != "no" and self.distributed == "fsdp":
-            return ["quantize_base: FSDP cannot shard int8 weights; use distributed: ddp"]
-        return []
 
 
 # -----------------------------------------------------------------------------
@@ -60,17 +53,14 @@ class LoRA(adapters.PartialStateDict, adapters.WithAdapters, ChatGPT):
     """A GPT with frozen `weights` {name: tensor} and adapters, for tokens or conversations.
     Raises RuntimeError if the weights do not match."""
 
-    def __init__(self, config, seed, token_bytes, weights, r, alpha, targets, quantized=False):
+    def __init__(self, config, seed, token_bytes, weights, r, alpha, targets):
         with torch.device("meta"):
             super().__init__(config, seed, token_bytes)
         nn.Module.load_state_dict(self, weights, assign=True)
         self.requires_grad_(False)
         self.r = r
         self.alpha = alpha
-        adapters.add_adapters(self, targets, r, alpha / r, seed, quantized)
-        if quantized:  # one mapped tensor would hold the whole file in memory
-            for p in self.parameters():
-                p.data = p.data if p.dtype == torch.int8 else p.data.clone()
+        adapters.add_adapters(self, targets, r, alpha / r, seed)
 
     def is_saved(self, name):
         return adapters.is_adapter(name)
@@ -130,7 +120,7 @@ def build_model(config, data):
             dtype = torch.bfloat16
     c, weights = load_backbone(config, data, dtype)
     model_class = functools.partial(LoRA, weights=weights, r=c.lora_rank, alpha=c.lora_alpha,
-                                    targets=c.lora_targets, quantized=c.quantize_base == "int8")
+                                    targets=c.lora_targets)
     try:
         return base_type(data).build_model(c, data, model_class)
     except RuntimeError as error:  # from load_state_dict

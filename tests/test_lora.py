@@ -3,7 +3,6 @@
 import json
 import os
 
-import numpy as np
 import pytest
 import torch
 from conftest import TINY
@@ -96,66 +95,34 @@ def test_merged_is_the_same_model(data_dir, base, tmp_path, capsys):
     train(load_config(None, again))  # and it is one that training starts from
 
 
-@pytest.mark.parametrize("whole, quantized", [(False, False), (True, False), (False, True)])
-def test_gradients_are_those_of_the_sum(whole, quantized):
+@pytest.mark.parametrize("whole", [False, True])
+def test_gradients_are_those_of_the_sum(whole):
     """Of W + scale B A by autograd; the layer makes no gradient of it. whole: the base trains."""
     torch.manual_seed(0)
     linear = torch.nn.Linear(12, 20).double()
-    layer = LoRALinear(linear, 3, 2.0, quantized).double().requires_grad_(whole)
+    layer = LoRALinear(linear, 3, 2.0).double().requires_grad_(whole)
     for p in (layer.lora_A, layer.lora_B):
         torch.nn.init.normal_(p.requires_grad_())
     x, up = (torch.randn(2, 5, n, dtype=torch.float64) for n in (12, 20))
     inputs = [x.requires_grad_(), *(p for p in layer.parameters() if p.requires_grad)]
     got = torch.autograd.grad(layer(x), inputs, up)
-    base = rounded(linear.weight) if quantized else layer.base
-    y = torch.nn.functional.linear(x, base + 2 * layer.lora_B @ layer.lora_A, layer.bias)
+    y = torch.nn.functional.linear(x, layer.base + 2 * layer.lora_B @ layer.lora_A, layer.bias)
     for a, b in zip(got, torch.autograd.grad(y, inputs, up), strict=True):
         torch.testing.assert_close(a, b)
 
 
-def rounded(weight):
-    """To 8 bits and back, a row at a time in numpy: steps of a 127th of its largest number, which
-    have the 8 bits of bfloat16."""
-    rows = []
-    for row in weight.detach().double().numpy():
-        step = torch.tensor(np.abs(row).max() / 127, dtype=torch.float32).bfloat16().item()
-        rows.append(np.rint(row / step) * step)
-    return torch.from_numpy(np.stack(rows)).to(weight.dtype)
-
-
-def test_a_base_of_8_bits(data_dir, base, tmp_path):
-    """Is the backbone with rounded weights, and what is merged, sampled and gone on with is it."""
-    state = load_checkpoint(base)
-    for name, t in state["model"].items():
-        if ".attn." in name or ".mlp." in name:
-            state["model"][name] = rounded(t) if t.dim() == 2 else t
-    save_checkpoint(tmp_path / "rounded.pt", state)
-    eight, wide = (go(data_dir, path, tmp_path / name, max_iters=20, eval_interval=20, **changes)
-                   for name, path, changes in (("a", base, dict(quantize_base="int8")),
-                                               ("b", tmp_path / "rounded.pt", {})))
-    for a, b in zip(eight["history"], wide["history"], strict=True):
-        assert a["val_loss"] == pytest.approx(b["val_loss"], rel=1e-5, abs=0)
-    assert eight["history"][-1]["val_loss"] < eight["history"][0]["val_loss"] - 0.01
-    model, merged = (load_model(tmp_path / n / "ckpt.pt")[0] for n in "ab")
-    assert all(m.base.dtype == torch.int8 for m in model.modules() if isinstance(m, LoRALinear))
-    for name, t in merge(merged).items():
-        torch.testing.assert_close(merge(model)[name], t, rtol=0, atol=1e-4)
-
-
-@pytest.mark.parametrize("bits, each", [("no", 2), ("int8", 1)])
-def test_the_dry_run_counts_weights_as_they_are_kept(data_dir, base, tmp_path, bits, each):
-    """A base in bfloat16, what adapters stand on in `each` bytes; of adapters also their copies."""
+def test_the_dry_run_counts_weights_as_they_are_kept(data_dir, base, tmp_path):
+    """A base in bfloat16; of adapters also their copies."""
     state = load_checkpoint(base)
     state["model"] = {name: t.bfloat16() for name, t in state["model"].items()}
     save_checkpoint(tmp_path / "half.pt", state)
-    config = load_config(None, settings(data_dir, tmp_path / "half.pt", "", dtype="bfloat16",
-                                        quantize_base=bits))
+    config = load_config(None, settings(data_dir, tmp_path / "half.pt", "", dtype="bfloat16"))
     data = open_data(config, Ranks())
     parts = state_memory(config, build_model(config, data), 1)
     under = 2 * (4 * 64 * 64 + 3 * 64 * 128)  # two layers: attention, SwiGLU
     rest = sum(t.numel() for t in state["model"].values()) - under
     own = 2 * 2 * (4 * (64 + 64) + 3 * (64 + 128))  # of rank 2
-    assert parts["weights"] == each * under + 2 * rest + 4 * own
+    assert parts["weights"] == 2 * under + 2 * rest + 4 * own
     assert parts["gradients"] == 4 * own
 
 
@@ -237,9 +204,9 @@ def test_killed_and_resumed(data_dir, base, tmp_path):
     assert_same(tmp_path / "a", tmp_path / "b")
 
 
-@pytest.mark.parametrize("how, bits", [("ddp", "no"), ("fsdp", "no"), ("ddp", "int8")])
-def test_two_ranks_equal_one(data_dir, base, tmp_path, how, bits):
-    changes = settings(data_dir, base, "", quantize_base=bits)
+@pytest.mark.parametrize("how", ["ddp", "fsdp"])
+def test_two_ranks_equal_one(data_dir, base, tmp_path, how):
+    changes = settings(data_dir, base, "")
     assert_two_ranks_equal_one(tmp_path, changes, how, val_loss=1e-5)
 
 
@@ -281,8 +248,6 @@ def test_adapters_of_another_backbone_or_scale_are_not_adopted(data_dir, base, t
     (dict(lora_targets=["wq"]), "no linear layer matches 'wq'; .* attn.q"),
     (dict(n_embd=48, n_head=2), "n_embd: it has 64, the configuration says 48"),
     (dict(lora_rank=0), "lora_rank: must be at least 1"),
-    (dict(quantize_base="int8", distributed="fsdp"), "quantize_base: FSDP cannot shard"),
-    (dict(quantize_base="int4"), "quantize_base: must be one of no, int8"),
 ])
 def test_bad_settings(data_dir, base, tmp_path, changes, message):
     with pytest.raises(ValueError, match=message):

@@ -9,7 +9,6 @@ import torch.nn as nn
 import torch.nn.functional as F
 
 from model.core.init import stable_hash
-from model.core.quantize import dequantize_rows, quantize_rows
 from train.base.errors import ConfigError
 from train.optimizer import matches
 
@@ -17,22 +16,15 @@ from train.optimizer import matches
 # the layer
 
 class LoRALinear(nn.Linear):
-    """A linear layer with an adapter. `base` is the frozen weight, `weight` the merged one.
+    """A linear layer with an adapter. `base` is the frozen weight, `weight` the merged one."""
 
-    quantized: store the frozen weight in int8, with `base_scale` (out, 1) per row.
-    """
-
-    def __init__(self, layer, r, scale, quantized=False):
+    def __init__(self, layer, r, scale):
         nn.Module.__init__(self)
         self.in_features = layer.in_features
         self.out_features = layer.out_features
         self.scale = scale
         self.base = layer.weight
         self.bias = layer.bias
-        self.register_buffer("base_scale", None, persistent=False)
-        if quantized:
-            int8, self.base_scale = quantize_rows(layer.weight)
-            self.base = nn.Parameter(int8, requires_grad=False)
         self.lora_A = nn.Parameter(torch.empty(r, layer.in_features))
         self.lora_B = nn.Parameter(torch.empty(layer.out_features, r))
 
@@ -40,19 +32,13 @@ class LoRALinear(nn.Linear):
     def weight(self):
         """The merged weight (out, in), in the precision of the adapter."""
         with torch.autocast(self.base.device.type, enabled=False):
-            base = convert_base(self.base, self.base_scale, self.lora_B.dtype)
+            base = self.base.to(self.lora_B.dtype)
             return torch.addmm(base, self.lora_B, self.lora_A, alpha=self.scale)
 
     def forward(self, x):
         if torch.is_autocast_enabled(x.device.type):
             x = x.to(torch.get_autocast_dtype(x.device.type))
-        return _LoRAFunction.apply(x, self.base, self.base_scale, self.bias, self.lora_A,
-                                   self.lora_B, self.scale)
-
-
-def convert_base(base, base_scale, dtype):
-    """Return the frozen weight (out, in) in `dtype`."""
-    return base.to(dtype) if base_scale is None else dequantize_rows(base, base_scale, dtype)
+        return _LoRAFunction.apply(x, self.base, self.bias, self.lora_A, self.lora_B, self.scale)
 
 
 class _LoRAFunction(torch.autograd.Function):
@@ -64,13 +50,13 @@ class _LoRAFunction(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx, x, base, base_scale, bias, A, B, scale):
+    def forward(ctx, x, base, bias, A, B, scale):
         rows = x.flatten(0, -2)  # (N, in)
         low = F.linear(rows, A.to(x.dtype))  # (N, r)
-        ctx.save_for_backward(x, low, base, base_scale, A, B)
+        ctx.save_for_backward(x, low, base, A, B)
         ctx.scale = scale
-        y = F.linear(rows, convert_base(base, base_scale, x.dtype),
-                     None if bias is None else bias.to(x.dtype))  # (N, out)
+        bias = None if bias is None else bias.to(x.dtype)
+        y = F.linear(rows, base.to(x.dtype), bias)  # (N, out)
         # A batched product with one batch: selective checkpointing saves only plain products.
         up = torch.bmm(low[None], B.to(x.dtype).t()[None])[0]  # (N, out)
         # A subtraction: torch.compile would fuse an addition into the large product, which is
@@ -79,14 +65,14 @@ class _LoRAFunction(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, grad):
-        x, low, base, base_scale, A, B = ctx.saved_tensors
-        needs_x, needs_base, _, needs_bias, *_ = ctx.needs_input_grad
+        x, low, base, A, B = ctx.saved_tensors
+        needs_x, needs_base, needs_bias, *_ = ctx.needs_input_grad
         rows = x.flatten(0, -2)  # (N, in)
         g = grad.flatten(0, -2)  # (N, out)
         dlow = g @ B.to(g.dtype)  # (N, r)
         dx = dbase = dbias = None
         if needs_x:
-            dx = g @ convert_base(base, base_scale, g.dtype)  # (N, in)
+            dx = g @ base.to(g.dtype)  # (N, in)
             dx = dx.addmm_(dlow, A.to(g.dtype), alpha=ctx.scale).view_as(x)
         if needs_base:
             dbase = (g.t() @ rows).to(base.dtype)
@@ -94,7 +80,7 @@ class _LoRAFunction(torch.autograd.Function):
             dbias = g.sum(0).to(B.dtype)
         dA = (dlow.t() @ rows).to(B.dtype) * ctx.scale
         dB = (low.t() @ g).t().to(B.dtype) * ctx.scale
-        return dx, dbase, None, dbias, dA, dB, None
+        return dx, dbase, dbias, dA, dB, None
 
 
 # -----------------------------------------------------------------------------
@@ -115,12 +101,12 @@ def initial_adapter(name, shape, seed):
     return torch.empty(shape).uniform_(-bound, bound, generator=generator)
 
 
-def add_adapters(model, targets, r, scale, seed, quantized=False):
+def add_adapters(model, targets, r, scale, seed):
     """Replace the linear layers in the blocks of `model` that match `targets` by LoRALinear.
     Adapters on the meta device are not initialised."""
     for name in find_layers(model, targets):
         parent, _, child = name.rpartition(".")
-        layer = LoRALinear(model.get_submodule(name), r, scale, quantized)
+        layer = LoRALinear(model.get_submodule(name), r, scale)
         setattr(model.get_submodule(parent), child, layer)
         for part in ("lora_A", "lora_B"):
             p = getattr(layer, part)

@@ -23,7 +23,7 @@ from train.system import load_model_type
 BACKBONE = "present path of the frozen model that the checkpoint needs (default: as in training)"
 EMA = "use the running averages of the weights, from a run with the key ema"
 # Keys of older versions that only matter in training.
-REMOVED_KEYS = {"dpo_loss", "length_normalized", "class_weights"}
+REMOVED_KEYS = {"dpo_loss", "length_normalized", "class_weights", "quantize_base"}
 # Options of older versions, which can only be computed if they are off.
 REMOVED = ("softcap", "value_embeddings", "x0_residual")
 

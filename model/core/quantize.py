@@ -70,7 +70,7 @@ class Int8Linear(nn.Module):
     @property
     def weight(self):
         """The dequantized weight (N, K)."""
-        return dequantize_rows(self.int8, self.scale[:, None], self.dtype)
+        return self.int8.to(self.dtype) * self.scale[:, None].to(self.dtype)
 
 
 def concat_layers(layers):
@@ -91,11 +91,6 @@ def quantize_rows(weight):
     for rows, row_scale, out in zip(weight.split(64), scale.split(64), int8.split(64)):
         out.copy_((rows.float() / row_scale.float()).round_())
     return int8, scale
-
-
-def dequantize_rows(int8, scale, dtype):
-    """Return the weight (N, K) in `dtype` from int8 (N, K) and scale (N, 1)."""
-    return int8.to(dtype) * scale.to(dtype)
 
 
 def has_int8_kernel(device, width):
