@@ -373,7 +373,7 @@ def test_the_device_says_what_it_can(monkeypatch, major, dtype, words):
     assert device == torch.device("cuda", 0)
     told = devices.describe_device(device)
     assert told == (f"cuda:0, {words}, gpu NVIDIA Stub, memory 24 GiB, capability {major}.0, "
-                    "attention SDPA, cuda 13.0")
+                    "cuda 13.0")
     assert devices.choose_dtype("auto", device)[0] == dtype
     assert devices.device_facts(device)["gpu"] == "NVIDIA Stub"
     for deterministic in (True, False):
