@@ -19,7 +19,7 @@ from model.core import ops
 from model.core.init import normal
 from train import distributed
 from train.base.checkpoint_file import save_checkpoint
-from train.base.errors import SetupError
+from train.base.errors import CheckpointError, SetupError
 from train.config import load_config
 from train.dataloader import DataLoader, open_token_data
 from train.setup import open_run
@@ -266,10 +266,26 @@ class Factored(torch.optim.Optimizer):
                 p.sub_(p.grad / scale, alpha=0.1 * group["lr"] / state["n"] ** 0.5)
 
 
+class Hidden(Lion):
+    """Lion whose momentum is outside of the state."""
+
+    def __init__(self, groups, lr):
+        super().__init__(groups, lr)
+        self.moments = {}
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for group in self.param_groups:
+            for name, p in zip(group["names"], group["params"]):
+                m = self.moments.setdefault(name, torch.zeros_like(p))
+                p.sub_(m.lerp_(p.grad, 0.1).sign(), alpha=group["lr"])
+
+
 OPTIMIZERS = dict(lion=lambda groups: Lion(groups, 1e-3),
                   sgd=lambda groups: torch.optim.SGD(groups, 1e-2, momentum=0.9),
                   plain=lambda groups: torch.optim.SGD(groups, 1e-2),
-                  factored=lambda groups: Factored(groups, 1e-2))
+                  factored=lambda groups: Factored(groups, 1e-2),
+                  hidden=lambda groups: Hidden(groups, 1e-3))
 
 
 def train_with(kind, options):
@@ -301,6 +317,12 @@ def test_any_optimizer_resumes_on_other_ranks(kind, data_dir, tmp_path):
     assert expected.keys() == found.keys()
     for name, value in expected.items():
         assert torch.equal(torch.as_tensor(value), torch.as_tensor(found[name])), name
+
+
+def test_an_optimizer_with_state_outside_its_state_is_refused(data_dir, tmp_path, monkeypatch):
+    monkeypatch.setattr("train.optimizer.AdamW", None)  # undone at the end
+    with pytest.raises(CheckpointError, match="optimizer Hidden: attribute moments"):
+        train_with("hidden", options(data_dir, tmp_path, max_iters=2))
 
 
 # -----------------------------------------------------------------------------

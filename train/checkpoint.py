@@ -21,7 +21,15 @@ from train.base.errors import BadNumbers, CheckpointError
 from train.base.fields import fields_by_name
 from train.base.run_folder import find_newest_checkpoint, move_aside
 from train.config import FIELDS, find_differences, input_files
-from train.distributed import assign, broadcast_from_rank0, full, is_sharded, local, max_over_ranks
+from train.distributed import (
+    Ranks,
+    assign,
+    broadcast_from_rank0,
+    full,
+    is_sharded,
+    local,
+    max_over_ranks,
+)
 from train.optimizer import create_state
 
 # Keys that a checkpoint needs to be resumed, with the type of each; `state` is the optimizer's.
@@ -379,3 +387,27 @@ def broadcast_tensor(tensor, outline, ranks):
     # As bytes: the control group uses gloo, which does not support every dtype.
     dist.broadcast(tensor.view(-1).view(torch.uint8), src=0, group=ranks.control)
     return tensor
+
+
+def check_on_first_step(optimizer):
+    """Check, after the first step of an optimizer, that a checkpoint would hold its entire state:
+    save it to memory, restore and compare it. CheckpointError otherwise."""
+    def attributes():
+        return {k: repr(v) for k, v in vars(optimizer).items()
+                if not k.startswith("_") and k not in ("state", "param_groups", "defaults")}
+
+    def check(*_):
+        handle.remove()
+        before = attributes()
+        state = map_tensors(torch.clone, optimizer_state(optimizer)["state"])
+        create_state(optimizer)
+        changed = [f"attribute {k}" for k, text in attributes().items() if before.get(k) != text]
+        restore_optimizer(optimizer, without_values(state), state, Ranks(), kind)
+        restored = dict(named_tensors(optimizer_state(optimizer)["state"]))
+        changed += [f"state {name}" for name, tensor in named_tensors(state)
+                    if not torch.equal(local(restored[name]), local(tensor))]
+        if changed:
+            raise CheckpointError(f"{kind}: {', '.join(changed[:3])} could not be resumed from a "
+                                  "checkpoint, which holds optimizer.state: keep it there")
+    kind = f"optimizer {type(optimizer).__name__}"
+    handle = optimizer.register_step_post_hook(check)

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from train import checkpoint, device, distributed, logger, robust
+from train.base.adamw import AdamW
 from train.base.errors import BadNumbers, SetupError, echo
 from train.base.fields import parse_mixture
 from train.base.run_folder import RunFolder
@@ -201,6 +202,8 @@ class Run:
         self.first_eval_counts = c.init_from != "scratch" or not all(
             p.requires_grad for p in self.raw_model.parameters())
         self.optimizer = build_optimizer(self.raw_model, c, self.log.info)
+        if not isinstance(self.optimizer, AdamW):  # of a fork
+            checkpoint.check_on_first_step(self.optimizer)
         self.average = None
         if c.ema:
             from train.options.ema import Average
