@@ -4,6 +4,7 @@ Several GPUs: torchrun --nproc_per_node=8 run_train.py ... (the same run, faster
 `--help` lists every key. This file leads from the command line to train(); train/train.py trains.
 """
 
+import os
 import sys
 
 from train.base.cli import env_rank, report_error
@@ -50,4 +51,6 @@ if __name__ == "__main__":
         code = main(sys.argv[1:])
     except KeyboardInterrupt:  # during an import
         code = 130
+    except BrokenPipeError:  # e.g. --help | head
+        os._exit(0)
     sys.exit(code)

@@ -110,23 +110,22 @@ PEAK_TFLOPS = {
 
 
 def peak_flops(name, dtype, tf32):
-    """Return the peak FLOP/s of the GPU called `name` for this dtype, or `None` if unknown. Names
-    are compared by whole words: an RTX A4000 is not an A40."""
+    """Return the peak FLOP/s of the GPU called `name` for this dtype, or 0 if unknown. Names are
+    compared by whole words: an RTX A4000 is not an A40."""
     matches = [key for key in PEAK_TFLOPS if re.search(rf"\b{key}\b", name)]
     if not matches:
-        return None
+        return 0
     column = 0 if dtype != torch.float32 else 1 if tf32 else 2
     return PEAK_TFLOPS[max(matches, key=len)][column] * 1e12
 
 
 def total_peak_flops(ranks, dtype):
-    """Return the peak FLOP/s of all ranks together, or `None` if unknown. The model FLOPs
+    """Return the peak FLOP/s of all ranks together, or 0 if unknown. The model FLOPs
     utilisation (MFU) is relative to it (PaLM, arXiv:2204.02311, appendix B)."""
     if ranks.device.type != "cuda":
-        return None
-    peak = peak_flops(torch.cuda.get_device_name(ranks.device), dtype,
-                      torch.backends.cuda.matmul.allow_tf32)
-    return peak * ranks.world_size if peak else None
+        return 0
+    return ranks.world_size * peak_flops(torch.cuda.get_device_name(ranks.device), dtype,
+                                         torch.backends.cuda.matmul.allow_tf32)
 
 
 # -----------------------------------------------------------------------------

@@ -201,9 +201,7 @@ def wrap_ddp(model, ranks):
     change of a buffer is the same on all ranks."""
     if ranks.world_size == 1:
         return model
-    ids = [ranks.device.index] if ranks.device.type == "cuda" else None
-    return DistributedDataParallel(model, device_ids=ids, gradient_as_bucket_view=True,
-                                   broadcast_buffers=False)
+    return DistributedDataParallel(model, gradient_as_bucket_view=True, broadcast_buffers=False)
 
 
 def shard(model, ranks, dtype, seed, initial):

@@ -124,14 +124,12 @@ class SystemKeys:
     deterministic: bool = free_key(False, "bitwise reproducible runs, also on cuda; slower")
     cudnn_benchmark: bool | None = free_key(None, "autotune cuDNN (default: not deterministic)")
     distributed: str = free_key("ddp", "fsdp: shard the model (FSDP2)", choices=["ddp", "fsdp"])
-    gradient_checkpointing: str = free_key("false", "recompute the blocks in the backward pass to "
-                                           "save memory; selective: except matrix products",
-                                           choices=["false", "true", "selective"])
+    gradient_checkpointing: str = free_key("false", "recompute blocks in the backward pass, saves "
+                                           "memory", choices=["false", "true", "selective"])
     num_threads: int | None = free_key(None, "CPU threads (default: OMP_NUM_THREADS, cores)", ge=1)
     dist_timeout: float = free_key(600.0, "timeout of a collective, in seconds", gt=0)
     step_timeout: float = free_key(0.0, "seconds per step at most, else exit; 0: no limit", ge=0)
-    on_spike: str = free_key("warn", "skip the update, or rewind to the last checkpoint and skip "
-                             "bad batches (also if NaN)", choices=["warn", "skip", "rewind"])
+    on_spike: str = free_key("warn", "after a loss spike", choices=["warn", "skip", "rewind"])
     spike_sigma: float = free_key(6.0, "standard deviations above the mean that are a spike", gt=0)
 
 

@@ -90,7 +90,7 @@ class Run:
     flops_per_step: float    # over all ranks; 0: unknown
     tasks: Any               # evaluates task files (eval_tasks), or None
     log: Any                 # Logger: console, train.log, metrics.jsonl, trackers
-    peak_flops: float | None  # per second, over all ranks; 0 or None: unknown
+    peak_flops: float  # per second, over all ranks; 0: unknown
     compiler: Any            # calls the model, compiled if that pays
 
     # 4. optimizer

@@ -6,7 +6,6 @@ import os
 import platform
 import socket
 import subprocess
-from contextlib import suppress
 
 PACKAGES = ("torch", "numpy", "tiktoken", "pyyaml")
 
@@ -15,10 +14,8 @@ PACKAGES = ("torch", "numpy", "tiktoken", "pyyaml")
 def environment():
     """Return versions, git commit, host and platform as a dict. Cached: the imported code does not
     change when files change later."""
-    versions = dict(python=platform.python_version())
-    for package in PACKAGES:
-        with suppress(importlib.metadata.PackageNotFoundError):
-            versions[package] = importlib.metadata.version(package)
+    versions = {package: importlib.metadata.version(package) for package in PACKAGES}
+    versions["python"] = platform.python_version()
     commit, dirty = git_state()
     return dict(versions=versions, git_commit=commit, git_dirty=dirty, host=socket.gethostname(),
                 platform=platform.platform())

@@ -53,10 +53,6 @@ class BadNumbers(CollectiveExit):
     """Non-finite loss, gradients or weights; training has stopped before updating the model."""
 
 
-class SaveFailed(CollectiveExit):
-    """The last checkpoint of the run could not be written."""
-
-
 class Stopped(CollectiveExit):
     """The run has saved a checkpoint and stops because of a signal. Exit code: 128 + signal."""
 

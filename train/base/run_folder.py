@@ -13,7 +13,7 @@ import torch
 
 from train.base import checkpoint_file as file_format
 from train.base.checkpoint_file import load_checkpoint, prev_path, save_checkpoint
-from train.base.errors import CheckpointError, SaveFailed
+from train.base.errors import CheckpointError, CollectiveExit
 from train.base.files import lock_folder, next_free_path
 from train.base.memory import memory_available, return_freed_memory
 
@@ -61,7 +61,7 @@ class RunFolder:
 
         Returns when a snapshot exists (or at once if `state` is a `private` copy). A thread writes
         it; if that fails it warns, and training continues with the old file intact. The `last` save
-        is written before this returns, with several attempts, and raises SaveFailed.
+        is written before this returns, with several attempts, and raises CollectiveExit.
         """
         self.wait()
         logger.info(f"Saving checkpoint to {self.file('ckpt.pt')}")
@@ -77,7 +77,7 @@ class RunFolder:
 
     def write(self, state, links, logger, last=False):
         """Write `state`, and what is derived from it. If ckpt.pt fails, that is a warning; for the
-        `last` save, SaveFailed after several attempts."""
+        `last` save, CollectiveExit after several attempts."""
         for attempts_left in reversed(range(SAVE_ATTEMPTS)):
             try:
                 save_checkpoint(self.file("ckpt.pt"), state, links)
@@ -87,7 +87,7 @@ class RunFolder:
                     return logger.warn(f"{error}; the previous checkpoint is intact, training "
                                        "continues")
                 if not attempts_left:
-                    raise SaveFailed(
+                    raise CollectiveExit(
                         f"the last checkpoint could not be saved: {error}\nFree some disk space "
                         "and start again: the run resumes from the one before it") from error
                 logger.warn(f"{error}; trying again")
