@@ -426,8 +426,13 @@ def test_config_files_of_runs_are_plain_yaml(go, tmp_path):
 # -----------------------------------------------------------------------------
 # epochs
 
-def test_a_length_of_many_epochs_is_a_warning(data_dir):
+def test_a_default_length_of_many_epochs_is_refused_before_a_file_is_written(tmp_path, data_dir):
     """8 of 1,248 samples per step: 31,200 steps are 200 epochs."""
+    code, out, err = command(data_dir=data_dir, out_dir=tmp_path / "o", max_iters=31_201)
+    assert code == 2 and "are 200 epochs of the 1,248 samples" in err and "--max_epochs 3" in err
+    assert not (tmp_path / "o" / "train.log").exists()
+    code, out, err = command("--dry_run", data_dir=data_dir, max_iters=31_201)
+    assert code == 2 and "--max_epochs 3" in err
     code, out, err = command("--dry_run", data_dir=data_dir, max_iters=31_200)
     assert code == 0 and "Warning: every sample is used 200 times" in out
     code, out, err = command("--dry_run", data_dir=data_dir, max_epochs=300)

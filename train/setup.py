@@ -25,6 +25,8 @@ from train.lr_scheduler import EarlyStopping, ReduceOnPlateau, SpikeDetector
 from train.optimizer import build_optimizer
 from train.system import flops_per_step, hook, load_model_type
 
+MAX_EPOCHS = 200  # of a run whose length is given in steps
+
 
 @dataclass
 class Progress:
@@ -135,6 +137,8 @@ class Run:
         self.data = open_data(self.config, self.ranks)
         if self.config.eval_only and self.data.val is None:
             raise SetupError("eval_only: the data has no validation split")
+        if self.start.kind != "resume":
+            check_epochs(self.config, self.data.train.samples)
         c = self.config = self.config.in_steps(self.data.train.samples)
         world_size = self.ranks.world_size
         self.n_micro = c.accumulation(world_size)
@@ -420,6 +424,18 @@ def validate_config(config):
         from train.options.trackers import check_trackers
         check_trackers(config.tracker)
     return config
+
+
+def check_epochs(config, samples):
+    """Refuse a run in steps that repeats a small data set many times: the default length is for
+    pretraining. Raises SetupError."""
+    c = config
+    epochs = c.max_iters * c.samples_per_step / samples
+    if epochs > MAX_EPOCHS and not (c.max_epochs or c.eval_only):
+        raise SetupError(
+            f"max_iters: {c.max_iters:,} steps of {c.samples_per_step:,} samples are {epochs:,.0f} "
+            f"epochs of the {samples:,} samples in {c.data_dir}; give the length in epochs, e.g. "
+            f"--max_epochs 3 (more than {MAX_EPOCHS} are possible too)")
 
 
 def open_data(config, ranks):

@@ -21,7 +21,7 @@ from train.base.memory import memory_available
 from train.checkpoint import inherited_shape
 from train.device import ON_OFF, compile_model, should_compile
 from train.optimizer import build_optimizer
-from train.setup import open_data
+from train.setup import check_epochs, open_data
 from train.system import flops_per_step, load_model_type
 from train.train import clip_gradients
 
@@ -41,6 +41,7 @@ def estimate(config):
         shape = distributed.broadcast_from_rank0(lambda: inherited_shape(config)[0], ranks)
         config = config.replace(**shape)
         data = open_data(config, ranks)
+        check_epochs(config, data.train.samples)
         config = config.in_steps(data.train.samples)
         with torch.device("meta"):  # allocates nothing: the model may not fit
             empty_model = load_model_type(config.model).build_model(config, data)
