@@ -42,11 +42,8 @@ def test_command_leaves_no_trace_in_a_run(tmp_path, data_dir):
     after[".lock"] = before[".lock"]  # the test's own pid
     assert {k: after[k] for k in before} == before
     found = json.loads((tmp_path / "a/lr_finder.json").read_text())
-    (low, high), best = found["range"], found["suggestion"]
-    assert low <= best <= high
-    assert f"falls fastest at {best:.2g}, and at least half as fast from {low:.2g} to {high:.2g}." \
-        in done.stdout
-    assert f"Try --learning_rate {best:.2g};" in done.stdout
+    best = found["suggestion"]
+    assert f"falls fastest at {best:.2g}. Try --learning_rate {best:.2g};" in done.stdout
     assert "step 10 of 30: lr " in done.stdout
     half("a", 10)
     half("b", 10)
@@ -96,7 +93,6 @@ def test_sweep_is_exponential_and_ends_at_divergence(tmp_path, data_dir, optimiz
     texts = [e.text for e in root.iter() if e.tag.endswith("text")]
     assert {"learning rate", "1e-5"} <= set(texts)
     assert f"falls fastest: {found['suggestion']:.2g}" in texts
-    assert "at least half as fast" in texts
     assert {p.name for p in tmp_path.iterdir()} == {"lr_finder.json", "lr_finder.svg"}
 
 
@@ -109,9 +105,6 @@ def test_suggest_on_a_known_curve():
               for r in rates()]  # falls fastest at 1e-3
     found = lr_finder.suggest(rates(), losses, 1.0)
     assert found["suggestion"] == pytest.approx(1e-3, rel=0.2) and found["why"] is None
-    # A logistic curve has half of its greatest slope at 1.763 of its scale.
-    assert found["range"][0] == pytest.approx(10 ** (-3 - 1.763 / 4), rel=0.3)
-    assert found["range"][1] == pytest.approx(10 ** (-3 + 1.763 / 4), rel=0.3)
 
 
 @pytest.mark.parametrize("seed", range(20))
@@ -119,7 +112,7 @@ def test_no_clear_minimum_in_mere_noise(seed):
     draw = random.Random(seed)
     losses = [2.5 + draw.gauss(0, 0.05) + max(0, r - 0.003) * 100 for r in rates()]
     found = lr_finder.suggest(rates(), losses, 1.0)
-    assert found["suggestion"] is None and found["range"] is None and "noise" in found["why"]
+    assert found["suggestion"] is None and "noise" in found["why"]
     # The same noise on a fall of four times its size is one.
     losses = [y - 0.2 / (1 + math.exp(-4 * (math.log10(r) + 4)))
               for y, r in zip(losses, rates(), strict=True)]

@@ -9,6 +9,7 @@ may add a trial each to the requested number.
 """
 
 import contextlib
+import gc
 import glob
 import json
 import math
@@ -33,11 +34,10 @@ from train.robust import run_reporting_errors
 from train.tools.plot import save_figure
 from train.train import train
 
-NOT_SEARCHABLE = ("out_dir", "resume", "eval_only", "allow_change")  # set by the search
+NOT_SEARCHABLE = ("out_dir", "resume", "eval_only", "allow_change", "max_iters")
 RANGE_KEYS = {"low", "high", "log", "step"}
 # With max_iters of a stage.
 SCALED_LENGTHS = ("eval_interval", "warmup_iters", "lr_decay_iters", "step_iters")
-OTHER_LENGTHS = ("max_epochs", "eval_epochs", "warmup_epochs")
 
 
 # -----------------------------------------------------------------------------
@@ -209,7 +209,7 @@ def run_trial(study, config, space, stage, out):
     finally:
         for name in glob.glob("ckpt*", root_dir=folder):
             os.unlink(os.path.join(folder, name))
-        torch.cuda.empty_cache()
+        gc.collect()  # the model of the trial
         if config.compile != "false":
             torch.compiler.reset()  # the limit of recompilations is per process
     return study.trials[trial.number]
@@ -288,11 +288,8 @@ def run_search(options, config):
         raise UserError("runs without torchrun: start it several times instead")
     if not config.eval_interval:
         raise UserError("a search needs evaluations: eval_interval above 0")
-    lengths = [k for k in ("max_iters", *OTHER_LENGTHS)
-               if k in space or k in OTHER_LENGTHS and getattr(config, k, None)]
-    if lengths and any(stage["max_iters"] for stage in stages):
-        raise UserError(f"stages set max_iters, which contradicts {', '.join(lengths)}; give the "
-                        "stages without max_iters, or other lengths in steps")
+    if config.max_epochs and any(stage["max_iters"] for stage in stages):
+        raise UserError("stages set max_iters: give max_iters instead of max_epochs")
     os.makedirs(options.out, exist_ok=True)
     return run_reporting_errors(config, lambda c: search(c, space, stages, options.out))
 

@@ -57,21 +57,19 @@ def find_lr(config, low=1e-7, high=1.0, steps=100):
                           file=console, flush=True)
                 if fmean(losses[-5:]) > DIVERGENCE_FACTOR * min(losses):
                     break
-    rates = rates[:len(losses)]
-    return dict(lr=rates, loss=losses) | suggest(rates, losses, high)
+    return dict(lr=rates[:len(losses)], loss=losses) | suggest(rates, losses, high)
 
 
 def suggest(rates, losses, high):
-    """Return dict(smoothed, suggestion, range, why) for a sweep up to `high`.
+    """Return dict(smoothed, suggestion, why) for a sweep up to `high`.
 
-    suggestion: the rate at which the smoothed loss falls fastest; range: (from, to) around it, in
-    which it falls at least half as fast. Both are None if the loss has no clear minimum; `why` is
-    the reason then.
+    suggestion: the rate at which the smoothed loss falls fastest, or None if the loss has no clear
+    minimum; `why` is the reason then.
     """
     n = len(losses)
     half = max(1, int(SMOOTHING_FRACTION * n))
     smoothed = [fmean(losses[max(0, i - half):i + half + 1]) for i in range(n)]
-    result = dict(smoothed=smoothed, suggestion=None, range=None, why=None)
+    result = dict(smoothed=smoothed, suggestion=None, why=None)
     if n < 10:
         return result | dict(why=f"the loss diverged within {n} steps; start lower (--from)")
     start = fmean(losses[:max(3, n // 20)])
@@ -88,21 +86,15 @@ def suggest(rates, losses, high):
     # Rates are in equal steps of their logarithm, so differences are slopes.
     slopes = [smoothed[min(i + half, n - 1)] - smoothed[max(i - half, 0)]
               for i in range(bottom + 1)]
-    steepest = slopes.index(min(slopes))
-    slower = [i for i, slope in enumerate(slopes) if slope > slopes[steepest] / 2]
-    first = max((i + 1 for i in slower if i < steepest), default=0)
-    end = min((i - 1 for i in slower if i > steepest), default=bottom)
-    return result | dict(suggestion=rates[steepest], range=(rates[first], rates[end]))
+    return result | dict(suggestion=rates[slopes.index(min(slopes))])
 
 
 def draw_sweep(axes, sweep):
-    """Draw a sweep on matplotlib `axes`: loss, smoothed loss, suggested range of learning rates."""
+    """Draw a sweep on matplotlib `axes`: loss, smoothed loss, suggested learning rate."""
     axes.set_xscale("log")
     axes.plot(sweep["lr"], sweep["loss"], color=COLORS[0], alpha=0.35)
     axes.plot(sweep["lr"], sweep["smoothed"], color=COLORS[0], label="smoothed loss")
     if sweep["suggestion"]:
-        axes.axvspan(*sweep["range"], color=COLORS[2], alpha=0.15,
-                     label="at least half as fast")
         axes.axvline(sweep["suggestion"], color=COLORS[2], linestyle="--",
                      label=f"falls fastest: {sweep['suggestion']:.2g}")
 
@@ -116,12 +108,10 @@ def report_sweep(sweep, config):
     if sweep["suggestion"] is None:
         print(f"No clear minimum: {sweep['why']}. See {path}")
         return
-    low, high = sweep["range"]
     option = f"--learning_rate {sweep['suggestion']:.2g}"
     if config.optimizer == "muon":  # the sweep changed both rates together
         option += f" --muon_lr {config.muon_lr * sweep['suggestion'] / config.learning_rate:.2g}"
-    print(f"The loss falls fastest at {sweep['suggestion']:.2g}, and at least half as fast from "
-          f"{low:.2g} to {high:.2g}.\nTry {option}; see {path}")
+    print(f"The loss falls fastest at {sweep['suggestion']:.2g}. Try {option}; see {path}")
 
 
 @dataclass

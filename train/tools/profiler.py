@@ -5,7 +5,6 @@ torch.profiler. The program then exits. The steps run in a temporary folder, so 
 metrics of the real run do not change. The trace is written to out_dir/profile.json.gz.
 """
 
-import functools
 import os
 import re
 import tempfile
@@ -74,18 +73,13 @@ def seconds_by_category(events, cuda):
     pending = [(e, len(CATEGORIES)) for e in events if e.cpu_parent is None]
     while pending:
         event, inherited = pending.pop()
-        category = min(inherited, find_category(event.name))
+        matches = (i for i, pattern in enumerate(CATEGORIES.values())
+                   if re.search(pattern, event.name))
+        category = min(inherited, next(matches, inherited))
         if event.device_type == torch.autograd.DeviceType.CPU:
             seconds[names[category]] += getattr(event, own_time) / 1e6
         pending += [(child, category) for child in event.cpu_children]
     return seconds
-
-
-@functools.cache
-def find_category(name):
-    """Return the index of the first category that matches `name`, or the number of categories."""
-    matches = (i for i, pattern in enumerate(CATEGORIES.values()) if re.search(pattern, name))
-    return next(matches, len(CATEGORIES))
 
 
 def format_profile(events, n, seconds, profiled_seconds, cuda):

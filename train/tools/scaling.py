@@ -60,9 +60,8 @@ class Law(NamedTuple):
         return n, budget / 6 / n
 
 
-def fit_law(n, d, loss, shares=(0.3, 0.7)):
-    """Fit a Law to runs n, d, loss (P,): minimise the Huber loss of the errors of log L, starting
-    with these shares of E in the lowest loss."""
+def fit_law(n, d, loss):
+    """Fit a Law to runs n, d, loss (P,): minimise the Huber loss of the errors of log L."""
     from scipy.optimize import least_squares
     log_sizes = np.stack([0 * n, np.log(n), np.log(d)])  # (3, P)
     mean = log_sizes.mean(1, keepdims=True)
@@ -73,12 +72,9 @@ def fit_law(n, d, loss, shares=(0.3, 0.7)):
         powers = np.append(0, p[3:])[:, None]
         terms = p[:3, None] - powers * (log_sizes - mean)  # (3, P)
         return np.logaddexp.reduce(terms) - np.log(loss)
-    starts = [[*np.log(loss.min() * np.array([e, (1 - e) / 2, (1 - e) / 2])), 0.4, 0.4]
-              for e in shares]
+    start = [*np.log(loss.min() * np.array([0.5, 0.25, 0.25])), 0.4, 0.4]
     bounds = ([-20] * 3 + [0.01] * 2, [20] * 3 + [3] * 2)
-    fits = [least_squares(errors, start, loss="huber", f_scale=HUBER_DELTA, bounds=bounds)
-            for start in starts]
-    p = min(fits, key=lambda fit: fit.cost).x
+    p = least_squares(errors, start, loss="huber", f_scale=HUBER_DELTA, bounds=bounds).x
     E, A, B = np.exp(p[:3] + np.append(0, p[3:]) * mean[:, 0])
     return Law(*map(float, (E, A, B, *p[3:])))
 
@@ -93,7 +89,7 @@ def prediction_interval(law, n, d, loss, at):
     errors = np.log(loss / fitted) * math.sqrt(len(n) / (len(n) - 5))
     predictions = []
     for _ in range(BOOTSTRAP_FITS):
-        drawn = fit_law(n, d, fitted * np.exp(rng.choice(errors, len(n))), [law.E / fitted.min()])
+        drawn = fit_law(n, d, fitted * np.exp(rng.choice(errors, len(n))))
         predictions.append(drawn.loss(*at) * np.exp(rng.choice(errors)))
     return np.quantile(predictions, (0.025, 0.975))
 
