@@ -23,7 +23,7 @@ from model.core.detokenizer import TextStreamer
 from model.core.generate import SamplingOptions, generate
 from model.core.load import BACKBONE, load_model
 from model.core.ops import IGNORE
-from model.gpt import GPT
+from model.gpt import GPT, GPTConfig
 from train.base.cli import run_command
 from train.base.errors import DataError
 from train.base.fields import key
@@ -142,10 +142,10 @@ def open_data(config, ranks):
     return Data(load("train"), load("val") if config.eval_interval else None, spec)
 
 
-def build_model(config, data, model_class=ChatGPT):
+def build_model(config, data, kind=ChatGPT, shape=GPTConfig):
     template = ChatTemplate.from_spec(data.spec["template"])
     template.prompt_text([("user", "")])  # a template that fails is refused here
-    model = gpt.build_model(config, data, model_class)
+    model = gpt.build_model(config, data, kind, shape)
     model.template = template
     model.row_tokens = data.spec["row_tokens"]
     return model

@@ -19,7 +19,6 @@ import torch.nn.functional as F
 from data.rows import open_rows
 from data.token_files import open_npy
 from model import chat, gpt, lora
-from model.chat import ChatGPT
 from model.core.adapters import WithAdapters
 from model.core.ops import IGNORE
 from model.core.weights import digest
@@ -37,7 +36,7 @@ class Keys(chat.FromChatKeys):
                          ge=0)
 
 
-class PreferenceGPT(WithAdapters, ChatGPT):
+class PreferenceGPT(WithAdapters, chat.ChatGPT):
     """A chat model that is also trained on pairs of answers: forward(tokens, mask, logps).
 
     tokens, mask (B, 2, T + 1): the chosen answer first; mask is 1 for tokens of the answer.

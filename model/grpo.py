@@ -17,12 +17,12 @@ Shapes: B prompts, K answers per prompt, N = B K; n rows of T tokens with a prom
 """
 
 import hashlib
-import importlib.util
 import json
 import math
 import os
 import sys
 import traceback
+import types
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -32,7 +32,6 @@ import torch
 from data.chat_template import ChatTemplate
 from data.rows import open_rows
 from model import chat, gpt, lora
-from model.chat import ChatGPT, packed_layout
 from model.core.adapters import WithAdapters
 from model.core.generate import generate
 from model.core.init import stable_hash
@@ -57,17 +56,11 @@ class Keys(chat.FromChatKeys):
     answer_tokens: int = key(64, "maximum number of tokens per answer", ge=1)
     grpo_beta: float = key(0.0, "weight of the KL divergence from the initial model", ge=0)
 
-    def problems(self):
-        problems = super().problems()
-        if self.reward != "exact" and not self.reward.endswith(".py"):
-            problems.append(f"reward: {self.reward!r}: expected exact, or a Python file (.py)")
-        return problems
-
 
 # -----------------------------------------------------------------------------
 # the model
 
-class PolicyGPT(HoldsFrozen, WithAdapters, ChatGPT):
+class PolicyGPT(HoldsFrozen, WithAdapters, chat.ChatGPT):
     """A chat model that is also trained on rewards: forward(prompts, lengths, row_numbers,
     sample_numbers), (B, P) and three times (B,); evaluations have no sample_numbers.
 
@@ -175,7 +168,7 @@ def shared_prefix_layout(idx, part):
     """Return the arguments mask, positions and previous of GPT.trunk for rows idx (B, T) with a
     prompt and several answers, which attend to the prompt only. part (B, T): 0 in the prompt at the
     row's start, 1, 2, ... in the answers, -1 in the padding."""
-    packed = packed_layout(idx, part)
+    packed = chat.packed_layout(idx, part)
     in_answer = part > 0  # (B, T)
     prompt_length = (part == 0).sum(1, keepdim=True)  # (B, 1)
     last = idx.gather(1, (prompt_length - 1).clamp(min=0))  # (B, 1): of the prompt, or -1
@@ -281,9 +274,10 @@ def run_user_code(path, function, *args, context=""):
 
 def load_reward(path):
     """Execute a Python file and return its function `reward`."""
-    spec = importlib.util.spec_from_file_location("reward_of_the_run", path)
-    module = sys.modules[spec.name] = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
+    module = types.ModuleType("reward_of_the_run")
+    module.__file__ = path
+    sys.modules[module.__name__] = module
+    exec(compile(Path(path).read_bytes(), path, "exec"), module.__dict__)
     return module.reward
 
 

@@ -23,7 +23,7 @@ from dataclasses import dataclass
 import torch
 import torch.nn as nn
 
-from model import gpt, lora, moe
+from model import gpt, lora
 from model.chat import ChatGPT
 from model.core.adapters import PartialStateDict, WithAdapters, add_adapters, is_adapter
 from model.core.init import normal
@@ -185,8 +185,8 @@ def build_model(config, data):
     if "backbone" in data.spec:
         config, weights = lora.load_backbone(config, data)
     try:
-        return moe.build_routed(config, data, lambda *args: MemoryGPT(*args, weights),
-                                MemoryConfig, lora.base_type(data).build_model)
+        return lora.base_type(data).build_model(
+            config, data, lambda *args: MemoryGPT(*args, weights), MemoryConfig)
     except RuntimeError as error:  # from load_state_dict
         raise CheckpointError(f"backbone: {config.backbone}: {error}") from error
 

@@ -15,7 +15,7 @@ Shapes: B, T, C as in model/gpt.py; E experts, k experts per token.
 import functools
 import re
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, fields
+from dataclasses import dataclass
 
 import torch
 import torch.nn as nn
@@ -28,7 +28,6 @@ from model.gpt import GPT, Block, GPTConfig
 from train.base.fields import key
 
 USE = gpt.USE
-GPT_FIELDS = {f.name for f in fields(GPTConfig)}
 
 
 @dataclass
@@ -86,7 +85,8 @@ def router_losses(logits: torch.Tensor, k: int) -> dict[str, torch.Tensor]:
 
 def sequence_losses(logits, load):
     """Return router_losses per sequence, (...) each: logits (..., N, E), load (..., E)."""
-    logits, n = logits.float(), logits.size(-1)
+    logits = logits.float()
+    n = logits.size(-1)
     p = logits.softmax(-1).mean(-2)  # (..., E)
     straight_through = load + (p - p.detach())  # the value of load, with the gradient of p
     return dict(load_balance=n * (load * p).sum(-1),
@@ -322,16 +322,8 @@ sample = gpt.sample
 inherit_shape = gpt.inherit_shape
 
 
-def build_routed(config, data, model_class, config_class, build=gpt.build_model):
-    """Build a `model_class` with a `config_class`, a subclass of GPTConfig with more fields."""
-    own = {f.name: getattr(config, f.name) for f in fields(config_class)
-           if f.name not in GPT_FIELDS}
-    return build(config, data, lambda c, seed, token_bytes: model_class(
-        config_class(**asdict(c), **own), seed, token_bytes))
-
-
 def build_model(config, data):
-    return build_routed(config, data, MoE, MoEConfig)
+    return gpt.build_model(config, data, MoE, MoEConfig)
 
 
 as_gpt = functools.partial(gpt.as_gpt, config_class=MoEConfig)

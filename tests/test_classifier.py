@@ -685,7 +685,7 @@ def test_bad_commands_are_refused(trained, labels, tmp_path, capsys):
         assert message in capsys.readouterr().err
     assert evaluate_main(["--ckpt", str(trained / "ckpt.pt"), "--data", str(odd), "--device",
                           "gpu", "--out", str(tmp_path / "report")]) == 2
-    assert "device: 'gpu' is unknown" in capsys.readouterr().err
+    assert "device: 'gpu'" in capsys.readouterr().err
     with pytest.raises(ValueError, match="span_weight: .*at least 0|span_weight: -1"):
         load_config(None, dict(model="classifier", span_weight=-1.0))
 

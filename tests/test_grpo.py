@@ -441,7 +441,7 @@ def test_the_answer_that_is_held_back(made, tmp_path):
 
 @pytest.mark.parametrize("changes, message", [
     (dict(init_from="scratch"), "init_from: missing"),
-    (dict(reward="share"), r"reward: 'share': expected exact, or a Python file"),
+    (dict(reward="share"), "share: FileNotFoundError"),
     (dict(reward="nowhere.py"), "nowhere.py: FileNotFoundError"),
     (dict(data_dir="{chats}"), "prepare some: python -m data.prepare.prompts"),
     (dict(answer_tokens=60), "exceed the model's context, 64"),

@@ -13,7 +13,7 @@ from data import labels
 from data.tokenizer import open_tokenizer
 from model.classifier.metrics import classification_metrics, span_metrics, span_sums
 from model.core.load import load_model
-from train.base.cli import run_command
+from train.base.cli import format_table, run_command
 from train.base.errors import DataError, echo
 from train.base.fields import key
 from train.distributed import get_device
@@ -119,26 +119,26 @@ def predict(model, arrays, batch_size):
 def format_report(metrics):
     """Return a text like scikit-learn's classification_report, with the confusion matrix."""
     m = metrics
-    lines = []
+    parts = []
     if "accuracy" in m:
-        width = max(13, *map(len, m["classes"]))
         names = ("precision", "recall", "f1")
-        table = [(c, [m[f"{name}_per_class"][k] for name in names], m["support"][k])
-                 for k, c in enumerate(m["classes"])]
-        table += [(f"{kind} mean", [m[f"{name}_{kind}"] for name in names], sum(m["support"]))
-                  for kind in ("macro", "weighted")]
-        lines = [" " * width + "".join(f"{name:>11}" for name in names) + f"{'rows':>10}"]
-        lines += [f"{name:>{width}}" + "".join(f"{v:>11.4f}" for v in values) + f"{rows:>10,}"
-                  for name, values, rows in table]
+        table = [["", *names, "rows"]]
+        for k, name in enumerate(m["classes"]):
+            values = [f"{m[f'{metric}_per_class'][k]:.4f}" for metric in names]
+            table.append([name, *values, f"{m['support'][k]:,}"])
+        for kind in ("macro", "weighted"):
+            values = [f"{m[f'{metric}_{kind}']:.4f}" for metric in names]
+            table.append([f"{kind} mean", *values, f"{sum(m['support']):,}"])
         area = "undefined" if m["auroc"] is None else f"{m['auroc']:.4f}"
-        lines += [f"accuracy {m['accuracy']:.4f}, AUROC {area}",
-                  "confusion matrix (rows: true classes, columns: predicted classes):"]
-        lines += [f"{name:>{width}}" + "".join(f"{n:>10,}" for n in row)
-                  for name, row in zip(m["classes"], m["confusion_matrix"])]
+        matrix = [["true \\ predicted", *m["classes"]]]
+        matrix += [[name, *map(str, row)]
+                   for name, row in zip(m["classes"], m["confusion_matrix"])]
+        parts = [format_table(table), f"accuracy {m['accuracy']:.4f}, AUROC {area}",
+                 "confusion matrix:", format_table(matrix)]
     if "exact_match" in m:
-        lines.append(f"evidence of {m['spans']:,} rows: exact match {m['exact_match']:.4f}, token "
+        parts.append(f"evidence of {m['spans']:,} rows: exact match {m['exact_match']:.4f}, token "
                      f"F1 {m['token_f1']:.4f}")
-    return "\n".join(lines)
+    return "\n".join(parts)
 
 
 def main(argv=None):
