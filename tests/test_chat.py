@@ -555,7 +555,7 @@ def test_another_tokenizer_is_refused(capitals, tmp_path):
                            "--tokenizer", str(tmp_path / "base" / "ckpt.pt"),
                            "--out", str(tmp_path / "out")]) == 2  # no end of text in it
     changes = settings(capitals, tmp_path / "chat", init_from=str(tmp_path / "base" / "ckpt.pt"))
-    with pytest.raises(ValueError, match="tokenizer: it has"):
+    with pytest.raises(ValueError, match="tokenizer: checkpoint has"):
         train(load_config(None, changes))
 
 

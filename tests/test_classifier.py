@@ -570,7 +570,7 @@ def test_heads_of_other_class_names_are_not_adopted(trained, tmp_path):
         config = SMALL | TINY | start | dict(data_dir=str(folder), allow_change=allowed,
                                              out_dir=str(tmp_path / f"{len(names)}{allowed}"))
         if len(names) == 3 and not allowed:
-            with pytest.raises(ValueError, match="classes: it has .*animal"):
+            with pytest.raises(ValueError, match="classes: checkpoint has .*animal"):
                 train(load_config(None, config))
         else:
             train(load_config(None, config))

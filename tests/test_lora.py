@@ -237,7 +237,7 @@ def test_adapters_of_another_backbone_or_scale_are_not_adopted(data_dir, base, t
     start = dict(init_from=str(tmp_path / "one" / "ckpt.pt"), max_iters=0)
     for backbone, alpha, name in ((tmp_path / "other.pt", 4.0, "backbone"),
                                   (base, 32.0, "lora_alpha")):
-        with pytest.raises(ValueError, match=f"{name}: it has .*\n.*--allow_change {name}"):
+        with pytest.raises(ValueError, match=f"(?s){name}: checkpoint has .*--allow_change {name}"):
             go(data_dir, backbone, tmp_path / name, lora_alpha=alpha, **start)
         go(data_dir, backbone, tmp_path / name, lora_alpha=alpha, allow_change=[name], **start)
     go(data_dir, base, tmp_path / "same", **start)
@@ -263,14 +263,6 @@ def test_a_backbone_that_knows_fewer_ids_than_the_data_is_refused(data_dir, base
     message = r"small.pt: its vocabulary has 100 ids, the data in .* have 25\d"
     with pytest.raises(ValueError, match=message):
         go(data_dir, tmp_path / "small.pt", tmp_path / "out")
-
-
-def test_what_changes_shapes_is_not_offered_to_be_allowed(data_dir, base, tmp_path):
-    go(data_dir, base, tmp_path / "out", max_iters=1)
-    for changes, offered in ((dict(lora_rank=4), False), (dict(lora_alpha=1.0), True)):
-        with pytest.raises(ValueError, match="--resume never") as caught:
-            go(data_dir, base, tmp_path / "out", max_iters=2, **changes)
-        assert ("--allow_change" in str(caught.value)) == offered
 
 
 def test_adapters_are_no_backbone(data_dir, base, tmp_path, capsys):

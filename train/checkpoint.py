@@ -183,18 +183,9 @@ def check_fits(start, config, data, model, ranks):
             raise CheckpointError(
                 f"{start.path} has weights but not the rest of a run (no {', '.join(missing)}); to "
                 f"start from its weights: --init_from {start.path} and another --out_dir")
-        allowed = config.allow_change
-        changes = {name: f"{name}: checkpoint has {old!r:.200}, now {new!r:.200}"
-                   for name, (old, new) in find_changes(state, config, data).items()
-                   if not {name, "all"} & {*allowed}}
-        if changes:
-            # --allow_change does not change shapes.
-            allow = "" if file_format.mismatches(state["model"], expected) else (
-                f"continue regardless with --allow_change {','.join(changes)}, ")
-            raise CheckpointError(
-                f"{start.path} was trained with a different configuration:\n"
-                f"{file_format.bullets([*changes.values()])}\nundo the changes, {allow}start from "
-                "scratch with --resume never (files are renamed), or choose another --out_dir")
+        file_format.check_unchanged(
+            find_changes(state, config, data), start.path, config.allow_change, ", start from "
+            "scratch with --resume never (files are renamed), or choose another --out_dir")
         file_format.check_match(state["model"], expected, start.path)
     broadcast_from_rank0(check, ranks)
 

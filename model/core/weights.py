@@ -12,7 +12,7 @@ import torch
 
 from model.core.load import model_of, read_model_args, read_weights, upgrade_args
 from model.core.shape import check_size, check_value
-from train.base.checkpoint_file import bullets, check_match
+from train.base.checkpoint_file import bullets, check_match, check_unchanged
 from train.base.errors import CheckpointError
 from train.base.fields import fields_by_name
 from train.config import find_conflicts
@@ -118,16 +118,10 @@ def check_must_match(state, config, spec, path):
 def check_same(pairs, path, allowed):
     """Raise CheckpointError unless the values of each pair {name: (of the weights, of this run)}
     are equal, unknown, or in `allowed`, which is --allow_change."""
-    wrong = {}
-    for name, (old, new) in pairs.items():
-        # Lists of other lengths, e.g. classes, have tensors of other shapes: newly initialised.
-        comparable = not isinstance(old, list) or len(old) == len(new or ())
-        if None not in (old, new) and old != new and comparable and not {name, "all"} & {*allowed}:
-            wrong[name] = f"{name}: it has {old!s:.80}, now {new!s:.80}"
-    if wrong:
-        raise CheckpointError(f"{path}: its weights are incompatible with this run:\n"
-                              f"{bullets([*wrong.values()])}\nuse matching data and settings, or "
-                              f"start regardless with --allow_change {','.join(wrong)}")
+    # Lists of other lengths, e.g. classes, have tensors of other shapes: newly initialised.
+    check_unchanged({name: (old, new) for name, (old, new) in pairs.items()
+                     if None not in (old, new) and old != new
+                     and not (isinstance(old, list) and len(old) != len(new))}, path, allowed)
 
 
 def adopt_weights(model, state, path, log):

@@ -88,7 +88,7 @@ FAULTS = [
      "for k in ()}"),
     # going on
     ("train/checkpoint.py", "if not nearly_equal(old.get(name), new.get(name)):", "if False:"),
-    ("train/checkpoint.py", '{name, "all"} & {*allowed}', "allowed"),
+    ("train/base/checkpoint_file.py", '{name, "all"} & {*allowed}', "allowed"),
     ("train/checkpoint.py", "in (\"auto\", \"must\") or restarted", "in (\"auto\", \"must\")"),
     ("model/core/weights.py", "if None not in (old, new) and old != new", "if False"),
     ("model/core/weights.py", "if not explicit or f.name", "if True or f.name"),

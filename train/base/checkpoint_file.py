@@ -303,6 +303,17 @@ def check_match(tensors, expected, path, dtypes=True):
                               "use the configuration it was trained with, or another out_dir")
 
 
+def check_unchanged(changes, path, allowed, alternatives=""):
+    """Raise CheckpointError with the `changes` {name: (value in the checkpoint, new value)} that
+    are not in `allowed`, which is --allow_change. alternatives: more remedies."""
+    lines = {name: f"{name}: checkpoint has {old!r:.200}, now {new!r:.200}"
+             for name, (old, new) in changes.items() if not {name, "all"} & {*allowed}}
+    if lines:
+        raise CheckpointError(
+            f"{path} is from a different configuration:\n{bullets([*lines.values()])}\nundo the "
+            f"changes, continue regardless with --allow_change {','.join(lines)}{alternatives}")
+
+
 def bullets(lines):
     """Return `lines` as a bulleted list: the first ones, and the number of the others."""
     shown = lines[:MAX_LINES_SHOWN]
