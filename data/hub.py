@@ -31,10 +31,10 @@ def local_folder(name, weights=True):
     return folder
 
 
-def download(name, function, endpoint=None, **arguments):
+def download(name, function, **arguments):
     """Return the result of a download function of huggingface_hub. Raises DataError for `name`."""
     hub = require("huggingface_hub", name)
-    endpoint = endpoint or os.environ.get("HF_ENDPOINT") or HUB
+    endpoint = os.environ.get("HF_ENDPOINT") or HUB
     if not re.match(TRUSTED_URL, endpoint):
         raise DataError(f"{endpoint}: expected the https:// address of a mirror of {HUB}")
     try:

@@ -110,7 +110,7 @@ def open_data(config, ranks):
                            f"{config.data_dir} are {', '.join(meta['modalities'])}"])
     if reserved := [name for name in meta["modalities"] if hasattr(nn.ModuleDict, name)]:
         raise DataError(f"{config.data_dir}: {', '.join(reserved)}: not possible as names of "
-                        "PyTorch modules; prepare the data with other --names")
+                        "PyTorch modules; rename the files and prepare them again")
     spec = {k: meta[k] for k in ("modalities", "target", "mean", "std", "shift") if k in meta}
     train, val = (RowLoader(open_features(config.data_dir, split), config, ranks)
                   for split in ("train", "val"))

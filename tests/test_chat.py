@@ -18,6 +18,7 @@ import model.chat
 from data.chat_template import BuiltinTemplate, parse_content
 from data.prepare import chat as data_chat
 from data.prepare import prepare as prepare_text
+from data.prepare import samples
 from data.tokenizer import load_tokenizer
 from model.chat import ChatGPT, generate_answer, packed_layout
 from model.gpt import GPT, GPTConfig
@@ -180,7 +181,7 @@ def test_rows_hold_whole_chats_once(tmp_path, capsys):
     assert sorted(learned for _, learned in found) == sorted(
         r["response"] + "<|endoftext|>" for r in kept)
     assert 0 < len(kept) < 300
-    assert f"Left out {300 - len(kept)} chats longer" in capsys.readouterr().out
+    assert f"{300 - len(kept)} chats left out: longer" in capsys.readouterr().out
     tokens, mask, number = rows_of(tmp_path / "out")
     assert tokens.shape == mask.shape == number.shape and tokens.shape[1] == 100
     assert tokens.dtype == np.uint16 and mask.dtype == np.uint8 and (np.diff(number) >= 0).all()
@@ -216,17 +217,6 @@ def test_num_samples_and_no_question_on_both_sides(tmp_path):
     asked = [{text.split("\n")[1] for text, _ in chats_of(tmp_path / "out", [split])}
              for split in ("train", "val")]
     assert not asked[0] & asked[1] and len(asked[1]) > 1
-
-
-@pytest.mark.parametrize("colour", [True, False])
-def test_show_on_a_terminal(tmp_path, capsys, monkeypatch, colour):
-    source = write_jsonl(tmp_path / "a.jsonl", [{"prompt": str(i), "response": "moo"}
-                                                for i in range(40)])
-    monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
-    monkeypatch.setenv("NO_COLOR", "" if colour else "1")
-    assert data_chat.main([source, "--out", str(tmp_path / "out"), "--show", "2"]) == 0
-    shown = "\033[32mmoo<|endoftext|>\033[0m" if colour else "[moo<|endoftext|>]"
-    assert capsys.readouterr().out.count(shown) == 2
 
 
 def test_dataset_folder(tmp_path):
@@ -275,7 +265,7 @@ def test_output_folder_of_others_is_kept(tmp_path, capsys):
     (tmp_path / "out").mkdir()
     (tmp_path / "out" / "thesis.txt").write_text("years")
     assert data_chat.main([source, "--out", str(tmp_path / "out")]) == 2
-    assert "holds files that this command did not write" in capsys.readouterr().err
+    assert "not prepared from these sources" in capsys.readouterr().err
     assert data_chat.main([source, "--out", str(tmp_path / "out"), "--force"]) == 0
     assert (tmp_path / "out" / "thesis.txt").read_text() == "years"
     assert data_chat.main([source, "--out", str(tmp_path / "new")]) == 0
@@ -300,8 +290,8 @@ def small(**changes):
 
 def test_the_example_asks_one_question_about_each_name(tmp_path, monkeypatch):
     (tmp_path / "a.py").write_text("read_line = save_all(open_file, max_size, x, open_file)")
-    monkeypatch.setattr(data_chat.sysconfig, "get_paths", lambda: dict(stdlib=str(tmp_path)))
-    chats = {source: [(r["prompt"], r["response"]) for _, r in data_chat.example_records(source)]
+    monkeypatch.setattr(samples.sysconfig, "get_paths", lambda: dict(stdlib=str(tmp_path)))
+    chats = {source: [(r["prompt"], r["response"]) for _, r in samples.example_records(source)]
              for source in ("example", "example-more")}
     assert chats == {
         "example": [

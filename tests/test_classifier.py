@@ -660,7 +660,7 @@ def test_a_folder_of_something_else_is_refused(data_dir, tmp_path):
 def test_a_folder_of_another_system_names_its_model(data_dir, labels, tmp_path):
     from data.prepare import chat, features
     features.prepare_features({"a": np.eye(20)}, None, str(tmp_path / "features"), 0.2,
-                              np.arange(20) // 5, log=lambda line: None)
+                              np.arange(20) // 5)
     records = [dict(prompt=f"{i}", response="x") for i in range(20)]
     path = write_jsonl(tmp_path / "a.jsonl", records)
     assert chat.main([path, "--out", str(tmp_path / "chat")]) == 0

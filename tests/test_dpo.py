@@ -14,7 +14,7 @@ from runs import Program, assert_same, assert_two_ranks_equal_one
 from data.chat_template import BuiltinTemplate
 from data.prepare import chat as data_chat
 from data.prepare import pairs as data_pairs
-from data.prepare.pairs import PairOptions, encode_pairs, example_pairs, to_pair
+from data.prepare.pairs import PairOptions, PairWriter, example_pairs, to_pair
 from data.tokenizer import load_tokenizer
 from model.core.load import load_model
 from model.dpo import PreferenceGPT
@@ -28,7 +28,13 @@ BYTES = load_tokenizer("byte")
 SHAPE = dict(TINY, block_size=64, qk_norm=True)
 ASKED = [{"role": "system", "content": "Be kind."}, {"role": "user", "content": "Say moo"}]
 MOO, BOO = ({"role": "assistant", "content": text} for text in ("moo", "boo"))
-CONVERSATION = "\n\nHuman: Say moo\n\nAssistant: boo?\n\nHuman: Moo!\n\nAssistant: "
+
+
+def conversation(*texts):
+    return [dict(role=("user", "assistant")[i % 2], content=text) for i, text in enumerate(texts)]
+
+
+CONVERSATION = conversation("Say moo", "boo?", "Moo!")
 
 
 def write_jsonl(path, records):
@@ -74,17 +80,16 @@ def rows(folder, split="train"):
     {"prompt": ASKED[1:], "chosen": [MOO], "rejected": [BOO]},
     {"prompt": "Say moo", "chosen": [ASKED[1], MOO], "rejected": [ASKED[1], BOO], "score": 7},
     {"chosen": [ASKED[1], MOO], "rejected": [ASKED[1], BOO]},
-    {"chosen": "\n\nHuman: Say moo\n\nAssistant: moo",
-     "rejected": "Human: Say moo\n\nAssistant: boo"},
-], ids=["texts", "messages", "ultrafeedback", "no prompt", "hh"])
+], ids=["texts", "messages", "ultrafeedback", "no prompt"])
 def test_forms_of_a_pair(record):
     assert to_pair(record) == [[("user", "Say moo"), ("assistant", "moo")],
                                [("user", "Say moo"), ("assistant", "boo")]]
 
 
 def test_long_conversations_differ_in_their_last_answer():
-    chosen, rejected = to_pair({"chosen": CONVERSATION + "Moo!\n\nYes.",
-                                "rejected": CONVERSATION + "no"})
+    chosen, rejected = to_pair({
+        "chosen": [*CONVERSATION, dict(role="assistant", content="Moo!\n\nYes.")],
+        "rejected": [*CONVERSATION, dict(role="assistant", content="no")]})
     assert chosen[:-1] == rejected[:-1] == [("user", "Say moo"), ("assistant", "boo?"),
                                             ("user", "Moo!")]
     assert (chosen[-1], rejected[-1]) == (("assistant", "Moo!\n\nYes."), ("assistant", "no"))
@@ -103,9 +108,9 @@ def test_a_prompt_before_whole_turns_is_kept():
     ({"prompt": "a", "chosen": "b", "rejected": " b"}, "the same answer twice"),
     ({"chosen": [ASKED[1], MOO], "rejected": [ASKED[0], MOO]}, "the same messages but for"),
     ({"chosen": [ASKED[1]], "rejected": [ASKED[0]]}, "the same messages but for"),
-    ({"prompt": "a", "chosen": 7, "rejected": "b"}, "expected an answer or messages, got '7'"),
-    ({"chosen": "moo", "rejected": "boo"}, "no prompt, and no text of Human: .*'moo'"),
-    ({"chosen": f"So.{CONVERSATION}a", "rejected": f"So.{CONVERSATION}b"}, "no text of Human"),
+    ({"prompt": "a", "chosen": 7, "rejected": "b"}, "chosen: expected a list of messages, got '7'"),
+    ({"chosen": "moo", "rejected": "boo"}, "chosen: expected a list of messages, got 'moo'"),
+    ({"chosen": [], "rejected": [MOO]}, "chosen: no message"),
     ([], "expected an object"),
 ])
 def test_what_is_no_pair_is_refused(record, message):
@@ -115,8 +120,8 @@ def test_what_is_no_pair_is_refused(record, message):
 
 def test_rows_hold_both_sides_and_the_reference(made, tmp_path):
     """Of several answers the last is learned; its log probability by numpy from the logits."""
-    source = write_jsonl(tmp_path / "a.jsonl", [{"chosen": CONVERSATION + "moo", "rejected":
-                                                 CONVERSATION + "b"}] + [
+    source = write_jsonl(tmp_path / "a.jsonl", [
+        {"chosen": [*CONVERSATION, MOO], "rejected": [*CONVERSATION, BOO]}] + [
         {"prompt": f"{i}", "chosen": "x" * i, "rejected": "y"} for i in range(1, 9)])
     # One of 65 tokens and more is left out.
     assert data_pairs.main([source, "--out", str(tmp_path / "out"), "--reference",
@@ -142,15 +147,17 @@ def test_rows_hold_both_sides_and_the_reference(made, tmp_path):
 
 def test_the_last_of_several_answers_is_learned(made, tmp_path):
     source = write_jsonl(tmp_path / "a.jsonl", [
-        {"chosen": f"Human: {i}\n\nAssistant: b\n\nHuman: c\n\nAssistant: d", "rejected":
-         f"Human: {i}\n\nAssistant: b\n\nHuman: c\n\nAssistant: ee"} for i in range(4)])
+        {"chosen": conversation(f"{i}", "b", "c", "d"),
+         "rejected": conversation(f"{i}", "b", "c", "ee")} for i in range(4)])
     state = load_checkpoint(made / "chat/ckpt.pt")
     assert state["model_args"]["block_size"] == 64
     # A template so short that all of it fits.
     template = BuiltinTemplate({"system": "{}", "user": "{}:", "assistant": "{}"})
     ids, mask = template.encode(to_pair(json.loads(open(source).readline()))[1], BYTES)
     assert BYTES.decode(ids[mask == 1]) == "b<|endoftext|>ee<|endoftext|>"
-    found = list(encode_pairs(PairOptions([source]), BYTES, template, 65))
+    writer = PairWriter(PairOptions(sources=[source], reference=str(made / "chat/ckpt.pt")))
+    writer.template = template
+    found = [pair for _, pair in writer.samples()]
     assert len(found) == 4
     for (chosen, one), (rejected, two) in found:
         assert BYTES.decode(chosen[one == 1]) == "d<|endoftext|>"
@@ -166,7 +173,7 @@ def test_rows_are_no_longer_than_asked_for(made, tmp_path, capsys):
                             "--reference", str(made / "chat/ckpt.pt")]) == 0
     meta = json.loads((tmp_path / "out/meta.json").read_text())
     assert meta["block_size"] == base and base % 16
-    assert f"Left out 8 pairs longer than {base + 1} tokens" in capsys.readouterr().out
+    assert f"8 pairs left out: longer than {base + 1} tokens" in capsys.readouterr().out
 
 
 def test_pairs_that_the_template_refuses_are_named_or_left_out(made, tmp_path, capsys, monkeypatch):
@@ -181,9 +188,9 @@ def test_pairs_that_the_template_refuses_are_named_or_left_out(made, tmp_path, c
     monkeypatch.setattr(BuiltinTemplate, "sequences", refuse)
     argv = [source, "--out", str(tmp_path / "out"), "--reference", str(made / "chat/ckpt.pt")]
     assert data_pairs.main(argv) == 2
-    assert "a.jsonl: pair 5: no system messages; --skip_bad" in capsys.readouterr().err
+    assert "a.jsonl:5: no system messages\n--skip_bad" in capsys.readouterr().err
     assert data_pairs.main([*argv, "--skip_bad"]) == 0
-    assert "Left out 1 pairs that the model's template" in capsys.readouterr().out
+    assert "Left out 1 bad records" in capsys.readouterr().out
 
 
 def test_the_example_is_wrong_by_one_letter():

@@ -85,7 +85,7 @@ def test_forms_of_a_question(record, fields, answer):
 
 
 @pytest.mark.parametrize("record, message", [
-    ({"prompt": ""}, "no question"), ({"prompt": 7}, "expected text"),
+    ({"prompt": ""}, "no question"), ({"prompt": 7}, "expected a list of messages"),
     ({"messages": [MOO[1]]}, "no question"), ([], "expected an object"),
     ({"q": "a"}, "neither messages")])
 def test_what_is_no_question_is_refused(record, message):
@@ -115,7 +115,7 @@ def test_questions_that_are_too_long_are_left_out(made, tmp_path, capsys):
     argv = [source, "--out", str(tmp_path / "out"), "--tokenizer", str(made / "chat/ckpt.pt"),
             "--val_fraction", "0.4", "--block_size", str(len("### User:\n1\n\n### Assistant:\n"))]
     assert data_prompts.main(argv) == 0
-    assert "Left out 9 questions longer than 28 tokens" in capsys.readouterr().out
+    assert "9 questions left out: longer than 28 tokens" in capsys.readouterr().out
     assert data_prompts.main([*argv[:-1], "5", "--force"]) == 2
     assert "no question for train and val" in capsys.readouterr().err
 

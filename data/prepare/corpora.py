@@ -1,15 +1,12 @@
 """Known data sets by name: python -m data.prepare --dataset NAME."""
 
 import contextlib
-import hashlib
 import os
-import time
 from typing import NamedTuple
 
 from data.hub import HUB, download, fetch_file
 from data.meta import Meta, write_meta
-from data.prepare.folders import overwrite_problems
-from data.records import raise_problems
+from data.prepare.folders import check_replaceable
 from data.token_files import open_shard
 from data.tokenizer import open_tokenizer, write_tokenizer
 from train.base.errors import DataError
@@ -23,8 +20,8 @@ SHAKESPEARE_SHA256 = "86c4e6aa9db7c042ec79f339dcb96d42b0075e16b8fc2e86bf0ca57e2d
 class Corpus(NamedTuple):
     """Files of a data set of the Hugging Face hub."""
     repo: str
-    names: list         # of token files, the first is the validation split
-    tokens: bool        # shards of GPT-2 tokens in llm.c's format; otherwise text or records
+    names: list         # of files; of tokens, the first is the validation split
+    is_tokens: bool     # shards of GPT-2 tokens in llm.c's format; otherwise text or records
     separator: str | None = None
 
 
@@ -41,62 +38,48 @@ CORPORA = {
 }
 
 
-def shakespeare(path):
-    """Return the path of the tiny-shakespeare text: `path`, or data/bin/shakespeare.txt, which is
-    downloaded if necessary. Raises DataError."""
-    target = path or os.path.join("data", "bin", "shakespeare.txt")
-    if path and not os.path.isfile(path):
-        raise DataError(f"{path}: no such file; --input names a copy of {SHAKESPEARE_URL}")
-    if os.path.isfile(target):
-        with open(target, "rb") as f:
-            digest = hashlib.sha256(f.read()).hexdigest()
-        if digest != SHAKESPEARE_SHA256:
-            raise DataError(f"{target}: not the tiny-shakespeare text: its sha256 is {digest}, "
-                            f"expected {SHAKESPEARE_SHA256}; give text of your own as a SOURCE")
-        return target
-    try:
-        content = fetch_file(SHAKESPEARE_URL, SHAKESPEARE_SHA256)
-        os.makedirs(os.path.dirname(target), exist_ok=True)
-        with atomic_write(target) as f:
+def download_shakespeare():
+    """Return the path of the tiny-shakespeare text, which is downloaded if necessary. Raises
+    DataError."""
+    path = os.path.join("data", "bin", "shakespeare.txt")
+    if not os.path.exists(path):
+        try:
+            content = fetch_file(SHAKESPEARE_URL, SHAKESPEARE_SHA256)
+        except OSError as error:
+            raise DataError(f"dataset shakespeare: could not be downloaded ({str(error)[:200]}); "
+                            f"without a network, copy {SHAKESPEARE_URL} to {path}") from None
+        os.makedirs(os.path.dirname(path), exist_ok=True)
+        with atomic_write(path) as f:
             f.write(content)
-    except OSError as error:
-        raise DataError(f"dataset shakespeare: could not be downloaded ({str(error)[:200]}). "
-                        f"Without a network: on another machine\n    curl -o input.txt "
-                        f"{SHAKESPEARE_URL}\n    and then --dataset shakespeare --input input.txt"
-                        ) from None
-    return target
+    return path
 
 
-def download_corpus(name, mirror=None, shards=None, folder=None):
-    """Return the paths of a corpus's files (the first `shards` training files), downloaded to
+def download_corpus(o, folder=None):
+    """Return the paths of the files of o.dataset (the first o.shards training files), downloaded to
     `folder`, or to the cache of huggingface_hub. Raises DataError."""
-    corpus = CORPORA[name]
-    return [download(f"dataset {name}", "hf_hub_download", mirror, repo_id=corpus.repo,
-                     filename=file, repo_type="dataset", local_dir=folder)
-            for file in corpus.names[:shards and shards + corpus.tokens]]
+    corpus = CORPORA[o.dataset]
+    return [download(f"dataset {o.dataset}", "hf_hub_download", repo_id=corpus.repo, filename=file,
+                     repo_type="dataset", local_dir=folder)
+            for file in corpus.names[:o.shards and o.shards + corpus.is_tokens]]
 
 
-def prepare_tokens(name, out, tokenizer_name, mirror, shards, force, log):
-    """Download a corpus of GPT-2 tokens into the folder `out`, and write meta.json. Returns the
-    number of training tokens."""
-    start = time.monotonic()
-    tokenizer = open_tokenizer(tokenizer_name or "gpt2")
-    if tokenizer.kind != "gpt2":
-        raise DataError(f"dataset {name}: its tokens are GPT-2's; --tokenizer can only name a copy "
-                        "of gpt2's rank file")
-    sources = [f"{HUB}/datasets/{CORPORA[name].repo}/resolve/main/"]
-    raise_problems(overwrite_problems(out, "gpt", sources, force))
-    os.makedirs(out, exist_ok=True)
+def prepare_tokens(o):
+    """Download a corpus of GPT-2 tokens into the folder o.out, and write meta.json. Returns the
+    numbers of each split."""
+    names = ("field", "separator", "num_samples", "val_fraction", "tokenizer", "vocab_size")
+    if unused := [name for name in names if getattr(o, name)]:
+        raise DataError(f"dataset {o.dataset}: comes as GPT-2's tokens, already split: leave out "
+                        f"--{unused[0]}")
+    sources = [f"{HUB}/datasets/{CORPORA[o.dataset].repo}/resolve/main/"]
+    check_replaceable(o.out, "gpt", sources, o.force)
+    os.makedirs(o.out, exist_ok=True)
+    meta = Meta("gpt", "uint16", **write_tokenizer(o.out, open_tokenizer("gpt2")), sources=sources,
+                incomplete=True)
+    write_meta(o.out, meta)  # an interrupted download can be resumed
     for file in ("train.bin", "val.bin"):  # of other sources, which would hide the shards
         with contextlib.suppress(FileNotFoundError):
-            os.unlink(os.path.join(out, file))
-    meta = Meta("gpt", "uint16", **write_tokenizer(out, tokenizer), sources=sources,
-                incomplete=True)
-    write_meta(out, meta)  # an interrupted download can be resumed
-    paths = download_corpus(name, mirror, shards, out)
+            os.unlink(os.path.join(o.out, file))
+    n_val, *n_train = (open_shard(path, "uint16").n_tokens for path in download_corpus(o, o.out))
     meta.incomplete = None
-    write_meta(out, meta)
-    n_val, *n_train = (open_shard(path, "uint16").n_tokens for path in paths)
-    log(f"Prepared {out} in {time.monotonic() - start:.1f} s: gpt2 tokens, {n_val:,} for "
-        f"validation, {sum(n_train):,} in {len(n_train)} training files")
-    return sum(n_train)
+    write_meta(o.out, meta)
+    return dict(train=dict(tokens=sum(n_train), files=len(n_train)), val=dict(tokens=n_val))

@@ -1,35 +1,30 @@
-"""The split of documents into training and validation, and their encoding by several processes.
+"""The split of documents into training and validation, and their encoding by several threads.
 
-Memory use is a few pieces of text per process.
+The tokenizers release Python's lock while they encode. Memory use is a few pieces of text per
+thread.
 """
 
-import contextlib
 import functools
 import hashlib
 import itertools
-import multiprocessing
 import os
 import re
-import signal
-import threading
 from collections import deque
-from concurrent.futures import ProcessPoolExecutor
-from concurrent.futures.process import BrokenProcessPool
+from concurrent.futures import ThreadPoolExecutor
 from typing import NamedTuple
 
 import numpy as np
 
 from data.prepare.sources import Progress
 from data.rows import documents_in_val, id_dtype
-from data.tokenizer import load_dataset_tokenizer
 from data.tokenizer_hf import GPT2_PATTERN
 from data.tokenizer_types import RankTokenizer, split_long_spaces
-from train.base.errors import DataError, require
+from train.base.errors import require
 
 PIECE_BYTES = 1 << 20   # of text per task
 LOOKAHEAD_BYTES = 4096  # in which a cut is chosen
 MIN_VAL_DOCUMENTS = 10  # with fewer, the validation split is the end of the text
-TEXT = "text"           # the file of all documents, in the folder of the tokenizer
+THREADS = min(16, os.cpu_count() or 1)
 
 
 # -----------------------------------------------------------------------------
@@ -51,25 +46,31 @@ def choose_split(documents, fraction):
     if in_val.sum() >= MIN_VAL_DOCUMENTS and fraction / 2 <= val_size / size <= fraction * 2:
         return in_val, size
     cut = min(max(int(size * (1 - fraction)), 2), size - 2)
-    in_record = documents.records[int(np.searchsorted(ends, cut, "right"))]
     if len(ends) > 1:
         border = int(ends[np.abs(ends[:-1] - cut).argmin()])
-        if in_record or fraction / 2 <= 1 - border / size <= fraction * 2:
+        if documents.has_records or fraction / 2 <= 1 - border / size <= fraction * 2:
             cut = border
     with open(documents.path, "rb") as f:
-        while f.seek(cut) and f.read(1)[0] & 0xC0 == 0x80:  # within a character
-            cut -= 1
+        cut = seek_character(f, cut)
     return np.zeros_like(in_val), cut
 
 
-def text_cut(ahead):
-    """Return the offset in the bytes `ahead` at which text can be cut without changing a token:
-    before a blank that follows a visible character, because no token of GPT-2 extends over it; at
-    the first character if no blank exists."""
-    lead = next((i for i, byte in enumerate(ahead[:4]) if byte & 0xC0 != 0x80), 0)
-    text = ahead[lead:].decode("utf-8", "surrogateescape")
+def seek_character(f, position):
+    """Move the open file `f` to the first byte of the character at `position`, and return its
+    position."""
+    while f.seek(position) and f.read(1)[0] & 0xC0 == 0x80:
+        position -= 1
+    return f.seek(position)
+
+
+def find_cut(f, position):
+    """Return a position near `position` at which the text in `f` can be cut without changing a
+    token: before a blank that follows a visible character, because no token of GPT-2 extends over
+    it; between any two characters if no blank exists."""
+    position = seek_character(f, position)
+    text = f.read(LOOKAHEAD_BYTES).decode("utf-8", "ignore")
     spot = re.search(r"\S(?=[ \n])", text)
-    return lead + len(text[:spot.end() if spot else 0].encode("utf-8", "surrogateescape"))
+    return position + len(text[:spot.end()].encode()) if spot else position
 
 
 class Piece(NamedTuple):
@@ -77,8 +78,7 @@ class Piece(NamedTuple):
     split: str
     start: int
     end: int
-    opens: bool    # the document begins here
-    closes: bool   # the document is complete here
+    closes: bool  # the document is complete here
 
 
 def cut_pieces(documents, in_val, cut):
@@ -86,68 +86,27 @@ def cut_pieces(documents, in_val, cut):
     start = 0
     with open(documents.path, "rb") as f:
         for end, val in zip(documents.ends, in_val, strict=True):
-            opens = True
             while start < end:
                 stop = end
                 if end - start > PIECE_BYTES + LOOKAHEAD_BYTES:
-                    f.seek(start + PIECE_BYTES)
-                    stop = f.tell() + text_cut(f.read(LOOKAHEAD_BYTES))
+                    stop = find_cut(f, start + PIECE_BYTES)
                 if start < cut < stop:
                     stop = cut
-                yield Piece("val" if val or start >= cut else "train", start, stop, opens,
-                            stop == end)
-                start, opens = stop, False
+                split = "val" if val or start >= cut else "train"
+                yield Piece(split, start, stop, stop == end)
+                start = stop
+
+
+def batches(pieces):
+    """Yield lists of pieces that begin in the same PIECE_BYTES of the text: a task each."""
+    groups = itertools.groupby(pieces, key=lambda piece: piece.start // PIECE_BYTES)
+    return (list(group) for _, group in groups)
 
 
 def read_piece(f, piece):
     """Return the text of a Piece from the open file `f`."""
     f.seek(piece.start)
     return f.read(piece.end - piece.start).decode("utf-8")
-
-
-# -----------------------------------------------------------------------------
-# processes
-
-def exit_with_parent():
-    """End a worker process when the parent is killed."""
-    parent = multiprocessing.parent_process()
-    threading.Thread(target=lambda: (parent.join(), os._exit(1)), daemon=True).start()
-
-
-def map_in_order(function, tasks, num_proc):
-    """Yield function(task) in the order of the tasks, a few of which are submitted in advance."""
-    if num_proc == 1:
-        yield from map(function, tasks)
-        return
-    pool = ProcessPoolExecutor(num_proc, multiprocessing.get_context("spawn"), exit_with_parent)
-    try:
-        waiting = deque()
-        for task in tasks:
-            # Processes that are started here ignore Ctrl-C, which this process handles.
-            signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
-            waiting.append(pool.submit(function, task))
-            signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
-            if len(waiting) > 4 * num_proc:
-                yield waiting.popleft().result()
-        while waiting:
-            yield waiting.popleft().result()
-    except BrokenProcessPool:
-        raise DataError("a worker process ended early (out of memory?); try --num_proc 1") from None
-    finally:
-        pool.shutdown(cancel_futures=True)
-
-
-def batches(pieces):
-    """Yield lists of pieces of PIECE_BYTES or more in all: small pieces share a task."""
-    batch, total = [], 0
-    for piece in pieces:
-        batch.append(piece)
-        total += piece.end - piece.start
-        if total >= PIECE_BYTES:
-            yield batch
-            batch, total = [], 0
-    if batch:
-        yield batch
 
 
 # -----------------------------------------------------------------------------
@@ -162,7 +121,6 @@ def sample_texts(documents, max_bytes):
             for piece in batch:
                 yield read_piece(f, piece)
                 progress.add(piece.end - piece.start)
-    progress.finish()
 
 
 def train_bpe(texts, vocab_size):
@@ -175,50 +133,55 @@ def train_bpe(texts, vocab_size):
     return RankTokenizer("ranks", ranks, GPT2_PATTERN, len(ranks))
 
 
-# Each worker process reads the tokenizer once.
-folder_tokenizer = functools.lru_cache(1)(load_dataset_tokenizer)
-
-
-def encode_pieces(pieces, folder, newline):
-    """Return {split: (tokens, documents, bytes of text)}."""
-    tokenizer = folder_tokenizer(folder)
+def encode_pieces(pieces, documents, tokenizer):
+    """Return (ids, bytes of text) of pieces. A document ends with the end of text, or with a
+    newline if the vocabulary has no end of text."""
     dtype = id_dtype(tokenizer.n_vocab)
-    end = [] if tokenizer.eot_token is None else [np.array([tokenizer.eot_token], dtype)]
-    ids = {"train": [np.empty(0, dtype)], "val": [np.empty(0, dtype)]}
-    n_documents, n_bytes = dict.fromkeys(ids, 0), dict.fromkeys(ids, 0)
-    with open(os.path.join(folder, TEXT), "rb") as f:
+    has_end = tokenizer.eot_token is not None
+    ids = []
+    n_bytes = 0
+    with open(documents.path, "rb") as f:
         for piece in pieces:
             text = read_piece(f, piece)
-            n_bytes[piece.split] += piece.end - piece.start
-            if piece.closes and newline and not text.endswith("\n"):
-                text += "\n"
-                n_bytes[piece.split] += 1
-            ids[piece.split] += [tokenizer.encode_array(text), *(end if piece.closes else [])]
-            n_documents[piece.split] += piece.opens
-    return {split: (np.concatenate(ids[split]).astype(dtype), n_documents[split], n_bytes[split])
-            for split in ids}
+            if piece.closes and not has_end and len(documents.ends) > 1:
+                text = text.removesuffix("\n") + "\n"
+            n_bytes += len(text.encode())
+            ids.append(tokenizer.encode_array(text))
+            if piece.closes and has_end:
+                ids.append(np.array([tokenizer.eot_token], dtype))
+    return np.concatenate(ids).astype(dtype), n_bytes
 
 
-def write_splits(pieces, folder, size, newline, num_proc):
-    """Write train.bin and val.bin of the pieces, `size` bytes in all, to the folder of tokenizer
-    and text. Returns the `splits` of meta.json. newline: end each document with a newline."""
-    splits = {s: {"tokens": 0, "documents": 0, "bytes": 0} for s in ("train", "val")}
-    hashes = {s: hashlib.sha256() for s in splits}
-    folder_tokenizer.cache_clear()  # of an earlier folder with the same name
-    progress = Progress("tokenizing", size)
-    work = functools.partial(encode_pieces, folder=folder, newline=newline)
-    with contextlib.ExitStack() as stack:
-        results = stack.enter_context(
-            contextlib.closing(map_in_order(work, batches(pieces), num_proc)))
-        files = {s: stack.enter_context(open(os.path.join(folder, f"{s}.bin"), "wb"))
-                 for s in splits}
-        for parts in results:
-            for split, (ids, documents, text_bytes) in parts.items():
-                files[split].write(ids)
-                hashes[split].update(ids)
-                splits[split]["tokens"] += len(ids)
-                splits[split]["documents"] += documents
-                splits[split]["bytes"] += text_bytes
-                progress.add(text_bytes)
-    progress.finish()
-    return {s: {**numbers, "sha256": hashes[s].hexdigest()} for s, numbers in splits.items()}
+def map_in_order(function, tasks):
+    """Yield function(task) in the order of the tasks, a few of which run in advance, in threads."""
+    with ThreadPoolExecutor(THREADS) as pool:
+        futures = (pool.submit(function, task) for task in tasks)
+        waiting = deque(itertools.islice(futures, 2 * THREADS))
+        while waiting:
+            yield waiting.popleft().result()
+            waiting.extend(itertools.islice(futures, 1))
+
+
+def write_splits(folder, documents, tokenizer, in_val, cut):
+    """Write train.bin and val.bin, split by the result of `choose_split`, to `folder`. Returns the
+    `splits` of meta.json."""
+    work = functools.partial(encode_pieces, documents=documents, tokenizer=tokenizer)
+    progress = Progress("tokenizing", documents.size)
+    starts = np.array([0, *documents.ends[:-1]])
+    n_val = int((in_val | (starts >= cut)).sum())  # documents that begin in it
+    splits = {}
+    for split, n_documents in (("train", len(starts) - n_val), ("val", n_val)):
+        pieces = (piece for piece in cut_pieces(documents, in_val, cut) if piece.split == split)
+        digest = hashlib.sha256()
+        n_tokens = 0
+        n_bytes = 0
+        with open(os.path.join(folder, f"{split}.bin"), "wb") as out:
+            for ids, size in map_in_order(work, batches(pieces)):
+                out.write(ids)
+                digest.update(ids)
+                n_tokens += len(ids)
+                n_bytes += size
+                progress.add(size)
+        splits[split] = dict(tokens=n_tokens, documents=n_documents, bytes=n_bytes,
+                             sha256=digest.hexdigest())
+    return splits

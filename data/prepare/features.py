@@ -23,8 +23,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from data.meta import Meta, write_meta
-from data.prepare.folders import new_folder, overwrite_problems
-from data.records import raise_problems
+from data.prepare.folders import FolderOptions, new_folder, report
+from data.prepare.sources import source_name
 from data.rows import runs_in_val
 from data.token_files import open_npy
 from train.base.cli import run_command
@@ -32,7 +32,6 @@ from train.base.errors import DataError, UserError, echo
 from train.base.fields import key
 
 CHUNK_ROWS = 4096
-FILES = r"(train|val)_\w+\.npy"  # names of the arrays
 MAX_MEAN_STDS = 4096  # a mean of more standard deviations is subtracted
 
 
@@ -47,40 +46,31 @@ def open_array(path):
     return array
 
 
-def prepare_features(arrays, target, out, val_fraction=0.1, runs=None, force=False, sources=(),
-                     log=echo, **extra):
+def prepare_features(arrays, target, out, val_fraction=0.1, runs=None, force=False, sources=()):
     """Write the folder `out` and return the keys of its meta.json. Raises DataError.
 
     arrays: {name: (rows, dims)}; target: (rows, dims) or `None`; runs: (rows,) the run of each row.
-    sources: names of the files; features of other sources are replaced only with `force`. extra:
-    more keys of meta.json.
+    sources: names of the files; features of other sources are replaced only with `force`.
     """
+    dims = {name: array.shape[1] for name, array in arrays.items()}
     arrays = arrays | ({} if target is None else {"target": target})
     lengths = {name: len(array) for name, array in {**arrays, "runs": runs}.items()}
     if len(set(lengths.values())) > 1:
-        rows = ", ".join(f"{name} has {n:,} rows" for name, n in lengths.items())
-        raise DataError(f"arrays of different lengths: {rows}; expected one row per frame")
+        raise DataError(f"arrays of different lengths: {lengths}; expected one row per frame")
     in_val = runs_in_val(runs, val_fraction)
     rows = dict(train=np.flatnonzero(~in_val), val=np.flatnonzero(in_val))
-    raise_problems(overwrite_problems(out, "autoencoder", list(sources), force))
-    means, stds, shifts = {}, {}, {}
-    with new_folder(out, FILES) as folder:
+    meta = dict(target=None if target is None else target.shape[1], modalities=dims, mean={},
+                std={}, rows={split: len(chosen) for split, chosen in rows.items()})
+    with new_folder(out, "autoencoder", list(sources), force) as folder:
         for name, array in arrays.items():
             mean, std = statistics(name, array, rows["train"])
             shift = np.where((std > 0) & (np.abs(mean) > MAX_MEAN_STDS * std), mean, 0.0)
+            meta["mean"][name] = (mean - shift).tolist()
+            meta["std"][name] = std.tolist()
             if shift.any():
-                shifts[name] = shift.tolist()
-            if constant := int((std == 0).sum()):
-                log(f"{name}: {constant:,} of {len(std):,} dimensions are constant in the training "
-                    "rows" + (", their correlation is undefined" if name == "target" else ""))
-            means[name] = (mean - shift).tolist()
-            stds[name] = std.tolist()
+                meta.setdefault("shift", {})[name] = shift.tolist()
             for split, chosen in rows.items():
                 write_array(os.path.join(folder, f"{split}_{name}.npy"), name, array, chosen, shift)
-        dims = {name: array.shape[1] for name, array in arrays.items()}
-        meta = dict(target=dims.pop("target", None), modalities=dims, mean=means, std=stds,
-                    rows={split: len(chosen) for split, chosen in rows.items()}, **extra)
-        meta |= dict(shift=shifts) if shifts else {}
         write_meta(folder, Meta("autoencoder", sources=list(sources), extra=meta))
     return meta
 
@@ -129,11 +119,11 @@ def write_array(path, name, array, chosen, shift):
 # synthetic data
 
 def synthetic(n_runs=30, run_length=200, noise=0.25, seed=0):
-    """Return ({modality: array}, target, runs, ceiling) with a known structure.
+    """Return ({modality: array}, target, runs) with a known structure.
 
     Eight hidden signals change slowly in time. Each modality is a nonlinear mixture of some
     signals, the target a linear mixture of all plus noise: no single modality is sufficient.
-    ceiling: the highest correlation with the target that can be reached.
+    The highest correlation with the target that can be reached is 1 / sqrt(1 + noise ** 2).
     """
     rng = np.random.default_rng(seed)
     z = rng.standard_normal((n_runs, run_length, 8))
@@ -152,65 +142,54 @@ def synthetic(n_runs=30, run_length=200, noise=0.25, seed=0):
     target = z @ (mixture / np.linalg.norm(mixture, axis=0))  # variance 1
     target = 100 + target + noise * rng.standard_normal(target.shape)
     runs = np.repeat(np.arange(n_runs), run_length)
-    return arrays, target.astype("f4"), runs, float(1 / np.sqrt(1 + noise ** 2))
+    return arrays, target.astype("f4"), runs
 
 
 # -----------------------------------------------------------------------------
 # command
 
 @dataclass
-class FeatureOptions:
+class FeatureOptions(FolderOptions):
     """Prepare feature arrays for --model autoencoder."""
-    arrays: list[str] = key([], "one modality each: an array (rows, dims)", positional=True,
-                            metavar="FILE.npy", text=True)
-    target: str | None = key(None, "signal to predict: an array (rows, dims)", metavar="FILE.npy")
-    names: list[str] = key([], "names of the modalities, with commas (default: of the files)")
-    out: str | None = key(None, "folder to write (default: data/bin/FIRST_NAME)",
-                          metavar="FOLDER")
+    arrays: list[str] = key([], "one modality each, named by the file: an array (rows, dims)",
+                            positional=True, metavar="FILE.npy")
+    target: str = key("", "signal to predict: an array (rows, dims)", metavar="FILE.npy")
     val_fraction: float = key(0.1, "share of the runs for validation", gt=0, lt=1)
-    runs: str | None = key(None, "array (rows,): the number of each row's run (film, session)",
-                           metavar="FILE.npy")
+    runs: str = key("", "array (rows,): the number of each row's run (film, session)",
+                    metavar="FILE.npy")
     run_length: int | None = key(None, "without --runs: rows per run (default: 1/20 of all)", ge=1)
     synthetic: bool = key(False, "instead of files: generate data with a known structure")
-    force: bool = key(False, "replace features of other arrays in the folder")
 
 
 def open_arrays(args):
     """Return ({name: array}, target or `None`, runs) of the files on the command line."""
-    names = args.names or [os.path.basename(path).removesuffix(".npy") for path in args.arrays]
-    valid = {n for n in names if re.fullmatch(r"[A-Za-z]\w*", n) and n != "target"}
-    if not len(valid) == len(names) == len(args.arrays):
-        raise DataError(f"names: {', '.join(names)}: expected {len(args.arrays)} different names "
-                        "of letters, digits and _, except `target`; give them with --names")
-    arrays = {name: open_array(path) for name, path in zip(names, args.arrays)}
+    arrays = {source_name(path): open_array(path) for path in args.arrays}
+    wrong = [name for name in arrays if not re.fullmatch(r"[A-Za-z]\w*", name) or name == "target"]
+    if wrong or len(arrays) < len(args.arrays):
+        raise DataError(f"{', '.join(args.arrays)}: expected files with different names of "
+                        "letters, digits and _, except `target`; rename them")
     target = open_array(args.target) if args.target else None
+    if args.runs:
+        return arrays, target, open_array(args.runs)[:, 0]
     n = len(next(iter(arrays.values())))
-    runs = np.arange(n) // (args.run_length or max(1, n // 20))
-    return arrays, target, open_array(args.runs)[:, 0] if args.runs else runs
+    return arrays, target, np.arange(n) // (args.run_length or max(1, n // 20))
 
 
-def prepare_files(args):
+def run(args):
     """Write the folder of prepared arrays and print a summary."""
     if bool(args.arrays) == args.synthetic:
         raise UserError("give one or more FILE.npy, or --synthetic")
-    if args.synthetic:
-        name, sources, extra = "synthetic", ["--synthetic"], {}
-        arrays, target, runs, extra["ceiling"] = synthetic()
-    else:
-        arrays, target, runs = open_arrays(args)
-        sources = [*args.arrays, *([args.target] if args.target else [])]
-        name, extra = next(iter(arrays)), {}
-    out = args.out or os.path.join("data", "bin", name)
-    meta = prepare_features(arrays, target, out, args.val_fraction, runs, args.force, sources,
-                            **extra)
-    dims = ", ".join(f"{name} {d}" for name, d in meta["modalities"].items())
-    echo(f"Prepared {out}: {dims}; target {meta['target'] or 'none'}; {meta['rows']['train']:,} "
-         f"training rows, {meta['rows']['val']:,} validation rows (whole runs)\nNext: python "
-         f"run_train.py --config train/configs/autoencoder.yaml --data_dir {out}")
+    arrays, target, runs = synthetic() if args.synthetic else open_arrays(args)
+    sources = ["--synthetic"] if args.synthetic else [*args.arrays, args.target]
+    out = args.out or os.path.join("data", "bin", source_name(sources[0]).strip("-"))
+    meta = prepare_features(arrays, target, out, args.val_fraction, runs, args.force,
+                            [source for source in sources if source])
+    echo(f"Prepared {out}: {meta['modalities']}, target: {meta['target']}; split by whole runs")
+    report(out, {split: dict(rows=n) for split, n in meta["rows"].items()}, "configs/autoencoder")
 
 
 def main(argv=None):
-    return run_command(FeatureOptions, prepare_files, argv)
+    return run_command(FeatureOptions, run, argv)
 
 
 if __name__ == "__main__":

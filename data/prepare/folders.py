@@ -1,64 +1,72 @@
-"""Replacing folders of prepared data, without ever leaving a folder that looks complete."""
+"""The output of all commands: folders of prepared data, which are replaced without ever leaving a
+folder that looks complete, and a summary."""
 
 import json
 import os
 import re
+import shlex
 import shutil
 from contextlib import contextmanager
+from dataclasses import dataclass
 
-from data.meta import read_meta
-from data.tokenizer import TOKENIZER_FILES
-from train.base.errors import DataError
+from data.meta import Meta, read_meta
+from train.base.errors import DataError, echo
+from train.base.fields import key
 from train.base.files import lock_folder, sync_folder, write_text
 
 LOCK = ".lock"  # the file of lock_folder
+# Files of an earlier preparation, which are removed if they are not replaced.
+PREPARED = (r"(train|val|test)(\.bin|_\w+\.npy|_rows\.jsonl)|tokenizer\.(json|tiktoken)"
+            r"|meta\.json\..+")
 
 
-def overwrite_problems(out, model, sources, force):
-    """Return [(out, problem)] if preparing `sources` for --model `model` must not write to the
-    folder `out`, or []."""
-    advice = "name another folder with --out, or replace it with --force"
-    if os.path.exists(out) and not os.path.isdir(out):
-        return [(out, "is a file; --out names a folder")]
-    if force or not os.path.isdir(out) or not os.listdir(out):
-        return []
+@dataclass
+class FolderOptions:
+    """Options of all commands."""
+    out: str = key("", "folder to write (default: data/bin/ and the name of the first source)",
+                   metavar="FOLDER", path=True)
+    force: bool = key(False, "replace data of other sources in that folder")
+
+
+def check_replaceable(out, model, sources, force):
+    """Raise DataError unless the folder `out` is empty, or was prepared from the same `sources` for
+    --model `model`, or `force` is given; OSError if `out` is a file."""
+    if not os.path.lexists(out) or not os.listdir(out) or force:
+        return
     try:
         meta = read_meta(out, allow_incomplete=True)
     except DataError:
-        meta = None
-    if meta is None or not isinstance(meta.sources, list) or meta.model != model:
-        return [(out, f"holds files that this command did not write; {advice}")]
-    if meta.sources != sources or "-" in sources:
-        earlier = ", ".join(map(str, meta.sources))[:200]
-        return [(out, f"was prepared from {earlier}; {advice}")]
-    return []
+        meta = Meta()
+    if (meta.model, meta.sources) != (model, sources) or "-" in sources:
+        raise DataError(f"{out}: contains files that were not prepared from these sources; name "
+                        "another folder with --out, or replace its data with --force")
 
 
 @contextmanager
-def new_folder(out, pattern):
+def new_folder(out, model, sources, force=False):
     """Context manager: a temporary folder beside `out`; at the end, its files are moved to `out`.
 
-    Until then, and after an exception, `out` does not change. Files in `out` that match the regular
-    expression `pattern` and are not in the new folder are removed; all other files are kept. Raises
+    Until then, and after an exception, `out` does not change. Files of an earlier preparation are
+    removed, all other files in `out` are kept. Raises DataError as `check_replaceable`, and
     UserError if another process prepares the same folder.
     """
+    check_replaceable(out, model, sources, force)
     out = os.path.realpath(out)  # a link to a folder is preserved
     parent, name = os.path.split(out)
     folder = os.path.join(parent, f".{name}.tmp")
     os.makedirs(folder, exist_ok=True)
     lock = lock_folder(folder)
     try:
-        for leftover in os.listdir(folder):  # of a killed process
-            if leftover != LOCK:
-                os.unlink(os.path.join(folder, leftover))
+        for leftover in set(os.listdir(folder)) - {LOCK}:  # of a killed process
+            os.unlink(os.path.join(folder, leftover))
         yield folder
-        move_files(folder, out, pattern)
+        move_files(folder, out)
     finally:
         shutil.rmtree(folder, ignore_errors=True)
         lock.close()
 
 
-def move_files(folder, out, pattern):
+def move_files(folder, out):
     """Move the files of `folder` to `out`. The last one is meta.json; until then, meta.json in
     `out` states that the folder is incomplete, so that no mixture of files is ever read."""
     files = sorted(set(os.listdir(folder)) - {LOCK}, key=lambda name: name == "meta.json")
@@ -69,10 +77,19 @@ def move_files(folder, out, pattern):
     with open(os.path.join(folder, "meta.json"), encoding="utf-8") as f:
         content = json.load(f)
     write_text(os.path.join(out, "meta.json"), json.dumps(content | {"incomplete": True}))
-    companions = "|".join(map(re.escape, TOKENIZER_FILES.values()))
     for name in os.listdir(out):
-        if name not in files and re.fullmatch(f"{pattern}|{companions}|meta\\.json.*", name):
+        if name not in files and re.fullmatch(PREPARED, name):
             os.unlink(os.path.join(out, name))
     for name in files:
         os.replace(os.path.join(folder, name), os.path.join(out, name))
     sync_folder(out)
+
+
+def report(out, splits, config, options=""):
+    """Print the numbers of each split of the folder `out`, and the command that trains on them."""
+    for split, numbers in splits.items():
+        texts = [f"{round(n, 3):,} {name.replace('_', ' ')}" for name, n in numbers.items()
+                 if name != "sha256"]
+        echo(f"[{split}] {', '.join(texts)}")
+    echo(f"Next: python run_train.py --config train/{config}.yaml --data_dir {shlex.quote(out)}"
+         f"{options}")

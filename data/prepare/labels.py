@@ -19,23 +19,22 @@ import os
 import random
 import sys
 import tokenize
+from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 
-from data.labels import ARRAYS, SPLITS, Fields, read_labelled_texts, to_arrays
+from data.labels import SPLITS, Fields, read_labelled_texts, to_arrays
 from data.meta import Meta, write_meta
-from data.prepare.folders import new_folder, overwrite_problems
-from data.records import SOURCES, STDLIB_SKIP, raise_problems, walk
+from data.prepare.folders import FolderOptions, new_folder, report
+from data.prepare.sources import source_name
+from data.records import SOURCES, STDLIB_SKIP, walk
 from data.rows import split_by_group
 from data.tokenizer import open_tokenizer, write_tokenizer
 from train.base.cli import run_command
 from train.base.errors import DataError, UserError, echo
 from train.base.fields import key
-
-FILES = rf"({'|'.join(SPLITS)})_({'|'.join(ARRAYS)})\.npy"  # names of the arrays
-MIN_CLASS_ROWS = 3  # training rows of a class; fewer cause a warning
 
 EXAMPLE_WORDS = ("def", "for", "if", "import", "in", "return")
 EXAMPLE_CHARS = 128
@@ -44,13 +43,12 @@ EXAMPLE_ROWS_PER_FILE = 6
 
 
 @dataclass
-class LabelOptions(Fields):
+class LabelOptions(FolderOptions, Fields):
     """Prepare labelled texts for --model classifier."""
-    files: list[str] = key([], SOURCES, positional=True, metavar="FILE", text=True)
+    files: list[str] = key([], SOURCES, positional=True, metavar="FILE")
     group: str | None = key(None, "field that identifies texts that belong together, e.g. a "
                             "document or a patient, and must be in the same split (default: each "
                             "text is a group)", metavar="NAME")
-    out: str = key("", "folder to write, e.g. data/bin/NAME", required=True, metavar="FOLDER")
     tokenizer: str = key("byte", "tokenizer of the model to start from: byte, gpt2, a rank file, a "
                          "prepared folder, or a checkpoint (.pt)", metavar="NAME")
     val_fraction: float = key(0.1, "share of the texts for validation", gt=0)
@@ -59,59 +57,59 @@ class LabelOptions(Fields):
     example: bool = key(False, "instead of files: which word is missing from a piece of Python, "
                                "and where? Made of the sources of numpy and torch")
     skip_bad: bool = key(False, "leave out invalid records")
-    force: bool = key(False, "replace data of other sources in the folder")
 
 
 def prepare_labels(args):
     """Write the folder of prepared texts and print a summary. Raises UserError."""
     if bool(args.files) == args.example:
         raise UserError("give one or more FILEs, or --example")
-    if args.example:
-        args.files, args.group = [f"{os.path.normpath(args.out)}.jsonl"], "file"
-        write_example(args.files[0])
-    problems = overwrite_problems(args.out, "classifier", args.files, args.force)
     if args.val_fraction + args.test_fraction >= 1:
-        problems.append((f"val_fraction {args.val_fraction}, test_fraction {args.test_fraction}",
-                         "expected a sum below 1, which leaves some texts to train on"))
-    raise_problems(problems)
+        raise UserError("--val_fraction and --test_fraction: expected a sum below 1")
     tokenizer = open_tokenizer(args.tokenizer)
-    rows = read_labelled_texts(args.files, args, args.skip_bad)
-    classes = find_classes(rows)
-    task = find_task(rows, classes)
-    splits = {name: [] for name in SPLITS}
-    for row in rows:
-        splits[split_by_group(row.group, args.val_fraction, args.test_fraction)].append(row)
-    raise_problems([
-        (name, f"none of {len(rows)} rows is in this split; more rows, or a larger fraction")
-        for name in SPLITS if not splits[name] and (args.test_fraction or name != "test")])
-    longest = max(len(tokenizer.encode_array(row.text)) for row in rows)
-    info = dict(task=task, classes=classes, max_tokens=min(longest, args.max_tokens),
-                class_counts=[sum(row.label == c for row in splits["train"]) for c in classes])
-    lost = sum(row.start is not None for row in rows)  # rows that lose evidence
-    with new_folder(args.out, FILES) as folder:
-        for split in SPLITS:
-            arrays = to_arrays(splits[split], tokenizer, classes, args.max_tokens)
-            lost -= int((arrays["spans"][:, 0] >= 0).sum())
+    out = args.out or os.path.join("data", "bin", source_name([*args.files, "example"][0]))
+    if args.example:
+        args.files = [f"{os.path.normpath(out)}.jsonl"]
+        args.group = "file"
+    with new_folder(out, "classifier", args.files, args.force) as folder:
+        if args.example:
+            write_example(args.files[0])
+        rows = read_labelled_texts(args.files, args, args.skip_bad)
+        classes = find_classes(rows)
+        has_spans = any(row.start is not None for row in rows)
+        if not has_spans and not classes:
+            raise DataError("no row has a label or evidence; name their fields with --label, "
+                            "--evidence, or --start and --end")
+        task = "joint" if has_spans and classes else "span" if has_spans else "class"
+        n_spans = 0
+        width = 0
+        splits = split_rows(rows, args.val_fraction, args.test_fraction)
+        for split, part in splits.items():
+            arrays = to_arrays(part, tokenizer, classes, args.max_tokens)
+            n_spans += int((arrays["spans"][:, 0] >= 0).sum())
+            width = max(width, arrays["tokens"].shape[1])
             for name, array in arrays.items():
                 np.save(os.path.join(folder, f"{split}_{name}.npy"), array)
-        write_meta(folder, Meta("classifier", **write_tokenizer(folder, tokenizer),
-                                sources=args.files, extra=info))
-    echo(f"Prepared {args.out}: task {task}, rows of up to {info['max_tokens']} tokens: "
-         + ", ".join(f"{name} {len(part):,}" for name, part in splits.items()))
-    report_classes(classes, info["class_counts"])
-    if longest > args.max_tokens:
-        echo(f"Cut texts of up to {longest:,} tokens to --max_tokens {args.max_tokens}; {lost:,} "
-             "rows lost their evidence")
-    echo(f"Next: python run_train.py --config train/configs/classifier.yaml --data_dir {args.out}")
+        counts = [sum(row.label == name for row in splits["train"]) for name in classes]
+        write_meta(folder, Meta(
+            "classifier", **write_tokenizer(folder, tokenizer), sources=args.files,
+            extra=dict(task=task, classes=classes, max_tokens=width, class_counts=counts)))
+    echo(f"Prepared {out}: task {task}, rows of up to {width} tokens, training rows per class: "
+         f"{dict(zip(classes, counts))}")
+    if n_lost := sum(row.start is not None for row in rows) - n_spans:
+        echo(f"{n_lost:,} rows lost their evidence, which is beyond --max_tokens {args.max_tokens}")
+    report(out, {split: dict(rows=len(part)) for split, part in splits.items()},
+           "configs/classifier")
 
 
-def report_classes(classes, counts):
-    """Print the training rows per class."""
-    if classes:
-        echo("Training rows per class: " + ", ".join(
-            f"{name} {n:,}" for name, n in zip(classes, counts)))
-    if rare := [name for name, n in zip(classes, counts) if n < MIN_CLASS_ROWS]:
-        echo(f"Classes with fewer than {MIN_CLASS_ROWS} training rows: {', '.join(rare)}")
+def split_rows(rows, val_fraction, test_fraction):
+    """Return {split: rows}. Raises DataError for an empty split."""
+    splits = {name: [] for name in SPLITS}
+    for row in rows:
+        splits[split_by_group(row.group, val_fraction, test_fraction)].append(row)
+    if empty := [name for name in SPLITS if not splits[name] and (test_fraction or name != "test")]:
+        raise DataError(f"{', '.join(empty)}: none of {len(rows)} rows is in this split; more rows "
+                        "or a larger fraction")
+    return splits
 
 
 def find_classes(rows):
@@ -120,30 +118,11 @@ def find_classes(rows):
     names = {row.label for row in rows}
     if names == {None}:
         return []
-    if None in names:
-        n = sum(row.label is None for row in rows)
-        raise DataError(f"{n} of {len(rows)} rows have no label; label them, or leave them out")
-    if len(names) == 1:
-        raise DataError(f"all {len(rows)} rows have the label {names.pop()!r}; a classifier needs "
-                        "two classes or more")
-    similar = {}  # names that differ in case or spaces, and true and 1, false and 0
-    for name in sorted(names):
-        normal = " ".join(name.casefold().split())
-        similar.setdefault(dict(true="1", false="0").get(normal, normal), []).append(name)
-    for group in similar.values():
-        if len(group) > 1:
-            echo(f"Similar labels are different classes: {', '.join(map(repr, group))}")
+    if None in names or len(names) == 1:
+        raise DataError(f"the labels are {str(names)[:200]}; expected a label in each row "
+                        "or in none, and two classes or more")
     numeric = all(name.removeprefix("-").isdecimal() for name in names)
     return sorted(names, key=int if numeric else str)
-
-
-def find_task(rows, classes):
-    """Return the task that the rows allow: class, span or joint. Raises DataError."""
-    spans = any(row.start is not None for row in rows)
-    if not spans and not classes:
-        raise DataError("no row has a label or evidence; name their fields with --label, "
-                        "--evidence, or --start and --end")
-    return "joint" if spans and classes else "span" if spans else "class"
 
 
 # -----------------------------------------------------------------------------
@@ -170,19 +149,21 @@ def write_example(path):
     """Write JSONL of missing_words() in the sources of numpy and torch, EXAMPLE_ROWS_PER_WORD of
     each word, with the fields text, label, start, end and file. Every text is unique: a copy could
     be in a different split."""
-    files, rows = [], {word: {} for word in EXAMPLE_WORDS}
+    files = {}
     for package in ("numpy", "torch"):
         folder = Path(importlib.util.find_spec(package).submodule_search_locations[0])
-        files += [(f"{package}/{Path(file).relative_to(folder).as_posix()}", file)
-                  for file in walk(folder, "", STDLIB_SKIP) if file.endswith(".py")]
-    for name, file in sorted(files, key=lambda f: hashlib.sha256(f[0].encode()).digest()):
+        files |= {f"{package}/{Path(file).relative_to(folder).as_posix()}": file
+                  for file in walk(folder, "", STDLIB_SKIP) if file.endswith(".py")}
+    rows = {word: {} for word in EXAMPLE_WORDS}
+    for name in sorted(files, key=lambda name: hashlib.sha256(name.encode()).digest()):
+        n_rows = Counter()
         with contextlib.suppress(SyntaxError, UnicodeDecodeError, tokenize.TokenError):
-            candidates = list(missing_words(Path(file).read_text(encoding="utf-8")))
+            candidates = list(missing_words(Path(files[name]).read_text(encoding="utf-8")))
             for word, text, start, end in random.Random(name).sample(candidates, len(candidates)):
-                of_file = sum(row["file"] == name for row in rows[word].values())
-                if of_file < EXAMPLE_ROWS_PER_FILE and len(rows[word]) < EXAMPLE_ROWS_PER_WORD:
-                    rows[word].setdefault(text, dict(text=text, label=word, start=start, end=end,
-                                                     file=name))
+                if (n_rows[word] < EXAMPLE_ROWS_PER_FILE and text not in rows[word]
+                        and len(rows[word]) < EXAMPLE_ROWS_PER_WORD):
+                    n_rows[word] += 1
+                    rows[word][text] = dict(text=text, label=word, start=start, end=end, file=name)
         if min(map(len, rows.values())) == EXAMPLE_ROWS_PER_WORD:
             break
     os.makedirs(os.path.dirname(path) or ".", exist_ok=True)

@@ -1,0 +1,118 @@
+"""The steps that the commands chat, pairs and prompts share: read records, encode them, split them
+by a hash of the prompt, write the rows and meta.json, and print a summary."""
+
+import os
+import re
+import sysconfig
+from collections import Counter
+from dataclasses import dataclass
+from pathlib import Path
+
+from data.chat_template import BuiltinTemplate, open_chat_format
+from data.meta import Meta, write_meta
+from data.prepare.folders import FolderOptions, new_folder, report
+from data.prepare.sources import source_name
+from data.records import SOURCES, parse_records
+from data.rows import split_by_prompt
+from data.tokenizer import write_tokenizer
+from train.base.errors import DataError
+from train.base.fields import key
+
+
+@dataclass
+class SampleOptions(FolderOptions):
+    """Options that the commands share."""
+    sources: list[str] = key([], f"{SOURCES}; or example, example-more: questions about the names "
+                             "in Python's standard library", positional=True, required=True,
+                             metavar="SOURCE")
+    block_size: int | None = key(None, "tokens per row (default: the checkpoint's, else 512)", ge=1)
+    num_samples: int | None = key(None, "use only the first N records", ge=1)
+    val_fraction: float = key(0.1, "share for validation, by a hash of the prompt", gt=0, lt=1)
+    skip_bad: bool = key(False, "leave out invalid records")
+
+
+class SampleWriter:
+    """Base class of the commands. Subclasses set noun (of a sample) and model, and define
+
+        encode(record)          the encoded sample, whose first item is (ids, mask); `None`: left
+                                out, and counted in self.notes. Raises ValueError
+        write(folder, samples)  writes ("train" or "val", encoded sample) and returns the `splits`
+                                of meta.json
+    """
+    suffix = ""  # of the default folder
+
+    def __init__(self, args):
+        self.args = args
+        self.tokenizer, block_size, template = open_chat_format(args.tokenizer)
+        self.template = template or BuiltinTemplate()
+        self.block_size = args.block_size or block_size or 512
+        self.extra = {}  # keys of meta.json
+
+    def run(self):
+        """Write the folder of prepared samples and print a summary. Raises DataError."""
+        args = self.args
+        name = source_name(args.sources[0]) + self.suffix
+        out = args.out or os.path.join("data", "bin", name)
+        if self.tokenizer.eot_token is None:
+            raise DataError(f"a {self.tokenizer.kind} tokenizer has no end-of-text token to end an "
+                            "answer with; start from a model with another tokenizer")
+        self.template = self.template.with_end_ids(self.tokenizer)
+        with new_folder(out, self.model, args.sources, args.force) as folder:
+            splits = self.write(folder, self.samples())
+            write_meta(folder, Meta(
+                self.model, **write_tokenizer(folder, self.tokenizer), block_size=self.block_size,
+                template=self.template.spec, splits=splits, sources=args.sources,
+                extra=self.extra))
+        print(f"Prepared {out}: rows of up to {self.block_size} tokens")
+        report(out, splits, f"configs/{self.model}", " --init_from CKPT.pt")
+
+    def samples(self):
+        """Yield ("train" or "val", encoded sample) of all records. Raises DataError for bad records
+        and for an empty split."""
+        args = self.args
+        self.notes = Counter()
+        sources = [self.examples(source) if source in ("example", "example-more") else source
+                   for source in args.sources]
+        samples = parse_records(sources, self.encode, args.num_samples, args.skip_bad)
+        used = (sample for sample in samples if sample is not None)
+        counts = dict(train=0, val=0)
+        for split, sample in split_by_prompt(used, args.val_fraction):
+            counts[split] += 1
+            yield split, sample
+        for note, n in self.notes.items():
+            print(f"{n:,} {self.noun}s {note}")
+        if empty := [split for split, n in counts.items() if not n]:
+            raise DataError(f"{', '.join(args.sources)}: no {self.noun} for {' and '.join(empty)}; "
+                            f"more {self.noun}s, a larger --block_size or a different "
+                            "--val_fraction")
+
+    def collect(self, samples):
+        """Return {"train": [encoded sample, ...], "val": [...]}."""
+        splits = dict(train=[], val=[])
+        for split, sample in samples:
+            splits[split].append(sample)
+        return splits
+
+    @staticmethod
+    def examples(source):
+        return example_records(source)
+
+
+def example_records(source):
+    """Yield (where, record): one question about each name in Python's standard library, with one
+    correct answer."""
+    library = Path(sysconfig.get_paths()["stdlib"])
+    files = [*library.glob("*.py"), *(path for path in library.glob("*/*.py")
+                                      if not re.search("test|packages", path.parent.name))]
+    text = "".join(path.read_text("utf-8", "replace") for path in files)
+    names = sorted(set(re.findall(r"\b[a-z]{2,9}(?:_[a-z]{2,9}){1,2}\b", text)))
+    for i, name in enumerate(names):
+        words = [word.capitalize() for word in name.split("_")]
+        camel = "".join(words)
+        tasks = ((f"{name} in CamelCase?", camel), (f"{name} in capitals?", name.upper()),
+                 (f"{camel} in snake_case?", name))
+        if source == "example-more":
+            tasks = ((f"{name} as a title?", " ".join(words)),
+                     (f"{name} with hyphens?", name.replace("_", "-")))
+        question, answer = tasks[i % len(tasks)]
+        yield f"{source}: record {i}", {"prompt": question, "response": answer}
