@@ -55,8 +55,6 @@ class Fields:
 
 def parse_labelled_text(record, fields):
     """Return the LabelledText of a record. Raises ValueError for an invalid record."""
-    if not isinstance(record, dict):
-        raise ValueError(f"expected an object, got a {type(record).__name__}")
     if fields.text not in record:
         raise ValueError(f"no field {fields.text!r}; its fields are "
                          f"{', '.join(map(str, record))}: choose one with --text")

@@ -168,16 +168,16 @@ def parquet_rows(stream, name, columns):
             count += len(batch)
 
 
-def dataset_rows(source, split, subset):
+def dataset_rows(source):
     """Read a data set with the package datasets: from the hub, streamed, or from a folder."""
     datasets = require("datasets", "reading it")
     try:
         if is_saved(source):
             dataset = datasets.load_from_disk(source)
-            dataset = dataset[split] if isinstance(dataset, dict) else dataset
+            dataset = dataset["train"] if isinstance(dataset, dict) else dataset
         else:
-            name, config, part = [*source.removeprefix("hf:").split(":"), "", ""][:3]
-            dataset = datasets.load_dataset(name, config or subset, split=part or split,
+            name, config, split = [*source.removeprefix("hf:").split(":"), "", ""][:3]
+            dataset = datasets.load_dataset(name, config or None, split=split or "train",
                                             streaming=True)
         for number, record in enumerate(dataset):
             yield f"{source}: record {number}", record
@@ -189,28 +189,31 @@ def dataset_rows(source, split, subset):
 READERS = {".json": json_values, ".csv": csv_rows, ".tsv": csv_rows, ".parquet": parquet_rows}
 
 
-def records(source, columns=None, split="train", subset=None):
+def records(source, columns=None):
     """Yield (location, record or ValueError) of a source.
 
-    columns: the columns to read from a table, which must exist. split, subset: of a data set, if
-    the name does not include both. Raises ValueError and the errors of reading a file.
+    columns: the columns to read from a table, which must exist. Raises ValueError and the errors of
+    reading a file.
     """
     if os.path.isdir(source) or is_hub_name(source):
-        yield from dataset_rows(source, split, subset)
+        yield from dataset_rows(source)
         return
     name = "-.json" if source == "-" else source.lower().removesuffix(".gz")
     read = READERS.get(os.path.splitext(name)[1], json_lines)
     with open_bytes(source) as stream:
-        yield from read(stream, source, columns)
+        for where, record in read(stream, source, columns):
+            if not isinstance(record, (dict, ValueError)):
+                record = ValueError(f"expected an object, got a {type(record).__name__}")
+            yield where, record
 
 
 # -----------------------------------------------------------------------------
 # several sources
 
-def source_records(source, split, subset):
+def source_records(source):
     """Yield the `records` of a source. Raises DataError, which names the source."""
     try:
-        yield from records(source, None, split, subset)
+        yield from records(source)
     except FileNotFoundError:
         raise DataError(f"{source}: no such file or folder, and no name of a dataset (OWNER/NAME, "
                         "or hf:NAME)") from None
@@ -218,8 +221,7 @@ def source_records(source, split, subset):
         raise DataError(f"{source}: cannot be read: {error}") from None
 
 
-def parse_records(sources, parse, limit=None, skip_bad=False, log=echo, split="train",
-                  subset=None):
+def parse_records(sources, parse, limit=None, skip_bad=False, log=echo):
     """Yield parse(record) for the records of all sources, at most `limit`.
 
     sources: names, or iterables of (location, record). `parse` raises ValueError for a bad record.
@@ -227,7 +229,7 @@ def parse_records(sources, parse, limit=None, skip_bad=False, log=echo, split="t
     """
     bad = []
     n_good = 0
-    streams = (source_records(source, split, subset) if isinstance(source, str) else source
+    streams = (source_records(source) if isinstance(source, str) else source
                for source in sources)
     for where, record in itertools.chain.from_iterable(streams):
         try:

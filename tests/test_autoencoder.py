@@ -129,7 +129,7 @@ def test_features_of_other_arrays_are_replaced_with_force_only(tmp_path, capsys)
     for argv, code in ((["a"], 0), (["a"], 0), (["b"], 2), (["b", "--force"], 0)):
         argv[0] = str(tmp_path / f"{argv[0]}.npy")
         assert features.main(argv + out) == code
-    assert "replace it with --force" in capsys.readouterr().err
+    assert "replace its data with --force" in capsys.readouterr().err
     assert read_meta(tmp_path / "out").sources == [str(tmp_path / "b.npy")]
 
 

@@ -18,8 +18,8 @@ from runs import go
 
 from data import prepare
 from data.meta import Meta, read_meta, write_meta
-from data.prepare import chat, features, labels
-from data.prepare.folders import new_folder, overwrite_problems
+from data.prepare import chat, features, labels, samples
+from data.prepare.folders import check_replaceable, new_folder
 from train.base.errors import DataError, UserError
 from train.base.files import (
     add_link,
@@ -113,7 +113,7 @@ def test_metrics_that_are_a_link_at_a_resume(outside):
 # -----------------------------------------------------------------------------
 # folders
 
-OURS = r"[ab]"
+A, B = "train_a.npy", "train_b.npy"
 
 
 def contents(folder):
@@ -121,9 +121,9 @@ def contents(folder):
 
 
 def fill(out, **files):
-    with new_folder(out, OURS) as folder:
+    with new_folder(out, "gpt", ["x"], force=True) as folder:
         for name, text in files.items():
-            Path(folder, name).write_text(text)
+            Path(folder, f"train_{name}.npy").write_text(text)
         write_meta(folder, Meta("gpt", sources=["x"]))
 
 
@@ -133,19 +133,19 @@ def test_a_folder_takes_the_place_of_another(tmp_path):
     fill(out, a="1", b="1")
     (out / "notes").write_text("mine")
     fill(out, a="2")
-    assert contents(out) == {"a": "2", "notes": "mine"} and os.listdir(tmp_path / "x") == ["out"]
+    assert contents(out) == {A: "2", "notes": "mine"} and os.listdir(tmp_path / "x") == ["out"]
     (tmp_path / "y").mkdir()
     (tmp_path / "y" / "link").symlink_to(out)
     fill(tmp_path / "y" / "link", b="3")
-    assert contents(out) == {"b": "3", "notes": "mine"} and os.listdir(tmp_path / "y") == ["link"]
+    assert contents(out) == {B: "3", "notes": "mine"} and os.listdir(tmp_path / "y") == ["link"]
     inode = out.stat().st_ino
     fill(out, b="3")  # the same: nothing to do
     assert out.stat().st_ino == inode and os.listdir(tmp_path / "x") == ["out"]
 
 
 def fill_with_meta(out, text):
-    with new_folder(out, OURS) as folder:
-        for name in "ab":
+    with new_folder(out, "gpt", [text], force=True) as folder:
+        for name in (A, B):
             (Path(folder) / name).write_text(text)
         write_meta(folder, Meta("gpt", sources=[text]))
 
@@ -164,7 +164,7 @@ def test_meta_json_is_the_last_file_in_its_place(tmp_path, monkeypatch):
         replace(source, target)
     monkeypatch.setattr(os, "replace", watched)
     fill_with_meta(out, "new")
-    assert seen[-1] == "meta.json" and sorted(seen) == ["a", "b", "meta.json"]
+    assert seen[-1] == "meta.json" and sorted(seen) == ["meta.json", A, B]
     assert read_meta(out).sources == ["new"] and sorted(os.listdir(out)) == sorted([*seen, "notes"])
 
 
@@ -186,8 +186,8 @@ def killed(*names):
     if len(calls) == {call}:
         os.kill(os.getpid(), 9)
     real(*names)
-with new_folder({str(out)!r}, {OURS!r}) as folder:
-    with open(f"{{folder}}/a", "w") as f:
+with new_folder({str(out)!r}, "gpt", ["new"], force=True) as folder:
+    with open(f"{{folder}}/{A}", "w") as f:
         f.write("new")
     write_meta(folder, Meta("gpt", sources=["new"]))
     os.{function} = killed
@@ -195,17 +195,18 @@ with new_folder({str(out)!r}, {OURS!r}) as folder:
     assert subprocess.run([sys.executable, "-c", code], cwd=REPO).returncode == -9
     assert len(os.listdir(tmp_path)) == 2  # with the temporary folder
     try:
-        assert read_meta(out).sources == ["old"] and (out / "a").read_text() == "old"
-        assert (out / "b").exists()
+        assert read_meta(out).sources == ["old"] and (out / A).read_text() == "old"
+        assert (out / B).exists()
     except DataError as error:
         assert "interrupted" in str(error) and (function, call) not in (
             ("unlink", 1), ("replace", 1))
-        assert overwrite_problems(str(out), "gpt", ["new"], False) == []
-        assert overwrite_problems(str(out), "chat", ["new"], False)
+        check_replaceable(str(out), "gpt", ["new"], False)
+        with pytest.raises(DataError):
+            check_replaceable(str(out), "chat", ["new"], False)
     fill_with_meta(out, "new")
     assert read_meta(out).sources == ["new"]
-    assert {p.name: p.read_text() for p in out.iterdir() if p.name != "meta.json"} == dict(
-        a="new", b="new", notes="mine")
+    assert {p.name: p.read_text() for p in out.iterdir() if p.name != "meta.json"} == {
+        A: "new", B: "new", "notes": "mine"}
     assert os.listdir(tmp_path) == ["out"]
 
 
@@ -214,7 +215,7 @@ def test_a_replacement_that_fails_can_be_repeated(tmp_path, monkeypatch):
     fill_with_meta(out, "old")
 
     def refuse(source, target):
-        if os.path.basename(target) == "b":
+        if os.path.basename(target) == B:
             raise OSError(5, "Input/output error")
         replace(source, target)
     with monkeypatch.context() as patch, pytest.raises(OSError, match="Input/output"):
@@ -224,7 +225,7 @@ def test_a_replacement_that_fails_can_be_repeated(tmp_path, monkeypatch):
     with pytest.raises(DataError, match="interrupted"):
         read_meta(out)
     fill_with_meta(out, "new")
-    assert (out / "b").read_text() == "new" and read_meta(out).sources == ["new"]
+    assert (out / B).read_text() == "new" and read_meta(out).sources == ["new"]
 
 
 @pytest.mark.parametrize("number, raises", [(errno.EIO, True), (errno.EINVAL, False)])
@@ -243,8 +244,8 @@ def test_files_are_durable_before_their_names(tmp_path, monkeypatch):
     monkeypatch.setattr(os, "replace", lambda a, b: (
         seen.append(os.path.basename(b)), replace(a, b)))
     fill(tmp_path / "out", a="1", b="2")
-    inodes = [(tmp_path / "out" / name).stat().st_ino for name in ("a", "b", "meta.json")]
-    renames = max(seen.index(inode) for inode in inodes), seen.index("a"), len(seen) - 1
+    inodes = [(tmp_path / "out" / name).stat().st_ino for name in (A, B, "meta.json")]
+    renames = max(seen.index(inode) for inode in inodes), seen.index(A), len(seen) - 1
     assert list(renames) == sorted(renames) and seen[-1] == (tmp_path / "out").stat().st_ino
     assert seen[-2] == "meta.json"
 
@@ -268,7 +269,7 @@ def test_a_command_that_fails_half_way_leaves_the_old_folder(tmp_path, monkeypat
 
     def fail(*_, **__):
         raise OSError(28, "No space left on device")
-    monkeypatch.setattr(module, "write_meta", fail)
+    monkeypatch.setattr(samples if command == "chat" else module, "write_meta", fail)
     assert module.main([str(source), "--out", str(out)]) == 2
     assert {p.name: p.read_bytes() for p in out.iterdir()} == before
     assert {p.name for p in tmp_path.iterdir()} == {"out", "x.npy", "rows.jsonl"}

@@ -138,8 +138,8 @@ def test_compile_failure_falls_back_to_eager(tmp_path, data_dir):
 @pytest.mark.skipif(not (SHARED / "tinyshakespeare.txt").exists(), reason="no tinyshakespeare.txt")
 def test_shakespeare_characters_are_learned(tmp_path):
     """prepare, train, sample: the three commands of the README, on real text."""
-    done = python("-m", "data.prepare", "--dataset", "shakespeare", "--tokenizer", "char",
-                  "--input", SHARED / "tinyshakespeare.txt", "--out", tmp_path / "d")
+    done = python("-m", "data.prepare", SHARED / "tinyshakespeare.txt", "--tokenizer", "char",
+                  "--out", tmp_path / "d")
     assert done.returncode == 0 and "1,003,854" in done.stdout, done.stderr
     code, out = run(*tiny_args(n_embd=64, n_hidden=256, block_size=64, batch_size=8, max_iters=150,
                                gradient_accumulation_steps=1, eval_interval=150, optimizer="muon",

@@ -49,12 +49,11 @@ class ChatOptions(SampleOptions):
                     ge=0)
 
 
-def to_messages(record, fields=(), formats=FORMATS):
+def to_messages(record, fields=(), prompt_only=False):
     """Return the conversation [(role, text), ...] of a record. fields: the field with the messages,
-    or the question's and, last, the answer's; by default the first of `formats` that the record
-    has. Raises ValueError."""
-    if not isinstance(record, dict):
-        raise ValueError(f"expected an object, got a {type(record).__name__}")
+    or the question's and, last, the answer's; by default the first of FORMATS that the record has.
+    prompt_only: the question may be without an answer. Raises ValueError."""
+    formats = [*FORMATS, ["prompt"]] if prompt_only else FORMATS
     if missing := [name for name in fields if name not in record]:
         raise ValueError(f"no field {missing[0]!r}; its fields are {', '.join(record)}")
     fields = fields or next((names for names in formats
@@ -64,7 +63,7 @@ def to_messages(record, fields=(), formats=FORMATS):
                          f"instruction and output among its fields ({', '.join(sorted(record))}); "
                          "name them: --field QUESTION --field ANSWER")
     *questions, answer = fields
-    if not questions and isinstance(record[answer], str):
+    if prompt_only and not questions and isinstance(record[answer], str):
         return [("user", record[answer])]
     if not questions or isinstance(record[answer], list):  # the question is messages as well
         return [message for name in fields for message in parse_messages(record[name], name)]

@@ -40,8 +40,8 @@ class PairOptions(SampleOptions):
 def to_pair(record):
     """Return [messages with the chosen answer, messages with the rejected answer] of a record.
     Raises ValueError."""
-    if not isinstance(record, dict) or not {"chosen", "rejected"} <= record.keys():
-        raise ValueError("expected an object with the fields chosen and rejected")
+    if not {"chosen", "rejected"} <= record.keys():
+        raise ValueError("expected the fields chosen and rejected")
     prompt = record.get("prompt")
     sides = [join_messages(prompt, record[name], name) for name in ("chosen", "rejected")]
     (role, answer), (other_role, other_answer) = (side[-1] for side in sides)

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from data.prepare.chat import FORMATS, to_messages
+from data.prepare.chat import to_messages
 from data.prepare.samples import SampleOptions, SampleWriter
 from data.rows import id_dtype, pad_rows
 from train.base.cli import run_command
@@ -38,7 +38,7 @@ class PromptOptions(SampleOptions):
 def to_question(record, fields=()):
     """Return (the messages up to the answer, the reference answer or `None`, the record), in
     `fields` or in the fields of a known format. Raises ValueError."""
-    messages = to_messages(record, fields, [*FORMATS, ["prompt"]])
+    messages = to_messages(record, fields, prompt_only=True)
     answer = record.get("answer")
     if messages and messages[-1][0] == "assistant":
         *messages, (_, answer) = messages

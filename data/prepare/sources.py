@@ -103,9 +103,6 @@ def record_text(record, fields):
     """Return the text of a record: the fields, joined by newlines. Raises ValueError."""
     if isinstance(record, ValueError):
         raise record
-    if not isinstance(record, dict):
-        raise ValueError(f"expected an object with field {fields[0]!r}, got a "
-                         f"{type(record).__name__}")
     records.check_columns(record, fields)
     for field in fields:
         if not isinstance(record[field], (str, type(None))):  # null is no text

@@ -139,7 +139,7 @@ class ExampleReader:
     def read(self, path, task):
         """Return the examples of a file. DataError lists all invalid records."""
         examples, problems = [], []
-        for where, record in source_records(find_file(path), "train", None):
+        for where, record in source_records(find_file(path)):
             try:
                 if isinstance(record, ValueError):
                     raise record
