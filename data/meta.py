@@ -39,14 +39,9 @@ class Meta:
 
     def to_dict(self):
         """Return the content of the file: a dict without the fields that are not set."""
-        content = {"format_version": 1}
-        for name in COMMON_KEYS:
-            value = getattr(self, name)
-            # A tokenizer without an end of text has eot_token null. Token files name no model.
-            written = value is not None or name == "eot_token" and self.tokenizer
-            if written and (name, value) != ("model", "gpt"):
-                content[name] = value
-        return content | self.extra
+        common = {name: getattr(self, name) for name in COMMON_KEYS}
+        return {"format_version": 1} | {
+            name: value for name, value in common.items() if value is not None} | self.extra
 
 
 COMMON_KEYS = [f.name for f in fields(Meta) if f.name != "extra"]

@@ -86,10 +86,9 @@ class Tokenizer:
         """Return the text of token ids; invalid UTF-8 becomes replacement characters. Raises
         DataError for an id that is not in the vocabulary."""
         ids = [int(i) for i in ids]
-        for at, i in enumerate(ids):
-            if not 0 <= i < self.n_vocab:
-                raise DataError(f"token id {i} (number {at} of {len(ids)}) is outside the "
-                                f"vocabulary of this {self.kind} tokenizer, 0..{self.n_vocab - 1}")
+        if outside := [i for i in ids if not 0 <= i < self.n_vocab]:
+            raise DataError(f"token id {outside[0]} is outside the vocabulary of this {self.kind} "
+                            f"tokenizer, 0..{self.n_vocab - 1}")
         return self.decode_known(ids)
 
     def encode_array(self, text):
@@ -232,11 +231,8 @@ class JsonTokenizer(Tokenizer):
     def encode_array(self, text):
         return np.array(self.encode_batch([text])[0], np.uint32)
 
-    def encode_batch(self, texts):
-        return self.encode_with(self.enc, texts)
-
     def encode_special(self, text):
-        return self.encode_with(self.special_enc, [text])[0]
+        return self.encode_batch([text], self.special_enc)[0]
 
     @functools.cached_property
     def special_enc(self):
@@ -245,7 +241,8 @@ class JsonTokenizer(Tokenizer):
         enc.encode_special_tokens = False
         return enc
 
-    def encode_with(self, enc, texts):
+    def encode_batch(self, texts, enc=None):
+        enc = enc or self.enc
         texts = [clean(text) for text in texts]
         with library_errors("this tokenizer has no ids for a text"):  # e.g. it lacks some bytes
             encodings = enc.encode_batch_fast(texts, add_special_tokens=False)

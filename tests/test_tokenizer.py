@@ -91,7 +91,7 @@ def test_spec_rebuilds_it_without_files(tokenizer, offline):
 
 @pytest.mark.parametrize("bad", [-1, 10**6, 10**30])
 def test_id_out_of_range(tokenizer, bad):
-    with pytest.raises(DataError, match=rf"token id {bad} \(number 1 of 2\).*0\.\."):
+    with pytest.raises(DataError, match=rf"token id {bad} is outside.*0\.\."):
         tokenizer.decode([0, bad])
 
 
