@@ -23,9 +23,6 @@ def main(argv):
         if config.print_config:
             echo(format_config(config))
             return 0
-        if not config.dry_run:
-            from data.token_files import check_files_exist
-            check_files_exist(config)
     except (UserError, ModuleNotFoundError) as error:
         return report_error(error)
     aliases = [f"{where.rpartition(' as ')[2]} read as {name}"

@@ -42,11 +42,9 @@ class Fields:
     """Options: names of the fields of a record."""
     text: str = key("text", "field or column with the text", metavar="NAME")
     label: str = key("label", "field with the label", metavar="NAME")
-    evidence: str = key("evidence", "field with the part of the text that supports the label",
-                        metavar="NAME")
-    start: str = key("start", "instead: field with the first character of that part",
-                     metavar="NAME")
-    end: str = key("end", "and field with the position after its last character", metavar="NAME")
+    evidence: str = key("evidence", "field with the words that support the label", metavar="NAME")
+    start: str = key("start", "instead: field with the position of these words", metavar="NAME")
+    end: str = key("end", "and field with the position after the last of them", metavar="NAME")
     group = None  # field with the group of a text; `None`: each text is a group
 
 

@@ -12,8 +12,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from data.meta import MAX_ID, model_hint, prepared_model, read_meta
-from train.base.errors import DataError, UserError
-from train.base.fields import parse_mixture
+from train.base.errors import DataError
 
 # Memory of this process that the maps may use. The kernel maps 64 KiB around a requested page. A
 # new map for every batch would cost more than reading.
@@ -71,18 +70,6 @@ def find_files(data_dir, split):
         raise DataError(f"{data_dir}: no {split} data: expected {expected}, found {existing}"
                         f"{model_hint(data_dir)}; set data_dir, or {PREPARE}")
     return sorted(paths)
-
-
-def check_files_exist(config):
-    """Raise UserError if the FILE in `resume`, or the token files of a gpt run, do not exist.
-    Called before the slow import of torch."""
-    file = config.resume_file
-    restarted = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0"
-    if file and not os.path.exists(file) and not restarted:  # a restarted job resumes its run
-        raise UserError(f"resume: {file!r} is none of auto, never and must, and no such file")
-    for folder in parse_mixture(config.data_dir) or [config.data_dir]:
-        if config.model == "gpt" and os.path.basename(os.path.normpath(folder)) != "stdlib":
-            find_files(folder, "train")
 
 
 def open_npy(path):

@@ -245,19 +245,6 @@ def test_differences_ignores_free_keys_and_equal_global_batches():
     assert find_differences(old, other.__dict__) == [("batch_size", 16, 8)]
 
 
-@pytest.mark.parametrize("argument, words", [
-    ("--resume=perhaps", "resume: 'perhaps' is none of auto, never and must, and no such file"),
-    ("--data_dir=nowhere", "nowhere: no train data: expected nowhere, found no such file or folder"
-     )])
-def test_what_is_not_there_is_refused_before_torch_is_imported(argument, words):
-    """Its import takes seconds."""
-    code = ("import sys, run_train; code = run_train.main(sys.argv[1:]); "
-            "sys.exit(code + 10 * ('torch' in sys.modules))")
-    done = subprocess.run([sys.executable, "-c", code, argument], cwd=REPO, capture_output=True,
-                          text=True)
-    assert done.returncode == 2 and words in done.stderr
-
-
 def test_ctrl_c_while_importing_is_quiet(monkeypatch, capsys):
     class Interrupted(importlib.abc.MetaPathFinder):
         def find_spec(self, name, *_):

@@ -114,7 +114,8 @@ def test_golden_bytes_and_meta(tmp_path):
     meta = json.loads((out / "meta.json").read_text())
     assert meta == {
         "format_version": 1, "model": "gpt", "dtype": "uint16", "vocab_size": 257,
-        "tokenizer": {"kind": "byte"}, "eot_token": 256, "sources": [str(tmp_path / "a.txt"), str(tmp_path / "b.md")],
+        "tokenizer": {"kind": "byte"}, "eot_token": 256,
+        "sources": [str(tmp_path / "a.txt"), str(tmp_path / "b.md")],
         "fields": ["text"], "num_samples": None, "val": {"fraction": 0.3, "by": "tail"},
         "splits": {
             "train": {"tokens": 9, "documents": 1, "bytes": 8,
