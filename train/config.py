@@ -155,10 +155,10 @@ def resolve(settings, known, problems):
     settings take precedence. Aliases are replaced by the keys in `known`, and " as ALIAS" is
     appended to `where`."""
     resolved = {}
-    aliases, words, _ = load_aliases()
     for name, raw, where in settings:
         file = where.rpartition(":")[0]
-        if name not in known and name in aliases:
+        if name not in known and name in load_aliases()[0]:  # loaded if needed: 20 ms
+            aliases, words, _ = load_aliases()
             where += f" as {name}"
             raw = words.get(name, {}).get(str(raw).lower(), raw)
             name = aliases[name]

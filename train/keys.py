@@ -206,8 +206,6 @@ GROUPS = {"Run": RunKeys, "Batch": BatchKeys, "Length": LengthKeys,
 GROUP_NAMES = {g.lower().replace(" ", "_") for g in GROUPS} | {
     "training", "train", "trainer", "data", "scheduler", "early_stopping", "loss", "logging",
     "evaluation"}
-EPOCHS_TO_STEPS = {"max_epochs": "max_iters", "eval_epochs": "eval_interval",
-                   "warmup_epochs": "warmup_iters"}
 
 
 @dataclass
@@ -256,9 +254,10 @@ class TrainConfig(GPTKeys, SystemKeys, OptimizerKeys, LearningRateKeys, LengthKe
         """Return a copy with epochs, of `samples` samples each, converted to steps."""
         steps_per_epoch = samples / self.samples_per_step
         changes = {}
-        for epochs, steps in EPOCHS_TO_STEPS.items():
+        for epochs, steps, minimum in (("max_epochs", "max_iters", 1),
+                                       ("eval_epochs", "eval_interval", 1),
+                                       ("warmup_epochs", "warmup_iters", 0)):
             if (value := getattr(self, epochs)) is not None:
-                minimum = 0 if steps == "warmup_iters" else 1
                 changes[steps] = max(minimum, math.ceil(value * steps_per_epoch - 1e-9))
         return self.replace(**changes)
 

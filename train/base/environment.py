@@ -7,14 +7,13 @@ import platform
 import socket
 import subprocess
 
-PACKAGES = ("torch", "numpy", "tiktoken", "pyyaml")
-
 
 @functools.cache
 def environment():
     """Return versions, git commit, host and platform as a dict. Cached: the imported code does not
     change when files change later."""
-    versions = {package: importlib.metadata.version(package) for package in PACKAGES}
+    versions = {package: found.version for package in ("torch", "numpy", "tiktoken", "pyyaml")
+                for found in importlib.metadata.distributions(name=package)}
     versions["python"] = platform.python_version()
     commit, dirty = git_state()
     return dict(versions=versions, git_commit=commit, git_dirty=dirty, host=socket.gethostname(),
