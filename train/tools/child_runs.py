@@ -94,9 +94,11 @@ def train_all(runs, metric, out, jobs):
                     waiting[0].start(environments.pop(0))
                     running.append(waiting.pop(0))
         finally:  # after a signal or an error, e.g. a full disk
+            if running:
+                echo("waiting until the runs have saved a checkpoint", sys.stderr)
             for run in running:
                 run.process.terminate()
-            for run in running:  # they save a checkpoint
+            for run in running:
                 run.process.wait()
 
 

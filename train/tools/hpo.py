@@ -51,9 +51,6 @@ def read_space(path, config):
     known = fields_by_name(type(config))
     settings = resolve(read_yaml(path, problems), known, problems)
     raw_stages, where = settings.pop("stages", ([{"trials": "20"}], path))
-    if not settings and not problems:
-        problems.append(f"{path}: nothing to search; expected lines such as "
-                        "learning_rate: {low: 1e-4, high: 1e-2, log: true}")
     for name, (value, at) in settings.items():
         try:
             space[name] = read_dimension(name, value, known)
