@@ -78,10 +78,6 @@ class Tokenizer:
         """Return the token ids of `text`, in which special tokens are special."""
         return self.encode(text)
 
-    def encode_batch(self, texts):
-        """Return the token ids of several texts."""
-        return [self.encode(text) for text in texts]
-
     def decode(self, ids: Iterable[int]) -> str:
         """Return the text of token ids; invalid UTF-8 becomes replacement characters. Raises
         DataError for an id that is not in the vocabulary."""
@@ -228,11 +224,8 @@ class JsonTokenizer(Tokenizer):
             raise DataError(f"tokenizer.json: the end of text is {eot_token!r}, expected an id "
                             f"below {min(self.n_vocab, MAX_VOCAB)}")
 
-    def encode_array(self, text):
-        return np.array(self.encode_batch([text])[0], np.uint32)
-
     def encode_special(self, text):
-        return self.encode_batch([text], self.special_enc)[0]
+        return self.encode_array(text, self.special_enc).tolist()
 
     @functools.cached_property
     def special_enc(self):
@@ -241,12 +234,10 @@ class JsonTokenizer(Tokenizer):
         enc.encode_special_tokens = False
         return enc
 
-    def encode_batch(self, texts, enc=None):
-        enc = enc or self.enc
-        texts = [clean(text) for text in texts]
+    def encode_array(self, text, enc=None):
         with library_errors("this tokenizer has no ids for a text"):  # e.g. it lacks some bytes
-            encodings = enc.encode_batch_fast(texts, add_special_tokens=False)
-        return [encoding.ids for encoding in encodings]
+            encoding, = (enc or self.enc).encode_batch_fast([clean(text)], add_special_tokens=False)
+        return np.array(encoding.ids, np.uint32)
 
     def decode_known(self, ids):
         # Decode after a space: Llama 2's tokenizer drops the first space of a text, and these ids

@@ -380,7 +380,7 @@ def test_any_tokenizer_json_comes_in_by_its_own_library(hf, tmp_path, kind):
     theirs.encode_special_tokens = True
     wanted = theirs.encode(text, add_special_tokens=False).ids
     assert ours.kind == "json" and ours.eot_token == 0 not in wanted
-    assert ours.encode(text) == wanted == ours.encode_batch([text, ""])[0]
+    assert ours.encode(text) == wanted
     assert ours.decode(wanted) == theirs.decode(wanted, skip_special_tokens=False)
     if kind != "unigram":
         assert b"".join(map(ours.bytes_of, wanted)).decode() == text == ours.decode(wanted)

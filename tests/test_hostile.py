@@ -519,7 +519,7 @@ def test_a_panic_of_the_package_tokenizers_is_told():
     tokenizer = JsonTokenizer.__new__(JsonTokenizer)
     tokenizer.enc = SimpleNamespace(encode_batch_fast=panic)
     with pytest.raises(DataError, match="no ids for a text: index out of bounds"):
-        tokenizer.encode_batch(["a"])
+        tokenizer.encode("a")
 
 
 def test_real_vocabularies_are_not_too_long():
