@@ -111,15 +111,6 @@ class ChatTemplate:
     def to_jinja(self):
         """Return the template in Jinja, as `apply_chat_template` of `transformers` reads it."""
 
-    def to_ollama(self):
-        """Return the template in Ollama's language: an optional system message and a question."""
-        system, question = ("system", "{{ .System }}"), ("user", "{{ .Prompt }}")
-        text = self.prompt_text([question]).removeprefix(self.implicit_start)
-        with contextlib.suppress(DataError):  # the template may accept no system messages
-            start = self.prompt_text([system, question]).removeprefix(self.implicit_start)
-            text = f"{{{{ if .System }}}}{start}{{{{ else }}}}{text}{{{{ end }}}}"
-        return text + "{{ .Response }}"
-
 
 class BuiltinTemplate(ChatTemplate):
     """A text around {} per role. It needs no special tokens but the end of text.

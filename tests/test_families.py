@@ -18,7 +18,7 @@ from templates import ANSWERED, CONVERSATIONS, TEMPLATES
 from test_convert import assert_close, export, ids, logits_of, make, shake, train_tokenizer
 
 from data import chat_template
-from data.chat_template import ChatTemplate, open_chat_format
+from data.chat_template import open_chat_format
 from data.prepare import chat as chats
 from data.prepare.chat import cut
 from data.tokenizer import tokenizer_from_spec
@@ -702,9 +702,9 @@ def test_gguf_has_the_tensors_and_the_shape_of_llama_cpp(folders, tmp_path, name
 
 @pytest.mark.parametrize("name, change, named", [
     ("gemma3", dict(query_pre_attn_scalar=16, layer_types=["full_attention"] * 7),
-     "layer_types: not a full one in six"),
-    ("smollm3", dict(no_rope_layers=[1, 0, 1, 1]), "no_rope_layers: .1, 0, 1, 1"),
-    ("qwen2", dict(rope_scaling=LLAMA3), "rope_type: llama3")])
+     "layer_types: F "),
+    ("smollm3", dict(no_rope_layers=[1, 0, 1, 1]), "layer_types: FfF "),
+    ("qwen2", dict(rope_scaling=LLAMA3), "rope_scaling: 8,1,4,32 ")])
 def test_what_llama_cpp_would_compute_otherwise_is_refused(folders, tmp_path, capsys, name, change,
                                                            named):
     pytest.importorskip("gguf")
@@ -717,18 +717,8 @@ def test_what_llama_cpp_would_compute_otherwise_is_refused(folders, tmp_path, ca
     assert not (tmp_path / "m.gguf").exists()
 
 
-@pytest.mark.parametrize("name, first", [
-    ("smollm2", "<|im_start|>system"),  # which is also its bos_token, of which it says nothing
-    ("qwen2", "<|im_start|>system"), ("llama3", "<|start_header_id|>system"),
-    ("gemma3", "<start_of_turn>user")])
-def test_ollama_sets_the_first_token_where_the_template_names_it(name, first):
-    text, _, words, _ = TEMPLATES[name]
-    turns = ChatTemplate.from_spec(dict(jinja=text, ends=[0], **words)).to_ollama()
-    assert turns.startswith("{{ if .System }}" + first) and "{{ else }}" + first in turns
-
-
 @pytest.mark.parametrize("quantize", [(), ("--quantize=q8_0",), ("--save_precision=bfloat16",)])
-def test_gguf_has_tokenizer_template_and_ends(talker, tmp_path, capsys, quantize):
+def test_gguf_has_tokenizer_template_and_ends(talker, tmp_path, quantize):
     gguf = pytest.importorskip("gguf")
     folder, model, theirs = talker
     (folder / "generation_config.json").write_text(json.dumps(dict(eos_token_id=[285, 284])))
@@ -739,7 +729,7 @@ def test_gguf_has_tokenizer_template_and_ends(talker, tmp_path, capsys, quantize
     about.write_text(json.dumps(json.loads(before) | dict(bos_token=first)))
     assert convert.main(["--ckpt", str(folder), "--to", to, *quantize]) == 0
     about.write_text(before)
-    said, reader = capsys.readouterr().out, gguf.GGUFReader(to)
+    reader = gguf.GGUFReader(to)
 
     def field(key):
         return reader.get_field(f"tokenizer.{key}").contents()
@@ -753,10 +743,6 @@ def test_gguf_has_tokenizer_template_and_ends(talker, tmp_path, capsys, quantize
     assert sorted(field("ggml.merges")) == sorted(merges) and field("ggml.model") == "gpt2"
     assert (field("ggml.pre"), field("chat_template")) == ("llama-bpe", theirs.chat_template)
     assert field("ggml.eos_token_id") == theirs.eos_token_id and not field("ggml.add_bos_token")
-    asked = "<|im_start|>user\n{{ .Prompt }}<|im_end|>\n<|im_start|>assistant\n{{ else }}"
-    told = "{{ if .System }}<|im_start|>system\n{{ .System }}<|im_end|>\n"
-    assert f'FROM ./m.gguf\nTEMPLATE """{told}{asked}' in said
-    assert 'PARAMETER stop "<|im_end|>"\n' in said
     assert field("ggml.bos_token_id") == theirs.convert_tokens_to_ids(first)
     weights = load_model(folder)[0].state_dict()
     asked = {"": "F32", "q8_0": "Q8_0", "bfloat16": "BF16"}["".join(quantize).partition("=")[2]]
@@ -785,7 +771,7 @@ def test_gguf_of_what_is_trained_here(tmp_path, capsys, monkeypatch):
     assert {"position_embd.weight", "blk.0.attn_qkv.bias", "blk.1.ffn_down.bias"} <= names
     assert "### Assistant:" in reader.get_field("tokenizer.chat_template").contents()
     assert reader.get_field("tokenizer.ggml.eos_token_id").contents() == 256
-    assert 'PARAMETER stop "<|endoftext|>"' in capsys.readouterr().out
+    capsys.readouterr()
     assert convert.main(["--ckpt", str(tmp_path / "ckpt.pt"), "--to", str(tmp_path / "m.pt"),
                          "--quantize", "q8_0"]) == 2
     assert "goes with --to FILE.gguf" in capsys.readouterr().err

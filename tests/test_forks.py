@@ -347,7 +347,7 @@ def test_an_export_refuses_formulas_that_were_edited(data_dir, tmp_path, capsys,
     """GeGLU by one word in MLP: a file of its own, as a fork has it."""
     train(load_config(None, options(data_dir, tmp_path, max_iters=1)))
     source = inspect.getsource(formulas.MLP)
-    assert formulas.digest(formulas.MLP) == formulas.DIGESTS["MLP"]
+    assert formulas.digest(formulas.MLP) == formulas.DIGESTS[formulas.MLP]
     for edit, code in (("F.silu(gate) if", 2), ("# one product on a GPU", 0)):
         edited = source.replace(edit, edit.replace("silu", "gelu") + " ")
         assert edited != source

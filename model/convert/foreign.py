@@ -8,7 +8,6 @@ are parsed here, without `transformers`. Unsupported options are refused by name
 import json
 import os
 import re
-import struct
 import sys
 from dataclasses import asdict
 
@@ -16,17 +15,18 @@ import torch
 
 from data.hub import local_folder
 from data.tokenizer_hf import read_hf_tokenizer, read_json, read_template_spec
-from model.convert.families import FAMILIES, has_experts, read_config, upgrade_fields  # noqa: F401
-from model.convert.tensors import read_bare_weights, read_weights
+from model.convert.families import FAMILIES, read_config, upgrade_fields  # noqa: F401
+from model.convert.tensors import read_weights
 from model.core.shape import check_shape
+from model.gpt import GPT
 from train.base.checkpoint_file import (
     DESCRIPTION,
-    SAFETENSORS_DTYPES,
+    check_content,
     check_match,
     find_non_finite,
     load_checkpoint,
 )
-from train.base.errors import CheckpointError, echo
+from train.base.errors import CheckpointError, echo, require
 from train.distributed import convert_ddp_state
 from train.system import load_model_type
 
@@ -46,24 +46,17 @@ def read_model(path, state=None):
         state = read_safetensors_model(path)
     state = load_checkpoint(path) if state is None else state
     weights = convert_ddp_state(state["model"])
-    if not has_foreign_names(weights):
-        return state
-    ours, args = read_bare_weights(weights, path), state.get("model_args")
+    if not any(re.search(r"(^|\.)(h\.0\.attn\.c_attn|embed_tokens)\.weight$", n) for n in weights):
+        return state  # no names of nanoGPT or transformers
+    kind = "nanogpt" if any("c_attn" in name for name in weights) else "qwen3"
+    ours = read_weights(weights, kind, path)
     if "lm_head.weight" in ours and torch.equal(ours["lm_head.weight"], ours["wte.weight"]):
         del ours["lm_head.weight"]  # nanoGPT stores both copies of a tied weight
+    args = state.get("model_args")
     if not isinstance(args, dict) or not {"n_layer", "n_head", "vocab_size"} <= args.keys():
         return {"model": ours}
-    names = ("n_layer", "n_head", "n_embd", "block_size", "vocab_size", "dropout")
-    config_class = load_model_type("gpt").module.GPTConfig
-    shape = config_class(**{k: args[k] for k in names if k in args}, bias=args.get("bias", True),
-                         norm="layer", pos="learned", mlp="gelu_exact",
-                         tie_weights="lm_head.weight" not in ours)
-    return make_state(path, ours, shape)
-
-
-def has_foreign_names(weights):
-    """Return whether nanoGPT, or Hugging Face's GPT-2 or Llama uses these names."""
-    return any(re.search(r"(^|\.)(h\.0\.attn\.c_attn|embed_tokens)\.weight$", n) for n in weights)
+    _, args = read_config(args | dict(model_type="nanogpt"), path)
+    return make_state(path, ours, FAMILIES["nanogpt"].config_class(**args))
 
 
 def make_state(path, weights, shape, tokenizer=None, template=None):
@@ -71,15 +64,14 @@ def make_state(path, weights, shape, tokenizer=None, template=None):
     check_complete(path, weights, shape)
     spec = dict(vocab_size=shape.vocab_size, tokenizer=tokenizer and tokenizer.spec())
     spec |= dict(template=template) if template else {}
-    config = asdict(shape) | dict(model="moe" if has_experts(shape) else "gpt")
+    config = asdict(shape) | dict(model="moe" if hasattr(shape, "n_experts") else "gpt")
     return {"model": weights, "model_args": asdict(shape), "tokenizer": spec["tokenizer"],
             "config": config, "spec": spec}
 
 
 def check_complete(path, weights, shape):
     """CheckpointError unless `weights` fit a model of this shape."""
-    model_type = load_model_type("moe" if has_experts(shape) else "gpt").module
-    model_class = model_type.MoE if has_experts(shape) else model_type.GPT
+    model_class = load_model_type("moe").module.MoE if hasattr(shape, "n_experts") else GPT
     try:
         check_shape(shape, weights)
         with torch.device("meta"):
@@ -103,46 +95,22 @@ def read_safetensors_model(path):
 
 
 def read_safetensors(path):
-    """Return ({name: tensor}, the DESCRIPTION of a checkpoint in it) of a .safetensors file."""
+    """Return ({name: tensor}, the DESCRIPTION of a checkpoint in it) of a .safetensors file. It is
+    memory-mapped: weights are read on use, without a copy in memory."""
+    safetensors = require("safetensors", str(path))
     try:
-        size = os.path.getsize(path)
-        with open(path, "rb") as f:
-            length, = struct.unpack("<Q", f.read(8))
-            if length > size - 8:
-                raise ValueError("cut off in its header")
-            header = json.loads(f.read(length))
-        metadata = header.pop("__metadata__", {})
+        with safetensors.safe_open(path, "pt") as f:
+            metadata = f.metadata() or {}
+            tensors = {name: f.get_tensor(name) for name in f.keys()}  # noqa: SIM118
         description = {k: json.loads(metadata[k]) for k in DESCRIPTION if k in metadata}
-        if wrong := [k for k, v in description.items() if not isinstance(v, (dict, type(None)))]:
-            raise ValueError(f"its {', '.join(wrong)}: no object")
-        tensors = map_tensors(path, header, 8 + length, size)
+        check_content({"model": tensors} | description, os.path.getsize(path))
     except FileNotFoundError:
         raise CheckpointError(f"{path}: no such file") from None
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, struct.error,
-            RuntimeError, MemoryError) as error:
-        raise CheckpointError(f"{path}: not a safetensors file that can be read: "
-                              f"{type(error).__name__}: {error}") from None
+    except (safetensors.SafetensorError, OSError, ValueError, RecursionError) as error:
+        raise CheckpointError(f"{path}: not a safetensors file that can be read: {error}") from None
     if bad := find_non_finite(tensors):
-        raise CheckpointError(f"{path}: {bad} holds non-finite values")
+        raise CheckpointError(f"{path}: {bad} contains non-finite values")
     return tensors, {k: v for k, v in description.items() if v is not None}
-
-
-def map_tensors(path, header, start, size):
-    """Return {name: tensor} of a file of `size` bytes, in which tensors begin at byte `start`.
-    The file is memory-mapped: weights are read on use, without a copy in memory."""
-    content = torch.from_file(str(path), size=size, dtype=torch.uint8)
-    tensors, last = {}, start
-    for name, entry in sorted(header.items(), key=lambda e: e[1]["data_offsets"]):
-        begin, end = (start + offset for offset in entry["data_offsets"])
-        empty = torch.empty(entry["shape"], dtype=SAFETENSORS_DTYPES[entry["dtype"]],
-                            device="meta")
-        if not last <= begin <= end <= size or end - begin != empty.nbytes:
-            raise ValueError(f"{name} lies outside the file, overlaps another tensor, or has "
-                             "another size")
-        last, data = end, content[begin:end]
-        data = data.clone() if begin % empty.itemsize else data  # torch cannot view unaligned data
-        tensors[name] = data.view(empty.dtype).view(entry["shape"])
-    return tensors
 
 
 # -----------------------------------------------------------------------------
@@ -169,13 +137,7 @@ def read_folder(folder):
             template = read_template_spec(folder, tokenizer)
         except ValueError as error:
             echo(f"{error}; continuing without a tokenizer", sys.stderr)
-    end = tokenizer and tokenizer.eot_token
-    if (args["bos_id"], args["eos_ids"]) == (end, str(end)):  # the defaults of an export
-        args |= dict(bos_id=None, eos_ids=None)
-    experts = FAMILIES[kind].experts
-    model_type = load_model_type("moe" if experts else "gpt").module
-    config_class = model_type.MoEConfig if experts else model_type.GPTConfig
-    return make_state(folder, weights, config_class(**args), tokenizer, template)
+    return make_state(folder, weights, FAMILIES[kind].config_class(**args), tokenizer, template)
 
 
 def read_shards(folder):
@@ -183,14 +145,11 @@ def read_shards(folder):
     index = os.path.join(folder, "model.safetensors.index.json")
     if not os.path.exists(index):
         return read_safetensors(os.path.join(folder, "model.safetensors"))[0]
-    weight_map, tensors = read_json(index).get("weight_map"), {}
-    if not isinstance(weight_map, dict) or not all(
-            isinstance(s, str) for s in weight_map.values()):
+    weight_map = read_json(index).get("weight_map")
+    if not isinstance(weight_map, dict) or not all(  # never a file outside the folder
+            isinstance(s, str) and os.path.basename(s) == s for s in weight_map.values()):
         raise CheckpointError(f"{index}: no weight_map of names and files in it")
+    tensors = {}
     for shard in sorted(set(weight_map.values())):
-        if os.path.basename(shard) != shard:  # never a file outside the folder
-            raise CheckpointError(f"{index}: {shard!r} is no file name")
         tensors |= read_safetensors(os.path.join(folder, shard))[0]
-    if (missing := sorted(weight_map.keys() - tensors.keys())) or not tensors:
-        raise CheckpointError(f"{index}: its shards lack {', '.join(missing[:6]) or 'everything'}")
     return tensors

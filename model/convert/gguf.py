@@ -1,4 +1,4 @@
-"""Write a model as one GGUF file, for llama.cpp, Ollama and LM Studio: weights, tokenizer, chat
+"""Write a model as one GGUF file, for llama.cpp and programs built on it: weights, tokenizer, chat
 template.
 
 Uses the package gguf. Options that llama.cpp would compute differently are refused by name;
@@ -9,26 +9,17 @@ import json
 import os
 import re
 
-import torch
-
 from data.tokenizer_hf import ANY_CHARACTER, ANY_TEXT, GPT2_PATTERN, pattern_of, tokenizer_json
-from model.convert.families import FAMILIES
-from model.convert.tensors import rename, strip_padding, write_gpt2
+from model.convert.families import FAMILIES, find_family, mismatches, refuse, write_rope
+from model.convert.tensors import NAMES, complete_weights, rename
 from model.core.ops import rope_frequencies
 from train.base.errors import CheckpointError, require
 from train.base.files import atomic_write
 
-ARCHITECTURES = {"gpt2": "gpt2", "llama": "llama", "mistral": "llama", "mixtral": "llama",
-                 "qwen2": "qwen2", "qwen3": "qwen3", "qwen3_moe": "qwen3moe", "olmo2": "olmo2",
-                 "gemma3_text": "gemma3", "smollm3": "smollm3"}
+# llama.cpp's architecture of a family, if it has another name.
+ARCHITECTURES = dict(mistral="llama", mixtral="llama", qwen3_moe="qwen3moe", gemma3_text="gemma3")
+DTYPES = dict(float32="F32", float16="F16", bfloat16="BF16", q8_0="Q8_0")
 INTERLEAVED = ("llama", "smollm3")  # architectures that rotate neighbours; we rotate halves
-NAMES = {"wte": "token_embd", "wpe": "position_embd", "ln_f": "output_norm", "lm_head": "output",
-         "h.{}.ln_1": "blk.{}.attn_norm", "h.{}.ln_2": "blk.{}.ffn_norm",
-         "h.{}.attn.o": "blk.{}.attn_output", "h.{}.attn.out_norm": "blk.{}.post_attention_norm",
-         "h.{}.mlp.out_norm": "blk.{}.post_ffw_norm", "h.{}.mlp.router": "blk.{}.ffn_gate_inp",
-         **{f"h.{{}}.attn.{n}": f"blk.{{}}.attn_{n}" for n in ("q", "k", "v", "qkv", "q_norm",
-                                                               "k_norm")},
-         **{f"h.{{}}.mlp.{n}": f"blk.{{}}.ffn_{n}" for n in ("gate", "up", "down")}}
 # llama.cpp's names of the patterns that split text before byte pairs are merged. With Llama 3's, a
 # piece that is a token is not split; dbrx's, otherwise the same, always merges pairs.
 CONTRACTIONS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|"
@@ -39,132 +30,103 @@ PATTERNS = {GPT2_PATTERN: "gpt-2", CONTRACTIONS + r"\p{N}" + PUNCTUATION: "qwen2
 NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = range(1, 7)
 
 
-def export_gguf(source, kind, to, precision):
-    """Write the Source, with the model_type `kind`, to the file `to`; return a description.
+def export_gguf(source, to, precision):
+    """Write the Source to the file `to`; return a description.
 
     precision: of matrices, float32, float16, bfloat16 or q8_0. CheckpointError, DataError.
     """
     gguf = require("gguf", f"--to {to}")
-    arch = ARCHITECTURES[kind]
-    tensors = gguf_tensors(source.weights, source.shape, arch)
+    kind = find_family(source.shape, source.path)
+    arch = ARCHITECTURES.get(kind, kind)
+    check(source, kind, arch)
+    names = gguf.get_tensor_name_map(gguf.MODEL_ARCH[arch.upper()], source.shape.n_layer)
+    tensors = gguf_tensors(source.weights, source.shape, kind, arch, names)
     with atomic_write(to) as file:  # the writer needs a path
         writer = gguf.GGUFWriter(None, arch)
-        write_shape(writer, source, arch, FAMILIES[kind].experts)
+        write_shape(writer, source, arch)
         if source.tokenizer is None:
             writer.add_tokenizer_model("none")
         else:
             write_tokenizer(writer, source)
         for name, t in tensors.items():
-            dtype = tensor_dtype(gguf, name, t, precision)
+            is_exact = (t.dim() < 2 or re.search("position_embd|ffn_gate_inp", name)
+                        or precision == "q8_0" and t.size(-1) % 32)
+            dtype = gguf.GGMLQuantizationType["F32" if is_exact else DTYPES[precision]]
             writer.add_tensor(name, gguf.quants.quantize(t.float().numpy(), dtype), raw_dtype=dtype)
         writer.write_header_to_file(file.name)
         writer.write_kv_data_to_file()
         writer.write_tensors_to_file()
         writer.close()
-    print(modelfile(source, to))
-    return f"{len(tensors)} tensors of {arch}" + ("" if source.tokenizer else
-                                                  ", without a tokenizer")
-
-
-def tensor_dtype(gguf, name, t, precision):
-    """Return the GGML type of a tensor: vectors, routers and odd widths stay in float32."""
-    types = gguf.GGMLQuantizationType
-    small = t.dim() < 2 or re.search("position_embd|ffn_gate_inp", name)
-    if small or precision == "q8_0" and t.size(-1) % 32:
-        return types.F32
-    return dict(float32=types.F32, float16=types.F16, bfloat16=types.BF16,
-                q8_0=types.Q8_0)[precision]
+    return f"{len(tensors)} tensors of {arch}"
 
 
 # -----------------------------------------------------------------------------
 # weights
 
-def gguf_tensors(weights, c, arch):
-    """Return {llama.cpp's name: tensor} of {our name: tensor}."""
-    weights = strip_padding(weights, c)
-    if arch in INTERLEAVED:
-        weights = {n: interleave(t, c.head_dim) if re.search(r"\.attn\.[qk]\.", n) else t
-                   for n, t in weights.items()}
-    if arch == "gpt2":
-        weights = write_gpt2(weights, c)
-    if arch == "olmo2" and c.tie_weights:  # llama.cpp has no tied OLMo 2
-        weights |= {"lm_head.weight": weights["wte.weight"]}
+def gguf_tensors(weights, c, kind, arch, names):
+    """Return {llama.cpp's name: tensor} of {our name: tensor}. names: the package's map of the
+    names in transformers."""
     out = {}
-    for name, t in weights.items():
-        new = rename(name, NAMES)
-        out[new.replace(".weight", "_exps.weight") if t.dim() == 3 else new] = t.contiguous()
-    if c.qk_norm and c.qk_norm_type == "plain":  # ours has no weights
-        out |= {f"blk.{i}.attn_{part}_norm.weight": torch.ones(c.head_dim)
-                for i in range(c.n_layer) for part in "qk"}
+    for name, t in complete_weights(weights, c, kind).items():
+        if arch in INTERLEAVED and re.search(r"\.attn\.[qk]\.", name):
+            t = t.unflatten(0, (-1, 2, c.head_dim // 2)).transpose(1, 2).flatten(0, 2)
+        if t.dim() == 3:  # the experts of a layer are one tensor here too
+            name = name.replace(".weight", ".0.weight")
+        theirs = rename(name, NAMES[kind]).replace(".experts.0.", ".experts.")
+        out[names.get_name(theirs, (".weight", ".bias"))] = t.contiguous()
+    if arch == "olmo2" and c.tie_weights:  # llama.cpp has no tied OLMo 2
+        out["output.weight"] = out["token_embd.weight"]
     if len(c.rope_factors) == 4:  # Llama 3
         out["rope_freqs.weight"] = (rope_frequencies(c.head_dim, c.rope_theta)
                                     / rope_frequencies(c.head_dim, c.rope_theta, c.rope_factors))
     return out
 
 
-def interleave(t, head_dim):
-    """Return the rows of a query or key projection with the halves of each head interleaved."""
-    return t.unflatten(0, (-1, 2, head_dim // 2)).transpose(1, 2).flatten(0, 2)
-
-
-def write_shape(writer, source, arch, experts):
-    """Write the shape, as llama.cpp reads it. CheckpointError for unsupported options."""
+def write_shape(writer, source, arch):
+    """Write the shape, as llama.cpp reads it."""
     c = source.shape
-    check(source, arch)
     length = c.max_positions or c.block_size
+    n_hidden = c.n_hidden
     if c.window and arch == "gemma3":
         writer.add_sliding_window(c.window)
     elif c.window:  # no windows in llama.cpp: only texts that fit into one are computed the same
         length = min(length, c.window)
-    writer.add_context_length(length)
+    if hasattr(c, "n_experts"):
+        writer.add_expert_count(c.n_experts)
+        writer.add_expert_used_count(c.experts_per_token)
+        writer.add_expert_feed_forward_length(c.expert_hidden)
+        n_hidden = c.expert_hidden if arch == "llama" else n_hidden
     for name, value in (("name", os.path.basename(os.path.abspath(source.path))),
-                        ("vocab_size", c.vocab_size), ("embedding_length", c.n_embd),
-                        ("block_count", c.n_layer),
-                        ("feed_forward_length",
-                         c.expert_hidden if experts and arch == "llama" else c.n_hidden),
-                        ("head_count", c.n_head), ("head_count_kv", c.n_kv_head)):
+                        ("context_length", length), ("vocab_size", c.vocab_size),
+                        ("embedding_length", c.n_embd), ("block_count", c.n_layer),
+                        ("feed_forward_length", n_hidden), ("head_count", c.n_head),
+                        ("head_count_kv", c.n_kv_head), ("key_length", c.head_dim),
+                        ("value_length", c.head_dim)):
         getattr(writer, f"add_{name}")(value)
     if arch == "gpt2":
         writer.add_layer_norm_eps(c.norm_eps)
         return
     writer.add_layer_norm_rms_eps(c.norm_eps)
-    for name in ("key_length", "value_length", "rope_dimension_count"):
-        getattr(writer, f"add_{name}")(c.head_dim)
+    writer.add_rope_dimension_count(c.head_dim)
     writer.add_rope_freq_base(c.rope_theta)
     if len(c.rope_factors) == 1:
         writer.add_string(f"{arch}.rope.scaling.type", "linear")
         writer.add_rope_scaling_factor(c.rope_factors[0])
-    if experts:
-        writer.add_expert_count(c.n_experts)
-        writer.add_expert_used_count(c.experts_per_token)
-        writer.add_expert_feed_forward_length(c.expert_hidden)
 
 
-def check(source, arch):
-    """CheckpointError if llama.cpp's `arch` has other fixed values than the model."""
-    c, wrong = source.shape, {}
-    letters = [c.layer_type(i) for i in range(c.n_layer)]
-    if arch == "gpt2" and c.mlp != "gelu":
-        wrong["mlp"] = c.mlp
-    if arch == "qwen3moe" and not c.norm_topk_prob:
-        wrong["norm_topk_prob"] = False
+def check(source, kind, arch):
+    """CheckpointError for keys that llama.cpp does not read, unless they have its value."""
+    c = source.shape
+    width = c.n_embd // c.n_head if c.n_layer == 62 else c.head_dim  # Gemma 3 27B
+    fixed = {"gpt2": dict(activation_function="gelu_new"), "qwen3_moe": dict(norm_topk_prob=True),
+             "olmo2": dict(head_dim=None), "smollm3": dict(no_rope_layers=None),
+             "gemma3_text": dict(layer_types=None, query_pre_attn_scalar=width,
+                                 rope_parameters=write_rope(c.rope_theta, c.rope_factors),
+                                 rope_local_base_freq=10000.0)}
+    wrong = mismatches(c, FAMILIES[kind], fixed.get(kind, {}))
     if len(c.rope_factors) == 4 and arch != "llama":
-        wrong["rope_type"] = "llama3"
-    if arch == "olmo2" and c.head_dim * c.n_head != c.n_embd:
-        wrong["head_dim"] = c.head_dim
-    if arch == "smollm3" and any(x.isupper() != bool((i + 1) % 4) for i, x in enumerate(letters)):
-        wrong["no_rope_layers"] = [int(x.isupper()) for x in letters]
-    if arch == "gemma3":
-        if any((x == "W") != bool((i + 1) % 6) for i, x in enumerate(letters)):
-            wrong["layer_types"] = "not a full one in six"
-        if "W" in letters and c.window_rope_theta != 10000.0:
-            wrong["rope_local_base_freq"] = c.window_rope_theta
-        head_dim = c.n_embd // c.n_head if c.n_layer == 62 else c.head_dim
-        if abs(c.score_scale - (c.head_dim / head_dim) ** 0.5) > 1e-6:
-            wrong["query_pre_attn_scalar"] = c.head_dim / c.score_scale ** 2
-    if wrong:
-        raise CheckpointError(f"{source.path}: not supported by llama.cpp's {arch}: "
-                              + ", ".join(f"{k}: {v}" for k, v in wrong.items()))
+        wrong.append(f"rope_scaling: {c.rope_scaling} (there: a factor)")
+    refuse(wrong, f"llama.cpp's {arch}", source.path)
 
 
 # -----------------------------------------------------------------------------
@@ -233,14 +195,3 @@ def pattern_name(content, model, path):
         raise CheckpointError(f"{path}: llama.cpp has no name for how its tokenizer splits text, "
                               f"by {pattern or splitter!s:.200}")
     return "dbrx" if name == "llama-bpe" and not model.get("ignore_merges") else name
-
-
-def modelfile(source, to):
-    """Return the Modelfile that Ollama needs in addition to the file."""
-    lines, template = [f"FROM ./{os.path.basename(to)}"], source.template
-    if template:
-        lines.append(f'TEMPLATE """{template.to_ollama()}"""')
-        lines += [f"PARAMETER stop {json.dumps(text)}" for text in dict.fromkeys(
-            source.tokenizer.decode([i]) for i in template.end_ids(source.tokenizer))]
-    return "\n".join(["Modelfile, for `ollama create NAME -f Modelfile`:", *lines, ""])
-

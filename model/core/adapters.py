@@ -126,12 +126,6 @@ def find_layers(model, targets):
     return [n for n in names if any(matches(n, pattern) for pattern in targets)]
 
 
-def adapter_pairs(model):
-    """Return {name of a linear layer: (A (r, in), B (out, r))}."""
-    return {name: (m.lora_A.detach(), m.lora_B.detach())
-            for name, m in model.named_modules() if isinstance(m, LoRALinear)}
-
-
 @torch.no_grad()
 def merge(model):
     """Return {name: tensor} of the model without adapters, with merged weights."""
