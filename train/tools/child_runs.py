@@ -71,6 +71,7 @@ def train_all(runs, metric, out, jobs):
     KeyboardInterrupt after a signal, when the processes have saved a checkpoint and ended."""
     if under_torchrun():
         raise UserError("runs without torchrun: this command starts the runs itself")
+
     def interrupt(signum, frame):
         raise KeyboardInterrupt(signum)
     waiting = list(runs)
