@@ -72,6 +72,8 @@ def folder(tmp_path_factory):
 def check(folder, model, *args, cwd=REPO):
     """(exit code, {check: status}, output) of the command."""
     given = [str(folder / a) if (folder / a).exists() else a for a in (*MODELS[model], *args)]
+    if (REPO / f"train/configs/{model}.yaml").exists():
+        given += ["--config", f"train/configs/{model}.yaml"]
     if "--data_dir" not in given:
         given += ["--data_dir", str(folder / "text")]
     code, output = command("-m", "train.tools.check", "--model", model, *given, cwd=cwd)
@@ -142,7 +144,7 @@ FAULTS = {
     "initial values of a subclass that only FSDP has": (
         "model/gpt.py", "    fill(model, config.seed, model.filled)", "    pass  #", "fsdp", ()),
     "an optimizer that is not resumed": (
-        "train/checkpoint.py", "fill(own, outline, state, ranks)", "pass", "resume", ())}
+        "train/checkpoint.py", "\n    fill(own, outline, state, ranks)", "", "resume", ())}
 # Edits that are needed besides, for the fault to have an effect.
 BESIDES = {
     "state outside the state_dict": [(
