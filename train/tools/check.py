@@ -27,7 +27,11 @@ from functools import partial
 from pathlib import Path
 
 import torch
-from torch.multiprocessing.spawn import ProcessExitedException, start_processes
+from torch.multiprocessing.spawn import (
+    ProcessExitedException,
+    ProcessRaisedException,
+    start_processes,
+)
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.overrides import TorchFunctionMode
 from torch.utils.flop_counter import FlopCounterMode
@@ -126,15 +130,15 @@ def train_rank(rank, argv, environment, log, kill_at):
     runpy.run_path("run_train.py", run_name="__main__")
 
 
-def train_in_process(case, name, ranks=1, kill_at=None, **changes):
-    """Run run_train.py into the folder `name`, with changes of the configuration. Raises
+def train_in_process(folder, name, ranks=1, kill_at=None, **changes):
+    """Run run_train.py into folder / name, with changes of the configuration. Raises
     NotApplicable for a refusal, AssertionError for a crash."""
-    changes |= dict(config=case.folder / "config.yaml", out_dir=case.folder / name)
+    changes |= dict(config=folder / "config.yaml", out_dir=folder / name)
     argv = [f"--{key}={value}" for key, value in changes.items()]
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]
     environment = dict(WORLD_SIZE=str(ranks), MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
-    log = case.folder / f"{name}.log"
+    log = folder / f"{name}.log"
     try:
         start_processes(train_rank, (argv, environment if ranks > 1 else {}, log, kill_at), ranks,
                         start_method="fork")
@@ -144,38 +148,40 @@ def train_in_process(case, name, ranks=1, kill_at=None, **changes):
             raise NotApplicable(f"refused: {lines[-1]}") from None
         if error.signal_name != "SIGKILL":
             raise AssertionError(" ".join(filter(None, lines[-8:]))) from None
+    except ProcessRaisedException as error:
+        raise AssertionError(str(error)[-300:]) from None
 
 
-def read_log(case, name):
-    """Return {"NAME of step N": number} of the metrics.jsonl in folder `name`."""
-    records = map(json.loads, (case.folder / name / "metrics.jsonl").read_text().splitlines())
+def read_log(folder, name):
+    """Return {"NAME of step N": number} of the metrics.jsonl in folder / name."""
+    records = map(json.loads, (folder / name / "metrics.jsonl").read_text().splitlines())
     return {f"{k} of step {record['iter']}": v for record in records for k, v in record.items()
             if isinstance(v, (int, float)) and k not in NOT_COMPARED}
 
 
-def compare_run(case, name, **how):
+def compare_run(folder, name, **how):
     """Compare the logged numbers of a run with those of the first run, up to rounding."""
-    train_in_process(case, name, **how)
+    train_in_process(folder, name, **how)
     for is_norm, tolerance in ((False, TOLERANCE), (True, NORM_TOLERANCE)):
         expected, numbers = (
-            {k: v for k, v in read_log(case, run).items() if k.startswith("grad_norm") == is_norm}
+            {k: v for k, v in read_log(folder, run).items() if k.startswith("grad_norm") == is_norm}
             for run in ("first", name))
         compare(numbers, expected, tolerance)
     return f"{len(numbers)} steps agree within rounding"
 
 
-def check_resume(case):
-    train_in_process(case, "resumed", kill_at=KILLED_AT)
+def check_resume(folder):
+    train_in_process(folder, "resumed", kill_at=KILLED_AT)
     try:
-        train_in_process(case, "resumed", resume="must")
+        train_in_process(folder, "resumed", resume="must")
     except NotApplicable as error:
         raise AssertionError(error) from None
     expected, tensors = (
         dict(named_tensors({part: state[part] for part in ("model", "optimizer")}))
-        for state in (load_checkpoint(case.folder / name / "ckpt.pt")
+        for state in (load_checkpoint(folder / name / "ckpt.pt")
                       for name in ("first", "resumed")))
     compare(tensors, expected)  # if not: is there state outside the state_dict?
-    compare(read_log(case, "resumed"), read_log(case, "first"))
+    compare(read_log(folder, "resumed"), read_log(folder, "first"))
     return f"killed at step {KILLED_AT}; weights, optimizer and log equal to the bit"
 
 
@@ -436,11 +442,11 @@ def check(settings, config):
         case = Case(config, folder)
         (case.folder / "config.yaml").write_text(to_yaml(config))
         try:
-            train_in_process(case, "first")
+            train_in_process(case.folder, "first")
         except (NotApplicable, AssertionError) as error:
             raise SetupError(f"the first run failed: {error}") from None
         names = settings.only or [*RUNS, *EXAMINATIONS]
-        runs = {name: pool.submit(RUNS[name], case) for name in RUNS if name in names}
+        runs = {name: pool.submit(RUNS[name], case.folder) for name in RUNS if name in names}
         passed = [print_result(name, future.result) for name, future in runs.items()]
         # With the shape of the weights from which the run started.
         case.config = load_config(case.folder / "first" / "config.yaml")
