@@ -58,8 +58,6 @@ def estimate(config):
         try:
             seconds, memory["activations"] = measure_step(
                 config, data, ranks, dtype, compiled and on_gpu, available)
-            if on_gpu:
-                memory = {"peak of a step": torch.cuda.max_memory_allocated(ranks.device)}
         except torch.OutOfMemoryError:
             raise CollectiveExit(TOO_LARGE) from None
         listed = ", ".join(f"{name} {size / MIB:,.0f}" for name, size in memory.items())
@@ -106,7 +104,7 @@ def measure_step(config, data, ranks, dtype, compiled, available):
     if compiled:
         compile_model(model, device)
     memory = PeakMemory(model)
-    count_bytes = memory if device.type == "cpu" else contextlib.nullcontext()
+    count_bytes = contextlib.nullcontext() if device.type == "cuda" else memory
     with count_bytes:
         batch = data.train.get_batch(device, 0)
 
@@ -118,7 +116,7 @@ def measure_step(config, data, ranks, dtype, compiled, available):
             compute()
         return timed(compute, device), memory.peak
     size = len(batch[0])
-    n = 1 if device.type == "cpu" else size
+    n = size if device.type == "cuda" else 1
     seconds, peak = measure(n)
     if n < size:
         affordable = min((deadline - time.perf_counter()) / (3 * seconds),
@@ -131,8 +129,11 @@ def measure_step(config, data, ranks, dtype, compiled, available):
     update(optimizer, config.grad_clip)  # creates its state
     measure(n)
     update_seconds = timed(lambda: update(optimizer, config.grad_clip), device)
-    n_micro = config.accumulation(ranks.world_size)
-    return n_micro * seconds + update_seconds, MALLOC_FACTOR * peak
+    seconds = config.accumulation(ranks.world_size) * seconds + update_seconds
+    if device.type != "cuda":
+        return seconds, MALLOC_FACTOR * peak
+    state = sum(state_memory(config, model, world_size=1).values())
+    return seconds, max(0, torch.cuda.max_memory_allocated(device) - state)
 
 
 class PeakMemory(TorchDispatchMode):

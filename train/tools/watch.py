@@ -62,7 +62,7 @@ class Run:
             return next((r for r in reversed(self.records) if name in r), {})
         return dict(name=self.name, color=color, changed=max(self.stamps)[0], step=last("loss"),
                     evaluation=last("val_loss"), lines=self.log.splitlines()[:-LOG_LINES - 1:-1],
-                    sample=self.samples[self.samples.rfind("=== iter "):].strip())
+                    sample="".join(self.samples.rpartition("=== iter ")[1:]).strip())
 
 
 def tail(path):
