@@ -368,7 +368,7 @@ def test_bad_numbers_say_where_and_what_to_change(tmp_path, data_dir):
 
 @pytest.mark.parametrize("args, words", [
     (dict(dtype="float8"), "dtype: must be one of auto, bfloat16, float16, float32"),
-    (dict(device="tpu"), "use auto, cpu, cuda, cuda:N or mps"),
+    (dict(device="tpu"), "expected auto, cpu, mps, cuda"),
     (dict(model="gtp"), "there is no model type model/gtp.py"),
     pytest.param(dict(device="cuda"), "use --device cpu", marks=pytest.mark.skipif(
         torch.cuda.is_available(), reason="there is a GPU"))])

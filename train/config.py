@@ -318,15 +318,10 @@ def format_config(config):
     for group, keys in group_fields(type(config)).items():
         lines.append(f"# {group}")
         for f in keys:
-            text = f"{f.name}: {format_value(getattr(config, f.name))}"
+            value = yaml.safe_dump(getattr(config, f.name), default_flow_style=True, width=10**9)
+            text = f"{f.name}: {value.strip().removesuffix('...').strip()}"
             lines.append(f"{text:<44} # {config.origins.get(f.name, 'default')}")
     return "\n".join(lines)
-
-
-def format_value(value):
-    """Return `value` as YAML on one line."""
-    text = yaml.safe_dump(value, default_flow_style=True, width=10**9).strip()
-    return text.removesuffix("...").strip()
 
 
 def to_yaml(config):
