@@ -25,7 +25,6 @@ import torch
 from conftest import TINY, tiny_args
 from processes import Fork
 
-from data import prepare
 from data.chat_template import DEFAULT_SPEC, BuiltinTemplate, ChatTemplate
 from data.prepare import chat
 from data.records import walk
@@ -463,13 +462,6 @@ def test_a_folder_is_read_as_far_as_it_goes(tmp_path):
     for folder in ("in", "link"):
         names = [os.path.basename(p) for p in walk(str(tmp_path / folder), "", set())]
         assert names == ["a.txt", "b.txt"]
-
-
-def test_a_mirror_is_https(capsys, monkeypatch):
-    pytest.importorskip("huggingface_hub")
-    monkeypatch.setenv("HF_ENDPOINT", "http://a.example/b")
-    assert prepare.main(["--dataset", "tinystories"]) == 2
-    assert "expected the https://" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("array, shape, limit, least", [

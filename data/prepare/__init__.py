@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 from data.meta import Meta, write_meta
 from data.prepare import encode
-from data.prepare.corpora import CORPORA, download_corpus, download_shakespeare, prepare_tokens
+from data.prepare.corpora import CORPORA, download_shakespeare, prepare_tokens
 from data.prepare.folders import FolderOptions, new_folder, report
 from data.prepare.sources import STDLIB, read_sources, source_name
 from data.records import SOURCES
@@ -58,16 +58,12 @@ class Options(FolderOptions):
 # preparing text
 
 def choose_tokenizer(o):
-    """Return (tokenizer or `None` if it is made from the text, problems)."""
-    problems = []
+    """Return the tokenizer, or `None` if it is made from the text. Raises UserError."""
     if (o.tokenizer == "bpe") != (o.vocab_size is not None):
-        problems.append(("vocab_size", "goes with tokenizer bpe, and with no other: give both"))
-    try:
-        if o.tokenizer == "bpe":
-            require("rustbpe", "tokenizer bpe")
-        return None if o.tokenizer in ("char", "bpe") else open_tokenizer(o.tokenizer), problems
-    except ValueError as error:
-        return None, [*problems, (str(error), "")]
+        raise UserError("--vocab_size goes with --tokenizer bpe, and with no other: give both")
+    if o.tokenizer == "bpe":
+        require("rustbpe", "tokenizer bpe")
+    return None if o.tokenizer in ("char", "bpe") else open_tokenizer(o.tokenizer)
 
 
 def make_tokenizer(o, documents):
@@ -82,14 +78,14 @@ def make_tokenizer(o, documents):
 
 def prepare(sources, out, tokenizer="byte", log=echo, **options):
     """Write train.bin, val.bin and meta.json of `sources` to the folder `out`, and return the
-    content of meta.json. options: fields of Options. Raises DataError with all problems."""
+    content of meta.json. options: fields of Options. Raises UserError."""
     start = time.monotonic()
     o = Options(sources=[os.path.expanduser(source) for source in sources], out=out,
                 tokenizer=tokenizer or "byte", **options)
     o.field = o.field or ["text"]
     with new_folder(o.out, "gpt", o.sources, o.force) as folder:
-        tokenizer, problems = choose_tokenizer(o)
-        documents, skipped = read_sources(o, os.path.join(folder, "text"), problems)
+        tokenizer = choose_tokenizer(o)
+        documents, skipped = read_sources(o, os.path.join(folder, "text"))
         tokenizer = tokenizer or make_tokenizer(o, documents)
         fraction = o.val_fraction or min(0.1, MAX_VAL_BYTES / documents.size)
         in_val, cut = encode.choose_split(documents, fraction)
@@ -148,17 +144,13 @@ def run(o):
     """Run the command."""
     if bool(o.sources) == bool(o.dataset):
         raise UserError("give one or more SOURCEs, or --dataset NAME")
-    corpus = CORPORA.get(o.dataset)
-    if o.shards and not corpus:
+    if o.shards and o.dataset not in CORPORA:
         raise UserError(f"--shards goes with --dataset {', '.join(CORPORA)}")
     o.out = o.out or os.path.join("data", "bin", o.dataset or source_name(o.sources[0]))
-    if corpus and corpus.is_tokens:
+    if o.dataset in CORPORA:
         splits = prepare_tokens(o)
     else:
-        if corpus:
-            o.sources = download_corpus(o)
-            o.separator = corpus.separator if o.separator is None else o.separator
-        elif o.dataset:
+        if o.dataset:
             o.sources = [STDLIB if o.dataset == "stdlib" else download_shakespeare()]
         splits = prepare(**vars(o))["splits"]
     report_text(o.out, splits)

@@ -2,7 +2,6 @@
 
 import contextlib
 import os
-from typing import NamedTuple
 
 from data.hub import HUB, download, fetch_file
 from data.meta import Meta, write_meta
@@ -17,25 +16,10 @@ SHAKESPEARE_URL = ("https://raw.githubusercontent.com/karpathy/char-rnn/master/d
 SHAKESPEARE_SHA256 = "86c4e6aa9db7c042ec79f339dcb96d42b0075e16b8fc2e86bf0ca57e2dc565ed"
 
 
-class Corpus(NamedTuple):
-    """Files of a data set of the Hugging Face hub."""
-    repo: str
-    names: list         # of files; of tokens, the first is the validation split
-    is_tokens: bool     # shards of GPT-2 tokens in llm.c's format; otherwise text or records
-    separator: str | None = None
-
-
-CORPORA = {
-    "fineweb10B": Corpus("kjj0/fineweb10B-gpt2", [
-        "fineweb_val_000000.bin", *(f"fineweb_train_{i:06d}.bin" for i in range(1, 104))], True),
-    "fineweb_edu": Corpus("kjj0/finewebedu10B-gpt2", [
-        "finewebedu_val_000000.bin", *(f"finewebedu_train_{i:06d}.bin" for i in range(1, 100))],
-        True),
-    "openwebtext": Corpus("Skylion007/openwebtext", [
-        f"plain_text/train-{i:05d}-of-00080.parquet" for i in range(80)], False),
-    "tinystories": Corpus("roneneldan/TinyStories", ["TinyStoriesV2-GPT4-train.txt"], False,
-                          "<|endoftext|>"),
-}
+# Corpora of GPT-2's tokens in llm.c's format: repository of the Hugging Face hub, start of the
+# files' names, number of training files.
+CORPORA = {"fineweb10B": ("kjj0/fineweb10B-gpt2", "fineweb", 103),
+           "fineweb_edu": ("kjj0/finewebedu10B-gpt2", "finewebedu", 99)}
 
 
 def download_shakespeare():
@@ -54,23 +38,15 @@ def download_shakespeare():
     return path
 
 
-def download_corpus(o, folder=None):
-    """Return the paths of the files of o.dataset (the first o.shards training files), downloaded to
-    `folder`, or to the cache of huggingface_hub. Raises DataError."""
-    corpus = CORPORA[o.dataset]
-    return [download(f"dataset {o.dataset}", "hf_hub_download", repo_id=corpus.repo, filename=file,
-                     repo_type="dataset", local_dir=folder)
-            for file in corpus.names[:o.shards and o.shards + corpus.is_tokens]]
-
-
 def prepare_tokens(o):
-    """Download a corpus of GPT-2 tokens into the folder o.out, and write meta.json. Returns the
-    numbers of each split."""
+    """Download o.dataset (the first o.shards training files) into the folder o.out, and write
+    meta.json. Returns the numbers of each split. Raises DataError."""
     names = ("field", "separator", "num_samples", "val_fraction", "tokenizer", "vocab_size")
     if unused := [name for name in names if getattr(o, name)]:
         raise DataError(f"dataset {o.dataset}: comes as GPT-2's tokens, already split: leave out "
                         f"--{unused[0]}")
-    sources = [f"{HUB}/datasets/{CORPORA[o.dataset].repo}/resolve/main/"]
+    repo, start, n_files = CORPORA[o.dataset]
+    sources = [f"{HUB}/datasets/{repo}/resolve/main/"]
     check_replaceable(o.out, "gpt", sources, o.force)
     os.makedirs(o.out, exist_ok=True)
     meta = Meta("gpt", "uint16", **write_tokenizer(o.out, open_tokenizer("gpt2")), sources=sources,
@@ -79,7 +55,11 @@ def prepare_tokens(o):
     for file in ("train.bin", "val.bin"):  # of other sources, which would hide the shards
         with contextlib.suppress(FileNotFoundError):
             os.unlink(os.path.join(o.out, file))
-    n_val, *n_train = (open_shard(path, "uint16").n_tokens for path in download_corpus(o, o.out))
+    files = [f"{start}_val_000000.bin",
+             *(f"{start}_train_{i:06d}.bin" for i in range(1, (o.shards or n_files) + 1))]
+    paths = [download(f"dataset {o.dataset}", "hf_hub_download", repo_id=repo, filename=file,
+                      repo_type="dataset", local_dir=o.out) for file in files]
+    n_val, *n_train = (open_shard(path, "uint16").n_tokens for path in paths)
     meta.incomplete = None
     write_meta(o.out, meta)
     return dict(train=dict(tokens=sum(n_train), files=len(n_train)), val=dict(tokens=n_val))

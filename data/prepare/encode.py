@@ -115,12 +115,9 @@ def read_piece(f, piece):
 def sample_texts(documents, max_bytes):
     """Yield texts that are spread evenly over the documents, about `max_bytes`."""
     pieces = batches(cut_pieces(documents, np.zeros(len(documents.ends)), documents.size))
-    progress = Progress("learning tokens", min(documents.size, max_bytes))
     with open(documents.path, "rb") as f:
         for batch in itertools.islice(pieces, 0, None, -(-documents.size // max_bytes)):
-            for piece in batch:
-                yield read_piece(f, piece)
-                progress.add(piece.end - piece.start)
+            yield from (read_piece(f, piece) for piece in batch)
 
 
 def train_bpe(texts, vocab_size):

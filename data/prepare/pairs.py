@@ -138,16 +138,15 @@ class PairWriter(SampleWriter):
         the names of the files."""
         from model.dpo import answer_logps
         width = self.block_size + 1
-
-        def stack(part, fill, dtype):
-            rows = [side[part] for pair in pairs for side in pair]
-            return pad_rows(rows, width, fill, dtype).reshape(-1, 2, width)
-        tokens = stack(0, self.tokenizer.eot_token, id_dtype(self.tokenizer.n_vocab))  # (N, 2, T)
-        mask = stack(1, 0, np.uint8)  # (N, 2, T)
-        logps = np.concatenate([  # (N, 2)
-            answer_logps(self.reference, *(array[i:i + PAIRS_PER_BATCH].astype(np.int64)
-                                           for array in (tokens, mask)))
-            for i in range(0, len(pairs), PAIRS_PER_BATCH)])
+        ids, masks = zip(*(side for pair in pairs for side in pair))
+        tokens = pad_rows(ids, width, self.tokenizer.eot_token, id_dtype(self.tokenizer.n_vocab))
+        mask = pad_rows(masks, width, 0, np.uint8)  # (2 N, T)
+        logps = []
+        for i in range(0, 2 * len(pairs), 2 * PAIRS_PER_BATCH):
+            batch = [array[i:i + 2 * PAIRS_PER_BATCH].reshape(-1, 2, width).astype(np.int64)
+                     for array in (tokens, mask)]
+            logps.append(answer_logps(self.reference, *batch))
+        logps = np.concatenate(logps)  # (N, 2)
         for name, array in dict(tokens=tokens, mask=mask, logps=logps).items():
             np.save(f"{start}_{name}.npy", array.reshape(len(pairs), -1))
         return dict(pairs=len(pairs), preferred=float((logps[:, 0] > logps[:, 1]).mean()))

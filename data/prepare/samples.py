@@ -31,6 +31,26 @@ class SampleOptions(FolderOptions):
     skip_bad: bool = key(False, "leave out invalid records")
 
 
+def example_records(source):
+    """Yield (where, record): one question about each name in Python's standard library, with one
+    correct answer."""
+    library = Path(sysconfig.get_paths()["stdlib"])
+    files = [*library.glob("*.py"), *(path for path in library.glob("*/*.py")
+                                      if not re.search("test|packages", path.parent.name))]
+    text = "".join(path.read_text("utf-8", "replace") for path in files)
+    names = sorted(set(re.findall(r"\b[a-z]{2,9}(?:_[a-z]{2,9}){1,2}\b", text)))
+    for i, name in enumerate(names):
+        words = [word.capitalize() for word in name.split("_")]
+        camel = "".join(words)
+        tasks = ((f"{name} in CamelCase?", camel), (f"{name} in capitals?", name.upper()),
+                 (f"{camel} in snake_case?", name))
+        if source == "example-more":
+            tasks = ((f"{name} as a title?", " ".join(words)),
+                     (f"{name} with hyphens?", name.replace("_", "-")))
+        question, answer = tasks[i % len(tasks)]
+        yield f"{source}: record {i}", {"prompt": question, "response": answer}
+
+
 class SampleWriter:
     """Base class of the commands. Subclasses set noun (of a sample) and model, and define
 
@@ -40,6 +60,7 @@ class SampleWriter:
                                 of meta.json
     """
     suffix = ""  # of the default folder
+    examples = staticmethod(example_records)  # of the sources example and example-more
 
     def __init__(self, args):
         self.args = args
@@ -92,27 +113,3 @@ class SampleWriter:
         for split, sample in samples:
             splits[split].append(sample)
         return splits
-
-    @staticmethod
-    def examples(source):
-        return example_records(source)
-
-
-def example_records(source):
-    """Yield (where, record): one question about each name in Python's standard library, with one
-    correct answer."""
-    library = Path(sysconfig.get_paths()["stdlib"])
-    files = [*library.glob("*.py"), *(path for path in library.glob("*/*.py")
-                                      if not re.search("test|packages", path.parent.name))]
-    text = "".join(path.read_text("utf-8", "replace") for path in files)
-    names = sorted(set(re.findall(r"\b[a-z]{2,9}(?:_[a-z]{2,9}){1,2}\b", text)))
-    for i, name in enumerate(names):
-        words = [word.capitalize() for word in name.split("_")]
-        camel = "".join(words)
-        tasks = ((f"{name} in CamelCase?", camel), (f"{name} in capitals?", name.upper()),
-                 (f"{camel} in snake_case?", name))
-        if source == "example-more":
-            tasks = ((f"{name} as a title?", " ".join(words)),
-                     (f"{name} with hyphens?", name.replace("_", "-")))
-        question, answer = tasks[i % len(tasks)]
-        yield f"{source}: record {i}", {"prompt": question, "response": answer}

@@ -162,12 +162,12 @@ class Documents:
         self.file.close()
 
 
-def read_sources(o, path, problems):
+def read_sources(o, path):
     """Copy the text of o.sources to the file `path`. Returns (Documents, names of skipped files:
-    copies, and files in folders that are no text). Raises DataError with these and all earlier
-    problems."""
+    copies, and files in folders that are no text). Raises DataError with the problems of all."""
     documents = Documents(path)
     skipped = []
+    problems = []
     real_paths = set()
     for source in o.sources:
         for file in find_files(source, os.path.abspath(o.out)):
