@@ -151,34 +151,21 @@ def build_model(config, data, kind=ChatGPT, shape=GPTConfig):
     return model
 
 
-def find_first_exchange(tokens, mask):
-    """Return (prompt ids, answer ids without the end token) of the first exchange in a row, or in
-    the first of several rows: tokens, mask (..., T + 1)."""
-    tokens = tokens.flatten()
-    mask = mask.flatten()
-    start = int(mask.argmax())
-    is_end = mask[start:] == 0
-    length = int(is_end.long().argmax()) if is_end.any() else len(is_end)
-    return tokens[:start].tolist(), tokens[start:start + length - 1].tolist()
+def first_prompts(tokens, mask, *rest):
+    """Return the ids before the first answer in each row of tokens, mask (B, ..., T + 1)."""
+    rows = zip(tokens.flatten(1), mask.flatten(1))
+    return [ids[:int(learned.argmax())].tolist() for ids, learned in rows]
 
 
-def sample(model, data, config):
-    """Return texts: answers to config.sample_prompts or, by default, to the first questions of
-    three validation rows, followed by the expected answer if it differs."""
+def sample(model, data, config, get_prompts=first_prompts):
+    """Return texts: answers to config.sample_prompts or, by default, to three prompts of the
+    validation data, which get_prompts(*batch) returns."""
     tokenizer = tokenizer_from_spec(data.spec["tokenizer"])
-    exchanges = [(model.template.prompt_ids([("user", text)], tokenizer), None)
-                 for text in config.sample_prompts]
-    if not exchanges:
-        tokens, mask, *_ = data.val.fixed_batch(0, 3)
-        exchanges = [find_first_exchange(*row) for row in zip(tokens[:3], mask[:3])]
-    texts = []
-    for ids, expected in exchanges:
-        answer = generate_answer(model, tokenizer, ids, config.sample_tokens)
-        text = tokenizer.decode(ids + answer)
-        if expected not in (None, answer):
-            text += f"   [expected: {tokenizer.decode(expected)}]"
-        texts.append(text)
-    return texts
+    prompts = [model.template.prompt_ids([("user", text)], tokenizer)
+               for text in config.sample_prompts]
+    prompts = prompts or get_prompts(*data.val.fixed_batch(0, 3))[:3]
+    return [tokenizer.decode(ids + generate_answer(model, tokenizer, ids, config.sample_tokens))
+            for ids in prompts]
 
 
 # -----------------------------------------------------------------------------

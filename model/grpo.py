@@ -368,15 +368,10 @@ def build_model(config, data):
     return model.add_adapters_if(config)
 
 
+def first_prompts(prompts, lengths, *rest):
+    """Return the ids of the prompts (B, P) without padding."""
+    return [ids[:n].tolist() for ids, n in zip(prompts, lengths)]
+
+
 def sample(model, data, config):
-    """Return texts: answers to config.sample_prompts or, by default, the greedy answers to three
-    validation prompts with their rewards."""
-    if config.sample_prompts:
-        return chat.sample(model, data, config)
-    prompts, lengths, numbers = (t[:3] for t in data.val.fixed_batch(0, 3, model.wte.weight.device))
-    texts = []
-    for i, ids in enumerate(model.generate_answers(prompts, lengths)):
-        reward, _, answer = model.reward_function(int(numbers[i]), ids)
-        prompt = model.reward_function.tokenizer.decode(prompts[i, :lengths[i]].tolist())
-        texts.append(f"{prompt}\n{reward:8.4g}  {answer}")
-    return texts
+    return chat.sample(model, data, config, first_prompts)

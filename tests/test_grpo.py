@@ -413,7 +413,7 @@ def test_no_checkpoint_names_a_reward(made, tmp_path):
 # the loop
 
 def test_it_learns_from_rewards(made, tmp_path):
-    """It says what pays; the samples show what they are worth."""
+    """It says what pays, also in the samples."""
     last = train(load_config(None, settings(made, tmp_path / "out", max_iters=24, eval_interval=12,
                                             sample_tokens=4, group_size=8, grpo_beta=0.01)))
     assert last["history"][-1]["val_reward"] == -last["val_loss"] > 0.9
@@ -424,7 +424,9 @@ def test_it_learns_from_rewards(made, tmp_path):
     assert step["loss"] == pytest.approx(-step["reward"] + 0.01 * step["kl"], rel=1e-4)
     assert 0 < step["length"] <= 5
     samples = (tmp_path / "out/samples.txt").read_text()
-    assert "### Assistant:\n\n       1  " in samples
+    answers = [text.split("### Assistant:\n")[1].split("\n")[0]
+               for text in samples.split("=== iter 24 ===")[1:]]
+    assert len(answers) == 3 and all(c < "@" for answer in answers for c in answer)
 
 
 def test_the_answer_that_is_held_back(made, tmp_path):
