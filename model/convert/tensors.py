@@ -130,7 +130,8 @@ def read_weights(tensors, kind, path):
 
 def stack_experts(weights):
     """Return `weights` with the experts of a layer as one tensor (E, out, in)."""
-    out, experts = {}, {}
+    out = {}
+    experts = {}
     for name, t in weights.items():
         if match := re.fullmatch(r"(h\.\d+\.mlp\.\w+)\.(\d+)\.weight", name):
             experts.setdefault(f"{match[1]}.weight", {})[int(match[2])] = t
