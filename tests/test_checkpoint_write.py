@@ -23,7 +23,7 @@ from train import train as training
 from train.base import run_folder
 from train.base.errors import BadNumbers, CheckpointError, UserError
 from train.base.files import lock_folder
-from train.base.run_folder import RunFolder, snapshot
+from train.base.run_folder import RunFolder, numbered_checkpoints, snapshot
 from train.checkpoint import load_checkpoint, save_checkpoint
 
 POINTS = {1: "save_open", 2: "save_mid", 3: "save_before_fsync", 4: "save_before_replace",
@@ -347,6 +347,13 @@ def test_keep_last_and_best(tmp_path, data_dir):
     assert sorted(p.name for p in tmp_path.glob("ckpt_0*")) == numbered
     state = load_checkpoint(tmp_path / "ckpt_best.pt")
     assert state["best_val_loss"] == state["progress"]["val_loss"]
+
+
+def test_numbered_checkpoints_have_seven_digits_or_more(tmp_path):
+    names = ["ckpt_0000010.pt", "ckpt_9999999.pt", "ckpt_10000000.pt"]
+    for name in [*names, "ckpt_0000010_copy.pt", "ckpt_best.pt", "ckpt_10.pt"]:
+        (tmp_path / name).touch()
+    assert sorted(p.name for p in numbered_checkpoints(tmp_path)) == sorted(names)
 
 
 def test_snapshot_is_apart_from_training(tmp_path):

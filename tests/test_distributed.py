@@ -303,7 +303,7 @@ def edited_model(options):
 
         def __init__(self, config, layer):
             super().__init__(config, layer)
-            self.shift = torch.nn.Parameter(torch.full((config.n_embd,), 0.25))
+            self.shift = torch.nn.Parameter(torch.full((1, config.n_embd), 0.25))
             self.gain = torch.nn.Parameter(torch.tensor(EditedBlock.start))
 
         def compute(self, x, *context):
@@ -313,7 +313,7 @@ def edited_model(options):
         with contextlib.ExitStack() as at_end:
             try:
                 run = at_end.enter_context(open_run(config, ranks))
-            except ValueError as error:  # SetupError, and PyTorch's for scalars
+            except SetupError as error:
                 return str(error)
             found = arrays((n, distributed.full(p)) for n, p in run.raw_model.named_parameters())
             train_step(run)
@@ -338,8 +338,9 @@ def test_a_parameter_of_ones_own_starts_from_its_own_value_or_is_refused(data_di
     (alone, _, _), = in_ranks(1, edited_model, options(data_dir, tmp_path / "1"))
     for scalar, unknown, told in in_ranks(2, edited_model, options(data_dir, tmp_path / "2",
                                                                    distributed="fsdp")):
-        assert "scalar parameters. Change gain to a 1D tensor" in scalar
-        assert "does not handle h.*.shift, h.*.gain: add a line" in unknown
+        assert "cannot shard the scalars h.0.gain, h.1.gain: give them the shape (1,)" in scalar
+        assert "\n    h.*.shift: return normal(name, shape, 0.02, seed)\n" in unknown
+        assert "\n    h.*.gain: return torch.ones(shape)\n" in unknown
         for found in (alone, told):
             assert found.keys() == plain.keys() | {f"h.{i}.{n}" for i in (0, 1)
                                                    for n in ("shift", "gain")}
@@ -707,11 +708,17 @@ def agreement():
             v if ranks.is_main else None, checkpoint.without_values(v), ranks)
             for k, v in sent.items()}
         same = all(torch.equal(got[k], v) and got[k].dtype == v.dtype for k, v in sent.items())
-        try:
+        with pytest.raises(ZeroDivisionError):
             distributed.broadcast_from_rank0(lambda: 1 / 0, ranks)
-        except ZeroDivisionError:
-            return largest, rows, found, same
-    return None
+
+        class NoPickle(Exception):
+            """Of a local class, which cannot be pickled."""
+
+        def fail():
+            raise NoPickle("it is full")
+        with pytest.raises(RuntimeError, match="rank 0: NoPickle: it is full"):
+            distributed.broadcast_from_rank0(fail, ranks)
+        return largest, rows, found, same
 
 
 def test_ranks_agree_on_numbers_tensors_and_errors():

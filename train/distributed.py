@@ -6,6 +6,7 @@
 import contextlib
 import ctypes
 import os
+import pickle
 import random
 import re
 import signal
@@ -179,15 +180,21 @@ def max_over_ranks(values, ranks):
 
 def broadcast_from_rank0(make, ranks):
     """Call make() on rank 0, and return the result, or raise the exception, on every rank."""
-    objects = [None, None]  # result, error
+    result = None
+    error = None
     if ranks.is_main:
         try:
-            objects[0] = make()
-        except Exception as error:
-            objects[1] = error
+            result = make()
+        except Exception as raised:
+            error = raised
     if ranks.world_size > 1:
+        try:
+            pickle.loads(pickle.dumps(error))
+        except Exception:
+            error = RuntimeError(f"rank 0: {type(error).__name__}: {error}")
+        objects = [result, error]
         dist.broadcast_object_list(objects, src=0, group=ranks.control)
-    result, error = objects
+        result, error = objects
     if error is not None:
         raise error
     return result
@@ -214,6 +221,9 @@ def shard(model, ranks, dtype, seed, initial):
     """
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+    if scalars := [name for name, p in model.named_parameters() if p.dim() == 0]:
+        raise SetupError(f"FSDP cannot shard the scalars {', '.join(scalars)}: give them the shape "
+                         "(1,), or use --distributed ddp")
     tensors = model.state_dict()
     if tables := [name for name, b in model.named_buffers() if b.is_meta and name not in tensors]:
         raise SetupError(f"under FSDP, the buffers {', '.join(tables)} have no values: create them "
@@ -236,10 +246,12 @@ def shard(model, ranks, dtype, seed, initial):
         else:
             assign(tensors[name], value)
     if unknown:
-        patterns = dict.fromkeys(re.sub(r"\.\d+\.", ".*.", name) for name in unknown)
-        raise SetupError(f"under FSDP, {type(model).__name__}.initial(name, shape, seed) returns "
-                         f"the initial values; it does not handle {', '.join(patterns)}: add a "
-                         "line for each, e.g. `return torch.ones(shape)`, or use --distributed ddp")
+        examples = {re.sub(r"\.\d+\.", ".*.", name): "torch.ones(shape)" if tensors[name].dim() < 2
+                    else "normal(name, shape, 0.02, seed)" for name in unknown}
+        lines = "\n".join(f"    {name}: return {value}" for name, value in examples.items())
+        raise SetupError(f"under FSDP, parameters are initialised by {type(model).__name__}.initial("
+                         "name, shape, seed); add a line for each of these, e.g. (use the usual "
+                         f"initial values)\n{lines}\nor use --distributed ddp")
     return model
 
 

@@ -56,8 +56,7 @@ class Backbone:
         """The sha256 of the file, by which earlier versions identified the backbone."""
         if not os.path.isfile(self.path):
             return None
-        with open(self.path, "rb") as file:
-            return hashlib.file_digest(file, "sha256").hexdigest()
+        return hashlib.sha256(np.memmap(self.path, mode="r")).hexdigest()
 
     @torch.no_grad()
     def activations(self, idx):

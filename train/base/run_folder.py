@@ -208,7 +208,8 @@ def find_newest_checkpoint(folder, log):
 def numbered_checkpoints(folder):
     """Return the paths of the numbered checkpoints, sorted by the time of writing (after --resume
     FILE the oldest does not have the lowest number)."""
-    paths = pathlib.Path(folder).glob(f"ckpt_{'[0-9]' * 7}.pt")
+    paths = [path for path in pathlib.Path(folder).glob("ckpt_*.pt")
+             if re.fullmatch("ckpt_[0-9]{7,}.pt", path.name)]
     return sorted(paths, key=lambda path: (path.stat().st_mtime_ns, path))
 
 
