@@ -249,9 +249,9 @@ def shard(model, ranks, dtype, seed, initial):
         examples = {re.sub(r"\.\d+\.", ".*.", name): "torch.ones(shape)" if tensors[name].dim() < 2
                     else "normal(name, shape, 0.02, seed)" for name in unknown}
         lines = "\n".join(f"    {name}: return {value}" for name, value in examples.items())
-        raise SetupError(f"under FSDP, parameters are initialised by {type(model).__name__}.initial("
-                         "name, shape, seed); add a line for each of these, e.g. (use the usual "
-                         f"initial values)\n{lines}\nor use --distributed ddp")
+        raise SetupError("under FSDP, initial(name, shape, seed) of the model returns the initial "
+                         f"values; add a line for each of these, e.g.\n{lines}\nor use "
+                         "--distributed ddp")
     return model
 
 
