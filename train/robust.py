@@ -1,4 +1,4 @@
-"""Monitors of a run: signals, a time limit per step, loss spikes; and error reports."""
+"""Reactions of a run: to signals, a time limit per step, loss spikes; and error reports."""
 
 import contextlib
 import faulthandler
@@ -6,7 +6,6 @@ import math
 import os
 import signal
 import sys
-import time
 import traceback
 
 import torch
@@ -88,69 +87,47 @@ class Signals:
         return stop, bool(save)
 
 
-class Watchdog:
-    """Exits the process, with the stacks of all threads, after a step of more than `timeout`
-    seconds. It is a C thread, so it also works while Python waits in a collective."""
-
-    def __init__(self, timeout):
-        self.timeout = timeout
-        self.armed_at = -math.inf
-        self.factor = 0
-
-    def arm(self, factor=1):
-        """Allow `factor` * timeout seconds from now. Setting the timer costs 0.2 ms, so it is set
-        with a margin of 10% and not reset until this margin is used up."""
-        if not self.timeout:
-            return
-        now = time.monotonic()
-        allowed = self.timeout * factor
-        if factor != self.factor or now > self.armed_at + allowed / 10:
-            # One rank per machine after the other, or the stacks would be interleaved.
-            delay = int(os.environ.get("LOCAL_RANK") or 0) / 2
-            faulthandler.dump_traceback_later(allowed * 1.1 + delay, exit=True, file=sys.stderr)
-            self.armed_at = now
-            self.factor = factor
-
-    def __enter__(self):
-        return self
-
-    def __exit__(self, *_):
-        if self.timeout:
-            faulthandler.cancel_dump_traceback_later()
+def exit_after(seconds):
+    """Exit the process, with the stacks of all threads, unless this is called again within
+    `seconds`; 0: no limit. The timer is a C thread, so that it also works while Python waits in a
+    collective."""
+    if seconds:
+        # One rank per machine after the other, or the stacks would be interleaved.
+        delay = int(os.environ.get("LOCAL_RANK") or 0) / 2
+        faulthandler.dump_traceback_later(seconds + delay, exit=True, file=sys.stderr)
 
 
 # -----------------------------------------------------------------------------
 # loss spikes and non-finite values
 
-def decide_action(loss, norm, progress, spikes, on_spike, scaled):
-    """Return (action, description for the log) for a step whose loss is a spike, or whose loss or
-    gradient norm is not finite. Updates the counters in `progress`.
+# What happens after a step whose loss is a spike, by action.
+REACTIONS = dict(update="continuing", skip="skipping this update",
+                 rewind="rewinding to the last checkpoint")
 
-    The action is "update", "skip", "rewind" or "stop"; the description is "" if the step is not
-    worth a warning. Non-finite values stop the run, or count as a spike with on_spike "rewind".
-    With a loss scale (`scaled`, float16) some gradients overflow: the step is skipped, and the
-    scale decreases.
+
+def decide_action(loss, norm, progress, spikes, on_spike, scaled):
+    """Return the action, "update", "skip", "rewind" or "stop", for a step whose loss is a spike, or
+    whose loss or gradient norm is not finite. Updates the counters in `progress`.
+
+    Non-finite values stop the run, or count as a spike with on_spike "rewind". With a loss scale
+    (`scaled`, float16) some gradients overflow: the step is skipped, and the scale decreases.
     """
     p = progress
     rewind = on_spike == "rewind" and p.rewinds < MAX_REWINDS
-    rewinding = "rewind", "rewinding to the last checkpoint"
     if not (math.isfinite(loss) and math.isfinite(norm)):
         p.overflows += 1
         p.overflows_in_a_row += 1
         if scaled and math.isfinite(loss) and p.overflows_in_a_row <= MAX_OVERFLOWS_IN_A_ROW:
-            return "skip", ""
-        return rewinding if rewind else ("stop", "")
+            return "skip"
+        return "rewind" if rewind else "stop"
     p.overflows_in_a_row = 0
     p.spikes_in_a_row += 1
     if p.spikes_in_a_row > MAX_SPIKES_IN_A_ROW:  # a permanently higher loss, e.g. of other data
         spikes.losses.clear()
-        return "update", ""
+        return "update"
     if rewind:
-        return rewinding
-    if on_spike == "skip":
-        return "skip", "skipping this update"
-    used_up = f"all {MAX_REWINDS} rewinds of this run are used up: " * (on_spike == "rewind")
-    return "update", f"{used_up}continuing"
+        return "rewind"
+    return "skip" if on_spike == "skip" else "update"
 
 
 def describe_non_finite(it, loss, norm, lr, batch, path):

@@ -6,10 +6,10 @@ train/train.py trains it. The state that must survive a crash is in the model, t
 """
 
 import contextlib
+import faulthandler
 import functools
 import math
 from dataclasses import asdict, dataclass, field, fields
-from typing import Any
 
 import torch
 
@@ -62,87 +62,45 @@ class Progress:
 
 class Run:
     """The state of one run. Only the functions of train/train.py take the whole Run; all other
-    functions take the parts that they need. Fields are in the order of initialisation."""
-
-    config: Any              # TrainConfig: shape of inherited weights filled in, lengths in steps
-    ranks: Any               # Ranks: rank, world_size, device
-    model_type: Any          # functions and constants of model/NAME.py (train/system.py)
-    on_evaluation: Any       # callback(iter_num, numbers)
-    progress: Progress
-    test_numbers: dict       # numbers on the test data, after the final evaluation
-    saved_at: int            # iter_num of the last save
-    best_due: bool           # the next save also writes ckpt_best.pt
-
-    # 1. folder
-    folder: Any              # RunFolder: out_dir, locked; saves in the background
-    start: Any               # Start: scratch, resume or init_from, with the checkpoint
-
-    # 2. data
-    data: Any                # Data: loaders train, val and test, and spec
-    n_micro: int             # micro-batches of this rank per step
-    full_count: int          # items of a micro-batch in which no item is masked
-    units_per_step: int      # tokens (or rows) per step, over all ranks
-
-    # 3. model
-    dtype: torch.dtype
-    autocast: Any            # autocast() is the context of every forward pass
-    sharded: bool            # FSDP: every rank holds a part of each tensor
-    raw_model: torch.nn.Module   # the bare model: evaluated, sampled, saved
-    model: torch.nn.Module       # the same, under DDP: computes the training step
-    flops_per_step: float    # over all ranks; 0: unknown
-    tasks: Any               # evaluates task files (eval_tasks), or None
-    log: Any                 # Logger: console, train.log, metrics.jsonl, trackers
-    peak_flops: float  # per second, over all ranks; 0: unknown
-    compiler: Any            # calls the model, compiled if that pays
-
-    # 4. optimizer
-    first_eval_counts: bool  # trained weights may be the best before the first step
-    optimizer: torch.optim.Optimizer
-    average: Any             # running average of the weights (ema), or None
-    forward: Any             # forward(*batch) of `model`, compiled if that pays
-    before_step: Any         # before_step(it) and
-    after_step: Any          # after_step(it, sums) of the model, or None
-    scaler: torch.amp.GradScaler
-
-    # 5. monitors
-    stopping: EarlyStopping
-    plateau: ReduceOnPlateau
-    spikes: Any              # SpikeDetector
-    signals: Any             # SIGTERM, SIGINT, SIGHUP, SIGUSR1: read between steps
-    watchdog: Any            # stops the process if a step exceeds step_timeout
-    clock: Any               # time per step, without evaluations and saves
-    batches: Any             # Prefetcher: batches on the device, read ahead
+    functions take the parts that they need. The methods open_... set the attributes, in this order.
+    """
 
     def __init__(self, config, ranks, on_evaluation=None):
+        # TrainConfig: with the shape of inherited weights, and lengths in steps.
         self.config = config
-        self.ranks = ranks
+        self.ranks = ranks  # Ranks: rank, world_size, device
+        # Functions and constants of model/NAME.py (train/system.py).
         self.model_type = load_model_type(config.model)
         self.on_evaluation = on_evaluation or (lambda iter_num, numbers: None)
         self.progress = Progress()
-        self.test_numbers = {}
-        self.saved_at = 0
-        self.best_due = False
+        self.test_numbers = {}  # on the test data, after the final evaluation
+        self.saved_at = 0       # iter_num of the last save
+        self.best_due = False   # the next save also writes ckpt_best.pt
 
     def open_folder(self, stack):
         """Lock out_dir and find where the run starts: from scratch, from the last checkpoint of the
         run, or from given weights; the configuration inherits the shape of these."""
         c = self.config
+        # out_dir, locked; saves in the background.
         self.folder = stack.enter_context(
             RunFolder(c.out_dir, c.keep_last, c.save_precision))
+        # Start: scratch, resume or init_from, with the checkpoint.
         self.start = checkpoint.find_start(self.folder, c, self.ranks, echo)
         self.config = c.replace(**self.start.shape)
 
     def open_data(self):
         """Open the loaders, which define the length of an epoch, and convert lengths to steps."""
-        self.data = open_data(self.config, self.ranks)
+        self.data = open_data(self.config, self.ranks)  # Data: loaders train, val, test; spec
         if self.config.eval_only and self.data.val is None:
             raise SetupError("eval_only: the data has no validation split")
         if self.start.kind != "resume":
             check_epochs(self.config, self.data.train.samples)
         c = self.config = self.config.in_steps(self.data.train.samples)
         world_size = self.ranks.world_size
-        self.n_micro = c.accumulation(world_size)
+        self.n_micro = c.accumulation(world_size)  # micro-batches of this rank per step
+        # Items of a micro-batch in which no item is masked.
         self.full_count = c.micro_batch(world_size) * self.data.train.units_per_sample
+        # Tokens (or rows) per step, over all ranks.
         self.units_per_step = c.samples_per_step * self.data.train.units_per_sample
 
     def open_model(self, stack, model=None):
@@ -151,26 +109,32 @@ class Run:
         c = self.config
         ranks = self.ranks
         self.dtype, reason = device.choose_dtype(c.dtype, ranks.device)
+        # autocast() is the context of every forward pass.
         self.autocast = functools.partial(torch.autocast, ranks.device.type, self.dtype,
                                           enabled=self.dtype != torch.float32)
+        # FSDP: every rank holds a part of each tensor.
         self.sharded = c.distributed == "fsdp" and ranks.world_size > 1
+        # The bare model is evaluated, sampled and saved; `model`, the same under DDP, is trained.
         self.raw_model = self.build_model(model)
         self.model = self.raw_model
+        # Over all ranks; 0: unknown.
         self.flops_per_step = flops_per_step(self.raw_model, c, self.data.train)
         self.peak_flops = device.total_peak_flops(ranks, self.dtype) if self.flops_per_step else 0
         if self.start.kind == "resume":
             checkpoint.check_fits(self.start, c, self.data, self.raw_model, ranks)
-        self.tasks = None
+        self.tasks = None  # evaluates task files
         if c.eval_tasks:
             from model.eval.tasks import Tasks
             self.tasks = Tasks(c, self.data, self.raw_model, ranks)
         compiled = should_compile(c, self.flops_per_step, ranks)
+        # Console, train.log, metrics.jsonl, trackers.
         self.log = stack.enter_context(self.open_log(f"{reason}; compile {ON_OFF[compiled]}"))
         stack.callback(self.folder.wait)  # the save under way may still log a warning
         if self.tasks:
             self.log.info(self.tasks.summary)
+        # Calls the model, compiled if that pays.
         self.compiler = Compiler(self.raw_model, compiled, ranks.device, self.log.warn,
-                                       c.batch_size)
+                                 c.batch_size)
 
     def build_model(self, model=None):
         """Return the bare model on the device: `model`, or the model file's. A sharded model is
@@ -203,12 +167,13 @@ class Run:
         if self.start.kind == "init_from":
             checkpoint.load_weights(self.raw_model, self.start, c, self.data.spec, self.ranks,
                                 self.log.info)
+        # Trained weights may be the best before the first step.
         self.first_eval_counts = c.init_from != "scratch" or not all(
             p.requires_grad for p in self.raw_model.parameters())
         self.optimizer = build_optimizer(self.raw_model, c, self.log.info)
         if not isinstance(self.optimizer, AdamW):  # of a fork
             checkpoint.check_on_first_step(self.optimizer)
-        self.average = None
+        self.average = None  # running average of the weights
         if c.ema:
             from train.options.ema import Average
             self.average = Average(self.optimizer, c.ema)
@@ -216,23 +181,25 @@ class Run:
                                            enabled=self.dtype == torch.float16)
         if not self.sharded:
             self.model = distributed.wrap_ddp(self.raw_model, self.ranks)
-        self.forward = self.model
+        self.forward = self.model  # forward(*batch) of `model`, compiled if that pays
         if self.compiler.enabled:
             self.forward = functools.partial(self.compiler.call, self.model)
+        # before_step(it) and after_step(it, sums) of the model, or None.
         self.before_step = getattr(self.raw_model, "before_step", None)
         self.after_step = getattr(self.raw_model, "after_step", None)
 
     def open_monitors(self, stack):
-        """Create the monitors: early stopping, schedules, signals, watchdog, clock, prefetcher."""
+        """Create the monitors: early stopping, schedules, signals, clock, prefetcher."""
         c = self.config
         self.stopping = EarlyStopping(c.early_stopping_patience, c.early_stopping_min_delta,
                                       c.early_stopping_mode)
         self.plateau = ReduceOnPlateau(c.lr_factor, c.plateau_patience,
                                        min_scale=(c.min_lr or 0.0) / c.learning_rate)
         self.spikes = SpikeDetector(c.spike_sigma)
-        self.signals = robust.Signals()
-        self.watchdog = stack.enter_context(robust.Watchdog(c.step_timeout))
-        self.clock = logger.Clock()
+        self.signals = robust.Signals()  # SIGTERM, SIGINT, SIGHUP, SIGUSR1: read between steps
+        stack.callback(faulthandler.cancel_dump_traceback_later)  # see exit_after()
+        self.clock = logger.Clock()  # time per step, without evaluations and saves
+        # Batches on the device, read ahead.
         self.batches = Prefetcher(self.data.train, self.ranks.device)
         stack.callback(self.batches.close)
 
@@ -256,17 +223,19 @@ class Run:
 
     def react_to_anomaly(self, lr, loss, norm):
         """Return the action for a step with a loss spike or non-finite values: "update", "skip" or
-        "rewind", the same on every rank. Raises BadNumbers to stop the run."""
+        "rewind" (done), the same on every rank. Raises BadNumbers to stop the run."""
         p = self.progress
-        action, description = robust.decide_action(loss, norm, p, self.spikes, self.config.on_spike,
-                                                   self.scaler.is_enabled())
+        action = robust.decide_action(loss, norm, p, self.spikes, self.config.on_spike,
+                                      self.scaler.is_enabled())
         if action == "stop":
             self.folder.wait()  # the message names the last good checkpoint
             raise BadNumbers(robust.describe_non_finite(
                 p.iter_num, loss, norm, lr, self.locate_batches(), self.folder.file("ckpt.pt")))
-        if description:
+        if action == "rewind" or not p.overflows_in_a_row:  # some float16 steps always overflow
             self.log.warn(f"iter {p.iter_num}: loss {loss:.4f} is a spike (norm {norm:.2f}, "
-                          f"{self.locate_batches()}); {description}")
+                          f"{self.locate_batches()}); {robust.REACTIONS[action]}")
+        if action == "rewind":
+            self.rewind()
         return action
 
     def rewind(self):
@@ -281,8 +250,7 @@ class Run:
         self.folder.wait()
         start = checkpoint.find_latest(self.folder, self.ranks, echo)
         if start.kind == "scratch":
-            raise BadNumbers(f"iter {spike_at}: a loss spike, and no checkpoint to rewind "
-                                    "to yet")
+            raise BadNumbers(f"iter {spike_at}: a loss spike, and no checkpoint to rewind to yet")
         self.restore(start)
         skipped = spike_at + 1 - p.iter_num  # including the batch with the spike
         p.data_shift = data_shift + skipped
@@ -303,18 +271,15 @@ class Run:
         it = self.progress.iter_num
         if not c.eval_interval or self.data.val is None or self.progress.evaluated == it:
             return False
-        if it == 0 and not last:
-            return c.eval_on_start
-        return last or it % c.eval_interval == 0
+        return last or (it % c.eval_interval == 0 and (it > 0 or c.eval_on_start))
 
     def save_is_due(self):
         """Return whether a checkpoint is due before the next step."""
         c = self.config
         it = self.progress.iter_num
-        if it == self.saved_at:
-            return False
         at_interval = c.save_every > 0 and it % c.save_every == 0
-        return at_interval or (c.save_epochs is not None and self.is_numbered())
+        at_epoch = c.save_epochs is not None and self.is_numbered()
+        return it != self.saved_at and (at_interval or at_epoch)
 
     def is_numbered(self):
         """Return whether a checkpoint saved now is also kept as a numbered file."""
@@ -366,24 +331,6 @@ class Run:
             return
         for text in texts:
             self.log.samples(it, text, whole=it >= c.max_iters)
-
-    def evaluate_extended(self, evaluate, n_batches):
-        """Return the numbers of evaluate(), with those of task files (eval_tasks) and of averaged
-        weights (ema); None after a signal."""
-        if self.tasks:
-            evaluate = functools.partial(self.add_task_numbers, n_batches, evaluate)
-        if self.average:
-            evaluate = functools.partial(self.average.evaluate_with_average, evaluate)
-        return evaluate()
-
-    def add_task_numbers(self, n_batches, evaluate):
-        """Return the numbers of evaluate() and of the tasks; None after a signal."""
-        numbers = evaluate()
-        if numbers is None:
-            return None
-        with self.eval_mode():
-            return self.tasks.evaluate(numbers, n_batches, self.ranks, self.autocast,
-                                       lambda done, n: bool(self.signals.stop))
 
 
 @contextlib.contextmanager

@@ -19,6 +19,7 @@ from train.base.errors import SetupError, Stopped
 from train.config import TrainConfig
 from train.evaluate import add_sums, all_reduce, batch_sums, evaluate, to_host, to_numbers
 from train.lr_scheduler import get_lr
+from train.robust import exit_after
 from train.setup import open_run, validate_config
 
 
@@ -93,8 +94,8 @@ def train_step(run, lr=None):
     p = run.progress
     it = p.iter_num
     n = run.n_micro
-    if run.watchdog.timeout:
-        run.watchdog.arm(factor=10 if run.clock.unsteady(it) else 1)
+    if c.step_timeout:  # ten times as long if the step compiles, or waits for a save
+        exit_after(c.step_timeout * (10 if run.clock.unsteady(it) else 1))
     seed_step(c.seed, it, run.ranks)
     # The learning rate is a function of the step, times the scale of the plateau schedule, which is
     # saved. Each parameter group has a peak rate, `initial_lr` (different for Muon's matrices and
@@ -162,7 +163,6 @@ def train_step(run, lr=None):
         # Raises BadNumbers before a harmful update.
         action = run.react_to_anomaly(lr, loss, norm)
         if action == "rewind":
-            run.rewind()
             return loss
     log_step(run, lr, loss, norm, sums)
     # The update, unless a spike or a float16 overflow skips it. The step number increases also
@@ -251,7 +251,7 @@ def validate(run):
     c = run.config
     p = run.progress
     # The time of an evaluation does not count as training, and the step's time limit is extended.
-    run.watchdog.arm(factor=10)
+    exit_after(10 * c.step_timeout)
     with run.clock.away(), run.log.busy("evaluating"):
         numbers = evaluate_validation(run, c.eval_iters)
         if numbers is None:
@@ -281,15 +281,21 @@ def validate(run):
 def evaluate_validation(run, n_batches):
     """Return {val_NAME: number} for n_batches batches of the validation data, including the numbers
     of task files and of averaged weights; None after a signal."""
-    evaluate_loss = functools.partial(evaluate_loader, run, run.data.val, n_batches)
-    return run.evaluate_extended(evaluate_loss, n_batches)
+    def evaluate_weights():
+        numbers = evaluate_loader(run, run.data.val, n_batches)
+        if numbers is None or not run.tasks:
+            return numbers
+        with run.eval_mode():
+            return run.tasks.evaluate(numbers, n_batches, run.ranks, run.autocast,
+                                      lambda done, total: bool(run.signals.stop))
+    return run.average.evaluate(evaluate_weights) if run.average else evaluate_weights()
 
 
 def evaluate_loader(run, loader, n_batches):
     """Return {val_NAME: number} for n_batches fixed batches of `loader`; None after a signal."""
     def must_stop(done, total):  # called before each batch
         run.log.activity = f"evaluating, batch {done} of {total}"
-        run.watchdog.arm(factor=10)  # the limit is per batch
+        exit_after(10 * run.config.step_timeout)  # the limit is per batch
         return bool(run.signals.stop)
     forward = functools.partial(run.compiler.call, run.raw_model)
     # Eval mode switches dropout off and, on a CPU, the compiled code.
@@ -341,7 +347,7 @@ def check_metric_name(run):
 
 def save(run, last=False):
     """Save a checkpoint in the background; all ranks call. The `last` one must succeed."""
-    run.watchdog.arm(factor=10)
+    exit_after(10 * run.config.step_timeout)
     with run.clock.away(), run.log.busy("saving the checkpoint"):
         # Only one save runs at a time: its snapshot needs as much memory as the state.
         run.folder.wait()

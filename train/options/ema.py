@@ -24,15 +24,15 @@ class Average:
         averages = [self.state[p]["ema"] for p in params]
         torch._foreach_lerp_(averages, params, 1 - min(self.decay, (1 + it) / (10 + it)))
 
-    def evaluate_with_average(self, evaluate):
-        """Return the numbers of evaluate(), and {NAME_ema: number} with the averaged weights; None
-        if a signal stopped either evaluation."""
-        numbers = evaluate()
+    def evaluate(self, evaluate_weights):
+        """Return the numbers of evaluate_weights(), and {NAME_ema: number} with the averaged
+        weights; None if a signal stopped either evaluation."""
+        numbers = evaluate_weights()
         if numbers is None:
             return None
         self.swap()
         try:
-            of_average = evaluate()
+            of_average = evaluate_weights()
         finally:
             self.swap()
         return of_average and numbers | {f"{name}_ema": v for name, v in of_average.items()}
