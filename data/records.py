@@ -221,11 +221,13 @@ def source_records(source):
         raise DataError(f"{source}: cannot be read: {error}") from None
 
 
-def parse_records(sources, parse, limit=None, skip_bad=False, log=echo):
+def parse_records(sources, parse, limit=None, skip_bad=False, log=echo,
+                  hint="\n--skip_bad leaves such records out"):
     """Yield parse(record) for the records of all sources, at most `limit`.
 
     sources: names, or iterables of (location, record). `parse` raises ValueError for a bad record.
-    All bad records are reported at the end, by a DataError or, with skip_bad, by a line.
+    All bad records are reported at the end, by a DataError with `hint` or, with skip_bad, by a
+    line.
     """
     bad = []
     n_good = 0
@@ -248,4 +250,4 @@ def parse_records(sources, parse, limit=None, skip_bad=False, log=echo):
     if bad and skip_bad:
         log(f"Left out {len(bad):,} bad records, the first: {': '.join(bad[0])}")
     elif bad:
-        raise_problems(bad, "\n--skip_bad leaves such records out")
+        raise_problems(bad, hint)

@@ -76,7 +76,7 @@ def test_the_harness_agrees(folder, capsys, monkeypatch):
     from lm_eval import simple_evaluate
     from lm_eval.tasks import TaskManager
     names, kept, evaluate = [f"local_{name}" for name in TASKS], [], lm_eval.evaluate
-    monkeypatch.setattr(lm_eval, "evaluate", lambda **k: kept.append(evaluate(**k)) or kept[0])
+    monkeypatch.setattr(lm_eval, "evaluate", lambda o: kept.append(evaluate(o)) or kept[0])
     assert lm_eval.main(["--ckpt", str(folder / "ckpt.pt"), "--tasks", ",".join(names),
                          "--device=cpu", "--batch_size=5", "--include_path", str(folder),
                          "--out", str(folder / "ours.json")]) == 0

@@ -217,7 +217,7 @@ BAD = [({"text": "a"}, "expected question and answer"), ([1], "expected an objec
        (dict(question="a", answer="b\nc"), "answer: contains '\\n'"),
        (dict(question="a", answer="b", until=""), "until: expected"),
        (dict(question="a", answer="b" * 48), "answer: 49 tokens"),
-       (dict(context="a", continuation=""), "the scored text")]
+       (dict(context="a", continuation=""), "the answer, or the text before it, has no")]
 BAD[-1] = (BAD[-1][0] | dict(delimiter=""), BAD[-1][1])
 
 

@@ -47,7 +47,7 @@ def generate(model: torch.nn.Module, idx: torch.Tensor, max_new_tokens: int,
         of the other groups.
     stop_token: one id or a list. A finished row is padded with the stop token. Generation stops
         when all rows are finished.
-    on_token: called with each new column of tokens (B,).
+    on_token: called with each new column of tokens (B,). Generation stops if it returns true.
     n_vocab: ids from n_vocab on (padding of the vocabulary) are never sampled.
     lengths: (B,) true lengths of right-padded prompts; new tokens start at column T.
     samples_per_row: continuations per prompt, (B * samples_per_row, T + new); the prompt is
@@ -85,9 +85,7 @@ def generate(model: torch.nn.Module, idx: torch.Tensor, max_new_tokens: int,
             n_active, any_failed = torch.stack(((~done).sum(), failed)).tolist()
             if any_failed:
                 break
-            if on_token is not None:
-                on_token(new)
-            if not n_active:
+            if on_token is not None and on_token(new) or not n_active:
                 break
             if 8 * n_active <= 7 * len(active):  # fewer moves: only if an eighth has finished
                 active = compact_rows(cache, active, (~done[active]).tolist())

@@ -19,12 +19,9 @@ from model.eval.tasks import decode_until, score_sequences
 from train.base.cli import run_command
 from train.base.errors import DataError, require
 from train.base.fields import key
+from train.distributed import get_device
 
 MAX_NEW_TOKENS = 256  # per answer, if a task does not specify it
-
-
-class StopStringFound(Exception):
-    """The generated text contains a stop string; raised to end generate()."""
 
 
 class CheckpointLM:
@@ -46,15 +43,14 @@ class CheckpointLM:
     def _loglikelihood_tokens(self, requests, disable_tqdm=False, **_):
         """Return [(log probability, whether greedy decoding generates it)] of the continuation of
         each request (strings, context ids, continuation ids). Batches have similar lengths."""
-        size, results = self.model.config.block_size, [None] * len(requests)
+        size = self.model.config.block_size
         sequences = [((context + ids)[-(size + 1):], len(ids)) for _, context, ids in requests]
         order = sorted(range(len(sequences)), key=lambda i: -len(sequences[i][0]))
+        results = {}
         for start in range(0, len(order), self.batch_size):
             batch = order[start:start + self.batch_size]
-            scores = score_sequences(self.model, [sequences[i] for i in batch])
-            for i, score in zip(batch, scores):
-                results[i] = score
-        return results
+            results |= zip(batch, score_sequences(self.model, [sequences[i] for i in batch]))
+        return [results[i] for i in range(len(requests))]
 
     def loglikelihood_rolling(self, requests, disable_tqdm=False):
         """Return the log probability of each text, in windows that overlap by one token."""
@@ -78,43 +74,16 @@ class CheckpointLM:
         n = options.get("max_gen_toks", MAX_NEW_TOKENS)
         n_context = max(1, self.model.config.block_size - n)
         prompt = (self.tok_encode(text) or [self.eot_token_id])[-n_context:]
-        detokenizer, ids = Detokenizer(self.tok, until), []
+        detokenizer = Detokenizer(self.tok, until)
 
-        def on_token(tokens):
-            ids.append(int(tokens[0]))
-            detokenizer.add(ids[-1])
-            if ids[-1] == self.eot_token_id or detokenizer.stopped:
-                raise StopStringFound
-        try:
-            temperature = options.get("temperature", 1.0) if options.get("do_sample") else 0
-            generate(self.model, torch.tensor([prompt], device=self.model_device), n, temperature,
-                     options.get("top_k"), options.get("top_p"), seed=0, on_token=on_token,
-                     n_vocab=self.tok.n_vocab)
-        except StopStringFound:
-            pass
-        return decode_until(ids, {self.eot_token_id}, self.tok, until)
-
-
-def evaluate(ckpt, tasks, num_fewshot=None, limit=None, batch_size=8, device="auto",
-             include_path=None):
-    """Return the harness's results, a dict, of `tasks` (names) on the model in `ckpt`. Raises
-    UserError."""
-    from train.distributed import get_device
-    require("lm_eval", "model.eval.lm_eval")
-    from lm_eval import simple_evaluate
-    from lm_eval.api.model import TemplateLM
-    from lm_eval.tasks import TaskManager
-    model, tokenizer = load_model(ckpt, get_device(device))
-    if tokenizer is None or tokenizer.eot_token is None:
-        raise DataError(f"{ckpt}: has no tokenizer with an end-of-text token, which the harness "
-                        "needs")
-    manager = TaskManager(include_path=include_path)
-    if unknown := [name for name in tasks if name not in manager.all_tasks]:
-        raise DataError(f"--tasks: the harness has no {', '.join(unknown)}; `lm-eval ls tasks` "
-                        "lists its tasks, --include_path adds a folder of your own")
-    lm = type("TemplateCheckpointLM", (CheckpointLM, TemplateLM), {})(model, tokenizer, batch_size)
-    return simple_evaluate(lm, tasks=tasks, num_fewshot=num_fewshot, limit=limit,
-                           task_manager=manager)
+        def is_complete(tokens):
+            detokenizer.add(int(tokens[0]))
+            return detokenizer.stopped
+        out = generate(self.model, torch.tensor([prompt], device=self.model_device), n,
+                       options.get("temperature", 1.0) if options.get("do_sample") else 0,
+                       options.get("top_k"), options.get("top_p"), seed=0,
+                       stop_token=self.eot_token_id, on_token=is_complete, n_vocab=self.tok.n_vocab)
+        return decode_until(out[0, len(prompt):].tolist(), {self.eot_token_id}, self.tok, until)
 
 
 @dataclass
@@ -130,19 +99,39 @@ class HarnessOptions:
     out: str | None = key(None, "also write all results to this file", metavar="FILE.json")
 
 
-def main(argv=None):
-    """Run the command line; return the exit code."""
-    return run_command(HarnessOptions, lambda options: report(**vars(options)), argv)
+def evaluate(options):
+    """Return the harness's results, a dict, of a model on tasks. Raises UserError."""
+    require("lm_eval", "model.eval.lm_eval")
+    from lm_eval import simple_evaluate
+    from lm_eval.api.model import TemplateLM
+    from lm_eval.tasks import TaskManager
+    o = options
+    model, tokenizer = load_model(o.ckpt, get_device(o.device))
+    if tokenizer is None or tokenizer.eot_token is None:
+        raise DataError(f"{o.ckpt}: has no tokenizer with an end-of-text token, which the harness "
+                        "needs")
+    manager = TaskManager(include_path=o.include_path)
+    if unknown := [name for name in o.tasks if name not in manager.all_tasks]:
+        raise DataError(f"--tasks: the harness has no {', '.join(unknown)}; `lm-eval ls tasks` "
+                        "lists its tasks, --include_path adds a folder of your own")
+    lm_class = type("TemplateCheckpointLM", (CheckpointLM, TemplateLM), {})
+    return simple_evaluate(lm_class(model, tokenizer, o.batch_size), tasks=o.tasks,
+                           num_fewshot=o.num_fewshot, limit=o.limit, task_manager=manager)
 
 
-def report(out, **options):
-    """Evaluate, print a table, and write all results to the file `out`, if specified."""
-    results = evaluate(**options)
-    if out:
-        with open(out, "w", encoding="utf-8") as f:
+def report(options):
+    """Evaluate, print a table, and write all results to the file options.out, if specified."""
+    results = evaluate(options)
+    if options.out:
+        with open(options.out, "w", encoding="utf-8") as f:
             json.dump({k: results[k] for k in ("results", "n-samples")}, f, indent=2)
     from lm_eval.utils import make_table
     print(make_table(results))
+
+
+def main(argv=None):
+    """Run the command line; return the exit code."""
+    return run_command(HarnessOptions, report, argv)
 
 
 if __name__ == "__main__":

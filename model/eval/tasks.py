@@ -24,21 +24,23 @@ import itertools
 from typing import NamedTuple
 
 import torch
+import torch.nn.functional as F
+from torch.nn.utils.rnn import pad_sequence
 
-from data.records import raise_problems, source_records
+from data.records import parse_records
 from data.tokenizer import tokenizer_from_spec
 from model.core.generate import eager_mode, generate
-from model.core.ops import chunk_rows
+from model.core.ops import IGNORE, chunk_rows
 from model.gpt import GPT
-from train.base.errors import SetupError
+from train.base.errors import DataError, SetupError
 from train.config import find_file
 from train.distributed import broadcast_from_rank0
 from train.evaluate import evaluate
 from train.keys import task_names
 from train.logger import LINE_NAMES
 
-SPARE_TOKENS = 8       # an answer may be longer than the longest expected one by this many tokens
-SUMS = ("rows", "right", "norm", "chance")
+SPARE_TOKENS = 8  # an answer may be longer than the longest expected one by this many tokens
+CORE_NAMES = dict(query="question", gold="answer")
 
 
 class Example(NamedTuple):
@@ -66,50 +68,37 @@ class Example(NamedTuple):
 # -----------------------------------------------------------------------------
 # log probabilities and greedy answers
 
-def encode_pair(tokenizer, context, text):
-    """Return (ids of the context, ids of the text after it) as lm-eval does: both are encoded
-    together, and spaces in between belong to the text."""
-    ids = tokenizer.encode(context + text)
-    context_ids = tokenizer.encode(context.rstrip())
-    return context_ids, ids[len(context_ids):]
-
-
 @torch.no_grad()
 def score_sequences(model, sequences):
     """Return [(log probability of the last n ids, whether greedy decoding generates it)] of
     sequences [(ids, n)], in one forward pass. A sequence may have fewer than n ids."""
-    width = max(len(ids) for ids, _ in sequences) - 1
-    idx = torch.zeros(len(sequences), width, dtype=torch.int64)  # right-padded
-    positions, targets, sizes = [], [], []
-    for row, (ids, n) in enumerate(sequences):
-        n, end = min(n, len(ids) - 1), row * width + len(ids) - 1
-        idx[row, :len(ids) - 1] = torch.tensor(ids[:-1])
-        positions += range(end - n, end)
-        targets += ids[len(ids) - n:]
-        sizes.append(n)
     device = model.wte.weight.device
-    x = model.trunk(idx.to(device)).flatten(0, 1)[positions]  # (N, C)
-    targets = torch.tensor(targets, device=device)
-    scores, is_greedy, chunk = [], [], chunk_rows(model.config.vocab_size, device.type)
-    for states, ids in zip(x.split(chunk), targets.split(chunk)):
+    idx = pad_sequence([torch.tensor(ids[:-1]) for ids, _ in sequences], batch_first=True)
+    targets = pad_sequence([torch.tensor([IGNORE] * (len(ids) - 1 - n) + ids[1:][-n:])
+                            for ids, n in sequences], batch_first=True, padding_value=IGNORE)
+    scored = targets != IGNORE  # (B, T)
+    x = model.trunk(idx.to(device))[scored.to(device)]  # (N, C)
+    ids = targets[scored].to(device)  # (N,)
+    parts, chunk = [], chunk_rows(model.config.vocab_size, device.type)
+    for states, target in zip(x.split(chunk), ids.split(chunk)):
         logprobs = model.logits(states).log_softmax(-1)  # (chunk, V): never of all positions
-        scores.append(logprobs.gather(1, ids[:, None])[:, 0])
-        is_greedy.append(logprobs.argmax(-1) == ids)
-    scores, is_greedy = (torch.cat(parts).cpu().split(sizes) for parts in (scores, is_greedy))
-    return [(float(s.double().sum()), bool(g.all())) for s, g in zip(scores, is_greedy)]
+        parts.append(torch.stack((logprobs.gather(1, target[:, None])[:, 0],
+                                  logprobs.argmax(-1) == target)))
+    results = torch.zeros(2, *targets.shape, dtype=torch.float64)
+    results[1] = 1
+    results[:, scored] = torch.cat(parts, dim=1).cpu().double()
+    return list(zip(results[0].sum(1).tolist(), results[1].bool().all(1).tolist()))
 
 
 def generate_greedy(model, prompts, n, n_vocab):
     """Return n greedy ids per prompt, a list of ids; empty lists if the logits are not finite. The
     number of forward passes depends on n only."""
-    lengths = torch.tensor([len(ids) for ids in prompts])
-    idx = torch.zeros(len(prompts), max(2, int(lengths.max())), dtype=torch.int64)
-    for row, ids in zip(idx, prompts):
-        row[:len(ids)] = torch.tensor(ids)
     device = model.wte.weight.device
+    idx = pad_sequence([torch.tensor(ids) for ids in prompts], batch_first=True)  # (B, T)
+    idx = F.pad(idx, (0, 1))  # two columns or more: a forward pass for the prompts
+    lengths = torch.tensor([len(ids) for ids in prompts], device=device)
     try:
-        out = generate(model, idx.to(device), n, temperature=0.0, n_vocab=n_vocab,
-                       lengths=lengths.to(device))
+        out = generate(model, idx.to(device), n, temperature=0.0, n_vocab=n_vocab, lengths=lengths)
     except ValueError:  # raised after the last pass
         return [[] for _ in prompts]
     return out[:, idx.size(1):].tolist()
@@ -138,72 +127,70 @@ class ExampleReader:
 
     def read(self, path, task):
         """Return the examples of a file. DataError lists all invalid records."""
-        examples, problems = [], []
-        for where, record in source_records(find_file(path)):
-            try:
-                if isinstance(record, ValueError):
-                    raise record
-                examples.append(self.parse(record, task))
-            except (ValueError, RecursionError) as error:
-                problems.append((where, str(error)))
-        raise_problems(problems or [(path, "no rows in it")][:not examples])
+        examples = list(parse_records([find_file(path)], lambda record: self.parse(record, task),
+                                      hint=""))
+        if not examples:
+            raise DataError(f"{path}: no rows in it")
         return examples
 
     def parse(self, record, task):
         """Return the Example of a record. ValueError if it is invalid."""
-        if not isinstance(record, dict):
-            raise ValueError(f"expected an object with named fields, got {str(record)[:60]!r}")
-        row = {dict(query="question", gold="answer").get(k, k): v for k, v in record.items()
-               if v is not None}
-        delimiter = get_text(row, "delimiter", " ")
-        if {"context", "continuation"} <= row.keys():
-            text = get_text(row, "continuation")
-            sequence = self.encode_text(get_text(row, "context"), delimiter, text)
-            return Example(task, [sequence], [len(text)], 0)
-        if not {"question", "answer"} <= row.keys():
+        row = {CORE_NAMES.get(k, k): v for k, v in record.items() if v is not None}
+        is_cloze = {"context", "continuation"} <= row.keys()
+        if not is_cloze and not {"question", "answer"} <= row.keys():
             raise ValueError("expected question and answer, optionally with choices, or context "
                              f"and continuation; its fields are {', '.join(record)}")
-        question, choices = get_text(row, "question"), row.get("choices")
-        if choices is None:
-            return self.parse_generated(question, row, task)
-        answer = parse_choice(choices, row["answer"])
-        sequences = [self.encode_text(question, delimiter, choice, is_question=True)
-                     for choice in choices]
-        return Example(task, sequences, [len(choice) for choice in choices], answer)
-
-    def encode_text(self, context, delimiter, text, is_question=False):
-        """Return (ids, n): a context or question, and a text with n ids, which are scored."""
-        if is_question and self.template:
-            before, ids = self.encode_question(context), self.tokenizer.encode(text)
+        if is_cloze:
+            texts = [get_text(row, "continuation")]
+            answer = 0
+        elif "choices" in row:
+            texts = row["choices"]
+            answer = parse_choice(texts, row["answer"])
         else:
-            before, ids = encode_pair(self.tokenizer, context, delimiter + text)
+            answer = get_text(row, "answer").lstrip()
+            texts = [answer]
+        lengths = [len(text) for text in texts]
+        template = None if is_cloze else self.template
+        if isinstance(answer, int):
+            question = get_text(row, "context" if is_cloze else "question")
+            pairs = self.encode(question, texts, template, get_text(row, "delimiter", " "))
+            sequences = [((before + ids)[-self.size - 1:], len(ids)) for before, ids in pairs]
+            return Example(task, sequences, lengths, answer)
+        until = self.parse_until(row, answer)
+        [(before, ids)] = self.encode(get_text(row, "question"), texts, template)
+        n = len(ids) + max((len(stop) for stop in until), default=1)
+        if n + SPARE_TOKENS >= self.size:
+            raise ValueError(f"answer: {n} tokens; the context of this model is {self.size}")
+        return Example(task, [(before, n)], lengths, answer, until)
+
+    def encode(self, question, texts, template, delimiter=None):
+        """Return [(ids of the question, ids of the text)] for each text. delimiter: what is between
+        the two if they are one text, encoded together as in lm-eval: spaces in between belong to
+        the text."""
+        encode = self.tokenizer.encode
+        if template:
+            before = template.prompt_ids([("user", question)], self.tokenizer)
+        else:
+            before = encode(question if delimiter is None else question.rstrip())
+        if template or delimiter is None:
+            after = [encode(text) for text in texts]
+        else:
+            after = [encode(question + delimiter + text)[len(before):] for text in texts]
         before = before or self.eot
-        if not ids or not before:
-            raise ValueError("the scored text, or the text before it, has no token")
-        return (before + ids)[-self.size - 1:], len(ids)
+        if not before or not all(after):
+            raise ValueError("the answer, or the text before it, has no token")
+        return [(before, ids) for ids in after]
 
-    def encode_question(self, question):
-        return self.template.prompt_ids([("user", question)], self.tokenizer)
-
-    def parse_generated(self, question, row, task):
-        """Return the Example of a question with a generated answer."""
-        answer, until = get_text(row, "answer").lstrip(), row.get("until")
+    def parse_until(self, row, answer):
+        """Return the strings that end a generated text. ValueError if they are invalid."""
+        until = row.get("until", [] if self.template else "\n")
         until = [until] if isinstance(until, str) else until
-        if until is None:
-            until = [] if self.template else ["\n"]
         if not isinstance(until, list) or not all(isinstance(s, str) and s for s in until):
             raise ValueError(f"until: expected a string or a list, got {str(until)[:60]!r}")
         if stop := next((stop for stop in until if stop in answer), ""):
             raise ValueError(f"answer: contains {stop!r}, which ends generated text; specify "
                              "another `until`")
-        encode = self.encode_question if self.template else self.tokenizer.encode
-        ids = encode(question) or self.eot
-        if not ids:
-            raise ValueError("question: empty")
-        n = len(self.tokenizer.encode(answer)) + max((len(s) for s in until), default=1)
-        if n + SPARE_TOKENS >= self.size:
-            raise ValueError(f"answer: {n} tokens; the context of this model is {self.size}")
-        return Example(task, [(ids, n)], [len(answer)], answer, until)
+        return until
 
 
 def parse_choice(choices, answer):
@@ -249,10 +236,19 @@ class Tasks:
     units_per_sample = 1
 
     def __init__(self, config, data, model, ranks):
-        self.names, self.eval_iters = [*task_names(config.eval_tasks)], config.eval_iters
+        spec = data.spec.get("tokenizer")
+        if not isinstance(model, GPT) or not spec or data.val is None:
+            raise SetupError("eval_tasks: expected a language model (a GPT) whose data have a "
+                             "tokenizer and a validation part; remove the key")
+        self.names = list(task_names(config.eval_tasks))
+        reserved = [name for name in self.names if name in LINE_NAMES]
+        if reserved or len(self.names) < len(config.eval_tasks):
+            raise SetupError(f"eval_tasks: the name of {', '.join(reserved) or 'two files'} is "
+                             "taken; rename the file")
+        self.eval_iters = config.eval_iters
         self.model = model
-        self.tokenizer = self.check(config, data)
         self.size = model.config.block_size
+        self.tokenizer = tokenizer_from_spec(spec)
         reader = ExampleReader(self.tokenizer, getattr(model, "template", None), self.size)
         self.end_tokens = reader.end_tokens
         tasks = broadcast_from_rank0(lambda: [
@@ -267,24 +263,12 @@ class Tasks:
         n_tokens = data.val.fixed_batch(0, self.eval_iters)[0].numel()  # per batch
         self.batches = self.create_batches([*itertools.chain(*selected)], n_tokens, ranks)
 
-    def check(self, config, data):
-        """Return the tokenizer. SetupError if this model or these names are not supported."""
-        spec = data.spec.get("tokenizer")
-        if not isinstance(self.model, GPT) or not spec or data.val is None:
-            raise SetupError("eval_tasks: expected a language model (a GPT) whose data have a "
-                             "tokenizer and a validation part; remove the key")
-        reserved = [name for name in self.names if name in LINE_NAMES]
-        if reserved or len(self.names) < len(config.eval_tasks):
-            raise SetupError(f"eval_tasks: the name of {', '.join(reserved) or 'two files'} is "
-                             "taken; rename the file")
-        return tokenizer_from_spec(spec)
-
     def create_batches(self, examples, size, ranks):
         """Return batches of scored examples, followed by batches of generated examples."""
         generated = [example for example in examples if example.is_generated]
         scored = [example for example in examples if not example.is_generated]
-        self.n_new = max((example.sequences[0][1] for example in generated), default=0)
-        self.n_new += SPARE_TOKENS
+        self.n_new = SPARE_TOKENS + max((example.sequences[0][1] for example in generated),
+                                        default=0)
         batches = batch_by_width(scored, size, lambda example: example.width)
         if hasattr(self.model, "unshard"):  # all ranks must run the same number of forward passes
             batches += [[]] * (-len(batches) % ranks.world_size)
@@ -316,12 +300,14 @@ class Tasks:
             self.model.unshard()
         with eager_mode(self.model):
             results = self.evaluate_batch(examples or self.batches[0])
-        sums = {name: torch.zeros(len(self.names), dtype=torch.float64) for name in SUMS}
-        for example, (right, norm) in zip(examples, results):
+        # Per task: rows, correct ones, correct ones by log probability per character, and the
+        # expected number of correct ones by chance.
+        sums = torch.zeros(len(self.names), 4, dtype=torch.float64)
+        for example, result in zip(examples, results):
             n = len(example.sequences)
-            for name, value in zip(SUMS, (1, right, norm, 1 / n if n > 1 else 0.0)):
-                sums[name][example.task] += value
-        return torch.zeros(()), sums | dict(count=torch.tensor(len(examples)))
+            chance = 1 / n if n > 1 else 0
+            sums[example.task] += torch.tensor([1, *result, chance], dtype=torch.float64)
+        return torch.zeros(()), dict(results=sums, count=torch.tensor(len(examples)))
 
     def evaluate_batch(self, examples):
         """Return [(is correct, is correct by log probability per character)] of examples of one
@@ -333,25 +319,24 @@ class Tasks:
                      for ids, e in zip(outputs, examples)]
             return [(text.lstrip() == e.answer,) * 2 for text, e in zip(texts, examples)]
         scores = iter(score_sequences(self.model, [pair for e in examples for pair in e.sequences]))
-        return [self.judge(e, [*itertools.islice(scores, len(e.sequences))]) for e in examples]
-
-    @staticmethod
-    def judge(example, scores):
-        """Return the result of one example from [(log probability, is greedy)] per sequence."""
-        if len(scores) == 1:
-            return (scores[0][1],) * 2
-        sums = [score for score, _ in scores]
-        means = [score / length for score, length in zip(sums, example.lengths)]
-        return tuple(s.index(max(s)) == example.answer for s in (sums, means))
+        return [judge(e, *zip(*itertools.islice(scores, len(e.sequences)))) for e in examples]
 
     def numbers(self, sums):
         """Return {metric: value} of the sums over all batches (see train/system.py)."""
         numbers = {}
-        for i, name in enumerate(self.names):
-            n, right, norm, chance = (float(sums[part][i]) for part in SUMS)
-            metrics = {name: right}
-            if self.has_choices[i]:
-                centred = (right - chance) / (1 - chance / n) if n else 0.0
-                metrics |= {f"{name}_norm": norm, f"{name}_centred": centred}
-            numbers |= {key: value / n if n else None for key, value in metrics.items()}
+        rows = zip(self.names, self.has_choices, sums["results"].tolist())
+        for name, has_choices, (n, right, norm, chance) in rows:
+            numbers[name] = right / n if n else None
+            if has_choices:
+                numbers[f"{name}_norm"] = norm / n if n else None
+                numbers[f"{name}_centred"] = (right - chance) / (n - chance) if n else None
         return numbers
+
+
+def judge(example, logprobs, is_greedy):
+    """Return the result of a scored example, see Tasks.evaluate_batch, from its sequences' log
+    probabilities."""
+    if len(logprobs) == 1:
+        return is_greedy * 2
+    means = [p / length for p, length in zip(logprobs, example.lengths)]
+    return tuple(p.index(max(p)) == example.answer for p in (list(logprobs), means))

@@ -9,7 +9,6 @@ import os
 import re
 import shlex
 import time
-import uuid
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -19,15 +18,13 @@ from train.base.files import write_text
 from train.options.loss_svg import read_metrics
 
 PROJECT = "ironGPT"
-# mlflow-skinny lacks the sqlite store.
-PACKAGES = dict(tensorboard=["tensorboard"], wandb=["wandb"], mlflow=["mlflow", "sqlalchemy"])
 ARTIFACTS = ("loss.svg", "config.yaml", "training_args.json")
 
 
 def check_trackers(names):
     """Raise SetupError if a package of these trackers is missing."""
     for name in names:
-        for package in PACKAGES[name]:
+        for package in TRACKERS[name].packages:
             spec = importlib.util.find_spec(package)
             if spec is None or spec.origin is None:  # a plain folder has no origin
                 raise SetupError(f"tracker {name!r} needs the {package!r} package: pip install "
@@ -38,16 +35,21 @@ class Trackers:
     """The trackers of a run, called together. No method raises: the first failure of a tracker
     drops it with a warning.
 
-    log: the run's Logger. The ids in out_dir/tracker.json let a resumed run continue the same
-    tracked run."""
+    log: the run's Logger. A tracker may have an `id`, which is stored in out_dir/tracker.json, so
+    that a resumed run continues the same tracked run."""
 
     def __init__(self, names, log):
         self.log = log
         self.trackers = {}
         system_info = environment() | log.system_info
+        path = Path(log.out_dir, "tracker.json")
         for name in dict.fromkeys(names):
             with self.guard(name):
-                self.trackers[name] = CLASSES[name](log, system_info)
+                ids = json.loads(path.read_text()) if path.exists() else {}
+                tracker = TRACKERS[name](log, system_info, ids.get(name))
+                self.trackers[name] = tracker
+                if tracker.id:
+                    write_text(path, json.dumps(ids | {name: tracker.id}))
 
     @contextmanager
     def guard(self, name):
@@ -59,11 +61,11 @@ class Trackers:
             self.log.warn(f"tracker {name!r} failed and is dropped, training continues: {reason}")
 
     def call(self, method, *args):
-        """Call a method of every tracker: record(numbers, step), rewind(iter, evaluated) as in
-        Logger, artifact(path), close(status)."""
+        """Call a method of every tracker that has it: record(numbers, step), rewind(iter, evaluated)
+        as in Logger, artifact(path), close(status)."""
         for name, tracker in [*self.trackers.items()]:
             with self.guard(name):
-                getattr(tracker, method)(*args)
+                getattr(tracker, method, lambda *args: None)(*args)
 
     def record(self, record):
         """Log the numbers of a metrics.jsonl record."""
@@ -84,20 +86,12 @@ def tracked_numbers(record):
             if isinstance(v, (int, float)) and k != "iter"}
 
 
-def saved_id(out_dir, name, new=None):
-    """Return the id of tracker `name` in out_dir/tracker.json, or `None`. new: save this id."""
-    path = Path(out_dir, "tracker.json")
-    ids = json.loads(path.read_text()) if path.exists() else {}
-    if new:
-        ids[name] = new
-        write_text(path, json.dumps(ids))
-    return ids.get(name)
-
-
 class TensorBoard:
     """Event files in out_dir/tensorboard: tensorboard --logdir out."""
+    packages = ["tensorboard"]
+    id = None
 
-    def __init__(self, log, system_info):
+    def __init__(self, log, system_info, _):
         self.out_dir = log.out_dir
         self.writer = None
         self.rewind(log.first_iter, log.last_eval == log.first_iter)
@@ -119,43 +113,38 @@ class TensorBoard:
                 if record["iter"] == iter and "val_loss" in record:
                     self.record(tracked_numbers(record), iter)
 
-    def artifact(self, path):
-        """TensorBoard stores no files."""
-
     def close(self, status):
         self.writer.close()
 
 
 class WandB:
-    """Weights & Biases; offline without a login or WANDB_MODE."""
+    """Weights & Biases; offline without a login or WANDB_MODE. A resumed run shows the steps that
+    it repeats twice."""
+    packages = ["wandb"]
 
-    def __init__(self, log, system_info):
+    def __init__(self, log, system_info, run_id):
         os.environ |= dict(WANDB_SILENT="true", WANDB_CONSOLE="off")  # stdout: the progress line
         import wandb
         folder = os.path.join(log.out_dir, "wandb")
         os.makedirs(folder, exist_ok=True)
-        run_id = saved_id(log.out_dir, "wandb")
-        run_id = run_id or saved_id(log.out_dir, "wandb", uuid.uuid4().hex[:12])
         online = "WANDB_MODE" in os.environ or wandb.login(prompt=False, verify=False)
         self.run = wandb.init(
             project=os.environ.get("WANDB_PROJECT", PROJECT), name=log.run_name, id=run_id,
             resume="allow", dir=log.out_dir, config=log.config | dict(system=system_info),
             mode=None if online else "offline")
+        self.id = self.run.id
         # A custom axis: W&B's step cannot decrease, that of a resumed run does.
         self.run.define_metric("*", step_metric="iter")
         log.info(f"W&B: {self.run.url}" if not self.run.offline else
                  "W&B is offline; to upload this run: wandb sync "
-                 f"{shlex.quote(folder)}/offline-run-*-{run_id}")
+                 f"{shlex.quote(folder)}/offline-run-*-{self.id}")
 
     def record(self, numbers, step):
         self.run.log(numbers | dict(iter=step))
 
-    def rewind(self, iter, evaluated):
-        """Steps are shown twice."""
-
     def artifact(self, path):
         # Not run.save(), whose link in the run's folder lets W&B overwrite config.yaml.
-        self.run.log_artifact(path, name=f"{self.run.id}-{os.path.basename(path)}", type="run")
+        self.run.log_artifact(path, name=f"{self.id}-{os.path.basename(path)}", type="run")
 
     def close(self, status):
         self.run.finish(exit_code=0 if status == "finished" else 1)
@@ -163,9 +152,11 @@ class WandB:
 
 class MLflow:
     """A run in MLFLOW_TRACKING_URI, default mlflow.db in the parent folder of out_dir:
-    mlflow ui --backend-store-uri sqlite:///out/mlflow.db"""
+    mlflow ui --backend-store-uri sqlite:///out/mlflow.db. A resumed run shows the steps that it
+    repeats twice."""
+    packages = ["mlflow", "sqlalchemy"]  # mlflow-skinny lacks the sqlite store
 
-    def __init__(self, log, system_info):
+    def __init__(self, log, system_info, run_id):
         os.environ.setdefault("MLFLOW_DISABLE_TELEMETRY", "true")
         os.environ.setdefault("MLFLOW_LOGGING_LEVEL", "WARNING")
         from mlflow import MlflowClient
@@ -174,9 +165,9 @@ class MLflow:
         local = f"sqlite:///{(folder / 'mlflow.db').as_posix()}"
         uri = os.environ.get("MLFLOW_TRACKING_URI", local)
         self.client = MlflowClient(uri)
-        self.run_id = saved_id(log.out_dir, "mlflow")
-        if self.run_id:
-            self.client.update_run(self.run_id, status="RUNNING")
+        self.id = run_id
+        if run_id:
+            self.client.update_run(run_id, status="RUNNING")
             return
         experiment = self.client.get_experiment_by_name(PROJECT)
         artifacts = (folder / "mlartifacts").as_uri() if uri == local else None
@@ -184,27 +175,24 @@ class MLflow:
             PROJECT, artifact_location=artifacts)
         tags = {f"system.{k}": str(v)[:5000] for k, v in system_info.items()}
         run = self.client.create_run(experiment_id, run_name=log.run_name, tags=tags)
-        self.run_id = saved_id(log.out_dir, "mlflow", run.info.run_id)
+        self.id = run.info.run_id
         params = [Param(k, str(v)[:6000]) for k, v in log.config.items()]
         for i in range(0, len(params), 100):  # the limit per call
-            self.client.log_batch(self.run_id, params=params[i:i + 100])
+            self.client.log_batch(self.id, params=params[i:i + 100])
 
     def record(self, numbers, step):
         from mlflow.entities import Metric
         now = int(time.time() * 1000)
-        self.client.log_batch(self.run_id, [
+        self.client.log_batch(self.id, [
             Metric(re.sub(r"[^\w./: -]", "_", name), value, now, step)  # permitted characters
             for name, value in numbers.items()])
 
-    def rewind(self, iter, evaluated):
-        """Steps are shown twice."""
-
     def artifact(self, path):
-        self.client.log_artifact(self.run_id, path)
+        self.client.log_artifact(self.id, path)
 
     def close(self, status):
         states = dict(finished="FINISHED", stopped="KILLED")
-        self.client.set_terminated(self.run_id, states.get(status, "FAILED"))
+        self.client.set_terminated(self.id, states.get(status, "FAILED"))
 
 
-CLASSES = dict(tensorboard=TensorBoard, wandb=WandB, mlflow=MLflow)
+TRACKERS = dict(tensorboard=TensorBoard, wandb=WandB, mlflow=MLflow)
