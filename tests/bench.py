@@ -28,8 +28,8 @@ from pathlib import Path
 import torch
 
 from model.core.generate import generate
+from model.core.quantize import Int8Linear, replace_linear_layers
 from model.gpt import GPT, GPTConfig
-from model.sample.fused import pack_model, quantize_model
 from train.base.cli import underscores
 from train.base.memory import keep_freed_memory
 from train.config import REPOSITORY, load_config
@@ -284,9 +284,10 @@ def sample(o):
         bounds[name] = o.machine["read_gb_s"] * 1e9 / bytes_read
     n = sum(p.numel() for p in our_model(o)[0].parameters())
     low = short(dtype)
-    kinds = [(low, pack_model, dtype.itemsize)]
+    kinds = [(low, replace_linear_layers, dtype.itemsize)]
     if o.device.type == "cpu":  # there is no good kernel for CUDA, see model/core/quantize.py
-        kinds.append(("int8", quantize_model, 1))
+        kinds.append(("int8", functools.partial(replace_linear_layers,
+                                                 linear_class=Int8Linear), 1))
     if o.compile:
         from model.sample.compiled import compile_decoder
         kinds += [(f"{low}, compiled", compile_decoder, dtype.itemsize),

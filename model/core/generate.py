@@ -88,23 +88,18 @@ def generate(model: torch.nn.Module, idx: torch.Tensor, max_new_tokens: int,
             if on_token is not None and on_token(new) or not n_active:
                 break
             if 8 * n_active <= 7 * len(active):  # fewer moves: only if an eighth has finished
-                active = compact_rows(cache, active, (~done[active]).tolist())
-                cache, pending = cache[:n_active], idx[active, -1:]
+                # Move active rows from the end of the cache into finished rows.
+                is_done = done[active]
+                targets = is_done[:n_active].nonzero()[:, 0].tolist()
+                sources = (n_active + (~is_done[n_active:]).nonzero()[:, 0]).tolist()
+                cache.copy_rows(sources, targets)
+                active[targets] = active[sources]
+                active = active[:n_active]
+                cache = cache[:n_active]
+                pending = idx[active, -1:]
     if bool(failed):
         raise ValueError(NON_FINITE_LOGITS)
     return idx
-
-
-def compact_rows(cache, rows, is_active):
-    """Move the active rows of a cache to the front, and return the numbers of these rows; `rows`:
-    the numbers of all rows of the cache."""
-    n = sum(is_active)
-    order = list(range(len(is_active)))
-    free = [i for i in order[:n] if not is_active[i]]
-    for target, source in zip(free, [i for i in order[n:] if is_active[i]], strict=True):
-        cache.copy_row(source, target)
-        order[target] = source
-    return rows[order[:n]]
 
 
 def create_generators(seed, device):
@@ -118,26 +113,20 @@ def create_generators(seed, device):
 
 def start_cache(model, idx, size, lengths=None, samples_per_row=1):
     """Return a cache with `size` tokens per row and the tokens to compute next, for idx (B, T).
-    Prompts of different lengths are computed up to the last token."""
+    Prompts of different lengths, right-padded, are computed up to the last token, in one pass."""
     cache = create_cache(model, idx.size(0), size)
     pending = idx[:, -model.config.block_size:]
     if lengths is not None:
-        pending = prefill_padded(model, cache, idx, lengths)
+        ends = lengths[:, None] - 1  # (B, 1)
+        pending = idx.gather(1, ends)
+        if idx.size(1) > 1:
+            model(idx[:, :-1], cache=cache, last_only=True)
+            before_end = idx.gather(1, (ends - 1).clamp(min=0)).masked_fill(ends == 0, -1)
+            # The padding behind a row's end is masked from here on, and overwritten.
+            cache.truncate(lengths - 1, before_end)
     if samples_per_row > 1:
         cache = cache.repeat(samples_per_row)
     return cache, pending.repeat_interleave(samples_per_row, 0)
-
-
-def prefill_padded(model, cache, idx, lengths):
-    """Compute right-padded prompts idx (B, T) of `lengths` (B,), except for the last tokens, in
-    one pass. Return the last tokens (B, 1)."""
-    ends, T = lengths[:, None] - 1, idx.size(1)  # (B, 1)
-    if T > 1:
-        model(idx[:, :-1], cache=cache, last_only=True)
-        before_end = idx.gather(1, (ends - 1).clamp(min=0)).masked_fill(ends == 0, -1)
-        # The padding behind a row's end is masked from here on, and overwritten.
-        cache.truncate(T - lengths, before_end)
-    return idx.gather(1, ends)
 
 
 def eager_mode(model):

@@ -12,6 +12,7 @@ import torch
 from model.core.ops import apply_rope, rope_tables
 
 SINK_TOKENS = 4  # first tokens of a text, which a rolling cache never evicts
+ROW_DIMS = dict(kv=2, sinks=1, lengths=0, device_lengths=0, last_token=0)  # of a cache's tensors
 
 
 class KVCache:
@@ -26,7 +27,7 @@ class KVCache:
 
     cache[rows], for a slice, is a view: prompt a single row with
     `model(prompt, cache=cache[r:r + 1])`, decode the first n with `model(tokens, cache=cache[:n])`,
-    and remove row r with `cache.copy_row(last, r)`. Rows of different lengths accept one token per
+    and remove row r with `cache.copy_rows(last, r)`. Rows of different lengths accept one token per
     call only.
     """
 
@@ -39,34 +40,23 @@ class KVCache:
         self.sinks = self.kv.new_zeros(c.n_layer, *shape[2:4], self.n_sinks, c.head_dim)
         # Tokens per row: on the host, for decisions without a synchronisation, and on a GPU, for
         # positions and slots without a transfer. (MPS has no float64, see start.)
-        self.lengths = self.device_lengths = torch.zeros(rows, dtype=torch.int64)
-        if self.kv.is_cuda:
-            self.device_lengths = torch.zeros_like(self.lengths, device=device)
+        self.lengths = torch.zeros(rows, dtype=torch.int64)
+        self.device_lengths = torch.zeros_like(self.lengths, device=device if self.kv.is_cuda
+                                               else None)
         self.last_token = torch.full((rows, 1), -1, device=device)  # -1: the row is empty
 
     def __getitem__(self, rows):
-        view = copy.copy(self)
-        view.kv = self.kv[:, :, rows]
-        view.sinks = self.sinks[:, rows]
-        view.lengths = self.lengths[rows]
-        view.device_lengths = view.lengths if self.on_host else self.device_lengths[rows]
-        view.last_token = self.last_token[rows]
-        return view
-
-    @property
-    def on_host(self):
-        """Whether `lengths` and `device_lengths` are the same tensor."""
-        return self.device_lengths is self.lengths
+        return self.map_rows(lambda tensor, dim: tensor[(slice(None),) * dim + (rows,)])
 
     def repeat(self, n):
         """Return a copy with every row n times, the copies of a row next to each other."""
+        return self.map_rows(lambda tensor, dim: tensor.repeat_interleave(n, dim))
+
+    def map_rows(self, f):
+        """Return a cache of f(tensor, dimension of the rows) of each tensor."""
         new = copy.copy(self)
-        new.kv = self.kv.repeat_interleave(n, 2)
-        new.sinks = self.sinks.repeat_interleave(n, 1)
-        new.lengths = self.lengths.repeat_interleave(n)
-        new.device_lengths = (new.lengths if self.on_host else
-                              self.device_lengths.repeat_interleave(n))
-        new.last_token = self.last_token.repeat_interleave(n, 0)
+        for name, dim in ROW_DIMS.items():
+            setattr(new, name, f(getattr(self, name), dim))
         return new
 
     def clear(self):
@@ -75,11 +65,11 @@ class KVCache:
         self.device_lengths.zero_()
         self.last_token.fill_(-1)
 
-    def copy_row(self, source, target):
-        """Overwrite row `target` with row `source`."""
-        for tensor, dim in ((self.kv, 2), (self.sinks, 1), (self.lengths, 0),
-                            (self.device_lengths, 0), (self.last_token, 0)):
-            tensor.select(dim, target).copy_(tensor.select(dim, source))
+    def copy_rows(self, sources, targets):
+        """Overwrite the rows `targets` with the rows `sources` (a number, or a list each)."""
+        for name, dim in ROW_DIMS.items():
+            rows = getattr(self, name).movedim(dim, 0)
+            rows[targets] = rows[sources]
 
     def start(self, T):
         """Reserve space for T tokens per row. Return the positions (B, T) float64, or (1, T) if
@@ -140,19 +130,17 @@ class KVCache:
                 cached[self.row_numbers, :, self.slots] = new[:, :, 0].to(cached.dtype)
         return *self.kv[layer, :, :, :, :self.n_visible], self.mask
 
-    def truncate(self, n, last_token):
-        """Remove the last n tokens of every row; no row may be full. last_token: the new last token
-        of the rows. n and last_token are integers, or tensors (B,) and (B, 1)."""
-        if not self.on_host:
-            self.device_lengths -= n
-        self.lengths -= n.cpu() if isinstance(n, torch.Tensor) else n
-        self.last_token[:] = last_token
+    def truncate(self, lengths, last_token):
+        """Shorten the rows to `lengths` (B,); no row may be full. last_token (B, 1): their new last
+        tokens."""
+        self.lengths.copy_(lengths)
+        self.device_lengths.copy_(lengths)
+        self.last_token.copy_(last_token)
 
     def finish(self, idx):
         """Count the tokens idx (B, T) as stored."""
         self.lengths += idx.size(1)
-        if not self.on_host:
-            self.device_lengths += idx.size(1)
+        self.device_lengths += idx.size(1)
         self.last_token.copy_(idx[:, -1:])
 
 
@@ -177,5 +165,6 @@ def create_cache(model, rows, size=None):
     device, dtype = model.wte.weight.device, model.wte.weight.dtype
     if torch.is_autocast_enabled(device.type):
         dtype = torch.get_autocast_dtype(device.type)
-    cache_class = getattr(model, "cache_class", KVCache)
-    return cache_class(model.config, rows, device, dtype, size)
+    if getattr(model, "needs_full_cache", False):
+        size = None
+    return KVCache(model.config, rows, device, dtype, size)

@@ -172,27 +172,15 @@ def apply_dropout(x, p, training=True):
     return F.dropout(x, p, training)
 
 
-class FusedLinear(nn.Module):
-    """Linear layers of one input with concatenated weights, for decoding: x (..., C) -> (..., sum
-    of sizes)."""
-
-    def __init__(self, product, sizes):
-        super().__init__()
-        self.product, self.sizes = product, sizes
-
-    def forward(self, x):
-        return self.product(x)
-
-
 def fused_linear(x, *layers, sizes=None, fuse=True):
     """Return [layer(x) for layer in layers], as one matrix product if that is faster.
 
     sizes: split the concatenated outputs into parts of these sizes (default: one per layer).
     For a few tokens (decoding) concatenating the weights would take longer than it saves; then
-    model/sample/fused.py does it once, and the first layer is a FusedLinear. Layers that are more
+    model/core/quantize.py does it once, and the first layer is a ConcatLinear. Layers that are more
     than a weight and a bias, e.g. with adapters, are called one by one.
     """
-    if isinstance(layers[0], FusedLinear):
+    if hasattr(layers[0], "sizes"):
         return layers[0](x).split(sizes or layers[0].sizes, dim=-1)
     is_plain = all(type(layer).forward is nn.Linear.forward for layer in layers)
     if fuse and is_plain and x.numel() > 64 * x.size(-1):

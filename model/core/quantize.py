@@ -8,28 +8,40 @@ import torch
 import torch.nn as nn
 import torch.nn.functional as F
 
+from model.core.adapters import LoRALinear
 
-class PackedLinear(nn.Module):
-    """Linear layers with a common input, concatenated: x (..., K) -> (..., N).
+COMMON_INPUT = (("q", "k", "v"), ("gate", "up"))  # layers that model.core.ops.fused_linear computes
+
+
+class ConcatLinear(nn.Module):
+    """Linear layers with a common input, concatenated: x (..., K) -> (..., N), with N the sum of
+    `sizes`. A subclass has store(weight), for a weight (N, K), and forward(x)."""
+
+    def __init__(self, *layers):
+        super().__init__()
+        weights = [layer.weight.detach() for layer in layers]
+        self.sizes = [len(weight) for weight in weights]
+        biases = [getattr(layer, "bias", None) for layer in layers]
+        self.bias = None if biases[0] is None else torch.cat([b.detach() for b in biases])
+        self.store(torch.cat(weights))
+
+
+class PackedLinear(ConcatLinear):
+    """ConcatLinear in the weights' precision.
 
     On a CPU with bfloat16 arithmetic, the weights are stored in oneDNN's blocked layout, into which
     F.linear would convert the weights at every call: 2 to 4 times the speed for one row, same bits.
     """
 
-    def __init__(self, *layers):
-        super().__init__()
-        weight, self.bias = concat_layers(layers)
+    def store(self, weight):
         self.plain, self.packed = weight, None
         if weight.device.type == "cpu" and weight.dtype == torch.bfloat16:
-            self.pack(weight)
-
-    def pack(self, weight):
-        try:
-            packed = torch.ops.mkldnn._reorder_linear_weight(weight, 1)
-            self.product(weight.new_zeros(1, weight.size(1)), packed)
-        except (AttributeError, RuntimeError):
-            return  # not supported by this build of PyTorch or this CPU: F.linear
-        self.plain, self.packed = None, packed
+            try:
+                packed = torch.ops.mkldnn._reorder_linear_weight(weight, 1)
+                self.product(weight.new_zeros(1, weight.size(1)), packed)
+            except (AttributeError, RuntimeError):
+                return  # not supported by this build of PyTorch or this CPU: F.linear
+            self.plain, self.packed = None, packed
 
     def product(self, x, packed):
         return torch.ops.mkldnn._linear_pointwise.default(x, packed, self.bias, "none", [], "")
@@ -45,15 +57,13 @@ class PackedLinear(nn.Module):
         return self.plain if self.packed is None else self.packed.to_dense()
 
 
-class Int8Linear(nn.Module):
-    """Linear layers with a common input, concatenated: int8 weights (N, K) and a scale per row
-    (N,). Activations are not quantized, but converted to bfloat16 for the kernel."""
+class Int8Linear(ConcatLinear):
+    """ConcatLinear with int8 weights (N, K) and a scale per row (N,): a quarter of float32's
+    memory. Activations are not quantized, but converted to bfloat16 for the kernel."""
 
     MAX_KERNEL_ROWS = 16  # with more rows it is faster to dequantize the weights first
 
-    def __init__(self, *layers):
-        super().__init__()
-        weight, self.bias = concat_layers(layers)
+    def store(self, weight):
         int8, scale = quantize_rows(weight)
         self.register_buffer("int8", int8)
         self.register_buffer("scale", scale[:, 0])
@@ -71,13 +81,6 @@ class Int8Linear(nn.Module):
     def weight(self):
         """The dequantized weight (N, K)."""
         return self.int8.to(self.dtype) * self.scale[:, None].to(self.dtype)
-
-
-def concat_layers(layers):
-    """Return (weight, bias or None) of linear layers, concatenated along the outputs."""
-    weight = torch.cat([m.weight.detach() for m in layers])
-    biases = [getattr(m, "bias", None) for m in layers]
-    return weight, None if biases[0] is None else torch.cat([b.detach() for b in biases])
 
 
 def quantize_rows(weight):
@@ -105,3 +108,34 @@ def has_int8_kernel(device, width):
         return True
     except (AttributeError, RuntimeError):
         return False
+
+
+def replace_linear_layers(model, linear_class=PackedLinear):
+    """Replace every linear layer of `model`, in place, by a `linear_class` for decoding, with q, k,
+    v and gate, up fused; return the model. It can no longer be trained."""
+    replace_children(model.requires_grad_(False), linear_class)
+    if model.lm_head is None:  # tied: the embedding is kept for the input tokens
+        model.lm_head = linear_class(model.wte)
+    return model
+
+
+def replace_children(module, linear_class):
+    """Replace the linear layers below `module`. Experts of a mixture are no linear layers and are
+    kept."""
+    for names in COMMON_INPUT:
+        layers = [getattr(module, name, None) for name in names]
+        if all(map(is_linear, layers)):
+            setattr(module, names[0], linear_class(*layers))
+            for name in names[1:]:
+                setattr(module, name, None)
+    for name, child in module.named_children():
+        if is_linear(child):
+            setattr(module, name, linear_class(child))
+        else:
+            replace_children(child, linear_class)
+
+
+def is_linear(module):
+    """Return whether a module is a weight (for LoRALinear merged) and a bias."""
+    return (isinstance(module, LoRALinear)
+            or getattr(type(module), "forward", None) is nn.Linear.forward)

@@ -37,17 +37,6 @@ class SampleOptions(SamplingOptions, LoadOptions):
             self.temperature = 0.0 if self.chat else 0.8
 
 
-def check_options(o):
-    """Raise UserError with all contradictions between options."""
-    problems = [message for is_bad, message in (
-        (o.chat and (o.compile or o.quantize), "--chat: remove --compile and --quantize"),
-        (o.chat and o.num_samples > 1, "--chat: one answer per question; remove --num_samples"),
-        (o.compile and o.num_samples > 1, "--compile: one text; remove it or --num_samples"))
-        if is_bad]
-    if problems:
-        raise UserError("\n".join(problems))
-
-
 def load_compiled(options):
     """Return load_for_decoding(options) with a compiled model, or without if compiling fails."""
     from model.sample.compiled import compile_decoder
@@ -65,7 +54,11 @@ def load_compiled(options):
 
 def sample(options):
     """Generate and print texts."""
-    check_options(options)
+    many = options.num_samples > 1
+    if options.chat and (options.compile or options.quantize or many):
+        raise UserError("--chat: remove --compile, --quantize and --num_samples")
+    if options.compile and many:
+        raise UserError("--compile: one text; remove it or --num_samples")
     if options.chat:
         from model.chat import ChatOptions, chat
         return chat(ChatOptions(

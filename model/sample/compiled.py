@@ -11,9 +11,8 @@ import torch
 import torch.nn as nn
 import torch.nn.functional as F
 
-from model.core.kv_cache import KVCache, create_cache, find_slot
-from model.core.quantize import Int8Linear, concat_layers
-from model.sample.fused import replace_linear_layers
+from model.core.kv_cache import create_cache, find_slot
+from model.core.quantize import ConcatLinear, Int8Linear, replace_linear_layers
 
 
 def compile_decoder(model, quantized=False):
@@ -21,14 +20,10 @@ def compile_decoder(model, quantized=False):
     of `model` are replaced in place. Raises ValueError for models other than a plain GPT, and what
     torch.compile raises."""
     device = model.wte.weight.device
-    unsupported = {type(block).__name__ for block in model.h if not block.compiles_decoding}
-    if unsupported:
-        raise ValueError("--compile: expected the blocks of a plain GPT, found "
-                         f"{', '.join(sorted(unsupported))}; remove the option")
-    windows = any(block.attn.window for block in model.h)
-    if windows or len(set(model.rope_indices)) > 1:  # one graph computes all layers
-        raise ValueError("--compile: expected full attention with the same positions in every "
-                         f"layer, found layer_types {model.config.layer_types}; remove the option")
+    is_plain = all(block.compiles_decoding and not block.attn.window for block in model.h)
+    if not is_plain or len(set(model.rope_indices)) > 1:  # one graph computes all layers
+        raise ValueError("--compile: expected a plain GPT with full attention and the same "
+                         "positions in every layer; remove the option")
     if device.type == "mps":  # has no float64, which positions need to be exact
         raise ValueError("--compile: not supported on mps; remove the option")
     linear_class = Int8Linear if quantized else ReductionLinear
@@ -41,6 +36,7 @@ def compile_decoder(model, quantized=False):
 class CompiledDecoder:
     """A model for generate() that computes single tokens of a single text with a compiled graph.
     Prompts and batches are computed eagerly."""
+    needs_full_cache = True  # the only size that is compiled
 
     def __init__(self, model):
         self.model, self.config, self.wte = model, model.config, model.wte
@@ -53,11 +49,6 @@ class CompiledDecoder:
 
     def modules(self):
         return self.model.modules()
-
-    @staticmethod
-    def cache_class(config, rows, device, dtype, size):
-        """Return a KVCache of the only size that is compiled; `size` is ignored."""
-        return KVCache(config, rows, device, dtype)
 
     def __call__(self, idx, cache, last_only=True):
         """Return logits (B, T or 1, V) of the tokens idx (B, T), which follow the cached ones."""
@@ -138,15 +129,12 @@ class LayerCache:
         return *torch.where(self.is_new, self.new, self.kv), self.mask
 
 
-class ReductionLinear(nn.Module):
-    """Linear layers with a common input, concatenated: x (..., K) -> (..., N).
+class ReductionLinear(ConcatLinear):
+    """ConcatLinear that computes one row on a CPU as a reduction, so that the compiler fuses it
+    with the operations around it into a single loop over the weights."""
 
-    For one row on a CPU the product is written as a reduction, so that the compiler fuses it with
-    the operations around it into a single loop over the weights."""
-
-    def __init__(self, *layers):
-        super().__init__()
-        self.weight, self.bias = concat_layers(layers)
+    def store(self, weight):
+        self.weight = weight
 
     def forward(self, x):
         is_one_row = x.numel() == x.size(-1)

@@ -5,9 +5,8 @@ from dataclasses import dataclass
 
 from data.tokenizer import open_tokenizer
 from model.core.load import BACKBONE, EMA, load_model
-from model.core.quantize import Int8Linear
+from model.core.quantize import Int8Linear, PackedLinear, replace_linear_layers
 from model.gpt import GPT
-from model.sample.fused import pack_model, quantize_model
 from train.base.fields import key
 from train.device import choose_dtype
 from train.distributed import get_device
@@ -50,7 +49,7 @@ def load_for_decoding(options):
     """Return load_text_model(options) with linear layers for decoding, which are int8 with
     --quantize and packed without."""
     model, tokenizer, device = load_text_model(options)
-    model = quantize_model(model) if options.quantize else pack_model(model)
+    replace_linear_layers(model, Int8Linear if options.quantize else PackedLinear)
     if any(isinstance(m, Int8Linear) and not m.has_kernel for m in model.modules()):
         print(f"--quantize int8: no int8 kernel for {device.type} or for a layer width that is not "
               "a multiple of 16; weights are dequantized in every product, which is slow",

@@ -160,7 +160,7 @@ class Engine:
             if self.rows[i].ended:
                 last = self.rows.pop()
                 if i < len(self.rows):
-                    self.cache.copy_row(len(self.rows), i)
+                    self.cache.copy_rows(len(self.rows), i)
                     self.rows[i] = last
 
     def prefill(self):
@@ -180,7 +180,7 @@ class Engine:
             job.n_prefilled += len(ids)
             budget -= len(ids)
             if job.n_prefilled == len(job.ids):
-                self.cache.copy_row(self.slots, len(self.rows))
+                self.cache.copy_rows(self.slots, len(self.rows))
                 self.rows.append(job)
                 self.reading = []
                 self.write([job], logits)

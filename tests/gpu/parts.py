@@ -101,7 +101,7 @@ def growing(argv):
     """[[length, tokens/s up to it, the same again]] of one stream that begins with a token."""
     o = bench.settle(bench.parse_args(["sample", *argv]))
     dtype, _ = bench.choose_dtype("auto", o.device)
-    model = bench.pack_model(bench.our_model(o)[0].to(dtype).eval())
+    model = bench.replace_linear_layers(bench.our_model(o)[0].to(dtype).eval())
     T, start = o.shape["block_size"], 1
     found, idx = [], torch.zeros(1, 1, dtype=torch.int64, device=o.device)
     bench.generate(model, idx, 3, top_k=200)  # what a device does once is not the point

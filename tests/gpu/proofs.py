@@ -355,8 +355,8 @@ def one_token():
     import torch
 
     from model.core.kv_cache import create_cache
+    from model.core.quantize import replace_linear_layers
     from model.sample.compiled import CompiledDecoder, ReductionLinear
-    from model.sample.fused import replace_linear_layers
     fake_cuda.GRAPHS.clear()
     with fake_cuda.fake_tensors(), torch.no_grad():
         model = fake_cuda.to_device(build("gpt2", 1)[0].eval(), torch.bfloat16)

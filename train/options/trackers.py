@@ -61,8 +61,8 @@ class Trackers:
             self.log.warn(f"tracker {name!r} failed and is dropped, training continues: {reason}")
 
     def call(self, method, *args):
-        """Call a method of every tracker that has it: record(numbers, step), rewind(iter, evaluated)
-        as in Logger, artifact(path), close(status)."""
+        """Call a method of the trackers that have it: record(numbers, step), rewind(iter,
+        evaluated) as in Logger, artifact(path), close(status)."""
         for name, tracker in [*self.trackers.items()]:
             with self.guard(name):
                 getattr(tracker, method, lambda *args: None)(*args)

@@ -37,8 +37,8 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from model.convert import main as convert
 from model.core.kv_cache import create_cache
+from model.core.quantize import replace_linear_layers
 from model.gpt import GPT
-from model.sample.fused import pack_model
 from train.base.checkpoint_file import load_checkpoint, named_tensors
 from train.base.cli import run_command
 from train.base.errors import SetupError, UserError
@@ -285,7 +285,7 @@ def check_decoding(case):
             cached = decode(model)
         except ValueError as error:
             raise NotApplicable(f"refused: {error}") from None
-        packed = pack_model(copy.deepcopy(model))
+        packed = replace_linear_layers(copy.deepcopy(model))
         logits = {"cached": cached, "packed": packed(idx), "packed, cached": decode(packed)}
     compare(logits, dict.fromkeys(logits, full), LOGIT_TOLERANCE)
     return f"equal logits: {'; '.join(logits)}"
