@@ -2,6 +2,7 @@
 
 import argparse
 import functools
+import glob
 import math
 import os
 import re
@@ -10,13 +11,14 @@ from dataclasses import asdict, dataclass, fields, is_dataclass
 
 import yaml
 
-from train.base.errors import ConfigError
+from train.base.errors import ConfigError, DataError
 from train.base.fields import (
     PlainLoader,
     base_type,
     describe,
     fields_by_name,
     nearest,
+    parse_mixture,
     parse_value,
 )
 from train.keys import FIELDS, GROUP_NAMES, GROUPS, START_KEYS, TrainConfig
@@ -236,6 +238,23 @@ def input_files(config, kinds=(True, "apart")):
     paths = {f.name: getattr(config, f.name) for f in fields(config)
              if f.metadata.get("reads") in kinds}
     return {name: path for name, path in paths.items() if path not in (None, "", "scratch")}
+
+
+def check_files_exist(config):
+    """Raise DataError if a file of a run does not exist, before torch is imported and out_dir is
+    created. In an existing folder a run may resume without the files that it started from."""
+    restarted = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0"  # continues what it began
+    missing = []
+    if config.resume_file and not os.path.exists(config.resume_file) and not restarted:
+        missing.append(f"resume: {config.resume}: no such file, and not auto, never or must")
+    if not os.path.exists(config.out_dir):
+        data = parse_mixture(config.data_dir) or [config.data_dir]
+        paths = [*input_files(config).items(), *(("data_dir", path) for path in data)]
+        missing += [f"{name}: {path}: no such file or folder" for name, path in paths
+                    if not os.path.exists(path) and not glob.glob(path.replace("{split}", "*"))
+                    and not re.search(r"^hf:|(^|/)stdlib/*$", path)]
+    if missing:
+        raise DataError("\n".join(missing))
 
 
 # -----------------------------------------------------------------------------
