@@ -55,16 +55,14 @@ class ChatGPT(GPT):
     template = None
     row_tokens = 1
 
-    def forward(self, idx, targets=None, chat=None, cache=None, last_only=False):
+    def compute_loss(self, idx, targets, chat=None):
+        """Return (loss, sums) of conversations, or, without `chat`, of text as GPT does."""
         if chat is None:
-            return super().forward(idx, targets, cache, last_only)
+            return super().compute_loss(idx, targets)
         targets = torch.where(targets[:, 1:] == 1, idx[:, 1:], IGNORE)  # (B, T)
-        layout = packed_layout(idx[:, :-1], chat[:, :-1])
-        x = self.trunk(idx[:, :-1], **layout)  # (B, T, C)
-        loss = self.loss(x, self.head_weight(), targets, self.config.vocab_size)
-        if self.training:
-            return loss, dict(count=(targets != IGNORE).sum())
-        return loss, self.sums(targets) | self.count_exact(x, targets)
+        x = self.trunk(idx[:, :-1], **packed_layout(idx[:, :-1], chat[:, :-1]))  # (B, T, C)
+        loss, sums = self.score(x, targets)
+        return loss, sums if self.training else sums | self.count_exact(x, targets)
 
     def count_exact(self, x, targets):
         """Return sums of an evaluation: "accuracy", the number of targets with the largest logit;

@@ -40,30 +40,27 @@ class Keys:
 
 
 class Student(weights.HoldsFrozen, GPT):
-    """A GPT that is trained on a teacher, `frozen[0]`. Without one, e.g. for sampling, a GPT.
+    """A GPT that is trained on a teacher, `frozen[0]`. Without one, it has no loss.
 
     Its numbers include "kl", the divergence in nats per token.
     """
     weight = 0.5
     temperature = 1.0
 
-    def forward(self, idx, targets=None, cache=None, last_only=False):
-        if targets is None or not self.frozen:
-            return super().forward(idx, targets, cache, last_only)
+    def compute_loss(self, idx, targets):
         x = self.trunk(idx)  # (B, T, C)
-        loss = self.loss(x, self.head_weight(), targets, self.config.vocab_size)
+        loss, sums = self.score(x, targets)
         with torch.no_grad():
             y = self.frozen[0].trunk(idx)  # (B, T, C of the teacher)
         # One chunk of logits at a time, recomputed in the backward pass: 2 V numbers per token.
         n = chunk_rows(self.config.padded_vocab_size, x.device.type)
         chunks = zip(*(t.split(n) for t in (x.flatten(0, 1), y.flatten(0, 1), targets.flatten())))
         kl = sum(checkpoint(self.divergence, *chunk, use_reentrant=False) for chunk in chunks)
-        if not self.training:
-            return loss, self.sums(targets) | dict(kl=kl)
-        count = (targets != IGNORE).sum()
-        # The gradient of the divergence is proportional to 1 / temperature^2.
-        kl_loss = self.weight * self.temperature**2 * (kl / count.clamp(min=1))
-        return (1 - self.weight) * loss + kl_loss, dict(count=count, kl=kl.detach())
+        sums["kl"] = kl.detach()
+        if self.training:  # the gradient of the divergence is proportional to 1 / temperature^2
+            kl_loss = self.weight * self.temperature**2 * (kl / sums["count"].clamp(min=1))
+            loss = (1 - self.weight) * loss + kl_loss
+        return loss, sums
 
     def divergence(self, x, y, targets):
         """Return the sum () float32 over the targets of KL(teacher, student) in nats, from states

@@ -47,10 +47,8 @@ class PreferenceGPT(WithAdapters, chat.ChatGPT):
     sampling generates.
     """
 
-    def forward(self, idx, targets=None, logps=None, cache=None, last_only=False):
-        if logps is None:
-            return super().forward(idx, targets, None, cache, last_only)
-        x, targets, own = score_answers(self, idx, targets)  # (2 B, T, C), (2 B, T), (2 B,)
+    def compute_loss(self, idx, mask, logps):
+        x, targets, own = score_answers(self, idx, mask)  # (2 B, T, C), (2 B, T), (2 B,)
         own = own.view(-1, 2)  # (B, 2)
         chosen, rejected = (self.beta * (own - logps)).unbind(1)  # implicit rewards, (B,) each
         margin = chosen - rejected

@@ -278,18 +278,33 @@ class GPT(nn.Module):
         self.register_buffer("rope_sin", sin, persistent=False)
         self.register_buffer("token_bytes", sizes, persistent=False)
 
-    def forward(self, idx: torch.Tensor, targets: torch.Tensor | None = None, cache=None,
+    def forward(self, idx: torch.Tensor, *targets: torch.Tensor, cache=None,
                 last_only: bool = False):
-        """idx (B, T) int64, targets (B, T) int64, -1: not counted. With a cache, idx follow the
-        tokens in it; last_only: logits of the last token only, (B, 1, vocab_size)."""
+        """idx (B, T) int64; targets: see compute_loss. With a cache, idx follow the tokens in it;
+        last_only: logits of the last token only, (B, 1, vocab_size)."""
+        if targets:
+            return self.compute_loss(idx, *targets)
         x = self.trunk(idx, cache)  # (B, T, C)
-        if targets is None:
-            return self.logits(x[:, -1:] if last_only else x)
+        return self.logits(x[:, -1:] if last_only else x)
+
+    def compute_loss(self, idx, targets):
+        """Return (loss, sums) of a batch. targets (B, T) int64, -1: not counted. Other model types
+        have other batches."""
+        return self.score(self.trunk(idx), targets)
+
+    def score(self, x, targets):
+        """Return (mean loss, sums) of targets (B, T) from normalised states x (B, T, C). Sums of an
+        evaluation include the bytes of text, 0 without a tokenizer."""
         # The logits (B, T, V) would be the largest tensor: this computes a chunk of tokens at a
         # time.
         loss = self.loss(x, self.head_weight(), targets, self.config.vocab_size)
-        count = dict(count=(targets != ops.IGNORE).sum())
-        return loss, count if self.training else self.sums(targets)
+        counted = targets != ops.IGNORE  # (B, T)
+        sums = dict(count=counted.sum())
+        if not self.training:
+            sums["bytes"] = targets.new_zeros(())
+            if self.token_bytes is not None:
+                sums["bytes"] = (self.token_bytes[targets.clamp(min=0)] * counted).sum()
+        return loss, sums
 
     def trunk(self, idx, cache=None, mask=None, positions=None, previous=None):
         """Return the normalised states (B, T, C) of the last layer.
@@ -341,19 +356,11 @@ class GPT(nn.Module):
         z = F.linear(x, self.wte.weight) if self.lm_head is None else self.lm_head(x)  # (..., V)
         return ops.finish_logits(z.float())[..., :self.config.vocab_size]
 
-    def sums(self, targets):
-        """Return the sums of an evaluation besides the loss: the number of counted targets and
-        of bytes of text (0 without a tokenizer)."""
-        counted, size = targets != ops.IGNORE, targets.new_zeros(())  # (B, T), ()
-        if self.token_bytes is not None:
-            size = (self.token_bytes[targets.clamp(min=0)] * counted).sum()
-        return dict(count=counted.sum(), bytes=size)
-
     def numbers(self, sums):
         """Return {"ppl", "bpb"} of an evaluation, None where undefined, and every other scalar sum
         divided by the count. sums["loss"] is in nats."""
-        others = {n: value for n, value in sums.items() if n not in ("loss", "count", "bytes")}
-        numbers = ModelHooks.numbers(self, others | dict(count=sums["count"])) if others else {}
+        others = {name: value for name, value in sums.items() if name != "bytes"}
+        numbers = ModelHooks.numbers(self, others)
         if "bytes" not in sums:
             return numbers
         loss, count, size = (float(sums[name]) for name in ("loss", "count", "bytes"))

@@ -72,12 +72,10 @@ class PolicyGPT(HoldsFrozen, WithAdapters, chat.ChatGPT):
     and "kl"; in evaluations "exact", if all prompts have a reference answer.
     """
 
-    def forward(self, idx, targets=None, number=None, sample=None, cache=None, last_only=False):
-        if number is None:
-            return super().forward(idx, targets, None, cache, last_only)
+    def compute_loss(self, prompts, lengths, row_numbers, sample_numbers=None):
         if not self.training:
-            return self.evaluate_answers(idx, targets, number)
-        batch, sums = self.sample_batch(idx, targets, number, sample)
+            return self.evaluate_answers(prompts, lengths, row_numbers)
+        batch, sums = self.sample_batch(prompts, lengths, row_numbers, sample_numbers)
         loss, kl = self.policy_loss(*batch)
         return loss, sums | (dict(kl=kl / self.group_size) if self.frozen else {})
 

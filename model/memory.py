@@ -140,12 +140,12 @@ class MemoryGPT(PartialStateDict, WithAdapters, ChatGPT, RoutedGPT):
     def is_saved(self, name):
         return is_memory(name) or self.config.train_base
 
-    def forward(self, idx, targets=None, chat=None, cache=None, last_only=False):
-        out = super().forward(idx, targets, chat, cache, last_only)
+    def compute_loss(self, idx, targets, chat=None):
+        out = super().compute_loss(idx, targets, chat)
         if chat is None:
             return out
         n_items = (targets[:, 1:] == 1).sum(1)  # (B,): targets per row
-        return self.add_router_losses(*out, self.pop_routed(), n_items)
+        return self.add_router_losses(*out, n_items)
 
     def flops_per_unit(self):
         n = super().flops_per_unit()

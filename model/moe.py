@@ -247,19 +247,14 @@ class RoutedGPT(GPT):
     """A GPT of RoutedBlocks. The training loss includes the router losses, the evaluation loss does
     not. Both log the router losses and the load of the experts."""
 
-    def forward(self, idx, targets=None, cache=None, last_only=False):
-        out = super().forward(idx, targets, cache, last_only)
-        routed = self.pop_routed()
-        return out if targets is None else self.add_router_losses(*out, routed)
+    def compute_loss(self, idx, targets):
+        return self.add_router_losses(*super().compute_loss(idx, targets))
 
-    def pop_routed(self):
-        """Return [(logits, chosen)] of the blocks' routers in the last forward pass."""
-        return [block.__dict__.pop("routed") for block in self.h]
-
-    def add_router_losses(self, loss, sums, routed, n_items=None):
-        """Return (loss, sums) with the router losses. n_items (B,): the number of targets per
-        sequence, by which sequences are weighted; default: all equal."""
+    def add_router_losses(self, loss, sums, n_items=None):
+        """Return (loss, sums) with the router losses of the forward pass. n_items (B,): the number
+        of targets per sequence, by which sequences are weighted; default: all equal."""
         c = self.config
+        routed = [block.__dict__.pop("routed") for block in self.h]
         logits, chosen = map(torch.stack, zip(*routed))  # (L, B, T, n), (L, B, T, k)
         B, T = chosen.shape[1:3]
         load = compute_load(chosen, logits.size(-1))  # (L, B, n)

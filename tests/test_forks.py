@@ -101,10 +101,8 @@ class TwoHeadGPT(gpt.GPT):
         self.second = torch.nn.Linear(config.n_embd, config.padded_vocab_size, bias=False)
         self.steps_seen = None
 
-    def forward(self, idx, targets=None, cache=None, last_only=False):
-        if targets is None:
-            return super().forward(idx, None, cache, last_only)
-        loss, sums = super().forward(idx, targets)
+    def compute_loss(self, idx, targets):
+        loss, sums = super().compute_loss(idx, targets)
         x = self.trunk(idx)[:, :-1]
         second = self.loss(x, self.second.weight, targets[:, 1:], self.config.vocab_size)
         sums["second_loss"] = second.detach() * sums["count"]
