@@ -27,7 +27,7 @@ def open_rows(folder, split, **limits):
     """Return the memory-mapped arrays SPLIT_NAME.npy of a split, in the order of `limits`.
 
     limits: {name: (shape of a row, lowest value, limit)}: integers from the lowest value to below
-    the limit, in rows of that shape (`None`: any size). All arrays must have the same number of
+    the limit (`None`: float32), in rows of that shape (`None`: any size). All arrays must have the same number of
     rows. Raises DataError.
     """
     arrays = []
@@ -42,15 +42,21 @@ def open_rows(folder, split, **limits):
 
 def check_array(path, array, shape, limit, low=0):
     """Raise DataError unless an array has this shape (`None`: any size) and integers from `low` to
-    below `limit`. An id outside the vocabulary would end the process on a GPU without naming the
-    file. Only some rows of a large array are read."""
+    below `limit` (`None`: finite float32 numbers). An id outside the vocabulary would end the
+    process on a GPU without naming the file. Only some rows of a large array are read."""
     some = array[::1 + array.nbytes // CHECKED_WHOLE] if array.ndim else array
-    if (array.dtype.kind not in "iu" or len(array.shape) != len(shape)
-            or any(size not in (None, n) for n, size in zip(array.shape, shape))
-            or some.size and not (low <= int(some.min()) and int(some.max()) < limit)):
+    if limit is None:
+        kind = "finite float32 numbers"
+        is_valid = array.dtype == np.float32 and np.isfinite(some).all()
+    else:
+        kind = f"integers from {low} to {limit - 1}"
+        is_valid = array.dtype.kind in "iu" and (
+            not some.size or low <= int(some.min()) and int(some.max()) < limit)
+    if (not is_valid or len(array.shape) != len(shape)
+            or any(size not in (None, n) for n, size in zip(array.shape, shape))):
         expected = " x ".join("n" if n is None else str(n) for n in shape)
         raise DataError(f"{path}: {array.dtype} of shape {array.shape}; expected {expected} "
-                        f"integers from {low} to {limit - 1}; prepare the data again")
+                        f"{kind}; prepare the data again")
 
 
 # -----------------------------------------------------------------------------

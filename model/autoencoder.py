@@ -12,7 +12,6 @@ Shapes: N rows, D dimensions of an array, H d_hidden, Z d_latent.
 """
 
 import json
-import os
 import sys
 from dataclasses import dataclass
 
@@ -22,7 +21,7 @@ import torch.nn as nn
 import torch.nn.functional as F
 
 from data.meta import has_type, read_meta_for
-from data.token_files import open_npy
+from data.rows import open_rows
 from model.core.init import fill, normal
 from model.core.load import load_model
 from train.base.cli import run_command
@@ -53,12 +52,12 @@ class Keys:
 
 def read_features_meta(folder):
     """Return the keys of meta.json of a folder that data.prepare.features wrote: {"modalities":
-    {name: D}, "target": D or `None`, "mean", "std": {name: [D floats]}, "rows": {split: N}, perhaps
-    "shift"}. Raises DataError."""
+    {name: D}, "target": D or `None`, "mean", "std": {name: [D floats]}, perhaps "shift"}. Raises
+    DataError."""
     numbers = {str: [int | float]}
     meta = {"target": None} | read_meta_for(
         "autoencoder", folder, HOW_TO_PREPARE, modalities={str: int}, target=int | None,
-        rows={str: int}, mean=numbers, std=numbers).extra
+        mean=numbers, std=numbers).extra
     dims = array_dims(meta)
     if not has_type(meta.get("shift", {}), numbers) or any(
             {n: len(v) for n, v in meta[part].items()} != dims for part in ("mean", "std")):
@@ -82,17 +81,11 @@ def open_features(folder, split, spec=None):
     if spec and array_dims(meta) != array_dims(spec):
         raise DataError(f"{folder}: arrays {array_dims(meta)}; the checkpoint was trained on "
                         f"{array_dims(spec)}: prepare the same arrays")
-    arrays = []
-    for name, dims in array_dims(meta).items():
-        path = os.path.join(folder, f"{split}_{name}.npy")
-        array = open_npy(path)
-        expected = (meta["rows"][split], dims)
-        if array.shape != expected or array.dtype != np.float32:
-            raise DataError(f"{path}: {array.dtype} of shape {array.shape}; expected float32 of "
-                            f"shape {expected} according to meta.json; prepare the data again")
-        if spec and shift_of(meta, name) != shift_of(spec, name):
-            array = array + np.subtract(shift_of(meta, name), shift_of(spec, name))
-        arrays.append(array)
+    limits = {name: ((d,), None, None) for name, d in array_dims(meta).items()}
+    arrays = open_rows(folder, split, **limits)
+    for i, name in enumerate(limits if spec else ()):
+        if shift_of(meta, name) != shift_of(spec, name):
+            arrays[i] = arrays[i] + np.subtract(shift_of(meta, name), shift_of(spec, name))
     return arrays
 
 

@@ -229,7 +229,7 @@ def chat(options):
     if model.template is None:
         raise DataError(f"{options.ckpt}: not a chat model; fine-tune it with --config "
                         "train/configs/chat.yaml, see python -m data.prepare.chat --help")
-    if options.prompt is None and sys.stdin.isatty():
+    if not options.prompt and sys.stdin.isatty():
         print("An empty line ends the conversation.", file=sys.stderr)
     talk(model, tokenizer, [options.prompt] if options.prompt else read_questions(),
          options.max_new_tokens, system=options.system, **options.sampling())

@@ -24,7 +24,6 @@ from model.gpt import GPT
 from train.base.errors import CheckpointError
 from train.base.fields import key
 from train.dataloader import open_token_data
-from train.distributed import broadcast_from_rank0
 
 USE = gpt.USE
 
@@ -89,10 +88,8 @@ inherit_shape = gpt.inherit_shape
 
 def open_data(config, ranks):
     data = open_token_data(config, ranks)
-    teacher = broadcast_from_rank0(
-        lambda: weights.describe_weights(weights.read_backbone(config.teacher, "teacher")), ranks)
-    tokenizers = teacher["tokenizer"], data.spec.get("tokenizer")
-    weights.check_same(dict(tokenizer=tokenizers), config.teacher, config.allow_change)
+    teacher = weights.describe_backbone(config.teacher, "teacher", ranks)
+    weights.check_tokenizer(teacher["tokenizer"], config.teacher, data.spec, config)
     data.spec["teacher"] = teacher["digest"]  # a resumed run must use the same teacher
     return data
 

@@ -9,20 +9,17 @@ answers, so that it is not loaded. With lora_rank, only adapters are trained. Th
 model for sampling, serving and export.
 """
 
-import os
 from dataclasses import dataclass
 
-import numpy as np
 import torch
 import torch.nn.functional as F
 
 from data.rows import open_rows
-from data.token_files import open_npy
 from model import chat, gpt, lora
 from model.core.adapters import WithAdapters
 from model.core.ops import IGNORE
 from model.core.weights import digest
-from train.base.errors import CheckpointError, DataError
+from train.base.errors import CheckpointError
 from train.base.fields import key
 from train.dataloader import Data, RowLoader
 
@@ -105,18 +102,13 @@ as_gpt = lora.as_gpt
 def open_data(config, ranks):
     """Return the Data of the pairs in config.data_dir, see data/prepare/pairs.py. Raises
     DataError."""
-    folder = config.data_dir
     meta, tokenizer, spec = chat.read_rows_meta(config, "dpo", "pairs", reference=str)
     width = meta.block_size + 1
 
     def load(split):
-        tokens, mask = open_rows(folder, split, tokens=((2 * width,), 0, tokenizer.n_vocab),
-                                 mask=((2 * width,), 0, 2))
-        path = os.path.join(folder, f"{split}_logps.npy")
-        logps = open_npy(path)
-        if logps.shape[1:] != (2,) or logps.dtype != "<f4" or not np.isfinite(logps).all():
-            raise DataError(f"{path}: {logps.dtype} of shape {logps.shape}; expected n x 2 "
-                            "finite float32 numbers; prepare the pairs again")
+        tokens, mask, logps = open_rows(
+            config.data_dir, split, tokens=((2 * width,), 0, tokenizer.n_vocab),
+            mask=((2 * width,), 0, 2), logps=((2,), None, None))
         return RowLoader([tokens.reshape(-1, 2, width), mask.reshape(-1, 2, width), logps], config,
                          ranks)
     return Data(load("train"), load("val") if config.eval_interval else None,

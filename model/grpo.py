@@ -36,11 +36,10 @@ from model.core.adapters import WithAdapters
 from model.core.generate import generate
 from model.core.init import stable_hash
 from model.core.ops import IGNORE, token_logprobs
-from model.core.weights import HoldsFrozen, load_frozen, read_backbone
+from model.core.weights import HoldsFrozen, describe_backbone, load_frozen
 from train.base.errors import DataError, UserError
 from train.base.fields import key
 from train.dataloader import Data, RowLoader
-from train.distributed import broadcast_from_rank0
 
 USE = chat.USE
 WIDTH_MULTIPLE = 32  # of rows, in tokens: few different shapes
@@ -348,8 +347,7 @@ def open_data(config, ranks):
     data = Data(load("train"), load("val") if c.eval_interval else None,
                 spec | dict(row_tokens=width + c.answer_tokens, reward=digest))
     if c.grpo_beta:  # a resumed run must use the same reference
-        data.spec["reference"] = broadcast_from_rank0(
-            lambda: read_backbone(c.init_from, "init_from")["digest"], ranks)
+        data.spec["reference"] = describe_backbone(c.init_from, "init_from", ranks)["digest"]
     return data
 
 

@@ -12,15 +12,13 @@ import sys
 from dataclasses import asdict, dataclass
 
 import torch
-import torch.nn as nn
 
 from data.meta import prepared_model
 from model import chat, gpt
 from model.chat import ChatGPT
 from model.core import adapters
-from model.core import weights as base_weights
 from model.core.load import BACKBONE, load_model, model_of
-from model.core.weights import check_same, describe_weights, with_shape
+from model.core.weights import check_tokenizer, describe_backbone, read_backbone, with_shape
 from train.base.checkpoint_file import FORMAT_VERSION, load_checkpoint, save_checkpoint
 from train.base.cli import run_command
 from train.base.errors import CheckpointError
@@ -28,7 +26,7 @@ from train.base.fields import key
 from train.config import FIELDS
 from train.dataloader import open_token_data
 from train.device import choose_dtype
-from train.distributed import broadcast_from_rank0, get_device
+from train.distributed import get_device
 
 USE = "python -m model.lora --ckpt {out}/ckpt.pt --to {out}/merged.pt"
 MUST_MATCH_TO_INIT = ("backbone", "lora_alpha")  # adapters belong to one backbone and one scale
@@ -50,13 +48,12 @@ class Keys:
 # the model
 
 class LoRA(adapters.PartialStateDict, adapters.WithAdapters, ChatGPT):
-    """A GPT with frozen `weights` {name: tensor} and adapters, for tokens or conversations.
-    Raises RuntimeError if the weights do not match."""
+    """A GPT with frozen `weights` {name: tensor} and adapters, for tokens or conversations."""
 
     def __init__(self, config, seed, token_bytes, weights, r, alpha, targets):
         with torch.device("meta"):
             super().__init__(config, seed, token_bytes)
-        nn.Module.load_state_dict(self, weights, assign=True)
+        self.load_backbone(weights)
         self.requires_grad_(False)
         self.r = r
         self.alpha = alpha
@@ -64,17 +61,6 @@ class LoRA(adapters.PartialStateDict, adapters.WithAdapters, ChatGPT):
 
     def is_saved(self, name):
         return adapters.is_adapter(name)
-
-
-def read_backbone(path):
-    """Return the checkpoint dict of a gpt or chat model, see model.core.weights.read_backbone.
-    Raises CheckpointError for other models."""
-    state = base_weights.read_backbone(path)
-    kind = (state.get("config") or {}).get("model", "gpt")
-    if kind not in ("gpt", "chat") or "n_layer" not in state.get("model_args", {}):
-        raise CheckpointError(f"{path}: a checkpoint of --model {kind}; expected a gpt or chat "
-                              "model with its model_args (model.lora and model.memory merge)")
-    return state
 
 
 def load_backbone(config, data, dtype=torch.float32):
@@ -95,13 +81,17 @@ def load_backbone(config, data, dtype=torch.float32):
 
 def open_data(config, ranks):
     path = config.backbone
-    backbone = broadcast_from_rank0(lambda: describe_weights(read_backbone(path)), ranks)
-    vocab_size = backbone["shape"]["vocab_size"]
-    c = with_shape(config, backbone["shape"], path)  # above all block_size
+    backbone = describe_backbone(path, "backbone", ranks)
+    kind = backbone["kind"]
+    shape = backbone["shape"]
+    if kind not in ("gpt", "chat") or "n_layer" not in shape:
+        raise CheckpointError(f"{path}: a checkpoint of --model {kind}; expected a gpt or chat "
+                              "model with its model_args (model.lora and model.memory merge)")
+    vocab_size = shape["vocab_size"]
+    c = with_shape(config, shape, path)  # above all block_size
     is_chat = prepared_model(c.data_dir) == "chat"
     data = (chat.open_data if is_chat else open_token_data)(c, ranks)
-    tokenizers = backbone["tokenizer"], data.spec["tokenizer"]
-    check_same(dict(tokenizer=tokenizers), path, c.allow_change)
+    check_tokenizer(backbone["tokenizer"], path, data.spec, c)
     if data.spec["vocab_size"] > vocab_size:
         raise CheckpointError(f"{path}: its vocabulary has {vocab_size} ids, the data in "
                               f"{c.data_dir} have {data.spec['vocab_size']}")
@@ -121,10 +111,7 @@ def build_model(config, data):
     c, weights = load_backbone(config, data, dtype)
     model_class = functools.partial(LoRA, weights=weights, r=c.lora_rank, alpha=c.lora_alpha,
                                     targets=c.lora_targets)
-    try:
-        return base_type(data).build_model(c, data, model_class)
-    except RuntimeError as error:  # from load_state_dict
-        raise CheckpointError(f"{config.backbone}: {error}") from error
+    return base_type(data).build_model(c, data, model_class)
 
 
 def base_type(data):
@@ -155,14 +142,16 @@ class MergeOptions:
     backbone: str | None = key(None, BACKBONE)
 
 
-def merge(options, model_type="lora", **shape_changes):
+def merge(options, model_type="lora"):
     """Write the checkpoint options.ckpt of a `model_type` and its backbone as one checkpoint, with
-    merged adapters. shape_changes: of the model_args."""
+    merged adapters."""
     model, _ = load_model(options.ckpt, backbone=options.backbone, expect=model_type)
     state = load_checkpoint(options.ckpt)
-    if model_type == "lora":
+    shape = asdict(model.config)
+    if model_type == "memory":
+        shape |= dict(lora_rank=0, train_base=True)
+    else:
         model_type = "chat" if model.template else "gpt"
-    shape = asdict(model.config) | shape_changes
     config = {k: v for k, v in state["config"].items() if k in FIELDS} | dict(model=model_type)
     spec = {k: v for k, v in state["spec"].items() if k != "backbone"}
     unchanged = {k: state.get(k) for k in ("iter_num", "best_val_loss", "tokenizer")}

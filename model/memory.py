@@ -30,7 +30,7 @@ from model.core.init import normal
 from model.gpt import GPTConfig, Norm
 from model.moe import GroupedLinear, GroupOrder, RoutedBlock, RoutedGPT, Router, RouterKeys
 from train.base.cli import run_command
-from train.base.errors import CheckpointError, ConfigError
+from train.base.errors import ConfigError
 from train.base.fields import key
 
 USE = "python -m model.memory --ckpt {out}/ckpt.pt --to {out}/merged.pt"
@@ -130,8 +130,7 @@ class MemoryGPT(PartialStateDict, WithAdapters, ChatGPT, RoutedGPT):
         super().__init__(config, seed, token_bytes)
         if weights is not None:
             own = {n: p for n, p in self.named_parameters() if is_memory(n)}
-            # assign: also on the meta device, because frozen weights are not filled later.
-            nn.Module.load_state_dict(self, weights | own, assign=True)
+            self.load_backbone(weights | own)
         if config.lora_rank:
             add_adapters(self, ["attn", "mlp"], config.lora_rank, 2.0, seed)
         for name, p in self.named_parameters():
@@ -146,15 +145,6 @@ class MemoryGPT(PartialStateDict, WithAdapters, ChatGPT, RoutedGPT):
             return out
         n_items = (targets[:, 1:] == 1).sum(1)  # (B,): targets per row
         return self.add_router_losses(*out, n_items)
-
-    def flops_per_unit(self):
-        n = super().flops_per_unit()
-        if not self.config.train_base and not self.config.lora_rank:
-            # No gradient reaches the inputs of the first block: its memory comes last.
-            block = self.h[0]
-            weights = sum(p.numel() for m in (block.attn, block.mlp) for p in m.parameters())
-            n -= 2 * weights + 8 * self.config.n_embd * self.config.block_size
-        return n
 
     def initial(self, name, shape, seed):
         """Return the initial value of a parameter. Scores and values have a size of about 1; gates
@@ -184,11 +174,8 @@ def build_model(config, data):
     weights = None
     if "backbone" in data.spec:
         config, weights = lora.load_backbone(config, data)
-    try:
-        return lora.base_type(data).build_model(
-            config, data, lambda *args: MemoryGPT(*args, weights), MemoryConfig)
-    except RuntimeError as error:  # from load_state_dict
-        raise CheckpointError(f"backbone: {config.backbone}: {error}") from error
+    model_class = functools.partial(MemoryGPT, weights=weights)
+    return lora.base_type(data).build_model(config, data, model_class, MemoryConfig)
 
 
 # -----------------------------------------------------------------------------
@@ -201,7 +188,7 @@ class MergeMemoryOptions(lora.MergeOptions):
 
 
 def main(argv=None):
-    merge = functools.partial(lora.merge, model_type="memory", lora_rank=0, train_base=True)
+    merge = functools.partial(lora.merge, model_type="memory")
     return run_command(MergeMemoryOptions, merge, argv)
 
 

@@ -70,6 +70,12 @@ def test_step_0_is_the_backbone_to_the_bit(backbone):
     assert torch.equal(model(x, y)[0], base(x, y)[0])
 
 
+def test_adapters_on_a_trained_backbone_keep_its_weights(backbone):
+    base, _ = load_model(str(backbone))
+    model, (x, _) = built(backbone, train_base=True, lora_rank=2).eval(), batch()
+    assert torch.allclose(model(x), base(x), atol=1e-5)
+
+
 @pytest.mark.parametrize("rank", [0, 2])
 def test_everything_learns_but_the_backbone(backbone, rank):
     model, (x, y) = built(backbone, lora_rank=rank), batch()

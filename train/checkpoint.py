@@ -77,7 +77,7 @@ def find_start(folder, config, ranks, log):
         if state is None and config.init_from != "scratch":
             kind = "init_from"
             path = config.init_from
-            state = weights_module().read_weights(path)
+            state = weights_module().load.read_weights(path)
         if state is None and config.eval_only:
             raise CheckpointError(f"--eval_only: no ckpt.pt in {config.out_dir}, and no "
                                   "--init_from: nothing to evaluate")
@@ -85,7 +85,7 @@ def find_start(folder, config, ranks, log):
             return Start()
         old = state.get("config") or {}
         if kind == "resume" and old.get("family"):  # an earlier version
-            state["config"] = weights_module().upgrade_args(old)
+            state["config"] = weights_module().load.upgrade_args(old)
         shape = {}
         if config.init_from != "scratch":  # resumed, it inherits what it did when it started
             shape = weights_module().take_shape(config, state, path)
@@ -129,7 +129,7 @@ def inherited_shape(config):
     the weights), without starting a run. Raises CheckpointError."""
     for path in input_files(config, (True,)).values():
         weights = weights_module()
-        return weights.take_shape(config, weights.read_weights(path), path), path
+        return weights.take_shape(config, weights.load.read_weights(path), path), path
     return {}, None
 
 

@@ -9,7 +9,7 @@ import torch.nn as nn
 import torch.nn.functional as F
 
 from model.core.init import stable_hash
-from train.base.errors import ConfigError
+from train.base.errors import CheckpointError, ConfigError
 from train.optimizer import matches
 
 # -----------------------------------------------------------------------------
@@ -105,9 +105,9 @@ def add_adapters(model, targets, r, scale, seed):
     """Replace the linear layers in the blocks of `model` that match `targets` by LoRALinear.
     Adapters on the meta device are not initialised."""
     for name in find_layers(model, targets):
-        parent, _, child = name.rpartition(".")
         layer = LoRALinear(model.get_submodule(name), r, scale)
-        setattr(model.get_submodule(parent), child, layer)
+        model.set_submodule(name, layer)
+        model.filled.add(f"{name}.base")  # the weight keeps its values
         for part in ("lora_A", "lora_B"):
             p = getattr(layer, part)
             if not p.is_meta:
@@ -172,6 +172,13 @@ class PartialStateDict:
     def state_dict(self, *args, **kwargs):
         state = super().state_dict(*args, **kwargs)
         return {name: t for name, t in state.items() if self.is_saved(name)}
+
+    def load_backbone(self, weights):
+        """Use the tensors {name: tensor}, also on the meta device: they are not filled later."""
+        try:
+            super().load_state_dict(weights, assign=True)
+        except RuntimeError as error:
+            raise CheckpointError(f"backbone: {error}") from error
 
     def load_state_dict(self, state_dict, strict=True, assign=False):
         if strict and (wrong := state_dict.keys() ^ self.state_dict().keys()):

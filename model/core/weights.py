@@ -10,13 +10,13 @@ from dataclasses import fields
 
 import torch
 
-from model.core.load import model_of, read_model_args, read_weights, upgrade_args
+from model.core import load
 from model.core.shape import check_size, check_value
 from train.base.checkpoint_file import bullets, check_match, check_unchanged
 from train.base.errors import CheckpointError
 from train.base.fields import fields_by_name
 from train.config import find_conflicts
-from train.distributed import convert_ddp_state
+from train.distributed import broadcast_from_rank0, convert_ddp_state
 from train.keys import GPTKeys
 from train.system import hook, load_model_type
 
@@ -64,7 +64,7 @@ def take_shape(config, state, path, inherit=None):
     if inherit is None:
         return {}
     known = fields_by_name(config)
-    taken, wrong = inherit(config, upgrade_args(state.get("model_args") or {}))
+    taken, wrong = inherit(config, load.upgrade_args(state.get("model_args") or {}))
     if wrong:
         raise CheckpointError(f"{path}: shape mismatch:\n{bullets(wrong)}\n"
                               "remove these keys to use the checkpoint's")
@@ -88,7 +88,7 @@ def as_gpt(state, path, backbone=None, ema=False, config_class=None):
     whether the weights are running averages; config_class: the default is GPTConfig.
     """
     weights = convert_ddp_state(state["model"])
-    return weights, read_model_args(state.get("model_args") or {}, weights, config_class)
+    return weights, load.read_model_args(state.get("model_args") or {}, weights, config_class)
 
 
 def with_shape(config, model_args, path):
@@ -122,6 +122,11 @@ def check_same(pairs, path, allowed):
     check_unchanged({name: (old, new) for name, (old, new) in pairs.items()
                      if None not in (old, new) and old != new
                      and not (isinstance(old, list) and len(old) != len(new))}, path, allowed)
+
+
+def check_tokenizer(tokenizer, path, spec, config):
+    """Raise CheckpointError if the tokenizer of the model at `path` is not that of the data."""
+    check_same(dict(tokenizer=(tokenizer, spec.get("tokenizer"))), path, config.allow_change)
 
 
 def adopt_weights(model, state, path, log):
@@ -158,17 +163,22 @@ def read_backbone(path, key="backbone"):
     """
     try:
         with torch.device("cpu"):
-            state = read_weights(path)
+            state = load.read_weights(path)
     except CheckpointError as error:
         raise CheckpointError(f"{key}: {error}; if it has moved, --{key} FILE") from error
     weights = convert_ddp_state(state["model"])
     return {**state, "model": weights, "digest": digest(weights)}
 
 
-def describe_weights(state):
-    """Return {"digest", "shape", "tokenizer"} of a checkpoint from read_backbone, for all ranks."""
-    tokenizer = (state.get("spec") or {}).get("tokenizer") or state.get("tokenizer")
-    return dict(digest=state["digest"], shape=state.get("model_args"), tokenizer=tokenizer)
+def describe_backbone(path, key, ranks):
+    """Return {"digest", "kind" (model type), "shape", "tokenizer"} of read_backbone on all ranks.
+    """
+    def describe():
+        state = read_backbone(path, key)
+        tokenizer = (state.get("spec") or {}).get("tokenizer") or state.get("tokenizer")
+        return dict(digest=state["digest"], kind=load.saved_model_type(state),
+                    shape=state.get("model_args") or {}, tokenizer=tokenizer)
+    return broadcast_from_rank0(describe, ranks)
 
 
 def load_frozen(path, key="backbone", device="cpu"):
@@ -176,7 +186,7 @@ def load_frozen(path, key="backbone", device="cpu"):
     --`key`: in eval mode, without gradients. Raises CheckpointError."""
     with torch.device("cpu"):
         state = read_backbone(path, key)
-        model, tokenizer = model_of(state, path, device)
+        model, tokenizer = load.model_of(state, path, device)
     return model.requires_grad_(False), tokenizer, state
 
 

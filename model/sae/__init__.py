@@ -23,7 +23,7 @@ import torch.nn.functional as F
 from model.core.init import fill, stable_hash
 from model.core.load import load_model
 from model.core.ops import IGNORE
-from model.core.weights import check_same
+from model.core.weights import check_tokenizer
 from model.sae.activations import N_SKIPPED, OUTLIER_RATIO, ActivationLoader, load_backbone
 from model.sae.activations import ActivationBuffer as ActivationBuffer  # a public name
 from train.base.checkpoint_file import write_safetensors
@@ -250,8 +250,7 @@ def open_data(config, ranks):
     shape, tokenizer = backbone.gpt.config, backbone.tokenizer
     data = open_token_data(replace(config, vocab_size=shape.vocab_size, block_size=min(
         config.block_size, shape.block_size)), ranks)
-    tokenizers = tokenizer and tokenizer.spec(), data.spec["tokenizer"]
-    check_same(dict(tokenizer=tokenizers), config.backbone, config.allow_change)
+    check_tokenizer(tokenizer and tokenizer.spec(), config.backbone, data.spec, config)
     mean, scale = broadcast_from_rank0(lambda: backbone.statistics(data.train), ranks)
     spec = dict(data.spec, d_in=shape.n_embd, mean=mean, scale=scale, backbone=backbone.digest,
                 block_size=data.train.block_size)

@@ -29,6 +29,7 @@ class SampleOptions(SamplingOptions, LoadOptions):
                                     "--chat 0)", ge=0)
     num_samples: int = key(1, "number of texts, generated in one batch", ge=1)
     chat: bool = key(False, "talk with a chat model")
+    system: str | None = key(None, "--chat: system message, before the first question")
     compile: bool = key(False, "compile the decoding of one text: some ten seconds, then about "
                         "twice the speed on a CPU")
 
@@ -60,10 +61,8 @@ def sample(options):
     if options.compile and many:
         raise UserError("--compile: one text; remove it or --num_samples")
     if options.chat:
-        from model.chat import ChatOptions, chat
-        return chat(ChatOptions(
-            ckpt=options.ckpt, backbone=options.backbone, prompt=options.prompt or None,
-            device=options.device, max_new_tokens=options.max_new_tokens, **options.sampling()))
+        from model.chat import chat
+        return chat(options)
     model, tokenizer, device = (load_compiled if options.compile else load_for_decoding)(options)
     started = time.perf_counter()
     prompt = encode_prompt(tokenizer, options.prompt)
