@@ -27,8 +27,8 @@ def open_rows(folder, split, **limits):
     """Return the memory-mapped arrays SPLIT_NAME.npy of a split, in the order of `limits`.
 
     limits: {name: (shape of a row, lowest value, limit)}: integers from the lowest value to below
-    the limit (`None`: float32), in rows of that shape (`None`: any size). All arrays must have the same number of
-    rows. Raises DataError.
+    the limit (`None`: float32), in rows of that shape (`None`: any size). All arrays must have the
+    same number of rows. Raises DataError.
     """
     arrays = []
     for name, (shape, low, limit) in limits.items():
