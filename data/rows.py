@@ -1,10 +1,9 @@
 """Arrays of rows: SPLIT_NAME.npy files with one row per sample, and the rules of the splits.
 
-Commands of data.prepare write the arrays (e.g. with ChatPacker), model types open_rows.
+Commands of data.prepare write the arrays (save_arrays), model types open_rows.
 """
 
 import hashlib
-import itertools
 import os
 
 import numpy as np
@@ -12,7 +11,7 @@ import numpy as np
 from data.token_files import CHECKED_WHOLE, mix64, open_npy
 from train.base.errors import DataError
 
-MAX_OPEN_ROWS = 100  # incomplete rows of a ChatPacker
+MAX_OPEN_ROWS = 100  # incomplete rows of pack_chats
 
 
 def id_dtype(n_vocab):
@@ -70,67 +69,30 @@ def pad_rows(rows, width, value, dtype):
     return padded
 
 
-class ChatPacker:
-    """Packs whole conversations into rows of `width` tokens.
+def save_arrays(folder, split, **arrays):
+    """Write the files SPLIT_NAME.npy of {name: array}."""
+    for name, array in arrays.items():
+        np.save(os.path.join(folder, f"{split}_{name}.npy"), array)
 
-    Each conversation is added to the row in which it leaves the least space (best fit), among
-    MAX_OPEN_ROWS incomplete rows. The end of a row is filled with the token `fill`. The arrays are
-    tokens, mask (1 for targets of the loss) and chat (number of the conversation within the row).
-    """
 
-    def __init__(self, folder, split, width, dtype, fill):
-        self.width = width
-        self.fill = fill
-        self.open_rows = []  # lists of (ids, mask)
-        self.counts = dict(chats=0, rows=0, tokens=0, learned_tokens=0)
-        self.dtypes = dict(tokens=np.dtype(dtype), mask=np.dtype("u1"), chat=np.dtype("<u2"))
-        self.files = {name: open(os.path.join(folder, f"{split}_{name}.npy"), "wb")
-                      for name in self.dtypes}
-        self.write_headers()
-
-    def write_headers(self):
-        """Write the headers of the files, which contain the number of rows. numpy pads a header so
-        that this number can grow."""
-        for name, file in self.files.items():
-            file.seek(0)
-            np.lib.format.write_array_header_1_0(file, dict(
-                descr=self.dtypes[name].str, fortran_order=False,
-                shape=(self.counts["rows"], self.width)))
-
-    def add(self, ids, mask):
-        """Add a conversation of at most `width` tokens."""
-        self.counts["chats"] += 1
-        self.counts["tokens"] += len(ids)
-        self.counts["learned_tokens"] += int(mask.sum())
-        fitting = [row for row in self.open_rows if self.used(row) + len(ids) <= self.width]
-        if fitting:
-            max(fitting, key=self.used).append((ids, mask))
-            return
-        if len(self.open_rows) == MAX_OPEN_ROWS:
-            fullest = max(range(MAX_OPEN_ROWS), key=lambda i: self.used(self.open_rows[i]))
-            self.write(self.open_rows.pop(fullest))
-        self.open_rows.append([(ids, mask)])
-
-    def used(self, row):
+def pack_chats(chats, width):
+    """Return rows of whole conversations, each a list of (ids, mask) of at most `width` tokens in
+    all. A conversation is added to the row in which it leaves the least space (best fit), among
+    MAX_OPEN_ROWS incomplete rows."""
+    def used(row):
         return sum(len(ids) for ids, _ in row)
 
-    def write(self, row):
-        rest = self.width - self.used(row)
-        ids, masks = zip(*row, (np.full(rest, self.fill), np.zeros(rest)))
-        arrays = dict(tokens=np.concatenate(ids), mask=np.concatenate(masks),
-                      chat=np.repeat(np.arange(len(ids)), [*map(len, ids)]))
-        for name, values in arrays.items():
-            self.files[name].write(values.astype(self.dtypes[name]).tobytes())
-        self.counts["rows"] += 1
-
-    def finish(self):
-        """Write the incomplete rows and return the split's entry of meta.json."""
-        for row in self.open_rows:
-            self.write(row)
-        self.write_headers()
-        for file in self.files.values():
-            file.close()
-        return self.counts
+    rows, open_rows = [], []
+    for chat in chats:
+        fitting = [row for row in open_rows if used(row) + len(chat[0]) <= width]
+        if fitting:
+            max(fitting, key=used).append(chat)
+            continue
+        if len(open_rows) == MAX_OPEN_ROWS:
+            fullest = max(range(MAX_OPEN_ROWS), key=lambda i: used(open_rows[i]))
+            rows.append(open_rows.pop(fullest))
+        open_rows.append([chat])
+    return rows + open_rows
 
 
 # -----------------------------------------------------------------------------
@@ -160,24 +122,14 @@ def prompt_hash(ids, mask):
 
 
 def split_by_prompt(samples, fraction):
-    """Yield ("train" or "val", sample) by `prompt_hash`: the same prompt is never in both splits.
-
-    sample[0]: (ids, mask). If no sample falls into the validation split, the samples with the
-    lowest hash are moved to it.
-    """
-    hashed = ((prompt_hash(*sample[0]), sample) for sample in samples)
-    limit = fraction * 2**64
-    waiting = []  # samples up to the first one for validation
-    for value, sample in hashed:
-        waiting.append((value, sample))
-        if value < limit:
-            break
-    else:
-        print(f"No sample of {len(waiting):,} fell into the validation split: one prompt was moved "
-              "there; more data or a larger --val_fraction measure better")
-        limit = min((value for value, _ in waiting), default=0) + 1
-    for value, sample in itertools.chain(waiting, hashed):
-        yield "val" if value < limit else "train", sample
+    """Return {"train": samples, "val": samples} by `prompt_hash`: the same prompt is never in both
+    splits. sample[0]: (ids, mask). The lowest hash is always in the validation split."""
+    hashes = [prompt_hash(*sample[0]) for sample in samples]
+    limit = max(fraction * 2**64, min(hashes, default=0) + 1)
+    splits = dict(train=[], val=[])
+    for value, sample in zip(hashes, samples):
+        splits["val" if value < limit else "train"].append(sample)
+    return splits
 
 
 def runs_in_val(runs, fraction):

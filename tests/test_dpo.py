@@ -156,7 +156,7 @@ def test_the_last_of_several_answers_is_learned(made, tmp_path):
     assert BYTES.decode(ids[mask == 1]) == "b<|endoftext|>ee<|endoftext|>"
     writer = PairWriter(PairOptions(sources=[source], reference=str(made / "chat/ckpt.pt")))
     writer.template = template
-    found = [pair for _, pair in writer.samples()]
+    found = [pair for pairs in writer.read().values() for pair in pairs]
     assert len(found) == 4
     for (chosen, one), (rejected, two) in found:
         assert BYTES.decode(chosen[one == 1]) == "d<|endoftext|>"

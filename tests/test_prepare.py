@@ -870,16 +870,6 @@ def test_results_come_in_order():
     assert list(encode.map_in_order(abs, range(-50, 0))) == list(range(50, 0, -1))
 
 
-def test_progress(capsys):
-    progress = sources_module.Progress("reading", 100)
-    progress.add(1)
-    assert capsys.readouterr().err == ""  # not at once
-    progress.start -= 60
-    progress.shown -= 60
-    progress.add(49)
-    assert capsys.readouterr().err == "reading: 0 MB, 0.0 MB/s, 60 s to go\n"
-
-
 # --- built-in datasets
 
 def test_stdlib_on_first_use(tmp_path):

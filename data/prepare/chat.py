@@ -27,7 +27,7 @@ import numpy as np
 
 from data.chat_template import parse_content, parse_messages
 from data.prepare.samples import SampleOptions, SampleWriter
-from data.rows import ChatPacker, id_dtype
+from data.rows import pack_chats, pad_rows, save_arrays
 from train.base.cli import run_command
 from train.base.errors import echo
 from train.base.fields import key
@@ -98,15 +98,23 @@ class ChatWriter(SampleWriter):
             return fitting
         return None
 
-    def write(self, folder, samples):
-        """Pack the sequences into rows of block_size + 1 tokens."""
-        packers = {split: ChatPacker(folder, split, self.block_size + 1,
-                                     id_dtype(self.tokenizer.n_vocab), self.tokenizer.eot_token)
-                   for split in ("train", "val")}
-        for split, chat in samples:
-            for ids, mask in chat:
-                packers[split].add(ids, mask)
-        return {split: packer.finish() for split, packer in packers.items()}
+    def write(self, folder, splits):
+        return {split: self.write_split(folder, split, samples)
+                for split, samples in splits.items()}
+
+    def write_split(self, folder, split, samples):
+        """Pack the sequences into rows of block_size + 1 tokens, filled up with end tokens."""
+        width = self.block_size + 1
+        chats = [chat for sample in samples for chat in sample]
+        rows = pack_chats(chats, width)
+        ids, masks = zip(*(map(np.concatenate, zip(*row)) for row in rows))
+        numbers = [np.repeat(np.arange(len(row)), [len(ids) for ids, _ in row]) for row in rows]
+        save_arrays(folder, split,
+                    tokens=pad_rows(ids, width, self.tokenizer.eot_token, self.id_dtype),
+                    mask=pad_rows(masks, width, 0, np.uint8),
+                    chat=pad_rows(numbers, width, [[len(row)] for row in rows], np.uint16))
+        return dict(chats=len(chats), rows=len(rows), tokens=sum(map(len, ids)),
+                    learned_tokens=sum(int(mask.sum()) for mask in masks))
 
 
 def cut(ids, mask, width):

@@ -9,21 +9,23 @@ import hashlib
 import itertools
 import os
 import re
+import sys
+import time
 from collections import deque
 from concurrent.futures import ThreadPoolExecutor
 from typing import NamedTuple
 
 import numpy as np
 
-from data.prepare.sources import Progress
 from data.rows import documents_in_val, id_dtype
 from data.tokenizer_hf import GPT2_PATTERN
 from data.tokenizer_types import RankTokenizer, split_long_spaces
-from train.base.errors import require
+from train.base.errors import echo, require
 
 PIECE_BYTES = 1 << 20   # of text per task
 LOOKAHEAD_BYTES = 4096  # in which a cut is chosen
 MIN_VAL_DOCUMENTS = 10  # with fewer, the validation split is the end of the text
+PROGRESS_SECONDS = 10
 THREADS = min(16, os.cpu_count() or 1)
 
 
@@ -163,7 +165,8 @@ def write_splits(folder, documents, tokenizer, in_val, cut):
     """Write train.bin and val.bin, split by the result of `choose_split`, to `folder`. Returns the
     `splits` of meta.json."""
     work = functools.partial(encode_pieces, documents=documents, tokenizer=tokenizer)
-    progress = Progress("tokenizing", documents.size)
+    done = 0
+    shown = time.monotonic()
     starts = np.array([0, *documents.ends[:-1]])
     n_val = int((in_val | (starts >= cut)).sum())  # documents that begin in it
     splits = {}
@@ -178,7 +181,10 @@ def write_splits(folder, documents, tokenizer, in_val, cut):
                 digest.update(ids)
                 n_tokens += len(ids)
                 n_bytes += size
-                progress.add(size)
+                done += size
+                if time.monotonic() - shown > PROGRESS_SECONDS:
+                    shown = time.monotonic()
+                    echo(f"tokenizing: {done / documents.size:.0%}", sys.stderr)
         splits[split] = dict(tokens=n_tokens, documents=n_documents, bytes=n_bytes,
                              sha256=digest.hexdigest())
     return splits

@@ -23,14 +23,12 @@ from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
 
-import numpy as np
-
 from data.labels import SPLITS, Fields, read_labelled_texts, to_arrays
 from data.meta import Meta, write_meta
 from data.prepare.folders import FolderOptions, new_folder, report
 from data.prepare.sources import source_name
 from data.records import SOURCES, STDLIB_SKIP, walk
-from data.rows import split_by_group
+from data.rows import save_arrays, split_by_group
 from data.tokenizer import open_tokenizer, write_tokenizer
 from train.base.cli import run_command
 from train.base.errors import DataError, UserError, echo
@@ -87,8 +85,7 @@ def prepare_labels(args):
             arrays = to_arrays(part, tokenizer, classes, args.max_tokens)
             n_spans += int((arrays["spans"][:, 0] >= 0).sum())
             width = max(width, arrays["tokens"].shape[1])
-            for name, array in arrays.items():
-                np.save(os.path.join(folder, f"{split}_{name}.npy"), array)
+            save_arrays(folder, split, **arrays)
         counts = [sum(row.label == name for row in splits["train"]) for name in classes]
         write_meta(folder, Meta(
             "classifier", **write_tokenizer(folder, tokenizer), sources=args.files,

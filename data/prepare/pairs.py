@@ -13,7 +13,6 @@ answers' log probabilities according to the model --reference). meta.json identi
 that model by a digest.
 """
 
-import os
 import sys
 from dataclasses import dataclass
 
@@ -21,7 +20,7 @@ import numpy as np
 
 from data.chat_template import parse_messages
 from data.prepare.samples import SampleOptions, SampleWriter, example_records
-from data.rows import id_dtype, pad_rows
+from data.rows import pad_rows, save_arrays
 from train.base.cli import run_command
 from train.base.errors import DataError
 from train.base.fields import key
@@ -118,28 +117,25 @@ class PairWriter(SampleWriter):
             return None
         return pair
 
-    def write(self, folder, samples):
+    def write(self, folder, splits):
         """Write the pairs in rows of the longest one, and the log probabilities."""
         import torch
 
         from train.device import choose_dtype
-        splits = self.collect(samples)
         longest = max(len(ids) for pairs in splits.values() for pair in pairs for ids, _ in pair)
         self.block_size = min(self.block_size, -(-longest // LENGTH_MULTIPLE) * LENGTH_MULTIPLE)
         dtype, reason = choose_dtype("auto", self.device)
         print(f"Computing log probabilities with {self.args.reference} on {self.device}, {reason}")
         with (torch.no_grad(),
               torch.autocast(self.device.type, dtype, enabled=dtype != torch.float32)):
-            return {split: self.write_split(os.path.join(folder, split), pairs)
+            return {split: self.write_split(folder, split, pairs)
                     for split, pairs in splits.items()}
 
-    def write_split(self, start, pairs):
-        """Write the arrays of a split and return its entry of meta.json. start: the beginning of
-        the names of the files."""
+    def write_split(self, folder, split, pairs):
         from model.dpo import answer_logps
         width = self.block_size + 1
         ids, masks = zip(*(side for pair in pairs for side in pair))
-        tokens = pad_rows(ids, width, self.tokenizer.eot_token, id_dtype(self.tokenizer.n_vocab))
+        tokens = pad_rows(ids, width, self.tokenizer.eot_token, self.id_dtype)
         mask = pad_rows(masks, width, 0, np.uint8)  # (2 N, T)
         logps = []
         for i in range(0, 2 * len(pairs), 2 * PAIRS_PER_BATCH):
@@ -147,8 +143,8 @@ class PairWriter(SampleWriter):
                      for array in (tokens, mask)]
             logps.append(answer_logps(self.reference, *batch))
         logps = np.concatenate(logps)  # (N, 2)
-        for name, array in dict(tokens=tokens, mask=mask, logps=logps).items():
-            np.save(f"{start}_{name}.npy", array.reshape(len(pairs), -1))
+        save_arrays(folder, split, tokens=tokens.reshape(len(pairs), -1),
+                    mask=mask.reshape(len(pairs), -1), logps=logps)
         return dict(pairs=len(pairs), preferred=float((logps[:, 0] > logps[:, 1]).mean()))
 
 

@@ -21,7 +21,7 @@ import numpy as np
 
 from data.prepare.chat import to_messages
 from data.prepare.samples import SampleOptions, SampleWriter
-from data.rows import id_dtype, pad_rows
+from data.rows import pad_rows, save_arrays
 from train.base.cli import run_command
 from train.base.fields import key
 
@@ -65,18 +65,15 @@ class PromptWriter(SampleWriter):
         line = dict(question=messages[-1][1].strip(), answer=answer, row=record)
         return [(np.array([*ids, self.tokenizer.eot_token], np.uint32), mask), line]
 
-    def write(self, folder, samples):
+    def write(self, folder, splits):
         """Write the prompts in rows of the longest one."""
-        splits = self.collect(samples)
         self.block_size = max(len(ids) - 1 for rows in splits.values() for (ids, _), _ in rows)
-        dtype = id_dtype(self.tokenizer.n_vocab)
         for split, rows in splits.items():
-            start = os.path.join(folder, split)
             ids = [ids[:-1] for (ids, _), _ in rows]
-            np.save(f"{start}_tokens.npy", pad_rows(ids, self.block_size, self.tokenizer.eot_token,
-                                                    dtype))
-            np.save(f"{start}_length.npy", np.array([len(row) for row in ids], "<u4"))
-            with open(f"{start}_rows.jsonl", "w", encoding="utf-8") as f:
+            save_arrays(folder, split, length=np.array([*map(len, ids)], np.uint32),
+                        tokens=pad_rows(ids, self.block_size, self.tokenizer.eot_token,
+                                        self.id_dtype))
+            with open(os.path.join(folder, f"{split}_rows.jsonl"), "w", encoding="utf-8") as f:
                 # Values that JSON cannot represent, e.g. dates of a table, become text.
                 f.writelines(json.dumps(line, default=str) + "\n" for _, line in rows)
         return {split: dict(questions=len(rows)) for split, rows in splits.items()}

@@ -13,7 +13,7 @@ from data.meta import Meta, write_meta
 from data.prepare.folders import FolderOptions, new_folder, report
 from data.prepare.sources import source_name
 from data.records import SOURCES, parse_records
-from data.rows import split_by_prompt
+from data.rows import id_dtype, split_by_prompt
 from data.tokenizer import write_tokenizer
 from train.base.errors import DataError
 from train.base.fields import key
@@ -56,8 +56,8 @@ class SampleWriter:
 
         encode(record)          the encoded sample, whose first item is (ids, mask); `None`: left
                                 out, and counted in self.notes. Raises ValueError
-        write(folder, samples)  writes ("train" or "val", encoded sample) and returns the `splits`
-                                of meta.json
+        write(folder, splits)   writes {"train": encoded samples, "val": ...} and returns the
+                                `splits` of meta.json
     """
     suffix = ""  # of the default folder
     examples = staticmethod(example_records)  # of the sources example and example-more
@@ -79,7 +79,7 @@ class SampleWriter:
                             "answer with; start from a model with another tokenizer")
         self.template = self.template.with_end_ids(self.tokenizer)
         with new_folder(out, self.model, args.sources, args.force) as folder:
-            splits = self.write(folder, self.samples())
+            splits = self.write(folder, self.read())
             write_meta(folder, Meta(
                 self.model, **write_tokenizer(folder, self.tokenizer), block_size=self.block_size,
                 template=self.template.spec, splits=splits, sources=args.sources,
@@ -87,29 +87,24 @@ class SampleWriter:
         print(f"Prepared {out}: rows of up to {self.block_size} tokens")
         report(out, splits, f"configs/{self.model}", " --init_from CKPT.pt")
 
-    def samples(self):
-        """Yield ("train" or "val", encoded sample) of all records. Raises DataError for bad records
-        and for an empty split."""
+    def read(self):
+        """Return {"train": encoded samples, "val": ...} of all records. Raises DataError for bad
+        records and for an empty split."""
         args = self.args
         self.notes = Counter()
         sources = [self.examples(source) if source in ("example", "example-more") else source
                    for source in args.sources]
         samples = parse_records(sources, self.encode, args.num_samples, args.skip_bad)
-        used = (sample for sample in samples if sample is not None)
-        counts = dict(train=0, val=0)
-        for split, sample in split_by_prompt(used, args.val_fraction):
-            counts[split] += 1
-            yield split, sample
+        splits = split_by_prompt([sample for sample in samples if sample is not None],
+                                 args.val_fraction)
         for note, n in self.notes.items():
             print(f"{n:,} {self.noun}s {note}")
-        if empty := [split for split, n in counts.items() if not n]:
+        if empty := [split for split, samples in splits.items() if not samples]:
             raise DataError(f"{', '.join(args.sources)}: no {self.noun} for {' and '.join(empty)}; "
                             f"more {self.noun}s, a larger --block_size or a different "
                             "--val_fraction")
-
-    def collect(self, samples):
-        """Return {"train": [encoded sample, ...], "val": [...]}."""
-        splits = dict(train=[], val=[])
-        for split, sample in samples:
-            splits[split].append(sample)
         return splits
+
+    @property
+    def id_dtype(self):
+        return id_dtype(self.tokenizer.n_vocab)

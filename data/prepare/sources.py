@@ -8,40 +8,16 @@ import io
 import os
 import sys
 import sysconfig
-import time
 from array import array
 from pathlib import Path
 
 from data import records
 from data.tokenizer_types import clean
-from train.base.errors import echo
 
 READ_BYTES = 1 << 20
 STDLIB = "dataset:stdlib"  # a source that is no path: the library of this Python
 RECORD_EXTENSIONS = (".jsonl", ".ndjson", ".json", ".csv", ".tsv", ".parquet")
-PROGRESS_SECONDS = 10
 MIN_BYTES = 4  # of text: two for each split
-
-
-class Progress:
-    """Progress of a pass over the text: a line on stderr every PROGRESS_SECONDS."""
-
-    def __init__(self, task, total=0):
-        self.task = task
-        self.total = total  # bytes; 0: unknown
-        self.done = 0
-        self.start = self.shown = time.monotonic()
-
-    def add(self, size):
-        """Count `size` more bytes, and print if the last line is old enough."""
-        self.done += size
-        now = time.monotonic()
-        if now - self.shown < PROGRESS_SECONDS:
-            return
-        self.shown = now
-        rate = self.done / (now - self.start)
-        rest = f", {(self.total - self.done) / rate:.0f} s to go" if self.total else ""
-        echo(f"{self.task}: {self.done / 1e6:,.0f} MB, {rate / 1e6:,.1f} MB/s{rest}", sys.stderr)
 
 
 # -----------------------------------------------------------------------------
@@ -118,7 +94,6 @@ class Documents:
         self.ends = array("q")    # of each document, in bytes
         self.has_records = False  # which are never divided
         self.file = open(path, "wb")
-        self.progress = Progress("reading")
 
     @property
     def size(self):
@@ -144,7 +119,6 @@ class Documents:
                         break
                     continue
                 self.file.write(content)
-                self.progress.add(len(content))
                 size += len(content)
                 if is_end and size > ends[-1]:  # an empty document does not count
                     ends.append(size)
