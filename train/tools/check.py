@@ -12,25 +12,18 @@ import contextlib
 import copy
 import io
 import json
-import multiprocessing
 import os
 import re
-import runpy
 import signal
 import socket
 import sys
 import tempfile
-from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, fields
 from functools import partial
 from pathlib import Path
 
 import torch
-from torch.multiprocessing.spawn import (
-    ProcessExitedException,
-    ProcessRaisedException,
-    start_processes,
-)
+from torch.multiprocessing.spawn import ProcessExitedException, start_processes
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.overrides import TorchFunctionMode
 from torch.utils.flop_counter import FlopCounterMode
@@ -41,15 +34,15 @@ from model.core.quantize import replace_linear_layers
 from model.gpt import GPT
 from train.base.checkpoint_file import load_checkpoint, named_tensors
 from train.base.cli import run_command
-from train.base.errors import SetupError, UserError
+from train.base.errors import ConfigError, SetupError, UserError
 from train.base.fields import base_type, key
 from train.config import load_config, to_yaml
 from train.distributed import process_group
 from train.keys import GPTKeys
-from train.logger import Logger
+from train.robust import run_reporting_errors
 from train.setup import open_data, open_run
 from train.system import REPOSITORY, hook, load_model_type
-from train.train import seed_step
+from train.train import seed_step, train
 
 # Small and quick; without dropout, whose random numbers differ between ranks.
 SETTINGS = dict(
@@ -59,7 +52,6 @@ SETTINGS = dict(
     log_interval=1, early_stopping_patience=0, sample_tokens=0, tracker=[], dropout=0.0,
     device="cpu", dtype="float32", compile="false", num_threads=1)
 KILLED_AT = 6
-FORK = multiprocessing.get_context("fork")  # saves importing torch in every process
 # Not compared: measurements, and the perplexity, which is a function of the loss.
 NOT_COMPARED = {"time_ms", "tokens_per_sec", "mfu", "memory_mib", "val_ppl"}
 TOLERANCE = 1e-4         # relative: sums in another order
@@ -112,85 +104,72 @@ def compare(actual, expected, tolerance=0.0):
 # -----------------------------------------------------------------------------
 # runs
 
-def train_rank(rank, argv, environment, log, kill_at):
-    """Be one rank of a run: execute run_train.py in this process, which has imported torch already.
-    kill_at: kill the process when it has logged this step."""
-    def write_metrics(self, record):
-        original(self, record)
-        if record["iter"] == kill_at:
+def train_rank(rank, config, environment, log, killed_at):
+    """Be one rank of a run, in a process that has imported torch already; killed_at: kill it at the
+    evaluation of this step."""
+    def on_evaluation(it, numbers):
+        if it == killed_at:
             os.kill(os.getpid(), signal.SIGKILL)
-    original = Logger.write_metrics
-    Logger.write_metrics = write_metrics
-    if environment:
-        os.environ.update(environment, RANK=str(rank), LOCAL_RANK=str(rank))
-    os.chdir(REPOSITORY)
+    os.environ.update(environment, RANK=str(rank), LOCAL_RANK=str(rank))
+    sys.stdout = sys.__stdout__
     for stream in (sys.stdout, sys.stderr):
         os.dup2(os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND), stream.fileno())
-    sys.argv = ["run_train.py", *argv]
-    runpy.run_path("run_train.py", run_name="__main__")
+    run_reporting_errors(config, lambda config: train(config, on_evaluation=on_evaluation))
 
 
-def train_in_process(folder, name, ranks=1, kill_at=None, **changes):
-    """Run run_train.py into folder / name, with changes of the configuration. Raises
-    NotApplicable for a refusal, AssertionError for a crash."""
-    changes |= dict(config=folder / "config.yaml", out_dir=folder / name)
-    argv = [f"--{key}={value}" for key, value in changes.items()]
+def train_in_process(case, name, ranks=1, killed_at=None, **changes):
+    """Train into case.folder / name, with changes of the configuration. Raises NotApplicable for a
+    refusal, AssertionError for a crash."""
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]
     environment = dict(WORLD_SIZE=str(ranks), MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
-    log = folder / f"{name}.log"
+    log = case.folder / f"{name}.log"
     try:
-        start_processes(train_rank, (argv, environment if ranks > 1 else {}, log, kill_at), ranks,
+        changes["out_dir"] = str(case.folder / name)
+        config = load_config(case.folder / "config.yaml", changes)
+        start_processes(train_rank, (config, environment, log, killed_at), ranks,
                         start_method="fork")
+    except ConfigError as error:
+        raise NotApplicable(f"refused: {error}") from None
     except ProcessExitedException as error:
         lines = log.read_text().strip().splitlines()
         if error.exit_code == 2:
             raise NotApplicable(f"refused: {lines[-1]}") from None
         if error.signal_name != "SIGKILL":
             raise AssertionError(" ".join(filter(None, lines[-8:]))) from None
-    except ProcessRaisedException as error:
-        raise AssertionError(str(error)[-300:]) from None
 
 
-def read_log(folder, name):
-    """Return {"NAME of step N": number} of the metrics.jsonl in folder / name."""
-    records = map(json.loads, (folder / name / "metrics.jsonl").read_text().splitlines())
-    return {f"{k} of step {record['iter']}": v for record in records for k, v in record.items()
-            if isinstance(v, (int, float)) and k not in NOT_COMPARED}
+def read_log(case, name):
+    """Return {"NAME of step N": number} of the metrics.jsonl in case.folder / name."""
+    lines = (case.folder / name / "metrics.jsonl").read_text().splitlines()
+    return {f"{k} of step {record['iter']}": v for record in map(json.loads, lines)
+            for k, v in record.items() if isinstance(v, (int, float)) and k not in NOT_COMPARED}
 
 
-def compare_run(folder, name, **how):
+def compare_run(case, name, **how):
     """Compare the logged numbers of a run with those of the first run, up to rounding."""
-    train_in_process(folder, name, **how)
-    for is_norm, tolerance in ((False, TOLERANCE), (True, NORM_TOLERANCE)):
-        expected, numbers = (
-            {k: v for k, v in read_log(folder, run).items() if k.startswith("grad_norm") == is_norm}
-            for run in ("first", name))
-        compare(numbers, expected, tolerance)
-    return f"{len(numbers)} steps agree within rounding"
+    train_in_process(case, name, **how)
+    expected = read_log(case, "first")
+    numbers = read_log(case, name)
+    compare(numbers, expected, NORM_TOLERANCE)
+    norms = {k for k in expected if k.startswith("grad_norm")}
+    compare({k: numbers[k] for k in expected if k not in norms},
+            {k: expected[k] for k in expected if k not in norms}, TOLERANCE)
+    return f"{len(norms)} steps agree within rounding"
 
 
-def check_resume(folder):
-    train_in_process(folder, "resumed", kill_at=KILLED_AT)
+def check_resume(case):
+    train_in_process(case, "resumed", killed_at=KILLED_AT)
     try:
-        train_in_process(folder, "resumed", resume="must")
+        train_in_process(case, "resumed", resume="must")
     except NotApplicable as error:
         raise AssertionError(error) from None
-    expected, tensors = (
-        dict(named_tensors({part: state[part] for part in ("model", "optimizer")}))
-        for state in (load_checkpoint(folder / name / "ckpt.pt")
-                      for name in ("first", "resumed")))
-    compare(tensors, expected)  # if not: is there state outside the state_dict?
-    compare(read_log(folder, "resumed"), read_log(folder, "first"))
+    first, resumed = (load_checkpoint(case.folder / name / "ckpt.pt")
+                      for name in ("first", "resumed"))
+    for part in ("model", "optimizer"):  # if they differ: is there state outside the state_dict?
+        compare(dict(named_tensors(resumed[part])), dict(named_tensors(first[part])))
+    compare(read_log(case, "resumed"), read_log(case, "first"))
     return f"killed at step {KILLED_AT}; weights, optimizer and log equal to the bit"
-
-
-RUNS = dict(
-    resume=check_resume,
-    split=partial(compare_run, name="split", batch_size=2, gradient_accumulation_steps=4,
-                  eval_iters=4),
-    ddp=partial(compare_run, name="ddp", ranks=2),
-    fsdp=partial(compare_run, name="fsdp", ranks=2, distributed="fsdp"))
 
 
 # -----------------------------------------------------------------------------
@@ -405,7 +384,12 @@ def check_keys(case):
 # -----------------------------------------------------------------------------
 # the command
 
-EXAMINATIONS = dict(
+CHECKS = dict(
+    resume=check_resume,
+    split=partial(compare_run, name="split", batch_size=2, gradient_accumulation_steps=4,
+                  eval_iters=4),
+    ddp=partial(compare_run, name="ddp", ranks=2),
+    fsdp=partial(compare_run, name="fsdp", ranks=2, distributed="fsdp"),
     batches=check_batches, gradients=check_gradients, evaluation=check_evaluation,
     decoding=check_decoding, initial=check_initial, flops=check_flops, export=check_export,
     keys=check_keys)
@@ -414,13 +398,13 @@ EXAMINATIONS = dict(
 @dataclass
 class Settings:
     """Check that an edited repository keeps its promises for a model type."""
-    only: list[str] = key([], "a check to run (default: all)", choices=[*RUNS, *EXAMINATIONS])
+    only: list[str] = key([], "a check to run (default: all)", choices=list(CHECKS))
 
 
-def print_result(name, result):
-    """Print the line of a check, a function that returns the details; return whether it passed."""
+def print_result(case, name):
+    """Run a check and print its line; return whether it passed."""
     try:
-        status, text = "ok", result()
+        status, text = "ok", CHECKS[name](case)
     except NotApplicable as reason:
         status, text = "not applicable", reason
     except Exception as error:
@@ -434,22 +418,18 @@ def print_result(name, result):
 
 def check(settings, config):
     """Run the checks of `config`, print a line for each, and return the exit code."""
-    with tempfile.TemporaryDirectory() as folder, ProcessPoolExecutor(2, FORK) as pool:
+    with tempfile.TemporaryDirectory() as folder:
         case = Case(config, folder)
         (case.folder / "config.yaml").write_text(to_yaml(config))
         try:
-            train_in_process(case.folder, "first")
+            train_in_process(case, "first")
         except (NotApplicable, AssertionError) as error:
             raise SetupError(f"the first run failed: {error}") from None
-        names = settings.only or [*RUNS, *EXAMINATIONS]
-        runs = {name: pool.submit(RUNS[name], case.folder) for name in RUNS if name in names}
-        passed = [print_result(name, future.result) for name, future in runs.items()]
         # With the shape of the weights from which the run started.
         case.config = load_config(case.folder / "first" / "config.yaml")
         with (contextlib.redirect_stdout(io.StringIO()), process_group(config) as ranks,
               open_run(case.config, ranks) as case.run):
-            passed += [print_result(name, lambda work=work: work(case))
-                       for name, work in EXAMINATIONS.items() if name in names]
+            passed = [print_result(case, name) for name in settings.only or CHECKS]
         return 0 if all(passed) else 1
 
 
