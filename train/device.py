@@ -96,36 +96,32 @@ def choose_dtype(name, device):
 # -----------------------------------------------------------------------------
 # FLOPs and MFU
 
-# Dense peak TFLOP/s by the data sheets: 16-bit floats, TF32, float32.
+# Dense peak TFLOP/s of 16-bit floats by the data sheets. TF32 has half of it on all GPUs with TF32.
 PEAK_TFLOPS = {
-    "B300": (2500, 1250, 80), "B200": (2250, 1125, 80), "GB200": (2500, 1250, 80),
-    "GH200": (989, 495, 67), "H200 NVL": (835, 418, 60), "H200": (989, 495, 67),
-    "H100 PCIe": (756, 378, 51), "H100 NVL": (835, 418, 60), "H100": (989, 495, 67),
-    "H800": (989, 495, 67), "A100": (312, 156, 19.5), "A800": (312, 156, 19.5),
-    "A40": (150, 75, 37), "A30": (165, 82, 10.3), "A10G": (70, 35, 35), "A10": (125, 62.5, 31),
-    "L40S": (362, 183, 91), "L40": (181, 90.5, 90), "L4": (121, 60, 30), "T4": (65, 8.1, 8.1),
-    "V100": (125, 15.7, 15.7), "P100": (21, 10.6, 10.6), "RTX 5090": (209, 105, 105),
-    "RTX 4090": (165, 82.6, 82.6), "RTX 4080": (97, 49, 49), "RTX 3090": (71, 35.6, 35.6),
-    "RTX 6000 Ada": (364, 182, 91)}
+    "B300": 2500, "B200": 2250, "GB200": 2250, "GH200": 989, "H200 NVL": 835, "H200": 989,
+    "H100 PCIe": 756, "H100 NVL": 835, "H100": 989, "H800": 989, "A100": 312, "A800": 312,
+    "A40": 150, "A30": 165, "A10G": 70, "A10": 125, "L40S": 362, "L40": 181, "L4": 121, "T4": 65,
+    "V100": 125, "P100": 21, "RTX 5090": 209, "RTX 4090": 165, "RTX 4080": 97, "RTX 3090": 71,
+    "RTX 6000 Ada": 364}
 
 
-def peak_flops(name, dtype, tf32):
-    """Return the peak FLOP/s of the GPU called `name` for this dtype, or 0 if unknown. Names are
+def peak_flops(name):
+    """Return the peak FLOP/s of the GPU called `name` for 16-bit floats, or 0 if unknown. Names are
     compared by whole words: an RTX A4000 is not an A40."""
     matches = [key for key in PEAK_TFLOPS if re.search(rf"\b{key}\b", name)]
-    if not matches:
-        return 0
-    column = 0 if dtype != torch.float32 else 1 if tf32 else 2
-    return PEAK_TFLOPS[max(matches, key=len)][column] * 1e12
+    return PEAK_TFLOPS[max(matches, key=len)] * 1e12 if matches else 0
 
 
 def total_peak_flops(ranks, dtype):
-    """Return the peak FLOP/s of all ranks together, or 0 if unknown. The model FLOPs
-    utilisation (MFU) is relative to it (PaLM, arXiv:2204.02311, appendix B)."""
+    """Return the peak FLOP/s of all ranks together; 0 if unknown, and for float32 without TF32. The
+    model FLOPs utilisation (MFU) is relative to it (PaLM, arXiv:2204.02311, appendix B)."""
     if ranks.device.type != "cuda":
         return 0
-    return ranks.world_size * peak_flops(torch.cuda.get_device_name(ranks.device), dtype,
-                                         torch.backends.cuda.matmul.allow_tf32)
+    peak = ranks.world_size * peak_flops(torch.cuda.get_device_name(ranks.device))
+    if dtype != torch.float32:
+        return peak
+    has_tf32 = torch.backends.cuda.matmul.allow_tf32 and has_native_bfloat16(ranks.device)
+    return peak / 2 if has_tf32 else 0
 
 
 # -----------------------------------------------------------------------------

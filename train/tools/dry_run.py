@@ -9,6 +9,7 @@ import contextlib
 import time
 import weakref
 
+import numpy as np
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -95,43 +96,46 @@ def check_memory(memory, available, ranks):
 def measure_step(config, data, ranks, dtype, compiled, available):
     """Return (seconds per optimizer step, bytes of tensors besides the state of the run).
 
-    On a CPU, one sample is measured, and a part of a micro-batch as large as time and memory allow;
-    larger ones are extrapolated. On a GPU the measured step is the real one."""
+    On a GPU the measured step is the real one. On a CPU, one sample is measured, and a part of a
+    micro-batch as large as time and memory allow; larger ones are extrapolated."""
     device = ranks.device
-    deadline = time.perf_counter() + MAX_SECONDS
+    on_gpu = device.type == "cuda"
     model = load_model_type(config.model).build_model(config, data).to(device)
     optimizer = build_optimizer(model, config, log=lambda text: None)
     if compiled:
         compile_model(model, device)
     memory = PeakMemory(model)
-    count_bytes = contextlib.nullcontext() if device.type == "cuda" else memory
+    count_bytes = contextlib.nullcontext() if on_gpu else memory
     with count_bytes:
         batch = data.train.get_batch(device, 0)
 
+    def compute(n):  # as in train_step
+        with torch.autocast(device.type, dtype, enabled=dtype != torch.float32):
+            loss, _ = model(*(t[:n] for t in batch))
+        loss.backward()
+
+    def update():
+        clip_gradients(optimizer, config.grad_clip)
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+
     def measure(n):
-        def compute():
-            forward_backward(model, [t[:n] for t in batch], device, dtype)
-        compute()
+        compute(n)
         with count_bytes:  # with gradients, as in all but the first micro-batch
-            compute()
-        return timed(compute, device), memory.peak
+            compute(n)
+        return np.array([timed(lambda: compute(n), device), memory.peak])
     size = len(batch[0])
-    n = size if device.type == "cuda" else 1
-    seconds, peak = measure(n)
+    n = size if on_gpu else 1
+    compute(n)
+    update()  # creates the state of the optimizer
+    cost = measure(n)
     if n < size:
-        affordable = min((deadline - time.perf_counter()) / (3 * seconds),
-                         available / (MALLOC_FACTOR * peak))
-        larger_n = min(max(2, int(affordable)), size)
-        larger_seconds, larger_peak = measure(larger_n)
-        scale = (size - n) / (larger_n - n)
-        seconds += scale * (larger_seconds - seconds)
-        peak += scale * (larger_peak - peak)
-    update(optimizer, config.grad_clip)  # creates its state
-    measure(n)
-    update_seconds = timed(lambda: update(optimizer, config.grad_clip), device)
-    seconds = config.accumulation(ranks.world_size) * seconds + update_seconds
-    if device.type != "cuda":
-        return seconds, MALLOC_FACTOR * peak
+        limits = np.array([MAX_SECONDS / 3, available / MALLOC_FACTOR])
+        larger_n = min(max(2, int(min(limits / cost))), size)
+        cost += (measure(larger_n) - cost) * (size - n) / (larger_n - n)
+    seconds = config.accumulation(ranks.world_size) * cost[0] + timed(update, device)
+    if not on_gpu:
+        return seconds, MALLOC_FACTOR * cost[1]
     state = sum(state_memory(config, model, world_size=1).values())
     return seconds, max(0, torch.cuda.max_memory_allocated(device) - state)
 
@@ -169,17 +173,3 @@ def timed(f, device):
     f()
     wait(device)
     return time.perf_counter() - start
-
-
-def forward_backward(model, batch, device, dtype):
-    """Compute a micro-batch as train_step does."""
-    with torch.autocast(device.type, dtype, enabled=dtype != torch.float32):
-        loss, _ = model(*batch)
-    loss.backward()
-
-
-def update(optimizer, max_norm):
-    """Clip the gradients and update the weights as train_step does."""
-    clip_gradients(optimizer, max_norm)
-    optimizer.step()
-    optimizer.zero_grad(set_to_none=True)
