@@ -288,7 +288,6 @@ as_gpt = lora.as_gpt
 class PromptLoader(RowLoader):
     """Batches of prompts, lengths, row numbers and, in training, sample numbers. A sample number,
     which determines the sampled answers, differs between epochs."""
-    reward_function = None
     rows_digest = ""  # sha256 of the rows' records
 
     def read(self, g):
@@ -341,11 +340,11 @@ def open_data(config, ranks):
         rewards.lines += lines
         rewards.has_references &= has_references
         loader = PromptLoader((tokens, length, numbers), c, ranks)
-        loader.reward_function = rewards
         loader.rows_digest = hashlib.sha256("\n".join(lines).encode()).hexdigest()
         return loader
     data = Data(load("train"), load("val") if c.eval_interval else None,
                 spec | dict(row_tokens=width + c.answer_tokens, reward=digest))
+    data.reward_function = rewards
     if c.grpo_beta:  # a resumed run must use the same reference
         data.spec["reference"] = describe_backbone(c.init_from, "init_from", ranks)["digest"]
     return data
@@ -358,7 +357,7 @@ def build_model(config, data):
     model.beta = config.grpo_beta
     model.seed = config.seed
     if hasattr(data, "train"):  # not for a checkpoint that is loaded for sampling
-        model.reward_function = data.train.reward_function
+        model.reward_function = data.reward_function
         if config.grpo_beta:
             model.frozen = (load_frozen(config.init_from, "init_from")[0],)
     return model.add_adapters_if(config)

@@ -136,13 +136,13 @@ def as_gpt(state, path, backbone=None, ema=False):
 
 @dataclass
 class MergeOptions:
-    """Merge LoRA adapters into the backbone: write a checkpoint of a gpt or chat model."""
-    ckpt: str = key("out/lora/ckpt.pt", "checkpoint of the adapters")
+    """Merge adapters or a memory with the backbone into one checkpoint."""
+    ckpt: str = key("", "checkpoint of the adapters or the memory", required=True)
     to: str = key("", "checkpoint to write", required=True, metavar="FILE.pt")
     backbone: str | None = key(None, BACKBONE)
 
 
-def merge(options, model_type="lora"):
+def merge(options, model_type):
     """Write the checkpoint options.ckpt of a `model_type` and its backbone as one checkpoint, with
     merged adapters."""
     model, _ = load_model(options.ckpt, backbone=options.backbone, expect=model_type)
@@ -162,8 +162,9 @@ def merge(options, model_type="lora"):
           f"{options.to}{' --chat' if model.template else ''}")
 
 
-def main(argv=None):
-    return run_command(MergeOptions, merge, argv)
+def main(argv=None, model_type="lora"):
+    work = functools.partial(merge, model_type=model_type)
+    return run_command(MergeOptions, work, argv, prog=f"model.{model_type}")
 
 
 if __name__ == "__main__":

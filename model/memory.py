@@ -29,7 +29,6 @@ from model.core.adapters import PartialStateDict, WithAdapters, add_adapters, is
 from model.core.init import normal
 from model.gpt import GPTConfig, Norm
 from model.moe import GroupedLinear, GroupOrder, RoutedBlock, RoutedGPT, Router, RouterKeys
-from train.base.cli import run_command
 from train.base.errors import ConfigError
 from train.base.fields import key
 
@@ -178,18 +177,9 @@ def build_model(config, data):
     return lora.base_type(data).build_model(config, data, model_class, MemoryConfig)
 
 
-# -----------------------------------------------------------------------------
-# command
-
-@dataclass
-class MergeMemoryOptions(lora.MergeOptions):
-    """Merge a memory and the backbone into one checkpoint."""
-    ckpt: str = key("out/memory/ckpt.pt", "checkpoint of the memory")
-
-
 def main(argv=None):
-    merge = functools.partial(lora.merge, model_type="memory")
-    return run_command(MergeMemoryOptions, merge, argv)
+    """Merge a memory and its backbone; return the exit code."""
+    return lora.main(argv, "memory")
 
 
 if __name__ == "__main__":

@@ -68,7 +68,7 @@ def load_rows(args, model, tokenizer):
     "true_evidence"} of each row]). Raises DataError."""
     path = args.data[0]
     spec = model.spec
-    # With learned positions the model has a maximum length.
+    # With learned positions the model has a maximum length, to which texts are cut.
     limit = sys.maxsize if model.gpt.config.pos == "rope" else model.gpt.config.block_size
     if os.path.isdir(path):
         meta = labels.read_labels_meta(path)
@@ -91,9 +91,6 @@ def load_rows(args, model, tokenizer):
         raise DataError(f"{path}: unknown labels {', '.join(unknown[:5])}; the classes of the "
                         f"checkpoint are {', '.join(spec['classes'])}")
     arrays = labels.to_arrays(rows, tokenizer, classes, limit)
-    if n := int((arrays["lengths"] == limit).sum()):
-        print(f"{n:,} of {len(rows):,} texts have {limit} tokens or more; the model has no "
-              "positions for the rest", file=sys.stderr)
     return [arrays[name] for name in labels.ARRAYS], [
         dict(id=i if row.id is None else row.id, text=row.text, true_label=row.label,
              true_evidence=row.evidence) for i, row in enumerate(rows)]

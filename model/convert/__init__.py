@@ -17,14 +17,13 @@ from dataclasses import asdict, dataclass
 import torch
 
 from data.chat_template import ChatTemplate
-from data.tokenizer import tokenizer_from_spec
 from data.tokenizer_hf import tokenizer_json
 from model.convert.families import FAMILIES, find_family, write_config, write_fields
 from model.convert.foreign import check_complete, read_model
 from model.convert.formulas import check_formulas
 from model.convert.gguf import export_gguf
 from model.convert.tensors import write_weights
-from model.core.load import BACKBONE, EMA, saved_model_type, use_ema
+from model.core.load import BACKBONE, EMA, open_text_format, saved_model_type, use_ema
 from train.base.checkpoint_file import find_non_finite, save_checkpoint, write_safetensors
 from train.base.cli import run_command
 from train.base.errors import CheckpointError
@@ -53,10 +52,7 @@ def read_source(path, backbone=None, ema=False):
                               "exported: it is not a GPT")
     weights, shape = model_type.as_gpt(state, path, backbone, ema)
     check_complete(path, weights, shape)
-    spec = state.get("spec") or {}
-    tokenizer = spec.get("tokenizer") or state.get("tokenizer")
-    return Source(path, weights, shape, tokenizer and tokenizer_from_spec(tokenizer),
-                  ChatTemplate.from_spec(spec["template"]) if spec.get("template") else None)
+    return Source(path, weights, shape, *open_text_format(state))
 
 
 # -----------------------------------------------------------------------------

@@ -76,24 +76,29 @@ def saved_model_type(state):
 
 def model_of(state, path, device="cpu", dtype=None, backbone=None):
     """Return load_model of the checkpoint `state`, which was read from `path`."""
-    from data.tokenizer import tokenizer_from_spec
     if backbone:
         state = state | {"config": (state.get("config") or {}) | dict(backbone=backbone)}
-    spec = state.get("spec") or {}
-    tokenizer_spec = spec.get("tokenizer") or state.get("tokenizer")
     try:
         with torch.device("meta"):
             model = build_empty_model(state)
         model.load_state_dict(convert_ddp_state(state.get("model", {})), assign=True)
-        template = spec.get("template")
-        model.template = ChatTemplate.from_spec(template) if template else None
-        tokenizer = tokenizer_from_spec(tokenizer_spec) if tokenizer_spec else None
+        tokenizer, model.template = open_text_format(state)
     except (RuntimeError, ValueError, TypeError, LookupError, AttributeError,
             ArithmeticError) as error:
         raise CheckpointError(f"{path}: it describes no model: {error}") from error
     for p in model.parameters():  # not of buffers
         p.data = p.data.to(device, dtype)
     return model.to(device).eval(), tokenizer
+
+
+def open_text_format(state):
+    """Return (tokenizer or None, ChatTemplate or None) of a checkpoint."""
+    from data.tokenizer import tokenizer_from_spec
+    spec = state.get("spec") or {}
+    tokenizer = spec.get("tokenizer") or state.get("tokenizer")
+    template = spec.get("template")
+    return (tokenizer_from_spec(tokenizer) if tokenizer else None,
+            ChatTemplate.from_spec(template) if template else None)
 
 
 def build_empty_model(state):

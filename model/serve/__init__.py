@@ -61,29 +61,24 @@ def choose_key(options, listening):
     return api_key
 
 
-def create_engine(options):
-    """Return (engine, chat template if any) of the checkpoint. Raises ValueError or UserError."""
-    from model.serve.engine import Engine
-    model, tokenizer, _ = load_for_decoding(options)
-    template = getattr(model, "template", None)
-    end_tokens = template.end_ids(tokenizer) if template else ()
-    try:
-        return Engine(model, tokenizer, options.slots, options.queue, options.max_tokens,
-                      options.timeout, end_tokens), template
-    except RuntimeError as error:  # out of memory
-        raise ValueError(f"--slots {options.slots}: not enough memory for the key-value cache: "
-                         f"{error}; use fewer slots") from None
-
-
 def serve(options):
     """Load the model and answer requests until a signal arrives."""
     require("starlette", "model.serve")
     require("uvicorn", "model.serve")
+    from model.serve.engine import Engine
     from model.serve.server import Server
     with listen(options.host, options.port) as listening:
         api_key = choose_key(options, listening)
         host, port = listening.getsockname()[:2]
-        engine, template = create_engine(options)
+        model, tokenizer, _ = load_for_decoding(options)
+        template = getattr(model, "template", None)
+        end_tokens = template.end_ids(tokenizer) if template else ()
+        try:
+            engine = Engine(model, tokenizer, options.slots, options.queue, options.max_tokens,
+                            options.timeout, end_tokens)
+        except RuntimeError as error:  # out of memory
+            raise ValueError(f"--slots {options.slots}: not enough memory for the key-value cache: "
+                             f"{error}; use fewer slots") from None
         name = options.name or Path(options.ckpt).resolve().parent.name
         server = Server(listening, engine, name, template, options.host, api_key,
                         options.allow_origin)
