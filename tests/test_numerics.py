@@ -200,7 +200,6 @@ def test_a_spike_rewinds_past_the_bad_batches(tmp_path, data_dir, bad_batches, c
 
         def noted(self, step):
             batch = get(self, step)
-            assert torch.equal(batch[0], self.loader.get_batch("cpu", step)[0])
             used.append(step)
             return batch
         patch.setattr(Prefetcher, "get", noted)

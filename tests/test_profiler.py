@@ -30,7 +30,7 @@ def test_a_table_and_a_trace_and_the_run_as_it_was(tmp_path, data_dir, ranks):
     with gzip.open(out / "profile.json.gz") as f:
         names = [e.get("name") for e in json.load(f)["traceEvents"]]
     assert names.count("Optimizer.step#AdamW.step") == 3
-    assert names.count("batches") == (6 if ranks else 12)  # of 2 micro-batches, on one rank or two
+    assert names.count("batches") == (3 if ranks else 6)  # of 2 micro-batches, on one rank or two
     table = text[text.index("A step takes"):]
     assert "(3 steps)" in table and text.count("A step takes") == 1
     for part in ("matrix products", "attention", "loss", "optimizer, clipping", "norms, "):

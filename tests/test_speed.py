@@ -86,43 +86,29 @@ def test_how_long_a_run_takes(monkeypatch):
 # --- batches ahead
 
 class Reads:
-    """A loader that takes `seconds`, by the test's clock."""
+    """A loader that notes the steps it was asked for."""
 
-    def __init__(self, now, seconds, **more):
-        self.now, self.seconds, self.steps = now, seconds, []
+    def __init__(self, **more):
+        self.steps = []
         self.__dict__ |= more
 
     def get_batch(self, device, step):
-        self.now.move(self.seconds)
         self.steps.append(step)
         return f"{step} on {device}"
 
 
-def test_batches_are_made_once_in_order_and_their_time_counted(now):
-    loader = Reads(now, 0.02)
-    batches = Prefetcher(loader, "cpu")
-    for step in (0, 1, 2, 7, 8):
-        assert batches.get(step) == f"{step} on cpu"
-        batches.prefetch(step + 1)
-    assert loader.steps == [0, 1, 2, 3, 7, 8, 9] and batches.thread is None
-    assert batches.seconds == pytest.approx(7 * 0.02)
-    batches.close()
-
-
 @pytest.mark.parametrize("more, ahead", [({}, 2), (dict(calls_per_chunk=3), 4)])
-def test_a_loader_that_was_slow_reads_as_far_ahead_as_it_reads_at_once(now, more, ahead):
-    loader = Reads(now, 0.021, **more)
-    batches = Prefetcher(loader, "cpu")
-    assert batches.get(0) == "0 on cpu" and batches.thread is not None
-    for step in (1, 2):
-        batches.prefetch(step)
-        assert [s for s, _ in batches.ahead] == list(range(step, step + ahead))
+def test_batches_are_read_as_far_ahead_as_the_loader_reads_at_once(more, ahead):
+    loader = Reads(**more)
+    batches = Prefetcher(loader, torch.device("cpu"))
+    for step in (0, 1, 2):
         assert batches.get(step) == f"{step} on cpu"
-    batches.close()
-    assert loader.steps == list(range(ahead + 2))
-    computes = Prefetcher(Reads(now, 5.0, computes=True), "cpu")
-    computes.get(0)
-    assert computes.thread is None and computes.seconds == 0
+        assert [s for s, _ in batches.ahead] == list(range(step + 1, step + ahead))
+    assert batches.get(9) == "9 on cpu"
+    batches.thread.shutdown()
+    assert loader.steps == [*range(ahead + 2), *range(9, 9 + ahead)]
+    computes = Prefetcher(Reads(computes=True), torch.device("cpu"))
+    assert computes.get(0) == "0 on cpu" and computes.thread is None and not computes.ahead
 
 
 # --- FLOPs and peaks

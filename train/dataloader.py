@@ -42,7 +42,6 @@ from train.distributed import broadcast_from_rank0
 
 CHUNK_TOKENS = 1 << 18  # read at once, which makes the overhead of Python small
 MIB = 1 << 20
-SLOW_BATCH_SECONDS = 0.02  # a slower loader reads ahead in a thread
 MAX_BATCHES_AHEAD = 64
 ROUNDS = 6  # with 4, the order of fewer than about 10 samples is measurably biased
 
@@ -142,22 +141,9 @@ def send(array, device):
     return tensor.to(device)
 
 
-def widen(tokens):
-    """Return int64 ids. tokens: int16, int32 or int64 tensor with the bits of unsigned ids."""
-    wide = tokens.to(torch.int64)  # sign-extends: uint16 65535 arrives as -1
-    return wide if tokens.dtype == torch.int64 else wide & ((1 << 8 * tokens.itemsize) - 1)
-
-
 def to_device(tokens, device):
-    """Return (x, y), int64 (n, T) on `device`; y is x shifted by one token.
-
-    tokens: (n, T+1) array of the file's type. Small integers are copied to a GPU and widened there,
-    as signed integers of the same bits: torch has little arithmetic for unsigned ones.
-    """
-    if device.type == "cpu":
-        return tuple(torch.from_numpy(t.astype(np.int64)) for t in (tokens[:, :-1], tokens[:, 1:]))
-    wide = widen(send(tokens.view(f"<i{tokens.itemsize}"), device))
-    return wide[:, :-1].contiguous(), wide[:, 1:].contiguous()
+    """Return (x, y), int64 (n, T) on `device`; y is x shifted by one token. tokens: (n, T+1)."""
+    return tuple(send(t.astype(np.int64), device) for t in (tokens[:, :-1], tokens[:, 1:]))
 
 
 # -----------------------------------------------------------------------------
@@ -351,48 +337,39 @@ class RowLoader(Loader):
 
 
 class Prefetcher:
-    """The batches of a loader on the device, prepared in advance.
+    """The batches of a loader on the device, prepared in advance by a thread.
 
-    By default the next batch is prepared while the device computes (a GPU computes
-    asynchronously). After the first slow batch (e.g. from a network disk) one thread reads ahead,
-    as far as the loader reads in one call. It prepares batches in the order of the steps, so the
-    batches are the same. Loaders that use the device (`computes`) would gain nothing from a thread.
+    The thread prepares batches in the order of the steps, as far ahead as the loader reads in one
+    call, so the batches are the same as without it. Loaders that use the device (`computes`) would
+    gain nothing from a thread.
     """
 
     def __init__(self, loader, device):
+        def select_gpu():  # or the thread would create a context on GPU 0 for pinned memory
+            if device.type == "cuda":
+                torch.cuda.set_device(device)
         self.loader = loader
+        self.device = device
         self.thread = None
-        self.make = functools.partial(loader.get_batch, device)  # step -> batch or Future
-        self.ahead = collections.deque()  # (step, batch or Future)
+        if not getattr(loader, "computes", False):
+            self.thread = concurrent.futures.ThreadPoolExecutor(1, "batches", select_gpu)
+        self.ahead = collections.deque()  # (step, Future)
         self.seconds = 0.0  # time spent waiting for batches
         # Small batches have thousands per read; a limited number suffices to start the next read.
         self.n_ahead = 1 + min(MAX_BATCHES_AHEAD, getattr(loader, "calls_per_chunk", 1))
 
     def get(self, step):
         """Return the batch of `step`, a tuple of tensors (B, ...)."""
-        if not self.ahead or self.ahead[0][0] != step:  # the first step, or after a rewind
+        if self.thread is None:
+            return self.loader.get_batch(self.device, step)
+        if self.ahead and self.ahead[0][0] != step:  # after a rewind
             self.ahead.clear()
-            self.prefetch(step)
-        batch = self.ahead.popleft()[1]
-        if isinstance(batch, concurrent.futures.Future):
-            started = time.perf_counter()
-            batch = batch.result()
-            self.seconds += time.perf_counter() - started
-        return batch
-
-    def prefetch(self, step):
-        """Prepare the batch of `step`, with a thread also the following batches. Start the thread
-        if that takes long."""
+        for s in range(step + len(self.ahead), step + self.n_ahead):
+            self.ahead.append((s, self.thread.submit(self.loader.get_batch, self.device, s)))
         started = time.perf_counter()
-        for s in range(step + len(self.ahead), step + (self.n_ahead if self.thread else 1)):
-            self.ahead.append((s, self.make(s)))
-        if getattr(self.loader, "computes", False):
-            return
-        seconds = time.perf_counter() - started
-        self.seconds += seconds
-        if seconds > SLOW_BATCH_SECONDS and self.thread is None:
-            self.thread = concurrent.futures.ThreadPoolExecutor(1, "batches")
-            self.make = functools.partial(self.thread.submit, self.make)  # returns Futures
+        batch = self.ahead.popleft()[1].result()
+        self.seconds += time.perf_counter() - started
+        return batch
 
     def close(self):
         if self.thread:

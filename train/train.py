@@ -142,7 +142,6 @@ def train_step(run, lr=None):
                 with torch.autocast(loss.device.type, enabled=False):
                     run.scaler.scale(loss * weight / n).backward()
             add_sums(sums, batch_sums(loss, own_sums, run.full_count))
-            run.batches.prefetch(first + micro + 1)  # while the device still computes
 
     # One collective adds the sums over the ranks; the gradients are already averaged.
     sums = all_reduce(sums) if run.ranks.world_size > 1 else sums

@@ -36,7 +36,7 @@ FAULTS = [
     ("train/dataloader.py", "ROUNDS = 6", "ROUNDS = 4"),
     ("train/dataloader.py", "(phase + window", "(window"),
     ("train/dataloader.py", "* self.val_samples // n", ""),
-    ("train/dataloader.py", "(s, self.make(s))", "(s, self.make(max(0, s - 1)))"),
+    ("train/dataloader.py", "self.device, s)))", "self.device, max(0, s - 1))))"),
     ("train/dataloader.py", "(first, first + shard.n_tokens - n)", "(first,)"),
     ("train/dataloader.py", "for part in (array[:n], array[-n:])", "for part in ()"),
     # the schedule

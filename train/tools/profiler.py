@@ -38,9 +38,7 @@ def profile(config):
     with (tempfile.TemporaryDirectory() as folder, process_group(config) as ranks,
           open_run(config.probe(out_dir=folder), ranks) as run):
         cuda = ranks.device.type == "cuda"
-        for name in ("get", "prefetch"):
-            recorded = torch.profiler.record_function("batches")(getattr(run.batches, name))
-            setattr(run.batches, name, recorded)
+        run.batches.get = torch.profiler.record_function("batches")(run.batches.get)
 
         def seconds_per_step(steps):
             started = time.perf_counter()
