@@ -8,12 +8,9 @@ from data.hub import local_folder
 from data.meta import read_meta
 from data.token_files import find_files
 from data.tokenizer_hf import read_hf_tokenizer
-from data.tokenizer_types import (  # noqa: F401 (some are names that scripts import from here)
-    MAX_VOCAB,
+from data.tokenizer_types import (
     R50K_SHA256,
     CharTokenizer,
-    JsonTokenizer,
-    RankTokenizer,
     Tokenizer,
     parse_ranks,
     rank_tokenizer,

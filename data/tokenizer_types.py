@@ -11,6 +11,7 @@ import functools
 import hashlib
 import json
 import re
+import sys
 import unicodedata
 from collections.abc import Iterable
 
@@ -176,18 +177,16 @@ class CharTokenizer(Tokenizer):
             raise DataError(f"a char tokenizer needs distinct characters; got {chars!r:.80}")
         self.chars = chars
         self.n_vocab = len(chars)
-        codes = np.array([ord(c) for c in chars], np.uint32)
-        self.order = np.argsort(codes)  # position in the sorted code points -> id
-        self.codes = codes[self.order]
+        self.ids = np.full(sys.maxunicode + 1, -1, np.int32)  # of all code points; -1: none
+        self.ids[[ord(c) for c in chars]] = range(self.n_vocab)
 
     def encode_array(self, text):
-        codes = np.frombuffer(text.encode("utf-32-le", "surrogatepass"), "<u4")
-        at = np.minimum(np.searchsorted(self.codes, codes), self.n_vocab - 1)
-        if (self.codes[at] != codes).any():
+        ids = self.ids[np.frombuffer(text.encode("utf-32-le", "surrogatepass"), "<u4")]
+        if ids.min(initial=0) < 0:
             unknown = "".join(sorted(set(text) - set(self.chars)))
             raise DataError(f"characters {unknown[:40]!r} are not among the {self.n_vocab} of "
                             "this char tokenizer; leave them out, or use the byte tokenizer")
-        return self.order[at]
+        return ids
 
     def bytes_of(self, i):
         return self.chars[i].encode("utf-8", "replace")

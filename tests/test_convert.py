@@ -20,13 +20,12 @@ from data.chat_template import BuiltinTemplate
 from data.labels import LabelledText, to_token_span
 from data.meta import Meta, write_meta
 from data.tokenizer import (
-    CharTokenizer,
-    JsonTokenizer,
     load_dataset_tokenizer,
     open_tokenizer,
     tokenizer_from_spec,
     write_tokenizer,
 )
+from data.tokenizer_types import CharTokenizer, JsonTokenizer
 from model import convert
 from model.convert import foreign, tensors
 from model.gpt import GPT, GPTConfig

@@ -29,8 +29,9 @@ from data.chat_template import DEFAULT_SPEC, BuiltinTemplate, ChatTemplate
 from data.prepare import chat
 from data.records import walk
 from data.rows import check_array
-from data.tokenizer import JsonTokenizer, tokenizer_from_spec
+from data.tokenizer import tokenizer_from_spec
 from data.tokenizer_hf import byte_characters, list_merges
+from data.tokenizer_types import JsonTokenizer
 from model import sample
 from model.chat import build_model
 from model.core.detokenizer import TextStreamer

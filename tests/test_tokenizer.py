@@ -17,15 +17,13 @@ from conftest import run
 from data.tokenizer import (
     R50K_SHA256,
     R50K_URL,
-    CharTokenizer,
-    RankTokenizer,
     find_vocabulary,
     gpt2_ranks,
     load_dataset_tokenizer,
     load_tokenizer,
     tokenizer_from_spec,
 )
-from data.tokenizer_types import EOT
+from data.tokenizer_types import EOT, CharTokenizer, RankTokenizer
 from train.base.errors import DataError
 
 CACHE = Path(__file__).resolve().parents[2] / "shared" / "data" / "tiktoken_cache"

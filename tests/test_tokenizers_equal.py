@@ -12,8 +12,9 @@ import unicodedata
 import pytest
 
 from data.labels import LabelledText, to_arrays
-from data.tokenizer import JsonTokenizer, RankTokenizer, open_tokenizer, tokenizer_from_spec
+from data.tokenizer import open_tokenizer, tokenizer_from_spec
 from data.tokenizer_hf import tokenizer_json
+from data.tokenizer_types import JsonTokenizer, RankTokenizer
 
 tokenizers = pytest.importorskip("tokenizers")
 PATTERN = (r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}%s| ?[^\s\p{L}\p{N}]+"

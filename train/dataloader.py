@@ -379,24 +379,14 @@ class Prefetcher:
 # -----------------------------------------------------------------------------
 # token files as the data of a run
 
-def prepare_built_in(data_dir):
-    """Prepare the built-in dataset if `data_dir` names it and is missing. Raises DataError."""
-    try:
-        from data.prepare import ensure_dataset
-    except ImportError as error:  # data/prepare/ was deleted: prepared data can still be used
-        if os.path.basename(os.path.normpath(data_dir)) == "stdlib" and not os.path.isdir(data_dir):
-            raise DataError(f"{data_dir}: the built-in data needs data/prepare, which is missing "
-                            f"({error}); set data_dir to prepared data") from None
-    else:
-        ensure_dataset(data_dir)
-
-
 def open_token_data(config, ranks, loader=None):
     """Return the Data of the token files in config.data_dir; built-in data is prepared first.
     loader: a class with the arguments of DataLoader, the default."""
     c = config
-    if not os.path.exists(os.path.join(c.data_dir, "train.bin")):
-        broadcast_from_rank0(lambda: prepare_built_in(c.data_dir), ranks)
+    if (os.path.basename(os.path.normpath(c.data_dir)) == "stdlib"
+            and not os.path.exists(os.path.join(c.data_dir, "train.bin"))):
+        from data.prepare import ensure_dataset
+        broadcast_from_rank0(lambda: ensure_dataset(c.data_dir), ranks)
     size, tokenizer = find_vocabulary(c.data_dir, c.tokenizer, c.vocab_size)
 
     def load(split, batch_size, rank, world_size):

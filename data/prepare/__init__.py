@@ -19,7 +19,8 @@ from data.prepare.folders import FolderOptions, new_folder, report
 from data.prepare.sources import STDLIB, read_sources, source_name
 from data.records import SOURCES
 from data.rows import id_dtype
-from data.tokenizer import MAX_VOCAB, CharTokenizer, open_tokenizer, write_tokenizer
+from data.tokenizer import open_tokenizer, write_tokenizer
+from data.tokenizer_types import MAX_VOCAB, CharTokenizer
 from train.base.cli import run_command
 from train.base.errors import DataError, UserError, echo, require
 from train.base.fields import key
@@ -116,17 +117,14 @@ def report_text(out, splits):
 # built-in data
 
 def ensure_dataset(data_dir, log=echo):
-    """Prepare the built-in data if `data_dir` is missing and has the name "stdlib". Several
-    processes may do this at once. Returns whether data were prepared."""
-    path = os.path.join(data_dir, "train.bin")
-    if os.path.basename(os.path.normpath(data_dir)) != "stdlib" or os.path.exists(path):
-        return False
+    """Prepare the built-in data in `data_dir` unless they exist. Several processes may do this at
+    once."""
     start = time.monotonic()
     try:
         os.makedirs(data_dir, exist_ok=True)
         with exclusive_lock(data_dir):
-            if os.path.exists(path):  # by a second process in the meantime
-                return False
+            if os.path.exists(os.path.join(data_dir, "train.bin")):
+                return
             meta = prepare([STDLIB], data_dir, log=lambda line: None)
     except OSError as error:
         raise DataError(f"{data_dir}: cannot be prepared: {error}; choose another data_dir"
@@ -134,7 +132,6 @@ def ensure_dataset(data_dir, log=echo):
     tokens = sum(part["tokens"] for part in meta["splits"].values())
     log(f"Prepared {data_dir} from the Python standard library of this machine: {tokens:,} byte "
         f"tokens in {time.monotonic() - start:.1f} s")
-    return True
 
 
 # -----------------------------------------------------------------------------
