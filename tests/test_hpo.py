@@ -5,7 +5,6 @@ import json
 import os
 import re
 import sys
-import xml.etree.ElementTree as ET
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import fields
 
@@ -156,8 +155,6 @@ def test_search_finds_narrows_and_retrains(search, tmp_path, capsys):
     short = load_config(tmp_path / "hpo/stage_1_trial_0/config.yaml")
     assert (short.max_iters, short.warmup_iters, short.eval_interval) == (4, 2, 1)
     assert not list(tmp_path.glob("hpo/*/ckpt*"))
-    texts = [e.text for e in ET.parse(tmp_path / "hpo/trials.svg").getroot().iter()]
-    assert {"stage 1", "stage 2", "val_loss"} <= set(texts)
     best = min((t for t in found[4:] if t["state"] == "complete"), key=lambda t: t["value"])
     assert f"Best: stage_2, trial {best['trial']}, val_loss {best['value']:.4f}" in out
     # The last stage had full length: training with the best configuration gives the same number.

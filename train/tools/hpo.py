@@ -31,7 +31,6 @@ from train.base.fields import base_type, fields_by_name, key, parse_value
 from train.base.files import exclusive_lock, write_text
 from train.config import load_argv, load_config, read_yaml, resolve, to_yaml
 from train.robust import run_reporting_errors
-from train.tools.plot import save_figure
 from train.train import train
 
 NOT_SEARCHABLE = ("out_dir", "resume", "eval_only", "allow_change", "max_iters")
@@ -234,7 +233,7 @@ def train_trial(trial, config):
 # results
 
 def report(studies, trial, config, out):
-    """Print a trial's result; write trials_history.json, trials.svg and best_config.yaml."""
+    """Print a trial's result; write trials_history.json and best_config.yaml."""
     metric = config.early_stopping_metric
     result = trial.user_attrs.get("error") or f"{metric} {trial.value:.4f}"
     print(f"{studies[-1].study_name}, trial {trial.number}: {trial.state.name.lower()}, "
@@ -246,19 +245,9 @@ def report(studies, trial, config, out):
                         evaluations=sorted(t.intermediate_values.items()))
                    for n, study in enumerate(studies, 1) for t in finished_trials(study)]
         write_text(os.path.join(out, "trials_history.json"), json.dumps(history, indent=1))
-        save_figure(os.path.join(out, "trials.svg"), lambda axes: draw_trials(axes, history),
-                    "Hyperparameter search", "trial", metric)
         if best := best_trial(studies[-1]):
             best_config = trial_config(config, best.params, out_dir=os.path.join(out, "best"))
             write_text(os.path.join(out, "best_config.yaml"), to_yaml(best_config))
-
-
-def draw_trials(axes, history):
-    """Draw a dot per completed trial."""
-    for stage in sorted({t["stage"] for t in history}):
-        points = {i: t["value"] for i, t in enumerate(history)
-                  if t["stage"] == stage and t["state"] == "complete"}
-        axes.plot(points.keys(), points.values(), "o", label=f"stage {stage}")
 
 
 # -----------------------------------------------------------------------------
