@@ -145,6 +145,15 @@ class MemoryGPT(PartialStateDict, WithAdapters, ChatGPT, RoutedGPT):
         n_items = (targets[:, 1:] == 1).sum(1)  # (B,): targets per row
         return self.add_router_losses(*out, n_items)
 
+    def flops_per_unit(self):
+        n = super().flops_per_unit()
+        if not self.config.train_base and not self.config.lora_rank:
+            # No gradient reaches the inputs of the first block: its memory comes last.
+            block = self.h[0]
+            weights = sum(p.numel() for m in (block.attn, block.mlp) for p in m.parameters())
+            n -= 2 * weights + 8 * self.config.n_embd * self.config.block_size
+        return n
+
     def initial(self, name, shape, seed):
         """Return the initial value of a parameter. Scores and values have a size of about 1; gates
         are 0."""
