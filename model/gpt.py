@@ -359,8 +359,8 @@ class GPT(nn.Module):
     def numbers(self, sums):
         """Return {"ppl", "bpb"} of an evaluation, None where undefined, and every other scalar sum
         divided by the count. sums["loss"] is in nats."""
-        others = {name: value for name, value in sums.items() if name != "bytes"}
-        numbers = ModelHooks.numbers(self, others)
+        others = {name: value for name, value in sums.items() if name not in ("loss", "bytes")}
+        numbers = ModelHooks.numbers(self, others) if len(others) > 1 else {}  # besides the count
         if "bytes" not in sums:
             return numbers
         loss, count, size = (float(sums[name]) for name in ("loss", "count", "bytes"))

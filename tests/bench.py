@@ -36,7 +36,8 @@ from train.config import REPOSITORY, load_config
 from train.device import choose_dtype, compile_model, physical_cores
 from train.distributed import get_device
 from train.optimizer import configure_optimizers
-from train.tools.dry_run import forward_backward, timed, update
+from train.tools.dry_run import timed
+from train.train import clip_gradients
 
 REPO = Path(REPOSITORY)
 ROWS = ("throughput", "time_to_loss", "sample")
@@ -54,6 +55,13 @@ CPU_RECIPE = ("config/train_shakespeare_char.py --device=cpu --compile=False --e
 
 # -----------------------------------------------------------------------------
 # measuring
+
+def forward_backward(forward, batch, device, dtype):
+    """The passes of a micro-batch, as in train_step."""
+    with torch.autocast(device.type, dtype, enabled=dtype != torch.float32):
+        loss, _ = forward(*batch)
+    loss.backward()
+
 
 def alternate(sides, repeats):
     """Call the functions {name: f() -> number} in turn, 1 + repeats times, the first being warm-up.
@@ -131,7 +139,9 @@ def training(o, pair, dtype, compiled):
     def steps():
         for batch in batches:
             forward_backward(forward, batch, o.device, dtype)
-            update(optimizer, 1.0)
+            clip_gradients(optimizer, 1.0)
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=True)
 
     def repeat():
         model.train()

@@ -17,7 +17,6 @@ from model.gpt import GPT, GPTConfig
 from tests import bench
 from tests.gpu import parts
 from tests.gpu import programme as gpu
-from train.tools.dry_run import forward_backward
 
 # A stand-in with the names of nanoGPT that the comparison calls.
 MODEL = '''
@@ -77,7 +76,7 @@ def test_a_timed_step_computes_in_its_dtype(dtype):
         y = torch.nn.functional.linear(x, weight)
         seen.append(y.dtype)
         return y.float().mean(), {}
-    forward_backward(forward, (torch.ones(4, 2),), torch.device("cpu"), dtype)
+    bench.forward_backward(forward, (torch.ones(4, 2),), torch.device("cpu"), dtype)
     assert seen == [dtype] and torch.equal(weight.grad, torch.ones(1, 2))
 
 

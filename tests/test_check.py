@@ -139,7 +139,7 @@ FAULTS = {
         "model/gpt.py", "        x = self.wte(idx)  # (B, T, C)",
         "        x = self.wte(idx + (torch.rand(idx.shape) < 0.2).long())", "ddp", ()),
     "masked targets without a count": (
-        "model/gpt.py", "return loss, count if self.training", "return loss, {} if self.training",
+        "model/gpt.py", "sums = dict(count=counted.sum())", "sums = {}",
         "split", ()),
     "initial values of a subclass that only FSDP has": (
         "model/gpt.py", "    fill(model, config.seed, model.filled)", "    pass  #", "fsdp", ()),
@@ -148,14 +148,12 @@ FAULTS = {
 # Edits that are needed besides, for the fault to have an effect.
 BESIDES = {
     "state outside the state_dict": [(
-        "model/gpt.py", "return loss, count if",
-        "return loss * (1 + getattr(self, 'n', 0)), count if")],
+        "model/gpt.py", "        return loss, sums\n",
+        "        return loss * (1 + getattr(self, 'n', 0)), sums\n")],
     "masked targets without a count": [(
-        "model/gpt.py", "        x = self.trunk(idx, cache)  # (B, T, C)\n",
-        "        if targets is not None:\n"
-        "            masked = targets.cumsum(1) % 7 > targets[:, :1] % 5\n"
-        "            targets = targets.masked_fill(masked, -1)\n"
-        "        x = self.trunk(idx, cache)  # (B, T, C)\n")],
+        "model/gpt.py", "        return self.score(self.trunk(idx), targets)\n",
+        "        masked = targets.cumsum(1) % 7 > targets[:, :1] % 5\n"
+        "        return self.score(self.trunk(idx), targets.masked_fill(masked, -1))\n")],
     "initial values of a subclass that only FSDP has": [(
         "model/gpt.py", "        self.filled = fill(self, seed)  # by initial(); build_model fills",
         "        self.filled = fill(self, seed)\n"

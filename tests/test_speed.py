@@ -126,7 +126,10 @@ RTX 4090 165 82.6 82.6 | RTX 4080 97 49 49 | RTX 3090 71 35.6 35.6 | RTX 6000 Ad
 def test_every_gpu_has_the_peaks_of_its_data_sheet():
     sheets = [line.strip().rsplit(" ", 3) for line in DATA_SHEETS.replace("|", "\n").split("\n")
               if line.strip()]
-    assert {name: tuple(map(float, peaks)) for name, *peaks in sheets} == device.PEAK_TFLOPS
+    assert {name: float(peaks[0]) for name, *peaks in sheets} == device.PEAK_TFLOPS
+    for name, half, tf32, float32 in sheets:
+        has_tf32 = name not in ("V100", "P100", "T4")
+        assert float(tf32) == pytest.approx(float(half) / 2 if has_tf32 else float(float32), 0.02)
 
 
 def test_flops_of_a_step():

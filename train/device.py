@@ -98,7 +98,7 @@ def choose_dtype(name, device):
 
 # Dense peak TFLOP/s of 16-bit floats by the data sheets. TF32 has half of it on all GPUs with TF32.
 PEAK_TFLOPS = {
-    "B300": 2500, "B200": 2250, "GB200": 2250, "GH200": 989, "H200 NVL": 835, "H200": 989,
+    "B300": 2500, "B200": 2250, "GB200": 2500, "GH200": 989, "H200 NVL": 835, "H200": 989,
     "H100 PCIe": 756, "H100 NVL": 835, "H100": 989, "H800": 989, "A100": 312, "A800": 312,
     "A40": 150, "A30": 165, "A10G": 70, "A10": 125, "L40S": 362, "L40": 181, "L4": 121, "T4": 65,
     "V100": 125, "P100": 21, "RTX 5090": 209, "RTX 4090": 165, "RTX 4080": 97, "RTX 3090": 71,
