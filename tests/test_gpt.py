@@ -22,6 +22,7 @@ from model.core.ops import (
     apply_dropout,
     apply_rope,
     attend,
+    attend_in_blocks,
     fused_linear,
     linear_cross_entropy,
     rms_norm,
@@ -29,7 +30,6 @@ from model.core.ops import (
     save_matrix_products,
     token_logprobs,
 )
-from model.core.ops_cpu import attend_in_blocks
 from model.gpt import GPT, GPTConfig, build_model, sample
 from train.device import compile_model
 from train.keys import GPTKeys

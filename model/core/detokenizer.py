@@ -12,16 +12,17 @@ class Detokenizer:
     def __init__(self, tokenizer, stop_strings=()):
         self.tokenizer, self.stop_strings = tokenizer, stop_strings
         self.decoder = codecs.getincrementaldecoder("utf-8")("replace")
-        self.pending, self.stopped = "", False
+        self.pending = ""
+        self.stopped = False
 
     def add(self, token=None, last=False):
         """Return the text that is complete after `token`, if any. last: flush the rest."""
         data = b"" if token is None else self.tokenizer.bytes_of(token)
         self.pending += self.decoder.decode(data, last)
-        positions = [self.pending.find(stop) for stop in self.stop_strings]
-        if any(position >= 0 for position in positions):
+        positions = [self.pending.find(stop) for stop in self.stop_strings if stop in self.pending]
+        if positions:
             self.stopped = True
-            return self.pending[:min(position for position in positions if position >= 0)]
+            return self.pending[:min(positions)]
         n_held = 0  # characters that may begin a stop string
         if not last:
             n_held = max((n for stop in self.stop_strings for n in range(1, len(stop))

@@ -69,26 +69,42 @@ def next_logits(model, idx, kv, length, last_token):
     """Return the logits of one token idx (1, 1), and store the token's keys and values in
     kv (L, 2, 1, G, S, D). length (1,): tokens in kv. This function is compiled: all inputs and
     outputs are tensors of fixed shapes."""
-    cache = SingleTokenCache(kv, length, last_token)
+    size = kv.size(4)
+    mask = (torch.arange(size, device=kv.device) <= length)[None, None]  # (1, 1, S)
+    positions = length.double()[:, None]  # (1, 1)
+    cache = SingleTokenCache(kv, find_slot(length, size), mask, positions, last_token)
     logits = model(idx, cache=cache, last_only=True)
     kv.index_copy_(4, cache.slot, torch.stack(cache.new))
     return logits
 
 
 class SingleTokenCache:
-    """A KVCache as the graph of a single token sees it: all slots; empty slots are masked."""
+    """A KVCache as the graph of a single token sees it: all slots of kv; empty slots are masked.
 
-    def __init__(self, kv, length, last_token):
-        self.kv, self.last_token, self.new = kv, last_token, []
-        self.positions = length.double()[:, None]  # (1, 1)
-        self.slot = find_slot(length, kv.size(4))  # (1,)
-        self.mask = (torch.arange(kv.size(4), device=kv.device) <= length)[None, None]  # (1, 1, S)
+    kv (L, 2, 1, G, S, D), or (2, 1, G, S, D) of one layer, which `update` needs. The new keys and
+    values are merged when the cache is read; a write would make the compiled region copy the cache.
+    """
+
+    def __init__(self, kv, slot, mask, positions=None, last_token=None):
+        self.kv = kv
+        self.slot = slot
+        self.mask = mask
+        self.positions = positions
+        self.last_token = last_token
+        self.new = []  # (2, 1, G, 1, D) per layer
 
     def start(self, T):
         return self.positions
 
     def previous(self, idx):
         return self.last_token
+
+    def update(self, layer, k, v):
+        new = torch.stack((k, v)).to(self.kv.dtype)  # (2, 1, G, 1, D)
+        self.new.append(new)
+        slots = torch.arange(self.kv.size(3), device=self.kv.device)
+        is_new = slots[:, None] == self.slot  # (S, 1)
+        return *torch.where(is_new, new, self.kv), self.mask
 
     def finish(self, idx):
         """Do nothing: the KVCache counts tokens outside the graph."""
@@ -112,21 +128,8 @@ class SharedGraphBlock(nn.Module):
 @torch.compiler.nested_compile_region
 def compute_block(block, x, rope, kv, slot, mask):
     """Return the output (1, 1, C) of a block, and the new keys and values (2, 1, G, 1, D)."""
-    layer_cache = LayerCache(kv, slot, mask)
-    return block.compute(x, rope, layer_cache), layer_cache.new
-
-
-class LayerCache:
-    """One layer of a SingleTokenCache: kv (2, 1, G, S, D). The new keys and values are merged when
-    the cache is read; a write here would make the compiled region copy the cache."""
-
-    def __init__(self, kv, slot, mask):
-        self.kv, self.mask, self.new = kv, mask, None
-        self.is_new = torch.arange(kv.size(3), device=kv.device)[:, None] == slot  # (S, 1)
-
-    def update(self, layer, k, v):
-        self.new = torch.stack((k, v)).to(self.kv.dtype)  # (2, 1, G, 1, D)
-        return *torch.where(self.is_new, self.new, self.kv), self.mask
+    cache = SingleTokenCache(kv, slot, mask)
+    return block.compute(x, rope, cache), cache.new[0]
 
 
 class ReductionLinear(ConcatLinear):

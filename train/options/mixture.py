@@ -184,13 +184,12 @@ def check_compatible(a, data_a, b, data_b):
     if not hasattr(data_a.train, "read"):
         raise DataError(f"data_dir: {a} and {b}: this model type does not support mixtures; name "
                         "one folder")
-    shapes = [[array.shape[1:] for array in data.train.read(np.zeros(1, np.int64))]
-              for data in (data_a, data_b)]
-    facts = [("sample", *shapes)] + [(name, data_a.spec.get(name), data_b.spec.get(name))
-                                     for name in sorted(data_a.spec.keys() | data_b.spec.keys())]
-    for name, of_a, of_b in facts:
-        if of_a != of_b:
+    facts_a, facts_b = (data.spec | dict(sample=[
+        array.shape[1:] for array in data.train.read(np.zeros(1, np.int64))])
+        for data in (data_a, data_b))
+    for name in sorted(facts_a.keys() | facts_b.keys()):
+        if facts_a.get(name) != facts_b.get(name):
             raise DataError(
-                f"data_dir: {a} and {b} cannot be mixed: {name} is {str(of_a)[:80]} and "
-                f"{str(of_b)[:80]}; prepare both in the same way, one of them with --tokenizer "
-                "and the folder of the other")
+                f"data_dir: {a} and {b} cannot be mixed: {name} is {str(facts_a.get(name))[:80]} "
+                f"and {str(facts_b.get(name))[:80]}; prepare both in the same way, one of them "
+                "with --tokenizer and the folder of the other")
