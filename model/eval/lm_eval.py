@@ -108,8 +108,7 @@ def evaluate(options):
     o = options
     model, tokenizer = load_model(o.ckpt, get_device(o.device))
     if tokenizer is None or tokenizer.eot_token is None:
-        raise DataError(f"{o.ckpt}: has no tokenizer with an end-of-text token, which the harness "
-                        "needs")
+        raise DataError(f"{o.ckpt}: the harness needs a tokenizer with an end-of-text token")
     manager = TaskManager(include_path=o.include_path)
     if unknown := [name for name in o.tasks if name not in manager.all_tasks]:
         raise DataError(f"--tasks: the harness has no {', '.join(unknown)}; `lm-eval ls tasks` "

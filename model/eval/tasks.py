@@ -197,14 +197,12 @@ def parse_choice(choices, answer):
     """Return the index of the correct choice. ValueError if choices or answer are invalid."""
     if not isinstance(choices, list) or len(choices) < 2 or not all(
             isinstance(choice, str) and choice for choice in choices):
-        raise ValueError("choices: expected 2 or more non-empty texts, got "
-                         f"{str(choices)[:60]!r}")
-    if type(answer) is int and 0 <= answer < len(choices):
-        return answer
-    if answer not in choices:
-        raise ValueError(f"answer: {str(answer)[:60]!r} is not one of the choices; expected one, "
-                         f"or its index, 0 to {len(choices) - 1}")
-    return choices.index(answer)
+        raise ValueError(f"choices: expected 2 or more non-empty texts, got {str(choices)[:60]!r}")
+    if answer in choices:
+        return choices.index(answer)
+    if type(answer) is not int or not 0 <= answer < len(choices):
+        raise ValueError(f"answer: {str(answer)[:60]!r} is not one of the choices, or its index")
+    return answer
 
 
 def get_text(row, name, default=None):
@@ -253,8 +251,7 @@ class Tasks:
         self.end_tokens = reader.end_tokens
         tasks = broadcast_from_rank0(lambda: [
             reader.read(path, i) for i, path in enumerate(config.eval_tasks)], ranks)
-        self.has_choices = [any(len(example.sequences) > 1 for example in examples)
-                            for examples in tasks]
+        self.has_choices = [any(len(e.sequences) > 1 for e in examples) for examples in tasks]
         # eval_task_rows 0: all of them
         selected = [examples[:config.eval_task_rows or None] for examples in tasks]
         self.summary = "Tasks at each evaluation: " + ", ".join(
@@ -265,10 +262,9 @@ class Tasks:
 
     def create_batches(self, examples, size, ranks):
         """Return batches of scored examples, followed by batches of generated examples."""
-        generated = [example for example in examples if example.is_generated]
-        scored = [example for example in examples if not example.is_generated]
-        self.n_new = SPARE_TOKENS + max((example.sequences[0][1] for example in generated),
-                                        default=0)
+        generated = [e for e in examples if e.is_generated]
+        scored = [e for e in examples if not e.is_generated]
+        self.n_new = SPARE_TOKENS + max((e.sequences[0][1] for e in generated), default=0)
         batches = batch_by_width(scored, size, lambda example: example.width)
         if hasattr(self.model, "unshard"):  # all ranks must run the same number of forward passes
             batches += [[]] * (-len(batches) % ranks.world_size)
@@ -283,7 +279,7 @@ class Tasks:
             return None
         del task_numbers["val_loss"]
         if clash := task_numbers.keys() & numbers.keys():
-            raise SetupError(f"eval_tasks: evaluations of this model already have "
+            raise SetupError("eval_tasks: evaluations of this model already have "
                              f"{', '.join(clash)}; rename the file")
         return numbers | task_numbers
 

@@ -35,8 +35,8 @@ def load_text_model(options):
     if not isinstance(model, GPT):
         raise ValueError(f"{ckpt}: {type(model).__module__} does not generate text")
     if tokenizer is None and options.tokenizer is None:
-        raise ValueError(f"{ckpt}: has no tokenizer, which text generation needs; specify one: "
-                         "--tokenizer byte, gpt2, a rank file or a prepared folder")
+        raise ValueError(f"{ckpt}: has no tokenizer; specify --tokenizer byte, gpt2, a rank file "
+                         "or a prepared folder")
     tokenizer = tokenizer or open_tokenizer(options.tokenizer)
     if tokenizer.n_vocab > model.config.vocab_size:
         raise ValueError(f"--tokenizer {options.tokenizer}: has {tokenizer.n_vocab} ids, but the "
@@ -51,7 +51,6 @@ def load_for_decoding(options):
     model, tokenizer, device = load_text_model(options)
     replace_linear_layers(model, Int8Linear if options.quantize else PackedLinear)
     if any(isinstance(m, Int8Linear) and not m.has_kernel for m in model.modules()):
-        print(f"--quantize int8: no int8 kernel for {device.type} or for a layer width that is not "
-              "a multiple of 16; weights are dequantized in every product, which is slow",
-              file=sys.stderr)
+        print(f"--quantize int8: slow, without a kernel for {device.type} or for a layer width "
+              "that is not a multiple of 16", file=sys.stderr)
     return model, tokenizer, device
