@@ -13,7 +13,6 @@ import re
 from dataclasses import dataclass, field, fields
 
 from model.core.shape import check_value
-from model.gpt import GPTConfig
 from train.base.errors import CheckpointError
 from train.keys import GPTKeys
 from train.system import load_model_type
@@ -75,7 +74,9 @@ class Family:
 
     @property
     def config_class(self):
-        return load_model_type("moe").module.MoEConfig if self.experts else GPTConfig
+        # Loaded by name: model/gpt.py imports the files that import this one.
+        return (load_model_type("moe").module.MoEConfig if self.experts
+                else load_model_type("gpt").module.GPTConfig)
 
 
 QK_NORMS = dict(qk_norm=[True], qk_norm_type=["plain", "head"])

@@ -18,7 +18,6 @@ from data.tokenizer_hf import read_hf_tokenizer, read_json, read_template_spec
 from model.convert.families import FAMILIES, read_config, upgrade_fields  # noqa: F401
 from model.convert.tensors import read_weights
 from model.core.shape import check_shape
-from model.gpt import GPT
 from train.base.checkpoint_file import (
     DESCRIPTION,
     check_content,
@@ -71,7 +70,8 @@ def make_state(path, weights, shape, tokenizer=None, template=None):
 
 def check_complete(path, weights, shape):
     """CheckpointError unless `weights` fit a model of this shape."""
-    model_class = load_model_type("moe").module.MoE if hasattr(shape, "n_experts") else GPT
+    model_class = (load_model_type("moe").module.MoE if hasattr(shape, "n_experts")
+                   else load_model_type("gpt").module.GPT)
     try:
         check_shape(shape, weights)
         with torch.device("meta"):

@@ -44,7 +44,7 @@ from train.setup import open_data, open_run
 from train.system import REPOSITORY, hook, load_model_type
 from train.train import seed_step, train
 
-# Small and quick; without dropout, whose random numbers differ between ranks.
+# Small and quick; without dropout: the random numbers differ between ranks.
 SETTINGS = dict(
     batch_size=4, gradient_accumulation_steps=2, max_iters=12, lr_decay_iters=12, warmup_iters=2,
     max_epochs=None, eval_epochs=None, warmup_epochs=None, save_epochs=None,
@@ -54,7 +54,7 @@ SETTINGS = dict(
 KILLED_AT = 6
 # Not compared: measurements, and the perplexity, which is a function of the loss.
 NOT_COMPARED = {"time_ms", "tokens_per_sec", "mfu", "memory_mib", "val_ppl"}
-TOLERANCE = 1e-4         # relative: sums in another order
+TOLERANCE = 1e-4         # relative: sums in a different order
 NORM_TOLERANCE = 1e-2    # of gradient norms, which amplify rounding
 LOGIT_TOLERANCE = 1e-3
 GRADIENT_TOLERANCE = 0.05
@@ -96,7 +96,7 @@ class Case:
 
 
 def compare(actual, expected, tolerance=0.0):
-    """Raise AssertionError unless two numbers, tensors, or collections of them are equal."""
+    """Raise AssertionError unless two numbers, tensors, or collections are equal."""
     torch.testing.assert_close(actual, expected, rtol=tolerance, atol=tolerance, equal_nan=True,
                                check_dtype=False)
 
@@ -147,7 +147,7 @@ def read_log(case, name):
 
 
 def compare_run(case, name, **how):
-    """Compare the logged numbers of a run with those of the first run, up to rounding."""
+    """Compare the logged numbers of a run with the first run's, up to rounding."""
     train_in_process(case, name, **how)
     expected = read_log(case, "first")
     numbers = read_log(case, name)
@@ -166,7 +166,7 @@ def check_resume(case):
         raise AssertionError(error) from None
     first, resumed = (load_checkpoint(case.folder / name / "ckpt.pt")
                       for name in ("first", "resumed"))
-    for part in ("model", "optimizer"):  # if they differ: is there state outside the state_dict?
+    for part in ("model", "optimizer"):  # a difference: state outside the state_dict?
         compare(dict(named_tensors(resumed[part])), dict(named_tensors(first[part])))
     compare(read_log(case, "resumed"), read_log(case, "first"))
     return f"killed at step {KILLED_AT}; weights, optimizer and log equal to the bit"
@@ -322,7 +322,7 @@ def check_export(case):
 # keys
 
 def candidates(field, value):
-    """Return other values of a configuration key, as far as they can be guessed."""
+    """Return a few other valid values of a configuration key."""
     kind = base_type(field.type)
     values = field.metadata.get("choices", ())
     if kind is bool:
@@ -335,7 +335,7 @@ def candidates(field, value):
 
 
 def fingerprint(case, changes):
-    """Return what a configuration results in: the losses, sums and gradients of two steps of
+    """Return the results of a configuration: the losses, sums and gradients of two steps of
     gradient descent, batches, FLOPs. None if it is refused."""
     try:
         data, model = case.build(**changes)
@@ -359,7 +359,7 @@ def fingerprint(case, changes):
 
 
 def check_keys(case):
-    """Set each key of the model to other values, alone and together with other keys."""
+    """Set each key of the model to other values, with and without other keys."""
     c = case.config
     own = fields(load_model_type(c.model).Keys or Settings)
     inherits = c.init_from != "scratch" or getattr(c, "backbone", "")
