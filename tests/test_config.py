@@ -18,6 +18,7 @@ from train.config import (
     TrainConfig,
     find_differences,
     format_help,
+    input_files,
     load_config,
     to_yaml,
 )
@@ -268,3 +269,11 @@ def test_a_missing_file_is_refused_before_a_folder_is_made(tmp_path, capsys, opt
     assert message.startswith(f"{option[2:]}: nope") and message.count("\n") == 1
     assert "no such file" in message and not out.exists()
     assert option != "--resume" or all(word in message for word in ("auto", "never", "must"))
+
+
+@pytest.mark.parametrize("name", sorted(p.name for p in (REPO / "train/configs").glob("*.yaml")
+                                        if p.name != "hpo_example.yaml"))
+def test_the_shipped_configurations_name_files_that_the_readme_makes(name, tmp_path):
+    """Values such as `scratch` and `exact` are no files."""
+    config = load_config(REPO / "train/configs" / name, dict(out_dir=str(tmp_path / "out")))
+    assert all(path.startswith("out/") for path in input_files(config).values())

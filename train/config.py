@@ -237,7 +237,9 @@ def input_files(config, kinds=(True, "apart")):
     kinds: values of the metadata `reads` of the keys."""
     paths = {f.name: getattr(config, f.name) for f in fields(config)
              if f.metadata.get("reads") in kinds}
-    return {name: path for name, path in paths.items() if path not in (None, "", "scratch")}
+    # Values that name no file: init_from `scratch`, GRPO's reward `exact`.
+    return {name: path for name, path in paths.items()
+            if path not in (None, "", "scratch", "exact")}
 
 
 def check_files_exist(config):
