@@ -425,6 +425,7 @@ def test_resume_never_moves_aside(out, data_dir, stopped_run, capsys, monkeypatc
     """resume never -> what was there is moved to old_1, nothing deleted; but a restart by torchrun
     goes on with the run it restarts"""
     before = (out / "ckpt.pt").read_bytes()
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "a job")
     assert isinstance(go(data_dir, out, "before_step@7=sigterm", resume="never"), Stopped)
     assert (out / "old_1" / "ckpt.pt").read_bytes() == before
     monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")

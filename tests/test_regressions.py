@@ -89,6 +89,7 @@ def test_a_sample_never_ends_a_run(tmp_path, text_dir, monkeypatch, capsys):
 
 
 def restarted(monkeypatch, times):
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "job 7")
     monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", str(times))
 
 
@@ -756,3 +757,76 @@ def test_the_start_stays_the_best_of_a_run_that_was_stopped_before_it(data_dir, 
     best = [load_checkpoint(tmp_path / name / "ckpt_best.pt")["iter_num"]
             for name in ("whole", "stopped")]
     assert best == [0, 0]
+
+
+def test_a_job_without_a_name_is_known_by_its_parent(tmp_path, data_dir, monkeypatch):
+    """torchrun calls every job "none" that has no --rdzv-id: another one's folder is no restart."""
+    go(data_dir, tmp_path, max_iters=3)
+    (tmp_path / ".job").write_text("none")
+    restarted(monkeypatch, 1)
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "none")
+    assert go(data_dir, tmp_path, resume="never", max_iters=2)["iter_num"] == 2
+    assert (tmp_path / "old_1").exists()
+    assert (tmp_path / ".job").read_text() == f"none {os.getppid()}"
+
+
+def test_resume_never_killed_during_start_up_spares_the_old_run(tmp_path, data_dir, monkeypatch):
+    """The first attempt of the job dies before it has looked into the folder."""
+    go(data_dir, tmp_path, max_iters=3)
+    old = (tmp_path / "ckpt.pt").read_bytes()
+    restarted(monkeypatch, 1)
+    assert go(data_dir, tmp_path, resume="never", max_iters=2)["iter_num"] == 2
+    assert (tmp_path / "old_1" / "ckpt.pt").read_bytes() == old
+    restarted(monkeypatch, 2)  # and from here on the job is its own past
+    assert go(data_dir, tmp_path, resume="never", max_iters=4)["iter_num"] == 4
+    assert not (tmp_path / "old_2").exists()
+
+
+def test_a_restart_reads_the_file_that_no_attempt_has_read(tmp_path, data_dir, monkeypatch):
+    go(data_dir, tmp_path / "a", max_iters=3)
+    restarted(monkeypatch, 1)
+    out = tmp_path / "b"
+    assert go(data_dir, out, resume=str(tmp_path / "a/ckpt.pt"), max_iters=5)["iter_num"] == 5
+    assert "Resuming from" in (out / "train.log").read_text()
+
+
+def test_an_evaluation_does_not_replace_the_metrics_of_a_run(tmp_path, data_dir):
+    go(data_dir, tmp_path, max_iters=3)
+    before = (tmp_path / "metrics.jsonl").read_bytes()
+    with pytest.raises(CheckpointError, match="nothing to evaluate"):
+        go(data_dir, tmp_path, eval_only=True, resume="never",
+           init_from=str(tmp_path / "ckpt.pt"))
+    assert (tmp_path / "metrics.jsonl").read_bytes() == before
+
+
+def test_a_pipe_is_no_checkpoint(tmp_path):
+    os.mkfifo(tmp_path / "ckpt.pt")
+    with pytest.raises(CheckpointError, match="empty"):
+        load_checkpoint(tmp_path / "ckpt.pt")
+
+
+@pytest.mark.parametrize("optimizer, more, message", [
+    (lambda state: {}, {"state": {}}, "not the rest of a run .no state"),
+    (lambda state: state | {"state": dict.fromkeys(state["state"], 1)}, {},
+     "lacks the optimizer state of ")])
+def test_a_strange_optimizer_state_is_one_message(tmp_path, data_dir, optimizer, more, message):
+    go(data_dir, tmp_path, max_iters=3)
+    state = load_checkpoint(tmp_path / "ckpt.pt")
+    state.pop("format_version")
+    torch.save(state | more | {"optimizer": optimizer(state["optimizer"])}, tmp_path / "ckpt.pt")
+    os.unlink(tmp_path / "ckpt_prev.pt") if (tmp_path / "ckpt_prev.pt").exists() else None
+    with pytest.raises(CheckpointError, match=message):
+        go(data_dir, tmp_path, max_iters=6)
+
+
+def test_a_damaged_checkpoint_is_archived_before_an_earlier_one_is_continued(tmp_path, data_dir):
+    go(data_dir, tmp_path, max_iters=6, save_interval=2, keep_last=9)
+    (tmp_path / "ckpt.pt").write_bytes(b"damaged")
+    go(data_dir, tmp_path, max_iters=6, resume=str(tmp_path / "ckpt_0000002.pt"))
+    assert (tmp_path / "old_1" / "ckpt.pt").read_bytes() == b"damaged"
+    assert load_checkpoint(tmp_path / "ckpt_prev.pt")["iter_num"] >= 2
+
+
+def test_a_list_given_twice_is_refused():
+    with pytest.raises(ConfigError, match="tracker is set twice"):
+        load_config(None, ["--tracker", "mlflow", "--tracker", "tensorboard"])

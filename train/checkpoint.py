@@ -9,6 +9,7 @@ The file format is in train/base/checkpoint_file.py, saving in train/base/run_fo
 
 import math
 import os
+import pathlib
 from dataclasses import asdict, dataclass, field, fields, is_dataclass
 
 import torch
@@ -19,6 +20,7 @@ from train.base.checkpoint_file import load_checkpoint, map_tensors, named_tenso
 from train.base.checkpoint_file import save_checkpoint as save_checkpoint  # a public name
 from train.base.errors import BadNumbers, CheckpointError
 from train.base.fields import fields_by_name
+from train.base.files import write_text
 from train.base.run_folder import find_newest_checkpoint, move_aside
 from train.config import FIELDS, find_differences, input_files
 from train.distributed import (
@@ -72,6 +74,8 @@ def find_start(folder, config, ranks, log):
     ranks."""
     def find():
         folder.open()
+        if config.eval_only and config.resume == "never":
+            raise CheckpointError("--eval_only with --resume never: nothing to evaluate")
         state, path = find_checkpoint(config, log)
         kind = "resume"
         if state is None and config.init_from != "scratch":
@@ -100,20 +104,27 @@ def find_checkpoint(config, log):
     """Return (state, path) of the checkpoint that --resume (auto, never, must or a file) selects,
     on rank 0; (`None`, `None`): start from scratch. Raises CheckpointError."""
     folder = config.out_dir
-    # torchrun restarts a failed job with the same command line: it continues what it has begun.
-    restarted = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0"
+    # torchrun restarts a failed job with the same command line: it continues what it has begun. The
+    # mark shows that an earlier attempt of this job has been here.
+    job = os.environ.get("TORCHELASTIC_RUN_ID", "")
+    job += f" {os.getppid()}" if job == "none" else ""  # torchrun's default for every job
+    mark = pathlib.Path(folder, ".job")
+    restarted = (os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0" and mark.is_file()
+                 and mark.read_text() == job)
+    state, path = None, None
     if config.resume in ("auto", "must") or restarted:
         state, path = find_newest_checkpoint(folder, log)
         if state is None and config.resume == "must":
             raise CheckpointError(f"--resume must: there is no ckpt.pt in {folder}")
-        return state, path
-    if config.resume_file:
-        return load_checkpoint(config.resume), config.resume
-    if not config.eval_only:  # never
+    elif config.resume == "never" and not config.eval_only:
         check_not_moved(config)
         if moved := move_aside(folder):
             log(f"--resume never: moved the files in {folder} to {moved}")
-    return None, None
+    if state is None and config.resume_file:
+        state, path = load_checkpoint(config.resume), config.resume
+    if job:
+        write_text(mark, job)
+    return state, path
 
 
 def check_not_moved(config):
@@ -177,7 +188,7 @@ def check_fits(start, config, data, model, ranks):
 
     def check():
         state = start.state
-        content = (state.get("optimizer") or {}) | state
+        content = state | {"state": (state.get("optimizer") or {}).get("state")}
         missing = [k for k, kind in REQUIRED_KEYS.items() if not isinstance(content.get(k), kind)]
         if missing:
             raise CheckpointError(
@@ -322,7 +333,8 @@ def select_optimizer_state(optimizer, entries, config, warn):
     a warning; without it this raises CheckpointError."""
     keys = {name: optimizer.state.get(p, {}).keys() for name, p in named_params(optimizer).items()}
     entries = {name: {k: v for k, v in entry.items() if k != "ema" or config.ema}
-               for name, entry in entries.items() if isinstance(entry, dict)}
+               if isinstance(entry, dict) else {"not a dict": entry}
+               for name, entry in entries.items()}
     usable = {name: entry for name, entry in entries.items()
               if entry.keys() - {"ema"} == keys.get(name)}
     unusable = sorted((entries.keys() | keys.keys() if entries else set()) - usable.keys())

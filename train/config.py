@@ -167,8 +167,11 @@ def resolve(settings, known, problems):
             if raw in (None, "ignored"):  # e.g. fp16: false
                 continue
         _, at = resolved.pop(name, (None, ""))  # so that the latest one comes last
-        if file and at.startswith(f"{file}:"):
-            problems.append(f"{where}: {name} is set twice (first at {at}); keep one")
+        twice = at.partition(" as ")[0] == "command line" and name in known and (
+            base_type(known[name].type) is list)
+        if twice or file and at.startswith(f"{file}:"):
+            problems.append(f"{where}: {name} is set twice (first at {at}); keep one, with commas "
+                            "between the values of a list")
         resolved[name] = raw, where
     return resolved
 

@@ -109,12 +109,14 @@ def read_environment():
     if not any(env[name] for name in ENVIRONMENT[:3]):
         return None
     numbers = [int(env[name]) for name in ENVIRONMENT[:3] if env[name].isdigit()]
-    if not all(env.values()) or len(numbers) < 3 or numbers[0] >= numbers[2]:
+    local_world_size = os.environ.get("LOCAL_WORLD_SIZE") or env["WORLD_SIZE"]
+    if (not all(env.values()) or len(numbers) < 3 or numbers[0] >= numbers[2]
+            or not local_world_size.isdigit()):
         text = ", ".join(f"{name}={value}" for name, value in env.items())
         raise SetupError(f"environment: expected all of these, with RANK below WORLD_SIZE: {text}; "
                          "start ranks with `torchrun --nproc_per_node=N run_train.py ...`, or "
                          "unset them")
-    return *numbers, int(os.environ.get("LOCAL_WORLD_SIZE") or numbers[2])
+    return *numbers, int(local_world_size)
 
 
 def create_store(rank, world_size, timeout):

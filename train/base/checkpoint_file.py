@@ -198,6 +198,8 @@ def verify_digest(path):
     """Return whether the file has a digest; in a foreign file without a digest the CRCs are
     checked. ValueError for a damaged file."""
     size = os.path.getsize(path)
+    if not size:  # also of pipes and devices, which would be read for ever
+        raise ValueError("the file is empty")
     end = max(0, size - TRAILER_BYTES)
     with open(path, "rb") as f:
         f.seek(end)

@@ -94,12 +94,13 @@ class RunFolder:
                 time.sleep(1)
         try:  # the checkpoint is safe from here on
             for path in numbered_checkpoints(self.path)[:-self.keep_last] if self.keep_last else ():
-                path.unlink()
+                with contextlib.suppress(OSError):
+                    path.unlink()
             if self.save_precision:
                 self.export(state)
         except Exception as error:
             logger.warn(f"{self.file('ckpt.pt')} is saved, but model.safetensors (save_precision) "
-                        f"or the old checkpoints (keep_last) are not up to date: {error}")
+                        f"is not up to date: {error}")
 
     def export(self, state):
         """Write model.safetensors: the weights, with the description of the model in the header."""
@@ -114,9 +115,12 @@ class RunFolder:
         that resumes there would replace these files. An earlier best checkpoint is kept."""
         names = []
         for name in ("ckpt.pt", "ckpt_prev.pt", "ckpt_best.pt"):
-            with contextlib.suppress(CheckpointError):  # missing or damaged
-                if load_checkpoint(self.file(name)).get("iter_num", 0) > iter_num:
-                    names.append(name)
+            try:
+                is_later = load_checkpoint(self.file(name)).get("iter_num", 0) > iter_num
+            except CheckpointError:  # a damaged file must not become ckpt_prev.pt
+                is_later = os.path.lexists(self.file(name))
+            if is_later:
+                names.append(name)
         if names:
             target = move_files(self.path, names)
             with contextlib.suppress(OSError):  # metrics.jsonl is about to lose these steps

@@ -1,4 +1,4 @@
-"""Several data sets as one: `data_dir: {data/bin/web: 0.7, data/bin/code: 0.3}`.
+"""Several data sets as one: `data_dir: data/bin/web:0.7,data/bin/code:0.3`.
 
 A table with a period assigns each sample g of the run to a source. It is the next sample of that
 source, in the order and epochs of a run on only this source. The order is therefore a function of
