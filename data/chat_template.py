@@ -72,7 +72,8 @@ def parse_content(content):
 # templates
 
 class ChatTemplate:
-    """Base class; `from_spec` chooses the subclass.
+    """A chat format: converts messages to token ids and the mask of learned tokens. Base class;
+    `from_spec` chooses the subclass.
 
     Attributes: `spec`, the dict that `from_spec` accepts; `ends`, the ids after an answer according
     to the spec (empty: the tokenizer's end of text); special_tokens, {"bos_token": text, ...}.

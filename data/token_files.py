@@ -125,10 +125,10 @@ def open_shard(path, raw_dtype):
 
 
 def open_stream(data_dir, split, vocab_size=None, least=1):
-    """Return the TokenStream of one split.
+    """Open the token files of one split as a TokenStream.
 
-    Raises DataError unless it has the number of tokens in meta.json, at least `least` tokens, and
-    ids below vocab_size (default: that of meta.json).
+    Raises DataError for a number of tokens other than in meta.json, for fewer than `least`, and for
+    ids from vocab_size on (default: meta.json's). Large files are sampled here; reading checks all.
     """
     paths = find_files(data_dir, split)
     meta = read_meta(os.path.dirname(paths[0]))

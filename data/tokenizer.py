@@ -57,11 +57,11 @@ def open_tokenizer(source) -> Tokenizer:
 
 
 def load_tokenizer(name: str, path: str | os.PathLike | None = None) -> Tokenizer:
-    """Return the tokenizer of the file or folder `path`, which must be called `name`; without a
-    path, that of the source `name`."""
+    """Return the tokenizer in the file or folder `path`, or without it the tokenizer `name` (byte,
+    gpt2, a file or a folder). DataError if `path` has a different kind of tokenizer than `name`."""
     tokenizer = open_tokenizer(os.fspath(path or name))
     if path and name in NAMES and name != tokenizer.kind:
-        raise DataError(f"{path}: this folder has no {name} tokenizer")
+        raise DataError(f"{path}: has no {name} tokenizer")
     return tokenizer
 
 

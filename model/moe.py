@@ -151,8 +151,8 @@ class GroupOrder:
 
 
 class Permute(torch.autograd.Function):
-    """rows[order]. The backward pass is the inverse permutation. That of indexing adds rows in an
-    order that depends on timing, so that bits could differ between runs."""
+    """Differentiable rows[order] of a permutation `order`; `inverse` undoes it. The backward pass
+    of indexing would add rows in an order that depends on timing: bits could differ."""
 
     @staticmethod
     def forward(ctx, rows, order, inverse):

@@ -40,9 +40,9 @@ def on_signals(names, handler):
 class Signals:
     """SIGTERM, SIGINT and SIGHUP request a checkpoint and the end of the run, SIGUSR1 a checkpoint.
 
-    The handler only sets a flag. The loop reads it between steps, when the state is consistent. A
-    second request exits at once, except under torchrun, where one request causes two signals (Slurm
-    signals torchrun and all ranks, torchrun signals the ranks) and torchrun kills slow ranks.
+    The handler only sets a flag. The loop reads it between micro-batches and drops a partial step.
+    A second request exits at once, except under torchrun, where one request causes two signals
+    (Slurm signals torchrun and all ranks, torchrun the ranks) and torchrun kills slow ranks.
     """
 
     STOP = ("SIGTERM", "SIGINT", "SIGHUP")
@@ -88,9 +88,9 @@ class Signals:
 
 
 def exit_after(seconds):
-    """Exit the process, with the stacks of all threads, unless this is called again within
-    `seconds`; 0: no limit. The timer is a C thread, so that it also works while Python waits in a
-    collective."""
+    """Start or restart the timer that ends a hanging process: after `seconds` without another call
+    it prints the stacks of all threads and exits. 0: no effect. The timer is a C thread, so that it
+    also works while Python waits in a collective."""
     if seconds:
         # One rank per machine after the other, or the stacks would be interleaved.
         delay = int(os.environ.get("LOCAL_RANK") or 0) / 2

@@ -25,7 +25,7 @@ from train.lr_scheduler import EarlyStopping, ReduceOnPlateau, SpikeDetector
 from train.optimizer import build_optimizer
 from train.system import flops_per_step, hook, load_model_type
 
-MAX_EPOCHS = 200  # of a run whose length is given in steps
+MAX_EPOCHS_IN_STEPS = 200  # more need a length in epochs (max_epochs)
 
 
 @dataclass
@@ -132,7 +132,7 @@ class Run:
         stack.callback(self.folder.wait)  # the save under way may still log a warning
         if self.tasks:
             self.log.info(self.tasks.summary)
-        # Calls the model, compiled if that pays.
+        # Calls the model, compiled if should_compile() says so.
         self.compiler = Compiler(self.raw_model, compiled, ranks.device, self.log.warn,
                                  c.batch_size)
 
@@ -181,7 +181,7 @@ class Run:
                                            enabled=self.dtype == torch.float16)
         if not self.sharded:
             self.model = distributed.wrap_ddp(self.raw_model, self.ranks)
-        self.forward = self.model  # forward(*batch) of `model`, compiled if that pays
+        self.forward = self.model  # forward(*batch) of `model`
         if self.compiler.enabled:
             self.forward = functools.partial(self.compiler.call, self.model)
         # before_step(it) and after_step(it, sums) of the model, or None.
@@ -196,7 +196,7 @@ class Run:
         self.plateau = ReduceOnPlateau(c.lr_factor, c.plateau_patience,
                                        min_scale=(c.min_lr or 0.0) / c.learning_rate)
         self.spikes = SpikeDetector(c.spike_sigma)
-        self.signals = robust.Signals()  # SIGTERM, SIGINT, SIGHUP, SIGUSR1: read between steps
+        self.signals = robust.Signals()  # SIGTERM, SIGINT, SIGHUP, SIGUSR1
         stack.callback(faulthandler.cancel_dump_traceback_later)  # see exit_after()
         self.clock = logger.Clock()  # time per step, without evaluations and saves
         # Batches on the device, read ahead.
@@ -292,7 +292,7 @@ class Run:
         return it > 0 and periods[1] > periods[0]
 
     def limits_reached(self):
-        """Return the keys that keep a finished run from continuing; []: it is not finished."""
+        """Return the keys whose limits keep a finished run from continuing; []: it can continue."""
         reached = {"--max_iters": self.progress.iter_num >= self.config.max_iters,
                    "--early_stopping_patience": self.stopping.over}
         return [key for key, yes in reached.items() if yes and self.progress.finished]
@@ -378,11 +378,11 @@ def check_epochs(config, samples):
     pretraining. Raises SetupError."""
     c = config
     epochs = c.max_iters * c.samples_per_step / samples
-    if epochs > MAX_EPOCHS and not (c.max_epochs or c.eval_only):
+    if epochs > MAX_EPOCHS_IN_STEPS and not (c.max_epochs or c.eval_only):
         raise SetupError(
             f"max_iters: {c.max_iters:,} steps of {c.samples_per_step:,} samples are {epochs:,.0f} "
             f"epochs of the {samples:,} samples in {c.data_dir}; give the length in epochs, e.g. "
-            f"--max_epochs 3 (more than {MAX_EPOCHS} are possible too)")
+            f"--max_epochs 3 (more than {MAX_EPOCHS_IN_STEPS} are possible too)")
 
 
 def open_data(config, ranks):

@@ -1,9 +1,9 @@
 """The training loop, in the order of execution: train, the loop, one step, validation, saving.
 
 The loop works for any model type, a file model/NAME.py that builds the model and opens the data;
-train/system.py is the interface. A loader returns the batch of a step, which is a pure function of
-the step's number. The model returns a loss and sums over the batch: `loss, sums = model(*batch)`.
-The state of a run is in train/setup.py.
+train/system.py is the interface. A loader returns micro-batch number i of this rank, a pure
+function of (seed, i). The model returns a loss and sums over the batch: `loss, sums =
+model(*batch)`. The state of a run is in train/setup.py.
 """
 
 import contextlib
@@ -30,8 +30,9 @@ def train(config: TrainConfig, model: torch.nn.Module | None = None,
 
     model: an nn.Module to train instead of the one that the model file builds.
     on_evaluation(iter_num, numbers): called after each evaluation; an exception stops the run.
-    Raises UserError: Stopped after a signal, BadNumbers if loss or gradients are not finite;
-    ConfigError, DataError, CheckpointError or SetupError for input that cannot be used.
+    Raises UserError: Stopped after a signal, BadNumbers if loss or gradients are not finite,
+    CollectiveExit if the last save fails; ConfigError, DataError, CheckpointError or SetupError for
+    input that cannot be used.
     """
     config = validate_config(config)
     # Under torchrun this process is one of several ranks. All ranks run the same program; what only
@@ -88,7 +89,8 @@ def train_step(run, lr=None):
 
     lr: the learning rate (default: the schedule's). Returns the mean loss of the step. If a signal
     arrives before the last micro-batch, nothing is applied and the result is None; the step is
-    repeated after a resume.
+    repeated after a resume. After a loss spike the update may be skipped, or the run returns to the
+    last checkpoint (on_spike).
     """
     c = run.config
     p = run.progress
@@ -345,7 +347,8 @@ def check_metric_name(run):
 # checkpoints
 
 def save(run, last=False):
-    """Save a checkpoint in the background; all ranks call. The `last` one must succeed."""
+    """Save a checkpoint in the background; all ranks call. last: write it before returning, with
+    several attempts, and raise CollectiveExit if all fail."""
     exit_after(10 * run.config.step_timeout)
     with run.clock.away(), run.log.busy("saving the checkpoint"):
         # Only one save runs at a time: its snapshot needs as much memory as the state.

@@ -99,7 +99,8 @@ def prepare_labels(args):
 
 
 def split_rows(rows, val_fraction, test_fraction):
-    """Return {split: rows}. Raises DataError for an empty split."""
+    """Assign rows to {"train": rows, "val": ..., "test": ...} by a hash of row.group, so that rows
+    of a group stay together. Raises DataError for an empty split."""
     splits = {name: [] for name in SPLITS}
     for row in rows:
         splits[split_by_group(row.group, val_fraction, test_fraction)].append(row)

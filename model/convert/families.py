@@ -308,12 +308,12 @@ def write_fields(shape, family):
         out[family.keys["mlp"]] = names.get(shape.mlp, next(iter(family.activations)))
     if "max_positions" in family.keys:
         out[family.keys["max_positions"]] = shape.max_positions or shape.block_size
-    return out | write_attention(shape, family) if "rope_theta" in family.keys else out
+    return out | attention_keys(shape, family) if "rope_theta" in family.keys else out
 
 
-def write_attention(shape, family):
-    """Return the keys of rotary positions and windows."""
-    rope = write_rope(shape.rope_theta, shape.rope_factors)
+def attention_keys(shape, family):
+    """Return the keys of a config.json for rotary positions and attention windows."""
+    rope = rope_entry(shape.rope_theta, shape.rope_factors)
     out = dict(rope_parameters=rope)
     if shape.rope_factors:  # transformers 4
         out["rope_scaling"] = {k: v for k, v in rope.items() if k != "rope_theta"}
@@ -332,11 +332,11 @@ def write_attention(shape, family):
         out |= dict(
             layer_types=types, hidden_activation="gelu_pytorch_tanh", rope_local_base_freq=local,
             query_pre_attn_scalar=round(scalar) if abs(scalar - round(scalar)) < 1e-6 else scalar,
-            rope_parameters=dict(full_attention=rope, sliding_attention=write_rope(local, ())))
+            rope_parameters=dict(full_attention=rope, sliding_attention=rope_entry(local, ())))
     return out
 
 
-def write_rope(theta, factors):
+def rope_entry(theta, factors):
     """Return an entry of rope_parameters."""
     kind = {0: "default", 1: "linear", 4: "llama3"}[len(factors)]
     out = dict(rope_type=kind, rope_theta=theta) | dict(zip(LLAMA3_KEYS, factors))

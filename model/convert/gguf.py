@@ -10,7 +10,7 @@ import os
 import re
 
 from data.tokenizer_hf import ANY_CHARACTER, ANY_TEXT, GPT2_PATTERN, pattern_of, tokenizer_json
-from model.convert.families import FAMILIES, find_family, mismatches, refuse, write_rope
+from model.convert.families import FAMILIES, find_family, mismatches, refuse, rope_entry
 from model.convert.tensors import NAMES, complete_weights, rename
 from model.core.ops import rope_frequencies
 from train.base.errors import CheckpointError, require
@@ -121,7 +121,7 @@ def check(source, kind, arch):
     fixed = {"gpt2": dict(activation_function="gelu_new"), "qwen3_moe": dict(norm_topk_prob=True),
              "olmo2": dict(head_dim=None), "smollm3": dict(no_rope_layers=None),
              "gemma3_text": dict(layer_types=None, query_pre_attn_scalar=width,
-                                 rope_parameters=write_rope(c.rope_theta, c.rope_factors),
+                                 rope_parameters=rope_entry(c.rope_theta, c.rope_factors),
                                  rope_local_base_freq=10000.0)}
     wrong = mismatches(c, FAMILIES[kind], fixed.get(kind, {}))
     if len(c.rope_factors) == 4 and arch != "llama":

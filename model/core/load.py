@@ -117,7 +117,8 @@ def build_empty_model(state):
 
 
 def saved_config(values):
-    """Return the configuration in a checkpoint, with no key set explicitly."""
+    """Return the TrainConfig in a checkpoint, upgraded to this version. values: the "config" in it.
+    No key counts as set by the user."""
     values = {k: v for k, v in upgrade_args(values).items() if k not in REMOVED_KEYS}
     config = load_config(None, values)
     config.origins = {}
