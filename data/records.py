@@ -11,6 +11,7 @@
 Each record has a location, e.g. FILE:LINE, for messages.
 """
 
+import contextlib
 import csv
 import gzip
 import io
@@ -120,17 +121,18 @@ def json_lines(lines, name, columns=None):
 
 def json_values(stream, name, columns):
     """Read a JSON file: a list of records, one record, or one per line."""
-    content = stream.read(MAX_JSON_BYTES)
-    if len(content) == MAX_JSON_BYTES:
+    first = stream.readline(MAX_JSON_BYTES)
+    is_lines = False  # one record per line, at any size
+    with contextlib.suppress(ValueError):
+        is_lines = isinstance(parse_json(first), dict)
+    if is_lines:
+        yield from json_lines(itertools.chain([first], stream), name)
+        return
+    content = first + stream.read(MAX_JSON_BYTES - len(first))
+    if len(content) >= MAX_JSON_BYTES:
         raise ValueError("expected less than 1 GB; `jq -c '.[]' FILE > FILE.jsonl` makes lines of "
                          "a list")
-    try:
-        values = parse_json(content)
-    except ValueError as error:
-        if "Extra data" not in str(error):
-            raise
-        yield from json_lines(content.splitlines(), name)
-        return
+    values = parse_json(content)
     for i, record in enumerate(values if isinstance(values, list) else [values]):
         yield f"{name}: record {i}", record
 

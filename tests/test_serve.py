@@ -371,6 +371,8 @@ def say(**body):
     (ask(stop={"a": 1}), 400, "stop"),
     (ask(n=9), 400, "n: must be at most 8"), (ask(best_of=2), 400, "vLLM"),
     (ask(logprobs=2), 400, "logprobs: 2 is not supported"),
+    (ask(logprobs=0), 400, "logprobs: 0 is not supported"),
+    (dict(body=b'{"prompt": "a", "temperature": 1' + b"0" * 400 + b"}"), 400, "temperature"),
     (say(logprobs=True), 400, "logprobs: True is not supported"),
     (ask(presence_penalty=2.5), 400, "presence_penalty: 2.5 is not supported"),
     (ask(response_format=dict(type="json_object")), 400, "response_format"),
@@ -652,6 +654,20 @@ def test_slow_clients_keep_nobody_waiting(server, monkeypatch):
             with contextlib.suppress(ConnectionResetError):
                 assert rest_of(s) == b""
         assert time.monotonic() - started < 5
+
+
+def test_a_kept_alive_connection_with_short_requests_stays(server, monkeypatch):
+    """Each of them begins and ends between two looks at the connections."""
+    monkeypatch.setattr(server_file, "RECEIVE_SECONDS", 0.5)
+    client = http.client.HTTPConnection("localhost", server.port, timeout=10)
+    client.connect()
+    own = client.sock.getsockname()
+    for _ in range(8):
+        client.request("GET", "/health")
+        assert client.getresponse().read()
+        time.sleep(0.2)
+    assert client.sock.getsockname() == own  # never reconnected
+    client.close()
 
 
 @pytest.mark.slow

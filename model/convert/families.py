@@ -45,7 +45,9 @@ ONLY = dict(decoder_sparse_step=1, partial_rotary_factor=1, scale_attn_weights=T
 HARMLESS = re.compile(
     r"_\w+|architectures|model_type|(torch_)?dtype|transformers\W?\w+|\w+_token_id|use_cache|n_ctx|"
     r"initializer_range|\w+_(dropout|pdrop)|pretraining_tp|cache_implementation|unsloth_\w+|"
-    r"is_llama_config|router_\w+_coef|summary_\w+|task_specific_params")
+    r"is_llama_config|router_\w+_coef|summary_\w+|task_specific_params|predict_special_tokens|"
+    r"output_(past|attentions|hidden_states|router_logits)|id2label|label2id|"
+    r"gradient_checkpointing|max_sequence_length")
 # Our fields that a checkpoint's model_args have besides `family`.
 SIZES = ("block_size", "vocab_size", "n_layer", "n_head", "n_embd", "n_hidden", "n_kv_head",
          "norm_eps", "tie_weights")

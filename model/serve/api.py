@@ -50,7 +50,8 @@ def parse_request(data, chat, model_name, engine, template):
 def create_jobs(body, chat, engine, template):
     """Return (jobs, options) of a request. Raises APIError."""
     for name, neutral in UNSUPPORTED_OPTIONS.items():
-        if body.get(name) not in (None, neutral):
+        value = body.get(name)  # 0 is not False: logprobs 0 asks for each token's
+        if value not in (None, neutral) or isinstance(neutral, bool) and type(value) is int:
             raise APIError(400, f"{name}: {body[name]!r:.80} is not supported; remove it, or serve "
                            "the exported folder with vLLM", name)
     if body.get("max_completion_tokens") is not None:

@@ -102,14 +102,14 @@ class Server(uvicorn.Server):
         now = time.monotonic()
         times = {}
         for c in self.server_state.connections:
-            is_busy = c.cycle and not (c.cycle.more_body or c.cycle.response_complete)
-            state = c, c.cycle if is_busy else None
+            is_busy = bool(c.cycle) and not (c.cycle.more_body or c.cycle.response_complete)
+            state = c, c.cycle, is_busy  # the cycle: each request starts anew
             times[state] = self.busy_since.get(state, now)
         self.busy_since = times
-        slow = [c for c, request in sorted(times, key=times.get) if not request]
+        slow = [c for c, _, is_busy in sorted(times, key=times.get) if not is_busy]
         slow = slow[:-MAX_IDLE_CONNECTIONS]
-        for (c, request), since in times.items():
-            limit = RECEIVE_SECONDS + (self.engine.timeout + SEND_SECONDS if request else 0)
+        for (c, _, is_busy), since in times.items():
+            limit = RECEIVE_SECONDS + (self.engine.timeout + SEND_SECONDS if is_busy else 0)
             if now > since + limit:
                 slow.append(c)
         for c in slow:

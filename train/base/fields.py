@@ -84,7 +84,8 @@ def convert(raw, function, expected):
     """Return function(raw). ValueError states what was expected."""
     try:
         return function(raw)
-    except (ValueError, TypeError, KeyError, AttributeError, RecursionError, yaml.YAMLError):
+    except (ValueError, TypeError, KeyError, AttributeError, RecursionError, OverflowError,
+            yaml.YAMLError):
         raise ValueError(f"expected {expected}, got {raw!r}") from None
 
 
