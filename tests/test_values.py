@@ -139,9 +139,9 @@ def test_words_that_are_not_understood():
 
 def test_flags_of_the_command_line():
     c = load_config(None, ["--bias", "--no_tie_weights", "--compile", "--no-compile", "--run_name=",
-                           "--tracker", "wandb", "--tracker", "mlflow"])
+                           "--tracker", "wandb,mlflow"])
     assert (c.bias, c.tie_weights, c.compile, c.run_name) == (True, False, "false", None)
-    assert c.tracker == ["mlflow"]  # the last one, as for every key
+    assert c.tracker == ["wandb", "mlflow"]
     for flag in ("--max_iters", "--run_name", "--no_max_iters", "--tracker", "--lr_groups"):
         with pytest.raises(ConfigError, match="expected"):
             load_config(None, [flag])

@@ -170,8 +170,8 @@ def resolve(settings, known, problems):
         twice = at.partition(" as ")[0] == "command line" and name in known and (
             base_type(known[name].type) is list)
         if twice or file and at.startswith(f"{file}:"):
-            problems.append(f"{where}: {name} is set twice (first at {at}); keep one, with commas "
-                            "between the values of a list")
+            commas = ", with commas between the values" if twice else ""
+            problems.append(f"{where}: {name} is set twice (first at {at}); keep one{commas}")
         resolved[name] = raw, where
     return resolved
 
