@@ -75,6 +75,17 @@ def gpt2_ranks():
                         "r50k_base.tiktoken; or --tokenizer byte, which needs no file") from None
 
 
+def is_same_tokenizer(spec_a, spec_b):
+    """Return whether two specs give every id the same meaning: GPT-2's, for example, may be a rank
+    file and a tokenizer.json."""
+    if spec_a == spec_b:
+        return True
+    a, b = tokenizer_from_spec(spec_a), tokenizer_from_spec(spec_b)
+    special = {*a.special.values(), *b.special.values()}
+    return ((a.n_vocab, a.eot_token) == (b.n_vocab, b.eot_token) and all(
+        i in special or a.bytes_of(i) == b.bytes_of(i) for i in range(a.n_vocab)))
+
+
 # -----------------------------------------------------------------------------
 # data folders and checkpoints
 

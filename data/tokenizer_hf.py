@@ -1,7 +1,7 @@
 """Hugging Face's tokenizer.json: reading it, and writing tokenizers as such a file.
 
-Both formats describe the same byte pair encoding. tiktoken joins the pair with the lowest rank of
-the joined bytes; tokenizer.json lists the pairs in the order of joining.
+tiktoken's rank files describe the same byte pair encoding: tiktoken joins the pair with the lowest
+rank of the joined bytes; tokenizer.json lists the pairs in the order of joining.
 """
 
 import functools
@@ -9,20 +9,10 @@ import json
 import math
 import os
 
-from data.tokenizer_types import (
-    EOT,
-    GPT2_PATTERN,
-    MAX_VOCAB,
-    CharTokenizer,
-    JsonTokenizer,
-    byte_table,
-    rank_tokenizer,
-    tokenizer_from_spec,
-)
+from data.tokenizer_types import GPT2_PATTERN, MAX_VOCAB, JsonTokenizer, byte_table
 from train.base.errors import DataError
 
 ANY_CHARACTER = r"[\s\S]"
-ANY_TEXT = r"[\s\S]+"
 # Flags of an added token. If all are false, it matches exactly this text.
 ADDED_TOKEN_FLAGS = ("single_word", "lstrip", "rstrip", "normalized")
 MAX_MERGE_WORK = 1 << 22  # sum of squared token lengths, or 200 per token if that is more
@@ -37,11 +27,6 @@ def byte_characters():
 def token_text(token):
     """Return the text by which a byte-level vocabulary names the bytes of a token."""
     return "".join(byte_characters()[b] for b in token)
-
-
-def text_bytes(text):
-    """Return the bytes that a text of a byte-level vocabulary names. KeyError for other texts."""
-    return bytes(byte_table()[c] for c in text)
 
 
 def list_merges(ranks):
@@ -87,7 +72,7 @@ def tokenizer_json(tokenizer):
     # The pattern of use_regex is GPT-2's without possessive quantifiers, which the package
     # tokenizers reads differently.
     pre_tokenizer = byte_level | dict(use_regex=tokenizer.pattern == GPT2_PATTERN)
-    if tokenizer.pattern not in (GPT2_PATTERN, ANY_CHARACTER):  # read from a tokenizer.json
+    if tokenizer.pattern not in (GPT2_PATTERN, ANY_CHARACTER):  # of earlier versions
         pre_tokenizer = dict(type="Sequence",
                              pretokenizers=[split_at(tokenizer.pattern), pre_tokenizer])
     ranks = tokenizer.ranks
@@ -125,68 +110,24 @@ def read_optional_json(folder, name):
 
 
 def read_hf_tokenizer(folder):
-    """Return the tokenizer of a Hugging Face folder: by tiktoken if it is a byte-level BPE, or was
-    written by `tokenizer_json`; otherwise by the package tokenizers. Raises DataError."""
+    """Return the tokenizer of a Hugging Face folder. Raises DataError."""
     path = os.path.join(folder, "tokenizer.json")
     content = read_json(path)
-    reason = ""
-    errors = (LookupError, TypeError, AttributeError, ValueError)
     try:
-        rows = read_optional_json(folder, "config.json").get("vocab_size")
-        tokens = {t["content"]: t for t in content.get("added_tokens") or ()}
-        eot_token = end_of_text(folder, tokens)
-        try:
-            return read_byte_level(content, tokens, eot_token, rows or MAX_VOCAB)
-        except errors as error:
-            reason = f"not a byte-level BPE ({type(error).__name__}: {error}); "
-        return JsonTokenizer(json.dumps(content), eot_token, rows or 0)
-    except errors as error:
-        raise DataError(f"{path}: {reason}{error}") from None
+        config = read_optional_json(folder, "config.json")
+        rows = config.get("vocab_size") or (0 if config else MAX_VOCAB)
+        return JsonTokenizer(json.dumps(content), end_of_text(folder, content), rows)
+    except (LookupError, TypeError, AttributeError, ValueError) as error:
+        raise DataError(f"{path}: {error}") from None
 
 
-def read_byte_level(content, tokens, eot_token, rows):
-    """Return the tokenizer of a tokenizer.json that tiktoken can represent. Any error says that it
-    cannot. tokens: {text: added token}. rows: of the model, which may be fewer than the tokens."""
-    model, pre_tokenizer = content["model"], content["pre_tokenizer"]
-    normalizer = content.get("normalizer")
-    if model.get("type") == "WordLevel" and pre_tokenizer == split_at(ANY_CHARACTER):
-        return CharTokenizer("".join(sorted(model["vocab"], key=model["vocab"].get)))
-    if (model.get("type", "BPE") != "BPE" or model.get("byte_fallback")
-            or normalizer not in (None, {"type": "NFC"})
-            or any(t.get(flag) for t in tokens.values() for flag in ADDED_TOKEN_FLAGS[:3])):
-        raise DataError("another model, normalizer or kind of added token")
-    ranks = {text_bytes(t): i for t, i in model["vocab"].items() if t not in tokens}
-    pairs = (pair.split(" ") if isinstance(pair, str) else pair for pair in model["merges"])
-    if [tuple(map(text_bytes, pair)) for pair in pairs] != list_merges(ranks):
-        raise DataError("the ids are not in the order of the merges")
-    added = {text: [t["id"], bool(t.get("special"))] for text, t in tokens.items()
-             if t["id"] < rows}
-    if eot_token not in [i for i, _ in added.values()]:
-        added[EOT] = [eot_token, True]
-    byte = tokenizer_from_spec({"kind": "byte"})
-    if (ranks, added, normalizer) == (byte.ranks, byte.added, None):
-        return byte
-    return rank_tokenizer(ranks, pattern_of(pre_tokenizer), eot_token, added, bool(normalizer))
-
-
-def pattern_of(pre_tokenizer):
-    """Return the regular expression by which a byte-level pre_tokenizer splits text, or `None`."""
-    *splits, last = pre_tokenizer.get("pretokenizers", [pre_tokenizer])
-    if last["type"] != "ByteLevel" or last.get("add_prefix_space"):
-        return None
-    own_pattern = last.get("use_regex", True)
-    if not splits:
-        return GPT2_PATTERN if own_pattern else ANY_TEXT
-    pattern = splits[0].get("pattern", {}).get("Regex")
-    return pattern if splits == [split_at(pattern)] and not own_pattern else None
-
-
-def end_of_text(folder, tokens):
-    """Return the id of the end of text of a Hugging Face folder, or `None`. tokens: {text: added
-    token}."""
+def end_of_text(folder, content):
+    """Return the id of the end of text of a Hugging Face folder, or `None`. content: of its
+    tokenizer.json."""
     text = special_tokens(folder).get("eos_token")
-    if text in tokens:
-        return tokens[text]["id"]
+    for token in content.get("added_tokens") or ():
+        if token["content"] == text:
+            return token["id"]
     end = read_optional_json(folder, "config.json").get("eos_token_id")
     return end[0] if isinstance(end, list) else end
 

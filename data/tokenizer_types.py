@@ -196,13 +196,12 @@ class CharTokenizer(Tokenizer):
 
 
 class JsonTokenizer(Tokenizer):
-    """A tokenizer.json that tiktoken cannot represent (e.g. of Gemma or SmolLM), by the package
-    tokenizers."""
+    """A tokenizer.json of a published model, by the package tokenizers."""
     kind = "json"
 
     def __init__(self, text, eot_token, n_vocab=0):
-        """text: the content of tokenizer.json. n_vocab: the number of ids of the model, if known:
-        special tokens below it are in the vocabulary."""
+        """text: the content of tokenizer.json. eot_token: may be `None`. n_vocab: the number of ids
+        of the model, if known: special tokens below it are in the vocabulary."""
         tokenizers = require("tokenizers", "this tokenizer.json")
         with library_errors("tokenizer.json: not one that tokenizers reads"):
             self.enc = tokenizers.Tokenizer.from_str(text)
@@ -211,17 +210,20 @@ class JsonTokenizer(Tokenizer):
         self.enc.encode_special_tokens = True  # special tokens in a text are ordinary text
         self.text = text
         self.eot_token = eot_token
+        content = json.loads(text)
+        self.nfc = content.get("normalizer") == {"type": "NFC"}
         # Otherwise the texts of tokens are characters, as SentencePiece's.
-        self.is_byte_level = "ByteLevel" in json.dumps(json.loads(text).get("decoder"))
+        self.is_byte_level = "ByteLevel" in json.dumps(content.get("decoder"))
         self.special = {token.content: i for i, token in self.enc.get_added_tokens_decoder().items()
                         if token.special}
         # Special tokens other than the end of text may exceed the model's rows (Gemma 3 has one).
-        ids = set(self.enc.get_vocab(with_added_tokens=True).values())
-        self.min_vocab = 1 + max(ids & {eot_token} | ids - {*self.special.values()}, default=-1)
-        self.n_vocab = max(self.min_vocab, 1 + max((i for i in ids if i < n_vocab), default=-1))
-        if not (type(eot_token) is int and 0 <= eot_token < self.n_vocab <= MAX_VOCAB):
-            raise DataError(f"tokenizer.json: the end of text is {eot_token!r}, expected an id "
-                            f"below {min(self.n_vocab, MAX_VOCAB)}")
+        ids = self.enc.get_vocab(with_added_tokens=True).values()
+        special = {*self.special.values()} - {eot_token}
+        self.n_vocab = 1 + max((i for i in ids if i < n_vocab or i not in special), default=-1)
+        self.saved_n_vocab = {"n_vocab": self.n_vocab} if n_vocab else {}
+        if eot_token not in (None, *ids) or not 0 < self.n_vocab <= MAX_VOCAB:
+            raise DataError(f"tokenizer.json: the end of text is {eot_token!r}, expected one of "
+                            f"its ids, up to {MAX_VOCAB:,}")
 
     def encode_special(self, text):
         return self.encode_array(text, self.special_enc).tolist()
@@ -259,8 +261,7 @@ class JsonTokenizer(Tokenizer):
         return token.replace("\u2581", " ").encode("utf-8", "replace")
 
     def spec(self):
-        extra = {"n_vocab": self.n_vocab} if self.n_vocab > self.min_vocab else {}
-        return {"kind": "json", "json": self.text, "eot_token": self.eot_token} | extra
+        return {"kind": "json", "json": self.text, "eot_token": self.eot_token} | self.saved_n_vocab
 
 
 @functools.cache

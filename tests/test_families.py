@@ -328,7 +328,7 @@ def test_chats_are_rendered_and_learned_as_transformers_writes_them(folders, tmp
     answer beyond what it writes before it, up to the end token."""
     theirs = save_tokenizer(tmp_path, name)
     ours, _, template = open_chat_format(str(tmp_path))
-    assert ours.kind == ("json" if name in KINDS else "ranks")
+    assert ours.kind == "json"
     ours, marks = tokenizer_from_spec(ours.spec()), ours.special  # as a checkpoint keeps it
     for turns in CONVERSATIONS:
         for given, prompt in ((turns, False), (turns[:-1], True)):
@@ -475,8 +475,7 @@ def test_special_tokens_behind_the_end_of_text_are_ids_of_the_model(folders, tmp
         (found, mask), = template.sequences([("user", "a"), ("assistant", "a")], ours)
         assert found.tolist().count(end + 1) == 2 and found[mask == 1][-1] == end
     (tmp_path / "config.json").unlink()
-    assert open_chat_format(str(tmp_path))[0].n_vocab == end + 1
-    assert "n_vocab" not in open_chat_format(str(tmp_path))[0].spec()
+    assert open_chat_format(str(tmp_path))[0].n_vocab == rows + 1  # all, if no model is known
 
 
 @pytest.fixture(scope="module")

@@ -287,13 +287,14 @@ yaml("in quotes, nested", "expected a list", f"tracker: '{'[' * 500}'\n")
 yaml("too long", "more than 65,536 characters", "- a\n" * 300_000)
 
 
-def tokenizer(name, words, tokens=(), pattern="a", text=None):
+def tokenizer(name, words, pattern="a", merges=("a b",), text=None):
     @case(f"tokenizer: {name}", words)
     def make(folder):
         (folder / "a.txt").write_text("some text " * 100)
-        vocab = {token: i for i, token in enumerate([*byte_characters().values(), "ab", *tokens])}
-        split = dict(type="Split", pattern=dict(Regex=pattern), behavior="Isolated")
-        content = dict(model=dict(type="BPE", vocab=vocab, merges=["a b"]), pre_tokenizer=dict(
+        vocab = {token: i for i, token in enumerate([*byte_characters().values(), "ab"])}
+        split = dict(type="Split", pattern=dict(Regex=pattern), behavior="Isolated",
+                     invert=False)
+        content = dict(model=dict(type="BPE", vocab=vocab, merges=merges), pre_tokenizer=dict(
             type="Sequence", pretokenizers=[split, dict(type="ByteLevel", use_regex=False)]),
             added_tokens=[dict(id=len(vocab), content="<e>")])
         (folder / "tokenizer.json").write_text(text or json.dumps(content))
@@ -301,12 +302,10 @@ def tokenizer(name, words, tokens=(), pattern="a", text=None):
         return ["data.prepare", folder / "a.txt", "--out", folder / "out", "--tokenizer", folder]
 
 
-tokenizer("one long token", "no vocabulary of a text", ["a" * 100_000])
-tokenizer("many of some length", "no vocabulary of a text",
-          ["ab" * 200 + str(i) for i in range(1000)])
+tokenizer("a merge of no tokens", "not one that tokenizers reads", merges=["x y", "xy yx"])
 tokenizer("nested", "cannot be read: maximum recursion", text=DEEP)
-tokenizer("broken pattern", "not a byte-level BPE", pattern="(")
-tokenizer("pattern of a number", "not a byte-level BPE", pattern=5)
+tokenizer("broken pattern", "not one that tokenizers reads", pattern="(")
+tokenizer("pattern of a number", "not one that tokenizers reads", pattern=5)
 
 
 def pickled(name, words, content):
@@ -520,3 +519,6 @@ def test_real_vocabularies_are_not_too_long():
     ranks = {bytes([i]): i for i in range(256)}
     ranks |= {b"-" * n: 255 + n for n in range(2, 129)}
     assert len(list_merges(ranks)) == 127
+    for tokens in ([b"a" * 100_000], [b"ab" * 200 + str(i).encode() for i in range(1000)]):
+        with pytest.raises(DataError, match="no vocabulary of a text"):
+            list_merges(ranks | {token: 1000 + i for i, token in enumerate(tokens)})

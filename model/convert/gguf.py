@@ -9,7 +9,7 @@ import json
 import os
 import re
 
-from data.tokenizer_hf import ANY_CHARACTER, ANY_TEXT, GPT2_PATTERN, pattern_of, tokenizer_json
+from data.tokenizer_hf import GPT2_PATTERN, split_at, tokenizer_json
 from model.convert.families import FAMILIES, find_family, mismatches, refuse, rope_entry
 from model.convert.tensors import NAMES, complete_weights, rename
 from model.core.ops import rope_frequencies
@@ -184,14 +184,17 @@ def write_tokenizer(writer, source):
 def pattern_name(content, model, path):
     """Return llama.cpp's name of how a tokenizer.json splits text. CheckpointError without one."""
     splitter = content["pre_tokenizer"]
-    parts = splitter.get("pretokenizers", [splitter])
-    if [p["type"] for p in parts] == ["Digits", "ByteLevel"] and parts[0]["individual_digits"]:
+    *splits, last = splitter.get("pretokenizers", [splitter])
+    is_byte_level = last["type"] == "ByteLevel" and not last.get("add_prefix_space")
+    if is_byte_level and splits == [dict(type="Digits", individual_digits=True)]:
         return "smollm"
-    pattern = pattern_of(splitter)
-    if pattern in (ANY_CHARACTER, ANY_TEXT) and not model["merges"]:
+    if is_byte_level and not splits and not model["merges"]:
         return "gpt-2"  # a byte is a token
-    name = PATTERNS.get(pattern)
+    pattern = splits[0].get("pattern", {}).get("Regex") if splits else GPT2_PATTERN
+    is_known = (is_byte_level and splits in ([], [split_at(pattern)])
+                and last.get("use_regex", True) != bool(splits))
+    name = PATTERNS.get(pattern) if is_known else None
     if name is None:
         raise CheckpointError(f"{path}: llama.cpp has no name for how its tokenizer splits text, "
-                              f"by {pattern or splitter!s:.200}")
+                              f"by {splitter!s:.200}")
     return "dbrx" if name == "llama-bpe" and not model.get("ignore_merges") else name

@@ -10,6 +10,7 @@ from dataclasses import fields
 
 import torch
 
+from data.tokenizer import is_same_tokenizer
 from model.core import load
 from model.core.shape import check_size, check_value
 from train.base.checkpoint_file import bullets, check_match, check_unchanged
@@ -121,7 +122,8 @@ def check_same(pairs, path, allowed):
     # Lists of other lengths, e.g. classes, have tensors of other shapes: newly initialised.
     check_unchanged({name: (old, new) for name, (old, new) in pairs.items()
                      if None not in (old, new) and old != new
-                     and not (isinstance(old, list) and len(old) != len(new))}, path, allowed)
+                     and not (isinstance(old, list) and len(old) != len(new))
+                     and not (name == "tokenizer" and is_same_tokenizer(old, new))}, path, allowed)
 
 
 def check_tokenizer(tokenizer, path, spec, config):
