@@ -144,7 +144,7 @@ FAULTS = {
     "initial values of a subclass that only FSDP has": (
         "model/gpt.py", "    fill(model, config.seed, model.filled)", "    pass  #", "fsdp", ()),
     "an optimizer that is not resumed": (
-        "train/checkpoint.py", "\n    fill(own, outline, state, ranks)", "", "resume", ())}
+        "train/checkpoint.py", "\n    fill(own, state, ranks)", "", "resume", ())}
 # Edits that are needed besides, for the fault to have an effect.
 BESIDES = {
     "state outside the state_dict": [(

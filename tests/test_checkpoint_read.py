@@ -279,9 +279,10 @@ def test_our_file_without_its_digest_is_damaged(out):
 @pytest.mark.parametrize("key, value, shapes", [
     ("n_layer", 2, ["h.1.attn.q.weight: no tensor, expected shape"]),
     ("n_embd", 32, ["wte.weight: shape (256, 16)"]),
-    ("vocab_size", 300, ["wte.weight: shape (256, 16) float32, expected shape (384, 16) float32"]),
+    ("vocab_size", 300,
+     ["wte.weight: shape (256, 16) torch.float32, expected shape (384, 16) torch.float32"]),
     ("n_hidden", 16,
-     ["h.0.mlp.up.weight: shape (32, 16) float32, expected shape (16, 16) float32"])])
+     ["h.0.mlp.up.weight: shape (32, 16) torch.float32, expected shape (16, 16) torch.float32"])])
 def test_a_model_of_another_size_is_refused(out, data_dir, key, value, shapes):
     """n_layer, n_embd, vocab_size or n_hidden changed -> refused naming the key; with
     --allow_change refused naming every tensor, found and expected shape"""
@@ -322,7 +323,7 @@ def entry(state, name="wte.weight"):
 @pytest.mark.matrix(36, 37, 38)
 @pytest.mark.parametrize("change, message", [
     (lambda s: entry(s).update(exp_avg=torch.zeros(3)),
-     r"optimizer.wte.weight.exp_avg: shape \(3,\) float32, expected shape \(256, 16\) float32"),
+     r"optimizer.wte.weight.exp_avg: shape \(3,\) torch.float32, expected shape \(256, 16\)"),
     (lambda s: entry(s).update(exp_avg=[1.0]), "optimizer.wte.weight.exp_avg: no tensor, expected"),
     (lambda s: s["optimizer"]["state"].update(other=entry(s)), "lacks the optimizer state of oth"),
     (lambda s: entry(s).update(exp_avg=entry(s)["exp_avg"].bfloat16()), "bfloat16, expected"),

@@ -1,8 +1,8 @@
 """Checkpoints of a run: content, selection at the start, checks and restoring.
 
 A checkpoint holds whole tensors with plain names, the same for one device, DDP and FSDP2. Only
-rank 0 reads and writes files. The other ranks receive an outline first, which is the state with
-tensors on the meta device (shape and dtype without values), and then one tensor at a time.
+rank 0 reads and writes files. The other ranks receive the state with its tensors on the meta device
+(shape and dtype without values), and later one tensor at a time.
 
 The file format is in train/base/checkpoint_file.py, saving in train/base/run_folder.py.
 """
@@ -24,7 +24,6 @@ from train.base.files import write_text
 from train.base.run_folder import find_newest_checkpoint, move_aside
 from train.config import FIELDS, find_differences, input_files
 from train.distributed import (
-    Ranks,
     assign,
     broadcast_from_rank0,
     full,
@@ -46,20 +45,16 @@ REQUIRED_KEYS = dict(optimizer=dict, state=dict, iter_num=int, config=dict, prog
 class Start:
     """Where a run starts.
 
-    kind: "scratch", "resume" or "init_from". path, state: the checkpoint, `state` on rank 0 only.
-    outline: the state without tensor values, on every rank. shape: {key: value} of the
-    configuration that the run inherits from the checkpoint.
+    kind: "scratch", "resume" or "init_from". path, state: the checkpoint; on ranks other than 0 the
+    tensors have no values. shape: {key: value} of the configuration that the run inherits from it.
     """
     kind: str = "scratch"
     path: str = ""
     state: dict | None = None
     shape: dict = field(default_factory=dict)
 
-    def __post_init__(self):
-        self.outline = without_values(self.state)
-
     def __getstate__(self):  # sent to the ranks other than 0
-        return self.__dict__ | {"state": None}
+        return self.__dict__ | {"state": without_values(self.state)}
 
 
 def weights_module():
@@ -117,7 +112,11 @@ def find_checkpoint(config, log):
         if state is None and config.resume == "must":
             raise CheckpointError(f"--resume must: there is no ckpt.pt in {folder}")
     elif config.resume == "never" and not config.eval_only:
-        check_not_moved(config)
+        inside = [f"--{name} {path}" for name, path in input_files(config).items()
+                  if os.path.dirname(os.path.abspath(path)) == os.path.abspath(folder)]
+        if inside:
+            raise CheckpointError(f"{', '.join(inside)}: in out_dir, and --resume never moves the "
+                                  "files of out_dir; choose another --out_dir")
         if moved := move_aside(folder):
             log(f"--resume never: moved the files in {folder} to {moved}")
     if state is None and config.resume_file:
@@ -125,14 +124,6 @@ def find_checkpoint(config, log):
     if job:
         write_text(mark, job)
     return state, path
-
-
-def check_not_moved(config):
-    """Raise CheckpointError if --resume never would move a file that the run reads."""
-    for name, path in input_files(config).items():
-        if os.path.dirname(os.path.abspath(path)) == os.path.abspath(config.out_dir):
-            raise CheckpointError(f"--{name} {path} is in out_dir, and --resume never moves the "
-                                  "files of out_dir; choose another --out_dir")
 
 
 def inherited_shape(config):
@@ -162,7 +153,7 @@ def load_best(model, folder, ranks):
     best = broadcast_from_rank0(read, ranks)
     if best.kind == "scratch":
         return "the last weights"
-    fill(model.state_dict(), best.outline["model"], best.state and best.state["model"], ranks)
+    fill(model.state_dict(), best.state["model"], ranks)
     return path
 
 
@@ -172,9 +163,8 @@ def load_weights(model, start, config, spec, ranks, log):
     def read():
         weights_module().check_must_match(start.state, config, spec, start.path)
         start.state = weights_module().adopt_weights(model, start.state, start.path, log)
-        return without_values(start.state)
-    outline = broadcast_from_rank0(read, ranks)
-    fill(model.state_dict(), outline, start.state, ranks)
+        return start
+    fill(model.state_dict(), broadcast_from_rank0(read, ranks).state, ranks)
 
 
 # -----------------------------------------------------------------------------
@@ -312,15 +302,15 @@ def check_plain(value, name):
 
 def restore(start, config, model, optimizer, parts, ranks, warn):
     """Load the checkpoint of `start` into model, optimizer and the other parts {name: part}."""
-    state = start.state or {"model": None, "optimizer": {"state": None}}  # on other ranks
+    state = start.state
     create_state(optimizer)
-    entries = select_optimizer_state(optimizer, start.outline["optimizer"]["state"], config, warn)
-    restore_optimizer(optimizer, entries, state["optimizer"]["state"], ranks, start.path)
-    fill(model.state_dict(), start.outline["model"], state["model"], ranks)
+    entries = select_optimizer_state(optimizer, state["optimizer"]["state"], config, warn)
+    restore_optimizer(optimizer, entries, ranks, start.path)
+    fill(model.state_dict(), state["model"], ranks)
     for name, part in parts.items():
-        if start.outline[name] or name != "scaler":  # {} for a run without float16
+        if state[name] or name != "scaler":  # {} for a run without float16
             try:
-                part.load_state_dict(start.outline[name])
+                part.load_state_dict(state[name])
             except (LookupError, TypeError, ValueError, AttributeError) as error:
                 raise CheckpointError(f"{start.path}: its {name} has an unknown format: "
                                       f"{type(error).__name__}: {error}") from error
@@ -332,11 +322,9 @@ def select_optimizer_state(optimizer, entries, config, warn):
     of the state of `optimizer`. After --allow_change the other entries are newly initialised, with
     a warning; without it this raises CheckpointError."""
     keys = {name: optimizer.state.get(p, {}).keys() for name, p in named_params(optimizer).items()}
-    entries = {name: {k: v for k, v in entry.items() if k != "ema" or config.ema}
-               if isinstance(entry, dict) else {"not a dict": entry}
-               for name, entry in entries.items()}
-    usable = {name: entry for name, entry in entries.items()
-              if entry.keys() - {"ema"} == keys.get(name)}
+    usable = {name: {k: v for k, v in entry.items() if k != "ema" or config.ema}
+              for name, entry in entries.items()
+              if isinstance(entry, dict) and entry.keys() - {"ema"} == keys.get(name)}
     unusable = sorted((entries.keys() | keys.keys() if entries else set()) - usable.keys())
     names = ", ".join(unusable[:5]) + (", ..." if len(unusable) > 5 else "")
     if unusable and not config.allow_change:
@@ -347,31 +335,30 @@ def select_optimizer_state(optimizer, entries, config, warn):
     return usable
 
 
-def restore_optimizer(optimizer, outline, state, ranks, path="checkpoint"):
-    """Load rank 0's `state` {name: {key: value}} into the state of the optimizer, which exists
-    (create_state). outline: what of it to load, without tensor values, on every rank. The state of
-    other parameters is removed: the next step creates it. CheckpointError if shapes differ."""
+def restore_optimizer(optimizer, state, ranks, path):
+    """Load `state` {name: {key: value}} into the state of the optimizer, which exists
+    (create_state). The state of other parameters is removed: the next step creates it.
+    CheckpointError if shapes differ."""
     own = {}
     for name, p in named_params(optimizer).items():
         entry = optimizer.state.pop(p, {})
-        if name in outline:
+        if name in state:
             own[name] = optimizer.state[p] = entry
-            if "ema" in outline[name]:
+            if "ema" in state[name]:
                 entry["ema"] = torch.zeros_like(p)
-    file_format.check_match(dict(named_tensors({"optimizer": outline})),
+    file_format.check_match(dict(named_tensors({"optimizer": state})),
                             dict(named_tensors({"optimizer": own})), path)
-    fill(own, outline, state, ranks)
-    for name, entry in outline.items():  # numbers
+    fill(own, state, ranks)
+    for name, entry in state.items():  # numbers
         own[name].update({k: v for k, v in entry.items() if not any(named_tensors(v))})
 
 
-def fill(own, outline, state, ranks):
-    """Copy the tensors in rank 0's nested `state` to those in `own`, which may be sharded, one at a
-    time. outline: which ones, without values, on every rank."""
+def fill(own, state, ranks):
+    """Copy the tensors in the nested `state`, with values on rank 0, to those in `own`, which may
+    be sharded, one at a time."""
     targets = dict(named_tensors(own))
-    values = dict(named_tensors(state))  # empty on other ranks
-    for name, empty in named_tensors(outline):
-        assign(targets[name], broadcast_tensor(values.get(name), empty, ranks))
+    for name, tensor in named_tensors(state):
+        assign(targets[name], broadcast_tensor(tensor, ranks))
 
 
 def without_values(state):
@@ -379,38 +366,28 @@ def without_values(state):
     return map_tensors(lambda t: torch.empty(t.shape, dtype=t.dtype, device="meta"), state)
 
 
-def broadcast_tensor(tensor, outline, ranks):
-    """Return rank 0's CPU `tensor` on every rank. outline: shape and dtype, on every rank."""
+def broadcast_tensor(tensor, ranks):
+    """Return rank 0's CPU `tensor` on every rank. On other ranks, `tensor` has no values."""
     if ranks.world_size == 1:
         return tensor
-    if ranks.is_main:
-        tensor = tensor.contiguous()
-    else:
-        tensor = torch.empty(outline.shape, dtype=outline.dtype)
+    tensor = tensor.contiguous() if ranks.is_main else torch.empty_like(tensor, device="cpu")
     # As bytes: the control group uses gloo, which does not support every dtype.
     dist.broadcast(tensor.view(-1).view(torch.uint8), src=0, group=ranks.control)
     return tensor
 
 
 def check_on_first_step(optimizer):
-    """Check, after the first step of an optimizer, that a checkpoint would hold its entire state:
-    save it to memory, restore and compare it. CheckpointError otherwise."""
+    """Raise CheckpointError after the first step of an optimizer if it has changed attributes: a
+    checkpoint holds `optimizer.state` only."""
     def attributes():
         return {k: repr(v) for k, v in vars(optimizer).items()
                 if not k.startswith("_") and k not in ("state", "param_groups", "defaults")}
 
     def check(*_):
         handle.remove()
-        before = attributes()
-        state = map_tensors(torch.clone, optimizer_state(optimizer)["state"])
-        create_state(optimizer)
-        changed = [f"attribute {k}" for k, text in attributes().items() if before.get(k) != text]
-        restore_optimizer(optimizer, without_values(state), state, Ranks(), kind)
-        restored = dict(named_tensors(optimizer_state(optimizer)["state"]))
-        changed += [f"state {name}" for name, tensor in named_tensors(state)
-                    if not torch.equal(local(restored[name]), local(tensor))]
-        if changed:
-            raise CheckpointError(f"{kind}: {', '.join(changed[:3])} could not be resumed from a "
-                                  "checkpoint, which holds optimizer.state: keep it there")
-    kind = f"optimizer {type(optimizer).__name__}"
+        if changed := [k for k, text in attributes().items() if before.get(k) != text]:
+            raise CheckpointError(f"optimizer {type(optimizer).__name__}: attribute "
+                                  f"{', '.join(changed)} could not be resumed from a checkpoint, "
+                                  "which holds optimizer.state: keep it there")
+    before = attributes()
     handle = optimizer.register_step_post_hook(check)

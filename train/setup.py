@@ -353,7 +353,7 @@ def open_run(config, ranks, model=None, on_evaluation=None):
         start = run.start
         if start.kind == "resume":
             if run.config.resume_file and ranks.is_main and not run.config.eval_only:
-                run.folder.archive_later_checkpoints(start.outline["iter_num"], run.log.info)
+                run.folder.archive_later_checkpoints(start.state["iter_num"], run.log.info)
             run.restore(start)
             run.log.info(f"Resuming from {start.path} at iter {run.progress.iter_num}")
         elif start.kind == "scratch":

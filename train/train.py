@@ -347,8 +347,8 @@ def check_metric_name(run):
 # checkpoints
 
 def save(run, last=False):
-    """Save a checkpoint in the background; all ranks call. last: write it before returning, with
-    several attempts, and raise CollectiveExit if all fail."""
+    """Save a checkpoint in the background; all ranks call. last: write it before returning, and
+    raise CollectiveExit if that fails."""
     exit_after(10 * run.config.step_timeout)
     with run.clock.away(), run.log.busy("saving the checkpoint"):
         # Only one save runs at a time: its snapshot needs as much memory as the state.
@@ -386,7 +386,7 @@ def report_finished(run):
 def finish(run):
     """Save, evaluate the test data, and log the next steps."""
     p = run.progress
-    # The last save is not in the background: it is retried, and an error is raised.
+    # The last save is not in the background: an error is raised.
     save(run, last=True)
     # loss.svg again, with the last steps.
     run.log.plot()

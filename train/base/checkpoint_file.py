@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 from train.base.errors import CheckpointError
-from train.base.files import add_link, atomic_write, check_free_space, sync_folder
+from train.base.files import add_link, atomic_write, sync_folder
 
 FORMAT_VERSION = 1
 SAFE_TORCH = (2, 10)  # weights_only is unsafe in earlier versions: CVE-2025-32434, CVE-2026-24747
@@ -43,7 +43,6 @@ def save_checkpoint(path: str | os.PathLike, state: Mapping[str, object],
     in `links` becomes a hard link to the new file. CheckpointError if that fails; the old file is
     then unchanged."""
     folder = os.path.dirname(path) or "."
-    hashing = None
 
     def name_files(temporary):
         # Links first: after a kill in between, the run evaluates and saves once more.
@@ -53,14 +52,13 @@ def save_checkpoint(path: str | os.PathLike, state: Mapping[str, object],
             add_link(path, prev_path(path))
     try:
         os.makedirs(folder, exist_ok=True)
-        check_free_space(folder, tensor_bytes(state))
         with atomic_write(path, name_files) as f:
             hashing = HashingFile(f)
             torch.save(state, hashing)
             f.write(MARK + hashing.sha.hexdigest().encode())
         sync_folder(folder)
     except Exception as error:  # torch.save hides the error of the file; report that error
-        reason = getattr(hashing, "error", None) or error
+        reason = error if isinstance(error, OSError) else error.__context__ or error
         raise CheckpointError(f"{path} could not be written: {reason}") from error
 
 
@@ -70,15 +68,10 @@ class HashingFile(io.RawIOBase):
     def __init__(self, file):
         self.file = file
         self.sha = hashlib.sha256()
-        self.error = None
 
     def write(self, data):
-        try:
-            self.sha.update(data)
-            return self.file.write(data)
-        except OSError as error:
-            self.error = error
-            raise
+        self.sha.update(data)
+        return self.file.write(data)
 
 
 def write_safetensors(path, tensors, metadata=None):
@@ -107,28 +100,18 @@ def prev_path(path):
 # -----------------------------------------------------------------------------
 # nested states: dicts and lists with tensors
 
-def walk(nested):
+def walk(nested, path=()):
     """Yield (path, part) for a nested state and everything in it, in order; path: the keys that
     lead to the part. ValueError if the nesting is too deep or circular."""
-    yield (), nested
-    levels = [((), child_items(nested))]  # a stack is much faster than recursion
-    while levels:
-        path, items = levels[-1]
-        key, part = next(items, (None, levels))
-        if part is levels:  # the end of the items
-            levels.pop()
-            continue
-        yield (*path, key), part
-        if len(levels) > MAX_DEPTH:
-            raise ValueError("nested too deeply")
-        levels.append(((*path, key), child_items(part)))
-
-
-def child_items(nested):
-    """Return an iterator over the (key, value) pairs of a dict, list or tuple."""
+    yield path, nested
+    if len(path) > MAX_DEPTH:
+        raise ValueError("nested too deeply")
     if isinstance(nested, dict):
-        return iter(nested.items())
-    return enumerate(nested if isinstance(nested, (list, tuple)) else ())
+        for key, part in nested.items():
+            yield from walk(part, (*path, key))
+    elif isinstance(nested, (list, tuple)):
+        for index, part in enumerate(nested):
+            yield from walk(part, (*path, index))
 
 
 def named_tensors(state):
@@ -145,11 +128,6 @@ def map_tensors(f, state):
     if isinstance(state, dict):
         return {k: map_tensors(f, v) for k, v in state.items()}
     return [map_tensors(f, v) for v in state] if isinstance(state, list) else state
-
-
-def tensor_bytes(state):
-    """Return the number of bytes of all tensors in a nested state."""
-    return sum(tensor.nbytes for _, tensor in named_tensors(state))
 
 
 def find_non_finite(state):
@@ -279,28 +257,17 @@ def describe_load_error(error):
 # -----------------------------------------------------------------------------
 # names, shapes and dtypes
 
-def mismatches(tensors, expected, dtypes=True):
-    """Return one line per difference of names, shapes and (if `dtypes`) dtypes between `tensors`
-    and `expected`, both {name: tensor}."""
-    lines = []
-    for name in dict.fromkeys([*expected, *tensors]):
-        actual = describe_tensor(tensors.get(name), dtypes)
-        if actual != (wanted := describe_tensor(expected.get(name), dtypes)):
-            lines.append(f"{name}: {actual}, expected {wanted}")
-    return lines
-
-
-def describe_tensor(tensor, dtypes):
-    if tensor is None:
-        return "no tensor"
-    dtype = f" {str(tensor.dtype).removeprefix('torch.')}" if dtypes else ""
-    return f"shape {tuple(tensor.shape)}{dtype}"
-
-
 def check_match(tensors, expected, path, dtypes=True):
-    """Raise CheckpointError, with the mismatches, unless `tensors` of the file `path` have names,
-    shapes and (if `dtypes`) dtypes of `expected`."""
-    if lines := mismatches(tensors, expected, dtypes):
+    """Raise CheckpointError, with the differences, unless `tensors` {name: tensor} of the file
+    `path` have the names, shapes and (if `dtypes`) dtypes of `expected`."""
+    def describe(state):
+        return {name: f"shape {tuple(t.shape)}" + (f" {t.dtype}" if dtypes else "")
+                for name, t in state.items()}
+    actual = describe(tensors)
+    wanted = describe(expected)
+    lines = [f"{name}: {actual.get(name, 'no tensor')}, expected {wanted.get(name, 'no tensor')}"
+             for name in wanted | actual if actual.get(name) != wanted.get(name)]
+    if lines:
         raise CheckpointError(f"{path} does not fit this model:\n{bullets(lines)}\n"
                               "use the configuration it was trained with, or another out_dir")
 
@@ -318,7 +285,6 @@ def check_unchanged(changes, path, allowed, alternatives=""):
 
 def bullets(lines):
     """Return `lines` as a bulleted list: the first ones, and the number of the others."""
-    shown = lines[:MAX_LINES_SHOWN]
-    if lines != shown:
-        shown = [*shown, f"and {len(lines) - len(shown)} more"]
+    more = len(lines) - MAX_LINES_SHOWN
+    shown = [*lines[:MAX_LINES_SHOWN], *([f"and {more} more"] if more > 0 else [])]
     return "\n".join(f"  - {line}" for line in shown)

@@ -93,14 +93,6 @@ def sync_folder(folder):
             raise
 
 
-def check_free_space(folder, needed):
-    """Raise OSError unless `needed` bytes, plus 2% and 1 MiB, are free on the disk of `folder`."""
-    free = shutil.disk_usage(folder).free
-    if free < needed * 1.02 + 2**20:
-        raise OSError(f"it needs {needed * 1.02 / 2**20 + 1:,.1f} MiB and {free / 2**20:,.1f} MiB "
-                      f"are free on the disk of {folder}")
-
-
 def next_free_path(folder, stem, suffix=".pt"):
     """Return the first of the paths STEM_1.pt, STEM_2.pt, ... in `folder` that does not exist."""
     paths = (os.path.join(folder, f"{stem}_{n}{suffix}") for n in range(1, 10**6))

@@ -7,7 +7,6 @@ import pathlib
 import re
 import shutil
 import threading
-import time
 
 import torch
 
@@ -17,7 +16,6 @@ from train.base.errors import CheckpointError, CollectiveExit
 from train.base.files import lock_folder, next_free_path
 from train.base.memory import memory_available, return_freed_memory
 
-SAVE_ATTEMPTS = 3
 # Starts of the names that a run writes. Other names in out_dir may belong to other runs.
 RUN_FILES = ("ckpt", "config.yaml", "training_args.json", "train.log", "metrics.jsonl", "loss.svg",
              "samples.txt", "model.safetensors", "tensorboard", "wandb", "tracker.json")
@@ -61,7 +59,7 @@ class RunFolder:
 
         Returns when a snapshot exists (or at once if `state` is a `private` copy). A thread writes
         it; if that fails it warns, and training continues with the old file intact. The `last` save
-        is written before this returns, with several attempts, and raises CollectiveExit.
+        is written before this returns and raises CollectiveExit.
         """
         self.wait()
         logger.info(f"Saving checkpoint to {self.file('ckpt.pt')}")
@@ -77,21 +75,15 @@ class RunFolder:
 
     def write(self, state, links, logger, last=False):
         """Write `state`, and what is derived from it. If ckpt.pt fails, that is a warning; for the
-        `last` save, CollectiveExit after several attempts."""
-        for attempts_left in reversed(range(SAVE_ATTEMPTS)):
-            try:
-                save_checkpoint(self.file("ckpt.pt"), state, links)
-                break
-            except Exception as error:
-                if not last:
-                    return logger.warn(f"{error}; the previous checkpoint is intact, training "
-                                       "continues")
-                if not attempts_left:
-                    raise CollectiveExit(
-                        f"the last checkpoint could not be saved: {error}\nFree some disk space "
-                        "and start again: the run resumes from the one before it") from error
-                logger.warn(f"{error}; trying again")
-                time.sleep(1)
+        `last` save, CollectiveExit."""
+        try:
+            save_checkpoint(self.file("ckpt.pt"), state, links)
+        except Exception as error:
+            if last:
+                raise CollectiveExit(
+                    f"the last checkpoint could not be saved: {error}\nFree some disk space "
+                    "and start again: the run resumes from the one before it") from error
+            return logger.warn(f"{error}; the previous checkpoint is intact, training continues")
         try:  # the checkpoint is safe from here on
             for path in numbered_checkpoints(self.path)[:-self.keep_last] if self.keep_last else ():
                 with contextlib.suppress(OSError):
@@ -154,7 +146,7 @@ def snapshot(state):
     of each pinned tensor up to a power of two (GPT-2 124M with AdamW: 1.39 GiB take 2.45) and
     reserves the memory for the next save; hence the factor 2.
     """
-    if memory_available() < 2 * file_format.tensor_bytes(state):
+    if memory_available() < 2 * sum(t.nbytes for _, t in file_format.named_tensors(state)):
         return None
     try:
         copy = file_format.map_tensors(copy_to_host, state)
