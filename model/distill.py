@@ -43,8 +43,6 @@ class Student(weights.HoldsFrozen, GPT):
 
     Its numbers include "kl", the divergence in nats per token.
     """
-    weight = 0.5
-    temperature = 1.0
 
     def compute_loss(self, idx, targets):
         x = self.trunk(idx)  # (B, T, C)
@@ -57,17 +55,19 @@ class Student(weights.HoldsFrozen, GPT):
         kl = sum(checkpoint(self.divergence, *chunk, use_reentrant=False) for chunk in chunks)
         sums["kl"] = kl.detach()
         if self.training:  # the gradient of the divergence is proportional to 1 / temperature^2
-            kl_loss = self.weight * self.temperature**2 * (kl / sums["count"].clamp(min=1))
-            loss = (1 - self.weight) * loss + kl_loss
+            weight = self.keys.distill_weight
+            kl_loss = weight * self.keys.distill_temperature**2 * (kl / sums["count"].clamp(min=1))
+            loss = (1 - weight) * loss + kl_loss
         return loss, sums
 
     def divergence(self, x, y, targets):
         """Return the sum () float32 over the targets of KL(teacher, student) in nats, from states
         x (N, C) and y (N, C of the teacher); targets (N,)."""
         V = self.config.vocab_size
-        z = self.logits(x) / self.temperature  # (N, V)
+        temperature = self.keys.distill_temperature
+        z = self.logits(x) / temperature  # (N, V)
         with torch.no_grad():
-            p = F.log_softmax(self.frozen[0].logits(y)[:, :V] / self.temperature, -1)  # (N, V)
+            p = F.log_softmax(self.frozen[0].logits(y)[:, :V] / temperature, -1)  # (N, V)
         kl = F.kl_div(F.log_softmax(z, -1), p, reduction="none", log_target=True).sum(-1)  # (N,)
         return (kl * (targets != IGNORE)).sum()
 
@@ -98,8 +98,7 @@ def build_model(config, data):
     student = gpt.build_model(config, data, Student)
     if not hasattr(data, "train"):  # a checkpoint that is loaded for sampling
         return student
-    student.weight = config.distill_weight
-    student.temperature = config.distill_temperature
+    student.keys = config
     teacher, _, _ = weights.load_frozen(config.teacher, "teacher")
     n_ids = data.spec["vocab_size"]
     if (not isinstance(teacher, GPT) or teacher.config.vocab_size < n_ids

@@ -47,10 +47,10 @@ class PreferenceGPT(WithAdapters, chat.ChatGPT):
     def compute_loss(self, idx, mask, logps):
         x, targets, own = score_answers(self, idx, mask)  # (2 B, T, C), (2 B, T), (2 B,)
         own = own.view(-1, 2)  # (B, 2)
-        chosen, rejected = (self.beta * (own - logps)).unbind(1)  # implicit rewards, (B,) each
+        chosen, rejected = (self.keys.dpo_beta * (own - logps)).unbind(1)  # implicit rewards, (B,) each
         margin = chosen - rejected
         length = (targets[::2] != IGNORE).sum(1)  # (B,): of the chosen answers
-        losses = -F.logsigmoid(margin) - self.nll_weight * (own[:, 0] / length)  # (B,)
+        losses = -F.logsigmoid(margin) - self.keys.dpo_nll * (own[:, 0] / length)  # (B,)
         sums = dict(accuracy=(margin > 0).sum(), chosen=chosen.detach().sum(),
                     rejected=rejected.detach().sum(), margin=margin.detach().sum())
         if not self.training:
@@ -117,7 +117,6 @@ def open_data(config, ranks):
 
 def build_model(config, data):
     model = chat.build_model(config, data, PreferenceGPT)
-    model.beta = config.dpo_beta
-    model.nll_weight = config.dpo_nll
+    model.keys = config
     model.reference_digest = data.spec["reference"]
     return model.add_adapters_if(config)

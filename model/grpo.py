@@ -16,11 +16,12 @@ from the command line or YAML only, never from a checkpoint or data, and only tr
 Shapes: B prompts, K answers per prompt, N = B K; n rows of T tokens with a prompt and answers.
 """
 
+import contextlib
 import hashlib
 import json
 import math
 import os
-import sys
+import runpy
 import traceback
 import types
 from dataclasses import dataclass
@@ -43,7 +44,7 @@ from train.dataloader import Data, RowLoader
 
 USE = chat.USE
 WIDTH_MULTIPLE = 32  # of rows, in tokens: few different shapes
-PADDING = (0, -1, IGNORE, 0.0, 0.0)  # a padded position of a row, see pack_answers
+PADDING = (0, 0, -1, IGNORE, -1, 0.0, 0.0)  # a padded position of a row, see pack_answers
 
 
 @dataclass
@@ -76,10 +77,10 @@ class PolicyGPT(HoldsFrozen, WithAdapters, chat.ChatGPT):
             return self.evaluate_answers(prompts, lengths, row_numbers)
         batch, sums = self.sample_batch(prompts, lengths, row_numbers, sample_numbers)
         loss, kl = self.policy_loss(*batch)
-        return loss, sums | (dict(kl=kl / self.group_size) if self.frozen else {})
+        return loss, sums | (dict(kl=kl / self.keys.group_size) if self.frozen else {})
 
     def policy_loss(self, tokens, weights, rewards):
-        """Return (loss, KL divergence summed over the answers) of tokens (n, T, 3) and weights
+        """Return (loss, KL divergence summed over the answers) of tokens (n, T, 5) and weights
         (n, T, 2) from collate_rows; rewards (N,)."""
         logps = answer_logps(self, tokens)  # (n, T)
         advantage, share = weights.unbind(-1)  # (n, T) each
@@ -91,16 +92,16 @@ class PolicyGPT(HoldsFrozen, WithAdapters, chat.ChatGPT):
             log_ratio = answer_logps(reference, tokens) - logps  # (n, T)
             # Non-negative and unbiased (http://joschu.net/blog/kl-approx.html).
             kl = ((log_ratio.exp() - log_ratio - 1) * share).sum()
-            loss = loss + self.beta * kl / len(rewards)
+            loss = loss + self.keys.grpo_beta * kl / len(rewards)
         return loss, kl.detach()
 
     @torch.compiler.disable
     @torch.no_grad()
     def sample_batch(self, prompts, lengths, row_numbers, sample_numbers):
         """Sample and reward answers. Return (arguments of policy_loss, sums over the prompts)."""
-        K = self.group_size
+        K = self.keys.group_size
         device = prompts.device
-        seeds = [stable_hash(self.seed, f"answers {g}") for g in sample_numbers.tolist()]
+        seeds = [stable_hash(self.keys.seed, f"answers {g}") for g in sample_numbers.tolist()]
         self.eval()  # without dropout
         answers = self.generate_answers(prompts, lengths, K, seeds)
         self.train()
@@ -119,9 +120,7 @@ class PolicyGPT(HoldsFrozen, WithAdapters, chat.ChatGPT):
             if self.frozen or not flat[i]:  # else no gradient
                 rows += pack_answers(prompts[i, :length].tolist(), answers[K * i:K * i + K],
                                      advantages[i], self.config.block_size)
-        multiple = 1 if device.type == "cpu" else len(prompts)  # few different shapes on a GPU
-        tokens, weights = collate_rows(rows, self.config.block_size, multiple)
-        batch = tokens, weights, rewards.flatten().float()
+        batch = *collate_rows(rows, self.config.block_size), rewards.flatten().float()
         sums = dict(reward=mean, spread=spread, best=rewards.amax(1), flat=flat,
                     length=torch.tensor([len(answer) / K for answer in answers]))
         return [t.to(device) for t in batch], {k: t.sum().to(device) for k, t in sums.items()}
@@ -130,7 +129,7 @@ class PolicyGPT(HoldsFrozen, WithAdapters, chat.ChatGPT):
     def evaluate_answers(self, prompts, lengths, row_numbers):
         """Return (loss, sums) of an evaluation with greedy answers."""
         answers = self.generate_answers(prompts, lengths)
-        rewards, exact, _ = zip(*map(self.reward_function, row_numbers.tolist(), answers))
+        rewards, exact = zip(*map(self.reward_function, row_numbers.tolist(), answers))
         sums = dict(reward=sum(rewards), length=sum(map(len, answers)))
         if self.reward_function.has_references:
             sums["exact"] = sum(exact)
@@ -143,7 +142,7 @@ class PolicyGPT(HoldsFrozen, WithAdapters, chat.ChatGPT):
         prompts = prompts[:, :int(lengths.max())]
         ends = self.reward_function.ends
         # The ranks of a sharded model must run the same number of forward passes.
-        out = generate(self, prompts, self.answer_tokens, temperature=1.0 if seeds else 0.0,
+        out = generate(self, prompts, self.keys.answer_tokens, temperature=1.0 if seeds else 0.0,
                        seed=seeds, stop_token=None if hasattr(self, "reshard") else ends,
                        n_vocab=self.reward_function.tokenizer.n_vocab, lengths=lengths,
                        samples_per_row=samples_per_row)
@@ -154,68 +153,56 @@ class PolicyGPT(HoldsFrozen, WithAdapters, chat.ChatGPT):
     def flops_per_unit(self):
         """Return the FLOPs of a step per prompt, for answers of the maximum length. Generation and
         the frozen model are a forward pass each; the prompt is computed once per group."""
-        answers = (self.group_size - 1) * self.answer_tokens / self.row_tokens
+        answers = (self.keys.group_size - 1) * self.keys.answer_tokens / self.row_tokens
         return super().flops_per_unit() * (1 + answers) * (4 + len(self.frozen)) / 3
 
 
 # -----------------------------------------------------------------------------
 # rows with a prompt and several answers
 
-def shared_prefix_layout(idx, part):
-    """Return the arguments mask, positions and previous of GPT.trunk for rows idx (B, T) with a
-    prompt and several answers, which attend to the prompt only. part (B, T): 0 in the prompt at the
-    row's start, 1, 2, ... in the answers, -1 in the padding."""
-    packed = chat.packed_layout(idx, part)
-    in_answer = part > 0  # (B, T)
-    prompt_length = (part == 0).sum(1, keepdim=True)  # (B, 1)
-    last = idx.gather(1, (prompt_length - 1).clamp(min=0))  # (B, 1): of the prompt, or -1
-    last = last.masked_fill(prompt_length == 0, -1)
-    starts = in_answer & (packed["previous"] == -1)
-    return dict(mask=packed["mask"] | ((part == 0)[:, None] & in_answer[..., None])[:, None],
-                positions=packed["positions"] + prompt_length * in_answer,
-                previous=torch.where(starts, last, packed["previous"]))
-
-
 def pack_answers(prompt, answers, advantages, max_tokens):
     """Return rows of at most max_tokens with the prompt and as many answers to it as fit, so that
     the prompt is computed once per row.
 
-    Equal answers are stored once, with the sum of the advantages. A row is a list of (token, part,
-    target, advantage, share): part as in shared_prefix_layout, advantage and share (the number of
-    equal answers) per token. An answer starts with the prompt's last token, which predicts its
-    first target.
+    Equal answers are stored once, with the sum of the advantages. A row is a list of (token,
+    position, previous token or -1, target, part, advantage, share). part: 0 in the prompt, at the
+    row's start, 1, 2, ... in the answers, which attend to the prompt and to themselves. An answer
+    starts with the prompt's last token, which predicts its first target. advantage and share (the
+    number of equal answers) are per token.
     """
-    *start, last = prompt
     advantages_of = {}
     for answer, advantage in zip(map(tuple, answers), advantages):
         advantages_of.setdefault(answer, []).append(advantage)
+    n = len(prompt) - 1
     rows = []
     for part, (answer, values) in enumerate(advantages_of.items(), 1):
+        ids = [*prompt, *answer]
+        # (token, position, previous, target) of each id but the last
+        steps = list(zip(ids, range(len(ids)), [-1, *ids], ids[1:]))
         if not rows or len(rows[-1]) + len(answer) > max_tokens:
-            rows.append([(token, 0, IGNORE, 0.0, 0.0) for token in start])
+            rows.append([(*step[:3], IGNORE, 0, 0.0, 0.0) for step in steps[:n]])
         weights = sum(values) / len(answer), len(values) / len(answer)
-        rows[-1] += [(token, part, target, *weights)
-                     for token, target in zip((last, *answer), answer)]
+        rows[-1] += [(*step, part, *weights) for step in steps[n:]]
     return rows
 
 
-def collate_rows(rows, max_tokens, multiple=1):
-    """Return (tokens (n, T, 3), weights (n, T, 2)) of rows from pack_answers, padded to the same
-    length. n is a multiple of `multiple` and at least that: empty rows change nothing."""
-    n_empty = multiple if not rows else -len(rows) % multiple
-    rows = rows + [[]] * n_empty
+def collate_rows(rows, max_tokens):
+    """Return (tokens (n, T, 5), weights (n, T, 2)) of rows from pack_answers, padded to the same
+    length. n is at least 1: a row of padding changes nothing."""
+    rows = rows or [[]]
     longest = max(1, *map(len, rows))
     width = min(-(-longest // WIDTH_MULTIPLE) * WIDTH_MULTIPLE, max_tokens)
     # float32 represents all integers up to 2 ** 24.
-    table = torch.tensor([row + [PADDING] * (width - len(row)) for row in rows])  # (n, T, 5)
-    return table[..., :3].long(), table[..., 3:]
+    table = torch.tensor([row + [PADDING] * (width - len(row)) for row in rows])  # (n, T, 7)
+    return table[..., :5].long(), table[..., 5:]
 
 
 def answer_logps(model, tokens):
-    """Return the log probabilities (n, T) float32 of the targets in tokens (n, T, 3), 0 at
+    """Return the log probabilities (n, T) float32 of the targets in tokens (n, T, 5), 0 at
     IGNORE."""
-    idx, part, targets = tokens.unbind(-1)  # (n, T) each
-    x = model.trunk(idx, **shared_prefix_layout(idx, part))  # (n, T, C)
+    idx, positions, previous, targets, part = tokens.unbind(-1)  # (n, T) each
+    visible = (part[:, :, None] == part[:, None]) | (part == 0)[:, None]  # (n, T, T)
+    x = model.trunk(idx, mask=visible.tril()[:, None], positions=positions, previous=previous)
     return token_logprobs(model, x.flatten(0, 1), targets.flatten()).view_as(idx)
 
 
@@ -225,9 +212,9 @@ def answer_logps(model, tokens):
 class RewardFunction:
     """The reward of an answer: call it with (row number, ids of the answer).
 
-    It returns (reward, whether the answer equals the reference answer, text of the answer).
-    function: reward() of the file at `path`; default: exact match. lines: the lines of
-    SPLIT_rows.jsonl; has_references: whether all of them have a reference answer.
+    It returns (reward, whether the answer equals the reference answer). function: reward() of the
+    file at `path`; default: exact match. lines: the lines of SPLIT_rows.jsonl; has_references:
+    whether all of them have a reference answer.
     """
 
     def __init__(self, tokenizer, ends, function=None, path=""):
@@ -241,27 +228,24 @@ class RewardFunction:
     def __call__(self, number, ids):
         # Parsed at each call: the function may change the row.
         record = json.loads(self.lines[number])
+        question = record["question"]
         text = self.tokenizer.decode([i for i in ids if i not in self.ends])
         exact = text.strip() == record["answer"]
         if not self.function:
-            return float(exact), exact, text
-        context = f"; the prompt: {record['question']!r:.80}, the answer: {text!r:.80}"
-        value = run_user_code(self.path, self.call_function, record["question"], text,
-                              record["row"], context=context)
-        return value, exact, text
-
-    def call_function(self, question, text, row):
-        value = float(self.function(question, text, row))
-        if not math.isfinite(value):
-            raise ValueError(f"reward() returned {value}, expected a finite number")
-        return value
+            return float(exact), exact
+        with user_code(self.path, f"; the prompt: {question!r:.80}, the answer: {text!r:.80}"):
+            value = float(self.function(question, text, record["row"]))
+            if not math.isfinite(value):
+                raise ValueError(f"reward() returned {value}, expected a finite number")
+        return value, exact
 
 
-def run_user_code(path, function, *args, context=""):
-    """Return function(*args), which executes code of the user's file at `path`. Raises UserError
-    with the line of the file."""
+@contextlib.contextmanager
+def user_code(path, context=""):
+    """Context manager that raises the errors of the user's file at `path` as UserError, with the
+    line of the file."""
     try:
-        return function(*args)
+        yield
     except Exception as error:
         lines = [f":{frame.lineno}" for frame in traceback.extract_tb(error.__traceback__)
                  if frame.filename == path]
@@ -270,12 +254,9 @@ def run_user_code(path, function, *args, context=""):
 
 
 def load_reward(path):
-    """Execute a Python file and return its function `reward`."""
-    module = types.ModuleType("reward_of_the_run")
-    module.__file__ = path
-    sys.modules[module.__name__] = module
-    exec(compile(Path(path).read_bytes(), path, "exec"), module.__dict__)
-    return module.reward
+    """Execute a Python file and return its function `reward`. Raises UserError."""
+    with user_code(path):
+        return types.SimpleNamespace(**runpy.run_path(path)).reward
 
 
 # -----------------------------------------------------------------------------
@@ -297,18 +278,14 @@ class PromptLoader(RowLoader):
         return super().identity() | dict(rows=self.rows_digest)
 
 
-def read_lines(path, n):
-    """Return (lines of a SPLIT_rows.jsonl, whether all have a reference answer). Raises DataError
-    unless there are n lines."""
+def read_lines(path):
+    """Return (lines of a SPLIT_rows.jsonl, whether all have a reference answer). Raises
+    DataError."""
     try:
         lines = Path(path).read_text("utf-8").splitlines()
-        has_references = None not in [json.loads(line)["answer"] for line in lines]
-        if len(lines) != n:
-            raise ValueError(f"{len(lines)} lines for {n} prompts")
+        return lines, None not in [json.loads(line)["answer"] for line in lines]
     except (OSError, ValueError, TypeError, KeyError) as error:
-        raise DataError(f"{path}: {type(error).__name__}: {error}; damaged, or of other prompts: "
-                        "prepare them again") from None
-    return lines, has_references
+        raise DataError(f"{path}: {type(error).__name__}: {error}; prepare them again") from None
 
 
 def open_data(config, ranks):
@@ -325,18 +302,18 @@ def open_data(config, ranks):
     digest = "exact"
     if c.reward != "exact":
         rewards.path = os.path.abspath(c.reward)
-        rewards.function = run_user_code(rewards.path, load_reward, rewards.path)
+        rewards.function = load_reward(rewards.path)
         digest = hashlib.sha256(Path(rewards.path).read_bytes()).hexdigest()
 
     def load(split):
         path = os.path.join(c.data_dir, f"{split}_rows.jsonl")
         tokens, length = open_rows(c.data_dir, split, tokens=((width,), 0, tokenizer.n_vocab),
                                    length=((), 1, width + 1))
-        lines, has_references = read_lines(path, len(tokens))
+        lines, has_references = read_lines(path)
         if not (has_references or rewards.function):
             raise DataError(f"reward: exact, but some rows of {path} have no reference answer; use "
                             "a Python file (.py) instead")
-        numbers = len(rewards.lines) + np.arange(len(tokens))
+        numbers = len(rewards.lines) + np.arange(len(lines))
         rewards.lines += lines
         rewards.has_references &= has_references
         loader = PromptLoader((tokens, length, numbers), c, ranks)
@@ -352,10 +329,7 @@ def open_data(config, ranks):
 
 def build_model(config, data):
     model = chat.build_model(config, data, PolicyGPT)
-    model.group_size = config.group_size
-    model.answer_tokens = config.answer_tokens
-    model.beta = config.grpo_beta
-    model.seed = config.seed
+    model.keys = config
     if hasattr(data, "train"):  # not for a checkpoint that is loaded for sampling
         model.reward_function = data.reward_function
         if config.grpo_beta:

@@ -2,6 +2,7 @@
 ranks, resume."""
 
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -43,7 +44,8 @@ def test_loss_and_gradients_from_whole_logits(weight, temperature):
     with torch.no_grad():
         for p in (*student.parameters(), *big.parameters()):
             p.mul_(3)  # so that the two differ
-    student.frozen, student.weight, student.temperature = (big,), weight, temperature
+    student.frozen = (big,)
+    student.keys = SimpleNamespace(distill_weight=weight, distill_temperature=temperature)
     idx, targets = torch.randint(50, (3, 12)), torch.randint(50, (3, 12))
     targets[0, :7] = targets[2] = -1
     z, t = (model(idx)[..., :50] for model in (student, big))

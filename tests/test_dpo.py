@@ -3,6 +3,7 @@ gradients against its formula, adapters, ranks, resume."""
 
 import json
 import re
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -236,7 +237,7 @@ def formula(model, tokens, mask, reference, beta, nll):
 def test_loss_and_gradients_are_the_papers(made, nll):
     torch.manual_seed(0)
     model = PreferenceGPT(GPTConfig(n_layer=2, n_head=2, n_embd=32, vocab_size=257, block_size=64))
-    model.beta, model.nll_weight = 0.3, nll
+    model.keys = SimpleNamespace(dpo_beta=0.3, dpo_nll=nll)
     tokens, mask, reference = (torch.from_numpy(a[:5].astype(np.float32 if a.ndim == 2 else
                                                              np.int64)) for a in
                                rows(made / "pairs"))

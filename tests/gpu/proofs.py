@@ -14,6 +14,7 @@ import pathlib
 import re
 import sys
 import traceback
+import types
 
 HERE = pathlib.Path(__file__).resolve().parent
 sys.path[:0] = [str(HERE), str(HERE.parents[1])]
@@ -210,7 +211,7 @@ def small_model(name):
             return chat.ChatGPT(shape), [(B, T + 1)] * 3
         if name == "dpo":
             model = dpo.PreferenceGPT(shape)
-            model.beta, model.nll_weight = 0.1, 1.0
+            model.keys = types.SimpleNamespace(dpo_beta=0.1, dpo_nll=1.0)
             return model, [(B, 2, T + 1)] * 2 + [(B, 2, float)]
         if name == "grpo":
             class Learner(grpo.PolicyGPT):
@@ -220,11 +221,13 @@ def small_model(name):
                     loss, kl = self.policy_loss(*batch)
                     return loss, dict(kl=kl)
             model = Learner(shape)
-            model.frozen, model.beta = (gpt.GPT(shape).requires_grad_(False),), 0.1
-            return model, [(B, T, 3), (B, T, 2, float), (B, float)]
+            model.frozen = (gpt.GPT(shape).requires_grad_(False),)
+            model.keys = types.SimpleNamespace(grpo_beta=0.1)
+            return model, [(B, T, 5), (B, T, 2, float), (B, float)]
         if name == "distill":
             model = distill.Student(shape)
             model.frozen = (gpt.GPT(shape).requires_grad_(False),)
+            model.keys = types.SimpleNamespace(distill_weight=0.5, distill_temperature=1.0)
             return model, [(B, T)] * 2
         if name == "moe":
             return moe.MoE(moe.MoEConfig(**SMALL)), [(B, T)] * 2
@@ -408,8 +411,6 @@ def fake_ranks(rank, n):
 
 def collectives(n):
     """{name: how often} of the collectives of a step of FSDP and Muon, 4 blocks, on fake ranks."""
-    import types
-
     import torch
     from torch.distributed.tensor.debug import CommDebugMode
 
