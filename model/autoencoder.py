@@ -14,6 +14,7 @@ Shapes: N rows, D dimensions of an array, H d_hidden, Z d_latent.
 import json
 import sys
 from dataclasses import dataclass
+from pathlib import Path
 
 import numpy as np
 import torch
@@ -55,12 +56,12 @@ def read_features_meta(folder):
     {name: D}, "target": D or `None`, "mean", "std": {name: [D floats]}, perhaps "shift"}. Raises
     DataError."""
     numbers = {str: [int | float]}
-    meta = {"target": None} | read_meta_for(
-        "autoencoder", folder, HOW_TO_PREPARE, modalities={str: int}, target=int | None,
-        mean=numbers, std=numbers).extra
-    dims = array_dims(meta)
+    meta = read_meta_for("autoencoder", folder, HOW_TO_PREPARE, modalities={str: int},
+                         target=int | None, mean=numbers, std=numbers).extra
+    meta.setdefault("target", None)
     if not has_type(meta.get("shift", {}), numbers) or any(
-            {n: len(v) for n, v in meta[part].items()} != dims for part in ("mean", "std")):
+            {n: len(v) for n, v in meta[part].items()} != array_dims(meta)
+            for part in ("mean", "std")):
         raise DataError(f"{folder}: mean, std or shift do not match the dimensions of the arrays; "
                         f"{HOW_TO_PREPARE}")
     return meta
@@ -245,20 +246,18 @@ def evaluate_rows(model, arrays, rows=1024):
     model has a target, its prediction in the units of the original array.
     """
     total = {}
-    outputs = {}
+    latents = []
     for start in range(0, len(arrays[0]), rows):
         batch = [torch.from_numpy(np.array(a[start:start + rows])).float() for a in arrays]
         add_sums(total, batch_sums(*model(*batch), len(batch[0])))
-        z = model.encode(model.standardise(batch))
-        outputs.setdefault("latent", []).append(z)
-        if model.head is not None:
-            shift = torch.tensor(shift_of(model.spec, "target")).double()
-            y = model.head(z) * model.std_target + model.mean_target
-            outputs.setdefault("prediction", []).append(y.double() + shift)
-    r = correlations(total) if model.head is not None else None
-    loss = float(total["loss"] / total["count"])
-    metrics = dict(rows=int(total["count"]), loss=loss, **model.numbers(total))
-    return metrics, r, {name: torch.cat(parts).numpy() for name, parts in outputs.items()}
+        latents.append(model.encode(model.standardise(batch)))
+    z = torch.cat(latents)
+    metrics = dict(rows=len(z), loss=float(total["loss"] / len(z)), **model.numbers(total))
+    if model.head is None:
+        return metrics, None, dict(latent=z.numpy())
+    y = (model.head(z) * model.std_target + model.mean_target).double().numpy()
+    return metrics, correlations(total), dict(
+        latent=z.numpy(), prediction=y + shift_of(model.spec, "target"))
 
 
 @dataclass
@@ -282,12 +281,9 @@ def evaluate_checkpoint(args):
     for name, value in metrics.items():
         echo(f"{name:<14} {value:.4f}" if isinstance(value, float) else f"{name:<14} {value}")
     if r is not None:
-        low, median, high = r.nanquantile(torch.tensor([0.0, 0.5, 1.0]).double()).tolist()
-        print(f"correlation of {len(r)} targets: {low:.4f} to {high:.4f}, median {median:.4f}")
         metrics["targets"] = [v if v == v else None for v in r.tolist()]
     if args.to:
-        with open(args.to, "w", encoding="utf-8") as f:
-            json.dump(metrics, f, indent=1)
+        Path(args.to).write_text(json.dumps(metrics, indent=1), encoding="utf-8")
     if args.arrays:
         np.savez(args.arrays, **outputs)
 

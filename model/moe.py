@@ -143,25 +143,14 @@ class GroupOrder:
         self.inverse = torch.empty_like(rows).scatter_(0, self.order, rows)
         self.ends = torch.searchsorted(in_order, groups, right=True, out_int32=True)
 
+    # The backward pass of index_copy_ is a gather. That of indexing would add rows in an order
+    # that depends on timing: bits could differ.
+
     def sort(self, rows):
-        return Permute.apply(rows, self.order, self.inverse)
+        return torch.empty_like(rows).index_copy_(0, self.inverse, rows)
 
     def unsort(self, rows):
-        return Permute.apply(rows, self.inverse, self.order)
-
-
-class Permute(torch.autograd.Function):
-    """Differentiable rows[order] of a permutation `order`; `inverse` undoes it. The backward pass
-    of indexing would add rows in an order that depends on timing: bits could differ."""
-
-    @staticmethod
-    def forward(ctx, rows, order, inverse):
-        ctx.save_for_backward(inverse)
-        return rows[order]
-
-    @staticmethod
-    def backward(ctx, grad):
-        return grad[ctx.saved_tensors[0]], None, None
+        return torch.empty_like(rows).index_copy_(0, self.order, rows)
 
 
 class GroupedLinear(nn.Module):
@@ -263,10 +252,9 @@ class RoutedGPT(GPT):
         sums = dict(sums, routed=load.sum(1) * T, **logged)  # routed (L, n)
         if self.training:
             sums["lm_loss"] = loss.detach() * sums.get("count", B * T)
-            if n_items is not None:
-                weights = n_items * (B / n_items.sum().clamp(min=1))  # (B,), mean 1
-                losses = {name: part * weights for name, part in losses.items()}
-            layers = [{name: part[i].mean() for name, part in losses.items()}
+            # (B,), mean 1
+            weights = 1.0 if n_items is None else n_items * (B / n_items.sum().clamp(min=1))
+            layers = [{name: (part[i] * weights).mean() for name, part in losses.items()}
                       for i in range(c.n_layer)]
             loss = loss + compute_router_auxiliary_loss(layers, c.load_balance_coef,
                                                         c.auxiliary_coef, c.z_loss_coef)

@@ -15,6 +15,7 @@ Shapes: B windows, T tokens, N activations, C channels (d_in), F features (d_sae
 import json
 import os
 from dataclasses import dataclass, replace
+from pathlib import Path
 
 import torch
 import torch.nn as nn
@@ -198,15 +199,10 @@ class SAEModel(nn.Module):
         backbone = self.backbone()
         targets = targets.clone()
         targets[:, :N_SKIPPED] = IGNORE
-        streams = []
-
-        def record(stream):
-            streams.append(stream.float())
-            return stream
-        losses = dict(lm_loss=backbone.loss(x, targets, record))
-        loss, sums, out = self.sae(streams[0].flatten(0, 1))
-        losses["spliced_loss"] = backbone.loss(x, targets, lambda stream: out.view(stream.shape))
-        losses["zeroed_loss"] = backbone.loss(x, targets, torch.zeros_like)
+        loss, sums, out = self.sae(backbone.activations(x).flatten(0, 1))
+        losses = dict(lm_loss=backbone.loss(x, targets, lambda stream: stream),
+                      spliced_loss=backbone.loss(x, targets, lambda stream: out.view(stream.shape)),
+                      zeroed_loss=backbone.loss(x, targets, torch.zeros_like))
         count = torch.tensor(len(out), device=out.device)
         return loss, sums | {name: v * count for name, v in losses.items()} | dict(count=count)
 
@@ -270,8 +266,9 @@ def export_sae_lens(model, folder):
     sae, c = model.sae, model.keys
     tensors = dict(W_enc=sae.W_enc * sae.scale, b_enc=sae.b_enc, W_dec=sae.decoder() / sae.scale,
                    b_dec=sae.b_dec / sae.scale + sae.mean)
-    kind = (dict(architecture="topk", k=c.k, rescale_acts_by_decoder_norm=False)
-            if c.sae == "topk" else dict(architecture="standard"))
+    kind = dict(architecture="standard")
+    if c.sae == "topk":
+        kind = dict(architecture="topk", k=c.k, rescale_acts_by_decoder_norm=False)
     cfg = dict(kind, d_in=model.spec["d_in"], d_sae=c.d_sae, dtype="float32", device="cpu",
                apply_b_dec_to_input=True, normalize_activations="none", reshape_activations="none",
                metadata=dict(model_name=os.path.basename(os.path.dirname(c.backbone)),
@@ -279,8 +276,7 @@ def export_sae_lens(model, folder):
                              context_size=model.spec["block_size"]))
     os.makedirs(folder, exist_ok=True)
     write_safetensors(os.path.join(folder, "sae_weights.safetensors"), tensors)
-    with open(os.path.join(folder, "cfg.json"), "w", encoding="utf-8") as f:
-        json.dump(cfg, f, indent=1)
+    Path(folder, "cfg.json").write_text(json.dumps(cfg, indent=1))
 
 
 @torch.no_grad()
@@ -292,23 +288,15 @@ def find_top_contexts(model, tokens, n_batches, n_contexts):
     descending order, with windows and positions (F, n_contexts); the tokens (windows, T).
     """
     backbone = model.backbone()
-    fired = 0
-    windows = []
-    values = []
-    positions = []
+    batches = []
     for i in range(tokens.n_fixed(n_batches)):
         idx, _ = tokens.fixed_batch(i, n_batches, model.sae.mean.device)
         z = model.sae.encode(backbone.activations(idx))  # (B, T - N_SKIPPED, F)
-        fired = fired + (z > 0).sum((0, 1))
-        value, position = z.max(1)  # (B, F)
-        windows.append(idx)
-        values.append(value)
-        positions.append(position + N_SKIPPED)
-    idx = torch.cat(windows)
-    value, window = torch.cat(values).topk(min(n_contexts, len(idx)), dim=0)  # (n_contexts, F)
-    position = torch.cat(positions).gather(0, window)
-    rate = fired / (idx.size(0) * (idx.size(1) - N_SKIPPED))
-    return rate, value.T, window.T, position.T, idx
+        batches.append((idx, (z > 0).float().mean(1), *z.max(1)))  # (B, T), (B, F) each
+    idx, rates, values, positions = map(torch.cat, zip(*batches))
+    value, window = values.topk(min(n_contexts, len(idx)), dim=0)  # (n_contexts, F)
+    position = positions.gather(0, window) + N_SKIPPED
+    return rates.mean(0), value.T, window.T, position.T, idx
 
 
 def format_context(row, position, tokenizer, n_before=40, n_after=12):

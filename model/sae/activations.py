@@ -89,9 +89,7 @@ class Backbone:
         return x.mean(0).tolist(), float(x.var(0, correction=0).mean().clamp(min=1e-12) ** -0.5)
 
 
-@functools.lru_cache(maxsize=1)  # the loader and the model share it
-def load_backbone(path, layer, device, dtype):
-    return Backbone(path, layer, device, dtype)
+load_backbone = functools.lru_cache(maxsize=1)(Backbone)  # the loader and the model share it
 
 
 # -----------------------------------------------------------------------------
