@@ -167,7 +167,7 @@ def test_names_are_known_from_a_batch_of_each(quiz, tmp_path, monkeypatch):
 
 def test_batches_hold_no_more_than_asked():
     rng = random.Random(3)
-    rows = [tasks.Example(0, [([1] * rng.randrange(2, 30), 1)] * rng.choice([1, 4]), [1], 0)
+    rows = [tasks.Example(0, [([1] * rng.randrange(2, 30), 1)] * rng.choice([1, 4]), 0)
             for _ in range(100)]
     found = tasks.batch_by_width(rows, 600, lambda row: row.width)
     assert sorted(map(id, sum(found, []))) == sorted(map(id, rows))
@@ -217,8 +217,7 @@ BAD = [({"text": "a"}, "expected question and answer"), ([1], "expected an objec
        (dict(question="a", answer="b\nc"), "answer: contains '\\n'"),
        (dict(question="a", answer="b", until=""), "until: expected"),
        (dict(question="a", answer="b" * 48), "answer: 49 tokens"),
-       (dict(context="a", continuation=""), "the answer, or the text before it, has no")]
-BAD[-1] = (BAD[-1][0] | dict(delimiter=""), BAD[-1][1])
+       (dict(context="a", continuation=""), "choices: expected 1 or more non-empty texts")]
 
 
 def test_bad_rows_are_a_line_each_before_any_work(data_dir, tmp_path, capsys):

@@ -9,6 +9,7 @@ The results equal the harness's `hf` model on the exported folder (model/convert
 import json
 import sys
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 
@@ -29,8 +30,9 @@ class CheckpointLM:
 
     def __init__(self, model, tokenizer, batch_size):
         super().__init__()
-        self.model, self.tok, self.batch_size = model, tokenizer, batch_size
-        self.model_device = model.wte.weight.device  # TemplateLM defines `device`
+        self.model = model
+        self.tok = tokenizer
+        self.batch_size = batch_size
 
     @property
     def eot_token_id(self):
@@ -42,22 +44,20 @@ class CheckpointLM:
     @torch.no_grad()
     def _loglikelihood_tokens(self, requests, disable_tqdm=False, **_):
         """Return [(log probability, whether greedy decoding generates it)] of the continuation of
-        each request (strings, context ids, continuation ids). Batches have similar lengths."""
-        size = self.model.config.block_size
-        sequences = [((context + ids)[-(size + 1):], len(ids)) for _, context, ids in requests]
-        order = sorted(range(len(sequences)), key=lambda i: -len(sequences[i][0]))
-        results = {}
-        for start in range(0, len(order), self.batch_size):
-            batch = order[start:start + self.batch_size]
-            results |= zip(batch, score_sequences(self.model, [sequences[i] for i in batch]))
-        return [results[i] for i in range(len(requests))]
+        each request (strings, context ids, continuation ids)."""
+        size = self.model.config.block_size + 1
+        sequences = [((context + ids)[-size:], len(ids)) for _, context, ids in requests]
+        results = []
+        for start in range(0, len(sequences), self.batch_size):
+            results += score_sequences(self.model, sequences[start:start + self.batch_size])
+        return results
 
     def loglikelihood_rolling(self, requests, disable_tqdm=False):
         """Return the log probability of each text, in windows that overlap by one token."""
         from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
         results = []
-        for text, in (request.args for request in requests):
-            windows = get_rolling_token_windows(self.tok_encode(text), self.eot_token_id,
+        for request in requests:
+            windows = get_rolling_token_windows(self.tok_encode(*request.args), self.eot_token_id,
                                                 self.model.config.block_size, 1)
             parts = [("", *make_disjoint_window(window)) for window in windows]
             results.append(sum(score for score, _ in self._loglikelihood_tokens(parts)))
@@ -70,7 +70,7 @@ class CheckpointLM:
         """Return the continuation of `text` up to the first stop string of options["until"]; greedy
         unless the task samples."""
         until = options.get("until") or []
-        until = [stop for stop in ([until] if isinstance(until, str) else until) if stop]
+        until = [until] if isinstance(until, str) else [stop for stop in until if stop]
         n = options.get("max_gen_toks", MAX_NEW_TOKENS)
         n_context = max(1, self.model.config.block_size - n)
         prompt = (self.tok_encode(text) or [self.eot_token_id])[-n_context:]
@@ -79,7 +79,8 @@ class CheckpointLM:
         def is_complete(tokens):
             detokenizer.add(int(tokens[0]))
             return detokenizer.stopped
-        out = generate(self.model, torch.tensor([prompt], device=self.model_device), n,
+        idx = torch.tensor([prompt], device=self.model.wte.weight.device)
+        out = generate(self.model, idx, n,
                        options.get("temperature", 1.0) if options.get("do_sample") else 0,
                        options.get("top_k"), options.get("top_p"), seed=0,
                        stop_token=self.eot_token_id, on_token=is_complete, n_vocab=self.tok.n_vocab)
@@ -110,9 +111,8 @@ def evaluate(options):
     if tokenizer is None or tokenizer.eot_token is None:
         raise DataError(f"{o.ckpt}: the harness needs a tokenizer with an end-of-text token")
     manager = TaskManager(include_path=o.include_path)
-    if unknown := [name for name in o.tasks if name not in manager.all_tasks]:
-        raise DataError(f"--tasks: the harness has no {', '.join(unknown)}; `lm-eval ls tasks` "
-                        "lists its tasks, --include_path adds a folder of your own")
+    if unknown := set(o.tasks).difference(manager.all_tasks):
+        raise DataError(f"--tasks: the harness has no {', '.join(unknown)}; see `lm-eval ls tasks`")
     lm_class = type("TemplateCheckpointLM", (CheckpointLM, TemplateLM), {})
     return simple_evaluate(lm_class(model, tokenizer, o.batch_size), tasks=o.tasks,
                            num_fewshot=o.num_fewshot, limit=o.limit, task_manager=manager)
@@ -121,11 +121,11 @@ def evaluate(options):
 def report(options):
     """Evaluate, print a table, and write all results to the file options.out, if specified."""
     results = evaluate(options)
-    if options.out:
-        with open(options.out, "w", encoding="utf-8") as f:
-            json.dump({k: results[k] for k in ("results", "n-samples")}, f, indent=2)
     from lm_eval.utils import make_table
     print(make_table(results))
+    if options.out:
+        saved = {name: results[name] for name in ("results", "n-samples")}
+        Path(options.out).write_text(json.dumps(saved, indent=2), encoding="utf-8")
 
 
 def main(argv=None):

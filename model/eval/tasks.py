@@ -30,7 +30,7 @@ from torch.nn.utils.rnn import pad_sequence
 from data.records import parse_records
 from data.tokenizer import tokenizer_from_spec
 from model.core.generate import eager_mode, generate
-from model.core.ops import IGNORE, chunk_rows
+from model.core.ops import chunk_rows
 from model.gpt import GPT
 from train.base.errors import DataError, SetupError
 from train.config import find_file
@@ -49,11 +49,11 @@ class Example(NamedTuple):
     sequences: [(ids, n)] per choice, with the last n ids scored; if the answer is generated, one
     (prompt, length of the answer).
     """
-    task: int          # index of the task
+    task: int           # index of the task
     sequences: list
-    lengths: list      # characters per choice
-    answer: int | str  # index of the correct choice, or the expected text
-    until: list = ()   # strings that end the generated text
+    answer: int | str   # index of the correct choice, or the expected text
+    lengths: list = ()  # characters per choice
+    until: list = ()    # strings that end the generated text
 
     @property
     def is_generated(self):
@@ -73,21 +73,20 @@ def score_sequences(model, sequences):
     """Return [(log probability of the last n ids, whether greedy decoding generates it)] of
     sequences [(ids, n)], in one forward pass. A sequence may have fewer than n ids."""
     device = model.wte.weight.device
+    targets = [ids[1:][-n:] for ids, n in sequences]
     idx = pad_sequence([torch.tensor(ids[:-1]) for ids, _ in sequences], batch_first=True)
-    targets = pad_sequence([torch.tensor([IGNORE] * (len(ids) - 1 - n) + ids[1:][-n:])
-                            for ids, n in sequences], batch_first=True, padding_value=IGNORE)
-    scored = targets != IGNORE  # (B, T)
-    x = model.trunk(idx.to(device))[scored.to(device)]  # (N, C)
-    ids = targets[scored].to(device)  # (N,)
-    parts, chunk = [], chunk_rows(model.config.vocab_size, device.type)
+    x = model.trunk(idx.to(device))  # (B, T, C)
+    x = torch.cat([row[:len(ids) - 1][-n:] for row, (ids, n) in zip(x, sequences)])  # (N, C)
+    ids = torch.tensor([*itertools.chain(*targets)], device=device)  # (N,)
+    parts = []
+    chunk = chunk_rows(model.config.vocab_size, device.type)
     for states, target in zip(x.split(chunk), ids.split(chunk)):
         logprobs = model.logits(states).log_softmax(-1)  # (chunk, V): never of all positions
         parts.append(torch.stack((logprobs.gather(1, target[:, None])[:, 0],
                                   logprobs.argmax(-1) == target)))
-    results = torch.zeros(2, *targets.shape, dtype=torch.float64)
-    results[1] = 1
-    results[:, scored] = torch.cat(parts, dim=1).cpu().double()
-    return list(zip(results[0].sum(1).tolist(), results[1].bool().all(1).tolist()))
+    results = torch.cat(parts, dim=1).cpu().double()  # (2, N)
+    return [(float(logprobs.sum()), bool(is_greedy.all()))
+            for logprobs, is_greedy in results.split([*map(len, targets)], dim=1)]
 
 
 def generate_greedy(model, prompts, n, n_vocab):
@@ -121,7 +120,9 @@ class ExampleReader:
     `size` tokens."""
 
     def __init__(self, tokenizer, template, size):
-        self.tokenizer, self.template, self.size = tokenizer, template, size
+        self.tokenizer = tokenizer
+        self.template = template
+        self.size = size
         self.eot = [] if tokenizer.eot_token is None else [tokenizer.eot_token]
         self.end_tokens = {*template.end_ids(tokenizer)} if template else {tokenizer.eot_token}
 
@@ -137,31 +138,25 @@ class ExampleReader:
         """Return the Example of a record. ValueError if it is invalid."""
         row = {CORE_NAMES.get(k, k): v for k, v in record.items() if v is not None}
         is_cloze = {"context", "continuation"} <= row.keys()
-        if not is_cloze and not {"question", "answer"} <= row.keys():
+        if is_cloze:
+            row |= dict(question=row["context"], choices=[row["continuation"]], answer=0)
+        if not {"question", "answer"} <= row.keys():
             raise ValueError("expected question and answer, optionally with choices, or context "
                              f"and continuation; its fields are {', '.join(record)}")
-        if is_cloze:
-            texts = [get_text(row, "continuation")]
-            answer = 0
-        elif "choices" in row:
-            texts = row["choices"]
-            answer = parse_choice(texts, row["answer"])
-        else:
-            answer = get_text(row, "answer").lstrip()
-            texts = [answer]
-        lengths = [len(text) for text in texts]
-        template = None if is_cloze else self.template
-        if isinstance(answer, int):
-            question = get_text(row, "context" if is_cloze else "question")
-            pairs = self.encode(question, texts, template, get_text(row, "delimiter", " "))
+        question = get_text(row, "question")
+        if "choices" in row:
+            answer = parse_choice(row["choices"], row["answer"], least=1 if is_cloze else 2)
+            pairs = self.encode(question, row["choices"], None if is_cloze else self.template,
+                                get_text(row, "delimiter", " "))
             sequences = [((before + ids)[-self.size - 1:], len(ids)) for before, ids in pairs]
-            return Example(task, sequences, lengths, answer)
+            return Example(task, sequences, answer, [*map(len, row["choices"])])
+        answer = get_text(row, "answer").lstrip()
         until = self.parse_until(row, answer)
-        [(before, ids)] = self.encode(get_text(row, "question"), texts, template)
+        [(before, ids)] = self.encode(question, [answer], self.template)
         n = len(ids) + max((len(stop) for stop in until), default=1)
         if n + SPARE_TOKENS >= self.size:
             raise ValueError(f"answer: {n} tokens; the context of this model is {self.size}")
-        return Example(task, [(before, n)], lengths, answer, until)
+        return Example(task, [(before, n)], answer, until=until)
 
     def encode(self, question, texts, template, delimiter=None):
         """Return [(ids of the question, ids of the text)] for each text. delimiter: what is between
@@ -193,11 +188,12 @@ class ExampleReader:
         return until
 
 
-def parse_choice(choices, answer):
+def parse_choice(choices, answer, least):
     """Return the index of the correct choice. ValueError if choices or answer are invalid."""
-    if not isinstance(choices, list) or len(choices) < 2 or not all(
+    if not isinstance(choices, list) or len(choices) < least or not all(
             isinstance(choice, str) and choice for choice in choices):
-        raise ValueError(f"choices: expected 2 or more non-empty texts, got {str(choices)[:60]!r}")
+        raise ValueError(f"choices: expected {least} or more non-empty texts, got "
+                         f"{str(choices)[:60]!r}")
     if answer in choices:
         return choices.index(answer)
     if type(answer) is not int or not 0 <= answer < len(choices):
@@ -258,18 +254,14 @@ class Tasks:
             f"{name} ({len(some):,} of {len(examples):,} rows)"
             for name, some, examples in zip(self.names, selected, tasks))
         n_tokens = data.val.fixed_batch(0, self.eval_iters)[0].numel()  # per batch
-        self.batches = self.create_batches([*itertools.chain(*selected)], n_tokens, ranks)
-
-    def create_batches(self, examples, size, ranks):
-        """Return batches of scored examples, followed by batches of generated examples."""
-        generated = [e for e in examples if e.is_generated]
-        scored = [e for e in examples if not e.is_generated]
+        generated = [e for examples in selected for e in examples if e.is_generated]
+        scored = [e for examples in selected for e in examples if not e.is_generated]
         self.n_new = SPARE_TOKENS + max((e.sequences[0][1] for e in generated), default=0)
-        batches = batch_by_width(scored, size, lambda example: example.width)
-        if hasattr(self.model, "unshard"):  # all ranks must run the same number of forward passes
-            batches += [[]] * (-len(batches) % ranks.world_size)
+        self.batches = batch_by_width(scored, n_tokens, lambda example: example.width)
+        if hasattr(model, "unshard"):  # all ranks must run the same number of forward passes
+            self.batches += [[]] * (-len(self.batches) % ranks.world_size)
         # A generated answer needs a whole row of the key-value cache.
-        return batches + batch_by_width(generated, size, lambda example: self.size)
+        self.batches += batch_by_width(generated, n_tokens, lambda example: self.size)
 
     def evaluate(self, numbers, batches, ranks, autocast, stop):
         """Add {val_TASK: number} to `numbers`, the result of an evaluation over `batches`. Return
@@ -315,7 +307,7 @@ class Tasks:
                      for ids, e in zip(outputs, examples)]
             return [(text.lstrip() == e.answer,) * 2 for text, e in zip(texts, examples)]
         scores = iter(score_sequences(self.model, [pair for e in examples for pair in e.sequences]))
-        return [judge(e, *zip(*itertools.islice(scores, len(e.sequences)))) for e in examples]
+        return [judge(e, [*itertools.islice(scores, len(e.sequences))]) for e in examples]
 
     def numbers(self, sums):
         """Return {metric: value} of the sums over all batches (see train/system.py)."""
@@ -329,10 +321,10 @@ class Tasks:
         return numbers
 
 
-def judge(example, logprobs, is_greedy):
-    """Return the result of a scored example, see Tasks.evaluate_batch, from its sequences' log
-    probabilities."""
-    if len(logprobs) == 1:
-        return is_greedy * 2
-    means = [p / length for p, length in zip(logprobs, example.lengths)]
-    return tuple(p.index(max(p)) == example.answer for p in (list(logprobs), means))
+def judge(example, scores):
+    """Return the result of a scored example, see Tasks.evaluate_batch, from score_sequences()."""
+    if len(scores) == 1:
+        return (scores[0][1],) * 2
+    totals = [logprob for logprob, _ in scores]
+    means = [logprob / length for logprob, length in zip(totals, example.lengths)]
+    return tuple(p.index(max(p)) == example.answer for p in (totals, means))
