@@ -47,7 +47,8 @@ class PreferenceGPT(WithAdapters, chat.ChatGPT):
     def compute_loss(self, idx, mask, logps):
         x, targets, own = score_answers(self, idx, mask)  # (2 B, T, C), (2 B, T), (2 B,)
         own = own.view(-1, 2)  # (B, 2)
-        chosen, rejected = (self.keys.dpo_beta * (own - logps)).unbind(1)  # implicit rewards, (B,) each
+        # Implicit rewards, (B,) each
+        chosen, rejected = (self.keys.dpo_beta * (own - logps)).unbind(1)
         margin = chosen - rejected
         length = (targets[::2] != IGNORE).sum(1)  # (B,): of the chosen answers
         losses = -F.logsigmoid(margin) - self.keys.dpo_nll * (own[:, 0] / length)  # (B,)
