@@ -4,8 +4,8 @@ A conversation is a list of messages (role, text) with the roles system, user an
 template turns it into token ids. The template's `spec`, a dict of builtin types, is saved in
 meta.json and in checkpoints, and is of one of two kinds:
 
-    {"system": "### System:\\n{}\\n\\n", "user": ..., "assistant": ...}    BuiltinTemplate
-    {"jinja": text, "ends": [token ids], "bos_token": "<s>", ...}         JinjaTemplate
+    {"system": "### System:\\n{}\\n\\n", "user": ..., "assistant": ...}    the built-in one
+    {"jinja": text, "ends": [token ids], "bos_token": "<s>", ...}         of a published model
 
 The Jinja text of a downloaded model is untrusted. It is rendered in Jinja's sandbox, with limits on
 the executed lines and on the length of the output. Special tokens that occur in a message are
@@ -72,159 +72,57 @@ def parse_content(content):
 # templates
 
 class ChatTemplate:
-    """A chat format: converts messages to token ids and the mask of learned tokens. Base class;
-    `from_spec` chooses the subclass.
+    """A chat format: converts messages to token ids and the mask of learned tokens, rendered as
+    `transformers` renders it.
 
-    Attributes: `spec`, the dict that `from_spec` accepts; `ends`, the ids after an answer according
-    to the spec (empty: the tokenizer's end of text); special_tokens, {"bos_token": text, ...}.
-    """
-    ends = ()
-    special_tokens = {}
-    implicit_start = ""  # text of the first token, if inference programs add it by themselves
-
-    @staticmethod
-    def from_spec(spec):
-        """Return the template that a spec describes. Raises DataError for an invalid spec."""
-        if not isinstance(spec, dict):
-            raise DataError(f"its chat template is {spec!r:.80}, expected a dictionary")
-        return (JinjaTemplate if "jinja" in spec else BuiltinTemplate)(spec)
-
-    def sequences(self, messages, tokenizer):
-        """Return [(ids (n,) uint32, mask (n,) uint8)] of a conversation. The mask is 1 for tokens
-        to learn: each answer and the end token. One sequence, or several for templates
-        that write earlier answers differently once a message follows. Raises DataError for a
-        conversation that the template cannot represent."""
-
-    def prompt_ids(self, messages, tokenizer):
-        """Return the list of ids of a conversation up to the start of the next answer."""
-
-    def prompt_text(self, messages):
-        """Return the text of a conversation up to the start of the next answer."""
-
-    def end_ids(self, tokenizer):
-        """Return the ids that end an answer."""
-        return [tokenizer.eot_token]
-
-    def with_end_ids(self, tokenizer):
-        """Return the template with all of `end_ids` in the spec, as training data need it."""
-        return self
-
-    def to_jinja(self):
-        """Return the template in Jinja, as `apply_chat_template` of `transformers` reads it."""
-
-
-class BuiltinTemplate(ChatTemplate):
-    """A text around {} per role. It needs no special tokens but the end of text.
-
-    Message texts are stripped, so that a prompt and an answer, encoded separately, have the same
-    tokens as the whole conversation.
+    Attributes: `jinja`, the text of the template, as `apply_chat_template` of `transformers` reads
+    it; `ends`, the ids after an answer according to the spec (empty: the tokenizer's end of text);
+    special_tokens, {"bos_token": text, ...}; implicit_start, the text of the first token, if
+    inference programs add it by themselves.
     """
 
     def __init__(self, spec=DEFAULT_SPEC):
-        if not all(isinstance(spec.get(role), str) and spec[role].count("{}") == 1
-                   for role in DEFAULT_SPEC):
-            raise DataError(f"its template is {spec!r:.80}, expected a text around {{}} for each "
-                            f"of {', '.join(DEFAULT_SPEC)}")
         self.spec = spec
-        self.around = {role: spec[role].split("{}") for role in spec if role in DEFAULT_SPEC}
-        starts = [prefix.strip("\n") for prefix, _ in self.around.values()]
-        self.headers = [start for start in starts if start]  # first lines of messages
-
-    def escape(self, text):
-        """Return `text` with a backslash before each line that looks like the header of a message,
-        so that a message cannot imitate a different role."""
-        return re.sub(f"^(?={match_any(self.headers).pattern})", r"\\", text, flags=re.MULTILINE)
-
-    def exchanges(self, messages):
-        """Return [(prompt, answer), ...]: for each answer, the text since the previous one and the
-        answer. Messages after the last answer are left out."""
-        exchanges = []
-        prompt = ""
-        for role, text in messages:
-            prefix, suffix = self.around[role]
-            text = self.escape(text.strip())
-            if role == "assistant":
-                exchanges.append((prompt + prefix, text))
-                prompt = ""
-            else:
-                prompt += prefix + text + suffix
-        return exchanges
-
-    def encode(self, messages, tokenizer):
-        """Return (ids (n,) uint32, mask (n,) uint8) of a conversation, see `sequences`."""
-        ids, mask = [], []
-        for prompt, answer in self.exchanges(messages):
-            prompt_ids = tokenizer.encode(prompt)
-            answer_ids = [*tokenizer.encode(answer), tokenizer.eot_token]
-            ids += prompt_ids + answer_ids
-            mask += [0] * len(prompt_ids) + [1] * len(answer_ids)
-        return np.array(ids, np.uint32), np.array(mask, np.uint8)
-
-    def sequences(self, messages, tokenizer):
-        return [self.encode(messages, tokenizer)]
-
-    def prompt_ids(self, messages, tokenizer):
-        return self.encode([*messages, ("assistant", "")], tokenizer)[0].tolist()[:-1]
-
-    def prompt_text(self, messages):
-        return self.exchanges([*messages, ("assistant", "")])[0][0]
-
-    def to_jinja(self):
-        escapes = "".join(
-            " | replace({}, {})".format(*map(json.dumps, (f"\n{header}", f"\n\\{header}")))
-            for header in self.headers)
-        content = f"(('\\n' + (message['content'] | trim)){escapes})[1:]"
-        cases = []
-        for role, (prefix, suffix) in self.around.items():
-            suffix = "eos_token" if role == "assistant" else json.dumps(suffix)
-            cases.append(f"if message['role'] == '{role}' -%}}"
-                         f"{{{{ {json.dumps(prefix)} + {content} + {suffix} }}}}")
-        start = json.dumps(self.around["assistant"][0])
-        return ("{%- for message in messages -%}{%- " + "{%- el".join(cases)
-                + "{%- endif -%}{%- endfor -%}"
-                f"{{%- if add_generation_prompt -%}}{{{{ {start} }}}}{{%- endif -%}}")
-
-
-class JinjaTemplate(ChatTemplate):
-    """The template of a model from Hugging Face, rendered as `transformers` renders it."""
-
-    def __init__(self, spec):
-        ends = spec.get("ends")
-        texts = [value for key, value in spec.items() if key != "ends"]
-        if not (isinstance(ends, list) and all(type(i) is int and i >= 0 for i in ends) and ends
-                and all(isinstance(text, str) for text in texts)):
-            raise DataError(f"its chat template is {str(spec)[:80]!r}: expected texts, and ids "
-                            "that end an answer")
-        self.spec = spec
+        ends = spec.get("ends", []) if isinstance(spec, dict) else None
+        if not (isinstance(ends, list) and all(type(i) is int and i >= 0 for i in ends)
+                and all(isinstance(text, str) for name, text in spec.items() if name != "ends")
+                and bool(ends) == ("jinja" in spec)):
+            raise DataError(f"its template is {str(spec)[:80]}: expected texts, and ids that end "
+                            "an answer")
         self.ends = ends
+        self.jinja = spec["jinja"] if ends else builtin_jinja(spec)
         self.special_tokens = {k: v for k, v in spec.items() if k.endswith("_token")}
-        if "bos_token" in spec["jinja"]:
-            self.implicit_start = spec.get("bos_token", "")
+        self.implicit_start = spec.get("bos_token", "") if "bos_token" in self.jinja else ""
 
-    def render(self, messages, add_prompt, special=()):
+    def render(self, messages, add_prompt, tokenizer=None):
         """Return the text of a conversation, up to the start of the next answer if `add_prompt`.
-        special: texts of special tokens, which are marked in messages."""
-        pattern = match_any(special)
+        With a tokenizer, the texts of its special tokens are marked in messages."""
+        pattern = match_any(tokenizer.special if tokenizer else ())
         turns = [dict(role=role, content=pattern.sub(
             lambda m: OPEN_MARK + m[0] + CLOSE_MARK, text.translate(WITHOUT_MARKS)))
             for role, text in messages]
+        names = dict(self.special_tokens)
+        if not self.ends:
+            names["eos_token"] = tokenizer.decode([tokenizer.eot_token]) if tokenizer else ""
         text = io.StringIO()
-        template = compile_jinja(self.spec["jinja"])
+        template = compile_jinja(self.jinja)
         with template_errors(), limited_lines(MAX_TRACED_LINES):
             for part in template.generate(messages=turns, add_generation_prompt=add_prompt,
-                                          tools=None, documents=None, **self.special_tokens):
+                                          tools=None, documents=None, **names):
                 text.write(part)
                 if text.tell() > MAX_RENDERED_CHARS:
                     raise ValueError(f"it writes more than {MAX_RENDERED_CHARS:,} characters")
         return text.getvalue()
 
-    def prompt_text(self, messages):
-        return self.render(messages, True)
-
     def prompt_ids(self, messages, tokenizer):
-        return encode_marked(self.render(messages, True, tokenizer.special), tokenizer)
+        """Return the list of ids of a conversation up to the start of the next answer."""
+        return encode_marked(self.render(messages, True, tokenizer), tokenizer)
 
     def sequences(self, messages, tokenizer):
+        """Return [(ids (n,) uint32, mask (n,) uint8)] of a conversation. The mask is 1 for tokens
+        to learn: each answer and the end token. One sequence, or several for templates that write
+        earlier answers differently once a message follows. Messages after the last answer are left
+        out. Raises DataError for a conversation that the template cannot represent."""
         # An answer is the text that the conversation has beyond the prompt, up to an end token.
         # Templates may shorten earlier answers (Qwen 3 removes the reasoning): then the ids of a
         # prompt do not continue the previous sequence, and a new one begins.
@@ -246,8 +144,8 @@ class JinjaTemplate(ChatTemplate):
     def encode_answer(self, messages, tokenizer):
         """Return (prompt ids, ids of the last message, number of these to learn). Raises DataError
         if the answer cannot be located in the rendered text."""
-        prompt = self.render(messages[:-1], True, tokenizer.special)
-        whole = self.render(messages, False, tokenizer.special)
+        prompt = self.render(messages[:-1], True, tokenizer)
+        whole = self.render(messages, False, tokenizer)
         answer = squeeze(messages[-1][1])
         refused = "its chat template cannot be learned: "
         if not whole.startswith(prompt):
@@ -260,14 +158,16 @@ class JinjaTemplate(ChatTemplate):
         answer_ids = ids[len(prompt_ids):]
         if ids[:len(prompt_ids)] != prompt_ids:  # a token spans the boundary
             answer_ids = encode_marked(whole[len(prompt):], tokenizer)
-        n_learned = next((n for n, i in enumerate(answer_ids, 1) if i in self.ends), 0)
+        ends = self.ends or [tokenizer.eot_token]
+        n_learned = next((n for n, i in enumerate(answer_ids, 1) if i in ends), 0)
         rest = squeeze(tokenizer.decode(answer_ids[n_learned:]))
         if not n_learned or answer and answer in rest:
             raise DataError(refused + "no end token follows an answer; expected one of "
-                            f"{self.ends}")
+                            f"{ends}")
         return prompt_ids, answer_ids, n_learned
 
     def end_ids(self, tokenizer):
+        """Return the ids that end an answer."""
         # The model's files may name the end of a document only, and not the end token of the
         # template.
         question, answer = ("user", "?"), ("assistant", "\u00a7")
@@ -275,17 +175,41 @@ class JinjaTemplate(ChatTemplate):
         text = self.render([question, answer], False)
         prefix, _, suffix = text.removeprefix(prompt).partition("\u00a7")
         special = match_any(tokenizer.special).search(suffix)
-        ids = {*self.ends}
+        ids = {*self.ends} or {tokenizer.eot_token}
         # A token that also occurs before the answer is the end of the reasoning.
         if special and (special[0] not in prefix or not text.startswith(prompt)):
             ids.add(tokenizer.special[special[0]])
         return sorted(ids)
 
     def with_end_ids(self, tokenizer):
-        return JinjaTemplate(self.spec | {"ends": self.end_ids(tokenizer)})
+        """Return the template with all of `end_ids` in the spec, as training data need it."""
+        if not self.ends:
+            return self
+        return ChatTemplate(self.spec | {"ends": self.end_ids(tokenizer)})
 
-    def to_jinja(self):
-        return self.spec["jinja"]
+
+def builtin_jinja(spec):
+    """Return the Jinja text of a spec with a text around {} per role. It needs no special tokens
+    but the end of text. Message texts are stripped. A line that looks like the header of a message
+    is escaped with a backslash, so that a message cannot imitate a different role."""
+    if not all(role in spec and spec[role].count("{}") == 1 for role in DEFAULT_SPEC):
+        raise DataError(f"its template is {spec!r:.80}, expected a text around {{}} for each of "
+                        f"{', '.join(DEFAULT_SPEC)}")
+    around = {role: spec[role].split("{}") for role in DEFAULT_SPEC}
+    quote = functools.partial(json.dumps, ensure_ascii=False)
+    headers = [prefix.strip("\n") for prefix, _ in around.values()]
+    escapes = "".join(" | replace({}, {})".format(quote("\n" + header), quote("\n\\" + header))
+                      for header in headers if header)
+    content = f"(('\\n' + (message['content'] | trim)){escapes})[1:]"
+    cases = []
+    for role, (prefix, suffix) in around.items():
+        suffix = "eos_token" if role == "assistant" else quote(suffix)
+        cases.append(f"if message['role'] == '{role}' -%}}"
+                     f"{{{{ {quote(prefix)} + {content} + {suffix} }}}}")
+    start = quote(around["assistant"][0])
+    return ("{%- for message in messages -%}{%- " + "{%- el".join(cases)
+            + "{%- endif -%}{%- endfor -%}"
+            f"{{%- if add_generation_prompt -%}}{{{{ {start} }}}}{{%- endif -%}}")
 
 
 def open_chat_format(source):
@@ -299,7 +223,7 @@ def open_chat_format(source):
         tokenizer = open_tokenizer(folder)
         spec = dict(template=read_template_spec(folder, tokenizer), block_size=None)
     template = spec["template"]
-    return tokenizer, spec["block_size"], ChatTemplate.from_spec(template) if template else None
+    return tokenizer, spec["block_size"], ChatTemplate(template) if template else None
 
 
 # -----------------------------------------------------------------------------
@@ -369,8 +293,8 @@ def match_any(texts):
 
 
 def squeeze(text):
-    """Return `text` without white space and marks, which templates may change."""
-    return "".join(text.translate(WITHOUT_MARKS).split())
+    """Return `text` without white space, marks and backslashes, which templates may change."""
+    return "".join(text.translate(WITHOUT_MARKS).replace("\\", "").split())
 
 
 def encode_marked(text, tokenizer):

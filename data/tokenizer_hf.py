@@ -141,7 +141,7 @@ def special_tokens(folder):
 
 
 def read_template_spec(folder, tokenizer):
-    """Return the spec of a JinjaTemplate, see data/chat_template.py, of a Hugging Face folder, or
+    """Return the spec of a chat template, see data/chat_template.py, of a Hugging Face folder, or
     `None` if it has no chat template."""
     text = read_optional_json(folder, "tokenizer_config.json").get("chat_template")
     path = os.path.join(folder, "chat_template.jinja")

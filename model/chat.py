@@ -141,8 +141,8 @@ def open_data(config, ranks):
 
 
 def build_model(config, data, kind=ChatGPT, shape=GPTConfig):
-    template = ChatTemplate.from_spec(data.spec["template"])
-    template.prompt_text([("user", "")])  # a template that fails is refused here
+    template = ChatTemplate(data.spec["template"])
+    template.render([("user", "")], True)  # a template that fails is refused here
     model = gpt.build_model(config, data, kind, shape)
     model.template = template
     model.row_tokens = data.spec["row_tokens"]

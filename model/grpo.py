@@ -298,7 +298,7 @@ def open_data(config, ranks):
         raise DataError(f"answer_tokens: prompts of up to {width} tokens and answers of up to "
                         f"{c.answer_tokens} exceed the model's context, {c.block_size}; reduce it, "
                         "or prepare the prompts with a smaller --block_size")
-    rewards = RewardFunction(tokenizer, ChatTemplate.from_spec(meta.template).end_ids(tokenizer))
+    rewards = RewardFunction(tokenizer, ChatTemplate(meta.template).end_ids(tokenizer))
     digest = "exact"
     if c.reward != "exact":
         rewards.path = os.path.abspath(c.reward)

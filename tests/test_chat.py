@@ -15,7 +15,7 @@ from processes import python
 from runs import Program, assert_same, assert_two_ranks_equal_one
 
 import model.chat
-from data.chat_template import BuiltinTemplate, parse_content
+from data.chat_template import ChatTemplate, parse_content
 from data.prepare import chat as data_chat
 from data.prepare import prepare as prepare_text
 from data.prepare import samples
@@ -129,7 +129,7 @@ def test_named_fields(tmp_path, fields, expected):
     if fields == ["talk"]:  # forty times the same question are all on one side
         assert data_chat.main(argv) == 2
         messages = data_chat.to_messages(record, fields)
-        ids, _ = BuiltinTemplate().encode(messages, BYTES)
+        (ids, _), = ChatTemplate().sequences(messages, BYTES)
         assert BYTES.decode(ids) == expected
     else:
         assert data_chat.main(argv) == 0
@@ -149,8 +149,8 @@ def test_json_array_turns_and_system(tmp_path):
 
 
 def test_typed_end_token_stays_text():
-    ids, mask = BuiltinTemplate().encode([("user", "say <|endoftext|>"),
-                                       ("assistant", "<|endoftext|>")], BYTES)
+    (ids, mask), = ChatTemplate().sequences([("user", "say <|endoftext|>"),
+                                              ("assistant", "<|endoftext|>")], BYTES)
     assert (ids == BYTES.eot_token).sum() == 1 and ids[-1] == BYTES.eot_token
     assert mask.sum() == len("<|endoftext|>") + 1
 
@@ -163,12 +163,13 @@ def test_whole_and_parts_tokenise_alike(monkeypatch):
     for _ in range(300):
         messages = [(role, parse_content("".join(draw.choices("ab 's1\n\t.:#é", k=12))))
                     for role in ("user", "assistant") * 2]
-        parts = BuiltinTemplate().exchanges(messages)
-        ids, mask = BuiltinTemplate().encode(messages, gpt2)
-        whole = [i for prompt, said in parts for i in [*gpt2.encode(prompt + said), gpt2.eot_token]]
+        (ids, mask), = ChatTemplate().sequences(messages, gpt2)
+        texts = [f"### User:\n{messages[i][1].strip()}\n\n### Assistant:\n" for i in (0, 2)]
+        whole = [i for text, (_, said) in zip(texts, messages[1::2])
+                 for i in [*gpt2.encode(text + said.strip()), gpt2.eot_token]]
         assert ids.tolist() == whole
         end = int(mask.argmax())  # what a model is asked is what it learned from
-        assert ids[:end].tolist() == gpt2.encode(parts[0][0])
+        assert ids[:end].tolist() == gpt2.encode(texts[0])
 
 
 def test_rows_hold_whole_chats_once(tmp_path, capsys):
@@ -190,7 +191,7 @@ def test_rows_hold_whole_chats_once(tmp_path, capsys):
 def test_long_chats_are_cut_between_exchanges():
     messages = [(role, text) for i in range(4) for role, text in (("user", f"q{i}"),
                                                                   ("assistant", f"a{i}"))]
-    ids, mask = BuiltinTemplate().encode(messages, BYTES)
+    (ids, mask), = ChatTemplate().sequences(messages, BYTES)
     start, _ = data_chat.cut(ids, mask, len(ids) // 2 + 3)
     assert BYTES.decode(start).endswith("a1<|endoftext|>")
     assert len(data_chat.cut(ids, mask, 10)[0]) == 0
@@ -453,12 +454,12 @@ def test_learns_held_out_questions(learned):
 def test_a_system_message_comes_first_and_stays(monkeypatch):
     from model import chat
     model, asked = small(block_size=105), []
-    model.template = BuiltinTemplate()
+    model.template = ChatTemplate()
     monkeypatch.setattr(chat, "generate_answer",
                         lambda m, t, ids, *rest, **how: asked.append(ids) or [65])
     chat.talk(model, BYTES, ["a", "b", "c"], 5, system=" Be kind. ")
     one = [("system", "Be kind."), ("user", "a"), ("assistant", "A"), ("user", "b")]
-    ids, _ = BuiltinTemplate().encode([*one, ("assistant", "")], BYTES)
+    (ids, _), = ChatTemplate().sequences([*one, ("assistant", "")], BYTES)
     assert asked[1] == ids[:-1].tolist()  # as in training, up to where the answer begins
     assert BYTES.decode(asked[2]).startswith("### System:\nBe kind.\n\n### User:\nb")
 
@@ -470,7 +471,7 @@ def test_a_conversation_is_remembered_whatever_an_answer_may_take(block_size, kn
     --max_new_tokens asks for more than all of it."""
     from model import chat
     model, asked = small(block_size=block_size), []
-    model.template = BuiltinTemplate()
+    model.template = ChatTemplate()
     monkeypatch.setattr(chat, "generate_answer",
                         lambda m, t, ids, *rest, **how: asked.append(ids) or [65])
     chat.talk(model, BYTES, ["a", "b", "c"], 256)
@@ -492,8 +493,8 @@ def test_sample_chat_draws_as_model_chat_does(capitals, monkeypatch, capsys):
 
 
 def test_question_is_encoded_as_in_training(capitals, tmp_path):
-    ids, mask = BuiltinTemplate().encode([("user", "moo"), ("assistant", "boo")], BYTES)
-    asked = BuiltinTemplate().prompt_ids([("user", " moo\n")], BYTES)
+    (ids, mask), = ChatTemplate().sequences([("user", "moo"), ("assistant", "boo")], BYTES)
+    asked = ChatTemplate().prompt_ids([("user", " moo\n")], BYTES)
     assert asked == ids[:int(mask.argmax())].tolist()
 
 

@@ -17,7 +17,7 @@ from conftest import REPO, SHARED, TINY, run, tiny_args
 from processes import python
 from runs import metrics
 
-from data.chat_template import BuiltinTemplate
+from data.chat_template import ChatTemplate
 from data.labels import LabelledText, to_arrays, to_token_span
 from data.meta import Meta, write_meta
 from data.tokenizer import (
@@ -411,7 +411,7 @@ def test_pieces_of_a_text_keep_their_blanks(hf):
 
 def test_chat_template(hf, tmp_path):
     """A chat checkpoint's folder turns messages into the ids of its training."""
-    make(tmp_path / "ckpt.pt", template=BuiltinTemplate().spec)
+    make(tmp_path / "ckpt.pt", template=ChatTemplate().spec)
     state = load_checkpoint(str(tmp_path / "ckpt.pt"))
     state["config"]["model"] = "chat"
     save_checkpoint(str(tmp_path / "ckpt.pt"), state)
@@ -421,7 +421,7 @@ def test_chat_template(hf, tmp_path):
              ("user", "Why?"), ("assistant", "You asked.")]
     messages = [dict(role=role, content=text) for role, text in turns]
     stripped = [(role, text.strip()) for role, text in turns]
-    wanted = BuiltinTemplate().encode(stripped, tokenizer_from_spec(BYTE))[0].tolist()
+    wanted = ChatTemplate().sequences(stripped, tokenizer_from_spec(BYTE))[0][0].tolist()
     assert theirs.apply_chat_template(messages)["input_ids"] == wanted
     asked = theirs.apply_chat_template(messages[:-1], add_generation_prompt=True)["input_ids"]
     assert asked == wanted[:len(asked)] and len(wanted) - len(asked) == len("You asked.") + 1

@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from conftest import TINY
 from runs import Program, assert_same, assert_two_ranks_equal_one
 
-from data.chat_template import BuiltinTemplate
+from data.chat_template import ChatTemplate
 from data.prepare import chat as data_chat
 from data.prepare import pairs as data_pairs
 from data.prepare.pairs import PairOptions, PairWriter, example_pairs, to_pair
@@ -152,8 +152,8 @@ def test_the_last_of_several_answers_is_learned(made, tmp_path):
     state = load_checkpoint(made / "chat/ckpt.pt")
     assert state["model_args"]["block_size"] == 64
     # A template so short that all of it fits.
-    template = BuiltinTemplate({"system": "{}", "user": "{}:", "assistant": "{}"})
-    ids, mask = template.encode(to_pair(json.loads(open(source).readline()))[1], BYTES)
+    template = ChatTemplate({"system": "{}", "user": "{}:", "assistant": "{}"})
+    (ids, mask), = template.sequences(to_pair(json.loads(open(source).readline()))[1], BYTES)
     assert BYTES.decode(ids[mask == 1]) == "b<|endoftext|>ee<|endoftext|>"
     writer = PairWriter(PairOptions(sources=[source], reference=str(made / "chat/ckpt.pt")))
     writer.template = template
@@ -168,7 +168,7 @@ def test_rows_are_no_longer_than_asked_for(made, tmp_path, capsys):
     """Of 20 tokens: a multiple of 16 above would not be taken by a run of that block_size."""
     source = write_jsonl(tmp_path / "a.jsonl", [
         {"prompt": f"{i}", "chosen": "x" * n, "rejected": "y"} for i in range(8) for n in (2, 99)])
-    base = len(BuiltinTemplate().encode([("user", "1"), ("assistant", "xx")], BYTES)[0])
+    base = len(ChatTemplate().sequences([("user", "1"), ("assistant", "xx")], BYTES)[0][0])
     assert data_pairs.main([source, "--out", str(tmp_path / "out"), "--block_size", str(base),
                             "--reference", str(made / "chat/ckpt.pt")]) == 0
     meta = json.loads((tmp_path / "out/meta.json").read_text())
@@ -179,13 +179,13 @@ def test_rows_are_no_longer_than_asked_for(made, tmp_path, capsys):
 def test_pairs_that_the_template_refuses_are_named_or_left_out(made, tmp_path, capsys, monkeypatch):
     source = write_jsonl(tmp_path / "a.jsonl", [
         {"prompt": f"{i}", "chosen": "x", "rejected": "y"} for i in range(9)])
-    real = BuiltinTemplate.sequences
+    real = ChatTemplate.sequences
 
     def refuse(self, messages, tokenizer):
         if messages[0][1] == "4":
             raise DataError("no system messages")
         return real(self, messages, tokenizer)
-    monkeypatch.setattr(BuiltinTemplate, "sequences", refuse)
+    monkeypatch.setattr(ChatTemplate, "sequences", refuse)
     argv = [source, "--out", str(tmp_path / "out"), "--reference", str(made / "chat/ckpt.pt")]
     assert data_pairs.main(argv) == 2
     assert "a.jsonl:5: no system messages\n--skip_bad" in capsys.readouterr().err

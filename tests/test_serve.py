@@ -23,7 +23,7 @@ import torch
 from browser import soon
 from processes import Fork, run_python
 
-from data.chat_template import BuiltinTemplate
+from data.chat_template import ChatTemplate
 from data.prepare.chat import to_messages
 from data.tokenizer import CharTokenizer, load_tokenizer
 from model.core.detokenizer import Detokenizer
@@ -92,7 +92,7 @@ def model():
 
 @pytest.fixture(scope="module")
 def server(model):
-    with serving(model, slots=8, template=BuiltinTemplate()) as server:
+    with serving(model, slots=8, template=ChatTemplate()) as server:
         yield server
 
 
@@ -253,13 +253,13 @@ def test_chat(server, model):
                 dict(role="assistant", content="Hello"),
                 dict(role="user", content=[dict(type="text", text="Who?")])]
     turns = to_messages({"messages": [messages[0] | {"role": "system"}, *messages[1:]]})
-    ids = BuiltinTemplate().encode([*turns, ("assistant", "")], BYTES)[0].tolist()[:-1]
+    ids = ChatTemplate().sequences([*turns, ("assistant", "")], BYTES)[0][0].tolist()[:-1]
     text, out = expected(model, ids[-64:], 20, temperature=0)
     chats = client(server).chat.completions
     with pytest.raises(openai.BadRequestError, match="context of this model has 64"):
         chats.create(model="tiny", messages=messages)
     messages, turns = messages[3:], turns[3:]
-    ids = BuiltinTemplate().encode([*turns, ("assistant", "")], BYTES)[0].tolist()[:-1]
+    ids = ChatTemplate().sequences([*turns, ("assistant", "")], BYTES)[0][0].tolist()[:-1]
     text, out = expected(model, ids, 20, temperature=0)
     request = dict(model="tiny", messages=messages, temperature=0, max_completion_tokens=20)
     made = chats.create(**request)
@@ -944,7 +944,7 @@ def test_errors_of_the_command_line(checkpoint, tmp_path, capsys):
 # -----------------------------------------------------------------------------
 # the page
 
-@pytest.mark.parametrize("template", [None, BuiltinTemplate()])
+@pytest.mark.parametrize("template", [None, ChatTemplate()])
 def test_the_page(browser, template, tmp_path):
     """A prompt typed, an answer that comes, a stop, an error; on a phone and a desk, day and
     night. PICTURES names a folder for what it looks like."""

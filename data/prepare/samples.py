@@ -8,7 +8,7 @@ from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
 
-from data.chat_template import BuiltinTemplate, open_chat_format
+from data.chat_template import ChatTemplate, open_chat_format
 from data.meta import Meta, write_meta
 from data.prepare.folders import FolderOptions, new_folder, report
 from data.prepare.sources import source_name
@@ -65,7 +65,7 @@ class SampleWriter:
     def __init__(self, args):
         self.args = args
         self.tokenizer, block_size, template = open_chat_format(args.tokenizer)
-        self.template = template or BuiltinTemplate()
+        self.template = template or ChatTemplate()
         self.block_size = args.block_size or block_size or 512
         self.extra = {}  # keys of meta.json
 

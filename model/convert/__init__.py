@@ -88,7 +88,7 @@ def export_folder(source, to, precision):
                     clean_up_tokenization_spaces=False)
         keys |= {} if end is None else dict(eos_token=tokenizer.decode([end]))
         if template:
-            keys |= template.special_tokens | dict(chat_template=template.to_jinja())
+            keys |= template.special_tokens | dict(chat_template=template.jinja)
         write_json(to, "tokenizer.json", tokenizer_json(tokenizer))
         write_json(to, "tokenizer_config.json", keys)
     if template and template.ends:

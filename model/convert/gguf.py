@@ -178,7 +178,7 @@ def write_tokenizer(writer, source):
     writer.add_bos_token_id(ends[0] if starts is None else starts)
     writer.add_add_bos_token(bool(template and template.implicit_start))
     if template:
-        writer.add_chat_template(template.to_jinja())
+        writer.add_chat_template(template.jinja)
 
 
 def pattern_name(content, model, path):

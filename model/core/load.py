@@ -98,7 +98,7 @@ def open_text_format(state):
     tokenizer = spec.get("tokenizer") or state.get("tokenizer")
     template = spec.get("template")
     return (tokenizer_from_spec(tokenizer) if tokenizer else None,
-            ChatTemplate.from_spec(template) if template else None)
+            ChatTemplate(template) if template else None)
 
 
 def build_empty_model(state):
