@@ -74,7 +74,7 @@ class Student(weights.HoldsFrozen, GPT):
     def flops_per_unit(self):
         """Return the FLOPs per token, including the teacher's forward pass."""
         # The divergence computes the output layer once more.
-        divergence = 6 * self.head_weight().numel() if self.frozen else 0
+        divergence = 6 * (self.lm_head or self.wte).weight.numel() if self.frozen else 0
         return (super().flops_per_unit() + divergence
                 + sum(m.flops_per_unit() for m in self.frozen))
 

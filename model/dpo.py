@@ -76,7 +76,7 @@ def score_answers(model, idx, mask):
     mask = mask.flatten(0, 1)
     targets = torch.where(mask[:, 1:] == 1, idx[:, 1:], IGNORE)  # (2 B, T)
     x = model.trunk(idx[:, :-1])  # (2 B, T, C)
-    head = model.head_weight()
+    head = (model.lm_head or model.wte).weight
     # The mean loss of each row: model.loss computes gradients in the forward pass, chunk by chunk.
     losses = [model.loss(x[i:i + 1], head, targets[i:i + 1], model.config.vocab_size)
               for i in range(len(x))]

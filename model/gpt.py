@@ -10,6 +10,7 @@ Shapes: B batch, T time (tokens), C channels (n_embd), H heads, G heads of keys 
 (n_kv_head), D head size (head_dim), V rows of the embedding.
 """
 
+import functools
 import math
 import re
 from dataclasses import dataclass, fields
@@ -56,12 +57,12 @@ class GPTConfig(GPTKeys):
         return self.layer_types[layer % len(self.layer_types)]
 
     def rope_tables(self, positions):
-        """Return [(cos, sin)], each (..., D / 2), of positions (...): one rotation for all layers,
-        or a second one for layers with a window."""
-        tables = [ops.rope_tables(positions, self.head_dim, self.rope_theta, self.rope_factors)]
+        """Return the rotations (n, 2, ..., D / 2), cos and sin, of positions (...): one for all
+        layers, or a second one for layers with a window."""
+        tables = [ops.rope_table(positions, self.head_dim, self.rope_theta, self.rope_factors)]
         if self.window_rope_theta:
-            tables.append(ops.rope_tables(positions, self.head_dim, self.window_rope_theta))
-        return tables
+            tables.append(ops.rope_table(positions, self.head_dim, self.window_rope_theta))
+        return torch.stack(tables)
 
     def rope_index(self, layer):
         """Return the index in rope_tables of a layer's rotation; -1: no rotation."""
@@ -90,9 +91,12 @@ class Norm(nn.Module):
         self.bias = nn.Parameter(torch.zeros(dim)) if bias and not self.rms else None
 
     def forward(self, x):
+        weight = None if self.weight is None else self.weight.float()  # FSDP gathers bfloat16
+        if self.rms and x.device.type == "cpu" and not torch.compiler.is_compiling():
+            y = ops.RMSNorm.apply(x.float(), self.eps)
+            return (y if weight is None else y * weight).type_as(x)
         if self.rms:
-            return ops.rms_norm(x, self.weight, self.eps)
-        weight = self.weight.float()  # FSDP gathers bfloat16 weights
+            return F.rms_norm(x.float(), x.shape[-1:], weight, self.eps).type_as(x)
         bias = None if self.bias is None else self.bias.float()
         return F.layer_norm(x.float(), weight.shape, weight, bias, self.eps).type_as(x)
 
@@ -128,6 +132,7 @@ class Attention(nn.Module):
         c = self.config = config
         self.layer = layer  # the number by which a cache stores keys and values
         self.window = c.window if c.layer_type(layer) in "Ww" else None
+        self.rope_index = c.rope_index(layer)
         q_dim, kv_dim = c.n_head * c.head_dim, c.n_kv_head * c.head_dim
         # query, key, value projections of all heads
         self.q = nn.Linear(c.n_embd, q_dim, bias=c.bias or c.qkv_bias)
@@ -141,36 +146,30 @@ class Attention(nn.Module):
         self.k_norm = qk_norm(c, c.n_kv_head) if separate else None
         self.out_norm = stream_norm(c, "post")
 
-    def forward(self, x, rope=None, cache=None, mask=None):
-        """x (B, T, C); rope: (cos, sin) of the positions; cache: keys and values of earlier tokens;
+    def forward(self, x, ropes=(), cache=None, mask=None):
+        """x (B, T, C); ropes: see GPTConfig.rope_tables; cache: keys and values of earlier tokens;
         mask (B or 1, 1, T, T): true where a query sees a key, instead of the causal rule."""
-        c, (B, T, _) = self.config, x.size()
-        heads = (c.n_head, c.n_kv_head)
-        # queries, keys and values of all heads: one matrix product for many tokens; queries and
-        # keys stay side by side, since norm and rotation are the same for both
-        qk, v = ops.fused_linear(x, self.q, self.k, self.v,
-                                 sizes=(sum(heads) * c.head_dim, c.n_kv_head * c.head_dim))
-        qk = qk.view(B, T, sum(heads), c.head_dim)  # (B, T, H + G, D)
-        v = v.view(B, T, c.n_kv_head, c.head_dim)  # (B, T, G, D)
+        c = self.config
+        # Queries and keys stay side by side: norm and rotation are the same for both.
+        qkv = ops.fused_linear(x, self.q, self.k, self.v).unflatten(-1, (-1, c.head_dim))
+        qk, v = qkv.split((c.n_head + c.n_kv_head, c.n_kv_head), dim=2)  # (B, T, H + G or G, D)
         if self.k_norm is None:
             qk = self.q_norm(qk)
         else:  # norms with weights differ
-            q, k = qk.split(heads, dim=2)
+            q, k = qk.split((c.n_head, c.n_kv_head), dim=2)
             qk = torch.cat((self.q_norm(q), self.k_norm(k)), dim=2)
-        # rotary positions: a score then depends on the distance of two tokens only
-        if rope is not None:
-            qk = ops.apply_rope(qk, *rope)
-        q, k = qk.split(heads, dim=2)  # (B, T, H, D), (B, T, G, D)
+        if self.rope_index >= 0:  # a score then depends on the distance of two tokens only
+            qk = ops.apply_rope(qk, ropes[self.rope_index])
+        q, k = qk.split((c.n_head, c.n_kv_head), dim=2)  # (B, T, H, D), (B, T, G, D)
         if c.score_scale != 1:
             q = q * c.score_scale
-        q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)  # (B, H or G, T, D)
+        q, k, v = (t.transpose(1, 2) for t in (q, k, v))  # (B, H or G, T, D)
         if cache is not None:  # decoding: keys and values of all S tokens until now, (B, G, S, D)
             k, v, mask = cache.update(self.layer, k, v)
         if self.window:
-            k, v, mask = ops.limit_to_window(self.window, k, v, mask, T)
+            k, v, mask = ops.limit_to_window(self.window, k, v, mask, q.size(2))
         y = ops.attend(q, k, v, c.dropout if self.training else 0.0, mask)  # (B, H, T, D)
-        # re-assemble all head outputs side by side, then the output projection
-        y = self.out_norm(self.o(y.transpose(1, 2).flatten(2)))  # (B, T, C)
+        y = self.out_norm(self.o(y.transpose(1, 2).flatten(2)))  # heads side by side, (B, T, C)
         return ops.apply_dropout(y, c.dropout, self.training)
 
 
@@ -178,11 +177,16 @@ class MLP(nn.Module):
     """SwiGLU or GeGLU (arXiv:2002.05202), GELU (gelu: GPT-2's tanh form; gelu_exact: nanoGPT's), or
     squared ReLU (arXiv:2109.08668)."""
 
+    activations = dict(swiglu=F.silu, geglu=functools.partial(F.gelu, approximate="tanh"),
+                       gelu=functools.partial(F.gelu, approximate="tanh"), gelu_exact=F.gelu,
+                       relu2=lambda x: F.relu(x).square())
+
     def __init__(self, config):
         super().__init__()
         c = self.config = config
         # The gated forms have three matrices instead of two: 2/3 of n_hidden makes the
         # same number of weights.
+        self.gate = None
         if c.mlp in ("swiglu", "geglu"):
             self.gate = nn.Linear(c.n_embd, c.n_hidden, bias=c.bias)
         self.up = nn.Linear(c.n_embd, c.n_hidden, bias=c.bias)
@@ -190,20 +194,21 @@ class MLP(nn.Module):
         self.out_norm = stream_norm(c, "post")
 
     def forward(self, x):
-        c = self.config
-        if c.mlp in ("swiglu", "geglu"):
-            # one product on a GPU: an eighth fewer kernel launches per step
-            gate, up = ops.fused_linear(x, self.gate, self.up, fuse=x.is_cuda)  # (B, T, n_hidden)
-            x = (F.silu(gate) if c.mlp == "swiglu" else F.gelu(gate, approximate="tanh")) * up
-        elif c.mlp == "relu2":
-            x = F.relu(self.up(x)).square()
+        activate = self.activations[self.config.mlp]
+        if self.gate is None:
+            x = activate(self.up(x))  # (B, T, n_hidden)
         else:
-            x = F.gelu(self.up(x), approximate="tanh" if c.mlp == "gelu" else "none")
-        return self.out_norm(ops.apply_dropout(self.down(x), c.dropout, self.training))
+            x = activate(self.gate(x)) * self.up(x)
+        return self.out_norm(ops.apply_dropout(self.down(x), self.config.dropout, self.training))
+
+
+# gradient_checkpointing: arguments of torch.utils.checkpoint
+CHECKPOINTING = {"true": {}, "selective": dict(context_fn=ops.save_matrix_products)}
 
 
 class Block(nn.Module):
-    """Attention and MLP, each added to the residual stream x (B, T, C).
+    """Attention and MLP, each added to the residual stream x (B, T, C), through which gradients
+    reach every layer unchanged.
 
     context: the other arguments of Attention.forward."""
     is_block = True  # compiled and sharded by itself, see train/system.py
@@ -218,23 +223,13 @@ class Block(nn.Module):
     def forward(self, x, *context):
         if self.gradient_checkpointing == "false" or not self.training:
             return self.compute(x, *context)
-        # Inside the block, not around it: then it is compiled with the block also under FSDP: the
-        # hooks around a block interrupt a compiled graph.
-        is_selective = self.gradient_checkpointing == "selective"
-        policy = dict(context_fn=ops.save_matrix_products) if is_selective else {}
-        return checkpoint(self.compute, x, *context, use_reentrant=False, **policy)
+        # Inside the block, not around it: FSDP's hooks around a block interrupt a compiled graph.
+        return checkpoint(self.compute, x, *context, use_reentrant=False,
+                          **CHECKPOINTING[self.gradient_checkpointing])
 
     def compute(self, x, *context):
-        # x is only added to, so gradients reach every layer unchanged
         x = x + self.attn(self.ln_1(x), *context)
         return x + self.mlp(self.ln_2(x))
-
-
-class LanguageModelLoss(nn.Module):
-    """linear_cross_entropy as a module, so that the loss can be compiled separately."""
-
-    def forward(self, x, weight, targets, vocab_size):
-        return ops.linear_cross_entropy(x.flatten(0, 1), weight, targets.flatten(), vocab_size)
 
 
 class GPT(nn.Module):
@@ -252,73 +247,62 @@ class GPT(nn.Module):
         self.wpe = Embedding(c.block_size, c.n_embd) if c.pos == "learned" else None
         self.wte_prev = Embedding(c.padded_vocab_size, c.n_embd) if c.prev_embedding else None
         self.h = nn.ModuleList(self.block_class(c, i) for i in range(c.n_layer))
-        self.rope_indices = [c.rope_index(i) for i in range(c.n_layer)]
         self.ln_f = Norm(c.n_embd, c.norm, c.bias, c.norm_eps)
         self.lm_head = None  # weight tying: the token embedding is also the output layer
         if not c.tie_weights:
             self.lm_head = nn.Linear(c.n_embd, c.padded_vocab_size, bias=False)
         # Rows past vocab_size are padding: no probability, no gradient.
-        self.loss = LanguageModelLoss()
+        self.loss = ops.LinearCrossEntropy()
         self.add_buffers(token_bytes)
         self.filled = fill(self, seed)  # by initial(); build_model fills what subclasses add
 
     def add_buffers(self, token_bytes):
         """Register constants that move with the model but are not saved. Under torch.device("meta")
         these must have values too, because nothing fills buffers later."""
-        cos, sin, sizes = None, None, None
+        c = self.config
+        ropes = None
         with torch.device("cpu"):
-            if self.config.pos == "rope":  # once, not per layer and pass
-                positions = torch.arange(self.config.block_size, dtype=torch.float32)
-                tables = self.config.rope_tables(positions)
-                cos, sin = map(torch.stack, zip(*tables))  # (1 or 2, block_size, D / 2)
+            if c.pos == "rope":  # once, not per layer and pass
+                positions = torch.arange(c.block_size, dtype=torch.float32)[:, None]
+                ropes = c.rope_tables(positions)  # (1 or 2, 2, block_size, 1, D / 2)
+            sizes = torch.zeros(c.padded_vocab_size, dtype=torch.int64)  # (V,)
             if token_bytes is not None:
-                sizes = torch.zeros(self.config.padded_vocab_size, dtype=torch.int64)  # (V,)
                 sizes[:len(token_bytes)] = torch.from_numpy(token_bytes)
-        self.register_buffer("rope_cos", cos, persistent=False)
-        self.register_buffer("rope_sin", sin, persistent=False)
+        self.register_buffer("ropes", ropes, persistent=False)
         self.register_buffer("token_bytes", sizes, persistent=False)
 
-    def forward(self, idx: torch.Tensor, *targets: torch.Tensor, cache=None,
-                last_only: bool = False):
-        """idx (B, T) int64; targets: see compute_loss. With a cache, idx follow the tokens in it;
-        last_only: logits of the last token only, (B, 1, vocab_size)."""
+    def forward(self, idx, *targets, cache=None, last_only=False):
+        """cache: of the tokens before idx (B, T); last_only: logits of the last token only."""
         if targets:
             return self.compute_loss(idx, *targets)
         x = self.trunk(idx, cache)  # (B, T, C)
         return self.logits(x[:, -1:] if last_only else x)
 
     def compute_loss(self, idx, targets):
-        """Return (loss, sums) of a batch. targets (B, T) int64, -1: not counted. Other model types
-        have other batches."""
+        """Return (loss, sums) of a batch. Other model types have other batches."""
         return self.score(self.trunk(idx), targets)
 
     def score(self, x, targets):
-        """Return (mean loss, sums) of targets (B, T) from normalised states x (B, T, C). Sums of an
-        evaluation include the bytes of text, 0 without a tokenizer."""
-        # The logits (B, T, V) would be the largest tensor: this computes a chunk of tokens at a
-        # time.
-        loss = self.loss(x, self.head_weight(), targets, self.config.vocab_size)
+        """Return (mean loss, sums) of targets (B, T) int64, -1: not counted, from normalised states
+        x (B, T, C). Sums of an evaluation include the bytes of text, 0 without a tokenizer."""
+        head = self.lm_head or self.wte
+        loss = self.loss(x, head.weight, targets, self.config.vocab_size)
         counted = targets != ops.IGNORE  # (B, T)
         sums = dict(count=counted.sum())
         if not self.training:
-            sums["bytes"] = targets.new_zeros(())
-            if self.token_bytes is not None:
-                sums["bytes"] = (self.token_bytes[targets.clamp(min=0)] * counted).sum()
+            sums["bytes"] = (self.token_bytes[targets.clamp(min=0)] * counted).sum()
         return loss, sums
 
     def trunk(self, idx, cache=None, mask=None, positions=None, previous=None):
-        """Return the normalised states (B, T, C) of the last layer.
-
-        cache: see model.core.kv_cache. Without a cache: mask (B or 1, 1, T, T), see Attention;
-        positions (B, T), default 0 to T - 1; previous (B, T), the token before each token.
-        """
-        c, T = self.config, idx.size(1)
+        """Return the normalised states (B, T, C) of the last layer. cache: see model.core.kv_cache;
+        without one: mask (B or 1, 1, T, T), see Attention; positions (B, T), default 0 to T - 1;
+        previous (B, T), the token before each token."""
+        c = self.config
+        T = idx.size(1)
         if T > c.block_size:
-            raise ValueError(f"{T} tokens; the context of this model is {c.block_size} "
-                             "(block_size)")
+            raise ValueError(f"{T} tokens; the model's context (block_size) is {c.block_size}")
         if cache is not None:
-            positions = cache.start(T)  # (1 or B, T)
-            previous = cache.previous(idx)
+            positions, previous = cache.start(idx)  # (1 or B, T), (B, T)
         # embeddings of tokens, positions and previous tokens
         x = self.wte(idx)  # (B, T, C)
         if c.embed_scale != 1:
@@ -334,22 +318,13 @@ class GPT(nn.Module):
         if torch.is_autocast_enabled(device) and torch.get_autocast_dtype(device) == torch.bfloat16:
             x = x.bfloat16()  # half the memory traffic of a float32 stream
         x = ops.apply_dropout(x, c.dropout, self.training)
-        # rotations (cos, sin), (T, 1, D / 2) or (B, T, 1, D / 2) each; at index -1 none, for layers
-        # without positions
-        tables = []
-        if c.pos == "rope":
-            tables = (zip(self.rope_cos[:, :T], self.rope_sin[:, :T]) if positions is None else
-                      c.rope_tables(positions))
-        ropes = [[t.to(x)[..., None, :] for t in table] for table in tables] + [None]
-        # the blocks
-        for block, index in zip(self.h, self.rope_indices):
-            x = block(x, ropes[index], cache, mask)
-        if cache is not None:
-            cache.finish(idx)
+        ropes = ()
+        if c.pos == "rope":  # (2, T, 1, D / 2) or (2, B, T, 1, D / 2) each
+            ropes = (self.ropes[:, :, :T] if positions is None else
+                     c.rope_tables(positions[..., None])).to(x).unbind()
+        for block in self.h:
+            x = block(x, ropes, cache, mask)
         return self.ln_f(x)
-
-    def head_weight(self):
-        return self.wte.weight if self.lm_head is None else self.lm_head.weight
 
     def logits(self, x):
         """Return logits (..., vocab_size) of normalised states x (..., C), without padded ids."""
@@ -357,16 +332,14 @@ class GPT(nn.Module):
         return ops.finish_logits(z.float())[..., :self.config.vocab_size]
 
     def numbers(self, sums):
-        """Return {"ppl", "bpb"} of an evaluation, None where undefined, and every other scalar sum
-        divided by the count. sums["loss"] is in nats."""
-        others = {name: value for name, value in sums.items() if name not in ("loss", "bytes")}
-        numbers = ModelHooks.numbers(self, others) if len(others) > 1 else {}  # besides the count
-        if "bytes" not in sums:
-            return numbers
-        loss, count, size = (float(sums[name]) for name in ("loss", "count", "bytes"))
-        # Nats per token depend on the tokenizer; bits per byte compare models across tokenizers.
-        return dict(ppl=math.exp(min(loss / count, 700.0)) if count else None,
-                    bpb=loss / math.log(2) / size if size else None, **numbers)
+        """Return the mean of every sum; of an evaluation also perplexity and bits per byte."""
+        numbers = ModelHooks.numbers(self, sums) if len(sums) > 2 else {}  # besides loss and count
+        if "bytes" in sums:  # compares models across tokenizers, unlike nats per token
+            loss, count, size = (float(sums[name]) for name in ("loss", "count", "bytes"))
+            del numbers["bytes"]
+            numbers["ppl"] = math.exp(min(loss / count, 700.0)) if count else None
+            numbers["bpb"] = loss / math.log(2) / size if size else None
+        return numbers
 
     def initial(self, name, shape, seed):
         """Return the initial value of a parameter of a GPT; None for any other parameter.
@@ -406,7 +379,8 @@ class GPT(nn.Module):
         c = self.config
         # Embeddings are lookups, except for a tied one, which is the output layer too.
         lookups = {id(m.weight) for m in self.modules() if isinstance(m, nn.Embedding)}
-        weights = [p for p in self.parameters() if id(p) not in lookups or p is self.head_weight()]
+        head = (self.lm_head or self.wte).weight
+        weights = [p for p in self.parameters() if id(p) not in lookups or p is head]
         n = sum(p.numel() for p in weights)
         trained = sum(p.numel() for p in weights if p.requires_grad)
         visible = sum(min(block.attn.window or c.block_size, c.block_size) for block in self.h)

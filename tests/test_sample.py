@@ -12,7 +12,7 @@ from processes import python
 from data.tokenizer import load_tokenizer
 from model.core.generate import generate, sample_indices, sample_texts, sample_tokens
 from model.core.kv_cache import SINK_TOKENS, KVCache, create_cache
-from model.core.ops import apply_rope, attend, rope_tables
+from model.core.ops import apply_rope, attend, rope_table
 from model.core.quantize import Int8Linear, has_int8_kernel, replace_linear_layers
 from model.gpt import GPT, GPTConfig
 from model.moe import RoutedBlock
@@ -190,9 +190,9 @@ def rolled_logits(model, idx):
             if t >= c.block_size:
                 seen = torch.cat((seen[:SINK_TOKENS], seen[t + 1 - c.block_size + SINK_TOKENS:]))
             places = torch.arange(len(seen)).double()[:, None]
-            cos, sin = rope_tables(places, c.head_dim, c.rope_theta)
-            one = apply_rope(q[:, t:t + 1], cos[-1:], sin[-1:]).transpose(1, 2)
-            keys = apply_rope(k[:, seen], cos, sin).transpose(1, 2)
+            rope = rope_table(places, c.head_dim, c.rope_theta)
+            one = apply_rope(q[:, t:t + 1], rope[:, -1:]).transpose(1, 2)
+            keys = apply_rope(k[:, seen], rope).transpose(1, 2)
             rows.append(attend(one, keys, v[:, seen].transpose(1, 2)).flatten(1))
         x = x + block.attn.o(torch.stack(rows, dim=1))
         x = x + block.mlp(block.ln_2(x))

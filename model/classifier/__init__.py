@@ -206,7 +206,8 @@ class Classifier(nn.Module):
         return out
 
     def flops_per_unit(self):
-        head = self.gpt.head_weight()  # not computed; the classifier's heads are small
+        # The output layer is not computed, and the classifier's heads are small.
+        head = (self.gpt.lm_head or self.gpt.wte).weight
         n = 6 if head.requires_grad else 2
         return (self.gpt.flops_per_unit() - n * head.numel()) * self.gpt.config.block_size
 

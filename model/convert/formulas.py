@@ -11,9 +11,9 @@ from train.base.errors import CheckpointError
 # Of the code without comments and docstrings. After an edit that does not change logits (see
 # `python -m train.tools.check --only export`), enter the digest that the error message shows.
 DIGESTS = {
-    Norm: "13108ed8737d", Attention: "b6cf7a4f6cc4", MLP: "a68b147d1019", Block: "c1505763a938",
-    GPT.trunk: "d54091770d0d", GPT.logits: "98dcd882a829", ops.finish_logits: "c15204451b0a",
-    ops.rms_norm: "8d13396ff929", ops.apply_rope: "026ccbef5395", ops.rope_tables: "d24564293158",
+    Norm: "e971dbb67989", Attention: "2041b8173462", MLP: "f8c94b5ac696", Block: "20eae262ee47",
+    GPT.trunk: "0bb574f189da", GPT.logits: "98dcd882a829", ops.finish_logits: "c15204451b0a",
+    ops.RMSNorm: "710742aed2a8", ops.apply_rope: "095e2912c1ed", ops.rope_table: "b9defdbf4b50",
     ops.rope_frequencies: "624421f2e41c", ops.limit_to_window: "e8bb3d5ba27a"}
 
 

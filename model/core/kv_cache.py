@@ -2,14 +2,14 @@
 
 `KVCache` stores the keys and values of every layer, so that each token is computed once. Rows of a
 batch may have different lengths, so that a serving engine can add and remove texts at any step.
-`GPT.trunk` calls, in this order: start, previous, update per layer, finish.
+`GPT.trunk` calls, in this order: start, then update per layer.
 """
 
 import copy
 
 import torch
 
-from model.core.ops import apply_rope, rope_tables
+from model.core.ops import apply_rope, rope_table
 
 SINK_TOKENS = 4  # first tokens of a text, which a rolling cache never evicts
 ROW_DIMS = dict(kv=2, sinks=1, lengths=0, device_lengths=0, last_token=0)  # of a cache's tensors
@@ -71,9 +71,10 @@ class KVCache:
             rows = getattr(self, name).movedim(dim, 0)
             rows[targets] = rows[sources]
 
-    def start(self, T):
-        """Reserve space for T tokens per row. Return the positions (B, T) float64, or (1, T) if
-        all rows have the same length."""
+    def start(self, idx):
+        """Count the tokens idx (B, T). Return their positions (B, T) float64, or (1, T) if all rows
+        have the same length, and the token before each (B, T), -1 at the beginning of a text."""
+        T = idx.size(1)
         size = self.config.block_size
         lengths = self.lengths.tolist()
         longest = max(lengths)
@@ -100,7 +101,12 @@ class KVCache:
             self.slots = find_slot(first, size)[:, 0].to(device)
             visible = torch.arange(self.n_visible, device=first.device) <= first  # (B, S)
             self.mask = visible.to(device)[:, None, None]
-        return first.double() + torch.arange(T, device=first.device)
+        positions = first.double() + torch.arange(T, device=first.device)
+        previous = torch.cat((self.last_token, idx[:, :-1]), dim=1)
+        self.lengths += T
+        self.device_lengths += T
+        self.last_token.copy_(idx[:, -1:])
+        return positions, previous
 
     def rotate_sinks(self):
         """Rotate the sink keys of full rows to the positions directly before the window of the next
@@ -112,13 +118,9 @@ class KVCache:
         full = (lengths >= c.block_size).to(keys.device)
         self.sinks.copy_(torch.where(just_full, keys, self.sinks))
         shift = (lengths[..., 0] - c.block_size + 1).clamp(min=0).double()  # (B, 1, 1)
-        rope = rope_tables(shift, c.head_dim, c.rope_theta)  # (B, 1, 1, D / 2)
-        rotated = apply_rope(self.sinks.float(), *[t.to(keys.device) for t in rope])
+        rope = rope_table(shift, c.head_dim, c.rope_theta).to(keys.device)  # (2, B, 1, 1, D / 2)
+        rotated = apply_rope(self.sinks.float(), rope)
         keys.copy_(torch.where(full, rotated.to(keys.dtype), keys))
-
-    def previous(self, idx):
-        """Return the token before each token of idx (B, T), -1 at the beginning of a text."""
-        return torch.cat((self.last_token, idx[:, :-1]), dim=1)
 
     def update(self, layer, k, v):
         """Store k, v (B, G, T, D) of a layer. Return all keys and values (B, G, S, D) of the
@@ -136,12 +138,6 @@ class KVCache:
         self.lengths.copy_(lengths)
         self.device_lengths.copy_(lengths)
         self.last_token.copy_(last_token)
-
-    def finish(self, idx):
-        """Count the tokens idx (B, T) as stored."""
-        self.lengths += idx.size(1)
-        self.device_lengths += idx.size(1)
-        self.last_token.copy_(idx[:, -1:])
 
 
 def count_sinks(size):

@@ -17,32 +17,31 @@ IGNORE = -1  # a target that is not counted
 # the loss: logits (N, V) are the largest activation of a GPT (2,048 tokens x 50,304 ids x
 # 4 bytes = 412 MB), so only a chunk of tokens is computed at a time
 
-def linear_cross_entropy(h, weight, targets, vocab_size):
-    """Return the mean cross-entropy of softmax(h @ weight.T), a float32 scalar; 0 if no target
-    counts.
+class LinearCrossEntropy(nn.Module):
+    """The mean cross-entropy of softmax(x @ weight.T), a float32 scalar; 0 if no target counts.
 
-    h (N, C); weight (V, C), rows from vocab_size on are padding without probability; targets (N,)
-    int64, IGNORE: not counted.
+    x (..., C); weight (V, C), rows from vocab_size on are padding without probability; targets
+    (...) int64, IGNORE: not counted. A module, so that the loss can be compiled separately.
     """
-    if h.is_cuda and torch.compiler.is_compiling():
-        # Inductor fuses this into one pass over bfloat16 logits, faster than chunks on a GPU.
-        z = finish_logits(F.linear(h, weight.to(h.dtype)).float())
-        if z.size(-1) > vocab_size:
+
+    def forward(self, x, weight, targets, vocab_size):
+        h = x.flatten(0, -2)  # (N, C)
+        targets = targets.flatten()
+        if h.is_cuda and torch.compiler.is_compiling():
+            # Inductor fuses this into one pass over bfloat16 logits, faster than chunks on a GPU.
+            z = finish_logits(F.linear(h, weight.to(h.dtype)).float())
             padding = torch.arange(z.size(-1), device=z.device) >= vocab_size
-            z = z.masked_fill(padding, float("-inf"))
-        total = F.cross_entropy(z, targets, ignore_index=IGNORE, reduction="sum")
-        return total / (targets != IGNORE).sum().clamp(min=1)
-    if torch.is_autocast_enabled(h.device.type):
-        h = h.to(torch.get_autocast_dtype(h.device.type))
-    return _ChunkedLinearCrossEntropy.apply(h, weight.to(h.dtype), targets, vocab_size)
+            total = F.cross_entropy(z.masked_fill(padding, -math.inf), targets, reduction="sum",
+                                    ignore_index=IGNORE)
+            return total / (targets != IGNORE).sum().clamp(min=1)
+        if torch.is_autocast_enabled(h.device.type):
+            h = h.to(torch.get_autocast_dtype(h.device.type))
+        return _ChunkedLinearCrossEntropy.apply(h, weight.to(h.dtype), targets, vocab_size)
 
 
 def finish_logits(z):
-    """Return the logits (..., V) float32 of z, the products of states and output layer: z itself.
-
-    Losses, sampling, tasks and distillation use this function, so that an edit here changes all of
-    them, e.g. `return 30 * torch.tanh(z / 30)`. It acts on each element.
-    """
+    """Return the logits of z (..., V), products of states and output layer: z itself. An edit, e.g.
+    `return 30 * torch.tanh(z / 30)`, changes all losses and sampling. It acts on each element."""
     return z
 
 
@@ -54,21 +53,16 @@ def token_logprobs(model, x, targets):
     """
     def logprobs(x, targets):
         return -F.cross_entropy(model.logits(x), targets, ignore_index=IGNORE, reduction="none")
-    rows = chunk_rows(model.head_weight().size(0), x.device.type)
+    rows = chunk_rows(model.config.padded_vocab_size, x.device.type)
     return torch.cat([checkpoint(logprobs, *chunk, use_reentrant=False)
                       for chunk in zip(x.split(rows), targets.split(rows))])
 
 
 def chunk_rows(n_columns, device_type):
-    """Return the rows of a chunk of logits, a power of two.
-
-    A chunk has 32 MB of float32 on a CPU, which fit into the caches; otherwise 256 MB, for fewer
-    and larger kernels. At least 256 rows if these are fewer than 128: a product of 32 rows with
-    151,936 columns is limited by reading the weights, at a quarter of the speed.
-    """
-    limit = 1 << (23 if device_type == "cpu" else 26)
-    rows = 1 << max(0, (limit // n_columns).bit_length() - 1)
-    return rows if rows >= 128 else 256
+    """Return the rows of a chunk of logits: 32 MB of float32 on a CPU, which fit into the caches,
+    else 256 MB; at least 256 rows if these are few: their product only waits for the weights."""
+    rows = (1 << (23 if device_type == "cpu" else 26)) // n_columns
+    return 1 << rows.bit_length() - 1 if rows >= 128 else 256
 
 
 class _ChunkedLinearCrossEntropy(torch.autograd.Function):
@@ -78,39 +72,35 @@ class _ChunkedLinearCrossEntropy(torch.autograd.Function):
     @staticmethod
     def forward(ctx, h, weight, targets, vocab_size):
         counted = targets != IGNORE
-        index = targets.clamp(min=0)[:, None]
         share = counted / counted.sum().clamp(min=1)  # (N,) of each row in the mean
-        needs_grad, needs_weight_grad = any(ctx.needs_input_grad[:2]), ctx.needs_input_grad[1]
-        rows = min(chunk_rows(weight.size(0), h.device.type), max(1, h.size(0)))
+        index = targets.clamp(min=0)[:, None]
+        N, V = h.size(0), weight.size(0)
+        rows = min(chunk_rows(V, h.device.type), max(1, N))
         total = h.new_zeros((), dtype=torch.float32)
         # Allocated once: new memory per product would cost as much as a softmax.
-        dlogits = h.new_empty(h.size(0) if needs_weight_grad else rows, weight.size(0))
-        dh = torch.empty_like(h) if needs_grad else None
-        full = None if h.dtype == torch.float32 else dlogits.new_empty(
-            rows, weight.size(0), dtype=torch.float32)
-        for start in range(0, h.size(0), rows):
+        dlogits = h.new_empty(N if ctx.needs_input_grad[1] else rows, V)
+        dh = torch.empty_like(h) if any(ctx.needs_input_grad) else None
+        full = None if h.dtype == torch.float32 else dlogits.new_empty(rows, V, dtype=torch.float32)
+        for start in range(0, N, rows):
             chunk = slice(start, start + rows)
             n = index[chunk].size(0)
-            d = dlogits[chunk] if needs_weight_grad else dlogits[:n]
+            d = dlogits[chunk] if ctx.needs_input_grad[1] else dlogits[:n]
             z = torch.mm(h[chunk], weight.t(), out=d)  # (n, V) logits, in h's precision
             z = z if full is None else full[:n].copy_(z)  # float32
             logits = finish_logits(z)
-            logits[:, vocab_size:] = float("-inf")
+            logits[:, vocab_size:] = -math.inf
             largest = logits.amax(1)
             target = logits.gather(1, index[chunk])[:, 0]
             p = torch.softmax(logits, 1, out=logits if z.device.type == "cpu" else None)
-            # logsumexp(z) from the largest z and p, which is at least 1 / V: saves an exp of the
-            # chunk.
+            # logsumexp(z) from the largest z and p, at least 1 / V: saves an exp of the chunk.
             loss = largest - p.amax(1).log() - target  # (n,)
             total += (loss * share[chunk]).sum()
             p.scatter_add_(1, index[chunk], p.new_full((n, 1), -1.0))  # d loss / d logits
             if logits is not z:  # d loss / d z
                 p = torch.func.vjp(finish_logits, z)[1](p)[0]
-            if needs_grad:
-                d = d if p is d else d.copy_(p)
-                torch.mm(d, weight, out=dh[chunk])
-        if needs_grad:
-            ctx.save_for_backward(h, dh, dlogits if needs_weight_grad else None, share)
+            if dh is not None:
+                torch.mm(d if p is d else d.copy_(p), weight, out=dh[chunk])
+        ctx.save_for_backward(h, dh, dlogits if ctx.needs_input_grad[1] else None, share)
         return total
 
     @staticmethod
@@ -125,47 +115,28 @@ class _ChunkedLinearCrossEntropy(torch.autograd.Function):
 # -----------------------------------------------------------------------------
 # layers
 
-def rms_norm(x, weight=None, eps=1e-5):
-    """Return x / sqrt(mean(x^2) + eps) * weight over the last dimension of x (..., D).
-
-    weight (D,) or 1. Computed in float32, returned in the precision of x (RMSNorm,
-    arXiv:1910.07467).
-    """
-    if x.device.type == "cpu" and not torch.compiler.is_compiling():
-        return _RMSNorm.apply(x, weight, eps)
-    weight = None if weight is None else weight.float()  # FSDP gathers bfloat16 weights
-    return F.rms_norm(x.float(), x.shape[-1:], weight, eps).type_as(x)
-
-
-class _RMSNorm(torch.autograd.Function):
-    """RMSNorm for a CPU, where PyTorch 2.13 runs six operations forward and ten backward:
-    4.8 instead of 9.0 ms for both at (4, 512, 384), float32, 2 cores."""
+class RMSNorm(torch.autograd.Function):
+    """x / sqrt(mean(x^2) + eps) over the last dimension of x (..., D) float32, on a CPU, where
+    PyTorch 2.13 runs six operations forward and ten backward: 4.8 instead of 9.0 ms for both at
+    (4, 512, 384), 2 cores."""
 
     @staticmethod
-    def forward(ctx, x, weight, eps):
-        z = x.float()  # (..., D)
-        scale = torch.rsqrt(torch.linalg.vecdot(z, z)[..., None] / z.size(-1) + eps)  # (..., 1)
-        n = z * scale
-        ctx.save_for_backward(n, scale, weight)
-        return (n if weight is None else n * weight).to(x.dtype)
+    def forward(ctx, x, eps):
+        scale = torch.rsqrt(torch.linalg.vecdot(x, x)[..., None] / x.size(-1) + eps)  # (..., 1)
+        n = x * scale
+        ctx.save_for_backward(n, scale)
+        return n
 
     @staticmethod
-    def backward(ctx, grad):
-        n, scale, weight = ctx.saved_tensors
-        g, dweight = grad.float(), None
-        if weight is not None:
-            if ctx.needs_input_grad[1]:
-                dweight = (g * n).flatten(0, -2).sum(0).to(weight.dtype)
-            g = g * weight
-        # n has the length sqrt(D): the component along it changes the length only, which the norm
-        # divides out.
+    def backward(ctx, g):
+        n, scale = ctx.saved_tensors
+        # The component along n would only change the length, which the norm divides out.
         along = torch.linalg.vecdot(g, n)[..., None] / n.size(-1)
-        return torch.addcmul(g, n, along, value=-1).mul_(scale).to(grad.dtype), dweight, None
+        return torch.addcmul(g, n, along, value=-1).mul_(scale), None
 
 
 def apply_dropout(x, p, training=True):
-    """F.dropout. In bfloat16 on a CPU, with 16 random bits per element, four elements per random
-    number: half the time. The probability is then p to within 2**-17."""
+    """F.dropout. In bfloat16 on a CPU with 16 random bits per element: half the time."""
     if not (p and training and x.device.type == "cpu" and x.dtype == torch.bfloat16):
         return F.dropout(x, p, training)
     bits = torch.empty(-(-x.numel() // 4), dtype=torch.int64).random_(-2 ** 63, None)
@@ -173,23 +144,16 @@ def apply_dropout(x, p, training=True):
     return x * (mask.to(x.dtype) / (1 - p))
 
 
-def fused_linear(x, *layers, sizes=None, fuse=True):
-    """Return [layer(x) for layer in layers], as one matrix product if that is faster.
-
-    sizes: split the concatenated outputs into parts of these sizes (default: one per layer).
-    For a few tokens (decoding) concatenating the weights would take longer than it saves; then
-    model/core/quantize.py does it once, and the first layer is a ConcatLinear. Layers that are more
-    than a weight and a bias, e.g. with adapters, are called one by one.
-    """
+def fused_linear(x, *layers):
+    """Return the concatenated outputs of layers with a common input: by one product for many tokens
+    and plain layers; for decoding, the first layer is a ConcatLinear (model/core/quantize.py)."""
     if hasattr(layers[0], "sizes"):
-        return layers[0](x).split(sizes or layers[0].sizes, dim=-1)
+        return layers[0](x)
     is_plain = all(type(layer).forward is nn.Linear.forward for layer in layers)
-    if fuse and is_plain and x.numel() > 64 * x.size(-1):
-        bias = None if layers[0].bias is None else torch.cat([m.bias for m in layers])
-        y = F.linear(x, torch.cat([m.weight for m in layers]), bias)
-        return y.split(sizes or [m.out_features for m in layers], dim=-1)
-    outputs = [layer(x) for layer in layers]
-    return torch.cat(outputs, dim=-1).split(sizes, dim=-1) if sizes else outputs
+    if not is_plain or x.numel() <= 64 * x.size(-1):
+        return torch.cat([layer(x) for layer in layers], dim=-1)
+    bias = None if layers[0].bias is None else torch.cat([m.bias for m in layers])
+    return F.linear(x, torch.cat([m.weight for m in layers]), bias)
 
 
 def save_matrix_products():
@@ -205,13 +169,13 @@ def save_matrix_products():
 # -----------------------------------------------------------------------------
 # rotary positions
 
-def rope_tables(positions, dim, theta, scaling=()):
-    """Return cos, sin (..., dim / 2) float32 of rotary positions (...) (arXiv:2104.09864).
+def rope_table(positions, dim, theta, scaling=()):
+    """Return cos and sin (2, ..., dim / 2) float32 of rotary positions (...) (arXiv:2104.09864).
 
     Positions in float64 are exact at any length of a text. scaling: see rope_frequencies.
     """
     angles = positions[..., None] * rope_frequencies(dim, theta, scaling, positions.device)
-    return angles.cos().float(), angles.sin().float()
+    return torch.stack((angles.cos(), angles.sin())).float()
 
 
 def rope_frequencies(dim, theta, scaling=(), device=None):
@@ -230,11 +194,11 @@ def rope_frequencies(dim, theta, scaling=(), device=None):
     return freq * (share + (1 - share) / factor)
 
 
-def apply_rope(x, cos, sin):
+def apply_rope(x, rope):
     """Rotate the two halves of the last dimension of x (B, T, H, D), the layout of Hugging Face.
-    cos, sin (T, 1, D / 2), or (B, T, 1, D / 2) if the rows have different positions."""
+    rope (2, T, 1, D / 2), or (2, B, T, 1, D / 2) if the rows have different positions."""
     a, b = x.chunk(2, dim=-1)
-    cos, sin = cos.to(x.dtype), sin.to(x.dtype)
+    cos, sin = rope.to(x.dtype)
     return torch.cat((a * cos - b * sin, b * cos + a * sin), dim=-1)
 
 
@@ -242,19 +206,14 @@ def apply_rope(x, cos, sin):
 # attention
 
 def attend(q, k, v, dropout=0.0, mask=None):
-    """Return causal attention (B, H, T, D) of q (B, H, T, D) with k, v (B, G, S, D).
-
-    Query i is at position S - T + i. Each of the G heads of keys serves H / G heads of queries.
-    mask (B, 1, T, S), or (B, 1, S) for T = 1, replaces the causal rule: true where a query sees a
-    key.
-    """
+    """Return causal attention (B, H, T, D) of q (B, H, T, D) with k, v (B, G, S, D). Query i is at
+    position S - T + i. mask (B, 1, T, S), or (B, 1, S) for T = 1: true where a query sees a key."""
     T, S, groups = q.size(2), k.size(2), q.size(1) // k.size(1)
     if T == 1 and not dropout:
         return attend_one(q, k, v, mask)
-    k, v = k.to(q.dtype), v.to(q.dtype)  # a cache may have a different precision
+    k, v = (t.to(q.dtype) for t in (k, v))  # a cache may have a different precision
     # On a GPU, kernels for bfloat16 let heads share keys. Otherwise the keys are copied.
-    native = (groups > 1 and q.is_cuda and q.dtype == torch.bfloat16 and T == S
-              and mask is None)
+    native = groups > 1 and q.is_cuda and q.dtype == torch.bfloat16 and T == S and mask is None
     if groups > 1 and not native:
         k, v = (t.repeat_interleave(groups, dim=1) for t in (k, v))
     if q.device.type == "cpu" and q.dtype == torch.bfloat16 and T == S <= 1024:
@@ -262,7 +221,7 @@ def attend(q, k, v, dropout=0.0, mask=None):
     if 1 < T < S and mask is None:
         mask = torch.ones(T, S, dtype=torch.bool, device=q.device).tril(S - T)
     return F.scaled_dot_product_attention(q, k, v, mask, dropout, enable_gqa=native,
-                                          is_causal=mask is None and 1 < T == S)
+                                          is_causal=mask is None and T > 1)
 
 
 def attend_in_blocks(q, k, v, dropout, mask=None, size=128):

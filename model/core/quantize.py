@@ -10,8 +10,6 @@ import torch.nn.functional as F
 
 from model.core.adapters import LoRALinear
 
-COMMON_INPUT = (("q", "k", "v"), ("gate", "up"))  # layers that model.core.ops.fused_linear computes
-
 
 class ConcatLinear(nn.Module):
     """Linear layers with a common input, concatenated: x (..., K) -> (..., N), with N the sum of
@@ -112,7 +110,7 @@ def has_int8_kernel(device, width):
 
 def replace_linear_layers(model, linear_class=PackedLinear):
     """Replace every linear layer of `model`, in place, by a `linear_class` for decoding, with q, k,
-    v and gate, up fused; return the model. It can no longer be trained."""
+    v fused; return the model. It can no longer be trained."""
     replace_children(model.requires_grad_(False), linear_class)
     if model.lm_head is None:  # tied: the embedding is kept for the input tokens
         model.lm_head = linear_class(model.wte)
@@ -122,12 +120,10 @@ def replace_linear_layers(model, linear_class=PackedLinear):
 def replace_children(module, linear_class):
     """Replace the linear layers below `module`. Experts of a mixture are no linear layers and are
     kept."""
-    for names in COMMON_INPUT:
-        layers = [getattr(module, name, None) for name in names]
-        if all(map(is_linear, layers)):
-            setattr(module, names[0], linear_class(*layers))
-            for name in names[1:]:
-                setattr(module, name, None)
+    layers = [getattr(module, name, None) for name in "qkv"]
+    if all(map(is_linear, layers)):  # computed by model.core.ops.fused_linear
+        module.q = linear_class(*layers)
+        module.k = module.v = None
     for name, child in module.named_children():
         if is_linear(child):
             setattr(module, name, linear_class(child))

@@ -21,7 +21,8 @@ def compile_decoder(model, quantized=False):
     torch.compile raises."""
     device = model.wte.weight.device
     is_plain = all(block.compiles_decoding and not block.attn.window for block in model.h)
-    if not is_plain or len(set(model.rope_indices)) > 1:  # one graph computes all layers
+    # One graph computes all layers.
+    if not is_plain or len({block.attn.rope_index for block in model.h}) > 1:
         raise ValueError("--compile: expected a plain GPT with full attention and the same "
                          "positions in every layer; remove the option")
     if device.type == "mps":  # has no float64, which positions need to be exact
@@ -56,23 +57,21 @@ class CompiledDecoder:
             return self.model(idx, cache=cache, last_only=last_only)
         # A token that was sliced from a longer text has other strides, which would be recompiled.
         idx = idx.flatten()[None]
-        cache.start(1)
+        positions, previous = cache.start(idx)  # (1, 1) each
         if idx.is_cuda:  # the graph's fixed addresses; the previous logits have been read
             torch._dynamo.mark_static_address(cache.kv)
             torch.compiler.cudagraph_mark_step_begin()
-        logits = self.step(idx, cache.kv, cache.device_lengths, cache.last_token)
-        cache.finish(idx)
-        return logits
+        return self.step(idx, cache.kv, positions, previous)
 
 
-def next_logits(model, idx, kv, length, last_token):
+def next_logits(model, idx, kv, positions, previous):
     """Return the logits of one token idx (1, 1), and store the token's keys and values in
-    kv (L, 2, 1, G, S, D). length (1,): tokens in kv. This function is compiled: all inputs and
-    outputs are tensors of fixed shapes."""
+    kv (L, 2, 1, G, S, D). positions, previous (1, 1), of KVCache.start. This function is compiled:
+    all inputs and outputs are tensors of fixed shapes."""
     size = kv.size(4)
-    mask = (torch.arange(size, device=kv.device) <= length)[None, None]  # (1, 1, S)
-    positions = length.double()[:, None]  # (1, 1)
-    cache = SingleTokenCache(kv, find_slot(length, size), mask, positions, last_token)
+    mask = (torch.arange(size, device=kv.device) <= positions)[None]  # (1, 1, S)
+    slot = find_slot(positions[0].long(), size)
+    cache = SingleTokenCache(kv, slot, mask, (positions, previous))
     logits = model(idx, cache=cache, last_only=True)
     kv.index_copy_(4, cache.slot, torch.stack(cache.new))
     return logits
@@ -85,19 +84,12 @@ class SingleTokenCache:
     values are merged when the cache is read; a write would make the compiled region copy the cache.
     """
 
-    def __init__(self, kv, slot, mask, positions=None, last_token=None):
+    def __init__(self, kv, slot, mask, start=None):
         self.kv = kv
         self.slot = slot
         self.mask = mask
-        self.positions = positions
-        self.last_token = last_token
+        self.start = lambda idx: start  # as KVCache.start
         self.new = []  # (2, 1, G, 1, D) per layer
-
-    def start(self, T):
-        return self.positions
-
-    def previous(self, idx):
-        return self.last_token
 
     def update(self, layer, k, v):
         new = torch.stack((k, v)).to(self.kv.dtype)  # (2, 1, G, 1, D)
@@ -105,9 +97,6 @@ class SingleTokenCache:
         slots = torch.arange(self.kv.size(3), device=self.kv.device)
         is_new = slots[:, None] == self.slot  # (S, 1)
         return *torch.where(is_new, new, self.kv), self.mask
-
-    def finish(self, idx):
-        """Do nothing: the KVCache counts tokens outside the graph."""
 
 
 class SharedGraphBlock(nn.Module):
@@ -117,19 +106,19 @@ class SharedGraphBlock(nn.Module):
         super().__init__()
         self.block, self.layer = block, block.attn.layer
 
-    def forward(self, x, rope, cache, mask=None):
+    def forward(self, x, ropes, cache, mask=None):
         if not isinstance(cache, SingleTokenCache):
-            return self.block(x, rope, cache, mask)
-        x, new = compute_block(self.block, x, rope, cache.kv[self.layer], cache.slot, cache.mask)
+            return self.block(x, ropes, cache, mask)
+        x, new = compute_block(self.block, x, ropes, cache.kv[self.layer], cache.slot, cache.mask)
         cache.new.append(new)
         return x
 
 
 @torch.compiler.nested_compile_region
-def compute_block(block, x, rope, kv, slot, mask):
+def compute_block(block, x, ropes, kv, slot, mask):
     """Return the output (1, 1, C) of a block, and the new keys and values (2, 1, G, 1, D)."""
     cache = SingleTokenCache(kv, slot, mask)
-    return block.compute(x, rope, cache), cache.new[0]
+    return block.compute(x, ropes, cache), cache.new[0]
 
 
 class ReductionLinear(ConcatLinear):

@@ -27,7 +27,7 @@ CATEGORIES = {
     "attention": r"scaled_dot_product|flash|bmm|_softmax",
     "matrix products": r"::_?(addmm|mm|matmul|linear|grouped_mm|scaled_mm|einsum)|mkldnn.*linear",
     "copies, casts": r"^aten::(copy_|_to_copy|cat|clone|contiguous|index_select|fill_)",
-    "norms, elementwise": r"^aten::|^triton|Compiled|^_RMSNorm",
+    "norms, elementwise": r"^aten::|^triton|Compiled|^RMSNorm",
 }
 REST = "rest: Python, waiting"
 
