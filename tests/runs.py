@@ -6,7 +6,6 @@ import importlib.util
 import json
 import os
 import pathlib
-import re
 import signal
 import sys
 import time
@@ -233,9 +232,3 @@ def planted_children(monkeypatch):
     monkeypatch.setattr(child_runs, "start_process", start_process)
     monkeypatch.setattr(child_runs, "POLL_SECONDS", 0.01)
     return started
-
-
-def count_dots(svg):
-    """Return how many round markers matplotlib has drawn into the text of an SVG."""
-    dots = re.findall(r'<path id="(m\w+)" d="M 0 3[ \n]+C', svg)
-    return sum(svg.count(f'<use xlink:href="#{name}"') for name in dots)

@@ -217,10 +217,10 @@ def test_a_dry_run_times_the_step_with_its_optimizer(monkeypatch, data_dir):
     monkeypatch.setattr(dry_run, "load_model_type", lambda name: types.SimpleNamespace(
         build_model=lambda config, data: model))
     monkeypatch.setattr(model, "to", lambda device: model)
-    monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda device: 10**9)
+    monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda device: 2**30)
     seconds, activations = dry_run.measure_step(c, data, ranks, torch.float32, True, 2**30)
     state = sum(dry_run.state_memory(c, model, 1).values())
-    assert activations == 10**9 - state
+    assert activations == 2**30 - state
     assert compiled == [(model, ranks.device)]
     assert seconds == 2 * 1.0 + 7.0  # two micro-batches are accumulated
 

@@ -3,15 +3,12 @@
 import json
 import math
 import pathlib
-import sys
 from xml.etree import ElementTree
 
 import pytest
 from processes import python
-from runs import count_dots
 
 from train.options import loss_svg as plot
-from train.tools.plot import save_figure
 
 REPO = pathlib.Path(__file__).resolve().parent.parent
 SVG = "{http://www.w3.org/2000/svg}"
@@ -247,26 +244,6 @@ def test_log_axes_have_ticks_where_the_curve_lies(low, high, expected):
     ticks = plot.Axis([low, high], 0, 320, log=True).ticks(40)
     assert all(any(t == pytest.approx(e) for t in ticks) for e in expected), ticks
     assert 3 <= len(ticks) <= 17 and ticks == sorted(ticks)
-
-
-def test_a_figure_of_anything(tmp_path, monkeypatch, capsys):
-    """Drawn by matplotlib; without it, one line says what to install."""
-    def draw(axes):
-        axes.set_xscale("log")
-        axes.plot([1e-4, 1e-2], [1.0, 2.0], label="a <curve>")
-        axes.plot([1e-4, 1e-2], [1.0, 2.0], "o")
-    path = tmp_path / "a.svg"
-    assert save_figure(path, draw, "title", "rate", "value")
-    svg = ElementTree.parse(path).getroot()
-    assert {"title", "rate", "value", "a <curve>", "0.001", "0.01"} <= set(texts(svg))
-    assert count_dots(path.read_text()) == 2
-    before = path.read_bytes()
-    assert save_figure(path, draw, "title", "rate", "value") and capsys.readouterr().out == ""
-    assert len(path.read_bytes()) == len(before)
-    monkeypatch.setitem(sys.modules, "matplotlib", None)
-    assert not save_figure(tmp_path / "b.svg", draw, "title", "rate", "value")
-    assert capsys.readouterr().out == f"{tmp_path}/b.svg was not drawn: pip install matplotlib\n"
-    assert not (tmp_path / "b.svg").exists()
 
 
 def test_one_run_is_drawn_into_its_folder(tmp_path):

@@ -8,7 +8,7 @@ import time
 
 import numpy as np
 import pytest
-from runs import count_dots, planted_children
+from runs import planted_children
 
 from train import config as config_file
 from train.config import load_config
@@ -134,8 +134,8 @@ SIX = ("--budgets", "2000,500,1000", "--depth", "2,1")
 RUNS = ("--budgets", "2000,500,1000", "--depth", "2,1,3")
 
 
-def test_three_budgets_predict_a_run_of_four_times_the_largest(go, tmp_path, capsys):
-    """Of a planted law: the table, the law, the best sizes, the larger run, the picture."""
+def test_three_budgets_predict_a_run_of_four_times_the_largest(go, capsys):
+    """Of a planted law: the table, the law, the best sizes, the larger run."""
     assert go(*SIX, "--jobs=2", "--check") == 0
     text = capsys.readouterr().out
     law = Law(1.0, 2.0, 20.0, 0.5, 0.4)
@@ -153,8 +153,6 @@ def test_three_budgets_predict_a_run_of_four_times_the_largest(go, tmp_path, cap
     assert low <= float(reached) <= high and abs(float(off)) < 0.1
     assert expected == pytest.approx(float(reached), rel=1e-3)
     assert len(go.started) == 7
-    picture = (tmp_path / "scaling/scaling.svg").read_text()
-    assert count_dots(picture) == 7 and ">8000 FLOPs<" in picture
 
     # Again, there is nothing to do; the run is not part of what predicts it.
     assert go(*SIX) == 0
@@ -162,7 +160,6 @@ def test_three_budgets_predict_a_run_of_four_times_the_largest(go, tmp_path, cap
     assert len(go.started) == 7 and f"expected {expected:.4f}" in again
     command = next(line for line in again.splitlines() if "run_train.py" in line)
     assert "--model=planted" in command and "--n_layer=" in command
-    assert count_dots((tmp_path / "scaling/scaling.svg").read_text()) == 6
 
 
 @pytest.mark.matrix(126)

@@ -1,7 +1,8 @@
 """Draw the loss and the learning rate of runs as an SVG, without any package; read metrics.jsonl.
 
 A run draws loss.svg at every evaluation. train/tools/plot.py and train/tools/watch.py draw several
-runs into one picture. Text and lines have at least 3:1 contrast on white and on black.
+runs into one picture, train/tools/lr_finder.py a sweep. Text and lines have at least 3:1 contrast
+on white and on black.
 """
 
 import json
@@ -174,10 +175,10 @@ def loss_svg(runs, x="iter", metric="loss"):
     return draw_chart({metric: curves, "learning rate": rates}, X_LABELS[x])
 
 
-def draw_chart(panels, x_label):
+def draw_chart(panels, x_label, log_x=False):
     """Return an SVG of `panels`, {name: Curves}, above each other over one horizontal axis."""
     curves = [c for group in panels.values() for c in group]
-    x = Axis([p[0] for c in curves for p in c.points], LEFT, RIGHT, from_zero=True)
+    x = Axis([p[0] for c in curves for p in c.points], LEFT, RIGHT, not log_x, log_x)
     parts = []
     y = 4
     for k, c in enumerate(c for c in curves if c.name):  # the legend, in two columns

@@ -2,25 +2,22 @@
 
 Prints the start-up block, the memory per rank by purpose, the time per step and the duration of
 runs of several lengths. Writes nothing. Memory and time are measured, so that this works for every
-model type.
+model type: on a GPU as allocated, on a CPU as resident, with the space that malloc keeps unused.
 """
 
-import contextlib
 import time
-import weakref
 
 import numpy as np
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 from train import device as device_module
-from train import distributed, logger
+from train import distributed
 from train.base.console import compact, duration
 from train.base.errors import CollectiveExit
 from train.base.memory import memory_available
 from train.checkpoint import inherited_shape
 from train.device import ON_OFF, compile_model, should_compile
+from train.logger import log_plan, peak_memory
 from train.optimizer import build_optimizer
 from train.setup import check_epochs, open_data
 from train.system import flops_per_step, load_model_type
@@ -28,9 +25,6 @@ from train.train import clip_gradients
 
 MAX_SECONDS = 15.0  # on a CPU, slower micro-batches are extrapolated
 MIB = 2**20
-# Resident memory per byte of activations on a CPU: malloc keeps freed blocks, see
-# keep_freed_memory(), with unused space between them. 1.5 to 2.1 were measured.
-MALLOC_FACTOR = 1.75
 TOO_LARGE = ("Does not fit: lower batch_size (and raise gradient_accumulation_steps by the same "
              "factor), set gradient_checkpointing: true, or lower block_size, n_layer or n_embd.")
 
@@ -51,7 +45,7 @@ def estimate(config):
         compiled = should_compile(config, flops, ranks)
         precision = f"{reason}; compile {ON_OFF[compiled]}"
         device = device_module.describe_device(ranks.device)
-        logger.log_plan(log, config, ranks, data, empty_model, device, precision, flops)
+        log_plan(log, config, ranks, data, empty_model, device, precision, flops)
         on_gpu = ranks.device.type == "cuda"
         available = torch.cuda.mem_get_info(ranks.device)[0] if on_gpu else memory_available()
         memory = state_memory(config, empty_model, ranks.world_size)
@@ -94,20 +88,18 @@ def check_memory(memory, available, ranks):
 
 
 def measure_step(config, data, ranks, dtype, compiled, available):
-    """Return (seconds per optimizer step, bytes of tensors besides the state of the run).
+    """Return (seconds per optimizer step, bytes of memory besides the state of the run).
 
     On a GPU the measured step is the real one. On a CPU, one sample is measured, and a part of a
     micro-batch as large as time and memory allow; larger ones are extrapolated."""
     device = ranks.device
     on_gpu = device.type == "cuda"
+    initial_memory = 0 if on_gpu else peak_memory(device) or 0  # None: unknown, on Windows
     model = load_model_type(config.model).build_model(config, data).to(device)
     optimizer = build_optimizer(model, config, log=lambda text: None)
     if compiled:
         compile_model(model, device)
-    memory = PeakMemory(model)
-    count_bytes = contextlib.nullcontext() if on_gpu else memory
-    with count_bytes:
-        batch = data.train.get_batch(device, 0)
+    batch = data.train.get_batch(device, 0)
 
     def compute(n):  # as in train_step
         with torch.autocast(device.type, dtype, enabled=dtype != torch.float32):
@@ -120,49 +112,21 @@ def measure_step(config, data, ranks, dtype, compiled, available):
         optimizer.zero_grad(set_to_none=True)
 
     def measure(n):
-        compute(n)
-        with count_bytes:  # with gradients, as in all but the first micro-batch
+        for _ in range(2):  # with gradients, as in all but the first micro-batch
             compute(n)
-        return np.array([timed(lambda: compute(n), device), memory.peak])
+        seconds = timed(lambda: compute(n), device)
+        return np.array([seconds, ((peak_memory(device) or 0) - initial_memory) * MIB])
     size = len(batch[0])
     n = size if on_gpu else 1
     compute(n)
     update()  # creates the state of the optimizer
     cost = measure(n)
     if n < size:
-        limits = np.array([MAX_SECONDS / 3, available / MALLOC_FACTOR])
+        limits = np.array([MAX_SECONDS / 3, available])
         larger_n = min(max(2, int(min(limits / cost))), size)
         cost += (measure(larger_n) - cost) * (size - n) / (larger_n - n)
     seconds = config.accumulation(ranks.world_size) * cost[0] + timed(update, device)
-    if not on_gpu:
-        return seconds, MALLOC_FACTOR * cost[1]
-    state = sum(state_memory(config, model, world_size=1).values())
-    return seconds, max(0, torch.cuda.max_memory_allocated(device) - state)
-
-
-class PeakMemory(TorchDispatchMode):
-    """Context that counts the bytes of new tensors: `live`, and the largest number, `peak`."""
-
-    def __init__(self, model):
-        super().__init__()
-        self.live = 0
-        self.peak = 0
-        self.known = {t.untyped_storage()._cdata for t in (*model.parameters(), *model.buffers())}
-
-    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-        result = function(*args, **kwargs or {})
-        for tensor in filter(torch.is_tensor, tree_leaves(result)):
-            storage = tensor.untyped_storage()
-            if storage._cdata not in self.known:
-                self.known.add(storage._cdata)
-                self.live += storage.nbytes()
-                self.peak = max(self.peak, self.live)
-                weakref.finalize(storage, self.remove, storage._cdata, storage.nbytes())
-        return result
-
-    def remove(self, address, size):
-        self.known.discard(address)
-        self.live -= size
+    return seconds, max(0, cost[1] - sum(state_memory(config, model, world_size=1).values()))
 
 
 def timed(f, device):

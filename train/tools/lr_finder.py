@@ -24,10 +24,9 @@ from train.base.fields import key
 from train.base.files import write_text
 from train.config import load_argv
 from train.distributed import process_group
-from train.options.loss_svg import COLORS
+from train.options.loss_svg import COLORS, Curve, draw_chart
 from train.robust import run_reporting_errors
 from train.setup import open_run
-from train.tools.plot import save_figure
 from train.train import train_step
 
 DIVERGENCE_FACTOR = 4.0    # the sweep stops at a mean loss of this multiple of the lowest loss
@@ -89,22 +88,22 @@ def suggest(rates, losses, high):
     return result | dict(suggestion=rates[slopes.index(min(slopes))])
 
 
-def draw_sweep(axes, sweep):
-    """Draw a sweep on matplotlib `axes`: loss, smoothed loss, suggested learning rate."""
-    axes.set_xscale("log")
-    axes.plot(sweep["lr"], sweep["loss"], color=COLORS[0], alpha=0.35)
-    axes.plot(sweep["lr"], sweep["smoothed"], color=COLORS[0], label="smoothed loss")
-    if sweep["suggestion"]:
-        axes.axvline(sweep["suggestion"], color=COLORS[2], linestyle="--",
-                     label=f"falls fastest: {sweep['suggestion']:.2g}")
+def draw_sweep(sweep):
+    """Return an SVG of a sweep: loss, smoothed loss, suggested learning rate."""
+    smoothed = list(zip(sweep["lr"], sweep["smoothed"]))
+    curves = [Curve(list(zip(sweep["lr"], sweep["loss"])), COLORS[0], line="faint"),
+              Curve(smoothed, COLORS[0], "smoothed loss")]
+    if best := sweep["suggestion"]:
+        ends = [(best, min(sweep["loss"])), (best, max(sweep["loss"]))]
+        curves.append(Curve(ends, COLORS[2], f"falls fastest: {best:.2g}"))
+    return draw_chart(dict(loss=curves), "learning rate", log_x=True)
 
 
 def report_sweep(sweep, config):
     """Write lr_finder.json and lr_finder.svg into out_dir and print the suggestion."""
     path = os.path.join(config.out_dir, "lr_finder.svg")
     write_text(path.replace(".svg", ".json"), json.dumps(sweep))
-    save_figure(path, lambda axes: draw_sweep(axes, sweep), "Learning-rate sweep", "learning rate",
-                "loss")
+    write_text(path, draw_sweep(sweep))
     if sweep["suggestion"] is None:
         print(f"No clear minimum: {sweep['why']}. See {path}")
         return

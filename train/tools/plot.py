@@ -3,61 +3,16 @@
     python -m train.tools.plot out/a [out/b]... [--x iter|tokens|time] [--metric NAME]
 """
 
-import io
 import os
 import sys
 from dataclasses import dataclass
 
 from train.base.cli import run_command
-from train.base.errors import echo
 from train.base.fields import key
 from train.base.files import write_text
-from train.options.loss_svg import (
-    COLORS,
-    TEXT_COLOR,
-    X_LABELS,
-    loss_svg,
-    read_metrics,
-    tick_label,
-    to_number,
-)
+from train.options.loss_svg import X_LABELS, loss_svg, read_metrics, to_number
 
 MAX_TRAINING_LINES = 100_000  # read per run
-# Of matplotlib. A transparent background and grey text, for light and dark screens.
-GREY = ("text.color", "axes.labelcolor", "axes.edgecolor", "xtick.color", "ytick.color",
-        "grid.color")
-STYLE = dict.fromkeys(GREY, TEXT_COLOR) | {
-    "savefig.transparent": True, "legend.framealpha": 0, "axes.grid": True, "grid.alpha": 0.25,
-    "axes.spines.top": False, "axes.spines.right": False, "svg.fonttype": "none"}
-
-
-def save_figure(path, draw, title, x_label, y_label):
-    """Save a picture of another command as SVG and return True; without matplotlib, print one line
-    and return False. draw(axes): draws into the new matplotlib axes."""
-    try:
-        from matplotlib import rc_context
-        from matplotlib.figure import Figure
-        from matplotlib.ticker import LogLocator
-    except ImportError:
-        echo(f"{path} was not drawn: pip install matplotlib")
-        return False
-    with rc_context(STYLE):
-        figure = Figure(figsize=(10, 5.5), layout="constrained")
-        axes = figure.subplots()
-        axes.set_prop_cycle(color=COLORS)
-        axes.set(title=title, xlabel=x_label, ylabel=y_label)
-        draw(axes)
-        axes.minorticks_off()
-        for axis in (axes.xaxis, axes.yaxis):
-            if axis.get_scale() == "log":
-                axis.set_major_locator(LogLocator(subs=(1, 2, 5)))
-            axis.set_major_formatter(lambda value, position: tick_label(value))
-        if axes.get_legend_handles_labels()[1]:
-            figure.legend(loc="outside lower center", ncols=3)
-        svg = io.StringIO()
-        figure.savefig(svg, format="svg", metadata=dict(Date=None))
-    write_text(path, svg.getvalue())
-    return True
 
 
 @dataclass

@@ -5,8 +5,8 @@
 Each run is a process with a folder in out/repeat. The same command resumes, and skips complete
 runs. Differences are paired by seed: each seed has the same data order and initial weights with and
 without the change, so that the effect of the seed cancels. The interval is Student's, 95%: a change
-is kept if all of the interval is an improvement. The results are a table on the console,
-repeat.svg, and rows that are appended to results.tsv in the parent folder.
+is kept if all of the interval is an improvement. The results are a table on the console and rows
+that are appended to results.tsv in the parent folder.
 """
 
 import math
@@ -24,7 +24,6 @@ from train.config import load_argv
 from train.distributed import Ranks
 from train.setup import open_data
 from train.tools.child_runs import ChildRun, train_all
-from train.tools.plot import save_figure
 
 COLUMNS = ("change", "metric", "runs", "mean", "spread", "difference", "low", "high", "seconds",
            "mib", "verdict")
@@ -76,17 +75,6 @@ def make_table(results, seeds, config):
     return table
 
 
-def draw_results(axes, results):
-    """Draw a dot per run, and the mean of each setting as a line."""
-    for x, (name, runs) in enumerate(results.items(), 1):
-        values = [r["value"] for r in runs.values()]
-        if values:
-            mean = fmean(values)
-            line, = axes.plot([x - 0.3, x + 0.3], [mean, mean], label=f"{x}: {name}, {mean:.4f}")
-            axes.plot([x] * len(values), values, "o", color=line.get_color())
-    axes.set_xticks(range(1, len(results) + 1))
-
-
 # -----------------------------------------------------------------------------
 # command line
 
@@ -127,8 +115,6 @@ def repeat(options, arguments_and_config):
     with open(path, "a", encoding="utf-8") as f:
         f.writelines("\t".join(line) + "\n" for line in lines)
     echo(f"Appended to {os.path.relpath(path)}")
-    save_figure(os.path.join(options.out, "repeat.svg"), lambda axes: draw_results(axes, results),
-                "Settings over seeds", "setting", metric)
     return int(not any(results.values()))
 
 

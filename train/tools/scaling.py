@@ -12,7 +12,6 @@ a folder each; the same command resumes. The keys that a depth sets: depth_keys(
 
 import functools
 import math
-import os
 import shlex
 import sys
 from dataclasses import dataclass
@@ -29,7 +28,6 @@ from train.distributed import Ranks
 from train.setup import open_data
 from train.system import flops_per_step, load_model_type
 from train.tools.child_runs import ChildRun, train_all
-from train.tools.plot import save_figure
 
 TOKENS_PER_WEIGHT = (2.5, 40)  # depths are chosen within these limits,
 DEPTHS = range(2, 49)  # from these: in a single block, attention sees embeddings only
@@ -175,17 +173,6 @@ def run_table(runs):
     return format_table(rows)
 
 
-def draw_law(axes, law, runs):
-    """Draw the loss over the number of weights: per budget a curve of the law and a dot per run."""
-    axes.set_xscale("log")
-    for budget in sorted({r.budget for r in runs}):
-        group = [r for r in runs if r.budget == budget]
-        sizes = [r.n for r in group]
-        n = np.geomspace(min(sizes) / 2, max(sizes) * 2)
-        line, = axes.plot(n, law.loss(n, budget / 6 / n), label=f"{budget:g} FLOPs")
-        axes.plot(sizes, [r.loss or math.nan for r in group], "o", color=line.get_color())
-
-
 # -----------------------------------------------------------------------------
 # command line
 
@@ -242,9 +229,6 @@ def scaling(options, arguments_and_config):
         train_runs([larger], fingerprint, options)
         if larger.loss:
             echo(f"It reached {larger.loss:.4f}, {larger.loss / expected - 1:+.2%}")
-    save_figure(os.path.join(options.out, "scaling.svg"),
-                lambda axes: draw_law(axes, law, [*runs, larger]), "Loss by model size",
-                "weights (N)", "val_loss")
     return int(options.check and not larger.loss)
 
 
