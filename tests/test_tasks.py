@@ -16,7 +16,7 @@ from model import chat
 from model.core.generate import generate
 from model.core.load import load_model
 from model.eval import tasks
-from model.gpt import GPT, GPTConfig
+from model.gpt import GPT
 from train.checkpoint import load_checkpoint
 
 
@@ -37,25 +37,6 @@ def test_log_probabilities_are_those_of_single_tokens(quiz):
         assert score == pytest.approx(sum(float(p[i - 1, ids[i]]) for i in range(first, len(ids))),
                                       rel=1e-6, abs=1e-6)
         assert greedy == all(int(p[i - 1].argmax()) == ids[i] for i in range(first, len(ids)))
-
-
-@pytest.mark.parametrize("changes", [{}, dict(pos="learned", prev_embedding=True)])
-def test_many_rows_are_written_as_one_alone(changes):
-    model = GPT(GPTConfig(n_layer=2, n_head=2, n_embd=32, block_size=48, vocab_size=257, **changes))
-    generator = torch.Generator().manual_seed(2)
-    for p in model.parameters():
-        p.data += torch.randn(p.shape, generator=generator) * 0.2
-    prompts = [list(text.encode()) for text in ("line 5: the", "l", "fox jumps over the lazy d")]
-    alone = [generate(model.eval(), torch.tensor([ids]), 9, 0, n_vocab=256)[0, len(ids):].tolist()
-             for ids in prompts]
-    assert tasks.generate_greedy(model, prompts, 9, 256) == alone
-    shortest = [ids[:1] for ids in prompts[:2]]
-    assert tasks.generate_greedy(model, shortest, 3, 256) == [
-        generate(model, torch.tensor([ids]), 3, 0, n_vocab=256)[0, 1:].tolist() for ids in shortest]
-    with torch.no_grad():
-        model.ln_f.weight.fill_(float("nan"))
-    assert tasks.generate_greedy(model, prompts, 2, 256) == [[] for _ in prompts]  # nothing right
-    assert len(set(map(tuple, alone))) == 3
 
 
 # -----------------------------------------------------------------------------
@@ -167,9 +148,9 @@ def test_names_are_known_from_a_batch_of_each(quiz, tmp_path, monkeypatch):
 
 def test_batches_hold_no_more_than_asked():
     rng = random.Random(3)
-    rows = [tasks.Example(0, [([1] * rng.randrange(2, 30), 1)] * rng.choice([1, 4]), 0)
+    rows = [tasks.Example(0, [([1] * rng.randrange(2, 30), 1)] * rng.choice([1, 4]), [1], 0)
             for _ in range(100)]
-    found = tasks.batch_by_width(rows, 600, lambda row: row.width)
+    found = tasks.batch_by_width(rows, 600)
     assert sorted(map(id, sum(found, []))) == sorted(map(id, rows))
     assert all(sum(len(r.sequences) for r in some) * max(r.width for r in some) <= 600
                for some in found)
@@ -214,9 +195,6 @@ BAD = [({"text": "a"}, "expected question and answer"), ([1], "expected an objec
        (dict(question="a", choices=["b", "c"], answer="d"), "answer: 'd' is not one of"),
        (dict(question=1, choices=["b", "c"], answer=0), "question: expected a text"),
        (dict(question="a", answer=["b"]), "answer: expected a text"),
-       (dict(question="a", answer="b\nc"), "answer: contains '\\n'"),
-       (dict(question="a", answer="b", until=""), "until: expected"),
-       (dict(question="a", answer="b" * 48), "answer: 49 tokens"),
        (dict(context="a", continuation=""), "choices: expected 1 or more non-empty texts")]
 
 

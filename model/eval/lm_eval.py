@@ -6,6 +6,7 @@
 The results equal the harness's `hf` model on the exported folder (model/convert/).
 """
 
+import itertools
 import json
 import sys
 from dataclasses import dataclass
@@ -16,7 +17,7 @@ import torch
 from model.core.detokenizer import Detokenizer
 from model.core.generate import generate
 from model.core.load import load_model
-from model.eval.tasks import decode_until, score_sequences
+from model.eval.tasks import score_sequences
 from train.base.cli import run_command
 from train.base.errors import DataError, require
 from train.base.fields import key
@@ -84,7 +85,11 @@ class CheckpointLM:
                        options.get("temperature", 1.0) if options.get("do_sample") else 0,
                        options.get("top_k"), options.get("top_p"), seed=0,
                        stop_token=self.eot_token_id, on_token=is_complete, n_vocab=self.tok.n_vocab)
-        return decode_until(out[0, len(prompt):].tolist(), {self.eot_token_id}, self.tok, until)
+        ids = itertools.takewhile(lambda i: i != self.eot_token_id, out[0, len(prompt):].tolist())
+        text = self.tok.decode(list(ids))
+        for stop in until:
+            text = text.split(stop)[0]
+        return text
 
 
 @dataclass

@@ -9,27 +9,27 @@ accepted for `question` and `answer`:
 
     {"question": "1 + 1 =", "choices": ["2", "3"], "answer": 0}   the most likely choice is correct
     {"context": "one, two,", "continuation": "three"}             greedy decoding generates it
-    {"question": "Two and two?\\n", "answer": "four"}              the same, and then stops
+    {"question": "Two and two?\n", "answer": "four"}              the same, and then a line end
 
-A choice or continuation is preceded by " ", or by the example's `delimiter`. Generated text stops
-at a line end, or at one of the strings in `until`. A chat model's question is formatted with the
-chat template.
+All are log probabilities of texts, after " " or the example's `delimiter`. By default, an answer
+that follows a blank or a line end has no delimiter. A chat model's question is formatted with the
+chat template, and its answer ends with the template's end token.
 
-Metrics: NAME is lm-eval's acc (exact_match for generated answers); NAME_norm is acc_norm, with log
-probabilities divided by the number of characters; NAME_centred is the centred accuracy of CORE
-(arXiv:2406.11794), 0 at chance and 1 if everything is correct.
+Metrics: NAME is lm-eval's acc (exact_match for answers without choices); NAME_norm is acc_norm,
+with log probabilities divided by the number of characters; NAME_centred is the centred accuracy of
+CORE (arXiv:2406.11794), 0 at chance and 1 if everything is correct.
 """
 
 import itertools
 from typing import NamedTuple
 
+import numpy as np
 import torch
-import torch.nn.functional as F
 from torch.nn.utils.rnn import pad_sequence
 
 from data.records import parse_records
 from data.tokenizer import tokenizer_from_spec
-from model.core.generate import eager_mode, generate
+from model.core.generate import eager_mode
 from model.core.ops import chunk_rows
 from model.gpt import GPT
 from train.base.errors import DataError, SetupError
@@ -39,34 +39,22 @@ from train.evaluate import evaluate
 from train.keys import task_names
 from train.logger import LINE_NAMES
 
-SPARE_TOKENS = 8  # an answer may be longer than the longest expected one by this many tokens
 CORE_NAMES = dict(query="question", gold="answer")
 
 
 class Example(NamedTuple):
-    """An example of a task.
-
-    sequences: [(ids, n)] per choice, with the last n ids scored; if the answer is generated, one
-    (prompt, length of the answer).
-    """
-    task: int           # index of the task
-    sequences: list
-    answer: int | str   # index of the correct choice, or the expected text
-    lengths: list = ()  # characters per choice
-    until: list = ()    # strings that end the generated text
-
-    @property
-    def is_generated(self):
-        return isinstance(self.answer, str)
+    """An example of a task: the correct choice has the highest likelihood; a single choice is
+    correct if greedy decoding generates it."""
+    task: int        # index of the task
+    sequences: list  # [(ids, n)] per choice, with the last n ids scored
+    lengths: list    # characters per choice
+    answer: int      # index of the correct choice
 
     @property
     def width(self):
         """The length of the longest sequence."""
         return max(len(ids) for ids, _ in self.sequences)
 
-
-# -----------------------------------------------------------------------------
-# log probabilities and greedy answers
 
 @torch.no_grad()
 def score_sequences(model, sequences):
@@ -89,29 +77,6 @@ def score_sequences(model, sequences):
             for logprobs, is_greedy in results.split([*map(len, targets)], dim=1)]
 
 
-def generate_greedy(model, prompts, n, n_vocab):
-    """Return n greedy ids per prompt, a list of ids; empty lists if the logits are not finite. The
-    number of forward passes depends on n only."""
-    device = model.wte.weight.device
-    idx = pad_sequence([torch.tensor(ids) for ids in prompts], batch_first=True)  # (B, T)
-    idx = F.pad(idx, (0, 1))  # two columns or more: a forward pass for the prompts
-    lengths = torch.tensor([len(ids) for ids in prompts], device=device)
-    try:
-        out = generate(model, idx.to(device), n, temperature=0.0, n_vocab=n_vocab, lengths=lengths)
-    except ValueError:  # raised after the last pass
-        return [[] for _ in prompts]
-    return out[:, idx.size(1):].tolist()
-
-
-def decode_until(ids, end_tokens, tokenizer, until):
-    """Return the text of `ids` up to the first end token or string of `until`."""
-    ids = itertools.takewhile(lambda token: token not in end_tokens, ids)
-    text = tokenizer.decode(list(ids))
-    for stop in until:
-        text = text.split(stop)[0]
-    return text
-
-
 # -----------------------------------------------------------------------------
 # task files
 
@@ -123,8 +88,6 @@ class ExampleReader:
         self.tokenizer = tokenizer
         self.template = template
         self.size = size
-        self.eot = [] if tokenizer.eot_token is None else [tokenizer.eot_token]
-        self.end_tokens = {*template.end_ids(tokenizer)} if template else {tokenizer.eot_token}
 
     def read(self, path, task):
         """Return the examples of a file. DataError lists all invalid records."""
@@ -145,47 +108,44 @@ class ExampleReader:
                              f"and continuation; its fields are {', '.join(record)}")
         question = get_text(row, "question")
         if "choices" in row:
-            answer = parse_choice(row["choices"], row["answer"], least=1 if is_cloze else 2)
-            pairs = self.encode(question, row["choices"], None if is_cloze else self.template,
-                                get_text(row, "delimiter", " "))
-            sequences = [((before + ids)[-self.size - 1:], len(ids)) for before, ids in pairs]
-            return Example(task, sequences, answer, [*map(len, row["choices"])])
-        answer = get_text(row, "answer").lstrip()
-        until = self.parse_until(row, answer)
-        [(before, ids)] = self.encode(question, [answer], self.template)
-        n = len(ids) + max((len(stop) for stop in until), default=1)
-        if n + SPARE_TOKENS >= self.size:
-            raise ValueError(f"answer: {n} tokens; the context of this model is {self.size}")
-        return Example(task, [(before, n)], answer, until=until)
+            texts = row["choices"]
+            answer = parse_choice(texts, row["answer"], least=1 if is_cloze else 2)
+            before, after = self.encode(question, texts, get_text(row, "delimiter", " "),
+                                        None if is_cloze else self.template)
+        else:
+            texts = [get_text(row, "answer").lstrip()]
+            answer = 0
+            default = " " if question == question.rstrip() else ""
+            before, after = self.encode_answer(question, *texts,
+                                               get_text(row, "delimiter", default))
+        if not before and self.tokenizer.eot_token is not None:
+            before = [self.tokenizer.eot_token]
+        if not before or not all(after):
+            raise ValueError("the answer, or the text before it, has no token")
+        sequences = [((before + ids)[-self.size - 1:], len(ids)) for ids in after]
+        return Example(task, sequences, [*map(len, texts)], answer)
 
-    def encode(self, question, texts, template, delimiter=None):
-        """Return [(ids of the question, ids of the text)] for each text. delimiter: what is between
-        the two if they are one text, encoded together as in lm-eval: spaces in between belong to
-        the text."""
+    def encode(self, question, texts, delimiter, template):
+        """Return (ids of the question, [ids of each text]). Without a template, both are one text,
+        encoded together as in lm-eval: spaces in between belong to the second part."""
         encode = self.tokenizer.encode
         if template:
             before = template.prompt_ids([("user", question)], self.tokenizer)
-        else:
-            before = encode(question if delimiter is None else question.rstrip())
-        if template or delimiter is None:
-            after = [encode(text) for text in texts]
-        else:
-            after = [encode(question + delimiter + text)[len(before):] for text in texts]
-        before = before or self.eot
-        if not before or not all(after):
-            raise ValueError("the answer, or the text before it, has no token")
-        return [(before, ids) for ids in after]
+            return before, [encode(text) for text in texts]
+        before = encode(question.rstrip())
+        return before, [encode(question + delimiter + text)[len(before):] for text in texts]
 
-    def parse_until(self, row, answer):
-        """Return the strings that end a generated text. ValueError if they are invalid."""
-        until = row.get("until", [] if self.template else "\n")
-        until = [until] if isinstance(until, str) else until
-        if not isinstance(until, list) or not all(isinstance(s, str) and s for s in until):
-            raise ValueError(f"until: expected a string or a list, got {str(until)[:60]!r}")
-        if stop := next((stop for stop in until if stop in answer), ""):
-            raise ValueError(f"answer: contains {stop!r}, which ends generated text; specify "
-                             "another `until`")
-        return until
+    def encode_answer(self, question, answer, delimiter):
+        """Return (ids of the question, [ids of the answer and its end])."""
+        if not self.template:
+            before = self.tokenizer.encode(question)
+            text = f"{question}{delimiter}{answer}\n"
+            return before, [self.tokenizer.encode(text)[len(before):]]
+        messages = [("user", question), ("assistant", answer)]
+        ids, mask = self.template.sequences(messages, self.tokenizer)[0]
+        first, last = np.flatnonzero(mask)[[0, -1]]
+        ids = np.asarray(ids).tolist()
+        return ids[:first], [ids[first:last + 1]]
 
 
 def parse_choice(choices, answer, least):
@@ -211,15 +171,16 @@ def get_text(row, name, default=None):
 # -----------------------------------------------------------------------------
 # evaluation during a run
 
-def batch_by_width(examples, size, width):
-    """Return batches of examples of similar width(example), each of at most `size` tokens or of one
+def batch_by_width(examples, size):
+    """Return batches of examples of similar width, each of at most `size` tokens or of one
     example."""
     batches, n, n_max = [], 0, 0  # sequences in the last batch, and the maximum
-    for example in sorted(examples, key=width, reverse=True):
+    for example in sorted(examples, key=lambda example: example.width, reverse=True):
         n += len(example.sequences)
         if n > n_max:
             batches.append([])
-            n, n_max = len(example.sequences), size // width(example)
+            n = len(example.sequences)
+            n_max = size // example.width
         batches[-1].append(example)
     return batches
 
@@ -241,10 +202,8 @@ class Tasks:
                              "taken; rename the file")
         self.eval_iters = config.eval_iters
         self.model = model
-        self.size = model.config.block_size
-        self.tokenizer = tokenizer_from_spec(spec)
-        reader = ExampleReader(self.tokenizer, getattr(model, "template", None), self.size)
-        self.end_tokens = reader.end_tokens
+        reader = ExampleReader(tokenizer_from_spec(spec), getattr(model, "template", None),
+                               model.config.block_size)
         tasks = broadcast_from_rank0(lambda: [
             reader.read(path, i) for i, path in enumerate(config.eval_tasks)], ranks)
         self.has_choices = [any(len(e.sequences) > 1 for e in examples) for examples in tasks]
@@ -254,14 +213,9 @@ class Tasks:
             f"{name} ({len(some):,} of {len(examples):,} rows)"
             for name, some, examples in zip(self.names, selected, tasks))
         n_tokens = data.val.fixed_batch(0, self.eval_iters)[0].numel()  # per batch
-        generated = [e for examples in selected for e in examples if e.is_generated]
-        scored = [e for examples in selected for e in examples if not e.is_generated]
-        self.n_new = SPARE_TOKENS + max((e.sequences[0][1] for e in generated), default=0)
-        self.batches = batch_by_width(scored, n_tokens, lambda example: example.width)
+        self.batches = batch_by_width(itertools.chain(*selected), n_tokens)
         if hasattr(model, "unshard"):  # all ranks must run the same number of forward passes
             self.batches += [[]] * (-len(self.batches) % ranks.world_size)
-        # A generated answer needs a whole row of the key-value cache.
-        self.batches += batch_by_width(generated, n_tokens, lambda example: self.size)
 
     def evaluate(self, numbers, batches, ranks, autocast, stop):
         """Add {val_TASK: number} to `numbers`, the result of an evaluation over `batches`. Return
@@ -286,28 +240,18 @@ class Tasks:
     def forward(self, examples):
         if hasattr(self.model, "unshard"):  # FSDP has no hooks on trunk()
             self.model.unshard()
+        sequences = [pair for e in examples or self.batches[0] for pair in e.sequences]
         with eager_mode(self.model):
-            results = self.evaluate_batch(examples or self.batches[0])
+            scores = iter(score_sequences(self.model, sequences))
         # Per task: rows, correct ones, correct ones by log probability per character, and the
         # expected number of correct ones by chance.
         sums = torch.zeros(len(self.names), 4, dtype=torch.float64)
-        for example, result in zip(examples, results):
+        for example in examples:
             n = len(example.sequences)
+            results = judge(example, [*itertools.islice(scores, n)])
             chance = 1 / n if n > 1 else 0
-            sums[example.task] += torch.tensor([1, *result, chance], dtype=torch.float64)
+            sums[example.task] += torch.tensor([1, *results, chance], dtype=torch.float64)
         return torch.zeros(()), dict(results=sums, count=torch.tensor(len(examples)))
-
-    def evaluate_batch(self, examples):
-        """Return [(is correct, is correct by log probability per character)] of examples of one
-        kind."""
-        if examples[0].is_generated:
-            prompts = [e.sequences[0][0][self.n_new - self.size:] for e in examples]
-            outputs = generate_greedy(self.model, prompts, self.n_new, self.tokenizer.n_vocab)
-            texts = [decode_until(ids, self.end_tokens, self.tokenizer, e.until)
-                     for ids, e in zip(outputs, examples)]
-            return [(text.lstrip() == e.answer,) * 2 for text, e in zip(texts, examples)]
-        scores = iter(score_sequences(self.model, [pair for e in examples for pair in e.sequences]))
-        return [judge(e, [*itertools.islice(scores, len(e.sequences))]) for e in examples]
 
     def numbers(self, sums):
         """Return {metric: value} of the sums over all batches (see train/system.py)."""
@@ -322,7 +266,8 @@ class Tasks:
 
 
 def judge(example, scores):
-    """Return the result of a scored example, see Tasks.evaluate_batch, from score_sequences()."""
+    """Return (is correct, is correct by log probability per character) of an example, from the
+    score_sequences() of its sequences."""
     if len(scores) == 1:
         return (scores[0][1],) * 2
     totals = [logprob for logprob, _ in scores]
