@@ -95,18 +95,13 @@ def locate_evidence(text, record, fields):
     if words in (None, ""):
         return None, None, False
     words = clean(str(words))
-    starts = [match.start() for match in re.finditer(re.escape(words), text)]
-    whole = [n for n in starts
-             if not splits_word(text, n) and not splits_word(text, n + len(words))]
-    if not starts:
+    # \B\w matches inside a word.
+    whole = rf"(?!\B\w){re.escape(words)}(?!\B\w)"
+    positions = ([match.start() for match in re.finditer(whole, text)]
+                 or [match.start() for match in re.finditer(re.escape(words), text)])
+    if not positions:
         raise ValueError(f"the evidence {words[:60]!r} does not occur in the text")
-    positions = whole or starts
     return positions[0], positions[0] + len(words), len(positions) > 1
-
-
-def splits_word(text, n):
-    """Return whether position `n` is inside a word of the text."""
-    return n > 0 and bool(re.match(r"\w\w", text[n - 1:n + 1]))
 
 
 def read_labelled_texts(sources, fields=Fields, skip_bad=False):
@@ -127,19 +122,20 @@ def read_labelled_texts(sources, fields=Fields, skip_bad=False):
 def to_arrays(rows, tokenizer, classes, max_tokens):
     """Return {name: array} as in ARRAYS of LabelledTexts. Texts are cut to max_tokens; evidence
     that is cut counts as missing."""
-    ids = [tokenizer.encode_array(row.text) for row in rows]
-    width = min(max_tokens, max(map(len, ids), default=0))
     index = {name: i for i, name in enumerate(classes)}
     token_bytes = tokenizer.token_bytes()
+    tokens = []
     spans = np.full((len(rows), 2), -1, np.int64)
     for i, row in enumerate(rows):
+        ids = tokenizer.encode_array(row.text)
+        tokens.append(ids[:max_tokens])
         if row.start is not None:
-            first, last = to_token_span(row, ids[i], token_bytes, tokenizer.normalize)
-            spans[i] = (first, last) if last < width else (-1, -1)
-    tokens = pad_rows([row[:width] for row in ids], width, 0, id_dtype(tokenizer.n_vocab))
-    return dict(tokens=tokens,
-                lengths=np.array([min(width, len(row)) for row in ids], np.int64),
-                labels=np.array([index.get(row.label, 0) for row in rows], np.int64), spans=spans)
+            first, last = to_token_span(row, ids, token_bytes, tokenizer.normalize)
+            spans[i] = (first, last) if last < max_tokens else (-1, -1)
+    lengths = np.array([*map(len, tokens)], np.int64)
+    return dict(tokens=pad_rows(tokens, lengths.max(initial=0), 0, id_dtype(tokenizer.n_vocab)),
+                lengths=lengths, spans=spans,
+                labels=np.array([index.get(row.label, 0) for row in rows], np.int64))
 
 
 def to_token_span(row, ids, token_bytes, normalize=str):

@@ -126,14 +126,6 @@ class Classifier(nn.Module):
         named = {n if n in own else f"gpt.{n}": t for n, t in weights.items()}
         return {n: t for n, t in named.items() if n.startswith("gpt.") or own[n].shape == t.shape}
 
-    def widen(self, length):
-        """Extend rotary positions to texts of `length` tokens."""
-        config = self.gpt.config
-        if config.pos == "rope" and length > config.block_size:
-            config.block_size = length
-            self.gpt.add_buffers(None)
-            self.gpt.to(self.gpt.wte.weight.device)
-
     def forward(self, tokens, lengths, labels=None, spans=None):
         """tokens (B, T), lengths (B,), labels (B,), spans (B, 2) first and last token or -1."""
         x = self.gpt.trunk(tokens)  # (B, T, C)
@@ -182,7 +174,7 @@ class Classifier(nn.Module):
         out = {}
         if self.head is not None:
             K = scores.size(1)
-            cells = count_indices(labels * K + scores.argmax(1), K * K)
+            cells = torch.bincount(labels * K + scores.argmax(1), minlength=K * K)
             out |= dict(confusion=cells.view(K, K), odds=log_odds_counts(scores, labels))
         if self.end is not None:
             out |= metrics.span_sums(spans, self.predict_spans(x, ends))
@@ -219,19 +211,14 @@ class Classifier(nn.Module):
 def log_odds_counts(scores, labels):
     """Return the number of rows in each bin of the log-odds of each class, (K, 2, bins): first the
     rows of other classes, then the rows of the class. scores (B, K), labels (B,)."""
-    K, logp = scores.size(1), scores.log_softmax(1)
+    K = scores.size(1)
+    logp = scores.log_softmax(1)
     bins = LOG_ODDS_BINS // K
     odds = (logp - torch.log1p(-logp.exp())).clamp(-MAX_LOG_ODDS, MAX_LOG_ODDS)  # (B, K)
     index = ((odds + MAX_LOG_ODDS) * ((bins - 1) / (2 * MAX_LOG_ODDS))).round().long()
     classes = torch.arange(K, device=scores.device)
     cell = (classes * 2 + (labels[:, None] == classes)) * bins + index  # (B, K)
-    return count_indices(cell.flatten(), K * 2 * bins).view(K, 2, bins)
-
-
-def count_indices(indices, n):
-    """Return the counts (n,) of 0 to n - 1 in `indices`, without the GPU synchronisation of
-    torch.bincount."""
-    return indices.new_zeros(n).index_add_(0, indices, torch.ones_like(indices))
+    return torch.bincount(cell.flatten(), minlength=K * 2 * bins).view(K, 2, bins)
 
 
 def states_at(x, positions):

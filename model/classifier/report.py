@@ -67,29 +67,26 @@ def load_rows(args, model, tokenizer):
     """Return (the arrays of --data in the order of ARRAYS, [{"id", "text", "true_label",
     "true_evidence"} of each row]). Raises DataError."""
     path = args.data[0]
-    spec = model.spec
-    # With learned positions the model has a maximum length, to which texts are cut.
-    limit = sys.maxsize if model.gpt.config.pos == "rope" else model.gpt.config.block_size
+    names = model.spec["classes"]
     if os.path.isdir(path):
-        meta = labels.read_labels_meta(path)
-        arrays = labels.open_labels(path, args.split, spec | dict(
-            vocab_size=meta.vocab_size, classes=meta.extra["classes"]))
-        same_tokenizer = open_tokenizer(path).spec() == tokenizer.spec()
-        same_classes = meta.extra["classes"] == spec["classes"]
-        if not (same_tokenizer and same_classes and 0 < len(arrays[0]) and
-                arrays[0].shape[1] <= limit):
-            raise DataError(f"{path}: {args.split} has no rows, or was prepared with different "
-                            "classes, tokenizer or --max_tokens than the checkpoint's data")
+        same_classes = labels.read_labels_meta(path).extra["classes"] == names
+        if not same_classes or open_tokenizer(path).spec() != tokenizer.spec():
+            raise DataError(f"{path}: prepared with other classes or another tokenizer than the "
+                            "checkpoint's data")
+        arrays = labels.open_labels(path, args.split, model.spec)
+        if not len(arrays[0]):
+            raise DataError(f"{path}: {args.split} has no rows; choose another --split")
         return arrays, [dict(
-            id=i, text=tokenizer.decode(row[:n]),
-            true_label=spec["classes"][label] if spec["classes"] else None,
-            true_evidence=tokenizer.decode(row[a:b + 1]) if a >= 0 else None)
-            for i, (row, n, label, (a, b)) in enumerate(zip(*arrays))]
+            id=i, text=tokenizer.decode(row[:n]), true_label=names[label] if names else None,
+            true_evidence=tokenizer.decode(row[first:last + 1]) if first >= 0 else None)
+            for i, (row, n, label, (first, last)) in enumerate(zip(*arrays))]
     rows = labels.read_labelled_texts(args.data, args)
-    classes = [labels.normalize_label(name) for name in spec["classes"]]
+    classes = [labels.normalize_label(name) for name in names]
     if classes and (unknown := sorted({row.label for row in rows} - {None, *classes})):
         raise DataError(f"{path}: unknown labels {', '.join(unknown[:5])}; the classes of the "
-                        f"checkpoint are {', '.join(spec['classes'])}")
+                        f"checkpoint are {', '.join(names)}")
+    # With learned positions the model has a maximum length, to which texts are cut.
+    limit = sys.maxsize if model.gpt.config.pos == "rope" else model.gpt.config.block_size
     arrays = labels.to_arrays(rows, tokenizer, classes, limit)
     return [arrays[name] for name in labels.ARRAYS], [
         dict(id=i if row.id is None else row.id, text=row.text, true_label=row.label,
@@ -98,19 +95,21 @@ def load_rows(args, model, tokenizer):
 
 @torch.no_grad()
 def predict(model, arrays, batch_size):
-    """Return (probabilities (N, K) or `None`, spans (N, 2) or `None`) as numpy arrays. A batch has
-    rows of similar lengths."""
-    tokens, lengths = arrays[0], np.asarray(arrays[1])
-    device = next(model.parameters()).device
-    order = np.argsort(lengths, kind="stable")
-    model.widen(int(lengths.max()))
+    """Return (probabilities (N, K) or `None`, spans (N, 2) or `None`) as numpy arrays."""
+    tokens, lengths, *_ = arrays
+    gpt = model.gpt
+    device = gpt.wte.weight.device
+    if gpt.config.pos == "rope":  # positions for longer texts than those of training
+        gpt.config.block_size = max(gpt.config.block_size, int(max(lengths)))
+        gpt.add_buffers(None)
+        gpt.to(device)
     parts = []
-    for rows in np.split(order, range(batch_size, len(order), batch_size)):
-        batch = torch.from_numpy(tokens[rows, :lengths[rows].max()].astype(np.int64))
-        scores, spans = model(batch.to(device), torch.from_numpy(lengths[rows]).to(device))
+    for start in range(0, len(tokens), batch_size):
+        n = torch.from_numpy(np.array(lengths[start:start + batch_size], np.int64))  # (B,)
+        batch = torch.from_numpy(tokens[start:start + batch_size, :n.max()].astype(np.int64))
+        scores, spans = model(batch.to(device), n.to(device))
         parts.append((None if scores is None else scores.double().softmax(1), spans))
-    unsorted = order.argsort()
-    return [None if p[0] is None else torch.cat(p).cpu().numpy()[unsorted] for p in zip(*parts)]
+    return [None if p[0] is None else torch.cat(p).cpu().numpy() for p in zip(*parts)]
 
 
 def format_report(metrics):
@@ -119,19 +118,16 @@ def format_report(metrics):
     parts = []
     if "accuracy" in m:
         names = ("precision", "recall", "f1")
-        table = [["", *names, "rows"]]
-        for k, name in enumerate(m["classes"]):
-            values = [f"{m[f'{metric}_per_class'][k]:.4f}" for metric in names]
-            table.append([name, *values, f"{m['support'][k]:,}"])
-        for kind in ("macro", "weighted"):
-            values = [f"{m[f'{metric}_{kind}']:.4f}" for metric in names]
-            table.append([f"{kind} mean", *values, f"{sum(m['support']):,}"])
+        columns = [[f"{v:.4f}" for v in (*m[f"{name}_per_class"], m[f"{name}_macro"],
+                                         m[f"{name}_weighted"])] for name in names]
+        n_rows = sum(m["support"])
+        support = [f"{n:,}" for n in (*m["support"], n_rows, n_rows)]
+        table = zip([*m["classes"], "macro mean", "weighted mean"], *columns, support)
         area = "undefined" if m["auroc"] is None else f"{m['auroc']:.4f}"
-        matrix = [["true \\ predicted", *m["classes"]]]
-        matrix += [[name, *map(str, row)]
-                   for name, row in zip(m["classes"], m["confusion_matrix"])]
-        parts = [format_table(table), f"accuracy {m['accuracy']:.4f}, AUROC {area}",
-                 "confusion matrix:", format_table(matrix)]
+        matrix = [[name, *map(str, row)] for name, row in zip(m["classes"], m["confusion_matrix"])]
+        parts = [format_table([["", *names, "rows"], *table]),
+                 f"accuracy {m['accuracy']:.4f}, AUROC {area}", "confusion matrix:",
+                 format_table([["true \\ predicted", *m["classes"]], *matrix])]
     if "exact_match" in m:
         parts.append(f"evidence of {m['spans']:,} rows: exact match {m['exact_match']:.4f}, token "
                      f"F1 {m['token_f1']:.4f}")
