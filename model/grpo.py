@@ -5,10 +5,10 @@
     python -m model.chat --ckpt out/grpo/ckpt.pt
 
 A step samples group_size answers per prompt, at temperature 1, and uses each for one update. The
-probability ratio of GRPO is therefore 1, and clipping is omitted. The logged loss is the negative
-mean reward, plus grpo_beta times the KL divergence from the initial model; the gradient is that of
-GRPO. Sampling is a function of the seed and the sample's number, so that a resumed run, and
-any number of ranks, generates the same answers.
+probability ratio of GRPO is therefore 1, and clipping is omitted, as is the KL divergence from the
+initial model (arXiv:2503.14476 omits it, too). The logged loss is the negative mean reward; the
+gradient is that of GRPO. Sampling is a function of the seed and the sample's number, so that a
+resumed run, and any number of ranks, generates the same answers.
 
 The key `reward` selects exact match or a Python file of the user, which is executed. It is read
 from the command line or YAML only, never from a checkpoint or data, and only training imports it.
@@ -37,14 +37,13 @@ from model.core.adapters import WithAdapters
 from model.core.generate import generate
 from model.core.init import stable_hash
 from model.core.ops import IGNORE, token_logprobs
-from model.core.weights import HoldsFrozen, describe_backbone, load_frozen
 from train.base.errors import DataError, UserError
 from train.base.fields import key
 from train.dataloader import Data, RowLoader
 
 USE = chat.USE
 WIDTH_MULTIPLE = 32  # of rows, in tokens: few different shapes
-PADDING = (0, 0, -1, IGNORE, -1, 0.0, 0.0)  # a padded position of a row, see pack_answers
+PADDING = (0, 0, -1, IGNORE, -1, 0.0)  # a padded position of a row, see pack_answers
 
 
 @dataclass
@@ -54,46 +53,33 @@ class Keys(chat.FromChatKeys):
                       free=True, path=True, reads="apart")
     group_size: int = key(8, "answers per prompt, which are compared with each other", ge=2)
     answer_tokens: int = key(64, "maximum number of tokens per answer", ge=1)
-    grpo_beta: float = key(0.0, "weight of the KL divergence from the initial model", ge=0)
 
 
 # -----------------------------------------------------------------------------
 # the model
 
-class PolicyGPT(HoldsFrozen, WithAdapters, chat.ChatGPT):
+class PolicyGPT(WithAdapters, chat.ChatGPT):
     """A chat model that is also trained on rewards: forward(prompts, lengths, row_numbers,
     sample_numbers), (B, P) and three times (B,); evaluations have no sample_numbers.
 
-    reward_function: the RewardFunction. frozen: a tuple with the initial model for the KL
-    divergence, or empty.
-
     The numbers are "reward" and "length" of answers; in training also "spread" (the standard
-    deviation in a group), "best" reward of a group, "flat" (the share of groups with equal rewards)
-    and "kl"; in evaluations "exact", if all prompts have a reference answer.
+    deviation in a group), "best" reward of a group and "flat" (the share of groups with equal
+    rewards). reward_function: the RewardFunction.
     """
 
     def compute_loss(self, prompts, lengths, row_numbers, sample_numbers=None):
         if not self.training:
             return self.evaluate_answers(prompts, lengths, row_numbers)
         batch, sums = self.sample_batch(prompts, lengths, row_numbers, sample_numbers)
-        loss, kl = self.policy_loss(*batch)
-        return loss, sums | (dict(kl=kl / self.keys.group_size) if self.frozen else {})
+        return self.policy_loss(*batch), sums
 
-    def policy_loss(self, tokens, weights, rewards):
-        """Return (loss, KL divergence summed over the answers) of tokens (n, T, 5) and weights
-        (n, T, 2) from collate_rows; rewards (N,)."""
+    def policy_loss(self, tokens, advantages, rewards):
+        """Return the loss of tokens (n, T, 5) and advantages (n, T) from collate_rows; rewards
+        (N,)."""
         logps = answer_logps(self, tokens)  # (n, T)
-        advantage, share = weights.unbind(-1)  # (n, T) each
         # The first term has the value 0 and the gradient of the policy. The logged loss is the
         # negative reward.
-        loss = -(advantage * (logps - logps.detach())).sum() / len(rewards) - rewards.mean()
-        kl = torch.zeros_like(rewards[0])
-        for reference in self.frozen:
-            log_ratio = answer_logps(reference, tokens) - logps  # (n, T)
-            # Non-negative and unbiased (http://joschu.net/blog/kl-approx.html).
-            kl = ((log_ratio.exp() - log_ratio - 1) * share).sum()
-            loss = loss + self.keys.grpo_beta * kl / len(rewards)
-        return loss, kl.detach()
+        return -(advantages * (logps - logps.detach())).sum() / len(rewards) - rewards.mean()
 
     @torch.compiler.disable
     @torch.no_grad()
@@ -108,8 +94,7 @@ class PolicyGPT(HoldsFrozen, WithAdapters, chat.ChatGPT):
         # PyTorch 2.10's autocast would reuse the weights that it converted here, which have no
         # gradients (pytorch#158232).
         torch.clear_autocast_cache()
-        rewards = [self.reward_function(*pair)[0] for pair in
-                   zip(row_numbers.repeat_interleave(K).tolist(), answers, strict=True)]
+        rewards = [*map(self.reward_function, row_numbers.repeat_interleave(K).tolist(), answers)]
         rewards = torch.tensor(rewards, dtype=torch.float64).view(-1, K)  # (B, K)
         mean = rewards.mean(1, keepdim=True)
         spread = rewards.std(1, keepdim=True)
@@ -117,7 +102,7 @@ class PolicyGPT(HoldsFrozen, WithAdapters, chat.ChatGPT):
         advantages = torch.where(flat, 0.0, (rewards - mean) / spread).tolist()
         rows = []
         for i, length in enumerate(lengths.tolist()):
-            if self.frozen or not flat[i]:  # else no gradient
+            if not flat[i]:  # else no gradient
                 rows += pack_answers(prompts[i, :length].tolist(), answers[K * i:K * i + K],
                                      advantages[i], self.config.block_size)
         batch = *collate_rows(rows, self.config.block_size), rewards.flatten().float()
@@ -129,10 +114,8 @@ class PolicyGPT(HoldsFrozen, WithAdapters, chat.ChatGPT):
     def evaluate_answers(self, prompts, lengths, row_numbers):
         """Return (loss, sums) of an evaluation with greedy answers."""
         answers = self.generate_answers(prompts, lengths)
-        rewards, exact = zip(*map(self.reward_function, row_numbers.tolist(), answers))
-        sums = dict(reward=sum(rewards), length=sum(map(len, answers)))
-        if self.reward_function.has_references:
-            sums["exact"] = sum(exact)
+        reward = sum(map(self.reward_function, row_numbers.tolist(), answers))
+        sums = dict(reward=reward, length=sum(map(len, answers)))
         sums = {k: torch.tensor(float(v), device=prompts.device) for k, v in sums.items()}
         return -sums["reward"] / len(prompts), sums
 
@@ -151,10 +134,10 @@ class PolicyGPT(HoldsFrozen, WithAdapters, chat.ChatGPT):
                 for ids in answers]
 
     def flops_per_unit(self):
-        """Return the FLOPs of a step per prompt, for answers of the maximum length. Generation and
-        the frozen model are a forward pass each; the prompt is computed once per group."""
+        """Return the FLOPs of a step per prompt, for answers of the maximum length. Generation is a
+        forward pass; the prompt is computed once per group."""
         answers = (self.keys.group_size - 1) * self.keys.answer_tokens / self.row_tokens
-        return super().flops_per_unit() * (1 + answers) * (4 + len(self.frozen)) / 3
+        return super().flops_per_unit() * (1 + answers) * 4 / 3
 
 
 # -----------------------------------------------------------------------------
@@ -165,36 +148,34 @@ def pack_answers(prompt, answers, advantages, max_tokens):
     the prompt is computed once per row.
 
     Equal answers are stored once, with the sum of the advantages. A row is a list of (token,
-    position, previous token or -1, target, part, advantage, share). part: 0 in the prompt, at the
-    row's start, 1, 2, ... in the answers, which attend to the prompt and to themselves. An answer
-    starts with the prompt's last token, which predicts its first target. advantage and share (the
-    number of equal answers) are per token.
+    position, previous token or -1, target, part, advantage per token). part: 0 in the prompt, at
+    the row's start, 1, 2, ... in the answers, which attend to the prompt and to themselves. An
+    answer starts with the prompt's last token, which predicts its first target.
     """
-    advantages_of = {}
+    totals = {}  # {answer: sum of the advantages}
     for answer, advantage in zip(map(tuple, answers), advantages):
-        advantages_of.setdefault(answer, []).append(advantage)
+        totals[answer] = totals.get(answer, 0.0) + advantage
     n = len(prompt) - 1
     rows = []
-    for part, (answer, values) in enumerate(advantages_of.items(), 1):
+    for part, (answer, total) in enumerate(totals.items(), 1):
         ids = [*prompt, *answer]
         # (token, position, previous, target) of each id but the last
         steps = list(zip(ids, range(len(ids)), [-1, *ids], ids[1:]))
         if not rows or len(rows[-1]) + len(answer) > max_tokens:
-            rows.append([(*step[:3], IGNORE, 0, 0.0, 0.0) for step in steps[:n]])
-        weights = sum(values) / len(answer), len(values) / len(answer)
-        rows[-1] += [(*step, part, *weights) for step in steps[n:]]
+            rows.append([(*step[:3], IGNORE, 0, 0.0) for step in steps[:n]])
+        rows[-1] += [(*step, part, total / len(answer)) for step in steps[n:]]
     return rows
 
 
 def collate_rows(rows, max_tokens):
-    """Return (tokens (n, T, 5), weights (n, T, 2)) of rows from pack_answers, padded to the same
+    """Return (tokens (n, T, 5), advantages (n, T)) of rows from pack_answers, padded to the same
     length. n is at least 1: a row of padding changes nothing."""
     rows = rows or [[]]
     longest = max(1, *map(len, rows))
     width = min(-(-longest // WIDTH_MULTIPLE) * WIDTH_MULTIPLE, max_tokens)
     # float32 represents all integers up to 2 ** 24.
-    table = torch.tensor([row + [PADDING] * (width - len(row)) for row in rows])  # (n, T, 7)
-    return table[..., :5].long(), table[..., 5:]
+    table = torch.tensor([row + [PADDING] * (width - len(row)) for row in rows])  # (n, T, 6)
+    return table[..., :5].long(), table[..., 5]
 
 
 def answer_logps(model, tokens):
@@ -212,9 +193,8 @@ def answer_logps(model, tokens):
 class RewardFunction:
     """The reward of an answer: call it with (row number, ids of the answer).
 
-    It returns (reward, whether the answer equals the reference answer). function: reward() of the
-    file at `path`; default: exact match. lines: the lines of SPLIT_rows.jsonl; has_references:
-    whether all of them have a reference answer.
+    function: reward() of the file at `path`; default: exact match. lines: the lines of
+    SPLIT_rows.jsonl.
     """
 
     def __init__(self, tokenizer, ends, function=None, path=""):
@@ -223,21 +203,19 @@ class RewardFunction:
         self.function = function
         self.path = path
         self.lines = []
-        self.has_references = True
 
     def __call__(self, number, ids):
         # Parsed at each call: the function may change the row.
         record = json.loads(self.lines[number])
         question = record["question"]
         text = self.tokenizer.decode([i for i in ids if i not in self.ends])
-        exact = text.strip() == record["answer"]
         if not self.function:
-            return float(exact), exact
+            return float(text.strip() == record["answer"])
         with user_code(self.path, f"; the prompt: {question!r:.80}, the answer: {text!r:.80}"):
             value = float(self.function(question, text, record["row"]))
             if not math.isfinite(value):
                 raise ValueError(f"reward() returned {value}, expected a finite number")
-        return value, exact
+        return value
 
 
 @contextlib.contextmanager
@@ -278,14 +256,18 @@ class PromptLoader(RowLoader):
         return super().identity() | dict(rows=self.rows_digest)
 
 
-def read_lines(path):
-    """Return (lines of a SPLIT_rows.jsonl, whether all have a reference answer). Raises
-    DataError."""
+def read_lines(path, needs_answers):
+    """Return the lines of a SPLIT_rows.jsonl. Raises DataError, also if `needs_answers` and a row
+    has no reference answer."""
     try:
         lines = Path(path).read_text("utf-8").splitlines()
-        return lines, None not in [json.loads(line)["answer"] for line in lines]
+        answers = [json.loads(line)["answer"] for line in lines]
     except (OSError, ValueError, TypeError, KeyError) as error:
         raise DataError(f"{path}: {type(error).__name__}: {error}; prepare them again") from None
+    if needs_answers and None in answers:
+        raise DataError(f"reward: exact, but some rows of {path} have no reference answer; use a "
+                        "Python file (.py) instead")
+    return lines
 
 
 def open_data(config, ranks):
@@ -309,21 +291,15 @@ def open_data(config, ranks):
         path = os.path.join(c.data_dir, f"{split}_rows.jsonl")
         tokens, length = open_rows(c.data_dir, split, tokens=((width,), 0, tokenizer.n_vocab),
                                    length=((), 1, width + 1))
-        lines, has_references = read_lines(path)
-        if not (has_references or rewards.function):
-            raise DataError(f"reward: exact, but some rows of {path} have no reference answer; use "
-                            "a Python file (.py) instead")
+        lines = read_lines(path, needs_answers=not rewards.function)
         numbers = len(rewards.lines) + np.arange(len(lines))
         rewards.lines += lines
-        rewards.has_references &= has_references
         loader = PromptLoader((tokens, length, numbers), c, ranks)
         loader.rows_digest = hashlib.sha256("\n".join(lines).encode()).hexdigest()
         return loader
     data = Data(load("train"), load("val") if c.eval_interval else None,
                 spec | dict(row_tokens=width + c.answer_tokens, reward=digest))
     data.reward_function = rewards
-    if c.grpo_beta:  # a resumed run must use the same reference
-        data.spec["reference"] = describe_backbone(c.init_from, "init_from", ranks)["digest"]
     return data
 
 
@@ -332,8 +308,6 @@ def build_model(config, data):
     model.keys = config
     if hasattr(data, "train"):  # not for a checkpoint that is loaded for sampling
         model.reward_function = data.reward_function
-        if config.grpo_beta:
-            model.frozen = (load_frozen(config.init_from, "init_from")[0],)
     return model.add_adapters_if(config)
 
 

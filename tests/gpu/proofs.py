@@ -218,12 +218,8 @@ def small_model(name):
                 """What it learns from answers: writing them and asking what they are worth, which
                 needs their texts, is the host's work."""
                 def forward(self, *batch):
-                    loss, kl = self.policy_loss(*batch)
-                    return loss, dict(kl=kl)
-            model = Learner(shape)
-            model.frozen = (gpt.GPT(shape).requires_grad_(False),)
-            model.keys = types.SimpleNamespace(grpo_beta=0.1)
-            return model, [(B, T, 5), (B, T, 2, float), (B, float)]
+                    return self.policy_loss(*batch), {}
+            return Learner(shape), [(B, T, 5), (B, T, float), (B, float)]
         if name == "distill":
             model = distill.Student(shape)
             model.frozen = (gpt.GPT(shape).requires_grad_(False),)
