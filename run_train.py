@@ -11,7 +11,6 @@ from train.base.cli import env_rank, report_error
 from train.base.errors import UserError, echo
 from train.config import (
     DEFAULT_PATH,
-    check_files_exist,
     format_config,
     format_help,
     load_config,
@@ -30,8 +29,6 @@ def main(argv):
         if config.print_config:
             echo(format_config(config))
             return 0
-        if not config.dry_run:
-            check_files_exist(config)
     except (UserError, ModuleNotFoundError) as error:
         return report_error(error)
     aliases = [f"{where.rpartition(' as ')[2]} read as {name}"

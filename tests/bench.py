@@ -33,7 +33,7 @@ from model.gpt import GPT, GPTConfig
 from train.base.cli import underscores
 from train.base.memory import keep_freed_memory
 from train.config import REPOSITORY, load_config
-from train.device import choose_dtype, compile_model, physical_cores
+from train.device import choose_dtype, compile_model
 from train.distributed import get_device
 from train.optimizer import configure_optimizers
 from train.tools.dry_run import timed
@@ -91,7 +91,7 @@ def machine(device, tiny):
     cpu = platform.processor() or platform.machine()
     if os.path.exists("/proc/cpuinfo"):
         cpu = re.search(r"model name\s*:\s*(.*)|$", Path("/proc/cpuinfo").read_text())[1] or cpu
-    return dict(cpu=cpu, cores=physical_cores(), threads=torch.get_num_threads(),
+    return dict(cpu=cpu, cores=os.cpu_count(), threads=torch.get_num_threads(),
                 gpu=torch.cuda.get_device_name(device) if device.type == "cuda" else None,
                 load=os.getloadavg()[0], simd=torch.backends.cpu.get_cpu_capability(),
                 torch=torch.__version__, matmul_tflops=peaks, read_gb_s=round(bandwidth, 1))
@@ -367,8 +367,6 @@ def settle(o):
     o.shape = TINY if o.tiny else SHAPES[o.device.type]
     o.batch = o.batch or BATCH[o.device.type]
     o.steps = o.steps or (20 if o.device.type == "cuda" else 4)
-    if "OMP_NUM_THREADS" not in os.environ:
-        torch.set_num_threads(physical_cores())
     if o.device.type == "cpu":
         keep_freed_memory()  # as a run does
     return o

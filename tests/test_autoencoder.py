@@ -402,7 +402,7 @@ def test_the_numbers_of_a_checkpoint(tmp_path, trained, folder, capsys):
 
 
 @pytest.mark.parametrize("changes, words", [
-    (dict(data_dir="nowhere"), "nowhere: no such file or folder"),
+    (dict(data_dir="nowhere"), "nowhere: no modalities in a meta.json there; prepare it with"),
     (dict(modality_weights={"smell": 2.0}), "modality_weights: smell"),
     (dict(matching="cosine"), "must be one of mse, correlation")], ids=str)
 def test_bad_configuration(tmp_path, folder, changes, words):

@@ -4,7 +4,6 @@ what is printed of it, and what is decided by it."""
 
 import builtins
 import io
-import os
 import pathlib
 import time
 import types
@@ -184,25 +183,6 @@ def test_free_memory_is_the_least_of_machine_and_container(machine):
     assert memory.memory_available() == 1_000_200
     machine("/sys/fs/cgroup/memory.max", "40000000\n")
     assert memory.memory_available() == 5_120_000
-
-
-def test_threads_are_the_physical_cores_this_process_may_use(machine, monkeypatch):
-    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {0, 1, 4, 5, 6} if not pid else {})
-    monkeypatch.setattr(os, "cpu_count", lambda: 64)
-    assert device.physical_cores() == 64  # the system does not say
-    for cpu in range(8):
-        machine(f"/sys/devices/system/cpu/cpu{cpu}/topology/thread_siblings_list",
-                f"{cpu % 4},{cpu % 4 + 4}\n")
-    assert device.physical_cores() == 3  # 0 and 4, 1 and 5, 6
-    told = []
-    monkeypatch.setattr(torch, "set_num_threads", told.append)
-    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
-    device.set_num_threads(TrainConfig(num_threads=None))
-    device.set_num_threads(TrainConfig(num_threads=7))
-    monkeypatch.setenv("OMP_NUM_THREADS", "2")
-    device.set_num_threads(TrainConfig(num_threads=None))  # which torch has read itself
-    device.set_num_threads(TrainConfig(num_threads=5))
-    assert told == [3, 7, 5]
 
 
 def test_peak_memory_is_in_mib(monkeypatch):

@@ -2,7 +2,6 @@
 
 import argparse
 import functools
-import glob
 import math
 import os
 import re
@@ -11,14 +10,13 @@ from dataclasses import asdict, dataclass, fields, is_dataclass
 
 import yaml
 
-from train.base.errors import ConfigError, DataError
+from train.base.errors import ConfigError
 from train.base.fields import (
     PlainLoader,
     base_type,
     describe,
     fields_by_name,
     nearest,
-    parse_mixture,
     parse_value,
 )
 from train.keys import FIELDS, GROUP_NAMES, GROUPS, START_KEYS, TrainConfig
@@ -181,13 +179,15 @@ def read_settings(path, overrides, problems):
     of `config` in `overrides`, and of `overrides`. Problems are appended to `problems`."""
     options = ([(name, value, "overrides") for name, value in overrides.items()]
                if isinstance(overrides, Mapping) else parse_options(overrides, problems))
-    files = {name: value for name, value, _ in options if name in ("config", "best_config")}
-    path = files.get("config", path)
-    settings = [] if path is None else read_with_bases(find_file(str(path)), problems)
-    if "best_config" in files:  # a search's result precedes the rest of the command line
-        best = read_with_bases(find_file(str(files["best_config"])), problems)
-        settings += [s for s in best if s[0] not in ("data_dir", "out_dir")]
-    settings += [option for option in options if option[0] not in files]
+    given = {name: value for name, value, _ in options}
+    settings = []
+    # A search's result (best_config) precedes the rest of the command line.
+    for file, skipped in ((given.get("config", path), ()),
+                          (given.get("best_config"), ("data_dir", "out_dir"))):
+        if file is not None:
+            settings += [s for s in read_with_bases(find_file(str(file)), problems)
+                         if s[0] not in skipped]
+    settings += [option for option in options if option[0] not in ("config", "best_config")]
     model = [value for name, value, _ in settings if name == "model"]
     cls = config_class(str(model[-1]) if model else "gpt")
     return cls, resolve(settings, fields_by_name(cls), problems)
@@ -204,8 +204,10 @@ def load_config(path: str | os.PathLike | None = None,
     values = {}
     for name, (raw, where) in settings.items():
         if name not in known:
-            problems.append(f"{where}: unknown key {name!r}"
-                            + advice_on(name, known, hint=len(problems) < MAX_HINTS))
+            aliases, _, advice = load_aliases()
+            hint = nearest(name, [*known, *aliases]) if len(problems) < MAX_HINTS else ""
+            problems.append(f"{where}: unknown key {name!r}{hint}; " + advice.get(
+                name, "`python run_train.py --help` lists the keys"))
             continue
         try:
             values[name] = parse_value(known[name], raw)
@@ -227,14 +229,6 @@ def load_argv(argv):
     return load_config(DEFAULT_PATH, argv)
 
 
-def advice_on(name, known, hint=True):
-    """Return the end of a message about an unknown key: the most similar key, and advice."""
-    aliases, _, hints = load_aliases()
-    names = [*known, *(alias for alias, ours in aliases.items() if ours in known)]
-    return (nearest(name, names) if hint else "") + "; " + hints.get(
-        name, "`python run_train.py --help` lists the keys")
-
-
 def input_files(config, kinds=(True, "apart")):
     """Return {key: path} of the files that a run of `config` reads, e.g. weights to start from.
     kinds: values of the metadata `reads` of the keys."""
@@ -243,23 +237,6 @@ def input_files(config, kinds=(True, "apart")):
     # Values that name no file: init_from `scratch`, GRPO's reward `exact`.
     return {name: path for name, path in paths.items()
             if path not in (None, "", "scratch", "exact")}
-
-
-def check_files_exist(config):
-    """Raise DataError if a file of a run does not exist, before torch is imported and out_dir is
-    created. In an existing folder a run may resume without the files that it started from."""
-    restarted = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0"  # continues what it began
-    missing = []
-    if config.resume_file and not os.path.exists(config.resume_file) and not restarted:
-        missing.append(f"resume: {config.resume}: no such file, and not auto, never or must")
-    if not os.path.exists(config.out_dir):
-        data = parse_mixture(config.data_dir) or [config.data_dir]
-        paths = [*input_files(config).items(), *(("data_dir", path) for path in data)]
-        missing += [f"{name}: {path}: no such file or folder" for name, path in paths
-                    if not os.path.exists(path) and not glob.glob(path.replace("{split}", "*"))
-                    and not re.search(r"^hf:|(^|/)stdlib/*$", path)]
-    if missing:
-        raise DataError("\n".join(missing))
 
 
 # -----------------------------------------------------------------------------

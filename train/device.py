@@ -1,4 +1,4 @@
-"""The device of a process: selection, precision, peak FLOPs and MFU, threads, torch.compile."""
+"""The device of a process: selection, precision, peak FLOPs and MFU, torch.compile."""
 
 import contextlib
 import math
@@ -122,29 +122,6 @@ def total_peak_flops(ranks, dtype):
         return peak
     has_tf32 = torch.backends.cuda.matmul.allow_tf32 and has_native_bfloat16(ranks.device)
     return peak / 2 if has_tf32 else 0
-
-
-# -----------------------------------------------------------------------------
-# memory and threads
-
-def set_num_threads(config):
-    """Set the number of CPU threads: num_threads, else OMP_NUM_THREADS (which torch has read), else
-    one per physical core."""
-    if config.num_threads:
-        torch.set_num_threads(config.num_threads)
-    elif "OMP_NUM_THREADS" not in os.environ:
-        torch.set_num_threads(physical_cores())
-
-
-def physical_cores():
-    """Return the number of cores that this process may use. Hyper-threads count once on Linux."""
-    with contextlib.suppress(OSError, AttributeError):
-        siblings = set()
-        for cpu in os.sched_getaffinity(0):
-            with open(f"/sys/devices/system/cpu/cpu{cpu}/topology/thread_siblings_list") as f:
-                siblings.add(f.read())
-        return len(siblings)
-    return os.cpu_count() or 1
 
 
 # -----------------------------------------------------------------------------

@@ -8,7 +8,6 @@ import ctypes
 import os
 import pickle
 import random
-import re
 import signal
 import time
 import uuid
@@ -22,7 +21,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from train.base.errors import CollectiveExit, SetupError
 from train.base.memory import keep_freed_memory
-from train.device import blocks, get_device, set_num_threads
+from train.device import blocks, get_device
 
 
 @dataclass
@@ -72,7 +71,8 @@ ENVIRONMENT = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 def process_group(config):
     """Context with the Ranks of this process; under torchrun in a process group (NCCL on CUDA,
     gloo otherwise). Raises SetupError."""
-    set_num_threads(config)
+    if config.num_threads:  # torch's default: OMP_NUM_THREADS, or one per physical core
+        torch.set_num_threads(config.num_threads)
     env = read_environment()
     rank, local_rank, world_size, local_world_size = env or (0, 0, 1, 1)
     device = get_device(config.device, local_rank, local_world_size)
@@ -248,12 +248,8 @@ def shard(model, ranks, dtype, seed, initial):
         else:
             assign(tensors[name], value)
     if unknown:
-        examples = {re.sub(r"\.\d+\.", ".*.", name): "torch.ones(shape)" if tensors[name].dim() < 2
-                    else "normal(name, shape, 0.02, seed)" for name in unknown}
-        lines = "\n".join(f"    {name}: return {value}" for name, value in examples.items())
-        raise SetupError("under FSDP, initial(name, shape, seed) of the model returns the initial "
-                         f"values; add a line for each of these, e.g.\n{lines}\nor use "
-                         "--distributed ddp")
+        raise SetupError("under FSDP, initial(name, shape, seed) of the model must return the "
+                         f"initial values of {', '.join(unknown)}; or use --distributed ddp")
     return model
 
 

@@ -38,14 +38,16 @@ def configure_optimizers(model: torch.nn.Module, weight_decay: float, learning_r
     matrices = muon_parameters(model) if muon else set()
     groups = {}
     named = {n: p for n, p in model.named_parameters() if p.requires_grad}
-    check_patterns(lr_groups or {}, named)
+    own_options = match_lr_groups(lr_groups or {}, named)
     for name, p in named.items():
         # Matrices and embeddings decay; gains of norms and biases have no reason to be small.
         decay = weight_decay if p.dim() >= 2 else 0.0
         options = dict(lr=learning_rate, weight_decay=decay, muon=False)
         if name in matrices:
             options = dict(lr=muon["lr"], weight_decay=muon["weight_decay"], muon=True)
-        options |= group_options(name, lr_groups or {}, options)
+        own = own_options.get(name, {})
+        options["lr"] = own.get("learning_rate", options["lr"] * own.get("lr_mult", 1.0))
+        options["weight_decay"] = own.get("weight_decay", options["weight_decay"])
         p.requires_grad_(options["lr"] > 0)  # a rate of 0 freezes: no gradient is computed
         if options["lr"] > 0:
             group = groups.setdefault(tuple(options.items()), dict(options, params=[], names=[]))
@@ -81,29 +83,22 @@ def matches(name, pattern):
                for i in range(len(parts) - len(wanted) + 1))
 
 
-def group_options(name, lr_groups, options):
-    """Return {"lr", "weight_decay"} of the last pattern that matches `name`; {} without a match."""
-    out = {}
+def match_lr_groups(lr_groups, names):
+    """Return {name: options of the last pattern that matches it}. ConfigError for a pattern that
+    matches no name (probably misspelt), or for an invalid value."""
+    allowed = ("learning_rate", "lr_mult", "weight_decay")
+    own_options = {}
     for pattern, value in lr_groups.items():
-        if matches(name, pattern):
-            value = value if isinstance(value, dict) else {"lr_mult": value}
-            out = {"lr": value.get("learning_rate", options["lr"] * value.get("lr_mult", 1.0)),
-                   "weight_decay": value.get("weight_decay", options["weight_decay"])}
-    return out
-
-
-def check_patterns(lr_groups, names):
-    """Raise ConfigError for a pattern that matches no parameter (probably misspelt), or for an
-    invalid value."""
-    allowed = {"learning_rate", "lr_mult", "weight_decay"}
-    for pattern, value in lr_groups.items():
-        if not any(matches(n, pattern) for n in names):
+        matching = [n for n in names if matches(n, pattern)]
+        if not matching:
             raise ConfigError([f"lr_groups: no parameter matches {pattern!r}; names look like "
                                f"{', '.join(list(names)[:4])}"])
         options = value if isinstance(value, dict) else {"lr_mult": value}
-        if set(options) - allowed or min(options.values(), default=0) < 0:
+        if options.keys() - allowed or min(options.values(), default=0) < 0:
             raise ConfigError([f"lr_groups: {pattern}: expected a number of at least 0 or a "
-                               f"mapping of {', '.join(sorted(allowed))}, got {value}"])
+                               f"mapping of {', '.join(allowed)}, got {value}"])
+        own_options |= dict.fromkeys(matching, options)
+    return own_options
 
 
 def log_groups(model, groups, log):
@@ -145,17 +140,14 @@ def create_state(optimizer):
     """Create the state that the first step of an optimizer creates, so that a checkpoint can be
     loaded into it, by a step of zero gradients at a learning rate of zero."""
     optimizer.state.clear()
-    groups = optimizer.param_groups
-    params = [p for group in groups for p in group["params"]]
-    saved = [p.grad for p in params], [group["lr"] for group in groups]
-    for p in params:
-        p.grad = torch.zeros_like(p)
-    for group in groups:
+    rates = [group["lr"] for group in optimizer.param_groups]
+    for group in optimizer.param_groups:
         group["lr"] = 0.0
+        for p in group["params"]:
+            p.grad = torch.zeros_like(p)
     optimizer.step()
-    for p, grad in zip(params, saved[0], strict=True):
-        p.grad = grad
-    for group, rate in zip(groups, saved[1], strict=True):
+    optimizer.zero_grad(set_to_none=True)
+    for group, rate in zip(optimizer.param_groups, rates, strict=True):
         group["lr"] = rate
 
 

@@ -20,7 +20,6 @@ from train.base.cli import under_torchrun
 from train.base.errors import UserError, echo
 from train.base.files import lock_folder, write_text
 from train.config import REPOSITORY, load_argv, to_yaml
-from train.device import physical_cores
 from train.options.loss_svg import read_metrics, to_number
 from train.robust import on_signals
 
@@ -118,5 +117,5 @@ def split_devices(jobs):
     if count := torch.cuda.device_count():
         visible = os.environ.get("CUDA_VISIBLE_DEVICES") or ",".join(map(str, range(count)))
         return [dict(CUDA_VISIBLE_DEVICES=visible.split(",")[i % count]) for i in range(jobs)]
-    threads = str(max(1, physical_cores() // jobs))
+    threads = str(max(1, torch.get_num_threads() // jobs))
     return [{} if jobs == 1 else dict(OMP_NUM_THREADS=threads) for _ in range(jobs)]
