@@ -29,7 +29,7 @@ from train.base.cli import run_command
 from train.base.errors import ConfigError, DataError, echo
 from train.base.fields import key
 from train.dataloader import Data, RowLoader
-from train.evaluate import add_sums, batch_sums
+from train.evaluate import pack, unpack
 from train.system import ModelHooks
 
 USE = "python -m model.autoencoder --ckpt {out}/ckpt.pt --arrays {out}/val.npz"
@@ -245,12 +245,14 @@ def evaluate_rows(model, arrays, rows=1024):
     outputs: {"latent": (N, Z), "prediction": (N, D)}, numpy arrays: the bottleneck and, if the
     model has a target, its prediction in the units of the original array.
     """
-    total = {}
+    total = 0.0
     latents = []
     for start in range(0, len(arrays[0]), rows):
         batch = [torch.from_numpy(np.array(a[start:start + rows])).float() for a in arrays]
-        add_sums(total, batch_sums(*model(*batch), len(batch[0])))
+        loss, sums = model(*batch)
+        total = total + pack(loss, sums, len(batch[0]))
         latents.append(model.encode(model.standardise(batch)))
+    total, _ = unpack(total, sums)
     z = torch.cat(latents)
     metrics = dict(rows=len(z), loss=float(total["loss"] / len(z)), **model.numbers(total))
     if model.head is None:

@@ -35,7 +35,6 @@ from train.optimizer import (
 )
 from train.robust import (
     MAX_OVERFLOWS_IN_A_ROW,
-    MAX_REWINDS,
     MAX_SPIKES_IN_A_ROW,
     decide_action,
 )
@@ -141,25 +140,18 @@ def test_an_evaluation_ends_where_any_rank_asks_and_refuses_one_of_nothing(monke
 
 
 def test_sums_keep_their_shape_order_and_precision_on_the_way():
-    sums = evaluation.batch_sums(torch.tensor(0.5, requires_grad=True), {
-        "b": torch.tensor([[1., 2.], [3., 4.]], requires_grad=True), "a": torch.tensor(5)}, 6)
-    assert {n: s.dtype for n, s in sums.items()} == dict.fromkeys(
-        ("a", "b", "count", "loss"), torch.float64)
-    assert not any(s.requires_grad for s in sums.values()) and sums["loss"] == 3
-    vector = evaluation.to_vector(sums)
-    assert vector.tolist() == [5, 1, 2, 3, 4, 6, 3]
-    back = evaluation.from_vector(vector, sums)
-    assert all(torch.equal(back[n], s) for n, s in sums.items()) and len(back) == 4
-    total = {"a": torch.tensor(1.0)}
-    evaluation.add_sums(total, sums)
-    evaluation.add_sums(total, sums)
-    assert total["a"] == 11 and total["loss"] == 6
-    host, norm = evaluation.to_host(sums, torch.tensor(2.5, dtype=torch.float32))
-    assert norm == 2.5 and type(norm) is float
-    assert all(torch.equal(host[n], s) for n, s in sums.items())
+    sums = {"b": torch.tensor([[1., 2.], [3., 4.]], requires_grad=True), "a": torch.tensor(5)}
+    vector = evaluation.pack(torch.tensor(0.5, requires_grad=True), sums, 6)
+    assert vector.dtype == torch.float64 and not vector.requires_grad
+    assert vector.tolist() == [6, 3, 5, 1, 2, 3, 4]
+    total, rest = evaluation.unpack(torch.cat([2 * vector, torch.ones(2)]), sums)
+    assert [*total] == ["count", "loss", "a", "b"] and rest == [1.0, 1.0]
+    assert (total["count"], total["loss"], total["a"]) == (12, 6, 10)
+    assert torch.equal(total["b"], 2 * sums["b"].double())
     # A count that float32 cannot hold.
-    large = evaluation.batch_sums(torch.tensor(1.0), {"count": torch.tensor(2**24 + 1)}, 1)
-    assert large["loss"] == 2**24 + 1
+    counted = {"x": torch.tensor(1), "count": torch.tensor(2**24 + 1)}
+    assert evaluation.pack(torch.tensor(1.0), counted, 1).tolist() == [2**24 + 1, 2**24 + 1, 1]
+    assert evaluation.unpack(torch.arange(3), counted) == (dict(count=0, loss=1, x=2), [])
 
 
 def test_numbers_of_sums():
@@ -443,8 +435,8 @@ class Spikes:
 
 
 def state(**changes):
-    return types.SimpleNamespace(**dict(rewinds=0, overflows=0, overflows_in_a_row=0,
-                                        spikes_in_a_row=0) | changes)
+    none = dict(overflows=0, overflows_in_a_row=0, spikes_in_a_row=0)
+    return types.SimpleNamespace(**none | changes)
 
 
 @pytest.mark.parametrize("loss, norm", [(math.nan, 1.0), (1.0, math.inf), (math.nan, math.nan)])
@@ -453,8 +445,6 @@ def test_a_step_that_is_not_finite(loss, norm):
         p = state(**changes)
         return decide_action(loss, norm, p, Spikes(), on_spike, scaled), p.overflows
     assert verdict() == ("stop", 1) and verdict("skip") == ("stop", 1)
-    assert verdict("rewind", rewinds=MAX_REWINDS - 1) == ("rewind", 1)
-    assert verdict("rewind", rewinds=MAX_REWINDS) == ("stop", 1)
     scaled = "skip" if math.isfinite(loss) else "stop"
     assert verdict(scaled=True) == (scaled, 1)
     assert verdict(scaled=True, overflows_in_a_row=MAX_OVERFLOWS_IN_A_ROW - 1)[0] == scaled
@@ -462,13 +452,10 @@ def test_a_step_that_is_not_finite(loss, norm):
 
 
 def test_a_step_that_is_finite():
-    for on_spike, reaction in (
-            ("warn", "update"), ("skip", "skip"), ("rewind", "rewind")):
+    for on_spike, reaction in (("warn", "update"), ("skip", "skip")):
         p = state(overflows_in_a_row=2)
         assert decide_action(1.0, 1.0, p, Spikes(), on_spike, False) == reaction
         assert (p.spikes_in_a_row, p.overflows_in_a_row) == (1, 0)
-    used_up = state(rewinds=MAX_REWINDS)
-    assert decide_action(1.0, 1.0, used_up, Spikes(), "rewind", False) == "update"
     spikes, p = Spikes(), state(spikes_in_a_row=MAX_SPIKES_IN_A_ROW - 1)
     assert decide_action(1.0, 1.0, p, spikes, "skip", False) == "skip" and spikes.losses
     assert decide_action(1.0, 1.0, p, spikes, "skip", False) == "update"

@@ -264,12 +264,12 @@ def test_a_wait_for_the_gpu_is_an_error_but_for_the_one_read_a_step(monkeypatch,
     modes, seen = ["default"], []
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "set_sync_debug_mode", modes.append)
-    monkeypatch.setattr(train, "to_host", lambda: seen.append(modes[-1]))
+    monkeypatch.setattr(train, "unpack", lambda: seen.append(modes[-1]))
 
     def steps(argv):
         for _ in range(20):
             seen.append(modes[-1])  # in the step
-            train.to_host()
+            train.unpack()
     monkeypatch.setattr(run_train, "main", steps)
     parts.watch_for_waits([])
     assert seen[1::2] == ["default"] * 20  # the read itself

@@ -2,17 +2,14 @@
 the configuration, is in test_config.py)."""
 
 import re
-import time
 
 import pytest
 import torch
-from runs import assert_same, go, metrics, run_program
+from runs import assert_same, go, run_program
 
 from train import train as training
-from train.base import run_folder
-from train.base.errors import BadNumbers, Stopped
-from train.checkpoint import load_checkpoint
-from train.dataloader import Prefetcher
+from train.base.errors import BadNumbers, CheckpointError
+from train.checkpoint import load_checkpoint, save_checkpoint
 from train.lr_scheduler import SpikeDetector
 from train.robust import decide_action
 from train.setup import Progress
@@ -56,17 +53,6 @@ def test_a_nan_loss_stops_the_run_before_the_update(tmp_path, data_dir):
                      message)
     assert f"Last good checkpoint: {out}/ckpt.pt" in message and "--learning_rate" in message
     assert load_checkpoint(out / "ckpt.pt")["iter_num"] == 10 and finite(out / "ckpt.pt")
-
-
-def test_a_nan_is_met_by_rewinding(tmp_path, data_dir, monkeypatch, capsys):
-    """NaN at step 12, on_spike: rewind -> back to the checkpoint of 10, past the batches, and on to
-    the end"""
-    seen = []
-    spoil_gradient(monkeypatch, lambda it: it == 12 and not seen and not seen.append(it), torch.nan)
-    go(data_dir, tmp_path / "out", on_spike="rewind")
-    assert "rewound to iter 10, skipping 3 batches" in capsys.readouterr().out
-    assert load_checkpoint(tmp_path / "out" / "ckpt.pt")["progress"]["rewinds"] == 1
-    assert finite(tmp_path / "out" / "ckpt.pt")
 
 
 def test_a_loss_that_has_risen_for_good_is_no_spike():
@@ -147,16 +133,16 @@ def test_only_what_is_far_above_is_a_spike():
 def bad_batches(monkeypatch):
     """Batches, by number, whose loss is thrice what it should be: a set to fill."""
     monkeypatch.setattr(SpikeDetector.__init__, "__defaults__", (6.0, 8))
-    bad, current, step, real = set(), [], training.train_step, training.batch_sums
+    bad, current, step, real = set(), [], training.train_step, training.pack
 
     def train_step(run, lr=None):
-        current[:] = [run.progress.iter_num + run.progress.data_shift]
+        current[:] = [run.progress.iter_num]
         step(run)
 
-    def batch_sums(loss, sums, count):
+    def pack(loss, sums, count):
         return real(loss * 3 if current[0] in bad else loss, sums, count)
     monkeypatch.setattr(training, "train_step", train_step)
-    monkeypatch.setattr(training, "batch_sums", batch_sums)
+    monkeypatch.setattr(training, "pack", pack)
     return bad
 
 
@@ -190,76 +176,15 @@ def test_a_spike_is_skipped(tmp_path, data_dir, bad_batches):
     assert_same(tmp_path / "a", tmp_path / "b")
 
 
-@pytest.mark.matrix(78)
-def test_a_spike_rewinds_past_the_bad_batches(tmp_path, data_dir, bad_batches, capsys, monkeypatch):
-    """a spike at step 13, on_spike: rewind -> back to the checkpoint of 10 and past batches 10 to
-    13, every step once in the metrics; exact when stopped and resumed later"""
-    bad_batches.add(13)
-    with monkeypatch.context() as patch:
-        used, get = [], Prefetcher.get
-
-        def noted(self, step):
-            batch = get(self, step)
-            used.append(step)
-            return batch
-        patch.setattr(Prefetcher, "get", noted)
-        go(data_dir, tmp_path / "a", on_spike="rewind")
-    assert used == list(range(48))  # 2 a step: after 27, of step 13, comes 28 and none again
-    assert "rewound to iter 10, skipping 4 batches (1 of 3 rewinds)" in capsys.readouterr().out
-    state = load_checkpoint(tmp_path / "a" / "ckpt.pt")
-    assert state["iter_num"] == 20 and state["progress"]["data_shift"] == 4
-    assert [m["iter"] for m in metrics(tmp_path / "a") if "loss" in m] == list(range(20))
-    for k in (12, 16):  # at 12 before the rewind at 13 is known, at 16 long after it
-        out = tmp_path / str(k)
-        assert isinstance(go(data_dir, out, f"before_step@{k}=sigterm", on_spike="rewind"), Stopped)
-        go(data_dir, out, on_spike="rewind")
-        if k == 16:
-            assert_same(tmp_path / "a", out)
-
-
-@pytest.mark.matrix(78)
-def test_a_rewind_waits_for_the_save_under_way(tmp_path, data_dir, bad_batches, capsys,
-                                               monkeypatch):
-    """the checkpoint of 13 is still being written when step 13 spikes -> back to it, not to 10"""
-    real = run_folder.save_checkpoint
-    monkeypatch.setattr(run_folder, "save_checkpoint", lambda *args: time.sleep(0.2) or real(*args))
-    bad_batches.add(13)
-    go(data_dir, tmp_path, on_spike="rewind", save_interval=13)
-    assert "rewound to iter 13, skipping 1 batches" in capsys.readouterr().out
-
-
-@pytest.mark.matrix(78)
-def test_a_rewind_with_a_loss_scale_goes_on(tmp_path, data_dir, bad_batches, capsys):
-    """the same in float16, whose gradients are unscaled when the spike is seen -> the next step
-    does not stumble over that"""
-    bad_batches.add(13)
-    go(data_dir, tmp_path / "out", on_spike="rewind", dtype="float16")
-    assert "rewound to iter 10" in capsys.readouterr().out
-    assert load_checkpoint(tmp_path / "out" / "ckpt.pt")["iter_num"] == 20
-
-
-@pytest.mark.matrix(78)
-def test_a_run_begun_afresh_rewinds_to_its_own_checkpoint(tmp_path, data_dir, bad_batches):
-    """the same in a run started with --resume never -> rewinds to its checkpoint, moves nothing"""
-    bad_batches.add(13)
-    go(data_dir, tmp_path, on_spike="rewind", resume="never")
-    assert load_checkpoint(tmp_path / "ckpt.pt")["progress"]["rewinds"] == 1
-    assert not (tmp_path / "old_1").exists()
-
-
-@pytest.mark.matrix(78)
-def test_rewinds_are_bounded(tmp_path, data_dir, bad_batches, capsys):
-    """every batch from 12 on spikes, on_spike: rewind -> three rewinds, then warnings only"""
-    bad_batches.update(range(12, 100))
-    go(data_dir, tmp_path, on_spike="rewind")
-    text = capsys.readouterr().out
-    assert text.count("rewound to iter 10") == 3 and "(3 of 3 rewinds)" in text
-    assert load_checkpoint(tmp_path / "ckpt.pt")["iter_num"] == 20
-
-
-@pytest.mark.matrix(78)
-def test_a_spike_with_nothing_to_rewind_to_stops_the_run(tmp_path, data_dir, bad_batches):
-    """a spike before the first checkpoint, on_spike: rewind -> stopped, saying so"""
-    bad_batches.add(13)
-    with pytest.raises(BadNumbers, match="iter 13: a loss spike, and no checkpoint to rewind to"):
-        go(data_dir, tmp_path, on_spike="rewind", eval_interval=0, save_interval=0)
+def test_a_run_that_has_skipped_batches_is_refused(tmp_path, data_dir):
+    """A checkpoint of an earlier version, whose on_spike: rewind skipped batches."""
+    go(data_dir, tmp_path, max_iters=5)
+    state = load_checkpoint(tmp_path / "ckpt.pt")
+    state["config"]["on_spike"] = "rewind"
+    for shift in (4, 0):
+        state["progress"] |= dict(data_shift=shift, rewinds=1)
+        save_checkpoint(str(tmp_path / "ckpt.pt"), state)
+        if shift:
+            with pytest.raises(CheckpointError, match="the run skipped batches .*--init_from"):
+                go(data_dir, tmp_path)
+    assert go(data_dir, tmp_path)["iter_num"] == 20

@@ -36,8 +36,7 @@ def run(out, name, first, last, monkeypatch, status="finished"):
     out.mkdir(exist_ok=True)
     (out / "config.yaml").write_text("n_layer: 2\n")
     log = Logger(out, trackers=[name], config=CONFIG, system_info=dict(device="cpu"))
-    if first:
-        log.rewind(first)
+    log.start(first)
     for k in range(first, last):
         log.step(step(k))
     log.evaluation(dict(iter=last, tokens=last * 10, train_loss=2.0, val_loss=1.5, val_ppl=4.48,
@@ -70,29 +69,18 @@ def scalars(folder, name):
     return [(e.step, round(e.value, 4)) for e in events]
 
 
-def test_tensorboard_rewinds_during_a_run(tmp_path):
-    pytest.importorskip("tensorboard")
-    with Logger(tmp_path, trackers=["tensorboard"]) as log:
-        for first, last in ((0, 5), (3, 6)):
-            log.rewind(first) if first else None
-            for k in range(first, last):
-                log.step(step(k))
-    assert [k for k, _ in scalars(tmp_path / "tensorboard", "train/loss")] == [0, 1, 2, 3, 4, 5]
-
-
-@pytest.mark.parametrize("again", ["in a new process", "in the same run"])
-def test_tensorboard_keeps_the_evaluation_that_a_resume_does_not_repeat(tmp_path, again):
+def test_tensorboard_keeps_the_evaluation_that_a_resume_does_not_repeat(tmp_path):
     """Saved after the evaluation at step 4, killed at step 6, resumed."""
     pytest.importorskip("tensorboard")
     log = Logger(tmp_path, trackers=["tensorboard"])
+    log.start(0)
     for k in range(7):
         if k % 2 == 0:
             log.evaluation(dict(iter=k, val_loss=3.0 - k / 10, val_f1=k / 10))
         log.step(step(k))
-    if again == "in a new process":
-        log.close("failed")
-        log = Logger(tmp_path, trackers=["tensorboard"])
-    log.rewind(4, evaluated=True)
+    log.close("failed")
+    log = Logger(tmp_path, trackers=["tensorboard"])
+    log.start(4, evaluated=True)
     for k in range(4, 8):
         if k == 6:
             log.evaluation(dict(iter=k, val_loss=2.0, val_f1=0.9))
@@ -242,6 +230,7 @@ def test_trackers_are_split_at_commas(home):
     config, out = load_config(None, {"tracker": "tensorboard, mlflow,tensorboard"}), home / "split"
     out.mkdir()
     with Logger(out, trackers=config.tracker) as log:
+        log.start(0)
         log.step(step(0))
     assert (out / "tensorboard").is_dir()
     assert json.loads((out / "tracker.json").read_text()).keys() == {"mlflow"}
@@ -254,6 +243,7 @@ def test_numbers_with_any_name(home, name):
     out = home / name
     out.mkdir()
     with Logger(out, trackers=[name]) as log:
+        log.start(0)
         log.step(step(0, **{"recall@5": 0.25, "f1 (macro), %": 1.0}))
     assert "dropped" not in (out / "train.log").read_text()
     if name == "mlflow":
@@ -271,6 +261,7 @@ def test_wandb_tells_the_address_of_its_run(tmp_path, monkeypatch):
     monkeypatch.setattr(wandb.Run, "offline", False, raising=False)
     alone(tmp_path, monkeypatch)
     with Logger(tmp_path, trackers=["wandb"]) as log:
+        log.start(0)
         log.step(step(0))
     assert "W&B: https://wandb.ai/me/ironGPT/runs/abc" in (tmp_path / "train.log").read_text()
 
@@ -293,6 +284,7 @@ def test_a_tracker_that_does_not_open_is_left_out(tmp_path):
     pytest.importorskip("tensorboard")
     (tmp_path / "tensorboard").write_text("a file in the way")
     with Logger(tmp_path, trackers=["tensorboard"]) as log:
+        log.start(0)
         log.step(step(0))
         log.step(step(1))
     assert (tmp_path / "train.log").read_text().count("is dropped") == 1

@@ -40,7 +40,6 @@ def test_test_config_runs_from_the_command_line(tmp_path, data_dir):
     assert re.search(r"iter 9: loss \d+\.\d{4}, time \S+, lr 0\.\d{6}, norm \S+, \S+ tok/s", out)
     assert re.search(r"step 10: train loss [\d.]+, val loss [\d.]+, ppl [\d.]+", out)
     assert "Training complete!" in out and "model.sample" in out
-    assert out.count("Expected to take ") == 1
     names = {p.name for p in (tmp_path / "o").iterdir()}
     assert {"ckpt.pt", "ckpt_prev.pt", "ckpt_best.pt", "config.yaml", "training_args.json",
             "train.log", "metrics.jsonl", "loss.svg"} <= names

@@ -135,14 +135,6 @@ def inherited_shape(config):
     return {}, None
 
 
-def find_latest(folder, ranks, log):
-    """Return the Start at the newest checkpoint in `folder`."""
-    def find():
-        state, path = find_newest_checkpoint(folder.path, log)
-        return Start() if state is None else Start("resume", path, state)
-    return broadcast_from_rank0(find, ranks)
-
-
 def load_best(model, folder, ranks):
     """Load the weights of ckpt_best.pt, if it exists in `folder`, into `model`.
     Return a description of the weights that `model` then has."""
@@ -184,6 +176,10 @@ def check_fits(start, config, data, model, ranks):
             raise CheckpointError(
                 f"{start.path} has weights but not the rest of a run (no {', '.join(missing)}); to "
                 f"start from its weights: --init_from {start.path} and another --out_dir")
+        if state["progress"].get("data_shift"):  # written by an earlier version
+            raise CheckpointError(f"{start.path}: after a loss spike the run skipped batches "
+                                  "(on_spike: rewind), which is no longer supported; to start from "
+                                  f"its weights: --init_from {start.path} and another --out_dir")
         file_format.check_unchanged(
             find_changes(state, config, data), start.path, config.allow_change, ", start from "
             "scratch with --resume never (files are renamed), or choose another --out_dir")

@@ -22,7 +22,6 @@ several is in train/options/mixture.py. Every loader has
 and may have the hooks of train/system.py.
 """
 
-import collections
 import concurrent.futures
 import functools
 import hashlib
@@ -353,7 +352,7 @@ class Prefetcher:
         self.thread = None
         if not getattr(loader, "computes", False):
             self.thread = concurrent.futures.ThreadPoolExecutor(1, "batches", select_gpu)
-        self.ahead = collections.deque()  # (step, Future)
+        self.ahead = {}  # {step: Future}
         self.seconds = 0.0  # time spent waiting for batches
         # Small batches have thousands per read; a limited number suffices to start the next read.
         self.n_ahead = 1 + min(MAX_BATCHES_AHEAD, getattr(loader, "calls_per_chunk", 1))
@@ -362,12 +361,11 @@ class Prefetcher:
         """Return the batch of `step`, a tuple of tensors (B, ...)."""
         if self.thread is None:
             return self.loader.get_batch(self.device, step)
-        if self.ahead and self.ahead[0][0] != step:  # after a rewind
-            self.ahead.clear()
-        for s in range(step + len(self.ahead), step + self.n_ahead):
-            self.ahead.append((s, self.thread.submit(self.loader.get_batch, self.device, s)))
+        for s in range(step, step + self.n_ahead):
+            if s not in self.ahead:
+                self.ahead[s] = self.thread.submit(self.loader.get_batch, self.device, s)
         started = time.perf_counter()
-        batch = self.ahead.popleft()[1].result()
+        batch = self.ahead.pop(step).result()
         self.seconds += time.perf_counter() - started
         return batch
 

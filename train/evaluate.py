@@ -6,9 +6,9 @@ in the order of the batches and in float64, and become numbers at the very end.
 """
 
 import functools
+import math
 
 import torch
-import torch.distributed as dist
 
 from train.base.errors import SetupError
 from train.distributed import all_gather_vectors
@@ -16,54 +16,34 @@ from train.logger import LINE_NAMES
 from train.system import ModelHooks, hook
 
 
-def batch_sums(loss, sums, count):
-    """Return {name: float64 tensor} of one batch: `sums`, the number of items as "count" (default:
-    `count`), and the sum of the items' losses as "loss". loss: 0-dim, the mean."""
+def pack(loss, sums, count):
+    """Return the sums of one batch as one vector, so that an addition or a transfer is a single
+    operation: "count" (of items, default: `count`), "loss" (the sum of the items' losses), then
+    `sums` by name. loss: 0-dim, the mean. (n,)"""
     # float32 sums depend on the order of additions in the eighth digit. MPS has no float64.
     precise = torch.float32 if loss.device.type == "mps" else torch.float64
-    out = {name: value.detach().to(precise) for name, value in sums.items()}
-    if "count" not in out:
-        out["count"] = torch.full((), count, dtype=precise, device=loss.device)
-    out["loss"] = loss.detach().to(precise) * out["count"]
-    return out
+    out = {name: sums[name].detach().to(precise) for name in sorted(sums)}
+    n = out.get("count", torch.full((), count, dtype=precise, device=loss.device))
+    out = {"count": n, "loss": n} | out | {"loss": loss.detach().to(precise) * n}
+    return torch.cat([value.flatten() for value in out.values()])
 
 
-def add_sums(total, sums):
-    """Add `sums` to `total` in place."""
-    for name, value in sums.items():
-        total[name] = total[name] + value if name in total else value
-
-
-def to_vector(sums):
-    """Concatenate all sums, ordered by name, for communication between ranks. (n,)"""
-    return torch.cat([sums[name].flatten() for name in sorted(sums)])
-
-
-def from_vector(vector, sums):
-    """Split `vector` into {name: tensor} with the shapes of `sums`."""
-    names = sorted(sums)  # the same order on every rank, however a model fills its dict
-    parts = vector.split([sums[name].numel() for name in names])
-    return {n: part.view(sums[n].shape) for n, part in zip(names, parts, strict=True)}
-
-
-def all_reduce(sums):
-    """Add `sums` over all ranks, on the device."""
-    vector = to_vector(sums)  # one collective for all sums
-    dist.all_reduce(vector)
-    return from_vector(vector, sums)
-
-
-def to_host(sums, norm):
-    """Return `sums` as float64 CPU tensors and `norm` as a float, in one transfer."""
-    # Every .item() would wait for the device once more.
-    vector = torch.cat([to_vector(sums), norm.to(sums["loss"].dtype).reshape(1)]).cpu().double()
-    return from_vector(vector[:-1], sums), float(vector[-1])
+def unpack(vector, sums):
+    """Wait for the device. Return {name: float64 CPU tensor} of an addition of vectors of pack(),
+    with the shapes of `sums`, and the list of the numbers that follow in `vector`."""
+    vector = vector.cpu().double()  # one transfer; every .item() would wait once more
+    out = {}
+    shapes = {"count": (), "loss": ()} | {name: sums[name].shape for name in sorted(sums)}
+    for name, shape in shapes.items():
+        n = math.prod(shape)
+        out[name] = vector[:n].view(shape)
+        vector = vector[n:]
+    return out, vector.tolist()
 
 
 def to_numbers(model, sums):
-    """Return {name: number or None} for a log line from sums over all batches: "loss" (None if no
-    item counted) and the model's numbers(sums)."""
-    # Only here sums become numbers: a mean of means would weigh a small batch like a full one.
+    """Return {name: number or None} for a log line: "loss" (None if no item counted) and the
+    model's numbers(sums). A mean of means would weigh a small batch like a full one."""
     loss = float(sums["loss"] / sums["count"]) if sums["count"] else None
     model_numbers = getattr(model, "numbers", functools.partial(ModelHooks.numbers, model))
     numbers = {name: value.tolist() if hasattr(value, "tolist") else value
@@ -95,15 +75,15 @@ def evaluate(model, forward, loader, n_batches, ranks, autocast, stop=lambda don
         batch = loader.fixed_batch(min(index, n - 1), n_batches, ranks.device)
         with autocast():
             loss, sums = forward(*batch)
-        sums = batch_sums(loss, sums, len(batch[0]) * loader.units_per_sample)
-        rows = all_gather_vectors(torch.cat([to_vector(sums).double().cpu(), stop_flag]), ranks)
+        vector = pack(loss, sums, len(batch[0]) * loader.units_per_sample).double().cpu()
+        rows = all_gather_vectors(torch.cat([vector, stop_flag]), ranks)
         if rows[:, -1].any():
             return None
         # One row per batch, in the order of the batches. (n sums,)
         for i, row in enumerate(rows[:n - first, :-1], first):
             source = source_of(i, n_batches)
             totals[source] = totals.get(source, 0.0) + row
-    by_source = {source: from_vector(total, sums) for source, total in totals.items()}
+    by_source = {source: unpack(total, sums)[0] for source, total in totals.items()}
     if not all(sums["count"] for sums in by_source.values()):
         raise SetupError("evaluation: no item of the validation data counts; is every target "
                          "masked?")

@@ -129,7 +129,7 @@ class SystemKeys:
     num_threads: int | None = free_key(None, "CPU threads (default: OMP_NUM_THREADS, cores)", ge=1)
     dist_timeout: float = free_key(600.0, "timeout of a collective, in seconds", gt=0)
     step_timeout: float = free_key(0.0, "seconds per step at most, else exit; 0: no limit", ge=0)
-    on_spike: str = free_key("warn", "after a loss spike", choices=["warn", "skip", "rewind"])
+    on_spike: str = free_key("warn", "after a loss spike", choices=["warn", "skip"])
     spike_sigma: float = free_key(6.0, "standard deviations above the mean that are a spike", gt=0)
 
 

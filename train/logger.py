@@ -9,7 +9,6 @@ import re
 import shlex
 import shutil
 import sys
-import threading
 import time
 from contextlib import contextmanager, suppress
 
@@ -24,13 +23,9 @@ try:
 except ImportError:  # Windows
     resource = None
 
-HEARTBEAT_SECONDS = 5.0  # without output; then the current activity is shown
-MAX_HEARTBEAT_SECONDS = 60.0
 MAX_PLOTTED_STEPS = 20_000
 MAX_SAMPLE_CHARS = 160  # of a sample on the console during a run
-SECONDS_PER_DAY = 86400
 SLOW_INPUT_SHARE = 0.3  # of the time; a larger share is a warning
-WARN_EPOCHS = 20  # more are a warning, unless the length is given in epochs
 
 # Names with a fixed meaning in log lines: a model may not use one for a custom number.
 LINE_NAMES = {"iter", "tokens", "unit", "loss", "lr", "grad_norm", "time_ms", "tokens_per_sec",
@@ -48,22 +43,17 @@ class Logger:
     def __init__(self, out_dir, main=True, trackers=(), config=None, system_info=None):
         self.out_dir = os.path.normpath(out_dir)
         self.is_main = main
-        self.closed = threading.Event()
         self.config = config or {}
         self.run_name = self.config.get("run_name") or self.out_dir
         self.system_info = system_info or {}
         self.tracker_names = trackers
-        self.trackers = None    # opened at the first record
-        self.first_iter = None  # where this part of the run starts
-        self.last_eval = None   # iteration of the last evaluation
-        self.activity = ""      # current activity, e.g. "iter 3, micro-batch 2 of 4"
+        self.trackers = None    # opened by start()
+        self.first_iter = 0     # where this part of the run starts
+        self.evaluated = False  # whether the evaluation at first_iter is in metrics.jsonl already
         self.console = Console(sys.stdout)
         self.log_file = LineFile(f"{self.out_dir}/train.log")
         self.metrics = LineFile(f"{self.out_dir}/metrics.jsonl")
         self.sample_file = LineFile(f"{self.out_dir}/samples.txt")
-        if main:
-            self.heartbeat = threading.Thread(target=self.show_activity, daemon=True)
-            self.heartbeat.start()
 
     # -------------------------------------------------------------------------
     # messages
@@ -71,46 +61,27 @@ class Logger:
     def info(self, message, color=""):
         if self.is_main:
             text = printable(message)
-            self.console.show(f"{color}{text}{RESET}" if color and self.console.color else text)
-            self.write_log(text)
+            self.write(text, f"{color}{text}{RESET}" if color and self.console.color else text)
 
     def warn(self, message):
         self.info(f"warning: {message}", YELLOW)
 
-    def write_log(self, text):
+    def activity(self, text):
+        """Show the current activity, e.g. "evaluating", on a terminal."""
+        if self.is_main and self.console.live:
+            self.console.show(live=text)
+
+    def write(self, text, line=None, live=None):
+        """Append `text` to train.log, and show `line` or `live` (see Console.show)."""
         stamp = time.strftime("%Y-%m-%d %H:%M:%S ")
-        self.log_file.write(stamp + text.replace("\n", f"\n{stamp}") + "\n")
-
-    @contextmanager
-    def busy(self, activity):
-        """Context of a long activity, e.g. "evaluating", which the heartbeat shows."""
-        previous = self.activity
-        self.activity = activity
-        try:
-            yield
-        finally:
-            self.activity = previous
-
-    def show_activity(self):
-        """Thread: show the activity after some seconds without output."""
-        due = HEARTBEAT_SECONDS
-        while not self.closed.wait(0.5):
-            quiet = time.monotonic() - self.console.used_at
-            if quiet < HEARTBEAT_SECONDS:
-                due = HEARTBEAT_SECONDS
-            elif self.activity and self.console.live:
-                self.console.show(live=f"{self.activity}, {quiet:.0f} s", heartbeat=True)
-            elif self.activity and quiet >= due:
-                self.console.show(f"... {self.activity}", heartbeat=True)
-                self.write_log(f"... {self.activity}")
-                # After 5, 10, 20, 40, 80, 140, 200 ... seconds.
-                due = quiet + min(MAX_HEARTBEAT_SECONDS, quiet)
+        self.log_file.write(stamp + text.replace("\n", f"\n{stamp}"))
+        self.console.show(line, live)
 
     def samples(self, iter, text, whole=False):
         """Append generated text to samples.txt, and print the start of it (all of it if `whole`).
         """
         if self.is_main:
-            self.sample_file.write(f"=== iter {iter} ===\n{text}\n\n")
+            self.sample_file.write(f"=== iter {iter} ===\n{text}\n")
             line = " ".join(text.split())
             if len(line) > MAX_SAMPLE_CHARS:
                 line = f"{line[:MAX_SAMPLE_CHARS]}..."
@@ -120,58 +91,50 @@ class Logger:
     # numbers
 
     def step(self, record):
-        """Log a training step. record: iter, tokens, loss, lr, grad_norm, time_ms, tokens_per_sec,
-        mfu (`None` if unknown) and numbers that the model defines; max_iters, eta_s and unit (of
-        `tokens`, default tok) are not stored."""
+        """Log the numbers of a training step; those in NOT_STORED are for the console only."""
         if self.is_main:
             # The unit of `tokens` is stored if it is not tokens.
-            self.write_metrics({k: v for k, v in record.items()
-                                if k not in NOT_STORED and v != "tok"})
-            line = format_line("iter", record, STEP_FIELDS)
-            self.write_log(line)
-            if self.console.live:
-                self.console.show(live=progress_line(record, self.console.unicode))
-            else:
-                self.console.show(line)
+            self.store({k: v for k, v in record.items() if k not in NOT_STORED and v != "tok"})
+            line = format_line(f"iter {record['iter']}", record, STEP_FIELDS)
+            live = self.console.live
+            self.write(line, None if live else line, progress_line(record) if live else None)
 
     def evaluation(self, record):
-        """Log an evaluation before step `iter`. record: iter, tokens, train_loss (the mean since
-        the last one), val_loss and numbers that the model defines, `None` if unknown."""
+        """Log an evaluation before step `iter`: iter, tokens, train_loss (the mean since the last
+        one), val_loss and numbers that the model defines, `None` if unknown."""
         if self.is_main:
-            # A finished run that repeats this evaluation already has the record (not of test data).
-            if record["iter"] != self.last_eval or "val_loss" not in record:
-                self.write_metrics(record)
-            self.last_eval = record["iter"]
-            self.info(format_line("step", record, EVALUATION_FIELDS))
+            self.store(record)
+            line = format_line(f"step {record['iter']}", record, EVALUATION_FIELDS)
+            self.write(line, line)
 
-    def write_metrics(self, record):
-        if self.first_iter is None:  # started from scratch: keep the numbers of a lost run
-            self.first_iter = record["iter"]
-            with suppress(OSError):
-                os.replace(self.metrics.path, self.metrics.path + ".old")
-        self.metrics.write(to_json({"iter": record["iter"], **record}) + "\n")
-        if self.tracker_names and not self.trackers:
-            from train.options.trackers import Trackers
-            self.trackers = Trackers(self.tracker_names, self)
-        if self.trackers:
-            self.trackers.record(record)
+    def store(self, record):
+        """Append a record to metrics.jsonl and to the trackers."""
+        if not self.config.get("eval_only"):
+            self.metrics.write(to_json({"iter": record["iter"], **record}))
+            if self.trackers:
+                self.trackers.record(record)
 
-    def rewind(self, iter, evaluated=False):
-        """Continue at iteration `iter`: remove the numbers of steps that will be repeated.
+    def start(self, iter, evaluated=False):
+        """Start at iteration `iter`: remove the numbers of steps that will be repeated. The file of
+        a run without a checkpoint (iter 0) is renamed.
 
         Step k is logged as iter k when it is complete, so steps below `iter` stay. The evaluation
         at `iter` precedes the step: it is kept if it is not repeated (`evaluated`).
         """
-        if self.is_main:
-            self.first_iter = iter
-            self.last_eval = iter if evaluated else None
-            self.metrics.close()
+        self.first_iter = iter
+        self.evaluated = evaluated
+        path = self.metrics.path
+        if self.is_main and os.path.lexists(path):
             try:
-                drop_lines_from(self.metrics.path, iter, evaluated)
+                if iter or evaluated:
+                    drop_lines_from(path, iter, evaluated)
+                else:
+                    os.replace(path, f"{path}.old")
             except OSError as error:
-                self.warn(f"{self.metrics.path} not rewritten, steps may appear twice: {error}")
-            if self.trackers:
-                self.trackers.call("rewind", iter, evaluated)
+                self.warn(f"{path} not rewritten, steps may appear twice: {error}")
+        if self.is_main and self.tracker_names:
+            from train.options.trackers import Trackers
+            self.trackers = Trackers(self.tracker_names, self)
 
     def read_tested(self):
         """Return the test numbers in the last line of metrics.jsonl, or {}."""
@@ -209,13 +172,9 @@ class Logger:
             self.warn(f"config.yaml and training_args.json were not written: {error}")
 
     def close(self, status="finished"):
-        """Close files and trackers. status: finished, failed or stopped (by a signal). A second
-        call has no effect."""
-        if self.closed.is_set():
-            return
-        self.closed.set()
+        """Clear the live line and end the trackers. status: finished, failed or stopped (by a
+        signal)."""
         if self.is_main:
-            self.heartbeat.join(timeout=1.0)  # it may hang in a full pipe
             self.console.show(live="")
             if self.trackers:
                 self.trackers.close(status)
@@ -232,29 +191,20 @@ class Logger:
 
 def to_json(value, indent=None):
     """Return strict JSON: arrays become lists, NaN and infinities strings, unknown types text."""
-    try:
-        return json.dumps(value, allow_nan=False, indent=indent, default=to_builtin)
-    except ValueError:
-        # Python writes NaN and Infinity, which are not JSON.
-        as_text = json.dumps(value, default=to_builtin)
-        return json.dumps(json.loads(as_text, parse_constant=lambda name: str(float(name))),
-                          indent=indent)
-
-
-def to_builtin(value):
-    return value.tolist() if hasattr(value, "tolist") else str(value)
+    text = json.dumps(value, default=lambda x: x.tolist() if hasattr(x, "tolist") else str(x))
+    # Python writes NaN and Infinity, which are not JSON.
+    return json.dumps(json.loads(text, parse_constant=lambda name: str(float(name))), indent=indent)
 
 
 def drop_lines_from(path, iter, evaluated=False):
     """Remove incomplete lines, steps from `iter` on and evaluations from `iter` on (after `iter` if
     `evaluated`) from a metrics.jsonl, atomically."""
-    if os.path.exists(path):
-        with open(path, "rb") as source, atomic_write(path) as target:
-            for line in source:  # not json.loads, which is slow for millions of lines
-                whole = re.fullmatch(rb'\{\s*"iter":\s*(\d{1,18})\b.*\}\s*\n', line)
-                stays = evaluated and (b'"val_loss"' in line or b'"test_loss"' in line)
-                if whole and int(whole[1]) < iter + stays:
-                    target.write(line)
+    with open(path, "rb") as source, atomic_write(path) as target:
+        for line in source:  # not json.loads, which is slow for millions of lines
+            whole = re.fullmatch(rb'\{\s*"iter":\s*(\d{1,18})\b.*\}\s*\n', line)
+            stays = evaluated and (b'"val_loss"' in line or b'"test_loss"' in line)
+            if whole and int(whole[1]) < iter + stays:
+                target.write(line)
 
 
 # -----------------------------------------------------------------------------
@@ -273,49 +223,39 @@ CONVERSIONS = dict(lr=lambda lr: f"{lr:.6f}" if lr >= 1e-5 or lr == 0 else f"{lr
 
 
 def format_line(start, record, fields):
-    """Return the known fields of a record as text: "iter 120: loss 3.2104, time 48.7ms, ...".
-
-    start: the word before the iteration. fields: names; OWN: the numbers that the model defines.
-    """
+    """Return `start` and the known fields of a record: "iter 120: loss 3.2104, time 48.7ms, ...".
+    fields: names; OWN: the numbers that the model defines."""
     own = [name for name, value in record.items()
            if isinstance(value, float) and name not in LINE_NAMES | FORMATS.keys()]
     texts = []
-    unit = record.get("unit", "tok")
     for name in [n for field in fields for n in (own if field == OWN else [field])]:
         if record.get(name) is not None:
             value = CONVERSIONS.get(name, float)(record[name])
             own_format = name.removeprefix("val_").replace("_", " ") + " {:.4f}"
-            texts.append(FORMATS.get(name, own_format).format(value, unit=unit))
-    return f"{start} {record['iter']}: {', '.join(texts)}"
+            template = FORMATS.get(name, own_format)
+            texts.append(template.format(value, unit=record.get("unit", "tok")))
+    return f"{start}: {', '.join(texts)}"
 
 
-def progress_line(record, unicode=True):
-    """Return " 42%|████      | 2100/5000, loss 3.2104, ...", as wide as the terminal."""
-    width = shutil.get_terminal_size().columns - 1
+def progress_line(record):
+    """Return " 42%|####      | 2100/5000: loss 3.2104, ...", cut to the width of the terminal."""
     steps = record["iter"] + 1
-    total = record.get("max_iters") or steps
-    share = min(1.0, steps / total)
-    _, _, numbers = format_line("", record, PROGRESS_FIELDS).partition(": ")
-    parts = [f"| {steps}/{total}", *filter(None, numbers.split(", "))]
-    while len(parts) > 1 and len(", ".join(parts)) + 15 > width:
-        parts.pop()
-    cells = max(0, min(40, width - 5 - len(", ".join(parts))))
-    bar = ("█" if unicode else "#") * int(share * cells)
-    return f"{share:4.0%}|{bar.ljust(cells)}{', '.join(parts)}"[:width]
+    total = max(steps, record["max_iters"])
+    bar = f"{steps / total:4.0%}|{'#' * (10 * steps // total):10}| {steps}/{total}"
+    width = shutil.get_terminal_size().columns - 1
+    return format_line(bar, record, PROGRESS_FIELDS)[:width]
 
 
 # -----------------------------------------------------------------------------
 # memory, time per step, duration of the run
 
 def peak_memory(device):
-    """Return the peak memory of the process in MiB: allocated on a GPU, or resident on a CPU."""
+    """Return the peak memory in MiB: allocated on a GPU, or resident on a CPU (None: unknown)."""
     if device.type == "cuda":
         import torch
         return round(torch.cuda.max_memory_allocated(device) / 2**20)
-    if resource is None:
-        return None
-    unit = 2**20 if sys.platform == "darwin" else 2**10
-    return round(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / 2**20)
+    unit = 1 if sys.platform == "darwin" else 2**10  # of getrusage
+    return resource and resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit >> 20
 
 
 class Clock:
@@ -323,14 +263,12 @@ class Clock:
 
     def __init__(self):
         self.total_away = 0.0  # seconds in evaluations and saves, of the entire run
-        self.laps = 0
         self.start(0)
 
     def start(self, it):
         """Start measuring at step `it`."""
-        self.first_iter = it
-        self.started_at = time.perf_counter()
         self.it = it
+        self.started_at = time.perf_counter()
         self.seconds_away = 0.0
 
     @contextmanager
@@ -344,38 +282,18 @@ class Clock:
             self.seconds_away += seconds
             self.total_away += seconds
 
-    def unsteady(self, it):
-        """Return whether step `it` may be unusually slow: it compiles, or waits for a
-        save."""
-        return it == self.first_iter or self.seconds_away > 0
-
     def lap(self, it, loading, warn):
-        """Return the seconds per step since the last lap; `it` is the last completed step. loading:
-        seconds of all these steps that were spent waiting for batches."""
+        """Return the seconds per step since the last lap, at the end of step `it`. loading: seconds
+        of all these steps that were spent waiting for batches."""
         seconds = time.perf_counter() - self.started_at
         if loading > max(1.0, SLOW_INPUT_SHARE * seconds):  # less than a second may be noise
             warn(f"{loading / seconds:.0%} of the time is spent reading batches: move data_dir to "
                  "a local disk, or use larger samples")
         per_step = (seconds - self.seconds_away) / max(1, it + 1 - self.it)
-        self.started_at = time.perf_counter()
         self.it = it + 1
-        self.laps += 1
+        self.started_at = time.perf_counter()
         self.seconds_away = 0.0
         return per_step
-
-
-def describe_duration(step_seconds, config, it):
-    """Return a line about the duration of a run from step `it` on, with advice if it needs days."""
-    steps = config.max_iters - it
-    seconds = step_seconds * steps
-    end = time.strftime("%Y-%m-%d %H:%M", time.localtime(time.time() + seconds))
-    text = f"Expected to take {duration(seconds)} for {steps:,} steps, until about {end}"
-    if seconds > SECONDS_PER_DAY and config.model == "gpt":
-        command = shlex.join(["python", "run_train.py", "--config", "train/config_quick.yaml",
-                              "--data_dir", config.data_dir, "--out_dir", "out/quick"])
-        text += (".\nThis machine is slow for this configuration. A small model on the same data, "
-                 f"about a minute:\n  {command}")
-    return text
 
 
 # -----------------------------------------------------------------------------
@@ -397,7 +315,7 @@ def log_plan(log, config, ranks, data, model, device, precision, flops):
     log(f"Device: {device}; world size {ranks.world_size}{method}")
     log(f"Precision: {precision}")
     n_params = sum(p.numel() for p in model.parameters())
-    log(f"Model {c.model}: {n_params:,} parameters ({parameters_by_part(model)})")
+    log(f"Model {c.model}: {n_params:,} parameters")
     units = c.samples_per_step * train.units_per_sample
     of_units = f" of {train.units_per_sample:,} {unit}" if train.units_per_sample > 1 else ""
     log(f"Batch: {c.micro_batch(ranks.world_size)} x {c.accumulation(ranks.world_size)} "
@@ -409,9 +327,6 @@ def log_plan(log, config, ranks, data, model, device, precision, flops):
     log(f"Length: {c.max_iters:,} steps, {compact(total)} {unit}, "
         f"{samples / train.samples:.2f} epochs of {train.samples:,} samples{ratio}"
         + (f", {flops * c.max_iters:.2g} FLOPs" if flops else ""))
-    if samples > WARN_EPOCHS * train.samples and not c.max_epochs:
-        log(f"Warning: every sample is used {samples / train.samples:,.0f} times; a few epochs are "
-            "usual (--max_epochs 3)")
     for line in getattr(train, "passes", lambda n: ())(samples):
         log(line)
     warmup, _, final = milestones(c)
@@ -423,34 +338,12 @@ def log_plan(log, config, ranks, data, model, device, precision, flops):
             "learning rate never reaches its peak")
 
 
-def parameters_by_part(model):
-    """Return "wte 12,288,000, h 37,748,736, ...": parameters by the first part of the names."""
-    counts = {}
-    for name, p in model.named_parameters():
-        part = name.split(".")[0]
-        counts[part] = counts.get(part, 0) + p.numel()
-    return ", ".join(f"{part} {count:,}" for part, count in counts.items())
-
-
-def suggest_next_steps(config, use):
-    """Return advice for a finished run. use: the model type's command for it, or ""."""
-    text = f"Next: open {os.path.join(config.out_dir, 'loss.svg')}"
-    if use:
-        text += f", and use it:\n  {use.format(out=shlex.quote(config.out_dir))}"
-    own_text = "\nYour own text: python -m data.prepare my.txt --out data/bin/my"
-    return text + own_text * (config.model == "gpt")
-
-
 def resume_command(config, ranks):
     """Return the command line that resumes this run."""
-    args = sys.argv[1:]
-    args += ["--resume", "auto"] if config.resume != "auto" else []  # the last value counts
-    if ranks.world_size == 1:
-        return "  " + shlex.join(["python", "run_train.py", *args])
-    ranks_per_node = int(os.environ.get("LOCAL_WORLD_SIZE") or ranks.world_size)
-    nodes = ranks.world_size // ranks_per_node
-    rendezvous = [f"--nnodes={nodes}", "--rdzv_backend=c10d", "--rdzv_endpoint=HOST:PORT"]
-    command = ["torchrun", *(rendezvous if nodes > 1 else []),
-               f"--nproc_per_node={ranks_per_node}", "run_train.py", *args]
-    return "  " + shlex.join(command) + "  (on each node)" * (nodes > 1)
-
+    launcher = ["python"]
+    if ranks.world_size > 1:
+        ranks_per_node = int(os.environ.get("LOCAL_WORLD_SIZE") or ranks.world_size)
+        launcher = ["torchrun", f"--nnodes={ranks.world_size // ranks_per_node}",
+                    f"--nproc_per_node={ranks_per_node}"]
+    args = ["--resume", "auto"] if config.resume != "auto" else []  # the last value counts
+    return "  " + shlex.join([*launcher, "run_train.py", *sys.argv[1:], *args])

@@ -6,31 +6,23 @@ import math
 
 
 def get_lr(it: int, config) -> float:
-    """Return the learning rate of step `it` (0-based).
-
-    The warm-up is linear: learning_rate * (it + 1) / (warmup + 1). Then cosine, linear and wsd
-    decay to min_lr at lr_decay_iters and remain constant (cosine: arXiv:1608.03983; wsd:
-    arXiv:2404.06395).
-    """
+    """Return the learning rate of step `it` (0-based): a linear warm-up, then the schedule. Cosine
+    (arXiv:1608.03983), linear and wsd (arXiv:2404.06395) reach min_lr at lr_decay_iters."""
     c = config
-    warmup, end, min_lr = milestones(config)
-    # 1) linear warm-up; + 1: the first step learns, and the step after the warm-up has the peak
-    if it < warmup:
+    warmup, end, min_lr = milestones(c)
+    if it < warmup:  # + 1: the first step learns, and the step after the warm-up has the peak
         return c.learning_rate * (it + 1) / (warmup + 1)
-    # 2) schedules without an end
     if c.lr_schedule in ("constant", "none", "plateau"):
         return c.learning_rate
     if c.lr_schedule == "step":
         drops = (it - warmup) // (c.step_iters or max(1, c.max_iters // 3))
         return max(min_lr, c.learning_rate * c.lr_factor ** drops)
-    # 3) after the decay
     if it >= end:
         return min_lr
-    # 4) in between: coeff falls from 1 after the warm-up to 0 at the end
+    # coeff falls from 1 after the warm-up to 0 at the end.
     decay_ratio = (it - warmup) / (end - warmup)
     if c.lr_schedule == "wsd":  # warm-up, stable, decay: linear over the last part of the run
-        length = min(c.wsd_decay * end, end - warmup)
-        coeff = min(1.0, (end - it) / max(1.0, length))
+        coeff = min(1.0, (end - it) / max(1.0, min(c.wsd_decay * end, end - warmup)))
     elif c.lr_schedule == "linear":
         coeff = 1.0 - decay_ratio
     else:
@@ -39,13 +31,11 @@ def get_lr(it: int, config) -> float:
 
 
 def milestones(config):
-    """Return (steps of warm-up, step at which the decay ends, final rate). The default of a missing
-    key depends on other keys."""
-    c = config
+    """Return (steps of warm-up, step at which the decay ends, final rate)."""
+    c = config  # the default of a missing key depends on other keys
     warmup = c.warmup_iters if c.warmup_ratio is None else round(c.warmup_ratio * c.max_iters)
     end = max(1, c.max_iters) if c.lr_decay_iters is None else c.lr_decay_iters
-    min_lr = c.learning_rate / 10 if c.min_lr is None else c.min_lr
-    return warmup, end, min_lr
+    return warmup, end, c.learning_rate / 10 if c.min_lr is None else c.min_lr
 
 
 class EarlyStopping:

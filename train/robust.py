@@ -16,7 +16,6 @@ from train.device import is_compile_error
 from train.distributed import max_over_ranks
 
 MAX_OVERFLOWS_IN_A_ROW = 20  # float16: more are not due to the loss scale
-MAX_REWINDS = 3
 MAX_SPIKES_IN_A_ROW = 32
 
 
@@ -100,45 +99,25 @@ def exit_after(seconds):
 # -----------------------------------------------------------------------------
 # loss spikes and non-finite values
 
-# What happens after a step whose loss is a spike, by action.
-REACTIONS = dict(update="continuing", skip="skipping this update",
-                 rewind="rewinding to the last checkpoint")
-
-
 def decide_action(loss, norm, progress, spikes, on_spike, scaled):
-    """Return the action, "update", "skip", "rewind" or "stop", for a step whose loss is a spike, or
-    whose loss or gradient norm is not finite. Updates the counters in `progress`.
+    """Return the action, "update", "skip" or "stop", for a step whose loss is a spike, or whose
+    loss or gradient norm is not finite. Updates the counters in `progress`.
 
-    Non-finite values stop the run, or count as a spike with on_spike "rewind". With a loss scale
-    (`scaled`, float16) some gradients overflow: the step is skipped, and the scale decreases.
+    scaled: with a loss scale (float16) some gradients overflow: the step is skipped, and the scale
+    decreases.
     """
     p = progress
-    rewind = on_spike == "rewind" and p.rewinds < MAX_REWINDS
     if not (math.isfinite(loss) and math.isfinite(norm)):
         p.overflows += 1
         p.overflows_in_a_row += 1
-        if scaled and math.isfinite(loss) and p.overflows_in_a_row <= MAX_OVERFLOWS_IN_A_ROW:
-            return "skip"
-        return "rewind" if rewind else "stop"
+        expected = p.overflows_in_a_row <= MAX_OVERFLOWS_IN_A_ROW
+        return "skip" if scaled and math.isfinite(loss) and expected else "stop"
     p.overflows_in_a_row = 0
     p.spikes_in_a_row += 1
     if p.spikes_in_a_row > MAX_SPIKES_IN_A_ROW:  # a permanently higher loss, e.g. of other data
         spikes.losses.clear()
         return "update"
-    if rewind:
-        return "rewind"
     return "skip" if on_spike == "skip" else "update"
-
-
-def describe_non_finite(it, loss, norm, lr, batch, path):
-    """Return the message for a step with non-finite values. batch: description of the batch; path:
-    the last checkpoint."""
-    path = path if os.path.exists(path) else "none yet"
-    return (f"iter {it}: not finite: loss {loss}, gradient norm {norm}, lr {lr:.3g}; stopped "
-            f"before the update. The batch: {batch}.\n"
-            f"Last good checkpoint: {path}. Try a lower "
-            "--learning_rate, a longer --warmup_iters, --grad_clip 1.0, --dtype float32 or "
-            "--on_spike rewind.")
 
 
 # -----------------------------------------------------------------------------

@@ -15,7 +15,7 @@ import torch
 
 from train import checkpoint, device, distributed, logger, robust
 from train.base.adamw import AdamW
-from train.base.errors import BadNumbers, SetupError, echo
+from train.base.errors import SetupError, echo
 from train.base.fields import parse_mixture
 from train.base.run_folder import RunFolder
 from train.config import load_config, to_yaml
@@ -39,8 +39,6 @@ class Progress:
     loss_of_best: float = math.inf     # val_loss at best_metric; decides between equal metrics
     loss_sum: float = 0.0              # of the steps since the last evaluation
     loss_count: int = 0
-    data_shift: int = 0                # steps of data that were skipped after rewinds
-    rewinds: int = 0
     spikes_in_a_row: int = 0
     overflows: int = 0                 # float16 steps without an update, in total
     overflows_in_a_row: int = 0
@@ -215,55 +213,6 @@ class Run:
         checkpoint.restore(start, self.config, self.raw_model, self.optimizer, self.parts(),
                            self.ranks, self.log.warn)
         self.saved_at = p.iter_num
-        self.best_due = False
-        if self.config.eval_only:  # logged metrics are not changed
-            self.log.first_iter = self.log.last_eval = p.iter_num
-        else:
-            self.log.rewind(p.iter_num, evaluated=p.evaluated == p.iter_num)
-
-    def react_to_anomaly(self, lr, loss, norm):
-        """Return the action for a step with a loss spike or non-finite values: "update", "skip" or
-        "rewind" (done), the same on every rank. Raises BadNumbers to stop the run."""
-        p = self.progress
-        action = robust.decide_action(loss, norm, p, self.spikes, self.config.on_spike,
-                                      self.scaler.is_enabled())
-        if action == "stop":
-            self.folder.wait()  # the message names the last good checkpoint
-            raise BadNumbers(robust.describe_non_finite(
-                p.iter_num, loss, norm, lr, self.locate_batches(), self.folder.file("ckpt.pt")))
-        if action == "rewind" or not p.overflows_in_a_row:  # some float16 steps always overflow
-            self.log.warn(f"iter {p.iter_num}: loss {loss:.4f} is a spike (norm {norm:.2f}, "
-                          f"{self.locate_batches()}); {robust.REACTIONS[action]}")
-        if action == "rewind":
-            self.rewind()
-        return action
-
-    def rewind(self):
-        """After a loss spike: return to the last checkpoint and skip the batches that led to it."""
-        p = self.progress
-        # Restoring resets these counters, which must include the steps since the checkpoint.
-        spike_at = p.iter_num
-        data_shift = p.data_shift
-        rewinds = p.rewinds
-        self.optimizer.zero_grad(set_to_none=True)
-        self.scaler.update()  # or it would take the next step's gradients for unscaled already
-        self.folder.wait()
-        start = checkpoint.find_latest(self.folder, self.ranks, echo)
-        if start.kind == "scratch":
-            raise BadNumbers(f"iter {spike_at}: a loss spike, and no checkpoint to rewind to yet")
-        self.restore(start)
-        skipped = spike_at + 1 - p.iter_num  # including the batch with the spike
-        p.data_shift = data_shift + skipped
-        p.rewinds = rewinds + 1
-        self.clock.start(p.iter_num)
-        self.log.warn(f"rewound to iter {p.iter_num}, skipping {skipped} batches "
-                      f"({p.rewinds} of {robust.MAX_REWINDS} rewinds)")
-
-    def locate_batches(self):
-        """Return where this rank's first two micro-batches of the step come from, for messages."""
-        first = (self.progress.iter_num + self.progress.data_shift) * self.n_micro
-        locate = hook(self.data.train, "locate")
-        return "; ".join(locate(step) for step in range(first, first + min(self.n_micro, 2)))
 
     def evaluation_is_due(self, last):
         """Return whether to evaluate before the next step; last: the training is complete."""
@@ -322,7 +271,7 @@ class Run:
         # A model type without sample() has no samples.
         if sample is None or not (self.ranks.is_main or self.sharded):
             return
-        self.log.activity = "sampling"
+        self.log.activity("sampling")
         try:
             with self.eval_mode(), torch.no_grad(), self.autocast():
                 texts = sample(self.raw_model, self.data, c)
@@ -358,6 +307,8 @@ def open_run(config, ranks, model=None, on_evaluation=None):
             run.log.info(f"Resuming from {start.path} at iter {run.progress.iter_num}")
         elif start.kind == "scratch":
             run.log.info(f"No checkpoint in {run.config.out_dir}: starting from scratch")
+        if not run.config.eval_only:  # which does not change metrics.jsonl
+            run.log.start(run.progress.iter_num, run.progress.evaluated == run.progress.iter_num)
         yield run
 
 

@@ -9,18 +9,22 @@ model(*batch)`. The state of a run is in train/setup.py.
 import contextlib
 import functools
 import math
+import os
+import shlex
 from collections.abc import Callable
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from train import checkpoint, distributed, logger
-from train.base.errors import SetupError, Stopped
+from train.base.errors import BadNumbers, SetupError, Stopped
 from train.config import TrainConfig
-from train.evaluate import add_sums, all_reduce, batch_sums, evaluate, to_host, to_numbers
+from train.evaluate import evaluate, pack, to_numbers, unpack
 from train.lr_scheduler import get_lr
-from train.robust import exit_after
+from train.robust import decide_action, exit_after
 from train.setup import open_run, validate_config
+from train.system import hook
 
 
 def train(config: TrainConfig, model: torch.nn.Module | None = None,
@@ -80,6 +84,8 @@ def training_loop(run):
         # A checkpoint is due at intervals, after a new best evaluation, and on SIGUSR1.
         if save_requested or run.best_due or run.save_is_due():
             save(run)
+        # Ten times as long for the first two steps, which compile.
+        exit_after(c.step_timeout * (10 if p.iter_num <= run.log.first_iter + 1 else 1))
         train_step(run)
     finish(run)
 
@@ -87,88 +93,74 @@ def training_loop(run):
 def train_step(run, lr=None):
     """Do one optimizer step on the global batch; all ranks call it together.
 
-    lr: the learning rate (default: the schedule's). Returns the mean loss of the step. If a signal
-    arrives before the last micro-batch, nothing is applied and the result is None; the step is
-    repeated after a resume. After a loss spike the update may be skipped, or the run returns to the
-    last checkpoint (on_spike).
+    lr: the learning rate (default: the schedule's). Returns the mean loss of the step, or None if a
+    signal arrived before the last micro-batch: nothing is applied, and a resume repeats the step.
     """
     c = run.config
     p = run.progress
     it = p.iter_num
     n = run.n_micro
-    if c.step_timeout:  # ten times as long if the step compiles, or waits for a save
-        exit_after(c.step_timeout * (10 if run.clock.unsteady(it) else 1))
+    world_size = run.ranks.world_size
     seed_step(c.seed, it, run.ranks)
-    # The learning rate is a function of the step, times the scale of the plateau schedule, which is
-    # saved. Each parameter group has a peak rate, `initial_lr` (different for Muon's matrices and
-    # for lr_groups), which is scaled in proportion.
+    # The learning rate is a function of the step, times the saved scale of the plateau schedule.
+    # Each parameter group has a peak rate, `initial_lr` (Muon, lr_groups), scaled in proportion.
     if lr is None:
         lr = get_lr(it, c) * run.plateau.scale
     for group in run.optimizer.param_groups:
         group["lr"] = group["initial_lr"] * (lr / c.learning_rate)
-
     if run.before_step:  # a method of some models
         run.before_step(it)
+
     # This rank's share of the global batch is n micro-batches; backward() accumulates gradients.
     # The gradient of the step is that of the mean loss over all items that count (tokens that are
     # not masked), in all micro-batches of all ranks:
-    #
     #     sum_i grad(loss_i) / count  =  sum over micro-batches (weight * grad(loss) / n) * factor
-    #
     #     loss    mean over the items of the micro-batch
     #     weight  items of the micro-batch / full_count, known immediately
     #     factor  n * world_size * full_count / count, known after the last micro-batch; it is
     #             applied together with the clipping
-    #
     # If no item is masked, weight and factor are exactly 1.
-    sums = {}
-    first = (it + p.data_shift) * n  # index of the first one among all of this rank's
-    # Autocast is entered once per step, so that the weights are cast once per step. On a CPU (only
-    # there paused() has an effect) the first step is not compiled: the first log line comes soon.
-    eager = run.compiler.paused if it == 0 else contextlib.nullcontext
-    with eager(), run.autocast():
+    totals = 0.0
+    # Autocast is entered once per step: it casts the weights once. On a CPU (only there paused()
+    # has an effect) the first step is not compiled: the first log line comes soon.
+    with run.compiler.paused() if it == 0 else contextlib.nullcontext(), run.autocast():
         for micro in range(n):
-            if micro and stop_agreed(run):  # on a CPU, a step may last minutes
+            stop = run.signals.stop  # read here too: on a CPU, a step may last minutes
+            if micro and (distributed.max_over_ranks(stop, run.ranks) if world_size > 1 else stop):
                 run.optimizer.zero_grad(set_to_none=True)
                 return None
-            run.log.activity = f"iter {it}, micro-batch {micro + 1} of {n}"
-            batch = run.batches.get(first + micro)  # tuple of tensors (B, ...)
+            batch = run.batches.get(it * n + micro)  # tuple of tensors (B, ...)
             # DDP averages the gradients over the ranks, here only in the last micro-batch of the
             # step. FSDP (where model is raw_model) reduces them in every micro-batch.
             accumulate_only = run.model is not run.raw_model and micro < n - 1
             with run.model.no_sync() if accumulate_only else contextlib.nullcontext():
-                loss, own_sums = run.forward(*batch)  # mean over items, sums
-                weight = own_sums["count"] / run.full_count if "count" in own_sums else 1.0
+                loss, sums = run.forward(*batch)  # mean over items, sums
+                weight = sums["count"] / run.full_count if "count" in sums else 1.0
                 # Autocast is for the forward pass. In the backward pass it would change the
                 # precision inside custom autograd functions. The scaler is for float16.
                 with torch.autocast(loss.device.type, enabled=False):
                     run.scaler.scale(loss * weight / n).backward()
-            add_sums(sums, batch_sums(loss, own_sums, run.full_count))
+            totals = totals + pack(loss, sums, run.full_count)  # (number of sums,)
 
-    # One collective adds the sums over the ranks; the gradients are already averaged.
-    sums = all_reduce(sums) if run.ranks.world_size > 1 else sums
+    if world_size > 1:
+        dist.all_reduce(totals)  # the gradients are already averaged
     # If no item counts, the gradients are zero, and so is their product with any finite factor.
-    factor = n * run.full_count * run.ranks.world_size / sums["count"].clamp(min=1e-9)
+    factor = n * run.full_count * world_size / totals[0].clamp(min=1e-9)
     run.scaler.unscale_(run.optimizer)
     norm = clip_gradients(run.optimizer, c.grad_clip, factor.float())  # the norm before clipping
-    # The only transfer to the host, and the only place where the host waits for the device. From
-    # here on all ranks have the same numbers, so that every rank makes the same decision.
-    sums, norm = to_host(sums, norm)
-
+    # The only place where the host waits for the device. From here on all ranks have the same
+    # numbers, so that every rank makes the same decision.
+    sums, (norm,) = unpack(torch.cat([totals, norm.to(totals.dtype).view(1)]), sums)
     loss = float(sums["loss"] / sums["count"]) if sums["count"] else p.recent_loss()
-    action = "update"
+    update = True
     if math.isfinite(loss + norm) and not run.spikes.update(loss):
         p.spikes_in_a_row = 0
         p.overflows_in_a_row = 0
     else:
-        # Raises BadNumbers before a harmful update.
-        action = run.react_to_anomaly(lr, loss, norm)
-        if action == "rewind":
-            return loss
+        update = react_to_anomaly(run, lr, loss, norm)
     log_step(run, lr, loss, norm, sums)
-    # The update, unless a spike or a float16 overflow skips it. The step number increases also
-    # after a skipped update, and with it the data and the schedule.
-    if action == "update":
+    # The step number increases also after a skipped update, and with it data and schedule.
+    if update:
         run.scaler.step(run.optimizer)
         if run.average:
             run.average.update(it)
@@ -193,12 +185,6 @@ def seed_step(seed, it, ranks):
         getattr(torch, ranks.device.type).manual_seed(number)
 
 
-def stop_agreed(run):
-    """Return whether a signal has asked any rank to stop. All ranks must call."""
-    stop = run.signals.stop
-    return bool(stop if run.ranks.world_size == 1 else distributed.max_over_ranks(stop, run.ranks))
-
-
 @torch.no_grad()
 def clip_gradients(optimizer, max_norm, factor=1.0):
     """Multiply all gradients by `factor` and clip the global norm to `max_norm` (0: no clipping).
@@ -213,6 +199,28 @@ def clip_gradients(optimizer, max_norm, factor=1.0):
         factor = factor * torch.clamp(max_norm / (norm + 1e-6), max=1.0)
     torch._foreach_mul_(grads, torch.as_tensor(factor, device=norm.device))
     return norm
+
+
+def react_to_anomaly(run, lr, loss, norm):
+    """Handle a step with a loss spike or non-finite values. Return whether to update the weights,
+    the same on every rank. Raises BadNumbers before a harmful update."""
+    p = run.progress
+    action = decide_action(loss, norm, p, run.spikes, run.config.on_spike, run.scaler.is_enabled())
+    # Where this rank's first two micro-batches of the step come from: bad data is a common cause.
+    steps = range(p.iter_num * run.n_micro, (p.iter_num + 1) * run.n_micro)[:2]
+    source = "; ".join(map(hook(run.data.train, "locate"), steps))
+    if action == "stop":
+        run.folder.wait()  # the message names the last good checkpoint
+        path = run.folder.file("ckpt.pt")
+        path = path if os.path.exists(path) else "none yet"
+        raise BadNumbers(
+            f"iter {p.iter_num}: not finite: loss {loss}, gradient norm {norm}, lr {lr:.3g}; "
+            f"stopped before the update. The batch: {source}.\nLast good checkpoint: {path}. Try a "
+            "lower --learning_rate, a longer --warmup_iters, --grad_clip 1.0 or --dtype float32.")
+    if not p.overflows_in_a_row:  # some float16 steps always overflow
+        run.log.warn(f"iter {p.iter_num}: loss {loss:.4f} is a spike (norm {norm:.2f}, {source}); "
+                     + ("skipping this update" if action == "skip" else "continuing"))
+    return action == "update"
 
 
 def log_step(run, lr, loss, norm, sums):
@@ -231,8 +239,6 @@ def log_step(run, lr, loss, norm, sums):
     # of tokens includes this step.
     seconds = run.clock.lap(it, run.batches.seconds, run.log.warn)
     run.batches.seconds = 0.0
-    if run.clock.laps == 3:  # the first steps compile and warm up
-        run.log.info(logger.describe_duration(seconds, c, it + 1))
     run.log.step(dict(
         iter=it, max_iters=c.max_iters, tokens=(it + 1) * run.units_per_step,
         unit=run.data.train.unit, lr=lr, grad_norm=norm, time_ms=seconds * 1000,
@@ -253,7 +259,7 @@ def validate(run):
     p = run.progress
     # The time of an evaluation does not count as training, and the step's time limit is extended.
     exit_after(10 * c.step_timeout)
-    with run.clock.away(), run.log.busy("evaluating"):
+    with run.clock.away():
         numbers = evaluate_validation(run, c.eval_iters)
         if numbers is None:
             return None
@@ -295,7 +301,7 @@ def evaluate_validation(run, n_batches):
 def evaluate_loader(run, loader, n_batches):
     """Return {val_NAME: number} for n_batches fixed batches of `loader`; None after a signal."""
     def must_stop(done, total):  # called before each batch
-        run.log.activity = f"evaluating, batch {done} of {total}"
+        run.log.activity(f"evaluating, batch {done} of {total}")
         exit_after(10 * run.config.step_timeout)  # the limit is per batch
         return bool(run.signals.stop)
     forward = functools.partial(run.compiler.call, run.raw_model)
@@ -350,7 +356,7 @@ def save(run, last=False):
     """Save a checkpoint in the background; all ranks call. last: write it before returning, and
     raise CollectiveExit if that fails."""
     exit_after(10 * run.config.step_timeout)
-    with run.clock.away(), run.log.busy("saving the checkpoint"):
+    with run.clock.away():
         # Only one save runs at a time: its snapshot needs as much memory as the state.
         run.folder.wait()
         # Non-finite weights must never replace a good checkpoint.
@@ -398,7 +404,8 @@ def finish(run):
     skipped = f"; {p.overflows} float16 steps skipped" if p.overflows else ""
     run.log.info(f"Training complete! {p.finished}; {run.clock.total_away:.1f} s spent in "
                  f"evaluations and checkpoints{skipped}")
-    run.log.info(logger.suggest_next_steps(run.config, run.model_type.USE))
+    if run.model_type.USE:  # the command that uses the result
+        run.log.info(f"Next: {run.model_type.USE.format(out=shlex.quote(run.config.out_dir))}")
 
 
 def test(run):
@@ -425,6 +432,6 @@ def stop(run, signum):
     """Save, log how to resume, and raise Stopped."""
     # The top of the loop: the state is complete, and a resumed run repeats nothing.
     save(run, last=True)
-    run.log.info(f"Stopped at iter {run.progress.iter_num}, saved. To resume:")
-    run.log.info(logger.resume_command(run.config, run.ranks))
+    run.log.info(f"Stopped at iter {run.progress.iter_num}, saved. To resume:\n"
+                 + logger.resume_command(run.config, run.ranks))
     raise Stopped(signum)

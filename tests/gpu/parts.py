@@ -21,7 +21,7 @@ def watch_for_waits(argv):
     (https://docs.pytorch.org/docs/stable/generated/torch.cuda.set_sync_debug_mode.html)."""
     from run_train import main
     from train import train
-    read, reads = train.to_host, []
+    read, reads = train.unpack, []
 
     def mode(name):
         if torch.cuda.is_available():
@@ -32,7 +32,7 @@ def watch_for_waits(argv):
         reads.append(read(*args))
         mode("error" if 5 < len(reads) < 10 else "default")
         return reads[-1]
-    train.to_host = watched
+    train.unpack = watched
     code = main(argv)
     print(f"waits: {len(reads)} reads")
     return code

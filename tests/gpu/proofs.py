@@ -284,7 +284,7 @@ def train_crossings():
 def step_crossings(name):
     import torch
 
-    from train.evaluate import add_sums, batch_sums
+    from train.evaluate import pack
     from train.optimizer import configure_optimizers
     from train.train import clip_gradients
     with fake_cuda.fake_tensors():
@@ -295,7 +295,7 @@ def step_crossings(name):
             with torch.autocast("cuda", torch.bfloat16):
                 loss, sums = model(*batch)
             loss.backward()
-            add_sums({}, batch_sums(loss, sums, 1.0))
+            pack(loss, sums, 1.0)
             clip_gradients(optimizer, 1.0)
             optimizer.step()
         step()  # which makes the optimizer's state

@@ -5,8 +5,8 @@ Failures of the output never stop the program: a closed pipe or a full disk cost
 
 import os
 import threading
-import time
 from contextlib import suppress
+from datetime import timedelta
 
 from train.base.errors import warn_stderr
 from train.base.files import open_no_follow
@@ -17,31 +17,26 @@ CLEAR_LINE = "\r\x1b[K"
 
 
 class Console:
-    """A text stream with lines and, on a terminal, one live line below. `used_at` is the time of
-    the last output."""
+    """A text stream with lines and, on a terminal (`live`), one live line below them."""
 
     def __init__(self, stream):
         self.live = bool(stream and stream.isatty()) and os.environ.get("TERM") != "dumb"
-        self.stream = stream
-        self.live_line = ""
-        self.used_at = time.monotonic()
-        self.lock = threading.Lock()
         self.color = self.live and not os.environ.get("NO_COLOR")
-        self.encoding = getattr(stream, "encoding", None) or "utf-8"
-        self.unicode = self.encoding.lower().startswith("utf")
+        self.stream = stream
+        with suppress(AttributeError):  # characters that its encoding lacks become "?"
+            stream.reconfigure(errors="replace")
+        self.live_line = ""
+        self.lock = threading.Lock()
 
-    def show(self, line=None, live=None, heartbeat=False):
-        """Print `line` above the live line, and replace the live line by `live`; "" clears it.
-        heartbeat: do not change used_at."""
+    def show(self, line=None, live=None):
+        """Print `line` above the live line, and replace the live line by `live`; "" clears it."""
         with self.lock:
-            self.used_at = self.used_at if heartbeat else time.monotonic()
-            text = CLEAR_LINE if self.live_line or live else ""
-            text += "" if line is None else f"{line}\n"
+            clear = CLEAR_LINE if self.live_line or live else ""
             self.live_line = self.live_line if live is None else live
-            text = (text + self.live_line).encode(self.encoding, "replace").decode(self.encoding)
             try:
                 if self.stream is not None:
-                    self.stream.write(text)
+                    text = "" if line is None else f"{line}\n"
+                    self.stream.write(clear + text + self.live_line)
                     self.stream.flush()
             except (OSError, ValueError):
                 with suppress(OSError, ValueError):  # other code may print to the same stream
@@ -50,8 +45,8 @@ class Console:
 
 
 class LineFile:
-    """A file that grows by lines, each written at once. Warns at the first failure. A link at
-    `path` is replaced by a new file."""
+    """A file that grows by lines, each written at once. Warns at the first failure, e.g. if `path`
+    is a link."""
 
     def __init__(self, path):
         self.path = path
@@ -59,20 +54,11 @@ class LineFile:
         self.incomplete = False  # the last line
         self.warned = False
 
-    def open(self):
-        if os.path.islink(self.path):
-            warn_stderr(f"warning: {self.path} was a link to {os.readlink(self.path)}; a new file "
-                        "replaces the link")
-            os.unlink(self.path)
-        return open_no_follow(self.path, "ab")
-
     def write(self, line):
-        data = (b"\n" if self.incomplete else b"") + line.encode("utf-8", "replace")
+        data = (b"\n" if self.incomplete else b"") + line.encode("utf-8", "replace") + b"\n"
         try:
-            self.file = self.file or self.open()
-            self.incomplete = self.file.write(data) < len(data)
-            if self.incomplete:
-                raise OSError("the disk is full")
+            self.file = self.file or open_no_follow(self.path, "ab")
+            self.incomplete = self.file.write(data) < len(data)  # on a full disk
         except OSError as error:
             if not self.warned:
                 warn_stderr(f"warning: {self.path} cannot be written, the run continues: {error}")
@@ -93,7 +79,5 @@ def compact(n):
 
 
 def duration(seconds):
-    """Return seconds as 1:02:05 or 2d 3:00:00."""
-    s = max(0, round(seconds))
-    days = f"{s // 86400}d " if s >= 86400 else ""
-    return f"{days}{s // 3600 % 24}:{s // 60 % 60:02d}:{s % 60:02d}"
+    """Return seconds as 1:02:05 or 2 days, 3:00:00."""
+    return str(timedelta(seconds=round(min(seconds, 1e13))))  # the limit of a timedelta

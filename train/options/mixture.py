@@ -18,7 +18,6 @@ import numpy as np
 
 from train.base.errors import DataError
 from train.dataloader import Data, Loader
-from train.evaluate import add_sums
 
 MAX_PERIOD = 10_000  # samples; shares are rounded to multiples of 1 / MAX_PERIOD
 
@@ -138,11 +137,10 @@ class Mixture(Loader):
         """Return the sums over all sources {name: sums}, the items of each source weighted by the
         share."""
         n = sum(sums["count"] for sums in sums_by_source.values())
-        total = {}
-        for name, sums in sums_by_source.items():
-            factor = self.shares[name] * n / sums["count"]
-            add_sums(total, {key: value * factor for key, value in sums.items()})
-        return total
+        factors = {name: self.shares[name] * n / sums["count"]
+                   for name, sums in sums_by_source.items()}
+        return {key: sum(sums[key] * factors[name] for name, sums in sums_by_source.items())
+                for key in next(iter(sums_by_source.values()))}
 
 
 # -----------------------------------------------------------------------------

@@ -61,8 +61,8 @@ class Trackers:
             self.log.warn(f"tracker {name!r} failed and is dropped, training continues: {reason}")
 
     def call(self, method, *args):
-        """Call a method of the trackers that have it: record(numbers, step), rewind(iter,
-        evaluated) as in Logger, artifact(path), close(status)."""
+        """Call a method of the trackers that have it: record(numbers, step), artifact(path),
+        close(status)."""
         for name, tracker in [*self.trackers.items()]:
             with self.guard(name):
                 getattr(tracker, method, lambda *args: None)(*args)
@@ -92,26 +92,20 @@ class TensorBoard:
     id = None
 
     def __init__(self, log, system_info, _):
-        self.out_dir = log.out_dir
-        self.writer = None
-        self.rewind(log.first_iter, log.last_eval == log.first_iter)
+        from torch.utils.tensorboard import SummaryWriter
+        first = log.first_iter  # later steps of an interrupted run are hidden
+        self.writer = SummaryWriter(os.path.join(log.out_dir, "tensorboard"), purge_step=first)
+        if log.evaluated:  # purge_step hides also the evaluation at `first`, which is not repeated
+            for record in read_metrics(log.metrics.path, limit=1000):
+                if record["iter"] == first and "val_loss" in record:
+                    self.record(tracked_numbers(record), first)
         for name, table in (("config", log.config), ("system", system_info)):
             rows = "".join(f"| {k} | {v} |\n" for k, v in table.items())
-            self.writer.add_text(name, f"| key | value |\n|---|---|\n{rows}", log.first_iter)
+            self.writer.add_text(name, f"| key | value |\n|---|---|\n{rows}", first)
 
     def record(self, numbers, step):
         for name, value in numbers.items():
             self.writer.add_scalar(name, value, step)
-
-    def rewind(self, iter, evaluated):
-        from torch.utils.tensorboard import SummaryWriter
-        if self.writer:
-            self.writer.close()
-        self.writer = SummaryWriter(os.path.join(self.out_dir, "tensorboard"), purge_step=iter)
-        if evaluated:  # purge_step hides the evaluation at `iter`, which is not repeated
-            for record in read_metrics(os.path.join(self.out_dir, "metrics.jsonl"), limit=1000):
-                if record["iter"] == iter and "val_loss" in record:
-                    self.record(tracked_numbers(record), iter)
 
     def close(self, status):
         self.writer.close()
