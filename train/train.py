@@ -72,7 +72,11 @@ def training_loop(run):
         # Signals arrive at different ranks at different times; all ranks act on the same answer.
         stop_signal, save_requested = run.signals.agree(run.ranks)
         if stop_signal:
-            stop(run, stop_signal)
+            # The state is complete here, and a resumed run repeats nothing.
+            save(run, last=True)
+            run.log.info(f"Stopped at iter {p.iter_num}, saved. To resume:\n"
+                         + logger.resume_command(c, run.ranks))
+            raise Stopped(stop_signal)
         # The evaluation comes before the step of the same number: "step 0" is the untrained model.
         last = p.iter_num >= c.max_iters
         if run.evaluation_is_due(last) and validate(run) is None:
@@ -152,6 +156,7 @@ def train_step(run, lr=None):
     # numbers, so that every rank makes the same decision.
     sums, (norm,) = unpack(torch.cat([totals, norm.to(totals.dtype).view(1)]), sums)
     loss = float(sums["loss"] / sums["count"]) if sums["count"] else p.recent_loss()
+    # Whether to update the weights: a spike or a float16 overflow may skip the update.
     update = True
     if math.isfinite(loss + norm) and not run.spikes.update(loss):
         p.spikes_in_a_row = 0
@@ -159,14 +164,13 @@ def train_step(run, lr=None):
     else:
         update = react_to_anomaly(run, lr, loss, norm)
     log_step(run, lr, loss, norm, sums)
-    # The step number increases also after a skipped update, and with it data and schedule.
     if update:
         run.scaler.step(run.optimizer)
         if run.average:
             run.average.update(it)
     run.scaler.update()
     run.optimizer.zero_grad(set_to_none=True)  # None: the next backward() assigns
-    p.iter_num += 1
+    p.iter_num += 1  # also after a skipped update: data and schedule follow the step number
     if run.after_step:  # a method of some models; also called if the update was skipped
         run.after_step(it, sums)
     return loss
@@ -231,6 +235,7 @@ def log_step(run, lr, loss, norm, sums):
     # After a float16 overflow the step has no meaningful norm, and is not counted.
     if p.overflows_in_a_row:
         return
+    # The next evaluation line has the mean loss of the steps before it.
     p.loss_sum += loss
     p.loss_count += 1
     if it % c.log_interval and it + 1 != c.max_iters:
@@ -239,6 +244,7 @@ def log_step(run, lr, loss, norm, sums):
     # of tokens includes this step.
     seconds = run.clock.lap(it, run.batches.seconds, run.log.warn)
     run.batches.seconds = 0.0
+    # `mfu` is the share of the devices' peak; None: unknown.
     run.log.step(dict(
         iter=it, max_iters=c.max_iters, tokens=(it + 1) * run.units_per_step,
         unit=run.data.train.unit, lr=lr, grad_norm=norm, time_ms=seconds * 1000,
@@ -274,7 +280,6 @@ def validate(run):
         # Console, train.log, metrics.jsonl and trackers; the history is returned by train().
         run.log.evaluation(record)
         p.history.append(record)
-        # The next evaluation line has the mean training loss of the steps in between.
         p.loss_sum = 0.0
         p.loss_count = 0
         update_best_and_schedules(run, numbers)
@@ -426,12 +431,3 @@ def test(run):
         run.log.info(f"On test data, with {weights}:")
         run.log.evaluation(dict(iter=p.iter_num, tokens=p.iter_num * run.units_per_step,
                                 **run.test_numbers))
-
-
-def stop(run, signum):
-    """Save, log how to resume, and raise Stopped."""
-    # The top of the loop: the state is complete, and a resumed run repeats nothing.
-    save(run, last=True)
-    run.log.info(f"Stopped at iter {run.progress.iter_num}, saved. To resume:\n"
-                 + logger.resume_command(run.config, run.ranks))
-    raise Stopped(signum)
