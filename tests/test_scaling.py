@@ -106,13 +106,6 @@ def test_a_run_costs_its_budget(data_dir):
         assert c.max_epochs is c.lr_decay_iters is None
 
 
-def test_depths_have_a_usual_number_of_tokens_a_weight():
-    def plan(budget, depth):
-        return scaling.SmallRun(budget, depth, 100.0 * depth, int(budget / 600 / depth), [])
-    assert [r.depth for r in scaling.choose_runs(plan, 6e6, [])] == [2, 3, 4, 5, 6]
-    assert [r.depth for r in scaling.choose_runs(plan, 6e6, [30, 1])] == [1, 30]
-
-
 @pytest.fixture
 def go(tmp_path, monkeypatch):
     """go(arguments...): the exit code; go.started: commands so far. A model of depth L has L (L +
@@ -198,9 +191,10 @@ def test_a_stop_keeps_what_is_done_and_the_same_command_goes_on(go, tmp_path, ca
 
 
 @pytest.mark.parametrize("args, message", [
-    (["--budgets=1e3"], "two --budgets or more"),
-    (["--budgets=1e3,1e3"], "two --budgets"), (["--budgets=-1,5"], "--budgets: must be above 0"),
-    (["--budgets=1,nan"], "a finite number, got 'nan'"),
+    (["--budgets=1e3", "--depth=1"], "two --budgets or more"),
+    (["--budgets=1e3,1e3", "--depth=1"], "two --budgets"),
+    (["--budgets=-1,5", "--depth=1"], "--budgets: must be above 0"),
+    (["--budgets=1,nan", "--depth=1"], "a finite number, got 'nan'"),
     ([*RUNS, "--jobs=0"], "--jobs: must be at least 1"),
     ([*RUNS, "--depth=0,1"], "--depth: must be at least 1"),
     ([*RUNS, "--lerning_rate=1"], "unknown key")])
@@ -211,7 +205,7 @@ def test_what_cannot_be_is_refused_before_any_work(go, args, message, capsys):
 
 @pytest.mark.parametrize("text, item", [("1e3,many", "many"), ("1e3;2e3", "1e3;2e3")])
 def test_what_is_no_number_is_refused(go, text, item, capsys):
-    assert go("--budgets", text) == 2
+    assert go("--budgets", text, "--depth=1") == 2
     assert f"--budgets: expected a finite number, got {item!r}" in capsys.readouterr().err
 
 

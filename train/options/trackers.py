@@ -170,9 +170,8 @@ class MLflow:
         tags = {f"system.{k}": str(v)[:5000] for k, v in system_info.items()}
         run = self.client.create_run(experiment_id, run_name=log.run_name, tags=tags)
         self.id = run.info.run_id
-        params = [Param(k, str(v)[:6000]) for k, v in log.config.items()]
-        for i in range(0, len(params), 100):  # the limit per call
-            self.client.log_batch(self.id, params=params[i:i + 100])
+        self.client.log_batch(self.id, params=[
+            Param(k, str(v)[:6000]) for k, v in log.config.items()])
 
     def record(self, numbers, step):
         from mlflow.entities import Metric

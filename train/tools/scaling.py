@@ -1,6 +1,6 @@
 """Fit a scaling law to the losses of small runs, and predict the loss of a larger run:
 
-    python -m train.tools.scaling --config FILE.yaml --budgets 1e12,3e12,1e13 [--check]
+    python -m train.tools.scaling --config FILE.yaml --budgets 1e12,3e12,1e13 --depth 3,4,5
 
 For each budget of FLOPs, models of several depths are trained until the budget is used, each with a
 learning rate that decays to the end of the run. The law is
@@ -29,10 +29,9 @@ from train.setup import open_data
 from train.system import flops_per_step, load_model_type
 from train.tools.child_runs import ChildRun, train_all
 
-TOKENS_PER_WEIGHT = (2.5, 40)  # depths are chosen within these limits,
-DEPTHS = range(2, 49)  # from these: in a single block, attention sees embeddings only
-MIN_RUNS = 6           # for a fit of five parameters
-HUBER_DELTA = 1e-3     # larger errors of log L count linearly
+MIN_RUNS = 6        # for a fit of five parameters
+MAX_DEPTH = 48      # of the larger run
+HUBER_DELTA = 1e-3  # larger errors of log L count linearly
 BOOTSTRAP_FITS = 200
 
 
@@ -144,33 +143,18 @@ def make_planner(arguments, config, width, data):
     return plan
 
 
-def choose_runs(plan, budget, depths):
-    """Return the runs for a budget: of these depths, or (if there are none) of the depths with a
-    usual number of tokens per weight."""
-    low, high = TOKENS_PER_WEIGHT
-    runs = [plan(budget, depth) for depth in sorted(set(depths or DEPTHS))]
-    return [r for r in runs if depths or low <= r.d / r.n <= high]
-
-
 def train_runs(runs, fingerprint, options):
-    """Train the runs and set their losses."""
+    """Train the runs, set their losses and print a table."""
     children = [ChildRun(f"{r.budget:g}_depth_{r.depth}", r.arguments, fingerprint, options.out)
                 for r in runs]
     train_all(children, "val_loss", options.out, options.jobs)
-    for run, child in zip(runs, children):
-        run.loss = child.result["value"]
-
-
-# -----------------------------------------------------------------------------
-# results
-
-def run_table(runs):
-    rows = [("FLOPs", "depth", "weights", "tokens", "per weight", "loss")]
-    for r in runs:
+    table = [("FLOPs", "depth", "weights", "tokens", "per weight", "loss")]
+    for r, child in zip(runs, children):
+        r.loss = child.result["value"]
         loss = "crash" if r.loss is None else f"{r.loss:.4f}"
-        rows.append((f"{r.budget:g}", str(r.depth), f"{r.n:,.0f}", f"{r.d:,}", f"{r.d / r.n:.1f}",
-                     loss))
-    return format_table(rows)
+        table.append((f"{r.budget:g}", str(r.depth), f"{r.n:,.0f}", f"{r.d:,}",
+                      f"{r.d / r.n:.1f}", loss))
+    echo(format_table(table))
 
 
 # -----------------------------------------------------------------------------
@@ -183,8 +167,7 @@ class ScalingOptions:
                                required=True, metavar="X,...")
     larger: float | None = key(None, "FLOPs of the larger run (default: four times the largest "
                                "budget)", gt=0)
-    depth: list[int] = key([], "depths of the models: 1,2,3 (default: those with {} to {} tokens "
-                           "per weight)".format(*TOKENS_PER_WEIGHT), ge=1, metavar="N,...")
+    depth: list[int] = key([], "depths of the models: 3,4,5", ge=1, required=True, metavar="N,...")
     width: int = key(32, "width per block, which is also the head size", ge=2)
     jobs: int = key(1, "runs at the same time, with a GPU or a share of the cores each", ge=1)
     out: str = key("out/scaling", "folder of the runs", aliases="out_dir")
@@ -201,9 +184,8 @@ def scaling(options, arguments_and_config):
     data = open_data(config, Ranks())
     fingerprint = data.train.fingerprint()
     plan = make_planner(arguments, config, options.width, data)
-    runs = [run for budget in budgets for run in choose_runs(plan, budget, options.depth)]
+    runs = [plan(budget, depth) for budget in budgets for depth in sorted(set(options.depth))]
     train_runs(runs, fingerprint, options)
-    echo(run_table(runs))
     points = np.array([(r.n, r.d, r.loss) for r in runs if r.loss]).T  # (3, P)
     if points.size < 3 * MIN_RUNS:
         raise UserError(f"a fit needs {MIN_RUNS} runs that end with a loss: give more --budgets or "
@@ -218,7 +200,7 @@ def scaling(options, arguments_and_config):
         n, d = law.best(budget)
         echo(f"{budget:g} FLOPs: best with {n:,.0f} weights and {d:,.0f} tokens, "
              f"{law.loss(n, d):.4f}")
-    larger = min((plan(larger_budget, depth) for depth in DEPTHS),
+    larger = min((plan(larger_budget, depth) for depth in range(2, MAX_DEPTH + 1)),
                  key=lambda r: law.loss(r.n, r.d))
     expected = law.loss(larger.n, larger.d)
     low, high = prediction_interval(law, *points, (larger.n, larger.d))
