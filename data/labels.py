@@ -14,7 +14,7 @@ from data.meta import read_meta_for
 from data.records import parse_records
 from data.rows import id_dtype, open_rows, pad_rows
 from data.tokenizer_types import clean
-from train.base.errors import DataError, echo
+from train.base.errors import DataError
 from train.base.fields import key
 
 SPLITS = ("train", "val", "test")
@@ -29,7 +29,6 @@ class LabelledText(NamedTuple):
     start: int | None   # the evidence is text[start:end]
     end: int | None
     group: str          # texts of the same group are in the same split
-    ambiguous: bool = False  # whether the evidence occurs several times
     id: object = None   # field `id` of the record
 
     @property
@@ -64,10 +63,10 @@ def parse_labelled_text(record, fields):
     if fields.group and record.get(fields.group) in (None, ""):
         raise ValueError(f"no field {fields.group!r} (--group)")
     text = clean(text)
-    start, end, ambiguous = locate_evidence(text, record, fields)
+    start, end = locate_evidence(text, record, fields)
     label = None if label is None else normalize_label(clean(str(label))) or None
     group = str(record[fields.group]) if fields.group else text
-    return LabelledText(text, label, start, end, group, ambiguous, record.get("id"))
+    return LabelledText(text, label, start, end, group, record.get("id"))
 
 
 def normalize_label(text):
@@ -80,8 +79,8 @@ def normalize_label(text):
 
 
 def locate_evidence(text, record, fields):
-    """Return (start, end, whether there are several) of the evidence in characters, (`None`,
-    `None`, False) for a record without evidence. Occurrences as whole words are preferred."""
+    """Return (start, end) of the evidence in characters, (`None`, `None`) for a record without
+    evidence. Of words that occur several times, the first occurrence as whole words is used."""
     words, offsets = record.get(fields.evidence), [record.get(fields.start), record.get(fields.end)]
     if all(n not in (None, "") for n in offsets):
         try:
@@ -91,17 +90,15 @@ def locate_evidence(text, record, fields):
         if not 0 <= start < end <= len(text):
             raise ValueError(f"evidence {start} to {end} is not inside the text of {len(text)} "
                              "characters; end is one past the last")
-        return start, end, False
+        return start, end
     if words in (None, ""):
-        return None, None, False
-    words = clean(str(words))
+        return None, None
+    words = re.escape(clean(str(words)))
     # \B\w matches inside a word.
-    whole = rf"(?!\B\w){re.escape(words)}(?!\B\w)"
-    positions = ([match.start() for match in re.finditer(whole, text)]
-                 or [match.start() for match in re.finditer(re.escape(words), text)])
-    if not positions:
-        raise ValueError(f"the evidence {words[:60]!r} does not occur in the text")
-    return positions[0], positions[0] + len(words), len(positions) > 1
+    match = re.search(rf"(?!\B\w){words}(?!\B\w)", text) or re.search(words, text)
+    if not match:
+        raise ValueError(f"the evidence {record[fields.evidence]!r:.60} does not occur in the text")
+    return match.span()
 
 
 def read_labelled_texts(sources, fields=Fields, skip_bad=False):
@@ -110,9 +107,6 @@ def read_labelled_texts(sources, fields=Fields, skip_bad=False):
                               skip_bad=skip_bad))
     if not rows:
         raise DataError(f"{', '.join(sources)}: no rows")
-    if n := sum(row.ambiguous for row in rows):
-        echo(f"{n:,} of {len(rows):,} rows have evidence that occurs several times (the first "
-             "occurrence is used); give its position with --start and --end")
     return rows
 
 

@@ -11,7 +11,7 @@ import numpy as np
 from data.token_files import CHECKED_WHOLE, mix64, open_npy
 from train.base.errors import DataError
 
-MAX_OPEN_ROWS = 100  # incomplete rows of pack_chats
+MAX_OPEN_ROWS = 100  # rows that pack_chats considers
 
 
 def id_dtype(n_vocab):
@@ -77,22 +77,18 @@ def save_arrays(folder, split, **arrays):
 
 def pack_chats(chats, width):
     """Return rows of whole conversations, each a list of (ids, mask) of at most `width` tokens in
-    all. A conversation is added to the row in which it leaves the least space (best fit), among
-    MAX_OPEN_ROWS incomplete rows."""
+    all. A conversation is added to the row in which it leaves the least space (best fit), among the
+    last MAX_OPEN_ROWS."""
     def used(row):
         return sum(len(ids) for ids, _ in row)
 
-    rows, open_rows = [], []
+    rows = []
     for chat in chats:
-        fitting = [row for row in open_rows if used(row) + len(chat[0]) <= width]
-        if fitting:
-            max(fitting, key=used).append(chat)
-            continue
-        if len(open_rows) == MAX_OPEN_ROWS:
-            fullest = max(range(MAX_OPEN_ROWS), key=lambda i: used(open_rows[i]))
-            rows.append(open_rows.pop(fullest))
-        open_rows.append([chat])
-    return rows + open_rows
+        fitting = [row for row in rows[-MAX_OPEN_ROWS:] if used(row) + len(chat[0]) <= width]
+        if not fitting:
+            rows.append([])
+        max(fitting or rows[-1:], key=used).append(chat)
+    return rows
 
 
 # -----------------------------------------------------------------------------

@@ -867,7 +867,7 @@ def test_one_process_at_a_time_prepares_a_folder(tmp_path, capsys):
 
 
 def test_results_come_in_order():
-    assert list(encode.map_in_order(abs, range(-50, 0))) == list(range(50, 0, -1))
+    assert list(encode.map_in_order(abs, iter(range(-50, 0)))) == list(range(50, 0, -1))
 
 
 # --- built-in datasets

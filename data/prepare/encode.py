@@ -11,7 +11,6 @@ import os
 import re
 import sys
 import time
-from collections import deque
 from concurrent.futures import ThreadPoolExecutor
 from typing import NamedTuple
 
@@ -152,13 +151,10 @@ def encode_pieces(pieces, documents, tokenizer):
 
 
 def map_in_order(function, tasks):
-    """Yield function(task) in the order of the tasks, a few of which run in advance, in threads."""
+    """Yield function(task) in the order of the tasks, of which threads run a few at a time."""
     with ThreadPoolExecutor(THREADS) as pool:
-        futures = (pool.submit(function, task) for task in tasks)
-        waiting = deque(itertools.islice(futures, 2 * THREADS))
-        while waiting:
-            yield waiting.popleft().result()
-            waiting.extend(itertools.islice(futures, 1))
+        while some := list(itertools.islice(tasks, 4 * THREADS)):
+            yield from pool.map(function, some)
 
 
 def write_splits(folder, documents, tokenizer, in_val, cut):

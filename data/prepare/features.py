@@ -93,25 +93,20 @@ def read_chunks(name, array, chosen):
 def statistics(name, array, chosen):
     """Return the mean and the standard deviation (dims,) of the rows `chosen`, in float64. Raises
     DataError for non-finite values."""
-    # One pass, shifted by the first row: the squares of a large mean would hide the variance.
-    shift = np.asarray(next(read_chunks(name, array, chosen[:1]))[0], np.float64)
-    total, squares = np.zeros_like(shift), np.zeros_like(shift)
-    for values in read_chunks(name, array, chosen):
-        x = values.astype(np.float64) - shift
-        total += x.sum(0)
-        squares += np.square(x).sum(0)
-    mean = total / len(chosen)
-    variance = np.maximum(squares / len(chosen) - np.square(mean), 0.0)
-    return mean + shift, np.sqrt(variance)
+    # Relative to the first row, so that a constant dimension has a deviation of exactly 0.
+    first = np.asarray(array[chosen[0]], np.float64)
+    mean = first + sum((x - first).sum(0) for x in read_chunks(name, array, chosen)) / len(chosen)
+    # A second pass: the squares of a large mean would hide the variance.
+    squares = sum(np.square(x - mean).sum(0) for x in read_chunks(name, array, chosen))
+    return mean, np.sqrt(squares / len(chosen))
 
 
 def write_array(path, name, array, chosen, shift):
     """Write the rows `chosen` of an array minus shift (dims,) as a .npy file of float32."""
-    shape, done = (len(chosen), array.shape[1]), 0
-    out = np.lib.format.open_memmap(path, "w+", np.float32, shape)
-    for values in read_chunks(name, array, chosen):
-        out[done:done + len(values)] = values - shift if shift.any() else values
-        done += len(values)
+    out = np.lib.format.open_memmap(path, "w+", np.float32, (len(chosen), array.shape[1]))
+    chunks = read_chunks(name, array, chosen)
+    for start, values in zip(range(0, len(chosen), CHUNK_ROWS), chunks):
+        out[start:start + CHUNK_ROWS] = values - shift
     out.flush()
 
 
