@@ -102,11 +102,12 @@ def locate_evidence(text, record, fields):
 
 
 def read_labelled_texts(sources, fields=Fields, skip_bad=False):
-    """Return the LabelledTexts of all sources. Raises DataError with all invalid records."""
+    """Return the LabelledTexts of all sources, see parse_records. Raises DataError with all
+    invalid records."""
     rows = list(parse_records(sources, lambda record: parse_labelled_text(record, fields),
                               skip_bad=skip_bad))
     if not rows:
-        raise DataError(f"{', '.join(sources)}: no rows")
+        raise DataError(f"{', '.join(map(str, sources))}: no rows")
     return rows
 
 

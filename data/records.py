@@ -64,9 +64,8 @@ def is_jsonl(path):
 
 def is_saved(folder):
     """Return whether a folder was saved by Hugging Face's datasets."""
-    names = {name for name in ("state.json", "dataset_info.json", "dataset_dict.json")
-             if os.path.isfile(os.path.join(folder, name))}
-    return "dataset_dict.json" in names or len(names) == 2
+    return any(os.path.isfile(os.path.join(folder, name))
+               for name in ("dataset_info.json", "dataset_dict.json"))
 
 
 def is_hub_name(source):

@@ -18,8 +18,8 @@ from train.base.errors import DataError
 # new map for every batch would cost more than reading.
 MAPPED_BYTES = 64 << 20
 FAULT_BYTES = 64 << 10
-MIB = 1 << 20
 CHECKED_WHOLE = 64 << 20  # bytes: of a smaller stream all ids are checked before training
+CHECKED_WINDOW = 1 << 12  # tokens: of a larger stream, windows are checked
 LLMC = {(20240520, 1): "<u2", (20240801, 7): "<u4"}  # (magic, version) of llm.c's shards
 TEXT_BYTES = bytes([9, 10, 13, *range(32, 127)])
 PREPARE = "make it with `python -m data.prepare FILE.txt --out FOLDER`"
@@ -175,14 +175,13 @@ class TokenStream:
         return self.shards[i].path, int(token - self.firsts[i])
 
     def check_places(self):
-        """Check ids before training: all of a small stream, or the first, the last and 64
-        other windows."""
+        """Check ids before training: all of a small stream, else some windows, with the first and
+        the last."""
         n = self.n_tokens
-        size = self.dtype.itemsize
-        is_small = n * size <= CHECKED_WHOLE
-        for length, places in [(n, 1)] if is_small else [(MIB // size, 2), (4096, 64)]:
-            length = min(length, n)
-            self.read(np.linspace(0, n - length, places).astype(np.int64), length)
+        is_small = n * self.dtype.itemsize <= CHECKED_WHOLE
+        length = n if is_small else CHECKED_WINDOW
+        starts = np.linspace(0, n - length, 1 if is_small else 256).astype(np.int64)
+        self.read(starts, length)
 
     def read(self, starts, length):
         """Return the windows of `length` tokens at `starts`, (n,) int64, as (n, length). Raises

@@ -1,12 +1,11 @@
 """Hugging Face's tokenizer.json: reading it, and writing tokenizers as such a file.
 
 tiktoken's rank files describe the same byte pair encoding: tiktoken joins the pair with the lowest
-rank of the joined bytes; tokenizer.json lists the pairs in the order of joining.
+rank of the joined bytes; tokenizer.json lists the pairs in this order.
 """
 
 import functools
 import json
-import math
 import os
 
 from data.tokenizer_types import GPT2_PATTERN, MAX_VOCAB, JsonTokenizer, byte_table
@@ -30,25 +29,15 @@ def token_text(token):
 
 
 def list_merges(ranks):
-    """Return [(left, right)] in the order of the ranks: the last pair that is joined to form each
-    token. Raises DataError for tokens so long that this would take too long."""
+    """Return [(left, right)] of all pairs that form a token, in the order of the ranks. Raises
+    DataError for tokens so long that this would take too long."""
     if sum(len(token) ** 2 for token in ranks) > max(MAX_MERGE_WORK, 200 * len(ranks)):
         raise DataError(f"tokens of up to {max(map(len, ranks)):,} bytes: no vocabulary of a text")
-    pairs = (last_pair(token, ranks) for token in sorted(ranks, key=ranks.get) if len(token) > 1)
-    return [pair for pair in pairs if pair]
-
-
-def last_pair(token, ranks):
-    """Return the (left, right) that tiktoken joins last to form `token` from bytes, or `None` if it
-    cannot (then the token is used only for a whole piece of text)."""
-    parts = [token[i:i + 1] for i in range(len(token))]
-    while len(parts) > 2:
-        rank, i = min((ranks.get(a + b, math.inf), i)
-                      for i, (a, b) in enumerate(zip(parts, parts[1:])))
-        if rank == math.inf:
-            return None
-        parts[i:i + 2] = [parts[i] + parts[i + 1]]
-    return tuple(parts)
+    merges = []
+    for token in sorted(ranks, key=ranks.get):
+        halves = [(token[:i], token[i:]) for i in range(1, len(token))]
+        merges += [(a, b) for a, b in halves if a in ranks and b in ranks]
+    return merges
 
 
 # -----------------------------------------------------------------------------
@@ -148,8 +137,6 @@ def read_template_spec(folder, tokenizer):
     if os.path.exists(path):
         with open(path, encoding="utf-8", errors="replace") as f:
             text = f.read()
-    elif isinstance(text, list):  # several templates
-        text = {t["name"]: t["template"] for t in text}.get("default")
     if not isinstance(text, str) or tokenizer is None or tokenizer.eot_token is None:
         return None
     ends = [read_optional_json(folder, name).get("eos_token_id")

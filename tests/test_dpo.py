@@ -15,7 +15,8 @@ from runs import Program, assert_same, assert_two_ranks_equal_one
 from data.chat_template import ChatTemplate
 from data.prepare import chat as data_chat
 from data.prepare import pairs as data_pairs
-from data.prepare.pairs import PairOptions, PairWriter, example_pairs, to_pair
+from data.prepare.pairs import PairOptions, PairWriter, to_pair
+from data.prepare.samples import example_records
 from data.tokenizer import load_tokenizer
 from model.core.load import load_model
 from model.dpo import PreferenceGPT
@@ -194,7 +195,7 @@ def test_pairs_that_the_template_refuses_are_named_or_left_out(made, tmp_path, c
 
 
 def test_the_example_is_wrong_by_one_letter():
-    for _, (_, pair) in zip(range(300), example_pairs("example")):
+    for _, (_, pair) in zip(range(300), example_records("example")):
         right, wrong = pair["chosen"], pair["rejected"]
         assert right.lower() == wrong.lower() and sum(a != b for a, b in zip(right, wrong)) == 1
 

@@ -125,13 +125,12 @@ def ensure_dataset(data_dir, log=echo):
         with exclusive_lock(data_dir):
             if os.path.exists(os.path.join(data_dir, "train.bin")):
                 return
-            meta = prepare([STDLIB], data_dir, log=lambda line: None)
+            prepare([STDLIB], data_dir, log=lambda line: None)
     except OSError as error:
         raise DataError(f"{data_dir}: cannot be prepared: {error}; choose another data_dir"
                         ) from None
-    tokens = sum(part["tokens"] for part in meta["splits"].values())
-    log(f"Prepared {data_dir} from the Python standard library of this machine: {tokens:,} byte "
-        f"tokens in {time.monotonic() - start:.1f} s")
+    log(f"Prepared {data_dir} from the Python standard library of this machine in "
+        f"{time.monotonic() - start:.1f} s")
 
 
 # -----------------------------------------------------------------------------

@@ -14,7 +14,6 @@ import hashlib
 import importlib.util
 import io
 import itertools
-import json
 import os
 import random
 import sys
@@ -65,13 +64,13 @@ def prepare_labels(args):
         raise UserError("--val_fraction and --test_fraction: expected a sum below 1")
     tokenizer = open_tokenizer(args.tokenizer)
     out = args.out or os.path.join("data", "bin", source_name([*args.files, "example"][0]))
+    sources = args.files
     if args.example:
-        args.files = [f"{os.path.normpath(out)}.jsonl"]
+        sources = [example_records()]
         args.group = "file"
+        args.files = ["--example"]
     with new_folder(out, "classifier", args.files, args.force) as folder:
-        if args.example:
-            write_example(args.files[0])
-        rows = read_labelled_texts(args.files, args, args.skip_bad)
+        rows = read_labelled_texts(sources, args, args.skip_bad)
         classes = find_classes(rows)
         has_spans = any(row.start is not None for row in rows)
         if not has_spans and not classes:
@@ -143,31 +142,28 @@ def missing_words(source):
             yield token.string, text, start, start + len(following.string)
 
 
-def write_example(path):
-    """Write JSONL of missing_words() in the sources of numpy and torch, EXAMPLE_ROWS_PER_WORD of
-    each word, with the fields text, label, start, end and file. Every text is unique: a copy could
-    be in a different split."""
+def example_records():
+    """Yield (file, record) of missing_words() in the sources of numpy and torch,
+    EXAMPLE_ROWS_PER_WORD of each word. Every text is unique: a copy could be in a different
+    split."""
     files = {}
     for package in ("numpy", "torch"):
         folder = Path(importlib.util.find_spec(package).submodule_search_locations[0])
         files |= {f"{package}/{Path(file).relative_to(folder).as_posix()}": file
                   for file in walk(folder, "", STDLIB_SKIP) if file.endswith(".py")}
-    rows = {word: {} for word in EXAMPLE_WORDS}
+    texts = set()
+    counts = Counter()
     for name in sorted(files, key=lambda name: hashlib.sha256(name.encode()).digest()):
-        n_rows = Counter()
         with contextlib.suppress(SyntaxError, UnicodeDecodeError, tokenize.TokenError):
-            candidates = list(missing_words(Path(files[name]).read_text(encoding="utf-8")))
-            for word, text, start, end in random.Random(name).sample(candidates, len(candidates)):
-                if (n_rows[word] < EXAMPLE_ROWS_PER_FILE and text not in rows[word]
-                        and len(rows[word]) < EXAMPLE_ROWS_PER_WORD):
-                    n_rows[word] += 1
-                    rows[word][text] = dict(text=text, label=word, start=start, end=end, file=name)
-        if min(map(len, rows.values())) == EXAMPLE_ROWS_PER_WORD:
+            rows = list(missing_words(Path(files[name]).read_text(encoding="utf-8")))
+            for word, text, start, end in random.Random(name).sample(rows, len(rows)):
+                if (text not in texts and counts[name, word] < EXAMPLE_ROWS_PER_FILE
+                        and counts[word] < EXAMPLE_ROWS_PER_WORD):
+                    counts.update([word, (name, word)])
+                    texts.add(text)
+                    yield name, dict(text=text, label=word, start=start, end=end, file=name)
+        if len(texts) == EXAMPLE_ROWS_PER_WORD * len(EXAMPLE_WORDS):
             break
-    os.makedirs(os.path.dirname(path) or ".", exist_ok=True)
-    with open(path, "w", encoding="utf-8") as f:
-        f.writelines(json.dumps(row) + "\n" for part in rows.values() for row in part.values())
-    echo(f"Wrote {path}: {sum(map(len, rows.values())):,} pieces of code from numpy and torch")
 
 
 def main(argv=None):

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from data.chat_template import parse_messages
-from data.prepare.samples import SampleOptions, SampleWriter, example_records
+from data.prepare.samples import SampleOptions, SampleWriter
 from data.rows import pad_rows, save_arrays
 from train.base.cli import run_command
 from train.base.errors import DataError
@@ -67,17 +67,6 @@ def join_messages(prompt, answer, name):
     return messages
 
 
-def example_pairs(source):
-    """Yield (where, record): the example of data.prepare.chat with a wrong answer, in which one
-    letter has the other case."""
-    for i, (where, record) in enumerate(example_records(source)):
-        answer = record["response"]
-        letters = [j for j, letter in enumerate(answer) if letter.isalpha()]
-        j = letters[i * 7 % len(letters)]
-        yield where, dict(prompt=record["prompt"], chosen=answer,
-                          rejected=answer[:j] + answer[j].swapcase() + answer[j + 1:])
-
-
 def mask_last_answer(ids, mask):
     """Return the ids and a mask of the last answer only."""
     last = np.flatnonzero(mask).max(initial=0)
@@ -89,7 +78,6 @@ class PairWriter(SampleWriter):
     noun = "pair"
     model = "dpo"
     suffix = "-pairs"
-    examples = staticmethod(example_pairs)
 
     def __init__(self, args):
         from model.core.load import model_of

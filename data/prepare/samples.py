@@ -32,8 +32,8 @@ class SampleOptions(FolderOptions):
 
 
 def example_records(source):
-    """Yield (where, record): one question about each name in Python's standard library, with one
-    correct answer."""
+    """Yield (where, record): one question about each name in Python's standard library, the correct
+    answer, and a wrong one, in which one letter has the other case."""
     library = Path(sysconfig.get_paths()["stdlib"])
     files = [*library.glob("*.py"), *(path for path in library.glob("*/*.py")
                                       if not re.search("test|packages", path.parent.name))]
@@ -48,7 +48,11 @@ def example_records(source):
             tasks = ((f"{name} as a title?", " ".join(words)),
                      (f"{name} with hyphens?", name.replace("_", "-")))
         question, answer = tasks[i % len(tasks)]
-        yield f"{source}: record {i}", {"prompt": question, "response": answer}
+        letters = [j for j, letter in enumerate(answer) if letter.isalpha()]
+        j = letters[i * 7 % len(letters)]
+        wrong = answer[:j] + answer[j].swapcase() + answer[j + 1:]
+        yield f"{source}: record {i}", dict(prompt=question, response=answer, chosen=answer,
+                                            rejected=wrong)
 
 
 class SampleWriter:
@@ -60,7 +64,6 @@ class SampleWriter:
                                 `splits` of meta.json
     """
     suffix = ""  # of the default folder
-    examples = staticmethod(example_records)  # of the sources example and example-more
 
     def __init__(self, args):
         self.args = args
@@ -92,7 +95,7 @@ class SampleWriter:
         records and for an empty split."""
         args = self.args
         self.notes = Counter()
-        sources = [self.examples(source) if source in ("example", "example-more") else source
+        sources = [example_records(source) if source in ("example", "example-more") else source
                    for source in args.sources]
         samples = parse_records(sources, self.encode, args.num_samples, args.skip_bad)
         splits = split_by_prompt([sample for sample in samples if sample is not None],
