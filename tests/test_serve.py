@@ -30,7 +30,6 @@ from model.core.detokenizer import Detokenizer
 from model.core.generate import generate
 from model.gpt import GPT, GPTConfig
 from model.serve import ServeOptions, choose_key, listen, main
-from model.serve import engine as engine_file
 from model.serve import server as server_file
 from model.serve.engine import Engine
 from model.serve.server import MAX_BODY_BYTES, MAX_HEAD_BYTES, Server
@@ -76,8 +75,7 @@ def serving(model, tokenizer=BYTES, template=None, key=None, origins=(), **limit
     thread.start()
     try:
         yield server
-        soon(lambda: not (engine.rows or engine.waiting or engine.reading
-                          or server.server_state.tasks))
+        soon(lambda: not (engine.rows or engine.waiting or server.server_state.tasks))
     finally:
         server.should_exit = True
         thread.join(20)
@@ -159,7 +157,6 @@ def test_fifty_at_once_get_what_each_would_get_alone(server, model, monkeypatch)
         return forward(idx, **kw)
     monkeypatch.setattr(Engine, "submit", counted)
     monkeypatch.setattr(model, "forward", noted)
-    monkeypatch.setattr(engine_file, "PREFILL_TOKENS", 17)
     jobs = [dict(prompt=f"Text number {i}. " * (i % 4 + 1), max_tokens=3 + i * 7 % 30)
             | HOW[i % len(HOW)] for i in range(50)]
 
@@ -177,11 +174,7 @@ def test_fifty_at_once_get_what_each_would_get_alone(server, model, monkeypatch)
     for job, text in zip(jobs, texts):
         assert text == expected(model, job.pop("prompt"), job.pop("max_tokens"), **job)[0]
     rows = [B for B, T in shapes if T == 1]
-    # They were computed together. Prompts are read one at a time, while others end: the order in
-    # which they came decides whether all eight places are ever taken at once.
-    assert 6 <= max(rows) <= 8 and len(rows) < sum(rows) / 4
-    long = [i for i, (B, T) in enumerate(shapes) if T == 17]
-    assert any((b - a) > 1 for a, b in zip(long, long[1:]))  # texts went on between the pieces
+    assert 6 <= max(rows) <= 8 and len(rows) < sum(rows) / 4  # they were computed together
 
 
 @pytest.mark.parametrize("changes", [dict(pos="learned", norm="layer", mlp="gelu", bias=True),
@@ -294,46 +287,6 @@ def test_the_stream_byte_by_byte(server):
     assert all("usage" not in c for c in chunks)
 
 
-@pytest.mark.parametrize("stream", [False, True])
-def test_n_choices_are_those_of_seeds_that_follow(server, model, stream):
-    made = complete(server, seed=40, n=5, max_tokens=25, stream=stream,
-                    **dict(stream_options=dict(include_usage=True)) if stream else {})
-    made = list(made) if stream else [made]
-    texts, reasons = collections.Counter(), {}
-    for choice in (choice for part in made for choice in part.choices):
-        texts[choice.index] = (texts[choice.index] or "") + choice.text
-        reasons |= {choice.index: choice.finish_reason} if choice.finish_reason else {}
-    wanted = [expected(model, "once", 25, seed=40 + i) for i in range(5)]
-    assert [texts[i] for i in range(5)] == [text for text, _ in wanted] and len(reasons) == 5
-    assert made[-1].usage.completion_tokens == sum(len(ids) for _, ids in wanted)
-    assert made[-1].usage.prompt_tokens == 4
-    chats = client(server).chat.completions
-    how = dict(model="tiny", messages=[dict(role="user", content="a")], n=3, max_tokens=9)
-    alone = [chats.create(**how | dict(n=1, seed=3 + i)).choices[0].message for i in range(3)]
-    assert [c.message for c in chats.create(**how, seed=3).choices] == alone
-    parts = [part.choices[0] for part in chats.create(**how, seed=3, stream=True)]
-    assert sorted(p.index for p in parts if p.delta.role) == [0, 1, 2]
-    for i in range(3):
-        assert alone[i].content == "".join(p.delta.content or "" for p in parts if p.index == i)
-
-
-def test_choices_have_places_for_all_or_none():
-    model = slowly(small(LETTERS))
-    limits = dict(slots=2, max_queue=3, max_tokens=10**6, timeout=60)
-    with serving(model, LETTERS, **limits) as server:
-        engine, request = server.engine, raw(dict(prompt="a", n=2, max_tokens=10**6))
-        with connect(server) as first, connect(server) as second:
-            first.sendall(request)
-            soon(lambda: len(engine.rows) == 2)
-            second.sendall(request)
-            soon(lambda: len(engine.waiting) == 2)
-            with pytest.raises(openai.InternalServerError, match="2 of 3 requests are waiting"):
-                complete(server, n=2)
-            first.close()
-            soon(lambda: not engine.waiting)
-        soon(lambda: not engine.rows)
-
-
 # -----------------------------------------------------------------------------
 # what is refused
 
@@ -369,7 +322,7 @@ def say(**body):
     (ask(seed=2**63), 400, "seed"),
     (ask(stop=""), 400, "stop: expected"), (ask(stop=["a"] * 17), 400, "stop"),
     (ask(stop={"a": 1}), 400, "stop"),
-    (ask(n=9), 400, "n: must be at most 8"), (ask(best_of=2), 400, "vLLM"),
+    (ask(n=2), 400, "n: 2 is not supported"), (ask(best_of=2), 400, "vLLM"),
     (ask(logprobs=2), 400, "logprobs: 2 is not supported"),
     (ask(logprobs=0), 400, "logprobs: 0 is not supported"),
     (dict(body=b'{"prompt": "a", "temperature": 1' + b"0" * 400 + b"}"), 400, "temperature"),
@@ -401,7 +354,7 @@ def test_a_bad_request_gets_a_clear_answer(server, request_, status, message):
 
 def test_oversized_and_garbage(server):
     status, _, body = send(server, body=b" " * (5 * MAX_BODY_BYTES))  # sent to its end
-    assert status == 413 and str(MAX_BODY_BYTES) in json.loads(body)["error"]["message"]
+    assert status == 413 and b"Content Too Large" in body
     for garbage in (b"\0\1\2\r\n\r\n", b"GET / HTTP/9\r\n\r\n", b"GET /" + b"a" * 70_000, b"\r\n"):
         with socket.create_connection(("127.0.0.1", server.port), timeout=10) as s:
             s.sendall(garbage)
@@ -562,25 +515,24 @@ def test_a_connection_serves_several_requests_and_heads(server):
 
 
 def test_without_its_packages_it_says_so_in_one_line(checkpoint, monkeypatch, capsys):
-    monkeypatch.setitem(sys.modules, "starlette", None)
+    monkeypatch.setitem(sys.modules, "starlette.middleware.body_limit", None)
     assert main(["--ckpt", str(checkpoint), "--port", "0"]) == 2
-    assert capsys.readouterr().err.strip().endswith("pip install starlette")
+    assert "pip install -U starlette" in capsys.readouterr().err
 
 
 def test_a_key_is_asked_for():
     with serving(small(), key="schlüssel ") as server:
-        for path, open_ in (("/", 1), ("/health", 1), ("/metrics", 0), ("/v1/models", 0)):
+        for path, open_ in (("/", 1), ("/health", 1), ("/v1/models", 0)):
             assert send(server, "GET", path)[0] == (200 if open_ else 401)
             assert send(server, "GET", path, Authorization="Bearer schl")[0] == (
                 200 if open_ else 401)
         status, headers, body = send(server, body=dict(prompt="a"))
         assert (status, headers["WWW-Authenticate"]) == (401, "Bearer")
         assert b"invalid_api_key" in body
-        assert not server.counts["prompt_tokens_total"]
         server.key = "secret"
         api = client(server).with_options(api_key="secret")
         assert api.completions.create(model="tiny", prompt="a", max_tokens=2).choices
-        assert send(server, "GET", "/metrics", Authorization="bearer secret")[0] == 200
+        assert send(server, "GET", "/v1/models", Authorization="bearer secret")[0] == 200
         with pytest.raises(openai.AuthenticationError):
             complete(server)
 
@@ -588,38 +540,15 @@ def test_a_key_is_asked_for():
 def test_who_opens_it_says_who_may_ask(monkeypatch, capsys):
     with socket.socket() as s:  # bound, and not listening
         s.bind(("0.0.0.0", 0))
-        with pytest.raises(ValueError, match="--host 0.0.0.0 makes .* --no_api_key"):
+        with pytest.raises(ValueError, match="--host 0.0.0.0 makes .* --api_key"):
             choose_key(ServeOptions(host="0.0.0.0"), s)
         assert choose_key(ServeOptions(api_key="a"), s) == "a"
-        assert choose_key(ServeOptions(no_api_key=True), s) is None
         monkeypatch.setenv("IRONGPT_API_KEY", "b")
         assert choose_key(ServeOptions(), s) == "b"
-        assert choose_key(ServeOptions(no_api_key=True), s) is None
     with listen("127.0.0.1", 0) as s:
         assert choose_key(ServeOptions(), s) == "b"
         monkeypatch.delenv("IRONGPT_API_KEY")
         assert choose_key(ServeOptions(), s) is None
-    assert main(["--no_api_key", "--api_key=a", "--port=0"]) == 2
-
-
-def test_metrics_count_what_was_asked():
-    with serving(small(), slots=3) as server:
-        used = [complete(server, prompt="a" * n, max_tokens=n + 1).usage for n in (1, 5)]
-        list(complete(server, prompt="abc", max_tokens=1, stream=True))
-        soon(lambda: not (server.server_state.tasks or server.engine.rows))
-        status, headers, body = send(server, "GET", "/metrics")
-    assert headers["Content-Type"].startswith("text/plain; version=0.0.4")
-    values = {}
-    for line in body.decode().splitlines():
-        assert re.fullmatch(r"# TYPE \w+ (counter|gauge)|\w+ [0-9.]+", line)
-        name, value = line.rsplit(" ", 1)
-        values[name] = value
-    assert int(values["irongpt_prompt_tokens_total"]) == sum(u.prompt_tokens for u in used) + 3
-    assert int(values["irongpt_completion_tokens_total"]) == (
-        sum(u.completion_tokens for u in used) + 1)
-    assert (values["irongpt_slots"], values["irongpt_writing"]) == ("3", "0")
-    assert values["irongpt_requests_total"] == values["irongpt_texts_total"] == "3"
-    assert 0 < float(values["irongpt_text_seconds_total"]) < 30
 
 
 def slow_clients(n, server):
@@ -631,15 +560,8 @@ def slow_clients(n, server):
 
 
 def test_slow_clients_keep_nobody_waiting(server, monkeypatch):
-    """The oldest of too many are cut, and each has only so long for its whole request."""
-    monkeypatch.setattr(server_file, "MAX_IDLE_CONNECTIONS", 20)
-    slow = slow_clients(1, server)
-    time.sleep(0.3)  # seen before the others
-    slow += slow_clients(49, server)
-    assert healthy(server)
-    soon(lambda: len(connections(server)) <= 20)  # beside kept-alive ones, which are younger
-    with contextlib.suppress(ConnectionResetError):
-        assert rest_of(slow[0]) == b""
+    """Each has only so long for its whole request."""
+    slow = slow_clients(50, server)
     assert healthy(server)
     for s in slow:
         s.close()
@@ -675,8 +597,7 @@ def test_three_hundred_slow_clients(server):
     slow = slow_clients(300, server)
     for i in range(40):
         for s in slow:
-            with contextlib.suppress(OSError):  # the oldest were cut
-                s.sendall(b"x")
+            s.sendall(b"x")
         assert healthy(server) and (i % 10 or complete(server, max_tokens=2).choices)
         time.sleep(0.25)
     for s in slow:
@@ -702,24 +623,6 @@ def test_a_full_queue_says_so():
         for s in waiting:
             s.close()
         soon(lambda: not engine.waiting and not engine.rows)
-
-
-def test_a_body_is_let_go_when_its_job_is_made(monkeypatch):
-    gone, read = [], server_file.read_body
-
-    class Body(bytes):
-        def __del__(self):
-            gone.append(len(self))
-
-    async def read_body(request):
-        return Body(await read(request))
-    monkeypatch.setattr(server_file, "read_body", read_body)
-    with serving(small(LETTERS), LETTERS, max_tokens=10**6) as server:
-        stream = complete(server, max_tokens=10**6, stream=True)
-        next(iter(stream))
-        soon(lambda: gone)
-        assert server.engine.rows
-        stream.close()
 
 
 def test_headers_are_bounded_and_said_once(server):
@@ -805,7 +708,7 @@ def test_five_thousand_bad_requests(server, capfd):
     rng = random.Random(0)
     chat = dict(messages=[dict(role="user", content="Hi")], max_tokens=2)
     good = [raw(dict(prompt="ab", max_tokens=2, stop=["x"], seed=1, stream=True)),
-            raw(chat, path="/v1/chat/completions"), raw(method="GET", path="/metrics")]
+            raw(chat, path="/v1/chat/completions"), raw(method="GET", path="/v1/models")]
     odd = [b"\r\n", b"\0", b"\x1b[2J", b"null", b"1e999", b"[[", b'"', b"\xff", b"-", b"\\ud800"]
     seen = collections.Counter()
     for _ in range(5000):
@@ -830,7 +733,7 @@ def test_logits_of_nan_end_their_text_and_no_other(model, monkeypatch):
     write = Engine.write
 
     def spoiled(engine, jobs, logits):
-        logits[[job.max_tokens == 9 for job in jobs]] = torch.nan
+        logits[[job.options.max_tokens == 9 for job in jobs]] = torch.nan
         write(engine, jobs, logits)
     with serving(model, slots=2) as server, ThreadPoolExecutor() as pool:
         wanted = complete(server, seed=1, max_tokens=30).choices[0].text

@@ -24,6 +24,7 @@ KEYS = dict(n_embd="hidden_size", n_layer="num_hidden_layers", n_hidden="interme
             n_head="num_attention_heads", n_kv_head="num_key_value_heads", head_dim="head_dim",
             mlp="hidden_act", max_positions="max_position_embeddings", norm_eps="rms_norm_eps",
             rope_theta="rope_theta", vocab_size="vocab_size", tie_weights="tie_word_embeddings")
+GEMMA_KEYS = KEYS | dict(mlp="hidden_activation")
 GPT2_KEYS = dict(max_positions="n_positions", n_embd="n_embd", n_layer="n_layer", n_head="n_head",
                  n_hidden="n_inner", mlp="activation_function", norm_eps="layer_norm_epsilon",
                  vocab_size="vocab_size", tie_weights="tie_word_embeddings")
@@ -37,7 +38,7 @@ NANOGPT_KEYS = {name: name for name in ("n_layer", "n_head", "n_embd", "block_si
                                         "bias", "dropout")}
 # Keys that are read; or that change the logits, with the only value that can be computed here; or
 # that change no logits. Any other key could change them, unless its value is null, false or empty.
-USED = {"hidden_activation", "rope_scaling", "rope_parameters", "rope_local_base_freq",
+USED = {"rope_scaling", "rope_parameters", "rope_local_base_freq",
         "query_pre_attn_scalar", "sliding_window", "use_sliding_window", "max_window_layers",
         "layer_types", "sliding_window_pattern", "_sliding_window_pattern", "no_rope_layers",
         "no_rope_layer_interval", "num_local_experts"}
@@ -81,7 +82,7 @@ class Family:
                 else load_model_type("gpt").module.GPTConfig)
 
 
-QK_NORMS = dict(qk_norm=[True], qk_norm_type=["plain", "head"])
+QK_NORMS = dict(qk_norm=[True], qk_norm_type=["head", "plain"])
 WINDOWS = dict(sliding_window=4096, max_window_layers=28)
 ALL_WINDOWS = dict(sliding_window=4096, use_sliding_window=True, max_window_layers=0)
 FAMILIES = {
@@ -92,11 +93,11 @@ FAMILIES = {
                     defaults=WINDOWS | dict(head_dim=128)),
     "mistral": Family("MistralForCausalLM", layers="FW", defaults=ALL_WINDOWS),
     "gemma3_text": Family(
-        "Gemma3ForCausalLM", layers="FW", activations={"gelu_pytorch_tanh": "geglu"},
+        "Gemma3ForCausalLM", GEMMA_KEYS, layers="FW", activations={"gelu_pytorch_tanh": "geglu"},
         values=dict(qk_norm=[True], qk_norm_type=["head"], norm_position=["both"]),
         defaults=dict(rope_theta=1e6, rope_local_base_freq=10000.0, tie_word_embeddings=True,
                       head_dim=256, query_pre_attn_scalar=256, sliding_window=4096,
-                      sliding_window_pattern=6, hidden_act="gelu_pytorch_tanh")),
+                      sliding_window_pattern=6, hidden_activation="gelu_pytorch_tanh")),
     "olmo2": Family("Olmo2ForCausalLM", defaults=dict(rms_norm_eps=1e-5), values=dict(
         qk_norm=[True], qk_norm_type=["all"], norm_position=["post"])),
     "smollm3": Family("SmolLM3ForCausalLM", layers="FfWw", constants=dict(pad_token_id=None),
@@ -147,18 +148,14 @@ def read_fields(given, family):
     out = {name: values[0] for name, values in family.values.items()}
     known_fields = {f.name: f for f in fields(family.config_class)}
     for ours, theirs in family.keys.items():
-        if ours != "mlp":
-            out[ours] = check_value(theirs, c[theirs], {theirs: known_fields[ours]})
-    if "mlp" in family.keys:
-        activation = c.get("hidden_activation") or c[family.keys["mlp"]]
-        if activation not in family.activations:
-            raise CheckpointError(f"{family.keys['mlp']}: {activation!r}, expected "
+        value = c[theirs]
+        if ours == "mlp" and value not in family.activations:
+            raise CheckpointError(f"{theirs}: {value!r}, expected "
                                   f"{' or '.join(family.activations)}")
-        out["mlp"] = family.activations[activation]
+        value = family.activations[value] if ours == "mlp" else value
+        out[ours] = check_value(theirs, value, {theirs: known_fields[ours]})
     if "rope_theta" in family.keys:
         read_attention(c, family, out)
-    if family.keys is MIXTRAL_KEYS:  # no MLP besides the experts: the default of our width
-        out["n_hidden"] *= out["experts_per_token"]
     if "max_positions" in family.keys:  # a context too long for memory is kept for exports only
         out["block_size"] = min(out["max_positions"], MAX_TOKENS)
         if out["block_size"] == out["max_positions"]:
@@ -207,14 +204,12 @@ def read_layers(c, n):
     elif types is None:
         first = c.get("max_window_layers", 0) if c.get("use_sliding_window") else n
         types = ["full_attention" if i < first else "sliding_attention" for i in range(n)]
-    if (not isinstance(types, list) or len(types) != n
-            or set(types) - {"full_attention", "sliding_attention"}):
-        raise CheckpointError(f"layer_types: {types!r}: expected full_attention or "
-                              f"sliding_attention for each of {n} layers")
     every = c.get("no_rope_layer_interval")
     ropes = c.get("no_rope_layers") or [not every or (i + 1) % every for i in range(n)]
-    if len(ropes) != n:
-        raise CheckpointError(f"no_rope_layers: {ropes!r}: expected one for each of {n} layers")
+    if (not len(types) == len(ropes) == n
+            or set(types) - {"full_attention", "sliding_attention"}):
+        raise CheckpointError(f"layer_types: {types!r}, no_rope_layers: {ropes!r}: expected "
+                              f"full_attention or sliding_attention, and 0 or 1, for {n} layers")
     letters = ["W" if t == "sliding_attention" and c.get("sliding_window") else "F" for t in types]
     return "".join(x if rope else x.lower() for x, rope in zip(letters, ropes))
 
@@ -236,9 +231,7 @@ LLAMA3_KEYS = ("factor", "low_freq_factor", "high_freq_factor", "original_max_po
 def upgrade_fields(args):
     """Return model_args with the current fields. args: model_args of an older checkpoint, which has
     the text of a config.json in `family`; the result has no `family`."""
-    kind, new = read_config(json.loads(args["family"]), "family")
-    if "plain" in FAMILIES[kind].values.get("qk_norm_type", ()):
-        new["qk_norm_type"] = "head"
+    _, new = read_config(json.loads(args["family"]), "family")
     length = new["max_positions"] or new["block_size"]
     new = {k: v for k, v in new.items() if k not in SIZES}
     return {k: v for k, v in args.items() if k != "family"} | new | dict(max_positions=length)
@@ -315,10 +308,13 @@ def write_fields(shape, family):
 
 def attention_keys(shape, family):
     """Return the keys of a config.json for rotary positions and attention windows."""
-    rope = rope_entry(shape.rope_theta, shape.rope_factors)
-    out = dict(rope_parameters=rope)
-    if shape.rope_factors:  # transformers 4
-        out["rope_scaling"] = {k: v for k, v in rope.items() if k != "rope_theta"}
+    out = {}
+    factors = shape.rope_factors
+    if factors:
+        out["rope_scaling"] = dict(zip(LLAMA3_KEYS, factors), rope_type="linear")
+    if len(factors) == 4:
+        out["rope_scaling"] |= dict(rope_type="llama3",
+                                    original_max_position_embeddings=int(factors[3]))
     letters = list_layers(shape)
     types = ["sliding_attention" if x in "Ww" else "full_attention" for x in letters]
     if "sliding_attention" in types:
@@ -329,19 +325,8 @@ def attention_keys(shape, family):
     if "no_rope_layer_interval" in family.defaults:  # SmolLM 3
         out["no_rope_layers"] = [int(x.isupper()) for x in letters]
     if "query_pre_attn_scalar" in family.defaults:  # Gemma
-        local = shape.window_rope_theta or shape.rope_theta
         scalar = shape.head_dim / shape.score_scale ** 2
         out |= dict(
-            layer_types=types, hidden_activation="gelu_pytorch_tanh", rope_local_base_freq=local,
-            query_pre_attn_scalar=round(scalar) if abs(scalar - round(scalar)) < 1e-6 else scalar,
-            rope_parameters=dict(full_attention=rope, sliding_attention=rope_entry(local, ())))
-    return out
-
-
-def rope_entry(theta, factors):
-    """Return an entry of rope_parameters."""
-    kind = {0: "default", 1: "linear", 4: "llama3"}[len(factors)]
-    out = dict(rope_type=kind, rope_theta=theta) | dict(zip(LLAMA3_KEYS, factors))
-    if kind == "llama3":
-        out[LLAMA3_KEYS[3]] = int(factors[3])
+            layer_types=types, rope_local_base_freq=shape.window_rope_theta or shape.rope_theta,
+            query_pre_attn_scalar=round(scalar) if abs(scalar - round(scalar)) < 1e-6 else scalar)
     return out

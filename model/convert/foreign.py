@@ -1,5 +1,5 @@
-"""Read weights that other programs wrote: nanoGPT's ckpt.pt, state dicts, .safetensors files, and
-Hugging Face folders of the families in model/convert/families.py.
+"""Read weights that other programs wrote: nanoGPT's ckpt.pt, .safetensors files, and Hugging Face
+folders of the families in model/convert/families.py.
 
 read_model is behind run_train.py --init_from, model.sample --ckpt and model.convert --ckpt. Files
 are parsed here, without `transformers`. Unsupported options are refused by name.
@@ -7,7 +7,6 @@ are parsed here, without `transformers`. Unsupported options are refused by name
 
 import json
 import os
-import re
 import sys
 from dataclasses import asdict
 
@@ -34,27 +33,23 @@ def read_model(path, state=None):
     """Return a dict with the keys of a checkpoint: "model" {our name: tensor}, "model_args",
     "config", "spec", "tokenizer".
 
-    path: a checkpoint of ours or nanoGPT's, a state dict with these names or Hugging Face's, a
-    .safetensors file, a Hugging Face folder, or hf:OWNER/NAME. state: the content of the file, if
-    it was read before. A bare state dict has only "model". Raises CheckpointError.
+    path: a checkpoint of ours or nanoGPT's, a .safetensors file, a Hugging Face folder, or
+    hf:OWNER/NAME. state: the content of the file, if it was read before. Raises CheckpointError.
     """
     path = local_folder(str(path))
     if os.path.isdir(path):
         return read_folder(path)
-    if str(path).endswith(".safetensors"):
-        state = read_safetensors_model(path)
+    if path.endswith(".safetensors"):
+        return read_safetensors_model(path)
     state = load_checkpoint(path) if state is None else state
     weights = convert_ddp_state(state["model"])
-    if not any(re.search(r"(^|\.)(h\.0\.attn\.c_attn|embed_tokens)\.weight$", n) for n in weights):
-        return state  # no names of nanoGPT or transformers
-    kind = "nanogpt" if any("c_attn" in name for name in weights) else "qwen3"
-    ours = read_weights(weights, kind, path)
+    if not any(name.endswith("h.0.attn.c_attn.weight") for name in weights):
+        return state  # not of nanoGPT
+    ours = read_weights(weights, "nanogpt", path)
     if "lm_head.weight" in ours and torch.equal(ours["lm_head.weight"], ours["wte.weight"]):
         del ours["lm_head.weight"]  # nanoGPT stores both copies of a tied weight
-    args = state.get("model_args")
-    if not isinstance(args, dict) or not {"n_layer", "n_head", "vocab_size"} <= args.keys():
-        return {"model": ours}
-    _, args = read_config(args | dict(model_type="nanogpt"), path)
+    args = (state.get("model_args") or {}) | dict(model_type="nanogpt")
+    _, args = read_config(args, path)
     return make_state(path, ours, FAMILIES["nanogpt"].config_class(**args))
 
 
@@ -120,16 +115,13 @@ def read_folder(folder):
     """Return read_model of a folder with config.json, model.safetensors and, if it can be used
     here, tokenizer.json."""
     if not os.path.exists(os.path.join(folder, "config.json")):
-        hint = f"; did you mean {folder}/ckpt.pt?" if os.path.exists(f"{folder}/ckpt.pt") else ""
-        raise CheckpointError(f"{folder}: no config.json in it: expected a checkpoint file, or a "
-                              f"Hugging Face folder{hint}")
+        raise CheckpointError(f"{folder}: no config.json in it: expected a checkpoint file, such "
+                              f"as {folder}/ckpt.pt, or a Hugging Face folder")
     path = os.path.join(folder, "config.json")
     kind, args = read_config(read_json(path), path)
     weights = read_weights(read_shards(folder), kind, folder)
     if args["tie_weights"]:
         weights.pop("lm_head.weight", None)
-    if "h.0.attn.q_norm.weight" in weights and args["qk_norm_type"] == "plain":
-        args["qk_norm_type"] = "head"
     tokenizer = template = None
     if os.path.exists(os.path.join(folder, "tokenizer.json")):
         try:

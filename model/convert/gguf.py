@@ -5,19 +5,23 @@ Uses the package gguf. Options that llama.cpp would compute differently are refu
 llama.cpp/src/models defines how each architecture is read.
 """
 
-import json
 import os
 import re
 
 from data.tokenizer_hf import GPT2_PATTERN, split_at, tokenizer_json
-from model.convert.families import FAMILIES, find_family, mismatches, refuse, rope_entry
+from model.convert.families import FAMILIES, find_family, mismatches, refuse
 from model.convert.tensors import NAMES, complete_weights, rename
 from model.core.ops import rope_frequencies
 from train.base.errors import CheckpointError, require
 from train.base.files import atomic_write
 
-# llama.cpp's architecture of a family, if it has another name.
-ARCHITECTURES = dict(mistral="llama", mixtral="llama", qwen3_moe="qwen3moe", gemma3_text="gemma3")
+# {family: llama.cpp's architecture}.
+ARCHITECTURES = dict(llama="llama", mistral="llama", mixtral="llama", qwen2="qwen2", qwen3="qwen3",
+                     qwen3_moe="qwen3moe", olmo2="olmo2", smollm3="smollm3", gpt2="gpt2")
+# Keys of config.json that llama.cpp does not read, and the value that it computes with.
+FIXED = dict(gpt2=dict(activation_function="gelu_new"), qwen3_moe=dict(norm_topk_prob=True),
+             olmo2=dict(head_dim=None, tie_word_embeddings=False),
+             smollm3=dict(no_rope_layers=None))
 DTYPES = dict(float32="F32", float16="F16", bfloat16="BF16", q8_0="Q8_0")
 INTERLEAVED = ("llama", "smollm3")  # architectures that rotate neighbours; we rotate halves
 # llama.cpp's names of the patterns that split text before byte pairs are merged. With Llama 3's, a
@@ -26,8 +30,6 @@ CONTRACTIONS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|"
 PUNCTUATION = r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 PATTERNS = {GPT2_PATTERN: "gpt-2", CONTRACTIONS + r"\p{N}" + PUNCTUATION: "qwen2",
             CONTRACTIONS + r"\p{N}{1,3}" + PUNCTUATION: "llama-bpe"}
-# Types of tokens.
-NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = range(1, 7)
 
 
 def export_gguf(source, to, precision):
@@ -36,9 +38,12 @@ def export_gguf(source, to, precision):
     precision: of matrices, float32, float16, bfloat16 or q8_0. CheckpointError, DataError.
     """
     gguf = require("gguf", f"--to {to}")
-    kind = find_family(source.shape, source.path)
-    arch = ARCHITECTURES.get(kind, kind)
-    check(source, kind, arch)
+    kind = find_family(source.shape, source.path, ARCHITECTURES)
+    arch = ARCHITECTURES[kind]
+    wrong = mismatches(source.shape, FAMILIES[kind], FIXED.get(kind, {}))
+    if len(source.shape.rope_factors) == 4 and arch != "llama":
+        wrong.append(f"rope_scaling: {source.shape.rope_scaling} (there: a factor)")
+    refuse(wrong, f"llama.cpp's {arch}", source.path)
     names = gguf.get_tensor_name_map(gguf.MODEL_ARCH[arch.upper()], source.shape.n_layer)
     tensors = gguf_tensors(source.weights, source.shape, kind, arch, names)
     with atomic_write(to) as file:  # the writer needs a path
@@ -74,8 +79,6 @@ def gguf_tensors(weights, c, kind, arch, names):
             name = name.replace(".weight", ".0.weight")
         theirs = rename(name, NAMES[kind]).replace(".experts.0.", ".experts.")
         out[names.get_name(theirs, (".weight", ".bias"))] = t.contiguous()
-    if arch == "olmo2" and c.tie_weights:  # llama.cpp has no tied OLMo 2
-        out["output.weight"] = out["token_embd.weight"]
     if len(c.rope_factors) == 4:  # Llama 3
         out["rope_freqs.weight"] = (rope_frequencies(c.head_dim, c.rope_theta)
                                     / rope_frequencies(c.head_dim, c.rope_theta, c.rope_factors))
@@ -87,9 +90,7 @@ def write_shape(writer, source, arch):
     c = source.shape
     length = c.max_positions or c.block_size
     n_hidden = c.n_hidden
-    if c.window and arch == "gemma3":
-        writer.add_sliding_window(c.window)
-    elif c.window:  # no windows in llama.cpp: only texts that fit into one are computed the same
+    if c.window:  # not in llama.cpp: only texts that fit into a window are computed the same
         length = min(length, c.window)
     if hasattr(c, "n_experts"):
         writer.add_expert_count(c.n_experts)
@@ -114,87 +115,65 @@ def write_shape(writer, source, arch):
         writer.add_rope_scaling_factor(c.rope_factors[0])
 
 
-def check(source, kind, arch):
-    """CheckpointError for keys that llama.cpp does not read, unless they have its value."""
-    c = source.shape
-    width = c.n_embd // c.n_head if c.n_layer == 62 else c.head_dim  # Gemma 3 27B
-    fixed = {"gpt2": dict(activation_function="gelu_new"), "qwen3_moe": dict(norm_topk_prob=True),
-             "olmo2": dict(head_dim=None), "smollm3": dict(no_rope_layers=None),
-             "gemma3_text": dict(layer_types=None, query_pre_attn_scalar=width,
-                                 rope_parameters=rope_entry(c.rope_theta, c.rope_factors),
-                                 rope_local_base_freq=10000.0)}
-    wrong = mismatches(c, FAMILIES[kind], fixed.get(kind, {}))
-    if len(c.rope_factors) == 4 and arch != "llama":
-        wrong.append(f"rope_scaling: {c.rope_scaling} (there: a factor)")
-    refuse(wrong, f"llama.cpp's {arch}", source.path)
-
-
 # -----------------------------------------------------------------------------
 # tokenizer and chat
 
 def write_tokenizer(writer, source):
     """Write tokens, token types, merges, special tokens and the chat template. CheckpointError."""
-    tokenizer, template, rows = source.tokenizer, source.template, source.shape.vocab_size
-    if tokenizer.eot_token is None:
-        raise CheckpointError(f"{source.path}: a {tokenizer.kind} tokenizer has no end of text, "
-                              "which llama.cpp needs")
+    from gguf import TokenType
+    tokenizer = source.tokenizer
+    template = source.template
+    rows = source.shape.vocab_size
     content = tokenizer_json(tokenizer)
-    model, added = content["model"], content["added_tokens"]
-    if model["type"] != "BPE":
-        raise CheckpointError(f"{source.path}: its tokenizer is of type {model['type']}, expected "
-                              "BPE")
+    pattern = pattern_name(content)
+    if pattern is None or tokenizer.eot_token is None:
+        raise CheckpointError(
+            f"{source.path}: its tokenizer cannot be written: expected a byte-level BPE with an "
+            "end of text and a pattern that llama.cpp has; export a folder instead, for its "
+            "convert_hf_to_gguf.py")
+    model = content["model"]
+    added = content["added_tokens"]
     merges = [pair if isinstance(pair, str) else " ".join(pair) for pair in model["merges"]]
-    tokens, kinds = [f"[PAD{i}]" for i in range(rows)], [UNUSED] * rows
+    tokens = [f"[PAD{i}]" for i in range(rows)]
+    kinds = [TokenType.UNUSED] * rows
     for text, i in model["vocab"].items():
-        tokens[i], kinds[i] = text, BYTE if re.fullmatch("<0x[0-9A-F]{2}>", text) else NORMAL
+        tokens[i] = text
+        kinds[i] = TokenType.NORMAL
     for token in added:
         if token["id"] < rows:
             tokens[token["id"]] = token["content"]
-            kinds[token["id"]] = CONTROL if token.get("special") else USER_DEFINED
-    if unknown := model.get("unk_token"):
-        kinds[model["vocab"][unknown]] = UNKNOWN
-        writer.add_unk_token_id(model["vocab"][unknown])
-    if model.get("byte_fallback"):  # as SentencePiece's: earlier merges have higher scores
-        order = {pair.replace(" ", ""): -float(n) for n, pair in reversed([*enumerate(merges)])}
-        writer.add_tokenizer_model("llama")
-        writer.add_token_scores([order.get(token, 0.0) for token in tokens])
-        steps = json.dumps([content.get("normalizer"), content.get("pre_tokenizer")])
-        writer.add_add_space_prefix(bool(re.search(r'"Prepend"|"(first|always)"', steps)))
-        writer.add_remove_extra_whitespaces(False)
-    else:
-        writer.add_tokenizer_model("gpt2")
-        writer.add_tokenizer_pre(pattern_name(content, model, source.path))
-        # The list must not be empty; this merge makes no token, so it changes nothing.
-        writer.add_token_merges(merges or [f"{tokens[0]} {tokens[0]}"])
+            kinds[token["id"]] = (TokenType.CONTROL if token.get("special")
+                                  else TokenType.USER_DEFINED)
+    writer.add_tokenizer_model("gpt2")
+    writer.add_tokenizer_pre(pattern)
+    # The list must not be empty; this merge makes no token, so it changes nothing.
+    writer.add_token_merges(merges or [f"{tokens[0]} {tokens[0]}"])
     writer.add_token_list(tokens)
     writer.add_token_types(kinds)
-    ends = [tokenizer.eot_token]
-    ends += [i for i in (template.ends if template else ()) if i != tokenizer.eot_token]
-    writer.add_eos_token_id(ends[0])
-    if len(ends) > 1:
-        writer.add_uint32("tokenizer.ggml.eot_token_id", ends[-1])
-    starts = {t["content"]: t["id"] for t in added}.get(
-        template and template.special_tokens.get("bos_token"))
-    writer.add_bos_token_id(ends[0] if starts is None else starts)
+    writer.add_eos_token_id(tokenizer.eot_token)
+    starts = {t["content"]: t["id"] for t in added}
+    writer.add_bos_token_id(starts.get(template and template.special_tokens.get("bos_token"),
+                                       tokenizer.eot_token))
     writer.add_add_bos_token(bool(template and template.implicit_start))
     if template:
         writer.add_chat_template(template.jinja)
+        if ends := [i for i in template.ends if i != tokenizer.eot_token]:
+            writer.add_eot_token_id(ends[-1])
 
 
-def pattern_name(content, model, path):
-    """Return llama.cpp's name of how a tokenizer.json splits text. CheckpointError without one."""
-    splitter = content["pre_tokenizer"]
+def pattern_name(content):
+    """Return llama.cpp's name of how a tokenizer.json splits text, or `None`."""
+    model = content["model"]
+    splitter = content.get("pre_tokenizer") or {}
     *splits, last = splitter.get("pretokenizers", [splitter])
-    is_byte_level = last["type"] == "ByteLevel" and not last.get("add_prefix_space")
-    if is_byte_level and splits == [dict(type="Digits", individual_digits=True)]:
+    if model["type"] != "BPE" or last.get("type") != "ByteLevel" or last.get("add_prefix_space"):
+        return None
+    if splits == [dict(type="Digits", individual_digits=True)]:
         return "smollm"
-    if is_byte_level and not splits and not model["merges"]:
+    if not splits and not model["merges"]:
         return "gpt-2"  # a byte is a token
     pattern = splits[0].get("pattern", {}).get("Regex") if splits else GPT2_PATTERN
-    is_known = (is_byte_level and splits in ([], [split_at(pattern)])
-                and last.get("use_regex", True) != bool(splits))
-    name = PATTERNS.get(pattern) if is_known else None
-    if name is None:
-        raise CheckpointError(f"{path}: llama.cpp has no name for how its tokenizer splits text, "
-                              f"by {splitter!s:.200}")
+    if splits not in ([], [split_at(pattern)]) or last.get("use_regex", True) == bool(splits):
+        return None
+    name = PATTERNS.get(pattern)
     return "dbrx" if name == "llama-bpe" and not model.get("ignore_merges") else name

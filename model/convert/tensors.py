@@ -94,13 +94,9 @@ def write_weights(weights, shape, kind):
 
 def read_weights(tensors, kind, path):
     """Return {our name: tensor} of {name in transformers or nanoGPT: tensor}, with separate q, k, v
-    and the vocabulary padded to a multiple of 128 rows. Buffers are left out, and norms of queries
-    and keys that are all 1, because qk_norm_type plain computes the same. Unknown names stay."""
+    and the vocabulary padded to a multiple of 128 rows, without buffers. Unknown names stay."""
     names = {theirs: ours for ours, theirs in NAMES[kind].items()}
     root = "transformer." if NAMES[kind] is GPT2 else "model."
-    # The matrices of GPT-2 in transformers are (in, out), nanoGPT's are not.
-    is_transposed = any(n.endswith("attn.c_attn.weight") and t.size(0) < t.size(-1)
-                        for n, t in tensors.items())
     out = {}
     try:
         for name, t in tensors.items():
@@ -108,8 +104,8 @@ def read_weights(tensors, kind, path):
                 continue
             name = name if name.startswith(("lm_head.", root)) else root + name
             name = rename(name, names, known_only=False)
-            if is_transposed and name.startswith("h.") and t.dim() == 2:
-                t = t.t().contiguous()
+            if kind == "gpt2" and name.startswith("h.") and t.dim() == 2:
+                t = t.t()  # of (in, out)
             parts = "qkv" if ".attn.qkv." in name else [""]
             out |= {name.replace("qkv", part): piece.contiguous()
                     for part, piece in zip(parts, t.chunk(len(parts)))}
@@ -122,9 +118,6 @@ def read_weights(tensors, kind, path):
                               f"names: {error}") from None
     if kind == "gemma3_text":
         out = {n: t.float() + 1 if t.dim() == 1 else t for n, t in out.items()}
-    norms = [n for n in out if re.search(r"attn\.[qk]_norm\.weight$", n)]
-    if kind in ("qwen3", "qwen3_moe") and all((out[n] == 1).all() for n in norms):
-        out = {n: t for n, t in out.items() if n not in norms}
     return out
 
 

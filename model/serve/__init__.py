@@ -1,7 +1,7 @@
 """OpenAI-compatible server and a page: python -m model.serve --ckpt out/ckpt.pt
 
 POST /v1/completions and, for chat models, /v1/chat/completions, also as a stream; GET /v1/models,
-/health, /metrics (Prometheus), and / for the page (serve.html).
+/health, and / for the page (serve.html).
 """
 
 import ipaddress
@@ -12,7 +12,7 @@ from pathlib import Path
 
 from model.sample.load import LoadOptions, load_for_decoding
 from train.base.cli import run_command
-from train.base.errors import UserError, require
+from train.base.errors import require
 from train.base.fields import key
 
 API_KEY_VARIABLE = "IRONGPT_API_KEY"  # of the environment
@@ -27,7 +27,6 @@ class ServeOptions(LoadOptions):
     port: int = key(8000, "0: any free port", ge=0, le=65_535)
     api_key: str | None = key(None, "key that clients must send (default: IRONGPT_API_KEY in the "
                               "environment, which other users cannot see)", metavar="KEY")
-    no_api_key: bool = key(False, "accept requests without a key on any --host")
     allow_origin: list[str] = key([], "web page that may send requests from a browser, e.g. "
                                   "https://chat.example (repeatable; *: any)", metavar="URL")
     slots: int = key(16, "texts per batch", ge=1, le=1024)
@@ -48,22 +47,16 @@ def listen(host, port):
 
 def choose_key(options, listening):
     """Return the key that clients must send, if any. Raises ValueError if a key is required."""
-    if options.no_api_key:
-        if options.api_key:
-            raise UserError("--api_key and --no_api_key contradict each other")
-        return None
     api_key = options.api_key or os.environ.get(API_KEY_VARIABLE) or None
-    local = ipaddress.ip_address(listening.getsockname()[0]).is_loopback
-    if not api_key and not local:
+    if not (api_key or ipaddress.ip_address(listening.getsockname()[0]).is_loopback):
         raise ValueError(f"--host {options.host} makes this server reachable for others: set "
-                         f"--api_key or {API_KEY_VARIABLE} in the environment, or accept requests "
-                         "from anybody with --no_api_key")
+                         f"--api_key, or {API_KEY_VARIABLE} in the environment")
     return api_key
 
 
 def serve(options):
     """Load the model and answer requests until a signal arrives."""
-    require("starlette", "model.serve")
+    require("starlette.middleware.body_limit", "model.serve", "-U starlette")
     require("uvicorn", "model.serve")
     from model.serve.engine import Engine
     from model.serve.server import Server

@@ -10,20 +10,25 @@ from model.core.generate import SamplingOptions, encode_prompt
 from model.serve.engine import APIError, Job
 from train.base.fields import key, parse_value
 
-MAX_STOP_STRINGS = 16
-MAX_STOP_CHARACTERS = 256
 # Options that change the answer but are not implemented, and the accepted neutral value.
-UNSUPPORTED_OPTIONS = dict(best_of=1, echo=False, suffix="", logit_bias={}, repetition_penalty=1,
-                           presence_penalty=0, frequency_penalty=0, logprobs=False, top_logprobs=0,
-                           tools=[], functions=[], response_format={"type": "text"})
+UNSUPPORTED_OPTIONS = dict(n=1, best_of=1, echo=False, suffix="", logit_bias={}, tools=[],
+                           repetition_penalty=1, presence_penalty=0, frequency_penalty=0,
+                           logprobs=False, top_logprobs=0, functions=[],
+                           response_format={"type": "text"})
+
+
+def check_stop(strings):
+    if len(strings) > 16 or not all(0 < len(s) <= 256 for s in strings):
+        raise ValueError
 
 
 @dataclass
 class RequestOptions(SamplingOptions):
-    """Options of a request, besides the prompt and `stop`."""
+    """Options of a request, besides the prompt."""
     temperature: float = key(1.0, "0: always the most likely token", ge=0, le=2)
     max_tokens: int | None = key(None, "maximum number of new tokens", ge=1)
-    n: int = key(1, "choices, with consecutive seeds", ge=1)
+    stop: list[str] = key([], "up to 16 strings of 1 to 256 characters", text=True,
+                          check=check_stop)
     stream: bool = key(False, "send each piece of text when it is computed")
 
 
@@ -31,8 +36,7 @@ class RequestOptions(SamplingOptions):
 # requests
 
 def parse_request(data, chat, model_name, engine, template):
-    """Return (jobs, stream, include_usage) of a request's JSON, with one Job per choice (option n).
-    Raises APIError."""
+    """Return (Job, whether a stream ends with the usage) of a request's JSON. Raises APIError."""
     try:
         body = json.loads(data)
     except (ValueError, RecursionError) as error:
@@ -43,21 +47,13 @@ def parse_request(data, chat, model_name, engine, template):
         raise APIError(404, f"model {body['model']!r:.80} not found; available: {model_name!r}",
                        "model", "model_not_found")
     usage = body.get("stream_options")
-    jobs, options = create_jobs(body, chat, engine, template)
-    return jobs, options.stream, isinstance(usage, dict) and bool(usage.get("include_usage"))
+    return (create_job(body, chat, engine, template),
+            isinstance(usage, dict) and bool(usage.get("include_usage")))
 
 
-def create_jobs(body, chat, engine, template):
-    """Return (jobs, options) of a request. Raises APIError."""
-    for name, neutral in UNSUPPORTED_OPTIONS.items():
-        value = body.get(name)  # 0 is not False: logprobs 0 asks for each token's
-        if value not in (None, neutral) or isinstance(neutral, bool) and type(value) is int:
-            raise APIError(400, f"{name}: {body[name]!r:.80} is not supported; remove it, or serve "
-                           "the exported folder with vLLM", name)
-    if body.get("max_completion_tokens") is not None:
-        body = body | dict(max_tokens=body["max_completion_tokens"])
+def create_job(body, chat, engine, template):
+    """Return the Job of a request. Raises APIError."""
     options = parse_options(body)
-    stop_strings = parse_stop(body.get("stop"))
     if chat:
         ids = encode_messages(body.get("messages"), engine.tokenizer, template)
     else:
@@ -66,37 +62,37 @@ def create_jobs(body, chat, engine, template):
     if len(ids) > size:
         raise APIError(400, f"the prompt has {len(ids)} tokens; the context of this model has "
                        f"{size}", "prompt", "context_length_exceeded")
-    # Some texts must stop when the context is full, see KVCache.
-    limit = engine.max_tokens if engine.config.rolls else min(engine.max_tokens,
-                                                              size - len(ids) + 1)
-    max_tokens = options.max_tokens or (limit if chat else min(limit, 16))
-    for name, value, most in (("max_tokens", max_tokens, limit),
-                              ("n", options.n, min(engine.slots, engine.max_queue))):
-        if value > most:
-            raise APIError(400, f"{name}: must be at most {most}, got {value}", name)
-    return [Job(ids, options, max_tokens, stop_strings, i) for i in range(options.n)], options
+    limit = engine.max_tokens
+    if not engine.config.rolls:  # texts must stop when the context is full, see KVCache
+        limit = min(limit, size - len(ids) + 1)
+    if options.max_tokens is None:
+        options.max_tokens = limit if chat else min(limit, 16)
+    if options.max_tokens > limit:
+        raise APIError(400, f"max_tokens: must be at most {limit}, got {options.max_tokens}",
+                       "max_tokens")
+    return Job(ids, options)
 
 
 def parse_options(body):
     """Return the RequestOptions in a request. Raises APIError."""
+    for name, neutral in UNSUPPORTED_OPTIONS.items():
+        value = body.get(name)  # 0 is not False: logprobs 0 asks for each token's
+        if value not in (None, neutral) or isinstance(neutral, bool) and type(value) is int:
+            raise APIError(400, f"{name}: {value!r:.80} is not supported; remove it, or serve the "
+                           "exported folder with vLLM", name)
+    given = dict(body)
+    if body.get("max_completion_tokens") is not None:
+        given["max_tokens"] = body["max_completion_tokens"]
+    if isinstance(body.get("stop"), str):
+        given["stop"] = [body["stop"]]
     options = RequestOptions()
     for f in fields(options):
-        if body.get(f.name) is not None:
+        if given.get(f.name) is not None:
             try:
-                setattr(options, f.name, parse_value(f, body[f.name]))
+                setattr(options, f.name, parse_value(f, given[f.name]))
             except ValueError as error:
                 raise APIError(400, f"{f.name}: {error}", f.name) from None
     return options
-
-
-def parse_stop(stop):
-    """Return the option `stop`, a string or a list of strings, as a tuple."""
-    strings = [stop] if isinstance(stop, str) else [] if stop is None else stop
-    if not isinstance(strings, list) or len(strings) > MAX_STOP_STRINGS or not all(
-            isinstance(s, str) and 0 < len(s) <= MAX_STOP_CHARACTERS for s in strings):
-        raise APIError(400, f"stop: expected a string, or up to {MAX_STOP_STRINGS} strings, of "
-                       f"1 to {MAX_STOP_CHARACTERS} characters", "stop")
-    return tuple(strings)
 
 
 def parse_prompt(prompt, tokenizer):
@@ -132,45 +128,36 @@ def encode_messages(messages, tokenizer, template):
 # -----------------------------------------------------------------------------
 # responses
 
-def merge_events(events):
-    """Return [(index, text, finish_reason)] with the events of each job (see Job) joined."""
-    merged = {}
-    for index, text, finish_reason in events:
-        merged[index] = index, merged.get(index, (0, ""))[1] + text, finish_reason
-    return list(merged.values())
-
-
 class Answer:
-    """The JSON objects of a response to jobs, complete or in chunks."""
+    """The JSON objects of the response to a job, complete or in chunks."""
 
-    def __init__(self, jobs, chat, model_name):
-        self.jobs = jobs
+    def __init__(self, job, chat, model_name):
+        self.job = job
         self.chat = chat
-        self.started = set()  # choices of which a chunk was built
+        self.role = dict(role="assistant")  # in the first chunk only
         self.header = dict(id=("chatcmpl-" if chat else "cmpl-") + uuid.uuid4().hex,
                            object="chat.completion" if chat else "text_completion",
                            created=int(time.time()), model=model_name)
 
-    def complete(self, events):
+    def complete(self, text, finish_reason):
         """Return the whole response."""
-        choices = [self.choice("message", *event) for event in sorted(merge_events(events))]
-        return self.header | dict(choices=choices, usage=self.usage())
+        choice = self.choice("message", text, finish_reason)
+        return self.header | dict(choices=[choice], usage=self.usage())
 
     def chunk(self, *choices, **more):
         """Return a chunk of a stream."""
         kind = self.header["object"] + ".chunk" * self.chat
         return self.header | dict(object=kind, choices=choices) | more
 
-    def choice(self, key, index, text, finish_reason):
-        """Return a choice, or the part of it in an event of a job (see Job). key: of a chat's
-        message: "message" or, in a stream, "delta"."""
-        role = {} if index in self.started else dict(role="assistant")
-        self.started.add(index)
-        content = {key: role | dict(content=text)} if self.chat else dict(text=text)
-        return content | dict(index=index, logprobs=None, finish_reason=finish_reason)
+    def choice(self, key, text, finish_reason):
+        """Return the text of an event of the job (see Job) as a choice. key: of a chat's message:
+        "message" or, in a stream, "delta"."""
+        content = {key: self.role | dict(content=text)} if self.chat else dict(text=text)
+        self.role = {}
+        return content | dict(index=0, logprobs=None, finish_reason=finish_reason)
 
     def usage(self):
-        prompt = len(self.jobs[0].ids)
-        completion = sum(job.n_generated for job in self.jobs)
+        prompt = len(self.job.ids)
+        completion = self.job.n_generated
         return dict(prompt_tokens=prompt, completion_tokens=completion,
                     total_tokens=prompt + completion)

@@ -20,7 +20,7 @@ from model.core.detokenizer import Detokenizer
 from model.core.generate import NON_FINITE_LOGITS, create_generators, sample_tokens
 from model.core.kv_cache import create_cache
 
-PREFILL_TOKENS = 128  # prompt tokens computed between two decoding steps
+PREFILL_TOKENS = 128  # between two decoding steps; the last prompt may be longer
 
 
 class APIError(Exception):
@@ -40,32 +40,26 @@ class APIError(Exception):
 class Job:
     """One text to generate: options and state.
 
-    on_event(event) is called with (index, text, finish_reason) for each piece of text.
-    finish_reason is set for the last piece only: "stop", "length" or an APIError.
+    on_event(event) is called with (text, finish_reason) for each piece of text. finish_reason is
+    set for the last piece only: "stop", "length" or an exception.
     """
     ids: list
-    options: object      # model.core.generate.SamplingOptions
-    max_tokens: int
-    stop_strings: tuple = ()
-    index: int = 0       # number of the choice within the request; added to the seed
+    options: object      # model.serve.api.RequestOptions
     on_event: Callable[[tuple], object] = print
-    ended: bool = False  # set by the engine at the end, or by the client to cancel
-    n_prefilled: int = 0
+    ended: bool = False  # set at the end of the text, or to cancel it
     n_generated: int = 0
     token: int = -1      # the last one
 
     def emit(self, text, finish_reason=None):
         """Send an event; with a finish_reason, the last one."""
         self.ended = self.ended or finish_reason is not None
-        self.on_event((self.index, text, finish_reason))
+        self.on_event((text, finish_reason))
 
 
 class Engine:
     """Generates the texts of up to `slots` jobs in one batch; up to max_queue more jobs wait.
 
-    rows[i] is the job in row i of the cache. One additional row is for prompts, PREFILL_TOKENS at a
-    time so that the other jobs continue; a complete prompt is copied to the end of the batch. The
-    last row replaces a row that is done.
+    rows[i] is the job in row i of the cache. The last row replaces a row that is done.
     """
 
     def __init__(self, model, tokenizer, slots=16, max_queue=256, max_tokens=1024, timeout=300.0,
@@ -79,10 +73,8 @@ class Engine:
         self.max_tokens = max_tokens
         self.timeout = timeout
         self.device = model.wte.weight.device
-        self.cache = create_cache(model, slots + 1)
-        self.prompt_cache = self.cache[slots:]
+        self.cache = create_cache(model, slots)
         self.rows = []
-        self.reading = []  # the job whose prompt is being computed, if any
         self.waiting = collections.deque()
         self.closing = False
         self.changed = threading.Condition()  # guards closing and waiting
@@ -91,21 +83,18 @@ class Engine:
 
     # called by other threads
 
-    def submit(self, *jobs):
-        """Put all jobs into the queue. Raises APIError if the queue has no space for all."""
-        for job in jobs:
-            job.detokenizer = Detokenizer(self.tokenizer, job.stop_strings)
-            seed = job.options.seed
-            seeds = [None if seed is None else seed + job.index]
-            [job.generator] = create_generators(seeds, self.device)
-            job.deadline = time.monotonic() + self.timeout
+    def submit(self, job):
+        """Put a job into the queue. Raises APIError if the queue is full."""
+        job.detokenizer = Detokenizer(self.tokenizer, job.options.stop)
+        [job.generator] = create_generators(job.options.seed, self.device)
+        job.deadline = time.monotonic() + self.timeout
         with self.changed:
             if self.closing:
                 raise APIError(503, "the server is shutting down")
-            if len(self.waiting) + len(jobs) > self.max_queue:
-                raise APIError(503, f"the queue is full: {len(self.waiting)} of {self.max_queue} "
-                               "requests are waiting; try again later")
-            self.waiting.extend(jobs)
+            if len(self.waiting) >= self.max_queue:
+                raise APIError(503, f"the queue is full: {self.max_queue} requests are waiting; "
+                               "try again later")
+            self.waiting.append(job)
             self.changed.notify()
 
     def close(self):
@@ -121,24 +110,21 @@ class Engine:
 
     @torch.inference_mode()
     def run(self):
-        while self.wait_for_work():
+        while True:
+            with self.changed:
+                self.changed.wait_for(lambda: self.rows or self.waiting or self.closing)
+            if not (self.rows or self.waiting):  # closed, and all jobs are done
+                break
             try:
                 self.step()
             except Exception:  # lose these jobs, not the server
                 traceback.print_exc()
-                for job in self.rows + self.reading:
+                for job in self.rows:
                     job.emit("", APIError(500, "generation failed; see the server's log"))
                 self.rows = []
-                self.reading = []
-
-    def wait_for_work(self):
-        """Wait for jobs. Return False if the engine is closed and all jobs are done."""
-        with self.changed:
-            self.changed.wait_for(lambda: self.rows or self.reading or self.waiting or self.closing)
-            return bool(self.rows or self.reading or self.waiting)
 
     def step(self):
-        """Prefill up to PREFILL_TOKENS, then generate one token of every active job."""
+        """Compute waiting prompts, then generate one token of every active job."""
         self.remove_ended()
         self.prefill()
         self.remove_ended()  # jobs of a single token
@@ -151,11 +137,10 @@ class Engine:
         """Free the cache rows and queue positions of jobs that are done or out of time."""
         now = time.monotonic()
         with self.changed:
-            for job in (*self.rows, *self.reading, *self.waiting):
+            for job in (*self.rows, *self.waiting):
                 if not job.ended and now > job.deadline:
                     job.emit("", APIError(504, f"timed out after {self.timeout:g} seconds"))
             self.waiting = collections.deque(job for job in self.waiting if not job.ended)
-        self.reading = [job for job in self.reading if not job.ended]
         for i in reversed(range(len(self.rows))):
             if self.rows[i].ended:
                 last = self.rows.pop()
@@ -164,26 +149,21 @@ class Engine:
                     self.rows[i] = last
 
     def prefill(self):
-        """Compute the next tokens of prompts; a complete prompt gets a first sampled token."""
-        budget = PREFILL_TOKENS
-        while budget:
+        """Compute PREFILL_TOKENS of waiting prompts, if there are rows for them, and sample a first
+        token of each."""
+        n_tokens = 0
+        while n_tokens < PREFILL_TOKENS and len(self.rows) < self.slots:
             with self.changed:
-                if self.waiting and not self.reading and len(self.rows) < self.slots:
-                    self.reading = [self.waiting.popleft()]
-                    self.prompt_cache.clear()
-            if not self.reading:
-                break
-            [job] = self.reading
-            ids = job.ids[job.n_prefilled:job.n_prefilled + budget]
-            logits = self.model(torch.tensor([ids], device=self.device), cache=self.prompt_cache,
+                if not self.waiting:
+                    break
+                job = self.waiting.popleft()
+            row = self.cache[len(self.rows):len(self.rows) + 1]
+            row.clear()
+            self.rows.append(job)
+            logits = self.model(torch.tensor([job.ids], device=self.device), cache=row,
                                 last_only=True)[:, -1]  # (1, V)
-            job.n_prefilled += len(ids)
-            budget -= len(ids)
-            if job.n_prefilled == len(job.ids):
-                self.cache.copy_rows(self.slots, len(self.rows))
-                self.rows.append(job)
-                self.reading = []
-                self.write([job], logits)
+            n_tokens += len(job.ids)
+            self.write([job], logits)
 
     def write(self, jobs, logits):
         """Sample the next token of each job from logits (B, V) and emit the text. Jobs with the
@@ -208,7 +188,7 @@ class Engine:
         job.token = token
         job.n_generated += 1
         at_end = token in self.end_tokens
-        last = at_end or job.n_generated == job.max_tokens
+        last = at_end or job.n_generated == job.options.max_tokens
         text = job.detokenizer.add(None if at_end else token, last)
         stopped = at_end or job.detokenizer.stopped
         if text or last or stopped:

@@ -1,4 +1,4 @@
-"""HTTP server on Starlette and uvicorn: OpenAI's API, a page, health and metrics.
+"""HTTP server on Starlette and uvicorn: OpenAI's API, a page, and health.
 
 One thread serves all connections; the engine computes in a second thread (model/serve/engine.py).
 """
@@ -21,21 +21,17 @@ from starlette.middleware import Middleware
 from starlette.middleware.cors import CORSMiddleware
 from starlette.middleware.trustedhost import TrustedHostMiddleware
 from starlette.requests import ClientDisconnect
-from starlette.responses import FileResponse, JSONResponse, PlainTextResponse, StreamingResponse
+from starlette.responses import FileResponse, JSONResponse, StreamingResponse
 from starlette.routing import Route
 
-from model.serve.api import Answer, merge_events, parse_request
+from model.serve.api import Answer, parse_request
 from model.serve.engine import APIError
 
 CHAT_PATH = "/v1/chat/completions"
-MAX_HEAD_BYTES = 1 << 15    # request line and headers
+MAX_HEAD_BYTES = 1 << 15  # request line and headers
 MAX_BODY_BYTES = 1 << 20
-MAX_IDLE_CONNECTIONS = 512  # connections without a complete request; the oldest are closed
-RECEIVE_SECONDS = 30        # for a request to arrive
-SEND_SECONDS = 30           # to read a response after the last token
-CONTENT_SECURITY_POLICY = (
-    "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; "
-    "connect-src 'self'; img-src data:; base-uri 'none'; frame-ancestors 'none'")
+RECEIVE_SECONDS = 30  # for a request to arrive
+FINISH_SECONDS = 30   # after a signal, for clients to read their responses
 ERROR_HEADERS = {401: {"WWW-Authenticate": "Bearer"}, 503: {"Retry-After": "1"}}
 
 
@@ -53,10 +49,11 @@ class Server(uvicorn.Server):
         self.name = name
         self.template = template
         self.key = key
-        self.counts = collections.Counter()
-        self.busy_since = {}  # {(connection, its request if complete): time}
+        self.receiving_since = {}  # {(connection, its last request): time}
+        self.events = collections.deque()  # from the engine's thread: (queue, event)
+        self.delivering = False
         routes = [Route("/", self.get_page), Route("/health", self.get_health),
-                  Route("/metrics", self.get_metrics), Route("/v1/models", self.get_models),
+                  Route("/v1/models", self.get_models),
                   Route("/v1/completions", self.post_completion, methods=["POST"]),
                   Route(CHAT_PATH, self.post_completion, methods=["POST"])]
         # Other web pages cannot read responses, or send JSON without permission (CORS). Here, the
@@ -68,22 +65,31 @@ class Server(uvicorn.Server):
                       Middleware(CORSMiddleware, allow_origins=origins, allow_headers=["*"],
                                  allow_methods=["GET", "POST"])]
         app = Starlette(routes=routes, middleware=middleware, exception_handlers=dict.fromkeys(
-            (APIError, HTTPException, ClientDisconnect, Exception), self.handle_error))
+            (APIError, HTTPException, ClientDisconnect, Exception), self.handle_error),
+            max_body_size=MAX_BODY_BYTES)
         super().__init__(uvicorn.Config(
             app, http="h11", ws="none", lifespan="off", proxy_headers=False, server_header=False,
-            headers=[("X-Content-Type-Options", "nosniff")], backlog=128,
+            headers=[("X-Content-Type-Options", "nosniff"), ("X-Frame-Options", "DENY")],
             h11_max_incomplete_event_size=MAX_HEAD_BYTES,
-            timeout_graceful_shutdown=SEND_SECONDS))
+            timeout_graceful_shutdown=FINISH_SECONDS))
         logging.getLogger("uvicorn.error").setLevel("WARNING")
 
     # uvicorn.Server
 
     async def startup(self, sockets=None):
-        self.mailbox = Mailbox()
+        self.loop = asyncio.get_running_loop()
         await super().startup([self.listening])
 
     async def on_tick(self, counter):
-        self.close_slow_connections()
+        """Close connections whose next request takes too long to arrive."""
+        now = time.monotonic()
+        self.receiving_since = {
+            (c, c.cycle): self.receiving_since.get((c, c.cycle), now)
+            for c in self.server_state.connections
+            if c.cycle is None or c.cycle.more_body or c.cycle.response_complete}
+        for (connection, _), since in self.receiving_since.items():
+            if now > since + RECEIVE_SECONDS:
+                connection.transport.abort()
         return await super().on_tick(counter)
 
     def handle_exit(self, sig, frame):
@@ -96,24 +102,21 @@ class Server(uvicorn.Server):
         await asyncio.to_thread(self.engine.close)
         await super().shutdown(sockets)
 
-    def close_slow_connections(self):
-        """Close connections that take too long to send a request or to read the response, and the
-        oldest of too many connections without a complete request."""
-        now = time.monotonic()
-        times = {}
-        for c in self.server_state.connections:
-            is_busy = bool(c.cycle) and not (c.cycle.more_body or c.cycle.response_complete)
-            state = c, c.cycle, is_busy  # the cycle: each request starts anew
-            times[state] = self.busy_since.get(state, now)
-        self.busy_since = times
-        slow = [c for c, _, is_busy in sorted(times, key=times.get) if not is_busy]
-        slow = slow[:-MAX_IDLE_CONNECTIONS]
-        for (c, _, is_busy), since in times.items():
-            limit = RECEIVE_SECONDS + (self.engine.timeout + SEND_SECONDS if is_busy else 0)
-            if now > since + limit:
-                slow.append(c)
-        for c in slow:
-            c.transport.abort()
+    # events of the engine's thread
+
+    def post(self, queue, event):
+        """Put an event into a queue of the event loop, with one wake-up of the loop for all events
+        of a step: a wake-up per event would take longer than the event."""
+        self.events.append((queue, event))
+        if not self.delivering:
+            self.delivering = True
+            self.loop.call_soon_threadsafe(self.deliver)
+
+    def deliver(self):
+        self.delivering = False  # first: an event from now on schedules the next delivery
+        while self.events:
+            queue, event = self.events.popleft()
+            queue.put_nowait(event)
 
     # routes
 
@@ -137,21 +140,12 @@ class Server(uvicorn.Server):
                            code="invalid_api_key")
 
     async def get_page(self, request):
-        return FileResponse(Path(__file__).with_name("serve.html"),
-                            headers={"Content-Security-Policy": CONTENT_SECURITY_POLICY})
+        return FileResponse(Path(__file__).with_name("serve.html"))
 
     async def get_health(self, request):
-        return JSONResponse(dict(status="ok") | self.load())
-
-    async def get_metrics(self, request):
-        """Return all metrics in the text format of Prometheus
-        (https://prometheus.io/docs/instrumenting/exposition_formats)."""
-        self.check_key(request)
-        self.counts["requests_total"] = self.server_state.total_requests
-        lines = [f"# TYPE irongpt_{name} {kind}\nirongpt_{name} {value}\n"
-                 for kind, values in (("counter", self.counts), ("gauge", self.load()))
-                 for name, value in values.items()]
-        return PlainTextResponse("".join(lines), media_type="text/plain; version=0.0.4")
+        engine = self.engine
+        return JSONResponse(dict(status="ok", writing=len(engine.rows), slots=engine.slots,
+                                 waiting=len(engine.waiting)))
 
     async def get_models(self, request):
         self.check_key(request)
@@ -166,92 +160,49 @@ class Server(uvicorn.Server):
             raise APIError(415, "expected Content-Type: application/json")
         chat = request.url.path == CHAT_PATH
         # In a worker thread: parsing and encoding a long prompt must not block other connections.
-        jobs, stream, include_usage = await asyncio.to_thread(
-            parse_request, await read_body(request), chat, self.name, self.engine, self.template)
-        answer = Answer(jobs, chat, self.name)
+        job, include_usage = await asyncio.to_thread(
+            parse_request, await request.body(), chat, self.name, self.engine, self.template)
+        answer = Answer(job, chat, self.name)
         queue = asyncio.Queue()
-        for job in jobs:
-            job.on_event = functools.partial(self.mailbox.put, queue)
-        self.engine.submit(*jobs)
-        events = self.read_events(queue, answer)
-        watch = asyncio.create_task(report_disconnect(request, queue))
+        job.on_event = functools.partial(self.post, queue)
+        self.engine.submit(job)
+        events = read_events(queue, job)
+        watch = asyncio.create_task(cancel_on_disconnect(request, job))
         try:
-            if not stream:
-                return JSONResponse(answer.complete([event async for event in events]))
-            first = await anext(events)  # an error before the first token is an HTTP error
+            # An error before the first token, or before a whole response, is an HTTP error.
+            pieces = [await anext(events)] if job.options.stream else [e async for e in events]
         finally:
             watch.cancel()
-        return StreamingResponse(write_stream(answer, first, events, include_usage),
+        if not job.options.stream:
+            text = "".join(text for text, _ in pieces)
+            return JSONResponse(answer.complete(text, pieces[-1][1]))
+        return StreamingResponse(write_stream(answer, pieces[0], events, include_usage),
                                  headers={"Cache-Control": "no-cache"},
                                  media_type="text/event-stream")
 
-    async def read_events(self, queue, answer):
-        """Yield the events of an answer's jobs until all have ended, merged per job if several are
-        in the queue. Raises the exception of a failed job. At the end, jobs are cancelled."""
-        started = time.monotonic()
-        n = len(answer.jobs)
-        try:
-            while n:
-                events = [await queue.get()]
-                while not queue.empty():
-                    events.append(queue.get_nowait())
-                for event in merge_events(events):
-                    finish_reason = event[-1]
-                    if isinstance(finish_reason, Exception):
-                        raise finish_reason
-                    n -= finish_reason is not None
-                    yield event
-        finally:
-            for job in answer.jobs:
-                job.ended = True
-            usage = answer.usage()
-            self.counts.update(
-                prompt_tokens_total=usage["prompt_tokens"], texts_total=len(answer.jobs),
-                completion_tokens_total=usage["completion_tokens"],
-                text_seconds_total=time.monotonic() - started)
 
-    def load(self):
-        engine = self.engine
-        return dict(writing=len(engine.rows), waiting=len(engine.waiting), slots=engine.slots)
+async def read_events(queue, job):
+    """Yield the events of a job (see Job), merged if several are in the queue. Raises the
+    exception of a failed job. At the end, the job is cancelled."""
+    finish_reason = None
+    try:
+        while finish_reason is None:
+            text, finish_reason = await queue.get()
+            while finish_reason is None and not queue.empty():
+                more, finish_reason = queue.get_nowait()
+                text += more
+            if isinstance(finish_reason, Exception):
+                raise finish_reason
+            yield text, finish_reason
+    finally:
+        job.ended = True
 
 
-class Mailbox:
-    """Delivers events from the engine's thread to queues of the event loop, with one wake-up of the
-    loop for all events of a step: a wake-up per event would take longer than the event."""
-
-    def __init__(self):
-        self.loop = asyncio.get_running_loop()
-        self.events = collections.deque()
-        self.scheduled = False
-
-    def put(self, queue, event):
-        self.events.append((queue, event))
-        if not self.scheduled:
-            self.scheduled = True
-            self.loop.call_soon_threadsafe(self.deliver)
-
-    def deliver(self):
-        self.scheduled = False  # first: an event from now on schedules the next delivery
-        while self.events:
-            queue, event = self.events.popleft()
-            queue.put_nowait(event)
-
-
-async def read_body(request):
-    """Return the body of a request; APIError 413 if it is too large."""
-    body = bytearray()
-    async for chunk in request.stream():
-        body += chunk
-        if len(body) > MAX_BODY_BYTES:
-            raise APIError(413, f"the request body exceeds {MAX_BODY_BYTES} bytes")
-    return bytes(body)
-
-
-async def report_disconnect(request, queue):
-    """Put an event with the exception ClientDisconnect into the queue when the client leaves."""
+async def cancel_on_disconnect(request, job):
+    """Cancel the job when the client leaves."""
     while (await request.receive())["type"] != "http.disconnect":
         pass
-    queue.put_nowait((-1, "", ClientDisconnect()))
+    job.emit("", ClientDisconnect())
 
 
 async def write_stream(answer, first, events, include_usage):
