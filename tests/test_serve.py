@@ -306,7 +306,7 @@ def say(**body):
     (dict(body=b"{}", Content_Type="text/plain"), 415, "application/json"),
     (dict(path="/v2"), 404, "'/v2': Not Found"),
     (dict(method="GET"), 405, "Method Not Allowed"),
-    (dict(method="BREW"), 405, "BREW '/v1/completions': Method Not Allowed"),
+    (dict(method="BREW"), 405, "'/v1/completions': Method Not Allowed"),
     (ask(model="gpt-5"), 404, "available: 'tiny'"),
     (ask(prompt=5), 400, "prompt: expected"),
     (ask(prompt=["a", "b"]), 400, "prompts as parallel requests"),

@@ -38,10 +38,10 @@ NANOGPT_KEYS = {name: name for name in ("n_layer", "n_head", "n_embd", "block_si
                                         "bias", "dropout")}
 # Keys that are read; or that change the logits, with the only value that can be computed here; or
 # that change no logits. Any other key could change them, unless its value is null, false or empty.
-USED = {"rope_scaling", "rope_parameters", "rope_local_base_freq",
-        "query_pre_attn_scalar", "sliding_window", "use_sliding_window", "max_window_layers",
-        "layer_types", "sliding_window_pattern", "_sliding_window_pattern", "no_rope_layers",
-        "no_rope_layer_interval", "num_local_experts"}
+USED = {"rope_scaling", "rope_parameters", "rope_local_base_freq", "query_pre_attn_scalar",
+        "sliding_window", "use_sliding_window", "sliding_window_pattern", "_sliding_window_pattern",
+        "max_window_layers", "layer_types", "no_rope_layers", "no_rope_layer_interval",
+        "num_local_experts"}
 ONLY = dict(decoder_sparse_step=1, partial_rotary_factor=1, scale_attn_weights=True)
 HARMLESS = re.compile(
     r"_\w+|architectures|model_type|(torch_)?dtype|transformers\W?\w+|\w+_token_id|use_cache|n_ctx|"
@@ -150,8 +150,7 @@ def read_fields(given, family):
     for ours, theirs in family.keys.items():
         value = c[theirs]
         if ours == "mlp" and value not in family.activations:
-            raise CheckpointError(f"{theirs}: {value!r}, expected "
-                                  f"{' or '.join(family.activations)}")
+            raise CheckpointError(f"{theirs}: {value!r}, expected {[*family.activations]}")
         value = family.activations[value] if ours == "mlp" else value
         out[ours] = check_value(theirs, value, {theirs: known_fields[ours]})
     if "rope_theta" in family.keys:
@@ -206,8 +205,7 @@ def read_layers(c, n):
         types = ["full_attention" if i < first else "sliding_attention" for i in range(n)]
     every = c.get("no_rope_layer_interval")
     ropes = c.get("no_rope_layers") or [not every or (i + 1) % every for i in range(n)]
-    if (not len(types) == len(ropes) == n
-            or set(types) - {"full_attention", "sliding_attention"}):
+    if not len(types) == len(ropes) == n or set(types) - {"full_attention", "sliding_attention"}:
         raise CheckpointError(f"layer_types: {types!r}, no_rope_layers: {ropes!r}: expected "
                               f"full_attention or sliding_attention, and 0 or 1, for {n} layers")
     letters = ["W" if t == "sliding_attention" and c.get("sliding_window") else "F" for t in types]

@@ -22,6 +22,7 @@ ARCHITECTURES = dict(llama="llama", mistral="llama", mixtral="llama", qwen2="qwe
 FIXED = dict(gpt2=dict(activation_function="gelu_new"), qwen3_moe=dict(norm_topk_prob=True),
              olmo2=dict(head_dim=None, tie_word_embeddings=False),
              smollm3=dict(no_rope_layers=None))
+ALTERNATIVE = "export a folder instead, for llama.cpp's convert_hf_to_gguf.py"
 DTYPES = dict(float32="F32", float16="F16", bfloat16="BF16", q8_0="Q8_0")
 INTERLEAVED = ("llama", "smollm3")  # architectures that rotate neighbours; we rotate halves
 # llama.cpp's names of the patterns that split text before byte pairs are merged. With Llama 3's, a
@@ -38,7 +39,9 @@ def export_gguf(source, to, precision):
     precision: of matrices, float32, float16, bfloat16 or q8_0. CheckpointError, DataError.
     """
     gguf = require("gguf", f"--to {to}")
-    kind = find_family(source.shape, source.path, ARCHITECTURES)
+    kind = find_family(source.shape, source.path)
+    if kind not in ARCHITECTURES:
+        raise CheckpointError(f"{source.path}: a {kind} cannot be written; {ALTERNATIVE}")
     arch = ARCHITECTURES[kind]
     wrong = mismatches(source.shape, FAMILIES[kind], FIXED.get(kind, {}))
     if len(source.shape.rope_factors) == 4 and arch != "llama":
@@ -89,27 +92,22 @@ def write_shape(writer, source, arch):
     """Write the shape, as llama.cpp reads it."""
     c = source.shape
     length = c.max_positions or c.block_size
-    n_hidden = c.n_hidden
-    if c.window:  # not in llama.cpp: only texts that fit into a window are computed the same
-        length = min(length, c.window)
+    # No windows in llama.cpp: only texts that fit into one are computed the same.
+    values = dict(name=os.path.basename(os.path.abspath(source.path)), vocab_size=c.vocab_size,
+                  context_length=min(length, c.window or length), embedding_length=c.n_embd,
+                  block_count=c.n_layer, feed_forward_length=c.n_hidden, head_count=c.n_head,
+                  head_count_kv=c.n_kv_head, key_length=c.head_dim, value_length=c.head_dim)
     if hasattr(c, "n_experts"):
-        writer.add_expert_count(c.n_experts)
-        writer.add_expert_used_count(c.experts_per_token)
-        writer.add_expert_feed_forward_length(c.expert_hidden)
-        n_hidden = c.expert_hidden if arch == "llama" else n_hidden
-    for name, value in (("name", os.path.basename(os.path.abspath(source.path))),
-                        ("context_length", length), ("vocab_size", c.vocab_size),
-                        ("embedding_length", c.n_embd), ("block_count", c.n_layer),
-                        ("feed_forward_length", n_hidden), ("head_count", c.n_head),
-                        ("head_count_kv", c.n_kv_head), ("key_length", c.head_dim),
-                        ("value_length", c.head_dim)):
-        getattr(writer, f"add_{name}")(value)
+        values |= dict(expert_count=c.n_experts, expert_used_count=c.experts_per_token,
+                       expert_feed_forward_length=c.expert_hidden,
+                       feed_forward_length=c.expert_hidden)
     if arch == "gpt2":
-        writer.add_layer_norm_eps(c.norm_eps)
-        return
-    writer.add_layer_norm_rms_eps(c.norm_eps)
-    writer.add_rope_dimension_count(c.head_dim)
-    writer.add_rope_freq_base(c.rope_theta)
+        values["layer_norm_eps"] = c.norm_eps
+    else:
+        values |= dict(layer_norm_rms_eps=c.norm_eps, rope_dimension_count=c.head_dim,
+                       rope_freq_base=c.rope_theta)
+    for name, value in values.items():
+        getattr(writer, f"add_{name}")(value)
     if len(c.rope_factors) == 1:
         writer.add_string(f"{arch}.rope.scaling.type", "linear")
         writer.add_rope_scaling_factor(c.rope_factors[0])
@@ -127,10 +125,8 @@ def write_tokenizer(writer, source):
     content = tokenizer_json(tokenizer)
     pattern = pattern_name(content)
     if pattern is None or tokenizer.eot_token is None:
-        raise CheckpointError(
-            f"{source.path}: its tokenizer cannot be written: expected a byte-level BPE with an "
-            "end of text and a pattern that llama.cpp has; export a folder instead, for its "
-            "convert_hf_to_gguf.py")
+        raise CheckpointError(f"{source.path}: its tokenizer cannot be written: expected byte "
+                              f"pairs with an end of text and a known pattern; {ALTERNATIVE}")
     model = content["model"]
     added = content["added_tokens"]
     merges = [pair if isinstance(pair, str) else " ".join(pair) for pair in model["merges"]]

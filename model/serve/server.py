@@ -125,8 +125,7 @@ class Server(uvicorn.Server):
         if isinstance(error, ClientDisconnect):
             return None
         if isinstance(error, HTTPException):
-            error = APIError(error.status_code,
-                             f"{request.method} {request.url.path!r:.80}: {error.detail}")
+            error = APIError(error.status_code, f"{request.url.path!r:.80}: {error.detail}")
         if not isinstance(error, APIError):
             error = APIError(500, "internal error; see the server's log")
         return JSONResponse(error.body(), error.status, ERROR_HEADERS.get(error.status))
