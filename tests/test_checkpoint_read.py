@@ -306,7 +306,7 @@ def test_a_block_longer_than_the_models_is_refused(out, data_dir, tmp_path):
         go(data_dir, tmp_path / "b", pos="learned", block_size=32,
            init_from=tmp_path / "a" / "ckpt.pt")
     model = GPT(GPTConfig(block_size=16, vocab_size=5, n_layer=1, n_head=1, n_embd=8))
-    with pytest.raises(ValueError, match="17 tokens; the context of this model is 16"):
+    with pytest.raises(ValueError, match="17 tokens; the model's context"):
         model(torch.zeros(1, 17, dtype=torch.long))
 
 

@@ -21,7 +21,7 @@ class Options(Sampling):
     ckpt: str = key("out/ckpt.pt", "checkpoint", path=True, aliases="checkpoint")
     field: list[str] = key([], "fields", text=True)
     depth: list[int] = key([1], "depths", ge=1)
-    mode: str = key("fast", "how", choices=["fast", "slow"], group="the text")
+    mode: str = key("fast", "how", choices=["fast", "slow"])
     low: float = key(0.5, "start", option="from", ge=0, lt=1)
     force: bool = key(False, "replace files")
     compile: bool = key(True, "run without torch.compile")
@@ -77,7 +77,7 @@ def test_the_help_lists_every_option(capsys):
     with pytest.raises(SystemExit) as ended:
         parsed("--help")
     text = capsys.readouterr().out
-    assert ended.value.code == 0 and "\nWrite text.\n" in text and "\nthe text:\n" in text
+    assert ended.value.code == 0 and "\nWrite text.\n" in text
     for words in ("FILE", "100% text", "--top_k N", "--ckpt TEXT, --checkpoint TEXT",
                   "checkpoint [out/ckpt.pt]", "how (fast | slow) [fast]", "--from X", "start [0.5]",
                   "--force ", "--no_compile "):

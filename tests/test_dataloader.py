@@ -394,9 +394,9 @@ def test_a_token_outside_the_vocabulary_is_refused(folder, size, place, request)
 
 @pytest.mark.matrix(86)
 def test_a_bad_token_is_named_before_a_device_sees_it(tmp_path, large, monkeypatch):
-    tokens, seen, to_device = np.zeros(1_300_000, "<u2"), [], dataloader.to_device
-    monkeypatch.setattr(dataloader, "to_device",
-                        lambda t, device: seen.append(t.max()) or to_device(t, device))
+    tokens, seen, send = np.zeros(1_300_000, "<u2"), [], dataloader.send
+    monkeypatch.setattr(dataloader, "send",
+                        lambda t, device: seen.append(t.max()) or send(t, device))
     monkeypatch.setattr(token_files, "CHECKED_WHOLE", 0)
     tokens[650_003] = 777  # not among the places looked at when opening
     write(tmp_path / "train_0.bin", tokens[:600_001])

@@ -253,11 +253,8 @@ def named_params(optimizer):
 def optimizer_state(optimizer):
     """Return the optimizer's state by parameter name: {"state": {name: {key: value}},
     "param_groups": [options]}. The options are plain types, with names instead of parameters."""
-    groups = []
-    for group in optimizer.param_groups:
-        options = {k: list(v) if isinstance(v, tuple) else v for k, v in group.items()
-                   if k not in ("params", "names")}
-        groups.append(options | {"params": list(group["names"])})
+    groups = [{k: list(v) if isinstance(v, tuple) else v for k, v in group.items() if k != "names"}
+              | {"params": list(group["names"])} for group in optimizer.param_groups]
     return {"state": {name: dict(optimizer.state[p]) for name, p in named_params(optimizer).items()
                       if p in optimizer.state},
             "param_groups": groups}

@@ -265,25 +265,15 @@ def find_conflicts(c):
 # -----------------------------------------------------------------------------
 # comparing configurations
 
-def with_defaults(values):
-    """Return `values` with None replaced if the default depends on other values."""
-    rules = dict(min_lr=lambda v: float(f"{v['learning_rate'] / 10:.12g}"),  # 0.0006: 6e-5
-                 n_hidden=lambda v: 4 * v["n_embd"], n_kv_head=lambda v: v["n_head"],
-                 head_dim=lambda v: v["n_embd"] // v["n_head"])
-    return values | {n: rule(values) for n, rule in rules.items() if values.get(n, 0) is None}
-
-
 def find_differences(old, new, known=FIELDS):
     """Return [(key, old value, new value)] of changed keys that affect the results of a run. `old`
     and `new` are dicts. The micro-batch may change if the global batch does not."""
     names = [n for n, f in known.items() if n in old and n in new and old[n] != new[n]
              and not (f.metadata.get("free") or f.metadata.get("start"))]
-    old = with_defaults(old)
-    new = with_defaults(new)
     batch = ("batch_size", "gradient_accumulation_steps")
     if math.prod(old.get(n, 1) for n in batch) == math.prod(new.get(n, 1) for n in batch):
         names = [n for n in names if n not in batch]
-    return [(n, old[n], new[n]) for n in names if old[n] != new[n]]
+    return [(n, old[n], new[n]) for n in names]
 
 
 # -----------------------------------------------------------------------------

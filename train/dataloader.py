@@ -140,11 +140,6 @@ def send(array, device):
     return tensor.to(device)
 
 
-def to_device(tokens, device):
-    """Return (x, y), int64 (n, T) on `device`; y is x shifted by one token. tokens: (n, T+1)."""
-    return tuple(send(t.astype(np.int64), device) for t in (tokens[:, :-1], tokens[:, 1:]))
-
-
 # -----------------------------------------------------------------------------
 # loaders
 
@@ -263,8 +258,9 @@ class DataLoader(Loader):
         return (self.stream.read(self.windows(g), self.block_size + 1),)  # (m, T + 1)
 
     def tensors(self, arrays, device):
-        """Return (x, y) of the windows arrays[0] (B, T + 1), for training and validation."""
-        return to_device(arrays[0], device)
+        """Return (x, y) of the windows arrays[0] (B, T + 1); y is x shifted by one token."""
+        tokens = arrays[0]
+        return tuple(send(t.astype(np.int64), device) for t in (tokens[:, :-1], tokens[:, 1:]))
 
     def fixed_batch(self, index, count, device="cpu"):
         """Return (x, y), int64 (<= B, T), of validation batch `index` of `count`: windows without

@@ -1,6 +1,7 @@
 """The device of a process: selection, precision, peak FLOPs and MFU, torch.compile."""
 
 import contextlib
+import functools
 import math
 import os
 import re
@@ -14,6 +15,7 @@ from train.base.errors import SetupError, echo
 MIN_RUN_SECONDS = 600  # ten times the duration of compiling
 CPU_FLOPS = 2e11  # per second, a modest estimate
 GPU_FLOPS = 1e14
+eager_mode = functools.partial(torch.compiler.set_stance, "force_eager")
 ON_OFF = {True: "on (the first step takes a while)", False: "off"}
 
 # -----------------------------------------------------------------------------
@@ -182,7 +184,7 @@ class Compiler:
         """Return module(*batch). module: the model or the DDP wrapper."""
         partial = not module.training and len(batch[0]) < self.batch_size
         try:
-            with self.eager() if self.enabled and partial else contextlib.nullcontext():
+            with eager_mode() if self.enabled and partial else contextlib.nullcontext():
                 return module(*batch)
         except Exception as error:
             if not self.enabled or not is_compile_error(error):
@@ -197,11 +199,8 @@ class Compiler:
     def paused(self):
         """Context of eager mode on a CPU: for code that runs too rarely to compile."""
         if self.enabled and self.device.type == "cpu":
-            return self.eager()
+            return eager_mode()
         return contextlib.nullcontext()
-
-    def eager(self):
-        return torch.compiler.set_stance("force_eager")
 
 
 def blocks(model):

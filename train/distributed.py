@@ -108,15 +108,15 @@ def read_environment():
     env = {name: os.environ.get(name, "") for name in ENVIRONMENT}
     if not any(env[name] for name in ENVIRONMENT[:3]):
         return None
-    numbers = [int(env[name]) for name in ENVIRONMENT[:3] if env[name].isdigit()]
     local_world_size = os.environ.get("LOCAL_WORLD_SIZE") or env["WORLD_SIZE"]
-    if (not all(env.values()) or len(numbers) < 3 or numbers[0] >= numbers[2]
-            or not local_world_size.isdigit()):
+    numbers = [int(text) for text in (*(env[name] for name in ENVIRONMENT[:3]), local_world_size)
+               if text.isdigit()]
+    if not all(env.values()) or len(numbers) < 4 or numbers[0] >= numbers[2]:
         text = ", ".join(f"{name}={value}" for name, value in env.items())
         raise SetupError(f"environment: expected all of these, with RANK below WORLD_SIZE: {text}; "
                          "start ranks with `torchrun --nproc_per_node=N run_train.py ...`, or "
                          "unset them")
-    return *numbers, int(local_world_size)
+    return numbers
 
 
 def create_store(rank, world_size, timeout):
@@ -223,9 +223,6 @@ def shard(model, ranks, dtype, seed, initial):
     """
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
-    if scalars := [name for name, p in model.named_parameters() if p.dim() == 0]:
-        raise SetupError(f"FSDP cannot shard the scalars {', '.join(scalars)}: give them the shape "
-                         "(1,), or use --distributed ddp")
     tensors = model.state_dict()
     if tables := [name for name, b in model.named_buffers() if b.is_meta and name not in tensors]:
         raise SetupError(f"under FSDP, the buffers {', '.join(tables)} have no values: create them "

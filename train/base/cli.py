@@ -47,32 +47,28 @@ def make_parser(cls, prog, epilog=None):
     """Return the argparse.ArgumentParser of the dataclass `cls`. The docstring is the description.
 
     A bool option is a flag, --NAME, or --no_NAME if the default is True. A list option can be given
-    several times. Metadata of a field: positional, required, metavar, group (heading in --help),
-    option (the option's name if it is not the field's), aliases (more names, separated by spaces),
-    nargs (of a list option).
+    several times. Metadata of a field: positional, required, metavar, option (the option's name if
+    it is not the field's), aliases (more names, separated by spaces), nargs (of a list option).
     """
     parser = argparse.ArgumentParser(
         prog, description=inspect.getdoc(cls), epilog=epilog, allow_abbrev=False,
         formatter_class=argparse.RawDescriptionHelpFormatter)
-    groups = {None: parser}
     for f in fields(cls):
-        meta, kind = f.metadata, base_type(f.type)
-        group = meta.get("group")
-        if group not in groups:
-            groups[group] = parser.add_argument_group(group)
+        meta = f.metadata
+        kind = base_type(f.type)
         how = dict(help=describe(f), metavar=meta.get("metavar", METAVARS.get(kind, "TEXT")))
         if kind is bool:
             text = meta["help"].replace("%", "%%")
             how = dict(action="store_const", const=str(f.default is not True), help=text)
         if meta.get("positional"):
             many = "+" if meta.get("required") else "*"
-            groups[group].add_argument(f.name, nargs=many if kind is list else None, **how)
+            parser.add_argument(f.name, nargs=many if kind is list else None, **how)
             continue
         if kind is list:
             how |= dict(action="extend", nargs=meta.get("nargs", 1))
         name = ("no_" if f.default is True else "") + meta.get("option", f.name)
         names = [f"--{n}" for n in (name, *meta.get("aliases", "").split())]
-        groups[group].add_argument(*names, dest=f.name, required=meta.get("required", False), **how)
+        parser.add_argument(*names, dest=f.name, required=meta.get("required", False), **how)
     return parser
 
 

@@ -42,8 +42,6 @@ class RunFolder:
     def open(self):
         """Create and lock the folder. CheckpointError if it cannot be used; UserError if it is
         locked by a different process."""
-        if os.path.lexists(self.path) and not os.path.isdir(self.path):
-            raise CheckpointError(f"out_dir: {self.path} is a file; expected a folder")
         try:
             os.makedirs(self.path, exist_ok=True)
             self.lock = lock_folder(self.path)
@@ -105,15 +103,12 @@ class RunFolder:
     def archive_later_checkpoints(self, iter_num, log):
         """Move the checkpoints of steps after `iter_num` to old_1/ (or old_2/, ...), since a run
         that resumes there would replace these files. An earlier best checkpoint is kept."""
-        names = []
-        for name in ("ckpt.pt", "ckpt_prev.pt", "ckpt_best.pt"):
+        def is_later(name):
             try:
-                is_later = load_checkpoint(self.file(name)).get("iter_num", 0) > iter_num
+                return load_checkpoint(self.file(name)).get("iter_num", 0) > iter_num
             except CheckpointError:  # a damaged file must not become ckpt_prev.pt
-                is_later = os.path.lexists(self.file(name))
-            if is_later:
-                names.append(name)
-        if names:
+                return os.path.lexists(self.file(name))
+        if names := [*filter(is_later, ("ckpt.pt", "ckpt_prev.pt", "ckpt_best.pt"))]:
             target = move_files(self.path, names)
             with contextlib.suppress(OSError):  # metrics.jsonl is about to lose these steps
                 shutil.copy2(self.file("metrics.jsonl"), target)
