@@ -31,7 +31,7 @@ def run(data_dir, tmp_path, monkeypatch):
         monkeypatch.setattr(Logger, name, method)
     for name in ("step", "evaluation", "samples"):
         noted(name)
-    monkeypatch.setattr(Clock, "lap", lambda clock, it, loading, warn: 0.5)
+    monkeypatch.setattr(Clock, "lap", lambda clock, it, batches, warn: 0.5)
     out = tmp_path / "o"
 
     def start(**changes):

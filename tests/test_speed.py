@@ -38,22 +38,22 @@ def now(monkeypatch):
 # --- the clock
 
 def test_a_lap_is_seconds_a_step_without_what_was_away(now):
-    clock, said = logger.Clock(), []
+    clock, said, batches = logger.Clock(), [], types.SimpleNamespace(seconds=0.0)
     now.move(50)
     clock.start(10)
     now.move(8)
     with clock.away():
         now.move(5)
-    assert clock.lap(13, 0.0, said.append) == 8 / 4  # steps 10 to 13
+    assert clock.lap(13, batches, said.append) == 8 / 4  # steps 10 to 13
     assert clock.total_away == 5
     now.move(3)
-    assert clock.lap(14, 0.0, said.append) == 3
+    assert clock.lap(14, batches, said.append) == 3
     with pytest.raises(KeyError), clock.away():
         now.move(2)
         raise KeyError
     assert clock.total_away == 7 and not said
     now.move(1)
-    assert clock.lap(14, 0.0, said.append) == 1  # no step since: that of one
+    assert clock.lap(14, batches, said.append) == 1  # no step since: that of one
 
 
 @pytest.mark.parametrize("passed, loading, told", [
@@ -62,7 +62,9 @@ def test_a_lap_is_seconds_a_step_without_what_was_away(now):
 def test_slow_batches_are_told_where_they_are_a_share_of_the_time(now, passed, loading, told):
     clock, said = logger.Clock(), []
     now.move(passed)
-    clock.lap(0, loading, said.append)
+    batches = types.SimpleNamespace(seconds=loading)
+    clock.lap(0, batches, said.append)
+    assert batches.seconds == 0
     assert len(said) == (told is not None)
     assert not told or said[0].startswith(f"{told} of the time is spent reading batches")
 

@@ -6,6 +6,7 @@ in the order of the batches and in float64, and become numbers at the very end.
 """
 
 import functools
+import itertools
 import math
 
 import torch
@@ -31,20 +32,17 @@ def pack(loss, sums, count):
 def unpack(vector, sums):
     """Wait for the device. Return {name: float64 CPU tensor} of an addition of vectors of pack(),
     with the shapes of `sums`, and the list of the numbers that follow in `vector`."""
-    vector = vector.cpu().double()  # one transfer; every .item() would wait once more
-    out = {}
     shapes = {"count": (), "loss": ()} | {name: sums[name].shape for name in sorted(sums)}
-    for name, shape in shapes.items():
-        n = math.prod(shape)
-        out[name] = vector[:n].view(shape)
-        vector = vector[n:]
-    return out, vector.tolist()
+    ends = tuple(itertools.accumulate(map(math.prod, shapes.values())))
+    # One transfer; every .item() would wait once more.
+    *parts, rest = vector.cpu().double().tensor_split(ends)
+    named = zip(shapes.items(), parts, strict=True)
+    return {name: part.view(shape) for (name, shape), part in named}, rest.tolist()
 
 
 def to_numbers(model, sums):
     """Return {name: number or None} for a log line: "loss" (None if no item counted) and the
     model's numbers(sums). A mean of means would weigh a small batch like a full one."""
-    loss = float(sums["loss"] / sums["count"]) if sums["count"] else None
     model_numbers = getattr(model, "numbers", functools.partial(ModelHooks.numbers, model))
     numbers = {name: value.tolist() if hasattr(value, "tolist") else value
                for name, value in model_numbers(sums).items()}
@@ -52,7 +50,7 @@ def to_numbers(model, sums):
     if reserved := (LINE_NAMES | {"count"}) & set(numbers):
         raise ValueError(f"{type(model).__name__}.numbers: {', '.join(sorted(reserved))}: these "
                          "names are reserved for log lines; use others")
-    return dict(loss=loss, **numbers)
+    return {"loss": float(sums["loss"] / sums["count"]) if sums["count"] else None, **numbers}
 
 
 @torch.no_grad()

@@ -26,6 +26,8 @@ except ImportError:  # Windows
 MAX_PLOTTED_STEPS = 20_000
 MAX_SAMPLE_CHARS = 160  # of a sample on the console during a run
 SLOW_INPUT_SHARE = 0.3  # of the time; a larger share is a warning
+SLOW_INPUT = ("{:.0%} of the time is spent reading batches: move data_dir to a local disk, or use "
+              "larger samples")
 
 # Names with a fixed meaning in log lines: a model may not use one for a custom number.
 LINE_NAMES = {"iter", "tokens", "unit", "loss", "lr", "grad_norm", "time_ms", "tokens_per_sec",
@@ -231,8 +233,7 @@ def format_line(start, record, fields):
     for name in [n for field in fields for n in (own if field == OWN else [field])]:
         if record.get(name) is not None:
             value = CONVERSIONS.get(name, float)(record[name])
-            own_format = name.removeprefix("val_").replace("_", " ") + " {:.4f}"
-            template = FORMATS.get(name, own_format)
+            template = FORMATS.get(name, name.removeprefix("val_").replace("_", " ") + " {:.4f}")
             texts.append(template.format(value, unit=record.get("unit", "tok")))
     return f"{start}: {', '.join(texts)}"
 
@@ -254,8 +255,8 @@ def peak_memory(device):
     if device.type == "cuda":
         import torch
         return round(torch.cuda.max_memory_allocated(device) / 2**20)
-    unit = 1 if sys.platform == "darwin" else 2**10  # of getrusage
-    return resource and resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit >> 20
+    shift = 20 if sys.platform == "darwin" else 10  # macOS reports bytes, Linux KiB
+    return resource and resource.getrusage(resource.RUSAGE_SELF).ru_maxrss >> shift
 
 
 class Clock:
@@ -282,13 +283,13 @@ class Clock:
             self.seconds_away += seconds
             self.total_away += seconds
 
-    def lap(self, it, loading, warn):
-        """Return the seconds per step since the last lap, at the end of step `it`. loading: seconds
-        of all these steps that were spent waiting for batches."""
+    def lap(self, it, batches, warn):
+        """Return the seconds per step since the last lap, at the end of step `it`. batches: the
+        Prefetcher, which counts the seconds spent waiting for batches."""
         seconds = time.perf_counter() - self.started_at
-        if loading > max(1.0, SLOW_INPUT_SHARE * seconds):  # less than a second may be noise
-            warn(f"{loading / seconds:.0%} of the time is spent reading batches: move data_dir to "
-                 "a local disk, or use larger samples")
+        if batches.seconds > max(1.0, SLOW_INPUT_SHARE * seconds):  # below a second: noise
+            warn(SLOW_INPUT.format(batches.seconds / seconds))
+        batches.seconds = 0.0
         per_step = (seconds - self.seconds_away) / max(1, it + 1 - self.it)
         self.it = it + 1
         self.started_at = time.perf_counter()

@@ -106,10 +106,8 @@ def train_step(run, lr=None):
     n = run.n_micro
     world_size = run.ranks.world_size
     seed_step(c.seed, it, run.ranks)
-    # The learning rate is a function of the step, times the saved scale of the plateau schedule.
+    lr = get_lr(it, c) * run.plateau.scale if lr is None else lr
     # Each parameter group has a peak rate, `initial_lr` (Muon, lr_groups), scaled in proportion.
-    if lr is None:
-        lr = get_lr(it, c) * run.plateau.scale
     for group in run.optimizer.param_groups:
         group["lr"] = group["initial_lr"] * (lr / c.learning_rate)
     if run.before_step:  # a method of some models
@@ -156,8 +154,7 @@ def train_step(run, lr=None):
     # numbers, so that every rank makes the same decision.
     sums, (norm,) = unpack(torch.cat([totals, norm.to(totals.dtype).view(1)]), sums)
     loss = float(sums["loss"] / sums["count"]) if sums["count"] else p.recent_loss()
-    # Whether to update the weights: a spike or a float16 overflow may skip the update.
-    update = True
+    update = True  # unless a spike or a float16 overflow skips it
     if math.isfinite(loss + norm) and not run.spikes.update(loss):
         p.spikes_in_a_row = 0
         p.overflows_in_a_row = 0
@@ -232,19 +229,14 @@ def log_step(run, lr, loss, norm, sums):
     c = run.config
     p = run.progress
     it = p.iter_num
-    # After a float16 overflow the step has no meaningful norm, and is not counted.
-    if p.overflows_in_a_row:
+    if p.overflows_in_a_row:  # the step has no meaningful norm, and is not counted
         return
-    # The next evaluation line has the mean loss of the steps before it.
-    p.loss_sum += loss
+    p.loss_sum += loss  # for the mean in the next evaluation line
     p.loss_count += 1
     if it % c.log_interval and it + 1 != c.max_iters:
         return
-    # Times are means over the steps since the last line, without evaluations and saves. The number
-    # of tokens includes this step.
-    seconds = run.clock.lap(it, run.batches.seconds, run.log.warn)
-    run.batches.seconds = 0.0
-    # `mfu` is the share of the devices' peak; None: unknown.
+    # Times are means over the steps since the last line, without evaluations and saves.
+    seconds = run.clock.lap(it, run.batches, run.log.warn)
     run.log.step(dict(
         iter=it, max_iters=c.max_iters, tokens=(it + 1) * run.units_per_step,
         unit=run.data.train.unit, lr=lr, grad_norm=norm, time_ms=seconds * 1000,
@@ -272,6 +264,7 @@ def validate(run):
         # Set first, so that a checkpoint that is saved from here on contains this evaluation.
         p.evaluated = p.iter_num
         p.val_loss = numbers["val_loss"]
+        # The training loss is the mean over the steps since the last evaluation.
         record = dict(iter=p.iter_num, tokens=p.iter_num * run.units_per_step,
                       train_loss=p.loss_sum / p.loss_count if p.loss_count else None, **numbers)
         if c.max_epochs is not None:  # a run in epochs may log no steps in between
@@ -284,6 +277,7 @@ def validate(run):
         p.loss_count = 0
         update_best_and_schedules(run, numbers)
         run.on_evaluation(p.iter_num, numbers)
+        # Errors in sampling and drawing are warnings only.
         if p.iter_num and c.sample_tokens:  # an untrained model has nothing to show
             run.write_samples()
         run.log.plot()
@@ -297,6 +291,7 @@ def evaluate_validation(run, n_batches):
         numbers = evaluate_loader(run, run.data.val, n_batches)
         if numbers is None or not run.tasks:
             return numbers
+        # Tasks add their numbers to those of the validation data.
         with run.eval_mode():
             return run.tasks.evaluate(numbers, n_batches, run.ranks, run.autocast,
                                       lambda done, total: bool(run.signals.stop))

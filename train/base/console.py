@@ -22,9 +22,9 @@ class Console:
     def __init__(self, stream):
         self.live = bool(stream and stream.isatty()) and os.environ.get("TERM") != "dumb"
         self.color = self.live and not os.environ.get("NO_COLOR")
-        self.stream = stream
+        self.stream = stream or open(os.devnull, "w")
         with suppress(AttributeError):  # characters that its encoding lacks become "?"
-            stream.reconfigure(errors="replace")
+            self.stream.reconfigure(errors="replace")
         self.live_line = ""
         self.lock = threading.Lock()
 
@@ -34,14 +34,11 @@ class Console:
             clear = CLEAR_LINE if self.live_line or live else ""
             self.live_line = self.live_line if live is None else live
             try:
-                if self.stream is not None:
-                    text = "" if line is None else f"{line}\n"
-                    self.stream.write(clear + text + self.live_line)
-                    self.stream.flush()
+                self.stream.write(clear + ("" if line is None else f"{line}\n") + self.live_line)
+                self.stream.flush()
             except (OSError, ValueError):
                 with suppress(OSError, ValueError):  # other code may print to the same stream
                     os.dup2(os.open(os.devnull, os.O_WRONLY), self.stream.fileno())
-                self.stream = None
 
 
 class LineFile:
