@@ -239,12 +239,12 @@ def test_datasets_missing(tmp_path, monkeypatch, capsys):
 
 
 @pytest.mark.parametrize("lines, argv, message", [
-    ('{"a": 1}\n', [], "a.jsonl:1: neither messages"),
+    ('{"a": 1}\n', [], "a.jsonl:1: its fields (a) are none of"),
     ('{"prompt": "a", "response": 3}\n', [], "a.jsonl:1: expected text, got 3"),
     ('{"messages": [{"role": "tool", "content": ""}]}', [], "role 'tool': expected one of"),
     ('\n{"prompt"', [], "a.jsonl:2: not valid JSON"),
     ('[1]\n', [], "expected an object, got a list"),
-    ('{"prompt": "a", "response": "b"}\n', ["--field", "x"], "no field 'x'; its fields are prompt"),
+    ('{"prompt": "a", "response": "b"}\n', ["--field", "x"], "no field 'x'; its fields are"),
     ('{"prompt": "a", "response": "b"}\n', [], "no chat for"),
     ('{"prompt": "a", "response": " "}\n' * 9, [], "no chat for train and val"),
     ("", ["--val_fraction", "1"], "--val_fraction: must be below 1"),

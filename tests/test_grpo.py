@@ -87,7 +87,7 @@ def test_forms_of_a_question(record, fields, answer):
 @pytest.mark.parametrize("record, message", [
     ({"prompt": ""}, "no question"), ({"prompt": 7}, "expected a list of messages"),
     ({"messages": [MOO[1]]}, "no question"),
-    ({"q": "a"}, "neither messages")])
+    ({"q": "a"}, "none of the known formats")])
 def test_what_is_no_question_is_refused(record, message):
     with pytest.raises(ValueError, match=message):
         to_question(record)

@@ -23,6 +23,7 @@ from data.tokenizer import (
     load_tokenizer,
     tokenizer_from_spec,
 )
+from data.tokenizer_hf import tokenizer_json
 from data.tokenizer_types import EOT, CharTokenizer, RankTokenizer
 from train.base.errors import DataError
 
@@ -99,6 +100,20 @@ def test_a_gap_among_the_ids_is_a_byte_that_is_no_text():
     text = tokenizer.decode([*"é".encode(), 258, 65, 260])
     assert text == "é\ufffdA<|endoftext|>"
     assert [tokenizer.bytes_of(i) for i in (65, 258, 260)] == [b"A", b"\xff", EOT.encode()]
+
+
+def test_a_published_tokenizer_that_an_earlier_version_kept_as_ranks():
+    """With added tokens, of which some are special, and a normal form."""
+    spec = dict(kind="ranks", pattern=r"\w+|\W", eot_token=259, ranks=rank_text(), nfc=True,
+                added={"<end>": [259, True], "<think>": [260, False]})
+    tokenizer = tokenizer_from_spec(spec)
+    assert tokenizer.spec() == spec and (tokenizer.n_vocab, tokenizer.eot_token) == (261, 259)
+    assert tokenizer.encode("the<end><think>") == [257, *b"<end>", 260]
+    assert tokenizer.encode_special("the<end><think>") == [257, 259, 260]
+    assert tokenizer.encode("e\u0301") == [*"\u00e9".encode()]
+    tokenizers = pytest.importorskip("tokenizers")
+    theirs = tokenizers.Tokenizer.from_str(json.dumps(tokenizer_json(tokenizer)))
+    assert theirs.encode("the<end><think>").ids == [257, 259, 260]
 
 
 def test_byte_is_tiktoken_and_the_bytes_themselves():

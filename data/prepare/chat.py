@@ -27,6 +27,7 @@ import numpy as np
 
 from data.chat_template import parse_content, parse_messages
 from data.prepare.samples import SampleOptions, SampleWriter
+from data.records import check_columns
 from data.rows import pack_chats, pad_rows, save_arrays
 from train.base.cli import run_command
 from train.base.errors import echo
@@ -54,13 +55,11 @@ def to_messages(record, fields=(), prompt_only=False):
     or the question's and, last, the answer's; by default the first of FORMATS that the record has.
     prompt_only: the question may be without an answer. Raises ValueError."""
     formats = [*FORMATS, ["prompt"]] if prompt_only else FORMATS
-    if missing := [name for name in fields if name not in record]:
-        raise ValueError(f"no field {missing[0]!r}; its fields are {', '.join(record)}")
+    check_columns(record, fields)
     fields = fields or next((names for names in formats
                              if all(record.get(name) is not None for name in names)), None)
     if not fields:
-        raise ValueError("neither messages, conversations, prompt and response or completion, nor "
-                         f"instruction and output among its fields ({', '.join(sorted(record))}); "
+        raise ValueError(f"its fields ({', '.join(sorted(record))}) are none of the known formats; "
                          "name them: --field QUESTION --field ANSWER")
     *questions, answer = fields
     if prompt_only and not questions and isinstance(record[answer], str):
