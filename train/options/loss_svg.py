@@ -109,14 +109,13 @@ class Axis:
         self.start = start
         self.end = end
         self.log = log
-        self.low = self.transform(min([*values, 0.0] if from_zero else values, default=0.0))
-        self.high = self.transform(max(values, default=1.0))
-        length = self.high - self.low
-        margin = 0.0 if from_zero else 0.04 * length
-        if length <= max(1e-12 * abs(self.high), 1e-200):  # a single value
-            margin = abs(self.high) / 10 or 1.0
-        self.low -= 0.0 if from_zero else margin
-        self.high += margin
+        low = self.transform(min([*values, 0.0] if from_zero else values, default=0.0))
+        high = self.transform(max(values, default=1.0))
+        margin = 0.04 * (high - low)
+        if high - low <= max(1e-12 * abs(high), 1e-200):  # a single value
+            margin = abs(high) / 10 or 1.0
+        self.low = low if from_zero else low - margin
+        self.high = high + margin
 
     def transform(self, value):
         return math.log10(value) if self.log else value

@@ -18,7 +18,6 @@ from train.base.files import write_text
 from train.options.loss_svg import read_metrics
 
 PROJECT = "ironGPT"
-ARTIFACTS = ("loss.svg", "config.yaml", "training_args.json")
 
 
 def check_trackers(names):
@@ -61,21 +60,17 @@ class Trackers:
             self.log.warn(f"tracker {name!r} failed and is dropped, training continues: {reason}")
 
     def call(self, method, *args):
-        """Call a method of the trackers that have it: record(numbers, step), artifact(path),
-        close(status)."""
+        """Call a method of all trackers: record(numbers, step) or close(status)."""
         for name, tracker in [*self.trackers.items()]:
             with self.guard(name):
-                getattr(tracker, method, lambda *args: None)(*args)
+                getattr(tracker, method)(*args)
 
     def record(self, record):
         """Log the numbers of a metrics.jsonl record."""
         self.call("record", tracked_numbers(record), record["iter"])
 
     def close(self, status):
-        """Store small files with the runs, and end them. status: finished, failed or stopped."""
-        for path in (os.path.join(self.log.out_dir, name) for name in ARTIFACTS):
-            if os.path.exists(path):
-                self.call("artifact", path)
+        """End the tracked runs. status: finished, failed or stopped."""
         self.call("close", status)
 
 
@@ -136,10 +131,6 @@ class WandB:
     def record(self, numbers, step):
         self.run.log(numbers | dict(iter=step))
 
-    def artifact(self, path):
-        # Not run.save(), whose link in the run's folder lets W&B overwrite config.yaml.
-        self.run.log_artifact(path, name=f"{self.id}-{os.path.basename(path)}", type="run")
-
     def close(self, status):
         self.run.finish(exit_code=0 if status == "finished" else 1)
 
@@ -157,16 +148,14 @@ class MLflow:
         from mlflow.entities import Param
         folder = Path(os.path.dirname(log.out_dir) or log.out_dir).resolve()
         local = f"sqlite:///{(folder / 'mlflow.db').as_posix()}"
-        uri = os.environ.get("MLFLOW_TRACKING_URI", local)
-        self.client = MlflowClient(uri)
+        self.client = MlflowClient(os.environ.get("MLFLOW_TRACKING_URI", local))
         self.id = run_id
         if run_id:
             self.client.update_run(run_id, status="RUNNING")
             return
         experiment = self.client.get_experiment_by_name(PROJECT)
-        artifacts = (folder / "mlartifacts").as_uri() if uri == local else None
-        experiment_id = experiment.experiment_id if experiment else self.client.create_experiment(
-            PROJECT, artifact_location=artifacts)
+        experiment_id = (experiment.experiment_id if experiment
+                         else self.client.create_experiment(PROJECT))
         tags = {f"system.{k}": str(v)[:5000] for k, v in system_info.items()}
         run = self.client.create_run(experiment_id, run_name=log.run_name, tags=tags)
         self.id = run.info.run_id
@@ -179,9 +168,6 @@ class MLflow:
         self.client.log_batch(self.id, [
             Metric(re.sub(r"[^\w./: -]", "_", name), value, now, step)  # permitted characters
             for name, value in numbers.items()])
-
-    def artifact(self, path):
-        self.client.log_artifact(self.id, path)
 
     def close(self, status):
         states = dict(finished="FINISHED", stopped="KILLED")

@@ -34,7 +34,7 @@ from model.core.quantize import replace_linear_layers
 from model.gpt import GPT
 from train.base.checkpoint_file import load_checkpoint, named_tensors
 from train.base.cli import run_command
-from train.base.errors import SetupError, UserError
+from train.base.errors import SetupError, UserError, require
 from train.base.fields import base_type, key
 from train.config import load_config, to_yaml
 from train.distributed import process_group
@@ -292,12 +292,9 @@ def check_export(case):
     with contextlib.redirect_stderr(io.StringIO()) as message:
         if convert(["--ckpt", str(case.folder / "first" / "ckpt.pt"), "--to", export]):
             return f"refused: {message.getvalue()}"
-    try:
-        from transformers import AutoModelForCausalLM
-    except ImportError:
-        raise NotApplicable("transformers is not installed") from None
+    transformers = require("transformers", "this check")
     idx = case.tokens(rows=1)
-    other = AutoModelForCausalLM.from_pretrained(export, dtype=torch.float32).eval()
+    other = transformers.AutoModelForCausalLM.from_pretrained(export, dtype=torch.float32).eval()
     with torch.no_grad():
         logits = case.run.raw_model.eval()(idx)
         compare(other(idx).logits[..., :logits.size(-1)], logits, LOGIT_TOLERANCE)

@@ -137,10 +137,10 @@ def search(config, space, stages, out):
         while len(finished_trials(study)) < stage["trials"]:
             trial = run_trial(study, config, space, stage, out)
             report(studies, trial, config, out)
-        best = best_trial(study)
-        if best is None:
+        if not study.best_trials:
             raise ConfigError([f"{out}: no trial of stage {number} completed; see "
                                "trials_history.json in this folder"])
+        best = study.best_trial
         start = best.params
     print(f"Best: {study.study_name}, trial {best.number}, {config.early_stopping_metric} "
           f"{best.value:.4f}\nTo train with it: python run_train.py --config "
@@ -172,11 +172,6 @@ def finished_trials(study):
     """Return the trials that count: a trial that was interrupted is queued again."""
     return study.get_trials(deepcopy=False, states=(optuna.trial.TrialState.COMPLETE,
                                                     optuna.trial.TrialState.PRUNED))
-
-
-def best_trial(study):
-    """Return the best completed trial, or None."""
-    return study.best_trial if any(t.state.name == "COMPLETE" for t in study.trials) else None
 
 
 def run_trial(study, config, space, stage, out):
@@ -245,8 +240,9 @@ def report(studies, trial, config, out):
                         evaluations=sorted(t.intermediate_values.items()))
                    for n, study in enumerate(studies, 1) for t in finished_trials(study)]
         write_text(os.path.join(out, "trials_history.json"), json.dumps(history, indent=1))
-        if best := best_trial(studies[-1]):
-            best_config = trial_config(config, best.params, out_dir=os.path.join(out, "best"))
+        if studies[-1].best_trials:
+            best_config = trial_config(config, studies[-1].best_params,
+                                       out_dir=os.path.join(out, "best"))
             write_text(os.path.join(out, "best_config.yaml"), to_yaml(best_config))
 
 

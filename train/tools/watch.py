@@ -19,7 +19,7 @@ from pathlib import Path
 
 from train.base.cli import run_command
 from train.base.fields import key
-from train.options.loss_svg import COLORS, X_LABELS, loss_svg, read_metrics
+from train.options.loss_svg import COLORS, loss_svg, read_metrics
 
 METRICS, LOG, SAMPLES = FILES = ("metrics.jsonl", "train.log", "samples.txt")  # of a run
 MAX_DEPTH = 3              # of folders below the watched folder
@@ -39,30 +39,20 @@ class WatchOptions:
     folder: str = key("", "folder of runs", positional=True, metavar="FOLDER")
     port: int = key(8001, "port on 127.0.0.1; 0: any free port", ge=0, le=65535)
     runs: int = key(len(COLORS), "number of runs, the newest ones", ge=1)
-    x: str = key("iter", "horizontal axis", choices=list(X_LABELS))
-    metric: str = key("loss", "metric to draw, as in train.tools.plot")
 
 
 # -----------------------------------------------------------------------------
 # files
 
-class Run:
-    """The content of a run's folder when its files had these `stamps`."""
-
-    def __init__(self, folder, stamps):
-        self.name = str(folder)
-        self.stamps = stamps
-        self.records = read_metrics(folder / METRICS, MAX_TRAINING_LINES)
-        self.log = tail(folder / LOG)
-        self.samples = tail(folder / SAMPLES)
-
-    def summary(self, color):
-        """Return the numbers and texts of the page."""
-        def last(name):
-            return next((r for r in reversed(self.records) if name in r), {})
-        return dict(name=self.name, color=color, changed=max(self.stamps)[0], step=last("loss"),
-                    evaluation=last("val_loss"), lines=self.log.splitlines()[:-LOG_LINES - 1:-1],
-                    sample="".join(self.samples.rpartition("=== iter ")[1:]).strip())
+def read_run(folder, stamps):
+    """Return (records of metrics.jsonl, numbers and texts of the page) of a run."""
+    def last(name):
+        return next((r for r in reversed(records) if name in r), {})
+    records = read_metrics(folder / METRICS, MAX_TRAINING_LINES)
+    sample = "".join(tail(folder / SAMPLES).rpartition("=== iter ")[1:]).strip()
+    return records, dict(
+        name=str(folder), changed=max(stamps)[0], step=last("loss"), evaluation=last("val_loss"),
+        lines=tail(folder / LOG).splitlines()[:-LOG_LINES - 1:-1], sample=sample)
 
 
 def tail(path):
@@ -101,7 +91,7 @@ class Watcher:
         self.options = options
         self.lock = threading.Lock()
         self.next_update = 0.0
-        self.runs = {}  # {folder: Run}
+        self.runs = {}  # {folder: (stamps of its files, *read_run())}
         self.bodies = {"/": Path(__file__).with_name("watch.html").read_bytes()}
 
     def get(self, path):
@@ -116,16 +106,15 @@ class Watcher:
         """Read the files of runs that have changed, and draw the runs again if any has."""
         runs = {}
         for folder, stamps in find_runs(self.options.folder, self.options.runs).items():
-            run = self.runs.get(folder)
-            runs[folder] = run if run and run.stamps == stamps else Run(folder, stamps)
+            old = self.runs.get(folder)
+            runs[folder] = old if old and old[0] == stamps else (stamps, *read_run(folder, stamps))
         if runs != self.runs or "/state" not in self.bodies:
             self.runs = runs
-            state = dict(version=time.time(), runs=[
-                run.summary(COLORS[i % len(COLORS)]) for i, run in enumerate(runs.values())])
-            self.bodies["/state"] = json.dumps(state).encode()
+            pages = [page | dict(color=COLORS[i % len(COLORS)])
+                     for i, (_, _, page) in enumerate(runs.values())]
+            self.bodies["/state"] = json.dumps(dict(version=time.time(), runs=pages)).encode()
             self.bodies["/chart"] = loss_svg(
-                [(run.name, run.records) for run in runs.values()], self.options.x,
-                self.options.metric.removeprefix("val_")).encode()
+                [(page["name"], records) for _, records, page in runs.values()]).encode()
 
 
 class Handler(BaseHTTPRequestHandler):
