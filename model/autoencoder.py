@@ -99,7 +99,7 @@ def open_data(config, ranks):
     """Return the Data of a folder that data.prepare.features wrote. Raises UserError."""
     meta = read_features_meta(config.data_dir)
     weighted = {name for name, weight in config.modality_weights.items() if weight != 1}
-    if unknown := weighted - set(meta["modalities"]):
+    if unknown := weighted - meta["modalities"].keys():
         raise ConfigError([f"modality_weights: {', '.join(sorted(unknown))}: the modalities of "
                            f"{config.data_dir} are {', '.join(meta['modalities'])}"])
     if reserved := [name for name in meta["modalities"] if hasattr(nn.ModuleDict, name)]:

@@ -114,10 +114,9 @@ class PolicyGPT(WithAdapters, chat.ChatGPT):
     def evaluate_answers(self, prompts, lengths, row_numbers):
         """Return (loss, sums) of an evaluation with greedy answers."""
         answers = self.generate_answers(prompts, lengths)
-        reward = sum(map(self.reward_function, row_numbers.tolist(), answers))
-        sums = dict(reward=reward, length=sum(map(len, answers)))
-        sums = {k: torch.tensor(float(v), device=prompts.device) for k, v in sums.items()}
-        return -sums["reward"] / len(prompts), sums
+        reward = torch.tensor(float(sum(map(self.reward_function, row_numbers.tolist(), answers))))
+        length = torch.tensor(float(sum(map(len, answers))))
+        return -reward / len(prompts), dict(reward=reward, length=length)
 
     def generate_answers(self, prompts, lengths, samples_per_row=1, seeds=None):
         """Return a list of answers, samples_per_row per prompt, as lists of ids with the end token.
@@ -311,10 +310,6 @@ def build_model(config, data):
     return model.add_adapters_if(config)
 
 
-def first_prompts(prompts, lengths, *rest):
-    """Return the ids of the prompts (B, P) without padding."""
-    return [ids[:n].tolist() for ids, n in zip(prompts, lengths)]
-
-
 def sample(model, data, config):
-    return chat.sample(model, data, config, first_prompts)
+    return chat.sample(model, data, config, lambda prompts, lengths, *_: [
+        ids[:n].tolist() for ids, n in zip(prompts, lengths)])

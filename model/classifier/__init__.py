@@ -227,8 +227,8 @@ def states_at(x, positions):
 
 
 def build_model(config, data):
-    args = {f.name: getattr(config, f.name) for f in fields(GPTConfig)}
-    shape = GPTConfig(**args | dict(vocab_size=data.spec["vocab_size"]))
+    shape = GPTConfig(**{f.name: getattr(config, f.name) for f in fields(GPTConfig)}
+                      | dict(vocab_size=data.spec["vocab_size"]))
     model = Classifier(shape, data.spec, config.seed, config.span_weight)
     for block in model.gpt.h:
         block.gradient_checkpointing = config.gradient_checkpointing

@@ -174,13 +174,13 @@ def get_text(row, name, default=None):
 def batch_by_width(examples, size):
     """Return batches of examples of similar width, each of at most `size` tokens or of one
     example."""
-    batches, n, n_max = [], 0, 0  # sequences in the last batch, and the maximum
+    batches = []
+    n_free = 0  # sequences that the last batch can still hold
     for example in sorted(examples, key=lambda example: example.width, reverse=True):
-        n += len(example.sequences)
-        if n > n_max:
+        if len(example.sequences) > n_free:
             batches.append([])
-            n = len(example.sequences)
-            n_max = size // example.width
+            n_free = size // example.width
+        n_free -= len(example.sequences)
         batches[-1].append(example)
     return batches
 

@@ -32,7 +32,6 @@ from train.base.cli import run_command
 from train.base.errors import CheckpointError, echo
 from train.base.fields import key
 from train.dataloader import Data, DataLoader, open_token_data
-from train.device import choose_dtype
 from train.distributed import broadcast_from_rank0
 
 USE = "python -m model.sae --ckpt {out}/ckpt.pt"
@@ -184,8 +183,8 @@ class SAEModel(nn.Module):
 
     def backbone(self):
         """Return the Backbone. CheckpointError if it is not the one of the training run."""
-        c, device = self.keys, self.sae.mean.device
-        backbone = load_backbone(c.backbone, c.layer, device, choose_dtype(c.dtype, device)[0])
+        c = self.keys
+        backbone = load_backbone(c.backbone, c.layer, self.sae.mean.device, c.dtype)
         if self.spec["backbone"] not in (backbone.digest, backbone.file_hash):
             raise CheckpointError(f"backbone: the weights of {c.backbone} are not those of the "
                                   f"training run (sha256 {self.spec['backbone'][:12]}...)")
@@ -193,7 +192,7 @@ class SAEModel(nn.Module):
 
     def forward(self, x, targets=None):
         """Training: x (B, T, C) activations. Evaluation: x, targets (B, T) tokens, with sums of the
-        backbone's loss: unchanged, spliced with the reconstruction, and with zeros instead."""
+        backbone's loss: unchanged, and spliced with the reconstruction."""
         if targets is None:
             return self.sae(x.flatten(0, 1))[:2]
         backbone = self.backbone()
@@ -201,8 +200,7 @@ class SAEModel(nn.Module):
         targets[:, :N_SKIPPED] = IGNORE
         loss, sums, out = self.sae(backbone.activations(x).flatten(0, 1))
         losses = dict(lm_loss=backbone.loss(x, targets, lambda stream: stream),
-                      spliced_loss=backbone.loss(x, targets, lambda stream: out.view(stream.shape)),
-                      zeroed_loss=backbone.loss(x, targets, torch.zeros_like))
+                      spliced_loss=backbone.loss(x, targets, lambda stream: out.view(stream.shape)))
         count = torch.tensor(len(out), device=out.device)
         return loss, sums | {name: v * count for name, v in losses.items()} | dict(count=count)
 
@@ -212,22 +210,17 @@ class SAEModel(nn.Module):
         explained_variance: over all activations and dimensions together, because a mean of ratios
         would be biased. l0: features per token. dead: in training the features that have not fired
         for dead_after steps, in evaluations all that never fired. In evaluations also the
-        backbone's lm_loss, spliced_loss, and loss_recovered: 1 if both are equal, 0 if the
-        reconstruction is no better than zeros.
+        backbone's lm_loss, and spliced_loss with the reconstruction.
         """
-        means = {name: float(sums[name] / sums["count"]) for name in
-                 ("l1", "auxk", "lm_loss", "spliced_loss", "zeroed_loss") if name in sums}
+        means = {name: float(sums[name] / sums["count"])
+                 for name in ("l1", "auxk", "lm_loss", "spliced_loss") if name in sums}
         variance = sums["xx"] - sums["x"].square().sum() / sums["count"]
         unexplained = sums["mse"] * self.spec["d_in"]
         means["explained_variance"] = float(1 - unexplained / variance) if variance > 0 else None
         means["l0"] = float(sums["fired"].sum() / sums["count"])
-        dead = self.sae.silent >= self.keys.dead_after
-        if "lm_loss" in sums:
-            dead = sums["fired"] == 0
-            zeroed = means.pop("zeroed_loss")
-            gap = zeroed - means["lm_loss"]
-            means["loss_recovered"] = (zeroed - means["spliced_loss"]) / gap if gap else None
-        return means | dict(dead=float(dead.sum()))
+        is_dead = (sums["fired"] == 0 if "lm_loss" in sums
+                   else self.sae.silent >= self.keys.dead_after)
+        return means | dict(dead=float(is_dead.sum()))
 
     def after_step(self, it, sums):
         silent = self.sae.silent
@@ -241,8 +234,7 @@ class SAEModel(nn.Module):
 
 def open_data(config, ranks):
     """Return the Data: activations for training, windows of tokens for evaluations."""
-    dtype, _ = choose_dtype(config.dtype, ranks.device)
-    backbone = load_backbone(config.backbone, config.layer, ranks.device, dtype)
+    backbone = load_backbone(config.backbone, config.layer, ranks.device, config.dtype)
     shape, tokenizer = backbone.gpt.config, backbone.tokenizer
     data = open_token_data(replace(config, vocab_size=shape.vocab_size, block_size=min(
         config.block_size, shape.block_size)), ranks)
@@ -308,7 +300,7 @@ def format_context(row, position, tokenizer, n_before=40, n_after=12):
     before = decode(row[max(0, position - n_before):position])
     token = decode(row[position:position + 1])
     after = decode(row[position + 1:position + 1 + n_after])
-    return f"{before}[{token}]{after}" if tokenizer else f"{before} [{token}] {after}"
+    return ("" if tokenizer else " ").join((before, f"[{token}]", after))
 
 
 @dataclass

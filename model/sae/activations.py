@@ -20,6 +20,7 @@ from model.core.init import stable_hash
 from model.core.weights import load_frozen
 from model.gpt import GPT
 from train.base.errors import CheckpointError
+from train.device import choose_dtype
 
 # The activation of the first token is many times longer than typical and would dominate the squared
 # error. It is neither reconstructed nor replaced.
@@ -36,11 +37,14 @@ class Backbone:
     """Reads and replaces the residual stream of a frozen GPT after block `layer`. It is no module:
     in no checkpoint, and not sharded.
 
-    path: the checkpoint. Raises CheckpointError if it is missing or no GPT with such a block.
+    path: the checkpoint; dtype: the key of the configuration. Raises CheckpointError if the
+    checkpoint is missing or no GPT with such a block.
     """
 
     def __init__(self, path, layer, device, dtype):
-        self.path, self.layer, self.dtype = path, layer, dtype
+        self.path = path
+        self.layer = layer
+        self.dtype = choose_dtype(dtype, device)[0]
         self.gpt, self.tokenizer, state = load_frozen(path, device=device)
         self.digest = state["digest"]
         if not isinstance(self.gpt, GPT) or layer >= len(self.gpt.h):
@@ -71,11 +75,8 @@ class Backbone:
         edit(x)."""
         def hook(block, args, x):
             return torch.cat((x[:, :N_SKIPPED], edit(x[:, N_SKIPPED:]).to(x.dtype)), dim=1)
-        handle = self.gpt.h[self.layer].register_forward_hook(hook)
-        try:
+        with self.gpt.h[self.layer].register_forward_hook(hook):
             return self.gpt(idx, targets)[0]
-        finally:
-            handle.remove()
 
     def statistics(self, tokens, n_windows=64):
         """Return ([mean per channel], the scale for a mean variance of 1) of the
