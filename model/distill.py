@@ -32,7 +32,6 @@ USE = gpt.USE
 class Keys:
     teacher: str = key("", "checkpoint of the teacher, a GPT", free=True, path=True, reads="apart")
     distill_weight: float = key(0.5, "weight of the teacher in the loss, 0 to 1", ge=0, le=1)
-    distill_temperature: float = key(1.0, "softmax temperature of both models", gt=0)
 
     def problems(self):
         return [] if self.teacher else ["teacher: missing; e.g. out/quick/ckpt.pt"]
@@ -54,20 +53,18 @@ class Student(weights.HoldsFrozen, GPT):
         chunks = zip(*(t.split(n) for t in (x.flatten(0, 1), y.flatten(0, 1), targets.flatten())))
         kl = sum(checkpoint(self.divergence, *chunk, use_reentrant=False) for chunk in chunks)
         sums["kl"] = kl.detach()
-        if self.training:  # the gradient of the divergence is proportional to 1 / temperature^2
+        if self.training:
             weight = self.keys.distill_weight
-            kl_loss = weight * self.keys.distill_temperature**2 * (kl / sums["count"].clamp(min=1))
-            loss = (1 - weight) * loss + kl_loss
+            loss = (1 - weight) * loss + weight * (kl / sums["count"].clamp(min=1))
         return loss, sums
 
     def divergence(self, x, y, targets):
         """Return the sum () float32 over the targets of KL(teacher, student) in nats, from states
         x (N, C) and y (N, C of the teacher); targets (N,)."""
         V = self.config.vocab_size
-        temperature = self.keys.distill_temperature
-        z = self.logits(x) / temperature  # (N, V)
+        z = self.logits(x)  # (N, V)
         with torch.no_grad():
-            p = F.log_softmax(self.frozen[0].logits(y)[:, :V] / temperature, -1)  # (N, V)
+            p = F.log_softmax(self.frozen[0].logits(y)[:, :V], -1)  # (N, V)
         kl = F.kl_div(F.log_softmax(z, -1), p, reduction="none", log_target=True).sum(-1)  # (N,)
         return (kl * (targets != IGNORE)).sum()
 

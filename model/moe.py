@@ -47,13 +47,12 @@ class Keys(RouterKeys):
     norm_topk_prob: bool = key(True, "scale a token's expert weights to sum 1", shape=True)
 
     def problems(self):
-        out = []
+        required = dict(mlp="swiglu", bias=False, norm_position="pre")
+        out = [f"{name}: must be {value} with experts, got {getattr(self, name)}"
+               for name, value in required.items() if getattr(self, name) != value]
         if self.experts_per_token > self.n_experts:
             out.append(f"experts_per_token ({self.experts_per_token}) must not exceed n_experts "
                        f"({self.n_experts})")
-        for name, only in (("mlp", "swiglu"), ("bias", False), ("norm_position", "pre")):
-            if getattr(self, name) != only:
-                out.append(f"{name}: must be {only} with experts, got {getattr(self, name)}")
         return out
 
 

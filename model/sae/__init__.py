@@ -258,9 +258,8 @@ def export_sae_lens(model, folder):
     sae, c = model.sae, model.keys
     tensors = dict(W_enc=sae.W_enc * sae.scale, b_enc=sae.b_enc, W_dec=sae.decoder() / sae.scale,
                    b_dec=sae.b_dec / sae.scale + sae.mean)
-    kind = dict(architecture="standard")
-    if c.sae == "topk":
-        kind = dict(architecture="topk", k=c.k, rescale_acts_by_decoder_norm=False)
+    kind = (dict(architecture="topk", k=c.k, rescale_acts_by_decoder_norm=False)
+            if c.sae == "topk" else dict(architecture="standard"))
     cfg = dict(kind, d_in=model.spec["d_in"], d_sae=c.d_sae, dtype="float32", device="cpu",
                apply_b_dec_to_input=True, normalize_activations="none", reshape_activations="none",
                metadata=dict(model_name=os.path.basename(os.path.dirname(c.backbone)),
