@@ -21,7 +21,7 @@ from train.base.checkpoint_file import save_checkpoint as save_checkpoint  # a p
 from train.base.errors import BadNumbers, CheckpointError
 from train.base.fields import fields_by_name
 from train.base.files import write_text
-from train.base.run_folder import find_newest_checkpoint, move_aside
+from train.base.run_folder import RUN_FILES, find_newest_checkpoint, move_files
 from train.config import FIELDS, find_differences, input_files
 from train.distributed import (
     assign,
@@ -117,8 +117,8 @@ def find_checkpoint(config, log):
         if inside:
             raise CheckpointError(f"{', '.join(inside)}: in out_dir, and --resume never moves the "
                                   "files of out_dir; choose another --out_dir")
-        if moved := move_aside(folder):
-            log(f"--resume never: moved the files in {folder} to {moved}")
+        if names := [name for name in os.listdir(folder) if name.startswith(RUN_FILES)]:
+            log(f"--resume never: moved the files in {folder} to {move_files(folder, names)}")
     if state is None and config.resume_file:
         state, path = load_checkpoint(config.resume), config.resume
     if job:
@@ -351,22 +351,17 @@ def fill(own, state, ranks):
     be sharded, one at a time."""
     targets = dict(named_tensors(own))
     for name, tensor in named_tensors(state):
-        assign(targets[name], broadcast_tensor(tensor, ranks))
+        if ranks.world_size > 1:
+            tensor = (tensor.contiguous() if ranks.is_main
+                      else torch.empty_like(tensor, device="cpu"))
+            # As bytes: the control group uses gloo, which does not support every dtype.
+            dist.broadcast(tensor.view(-1).view(torch.uint8), src=0, group=ranks.control)
+        assign(targets[name], tensor)
 
 
 def without_values(state):
     """Return a nested state with all tensors on the meta device: shape and dtype only."""
     return map_tensors(lambda t: torch.empty(t.shape, dtype=t.dtype, device="meta"), state)
-
-
-def broadcast_tensor(tensor, ranks):
-    """Return rank 0's CPU `tensor` on every rank. On other ranks, `tensor` has no values."""
-    if ranks.world_size == 1:
-        return tensor
-    tensor = tensor.contiguous() if ranks.is_main else torch.empty_like(tensor, device="cpu")
-    # As bytes: the control group uses gloo, which does not support every dtype.
-    dist.broadcast(tensor.view(-1).view(torch.uint8), src=0, group=ranks.control)
-    return tensor
 
 
 def check_on_first_step(optimizer):

@@ -204,13 +204,6 @@ def numbered_checkpoints(folder):
     return sorted(paths, key=lambda path: (path.stat().st_mtime_ns, path))
 
 
-def move_aside(folder):
-    """Move the files of a run to old_1/ (or old_2/, ...); return that folder, or `None` without
-    such files."""
-    names = [n for n in os.listdir(folder) if n.startswith(RUN_FILES)]
-    return move_files(folder, names) if names else None
-
-
 def move_files(folder, names):
     """Move the files `names` in `folder` to the first free of old_1/, old_2/, ...; return it."""
     target = next_free_path(folder, "old", "")
