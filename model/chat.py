@@ -2,7 +2,7 @@
 
     python -m data.prepare.chat FILE... --out data/bin/chat --tokenizer out/quick/ckpt.pt
     python run_train.py --config train/configs/chat.yaml
-    python -m model.chat --ckpt out/chat/ckpt.pt
+    python -m model.sample --chat --ckpt out/chat/ckpt.pt
 
 A row of tokens has several conversations. A mask restricts attention to one conversation, and
 positions start at 0 in each, so that packing does not change the loss.
@@ -20,17 +20,14 @@ from data.rows import open_rows
 from data.tokenizer import open_tokenizer, tokenizer_from_spec
 from model import gpt
 from model.core.detokenizer import TextStreamer
-from model.core.generate import SamplingOptions, generate
-from model.core.load import BACKBONE, load_model
+from model.core.generate import generate
 from model.core.ops import IGNORE
 from model.gpt import GPT, GPTConfig
-from train.base.cli import run_command
 from train.base.errors import DataError
 from train.base.fields import key
 from train.dataloader import Data, RowLoader
-from train.distributed import get_device
 
-USE = "python -m model.chat --ckpt {out}/ckpt.pt"
+USE = "python -m model.sample --chat --ckpt {out}/ckpt.pt"
 
 
 def packed_layout(idx, chat):
@@ -207,37 +204,8 @@ def talk(model, tokenizer, questions, max_new_tokens, system=None, **sampling):
 
 def read_questions():
     """Yield lines from stdin until an empty line or the end of the input."""
+    if sys.stdin.isatty():
+        print("An empty line ends the conversation.", file=sys.stderr)
     with contextlib.suppress(EOFError, KeyboardInterrupt):
         while line := input("> " if sys.stdin.isatty() else "").strip():
             yield line
-
-
-@dataclass
-class ChatOptions(SamplingOptions):
-    """Talk with a chat model. Without --prompt, line by line."""
-    ckpt: str = key("out/chat/ckpt.pt", "checkpoint")
-    backbone: str | None = key(None, BACKBONE)
-    prompt: str | None = key(None, "answer this question and exit")
-    system: str | None = key(None, "system message, before the first question")
-    device: str = key("auto", "auto, cpu, cuda, mps")
-
-
-def chat(options):
-    """Talk with the model of a checkpoint, with the given ChatOptions. Raises UserError."""
-    model, tokenizer = load_model(options.ckpt, get_device(options.device),
-                                  backbone=options.backbone)
-    if model.template is None:
-        raise DataError(f"{options.ckpt}: not a chat model; fine-tune it with --config "
-                        "train/configs/chat.yaml, see python -m data.prepare.chat --help")
-    if not options.prompt and sys.stdin.isatty():
-        print("An empty line ends the conversation.", file=sys.stderr)
-    talk(model, tokenizer, [options.prompt] if options.prompt else read_questions(),
-         options.max_new_tokens, system=options.system, **options.sampling())
-
-
-def main(argv=None):
-    return run_command(ChatOptions, chat, argv)
-
-
-if __name__ == "__main__":
-    sys.exit(main())

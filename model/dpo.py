@@ -2,7 +2,7 @@
 
     python -m data.prepare.pairs example --reference out/chat/ckpt.pt --out data/bin/pairs
     python run_train.py --config train/configs/dpo.yaml
-    python -m model.chat --ckpt out/dpo/ckpt.pt
+    python -m model.sample --chat --ckpt out/dpo/ckpt.pt
 
 The reference is the model that training starts from. The data contain its log probabilities of all
 answers, so that it is not loaded. With lora_rank, only adapters are trained. The result is a chat
@@ -16,7 +16,7 @@ import torch.nn.functional as F
 
 from data.rows import open_rows
 from model import chat, gpt, lora
-from model.core.adapters import WithAdapters
+from model.core.adapters import WithAdapters, add_adapters
 from model.core.ops import IGNORE
 from model.core.weights import digest
 from train.base.errors import CheckpointError
@@ -120,4 +120,4 @@ def build_model(config, data):
     model = chat.build_model(config, data, PreferenceGPT)
     model.keys = config
     model.reference_digest = data.spec["reference"]
-    return model.add_adapters_if(config)
+    return add_adapters(model, config.lora_rank, config.seed)

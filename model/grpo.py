@@ -2,7 +2,7 @@
 
     python -m data.prepare.prompts example --tokenizer out/chat/ckpt.pt --out data/bin/prompts
     python run_train.py --config train/configs/grpo.yaml
-    python -m model.chat --ckpt out/grpo/ckpt.pt
+    python -m model.sample --chat --ckpt out/grpo/ckpt.pt
 
 A step samples group_size answers per prompt, at temperature 1, and uses each for one update. The
 probability ratio of GRPO is therefore 1, and clipping is omitted, as is the KL divergence from the
@@ -33,7 +33,7 @@ import torch
 from data.chat_template import ChatTemplate
 from data.rows import open_rows
 from model import chat, gpt, lora
-from model.core.adapters import WithAdapters
+from model.core.adapters import WithAdapters, add_adapters
 from model.core.generate import generate
 from model.core.init import stable_hash
 from model.core.ops import IGNORE, token_logprobs
@@ -307,7 +307,7 @@ def build_model(config, data):
     model.keys = config
     if hasattr(data, "train"):  # not for a checkpoint that is loaded for sampling
         model.reward_function = data.reward_function
-    return model.add_adapters_if(config)
+    return add_adapters(model, config.lora_rank, config.seed)
 
 
 def sample(model, data, config):

@@ -17,9 +17,9 @@ from data.meta import prepared_model
 from model import chat, gpt
 from model.chat import ChatGPT
 from model.core import adapters
-from model.core.load import BACKBONE, load_model, model_of
+from model.core.load import BACKBONE, model_of, read_weights, saved_model_type
 from model.core.weights import check_tokenizer, describe_backbone, read_backbone, with_shape
-from train.base.checkpoint_file import FORMAT_VERSION, load_checkpoint, save_checkpoint
+from train.base.checkpoint_file import FORMAT_VERSION, save_checkpoint
 from train.base.cli import run_command
 from train.base.errors import CheckpointError
 from train.base.fields import key
@@ -54,10 +54,7 @@ class LoRA(adapters.PartialStateDict, adapters.WithAdapters, ChatGPT):
         with torch.device("meta"):
             super().__init__(config, seed, token_bytes)
         self.load_backbone(weights)
-        self.requires_grad_(False)
-        self.r = r
-        self.alpha = alpha
-        adapters.add_adapters(self, targets, r, alpha / r, seed)
+        adapters.add_adapters(self, r, seed, alpha / r, targets)
 
     def is_saved(self, name):
         return adapters.is_adapter(name)
@@ -86,7 +83,7 @@ def open_data(config, ranks):
     shape = backbone["shape"]
     if kind not in ("gpt", "chat") or "n_layer" not in shape:
         raise CheckpointError(f"{path}: a checkpoint of --model {kind}; expected a gpt or chat "
-                              "model with its model_args (model.lora and model.memory merge)")
+                              "model with its model_args (model.lora merges others)")
     vocab_size = shape["vocab_size"]
     c = with_shape(config, shape, path)  # above all block_size
     is_chat = prepared_model(c.data_dir) == "chat"
@@ -142,29 +139,33 @@ class MergeOptions:
     backbone: str | None = key(None, BACKBONE)
 
 
-def merge(options, model_type):
-    """Write the checkpoint options.ckpt of a `model_type` and its backbone as one checkpoint, with
-    merged adapters."""
-    model, _ = load_model(options.ckpt, backbone=options.backbone, expect=model_type)
-    state = load_checkpoint(options.ckpt)
-    shape = asdict(model.config)
-    if model_type == "memory":
+def merge(options):
+    """Write the checkpoint options.ckpt and its backbone as one checkpoint, with merged adapters.
+    """
+    state = read_weights(options.ckpt)
+    kind = saved_model_type(state)
+    if kind not in ("lora", "memory"):
+        raise CheckpointError(f"{options.ckpt}: a checkpoint of --model {kind}; expected one of "
+                              "--model lora or memory")
+    weights, shape = as_gpt(state, options.ckpt, options.backbone)
+    is_chat = "template" in state["spec"]
+    shape = asdict(shape)
+    if kind == "memory":
         shape |= dict(lora_rank=0, train_base=True)
     else:
-        model_type = "chat" if model.template else "gpt"
-    config = {k: v for k, v in state["config"].items() if k in FIELDS} | dict(model=model_type)
+        kind = "chat" if is_chat else "gpt"
+    config = {k: v for k, v in state["config"].items() if k in FIELDS} | dict(model=kind)
     spec = {k: v for k, v in state["spec"].items() if k != "backbone"}
     unchanged = {k: state.get(k) for k in ("iter_num", "best_val_loss", "tokenizer")}
     save_checkpoint(options.to, dict(
-        unchanged, format_version=FORMAT_VERSION, model=adapters.merge(model), spec=spec,
-        model_args=shape, config=config | shape))
-    print(f"Wrote {options.to}, a {model_type} model\nNext: python -m model.sample --ckpt "
-          f"{options.to}{' --chat' if model.template else ''}")
+        unchanged, format_version=FORMAT_VERSION, model=weights, spec=spec, model_args=shape,
+        config=config | shape))
+    print(f"Wrote {options.to}, a {kind} model\nNext: python -m model.sample --ckpt "
+          f"{options.to}{' --chat' if is_chat else ''}")
 
 
-def main(argv=None, model_type="lora"):
-    work = functools.partial(merge, model_type=model_type)
-    return run_command(MergeOptions, work, argv, prog=f"model.{model_type}")
+def main(argv=None):
+    return run_command(MergeOptions, merge, argv)
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
 """A trained GPT with additional memory layers, which learn other text or conversations.
 
     python run_train.py --config train/configs/memory.yaml
-    python -m model.memory --ckpt out/memory/ckpt.pt --to merged.pt
+    python -m model.lora --ckpt out/memory/ckpt.pt --to merged.pt
 
 Each block of a frozen backbone gets n_chapters chapters of trainable keys and values. A router, as
 in model/moe.py, chooses chapters_per_token chapters per token, to which the token's state attends;
@@ -11,13 +11,12 @@ that step 0 equals the backbone and everything gets a gradient from step 1 on.
 lora_rank adds adapters to the backbone (model/core/adapters.py), and train_base trains all of it.
 lr_groups sets learning rates: {memory: {learning_rate: 0.01}, lora_*: {learning_rate: 0.001}}, with
 `learning_rate` for the rest. The checkpoint has the trained weights and a digest of the backbone's;
-model.memory merges both.
+model.lora merges both.
 
 Shapes: B, T, C, H, D as in model/gpt.py; n chapters of S key-value pairs, k chapters per token.
 """
 
 import functools
-import sys
 from dataclasses import dataclass
 
 import torch
@@ -32,7 +31,7 @@ from model.moe import GroupedLinear, GroupOrder, RoutedBlock, RoutedGPT, Router,
 from train.base.errors import ConfigError
 from train.base.fields import key
 
-USE = "python -m model.memory --ckpt {out}/ckpt.pt --to {out}/merged.pt"
+USE = lora.USE
 MUST_MATCH_TO_INIT = ("backbone",)  # a memory belongs to one backbone
 
 
@@ -130,8 +129,7 @@ class MemoryGPT(PartialStateDict, WithAdapters, ChatGPT, RoutedGPT):
         if weights is not None:
             own = {n: p for n, p in self.named_parameters() if is_memory(n)}
             self.load_backbone(weights | own)
-        if config.lora_rank:
-            add_adapters(self, ["attn", "mlp"], config.lora_rank, 2.0, seed)
+        add_adapters(self, config.lora_rank, seed)
         for name, p in self.named_parameters():
             p.requires_grad_(is_memory(name) or config.train_base)
 
@@ -184,12 +182,3 @@ def build_model(config, data):
         config, weights = lora.load_backbone(config, data)
     model_class = functools.partial(MemoryGPT, weights=weights)
     return lora.base_type(data).build_model(config, data, model_class, MemoryConfig)
-
-
-def main(argv=None):
-    """Merge a memory and its backbone; return the exit code."""
-    return lora.main(argv, "memory")
-
-
-if __name__ == "__main__":
-    sys.exit(main())

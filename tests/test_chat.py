@@ -446,8 +446,8 @@ def test_learns_held_out_questions(learned):
     assert "### Assistant:\n" in (learned / "samples.txt").read_text()
 
     unseen = [w for w in words(60, seed=5) if w not in set(words(1500))][:3]
-    talk = python("-m", "model.chat", "--ckpt", learned / "ckpt.pt", "--max_new_tokens", "20",
-                  "--device", "cpu", input=f"{unseen[0]}\n")
+    talk = python("-m", "model.sample", "--chat", "--ckpt", learned / "ckpt.pt",
+                  "--max_new_tokens", "20", "--device", "cpu", input=f"{unseen[0]}\n")
     assert talk.returncode == 0 and talk.stdout == f"{unseen[0].upper()}\n", talk
 
 
@@ -479,15 +479,14 @@ def test_a_conversation_is_remembered_whatever_an_answer_may_take(block_size, kn
     assert ("oldest exchange is left out" in capsys.readouterr().err) == (known < 3)
 
 
-def test_sample_chat_draws_as_model_chat_does(capitals, monkeypatch, capsys):
+def test_sample_chat_is_greedy_by_default(capitals, monkeypatch, capsys):
     from model import chat, sample
     calls = []
     monkeypatch.setattr(chat, "talk", lambda *args, **how: calls.append(how))
-    monkeypatch.setattr(chat, "load_model",
-                        lambda *a, **how: (types.SimpleNamespace(template={}), 0))
-    for main, argv in ((sample.main, ["--chat"]), (chat.main, [])):
-        assert main([*argv, "--prompt", "moo"]) == 0
-    assert calls[0] == calls[1] and calls[0]["temperature"] == 0
+    monkeypatch.setattr(sample, "load_for_decoding",
+                        lambda options: (types.SimpleNamespace(template={}), 0, "cpu"))
+    assert sample.main(["--chat", "--prompt", "moo"]) == 0
+    assert calls[0]["temperature"] == 0
     assert sample.main(["--chat", "--num_samples", "3"]) == 2
     assert "--num_samples" in capsys.readouterr().err
 
@@ -550,6 +549,6 @@ def test_another_tokenizer_is_refused(capitals, tmp_path):
 
 
 def test_talk_needs_a_chat_model(capitals, capsys):
-    from model.chat import main
-    assert main(["--ckpt", str(capitals / "base" / "ckpt.pt")]) == 2
+    from model.sample import main
+    assert main(["--chat", "--ckpt", str(capitals / "base" / "ckpt.pt")]) == 2
     assert "not a chat model" in capsys.readouterr().err

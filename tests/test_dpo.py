@@ -277,8 +277,8 @@ def test_it_starts_at_the_reference_and_learns(made, tmp_path):
     assert end["val_accuracy"] > 0.9 and end["val_loss"] < 0.6
     model, tokenizer = load_model(tmp_path / "out/ckpt.pt")
     assert type(model) is PreferenceGPT and model.template and tokenizer.kind == "byte"
-    from model.chat import main
-    assert main(["--ckpt", str(tmp_path / "out/ckpt.pt"), "--prompt", "7?",
+    from model.sample import main
+    assert main(["--chat", "--ckpt", str(tmp_path / "out/ckpt.pt"), "--prompt", "7?",
                  "--max_new_tokens", "5"]) == 0
 
 

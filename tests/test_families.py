@@ -507,7 +507,7 @@ def test_an_imported_model_talks_and_stops_as_transformers_does(talker, monkeypa
     monkeypatch.setattr(talking, "generate_answer",
                         lambda *a, **how: answers.append(real(*a, **how))
                         or answers[-1])
-    assert sample.main(["--ckpt", str(folder), "--chat", "--prompt", "Hi", "--device=cpu",
+    assert sample.main(["--ckpt", str(folder), "--chat", "--prompt", "Hi", "--dtype=float32",
                         "--max_new_tokens=40"]) == 0
     assert answers == [said]
     model, tokenizer = load_model(folder)

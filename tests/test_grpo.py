@@ -355,8 +355,8 @@ def test_a_reward_sees_its_row_as_it_was_written():
 def test_no_checkpoint_names_a_reward(made, tmp_path):
     """Its file runs where a person named it, and there alone: not to write, not to export, and a
     run goes on with the one that is asked for now, which must be the same."""
-    from model.chat import main as talk
     from model.convert import main as convert
+    from model.sample import main as talk
     trap, told = tmp_path / "trap.py", tmp_path / "told"
     trap.write_text(f"open({str(told)!r}, 'a').write('x')\n" + SHARE)
     train(load_config(None, settings(made, tmp_path / "out", reward=str(trap), max_iters=1)))
@@ -364,7 +364,7 @@ def test_no_checkpoint_names_a_reward(made, tmp_path):
     assert load_checkpoint(ckpt)["config"]["reward"] == str(trap)
     assert told.read_text() == "x"
     load_model(ckpt)
-    assert talk(["--ckpt", ckpt, "--prompt", "7?", "--max_new_tokens", "2"]) == 0
+    assert talk(["--chat", "--ckpt", ckpt, "--prompt", "7?", "--max_new_tokens", "2"]) == 0
     assert convert(["--ckpt", ckpt, "--to", str(tmp_path / "hf")]) == 0
     assert told.read_text() == "x"
     with pytest.raises(ValueError, match=r"reward: checkpoint has .*\n.*allow_change reward"):

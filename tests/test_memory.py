@@ -12,7 +12,7 @@ from processes import python
 from runs import SMALL, Program, assert_same, go, run_program, tensors
 
 from data.prepare import chat as data_chat
-from model import chat, memory, sample
+from model import lora, memory, sample
 from model.core.adapters import is_adapter
 from model.core.load import load_model
 from model.core.weights import check_must_match, read_backbone
@@ -218,15 +218,15 @@ def test_chats_are_learned_and_merged_it_talks(tmp_path, data_dir, backbone, cap
     assert losses[-1] < losses[0] - 0.1
     base = base.rename(tmp_path / "moved.pt")
     there = ["--ckpt", str(out / "ckpt.pt"), "--to", str(merged)]
-    assert memory.main(there) == 2
+    assert lora.main(there) == 2
     assert "no such file; if it has moved, --backbone FILE" in capsys.readouterr().err
-    merging = python("-m", "model.memory", *there, "--backbone", base)  # as a person types it
+    merging = python("-m", "model.lora", *there, "--backbone", base)  # as a person types it
     assert merging.returncode == 0, merging.stderr
     assert f"model.sample --ckpt {merged} --chat" in merging.stdout
     said = []
     for how in (["--ckpt", str(merged)],
                 ["--ckpt", str(out / "ckpt.pt"), "--backbone", str(base)]):
-        assert chat.main([*how, "--prompt", "say 77", "--max_new_tokens", "9"]) == 0
+        assert sample.main([*how, "--chat", "--prompt", "say 77", "--max_new_tokens", "9"]) == 0
         said.append(capsys.readouterr().out)
     assert said[0] == said[1] != "\n"
     whole, beside = load_model(merged)[0], load_model(out / "ckpt.pt", backbone=str(base))[0]

@@ -13,7 +13,7 @@ from data.tokenizer import load_tokenizer
 from model.core.generate import generate, sample_indices, sample_texts, sample_tokens
 from model.core.kv_cache import SINK_TOKENS, KVCache, create_cache
 from model.core.ops import apply_rope, attend, rope_table
-from model.core.quantize import Int8Linear, has_int8_kernel, replace_linear_layers
+from model.core.quantize import Int8Linear, replace_linear_layers
 from model.gpt import GPT, GPTConfig
 from model.moe import RoutedBlock
 from model.sample import load_model, main
@@ -321,15 +321,7 @@ def test_int8_weights_are_within_half_a_step(width, bias, rows):
     assert (joined(x) - wanted).norm() < 0.01 * wanted.norm()
 
 
-def test_int8_without_a_kernel(monkeypatch):
-    monkeypatch.delattr(torch, "_weight_int8pack_mm")
-    assert not has_int8_kernel(torch.device("cpu"), 32)
-
-
-def test_int8_is_not_multiplied_as_it_is_on_cuda():
-    """There its kernel is slower than widening the weights."""
-    assert has_int8_kernel(torch.device("cpu"), 32)
-    assert not has_int8_kernel(torch.device("cuda", 0), 32)
+def test_int8_logits_are_those_of_the_weights():
     model, idx = replace_linear_layers(small().bfloat16(), Int8Linear), random_tokens(2, 16)
     assert (model(idx) - small()(idx)).abs().max() < 0.05
 
@@ -394,8 +386,8 @@ def test_compiled_command_line(checkpoint, tmp_path):
     assert "failed" not in done.stderr
     without = sample(*command, CXX=str(tmp_path / "none"),
                      TORCHINDUCTOR_CACHE_DIR=str(tmp_path / "cache"))
-    assert without.returncode == 0 and without.stdout == plain.stdout, without.stderr
-    assert "--compile: torch.compile failed; continuing without it" in without.stderr
+    assert without.returncode == 2, without.stderr
+    assert "--compile: torch.compile failed; remove the option" in without.stderr
 
 
 # --- checkpoints and the command line
@@ -492,7 +484,7 @@ def test_a_model_that_writes_no_text(checkpoint, tmp_path, monkeypatch, capsys):
     assert main(["--ckpt", altered(checkpoint, tmp_path, config=dict(model="serve"))]) == 2
     assert "or a new file with build_model(config, data)" in capsys.readouterr().err
     other = torch.nn.Linear(2, 2)  # of a file without sample()
-    monkeypatch.setattr("model.sample.load.load_model", lambda *_: (other, load_tokenizer("byte")))
+    monkeypatch.setattr("model.sample.load_model", lambda *_: (other, load_tokenizer("byte")))
     assert main([]) == 2
     assert "does not generate text" in capsys.readouterr().err
 
@@ -501,8 +493,8 @@ def test_a_model_that_writes_no_text(checkpoint, tmp_path, monkeypatch, capsys):
     (["--temperature", "nan"], "a finite number, got 'nan'"),
     (["--seed", str(2**64)], f"--seed: must be below {2**63}"),
     (["--temperature", "inf"], "got 'inf'"), (["--seed", "-1"], "--seed: must be at least 0"),
-    (["--chat", "--compile"], "--chat: remove --compile, --quantize"),
-    (["--compile", "--num_samples", "2"], "--compile: one text"),
+    (["--chat", "--compile"], "use only one of them"),
+    (["--compile", "--num_samples", "2"], "use only one of them"),
     (["--ckpt", "nowhere.pt"], "no such file"), (["--temperature", "-1"], "at least 0"),
     (["--top_p", "0"], "must be above 0"),
     (["--top_p", "0.9", "--ckpt", "nowhere.pt"], "no such file"),

@@ -101,9 +101,13 @@ def initial_adapter(name, shape, seed):
     return torch.empty(shape).uniform_(-bound, bound, generator=generator)
 
 
-def add_adapters(model, targets, r, scale, seed):
-    """Replace the linear layers in the blocks of `model` that match `targets` by LoRALinear.
-    Adapters on the meta device are not initialised."""
+def add_adapters(model, r, seed, scale=2.0, targets=("attn", "mlp")):
+    """Freeze `model` and replace the linear layers in its blocks that match `targets` by LoRALinear
+    of rank r; r 0: change nothing. Return the model. Adapters on the meta device are not
+    initialised."""
+    if not r:
+        return model
+    model.requires_grad_(False)
     for name in find_layers(model, targets):
         layer = LoRALinear(model.get_submodule(name), r, scale)
         model.set_submodule(name, layer)
@@ -112,6 +116,7 @@ def add_adapters(model, targets, r, scale, seed):
             p = getattr(layer, part)
             if not p.is_meta:
                 p.data.copy_(initial_adapter(f"{name}.{part}", p.shape, seed))
+    return model
 
 
 def find_layers(model, targets):
@@ -142,14 +147,6 @@ def merge(model):
 class WithAdapters:
     """Mixin for a GPT to which adapters can be added: initial values, and the renaming of weights
     to start from."""
-
-    def add_adapters_if(self, config):
-        """Add adapters of rank config.lora_rank to attention and MLP and freeze all other weights;
-        rank 0: change nothing. Return the model."""
-        if config.lora_rank:
-            self.requires_grad_(False)
-            add_adapters(self, ["attn", "mlp"], config.lora_rank, 2.0, config.seed)
-        return self
 
     def initial(self, name, shape, seed):
         if is_adapter(name):

@@ -1,7 +1,6 @@
 """Autoregressive generation: continue token sequences with a model, and sample from logits."""
 
 import contextlib
-from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -31,40 +30,31 @@ class SamplingOptions:
 
 
 @torch.no_grad()
-def generate(model: torch.nn.Module, idx: torch.Tensor, max_new_tokens: int,
-             temperature: float = 1.0, top_k: int | None = None, top_p: float | None = None,
-             seed: int | list[int] | None = None, stop_token: int | list[int] | None = None,
-             on_token: Callable[[torch.Tensor], object] | None = None,
-             n_vocab: int | None = None, min_p: float | None = None,
-             lengths: torch.Tensor | None = None, samples_per_row: int = 1) -> torch.Tensor:
+def generate(model, idx, max_new_tokens, temperature=1.0, top_k=None, top_p=None, seed=None,
+             stop_token=None, on_token=None, n_vocab=None, min_p=None, lengths=None,
+             samples_per_row=1):
     """Continue idx (B, T) int64 by up to max_new_tokens tokens; return (B, T + new).
 
-    temperature: 0 selects the most likely token.
-    top_k, top_p, min_p: restrict sampling to the k most likely tokens, to the nucleus with
-        probability p (arXiv:1904.09751), or to tokens with at least min_p times the largest
-        probability (arXiv:2407.01082).
-    seed: one seed, or a list with one per group of rows; sampling in a group is then independent
-        of the other groups.
-    stop_token: one id or a list. A finished row is padded with the stop token. Generation stops
-        when all rows are finished.
+    temperature, top_k, top_p, min_p: see SamplingOptions (arXiv:1904.09751, arXiv:2407.01082).
+    seed: one seed, or a list with one per group of rows, which are then independent.
+    stop_token: an id or a list. A finished row is padded with the stop token; all finished: end.
     on_token: called with each new column of tokens (B,). Generation stops if it returns true.
     n_vocab: ids from n_vocab on (padding of the vocabulary) are never sampled.
     lengths: (B,) true lengths of right-padded prompts; new tokens start at column T.
-    samples_per_row: continuations per prompt, (B * samples_per_row, T + new); the prompt is
-        computed once.
+    samples_per_row: continuations per prompt, next to each other; the prompt is computed once.
 
     A full context rolls (see KVCache). With absolute positions, the last three quarters of the
     context are recomputed instead. Raises ValueError if the logits are not finite.
     """
-    c, device = model.config, idx.device
+    c = model.config
     size = min(c.block_size, idx.size(1) + max_new_tokens)
-    generators = create_generators(seed, device)
-    stops = torch.tensor([] if stop_token is None else stop_token, device=device).view(-1)
+    generators = create_generators(seed, idx.device)
+    stops = torch.tensor([] if stop_token is None else stop_token, device=idx.device).view(-1)
     with eager_mode(model):
         cache, pending = start_cache(model, idx, size, lengths, samples_per_row)
         idx = idx.repeat_interleave(samples_per_row, 0)  # (rows, T)
-        active = torch.arange(len(idx), device=device)  # numbers of the unfinished rows
-        done = torch.zeros(len(idx), dtype=torch.bool, device=device)
+        active = torch.arange(len(idx), device=idx.device)  # numbers of the unfinished rows
+        done = torch.zeros(len(idx), dtype=torch.bool, device=idx.device)
         failed = done.new_zeros(())
         for _ in range(max_new_tokens):
             if not c.rolls and cache.lengths[0] + pending.size(1) > c.block_size:
@@ -79,27 +69,27 @@ def generate(model: torch.nn.Module, idx: torch.Tensor, max_new_tokens: int,
                 new = torch.where(done, idx[:, -1], new)
                 done |= torch.isin(new, stops)
             idx = torch.cat((idx, new.clamp(min=0)[:, None]), dim=1)
+            if on_token is not None or stop_token is not None:  # synchronises with a GPU
+                n_active, any_failed = torch.stack(((~done).sum(), failed)).tolist()
+                if any_failed or on_token is not None and on_token(new) or not n_active:
+                    break
+                cache, active = remove_rows(cache, active, done[active], n_active)
             pending = idx[active, -1:]
-            if on_token is None and stop_token is None:
-                continue  # without a synchronisation of the GPU
-            n_active, any_failed = torch.stack(((~done).sum(), failed)).tolist()
-            if any_failed:
-                break
-            if on_token is not None and on_token(new) or not n_active:
-                break
-            if 8 * n_active <= 7 * len(active):  # fewer moves: only if an eighth has finished
-                # Move active rows from the end of the cache into finished rows.
-                is_done = done[active]
-                targets = is_done[:n_active].nonzero()[:, 0].tolist()
-                sources = (n_active + (~is_done[n_active:]).nonzero()[:, 0]).tolist()
-                cache.copy_rows(sources, targets)
-                active[targets] = active[sources]
-                active = active[:n_active]
-                cache = cache[:n_active]
-                pending = idx[active, -1:]
     if bool(failed):
         raise ValueError(NON_FINITE_LOGITS)
     return idx
+
+
+def remove_rows(cache, active, is_done, n):
+    """Return cache and active without the rows that are done; n rows remain. active rows move from
+    the end of the cache into finished rows, but only if an eighth has finished: fewer moves."""
+    if 8 * n > 7 * len(active):
+        return cache, active
+    targets = is_done[:n].nonzero()[:, 0].tolist()
+    sources = (n + (~is_done[n:]).nonzero()[:, 0]).tolist()
+    cache.copy_rows(sources, targets)
+    active[targets] = active[sources]
+    return cache[:n], active[:n]
 
 
 def create_generators(seed, device):
@@ -123,7 +113,9 @@ def start_cache(model, idx, size, lengths=None, samples_per_row=1):
             model(idx[:, :-1], cache=cache, last_only=True)
             before_end = idx.gather(1, (ends - 1).clamp(min=0)).masked_fill(ends == 0, -1)
             # The padding behind a row's end is masked from here on, and overwritten.
-            cache.truncate(lengths - 1, before_end)
+            cache.lengths.copy_(lengths - 1)
+            cache.device_lengths.copy_(lengths - 1)
+            cache.last_token.copy_(before_end)
     if samples_per_row > 1:
         cache = cache.repeat(samples_per_row)
     return cache, pending.repeat_interleave(samples_per_row, 0)

@@ -132,13 +132,6 @@ class KVCache:
                 cached[self.row_numbers, :, self.slots] = new[:, :, 0].to(cached.dtype)
         return *self.kv[layer, :, :, :, :self.n_visible], self.mask
 
-    def truncate(self, lengths, last_token):
-        """Shorten the rows to `lengths` (B,); no row may be full. last_token (B, 1): their new last
-        tokens."""
-        self.lengths.copy_(lengths)
-        self.device_lengths.copy_(lengths)
-        self.last_token.copy_(last_token)
-
 
 def count_sinks(size):
     """Return the number of attention sinks in a context of `size` tokens."""

@@ -11,7 +11,6 @@ from dataclasses import fields
 import torch
 
 from data.chat_template import ChatTemplate
-from data.tokenizer import Tokenizer
 from model.core.shape import check_shape, check_size
 from train.base.checkpoint_file import load_checkpoint
 from train.base.errors import CheckpointError
@@ -51,9 +50,7 @@ def use_ema(state, path):
     return state | {"model": state["model"] | averages}
 
 
-def load_model(ckpt_path: str | os.PathLike, device: str | torch.device = "cpu",
-               dtype: torch.dtype | None = None, backbone: str | None = None, ema: bool = False,
-               expect: str | None = None) -> tuple[torch.nn.Module, Tokenizer | None]:
+def load_model(ckpt_path, device="cpu", dtype=None, backbone=None, ema=False, expect=None):
     """Return (model in eval mode, tokenizer or None) of a checkpoint, or of a file or folder that
     model/convert/foreign.py reads.
 

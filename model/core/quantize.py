@@ -32,27 +32,21 @@ class PackedLinear(ConcatLinear):
     """
 
     def store(self, weight):
-        self.plain, self.packed = weight, None
-        if weight.device.type == "cpu" and weight.dtype == torch.bfloat16:
-            try:
-                packed = torch.ops.mkldnn._reorder_linear_weight(weight, 1)
-                self.product(weight.new_zeros(1, weight.size(1)), packed)
-            except (AttributeError, RuntimeError):
-                return  # not supported by this build of PyTorch or this CPU: F.linear
-            self.plain, self.packed = None, packed
-
-    def product(self, x, packed):
-        return torch.ops.mkldnn._linear_pointwise.default(x, packed, self.bias, "none", [], "")
+        self.stored = weight
+        if (weight.device.type == "cpu" and weight.dtype == torch.bfloat16
+                and torch.backends.mkldnn.is_available()
+                and torch.ops.mkldnn._is_mkldnn_bf16_supported()):
+            self.stored = torch.ops.mkldnn._reorder_linear_weight(weight, 1)
 
     def forward(self, x):
-        if self.packed is None:
-            return F.linear(x, self.plain, self.bias)
-        return self.product(x, self.packed)
+        if not self.stored.is_mkldnn:
+            return F.linear(x, self.stored, self.bias)
+        return torch.ops.mkldnn._linear_pointwise.default(x, self.stored, self.bias, "none", [], "")
 
     @property
     def weight(self):
         """The original weight (N, K)."""
-        return self.plain if self.packed is None else self.packed.to_dense()
+        return self.stored.to_dense() if self.stored.is_mkldnn else self.stored
 
 
 class Int8Linear(ConcatLinear):
@@ -66,7 +60,9 @@ class Int8Linear(ConcatLinear):
         self.register_buffer("int8", int8)
         self.register_buffer("scale", scale[:, 0])
         self.dtype = weight.dtype
-        self.has_kernel = has_int8_kernel(weight.device, weight.size(1))
+        # PyTorch 2.13's CPU kernel reads 16 columns at a time, beyond the end of other widths; the
+        # CUDA kernel is slower than bfloat16 products.
+        self.has_kernel = weight.device.type in ("cpu", "mps") and weight.size(1) % 16 == 0
 
     def forward(self, x):
         rows = x.flatten(0, -2)
@@ -92,20 +88,6 @@ def quantize_rows(weight):
     for rows, row_scale, out in zip(weight.split(64), scale.split(64), int8.split(64)):
         out.copy_((rows.float() / row_scale.float()).round_())
     return int8, scale
-
-
-def has_int8_kernel(device, width):
-    """Return whether int8 weights with `width` columns can be multiplied without dequantization.
-    PyTorch 2.13's CPU kernel reads 16 columns at a time, beyond the end of other widths; the CUDA
-    kernel is slower than bfloat16 products."""
-    if width % 16 or device.type == "cuda":
-        return False
-    try:
-        x = torch.zeros(1, 32, device=device, dtype=torch.bfloat16)
-        torch._weight_int8pack_mm(x, torch.zeros(32, 32, device=device, dtype=torch.int8), x[0])
-        return True
-    except (AttributeError, RuntimeError):
-        return False
 
 
 def replace_linear_layers(model, linear_class=PackedLinear):

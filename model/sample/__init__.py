@@ -9,16 +9,60 @@ from dataclasses import dataclass
 
 import torch
 
+from data.tokenizer import open_tokenizer
 from model.core.detokenizer import TextStreamer
 from model.core.generate import SamplingOptions, encode_prompt, generate
-from model.core.load import load_model  # noqa: F401  public name
-from model.sample.load import LoadOptions, load_for_decoding, load_text_model
+from model.core.load import BACKBONE, EMA, load_model
+from model.core.quantize import Int8Linear, PackedLinear, replace_linear_layers
+from model.gpt import GPT
 from train.base.cli import run_command
 from train.base.errors import UserError, echo
 from train.base.fields import key
-from train.device import is_compile_error
+from train.device import choose_dtype, is_compile_error
+from train.distributed import get_device
 
 SEPARATOR = "-" * 72  # between several texts
+
+
+@dataclass
+class LoadOptions:
+    """Command-line options of load_text_model and load_for_decoding."""
+    ckpt: str = key("out/ckpt.pt", "checkpoint, Hugging Face folder or hf:OWNER/NAME")
+    backbone: str | None = key(None, BACKBONE, metavar="FILE")
+    ema: bool = key(False, EMA)
+    tokenizer: str | None = key(None, "tokenizer to use if the checkpoint has none: byte, gpt2, a "
+                                "rank file or a prepared folder")
+    device: str = key("auto", "auto, cpu, cuda or mps")
+    dtype: str = key("auto", "precision of the weights", choices=["auto", "float32", "bfloat16"])
+    quantize: str | None = key(None, "int8 weights with one scale per row: half of bfloat16's "
+                               "memory", choices=["int8"])
+
+
+def load_text_model(options):
+    """Return (model, tokenizer, device) of a checkpoint that generates text. Raises ValueError or
+    UserError."""
+    device, ckpt = get_device(options.device), options.ckpt
+    model, tokenizer = load_model(ckpt, device, choose_dtype(options.dtype, device)[0],
+                                  options.backbone, options.ema)
+    if not isinstance(model, GPT):
+        raise ValueError(f"{ckpt}: {type(model).__module__} does not generate text")
+    if tokenizer is None and options.tokenizer is None:
+        raise ValueError(f"{ckpt}: has no tokenizer; specify --tokenizer byte, gpt2, a rank file "
+                         "or a prepared folder")
+    tokenizer = tokenizer or open_tokenizer(options.tokenizer)
+    if tokenizer.n_vocab > model.config.vocab_size:
+        raise ValueError(f"--tokenizer {options.tokenizer}: has {tokenizer.n_vocab} ids, but the "
+                         f"model's vocabulary has {model.config.vocab_size}; specify the tokenizer "
+                         "of the training data")
+    return model, tokenizer, device
+
+
+def load_for_decoding(options):
+    """Return load_text_model(options) with linear layers for decoding, which are int8 with
+    --quantize and packed without."""
+    model, tokenizer, device = load_text_model(options)
+    replace_linear_layers(model, Int8Linear if options.quantize else PackedLinear)
+    return model, tokenizer, device
 
 
 @dataclass
@@ -39,7 +83,7 @@ class SampleOptions(SamplingOptions, LoadOptions):
 
 
 def load_compiled(options):
-    """Return load_for_decoding(options) with a compiled model, or without if compiling fails."""
+    """Return load_text_model(options) with a compiled model. Raises UserError."""
     from model.sample.compiled import compile_decoder
     model, tokenizer, device = load_text_model(options)
     print("--compile: compiling takes some ten seconds; the result is cached", file=sys.stderr)
@@ -48,25 +92,26 @@ def load_compiled(options):
     except Exception as error:
         if not is_compile_error(error):
             raise
-        reason = str(error).strip().split("\n")[0][:200]
-        print(f"--compile: torch.compile failed; continuing without it: {reason}", file=sys.stderr)
-        return load_for_decoding(options)
+        raise UserError("--compile: torch.compile failed; remove the option: "
+                        f"{str(error).strip()[:200]}") from error
 
 
 def sample(options):
-    """Generate and print texts."""
-    many = options.num_samples > 1
-    if options.chat and (options.compile or options.quantize or many):
-        raise UserError("--chat: remove --compile, --quantize and --num_samples")
-    if options.compile and many:
-        raise UserError("--compile: one text; remove it or --num_samples")
-    if options.chat:
-        from model.chat import chat
-        return chat(options)
+    """Generate and print texts, or talk."""
+    n = options.num_samples
+    if options.chat + options.compile + (n > 1) > 1:
+        raise UserError("--chat, --compile and --num_samples: use only one of them")
     model, tokenizer, device = (load_compiled if options.compile else load_for_decoding)(options)
+    if options.chat:
+        from model.chat import read_questions, talk
+        if model.template is None:
+            raise UserError(f"{options.ckpt}: not a chat model; fine-tune it with --config "
+                            "train/configs/chat.yaml, see python -m data.prepare.chat --help")
+        questions = [options.prompt] if options.prompt else read_questions()
+        return talk(model, tokenizer, questions, options.max_new_tokens, options.system,
+                    **options.sampling())
     started = time.perf_counter()
     prompt = encode_prompt(tokenizer, options.prompt)
-    n = options.num_samples
     idx = torch.tensor([prompt] * n, device=device)  # (n, T)
     stop = tokenizer.eot_token
     on_token = None

@@ -21,12 +21,11 @@ def compile_decoder(model, quantized=False):
     torch.compile raises."""
     device = model.wte.weight.device
     is_plain = all(block.compiles_decoding and not block.attn.window for block in model.h)
-    # One graph computes all layers.
-    if not is_plain or len({block.attn.rope_index for block in model.h}) > 1:
+    # One graph computes all layers. MPS has no float64, which positions need to be exact.
+    if (not is_plain or len({block.attn.rope_index for block in model.h}) > 1
+            or device.type == "mps"):
         raise ValueError("--compile: expected a plain GPT with full attention and the same "
-                         "positions in every layer; remove the option")
-    if device.type == "mps":  # has no float64, which positions need to be exact
-        raise ValueError("--compile: not supported on mps; remove the option")
+                         "positions in every layer, not on mps; remove the option")
     linear_class = Int8Linear if quantized else ReductionLinear
     decoder = CompiledDecoder(replace_linear_layers(model, linear_class))
     with torch.no_grad():
@@ -34,13 +33,16 @@ def compile_decoder(model, quantized=False):
     return decoder
 
 
-class CompiledDecoder:
+class CompiledDecoder(nn.Module):
     """A model for generate() that computes single tokens of a single text with a compiled graph.
     Prompts and batches are computed eagerly."""
     needs_full_cache = True  # the only size that is compiled
 
     def __init__(self, model):
-        self.model, self.config, self.wte = model, model.config, model.wte
+        super().__init__()
+        self.model = model
+        self.config = model.config
+        self.wte = model.wte
         for i, block in enumerate(model.h):
             model.h[i] = SharedGraphBlock(block)
         # On a GPU, one CUDA graph replaces a thousand kernel launches per token.
@@ -48,10 +50,7 @@ class CompiledDecoder:
         self.step = torch.compile(functools.partial(next_logits, model), dynamic=False,
                                   fullgraph=True, mode=mode)
 
-    def modules(self):
-        return self.model.modules()
-
-    def __call__(self, idx, cache, last_only=True):
+    def forward(self, idx, cache, last_only=True):
         """Return logits (B, T or 1, V) of the tokens idx (B, T), which follow the cached ones."""
         if idx.shape != (1, 1):
             return self.model(idx, cache=cache, last_only=last_only)

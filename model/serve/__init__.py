@@ -10,7 +10,7 @@ import socket
 from dataclasses import dataclass
 from pathlib import Path
 
-from model.sample.load import LoadOptions, load_for_decoding
+from model.sample import LoadOptions, load_for_decoding
 from train.base.cli import run_command
 from train.base.errors import require
 from train.base.fields import key
