@@ -97,10 +97,6 @@ class ChatWriter(SampleWriter):
             return fitting
         return None
 
-    def write(self, folder, splits):
-        return {split: self.write_split(folder, split, samples)
-                for split, samples in splits.items()}
-
     def write_split(self, folder, split, samples):
         """Pack the sequences into rows of block_size + 1 tokens, filled up with end tokens."""
         width = self.block_size + 1

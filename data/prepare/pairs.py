@@ -116,8 +116,7 @@ class PairWriter(SampleWriter):
         print(f"Computing log probabilities with {self.args.reference} on {self.device}, {reason}")
         with (torch.no_grad(),
               torch.autocast(self.device.type, dtype, enabled=dtype != torch.float32)):
-            return {split: self.write_split(folder, split, pairs)
-                    for split, pairs in splits.items()}
+            return super().write(folder, splits)
 
     def write_split(self, folder, split, pairs):
         from model.dpo import answer_logps

@@ -68,15 +68,16 @@ class PromptWriter(SampleWriter):
     def write(self, folder, splits):
         """Write the prompts in rows of the longest one."""
         self.block_size = max(len(ids) - 1 for rows in splits.values() for (ids, _), _ in rows)
-        for split, rows in splits.items():
-            ids = [ids[:-1] for (ids, _), _ in rows]
-            save_arrays(folder, split, length=np.array([*map(len, ids)], np.uint32),
-                        tokens=pad_rows(ids, self.block_size, self.tokenizer.eot_token,
-                                        self.id_dtype))
-            with open(os.path.join(folder, f"{split}_rows.jsonl"), "w", encoding="utf-8") as f:
-                # Values that JSON cannot represent, e.g. dates of a table, become text.
-                f.writelines(json.dumps(line, default=str) + "\n" for _, line in rows)
-        return {split: dict(questions=len(rows)) for split, rows in splits.items()}
+        return super().write(folder, splits)
+
+    def write_split(self, folder, split, rows):
+        ids = [ids[:-1] for (ids, _), _ in rows]
+        save_arrays(folder, split, length=np.array([*map(len, ids)], np.uint32),
+                    tokens=pad_rows(ids, self.block_size, self.tokenizer.eot_token, self.id_dtype))
+        with open(os.path.join(folder, f"{split}_rows.jsonl"), "w", encoding="utf-8") as f:
+            # Values that JSON cannot represent, e.g. dates of a table, become text.
+            f.writelines(json.dumps(line, default=str) + "\n" for _, line in rows)
+        return dict(questions=len(rows))
 
 
 def main(argv=None):

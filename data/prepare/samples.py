@@ -60,8 +60,8 @@ class SampleWriter:
 
         encode(record)          the encoded sample, whose first item is (ids, mask); `None`: left
                                 out, and counted in self.notes. Raises ValueError
-        write(folder, splits)   writes {"train": encoded samples, "val": ...} and returns the
-                                `splits` of meta.json
+        write_split(folder, split, samples)
+                                writes the encoded samples and returns the numbers of meta.json
     """
     suffix = ""  # of the default folder
 
@@ -89,6 +89,11 @@ class SampleWriter:
                 extra=self.extra))
         print(f"Prepared {out}: rows of up to {self.block_size} tokens")
         report(out, splits, f"configs/{self.model}", " --init_from CKPT.pt")
+
+    def write(self, folder, splits):
+        """Write {"train": encoded samples, "val": ...}. Returns the `splits` of meta.json."""
+        return {split: self.write_split(folder, split, samples)
+                for split, samples in splits.items()}
 
     def read(self):
         """Return {"train": encoded samples, "val": ...} of all records. Raises DataError for bad
