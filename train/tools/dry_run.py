@@ -59,16 +59,12 @@ def estimate(config):
         log(f"Memory, MiB: {listed}; total {sum(memory.values()) / MIB:,.0f} of "
             f"{available / MIB:,.0f}")
         check_memory(memory, available, ranks)
-        log_durations(config, data.train, seconds, log)
-
-
-def log_durations(config, loader, seconds, log):
-    """Log the speed, and the durations of this run and of runs of other lengths."""
-    units = config.samples_per_step * loader.units_per_sample
-    log(f"Fits. {seconds * 1000:,.0f} ms per step, {units / seconds:,.0f} {loader.unit}/s")
-    for steps in sorted({config.max_iters, 5_000, 50_000, 500_000}):
-        log(f"  {steps:>9,} steps: {compact(steps * units):>6} {loader.unit}, "
-            f"{duration(steps * seconds)}")
+        unit = data.train.unit
+        units = config.samples_per_step * data.train.units_per_sample
+        log(f"Fits. {seconds * 1000:,.0f} ms per step, {units / seconds:,.0f} {unit}/s")
+        for steps in sorted({config.max_iters, 5_000, 50_000, 500_000}):
+            log(f"  {steps:>9,} steps: {compact(steps * units):>6} {unit}, "
+                f"{duration(steps * seconds)}")
 
 
 def state_memory(config, model, world_size):
