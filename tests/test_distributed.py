@@ -313,7 +313,7 @@ def edited_model(options):
         with contextlib.ExitStack() as at_end:
             try:
                 run = at_end.enter_context(open_run(config, ranks))
-            except (SetupError, ValueError) as error:
+            except SetupError as error:
                 return str(error)
             found = arrays((n, distributed.full(p)) for n, p in run.raw_model.named_parameters())
             train_step(run)
@@ -338,8 +338,9 @@ def test_a_parameter_of_ones_own_starts_from_its_own_value_or_is_refused(data_di
     (alone, _, _), = in_ranks(1, edited_model, options(data_dir, tmp_path / "1"))
     for scalar, unknown, told in in_ranks(2, edited_model, options(data_dir, tmp_path / "2",
                                                                    distributed="fsdp")):
-        assert "Change gain to a 1D tensor with numel equal to 1" in scalar
-        assert "initial values of h.0.shift, h.0.gain, h.1.shift, h.1.gain; or" in unknown
+        assert "cannot shard the scalars h.0.gain, h.1.gain: give them the shape (1,)" in scalar
+        assert "\n    h.*.shift: return normal(name, shape, 0.02, seed)\n" in unknown
+        assert "\n    h.*.gain: return torch.ones(shape)\n" in unknown
         for found in (alone, told):
             assert found.keys() == plain.keys() | {f"h.{i}.{n}" for i in (0, 1)
                                                    for n in ("shift", "gain")}

@@ -24,6 +24,7 @@ from train.base.files import write_text
 from train.base.run_folder import RUN_FILES, find_newest_checkpoint, move_files
 from train.config import FIELDS, find_differences, input_files
 from train.distributed import (
+    Ranks,
     assign,
     broadcast_from_rank0,
     full,
@@ -365,17 +366,24 @@ def without_values(state):
 
 
 def check_on_first_step(optimizer):
-    """Raise CheckpointError after the first step of an optimizer if it has changed attributes: a
-    checkpoint holds `optimizer.state` only."""
+    """Check, after the first step of an optimizer, that a checkpoint would hold its entire state:
+    save it to memory, restore and compare it. CheckpointError otherwise."""
     def attributes():
         return {k: repr(v) for k, v in vars(optimizer).items()
                 if not k.startswith("_") and k not in ("state", "param_groups", "defaults")}
 
     def check(*_):
         handle.remove()
-        if changed := [k for k, text in attributes().items() if before.get(k) != text]:
-            raise CheckpointError(f"optimizer {type(optimizer).__name__}: attribute "
-                                  f"{', '.join(changed)} could not be resumed from a checkpoint, "
-                                  "which holds optimizer.state: keep it there")
-    before = attributes()
+        before = attributes()
+        state = map_tensors(torch.clone, optimizer_state(optimizer)["state"])
+        create_state(optimizer)
+        changed = [f"attribute {k}" for k, text in attributes().items() if before.get(k) != text]
+        restore_optimizer(optimizer, state, Ranks(), kind)
+        restored = dict(named_tensors(optimizer_state(optimizer)["state"]))
+        changed += [f"state {name}" for name, tensor in named_tensors(state)
+                    if not torch.equal(local(restored[name]), local(tensor))]
+        if changed:
+            raise CheckpointError(f"{kind}: {', '.join(changed[:3])} could not be resumed from a "
+                                  "checkpoint, which holds optimizer.state: keep it there")
+    kind = f"optimizer {type(optimizer).__name__}"
     handle = optimizer.register_step_post_hook(check)

@@ -8,6 +8,7 @@ import ctypes
 import os
 import pickle
 import random
+import re
 import signal
 import time
 import uuid
@@ -223,6 +224,9 @@ def shard(model, ranks, dtype, seed, initial):
     """
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+    if scalars := [name for name, p in model.named_parameters() if p.dim() == 0]:
+        raise SetupError(f"FSDP cannot shard the scalars {', '.join(scalars)}: give them the shape "
+                         "(1,), or use --distributed ddp")
     tensors = model.state_dict()
     if tables := [name for name, b in model.named_buffers() if b.is_meta and name not in tensors]:
         raise SetupError(f"under FSDP, the buffers {', '.join(tables)} have no values: create them "
@@ -245,8 +249,12 @@ def shard(model, ranks, dtype, seed, initial):
         else:
             assign(tensors[name], value)
     if unknown:
-        raise SetupError("under FSDP, initial(name, shape, seed) of the model must return the "
-                         f"initial values of {', '.join(unknown)}; or use --distributed ddp")
+        examples = {re.sub(r"\.\d+\.", ".*.", name): "torch.ones(shape)" if tensors[name].dim() < 2
+                    else "normal(name, shape, 0.02, seed)" for name in unknown}
+        lines = "\n".join(f"    {name}: return {value}" for name, value in examples.items())
+        raise SetupError("under FSDP, initial(name, shape, seed) of the model returns the initial "
+                         f"values; add a line for each of these, e.g.\n{lines}\nor use "
+                         "--distributed ddp")
     return model
 
 

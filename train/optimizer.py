@@ -140,14 +140,18 @@ def create_state(optimizer):
     """Create the state that the first step of an optimizer creates, so that a checkpoint can be
     loaded into it, by a step of zero gradients at a learning rate of zero."""
     optimizer.state.clear()
-    rates = [group["lr"] for group in optimizer.param_groups]
-    for group in optimizer.param_groups:
+    groups = optimizer.param_groups
+    params = [p for group in groups for p in group["params"]]
+    grads = [p.grad for p in params]
+    rates = [group["lr"] for group in groups]
+    for p in params:
+        p.grad = torch.zeros_like(p)
+    for group in groups:
         group["lr"] = 0.0
-        for p in group["params"]:
-            p.grad = torch.zeros_like(p)
     optimizer.step()
-    optimizer.zero_grad(set_to_none=True)
-    for group, rate in zip(optimizer.param_groups, rates, strict=True):
+    for p, grad in zip(params, grads, strict=True):
+        p.grad = grad
+    for group, rate in zip(groups, rates, strict=True):
         group["lr"] = rate
 
 
