@@ -434,6 +434,6 @@ def test_a_default_length_of_many_epochs_is_refused_before_a_file_is_written(tmp
     code, out, err = command("--dry_run", data_dir=data_dir, max_iters=31_201)
     assert code == 2 and "--max_epochs 3" in err
     code, out, err = command("--dry_run", data_dir=data_dir, max_iters=31_200)
-    assert code == 0 and "200.00 epochs of 1,248 samples" in out
+    assert code == 0 and "Warning: every sample is used 200 times" in out
     code, out, err = command("--dry_run", data_dir=data_dir, max_epochs=300)
-    assert code == 0 and "300.00 epochs" in out
+    assert code == 0 and "300.00 epochs" in out and "Warning: every" not in out

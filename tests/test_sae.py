@@ -443,9 +443,13 @@ def test_silent_steps_are_counted_until_a_feature_fires():
     training = model.numbers(sums)
     assert training == dict(explained_variance=1 - 6 / 4, l0=9 / 4, l1=1.5, auxk=0.25, dead=2.0)
     evaluation = model.numbers(sums | dict(lm_loss=torch.tensor(8.0),
-                                           spliced_loss=torch.tensor(10.0)))
-    assert evaluation == training | dict(dead=1.0, lm_loss=2.0, spliced_loss=2.5)
-    assert model.numbers(sums | dict(xx=torch.tensor(5.0)))["explained_variance"] is None
+                                           spliced_loss=torch.tensor(10.0),
+                                           zeroed_loss=torch.tensor(16.0)))
+    assert evaluation == training | dict(dead=1.0, lm_loss=2.0, spliced_loss=2.5,
+                                         loss_recovered=0.75)
+    same = model.numbers(sums | dict(lm_loss=torch.tensor(8.0), spliced_loss=torch.tensor(8.0),
+                                     zeroed_loss=torch.tensor(8.0), xx=torch.tensor(5.0)))
+    assert same["loss_recovered"] is None and same["explained_variance"] is None
 
 
 @pytest.mark.parametrize("kind, length", [("topk", 1.0), ("relu", 0.1)])

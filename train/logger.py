@@ -29,6 +29,8 @@ SLOW_INPUT_SHARE = 0.3  # of the time; a larger share is a warning
 SLOW_INPUT = ("{:.0%} of the time is spent reading batches: move data_dir to a local disk, or use "
               "larger samples")
 
+WARN_EPOCHS = 20  # more are a warning, unless the length is given in epochs
+
 # Names with a fixed meaning in log lines: a model may not use one for a custom number.
 LINE_NAMES = {"iter", "tokens", "unit", "loss", "lr", "grad_norm", "time_ms", "tokens_per_sec",
               "mfu", "eta_s", "max_iters", "memory_mib", "epoch", "train_loss"}
@@ -328,6 +330,9 @@ def log_plan(log, config, ranks, data, model, device, precision, flops):
     log(f"Length: {c.max_iters:,} steps, {compact(total)} {unit}, "
         f"{samples / train.samples:.2f} epochs of {train.samples:,} samples{ratio}"
         + (f", {flops * c.max_iters:.2g} FLOPs" if flops else ""))
+    if samples > WARN_EPOCHS * train.samples and not c.max_epochs:
+        log(f"Warning: every sample is used {samples / train.samples:,.0f} times; a few epochs are "
+            "usual (--max_epochs 3)")
     for line in getattr(train, "passes", lambda n: ())(samples):
         log(line)
     warmup, _, final = milestones(c)

@@ -192,7 +192,7 @@ class SAEModel(nn.Module):
 
     def forward(self, x, targets=None):
         """Training: x (B, T, C) activations. Evaluation: x, targets (B, T) tokens, with sums of the
-        backbone's loss: unchanged, and spliced with the reconstruction."""
+        backbone's loss: unchanged, spliced with the reconstruction, and with zeros instead."""
         if targets is None:
             return self.sae(x.flatten(0, 1))[:2]
         backbone = self.backbone()
@@ -200,7 +200,8 @@ class SAEModel(nn.Module):
         targets[:, :N_SKIPPED] = IGNORE
         loss, sums, out = self.sae(backbone.activations(x).flatten(0, 1))
         losses = dict(lm_loss=backbone.loss(x, targets, lambda stream: stream),
-                      spliced_loss=backbone.loss(x, targets, lambda stream: out.view(stream.shape)))
+                      spliced_loss=backbone.loss(x, targets, lambda stream: out.view(stream.shape)),
+                      zeroed_loss=backbone.loss(x, targets, torch.zeros_like))
         count = torch.tensor(len(out), device=out.device)
         return loss, sums | {name: v * count for name, v in losses.items()} | dict(count=count)
 
@@ -210,7 +211,8 @@ class SAEModel(nn.Module):
         explained_variance: over all activations and dimensions together, because a mean of ratios
         would be biased. l0: features per token. dead: in training the features that have not fired
         for dead_after steps, in evaluations all that never fired. In evaluations also the
-        backbone's lm_loss, and spliced_loss with the reconstruction.
+        backbone's lm_loss, spliced_loss with the reconstruction, and loss_recovered: 1 if both are
+        equal, 0 if the reconstruction is no better than zeros.
         """
         means = {name: float(sums[name] / sums["count"])
                  for name in ("l1", "auxk", "lm_loss", "spliced_loss") if name in sums}
@@ -218,8 +220,12 @@ class SAEModel(nn.Module):
         unexplained = sums["mse"] * self.spec["d_in"]
         means["explained_variance"] = float(1 - unexplained / variance) if variance > 0 else None
         means["l0"] = float(sums["fired"].sum() / sums["count"])
-        is_dead = (sums["fired"] == 0 if "lm_loss" in sums
-                   else self.sae.silent >= self.keys.dead_after)
+        is_dead = self.sae.silent >= self.keys.dead_after
+        if "lm_loss" in sums:
+            is_dead = sums["fired"] == 0
+            zeroed = float(sums["zeroed_loss"] / sums["count"])
+            gap = zeroed - means["lm_loss"]
+            means["loss_recovered"] = (zeroed - means["spliced_loss"]) / gap if gap else None
         return means | dict(dead=float(is_dead.sum()))
 
     def after_step(self, it, sums):
