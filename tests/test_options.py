@@ -423,6 +423,13 @@ def test_config_files_of_runs_are_plain_yaml(go, tmp_path):
     assert values.keys() == FIELDS.keys() - START_KEYS and values["lr_groups"] == {"wte": 0.5}
 
 
+def test_keys_without_effect_are_one_line_at_the_start(go):
+    out = go("o", wsd_decay=0.9, early_stopping_min_delta=0.1, max_iters=1)
+    assert out.count("Keys without effect: wsd_decay (needs lr_schedule=wsd), "
+                     "early_stopping_min_delta (needs early_stopping_patience)\n") == 1
+    assert "without effect" not in go("p", max_iters=1)
+
+
 # -----------------------------------------------------------------------------
 # epochs
 

@@ -9,7 +9,7 @@ import pytest
 from conftest import REPO
 
 from train.base.errors import ConfigError
-from train.base.fields import base_type, parse_value
+from train.base.fields import base_type, fields_by_name, parse_value
 from train.config import (
     TrainConfig,
     config_class,
@@ -23,6 +23,7 @@ from train.config import (
     to_yaml,
 )
 from train.keys import FIELDS
+from train.lr_scheduler import ReduceOnPlateau, get_lr
 
 
 @pytest.mark.parametrize("name, raw, value", [
@@ -332,6 +333,48 @@ def test_the_free_keys_are_these():
         step_timeout tokenizer tracker""".split())
     starts = {n for n, f in FIELDS.items() if f.metadata.get("start")}
     assert starts == {"resume", "allow_change", "eval_only", "profile", "dry_run", "print_config"}
+
+
+# --- keys without effect
+
+@pytest.mark.parametrize("name", [n for n, f in FIELDS.items()
+                                  if "lr_schedule=" in f.metadata.get("needs", "")])
+def test_a_key_of_a_schedule_has_an_effect_where_it_is_needed_and_only_there(name):
+    """Beside the rates of all steps (of a plateau, which follows evaluations: its factor)."""
+    def rates(**changes):
+        c = TrainConfig(max_iters=40, warmup_iters=2, **changes)
+        plateau = ReduceOnPlateau(c.lr_factor, c.plateau_patience, (c.min_lr or 0) / 6e-4)
+        out = []
+        for it in range(40):
+            if schedule == "plateau":
+                plateau.update(1.0)
+            out.append(get_lr(it, c) * plateau.scale)
+        return out
+    value = dict(min_lr=3e-4, lr_decay_iters=20, wsd_decay=0.1, step_iters=4, lr_factor=0.1,
+                 plateau_patience=1)[name]
+    for schedule in FIELDS["lr_schedule"].metadata["choices"]:
+        c = TrainConfig(lr_schedule=schedule, **{name: value})
+        is_unused = rates(lr_schedule=schedule) == rates(lr_schedule=schedule, **{name: value})
+        assert (name in c.unused_keys()) == is_unused, schedule
+
+
+def test_what_a_key_needs_is_a_key_and_one_of_its_values():
+    for model in ("gpt", "sae", "moe"):
+        known = fields_by_name(config_class(model))
+        for f in known.values():
+            name, _, values = f.metadata.get("needs", "model").partition("=")
+            assert {*values.split("|")} <= {"", *known[name].metadata.get("choices", ())}, f.name
+
+
+def test_keys_without_effect_are_those_that_the_user_set(tmp_path):
+    given = ["--plateau_patience=5", "--muon_lr=0.1", "--optimizer=muon", "--eval_task_rows", "3"]
+    assert load_config(None, given).unused_keys() == dict(
+        plateau_patience="lr_schedule=plateau", eval_task_rows="eval_tasks")
+    (tmp_path / "c.yaml").write_text(to_yaml(load_config(None, ["wsd_decay=0.9"])))  # every key
+    assert load_config(tmp_path / "c.yaml").unused_keys() == dict(wsd_decay="lr_schedule=wsd")
+    assert load_config(None, ["model=sae", "l1=1"]).unused_keys() == dict(l1="sae=relu")
+    for path in (REPO / "train" / "configs").glob("[!h]*.yaml"):
+        assert not load_config(path).unused_keys(), path
 
 
 # --- lengths

@@ -9,7 +9,7 @@ import functools
 import math
 import os
 import re
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 
 from train.base.errors import ConfigError
 from train.base.fields import fields_by_name, key, parse_mixture
@@ -20,6 +20,7 @@ from train.base.fields import fields_by_name, key, parse_mixture
 #   shape=True    the key is part of a model's shape and is inherited with the weights (init_from)
 #   reads=True    the key names a file that the run reads, which --resume never must not move;
 #                 reads="apart": a model of any shape
+#   needs="NAME=A|B"  the key has no effect unless NAME is A or B; needs="NAME": unless NAME is set
 
 
 free_key = functools.partial(key, free=True)
@@ -51,7 +52,8 @@ class RunKeys:
     print_config: bool = key(False, "print every key, its value and its origin", start=True)
     tokenizer: str | None = free_key(None, "for data without one: byte, gpt2 or a file", path=True)
     tracker: list[str] = free_key([], "also log to", choices=["tensorboard", "wandb", "mlflow"])
-    run_name: str | None = free_key(None, "name of the run in trackers (default: out_dir)")
+    run_name: str | None = free_key(None, "name of the run in trackers (default: out_dir)",
+                                    needs="tracker")
 
 
 @dataclass
@@ -68,7 +70,8 @@ class LengthKeys:
     eval_epochs: float | None = free_key(None, "epochs between evaluations", gt=0)
     eval_iters: int = free_key(50, "validation batches of batch_size samples", ge=1)
     eval_tasks: list[str] = free_key([], "task files NAME.jsonl to evaluate, logged as val_NAME")
-    eval_task_rows: int = free_key(200, "examples per task: the first ones; 0: all", ge=0)
+    eval_task_rows: int = free_key(200, "examples per task: the first ones; 0: all", ge=0,
+                                   needs="eval_tasks")
     eval_on_start: bool = free_key(True, "also evaluate before the first step")
     log_interval: int = free_key(10, "steps between log lines", ge=1)
     save_interval: int | None = free_key(None, "steps between saves (default: eval_interval)", ge=0)
@@ -83,19 +86,26 @@ class LengthKeys:
 @dataclass
 class LearningRateKeys:
     learning_rate: float = key(6e-4, "peak learning rate", gt=0, le=100)
-    min_lr: float | None = key(None, "final learning rate (default: peak / 10; plateau: 0)", ge=0)
+    min_lr: float | None = key(None, "final learning rate (default: peak / 10; plateau: 0)", ge=0,
+                               needs="lr_schedule=cosine|linear|wsd|step|plateau")
     lr_schedule: str = key("cosine", "schedule after the warm-up; none is constant", choices=[
         "cosine", "linear", "constant", "wsd", "step", "plateau", "none"])
     warmup_iters: int = key(200, "steps of linear warm-up", ge=0)
     warmup_ratio: float | None = key(None, "warm-up fraction (replaces warmup_iters)", ge=0, lt=1)
     warmup_epochs: float | None = key(None, "epochs of warm-up (replaces warmup_iters)", ge=0)
-    lr_decay_iters: int | None = key(None, "step that reaches min_lr (default: max_iters)", ge=1)
-    wsd_decay: float = key(0.5, "wsd: fraction of the run that decays", gt=0, le=1)
-    step_iters: int | None = key(None, "step: steps between drops (default: max_iters / 3)", ge=1)
-    lr_factor: float = key(0.5, "step and plateau: factor of each drop", gt=0, lt=1)
-    plateau_patience: int = key(5, "plateau: evaluations without improvement before a drop", ge=0)
+    lr_decay_iters: int | None = key(None, "step that reaches min_lr (default: max_iters)", ge=1,
+                                     needs="lr_schedule=cosine|linear|wsd")
+    wsd_decay: float = key(0.5, "wsd: fraction of the run that decays", gt=0, le=1,
+                           needs="lr_schedule=wsd")
+    step_iters: int | None = key(None, "step: steps between drops (default: max_iters / 3)", ge=1,
+                                 needs="lr_schedule=step")
+    lr_factor: float = key(0.5, "step and plateau: factor of each drop", gt=0, lt=1,
+                           needs="lr_schedule=step|plateau")
+    plateau_patience: int = key(5, "plateau: evaluations without improvement before a drop", ge=0,
+                                needs="lr_schedule=plateau")
     early_stopping_patience: int = free_key(0, "evaluations without improvement; 0: never", ge=0)
-    early_stopping_min_delta: float = free_key(0.0, "smallest change that is an improvement", ge=0)
+    early_stopping_min_delta: float = free_key(0.0, "smallest change that is an improvement", ge=0,
+                                               needs="early_stopping_patience")
     early_stopping_metric: str = key("val_loss", "metric of early stopping and ckpt_best.pt")
     early_stopping_mode: str = key("min", "which metric is better", choices=["min", "max"])
 
@@ -108,9 +118,11 @@ class OptimizerKeys:
     beta2: float = key(0.95, "adamw: decay of the second moment", ge=0, lt=1)
     adam_eps: float = key(1e-8, "adamw: term added to the denominator", gt=0)
     grad_clip: float = key(1.0, "maximum global norm of the gradients; 0: no clipping", ge=0)
-    muon_lr: float = key(0.02, "muon: peak learning rate of the matrices", gt=0)
-    muon_momentum: float = key(0.95, "muon: Nesterov momentum", ge=0, lt=1)
-    muon_weight_decay: float = key(0.0, "muon: decoupled decay of the matrices", ge=0)
+    muon_lr: float = key(0.02, "muon: peak learning rate of the matrices", gt=0,
+                         needs="optimizer=muon")
+    muon_momentum: float = key(0.95, "muon: Nesterov momentum", ge=0, lt=1, needs="optimizer=muon")
+    muon_weight_decay: float = key(0.0, "muon: decoupled decay of the matrices", ge=0,
+                                   needs="optimizer=muon")
     ema: float = key(0.0, "decay of a moving average of the weights; 0: none", ge=0, lt=1)
     lr_groups: dict = key({}, "{name: factor (0 freezes), or {learning_rate, weight_decay}}")
 
@@ -128,7 +140,8 @@ class SystemKeys:
                                            "memory", choices=["false", "true", "selective"])
     num_threads: int | None = free_key(None, "CPU threads (default: OMP_NUM_THREADS, cores)", ge=1)
     dist_timeout: float = free_key(600.0, "timeout of a collective, in seconds", gt=0)
-    step_timeout: float = free_key(0.0, "seconds per step at most, else exit; 0: no limit", ge=0)
+    step_timeout: float = free_key(0.0, "seconds per step, else exit; ten times as long for the "
+                                   "first two steps, evaluations and saves; 0: no limit", ge=0)
     on_spike: str = free_key("warn", "after a loss spike", choices=["warn", "skip"])
     spike_sigma: float = free_key(6.0, "standard deviations above the mean that are a spike", gt=0)
 
@@ -234,6 +247,18 @@ class TrainConfig(GPTKeys, SystemKeys, OptimizerKeys, LearningRateKeys, LengthKe
         trackers."""
         return self.replace(resume="auto", tracker=[], eval_only=False, eval_tasks=[],
                             eval_interval=0, early_stopping_metric="val_loss", **changes)
+
+    def unused_keys(self):
+        """Return {key: what it needs} of keys that the user set and that have no effect."""
+        defaults = type(self)()
+        unused = {}
+        for f in fields(self):
+            name, _, values = f.metadata.get("needs", "").partition("=")
+            is_set = self.is_explicit(f.name) or getattr(self, f.name) != getattr(defaults, f.name)
+            value = getattr(self, name, True)
+            if is_set and not (value in values.split("|") if values else value):
+                unused[f.name] = f.metadata["needs"]
+        return unused
 
     @property
     def samples_per_step(self):

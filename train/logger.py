@@ -342,6 +342,8 @@ def log_plan(log, config, ranks, data, model, device, precision, flops):
     if warmup > c.max_iters > 0:
         log(f"Warning: the warm-up of {warmup} steps is longer than the run of {c.max_iters}: the "
             "learning rate never reaches its peak")
+    if unused := c.unused_keys():
+        log("Keys without effect: " + ", ".join(f"{k} (needs {v})" for k, v in unused.items()))
 
 
 def resume_command(config, ranks):

@@ -15,6 +15,7 @@ from train.base.errors import CollectiveExit, UserError, missing_part, printable
 from train.device import is_compile_error
 from train.distributed import max_over_ranks
 
+SLOW_STEP_FACTOR = 10  # of step_timeout, for what takes longer than a step
 MAX_OVERFLOWS_IN_A_ROW = 20  # float16: more are not due to the loss scale
 MAX_SPIKES_IN_A_ROW = 32
 
@@ -86,14 +87,15 @@ class Signals:
         return stop, bool(save)
 
 
-def exit_after(seconds):
+def exit_after(seconds, slow=False):
     """Start or restart the timer that ends a hanging process: after `seconds` without another call
-    it prints the stacks of all threads and exits. 0: no effect. The timer is a C thread, so that it
-    also works while Python waits in a collective."""
+    it prints the stacks of all threads and exits. 0: no effect. slow: SLOW_STEP_FACTOR times as
+    long. The timer is a C thread, so that it also works while Python waits in a collective."""
     if seconds:
         # One rank per machine after the other, or the stacks would be interleaved.
         delay = int(os.environ.get("LOCAL_RANK") or 0) / 2
-        faulthandler.dump_traceback_later(seconds + delay, exit=True, file=sys.stderr)
+        limit = seconds * (SLOW_STEP_FACTOR if slow else 1)
+        faulthandler.dump_traceback_later(limit + delay, exit=True, file=sys.stderr)
 
 
 # -----------------------------------------------------------------------------

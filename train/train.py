@@ -88,8 +88,8 @@ def training_loop(run):
         # A checkpoint is due at intervals, after a new best evaluation, and on SIGUSR1.
         if save_requested or run.best_due or run.save_is_due():
             save(run)
-        # Ten times as long for the first two steps, which compile.
-        exit_after(c.step_timeout * (10 if p.iter_num <= run.log.first_iter + 1 else 1))
+        # The first two steps compile.
+        exit_after(c.step_timeout, slow=p.iter_num <= run.log.first_iter + 1)
         train_step(run)
     finish(run)
 
@@ -256,7 +256,7 @@ def validate(run):
     c = run.config
     p = run.progress
     # The time of an evaluation does not count as training, and the step's time limit is extended.
-    exit_after(10 * c.step_timeout)
+    exit_after(c.step_timeout, slow=True)
     with run.clock.away():
         numbers = evaluate_validation(run, c.eval_iters)
         if numbers is None:
@@ -302,7 +302,7 @@ def evaluate_loader(run, loader, n_batches):
     """Return {val_NAME: number} for n_batches fixed batches of `loader`; None after a signal."""
     def must_stop(done, total):  # called before each batch
         run.log.activity(f"evaluating, batch {done} of {total}")
-        exit_after(10 * run.config.step_timeout)  # the limit is per batch
+        exit_after(run.config.step_timeout, slow=True)  # the limit is per batch
         return bool(run.signals.stop)
     forward = functools.partial(run.compiler.call, run.raw_model)
     # Eval mode switches dropout off and, on a CPU, the compiled code.
@@ -355,7 +355,7 @@ def check_metric_name(run):
 def save(run, last=False):
     """Save a checkpoint in the background; all ranks call. last: write it before returning, and
     raise CollectiveExit if that fails."""
-    exit_after(10 * run.config.step_timeout)
+    exit_after(run.config.step_timeout, slow=True)
     with run.clock.away():
         # Only one save runs at a time: its snapshot needs as much memory as the state.
         run.folder.wait()

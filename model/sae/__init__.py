@@ -46,10 +46,11 @@ class Keys:
     sae: str = key("topk", "topk: k features per token; relu: any number, with an L1 penalty",
                    choices=["topk", "relu"])
     d_sae: int = key(1024, "number of features", ge=1)
-    k: int = key(32, "topk: features per token", ge=1)
-    l1: float = key(0.02, "relu: weight of the L1 penalty, feature x norm of decoder row", ge=0)
+    k: int = key(32, "topk: features per token", ge=1, needs="sae=topk")
+    l1: float = key(0.02, "relu: weight of the L1 penalty, feature x norm of decoder row", ge=0,
+                    needs="sae=relu")
     auxk: int = key(64, "dead features that are trained on the reconstruction error; 0: none", ge=0)
-    auxk_weight: float = key(1 / 32, "weight of the AuxK loss", ge=0)
+    auxk_weight: float = key(1 / 32, "weight of the AuxK loss", ge=0, needs="auxk")
     dead_after: int = key(1000, "steps without firing after which a feature is dead", ge=1)
     buffer_size: int = key(65536, "activations in the ring buffers of all ranks", ge=1)
 
