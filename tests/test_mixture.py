@@ -332,14 +332,12 @@ def test_a_missing_folder_ends_in_one_line(folders, tmp_path):
      "and None; prepare both in the same way, one of them with --tokenizer and the folder of the "
      "other"),
     ({"web": 1, "sub/web": 1}, "the last part of a folder, e.g. val_loss_web: expected"),
-    (dict(web=1, ema=1), "expected different names, not ema, and not both web and web_ema"),
-    (dict(web=1, web_ema=1), "expected different names, not ema, and not both web and web_ema"),
     (dict(web=1, code=1e-9), "less than 1 / 10,000 of all; remove that folder"),
 ])
 def test_what_does_not_belong_together_is_refused(folders, tmp_path, changes, message):
     for name in ("web", "code"):
         (tmp_path / name).symlink_to(folders / name)
-    for name, meta in (("sub/web", {}), ("ema", {}), ("web_ema", {}), ("other", dict(
+    for name, meta in (("sub/web", {}), ("other", dict(
             tokenizer=dict(kind="byte"), vocab_size=257))):
         (tmp_path / name).mkdir(parents=True)
         (tmp_path / name / "meta.json").write_text(json.dumps(meta))

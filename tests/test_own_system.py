@@ -201,7 +201,7 @@ def test_early_stopping_and_best_follow_its_own_metric(rows, tmp_path, monkeypat
     real = toy.Toy.numbers
     monkeypatch.setattr(toy.Toy, "numbers", lambda model, sums: real(model, sums) | (
         {} if model.training else {"score": next(falling)}))
-    monkeypatch.setattr(training, "check_metric_name", lambda run: None)  # it would take a number
+    monkeypatch.setattr(training, "check_metric_names", lambda run: None)  # it would take a number
     end = go(rows, tmp_path, max_iters=40, eval_interval=2, early_stopping_metric="val_score",
              early_stopping_mode="max", early_stopping_patience=2)
     assert end["iter_num"] == 8 and end["finished"].startswith("early stopping: no better val_s")

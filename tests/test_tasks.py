@@ -17,6 +17,8 @@ from model.core.generate import generate
 from model.core.load import load_model
 from model.eval import tasks
 from model.gpt import GPT
+from train import train as training
+from train.base.errors import SetupError
 from train.checkpoint import load_checkpoint
 
 
@@ -139,7 +141,9 @@ def test_the_first_rows_are_evaluated(quiz, tmp_path, capsys, limit, used):
 
 def test_names_are_known_from_a_batch_of_each(quiz, tmp_path, monkeypatch):
     seen = read_tokens(monkeypatch)
-    quiz.evaluate(tmp_path / "b", "cloze")
+    with monkeypatch.context() as without:
+        without.setattr(training, "check_metric_names", lambda run: None)
+        quiz.evaluate(tmp_path / "b", "cloze")
     whole = len(seen)
     seen.clear()
     quiz.evaluate(tmp_path / "c", "cloze", early_stopping_metric="val_cloze")
@@ -216,7 +220,7 @@ def test_bad_rows_are_a_line_each_before_any_work(data_dir, tmp_path, capsys):
 
 @pytest.mark.parametrize("rows, name, changes, message", [
     ([], "a", {}, "no rows in it"),
-    ([dict(question="a", answer="b")], "loss", {}, "the name of loss is taken"),
+    ([dict(question="a", answer="b")], "loss", {}, "eval_tasks: loss: another number has"),
     ([dict(question="a", answer="b")], "ppl", {}, "already have val_ppl"),
     ([dict(question="a", answer="b")], "a", dict(tokenizer=None), "expected a language model"),
     ([dict(question="a", answer="b")], "a", dict(eval_interval=0), "eval_tasks: .* needs eval"),
@@ -228,6 +232,39 @@ def test_what_cannot_be_evaluated_is_refused(data_dir, tmp_path, rows, name, cha
         write_rows(path, rows)
     with pytest.raises(ValueError, match=message):
         go(data_dir, tmp_path / "out", **MODEL | dict(eval_tasks=[str(path)]) | changes)
+
+
+@pytest.mark.parametrize("names, changes, message", [
+    (["pick", "pick_norm"], {}, "eval_tasks: pick_norm: another number has the same name"),
+    (["pick_centred", "pick"], {}, "eval_tasks: pick_centred: another number has the same name"),
+    (["pick", "sub/pick"], {}, "eval_tasks: pick, pick_centred, pick_norm: another number"),
+    (["count"], {}, "eval_tasks: count: another number has the same name; rename the file"),
+    (["cont", "cont_ema"], dict(ema=0.9), "ema: evaluations of this run already have val_cont_ema"),
+    (["loss_ema"], dict(ema=0.9), "ema: evaluations of this run already have val_loss_ema"),
+    (["loss_web"], dict(data_dir="{0}/web:1,{0}/code:1"), "eval_tasks: .* have val_loss_web; ren"),
+    ([], dict(data_dir="{0}/web:1,{0}/web_ema:1", ema=0.9), "ema: .* already have val_loss_web_e"),
+    ([], dict(data_dir="{0}/web:1,{0}/ema:1", ema=0.9), "ema: evaluations .* have val_loss_ema"),
+    (["cont", "loss_norm"], dict(data_dir="{0}/web:1,{0}/ema:1"), "")])
+def test_numbers_with_the_same_name_are_refused_before_the_first_step(
+        data_dir, tmp_path, names, changes, message):
+    rows = dict(pick=[dict(question="a", choices=["b", "c"], answer=0)])
+    (tmp_path / "sub").mkdir()
+    paths = [tmp_path / f"{name}.jsonl" for name in names]
+    for path in paths:
+        write_rows(path, rows.get(path.stem, [dict(question="a", answer="b")]))
+    for name in ("web", "code", "ema", "web_ema"):
+        (tmp_path / name).symlink_to(data_dir)
+    settings = MODEL | dict(data_dir=str(data_dir), eval_tasks=[*map(str, paths)], max_iters=4,
+                            eval_on_start=False) | changes
+    folders = settings.pop("data_dir").format(tmp_path)
+    if not message:
+        assert go(folders, tmp_path / "out", **settings)["finished"]
+        return
+    with pytest.raises(SetupError, match=message):
+        go(folders, tmp_path / "out", **settings)
+    assert not (tmp_path / "out" / "ckpt.pt").exists()
+    log = tmp_path / "out" / "train.log"
+    assert not log.exists() or "iter 0:" not in log.read_text()
 
 
 def test_the_example_is_whole():

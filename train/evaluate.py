@@ -47,7 +47,7 @@ def to_numbers(model, sums):
     numbers = {name: value.tolist() if hasattr(value, "tolist") else value
                for name, value in model_numbers(sums).items()}
     # A number called `lr` or `iter` would overwrite that of the line.
-    if reserved := (LINE_NAMES | {"count"}) & set(numbers):
+    if reserved := LINE_NAMES & set(numbers):
         raise ValueError(f"{type(model).__name__}.numbers: {', '.join(sorted(reserved))}: these "
                          "names are reserved for log lines; use others")
     return {"loss": float(sums["loss"] / sums["count"]) if sums["count"] else None, **numbers}
@@ -86,6 +86,16 @@ def evaluate(model, forward, loader, n_batches, ranks, autocast, stop=lambda don
         raise SetupError("evaluation: no item of the validation data counts; is every target "
                          "masked?")
     numbers = to_numbers(model, hook(loader, "merge")(by_source))
-    numbers |= {f"loss_{source}": float(sums["loss"] / sums["count"])
-                for source, sums in by_source.items() if source}
+    losses = {f"loss_{source}": float(sums["loss"] / sums["count"])
+              for source, sums in by_source.items() if source}
+    numbers = join_numbers(numbers, losses, "data_dir")
     return {f"val_{name}": value for name, value in numbers.items()}
+
+
+def join_numbers(numbers, more, key):
+    """Return the numbers of an evaluation and `more`, which are due to the configuration's `key`.
+    SetupError if both have the same name."""
+    if equal := numbers.keys() & more.keys():
+        raise SetupError(f"{key}: evaluations of this run already have {', '.join(sorted(equal))}; "
+                         "rename the file or folder with this name")
+    return numbers | more

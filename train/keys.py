@@ -7,7 +7,6 @@ a dataclass `Keys`.
 
 import functools
 import math
-import os
 import re
 from dataclasses import dataclass, fields, replace
 
@@ -295,11 +294,6 @@ class TrainConfig(GPTKeys, SystemKeys, OptimizerKeys, LearningRateKeys, LengthKe
     def resume_file(self):
         """The checkpoint that `resume` names, or None."""
         return None if self.resume in ("auto", "must", "never") else self.resume
-
-
-def task_names(paths):
-    """Return {name in the log: path} of eval_tasks: data/my-capitals.jsonl is my_capitals."""
-    return {re.sub(r"\W+", "_", os.path.basename(path).partition(".")[0]): path for path in paths}
 
 
 FIELDS = fields_by_name(TrainConfig)

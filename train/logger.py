@@ -28,12 +28,11 @@ MAX_SAMPLE_CHARS = 160  # of a sample on the console during a run
 SLOW_INPUT_SHARE = 0.3  # of the time; a larger share is a warning
 SLOW_INPUT = ("{:.0%} of the time is spent reading batches: move data_dir to a local disk, or use "
               "larger samples")
-
 WARN_EPOCHS = 20  # more are a warning, unless the length is given in epochs
 
 # Names with a fixed meaning in log lines: a model may not use one for a custom number.
-LINE_NAMES = {"iter", "tokens", "unit", "loss", "lr", "grad_norm", "time_ms", "tokens_per_sec",
-              "mfu", "eta_s", "max_iters", "memory_mib", "epoch", "train_loss"}
+LINE_NAMES = {"iter", "tokens", "unit", "count", "loss", "lr", "grad_norm", "time_ms",
+              "tokens_per_sec", "mfu", "eta_s", "max_iters", "memory_mib", "epoch", "train_loss"}
 NOT_STORED = {"max_iters", "eta_s"}  # in metrics.jsonl
 
 

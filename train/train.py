@@ -43,7 +43,7 @@ def train(config: TrainConfig, model: torch.nn.Module | None = None,
     # one of them may do (reading checkpoints, writing files) is inside the parts of the run.
     with distributed.process_group(config) as ranks:
         with open_run(config, ranks, model, on_evaluation) as run:
-            check_metric_name(run)
+            check_metric_names(run)
             # A run either only evaluates, or is already finished, or trains.
             if run.config.eval_only:
                 validate(run)
@@ -336,11 +336,13 @@ def update_best_and_schedules(run, numbers):
                       f"{c.early_stopping_patience} evaluations")
 
 
-def check_metric_name(run):
-    """Refuse an early_stopping_metric that evaluations do not have. Raises SetupError."""
+def check_metric_names(run):
+    """Refuse an early_stopping_metric that evaluations do not have, and equal names of numbers.
+    Raises SetupError."""
     c = run.config
     metric = c.early_stopping_metric
-    if metric == "val_loss" or run.data.val is None or not c.eval_interval:
+    named_by_user = metric != "val_loss" or run.tasks or run.average
+    if not named_by_user or run.data.val is None or not c.eval_interval:
         return
     # A metric may be None for one batch, but the name is always present.
     names = list(evaluate_validation(run, 1))  # one batch is enough to learn the names

@@ -21,6 +21,8 @@ CORE (arXiv:2406.11794), 0 at chance and 1 if everything is correct.
 """
 
 import itertools
+import os
+import re
 from typing import NamedTuple
 
 import numpy as np
@@ -35,8 +37,7 @@ from model.gpt import GPT
 from train.base.errors import DataError, SetupError
 from train.config import find_file
 from train.distributed import broadcast_from_rank0
-from train.evaluate import evaluate
-from train.keys import task_names
+from train.evaluate import evaluate, join_numbers
 from train.logger import LINE_NAMES
 
 CORE_NAMES = dict(query="question", gold="answer")
@@ -195,11 +196,9 @@ class Tasks:
         if not isinstance(model, GPT) or not spec or data.val is None:
             raise SetupError("eval_tasks: expected a language model (a GPT) whose data have a "
                              "tokenizer and a validation part; remove the key")
-        self.names = list(task_names(config.eval_tasks))
-        reserved = [name for name in self.names if name in LINE_NAMES]
-        if reserved or len(self.names) < len(config.eval_tasks):
-            raise SetupError(f"eval_tasks: the name of {', '.join(reserved) or 'two files'} is "
-                             "taken; rename the file")
+        # data/my-capitals.jsonl is my_capitals
+        self.names = [re.sub(r"\W+", "_", os.path.basename(path).partition(".")[0])
+                      for path in config.eval_tasks]
         self.eval_iters = config.eval_iters
         self.model = model
         reader = ExampleReader(tokenizer_from_spec(spec), getattr(model, "template", None),
@@ -207,6 +206,11 @@ class Tasks:
         tasks = broadcast_from_rank0(lambda: [
             reader.read(path, i) for i, path in enumerate(config.eval_tasks)], ranks)
         self.has_choices = [any(len(e.sequences) > 1 for e in examples) for examples in tasks]
+        metrics = [*itertools.chain(*map(metric_names, self.names, self.has_choices))]
+        taken = {name for name in metrics if name in LINE_NAMES or metrics.count(name) > 1}
+        if taken:
+            raise SetupError(f"eval_tasks: {', '.join(sorted(taken))}: another number has the same "
+                             "name; rename the file")
         # eval_task_rows 0: all of them
         selected = [examples[:config.eval_task_rows or None] for examples in tasks]
         self.summary = "Tasks at each evaluation: " + ", ".join(
@@ -224,10 +228,7 @@ class Tasks:
         if task_numbers is None:
             return None
         del task_numbers["val_loss"]
-        if clash := task_numbers.keys() & numbers.keys():
-            raise SetupError("eval_tasks: evaluations of this model already have "
-                             f"{', '.join(clash)}; rename the file")
-        return numbers | task_numbers
+        return join_numbers(numbers, task_numbers, "eval_tasks")
 
     # the data loader and the model of evaluate()
 
@@ -258,11 +259,14 @@ class Tasks:
         numbers = {}
         rows = zip(self.names, self.has_choices, sums["results"].tolist())
         for name, has_choices, (n, right, norm, chance) in rows:
-            numbers[name] = right / n if n else None
-            if has_choices:
-                numbers[f"{name}_norm"] = norm / n if n else None
-                numbers[f"{name}_centred"] = (right - chance) / (n - chance) if n else None
+            values = (right / n, norm / n, (right - chance) / (n - chance)) if n else [None] * 3
+            numbers |= zip(metric_names(name, has_choices), values)
         return numbers
+
+
+def metric_names(task, has_choices):
+    """Return the names of a task's metrics."""
+    return [task, f"{task}_norm", f"{task}_centred"] if has_choices else [task]
 
 
 def judge(example, scores):

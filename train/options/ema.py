@@ -2,6 +2,8 @@
 
 import torch
 
+from train.evaluate import join_numbers
+
 
 class Average:
     """EMA of an optimizer's parameters, kept in the optimizer's state, so that it is sharded, saved
@@ -35,7 +37,8 @@ class Average:
             of_average = evaluate_weights()
         finally:
             self.swap()
-        return of_average and numbers | {f"{name}_ema": v for name, v in of_average.items()}
+        return of_average and join_numbers(
+            numbers, {f"{name}_ema": v for name, v in of_average.items()}, "ema")
 
     @torch.no_grad()
     def swap(self):

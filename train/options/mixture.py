@@ -155,10 +155,9 @@ def mix(data, weights):
     """Return the Data of a mixture. data: {folder: Data}, weights: {folder: weight}. DataError if
     the folders cannot be mixed."""
     folders = {source_name(folder): folder for folder in sorted(data, key=source_name)}
-    if len(folders) < len(data) or folders.keys() & {"", "ema", *(f"{n}_ema" for n in folders)}:
+    if len(folders) < len(data) or "" in folders:
         raise DataError(f"data_dir: {', '.join(data)}: numbers are named after the last part of a "
-                        "folder, e.g. val_loss_web: expected different names, not ema, and not "
-                        "both web and web_ema")
+                        "folder, e.g. val_loss_web: expected different names")
     data = {name: data[folder] for name, folder in folders.items()}
     first, *others = data
     for name in others:
