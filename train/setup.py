@@ -197,9 +197,9 @@ class Run:
         self.signals = robust.Signals()  # SIGTERM, SIGINT, SIGHUP, SIGUSR1
         stack.callback(faulthandler.cancel_dump_traceback_later)  # see exit_after()
         if c.step_timeout:
-            self.log.info(f"Timeout: {c.step_timeout:g} s per step (step_timeout), "
-                          f"{robust.SLOW_STEP_FACTOR * c.step_timeout:g} s for the first two steps, "
-                          "evaluations and saves")
+            slow = robust.SLOW_STEP_FACTOR * c.step_timeout
+            self.log.info(f"Timeout: {c.step_timeout:g} s per step (step_timeout), {slow:g} s for "
+                          "the first two steps, evaluations and saves")
         self.clock = logger.Clock()  # time per step, without evaluations and saves
         # Batches on the device, read ahead.
         self.batches = Prefetcher(self.data.train, self.ranks.device)
