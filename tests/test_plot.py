@@ -126,7 +126,7 @@ def test_long_runs_are_decimated_but_spikes_stay():
     [dict(iter=0, val_loss=3.0)],
     [dict(iter=k, loss=2.0, lr=0.0) for k in range(100)],
     [dict(iter=k, loss=-1.0 * k, lr=1e-9) for k in range(100)],
-    [dict(iter=k, loss=10.0 ** k, lr=1e3) for k in range(12)],
+    [dict(iter=k, loss=10.0 ** k, lr=1e3) for k in range(12)], [dict(iter=-5, loss=3.0)],
     [dict(iter=k, loss=5.0 - k) for k in range(6)],
     [dict(iter=k, loss=math.nan if k % 2 else 2.0, lr=math.inf) for k in range(6)],
     [dict(iter=k, loss="inf" if k % 2 else 2.0 + k, lr=None) for k in range(100)],
@@ -205,7 +205,33 @@ def test_comparing_runs(tmp_path):
     assert len(lines(svg, "faint")) == 2
     assert [line.get("stroke") for line in svg.iter(f"{SVG}polyline")] == [
         plot.COLORS[i] for i in (0, 0, 0, 1, 1, 1, 0, 1)]
-    assert any(t.startswith(f"{str(a)[-plot.MAX_NAME_CHARS:]}: val_loss 2.12") for t in texts(svg))
+    assert texts(svg)[1].startswith("a: val_loss 2.12")  # without the folder of both
+    assert texts(svg)[2].startswith("b/metrics.jsonl: loss ")
+
+
+def test_a_comparison_shows_the_end_of_the_runs():
+    """Losses that fall from 10 and end at 1.4 and 1.6: these are far apart, step 0 is cut off. In
+    the picture of one run it is not."""
+    def run(end):
+        steps = range(0, 101, 5)
+        return [dict(iter=k, val_loss=end + (10 - end) * math.exp(-k / 5)) for k in steps]
+    svg = parse(plot.loss_svg([("a", run(1.4)), ("b", run(1.6))]))
+    low, high = lines(svg, "dashed")
+    panel, _ = svg.findall(f"{SVG}svg")  # cuts off its content
+    top, height = float(panel.get("y")), float(panel.get("height"))
+    assert panel.get("viewBox") == f"0 {top:g} {plot.WIDTH} {height:g}"
+    assert low[-1][1] - high[-1][1] > height / 3
+    assert low[0][1] < top and top <= low[4][1] < low[-1][1] <= top + height
+    (alone,) = lines(parse(plot.loss_svg([("a", run(1.4))])), "dashed")
+    assert all(top - 18 <= y <= top + height for _, y in alone)
+
+
+def test_long_names_are_without_their_middle():
+    rows = [dict(iter=0, loss=1.0)]
+    name = "learning_rate=2e-3" + 60 * "x" + "seed_1"
+    short = texts(parse(plot.loss_svg([(name, rows)])))[0].partition(": loss")[0]
+    assert len(short) == plot.MAX_NAME_CHARS
+    assert short.startswith("learning_rate=2e-3") and short.endswith("seed_1")
 
 
 def test_a_comparison_lands_beside_the_runs(tmp_path):
@@ -228,7 +254,7 @@ def test_another_number_of_any_system(tmp_path):
     for name in ("val_f1_macro", "f1_macro"):
         assert command(tmp_path / "a", "--metric", name).returncode == 0
         svg = ElementTree.parse(tmp_path / "a/f1_macro.svg").getroot()
-        name = str(tmp_path / "a")[-plot.MAX_NAME_CHARS:]
+        name = plot.shorten(str(tmp_path / "a"))
         assert {"f1_macro", "learning rate", f"{name}: f1_macro 0.9800",
                 f"{name}: val_f1_macro 1.0000"} <= set(texts(svg))
         assert len(list(svg.iter(f"{SVG}circle"))) == 3 and len(lines(svg, "solid")[0]) == 50

@@ -134,7 +134,7 @@ def test_named_pipes_do_not_block(at_once, tmp_path):
 def test_the_newest_runs_are_shown(at_once, tmp_path):
     """Wherever they are below the folder, and nothing of other folders."""
     def names(get):
-        return [os.path.relpath(run["name"], tmp_path) for run in state(get)["runs"]]
+        return sorted(os.path.relpath(run["name"], tmp_path) for run in state(get)["runs"])
     for n, name in enumerate(("b", "repeat/x=1/seed_2", "c", ".hidden/d", "1/2/3/4/e")):
         file = write_run(tmp_path / name) / "metrics.jsonl"
         os.utime(file, (n, n))
@@ -146,6 +146,43 @@ def test_the_newest_runs_are_shown(at_once, tmp_path):
         assert names(get) == ["b", "c"]
     with watching(tmp_path / "b") as (get, _):
         assert names(get) == ["b"]
+
+
+def test_the_state_of_each_run(at_once, data_dir, tmp_path, monkeypatch):
+    """Of real runs: finished, also after a second start; stopped; and one that goes on, which is
+    stale once nothing has changed for long. The last one that was started is the first one."""
+    def cards(get):
+        return {os.path.basename(run["name"]): run for run in state(get)["runs"]}
+    for name in "ab":
+        go(data_dir, tmp_path / name, **LONG)
+    go(data_dir, tmp_path / "a", **LONG)
+    log = tmp_path / "b/train.log"
+    text = log.read_text()
+    with watching(tmp_path) as (get, _):
+        assert [*cards(get)] == ["a", "b"] and cards(get)["a"]["state"] == "finished"
+        os.utime(tmp_path / "a/training_args.json", (9, 9))
+        (tmp_path / "a/samples.txt").write_text("")
+        assert [*cards(get)] == ["b", "a"] and cards(get)["b"]["color"] == watch.COLORS[0]
+        assert cards(get)["b"]["end"] == cards(get)["b"]["state"] == "finished"
+        assert texts(parse(get("/chart")[1]))[0].startswith("b: loss")
+        go(data_dir, tmp_path / "c", "before_step@5=sigterm", **LONG)
+        assert cards(get)["c"]["state"] == "stopped"
+        log.write_text(text + "Device: cpu\niter 8: loss 1.0, 30 tok/s, eta 0:04:10\n")
+        assert cards(get)["b"]["state"] == "running" and cards(get)["b"]["eta"] == "0:04:10"
+        now, version = watch.time.time(), state(get)["version"]
+        monkeypatch.setattr(watch.time, "time", lambda: now + watch.STALE_SECONDS - 20)
+        assert state(get)["version"] == version
+        monkeypatch.setattr(watch.time, "time", lambda: now + watch.STALE_SECONDS + 20)
+        assert cards(get)["b"]["state"] == "stale" and cards(get)["a"]["state"] == "finished"
+
+
+def test_a_run_with_slow_steps_is_not_stale(tmp_path):
+    folder = tmp_path / "a"
+    folder.mkdir()
+    (folder / "metrics.jsonl").write_text(
+        '{"iter": 20, "loss": 1, "time_ms": 1}\n{"iter": 30, "loss": 1, "time_ms": 60000}\n')
+    _, page = watch.read_run(folder, [(1000.0, 0)])
+    assert page["stale_at"] == 1000 + watch.STALE_SECONDS + watch.STALE_INTERVALS * 600
 
 
 def test_the_last_samples_are_shown(at_once, tmp_path):
@@ -219,7 +256,9 @@ def test_the_page(browser, at_once, tmp_path):
         browser.click("summary")
         with open(tmp_path / "quick/metrics.jsonl", "a") as f:
             f.write('{"iter": 250, "val_loss": 1.25}\n')
-        soon(lambda: "validation 1.25" in browser.js("document.getElementById('runs').innerText"))
+        text = "document.getElementById('runs').innerText"
+        soon(lambda: "validation 1.2500 \u00b7 200 tok/s" in browser.js(text))
+        assert browser.js(text).count("running") == 2
         assert browser.js("document.querySelectorAll('#chart circle').length") == 11
         assert browser.js("document.querySelectorAll('details[open]').length") == 3
         browser.js("scrollTo(0, 0)")

@@ -1,8 +1,8 @@
 """Show runs on a local web page during training: python -m train.tools.watch out/
 
-The page has the loss curves, the last log lines and the last sample of the newest runs in a folder.
-Files that have changed are read again, every two seconds at most. The server listens on 127.0.0.1
-only. From another machine: ssh -L 8001:127.0.0.1:8001 HOST
+The page has the loss curves, the state, the last log lines and the last sample of the newest runs
+in a folder. Files that have changed are read again, every two seconds at most. The server listens
+on 127.0.0.1 only. From another machine: ssh -L 8001:127.0.0.1:8001 HOST
 """
 
 import contextlib
@@ -19,7 +19,7 @@ from pathlib import Path
 
 from train.base.cli import run_command
 from train.base.fields import key
-from train.options.loss_svg import COLORS, loss_svg, read_metrics
+from train.options.loss_svg import COLORS, loss_svg, read_metrics, to_number
 
 METRICS, LOG, SAMPLES = FILES = ("metrics.jsonl", "train.log", "samples.txt")  # of a run
 MAX_DEPTH = 3              # of folders below the watched folder
@@ -28,6 +28,11 @@ MAX_TRAINING_LINES = 3000  # read per run, evenly spaced
 LOG_LINES = 12
 TAIL_BYTES = 1 << 14       # of the log and of the samples
 MIN_INTERVAL_SECONDS = 2.0  # between two updates
+STALE_SECONDS = 120.0      # without a change, plus STALE_INTERVALS between two log lines: stale
+STALE_INTERVALS = 5
+# The last of these in the log of a run, and its state (none at a start).
+ENDS = {"Device: ": None, "Training complete!": "finished", "This run is finished": "finished",
+        "Stopped at iter": "stopped"}
 TYPES = {"/": "text/html; charset=utf-8", "/state": "application/json", "/chart": "image/svg+xml"}
 CONTENT_POLICY = ("default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; "
                   "connect-src 'self'; img-src data:; base-uri 'none'; frame-ancestors 'none'")
@@ -46,13 +51,26 @@ class WatchOptions:
 
 def read_run(folder, stamps):
     """Return (records of metrics.jsonl, numbers and texts of the page) of a run."""
-    def last(name):
-        return next((r for r in reversed(records) if name in r), {})
     records = read_metrics(folder / METRICS, MAX_TRAINING_LINES)
+    previous, step = [{}, {}, *(r for r in records if "loss" in r)][-2:]
+    evaluation = next((r for r in reversed(records) if "val_loss" in r), {})
+    seconds = (to_number(step.get("time_ms")) or 0.0) / 1000
+    interval = (step.get("iter", 0) - previous.get("iter", 0)) * seconds
+    log = tail(folder / LOG)
     sample = "".join(tail(folder / SAMPLES).rpartition("=== iter ")[1:]).strip()
+    started = changed = max(stamps)[0]
+    with contextlib.suppress(OSError):
+        started = os.stat(folder / "training_args.json").st_mtime
     return records, dict(
-        name=str(folder), changed=max(stamps)[0], step=last("loss"), evaluation=last("val_loss"),
-        lines=tail(folder / LOG).splitlines()[:-LOG_LINES - 1:-1], sample=sample)
+        name=str(folder), started=started, changed=changed, step=step, evaluation=evaluation,
+        end=ENDS[max(ENDS, key=log.rfind)], eta="".join(re.findall(r", eta (\S+)", log)[-1:]),
+        stale_at=changed + STALE_SECONDS + STALE_INTERVALS * interval,
+        lines=log.splitlines()[:-LOG_LINES - 1:-1], sample=sample)
+
+
+def describe_state(page):
+    """Return finished, stopped (by a signal), stale (no change for too long) or running."""
+    return page["end"] or ("stale" if time.time() > page["stale_at"] else "running")
 
 
 def tail(path):
@@ -66,8 +84,8 @@ def tail(path):
 
 
 def find_runs(top, n):
-    """Return {folder: (modification time, size) of each of FILES} of the `n` newest runs in `top`,
-    ordered by path."""
+    """Return {folder: (modification time, size) of each of FILES} of the `n` newest runs in `top`.
+    """
     found = {}
     for folder, subfolders, files in os.walk(top):
         depth = len(Path(folder).relative_to(top).parts)
@@ -78,7 +96,7 @@ def find_runs(top, n):
                 stats = [os.stat(os.path.join(folder, name)) for name in FILES if name in files]
                 found[Path(folder)] = [(stat.st_mtime, stat.st_size) for stat in stats]
     newest = sorted(found, key=lambda folder: max(found[folder]))[-n:]
-    return {folder: found[folder] for folder in sorted(newest)}
+    return {folder: found[folder] for folder in newest}
 
 
 # -----------------------------------------------------------------------------
@@ -92,6 +110,7 @@ class Watcher:
         self.lock = threading.Lock()
         self.next_update = 0.0
         self.runs = {}  # {folder: (stamps of its files, *read_run())}
+        self.pages = []
         self.bodies = {"/": Path(__file__).with_name("watch.html").read_bytes()}
 
     def get(self, path):
@@ -103,18 +122,20 @@ class Watcher:
             return self.bodies[path]
 
     def update(self):
-        """Read the files of runs that have changed, and draw the runs again if any has."""
+        """Read the files of runs that have changed, and draw the runs again if any has. The run
+        that started last is the first."""
         runs = {}
         for folder, stamps in find_runs(self.options.folder, self.options.runs).items():
             old = self.runs.get(folder)
             runs[folder] = old if old and old[0] == stamps else (stamps, *read_run(folder, stamps))
-        if runs != self.runs or "/state" not in self.bodies:
-            self.runs = runs
-            pages = [page | dict(color=COLORS[i % len(COLORS)])
-                     for i, (_, _, page) in enumerate(runs.values())]
+        newest = sorted(runs.values(), key=lambda run: run[2]["started"], reverse=True)
+        pages = [page | dict(color=COLORS[i % len(COLORS)], state=describe_state(page))
+                 for i, (_, _, page) in enumerate(newest)]
+        if (runs, pages) != (self.runs, self.pages) or "/state" not in self.bodies:
+            self.runs, self.pages = runs, pages
             self.bodies["/state"] = json.dumps(dict(version=time.time(), runs=pages)).encode()
             self.bodies["/chart"] = loss_svg(
-                [(page["name"], records) for _, records, page in runs.values()]).encode()
+                [(page["name"], records) for _, records, page in newest]).encode()
 
 
 class Handler(BaseHTTPRequestHandler):
