@@ -94,29 +94,34 @@ class ChatTemplate:
         self.special_tokens = {k: v for k, v in spec.items() if k.endswith("_token")}
         self.implicit_start = spec.get("bos_token", "") if "bos_token" in self.jinja else ""
 
-    def render(self, messages, add_prompt, tokenizer=None):
+    def render(self, messages, add_prompt, tokenizer=None, variables=None):
         """Return the text of a conversation, up to the start of the next answer if `add_prompt`.
-        With a tokenizer, the texts of its special tokens are marked in messages."""
+        variables: {name: text, number or bool} of the template, e.g. enable_thinking. With a
+        tokenizer, the texts of its special tokens are marked in messages and variables."""
         pattern = match_any(tokenizer.special if tokenizer else ())
-        turns = [dict(role=role, content=pattern.sub(
-            lambda m: OPEN_MARK + m[0] + CLOSE_MARK, text.translate(WITHOUT_MARKS)))
-            for role, text in messages]
-        names = dict(self.special_tokens)
+
+        def mark(text):
+            return pattern.sub(lambda m: OPEN_MARK + m[0] + CLOSE_MARK,
+                               text.translate(WITHOUT_MARKS))
+        turns = [dict(role=role, content=mark(text)) for role, text in messages]
+        names = {name: mark(value) if isinstance(value, str) else value
+                 for name, value in (variables or {}).items()} | self.special_tokens
         if not self.ends:
             names["eos_token"] = tokenizer.decode([tokenizer.eot_token]) if tokenizer else ""
         text = io.StringIO()
         template = compile_jinja(self.jinja)
         with template_errors(), limited_lines(MAX_TRACED_LINES):
-            for part in template.generate(messages=turns, add_generation_prompt=add_prompt,
-                                          tools=None, documents=None, **names):
+            for part in template.generate(names, messages=turns, tools=None, documents=None,
+                                          add_generation_prompt=add_prompt):
                 text.write(part)
                 if text.tell() > MAX_RENDERED_CHARS:
                     raise ValueError(f"it writes more than {MAX_RENDERED_CHARS:,} characters")
         return text.getvalue()
 
-    def prompt_ids(self, messages, tokenizer):
-        """Return the list of ids of a conversation up to the start of the next answer."""
-        return encode_marked(self.render(messages, True, tokenizer), tokenizer)
+    def prompt_ids(self, messages, tokenizer, variables=None):
+        """Return the list of ids of a conversation up to the start of the next answer. variables:
+        see `render`."""
+        return encode_marked(self.render(messages, True, tokenizer, variables), tokenizer)
 
     def sequences(self, messages, tokenizer):
         """Return [(ids (n,) uint32, mask (n,) uint8)] of a conversation. The mask is 1 for tokens

@@ -33,7 +33,7 @@ from model.core.ops import rope_frequencies
 from model.core.weights import inherit_shape
 from model.sample import load_model
 from model.sample.compiled import compile_decoder
-from model.serve.api import create_job
+from model.serve.api import parse_request
 from model.serve.engine import Engine
 from train.base.checkpoint_file import load_checkpoint, save_checkpoint
 from train.base.errors import CheckpointError, DataError, UserError
@@ -515,11 +515,11 @@ def test_an_imported_model_talks_and_stops_as_transformers_does(talker, monkeypa
     out = generate(model, asked, 40, temperature=0, stop_token=model.template.end_ids(tokenizer))
     assert out[0, asked.size(1):].tolist() == [*said, end]
     engine = Engine(model, tokenizer, end_tokens=model.template.end_ids(tokenizer))
-    job = create_job(dict(messages=as_messages([("user", "Hi")]), temperature=0, max_tokens=40),
-                     True, engine, model.template)
+    body = dict(messages=as_messages([("user", "Hi")]), temperature=0, max_tokens=40)
+    _, [job], _ = parse_request(json.dumps(body), True, engine, model.template)
     pieces = []
     job.on_event = pieces.append
-    engine.submit(job)
+    engine.submit([job])
     while not job.ended:
         time.sleep(0.01)
     engine.close()

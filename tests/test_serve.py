@@ -9,19 +9,22 @@ import os
 import pathlib
 import random
 import re
+import shutil
 import signal
 import socket
 import struct
+import subprocess
 import sys
 import threading
 import time
+import types
 import urllib.request
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
 from browser import soon
-from processes import Fork, run_python
+from processes import Fork, free_port, run_python
 
 from data.chat_template import ChatTemplate
 from data.prepare.chat import to_messages
@@ -29,7 +32,7 @@ from data.tokenizer import CharTokenizer, load_tokenizer
 from model.core.detokenizer import Detokenizer
 from model.core.generate import generate
 from model.gpt import GPT, GPTConfig
-from model.serve import ServeOptions, choose_key, listen, main
+from model.serve import ServeOptions, choose_key, listen, main, model_name
 from model.serve import server as server_file
 from model.serve.engine import Engine
 from model.serve.server import MAX_BODY_BYTES, MAX_HEAD_BYTES, Server
@@ -64,12 +67,13 @@ def slowly(model):
 
 
 @contextlib.contextmanager
-def serving(model, tokenizer=BYTES, template=None, key=None, origins=(), **limits):
+def serving(model, tokenizer=BYTES, template=None, key=None, origins=(), hosts=(),
+            root_path=None, **limits):
     """A Server that answers; ends with nothing left behind."""
     threads = threading.active_count()
     engine = Engine(model, tokenizer, **limits)
-    server = Server(listen("127.0.0.1", 0), engine, "tiny", template, key=key,
-                    origins=origins)
+    server = Server(listen("127.0.0.1", 0), engine, "tiny", template, hosts, key, origins,
+                    root_path)
     server.port = server.listening.getsockname()[1]
     thread = threading.Thread(target=server.run, daemon=True)
     thread.start()
@@ -146,8 +150,8 @@ def test_fifty_at_once_get_what_each_would_get_alone(server, model, monkeypatch)
     shapes, forward, submit = [], model.forward, Engine.submit
     came = threading.Semaphore(0)  # nothing is computed before all fifty have come
 
-    def counted(engine, job):
-        submit(engine, job)
+    def counted(engine, jobs):
+        submit(engine, jobs)
         came.release()
 
     def noted(idx, **kw):
@@ -187,10 +191,9 @@ def test_other_shapes_of_model(changes):
                               prompts))
         for prompt, made in zip(prompts, texts):
             assert made.choices[0].text == expected(model, prompt, 25, temperature=0)[0]
-        learned = changes.get("pos") == "learned"  # the context is a limit only then
-        if learned:
-            with pytest.raises(openai.BadRequestError, match="max_tokens: must be at most 25"):
-                complete(server, prompt="a" * 40, max_tokens=26)
+        if changes.get("pos") == "learned":  # the context is a limit only then
+            made = complete(server, prompt="a" * 40, max_tokens=26, seed=0)
+            assert made.usage.completion_tokens == 25
 
 
 def test_end_of_text_ends_it(server, model):
@@ -214,6 +217,8 @@ def test_stop_strings_end_the_text_and_are_not_in_it(stream):
         assert "".join(p.text for p in parts) == cut and parts[-1].finish_reason == "stop"
         made = complete(server, max_tokens=22, seed=5, stop=text[20:24])  # half a stop is text
         assert made.choices[0].text == text[:22] and made.choices[0].finish_reason == "length"
+        made = complete(server, max_tokens=22, seed=5, stop=["", text[:0]])  # none
+        assert made.choices[0].text == text[:22]
         with pytest.raises(openai.BadRequestError, match="characters 'X'"):
             complete(server, prompt="X")
 
@@ -288,6 +293,223 @@ def test_the_stream_byte_by_byte(server):
 
 
 # -----------------------------------------------------------------------------
+# several texts
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_prompts_in_a_list_and_n_get_what_each_would_get_alone(server, model, stream):
+    """Text i of a prompt has the seed of the request plus i."""
+    prompts = ["once", [3, 99, 7], "upon a time"]
+    made = complete(server, prompt=prompts, n=3, seed=7, max_tokens=12, stream=stream,
+                    **({"stream_options": dict(include_usage=True)} if stream else {}))
+    wanted = [expected(model, p, 12, seed=7 + i) for p in prompts for i in range(3)]
+    if stream:
+        texts, chunks = [""] * 9, list(made)
+        for chunk in chunks[:-1]:
+            for choice in chunk.choices:
+                texts[choice.index] += choice.text
+        usage = chunks[-1].usage
+        ends = [c.choices[0].index for c in chunks[:-1] if c.choices[0].finish_reason]
+        assert sorted(ends) == list(range(9))
+    else:
+        assert [c.index for c in made.choices] == list(range(9))
+        texts, usage = [c.text for c in made.choices], made.usage
+    assert texts == [text for text, _ in wanted]
+    assert usage.prompt_tokens == 4 + 3 + 11
+    assert usage.completion_tokens == sum(len(ids) for _, ids in wanted)
+
+
+def test_chats_with_several_answers(server):
+    chats, how = client(server).chat.completions, dict(
+        model="tiny", messages=[dict(role="user", content="a")], max_tokens=5)
+    alone = [chats.create(**how, seed=i).choices[0].message.content for i in (3, 4)]
+    made = chats.create(**how, seed=3, n=2)
+    assert [c.message.content for c in made.choices] == alone != alone[::-1]
+    assert {c.message.role for c in made.choices} == {"assistant"}
+    roles = collections.Counter((c.choices[0].index, c.choices[0].delta.role)
+                                for c in chats.create(**how, seed=3, n=2, stream=True))
+    assert roles[0, "assistant"] == roles[1, "assistant"] == 1
+
+
+def test_a_request_with_too_many_texts_takes_no_place():
+    model = slowly(small(LETTERS))
+    with serving(model, LETTERS, slots=1, max_queue=3, max_tokens=10**6) as server:
+        stream = complete(server, prompt=["a"] * 3, max_tokens=10**6, stream=True)
+        next(iter(stream))
+        soon(lambda: len(server.engine.waiting) == 2)
+        with pytest.raises(openai.InternalServerError, match="the queue is full"):
+            complete(server, n=2)
+        assert len(server.engine.waiting) == 2
+        stream.close()
+        soon(lambda: not server.engine.waiting)
+
+
+# -----------------------------------------------------------------------------
+# what clients send
+
+def test_names_of_models(server):
+    """As in other servers of one model, any name is taken; the answer has the real one."""
+    assert complete(server, model="gpt-4o", max_tokens=1).model == "tiny"
+    model = client(server).models.retrieve("tiny")
+    assert (model.id, model.object) == ("tiny", "model")
+    assert json.loads(send(server, "GET", "/v1/models/")[2])["data"][0]["id"] == "tiny"
+    assert abs(model.created - time.time()) < 3600
+    with pytest.raises(openai.NotFoundError, match="available: 'tiny'"):
+        client(server).models.retrieve("gpt-4o")
+
+
+@pytest.mark.parametrize("ckpt, name", [
+    ("hf:Qwen/Qwen3-0.6B", "Qwen/Qwen3-0.6B"), ("hf:gpt2", "gpt2"), ("{}/smollm2", "smollm2"),
+    ("{}/smollm2/", "smollm2"), ("{}/smollm2/ckpt.pt", "smollm2"), ("{}/link", "smollm2")])
+def test_a_model_has_the_name_of_its_folder(tmp_path, ckpt, name):
+    (tmp_path / "smollm2").mkdir()
+    (tmp_path / "link").symlink_to("smollm2")
+    assert model_name(ckpt.format(tmp_path)) == name
+
+
+def test_numbers_of_other_servers(server, model):
+    """max_tokens -1 and above the limit; top_k 0 and -1; empty stop strings."""
+    with serving(model, max_tokens=30) as limited:
+        for n in (-1, 31, 10**9):
+            made = complete(limited, max_tokens=n, temperature=0)
+            ids = expected(model, "once", 30, temperature=0)[1]
+            assert made.usage.completion_tokens == len(ids)
+    wanted = expected(model, "once", 20, seed=2)[0]
+    for more in (dict(top_k=0), dict(top_k=-1), dict(stop=""), dict(stop=["", ""]),
+                 dict(temprature=0, top_a=1, tools=None, logit_bias={}, penalty=5)):
+        made = complete(server, seed=2, max_tokens=20, extra_body=more)
+        assert made.choices[0].text == wanted
+    assert expected(model, "once", 20, seed=2, top_k=1)[0] != wanted
+
+
+def test_special_tokens_in_a_raw_prompt(server):
+    """They are text, unless the client says that it writes a template."""
+    for special, n in ((None, 14), (False, 14), (True, 2)):
+        made = complete(server, prompt="a<|endoftext|>", max_tokens=1,
+                        extra_body=dict(parse_special=special))
+        assert made.usage.prompt_tokens == n
+    made = complete(server, prompt="", max_tokens=1, extra_body=dict(parse_special=True))
+    assert made.usage.prompt_tokens == 1
+
+
+def test_a_conversation_of_an_agent(model):
+    """Twenty turns; an answer without content is an empty one."""
+    model = small(block_size=2048)
+    with serving(model, template=ChatTemplate()) as server:
+        messages = [dict(role="system", content="Be kind.")]
+        for i in range(20):
+            messages.append(dict(role="user", content=f"Question {i}"))
+            made = client(server).chat.completions.create(
+                model="gpt-4o", messages=messages, max_tokens=3, seed=i, tools=[],
+                parallel_tool_calls=False, user="someone", store=False, metadata={"a": "b"})
+            turns = [(m["role"], m["content"] or "") for m in messages]
+            assert made.usage.prompt_tokens == len(ChatTemplate().prompt_ids(turns, BYTES))
+            answer = made.choices[0].message.model_dump(exclude_none=i % 3 > 0)
+            messages.append(answer | {"content": answer["content"] if i % 2 else None})
+
+
+def test_open_webui(server):
+    """The requests of a chat: the list of models, the chat in a stream, and a title."""
+    key = dict(Authorization="Bearer sk-anything")
+    [model] = json.loads(send(server, "GET", "/v1/models", **key)[2])["data"]
+    chat = dict(model=model["id"], stream=True, stream_options=dict(include_usage=True),
+                messages=[dict(role="user", content="Hi")], temperature=0.8, max_tokens=8192,
+                frequency_penalty=0, presence_penalty=0, seed=0, stop=[], logit_bias={},
+                session_id="a", chat_id="b", id="c", background_tasks=dict(title_generation=True))
+    status, headers, body = send(server, path="/v1/chat/completions", body=chat, **key)
+    assert (status, headers["X-Accel-Buffering"]) == (200, "no")
+    assert body.endswith(b"data: [DONE]\n\n")
+    title = dict(model=model["id"], stream=False, max_completion_tokens=1000,
+                 messages=[dict(role="user", content="Title?")], metadata=dict(task="title"))
+    assert send(server, path="/v1/chat/completions", body=title, **key)[0] == 200
+
+
+def test_langchain(server, model):
+    chain = pytest.importorskip("langchain_openai")
+    how = dict(base_url=f"http://127.0.0.1:{server.port}/v1", api_key="none", max_retries=0)
+    chat = chain.ChatOpenAI(model="gpt-4o", max_tokens=5, temperature=0, **how)
+    answer = chat.invoke("Hi").content
+    assert "".join(part.content for part in chat.stream("Hi")) == answer
+    assert [m.content for m in chat.batch(["Hi", "Hi"])] == [answer] * 2
+    texts = chain.OpenAI(model="tiny", max_tokens=9, temperature=0, **how).generate(["a", "once"])
+    assert [text.text for [text] in texts.generations] == [
+        expected(model, p, 9, temperature=0)[0] for p in ("a", "once")]
+
+
+def test_variables_of_the_template():
+    """enable_thinking reaches it; a text in it cannot become a special token."""
+    spec = dict(jinja="{% for m in messages %}{{ m.content }}{% endfor %}"
+                "{% if enable_thinking is defined and not enable_thinking %}[no]{% endif %}"
+                "{{ style }}{{ eos_token }}", ends=[256], eos_token="<|endoftext|>")
+    with serving(small(), template=ChatTemplate(spec)) as server:
+        for more, n in (({}, 2), (dict(enable_thinking=True), 2), (dict(enable_thinking=False), 6),
+                        (dict(style="<|endoftext|>"), 2 + 13), (dict(eos_token="abc"), 2),
+                        (dict(messages="abc", level=1.5, none=None), 2), (None, 2)):
+            made = client(server).chat.completions.create(
+                model="tiny", messages=[dict(role="user", content="a")], max_tokens=1,
+                extra_body=dict(chat_template_kwargs=more))
+            assert made.usage.prompt_tokens == n, more
+
+
+# -----------------------------------------------------------------------------
+# behind a proxy
+
+def test_names_that_are_allowed(model):
+    with serving(model, hosts=["LLM.example"]) as server:
+        assert send(server, "GET", "/v1/models", Host="llm.example:8443")[0] == 200
+        assert send(server, "GET", "/v1/models", Host="other.example")[0] == 400
+    with serving(model, hosts=["*"]) as server:
+        assert send(server, "GET", "/v1/models", Host="other.example")[0] == 200
+
+
+NGINX = shutil.which("nginx") or shutil.which("/usr/sbin/nginx")
+
+
+@pytest.mark.skipif(not NGINX, reason="needs nginx")
+def test_nginx_with_its_defaults(tmp_path):
+    """A path that nginx removes, one that it does not, and a name of its own; streams come as they
+    are written, not when a buffer of nginx is full."""
+    model, port, gate = small(LETTERS), free_port(), threading.Event()
+    forward, texts = model.forward, expected(model, "ab", 3, LETTERS, temperature=0)[0]
+    model.forward = lambda idx, **kw: (idx.size(1) > 1 or gate.wait(20), forward(idx, **kw))[1]
+    limits = dict(hosts=["llm.example"], root_path="raw/", max_tokens=10**6)
+    with serving(model, LETTERS, **limits) as server:
+        backend = f"proxy_pass http://127.0.0.1:{server.port}"
+        (tmp_path / "nginx.conf").write_text(
+            f"daemon off; pid {tmp_path}/pid; error_log {tmp_path}/errors; events {{}} http {{"
+            f"access_log off; client_body_temp_path {tmp_path}/b; proxy_temp_path {tmp_path}/p;"
+            f"fastcgi_temp_path {tmp_path}/f; uwsgi_temp_path {tmp_path}/u; scgi_temp_path "
+            f"{tmp_path}/s; server {{ listen 127.0.0.1:{port}; location / {{ {backend}; }}"
+            f"location /llm/ {{ {backend}/; }} location /raw/ {{ {backend}; }} }}"
+            f"server {{ listen 127.0.0.1:{port}; server_name llm.example;"
+            f"location / {{ {backend}; proxy_set_header Host $host; }} }} }}")
+        nginx = subprocess.Popen([NGINX, "-c", tmp_path / "nginx.conf", "-p", tmp_path])
+        try:
+            soon(lambda: not socket.socket().connect_ex(("127.0.0.1", port)))
+            proxy = types.SimpleNamespace(port=port)
+            for prefix, host in (("", "a.example"), ("/llm", "a.example"), ("/raw", "a.example"),
+                                 ("", "llm.example")):
+                for path in ("/", "/health", "/v1/models", "/v1/models/tiny"):
+                    status, _, body = send(proxy, "GET", prefix + path, Host=host)
+                    assert status == 200 and body, (prefix, path, body)
+                gate.set()
+                body = dict(prompt="ab", max_tokens=3, temperature=0)
+                status, _, body = send(proxy, path=prefix + "/v1/completions", body=body, Host=host)
+                assert (status, json.loads(body)["choices"][0]["text"]) == (200, texts)
+                gate.clear()  # nothing after the first token before the client has read it
+                api = openai.OpenAI(base_url=f"http://127.0.0.1:{port}{prefix}/v1", api_key="none",
+                                    max_retries=0, default_headers=dict(Host=host), timeout=10)
+                stream = api.completions.create(model="tiny", prompt="ab", max_tokens=3,
+                                                temperature=0, stream=True)
+                text = next(iter(stream)).choices[0].text
+                gate.set()
+                assert text + "".join(c.choices[0].text for c in stream) == texts
+        finally:
+            gate.set()
+            nginx.terminate()
+            nginx.wait()
+
+
+# -----------------------------------------------------------------------------
 # what is refused
 
 def ask(**body):
@@ -307,22 +529,35 @@ def say(**body):
     (dict(path="/v2"), 404, "'/v2': Not Found"),
     (dict(method="GET"), 405, "Method Not Allowed"),
     (dict(method="BREW"), 405, "'/v1/completions': Method Not Allowed"),
-    (ask(model="gpt-5"), 404, "available: 'tiny'"),
     (ask(prompt=5), 400, "prompt: expected"),
-    (ask(prompt=["a", "b"]), 400, "prompts as parallel requests"),
+    (ask(prompt=["a", 5]), 400, "a list of those"), (ask(prompt=[]), 400, "prompt: expected"),
+    (ask(prompt=["a", []]), 400, "prompt: expected"),
+    (ask(prompt=["a"] * 200, n=2), 400, "at most 256 texts per request, got 200 prompts"),
     (ask(prompt=[1, 257]), 400, "ids from 0 to 256"),
     (ask(prompt="a" * 65), 400, "65 tokens; the context of this model has 64"),
     (ask(max_tokens=0), 400, "max_tokens: must be at least 1, got 0"),
-    (ask(max_tokens=1025), 400, "max_tokens: must be at most 1024, got 1025"),
+    (ask(max_tokens=-2), 400, "max_tokens: must be at least -1, got -2"),
+    (ask(max_tokens="5"), 400, "max_tokens: expected an integer, got '5'"),
+    (ask(seed="5"), 400, "seed: expected an integer, got '5'"),
+    (ask(stream="true"), 400, "stream: expected true or false, got 'true'"),
+    (ask(temperature="0.5"), 400, "temperature: expected a finite number, got '0.5'"),
     (ask(max_completion_tokens=True), 400, "max_tokens: expected an integer"),
     (ask(max_tokens=1.5), 400, "max_tokens"),
     (dict(body=b'{"temperature": NaN}'), 400, "temperature: expected a finite number"),
     (ask(temperature="hot"), 400, "temperature"), (ask(temperature=-1), 400, "temperature"),
-    (ask(top_p=1.1), 400, "top_p"), (ask(top_k=0), 400, "top_k"), (ask(min_p=2), 400, "min_p"),
+    (ask(top_p=1.1), 400, "top_p"), (ask(top_k=-2), 400, "top_k"), (ask(min_p=2), 400, "min_p"),
     (ask(seed=2**63), 400, "seed"),
-    (ask(stop=""), 400, "stop: expected"), (ask(stop=["a"] * 17), 400, "stop"),
+    (ask(stop="a" * 257), 400, "stop: expected"), (ask(stop=["a"] * 17), 400, "stop"),
+    (ask(stop=[5]), 400, "stop: expected"),
     (ask(stop={"a": 1}), 400, "stop"),
-    (ask(n=2), 400, "n: 2 is not supported"), (ask(best_of=2), 400, "vLLM"),
+    (ask(n=129), 400, "n: must be at most 128"), (ask(best_of=2), 400, "vLLM"),
+    (ask(guided_json={}), 400, "guided_json: {} is not supported"),
+    (say(reasoning_effort="low"), 400, "reasoning_effort: 'low' is not supported"),
+    (say(chat_template_kwargs=dict(a=[])), 400, "chat_template_kwargs: expected texts, numbers"),
+    (say(chat_template_kwargs="a"), 400, "chat_template_kwargs: expected texts, numbers"),
+    (say(messages=[dict(role="user", content=None)]), 400, "expected text, got None"),
+    (say(messages=[dict(role="assistant", content=None, tool_calls=[dict(id="a")])]), 400,
+     "tool_calls are not supported"),
     (ask(logprobs=2), 400, "logprobs: 2 is not supported"),
     (ask(logprobs=0), 400, "logprobs: 0 is not supported"),
     (dict(body=b'{"prompt": "a", "temperature": 1' + b"0" * 400 + b"}"), 400, "temperature"),
@@ -342,7 +577,7 @@ def say(**body):
      "role ['a']"),
     (dict(path="/v1/chat/completions", body=dict(messages=[dict(role="user", content=[
         dict(type="text", text=5)])])), 400, "expected text"),
-    (ask(model=["tiny"]), 404, "available: 'tiny'"),
+    (dict(method="GET", path="/v1/models/gpt-5"), 404, "'gpt-5' not found; available: 'tiny'"),
 ])
 def test_a_bad_request_gets_a_clear_answer(server, request_, status, message):
     got, headers, body = send(server, **request_)
@@ -354,7 +589,7 @@ def test_a_bad_request_gets_a_clear_answer(server, request_, status, message):
 
 def test_oversized_and_garbage(server):
     status, _, body = send(server, body=b" " * (5 * MAX_BODY_BYTES))  # sent to its end
-    assert status == 413 and b"Content Too Large" in body
+    assert status == 413 and "more than 1048576 bytes" in json.loads(body)["error"]["message"]
     for garbage in (b"\0\1\2\r\n\r\n", b"GET / HTTP/9\r\n\r\n", b"GET /" + b"a" * 70_000, b"\r\n"):
         with socket.create_connection(("127.0.0.1", server.port), timeout=10) as s:
             s.sendall(garbage)
@@ -472,7 +707,10 @@ def healthy(server):
 def test_names_of_others_get_nothing(server, host, status):
     """A name of theirs that points here (DNS rebinding)."""
     for method, path in (("GET", "/v1/models"), ("GET", "/"), ("POST", "/v1/completions")):
-        assert send(server, method, path, dict(max_tokens=1), Host=host)[0] == status
+        got, _, body = send(server, method, path, dict(max_tokens=1), Host=host)
+        assert got == status
+        if status == 400:
+            assert "start it with --allow_host" in json.loads(body)["error"]["message"]
 
 
 def test_pages_of_others_get_nothing(server):
@@ -486,7 +724,7 @@ def test_pages_of_others_get_nothing(server):
 
 
 def test_pages_that_are_allowed_get_answers_and_preflights():
-    """--allow_origin: the browser asks first, without the key, and reads the answer."""
+    """--cors: the browser asks first, without the key, and reads the answer."""
     page, own = "https://chat.example", dict(Host="localhost:8000")
     with serving(small(), key="secret", origins=[page]) as server:
         asked = own | {"Origin": page, "Access-Control-Request-Method": "POST",
@@ -515,9 +753,9 @@ def test_a_connection_serves_several_requests_and_heads(server):
 
 
 def test_without_its_packages_it_says_so_in_one_line(checkpoint, monkeypatch, capsys):
-    monkeypatch.setitem(sys.modules, "starlette.middleware.body_limit", None)
+    monkeypatch.setitem(sys.modules, "starlette", None)
     assert main(["--ckpt", str(checkpoint), "--port", "0"]) == 2
-    assert "pip install -U starlette" in capsys.readouterr().err
+    assert "pip install starlette" in capsys.readouterr().err
 
 
 def test_a_key_is_asked_for():
@@ -786,7 +1024,9 @@ def first_of(port, n):
     return stream
 
 
-def test_a_signal_lets_texts_finish(checkpoint, tmp_path):
+@pytest.mark.parametrize("signals", [["SIGTERM"], ["SIGHUP", "SIGHUP"]])
+def test_a_signal_lets_texts_finish(checkpoint, tmp_path, signals):
+    """SIGHUP comes twice when a terminal is closed: from the system and from the shell."""
     output, errors = tmp_path / "output", tmp_path / "errors"
     output.touch()
     fork = Fork(run_python, (["-m", "model.serve", "--ckpt", str(checkpoint), "--port", "0",
@@ -799,7 +1039,9 @@ def test_a_signal_lets_texts_finish(checkpoint, tmp_path):
             waiting = pool.submit(first_of, port, 1)
             health = f"http://127.0.0.1:{port}/health"
             soon(lambda: json.load(urllib.request.urlopen(health))["waiting"])
-            os.kill(fork.process.pid, signal.SIGTERM)
+            for name in signals:
+                os.kill(fork.process.pid, getattr(signal, name))
+                time.sleep(0.05)
             with pytest.raises(openai.InternalServerError, match="shutting down"):
                 waiting.result()
         assert list(stream)[-1].choices[0].finish_reason in ("length", "stop")

@@ -173,10 +173,11 @@ def sample_indices(weights, generators):
     return index.clamp(max=weights.size(-1) - 1)  # out of range: NaN
 
 
-def encode_prompt(tokenizer, prompt):
+def encode_prompt(tokenizer, prompt, parse_special=False):
     """Return the ids of a prompt; for an empty one the end-of-text token, which precedes each
-    document, or 0."""
-    ids = tokenizer.encode(prompt) if prompt else []
+    document, or 0. parse_special: special tokens in it are not ordinary text."""
+    encode = tokenizer.encode_special if parse_special else tokenizer.encode
+    ids = encode(prompt) if prompt else []
     return ids or [tokenizer.eot_token if tokenizer.eot_token is not None else 0]
 
 

@@ -1,7 +1,7 @@
 """OpenAI-compatible server and a page: python -m model.serve --ckpt out/ckpt.pt
 
 POST /v1/completions and, for chat models, /v1/chat/completions, also as a stream; GET /v1/models,
-/health, and / for the page (serve.html).
+/v1/models/NAME, /health, and / for the page (serve.html).
 """
 
 import ipaddress
@@ -14,6 +14,7 @@ from model.sample import LoadOptions, load_for_decoding
 from train.base.cli import run_command
 from train.base.errors import require
 from train.base.fields import key
+from train.robust import on_signals
 
 API_KEY_VARIABLE = "IRONGPT_API_KEY"  # of the environment
 
@@ -27,8 +28,12 @@ class ServeOptions(LoadOptions):
     port: int = key(8000, "0: any free port", ge=0, le=65_535)
     api_key: str | None = key(None, "key that clients must send (default: IRONGPT_API_KEY in the "
                               "environment, which other users cannot see)", metavar="KEY")
-    allow_origin: list[str] = key([], "web page that may send requests from a browser, e.g. "
-                                  "https://chat.example (repeatable; *: any)", metavar="URL")
+    allow_host: list[str] = key([], "name under which clients or a reverse proxy address this "
+                                "server (repeatable; *: any)")
+    cors: list[str] = key([], "web page that may send requests from a browser, e.g. "
+                          "https://chat.example (repeatable; *: any)", metavar="ORIGIN")
+    root_path: str | None = key(None, "path, such as /llm, under which a reverse proxy forwards "
+                                "requests without removing it", metavar="PATH")
     slots: int = key(16, "texts per batch", ge=1, le=1024)
     queue: int = key(256, "waiting requests", ge=1, le=100_000)
     max_tokens: int = key(1024, "maximum number of new tokens per request", ge=1, le=10**6)
@@ -54,9 +59,17 @@ def choose_key(options, listening):
     return api_key
 
 
+def model_name(ckpt):
+    """Return the name for clients: OWNER/NAME of the hub, or the folder's."""
+    if ckpt.startswith("hf:"):
+        return ckpt.removeprefix("hf:")
+    path = Path(ckpt).expanduser().resolve()
+    return path.name if path.is_dir() else path.parent.name
+
+
 def serve(options):
     """Load the model and answer requests until a signal arrives."""
-    require("starlette.middleware.body_limit", "model.serve", "-U starlette")
+    require("starlette", "model.serve")
     require("uvicorn", "model.serve")
     from model.serve.engine import Engine
     from model.serve.server import Server
@@ -72,13 +85,14 @@ def serve(options):
         except RuntimeError as error:  # out of memory
             raise ValueError(f"--slots {options.slots}: not enough memory for the key-value cache: "
                              f"{error}; use fewer slots") from None
-        name = options.name or Path(options.ckpt).resolve().parent.name
-        server = Server(listening, engine, name, template, options.host, api_key,
-                        options.allow_origin)
+        name = options.name or model_name(options.ckpt)
+        server = Server(listening, engine, name, template, [options.host, *options.allow_host],
+                        api_key, options.cors, options.root_path)
         url = f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
         print(f"Model {name!r} at {url} (a page) and {url}/v1 (OpenAI's API). Ctrl-C stops the "
               "server.", flush=True)
-        server.run()
+        with on_signals(["SIGHUP"], server.handle_exit):
+            server.run()
 
 
 def main(argv=None):

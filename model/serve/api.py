@@ -3,61 +3,60 @@
 import json
 import time
 import uuid
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 
 from data.chat_template import parse_messages
 from model.core.generate import SamplingOptions, encode_prompt
 from model.serve.engine import APIError, Job
-from train.base.fields import key, parse_value
+from train.base.fields import TYPES, base_type, key, parse_value
 
 # Options that change the answer but are not implemented, and the accepted neutral value.
-UNSUPPORTED_OPTIONS = dict(n=1, best_of=1, echo=False, suffix="", logit_bias={}, tools=[],
-                           repetition_penalty=1, presence_penalty=0, frequency_penalty=0,
-                           logprobs=False, top_logprobs=0, functions=[],
-                           response_format={"type": "text"})
-
-
-def check_stop(strings):
-    if len(strings) > 16 or not all(0 < len(s) <= 256 for s in strings):
-        raise ValueError
+UNSUPPORTED_OPTIONS = dict(best_of=1, echo=False, suffix="", logit_bias={}, tools=[], functions=[],
+                           presence_penalty=0, frequency_penalty=0, repetition_penalty=1,
+                           repeat_penalty=1, mirostat=0, logprobs=False, top_logprobs=0,
+                           response_format={"type": "text"}, reasoning_effort=None, grammar="",
+                           json_schema=None, guided_json=None, structured_outputs=None)
 
 
 @dataclass
 class RequestOptions(SamplingOptions):
     """Options of a request, besides the prompt."""
     temperature: float = key(1.0, "0: always the most likely token", ge=0, le=2)
-    max_tokens: int | None = key(None, "maximum number of new tokens", ge=1)
-    stop: list[str] = key([], "up to 16 strings of 1 to 256 characters", text=True,
-                          check=check_stop)
+    top_k: int | None = key(None, "sample from the K most likely tokens; 0, -1: all", ge=-1)
+    max_tokens: int | None = key(None, "maximum number of new tokens; -1: the server's", ge=-1)
+    n: int = key(1, "texts per prompt", ge=1, le=128)
+    stop: list[str] = key([], "strings that end the text")
     stream: bool = key(False, "send each piece of text when it is computed")
+    parse_special: bool = key(False, "special tokens in a prompt are not ordinary text")
 
 
 # -----------------------------------------------------------------------------
 # requests
 
-def parse_request(data, chat, model_name, engine, template):
-    """Return (Job, whether a stream ends with the usage) of a request's JSON. Raises APIError."""
+def parse_request(data, chat, engine, template):
+    """Return (RequestOptions, list of Job, whether a stream ends with the usage) of a request's
+    JSON. Raises APIError."""
     try:
         body = json.loads(data)
     except (ValueError, RecursionError) as error:
         raise APIError(400, f"the request is not JSON: {error}") from None
     if not isinstance(body, dict):
         raise APIError(400, "expected a JSON object")
-    if body.get("model") not in (None, model_name):
-        raise APIError(404, f"model {body['model']!r:.80} not found; available: {model_name!r}",
-                       "model", "model_not_found")
+    options = parse_options(body)
+    if chat:
+        prompts = [encode_messages(body, engine.tokenizer, template)]
+    else:
+        prompts = parse_prompts(body.get("prompt", ""), engine.tokenizer, options.parse_special)
+    if len(prompts) * options.n > engine.max_queue:
+        raise APIError(400, f"prompt: at most {engine.max_queue} texts per request, got "
+                       f"{len(prompts)} prompts with n = {options.n}", "prompt")
     usage = body.get("stream_options")
-    return (create_job(body, chat, engine, template),
+    return (options, [job for ids in prompts for job in create_jobs(ids, options, chat, engine)],
             isinstance(usage, dict) and bool(usage.get("include_usage")))
 
 
-def create_job(body, chat, engine, template):
-    """Return the Job of a request. Raises APIError."""
-    options = parse_options(body)
-    if chat:
-        ids = encode_messages(body.get("messages"), engine.tokenizer, template)
-    else:
-        ids = parse_prompt(body.get("prompt", ""), engine.tokenizer)
+def create_jobs(ids, options, chat, engine):
+    """Return options.n jobs for the prompt `ids`. Raises APIError."""
     size = engine.config.block_size
     if len(ids) > size:
         raise APIError(400, f"the prompt has {len(ids)} tokens; the context of this model has "
@@ -65,12 +64,12 @@ def create_job(body, chat, engine, template):
     limit = engine.max_tokens
     if not engine.config.rolls:  # texts must stop when the context is full, see KVCache
         limit = min(limit, size - len(ids) + 1)
-    if options.max_tokens is None:
-        options.max_tokens = limit if chat else min(limit, 16)
-    if options.max_tokens > limit:
-        raise APIError(400, f"max_tokens: must be at most {limit}, got {options.max_tokens}",
-                       "max_tokens")
-    return Job(ids, options)
+    max_tokens = options.max_tokens or (-1 if chat else 16)
+    max_tokens = limit if max_tokens < 0 else min(max_tokens, limit)
+    top_k = None if options.top_k in (0, -1) else options.top_k
+    seeds = [None if options.seed is None else options.seed + i for i in range(options.n)]
+    return [Job(ids, replace(options, max_tokens=max_tokens, top_k=top_k, seed=seed))
+            for seed in seeds]
 
 
 def parse_options(body):
@@ -83,44 +82,76 @@ def parse_options(body):
     given = dict(body)
     if body.get("max_completion_tokens") is not None:
         given["max_tokens"] = body["max_completion_tokens"]
-    if isinstance(body.get("stop"), str):
-        given["stop"] = [body["stop"]]
-    options = RequestOptions()
+    options = RequestOptions(stop=parse_stop(given.pop("stop", None) or []))
     for f in fields(options):
-        if given.get(f.name) is not None:
-            try:
-                setattr(options, f.name, parse_value(f, given[f.name]))
-            except ValueError as error:
-                raise APIError(400, f"{f.name}: {error}", f.name) from None
+        value = given.get(f.name)
+        try:
+            if isinstance(value, str):  # no option is a text
+                raise ValueError(f"expected {TYPES[base_type(f.type)][1]}, got {value!r:.80}")
+            if value is not None:
+                setattr(options, f.name, parse_value(f, value))
+        except ValueError as error:
+            raise APIError(400, f"{f.name}: {error}", f.name) from None
+    if options.max_tokens == 0:
+        raise APIError(400, "max_tokens: must be at least 1, got 0", "max_tokens")
     return options
 
 
-def parse_prompt(prompt, tokenizer):
-    """Return the ids of a prompt: a string, a list of ids, or a list with one prompt."""
-    if isinstance(prompt, list) and len(prompt) == 1 and isinstance(prompt[0], (str, list)):
-        prompt = prompt[0]
+def parse_stop(value):
+    """Return the strings of a string or list without empty ones. Raises APIError."""
+    strings = [value] if isinstance(value, str) else value
+    if not (isinstance(strings, list) and len(strings) <= 16
+            and all(isinstance(s, str) and len(s) <= 256 for s in strings)):
+        raise APIError(400, "stop: expected up to 16 strings of up to 256 characters, got "
+                       f"{value!r:.80}", "stop")
+    return [s for s in strings if s]
+
+
+def parse_prompts(value, tokenizer, parse_special):
+    """Return the ids of each prompt: a string, a list of ids, or a list of those."""
+    is_list = isinstance(value, list) and any(isinstance(p, (str, list)) for p in value)
+    return [parse_prompt(p, tokenizer, parse_special) for p in (value if is_list else [value])]
+
+
+def parse_prompt(prompt, tokenizer, parse_special):
+    """Return the ids of a prompt: a string or a list of ids."""
     if isinstance(prompt, list) and prompt and all(
             type(i) is int and 0 <= i < tokenizer.n_vocab for i in prompt):
         return prompt
     if not isinstance(prompt, str):
-        raise APIError(400, "prompt: expected one string or one list of token ids from 0 to "
-                       f"{tokenizer.n_vocab - 1}; send several prompts as parallel requests",
-                       "prompt")
+        raise APIError(400, "prompt: expected a string, a list of token ids from 0 to "
+                       f"{tokenizer.n_vocab - 1}, or a list of those", "prompt")
     try:
-        return encode_prompt(tokenizer, prompt)
+        return encode_prompt(tokenizer, prompt, parse_special)
     except ValueError as error:  # characters that are not in the vocabulary
         raise APIError(400, f"prompt: {error}", "prompt") from None
 
 
-def encode_messages(messages, tokenizer, template):
+def fill_content(messages):
+    """Return messages, in which an assistant's may have no content, with one. Raises ValueError for
+    calls of tools."""
+    if not isinstance(messages, list) or not all(isinstance(m, dict) for m in messages):
+        return messages  # refused by parse_messages
+    if any(m.get("tool_calls") for m in messages):
+        raise ValueError("tool_calls are not supported")
+    return [m | dict(content="") if m.get("role") == "assistant" and m.get("content") is None else m
+            for m in messages]
+
+
+def encode_messages(body, tokenizer, template):
     """Return the ids of a conversation in the model's chat template, up to the next answer."""
     if template is None:
         raise APIError(404, "not a chat model; use /v1/completions", code="no_template")
+    variables = body.get("chat_template_kwargs") or {}
+    if not (isinstance(variables, dict)
+            and all(isinstance(v, (str, int, float, type(None))) for v in variables.values())):
+        raise APIError(400, "chat_template_kwargs: expected texts, numbers and booleans by name, "
+                       f"got {variables!r:.80}", "chat_template_kwargs")
     try:
-        turns = parse_messages(messages, "messages")
+        turns = parse_messages(fill_content(body.get("messages")), "messages")
         if not turns or turns[-1][0] == "assistant":
             raise ValueError("the last message must not be the assistant's")
-        return template.prompt_ids(turns, tokenizer)
+        return template.prompt_ids(turns, tokenizer, variables)
     except ValueError as error:
         raise APIError(400, f"messages: {error}", "messages") from None
 
@@ -129,35 +160,48 @@ def encode_messages(messages, tokenizer, template):
 # responses
 
 class Answer:
-    """The JSON objects of the response to a job, complete or in chunks."""
+    """The JSON objects of the response to jobs, complete or in chunks.
 
-    def __init__(self, job, chat, model_name):
-        self.job = job
+    An event is (index of the job, text, finish_reason), see Job.
+    """
+
+    def __init__(self, jobs, n, chat, model_name):
+        self.jobs = jobs
+        self.n = n  # jobs per prompt
         self.chat = chat
-        self.role = dict(role="assistant")  # in the first chunk only
+        self.started = set()  # indices of the jobs whose role was sent
         self.header = dict(id=("chatcmpl-" if chat else "cmpl-") + uuid.uuid4().hex,
                            object="chat.completion" if chat else "text_completion",
                            created=int(time.time()), model=model_name)
 
-    def complete(self, text, finish_reason):
+    def complete(self, events):
         """Return the whole response."""
-        choice = self.choice("message", text, finish_reason)
-        return self.header | dict(choices=[choice], usage=self.usage())
+        texts = [[] for _ in self.jobs]
+        reasons = {}  # the last one of each job counts
+        for i, text, finish_reason in events:
+            texts[i].append(text)
+            reasons[i] = finish_reason
+        choices = [self.choice("message", i, "".join(parts), reasons[i])
+                   for i, parts in enumerate(texts)]
+        return self.header | dict(choices=choices, usage=self.usage())
 
-    def chunk(self, *choices, **more):
+    def chunk(self, *events, **more):
         """Return a chunk of a stream."""
         kind = self.header["object"] + ".chunk" * self.chat
+        choices = [self.choice("delta", *event) for event in events]
         return self.header | dict(object=kind, choices=choices) | more
 
-    def choice(self, key, text, finish_reason):
-        """Return the text of an event of the job (see Job) as a choice. key: of a chat's message:
-        "message" or, in a stream, "delta"."""
-        content = {key: self.role | dict(content=text)} if self.chat else dict(text=text)
-        self.role = {}
-        return content | dict(index=0, logprobs=None, finish_reason=finish_reason)
+    def choice(self, key, index, text, finish_reason):
+        """Return an event as a choice. key: of a chat's message, "message" or "delta"."""
+        content = dict(text=text)
+        if self.chat:  # the role is in the first chunk only
+            role = {} if index in self.started else dict(role="assistant")
+            content = {key: role | dict(content=text)}
+        self.started.add(index)
+        return content | dict(index=index, logprobs=None, finish_reason=finish_reason)
 
     def usage(self):
-        prompt = len(self.job.ids)
-        completion = self.job.n_generated
+        prompt = sum(len(job.ids) for job in self.jobs[::self.n])
+        completion = sum(job.n_generated for job in self.jobs)
         return dict(prompt_tokens=prompt, completion_tokens=completion,
                     total_tokens=prompt + completion)

@@ -83,18 +83,19 @@ class Engine:
 
     # called by other threads
 
-    def submit(self, job):
-        """Put a job into the queue. Raises APIError if the queue is full."""
-        job.detokenizer = Detokenizer(self.tokenizer, job.options.stop)
-        [job.generator] = create_generators(job.options.seed, self.device)
-        job.deadline = time.monotonic() + self.timeout
+    def submit(self, jobs):
+        """Put all jobs into the queue. Raises APIError if they do not fit."""
+        for job in jobs:
+            job.detokenizer = Detokenizer(self.tokenizer, job.options.stop)
+            [job.generator] = create_generators(job.options.seed, self.device)
+            job.deadline = time.monotonic() + self.timeout
         with self.changed:
             if self.closing:
                 raise APIError(503, "the server is shutting down")
-            if len(self.waiting) >= self.max_queue:
+            if len(self.waiting) + len(jobs) > self.max_queue:
                 raise APIError(503, f"the queue is full: {self.max_queue} requests are waiting; "
                                "try again later")
-            self.waiting.append(job)
+            self.waiting.extend(jobs)
             self.changed.notify()
 
     def close(self):

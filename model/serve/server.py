@@ -5,12 +5,15 @@ One thread serves all connections; the engine computes in a second thread (model
 
 import asyncio
 import collections
+import contextlib
 import functools
 import hmac
 import ipaddress
 import json
 import logging
 import os
+import re
+import signal
 import time
 from pathlib import Path
 
@@ -19,10 +22,9 @@ from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
 from starlette.middleware.cors import CORSMiddleware
-from starlette.middleware.trustedhost import TrustedHostMiddleware
 from starlette.requests import ClientDisconnect
 from starlette.responses import FileResponse, JSONResponse, StreamingResponse
-from starlette.routing import Route
+from starlette.routing import Mount, Route
 
 from model.serve.api import Answer, parse_request
 from model.serve.engine import APIError
@@ -38,40 +40,45 @@ ERROR_HEADERS = {401: {"WWW-Authenticate": "Bearer"}, 503: {"Retry-After": "1"}}
 class Server(uvicorn.Server):
     """Serves the texts of an engine on a listening socket until a signal arrives.
 
-    host: the name that clients use for this server. key: the required bearer token, if any.
-    origins: other web pages that may send requests from a browser ("*": any).
+    hosts: names that clients use for this server ("*": any). key: the required bearer token, if
+    any. origins: other web pages that may send requests from a browser ("*": any). root_path: a
+    second path under which all is served.
     """
 
-    def __init__(self, listening, engine, name, template=None, host="localhost", key=None,
-                 origins=()):
+    def __init__(self, listening, engine, name, template=None, hosts=(), key=None, origins=(),
+                 root_path=None):
         self.listening = listening
         self.engine = engine
         self.name = name
         self.template = template
         self.key = key
+        self.created = int(time.time())
         self.receiving_since = {}  # {(connection, its last request): time}
         self.events = collections.deque()  # from the engine's thread: (queue, event)
         self.delivering = False
         routes = [Route("/", self.get_page), Route("/health", self.get_health),
                   Route("/v1/models", self.get_models),
+                  Route("/v1/models/{name:path}", self.get_models),
                   Route("/v1/completions", self.post_completion, methods=["POST"]),
                   Route(CHAT_PATH, self.post_completion, methods=["POST"])]
+        if root_path:
+            routes.append(Mount("/" + root_path.strip("/"), routes=routes.copy()))
         # Other web pages cannot read responses, or send JSON without permission (CORS). Here, the
         # names are those of this machine: another one is a page's, made to resolve to this server.
         address = listening.getsockname()[0]
         is_local = ipaddress.ip_address(address).is_loopback
-        names = ["localhost", "127.0.0.1", "[::1]", address, host] if is_local else ["*"]
-        middleware = [Middleware(TrustedHostMiddleware, allowed_hosts=names, www_redirect=False),
-                      Middleware(CORSMiddleware, allow_origins=origins, allow_headers=["*"],
-                                 allow_methods=["GET", "POST"])]
-        app = Starlette(routes=routes, middleware=middleware, exception_handlers=dict.fromkeys(
-            (APIError, HTTPException, ClientDisconnect, Exception), self.handle_error),
-            max_body_size=MAX_BODY_BYTES)
+        names = ("localhost", "127.0.0.1", "[::1]", address, *hosts) if is_local else ["*"]
+        self.hosts = {name.lower() for name in names}
+        self.app = Starlette(
+            routes=routes, exception_handlers=dict.fromkeys(
+                (APIError, HTTPException, ClientDisconnect, Exception), self.handle_error),
+            middleware=[Middleware(CORSMiddleware, allow_origins=origins, allow_headers=["*"],
+                                   allow_methods=["GET", "POST"])])
         super().__init__(uvicorn.Config(
-            app, http="h11", ws="none", lifespan="off", proxy_headers=False, server_header=False,
+            self.answer, interface="asgi3", http="h11", ws="none", lifespan="off",
             headers=[("X-Content-Type-Options", "nosniff"), ("X-Frame-Options", "DENY")],
-            h11_max_incomplete_event_size=MAX_HEAD_BYTES,
-            timeout_graceful_shutdown=FINISH_SECONDS))
+            proxy_headers=False, server_header=False, h11_max_incomplete_event_size=MAX_HEAD_BYTES,
+            timeout_keep_alive=RECEIVE_SECONDS, timeout_graceful_shutdown=FINISH_SECONDS))
         logging.getLogger("uvicorn.error").setLevel("WARNING")
 
     # uvicorn.Server
@@ -93,10 +100,11 @@ class Server(uvicorn.Server):
         return await super().on_tick(counter)
 
     def handle_exit(self, sig, frame):
-        if self.should_exit:
+        if self.should_exit and sig in (signal.SIGINT, signal.SIGTERM):  # SIGHUP may come twice
             os._exit(128 + sig)
-        os.write(2, b"\nfinishing active requests; a second signal quits at once\n")
         self.should_exit = True
+        with contextlib.suppress(OSError):  # the terminal is closed
+            os.write(2, b"\nfinishing active requests; a second signal quits at once\n")
 
     async def shutdown(self, sockets=None):
         await asyncio.to_thread(self.engine.close)
@@ -104,10 +112,10 @@ class Server(uvicorn.Server):
 
     # events of the engine's thread
 
-    def post(self, queue, event):
-        """Put an event into a queue of the event loop, with one wake-up of the loop for all events
-        of a step: a wake-up per event would take longer than the event."""
-        self.events.append((queue, event))
+    def post(self, queue, index, event):
+        """Put the event of a request's job into a queue of the event loop, with one wake-up of the
+        loop for all events of a step: a wake-up per event would take longer than the event."""
+        self.events.append((queue, (index, *event)))
         if not self.delivering:
             self.delivering = True
             self.loop.call_soon_threadsafe(self.deliver)
@@ -119,6 +127,17 @@ class Server(uvicorn.Server):
             queue.put_nowait(event)
 
     # routes
+
+    async def answer(self, scope, receive, send):
+        """Answer the requests that name this server as their host, see __init__."""
+        host = dict(scope["headers"]).get(b"host", b"").decode("latin-1")
+        name = re.sub(r":\d*$", "", host).lower()
+        app = self.app
+        if not self.hosts & {name, "*"}:
+            error = APIError(400, f"this server is not known as {name!r:.80}; start it with "
+                             "--allow_host and this name")
+            app = JSONResponse(error.body(), error.status)
+        await app(scope, receive, send)
 
     async def handle_error(self, request, error):
         """Return the response for an exception. uvicorn logs unexpected tracebacks."""
@@ -148,60 +167,80 @@ class Server(uvicorn.Server):
 
     async def get_models(self, request):
         self.check_key(request)
-        model = dict(id=self.name, object="model", owned_by="ironGPT", chat=bool(self.template),
-                     max_tokens=self.engine.max_tokens)
-        return JSONResponse(dict(object="list", data=[model]))
+        model = dict(id=self.name, object="model", created=self.created, owned_by="ironGPT",
+                     chat=bool(self.template), max_tokens=self.engine.max_tokens)
+        name = request.path_params.get("name", "")
+        if name not in ("", self.name):
+            raise APIError(404, f"model {name!r:.80} not found; available: {self.name!r}", "model",
+                           "model_not_found")
+        return JSONResponse(model if name else dict(object="list", data=[model]))
 
     async def post_completion(self, request):
         self.check_key(request)
         # A browser sends other content types to other sites without asking for permission.
         if request.headers.get("content-type", "").partition(";")[0].strip() != "application/json":
             raise APIError(415, "expected Content-Type: application/json")
-        chat = request.url.path == CHAT_PATH
+        chat = request.url.path.endswith(CHAT_PATH)
         # In a worker thread: parsing and encoding a long prompt must not block other connections.
-        job, include_usage = await asyncio.to_thread(
-            parse_request, await request.body(), chat, self.name, self.engine, self.template)
-        answer = Answer(job, chat, self.name)
+        options, jobs, include_usage = await asyncio.to_thread(
+            parse_request, await read_body(request), chat, self.engine, self.template)
+        answer = Answer(jobs, options.n, chat, self.name)
         queue = asyncio.Queue()
-        job.on_event = functools.partial(self.post, queue)
-        self.engine.submit(job)
-        events = read_events(queue, job)
-        watch = asyncio.create_task(cancel_on_disconnect(request, job))
+        for i, job in enumerate(jobs):
+            job.on_event = functools.partial(self.post, queue, i)
+        self.engine.submit(jobs)
+        events = read_events(queue, jobs)
+        watch = asyncio.create_task(cancel_on_disconnect(request, jobs))
         try:
             # An error before the first token, or before a whole response, is an HTTP error.
-            pieces = [await anext(events)] if job.options.stream else [e async for e in events]
+            pieces = [await anext(events)] if options.stream else [e async for e in events]
         finally:
             watch.cancel()
-        if not job.options.stream:
-            text = "".join(text for text, _ in pieces)
-            return JSONResponse(answer.complete(text, pieces[-1][1]))
+        if not options.stream:
+            return JSONResponse(answer.complete(pieces))
         return StreamingResponse(write_stream(answer, pieces[0], events, include_usage),
-                                 headers={"Cache-Control": "no-cache"},
+                                 headers={"Cache-Control": "no-cache", "X-Accel-Buffering": "no"},
                                  media_type="text/event-stream")
 
 
-async def read_events(queue, job):
-    """Yield the events of a job (see Job), merged if several are in the queue. Raises the
-    exception of a failed job. At the end, the job is cancelled."""
-    finish_reason = None
+async def read_body(request):
+    """Return the body of a request. Raises APIError if it is too large."""
+    body = bytearray()
+    async for part in request.stream():
+        body += part
+        if len(body) > MAX_BODY_BYTES:
+            raise APIError(413, f"the request has more than {MAX_BODY_BYTES} bytes")
+    return bytes(body)
+
+
+async def read_events(queue, jobs):
+    """Yield (index of the job, text, finish_reason) for the events of jobs (see Job), merged per
+    job if several are in the queue. Raises the exception of a failed job. At the end, the jobs are
+    cancelled."""
+    n_active = len(jobs)
     try:
-        while finish_reason is None:
-            text, finish_reason = await queue.get()
-            while finish_reason is None and not queue.empty():
-                more, finish_reason = queue.get_nowait()
-                text += more
-            if isinstance(finish_reason, Exception):
-                raise finish_reason
-            yield text, finish_reason
+        while n_active:
+            events = [await queue.get()]
+            while not queue.empty():
+                events.append(queue.get_nowait())
+            merged = {}  # {index: (text, finish_reason)}
+            for i, text, finish_reason in events:
+                if isinstance(finish_reason, Exception):
+                    raise finish_reason
+                merged[i] = merged.get(i, ("",))[0] + text, finish_reason
+            for i, (text, finish_reason) in merged.items():
+                n_active -= finish_reason is not None
+                yield i, text, finish_reason
     finally:
-        job.ended = True
+        for job in jobs:
+            job.ended = True
 
 
-async def cancel_on_disconnect(request, job):
-    """Cancel the job when the client leaves."""
+async def cancel_on_disconnect(request, jobs):
+    """Cancel the jobs when the client leaves."""
     while (await request.receive())["type"] != "http.disconnect":
         pass
-    job.emit("", ClientDisconnect())
+    jobs[0].emit("", ClientDisconnect())
 
 
 async def write_stream(answer, first, events, include_usage):
@@ -209,9 +248,9 @@ async def write_stream(answer, first, events, include_usage):
     def send(content):
         return f"data: {json.dumps(content)}\n\n"
     try:
-        yield send(answer.chunk(answer.choice("delta", *first)))
+        yield send(answer.chunk(first))
         async for event in events:
-            yield send(answer.chunk(answer.choice("delta", *event)))
+            yield send(answer.chunk(event))
     except APIError as error:
         yield send(error.body())
         return
