@@ -11,6 +11,7 @@ from train.base.cli import env_rank, report_error
 from train.base.errors import UserError, echo
 from train.config import (
     DEFAULT_PATH,
+    describe_aliases,
     format_config,
     format_help,
     load_config,
@@ -31,10 +32,8 @@ def main(argv):
             return 0
     except (UserError, ModuleNotFoundError) as error:
         return report_error(error)
-    aliases = [f"{where.rpartition(' as ')[2]} read as {name}"
-               for name, where in config.origins.items() if " as " in where]
-    if aliases and env_rank() == 0:
-        echo(f"Note: {', '.join(aliases)}")
+    for line in describe_aliases(config) if env_rank() == 0 else ():
+        echo(line)
 
     def job(config):
         if config.dry_run:

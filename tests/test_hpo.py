@@ -9,6 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import fields
 
 import pytest
+import yaml
 from browser import soon
 from conftest import REPO, tiny_args
 from processes import Fork, python, run_python
@@ -162,6 +163,14 @@ def test_search_finds_narrows_and_retrains(search, tmp_path, capsys):
     assert run_train.main(["--config", config]) == 0
     lines = (tmp_path / "hpo/best/metrics.jsonl").read_text().splitlines()
     assert min(json.loads(x).get("val_loss", 99) for x in lines) == best["value"]
+    # The file holds what the search changed, to be merged over another configuration.
+    found = yaml.safe_load((tmp_path / "hpo/best_config.yaml").read_text())
+    assert found.pop("base") == "base_config.yaml" and found.pop("out_dir").endswith("hpo/best")
+    assert found == best["params"]
+    (tmp_path / "other.yaml").write_text("n_layer: 7\nn_embd: 48\nmax_iters: 11\nout_dir: mine\n")
+    other = load_config(tmp_path / "other.yaml", [f"best_config={config}", "--n_head=3"])
+    changes = dict(n_embd=48, max_iters=11, out_dir="mine", n_head=3) | best["params"]
+    assert other == load_config(None, changes)
 
 
 def test_search_goes_on_and_takes_no_other_space(search, capsys):

@@ -72,8 +72,7 @@ def parse(monkeypatch, module, words):
 
 def check_run(words, capsys, monkeypatch):
     """run_train.py takes the arguments; files of runs and of other programs need not be there."""
-    words = ["train/config.yaml" if w.startswith("out/") and w.endswith(".yaml") else w
-             for w in words]
+    words = [re.sub(r"^(best_config=)?out/.*\.yaml$", r"\1train/config.yaml", w) for w in words]
     code = run_train.main([*words, "--print_config"])
     said = capsys.readouterr()
     assert code == 0, said.err

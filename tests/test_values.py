@@ -11,11 +11,11 @@ from conftest import REPO
 from train.base.errors import ConfigError
 from train.base.fields import base_type, fields_by_name, parse_value
 from train.config import (
+    ALIASES,
     TrainConfig,
     config_class,
     find_conflicts,
     find_differences,
-    load_aliases,
     load_config,
     parse_options,
     read_with_bases,
@@ -227,7 +227,7 @@ def test_a_models_own_key_is_its_own(monkeypatch):
 
 def test_keys_that_stand_elsewhere_say_where():
     """No key is offered that only looks alike."""
-    for name, words in (("num_gpus", "torchrun --nproc_per_node=N"), ("num_workers", "leave it "),
+    for name, words in (("num_gpus", "torchrun --nproc_per_node=N"), ("dataset_name", "data_dir"),
                         ("wandb_project", "WANDB_PROJECT"), ("qwerty", "--help")):
         with pytest.raises(ConfigError) as refused:
             load_config(None, [f"--{name}=8"])
@@ -235,12 +235,20 @@ def test_keys_that_stand_elsewhere_say_where():
 
 
 def test_the_names_of_others_are_not_ours():
-    """Each stands for a key that there is, and none hides one of another model."""
-    names = set(FIELDS).union(*(
-        {f.name for f in fields(config_class(m))} for m in ("autoencoder", "memory", "moe", "sae")))
-    others, words, hints = load_aliases()
-    assert set(others.values()) - names == {"family"} and not names & (set(others) | set(hints))
-    assert set(words) <= set(others) and set(hints) & set(others) == {"family"}
+    """Each stands for keys that there are, and none hides one of another model."""
+    models = ("autoencoder", "classifier", "lora", "memory", "moe", "sae")
+    keys = {m: {f.name for f in fields(config_class(m))} for m in models}
+    names = set(FIELDS).union(*keys.values())
+    targets = {key for target in ALIASES.names.values()
+               for key in ([target] if isinstance(target, str) else target)}
+    assert targets - names == {"ignored"}
+    assert names.isdisjoint(ALIASES.names) and names & set(ALIASES.hints) == {"distributed"}
+    assert {k for k, v in ALIASES.names.items() if v == "ignored"} <= set(ALIASES.hints)
+    assert set(ALIASES.words) <= set(ALIASES.names) | names | set(ALIASES.hints) | {"fast"}
+    assert set(ALIASES.switches) <= set(ALIASES.names) | set(ALIASES.words)
+    assert targets - set(FIELDS) - {"ignored"} | {"task"} == set(ALIASES.models)
+    for key, types in ALIASES.models.items():
+        assert {m for m in models if key in keys[m]} == set(types.split(" or "))
 
 
 def test_a_runs_arguments_without_those_of_its_start(tmp_path):

@@ -66,14 +66,15 @@ def read_yaml(path, problems, groups=()):
     `groups`. Problems are appended to `problems`."""
     settings = []
 
-    def add(mapping):
+    def add(mapping, group=""):
         for key, value in mapping.value:
             name = str(key.value)
             if isinstance(value, yaml.MappingNode) and name in groups:
-                add(value)
+                add(value, f"{group}{name}.")
             else:
                 raw = loader.construct_object(value, deep=True)
-                settings.append((name, raw, f"{path}:{key.start_mark.line + 1}"))
+                where = f"{path}:{key.start_mark.line + 1}"
+                settings.append((remove_groups(group + name), raw, where))
     try:
         with open(path, encoding="utf-8") as f:
             text = f.read(MAX_YAML_CHARS + 1)
@@ -125,9 +126,7 @@ def parse_options(argv, problems):
         if not token.startswith("-") and not equals:
             problems.append(f"command line: {token!r}: expected --key value or key=value")
             continue
-        dotted = dotted.lstrip("-").replace("-", "_")
-        group, _, name = dotted.rpartition(".")
-        name = name if group in GROUP_NAMES else dotted
+        name = remove_groups(dotted.lstrip("-").replace("-", "_"))
         if not equals:  # the next argument is the value, unless it is an option
             if tokens and not re.match(r"--?[A-Za-z]|[\w.]+=", tokens[0]):
                 value = tokens.pop(0)
@@ -141,37 +140,107 @@ def parse_options(argv, problems):
 # -----------------------------------------------------------------------------
 # from settings to keys
 
-@functools.cache
-def load_aliases():
-    """Return the tables in train/aliases.yaml: {name in other trainers: our key}, {name: {word: our
-    word}}, {name without an equivalent: advice}."""
-    with open(os.path.join(os.path.dirname(__file__), "aliases.yaml"), encoding="utf-8") as f:
-        table = yaml.load(f, PlainLoader)
-    return table["names"], table["words"], table["hints"]
+class Aliases:
+    """The tables in train/aliases.yaml, which is read when the first one is needed (40 ms)."""
+
+    def __getattr__(self, name):
+        path = os.path.join(os.path.dirname(__file__), "aliases.yaml")
+        with open(path, encoding="utf-8") as f:
+            vars(self).update(yaml.load(f, PlainLoader))
+        return vars(self)[name]
+
+
+ALIASES = Aliases()
+IGNORED = object()  # value of a setting without effect, of which the user is told
+
+
+def remove_groups(dotted):
+    """Return the name in "training.lr": lr. Returned unchanged: unknown groups, and names with a
+    meaning of their own in a group (optimizer.name)."""
+    *groups, name = dotted.split(".")
+    if not groups or not GROUP_NAMES.issuperset(groups):
+        return dotted
+    own = f"{groups[-1]}.{name}"
+    return own if own in ALIASES.names or own in ALIASES.hints else name
+
+
+def translate(name, raw, known, by_epochs=False):
+    """Return {our key: raw value} of a setting in the words of another trainer; {} if it has no
+    effect. A name without a translation is returned as it is.
+
+    by_epochs: whether the length of the run is given in epochs (save_every).
+    """
+    target = name if name in known else ALIASES.names.get(name, name)
+    if by_epochs and name in ALIASES.per_epoch:
+        target = ALIASES.per_epoch[name]
+    if isinstance(target, list):
+        target = next((key for key in target if key in known), target[-1])
+    if isinstance(target, dict):
+        return fill(target, raw)
+    text = str(raw).strip().lower()
+    words = ALIASES.words
+    word = words.get(name, {}).get(text) or words.get(target, {}).get(text)
+    if isinstance(word, dict):
+        return {k: v for n, value in word.items() for k, v in translate(n, value, known).items()}
+    field = known.get(target)
+    takes_none = field and ("None" in str(field.type) or text in field.metadata.get("choices", ()))
+    not_set = not (word or takes_none or name in known) and text in ("null", "none", "~")
+    return {} if "ignored" in (target, word) or not_set else {target: word or raw}
+
+
+def fill(template, raw):
+    """Return an entry of train/aliases.yaml with a value: $, or its items $1 and $2."""
+    if isinstance(template, dict):
+        return {name: fill(value, raw) for name, value in template.items()}
+    items = re.findall(r"[\w.+-]+", str(raw)) if template != "$" else []
+    return items[int(template[1:]) - 1] if len(items) == 2 else items or raw
 
 
 def resolve(settings, known, problems):
     """Return {key: (raw value, where it is set)} of settings [(name, raw value, where)]. Later
     settings take precedence. Aliases are replaced by the keys in `known`, and " as ALIAS" is
-    appended to `where`."""
+    appended to `where`. Aliases without effect remain, with the value IGNORED."""
+    def place(setting):
+        """Order by file. In a file, what a switch turns on comes first and may be replaced, and
+        what it turns off comes last and replaces."""
+        name, raw, where = setting
+        is_off = str(raw).lower() in ("false", "no", "off")
+        is_switch = name not in known and name in ALIASES.switches  # loaded if needed
+        return files[where.rpartition(":")[0]], is_switch * (1 if is_off else -1)
+
     resolved = {}
-    for name, raw, where in settings:
-        file = where.rpartition(":")[0]
-        if name not in known and name in load_aliases()[0]:  # loaded if needed: 20 ms
-            aliases, words, _ = load_aliases()
-            where += f" as {name}"
-            raw = words.get(name, {}).get(str(raw).lower(), raw)
-            name = aliases[name]
-            if raw in (None, "ignored"):  # e.g. fp16: false
-                continue
-        _, at = resolved.pop(name, (None, ""))  # so that the latest one comes last
-        twice = at.partition(" as ")[0] == "command line" and name in known and (
-            base_type(known[name].type) is list)
-        if twice or file and at.startswith(f"{file}:"):
-            commas = ", with commas between the values" if twice else ""
-            problems.append(f"{where}: {name} is set twice (first at {at}); keep one{commas}")
-        resolved[name] = raw, where
+    files = {where.rpartition(":")[0]: i for i, (_, _, where) in reversed([*enumerate(settings)])}
+    by_epochs = {"max_epochs", "epochs", "num_epochs"} & {name for name, _, _ in settings}
+    for name, raw, where in sorted(settings, key=place):
+        choices = known[name].metadata.get("choices") if name in known else ()
+        translated = {name: raw}
+        if name not in known or choices and raw not in choices:
+            translated = translate(name, raw, known, by_epochs)
+        if not translated and name in ALIASES.hints:
+            resolved[name] = IGNORED, where
+        for key, value in translated.items():
+            old, first = resolved.pop(key, (None, ""))  # so that the latest one comes last
+            alias = "" if {key: value} == {name: raw} else name
+            earlier = first.partition(" as ")[2]
+            if alias and isinstance(value, dict) and isinstance(old, dict):  # memory_lr and lora_lr
+                value = old | value
+                alias = ", ".join(dict.fromkeys([*filter(None, earlier.split(", ")), name]))
+            elif first and is_set_twice(key, first, where, known) and not (
+                    {earlier, name}.intersection(ALIASES.switches)):
+                commas = ", with commas between the values" if first[:1] == "c" else ""
+                problems.append(f"{where}{f' as {alias}' if alias else ''}: {key} is set twice "
+                                f"(first at {first}); keep one{commas}")
+            resolved[key] = value, where + (f" as {alias}" if alias else "")
     return resolved
+
+
+def is_set_twice(key, first, where, known):
+    """Return whether a key that was set at `first` may not be set again at `where`: in the same
+    file, or a list on the command line."""
+    file = where.rpartition(":")[0]
+    is_list = key in known and base_type(known[key].type) in (list, dict)
+    return first.startswith(f"{file}:") if file else (
+        is_list and first.partition(" as ")[0] == "command line")
 
 
 def read_settings(path, overrides, problems):
@@ -181,12 +250,11 @@ def read_settings(path, overrides, problems):
                if isinstance(overrides, Mapping) else parse_options(overrides, problems))
     given = {name: value for name, value, _ in options}
     settings = []
-    # A search's result (best_config) precedes the rest of the command line.
-    for file, skipped in ((given.get("config", path), ()),
-                          (given.get("best_config"), ("data_dir", "out_dir"))):
-        if file is not None:
-            settings += [s for s in read_with_bases(find_file(str(file)), problems)
-                         if s[0] not in skipped]
+    if (file := given.get("config", path)) is not None:
+        settings += read_with_bases(find_file(str(file)), problems)
+    if (file := given.get("best_config")) is not None:  # what a search changed, without its `base`
+        settings += [s for s in read_yaml(find_file(str(file)), problems, GROUP_NAMES)
+                     if s[0] not in ("base", "data_dir", "out_dir")]
     settings += [option for option in options if option[0] not in ("config", "best_config")]
     model = [value for name, value, _ in settings if name == "model"]
     cls = config_class(str(model[-1]) if model else "gpt")
@@ -204,10 +272,8 @@ def load_config(path: str | os.PathLike | None = None,
     values = {}
     for name, (raw, where) in settings.items():
         if name not in known:
-            aliases, _, advice = load_aliases()
-            hint = nearest(name, [*known, *aliases]) if len(problems) < MAX_HINTS else ""
-            problems.append(f"{where}: unknown key {name!r}{hint}; " + advice.get(
-                name, "`python run_train.py --help` lists the keys"))
+            if raw is not IGNORED:
+                problems.append(f"{where}: {describe_unknown(name, known, len(problems))}")
             continue
         try:
             values[name] = parse_value(known[name], raw)
@@ -222,6 +288,16 @@ def load_config(path: str | os.PathLike | None = None,
         raise ConfigError(problems)
     config.origins = {name: where for name, (_, where) in settings.items()}
     return config
+
+
+def describe_unknown(name, known, n_problems):
+    """Return the message about a name that is no key: what to use instead."""
+    if name in ALIASES.hints:
+        return f"unknown key {name!r}; {ALIASES.hints[name]}"
+    if name in ALIASES.models:
+        return f"unknown key {name!r}; it is a key of --model {ALIASES.models[name]}"
+    similar = nearest(name, [*known, *ALIASES.names]) if n_problems < MAX_HINTS else ""
+    return f"unknown key {name!r}{similar}; `python run_train.py --help` lists the keys"
 
 
 def load_argv(argv):
@@ -285,7 +361,7 @@ python run_train.py [--config FILE.yaml] [--key value | key=value | --flag | --n
 
   --config FILE         YAML file with keys (default: {DEFAULT_PATH}); its `base:` is another
                         file, read first; or a run's training_args.json
-  best_config=FILE      a second file on top without its data_dir and out_dir: a search's result
+  best_config=FILE      the result of a search on top: only the keys that it changed
   --model NAME --help   list the keys of model/NAME.py too; also --config FILE --help"""
 
 
@@ -302,7 +378,7 @@ def format_help(cls=TrainConfig):
 
 def format_config(config):
     """Return the --print_config page: valid YAML with the origin of each value."""
-    lines = []
+    lines = [f"# {line}" for line in describe_aliases(config)]
     config = config.replace(print_config=False)  # the page can be saved and used as --config
     for path in input_files(config, (True,)).values():
         lines.append(f"# The shape of {path} replaces the defaults of the model.")
@@ -313,6 +389,24 @@ def format_config(config):
             text = f"{f.name}: {value.strip().removesuffix('...').strip()}"
             lines.append(f"{text:<44} # {config.origins.get(f.name, 'default')}")
     return "\n".join(lines)
+
+
+def describe_aliases(config):
+    """Return lines that state how names of other trainers were read."""
+    read = {}  # {alias: [key and value]}
+    ignored = {}  # {reason: names}
+    for name, where in config.origins.items():
+        alias = where.partition(" as ")[2]
+        if name not in fields_by_name(type(config)):
+            ignored.setdefault(ALIASES.hints[name], []).append(name)
+        elif alias:
+            read.setdefault(alias, []).append(f"{name} {getattr(config, name)}")
+    parts = [f"{alias} read as {', '.join(keys)}"
+             + (f" ({ALIASES.hints[alias]})" if alias in ALIASES.hints else "")
+             for alias, keys in read.items()]
+    parts = ["; ".join(parts)] * bool(parts)
+    parts += [f"{', '.join(names)} ignored: {hint}" for hint, names in ignored.items()]
+    return [f"Note: {part}" for part in parts]
 
 
 def to_yaml(config):

@@ -193,7 +193,8 @@ class GPTKeys:
         """Return messages about keys that contradict each other."""
         head_dim = self.head_dim or self.n_embd // self.n_head
         rules = {
-            f"n_embd ({self.n_embd}) must be a multiple of n_head ({self.n_head})":
+            f"n_embd ({self.n_embd}) must be a multiple of n_head ({self.n_head}); e.g. n_head "
+            f"{math.gcd(self.n_embd, 2 ** self.n_head.bit_length() // 2)}":
                 self.head_dim or self.n_embd % self.n_head == 0,
             f"n_embd / n_head or head_dim ({head_dim}) must be even for pos: rope":
                 self.pos != "rope" or head_dim % 2 == 0,
@@ -216,8 +217,8 @@ GROUPS = {"Run": RunKeys, "Batch": BatchKeys, "Length": LengthKeys,
           "Model": GPTKeys}
 # Headings that group keys in YAML files, here and in other trainers.
 GROUP_NAMES = {g.lower().replace(" ", "_") for g in GROUPS} | {
-    "training", "train", "trainer", "data", "scheduler", "early_stopping", "loss", "logging",
-    "evaluation"}
+    "training", "train", "trainer", "data", "dataset", "dataloader", "scheduler", "amp",
+    "early_stopping", "loss", "logging", "evaluation"}
 
 
 @dataclass

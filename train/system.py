@@ -140,7 +140,8 @@ def load_model_type(name):
     known = model_types()
     if name not in known and f"model.{name}" not in sys.modules or name in NOT_MODEL_TYPES:
         raise ConfigError([f"model: there is no model type model/{name}.py; expected one of "
-                           f"{', '.join(known)}, or a new file with build_model(config, data)"])
+                           f"{', '.join(known)}, or a new file with build_model(config, data). "
+                           "Weights to start from are named by init_from"])
     module = importlib.import_module(f"model.{name}")
     if not hasattr(module, "build_model"):
         raise ConfigError([f"model: model/{name}.py has no build_model(config, data); expected one "

@@ -13,6 +13,7 @@ from data import labels
 from data.tokenizer import open_tokenizer
 from model.classifier.metrics import classification_metrics, span_metrics, span_sums
 from model.core.load import load_model
+from train.base.checkpoint_file import load_checkpoint
 from train.base.cli import format_table, run_command
 from train.base.errors import DataError, echo
 from train.base.fields import key
@@ -22,13 +23,14 @@ from train.distributed import get_device
 @dataclass
 class ReportOptions(labels.Fields):
     """Evaluate a classifier on other data."""
-    ckpt: str = key("out/classifier/ckpt_best.pt", "checkpoint", metavar="FILE", path=True)
+    ckpt: str = key("out/classifier/ckpt_best.pt", "checkpoint", metavar="FILE", path=True,
+                    aliases="checkpoint")
     data: list[str] = key([], "files (.jsonl, .csv, .tsv, ...), with or without labels, or one "
-                          "folder of data.prepare.labels", required=True, nargs="+",
-                          metavar="PATH", text=True)
+                          "folder of data.prepare.labels (default: the training data)", nargs="+",
+                          metavar="PATH", text=True, aliases="dataset.path")
     split: str = key("test", "split of a folder", choices=labels.SPLITS)
-    out: str = key("", "folder to write: metrics.json, predictions.jsonl", required=True,
-                   metavar="FOLDER", path=True)
+    out: str | None = key(None, "folder to write: metrics.json, predictions.jsonl (default: "
+                          "report, beside the checkpoint)", metavar="FOLDER", path=True)
     batch_size: int = key(64, "rows per batch", ge=1)
     device: str = key("auto", "auto, cpu, cuda or mps")
 
@@ -36,6 +38,8 @@ class ReportOptions(labels.Fields):
 def evaluate_checkpoint(args):
     """Evaluate a checkpoint, write the files to --out and print the report."""
     model, tokenizer = load_model(args.ckpt, get_device(args.device), expect="classifier")
+    args.data = args.data or [load_checkpoint(args.ckpt)["config"]["data_dir"]]
+    args.out = args.out or os.path.join(os.path.dirname(args.ckpt), "report")
     arrays, rows = load_rows(args, model, tokenizer)
     scores, spans = predict(model, arrays, args.batch_size)
     tokens, _, targets, truths = map(np.asarray, arrays)

@@ -43,6 +43,13 @@ def underscores(argv):
             for a in argv[:end]] + argv[end:]
 
 
+def add_dashes(argv, parser):
+    """Return `argv` with name=value as --name=value where `parser` has this option."""
+    return [f"--{a}" if f"--{a.partition('=')[0]}" in parser._option_string_actions
+            and "=" in a and not (before.startswith("--") and "=" not in before) else a
+            for before, a in zip(["", *argv], argv)]
+
+
 def make_parser(cls, prog, epilog=None):
     """Return the argparse.ArgumentParser of the dataclass `cls`. The docstring is the description.
 
@@ -103,7 +110,7 @@ def run_command(cls, work, argv=None, interrupt_message="interrupted", load=None
     name = prog or sys.modules[cls.__module__].__spec__.name.removesuffix(".__main__")
     epilog = "All other arguments are those of run_train.py." if load else None
     parser = make_parser(cls, f"python -m {name}", epilog)
-    argv = underscores(sys.argv[1:] if argv is None else argv)
+    argv = add_dashes(underscores(sys.argv[1:] if argv is None else argv), parser)
     try:
         args, rest = parser.parse_known_args(argv) if load else (parser.parse_args(argv), [])
         options = make_options(cls, vars(args))

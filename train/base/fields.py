@@ -66,8 +66,9 @@ def parse_value(field, raw):
             return None
         if kind is not str or text:
             raise ValueError(f"expected {TYPES[kind][1]}, got an empty value")
-    if text in choices and isinstance(raw, bool):  # e.g. compile: true in Python
-        raw = text
+    if "true" in choices and text in BOOLS:  # e.g. compile: yes
+        text = str(BOOLS[text]).lower()
+    raw = text if text in choices else raw
     value = convert(raw, *TYPES[kind])
     if kind is list and not (meta.get("text") or meta.get("positional")):  # a,b: two items
         value = [word.strip() for item in value for word in item.split(",") if word.strip()]
@@ -97,8 +98,11 @@ def base_type(annotation):
     return str
 
 
+BOOLS = dict(true=True, yes=True, on=True, false=False, no=False, off=False)
+
+
 def to_bool(raw):
-    return dict(true=True, yes=True, on=True, false=False, no=False, off=False)[str(raw).lower()]
+    return BOOLS[str(raw).lower()]
 
 
 def to_int(raw):

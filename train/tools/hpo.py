@@ -19,6 +19,7 @@ import warnings
 from dataclasses import asdict, dataclass
 
 import torch
+import yaml
 
 try:
     import optuna
@@ -144,7 +145,8 @@ def search(config, space, stages, out):
         start = best.params
     print(f"Best: {study.study_name}, trial {best.number}, {config.early_stopping_metric} "
           f"{best.value:.4f}\nTo train with it: python run_train.py --config "
-          f"{os.path.join(out, 'best_config.yaml')}")
+          f"{os.path.join(out, 'best_config.yaml')}\nTo add its values to another configuration: "
+          f"best_config={os.path.join(out, 'best_config.yaml')}")
 
 
 def open_study(config, space, number, stage, start, out):
@@ -228,7 +230,8 @@ def train_trial(trial, config):
 # results
 
 def report(studies, trial, config, out):
-    """Print a trial's result; write trials_history.json and best_config.yaml."""
+    """Print a trial's result; write trials_history.json, base_config.yaml (the configuration of
+    the search) and best_config.yaml (what the best trial changed)."""
     metric = config.early_stopping_metric
     result = trial.user_attrs.get("error") or f"{metric} {trial.value:.4f}"
     print(f"{studies[-1].study_name}, trial {trial.number}: {trial.state.name.lower()}, "
@@ -243,7 +246,11 @@ def report(studies, trial, config, out):
         if studies[-1].best_trials:
             best_config = trial_config(config, studies[-1].best_params,
                                        out_dir=os.path.join(out, "best"))
-            write_text(os.path.join(out, "best_config.yaml"), to_yaml(best_config))
+            changes = {k: v for k, v in asdict(best_config).items()
+                       if k in studies[-1].best_params or v != getattr(config, k)}
+            write_text(os.path.join(out, "base_config.yaml"), to_yaml(config))
+            write_text(os.path.join(out, "best_config.yaml"), yaml.safe_dump(
+                {"base": "base_config.yaml"} | changes, sort_keys=False, allow_unicode=True))
 
 
 # -----------------------------------------------------------------------------
