@@ -461,6 +461,18 @@ def test_names_that_are_allowed(model):
         assert send(server, "GET", "/v1/models", Host="other.example")[0] == 200
 
 
+def test_a_path_that_a_proxy_does_not_remove(model):
+    with serving(model, template=ChatTemplate(), root_path="/llm/") as server:
+        body = dict(prompt="a", messages=[dict(role="user", content="a")], max_tokens=1)
+        for path, kind in (("completions", "text_completion"),
+                           ("chat/completions", "chat.completion")):
+            for prefix in ("", "/llm"):
+                status, _, made = send(server, path=f"{prefix}/v1/{path}", body=body)
+                assert (status, json.loads(made)["object"]) == (200, kind)
+        assert send(server, "GET", "/llm/")[2] == send(server, "GET", "/")[2]
+        assert send(server, "GET", "/other/v1/models")[0] == 404
+
+
 NGINX = shutil.which("nginx") or shutil.which("/usr/sbin/nginx")
 
 
@@ -556,8 +568,8 @@ def say(**body):
     (say(chat_template_kwargs=dict(a=[])), 400, "chat_template_kwargs: expected texts, numbers"),
     (say(chat_template_kwargs="a"), 400, "chat_template_kwargs: expected texts, numbers"),
     (say(messages=[dict(role="user", content=None)]), 400, "expected text, got None"),
-    (say(messages=[dict(role="assistant", content=None, tool_calls=[dict(id="a")])]), 400,
-     "tool_calls are not supported"),
+    (say(messages=[dict(role="assistant", content=None, tool_calls=[dict(id="a")]),
+                   dict(role="tool", content="a")]), 400, "role 'tool': expected one of"),
     (ask(logprobs=2), 400, "logprobs: 2 is not supported"),
     (ask(logprobs=0), 400, "logprobs: 0 is not supported"),
     (dict(body=b'{"prompt": "a", "temperature": 1' + b"0" * 400 + b"}"), 400, "temperature"),
@@ -819,6 +831,7 @@ def test_slow_clients_keep_nobody_waiting(server, monkeypatch):
 def test_a_kept_alive_connection_with_short_requests_stays(server, monkeypatch):
     """Each of them begins and ends between two looks at the connections."""
     monkeypatch.setattr(server_file, "RECEIVE_SECONDS", 0.5)
+    assert server.config.timeout_keep_alive >= 30  # clients keep connections for 5 seconds
     client = http.client.HTTPConnection("localhost", server.port, timeout=10)
     client.connect()
     own = client.sock.getsockname()

@@ -135,7 +135,7 @@ def sample_tokens(logits, temperature, top_k, top_p, generators, min_p=None):
         largest, index = logits.max(-1)
         return torch.where(largest.isfinite(), index, -1)
     ids = None  # (B, k): the candidates, most likely first, or None: the vocabulary
-    if top_k is not None and top_k < logits.size(-1):
+    if top_k is not None and 0 < top_k < logits.size(-1):  # 0 or less: all
         logits, ids = logits.topk(top_k)
     largest = logits.amax(-1, keepdim=True)  # NaN if any logit is
     # Subtracting the largest logit first makes the quotient finite at any temperature.

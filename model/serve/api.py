@@ -66,10 +66,8 @@ def create_jobs(ids, options, chat, engine):
         limit = min(limit, size - len(ids) + 1)
     max_tokens = options.max_tokens or (-1 if chat else 16)
     max_tokens = limit if max_tokens < 0 else min(max_tokens, limit)
-    top_k = None if options.top_k in (0, -1) else options.top_k
     seeds = [None if options.seed is None else options.seed + i for i in range(options.n)]
-    return [Job(ids, replace(options, max_tokens=max_tokens, top_k=top_k, seed=seed))
-            for seed in seeds]
+    return [Job(ids, replace(options, max_tokens=max_tokens, seed=seed)) for seed in seeds]
 
 
 def parse_options(body):
@@ -79,12 +77,11 @@ def parse_options(body):
         if value not in (None, neutral) or isinstance(neutral, bool) and type(value) is int:
             raise APIError(400, f"{name}: {value!r:.80} is not supported; remove it, or serve the "
                            "exported folder with vLLM", name)
-    given = dict(body)
     if body.get("max_completion_tokens") is not None:
-        given["max_tokens"] = body["max_completion_tokens"]
-    options = RequestOptions(stop=parse_stop(given.pop("stop", None) or []))
+        body["max_tokens"] = body["max_completion_tokens"]
+    options = RequestOptions(stop=parse_stop(body.pop("stop", None) or []))
     for f in fields(options):
-        value = given.get(f.name)
+        value = body.get(f.name)
         try:
             if isinstance(value, str):  # no option is a text
                 raise ValueError(f"expected {TYPES[base_type(f.type)][1]}, got {value!r:.80}")
@@ -127,17 +124,6 @@ def parse_prompt(prompt, tokenizer, parse_special):
         raise APIError(400, f"prompt: {error}", "prompt") from None
 
 
-def fill_content(messages):
-    """Return messages, in which an assistant's may have no content, with one. Raises ValueError for
-    calls of tools."""
-    if not isinstance(messages, list) or not all(isinstance(m, dict) for m in messages):
-        return messages  # refused by parse_messages
-    if any(m.get("tool_calls") for m in messages):
-        raise ValueError("tool_calls are not supported")
-    return [m | dict(content="") if m.get("role") == "assistant" and m.get("content") is None else m
-            for m in messages]
-
-
 def encode_messages(body, tokenizer, template):
     """Return the ids of a conversation in the model's chat template, up to the next answer."""
     if template is None:
@@ -147,8 +133,12 @@ def encode_messages(body, tokenizer, template):
             and all(isinstance(v, (str, int, float, type(None))) for v in variables.values())):
         raise APIError(400, "chat_template_kwargs: expected texts, numbers and booleans by name, "
                        f"got {variables!r:.80}", "chat_template_kwargs")
+    messages = body.get("messages")
+    for message in messages if isinstance(messages, list) else ():
+        if isinstance(message, dict) and message.get("role") == "assistant":
+            message["content"] = message.get("content") or ""  # agents send null
     try:
-        turns = parse_messages(fill_content(body.get("messages")), "messages")
+        turns = parse_messages(messages, "messages")
         if not turns or turns[-1][0] == "assistant":
             raise ValueError("the last message must not be the assistant's")
         return template.prompt_ids(turns, tokenizer, variables)
