@@ -4,9 +4,10 @@
     python -m model.sample --ckpt out/distill/ckpt.pt
 
 The training loss is (1 - distill_weight) times the cross-entropy on the text plus distill_weight
-times the KL divergence from the teacher's distribution. Evaluations report the cross-entropy, and
-the divergence as val_kl. The teacher is frozen, in the precision of the file, not sharded,
-and in no checkpoint. The result is a GPT.
+times T^2 times the KL divergence from the teacher's distribution at the softmax temperature T =
+distill_temperature. Evaluations report the cross-entropy, and the divergence at temperature 1 as
+val_kl, so that runs with different keys can be compared. The teacher is frozen, in the precision of
+the file, not sharded, and in no checkpoint. The result is a GPT.
 
 Shapes: B, T, C, V as in model/gpt.py.
 """
@@ -32,6 +33,7 @@ USE = gpt.USE
 class Keys:
     teacher: str = key("", "checkpoint of the teacher, a GPT", free=True, path=True, reads="apart")
     distill_weight: float = key(0.5, "weight of the teacher in the loss, 0 to 1", ge=0, le=1)
+    distill_temperature: float = key(1.0, "softmax temperature of both models in training", gt=0)
 
     def problems(self):
         return [] if self.teacher else ["teacher: missing; e.g. out/quick/ckpt.pt"]
@@ -40,7 +42,7 @@ class Keys:
 class Student(weights.HoldsFrozen, GPT):
     """A GPT that is trained on a teacher, `frozen[0]`. Without one, it has no loss.
 
-    Its numbers include "kl", the divergence in nats per token.
+    Its numbers include "kl", the divergence in nats per token: in training at distill_temperature.
     """
 
     def compute_loss(self, idx, targets):
@@ -51,20 +53,21 @@ class Student(weights.HoldsFrozen, GPT):
         # One chunk of logits at a time, recomputed in the backward pass: 2 V numbers per token.
         n = chunk_rows(self.config.padded_vocab_size, x.device.type)
         chunks = zip(*(t.split(n) for t in (x.flatten(0, 1), y.flatten(0, 1), targets.flatten())))
-        kl = sum(checkpoint(self.divergence, *chunk, use_reentrant=False) for chunk in chunks)
+        T = self.keys.distill_temperature if self.training else 1.0
+        kl = sum(checkpoint(self.divergence, *chunk, T, use_reentrant=False) for chunk in chunks)
         sums["kl"] = kl.detach()
-        if self.training:
+        if self.training:  # the gradient of the divergence is proportional to 1 / T^2
             weight = self.keys.distill_weight
-            loss = (1 - weight) * loss + weight * (kl / sums["count"].clamp(min=1))
+            loss = (1 - weight) * loss + weight * T**2 * (kl / sums["count"].clamp(min=1))
         return loss, sums
 
-    def divergence(self, x, y, targets):
+    def divergence(self, x, y, targets, temperature):
         """Return the sum () float32 over the targets of KL(teacher, student) in nats, from states
         x (N, C) and y (N, C of the teacher); targets (N,)."""
         V = self.config.vocab_size
-        z = self.logits(x)  # (N, V)
+        z = self.logits(x) / temperature  # (N, V)
         with torch.no_grad():
-            p = F.log_softmax(self.frozen[0].logits(y)[:, :V], -1)  # (N, V)
+            p = F.log_softmax(self.frozen[0].logits(y)[:, :V] / temperature, -1)  # (N, V)
         kl = F.kl_div(F.log_softmax(z, -1), p, reduction="none", log_target=True).sum(-1)  # (N,)
         return (kl * (targets != IGNORE)).sum()
 

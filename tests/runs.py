@@ -124,6 +124,13 @@ def assert_two_ranks_equal_one(tmp_path, settings, how, **tolerances):
             torch.testing.assert_close(a[name], b[name], rtol=1e-3, atol=1e-5)
 
 
+def assert_keys_change_only(names, data_dir, tmp_path, settings, **changes):
+    """The evaluation of the initial weights differs, with these keys, in the numbers `names`."""
+    a, b = (go(data_dir, tmp_path / f"keys_{len(more)}", **settings | dict(max_iters=0) | more)
+            ["history"][0] for more in ({}, changes))
+    assert {name for name in a if a[name] != b[name]} == set(names)
+
+
 # -----------------------------------------------------------------------------
 # the program in a process of its own
 

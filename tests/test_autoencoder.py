@@ -8,7 +8,16 @@ import pytest
 import torch
 from conftest import run
 from processes import REPO, python
-from runs import SMALL, assert_same, configure, go, metrics, run_program, tensors
+from runs import (
+    SMALL,
+    assert_keys_change_only,
+    assert_same,
+    configure,
+    go,
+    metrics,
+    run_program,
+    tensors,
+)
 
 from data.meta import read_meta
 from data.prepare import features
@@ -181,6 +190,13 @@ def test_bad_arrays(tmp_path, capsys, case, words):
 
 # -----------------------------------------------------------------------------
 # losses and numbers
+
+@pytest.mark.parametrize("names, changes", [
+    (["val_loss"], dict(recon_weight=2.0, match_weight=3.0, modality_weights=dict(video=2.0))),
+    (["val_loss", "val_match"], dict(matching="correlation"))])
+def test_keys_of_the_loss_change_these_numbers_only(tmp_path, folder, names, changes):
+    assert_keys_change_only(names, folder, tmp_path, SYSTEM, **changes)
+
 
 def test_row_correlation():
     a, b = torch.randn(6, 50), torch.randn(6, 50)

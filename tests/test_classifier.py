@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from conftest import SHARED, run, tiny_args
 from processes import python
-from runs import SMALL, Program, assert_same
+from runs import SMALL, Program, assert_keys_change_only, assert_same
 
 from data.labels import (
     ARRAYS,
@@ -490,6 +490,10 @@ def test_rows_without_labels_are_only_predicted(tmp_path, labels, trained, capsy
     said = (tmp_path / "report" / "predictions.jsonl").read_text().splitlines()
     assert len(said) == 2 and {"id", "text", "label", "probability", "evidence"} == set(
         json.loads(said[0]))
+
+
+def test_the_weight_of_the_evidence_changes_the_loss_only(labels, tmp_path):
+    assert_keys_change_only(["val_loss"], labels, tmp_path, TINY, span_weight=3.0)
 
 
 @pytest.fixture(scope="session")

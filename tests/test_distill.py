@@ -11,6 +11,7 @@ from conftest import TINY
 from runs import (
     SMALL,
     assert_a_kill_changes_nothing,
+    assert_keys_change_only,
     assert_two_ranks_equal_one,
     go,
 )
@@ -35,8 +36,9 @@ def changes(teacher, **more):
     return dict(model="distill", teacher=teacher, distill_weight=0.8) | more
 
 
-@pytest.mark.parametrize("weight", [0.5, 1.0, 0.0])
-def test_loss_and_gradients_from_whole_logits(weight):
+@pytest.mark.parametrize("weight, temperature", [(0.5, 1.0), (1.0, 2.0), (0.7, 0.5), (0.0, 1.0)])
+def test_loss_and_gradients_from_whole_logits(weight, temperature):
+    """In training at the temperature, in evaluations at 1."""
     torch.manual_seed(0)
     shape = dict(n_layer=1, n_head=2, vocab_size=50, block_size=12)
     student = Student(GPTConfig(n_embd=16, **shape), seed=1)
@@ -45,27 +47,34 @@ def test_loss_and_gradients_from_whole_logits(weight):
         for p in (*student.parameters(), *big.parameters()):
             p.mul_(3)  # so that the two differ
     student.frozen = (big,)
-    student.keys = SimpleNamespace(distill_weight=weight)
+    student.keys = SimpleNamespace(distill_weight=weight, distill_temperature=temperature)
     idx, targets = torch.randint(50, (3, 12)), torch.randint(50, (3, 12))
     targets[0, :7] = targets[2] = -1
     z, t = (model(idx)[..., :50] for model in (student, big))
     own = F.cross_entropy(z.flatten(0, 1), targets.flatten(), ignore_index=-1)
-    p, q = (F.softmax(x, -1) for x in (t, z))
-    kl = (p * (p.log() - q.log())).sum(-1)[targets != -1]
-    expected = (1 - weight) * own + weight * kl.mean()
+    def divergence(T):
+        p, q = (F.softmax(x / T, -1) for x in (t, z))
+        return (p * (p.log() - q.log())).sum(-1)[targets != -1].mean()
+    kl = divergence(temperature)
+    expected = (1 - weight) * own + weight * temperature**2 * kl
     loss, sums = student(idx, targets)
     torch.testing.assert_close(loss, expected)
     parameters = list(student.parameters())
     for a, b in zip(torch.autograd.grad(loss, parameters), torch.autograd.grad(
             expected, parameters), strict=True):
         torch.testing.assert_close(a, b, rtol=1e-3, atol=1e-6)
-    assert student.numbers(sums | dict(loss=loss)) == dict(kl=pytest.approx(kl.mean().item()))
+    assert student.numbers(sums | dict(loss=loss)) == dict(kl=pytest.approx(kl.item()))
     loss, sums = student.eval()(idx, targets)  # an evaluation: the text's own
     torch.testing.assert_close(loss, own)
     found = student.numbers(sums | dict(loss=loss * sums["count"]))
-    assert found["kl"] == pytest.approx(kl.mean().item())
+    assert found["kl"] == pytest.approx(divergence(1).item())
     assert found["ppl"] == pytest.approx(own.exp().item())
     assert student(idx, torch.full_like(idx, -1))[0] == 0  # nothing counts
+
+
+def test_keys_of_the_loss_change_no_evaluation(data_dir, tmp_path, teacher):
+    assert_keys_change_only([], data_dir, tmp_path, changes(teacher), distill_weight=0.1,
+                            distill_temperature=4.0)
 
 
 def test_it_learns_what_the_teacher_expects_and_keeps_it_out(data_dir, tmp_path, teacher):

@@ -258,6 +258,22 @@ def test_loss_and_gradients_are_the_papers(made, nll):
         model(tokens, mask, reference)[1] | dict(count=5))
 
 
+@pytest.mark.parametrize("keys, names", [
+    (dict(dpo_beta=0.6, dpo_nll=0.0), {"loss", "chosen", "rejected", "margin"}),
+    (dict(dpo_beta=0.3, dpo_nll=1.0), {"loss"})])
+def test_keys_of_the_loss_change_these_numbers_only(made, keys, names):
+    torch.manual_seed(0)
+    model = PreferenceGPT(GPTConfig(n_layer=1, n_head=2, n_embd=32, vocab_size=257, block_size=64))
+    batch = [torch.from_numpy(a[:5].astype(np.float32 if a.ndim == 2 else np.int64))
+             for a in rows(made / "pairs")]
+    found = []
+    for values in (dict(dpo_beta=0.3, dpo_nll=0.0), keys):
+        model.eval().keys = SimpleNamespace(**values)
+        loss, sums = model(*batch)
+        found.append(model.numbers(sums | dict(count=5)) | dict(loss=float(loss)))
+    assert {name for name in found[0] if found[0][name] != found[1][name]} == names
+
+
 def test_without_pairs_it_is_a_gpt():
     model = PreferenceGPT(GPTConfig(n_layer=1, n_head=2, n_embd=16, vocab_size=50, block_size=8))
     assert model.eval()(torch.zeros(1, 4, dtype=torch.int64)).shape == (1, 4, 50)

@@ -9,7 +9,16 @@ import pytest
 import torch
 from conftest import run
 from processes import python
-from runs import SMALL, assert_same, configure, go, metrics, run_program, tensors
+from runs import (
+    SMALL,
+    assert_keys_change_only,
+    assert_same,
+    configure,
+    go,
+    metrics,
+    run_program,
+    tensors,
+)
 
 from model.core.weights import digest
 from model.gpt import GPT, GPTConfig
@@ -201,6 +210,11 @@ def test_the_run(trained, backbone):
     assert {"explained_variance", "l0", "dead", "auxk"} <= metrics(out)[-2].keys()
     names = torch.load(out / "ckpt.pt")["model"].keys()
     assert {n.split(".")[0] for n in names} == {"sae"}  # nothing of the backbone
+
+
+def test_the_weight_of_the_penalty_changes_the_loss_only(tmp_path, data_dir, backbone):
+    assert_keys_change_only(["val_loss"], data_dir, tmp_path,
+                            SAE | dict(backbone=str(backbone), sae="relu"), l1=0.5)
 
 
 def test_kill_and_resume_bit_for_bit(tmp_path, data_dir, backbone, trained):
