@@ -12,6 +12,7 @@ the executed lines and on the length of the output. Special tokens that occur in
 encoded as ordinary text, because they are marked before rendering.
 """
 
+import bisect
 import contextlib
 import datetime
 import functools
@@ -122,6 +123,23 @@ class ChatTemplate:
         """Return the list of ids of a conversation up to the start of the next answer. variables:
         see `render`."""
         return encode_marked(self.render(messages, True, tokenizer, variables), tokenizer)
+
+    def fit_prompt(self, messages, tokenizer, max_tokens, variables=None):
+        """Return (prompt_ids, number of messages left out). The prompt has the system messages at
+        the start, and the latest messages, from one of the user on, that fit into `max_tokens`; at
+        least the last question, even if it does not fit."""
+        n_system = next((i for i, (role, _) in enumerate(messages) if role != "system"), 0)
+        starts = [n_system, *(i for i, (role, _) in enumerate(messages)
+                              if role == "user" and i > n_system)]
+
+        def prompt(start):
+            return self.prompt_ids(messages[:n_system] + messages[start:], tokenizer, variables)
+        first = 0
+        if len(prompt(n_system)) > max_tokens:  # each exchange that is left out makes it shorter
+            first = bisect.bisect_left(starts[:-1], True, 1,
+                                       key=lambda start: len(prompt(start)) <= max_tokens)
+        start = starts[min(first, len(starts) - 1)]
+        return prompt(start), start - n_system
 
     def sequences(self, messages, tokenizer):
         """Return [(ids (n,) uint32, mask (n,) uint8)] of a conversation. The mask is 1 for tokens

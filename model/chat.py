@@ -23,7 +23,7 @@ from model.core.detokenizer import TextStreamer
 from model.core.generate import generate
 from model.core.ops import IGNORE
 from model.gpt import GPT, GPTConfig
-from train.base.errors import DataError
+from train.base.errors import DataError, UserError
 from train.base.fields import key
 from train.dataloader import Data, RowLoader
 
@@ -142,7 +142,7 @@ def build_model(config, data, kind=ChatGPT, shape=GPTConfig):
     template.render([("user", "")], True)  # a template that fails is refused here
     model = gpt.build_model(config, data, kind, shape)
     model.template = template
-    model.row_tokens = data.spec["row_tokens"]
+    model.row_tokens = model.train_tokens = data.spec["row_tokens"]
     return model
 
 
@@ -170,7 +170,7 @@ def generate_answer(model, tokenizer, ids, max_new_tokens, on_token=None, **samp
     """Return the ids of the model's answer to the prompt `ids`, without the end token. sampling:
     temperature (default 0), top_k, top_p, min_p and seed of generate()."""
     ends = model.template.end_ids(tokenizer)
-    idx = torch.tensor([ids[-model.config.block_size:]], device=model.wte.weight.device)
+    idx = torch.tensor([ids], device=model.wte.weight.device)
     out = generate(model, idx, max_new_tokens, **dict(temperature=0) | sampling,
                    on_token=on_token, stop_token=ends, n_vocab=tokenizer.n_vocab)
     answer = out[0, idx.size(1):].tolist()
@@ -181,21 +181,24 @@ def talk(model, tokenizer, questions, max_new_tokens, system=None, **sampling):
     """Answer the questions in order, printing tokens during generation.
 
     Each prompt has the `system` message and as many of the latest exchanges as fit in the context
-    with an answer; max_new_tokens reserves at most half of the context.
+    with an answer; max_new_tokens reserves at most half of the context. Raises UserError for a
+    question that does not fit.
     """
     size = model.config.block_size
     max_tokens = max(size - max_new_tokens, size // 2)
     ends = model.template.end_ids(tokenizer)
-    system = [("system", system)] if system and system.strip() else []
-    turns = []
+    turns = [("system", system)] if system and system.strip() else []
+    n_known = 0
     for question in questions:
         turns.append(("user", question))
-        ids = model.template.prompt_ids([*system, *turns], tokenizer)
-        while len(ids) > max_tokens and len(turns) > 1:
-            print(f"[the context of {size} tokens is full: the oldest exchange is left out]",
-                  file=sys.stderr)
-            del turns[:2]
-            ids = model.template.prompt_ids([*system, *turns], tokenizer)
+        ids, n_left_out = model.template.fit_prompt(turns, tokenizer, max_tokens)
+        if len(ids) > size:
+            raise UserError(f"the question has {len(ids)} tokens, but the context of this model "
+                            f"has {size}; shorten it")
+        if n_left_out > n_known:
+            n_known = n_left_out
+            print(f"[the context of {size} tokens is full: the first {n_left_out} messages are "
+                  "left out]", file=sys.stderr)
         answer = generate_answer(model, tokenizer, ids, max_new_tokens,
                                  TextStreamer(tokenizer, ends), **sampling)
         print(flush=True)

@@ -254,6 +254,7 @@ class GPT(nn.Module):
         # Rows past vocab_size are padding: no probability, no gradient.
         self.loss = ops.LinearCrossEntropy()
         self.add_buffers(token_bytes)
+        self.train_tokens = c.block_size  # per window in training, at most the context
         self.filled = fill(self, seed)  # by initial(); build_model fills what subclasses add
 
     def add_buffers(self, token_bytes):
@@ -366,14 +367,14 @@ class GPT(nn.Module):
         return torch.ones(shape) if is_norm else normal(name, shape, stds[part], seed)
 
     def adopt(self, weights):
-        """Return the weights to start from (init_from): learned positions are cut to block_size."""
+        """Return the weights to start from (init_from): positions are cut to the context."""
         if self.wpe is not None and "wpe.weight" in weights:
             weights = weights | {"wpe.weight": weights["wpe.weight"][:self.config.block_size]}
         return weights
 
     def flops_per_unit(self):
         """Return the training FLOPs per token, PaLM's count (arXiv:2204.02311, appendix B): 6 per
-        weight in a product, and 12 H D per layer and visible token (block_size or the window) for
+        weight in a product, and 12 H D per layer and visible token (of the batch or the window) for
         attention, without the causal mask. The forward pass, gradients of inputs and gradients of
         weights are a third each; the last one is skipped for frozen weights."""
         c = self.config
@@ -383,7 +384,8 @@ class GPT(nn.Module):
         weights = [p for p in self.parameters() if id(p) not in lookups or p is head]
         n = sum(p.numel() for p in weights)
         trained = sum(p.numel() for p in weights if p.requires_grad)
-        visible = sum(min(block.attn.window or c.block_size, c.block_size) for block in self.h)
+        T = self.train_tokens
+        visible = sum(min(block.attn.window or T, T) for block in self.h)
         attention = 4 * c.n_head * c.head_dim * visible
         return 4 * n + 2 * trained + 3 * attention if trained else 2 * n + attention
 
@@ -402,9 +404,10 @@ def build_model(config, data, kind=GPT, shape=GPTConfig):
     if data.spec.get("tokenizer"):
         from data.tokenizer import tokenizer_from_spec
         token_bytes = tokenizer_from_spec(data.spec["tokenizer"]).token_bytes()
-    args["vocab_size"] = data.spec["vocab_size"]
+    args |= dict(vocab_size=data.spec["vocab_size"], block_size=config.context)
     model = kind(shape(**args), config.seed, token_bytes)
     fill(model, config.seed, model.filled)  # what the __init__ of `kind` has added
+    model.train_tokens = config.block_size
     for block in model.h:
         block.gradient_checkpointing = config.gradient_checkpointing
     return model

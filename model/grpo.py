@@ -104,8 +104,8 @@ class PolicyGPT(WithAdapters, chat.ChatGPT):
         for i, length in enumerate(lengths.tolist()):
             if not flat[i]:  # else no gradient
                 rows += pack_answers(prompts[i, :length].tolist(), answers[K * i:K * i + K],
-                                     advantages[i], self.config.block_size)
-        batch = *collate_rows(rows, self.config.block_size), rewards.flatten().float()
+                                     advantages[i], self.keys.block_size)
+        batch = *collate_rows(rows, self.keys.block_size), rewards.flatten().float()
         sums = dict(reward=mean, spread=spread, best=rewards.amax(1), flat=flat,
                     length=torch.tensor([len(answer) / K for answer in answers]))
         return [t.to(device) for t in batch], {k: t.sum().to(device) for k, t in sums.items()}

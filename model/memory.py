@@ -149,7 +149,7 @@ class MemoryGPT(PartialStateDict, WithAdapters, ChatGPT, RoutedGPT):
             # No gradient reaches the inputs of the first block: its memory comes last.
             block = self.h[0]
             weights = sum(p.numel() for m in (block.attn, block.mlp) for p in m.parameters())
-            n -= 2 * weights + 8 * self.config.n_embd * self.config.block_size
+            n -= 2 * weights + 8 * self.config.n_embd * self.train_tokens
         return n
 
     def initial(self, name, shape, seed):

@@ -23,6 +23,7 @@ from data.tokenizer import load_tokenizer
 from model.chat import ChatGPT, generate_answer, packed_layout
 from model.gpt import GPT, GPTConfig
 from model.sample import load_model
+from train.base.errors import UserError
 from train.config import load_config
 from train.train import train
 
@@ -476,7 +477,23 @@ def test_a_conversation_is_remembered_whatever_an_answer_may_take(block_size, kn
                         lambda m, t, ids, *rest, **how: asked.append(ids) or [65])
     chat.talk(model, BYTES, ["a", "b", "c"], 256)
     assert BYTES.decode(asked[2]).count("### User") == known
-    assert ("oldest exchange is left out" in capsys.readouterr().err) == (known < 3)
+    said = f"the first {6 - 2 * known} messages are left out"
+    assert (said in capsys.readouterr().err) == (known < 3)
+    with pytest.raises(UserError, match="the question has .* tokens, but the context of this model"
+                                        f" has {block_size}; shorten it"):
+        chat.talk(model, BYTES, ["a" * block_size], 5)
+
+
+def test_a_prompt_is_cut_between_messages_by_the_longest_end_that_fits():
+    """Beside a search through all of them, for a conversation that starts with system messages."""
+    template = ChatTemplate()
+    turns = [("system", "Be kind."), ("system", "B"), ("user", "a"), ("assistant", "A" * 9),
+             ("user", "b"), ("user", "c" * 7), ("assistant", "C"), ("user", "d")]
+    for room in range(20, 200):
+        ends = [turns[:2] + turns[i:] for i in (2, 4, 5, 7)]
+        fitting = [end for end in ends if len(template.prompt_ids(end, BYTES)) <= room] or ends[-1:]
+        ids, n = template.fit_prompt(turns, BYTES, room)
+        assert ids == template.prompt_ids(fitting[0], BYTES) and n == 8 - len(fitting[0])
 
 
 def test_sample_chat_is_greedy_by_default(capitals, monkeypatch, capsys):

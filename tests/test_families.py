@@ -170,7 +170,10 @@ def test_lora_is_trained_and_leaves_as_that_family(folders, data_dir, tmp_path):
         assert last["history"][-1]["val_loss"] < last["history"][0]["val_loss"] - 0.02
         merged = folders.load(export(out / "ckpt.pt", out / "hf"))
         idx = ids(vocab_size=256)
-        assert_close(logits_of(merged, idx), logits_of(load_model(out / "ckpt.pt")[0], idx))
+        ours = load_model(out / "ckpt.pt")[0]
+        assert_close(logits_of(merged, idx), logits_of(ours, idx))
+        # Rows of 32 tokens in training; the context is still that of the backbone.
+        assert merged.config.max_position_embeddings == ours.config.block_size == 64
         assert not torch.equal(logits_of(merged, idx), logits_of(folders(name)[1], idx))
 
 
@@ -180,6 +183,9 @@ def test_a_context_that_is_typed_is_kept_though_it_is_the_default(folders):
     for typed, taken in ((["block_size=512"], False), ([], True)):
         config = load_config(None, ["init_from=x", *typed])
         assert ("block_size" in inherit_shape(config, found)[0]) is taken
+    # The windows of the run are shorter, not the context, which exports have.
+    taken, _ = inherit_shape(load_config(None, ["block_size=512"]), found)
+    assert load_config(None, ["block_size=512"]).replace(**taken).context == 4096
     for config in (load_config(None, ["n_layer=16"]), TrainConfig(n_layer=3)):
         taken, wrong = inherit_shape(config, found)
         assert "n_layer" not in taken and wrong[0].startswith("n_layer: it has 4, the config")

@@ -163,7 +163,8 @@ def rewarded():
     model.reward_function = RewardFunction(BYTES, [BYTES.eot_token], worth)
     model.reward_function.lines = [json.dumps(dict(question=f"{i}", answer="x", row={}))
                                    for i in range(9)]
-    model.keys = SimpleNamespace(group_size=4, answer_tokens=6, seed=1)
+    model.keys = SimpleNamespace(group_size=4, answer_tokens=6, seed=1,
+                                 block_size=model.config.block_size)
     return model
 
 

@@ -252,10 +252,16 @@ def test_chat(server, model):
                 dict(role="user", content=[dict(type="text", text="Who?")])]
     turns = to_messages({"messages": [messages[0] | {"role": "system"}, *messages[1:]]})
     ids = ChatTemplate().sequences([*turns, ("assistant", "")], BYTES)[0][0].tolist()[:-1]
-    text, out = expected(model, ids[-64:], 20, temperature=0)
     chats = client(server).chat.completions
+    # Without room for all messages, whole ones are left out from the front, and that is said: the
+    # system message stays. One that is too long by itself is refused.
+    shorter = [dict(role="system", content="B"), *messages[1:3], dict(role="user", content="W")]
+    kept = ChatTemplate().prompt_ids([("system", "B"), ("user", "W")], BYTES)
+    made = chats.create(model="tiny", messages=shorter, temperature=0, max_tokens=5)
+    assert made.left_out_messages == 2 and made.usage.prompt_tokens == len(kept) < 64
+    assert made.choices[0].message.content == expected(model, kept, 5, temperature=0)[0]
     with pytest.raises(openai.BadRequestError, match="context of this model has 64"):
-        chats.create(model="tiny", messages=messages)
+        chats.create(model="tiny", messages=[dict(role="user", content="a" * 64)])
     messages, turns = messages[3:], turns[3:]
     ids = ChatTemplate().sequences([*turns, ("assistant", "")], BYTES)[0][0].tolist()[:-1]
     text, out = expected(model, ids, 20, temperature=0)

@@ -23,6 +23,7 @@ from train.base.fields import fields_by_name, key, parse_mixture
 
 
 free_key = functools.partial(key, free=True)
+MAX_CONTEXT = 4096  # of weights with a longer one: a cache allocates all of it
 
 
 def parse_rope_scaling(text):
@@ -180,9 +181,15 @@ class GPTKeys:
     rope_scaling: str | None = key(None, "FACTOR of the context, or Llama 3's FACTOR,LOW,HIGH,"
                                    "ORIGINAL_LENGTH", check=parse_rope_scaling)
     window_rope_theta: float | None = key(None, "rope_theta of layers of type W, unscaled", gt=0)
-    max_positions: int | None = key(None, "tokens that the weights can take, for exports", ge=1)
+    max_positions: int | None = key(None, "context of the weights, if longer than block_size", ge=1)
     bos_id: int | None = key(None, "id that begins texts, for exports (default: end of text)", ge=0)
     eos_ids: str | None = key(None, "end-of-text ids, e.g. 1,2, for exports (default: tokenizer's)")
+
+    @property
+    def context(self):
+        """Tokens that a model of these keys can take: block_size, or more if the weights can and
+        only the windows of this run are shorter."""
+        return max(self.block_size, min(self.max_positions or 0, MAX_CONTEXT))
 
     @property
     def rope_factors(self):

@@ -84,8 +84,8 @@ def export_folder(source, to, precision):
     write_file(os.path.join(to, "model.safetensors"), write_weights(source.weights, shape, kind),
                precision)
     if tokenizer:
-        keys = dict(tokenizer_class="PreTrainedTokenizerFast", model_max_length=shape.block_size,
-                    clean_up_tokenization_spaces=False)
+        keys = dict(tokenizer_class="PreTrainedTokenizerFast", clean_up_tokenization_spaces=False,
+                    model_max_length=shape.max_positions or shape.block_size)
         keys |= {} if end is None else dict(eos_token=tokenizer.decode([end]))
         if template:
             keys |= template.special_tokens | dict(chat_template=template.jinja)

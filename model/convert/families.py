@@ -14,7 +14,7 @@ from dataclasses import dataclass, field, fields
 
 from model.core.shape import check_value
 from train.base.errors import CheckpointError
-from train.keys import GPTKeys
+from train.keys import MAX_CONTEXT, GPTKeys
 from train.system import load_model_type
 
 # -----------------------------------------------------------------------------
@@ -55,7 +55,6 @@ SIZES = ("block_size", "vocab_size", "n_layer", "n_head", "n_embd", "n_hidden", 
 # Our fields that change no logits, or that are compared in a different form.
 FREE = {"block_size", "max_positions", "dropout", "bos_id", "eos_ids", "window", "layer_types",
         "rope_theta", "rope_scaling"}
-MAX_TOKENS = 4096  # default context of models with a longer one: a cache allocates all of it
 
 
 @dataclass(frozen=True)
@@ -156,7 +155,7 @@ def read_fields(given, family):
     if "rope_theta" in family.keys:
         read_attention(c, family, out)
     if "max_positions" in family.keys:  # a context too long for memory is kept for exports only
-        out["block_size"] = min(out["max_positions"], MAX_TOKENS)
+        out["block_size"] = min(out["max_positions"], MAX_CONTEXT)
         if out["block_size"] == out["max_positions"]:
             out["max_positions"] = None
     end = c.get("eos_token_id")

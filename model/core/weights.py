@@ -47,7 +47,11 @@ def inherit_shape(config, model_args):
             continue
         if f.name == "block_size" and (explicit or ours != f.default) and (
                 model_args.get("pos") != "learned" or ours < theirs):
-            continue  # rotary positions have no weights, and a table of positions can be cut
+            # The windows of this run. Shorter ones do not shorten the context of the weights; for
+            # longer ones, rotary positions have no weights.
+            if ours < theirs:
+                taken["max_positions"] = model_args.get("max_positions") or theirs
+            continue
         if explicit:
             wrong.append(f"{f.name}: it has {theirs!r}, the configuration says {ours!r}")
         else:

@@ -44,18 +44,20 @@ def parse_request(data, chat, engine, template):
         raise APIError(400, "expected a JSON object")
     options = parse_options(body)
     if chat:
-        prompts = [encode_messages(body, engine.tokenizer, template)]
+        prompts = [encode_messages(body, engine, template, options.max_tokens)]
     else:
-        prompts = parse_prompts(body.get("prompt", ""), engine.tokenizer, options.parse_special)
+        prompts = [(ids, 0) for ids in parse_prompts(body.get("prompt", ""), engine.tokenizer,
+                                                     options.parse_special)]
     if len(prompts) * options.n > engine.max_queue:
         raise APIError(400, f"prompt: at most {engine.max_queue} texts per request, got "
                        f"{len(prompts)} prompts with n = {options.n}", "prompt")
     usage = body.get("stream_options")
-    return (options, [job for ids in prompts for job in create_jobs(ids, options, chat, engine)],
+    jobs = [job for prompt in prompts for job in create_jobs(*prompt, options, chat, engine)]
+    return (options, jobs,
             isinstance(usage, dict) and bool(usage.get("include_usage")))
 
 
-def create_jobs(ids, options, chat, engine):
+def create_jobs(ids, n_left_out, options, chat, engine):
     """Return options.n jobs for the prompt `ids`. Raises APIError."""
     size = engine.config.block_size
     if len(ids) > size:
@@ -67,7 +69,8 @@ def create_jobs(ids, options, chat, engine):
     max_tokens = options.max_tokens or (-1 if chat else 16)
     max_tokens = limit if max_tokens < 0 else min(max_tokens, limit)
     seeds = [None if options.seed is None else options.seed + i for i in range(options.n)]
-    return [Job(ids, replace(options, max_tokens=max_tokens, seed=seed)) for seed in seeds]
+    return [Job(ids, replace(options, max_tokens=max_tokens, seed=seed), n_left_out)
+            for seed in seeds]
 
 
 def parse_options(body):
@@ -124,8 +127,10 @@ def parse_prompt(prompt, tokenizer, parse_special):
         raise APIError(400, f"prompt: {error}", "prompt") from None
 
 
-def encode_messages(body, tokenizer, template):
-    """Return the ids of a conversation in the model's chat template, up to the next answer."""
+def encode_messages(body, engine, template, max_new_tokens):
+    """Return (ids, number of messages left out), up to the next answer, of a conversation in the
+    model's chat template, see ChatTemplate.fit_prompt. max_new_tokens reserves at most half of the
+    context."""
     if template is None:
         raise APIError(404, "not a chat model; use /v1/completions", code="no_template")
     variables = body.get("chat_template_kwargs") or {}
@@ -141,7 +146,11 @@ def encode_messages(body, tokenizer, template):
         turns = parse_messages(messages, "messages")
         if not turns or turns[-1][0] == "assistant":
             raise ValueError("the last message must not be the assistant's")
-        return template.prompt_ids(turns, tokenizer, variables)
+        size = engine.config.block_size
+        n_reserved = min(engine.max_tokens, size - size // 2)
+        if max_new_tokens and max_new_tokens > 0:
+            n_reserved = min(n_reserved, max_new_tokens)
+        return template.fit_prompt(turns, engine.tokenizer, size - n_reserved, variables)
     except ValueError as error:
         raise APIError(400, f"messages: {error}", "messages") from None
 
@@ -163,6 +172,8 @@ class Answer:
         self.header = dict(id=("chatcmpl-" if chat else "cmpl-") + uuid.uuid4().hex,
                            object="chat.completion" if chat else "text_completion",
                            created=int(time.time()), model=model_name)
+        if n_left_out := jobs[0].n_left_out:  # messages for which the context has no room
+            self.header["left_out_messages"] = n_left_out
 
     def complete(self, events):
         """Return the whole response."""

@@ -45,6 +45,7 @@ class Job:
     """
     ids: list
     options: object      # model.serve.api.RequestOptions
+    n_left_out: int = 0  # messages of a conversation that do not fit in the context
     on_event: Callable[[tuple], object] = print
     ended: bool = False  # set at the end of the text, or to cancel it
     n_generated: int = 0
