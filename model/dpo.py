@@ -19,9 +19,10 @@ from model import chat, gpt, lora
 from model.core.adapters import WithAdapters, add_adapters
 from model.core.ops import IGNORE
 from model.core.weights import digest
-from train.base.errors import CheckpointError
+from train.base.errors import CheckpointError, DataError
 from train.base.fields import key
 from train.dataloader import Data, RowLoader
+from train.device import choose_dtype
 
 USE = chat.USE
 
@@ -105,6 +106,13 @@ def open_data(config, ranks):
     DataError."""
     meta, tokenizer, spec = chat.read_rows_meta(config, "dpo", "pairs", reference=str)
     width = meta.block_size + 1
+    dtype = str(choose_dtype(config.dtype, ranks.device)[0]).removeprefix("torch.")
+    prepared = meta.extra.get("reference_dtype", dtype)  # unknown in folders of earlier versions
+    if dtype != prepared:
+        raise DataError(
+            f"dtype: {dtype}, but the log probabilities in {config.data_dir} are in {prepared}: "
+            f"train with --dtype {prepared}, or prepare them again: python -m data.prepare.pairs "
+            f"FILE... --reference {config.init_from} --out {config.data_dir} --dtype {dtype}")
 
     def load(split):
         tokens, mask, logps = open_rows(

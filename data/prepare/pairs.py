@@ -10,9 +10,11 @@ Formats of records (TRL, UltraFeedback):
 Writes, for train and val, SPLIT_tokens.npy and SPLIT_mask.npy (each row: the chosen conversation,
 then the rejected one; the mask is 1 for the tokens of the last answer), and SPLIT_logps.npy (both
 answers' log probabilities according to the model --reference). meta.json identifies the weights of
-that model by a digest.
+that model by a digest, and states the precision, which must be that of training: if both are the
+same, training starts at a margin of 0.
 """
 
+import shlex
 import sys
 from dataclasses import dataclass
 
@@ -34,6 +36,8 @@ class PairOptions(SampleOptions):
     __doc__ = __doc__  # the description in --help: the formats of records
     reference: str = key("", "chat model that training starts from and is compared with",
                          required=True, metavar="CKPT")
+    dtype: str = key("float32", "precision of the log probabilities: the key dtype of training",
+                     choices=["float32", "bfloat16", "float16"])
 
 
 def to_pair(record):
@@ -82,9 +86,10 @@ class PairWriter(SampleWriter):
     def __init__(self, args):
         from model.core.load import model_of
         from model.core.weights import read_backbone
-        from train.distributed import get_device
+        from train.distributed import get_device, set_seed
         self.args = args
         self.device = get_device()
+        set_seed(0)  # the precision of float32 on a GPU as in training: TF32
         state = read_backbone(args.reference, "reference")
         self.reference, self.tokenizer = model_of(state, args.reference, self.device)
         self.template = getattr(self.reference, "template", None)
@@ -93,7 +98,8 @@ class PairWriter(SampleWriter):
                             "model, with which their answers are compared")
         context = self.reference.config.block_size
         self.block_size = min(args.block_size or context, context)
-        self.extra = dict(reference=state["digest"])
+        self.extra = dict(reference=state["digest"], reference_dtype=args.dtype)
+        self.options = f" --init_from {shlex.quote(args.reference)} --dtype {args.dtype}"
 
     def encode(self, record):
         """Return [(ids, mask), (ids, mask)] of the chosen and the rejected side."""
@@ -112,7 +118,7 @@ class PairWriter(SampleWriter):
         from train.device import choose_dtype
         longest = max(len(ids) for pairs in splits.values() for pair in pairs for ids, _ in pair)
         self.block_size = min(self.block_size, -(-longest // LENGTH_MULTIPLE) * LENGTH_MULTIPLE)
-        dtype, reason = choose_dtype("auto", self.device)
+        dtype, reason = choose_dtype(self.args.dtype, self.device)
         print(f"Computing log probabilities with {self.args.reference} on {self.device}, {reason}")
         with (torch.no_grad(),
               torch.autocast(self.device.type, dtype, enabled=dtype != torch.float32)):

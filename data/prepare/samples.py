@@ -64,6 +64,7 @@ class SampleWriter:
                                 writes the encoded samples and returns the numbers of meta.json
     """
     suffix = ""  # of the default folder
+    options = " --init_from CKPT.pt"  # of the next command
 
     def __init__(self, args):
         self.args = args
@@ -88,7 +89,7 @@ class SampleWriter:
                 template=self.template.spec, splits=splits, sources=args.sources,
                 extra=self.extra))
         print(f"Prepared {out}: rows of up to {self.block_size} tokens")
-        report(out, splits, f"configs/{self.model}", " --init_from CKPT.pt")
+        report(out, splits, f"configs/{self.model}", self.options)
 
     def write(self, folder, splits):
         """Write {"train": encoded samples, "val": ...}. Returns the `splits` of meta.json."""
