@@ -369,18 +369,18 @@ def test_what_get_lr_reads_has_its_defaults():
 
 def test_no_better_means_by_less_than_min_delta_or_exactly_it():
     for mode, sign in (("min", 1), ("max", -1)):
-        stopping = EarlyStopping(2, 0.5, mode)
+        stopping = EarlyStopping(2, 0.5, mode=mode)
         values = [10, 9.5, 9.375, 8.75, 8.25]  # by exactly 0.5 is not enough, twice by more is
-        assert [stopping.update(sign * v) for v in values] == [False] * 5
+        assert [stopping.check(sign * v) for v in values] == [False] * 5
         assert stopping.state_dict() == dict(best=8.75, bad=1)
-        assert stopping.update(sign * 8.5) and stopping.over
-        again = EarlyStopping(2, 0.5, mode)
+        assert stopping.check(sign * 8.5) and stopping.over
+        again = EarlyStopping(2, 0.5, mode=mode)
         assert not again.over
         again.load_state_dict(stopping.state_dict())
-        assert again.over and again.best == 8.75
-    assert not any(EarlyStopping(0).update(v) for v in range(20))
+        assert again.over and again.best_loss == 8.75
+    assert not any(EarlyStopping(0).check(v) for v in range(20))
     default = EarlyStopping()
-    assert [default.update(v) for v in [3, *[3] * 7]] == [False] * 7 + [True]
+    assert [default.check(v) for v in [3, *[3] * 7]] == [False] * 7 + [True]
     with pytest.raises(ValueError, match="min or max"):
         EarlyStopping(mode="mean")
 
@@ -401,7 +401,7 @@ def test_plateau_is_pytorchs(factor, patience, least):
         other.load_state_dict(ours.state_dict())
         ours = other
     assert ReduceOnPlateau().state_dict() == dict(scale=1.0, waiting=dict(best=math.inf, bad=0))
-    assert [ReduceOnPlateau().counter.patience, ReduceOnPlateau().factor] == [6, 0.5]
+    assert [ReduceOnPlateau().waiting.patience, ReduceOnPlateau().factor] == [6, 0.5]
 
 
 # --- the guard

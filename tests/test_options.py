@@ -164,9 +164,9 @@ def test_early_stopping_resumes_exactly(go, tmp_path, hopeless):
 
 def test_a_better_value_forgets_the_bad_ones_before_it():
     stopping = EarlyStopping(2)
-    assert [stopping.update(v) for v in (3, 4, 2, 3, 1, 2, 2)] == [False] * 6 + [True]
+    assert [stopping.check(v) for v in (3, 4, 2, 3, 1, 2, 2)] == [False] * 6 + [True]
     highest = EarlyStopping(2, mode="max")
-    assert [highest.update(v) for v in (3, 2, 4, 4, 4)] == [False] * 4 + [True]
+    assert [highest.check(v) for v in (3, 2, 4, 4, 4)] == [False] * 4 + [True]
 
 
 def test_early_stopping_on_an_unknown_number_is_refused(tmp_path, data_dir):

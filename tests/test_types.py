@@ -51,9 +51,9 @@ Muon([{"params": []}], momentum=0.9, lr=0.1)
 Muon(3)                                                              # type: ignore[arg-type]
 rate: float = get_lr(3, config)
 get_lr("3", config)                                                  # type: ignore[arg-type]
-stop: bool = EarlyStopping(patience=3, mode="max").update(0.3)
+stop: bool = EarlyStopping(patience=3, mode="max").check(0.3)
 EarlyStopping(mode=3)                                                # type: ignore[arg-type]
-late: str = EarlyStopping().update(0.3)                              # type: ignore[assignment]
+late: str = EarlyStopping().check(0.3)                              # type: ignore[assignment]
 
 state = convert_ddp_state(load_checkpoint("ckpt.pt")["model"])
 load_checkpoint(3)                                                   # type: ignore[arg-type]

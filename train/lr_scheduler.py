@@ -3,12 +3,21 @@ state is saved in the checkpoint: early stopping, the plateau schedule, loss spi
 
 import collections
 import math
+from dataclasses import dataclass, fields
+
+from train.keys import LearningRateKeys, TrainConfig
+
+OTHER_NAMES = dict(warmup_steps="warmup_iters", max_steps="max_iters")
 
 
-def get_lr(it: int, config) -> float:
+def get_lr(it: int, args) -> float:
     """Return the learning rate of step `it` (0-based): a linear warm-up, then the schedule. Cosine
-    (arXiv:1608.03983), linear and wsd (arXiv:2404.06395) reach min_lr at lr_decay_iters."""
-    c = config
+    (arXiv:1608.03983), linear and wsd (arXiv:2404.06395) reach min_lr at lr_decay_iters.
+
+    args: a TrainConfig, or any object with the attributes learning_rate, min_lr, warmup_iters (or
+    warmup_steps) and max_iters (or max_steps), and optionally other keys of the learning rate.
+    """
+    c = args if hasattr(args, "lr_schedule") else read_schedule(args)
     warmup, end, min_lr = milestones(c)
     if it < warmup:  # + 1: the first step learns, and the step after the warm-up has the peak
         return c.learning_rate * (it + 1) / (warmup + 1)
@@ -30,6 +39,14 @@ def get_lr(it: int, config) -> float:
     return min_lr + coeff * (c.learning_rate - min_lr)
 
 
+def read_schedule(args):
+    """Return a TrainConfig with the learning rate's keys among the attributes of `args`."""
+    values = {OTHER_NAMES.get(name, name): value for name, value in vars(args).items()}
+    keys = {f.name: values[f.name] for f in fields(LearningRateKeys) if f.name in values}
+    required = {name: values[name] for name in ("learning_rate", "warmup_iters", "max_iters")}
+    return TrainConfig(**keys | required)
+
+
 def milestones(config):
     """Return (steps of warm-up, step at which the decay ends, final rate)."""
     c = config  # the default of a missing key depends on other keys
@@ -38,39 +55,45 @@ def milestones(config):
     return warmup, end, c.learning_rate / 10 if c.min_lr is None else c.min_lr
 
 
+@dataclass
 class EarlyStopping:
-    """Stop after `patience` evaluations in a row without an improvement by more than `min_delta`.
-    mode: "min" if the value should fall, "max" if it should rise."""
+    """Stop after `patience` evaluations in a row without an improvement by more than `min_delta`;
+    patience 0: never.
 
-    def __init__(self, patience: int = 7, min_delta: float = 0.0, mode: str = "min"):
-        if mode not in ("min", "max"):
-            raise ValueError(f"EarlyStopping: mode must be min or max, got {mode!r}")
-        self.patience = patience
-        self.min_delta = min_delta
-        self.sign = 1 if mode == "min" else -1
-        self.best = math.inf  # signed: lower is better
-        self.bad_evals = 0    # in a row
+    mode: "min" if the value should fall, "max" if it should rise. best_loss: the value to improve
+    on, times `sign`, so that lower is better in either mode. counter: evaluations since then.
+    """
+    patience: int = 7
+    min_delta: float = 0.0
+    best_loss: float = math.inf
+    counter: int = 0
+    mode: str = "min"
 
-    def update(self, value: float) -> bool:
+    def __post_init__(self):
+        if self.mode not in ("min", "max"):
+            raise ValueError(f"EarlyStopping: mode must be min or max, got {self.mode!r}")
+        self.sign = 1 if self.mode == "min" else -1
+
+    def check(self, val_loss: float) -> bool:
         """Add an evaluation's value; return True to stop."""
-        # Smaller gains than min_delta do not count, so `best` may be above the lowest value.
-        if self.sign * value < self.best - self.min_delta:
-            self.best = self.sign * value
-            self.bad_evals = 0
+        # Smaller gains than min_delta do not count: best_loss may be above the lowest value.
+        if self.sign * val_loss < self.best_loss - self.min_delta:
+            self.best_loss = self.sign * val_loss
+            self.counter = 0
         else:
-            self.bad_evals += 1
+            self.counter += 1
         return self.over
 
     @property
     def over(self):
-        return 0 < self.patience <= self.bad_evals
+        return 0 < self.patience <= self.counter
 
     def state_dict(self):
-        return dict(best=self.best, bad=self.bad_evals)
+        return dict(best=self.best_loss, bad=self.counter)
 
     def load_state_dict(self, state):
-        self.best = state["best"]
-        self.bad_evals = state["bad"]
+        self.best_loss = state["best"]
+        self.counter = state["bad"]
 
 
 class ReduceOnPlateau:
@@ -81,23 +104,23 @@ class ReduceOnPlateau:
         self.factor = factor
         self.min_scale = min_scale
         self.scale = 1.0
-        self.counter = EarlyStopping(patience + 1)
+        self.waiting = EarlyStopping(patience + 1)
 
     def update(self, value):
         """Add an evaluation's loss; return True if the rate was reduced."""
-        if not self.counter.update(value):
+        if not self.waiting.check(value):
             return False
-        self.counter.bad_evals = 0  # count from zero for the next drop
+        self.waiting.counter = 0  # count from zero for the next drop
         previous = self.scale
         self.scale = max(self.min_scale, self.scale * self.factor)
         return self.scale < previous
 
     def state_dict(self):
-        return dict(scale=self.scale, waiting=self.counter.state_dict())
+        return dict(scale=self.scale, waiting=self.waiting.state_dict())
 
     def load_state_dict(self, state):
         self.scale = state["scale"]
-        self.counter.load_state_dict(state["waiting"])
+        self.waiting.load_state_dict(state["waiting"])
 
 
 class SpikeDetector:

@@ -190,7 +190,7 @@ class Run:
         """Create the monitors: early stopping, schedules, signals, clock, prefetcher."""
         c = self.config
         self.stopping = EarlyStopping(c.early_stopping_patience, c.early_stopping_min_delta,
-                                      c.early_stopping_mode)
+                                      mode=c.early_stopping_mode)
         self.plateau = ReduceOnPlateau(c.lr_factor, c.plateau_patience,
                                        min_scale=(c.min_lr or 0.0) / c.learning_rate)
         self.spikes = SpikeDetector(c.spike_sigma)

@@ -331,7 +331,7 @@ def update_best_and_schedules(run, numbers):
     if c.lr_schedule == "plateau" and run.plateau.update(numbers["val_loss"]):
         run.log.info(f"val_loss has not improved for {c.plateau_patience + 1} evaluations: "
                      f"learning rate x {run.plateau.scale:g}")
-    if metric is not None and c.early_stopping_patience and run.stopping.update(metric):
+    if metric is not None and c.early_stopping_patience and run.stopping.check(metric):
         p.finished = (f"early stopping: no better {c.early_stopping_metric} in "
                       f"{c.early_stopping_patience} evaluations")
 

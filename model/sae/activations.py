@@ -21,6 +21,7 @@ from model.core.weights import load_frozen
 from model.gpt import GPT
 from train.base.errors import CheckpointError
 from train.device import choose_dtype
+from train.distributed import get_device
 
 # The activation of the first token is many times longer than typical and would dominate the squared
 # error. It is neither reconstructed nor replaced.
@@ -97,21 +98,27 @@ load_backbone = functools.lru_cache(maxsize=1)(Backbone)  # the loader and the m
 # the loader
 
 class ActivationBuffer:
-    """A ring buffer of the last `size` activations (size, dim), float32 on `device`."""
+    """A ring buffer of the last `size` activations: `buffer` (size, dim), float32, of which the
+    first len() rows are used; the next activation is written to row `position`.
 
-    def __init__(self, size: int, dim: int, device: str | torch.device = "cpu"):
-        self.rows = torch.empty(size, dim, device=device)
-        self.n_added = 0
+    device: default: the GPU, or without one the CPU.
+    """
+
+    def __init__(self, size: int, dim: int, device: str | torch.device | None = None):
+        self.buffer = torch.zeros(size, dim, device=device or get_device())
+        self.position = 0
+        self.n_rows = 0
 
     def __len__(self):
-        return min(self.n_added, len(self.rows))
+        return self.n_rows
 
     def add(self, x: torch.Tensor) -> None:
         """Add activations x (n, dim), oldest first, which overwrite the oldest in the buffer."""
-        size, end = len(self.rows), self.n_added + len(x)
+        size, end = len(self.buffer), self.position + len(x)
         x = x[-size:]  # earlier rows would be overwritten immediately
-        self.rows[torch.arange(end - len(x), end, device=self.rows.device) % size] = x.float()
-        self.n_added = end
+        self.buffer[torch.arange(end - len(x), end, device=self.buffer.device) % size] = x.float()
+        self.position = end % size
+        self.n_rows = min(size, self.n_rows + len(x))
 
     def sample(self, n: int, seed: int) -> torch.Tensor:
         """Return n rows (n, dim), a function of the content and `seed`; distinct if possible."""
@@ -121,8 +128,8 @@ class ActivationBuffer:
         # buffer gives the same samples.
         order = torch.randperm(len(self), generator=torch.Generator().manual_seed(seed))
         ages = order[torch.arange(n) % len(self)]
-        indices = (ages + self.n_added - len(self)) % len(self.rows)
-        return self.rows[indices.to(self.rows.device)]
+        indices = (ages + self.position - len(self)) % len(self.buffer)
+        return self.buffer[indices.to(self.buffer.device)]
 
 
 class ActivationLoader:

@@ -45,10 +45,10 @@ FAULTS = [
     ("train/lr_scheduler.py", "c.wsd_decay * end", "end"),
     ("train/lr_scheduler.py", "max(self.min_scale, self.scale * self.factor)",
      "self.scale * self.factor"),
-    ("train/lr_scheduler.py", "self.best - self.min_delta", "self.best"),
+    ("train/lr_scheduler.py", "self.best_loss - self.min_delta", "self.best_loss"),
     ("train/lr_scheduler.py",
-     "        self.best = self.sign * value\n            self.bad_evals = 0",
-     "        self.best = self.sign * value"),
+     "        self.best_loss = self.sign * val_loss\n            self.counter = 0",
+     "        self.best_loss = self.sign * val_loss"),
     # a GPU
     ("train/device.py", "part.compile(dynamic=False)", "part.compile()"),
     ("train/train.py", "functools.partial(run.compiler.call, run.raw_model)", "run.raw_model"),
