@@ -50,7 +50,8 @@ def use_ema(state, path):
     return state | {"model": state["model"] | averages}
 
 
-def load_model(ckpt_path, device="cpu", dtype=None, backbone=None, ema=False, expect=None):
+def load_model(ckpt_path: str | os.PathLike, device="cpu", dtype=None, backbone=None, ema=False,
+               expect=None):
     """Return (model in eval mode, tokenizer or None) of a checkpoint, or of a file or folder that
     model/convert/foreign.py reads.
 
