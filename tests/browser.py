@@ -52,7 +52,8 @@ class Browser:
                 assert "error" not in reply, reply
                 return reply["result"]
             if reply.get("method") in ("Runtime.exceptionThrown", "Log.entryAdded"):
-                self.problems.append(reply["params"])
+                if reply["params"].get("entry", {}).get("level") != "info":
+                    self.problems.append(reply["params"])
 
     def read(self):
         out = bytearray()

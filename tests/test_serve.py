@@ -1108,45 +1108,114 @@ def test_errors_of_the_command_line(checkpoint, tmp_path, capsys):
 # -----------------------------------------------------------------------------
 # the page
 
-@pytest.mark.parametrize("template", [None, ChatTemplate()])
-def test_the_page(browser, template, tmp_path):
-    """A prompt typed, an answer that comes, a stop, an error; on a phone and a desk, day and
-    night. PICTURES names a folder for what it looks like."""
-    model = small(LETTERS, block_size=256)
+class Page:
+    """The page of a server in a browser. `server.js` and `server` are its functions."""
+
+    def __init__(self, browser, server, path="/"):
+        self.browser, self.js = browser, browser.js
+        browser("Page.navigate", url=f"http://127.0.0.1:{server.port}{path}")
+        soon(lambda: self.js("document.title") == "tiny")
+        self.js("document.getElementById('temperature').value = 0")
+
+    def text(self, name):
+        return self.js(f"document.getElementById('{name}').textContent")
+
+    def type(self, text, **key):
+        """Type into the prompt; Enter with `key`, e.g. modifiers=8 (Shift)."""
+        self.browser.click("#prompt")
+        self.browser("Input.insertText", text=text)
+        for kind in ("keyDown", "keyUp"):
+            self.browser("Input.dispatchKeyEvent", type=kind, key="Enter", code="Enter", text="\r",
+                         windowsVirtualKeyCode=13, **key)
+
+    def answer(self, text):
+        """Send a prompt; the answer, when it is complete."""
+        self.type(text)
+        soon(lambda: "tokens/s" in self.text("state"))
+        soon(lambda: self.text("send") == "Send")
+        return self.js("messages.at(-1).content")
+
+
+def take_pictures(browser, name):
+    """Look at the page on a phone and a desk, day and night: nothing sticks out. PICTURES names a
+    folder for what it looks like."""
     pictures = os.environ.get("PICTURES")
-    tokenizer = LETTERS if template is None else BYTES
-    if template:
-        model = small(block_size=256)
-    with serving(model, tokenizer, template, max_tokens=100_000) as server:
-        browser("Page.navigate", url=f"http://127.0.0.1:{server.port}/")
-        soon(lambda: browser.js("document.title") == "tiny")
-        browser.click("#temperature")
-        browser.js("document.getElementById('temperature').select()")
-        browser("Input.insertText", text="0")
-        browser.click("#prompt")
-        browser("Input.insertText", text="once upon a time")
-        browser.click("#send")
-        soon(lambda: "tokens/s" in browser.js("document.getElementById('state').textContent"))
-        shown = browser.js("document.getElementById('out').textContent")
-        if template is None:
-            assert shown == "once upon a time" + expected(model, "once upon a time", 200, LETTERS,
-                                                          temperature=0)[0]
-        for size in ((360, 640), (1280, 800)):
-            for dark in (False, True):
-                name = f"{'chat' if template else 'text'}-{size[0]}-{'dark' if dark else 'light'}"
-                path = pathlib.Path(pictures, f"{name}.png") if pictures else None
-                width, picture = browser.look(*size, dark, path)
-                assert width <= size[0] and len(picture) > 5000  # nothing sticks out
+    for width, height in ((360, 640), (1280, 800)):
+        for dark in (False, True):
+            file = f"{name}-{width}-{'dark' if dark else 'light'}.png"
+            shown, picture = browser.look(width, height, dark,
+                                          pathlib.Path(pictures, file) if pictures else None)
+            assert shown <= width and len(picture) > 5000
+
+
+def test_the_page_continues_a_text(browser):
+    model = small(LETTERS, block_size=256)
+    with serving(model, LETTERS, max_tokens=100_000) as server:
+        page = Page(browser, server)
+        answer = page.answer("once upon a time")
+        assert answer == expected(model, "once upon a time", 200, LETTERS, temperature=0)[0]
+        assert page.text("out") == f"once upon a time{answer}Copycut off at the token limit"
+        assert browser.js("document.getElementById('system-box').hidden")
+        take_pictures(browser, "text")
         browser.js("document.getElementById('tokens').value = 90000")
         browser.click("#send")
-        soon(lambda: len(browser.js("document.getElementById('out').textContent")) > 300)
+        soon(lambda: len(page.text("out")) > 600)
         assert server.engine.rows
         browser.click("#send")
-        soon(lambda: browser.js("document.getElementById('state').textContent") == "stopped")
+        soon(lambda: page.text("state") == "stopped")
         soon(lambda: not server.engine.rows)
         assert browser.problems == []
         browser.js("document.getElementById('prompt').value = 'x'.repeat(9999)")
         browser.click("#send")
-        soon(lambda: "the context of this model" in browser.js(
-            "document.getElementById('state').textContent"))
+        soon(lambda: "the context of this model" in page.text("state"))
         assert browser.js("document.getElementById('state').className") == "wrong"
+
+
+@pytest.mark.parametrize("path, root_path", [("/", None), ("/llm/", "/llm"), ("/llm", "/llm")])
+def test_the_page_holds_a_conversation(browser, path, root_path):
+    """Also under a prefix. The second answer is that to the system prompt, both questions and the
+    first answer; what no longer fits is left out, and the page says so."""
+    model, template, how = small(block_size=256), ChatTemplate(), dict(temperature=0)
+    with serving(model, template=template, max_tokens=1000, root_path=root_path) as server:
+        page = Page(browser, server, path)
+        browser.js("document.getElementById('tokens').value = 30")
+        browser.js("document.getElementById('system').value = 'be brief'")
+        page.type("who", modifiers=8)  # Shift+Enter is a new line
+        assert page.text("out") == "" and not server.engine.rows
+        first = page.answer("is it?")
+        turns = [("system", "be brief"), ("user", "who\nis it?")]
+        assert first == expected(model, template.prompt_ids(turns, BYTES), 30, **how)[0]
+        second = page.answer("why?")
+        turns += [("assistant", first), ("user", "why?")]
+        assert second == expected(model, template.prompt_ids(turns, BYTES), 30, **how)[0]
+        assert page.text("out").count("cut off at the token limit") == 2
+        assert page.js("document.getElementById('prompt').value") == ""
+        take_pictures(browser, "chat")
+        assert browser.problems == []
+        asked = set(json.loads(page.js("JSON.stringify(performance.getEntriesByType('resource')"
+                                       ".map(entry => new URL(entry.name).pathname))")))
+        assert asked == {f"{root_path or ''}/v1/{name}" for name in ("models", "chat/completions")}
+        page.answer("x" * 100)
+        assert "the first 2 messages are left out" in page.text("state")
+        page.type("y" * 300)  # more than the context: the question is not lost
+        soon(lambda: "the context of this model" in page.text("state"))
+        assert page.js("messages.length") == 6
+        assert page.js("document.getElementById('prompt').value") == "y" * 300
+        browser.click("#clear")
+        assert page.text("out") == "" and page.js("messages.length") == 0
+
+
+def test_copy_puts_the_answer_into_the_clipboard(browser):
+    with serving(small(block_size=256), template=ChatTemplate()) as server:
+        page = Page(browser, server)
+        page.js("document.getElementById('tokens').value = 20")
+        answer = page.answer("who?")
+        page.js("document.addEventListener('copy', () => copied = document.activeElement.value)")
+        browser.click("article button")
+        soon(lambda: page.js("copied") == answer)
+
+
+def test_the_page_asks_for_no_absolute_path():
+    """Under the prefix of a proxy, /v1 is somebody else's."""
+    page = pathlib.Path(server_file.__file__).with_name("serve.html").read_text()
+    assert "v1/models" in page and not re.search(r"""["'`(=]/\w""", page)
