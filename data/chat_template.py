@@ -7,26 +7,25 @@ meta.json and in checkpoints, and is of one of two kinds:
     {"system": "### System:\\n{}\\n\\n", "user": ..., "assistant": ...}    the built-in one
     {"jinja": text, "ends": [token ids], "bos_token": "<s>", ...}         of a published model
 
-The Jinja text of a downloaded model is untrusted. It is rendered in Jinja's sandbox, with limits on
-the executed lines and on the length of the output. Special tokens that occur in a message are
-encoded as ordinary text, because they are marked before rendering.
+The Jinja text of a downloaded model is untrusted and rendered in a child process (data/render.py).
+Special tokens that occur in a message are encoded as ordinary text, because they are marked before
+rendering. A conversation of whose text a template makes special tokens is refused.
 """
 
 import bisect
-import contextlib
-import datetime
 import functools
-import io
 import json
 import re
-import sys
+from collections import Counter
 
 import numpy as np
 
 from data.hub import local_folder
 from data.tokenizer import open_tokenizer, read_checkpoint_spec, tokenizer_from_spec
+from data.render import render
 from data.tokenizer_hf import read_template_spec
-from train.base.errors import DataError, require
+from data.tokenizer_types import MAX_VOCAB
+from train.base.errors import DataError
 
 # The assistant's text is followed by the end-of-text token.
 DEFAULT_SPEC = {"system": "### System:\n{}\n\n", "user": "### User:\n{}\n\n",
@@ -38,8 +37,6 @@ OPEN_MARK, CLOSE_MARK = "\U000f0000", "\U000f0001"  # around marked text; privat
 WITHOUT_MARKS = str.maketrans("", "", OPEN_MARK + CLOSE_MARK)
 MARKED = re.compile(f"{OPEN_MARK}([^{OPEN_MARK}{CLOSE_MARK}]*){CLOSE_MARK}"
                     f"|[{OPEN_MARK}{CLOSE_MARK}]")
-MAX_TRACED_LINES = 1 << 21   # lines of Python per rendering, about a second
-MAX_RENDERED_CHARS = 1 << 24
 
 
 # -----------------------------------------------------------------------------
@@ -85,7 +82,7 @@ class ChatTemplate:
     def __init__(self, spec=DEFAULT_SPEC):
         self.spec = spec
         ends = spec.get("ends", []) if isinstance(spec, dict) else None
-        if not (isinstance(ends, list) and all(type(i) is int and i >= 0 for i in ends)
+        if not (isinstance(ends, list) and all(type(i) is int and 0 <= i < MAX_VOCAB for i in ends)
                 and all(isinstance(text, str) for name, text in spec.items() if name != "ends")
                 and bool(ends) == ("jinja" in spec)):
             raise DataError(f"its template is {str(spec)[:80]}: expected texts, and ids that end "
@@ -99,7 +96,7 @@ class ChatTemplate:
         """Return the text of a conversation, up to the start of the next answer if `add_prompt`.
         variables: {name: text, number or bool} of the template, e.g. enable_thinking. With a
         tokenizer, the texts of its special tokens are marked in messages and variables."""
-        pattern = match_any(tokenizer.special if tokenizer else ())
+        pattern = match_any(tuple(tokenizer.special) if tokenizer else ())
 
         def mark(text):
             return pattern.sub(lambda m: OPEN_MARK + m[0] + CLOSE_MARK,
@@ -109,20 +106,29 @@ class ChatTemplate:
                  for name, value in (variables or {}).items()} | self.special_tokens
         if not self.ends:
             names["eos_token"] = tokenizer.decode([tokenizer.eot_token]) if tokenizer else ""
-        text = io.StringIO()
-        template = compile_jinja(self.jinja)
-        with template_errors(), limited_lines(MAX_TRACED_LINES):
-            for part in template.generate(names, messages=turns, tools=None, documents=None,
-                                          add_generation_prompt=add_prompt):
-                text.write(part)
-                if text.tell() > MAX_RENDERED_CHARS:
-                    raise ValueError(f"it writes more than {MAX_RENDERED_CHARS:,} characters")
-        return text.getvalue()
+        return render(self.jinja, names | dict(messages=turns, tools=None, documents=None,
+                                               add_generation_prompt=add_prompt))
+
+    def encode(self, messages, add_prompt, tokenizer, variables=None):
+        """Return (text, ids) of a conversation. Raises DataError if the template makes special
+        tokens of its texts, e.g. by deleting a word between the two halves of one."""
+        text = self.render(messages, add_prompt, tokenizer, variables)
+        ids = encode_marked(text, tokenizer)
+        harmless = tuple((role, "x" if content.strip() else "") for role, content in messages)
+        words = {name: re.sub(r"\W", "", value) if isinstance(value, str) else value
+                 for name, value in (variables or {}).items()}
+        surplus = count_special(ids, tokenizer) - count_template_special(
+            self, harmless, add_prompt, tokenizer, json.dumps(words))
+        if surplus:
+            raise DataError("its chat template makes the special token "
+                            f"{tokenizer.decode([*surplus][:1])} of the text of a message; change "
+                            "that text")
+        return text, ids
 
     def prompt_ids(self, messages, tokenizer, variables=None):
         """Return the list of ids of a conversation up to the start of the next answer. variables:
         see `render`."""
-        return encode_marked(self.render(messages, True, tokenizer, variables), tokenizer)
+        return self.encode(messages, True, tokenizer, variables)[1]
 
     def fit_prompt(self, messages, tokenizer, max_tokens, variables=None):
         """Return (prompt_ids, number of messages left out). The prompt has the system messages at
@@ -167,8 +173,8 @@ class ChatTemplate:
     def encode_answer(self, messages, tokenizer):
         """Return (prompt ids, ids of the last message, number of these to learn). Raises DataError
         if the answer cannot be located in the rendered text."""
-        prompt = self.render(messages[:-1], True, tokenizer)
-        whole = self.render(messages, False, tokenizer)
+        prompt, prompt_ids = self.encode(messages[:-1], True, tokenizer)
+        whole, ids = self.encode(messages, False, tokenizer)
         answer = squeeze(messages[-1][1])
         refused = "its chat template cannot be learned: "
         if not whole.startswith(prompt):
@@ -176,8 +182,6 @@ class ChatTemplate:
                             "before its last answer")
         if answer not in squeeze(whole[len(prompt):]):  # changed or left out
             raise DataError(refused + f"it does not write an answer as it is ({answer[:40]!r})")
-        prompt_ids = encode_marked(prompt, tokenizer)
-        ids = encode_marked(whole, tokenizer)
         answer_ids = ids[len(prompt_ids):]
         if ids[:len(prompt_ids)] != prompt_ids:  # a token spans the boundary
             answer_ids = encode_marked(whole[len(prompt):], tokenizer)
@@ -197,7 +201,7 @@ class ChatTemplate:
         prompt = self.render([question], True)
         text = self.render([question, answer], False)
         prefix, _, suffix = text.removeprefix(prompt).partition("\u00a7")
-        special = match_any(tokenizer.special).search(suffix)
+        special = match_any(tuple(tokenizer.special)).search(suffix)
         ids = {*self.ends} or {tokenizer.eot_token}
         # A token that also occurs before the answer is the end of the reasoning.
         if special and (special[0] not in prefix or not text.startswith(prompt)):
@@ -250,69 +254,26 @@ def open_chat_format(source):
 
 
 # -----------------------------------------------------------------------------
-# Jinja
+# text and ids
 
-@functools.lru_cache
-def compile_jinja(text):
-    """Return the Jinja template of `text` with the functions that `transformers` gives to
-    templates. Raises DataError."""
-    jinja2 = require("jinja2", "this model's chat template")
-    from jinja2 import ext, sandbox
-
-    class Environment(sandbox.ImmutableSandboxedEnvironment):
-        intercepted_binops = frozenset(["*", "**", "%"])  # a few letters could make a huge value
-
-        def call_binop(self, context, operator, left, right):
-            if operator == "**" or not all(isinstance(x, (int, float)) for x in (left, right)):
-                raise jinja2.TemplateError(f"{operator} is not for these values")
-            return super().call_binop(context, operator, left, right)
-
-    def raise_exception(message):
-        raise jinja2.TemplateError(message)
-
-    environment = Environment(trim_blocks=True, lstrip_blocks=True,
-                              extensions=[ext.loopcontrols])
-    environment.filters["tojson"] = functools.partial(json.dumps, ensure_ascii=False)
-    environment.globals |= dict(
-        raise_exception=raise_exception,
-        strftime_now=lambda pattern: datetime.datetime.now().strftime(pattern))
-    # {% generation %}, an extension of `transformers`, encloses answers and writes nothing.
-    text = re.sub(r"(\{%[-+]?\s*)(end)?generation(\s*[-+]?%\})",
-                  lambda m: m[1] + ("endif" if m[2] else "if true") + m[3], text)
-    with template_errors():
-        return environment.from_string(text)
-
-
-@contextlib.contextmanager
-def template_errors():
-    """Context manager that turns every exception of a template into a DataError."""
-    try:
-        yield
-    except Exception as error:  # a template can raise any of Python's
-        what = str(error) if type(error).__module__.startswith("jinja2") else repr(error)
-        raise DataError(f"its chat template fails: {what[:200]}") from None
-
-
-@contextlib.contextmanager
-def limited_lines(count):
-    """Context manager that raises TimeoutError after `count` lines of Python in this thread."""
-    def trace(frame, event, argument):
-        nonlocal count
-        count -= 1
-        if count < 0:
-            raise TimeoutError("it does not come to an end")
-        return trace
-    previous = sys.gettrace()
-    sys.settrace(trace)
-    try:
-        yield
-    finally:
-        sys.settrace(previous)
-
-
+@functools.lru_cache(16)
 def match_any(texts):
-    """Return a pattern that matches any of `texts`, the longest first."""
+    """Return a pattern that matches any of a tuple of texts, the longest first."""
     return re.compile("|".join(map(re.escape, sorted(texts, key=len, reverse=True))) or "(?!)")
+
+
+def count_special(ids, tokenizer):
+    """Return {id: number of times} of the special tokens in `ids`."""
+    special = {*tokenizer.special.values()}
+    return Counter(i for i in ids if i in special)
+
+
+@functools.lru_cache(1024)
+def count_template_special(template, messages, add_prompt, tokenizer, variables):
+    """Return count_special() of a tuple of messages without special tokens in their texts.
+    variables: as JSON."""
+    text = template.render(messages, add_prompt, tokenizer, json.loads(variables))
+    return count_special(encode_marked(text, tokenizer), tokenizer)
 
 
 def squeeze(text):

@@ -11,7 +11,8 @@ import re
 from train.base.errors import DataError, require
 
 HUB = "https://huggingface.co"
-TRUSTED_URL = r"https://|http://(localhost|127\.)"  # anyone on the way can change plain http
+# Anyone on the way can change plain http.
+TRUSTED_URL = r"https://|http://(localhost|127(\.\d+){3})(:\d+)?(/|$)"
 CONFIG_FILES = ["config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json",
                 "chat_template.jinja"]
 WEIGHT_FILES = ["model*.safetensors", "model.safetensors.index.json"]

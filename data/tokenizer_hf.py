@@ -137,10 +137,17 @@ def read_template_spec(folder, tokenizer):
     if os.path.exists(path):
         with open(path, encoding="utf-8", errors="replace") as f:
             text = f.read()
+    if isinstance(text, list):  # several with names, of earlier versions of transformers
+        named = {str(t.get("name")): t.get("template") for t in text if isinstance(t, dict)}
+        text = named.get("default")
+        if not isinstance(text, str):
+            raise DataError(f"{folder}/tokenizer_config.json: chat_template: expected a text, or "
+                            "a list with the name default and a template")
     if not isinstance(text, str) or tokenizer is None or tokenizer.eot_token is None:
         return None
     ends = [read_optional_json(folder, name).get("eos_token_id")
             for name in ("generation_config.json", "config.json")]
     ends = next((end for end in ends if end is not None), [])
-    ends = [i for i in (ends if isinstance(ends, list) else [ends]) if type(i) is int]
+    ends = [i for i in (ends if isinstance(ends, list) else [ends])
+            if type(i) is int and 0 <= i < tokenizer.n_vocab]
     return {"jinja": text, "ends": sorted({*ends, tokenizer.eot_token})} | special_tokens(folder)

@@ -19,7 +19,6 @@ Shapes: B prompts, K answers per prompt, N = B K; n rows of T tokens with a prom
 import contextlib
 import hashlib
 import json
-import math
 import os
 import runpy
 import traceback
@@ -42,6 +41,7 @@ from train.base.fields import key
 from train.dataloader import Data, RowLoader
 
 USE = chat.USE
+MAX_REWARD = 1e30  # the mean of a batch must be finite in float32
 WIDTH_MULTIPLE = 32  # of rows, in tokens: few different shapes
 PADDING = (0, 0, -1, IGNORE, -1, 0.0)  # a padded position of a row, see pack_answers
 
@@ -212,8 +212,9 @@ class RewardFunction:
             return float(text.strip() == record["answer"])
         with user_code(self.path, f"; the prompt: {question!r:.80}, the answer: {text!r:.80}"):
             value = float(self.function(question, text, record["row"]))
-            if not math.isfinite(value):
-                raise ValueError(f"reward() returned {value}, expected a finite number")
+            if not abs(value) <= MAX_REWARD:
+                raise ValueError(f"reward() returned {value}, expected a finite number up to "
+                                 f"{MAX_REWARD}")
         return value
 
 
@@ -223,11 +224,15 @@ def user_code(path, context=""):
     line of the file."""
     try:
         yield
-    except Exception as error:
+    except KeyboardInterrupt:
+        raise
+    except BaseException as error:  # also sys.exit()
         lines = [f":{frame.lineno}" for frame in traceback.extract_tb(error.__traceback__)
                  if frame.filename == path]
-        raise UserError(f"reward: {path}{lines[-1] if lines else ''}: {type(error).__name__}: "
-                        f"{error}{context}") from None
+        if isinstance(error, SyntaxError) and error.filename == path:
+            lines = [f":{error.lineno}"]
+        what = traceback.format_exception_only(error)[-1].strip()  # str(error) may fail
+        raise UserError(f"reward: {path}{lines[-1] if lines else ''}: {what}{context}") from None
 
 
 def load_reward(path):
@@ -280,24 +285,23 @@ def open_data(config, ranks):
                         f"{c.answer_tokens} exceed the model's context, {c.block_size}; reduce it, "
                         "or prepare the prompts with a smaller --block_size")
     rewards = RewardFunction(tokenizer, ChatTemplate(meta.template).end_ids(tokenizer))
-    digest = "exact"
-    if c.reward != "exact":
-        rewards.path = os.path.abspath(c.reward)
-        rewards.function = load_reward(rewards.path)
-        digest = hashlib.sha256(Path(rewards.path).read_bytes()).hexdigest()
-
     def load(split):
         path = os.path.join(c.data_dir, f"{split}_rows.jsonl")
         tokens, length = open_rows(c.data_dir, split, tokens=((width,), 0, tokenizer.n_vocab),
                                    length=((), 1, width + 1))
-        lines = read_lines(path, needs_answers=not rewards.function)
+        lines = read_lines(path, needs_answers=c.reward == "exact")
         numbers = len(rewards.lines) + np.arange(len(lines))
         rewards.lines += lines
         loader = PromptLoader((tokens, length, numbers), c, ranks)
         loader.rows_digest = hashlib.sha256("\n".join(lines).encode()).hexdigest()
         return loader
-    data = Data(load("train"), load("val") if c.eval_interval else None,
-                spec | dict(row_tokens=width + c.answer_tokens, reward=digest))
+    train, val = load("train"), load("val") if c.eval_interval else None
+    digest = "exact"
+    if c.reward != "exact":  # last: the file may change the current folder
+        rewards.path = os.path.abspath(c.reward)
+        rewards.function = load_reward(rewards.path)
+        digest = hashlib.sha256(Path(rewards.path).read_bytes()).hexdigest()
+    data = Data(train, val, spec | dict(row_tokens=width + c.answer_tokens, reward=digest))
     data.reward_function = rewards
     return data
 

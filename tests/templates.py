@@ -138,7 +138,7 @@ SMOLLM3 = ("""{# ───── header ───── #}
 {%- set mode = "/no_think" if "/no_think" in system_message else "/think" -%}
 {{- "<|im_start|>system\\n" -}}
 {{- "## Metadata\\n\\nKnowledge Cutoff Date: June 2025\\nReasoning Mode: " + mode + "\\n\\n" -}}
-{{- system_message.replace("/no_think", "").rstrip() + "<|im_end|>\\n" -}}
+{{- system_message.replace("/no_think", "").replace("/think", "").rstrip() + "<|im_end|>\\n" -}}
 {# ───── main loop ───── #}
 {%- for message in messages -%}
     {%- set content = message.content if message.content is string else "" -%}

@@ -18,6 +18,7 @@ from templates import ANSWERED, CONVERSATIONS, TEMPLATES
 from test_convert import assert_close, export, ids, logits_of, make, shake, train_tokenizer
 
 from data import chat_template
+from data import render as chat_render
 from data.chat_template import open_chat_format
 from data.prepare import chat as chats
 from data.prepare.chat import cut
@@ -441,6 +442,35 @@ def test_typed_special_tokens_stay_text(folders, tmp_path, name):
     assert len(ours.encode_special(typed[:-1])) < len(ours.encode(typed[:-1]))
 
 
+@pytest.mark.parametrize("name, said", [
+    *((name, "<|endof/thinktext|>") for name in TEMPLATES),
+    ("{{ m.content | lower }}", "<|ENDOFTEXT|>"), ("{{ m.content | reverse }}", ">|txetfodne|<"),
+    ("{{ m.content.split('-') | join }}", "<|endof-text|>"),
+    ("{{ m.content | striptags }}", "&lt;|endoftext|&gt;"),
+    ("{{ '<|%s|>' | format(m.content) }}", "endoftext"), ("{{ m.content[1:] }}", "<|endoftext|>"),
+    ("{{ '<|' + m.content + '|>' }}", "endoftext"), ("{{ m.content[2:] }}", "a\U000f0000<|endoftext|>")])
+def test_a_template_makes_no_special_token_of_typed_text(folders, tmp_path, name, said):
+    """Where it would, the conversation is refused. SmolLM3's template deletes /think."""
+    save_tokenizer(tmp_path, name if name in TEMPLATES else "qwen2")
+    if name not in TEMPLATES:
+        (tmp_path / "chat_template.jinja").write_text(
+            "{% for m in messages %}<|im_start|>" + name + "<|im_end|>{% endfor %}")
+    ours, _, template = open_chat_format(str(tmp_path))
+    turns = [("system", said), ("user", said)]
+    assert special_ids(ours, template.prompt_ids([(role, "so be it") for role, _ in turns], ours))
+    if name in TEMPLATES and name != "smollm3":
+        assert said in ours.decode(template.prompt_ids(turns, ours))
+        return
+    with pytest.raises(DataError, match=r"makes the special token <\|endoftext\|> of the text of"):
+        template.prompt_ids(turns, ours)
+    with pytest.raises(DataError, match="makes the special token"):
+        template.sequences([*turns, ("assistant", "x")], ours)
+
+
+def special_ids(tokenizer, ids):
+    return [i for i in ids if i in tokenizer.special.values()]
+
+
 @pytest.mark.parametrize("written, named", [
     ("{{ m.content | upper }}<|im_end|>", "does not write an answer as it is ('<think>no</think>"),
     ("{{ m.content.split('</think>')[-1] }}<|im_end|>", "does not write an answer as it is"),
@@ -568,8 +598,8 @@ def test_a_template_goes_through_tuning_and_out_again(talker, tmp_path, capsys):
 
 @pytest.mark.parametrize("text, named", [
     ("{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}", "to an end"),
-    ("{% for a in range(99999) %}{{ 'a'.rjust(999) }}{% endfor %}", "more than 16,777,216 char"),
-    ("{{ 'a' * 10 ** 12 }}", "not for these"), ("{{ '%999999999d' % 1 }}", "not for these"),
+    ("{% for a in range(99999) %}{{ 'a'.rjust(999) }}{% endfor %}", "it writes more than 1,04"),
+    ("{{ 'a' * 10 ** 12 }}", "MemoryError"), ("{{ '%999999999d' % 1 }}", "MemoryError"),
     ("{% if %}", "Expected an expression"),
     ("{{ messages.append(1) }}", "'append' of 'list'"), ("{{ ''.__class__.__mro__ }}", "unsafe"),
     ("{% macro a() %}{{ a() }}{% endmacro %}{{ a() }}", "RecursionError"),
@@ -599,7 +629,7 @@ def test_templates_in_each_of_their_places(talker, tmp_path, monkeypatch, capsys
     assert sample.main(["--ckpt", str(tmp_path), "--chat", "--device=cpu"]) == 2
     assert "not a chat model" in capsys.readouterr().err
     monkeypatch.setitem(sys.modules, "jinja2", None)
-    chat_template.compile_jinja.cache_clear()
+    chat_render.renderer.cache_clear()
     assert sample.main(["--ckpt", str(talker[0]), "--chat", "--prompt=Hi", "--device=cpu"]) == 2
     assert "needs the package jinja2: pip install jinja2" in capsys.readouterr().err
 

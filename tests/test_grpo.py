@@ -2,6 +2,7 @@
 gradients against its formula, rewards of a person's own, ranks, resume."""
 
 import json
+import os
 from types import SimpleNamespace
 
 import numpy as np
@@ -11,6 +12,7 @@ import torch.nn.functional as F
 from conftest import TINY, run
 from runs import Program, assert_same, metrics, on_two_ranks, tensors
 
+import run_train
 from data.prepare import chat as data_chat
 from data.prepare import prompts as data_prompts
 from data.prepare.prompts import to_question
@@ -329,12 +331,18 @@ def test_without_prompts_it_is_a_gpt():
 
 @pytest.mark.parametrize("source, message", [
     ("x = 1", "no attribute 'reward'"),
-    ("def reward(prompt, answer:", r"reward.py: SyntaxError: .*line 1"),
+    ("def reward(prompt, answer:", "reward.py:1: SyntaxError"),
     ("import nothing_of_that_name", r"reward.py:1: ModuleNotFoundError"),
     ("def reward(p, a, r):\n    return r['x']", r"reward.py:2: KeyError: 'x'; the prompt: 'Say'"),
     ("def reward(p, a): pass", "TypeError: reward.. takes 2"),
     ("def reward(p, a, r): pass", "TypeError: float.. argument must be .*'NoneType'"),
     ("def reward(p, a, r): return float('nan')", "returned nan"),
+    ("def reward(p, a, r): return 1e39", r"returned 1e\+39, expected .* up to 1e\+30; the prompt"),
+    ("def reward(p, a, r): return 10**400", "OverflowError: int too large"),
+    ("import sys\ndef reward(p, a, r): sys.exit(0)", "reward.py:2: SystemExit: 0; the prompt: 'Say'"),
+    ("import sys\nsys.exit(0)", "reward.py:2: SystemExit: 0"),
+    ("class E(BaseException):\n    def __str__(self): 1 / 0\ndef reward(p, a, r): raise E",
+     r"reward.py:3: .*E: <.*str\(\) failed>; the prompt"),
 ])
 def test_a_reward_that_cannot_be_had_is_told_in_one_line(tmp_path, source, message):
     (tmp_path / "reward.py").write_text(source)
@@ -445,6 +453,26 @@ def test_a_reward_that_fails_ends_the_program_with_2(made, tmp_path):
     code, output = run("--config", str(tmp_path / "run.yaml"))
     assert code == 2 and "Traceback" not in output
     assert f"{tmp_path}/reward.py:2: ZeroDivisionError" in output
+
+
+def test_a_reward_that_changes_the_folder_moves_no_file(made, tmp_path, monkeypatch,
+                                                               capsys):
+    """When it is imported and at each answer; out_dir and data_dir are relative."""
+    (tmp_path / "elsewhere").mkdir()
+    (tmp_path / "data").symlink_to(made)
+    (tmp_path / "reward.py").write_text(
+        f"import os\nos.chdir({str(tmp_path / 'elsewhere')!r})\n"
+        "def reward(prompt, answer, row):\n    os.chdir(os.pardir)\n    os.chdir('elsewhere')\n"
+        "    return len(answer) % 3\n")
+    (tmp_path / "run.yaml").write_text(json.dumps(settings(
+        made, "out", reward="reward.py", data_dir="data/prompts", max_iters=2)))
+    monkeypatch.chdir(tmp_path)
+    assert run_train.main(["--config", "run.yaml"]) == 0
+    output = capsys.readouterr().out
+    assert "Saving checkpoint to out/ckpt.pt" in output and not os.listdir(tmp_path / "elsewhere")
+    assert {"ckpt.pt", "train.log", "metrics.jsonl", "config.yaml", "loss.svg"} <= {
+        *os.listdir(tmp_path / "out")}
+    assert "out_dir: out\n" in (tmp_path / "out" / "config.yaml").read_text()
 
 
 # Kills its own process with the 100th answer, once.

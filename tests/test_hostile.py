@@ -11,6 +11,8 @@ import pickle
 import re
 import resource
 import struct
+import subprocess
+import sys
 import tarfile
 import time
 import traceback
@@ -451,6 +453,40 @@ def test_a_template_that_is_none_is_refused():
     spec = dict(template={"user": "{}"}, row_tokens=8)  # in a checkpoint, too
     with pytest.raises(ValueError, match="its template is"):
         build_model(load_config(None, dict(model="chat")), Data(None, None, spec))
+
+
+NEST = ("{% set ns = namespace(a=[1], b=[1]) %}{% for i in range(60) %}"
+        "{% set ns.a = [ns.a, ns.a] %}{% set ns.b = [ns.b, ns.b] %}{% endfor %}")
+GROW = "{% set ns = namespace(x='a' * 999, l=[1]) %}{% for i in range(40) %}{% set "
+BOMBS = [NEST + "{{ ns.a == ns.b }}", NEST + "{{ ns.a | string }}", "{{ 1 }}" * 400_000,
+         GROW + "ns.x = ns.x ~ ns.x %}{% endfor %}{{ 1 }}", "{{ 'a'.ljust(6000000000) | length }}",
+         GROW + "ns.l = ns.l + ns.l %}{% endfor %}{{ 1 }}", "{{ 'a' | center(3000000000) }}",
+         "{{ '%1500000000d' | format(1) }}", "{{ '{:1500000000}'.format(1) }}",
+         "{{ [[[[1]]]] | tojson(indent=500000000) }}", "{{ (1).to_bytes(2000000000, 'big') }}"]
+
+
+def test_a_template_is_limited_in_time_and_memory(tmp_path):
+    """In C, where no line of Python counts; and the next one is rendered. In a process without
+    torch, whose children are measured."""
+    (tmp_path / "bombs.json").write_text(json.dumps(BOMBS))
+    out = subprocess.run([sys.executable, "-c", """if True:
+        import json, resource, sys, time
+        from data.render import render
+        for text in json.load(open(sys.argv[1])):
+            start = time.monotonic()
+            try:
+                print("rendered", render(text, {}))
+            except ValueError as error:
+                print(error)
+            assert time.monotonic() - start < 8, text
+            assert render("{{ a }}", dict(a="\\ud800 é")) == "\\ud800 é"
+        print(resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss)"""
+                          , tmp_path / "bombs.json"], capture_output=True, text=True, timeout=60)
+    *lines, peak = out.stdout.splitlines()
+    assert len(lines) == len(BOMBS) and not out.stderr, out.stderr
+    for line in lines:
+        assert re.match("its chat template fails: (it does not come to|Memory|Overflow)", line), line
+    assert int(peak) / 1024 < 300
 
 
 def test_a_folder_is_read_as_far_as_it_goes(tmp_path):

@@ -280,6 +280,25 @@ def test_chat(server, model):
     assert len({p.id for p in parts}) == 1 and parts[0].object == "chat.completion.chunk"
 
 
+def test_a_template_that_hangs_costs_its_requests_only():
+    """The comparison is one operation in C, of 2^60 steps."""
+    jinja = ("{% set ns = namespace(a=[1], b=[1]) %}{% for i in range(60) %}{% set ns.a = [ns.a] * "
+             "2 %}{% set ns.b = [ns.b] * 2 %}{% endfor %}{{ messages[0].content }}"
+             "{% if 'BOOM' in messages[0].content %}{{ ns.a == ns.b }}{% endif %}")
+    with serving(small(), template=ChatTemplate(dict(jinja=jinja, ends=[256]))) as server:
+        def ask(content):
+            return send(server, path="/v1/chat/completions", body=dict(
+                messages=[dict(role="user", content=content)], max_tokens=2))
+        with ThreadPoolExecutor(1) as pool:
+            boom = pool.submit(ask, "BOOM")
+            while not boom.done():
+                healthy(server)
+                time.sleep(0.1)
+        status, _, body = boom.result()
+        assert status == 400 and b"template fails: it does not come to an end" in body
+        assert ask("Hi")[0] == 200
+
+
 def test_chat_asks_for_a_model_that_learned_chats():
     with serving(small()) as server, pytest.raises(openai.NotFoundError, match="not a chat model"):
         client(server).chat.completions.create(model="tiny", messages=[])
@@ -805,6 +824,10 @@ def test_who_opens_it_says_who_may_ask(monkeypatch, capsys):
         assert choose_key(ServeOptions(), s) == "b"
         monkeypatch.delenv("IRONGPT_API_KEY")
         assert choose_key(ServeOptions(), s) is None
+        for key in ("", " ", "a\n", "\udcff"):  # no client can send it
+            with pytest.raises(ValueError, match="--api_key: expected printable"):
+                choose_key(ServeOptions(api_key=key), s)
+        assert choose_key(ServeOptions(api_key="clé"), s) == "clé"
 
 
 def slow_clients(n, server):

@@ -197,6 +197,9 @@ BAD = [({"text": "a"}, "expected question and answer"), ([1], "expected an objec
        (dict(question="a", choices=["b", "c"], answer=2), "answer: '2' is not one of"),
        (dict(question="a", choices=["b", "c"], answer=True), "answer: 'True' is not one of"),
        (dict(question="a", choices=["b", "c"], answer="d"), "answer: 'd' is not one of"),
+       (dict(question="a", choices=["b", "c", "b"], answer=2), "choices: 'b', the answer, is there"),
+       (dict(question="a", choices=["x", "x"], answer="x"), "choices: 'x', the answer, is there"),
+       (dict(question="a", answer=" \n"), "answer: expected a non-empty text"),
        (dict(question=1, choices=["b", "c"], answer=0), "question: expected a text"),
        (dict(question="a", answer=["b"]), "answer: expected a text"),
        (dict(context="a", continuation=""), "choices: expected 1 or more non-empty texts")]

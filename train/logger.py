@@ -44,10 +44,11 @@ class Logger:
     """
 
     def __init__(self, out_dir, main=True, trackers=(), config=None, system_info=None):
-        self.out_dir = os.path.normpath(out_dir)
+        self.out_dir = out_dir
         self.is_main = main
         self.config = config or {}
-        self.run_name = self.config.get("run_name") or self.out_dir
+        self.run_name = self.config.get("run_name") or os.path.normpath(
+            self.config.get("out_dir", out_dir))
         self.system_info = system_info or {}
         self.tracker_names = trackers
         self.trackers = None    # opened by start()
@@ -156,7 +157,7 @@ class Logger:
             try:
                 from train.options.loss_svg import loss_svg, read_metrics
                 records = read_metrics(self.metrics.path, limit=MAX_PLOTTED_STEPS)
-                svg = loss_svg([(self.out_dir, records)])
+                svg = loss_svg([(self.run_name, records)])
                 write_text(os.path.join(self.out_dir, "loss.svg"), svg)
             except ImportError:  # train/options/loss_svg.py is deleted
                 pass

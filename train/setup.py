@@ -150,7 +150,7 @@ class Run:
         c = self.config
         ranks = self.ranks
         machine = dict(world_size=ranks.world_size, **device.device_facts(ranks.device))
-        log = logger.Logger(c.out_dir, main=ranks.is_main, trackers=c.tracker, config=asdict(c),
+        log = logger.Logger(self.folder.path, main=ranks.is_main, trackers=c.tracker, config=asdict(c),
                             system_info=machine)
         if ranks.is_main and not c.eval_only:
             log.describe_run(to_yaml(c), asdict(c), machine)

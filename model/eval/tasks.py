@@ -115,6 +115,8 @@ class ExampleReader:
                                         None if is_cloze else self.template)
         else:
             texts = [get_text(row, "answer").lstrip()]
+            if not texts[0]:
+                raise ValueError("answer: expected a non-empty text")
             answer = 0
             default = " " if question == question.rstrip() else ""
             before, after = self.encode_answer(question, *texts,
@@ -156,9 +158,11 @@ def parse_choice(choices, answer, least):
         raise ValueError(f"choices: expected {least} or more non-empty texts, got "
                          f"{str(choices)[:60]!r}")
     if answer in choices:
-        return choices.index(answer)
+        answer = choices.index(answer)
     if type(answer) is not int or not 0 <= answer < len(choices):
         raise ValueError(f"answer: {str(answer)[:60]!r} is not one of the choices, or its index")
+    if choices.count(choices[answer]) > 1:
+        raise ValueError(f"choices: {choices[answer][:60]!r}, the answer, is there twice")
     return answer
 
 

@@ -30,7 +30,8 @@ class RunFolder:
     """
 
     def __init__(self, path, keep_last=0, save_precision=None):
-        self.path = path
+        self.name = path
+        self.path = os.path.abspath(path)  # a user's reward function may change the current folder
         self.keep_last = keep_last
         self.save_precision = save_precision
         self.lock = None
@@ -49,7 +50,7 @@ class RunFolder:
                 if re.search(r"\.tmp\.\d+$", name):  # of a killed process
                     os.unlink(self.file(name))
         except OSError as error:
-            raise CheckpointError(f"out_dir: {self.path} cannot be used: {error}") from error
+            raise CheckpointError(f"out_dir: {self.name} cannot be used: {error}") from error
 
     def save(self, state, is_best, is_numbered, logger, last=False, private=False):
         """Save `state` as ckpt.pt, if `is_best` also as ckpt_best.pt, if `is_numbered` also
@@ -60,7 +61,7 @@ class RunFolder:
         is written before this returns and raises CollectiveExit.
         """
         self.wait()
-        logger.info(f"Saving checkpoint to {self.file('ckpt.pt')}")
+        logger.info(f"Saving checkpoint to {os.path.join(self.name, 'ckpt.pt')}")
         if not os.path.isdir(self.path):  # deleted during the run
             self.open()
         links = [self.file("ckpt_best.pt")] if is_best else []

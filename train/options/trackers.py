@@ -146,7 +146,7 @@ class MLflow:
         os.environ.setdefault("MLFLOW_LOGGING_LEVEL", "WARNING")
         from mlflow import MlflowClient
         from mlflow.entities import Param
-        folder = Path(os.path.dirname(log.out_dir) or log.out_dir).resolve()
+        folder = Path(log.out_dir).parent.resolve()
         local = f"sqlite:///{(folder / 'mlflow.db').as_posix()}"
         self.client = MlflowClient(os.environ.get("MLFLOW_TRACKING_URI", local))
         self.id = run_id

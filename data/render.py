@@ -1,0 +1,140 @@
+"""Rendering of Jinja templates in a child process with limits on time and memory.
+
+The template of a downloaded model is untrusted. Jinja's sandbox runs none of its code, but a single
+operation, such as the comparison of nested lists, can take any time or memory and cannot be
+interrupted from within the process. The child, `python -m data.render`, stays alive between
+requests. A request and a reply are one line of JSON each.
+"""
+
+import contextlib
+import datetime
+import functools
+import io
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+from train.base.errors import DataError, require
+
+MAX_CPU_SECONDS = 1.0   # per rendering; usually less than a millisecond
+MAX_SECONDS = 20.0      # the same on a machine that has no time for it
+MAX_BYTES = 1 << 28     # of the child
+MAX_ADDED_CHARS = 1 << 20  # beyond twice the length of the variables
+
+
+# -----------------------------------------------------------------------------
+# the process that asks
+
+class Renderer:
+    """A child process that renders templates for all threads of this process, one at a time."""
+
+    def __init__(self):
+        require("jinja2", "this model's chat template")
+        self.lock = threading.Lock()
+        self.child = None
+
+    def render(self, template, variables):
+        """Return the text that a template writes. Raises DataError."""
+        request = json.dumps([template, variables]).encode() + b"\n"
+        with self.lock:
+            if self.child is None or self.child.poll() is not None:
+                self.child = subprocess.Popen(
+                    [sys.executable, "-m", "data.render"], cwd=Path(__file__).parents[1],
+                    stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL,
+                    start_new_session=True)  # Ctrl-C is not for the child
+            reply = b""
+            try:
+                self.child.stdin.write(request)
+                self.child.stdin.flush()
+                reply = self.child.stdout.readline()
+            except BrokenPipeError:  # it has ended
+                pass
+            finally:
+                if not reply.endswith(b"\n"):  # or this process was interrupted
+                    self.child.kill()
+                    self.child.wait()
+        text, problem = json.loads(reply) if reply else (
+            None, f"it does not come to an end, or needs more than {MAX_BYTES >> 20} MiB")
+        if problem:
+            raise DataError(f"its chat template fails: {problem}")
+        return text
+
+
+@functools.cache
+def renderer(pid):
+    """Return the Renderer of the process `pid`: a fork needs a child of its own."""
+    return Renderer()
+
+
+def render(template, variables):
+    """Return the text that a Jinja template writes with {name: value}. Raises DataError."""
+    return renderer(os.getpid()).render(template, variables)
+
+
+# -----------------------------------------------------------------------------
+# the child
+
+@functools.lru_cache
+def compile_template(text):
+    """Return the Jinja template of `text` with the functions that `transformers` gives to
+    templates."""
+    import jinja2
+    from jinja2 import ext, sandbox
+
+    def raise_exception(message):
+        raise jinja2.TemplateError(message)
+
+    environment = sandbox.ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, optimized=False, extensions=[ext.loopcontrols])
+    environment.filters["tojson"] = functools.partial(json.dumps, ensure_ascii=False)
+    environment.globals |= dict(
+        raise_exception=raise_exception,
+        strftime_now=lambda pattern: datetime.datetime.now().strftime(pattern))
+    # {% generation %}, an extension of `transformers`, encloses answers and writes nothing.
+    return environment.from_string(re.sub(
+        r"(\{%[-+]?\s*)(end)?generation(\s*[-+]?%\})",
+        lambda m: m[1] + ("endif" if m[2] else "if true") + m[3], text))
+
+
+def answer(request):
+    """Return the reply to a request: [text, problem], one of which is `None`."""
+    text, variables = json.loads(request)
+    limit = MAX_ADDED_CHARS + 2 * len(request)
+    out = io.StringIO()
+    try:
+        for part in compile_template(text).generate(variables):
+            out.write(part)
+            if out.tell() > limit:
+                return [None, f"it writes more than {limit:,} characters"]
+    except Exception as error:  # a template can raise any of Python's
+        what = str(error) if type(error).__module__.startswith("jinja2") else repr(error)
+        return [None, what[:200]]
+    return [out.getvalue(), None]
+
+
+def set_timers(cpu_seconds, seconds):
+    """Let the system end this process after these times, also during an operation in C."""
+    if hasattr(signal, "setitimer"):  # POSIX
+        signal.setitimer(signal.ITIMER_PROF, cpu_seconds)
+        signal.setitimer(signal.ITIMER_REAL, seconds)
+
+
+def main():
+    """Answer requests until the input ends."""
+    with contextlib.suppress(ImportError, OSError, ValueError):  # POSIX
+        import resource
+        resource.setrlimit(resource.RLIMIT_DATA, (MAX_BYTES, MAX_BYTES))
+    for request in sys.stdin.buffer:
+        set_timers(MAX_CPU_SECONDS, MAX_SECONDS)
+        reply = json.dumps(answer(request))
+        set_timers(0, 0)
+        print(reply, flush=True)
+
+
+if __name__ == "__main__":
+    main()
