@@ -21,8 +21,8 @@ from collections import Counter
 import numpy as np
 
 from data.hub import local_folder
-from data.tokenizer import open_tokenizer, read_checkpoint_spec, tokenizer_from_spec
 from data.render import render
+from data.tokenizer import open_tokenizer, read_checkpoint_spec, tokenizer_from_spec
 from data.tokenizer_hf import read_template_spec
 from data.tokenizer_types import MAX_VOCAB
 from train.base.errors import DataError

@@ -448,7 +448,8 @@ def test_typed_special_tokens_stay_text(folders, tmp_path, name):
     ("{{ m.content.split('-') | join }}", "<|endof-text|>"),
     ("{{ m.content | striptags }}", "&lt;|endoftext|&gt;"),
     ("{{ '<|%s|>' | format(m.content) }}", "endoftext"), ("{{ m.content[1:] }}", "<|endoftext|>"),
-    ("{{ '<|' + m.content + '|>' }}", "endoftext"), ("{{ m.content[2:] }}", "a\U000f0000<|endoftext|>")])
+    ("{{ '<|' + m.content + '|>' }}", "endoftext"),
+    ("{{ m.content[2:] }}", "a\U000f0000<|endoftext|>")])
 def test_a_template_makes_no_special_token_of_typed_text(folders, tmp_path, name, said):
     """Where it would, the conversation is refused. SmolLM3's template deletes /think."""
     save_tokenizer(tmp_path, name if name in TEMPLATES else "qwen2")

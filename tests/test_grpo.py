@@ -339,7 +339,7 @@ def test_without_prompts_it_is_a_gpt():
     ("def reward(p, a, r): return float('nan')", "returned nan"),
     ("def reward(p, a, r): return 1e39", r"returned 1e\+39, expected .* up to 1e\+30; the prompt"),
     ("def reward(p, a, r): return 10**400", "OverflowError: int too large"),
-    ("import sys\ndef reward(p, a, r): sys.exit(0)", "reward.py:2: SystemExit: 0; the prompt: 'Say'"),
+    ("import sys\ndef reward(p, a, r): sys.exit(0)", "reward.py:2: SystemExit: 0; the prompt: 'S"),
     ("import sys\nsys.exit(0)", "reward.py:2: SystemExit: 0"),
     ("class E(BaseException):\n    def __str__(self): 1 / 0\ndef reward(p, a, r): raise E",
      r"reward.py:3: .*E: <.*str\(\) failed>; the prompt"),

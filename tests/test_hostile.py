@@ -458,7 +458,7 @@ def test_a_template_that_is_none_is_refused():
 NEST = ("{% set ns = namespace(a=[1], b=[1]) %}{% for i in range(60) %}"
         "{% set ns.a = [ns.a, ns.a] %}{% set ns.b = [ns.b, ns.b] %}{% endfor %}")
 GROW = "{% set ns = namespace(x='a' * 999, l=[1]) %}{% for i in range(40) %}{% set "
-BOMBS = [NEST + "{{ ns.a == ns.b }}", NEST + "{{ ns.a | string }}",
+BOMBS = [NEST + "{{ ns.a == ns.b }}",
          GROW + "ns.x = ns.x ~ ns.x %}{% endfor %}{{ 1 }}", "{{ 'a'.ljust(6000000000) | length }}",
          GROW + "ns.l = ns.l + ns.l %}{% endfor %}{{ 1 }}", "{{ 'a' | center(3000000000) }}",
          "{{ '%1500000000d' | format(1) }}", "{{ '{:1500000000}'.format(1) }}",
@@ -485,7 +485,7 @@ def test_a_template_is_limited_in_time_and_memory(tmp_path):
     *lines, peak = out.stdout.splitlines()
     assert len(lines) == len(BOMBS) and not out.stderr, out.stderr
     for line in lines:
-        assert re.match("its chat template fails: (it does not come to|Memory|Overflow)", line), line
+        assert re.match("its chat template fails: (it does not come|Memory|Overflow)", line), line
     assert int(peak) / 1024 < 300
 
 

@@ -150,8 +150,8 @@ class Run:
         c = self.config
         ranks = self.ranks
         machine = dict(world_size=ranks.world_size, **device.device_facts(ranks.device))
-        log = logger.Logger(self.folder.path, main=ranks.is_main, trackers=c.tracker, config=asdict(c),
-                            system_info=machine)
+        log = logger.Logger(self.folder.path, main=ranks.is_main, trackers=c.tracker,
+                            config=asdict(c), system_info=machine)
         if ranks.is_main and not c.eval_only:
             log.describe_run(to_yaml(c), asdict(c), machine)
         logger.log_plan(log.info, c, ranks, self.data, self.raw_model,
