@@ -364,7 +364,6 @@ def test_what_get_lr_reads_has_its_defaults():
     assert milestones(TrainConfig(max_iters=0))[1] == 1
     c = TrainConfig(min_lr=0.0, lr_decay_iters=7, warmup_ratio=0.25, max_iters=30)
     assert milestones(c) == (8, 7, 0.0)
-    assert (c.save_every, TrainConfig(save_interval=3).save_every) == (250, 3)
 
 
 def test_no_better_means_by_less_than_min_delta_or_exactly_it():

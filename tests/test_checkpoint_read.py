@@ -91,6 +91,8 @@ def test_a_bad_file_is_named_and_the_one_before_it_used(out, data_dir, stopped_r
     text = capsys.readouterr().out
     assert f"warning: {out}/ckpt.pt: " in text
     assert f"falling back to {out}/ckpt_prev.pt (iter 5)" in text
+    log = (out / "train.log").read_text()  # which was opened later
+    assert f" warning: {out}/ckpt.pt: " in log and "falling back to" in log
     assert "Resuming from" in text and "at iter 5" in text
     assert_same(stopped_run / "whole", out)
     assert (out / "ckpt_bad_1.pt").exists()

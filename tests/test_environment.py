@@ -143,6 +143,7 @@ def test_out_of_memory_advises_a_batch_that_fits(tmp_path, data_dir):
     global batch"""
     code, text = run_program(data_dir, tmp_path / "out", env={"FAULT": "mid_backward@0=oom"})
     assert code == 1 and "Out of memory. Try --batch_size 1 --gradient_accumulation_steps 4" in text
+    assert "Traceback" not in text
 
 
 @pytest.mark.matrix(112)

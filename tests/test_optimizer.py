@@ -140,6 +140,7 @@ def test_muon_takes_the_block_matrices_and_adamw_equals_torch_on_the_rest():
     assert muon == {f"h.{i}.{part}.weight" for i in range(2) for part in (
         "attn.q", "attn.k", "attn.v", "attn.o", "mlp.gate", "mlp.up", "mlp.down")}
     assert any(line.startswith("Muon: 14 tensors") for line in lines)
+    assert sum(line.startswith("Peak learning rates: ") for line in lines) == 1
     reference = configure(plain)
     for seed in range(3):
         for m, o in ((model, optimizer), (plain, reference)):

@@ -463,6 +463,22 @@ def test_evaluations_by_epochs(tmp_path, data_dir):
     assert [m["iter"] for m in metrics(tmp_path) if "val_loss" in m] == [0, 16, 32, 33]
 
 
+@pytest.mark.parametrize("saves", [None, 7])
+def test_lines_by_epochs_are_whole_epochs(tmp_path, data_dir, saves, capsys):
+    """38 windows of 512 tokens, 4 a step: 9.5 steps an epoch, so that epoch n ends in step
+    ceil(9.5 n). Checkpoints follow evaluations, unless save_interval is set."""
+    go(data_dir, tmp_path, block_size=512, batch_size=2, max_epochs=2.5, eval_epochs=1,
+       keep_last=99, save_interval=saves)
+    ends = [0, 10, 19, 24]
+    evaluations = [m for m in metrics(tmp_path) if "val_loss" in m]
+    assert [m["iter"] for m in evaluations] == ends
+    assert [m["epoch"] for m in evaluations] == [0, 1, 2, 2.5]
+    text = capsys.readouterr().out
+    assert "step 10: epoch 1, train loss" in text and "step 24: epoch 2.5, train loss" in text
+    kept = {int(path.stem[5:]) for path in tmp_path.glob("ckpt_0*")}
+    assert kept == {*ends[1:]} | ({7, 14, 21} if saves else set())
+
+
 @pytest.mark.parametrize("schedule, end", [
     ("cosine", ", to 0.001"), ("linear", ", to 0.001"), ("wsd", ", to 0.001"), ("constant", ""),
     ("none", ""), ("plateau", "")])

@@ -294,11 +294,6 @@ class TrainConfig(GPTKeys, SystemKeys, OptimizerKeys, LearningRateKeys, LengthKe
         return self.replace(**changes)
 
     @property
-    def save_every(self):
-        """Steps between checkpoints."""
-        return self.eval_interval if self.save_interval is None else self.save_interval
-
-    @property
     def resume_file(self):
         """The checkpoint that `resume` names, or None."""
         return None if self.resume in ("auto", "must", "never") else self.resume

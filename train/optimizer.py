@@ -102,7 +102,7 @@ def match_lr_groups(lr_groups, names):
 
 
 def log_groups(model, groups, log):
-    """Log how many tensors decay, are updated by Muon, or are frozen."""
+    """Log how many tensors decay, are updated by Muon, have a rate of their own, or are frozen."""
     def count(params, status=""):
         return f"{len(params)} tensors{status} ({sum(p.numel() for p in params):,} params)"
     decayed = [p for g in groups if g["weight_decay"] for p in g["params"]]
@@ -110,6 +110,12 @@ def log_groups(model, groups, log):
     log(f"Optimizer configured: {count(decayed, ' decayed')}, {count(not_decayed, ' not decayed')}")
     if matrices := [p for g in groups if g["muon"] for p in g["params"]]:
         log(f"Muon: {count(matrices)}; AdamW: all others")
+    rates = {}  # {peak: parameters}
+    for g in groups:
+        rates.setdefault(g["lr"], []).extend(g["params"])
+    if len(rates) > 1:
+        log("Peak learning rates: " + "; ".join(f"{lr:g}: {count(params)}"
+                                                for lr, params in sorted(rates.items())))
     if frozen := [p for p in model.parameters() if not p.requires_grad]:
         log(f"Frozen: {count(frozen)}")
 

@@ -145,10 +145,10 @@ def run_reporting_errors(config, job):
 
 
 def report_crash(error, config, rank):
-    """Print the traceback and advice, and exit without waiting for other ranks, which may
-    not respond."""
-    text = "".join(traceback.format_exception(error))
+    """Print the traceback (not if memory was insufficient) and advice, and exit without waiting for
+    other ranks, which may not respond."""
     hint = suggest_fix(error, config)
+    text = "" if is_out_of_memory(error) else "".join(traceback.format_exception(error))
     if under_torchrun():
         text = "".join(f"[rank {rank}] {line}\n" for line in f"{text}{hint}".splitlines())
     elif hint:
@@ -158,15 +158,21 @@ def report_crash(error, config, rank):
     return exit_process(1)
 
 
+def is_out_of_memory(error):
+    return (isinstance(error, (torch.OutOfMemoryError, MemoryError))
+            or "allocate memory" in str(error).lower())
+
+
 def suggest_fix(error, config):
     """Return one paragraph about possible remedies of `error`, or ""."""
     text = str(error).lower()
-    if isinstance(error, (torch.OutOfMemoryError, MemoryError)) or "allocate memory" in text:
+    if is_out_of_memory(error):
         b, g = config.batch_size, config.gradient_accumulation_steps
         pair = (f"--batch_size {b // 2} --gradient_accumulation_steps {g * 2} (the same global "
                 "batch)" if b % 2 == 0 else "a smaller --batch_size")
-        return (f"Out of memory. Try {pair}, then --gradient_checkpointing, then smaller samples "
-                "or a smaller model. `--dry_run` shows the memory by purpose.")
+        return (f"Out of memory. Try {pair}, then --gradient_checkpointing true, then smaller "
+                "samples or a smaller model. `--dry_run` shows the memory by purpose. The error: "
+                f"{error!r:.300}")
     if "nccl" in text:
         return ("NCCL failed. NCCL_DEBUG=INFO shows why; check that every rank sees its GPU "
                 "(CUDA_VISIBLE_DEVICES, nvidia-smi) and that all nodes reach the rendezvous.")

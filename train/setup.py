@@ -15,7 +15,7 @@ import torch
 
 from train import checkpoint, device, distributed, logger, robust
 from train.base.adamw import AdamW
-from train.base.errors import SetupError, echo
+from train.base.errors import SetupError, echo, printable
 from train.base.fields import parse_mixture
 from train.base.run_folder import RunFolder
 from train.config import load_config, to_yaml
@@ -73,6 +73,7 @@ class Run:
         self.progress = Progress()
         self.test_numbers = {}  # on the test data, after the final evaluation
         self.saved_at = 0       # iter_num of the last save
+        self.notes = []         # messages from before the log was opened
         self.best_due = False   # the next save also writes ckpt_best.pt
 
     def open_folder(self, stack):
@@ -82,8 +83,11 @@ class Run:
         # out_dir, locked; saves in the background.
         self.folder = stack.enter_context(
             RunFolder(c.out_dir, c.keep_last, c.save_precision))
+        def note(text):
+            self.notes.append(text)
+            echo(text)
         # Start: scratch, resume or init_from, with the checkpoint.
-        self.start = checkpoint.find_start(self.folder, c, self.ranks, echo)
+        self.start = checkpoint.find_start(self.folder, c, self.ranks, note)
         self.config = c.replace(**self.start.shape)
 
     def open_data(self):
@@ -154,6 +158,8 @@ class Run:
                             config=asdict(c), system_info=machine)
         if ranks.is_main and not c.eval_only:
             log.describe_run(to_yaml(c), asdict(c), machine)
+        for text in self.notes:  # which the console has
+            log.write(printable(text))
         logger.log_plan(log.info, c, ranks, self.data, self.raw_model,
                         device.describe_device(ranks.device), precision, self.flops_per_step)
         return log
@@ -224,25 +230,49 @@ class Run:
         it = self.progress.iter_num
         if not c.eval_interval or self.data.val is None or self.progress.evaluated == it:
             return False
-        return last or (it % c.eval_interval == 0 and (it > 0 or c.eval_on_start))
+        return last or (self.ends_interval() if it else c.eval_on_start)
 
     def save_is_due(self):
         """Return whether a checkpoint is due before the next step."""
         c = self.config
         it = self.progress.iter_num
-        at_interval = c.save_every > 0 and it % c.save_every == 0
+        if c.save_interval is None:
+            at_interval = self.ends_interval()
+        else:
+            at_interval = c.save_interval > 0 and it % c.save_interval == 0
         at_epoch = c.save_epochs is not None and self.is_numbered()
         return it != self.saved_at and (at_interval or at_epoch)
 
     def is_numbered(self):
         """Return whether a checkpoint saved now is also kept as a numbered file."""
         c = self.config
-        it = self.progress.iter_num
         if c.save_epochs is None:
             return c.keep_last > 0
-        steps = c.save_epochs * self.data.train.samples / c.samples_per_step
+        return self.ends_period(c.save_epochs)
+
+    def ends_interval(self):
+        """Return whether the last step completed eval_interval steps or eval_epochs epochs."""
+        c = self.config
+        it = self.progress.iter_num
+        if c.eval_epochs:
+            return self.ends_period(c.eval_epochs)
+        return it > 0 and c.eval_interval > 0 and it % c.eval_interval == 0
+
+    def ends_period(self, epochs):
+        """Return whether the last step completed a period of `epochs` epochs."""
+        it = self.progress.iter_num
+        steps = epochs * self.data.train.samples / self.config.samples_per_step
         periods = [math.floor(i / steps + 1e-9) for i in (it - 1, it)]  # 3 x 1/3 is 1
         return it > 0 and periods[1] > periods[0]
+
+    def count_epochs(self):
+        """Return the number of epochs until now. A step may go beyond the end of the period that
+        it completes; the number is then that of the period, e.g. 29 and not 29.01."""
+        c = self.config
+        epochs = self.progress.iter_num * c.samples_per_step / self.data.train.samples
+        if c.eval_epochs and self.ends_interval():
+            return math.floor(epochs / c.eval_epochs + 1e-9) * c.eval_epochs
+        return min(epochs, c.max_epochs)
 
     def limits_reached(self):
         """Return the keys whose limits keep a finished run from continuing; []: it can continue."""
