@@ -454,8 +454,8 @@ def test_the_readmes_commands(tmp_path, data_dir):
     assert state["progress"]["best_metric"] == -best and best > 0.9
     other = write_jsonl(tmp_path / "other.jsonl", [
         row | dict(id=f"n{i}") for i, row in enumerate(make_rows(60, seed=5))])
-    code, said = command("model.classifier", "--ckpt", out / "ckpt_best.pt", "--data", other,
-                         "--out", report)
+    code, said = command("model.classifier", f"checkpoint={out / 'ckpt_best.pt'}",
+                         f"dataset.path={other}", "--out", report)
     assert code == 0 and "macro mean" in said and "exact match" in said, said
     assert "confusion matrix" in said
     numbers = json.loads((report / "metrics.json").read_text())
@@ -466,10 +466,11 @@ def test_the_readmes_commands(tmp_path, data_dir):
     assert [(f"n{i}", row["text"], row["label"], row["evidence"])
             for i, row in enumerate(make_rows(60, seed=5))] == [
         (row["id"], row["text"], row["true_label"], row["true_evidence"]) for row in said]
-    # The test split by the command is what the run ended with.
+    # The test split by the command, which is its default, is what the run ended with.
     test = next(r for r in lines(out) if "test_loss" in r)
-    code, said = command("model.classifier", "--ckpt", out / "ckpt_best.pt", "--data",
-                         tmp_path / "bin", "--out", report)
+    code, said = command("model.classifier", f"checkpoint={out / 'ckpt_best.pt'}")
+    assert code == 0, said
+    report = out / "report"
     numbers = json.loads((report / "metrics.json").read_text())
     for name in ("f1_macro", "exact_match", "token_f1"):  # one meaning of each
         assert numbers[name] == pytest.approx(test[f"test_{name}"], abs=1e-9)

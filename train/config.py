@@ -12,6 +12,7 @@ import yaml
 
 from train.base.errors import ConfigError
 from train.base.fields import (
+    BOOLS,
     PlainLoader,
     base_type,
     describe,
@@ -151,6 +152,7 @@ class Aliases:
 
 
 ALIASES = Aliases()
+NULL = ("null", "none", "~")
 IGNORED = object()  # value of a setting without effect, of which the user is told
 
 
@@ -178,13 +180,14 @@ def translate(name, raw, known, by_epochs=False):
     if isinstance(target, dict):
         return fill(target, raw)
     text = str(raw).strip().lower()
+    text = str(BOOLS.get(text, text)).lower()  # yes: true
     words = ALIASES.words
     word = words.get(name, {}).get(text) or words.get(target, {}).get(text)
     if isinstance(word, dict):
         return {k: v for n, value in word.items() for k, v in translate(n, value, known).items()}
     field = known.get(target)
     takes_none = field and ("None" in str(field.type) or text in field.metadata.get("choices", ()))
-    not_set = not (word or takes_none or name in known) and text in ("null", "none", "~")
+    not_set = text in NULL and not (word or takes_none or name in known)
     return {} if "ignored" in (target, word) or not_set else {target: word or raw}
 
 
@@ -209,14 +212,14 @@ def resolve(settings, known, problems):
         return files[where.rpartition(":")[0]], is_switch * (1 if is_off else -1)
 
     resolved = {}
-    files = {where.rpartition(":")[0]: i for i, (_, _, where) in reversed([*enumerate(settings)])}
+    files = {where.rpartition(":")[0]: i for i, (_, _, where) in enumerate(settings)}
     by_epochs = {"max_epochs", "epochs", "num_epochs"} & {name for name, _, _ in settings}
     for name, raw, where in sorted(settings, key=place):
         choices = known[name].metadata.get("choices") if name in known else ()
         translated = {name: raw}
         if name not in known or choices and raw not in choices:
             translated = translate(name, raw, known, by_epochs)
-        if not translated and name in ALIASES.hints:
+        if not translated and name in ALIASES.hints and str(raw).lower() not in NULL:
             resolved[name] = IGNORED, where
         for key, value in translated.items():
             old, first = resolved.pop(key, (None, ""))  # so that the latest one comes last

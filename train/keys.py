@@ -204,7 +204,7 @@ class GPTKeys:
             f"{math.gcd(self.n_embd, 2 ** self.n_head.bit_length() // 2)}":
                 self.head_dim or self.n_embd % self.n_head == 0,
             f"n_embd / n_head or head_dim ({head_dim}) must be even for pos: rope":
-                self.pos != "rope" or head_dim % 2 == 0,
+                self.pos != "rope" or head_dim % 2 == 0 or self.n_embd % self.n_head > 0,
             f"layer_types: {self.layer_types!r}: expected a letter per layer, F, W, f or w":
                 re.fullmatch("[FWfw]+", self.layer_types),
             "window: missing; layer_types W and w need it":

@@ -244,7 +244,8 @@ def check_content(state, size):
 def describe_load_error(error):
     """Return why a file could not be read as a checkpoint."""
     if isinstance(error, FileNotFoundError):
-        return "no such file"
+        is_name = "." not in os.path.basename(error.filename)
+        return f"no such file{'; a model of the Hugging Face hub is hf:OWNER/NAME' * is_name}"
     if unsafe := re.search(r"GLOBAL (\S+)", str(error)):  # torch's message
         return (f"refused: it would run or build {unsafe[1]}; a checkpoint may contain plain "
                 "tensors only")

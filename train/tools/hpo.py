@@ -260,7 +260,7 @@ def report(studies, trial, config, out):
 class SearchOptions:
     """Search for good hyperparameters with Optuna, in stages that narrow the space."""
     space: str = key("", "YAML file with the keys to search and the stages, e.g. "
-                     "train/configs/hpo_example.yaml", required=True)
+                     "train/configs/hpo_example.yaml", required=True, aliases="hpo")
     trials: int | None = key(None, "a single stage of N trials at full length", ge=1)
     out: str = key("out/hpo", "folder of the search", aliases="out_dir")
 
