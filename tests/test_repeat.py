@@ -6,6 +6,7 @@ import signal
 import statistics
 import threading
 import time
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -126,6 +127,27 @@ def test_a_stop_ends_the_runs_and_the_same_command_goes_on(go, signum, tmp_path,
     assert code == 0 and found[0]["runs"] == "2 of 2" and "Resuming from" in log.read_text()
 
 
+def test_seconds_are_those_of_all_starts(tmp_path, monkeypatch):
+    """5, 7 and 2 seconds, with longer breaks; the first two end with the machine."""
+    now = [1e9]
+    clock = SimpleNamespace(time=lambda: now[0], monotonic=lambda: now[0])
+    monkeypatch.setattr(child_runs, "time", clock)
+
+    def start_process(arguments, environment, log):
+        log.touch()
+        return SimpleNamespace(poll=lambda: 0)
+    monkeypatch.setattr(child_runs, "start_process", start_process)
+    for seconds in (5, 7, 2):
+        now[0] += 1000
+        run = child_runs.ChildRun("a", ["--config=train/config_test.yaml"], "", tmp_path)
+        run.start({})
+        now[0] += seconds
+        os.utime(run.log, (now[0], now[0]))
+    (run.folder / "metrics.jsonl").write_text('{"iter": 1, "val_loss": 2.5}\n')
+    run.finish("val_loss")
+    assert json.loads(run.result_file.read_text()) == dict(value=2.5, seconds=14.0, mib=0)
+
+
 def test_a_terminals_ctrl_c_reaches_a_run_once(tmp_path, monkeypatch):
     """A run that is asked twice leaves at once, without a checkpoint."""
     (tmp_path / "run_train.py").write_text("import os; print(os.getpgrp())")
@@ -152,6 +174,7 @@ def test_two_at_once_are_refused(go, tmp_path, capsys):
 @pytest.mark.parametrize("args, message", [
     (["--seeds", "1"], "--seeds: must be at least 2"), (["--set", "sead=3"], "unknown key 'sead'"),
     (["--set", "data_dir='a"], "No closing quotation"),
+    (["--set", "beta2=0.9 " * 20, "--set", "beta1=0.8 " * 21], "--set: more than 200 characters: "),
     (["--jobs", "0"], "--jobs: must be at least 1"), (["--eval_interval=0"], "needs evaluations")])
 def test_what_cannot_be_is_refused_before_any_work(go, args, message, capsys):
     assert go(*args)[0] == 2 and not go.started

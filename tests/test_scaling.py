@@ -139,6 +139,9 @@ def test_three_budgets_predict_a_run_of_four_times_the_largest(go, capsys):
         n, d = int(n), int(d.replace(",", ""))
         assert abs(6 * n * d - float(budget)) <= 6 * n * 2 and float(ratio) == round(d / n, 1)
         assert float(loss) == pytest.approx(law.loss(n, d), abs=1e-4)
+    median, most = map(float, re.search(
+        r"from 6 runs, ([\d.]+)% off in the median, ([\d.]+)% at most", text).groups())
+    assert median <= most < 0.1
     n, expected, low, high = map(float, re.search(
         r"8000 FLOPs, depth \d, (\d+) weights.* expected ([\d.]+), 95% from ([\d.]+) to ([\d.]+)",
         text).groups())

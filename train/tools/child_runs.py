@@ -31,7 +31,7 @@ class ChildRun:
 
     name: on the console, and the start of the folder's name. arguments: of run_train.py.
     fingerprint: of the data. After train_all, `result` is a dict of value (the last of the metric;
-    None after a crash), seconds and mib (peak memory)."""
+    None after a crash), seconds (of all starts of the run) and mib (peak memory)."""
 
     def __init__(self, name, arguments, fingerprint, out):
         identity = to_yaml(load_argv(arguments)) + str(fingerprint)
@@ -42,17 +42,23 @@ class ChildRun:
         self.arguments = [*arguments, f"--out_dir={self.folder}"]
         self.log = self.folder / "console.log"
         self.result_file = self.folder / "result.json"
+        self.time_file = self.folder / "started.json"
 
     def start(self, environment):
         self.folder.mkdir(exist_ok=True)
+        self.earlier_seconds = 0.0  # of earlier starts, each until the last line of its log
+        if self.time_file.exists():
+            seconds, started = json.loads(self.time_file.read_text())
+            self.earlier_seconds = seconds + max(0.0, self.log.stat().st_mtime - started)
         self.environment = environment
-        self.started = time.monotonic()
+        self.started = time.time()
         self.process = start_process(self.arguments, os.environ | environment, self.log)
+        write_text(self.time_file, json.dumps([self.earlier_seconds, self.started]))
 
     def finish(self, metric):
         """After the end of the process: set the result; write it to result.json unless it is a
         crash."""
-        seconds = time.monotonic() - self.started
+        seconds = self.earlier_seconds + time.time() - self.started
         records = read_metrics(self.folder / "metrics.jsonl")
         values = [to_number(r[metric]) for r in records if metric in r]
         value = values[-1] if values and self.process.poll() == 0 else None

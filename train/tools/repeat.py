@@ -28,6 +28,7 @@ from train.tools.child_runs import ChildRun, train_all
 COLUMNS = ("change", "metric", "runs", "mean", "spread", "difference", "low", "high", "seconds",
            "mib", "verdict")
 BASE = "base"  # name of the setting without changes
+MAX_SETTING_CHARS = 200  # in the tables
 
 
 # -----------------------------------------------------------------------------
@@ -97,6 +98,9 @@ def repeat(options, arguments_and_config):
         raise UserError("needs evaluations: eval_interval above 0")
     results = {name: {} for name in [BASE, *options.changes]}
     runs = {}
+    if too_long := [name for name in results if len(name) > MAX_SETTING_CHARS]:
+        raise UserError(f"--set: more than {MAX_SETTING_CHARS} characters: {too_long[0][:60]}...; "
+                        "--set best_config=FILE.yaml adds the keys of a file")
     for name in results:
         changed = [*arguments, *shlex.split(name)] if name != BASE else arguments
         fingerprint = open_data(load_argv(changed), Ranks()).train.fingerprint()

@@ -193,7 +193,8 @@ def scaling(options, arguments_and_config):
     law = fit_law(*points)
     errors = np.abs(points[2] / law.loss(*points[:2]) - 1)
     echo(f"loss = {law.E:.4g} + {law.A:.4g} / N^{law.alpha:.4f} + {law.B:.4g} / D^{law.beta:.4f}, "
-         f"from {len(errors)} runs, {errors.max():.2%} off at most")
+         f"from {len(errors)} runs, {np.median(errors):.2%} off in the median, {errors.max():.2%} "
+         "at most")
     larger_budget = options.larger or 4 * budgets[-1]
     for budget in [*budgets, larger_budget]:
         n, d = law.best(budget)
