@@ -1072,10 +1072,16 @@ def test_a_signal_lets_texts_finish(checkpoint, tmp_path, signals):
     output, errors = tmp_path / "output", tmp_path / "errors"
     output.touch()
     fork = Fork(run_python, (["-m", "model.serve", "--ckpt", str(checkpoint), "--port", "0",
-                              "--dtype", "float32", "--slots", "1"],), stdout=output, stderr=errors)
+                              "--dtype", "float32", "--slots", "1", "--allow-host=llm.example",
+                              "--cors=https://chat.example", "--root_path=/llm"],),
+                stdout=output, stderr=errors)
     try:
         soon(lambda: "\n" in output.read_text(), 60)
         port = int(re.match(r"Model 'my' at http://127.0.0.1:(\d+) ", output.read_text())[1])
+        status, headers, _ = send(types.SimpleNamespace(port=port), "GET", "/llm/health",
+                                  Host="llm.example", Origin="https://chat.example")
+        assert status == 200
+        assert headers["Access-Control-Allow-Origin"] == "https://chat.example"
         stream = first_of(port, 400)
         with ThreadPoolExecutor(1) as pool:
             waiting = pool.submit(first_of, port, 1)
