@@ -619,6 +619,16 @@ def test_other_bad_input(tmp_path, capsys):
         convert.write_file(str(tmp_path / "y.safetensors"), weights, "float16")
 
 
+def test_only_names_of_folders_become_folders(tmp_path, capsys):
+    make(tmp_path / "ckpt.pt")
+    for name in ("model.onnx", "model.GGUF", "model.bin", "Qwen2.5", "v1.0/hf", "model.new/"):
+        code = convert.main(["--ckpt", str(tmp_path / "ckpt.pt"), "--to", f"{tmp_path}/{name}"])
+        refused = name.startswith("model") and not name.endswith("/")
+        assert (code, (tmp_path / name).exists()) == ((2, False) if refused else (0, True)), name
+        said = capsys.readouterr().err
+        assert not refused or said.count("\n") == 1 and "FILE.gguf (llama.cpp), or a folder" in said
+
+
 def test_as_typed_and_nothing_of_it_in_the_main_job(tmp_path, data_dir):
     make(tmp_path / "ckpt.pt")
     done = python("-m", "model.convert", "--ckpt", tmp_path / "ckpt.pt", "--to", tmp_path / "hf")

@@ -9,6 +9,7 @@ import pytest
 import torch
 from quiz import Quiz
 
+from data.chat_template import DEFAULT_SPEC, ChatTemplate
 from model import convert
 from model.core.load import load_model
 from model.eval import lm_eval, tasks
@@ -100,6 +101,48 @@ def test_the_harness_agrees(folder, capsys, monkeypatch):
     assert len(set(answers)) > 1 and not any("e" in text for text in answers)
 
 
+def test_the_harness_agrees_about_a_chat_model(folder, tmp_path):
+    """With the model's chat template, and an earlier turn as example: each rendered text, score and
+    answer is that of `hf`; --log_samples writes them."""
+    from lm_eval import simple_evaluate
+    from lm_eval.tasks import TaskManager
+    state = torch.load(folder / "ckpt.pt")
+    shape = state["model_args"] | dict(block_size=256)
+    state["spec"] |= dict(template=dict(DEFAULT_SPEC))
+    save_checkpoint(str(tmp_path / "ckpt.pt"), state | dict(model_args=shape))
+    names = ["local_choice", "local_writing"]
+    for name in names:
+        text = (folder / f"{name.removeprefix('local_')}.yaml").read_text()
+        (tmp_path / f"{name}.yaml").write_text(text.replace("num_fewshot: 0", "description: 'Hi'"))
+    options = ["--ckpt", str(tmp_path / "ckpt.pt"), "--tasks", ",".join(names), "--device=cpu",
+               "--include_path", str(tmp_path), "--apply_chat_template", "--num_fewshot=1"]
+    assert lm_eval.main([*options, "--out", str(tmp_path / "a.json"), "--log_samples"]) == 0
+    assert convert.main(["--ckpt", str(tmp_path / "ckpt.pt"), "--to", str(tmp_path / "hf")]) == 0
+    theirs = simple_evaluate(
+        "hf", model_args=dict(pretrained=str(tmp_path / "hf"), dtype="float32", logits_cache=False),
+        tasks=names, device="cpu", num_fewshot=1, apply_chat_template=True,
+        task_manager=TaskManager(include_path=str(tmp_path)))["samples"]
+    for task in names:
+        rows = [json.loads(line) for line in open(tmp_path / f"a_{task}.jsonl")]
+        for a, b in zip(rows, theirs[task], strict=True):
+            assert a["arguments"][0][0] == b["arguments"][0][0]
+            assert a["arguments"][0][0].startswith("### System:\nHi")
+            assert a["arguments"][0][0].count("### Assistant:") == 2  # the example, and the prompt
+            assert flat(a["filtered_resps"]) == pytest.approx(flat(b["filtered_resps"]), abs=1e-4)
+
+
+def test_the_last_turn_may_be_the_start_of_the_answer(folder):
+    """As tasks with a gen_prefix have it. A special token in a message is ordinary text."""
+    model, tokenizer = load_model(folder / "ckpt.pt")
+    lm = lm_eval.CheckpointLM(model, tokenizer, 1, ChatTemplate())
+    turns = [dict(role="user", content="a <|endoftext|>"), dict(role="assistant", content="It is")]
+    text = lm.apply_chat_template(turns, add_generation_prompt=False)
+    prompt = [("user", "a <|endoftext|>")]
+    assert lm.tok_encode(text) == ChatTemplate().prompt_ids(prompt, tokenizer) + [*b"It is"]
+    assert lm.tok_encode(lm.apply_chat_template(turns[:1])) == ChatTemplate().prompt_ids(
+        prompt, tokenizer)
+
+
 def test_a_task_that_samples_draws_at_its_temperature_or_1(folder):
     scorer = lm_eval.CheckpointLM(*load_model(folder / "ckpt.pt"), 1)
 
@@ -122,6 +165,10 @@ def test_what_is_missing_is_one_line(folder, capsys, monkeypatch):
     args = ["--ckpt", str(folder / "ckpt.pt"), "--tasks"]
     assert lm_eval.main([*args, "local_nothing"]) == 2
     assert "the harness has no local_nothing" in capsys.readouterr().err
+    assert lm_eval.main([*args, "local_choice", "--apply_chat_template"]) == 2
+    assert "ckpt.pt is not a chat model" in capsys.readouterr().err
+    assert lm_eval.main([*args, "local_choice", "--log_samples"]) == 2
+    assert "--log_samples: needs --out" in capsys.readouterr().err
     monkeypatch.setitem(sys.modules, "lm_eval", None)
     assert lm_eval.main([*args, "x"]) == 2
     assert capsys.readouterr().err.strip().endswith("pip install lm_eval")

@@ -130,8 +130,13 @@ FORMATS = {".pt": export_nanogpt, ".safetensors": export_weights, ".gguf": expor
 def convert(ckpt, to, save_precision="float32", backbone=None, ema=False, quantize=None):
     """Write the model at `ckpt` to `to`, in the format that the name implies. Raises UserError."""
     ending = os.path.splitext(to)[1]
-    if os.path.isfile(to) != (ending in FORMATS) and os.path.exists(to):
-        raise CheckpointError(f"--to {to}: expected FILE.pt, .safetensors, .gguf or a folder")
+    exists = os.path.isfile if ending in FORMATS else os.path.isdir
+    # A folder may be named after a version (Qwen2.5), but not like a file (model.onnx).
+    is_unknown = ending[1:2].isalpha() and ending not in FORMATS
+    if is_unknown or os.path.exists(to) and not exists(to):
+        raise CheckpointError(f"--to {to}: expected FILE.pt (nanoGPT), FILE.safetensors, FILE.gguf "
+                              "(llama.cpp), or a folder (transformers, vLLM), which may end in "
+                              "a slash")
     if quantize and ending != ".gguf":
         raise CheckpointError("--quantize: goes with --to FILE.gguf")
     os.makedirs(os.path.dirname(os.path.abspath(to)), exist_ok=True)

@@ -14,6 +14,7 @@ from pathlib import Path
 
 import torch
 
+from data.chat_template import encode_marked, parse_messages
 from model.core.detokenizer import Detokenizer
 from model.core.generate import generate
 from model.core.load import load_model
@@ -27,20 +28,37 @@ MAX_NEW_TOKENS = 256  # per answer, if a task does not specify it
 
 
 class CheckpointLM:
-    """The methods of a model in the harness, to be combined with TemplateLM (see evaluate)."""
+    """The methods of a model in the harness, to be combined with TemplateLM (see evaluate).
+    template: the ChatTemplate, if tasks are rendered with one."""
 
-    def __init__(self, model, tokenizer, batch_size):
+    def __init__(self, model, tokenizer, batch_size, template=None):
         super().__init__()
         self.model = model
         self.tok = tokenizer
         self.batch_size = batch_size
+        self.template = template
+        self.ends = template.end_ids(tokenizer) if template else [tokenizer.eot_token]
 
     @property
     def eot_token_id(self):
         return self.tok.eot_token
 
+    @property
+    def tokenizer_name(self):  # part of the name of a cache that this command does not use
+        return type(self.tok).__name__
+
+    def chat_template(self, name):
+        return self.template.jinja
+
+    def apply_chat_template(self, messages, add_generation_prompt=True):
+        """Return the text of a conversation up to the next answer, or up to the end of a last
+        message that the answer continues. Special tokens in messages are marked as text."""
+        turns = parse_messages(messages, "messages")
+        start = "" if add_generation_prompt else turns.pop()[1]
+        return self.template.render(turns, True, self.tok) + start
+
     def tok_encode(self, string, add_special_tokens=None, **_):
-        return self.tok.encode(string)
+        return encode_marked(string, self.tok) if self.template else self.tok.encode(string)
 
     @torch.no_grad()
     def _loglikelihood_tokens(self, requests, disable_tqdm=False, **_):
@@ -84,8 +102,8 @@ class CheckpointLM:
         out = generate(self.model, idx, n,
                        options.get("temperature", 1.0) if options.get("do_sample") else 0,
                        options.get("top_k"), options.get("top_p"), seed=0,
-                       stop_token=self.eot_token_id, on_token=is_complete, n_vocab=self.tok.n_vocab)
-        ids = itertools.takewhile(lambda i: i != self.eot_token_id, out[0, len(prompt):].tolist())
+                       stop_token=self.ends, on_token=is_complete, n_vocab=self.tok.n_vocab)
+        ids = itertools.takewhile(lambda i: i not in self.ends, out[0, len(prompt):].tolist())
         text = self.tok.decode(list(ids))
         for stop in until:
             text = text.split(stop)[0]
@@ -102,7 +120,11 @@ class HarnessOptions:
     batch_size: int = key(8, "rows per batch", ge=1)
     device: str = key("auto", "auto, cpu, cuda or mps")
     include_path: str | None = key(None, "folder with more task files (.yaml)", metavar="FOLDER")
+    apply_chat_template: bool = key(False, "ask in the chat format of the model; examples are "
+                                    "earlier turns")
     out: str | None = key(None, "also write all results to this file", metavar="FILE.json")
+    log_samples: bool = key(False, "also write each question and answer to FILE_TASK.jsonl, beside "
+                            "the --out file")
 
 
 def evaluate(options):
@@ -115,22 +137,31 @@ def evaluate(options):
     model, tokenizer = load_model(o.ckpt, get_device(o.device))
     if tokenizer is None or tokenizer.eot_token is None:
         raise DataError(f"{o.ckpt}: the harness needs a tokenizer with an end-of-text token")
+    if o.apply_chat_template and not model.template:
+        raise DataError(f"--apply_chat_template: {o.ckpt} is not a chat model")
+    if o.log_samples and not o.out:
+        raise DataError("--log_samples: needs --out FILE.json")
     manager = TaskManager(include_path=o.include_path)
     if unknown := set(o.tasks).difference(manager.all_tasks):
         raise DataError(f"--tasks: the harness has no {', '.join(unknown)}; see `lm-eval ls tasks`")
     lm_class = type("TemplateCheckpointLM", (CheckpointLM, TemplateLM), {})
-    return simple_evaluate(lm_class(model, tokenizer, o.batch_size), tasks=o.tasks,
-                           num_fewshot=o.num_fewshot, limit=o.limit, task_manager=manager)
+    lm = lm_class(model, tokenizer, o.batch_size, model.template if o.apply_chat_template else None)
+    return simple_evaluate(lm, tasks=o.tasks, num_fewshot=o.num_fewshot, limit=o.limit,
+                           task_manager=manager, apply_chat_template=o.apply_chat_template)
 
 
 def report(options):
     """Evaluate, print a table, and write all results to the file options.out, if specified."""
     results = evaluate(options)
-    from lm_eval.utils import make_table
+    from lm_eval.utils import handle_non_serializable, make_table
     print(make_table(results))
     if options.out:
         saved = {name: results[name] for name in ("results", "n-samples")}
         Path(options.out).write_text(json.dumps(saved, indent=2), encoding="utf-8")
+    for task, samples in results["samples"].items() if options.log_samples else ():
+        path = Path(options.out).with_suffix("")
+        lines = [json.dumps(s, default=handle_non_serializable) + "\n" for s in samples]
+        path.with_name(f"{path.name}_{task}.jsonl").write_text("".join(lines), encoding="utf-8")
 
 
 def main(argv=None):
