@@ -224,7 +224,7 @@ def test_cells_run_as_pasted(tmp_path, monkeypatch, capsys):
                          ("max_iters=20", "max_iters=4")):
             cell = cell.replace(old, new)
         exec(cell, names)
-    assert len(cells) == 5 and names["numbers"]["val_loss"] > 0
+    assert len(cells) == 6 and names["numbers"]["val_loss"] > 0
     assert [r["iter"] for r in names["result"]["history"]] == [0, 4]
     said = capsys.readouterr().out
     for words in ("evaluated 4", "Model gpt: 66,049", "torch.Size([32, 64])", "def "):

@@ -66,6 +66,8 @@ get_device("cuda", local_rank=1)
 get_device(0)                                                        # type: ignore[arg-type]
 last: float = train(config, model, on_evaluation=lambda it, numbers: print(it, numbers))["val_loss"]
 train("config.yaml")                                                 # type: ignore[arg-type]
+train(config, data=Data(rows))
+train(config, data=rows)                                             # type: ignore[arg-type]
 
 model, tokenizer = load_model("ckpt.pt", "cpu")
 load_model(3)                                                        # type: ignore[arg-type]

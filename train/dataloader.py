@@ -13,8 +13,8 @@ the data. Ten samples, batches of two, two ranks, seed 1337:
     3      12 13   2 8      14 15    1 6
     4      16 17   9 3      18 19    7 0
 
-Two loaders: DataLoader returns windows of a token stream, RowLoader rows of arrays; a mixture of
-several is in train/options/mixture.py. Every loader has
+Three loaders: DataLoader returns windows of a token stream, RowLoader rows of arrays, DatasetLoader
+items of a torch Dataset; a mixture of several is in train/options/mixture.py. Every loader has
     samples, unit, units_per_sample     # samples per epoch; "tok" or "row"; units per sample
     get_batch(device, step)             # tuple of tensors, (B, ...) each
     n_fixed(count), fixed_batch(index, count, device)   # validation: batches that never change
@@ -33,6 +33,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 import torch
+from torch.utils.data import default_collate
 
 from data.token_files import mix64, open_stream
 from data.tokenizer import find_vocabulary
@@ -49,9 +50,9 @@ ROUNDS = 6  # with 4, the order of fewer than about 10 samples is measurably bia
 class Data:
     """The data of a run.
 
-    train, val: loaders; val None: no evaluation. spec: what the model must know about the data
-    (vocabulary, tokenizer, classes, sizes), plain Python types, saved in ckpt.pt. test: a loader
-    that is evaluated once, at the end of the run.
+    train, val: loaders, or torch Datasets for train(data=...); val None: no evaluation. spec: what
+    the model must know about the data (vocabulary, tokenizer, classes, sizes), plain Python types,
+    saved in ckpt.pt. test: a loader that is evaluated once, at the end of the run.
     """
     train: object
     val: object = None
@@ -132,9 +133,9 @@ def window_starts(g, n_tokens, block_size, seed):
 # arrays to a device
 
 def send(array, device):
-    """Copy a numpy array to `device`. On CUDA from pinned memory, asynchronously: torch reuses a
-    pinned block only after the copies from it are done."""
-    tensor = torch.from_numpy(array)
+    """Copy a numpy array or CPU tensor to `device`. On CUDA from pinned memory, asynchronously:
+    torch reuses a pinned block only after the copies from it are done."""
+    tensor = torch.as_tensor(array)
     if device.type == "cuda":
         return tensor.pin_memory().to(device, non_blocking=True)
     return tensor.to(device)
@@ -329,6 +330,56 @@ class RowLoader(Loader):
                 digest.update(np.ascontiguousarray(part).tobytes())
         return {"arrays": [[list(a.shape), str(a.dtype)] for a in self.arrays],
                 "sha256": digest.hexdigest()}
+
+
+class DatasetLoader(RowLoader):
+    """Batches of items of a map-style torch Dataset: a tensor (B, ...) per part of an item.
+
+    dataset: an object with __len__ and __getitem__. dataset[i] is a tensor, an array or a number,
+    or a tuple or dict of these, with the same shapes for all i. It must depend on i only, also in
+    another process (a resumed run, another rank): no random numbers, no state. It is called in a
+    thread. Raises DataError.
+    """
+
+    def __init__(self, dataset, config, ranks):
+        super().__init__([dataset], config, ranks)
+
+    def rows(self, numbers):
+        """Return items `numbers` (m,) as a list of CPU tensors (m, ...)."""
+        dataset, = self.arrays
+        numbers = numbers.tolist()
+        items = [dataset[i] for i in numbers]
+        try:
+            batch = default_collate(items)
+        except (TypeError, RuntimeError, LookupError) as error:
+            raise DataError(f"Dataset, items {numbers}: they cannot be stacked: {error}") from error
+        parts = (list(batch.values()) if isinstance(batch, dict) else
+                 [batch] if isinstance(batch, torch.Tensor) else list(batch))
+        if kinds := {type(part).__name__ for part in parts} - {"Tensor"}:
+            raise DataError(f"Dataset, items {numbers}: expected tensors, arrays or numbers, or a "
+                            f"tuple or dict of these; stacked, a part is a {', '.join(kinds)}")
+        return parts
+
+    def tensors(self, arrays, device):
+        return tuple(send(part, device) for part in arrays)
+
+    def identity(self):
+        """Return the number of items, and the SHA-256 of the first and the last one."""
+        digest = hashlib.sha256()
+        for part in self.rows(np.array([0, self.samples - 1])):
+            digest.update(part.flatten().view(torch.uint8).numpy())
+        return {"items": self.samples, "sha256": digest.hexdigest()}
+
+
+def as_loader(source, config, ranks):
+    """Return `source`, a loader or None; of a torch Dataset, a loader. Raises DataError."""
+    if source is None or hasattr(source, "get_batch"):
+        return source
+    if hasattr(source, "__getitem__") and hasattr(source, "__len__"):
+        return DatasetLoader(source, config, ranks)
+    raise DataError(f"data: {type(source).__name__}: expected a map-style Dataset with __len__ and "
+                    "__getitem__ (of a torch DataLoader, its dataset), or a loader as described in "
+                    "train/dataloader.py")
 
 
 class Prefetcher:

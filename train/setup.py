@@ -9,7 +9,7 @@ import contextlib
 import faulthandler
 import functools
 import math
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, field, fields, replace
 
 import torch
 
@@ -19,7 +19,7 @@ from train.base.errors import SetupError, echo, printable
 from train.base.fields import parse_mixture
 from train.base.run_folder import RunFolder
 from train.config import load_config, to_yaml
-from train.dataloader import Prefetcher
+from train.dataloader import Prefetcher, as_loader
 from train.device import ON_OFF, Compiler, should_compile
 from train.lr_scheduler import EarlyStopping, ReduceOnPlateau, SpikeDetector
 from train.optimizer import build_optimizer
@@ -90,9 +90,10 @@ class Run:
         self.start = checkpoint.find_start(self.folder, c, self.ranks, note)
         self.config = c.replace(**self.start.shape)
 
-    def open_data(self):
+    def open_data(self, data=None):
         """Open the loaders, which define the length of an epoch, and convert lengths to steps."""
-        self.data = open_data(self.config, self.ranks)  # Data: loaders train, val, test; spec
+        # Data: loaders train, val, test; spec
+        self.data = open_data(self.config, self.ranks, data)
         if self.config.eval_only and self.data.val is None:
             raise SetupError("eval_only: the data has no validation split")
         if self.start.kind != "resume":
@@ -317,19 +318,16 @@ class Run:
 
 
 @contextlib.contextmanager
-def open_run(config, ranks, model=None, on_evaluation=None):
-    """Open a Run, ready for the next step; leaving the context closes folder and log.
-
-    model: an nn.Module to train instead of the one that the model file builds.
-    on_evaluation(iter_num, numbers): called after every evaluation.
-    """
+def open_run(config, ranks, model=None, on_evaluation=None, data=None):
+    """Open a Run, ready for the next step; leaving the context closes folder and log. model,
+    on_evaluation, data: see train()."""
     distributed.set_seed(config.seed, config.deterministic, config.cudnn_benchmark)
     with contextlib.ExitStack() as stack:
         run = Run(config, ranks, on_evaluation)
         if model is not None:
             run.model_type.USE = ""  # the file's command is for the file's models
         run.open_folder(stack)
-        run.open_data()
+        run.open_data(data)
         run.open_model(stack, model)
         run.open_optimizer()
         run.open_monitors(stack)
@@ -370,10 +368,14 @@ def check_epochs(config, samples):
             f"--max_epochs 3 (more than {MAX_EPOCHS_IN_STEPS} are possible too)")
 
 
-def open_data(config, ranks):
-    """Return the Data of a run; several weighted folders in data_dir are a mixture."""
+def open_data(config, ranks, data=None):
+    """Return the Data of a run: `data`, or that of data_dir, where several weighted folders are a
+    mixture."""
     model_type = load_model_type(config.model)
-    if weights := parse_mixture(config.data_dir):
+    if data is not None:
+        data = replace(data, **{name: as_loader(getattr(data, name), config, ranks)
+                                for name in ("train", "val", "test")})
+    elif weights := parse_mixture(config.data_dir):
         from train.options.mixture import mix
         data = mix({folder: model_type.open_data(config.replace(data_dir=folder), ranks)
                     for folder in weights}, weights)

@@ -20,6 +20,7 @@ import torch.distributed as dist
 from train import checkpoint, distributed, logger
 from train.base.errors import BadNumbers, SetupError, Stopped
 from train.config import TrainConfig
+from train.dataloader import Data
 from train.evaluate import evaluate, pack, to_numbers, unpack
 from train.lr_scheduler import get_lr
 from train.robust import decide_action, exit_after
@@ -28,12 +29,15 @@ from train.system import hook
 
 
 def train(config: TrainConfig, model: torch.nn.Module | None = None,
-          on_evaluation: Callable[[int, dict], object] | None = None) -> dict[str, Any]:
+          on_evaluation: Callable[[int, dict], object] | None = None,
+          data: Data | None = None) -> dict[str, Any]:
     """Resume or start the run that `config` describes, train, and return the last numbers and the
     history of evaluations.
 
     model: an nn.Module to train instead of the one that the model file builds.
     on_evaluation(iter_num, numbers): called after each evaluation; an exception stops the run.
+    data: Data(train, val, spec, test) to train on instead of config.data_dir, of loaders or of
+    map-style torch Datasets (train.dataloader.DatasetLoader states what they must fulfil).
     Raises UserError: Stopped after a signal, BadNumbers if loss or gradients are not finite,
     CollectiveExit if the last save fails; ConfigError, DataError, CheckpointError or SetupError for
     input that cannot be used.
@@ -42,7 +46,7 @@ def train(config: TrainConfig, model: torch.nn.Module | None = None,
     # Under torchrun this process is one of several ranks. All ranks run the same program; what only
     # one of them may do (reading checkpoints, writing files) is inside the parts of the run.
     with distributed.process_group(config) as ranks:
-        with open_run(config, ranks, model, on_evaluation) as run:
+        with open_run(config, ranks, model, on_evaluation, data) as run:
             check_metric_names(run)
             # A run either only evaluates, or is already finished, or trains.
             if run.config.eval_only:
