@@ -53,8 +53,7 @@ def parse_request(data, chat, engine, template):
                        f"{len(prompts)} prompts with n = {options.n}", "prompt")
     usage = body.get("stream_options")
     jobs = [job for prompt in prompts for job in create_jobs(*prompt, options, chat, engine)]
-    return (options, jobs,
-            isinstance(usage, dict) and bool(usage.get("include_usage")))
+    return options, jobs, isinstance(usage, dict) and bool(usage.get("include_usage"))
 
 
 def create_jobs(ids, n_left_out, options, chat, engine):
