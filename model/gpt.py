@@ -27,7 +27,7 @@ from model.core.weights import as_gpt, inherit_shape  # noqa: F401  hooks of the
 from train.keys import GPTKeys
 from train.system import ModelHooks
 
-USE = "python -m model.sample --ckpt {out}/ckpt.pt --prompt Once"  # printed at the end of a run
+USE = "python -m model.sample --ckpt {out}/ckpt.pt"  # printed at the end of a run
 
 
 @dataclass

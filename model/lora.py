@@ -8,6 +8,7 @@ the adapters and a digest of the backbone's weights. model/core/adapters.py has 
 """
 
 import functools
+import shlex
 import sys
 from dataclasses import asdict, dataclass
 
@@ -161,7 +162,7 @@ def merge(options):
         unchanged, format_version=FORMAT_VERSION, model=weights, spec=spec, model_args=shape,
         config=config | shape))
     print(f"Wrote {options.to}, a {kind} model\nNext: python -m model.sample --ckpt "
-          f"{options.to}{' --chat' if is_chat else ''}")
+          f"{shlex.quote(options.to)}{' --chat' if is_chat else ''}")
 
 
 def main(argv=None):

@@ -578,7 +578,7 @@ def test_data_of_one_kind_need_no_key_of_their_own(kind, tmp_path, capsys):
     path = write_jsonl(tmp_path / "a.jsonl", rows)
     prepare(path, tmp_path / "bin")
     command = capsys.readouterr().out.splitlines()[-1].split()
-    assert command[:3] == ["Next:", "python", "run_train.py"] and len(command) == 7
+    assert command[:3] == ["Next:", "python", "run_train.py"] and len(command) == 11
     typed = dict(zip(command[3::2], command[4::2]))
     config = load_config(typed["--config"], SMALL | TINY | dict(
         data_dir=typed["--data_dir"], out_dir=str(tmp_path / "out"), max_iters=1, eval_interval=1))

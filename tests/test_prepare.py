@@ -514,9 +514,10 @@ def test_what_to_do_next(tmp_path, monkeypatch, capsys, gpu, n, config):
     if not gpu and os.path.exists("/proc/driver/nvidia/version"):
         pytest.skip("this machine has a GPU")
     prepare_module.report_text("data/my text", dict(train=dict(tokens=n), val=dict(tokens=5)))
+    few = "" if n > 10 else " --max_epochs 20"  # the configuration's steps would be refused
     assert capsys.readouterr().out == (
         f"[train] {n:,} tokens\n[val] 5 tokens\nNext: python run_train.py --config "
-        f"train/{config}.yaml --data_dir 'data/my text' --out_dir 'out/my text'\n")
+        f"train/{config}.yaml --data_dir 'data/my text'{few} --out_dir 'out/my text'\n")
 
 
 # --- tokens learned from the text

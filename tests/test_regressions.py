@@ -216,11 +216,11 @@ def test_the_printed_command_knows_nodes_and_spaces(monkeypatch):
     monkeypatch.setattr(sys, "argv", ["run_train.py", "--out_dir", "my runs/a b", "--resume=never"])
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "1")
     told = logger.resume_command(load_config(None, ["--resume=never"]), Ranks(world_size=2))
-    assert "torchrun --nnodes=2 " in told and "--nproc_per_node=1 run_train.py" in told
+    assert "torchrun --nnodes=2 --rdzv" in told and "--nproc_per_node=1 run_train.py" in told
     assert "--out_dir 'my runs/a b'" in told and told.endswith("--resume auto")
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
     told = logger.resume_command(load_config(None), Ranks(world_size=4))
-    assert "torchrun --nnodes=1 --nproc_per_node=4 run_train.py" in told
+    assert "torchrun --standalone --nproc_per_node=4 run_train.py" in told
 
 
 def test_what_a_rank_has_printed_is_written_before_it_leaves():

@@ -347,11 +347,14 @@ def log_plan(log, config, ranks, data, model, device, precision, flops):
 
 
 def resume_command(config, ranks):
-    """Return the command line that resumes this run."""
+    """Return the command line that resumes this run, for several nodes the same one on each."""
     launcher = ["python"]
     if ranks.world_size > 1:
         ranks_per_node = int(os.environ.get("LOCAL_WORLD_SIZE") or ranks.world_size)
-        launcher = ["torchrun", f"--nnodes={ranks.world_size // ranks_per_node}",
-                    f"--nproc_per_node={ranks_per_node}"]
+        n_nodes = ranks.world_size // ranks_per_node
+        address = os.environ.get("MASTER_ADDR", "HOST")  # of the node with rank 0
+        where = ["--standalone"] if n_nodes == 1 else [
+            f"--nnodes={n_nodes}", "--rdzv_backend=c10d", f"--rdzv_endpoint={address}:29500"]
+        launcher = ["torchrun", *where, f"--nproc_per_node={ranks_per_node}"]
     args = ["--resume", "auto"] if config.resume != "auto" else []  # the last value counts
-    return "  " + shlex.join([*launcher, "run_train.py", *sys.argv[1:], *args])
+    return "  " + shlex.join([*launcher, *sys.argv, *args])

@@ -7,7 +7,6 @@ encodes it. The files are written to a temporary folder and moved at the end (fo
 """
 
 import os
-import shlex
 import shutil
 import time
 from dataclasses import dataclass
@@ -108,9 +107,8 @@ def report_text(out, splits):
     """Print a summary of the folder `out`. The next command has the production configuration if
     data and machine are large enough, or that of the first run."""
     gpu = shutil.which("nvidia-smi") or os.path.exists("/proc/driver/nvidia/version")
-    config = "config" if gpu and splits["train"]["tokens"] >= 100e6 else "config_quick"
-    run_folder = os.path.join("out", os.path.basename(os.path.abspath(out)))
-    report(out, splits, config, f" --out_dir {shlex.quote(run_folder)}")
+    report(out, splits,
+           "config" if gpu and splits["train"]["tokens"] >= 100e6 else "config_quick")
 
 
 # -----------------------------------------------------------------------------

@@ -13,6 +13,9 @@ from data.meta import Meta, read_meta
 from train.base.errors import DataError, echo
 from train.base.fields import key
 from train.base.files import lock_folder, sync_folder, write_text
+from train.config import find_file, read_with_bases
+from train.keys import TrainConfig
+from train.logger import WARN_EPOCHS
 
 LOCK = ".lock"  # the file of lock_folder
 # Files of an earlier preparation, which are removed if they are not replaced.
@@ -85,11 +88,25 @@ def move_files(folder, out):
     sync_folder(out)
 
 
+def is_too_long(numbers, path):
+    """Return whether the YAML file at `path` describes a run of more than WARN_EPOCHS epochs of the
+    data with these `numbers`."""
+    settings = {name: value for name, value, _ in read_with_bases(find_file(path), [])}
+    names = ("max_iters", "batch_size", "gradient_accumulation_steps", "block_size")
+    c = TrainConfig(**{name: int(settings[name]) for name in names if name in settings})
+    samples = [numbers[name] for name in ("rows", "pairs", "questions") if name in numbers]
+    n = samples[0] if samples else numbers["tokens"] / c.block_size
+    return "max_epochs" not in settings and c.max_iters * c.samples_per_step > WARN_EPOCHS * n
+
+
 def report(out, splits, config, options=""):
     """Print the numbers of each split of the folder `out`, and the command that trains on them."""
     for split, numbers in splits.items():
         texts = [f"{round(n, 3):,} {name.replace('_', ' ')}" for name, n in numbers.items()
                  if name != "sha256"]
         echo(f"[{split}] {', '.join(texts)}")
+    if is_too_long(splits["train"], f"train/{config}.yaml"):
+        options += f" --max_epochs {WARN_EPOCHS}"
+    run_folder = os.path.join("out", os.path.basename(os.path.abspath(out)))
     echo(f"Next: python run_train.py --config train/{config}.yaml --data_dir {shlex.quote(out)}"
-         f"{options}")
+         f"{options} --out_dir {shlex.quote(run_folder)}")

@@ -3,6 +3,7 @@ by a hash of the prompt, write the rows and meta.json, and print a summary."""
 
 import os
 import re
+import shlex
 import sysconfig
 from collections import Counter
 from dataclasses import dataclass
@@ -64,13 +65,24 @@ class SampleWriter:
                                 writes the encoded samples and returns the numbers of meta.json
     """
     suffix = ""  # of the default folder
-    options = " --init_from CKPT.pt"  # of the next command
+    config = ""  # of the next command (default: that of the model type), and options
+    options = " --init_from CKPT.pt"
 
     def __init__(self, args):
         self.args = args
+        source = args.tokenizer
+        is_hf = source.startswith("hf:") or os.path.exists(os.path.join(
+            os.path.expanduser(source), "config.json"))
+        if is_hf and self.model == "chat":
+            self.config = "configs/finetune"
+            self.options = f" --backbone {shlex.quote(source)}"
+        elif is_hf or source.endswith(".pt"):
+            self.options = f" --init_from {shlex.quote(source)}"
         self.tokenizer, block_size, template = open_chat_format(args.tokenizer)
         self.template = template or ChatTemplate()
         self.block_size = args.block_size or block_size or 512
+        if block_size and self.model == "chat" and self.block_size > block_size:
+            self.options += f" --block_size {self.block_size}"
         self.extra = {}  # keys of meta.json
 
     def run(self):
@@ -89,7 +101,7 @@ class SampleWriter:
                 template=self.template.spec, splits=splits, sources=args.sources,
                 extra=self.extra))
         print(f"Prepared {out}: rows of up to {self.block_size} tokens")
-        report(out, splits, f"configs/{self.model}", self.options)
+        report(out, splits, self.config or f"configs/{self.model}", self.options)
 
     def write(self, folder, splits):
         """Write {"train": encoded samples, "val": ...}. Returns the `splits` of meta.json."""

@@ -31,7 +31,7 @@ from train.dataloader import Data, RowLoader
 # differ little, which needs narrow bins: 65,536 per class for four classes.
 MAX_LOG_ODDS = 16.0
 LOG_ODDS_BINS = 1 << 18
-USE = "python -m model.classifier --ckpt {out}/ckpt_best.pt --data FILE.csv --out {out}/report"
+USE = "python -m model.classifier --ckpt {out}/{best} --data {data} --out {out}/report"
 MUST_MATCH_TO_INIT = ("classes",)  # the head identifies classes by index
 
 

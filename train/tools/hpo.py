@@ -14,6 +14,7 @@ import glob
 import json
 import math
 import os
+import shlex
 import sys
 import warnings
 from dataclasses import asdict, dataclass
@@ -143,10 +144,10 @@ def search(config, space, stages, out):
                                "trials_history.json in this folder"])
         best = study.best_trial
         start = best.params
+    path = shlex.quote(os.path.join(out, "best_config.yaml"))
     print(f"Best: {study.study_name}, trial {best.number}, {config.early_stopping_metric} "
           f"{best.value:.4f}\nTo train with it: python run_train.py --config "
-          f"{os.path.join(out, 'best_config.yaml')}\nTo add its values to another configuration: "
-          f"best_config={os.path.join(out, 'best_config.yaml')}")
+          f"{path}\nTo add its values to another configuration: best_config={path}")
 
 
 def open_study(config, space, number, stage, start, out):

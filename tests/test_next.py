@@ -1,0 +1,97 @@
+"""The commands that the program prints: each is run as printed, on small data, up to where none
+follows. Only lengths and sizes are set on top."""
+
+import json
+import re
+import shlex
+
+import pytest
+from conftest import REPO
+from processes import python
+
+SIZE = dict(n_layer=1, n_head=2, n_embd=16, n_hidden=32, mlp="swiglu", prev_embedding=False)
+SHORT = dict(max_epochs=0.05, eval_epochs="null", eval_interval=0, eval_iters=1, batch_size=4,
+             gradient_accumulation_steps=1, sample_tokens=0, device="cpu", dtype="float32",
+             compile="false", early_stopping_metric="val_loss", early_stopping_mode="min")
+
+
+def run(folder, *args, **keys):
+    """The output of a command in `folder`; run_train.py gets `keys` on top."""
+    args = [REPO / word if word == "run_train.py" else word for word in args]
+    args += [f"--{name}={value}" for name, value in keys.items()]
+    done = python(*args, cwd=folder, merged=True, env=dict(PYTHONPATH=str(REPO)))
+    assert done.returncode == 0, (args, done.stdout)
+    return done.stdout
+
+
+def follow(folder, text, **keys):
+    """Run the command that `text` suggests, and so on; return all outputs."""
+    texts = [text]
+    while suggested := re.findall(r"^Next: python (.*)", texts[-1], re.M):
+        words = shlex.split(suggested[-1])
+        texts.append(run(folder, *words, **keys if words[0] == "run_train.py" else {}))
+        keys = SHORT
+    return texts
+
+
+@pytest.fixture(scope="module")
+def chain(tmp_path_factory):
+    """A folder with a small text model, a chat model from it, and that one as of elsewhere."""
+    folder = tmp_path_factory.mktemp("next")
+    (folder / "my text.txt").write_text("Once upon a time there was a number. " * 300)
+    (folder / "chats.jsonl").write_text("".join(json.dumps(dict(
+        prompt=f"say {i}", response=f"{i}", chosen=f"{i}", rejected="no")) + "\n"
+        for i in range(40)))
+    texts = follow(folder, run(folder, "-m", "data.prepare", "my text.txt"), **SHORT | SIZE,
+                   block_size=64)
+    assert "--max_epochs 20 --out_dir 'out/my text'" in texts[0]  # 500 steps would be refused
+    assert len(texts) == 3
+    ckpt = "out/my text/ckpt.pt"
+    chat = run(folder, "-m", "data.prepare.chat", "chats.jsonl", "--tokenizer", ckpt, "--out",
+               "data/bin/chat", "--block_size", "96")
+    texts = follow(folder, chat, **SHORT)
+    assert len(texts) == 3 and "--block_size 96" in chat
+    run(folder, "-m", "model.convert", "--ckpt", "out/chat/ckpt.pt", "--to", "out/hf")
+    return folder
+
+
+@pytest.mark.parametrize("command", [
+    "chat chats.jsonl --tokenizer out/hf --block_size 64 --out data/bin/lora",
+    "pairs chats.jsonl --reference out/chat/ckpt.pt --out data/bin/pairs",
+    "prompts chats.jsonl --tokenizer out/chat/ckpt.pt --out data/bin/prompts"])
+def test_printed_commands_run_up_to_the_answer(chain, command):
+    keys = SHORT | (dict(answer_tokens=4, group_size=2) if "prompts" in command else {})
+    first, *_ = texts = follow(chain, run(chain, "-m", *f"data.prepare.{command}".split()), **keys)
+    if "--tokenizer out/hf" in command:  # the recipe for published models, merged at the end
+        assert "--config train/configs/finetune.yaml" in first and "--backbone out/hf" in first
+        assert len(texts) == 4
+    else:
+        assert "--init_from out/chat/ckpt.pt" in first and len(texts) == 3
+    assert "model.sample --chat" in texts[-2] or "--chat" in texts[-2]
+
+
+@pytest.mark.parametrize("prepare, keys", [
+    ("labels rows.csv", SIZE | dict(block_size=32, early_stopping_patience=0)),
+    ("features --synthetic", dict(d_hidden=8, d_latent=4))])
+def test_printed_commands_of_other_types(tmp_path, prepare, keys):
+    (tmp_path / "rows.csv").write_text("text,label\n" + "".join(
+        f"number {i},{'odd' if i % 2 else 'even'}\n" for i in range(60)))
+    text = run(tmp_path, "-m", *f"data.prepare.{prepare}".split())
+    assert len(follow(tmp_path, text, **SHORT | keys)) == 3
+
+
+def test_resume_commands_are_those_of_the_launcher(monkeypatch):
+    """One process, one node, several nodes; a script of one's own."""
+    from train.config import load_config
+    from train.distributed import Ranks
+    from train.logger import resume_command
+    config = load_config(None, [])
+    monkeypatch.setattr("sys.argv", ["run_train.py", "--seed", "3"])
+    assert resume_command(config, Ranks()).split() == ["python", "run_train.py", "--seed", "3"]
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
+    monkeypatch.setenv("MASTER_ADDR", "node0")
+    assert shlex.split(resume_command(config, Ranks(world_size=2))) == [
+        "torchrun", "--standalone", "--nproc_per_node=2", "run_train.py", "--seed", "3"]
+    assert shlex.split(resume_command(config, Ranks(world_size=8))) == [
+        "torchrun", "--nnodes=4", "--rdzv_backend=c10d", "--rdzv_endpoint=node0:29500",
+        "--nproc_per_node=2", "run_train.py", "--seed", "3"]
