@@ -118,11 +118,9 @@ class OptimizerKeys:
     beta2: float = key(0.95, "adamw: decay of the second moment", ge=0, lt=1)
     adam_eps: float = key(1e-8, "adamw: term added to the denominator", gt=0)
     grad_clip: float = key(1.0, "maximum global norm of the gradients; 0: no clipping", ge=0)
-    muon_lr: float = key(0.02, "muon: peak learning rate of the matrices", gt=0,
-                         needs="optimizer=muon")
+    muon_lr: float = key(0.02, "muon: peak rate of the matrices", gt=0, needs="optimizer=muon")
     muon_momentum: float = key(0.95, "muon: Nesterov momentum", ge=0, lt=1, needs="optimizer=muon")
-    muon_weight_decay: float = key(0.0, "muon: decoupled decay of the matrices", ge=0,
-                                   needs="optimizer=muon")
+    muon_weight_decay: float = key(0.0, "muon: decay of the matrices", ge=0, needs="optimizer=muon")
     ema: float = key(0.0, "decay of a moving average of the weights; 0: none", ge=0, lt=1)
     lr_groups: dict = key({}, "{name: factor (0 freezes), or {learning_rate, weight_decay}}")
 
