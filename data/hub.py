@@ -7,6 +7,7 @@ and uses the access token. HF_ENDPOINT names a mirror.
 import hashlib
 import os
 import re
+from pathlib import Path
 
 from train.base.errors import DataError, require
 
@@ -15,6 +16,7 @@ HUB = "https://huggingface.co"
 TRUSTED_URL = r"https://|http://(localhost|127(\.\d+){3})(:\d+)?(/|$)"
 CONFIG_FILES = ["config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json",
                 "chat_template.jinja"]
+MAX_JSON_BYTES = 1 << 27
 WEIGHT_FILES = ["model*.safetensors", "model.safetensors.index.json"]
 
 
@@ -27,9 +29,23 @@ def local_folder(name, weights=True):
         raise DataError(f"{name}: expected hf:OWNER/NAME, as on {HUB}")
     patterns = CONFIG_FILES + WEIGHT_FILES * weights
     folder = download(name, "snapshot_download", repo_id=name[3:], allow_patterns=patterns)
+    for path in Path(folder).glob("*.json"):
+        if not looks_like_json(path):
+            for file in {os.path.realpath(path), str(path)}:
+                os.remove(file)
+            raise DataError(f"{name}: {path.name} is not the JSON of a model; it is deleted. Is the "
+                            "network's sign-in page or a mirror in between? The same command "
+                            "downloads it again")
     if not os.path.exists(os.path.join(folder, "config.json")):
         raise DataError(f"{name}: the repository has no config.json: it is no model")
     return folder
+
+
+def looks_like_json(path):
+    """Return whether a file begins like a JSON object and has an ordinary size: a mirror can answer
+    with a page of HTML."""
+    with open(path, "rb") as f:
+        return f.read(64).lstrip()[:1] == b"{" and path.stat().st_size <= MAX_JSON_BYTES
 
 
 def download(name, function, **arguments):

@@ -11,10 +11,10 @@ COMMIT = "c" * 40
 class FakeHub:
     """Serves folders as repositories: `repos` is {"OWNER/NAME": folder}, without or with
     "datasets/" in front. log: the files sent, with the bytes at which they began. cuts: how many
-    files of more than 1,000 bytes are cut in the middle."""
+    files of more than 1,000 bytes are cut in the middle. wrong: {name: other content of a file}."""
 
     def __init__(self, **repos):
-        self.repos, self.log, self.cuts = repos, [], 0
+        self.repos, self.log, self.cuts, self.wrong = repos, [], 0, {}
         outer = self
 
         class Handler(BaseHTTPRequestHandler):
@@ -46,7 +46,7 @@ class FakeHub:
             request.send_header("X-Error-Code", "EntryNotFound" if file else "RepoNotFound")
             request.send_header("Content-Length", "0")
             return request.end_headers()
-        content = file.read_bytes()
+        content = self.wrong.get(file.name, file.read_bytes())
         asked = request.headers.get("Range")
         first = int(asked.split("=")[1].partition("-")[0]) if asked else 0
         request.send_response(206 if first else 200)

@@ -55,6 +55,39 @@ def test_a_cut_download_is_resumed(hub):
     assert len(starts) == 2 and starts[0] == 0 < starts[1] <= 12_000_000
 
 
+@pytest.mark.parametrize("content", [b"<html>Sign in</html>", b" " * 2000, b"{" + b" " * (1 << 27)])
+def test_a_wrong_answer_is_not_kept(hub, content):
+    """With status 200 and all headers of the hub."""
+    hub.wrong = {"config.json": content}
+    with pytest.raises(DataError, match="config.json is not the JSON of a model; it is deleted"):
+        local_folder("hf:some/one", weights=False)
+    hub.wrong = {}
+    folder = local_folder("hf:some/one", weights=False)
+    assert open(os.path.join(folder, "config.json")).read() == "{}"
+
+
+def test_a_page_for_everything_is_one_line(hub, monkeypatch):
+    """What a sign-in page answers to each address."""
+    def page(request, send=True):
+        request.send_response(200)
+        request.send_header("Content-Length", "6")
+        request.end_headers()
+        if send:
+            request.wfile.write(b"<html>")
+    monkeypatch.setattr(hub, "answer", page)
+    with pytest.raises(DataError, match="hf:some/one: could not be downloaded") as error:
+        local_folder("hf:some/one")
+    assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize("endpoint", ["http://localhost.evil.example", "http://127.evil.example",
+                                      "http://localhost@evil.example", "http://127.0.0.1.example"])
+def test_a_name_that_begins_like_this_machine_is_not_trusted(hub, monkeypatch, endpoint):
+    monkeypatch.setenv("HF_ENDPOINT", endpoint)
+    with pytest.raises(DataError, match="expected the https:// address of a mirror"):
+        local_folder("hf:some/one")
+
+
 def test_the_cache_needs_no_network(hub, monkeypatch):
     folder = local_folder("hf:some/one")
     monkeypatch.setenv("HF_ENDPOINT", "http://127.0.0.1:9")
