@@ -33,8 +33,8 @@ def local_folder(name, weights=True):
         if not looks_like_json(path):
             for file in {os.path.realpath(path), str(path)}:
                 os.remove(file)
-            raise DataError(f"{name}: {path.name} is not the JSON of a model; it is deleted. Is the "
-                            "network's sign-in page or a mirror in between? The same command "
+            raise DataError(f"{name}: {path.name} is not the JSON of a model; it is deleted. Check "
+                            "for a sign-in page of the network, and the mirror; the same command "
                             "downloads it again")
     if not os.path.exists(os.path.join(folder, "config.json")):
         raise DataError(f"{name}: the repository has no config.json: it is no model")

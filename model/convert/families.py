@@ -204,7 +204,8 @@ def read_layers(c, n):
         types = ["full_attention" if i < first else "sliding_attention" for i in range(n)]
     every = c.get("no_rope_layer_interval")
     ropes = c.get("no_rope_layers") or [not every or (i + 1) % every for i in range(n)]
-    if not len(types) == len(ropes) == n or set(types) - {"full_attention", "sliding_attention"}:
+    if not (isinstance(types, list) and isinstance(ropes, list) and len(types) == len(ropes) == n
+            and set(types) <= {"full_attention", "sliding_attention"}):
         raise CheckpointError(f"layer_types: {types!r}, no_rope_layers: {ropes!r}: expected "
                               f"full_attention or sliding_attention, and 0 or 1, for {n} layers")
     letters = ["W" if t == "sliding_attention" and c.get("sliding_window") else "F" for t in types]
