@@ -1225,7 +1225,7 @@ def test_the_page_holds_a_conversation(browser, path, root_path):
                                        ".map(entry => new URL(entry.name).pathname))")))
         assert asked == {f"{root_path or ''}/v1/{name}" for name in ("models", "chat/completions")}
         page.answer("x" * 100)
-        assert "the first 2 messages are left out" in page.text("state")
+        assert "the first 4 messages are left out" in page.text("state")
         page.type("y" * 300)  # more than the context: the question is not lost
         soon(lambda: "the context of this model" in page.text("state"))
         assert page.js("messages.length") == 6
