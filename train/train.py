@@ -117,14 +117,12 @@ def train_step(run, lr=None):
     if run.before_step:  # a method of some models
         run.before_step(it)
 
-    # This rank's share of the global batch is n micro-batches; backward() accumulates gradients.
     # The gradient of the step is that of the mean loss over all items that count (tokens that are
-    # not masked), in all micro-batches of all ranks:
+    # not masked) in this rank's n micro-batches and those of all other ranks:
     #     sum_i grad(loss_i) / count  =  sum over micro-batches (weight * grad(loss) / n) * factor
     #     loss    mean over the items of the micro-batch
     #     weight  items of the micro-batch / full_count, known immediately
-    #     factor  n * world_size * full_count / count, known after the last micro-batch; it is
-    #             applied together with the clipping
+    #     factor  n * world_size * full_count / count, known at the end, applied with the clipping
     # If no item is masked, weight and factor are exactly 1.
     totals = 0.0
     # Autocast is entered once per step: it casts the weights once. On a CPU (only there paused()
