@@ -2,7 +2,7 @@
 
     python -m data.prepare.chat FILE... --out data/bin/chat --tokenizer out/quick/ckpt.pt
     python run_train.py --config train/configs/chat.yaml
-    python -m model.sample --chat --ckpt out/chat/ckpt.pt
+    python -m model.sample --ckpt out/chat/ckpt.pt --chat
 
 A row of tokens has several conversations. A mask restricts attention to one conversation, and
 positions start at 0 in each, so that packing does not change the loss.
@@ -27,7 +27,7 @@ from train.base.errors import DataError, UserError
 from train.base.fields import key
 from train.dataloader import Data, RowLoader
 
-USE = "python -m model.sample --chat --ckpt {out}/ckpt.pt"
+USE = "python -m model.sample --ckpt {out}/ckpt.pt --chat"
 
 
 def packed_layout(idx, chat):

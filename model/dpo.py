@@ -2,7 +2,7 @@
 
     python -m data.prepare.pairs example --reference out/chat/ckpt.pt --out data/bin/pairs
     python run_train.py --config train/configs/dpo.yaml
-    python -m model.sample --chat --ckpt out/dpo/ckpt.pt
+    python -m model.sample --ckpt out/dpo/ckpt.pt --chat
 
 The reference is the model that training starts from. The data contain its log probabilities of all
 answers, so that it is not loaded. With lora_rank, only adapters are trained. The result is a chat

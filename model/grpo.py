@@ -2,7 +2,7 @@
 
     python -m data.prepare.prompts example --tokenizer out/chat/ckpt.pt --out data/bin/prompts
     python run_train.py --config train/configs/grpo.yaml
-    python -m model.sample --chat --ckpt out/grpo/ckpt.pt
+    python -m model.sample --ckpt out/grpo/ckpt.pt --chat
 
 A step samples group_size answers per prompt, at temperature 1, and uses each for one update. The
 probability ratio of GRPO is therefore 1, and clipping is omitted, as is the KL divergence from the
