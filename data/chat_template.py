@@ -284,14 +284,17 @@ def squeeze(text):
 def encode_marked(text, tokenizer):
     """Return the ids of a rendered text. Special tokens are encoded as such, except within marks,
     which enclose parts of messages."""
-    first, *parts = MARKED.split(text)  # text, marked text (empty: half a mark), ...
+    @functools.cache  # a text can repeat the same special token many times
+    def encode_part(part, encode):
+        # Encode after a newline: some tokenizers add a space before the first word of a text.
+        newline, with_newline = encode("\n"), encode(f"\n{part}")
+        separable = with_newline[:len(newline)] == newline
+        return with_newline[len(newline):] if separable else encode(part)
+
+    first, *parts = MARKED.split(text)  # text, marked text (None: half a mark), ...
     ids = tokenizer.encode_special(first)
     for n, part in enumerate(parts):
-        encode = tokenizer.encode_special if n % 2 else tokenizer.encode
-        # Encode after a newline: some tokenizers add a space before the first word of a text.
-        newline, with_newline = encode("\n"), encode(f"\n{part or ''}")
-        separable = with_newline[:len(newline)] == newline
-        ids += with_newline[len(newline):] if separable else encode(part)
+        ids += encode_part(part or "", tokenizer.encode_special if n % 2 else tokenizer.encode)
     if max(ids, default=0) >= tokenizer.n_vocab:
         raise DataError(f"its chat template uses token {max(ids)}, the model knows "
                         f"{tokenizer.n_vocab}")
