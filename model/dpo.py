@@ -17,6 +17,7 @@ import torch.nn.functional as F
 from data.rows import open_rows
 from model import chat, gpt, lora
 from model.core.adapters import WithAdapters, add_adapters
+from model.core.formulas import warn_of_differences
 from model.core.ops import IGNORE
 from model.core.weights import digest
 from train.base.errors import CheckpointError, DataError
@@ -106,6 +107,7 @@ def open_data(config, ranks):
     DataError."""
     meta, tokenizer, spec = chat.read_rows_meta(config, "dpo", "pairs", reference=str)
     width = meta.block_size + 1
+    warn_of_differences(meta.extra, config.data_dir, "dpo")
     dtype = str(choose_dtype(config.dtype, ranks.device)[0]).removeprefix("torch.")
     prepared = meta.extra.get("reference_dtype", dtype)  # unknown in folders of earlier versions
     if dtype != prepared:

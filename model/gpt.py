@@ -272,10 +272,11 @@ class GPT(nn.Module):
         self.register_buffer("ropes", ropes, persistent=False)
         self.register_buffer("token_bytes", sizes, persistent=False)
 
-    def forward(self, idx, *targets, cache=None, last_only=False):
-        """cache: of the tokens before idx (B, T); last_only: logits of the last token only."""
-        if targets:
-            return self.compute_loss(idx, *targets)
+    def forward(self, idx, targets=None, *others, cache=None, last_only=False):
+        """cache: of the tokens before idx (B, T); last_only: logits of the last token only;
+        others: further tensors of a batch of other model types."""
+        if targets is not None:
+            return self.compute_loss(idx, targets, *others)
         x = self.trunk(idx, cache)  # (B, T, C)
         return self.logits(x[:, -1:] if last_only else x)
 

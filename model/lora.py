@@ -157,7 +157,7 @@ def merge(options):
         kind = "chat" if is_chat else "gpt"
     config = {k: v for k, v in state["config"].items() if k in FIELDS} | dict(model=kind)
     spec = {k: v for k, v in state["spec"].items() if k != "backbone"}
-    unchanged = {k: state.get(k) for k in ("iter_num", "best_val_loss", "tokenizer")}
+    unchanged = {k: state.get(k) for k in ("iter_num", "best_val_loss", "tokenizer", "formulas")}
     save_checkpoint(options.to, dict(
         unchanged, format_version=FORMAT_VERSION, model=weights, spec=spec, model_args=shape,
         config=config | shape))

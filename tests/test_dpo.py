@@ -4,6 +4,7 @@ gradients against its formula, adapters, ranks, resume."""
 import json
 import re
 import shlex
+import shutil
 from types import SimpleNamespace
 
 import numpy as np
@@ -346,6 +347,16 @@ def test_adapters_alone(made, tmp_path):
     (ours, _), (theirs, _) = load_model(tmp_path / "out/ckpt.pt"), load_model(tmp_path / "hf")
     idx = torch.arange(40)[None]
     torch.testing.assert_close(ours(idx), theirs(idx))
+
+
+def test_pairs_of_other_formulas_are_named(made, tmp_path, capsys):
+    folder = shutil.copytree(made / "pairs", tmp_path / "pairs")
+    meta = json.loads((folder / "meta.json").read_text())
+    assert meta["formulas"] == {}
+    meta["formulas"] = {"MLP (model/gpt.py)": "0"}
+    (folder / "meta.json").write_text(json.dumps(meta))
+    train(load_config(None, settings(made, tmp_path / "out", max_iters=0, data_dir=str(folder))))
+    assert capsys.readouterr().err.count("pairs: written with other formulas") == 1
 
 
 @pytest.mark.parametrize("changes, message", [

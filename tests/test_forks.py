@@ -1,25 +1,28 @@
 """Edits that a fork makes: each is made in one place, and everything else follows or is refused."""
 
+import ast
 import functools
-import inspect
+import json
 import math
+import shutil
 import types
+from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from conftest import TINY
+from conftest import REPO, TINY
 from runs import metrics, opened, tensors
 from test_distributed import in_ranks
 
-from model import convert, gpt
-from model.convert import formulas
-from model.core import ops
+from model import convert, gpt, moe
+from model.core import formulas, ops
 from model.core.init import normal
+from model.core.load import load_model
 from train import distributed
 from train.base.checkpoint_file import save_checkpoint
-from train.base.errors import CheckpointError, SetupError
+from train.base.errors import CheckpointError, SetupError, UserError
 from train.config import load_config
 from train.dataloader import DataLoader, open_token_data
 from train.setup import open_run
@@ -88,6 +91,19 @@ def test_an_edit_of_the_logits_reaches_the_loss_sampling_and_log_probabilities(d
     torch.testing.assert_close(logprobs, wanted)
     assert float(model(idx, targets)[0]) == pytest.approx(
         -float(wanted.sum()) / int((targets >= 0).sum()), abs=1e-5)
+
+
+def test_an_edit_of_the_logits_in_place_is_refused(monkeypatch):
+    """The loss would be right and the gradient that of the unedited function."""
+    monkeypatch.setattr(ops, "finish_logits", lambda z: z.div_(30).tanh_().mul_(30))
+    with torch.inference_mode(), pytest.raises(UserError, match="finish_logits .* in place"):
+        gpt.GPT(gpt.GPTConfig(**SHAPE))
+
+
+def test_targets_may_be_a_keyword():
+    model = gpt.GPT(gpt.GPTConfig(**SHAPE))
+    idx, targets = masked_batch()
+    assert torch.equal(model(idx, targets=targets)[0], model(idx, targets)[0])
 
 
 # -----------------------------------------------------------------------------
@@ -341,19 +357,119 @@ def test_an_export_refuses_a_tensor_that_it_does_not_know(name, to, data_dir, tm
     assert name in capsys.readouterr().err
 
 
-def test_an_export_refuses_formulas_that_were_edited(data_dir, tmp_path, capsys, monkeypatch):
-    """GeGLU by one word in MLP: a file of its own, as a fork has it."""
-    train(load_config(None, options(data_dir, tmp_path, max_iters=1)))
-    source = inspect.getsource(formulas.MLP)
-    assert formulas.digest(formulas.MLP) == formulas.DIGESTS[formulas.MLP]
-    for edit, code in (("swiglu=F.silu", 2), ("# The gated forms", 0)):
-        edited = source.replace(edit, edit.replace("silu", "gelu") + " ")
-        assert edited != source
-        monkeypatch.setattr(inspect, "getsource", lambda obj, was=inspect.getsource, new=edited: (
-            new if obj is formulas.MLP else was(obj)))
-        for to in ("hf", "model.gguf"):
-            assert convert.main(["--ckpt", str(tmp_path / "ckpt.pt"), "--to",
-                                 str(tmp_path / to)]) == code
-        error = capsys.readouterr().err
-        assert ("MLP (" in error) == (code == 2) and "Attention" not in error
-        monkeypatch.undo()
+# -----------------------------------------------------------------------------
+# formulas
+
+GELU = ("model/gpt.py", "swiglu=F.silu", "swiglu=F.gelu")  # GeGLU by one word in MLP
+
+
+@pytest.fixture
+def edit(tmp_path_factory, monkeypatch):
+    """edit(file, old, new): change the files that the program has read its formulas from, without
+    arguments back to the original ones."""
+    copy = tmp_path_factory.mktemp("fork")
+    monkeypatch.setattr(formulas, "REPOSITORY", copy)
+
+    def replace(name=None, old="", new=""):
+        for cached in (formulas.digests, formulas.read_record, formulas.warn_once):
+            cached.cache_clear()
+        for file in (*formulas.FILES, "model/moe.py"):
+            source = (REPO / file).read_text()
+            assert file != name or source.count(old) == 1
+            (copy / file).parent.mkdir(parents=True, exist_ok=True)
+            (copy / file).write_text(source.replace(old, new) if file == name else source)
+    replace()
+    yield replace
+    monkeypatch.undo()
+    formulas.digests.cache_clear()
+    formulas.read_record.cache_clear()
+
+
+def test_the_recorded_digests_are_those_of_the_code():
+    assert not formulas.edited(), "if the logits are unchanged, run: python -m model.core.formulas"
+    names = {f"{part.__qualname__} ({part.__module__.replace('.', '/')}.py)" for part in (
+        gpt.GPT, gpt.GPTConfig, gpt.Embedding, gpt.qk_norm, gpt.stream_norm, gpt.NormAllHeads,
+        ops.attend, ops.attend_one, ops.fused_linear, ops.apply_rope, moe.Experts, moe.Router)}
+    assert names <= formulas.read_record()["digests"].keys()
+
+
+EDITS = [  # a name in the message, or "" for an edit that does not change the logits
+    ("gpt", "MLP", *GELU),
+    ("gpt", "GPT", "model/gpt.py", "x = x * c.embed_scale", "x = x / c.embed_scale"),
+    ("gpt", "statements", "model/gpt.py", "USE = ", "F.silu = F.gelu\nUSE = "),
+    ("gpt", "attend", "model/core/ops.py", "tril(S - T)", "tril(S - T + 1)"),
+    ("gpt", "", "model/gpt.py", "# The gated forms", "# the gated forms"),
+    ("gpt", "", "model/gpt.py", '"""Causal self-attention with', '"""Self-attention with'),
+    ("gpt", "", "model/gpt.py", "x = x * c.embed_scale", "x = (x *\n c.embed_scale)"),
+    ("gpt", "", "model/gpt.py", "into_stream = 0.02", "into_stream = 0.01"),
+    ("gpt", "", "model/core/ops.py", "(N,) of each row in the mean", "(N,)"),
+    ("gpt", "", "model/core/ops.py", "total += (loss", "total += 2 * (loss"),
+    ("gpt", "", "model/moe.py", "F.silu(self.gate", "F.gelu(self.gate"),
+    ("moe", "Experts", "model/moe.py", "F.silu(self.gate", "F.gelu(self.gate"),
+    ("moe", "", "model/moe.py", "softmax(-1).mean(-2)", "softmax(-1).mean(-1)"),
+    ("moe", "MLP", *GELU)]
+
+
+@pytest.mark.parametrize(("kind", "name", "file", "old", "new"), EDITS)
+def test_an_edit_of_a_formula_is_named(kind, name, file, old, new, edit):
+    edit(file, old, new)
+    assert [*formulas.edited(kind)] == ([f"{name} ({file})"] if name else [])
+
+
+def test_digests_do_not_depend_on_fields_of_other_versions_of_python():
+    """type_params is a field since 3.12, and empty without generics."""
+    plain, later = (ast.parse("def f(x):\n    'text'\n    return x[1:]  # a") for _ in range(2))
+    later.body[0].type_params, later.body[0]._fields = [], (*later.body[0]._fields, "type_params")
+    assert formulas.simplify(plain) == formulas.simplify(later)
+    assert formulas.simplify(plain) != formulas.simplify(ast.parse("def f(x): return x[:1]"))
+
+
+def test_an_edited_formula_is_recorded_and_named(edit, data_dir, tmp_path, capsys, monkeypatch):
+    """Exports are refused, in the edited program and of its checkpoint; a resume and the weights
+    for another run continue with a line; an imported model with a line."""
+    def export(name, to="hf"):
+        code = convert.main(["--ckpt", str(tmp_path / name / "ckpt.pt"), "--to",
+                             str(tmp_path / to)])
+        return code, capsys.readouterr().err
+
+    def run(name, steps=1, **changes):
+        train(load_config(None, options(data_dir, tmp_path / name, max_iters=steps, **changes)))
+        return capsys.readouterr().err
+    line = "formulas than this program's, and the logits may differ: MLP (model/gpt.py)\n"
+    assert line not in run("plain") and export("plain")[0] == 0
+    edit(*GELU)
+    assert line not in run("edited")
+    state = torch.load(tmp_path / "edited" / "ckpt.pt", weights_only=True)
+    assert state["formulas"] == formulas.edited("gpt") != {}
+    for name in ("edited", "plain"):
+        code, error = export(name)
+        assert code == 2 and "MLP (model/gpt.py)" in error and "model.core.formulas" in error
+    load_model(tmp_path / "edited" / "ckpt.pt")
+    assert not capsys.readouterr().err
+    load_model(tmp_path / "hf")  # a published model
+    assert capsys.readouterr().err == f"{tmp_path}/hf: written with other {line}"
+    assert export("edited", "own.safetensors")[0] == 0
+
+    edit()
+    assert run("edited", 2).count(line) == 1  # resumed
+    edit(*GELU)
+    run("second")
+    edit()
+    start = tmp_path / "second" / "ckpt.pt"
+    assert run("other", init_from=str(start)).count(line) == 1
+    edit()  # a process of its own: each prints the line once
+    assert run("student", model="distill", teacher=str(start)).count(line) == 1
+    code, error = export("second")
+    assert code == 2 and "programs: MLP (model/gpt.py)" in error
+    load_model(tmp_path / "own.safetensors")
+    assert line in capsys.readouterr().err
+    state.pop("formulas")  # an earlier version
+    save_checkpoint(tmp_path / "old.pt", state)
+    load_model(tmp_path / "old.pt")
+    assert not capsys.readouterr().err
+
+    monkeypatch.setattr(formulas, "RECORD", Path(shutil.copy(formulas.RECORD, tmp_path)))
+    edit(*GELU)
+    formulas.record()  # as if the logits were the same
+    edit(*GELU)
+    assert formulas.edited("gpt") == {} and export("second")[0] == 0

@@ -73,6 +73,8 @@ def find_start(folder, config, ranks, log):
         if config.eval_only and config.resume == "never":
             raise CheckpointError("--eval_only with --resume never: nothing to evaluate")
         state, path = find_checkpoint(config, log)
+        # Also without a checkpoint: it reads the files, which may be edited before a save.
+        weights_module().formulas.warn_of_differences(state or {}, path, config.model)
         kind = "resume"
         if state is None and config.init_from != "scratch":
             kind = "init_from"
@@ -239,6 +241,7 @@ def make_checkpoint(config, data, model, optimizer, parts, ranks):
         "rng": {"seed": config.seed},
         "data": data.train.fingerprint(),
         "spec": data.spec,
+        "formulas": weights_module().formulas.edited(config.model),
         "tokenizer": data.spec.get("tokenizer"),
         "world_size": ranks.world_size,
         "torch": str(torch.__version__),

@@ -84,6 +84,7 @@ class PairWriter(SampleWriter):
     suffix = "-pairs"
 
     def __init__(self, args):
+        from model.core.formulas import edited
         from model.core.load import model_of
         from model.core.weights import read_backbone
         from train.distributed import get_device, set_seed
@@ -98,7 +99,8 @@ class PairWriter(SampleWriter):
                             "model, with which their answers are compared")
         context = self.reference.config.block_size
         self.block_size = min(args.block_size or context, context)
-        self.extra = dict(reference=state["digest"], reference_dtype=args.dtype)
+        self.extra = dict(reference=state["digest"], reference_dtype=args.dtype,
+                          formulas=edited("dpo"))
         self.options = f" --init_from {shlex.quote(args.reference)} --dtype {args.dtype}"
 
     def encode(self, record):

@@ -20,9 +20,9 @@ from data.chat_template import ChatTemplate
 from data.tokenizer_hf import tokenizer_json
 from model.convert.families import FAMILIES, find_family, write_config, write_fields
 from model.convert.foreign import check_complete, read_model
-from model.convert.formulas import check_formulas
 from model.convert.gguf import export_gguf
 from model.convert.tensors import write_weights
+from model.core.formulas import check_formulas
 from model.core.load import BACKBONE, EMA, open_text_format, saved_model_type, use_ema
 from train.base.checkpoint_file import find_non_finite, save_checkpoint, write_safetensors
 from train.base.cli import run_command
@@ -34,25 +34,29 @@ from train.system import load_model_type
 @dataclass
 class Source:
     """A model to export: path of the checkpoint, weights {our name: tensor}, GPTConfig or
-    MoEConfig, tokenizer and chat template, if any."""
+    MoEConfig, formulas (model/core/formulas.py), tokenizer and chat template, if any."""
     path: str
     weights: dict
     shape: object
+    formulas: dict | None
     tokenizer: object = None
     template: ChatTemplate | None = None
 
 
-def read_source(path, backbone=None, ema=False):
-    """Read the Source at `path`. backbone: the present path of the model that adapters need."""
+def read_source(path, backbone=None, ema=False, for_others=True):
+    """Read the Source at `path`. backbone: the present path of the model that adapters need;
+    for_others: whether another program will compute the logits."""
     state = read_model(path)
     state = use_ema(state, path) if ema else state
-    model_type = load_model_type(saved_model_type(state))
+    kind = saved_model_type(state)
+    model_type = load_model_type(kind)
     if model_type.as_gpt is None:
-        raise CheckpointError(f"{path}: a model of type {saved_model_type(state)} cannot be "
-                              "exported: it is not a GPT")
+        raise CheckpointError(f"{path}: a model of type {kind} cannot be exported: it is not a GPT")
+    if for_others:
+        check_formulas(state, path, kind)
     weights, shape = model_type.as_gpt(state, path, backbone, ema)
     check_complete(path, weights, shape)
-    return Source(path, weights, shape, *open_text_format(state))
+    return Source(path, weights, shape, state.get("formulas"), *open_text_format(state))
 
 
 # -----------------------------------------------------------------------------
@@ -102,7 +106,7 @@ def export_folder(source, to, precision):
 def export_weights(source, to, precision):
     """Write the weights by our names, and a description, to a .safetensors file; return a
     description."""
-    description = dict(model_args=asdict(source.shape),
+    description = dict(model_args=asdict(source.shape), formulas=source.formulas,
                        tokenizer=source.tokenizer and source.tokenizer.spec(),
                        spec=dict(template=source.template.spec) if source.template else {})
     write_file(to, source.weights, precision,
@@ -140,10 +144,9 @@ def convert(ckpt, to, save_precision="float32", backbone=None, ema=False, quanti
     if quantize and ending != ".gguf":
         raise CheckpointError("--quantize: goes with --to FILE.gguf")
     os.makedirs(os.path.dirname(os.path.abspath(to)), exist_ok=True)
-    if ending != ".safetensors":
-        check_formulas()
+    source = read_source(ckpt, backbone, ema, for_others=ending != ".safetensors")
     export = FORMATS.get(ending, export_folder)
-    print(f"Wrote {to}: {export(read_source(ckpt, backbone, ema), to, quantize or save_precision)}")
+    print(f"Wrote {to}: {export(source, to, quantize or save_precision)}")
 
 
 @dataclass

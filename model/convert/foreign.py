@@ -60,7 +60,7 @@ def make_state(path, weights, shape, tokenizer=None, template=None):
     spec |= dict(template=template) if template else {}
     config = asdict(shape) | dict(model="moe" if hasattr(shape, "n_experts") else "gpt")
     return {"model": weights, "model_args": asdict(shape), "tokenizer": spec["tokenizer"],
-            "config": config, "spec": spec}
+            "config": config, "spec": spec, "formulas": {}}  # those that exports were compared with
 
 
 def check_complete(path, weights, shape):

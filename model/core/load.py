@@ -11,6 +11,7 @@ from dataclasses import fields
 import torch
 
 from data.chat_template import ChatTemplate
+from model.core.formulas import warn_of_differences
 from model.core.shape import check_shape, check_size
 from train.base.checkpoint_file import load_checkpoint
 from train.base.errors import CheckpointError
@@ -34,10 +35,11 @@ def read_weights(path):
     foreign = os.path.isdir(path) or str(path).startswith("hf:") or str(path).endswith(
         ".safetensors")
     state = None if foreign else load_checkpoint(path)
-    if state is not None and "format_version" in state:
-        return state
-    from model.convert.foreign import read_model
-    return read_model(path, state)
+    if state is None or "format_version" not in state:
+        from model.convert.foreign import read_model
+        state = read_model(path, state)
+    warn_of_differences(state, path, saved_model_type(state))
+    return state
 
 
 def use_ema(state, path):

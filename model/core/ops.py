@@ -11,6 +11,8 @@ import torch.nn as nn
 import torch.nn.functional as F
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
+from train.base.errors import UserError
+
 IGNORE = -1  # a target that is not counted
 
 # -----------------------------------------------------------------------------
@@ -23,6 +25,15 @@ class LinearCrossEntropy(nn.Module):
     x (..., C); weight (V, C), rows from vocab_size on are padding without probability; targets
     (...) int64, IGNORE: not counted. A module, so that the loss can be compiled separately.
     """
+
+    def __init__(self):
+        super().__init__()
+        with torch.inference_mode(False):  # counts versions of tensors
+            z = torch.zeros(1, 1)
+            finish_logits(z)
+        if z._version:  # the derivative needs the argument
+            raise UserError("finish_logits (model/core/ops.py) changes its argument in place; "
+                            "expected a new tensor, e.g. z.tanh() instead of z.tanh_()")
 
     def forward(self, x, weight, targets, vocab_size):
         h = x.flatten(0, -2)  # (N, C)

@@ -11,7 +11,7 @@ from dataclasses import fields
 import torch
 
 from data.tokenizer import is_same_tokenizer
-from model.core import load
+from model.core import formulas, load  # noqa: F401  for train/checkpoint.py
 from model.core.shape import check_size, check_value
 from train.base.checkpoint_file import bullets, check_match, check_unchanged
 from train.base.errors import CheckpointError

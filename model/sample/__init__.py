@@ -92,8 +92,8 @@ def load_compiled(options):
     except Exception as error:
         if not is_compile_error(error):
             raise
-        raise UserError("--compile: torch.compile failed; remove the option: "
-                        f"{str(error).strip()[:200]}") from error
+        raise UserError("--compile: torch.compile failed; remove the option (blocks must exchange "
+                        f"x only): {str(error).strip().splitlines()[0][:200]}") from error
 
 
 def sample(options):

@@ -31,7 +31,7 @@ SAFETENSORS_DTYPES = {
     "F64": torch.float64, "F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16,
     "I64": torch.int64, "I32": torch.int32, "U8": torch.uint8, "BOOL": torch.bool}
 # Keys of a checkpoint that describe the model; JSON in the header of model.safetensors.
-DESCRIPTION = ("model_args", "config", "spec", "tokenizer")
+DESCRIPTION = ("model_args", "config", "spec", "tokenizer", "formulas")
 
 
 # -----------------------------------------------------------------------------

@@ -23,6 +23,7 @@ from functools import partial
 from pathlib import Path
 
 import torch
+import torch.nn.functional as F
 from torch.multiprocessing.spawn import ProcessExitedException, start_processes
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.overrides import TorchFunctionMode
@@ -30,6 +31,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from model.convert import main as convert
 from model.core.kv_cache import create_cache
+from model.core.ops import IGNORE
 from model.core.quantize import replace_linear_layers
 from model.gpt import GPT
 from train.base.checkpoint_file import load_checkpoint, named_tensors
@@ -56,6 +58,7 @@ KILLED_AT = 6
 NOT_COMPARED = {"time_ms", "tokens_per_sec", "mfu", "memory_mib", "val_ppl", "grad_norm"}
 TOLERANCE = 1e-4         # relative: sums in a different order
 LOGIT_TOLERANCE = 1e-3
+LARGE_LOGIT = 100.0
 GRADIENT_TOLERANCE = 0.05
 MIN_LOSS_CHANGE = 3e-5   # relative: smaller changes are rounding in float32
 FLOPS_TOLERANCE = 0.15   # norms and softmax do not count as FLOPs
@@ -225,6 +228,26 @@ def check_gradients(case):
     return f"{len(ratios)} parameters agree with finite differences"
 
 
+def check_loss(case):
+    """Compare the loss and its gradients with those of the cross-entropy of the logits, in eval
+    mode. The logits are large: a cap has no effect on small ones."""
+    batch = case.run.data.train.get_batch("cpu", 0)
+    model = copy.deepcopy(case.run.raw_model).eval()
+    if not isinstance(model, GPT) or len(batch) != 2:
+        raise NotApplicable("not a GPT with batches of tokens and targets")
+    head = (model.lm_head or model.wte).weight.data
+    head.mul_(LARGE_LOGIT / model(batch[0]).detach().abs().max())
+    results = []
+    for loss in (model(*batch)[0], F.cross_entropy(model(batch[0]).flatten(0, 1),
+                                                   batch[1].flatten(), ignore_index=IGNORE)):
+        model.zero_grad()
+        loss.backward()
+        results.append({name: p.grad.norm() for name, p in model.named_parameters()
+                        if p.grad is not None} | dict(loss=loss.detach()))
+    compare(*results, LOGIT_TOLERANCE)
+    return "that of the logits, with its gradients"
+
+
 def check_evaluation(case):
     data, model = case.build(dropout=0.5)
     batch = data.train.get_batch("cpu", 0)
@@ -371,7 +394,7 @@ CHECKS = dict(
                   eval_iters=4),
     ddp=partial(compare_run, name="ddp", ranks=2),
     fsdp=partial(compare_run, name="fsdp", ranks=2, distributed="fsdp"),
-    batches=check_batches, gradients=check_gradients, evaluation=check_evaluation,
+    batches=check_batches, gradients=check_gradients, loss=check_loss, evaluation=check_evaluation,
     decoding=check_decoding, initial=check_initial, flops=check_flops, export=check_export,
     keys=check_keys)
 

@@ -1,0 +1,101 @@
+"""Whether the code that computes logits was edited.
+
+Exports are refused after an edit, because other programs have their own code for the same formulas,
+and checkpoints record it. After an edit that does not change the logits, this command enters the
+digests of the code into formulas.json; `python -m train.tools.check --only export` then compares
+the logits with those of another program:
+
+    python -m model.core.formulas
+"""
+
+import ast
+import functools
+import hashlib
+import json
+import os
+from pathlib import Path
+
+from train.base.errors import CheckpointError, warn_stderr
+from train.system import REPOSITORY
+
+RECORD = Path(__file__).with_suffix(".json")
+FILES = ("model/gpt.py", "model/core/ops.py")  # of every GPT
+
+
+@functools.cache
+def read_record():
+    """Return formulas.json: "files" with code that computes logits; "not_logits", names of
+    definitions in them that do not; "digests" of all others, {"DEFINITION (FILE)": digest}."""
+    return json.loads(RECORD.read_text())
+
+
+@functools.cache
+def digests(kind=None):
+    """Return {"DEFINITION (FILE)": digest} of the code that computes the logits of a model type,
+    or of all of them. "statements" are those outside of functions and classes."""
+    code = {}
+    for file in read_record()["files"]:
+        if kind is None or file in (*FILES, f"model/{kind}.py"):
+            for node in simplify(ast.parse(Path(REPOSITORY, file).read_text("utf-8")).body):
+                name = dict(node[1:]).get("name", "statements")
+                code.setdefault(f"{name} ({file})", []).append(node)
+    return {name: hashlib.sha256(repr(parts).encode()).hexdigest()[:12]
+            for name, parts in code.items()}
+
+
+def simplify(node):
+    """Return a syntax tree as nested lists, without docstrings and "not_logits". Unlike ast.dump
+    it leaves out empty fields, whose number differs between versions of Python."""
+    if isinstance(node, list):
+        ignored = read_record()["not_logits"]
+        return [simplify(part) for part in node if getattr(part, "name", None) not in ignored
+                and not (isinstance(part, ast.Expr) and isinstance(part.value, ast.Constant))]
+    if not isinstance(node, ast.AST):
+        return node
+    return [type(node).__name__, *((name, simplify(part)) for name, part in ast.iter_fields(node)
+                                   if part not in (None, []))]
+
+
+def edited(kind=None):
+    """Return the digests that differ from those in formulas.json; {} in an unedited repository."""
+    recorded = read_record()["digests"]
+    return {name: value for name, value in digests(kind).items() if recorded.get(name) != value}
+
+
+def find_differences(state, kind):
+    """Return the names of definitions that differ between this program and the one that wrote
+    `state`, a checkpoint or meta.json; [] if an earlier version did, which does not record them."""
+    own, theirs = edited(kind), state.get("formulas")
+    return [] if not isinstance(theirs, dict) else [
+        str(name) for name, value in (own | theirs).items()
+        if name not in theirs or digests(kind).get(name) != value]
+
+
+warn_once = functools.cache(warn_stderr)  # several parts of a run read the same file
+
+
+def warn_of_differences(state, path, kind):
+    """Print a line, on rank 0, if `state`, which was read from `path`, has other formulas."""
+    if (names := find_differences(state, kind)) and os.environ.get("RANK", "0") == "0":
+        warn_once(f"{path}: written with other formulas than this program's, and the logits may "
+                  f"differ: {', '.join(names)}")
+
+
+def check_formulas(state, path, kind):
+    """Raise CheckpointError if the code that computes the logits of the checkpoint `state` was not
+    compared with other programs."""
+    if names := [*edited(kind)] or find_differences(state, kind):
+        raise CheckpointError(
+            f"{path}: edited since exports were compared with other programs: {', '.join(names)}; "
+            "if the logits are the same: python -m model.core.formulas, in the edited program")
+
+
+def record():
+    """Write the digests of the present code to formulas.json, and print those that change."""
+    names = ", ".join(edited()) or "nothing was edited"
+    RECORD.write_text(json.dumps(read_record() | dict(digests=digests()), indent=1) + "\n")
+    print(f"Recorded: {names}")
+
+
+if __name__ == "__main__":
+    record()
