@@ -2,7 +2,6 @@
 
 import ast
 import functools
-import json
 import math
 import shutil
 import types
