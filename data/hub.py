@@ -20,6 +20,14 @@ MAX_JSON_BYTES = 1 << 27
 WEIGHT_FILES = ["model*.safetensors", "model.safetensors.index.json"]
 
 
+def model_name(path):
+    """Return the name of a model for people: OWNER/NAME of the hub, or the folder's."""
+    if path.startswith("hf:"):
+        return path.removeprefix("hf:")
+    path = Path(path).expanduser().resolve()
+    return path.name if path.is_dir() else path.parent.name
+
+
 def local_folder(name, weights=True):
     """Return the path `name`; for hf:OWNER/NAME, the cached folder of that model, downloaded if
     necessary (without `weights`: configuration and tokenizer only). Raises DataError."""

@@ -5,6 +5,8 @@ import itertools
 import json
 import os
 import re
+import shlex
+import shutil
 import sys
 import time
 from pathlib import Path
@@ -13,6 +15,7 @@ import pytest
 import torch
 from conftest import TINY, run
 from fake_hub import FakeHub
+from processes import python
 from runs import metrics
 from templates import ANSWERED, CONVERSATIONS, TEMPLATES
 from test_convert import assert_close, export, ids, logits_of, make, shake, train_tokenizer
@@ -20,6 +23,7 @@ from test_convert import assert_close, export, ids, logits_of, make, shake, trai
 from data import chat_template
 from data import render as chat_render
 from data.chat_template import open_chat_format
+from data.hub import model_name
 from data.prepare import chat as chats
 from data.prepare.chat import cut
 from data.tokenizer import tokenizer_from_spec
@@ -42,6 +46,8 @@ from train.config import load_config
 from train.keys import TrainConfig
 from train.train import train
 
+load_file, save_file = (pytest.importorskip("safetensors.torch").__dict__[name]
+                        for name in ("load_file", "save_file"))
 os.environ.update(HF_HUB_OFFLINE="1", TRANSFORMERS_OFFLINE="1", TOKENIZERS_PARALLELISM="false")
 SIZE = dict(hidden_size=32, intermediate_size=48, num_hidden_layers=4, num_attention_heads=4,
             num_key_value_heads=2, vocab_size=300, max_position_embeddings=64,
@@ -56,6 +62,9 @@ MODELS = {  # class of the configuration, and what makes it differ from a Llama 
                                           max_window_layers=2)),
     "qwen3": ("Qwen3Config", dict(head_dim=16, tie_word_embeddings=True)),
     "qwen3-trained-norms": ("Qwen3Config", dict(head_dim=8)),
+    "qwen3moe": ("Qwen3MoeConfig", dict(head_dim=16, num_experts=4, num_experts_per_tok=2,
+                                         moe_intermediate_size=24, norm_topk_prob=True,
+                                         pad_token_id=7)),
     "mistral": ("MistralConfig", dict(sliding_window=None, head_dim=12)),
     "mistral-window": ("MistralConfig", dict(sliding_window=5)),
     "gemma3": ("Gemma3TextConfig", dict(
@@ -63,6 +72,7 @@ MODELS = {  # class of the configuration, and what makes it differ from a Llama 
         rope_scaling=dict(rope_type="linear", factor=4.0))),
     "olmo2": ("Olmo2Config", {}),
     "smollm3": ("SmolLM3Config", {})}
+DENSE = [name for name in MODELS if name != "qwen3moe"]
 
 
 @pytest.fixture(scope="module")
@@ -94,7 +104,69 @@ def test_its_logits_come_in_and_go_out(folders, tmp_path, name):
     assert_close(logits_of(model, idx), wanted)
     assert_close(logits_of(folders.load(export(path, tmp_path / "out")), idx), wanted)
     for file in ("config.json", "generation_config.json"):  # where its answers end
-        assert json.loads((tmp_path / "out" / file).read_text())["eos_token_id"] == [1, 2]
+        ends = json.loads((tmp_path / "out" / file).read_text())
+        assert (ends["bos_token_id"], ends["eos_token_id"]) == (0, [1, 2])
+        assert ends.get("pad_token_id") == theirs.config.pad_token_id
+
+
+@torch.no_grad()
+def test_the_text_part_of_a_multimodal_gemma_comes_in(folders, tmp_path):
+    """Also by the names of its tensors in newer files."""
+    hf = pytest.importorskip("transformers")
+    text = SIZE | MODELS["gemma3"][1]
+    config = hf.Gemma3Config(
+        text_config=text, image_token_index=299, boi_token_index=297, eoi_token_index=298,
+        mm_tokens_per_image=4, vision_config=dict(
+            hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2,
+            image_size=28, patch_size=14))
+    theirs = shake(hf.Gemma3ForConditionalGeneration(config))
+    theirs.save_pretrained(tmp_path / "a")
+    shutil.copytree(tmp_path / "a", tmp_path / "b")
+    file = tmp_path / "b" / "model.safetensors"
+    save_file({name.replace("language_model.model.", "model.language_model."): t
+               for name, t in load_file(file).items()}, file)
+    for name in ("a", "b"):
+        assert_close(logits_of(load_model(str(tmp_path / name))[0], ids(T=40)),
+                     theirs(ids(T=40)).logits)
+
+
+def test_a_head_beside_a_tied_embedding_is_refused(folders, tmp_path):
+    path, theirs = folders("llama3")
+    shutil.copytree(path, tmp_path / "m")
+    file = tmp_path / "m" / "model.safetensors"
+    tensors = load_file(file)
+    for head, refused in ((tensors["model.embed_tokens.weight"].clone(), False),
+                          (-tensors["model.embed_tokens.weight"], True)):
+        save_file(tensors | {"lm_head.weight": head}, file)
+        if refused:
+            with pytest.raises(CheckpointError, match="tie_word_embeddings: true, but lm_head"):
+                load_model(str(tmp_path / "m"))
+        else:
+            assert_close(logits_of(load_model(str(tmp_path / "m"))[0], ids()),
+                         logits_of(theirs, ids()))
+
+
+def test_a_bin_file_is_converted_by_the_command_that_is_printed(folders, tmp_path):
+    path, theirs = folders("llama3")
+    folder = tmp_path / "a model"
+    folder.mkdir()
+    shutil.copy(Path(path) / "config.json", folder)
+    torch.save(theirs.state_dict(), folder / "pytorch_model.bin")
+    for name in (folder, folder / "pytorch_model.bin"):
+        with pytest.raises(CheckpointError, match="pytorch_model.bin is not read") as caught:
+            load_model(str(name))
+    done = python(*shlex.split(str(caught.value).splitlines()[-1])[1:])
+    assert done.returncode == 0, done.stderr
+    assert_close(logits_of(load_model(str(folder))[0], ids()), logits_of(theirs, ids()))
+
+
+def test_a_gguf_file_has_the_name_of_the_folder_and_tells_of_a_window(folders, tmp_path, capsys):
+    gguf = pytest.importorskip("gguf")
+    path, _ = folders("mistral-window")
+    convert.convert(path, str(tmp_path / "m.gguf"))
+    assert "llama.cpp has no windows: use it up to 5 tokens" in capsys.readouterr().out
+    field = gguf.GGUFReader(tmp_path / "m.gguf").get_field("general.name")
+    assert field.contents() == "mistral-window" == model_name(f"{path}/ckpt.pt")
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -270,7 +342,7 @@ def test_fields_that_were_typed_wrongly_are_refused(keys, named):
         load_config(None, TINY | keys)
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", DENSE)
 def test_checkpoints_of_earlier_versions_are_read(folders, data_dir, tmp_path, name):
     """Their model_args had `family`, a config.json as text, beside the sizes; exports, fine-tuning
     and adapters too."""
@@ -698,7 +770,7 @@ def test_a_model_without_a_network_is_one_line(hub, monkeypatch, capsys):
 # -----------------------------------------------------------------------------
 # GGUF
 
-GGUF_MODELS = [name for name in MODELS if name != "gemma3"]
+GGUF_MODELS = [name for name in DENSE if name != "gemma3"]
 
 
 def as_written(name, t, model, arch):

@@ -72,7 +72,7 @@ def test_other_values_are_refused_with_what_was_expected(name, raw, words):
 
 COUNTS_FROM_0 = {"seed", "max_iters", "eval_interval", "save_interval", "keep_last",
                  "sample_tokens", "eval_task_rows", "warmup_iters", "plateau_patience",
-                 "early_stopping_patience", "profile", "bos_id"}
+                 "early_stopping_patience", "profile", "bos_id", "pad_id"}
 COUNTS_FROM_1 = {"batch_size", "gradient_accumulation_steps", "eval_iters", "log_interval",
                  "lr_decay_iters", "step_iters", "num_threads", "block_size", "n_layer", "n_head",
                  "n_kv_head", "n_embd", "n_hidden", "head_dim", "window", "max_positions"}

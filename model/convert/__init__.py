@@ -12,6 +12,7 @@ same logits as the model.
 
 import json
 import os
+import re
 from dataclasses import asdict, dataclass
 
 import torch
@@ -98,7 +99,7 @@ def export_folder(source, to, precision):
     if template and template.ends:
         config["eos_token_id"] = template.ends
     write_json(to, "generation_config.json",
-               {k: config[k] for k in ("bos_token_id", "eos_token_id")})
+               {k: v for k, v in config.items() if re.fullmatch("(bos|eos|pad)_token_id", k)})
     write_json(to, "config.json", config)  # last: it marks the folder as complete
     return f"a {FAMILIES[kind].architecture}"
 

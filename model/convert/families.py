@@ -54,7 +54,7 @@ SIZES = ("block_size", "vocab_size", "n_layer", "n_head", "n_embd", "n_hidden", 
          "norm_eps", "tie_weights")
 # Our fields that change no logits, or that are compared in a different form.
 FREE = {"block_size", "max_positions", "dropout", "bos_id", "eos_ids", "window", "layer_types",
-        "rope_theta", "rope_scaling"}
+        "rope_theta", "rope_scaling", "pad_id"}
 
 
 @dataclass(frozen=True)
@@ -96,7 +96,9 @@ FAMILIES = {
         values=dict(qk_norm=[True], qk_norm_type=["head"], norm_position=["both"]),
         defaults=dict(rope_theta=1e6, rope_local_base_freq=10000.0, tie_word_embeddings=True,
                       head_dim=256, query_pre_attn_scalar=256, sliding_window=4096,
-                      sliding_window_pattern=6, hidden_activation="gelu_pytorch_tanh")),
+                      sliding_window_pattern=6, hidden_activation="gelu_pytorch_tanh",
+                      num_attention_heads=8, num_key_value_heads=4, vocab_size=262_208,
+                      max_position_embeddings=131_072)),
     "olmo2": Family("Olmo2ForCausalLM", defaults=dict(rms_norm_eps=1e-5), values=dict(
         qk_norm=[True], qk_norm_type=["all"], norm_position=["post"])),
     "smollm3": Family("SmolLM3ForCausalLM", layers="FfWw", constants=dict(pad_token_id=None),
@@ -124,6 +126,9 @@ def read_config(c, path):
     """Return (model_type, {field: value} of a GPTConfig or MoEConfig) of a config.json, a dict.
     CheckpointError for unsupported options."""
     kind = c.get("model_type") if isinstance(c, dict) else None
+    if kind == "gemma3" and isinstance(c.get("text_config"), dict):  # multimodal: the text part
+        kind = "gemma3_text"
+        c = {k: v for k, v in c.items() if k.endswith("_token_id")} | c["text_config"]
     if not isinstance(kind, str) or kind not in FAMILIES:
         raise CheckpointError(f"{path}: model_type {kind!r}: expected {', '.join(FAMILIES)}")
     try:
@@ -160,7 +165,9 @@ def read_fields(given, family):
             out["max_positions"] = None
     end = c.get("eos_token_id")
     end = end if isinstance(end, list) else [] if end is None else [end]
-    return out | dict(bos_id=c.get("bos_token_id"), eos_ids=",".join(map(str, end)) or None)
+    pad = c.get("pad_token_id")
+    return out | dict(bos_id=c.get("bos_token_id"), eos_ids=",".join(map(str, end)) or None,
+                      pad_id=pad if isinstance(pad, int) and pad >= 0 else None)
 
 
 def read_attention(c, family, out):
@@ -287,10 +294,13 @@ def write_config(shape, kind, dtype, end):
     """Return config.json for a family, as transformers 4 and 5 read it. end: the tokenizer's end of
     text, if any."""
     eos = [int(i) for i in shape.eos_ids.split(",")] if shape.eos_ids else [end]
-    return dict(architectures=[FAMILIES[kind].architecture], model_type=kind,
+    fields = write_fields(shape, FAMILIES[kind])
+    if shape.pad_id is not None:
+        fields["pad_token_id"] = shape.pad_id
+    return fields | dict(architectures=[FAMILIES[kind].architecture], model_type=kind,
                 bos_token_id=end if shape.bos_id is None else shape.bos_id,
                 eos_token_id=eos if len(eos) > 1 else eos[0],
-                torch_dtype=dtype, dtype=dtype) | write_fields(shape, FAMILIES[kind])
+                torch_dtype=dtype, dtype=dtype)
 
 
 def write_fields(shape, family):

@@ -7,6 +7,7 @@ are parsed here, without `transformers`. Unsupported options are refused by name
 
 import json
 import os
+import shlex
 import sys
 from dataclasses import asdict
 
@@ -28,6 +29,11 @@ from train.base.errors import CheckpointError, echo, require
 from train.distributed import convert_ddp_state
 from train.system import load_model_type
 
+# Arguments: the folder with pytorch_model.bin, and the file to write.
+TO_SAFETENSORS = ("import sys, torch, safetensors.torch as s; "
+                  "t = torch.load(sys.argv[1] + '/pytorch_model.bin', weights_only=True); "
+                  "s.save_file({k: v.clone() for k, v in t.items()}, sys.argv[2])")
+
 
 def read_model(path, state=None):
     """Return a dict with the keys of a checkpoint: "model" {our name: tensor}, "model_args",
@@ -41,6 +47,8 @@ def read_model(path, state=None):
         return read_folder(path)
     if path.endswith(".safetensors"):
         return read_safetensors_model(path)
+    if path.endswith(".bin"):
+        return read_shards(os.path.dirname(path) or ".")  # refused
     state = load_checkpoint(path) if state is None else state
     weights = convert_ddp_state(state["model"])
     if not any(name.endswith("h.0.attn.c_attn.weight") for name in weights):
@@ -121,7 +129,10 @@ def read_folder(folder):
     kind, args = read_config(read_json(path), path)
     weights = read_weights(read_shards(folder), kind, folder)
     if args["tie_weights"]:
-        weights.pop("lm_head.weight", None)
+        head = weights.pop("lm_head.weight", None)
+        if head is not None and not torch.equal(head, weights.get("wte.weight", head)):
+            raise CheckpointError(f"{path}: tie_word_embeddings: true, but lm_head.weight differs "
+                                  "from the embedding; set it to false to use lm_head.weight")
     tokenizer = template = None
     if os.path.exists(os.path.join(folder, "tokenizer.json")):
         try:
@@ -136,7 +147,11 @@ def read_shards(folder):
     """Return {name: tensor} of model.safetensors in `folder`, or of the shards in the index."""
     index = os.path.join(folder, "model.safetensors.index.json")
     if not os.path.exists(index):
-        return read_safetensors(os.path.join(folder, "model.safetensors"))[0]
+        path = os.path.join(folder, "model.safetensors")
+        if os.path.exists(os.path.join(folder, "pytorch_model.bin")) and not os.path.exists(path):
+            raise CheckpointError(f"{folder}: pytorch_model.bin is not read; convert it:\n  "
+                                  + shlex.join(["python", "-c", TO_SAFETENSORS, folder, path]))
+        return read_safetensors(path)[0]
     weight_map = read_json(index).get("weight_map")
     if not isinstance(weight_map, dict) or not all(  # never a file outside the folder
             isinstance(s, str) and os.path.basename(s) == s for s in weight_map.values()):

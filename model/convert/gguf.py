@@ -5,9 +5,9 @@ Uses the package gguf. Options that llama.cpp would compute differently are refu
 llama.cpp/src/models defines how each architecture is read.
 """
 
-import os
 import re
 
+from data.hub import model_name
 from data.tokenizer_hf import GPT2_PATTERN, split_at, tokenizer_json
 from model.convert.families import FAMILIES, find_family, mismatches, refuse
 from model.convert.tensors import NAMES, complete_weights, rename
@@ -65,7 +65,10 @@ def export_gguf(source, to, precision):
         writer.write_kv_data_to_file()
         writer.write_tensors_to_file()
         writer.close()
-    return f"{len(tensors)} tensors of {arch}"
+    window, length = source.shape.window, source.shape.max_positions or source.shape.block_size
+    note = (f"; llama.cpp has no windows: use it up to {window} tokens"
+            if window and window < length else "")
+    return f"{len(tensors)} tensors of {arch}{note}"
 
 
 # -----------------------------------------------------------------------------
@@ -93,7 +96,7 @@ def write_shape(writer, source, arch):
     c = source.shape
     length = c.max_positions or c.block_size
     # No windows in llama.cpp: only texts that fit into one are computed the same.
-    values = dict(name=os.path.basename(os.path.abspath(source.path)), vocab_size=c.vocab_size,
+    values = dict(name=model_name(source.path), vocab_size=c.vocab_size,
                   context_length=min(length, c.window or length), embedding_length=c.n_embd,
                   block_count=c.n_layer, feed_forward_length=c.n_hidden, head_count=c.n_head,
                   head_count_kv=c.n_kv_head, key_length=c.head_dim, value_length=c.head_dim)
@@ -147,9 +150,11 @@ def write_tokenizer(writer, source):
     writer.add_token_list(tokens)
     writer.add_token_types(kinds)
     writer.add_eos_token_id(tokenizer.eot_token)
+    if source.shape.pad_id is not None:
+        writer.add_pad_token_id(source.shape.pad_id)
     starts = {t["content"]: t["id"] for t in added}
-    writer.add_bos_token_id(starts.get(template and template.special_tokens.get("bos_token"),
-                                       tokenizer.eot_token))
+    bos = tokenizer.eot_token if source.shape.bos_id is None else source.shape.bos_id
+    writer.add_bos_token_id(starts.get(template and template.special_tokens.get("bos_token"), bos))
     writer.add_add_bos_token(bool(template and template.implicit_start))
     if template:
         writer.add_chat_template(template.jinja)

@@ -102,6 +102,10 @@ def read_weights(tensors, kind, path):
         for name, t in tensors.items():
             if re.search(r"\.attn\.(masked_)?bias$|\.inv_freq$", name):  # buffers of old files
                 continue
+            if kind == "gemma3_text":  # perhaps a part of a multimodal model
+                if re.match(r"(model\.)?(vision_tower|multi_modal_projector)\.", name):
+                    continue
+                name = re.sub(r"^(model\.)?language_model\.", "", name)
             name = name if name.startswith(("lm_head.", root)) else root + name
             name = rename(name, names, known_only=False)
             if kind == "gpt2" and name.startswith("h.") and t.dim() == 2:

@@ -33,7 +33,7 @@ def read_weights(path):
     """Return the checkpoint dict at `path`, or the same for weights of other programs: a file of
     tensors or a Hugging Face folder. Raises CheckpointError."""
     foreign = os.path.isdir(path) or str(path).startswith("hf:") or str(path).endswith(
-        ".safetensors")
+        (".safetensors", ".bin"))
     state = None if foreign else load_checkpoint(path)
     if state is None or "format_version" not in state:
         from model.convert.foreign import read_model

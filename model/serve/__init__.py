@@ -8,8 +8,8 @@ import ipaddress
 import os
 import socket
 from dataclasses import dataclass
-from pathlib import Path
 
+from data.hub import model_name
 from model.sample import LoadOptions, load_for_decoding
 from train.base.cli import run_command
 from train.base.errors import require
@@ -59,14 +59,6 @@ def choose_key(options, listening):
         raise ValueError(f"--host {options.host} makes this server reachable for others: set "
                          f"--api_key, or {API_KEY_VARIABLE} in the environment")
     return api_key
-
-
-def model_name(ckpt):
-    """Return the name for clients: OWNER/NAME of the hub, or the folder's."""
-    if ckpt.startswith("hf:"):
-        return ckpt.removeprefix("hf:")
-    path = Path(ckpt).expanduser().resolve()
-    return path.name if path.is_dir() else path.parent.name
 
 
 def serve(options):

@@ -64,7 +64,7 @@ MIN_LOSS_CHANGE = 3e-5   # relative: smaller changes are rounding in float32
 FLOPS_TOLERANCE = 0.15   # norms and softmax do not count as FLOPs
 # Options of GPTs with which keys are tried again that have no effect without them.
 OPTIONS = dict(qk_norm=True, layer_types="FW", window=4)
-NO_EFFECT_ON_LOSS = {"max_positions", "bos_id", "eos_ids", "vocab_size", "block_size"}
+NO_EFFECT_ON_LOSS = {"max_positions", "bos_id", "pad_id", "eos_ids", "vocab_size", "block_size"}
 
 
 class NotApplicable(UserError):
