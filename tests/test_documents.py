@@ -394,6 +394,8 @@ def test_presets_for_reproducible_and_for_fast_runs(page):
                         (["--no-fast"], dict(deterministic=True, dtype="float32"))):
         values = yaml.safe_load(page("deterministic: true\ndtype: float32\n", *words)[1])
         assert {name: values[name] for name in keys} == keys
+    code, output = page("training: optimized\n", "--deterministic")
+    assert code == 2 and "deterministic: true does not go with cudnn_benchmark: true" in output
 
 
 def test_a_name_with_two_meanings_and_one_that_is_not_set():
