@@ -4,6 +4,7 @@ runs, resumed, what they cost, and what is refused."""
 import functools
 import json
 import random
+import shutil
 
 import pytest
 import torch
@@ -256,7 +257,7 @@ def test_numbers_with_the_same_name_are_refused_before_the_first_step(
     for path in paths:
         write_rows(path, rows.get(path.stem, [dict(question="a", answer="b")]))
     for name in ("web", "code", "ema", "web_ema"):
-        (tmp_path / name).symlink_to(data_dir)
+        shutil.copytree(data_dir, tmp_path / name)
     settings = MODEL | dict(data_dir=str(data_dir), eval_tasks=[*map(str, paths)], max_iters=4,
                             eval_on_start=False) | changes
     folders = settings.pop("data_dir").format(tmp_path)
