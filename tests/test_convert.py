@@ -626,7 +626,7 @@ def test_only_names_of_folders_become_folders(tmp_path, capsys):
         refused = name.startswith("model") and not name.endswith("/")
         assert (code, (tmp_path / name).exists()) == ((2, False) if refused else (0, True)), name
         said = capsys.readouterr().err
-        assert not refused or said.count("\n") == 1 and "FILE.gguf (llama.cpp), or a folder" in said
+        assert not refused or said.count("\n") == 1 and "FILE.gguf or a folder" in said
 
 
 def test_as_typed_and_nothing_of_it_in_the_main_job(tmp_path, data_dir):

@@ -64,7 +64,7 @@ def test_a_picture_of_one_run(tmp_path):
     svg = parse(plot.loss_svg([("out/a", records(write_run(tmp_path)))]))
     words = texts(svg)
     assert {"step", "learning rate", "loss"} <= set(words)
-    assert words[0].startswith("out/a: loss 2.0") and words[1].startswith("out/a: val_loss 2.12")
+    assert words[0].startswith("a: loss 2.0") and words[1].startswith("a: val_loss 2.12")
     (raw,), (mean, rate), (val,) = (lines(svg, style) for style in ("faint", "solid", "dashed"))
     assert len(raw) == len(mean) == len(rate) == 200
     dots = [(float(c.get("cx")), float(c.get("cy"))) for c in svg.iter(f"{SVG}circle")]
@@ -254,9 +254,8 @@ def test_another_number_of_any_system(tmp_path):
     for name in ("val_f1_macro", "f1_macro"):
         assert command(tmp_path / "a", "--metric", name).returncode == 0
         svg = ElementTree.parse(tmp_path / "a/f1_macro.svg").getroot()
-        name = plot.shorten(str(tmp_path / "a"))
-        assert {"f1_macro", "learning rate", f"{name}: f1_macro 0.9800",
-                f"{name}: val_f1_macro 1.0000"} <= set(texts(svg))
+        assert {"f1_macro", "learning rate", "a: f1_macro 0.9800",
+                "a: val_f1_macro 1.0000"} <= set(texts(svg))
         assert len(list(svg.iter(f"{SVG}circle"))) == 3 and len(lines(svg, "solid")[0]) == 50
     done = command(tmp_path / "a", "--metric", "accuracy")
     assert done.returncode == 2 and "no metric 'accuracy'" in done.stderr

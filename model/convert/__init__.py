@@ -139,9 +139,8 @@ def convert(ckpt, to, save_precision="float32", backbone=None, ema=False, quanti
     # A folder may be named after a version (Qwen2.5), but not like a file (model.onnx).
     is_unknown = ending[1:2].isalpha() and ending not in FORMATS
     if is_unknown or os.path.exists(to) and not exists(to):
-        raise CheckpointError(f"--to {to}: expected FILE.pt (nanoGPT), FILE.safetensors, FILE.gguf "
-                              "(llama.cpp), or a folder (transformers, vLLM), which may end in "
-                              "a slash")
+        raise CheckpointError(f"--to {to}: expected FILE.pt, FILE.safetensors, FILE.gguf or a "
+                              "folder (FOLDER/ if it is named like a file)")
     if quantize and ending != ".gguf":
         raise CheckpointError("--quantize: goes with --to FILE.gguf")
     os.makedirs(os.path.dirname(os.path.abspath(to)), exist_ok=True)

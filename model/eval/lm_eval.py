@@ -30,6 +30,7 @@ MAX_NEW_TOKENS = 256  # per answer, if a task does not specify it
 class CheckpointLM:
     """The methods of a model in the harness, to be combined with TemplateLM (see evaluate).
     template: the ChatTemplate, if tasks are rendered with one."""
+    tokenizer_name = ""  # part of the name of a cache, which this command does not use
 
     def __init__(self, model, tokenizer, batch_size, template=None):
         super().__init__()
@@ -42,10 +43,6 @@ class CheckpointLM:
     @property
     def eot_token_id(self):
         return self.tok.eot_token
-
-    @property
-    def tokenizer_name(self):  # part of the name of a cache that this command does not use
-        return type(self.tok).__name__
 
     def chat_template(self, name):
         return self.template.jinja
@@ -123,8 +120,7 @@ class HarnessOptions:
     apply_chat_template: bool = key(False, "ask in the chat format of the model; examples are "
                                     "earlier turns")
     out: str | None = key(None, "also write all results to this file", metavar="FILE.json")
-    log_samples: bool = key(False, "also write each question and answer to FILE_TASK.jsonl, beside "
-                            "the --out file")
+    log_samples: bool = key(False, "also write each question and answer to the --out file")
 
 
 def evaluate(options):
@@ -156,12 +152,10 @@ def report(options):
     from lm_eval.utils import handle_non_serializable, make_table
     print(make_table(results))
     if options.out:
-        saved = {name: results[name] for name in ("results", "n-samples")}
-        Path(options.out).write_text(json.dumps(saved, indent=2), encoding="utf-8")
-    for task, samples in results["samples"].items() if options.log_samples else ():
-        path = Path(options.out).with_suffix("")
-        lines = [json.dumps(s, default=handle_non_serializable) + "\n" for s in samples]
-        path.with_name(f"{path.name}_{task}.jsonl").write_text("".join(lines), encoding="utf-8")
+        names = ["results", "n-samples", *["samples"] * options.log_samples]
+        text = json.dumps({name: results[name] for name in names}, indent=2,
+                          default=handle_non_serializable)
+        Path(options.out).write_text(text, encoding="utf-8")
 
 
 def main(argv=None):

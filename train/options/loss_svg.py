@@ -119,7 +119,7 @@ class Axis:
         self.high = high + margin
 
     def transform(self, value):
-        return math.log10(value) if self.log else value
+        return math.log10(max(value, 1e-100)) if self.log else value
 
     def __call__(self, value):
         share = (self.transform(value) - self.low) / (self.high - self.low)
@@ -160,16 +160,15 @@ class Curve(NamedTuple):
 def loss_svg(runs, x="iter", metric="loss"):
     """Return an SVG of `runs`, [(name, records of read_metrics), ...]: a panel for the metric,
     solid in training and dashed in validation (val_NAME), above one for the learning rate. x: a key
-    of X_LABELS. The axis of several runs follows the values after their start, whose differences
-    are small, and their names are without the folder that they share."""
+    of X_LABELS. Names are without the folder that the runs share. The axis of several runs follows
+    the values after their start, whose differences are small."""
     curves = []
     rates = []
     shared = os.path.commonprefix([name for name, _ in runs]).rpartition(os.sep)[0] + os.sep
-    several = len(runs) > 1
+    start = START_SHARE if len(runs) > 1 else 0.0
     for i, (name, records) in enumerate(runs):
-        name = shorten(name.removeprefix(shared) if several else name)
+        name = shorten(name.removeprefix(shared))
         color = COLORS[i % len(COLORS)]
-        start = START_SHARE if several else 0.0
         for key, line in ((metric, "solid"), (f"val_{metric}", "dashed")):
             points = curve(records, key, x)
             if key == metric and len(points) > 60:
@@ -213,9 +212,8 @@ def draw_panel(name, curves, x, top, height):
     span more than a factor of 3: the start of a loss would flatten the rest. Other values (see
     Curve.start) are cut off."""
     values = [p[1] for c in curves for p in c.points if p[0] >= c.start * c.points[-1][0]]
-    positive = all(p[1] > 1e-100 for c in curves for p in c.points)
     is_rate = name == "learning rate"
-    log = not is_rate and positive and bool(values) and max(values) > 3 * min(values)
+    log = not is_rate and bool(values) and min(values) > 1e-100 and max(values) > 3 * min(values)
     y = Axis(values, top + height, top, is_rate, log)
     parts = [draw_text(name + " (log scale)" * log, LEFT, top - 7)]
     grid = f'<path stroke="{TEXT_COLOR}" stroke-opacity=".25" d="M'

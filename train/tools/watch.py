@@ -21,7 +21,8 @@ from train.base.cli import run_command
 from train.base.fields import key
 from train.options.loss_svg import COLORS, loss_svg, read_metrics, to_number
 
-METRICS, LOG, SAMPLES = FILES = ("metrics.jsonl", "train.log", "samples.txt")  # of a run
+METRICS, LOG, SAMPLES = "metrics.jsonl", "train.log", "samples.txt"  # of a run
+FILES = (METRICS, LOG, SAMPLES, "training_args.json")  # the last one is written at the start
 MAX_DEPTH = 3              # of folders below the watched folder
 SKIPPED_FOLDERS = re.compile(r"\.|old_\d+$")  # old_N: renamed by --resume never
 MAX_TRAINING_LINES = 3000  # read per run, evenly spaced
@@ -54,23 +55,17 @@ def read_run(folder, stamps):
     records = read_metrics(folder / METRICS, MAX_TRAINING_LINES)
     previous, step = [{}, {}, *(r for r in records if "loss" in r)][-2:]
     evaluation = next((r for r in reversed(records) if "val_loss" in r), {})
-    seconds = (to_number(step.get("time_ms")) or 0.0) / 1000
-    interval = (step.get("iter", 0) - previous.get("iter", 0)) * seconds
+    n_steps = step.get("iter", 0) - previous.get("iter", 0)  # between the last two lines
+    interval_ms = n_steps * (to_number(step.get("time_ms")) or 0.0)
     log = tail(folder / LOG)
     sample = "".join(tail(folder / SAMPLES).rpartition("=== iter ")[1:]).strip()
-    started = changed = max(stamps)[0]
-    with contextlib.suppress(OSError):
-        started = os.stat(folder / "training_args.json").st_mtime
+    changed = max(stamps)[0]
     return records, dict(
-        name=str(folder), started=started, changed=changed, step=step, evaluation=evaluation,
-        end=ENDS[max(ENDS, key=log.rfind)], eta="".join(re.findall(r", eta (\S+)", log)[-1:]),
-        stale_at=changed + STALE_SECONDS + STALE_INTERVALS * interval,
+        name=str(folder), started=min(stamps)[0], changed=changed, step=step,
+        evaluation=evaluation, end=ENDS[max(ENDS, key=log.rfind)],
+        eta="".join(re.findall(r", eta (\S+)", log)[-1:]),
+        stale_at=changed + STALE_SECONDS + STALE_INTERVALS * interval_ms / 1000,
         lines=log.splitlines()[:-LOG_LINES - 1:-1], sample=sample)
-
-
-def describe_state(page):
-    """Return finished, stopped (by a signal), stale (no change for too long) or running."""
-    return page["end"] or ("stale" if time.time() > page["stale_at"] else "running")
 
 
 def tail(path):
@@ -95,8 +90,7 @@ def find_runs(top, n):
             with contextlib.suppress(OSError):  # a file was renamed
                 stats = [os.stat(os.path.join(folder, name)) for name in FILES if name in files]
                 found[Path(folder)] = [(stat.st_mtime, stat.st_size) for stat in stats]
-    newest = sorted(found, key=lambda folder: max(found[folder]))[-n:]
-    return {folder: found[folder] for folder in newest}
+    return dict(sorted(found.items(), key=lambda item: max(item[1]))[-n:])
 
 
 # -----------------------------------------------------------------------------
@@ -110,7 +104,7 @@ class Watcher:
         self.lock = threading.Lock()
         self.next_update = 0.0
         self.runs = {}  # {folder: (stamps of its files, *read_run())}
-        self.pages = []
+        self.pages = ""
         self.bodies = {"/": Path(__file__).with_name("watch.html").read_bytes()}
 
     def get(self, path):
@@ -129,11 +123,15 @@ class Watcher:
             old = self.runs.get(folder)
             runs[folder] = old if old and old[0] == stamps else (stamps, *read_run(folder, stamps))
         newest = sorted(runs.values(), key=lambda run: run[2]["started"], reverse=True)
-        pages = [page | dict(color=COLORS[i % len(COLORS)], state=describe_state(page))
-                 for i, (_, _, page) in enumerate(newest)]
-        if (runs, pages) != (self.runs, self.pages) or "/state" not in self.bodies:
-            self.runs, self.pages = runs, pages
-            self.bodies["/state"] = json.dumps(dict(version=time.time(), runs=pages)).encode()
+        self.runs = runs
+        now = time.time()
+        for i, (_, _, page) in enumerate(newest):
+            page["color"] = COLORS[i % len(COLORS)]
+            page["state"] = page["end"] or ("stale" if now > page["stale_at"] else "running")
+        pages = json.dumps([page for _, _, page in newest])
+        if pages != self.pages:
+            self.pages = pages
+            self.bodies["/state"] = f'{{"version": {now}, "runs": {pages}}}'.encode()
             self.bodies["/chart"] = loss_svg(
                 [(page["name"], records) for _, records, page in newest]).encode()
 
