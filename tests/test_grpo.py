@@ -1,8 +1,10 @@
 """Rewards: prompts of every form, answers that depend on seed and sample alone, GRPO's loss and
 gradients against its formula, rewards of a person's own, ranks, resume."""
 
+import io
 import json
 import os
+import sys
 from types import SimpleNamespace
 
 import numpy as np
@@ -32,6 +34,7 @@ from model.grpo import (
 from train.base.errors import UserError
 from train.checkpoint import load_checkpoint
 from train.config import load_config
+from train.robust import run_reporting_errors
 from train.train import train
 
 BYTES = load_tokenizer("byte")
@@ -473,6 +476,11 @@ def test_a_reward_that_changes_the_folder_moves_no_file(made, tmp_path, monkeypa
     assert {"ckpt.pt", "train.log", "metrics.jsonl", "config.yaml", "loss.svg"} <= {
         *os.listdir(tmp_path / "out")}
     assert "out_dir: out\n" in (tmp_path / "out" / "config.yaml").read_text()
+
+
+def test_a_reward_that_closes_the_output_ends_the_program_well(monkeypatch):
+    monkeypatch.setattr(sys, "stdout", io.StringIO())
+    assert run_reporting_errors(None, lambda config: sys.stdout.close()) == 0
 
 
 # Kills its own process with the 100th answer, once.

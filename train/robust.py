@@ -185,7 +185,8 @@ def suggest_fix(error, config):
 def exit_process(code):
     """Return the exit code; under torchrun exit with it at once. Other ranks may not respond then,
     and PyTorch's threads can hang or abort a normal exit (pytorch#190489)."""
-    sys.stdout.flush()
+    with contextlib.suppress(ValueError):  # closed, e.g. by a user's reward function
+        sys.stdout.flush()
     if under_torchrun():
         os._exit(code)
     return code
