@@ -1,16 +1,14 @@
 """LoRA (arXiv:2106.09685): fine-tune a frozen GPT with small adapters on the linear layers.
 
     python run_train.py --config train/configs/lora.yaml --backbone out/chat/ckpt.pt
-    python -m model.lora --ckpt out/lora/ckpt.pt --to merged.pt
+    python -m model.convert --ckpt out/lora/ckpt.pt --to merged.pt
 
 The data are token files, or conversations prepared by data.prepare.chat. The checkpoint has only
 the adapters and a digest of the backbone's weights. model/core/adapters.py has the layer.
 """
 
 import functools
-import shlex
-import sys
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 
 import torch
 
@@ -18,18 +16,15 @@ from data.meta import prepared_model
 from model import chat, gpt
 from model.chat import ChatGPT
 from model.core import adapters
-from model.core.load import BACKBONE, model_of, read_weights, saved_model_type
+from model.core.load import model_of
 from model.core.weights import check_tokenizer, describe_backbone, read_backbone, with_shape
-from train.base.checkpoint_file import FORMAT_VERSION, save_checkpoint
-from train.base.cli import run_command
 from train.base.errors import CheckpointError
 from train.base.fields import key
-from train.config import FIELDS
 from train.dataloader import open_token_data
 from train.device import choose_dtype
 from train.distributed import get_device
 
-USE = "python -m model.lora --ckpt {out}/ckpt.pt --to {out}/merged.pt"
+USE = "python -m model.convert --ckpt {out}/ckpt.pt --to {out}/merged.pt"
 MUST_MATCH_TO_INIT = ("backbone", "lora_alpha")  # adapters belong to one backbone and one scale
 
 inherit_shape = gpt.inherit_shape
@@ -84,17 +79,22 @@ def open_data(config, ranks):
     shape = backbone["shape"]
     if kind not in ("gpt", "chat") or "n_layer" not in shape:
         raise CheckpointError(f"{path}: a checkpoint of --model {kind}; expected a gpt or chat "
-                              "model with its model_args (model.lora merges others)")
+                              "model with its model_args (model.convert merges others)")
     vocab_size = shape["vocab_size"]
     c = with_shape(config, shape, path)  # above all block_size
-    is_chat = prepared_model(c.data_dir) == "chat"
-    data = (chat.open_data if is_chat else open_token_data)(c, ranks)
+    data = open_text(c, ranks)
     check_tokenizer(backbone["tokenizer"], path, data.spec, c)
     if data.spec["vocab_size"] > vocab_size:
         raise CheckpointError(f"{path}: its vocabulary has {vocab_size} ids, the data in "
                               f"{c.data_dir} have {data.spec['vocab_size']}")
     data.spec |= dict(vocab_size=vocab_size, backbone=backbone["digest"])
     return data
+
+
+def open_text(config, ranks):
+    """Return the Data of conversations or of token files."""
+    is_chat = prepared_model(config.data_dir) == "chat"
+    return (chat.open_data if is_chat else open_token_data)(config, ranks)
 
 
 def build_model(config, data):
@@ -127,47 +127,3 @@ def as_gpt(state, path, backbone=None, ema=False):
     ema: whether `state` has running averages."""
     model, _ = model_of(state, path, backbone=backbone)
     return adapters.merge(model), model.config
-
-
-# -----------------------------------------------------------------------------
-# command
-
-@dataclass
-class MergeOptions:
-    """Merge adapters or a memory with the backbone into one checkpoint."""
-    ckpt: str = key("", "checkpoint of the adapters or the memory", required=True)
-    to: str = key("", "checkpoint to write", required=True, metavar="FILE.pt")
-    backbone: str | None = key(None, BACKBONE)
-
-
-def merge(options):
-    """Write the checkpoint options.ckpt and its backbone as one checkpoint, with merged adapters.
-    """
-    state = read_weights(options.ckpt)
-    kind = saved_model_type(state)
-    if kind not in ("lora", "memory"):
-        raise CheckpointError(f"{options.ckpt}: a checkpoint of --model {kind}; expected one of "
-                              "--model lora or memory")
-    weights, shape = as_gpt(state, options.ckpt, options.backbone)
-    is_chat = "template" in state["spec"]
-    shape = asdict(shape)
-    if kind == "memory":
-        shape |= dict(lora_rank=0, train_base=True)
-    else:
-        kind = "chat" if is_chat else "gpt"
-    config = {k: v for k, v in state["config"].items() if k in FIELDS} | dict(model=kind)
-    spec = {k: v for k, v in state["spec"].items() if k != "backbone"}
-    unchanged = {k: state.get(k) for k in ("iter_num", "best_val_loss", "tokenizer", "formulas")}
-    save_checkpoint(options.to, dict(
-        unchanged, format_version=FORMAT_VERSION, model=weights, spec=spec, model_args=shape,
-        config=config | shape))
-    print(f"Wrote {options.to}, a {kind} model\nNext: python -m model.sample --ckpt "
-          f"{shlex.quote(options.to)}{' --chat' if is_chat else ''}")
-
-
-def main(argv=None):
-    return run_command(MergeOptions, merge, argv)
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -1,7 +1,7 @@
 """A trained GPT with additional memory layers, which learn other text or conversations.
 
     python run_train.py --config train/configs/memory.yaml
-    python -m model.lora --ckpt out/memory/ckpt.pt --to merged.pt
+    python -m model.convert --ckpt out/memory/ckpt.pt --to merged.pt
 
 Each block of a frozen backbone gets n_chapters chapters of trainable keys and values. A router, as
 in model/moe.py, chooses chapters_per_token chapters per token, to which the token's state attends;
@@ -11,13 +11,13 @@ that step 0 equals the backbone and everything gets a gradient from step 1 on.
 lora_rank adds adapters to the backbone (model/core/adapters.py), and train_base trains all of it.
 lr_groups sets learning rates: {memory: {learning_rate: 0.01}, lora_*: {learning_rate: 0.001}}, with
 `learning_rate` for the rest. The checkpoint has the trained weights and a digest of the backbone's;
-model.lora merges both.
+model.convert merges both. Without a backbone, a GPT with memory is trained from scratch.
 
 Shapes: B, T, C, H, D as in model/gpt.py; n chapters of S key-value pairs, k chapters per token.
 """
 
 import functools
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
 import torch
 import torch.nn as nn
@@ -28,7 +28,7 @@ from model.core.adapters import PartialStateDict, WithAdapters, add_adapters, is
 from model.core.init import normal
 from model.gpt import GPTConfig, Norm
 from model.moe import GroupedLinear, GroupOrder, RoutedBlock, RoutedGPT, Router, RouterKeys
-from train.base.errors import ConfigError
+from train.base.errors import CheckpointError, ConfigError
 from train.base.fields import key
 
 USE = lora.USE
@@ -37,16 +37,20 @@ MUST_MATCH_TO_INIT = ("backbone",)  # a memory belongs to one backbone
 
 @dataclass
 class Keys(RouterKeys):
-    backbone: str = key("", "checkpoint of the GPT that gets a memory", free=True, path=True,
-                        reads=True)
-    train_base: bool = key(False, "train the backbone as well (its rate: lr_groups)")
+    backbone: str = key("", "checkpoint of the GPT that gets a memory; \"\": a new GPT", free=True,
+                        path=True, reads=True)
+    train_base: bool = key(False, "train the backbone, too (its rate: lr_groups); a new one always "
+                           "is trained")
     lora_rank: int = key(0, "rank of adapters on the backbone's attention and MLP; 0: none", ge=0)
     n_chapters: int = key(16, "chapters per block", ge=1)
     chapters_per_token: int = key(2, "chapters per token", ge=1)
     chapter_size: int = key(32, "key-value pairs per chapter", ge=1)
 
     def problems(self):
-        problems = [] if self.backbone else ["backbone: missing; e.g. out/quick/ckpt.pt"]
+        problems = []
+        if self.lora_rank and not self.backbone:
+            problems.append("lora_rank: adapters need a trained backbone, e.g. --backbone "
+                            "out/quick/ckpt.pt")
         if self.chapters_per_token > self.n_chapters:
             problems.append(f"chapters_per_token ({self.chapters_per_token}) must not exceed "
                             f"n_chapters ({self.n_chapters})")
@@ -169,16 +173,33 @@ class MemoryGPT(PartialStateDict, WithAdapters, ChatGPT, RoutedGPT):
 # -----------------------------------------------------------------------------
 # model interface, see train/system.py
 
-open_data = lora.open_data
 sample = lora.sample
 inherit_shape = gpt.inherit_shape
 
 
+def open_data(config, ranks):
+    return (lora.open_data if config.backbone else lora.open_text)(config, ranks)
+
+
 def build_model(config, data):
-    """Return the backbone with a memory. Without a backbone in data.spec, the checkpoint is a
-    merged one and has all weights. Raises CheckpointError."""
+    """Return the backbone with a memory. Without a backbone in data.spec, all weights are trained
+    and in the checkpoint. Raises CheckpointError."""
     weights = None
     if "backbone" in data.spec:
         config, weights = lora.load_backbone(config, data)
+    else:
+        config = config.replace(train_base=True)
     model_class = functools.partial(MemoryGPT, weights=weights)
     return lora.base_type(data).build_model(config, data, model_class, MemoryConfig)
+
+
+def as_gpt(state, path, backbone=None, ema=False):
+    """Return ({name: tensor}, GPTConfig) without the memory, if its gates are zero; no GPT computes
+    the same otherwise: CheckpointError."""
+    weights, shape = lora.as_gpt(state, path, backbone, ema)
+    if any(t.any() for name, t in weights.items() if name.endswith("memory.gate")):
+        raise CheckpointError(f"{path}: its memory cannot be folded into the weights of a GPT, and "
+                              "no other program has such layers; --to FILE.pt merges memory and "
+                              "backbone for model.sample and model.serve")
+    return ({name: t for name, t in weights.items() if not is_memory(name)},
+            GPTConfig(**{f.name: getattr(shape, f.name) for f in fields(GPTConfig)}))

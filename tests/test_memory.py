@@ -12,12 +12,12 @@ from processes import python
 from runs import SMALL, Program, assert_same, go, run_program, tensors
 
 from data.prepare import chat as data_chat
-from model import lora, memory, sample
+from model import convert, memory, sample
 from model.core.adapters import is_adapter
 from model.core.load import load_model
 from model.core.weights import check_must_match, read_backbone
 from train.base.errors import ConfigError
-from train.checkpoint import load_checkpoint
+from train.checkpoint import load_checkpoint, save_checkpoint
 from train.config import load_config
 
 BYTES = dict(tokenizer="byte", vocab_size=None)
@@ -218,9 +218,9 @@ def test_chats_are_learned_and_merged_it_talks(tmp_path, data_dir, backbone, cap
     assert losses[-1] < losses[0] - 0.1
     base = base.rename(tmp_path / "moved.pt")
     there = ["--ckpt", str(out / "ckpt.pt"), "--to", str(merged)]
-    assert lora.main(there) == 2
+    assert convert.main(there) == 2
     assert "no such file; if it has moved, --backbone FILE" in capsys.readouterr().err
-    merging = python("-m", "model.lora", *there, "--backbone", base)  # as a person types it
+    merging = python("-m", "model.convert", *there, "--backbone", base)  # as a person types it
     assert merging.returncode == 0, merging.stderr
     assert f"model.sample --ckpt {merged} --chat" in merging.stdout
     said = []
@@ -289,7 +289,7 @@ def test_a_backbone_that_is_gone_or_another_is_named(tmp_path, data_dir, backbon
 def test_bad_input_is_named(tmp_path, data_dir, backbone):
     code, text = run_program(data_dir, tmp_path, model="memory", chapters_per_token=99)
     assert code == 2 and "Traceback" not in text
-    assert "backbone: missing" in text and "(99) must not exceed n_chapters (16)" in text
+    assert "(99) must not exceed n_chapters (16)" in text
     with pytest.raises(ConfigError, match="chapter_size: must be at least 1"):
         tiny(backbone, chapter_size=0)
     code, text = run_program(data_dir, tmp_path, **OWN, backbone=str(tmp_path / "nothing.pt"))
@@ -297,3 +297,42 @@ def test_bad_input_is_named(tmp_path, data_dir, backbone):
     code, text = run_program(data_dir, tmp_path, **OWN | dict(vocab_size=300),
                              backbone=str(backbone))
     assert code == 2 and "its vocabulary has 257 ids" in text
+
+
+def test_without_a_backbone_all_is_trained_and_exported_where_that_is_exact(tmp_path, data_dir):
+    """A GPT with memory from scratch, as a person types it; resumed, sampled, merged, exported."""
+    settings = OWN | dict(n_head=2, max_iters=6, eval_interval=3, learning_rate=0.01)
+    result = go(data_dir, tmp_path / "a", **settings)
+    assert result["history"][-1]["val_loss"] < result["history"][0]["val_loss"]
+    go(data_dir, tmp_path / "b", **settings | dict(max_iters=3))
+    go(data_dir, tmp_path / "b", **settings)
+    assert_same(tmp_path / "a", tmp_path / "b")
+    ckpt, merged = str(tmp_path / "a" / "ckpt.pt"), str(tmp_path / "merged.pt")
+    model, _ = load_model(ckpt)
+    assert model.state_dict().keys() == load_checkpoint(ckpt)["model"].keys()
+    start = built_from_scratch(**settings).state_dict()
+    assert all((model.state_dict()[n] != t).any() for n, t in start.items())
+    to_folder = python("-m", "model.convert", "--ckpt", ckpt, "--to", tmp_path / "hf")
+    assert to_folder.returncode == 2 and "cannot be folded" in to_folder.stderr
+    to_file = python("-m", "model.convert", "--ckpt", ckpt, "--to", merged)
+    assert to_file.returncode == 0 and "a memory model" in to_file.stdout
+    x, _ = batch()
+    assert torch.equal(load_model(merged)[0](x), model(x))
+    for path in (ckpt, merged):
+        assert sample.main(["--ckpt", path, "--prompt", "say", "--max_new_tokens", "4"]) == 0
+    # With gates of zero, the memory does nothing: the export is exact.
+    state = load_checkpoint(ckpt)
+    for name in [n for n in state["model"] if n.endswith("gate")]:
+        state["model"][name] = torch.zeros_like(state["model"][name])
+    save_checkpoint(str(tmp_path / "off.pt"), state)
+    assert convert.main(["--ckpt", str(tmp_path / "off.pt"), "--to", str(tmp_path / "hf")]) == 0
+    folded, off = load_model(str(tmp_path / "hf"))[0], load_model(str(tmp_path / "off.pt"))[0]
+    assert type(folded).__name__ == "GPT"
+    torch.testing.assert_close(folded(x), off(x))
+    code, text = run_program(data_dir, tmp_path / "c", **settings, lora_rank=2)
+    assert code == 2 and "lora_rank: adapters need a trained backbone" in text
+
+
+def built_from_scratch(**settings):
+    config = load_config(None, SMALL | settings)
+    return memory.build_model(config, types.SimpleNamespace(spec=dict(vocab_size=257)))

@@ -4,6 +4,7 @@
     python -m model.convert --ckpt out/ckpt.pt --to nanogpt/ckpt.pt      nanoGPT's format
     python -m model.convert --ckpt out/ckpt.pt --to model.safetensors    the weights only
     python -m model.convert --ckpt out/ckpt.pt --to model.gguf           for llama.cpp
+    python -m model.convert --ckpt out/lora/ckpt.pt --to merged.pt       adapters or memory: merged
 
 --ckpt is a checkpoint, or anything that model/convert/foreign.py reads. `transformers` is not
 needed. Options that the other program does not have are refused by name: an export computes the
@@ -12,6 +13,7 @@ same logits as the model.
 
 import json
 import os
+import shlex
 import re
 from dataclasses import asdict, dataclass
 
@@ -23,12 +25,19 @@ from model.convert.families import FAMILIES, find_family, write_config, write_fi
 from model.convert.foreign import check_complete, read_model
 from model.convert.gguf import export_gguf
 from model.convert.tensors import write_weights
+from model.core.adapters import merge
 from model.core.formulas import check_formulas
-from model.core.load import BACKBONE, EMA, open_text_format, saved_model_type, use_ema
-from train.base.checkpoint_file import find_non_finite, save_checkpoint, write_safetensors
+from model.core.load import BACKBONE, EMA, model_of, open_text_format, saved_model_type, use_ema
+from train.base.checkpoint_file import (
+    FORMAT_VERSION,
+    find_non_finite,
+    save_checkpoint,
+    write_safetensors,
+)
 from train.base.cli import run_command
 from train.base.errors import CheckpointError
 from train.base.fields import key
+from train.config import FIELDS
 from train.system import load_model_type
 
 
@@ -44,11 +53,10 @@ class Source:
     template: ChatTemplate | None = None
 
 
-def read_source(path, backbone=None, ema=False, for_others=True):
-    """Read the Source at `path`. backbone: the present path of the model that adapters need;
-    for_others: whether another program will compute the logits."""
-    state = read_model(path)
-    state = use_ema(state, path) if ema else state
+def read_source(state, path, backbone=None, ema=False, for_others=True):
+    """Return the Source of the checkpoint `state` at `path`. backbone: the present path of the
+    model that adapters need; ema: whether `state` has running averages; for_others: whether another
+    program will compute the logits."""
     kind = saved_model_type(state)
     model_type = load_model_type(kind)
     if model_type.as_gpt is None:
@@ -126,9 +134,30 @@ def export_nanogpt(source, to, precision):
     return "a checkpoint of nanoGPT"
 
 
+def export_merged(state, path, to, backbone):
+    """Write the adapters or the memory of the checkpoint `state` and their backbone as one
+    checkpoint of this program, with merged adapters; return a description."""
+    model, _ = model_of(state, path, backbone=backbone)
+    shape = asdict(model.config)
+    is_chat = "template" in state["spec"]
+    kind = "chat" if is_chat else "gpt"
+    if saved_model_type(state) == "memory":
+        kind = "memory"
+        shape |= dict(lora_rank=0, backbone="")
+    config = {k: v for k, v in state["config"].items() if k in FIELDS} | dict(model=kind)
+    spec = {k: v for k, v in state["spec"].items() if k != "backbone"}
+    unchanged = {k: state.get(k) for k in ("iter_num", "best_val_loss", "tokenizer", "formulas")}
+    save_checkpoint(to, dict(
+        unchanged, format_version=FORMAT_VERSION, model=merge(model), spec=spec, model_args=shape,
+        config=config | shape))
+    return (f"a {kind} model\nNext: python -m model.sample --ckpt {shlex.quote(to)}"
+            + (" --chat" if is_chat else ""))
+
+
 # -----------------------------------------------------------------------------
 # the command
 
+MERGED = ("lora", "memory")  # model types of which FILE.pt is a checkpoint of this program
 FORMATS = {".pt": export_nanogpt, ".safetensors": export_weights, ".gguf": export_gguf}
 
 
@@ -144,15 +173,21 @@ def convert(ckpt, to, save_precision="float32", backbone=None, ema=False, quanti
     if quantize and ending != ".gguf":
         raise CheckpointError("--quantize: goes with --to FILE.gguf")
     os.makedirs(os.path.dirname(os.path.abspath(to)), exist_ok=True)
-    source = read_source(ckpt, backbone, ema, for_others=ending != ".safetensors")
-    export = FORMATS.get(ending, export_folder)
-    print(f"Wrote {to}: {export(source, to, quantize or save_precision)}")
+    state = read_model(ckpt)
+    state = use_ema(state, ckpt) if ema else state
+    if ending == ".pt" and saved_model_type(state) in MERGED:
+        description = export_merged(state, ckpt, to, backbone)
+    else:
+        source = read_source(state, ckpt, backbone, ema, for_others=ending != ".safetensors")
+        description = FORMATS.get(ending, export_folder)(source, to, quantize or save_precision)
+    print(f"Wrote {to}: {description}")
 
 
 @dataclass
 class ConvertOptions:
-    """Convert weights from and to nanoGPT, Hugging Face and llama.cpp."""
-    to: str = key("", "FILE.pt: nanoGPT's format; FILE.safetensors: the weights; FILE.gguf: for "
+    """Convert weights from and to nanoGPT, Hugging Face and llama.cpp; merge adapters or memory."""
+    to: str = key("", "FILE.pt: nanoGPT's format, or, of adapters or a memory, one checkpoint "
+                  "with the backbone; FILE.safetensors: the weights; FILE.gguf: for "
                   "llama.cpp; otherwise a folder for transformers and vLLM", required=True)
     ckpt: str = key("out/ckpt.pt", "checkpoint, .safetensors file, folder or hf:OWNER/NAME")
     backbone: str | None = key(None, BACKBONE)
