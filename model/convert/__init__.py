@@ -13,8 +13,8 @@ same logits as the model.
 
 import json
 import os
-import shlex
 import re
+import shlex
 from dataclasses import asdict, dataclass
 
 import torch
