@@ -140,11 +140,9 @@ class ChatTemplate:
 
         def prompt(start):
             return self.prompt_ids(messages[:n_system] + messages[start:], tokenizer, variables)
-        first = 0
-        if len(prompt(n_system)) > max_tokens:  # each exchange that is left out makes it shorter
-            first = bisect.bisect_left(starts[:-1], True, 1,
-                                       key=lambda start: len(prompt(start)) <= max_tokens)
-        start = starts[min(first, len(starts) - 1)]
+        # Each exchange that is left out makes the prompt shorter.
+        start = starts[bisect.bisect_left(starts[:-1], True,
+                                          key=lambda start: len(prompt(start)) <= max_tokens)]
         return prompt(start), start - n_system
 
     def sequences(self, messages, tokenizer):

@@ -213,7 +213,8 @@ def resolve(settings, known, problems):
 
     resolved = {}
     files = {where.rpartition(":")[0]: i for i, (_, _, where) in enumerate(settings)}
-    by_epochs = {"max_epochs", "epochs", "num_epochs"} & {name for name, _, _ in settings}
+    lengths = {"max_epochs", "epochs", "num_epochs", "num_train_epochs"}
+    by_epochs = lengths & {name for name, _, _ in settings}
     for name, raw, where in sorted(settings, key=place):
         choices = known[name].metadata.get("choices") if name in known else ()
         translated = {name: raw}

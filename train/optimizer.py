@@ -110,12 +110,11 @@ def log_groups(model, groups, log):
     log(f"Optimizer configured: {count(decayed, ' decayed')}, {count(not_decayed, ' not decayed')}")
     if matrices := [p for g in groups if g["muon"] for p in g["params"]]:
         log(f"Muon: {count(matrices)}; AdamW: all others")
-    rates = {}  # {peak: parameters}
-    for g in groups:
-        rates.setdefault(g["lr"], []).extend(g["params"])
+    rates = sorted({g["lr"] for g in groups})
     if len(rates) > 1:
-        log("Peak learning rates: " + "; ".join(f"{lr:g}: {count(params)}"
-                                                for lr, params in sorted(rates.items())))
+        log("Peak learning rates: " + "; ".join(
+            f"{lr:g}: {count([p for g in groups if g['lr'] == lr for p in g['params']])}"
+            for lr in rates))
     if frozen := [p for p in model.parameters() if not p.requires_grad]:
         log(f"Frozen: {count(frozen)}")
 

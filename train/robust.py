@@ -148,7 +148,8 @@ def report_crash(error, config, rank):
     """Print the traceback (not if memory was insufficient) and advice, and exit without waiting for
     other ranks, which may not respond."""
     hint = suggest_fix(error, config)
-    text = "" if is_out_of_memory(error) else "".join(traceback.format_exception(error))
+    known = hint.startswith("Out of memory")
+    text = "" if known else "".join(traceback.format_exception(error))
     if under_torchrun():
         text = "".join(f"[rank {rank}] {line}\n" for line in f"{text}{hint}".splitlines())
     elif hint:
@@ -158,15 +159,10 @@ def report_crash(error, config, rank):
     return exit_process(1)
 
 
-def is_out_of_memory(error):
-    return (isinstance(error, (torch.OutOfMemoryError, MemoryError))
-            or "allocate memory" in str(error).lower())
-
-
 def suggest_fix(error, config):
     """Return one paragraph about possible remedies of `error`, or ""."""
     text = str(error).lower()
-    if is_out_of_memory(error):
+    if isinstance(error, (torch.OutOfMemoryError, MemoryError)) or "allocate memory" in text:
         b, g = config.batch_size, config.gradient_accumulation_steps
         pair = (f"--batch_size {b // 2} --gradient_accumulation_steps {g * 2} (the same global "
                 "batch)" if b % 2 == 0 else "a smaller --batch_size")

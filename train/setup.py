@@ -237,10 +237,8 @@ class Run:
         """Return whether a checkpoint is due before the next step."""
         c = self.config
         it = self.progress.iter_num
-        if c.save_interval is None:
-            at_interval = self.ends_interval()
-        else:
-            at_interval = c.save_interval > 0 and it % c.save_interval == 0
+        at_interval = (self.ends_interval() if c.save_interval is None
+                       else c.save_interval and it % c.save_interval == 0)
         at_epoch = c.save_epochs is not None and self.is_numbered()
         return it != self.saved_at and (at_interval or at_epoch)
 

@@ -146,10 +146,10 @@ def encode_messages(body, engine, template, max_new_tokens):
         if not turns or turns[-1][0] == "assistant":
             raise ValueError("the last message must not be the assistant's")
         size = engine.config.block_size
-        n_reserved = min(engine.max_tokens, size - size // 2)
-        if max_new_tokens and max_new_tokens > 0:
-            n_reserved = min(n_reserved, max_new_tokens)
-        return template.fit_prompt(turns, engine.tokenizer, size - n_reserved, variables)
+        if (max_new_tokens or -1) < 0:
+            max_new_tokens = engine.max_tokens
+        max_tokens = max(size - max_new_tokens, size // 2)
+        return template.fit_prompt(turns, engine.tokenizer, max_tokens, variables)
     except ValueError as error:
         raise APIError(400, f"messages: {error}", "messages") from None
 
