@@ -1,8 +1,9 @@
 """The Python examples of the five documents: each runs as it is printed there (imports, paths and
-data replaced), or what it names is absent and README's "Deliberately different" has the call to use
-instead. References: document number and line."""
+data replaced), or what it names is absent on purpose: ABSENT has the call to use instead.
+References: document number and line."""
 
 import argparse
+import importlib
 import math
 import random
 
@@ -13,12 +14,17 @@ from conftest import TINY
 from processes import in_ranks_of, python
 from runs import assert_same, tensors
 
+from model import memory
+from model.autoencoder import combined_loss, matching_loss, reconstruction_losses
+from model.gpt import GPT, GPTConfig
+from model.moe import compute_router_auxiliary_loss
 from model.sae import ActivationBuffer
 from train.base.errors import DataError
 from train.config import load_config
-from train.dataloader import Data, DatasetLoader, RowLoader
-from train.distributed import Ranks
+from train.dataloader import Data, DataLoader, DatasetLoader, RowLoader
+from train.distributed import Ranks, convert_ddp_state, get_device, set_seed
 from train.lr_scheduler import EarlyStopping, get_lr
+from train.optimizer import configure_optimizers
 from train.train import train
 
 # -----------------------------------------------------------------------------
@@ -225,3 +231,119 @@ def test_own_loaders(tmp_path):
                             learning_rate=0.1, weight_decay=0.0)
     history = train(config, Regression(3, 1), data=Data(OwnLoader(), OwnLoader()))["history"]
     assert history[-1]["val_loss"] < 0.1 * history[0]["val_loss"]
+
+
+# -----------------------------------------------------------------------------
+# the other examples
+
+def test_seed_device_and_names_of_ddp():  # 001, lines 49 and 142; 000, line 169
+    try:
+        set_seed(seed=42, deterministic=True, cudnn_benchmark=False)
+        first = (torch.rand(1), random.random(), np.random.rand())
+        set_seed(seed=42, deterministic=True, cudnn_benchmark=False)
+        assert first == (torch.rand(1), random.random(), np.random.rand())
+    finally:
+        set_seed(seed=42, deterministic=False, cudnn_benchmark=True)
+    device = get_device(prefer_cuda=True, device_id=0)
+    assert device.type == ("cuda" if torch.cuda.is_available() else device.type)
+    assert convert_ddp_state({"module.a": 1}) == {"a": 1}
+
+
+def test_the_loop_of_the_document(data_dir):  # 002, lines 35, 76, 146 and 294
+    train_loader = DataLoader(data_dir, 4, 8, split="train")
+    X, Y = train_loader.get_batch(device="cpu")
+    assert X.shape == Y.shape == (4, 8) and torch.equal(X[:, 1:], Y[:, :-1])
+    model = GPT(GPTConfig(n_layer=1, n_head=2, n_embd=16, n_hidden=32, block_size=8,
+                          vocab_size=256), seed=1)
+    optimizer = configure_optimizers(model, weight_decay=0.1, learning_rate=0.01, betas=(0.9, 0.95))
+    for group in optimizer.param_groups:
+        assert all((p.dim() >= 2) == (group["weight_decay"] == 0.1) for p in group["params"])
+    logits = model(X)  # the document: logits, _ = model(X); the second value would have no meaning
+    first = torch.nn.functional.cross_entropy(logits.view(-1, 256), Y.view(-1))
+    assert torch.allclose(model(X, Y)[0], first)
+    for _ in range(5):
+        for _ in range(2):
+            loss = torch.nn.functional.cross_entropy(model(X).view(-1, 256), Y.view(-1)) / 2
+            loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+    assert model(X, Y)[0] < first
+
+
+def test_a_checkpoint_is_read_as_in_the_document(tmp_path, data_dir):  # 002, line 372
+    config = load_config(None, TINY | dict(data_dir=str(data_dir), out_dir=str(tmp_path),
+                                           vocab_size=256, max_iters=2))
+    train(config)
+    checkpoint = torch.load(tmp_path / "ckpt.pt")
+    assert checkpoint.keys() >= {"model", "optimizer", "model_args", "iter_num", "best_val_loss"}
+    model = GPT(GPTConfig(**checkpoint["model_args"]))
+    model.load_state_dict(checkpoint["model"])
+    assert checkpoint["iter_num"] == 2
+    # The optimizer's state is by names, not by numbers of parameters: --resume reads it.
+    assert checkpoint["optimizer"]["state"].keys() <= checkpoint["model"].keys()
+
+
+def test_router_losses():  # 003, line 154
+    total = compute_router_auxiliary_loss(
+        router_losses=[{"load_balance": 0.01, "z_loss": 0.001},
+                       {"load_balance": 0.02, "z_loss": 0.002}],
+        load_balance_coef=0.01, auxiliary_coef=0.0, z_loss_coef=0.001)
+    assert total == pytest.approx(0.01 * 0.03 + 0.001 * 0.003)
+
+
+def test_a_model_built_first_modified_and_trained(tmp_path, data_dir):  # 003, line 192
+    config = load_config(None, TINY | dict(
+        model="memory", data_dir=str(data_dir), out_dir=str(tmp_path), vocab_size=256, n_chapters=2,
+        chapters_per_token=1, chapter_size=4, max_iters=2, eval_interval=2))
+    data = memory.open_data(config, Ranks())
+    model = memory.build_model(config, data)
+    with torch.no_grad():
+        model.h[0].memory.gate.fill_(0.5)
+    before = model.h[0].memory.keys.weight.clone()
+    assert train(config, model=model, data=data)["iter_num"] == 2
+    assert not torch.equal(model.h[0].memory.keys.weight, before)
+
+
+def test_losses_of_the_autoencoder():  # 004, lines 117 to 165
+    names = ("video", "audio", "text")
+    outs, targets = ({name: torch.randn(6, 4) for name in names} for _ in range(2))
+    predicted, target = torch.randn(2, 6, 5)
+    parts = reconstruction_losses(outs, targets)
+    mse = {name: torch.nn.functional.mse_loss(outs[name], targets[name]) for name in names}
+    assert all(torch.allclose(parts[name].mean(), mse[name]) for name in names)
+    match = matching_loss(predicted, target, matching="mse")
+    assert torch.allclose(match.mean(), torch.nn.functional.mse_loss(predicted, target))
+    correlation = [np.corrcoef(a, b)[0, 1] for a, b in zip(predicted.numpy(), target.numpy())]
+    assert 1 - matching_loss(predicted, target, "correlation").numpy() == pytest.approx(
+        correlation, abs=5e-3)
+    loss = combined_loss(parts, match, recon_weight=1.0, match_weight=0.5,
+                         modality_weights=dict(video=2.0))
+    expected = 2 * mse["video"] + mse["audio"] + mse["text"] + 0.5 * match.mean()
+    assert torch.allclose(loss.mean(), expected)
+
+
+ABSENT = [  # (document, name, the call to use instead)
+    (0, "train.train.train_epoch", "train.train.training_loop"),
+    (0, "train.train.fit", "train.train.train"),
+    (1, "train.dataloader.get_optimal_dataloader_kwargs", "train.dataloader.Prefetcher"),
+    (3, "train.train.Trainer", "train.train.train"),
+    (3, "model.memory.MemoryAdapter", "model.memory.build_model"),
+    (3, "train.dataloader.create_dataloader", "data.prepare.chat.main"),
+    (3, "train.dataloader.TextDataset", "data.prepare.main"),
+    (4, "model.autoencoder.create_autoencoder", "model.autoencoder.build_model"),
+    (4, "model.autoencoder.SherlockDataset", "data.prepare.features.main"),
+    (4, "train.config.TrainingConfig", "train.config.load_config"),
+    (4, "model.autoencoder.ReconstructionLoss", "model.autoencoder.reconstruction_losses"),
+    (4, "model.autoencoder.FMRIMatchingLoss", "model.autoencoder.matching_loss"),
+    (4, "model.autoencoder.CombinedAutoEncoderLoss", "model.autoencoder.combined_loss"),
+    (4, "train.distributed.setup_distributed", "train.distributed.process_group"),
+    (4, "train.distributed.cleanup_distributed", "train.distributed.process_group")]
+
+
+@pytest.mark.parametrize("document, name, instead", ABSENT)
+def test_names_that_are_absent_on_purpose(document, name, instead):
+    def exists(path):
+        module, _, attribute = path.rpartition(".")
+        return hasattr(importlib.import_module(module), attribute)
+    assert not exists(name) and exists(instead)
