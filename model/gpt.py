@@ -195,10 +195,8 @@ class MLP(nn.Module):
 
     def forward(self, x):
         activate = self.activations[self.config.mlp]
-        if self.gate is None:
-            x = activate(self.up(x))  # (B, T, n_hidden)
-        else:
-            x = activate(self.gate(x)) * self.up(x)
+        # (B, T, n_hidden)
+        x = activate(self.up(x)) if self.gate is None else activate(self.gate(x)) * self.up(x)
         return self.out_norm(ops.apply_dropout(self.down(x), self.config.dropout, self.training))
 
 
@@ -273,8 +271,7 @@ class GPT(nn.Module):
         self.register_buffer("token_bytes", sizes, persistent=False)
 
     def forward(self, idx, targets=None, *others, cache=None, last_only=False):
-        """cache: of the tokens before idx (B, T); last_only: logits of the last token only;
-        others: further tensors of a batch of other model types."""
+        """cache: of the tokens before idx; last_only: of logits; others: of other model types."""
         if targets is not None:
             return self.compute_loss(idx, targets, *others)
         x = self.trunk(idx, cache)  # (B, T, C)
@@ -287,8 +284,7 @@ class GPT(nn.Module):
     def score(self, x, targets):
         """Return (mean loss, sums) of targets (B, T) int64, -1: not counted, from normalised states
         x (B, T, C). Sums of an evaluation include the bytes of text, 0 without a tokenizer."""
-        head = self.lm_head or self.wte
-        loss = self.loss(x, head.weight, targets, self.config.vocab_size)
+        loss = self.loss(x, (self.lm_head or self.wte).weight, targets, self.config.vocab_size)
         counted = targets != ops.IGNORE  # (B, T)
         sums = dict(count=counted.sum())
         if not self.training:
@@ -296,17 +292,15 @@ class GPT(nn.Module):
         return loss, sums
 
     def trunk(self, idx, cache=None, mask=None, positions=None, previous=None):
-        """Return the normalised states (B, T, C) of the last layer. cache: see model.core.kv_cache;
-        without one: mask (B or 1, 1, T, T), see Attention; positions (B, T), default 0 to T - 1;
-        previous (B, T), the token before each token."""
+        """Return the normalised states (B, T, C) of the last layer. cache: see core/kv_cache.py, or
+        mask: see Attention; positions (B, T); previous (B, T): the token before each token."""
         c = self.config
         T = idx.size(1)
         if T > c.block_size:
             raise ValueError(f"{T} tokens; the model's context (block_size) is {c.block_size}")
         if cache is not None:
             positions, previous = cache.start(idx)  # (1 or B, T), (B, T)
-        # embeddings of tokens, positions and previous tokens
-        x = self.wte(idx)  # (B, T, C)
+        x = self.wte(idx)  # (B, T, C), embeddings of tokens, positions and previous tokens
         if c.embed_scale != 1:
             x = x * c.embed_scale
         if self.wpe is not None:

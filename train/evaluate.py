@@ -18,9 +18,8 @@ from train.system import ModelHooks, hook
 
 
 def pack(loss, sums, count):
-    """Return the sums of one batch as one vector, so that an addition or a transfer is a single
-    operation: "count" (of items, default: `count`), "loss" (the sum of the items' losses), then
-    `sums` by name. loss: 0-dim, the mean. (n,)"""
+    """Return the sums of one batch as one vector (n,), which is added and sent at once: "count" (of
+    items, default: `count`), "loss" (summed over the items), then `sums` by name."""
     # float32 sums depend on the order of additions in the eighth digit. MPS has no float64.
     precise = torch.float32 if loss.device.type == "mps" else torch.float64
     out = {name: sums[name].detach().to(precise) for name in sorted(sums)}

@@ -286,8 +286,7 @@ class Clock:
             self.total_away += seconds
 
     def lap(self, it, batches, warn):
-        """Return the seconds per step since the last lap, at the end of step `it`. batches: the
-        Prefetcher, which counts the seconds spent waiting for batches."""
+        """Return the seconds per step since the last lap, at the end of step `it`."""
         seconds = time.perf_counter() - self.started_at
         if batches.seconds > max(1.0, SLOW_INPUT_SHARE * seconds):  # below a second: noise
             warn(SLOW_INPUT.format(batches.seconds / seconds))

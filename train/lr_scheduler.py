@@ -12,11 +12,8 @@ OTHER_NAMES = dict(warmup_steps="warmup_iters", max_steps="max_iters")
 
 def get_lr(it: int, args) -> float:
     """Return the learning rate of step `it` (0-based): a linear warm-up, then the schedule. Cosine
-    (arXiv:1608.03983), linear and wsd (arXiv:2404.06395) reach min_lr at lr_decay_iters.
-
-    args: a TrainConfig, or any object with the attributes learning_rate, min_lr, warmup_iters (or
-    warmup_steps) and max_iters (or max_steps), and optionally other keys of the learning rate.
-    """
+    (arXiv:1608.03983), linear and wsd (arXiv:2404.06395) reach min_lr at lr_decay_iters. args: a
+    TrainConfig, or any object that read_schedule() accepts."""
     c = args if hasattr(args, "lr_schedule") else read_schedule(args)
     warmup, end, min_lr = milestones(c)
     if it < warmup:  # + 1: the first step learns, and the step after the warm-up has the peak
@@ -28,8 +25,7 @@ def get_lr(it: int, args) -> float:
         return max(min_lr, c.learning_rate * c.lr_factor ** drops)
     if it >= end:
         return min_lr
-    # coeff falls from 1 after the warm-up to 0 at the end.
-    decay_ratio = (it - warmup) / (end - warmup)
+    decay_ratio = (it - warmup) / (end - warmup)  # from 0 to 1; coeff falls from 1 to 0
     if c.lr_schedule == "wsd":  # warm-up, stable, decay: linear over the last part of the run
         coeff = min(1.0, (end - it) / max(1.0, min(c.wsd_decay * end, end - warmup)))
     elif c.lr_schedule == "linear":
@@ -40,16 +36,16 @@ def get_lr(it: int, args) -> float:
 
 
 def read_schedule(args):
-    """Return a TrainConfig with the learning rate's keys among the attributes of `args`."""
+    """Return a TrainConfig of an object with the attributes learning_rate, min_lr, warmup_iters (or
+    warmup_steps) and max_iters (or max_steps), and optionally other keys of the learning rate."""
     values = {OTHER_NAMES.get(name, name): value for name, value in vars(args).items()}
     keys = {f.name: values[f.name] for f in fields(LearningRateKeys) if f.name in values}
     required = {name: values[name] for name in ("learning_rate", "warmup_iters", "max_iters")}
     return TrainConfig(**keys | required)
 
 
-def milestones(config):
-    """Return (steps of warm-up, step at which the decay ends, final rate)."""
-    c = config  # the default of a missing key depends on other keys
+def milestones(c):
+    """Return (steps of warm-up, step at which the decay ends, final rate), also of unset keys."""
     warmup = c.warmup_iters if c.warmup_ratio is None else round(c.warmup_ratio * c.max_iters)
     end = max(1, c.max_iters) if c.lr_decay_iters is None else c.lr_decay_iters
     return warmup, end, c.learning_rate / 10 if c.min_lr is None else c.min_lr

@@ -99,11 +99,8 @@ def training_loop(run):
 
 
 def train_step(run, lr=None):
-    """Do one optimizer step on the global batch; all ranks call it together.
-
-    lr: the learning rate (default: the schedule's). Returns the mean loss of the step, or None if a
-    signal arrived before the last micro-batch: nothing is applied, and a resume repeats the step.
-    """
+    """Do one optimizer step on the global batch, on all ranks. lr: default, the schedule's. Returns
+    the mean loss, or None if a signal arrived before the last micro-batch: nothing is applied."""
     c = run.config
     p = run.progress
     it = p.iter_num
@@ -179,8 +176,7 @@ def train_step(run, lr=None):
 # parts of a step
 
 def seed_step(seed, it, ranks):
-    """Seed torch's generators with a function of (seed, it, rank): a resumed run draws the same
-    random numbers (dropout), and no generator state has to be saved."""
+    """Seed torch's generators by (seed, it, rank): a resumed run draws the same dropout masks."""
     number = ((seed * 1_000_003 + it) * 65_537 + ranks.rank) % 2**63
     # Not torch.manual_seed: it formats a traceback for each missing accelerator, 0.5 ms per step.
     torch.default_generator.manual_seed(number)

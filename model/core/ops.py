@@ -39,15 +39,20 @@ class LinearCrossEntropy(nn.Module):
         h = x.flatten(0, -2)  # (N, C)
         targets = targets.flatten()
         if h.is_cuda and torch.compiler.is_compiling():
-            # Inductor fuses this into one pass over bfloat16 logits, faster than chunks on a GPU.
-            z = finish_logits(F.linear(h, weight.to(h.dtype)).float())
-            padding = torch.arange(z.size(-1), device=z.device) >= vocab_size
-            total = F.cross_entropy(z.masked_fill(padding, -math.inf), targets, reduction="sum",
-                                    ignore_index=IGNORE)
-            return total / (targets != IGNORE).sum().clamp(min=1)
+            return whole_cross_entropy(h, weight.to(h.dtype), targets, vocab_size)
         if torch.is_autocast_enabled(h.device.type):
             h = h.to(torch.get_autocast_dtype(h.device.type))
         return _ChunkedLinearCrossEntropy.apply(h, weight.to(h.dtype), targets, vocab_size)
+
+
+def whole_cross_entropy(h, weight, targets, vocab_size):
+    """LinearCrossEntropy without chunks, for the compiler: Inductor fuses it into one pass over
+    bfloat16 logits, faster than chunks on a GPU."""
+    z = finish_logits(F.linear(h, weight).float())
+    padding = torch.arange(z.size(-1), device=z.device) >= vocab_size
+    total = F.cross_entropy(z.masked_fill(padding, -math.inf), targets, reduction="sum",
+                            ignore_index=IGNORE)
+    return total / (targets != IGNORE).sum().clamp(min=1)
 
 
 def finish_logits(z):
@@ -70,8 +75,7 @@ def token_logprobs(model, x, targets):
 
 
 def chunk_rows(n_columns, device_type):
-    """Return the rows of a chunk of logits: 32 MB of float32 on a CPU, which fit into the caches,
-    else 256 MB; at least 256 rows if these are few: their product only waits for the weights."""
+    """Return the rows of a chunk of logits: 32 MB on a CPU (its caches), else 256 MB; or 256."""
     rows = (1 << (23 if device_type == "cpu" else 26)) // n_columns
     return 1 << rows.bit_length() - 1 if rows >= 128 else 256
 
