@@ -266,7 +266,7 @@ def count_special(ids, tokenizer):
     return Counter(i for i in ids if i in special)
 
 
-@functools.lru_cache(1024)
+@functools.lru_cache(128)  # a request has up to 1 MB of messages
 def count_template_special(template, messages, add_prompt, tokenizer, variables):
     """Return count_special() of a tuple of messages without special tokens in their texts.
     variables: as JSON."""

@@ -271,7 +271,9 @@ class GPT(nn.Module):
         self.register_buffer("token_bytes", sizes, persistent=False)
 
     def forward(self, idx, targets=None, *others, cache=None, last_only=False):
-        """cache: of the tokens before idx; last_only: of logits; others: of other model types."""
+        """idx (B, T) int64. With targets, return (loss, sums), see compute_loss; others: further
+        tensors of the batches of other model types. Without, return logits (B, T, vocab_size);
+        cache: of the tokens before idx; last_only: of the last token only, (B, 1, vocab_size)."""
         if targets is not None:
             return self.compute_loss(idx, targets, *others)
         x = self.trunk(idx, cache)  # (B, T, C)

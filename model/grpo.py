@@ -285,6 +285,7 @@ def open_data(config, ranks):
                         f"{c.answer_tokens} exceed the model's context, {c.block_size}; reduce it, "
                         "or prepare the prompts with a smaller --block_size")
     rewards = RewardFunction(tokenizer, ChatTemplate(meta.template).end_ids(tokenizer))
+
     def load(split):
         path = os.path.join(c.data_dir, f"{split}_rows.jsonl")
         tokens, length = open_rows(c.data_dir, split, tokens=((width,), 0, tokenizer.n_vocab),
@@ -315,5 +316,6 @@ def build_model(config, data):
 
 
 def sample(model, data, config):
-    return chat.sample(model, data, config, lambda prompts, lengths, *_: [
-        ids[:n].tolist() for ids, n in zip(prompts, lengths)])
+    def get_prompts(prompts, lengths, *rest):
+        return [ids[:n].tolist() for ids, n in zip(prompts, lengths)]
+    return chat.sample(model, data, config, get_prompts)

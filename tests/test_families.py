@@ -158,6 +158,10 @@ def test_a_bin_file_is_converted_by_the_command_that_is_printed(folders, tmp_pat
     done = python(*shlex.split(str(caught.value).splitlines()[-1])[1:])
     assert done.returncode == 0, done.stderr
     assert_close(logits_of(load_model(str(folder))[0], ids()), logits_of(theirs, ids()))
+    for name, message in (("pytorch_model.bin", "which has model.safetensors"),
+                          ("other.bin", "no such file")):
+        with pytest.raises(CheckpointError, match=message):
+            load_model(str(folder / name))
 
 
 def test_a_gguf_file_has_the_name_of_the_folder_and_tells_of_a_window(folders, tmp_path, capsys):

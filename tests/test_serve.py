@@ -872,6 +872,21 @@ def test_a_kept_alive_connection_with_short_requests_stays(server, monkeypatch):
     client.close()
 
 
+def test_a_client_that_does_not_read_is_closed(monkeypatch):
+    """Its answer fills the buffers, and would wait in them for ever."""
+    monkeypatch.setattr(server_file, "FINISH_SECONDS", 0.5)
+    request = raw(dict(prompt="a", max_tokens=10**6, stream=True))
+    with serving(small(LETTERS), LETTERS, max_tokens=10**6, timeout=2.5) as server:
+        server.listening.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)
+        with socket.socket() as s:
+            s.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+            s.connect(("127.0.0.1", server.port))
+            s.sendall(request)
+            soon(lambda: server.engine.rows)
+            soon(lambda: not server.server_state.connections)
+            assert healthy(server)
+
+
 @pytest.mark.slow
 def test_three_hundred_slow_clients(server):
     slow = slow_clients(300, server)

@@ -297,10 +297,10 @@ def write_config(shape, kind, dtype, end):
     fields = write_fields(shape, FAMILIES[kind])
     if shape.pad_id is not None:
         fields["pad_token_id"] = shape.pad_id
-    return fields | dict(architectures=[FAMILIES[kind].architecture], model_type=kind,
-                bos_token_id=end if shape.bos_id is None else shape.bos_id,
-                eos_token_id=eos if len(eos) > 1 else eos[0],
-                torch_dtype=dtype, dtype=dtype)
+    return fields | dict(
+        architectures=[FAMILIES[kind].architecture], model_type=kind,
+        bos_token_id=end if shape.bos_id is None else shape.bos_id,
+        eos_token_id=eos if len(eos) > 1 else eos[0], torch_dtype=dtype, dtype=dtype)
 
 
 def write_fields(shape, family):

@@ -29,9 +29,9 @@ from train.base.errors import CheckpointError, echo, require
 from train.distributed import convert_ddp_state
 from train.system import load_model_type
 
-# Arguments: the folder with pytorch_model.bin, and the file to write.
+# Arguments: the .bin file, and the file to write.
 TO_SAFETENSORS = ("import sys, torch, safetensors.torch as s; "
-                  "t = torch.load(sys.argv[1] + '/pytorch_model.bin', weights_only=True); "
+                  "t = torch.load(sys.argv[1], weights_only=True); "
                   "s.save_file({k: v.clone() for k, v in t.items()}, sys.argv[2])")
 
 
@@ -48,7 +48,7 @@ def read_model(path, state=None):
     if path.endswith(".safetensors"):
         return read_safetensors_model(path)
     if path.endswith(".bin"):
-        return read_shards(os.path.dirname(path) or ".")  # refused
+        refuse_bin(path)
     state = load_checkpoint(path) if state is None else state
     weights = convert_ddp_state(state["model"])
     if not any(name.endswith("h.0.attn.c_attn.weight") for name in weights):
@@ -143,14 +143,26 @@ def read_folder(folder):
     return make_state(folder, weights, FAMILIES[kind].config_class(**args), tokenizer, template)
 
 
+def refuse_bin(path):
+    """Raise CheckpointError for a .bin file of transformers, with a command that converts it."""
+    folder = os.path.dirname(path) or "."
+    to = os.path.join(folder, "model.safetensors")
+    if not os.path.exists(path):
+        raise CheckpointError(f"{path}: no such file")
+    if os.path.exists(to):
+        raise CheckpointError(f"{path} is not read; specify {folder}, which has model.safetensors")
+    raise CheckpointError(f"{path} is not read; convert it, then specify {folder}:\n  "
+                          + shlex.join(["python", "-c", TO_SAFETENSORS, path, to]))
+
+
 def read_shards(folder):
     """Return {name: tensor} of model.safetensors in `folder`, or of the shards in the index."""
     index = os.path.join(folder, "model.safetensors.index.json")
     if not os.path.exists(index):
         path = os.path.join(folder, "model.safetensors")
-        if os.path.exists(os.path.join(folder, "pytorch_model.bin")) and not os.path.exists(path):
-            raise CheckpointError(f"{folder}: pytorch_model.bin is not read; convert it:\n  "
-                                  + shlex.join(["python", "-c", TO_SAFETENSORS, folder, path]))
+        pickled = os.path.join(folder, "pytorch_model.bin")
+        if os.path.exists(pickled) and not os.path.exists(path):
+            refuse_bin(pickled)
         return read_safetensors(path)[0]
     weight_map = read_json(index).get("weight_map")
     if not isinstance(weight_map, dict) or not all(  # never a file outside the folder

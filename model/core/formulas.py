@@ -35,8 +35,10 @@ def digests(kind=None):
     or of all of them. "statements" are those outside of functions and classes."""
     code = {}
     for file in read_record()["files"]:
-        if kind is None or file in (*FILES, f"model/{kind}.py"):
-            for node in simplify(ast.parse(Path(REPOSITORY, file).read_text("utf-8")).body):
+        path = Path(REPOSITORY, file)
+        # A model type may have been deleted.
+        if path.exists() and (kind is None or file in (*FILES, f"model/{kind}.py")):
+            for node in simplify(ast.parse(path.read_text("utf-8")).body):
                 name = dict(node[1:]).get("name", "statements")
                 code.setdefault(f"{name} ({file})", []).append(node)
     return {name: hashlib.sha256(repr(parts).encode()).hexdigest()[:12]
@@ -65,10 +67,11 @@ def edited(kind=None):
 def find_differences(state, kind):
     """Return the names of definitions that differ between this program and the one that wrote
     `state`, a checkpoint or meta.json; [] if an earlier version did, which does not record them."""
-    own, theirs = edited(kind), state.get("formulas")
-    return [] if not isinstance(theirs, dict) else [
-        str(name) for name, value in (own | theirs).items()
-        if name not in theirs or digests(kind).get(name) != value]
+    theirs = state.get("formulas")
+    if not isinstance(theirs, dict):
+        return []
+    return [str(name) for name, value in (edited(kind) | theirs).items()
+            if name not in theirs or digests(kind).get(name) != value]
 
 
 warn_once = functools.cache(warn_stderr)  # several parts of a run read the same file

@@ -77,7 +77,7 @@ def token_logprobs(model, x, targets):
 def chunk_rows(n_columns, device_type):
     """Return the rows of a chunk of logits: 32 MB on a CPU (its caches), else 256 MB; or 256."""
     rows = (1 << (23 if device_type == "cpu" else 26)) // n_columns
-    return 1 << rows.bit_length() - 1 if rows >= 128 else 256
+    return 1 << (rows.bit_length() - 1) if rows >= 128 else 256  # a power of two
 
 
 class _ChunkedLinearCrossEntropy(torch.autograd.Function):

@@ -114,13 +114,13 @@ class ExampleReader:
             before, after = self.encode(question, texts, get_text(row, "delimiter", " "),
                                         None if is_cloze else self.template)
         else:
-            texts = [get_text(row, "answer").lstrip()]
-            if not texts[0]:
+            text = get_text(row, "answer").lstrip()
+            if not text:
                 raise ValueError("answer: expected a non-empty text")
+            texts = [text]
             answer = 0
             default = " " if question == question.rstrip() else ""
-            before, after = self.encode_answer(question, *texts,
-                                               get_text(row, "delimiter", default))
+            before, after = self.encode_answer(question, text, get_text(row, "delimiter", default))
         if not before and self.tokenizer.eot_token is not None:
             before = [self.tokenizer.eot_token]
         if not before or not all(after):

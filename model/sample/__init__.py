@@ -51,9 +51,9 @@ def load_text_model(options):
                          "or a prepared folder")
     tokenizer = tokenizer or open_tokenizer(options.tokenizer)
     if tokenizer.n_vocab > model.config.vocab_size:
-        raise ValueError(f"--tokenizer {options.tokenizer}: has {tokenizer.n_vocab} ids, but the "
-                         f"model's vocabulary has {model.config.vocab_size}; specify the tokenizer "
-                         "of the training data")
+        raise ValueError(f"{ckpt}: the tokenizer has {tokenizer.n_vocab} ids, but the model's "
+                         f"vocabulary has {model.config.vocab_size}; specify the --tokenizer of "
+                         "the training data")
     return model, tokenizer, device
 
 
@@ -99,7 +99,7 @@ def load_compiled(options):
 def sample(options):
     """Generate and print texts, or talk."""
     n = options.num_samples
-    if options.chat + options.compile + (n > 1) > 1:
+    if sum([options.chat, options.compile, n > 1]) > 1:
         raise UserError("--chat, --compile and --num_samples: use only one of them")
     model, tokenizer, device = (load_compiled if options.compile else load_for_decoding)(options)
     if options.chat:

@@ -27,7 +27,7 @@ class ServeOptions(LoadOptions):
                     "interfaces, which requires a key", metavar="ADDRESS")
     port: int = key(8000, "0: any free port", ge=0, le=65_535)
     api_key: str = key("", "key that clients must send (default: IRONGPT_API_KEY in the "
-                              "environment, which other users cannot see)", metavar="KEY")
+                       "environment, which other users cannot see)", metavar="KEY")
     allow_host: list[str] = key([], "name under which clients or a reverse proxy address this "
                                 "server (repeatable; *: any)")
     cors: list[str] = key([], "web page that may send requests from a browser, e.g. "

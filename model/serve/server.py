@@ -33,7 +33,7 @@ CHAT_PATH = "/v1/chat/completions"
 MAX_HEAD_BYTES = 1 << 15  # request line and headers
 MAX_BODY_BYTES = 1 << 20
 RECEIVE_SECONDS = 30  # for a request to arrive
-FINISH_SECONDS = 30   # after a signal, for clients to read their responses
+FINISH_SECONDS = 30   # for clients to read their responses
 ERROR_HEADERS = {401: {"WWW-Authenticate": "Bearer"}, 503: {"Retry-After": "1"}}
 
 
@@ -53,7 +53,7 @@ class Server(uvicorn.Server):
         self.template = template
         self.key = key
         self.created = int(time.time())
-        self.receiving_since = {}  # {(connection, its last request): time}
+        self.times = {}  # {(connection, its last request, whether it is being answered): since}
         self.events = collections.deque()  # from the engine's thread: (queue, event)
         self.delivering = False
         routes = [Route("/", self.get_page), Route("/health", self.get_health),
@@ -88,15 +88,18 @@ class Server(uvicorn.Server):
         await super().startup([self.listening])
 
     async def on_tick(self, counter):
-        """Close connections whose next request takes too long to arrive."""
+        """Close connections whose next request takes too long to arrive, or whose client does not
+        read the response."""
         now = time.monotonic()
-        self.receiving_since = {
-            (c, c.cycle): self.receiving_since.get((c, c.cycle), now)
-            for c in self.server_state.connections
-            if c.cycle is None or c.cycle.more_body or c.cycle.response_complete}
-        for (connection, _), since in self.receiving_since.items():
-            if now > since + RECEIVE_SECONDS:
-                connection.transport.abort()
+        times = {}
+        for c in self.server_state.connections:
+            is_busy = c.cycle and not (c.cycle.more_body or c.cycle.response_complete)
+            state = c, c.cycle, is_busy
+            times[state] = self.times.get(state, now)
+            limit = self.engine.timeout + FINISH_SECONDS if is_busy else RECEIVE_SECONDS
+            if now > times[state] + limit:
+                c.transport.abort()
+        self.times = times
         return await super().on_tick(counter)
 
     def handle_exit(self, sig, frame):
