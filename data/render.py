@@ -58,8 +58,10 @@ class Renderer:
                 if not reply.endswith(b"\n"):  # or this process was interrupted
                     self.child.kill()
                     self.child.wait()
-        text, problem = json.loads(reply) if reply else (
-            None, f"it does not come to an end, or needs more than {MAX_BYTES >> 20} MiB")
+        if not reply.endswith(b"\n"):
+            raise DataError("its chat template fails: it does not come to an end, or needs more "
+                            f"than {MAX_BYTES >> 20} MiB")
+        text, problem = json.loads(reply)
         if problem:
             raise DataError(f"its chat template fails: {problem}")
         return text

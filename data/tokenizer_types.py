@@ -218,10 +218,11 @@ class JsonTokenizer(Tokenizer):
                         if token.special}
         # Special tokens other than the end of text may exceed the model's rows (Gemma 3 has one).
         ids = self.enc.get_vocab(with_added_tokens=True).values()
-        special = {*self.special.values()} - {eot_token}
+        special = {i for i in self.special.values() if i != eot_token}
         self.n_vocab = 1 + max((i for i in ids if i < n_vocab or i not in special), default=-1)
         self.saved_n_vocab = {"n_vocab": self.n_vocab} if n_vocab else {}
-        if eot_token not in (None, *ids) or not 0 < self.n_vocab <= MAX_VOCAB:
+        is_id = type(eot_token) is int and eot_token in ids
+        if not (is_id or eot_token is None) or not 0 < self.n_vocab <= MAX_VOCAB:
             raise DataError(f"tokenizer.json: the end of text is {eot_token!r}, expected one of "
                             f"its ids, up to {MAX_VOCAB:,}")
 

@@ -224,7 +224,7 @@ def test_code_in_a_checkpoint_is_refused_though_its_digest_is_right(tmp_path):
 def test_weights_without_the_rest_are_not_resumed(out, data_dir):
     """a checkpoint without optimizer or progress -> refused, --init_from offered, which works"""
     state = load_checkpoint(out / "ckpt.pt")
-    for key in ("optimizer", "progress"):
+    for key in ("optimizer", "progress", "data"):
         less = {k: v for k, v in state.items() if k != key}
         save_checkpoint(str(out / "ckpt.pt"), less)
         with pytest.raises(CheckpointError, match=f"not the rest of a run .no {key}.*--init_from"):

@@ -205,6 +205,16 @@ def test_a_closed_pipe_does_not_stop_the_run(tmp_path):
     assert "iter 19999: " in (tmp_path / "train.log").read_text()
 
 
+@pytest.mark.skipif(not os.path.exists("/proc/self/fd"), reason="needs /proc")
+def test_a_closed_stream_costs_no_file_per_line():
+    console = Console(io.StringIO())
+    console.stream.close()
+    n_files = len(os.listdir("/proc/self/fd"))
+    for _ in range(5):
+        console.show("line")
+    assert len(os.listdir("/proc/self/fd")) == n_files
+
+
 def test_no_standard_output_at_all(tmp_path):
     if os.name != "nt":
         command = f"{sys.executable} {tmp_path}/program.py {tmp_path} 2 >&-"

@@ -109,7 +109,8 @@ def find_checkpoint(config, log):
     mark = pathlib.Path(folder, ".job")
     restarted = (os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0" and mark.is_file()
                  and mark.read_text() == job)
-    state, path = None, None
+    state = None
+    path = None
     if config.resume in ("auto", "must") or restarted:
         state, path = find_newest_checkpoint(folder, log)
         if state is None and config.resume == "must":
@@ -174,7 +175,8 @@ def check_fits(start, config, data, model, ranks):
     def check():
         state = start.state
         content = state | {"state": (state.get("optimizer") or {}).get("state")}
-        missing = [k for k, kind in REQUIRED_KEYS.items() if not isinstance(content.get(k), kind)]
+        missing = [k for k, kind in REQUIRED_KEYS.items()
+                   if k not in content or not isinstance(content[k], kind)]
         if missing:
             raise CheckpointError(
                 f"{start.path} has weights but not the rest of a run (no {', '.join(missing)}); to "

@@ -408,12 +408,12 @@ def describe_aliases(config):
             ignored.setdefault(ALIASES.hints[name], []).append(name)
         elif alias:
             read.setdefault(alias, []).append(f"{name} {getattr(config, name)}")
-    parts = [f"{alias} read as {', '.join(keys)}"
+    texts = [f"{alias} read as {', '.join(keys)}"
              + (f" ({ALIASES.hints[alias]})" if alias in ALIASES.hints else "")
              for alias, keys in read.items()]
-    parts = ["; ".join(parts)] * bool(parts)
-    parts += [f"{', '.join(names)} ignored: {hint}" for hint, names in ignored.items()]
-    return [f"Note: {part}" for part in parts]
+    notes = ["; ".join(texts)] if texts else []
+    notes += [f"{', '.join(names)} ignored: {hint}" for hint, names in ignored.items()]
+    return [f"Note: {note}" for note in notes]
 
 
 def to_yaml(config):

@@ -384,7 +384,7 @@ def report_finished(run):
                  f"{' and '.join(run.limits_reached())} continues it; with `--resume never` it "
                  "starts afresh.")
     # A run that was stopped before the test evaluates the test data now.
-    run.test_numbers = run.log.read_tested()
+    run.test_numbers = distributed.broadcast_from_rank0(run.log.read_tested, run.ranks)
     if run.data.test is not None and not run.test_numbers:
         test(run)
 

@@ -148,7 +148,8 @@ def adopt_weights(model, state, path, log):
                               f"its names look like {', '.join(list(weights)[:3])}")
     # Names may differ, shapes may not; dtypes are converted as the model is filled.
     check_match(matches, {n: own[n] for n in matches}, path, dtypes=False)
-    log(f"Starting from the weights of {path}: {len(matches)} tensors")
+    dtypes = sorted({str(t.dtype).removeprefix("torch.") for t in matches.values()})
+    log(f"Starting from the weights of {path}: {len(matches)} tensors ({', '.join(dtypes)})")
     for status, names in (("are newly initialised", [n for n in own if n not in matches]),
                           ("of it are not used", [n for n in weights if n not in own])):
         if names:

@@ -244,8 +244,9 @@ def check_content(state, size):
 def describe_load_error(error):
     """Return why a file could not be read as a checkpoint."""
     if isinstance(error, FileNotFoundError):
-        is_name = "." not in os.path.basename(error.filename)
-        return f"no such file{'; a model of the Hugging Face hub is hf:OWNER/NAME' * is_name}"
+        if "." not in os.path.basename(error.filename):
+            return "no such file; a model of the Hugging Face hub is hf:OWNER/NAME"
+        return "no such file"
     if unsafe := re.search(r"GLOBAL (\S+)", str(error)):  # torch's message
         return (f"refused: it would run or build {unsafe[1]}; a checkpoint may contain plain "
                 "tensors only")

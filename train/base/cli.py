@@ -45,9 +45,18 @@ def underscores(argv):
 
 def add_dashes(argv, parser):
     """Return `argv` with name=value as --name=value where `parser` has this option."""
-    return [f"--{a}" if f"--{a.partition('=')[0]}" in parser._option_string_actions
-            and "=" in a and not (before.startswith("--") and "=" not in before) else a
-            for before, a in zip(["", *argv], argv)]
+    options = {name: action for action in parser._actions for name in action.option_strings}
+    out = []
+    previous = ""
+    for argument in argv:
+        name, equals, _ = argument.partition("=")
+        # An argument after an option without a value, other than a flag, is the value.
+        action = options.get(previous)
+        is_value = action.nargs != 0 if action else previous.startswith("--")
+        is_setting = equals and f"--{name}" in options and not is_value
+        out.append(f"--{argument}" if is_setting else argument)
+        previous = argument
+    return out
 
 
 def make_parser(cls, prog, epilog=None):
@@ -82,7 +91,8 @@ def make_parser(cls, prog, epilog=None):
 def make_options(cls, values):
     """Return an instance of the dataclass `cls` from the texts {name: str, list of str or None}.
     ValueError lists all invalid values. A missing or empty value means the default."""
-    options, problems = {}, []
+    options = {}
+    problems = []
     for f in fields(cls):
         if values.get(f.name) in (None, []):
             continue

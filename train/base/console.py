@@ -37,8 +37,9 @@ class Console:
                 self.stream.write(clear + ("" if line is None else f"{line}\n") + self.live_line)
                 self.stream.flush()
             except (OSError, ValueError):
-                with suppress(OSError, ValueError):  # other code may print to the same stream
-                    os.dup2(os.open(os.devnull, os.O_WRONLY), self.stream.fileno())
+                # Other code may print to the same stream.
+                with suppress(OSError, ValueError), open(os.devnull, "w") as null:
+                    os.dup2(null.fileno(), self.stream.fileno())
 
 
 class LineFile:

@@ -119,7 +119,7 @@ def measure_step(config, data, ranks, dtype, compiled, available):
     cost = measure(n)
     if n < size:
         limits = np.array([MAX_SECONDS / 3, available])
-        larger_n = min(max(2, int(min(limits / cost))), size)
+        larger_n = min(max(2, int(min(limits / np.maximum(cost, 1e-9)))), size)
         cost += (measure(larger_n) - cost) * (size - n) / (larger_n - n)
     seconds = config.accumulation(ranks.world_size) * cost[0] + timed(update, device)
     return seconds, max(0, cost[1] - sum(state_memory(config, model, world_size=1).values()))
