@@ -122,6 +122,19 @@ FAMILIES = {
 }
 
 
+@pytest.mark.parametrize("shape, length", [
+    (dict(max_positions=None), 16), (dict(max_positions=64), 64),
+    (dict(max_positions=8), 16),  # windows longer than those of the initial weights
+    (GPT2 | dict(bias=True, max_positions=64), 16)])  # of a run with shorter ones: rows were cut
+def test_the_context_of_an_export(tmp_path, shape, length):
+    make(tmp_path / "ckpt.pt", block_size=16, **shape)
+    export(tmp_path / "ckpt.pt", tmp_path / "hf")
+    config, tokenizer = (json.loads((tmp_path / "hf" / f"{name}.json").read_text())
+                         for name in ("config", "tokenizer_config"))
+    assert length == tokenizer["model_max_length"]
+    assert length == config.get("max_position_embeddings", config.get("n_positions"))
+
+
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_folder_has_our_logits(hf, tmp_path, family):
     """In transformers, with no custom code; and read back here."""

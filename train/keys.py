@@ -191,6 +191,14 @@ class GPTKeys:
         return max(self.block_size, min(self.max_positions or 0, MAX_CONTEXT))
 
     @property
+    def full_context(self):
+        """Tokens that the weights can take, for exports: without the limit on memory of `context`.
+        A run with longer windows than those of its initial weights has a longer context."""
+        if self.pos == "learned":
+            return self.block_size
+        return max(self.block_size, self.max_positions or 0)
+
+    @property
     def rope_factors(self):
         """rope_scaling as numbers: (), (factor,) or (factor, low, high, original length)."""
         return parse_rope_scaling(self.rope_scaling) if self.rope_scaling else ()

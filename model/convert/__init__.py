@@ -98,7 +98,7 @@ def export_folder(source, to, precision):
                precision)
     if tokenizer:
         keys = dict(tokenizer_class="PreTrainedTokenizerFast", clean_up_tokenization_spaces=False,
-                    model_max_length=shape.max_positions or shape.block_size)
+                    model_max_length=shape.full_context)
         keys |= {} if end is None else dict(eos_token=tokenizer.decode([end]))
         if template:
             keys |= template.special_tokens | dict(chat_template=template.jinja)

@@ -310,7 +310,7 @@ def write_fields(shape, family):
         names = {ours: theirs for theirs, ours in reversed(family.activations.items())}
         out[family.keys["mlp"]] = names.get(shape.mlp, next(iter(family.activations)))
     if "max_positions" in family.keys:
-        out[family.keys["max_positions"]] = shape.max_positions or shape.block_size
+        out[family.keys["max_positions"]] = shape.full_context
     return out | attention_keys(shape, family) if "rope_theta" in family.keys else out
 
 

@@ -65,9 +65,9 @@ def export_gguf(source, to, precision):
         writer.write_kv_data_to_file()
         writer.write_tensors_to_file()
         writer.close()
-    window, length = source.shape.window, source.shape.max_positions or source.shape.block_size
+    window = source.shape.window
     note = (f"; llama.cpp has no windows: use it up to {window} tokens"
-            if window and window < length else "")
+            if window and window < source.shape.full_context else "")
     return f"{len(tensors)} tensors of {arch}{note}"
 
 
@@ -94,7 +94,7 @@ def gguf_tensors(weights, c, kind, arch, names):
 def write_shape(writer, source, arch):
     """Write the shape, as llama.cpp reads it."""
     c = source.shape
-    length = c.max_positions or c.block_size
+    length = c.full_context
     # No windows in llama.cpp: only texts that fit into one are computed the same.
     values = dict(name=model_name(source.path), vocab_size=c.vocab_size,
                   context_length=min(length, c.window or length), embedding_length=c.n_embd,
