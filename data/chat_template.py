@@ -268,8 +268,9 @@ def count_special(ids, tokenizer):
 
 @functools.lru_cache(128)  # a request has up to 1 MB of messages
 def count_template_special(template, messages, add_prompt, tokenizer, variables):
-    """Return count_special() of a tuple of messages without special tokens in their texts.
-    variables: as JSON."""
+    """Return {id: number} of the special tokens that `template` itself makes when it renders
+    `messages`, a tuple of (role, content) whose texts contain none. variables: JSON, as a cache
+    key."""
     text = template.render(messages, add_prompt, tokenizer, json.loads(variables))
     return count_special(encode_marked(text, tokenizer), tokenizer)
 

@@ -263,6 +263,8 @@ def test_the_lines_about_the_groups():
     lines.clear()
     groups_of(Small(), log=lines.append, muon=dict(lr=0.5, momentum=0.6, weight_decay=0.2))
     assert lines[1:] == ["Muon: 1 tensors (256 params); AdamW: all others",
+                         "Peak learning rates: 0.01: 5 tensors (1,872 params); 0.5: 1 tensors "
+                         "(256 params)",
                          "Frozen: 1 tensors (16 params)"]
 
 

@@ -234,7 +234,7 @@ safetensors("overlapping", "invalid offset",
             {f"t{i}": entry(0, 1_000_000) for i in range(400)}, 1_000_000)
 safetensors("blocks", "n_layer: must be at most", dict(
     a=entry(0, 4), __metadata__=dict(model_args=json.dumps(asdict(SHAPE) | dict(n_layer=10**9)))))
-safetensors("text for numbers", "n_embd|n_layer", dict(a=entry(0, 4), __metadata__=dict(
+safetensors("text for numbers", "describes no model", dict(a=entry(0, 4), __metadata__=dict(
     model_args=json.dumps(asdict(SHAPE) | dict(n_layer="x", n_embd=[])))))
 safetensors("nested", "not a safetensors file", DEEP.encode())
 
@@ -263,7 +263,7 @@ folder_of("fewer blocks", "a shape of 9,999 blocks", WHOLE, dict(num_hidden_laye
 folder_of("positions", "does not fit this model", WHOLE,
           dict(max_position_embeddings=10**10))
 folder_of("a type that is a mapping", "model_type {}: expected", WHOLE, dict(model_type={}))
-folder_of("layers that are a number", "layer_types: 5: expected full_attention", WHOLE,
+folder_of("layers that are a number", "layer_types: 5, .*expected full_attention", WHOLE,
           dict(layer_types=5))
 folder_of("text for a number", "num_hidden_layers: expected an integer, got 'many'", WHOLE,
           dict(num_hidden_layers="many"))

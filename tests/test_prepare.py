@@ -122,7 +122,7 @@ def test_golden_bytes_and_meta(tmp_path):
             "val": {"tokens": 5, "documents": 1, "bytes": 4,
                     "sha256": hashlib.sha256((out / "val.bin").read_bytes()).hexdigest()}}}
     assert (f"python run_train.py --config train/config_quick.yaml --data_dir {out} "
-            f"--out_dir {os.path.join('out', 'out')}") in stdout
+            f"--max_epochs 20 --out_dir {os.path.join('out', 'out')}") in stdout
     assert sorted(os.listdir(out)) == ["meta.json", "train.bin", "val.bin"]
 
 

@@ -704,7 +704,7 @@ def test_going_on_from_a_file_keeps_the_better_branch(data_dir, tmp_path, capsys
     assert not (out / "old_2").exists()
 
 
-def with_test_data(config, ranks):
+def with_test_data(config, ranks, data=None):
     data = open_token_data(config, ranks)
     data.test = data.val
     data.test.samples = 3

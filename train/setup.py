@@ -355,8 +355,8 @@ def validate_config(config):
 
 
 def check_epochs(config, samples):
-    """Refuse a run in steps that repeats a small data set many times: the default length is for
-    pretraining. Raises SetupError."""
+    """Refuse a length in steps (max_iters, default or given) of more than MAX_EPOCHS_IN_STEPS
+    epochs, unless max_epochs or eval_only is set. samples: in an epoch. Raises SetupError."""
     c = config
     epochs = c.max_iters * c.samples_per_step / samples
     if epochs > MAX_EPOCHS_IN_STEPS and not (c.max_epochs or c.eval_only):

@@ -99,7 +99,9 @@ def load_rows(args, model, tokenizer):
 
 @torch.no_grad()
 def predict(model, arrays, batch_size):
-    """Return (probabilities (N, K) or `None`, spans (N, 2) or `None`) as numpy arrays."""
+    """Return [probabilities (N, K), spans (N, 2)] as numpy arrays; `None` for what the model does
+    not predict. arrays: tokens (N, T), lengths (N,), ...; with RoPE, longer texts than in training
+    raise the model's block_size."""
     tokens, lengths, *_ = arrays
     gpt = model.gpt
     device = gpt.wte.weight.device

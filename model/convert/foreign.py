@@ -62,7 +62,9 @@ def read_model(path, state=None):
 
 
 def make_state(path, weights, shape, tokenizer=None, template=None):
-    """Return the checkpoint of a model, a dict. CheckpointError if weights and shape do not fit."""
+    """Return the checkpoint of a model, a dict, from `weights` {our name: tensor} and its
+    configuration `shape` (GPTConfig, ...). path: where they are from, for messages. Raises
+    CheckpointError if weights and shape do not fit."""
     check_complete(path, weights, shape)
     spec = dict(vocab_size=shape.vocab_size, tokenizer=tokenizer and tokenizer.spec())
     spec |= dict(template=template) if template else {}

@@ -8,10 +8,10 @@ import torch
 
 
 def fill(model, seed, filled=()):
-    """Fill the parameters and saved buffers of `model` with model.initial(name, shape, seed); skip
-    the names in `filled`. Return all names.
+    """Set the parameters and saved buffers of `model` to model.initial(name, shape, seed), except
+    the names in `filled`, which an earlier call has set. Return the names of all, skipped or not.
 
-    If initial() returns None, the tensor has the value from the module's __init__. Tensors on the
+    If initial() returns None, the tensor keeps the value from the module's __init__. Tensors on the
     meta device are skipped.
     """
     tensors = model.state_dict()

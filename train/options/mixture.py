@@ -179,7 +179,7 @@ def mix(data, weights):
 
 def check_compatible(a, data_a, b, data_b):
     """Raise DataError unless the Data of folders a and b have samples of the same shape and the
-    same spec."""
+    same spec, and their model type supports mixtures."""
     if not hasattr(data_a.train, "read"):
         raise DataError(f"data_dir: {a} and {b}: this model type does not support mixtures; name "
                         "one folder")
