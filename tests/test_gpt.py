@@ -184,8 +184,9 @@ def test_flops_per_unit_by_hand():
 
 def run_config(**changes):
     """A run's configuration as far as a model file looks at it."""
-    keys = vars(GPTKeys(**LLAMA | dict(vocab_size=None))) | dict(
-        seed=5, gradient_checkpointing="false", sample_prompts=[], sample_tokens=4)
+    shape = GPTKeys(**LLAMA | dict(vocab_size=None))
+    keys = vars(shape) | dict(
+        context=shape.context, seed=5, gradient_checkpointing="false", sample_prompts=[], sample_tokens=4)
     return types.SimpleNamespace(**keys | changes)
 
 

@@ -119,7 +119,8 @@ SYSTEMS = ("gpt", "chat", "lora", "dpo", "grpo", "distill", "classifier", "moe",
 @pytest.mark.parametrize("system", SYSTEMS)
 def test_a_run_ends_with_a_command_that_uses_it(system, monkeypatch):
     use = importlib.import_module(f"model.{system}").USE
-    _, _, module, *words = shlex.split(use.format(out="'my runs/a'"))
+    _, _, module, *words = shlex.split(use.format(
+        out="'my runs/a'", best="ckpt_best.pt", data="'my data/a'"))
     assert words[0] == "--ckpt" and words[1].startswith("my runs/a/ckpt") and not parse(
         monkeypatch, module, words)[1]
 

@@ -134,8 +134,9 @@ def make_planner(arguments, config, width, data):
     def plan(budget, depth):
         units = config.samples_per_step * data.train.units_per_sample
         steps = max(1, round(budget / count_flops(depth)))
+        saves = config.eval_interval if config.save_interval is None else config.save_interval
         keys = depth_keys(depth, width, config) | dict(
-            max_iters=steps, eval_interval=steps, save_interval=config.save_every,
+            max_iters=steps, eval_interval=steps, save_interval=saves,
             eval_on_start=False, max_epochs=None, eval_epochs=None, lr_decay_iters=None,
             early_stopping_patience=0, sample_tokens=0)  # a single evaluation, after the last step
         return SmallRun(budget, depth, count_flops(depth) / units / 6, steps * units,
