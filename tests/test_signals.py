@@ -58,7 +58,7 @@ def test_the_printed_command_resumes(tmp_path, data_dir, undisturbed):
     text = first.communicate(timeout=60)[0]
     assert first.returncode == 143, text
     command = shlex.split(text.splitlines()[-1])
-    assert command[:2] == ["python", "run_train.py"] and command[-2:] == ["--resume", "auto"]
+    assert command[:2] == ["python", first.args[1]] and command[-2:] == ["--resume", "auto"]
     again = python(*command[1:])
     assert again.returncode == 0 and "Resuming from" in again.stdout, again.stdout + again.stderr
     assert_same(undisturbed, tmp_path / "out")
