@@ -22,7 +22,7 @@ from pathlib import Path
 from train.base.errors import DataError, require
 
 MAX_CPU_SECONDS = 0.5   # per rendering; usually less than a millisecond
-MAX_SECONDS = 20.0      # the same on a machine that has no time for it
+MAX_SECONDS = 20.0      # per rendering, by the clock: a busy machine gives the child little time
 MAX_BYTES = 1 << 28     # of the child
 MAX_ADDED_CHARS = 1 << 20  # beyond twice the length of the variables
 

@@ -319,7 +319,7 @@ def test_what_is_shown_before_a_run_has_the_shape_of_its_weights(go, tmp_path, d
     assert code == 0 and f"# The shape of {path} replaces the defaults" in text, text
     code, text = shown("--dry_run", path)
     count = GPT(GPTConfig(**load_checkpoint(path)["model_args"])).state_dict().values()
-    assert code == 0 and re.search(r"activations [01];", text)  # of 16 layers of 384: 12 MiB
+    assert code == 0 and "MiB: weights 0, " in text, text  # of 16 layers of 384: 144 MiB
     assert key == "backbone" or f": {sum(t.numel() for t in count):,} parameters" in text, text
     code, text = shown("--dry_run", tmp_path / "none.pt")
     assert code == 2 and "none.pt: no such file" in text and "Traceback" not in text

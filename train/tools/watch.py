@@ -21,7 +21,10 @@ from train.base.cli import run_command
 from train.base.fields import key
 from train.options.loss_svg import COLORS, loss_svg, read_metrics, to_number
 
-METRICS, LOG, SAMPLES = "metrics.jsonl", "train.log", "samples.txt"  # of a run
+METRICS = "metrics.jsonl"
+LOG = "train.log"
+SAMPLES = "samples.txt"
+# The files of a run that are read.
 FILES = (METRICS, LOG, SAMPLES, "training_args.json")  # the last one is written at the start
 MAX_DEPTH = 3              # of folders below the watched folder
 SKIPPED_FOLDERS = re.compile(r"\.|old_\d+$")  # old_N: renamed by --resume never
