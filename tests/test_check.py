@@ -141,8 +141,8 @@ FAULTS = {
         "    def after_step(self, it, sums):\n        self.n = getattr(self, 'n', 0) + 1\n\n"
         "    def trunk(self", "resume", ()),
     "random numbers in the forward pass": (
-        "model/gpt.py", "        x = self.wte(idx)  # (B, T, C)",
-        "        x = self.wte(idx + (torch.rand(idx.shape) < 0.2).long())", "ddp", ()),
+        "model/gpt.py", "        x = self.wte(idx)  #",
+        "        x = self.wte(idx + (torch.rand(idx.shape) < 0.2).long())  #", "ddp", ()),
     "masked targets without a count": (
         "model/gpt.py", "sums = dict(count=counted.sum())", "sums = {}",
         "split", ()),

@@ -223,7 +223,7 @@ def small_model(name):
         if name == "distill":
             model = distill.Student(shape)
             model.frozen = (gpt.GPT(shape).requires_grad_(False),)
-            model.keys = types.SimpleNamespace(distill_weight=0.5)
+            model.keys = types.SimpleNamespace(distill_weight=0.5, distill_temperature=2.0)
             return model, [(B, T)] * 2
         if name == "moe":
             return moe.MoE(moe.MoEConfig(**SMALL)), [(B, T)] * 2

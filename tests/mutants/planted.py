@@ -88,7 +88,7 @@ FAULTS = [
     ("train/base/checkpoint_file.py", '{name, "all"} & {*allowed}', "allowed"),
     ("train/checkpoint.py", "in (\"auto\", \"must\") or restarted", "in (\"auto\", \"must\")"),
     ("model/core/weights.py", "if None not in (old, new) and old != new", "if False"),
-    ("model/core/weights.py", "if not explicit or f.name", "if True or f.name"),
+    ("model/core/weights.py", "if explicit:", "if False:"),
     # guards, ranks
     ("train/robust.py", "<= MAX_OVERFLOWS_IN_A_ROW", "<= 10**9"),
     ("train/robust.py", "math.isfinite(loss) and math.isfinite(norm)", "math.isfinite(loss)"),
