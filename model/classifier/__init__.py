@@ -174,7 +174,7 @@ class Classifier(nn.Module):
         out = {}
         if self.head is not None:
             K = scores.size(1)
-            cells = torch.bincount(labels * K + scores.argmax(1), minlength=K * K)
+            cells = count_indices(labels * K + scores.argmax(1), K * K)
             out |= dict(confusion=cells.view(K, K), odds=log_odds_counts(scores, labels))
         if self.end is not None:
             out |= metrics.span_sums(spans, self.predict_spans(x, ends))
@@ -218,7 +218,12 @@ def log_odds_counts(scores, labels):
     index = ((odds + MAX_LOG_ODDS) * ((bins - 1) / (2 * MAX_LOG_ODDS))).round().long()
     classes = torch.arange(K, device=scores.device)
     cell = (classes * 2 + (labels[:, None] == classes)) * bins + index  # (B, K)
-    return torch.bincount(cell.flatten(), minlength=K * 2 * bins).view(K, 2, bins)
+    return count_indices(cell.flatten(), K * 2 * bins).view(K, 2, bins)
+
+
+def count_indices(indices, n):
+    """Return the counts (n,) of 0 to n - 1 in `indices`: torch.bincount would wait for the GPU."""
+    return indices.new_zeros(n).index_add_(0, indices, torch.ones_like(indices))
 
 
 def states_at(x, positions):
