@@ -36,7 +36,7 @@ from model.core.quantize import replace_linear_layers
 from model.gpt import GPT
 from train.base.checkpoint_file import load_checkpoint, named_tensors
 from train.base.cli import run_command
-from train.base.errors import SetupError, UserError, require
+from train.base.errors import ConfigError, DataError, SetupError, UserError, require
 from train.base.fields import base_type, key
 from train.config import load_config, to_yaml
 from train.distributed import process_group
@@ -409,7 +409,7 @@ def print_result(case, name):
     """Run a check and print its line; return whether it passed."""
     try:
         status, text = "ok", CHECKS[name](case)
-    except UserError as reason:  # also a run that is refused
+    except (NotApplicable, ConfigError, DataError, SetupError) as reason:  # or a refused run
         status, text = "not applicable", reason
     except Exception as error:
         status = "differs"
