@@ -271,9 +271,8 @@ class GPT(nn.Module):
         self.register_buffer("token_bytes", sizes, persistent=False)
 
     def forward(self, idx, targets=None, *others, cache=None, last_only=False):
-        """idx (B, T) int64. With targets, return (loss, sums), see compute_loss; others: further
-        tensors of the batches of other model types. Without, return logits (B, T, vocab_size);
-        cache: of the tokens before idx; last_only: of the last token only, (B, 1, vocab_size)."""
+        """Return (loss, sums) of a batch; without targets, logits (B, T, vocab_size), of the last
+        token only if last_only. cache: of the tokens before idx (B, T)."""
         if targets is not None:
             return self.compute_loss(idx, targets, *others)
         x = self.trunk(idx, cache)  # (B, T, C)

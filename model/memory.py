@@ -193,7 +193,7 @@ def build_model(config, data):
     return lora.base_type(data).build_model(config, data, model_class, MemoryConfig)
 
 
-def as_gpt(state, path, backbone=None, ema=False):
+def export_without_memory(state, path, backbone=None, ema=False):
     """Return ({name: tensor}, GPTConfig) without the memory, if its gates are zero; no GPT computes
     the same otherwise: CheckpointError."""
     weights, shape = lora.as_gpt(state, path, backbone, ema)
@@ -203,3 +203,6 @@ def as_gpt(state, path, backbone=None, ema=False):
                               "backbone for model.sample and model.serve")
     return ({name: t for name, t in weights.items() if not is_memory(name)},
             GPTConfig(**{f.name: getattr(shape, f.name) for f in fields(GPTConfig)}))
+
+
+as_gpt = export_without_memory

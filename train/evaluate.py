@@ -45,7 +45,6 @@ def to_numbers(model, sums):
     model_numbers = getattr(model, "numbers", functools.partial(ModelHooks.numbers, model))
     numbers = {name: value.tolist() if hasattr(value, "tolist") else value
                for name, value in model_numbers(sums).items()}
-    # A number called `lr` or `iter` would overwrite that of the line.
     if reserved := LINE_NAMES & set(numbers):
         raise ValueError(f"{type(model).__name__}.numbers: {', '.join(sorted(reserved))}: these "
                          "names are reserved for log lines; use others")

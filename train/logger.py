@@ -196,7 +196,6 @@ class Logger:
 def to_json(value, indent=None):
     """Return strict JSON: arrays become lists, NaN and infinities strings, unknown types text."""
     text = json.dumps(value, default=lambda x: x.tolist() if hasattr(x, "tolist") else str(x))
-    # Python writes NaN and Infinity, which are not JSON.
     return json.dumps(json.loads(text, parse_constant=lambda name: str(float(name))), indent=indent)
 
 

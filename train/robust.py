@@ -101,6 +101,15 @@ def exit_after(seconds, slow=False):
 # -----------------------------------------------------------------------------
 # loss spikes and non-finite values
 
+def describe_non_finite(it, loss, norm, lr, source, path):
+    """Return the message of a run that stops at step `it`. source: description of the batch; path:
+    of the last checkpoint, which may not exist yet."""
+    path = path if os.path.exists(path) else "none yet"
+    return (f"iter {it}: not finite: loss {loss}, gradient norm {norm}, lr {lr:.3g}; stopped "
+            f"before the update. The batch: {source}.\nLast good checkpoint: {path}. Try a lower "
+            "--learning_rate, a longer --warmup_iters, --grad_clip 1.0 or --dtype float32.")
+
+
 def decide_action(loss, norm, progress, spikes, on_spike, scaled):
     """Return the action, "update", "skip" or "stop", for a step whose loss is a spike, or whose
     loss or gradient norm is not finite. Updates the counters in `progress`.

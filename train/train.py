@@ -23,7 +23,7 @@ from train.config import TrainConfig
 from train.dataloader import Data
 from train.evaluate import evaluate, pack, to_numbers, unpack
 from train.lr_scheduler import get_lr
-from train.robust import decide_action, exit_after
+from train.robust import decide_action, describe_non_finite, exit_after
 from train.setup import open_run, validate_config
 from train.system import hook
 
@@ -205,17 +205,14 @@ def react_to_anomaly(run, lr, loss, norm):
     the same on every rank. Raises BadNumbers before a harmful update."""
     p = run.progress
     action = decide_action(loss, norm, p, run.spikes, run.config.on_spike, run.scaler.is_enabled())
-    # Where this rank's first two micro-batches of the step come from: bad data is a common cause.
+    # Bad data is a common cause. The message names two micro-batches at most: where this rank's
+    # first ones come from.
     steps = range(p.iter_num * run.n_micro, (p.iter_num + 1) * run.n_micro)[:2]
     source = "; ".join(map(hook(run.data.train, "locate"), steps))
     if action == "stop":
         run.folder.wait()  # the message names the last good checkpoint
-        path = run.folder.file("ckpt.pt")
-        path = path if os.path.exists(path) else "none yet"
-        raise BadNumbers(
-            f"iter {p.iter_num}: not finite: loss {loss}, gradient norm {norm}, lr {lr:.3g}; "
-            f"stopped before the update. The batch: {source}.\nLast good checkpoint: {path}. Try a "
-            "lower --learning_rate, a longer --warmup_iters, --grad_clip 1.0 or --dtype float32.")
+        raise BadNumbers(describe_non_finite(p.iter_num, loss, norm, lr, source,
+                                             run.folder.file("ckpt.pt")))
     if not p.overflows_in_a_row:  # some float16 steps always overflow
         run.log.warn(f"iter {p.iter_num}: loss {loss:.4f} is a spike (norm {norm:.2f}, {source}); "
                      + ("skipping this update" if action == "skip" else "continuing"))
@@ -274,7 +271,7 @@ def validate(run):
         p.loss_sum = 0.0
         p.loss_count = 0
         update_best_and_schedules(run, numbers)
-        run.on_evaluation(p.iter_num, numbers)
+        run.on_evaluation(p.iter_num, numbers)  # e.g. a search, which may stop the run
         # Errors in sampling and drawing are warnings only.
         if p.iter_num and c.sample_tokens:  # an untrained model has nothing to show
             run.write_samples()
@@ -339,6 +336,7 @@ def check_metric_names(run):
     Raises SetupError."""
     c = run.config
     metric = c.early_stopping_metric
+    # val_loss exists in every evaluation; without options, no second name can be equal.
     named_by_user = metric != "val_loss" or run.tasks or run.average
     if not named_by_user or run.data.val is None or not c.eval_interval:
         return

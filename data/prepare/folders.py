@@ -8,15 +8,18 @@ import shlex
 import shutil
 from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
+
+import yaml
 
 from data.meta import Meta, read_meta
 from train.base.errors import DataError, echo
-from train.base.fields import key
+from train.base.fields import PlainLoader, key
 from train.base.files import lock_folder, sync_folder, write_text
-from train.config import find_file, read_with_bases
 from train.keys import TrainConfig
 from train.logger import WARN_EPOCHS
 
+REPOSITORY = Path(__file__).parents[2]
 LOCK = ".lock"  # the file of lock_folder
 # Files of an earlier preparation, which are removed if they are not replaced.
 PREPARED = (r"(train|val|test)(\.bin|_\w+\.npy|_rows\.jsonl)|tokenizer\.(json|tiktoken)"
@@ -88,10 +91,19 @@ def move_files(folder, out):
     sync_folder(out)
 
 
+def read_settings(path):
+    """Return {key: text} of a YAML file of this repository and its base files; {} if deleted."""
+    if not path.exists():
+        return {}
+    settings = yaml.load(path.read_text("utf-8"), PlainLoader)
+    base = settings.pop("base", None)
+    return (read_settings(path.parent / base) if base else {}) | settings
+
+
 def is_too_long(numbers, path):
     """Return whether the YAML file at `path` describes a run of more than WARN_EPOCHS epochs of the
     data with these `numbers`."""
-    settings = {name: value for name, value, _ in read_with_bases(find_file(path), [])}
+    settings = read_settings(path)
     names = ("max_iters", "batch_size", "gradient_accumulation_steps", "block_size")
     c = TrainConfig(**{name: int(settings[name]) for name in names if name in settings})
     samples = [numbers[name] for name in ("rows", "pairs", "questions") if name in numbers]
@@ -105,7 +117,7 @@ def report(out, splits, config, options=""):
         texts = [f"{round(n, 3):,} {name.replace('_', ' ')}" for name, n in numbers.items()
                  if name != "sha256"]
         echo(f"[{split}] {', '.join(texts)}")
-    if is_too_long(splits["train"], f"train/{config}.yaml"):
+    if is_too_long(splits["train"], REPOSITORY / "train" / f"{config}.yaml"):
         options += f" --max_epochs {WARN_EPOCHS}"
     run_folder = os.path.join("out", os.path.basename(os.path.abspath(out)))
     echo(f"Next: python run_train.py --config train/{config}.yaml --data_dir {shlex.quote(out)}"

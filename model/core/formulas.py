@@ -1,6 +1,6 @@
 """Whether the code that computes logits was edited.
 
-Exports are refused after an edit, because other programs have their own code for the same formulas,
+Exports are refused after an edit, because other programs compute the unedited formulas,
 and checkpoints record it. After an edit that does not change the logits, this command enters the
 digests of the code into formulas.json; `python -m train.tools.check --only export` then compares
 the logits with those of another program:
@@ -25,14 +25,14 @@ FILES = ("model/gpt.py", "model/core/ops.py")  # of every GPT
 @functools.cache
 def read_record():
     """Return formulas.json: "files" with code that computes logits; "not_logits", names of
-    definitions in them that do not; "digests" of all others, {"DEFINITION (FILE)": digest}."""
+    definitions without logits; "digests" of the rest, {"DEFINITION (FILE)": digest}."""
     return json.loads(RECORD.read_text())
 
 
 @functools.cache
 def digests(kind=None):
     """Return {"DEFINITION (FILE)": digest} of the code that computes the logits of a model type,
-    or of all of them. "statements" are those outside of functions and classes."""
+    or of all of them. "statements" is the code outside of functions and classes."""
     code = {}
     for file in read_record()["files"]:
         path = Path(REPOSITORY, file)
@@ -47,7 +47,7 @@ def digests(kind=None):
 
 def simplify(node):
     """Return a syntax tree as nested lists, without docstrings and "not_logits". Unlike ast.dump
-    it leaves out empty fields, whose number differs between versions of Python."""
+    it leaves out empty fields: their number differs between versions of Python."""
     if isinstance(node, list):
         ignored = read_record()["not_logits"]
         return [simplify(part) for part in node if getattr(part, "name", None) not in ignored
@@ -59,14 +59,14 @@ def simplify(node):
 
 
 def edited(kind=None):
-    """Return the digests that differ from those in formulas.json; {} in an unedited repository."""
+    """Return the digests that differ from formulas.json; {} in an unedited repository."""
     recorded = read_record()["digests"]
     return {name: value for name, value in digests(kind).items() if recorded.get(name) != value}
 
 
 def find_differences(state, kind):
     """Return the names of definitions that differ between this program and the one that wrote
-    `state`, a checkpoint or meta.json; [] if an earlier version did, which does not record them."""
+    `state`, a checkpoint or meta.json; [] for an earlier version without a record."""
     theirs = state.get("formulas")
     if not isinstance(theirs, dict):
         return []
