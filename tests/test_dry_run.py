@@ -53,4 +53,4 @@ def test_the_estimate_is_what_a_run_needs(name, folder):
     printed = run(folder, name, CASES[name], "--dry_run")
     total = int(re.search(r"Memory, MiB: .* total ([\d,]+) of", printed)[1].replace(",", ""))
     needed = measure_run(folder, name, CASES[name]) - tiny
-    assert total == pytest.approx(needed, rel=0.2)  # 0.1, and malloc differs between two runs
+    assert total == pytest.approx(needed, rel=0.25)  # 0.1, and malloc differs between two runs

@@ -424,7 +424,7 @@ def test_model_safetensors_is_a_model(tmp_path, data_dir, own, capsys):
     templates = [getattr(m, "template", None) for m in (model, same)]
     assert templates[0] is templates[1] is None or vars(templates[0]) == vars(templates[1])
     assert sample.main(["--ckpt", str(path), "--prompt", "line", "--max_new_tokens", "4"]) == 0
-    assert capsys.readouterr().out.splitlines()[-1].startswith("line")
+    assert "\nline" in capsys.readouterr().out  # a sample of four bytes may have a line end
     shape = {f.name for f in fields(GPTConfig)} | {"n_experts"}
     start = {k: v for k, v in (SMALL | settings).items() if k not in shape}
     train(load_config(None, start | dict(data_dir=str(where), out_dir=str(tmp_path / "b"),
