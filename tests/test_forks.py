@@ -403,6 +403,7 @@ EDITS = [  # a name in the message, or "" for an edit that does not change the l
     ("gpt", "", "model/gpt.py", "into_stream = 0.02", "into_stream = 0.01"),
     ("gpt", "", "model/core/ops.py", "(N,) of each row in the mean", "(N,)"),
     ("gpt", "", "model/core/ops.py", "total += (loss", "total += 2 * (loss"),
+    ("gpt", "", "model/core/ops.py", "return total / (targets", "return 2 * total / (targets"),
     ("gpt", "", "model/moe.py", "F.silu(self.gate", "F.gelu(self.gate"),
     ("moe", "Experts", "model/moe.py", "F.silu(self.gate", "F.gelu(self.gate"),
     ("moe", "", "model/moe.py", "softmax(-1).mean(-2)", "softmax(-1).mean(-1)"),
