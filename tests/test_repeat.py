@@ -92,6 +92,18 @@ def test_what_is_planted_is_found_and_nothing_else(go, tmp_path, capsys):
     assert code == 0 and len(go.started) == done + 2 and found[-1]["runs"] == "6 of 6"
 
 
+def test_a_change_is_kept_if_every_size_improves(go):
+    code, found = go("--seeds", "2", "--size", "planted=0", "--size", "planted=1",
+                     "--set", "planted=0.5", "--set", "planted=2")
+    assert code == 0 and [r["change"] for r in found] == [
+        f"{change} at {size}" for size in ("planted=0", "planted=1")
+        for change in ("base", "planted=0.5", "planted=2")]
+    # 0.5 improves one size and harms the other, 2 improves both: each by the planted difference.
+    assert [r["verdict"] for r in found] == ["base", "unclear", "kept"] * 2
+    expected = [0, -0.5, -2, 0, 0.5, -1]
+    assert [float(r["difference"]) for r in found] == pytest.approx(expected, abs=0.01)
+
+
 def test_a_run_that_is_killed_is_a_row_and_is_tried_again(go, capsys):
     code, found = go("--seeds", "2", "--set", "fatal=2", "--set", "planted=1")
     assert code == 0 and [r["runs"] for r in found] == ["2 of 2", "1 of 2", "2 of 2"]

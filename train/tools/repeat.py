@@ -5,8 +5,10 @@
 Each run is a process with a folder in out/repeat. The same command resumes, and skips complete
 runs. Differences are paired by seed: each seed has the same data order and initial weights with and
 without the change, so that the effect of the seed cancels. The interval is Student's, 95%: a change
-is kept if all of the interval is an improvement. The results are a table on the console and rows
-that are appended to results.tsv in the parent folder.
+is kept if all of the interval is an improvement. What improves a small model often does nothing for
+a larger one: with `--size "n_layer=3 n_embd=128" --size "n_layer=6 n_embd=256"` each change is
+compared at both sizes, and is kept if it is an improvement at both. The results are a table on the
+console and rows that are appended to results.tsv in the parent folder.
 """
 
 import math
@@ -61,19 +63,30 @@ def student_quantile(freedom):
 
 
 def make_table(results, seeds, config):
-    """Return the table of {setting: {seed: result}}, without crashed runs: rows of texts."""
+    """Return the table of {(size, change): {seed: result}}, without crashed runs: rows of texts.
+    The verdict on a change is that of all sizes where these agree, else unclear."""
     table = [COLUMNS]
-    metrics = {name: {seed: r["value"] for seed, r in runs.items()}
-               for name, runs in results.items()}
-    for name, runs in results.items():
-        *interval, verdict = compare(metrics[name], metrics[BASE], config.early_stopping_mode)
+    metrics = {setting: {seed: r["value"] for seed, r in runs.items()}
+               for setting, runs in results.items()}
+    comparisons = {(size, change): compare(values, metrics[size, BASE], config.early_stopping_mode)
+                   for (size, change), values in metrics.items()}
+    for (size, change), runs in results.items():
+        *interval, _ = comparisons[size, change]
+        verdicts = {c[3] for (_, other), c in comparisons.items() if other == change}
+        verdict = verdicts.pop() if len(verdicts) == 1 else "unclear"
         mean, seconds, mib = (fmean(r[column] for r in runs.values()) if runs else math.nan
                               for column in ("value", "seconds", "mib"))
-        spread = stdev(metrics[name].values()) if len(runs) > 1 else math.nan
+        values = metrics[size, change].values()
+        spread = stdev(values) if len(runs) > 1 else math.nan
         numbers = [f"{x:.5g}" for x in (mean, spread, *interval, seconds, mib)]
-        table.append((name, config.early_stopping_metric, f"{len(runs)} of {seeds}", *numbers,
-                      BASE if name == BASE and runs else verdict))
+        table.append((label(size, change), config.early_stopping_metric, f"{len(runs)} of {seeds}",
+                      *numbers, BASE if change == BASE and runs else verdict))
     return table
+
+
+def label(size, change):
+    """Return the name of a setting in tables and folders."""
+    return f"{change} at {size}" if size else change
 
 
 # -----------------------------------------------------------------------------
@@ -86,6 +99,9 @@ class RepeatOptions:
                      ge=2)
     changes: list[str] = key([], "a change to compare with the unchanged run; may be repeated",
                              option="set", text=True, metavar="'KEY=VALUE ...'")
+    sizes: list[str] = key([], "a size at which changes are compared; may be repeated: a change is "
+                           "kept if it is an improvement at every size", option="size", text=True,
+                           metavar="'KEY=VALUE ...'")
     jobs: int = key(1, "runs at the same time, with a GPU or a share of the cores each", ge=1)
     out: str = key("out/repeat", "folder of the runs", aliases="out_dir")
 
@@ -96,22 +112,24 @@ def repeat(options, arguments_and_config):
     metric = config.early_stopping_metric
     if not config.eval_interval:
         raise UserError("needs evaluations: eval_interval above 0")
-    results = {name: {} for name in [BASE, *options.changes]}
+    results = {(size, change): {} for size in options.sizes or [""]
+               for change in [BASE, *options.changes]}
     runs = {}
-    if too_long := [name for name in results if len(name) > MAX_SETTING_CHARS]:
+    names = {setting: label(*setting) for setting in results}
+    if too_long := [name for name in names.values() if len(name) > MAX_SETTING_CHARS]:
         raise UserError(f"--set: more than {MAX_SETTING_CHARS} characters: {too_long[0][:60]}...; "
                         "--set best_config=FILE.yaml adds the keys of a file")
-    for name in results:
-        changed = [*arguments, *shlex.split(name)] if name != BASE else arguments
+    for (size, change), name in names.items():
+        changed = [*arguments, *shlex.split(size), *shlex.split(change if change != BASE else "")]
         fingerprint = open_data(load_argv(changed), Ranks()).train.fingerprint()
         for seed in range(config.seed, config.seed + options.seeds):
-            runs[seed, name] = ChildRun(f"{name}, seed {seed}", [*changed, f"--seed={seed}"],
-                                        fingerprint, options.out)
+            runs[seed, size, change] = ChildRun(
+                f"{name}, seed {seed}", [*changed, f"--seed={seed}"], fingerprint, options.out)
     # In the order of the seeds: after a stop, the settings have the same seeds to compare.
-    train_all([runs[pair] for pair in sorted(runs)], metric, options.out, options.jobs)
-    for (seed, name), run in runs.items():
+    train_all([runs[key] for key in sorted(runs)], metric, options.out, options.jobs)
+    for (seed, *setting), run in runs.items():
         if run.result["value"] is not None:
-            results[name][seed] = run.result
+            results[tuple(setting)][seed] = run.result
     table = make_table(results, options.seeds, config)
     echo(format_table(table))
     path = Path(options.out).absolute().parent / "results.tsv"
