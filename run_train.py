@@ -23,8 +23,9 @@ def main(argv):
     """Run the command line; return the exit code."""
     try:
         # Nothing so far has imported torch, so --help is fast.
-        if {"--help", "-h"} & set(argv):
-            echo(format_help(read_settings(DEFAULT_PATH, argv, [])[0]))
+        options = [a for a in argv if a not in ("--help", "-h")]
+        if len(options) < len(argv):
+            echo(format_help(read_settings(DEFAULT_PATH, options, [])[0]))
             return 0
         config = load_config(DEFAULT_PATH, argv)
         if config.print_config:

@@ -11,6 +11,7 @@ import pytest
 from conftest import REPO
 
 import run_train
+from train import config
 from train.base.errors import ConfigError
 from train.base.fields import parse_value
 from train.config import (
@@ -22,6 +23,7 @@ from train.config import (
     load_config,
     to_yaml,
 )
+from train.setup import validate_config
 from train.system import load_model_type
 
 
@@ -185,6 +187,15 @@ def test_help_of_a_system_shows_its_keys(model, key, capsys):
     for words in (["--model", model], ["--config", f"train/configs/{model}.yaml"]):
         assert run_train.main([*words, "--help"]) == 0
         assert f"  --{key} " in capsys.readouterr().out
+
+
+def test_the_names_of_other_trainers_are_read_only_if_one_is_used(monkeypatch, capsys):
+    monkeypatch.setattr(config, "ALIASES", config.Aliases())
+    assert run_train.main(["--help"]) == 0
+    validate_config(load_config("train/config_test.yaml", ["--max_iters=3"]))
+    assert not vars(config.ALIASES)
+    assert load_config(overrides=["--lr=1e-3"]).learning_rate == 1e-3
+    assert vars(config.ALIASES)["names"]["lr"] == "learning_rate"
 
 
 def test_print_config_names_origins(tmp_path):
