@@ -9,6 +9,14 @@ distill_temperature. Evaluations report the cross-entropy, and the divergence at
 val_kl, so that runs with different keys can be compared. The teacher is frozen, in the precision of
 the file, not sharded, and in no checkpoint. The result is a GPT.
 
+With on_policy the student, a chat model, answers prompts, and the loss is the KL divergence in the
+other direction, from the student's distribution to the teacher's, at each token of its answers
+(arXiv:2306.13649); no gradient goes through the sampling. As in model/grpo.py, answers depend on
+the seed and the sample's number only.
+
+    python -m data.prepare.prompts example --tokenizer out/chat_short/ckpt.pt --out data/bin/prompts
+    python run_train.py --config train/configs/distill_answers.yaml
+
 Shapes: B, T, C, V as in model/gpt.py.
 """
 
@@ -18,7 +26,7 @@ import torch
 import torch.nn.functional as F
 from torch.utils.checkpoint import checkpoint
 
-from model import gpt
+from model import chat, gpt, grpo
 from model.core import weights
 from model.core.ops import IGNORE, chunk_rows
 from model.gpt import GPT
@@ -34,6 +42,10 @@ class Keys:
     teacher: str = key("", "checkpoint of the teacher, a GPT", free=True, path=True, reads="apart")
     distill_weight: float = key(0.5, "weight of the teacher in the loss, 0 to 1", ge=0, le=1)
     distill_temperature: float = key(1.0, "softmax temperature of both models in training", gt=0)
+    on_policy: bool = key(False, "the student answers prompts (data.prepare.prompts), and learns "
+                          "from the teacher's distribution at each token; no distill_weight")
+    group_size: int = key(1, "on_policy: answers per prompt", ge=1)
+    answer_tokens: int = key(64, "on_policy: maximum number of tokens per answer", ge=1)
 
     def problems(self):
         return [] if self.teacher else ["teacher: missing; e.g. out/quick/ckpt.pt"]
@@ -44,50 +56,100 @@ class Student(weights.HoldsFrozen, GPT):
 
     Its numbers include "kl", the divergence in nats per token: in training at distill_temperature.
     """
+    reverse = False  # whether the divergence is KL(student, teacher)
 
     def compute_loss(self, idx, targets):
         x = self.trunk(idx)  # (B, T, C)
         loss, sums = self.score(x, targets)
         with torch.no_grad():
             y = self.frozen[0].trunk(idx)  # (B, T, C of the teacher)
-        # One chunk of logits at a time, recomputed in the backward pass: 2 V numbers per token.
-        n = chunk_rows(self.config.padded_vocab_size, x.device.type)
-        chunks = zip(*(t.split(n) for t in (x.flatten(0, 1), y.flatten(0, 1), targets.flatten())))
-        T = self.keys.distill_temperature if self.training else 1.0
-        kl = sum(checkpoint(self.divergence, *chunk, T, use_reentrant=False) for chunk in chunks)
+        T, kl = self.compare(x, y, targets != IGNORE)
         sums["kl"] = kl.detach()
         if self.training:  # the gradient of the divergence is proportional to 1 / T^2
             weight = self.keys.distill_weight
             loss = (1 - weight) * loss + weight * T**2 * (kl / sums["count"].clamp(min=1))
         return loss, sums
 
-    def divergence(self, x, y, targets, temperature):
-        """Return the sum () float32 over the targets of KL(teacher, student) in nats, from states
-        x (N, C) and y (N, C of the teacher); targets (N,)."""
+    def compare(self, x, y, weights):
+        """Return the softmax temperature and the sum of the divergences () float32 with weights
+        (B, T), from states x (B, T, C) and y (B, T, C of the teacher)."""
+        # One chunk of logits at a time, recomputed in the backward pass: 2 V numbers per token.
+        n = chunk_rows(self.config.padded_vocab_size, x.device.type)
+        chunks = zip(*(t.split(n) for t in (x.flatten(0, 1), y.flatten(0, 1), weights.flatten())))
+        T = self.keys.distill_temperature if self.training else 1.0
+        return T, sum(checkpoint(self.divergence, *chunk, T, use_reentrant=False)
+                      for chunk in chunks)
+
+    def divergence(self, x, y, weights, temperature):
+        """Return the sum () float32 with weights (N,) of KL(teacher, student), or the reverse, in
+        nats, from states x (N, C) and y (N, C of the teacher)."""
         V = self.config.vocab_size
-        z = self.logits(x) / temperature  # (N, V)
+        q = F.log_softmax(self.logits(x) / temperature, -1)  # (N, V)
         with torch.no_grad():
             p = F.log_softmax(self.frozen[0].logits(y)[:, :V] / temperature, -1)  # (N, V)
-        kl = F.kl_div(F.log_softmax(z, -1), p, reduction="none", log_target=True).sum(-1)  # (N,)
-        return (kl * (targets != IGNORE)).sum()
+        pair = (p, q) if self.reverse else (q, p)  # F.kl_div(q, p) is KL(p, q)
+        kl = F.kl_div(*pair, reduction="none", log_target=True).sum(-1)  # (N,)
+        return (kl * weights).sum()
 
     def flops_per_unit(self):
         """Return the FLOPs per token, including the teacher's forward pass."""
         # The divergence computes the output layer once more.
         divergence = 6 * (self.lm_head or self.wte).weight.numel() if self.frozen else 0
         return (super().flops_per_unit() + divergence
-                + sum(m.flops_per_unit() for m in self.frozen))
+                + sum(m.flops_per_unit() / getattr(m, "row_tokens", 1) for m in self.frozen))
+
+
+class AnsweringStudent(Student, grpo.AnsweringGPT):
+    """A chat model that answers prompts and is trained on the teacher's distribution at each token
+    of its answers.
+
+    Its loss is the divergence in nats per token; its numbers are the "length" of answers and
+    "exact", the share that equals the reference answer. Evaluations have greedy answers.
+    """
+    reverse = True
+
+    def compute_loss(self, prompts, lengths, row_numbers, sample_numbers=None):
+        tokens, weights, sums = self.collect_answers(prompts, lengths, row_numbers, sample_numbers)
+        x = grpo.answer_states(self, tokens)  # (n, T, C)
+        with torch.no_grad():
+            y = grpo.answer_states(self.frozen[0], tokens)  # (n, T, C of the teacher)
+        T, kl = self.compare(x, y, weights)
+        return T**2 * kl / sums["count"], sums
+
+    @torch.compiler.disable
+    @torch.no_grad()
+    def collect_answers(self, prompts, lengths, row_numbers, sample_numbers):
+        """Return (tokens (n, T, 5), weights (n, T), see collate_rows of model/grpo.py, sums)."""
+        K = self.keys.group_size if self.training else 1
+        answers = (self.sample_answers(prompts, lengths, sample_numbers, K) if self.training
+                   else self.generate_answers(prompts, lengths))
+        rows = []
+        for i, (ids, n) in enumerate(zip(prompts.tolist(), lengths.tolist())):
+            rows += grpo.pack_answers(ids[:n], answers[K * i:K * i + K], [1.0] * K,
+                                      self.keys.block_size)
+        exact = map(self.reward_function, row_numbers.repeat_interleave(K).tolist(), answers)
+        n_tokens = sum(map(len, answers))
+        sums = dict(count=n_tokens, prompts=len(prompts), length=n_tokens / K, exact=sum(exact) / K)
+        device = prompts.device
+        return (*(t.to(device) for t in grpo.collate_rows(rows, self.keys.block_size)),
+                {name: torch.tensor(float(n), device=device) for name, n in sums.items()})
 
 
 # -----------------------------------------------------------------------------
 # model interface, see train/system.py
 
-sample = gpt.sample
 inherit_shape = gpt.inherit_shape
 
 
+def sample(model, data, config):
+    return (grpo if config.on_policy else gpt).sample(model, data, config)
+
+
 def open_data(config, ranks):
-    data = open_token_data(config, ranks)
+    if config.on_policy:
+        data = grpo.open_prompts(config, ranks, needs_answers=True)
+    else:
+        data = open_token_data(config, ranks)
     teacher = weights.describe_backbone(config.teacher, "teacher", ranks)
     weights.check_tokenizer(teacher["tokenizer"], config.teacher, data.spec, config)
     data.spec["teacher"] = teacher["digest"]  # a resumed run must use the same teacher
@@ -95,10 +157,13 @@ def open_data(config, ranks):
 
 
 def build_model(config, data):
-    student = gpt.build_model(config, data, Student)
+    base, model_class = (chat, AnsweringStudent) if config.on_policy else (gpt, Student)
+    student = base.build_model(config, data, model_class)
     if not hasattr(data, "train"):  # a checkpoint that is loaded for sampling
         return student
     student.keys = config
+    if config.on_policy:
+        student.reward_function = data.reward_function
     teacher, _, _ = weights.load_frozen(config.teacher, "teacher")
     n_ids = data.spec["vocab_size"]
     if (not isinstance(teacher, GPT) or teacher.config.vocab_size < n_ids

@@ -6,9 +6,11 @@
 
 A step samples group_size answers per prompt, at temperature 1, and uses each for one update. The
 probability ratio of GRPO is therefore 1, and clipping is omitted, as is the KL divergence from the
-initial model (arXiv:2503.14476 omits it, too). The logged loss is the negative mean reward; the
-gradient is that of GRPO. Sampling is a function of the seed and the sample's number, so that a
-resumed run, and any number of ranks, generates the same answers.
+initial model (arXiv:2503.14476 omits it, too). The defaults are DAPO's loss in TRL: the sum over
+all answer tokens of the global batch, divided by their number. Its value is near 0 whatever the
+rewards; they are logged as `reward`. The evaluation loss is the negative mean reward. Sampling is a
+function of the seed and the sample's number, so that a resumed run, and any number of ranks,
+generates the same answers.
 
 The key `reward` selects exact match or a Python file of the user, which is executed. It is read
 from the command line or YAML only, never from a checkpoint or data, and only training imports it.
@@ -39,11 +41,13 @@ from model.core.ops import IGNORE, token_logprobs
 from train.base.errors import DataError, UserError
 from train.base.fields import key
 from train.dataloader import Data, RowLoader
+from train.distributed import all_gather_vectors
 
 USE = chat.USE
 MAX_REWARD = 1e30  # the mean of a batch must be finite in float32
 WIDTH_MULTIPLE = 32  # of rows, in tokens: few different shapes
 PADDING = (0, 0, -1, IGNORE, -1, 0.0)  # a padded position of a row, see pack_answers
+MIN_DEVIATION = 1e-4  # added to the standard deviation of rewards, as in TRL
 
 
 @dataclass
@@ -53,70 +57,47 @@ class Keys(chat.FromChatKeys):
                       free=True, path=True, reads="apart")
     group_size: int = key(8, "answers per prompt, which are compared with each other", ge=2)
     answer_tokens: int = key(64, "maximum number of tokens per answer", ge=1)
+    grpo_norm: str = key("tokens", "divide the loss by the tokens of all answers, by each answer's "
+                         "tokens and the answers, or by answer_tokens and the answers",
+                         choices=["tokens", "answer", "constant"])
+    grpo_scale: str = key("group", "divide advantages by the standard deviation of the group's "
+                          "rewards, of the batch's, or not", choices=["group", "batch", "none"])
+    mask_truncated: bool = key(False, "learn nothing from answers without an end token")
+
+    def problems(self):
+        problems = super().problems()
+        if self.grpo_scale == "batch" and self.gradient_accumulation_steps > 1:
+            problems.append("grpo_scale: batch needs gradient_accumulation_steps 1, because the "
+                            "deviation is that of all rewards of the step")
+        return problems
 
 
 # -----------------------------------------------------------------------------
-# the model
+# the models
 
-class PolicyGPT(WithAdapters, chat.ChatGPT):
-    """A chat model that is also trained on rewards: forward(prompts, lengths, row_numbers,
+class AnsweringGPT(chat.ChatGPT):
+    """A chat model that is trained on its own answers: forward(prompts, lengths, row_numbers,
     sample_numbers), (B, P) and three times (B,); evaluations have no sample_numbers.
 
-    The numbers are "reward" and "length" of answers; in training also "spread" (the standard
-    deviation in a group), "best" reward of a group and "flat" (the share of groups with equal
-    rewards). reward_function: the RewardFunction.
+    Its sums are of B "prompts", its numbers means over them. keys: the configuration;
+    reward_function: the RewardFunction.
     """
 
-    def compute_loss(self, prompts, lengths, row_numbers, sample_numbers=None):
-        if not self.training:
-            return self.evaluate_answers(prompts, lengths, row_numbers)
-        batch, sums = self.sample_batch(prompts, lengths, row_numbers, sample_numbers)
-        return self.policy_loss(*batch), sums
+    def numbers(self, sums):
+        n_prompts = sums.get("prompts", sums["count"])  # sums["count"] are tokens
+        sums = {name: value for name, value in sums.items() if name != "prompts"}
+        return super().numbers(sums | dict(count=n_prompts))
 
-    def policy_loss(self, tokens, advantages, rewards):
-        """Return the loss of tokens (n, T, 5) and advantages (n, T) from collate_rows; rewards
-        (N,)."""
-        logps = answer_logps(self, tokens)  # (n, T)
-        # The first term has the value 0 and the gradient of the policy. The logged loss is the
-        # negative reward.
-        return -(advantages * (logps - logps.detach())).sum() / len(rewards) - rewards.mean()
-
-    @torch.compiler.disable
-    @torch.no_grad()
-    def sample_batch(self, prompts, lengths, row_numbers, sample_numbers):
-        """Sample and reward answers. Return (arguments of policy_loss, sums over the prompts)."""
-        K = self.keys.group_size
-        device = prompts.device
+    def sample_answers(self, prompts, lengths, sample_numbers, samples_per_row=1):
+        """Return generate_answers of a training step, without dropout."""
         seeds = [stable_hash(self.keys.seed, f"answers {g}") for g in sample_numbers.tolist()]
-        self.eval()  # without dropout
-        answers = self.generate_answers(prompts, lengths, K, seeds)
+        self.eval()
+        answers = self.generate_answers(prompts, lengths, samples_per_row, seeds)
         self.train()
         # PyTorch 2.10's autocast would reuse the weights that it converted here, which have no
         # gradients (pytorch#158232).
         torch.clear_autocast_cache()
-        rewards = [*map(self.reward_function, row_numbers.repeat_interleave(K).tolist(), answers)]
-        rewards = torch.tensor(rewards, dtype=torch.float64).view(-1, K)  # (B, K)
-        mean = rewards.mean(1, keepdim=True)
-        spread = rewards.std(1, keepdim=True)
-        flat = spread < 1e-6  # (B, 1): no advantages
-        advantages = torch.where(flat, 0.0, (rewards - mean) / spread).tolist()
-        rows = []
-        for i, length in enumerate(lengths.tolist()):
-            if not flat[i]:  # else no gradient
-                rows += pack_answers(prompts[i, :length].tolist(), answers[K * i:K * i + K],
-                                     advantages[i], self.keys.block_size)
-        batch = *collate_rows(rows, self.keys.block_size), rewards.flatten().float()
-        sums = dict(reward=mean, spread=spread, best=rewards.amax(1), flat=flat,
-                    length=torch.tensor([len(answer) / K for answer in answers]))
-        return [t.to(device) for t in batch], {k: t.sum().to(device) for k, t in sums.items()}
-
-    @torch.compiler.disable
-    def evaluate_answers(self, prompts, lengths, row_numbers):
-        """Return (loss, sums) of an evaluation with greedy answers."""
-        answers = self.generate_answers(prompts, lengths)
-        reward = torch.tensor(float(sum(map(self.reward_function, row_numbers.tolist(), answers))))
-        length = torch.tensor(float(sum(map(len, answers))))
-        return -reward / len(prompts), dict(reward=reward, length=length)
+        return answers
 
     def generate_answers(self, prompts, lengths, samples_per_row=1, seeds=None):
         """Return a list of answers, samples_per_row per prompt, as lists of ids with the end token.
@@ -133,27 +114,99 @@ class PolicyGPT(WithAdapters, chat.ChatGPT):
                 for ids in answers]
 
     def flops_per_unit(self):
-        """Return the FLOPs of a step per prompt, for answers of the maximum length. Generation is a
-        forward pass; the prompt is computed once per group."""
+        """Return the FLOPs of a step per prompt with one answer: generation is a forward pass."""
+        return super().flops_per_unit() * 4 / 3
+
+
+class PolicyGPT(WithAdapters, AnsweringGPT):
+    """A chat model that is also trained on rewards.
+
+    The numbers are "reward" and "length" of answers; in training also "spread" (the standard
+    deviation in a group), "best" reward of a group, "flat" (the share of groups with equal rewards)
+    and "truncated" (the share of answers without an end token). ranks: those of all_gather_vectors.
+    """
+
+    def compute_loss(self, prompts, lengths, row_numbers, sample_numbers=None):
+        if not self.training:
+            return self.evaluate_answers(prompts, lengths, row_numbers)
+        batch, sums = self.sample_batch(prompts, lengths, row_numbers, sample_numbers)
+        return self.policy_loss(*batch), sums
+
+    def policy_loss(self, tokens, weights, count):
+        """Return the loss of tokens (n, T, 5) and weights (n, T) from collate_rows, divided by
+        count ()."""
+        logps = answer_logps(self, tokens)  # (n, T)
+        ratio = (logps - logps.detach()).exp()  # of the probabilities after and before: 1
+        return -(weights * ratio).sum() / count.clamp(min=1)
+
+    @torch.compiler.disable
+    @torch.no_grad()
+    def sample_batch(self, prompts, lengths, row_numbers, sample_numbers):
+        """Sample and reward answers. Return (arguments of policy_loss, sums over the prompts)."""
+        c = self.keys
+        K = c.group_size
+        answers = self.sample_answers(prompts, lengths, sample_numbers, K)
+        rewards = [*map(self.reward_function, row_numbers.repeat_interleave(K).tolist(), answers)]
+        rewards = torch.tensor(rewards, dtype=torch.float64).view(-1, K)  # (B, K)
+        mean = rewards.mean(1, keepdim=True)
+        spread = rewards.std(1, keepdim=True)
+        flat = spread < 1e-6  # (B, 1): no advantages
+        n_tokens = torch.tensor([*map(len, answers)]).view(-1, K)  # (B, K)
+        truncated = torch.tensor([answer[-1] not in self.reward_function.ends
+                                  for answer in answers]).view(-1, K)
+        learned = ~(truncated & c.mask_truncated)  # (B, K)
+        advantages = rewards - mean  # (B, K)
+        if c.grpo_scale == "group":
+            advantages /= spread + MIN_DEVIATION
+        elif c.grpo_scale == "batch":
+            advantages /= all_gather_vectors(rewards.flatten(), self.ranks).std() + MIN_DEVIATION
+        weights = torch.where(learned & ~flat, advantages, 0.0)
+        if c.grpo_norm == "answer":
+            weights /= n_tokens
+        rows = []
+        for i, length in enumerate(lengths.tolist()):
+            rows += pack_answers(prompts[i, :length].tolist(), answers[K * i:K * i + K],
+                                 weights[i].tolist(), c.block_size)
+        per_answer = dict(tokens=n_tokens * learned, answer=torch.ones_like(n_tokens),
+                          constant=torch.full_like(n_tokens, c.answer_tokens))
+        count = per_answer[c.grpo_norm].sum()
+        batch = *collate_rows(rows, c.block_size), count
+        sums = dict(count=count, prompts=torch.tensor(len(prompts)), reward=mean, spread=spread,
+                    best=rewards.amax(1), flat=flat, length=n_tokens / K, truncated=truncated / K)
+        device = prompts.device
+        return [t.to(device) for t in batch], {k: t.sum().to(device) for k, t in sums.items()}
+
+    @torch.compiler.disable
+    def evaluate_answers(self, prompts, lengths, row_numbers):
+        """Return (loss, sums) of an evaluation with greedy answers."""
+        answers = self.generate_answers(prompts, lengths)
+        reward = torch.tensor(float(sum(map(self.reward_function, row_numbers.tolist(), answers))))
+        length = torch.tensor(float(sum(map(len, answers))))
+        return -reward / len(prompts), dict(reward=reward, length=length)
+
+    def flops_per_unit(self):
+        """Return the FLOPs of a step per prompt, for answers of the maximum length. The prompt is
+        computed once per group."""
         answers = (self.keys.group_size - 1) * self.keys.answer_tokens / self.row_tokens
-        return super().flops_per_unit() * (1 + answers) * 4 / 3
+        return super().flops_per_unit() * (1 + answers)
 
 
 # -----------------------------------------------------------------------------
 # rows with a prompt and several answers
 
-def pack_answers(prompt, answers, advantages, max_tokens):
+def pack_answers(prompt, answers, weights, max_tokens):
     """Return rows of at most max_tokens with the prompt and as many answers to it as fit, so that
-    the prompt is computed once per row.
+    the prompt is computed once per row. weights: one per answer, for each of its tokens.
 
-    Equal answers are stored once, with the sum of the advantages. A row is a list of (token,
-    position, previous token or -1, target, part, advantage per token). part: 0 in the prompt, at
-    the row's start, 1, 2, ... in the answers, which attend to the prompt and to themselves. An
-    answer starts with the prompt's last token, which predicts its first target.
+    Answers without weight are left out; equal answers are stored once, with the sum of the weights.
+    A row is a list of (token, position, previous token or -1, target, part, weight). part: 0 in the
+    prompt, at the row's start, 1, 2, ... in the answers, which attend to the prompt and to
+    themselves. An answer starts with the prompt's last token, which predicts its first target.
     """
-    totals = {}  # {answer: sum of the advantages}
-    for answer, advantage in zip(map(tuple, answers), advantages):
-        totals[answer] = totals.get(answer, 0.0) + advantage
+    totals = {}  # {answer: sum of the weights}
+    for answer, weight in zip(map(tuple, answers), weights):
+        if weight:
+            totals[answer] = totals.get(answer, 0.0) + weight
     n = len(prompt) - 1
     rows = []
     for part, (answer, total) in enumerate(totals.items(), 1):
@@ -162,12 +215,12 @@ def pack_answers(prompt, answers, advantages, max_tokens):
         steps = list(zip(ids, range(len(ids)), [-1, *ids], ids[1:]))
         if not rows or len(rows[-1]) + len(answer) > max_tokens:
             rows.append([(*step[:3], IGNORE, 0, 0.0) for step in steps[:n]])
-        rows[-1] += [(*step, part, total / len(answer)) for step in steps[n:]]
+        rows[-1] += [(*step, part, total) for step in steps[n:]]
     return rows
 
 
 def collate_rows(rows, max_tokens):
-    """Return (tokens (n, T, 5), advantages (n, T)) of rows from pack_answers, padded to the same
+    """Return (tokens (n, T, 5), weights (n, T)) of rows from pack_answers, padded to the same
     length. n is at least 1: a row of padding changes nothing."""
     rows = rows or [[]]
     longest = max(1, *map(len, rows))
@@ -177,13 +230,18 @@ def collate_rows(rows, max_tokens):
     return table[..., :5].long(), table[..., 5]
 
 
+def answer_states(model, tokens):
+    """Return the normalised states (n, T, C) of a GPT for tokens (n, T, 5)."""
+    idx, positions, previous, _, part = tokens.unbind(-1)  # (n, T) each
+    visible = (part[:, :, None] == part[:, None]) | (part == 0)[:, None]  # (n, T, T)
+    return model.trunk(idx, mask=visible.tril()[:, None], positions=positions, previous=previous)
+
+
 def answer_logps(model, tokens):
     """Return the log probabilities (n, T) float32 of the targets in tokens (n, T, 5), 0 at
     IGNORE."""
-    idx, positions, previous, targets, part = tokens.unbind(-1)  # (n, T) each
-    visible = (part[:, :, None] == part[:, None]) | (part == 0)[:, None]  # (n, T, T)
-    x = model.trunk(idx, mask=visible.tril()[:, None], positions=positions, previous=previous)
-    return token_logprobs(model, x.flatten(0, 1), targets.flatten()).view_as(idx)
+    x, targets = answer_states(model, tokens), tokens[..., 3]
+    return token_logprobs(model, x.flatten(0, 1), targets.flatten()).view_as(targets)
 
 
 # -----------------------------------------------------------------------------
@@ -274,9 +332,10 @@ def read_lines(path, needs_answers):
     return lines
 
 
-def open_data(config, ranks):
-    """Return the Data of the prompts in config.data_dir, see data/prepare/prompts.py. Raises
-    DataError or UserError."""
+def open_prompts(config, ranks, needs_answers):
+    """Return the Data of the prompts in config.data_dir, see data/prepare/prompts.py; its
+    reward_function is exact match. Raises DataError, also if `needs_answers` and a row has no
+    reference answer."""
     c = config
     meta, tokenizer, spec = chat.read_rows_meta(c, "grpo", "prompts")
     width = meta.block_size
@@ -290,20 +349,28 @@ def open_data(config, ranks):
         path = os.path.join(c.data_dir, f"{split}_rows.jsonl")
         tokens, length = open_rows(c.data_dir, split, tokens=((width,), 0, tokenizer.n_vocab),
                                    length=((), 1, width + 1))
-        lines = read_lines(path, needs_answers=c.reward == "exact")
+        lines = read_lines(path, needs_answers)
         numbers = len(rewards.lines) + np.arange(len(lines))
         rewards.lines += lines
         loader = PromptLoader((tokens, length, numbers), c, ranks)
         loader.rows_digest = hashlib.sha256("\n".join(lines).encode()).hexdigest()
         return loader
-    train, val = load("train"), load("val") if c.eval_interval else None
-    digest = "exact"
-    if c.reward != "exact":  # last: the file may change the current folder
-        rewards.path = os.path.abspath(c.reward)
-        rewards.function = load_reward(rewards.path)
-        digest = hashlib.sha256(Path(rewards.path).read_bytes()).hexdigest()
-    data = Data(train, val, spec | dict(row_tokens=width + c.answer_tokens, reward=digest))
+    data = Data(load("train"), load("val") if c.eval_interval else None,
+                spec | dict(row_tokens=width + c.answer_tokens))
     data.reward_function = rewards
+    return data
+
+
+def open_data(config, ranks):
+    """Return the Data of the prompts, with config.reward. Raises DataError or UserError."""
+    data = open_prompts(config, ranks, needs_answers=config.reward == "exact")
+    data.ranks = ranks
+    data.spec["reward"] = "exact"
+    if config.reward != "exact":  # last: the file may change the current folder
+        rewards = data.reward_function
+        rewards.path = os.path.abspath(config.reward)
+        rewards.function = load_reward(rewards.path)
+        data.spec["reward"] = hashlib.sha256(Path(rewards.path).read_bytes()).hexdigest()
     return data
 
 
@@ -312,6 +379,7 @@ def build_model(config, data):
     model.keys = config
     if hasattr(data, "train"):  # not for a checkpoint that is loaded for sampling
         model.reward_function = data.reward_function
+        model.ranks = data.ranks
     return add_adapters(model, config.lora_rank, config.seed)
 
 

@@ -8,6 +8,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from conftest import TINY
+from processes import python
 from runs import (
     SMALL,
     assert_a_kill_changes_nothing,
@@ -15,7 +16,10 @@ from runs import (
     assert_two_ranks_equal_one,
     go,
 )
+from test_grpo import made, rewarded, settings  # noqa: F401  a fixture
 
+from model import distill, grpo
+from model.core.init import stable_hash
 from model.core.load import load_model
 from model.distill import Student
 from model.gpt import GPT, GPTConfig
@@ -136,3 +140,111 @@ def test_killed_and_resumed(data_dir, tmp_path, teacher):
 def test_two_ranks_equal_one(data_dir, tmp_path, teacher, how):
     settings = TINY | changes(teacher, data_dir=str(data_dir), max_iters=6, eval_interval=3)
     assert_two_ranks_equal_one(tmp_path, settings, how, val_loss=1e-5, val_kl=1e-4)
+
+
+# -----------------------------------------------------------------------------
+# on-policy: the student answers
+
+@pytest.fixture(scope="module")
+def answering(made, tmp_path_factory):  # noqa: F811
+    """The configuration of a run in which a chat model learns from a better one."""
+    out = tmp_path_factory.mktemp("better")
+    both = settings(made, out)
+    own = [both.pop(name) for name in ("reward", "group_size", "answer_tokens")]
+    train(load_config(None, both | dict(model="chat", data_dir=str(made / "chats"), max_iters=60,
+                                        learning_rate=1e-2)))
+    return both | dict(model="distill", on_policy=True, teacher=str(out / "ckpt.pt"), group_size=2,
+                       answer_tokens=own[2])
+
+
+def answering_student(T=1.0):
+    """A student of two random answers per prompt, a larger teacher, and the arguments of
+    forward()."""
+    model = rewarded()
+    student = distill.AnsweringStudent(model.config)
+    student.load_state_dict(model.state_dict())
+    student.keys, student.reward_function = model.keys, model.reward_function
+    student.keys.group_size, student.keys.distill_temperature = 2, T
+    teacher = GPT(GPTConfig(n_layer=1, n_head=2, n_embd=64, vocab_size=300, block_size=64))
+    with torch.no_grad():
+        for p in teacher.parameters():
+            p.mul_(3)
+    student.frozen = (teacher.requires_grad_(False),)
+    numbers = torch.tensor([0, 1, 2])
+    prompts, lengths = torch.randint(257, (3, 20)), torch.tensor([4, 20, 9])
+    return student, (prompts, lengths, numbers, numbers)
+
+
+def logits_alone(model, prompt, answer):
+    return model(torch.tensor([prompt + answer]))[0, len(prompt) - 1:-1, :257]
+
+
+@pytest.mark.parametrize("T", [1.0, 2.0])
+def test_loss_and_gradients_of_own_answers_from_whole_logits(T):
+    """The mean over all tokens of KL(student, teacher), an answer at a time; equal answers count
+    each. In evaluations at the temperature 1, of the likeliest answers."""
+    student, batch = answering_student(T)
+    student.reward_function.ends = list(range(0, 257, 2))  # many short answers, some equal
+    prompts, lengths, *_ = batch
+    seeds = [stable_hash(1, f"answers {i}") for i in range(3)]
+    for training in (True, False):
+        K, T = (2, T) if training else (1, 1.0)
+        student.eval()
+        answers = student.generate_answers(prompts, lengths, K, seeds if training else None)
+        student.train(training)
+        total = 0.0
+        for i, answer in enumerate(answers):
+            asked = prompts[i // K, :lengths[i // K]].tolist()
+            q, p = (F.softmax(logits_alone(m, asked, answer) / T, -1)
+                    for m in (student, student.frozen[0]))
+            total = total + T**2 * (q * (q.log() - p.log())).sum()
+        n = sum(map(len, answers))
+        loss, sums = student(*batch)
+        torch.testing.assert_close(loss, total / n, rtol=1e-4, atol=1e-6)
+        assert sums["count"] == n
+        assert student.numbers(sums | dict(loss=loss))["length"] == pytest.approx(n / K / 3)
+        parameters = list(student.parameters())
+        for a, b in zip(torch.autograd.grad(loss, parameters), torch.autograd.grad(
+                total / n, parameters), strict=True):
+            torch.testing.assert_close(a, b, rtol=1e-3, atol=1e-5)
+
+
+@pytest.mark.slow
+def test_loss_of_own_answers_is_that_of_trl():
+    """By the code of TRL itself: beta 1 is the reverse divergence."""
+    theirs = pytest.importorskip("trl.trainer.distillation_trainer")._chunked_divergence_loss
+    student, batch = answering_student(2.0)
+    tokens, weights, sums = student.collect_answers(*batch)
+    loss, teacher = student(*batch)[0], student.frozen[0]
+    x, y = (grpo.answer_states(model, tokens) for model in (student, teacher))
+    heads = [(model.lm_head or model.wte).weight[:257] for model in (student, teacher)]
+    expected, _, n = theirs(x, y, *heads, weights > 0, beta=1.0, temperature=2.0)
+    assert n == sums["count"]
+    assert float(loss) == pytest.approx(4 * float(expected), rel=1e-4)
+
+
+def test_it_learns_from_a_teacher_of_its_answers(answering, tmp_path):
+    """The divergence falls; the result is a chat model, which needs no teacher."""
+    last = train(load_config(None, answering | dict(out_dir=str(tmp_path / "out"), max_iters=30,
+                                                    sample_tokens=4)))
+    loss = [r["val_loss"] for r in last["history"]]
+    assert loss[-1] < 0.5 * loss[0]
+    assert {"val_exact", "val_length"} <= last["history"][0].keys()
+    assert "### Assistant:" in (tmp_path / "out/samples.txt").read_text()
+    said = python("-m", "model.sample", "--ckpt", tmp_path / "out/ckpt.pt", "--chat", "--prompt",
+                  "7?", "--max_new_tokens", "3")
+    assert said.returncode == 0, said.stderr
+
+
+@pytest.mark.matrix(124)
+def test_killed_and_resumed_it_writes_the_same_answers(answering, tmp_path):
+    """kill -9 while a model answers prompts and learns from a teacher -> the answers are the same,
+    the end is exact"""
+    more = answering | dict(max_iters=14, save_interval=3, dropout=0.1, lr_decay_iters=20)
+    more = {name: value for name, value in more.items() if name not in ("data_dir", "out_dir")}
+    assert_a_kill_changes_nothing(answering["data_dir"], tmp_path, **more)
+
+
+@pytest.mark.parametrize("how", ["ddp", "fsdp"])
+def test_two_ranks_that_answer_equal_one(answering, tmp_path, how):
+    assert_two_ranks_equal_one(tmp_path, answering, how, val_loss=1e-4, val_exact=0, val_length=0)

@@ -1,6 +1,7 @@
 """Rewards: prompts of every form, answers that depend on seed and sample alone, GRPO's loss and
 gradients against its formula, rewards of a person's own, ranks, resume."""
 
+import collections
 import io
 import json
 import os
@@ -168,8 +169,10 @@ def rewarded():
     model.reward_function = RewardFunction(BYTES, [BYTES.eot_token], worth)
     model.reward_function.lines = [json.dumps(dict(question=f"{i}", answer="x", row={}))
                                    for i in range(9)]
-    model.keys = SimpleNamespace(group_size=4, answer_tokens=6, seed=1,
+    model.keys = SimpleNamespace(group_size=4, answer_tokens=6, seed=1, grpo_norm="tokens",
+                                 grpo_scale="group", mask_truncated=False,
                                  block_size=model.config.block_size)
+    model.ranks = SimpleNamespace(world_size=1)
     return model
 
 
@@ -219,18 +222,19 @@ def test_advantages_within_the_group():
                               torch.tensor([0, 1]), torch.tensor([0, 1]))
     r = np.array([0.0, 1.0, 1.0, 3.0])
     spread = np.sqrt(((r - r.mean()) ** 2).sum() / 3)
-    advantages = [float(batch[1][batch[0][..., 4] == part].sum()) for part in range(5)]
-    np.testing.assert_allclose(advantages, [0, *(r - r.mean()) / spread], rtol=1e-5)
+    advantages = [batch[1][batch[0][..., 4] == part].unique().item() for part in range(5)]
+    np.testing.assert_allclose(advantages, [0, *(r - r.mean()) / (spread + 1e-4)], rtol=1e-5)
     assert batch[0][..., 4].max() == 4  # none of the second group
-    np.testing.assert_allclose(batch[2].numpy(), [*r, 0.1, 0.1, 0.1, 0.1], rtol=1e-6)
-    assert {k: float(v) for k, v in sums.items() if k != "length"} == pytest.approx(
-        dict(reward=1.25 + 0.1, spread=spread, best=3.1, flat=1))
-    found = model.numbers(sums | dict(loss=torch.tensor(0.0), count=torch.tensor(2.0)))
+    assert batch[2] == sums["count"] == 4 * sums["length"]  # which counts
+    assert {k: float(v) for k, v in sums.items() if k not in ("length", "count", "truncated")
+            } == pytest.approx(dict(reward=1.25 + 0.1, spread=spread, best=3.1, flat=1, prompts=2))
+    found = model.numbers(sums | dict(loss=torch.tensor(0.0)))
     assert found["flat"] == 0.5 and found["reward"] == pytest.approx(0.675)
+    assert found["length"] == pytest.approx(float(batch[2]) / 8) and "prompts" not in found
     model.reward_function.function = lambda *_: 1.0
     batch, _ = model.sample_batch(torch.zeros(2, 3, dtype=torch.int64), torch.tensor([3, 3]),
                                   torch.tensor([0, 1]), torch.tensor([0, 1]))
-    assert not batch[1].any() and len(batch[2]) == 8
+    assert not batch[1].any() and batch[2] > 8
 
 
 @pytest.mark.parametrize("shape", [dict(pos="learned"), dict(prev_embedding=True)])
@@ -253,47 +257,111 @@ def test_answers_in_one_row_are_what_each_is_alone(shape):
             alone = F.log_softmax(model(torch.tensor([prompt + said.tolist()])), -1)
             wanted = alone[0, len(prompt) - 1:-1].gather(1, said[:, None])[:, 0]
             torch.testing.assert_close(logps[here], wanted)
-            found[tuple(said.tolist())] = float(advantages[here].sum())
+            found[tuple(said.tolist())] = advantages[here].unique().item()
         assert found == pytest.approx({(5, 6, 7): 5, (8,): 2, tuple(answers[3]): 8,
                                        (6, 5, 5, 9): 16, tuple(answers[5]): 32})
         assert not logps[tokens[..., 3] < 0].any()
     assert len(collate_rows([], 32)[0]) == 1
 
 
-def formula(model, old, prompts, answers, advantage, clip=0.2):
-    """GRPO's objective as the paper writes it, equation 3, without the divergence, from whole
-    logits, an answer at a time; what it is to be maximised."""
-    total = 0.0
-    for prompt, answer, a in zip(prompts, answers, advantage, strict=True):
-        answer, row = torch.tensor(answer), torch.tensor([prompt + answer])
-        logps = [F.log_softmax(m(row)[0, len(prompt) - 1:-1], -1).gather(
-            1, answer[:, None])[:, 0] for m in (model, old)]
-        ratio = (logps[0] - logps[1].detach()).exp()
-        gain = torch.minimum(ratio * a, ratio.clamp(1 - clip, 1 + clip) * a)
-        total = total + gain.mean()
-    return total / len(answers)
-
-
-def test_loss_and_gradients_are_the_papers():
-    """The gradient is that of the clipped objective; the value is minus the mean reward."""
-    model = rewarded()
+def sampled(model):
+    """What a step of three prompts learns from: the arguments of forward(), and of each answer the
+    prompt, its ids and its reward, as lists."""
     prompts, lengths = torch.randint(257, (3, 20)), torch.tensor([4, 20, 9])
     numbers = torch.tensor([0, 1, 2])
+    model.reward_function.ends = list(range(100, 160))  # some answers come to an end
     seeds = [stable_hash(1, f"answers {i}") for i in range(3)]
     answers = model.eval().generate_answers(prompts, lengths, 4, seeds)
-    r = np.array([model.reward_function(0, said) for said in answers]).reshape(3, 4)
-    advantages = (r - r.mean(1, keepdims=True)) / r.std(1, ddof=1, keepdims=True)
     asked = [p[:n] for p, n in zip(prompts.tolist(), lengths.tolist()) for _ in range(4)]
-    expected = formula(model.train(), model, asked, answers, advantages.flatten().tolist())
+    rewards = [model.reward_function(0, said) for said in answers]
+    model.train()
+    return (prompts, lengths, numbers, numbers), asked, answers, rewards
+
+
+def logps_alone(model, prompt, answer):
+    """The log probability of each token of an answer, from whole logits."""
+    logits = model(torch.tensor([prompt + answer]))[0, len(prompt) - 1:-1]
+    return F.log_softmax(logits, -1).gather(1, torch.tensor(answer)[:, None])[:, 0]
+
+
+def formula(model, asked, answers, rewards, norm, scale, masked, clip=0.2):
+    """The loss that TRL 1.16 documents (GRPOConfig: loss_type dapo, grpo or dr_grpo; scale_rewards;
+    mask_truncated_completions), an answer at a time; the weights that wrote them are the present
+    ones. The lengths are those of answers of at most six tokens."""
+    r = np.array(rewards).reshape(-1, 4)
+    deviation = dict(none=1.0, batch=r.std(ddof=1) + 1e-4,
+                     group=r.std(1, ddof=1, keepdims=True) + 1e-4)[scale]
+    advantages = ((r - r.mean(1, keepdims=True)) / deviation).flatten().tolist()
+    ends = model.reward_function.ends
+    total, n_tokens = 0.0, 0
+    for prompt, answer, a in zip(asked, answers, advantages, strict=True):
+        if masked and answer[-1] not in ends:
+            continue
+        logps = logps_alone(model, prompt, answer)
+        ratio = (logps - logps.detach()).exp()
+        gain = torch.minimum(ratio * a, ratio.clamp(1 - clip, 1 + clip) * a)
+        total = total - (gain.mean() if norm == "answer" else gain.sum())
+        n_tokens += len(answer)
+    return total / dict(tokens=n_tokens, answer=len(answers), constant=6 * len(answers))[norm]
+
+
+def assert_same_loss(model, batch, expected):
+    """The value, and the gradients of all parameters."""
     parameters = list(model.parameters())
-    wanted = torch.autograd.grad(-expected, parameters)
-    loss, sums = model(prompts, lengths, numbers, numbers)
-    found = torch.autograd.grad(loss, parameters)
-    for (name, _), e, g in zip(model.named_parameters(), wanted, found, strict=True):
+    wanted = torch.autograd.grad(expected, parameters)
+    loss, _ = model(*batch)
+    assert loss.item() == pytest.approx(expected.item(), abs=1e-5)
+    for (name, _), e, g in zip(model.named_parameters(), wanted,
+                               torch.autograd.grad(loss, parameters), strict=True):
         torch.testing.assert_close(g, e, rtol=1e-3, atol=1e-6, msg=name)
-    assert loss.item() == pytest.approx(-float(sums["reward"]) / 3, abs=1e-5)
-    # Of each group the advantages add up to 0.
-    assert expected.item() == pytest.approx(0, abs=1e-5)
+
+
+CHOICES = [("tokens", "group", False), ("tokens", "batch", True), ("tokens", "none", False),
+           ("answer", "group", True), ("answer", "none", False), ("constant", "none", True),
+           ("constant", "batch", False)]
+
+
+@pytest.mark.parametrize("norm, scale, masked", CHOICES)
+def test_loss_and_gradients_are_those_of_trls_formula(norm, scale, masked):
+    model = rewarded()
+    model.keys.grpo_norm, model.keys.grpo_scale, model.keys.mask_truncated = norm, scale, masked
+    batch, asked, answers, rewards = sampled(model)
+    assert len({len(said) for said in answers}) > 2
+    n_truncated = sum(said[-1] not in model.reward_function.ends for said in answers)
+    assert 0 < n_truncated < 12
+    assert_same_loss(model, batch, formula(model, asked, answers, rewards, norm, scale, masked))
+    assert float(model(*batch)[1]["truncated"]) == pytest.approx(n_truncated / 4)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("norm, scale, masked", CHOICES)
+def test_loss_and_gradients_are_those_of_trl(norm, scale, masked):
+    """By the code of TRL itself."""
+    trainer = pytest.importorskip("trl.trainer.grpo_trainer").GRPOTrainer
+    model = rewarded()
+    model.keys.grpo_norm, model.keys.grpo_scale, model.keys.mask_truncated = norm, scale, masked
+    batch, asked, answers, rewards = sampled(model)
+    def logps(*_, **__):
+        rows = [F.pad(logps_alone(model, p, a), (0, 6 - len(a))) for p, a in zip(asked, answers)]
+        return torch.stack(rows), torch.zeros(12, 6), None
+    same = SimpleNamespace(gather=lambda x: x, reduce=lambda x, **_: x, num_processes=1)
+    mask = torch.tensor([[float(i < len(a) and not (
+        masked and a[-1] not in model.reward_function.ends)) for i in range(6)] for a in answers])
+    r = torch.tensor(rewards).view(3, 4)
+    deviation = dict(none=1.0, group=r.std(1, keepdim=True) + 1e-4, batch=r.std() + 1e-4)[scale]
+    inputs = dict(prompt_ids=torch.zeros(12, 1), prompt_mask=mask[:, :1], completion_mask=mask,
+                  completion_ids=torch.zeros(12, 6), num_items_in_batch=mask.sum(),
+                  advantages=((r - r.mean(1, keepdim=True)) / deviation).flatten())
+    fake = SimpleNamespace(
+        _get_per_token_logps_and_entropies=logps, aux_loss_enabled=False, top_entropy_quantile=1.0,
+        off_policy_mask_threshold=None, importance_sampling_level="token", beta=0.0,
+        epsilon_low=0.2, epsilon_high=0.2, args=SimpleNamespace(delta=None,
+                                                                steps_per_generation=1),
+        use_vllm=False, _entropy_bonus_enabled=False, accelerator=same, model=model,
+        current_gradient_accumulation_steps=1, max_completion_length=6,
+        _metrics=dict(train=collections.defaultdict(list)),
+        loss_type=dict(tokens="dapo", answer="grpo", constant="dr_grpo")[norm])
+    assert_same_loss(model, batch, trainer._compute_loss(fake, model, inputs))
 
 
 def test_an_evaluation_is_of_the_most_likely_answers():
@@ -402,7 +470,7 @@ def test_it_learns_from_rewards(made, tmp_path):
     assert first["reward"] < 0.5
     assert step["best"] >= step["reward"] > first["reward"] + 0.2
     assert 0 <= step["flat"] <= 1
-    assert step["loss"] == pytest.approx(-step["reward"], rel=1e-4)
+    assert 0 <= step["truncated"] <= 1
     assert 0 < step["length"] <= 5
     samples = (tmp_path / "out/samples.txt").read_text()
     answers = [text.split("### Assistant:\n")[1].split("\n")[0]
@@ -427,6 +495,7 @@ def test_the_answer_that_is_held_back(made, tmp_path):
     (dict(data_dir="{chats}"), "prepare some: python -m data.prepare.prompts"),
     (dict(answer_tokens=60), "exceed the model's context, 64"),
     (dict(group_size=1), "group_size: must be at least 2"),
+    (dict(grpo_scale="batch", gradient_accumulation_steps=2), "gradient_accumulation_steps 1"),
     (dict(data_dir="{unheld}", reward="exact"), "some rows of .* have no reference answer"),
     (dict(data_dir="{damaged}"), r"val_rows.jsonl: .*prepare them again"),
 ])
@@ -518,7 +587,7 @@ def test_killed_while_it_writes_answers(made, tmp_path):
 
 @pytest.mark.parametrize("how, rank", [("ddp", 0), ("fsdp", 2)])
 def test_two_ranks_equal_one(made, tmp_path, how, rank):
-    changes = dict(lora_rank=rank)
+    changes = dict(lora_rank=rank, grpo_scale="group" if rank else "batch")
     one = train(load_config(None, settings(made, tmp_path / "one", **changes)))
     two = on_two_ranks(tmp_path / "two", settings(made, "", distributed=how, **changes))
     for a, b in zip(one["history"], two, strict=True):

@@ -217,9 +217,9 @@ def small_model(name):
             class Learner(grpo.PolicyGPT):
                 """What it learns from answers: writing them and asking what they are worth, which
                 needs their texts, is the host's work."""
-                def forward(self, *batch):
-                    return self.policy_loss(*batch), {}
-            return Learner(shape), [(B, T, 5), (B, T, float), (B, float)]
+                def forward(self, tokens, weights, count):
+                    return self.policy_loss(tokens, weights, count[0]), {}
+            return Learner(shape), [(B, T, 5), (B, T, float), (1, float)]
         if name == "distill":
             model = distill.Student(shape)
             model.frozen = (gpt.GPT(shape).requires_grad_(False),)
