@@ -26,8 +26,8 @@ def open_rows(folder, split, **limits):
     """Return the memory-mapped arrays SPLIT_NAME.npy of a split, in the order of `limits`.
 
     limits: {name: (shape of a row, lowest value, limit)}: integers from the lowest value to below
-    the limit (`None`: float32), in rows of that shape (`None`: any size). All arrays must have the
-    same number of rows. Raises DataError.
+    the limit (`None`: float32, NaN: missing), in rows of that shape (`None`: any size). All arrays
+    must have the same number of rows. Raises DataError.
     """
     arrays = []
     for name, (shape, low, limit) in limits.items():
@@ -41,12 +41,12 @@ def open_rows(folder, split, **limits):
 
 def check_array(path, array, shape, limit, low=0):
     """Raise DataError unless an array has this shape (`None`: any size) and integers from `low` to
-    below `limit` (`None`: finite float32 numbers). An id outside the vocabulary would end the
+    below `limit` (`None`: float32 numbers or NaN). An id outside the vocabulary would end the
     process on a GPU without naming the file. Only some rows of a large array are read."""
     some = array[::1 + array.nbytes // CHECKED_WHOLE] if array.ndim else array
     if limit is None:
-        kind = "finite float32 numbers"
-        is_valid = array.dtype == np.float32 and np.isfinite(some).all()
+        kind = "float32 numbers (NaN: missing)"
+        is_valid = array.dtype == np.float32 and not np.isinf(some).any()
     else:
         kind = f"integers from {low} to {limit - 1}"
         is_valid = array.dtype.kind in "iu" and (

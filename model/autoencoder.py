@@ -4,14 +4,21 @@ One encoder per modality (e.g. video, audio and text features) maps to a common 
 decoder per modality reconstructs the features from it, and a linear head predicts a target, e.g.
 fMRI. The bottleneck limits the rank of the head, which regularises targets of many thousand voxels.
 
+A response may be delayed: with the key delays, a sample is a row and the rows before it (a window).
+With linear_path, a ridge regression is a fixed part of the prediction and the network learns the
+rest. NaN is a missing value: it enters as the mean and counts as predicted exactly.
+
     python -m data.prepare.features --synthetic
     python run_train.py --config train/configs/autoencoder.yaml
     python -m model.autoencoder --ckpt out/autoencoder/ckpt.pt    # metrics on held-out rows
+    python -m model.autoencoder --data_dir FOLDER --arrays out.npz    # predictions for other rows
 
-Shapes: N rows, D dimensions of an array, H d_hidden, Z d_latent.
+Shapes: N rows, K rows of a window (delays + 1; without delays there is no such dimension), D
+dimensions of an array, P of all modalities, T of the target, H d_hidden, Z d_latent.
 """
 
 import json
+import os
 import sys
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,10 +32,12 @@ from data.meta import has_type, read_meta_for
 from data.rows import open_rows
 from model.core.init import fill, normal
 from model.core.load import load_model
+from model.core.ridge import fit_ridge
 from train.base.cli import run_command
 from train.base.errors import ConfigError, DataError, echo
 from train.base.fields import key
 from train.dataloader import Data, RowLoader
+from train.distributed import broadcast_from_rank0
 from train.evaluate import pack, unpack
 from train.system import ModelHooks
 
@@ -46,6 +55,10 @@ class Keys:
     match_weight: float = key(1.0, "weight of the matching loss (prediction of the target)", ge=0)
     matching: str = key("mse", "matching loss: mean squared error, or 1 - correlation per row",
                         choices=["mse", "correlation"])
+    delays: int = key(0, "rows before a row, of the same run, that its prediction uses", ge=0)
+    linear_path: bool = key(False, "a ridge regression, fitted in closed form, is a fixed part of "
+                            "the prediction; the network learns the rest")
+    modality_dropout: float = key(0.0, "training: share of rows without a modality", ge=0, lt=1)
 
 
 # -----------------------------------------------------------------------------
@@ -72,27 +85,87 @@ def array_dims(spec):
     return spec["modalities"] | ({"target": spec["target"]} if spec["target"] else {})
 
 
-def open_features(folder, split, spec=None):
-    """Return the memory-mapped arrays [(N, D) float32] of a split in the order of array_dims().
+def add_delays(array, runs, delays):
+    """Return the windows (N, K, D) of an array (N, D): row i, and at index k of the window the row
+    k before it, NaN if that is of a different run. runs (N,): the run of each row, ascending."""
+    index = np.arange(len(array))[:, None] - np.arange(delays + 1)  # (N, K)
+    is_inside = (index >= 0) & (runs[index] == runs[:, None])
+    return np.where(is_inside[..., None], array[index], np.float32(np.nan))
 
-    For a model of `spec`, trained on other data: DataError unless the folder has the same arrays.
-    If the shifts of the folder are not those of the training data, the difference is added.
+
+def open_runs(folder, split):
+    """Return the run of each row of a split (N,), ascending. Raises DataError."""
+    if not os.path.exists(os.path.join(folder, f"{split}_runs.npy")):
+        raise DataError(f"{folder}: no {split}_runs.npy (for delays, ridge); {HOW_TO_PREPARE}")
+    return np.array(open_rows(folder, split, runs=((), 0, 1 << 31))[0])
+
+
+def open_features(folder, split, spec=None, delays=0):
+    """Return the arrays of a split in the order of array_dims(), float32: memory-mapped (N, D);
+    modalities with delays, in memory (N, K, D).
+
+    For a model of `spec`, trained on other data: an array that the folder lacks is missing (NaN);
+    DataError for other arrays or dimensions. If the shifts of the folder are not those of the
+    training data, the difference is added.
     """
     meta = read_features_meta(folder)
-    if spec and array_dims(meta) != array_dims(spec):
+    spec = spec or meta
+    if not array_dims(meta).items() <= array_dims(spec).items():
         raise DataError(f"{folder}: arrays {array_dims(meta)}; the checkpoint was trained on "
                         f"{array_dims(spec)}: prepare the same arrays")
     limits = {name: ((d,), None, None) for name, d in array_dims(meta).items()}
-    arrays = open_rows(folder, split, **limits)
-    for i, name in enumerate(limits if spec else ()):
+    files = dict(zip(limits, open_rows(folder, split, **limits)))
+    n = len(next(iter(files.values())))
+    runs = open_runs(folder, split) if delays else None
+    arrays = []
+    for name, d in array_dims(spec).items():
+        array = files[name] if name in files else np.full((n, d), np.float32(np.nan))
         if shift_of(meta, name) != shift_of(spec, name):
-            arrays[i] = arrays[i] + np.subtract(shift_of(meta, name), shift_of(spec, name))
+            array = array + np.subtract(shift_of(meta, name), shift_of(spec, name))
+        arrays.append(add_delays(array, runs, delays) if delays and name != "target" else array)
     return arrays
 
 
 def shift_of(spec, name):
     """Return what data.prepare.features subtracted from an array: a list of D floats, or 0."""
     return spec.get("shift", {}).get(name, 0.0)
+
+
+def scale_of(spec, name):
+    """Return (mean, standard deviation) of an array over the training rows, float32 (D,). The
+    deviation of a constant is 1."""
+    mean, std = (np.array(spec[k][name], np.float32) for k in ("mean", "std"))
+    return mean, np.where(std > 0, std, np.float32(1))
+
+
+def design(arrays, spec):
+    """Return standardised features x (N, K, P), missing values as 0, and targets y (N, T), float64
+    arrays, of arrays in the order of array_dims()."""
+    *x, y = ((array[:] - mean) / std for array, (mean, std) in zip(
+        arrays, (scale_of(spec, name) for name in array_dims(spec)), strict=True))
+    x = np.concatenate(x, axis=-1, dtype=np.float64)
+    return np.nan_to_num(x).reshape(len(x), -1, x.shape[-1]), y.astype(np.float64)
+
+
+def fit_linear_path(folder, spec, delays):
+    """Return the weight (T, K * P) and bias (T,), float32, of the ridge regression of standardised
+    targets on the training rows; rows with a missing target are left out. A target uses the delayed
+    rows if that reduces the error on runs that the fit leaves out."""
+    if not spec["target"]:
+        raise DataError(f"{folder}: no target, which ridge regression (linear_path) predicts")
+    x, y = design(open_features(folder, "train", spec, delays), spec)
+    recorded = ~np.isnan(y).any(1)
+    if recorded.sum() < 3:
+        raise DataError(f"{folder}: {recorded.sum()} training rows have all targets; ridge "
+                        "regression (linear_path) needs 3 or more")
+    runs = open_runs(folder, "train")[recorded]
+    fits = [fit_ridge(x[recorded, :k].reshape(recorded.sum(), -1), y[recorded], runs)
+            for k in sorted({1, delays + 1})]
+    weights, biases, _, errors = zip(*fits)
+    weights = [np.pad(w, ((0, len(weights[-1]) - len(w)), (0, 0))) for w in weights]
+    best = np.argmin(errors, axis=0)  # (T,)
+    return tuple(torch.tensor(np.choose(best, parts).T, dtype=torch.float32)
+                 for parts in (weights, biases))
 
 
 def open_data(config, ranks):
@@ -106,53 +179,84 @@ def open_data(config, ranks):
         raise DataError(f"{config.data_dir}: {', '.join(reserved)}: not possible as names of "
                         "PyTorch modules; rename the files and prepare them again")
     spec = {k: meta[k] for k in ("modalities", "target", "mean", "std", "shift") if k in meta}
-    train, val = (RowLoader(open_features(config.data_dir, split), config, ranks)
-                  for split in ("train", "val"))
-    return Data(train, val if config.eval_interval else None, spec)
+    train, val = (RowLoader(open_features(config.data_dir, split, delays=config.delays), config,
+                            ranks) for split in ("train", "val"))
+    data = Data(train, val if config.eval_interval else None, spec)
+    if config.linear_path:
+        data.linear_path = broadcast_from_rank0(
+            lambda: fit_linear_path(config.data_dir, spec, config.delays), ranks)
+    return data
 
 
 # -----------------------------------------------------------------------------
 # the model
 
 class MultimodalAutoencoder(nn.Module):
-    """forward(*arrays) -> (loss, sums); arrays: features (N, D) in the order of array_dims()."""
+    """forward(*arrays) -> (loss, sums); arrays: (N, D) in the order of array_dims(), modalities
+    (N, K, D) with delays. linear_path: the result of fit_linear_path."""
 
-    def __init__(self, config, spec):
+    def __init__(self, config, spec, linear_path=None):
         super().__init__()
         self.keys = c = config
         self.spec = spec
         h = c.d_hidden
         dims = spec["modalities"]
         self.names = list(array_dims(spec))
-        self.encoder = nn.ModuleDict({name: nn.Linear(d, h) for name, d in dims.items()})
+        k = c.delays + 1
+        self.encoder = nn.ModuleDict({name: nn.Linear(k * d, h) for name, d in dims.items()})
         self.bottleneck = nn.Linear(h * len(dims), c.d_latent)
         self.expand = nn.ModuleDict({name: nn.Linear(c.d_latent, h) for name in dims})
         self.decoder = nn.ModuleDict({name: nn.Linear(h, d) for name, d in dims.items()})
         self.head = nn.Linear(c.d_latent, spec["target"]) if spec["target"] else None
+        self.linear = None
+        self.linear_path = linear_path
+        if c.linear_path:
+            self.linear = nn.Linear(k * sum(dims.values()), spec["target"]).requires_grad_(False)
         # On the CPU also under torch.device("meta"): the values come from the spec.
         for name in self.names:
-            mean, std = (torch.tensor(spec[k][name], device="cpu") for k in ("mean", "std"))
-            self.register_buffer(f"mean_{name}", mean, persistent=False)
-            self.register_buffer(f"std_{name}", torch.where(std > 0, std, 1.0), persistent=False)
+            for part, value in zip(("mean", "std"), scale_of(spec, name)):
+                value = torch.tensor(value, device="cpu")
+                self.register_buffer(f"{part}_{name}", value, persistent=False)
         fill(self, config.seed)
 
     def initial(self, name, shape, seed):
-        # N(0, 1 / inputs), and 0 for biases
-        if not isinstance(self.get_submodule(name.rpartition(".")[0]), nn.Linear):
-            return None
-        return normal(name, shape, shape[1] ** -0.5 if len(shape) == 2 else 0.0, seed)
+        # N(0, 1 / inputs), and 0 for biases. At first, the linear path alone predicts the target.
+        layer, _, part = name.rpartition(".")
+        if layer == "linear":
+            if self.linear_path is None:
+                raise ConfigError(["linear_path: it is fitted to data_dir; expected one folder of "
+                                   "data.prepare.features, no mixture"])
+            return self.linear_path[part == "bias"]
+        is_zero = part == "bias" or layer == "head" and self.linear is not None
+        return normal(name, shape, 0.0 if is_zero else shape[1] ** -0.5, seed)
 
     def standardise(self, arrays):
-        """Return {name: (N, D) float32}; each dimension has mean 0 and variance 1 over the training
-        rows."""
+        """Return {name: (N, D) or (N, K, D), float32}; each dimension has mean 0 and variance 1
+        over the training rows. Missing values are NaN."""
         return {name: (x.float() - getattr(self, f"mean_{name}")) / getattr(self, f"std_{name}")
                 for name, x in zip(self.names, arrays)}
 
     def encode(self, x):
-        """Return the bottleneck (N, Z) of standardised modalities {name: (N, D)}."""
-        hidden = [F.dropout(F.gelu(self.encoder[name](x[name])), self.keys.dropout, self.training)
-                  for name in self.spec["modalities"]]  # (N, H) each
+        """Return the bottleneck (N, Z) of standardised modalities {name: (N, D) or (N, K, D)}."""
+        c = self.keys
+        hidden = []
+        for name in self.spec["modalities"]:
+            rows = x[name].nan_to_num().flatten(1)  # (N, K * D)
+            rows = F.dropout1d(rows[:, None], c.modality_dropout, self.training)[:, 0]
+            hidden.append(F.dropout(F.gelu(self.encoder[name](rows)), c.dropout, self.training))
         return self.bottleneck(torch.cat(hidden, dim=1))
+
+    def predict(self, x, z):
+        """Return the standardised target (N, T) of modalities x and their bottleneck z."""
+        if self.linear is None:
+            return self.head(z).float()
+        return self.head(F.gelu(z)).float() + self.predict_linear(x)
+
+    def predict_linear(self, x):
+        """Return the part of the prediction (N, T) that is a ridge regression, in float32."""
+        features = torch.cat([x[name].nan_to_num() for name in self.spec["modalities"]], dim=-1)
+        with torch.autocast(features.device.type, enabled=False):
+            return self.linear(features.flatten(1))
 
     def forward(self, *arrays):
         c = self.keys
@@ -161,34 +265,43 @@ class MultimodalAutoencoder(nn.Module):
         z = self.encode(x)  # (N, Z)
         outs = {name: self.decoder[name](F.gelu(self.expand[name](z))).float()
                 for name in self.spec["modalities"]}
-        errors = reconstruction_losses(outs, x)
+        present = {name: x[name][:, 0] if c.delays else x[name] for name in outs}
+        errors = reconstruction_losses(outs, present)
         sums = {f"recon_{name}": error.sum() for name, error in errors.items()}
         if self.head is not None:
-            out = self.head(z).float()  # (N, D)
+            out = self.predict(x, z)  # (N, T)
             match = matching_loss(out, x["target"], c.matching)
             sums |= dict(match=match.sum(), **correlation_sums(out.detach(), x["target"]))
+            if self.linear is not None and not self.training:  # the baseline beside the model
+                sums |= correlation_sums(self.predict_linear(x), x["target"], "ridge_")
         loss = combined_loss(errors, match, c.recon_weight, c.match_weight, c.modality_weights)
         return loss.mean(), sums
 
     def numbers(self, sums):
-        """Return the parts of the loss per row, and correlation: the mean over the targets of each
-        target's correlation over all rows."""
+        """Return the parts of the loss per row, correlation, the mean over the targets of each
+        target's correlation over all rows, and ridge, the same of the linear path alone."""
         out = ModelHooks.numbers(self, sums)
         if self.head is not None:
-            r = correlations(sums)
-            r = r[r.isfinite()]
-            out["correlation"] = float(r.mean()) if len(r) else None
+            out["correlation"] = mean_correlation(correlations(sums))
+        if "ridge_n" in sums:
+            out["ridge"] = mean_correlation(correlations(sums, "ridge_"))
         return out
 
 
 def reconstruction_losses(outs, x):
     """Return {modality: (N,)}: the mean squared error of each row. outs, x: {modality: (N, D)}."""
-    return {name: (out - x[name]).square().mean(1) for name, out in outs.items()}
+    return {name: (out - fill_missing(x[name], out)).square().mean(1) for name, out in outs.items()}
+
+
+def fill_missing(y, out):
+    """Return y with the predictions `out` instead of missing values (NaN)."""
+    return torch.where(y.isnan(), out.detach(), y)
 
 
 def matching_loss(out, y, matching="mse"):
     """Return the distance (N,) between the rows of `out` and the targets y, both (N, D): the mean
     squared error, or 1 - correlation if matching is "correlation"."""
+    y = fill_missing(y, out)
     if matching == "mse":
         return (out - y).square().mean(1)
     return 1 - row_correlation(out, y)
@@ -211,31 +324,40 @@ def row_correlation(a, b):
                               * (b.square().mean(1) + VARIANCE_EPS)).sqrt()
 
 
-def correlation_sums(p, y):
-    """Return the sums over rows that correlations() needs. p, y: (N, D) predictions and targets,
-    standardised, because large means would lose precision."""
+def correlation_sums(p, y, prefix=""):
+    """Return the sums over rows that correlations() needs, as {prefix + name: (D,)}. p, y: (N, D)
+    predictions and targets, standardised, because large means would lose precision. A missing
+    target (NaN) is left out."""
     if p.device.type != "mps":  # MPS has no float64
         p, y = p.double(), y.double()
-    return dict(p=p.sum(0), y=y.sum(0), pp=p.square().sum(0), yy=y.square().sum(0),
-                py=(p * y).sum(0))
+    recorded = ~y.isnan()
+    p = p * recorded
+    y = y.nan_to_num()
+    sums = dict(p=p, y=y, pp=p.square(), yy=y.square(), py=p * y, n=recorded)
+    return {prefix + name: value.sum(0) for name, value in sums.items()}
 
 
-def correlations(sums):
+def correlations(sums, prefix=""):
     """Return Pearson's r (D,) of each target over all rows, NaN if one side is constant."""
-    n = sums["count"]
-    var_p = sums["pp"] - sums["p"].square() / n
-    var_y = sums["yy"] - sums["y"].square() / n
-    covariance = sums["py"] - sums["p"] * sums["y"] / n
-    r = covariance / (var_p.clamp(min=0) * var_y.clamp(min=0)).sqrt()
+    p, y, pp, yy, py, n = (sums[prefix + name] for name in ("p", "y", "pp", "yy", "py", "n"))
+    var_p = pp - p.square() / n
+    var_y = yy - y.square() / n
+    r = (py - p * y / n) / (var_p.clamp(min=0) * var_y.clamp(min=0)).sqrt()
     return torch.where((var_p > 1e-9 * n) & (var_y > 1e-9 * n), r, torch.nan)
 
 
+def mean_correlation(r):
+    """Return the mean of correlations (D,) that are defined; None if none is."""
+    r = r[r.isfinite()]
+    return float(r.mean()) if len(r) else None
+
+
 def build_model(config, data):
-    return MultimodalAutoencoder(config, data.spec)
+    return MultimodalAutoencoder(config, data.spec, getattr(data, "linear_path", None))
 
 
 # -----------------------------------------------------------------------------
-# command: evaluate a checkpoint on held-out rows
+# command: evaluate a checkpoint, predict rows
 
 @torch.no_grad()
 def evaluate_rows(model, arrays, rows=1024):
@@ -247,28 +369,43 @@ def evaluate_rows(model, arrays, rows=1024):
     """
     total = 0.0
     latents = []
+    predictions = []
     for start in range(0, len(arrays[0]), rows):
         batch = [torch.from_numpy(np.array(a[start:start + rows])).float() for a in arrays]
         loss, sums = model(*batch)
         total = total + pack(loss, sums, len(batch[0]))
-        latents.append(model.encode(model.standardise(batch)))
+        x = model.standardise(batch)
+        z = model.encode(x)
+        latents.append(z)
+        if model.head is not None:
+            predictions.append(model.predict(x, z) * model.std_target + model.mean_target)
     total, _ = unpack(total, sums)
-    z = torch.cat(latents)
-    metrics = dict(rows=len(z), loss=float(total["loss"] / len(z)), **model.numbers(total))
+    latent = torch.cat(latents).numpy()
+    metrics = dict(rows=len(latent), loss=float(total["loss"] / len(latent)),
+                   **model.numbers(total))
     if model.head is None:
-        return metrics, None, dict(latent=z.numpy())
-    y = (model.head(z) * model.std_target + model.mean_target).double().numpy()
-    return metrics, correlations(total), dict(
-        latent=z.numpy(), prediction=y + shift_of(model.spec, "target"))
+        return metrics, None, dict(latent=latent)
+    prediction = torch.cat(predictions).double().numpy() + shift_of(model.spec, "target")
+    return metrics, correlations(total), dict(latent=latent, prediction=prediction)
+
+
+def evaluate_ridge(model, arrays):
+    """Return the correlations (D,) of the baseline, ridge regression with the delays of a model,
+    fitted on the training rows of the model's data_dir."""
+    weight, bias = fit_linear_path(model.keys.data_dir, model.spec, model.keys.delays)
+    x, y = design(arrays, model.spec)
+    p = torch.from_numpy(x.reshape(len(x), -1)) @ weight.T.double() + bias
+    return correlations(correlation_sums(p, torch.from_numpy(y)))
 
 
 @dataclass
 class EvaluationOptions:
-    """Evaluate a checkpoint of a multimodal autoencoder."""
+    """Evaluate a checkpoint of a multimodal autoencoder, or predict rows with it."""
     ckpt: str = key("out/autoencoder/ckpt.pt", "checkpoint", metavar="FILE", path=True)
     data_dir: str | None = key(None, "prepared features (default: the training data)",
                                metavar="FOLDER", path=True)
     split: str = key("val", "split to evaluate", choices=["train", "val"])
+    baseline: bool = key(False, "also fit ridge regression to the training data, and evaluate it")
     to: str | None = key(None, "also write the metrics, and the correlation of each target",
                          metavar="FILE.json", path=True)
     arrays: str | None = key(None, "also write the arrays latent (N, Z) and prediction (N, D)",
@@ -278,12 +415,18 @@ class EvaluationOptions:
 def evaluate_checkpoint(args):
     """Print the metrics of a checkpoint and write the requested files."""
     model, _ = load_model(args.ckpt, expect="autoencoder")
-    arrays = open_features(args.data_dir or model.keys.data_dir, args.split, model.spec)
+    arrays = open_features(args.data_dir or model.keys.data_dir, args.split, model.spec,
+                           model.keys.delays)
     metrics, r, outputs = evaluate_rows(model, arrays)
+    tables = dict(targets=r)
+    if args.baseline:
+        tables["ridge_targets"] = evaluate_ridge(model, arrays)
+        metrics["ridge"] = mean_correlation(tables["ridge_targets"])
     for name, value in metrics.items():
         echo(f"{name:<14} {value:.4f}" if isinstance(value, float) else f"{name:<14} {value}")
-    if r is not None:
-        metrics["targets"] = [v if v == v else None for v in r.tolist()]
+    for name, values in tables.items():
+        if values is not None:
+            metrics[name] = [v if v == v else None for v in values.tolist()]
     if args.to:
         Path(args.to).write_text(json.dumps(metrics, indent=1), encoding="utf-8")
     if args.arrays:

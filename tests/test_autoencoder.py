@@ -12,6 +12,7 @@ from runs import (
     SMALL,
     assert_keys_change_only,
     assert_same,
+    assert_two_ranks_equal_one,
     configure,
     go,
     metrics,
@@ -24,10 +25,12 @@ from data.prepare import features
 from data.rows import runs_in_val
 from model.autoencoder import (
     MultimodalAutoencoder,
+    add_delays,
     combined_loss,
     correlation_sums,
     correlations,
     evaluate_rows,
+    fit_linear_path,
     main,
     matching_loss,
     open_data,
@@ -36,6 +39,7 @@ from model.autoencoder import (
     reconstruction_losses,
     row_correlation,
 )
+from model.core.ridge import fit_ridge
 from model.sample import load_model
 from train.config import load_config
 from train.distributed import Ranks
@@ -165,14 +169,13 @@ def test_synthetic_needs_every_modality():
 
 @pytest.mark.parametrize("case, words", [
     ("lengths", "different lengths: {'a': 30, 'target': 29"),
-    ("nan", "a: row 7, column 1: nan"),
     ("huge", "a: row 7, column 1: -1e+300"), ("val", "a: row 16, column 0: inf"),
     ("cube", "expected numbers of shape (rows, dims)"), ("missing", "b.npy: no such file\n"),
     ("name", "expected files with different names"), ("one run", "nothing can be held out"),
     ("other", "not prepared from these sources")])
 def test_bad_arrays(tmp_path, capsys, case, words):
     array, target = np.zeros((30, 2)), np.zeros((29 if case == "lengths" else 30, 2))
-    array[7, 1] = dict(nan=np.nan, huge=-1e300).get(case, 0)
+    array[7, 1] = dict(huge=-1e300).get(case, 0)
     array[16, 0] = np.inf if case == "val" else 0  # of a held-out run
     for name in ("a", "1"):
         np.save(tmp_path / f"{name}.npy", array[None] if case == "cube" else array)
@@ -414,6 +417,229 @@ def test_the_numbers_of_a_checkpoint(tmp_path, trained, folder, capsys):
     assert numbers["targets"] == pytest.approx(wanted, abs=1e-4)
     assert evaluate_rows(model, arrays, rows=7)[0]["correlation"] == pytest.approx(
         numbers["correlation"], abs=1e-6)
+
+
+# -----------------------------------------------------------------------------
+# ridge regression, delays, missing values
+
+def ridge_data(rows, dims):
+    rng = np.random.default_rng(0)
+    x = rng.normal(size=(rows, dims)) + 2
+    return x, x @ rng.normal(size=(dims, 4)) + rng.normal(size=(rows, 4)) * [1, 5, 20, 90]
+
+
+@pytest.mark.parametrize("rows, dims", [(60, 20), (40, 70), (30, 30)])
+def test_ridge_is_scikit_learns(rows, dims):
+    """With a row per run: RidgeCV, which leaves one row out."""
+    linear_model = pytest.importorskip("sklearn.linear_model")
+    x, y = ridge_data(rows, dims)
+    alphas = np.logspace(-2, 3, 8)
+    other = linear_model.RidgeCV(alphas, alpha_per_target=True).fit(x, y)
+    weight, bias, alpha, error = fit_ridge(x, y, np.arange(rows), alphas)
+    assert len(set(alpha)) > 1 and alpha == pytest.approx(other.alpha_)
+    assert weight == pytest.approx(other.coef_.T, abs=1e-6)
+    assert bias == pytest.approx(other.intercept_, abs=1e-6)
+    assert error == pytest.approx(-other.best_score_)
+
+
+@pytest.mark.parametrize("dims", [20, 70])
+def test_ridge_is_himalayas(dims):
+    """With runs of equal length, which are left out as a whole."""
+    ridge = pytest.importorskip("himalaya.ridge")
+    from himalaya.scoring import l2_neg_loss
+    x, y = ridge_data(60, dims)
+    alphas, runs = np.logspace(-2, 3, 8), np.arange(60) // 6
+    folds = [(np.flatnonzero(runs != r), np.flatnonzero(runs == r)) for r in range(10)]
+    other = ridge.RidgeCV(alphas, fit_intercept=True, cv=folds, solver_params=dict(
+        score_func=l2_neg_loss, warn=False)).fit(x, y)
+    weight, bias, alpha, _ = fit_ridge(x, y, runs, alphas)
+    assert alpha == pytest.approx(other.best_alphas_)
+    assert weight == pytest.approx(other.coef_, abs=1e-4)
+    assert bias == pytest.approx(other.intercept_, abs=1e-4)
+
+
+def test_the_error_on_runs_that_ridge_leaves_out():
+    """By a fit without each run, of different lengths; a single run is divided into ten."""
+    x, y = ridge_data(60, 20)
+    for runs, parts in ((np.r_[[0] * 25, [1] * 5, [2] * 30], None),
+                        (np.zeros(60), np.arange(60) // 6)):
+        parts = runs if parts is None else parts
+        total = 0
+        for r in np.unique(parts):
+            a, b = x[parts != r], y[parts != r]
+            w = np.linalg.solve((a - a.mean(0)).T @ (a - a.mean(0)) + 3 * np.eye(20),
+                                (a - a.mean(0)).T @ b)
+            total = total + np.square(
+                (x[parts == r] - a.mean(0)) @ w + b.mean(0) - y[parts == r]).sum(0)
+        assert fit_ridge(x, y, runs, [3.0])[3] == pytest.approx(total / 60)
+
+
+def test_delays_end_at_the_start_of_a_run():
+    array = np.float32([[n, n + 10] for n in range(5)])
+    windows = add_delays(array, np.array([0, 0, 0, 1, 1]), 2)
+    nan = np.nan
+    assert windows.dtype == np.float32 and windows.shape == (5, 3, 2)
+    np.testing.assert_array_equal(windows[..., 0], [
+        [0, nan, nan], [1, 0, nan], [2, 1, 0], [3, nan, nan], [4, 3, nan]])
+    np.testing.assert_array_equal(windows[..., 1], windows[..., 0] + 10)
+
+
+RIDGE = SYSTEM | dict(linear_path=True, dropout=0.2, modality_dropout=0.2, delays=2,
+                      early_stopping_metric="val_match")
+
+
+@pytest.fixture(scope="module")
+def holes(tmp_path_factory):
+    """Prepared data whose target is 3 x the row before of one modality; some values are missing,
+    and the run of no row has a constant length."""
+    rng = np.random.default_rng(0)
+    runs = np.repeat(np.arange(12), [40, 30] * 6)
+    a, b = rng.normal(size=(420, 4)) + 7, rng.normal(size=(420, 3))
+    target = np.where(np.diff(runs, prepend=-1)[:, None] != 0, 7, np.roll(a, 1, 0))[:, :2] * 3
+    a[rng.random(420) < 0.1] = np.nan
+    b[5, 1], b[:, 2] = np.nan, 4
+    target[100], target[200, 1] = np.nan, np.nan
+    out = tmp_path_factory.mktemp("holes")
+    for name, array in dict(a=a, b=b, target=target, runs=runs).items():
+        np.save(out / f"{name}.npy", array)
+    features.prepare_features(dict(a=a, b=b), target, str(out / "data"), 0.2, runs)
+    return out
+
+
+@pytest.fixture(scope="module")
+def linear(holes, tmp_path_factory):
+    out = tmp_path_factory.mktemp("linear")
+    return out, go(holes / "data", out, **RIDGE | dict(max_iters=40, eval_interval=10))
+
+
+def test_statistics_and_losses_leave_missing_values_out(holes):
+    arrays = [np.load(holes / f"{n}.npy") for n in ("a", "b", "target", "runs")]
+    keep = ~runs_in_val(arrays.pop(), 0.2)
+    meta = read_features_meta(holes / "data")
+    for name, array in zip("ab", arrays):
+        assert meta["mean"][name] == pytest.approx(np.nanmean(array[keep], 0))
+        assert meta["std"][name] == pytest.approx(np.nanstd(array[keep], 0))
+    assert meta["std"]["b"][2] == 0
+    y, out = torch.tensor(arrays[2][95:105]), torch.randn(10, 2, dtype=torch.float64)
+    missing = y.isnan().any(1)
+    out.requires_grad_()
+    for kind in ("mse", "correlation"):
+        loss = matching_loss(out, y, kind)
+        gradient, = torch.autograd.grad(loss.sum(), out)
+        assert loss.isfinite().all() and gradient.isfinite().all()
+        if kind == "mse":
+            assert not gradient[y.isnan()].any()
+    recorded = ~missing
+    sums = correlation_sums(out.detach(), y, "x_")
+    assert correlations(sums, "x_")[0] == pytest.approx(
+        np.corrcoef(out.detach()[recorded, 0], y[recorded, 0])[0, 1])
+
+
+def test_the_first_step_is_ridge_and_the_best_is_not_worse(holes, linear):
+    """By scikit-learn, on the rows without a missing target, with delays made by hand."""
+    out, result = linear
+    first = result["history"][0]
+    best = torch.load(out / "ckpt_best.pt")["progress"]["history"][-1]
+    assert best["val_match"] <= first["val_match"]
+    assert first["val_correlation"] == pytest.approx(first["val_ridge"], abs=1e-6)
+    assert first["val_correlation"] > 0.9  # only the row before tells
+    meta = read_features_meta(holes / "data")
+    x = {s: [] for s in ("train", "val")}
+    for s, parts in x.items():
+        a, b, y = (np.load(holes / "data" / f"{s}_{n}.npy") for n in ("a", "b", "target"))
+        runs = np.load(holes / "data" / f"{s}_runs.npy")
+        z = np.nan_to_num((np.c_[a, b] - np.r_[meta["mean"]["a"], meta["mean"]["b"]])
+                          / [v or 1 for n in "ab" for v in meta["std"][n]])
+        for d in range(3):
+            row = np.arange(len(z)) - d
+            parts.append(np.where((row >= 0) & (runs == runs[row]), 1, 0)[:, None] * z[row])
+        x[s] = np.hstack(parts), (y - meta["mean"]["target"]) / meta["std"]["target"], runs
+    weight, bias = fit_linear_path(str(holes / "data"), meta, 2)
+    fit, keep = x["train"], ~np.isnan(x["train"][1]).any(1)
+    w, c, _, _ = fit_ridge(fit[0][keep], fit[1][keep], fit[2][keep])
+    assert weight.shape == (2, 21) and weight.T.numpy() == pytest.approx(w, abs=1e-5)
+    np.testing.assert_allclose(bias, c, atol=1e-5)
+    p, y = x["val"][0] @ w + c, x["val"][1]
+    wanted = np.mean([np.corrcoef(p[:, i], y[:, i])[0, 1] for i in range(2)])
+    assert first["val_ridge"] == pytest.approx(wanted, abs=1e-5)
+    state = torch.load(out / "ckpt.pt")
+    assert torch.equal(state["model"]["linear.weight"], weight)
+    assert "linear.weight" not in state["optimizer"]["state"]
+
+
+def test_ridge_without_delays_where_they_do_not_help(tmp_path):
+    rng = np.random.default_rng(0)
+    x = rng.normal(size=(60, 8))
+    y = x[:, :2] + 3 * rng.normal(size=(60, 2))
+    features.prepare_features(dict(a=x), y, str(tmp_path), 0.2, np.arange(60) // 6)
+    weight = fit_linear_path(str(tmp_path), read_features_meta(tmp_path), 9)[0]
+    assert not weight[:, 8:].any(1).all() and weight[:, :8].any()
+
+
+def test_kill_and_resume_with_a_linear_path(tmp_path, holes, linear):
+    options = RIDGE | dict(max_iters=40, eval_interval=10, save_interval=7)
+    code, text = run_program(holes / "data", tmp_path, env={"FAULT": "before_opt@33=kill9"},
+                             **options)
+    assert code == -9, text
+    assert run_program(holes / "data", tmp_path, **options)[0] == 0
+    assert_same(linear[0], tmp_path)
+
+
+@pytest.mark.parametrize("way", ["ddp", "fsdp"])
+def test_two_ranks_with_a_linear_path(tmp_path, holes, way):
+    settings = SMALL | RIDGE | dict(data_dir=str(holes / "data"), max_iters=6, eval_interval=3,
+                                    lr_decay_iters=6, dropout=0.0, modality_dropout=0.0)
+    assert_two_ranks_equal_one(tmp_path, settings, way, val_loss=1e-5, val_correlation=1e-5,
+                               val_ridge=1e-5)
+
+
+def test_rows_without_a_target_a_split_or_a_modality(holes, linear, tmp_path, capsys):
+    """The predictions of rows that are prepared alone, without target and split, are those of the
+    same rows in the prepared data; then without a modality."""
+    runs = np.load(holes / "runs.npy")
+    val = runs_in_val(runs, 0.2)
+    for name in ("a", "b", "runs"):
+        np.save(tmp_path / f"{name}.npy", np.load(holes / f"{name}.npy")[val])
+    a, b = str(tmp_path / "a.npy"), str(tmp_path / "b.npy")
+    for sources, name in (([a, b], "ab"), ([b], "b")):
+        assert features.main([*sources, "--val_fraction", "0", "--runs", str(
+            tmp_path / "runs.npy"), "--out", str(tmp_path / name)]) == 0
+    out = {}
+    for name, more in dict(all=[], ab=["--data_dir", str(tmp_path / "ab"), "--split", "train"],
+                           b=["--data_dir", str(tmp_path / "b"), "--split", "train"]).items():
+        npz = tmp_path / f"{name}.npz"
+        assert main(["--ckpt", str(linear[0] / "ckpt.pt"), "--arrays", str(npz), *more]) == 0
+        with np.load(npz) as arrays:
+            out[name] = arrays["prediction"]
+    np.testing.assert_allclose(out["ab"], out["all"], atol=1e-5)
+    assert out["b"].shape == out["all"].shape and np.isfinite(out["b"]).all()
+    assert np.abs(out["b"] - out["all"]).max() > 1
+    assert "correlation    None" in capsys.readouterr().out
+
+
+def test_the_baseline_of_a_checkpoint(tmp_path, trained, linear, capsys):
+    """For a model with a linear path, the number of its evaluations; also for one without."""
+    for out, history in ((linear[0], linear[1]["history"]), (trained[0], None)):
+        path = tmp_path / "n.json"
+        assert main(["--ckpt", str(out / "ckpt.pt"), "--baseline", "--to", str(path)]) == 0
+        numbers = json.loads(path.read_text())
+        assert numbers["ridge"] == pytest.approx(np.mean(numbers["ridge_targets"]), abs=1e-6)
+        assert 0.8 < numbers["ridge"] < 1 and "ridge  " in capsys.readouterr().out
+        if history:
+            assert numbers["ridge"] == pytest.approx(history[-1]["val_ridge"], abs=1e-6)
+
+
+@pytest.mark.parametrize("case, words", [
+    ("old", "no train_runs.npy"), ("no target", "no target, which ridge regression"),
+    ("no rows", "0 training rows have all targets")])
+def test_what_a_linear_path_needs(tmp_path, case, words):
+    y = None if case == "no target" else np.full((40, 2), np.nan if case == "no rows" else 1)
+    folder = tmp_path / "data"
+    features.prepare_features(dict(a=np.eye(40)), y, str(folder), 0.2, np.arange(40) // 5)
+    if case == "old":
+        (folder / "train_runs.npy").unlink()
+    code, text = run_program(folder, tmp_path / "out", **SYSTEM | dict(linear_path=True))
+    assert code == 2 and words in text and "Traceback" not in text
 
 
 @pytest.mark.parametrize("changes, words", [

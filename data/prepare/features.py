@@ -3,10 +3,11 @@
     python -m data.prepare.features video.npy audio.npy --target fmri.npy
 
 Each .npy file is a modality, an array (rows, dims); all arrays have the same rows in the same
-order, e.g. the frames of a film. The target is a signal recorded at the same rows. The result is a
-folder with train_video.npy, val_video.npy, ..., train_target.npy, val_target.npy in float32, and
-meta.json with the dimensions of each array and the mean and standard deviation of each dimension
-over the training rows.
+order, e.g. the frames of a film. The target is a signal recorded at the same rows. NaN is a missing
+value. The result is a folder with train_video.npy, val_video.npy, ..., train_target.npy,
+val_target.npy in float32, train_runs.npy and val_runs.npy with the run of each row, and meta.json
+with the dimensions of each array and the mean and standard deviation of each dimension over the
+training rows.
 
 If the mean of a dimension is much larger than the standard deviation, float32 would lose precision:
 this mean is subtracted in float64 and stored as "shift" in meta.json.
@@ -15,6 +16,7 @@ Neighbouring rows are nearly equal, so a random split would put near copies of t
 the validation split. Whole runs (films, sessions, stretches of time) are held out instead.
 """
 
+import functools
 import os
 import re
 import sys
@@ -25,7 +27,7 @@ import numpy as np
 from data.meta import Meta, write_meta
 from data.prepare.folders import FolderOptions, new_folder, report
 from data.prepare.sources import source_name
-from data.rows import runs_in_val
+from data.rows import runs_in_val, save_arrays
 from data.token_files import open_npy
 from train.base.cli import run_command
 from train.base.errors import DataError, UserError, echo
@@ -57,7 +59,7 @@ def prepare_features(arrays, target, out, val_fraction=0.1, runs=None, force=Fal
     lengths = {name: len(array) for name, array in {**arrays, "runs": runs}.items()}
     if len(set(lengths.values())) > 1:
         raise DataError(f"arrays of different lengths: {lengths}; expected one row per frame")
-    in_val = runs_in_val(runs, val_fraction)
+    in_val = runs_in_val(runs, val_fraction) if val_fraction else np.zeros(len(runs), bool)
     rows = dict(train=np.flatnonzero(~in_val), val=np.flatnonzero(in_val))
     meta = dict(target=None if target is None else target.shape[1], modalities=dims, mean={},
                 std={}, rows={split: len(chosen) for split, chosen in rows.items()})
@@ -71,34 +73,40 @@ def prepare_features(arrays, target, out, val_fraction=0.1, runs=None, force=Fal
                 meta.setdefault("shift", {})[name] = shift.tolist()
             for split, chosen in rows.items():
                 write_array(os.path.join(folder, f"{split}_{name}.npy"), name, array, chosen, shift)
+        number = np.cumsum(np.append(0, np.diff(runs) != 0))  # of each row's run, ascending
+        for split, chosen in rows.items():
+            save_arrays(folder, split, runs=number[chosen].astype(np.uint32))
         write_meta(folder, Meta("autoencoder", sources=list(sources), extra=meta))
     return meta
 
 
 def read_chunks(name, array, chosen):
     """Yield the rows `chosen` in blocks of CHUNK_ROWS, in the dtype of the array, which may exceed
-    the memory. Raises DataError for values that are not finite in float32."""
+    the memory. Raises DataError for values that are infinite in float32."""
     for start in range(0, len(chosen), CHUNK_ROWS):
         rows = chosen[start:start + CHUNK_ROWS]
         values = array[rows]
         with np.errstate(over="ignore", invalid="ignore"):
-            wrong = np.argwhere(~np.isfinite(values.astype(np.float32)))
+            wrong = np.argwhere(np.isinf(values.astype(np.float32)))
         if len(wrong):
             i, column = wrong[0]
             raise DataError(f"{name}: row {rows[i]:,}, column {column}: {values[i, column]}: "
-                            "expected finite numbers up to 3.4e38; fill or drop such rows first")
+                            "expected numbers up to 3.4e38, or NaN for a missing value")
         yield values
 
 
 def statistics(name, array, chosen):
-    """Return the mean and the standard deviation (dims,) of the rows `chosen`, in float64. Raises
-    DataError for non-finite values."""
-    # Relative to the first row, so that a constant dimension has a deviation of exactly 0.
-    first = np.asarray(array[chosen[0]], np.float64)
-    mean = first + sum((x - first).sum(0) for x in read_chunks(name, array, chosen)) / len(chosen)
-    # A second pass: the squares of a large mean would hide the variance.
-    squares = sum(np.square(x - mean).sum(0) for x in read_chunks(name, array, chosen))
-    return mean, np.sqrt(squares / len(chosen))
+    """Return the mean and the standard deviation (dims,) of the rows `chosen`, in float64, without
+    missing values. Raises DataError for infinite values."""
+    # Relative to a value of the dimension, so that a constant one has a deviation of exactly 0.
+    largest = functools.reduce(np.fmax, (np.fmax.reduce(x) for x in
+                                         read_chunks(name, array, chosen)))
+    first = np.nan_to_num(largest.astype(np.float64))
+    n = sum((x == x).sum(0) for x in read_chunks(name, array, chosen)).clip(1)
+    mean = first + sum(np.nansum(x - first, 0) for x in read_chunks(name, array, chosen)) / n
+    # Another pass: the squares of a large mean would hide the variance.
+    squares = sum(np.nansum(np.square(x - mean), 0) for x in read_chunks(name, array, chosen))
+    return mean, np.sqrt(squares / n)
 
 
 def write_array(path, name, array, chosen, shift):
@@ -149,7 +157,8 @@ class FeatureOptions(FolderOptions):
     arrays: list[str] = key([], "one modality each, named by the file: an array (rows, dims)",
                             positional=True, metavar="FILE.npy")
     target: str = key("", "signal to predict: an array (rows, dims)", metavar="FILE.npy")
-    val_fraction: float = key(0.1, "share of the runs for validation", gt=0, lt=1)
+    val_fraction: float = key(0.1, "share of the runs for validation; 0: no split, of rows "
+                              "to predict", ge=0, lt=1)
     runs: str = key("", "array (rows,): the number of each row's run (film, session)",
                     metavar="FILE.npy")
     run_length: int | None = key(None, "without --runs: rows per run (default: 1/20 of all)", ge=1)
@@ -159,10 +168,10 @@ class FeatureOptions(FolderOptions):
 def open_arrays(args):
     """Return ({name: array}, target or `None`, runs) of the files on the command line."""
     arrays = {source_name(path): open_array(path) for path in args.arrays}
-    wrong = [name for name in arrays if not re.fullmatch(r"[A-Za-z]\w*", name) or name == "target"]
+    wrong = [name for name in arrays if not re.fullmatch(r"(?!(target|runs)$)[A-Za-z]\w*", name)]
     if wrong or len(arrays) < len(args.arrays):
         raise DataError(f"{', '.join(args.arrays)}: expected files with different names of "
-                        "letters, digits and _, except `target`; rename them")
+                        "letters, digits and _, except `target` and `runs`; rename them")
     target = open_array(args.target) if args.target else None
     if args.runs:
         return arrays, target, open_array(args.runs)[:, 0]
