@@ -70,6 +70,10 @@ def find_start(folder, config, ranks, log):
     ranks."""
     def find():
         folder.open()
+        if config.mirror:
+            from train.options.mirror import Mirror
+            folder.mirror = Mirror(config, folder.path)
+            folder.mirror.fetch(log)
         if config.eval_only and config.resume == "never":
             raise CheckpointError("--eval_only with --resume never: nothing to evaluate")
         state, path = find_checkpoint(config, log)

@@ -331,6 +331,8 @@ def find_conflicts(c):
         found.append(f"min_lr ({c.min_lr}) must not exceed learning_rate ({c.learning_rate})")
     if c.deterministic and c.cudnn_benchmark:
         found.append("deterministic: true does not go with cudnn_benchmark: true; leave one out")
+    if "://" in c.out_dir:
+        found.append(f"out_dir: expected a folder; --mirror {c.out_dir} copies its checkpoints")
     world_size = os.environ.get("WORLD_SIZE", "")
     samples = c.samples_per_step
     if world_size.isdigit() and samples % max(1, int(world_size)):

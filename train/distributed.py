@@ -10,6 +10,7 @@ import pickle
 import random
 import re
 import signal
+import socket
 import time
 import uuid
 from dataclasses import dataclass
@@ -65,6 +66,7 @@ def set_seed(seed: int, deterministic: bool = False,
 # the process group
 
 PR_SET_PDEATHSIG = 1  # in Linux's prctl.h
+SIOCGIFADDR = 0x8915  # in Linux's sockios.h
 ENVIRONMENT = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 
@@ -88,6 +90,8 @@ def process_group(config):
         # continue as orphans.
         with contextlib.suppress(OSError, AttributeError, TypeError):  # other systems
             ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    if world_size > local_world_size:
+        choose_interface(os.environ["MASTER_ADDR"])
     timeout = timedelta(seconds=config.dist_timeout)
     store = create_store(rank, world_size, timeout)
     dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=timeout,
@@ -118,6 +122,20 @@ def read_environment():
                          "start ranks with `torchrun --nproc_per_node=N run_train.py ...`, or "
                          "unset them")
     return numbers
+
+
+def choose_interface(address):
+    """Have gloo use the network interface through which this host reaches `address`. By default it
+    uses the address of the host's name, which on many hosts is a loopback address or unknown."""
+    with contextlib.suppress(OSError, ImportError), socket.socket(type=socket.SOCK_DGRAM) as s:
+        import fcntl  # POSIX only
+        s.connect((address, 1))  # sends nothing
+        own = socket.inet_aton(s.getsockname()[0])
+        for _, name in socket.if_nameindex():
+            with contextlib.suppress(OSError):  # an interface without an IPv4 address
+                reply = fcntl.ioctl(s, SIOCGIFADDR, name.encode().ljust(256, b"\0"))
+                if reply[20:24] == own:
+                    os.environ.setdefault("GLOO_SOCKET_IFNAME", name)
 
 
 def create_store(rank, world_size, timeout):

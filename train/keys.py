@@ -52,6 +52,8 @@ class RunKeys:
     print_config: bool = key(False, "print every key, its value and its origin", start=True)
     tokenizer: str | None = free_key(None, "for data without one: byte, gpt2 or a file", path=True)
     tracker: list[str] = free_key([], "also log to", choices=["tensorboard", "wandb", "mlflow"])
+    mirror: str | None = free_key(None, "folder or s3:// or gs:// URL for copies of checkpoints, "
+                                  "from which an empty out_dir continues", path=True)
     run_name: str | None = free_key(None, "name of the run in trackers (default: out_dir)",
                                     needs="tracker")
 
@@ -259,7 +261,7 @@ class TrainConfig(GPTKeys, SystemKeys, OptimizerKeys, LearningRateKeys, LengthKe
     def probe(self, **changes):
         """Return a copy for a short run whose steps are measured: without evaluations and
         trackers."""
-        return self.replace(resume="auto", tracker=[], eval_only=False, eval_tasks=[],
+        return self.replace(resume="auto", tracker=[], mirror=None, eval_only=False, eval_tasks=[],
                             eval_interval=0, early_stopping_metric="val_loss", **changes)
 
     def unused_keys(self):

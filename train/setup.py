@@ -6,6 +6,7 @@ train/train.py trains it. The state that must survive a crash is in the model, t
 """
 
 import contextlib
+import faulthandler
 import functools
 import math
 from dataclasses import asdict, dataclass, field, fields, replace
@@ -14,7 +15,7 @@ import torch
 
 from train import checkpoint, device, distributed, logger, robust
 from train.base.adamw import AdamW
-from train.base.errors import SetupError, echo, printable
+from train.base.errors import SetupError, UserError, echo, printable
 from train.base.fields import parse_mixture
 from train.base.run_folder import RunFolder
 from train.config import load_config, to_yaml
@@ -82,15 +83,12 @@ class Run:
         # out_dir, locked; saves in the background.
         self.folder = stack.enter_context(
             RunFolder(c.out_dir, c.keep_last, c.save_precision))
-        # Start: scratch, resume or init_from, with the checkpoint.
-        self.start = checkpoint.find_start(self.folder, c, self.ranks, self.note)
-        self.config = c.replace(**self.start.shape)
-
-    def note(self, text):
-        """Print a message on rank 0, and keep it for train.log, which is not open yet."""
-        if self.ranks.is_main:
+        def note(text):
             self.notes.append(text)
             echo(text)
+        # Start: scratch, resume or init_from, with the checkpoint.
+        self.start = checkpoint.find_start(self.folder, c, self.ranks, note)
+        self.config = c.replace(**self.start.shape)
 
     def open_data(self, data=None):
         """Open the loaders, which define the length of an epoch, and convert lengths to steps."""
@@ -134,7 +132,7 @@ class Run:
         compiled = should_compile(c, self.flops_per_step, ranks)
         # Console, train.log, metrics.jsonl, trackers.
         self.log = stack.enter_context(self.open_log(f"{reason}; compile {ON_OFF[compiled]}"))
-        stack.callback(self.folder.wait)  # the save under way may still log a warning
+        stack.push(self.finish_saves)  # the save under way may still log a warning
         if self.tasks:
             self.log.info(self.tasks.summary)
         # Calls the model, compiled if should_compile() says so.
@@ -204,21 +202,21 @@ class Run:
                                        min_scale=(c.min_lr or 0.0) / c.learning_rate)
         self.spikes = SpikeDetector(c.spike_sigma)
         self.signals = robust.Signals()  # SIGTERM, SIGINT, SIGHUP, SIGUSR1
-        # Ends a run that hangs.
-        self.watchdog = robust.Watchdog(c.step_timeout, self.folder.path, self.ranks.rank)
-        stack.callback(self.watchdog.close)
+        stack.callback(faulthandler.cancel_dump_traceback_later)  # see exit_after()
         if c.step_timeout:
             slow = robust.SLOW_STEP_FACTOR * c.step_timeout
             self.log.info(f"Timeout: {c.step_timeout:g} s per step (step_timeout), {slow:g} s for "
                           "the first two steps, evaluations and saves")
         self.clock = logger.Clock()  # time per step, without evaluations and saves
-        if self.ranks.world_size > 1:
-            from train.options.ranks import RankClock, log_network
-            log_network(c, self.raw_model, self.ranks, self.log.info)
-            self.clock = RankClock(self.raw_model, self.optimizer, self.ranks)
         # Batches on the device, read ahead.
         self.batches = Prefetcher(self.data.train, self.ranks.device)
         stack.callback(self.batches.close)
+
+    def finish_saves(self, kind, error, trace):
+        """Wait for the save in progress and, except after a crash, for its copy in the mirror."""
+        self.folder.wait()
+        if self.folder.mirror and (kind is None or issubclass(kind, UserError)):
+            self.folder.mirror.finish(self.log)
 
     def parts(self):
         """Return {name in the checkpoint: part} of everything with state besides model and
@@ -332,9 +330,6 @@ def open_run(config, ranks, model=None, on_evaluation=None, data=None):
         run = Run(config, ranks, on_evaluation)
         if model is not None:
             run.model_type.USE = ""  # the file's command is for the file's models
-        with contextlib.suppress(ModuleNotFoundError):  # train/options/ranks.py is deleted
-            from train.options.ranks import check_ranks
-            check_ranks(config, ranks, run.note)
         run.open_folder(stack)
         run.open_data(data)
         run.open_model(stack, model)

@@ -18,8 +18,7 @@ from train.base.memory import memory_available, return_freed_memory
 
 # Starts of the names that a run writes. Other names in out_dir may belong to other runs.
 RUN_FILES = ("ckpt", "config.yaml", "training_args.json", "train.log", "metrics.jsonl", "loss.svg",
-             "samples.txt", "stacks.txt", "model.safetensors", "tensorboard", "wandb",
-             "tracker.json")
+             "samples.txt", "model.safetensors", "tensorboard", "wandb", "tracker.json")
 
 
 class RunFolder:
@@ -37,6 +36,7 @@ class RunFolder:
         self.save_precision = save_precision
         self.lock = None
         self.thread = None
+        self.mirror = None  # of train/options/mirror.py
 
     def file(self, name):
         return os.path.join(self.path, name)
@@ -84,6 +84,8 @@ class RunFolder:
                     f"the last checkpoint could not be saved: {error}\nFree some disk space "
                     "and start again: the run resumes from the one before it") from error
             return logger.warn(f"{error}; the previous checkpoint is intact, training continues")
+        if self.mirror:
+            self.mirror.update(logger)
         try:  # the checkpoint is safe from here on
             for path in numbered_checkpoints(self.path)[:-self.keep_last] if self.keep_last else ():
                 with contextlib.suppress(OSError):

@@ -50,7 +50,7 @@ from train.train import seed_step, train
 SETTINGS = dict(
     batch_size=4, gradient_accumulation_steps=2, max_iters=12, lr_decay_iters=12, warmup_iters=2,
     max_epochs=None, eval_epochs=None, warmup_epochs=None, save_epochs=None,
-    warmup_ratio=None, eval_interval=6, eval_iters=2, eval_tasks=[], save_interval=4,
+    warmup_ratio=None, eval_interval=6, eval_iters=2, eval_tasks=[], save_interval=4, mirror=None,
     log_interval=1, early_stopping_patience=0, sample_tokens=0, tracker=[], dropout=0.0,
     device="cpu", dtype="float32", compile="false", num_threads=1)
 KILLED_AT = 6

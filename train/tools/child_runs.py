@@ -39,7 +39,7 @@ class ChildRun:
         short_name = re.sub(r"[^\w=.,-]+", "_", name)[:80]
         self.name = name
         self.folder = Path(out, f"{short_name}_{digest}")
-        self.arguments = [*arguments, f"--out_dir={self.folder}"]
+        self.arguments = [*arguments, f"--out_dir={self.folder}", "--mirror=none"]
         self.log = self.folder / "console.log"
         self.result_file = self.folder / "result.json"
         self.time_file = self.folder / "started.json"

@@ -109,7 +109,7 @@ def narrow_dimension(dist, best, share):
 def trial_config(config, params, max_iters=0, **changes):
     """Return `config` with a trial's parameters and other changes, shortened to `max_iters` if that
     is not 0. The ratio of min_lr to learning_rate is kept unless min_lr is searched."""
-    values = asdict(config) | params | changes
+    values = asdict(config) | dict(mirror=None) | params | changes
     if config.min_lr is not None and "min_lr" not in params:
         values["min_lr"] *= values["learning_rate"] / config.learning_rate
     if max_iters:

@@ -1,0 +1,305 @@
+"""Checkpoints that leave the machine (mirror): a folder, a store in memory, a real S3 server."""
+
+import contextlib
+import os
+import shutil
+import signal
+import socket
+import socketserver
+import subprocess
+import sys
+import threading
+import time
+
+import pytest
+from runs import Program, assert_same_file, go, tensors
+
+from train.base.errors import CheckpointError, ConfigError, SetupError
+from train.config import load_config
+
+fsspec = pytest.importorskip("fsspec")
+
+
+def copies(folder):
+    return sorted(path.name for path in folder.glob("copy_*.pt"))
+
+
+# -----------------------------------------------------------------------------
+# a folder
+
+def test_a_lost_folder_continues_from_the_mirror(data_dir, tmp_path):
+    a, b, store = (tmp_path / name for name in ("a", "b", "store"))
+    go(data_dir, a)
+    killed = Program(data_dir, b, env=dict(FAULT="before_step@12=kill9"), mirror=str(store))
+    assert killed.wait()[0] == -9
+    assert copies(store)  # of iter 5 and, if the copy was fast enough, 10
+    shutil.rmtree(b)
+    go(data_dir, b, mirror=str(store))
+    assert "Copying ckpt.pt from" in (b / "train.log").read_text()
+    assert_same_file(a / "ckpt.pt", b / "ckpt.pt")
+    assert_same_file(a / "ckpt_best.pt", b / "ckpt_best.pt")
+    for ours, copy in (("ckpt.pt", copies(store)[-1]), ("ckpt_best.pt", "ckpt_best.pt")):
+        assert (b / ours).read_bytes() == (store / copy).read_bytes()
+    assert len(copies(store)) == 2
+    assert not [name for name in os.listdir(b) if ".tmp" in name]
+
+
+def test_a_damaged_copy_is_not_used(data_dir, tmp_path, capsys):
+    out, store = tmp_path / "out", tmp_path / "store"
+    go(data_dir, out, mirror=str(store), max_iters=10)
+    earlier = (store / copies(store)[0]).read_bytes()
+    with open(store / copies(store)[1], "r+b") as f:
+        f.truncate(f.seek(0, 2) - 1)
+    (store / "ckpt_best.pt").write_bytes(b"PK")
+    shutil.rmtree(out)
+    out.mkdir()
+    shutil.copy(store / "copy_000001.pt", out / "wanted.pt")
+    go(data_dir, out, mirror=str(store), eval_only=True)
+    assert (out / "ckpt.pt").read_bytes() == earlier
+    assert capsys.readouterr().out.count("is damaged or incomplete") == 2
+    assert not (out / "ckpt_best.pt").exists()
+    for name in copies(store):
+        (store / name).write_bytes(b"")
+    (out / "ckpt.pt").unlink()
+    with pytest.raises(CheckpointError, match="none of its 2 checkpoints is complete"):
+        go(data_dir, out, mirror=str(store))
+
+
+def test_an_existing_checkpoint_is_not_replaced_and_never_is_refused(data_dir, tmp_path):
+    out, store = tmp_path / "out", tmp_path / "store"
+    go(data_dir, out, mirror=str(store), max_iters=5)
+    before = (out / "ckpt.pt").stat().st_ino
+    go(data_dir, out, mirror=str(tmp_path / "unused"), eval_only=True)
+    assert (out / "ckpt.pt").stat().st_ino == before and not (tmp_path / "unused").exists()
+    with pytest.raises(CheckpointError, match="--resume never, and it has"):
+        go(data_dir, out, mirror=str(store), resume="never")
+    assert (out / "ckpt.pt").stat().st_ino == before and len(copies(store)) == 1
+
+
+def kill_in_the_second_copy():
+    """A process that is killed (-9) when half of its second ckpt.pt is in the store."""
+    from fsspec.implementations.local import LocalFileSystem
+
+    def put_half(self, source, target, **kwargs):
+        with open(source, "rb") as f, open(target, "wb") as copy:
+            data = f.read()
+            if target.endswith("copy_000002.pt"):
+                copy.write(data[:len(data) // 2])
+                copy.flush()
+                os.kill(os.getpid(), signal.SIGKILL)
+            copy.write(data)
+    LocalFileSystem.put_file = put_half
+
+
+def test_a_kill_during_a_copy_leaves_the_one_before(data_dir, tmp_path, capsys):
+    a, b, store = (tmp_path / name for name in ("a", "b", "store"))
+    store.mkdir()
+    go(data_dir, a)
+    killed = Program(data_dir, b, mirror=str(store), prepare=kill_in_the_second_copy)
+    assert killed.wait()[0] == -9
+    assert copies(store) == ["copy_000001.pt", "copy_000002.pt"]
+    shutil.rmtree(b)
+    go(data_dir, b, mirror=str(store))
+    assert "copy_000002.pt is damaged or incomplete" in capsys.readouterr().out
+    assert_same_file(a / "ckpt.pt", b / "ckpt.pt")
+
+
+def test_child_runs_have_no_mirror(tmp_path):
+    """Several runs would share one store."""
+    from train.config import load_argv
+    from train.tools.child_runs import ChildRun
+    child = ChildRun("a", ["--mirror=copies"], "", tmp_path)
+    assert load_argv(child.arguments).mirror is None
+    assert load_config(None, dict(mirror="copies")).probe().mirror is None
+
+
+# -----------------------------------------------------------------------------
+# any store
+
+def test_a_failing_store_is_reported_and_does_not_stop_the_run(data_dir, tmp_path, monkeypatch):
+    a, b = tmp_path / "a", tmp_path / "b"
+    go(data_dir, a)
+    memory = fsspec.filesystem("memory")
+    failing = [True]  # once
+    put = type(memory).put_file
+
+    def put_file(self, source, target, **kwargs):
+        if "copy" in target and failing:
+            failing.pop()
+            raise ConnectionError("no route to the store")
+        return put(self, source, target, **kwargs)
+    monkeypatch.setattr(type(memory), "put_file", put_file)
+    go(data_dir, b, mirror="memory://run")
+    assert_same_file(a / "ckpt.pt", b / "ckpt.pt")
+    log = (b / "train.log").read_text()
+    assert log.count("memory://run did not take ckpt.pt: ConnectionError('no route") == 1
+    assert memory.cat_file(memory.glob("/run/copy_*")[-1]) == (b / "ckpt.pt").read_bytes()
+
+
+def test_a_copy_that_arrives_damaged_is_reported(data_dir, tmp_path, monkeypatch):
+    memory = fsspec.filesystem("memory")
+    monkeypatch.setattr(type(memory), "put_file", lambda self, source, target, **kwargs:
+                        self.pipe_file(target, open(source, "rb").read()[:-1]))
+    go(data_dir, tmp_path / "out", mirror="memory://damaged")
+    assert "has another size or digest" in (tmp_path / "out/train.log").read_text()
+
+
+def test_a_store_that_hangs_costs_the_wait_at_the_end_only(data_dir, tmp_path, monkeypatch):
+    memory = fsspec.filesystem("memory")
+    released = threading.Event()
+    monkeypatch.setattr(type(memory), "put_file", lambda *args, **kwargs: released.wait(30))
+    begin = time.monotonic()
+    go(data_dir, tmp_path / "out", mirror="memory://hangs", dist_timeout=1)
+    assert time.monotonic() - begin < 6
+    released.set()
+    log = (tmp_path / "out/train.log").read_text()
+    assert log.count("memory://hangs lacks the last checkpoint") == 1 and "Training complete" in log
+
+
+def test_what_cannot_be_used_is_refused(data_dir, tmp_path, monkeypatch):
+    with pytest.raises(ConfigError, match="out_dir: expected a folder; --mirror s3://a/b copies"):
+        load_config(None, dict(out_dir="s3://a/b"))
+    with pytest.raises(CheckpointError, match="mirror: http://127.0.0.1:1/a cannot be used"):
+        go(data_dir, tmp_path / "out", mirror="http://127.0.0.1:1/a")
+    with pytest.raises(SetupError, match="mirror: nowhere://a: Protocol not known"):
+        go(data_dir, tmp_path / "out", mirror="nowhere://a")
+    monkeypatch.setitem(sys.modules, "fsspec", None)
+    with pytest.raises(SetupError, match="mirror needs the package fsspec: pip install fsspec"):
+        go(data_dir, tmp_path / "out", mirror="s3://bucket/a")
+
+
+# -----------------------------------------------------------------------------
+# a real S3 server (moto's, in a process of its own), behind a line that can be cut
+
+class Line(socketserver.ThreadingTCPServer):
+    """A TCP port that leads to another. limit: bytes until every connection is cut; slow: seconds
+    that each 64 KiB take."""
+    daemon_threads = True
+
+    def __init__(self, target):
+        self.target, self.limit, self.slow, self.cuts = target, None, 0, 0
+        super().__init__(("127.0.0.1", 0), None)
+        threading.Thread(target=self.serve_forever, daemon=True).start()
+
+    def finish_request(self, request, address):
+        with contextlib.suppress(OSError), socket.create_connection(self.target) as other:
+            threading.Thread(target=self.pump, args=(other, request), daemon=True).start()
+            self.pump(request, other, there=True)
+
+    def pump(self, source, sink, there=False):
+        with contextlib.suppress(OSError):
+            while data := source.recv(1 << 16):
+                if there and self.limit is not None:
+                    self.limit -= len(data)
+                    if self.limit <= 0:
+                        self.cuts += 1
+                        break
+                time.sleep(self.slow * there)
+                sink.sendall(data)
+        for one in (source, sink):
+            with contextlib.suppress(OSError):
+                one.shutdown(socket.SHUT_RDWR)
+
+
+@pytest.fixture(scope="module")
+def server():
+    pytest.importorskip("moto.server")
+    pytest.importorskip("s3fs")
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        port = s.getsockname()[1]
+    process = subprocess.Popen([sys.executable, "-m", "moto.server", "-p", str(port)],
+                               stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    deadline = time.monotonic() + 60
+    while time.monotonic() < deadline:
+        with contextlib.suppress(OSError), socket.create_connection(("127.0.0.1", port)):
+            break
+        time.sleep(0.1)
+    yield "127.0.0.1", port
+    process.kill()
+    process.wait()
+
+
+@pytest.fixture
+def s3(server, monkeypatch):
+    """(Line to the server, file system), with an empty bucket."""
+    line = Line(server)
+    fsspec.get_filesystem_class("s3").clear_instance_cache()  # of the line before
+    for name, value in dict(AWS_ACCESS_KEY_ID="a", AWS_SECRET_ACCESS_KEY="b",
+                            AWS_DEFAULT_REGION="us-east-1", AWS_MAX_ATTEMPTS="1",
+                            AWS_ENDPOINT_URL="http://{}:{}".format(*line.server_address)).items():
+        monkeypatch.setenv(name, value)
+    fs = fsspec.filesystem("s3", endpoint_url="http://{}:{}".format(*server),
+                           use_listings_cache=False)
+    if fs.exists("bucket"):
+        fs.rm("bucket", recursive=True)
+    fs.mkdir("bucket")
+    yield line, fs
+    line.shutdown()
+    line.server_close()
+
+
+@pytest.mark.slow
+def test_s3_continues_a_lost_run(data_dir, tmp_path, s3):
+    a, b = tmp_path / "a", tmp_path / "b"
+    go(data_dir, a)
+    killed = Program(data_dir, b, env=dict(FAULT="before_step@12=kill9"), mirror="s3://bucket/run")
+    assert killed.wait()[0] == -9
+    shutil.rmtree(b)
+    code, output = Program(data_dir, b, mirror="s3://bucket/run").wait()
+    assert code == 0, output
+    assert_same_file(a / "ckpt.pt", b / "ckpt.pt")
+    assert_same_file(a / "ckpt_best.pt", b / "ckpt_best.pt")
+    names = s3[1].glob("bucket/run/copy_*.pt")
+    assert len(names) <= 2 and s3[1].cat_file(names[-1]) == (b / "ckpt.pt").read_bytes()
+
+
+@pytest.mark.slow
+def test_s3_cut_off_in_the_middle(data_dir, tmp_path, s3):
+    """First after a part of a checkpoint, then for good; the next start finds what was complete."""
+    line, fs = s3
+    a, b = tmp_path / "a", tmp_path / "b"
+    go(data_dir, a)
+    go(data_dir, b, mirror="s3://bucket/run", max_iters=5)
+    assert [name.rpartition("/")[2] for name in fs.glob("bucket/run/copy_*.pt")] == [
+        "copy_000001.pt"]
+    line.limit = 30_000
+    go(data_dir, b, mirror="s3://bucket/run")
+    log = (b / "train.log").read_text()
+    assert line.cuts and log.count("s3://bucket/run did not take ckpt.pt") >= 1
+    assert "Training complete" in log
+    assert_same_file(a / "ckpt.pt", b / "ckpt.pt")
+    assert len(fs.glob("bucket/run/copy_*.pt")) == 1
+    line.limit = None
+    shutil.rmtree(b)
+    go(data_dir, b, mirror="s3://bucket/run", max_iters=5)
+    assert tensors(b / "ckpt.pt")[1]["iter_num"] == 5
+    line.limit = 0
+    shutil.rmtree(b)
+    with pytest.raises(CheckpointError, match="mirror: s3://bucket/run cannot be used"):
+        go(data_dir, b, mirror="s3://bucket/run")
+
+
+@pytest.mark.slow
+def test_s3_killed_during_a_copy(data_dir, tmp_path, s3):
+    line, fs = s3
+    b = tmp_path / "b"
+    go(data_dir, b, mirror="s3://bucket/run", max_iters=5)
+    first = fs.cat_file("bucket/run/copy_000001.pt")
+    line.slow = 5
+    program = Program(data_dir, b, mirror="s3://bucket/run", n_embd=16, save_interval=5)
+    program.wait_for("Saving checkpoint")
+    time.sleep(1)
+    program.kill()
+    line.slow = 0
+    names = fs.glob("bucket/run/copy_*.pt")
+    assert fs.cat_file(names[0]) == first and len(names) == 1
+    shutil.rmtree(b)
+    go(data_dir, b, mirror="s3://bucket/run", max_iters=5)
+    assert tensors(b / "ckpt.pt")[1]["iter_num"] == 5
+
+
+@pytest.mark.slow
+def test_s3_without_the_bucket_ends_before_the_run(data_dir, tmp_path, s3):
+    with pytest.raises(CheckpointError, match="bucket does not exist"):
+        go(data_dir, tmp_path / "b", mirror="s3://other/run")

@@ -1,0 +1,120 @@
+"""Copies of a run's checkpoints in a store: s3://, gs:// or a folder (key: mirror).
+
+The store has the last two copies of ckpt.pt, e.g. copy_000002.pt, numbered in the order of copying,
+and ckpt_best.pt. Copies are made in the background, one at a time; of the saves in the meantime,
+the last one is copied. A failure is a warning. Each file ends with its digest, and an older copy is
+deleted after a newer one is complete: an incomplete copy is never used, and never the only one.
+"""
+
+import contextlib
+import os
+import threading
+
+from train.base.checkpoint_file import verify_digest
+from train.base.errors import CheckpointError, SetupError, require
+from train.base.files import add_link
+
+
+class Mirror:
+    """The store of the run of `config` in `folder`. Raises SetupError for an unknown kind."""
+
+    def __init__(self, config, folder):
+        fsspec = require("fsspec", "mirror")
+        try:  # the listings of a store must not be cached
+            self.fs, self.root = fsspec.url_to_fs(config.mirror, use_listings_cache=False)
+        except (ImportError, ValueError) as error:  # e.g. "Install s3fs to access S3"
+            raise SetupError(f"mirror: {config.mirror}: {error}") from error
+        self.fs.auto_mkdir = True  # of a folder, which is then created
+        self.disk = fsspec.filesystem("file")
+        self.config = config
+        self.folder = folder
+        self.lock = threading.Lock()  # one copy at a time
+        self.thread = None            # of the last save
+        self.pending = False          # whether ckpt.pt is newer than the last copy
+        self.best_time = 0            # of the ckpt_best.pt in the store
+
+    def copies(self):
+        """Return the paths of the copies in the store, oldest first, complete or not."""
+        return sorted(self.fs.glob(f"{self.root}/copy_*.pt"))
+
+    def fetch(self, log):
+        """If the run would start from out_dir, and that has no checkpoint, copy the newest complete
+        one of the store to ckpt.pt, and the best to ckpt_best.pt. Raises CheckpointError."""
+        c = self.config
+        restarted = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0"
+        never = c.resume == "never" and not restarted
+        exists = {"ckpt.pt", "ckpt_prev.pt"}.intersection(os.listdir(self.folder))
+        if not never and (exists or c.resume_file):
+            return
+        best = f"{self.root}/ckpt_best.pt"
+        try:
+            copies = self.copies()
+            if copies and never:
+                raise ValueError("--resume never, and it has the checkpoints of a run")
+            if not copies:  # an error in the URL ends the run before it starts
+                self.fs.pipe_file(f"{self.root}/writable", b"")
+            elif self.fs.exists(best):
+                self.get(best, "ckpt_best.pt", log)
+            if copies and not any(self.get(path, "ckpt.pt", log) for path in reversed(copies)):
+                raise ValueError(f"none of its {len(copies)} checkpoints is complete")
+        except Exception as error:
+            raise CheckpointError(f"mirror: {c.mirror} cannot be used: {error!r:.300}; the run may "
+                                  "have a checkpoint there: try again or choose another") from error
+
+    def get(self, path, name, log):
+        """Copy the file `path` of the store to `name`. Return whether it is complete."""
+        log(f"Copying {name} from {self.config.mirror}")
+        target = os.path.join(self.folder, name)
+        temporary = f"{target}.tmp.{os.getpid()}"
+        self.fs.get_file(path, temporary)
+        with contextlib.suppress(ValueError):
+            if verify_digest(temporary):
+                os.replace(temporary, target)
+                return True
+        log(f"warning: {path} is damaged or incomplete")
+        return False
+
+    def update(self, logger):
+        """Copy ckpt.pt in the background."""
+        self.pending = True
+        self.thread = threading.Thread(target=self.copy, args=[logger], daemon=True)
+        self.thread.start()
+
+    def finish(self, logger):
+        """Wait for the copy of the last save, at most dist_timeout."""
+        if self.thread:
+            self.thread.join(self.config.dist_timeout)
+            if self.thread.is_alive():
+                logger.warn(f"mirror: {self.config.mirror} lacks the last checkpoint: dist_timeout")
+
+    def copy(self, logger):
+        """Copy the best checkpoint if it is new, and ckpt.pt; then delete old copies."""
+        with self.lock:
+            if not self.pending:  # it was copied by the thread before
+                return
+            self.pending = False
+            try:
+                copies = self.copies()
+                best = os.path.join(self.folder, "ckpt_best.pt")
+                if os.path.exists(best) and self.best_time != (time := os.stat(best).st_mtime_ns):
+                    self.put("ckpt_best.pt", f"{self.root}/ckpt_best.pt")
+                    self.best_time = time
+                number = int(copies[-1][-9:-3]) + 1 if copies else 1
+                self.put("ckpt.pt", f"{self.root}/copy_{number:06d}.pt")
+                for path in copies[:-1]:
+                    self.fs.rm_file(path)
+            except Exception as error:
+                logger.warn(f"mirror: {self.config.mirror} did not take ckpt.pt: {error!r:.300}")
+
+    def put(self, name, path):
+        """Copy the file `name` to `path` in the store. OSError if size or digest then differ."""
+        source = os.path.join(self.folder, name)
+        link = f"{source}.copy.tmp.{os.getpid()}"
+        add_link(source, link)  # the run may replace the file
+        try:
+            self.fs.put_file(link, path)
+            copied = self.fs.size(path), self.fs.tail(path)  # the last KiB has the digest
+            if copied != (self.disk.size(link), self.disk.tail(link)):
+                raise OSError(f"{path} has another size or digest than {name}")
+        finally:
+            os.unlink(link)
