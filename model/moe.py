@@ -1,13 +1,15 @@
 """A GPT with routed experts (mixture of experts): --config train/configs/moe.yaml
 
 Each block has n_experts small MLPs (SwiGLU) instead of one. A router sends every token to
-experts_per_token experts; no token is dropped. The arithmetic is that of Qwen3MoeForCausalLM in
-Hugging Face transformers.
+experts_per_token experts; no token is dropped. By default, the arithmetic is that of
+Qwen3MoeForCausalLM in Hugging Face transformers. With router_score sigmoid, balance_rate and
+shared_experts it is that of DeepSeek-V3 (arXiv:2412.19437): no loss balances the load, but a bias
+per expert, which only the choice uses (arXiv:2408.15664).
 
 The results are the same on one device, under DDP and under FSDP: the weights of all experts are one
-tensor (E, out, in), in which an expert without tokens has a zero gradient, and
-load balance is measured within each sequence, so that the split into micro-batches and ranks does
-not matter.
+tensor (E, out, in), in which an expert without tokens has a zero gradient; load balance is measured
+within each sequence, and biases follow the load of all ranks, so that the split into micro-batches
+and ranks does not matter.
 
 Shapes: B, T, C as in model/gpt.py; E experts, k experts per token.
 """
@@ -15,7 +17,7 @@ Shapes: B, T, C as in model/gpt.py; E experts, k experts per token.
 import functools
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 import torch.nn as nn
@@ -24,7 +26,7 @@ import torch.nn.functional as F
 from model import gpt
 from model.core.init import normal
 from model.core.ops import apply_dropout
-from model.gpt import GPT, Block, GPTConfig
+from model.gpt import GPT, MLP, Block, GPTConfig
 from train.base.fields import key
 
 USE = gpt.USE
@@ -42,9 +44,15 @@ class RouterKeys:
 class Keys(RouterKeys):
     n_experts: int = key(8, "experts per block", ge=1, shape=True)
     experts_per_token: int = key(2, "experts per token", ge=1, shape=True)
-    expert_hidden: int | None = key(None, "width of an expert [n_hidden / experts_per_token]",
+    shared_experts: int = key(0, "experts that every token uses, besides those of the router",
+                              ge=0, shape=True)
+    expert_hidden: int | None = key(None, "width of an expert [n_hidden / experts of a token]",
                                     ge=1, shape=True)
     norm_topk_prob: bool = key(True, "scale a token's expert weights to sum 1", shape=True)
+    router_score: str = key("softmax", "an expert's weight, from the router's logits",
+                            choices=["softmax", "sigmoid"], shape=True)
+    balance_rate: float = key(0.0, "change per step of an expert's bias, which balances the load "
+                              "without a loss, e.g. 0.001; 0: no bias", ge=0, shape=True)
 
     def problems(self):
         required = dict(mlp="swiglu", bias=False, norm_position="pre")
@@ -62,8 +70,8 @@ class MoEConfig(GPTConfig, Keys):
 
     def __post_init__(self):
         super().__post_init__()
-        self.expert_hidden = (self.expert_hidden
-                              or max(1, self.n_hidden // self.experts_per_token))
+        active = self.experts_per_token + self.shared_experts
+        self.expert_hidden = self.expert_hidden or max(1, self.n_hidden // active)
 
 
 # -----------------------------------------------------------------------------
@@ -116,20 +124,31 @@ class Router(nn.Linear):
     """Chooses k of n groups per token, with weights. Computed in float32, because rounding would
     change the choice. (With TF32, a GPU rounds to 11 bits, equally in every pass.)
 
-    normalise: scale the k weights of a token to sum 1.
+    normalise: scale the k weights of a token to sum 1. score: softmax or sigmoid of the logits.
+    balanced: add load_bias (n,) to the weights for the choice, not for the result.
     """
 
-    def __init__(self, dim, n, k, normalise=False):
+    def __init__(self, dim, n, k, normalise=False, score="softmax", balanced=False):
         super().__init__(dim, n, bias=False)
         self.k = k
         self.normalise = normalise
+        self.score = score
+        self.register_buffer("load_bias", torch.zeros(n) if balanced else None)
 
     def forward(self, x):
         """x (B, T, C) -> logits (B, T, n); weights and indices of the chosen groups (B, T, k)."""
         with torch.autocast(x.device.type, enabled=False):
             logits = F.linear(x.float(), self.weight.float())
-        p, chosen = logits.softmax(-1).topk(self.k, dim=-1)
-        return logits, p / p.sum(-1, keepdim=True) if self.normalise else p, chosen
+        p = logits.sigmoid() if self.score == "sigmoid" else logits.softmax(-1)  # (B, T, n)
+        chosen = (p if self.load_bias is None else p + self.load_bias).topk(self.k).indices
+        p = p.gather(-1, chosen)  # (B, T, k)
+        return logits, p / (p.sum(-1, keepdim=True) + 1e-20) if self.normalise else p, chosen
+
+    def move_bias(self, load, rate):
+        """Raise the bias of experts with less than the mean load, lower that of others, by `rate`,
+        with the mean unchanged. load (n,): tokens per expert."""
+        step = rate * (load.mean() - load).sign()
+        self.load_bias += (step - step.mean()).to(self.load_bias)
 
 
 class GroupOrder:
@@ -169,27 +188,38 @@ class GroupedLinear(nn.Module):
             return F.grouped_mm(x, w.mT, offs=ends)
         return self.loop_over_groups(x, w, ends)
 
+    @torch.compiler.disable  # the compiler would compile anew for other sizes: at every step
     def loop_over_groups(self, x, w, ends):
         """Compute one product per group. Empty groups are included, with a gradient of zero."""
         sizes = ends.diff(prepend=ends.new_zeros(1)).tolist()
-        return torch.cat([F.linear(rows, w[i]) for i, rows in enumerate(x.split(sizes))])
+        return torch.cat([F.linear(rows, one) for rows, one in zip(x.split(sizes), w.unbind())])
 
 
 def has_grouped_mm(x, w):
-    """Return whether PyTorch supports grouped products of these tensors: bfloat16 on a GPU of
-    capability 8.0 or higher, rows of a multiple of 16 bytes. From 9.0 (H100) it is one kernel; on
-    8.x (A100) a loop on the host, which synchronises per product, but is in one compiled graph."""
-    return (x.is_cuda and x.dtype == torch.bfloat16 and w.size(1) % 8 == w.size(2) % 8 == 0
-            and torch.cuda.get_device_properties(x.device).major >= 8)
+    """Return whether PyTorch supports grouped products of these tensors: rows of a multiple of 16
+    bytes, float32 or bfloat16 on a CPU, bfloat16 on a GPU of capability 8.0 or higher. From 9.0
+    (H100) it is one kernel; on 8.x (A100) and a CPU a loop in C++, which is in one compiled graph
+    and on a GPU synchronises per product."""
+    if any(size * x.element_size() % 16 for size in w.shape[1:]):
+        return False
+    if x.is_cuda:
+        return (x.dtype == torch.bfloat16
+                and torch.cuda.get_device_properties(x.device).major >= 8)
+    return x.device.type == "cpu" and x.dtype in (torch.float32, torch.bfloat16)
 
 
 class Experts(nn.Module):
-    """The MLP of a block: the weighted sum of the outputs of a token's k experts."""
+    """The MLP of a block: the weighted sum of the outputs of a token's k experts, and the output of
+    the shared experts, which are one MLP."""
 
     def __init__(self, config):
         super().__init__()
         c = self.config = config
-        self.router = Router(c.n_embd, c.n_experts, c.experts_per_token, c.norm_topk_prob)
+        self.router = Router(c.n_embd, c.n_experts, c.experts_per_token, c.norm_topk_prob,
+                             c.router_score, c.balance_rate > 0)
+        self.shared = None
+        if c.shared_experts:
+            self.shared = MLP(replace(c, n_hidden=c.shared_experts * c.expert_hidden))
         self.gate = GroupedLinear(c.n_experts, c.n_embd, c.expert_hidden)
         self.up = GroupedLinear(c.n_experts, c.n_embd, c.expert_hidden)
         self.down = GroupedLinear(c.n_experts, c.expert_hidden, c.n_embd)
@@ -203,7 +233,8 @@ class Experts(nn.Module):
         hidden = F.silu(self.gate(rows, groups.ends)) * self.up(rows, groups.ends)
         y = groups.unsort(self.down(hidden, groups.ends)).view(copies.shape)  # (B, T, k, C)
         y = (y * weights.to(y.dtype).unsqueeze(-1)).sum(2)  # (B, T, C)
-        return apply_dropout(y, self.config.dropout, self.training), (logits, chosen)
+        y = apply_dropout(y, self.config.dropout, self.training)
+        return y if self.shared is None else y + self.shared(x), (logits, chosen)
 
 
 # -----------------------------------------------------------------------------
@@ -274,17 +305,13 @@ class RoutedGPT(GPT):
             use=[[round(x, 4) for x in layer] for layer in use.tolist()])
 
     def initial(self, name, shape, seed):
+        if name.endswith("mlp.router.load_bias"):
+            return torch.zeros(shape)
         if re.fullmatch(r"h\.\d+\.mlp\.router\.weight", name):
             return normal(name, shape, 0.02, seed)
+        if ".mlp.shared." in name:  # other values than those of the router's experts
+            return super().initial(name.replace(".shared", ""), shape, seed + 1)
         return super().initial(name, shape, seed)
-
-    def compile(self, *args, **kwargs):
-        """Compile the model, except for products per group, which would recompile whenever the
-        sizes change: at every step."""
-        for module in self.modules():
-            if isinstance(module, GroupedLinear):
-                module.loop_over_groups = torch.compiler.disable(module.loop_over_groups)
-        super().compile(*args, **kwargs)
 
     def flops_per_unit(self):
         """Return the training FLOPs per token, with k of n groups."""
@@ -295,6 +322,11 @@ class RoutedGPT(GPT):
 
 class MoE(RoutedGPT):
     block_class = MoEBlock
+
+    def after_step(self, it, sums):
+        for block, load in zip(self.h, sums["routed"]):
+            if block.mlp.router.load_bias is not None:
+                block.mlp.router.move_bias(load, self.config.balance_rate)
 
 
 # -----------------------------------------------------------------------------
