@@ -44,7 +44,6 @@ class Keys:
     distill_temperature: float = key(1.0, "softmax temperature of both models in training", gt=0)
     on_policy: bool = key(False, "the student answers prompts (data.prepare.prompts), and learns "
                           "from the teacher's distribution at each token; no distill_weight")
-    group_size: int = key(1, "on_policy: answers per prompt", ge=1)
     answer_tokens: int = key(64, "on_policy: maximum number of tokens per answer", ge=1)
 
     def problems(self):
@@ -110,29 +109,23 @@ class AnsweringStudent(Student, grpo.AnsweringGPT):
 
     def compute_loss(self, prompts, lengths, row_numbers, sample_numbers=None):
         tokens, weights, sums = self.collect_answers(prompts, lengths, row_numbers, sample_numbers)
-        x = grpo.answer_states(self, tokens)  # (n, T, C)
+        x = grpo.answer_states(self, tokens)  # (B, T, C)
         with torch.no_grad():
-            y = grpo.answer_states(self.frozen[0], tokens)  # (n, T, C of the teacher)
+            y = grpo.answer_states(self.frozen[0], tokens)  # (B, T, C of the teacher)
         T, kl = self.compare(x, y, weights)
         return T**2 * kl / sums["count"], sums
 
     @torch.compiler.disable
     @torch.no_grad()
     def collect_answers(self, prompts, lengths, row_numbers, sample_numbers):
-        """Return (tokens (n, T, 5), weights (n, T), see collate_rows of model/grpo.py, sums)."""
-        K = self.keys.group_size if self.training else 1
-        answers = (self.sample_answers(prompts, lengths, sample_numbers, K) if self.training
+        """Return (tokens (B, T, 5), weights (B, T), see collate_rows of model/grpo.py, sums)."""
+        answers = (self.sample_answers(prompts, lengths, sample_numbers) if self.training
                    else self.generate_answers(prompts, lengths))
-        rows = []
-        for i, (ids, n) in enumerate(zip(prompts.tolist(), lengths.tolist())):
-            rows += grpo.pack_answers(ids[:n], answers[K * i:K * i + K], [1.0] * K,
-                                      self.keys.block_size)
-        exact = map(self.reward_function, row_numbers.repeat_interleave(K).tolist(), answers)
+        exact = sum(map(self.reward_function, row_numbers.tolist(), answers))
         n_tokens = sum(map(len, answers))
-        sums = dict(count=n_tokens, prompts=len(prompts), length=n_tokens / K, exact=sum(exact) / K)
-        device = prompts.device
-        return (*(t.to(device) for t in grpo.collate_rows(rows, self.keys.block_size)),
-                {name: torch.tensor(float(n), device=device) for name, n in sums.items()})
+        sums = dict(count=n_tokens, length=n_tokens, prompts=len(prompts), exact=exact)
+        return (*self.pack(prompts, lengths, answers, torch.ones(len(prompts), 1)),
+                {name: prompts.new_tensor(n) for name, n in sums.items()})
 
 
 # -----------------------------------------------------------------------------

@@ -113,6 +113,15 @@ class AnsweringGPT(chat.ChatGPT):
         return [ids[:next((i for i, token in enumerate(ids, 1) if token in ends), len(ids))]
                 for ids in answers]
 
+    def pack(self, prompts, lengths, answers, weights):
+        """Return (tokens (n, T, 5), weights (n, T)) of collate_rows for K answers per prompt, with
+        weights (B, K)."""
+        rows, K = [], weights.size(1)
+        for i, (prompt, n) in enumerate(zip(prompts.tolist(), lengths.tolist())):
+            rows += pack_answers(prompt[:n], answers[K * i:K * i + K], weights[i].tolist(),
+                                 self.keys.block_size)
+        return [t.to(prompts.device) for t in collate_rows(rows, self.keys.block_size)]
+
     def flops_per_unit(self):
         """Return the FLOPs of a step per prompt with one answer: generation is a forward pass."""
         return super().flops_per_unit() * 4 / 3
@@ -163,18 +172,13 @@ class PolicyGPT(WithAdapters, AnsweringGPT):
         weights = torch.where(learned & ~flat, advantages, 0.0)
         if c.grpo_norm == "answer":
             weights /= n_tokens
-        rows = []
-        for i, length in enumerate(lengths.tolist()):
-            rows += pack_answers(prompts[i, :length].tolist(), answers[K * i:K * i + K],
-                                 weights[i].tolist(), c.block_size)
         per_answer = dict(tokens=n_tokens * learned, answer=torch.ones_like(n_tokens),
                           constant=torch.full_like(n_tokens, c.answer_tokens))
         count = per_answer[c.grpo_norm].sum()
-        batch = *collate_rows(rows, c.block_size), count
         sums = dict(count=count, prompts=torch.tensor(len(prompts)), reward=mean, spread=spread,
                     best=rewards.amax(1), flat=flat, length=n_tokens / K, truncated=truncated / K)
-        device = prompts.device
-        return [t.to(device) for t in batch], {k: t.sum().to(device) for k, t in sums.items()}
+        sums = {name: t.sum().to(prompts.device) for name, t in sums.items()}
+        return [*self.pack(prompts, lengths, answers, weights), sums["count"]], sums
 
     @torch.compiler.disable
     def evaluate_answers(self, prompts, lengths, row_numbers):

@@ -217,9 +217,8 @@ class Experts(nn.Module):
         c = self.config = config
         self.router = Router(c.n_embd, c.n_experts, c.experts_per_token, c.norm_topk_prob,
                              c.router_score, c.balance_rate > 0)
-        self.shared = None
-        if c.shared_experts:
-            self.shared = MLP(replace(c, n_hidden=c.shared_experts * c.expert_hidden))
+        shared = replace(c, n_hidden=c.shared_experts * c.expert_hidden)
+        self.shared = MLP(shared) if c.shared_experts else None
         self.gate = GroupedLinear(c.n_experts, c.n_embd, c.expert_hidden)
         self.up = GroupedLinear(c.n_experts, c.n_embd, c.expert_hidden)
         self.down = GroupedLinear(c.n_experts, c.expert_hidden, c.n_embd)

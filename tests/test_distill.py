@@ -153,18 +153,18 @@ def answering(made, tmp_path_factory):  # noqa: F811
     own = [both.pop(name) for name in ("reward", "group_size", "answer_tokens")]
     train(load_config(None, both | dict(model="chat", data_dir=str(made / "chats"), max_iters=60,
                                         learning_rate=1e-2)))
-    return both | dict(model="distill", on_policy=True, teacher=str(out / "ckpt.pt"), group_size=2,
+    return both | dict(model="distill", on_policy=True, teacher=str(out / "ckpt.pt"),
                        answer_tokens=own[2])
 
 
 def answering_student(T=1.0):
-    """A student of two random answers per prompt, a larger teacher, and the arguments of
+    """A student of random weights, a larger teacher, and the arguments of
     forward()."""
     model = rewarded()
     student = distill.AnsweringStudent(model.config)
     student.load_state_dict(model.state_dict())
     student.keys, student.reward_function = model.keys, model.reward_function
-    student.keys.group_size, student.keys.distill_temperature = 2, T
+    student.keys.distill_temperature = T
     teacher = GPT(GPTConfig(n_layer=1, n_head=2, n_embd=64, vocab_size=300, block_size=64))
     with torch.no_grad():
         for p in teacher.parameters():
@@ -181,20 +181,20 @@ def logits_alone(model, prompt, answer):
 
 @pytest.mark.parametrize("T", [1.0, 2.0])
 def test_loss_and_gradients_of_own_answers_from_whole_logits(T):
-    """The mean over all tokens of KL(student, teacher), an answer at a time; equal answers count
-    each. In evaluations at the temperature 1, of the likeliest answers."""
+    """The mean over all tokens of KL(student, teacher), an answer at a time. In
+    evaluations at the temperature 1, of the likeliest answers."""
     student, batch = answering_student(T)
-    student.reward_function.ends = list(range(0, 257, 2))  # many short answers, some equal
+    student.reward_function.ends = list(range(0, 257, 2))  # many short answers
     prompts, lengths, *_ = batch
     seeds = [stable_hash(1, f"answers {i}") for i in range(3)]
     for training in (True, False):
-        K, T = (2, T) if training else (1, 1.0)
+        T = T if training else 1.0
         student.eval()
-        answers = student.generate_answers(prompts, lengths, K, seeds if training else None)
+        answers = student.generate_answers(prompts, lengths, 1, seeds if training else None)
         student.train(training)
         total = 0.0
         for i, answer in enumerate(answers):
-            asked = prompts[i // K, :lengths[i // K]].tolist()
+            asked = prompts[i, :lengths[i]].tolist()
             q, p = (F.softmax(logits_alone(m, asked, answer) / T, -1)
                     for m in (student, student.frozen[0]))
             total = total + T**2 * (q * (q.log() - p.log())).sum()
@@ -202,7 +202,7 @@ def test_loss_and_gradients_of_own_answers_from_whole_logits(T):
         loss, sums = student(*batch)
         torch.testing.assert_close(loss, total / n, rtol=1e-4, atol=1e-6)
         assert sums["count"] == n
-        assert student.numbers(sums | dict(loss=loss))["length"] == pytest.approx(n / K / 3)
+        assert student.numbers(sums | dict(loss=loss))["length"] == pytest.approx(n / 3)
         parameters = list(student.parameters())
         for a, b in zip(torch.autograd.grad(loss, parameters), torch.autograd.grad(
                 total / n, parameters), strict=True):
