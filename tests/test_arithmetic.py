@@ -245,7 +245,8 @@ def test_what_freezes_everything_or_nothing_is_refused():
     with pytest.raises(ValueError, match="all parameters are frozen"):
         groups_of(Small(), lr_groups={"*": 0})
     for wrong in ({"wide": -0.1}, {"wide": {"lr_mult": 1.0, "weight_decay": -1}},
-                  {"wide": {"lr": 1.0}}):
+                  {"wide": {"lr": 1.0}}, {"wide": "fast"}, {"wide": {"lr_mult": "2"}},
+                  {"wide": float("nan")}, {"wide": {"weight_decay": None}}):
         with pytest.raises(ValueError, match="lr_groups: wide: expected"):
             groups_of(Small(), lr_groups=wrong)
     model = Small()

@@ -13,7 +13,10 @@ CASES = {
              "--optimizer=adamw", *SHAPE),
     "classifier": ("configs/classifier.yaml", "--batch_size=32", "--early_stopping_patience=0",
                    "--early_stopping_metric=val_loss", "--early_stopping_mode=min", *SHAPE),
-    "moe": ("configs/moe.yaml", "--batch_size=128", *SHAPE)}
+    "moe": ("configs/moe.yaml", "--batch_size=128", *SHAPE),
+    "grpo": ("configs/grpo.yaml", "--batch_size=16", "--group_size=8", "--answer_tokens=24",
+             "--reward={0}/reward.py", "--init_from={0}/talker/ckpt.pt",
+             "--early_stopping_metric=val_loss", "--early_stopping_mode=min")}
 
 
 @pytest.fixture(scope="module")
@@ -22,9 +25,16 @@ def folder(tmp_path_factory):
     folder = tmp_path_factory.mktemp("dry_run")
     (folder / "text.txt").write_text("Once upon a time there was a file.\n" * 5000)
     for command in (f"data.prepare {folder}/text.txt --tokenizer byte --out {folder}/gpt",
-                    f"data.prepare.chat example --tokenizer {folder}/gpt --out {folder}/chat",
+                    f"data.prepare.chat example --tokenizer {folder}/gpt --out {folder}/chat "
+                    "--num_samples 500",
+                    f"data.prepare.prompts example --tokenizer {folder}/gpt --out {folder}/grpo "
+                    "--num_samples 500",
                     f"data.prepare.labels --example --tokenizer byte --out {folder}/classifier"):
         assert python("-m", *command.split()).returncode == 0, command
+    (folder / "reward.py").write_text("def reward(prompt, answer, row):\n    return len(answer)\n")
+    run(folder, "chat", CASES["chat"], "--n_embd=128", "--n_hidden=512", "--batch_size=1",
+        "--max_iters=1", "--max_epochs=none", "--eval_interval=0", "--eval_epochs=none",
+        "--warmup_epochs=none", "--out_dir", folder / "talker")
     tiny = ("config_test.yaml", "--batch_size=1", "--block_size=32", "--n_layer=1", "--n_embd=32",
             "--n_head=2", "--n_hidden=32", "--gradient_accumulation_steps=1")
     return folder, measure_run(folder, "gpt", tiny)
@@ -33,6 +43,7 @@ def folder(tmp_path_factory):
 def run(folder, name, case, *args):
     config, *keys = case
     data = folder / dict(moe="gpt").get(name, name)
+    keys = [key.format(folder) for key in keys]
     done = python("run_train.py", "--config", f"train/{config}", "--data_dir", data,
                   "--device=cpu", "--compile=false", "--sample_tokens=0", *keys, *args, merged=True)
     assert done.returncode == 0, done.stdout

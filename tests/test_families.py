@@ -728,10 +728,9 @@ def test_templates_in_each_of_their_places(talker, tmp_path, monkeypatch, capsys
 def hub(talker, tmp_path, monkeypatch):
     """A hub on this machine with the talker, and an empty cache."""
     pytest.importorskip("huggingface_hub")
-    from huggingface_hub import constants
     monkeypatch.setenv("NO_PROXY", "127.0.0.1")
-    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "cache"))
-    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+    monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setenv("HF_HUB_OFFLINE", "0")
     server = FakeHub(**{"some/one": talker[0], "some/words": talker[0]})
     monkeypatch.setenv("HF_ENDPOINT", server.url)
     yield server

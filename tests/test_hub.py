@@ -1,7 +1,9 @@
 """data/hub.py against a hub on this machine: by huggingface_hub, or one line without it."""
 
+import contextlib
 import os
 import sys
+import time
 
 import pytest
 from fake_hub import FakeHub
@@ -15,10 +17,9 @@ from train.base.errors import DataError, UserError
 def hub(tmp_path, monkeypatch):
     """A hub with one model and an empty cache."""
     pytest.importorskip("huggingface_hub")
-    from huggingface_hub import constants
     monkeypatch.setenv("NO_PROXY", "127.0.0.1")
-    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "cache"))
-    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+    monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setenv("HF_HUB_OFFLINE", "0")
     folder = tmp_path / "model"
     (folder / "onnx").mkdir(parents=True)
     for name in ("config.json", "tokenizer.json", "README.md", "consolidated.safetensors",
@@ -55,7 +56,7 @@ def test_a_cut_download_is_resumed(hub):
     assert len(starts) == 2 and starts[0] == 0 < starts[1] <= 12_000_000
 
 
-@pytest.mark.parametrize("content", [b"<html>Sign in</html>", b" " * 2000, b"{" + b" " * (1 << 27)])
+@pytest.mark.parametrize("content", [b"<html>Sign in</html>", b" " * 2000])
 def test_a_wrong_answer_is_not_kept(hub, content):
     """With status 200 and all headers of the hub."""
     hub.wrong = {"config.json": content}
@@ -64,6 +65,33 @@ def test_a_wrong_answer_is_not_kept(hub, content):
     hub.wrong = {}
     folder = local_folder("hf:some/one", weights=False)
     assert open(os.path.join(folder, "config.json")).read() == "{}"
+
+
+@pytest.mark.parametrize("sizes, message", [
+    ([1 << 20] * 100, r"OSError: \[Errno 27\] File too large"),  # 100 MiB, of which a part is read
+    ([1] * 100, "it took more than 2 seconds")])
+def test_a_mirror_that_sends_without_end_is_one_line(hub, monkeypatch, sizes, message):
+    """Fast, or a byte now and then; nothing is kept."""
+    answer = hub.answer
+    (hub.repos["some/one"] / "config.json").write_text('{"a": 1}')  # other content: another blob
+
+    def endless(request, send=True):
+        if not request.path.endswith("/config.json") or not send:
+            return answer(request, send)
+        request.send_response(200)
+        request.end_headers()
+        with contextlib.suppress(OSError):  # the client left
+            for n in sizes:
+                request.wfile.write(b"{" * n)
+                time.sleep(0 if n > 1 else 0.1)
+    monkeypatch.setattr(hub, "answer", endless)
+    monkeypatch.setattr(data_hub, "MAX_JSON_BYTES", 20 << 20)
+    monkeypatch.setattr(data_hub, "MAX_JSON_SECONDS", 2 if sizes[0] == 1 else 60)
+    with pytest.raises(DataError, match=f"^hf:some/one: could not be .*{message}") as error:
+        local_folder("hf:some/one", weights=False)
+    assert "\n" not in str(error.value)
+    kept = [name for _, _, names in os.walk(os.environ["HF_HUB_CACHE"]) for name in names]
+    assert not [name for name in kept if "incomplete" in name or name == "config.json"]
 
 
 def test_a_page_for_everything_is_one_line(hub, monkeypatch):

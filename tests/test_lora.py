@@ -88,7 +88,12 @@ def test_merged_is_the_same_model(data_dir, base, tmp_path, capsys):
     assert type(plain).__name__ == "GPT" and tokenizer.kind == "byte"
     torch.testing.assert_close(plain(idx), adapted(idx), rtol=0, atol=1e-5)
     assert not torch.allclose(plain(idx), bare(idx), atol=1e-3)
-    text = python("-m", "model.sample", "--ckpt", tmp_path / "m.pt", "--max_new_tokens", "5",
+    assert main(["--ckpt", str(tmp_path / "out/ckpt.pt"), "--to", str(tmp_path / "half.pt"),
+                 "--save_precision", "bfloat16"]) == 0
+    half = load_checkpoint(tmp_path / "half.pt")["model"]
+    for name, t in load_checkpoint(tmp_path / "m.pt")["model"].items():
+        assert half[name].dtype == torch.bfloat16 and torch.equal(half[name], t.bfloat16())
+    text = python("-m", "model.sample", "--ckpt", tmp_path / "half.pt", "--max_new_tokens", "5",
                   "--seed", "1")
     assert text.returncode == 0, text.stderr
     again = RUN | SHAPE | dict(data_dir=str(data_dir), out_dir=str(tmp_path / "more"), max_iters=1,

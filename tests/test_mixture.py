@@ -14,8 +14,9 @@ from conftest import TINY
 from runs import SMALL, Program, assert_same, configure, go, metrics, on_two_ranks, run_program
 
 from data.prepare import chat as data_chat
+from model.gpt import GPT
 from model.sample import load_model
-from train.base.errors import CheckpointError, ConfigError, DataError
+from train.base.errors import CheckpointError, ConfigError, DataError, SetupError
 from train.base.fields import parse_mixture
 from train.config import load_config, to_yaml
 from train.dataloader import DataLoader, RowLoader
@@ -349,6 +350,14 @@ def test_what_does_not_belong_together_is_refused(folders, tmp_path, changes, me
     with pytest.raises(DataError, match=message):
         open_data(config, Ranks())
     assert not (tmp_path / "out").exists()
+
+
+def test_a_source_with_the_name_of_a_number_is_refused_at_the_start(folders, tmp_path,
+                                                                    monkeypatch):
+    monkeypatch.setattr(GPT, "numbers", lambda self, sums: dict(loss_web=0.0))
+    with pytest.raises(SetupError, match="already have loss_web; rename the file or folder"):
+        go(mixed(folders, web=1, code=1), tmp_path, eval_on_start=False)
+    assert "iter 1:" not in (tmp_path / "train.log").read_text()
 
 
 def test_a_model_that_reads_activations_takes_no_mixture(folders, tmp_path):

@@ -647,10 +647,9 @@ def shards(folder, corpus, count):
 def hub(tmp_path, monkeypatch):
     """A hub without data sets, and an empty cache."""
     pytest.importorskip("huggingface_hub")
-    from huggingface_hub import constants
     monkeypatch.setenv("NO_PROXY", "127.0.0.1")
-    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "cache"))
-    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+    monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setenv("HF_HUB_OFFLINE", "0")
     hub = FakeHub()
     monkeypatch.setenv("HF_ENDPOINT", hub.url)
     yield hub

@@ -493,6 +493,7 @@ def test_a_model_that_writes_no_text(checkpoint, tmp_path, monkeypatch, capsys):
     (["--temperature", "nan"], "a finite number, got 'nan'"),
     (["--seed", str(2**64)], f"--seed: must be below {2**63}"),
     (["--temperature", "inf"], "got 'inf'"), (["--seed", "-1"], "--seed: must be at least 0"),
+    (["--system", "Be kind."], "--system: a system message goes with --chat"),
     (["--chat", "--compile"], "use only one of them"),
     (["--compile", "--num_samples", "2"], "use only one of them"),
     (["--ckpt", "nowhere.pt"], "no such file"), (["--temperature", "-1"], "at least 0"),

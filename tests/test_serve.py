@@ -432,20 +432,52 @@ def test_a_conversation_of_an_agent(model):
             messages.append(answer | {"content": answer["content"] if i % 2 else None})
 
 
-def test_open_webui(server):
-    """The requests of a chat: the list of models, the chat in a stream, and a title."""
-    key = dict(Authorization="Bearer sk-anything")
-    [model] = json.loads(send(server, "GET", "/v1/models", **key)[2])["data"]
-    chat = dict(model=model["id"], stream=True, stream_options=dict(include_usage=True),
-                messages=[dict(role="user", content="Hi")], temperature=0.8, max_tokens=8192,
-                frequency_penalty=0, presence_penalty=0, seed=0, stop=[], logit_bias={},
-                session_id="a", chat_id="b", id="c", background_tasks=dict(title_generation=True))
-    status, headers, body = send(server, path="/v1/chat/completions", body=chat, **key)
-    assert (status, headers["X-Accel-Buffering"]) == (200, "no")
-    assert body.endswith(b"data: [DONE]\n\n")
-    title = dict(model=model["id"], stream=False, max_completion_tokens=1000,
-                 messages=[dict(role="user", content="Title?")], metadata=dict(task="title"))
-    assert send(server, path="/v1/chat/completions", body=title, **key)[0] == 200
+TITLE = """### Task:
+Generate a concise title summarizing the chat history.
+### Output:
+JSON format: { "title": "your concise title here" }
+### Chat History:
+<chat_history>
+USER: Hi
+</chat_history>"""
+
+
+@pytest.mark.parametrize("key", [{}, dict(Authorization="Bearer sk-anything")])
+def test_open_webui(key):
+    """What version 0.12.4 sends (routers/openai.py, routers/tasks.py, main.py): the check of a
+    connection, the list of models, a chat in a stream with a system prompt, parts, sliders and
+    custom parameters, its title without a stream, and the next turn."""
+    user = {"X-OpenWebUI-User-Name": "Ann", "X-OpenWebUI-Chat-Id": "c"} | key
+
+    def post(**body):
+        return send(server, path="/v1/chat/completions", body=body, **user)
+    with serving(small(block_size=1024), template=ChatTemplate(), max_tokens=9) as server:
+        [model] = json.loads(send(server, "GET", "/v1/models", **user)[2])["data"]
+        assert model["object"] == "model" and model["owned_by"] != "ollama"
+        system = dict(role="system", content="Be kind.")
+        parts = dict(role="user", content=[dict(type="text", text="Hi"),
+                                           dict(type="text", text="<context>a</context>")])
+        status, headers, body = post(
+            stream=True, model=model["id"], messages=[system, parts], params={},
+            stream_options=dict(include_usage=True), temperature=0.8, top_p=0.9, top_k=40,
+            min_p=0.05, max_tokens=8192, frequency_penalty=0, presence_penalty=0,
+            repeat_penalty=1, seed=0, stop=["\n\n"], logit_bias={}, num_ctx=2048,
+            tool_servers=[], citations=True)
+        assert (status, headers["X-Accel-Buffering"]) == (200, "no")
+        assert headers["Content-Type"].startswith("text/event-stream")
+        *lines, last = [line.removeprefix("data: ") for line in body.decode().split("\n\n")[:-1]]
+        *chunks, usage = map(json.loads, lines)
+        assert last == "[DONE]" and usage["choices"] == [] and usage["usage"]["total_tokens"] > 9
+        text = "".join(chunk["choices"][0]["delta"].get("content", "") for chunk in chunks)
+        assert chunks[-1]["choices"][0]["finish_reason"] in ("stop", "length")
+        status, _, body = post(model=model["id"], stream=False, max_tokens=1000,
+                               messages=[dict(role="user", content=TITLE)])
+        answer = json.loads(body)["choices"][0]["message"]
+        assert status == 200 and answer["role"] == "assistant" and answer["content"] is not None
+        turns = [system, parts, dict(role="assistant", content=text), parts]
+        assert post(model=model["id"], stream=True, messages=turns)[0] == 200
+        status, _, body = post(model=model["id"], stream=True, messages=turns[:3])  # "Continue"
+        assert status == 400 and b"the last message must not be the assistant" in body
 
 
 def test_langchain(server, model):
@@ -897,6 +929,20 @@ def test_three_hundred_slow_clients(server):
         time.sleep(0.25)
     for s in slow:
         s.close()
+
+
+def test_of_many_connections_the_idle_ones_are_closed(server, monkeypatch):
+    monkeypatch.setattr(server_file, "MAX_CONNECTIONS", 3)
+    monkeypatch.setattr(server_file, "IDLE_SECONDS", 0.2)
+    idle = [connect(server) for _ in range(3)]
+    assert len(connections(server)) <= 3 and healthy(server)
+    idle += [connect(server) for _ in range(3)]
+    for s in idle:
+        s.settimeout(10)
+        assert s.recv(1) == b""
+    with connect(server) as s:
+        s.sendall(raw(method="GET", path="/health"))
+        assert b" 200 OK" in answer_of(s)
 
 
 def test_a_full_queue_says_so():

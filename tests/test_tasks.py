@@ -151,6 +151,15 @@ def test_names_are_known_from_a_batch_of_each(quiz, tmp_path, monkeypatch):
     assert len(seen) == whole + 2
 
 
+def test_the_time_limit_is_per_batch(quiz, tmp_path, monkeypatch):
+    limits = []
+    monkeypatch.setattr(training, "exit_after", lambda seconds, slow: limits.append(slow))
+    monkeypatch.setattr(tasks, "batch_by_width", lambda examples, size: [[e] for e in examples])
+    monkeypatch.setattr(training, "check_metric_names", lambda run: None)
+    quiz.evaluate(tmp_path, "cloze", eval_task_rows=30, eval_iters=4, step_timeout=60)
+    assert limits.count(True) >= 4 + 30
+
+
 def test_batches_hold_no_more_than_asked():
     rng = random.Random(3)
     rows = [tasks.Example(0, [([1] * rng.randrange(2, 30), 1)] * rng.choice([1, 4]), [1], 0)
@@ -166,7 +175,7 @@ def test_batches_hold_no_more_than_asked():
 # chats
 
 def test_a_chat_model_is_asked_as_it_learned(data_dir, tmp_path):
-    """In its template; what it writes is what model.chat says, up to its end token."""
+    """In its template; what it writes is what model.sample --chat says, up to its end token."""
     rows = [dict(prompt=f"{a}?", response=a.upper()) for a in ("one", "two", "three", "four")] * 9
     from data.prepare.chat import main
     path = write_rows(tmp_path / "chats.jsonl", rows)

@@ -191,7 +191,8 @@ def check_fits(start, config, data, model, ranks):
                                   f"its weights: --init_from {start.path} and another --out_dir")
         file_format.check_unchanged(
             find_changes(state, config, data), start.path, config.allow_change, ", start from "
-            "scratch with --resume never (files are renamed), or choose another --out_dir")
+            "scratch with --resume never (files are renamed), or choose another --out_dir",
+            fits=not file_format.describe_mismatches(state["model"], expected))
         file_format.check_match(state["model"], expected, start.path)
     broadcast_from_rank0(check, ranks)
 

@@ -256,8 +256,10 @@ def peak_memory(device):
     if device.type == "cuda":
         import torch
         return round(torch.cuda.max_memory_allocated(device) / 2**20)
+    if resource is None:  # Windows
+        return None
     shift = 20 if sys.platform == "darwin" else 10  # macOS reports bytes, Linux KiB
-    return resource and resource.getrusage(resource.RUSAGE_SELF).ru_maxrss >> shift
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss >> shift
 
 
 class Clock:

@@ -94,7 +94,8 @@ def match_lr_groups(lr_groups, names):
             raise ConfigError([f"lr_groups: no parameter matches {pattern!r}; names look like "
                                f"{', '.join(list(names)[:4])}"])
         options = value if isinstance(value, dict) else {"lr_mult": value}
-        if options.keys() - allowed or min(options.values(), default=0) < 0:
+        if options.keys() - allowed or not all(
+                isinstance(x, (int, float)) and x >= 0 for x in options.values()):
             raise ConfigError([f"lr_groups: {pattern}: expected a number of at least 0 or a "
                                f"mapping of {', '.join(allowed)}, got {value}"])
         own_options |= dict.fromkeys(matching, options)
@@ -193,8 +194,10 @@ def orthogonalize_together(matrices):
     all ranks. Each rank computes ceil(N / ranks) matrices and sends the results. With more ranks
     than matrices, it sends a part of one or two matrices. All parts have equal sizes: the last ones
     may repeat the first matrices."""
-    n_ranks, rank = (dist.get_world_size(), dist.get_rank()) if dist.is_initialized() else (1, 0)
-    N, size = len(matrices), matrices[0].numel()
+    n_ranks = dist.get_world_size() if dist.is_initialized() else 1
+    rank = dist.get_rank() if n_ranks > 1 else 0
+    N = len(matrices)
+    size = matrices[0].numel()
     part = -(-N // n_ranks) * size if N >= n_ranks else -(-N * size // n_ranks)
     start, end = rank * part, (rank + 1) * part  # in all matrices one after the other
     mine = [matrices[i % N] for i in range(start // size, -(-end // size))]

@@ -289,21 +289,24 @@ def evaluate_validation(run, n_batches):
         # Tasks add their numbers to those of the validation data.
         with run.eval_mode():
             return run.tasks.evaluate(numbers, n_batches, run.ranks, run.autocast,
-                                      lambda done, total: bool(run.signals.stop))
+                                      functools.partial(must_stop_evaluation, run))
     return run.average.evaluate(evaluate_weights) if run.average else evaluate_weights()
 
 
 def evaluate_loader(run, loader, n_batches):
     """Return {val_NAME: number} for n_batches fixed batches of `loader`; None after a signal."""
-    def must_stop(done, total):  # called before each batch
-        run.log.activity(f"evaluating, batch {done} of {total}")
-        exit_after(run.config.step_timeout, slow=True)  # the limit is per batch
-        return bool(run.signals.stop)
     forward = functools.partial(run.compiler.call, run.raw_model)
     # Eval mode switches dropout off and, on a CPU, the compiled code.
     with run.eval_mode():
         return evaluate(run.raw_model, forward, loader, n_batches, run.ranks, run.autocast,
-                        must_stop)
+                        functools.partial(must_stop_evaluation, run))
+
+
+def must_stop_evaluation(run, done, total):
+    """Return whether a signal ends an evaluation; called before each of its batches."""
+    run.log.activity(f"evaluating, batch {done} of {total}")
+    exit_after(run.config.step_timeout, slow=True)  # the limit is per batch
+    return bool(run.signals.stop)
 
 
 def update_best_and_schedules(run, numbers):
@@ -337,8 +340,8 @@ def check_metric_names(run):
     c = run.config
     metric = c.early_stopping_metric
     # val_loss exists in every evaluation; without options, no second name can be equal.
-    named_by_user = metric != "val_loss" or run.tasks or run.average
-    if not named_by_user or run.data.val is None or not c.eval_interval:
+    if run.data.val is None or not c.eval_interval or metric == "val_loss" and not (
+            run.tasks or run.average or hook(run.data.val, "source_of")(0, c.eval_iters)):
         return
     # A metric may be None for one batch, but the name is always present.
     names = list(evaluate_validation(run, 1))  # one batch is enough to learn the names

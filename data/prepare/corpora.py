@@ -58,7 +58,7 @@ def prepare_tokens(o):
     files = [f"{start}_val_000000.bin",
              *(f"{start}_train_{i:06d}.bin" for i in range(1, (o.shards or n_files) + 1))]
     paths = [download(f"dataset {o.dataset}", "hf_hub_download", repo_id=repo, filename=file,
-                      repo_type="dataset", local_dir=o.out) for file in files]
+                      repo_type="dataset", local_dir=os.path.abspath(o.out)) for file in files]
     n_val, *n_train = (open_shard(path, "uint16").n_tokens for path in paths)
     meta.incomplete = None
     write_meta(o.out, meta)

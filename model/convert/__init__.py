@@ -71,13 +71,13 @@ def read_source(state, path, backbone=None, ema=False, for_others=True):
 # -----------------------------------------------------------------------------
 # formats
 
-def write_file(path, weights, precision, description=None):
-    """Write {name: tensor} to a .safetensors file in `precision`."""
-    dtype = getattr(torch, precision)
-    weights = {n: t.to(dtype) for n, t in weights.items()}
+def convert_weights(weights, precision):
+    """Return {name: tensor} in `precision`. Raises CheckpointError for values that are too
+    large."""
+    weights = {n: t.to(getattr(torch, precision)) for n, t in weights.items()}
     if bad := find_non_finite(weights):
         raise CheckpointError(f"{bad} is too large for {precision}: --save_precision bfloat16")
-    write_safetensors(path, weights, description)
+    return weights
 
 
 def write_json(folder, name, content):
@@ -94,8 +94,8 @@ def export_folder(source, to, precision):
     end = tokenizer and tokenizer.eot_token
     config = write_config(shape, kind, precision, end)
     os.makedirs(to, exist_ok=True)
-    write_file(os.path.join(to, "model.safetensors"), write_weights(source.weights, shape, kind),
-               precision)
+    weights = convert_weights(write_weights(source.weights, shape, kind), precision)
+    write_safetensors(os.path.join(to, "model.safetensors"), weights)
     if tokenizer:
         keys = dict(tokenizer_class="PreTrainedTokenizerFast", clean_up_tokenization_spaces=False,
                     model_max_length=shape.full_context)
@@ -118,8 +118,8 @@ def export_weights(source, to, precision):
     description = dict(model_args=asdict(source.shape), formulas=source.formulas,
                        tokenizer=source.tokenizer and source.tokenizer.spec(),
                        spec=dict(template=source.template.spec) if source.template else {})
-    write_file(to, source.weights, precision,
-               {name: json.dumps(value) for name, value in description.items()})
+    write_safetensors(to, convert_weights(source.weights, precision),
+                      {name: json.dumps(value) for name, value in description.items()})
     return f"{len(source.weights)} tensors by our names"
 
 
@@ -134,7 +134,7 @@ def export_nanogpt(source, to, precision):
     return "a checkpoint of nanoGPT"
 
 
-def export_merged(state, path, to, backbone):
+def export_merged(state, path, to, precision, backbone):
     """Write the adapters or the memory of the checkpoint `state` and their backbone as one
     checkpoint of this program, with merged adapters; return a description."""
     model, _ = model_of(state, path, backbone=backbone)
@@ -147,8 +147,9 @@ def export_merged(state, path, to, backbone):
     config = {k: v for k, v in state["config"].items() if k in FIELDS} | dict(model=kind)
     spec = {k: v for k, v in state["spec"].items() if k != "backbone"}
     unchanged = {k: state.get(k) for k in ("iter_num", "best_val_loss", "tokenizer", "formulas")}
+    weights = convert_weights(merge(model), precision)
     save_checkpoint(to, dict(
-        unchanged, format_version=FORMAT_VERSION, model=merge(model), spec=spec, model_args=shape,
+        unchanged, format_version=FORMAT_VERSION, model=weights, spec=spec, model_args=shape,
         config=config | shape))
     return (f"a {kind} model\nNext: python -m model.sample --ckpt {shlex.quote(to)}"
             + (" --chat" if is_chat else ""))
@@ -176,7 +177,7 @@ def convert(ckpt, to, save_precision="float32", backbone=None, ema=False, quanti
     state = read_model(ckpt)
     state = use_ema(state, ckpt) if ema else state
     if ending == ".pt" and saved_model_type(state) in MERGED:
-        description = export_merged(state, ckpt, to, backbone)
+        description = export_merged(state, ckpt, to, save_precision, backbone)
     else:
         source = read_source(state, ckpt, backbone, ema, for_others=ending != ".safetensors")
         description = FORMATS.get(ending, export_folder)(source, to, quantize or save_precision)

@@ -135,6 +135,8 @@ def read_config(c, path):
         return kind, read_fields(c, FAMILIES[kind])
     except ValueError as error:
         raise CheckpointError(f"{path}: {error}") from None
+    except KeyError as error:
+        raise CheckpointError(f"{path}: has no {error}, which a {kind} needs") from None
     except (LookupError, TypeError, AttributeError, ArithmeticError, RecursionError) as error:
         raise CheckpointError(f"{path}: {type(error).__name__}: {error}") from None  # other types
 

@@ -101,6 +101,8 @@ def sample(options):
     n = options.num_samples
     if sum([options.chat, options.compile, n > 1]) > 1:
         raise UserError("--chat, --compile and --num_samples: use only one of them")
+    if options.system is not None and not options.chat:
+        raise UserError("--system: a system message goes with --chat")
     model, tokenizer, device = (load_compiled if options.compile else load_for_decoding)(options)
     if options.chat:
         from model.chat import read_questions, talk

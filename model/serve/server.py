@@ -34,6 +34,8 @@ MAX_HEAD_BYTES = 1 << 15  # request line and headers
 MAX_BODY_BYTES = 1 << 20
 RECEIVE_SECONDS = 30  # for a request to arrive
 FINISH_SECONDS = 30   # for clients to read their responses
+MAX_CONNECTIONS = 512  # with more, a request must arrive within IDLE_SECONDS
+IDLE_SECONDS = 1
 ERROR_HEADERS = {401: {"WWW-Authenticate": "Bearer"}, 503: {"Retry-After": "1"}}
 
 
@@ -92,11 +94,13 @@ class Server(uvicorn.Server):
         read the response."""
         now = time.monotonic()
         times = {}
-        for c in self.server_state.connections:
+        connections = self.server_state.connections
+        receive_seconds = RECEIVE_SECONDS if len(connections) <= MAX_CONNECTIONS else IDLE_SECONDS
+        for c in connections:
             is_busy = c.cycle and not (c.cycle.more_body or c.cycle.response_complete)
             state = c, c.cycle, is_busy
             times[state] = self.times.get(state, now)
-            limit = self.engine.timeout + FINISH_SECONDS if is_busy else RECEIVE_SECONDS
+            limit = self.engine.timeout + FINISH_SECONDS if is_busy else receive_seconds
             if now > times[state] + limit:
                 c.transport.abort()
         self.times = times

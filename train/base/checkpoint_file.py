@@ -262,27 +262,33 @@ def describe_load_error(error):
 def check_match(tensors, expected, path, dtypes=True):
     """Raise CheckpointError, with the differences, unless `tensors` {name: tensor} of the file
     `path` have the names, shapes and (if `dtypes`) dtypes of `expected`."""
+    if lines := describe_mismatches(tensors, expected, dtypes):
+        raise CheckpointError(f"{path} does not fit this model:\n{bullets(lines)}\n"
+                              "use the configuration it was trained with, or another out_dir")
+
+
+def describe_mismatches(tensors, expected, dtypes=True):
+    """Return a line per tensor of check_match that differs."""
     def describe(state):
         return {name: f"shape {tuple(t.shape)}" + (f" {t.dtype}" if dtypes else "")
                 for name, t in state.items()}
     actual = describe(tensors)
     wanted = describe(expected)
-    lines = [f"{name}: {actual.get(name, 'no tensor')}, expected {wanted.get(name, 'no tensor')}"
-             for name in wanted | actual if actual.get(name) != wanted.get(name)]
-    if lines:
-        raise CheckpointError(f"{path} does not fit this model:\n{bullets(lines)}\n"
-                              "use the configuration it was trained with, or another out_dir")
+    return [f"{name}: {actual.get(name, 'no tensor')}, expected {wanted.get(name, 'no tensor')}"
+            for name in wanted | actual if actual.get(name) != wanted.get(name)]
 
 
-def check_unchanged(changes, path, allowed, alternatives=""):
+def check_unchanged(changes, path, allowed, alternatives="", fits=True):
     """Raise CheckpointError with the `changes` {name: (value in the checkpoint, new value)} that
-    are not in `allowed`, which is --allow_change. alternatives: more remedies."""
+    are not in `allowed`, which is --allow_change. alternatives: more remedies. fits: whether the
+    tensors would fit with the changes."""
     lines = {name: f"{name}: checkpoint has {old!r:.200}, now {new!r:.200}"
              for name, (old, new) in changes.items() if not {name, "all"} & {*allowed}}
     if lines:
+        regardless = f", continue regardless with --allow_change {','.join(lines)}" if fits else ""
         raise CheckpointError(
             f"{path} is from a different configuration:\n{bullets([*lines.values()])}\nundo the "
-            f"changes, continue regardless with --allow_change {','.join(lines)}{alternatives}")
+            f"changes{regardless}{alternatives}")
 
 
 def bullets(lines):

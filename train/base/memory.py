@@ -21,6 +21,12 @@ def memory_available():
     return free
 
 
+def memory_resident():
+    """Return the resident bytes of this process (Linux), or None if unknown."""
+    with contextlib.suppress(OSError, ValueError), open("/proc/self/statm") as f:
+        return int(f.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+
 def keep_freed_memory():
     """Configure malloc to keep the memory that a step on the CPU frees for the next step.
 
@@ -29,7 +35,8 @@ def keep_freed_memory():
     the time (train/LOG.md). Without effect for other C libraries (the constants are defined in
     glibc's malloc.h), or if environment variables configure malloc.
     """
-    M_TRIM_THRESHOLD, M_MMAP_MAX = -1, -4
+    M_TRIM_THRESHOLD = -1
+    M_MMAP_MAX = -4
     if not any(name.startswith("MALLOC_") or name == "GLIBC_TUNABLES" for name in os.environ):
         with contextlib.suppress(OSError, AttributeError, TypeError):
             libc = ctypes.CDLL(None)

@@ -14,7 +14,7 @@ from train import device as device_module
 from train import distributed
 from train.base.console import compact, duration
 from train.base.errors import CollectiveExit
-from train.base.memory import memory_available
+from train.base.memory import memory_available, memory_resident
 from train.checkpoint import inherited_shape
 from train.device import ON_OFF, compile_model, should_compile
 from train.logger import log_plan, peak_memory
@@ -90,7 +90,9 @@ def measure_step(config, data, ranks, dtype, compiled, available):
     micro-batch as large as time and memory allow; larger ones are extrapolated."""
     device = ranks.device
     on_gpu = device.type == "cuda"
-    initial_memory = 0 if on_gpu else peak_memory(device) or 0  # None: unknown, on Windows
+    peak = peak_memory(device) or 0  # None: unknown, on Windows
+    # Not the peak, of which a part is free again, e.g. after reading a checkpoint.
+    initial_memory = 0 if on_gpu else memory_resident() or peak * MIB
     model = load_model_type(config.model).build_model(config, data).to(device)
     optimizer = build_optimizer(model, config, log=lambda text: None)
     if compiled:
@@ -111,7 +113,7 @@ def measure_step(config, data, ranks, dtype, compiled, available):
         for _ in range(2):  # with gradients, as in all but the first micro-batch
             compute(n)
         seconds = timed(lambda: compute(n), device)
-        return np.array([seconds, ((peak_memory(device) or 0) - initial_memory) * MIB])
+        return np.array([seconds, (peak_memory(device) or 0) * MIB - initial_memory])
     size = len(batch[0])
     n = size if on_gpu else 1
     compute(n)
