@@ -170,6 +170,8 @@ class PolicyGPT(WithAdapters, AnsweringGPT):
         elif c.grpo_scale == "batch":
             advantages /= all_gather_vectors(rewards.flatten(), self.ranks).std() + MIN_DEVIATION
         weights = torch.where(learned & ~flat, advantages, 0.0)
+        if c.dry_run:  # the largest step, also if untrained weights receive equal rewards
+            weights = torch.ones_like(weights)
         if c.grpo_norm == "answer":
             weights /= n_tokens
         per_answer = dict(tokens=n_tokens * learned, answer=torch.ones_like(n_tokens),

@@ -169,8 +169,8 @@ def rewarded():
     model.reward_function = RewardFunction(BYTES, [BYTES.eot_token], worth)
     model.reward_function.lines = [json.dumps(dict(question=f"{i}", answer="x", row={}))
                                    for i in range(9)]
-    model.keys = SimpleNamespace(group_size=4, answer_tokens=6, seed=1, grpo_norm="tokens",
-                                 grpo_scale="group", mask_truncated=False,
+    model.keys = SimpleNamespace(dry_run=False, group_size=4, answer_tokens=6, seed=1,
+                                 grpo_norm="tokens", grpo_scale="group", mask_truncated=False,
                                  block_size=model.config.block_size)
     model.ranks = SimpleNamespace(world_size=1)
     return model

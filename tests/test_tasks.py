@@ -21,6 +21,7 @@ from model.gpt import GPT
 from train import train as training
 from train.base.errors import SetupError
 from train.checkpoint import load_checkpoint
+from train.robust import Watchdog
 
 
 @pytest.fixture(scope="module")
@@ -153,7 +154,7 @@ def test_names_are_known_from_a_batch_of_each(quiz, tmp_path, monkeypatch):
 
 def test_the_time_limit_is_per_batch(quiz, tmp_path, monkeypatch):
     limits = []
-    monkeypatch.setattr(training, "exit_after", lambda seconds, slow: limits.append(slow))
+    monkeypatch.setattr(Watchdog, "restart", lambda self, slow=False: limits.append(slow))
     monkeypatch.setattr(tasks, "batch_by_width", lambda examples, size: [[e] for e in examples])
     monkeypatch.setattr(training, "check_metric_names", lambda run: None)
     quiz.evaluate(tmp_path, "cloze", eval_task_rows=30, eval_iters=4, step_timeout=60)
