@@ -254,10 +254,11 @@ def answer_logps(model, tokens):
 # rewards
 
 class RewardFunction:
-    """The reward of an answer: call it with (row number, ids of the answer).
+    """Callable (row number, ids of an answer) -> reward, a finite float.
 
-    function: reward() of the file at `path`; default: exact match. lines: the lines of
-    SPLIT_rows.jsonl.
+    ends: ids of end tokens, which are removed from the answer. function: reward() of the file at
+    `path`; default: exact match. The caller sets `lines` to the lines of SPLIT_rows.jsonl. Raises
+    UserError for errors in `function`.
     """
 
     def __init__(self, tokenizer, ends, function=None, path=""):

@@ -205,8 +205,9 @@ def resolve(settings, known, problems):
     settings take precedence. Aliases are replaced by the keys in `known`, and " as ALIAS" is
     appended to `where`. Aliases without effect remain, with the value IGNORED."""
     def place(setting):
-        """Order by file. In a file, what a switch turns on comes first and may be replaced, and
-        what it turns off comes last and replaces."""
+        """Return the sort key of a setting: the number of its file, then -1 for a switch that is
+        on (the file's other settings replace its keys), 1 for one that is off (it replaces theirs)
+        and 0 for all others."""
         name, raw, where = setting
         is_off = str(raw).lower() in ("false", "no", "off")
         is_switch = name not in known and name in ALIASES.switches  # loaded if needed

@@ -72,7 +72,7 @@ def join_messages(prompt, answer, name):
 
 
 def mask_last_answer(ids, mask):
-    """Return the ids and a mask of the last answer only."""
+    """Clear mask (N,), which marks the answers, outside the last answer. Return (ids, mask)."""
     last = np.flatnonzero(mask).max(initial=0)
     mask[:np.flatnonzero(mask[:last] == 0).max(initial=-1) + 1] = 0
     return ids, mask

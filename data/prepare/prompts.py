@@ -53,8 +53,9 @@ class PromptWriter(SampleWriter):
     suffix = "-prompts"
 
     def encode(self, record):
-        """Return [(ids, mask), line of SPLIT_rows.jsonl]. The ids are the prompt and one token for
-        the answer, which the mask marks, as split_by_prompt expects."""
+        """Return [(ids, mask), line of SPLIT_rows.jsonl], or `None` if the prompt is too long. The
+        ids are the prompt and one token for the answer, which the mask marks, as split_by_prompt
+        expects."""
         messages, answer, record = to_question(record, self.args.field)
         max_tokens = self.args.block_size or self.block_size - 1  # the answer needs a token
         ids = self.template.prompt_ids(messages, self.tokenizer)

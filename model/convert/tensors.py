@@ -73,7 +73,9 @@ def complete_weights(weights, shape, kind):
 
 
 def write_weights(weights, shape, kind):
-    """Return {name in transformers or nanoGPT: tensor} of {our name: tensor}."""
+    """Return {name in transformers or nanoGPT: tensor} of `weights` {our name: tensor}.
+
+    shape: their GPTConfig. kind: a key of NAMES."""
     out = {}
     for name, t in complete_weights(weights, shape, kind).items():
         if kind == "gpt2" and name.startswith("h.") and t.dim() == 2:

@@ -31,8 +31,8 @@ def read_record():
 
 @functools.cache
 def digests(kind=None):
-    """Return {"DEFINITION (FILE)": digest} of the code that computes the logits of a model type,
-    or of all of them. "statements" is the code outside of functions and classes."""
+    """Return {"DEFINITION (FILE)": digest} of the code that computes the logits of the model
+    type `kind`, or of all model types. "statements" is the code outside of functions and classes."""
     code = {}
     for file in read_record()["files"]:
         path = Path(REPOSITORY, file)
@@ -59,7 +59,7 @@ def simplify(node):
 
 
 def edited(kind=None):
-    """Return the digests that differ from formulas.json; {} in an unedited repository."""
+    """Return the digests(kind) that differ from formulas.json; {} in an unedited repository."""
     recorded = read_record()["digests"]
     return {name: value for name, value in digests(kind).items() if recorded.get(name) != value}
 

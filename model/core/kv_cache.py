@@ -72,8 +72,12 @@ class KVCache:
             rows[targets] = rows[sources]
 
     def start(self, idx):
-        """Count the tokens idx (B, T). Return their positions (B, T) float64, or (1, T) if all rows
-        have the same length, and the token before each (B, T), -1 at the beginning of a text."""
+        """Append the tokens idx (B, T) to the rows; `update` then stores their keys and values.
+
+        Return their positions (B, T) float64, or (1, T) if all rows have the same length, and the
+        token before each (B, T), -1 at the beginning of a text. Raises ValueError if they do not
+        fit, or for several tokens if the rows differ in length.
+        """
         T = idx.size(1)
         size = self.config.block_size
         lengths = self.lengths.tolist()

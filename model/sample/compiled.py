@@ -99,7 +99,8 @@ class SingleTokenCache:
 
 
 class SharedGraphBlock(nn.Module):
-    """A block that is compiled once for all layers."""
+    """A block whose code for a single token is compiled once for all layers (compute_block); other
+    inputs go to the block unchanged."""
 
     def __init__(self, block):
         super().__init__()

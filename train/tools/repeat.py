@@ -41,7 +41,7 @@ def compare(values, base, mode="min"):
 
     values, base: {seed: metric}. low, high: the 95% interval of the mean difference. verdict: kept
     if all of it is an improvement (mode: min or max), worse if all of it is a deterioration,
-    unclear otherwise."""
+    unclear otherwise; crash, with NaNs, if no seed is in both."""
     differences = [values[seed] - base[seed] for seed in values.keys() & base.keys()]
     n = len(differences)
     if n < 2:

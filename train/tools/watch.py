@@ -100,7 +100,7 @@ def find_runs(top, n):
 # the server
 
 class Watcher:
-    """The content of the paths in TYPES."""
+    """The content of the paths in TYPES, computed from the run folders when one is requested."""
 
     def __init__(self, options):
         self.options = options
@@ -111,7 +111,8 @@ class Watcher:
         self.bodies = {"/": Path(__file__).with_name("watch.html").read_bytes()}
 
     def get(self, path):
-        """Return the body of a path."""
+        """Return the content (bytes) of one of the paths in TYPES, at most MIN_INTERVAL_SECONDS
+        old."""
         with self.lock:
             if time.monotonic() >= self.next_update:
                 self.update()
@@ -163,7 +164,7 @@ class Handler(BaseHTTPRequestHandler):
                 self.wfile.write(body)
 
     def log_message(self, *args):
-        """Requests are not logged."""
+        """Do nothing: requests are not logged."""
 
 
 def open_server(options):
