@@ -207,7 +207,8 @@ class ChatTemplate:
         return sorted(ids)
 
     def with_end_ids(self, tokenizer):
-        """Return the template with all of `end_ids` in the spec, as training data need it."""
+        """Return a template whose spec lists all ids that end an answer with this tokenizer, as
+        training data need it; the built-in template unchanged."""
         if not self.ends:
             return self
         return ChatTemplate(self.spec | {"ends": self.end_ids(tokenizer)})

@@ -104,7 +104,7 @@ def compile_template(text):
 
 
 def answer(request):
-    """Return the reply to a request: [text, problem], one of which is `None`."""
+    """Return the reply [text, problem], one of which is `None`, to a request line of JSON."""
     text, variables = json.loads(request)
     limit = MAX_ADDED_CHARS + 2 * len(request)
     out = io.StringIO()
@@ -127,7 +127,7 @@ def set_timers(cpu_seconds, seconds):
 
 
 def main():
-    """Answer requests until the input ends."""
+    """Run the child process: write a reply line for each request line of the standard input."""
     with contextlib.suppress(ImportError, OSError, ValueError):  # POSIX
         import resource
         resource.setrlimit(resource.RLIMIT_DATA, (MAX_BYTES, MAX_BYTES))

@@ -45,7 +45,8 @@ def source_name(source):
 # reading documents
 
 def has_records(path):
-    """Return whether a file has records; otherwise it is text."""
+    """Return whether a source (file, folder, hf:NAME or - for the standard input) has records, e.g.
+    JSONL or CSV; otherwise it is text."""
     if path == "-":
         return sys.stdin.buffer.peek(READ_BYTES).lstrip(b"\xef\xbb\xbf \t\r\n")[:1] == b"{"
     return (os.path.isdir(path) or records.is_hub_name(path)

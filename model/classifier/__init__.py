@@ -169,8 +169,9 @@ class Classifier(nn.Module):
         return loss, sums
 
     def eval_sums(self, x, scores, ends, labels, spans):
-        """Return the additional sums of an evaluation: the confusion matrix (K, K) (rows: true
-        classes), log_odds_counts() and span_sums()."""
+        """Return the additional sums of an evaluation: confusion (K, K) (rows: true classes) and
+        odds (log_odds_counts) of the class scores (B, K), and span_sums() of the evidence. x:
+        states (B, T, C). ends: scores (B, T) of its last token."""
         out = {}
         if self.head is not None:
             K = scores.size(1)

@@ -113,7 +113,7 @@ def parse_prompts(value, tokenizer, parse_special):
 
 
 def parse_prompt(prompt, tokenizer, parse_special):
-    """Return the ids of a prompt: a string or a list of ids."""
+    """Return the ids of a prompt: a string or a list of ids. Raises APIError."""
     if isinstance(prompt, list) and prompt and all(
             type(i) is int and 0 <= i < tokenizer.n_vocab for i in prompt):
         return prompt
