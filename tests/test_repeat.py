@@ -13,6 +13,7 @@ import pytest
 from runs import planted_children
 
 from train import config as config_file
+from train.base.errors import UserError
 from train.base.files import lock_folder
 from train.tools import child_runs, repeat
 
@@ -176,6 +177,18 @@ def test_a_result_is_of_a_configuration_not_of_a_command(go, tmp_path, capsys):
         assert capsys.readouterr().out.count("(cached)") == there
 
 
+@pytest.mark.parametrize("text", ["{}", "[]", "5", "null", "", '{"value": 1, "seconds": 1}',
+                                  '{"value": NaN, "seconds": 1, "mib": 1}'])
+def test_a_damaged_result_is_named(text, tmp_path):
+    path = tmp_path / "repeat" / "a_1" / "result.json"
+    path.parent.mkdir(parents=True)
+    path.write_text(text)
+    run = child_runs.ChildRun("a", [], "", tmp_path / "repeat")
+    run.result_file = path
+    with pytest.raises(UserError, match="result.json: damaged; delete it"):
+        run.read_result()
+
+
 def test_two_at_once_are_refused(go, tmp_path, capsys):
     (tmp_path / "repeat").mkdir()
     with lock_folder(tmp_path / "repeat"):
@@ -186,7 +199,8 @@ def test_two_at_once_are_refused(go, tmp_path, capsys):
 @pytest.mark.parametrize("args, message", [
     (["--seeds", "1"], "--seeds: must be at least 2"), (["--set", "sead=3"], "unknown key 'sead'"),
     (["--set", "data_dir='a"], "No closing quotation"),
-    (["--set", "beta2=0.9 " * 20, "--set", "beta1=0.8 " * 21], "--set: more than 200 characters: "),
+    (["--set", "beta2=0.9 " * 20, "--set", "beta1=0.8 " * 21], "of at most 200 characters"),
+    (["--set", "beta2=0.9\t\nbeta1=0.8"], "expected one line"),
     (["--jobs", "0"], "--jobs: must be at least 1"), (["--eval_interval=0"], "needs evaluations")])
 def test_what_cannot_be_is_refused_before_any_work(go, args, message, capsys):
     assert go(*args)[0] == 2 and not go.started

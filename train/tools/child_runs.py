@@ -70,6 +70,17 @@ class ChildRun:
             write_text(self.result_file, json.dumps(self.result))
             echo(f"{self.name}: {metric} {value:.4f}, {seconds:.0f} s")
 
+    def read_result(self):
+        """Set the result to that of an earlier command. UserError if its file is damaged."""
+        try:
+            values = json.loads(self.result_file.read_text())
+            self.result = {name: to_number(values[name]) for name in ("value", "seconds", "mib")}
+        except (ValueError, LookupError, TypeError):
+            self.result = {"value": None}
+        if None in self.result.values():
+            raise UserError(f"{self.result_file}: damaged; delete it, and the same command reads "
+                            "the result from the run again")
+
 
 def train_all(runs, metric, out, jobs):
     """Train the ChildRuns, up to `jobs` at a time. UserError if another process uses `out`.
@@ -94,7 +105,7 @@ def train_all(runs, metric, out, jobs):
                     time.sleep(POLL_SECONDS)
                 elif waiting[0].result_file.exists():
                     run = waiting.pop(0)
-                    run.result = json.loads(run.result_file.read_text())
+                    run.read_result()
                     echo(f"{run.name}: {metric} {run.result['value']:.4f} (cached)")
                 else:
                     waiting[0].start(environments.pop(0))
