@@ -243,6 +243,13 @@ def test_when_no_trial_finishes_one_message_says_so(search, capsys):
     assert "no trial of stage 1 completed" in capsys.readouterr().err
 
 
+def test_a_damaged_study_is_named(search, tmp_path, capsys):
+    (tmp_path / "hpo").mkdir()
+    (tmp_path / "hpo/study.db").write_text("garbage")
+    assert search(SPACE, trials(1)) == (2, [])
+    assert "study.db: file is not a database; move it away" in capsys.readouterr().err
+
+
 def test_min_lr_follows_the_learning_rate(search, tmp_path):
     _, found = search("learning_rate: {low: 1e-4, high: 1e-1, log: true}", trials(2), min_lr=1e-3)
     config = load_config(tmp_path / "hpo/stage_1_trial_1/config.yaml")

@@ -15,6 +15,7 @@ import json
 import math
 import os
 import shlex
+import sqlite3
 import sys
 import warnings
 from dataclasses import asdict, dataclass
@@ -154,9 +155,15 @@ def open_study(config, space, number, stage, start, out):
     """Open or create the study of a stage in out/study.db. Stages have a study each, as values of
     runs of different lengths are not comparable. The first trial has the parameters `start`."""
     asked = asdict(config) | dict(space=str(space), stage=[stage["max_iters"], stage["narrow"]])
+    path = os.path.join(out, "study.db")
     with exclusive_lock(out):  # without POSIX locks, use a single worker
+        try:
+            with contextlib.closing(sqlite3.connect(path, timeout=100)) as database:
+                database.execute("PRAGMA quick_check")
+        except sqlite3.DatabaseError as error:
+            raise UserError(f"{path}: {error}; move it away to begin the search again") from None
         study = optuna.create_study(
-            storage=f"sqlite:///{out}/study.db?timeout=100", study_name=f"stage_{number}",
+            storage=f"sqlite:///{path}?timeout=100", study_name=f"stage_{number}",
             load_if_exists=True,
             direction={"min": "minimize", "max": "maximize"}[config.early_stopping_mode],
             pruner=optuna.pruners.MedianPruner(4, (stage["max_iters"] or config.max_iters) // 4))
