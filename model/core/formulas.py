@@ -32,7 +32,7 @@ def read_record():
 @functools.cache
 def digests(kind=None):
     """Return {"DEFINITION (FILE)": digest} of the code that computes the logits of the model
-    type `kind`, or of all model types. "statements" is the code outside of functions and classes."""
+    type `kind`, or of all. "statements" is the code outside of functions and classes."""
     code = {}
     for file in read_record()["files"]:
         path = Path(REPOSITORY, file)

@@ -60,8 +60,9 @@ class Job:
 class Engine:
     """Generates the texts of up to `slots` jobs in one batch; up to max_queue more jobs wait.
 
-    The constructor starts the thread that computes. max_tokens: the limit of new tokens
-    that the API sets for a job. timeout: seconds until a job ends with an error. rows[i] is the job in row i of the cache. The last row replaces a row that is done.
+    The constructor starts the thread that computes. max_tokens: the limit of new tokens that the
+    API sets for a job. timeout: seconds until a job ends with an error. rows[i] is the job in row i
+    of the cache. The last row replaces a row that is done.
     """
 
     def __init__(self, model, tokenizer, slots=16, max_queue=256, max_tokens=1024, timeout=300.0,
