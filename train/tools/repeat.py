@@ -120,7 +120,8 @@ def repeat(options, arguments_and_config):
              if len(name) > MAX_SETTING_CHARS or not name.isprintable()]
     if unfit:  # for the table
         raise UserError(f"--set: {unfit[0]!r:.60}: expected one line of at most "
-                        f"{MAX_SETTING_CHARS} characters; --set best_config=FILE.yaml adds the keys of a file")
+                        f"{MAX_SETTING_CHARS} characters; --set best_config=FILE.yaml adds the "
+                        "keys of a file")
     for (size, change), name in names.items():
         changed = [*arguments, *shlex.split(size), *shlex.split(change if change != BASE else "")]
         fingerprint = open_data(load_argv(changed), Ranks()).train.fingerprint()
