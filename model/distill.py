@@ -6,8 +6,10 @@
 The training loss is (1 - distill_weight) times the cross-entropy on the text plus distill_weight
 times T^2 times the KL divergence from the teacher's distribution at the softmax temperature T =
 distill_temperature. Evaluations report the cross-entropy, and the divergence at temperature 1 as
-val_kl, so that runs with different keys can be compared. The teacher is frozen, in the precision of
-the file, not sharded, and in no checkpoint. The result is a GPT.
+val_kl, so that runs with different keys can be compared, and val_teacher_loss, the cross-entropy of
+the teacher. The teacher is frozen, in the precision of the file, not sharded, and in no checkpoint.
+Several teachers, `--teacher A,B`, are an ensemble: the mean of their distributions. The result is a
+GPT.
 
 With on_policy the student, a chat model, answers prompts, and the loss is the KL divergence in the
 other direction, from the student's distribution to the teacher's, at each token of its answers
@@ -20,6 +22,8 @@ the seed and the sample's number only.
 Shapes: B, T, C, V as in model/gpt.py.
 """
 
+import functools
+import math
 from dataclasses import dataclass
 
 import torch
@@ -39,7 +43,8 @@ USE = gpt.USE
 
 @dataclass
 class Keys:
-    teacher: str = key("", "checkpoint of the teacher, a GPT", free=True, path=True, reads="apart")
+    teacher: str = key("", "checkpoint of the teacher, a GPT; A,B: the mean of several",
+                       free=True, path=True, reads="apart")
     distill_weight: float = key(0.5, "weight of the teacher in the loss, 0 to 1", ge=0, le=1)
     distill_temperature: float = key(1.0, "softmax temperature of both models in training", gt=0)
     on_policy: bool = key(False, "the student answers prompts (data.prepare.prompts), and learns "
@@ -51,9 +56,11 @@ class Keys:
 
 
 class Student(weights.HoldsFrozen, GPT):
-    """A GPT that is trained on a teacher, `frozen[0]`. Without one, it has no loss.
+    """A GPT that is trained on the mean distribution of the teachers `frozen`. Without one, it has
+    no loss.
 
-    Its numbers include "kl", the divergence in nats per token: in training at distill_temperature.
+    Its numbers include "kl", the divergence in nats per token: in training at distill_temperature;
+    in evaluations also "teacher_loss", the teachers' cross-entropy.
     """
     reverse = False  # whether the divergence is KL(student, teacher)
 
@@ -61,34 +68,39 @@ class Student(weights.HoldsFrozen, GPT):
         x = self.trunk(idx)  # (B, T, C)
         loss, sums = self.score(x, targets)
         with torch.no_grad():
-            y = self.frozen[0].trunk(idx)  # (B, T, C of the teacher)
-        T, kl = self.compare(x, y, targets != IGNORE)
+            states = [teacher.trunk(idx) for teacher in self.frozen]  # (B, T, C of each)
+        T, kl, teacher_loss = self.compare(x, states, targets, targets != IGNORE)
         sums["kl"] = kl.detach()
+        if not self.training:
+            sums["teacher_loss"] = teacher_loss.detach()
         if self.training:  # the gradient of the divergence is proportional to 1 / T^2
             weight = self.keys.distill_weight
             loss = (1 - weight) * loss + weight * T**2 * (kl / sums["count"].clamp(min=1))
         return loss, sums
 
-    def compare(self, x, y, weights):
-        """Return the softmax temperature and the sum of the divergences () float32 with weights
-        (B, T), from states x (B, T, C) and y (B, T, C of the teacher)."""
+    def compare(self, x, states, targets, weights):
+        """Return the softmax temperature, and the sums () float32 with weights (B, T) of divergence
+        and teachers' cross-entropy, from states x (B, T, C) and `states` of the teachers."""
         # One chunk of logits at a time, recomputed in the backward pass: 2 V numbers per token.
         n = chunk_rows(self.config.padded_vocab_size, x.device.type)
-        chunks = zip(*(t.split(n) for t in (x.flatten(0, 1), y.flatten(0, 1), weights.flatten())))
+        chunks = zip(*(t.flatten(0, 1).split(n) for t in (x, targets, weights, *states)))
         T = self.keys.distill_temperature if self.training else 1.0
-        return T, sum(checkpoint(self.divergence, *chunk, T, use_reentrant=False)
-                      for chunk in chunks)
+        sums = [checkpoint(self.divergence, T, *chunk, use_reentrant=False) for chunk in chunks]
+        return T, *torch.stack(sums).sum(0)
 
-    def divergence(self, x, y, weights, temperature):
-        """Return the sum () float32 with weights (N,) of KL(teacher, student), or the reverse, in
-        nats, from states x (N, C) and y (N, C of the teacher)."""
+    def divergence(self, temperature, x, targets, weights, *states):
+        """Return the sums (2,) float32 with weights (N,), in nats, of KL(teachers, student), or the
+        reverse, and of the teachers' cross-entropy, from x (N, C), targets (N,) and `states`."""
         V = self.config.vocab_size
         q = F.log_softmax(self.logits(x) / temperature, -1)  # (N, V)
         with torch.no_grad():
-            p = F.log_softmax(self.frozen[0].logits(y)[:, :V] / temperature, -1)  # (N, V)
+            logprobs = [F.log_softmax(teacher.logits(y)[:, :V] / temperature, -1)
+                        for teacher, y in zip(self.frozen, states)]
+            p = functools.reduce(torch.logaddexp, logprobs) - math.log(len(logprobs))  # (N, V)
+            teacher_loss = F.nll_loss(p, targets, ignore_index=IGNORE, reduction="none")  # (N,)
         pair = (p, q) if self.reverse else (q, p)  # F.kl_div(q, p) is KL(p, q)
         kl = F.kl_div(*pair, reduction="none", log_target=True).sum(-1)  # (N,)
-        return (kl * weights).sum()
+        return (torch.stack((kl, teacher_loss)) * weights).sum(1)
 
     def flops_per_unit(self):
         """Return the FLOPs per token, including the teacher's forward pass."""
@@ -111,8 +123,8 @@ class AnsweringStudent(Student, grpo.AnsweringGPT):
         tokens, weights, sums = self.collect_answers(prompts, lengths, row_numbers, sample_numbers)
         x = grpo.answer_states(self, tokens)  # (B, T, C)
         with torch.no_grad():
-            y = grpo.answer_states(self.frozen[0], tokens)  # (B, T, C of the teacher)
-        T, kl = self.compare(x, y, weights)
+            states = [grpo.answer_states(teacher, tokens) for teacher in self.frozen]
+        T, kl, _ = self.compare(x, states, tokens[..., 3], weights)
         return T**2 * kl / sums["count"], sums
 
     @torch.compiler.disable
@@ -143,9 +155,12 @@ def open_data(config, ranks):
         data = grpo.open_prompts(config, ranks, needs_answers=True)
     else:
         data = open_token_data(config, ranks)
-    teacher = weights.describe_backbone(config.teacher, "teacher", ranks)
-    weights.check_tokenizer(teacher["tokenizer"], config.teacher, data.spec, config)
-    data.spec["teacher"] = teacher["digest"]  # a resumed run must use the same teacher
+    digests = []
+    for path in config.teacher.split(","):
+        teacher = weights.describe_backbone(path, "teacher", ranks)
+        weights.check_tokenizer(teacher["tokenizer"], path, data.spec, config)
+        digests.append(teacher["digest"])
+    data.spec["teacher"] = ",".join(digests)  # a resumed run must use the same teachers
     return data
 
 
@@ -157,12 +172,16 @@ def build_model(config, data):
     student.keys = config
     if config.on_policy:
         student.reward_function = data.reward_function
-    teacher, _, _ = weights.load_frozen(config.teacher, "teacher")
-    n_ids = data.spec["vocab_size"]
+    student.frozen = tuple(load_teacher(path, config, data.spec["vocab_size"])
+                           for path in config.teacher.split(","))
+    return student
+
+
+def load_teacher(path, config, n_ids):
+    """Return the GPT at `path`. CheckpointError unless it has n_ids ids and block_size."""
+    teacher, _, _ = weights.load_frozen(path, "teacher")
     if (not isinstance(teacher, GPT) or teacher.config.vocab_size < n_ids
             or teacher.config.block_size < config.block_size):
-        raise CheckpointError(f"teacher: {config.teacher}: expected a GPT with at least the "
-                              f"{n_ids} ids of the data and the student's block_size, "
-                              f"{config.block_size}")
-    student.frozen = (teacher,)
-    return student
+        raise CheckpointError(f"teacher: {path}: expected a GPT with at least the {n_ids} ids of "
+                              f"the data and the student's block_size, {config.block_size}")
+    return teacher

@@ -40,24 +40,26 @@ def changes(teacher, **more):
     return dict(model="distill", teacher=teacher, distill_weight=0.8) | more
 
 
-@pytest.mark.parametrize("weight, temperature", [(0.5, 1.0), (1.0, 2.0), (0.7, 0.5), (0.0, 1.0)])
-def test_loss_and_gradients_from_whole_logits(weight, temperature):
+@pytest.mark.parametrize("weight, temperature, n_teachers", [
+    (0.5, 1.0, 1), (1.0, 2.0, 3), (0.7, 0.5, 2), (0.0, 1.0, 1)])
+def test_loss_and_gradients_from_whole_logits(weight, temperature, n_teachers):
     """In training at the temperature, in evaluations at 1."""
     torch.manual_seed(0)
     shape = dict(n_layer=1, n_head=2, vocab_size=50, block_size=12)
     student = Student(GPTConfig(n_embd=16, **shape), seed=1)
-    big = GPT(GPTConfig(n_embd=32, **shape | dict(vocab_size=60)), seed=2).requires_grad_(False)
+    big = [GPT(GPTConfig(n_embd=32, **shape | dict(vocab_size=60)), seed=seed)
+           for seed in range(2, 2 + n_teachers)]
     with torch.no_grad():
-        for p in (*student.parameters(), *big.parameters()):
-            p.mul_(3)  # so that the two differ
-    student.frozen = (big,)
+        for p in (p for model in (student, *big) for p in model.parameters()):
+            p.mul_(3)  # so that they differ
+    student.frozen = tuple(model.requires_grad_(False) for model in big)
     student.keys = SimpleNamespace(distill_weight=weight, distill_temperature=temperature)
     idx, targets = torch.randint(50, (3, 12)), torch.randint(50, (3, 12))
     targets[0, :7] = targets[2] = -1
-    z, t = (model(idx)[..., :50] for model in (student, big))
+    z, *t = (model(idx)[..., :50] for model in (student, *big))
     own = F.cross_entropy(z.flatten(0, 1), targets.flatten(), ignore_index=-1)
     def divergence(T):
-        p, q = (F.softmax(x / T, -1) for x in (t, z))
+        q, p = F.softmax(z / T, -1), sum(F.softmax(x / T, -1) for x in t) / n_teachers
         return (p * (p.log() - q.log())).sum(-1)[targets != -1].mean()
     kl = divergence(temperature)
     expected = (1 - weight) * own + weight * temperature**2 * kl
@@ -72,6 +74,9 @@ def test_loss_and_gradients_from_whole_logits(weight, temperature):
     torch.testing.assert_close(loss, own)
     found = student.numbers(sums | dict(loss=loss * sums["count"]))
     assert found["kl"] == pytest.approx(divergence(1).item())
+    mean = sum(F.softmax(x, -1) for x in t) / n_teachers
+    assert found["teacher_loss"] == pytest.approx(F.nll_loss(
+        mean.log().flatten(0, 1), targets.flatten(), ignore_index=-1).item())
     assert found["ppl"] == pytest.approx(own.exp().item())
     assert student(idx, torch.full_like(idx, -1))[0] == 0  # nothing counts
 

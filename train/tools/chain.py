@@ -1,0 +1,78 @@
+"""Train a chain of models on the same data, each also on the predictions of those before it:
+
+    python -m train.tools.chain --config FILE.yaml --models 8
+
+The first model is a run of the configuration. The next ones have other seeds, and learn from the
+data and from the average distribution of all earlier models (model/distill.py). The last run, the
+student, distils all of them into one model. The table shows the loss of each model and of the
+ensemble of those before it. A run is a process with a folder in out/chain; the same command
+resumes, and tries crashed runs again.
+"""
+
+import math
+import sys
+from dataclasses import dataclass
+
+from train.base.cli import format_table, run_command
+from train.base.errors import UserError, echo
+from train.base.fields import key
+from train.config import load_argv
+from train.distributed import Ranks
+from train.options.loss_svg import read_metrics
+from train.setup import open_data
+from train.tools.child_runs import ChildRun, train_all
+
+METRIC = "val_loss"
+
+
+@dataclass
+class ChainOptions:
+    """Train a chain of models on the same data, each also on the predictions of those before it."""
+    models: int = key(4, "models of the ensemble, besides the student", ge=2, le=8)
+    weight: float = key(0.5, "weight of the earlier models in the loss", ge=0, le=1)
+    student_weight: float = key(0.5, "weight of the ensemble in the student's loss", ge=0, le=1)
+    jobs: int = key(1, "runs at the same time, with a GPU or a share of the cores each", ge=1)
+    out: str = key("out/chain", "folder of the runs", aliases="out_dir")
+
+
+def train_chain(options, arguments_and_config):
+    """Train all models and the student; return the exit code: 1 if a run has crashed."""
+    arguments, config = arguments_and_config  # of run_train.py
+    if config.model != "gpt" or not config.eval_interval:
+        raise UserError("needs model: gpt, and evaluations: eval_interval above 0")
+    fingerprint = open_data(config, Ranks()).train.fingerprint()
+    runs = []
+
+    def start(names, weight):
+        teachers = [str(run.folder / "ckpt.pt") for run in runs if run.result["value"] is not None]
+        taught = ["--model=distill", f"--teacher={','.join(teachers)}",
+                  f"--distill_weight={weight}"] if teachers else []
+        wave = [ChildRun(name, [*arguments, *taught, f"--seed={config.seed + len(runs) + i}"],
+                         fingerprint, options.out) for i, name in enumerate(names)]
+        train_all(wave, METRIC, options.out, options.jobs)
+        runs.extend(wave)
+    names = [f"model_{i + 1}" for i in range(options.models)]
+    for first in range(0, len(names), options.jobs):
+        start(names[first:first + options.jobs], options.weight)
+    start(["student"], options.student_weight)
+    echo(format_table([("run", "seconds", METRIC, "ensemble of the earlier runs"),
+                       *map(table_row, runs)]))
+    return int(any(run.result["value"] is None for run in runs))
+
+
+def table_row(run):
+    """Return the row of a run in the table."""
+    losses = [r["val_teacher_loss"] for r in read_metrics(run.folder / "metrics.jsonl")
+              if "val_teacher_loss" in r]
+    numbers = run.result["value"] or math.nan, losses[-1] if losses else math.nan
+    return (run.name, f"{run.result['seconds']:.0f}", *(f"{x:.4f}" for x in numbers))
+
+
+def main(argv=None):
+    """Run the command and return the exit code."""
+    return run_command(ChainOptions, train_chain, argv, load=lambda rest: (rest, load_argv(rest)),
+                       interrupt_message="stopped; the same command resumes")
+
+
+if __name__ == "__main__":
+    sys.exit(main())
