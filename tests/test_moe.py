@@ -223,8 +223,8 @@ def test_commands_of_the_readme(tmp_path, data_dir):
     lines = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
     evaluation = [line for line in lines if "val_loss" in line][-1]
     assert math.exp(evaluation["val_loss"]) == pytest.approx(evaluation["val_ppl"])
-    assert [len(layer) for layer in evaluation["val_use"]] == [8, 8]
-    assert sum(evaluation["val_use"][0]) == pytest.approx(8, abs=0.01)
+    assert [len(layer) for layer in evaluation["val_use"]] == [11, 11]
+    assert sum(evaluation["val_use"][0]) == pytest.approx(11, abs=0.01)
     sample = python("-m", "model.sample", "--ckpt", out / "ckpt.pt", "--prompt", "line 1",
                     "--max_new_tokens", "20", "--seed", "1")
     assert sample.returncode == 0 and sample.stdout.startswith("line 1"), sample.stderr
