@@ -24,7 +24,7 @@ import yaml
 from processes import REPO, free_port
 from runs import tensors
 from test_distributed import assert_losses_agree
-from test_multinode import Job, arguments, last_step
+from test_multinode import Job, arguments, last_step, ranks_of
 
 LAUNCH = REPO / "train/launch"
 STEPS = 100
@@ -176,6 +176,18 @@ def test_the_arguments_in_the_files_are_those_of_run_train():
         assert load_config(None, argv).mirror == "s3://bucket/run1"
 
 
+def test_gloo_uses_the_interface_that_reaches_the_first_node(monkeypatch):
+    from train.distributed import choose_interface
+    monkeypatch.delenv("GLOO_SOCKET_IFNAME", raising=False)
+    choose_interface("no such name")
+    assert "GLOO_SOCKET_IFNAME" not in os.environ
+    choose_interface("127.0.0.2")
+    assert os.environ.pop("GLOO_SOCKET_IFNAME") == "lo"
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "mine")
+    choose_interface("127.0.0.1")
+    assert os.environ["GLOO_SOCKET_IFNAME"] == "mine"
+
+
 # -----------------------------------------------------------------------------
 # what the engines accept
 
@@ -263,3 +275,57 @@ def test_a_preempted_run_ends_as_an_undisturbed_one(
     ours, wanted = (tensors(folder / "ckpt.pt")[0] for folder in (out, undisturbed))
     for tensor in wanted:
         torch.testing.assert_close(ours[tensor], wanted[tensor], rtol=1e-3, atol=1e-5)
+
+
+@pytest.mark.slow
+def test_a_killed_rank_restarts_all_nodes(data_dir, tmp_path, undisturbed, node_environment):
+    out, output = tmp_path / "out", tmp_path / "output"
+    nodes = start("jobset.yaml", arguments(data_dir, out, max_iters=STEPS), node_environment,
+                  output)
+    wait_until(lambda: last_step(out) >= 25, nodes, output)
+    os.kill(ranks_of(nodes[1])[0], signal.SIGKILL)
+    try:
+        codes = [node.wait(120) for node in nodes]
+    finally:
+        end(nodes)
+    assert codes == [0, 0], output.read_text()
+    assert (out / "train.log").read_text().count("Resuming") == 1
+    assert_losses_agree(out, undisturbed, STEPS)
+
+
+@pytest.fixture
+def two_machines():
+    """(namespace, address) of two network namespaces that reach each other by an address only."""
+    names = [f"iron{os.getpid()}{letter}" for letter in "ab"]
+    script = "set -e\n" + "".join(f"ip netns add {name}\n" for name in names)
+    script += f"ip link add v0 netns {names[0]} type veth peer name v1 netns {names[1]}\n"
+    script += "".join(f"ip -n {name} addr add 10.77.0.{i + 1}/24 dev v{i}\n"
+                      f"ip -n {name} link set v{i} up\nip -n {name} link set lo up\n"
+                      for i, name in enumerate(names))
+    try:
+        if subprocess.run(["bash", "-c", script], capture_output=True).returncode:
+            pytest.skip("cannot create network namespaces")
+        yield [(name, f"10.77.0.{i + 1}") for i, name in enumerate(names)]
+    finally:
+        for name in names:
+            subprocess.run(["ip", "netns", "del", name], capture_output=True)
+
+
+@pytest.mark.slow
+def test_host_names_that_do_not_resolve_do_not_matter(
+        two_machines, data_dir, tmp_path, undisturbed, node_environment):
+    out, output = tmp_path / "out", tmp_path / "output"
+    args = arguments(data_dir, out, max_iters=STEPS)
+    with open(output, "a") as file:
+        nodes = [subprocess.Popen(
+            ["ip", "netns", "exec", namespace, "unshare", "--uts", "bash", "-c",
+             f'/usr/bin/hostname unknown-{rank} && exec "$@"', "node", "train/launch/node.sh", "2",
+             str(rank), two_machines[0][1], *args],
+            env=node_environment, cwd=REPO, stdout=file, stderr=file, start_new_session=True)
+            for rank, (namespace, _) in enumerate(two_machines)]
+    try:
+        codes = [node.wait(120) for node in nodes]
+    finally:
+        end(nodes)
+    assert codes == [0, 0], output.read_text()
+    assert_losses_agree(out, undisturbed, STEPS)
