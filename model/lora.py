@@ -103,7 +103,7 @@ def build_model(config, data):
     # In training, a bfloat16 backbone is not converted if products are computed in it: half of
     # the memory. Not under FSDP, which needs parameters of one type, and not in float16, in which
     # the residual stream would overflow.
-    if hasattr(data, "train") and config.distributed != "fsdp":
+    if hasattr(data, "train") and config.distributed == "ddp":
         if choose_dtype(config.dtype, get_device(config.device))[0] == torch.bfloat16:
             dtype = torch.bfloat16
     c, weights = load_backbone(config, data, dtype)

@@ -101,10 +101,10 @@ def points_of_a_step():
 
 
 def points_of_a_save():
-    from train.base import checkpoint_file, console, run_folder
+    from train.base import checkpoint_file, console, run_folder, tensors
     saving = threading.local()  # path and step of the save that this thread is at
     save, replace, fsync = run_folder.save_checkpoint, os.replace, os.fsync
-    write = checkpoint_file.HashingFile.write
+    write = tensors.HashingFile.write
 
     def at(name):
         if getattr(saving, "path", None):
@@ -136,7 +136,7 @@ def points_of_a_save():
             at("save_after_replace")
     yield run_folder, "save_checkpoint", save_checkpoint
     yield before(checkpoint_file, "atomic_write", lambda path, *_: at("save_open"))
-    yield checkpoint_file.HashingFile, "write", bad_write
+    yield tensors.HashingFile, "write", bad_write
     yield os, "fsync", bad_fsync
     yield os, "replace", bad_replace
     yield before(console, "open_no_follow", lambda path, mode: point("log_open"))

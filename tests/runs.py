@@ -17,6 +17,7 @@ from faulty import faults
 from processes import TESTS, Fork
 
 from train import config as config_file
+from train.base.checkpoint_file import load_checkpoint
 from train.base.errors import Stopped
 from train.config import load_config
 from train.distributed import process_group
@@ -64,7 +65,7 @@ def on_two_ranks(out_dir, changes):
 def tensors(path):
     """{name: tensor} of everything in a checkpoint that must be equal bit for bit, weights and
     optimizer state, and the rest of it that does."""
-    c = torch.load(path, weights_only=True)
+    c = load_checkpoint(path)
     out = {f"model.{n}": t for n, t in c["model"].items()}
     for name, entry in c["optimizer"]["state"].items():
         out |= {f"optimizer.{name}.{k}": t for k, t in entry.items()}

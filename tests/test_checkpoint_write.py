@@ -351,7 +351,7 @@ def test_without_memory_for_a_copy_training_waits_for_the_save(tmp_path, monkeyp
     else:
         monkeypatch.setattr("train.base.run_folder.copy_to_host", fail)
     folder, log = RunFolder(str(tmp_path)), Warnings()
-    state = {"model": {"w": torch.ones(1000)}, "optimizer": {}}
+    state = {"model": {"w": torch.ones(1000)}, "optimizer": {}, "iter_num": 3}
     folder.save(state, False, False, log)
     assert folder.thread is None and not log
     assert load_checkpoint(tmp_path / "ckpt.pt")["model"]["w"].sum() == 1000

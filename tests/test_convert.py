@@ -33,8 +33,8 @@ from model.convert import foreign, tensors
 from model.gpt import GPT, GPTConfig
 from model.moe import MoE, MoEConfig
 from model.sample import load_model
-from train.base.checkpoint_file import write_safetensors
 from train.base.errors import CheckpointError
+from train.base.tensors import write_safetensors
 from train.checkpoint import load_checkpoint, save_checkpoint
 from train.config import load_config
 from train.dataloader import DataLoader

@@ -456,13 +456,16 @@ def save_while_training(options):
         from train.base import run_folder
         from train.distributed import full
         from train.train import save, train_step
-        written, write = threading.Event(), run.folder.write
+        is_file = options["checkpoint_format"] == "file"
+        name = "write" if is_file else "write_shards"
+        written, write = threading.Event(), getattr(run.folder, name)
 
         def late(*args):
             assert written.wait(60)
-            write(*args)
-        run.folder.write = late
-        run_folder.snapshot = None  # there is no need for a second copy
+            return write(*args)
+        setattr(run.folder, name, late)
+        if is_file:
+            run_folder.snapshot = None  # there is no need for a second copy
         train_step(run)
         named = run.raw_model.named_parameters()
         state = {n: [full(t).clone() for t in (p.detach(), run.optimizer.state[p]["exp_avg"])]
@@ -475,9 +478,11 @@ def save_while_training(options):
     return with_run(options, compute)
 
 
-def test_a_save_of_shards_is_one_copy_that_training_cannot_change(data_dir, tmp_path):
+@pytest.mark.parametrize("how", ["file", "sharded"])
+def test_a_save_of_shards_is_one_copy_that_training_cannot_change(data_dir, tmp_path, how):
     from train.checkpoint import load_checkpoint
-    wanted, _ = in_ranks(2, save_while_training, options(data_dir, tmp_path, distributed="fsdp"))
+    wanted, _ = in_ranks(2, save_while_training, options(
+        data_dir, tmp_path, distributed="fsdp", checkpoint_format=how))
     state = load_checkpoint(tmp_path / "ckpt.pt")
     for name, pair in wanted.items():
         for mine, found in zip(pair, (state["model"][name],

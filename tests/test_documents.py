@@ -147,6 +147,8 @@ BLOCKS = [
       "base_model_lr read as learning_rate 1e-05 (with train_base: true"]),
     (3, "training.distributed_strategy: fsdp\ntraining.fsdp_sharding_strategy: FULL_SHARD\n",
      dict(distributed="fsdp"), ["distributed_strategy read as distributed fsdp"]),
+    (3, "training.fsdp_sharding_strategy: HYBRID_SHARD\n",
+     dict(distributed="hsdp"), ["fsdp_sharding_strategy read as distributed hsdp"]),
     (4, "model: autoencoder\n" + AUTOENCODER,
      dict(learning_rate=1e-4, batch_size=64, max_epochs=100, weight_decay=1e-5, recon_weight=1.0,
           match_weight=1.0, modality_weights=dict(video=1.0, audio=1.0, text=1.0),
@@ -186,7 +188,7 @@ REFUSED = [
         "  text_field: messages\n  training_mode: instruction_finetuning\n", DATA),
     (3, "training:\n  dataset_name: OWNER/CODE\n  text_field: [instruction, input, output]\n"
         "  training_mode: instruction_finetuning\n", [*DATA, "several times for several fields"]),
-    (3, "fsdp_sharding_strategy: SHARD_GRAD_OP\n", ["FULL_SHARD, the only strategy; leave it out"]),
+    (3, "fsdp_sharding_strategy: SHARD_GRAD_OP\n", ["`distributed: hsdp` HYBRID_SHARD; there are no other"]),
     (3, "num_gpus: 8\n", ["start `torchrun --nproc_per_node=N run_train.py ...` to use N GPUs"]),
     (4, AUTOENCODER, ["3 problems", "as video_weight, audio_weight, text_weight: unknown key "
                       "'modality_weights'; it is a key of --model autoencoder"])]

@@ -228,7 +228,7 @@ def test_a_clock_that_jumps_backwards_does_no_harm(tmp_path, data_dir, undisturb
 def slow_disk():
     """Every write takes half a millisecond longer; a checkpoint is about 250: longer than the
     two steps from one save to the next."""
-    from train.base.checkpoint_file import HashingFile
+    from train.base.tensors import HashingFile
     real = HashingFile.write
 
     def write(self, data):

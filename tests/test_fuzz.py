@@ -21,8 +21,8 @@ from test_hostile import judge, state
 from data import prepare
 from data.prepare import chat, features, labels
 from model import convert
-from train.base.checkpoint_file import write_safetensors
 from train.base.errors import printable
+from train.base.tensors import write_safetensors
 from train.checkpoint import save_checkpoint
 from train.config import load_config, to_yaml
 from train.train import train

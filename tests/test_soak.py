@@ -156,7 +156,7 @@ def test_two_thousand_saves_leave_nothing_behind(tmp_path):
 
 
 def slow_disk():
-    from train.base.checkpoint_file import HashingFile
+    from train.base.tensors import HashingFile
     real = HashingFile.write
 
     def write(self, data):

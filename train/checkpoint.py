@@ -1,10 +1,12 @@
 """Checkpoints of a run: content, selection at the start, checks and restoring.
 
-A checkpoint holds whole tensors with plain names, the same for one device, DDP and FSDP2. Only
-rank 0 reads and writes files. The other ranks receive the state with its tensors on the meta device
-(shape and dtype without values), and later one tensor at a time.
+A checkpoint has plain names and shapes of whole tensors, the same for one device, DDP, FSDP2 and
+HSDP. A file is read and written by rank 0 only; the other ranks receive the state with its tensors
+on the meta device (shape and dtype without values), and later one tensor at a time. Of a sharded
+checkpoint, every rank writes the shards that it holds and reads the slices that it needs.
 
-The file format is in train/base/checkpoint_file.py, saving in train/base/run_folder.py.
+The formats are in train/base/checkpoint_file.py and train/base/sharded_file.py, saving in
+train/base/run_folder.py.
 """
 
 import math
@@ -16,18 +18,25 @@ import torch
 import torch.distributed as dist
 
 from train.base import checkpoint_file as file_format
-from train.base.checkpoint_file import load_checkpoint, map_tensors, named_tensors
-from train.base.checkpoint_file import save_checkpoint as save_checkpoint  # a public name
+from train.base.checkpoint_file import load_checkpoint as load_checkpoint  # public names
+from train.base.checkpoint_file import open_checkpoint
+from train.base.checkpoint_file import save_checkpoint as save_checkpoint
 from train.base.errors import BadNumbers, CheckpointError
 from train.base.fields import fields_by_name
 from train.base.files import write_text
 from train.base.run_folder import RUN_FILES, find_newest_checkpoint, move_files
+from train.base.sharded_file import Shards, new_folder
+from train.base.tensors import find_non_finite, map_tensors, named_tensors, walk
 from train.config import FIELDS, find_differences, input_files
 from train.distributed import (
     Ranks,
     assign,
     broadcast_from_rank0,
+    broadcast_object,
+    first_row,
     full,
+    gather_to_rank0,
+    is_first_replica,
     is_sharded,
     local,
     max_over_ranks,
@@ -47,11 +56,13 @@ class Start:
     """Where a run starts.
 
     kind: "scratch", "resume" or "init_from". path, state: the checkpoint; on ranks other than 0 the
-    tensors have no values. shape: {key: value} of the configuration that the run inherits from it.
+    tensors have no values. shards: of a sharded checkpoint, from which each rank reads the values.
+    shape: {key: value} of the configuration that the run inherits from it.
     """
     kind: str = "scratch"
     path: str = ""
     state: dict | None = None
+    shards: Shards | None = None
     shape: dict = field(default_factory=dict)
 
     def __getstate__(self):  # sent to the ranks other than 0
@@ -68,15 +79,12 @@ def weights_module():
 def find_start(folder, config, ranks, log):
     """Lock `folder` (a RunFolder) and return the Start of the run. Raises CheckpointError on all
     ranks."""
+    damaged = {}  # sharded checkpoints, see find_newest_checkpoint()
+
     def find():
-        folder.open()
-        if config.mirror:
-            from train.options.mirror import Mirror
-            folder.mirror = Mirror(config, folder.path)
-            folder.mirror.fetch(log)
         if config.eval_only and config.resume == "never":
             raise CheckpointError("--eval_only with --resume never: nothing to evaluate")
-        state, path = find_checkpoint(config, log)
+        state, path, shards = find_checkpoint(config, log, damaged)
         # Also without a checkpoint: it reads the files, which may be edited before a save.
         weights_module().formulas.warn_of_differences(state or {}, path, config.model)
         kind = "resume"
@@ -98,13 +106,38 @@ def find_start(folder, config, ranks, log):
         for name, value in shape.items() if kind == "init_from" else ():
             if (given := getattr(config, name)) != fields_by_name(config)[name].default:
                 log(f"{name}: {value} from {path} (overrides {given})")
-        return Start(kind, path, state, shape)
-    return broadcast_from_rank0(find, ranks)
+        return Start(kind, path, state, shards, shape)
+    def open_folder():
+        folder.open()
+        if config.mirror:
+            from train.options.mirror import Mirror
+            folder.mirror = Mirror(config, folder.path)
+            folder.mirror.fetch(log)
+    broadcast_from_rank0(open_folder, ranks)
+    while True:
+        start = broadcast_from_rank0(find, ranks)
+        problem = find_damage(start, ranks)
+        if problem is None:
+            return start
+        damaged[start.path] = problem
 
 
-def find_checkpoint(config, log):
-    """Return (state, path) of the checkpoint that --resume (auto, never, must or a file) selects,
-    on rank 0; (`None`, `None`): start from scratch. Raises CheckpointError."""
+def find_damage(start, ranks):
+    """Return a problem that a rank finds in the files of a sharded checkpoint, on all ranks, or
+    `None`. The ranks share the work: each verifies the digests of some files."""
+    problem = None
+    try:
+        if start.shards:  # with as many ranks as at the save, those that it reads
+            start.shards.verify(sorted(start.shards.files)[ranks.rank::ranks.world_size])
+    except (ValueError, OSError) as error:
+        problem = f"{start.path}: {error}"
+    rank = max_over_ranks(ranks.rank if problem else -1, ranks)
+    return broadcast_object(problem, rank, ranks) if rank >= 0 else None
+
+
+def find_checkpoint(config, log, damaged=()):
+    """Return (state, path, shards) of the checkpoint that --resume (auto, never, must or a file)
+    selects, on rank 0; state `None`: start from scratch. Raises CheckpointError."""
     folder = config.out_dir
     # torchrun restarts a failed job with the same command line: it continues what it has begun. The
     # mark shows that an earlier attempt of this job has been here.
@@ -115,8 +148,9 @@ def find_checkpoint(config, log):
                  and mark.read_text() == job)
     state = None
     path = None
+    shards = None
     if config.resume in ("auto", "must") or restarted:
-        state, path = find_newest_checkpoint(folder, log)
+        state, path, shards = find_newest_checkpoint(folder, log, damaged)
         if state is None and config.resume == "must":
             raise CheckpointError(f"--resume must: there is no ckpt.pt in {folder}")
     elif config.resume == "never" and not config.eval_only:
@@ -128,10 +162,13 @@ def find_checkpoint(config, log):
         if names := [name for name in os.listdir(folder) if name.startswith(RUN_FILES)]:
             log(f"--resume never: moved the files in {folder} to {move_files(folder, names)}")
     if state is None and config.resume_file:
-        state, path = load_checkpoint(config.resume), config.resume
+        path = config.resume
+        if path in damaged:
+            raise CheckpointError(damaged[path])
+        state, shards = open_checkpoint(path)
     if job:
         write_text(mark, job)
-    return state, path
+    return state, path, shards
 
 
 def inherited_shape(config):
@@ -149,11 +186,13 @@ def load_best(model, folder, ranks):
     path = folder.file("ckpt_best.pt")
 
     def read():
-        return Start("resume", path, load_checkpoint(path)) if os.path.exists(path) else Start()
+        return Start("resume", path, *open_checkpoint(path)) if os.path.exists(path) else Start()
     best = broadcast_from_rank0(read, ranks)
     if best.kind == "scratch":
         return "the last weights"
-    fill(model.state_dict(), best.state["model"], ranks)
+    if problem := find_damage(best, ranks):
+        raise CheckpointError(problem)
+    fill(model.state_dict(), best.state["model"], ranks, best.shards, "model.")
     return path
 
 
@@ -228,11 +267,11 @@ def make_checkpoint(config, data, model, optimizer, parts, ranks):
     """Return the content of a checkpoint: nanoGPT's keys, the state_dict of every part
     {name: part}, and facts that a resume compares. All ranks must call.
 
-    Tensors share memory with the model. Tensors of a sharded model are copies on rank 0, and
-    `None` on other ranks.
+    Tensors share memory with the model. For a checkpoint in one file, tensors of a sharded model
+    are copies on rank 0, and `None` on other ranks.
     """
     tensors = {"model": dict(model.state_dict()), "optimizer": optimizer_state(optimizer)}
-    if any(map(is_sharded, model.parameters())):
+    if any(map(is_sharded, model.parameters())) and not config.saves_shards(ranks.world_size):
         tensors = map_tensors(copy_to_rank0, tensors)
     progress = parts["progress"]
     shape = getattr(model, "config", None)
@@ -278,13 +317,47 @@ def copy_to_rank0(tensor):
     return whole.to("cpu", copy=True) if dist.get_rank() == 0 else None
 
 
+def save(folder, state, config, ranks, is_best, is_numbered, log, last=False):
+    """Save the `state` of make_checkpoint() into `folder`, a RunFolder (see its save()). All ranks
+    call."""
+    if not config.saves_shards(ranks.world_size):
+        is_copy = config.shards_model(ranks.world_size)
+        broadcast_from_rank0(
+            lambda: folder.save(state, is_best, is_numbered, log, last, is_copy), ranks)
+        return
+    links, name = broadcast_from_rank0(
+        lambda: (folder.prepare(state["iter_num"], is_best, is_numbered),
+                 new_folder(state["iter_num"])), ranks)
+    plain = without_values(state)
+
+    def write(parts):  # on every rank, in the background or, if `last`, before save() returns
+        written = gather_to_rank0(folder.write_shards(name, ranks.rank, parts), ranks)
+
+        def save_manifest(path):
+            folder.save_manifest(path, name, plain, written, links)
+        if last:
+            broadcast_from_rank0(lambda: folder.write(save_manifest, log, last), ranks)
+        elif ranks.is_main:
+            folder.write(save_manifest, log)
+    folder.start(write, own_parts(state, ranks), log, last)
+
+
+def own_parts(state, ranks):
+    """Return {name: [offsets, tensor]} of the parts of tensors in a nested state that this rank
+    saves: its shards, with hybrid sharding in the first replica only; rank 0 saves whole tensors.
+    """
+    parts = {name: [[first_row(t), *[0] * (t.dim() - 1)][:t.dim()], local(t)]
+             for name, t in named_tensors(state) if is_first_replica(t, ranks)}
+    return {name: part for name, part in parts.items() if part[1].numel()}
+
+
 def check_finite(model, optimizer, iter_num, path, ranks):
     """Raise BadNumbers on all ranks if weights or optimizer state are non-finite; the
     checkpoint at `path` is then kept. Each rank checks the local shards."""
     state = map_tensors(local, {"model": dict(model.state_dict()),
                                 "optimizer": optimizer_state(optimizer)})
     names = [name for name, _ in named_tensors(state)]
-    bad = file_format.find_non_finite(state)
+    bad = find_non_finite(state)
     index = max_over_ranks(names.index(bad) if bad else -1, ranks)
     if index >= 0:
         raise BadNumbers(f"iter {iter_num}: {names[index]} is not finite; not saved over {path}, "
@@ -294,7 +367,7 @@ def check_finite(model, optimizer, iter_num, path, ranks):
 def check_plain(value, name):
     """Raise CheckpointError unless `value` consists of plain Python types, which ckpt.pt needs."""
     plain = int, float, bool, str, bytes, type(None), dict, list, tuple
-    for path, part in file_format.walk(value):
+    for path, part in walk(value):
         if type(part) not in plain:
             raise CheckpointError(
                 f"{name}{''.join(f'[{k!r}]' for k in path)} is a {type(part).__name__}; it is in "
@@ -309,8 +382,8 @@ def restore(start, config, model, optimizer, parts, ranks, warn):
     state = start.state
     create_state(optimizer)
     entries = select_optimizer_state(optimizer, state["optimizer"]["state"], config, warn)
-    restore_optimizer(optimizer, entries, ranks, start.path)
-    fill(model.state_dict(), state["model"], ranks)
+    restore_optimizer(optimizer, entries, ranks, start.path, start.shards)
+    fill(model.state_dict(), state["model"], ranks, start.shards, "model.")
     for name, part in parts.items():
         if state[name] or name != "scaler":  # {} for a run without float16
             try:
@@ -339,7 +412,7 @@ def select_optimizer_state(optimizer, entries, config, warn):
     return usable
 
 
-def restore_optimizer(optimizer, state, ranks, path):
+def restore_optimizer(optimizer, state, ranks, path, shards=None):
     """Load `state` {name: {key: value}} into the state of the optimizer, which exists
     (create_state). The state of other parameters is removed: the next step creates it.
     CheckpointError if shapes differ."""
@@ -352,16 +425,22 @@ def restore_optimizer(optimizer, state, ranks, path):
                 entry["ema"] = torch.zeros_like(p)
     file_format.check_match(dict(named_tensors({"optimizer": state})),
                             dict(named_tensors({"optimizer": own})), path)
-    fill(own, state, ranks)
+    fill(own, state, ranks, shards, "optimizer.state.")
     for name, entry in state.items():  # numbers
         own[name].update({k: v for k, v in entry.items() if not any(named_tensors(v))})
 
 
-def fill(own, state, ranks):
+def fill(own, state, ranks, shards=None, prefix=""):
     """Copy the tensors in the nested `state`, with values on rank 0, to those in `own`, which may
-    be sharded, one at a time."""
+    be sharded, one at a time. With `shards`, in which the names start with `prefix`, each rank
+    reads the rows that it needs instead."""
     targets = dict(named_tensors(own))
     for name, tensor in named_tensors(state):
+        if shards:
+            target = local(targets[name])
+            with torch.no_grad():
+                target.copy_(shards.read(prefix + name, first_row(targets[name]), target.shape))
+            continue
         if ranks.world_size > 1:
             tensor = (tensor.contiguous() if ranks.is_main
                       else torch.empty_like(tensor, device="cpu"))

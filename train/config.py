@@ -209,7 +209,7 @@ def resolve(settings, known, problems):
         on (the file's other settings replace its keys), 1 for one that is off (it replaces theirs)
         and 0 for all others."""
         name, raw, where = setting
-        is_off = str(raw).lower() in ("false", "no", "off")
+        is_off = str(raw).lower() in ("false", "no", "off", "hybrid", "hybrid_shard")
         is_switch = name not in known and name in ALIASES.switches  # loaded if needed
         return files[where.rpartition(":")[0]], is_switch * (1 if is_off else -1)
 
@@ -341,6 +341,15 @@ def find_conflicts(c):
         found.append(f"batch_size x gradient_accumulation_steps ({c.batch_size} x "
                      f"{c.gradient_accumulation_steps} = {samples} samples per step) is not "
                      f"divisible by {world_size} ranks; valid numbers of ranks: {', '.join(valid)}")
+    if c.distributed == "hsdp" and world_size.isdigit() and int(world_size):
+        size = c.replica_size(int(world_size))
+        if int(world_size) % size:
+            valid = [str(n) for n in range(1, int(world_size) + 1) if int(world_size) % n == 0]
+            found.append(f"shard_size ({size}) does not divide {world_size} ranks; valid: "
+                         f"{', '.join(valid)}")
+    if c.checkpoint_format == "sharded" and c.save_precision:
+        found.append("save_precision needs whole weights: checkpoint_format: file, or convert a "
+                     "checkpoint afterwards (python -m model.convert)")
     for name, needed in (("lr_schedule", c.lr_schedule == "plateau"), ("eval_only", c.eval_only),
                          ("early_stopping_patience", c.early_stopping_patience),
                          ("eval_tasks", c.eval_tasks)):

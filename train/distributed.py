@@ -1,4 +1,4 @@
-"""Process group, collectives, DDP and FSDP2, seeds.
+"""Process group, collectives, DDP, FSDP2 and hybrid sharding (HSDP), seeds.
 
 `python run_train.py` is rank 0 of 1; under torchrun the same code runs as one of several ranks.
 """
@@ -33,6 +33,8 @@ class Ranks:
     world_size: int = 1
     device: torch.device = torch.device("cpu")
     control: object = None  # a gloo group for collectives on the host, also with NCCL
+    saving: object = None   # a gloo group for sharded saves, which run in the background
+    ranks_per_node: int = 1
 
     @property
     def is_main(self):
@@ -98,8 +100,11 @@ def process_group(config):
                             device_id=device if backend == "nccl" else None)
     control = (dist.group.WORLD if backend == "gloo" else
                dist.new_group(backend="gloo", timeout=timeout))
+    saving = None
+    if config.saves_shards(world_size):  # broken connections end a collective, slow disks do not
+        saving = dist.new_group(backend="gloo", timeout=max(timeout, timedelta(days=1)))
     try:
-        yield Ranks(rank, world_size, device, control)
+        yield Ranks(rank, world_size, device, control, saving, local_world_size)
     except CollectiveExit:
         close_process_group(control)
         raise
@@ -199,6 +204,26 @@ def max_over_ranks(values, ranks):
     return tensor.tolist()
 
 
+def gather_to_rank0(value, ranks):
+    """Return [value of each rank] on rank 0, `None` on other ranks. For threads: a failure is a
+    text in the list."""
+    values = [value] * ranks.world_size if ranks.is_main else None
+    if ranks.world_size > 1:
+        try:
+            dist.gather_object(value, values, group=ranks.saving)
+        except Exception as error:  # a rank was killed
+            values = [f"rank {ranks.rank} does not reach the others: {error}"]
+    return values
+
+
+def broadcast_object(value, rank, ranks):
+    """Return the `value` of this rank on every rank."""
+    objects = [value]
+    if ranks.world_size > 1:
+        dist.broadcast_object_list(objects, src=rank, group=ranks.control)
+    return objects[0]
+
+
 def broadcast_from_rank0(make, ranks):
     """Call make() on rank 0, and return the result, or raise the exception, on every rank."""
     result = None
@@ -213,16 +238,14 @@ def broadcast_from_rank0(make, ranks):
             pickle.loads(pickle.dumps(error))
         except Exception:
             error = RuntimeError(f"rank 0: {type(error).__name__}: {error}")
-        objects = [result, error]
-        dist.broadcast_object_list(objects, src=0, group=ranks.control)
-        result, error = objects
+        result, error = broadcast_object((result, error), 0, ranks)
     if error is not None:
         raise error
     return result
 
 
 # -----------------------------------------------------------------------------
-# DDP and FSDP2
+# DDP, FSDP2 and HSDP
 
 def wrap_ddp(model, ranks):
     """Return the model, wrapped in DDP if there are several ranks. Buffers are not broadcast: any
@@ -232,15 +255,45 @@ def wrap_ddp(model, ranks):
     return DistributedDataParallel(model, gradient_as_bucket_view=True, broadcast_buffers=False)
 
 
-def shard(model, ranks, dtype, seed, initial):
-    """Shard a model on the meta device with FSDP2, then initialise it, and return it.
+def build_mesh(ranks, replica_size):
+    """Return the DeviceMesh of a sharded model: (ranks,), or with more than one replica (replicas,
+    ranks of a replica). The ranks of a replica have consecutive numbers: torchrun numbers the ranks
+    node by node. SetupError if the mesh is a different one."""
+    from torch.distributed.device_mesh import init_device_mesh
+    W = ranks.world_size
+    shape = (W,) if replica_size == W else (W // replica_size, replica_size)
+    names = ("replicate", "shard")[-len(shape):]
+    mesh = init_device_mesh(ranks.device.type, shape, mesh_dim_names=names)
+    if mesh.mesh.tolist() != torch.arange(W).view(shape).tolist():
+        raise SetupError(f"the mesh is {mesh.mesh.tolist()}, expected consecutive ranks {shape}")
+    return mesh
+
+
+def describe_mesh(model, ranks):
+    """Return how the ranks hold a model, e.g. "2 nodes x 8 GPUs: replicate 2 x shard 8". SetupError
+    if its parameters are held in different ways."""
+    meshes = {getattr(p, "device_mesh", None) for p in model.parameters()}
+    if len(meshes) > 1:
+        raise SetupError(f"the parameters are on {len(meshes)} device meshes; expected one")
+    sizes = dict(replicate=ranks.world_size)
+    if mesh := meshes.pop():
+        sizes = dict(zip(mesh.mesh_dim_names, mesh.shape, strict=True))
+    n = ranks.ranks_per_node
+    nodes = ranks.world_size // n
+    kind = "GPU" if ranks.device.type == "cuda" else "process"
+    return (f"{nodes} node{'s' * (nodes > 1)} x {n} {kind}{'es'[kind == 'GPU':] * (n > 1)}: "
+            + " x ".join(f"{name} {size}" for name, size in sizes.items()))
+
+
+def shard(model, ranks, dtype, seed, initial, replica_size=None):
+    """Shard a model on the meta device with FSDP2, then initialise it, and return it. replica_size:
+    ranks that hold one copy of the model (default: all).
 
     https://pytorch.org/docs/stable/distributed.fsdp.fully_shard.html: each block is gathered just
     before it computes, all other parameters (embedding, head) with the root. Each tensor is set to
     initial(name, shape, seed), one at a time, so that no rank holds the entire model. SetupError
     for a parameter for which initial() returns `None`.
     """
-    from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
     if scalars := [name for name, p in model.named_parameters() if p.dim() == 0]:
         raise SetupError(f"FSDP cannot shard the scalars {', '.join(scalars)}: give them the shape "
@@ -249,7 +302,7 @@ def shard(model, ranks, dtype, seed, initial):
     if tables := [name for name, b in model.named_buffers() if b.is_meta and name not in tensors]:
         raise SetupError(f"under FSDP, the buffers {', '.join(tables)} have no values: create them "
                          'with device="cpu", or use --distributed ddp')
-    mesh = init_device_mesh(ranks.device.type, (ranks.world_size,))
+    mesh = build_mesh(ranks, replica_size or ranks.world_size)
     param_dtype = dtype if dtype == torch.bfloat16 else None
     policy = MixedPrecisionPolicy(param_dtype, torch.float32, cast_forward_inputs=False)
     for module in [*blocks(model), model]:
@@ -284,6 +337,27 @@ def is_sharded(tensor):
 def local(tensor):
     """Return this rank's shard of a tensor, or the tensor if it is not sharded."""
     return tensor.to_local() if is_sharded(tensor) else tensor
+
+
+def first_row(tensor):
+    """Return the row of the whole tensor with which this rank's shard begins; 0 if not sharded."""
+    row = 0
+    if is_sharded(tensor):
+        mesh = tensor.device_mesh
+        for n, i, placement in zip(mesh.shape, mesh.get_coordinate(), tensor.placements,
+                                   strict=True):
+            if placement.is_shard():  # in equal parts; the last ones may be smaller or empty
+                row = min(i * -(-tensor.size(0) // n), tensor.size(0))
+    return row
+
+
+def is_first_replica(tensor, ranks):
+    """Return whether this rank is the first of those that hold the same values of a tensor."""
+    if not is_sharded(tensor):
+        return ranks.is_main
+    return not any(i for i, placement in zip(tensor.device_mesh.get_coordinate(),
+                                             tensor.placements, strict=True)
+                   if placement.is_replicate())
 
 
 def full(tensor):

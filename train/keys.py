@@ -7,6 +7,7 @@ a dataclass `Keys`.
 
 import functools
 import math
+import os
 import re
 from dataclasses import dataclass, fields, replace
 
@@ -77,6 +78,8 @@ class LengthKeys:
     eval_on_start: bool = free_key(True, "also evaluate before the first step")
     log_interval: int = free_key(10, "steps between log lines", ge=1)
     save_interval: int | None = free_key(None, "steps between saves (default: eval_interval)", ge=0)
+    checkpoint_format: str = free_key("auto", "sharded: each rank writes its shards; auto: sharded "
+                                      "with fsdp and hsdp", choices=["auto", "file", "sharded"])
     keep_last: int = free_key(0, "numbered checkpoints to keep, besides latest and best", ge=0)
     save_epochs: float | None = free_key(None, "epochs between numbered checkpoints", gt=0)
     save_precision: str | None = free_key(None, "also save model.safetensors in this precision",
@@ -135,7 +138,10 @@ class SystemKeys:
     compile: str = free_key("auto", "auto: for long runs", choices=["auto", "true", "false"])
     deterministic: bool = free_key(False, "bitwise reproducible runs, also on cuda; slower")
     cudnn_benchmark: bool | None = free_key(None, "autotune cuDNN (default: not deterministic)")
-    distributed: str = free_key("ddp", "fsdp: shard the model (FSDP2)", choices=["ddp", "fsdp"])
+    distributed: str = free_key("ddp", "fsdp: shard the model (FSDP2); hsdp: shard it in each node",
+                                choices=["ddp", "fsdp", "hsdp"])
+    shard_size: int | None = free_key(None, "hsdp: ranks that share one copy of the model "
+                                      "(default: those of a node)", ge=1, needs="distributed=hsdp")
     gradient_checkpointing: str = free_key("false", "recompute blocks in the backward pass, saves "
                                            "memory", choices=["false", "true", "selective"])
     num_threads: int | None = free_key(None, "CPU threads (default: OMP_NUM_THREADS, cores)", ge=1)
@@ -301,6 +307,22 @@ class TrainConfig(GPTKeys, SystemKeys, OptimizerKeys, LearningRateKeys, LengthKe
             if (value := getattr(self, epochs)) is not None:
                 changes[steps] = max(minimum, math.ceil(value * steps_per_epoch - 1e-9))
         return self.replace(**changes)
+
+    def replica_size(self, world_size):
+        """Return the number of ranks that hold one copy of the model."""
+        if self.distributed == "hsdp":
+            return self.shard_size or int(os.environ.get("LOCAL_WORLD_SIZE") or world_size)
+        return world_size if self.distributed == "fsdp" else 1
+
+    def shards_model(self, world_size):
+        """Return whether a rank holds only a part of the model."""
+        return self.replica_size(world_size) > 1 and world_size > 1
+
+    def saves_shards(self, world_size):
+        """Return whether checkpoints are sharded. save_precision needs whole weights."""
+        if self.checkpoint_format == "auto":
+            return self.shards_model(world_size) and not self.save_precision
+        return self.checkpoint_format == "sharded"
 
     @property
     def resume_file(self):

@@ -316,6 +316,9 @@ def log_plan(log, config, ranks, data, model, device, precision, flops):
             log(f"[{split}] Data loaded. Length: {length}")
     method = f", {c.distributed}" if ranks.world_size > 1 else ""
     log(f"Device: {device}; world size {ranks.world_size}{method}")
+    if ranks.world_size > 1:
+        from train.distributed import describe_mesh
+        log(f"Mesh: {describe_mesh(model, ranks)}")
     log(f"Precision: {precision}")
     n_params = sum(p.numel() for p in model.parameters())
     log(f"Model {c.model}: {n_params:,} parameters")

@@ -216,13 +216,16 @@ def orthogonalize_shards(parts, param):
     all-to-all collectives on a GPU, with constant memory per rank.
     """
     from torch.distributed.tensor import DTensor, Shard
+
+    def shard(dim):  # in each replica alike
+        return [p if p.is_replicate() else Shard(dim) for p in param.placements]
     options = dict(shape=torch.Size([len(parts), *param.shape]),
                    stride=(param.numel(), param.size(1), 1))
     rows = torch.stack(parts).to(working_dtype(param.device))  # half the bytes to send
-    rows = DTensor.from_local(rows, param.device_mesh, [Shard(1)], **options)
-    whole = orthogonalize(rows.redistribute(placements=[Shard(0)]).to_local()).contiguous()
-    updates = DTensor.from_local(whole, param.device_mesh, [Shard(0)], **options)
-    return updates.redistribute(placements=[Shard(1)]).to_local()
+    rows = DTensor.from_local(rows, param.device_mesh, shard(1), **options)
+    whole = orthogonalize(rows.redistribute(placements=shard(0)).to_local()).contiguous()
+    updates = DTensor.from_local(whole, param.device_mesh, shard(0), **options)
+    return updates.redistribute(placements=shard(1)).to_local()
 
 
 def wide(x):

@@ -115,8 +115,8 @@ class Run:
         # autocast() is the context of every forward pass.
         self.autocast = functools.partial(torch.autocast, ranks.device.type, self.dtype,
                                           enabled=self.dtype != torch.float32)
-        # FSDP: every rank holds a part of each tensor.
-        self.sharded = c.distributed == "fsdp" and ranks.world_size > 1
+        # FSDP, HSDP: every rank holds a part of each tensor.
+        self.sharded = c.shards_model(ranks.world_size)
         # The bare model is evaluated, sampled and saved; `model`, the same under DDP, is trained.
         self.raw_model = self.build_model(model)
         self.model = self.raw_model
@@ -147,7 +147,8 @@ class Run:
                 model = self.model_type.build_model(self.config, self.data)
         if self.sharded:
             return distributed.shard(model, self.ranks, self.dtype, self.config.seed,
-                                     hook(model, "initial"))
+                                     hook(model, "initial"),
+                                     self.config.replica_size(self.ranks.world_size))
         return model.to(self.ranks.device)
 
     def open_log(self, precision):

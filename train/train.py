@@ -363,14 +363,13 @@ def save(run, last=False):
         # Non-finite weights must never replace a good checkpoint.
         checkpoint.check_finite(run.raw_model, run.optimizer, run.progress.iter_num,
                                 run.folder.file("ckpt.pt"), run.ranks)
-        # All ranks take part in gathering the shards. Rank 0 writes, in a thread, from a snapshot
-        # that training cannot change; an error on rank 0 is raised on every rank.
         # What a checkpoint contains: {name: part.state_dict()} of every part (train/checkpoint.py).
         state = checkpoint.make_checkpoint(run.config, run.data, run.raw_model, run.optimizer,
                                            run.parts(), run.ranks)
-        distributed.broadcast_from_rank0(
-            lambda: run.folder.save(state, run.best_due, run.is_numbered(), run.log, last,
-                                    private=run.sharded), run.ranks)
+        # Rank 0, or every rank its shards, writes in a thread, from a snapshot that training cannot
+        # change; an error before that is raised on every rank.
+        checkpoint.save(run.folder, state, run.config, run.ranks, run.best_due, run.is_numbered(),
+                        run.log, last)
     run.saved_at = run.progress.iter_num
     run.best_due = False
 

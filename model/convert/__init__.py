@@ -2,6 +2,7 @@
 
     python -m model.convert --ckpt out/ckpt.pt --to out/hf               a Hugging Face folder
     python -m model.convert --ckpt out/ckpt.pt --to nanogpt/ckpt.pt      nanoGPT's format
+    python -m model.convert --ckpt out/fsdp/ckpt.pt --to ckpt.pt         shards: in one file
     python -m model.convert --ckpt out/ckpt.pt --to model.safetensors    the weights only
     python -m model.convert --ckpt out/ckpt.pt --to model.gguf           for llama.cpp
     python -m model.convert --ckpt out/lora/ckpt.pt --to merged.pt       adapters or memory: merged
@@ -28,15 +29,12 @@ from model.convert.tensors import write_weights
 from model.core.adapters import merge
 from model.core.formulas import check_formulas
 from model.core.load import BACKBONE, EMA, model_of, open_text_format, saved_model_type, use_ema
-from train.base.checkpoint_file import (
-    FORMAT_VERSION,
-    find_non_finite,
-    save_checkpoint,
-    write_safetensors,
-)
+from train.base.checkpoint_file import FORMAT_VERSION, load_checkpoint, save_checkpoint
 from train.base.cli import run_command
 from train.base.errors import CheckpointError
 from train.base.fields import key
+from train.base.sharded_file import is_sharded
+from train.base.tensors import find_non_finite, write_safetensors
 from train.config import FIELDS
 from train.system import load_model_type
 
@@ -174,6 +172,10 @@ def convert(ckpt, to, save_precision="float32", backbone=None, ema=False, quanti
     if quantize and ending != ".gguf":
         raise CheckpointError("--quantize: goes with --to FILE.gguf")
     os.makedirs(os.path.dirname(os.path.abspath(to)), exist_ok=True)
+    if ending == ".pt" and is_sharded(ckpt) and not ema:
+        save_checkpoint(to, load_checkpoint(ckpt))
+        print(f"Wrote {to}: the same checkpoint in one file")
+        return
     state = read_model(ckpt)
     state = use_ema(state, ckpt) if ema else state
     if ending == ".pt" and saved_model_type(state) in MERGED:
@@ -187,10 +189,12 @@ def convert(ckpt, to, save_precision="float32", backbone=None, ema=False, quanti
 @dataclass
 class ConvertOptions:
     """Convert weights from and to nanoGPT, Hugging Face and llama.cpp; merge adapters or memory."""
-    to: str = key("", "FILE.pt: nanoGPT's format, or, of adapters or a memory, one checkpoint "
-                  "with the backbone; FILE.safetensors: the weights; FILE.gguf: for "
-                  "llama.cpp; otherwise a folder for transformers and vLLM", required=True)
-    ckpt: str = key("out/ckpt.pt", "checkpoint, .safetensors file, folder or hf:OWNER/NAME")
+    to: str = key("", "FILE.pt: of a sharded checkpoint, the same in one file; else nanoGPT's "
+                  "format, or, of adapters or a memory, one checkpoint with the backbone; "
+                  "FILE.safetensors: the weights; FILE.gguf: for llama.cpp; otherwise a folder "
+                  "for transformers and vLLM", required=True)
+    ckpt: str = key("out/ckpt.pt", "checkpoint (a file, or a folder of shards), .safetensors file, "
+                    "Hugging Face folder or hf:OWNER/NAME")
     backbone: str | None = key(None, BACKBONE)
     ema: bool = key(False, EMA)
     save_precision: str = key("float32", "of the weights, except in nanoGPT's format",

@@ -22,10 +22,11 @@ from train.base.checkpoint_file import (
     DESCRIPTION,
     check_content,
     check_match,
-    find_non_finite,
     load_checkpoint,
 )
 from train.base.errors import CheckpointError, echo, require
+from train.base.sharded_file import is_sharded
+from train.base.tensors import find_non_finite
 from train.distributed import convert_ddp_state
 from train.system import load_model_type
 
@@ -43,7 +44,7 @@ def read_model(path, state=None):
     hf:OWNER/NAME. state: the content of the file, if it was read before. Raises CheckpointError.
     """
     path = local_folder(str(path))
-    if os.path.isdir(path):
+    if os.path.isdir(path) and not is_sharded(path):
         return read_folder(path)
     if path.endswith(".safetensors"):
         return read_safetensors_model(path)

@@ -15,6 +15,7 @@ from model.core.formulas import warn_of_differences
 from model.core.shape import check_shape, check_size
 from train.base.checkpoint_file import load_checkpoint
 from train.base.errors import CheckpointError
+from train.base.sharded_file import is_sharded
 from train.config import load_config
 from train.distributed import convert_ddp_state
 from train.system import load_model_type
@@ -32,8 +33,8 @@ REMOVED = ("softcap", "value_embeddings", "x0_residual")
 def read_weights(path):
     """Return the checkpoint dict at `path`, or the same for weights of other programs: a file of
     tensors or a Hugging Face folder. Raises CheckpointError."""
-    foreign = os.path.isdir(path) or str(path).startswith("hf:") or str(path).endswith(
-        (".safetensors", ".bin"))
+    foreign = (os.path.isdir(path) and not is_sharded(path)) or str(path).startswith("hf:") or (
+        str(path).endswith((".safetensors", ".bin")))
     state = None if foreign else load_checkpoint(path)
     if state is None or "format_version" not in state:
         from model.convert.foreign import read_model

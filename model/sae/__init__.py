@@ -27,10 +27,10 @@ from model.core.ops import IGNORE
 from model.core.weights import check_tokenizer
 from model.sae.activations import N_SKIPPED, OUTLIER_RATIO, ActivationLoader, load_backbone
 from model.sae.activations import ActivationBuffer as ActivationBuffer  # a public name
-from train.base.checkpoint_file import write_safetensors
 from train.base.cli import run_command
 from train.base.errors import CheckpointError, echo
 from train.base.fields import key
+from train.base.tensors import write_safetensors
 from train.dataloader import Data, DataLoader, open_token_data
 from train.distributed import broadcast_from_rank0
 

@@ -1,16 +1,13 @@
-"""The checkpoint file format: crash-safe saving, and safe loading of untrusted files.
+"""Checkpoint files: crash-safe saving, and safe loading of untrusted files.
 
 A checkpoint is a torch.save file of plain tensors and builtin types, followed by the SHA-256 of
 these bytes (torch.load does not notice most single-bit flips). It is written atomically, and the
 file that it replaces is kept as *_prev.pt. Loading never runs code: weights_only is always on.
+The other format, shards with a manifest, is in train/base/sharded_file.py; either is read here.
 """
 
-import hashlib
-import io
-import json
 import os
 import re
-import struct
 import zipfile
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -19,17 +16,14 @@ import torch
 
 from train.base.errors import CheckpointError
 from train.base.files import add_link, atomic_write, sync_folder
+from train.base.sharded_file import is_sharded, open_shards
+from train.base.tensors import SAFETENSORS_DTYPES, HashingFile, digest, find_non_finite, walk
 
 FORMAT_VERSION = 1
 SAFE_TORCH = (2, 10)  # weights_only is unsafe in earlier versions: CVE-2025-32434, CVE-2026-24747
 MARK = b"ironGPT sha256 "
 TRAILER_BYTES = len(MARK) + 64
-BLOCK_BYTES = 1 << 22  # read at once
 MAX_LINES_SHOWN = 10
-MAX_DEPTH = 100  # of a nested state
-SAFETENSORS_DTYPES = {
-    "F64": torch.float64, "F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16,
-    "I64": torch.int64, "I32": torch.int32, "U8": torch.uint8, "BOOL": torch.bool}
 # Keys of a checkpoint that describe the model; JSON in the header of model.safetensors.
 DESCRIPTION = ("model_args", "config", "spec", "tokenizer", "formulas")
 
@@ -42,6 +36,15 @@ def save_checkpoint(path: str | os.PathLike, state: Mapping[str, object],
     """Write `state` to `path` durably. The file that it replaces becomes *_prev.pt, and each path
     in `links` becomes a hard link to the new file. CheckpointError if that fails; the old file is
     then unchanged."""
+    def write(f):
+        hashing = HashingFile(f)
+        torch.save(state, hashing)
+        f.write(MARK + hashing.sha.hexdigest().encode())
+    replace_checkpoint(path, write, links)
+
+
+def replace_checkpoint(path, write, links=()):
+    """save_checkpoint of what write(file) writes."""
     folder = os.path.dirname(path) or "."
 
     def name_files(temporary):
@@ -53,94 +56,16 @@ def save_checkpoint(path: str | os.PathLike, state: Mapping[str, object],
     try:
         os.makedirs(folder, exist_ok=True)
         with atomic_write(path, name_files) as f:
-            hashing = HashingFile(f)
-            torch.save(state, hashing)
-            f.write(MARK + hashing.sha.hexdigest().encode())
+            write(f)
         sync_folder(folder)
     except Exception as error:  # torch.save hides the error of the file; report that error
         reason = error if isinstance(error, OSError) else error.__context__ or error
         raise CheckpointError(f"{path} could not be written: {reason}") from error
 
 
-class HashingFile(io.RawIOBase):
-    """A file object that hashes the data written to it. torch.save writes strictly in order."""
-
-    def __init__(self, file):
-        self.file = file
-        self.sha = hashlib.sha256()
-
-    def write(self, data):
-        self.sha.update(data)
-        return self.file.write(data)
-
-
-def write_safetensors(path, tensors, metadata=None):
-    """Write {name: tensor} as a .safetensors file (https://github.com/huggingface/safetensors):
-    the length of a JSON header, the header, and the bytes of all tensors."""
-    names = {dtype: name for name, dtype in SAFETENSORS_DTYPES.items()}
-    header = {"__metadata__": {"format": "pt", **(metadata or {})}}
-    offset = 0
-    for name, t in tensors.items():
-        header[name] = dict(dtype=names[t.dtype], shape=list(t.shape),
-                            data_offsets=[offset, offset + t.nbytes])
-        offset += t.nbytes
-    text = json.dumps(header).encode()
-    text += b" " * (-len(text) % 8)  # tensor data starts at a multiple of 8
-    with atomic_write(path) as f:
-        f.write(struct.pack("<Q", len(text)) + text)
-        for t in tensors.values():
-            f.write(t.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().tobytes())
-
-
 def prev_path(path):
     """Return the name of the previous checkpoint: out/ckpt.pt -> out/ckpt_prev.pt."""
     return path.removesuffix(".pt") + "_prev.pt"
-
-
-# -----------------------------------------------------------------------------
-# nested states: dicts and lists with tensors
-
-def walk(nested, path=()):
-    """Yield (path, part) for a nested state and everything in it, in order; path: the keys that
-    lead to the part. ValueError if the nesting is too deep or circular."""
-    yield path, nested
-    if len(path) > MAX_DEPTH:
-        raise ValueError("nested too deeply")
-    if isinstance(nested, dict):
-        for key, part in nested.items():
-            yield from walk(part, (*path, key))
-    elif isinstance(nested, (list, tuple)):
-        for index, part in enumerate(nested):
-            yield from walk(part, (*path, index))
-
-
-def named_tensors(state):
-    """Yield (dotted name, tensor) of every tensor in a nested state."""
-    for path, part in walk(state):
-        if isinstance(part, torch.Tensor):
-            yield ".".join(map(str, path)), part
-
-
-def map_tensors(f, state):
-    """Return a nested state in which every tensor is replaced by f(tensor)."""
-    if isinstance(state, torch.Tensor):
-        return f(state)
-    if isinstance(state, dict):
-        return {k: map_tensors(f, v) for k, v in state.items()}
-    return [map_tensors(f, v) for v in state] if isinstance(state, list) else state
-
-
-def find_non_finite(state):
-    """Return the name of a tensor in a nested state that contains NaN or infinity, or `None`.
-    0-dim tensors are not checked."""
-    named = [(n, t) for n, t in named_tensors(state)
-             if t.is_floating_point() and t.dim() and t.numel()]
-    if not named:
-        return None
-    # Extremes are non-finite if any value is; stacked, they need one wait for the device.
-    extremes = torch.stack([torch.stack(torch.aminmax(t)).float() for _, t in named])
-    finite = torch.isfinite(extremes).all(1)
-    return None if finite.all() else named[int(finite.int().argmin())][0]
 
 
 # -----------------------------------------------------------------------------
@@ -150,14 +75,33 @@ def load_checkpoint(path: str | os.PathLike) -> dict[str, Any]:
     """Return the verified state saved at `path`, on the CPU: correct digest, plain types, known
     format, finite values. Also reads foreign files of plain tensors: nanoGPT's checkpoints,
     {"model_state_dict": ...}, a bare state dict. Raises CheckpointError."""
+    state, _ = open_checkpoint(path, values=True)
+    return state
+
+
+def open_checkpoint(path, values=False):
+    """Return (state, shards). shards: `None` for a file, whose state is that of load_checkpoint; or
+    the Shards of a sharded checkpoint, which read and verify its files; unless `values`, its state
+    has tensors on the meta device. Raises CheckpointError."""
     if tuple(int(n) for n in torch.__version__.split(".")[:2]) < SAFE_TORCH:
         raise CheckpointError(f"{path}: torch {torch.__version__} cannot load files safely; "
                               "pip install 'torch>=2.10'")
+    shards = None
     try:
-        signed = verify_digest(path)
-        # Without mmap: a later change of the file would change the tensors or crash the process.
-        state = with_model_key(torch.load(path, map_location="cpu", weights_only=True))
-        check_content(state, os.path.getsize(path))
+        if is_sharded(path):
+            shards = open_shards(path)
+            signed = True
+            state = shards.state(shards.meta)
+            check_content(state, shards.size, "meta")
+            if values:
+                shards.verify(shards.files)
+                state = shards.state(shards.read)
+        else:
+            signed = verify_digest(path)
+            # Without mmap: a later change of the file would change the tensors or crash the
+            # process.
+            state = with_model_key(torch.load(path, map_location="cpu", weights_only=True))
+            check_content(state, os.path.getsize(path))
         version = state.get("format_version", 0)
         if version and not signed:
             raise ValueError("damaged: the digest is missing (save a modified checkpoint with "
@@ -165,11 +109,12 @@ def load_checkpoint(path: str | os.PathLike) -> dict[str, Any]:
         if not isinstance(version, int) or version > FORMAT_VERSION:
             raise ValueError(f"format {version} is newer than this program's {FORMAT_VERSION}: "
                              "update the program")
-        if bad := find_non_finite({k: state[k] for k in ("model", "optimizer") if k in state}):
+        tensors = {k: state[k] for k in ("model", "optimizer") if k in state}
+        if (values or not shards) and (bad := find_non_finite(tensors)):
             raise ValueError(f"{bad} contains non-finite values")
     except Exception as error:
         raise CheckpointError(f"{path}: {describe_load_error(error)}") from error
-    return state
+    return state, shards
 
 
 def verify_digest(path):
@@ -182,12 +127,8 @@ def verify_digest(path):
     with open(path, "rb") as f:
         f.seek(end)
         trailer = f.read()
-        f.seek(0)
         signed = trailer.startswith(MARK)
-        sha = hashlib.sha256()
-        for start in range(0, end if signed else 0, BLOCK_BYTES):
-            sha.update(f.read(min(BLOCK_BYTES, end - start)))
-        if signed and sha.hexdigest().encode() != trailer[len(MARK):]:
+        if signed and digest(path, end).encode() != trailer[len(MARK):]:
             raise ValueError("damaged: its content does not match its digest")
         if zipfile.is_zipfile(f):
             with zipfile.ZipFile(f) as z:
@@ -207,9 +148,9 @@ def with_model_key(state):
     return {"model": state}
 
 
-def check_content(state, size):
-    """Raise ValueError unless the content of a file of `size` bytes is a checkpoint: plain tensors,
-    builtin types in the keys that the program reads, and no more data in memory than in the file.
+def check_content(state, size, device="cpu"):
+    """Raise ValueError unless the content of files of `size` bytes is a checkpoint: plain tensors,
+    builtin types in the keys that the program reads, and no more data in memory than in the files.
     A few bytes of pickle can share objects so often that printing them would not terminate."""
     if not isinstance(state["model"], dict):
         raise ValueError("not a checkpoint: expected a dict with the key `model`")
@@ -231,7 +172,7 @@ def check_content(state, size):
             if path[0] in plain:
                 raise ValueError(f"its {path[0]!r:.80} contains a tensor")
             if (type(part) not in (torch.Tensor, torch.nn.Parameter) or part.is_nested
-                    or part.layout != torch.strided or part.device.type != "cpu"
+                    or part.layout != torch.strided or part.device.type != device
                     or part.dtype not in SAFETENSORS_DTYPES.values()):
                 raise ValueError(f"contains a {str(part.dtype).removeprefix('torch.')} tensor on "
                                  f"{part.device} ({part.layout}); expected plain dense tensors")

@@ -7,14 +7,23 @@ import pathlib
 import re
 import shutil
 import threading
+import time
 
 import torch
 
-from train.base import checkpoint_file as file_format
-from train.base.checkpoint_file import load_checkpoint, prev_path, save_checkpoint
+from train.base import sharded_file
+from train.base.checkpoint_file import (
+    DESCRIPTION,
+    bullets,
+    open_checkpoint,
+    prev_path,
+    replace_checkpoint,
+    save_checkpoint,
+)
 from train.base.errors import CheckpointError, CollectiveExit
 from train.base.files import lock_folder, next_free_path
 from train.base.memory import memory_available, return_freed_memory
+from train.base.tensors import map_tensors, named_tensors, write_safetensors
 
 # Starts of the names that a run writes. Other names in out_dir may belong to other runs.
 RUN_FILES = ("ckpt", "config.yaml", "training_args.json", "train.log", "metrics.jsonl", "loss.svg",
@@ -22,8 +31,8 @@ RUN_FILES = ("ckpt", "config.yaml", "training_args.json", "train.log", "metrics.
 
 
 class RunFolder:
-    """out_dir, locked by this process (rank 0). Checkpoints are written in the background, one at a
-    time, from a snapshot that training does not change.
+    """out_dir, locked by rank 0. Checkpoints are written in the background, one at a time, from a
+    snapshot that training does not change: a file by rank 0, or shards by every rank.
 
     keep_last: number of numbered checkpoints to keep; 0: all. save_precision: dtype of
     model.safetensors, which each save then also writes.
@@ -50,6 +59,7 @@ class RunFolder:
             for name in os.listdir(self.path):
                 if re.search(r"\.tmp\.\d+$", name):  # of a killed process
                     os.unlink(self.file(name))
+            sharded_file.remove_unnamed_shards(self.path)
         except OSError as error:
             raise CheckpointError(f"out_dir: {self.name} cannot be used: {error}") from error
 
@@ -61,24 +71,60 @@ class RunFolder:
         it; if that fails it warns, and training continues with the old file intact. The `last` save
         is written before this returns and raises CollectiveExit.
         """
+        links = self.prepare(state["iter_num"], is_best, is_numbered)
+
+        def write(state):
+            self.write(lambda path: save_checkpoint(path, state, links), logger, last, state)
+        self.start(write, state, logger, last, private)
+
+    def prepare(self, iter_num, is_best, is_numbered):
+        """Wait for the save in progress, and return the paths that a checkpoint has besides
+        ckpt.pt."""
         self.wait()
-        logger.info(f"Saving checkpoint to {os.path.join(self.name, 'ckpt.pt')}")
         if not os.path.isdir(self.path):  # deleted during the run
             self.open()
         links = [self.file("ckpt_best.pt")] if is_best else []
-        links += [self.file(f"ckpt_{state['iter_num']:07d}.pt")] if is_numbered else []
+        return links + ([self.file(f"ckpt_{iter_num:07d}.pt")] if is_numbered else [])
+
+    def start(self, write, state, logger, last=False, private=False):
+        """Call write(snapshot of the nested `state`) in a thread. Without enough memory for it, or
+        for the `last` save, call write(state)."""
+        start = time.perf_counter()
         copy = state if last or private else snapshot(state)
+        stall = "" if last else f" (snapshot: {time.perf_counter() - start:.2g} s)"
+        logger.info(f"Saving checkpoint to {os.path.join(self.name, 'ckpt.pt')}{stall}")
         if last or copy is None:
-            return self.write(state, links, logger, last)
-        self.thread = threading.Thread(target=self.write, args=(copy, links, logger))
+            return write(state)
+        self.thread = threading.Thread(target=write, args=(copy,))
         self.thread.start()
 
-    def write(self, state, links, logger, last=False):
-        """Write `state`, and what is derived from it. If ckpt.pt fails, that is a warning; for the
-        `last` save, CollectiveExit."""
+    def write_shards(self, folder, rank, parts):
+        """Return sharded_file.write_shards() in `folder`, or the error as a text."""
         try:
-            save_checkpoint(self.file("ckpt.pt"), state, links)
+            return sharded_file.write_shards(self.file(folder), rank, parts)
         except Exception as error:
+            return f"{self.file(folder)} could not be written by rank {rank}: {error}"
+
+    def save_manifest(self, path, folder, state, written, links):
+        """Write the manifest of the shards in `folder` to `path`. state: with tensors on the meta
+        device. written: write_shards() of every rank. CheckpointError if one of them failed."""
+        if errors := [result for result in written if isinstance(result, str)]:
+            raise CheckpointError("; ".join(errors))
+        try:
+            text = sharded_file.make_manifest(self.path, folder, state, written)
+        except (ValueError, OSError) as error:
+            raise CheckpointError(f"{path} could not be written: {error} (is out_dir on a file "
+                                  "system that all ranks share?)") from error
+        links = [os.path.join(self.path, folder, sharded_file.MANIFEST), *links]
+        replace_checkpoint(path, lambda f: f.write(text), links)
+
+    def write(self, save, logger, last=False, state=None):
+        """Call save(path of ckpt.pt), and write what is derived from the saved `state`. If ckpt.pt
+        fails, that is a warning; for the `last` save, CollectiveExit."""
+        try:
+            save(self.file("ckpt.pt"))
+        except Exception as error:
+            sharded_file.remove_unnamed_shards(self.path)
             if last:
                 raise CollectiveExit(
                     f"the last checkpoint could not be saved: {error}\nFree some disk space "
@@ -90,6 +136,7 @@ class RunFolder:
             for path in numbered_checkpoints(self.path)[:-self.keep_last] if self.keep_last else ():
                 with contextlib.suppress(OSError):
                     path.unlink()
+            sharded_file.remove_unnamed_shards(self.path)
             if self.save_precision:
                 self.export(state)
         except Exception as error:
@@ -101,15 +148,15 @@ class RunFolder:
         dtype = getattr(torch, self.save_precision)
         weights = {n: t.to(dtype) if t.is_floating_point() else t
                    for n, t in state["model"].items()}
-        description = {k: json.dumps(state[k]) for k in file_format.DESCRIPTION if k in state}
-        file_format.write_safetensors(self.file("model.safetensors"), weights, description)
+        description = {k: json.dumps(state[k]) for k in DESCRIPTION if k in state}
+        write_safetensors(self.file("model.safetensors"), weights, description)
 
     def archive_later_checkpoints(self, iter_num, log):
         """Move the checkpoints of steps after `iter_num` to old_1/ (or old_2/, ...), since a run
         that resumes there would replace these files. An earlier best checkpoint is kept."""
         def is_later(name):
             try:
-                return load_checkpoint(self.file(name)).get("iter_num", 0) > iter_num
+                return open_checkpoint(self.file(name))[0].get("iter_num", 0) > iter_num
             except CheckpointError:  # a damaged file must not become ckpt_prev.pt
                 return os.path.lexists(self.file(name))
         if names := [*filter(is_later, ("ckpt.pt", "ckpt_prev.pt", "ckpt_best.pt"))]:
@@ -145,10 +192,10 @@ def snapshot(state):
     of each pinned tensor up to a power of two (GPT-2 124M with AdamW: 1.39 GiB take 2.45) and
     reserves the memory for the next save; hence the factor 2.
     """
-    if memory_available() < 2 * sum(t.nbytes for _, t in file_format.named_tensors(state)):
+    if memory_available() < 2 * sum(t.nbytes for _, t in named_tensors(state)):
         return None
     try:
-        copy = file_format.map_tensors(copy_to_host, state)
+        copy = map_tensors(copy_to_host, state)
     except (MemoryError, RuntimeError):  # too little pinned memory
         return None
     if torch.cuda.is_initialized():
@@ -166,9 +213,10 @@ def copy_to_host(t):
 # -----------------------------------------------------------------------------
 # checkpoints in a folder
 
-def find_newest_checkpoint(folder, log):
-    """Return (state, path) of the newest good checkpoint in a run folder, or (`None`, `None`)
-    without any.
+def find_newest_checkpoint(folder, log, damaged=()):
+    """Return (state, path, shards) of the newest good checkpoint in a run folder, state and shards
+    as by open_checkpoint(); (`None`, `None`, `None`) without any. damaged: {path: problem} of
+    sharded checkpoints with files that do not match their digest.
 
     A damaged ckpt.pt is renamed to ckpt_bad_1.pt, and the previous checkpoint is used. If all are
     damaged this raises CheckpointError: an existing run must not start from scratch by accident.
@@ -177,7 +225,9 @@ def find_newest_checkpoint(folder, log):
     problems = []
     for candidate in filter(os.path.lexists, (path, prev_path(path))):
         try:
-            state = load_checkpoint(candidate)
+            if candidate in damaged:
+                raise CheckpointError(damaged[candidate])
+            state, shards = open_checkpoint(candidate)
         except CheckpointError as error:
             if "allocate memory" in str(error):  # the file may be good
                 raise
@@ -188,14 +238,14 @@ def find_newest_checkpoint(folder, log):
             log(f"falling back to {candidate} (iter {state.get('iter_num')})")
             if problems:  # or the next save would keep the damaged file as *_prev.pt
                 os.replace(path, next_free_path(folder, "ckpt_bad"))
-        return state, candidate
+        return state, candidate, shards
     others = [*numbered_checkpoints(folder), *pathlib.Path(folder).glob("ckpt_best.pt")]
     if not problems and not others:
-        return None, None
+        return None, None, None
     advice = f"--resume {others[-1]}, " if others else ""
     raise CheckpointError(
         f"{folder}: no checkpoint can be used:\n"
-        + file_format.bullets(problems or ["ckpt.pt and ckpt_prev.pt do not exist"])
+        + bullets(problems or ["ckpt.pt and ckpt_prev.pt do not exist"])
         + f"\nrestore one of these files, or start with {advice}--resume never (existing files are "
         "renamed, not deleted) or another --out_dir")
 
@@ -209,9 +259,11 @@ def numbered_checkpoints(folder):
 
 
 def move_files(folder, names):
-    """Move the files `names` in `folder` to the first free of old_1/, old_2/, ...; return it."""
+    """Move the files `names` in `folder`, with the shards that they name, to the first free of
+    old_1/, old_2/, ...; return it."""
     target = next_free_path(folder, "old", "")
     os.makedirs(target)
     for name in names:
+        sharded_file.link_shards(os.path.join(folder, name), target)
         os.replace(os.path.join(folder, name), os.path.join(target, name))
     return target

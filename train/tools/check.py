@@ -34,10 +34,11 @@ from model.core.kv_cache import create_cache
 from model.core.ops import IGNORE
 from model.core.quantize import replace_linear_layers
 from model.gpt import GPT
-from train.base.checkpoint_file import load_checkpoint, named_tensors
+from train.base.checkpoint_file import load_checkpoint
 from train.base.cli import run_command
 from train.base.errors import ConfigError, DataError, SetupError, UserError, require
 from train.base.fields import base_type, key
+from train.base.tensors import named_tensors
 from train.config import load_config, to_yaml
 from train.distributed import process_group
 from train.keys import GPTKeys

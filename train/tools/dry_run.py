@@ -70,7 +70,7 @@ def estimate(config):
 def state_memory(config, model, world_size):
     """Return {purpose: bytes per rank} of what exists between two steps, and of gradients."""
     trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
-    shards = world_size if config.distributed == "fsdp" else 1
+    shards = config.replica_size(world_size)
     grad_copies = 2 if world_size > shards else 1  # the second one is in DDP's buckets
     return {"weights": sum(p.nbytes for p in model.parameters()) / shards,
             "gradients": 4 * trained * grad_copies / shards,

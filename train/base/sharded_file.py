@@ -1,0 +1,274 @@
+"""Sharded checkpoints: .safetensors files, one or two per rank, and a manifest.
+
+    out/ckpt.pt                                          the manifest: the checkpoint's name
+    out/shards/0001000_ab12cd/manifest.json              the same file, as a hard link
+                              shard-00001-model-00001-of-00001.safetensors      weights of rank 0
+                              optimizer/shard-00001-...safetensors              its other tensors
+
+The manifest is JSON: size and SHA-256 of every file; shape, dtype and chunks of every tensor; the
+plain state of the run; last, the SHA-256 of everything before. It is written when all files are
+durable, so a checkpoint without it is incomplete, and no part of a checkpoint can be missing, old
+or damaged without notice. Each save has a folder of its own. Nothing is unpickled.
+
+The weights are laid out as by HuggingFaceStorageWriter of torch.distributed.checkpoint, whose
+reader and consolidate_safetensors_files read the folder.
+"""
+
+import hashlib
+import json
+import math
+import os
+import pathlib
+import re
+import secrets
+import shutil
+from dataclasses import dataclass
+
+import torch
+
+from train.base.files import add_link, sync_folder
+from train.base.tensors import SAFETENSORS_DTYPES, digest, named_tensors, write_safetensors
+
+VERSION = 1  # of the manifest
+MANIFEST = "manifest.json"
+HEAD = re.compile(rb'{"folder": "(shards/\d{7,}_[0-9a-f]{6})"')  # of a manifest
+TAIL = b', "sha256": "%s"}\n'
+SHARD = "shard-{:05}-model-00001-of-00001.safetensors"
+
+
+# -----------------------------------------------------------------------------
+# writing
+
+def new_folder(iter_num):
+    """Return the name of a new folder of shards, relative to the folder of the run."""
+    return f"shards/{iter_num:07d}_{secrets.token_hex(3)}"
+
+
+def write_shards(folder, rank, parts):
+    """Write the parts {name: [offsets in the whole tensor, tensor]} that a rank has, durably.
+    Return ({file: {"size", "sha256"}}, {name: chunk}); a chunk is the part of a tensor that starts
+    at byte `start` of `file`."""
+    files = {}
+    chunks = {}
+    for subfolder in ("", "optimizer/"):
+        own = {name: part for name, part in parts.items()
+               if name.startswith("model.") != bool(subfolder)}
+        if not own:
+            continue
+        file = subfolder + SHARD.format(rank + 1)
+        path = os.path.join(folder, file)
+        os.makedirs(os.path.dirname(path), exist_ok=True)
+        tensors = {name.removeprefix("model."): tensor for name, (_, tensor) in own.items()}
+        info = {name.removeprefix("model."): {"saved_offsets": offsets}
+                for name, (offsets, _) in own.items()}
+        files[file] = write_safetensors(path, tensors, {
+            "DCP_SHARDING_INFO": json.dumps(info), "DCP_VERSION": "1.0"})
+        sync_folder(os.path.dirname(path))
+        start = files[file]["size"] - sum(tensor.nbytes for tensor in tensors.values())
+        for name, (offsets, tensor) in own.items():
+            chunks[name] = dict(file=file, start=start, offsets=offsets, shape=list(tensor.shape))
+            start += tensor.nbytes
+    return files, chunks
+
+
+def make_manifest(root, folder, state, written):
+    """Return the manifest, in bytes, of the shards in `folder` of the folder `root`. state: nested,
+    with tensors on the meta device. written: write_shards of every rank. ValueError if a file is
+    not in the folder or a tensor is incomplete."""
+    names = {dtype: name for name, dtype in SAFETENSORS_DTYPES.items()}
+    tensors = {name: dict(dtype=names[t.dtype], shape=list(t.shape), chunks=[])
+               for name, t in named_tensors(state)}
+    files = {}
+    for its_files, chunks in written:
+        files |= its_files
+        for name, chunk in chunks.items():
+            tensors[name]["chunks"].append(chunk)
+    Shards(os.path.join(root, folder), files, tensors, {}).check()
+    for path in (folder, "shards", "."):
+        sync_folder(os.path.join(root, path))
+    manifest = dict(folder=folder, version=VERSION, files=files, tensors=tensors,
+                    state=encode(state))
+    text = json.dumps(manifest, allow_nan=False)[:-1].encode()
+    return text + TAIL % hashlib.sha256(text).hexdigest().encode()
+
+
+def encode(value, path=()):
+    """Return a nested state as JSON: other types than JSON's become {"$TYPE": ...}, a tensor its
+    name."""
+    if isinstance(value, torch.Tensor):
+        return {"$tensor": ".".join(map(str, path))}
+    if isinstance(value, dict):
+        items = {k: encode(v, (*path, k)) for k, v in value.items()}
+        if all(isinstance(k, str) and k[:1] != "$" for k in value):
+            return items
+        return {"$dict": [[encode(k), v] for k, v in items.items()]}
+    if isinstance(value, (list, tuple)):
+        items = [encode(v, (*path, i)) for i, v in enumerate(value)]
+        return items if isinstance(value, list) else {"$tuple": items}
+    if isinstance(value, bytes):
+        return {"$bytes": value.decode("latin-1")}
+    if isinstance(value, float) and not math.isfinite(value):
+        return {"$float": str(value)}
+    return value
+
+
+def decode(value, tensor):
+    """Return the nested state that encode() made `value` from, with tensor(name) for a tensor."""
+    if isinstance(value, list):
+        return [decode(v, tensor) for v in value]
+    if not isinstance(value, dict):
+        return value
+    if not any(k.startswith("$") for k in value):
+        return {k: decode(v, tensor) for k, v in value.items()}
+    (kind, content), = value.items()
+    if kind == "$tensor":
+        return tensor(content)
+    if kind == "$bytes":
+        return content.encode("latin-1")
+    kinds = {"$float": float, "$tuple": tuple, "$dict": dict}
+    return kinds[kind](decode(content, tensor))
+
+
+# -----------------------------------------------------------------------------
+# reading
+
+@dataclass
+class Shards:
+    """The files of a sharded checkpoint. files, tensors: see the manifest; plain: encode() of the
+    state."""
+    folder: str
+    files: dict
+    tensors: dict
+    plain: dict
+
+    @property
+    def size(self):
+        """Bytes of all files."""
+        return sum(file["size"] for file in self.files.values()) + len(json.dumps(self.plain))
+
+    def state(self, tensor):
+        """Return the state of the run, with tensor(name) for each tensor."""
+        return decode(self.plain, tensor)
+
+    def check(self):
+        """Raise ValueError, naming the file or tensor, unless the folder has exactly these files,
+        of these sizes, and the chunks of each tensor are the whole tensor."""
+        for name, file in self.files.items():
+            path = os.path.join(self.folder, name)
+            if not os.path.isfile(path):
+                raise ValueError(f"{path} is missing")
+            if (size := os.path.getsize(path)) != file["size"]:
+                raise ValueError(f"{path} has {size:,} bytes, expected {file['size']:,}")
+        for path in pathlib.Path(self.folder).rglob("shard-*.safetensors"):
+            if path.relative_to(self.folder).as_posix() not in self.files:
+                raise ValueError(f"{path} is not of this checkpoint")
+        for name, t in self.tensors.items():
+            n_rows, *row = t["shape"] or [1]
+            n_bytes = math.prod(row) * SAFETENSORS_DTYPES[t["dtype"]].itemsize
+            end = 0  # the chunks are rows, one after the other
+            for chunk in sorted(t["chunks"], key=lambda chunk: chunk["offsets"]):
+                first, rows = rows_of(chunk)
+                fits = chunk["start"] + rows * n_bytes <= self.files[chunk["file"]]["size"]
+                if first != end or chunk["shape"][1:] != row or not fits:
+                    raise ValueError(f"{name}: {chunk['file']} does not have row {end}")
+                end += rows
+            if end != n_rows and n_bytes:
+                raise ValueError(f"{name}: no file has row {end}")
+
+    def verify(self, names):
+        """Raise ValueError if one of the files `names` does not match its digest."""
+        for name in names:
+            path = os.path.join(self.folder, name)
+            if digest(path) != self.files[name]["sha256"]:
+                raise ValueError(f"{path} is damaged: its content does not match its digest")
+
+    def meta(self, name):
+        """Return a tensor on the meta device: shape and dtype only."""
+        t = self.tensors[name]
+        return torch.empty(t["shape"], dtype=SAFETENSORS_DTYPES[t["dtype"]], device="meta")
+
+    def read(self, name, first=0, shape=None):
+        """Return a tensor, or the part of this `shape` from row `first`. Other rows are not read.
+        """
+        whole = self.meta(name)
+        out = torch.empty(whole.shape if shape is None else shape, dtype=whole.dtype)
+        if not out.numel():
+            return out
+        n_rows = len(out) if out.dim() else 1
+        data = out.view(n_rows, -1).view(torch.uint8).numpy()  # (rows, bytes)
+        for chunk in self.tensors[name]["chunks"]:
+            start, size = rows_of(chunk)
+            low = max(first, start)
+            high = min(first + n_rows, start + size)
+            if low >= high:
+                continue
+            path = os.path.join(self.folder, chunk["file"])
+            with open(path, "rb") as f:
+                f.seek(chunk["start"] + (low - start) * data.shape[1])
+                part = data[low - first:high - first]
+                if f.readinto(part) != part.nbytes:
+                    raise ValueError(f"{path} is too short")
+        return out
+
+
+def rows_of(chunk):
+    """Return (first row, number of rows) of a chunk; a 0-dim tensor is a row."""
+    return (*chunk["offsets"], 0)[0], (*chunk["shape"], 1)[0]
+
+
+def is_sharded(path):
+    """Return whether `path` is the manifest of a sharded checkpoint, or a folder with one."""
+    return os.path.isfile(os.path.join(path, MANIFEST)) or folder_named_in(path) is not None
+
+
+def folder_named_in(path):
+    """Return the folder of shards that the file `path` names, or `None` if it is no manifest. Also
+    of a manifest that is damaged elsewhere."""
+    if not os.path.isfile(path):  # not a pipe, which would be read for ever
+        return None
+    with open(path, "rb") as f:
+        match = HEAD.match(f.read(100))
+    return match and match[1].decode()
+
+
+def open_shards(path):
+    """Return the Shards of the manifest `path`, or of a folder with a manifest: correct digest, all
+    files complete. ValueError otherwise. The files' digests are for verify()."""
+    path = os.path.join(path, MANIFEST) if os.path.isdir(path) else os.fspath(path)
+    data = pathlib.Path(path).read_bytes()
+    text = data[:-len(TAIL % bytes(64))]
+    if data != text + TAIL % hashlib.sha256(text).hexdigest().encode():
+        raise ValueError("damaged: its content does not match its digest")
+    manifest = json.loads(data)
+    if manifest["version"] > VERSION:
+        raise ValueError(f"manifest {manifest['version']} is newer than this program's {VERSION}: "
+                         "update the program")
+    folder = os.path.dirname(path)
+    if os.path.basename(path) != MANIFEST:
+        folder = os.path.join(folder, manifest["folder"])
+    if not os.path.isdir(folder):
+        raise ValueError(f"the files are not in {folder}; copy this folder too")
+    shards = Shards(folder, *(manifest[name] for name in ("files", "tensors", "state")))
+    shards.check()
+    return shards
+
+
+# -----------------------------------------------------------------------------
+# folders of shards
+
+def link_shards(path, target):
+    """Link the shards of the manifest `path`, if it is one, into the folder `target` too."""
+    if folder := folder_named_in(path):
+        source = os.path.join(os.path.dirname(path), folder)
+        shutil.copytree(source, os.path.join(target, folder), copy_function=add_link,
+                        dirs_exist_ok=True)
+
+
+def remove_unnamed_shards(root):
+    """Remove the folders of shards that no checkpoint ckpt*.pt in `root` names: of failed saves,
+    and of checkpoints that were replaced."""
+    named = {folder_named_in(path) for path in pathlib.Path(root).glob("ckpt*.pt")}
+    for path in pathlib.Path(root).glob("shards/*_*"):
+        folder = f"shards/{path.name}"
+        if HEAD.match(b'{"folder": "%s"' % folder.encode()) and folder not in named:
+            shutil.rmtree(path, ignore_errors=True)

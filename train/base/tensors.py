@@ -1,0 +1,109 @@
+"""Nested states with tensors, and what every file of them needs: digests, .safetensors files."""
+
+import hashlib
+import io
+import json
+import os
+import struct
+
+import torch
+
+from train.base.files import atomic_write
+
+BLOCK_BYTES = 1 << 22  # read at once
+MAX_DEPTH = 100  # of a nested state
+SAFETENSORS_DTYPES = {
+    "F64": torch.float64, "F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16,
+    "I64": torch.int64, "I32": torch.int32, "U8": torch.uint8, "BOOL": torch.bool}
+
+
+# -----------------------------------------------------------------------------
+# nested states: dicts and lists with tensors
+
+def walk(nested, path=()):
+    """Yield (path, part) for a nested state and everything in it, in order; path: the keys that
+    lead to the part. ValueError if the nesting is too deep or circular."""
+    yield path, nested
+    if len(path) > MAX_DEPTH:
+        raise ValueError("nested too deeply")
+    if isinstance(nested, dict):
+        for key, part in nested.items():
+            yield from walk(part, (*path, key))
+    elif isinstance(nested, (list, tuple)):
+        for index, part in enumerate(nested):
+            yield from walk(part, (*path, index))
+
+
+def named_tensors(state):
+    """Yield (dotted name, tensor) of every tensor in a nested state."""
+    for path, part in walk(state):
+        if isinstance(part, torch.Tensor):
+            yield ".".join(map(str, path)), part
+
+
+def map_tensors(f, state):
+    """Return a nested state in which every tensor is replaced by f(tensor)."""
+    if isinstance(state, torch.Tensor):
+        return f(state)
+    if isinstance(state, dict):
+        return {k: map_tensors(f, v) for k, v in state.items()}
+    return [map_tensors(f, v) for v in state] if isinstance(state, list) else state
+
+
+def find_non_finite(state):
+    """Return the name of a tensor in a nested state that contains NaN or infinity, or `None`.
+    0-dim tensors are not checked."""
+    named = [(n, t) for n, t in named_tensors(state)
+             if t.is_floating_point() and t.dim() and t.numel()]
+    if not named:
+        return None
+    # Extremes are non-finite if any value is; stacked, they need one wait for the device.
+    extremes = torch.stack([torch.stack(torch.aminmax(t)).float() for _, t in named])
+    finite = torch.isfinite(extremes).all(1)
+    return None if finite.all() else named[int(finite.int().argmin())][0]
+
+
+# -----------------------------------------------------------------------------
+# files
+
+class HashingFile(io.RawIOBase):
+    """A file object that hashes the data written to it. torch.save writes strictly in order."""
+
+    def __init__(self, file):
+        self.file = file
+        self.sha = hashlib.sha256()
+
+    def write(self, data):
+        self.sha.update(data)
+        return self.file.write(data)
+
+
+def digest(path, n_bytes=None):
+    """Return the SHA-256, in hexadecimal, of the first `n_bytes` (default: all) of a file."""
+    sha = hashlib.sha256()
+    n_bytes = os.path.getsize(path) if n_bytes is None else n_bytes
+    with open(path, "rb") as f:
+        for start in range(0, n_bytes, BLOCK_BYTES):
+            sha.update(f.read(min(BLOCK_BYTES, n_bytes - start)))
+    return sha.hexdigest()
+
+
+def write_safetensors(path, tensors, metadata=None):
+    """Write {name: tensor} as a .safetensors file (https://github.com/huggingface/safetensors):
+    the length of a JSON header, the header, and the bytes of all tensors, in order. Return
+    {"size": bytes, "sha256": digest} of the file."""
+    names = {dtype: name for name, dtype in SAFETENSORS_DTYPES.items()}
+    header = {"__metadata__": {"format": "pt", **(metadata or {})}}
+    offset = 0
+    for name, t in tensors.items():
+        header[name] = dict(dtype=names[t.dtype], shape=list(t.shape),
+                            data_offsets=[offset, offset + t.nbytes])
+        offset += t.nbytes
+    text = json.dumps(header).encode()
+    text += b" " * (-len(text) % 8)  # tensor data starts at a multiple of 8
+    with atomic_write(path) as f:
+        hashing = HashingFile(f)
+        hashing.write(struct.pack("<Q", len(text)) + text)
+        for t in tensors.values():
+            hashing.write(t.detach().cpu().contiguous().flatten().view(torch.uint8).numpy())
+    return dict(size=8 + len(text) + offset, sha256=hashing.sha.hexdigest())
