@@ -3,7 +3,8 @@
 
 FAULT="point@step[:rank]=action", several with commas between. Points: before_step, mid_backward,
 bad_loss, before_opt, eval, load, and those of a save: save_open, save_mid, save_before_fsync,
-save_before_replace, save_after_replace; log_open. Actions: raise, oom, exit7, kill9, sleep, nan (of
+save_before_replace, save_after_replace; of a sharded save also manifest, when all shards are
+written; log_open. Actions: raise, oom, exit7, kill9, sleep, nan (of
 bad_loss), a signal to this process (sigterm, ...), an error of the system (enospc, eio, ...).
 """
 
@@ -104,6 +105,7 @@ def points_of_a_save():
     from train.base import checkpoint_file, console, run_folder, tensors
     saving = threading.local()  # path and step of the save that this thread is at
     save, replace, fsync = run_folder.save_checkpoint, os.replace, os.fsync
+    save_shards, save_manifest = run_folder.RunFolder.write_shards, run_folder.replace_checkpoint
     write = tensors.HashingFile.write
 
     def at(name):
@@ -114,6 +116,22 @@ def points_of_a_save():
         saving.path, saving.step, saving.midway = path, state.get("iter_num"), False
         try:
             return save(path, state, links)
+        finally:
+            saving.path = None
+
+    def write_shards(self, folder, rank, parts):
+        step = int(folder.split("/")[1].split("_")[0])
+        saving.path, saving.step, saving.midway = self.file(folder), step, False
+        try:
+            return save_shards(self, folder, rank, parts)
+        finally:
+            saving.path = None
+
+    def replace_checkpoint(path, write, links=()):
+        point("manifest", saving.step)
+        saving.path = path
+        try:
+            return save_manifest(path, write, links)
         finally:
             saving.path = None
 
@@ -128,13 +146,15 @@ def points_of_a_save():
         return fsync(fd)
 
     def bad_replace(source, target):
-        ours = getattr(saving, "path", None) == target
+        ours = str(target).startswith(getattr(saving, "path", None) or " ")
         if ours:
             at("save_before_replace")
         replace(source, target)
         if ours:
             at("save_after_replace")
     yield run_folder, "save_checkpoint", save_checkpoint
+    yield run_folder, "replace_checkpoint", replace_checkpoint
+    yield run_folder.RunFolder, "write_shards", write_shards
     yield before(checkpoint_file, "atomic_write", lambda path, *_: at("save_open"))
     yield tensors.HashingFile, "write", bad_write
     yield os, "fsync", bad_fsync

@@ -1,0 +1,341 @@
+"""Sharded checkpoints and hybrid sharding: equal runs, injuries, faults, other readers.
+
+`python -m pytest tests/test_sharded.py -m slow -s` are the long campaigns: 10,000 injuries, the
+same to PyTorch's own storages, and kill -9 of each rank at each point of a save.
+"""
+
+import collections
+import json
+import os
+import pathlib
+import random
+import re
+import shutil
+
+import numpy as np
+import pytest
+import torch
+from conftest import REPO
+from faulty import faults
+from processes import python
+from runs import assert_same_file
+from test_distributed import (
+    assert_losses_agree,
+    in_ranks,
+    options,
+    train_run,
+    weights_and_logits,
+)
+from test_soak import Warnings
+
+from train import checkpoint
+from train.base import sharded_file
+from train.base.errors import CheckpointError, ConfigError
+from train.base.run_folder import RunFolder
+from train.base.tensors import named_tensors
+from train.checkpoint import load_checkpoint
+from train.config import load_config
+from train.distributed import Ranks
+
+# 12 sequences per step on 1 to 4 ranks.
+# The usual eps of Adam makes updates of rounding errors where gradients are almost zero.
+FEW = dict(max_iters=6, eval_interval=3, ema=0.9, n_layer=1, adam_eps=1e-5)
+HSDP = dict(distributed="hsdp", shard_size=2)
+
+
+# -----------------------------------------------------------------------------
+# equal runs
+
+def train_in_float32(options):
+    """weights_and_logits, with Muon in float32: in bfloat16, a last digit that differs in a gradient
+    may be a third digit of the update."""
+    from train import optimizer
+    optimizer.working_dtype = lambda device: torch.float32
+    return weights_and_logits(options)
+
+
+@pytest.mark.parametrize("more", [{}, dict(optimizer="muon", muon_weight_decay=0.1)])
+def test_hybrid_sharding_on_four_ranks_equals_ddp(data_dir, tmp_path, more):
+    ddp, hsdp = (in_ranks(4, train_in_float32, options(
+        data_dir, tmp_path / name, **FEW | how | more), timeout=200)
+        for name, how in (("ddp", {}), ("hsdp", HSDP)))
+    assert_losses_agree(tmp_path / "hsdp", tmp_path / "ddp", steps=6, tolerance=1e-6)
+    for weights, _, held in hsdp:
+        assert held < 0.51 * ddp[0][2]
+        for name, weight in weights.items():
+            assert (weight == hsdp[0][0][name]).all(), name  # the same bits in each replica
+            np.testing.assert_allclose(weight, ddp[0][0][name], rtol=0, atol=1e-6, err_msg=name)
+    one, other = (dict(named_tensors(load_checkpoint(tmp_path / name / "ckpt.pt")))
+                  for name in ("ddp", "hsdp"))
+    assert one.keys() == other.keys() and any(name.endswith(".ema") for name in one)
+    for name in one:
+        torch.testing.assert_close(other[name], one[name], rtol=0, atol=1e-6)
+
+
+@pytest.fixture(scope="module")
+def whole_run(data_dir, tmp_path_factory):
+    """A run on one rank, whose checkpoints are files."""
+    out = tmp_path_factory.mktemp("whole")
+    in_ranks(1, train_run, options(data_dir, out, max_iters=8, eval_interval=4))
+    return out
+
+
+@pytest.mark.parametrize("formats", [["auto"] * 4, ["file", "sharded", "sharded", "file"]])
+def test_a_run_goes_on_in_any_way_on_any_number_of_ranks(data_dir, tmp_path, whole_run, formats):
+    steps = dict(max_iters=8, eval_interval=4)
+    ways = [(4, HSDP), (2, dict(distributed="fsdp")), (4, dict(distributed="ddp")), (1, {})]
+    for (n, how), form, stop in zip(ways, formats, (2, 4, 6, None), strict=True):
+        in_ranks(n, train_run, options(data_dir, tmp_path, checkpoint_format=form, **steps, **how),
+                 stop)
+        assert sharded_file.is_sharded(tmp_path / "ckpt.pt") == (
+            form == "sharded" or form == "auto" and how.get("distributed", "ddp") != "ddp")
+    assert_losses_agree(tmp_path, whole_run, steps=8)
+    named = {sharded_file.folder_named_in(path) for path in tmp_path.glob("ckpt*.pt")}
+    assert {f"shards/{p.name}" for p in tmp_path.glob("shards/*")} == named - {None}
+
+
+def test_the_mesh_is_printed_and_a_size_that_does_not_divide_is_refused(data_dir, tmp_path,
+                                                                        monkeypatch):
+    in_ranks(4, train_run, options(data_dir, tmp_path, max_iters=0, **HSDP),
+             env=dict(LOCAL_WORLD_SIZE=2))
+    assert "Mesh: 2 nodes x 2 processes: replicate 2 x shard 2\n" in (
+        tmp_path / "train.log").read_text()
+    monkeypatch.setenv("WORLD_SIZE", "4")
+    with pytest.raises(ConfigError, match=r"\(3\) does not divide 4 ranks; valid: 1, 2, 4"):
+        load_config(None, dict(distributed="hsdp", shard_size=3))
+    both = dict(distributed_strategy="fsdp", fsdp_sharding_strategy="HYBRID_SHARD")
+    assert load_config(None, both).distributed == "hsdp"
+    with pytest.raises(ConfigError, match="save_precision needs whole weights"):
+        load_config(None, dict(checkpoint_format="sharded", save_precision="bfloat16"))
+
+
+def rows(options):
+    """(first row, rows) of each shard on this rank, and what torch's function says."""
+    from test_distributed import with_run
+    from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
+    from train.distributed import first_row, local
+
+    def compute(run):
+        mine, wanted = [], []
+        for p in run.raw_model.parameters():
+            mine.append((first_row(p), tuple(local(p).shape)))
+            shape, offset = compute_local_shape_and_global_offset(p.shape, p.device_mesh,
+                                                                  p.placements)
+            wanted.append((offset[0], tuple(shape)))
+        return mine, wanted
+    return with_run(options, compute)
+
+
+def test_first_rows_are_those_of_torch(data_dir, tmp_path):
+    for n, how in ((3, dict(distributed="fsdp")), (4, HSDP)):
+        for mine, wanted in in_ranks(n, rows, options(data_dir, tmp_path / f"{n}", vocab_size=250,
+                                                      n_layer=1, **how)):
+            assert mine == wanted
+
+
+# -----------------------------------------------------------------------------
+# the format
+
+PLAIN = {"a": (1, (2.5, None)), "b": float("inf"), 3: {"$x": b"\x00\xff"}, "n": [{(1, 2): "é"}],
+         "c": -float("inf"), "d": True, "e": {}, "f": [], "g": 10**30, "h": "\ud800"}
+
+
+def test_plain_state_survives_json():
+    text = json.dumps(sharded_file.encode(PLAIN), allow_nan=False)
+    assert sharded_file.decode(json.loads(text), None) == PLAIN
+    nan = sharded_file.decode(json.loads(json.dumps(sharded_file.encode([float("nan")]))), None)
+    assert nan[0] != nan[0]
+
+
+def make_state(step, seed):
+    """A checkpoint of 5 tensors, with as few as 1 row, and of a 0-dim one."""
+    torch.manual_seed(seed)
+    model = {"wte.weight": torch.randn(13, 4), "h.0.w": torch.randn(8, 8).bfloat16(),
+             "ln.weight": torch.randn(3), "mask": torch.tensor([[True, False]])}
+    return {"model": model, "optimizer": {"state": {"h.0.w": dict(
+        exp_avg=torch.randn(8, 8), step=torch.tensor(float(step)))}, "param_groups": []},
+        "iter_num": step, "format_version": 1, "config": {}, "model_args": {}, "plain": PLAIN}
+
+
+def save(out, world_size, state):
+    """Save a checkpoint as so many ranks do."""
+    folder, log = RunFolder(str(out)), Warnings()
+    name = sharded_file.new_folder(state["iter_num"])
+    written = []
+    for rank in range(world_size):
+        parts = {}
+        for key, t in named_tensors(state):
+            size = -(-t.size(0) // world_size) if t.dim() else 1
+            if t.dim() and rank * size < t.size(0):
+                parts[key] = [[rank * size] + [0] * (t.dim() - 1), t[rank * size:][:size]]
+            elif not t.dim() and not rank:
+                parts[key] = [[], t]
+        written.append(folder.write_shards(name, rank, parts))
+    links = folder.prepare(state["iter_num"], False, False)
+    folder.write(lambda path: folder.save_manifest(
+        path, name, checkpoint.without_values(state), written, links), log)
+    assert not log
+    return out / name
+
+
+def assert_equal(state, wanted):
+    found, wanted_tensors = dict(named_tensors(state)), dict(named_tensors(wanted))
+    assert found.keys() == wanted_tensors.keys()
+    assert all(torch.equal(t, found[n]) for n, t in wanted_tensors.items())
+    assert state["plain"] == wanted["plain"] and state["iter_num"] == wanted["iter_num"]
+
+
+@pytest.mark.parametrize("world_size", [1, 3, 8])
+def test_what_is_saved_is_read_whole_and_in_rows(tmp_path, world_size):
+    state = make_state(7, 1)
+    folder = save(tmp_path, world_size, state)
+    for path in (tmp_path / "ckpt.pt", folder, folder / "manifest.json"):
+        assert_equal(load_checkpoint(path), state)
+    shards = sharded_file.open_shards(tmp_path / "ckpt.pt")
+    for name, t in named_tensors(state):
+        for first in range(t.size(0) if t.dim() else 0):
+            for n in range(t.size(0) - first + 1):
+                part = shards.read(name, first, (n, *t.shape[1:]))
+                assert torch.equal(part, t[first:first + n])
+    moved = tmp_path / "elsewhere"
+    shutil.copytree(folder, moved)
+    assert_equal(load_checkpoint(moved), state)
+    shutil.copy(tmp_path / "ckpt.pt", moved / "alone.pt")
+    with pytest.raises(CheckpointError, match="the files are not in .*; copy this folder too"):
+        load_checkpoint(moved / "alone.pt")
+
+
+def test_a_manifest_cannot_claim_more_than_its_files_have(tmp_path):
+    save(tmp_path, 2, make_state(1, 1))
+    shards = sharded_file.open_shards(tmp_path / "ckpt.pt")
+    for change in (dict(shape=[10**9, 4]), dict(shape=[6, 5]), dict(offsets=[1, 0]),
+                   dict(start=10**6), dict(offsets=[7, 0])):
+        chunk = shards.tensors["model.wte.weight"]["chunks"][0]
+        before = dict(chunk)
+        chunk.update(change)
+        with pytest.raises(ValueError, match="model.wte.weight: .* row"):
+            shards.check()
+        chunk.update(before)
+    shards.tensors["model.wte.weight"]["chunks"].pop()
+    with pytest.raises(ValueError, match="model.wte.weight: no file has row 7"):
+        shards.check()
+
+
+def test_moved_checkpoints_take_their_shards_along(tmp_path):
+    states = [make_state(step, step) for step in (1, 2)]
+    for state in states:
+        save(tmp_path, 2, state)
+    folder = RunFolder(str(tmp_path))
+    folder.archive_later_checkpoints(1, lambda text: None)
+    assert not (tmp_path / "ckpt.pt").exists()
+    folder.open()  # removes what no checkpoint in the folder names
+    assert len(list(tmp_path.glob("shards/*"))) == 1
+    assert_equal(load_checkpoint(tmp_path / "old_1/ckpt.pt"), states[1])
+    assert_equal(load_checkpoint(tmp_path / "ckpt_prev.pt"), states[0])
+    (tmp_path / "shards/notes_of_mine").mkdir()
+    save(tmp_path, 3, make_state(3, 3))
+    save(tmp_path, 3, make_state(4, 4))
+    names = sorted(p.name[:7] for p in tmp_path.glob("shards/*"))
+    assert names == ["0000003", "0000004", "notes_o"]
+
+
+# -----------------------------------------------------------------------------
+# injuries
+
+def injure(random, folder, others):
+    """Do a random injury to a checkpoint's files; (its kind, names one of which a message must
+    have). others: folders of other steps and other numbers of ranks. Files are replaced, not
+    changed: they are hard links."""
+    files = sorted(folder.rglob("*.safetensors"))
+    file = random.choice(files)
+    kind = random.choice(["missing", "of another step", "of other ranks", "swapped", "flipped bit",
+                          "cut short", "renamed", "manifest"])
+    data = file.read_bytes()
+
+    def replace(path, content):
+        path.unlink(missing_ok=True)
+        path.parent.mkdir(exist_ok=True)
+        path.write_bytes(content)
+    if kind == "missing":
+        file.unlink()
+    elif kind in ("of another step", "of other ranks"):
+        ours = len({f.name for f in files})
+        other = random.choice([o for o in others if (len({f.name for f in o.rglob("*.safetensors")})
+                                                     == ours) == (kind == "of another step")])
+        source = random.choice(sorted(other.rglob("*.safetensors")))
+        file = folder / source.relative_to(other)  # instead of ours, or one more
+        replace(file, source.read_bytes())
+    elif kind == "swapped":
+        other = random.choice([f for f in files if f != file])
+        theirs = other.read_bytes()
+        replace(other, data)
+        replace(file, theirs)
+        return kind, [file, other]
+    elif kind == "flipped bit":
+        position = random.randrange(len(data))
+        flipped = bytearray(data)
+        flipped[position] ^= 1 << random.randrange(8)
+        replace(file, bytes(flipped))
+    elif kind == "cut short":
+        replace(file, data[:random.randrange(len(data))])
+    elif kind == "renamed":
+        file.rename(file.with_name(file.name.replace("shard-0", "shard-1")))
+        return kind, [file, file.with_name(file.name.replace("shard-0", "shard-1"))]
+    else:  # of another step, with this one's files
+        manifest = random.choice(others) / "manifest.json"
+        theirs = manifest.read_bytes()
+        replace(folder.parent.parent / "ckpt.pt", theirs.replace(
+            re.search(rb"shards/\w+", theirs)[0], f"shards/{folder.name}".encode()))
+        return kind, ["ckpt.pt"]
+    return kind, [file]
+
+
+def saved_runs(root, save_run):
+    """{world size: folder of a run with checkpoints of steps 1 and 2} by save_run(out, W)."""
+    for n in range(1, 9):
+        save_run(root / f"{n}", n)
+    return {n: root / f"{n}" for n in range(1, 9)}
+
+
+def campaign(root, runs, seed, count):
+    """Injure `count` checkpoints; a counter of the kinds. Every one must be named, and the previous
+    checkpoint taken, read by 1 to 8 ranks."""
+    chance, kinds = random.Random(seed), collections.Counter()
+    before = {n: load_checkpoint(run / "ckpt_prev.pt") for n, run in runs.items()}
+    for number in range(count):
+        n = chance.randint(1, 8)
+        out = root / f"injured_{number}"
+        shutil.copytree(runs[n], out, copy_function=os.link)
+        folder = out / sharded_file.folder_named_in(out / "ckpt.pt")
+        others = [run / sharded_file.folder_named_in(run / name) for other, run in runs.items()
+                  for name in ("ckpt.pt", "ckpt_prev.pt")[other == n:]]
+        kind, names = injure(chance, folder, others)
+        config = load_config(None, dict(out_dir=str(out), device="cpu"))
+        log = []
+        with RunFolder(str(out)) as run:
+            start = checkpoint.find_start(run, config, Ranks(), log.append)
+        text = "\n".join(log)
+        case = f"injury {number} of seed {seed}: {kind}, {n} ranks: {names}\n{text}"
+        assert start.path == str(out / "ckpt_prev.pt"), case
+        assert any(str(name) in text for name in names), case
+        ranks = chance.randint(1, 8)
+        for name, t in named_tensors(before[n]):
+            size = -(-t.size(0) // ranks) if t.dim() else 0
+            parts = [start.shards.read(name, i, (min(size, t.size(0) - i), *t.shape[1:]))
+                     for i in range(0, t.size(0), size)] if size else [start.shards.read(name)]
+            assert torch.equal(torch.cat(parts) if size else parts[0], t), case
+        if count > 1000:  # slow on some file systems
+            shutil.rmtree(out)
+        kinds[kind] += 1
+    return kinds
+
+
+@pytest.mark.matrix(127)
+def test_every_injury_is_named_and_the_previous_checkpoint_is_taken(tmp_path):
+    """a shard missing, of another step or of other ranks, two swapped, a flipped bit, cut short,
+    renamed, a manifest of another step -> named by file, the previous checkpoint is taken"""
+    def save_run(out, n):
+        for step in (1, 2):
+            save(out, n, make_state(step, 10 * n + step))
+    campaign(tmp_path, saved_runs(tmp_path / "runs", save_run), seed=1, count=300)
