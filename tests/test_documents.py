@@ -188,7 +188,7 @@ REFUSED = [
         "  text_field: messages\n  training_mode: instruction_finetuning\n", DATA),
     (3, "training:\n  dataset_name: OWNER/CODE\n  text_field: [instruction, input, output]\n"
         "  training_mode: instruction_finetuning\n", [*DATA, "several times for several fields"]),
-    (3, "fsdp_sharding_strategy: SHARD_GRAD_OP\n", ["`distributed: hsdp` HYBRID_SHARD; there are no other"]),
+    (3, "fsdp_sharding_strategy: SHARD_GRAD_OP\n", ["HYBRID_SHARD; there are no other strategies"]),
     (3, "num_gpus: 8\n", ["start `torchrun --nproc_per_node=N run_train.py ...` to use N GPUs"]),
     (4, AUTOENCODER, ["3 problems", "as video_weight, audio_weight, text_weight: unknown key "
                       "'modality_weights'; it is a key of --model autoencoder"])]

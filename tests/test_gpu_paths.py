@@ -19,7 +19,7 @@ from train import device as compiling
 from train import device as devices
 from train.base.errors import CollectiveExit
 from train.checkpoint import load_checkpoint
-from train.config import load_config
+from train.config import TrainConfig, load_config
 from train.dataloader import open_token_data
 from train.device import choose_dtype
 from train.distributed import Ranks, get_device
@@ -186,7 +186,7 @@ def test_mfu_divides_by_the_peak_of_all_ranks(monkeypatch):
 def test_a_dry_run_counts_the_second_copies():
     """DDP's buckets hold the gradients once more; FSDP shards everything."""
     def parts(world_size, distributed="ddp", ema=0.0):
-        config = types.SimpleNamespace(distributed=distributed, ema=ema)
+        config = TrainConfig(distributed=distributed, ema=ema)
         return [*dry_run.state_memory(config, torch.nn.Linear(9, 10), world_size).values()]
     assert parts(1) == [400, 400, 800] and parts(1, ema=0.9) == [400, 400, 1200]
     assert parts(2) == [400, 800, 800] and parts(2, "fsdp") == [200, 200, 400]

@@ -7,7 +7,6 @@ same to PyTorch's own storages, and kill -9 of each rank at each point of a save
 import collections
 import json
 import os
-import pathlib
 import random
 import re
 import shutil
@@ -15,10 +14,6 @@ import shutil
 import numpy as np
 import pytest
 import torch
-from conftest import REPO
-from faulty import faults
-from processes import python
-from runs import assert_same_file
 from test_distributed import (
     assert_losses_agree,
     in_ranks,
@@ -47,8 +42,8 @@ HSDP = dict(distributed="hsdp", shard_size=2)
 # equal runs
 
 def train_in_float32(options):
-    """weights_and_logits, with Muon in float32: in bfloat16, a last digit that differs in a gradient
-    may be a third digit of the update."""
+    """weights_and_logits, with Muon in float32: in bfloat16, a last digit of a gradient may be a
+    third digit of the update."""
     from train import optimizer
     optimizer.working_dtype = lambda device: torch.float32
     return weights_and_logits(options)
