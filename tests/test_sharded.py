@@ -14,6 +14,10 @@ import shutil
 import numpy as np
 import pytest
 import torch
+from conftest import REPO
+from faulty import faults
+from processes import python
+from runs import assert_same_file
 from test_distributed import (
     assert_losses_agree,
     in_ranks,
@@ -25,7 +29,7 @@ from test_soak import Warnings
 
 from train import checkpoint
 from train.base import sharded_file
-from train.base.errors import CheckpointError, ConfigError
+from train.base.errors import CheckpointError, ConfigError, UserError
 from train.base.run_folder import RunFolder
 from train.base.tensors import named_tensors
 from train.checkpoint import load_checkpoint
@@ -334,3 +338,142 @@ def test_every_injury_is_named_and_the_previous_checkpoint_is_taken(tmp_path):
         for step in (1, 2):
             save(out, n, make_state(step, 10 * n + step))
     campaign(tmp_path, saved_runs(tmp_path / "runs", save_run), seed=1, count=300)
+
+
+# -----------------------------------------------------------------------------
+# faults during a save
+
+def assert_goes_on(data_dir, out, whole_run):
+    """The newest complete checkpoint is readable, and the run goes on to the same end."""
+    start = load_checkpoint(out / "ckpt.pt")["iter_num"]
+    in_ranks(2, train_run, options(data_dir, out, distributed="fsdp", max_iters=8, eval_interval=4))
+    assert_losses_agree(out, whole_run, steps=8)
+    assert load_checkpoint(out / "ckpt.pt")["iter_num"] == 8
+    return start
+
+
+def killed_at(data_dir, out, whole_run, n, fault, **how):
+    """A run on n ranks is killed during its second save, of step 4 or 6, and goes on."""
+    settings = options(data_dir, out, max_iters=8, eval_interval=4, save_interval=2, **how)
+    codes = in_ranks(n, train_with_faults, settings, env=dict(FAULT=fault), exits=True)
+    assert -9 in codes, codes
+    assert assert_goes_on(data_dir, out, whole_run) in (2, 4)
+
+
+def train_with_faults(options):
+    """Train, with the faults of FAULT; exit code 1 after an error, 2 if it is one for the user."""
+    with faults():
+        try:
+            train_run(options)
+        except Exception as error:
+            print(error, flush=True)
+            os._exit(2 if isinstance(error, UserError) else 1)
+
+
+@pytest.mark.matrix(128)
+@pytest.mark.parametrize("fault", ["save_mid@4:1=kill9", "save_after_replace@4:0=kill9",
+                                   "manifest@4:0=kill9", "save_before_replace@4:1=kill9"])
+def test_a_kill_of_a_rank_during_a_save_loses_nothing(data_dir, tmp_path, whole_run, fault):
+    """kill -9 of a rank during a sharded save -> the last complete checkpoint is used"""
+    killed_at(data_dir, tmp_path, whole_run, 2, fault, distributed="fsdp")
+
+
+@pytest.mark.slow
+@pytest.mark.matrix(128)
+@pytest.mark.parametrize("rank", range(4))
+@pytest.mark.parametrize("where", ["save_mid", "save_before_fsync", "save_before_replace",
+                                   "save_after_replace"])
+@pytest.mark.parametrize("step", [4, 6])
+def test_a_kill_of_any_rank_at_any_moment_loses_nothing(data_dir, tmp_path, whole_run, where, rank,
+                                                        step):
+    """kill -9 of each of 4 ranks at each point of a sharded save (with hybrid sharding only the
+    first replica writes) -> the last complete checkpoint is used"""
+    how = HSDP if rank < 2 and step == 6 else dict(distributed="fsdp")
+    settings = options(data_dir, tmp_path, max_iters=8, eval_interval=4, save_interval=2, **how)
+    codes = in_ranks(4, train_with_faults, settings, exits=True,
+                     env=dict(FAULT=f"{where}@{step}:{rank}=kill9"))
+    assert -9 in codes, codes
+    assert assert_goes_on(data_dir, tmp_path, whole_run) in (step - 2, step)
+
+
+@pytest.mark.matrix(129)
+@pytest.mark.parametrize("error, words", [("enospc", "No space left"), ("eacces", "denied")])
+@pytest.mark.parametrize("last", [False, True])
+def test_a_rank_that_cannot_write_is_named_and_nothing_is_lost(data_dir, tmp_path, whole_run, error,
+                                                               words, last):
+    """a full disk or an unwritable folder on one rank -> a warning with the rank, the previous
+    checkpoint is kept; at the last save an error on all ranks"""
+    settings = options(data_dir, tmp_path, max_iters=8, eval_interval=4, distributed="fsdp")
+    codes = in_ranks(2, train_with_faults, settings, exits=True, output=str(tmp_path / "output"),
+                     env=dict(FAULT=f"save_mid@{8 if last else 4}:1={error}"))
+    assert codes == [2, 2] if last else [0, 0]
+    text = (tmp_path / "train.log").read_text()
+    if last:
+        output = (tmp_path / "output").read_text()
+        assert output.count("the last checkpoint could not be saved: ") == 2 and words in output
+        assert load_checkpoint(tmp_path / "ckpt.pt")["iter_num"] == 4
+        assert_goes_on(data_dir, tmp_path, whole_run)
+    else:
+        assert re.search(f"0000004_.* could not be written by rank 1: .*{words}.*; the previous "
+                         "checkpoint is intact, training continues", text)
+        assert load_checkpoint(tmp_path / "ckpt.pt")["iter_num"] == 8
+    assert len(list(tmp_path.glob("shards/*"))) == len(list(tmp_path.glob("ckpt*.pt"))) - (
+        tmp_path.joinpath("ckpt_best.pt").exists())
+
+
+# -----------------------------------------------------------------------------
+# other readers
+
+@pytest.fixture(scope="module")
+def on_four_ranks(data_dir, tmp_path_factory):
+    """The folder of a checkpoint that four ranks saved."""
+    out = tmp_path_factory.mktemp("four")
+    in_ranks(4, train_run, options(data_dir, out, max_iters=2, eval_interval=2,
+                                   distributed="fsdp"))
+    return out
+
+
+def test_torch_reads_and_consolidates_the_weights(on_four_ranks, tmp_path):
+    pytest.importorskip("safetensors")
+    import torch.distributed.checkpoint as dcp
+    from safetensors.torch import load_file
+    from torch.distributed.checkpoint._consolidate_hf_safetensors import (
+        consolidate_safetensors_files,
+    )
+    from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
+    folder = str(on_four_ranks / sharded_file.folder_named_in(on_four_ranks / "ckpt.pt"))
+    wanted = load_checkpoint(on_four_ranks / "ckpt.pt")["model"]
+    found = {name: torch.empty_like(t) for name, t in wanted.items()}
+    dcp.load(found, storage_reader=HuggingFaceStorageReader(folder), no_dist=True)
+    consolidate_safetensors_files(folder, str(tmp_path), dict.fromkeys(wanted, 1))
+    whole = load_file(tmp_path / "model-00001-of-00001.safetensors")
+    assert whole.keys() == wanted.keys()
+    for name, t in wanted.items():
+        assert torch.equal(found[name], t) and torch.equal(whole[name], t), name
+
+
+def test_the_lines_of_the_readme_open_a_shard(on_four_ranks, capsys):
+    page = (REPO / "train/README.md").read_text()
+    code = next(block for block in re.findall(r"```python\n(.*?)```", page, re.DOTALL)
+                if "struct" in block)
+    lines = [line for line in code.splitlines() if line.strip()]
+    assert len(lines) <= 12 and set(re.findall(r"^import (.*)$", code, re.M)) <= {
+        "array", "glob", "json", "struct"}
+    folder = str(on_four_ranks / sharded_file.folder_named_in(on_four_ranks / "ckpt.pt"))
+    exec(code.replace("out/shards/0001000_ab12cd", folder), {})
+    name, mean = capsys.readouterr().out.split()
+    whole = load_checkpoint(on_four_ranks / "ckpt.pt")["model"][name]
+    assert float(mean) == pytest.approx(float(whole[:whole.size(0) // 4].double().mean()), rel=1e-6)
+
+
+def test_convert_makes_one_file_of_shards(on_four_ranks, tmp_path):
+    for ckpt in (on_four_ranks / "ckpt.pt",
+                 on_four_ranks / sharded_file.folder_named_in(on_four_ranks / "ckpt.pt")):
+        to = tmp_path / "ckpt.pt"
+        done = python("-m", "model.convert", "--ckpt", ckpt, "--to", to)
+        assert done.returncode == 0, done.stderr
+        assert done.stdout == f"Wrote {to}: the same checkpoint in one file\n"
+        assert not sharded_file.is_sharded(to)
+        assert_same_file(to, on_four_ranks / "ckpt.pt")
+    from model.sample import load_model
+    load_model(ckpt)

@@ -107,6 +107,7 @@ def find_start(folder, config, ranks, log):
             if (given := getattr(config, name)) != fields_by_name(config)[name].default:
                 log(f"{name}: {value} from {path} (overrides {given})")
         return Start(kind, path, state, shards, shape)
+
     def open_folder():
         folder.open()
         if config.mirror:
