@@ -25,8 +25,7 @@ def folder(tmp_path_factory):
     folder = tmp_path_factory.mktemp("dry_run")
     (folder / "text.txt").write_text("Once upon a time there was a file.\n" * 5000)
     for command in (f"data.prepare {folder}/text.txt --tokenizer byte --out {folder}/gpt",
-                    f"data.prepare.chat example --tokenizer {folder}/gpt --out {folder}/chat "
-                    "--num_samples 500",
+                    f"data.prepare.chat example --tokenizer {folder}/gpt --out {folder}/chat",
                     f"data.prepare.prompts example --tokenizer {folder}/gpt --out {folder}/grpo "
                     "--num_samples 500",
                     f"data.prepare.labels --example --tokenizer byte --out {folder}/classifier"):
