@@ -1,6 +1,7 @@
 """Checkpoints that leave the machine (mirror): a folder, a store in memory, a real S3 server."""
 
 import contextlib
+import json
 import os
 import shutil
 import signal
@@ -102,6 +103,28 @@ def test_a_kill_during_a_copy_leaves_the_one_before(data_dir, tmp_path, capsys):
     go(data_dir, b, mirror=str(store))
     assert "copy_000002.pt is damaged or incomplete" in capsys.readouterr().out
     assert_same_file(a / "ckpt.pt", b / "ckpt.pt")
+
+
+def test_shards_are_copied_with_their_manifest(data_dir, tmp_path, capsys):
+    """A shard that is damaged in the store makes its checkpoint useless, and the one before is
+    used."""
+    a, b, store = (tmp_path / name for name in ("a", "b", "store"))
+    keys = dict(checkpoint_format="sharded")
+    wanted = go(data_dir, a, **keys)
+    go(data_dir, b, mirror=str(store), max_iters=10, **keys)
+    assert len(copies(store)) == 2
+    named = {json.loads((store / name).read_text())["folder"]
+             for name in [*copies(store), "ckpt_best.pt"]}
+    assert named == {f"shards/{path.name}" for path in (store / "shards").iterdir()}
+    newest = store / json.loads((store / copies(store)[-1]).read_text())["folder"]
+    shard = next(newest.glob("optimizer/*.safetensors"))
+    data = shard.read_bytes()
+    shard.write_bytes(data[:-1] + bytes([data[-1] ^ 1]))
+    shutil.rmtree(b)
+    result = go(data_dir, b, mirror=str(store), **keys)
+    assert "copy_000002.pt is damaged or incomplete" in capsys.readouterr().out
+    assert (result["val_loss"], result["iter_num"]) == (wanted["val_loss"], 20)
+    assert "Resuming" in (b / "train.log").read_text()
 
 
 def test_child_runs_have_no_mirror(tmp_path):

@@ -347,10 +347,9 @@ def find_conflicts(c):
             valid = [str(n) for n in range(1, int(world_size) + 1) if int(world_size) % n == 0]
             found.append(f"shard_size ({size}) does not divide {world_size} ranks; valid: "
                          f"{', '.join(valid)}")
-    for name in ("save_precision", "mirror") if c.checkpoint_format == "sharded" else ():
-        if getattr(c, name):
-            found.append(f"{name} needs whole weights: checkpoint_format: file, or convert the "
-                         "checkpoint afterwards (python -m model.convert)")
+    if c.save_precision and c.checkpoint_format == "sharded":
+        found.append("save_precision needs whole weights: checkpoint_format: file, or convert the "
+                     "checkpoint afterwards (python -m model.convert)")
     for name, needed in (("lr_schedule", c.lr_schedule == "plateau"), ("eval_only", c.eval_only),
                          ("early_stopping_patience", c.early_stopping_patience),
                          ("eval_tasks", c.eval_tasks)):

@@ -319,7 +319,8 @@ class TrainConfig(GPTKeys, SystemKeys, OptimizerKeys, LearningRateKeys, LengthKe
         return self.replica_size(world_size) > 1 and world_size > 1
 
     def saves_shards(self, world_size):
-        """Return whether checkpoints are sharded. save_precision and mirror need a file."""
+        """Return whether checkpoints are sharded. save_precision needs a file; machines with a
+        mirror may share no folder."""
         if self.checkpoint_format == "auto":
             return self.shards_model(world_size) and not (self.save_precision or self.mirror)
         return self.checkpoint_format == "sharded"

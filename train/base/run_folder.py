@@ -57,7 +57,7 @@ class RunFolder:
             os.makedirs(self.path, exist_ok=True)
             self.lock = lock_folder(self.path)
             for name in os.listdir(self.path):
-                if re.search(r"\.tmp\.\d+$", name):  # of a killed process
+                if re.search(r"\.tmp\.\d+(\.pt)?$", name):  # of a killed process
                     os.unlink(self.file(name))
             sharded_file.remove_unnamed_shards(self.path)
         except OSError as error:

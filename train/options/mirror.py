@@ -4,12 +4,15 @@ The store has the last two copies of ckpt.pt, e.g. copy_000002.pt, numbered in t
 and ckpt_best.pt. Copies are made in the background, one at a time; of the saves in the meantime,
 the last one is copied. A failure is a warning. Each file ends with its digest, and an older copy is
 deleted after a newer one is complete: an incomplete copy is never used, and never the only one.
+Of a sharded checkpoint the store has the files of shards/ too, copied before the manifest.
 """
 
 import contextlib
 import os
+import re
 import threading
 
+from train.base import sharded_file
 from train.base.checkpoint_file import verify_digest
 from train.base.errors import CheckpointError, SetupError, require
 from train.base.files import add_link
@@ -31,7 +34,6 @@ class Mirror:
         self.lock = threading.Lock()  # one copy at a time
         self.thread = None            # of the last save
         self.pending = False          # whether ckpt.pt is newer than the last copy
-        self.best_time = 0            # of the ckpt_best.pt in the store
 
     def copies(self):
         """Return the paths of the copies in the store, oldest first, complete or not."""
@@ -68,11 +70,26 @@ class Mirror:
         temporary = f"{target}.tmp.{os.getpid()}"
         self.fs.get_file(path, temporary)
         with contextlib.suppress(ValueError):
-            if verify_digest(temporary):
+            if self.get_shards(temporary) or verify_digest(temporary):
                 os.replace(temporary, target)
                 return True
         log(f"warning: {path} is damaged or incomplete")
         return False
+
+    def get_shards(self, manifest):
+        """Copy the files of a sharded checkpoint to the folder. Return whether the file `manifest`
+        is one; ValueError if it or a file is damaged or missing."""
+        folder = sharded_file.folder_named_in(manifest)
+        for path in self.fs.find(f"{self.root}/{folder}") if folder else ():
+            name = path.rpartition(f"/{folder}/")[2]
+            local = os.path.join(self.folder, folder, name)
+            if re.fullmatch(r"(optimizer/)?shard-[\w-]+\.safetensors", name):  # inside the folder
+                os.makedirs(os.path.dirname(local), exist_ok=True)
+                self.fs.get_file(path, local)
+        if folder:
+            shards = sharded_file.open_shards(manifest)
+            shards.verify(shards.files)
+        return bool(folder)
 
     def update(self, logger):
         """Copy ckpt.pt in the background."""
@@ -95,26 +112,45 @@ class Mirror:
             self.pending = False
             try:
                 copies = self.copies()
-                best = os.path.join(self.folder, "ckpt_best.pt")
-                if os.path.exists(best) and self.best_time != (time := os.stat(best).st_mtime_ns):
+                if os.path.exists(os.path.join(self.folder, "ckpt_best.pt")):
                     self.put("ckpt_best.pt", f"{self.root}/ckpt_best.pt")
-                    self.best_time = time
                 number = int(copies[-1][-9:-3]) + 1 if copies else 1
                 self.put("ckpt.pt", f"{self.root}/copy_{number:06d}.pt")
                 for path in copies[:-1]:
                     self.fs.rm_file(path)
+                self.remove_unnamed_shards()
             except Exception as error:
                 logger.warn(f"mirror: {self.config.mirror} did not take ckpt.pt: {error!r:.300}")
 
     def put(self, name, path):
-        """Copy the file `name` to `path` in the store. OSError if size or digest then differ."""
+        """Copy the checkpoint `name` to `path` in the store, its shards first. OSError if the size
+        or the end of a file then differs."""
         source = os.path.join(self.folder, name)
-        link = f"{source}.copy.tmp.{os.getpid()}"
-        add_link(source, link)  # the run may replace the file
+        link = f"{source.removesuffix('.pt')}.tmp.{os.getpid()}.pt"
+        add_link(source, link)  # the run may replace the file, and keeps its shards
         try:
-            self.fs.put_file(link, path)
-            copied = self.fs.size(path), self.fs.tail(path)  # the last KiB has the digest
-            if copied != (self.disk.size(link), self.disk.tail(link)):
-                raise OSError(f"{path} has another size or digest than {name}")
+            files = []
+            if folder := sharded_file.folder_named_in(link):
+                files = [f"{folder}/{file}" for file in sharded_file.open_shards(link).files]
+            pairs = [(os.path.join(self.folder, file), f"{self.root}/{file}") for file in files]
+            for local, remote in [*pairs, (link, path)]:
+                if not self.is_copy(local, remote):
+                    self.fs.put_file(local, remote)
+                    if not self.is_copy(local, remote):
+                        raise OSError(f"{remote} has another size or digest than {local}")
         finally:
             os.unlink(link)
+
+    def is_copy(self, local, remote):
+        """Return whether the file in the store has the size and the last KiB, with the digest, of
+        the local one."""
+        return self.fs.exists(remote) and (self.fs.size(remote), self.fs.tail(remote)) == (
+            self.disk.size(local), self.disk.tail(local))
+
+    def remove_unnamed_shards(self):
+        """Remove the shards that no checkpoint in the store names."""
+        heads = [self.fs.head(path) for path in self.fs.glob(f"{self.root}/*.pt")]
+        for folder in self.fs.glob(f"{self.root}/shards/*"):
+            name = f'{{"folder": "shards/{os.path.basename(folder)}"'.encode()
+            if not any(head.startswith(name) for head in heads):
+                self.fs.rm(folder, recursive=True)
