@@ -310,6 +310,7 @@ NEEDED_BY = {
     "train.options.trackers": ["--tracker=wandb"], "train.options.loss_svg": "only a picture",
     "train.options.mirror": ["--mirror=copies"],
     "train.options.mixture": ["--data_dir=d:1,d2:2"],
+    "train.options.ranks": "several ranks",
     "train.tools.dry_run": ["--dry_run"], "train.tools.profiler": ["--profile=2"],
     "model.eval": ["--eval_tasks=d/tasks.jsonl"], "model.convert": ["--init_from=hf"],
     "data.prepare": ["--data_dir=data/bin/stdlib"]}

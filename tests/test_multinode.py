@@ -166,8 +166,12 @@ def test_an_error_in_a_rank_ends_the_job_with_its_traceback(data_dir, tmp_path):
     code, output = Job(tmp_path / "again", *arguments(data_dir, tmp_path, step_timeout=2),
                        env=dict(FAULT="before_step@16:1=sleep")).finish()
     assert code == 1
-    assert "at iter 10" in output and output.count("Timeout (0:00:02") == 2
+    assert "at iter 10" in output and output.count("step_timeout: 2 s are over") == 2
     assert "in act" in output  # where rank 1 hangs
+    stacks = re.split(r"\[rank (\d)\]", (tmp_path / "stacks.txt").read_text())
+    of_rank = dict(zip(stacks[1::2], stacks[2::2], strict=True))
+    assert of_rank.keys() == {"0", "1"} and "in act" in of_rank["1"]
+    assert "in max_over_ranks" in of_rank["0"] or "backward" in of_rank["0"]
 
 
 @pytest.mark.matrix(71)

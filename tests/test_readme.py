@@ -145,7 +145,8 @@ def test_every_option_belongs_to_a_command(monkeypatch):
     known = {"--help", "--config", "--print_config", "--dry_run", "--key", "--flag", "--no-flag"}
     known |= {f"--{name}" for system in SYSTEMS
               for name in config_class(system).__dataclass_fields__}
-    known |= {"--nproc_per_node", "--node_rank", "--master_addr", "--max-restarts"}  # torchrun's
+    known |= {"--nnodes", "--nproc_per_node", "--node_rank", "--master_addr",
+              "--max-restarts"}  # torchrun's
     modules = {words[2] for c in COMMANDS if (words := shlex.split(c))[1] == "-m"}
     for module in modules - {"pytest", "tests.matrix"}:
         with monkeypatch.context() as patch:

@@ -6,6 +6,7 @@ import math
 import os
 import re
 import sys
+import time
 
 import torch
 import torch.nn as nn
@@ -201,6 +202,16 @@ class Compiler:
         if self.enabled and self.device.type == "cpu":
             return eager_mode()
         return contextlib.nullcontext()
+
+
+def timed(f, device):
+    """Call f() and return the seconds until the device has finished."""
+    wait = torch.cuda.synchronize if device.type == "cuda" else lambda device: None
+    wait(device)
+    start = time.perf_counter()
+    f()
+    wait(device)
+    return time.perf_counter() - start
 
 
 def blocks(model):

@@ -32,7 +32,8 @@ WARN_EPOCHS = 20  # more are a warning, unless the length is given in epochs
 
 # Names with a fixed meaning in log lines: a model may not use one for a custom number.
 LINE_NAMES = {"iter", "tokens", "unit", "count", "loss", "lr", "grad_norm", "time_ms",
-              "tokens_per_sec", "mfu", "eta_s", "max_iters", "memory_mib", "epoch", "train_loss"}
+              "tokens_per_sec", "mfu", "eta_s", "max_iters", "memory_mib", "epoch", "train_loss",
+              "work_ms", "slowest_ms", "slowest_rank"}
 NOT_STORED = {"max_iters", "eta_s"}  # in metrics.jsonl
 
 
@@ -214,12 +215,14 @@ def drop_lines_from(path, iter, evaluated=False):
 # lines
 
 OWN = "own numbers"  # in a list of fields: the numbers that the model defines
-STEP_FIELDS = ("loss", "time_ms", "lr", "grad_norm", OWN, "tokens_per_sec", "mfu", "eta_s")
+STEP_FIELDS = ("loss", "time_ms", "work_ms", "slowest_ms", "slowest_rank", "lr", "grad_norm", OWN,
+               "tokens_per_sec", "mfu", "eta_s")
 EVALUATION_FIELDS = ("epoch", "train_loss", "val_loss", "val_ppl", "val_bpb", OWN, "lr")
 PROGRESS_FIELDS = ("loss", "tokens_per_sec", "mfu", "eta_s")
 FORMATS = dict(epoch="epoch {:.3g}", loss="loss {:.4f}", train_loss="train loss {:.4f}",
                val_loss="val loss {:.4f}", val_ppl="ppl {:.2f}", val_bpb="bpb {:.3f}", lr="lr {}",
-               time_ms="time {:.1f}ms", grad_norm="norm {:.2f}", tokens_per_sec="{} {unit}/s",
+               time_ms="time {:.1f}ms", work_ms="work {:.1f}ms", slowest_ms="slowest {:.1f}ms",
+               slowest_rank="rank {:.0f}", grad_norm="norm {:.2f}", tokens_per_sec="{} {unit}/s",
                mfu="mfu {:.1%}", eta_s="eta {}")
 CONVERSIONS = dict(lr=lambda lr: f"{lr:.6f}" if lr >= 1e-5 or lr == 0 else f"{lr:.2e}",
                    tokens_per_sec=compact, eta_s=duration)
@@ -264,6 +267,7 @@ def peak_memory(device):
 
 class Clock:
     """Measures the time per step between two log lines, without evaluations and saves."""
+    numbers = {}  # for the log line, of a subclass
 
     def __init__(self):
         self.total_away = 0.0  # seconds in evaluations and saves, of the entire run

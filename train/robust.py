@@ -5,13 +5,17 @@ import faulthandler
 import math
 import os
 import signal
+import socket
 import sys
+import threading
+import time
 import traceback
 
 import torch
 
 from train.base.cli import env_rank, interrupt_code, report_error, under_torchrun
 from train.base.errors import CollectiveExit, UserError, missing_part, printable, warn_stderr
+from train.base.files import exclusive_lock, open_no_follow
 from train.device import is_compile_error
 from train.distributed import max_over_ranks
 
@@ -87,15 +91,49 @@ class Signals:
         return stop, bool(save)
 
 
-def exit_after(seconds, slow=False):
-    """Start or restart the timer that ends a hanging process: after `seconds` without another call
-    it prints the stacks of all threads and exits. 0: no effect. slow: SLOW_STEP_FACTOR times as
-    long. The timer is a C thread, so that it also works while Python waits in a collective."""
-    if seconds:
-        # One rank per machine after the other, or the stacks would be interleaved.
-        delay = int(os.environ.get("LOCAL_RANK") or 0) / 2
-        limit = seconds * (SLOW_STEP_FACTOR if slow else 1)
-        faulthandler.dump_traceback_later(limit + delay, exit=True, file=sys.stderr)
+class Watchdog:
+    """Ends a hanging process: `seconds` (0: never) after the last call of restart(), a thread
+    appends the stacks of all threads to stacks.txt in `folder`, prints them, and exits. Code in C
+    that keeps Python's lock also stops this thread; then a timer in C prints them.
+    """
+
+    def __init__(self, seconds, folder, rank):
+        self.seconds = seconds
+        self.folder = folder
+        self.rank = rank
+        self.deadline = math.inf  # None: closed
+        if seconds:
+            threading.Thread(target=self.watch, daemon=True).start()
+
+    def restart(self, slow=False):
+        """Restart the timer. slow: the next step may take SLOW_STEP_FACTOR times as long."""
+        if self.seconds:
+            limit = self.seconds * (SLOW_STEP_FACTOR if slow else 1)
+            self.deadline = time.monotonic() + limit
+            faulthandler.dump_traceback_later(limit + 10, exit=True)
+
+    def close(self):
+        self.deadline = None
+        faulthandler.cancel_dump_traceback_later()
+
+    def watch(self):
+        while (deadline := self.deadline) and time.monotonic() < deadline:
+            time.sleep(0.1)
+        if deadline:
+            self.dump_stacks()
+            time.sleep(1)  # an exit would end collectives of other ranks
+            os._exit(1)
+
+    def dump_stacks(self):
+        title = (f"{time.strftime('%Y-%m-%d %H:%M:%S')} [rank {self.rank}] pid {os.getpid()} on "
+                 f"{socket.gethostname()}: step_timeout: {self.seconds:g} s are over\n")
+        with exclusive_lock(self.folder):  # one rank after the other
+            sys.stderr.write(title)
+            faulthandler.dump_traceback(sys.stderr)
+            with (contextlib.suppress(OSError),
+                  open_no_follow(os.path.join(self.folder, "stacks.txt"), "ab") as f):
+                f.write(title.encode())
+                faulthandler.dump_traceback(f)
 
 
 # -----------------------------------------------------------------------------

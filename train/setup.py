@@ -6,7 +6,6 @@ train/train.py trains it. The state that must survive a crash is in the model, t
 """
 
 import contextlib
-import faulthandler
 import functools
 import math
 from dataclasses import asdict, dataclass, field, fields, replace
@@ -83,12 +82,15 @@ class Run:
         # out_dir, locked; saves in the background.
         self.folder = stack.enter_context(
             RunFolder(c.out_dir, c.keep_last, c.save_precision))
-        def note(text):
+        # Start: scratch, resume or init_from, with the checkpoint.
+        self.start = checkpoint.find_start(self.folder, c, self.ranks, self.note)
+        self.config = c.replace(**self.start.shape)
+
+    def note(self, text):
+        """Print a message on rank 0, and keep it for train.log, which is not open yet."""
+        if self.ranks.is_main:
             self.notes.append(text)
             echo(text)
-        # Start: scratch, resume or init_from, with the checkpoint.
-        self.start = checkpoint.find_start(self.folder, c, self.ranks, note)
-        self.config = c.replace(**self.start.shape)
 
     def open_data(self, data=None):
         """Open the loaders, which define the length of an epoch, and convert lengths to steps."""
@@ -203,12 +205,18 @@ class Run:
                                        min_scale=(c.min_lr or 0.0) / c.learning_rate)
         self.spikes = SpikeDetector(c.spike_sigma)
         self.signals = robust.Signals()  # SIGTERM, SIGINT, SIGHUP, SIGUSR1
-        stack.callback(faulthandler.cancel_dump_traceback_later)  # see exit_after()
+        # Ends a run that hangs.
+        self.watchdog = robust.Watchdog(c.step_timeout, self.folder.path, self.ranks.rank)
+        stack.callback(self.watchdog.close)
         if c.step_timeout:
             slow = robust.SLOW_STEP_FACTOR * c.step_timeout
             self.log.info(f"Timeout: {c.step_timeout:g} s per step (step_timeout), {slow:g} s for "
                           "the first two steps, evaluations and saves")
         self.clock = logger.Clock()  # time per step, without evaluations and saves
+        if self.ranks.world_size > 1:
+            from train.options.ranks import RankClock, log_network
+            log_network(c, self.raw_model, self.ranks, self.log.info)
+            self.clock = RankClock(self.raw_model, self.optimizer, self.ranks)
         # Batches on the device, read ahead.
         self.batches = Prefetcher(self.data.train, self.ranks.device)
         stack.callback(self.batches.close)
@@ -331,6 +339,9 @@ def open_run(config, ranks, model=None, on_evaluation=None, data=None):
         run = Run(config, ranks, on_evaluation)
         if model is not None:
             run.model_type.USE = ""  # the file's command is for the file's models
+        with contextlib.suppress(ModuleNotFoundError):  # train/options/ranks.py is deleted
+            from train.options.ranks import check_ranks
+            check_ranks(config, ranks, run.note)
         run.open_folder(stack)
         run.open_data(data)
         run.open_model(stack, model)

@@ -23,7 +23,7 @@ from train.config import TrainConfig
 from train.dataloader import Data
 from train.evaluate import evaluate, pack, to_numbers, unpack
 from train.lr_scheduler import get_lr
-from train.robust import decide_action, describe_non_finite, exit_after
+from train.robust import decide_action, describe_non_finite
 from train.setup import open_run, validate_config
 from train.system import hook
 
@@ -93,7 +93,7 @@ def training_loop(run):
         if save_requested or run.best_due or run.save_is_due():
             save(run)
         # The first two steps compile.
-        exit_after(c.step_timeout, slow=p.iter_num <= run.log.first_iter + 1)
+        run.watchdog.restart(slow=p.iter_num <= run.log.first_iter + 1)
         train_step(run)
     finish(run)
 
@@ -233,7 +233,7 @@ def log_step(run, lr, loss, norm, sums):
     # Times are means over the steps since the last line, without evaluations and saves.
     seconds = run.clock.lap(it, run.batches, run.log.warn)
     run.log.step(dict(
-        iter=it, max_iters=c.max_iters, tokens=(it + 1) * run.units_per_step,
+        iter=it, max_iters=c.max_iters, tokens=(it + 1) * run.units_per_step, **run.clock.numbers,
         unit=run.data.train.unit, lr=lr, grad_norm=norm, time_ms=seconds * 1000,
         tokens_per_sec=run.units_per_step / seconds, eta_s=(c.max_iters - it - 1) * seconds,
         mfu=run.flops_per_step / seconds / run.peak_flops if run.peak_flops else None,
@@ -251,7 +251,7 @@ def validate(run):
     c = run.config
     p = run.progress
     # The time of an evaluation does not count as training, and the step's time limit is extended.
-    exit_after(c.step_timeout, slow=True)
+    run.watchdog.restart(slow=True)
     with run.clock.away():
         numbers = evaluate_validation(run, c.eval_iters)
         if numbers is None:
@@ -305,7 +305,7 @@ def evaluate_loader(run, loader, n_batches):
 def must_stop_evaluation(run, done, total):
     """Return whether a signal ends an evaluation; called before each of its batches."""
     run.log.activity(f"evaluating, batch {done} of {total}")
-    exit_after(run.config.step_timeout, slow=True)  # the limit is per batch
+    run.watchdog.restart(slow=True)  # the limit is per batch
     return bool(run.signals.stop)
 
 
@@ -356,7 +356,7 @@ def check_metric_names(run):
 def save(run, last=False):
     """Save a checkpoint in the background; all ranks call. last: write it before returning, and
     raise CollectiveExit if that fails."""
-    exit_after(run.config.step_timeout, slow=True)
+    run.watchdog.restart(slow=True)
     with run.clock.away():
         # Only one save runs at a time: its snapshot needs as much memory as the state.
         run.folder.wait()

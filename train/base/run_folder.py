@@ -27,7 +27,8 @@ from train.base.tensors import map_tensors, named_tensors, write_safetensors
 
 # Starts of the names that a run writes. Other names in out_dir may belong to other runs.
 RUN_FILES = ("ckpt", "config.yaml", "training_args.json", "train.log", "metrics.jsonl", "loss.svg",
-             "samples.txt", "model.safetensors", "tensorboard", "wandb", "tracker.json")
+             "samples.txt", "stacks.txt", "model.safetensors", "tensorboard", "wandb",
+             "tracker.json")
 
 
 class RunFolder:

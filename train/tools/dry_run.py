@@ -5,8 +5,6 @@ runs of several lengths. Writes nothing. Memory and time are measured, so that t
 model type: on a GPU as allocated, on a CPU as resident, with the space that malloc keeps unused.
 """
 
-import time
-
 import numpy as np
 import torch
 
@@ -16,9 +14,10 @@ from train.base.console import compact, duration
 from train.base.errors import CollectiveExit
 from train.base.memory import memory_available, memory_resident
 from train.checkpoint import inherited_shape
-from train.device import ON_OFF, compile_model, should_compile
+from train.device import ON_OFF, compile_model, should_compile, timed
 from train.logger import log_plan, peak_memory
 from train.optimizer import build_optimizer
+from train.options.ranks import check_ranks, log_network
 from train.setup import check_epochs, open_data
 from train.system import flops_per_step, load_model_type
 from train.train import clip_gradients
@@ -33,6 +32,7 @@ def estimate(config):
     """Print the estimate for the run that `config` describes. Raises CollectiveExit."""
     with distributed.process_group(config) as ranks:
         log = (lambda text: print(text, flush=True)) if ranks.is_main else (lambda text: None)
+        check_ranks(config, ranks, log)
         shape = distributed.broadcast_from_rank0(lambda: inherited_shape(config)[0], ranks)
         config = config.replace(**shape)
         data = open_data(config, ranks)
@@ -46,6 +46,7 @@ def estimate(config):
         precision = f"{reason}; compile {ON_OFF[compiled]}"
         device = device_module.describe_device(ranks.device)
         log_plan(log, config, ranks, data, empty_model, device, precision, flops)
+        log_network(config, empty_model, ranks, log)
         on_gpu = ranks.device.type == "cuda"
         available = torch.cuda.mem_get_info(ranks.device)[0] if on_gpu else memory_available()
         memory = state_memory(config, empty_model, ranks.world_size)
@@ -125,13 +126,3 @@ def measure_step(config, data, ranks, dtype, compiled, available):
         cost += (measure(larger_n) - cost) * (size - n) / (larger_n - n)
     seconds = config.accumulation(ranks.world_size) * cost[0] + timed(update, device)
     return seconds, max(0, cost[1] - sum(state_memory(config, model, world_size=1).values()))
-
-
-def timed(f, device):
-    """Call f() and return the seconds until the device has finished."""
-    wait = torch.cuda.synchronize if device.type == "cuda" else lambda device: None
-    wait(device)
-    start = time.perf_counter()
-    f()
-    wait(device)
-    return time.perf_counter() - start

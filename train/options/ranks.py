@@ -1,0 +1,264 @@
+"""The ranks of a run: whether their code, settings and versions are equal, what a step sends, the
+speed of the network, and the time that each rank works per step."""
+
+import hashlib
+import os
+import pathlib
+import socket
+import time
+from contextlib import suppress
+from dataclasses import asdict, dataclass, fields
+
+import torch
+import torch.distributed as dist
+
+from train.base.environment import environment
+from train.base.errors import SetupError
+from train.device import blocks, choose_dtype, timed
+from train.distributed import all_gather_vectors, is_sharded
+from train.logger import Clock
+from train.system import REPOSITORY
+
+# Variables of launchers: the nodes, and the processes, that they have started.
+STARTED = {"nodes": ("SLURM_STEP_NUM_NODES", "SLURM_JOB_NUM_NODES", "SKYPILOT_NUM_NODES",
+                     "DSTACK_NODES_NUM", "PET_NNODES"),
+           "processes": ("SLURM_STEP_NUM_TASKS", "SLURM_NTASKS", "OMPI_COMM_WORLD_SIZE",
+                         "PMI_SIZE")}
+ADVICE = ("each of the others trains a run of its own, or nothing. For one run start, on every "
+          "node, `torchrun --nnodes=NODES --nproc_per_node=GPUS --rdzv_backend=c10d "
+          "--rdzv_endpoint=FIRST_NODE:29500 run_train.py ...` (train/README.md)")
+DDP_BUCKETS_BYTES = [2**20, 25 * 2**20]  # PyTorch's: the first bucket, and all others
+SLOW_FACTOR = 1.2  # of the median time; a rank above it is slow
+SLOW_MS = 2        # and at least by this, since short steps vary
+SLOW_STEPS = 50    # in a row, before the rank is named
+
+
+# -----------------------------------------------------------------------------
+# before the first step
+
+def check_ranks(config, ranks, log):
+    """Log the nodes and processes of a run, and warn of different versions, and if a launcher has
+    started more than this run. SetupError, on all ranks, if code or configuration differ."""
+    rows = [None] * ranks.world_size
+    if ranks.world_size > 1:
+        dist.all_gather_object(rows, describe_rank(config, ranks), group=ranks.control)
+    nodes = len({row and (row["host"], row["node"]) for row in rows})
+    for what, number in (("nodes", nodes), ("processes", ranks.world_size)):
+        for name in STARTED[what]:
+            if os.environ.get(name, "").isdigit() and int(os.environ[name]) > number:
+                log(f"Warning: {name} is {os.environ[name]}, and the {what} of this run are "
+                    f"{number}: {ADVICE}")
+                break
+    if ranks.world_size == 1:
+        return
+    log(f"Ranks: nodes {nodes}, processes {ranks.world_size}")
+    keys = rows[0].pop("keys")
+    others = [keys, *(row.pop("keys") for row in rows[1:])]
+    for row, members in group_ranks(rows):
+        log(f"  {members}: " + ", ".join(f"{name} {value}" for name, value in row.items()))
+    errors = []
+    for name in ("device", "torch", "NCCL", "commit", "code", *keys):
+        column = [(keys if name in keys else row).get(name)
+                  for row, keys in zip(rows, others, strict=True)]
+        text = f"{name}: " + "; ".join(f"{v} on {members}" for v, members in group_ranks(column))
+        if len(group_ranks(column)) == 1:
+            continue
+        if name == "code" or name in keys:
+            errors.append(text)
+        else:
+            log(f"Warning: different {text}")
+    if errors:
+        raise SetupError("the ranks would train different runs; start the same code with the same "
+                         "arguments on every node:\n  " + "\n  ".join(errors))
+
+
+def describe_rank(config, ranks):
+    """Return {name: value} of this rank. keys: the settings that must be equal on all ranks: all
+    but paths, which may be local to a node."""
+    code = hashlib.sha256()
+    for folder in ("train", "model", "data"):
+        for path in sorted(pathlib.Path(REPOSITORY, folder).rglob("*.py")):
+            code.update(path.read_bytes())
+    on_gpu = ranks.device.type == "cuda"
+    values = asdict(config)
+    keys = {f.name: values[f.name] for f in fields(config) if not f.metadata.get("path")}
+    address = None
+    with (suppress(OSError, KeyError), socket.socket(type=socket.SOCK_DGRAM) as s):
+        s.connect((os.environ["MASTER_ADDR"], 1))  # sends nothing, and needs no name of its own
+        address = s.getsockname()[0]
+    return dict(
+        host=socket.gethostname(), node=os.environ.get("GROUP_RANK"), address=address,
+        device=torch.cuda.get_device_name(ranks.device) if on_gpu else str(ranks.device),
+        torch=torch.__version__, NCCL=torch.cuda.nccl.version() if on_gpu else None,
+        commit=environment()["git_commit"], code=code.hexdigest()[:8],
+        configuration=hashlib.sha256(repr(keys).encode()).hexdigest()[:8], keys=keys)
+
+
+def group_ranks(values):
+    """Return [(value, name of the ranks that have it)] of a list with a value per rank."""
+    groups = {}
+    for rank, value in enumerate(values):
+        groups.setdefault(repr(value), (value, []))[1].append(rank)
+    return [(value, f"ranks {m[0]}-{m[-1]}" if len(m) > 1 and m[-1] - m[0] == len(m) - 1
+             else f"rank {', '.join(map(str, m))}") for value, m in groups.values()]
+
+
+# -----------------------------------------------------------------------------
+# the collectives of a step
+
+@dataclass
+class Collective:
+    """`count` collectives of one kind per step, over tensors of `nbytes` bytes in all (whole
+    tensors, not shards). group: world, shard, replicate, or control (on the host)."""
+    kind: str
+    group: str
+    count: int
+    nbytes: int
+
+
+def step_collectives(model, config, world_size, shard_size, dtype):
+    """Return the Collectives of a step of the bare `model` (on any device, not sharded) with AdamW.
+    shard_size: ranks that share a copy of the model: 1 for DDP, world_size for FSDP. dtype: of
+    matrix products."""
+    n = config.accumulation(world_size)
+    found = [Collective("all_reduce", "control", n, 8 * (n + 1)),  # requests to stop or save
+             Collective("all_reduce", "world", 1, 16)]  # sums of the loss
+    if shard_size == 1:
+        trained = [p for p in model.parameters() if p.requires_grad][::-1]
+        buckets, _ = dist._compute_bucket_assignment_by_size(
+            trained, DDP_BUCKETS_BYTES, [False] * len(trained))
+        size = sum(4 * p.numel() for p in trained)
+        return [*found, Collective("all_reduce", "world", len(buckets), size)]
+    found.append(Collective("all_reduce", "world", 1, 4))  # norm of the gradients
+    seen = set()
+    for unit in [*blocks(model), model]:  # as distributed.shard(): the root has the rest
+        params = [p for p in unit.parameters() if p not in seen]
+        seen.update(params)
+        trained = padded_numel([p for p in params if p.requires_grad], shard_size)
+        gathers = n * (1 if unit is model else 2)  # blocks again in the backward pass
+        size = padded_numel(params, shard_size) * (2 if dtype == torch.bfloat16 else 4)
+        found.append(Collective("all_gather", "shard", gathers, gathers * size))
+        if trained:
+            found.append(Collective("reduce_scatter", "shard", n, n * 4 * trained))
+        if trained and shard_size < world_size:
+            found.append(Collective("all_reduce", "replicate", n, n * 4 * trained // shard_size))
+    return found
+
+
+def padded_numel(params, shard_size):
+    """Return the numbers in `params` with the rows that make their shards equal."""
+    return sum(-(-p.size(0) // shard_size) * shard_size * (p.numel() // p.size(0)) for p in params)
+
+
+def bytes_sent(collectives, world_size, shard_size, nodes):
+    """Return (bytes that a rank sends within its node, bytes that a node sends to others) per step,
+    by rings over ranks that are numbered node by node."""
+    per_node = world_size // nodes
+    members = dict(world=range(world_size), shard=range(shard_size), control=range(1),
+                   replicate=range(0, world_size, shard_size))
+    within = between = 0.0
+    for c in collectives:
+        n = len(members[c.group])
+        spanned = len({rank // per_node for rank in members[c.group]})
+        size = c.nbytes * (2 if c.kind == "all_reduce" else 1)
+        within += size * (n - 1) / n if spanned < n else 0
+        rings = per_node * spanned / n  # of equal groups, side by side
+        between += rings * size * (spanned - 1) / spanned
+    return within, between
+
+
+# -----------------------------------------------------------------------------
+# the network
+
+def log_network(config, model, ranks, log):
+    """Time an all-reduce within and between nodes, and log it beside what a step sends."""
+    world_size = ranks.world_size
+    per_node = int(os.environ.get("LOCAL_WORLD_SIZE") or world_size)
+    if world_size == 1 or world_size % per_node:
+        return
+    numbers = torch.arange(world_size).view(-1, per_node)
+    shard_size = world_size if config.distributed == "fsdp" else 1
+    dtype, _ = choose_dtype(config.dtype, ranks.device)
+    collectives = step_collectives(model, config, world_size, shard_size, dtype)
+    sent = bytes_sent(collectives, world_size, shard_size, len(numbers))
+    for place, groups, size, senders in (("within a node", numbers, sent[0], 1),
+                                         ("between nodes", numbers.T, sent[1], per_node)):
+        if groups.size(1) > 1:
+            speed = senders * all_reduce_speed(groups.tolist(), ranks.device)
+            log(f"All-reduce {place}: {speed / 1e9:.3g} GB/s; a step sends {size / 1e6:,.1f} MB, "
+                f"{1000 * size / speed:.3g} ms")
+
+
+def all_reduce_speed(groups, device):
+    """Return the bytes per second that each rank sends in all-reduces, side by side in all
+    `groups` (lists of ranks)."""
+    group = dist.new_subgroups_by_enumeration(groups)[0] if len(groups) > 1 else None
+    x = torch.zeros(2**24 if device.type == "cuda" else 2**16, device=device)
+    dist.all_reduce(x, group=group)  # the first one connects
+    seconds = timed(lambda: [dist.all_reduce(x, group=group) for _ in range(3)], device)
+    if group is not None:
+        dist.destroy_process_group(group)
+    return 3 * x.nbytes * 2 * (1 - 1 / len(groups[0])) / seconds
+
+
+# -----------------------------------------------------------------------------
+# slow ranks
+
+class RankClock(Clock):
+    """A Clock that compares the ranks. The work of a rank in a step ends with the last of its
+    gradients; then it waits for the others. Under FSDP ranks wait for each other in every block,
+    and only the time until the forward pass, e.g. for data, is a rank's own."""
+
+    def __init__(self, model, optimizer, ranks):
+        super().__init__()
+        self.ranks = ranks
+        self.spans = []     # (begin, end) of the work in each step
+        self.begin = None   # end of the previous step, when all ranks have the same numbers
+        self.end = None
+        self.slow = (-1, 0)  # rank, and the step from which on it was the slowest in every lap
+        optimizer.register_step_pre_hook(self.end_step)
+        first = next(p for p in model.parameters() if p.requires_grad)  # has the last gradient
+        self.sharded = is_sharded(first)
+        if self.sharded:
+            model.register_forward_pre_hook(self.end_work, prepend=True)
+        else:
+            first.register_post_accumulate_grad_hook(self.end_work)
+
+    def now(self):
+        if self.ranks.device.type != "cuda":
+            return time.perf_counter()
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        return event
+
+    def end_work(self, *_):
+        if not (self.sharded and self.end):  # the first forward pass, or the last gradient
+            self.end = self.now()
+
+    def end_step(self, *_):
+        if self.begin and self.end:
+            self.spans.append((self.begin, self.end))
+        self.begin = self.now()
+        self.end = None
+
+    def lap(self, it, batches, warn):
+        """Also compare the ranks: log their work per step, and name a rank that stays slow."""
+        start = self.it
+        per_step = super().lap(it, batches, warn)
+        on_gpu = self.ranks.device.type == "cuda"
+        ms = [a.elapsed_time(b) if on_gpu else 1000 * (b - a) for a, b in self.spans] or [0.0]
+        self.spans = []
+        # A median, since one step may include an evaluation.
+        work = torch.tensor([sorted(ms)[len(ms) // 2]], dtype=torch.float64)
+        all_work = all_gather_vectors(work, self.ranks)[:, 0].tolist()
+        median = sorted(all_work)[(len(all_work) - 1) // 2]
+        slowest = max(all_work)
+        rank = all_work.index(slowest)
+        self.numbers = dict(work_ms=median, slowest_ms=slowest, slowest_rank=rank)
+        since = self.slow[1]
+        if slowest < SLOW_FACTOR * median + SLOW_MS or rank != self.slow[0]:
+            self.slow = (rank, start)
+        elif it - since >= SLOW_STEPS > start - 1 - since:
+            warn(f"rank {rank} is slow since iter {since}, and all others wait for it: it works "
+                 f"{slowest:.1f} ms per step, the median rank {median:.1f} ms")
+        return per_step
