@@ -73,7 +73,8 @@ def test_other_values_are_refused_with_what_was_expected(name, raw, words):
 COUNTS_FROM_0 = {"seed", "max_iters", "eval_interval", "save_interval", "keep_last",
                  "sample_tokens", "eval_task_rows", "warmup_iters", "plateau_patience",
                  "early_stopping_patience", "profile", "bos_id", "pad_id"}
-COUNTS_FROM_1 = {"batch_size", "gradient_accumulation_steps", "eval_iters", "log_interval",
+COUNTS_FROM_1 = {"world_size", "nodes", "batch_size", "gradient_accumulation_steps", "eval_iters",
+                 "log_interval",
                  "lr_decay_iters", "step_iters", "num_threads", "block_size", "n_layer", "n_head",
                  "n_kv_head", "n_embd", "n_hidden", "head_dim", "window", "max_positions"}
 FROM_0 = {"min_lr", "warmup_epochs", "early_stopping_min_delta", "weight_decay", "grad_clip",
@@ -340,7 +341,8 @@ def test_the_free_keys_are_these():
         sample_prompts sample_tokens save_epochs save_interval save_precision spike_sigma
         step_timeout tokenizer tracker""".split())
     starts = {n for n, f in FIELDS.items() if f.metadata.get("start")}
-    assert starts == {"resume", "allow_change", "eval_only", "profile", "dry_run", "print_config"}
+    assert starts == {"resume", "allow_change", "eval_only", "profile", "dry_run", "print_config",
+                      "world_size", "nodes", "gpu"}
 
 
 # --- keys without effect

@@ -334,7 +334,9 @@ def find_conflicts(c):
         found.append("deterministic: true does not go with cudnn_benchmark: true; leave one out")
     if "://" in c.out_dir:
         found.append(f"out_dir: expected a folder; --mirror {c.out_dir} copies its checkpoints")
-    world_size = os.environ.get("WORLD_SIZE", "")
+    world_size = str(c.world_size or os.environ.get("WORLD_SIZE", ""))
+    if c.world_size and c.world_size % c.nodes:
+        found.append(f"world_size: {c.world_size} GPUs cannot be divided among {c.nodes} nodes")
     samples = c.samples_per_step
     if world_size.isdigit() and samples % max(1, int(world_size)):
         valid = [str(w) for w in range(1, min(samples, 1024) + 1) if samples % w == 0]

@@ -50,6 +50,11 @@ class RunKeys:
     eval_only: bool = key(False, "evaluate once, print the numbers and exit", start=True)
     profile: int = key(0, "profile this many steps, print a breakdown, exit", ge=0, start=True)
     dry_run: bool = key(False, "estimate memory, tokens and time; write nothing", start=True)
+    world_size: int | None = key(None, "dry_run: plan on that many GPUs", ge=1, start=True,
+                                 needs="dry_run")
+    nodes: int = key(1, "dry_run: nodes of the plan", ge=1, start=True, needs="dry_run")
+    gpu: str = key("h100", "dry_run: GPU of the plan", start=True, needs="dry_run",
+                   choices=["a100", "h100", "h200", "b200", "a10g"])
     print_config: bool = key(False, "print every key, its value and its origin", start=True)
     tokenizer: str | None = free_key(None, "for data without one: byte, gpt2 or a file", path=True)
     tracker: list[str] = free_key([], "also log to", choices=["tensorboard", "wandb", "mlflow"])

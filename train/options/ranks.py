@@ -24,9 +24,9 @@ STARTED = {"nodes": ("SLURM_STEP_NUM_NODES", "SLURM_JOB_NUM_NODES", "SKYPILOT_NU
                      "DSTACK_NODES_NUM", "PET_NNODES"),
            "processes": ("SLURM_STEP_NUM_TASKS", "SLURM_NTASKS", "OMPI_COMM_WORLD_SIZE",
                          "PMI_SIZE")}
-ADVICE = ("each of the others trains a run of its own, or nothing. For one run start, on every "
-          "node, `torchrun --nnodes=NODES --nproc_per_node=GPUS --rdzv_backend=c10d "
-          "--rdzv_endpoint=FIRST_NODE:29500 run_train.py ...` (train/README.md)")
+ADVICE = ("each of the others trains a run of its own, or nothing. For one run use a file in "
+          "train/launch, or start on every node `torchrun --nnodes=NODES --nproc_per_node=GPUS "
+          "--rdzv_backend=c10d --rdzv_endpoint=FIRST_NODE:29500 run_train.py ...`")
 DDP_BUCKETS_BYTES = [2**20, 25 * 2**20]  # PyTorch's: the first bucket, and all others
 SLOW_FACTOR = 1.2  # of the median time; a rank above it is slow
 SLOW_MS = 2        # and at least by this, since short steps vary
@@ -173,11 +173,11 @@ def bytes_sent(collectives, world_size, shard_size, nodes):
 def log_network(config, model, ranks, log):
     """Time an all-reduce within and between nodes, and log it beside what a step sends."""
     world_size = ranks.world_size
-    per_node = int(os.environ.get("LOCAL_WORLD_SIZE") or world_size)
+    per_node = ranks.ranks_per_node
     if world_size == 1 or world_size % per_node:
         return
     numbers = torch.arange(world_size).view(-1, per_node)
-    shard_size = world_size if config.distributed == "fsdp" else 1
+    shard_size = config.replica_size(world_size)
     dtype, _ = choose_dtype(config.dtype, ranks.device)
     collectives = step_collectives(model, config, world_size, shard_size, dtype)
     sent = bytes_sent(collectives, world_size, shard_size, len(numbers))

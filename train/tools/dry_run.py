@@ -3,6 +3,7 @@
 Prints the start-up block, the memory per rank by purpose, the time per step and the duration of
 runs of several lengths. Writes nothing. Memory and time are measured, so that this works for every
 model type: on a GPU as allocated, on a CPU as resident, with the space that malloc keeps unused.
+With world_size, the run is planned on that many GPUs instead (train/tools/plan.py).
 """
 
 import numpy as np
@@ -20,6 +21,7 @@ from train.optimizer import build_optimizer
 from train.options.ranks import check_ranks, log_network
 from train.setup import check_epochs, open_data
 from train.system import flops_per_step, load_model_type
+from train.tools.plan import log_table, state_memory
 from train.train import clip_gradients
 
 MAX_SECONDS = 15.0  # on a CPU, slower micro-batches are extrapolated
@@ -39,9 +41,12 @@ def estimate(config):
         check_epochs(config, data.train.samples)
         config = config.in_steps(data.train.samples)
         with torch.device("meta"):  # allocates nothing: the model may not fit
-            empty_model = load_model_type(config.model).build_model(config, data)
+            empty_model, probe = (load_model_type(config.model).build_model(config, data)
+                                  for _ in range(2))
         dtype, reason = device_module.choose_dtype(config.dtype, ranks.device)
         flops = flops_per_step(empty_model, config, data.train)
+        if config.world_size:
+            return log_table(log, config, data, empty_model, probe, flops)
         compiled = should_compile(config, flops, ranks)
         precision = f"{reason}; compile {ON_OFF[compiled]}"
         device = device_module.describe_device(ranks.device)
@@ -66,16 +71,6 @@ def estimate(config):
         for steps in sorted({config.max_iters, 5_000, 50_000, 500_000}):
             log(f"  {steps:>9,} steps: {compact(steps * units):>6} {unit}, "
                 f"{duration(steps * seconds)}")
-
-
-def state_memory(config, model, world_size):
-    """Return {purpose: bytes per rank} of what exists between two steps, and of gradients."""
-    trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
-    shards = config.replica_size(world_size)
-    grad_copies = 2 if world_size > shards else 1  # the second one is in DDP's buckets
-    return {"weights": sum(p.nbytes for p in model.parameters()) / shards,
-            "gradients": 4 * trained * grad_copies / shards,
-            "optimizer": (12 if config.ema else 8) * trained / shards}  # two moments, EMA weights
 
 
 def check_memory(memory, available, ranks):
@@ -125,4 +120,4 @@ def measure_step(config, data, ranks, dtype, compiled, available):
         larger_n = min(max(2, int(min(limits / np.maximum(cost, 1e-9)))), size)
         cost += (measure(larger_n) - cost) * (size - n) / (larger_n - n)
     seconds = config.accumulation(ranks.world_size) * cost[0] + timed(update, device)
-    return seconds, max(0, cost[1] - sum(state_memory(config, model, world_size=1).values()))
+    return seconds, max(0, cost[1] - sum(state_memory(config, model, 1).values()))

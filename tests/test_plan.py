@@ -1,0 +1,162 @@
+"""The plan of --dry_run --world_size, beside the collectives of real steps in a fake group."""
+
+import collections
+
+import pytest
+import torch
+import torch.distributed as dist
+from conftest import REPO
+from test_distributed import in_ranks
+
+import run_train
+from model.gpt import GPT, GPTConfig
+from train.config import FIELDS, TrainConfig
+from train.device import PEAK_TFLOPS
+from train.distributed import Ranks
+from train.options.ranks import bytes_sent, step_collectives
+from train.tools.plan import GPUS, activation_bytes, costs
+
+KINDS = {"allreduce_": "all_reduce", "all_reduce": "all_reduce",
+         "_allgather_base_": "all_gather", "_reduce_scatter_base_": "reduce_scatter"}
+
+
+def fake_step(options, world_size):
+    """Do steps as rank 0 of a fake group; ({kind: number}, {kind: bytes}) of the third one, and the
+    Collectives of the plan."""
+    from torch.distributed.tensor.debug import CommDebugMode
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+    from torch.utils._python_dispatch import TorchDispatchMode
+    from torch.utils._pytree import tree_leaves
+
+    from train import setup
+    from train.options import ranks as comparison
+    from train.train import train_step
+    sizes = collections.Counter()
+
+    class Bytes(TorchDispatchMode):
+        def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+            space, _, name = function._schema.name.partition("::")
+            if space == "c10d":
+                tensors = [t for t in tree_leaves(args) if isinstance(t, torch.Tensor)]
+                sizes[KINDS[name]] += max(t.nbytes for t in tensors)
+            return function(*args, **(kwargs or {}))
+
+    def send_bucket(_, bucket):  # the fake group has no results, which DDP's own hook returns
+        dist.all_reduce(bucket.buffer())
+        future = torch.futures.Future()
+        future.set_result(bucket.buffer())
+        return future
+    comparison.check_ranks = lambda *args: None  # a fake group gathers nothing
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=world_size)
+    ranks = Ranks(0, world_size, torch.device("cpu"), dist.new_group(backend="fake"))
+    with setup.open_run(TrainConfig(**options), ranks) as run:
+        if run.model is not run.raw_model:
+            run.model.register_comm_hook(None, send_bucket)
+        for _ in range(2):  # DDP divides its buckets anew after the first step
+            train_step(run)
+        modes = CommDebugMode()
+        # Which module is computed: it loses count in a second micro-batch.
+        modes.advanced_module_tracker._fw_set_module_hook = lambda *_: None
+        with modes, Bytes():
+            run.signals.agree(ranks)
+            train_step(run)
+        planned = step_collectives(run.raw_model, run.config, world_size,
+                                   run.config.replica_size(world_size), torch.float32)
+    counts = collections.Counter()
+    for function, number in modes.get_comm_counts().items():
+        counts[KINDS[str(function).rpartition(".")[2].strip("'>)")]] += number
+    return counts, sizes, planned
+
+
+@pytest.mark.parametrize("world_size", [8, 64, 512])
+@pytest.mark.parametrize("method", ["ddp", "fsdp", "hsdp"])
+def test_the_collectives_of_a_step_are_those_of_the_plan(data_dir, tmp_path, method, world_size):
+    if method == "hsdp" and world_size == 8:
+        pytest.skip("one node")
+    options = dict(data_dir=str(data_dir), out_dir=str(tmp_path), n_layer=4, n_head=4, n_embd=384,
+                   n_hidden=1536, block_size=8, batch_size=1, max_iters=3, eval_interval=0,
+                   gradient_accumulation_steps=2 * world_size, distributed=method, device="cpu",
+                   shard_size=8 if method == "hsdp" else None, dtype="float32", compile="false",
+                   max_epochs=100)
+    (counts, sizes, planned), = in_ranks(1, fake_step, options, world_size)
+    for kind in set(KINDS.values()):
+        parts = [c for c in planned if c.kind == kind]
+        assert counts[kind] == sum(c.count for c in parts), kind
+        assert sizes[kind] == pytest.approx(sum(c.nbytes for c in parts), rel=0.02, abs=64), kind
+    assert method != "ddp" or counts["all_reduce"] == 6  # three buckets
+
+
+def gpt_124m():
+    with torch.device("meta"):
+        return GPT(GPTConfig(vocab_size=50304, n_layer=12, n_head=12, n_embd=768, n_hidden=3072,
+                             block_size=1024, mlp="gelu"))
+
+
+def test_the_bytes_of_a_step_in_closed_form():
+    model = gpt_124m()
+    P = sum(p.numel() for p in model.parameters())
+    root = model.wte.weight.numel() + model.ln_f.weight.numel()
+    c = TrainConfig(batch_size=64, gradient_accumulation_steps=1)
+    for W, nodes in ((8, 1), (64, 8), (64, 4)):
+        ddp = step_collectives(model, c, W, 1, torch.bfloat16)
+        within, between = bytes_sent(ddp, W, 1, nodes)
+        assert within == pytest.approx(2 * (W - 1) / W * 4 * P, rel=1e-5)
+        assert between == pytest.approx(2 * (nodes - 1) / nodes * 4 * P, rel=1e-5)
+        fsdp = step_collectives(model, c.replace(distributed="fsdp"), W, W, torch.bfloat16)
+        within, between = bytes_sent(fsdp, W, W, nodes)
+        assert within == pytest.approx((W - 1) / W * (8 * P - 2 * root), rel=1e-5)
+        S = W // nodes
+        hsdp = step_collectives(model, c.replace(distributed="hsdp"), W, S, torch.bfloat16)
+        within, between = bytes_sent(hsdp, W, S, nodes)
+        assert within == pytest.approx((S - 1) / S * (8 * P - 2 * root), rel=1e-5)
+        # Each rank of a node reduces its shard with those of the other nodes.
+        assert between == pytest.approx(2 * (nodes - 1) / nodes * 4 * P, rel=1e-5)
+
+
+def test_costs_of_ddp_by_hand():
+    model = gpt_124m()
+    P = sum(p.numel() for p in model.parameters())
+    c = TrainConfig(batch_size=16, gradient_accumulation_steps=32)
+    W, flops = 64, 512 * 1024 * 6 * P
+    found = costs(c, model, GPUS["h100"], torch.bfloat16, flops, 1e8, W, 8)
+    computing = flops / (64 * 0.4 * 989e12)
+    sending = max(2 * 63 / 64 * 4 * P / 450e9, 2 * 7 / 8 * 4 * P / 400e9) / 0.8
+    sending += found["collectives"] * 6e-5
+    assert found["seconds"] == pytest.approx(computing + max(0, sending - computing * 2 / 3), 1e-4)
+    assert found["memory"] == pytest.approx((4 + 8 + 8 + 2) * P + 8 * 1e8, rel=1e-6)
+    assert found["save"] == 12 * P and found["stall"] == pytest.approx(12 * P / 64e9 / 0.8)
+
+
+def test_activations_are_what_autograd_keeps():
+    class Two(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.a, self.b = torch.nn.Linear(10, 30), torch.nn.Linear(30, 20)
+
+        def forward(self, x):
+            return (self.b(self.a(x).relu()) ** 2).mean(), {}
+    with torch.device("meta"):
+        model = Two()
+    # The input, the result of relu and the argument of the square.
+    assert activation_bytes(model, (torch.zeros(5, 10),), torch.float32) == 4 * (10 + 30 + 20)
+
+
+def test_a_plan_is_printed_and_nothing_is_written(data_dir, tmp_path, capsys):
+    argv = ["--config", str(REPO / "train/config_test.yaml"), "--dry_run", f"--data_dir={data_dir}",
+            f"--out_dir={tmp_path / 'out'}", "--world_size=8", "--nodes=2", "--batch_size=16"]
+    assert run_train.main(argv) == 0
+    printed = capsys.readouterr().out
+    assert "Plan for 2 x 4 H100" in printed
+    rows = {line.split()[0]: line.split() for line in printed.splitlines() if line[:1].isalpha()}
+    assert {"ddp", "fsdp", "hsdp"} < rows.keys() and rows["ddp"][6].endswith("%")
+    assert not (tmp_path / "out").exists()
+    assert run_train.main([*argv, "--nodes=3"]) == 2
+    assert "8 GPUs cannot be divided among 3 nodes" in capsys.readouterr().err
+    assert run_train.main([*argv, "--world_size=6", "--gpu=h1000"]) == 2
+    printed = capsys.readouterr().err
+    assert "not divisible by 6 ranks" in printed and "must be one of a100, h100" in printed
+
+
+def test_every_gpu_of_the_key_is_in_the_table():
+    assert FIELDS["gpu"].metadata["choices"] == list(GPUS)
+    assert {gpu.name for gpu in GPUS.values()} < PEAK_TFLOPS.keys()
