@@ -242,11 +242,11 @@ def test_moved_checkpoints_take_their_shards_along(tmp_path):
 # -----------------------------------------------------------------------------
 # injuries
 
-def injure(random, folder, others):
+def injure(random, folder, others, ending="safetensors"):
     """Do a random injury to a checkpoint's files; (its kind, names one of which a message must
     have). others: folders of other steps and other numbers of ranks. Files are replaced, not
     changed: they are hard links."""
-    files = sorted(folder.rglob("*.safetensors"))
+    files = sorted(folder.rglob(f"*.{ending}"))
     file = random.choice(files)
     kind = random.choice(["missing", "of another step", "of other ranks", "swapped", "flipped bit",
                           "cut short", "renamed", "manifest"])
@@ -260,9 +260,9 @@ def injure(random, folder, others):
         file.unlink()
     elif kind in ("of another step", "of other ranks"):
         ours = len({f.name for f in files})
-        other = random.choice([o for o in others if (len({f.name for f in o.rglob("*.safetensors")})
+        other = random.choice([o for o in others if (len({f.name for f in o.rglob(f"*.{ending}")})
                                                      == ours) == (kind == "of another step")])
-        source = random.choice(sorted(other.rglob("*.safetensors")))
+        source = random.choice(sorted(other.rglob(f"*.{ending}")))
         file = folder / source.relative_to(other)  # instead of ours, or one more
         replace(file, source.read_bytes())
     elif kind == "swapped":
@@ -279,8 +279,14 @@ def injure(random, folder, others):
     elif kind == "cut short":
         replace(file, data[:random.randrange(len(data))])
     elif kind == "renamed":
-        file.rename(file.with_name(file.name.replace("shard-0", "shard-1")))
-        return kind, [file, file.with_name(file.name.replace("shard-0", "shard-1"))]
+        target = file.with_name(re.sub("-0|__", "-1", file.name, count=1))
+        file.rename(target)
+        return kind, [file, target]
+    elif ending != "safetensors" or not (others[0] / "manifest.json").exists():  # torch's, if any
+        manifest = folder / ".metadata"
+        if manifest.exists():
+            replace(manifest, (random.choice(others) / ".metadata").read_bytes())
+        return kind, [manifest]
     else:  # of another step, with this one's files
         manifest = random.choice(others) / "manifest.json"
         theirs = manifest.read_bytes()
@@ -477,3 +483,151 @@ def test_convert_makes_one_file_of_shards(on_four_ranks, tmp_path):
         assert_same_file(to, on_four_ranks / "ckpt.pt")
     from model.sample import load_model
     load_model(ckpt)
+
+
+# -----------------------------------------------------------------------------
+# long campaigns
+
+@pytest.mark.slow
+@pytest.mark.matrix(127)
+def test_ten_thousand_injuries(tmp_path, data_dir):
+    """the same, 10,000 times, on checkpoints that 1 to 8 gloo ranks saved -> none is silent"""
+    def save_run(out, n):
+        how = dict(distributed="hsdp", shard_size=n // 2) if n in (4, 8) else dict(
+            distributed="fsdp", checkpoint_format="sharded")
+        in_ranks(n, train_run, options(
+            data_dir, out, batch_size=n, gradient_accumulation_steps=1, n_layer=1, n_embd=16,
+            n_hidden=32, block_size=8, max_iters=2, save_interval=1, eval_interval=0, **how))
+        for path in (*out.glob("*.yaml"), *out.glob("*.json*"), out / "train.log", out / ".lock"):
+            path.unlink(missing_ok=True)
+    count = int(os.environ.get("INJURIES", 10_000))
+    runs = saved_runs(tmp_path / "runs", save_run)
+    print("\n", campaign(tmp_path, runs, seed=2, count=count), "no injury was silent")
+    for n in range(1, 9):  # read by real ranks, the injured file by one that is not rank 0
+        out = tmp_path / f"read_{n}"
+        shutil.copytree(runs[5], out)
+        folder = out / sharded_file.folder_named_in(out / "ckpt.pt")
+        file = sorted(folder.rglob("*.safetensors"))[n]
+        file.write_bytes(bytes(1) + file.read_bytes()[1:])
+        how = (dict(distributed="ddp"), dict(distributed="fsdp"),
+               dict(distributed="hsdp", shard_size=max(1, n // 2)))[n % 3 if n % 2 == 0 else n % 2]
+        in_ranks(n, train_run, options(
+            data_dir, out, batch_size=840, gradient_accumulation_steps=1, n_layer=1, n_embd=16,
+            n_hidden=32, block_size=8, max_iters=1, eval_interval=0,
+            allow_change="batch_size,gradient_accumulation_steps", **how))
+        assert f"{file} is damaged" in (out / "train.log").read_text()
+        assert "falling back to" in (out / "train.log").read_text()
+
+
+def save_by_torch(options, folders, storage):
+    """Save weights by one of torch's storages after steps 1 and 2, into `folders`."""
+    import torch.distributed.checkpoint as dcp
+    from test_distributed import with_run
+
+    from train.train import train_step
+
+    def compute(run):
+        for folder in folders:
+            train_step(run)
+            writer = (dcp.HuggingFaceStorageWriter(folder, save_distributed=True) if storage == "hf"
+                      else dcp.FileSystemWriter(folder))
+            dcp.save(dict(run.raw_model.state_dict()), storage_writer=writer)
+    with_run(options, compute)
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("storage", ["hf", "files"])
+def test_the_same_injuries_to_the_storages_of_torch(tmp_path, data_dir, storage):
+    """How many injuries torch's two storages name, refuse without a name, or read in silence."""
+    pytest.importorskip("safetensors")
+    import torch.distributed.checkpoint as dcp
+    ending = "safetensors" if storage == "hf" else "distcp"
+    runs = {}
+    for n in range(1, 9):
+        runs[n] = [tmp_path / f"{n}/{step}" for step in (1, 2)]
+        in_ranks(n, save_by_torch, options(
+            data_dir, tmp_path / f"run{n}", batch_size=n, gradient_accumulation_steps=1, n_layer=1,
+            n_embd=16, n_hidden=32, block_size=8, max_iters=2, eval_interval=0,
+            distributed="fsdp"), [str(f) for f in runs[n]], storage)
+
+    def load(folder, like):
+        found = {name: torch.full_like(t, 7) for name, t in like.items()}
+        reader = (dcp.HuggingFaceStorageReader(folder) if storage == "hf"
+                  else dcp.FileSystemReader(folder))
+        dcp.load(found, storage_reader=reader, no_dist=True)
+        return found
+    with torch.device("meta"):
+        from model.gpt import GPT, GPTConfig
+        like = GPT(GPTConfig(n_layer=1, n_head=2, n_embd=16, n_hidden=32, block_size=8,
+                             vocab_size=256)).state_dict()
+    like = {name: torch.empty_like(t, device="cpu") for name, t in like.items()}
+    wanted = {n: load(str(runs[n][1]), like) for n in runs}
+    chance, table = random.Random(3), collections.defaultdict(collections.Counter)
+    for number in range(int(os.environ.get("INJURIES", 10_000)) // 10):
+        n = chance.randint(2, 8)
+        folder = tmp_path / f"torch_{number}/shards/x"
+        shutil.copytree(runs[n][1], folder, copy_function=os.link)
+        others = [runs[m][step] for m in runs for step in (0, 1) if m != n or step == 0]
+        kind, names = injure(chance, folder, others, ending)
+        try:
+            found = load(str(folder), like)
+            right = all(torch.equal(t, found[name]) for name, t in wanted[n].items())
+            outcome = "silent, right values" if right else "silent, WRONG VALUES"
+        except BaseException as error:
+            named = any(getattr(name, "name", name) in str(error) for name in names)
+            outcome = "named" if named else "an error without the file"
+        table[kind][outcome] += 1
+    print(f"\n{storage}")
+    for kind, outcomes in sorted(table.items()):
+        print(f"  {kind}: {dict(outcomes)}")
+
+
+def measure_a_save(options):
+    """(MiB of this rank before a save, at most during it, seconds of the snapshot, ms of steps
+    before the save, ms of steps while files are written)."""
+    import pathlib
+    import time
+
+    from test_distributed import with_run
+
+    from train.train import save, train_step
+
+    def memory(name):
+        text = pathlib.Path("/proc/self/status").read_text()
+        return int(re.search(rf"{name}:\s+(\d+)", text)[1]) / 1024
+
+    def compute(run):
+        def steps(condition):
+            times = []
+            while condition(len(times)):
+                start = time.perf_counter()
+                train_step(run)
+                times.append(1000 * (time.perf_counter() - start))
+            return times
+        steps(lambda n: n < 3)
+        alone = steps(lambda n: n < 5)
+        before = memory("VmRSS")
+        pathlib.Path("/proc/self/clear_refs").write_text("5")
+        start = time.perf_counter()
+        save(run)
+        stall = time.perf_counter() - start
+        during = steps(lambda n: n < 5)
+        run.folder.wait()
+        return before, memory("VmHWM"), stall, alone, during
+    return with_run(options, compute)
+
+
+@pytest.mark.slow
+def test_memory_and_steps_during_a_save(tmp_path, data_dir):
+    """MODEL_MB: size of the weights, of 4 ranks together."""
+    width = 64 * round((int(os.environ.get("MODEL_MB", 400)) * 1e6 / 4 / 12 / 8) ** 0.5 / 64)
+    ranks = in_ranks(4, measure_a_save, options(
+        data_dir, tmp_path, n_layer=8, n_embd=width, n_hidden=4 * width, n_head=8, mlp="gelu",
+        block_size=64, max_iters=100, eval_interval=0, save_interval=0, distributed="fsdp"),
+        timeout=540)
+    for before, most, stall, alone, during in ranks:
+        print(f"\n{before:.0f} MiB before, {most:.0f} during the save; save() took {stall:.2f} s; "
+              f"steps {[round(t) for t in alone]}, then {[round(t) for t in during]} ms")
+    most = [rank[1] for rank in ranks]
+    assert most[0] < 1.2 * max(most[1:])
