@@ -113,12 +113,12 @@ def rows(options):
     from test_distributed import with_run
     from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
-    from train.distributed import first_row, local
+    from train.distributed import local, locate_shard
 
     def compute(run):
         mine, wanted = [], []
         for p in run.raw_model.parameters():
-            mine.append((first_row(p), tuple(local(p).shape)))
+            mine.append((locate_shard(p, run.ranks)[0], tuple(local(p).shape)))
             shape, offset = compute_local_shape_and_global_offset(p.shape, p.device_mesh,
                                                                   p.placements)
             wanted.append((offset[0], tuple(shape)))

@@ -33,12 +33,11 @@ from train.distributed import (
     assign,
     broadcast_from_rank0,
     broadcast_object,
-    first_row,
     full,
     gather_to_rank0,
-    is_first_replica,
     is_sharded,
     local,
+    locate_shard,
     max_over_ranks,
 )
 from train.optimizer import create_state
@@ -347,9 +346,12 @@ def own_parts(state, ranks):
     """Return {name: [offsets, tensor]} of the parts of tensors in a nested state that this rank
     saves: its shards, with hybrid sharding in the first replica only; rank 0 saves whole tensors.
     """
-    parts = {name: [[first_row(t), *[0] * (t.dim() - 1)][:t.dim()], local(t)]
-             for name, t in named_tensors(state) if is_first_replica(t, ranks)}
-    return {name: part for name, part in parts.items() if part[1].numel()}
+    parts = {}
+    for name, tensor in named_tensors(state):
+        row, is_first = locate_shard(tensor, ranks)
+        if is_first and local(tensor).numel():
+            parts[name] = [[row, *[0] * tensor.dim()][:tensor.dim()], local(tensor)]
+    return parts
 
 
 def check_finite(model, optimizer, iter_num, path, ranks):
@@ -439,8 +441,9 @@ def fill(own, state, ranks, shards=None, prefix=""):
     for name, tensor in named_tensors(state):
         if shards:
             target = local(targets[name])
+            row, _ = locate_shard(targets[name], ranks)
             with torch.no_grad():
-                target.copy_(shards.read(prefix + name, first_row(targets[name]), target.shape))
+                target.copy_(shards.read(prefix + name, row, target.shape))
             continue
         if ranks.world_size > 1:
             tensor = (tensor.contiguous() if ranks.is_main

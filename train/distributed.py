@@ -275,13 +275,12 @@ def describe_mesh(model, ranks):
     meshes = {getattr(p, "device_mesh", None) for p in model.parameters()}
     if len(meshes) > 1:
         raise SetupError(f"the parameters are on {len(meshes)} device meshes; expected one")
-    sizes = dict(replicate=ranks.world_size)
-    if mesh := meshes.pop():
-        sizes = dict(zip(mesh.mesh_dim_names, mesh.shape, strict=True))
+    mesh = meshes.pop()
+    sizes = dict(zip(mesh.mesh_dim_names, mesh.shape, strict=True) if mesh
+                 else [("replicate", ranks.world_size)])
     n = ranks.ranks_per_node
-    nodes = ranks.world_size // n
-    kind = "GPU" if ranks.device.type == "cuda" else "process"
-    return (f"{nodes} node{'s' * (nodes > 1)} x {n} {kind}{'es'[kind == 'GPU':] * (n > 1)}: "
+    nodes = "1 node" if n == ranks.world_size else f"{ranks.world_size // n} nodes"
+    return (f"{nodes} x {n} {'GPUs' if ranks.device.type == 'cuda' else 'processes'}: "
             + " x ".join(f"{name} {size}" for name, size in sizes.items()))
 
 
@@ -339,25 +338,20 @@ def local(tensor):
     return tensor.to_local() if is_sharded(tensor) else tensor
 
 
-def first_row(tensor):
-    """Return the row of the whole tensor with which this rank's shard begins; 0 if not sharded."""
-    row = 0
-    if is_sharded(tensor):
-        mesh = tensor.device_mesh
-        for n, i, placement in zip(mesh.shape, mesh.get_coordinate(), tensor.placements,
-                                   strict=True):
-            if placement.is_shard():  # in equal parts; the last ones may be smaller or empty
-                row = min(i * -(-tensor.size(0) // n), tensor.size(0))
-    return row
-
-
-def is_first_replica(tensor, ranks):
-    """Return whether this rank is the first of those that hold the same values of a tensor."""
+def locate_shard(tensor, ranks):
+    """Return (the row of the whole tensor with which this rank's part begins, whether this is the
+    first of the ranks that hold this part)."""
     if not is_sharded(tensor):
-        return ranks.is_main
-    return not any(i for i, placement in zip(tensor.device_mesh.get_coordinate(),
-                                             tensor.placements, strict=True)
-                   if placement.is_replicate())
+        return 0, ranks.is_main
+    row = 0
+    is_first = True
+    mesh = tensor.device_mesh
+    for n, i, placement in zip(mesh.shape, mesh.get_coordinate(), tensor.placements, strict=True):
+        if placement.is_shard():  # in equal parts; the last ones may be smaller or empty
+            row = min(i * -(-tensor.size(0) // n), tensor.size(0))
+        else:
+            is_first = i == 0
+    return row, is_first
 
 
 def full(tensor):

@@ -58,13 +58,13 @@ def write_shards(folder, rank, parts):
         file = subfolder + SHARD.format(rank + 1)
         path = os.path.join(folder, file)
         os.makedirs(os.path.dirname(path), exist_ok=True)
-        tensors = {name.removeprefix("model."): tensor for name, (_, tensor) in own.items()}
-        info = {name.removeprefix("model."): {"saved_offsets": offsets}
-                for name, (offsets, _) in own.items()}
-        files[file] = write_safetensors(path, tensors, {
-            "DCP_SHARDING_INFO": json.dumps(info), "DCP_VERSION": "1.0"})
+        short = {name: name.removeprefix("model.") for name in own}
+        info = {short[name]: {"saved_offsets": offsets} for name, (offsets, _) in own.items()}
+        files[file] = write_safetensors(
+            path, {short[name]: tensor for name, (_, tensor) in own.items()},
+            {"DCP_SHARDING_INFO": json.dumps(info), "DCP_VERSION": "1.0"})
         sync_folder(os.path.dirname(path))
-        start = files[file]["size"] - sum(tensor.nbytes for tensor in tensors.values())
+        start = files[file]["size"] - sum(tensor.nbytes for _, tensor in own.values())
         for name, (offsets, tensor) in own.items():
             chunks[name] = dict(file=file, start=start, offsets=offsets, shape=list(tensor.shape))
             start += tensor.nbytes
@@ -118,15 +118,11 @@ def decode(value, tensor):
         return [decode(v, tensor) for v in value]
     if not isinstance(value, dict):
         return value
-    if not any(k.startswith("$") for k in value):
-        return {k: decode(v, tensor) for k, v in value.items()}
-    (kind, content), = value.items()
-    if kind == "$tensor":
-        return tensor(content)
-    if kind == "$bytes":
-        return content.encode("latin-1")
-    kinds = {"$float": float, "$tuple": tuple, "$dict": dict}
-    return kinds[kind](decode(content, tensor))
+    value = {k: decode(v, tensor) for k, v in value.items()}
+    kind = next(iter(value), "")
+    kinds = {"$tensor": tensor, "$tuple": tuple, "$dict": dict, "$float": float,
+             "$bytes": lambda text: text.encode("latin-1")}
+    return kinds[kind](value[kind]) if kind[:1] == "$" else value
 
 
 # -----------------------------------------------------------------------------
