@@ -14,10 +14,11 @@ from data.meta import read_meta_for
 from data.records import parse_records
 from data.rows import id_dtype, open_rows, pad_rows
 from data.tokenizer_types import clean
-from train.base.errors import DataError
+from train.base.errors import DataError, echo
 from train.base.fields import key
 
 SPLITS = ("train", "val", "test")
+FEW_ROWS = 30
 # tokens (N, T) ids, padded with 0; lengths (N,) in tokens; labels (N,) class indices; spans (N, 2)
 # first and last token of the evidence, -1 without evidence or if it was cut off.
 ARRAYS = ("tokens", "lengths", "labels", "spans")
@@ -109,6 +110,13 @@ def read_labelled_texts(sources, fields=Fields, skip_bad=False):
     if not rows:
         raise DataError(f"{', '.join(map(str, sources))}: no rows")
     return rows
+
+
+def warn_if_few(counts):
+    """Print a warning about parts of the data {name: rows} with fewer than FEW_ROWS rows."""
+    if few := [f"{name} has {n}" for name, n in counts.items() if n < FEW_ROWS]:
+        echo(f"warning: fewer than {FEW_ROWS} rows ({', '.join(few)}): metrics of so few vary by "
+             "10 points and more from one choice of rows to another")
 
 
 # -----------------------------------------------------------------------------

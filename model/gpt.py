@@ -148,7 +148,7 @@ class Attention(nn.Module):
 
     def forward(self, x, ropes=(), cache=None, mask=None):
         """x (B, T, C); ropes: see GPTConfig.rope_tables; cache: keys and values of earlier tokens;
-        mask (B or 1, 1, T, T): true where a query sees a key, instead of the causal rule."""
+        mask (B or 1, 1, T or 1, T): true where a query sees a key, instead of the causal rule."""
         c = self.config
         # Queries and keys stay side by side: norm and rotation are the same for both.
         qkv = ops.fused_linear(x, self.q, self.k, self.v).unflatten(-1, (-1, c.head_dim))

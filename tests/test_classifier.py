@@ -3,6 +3,7 @@
 import csv
 import json
 import random
+import sys
 from dataclasses import asdict
 
 import numpy as np
@@ -23,19 +24,28 @@ from data.labels import (
 from data.prepare.labels import main as labels_main
 from data.prepare.labels import missing_words
 from data.tokenizer import load_tokenizer
-from model.classifier import Classifier, classification_metrics, log_odds_counts
-from model.classifier.metrics import auroc, span_metrics, span_sums
+from model.classifier import Classifier, NGrams, classification_metrics, log_odds_counts
+from model.classifier.metrics import (
+    auroc,
+    calibration_error,
+    fit_temperature,
+    scale,
+    span_metrics,
+    span_sums,
+)
+from model.classifier.report import faithfulness, predict
 from model.classifier.report import main as evaluate_main
-from model.classifier.report import predict
 from model.convert import convert
 from model.gpt import GPT, GPTConfig
 from model.sample import load_model
+from train.base.checkpoint_file import load_checkpoint
 from train.checkpoint import save_checkpoint
 from train.config import load_config
 from train.train import train
 
 WORDS = {"animal": ["cat", "dog", "owl"], "plant": ["oak", "ivy", "elm"], "tool": ["saw", "axe"]}
-TINY = dict(model="classifier", vocab_size=257, eval_iters=8)  # beside runs.SMALL
+TINY = dict(model="classifier", vocab_size=257, eval_iters=8, bidirectional=True,
+            ngrams=512)  # beside runs.SMALL
 
 
 def make_rows(n, seed=0):
@@ -155,14 +165,47 @@ def test_labels_and_scores_that_do_not_fit_are_refused(labels, scores):
         classification_metrics(labels, scores)
 
 
+def test_the_calibration_error_is_a_loop_over_bins():
+    rng = np.random.default_rng(0)
+    scores, y = rng.dirichlet([1, 1, 1], 200), rng.integers(0, 3, 200)
+    scores[0] = 1, 0, 0  # the last bin includes 1
+    p, correct, expected = scores.max(1), scores.argmax(1) == y, 0.0
+    for i in range(15):
+        inside = (p >= i / 15) & ((p < (i + 1) / 15) | (i == 14))
+        if inside.any():
+            expected += inside.mean() * abs(correct[inside].mean() - p[inside].mean())
+    assert calibration_error(y, scores) == pytest.approx(expected)
+
+
+def test_the_temperature_has_the_largest_likelihood():
+    """Against L-BFGS on the logits; of rows that are all correct, the lower limit."""
+    rng = np.random.default_rng(1)
+    z = torch.tensor(rng.normal(0, 3, (300, 4)))
+    y = torch.tensor([rng.choice(4, p=p) for p in (z / 2.5).softmax(1).numpy()])
+    t = torch.ones((), dtype=torch.float64, requires_grad=True)
+    optimizer = torch.optim.LBFGS([t], max_iter=50, line_search_fn="strong_wolfe")
+
+    def closure():
+        optimizer.zero_grad()
+        loss = F.cross_entropy(z / t, y)
+        loss.backward()
+        return loss
+    optimizer.step(closure)
+    p = z.softmax(1).numpy()
+    got = fit_temperature(y.numpy(), p)
+    assert got == pytest.approx(t.item(), rel=0.01) and got > 2
+    np.testing.assert_allclose(scale(p, got), (z / got).softmax(1))
+    assert fit_temperature(p.argmax(1), p) == 0.25
+
+
 # -----------------------------------------------------------------------------
 # the loss
 
-def small_model(task="joint"):
+def small_model(task="joint", **options):
     spec = dict(task=task, classes=["a", "b", "c"], class_counts=[5, 3, 2], max_tokens=12,
                 vocab_size=20)
     shape = GPTConfig(block_size=8, vocab_size=20, n_layer=1, n_head=2, n_embd=16, n_hidden=32)
-    return Classifier(shape, spec, span_weight=0.7)
+    return Classifier(shape, spec, span_weight=0.7, **options)
 
 
 def small_batch(n=7):
@@ -271,6 +314,88 @@ def test_losses_and_counts_are_those_of_a_loop_over_rows(task):
     if task != "class":  # nothing to find
         loss, sums = model.eval()(tokens, lengths, labels, torch.full_like(spans, -1))
         assert loss.isfinite() and model.numbers(sums)["exact_match"] is None
+
+
+def hashed(tokens, n_buckets):
+    """The buckets of the n-grams of up to six tokens, with Python's integers."""
+    found = set()
+    for start in range(len(tokens)):
+        h = 0
+        for token in tokens[start:start + 6]:
+            h = (h * 0x9E3779B1 + token + 1) % 2 ** 64
+            signed = h - 2 ** 64 * (h >> 63)
+            mixed = (signed ^ signed >> 29) * 0x3F58476D1CE4E5B9 % 2 ** 64
+            mixed -= 2 ** 64 * (mixed >> 63)
+            found.add((mixed ^ mixed >> 32) % n_buckets)
+    return sorted(found)
+
+
+def test_scores_of_ngrams_are_those_of_a_loop_over_texts():
+    """Of one token, and of one that is repeated; an n-gram counts once however often it is there;
+    buckets of an odd number."""
+    layer, (tokens, lengths, *_) = NGrams(1001, 3), small_batch(9)[:2]
+    lengths[0], tokens[1] = 1, 5
+    with torch.no_grad():
+        layer.weight.normal_()
+        got = layer(tokens, torch.arange(12) < lengths[:, None])
+    for row, n, scores in zip(tokens.tolist(), lengths.tolist(), got):
+        index = hashed(row[:n], 1001)
+        expected = 16 * layer.weight[index].sum(0) / len(index) ** 0.5
+        torch.testing.assert_close(scores, expected, rtol=1e-4, atol=1e-4)
+    assert len(hashed([5] * 12, 1001)) == 6
+
+
+def test_without_the_causal_mask_each_row_alone_gives_the_same():
+    """The label is that of the mean state, the network counts with n / (n + 1,000)."""
+    model = small_model(bidirectional=True, ngrams=64).eval()
+    tokens, lengths, *_ = small_batch(9)
+    with torch.no_grad():
+        for p in model.parameters():
+            p.normal_(0, 0.3, generator=torch.Generator().manual_seed(p.numel()))
+        scores, spans = model(tokens, lengths)
+        for i, n in enumerate(lengths.tolist()):
+            row = tokens[i:i + 1, :n]
+            seen = torch.ones(1, 1, n, n, dtype=torch.bool)
+            text = model.gpt.trunk(row, mask=seen).mean(1)
+            expected = 10 / 1010 * model.head(text) + model.ngrams(row, seen[:, 0, 0])
+            torch.testing.assert_close(scores[i:i + 1], expected, rtol=1e-4, atol=1e-4)
+            assert spans[i].tolist() == model(row, lengths[i:i + 1])[1][0].tolist()
+    states = [model.gpt.trunk(t, mask=seen)[0, 0] for t in (row, row.roll(1, 1).roll(-1, 1) + (
+        torch.arange(n) == n - 1))]
+    assert not torch.equal(*states)  # the first state sees the last token
+
+
+def test_the_score_of_an_evaluation_is_the_mean_of_label_and_evidence():
+    model, batch = small_model().eval(), small_batch()
+    numbers = model.numbers(model(*batch)[1])
+    assert numbers["score"] == (numbers["f1_macro"] + numbers["exact_match"]) / 2
+    for task, name in (("class", "f1_macro"), ("span", "exact_match")):
+        model = small_model(task).eval()
+        numbers = model.numbers(model(*batch)[1])
+        assert numbers["score"] == pytest.approx(
+            numbers[name] if task == "class" else (numbers[name] + numbers["token_f1"]) / 2)
+
+
+def test_faithfulness_deletes_the_evidence_and_keeps_it_alone():
+    """Against a loop over rows; a text that is all evidence does not count."""
+    model, (tokens, lengths, *_) = small_model(bidirectional=True, ngrams=64).eval(), small_batch(6)
+    with torch.no_grad():
+        model.ngrams.weight.normal_(generator=torch.Generator().manual_seed(0))
+    arrays = tokens.numpy().astype(np.uint16), lengths.numpy()
+    scores, _ = predict(model, arrays, 4)
+    spans = np.array([[0, n // 2] for n in lengths])
+    spans[1] = 0, lengths[1] - 1
+    without, alone = [], []
+    for i, (a, b) in enumerate(spans):
+        row, k = tokens[i, :lengths[i]].tolist(), scores[i].argmax()
+        for part, drops in ((row[:a] + row[b + 1:], without), (row[a:b + 1], alone)):
+            if i != 1:
+                p = model(torch.tensor([part]), torch.tensor([len(part)]))[0].double().softmax(1)
+                drops.append(scores[i, k] - p[0, k].item())
+    assert faithfulness(model, arrays, scores, spans, 4) == dict(
+        comprehensiveness=pytest.approx(np.mean(without), abs=1e-5),
+        sufficiency=pytest.approx(np.mean(alone), abs=1e-5))
+    assert faithfulness(model, [a[1:2] for a in arrays], scores[1:2], spans[1:2], 4) == {}
 
 
 def test_how_a_classifier_is_made():
@@ -487,10 +612,50 @@ def test_rows_without_labels_are_only_predicted(tmp_path, labels, trained, capsy
     assert evaluate_main(["--ckpt", str(trained / "ckpt.pt"), "--data", path, "--out",
                           str(tmp_path / "report")]) == 0
     assert "confusion matrix" not in capsys.readouterr().out
-    assert json.loads((tmp_path / "report" / "metrics.json").read_text()) == dict(rows=2)
+    numbers = json.loads((tmp_path / "report" / "metrics.json").read_text())
+    assert set(numbers) == {"rows", "temperature", "comprehensiveness", "sufficiency"}
+    assert numbers["rows"] == 2 and -1 <= numbers["sufficiency"] <= 1
     said = (tmp_path / "report" / "predictions.jsonl").read_text().splitlines()
-    assert len(said) == 2 and {"id", "text", "label", "probability", "evidence"} == set(
-        json.loads(said[0]))
+    assert len(said) == 2 and {"id", "text", "label", "probability", "calibrated",
+                               "evidence"} == set(json.loads(said[0]))
+
+
+def test_the_baseline_is_that_of_scikit_learn(trained, labels, tmp_path, capsys, monkeypatch):
+    """On the same rows, of a file of which some have no label; few rows are said."""
+    from sklearn.feature_extraction.text import TfidfVectorizer
+    from sklearn.linear_model import LogisticRegression
+    from sklearn.metrics import f1_score
+    rows = make_rows(12, seed=7)
+    path = write_jsonl(tmp_path / "a.jsonl", [*rows, dict(text="lo OWL go")])
+    args = ["--ckpt", str(trained / "ckpt.pt"), "--data", path, "--out", str(tmp_path / "report"),
+            "--baseline"]
+    assert evaluate_main(args) == 0
+    said = capsys.readouterr().out
+    assert "TF-IDF, words" in said and "fewer than 30 rows (the data has 12)" in said
+    tokenizer = load_model(trained / "ckpt.pt")[1]
+    tokens, lengths, y, _ = open_labels(labels, "train", dict(vocab_size=257, classes=WORDS))
+    texts = [tokenizer.decode(ids[:n]) for ids, n in zip(tokens, lengths)]
+    names = sorted(WORDS)
+    numbers = json.loads((tmp_path / "report" / "metrics.json").read_text())
+    for name, options in (("words", {}),
+                          ("characters", dict(analyzer="char", ngram_range=(2, 5)))):
+        vectorizer = TfidfVectorizer(sublinear_tf=True, **options)
+        model = LogisticRegression(C=20, max_iter=1000).fit(vectorizer.fit_transform(texts), y)
+        guesses = model.predict(vectorizer.transform([row["text"] for row in rows]))
+        expected = f1_score([names.index(row["label"]) for row in rows], guesses, average="macro")
+        assert numbers["baselines"][f"TF-IDF, {name}"]["f1_macro"] == pytest.approx(expected)
+    monkeypatch.setitem(sys.modules, "sklearn", None)
+    assert evaluate_main(args) == 2
+    assert "pip install scikit-learn" in capsys.readouterr().err
+
+
+def test_a_run_whose_data_are_gone_is_evaluated_without_a_temperature(trained, tmp_path, capsys):
+    state = load_checkpoint(trained / "ckpt.pt")
+    state["config"]["data_dir"] = str(tmp_path / "gone")
+    save_checkpoint(tmp_path / "ckpt.pt", state)
+    path = write_jsonl(tmp_path / "a.jsonl", make_rows(3))
+    assert evaluate_main(["--ckpt", str(tmp_path / "ckpt.pt"), "--data", path]) == 0
+    assert "The temperature is 1" in capsys.readouterr().out
 
 
 def test_the_weight_of_the_evidence_changes_the_loss_only(labels, tmp_path):
@@ -577,13 +742,16 @@ def test_data_of_one_kind_need_no_key_of_their_own(kind, tmp_path, capsys):
     rows = [{name: row[name] for name in keep} for row in make_rows(60)]
     path = write_jsonl(tmp_path / "a.jsonl", rows)
     prepare(path, tmp_path / "bin")
-    command = capsys.readouterr().out.splitlines()[-1].split()
-    assert command[:3] == ["Next:", "python", "run_train.py"] and len(command) == 11
+    said = capsys.readouterr().out
+    assert "warning: fewer than 30 rows (val has" in said and "train has" not in said
+    command = said.splitlines()[-1].split()
+    assert command[:3] == ["Next:", "python", "run_train.py"] and len(command) == 9
     typed = dict(zip(command[3::2], command[4::2]))
     config = load_config(typed["--config"], SMALL | TINY | dict(
-        data_dir=typed["--data_dir"], out_dir=str(tmp_path / "out"), max_iters=1, eval_interval=1))
+        data_dir=typed["--data_dir"], out_dir=str(tmp_path / "out"), max_iters=1, max_epochs=None,
+        eval_interval=1))
     last = train(config)["history"][-1]
-    assert config.early_stopping_metric == "val_f1_macro" and last["val_f1_macro"] is not None
+    assert config.early_stopping_metric == "val_score" and last["val_score"] is not None
     assert ("val_auroc" in last) == (kind == "class")
 
 
@@ -600,7 +768,7 @@ def test_another_backbone_takes_one_key(theirs, labels, tmp_path, capsys):
         ours, path = path, tmp_path / ("ckpt.pt" if theirs == "nanogpt" else "folder")
         convert(str(ours), str(path))
     changes = dict(init_from=str(path), data_dir=str(labels), out_dir=str(tmp_path / "out"),
-                   max_iters=0, eval_on_start=False, compile="false")
+                   max_iters=0, max_epochs=None, eval_on_start=False, compile="false")
     train(load_config("train/configs/classifier.yaml", changes))
     assert f"n_layer: 1 from {path} (overrides 3)" in capsys.readouterr().out
     model, _ = load_model(tmp_path / "out" / "ckpt.pt")

@@ -231,7 +231,7 @@ COMMANDS = [
     (1, "python scripts/train_criteria.py model.pretrained_model=roberta-base",
      f"{CLASSIFIER} model.pretrained_model=roberta-base", dict(init_from="roberta-base")),
     *((1, f"python scripts/train_best.py task={theirs} best_config=BEST.yaml",
-       f"{CLASSIFIER} task={theirs} {BEST}", dict(task=ours, learning_rate=0.005, max_iters=300))
+       f"{CLASSIFIER} task={theirs} {BEST}", dict(task=ours, learning_rate=0.005, max_epochs=100))
       for theirs, ours in (("criteria", "class"), ("evidence", "span"), ("joint", "joint"))),
     (1, "python scripts/run_hpo_stage.py hpo=stage2_fine task=criteria model=roberta_base",
      f"{CLASSIFIER} hpo=stage2_fine task=criteria", "`python -m train.tools.hpo --config FILE"),

@@ -25,6 +25,7 @@ from model.core.ops import (
     attend,
     attend_in_blocks,
     fused_linear,
+    limit_to_window,
     rope_table,
     save_matrix_products,
     token_logprobs,
@@ -520,6 +521,26 @@ def test_attention_in_blocks_is_pytorchs(T, dtype, tolerance):
     close(ours, theirs, tolerance)
     for a, b in zip(torch.autograd.grad(ours, inputs, dy), torch.autograd.grad(theirs, inputs, dy)):
         close(a, b, tolerance)
+
+
+@pytest.mark.parametrize("dtype, tolerance", [(torch.float32, 1e-5), (torch.bfloat16, 2e-2)])
+def test_a_mask_of_one_row_lets_every_query_see_later_keys(dtype, tolerance):
+    """Also keys in later blocks; in a layer with a window, none."""
+    torch.manual_seed(0)
+    q, k, v = (torch.randn(2, n, 300, 16) for n in (4, 2, 2))
+    seen = torch.ones(2, 1, 1, 300, dtype=torch.bool)
+    seen[1, ..., 150:] = False
+    scores = q @ k.repeat_interleave(2, 1).transpose(2, 3) / 4
+    index = torch.arange(300)
+    band = (index <= index[:, None]) & (index[:, None] - index < 40)
+    for allowed in (seen, seen & band):
+        expected = scores.masked_fill(~allowed, -torch.inf).softmax(-1) @ v.repeat_interleave(2, 1)
+        context = (k.to(dtype), v.to(dtype), seen)
+        if allowed is not seen:
+            context = limit_to_window(40, *context, 300)
+        y = attend(q.to(dtype), *context[:2], mask=context[2])
+        close(y[0], expected[0], tolerance)
+        close(y[1, :, :150], expected[1, :, :150], tolerance)  # others may see no key
 
 
 @pytest.mark.parametrize("T, H, G, D", [(2, 4, 2, 16), (128, 4, 1, 16), (129, 6, 3, 16),

@@ -22,7 +22,7 @@ from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
 
-from data.labels import SPLITS, Fields, read_labelled_texts, to_arrays
+from data.labels import SPLITS, Fields, read_labelled_texts, to_arrays, warn_if_few
 from data.meta import Meta, write_meta
 from data.prepare.folders import FolderOptions, new_folder, report
 from data.prepare.sources import source_name
@@ -93,6 +93,7 @@ def prepare_labels(args):
          f"{dict(zip(classes, counts))}")
     if n_lost := sum(row.start is not None for row in rows) - n_spans:
         echo(f"{n_lost:,} rows lost their evidence, which is beyond --max_tokens {args.max_tokens}")
+    warn_if_few({split: len(part) for split, part in splits.items() if part})
     report(out, {split: dict(rows=len(part)) for split, part in splits.items()},
            "configs/classifier")
 

@@ -31,6 +31,11 @@ from train.dataloader import Data, RowLoader
 # differ little, which needs narrow bins: 65,536 per class for four classes.
 MAX_LOG_ODDS = 16.0
 LOG_ODDS_BINS = 1 << 18
+MAX_NGRAM = 6
+NGRAM_SCALE = 16.0  # how much faster their weights change than those of the network
+# With n-grams, the network's scores are multiplied by n / (n + ROWS_FOR_HALF) for n training rows:
+# of few rows it learns each by heart, and its scores are noise.
+ROWS_FOR_HALF = 1000
 USE = "python -m model.classifier --ckpt {out}/{best} --data {data} --out {out}/report"
 MUST_MATCH_TO_INIT = ("classes",)  # the head identifies classes by index
 
@@ -40,6 +45,10 @@ class Keys:
     task: str | None = key(None, "class: label; span: evidence; joint: both (default: the data's)",
                            choices=["class", "span", "joint"], free=True)
     span_weight: float = key(1.0, "joint: weight of the evidence's loss", ge=0)
+    bidirectional: bool = key(False, "each token sees the whole text, but in layers with a window "
+                                     "earlier tokens; the label is read from the mean state")
+    ngrams: int = key(0, "hashed weights per class of a linear model of n-grams, whose scores of "
+                         "labels are added; 0: none", ge=0)
 
 
 # -----------------------------------------------------------------------------
@@ -82,6 +91,38 @@ class Pointer(nn.Module):
         return (scores.float() * x.size(-1) ** -0.5).masked_fill(~mask, float("-inf"))
 
 
+class NGrams(nn.Module):
+    """Scores of classes from the n-grams in a text, up to MAX_NGRAM tokens: logistic regression
+    whose weights are found by a hash of the n-gram (arXiv:0902.2206).
+
+    An n-gram has the value 1 / sqrt(n-grams of the text), however often it occurs. Adam scales the
+    gradients of rare n-grams, which replaces the idf of TF-IDF.
+    """
+
+    def __init__(self, n_buckets, n_classes):
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros(n_buckets, n_classes))
+
+    def forward(self, tokens, mask):
+        """tokens (B, T), mask (B, T) bool, false after the text -> (B, K) float32."""
+        n_buckets = self.weight.size(0)
+        T = tokens.size(1)
+        tokens = F.pad(tokens, (0, MAX_NGRAM))
+        mask = F.pad(mask, (0, MAX_NGRAM))
+        hashes = 0
+        buckets = []  # (B, T) each; n_buckets: beyond the end of the text
+        for n in range(MAX_NGRAM):  # hashes of the tokens t to t + n, modulo 2^64
+            hashes = hashes * 0x9E3779B1 + tokens[:, n:n + T] + 1
+            mixed = (hashes ^ hashes >> 29) * 0x3F58476D1CE4E5B9
+            bucket = (mixed ^ mixed >> 32) % n_buckets
+            buckets.append(bucket.masked_fill(~mask[:, n:n + T], n_buckets))
+        index = torch.cat(buckets, dim=1).sort(1).values  # (B, MAX_NGRAM T)
+        new = F.pad(index[:, 1:] != index[:, :-1], (1, 0), value=True) & (index < n_buckets)
+        share = new / new.sum(1, keepdim=True) ** 0.5
+        return NGRAM_SCALE * F.embedding_bag(index.clamp(max=n_buckets - 1), self.weight.float(),
+                                             per_sample_weights=share, mode="sum")
+
+
 class Classifier(nn.Module):
     """A GPT with a linear head for the label of a text and two pointers for its evidence.
 
@@ -89,22 +130,26 @@ class Classifier(nn.Module):
     (class scores (B, K) or `None`, spans (B, 2) or `None`).
 
     In a causal model only the last token's state depends on the whole text, so the label is
-    computed from it (the mean of all states learns more slowly, see train/LOG.md). For the same
-    reason the end of the evidence is located first: the state of the text's last token selects the
-    last token of the evidence, and the state of that token selects the first one.
+    computed from it. If bidirectional, the mean of all states is used instead. The end of the
+    evidence is located first: the same state of the text selects the last token of the evidence,
+    and the state of that token selects the first one.
     """
 
-    def __init__(self, shape, spec, seed=1337, span_weight=1.0):
+    def __init__(self, shape, spec, seed=1337, span_weight=1.0, bidirectional=False,
+                 ngrams=0):
         """shape: the GPTConfig of the backbone, which is built without an output layer. With
         rotary positions, block_size becomes the length of the longest text."""
         super().__init__()
         self.config = shape
         self.spec = spec
         self.span_weight = span_weight
+        self.bidirectional = bidirectional
         length = spec["max_tokens"] if shape.pos == "rope" else shape.block_size
         self.gpt = GPT(replace(shape, tie_weights=True, block_size=length), seed)
-        self.head = self.end = self.start = None
+        self.head = self.end = self.start = self.ngrams = None
         if spec["task"] != "span":
+            if ngrams:
+                self.ngrams = NGrams(ngrams, len(spec["classes"]))
             self.head = nn.Linear(shape.n_embd, len(spec["classes"]))
         if spec["task"] != "class":
             self.end = Pointer(shape.n_embd)
@@ -115,9 +160,10 @@ class Classifier(nn.Module):
         part, _, inner = name.partition(".")
         if part == "gpt":
             return self.gpt.initial(inner, shape, seed)
-        if part not in ("head", "end", "start"):
+        if part not in ("head", "end", "start", "ngrams"):
             return None
-        return torch.zeros(shape) if inner.endswith("bias") else normal(name, shape, 0.02, seed)
+        is_zero = part == "ngrams" or inner.endswith("bias")
+        return torch.zeros(shape) if is_zero else normal(name, shape, 0.02, seed)
 
     def adopt(self, weights):
         """Map a GPT's weights to the backbone. Heads of a classifier are used if the shapes
@@ -128,11 +174,16 @@ class Classifier(nn.Module):
 
     def forward(self, tokens, lengths, labels=None, spans=None):
         """tokens (B, T), lengths (B,), labels (B,), spans (B, 2) first and last token or -1."""
-        x = self.gpt.trunk(tokens)  # (B, T, C)
-        last = states_at(x, lengths - 1)  # (B, C)
-        mask = torch.arange(x.size(1), device=x.device) < lengths[:, None]  # (B, T)
-        scores = None if self.head is None else self.head(last).float()  # (B, K)
-        ends = None if self.end is None else self.end(last, x, mask)  # (B, T)
+        mask = torch.arange(tokens.size(1), device=tokens.device) < lengths[:, None]  # (B, T)
+        x = self.gpt.trunk(tokens, mask=mask[:, None, None] if self.bidirectional else None)
+        text = states_at(x, lengths - 1)  # (B, C)
+        if self.bidirectional:
+            text = (x * mask[..., None]).sum(1) / lengths[:, None]
+        scores = None if self.head is None else self.head(text).float()  # (B, K)
+        if self.ngrams is not None:
+            n_rows = sum(self.spec["class_counts"])
+            scores = n_rows / (n_rows + ROWS_FOR_HALF) * scores + self.ngrams(tokens, mask)
+        ends = None if self.end is None else self.end(text, x, mask)  # (B, T)
         if labels is None:
             return scores, None if ends is None else self.predict_spans(x, ends)
         return self.losses(x, scores, ends, labels, spans)
@@ -196,6 +247,8 @@ class Classifier(nn.Module):
         if "spans" in sums:
             out |= metrics.span_metrics(sums)
             out.setdefault("f1_macro", out["token_f1"])  # SQuAD's name for it, arXiv:1606.05250
+        scores = [out[name] for name in ("f1_macro", "exact_match") if out.get(name) is not None]
+        out["score"] = sum(scores) / len(scores) if scores else None
         return out
 
     def flops_per_unit(self):
@@ -235,7 +288,8 @@ def states_at(x, positions):
 def build_model(config, data):
     shape = GPTConfig(**{f.name: getattr(config, f.name) for f in fields(GPTConfig)}
                       | dict(vocab_size=data.spec["vocab_size"]))
-    model = Classifier(shape, data.spec, config.seed, config.span_weight)
+    model = Classifier(shape, data.spec, config.seed, config.span_weight,
+                       config.bidirectional, config.ngrams)
     for block in model.gpt.h:
         block.gradient_checkpointing = config.gradient_checkpointing
     return model

@@ -73,6 +73,33 @@ def classification_metrics(labels: np.ndarray, scores: np.ndarray) -> dict[str, 
 
 
 # -----------------------------------------------------------------------------
+# calibration
+
+def calibration_error(labels, scores, n_bins=15):
+    """Return the expected calibration error (arXiv:1706.04599): the mean distance, in bins of equal
+    width, between probability and accuracy of the predicted class. labels (N,), scores (N, K)."""
+    p = scores.max(1)
+    bins = np.minimum((p * n_bins).astype(int), n_bins - 1)
+    correct = scores.argmax(1) == labels
+    return float(np.abs(np.bincount(bins, correct - p)).sum() / len(p))
+
+
+def scale(scores, temperature):
+    """Return probabilities (N, K) at a temperature: softmax(log(scores) / temperature)."""
+    logs = torch.from_numpy(scores).clamp(min=1e-300).log()
+    return (logs / temperature).softmax(1).numpy()
+
+
+def fit_temperature(labels, scores):
+    """Return the temperature between 1/4 and 16, in steps of 1%, with the largest likelihood of the
+    labels (N,). The limits matter for few rows: all may be predicted correctly."""
+    def likelihood(temperature):
+        p = scale(scores, temperature)[np.arange(len(labels)), labels]
+        return np.log(np.maximum(p, 1e-300)).sum()
+    return float(max(np.geomspace(0.25, 16, 419), key=likelihood))
+
+
+# -----------------------------------------------------------------------------
 # evidence
 
 def span_sums(truths, guesses):

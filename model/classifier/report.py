@@ -1,21 +1,30 @@
-"""Evaluation of a classifier's checkpoint on other data: metrics and predictions."""
+"""Evaluation of a classifier's checkpoint on other data: metrics, predictions, and a baseline."""
 
 import json
 import os
 import sys
-from dataclasses import dataclass
+import time
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
 import torch
 
 from data import labels
+from data.rows import pad_rows
 from data.tokenizer import open_tokenizer
-from model.classifier.metrics import classification_metrics, span_metrics, span_sums
+from model.classifier.metrics import (
+    calibration_error,
+    classification_metrics,
+    fit_temperature,
+    scale,
+    span_metrics,
+    span_sums,
+)
 from model.core.load import load_model
 from train.base.checkpoint_file import load_checkpoint
 from train.base.cli import format_table, run_command
-from train.base.errors import DataError, echo
+from train.base.errors import DataError, echo, require
 from train.base.fields import key
 from train.distributed import get_device
 
@@ -31,6 +40,8 @@ class ReportOptions(labels.Fields):
     split: str = key("test", "split of a folder", choices=labels.SPLITS)
     out: str | None = key(None, "folder to write: metrics.json, predictions.jsonl (default: "
                           "report, beside the checkpoint)", metavar="FOLDER", path=True)
+    baseline: bool = key(False, "also fit TF-IDF with logistic regression to the training data and "
+                                "print its metrics (scikit-learn)")
     batch_size: int = key(64, "rows per batch", ge=1)
     device: str = key("auto", "auto, cpu, cuda or mps")
 
@@ -38,7 +49,8 @@ class ReportOptions(labels.Fields):
 def evaluate_checkpoint(args):
     """Evaluate a checkpoint, write the files to --out and print the report."""
     model, tokenizer = load_model(args.ckpt, get_device(args.device), expect="classifier")
-    args.data = args.data or [load_checkpoint(args.ckpt)["config"]["data_dir"]]
+    own_data = load_checkpoint(args.ckpt)["config"]["data_dir"]
+    args.data = args.data or [own_data]
     args.out = args.out or os.path.join(os.path.dirname(args.ckpt), "report")
     arrays, rows = load_rows(args, model, tokenizer)
     scores, spans = predict(model, arrays, args.batch_size)
@@ -46,18 +58,30 @@ def evaluate_checkpoint(args):
     classes = model.spec["classes"]
     metrics = dict(rows=len(rows))
     if scores is not None:
-        for row, p in zip(rows, scores):
-            row |= dict(label=classes[p.argmax()], probability=round(float(p.max()), 4))
+        metrics["temperature"] = calibrate(args, own_data, model, tokenizer)
+        calibrated = scale(scores, metrics["temperature"])
+        for row, p, q in zip(rows, scores, calibrated):
+            row |= dict(label=classes[p.argmax()], probability=round(float(p.max()), 4),
+                        calibrated=round(float(q.max()), 4))
         labelled = np.array([row["true_label"] is not None for row in rows])
         if labelled.any():
-            metrics |= classification_metrics(targets[labelled], scores[labelled])
-            metrics["classes"] = classes
+            labels.warn_if_few({"the data": labelled.sum()})
+            y = targets[labelled]
+            metrics |= classification_metrics(y, scores[labelled]) | dict(
+                classes=classes, ece=calibration_error(y, scores[labelled]),
+                ece_calibrated=calibration_error(y, calibrated[labelled]))
+            if args.baseline:
+                known = load_rows(replace(args, data=[own_data], split="train"), model, tokenizer)
+                texts = [row["text"] for row in rows if row["true_label"] is not None]
+                metrics["baselines"] = fit_baselines(*known, texts, y, len(classes))
     if spans is not None:
         for row, ids, (first, last) in zip(rows, tokens, spans):
             row["evidence"] = tokenizer.decode(ids[first:last + 1])
         sums = span_sums(torch.tensor(truths).double(), torch.tensor(spans).double())
         if sums["spans"]:
             metrics |= span_metrics(sums) | dict(spans=int(sums["spans"]))
+        if scores is not None:
+            metrics |= faithfulness(model, arrays, scores, spans, args.batch_size)
     lines = [json.dumps({name: v for name, v in row.items() if v is not None}, default=str) + "\n"
              for row in rows]
     os.makedirs(args.out, exist_ok=True)
@@ -97,6 +121,53 @@ def load_rows(args, model, tokenizer):
              true_evidence=row.evidence) for i, row in enumerate(rows)]
 
 
+def calibrate(args, own_data, model, tokenizer):
+    """Return the temperature of the validation rows of the run's data; 1 if they are gone."""
+    try:
+        arrays, _ = load_rows(replace(args, data=[own_data], split="val"), model, tokenizer)
+    except DataError as error:
+        echo(f"The temperature is 1, no validation rows to fit it to: {error}")
+        return 1.0
+    return fit_temperature(np.asarray(arrays[2]), predict(model, arrays, args.batch_size)[0])
+
+
+def fit_baselines(arrays, rows, texts, targets, n_classes):
+    """Return {name: metrics} of TF-IDF with logistic regression, of words and of characters: fitted
+    to the training data (arrays, rows), computed on texts and their targets (N,)."""
+    require("sklearn", "--baseline", "scikit-learn")
+    from sklearn.feature_extraction.text import TfidfVectorizer
+    from sklearn.linear_model import LogisticRegression
+    out = {}
+    for name, options in (("words", {}), ("characters", dict(analyzer="char", ngram_range=(2, 5)))):
+        started = time.perf_counter()
+        vectorizer = TfidfVectorizer(**options, sublinear_tf=True)
+        features = vectorizer.fit_transform(row["text"] for row in rows)
+        regression = LogisticRegression(C=20, max_iter=1000).fit(features, arrays[2])
+        scores = np.zeros((len(texts), n_classes))  # a class may have no training row
+        scores[:, regression.classes_] = regression.predict_proba(vectorizer.transform(texts))
+        out[f"TF-IDF, {name}"] = classification_metrics(targets, scores) | dict(
+            ece=calibration_error(targets, scores), seconds=time.perf_counter() - started)
+    return out
+
+
+def faithfulness(model, arrays, scores, spans, batch_size):
+    """Return {"comprehensiveness", "sufficiency"} of the predicted evidence (arXiv:1911.03429): the
+    mean decrease of the predicted class's probability if the evidence is deleted, and if all else
+    is. Good evidence has a large and a small one. {} if no text is longer than its evidence."""
+    texts = [ids[:n] for ids, n in zip(*arrays[:2])]
+    kept = [i for i, (first, last) in enumerate(spans) if last - first + 1 < len(texts[i])]
+    cells = np.arange(len(kept)), scores[kept].argmax(1)
+    parts = [(np.delete(texts[i], slice(a, b + 1)), texts[i][a:b + 1])
+             for i, (a, b) in zip(kept, spans[kept])]
+    out = {}
+    for name, cut in zip(("comprehensiveness", "sufficiency"), zip(*parts)):
+        lengths = np.array([*map(len, cut)])
+        padded = pad_rows(cut, lengths.max(), 0, arrays[0].dtype)
+        p = predict(model, (padded, lengths), batch_size)[0]
+        out[name] = float((scores[kept][cells] - p[cells]).mean())
+    return out
+
+
 @torch.no_grad()
 def predict(model, arrays, batch_size):
     """Return [probabilities (N, K), spans (N, 2)] as numpy arrays; `None` for what the model does
@@ -132,11 +203,21 @@ def format_report(metrics):
         area = "undefined" if m["auroc"] is None else f"{m['auroc']:.4f}"
         matrix = [[name, *map(str, row)] for name, row in zip(m["classes"], m["confusion_matrix"])]
         parts = [format_table([["", *names, "rows"], *table]),
-                 f"accuracy {m['accuracy']:.4f}, AUROC {area}", "confusion matrix:",
+                 f"accuracy {m['accuracy']:.4f}, AUROC {area}", f"calibration error (ECE) "
+                 f"{m['ece']:.4f}, {m['ece_calibrated']:.4f} at the temperature "
+                 f"{m['temperature']:.3f} of the validation rows", "confusion matrix:",
                  format_table([["true \\ predicted", *m["classes"]], *matrix])]
+    if "baselines" in m:
+        table = [[name, *(f"{b[n]:.4f}" for n in ("f1_macro", "accuracy", "ece")),
+                  f"{b['seconds']:.1f}" if "seconds" in b else "-"]
+                 for name, b in {"this model": m, **m["baselines"]}.items()]
+        parts.append(format_table([["", "macro F1", "accuracy", "ECE", "seconds"], *table]))
     if "exact_match" in m:
         parts.append(f"evidence of {m['spans']:,} rows: exact match {m['exact_match']:.4f}, token "
                      f"F1 {m['token_f1']:.4f}")
+    if "sufficiency" in m:
+        parts.append(f"of the predicted evidence: comprehensiveness {m['comprehensiveness']:.4f}, "
+                     f"sufficiency {m['sufficiency']:.4f}")
     return "\n".join(parts)
 
 

@@ -222,7 +222,7 @@ def apply_rope(x, rope):
 
 def attend(q, k, v, dropout=0.0, mask=None):
     """Return causal attention (B, H, T, D) of q (B, H, T, D) with k, v (B, G, S, D). Query i is at
-    position S - T + i. mask (B, 1, T, S), or (B, 1, S) for T = 1: true where a query sees a key."""
+    S - T + i. A mask (B, 1, T or 1, S), for T = 1 also (B, 1, S), of keys to see replaces this."""
     T, S, groups = q.size(2), k.size(2), q.size(1) // k.size(1)
     if T == 1 and not dropout:
         return attend_one(q, k, v, mask)
@@ -240,23 +240,26 @@ def attend(q, k, v, dropout=0.0, mask=None):
 
 
 def attend_in_blocks(q, k, v, dropout, mask=None, size=128):
-    """Causal attention in matrix products: `size` queries times all keys up to the last query.
+    """Causal attention in matrix products: `size` queries times all keys up to the last query (all
+    keys, if a mask is the same for all queries).
 
-    q, k, v (B, H, T, D), mask (B, 1, T, T). For bfloat16 on a CPU, half the time of PyTorch 2.13's
-    kernel (forward and backward: 18 and 37 ms at B 4, H 6, T 512, D 64, 2 cores), equal up to
-    rounding. It stores the probabilities, so use it for short T only.
+    q, k, v (B, H, T, D), mask (B, 1, T or 1, T). For bfloat16 on a CPU, half the time of PyTorch
+    2.13's kernel (forward and backward: 18 and 37 ms at B 4, H 6, T 512, D 64, 2 cores), equal up
+    to rounding. It stores the probabilities, so use it for short T only.
     """
     shape, (B, H, T, D) = q.shape, q.shape
     q, k, v = (t.flatten(0, 1) for t in (q * D ** -0.5, k, v))  # (B * H, T, D)
     bias = torch.full((T, T), -math.inf, dtype=q.dtype, device=q.device).triu(1)
     if mask is not None:
-        bias = torch.zeros_like(mask, dtype=q.dtype).masked_fill(~mask, -math.inf)  # (B, 1, T, T)
+        bias = torch.zeros_like(mask, dtype=q.dtype).masked_fill(~mask, -math.inf)
+        bias = bias.expand(-1, -1, T, T)  # (B or 1, 1, T, T)
     blocks = []
     for start in range(0, T, size):
         end = min(start + size, T)
-        scores = (q[:, start:end] @ k[:, :end].transpose(1, 2)).view(B, H, end - start, end)
-        p = apply_dropout((scores + bias[..., start:end, :end]).softmax(-1), dropout)
-        blocks.append(p.flatten(0, 1) @ v[:, :end])
+        n = T if mask is not None and mask.size(2) == 1 else end
+        scores = (q[:, start:end] @ k[:, :n].transpose(1, 2)).view(B, H, end - start, n)
+        p = apply_dropout((scores + bias[..., start:end, :n]).softmax(-1), dropout)
+        blocks.append(p.flatten(0, 1) @ v[:, :n])
     return torch.cat(blocks, dim=1).view(shape)
 
 
