@@ -73,9 +73,8 @@ def test_other_values_are_refused_with_what_was_expected(name, raw, words):
 COUNTS_FROM_0 = {"seed", "max_iters", "eval_interval", "save_interval", "keep_last",
                  "sample_tokens", "eval_task_rows", "warmup_iters", "plateau_patience",
                  "early_stopping_patience", "profile", "bos_id", "pad_id"}
-COUNTS_FROM_1 = {"world_size", "nodes", "batch_size", "gradient_accumulation_steps", "eval_iters",
-                 "log_interval",
-                 "lr_decay_iters", "step_iters", "num_threads", "block_size", "n_layer", "n_head",
+COUNTS_FROM_1 = {"world_size", "nodes", "shard_size", "batch_size", "gradient_accumulation_steps",
+                 "eval_iters", "log_interval", "lr_decay_iters", "step_iters", "num_threads", "block_size", "n_layer", "n_head",
                  "n_kv_head", "n_embd", "n_hidden", "head_dim", "window", "max_positions"}
 FROM_0 = {"min_lr", "warmup_epochs", "early_stopping_min_delta", "weight_decay", "grad_clip",
           "muon_weight_decay", "step_timeout"}
@@ -334,12 +333,12 @@ def test_the_free_keys_are_these():
     """Written out: what may change when a run is resumed, and what belongs to one start."""
     free = {n for n, f in FIELDS.items() if f.metadata.get("free")}
     assert free == set("""
-        compile cudnn_benchmark data_dir deterministic device dist_timeout distributed dtype
-        early_stopping_min_delta early_stopping_patience eval_epochs eval_interval eval_iters
-        eval_on_start eval_task_rows eval_tasks gradient_checkpointing init_from keep_last
-        log_interval max_epochs max_iters num_threads on_spike out_dir run_name
-        sample_prompts sample_tokens save_epochs save_interval save_precision spike_sigma
-        step_timeout tokenizer tracker""".split())
+        checkpoint_format compile cudnn_benchmark data_dir deterministic device dist_timeout
+        distributed dtype early_stopping_min_delta early_stopping_patience eval_epochs
+        eval_interval eval_iters eval_on_start eval_task_rows eval_tasks gradient_checkpointing
+        init_from keep_last log_interval max_epochs max_iters mirror num_threads on_spike out_dir
+        run_name sample_prompts sample_tokens save_epochs save_interval save_precision shard_size
+        spike_sigma step_timeout tokenizer tracker""".split())
     starts = {n for n, f in FIELDS.items() if f.metadata.get("start")}
     assert starts == {"resume", "allow_change", "eval_only", "profile", "dry_run", "print_config",
                       "world_size", "nodes", "gpu"}
