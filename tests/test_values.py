@@ -74,8 +74,9 @@ COUNTS_FROM_0 = {"seed", "max_iters", "eval_interval", "save_interval", "keep_la
                  "sample_tokens", "eval_task_rows", "warmup_iters", "plateau_patience",
                  "early_stopping_patience", "profile", "bos_id", "pad_id"}
 COUNTS_FROM_1 = {"world_size", "nodes", "shard_size", "batch_size", "gradient_accumulation_steps",
-                 "eval_iters", "log_interval", "lr_decay_iters", "step_iters", "num_threads", "block_size", "n_layer", "n_head",
-                 "n_kv_head", "n_embd", "n_hidden", "head_dim", "window", "max_positions"}
+                 "eval_iters", "log_interval", "lr_decay_iters", "step_iters", "num_threads",
+                 "block_size", "n_layer", "n_head", "n_kv_head", "n_embd", "n_hidden", "head_dim",
+                 "window", "max_positions"}
 FROM_0 = {"min_lr", "warmup_epochs", "early_stopping_min_delta", "weight_decay", "grad_clip",
           "muon_weight_decay", "step_timeout"}
 SHARES = {"warmup_ratio", "beta1", "beta2", "muon_momentum", "dropout", "ema"}

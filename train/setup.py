@@ -239,6 +239,20 @@ class Run:
         checkpoint.restore(start, self.config, self.raw_model, self.optimizer, self.parts(),
                            self.ranks, self.log.warn)
         self.saved_at = p.iter_num
+        if self.model is not self.raw_model and self.ranks.world_size > 2 and p.iter_num:
+            self.order_buckets(p.iter_num)
+
+    def order_buckets(self, it):
+        """Compute gradients of step `it` and discard them. DDP orders its buckets by the first
+        backward pass after a start, and sums of more than two ranks depend on the order: without
+        this, the first step after a resume would differ in the last bit."""
+        if self.before_step:
+            self.before_step(it)
+        batch = self.data.train.get_batch(self.ranks.device, it * self.n_micro)
+        with self.autocast():
+            loss, _ = self.forward(*batch)
+        loss.backward()
+        self.optimizer.zero_grad(set_to_none=True)
 
     def evaluation_is_due(self, last):
         """Return whether to evaluate before the next step; last: the training is complete."""
