@@ -79,7 +79,8 @@ def whole_run(data_dir, tmp_path_factory):
     return out
 
 
-@pytest.mark.parametrize("formats", [["auto"] * 4, ["file", "sharded", "sharded", "file"]])
+@pytest.mark.parametrize("formats", [
+    pytest.param(["auto"] * 4, marks=pytest.mark.slow), ["file", "sharded", "sharded", "file"]])
 def test_a_run_goes_on_in_any_way_on_any_number_of_ranks(data_dir, tmp_path, whole_run, formats):
     steps = dict(max_iters=8, eval_interval=4)
     ways = [(4, HSDP), (2, dict(distributed="fsdp")), (4, dict(distributed="ddp")), (1, {})]
@@ -377,8 +378,8 @@ def train_with_faults(options):
 
 
 @pytest.mark.matrix(128)
-@pytest.mark.parametrize("fault", ["save_mid@4:1=kill9", "save_after_replace@4:0=kill9",
-                                   "manifest@4:0=kill9", "save_before_replace@4:1=kill9"])
+@pytest.mark.parametrize("fault", ["save_mid@4:1=kill9", pytest.param(
+    "manifest@4:0=kill9", marks=pytest.mark.slow)])
 def test_a_kill_of_a_rank_during_a_save_loses_nothing(data_dir, tmp_path, whole_run, fault):
     """kill -9 of a rank during a sharded save -> the last complete checkpoint is used"""
     killed_at(data_dir, tmp_path, whole_run, 2, fault, distributed="fsdp")
@@ -403,7 +404,8 @@ def test_a_kill_of_any_rank_at_any_moment_loses_nothing(data_dir, tmp_path, whol
 
 
 @pytest.mark.matrix(129)
-@pytest.mark.parametrize("error, words", [("enospc", "No space left"), ("eacces", "denied")])
+@pytest.mark.parametrize("error, words", [("enospc", "No space left"), pytest.param(
+    "eacces", "denied", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("last", [False, True])
 def test_a_rank_that_cannot_write_is_named_and_nothing_is_lost(data_dir, tmp_path, whole_run, error,
                                                                words, last):
