@@ -41,7 +41,7 @@ from train.distributed import broadcast_from_rank0
 from train.evaluate import pack, unpack
 from train.system import ModelHooks
 
-USE = "python -m model.autoencoder --ckpt {out}/ckpt.pt --arrays {out}/val.npz"
+USE = "python -m model.autoencoder --ckpt {out}/{best} --arrays {out}/val.npz"
 VARIANCE_EPS = 1e-3  # added to variances of about 1 in row_correlation()
 HOW_TO_PREPARE = "prepare it with `python -m data.prepare.features`"
 
@@ -89,8 +89,8 @@ def add_delays(array, runs, delays):
     """Return the windows (N, K, D) of an array (N, D): row i, and at index k of the window the row
     k before it, NaN if that is of a different run. runs (N,): the run of each row, ascending."""
     index = np.arange(len(array))[:, None] - np.arange(delays + 1)  # (N, K)
-    is_inside = (index >= 0) & (runs[index] == runs[:, None])
-    return np.where(is_inside[..., None], array[index], np.float32(np.nan))
+    is_inside = (index >= 0) & (runs[index.clip(0)] == runs[:, None])
+    return np.where(is_inside[..., None], array[index.clip(0)], np.float32(np.nan))
 
 
 def open_runs(folder, split):
@@ -152,7 +152,7 @@ def fit_linear_path(folder, spec, delays):
     targets on the training rows; rows with a missing target are left out. A target uses the delayed
     rows if that reduces the error on runs that the fit leaves out."""
     if not spec["target"]:
-        raise DataError(f"{folder}: no target, which ridge regression (linear_path) predicts")
+        raise DataError(f"{folder}: no target, which ridge regression (--baseline) predicts")
     x, y = design(open_features(folder, "train", spec, delays), spec)
     recorded = ~np.isnan(y).any(1)
     if recorded.sum() < 3:
@@ -182,7 +182,7 @@ def open_data(config, ranks):
     train, val = (RowLoader(open_features(config.data_dir, split, delays=config.delays), config,
                             ranks) for split in ("train", "val"))
     data = Data(train, val if config.eval_interval else None, spec)
-    if config.linear_path:
+    if config.linear_path and meta["target"]:
         data.linear_path = broadcast_from_rank0(
             lambda: fit_linear_path(config.data_dir, spec, config.delays), ranks)
     return data
@@ -210,7 +210,7 @@ class MultimodalAutoencoder(nn.Module):
         self.head = nn.Linear(c.d_latent, spec["target"]) if spec["target"] else None
         self.linear = None
         self.linear_path = linear_path
-        if c.linear_path:
+        if c.linear_path and spec["target"]:
             self.linear = nn.Linear(k * sum(dims.values()), spec["target"]).requires_grad_(False)
         # On the CPU also under torch.device("meta"): the values come from the spec.
         for name in self.names:
@@ -248,9 +248,9 @@ class MultimodalAutoencoder(nn.Module):
 
     def predict(self, x, z):
         """Return the standardised target (N, T) of modalities x and their bottleneck z."""
-        if self.linear is None:
-            return self.head(z).float()
-        return self.head(F.gelu(z)).float() + self.predict_linear(x)
+        # The rest, which a linear path leaves, is not linear in the bottleneck either.
+        out = self.head(z if self.linear is None else F.gelu(z)).float()
+        return out if self.linear is None else out + self.predict_linear(x)
 
     def predict_linear(self, x):
         """Return the part of the prediction (N, T) that is a ridge regression, in float32."""

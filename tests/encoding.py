@@ -32,6 +32,7 @@ SETS = {  # rows per run, runs to train on and to validate, targets, noise, stru
     "linear": (100, 20, 80, 1.0, "linear"),
     "nonlinear": (100, 20, 80, 0.7, "nonlinear"),
     "delayed": (100, 20, 80, 1.0, "delayed"),
+    "nonlinear and delayed": (100, 20, 80, 0.7, "nonlinear, delayed"),
     "500 targets": (100, 20, 500, 1.0, "linear"),
     "300 rows": (15, 20, 80, 1.0, "linear"),
     "300 rows, 500 targets": (15, 20, 500, 1.0, "linear"),
@@ -54,7 +55,7 @@ def make_set(name, seed, n_test_runs=20):
     for t in range(1, length):
         z[:, t] = 0.9 * z[:, t - 1] + np.sqrt(1 - 0.9 ** 2) * z[:, t]
     signals = z
-    if structure == "nonlinear":  # half of the variance: products of two signals, and |z|
+    if "nonlinear" in structure:  # half of the variance: products of two signals, and |z|
         pairs = rng.permutation([(i, j) for i in range(12) for j in range(i)])[:12]
         products = np.stack([z[..., i] * z[..., j] for i, j in pairs], -1)
         signals = np.concatenate([z, products, np.abs(z)], -1)
@@ -62,7 +63,7 @@ def make_set(name, seed, n_test_runs=20):
         signals[..., 12:] /= signals[..., 12:].std((0, 1)) * np.sqrt(2)
     mixture = rng.standard_normal((signals.shape[-1], n_targets))
     clean = signals @ mixture
-    if structure == "delayed":
+    if "delayed" in structure:
         clean = np.apply_along_axis(lambda c: np.convolve(c, response())[:length], 1, clean)
     clean = clean.reshape(-1, n_targets)
     target = clean / clean.std(0) + noise * rng.standard_normal(clean.shape)

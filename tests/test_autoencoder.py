@@ -387,12 +387,14 @@ def test_rows_are_called_rows(trained, capsys, folder, tmp_path):
     assert "epochs of 400 samples" in said and "per parameter" not in said
 
 
-def test_no_target(tmp_path):
+def test_no_target(tmp_path, capsys):
     """An autoencoder alone: no match, no correlation."""
     features.prepare_features({"a": np.random.default_rng(0).normal(size=(40, 3))}, None,
                               str(tmp_path / "data"), 0.2, np.arange(40) // 5)
-    last = go(tmp_path / "data", tmp_path / "out", **SYSTEM)["history"][-1]
+    last = go(tmp_path / "data", tmp_path / "out", **SYSTEM, linear_path=True)["history"][-1]
     assert "val_recon_a" in last and "val_match" not in last and "val_correlation" not in last
+    assert main(["--ckpt", str(tmp_path / "out/ckpt.pt"), "--baseline"]) == 2
+    assert "no target, which ridge regression" in capsys.readouterr().err
 
 
 def test_the_numbers_of_a_checkpoint(tmp_path, trained, folder, capsys):
@@ -482,6 +484,8 @@ def test_delays_end_at_the_start_of_a_run():
     np.testing.assert_array_equal(windows[..., 0], [
         [0, nan, nan], [1, 0, nan], [2, 1, 0], [3, nan, nan], [4, 3, nan]])
     np.testing.assert_array_equal(windows[..., 1], windows[..., 0] + 10)
+    longer = add_delays(array, np.zeros(5), 7)  # than the array
+    assert np.isnan(longer[:, 5:]).all() and longer[4, :5, 0].tolist() == [4, 3, 2, 1, 0]
 
 
 RIDGE = SYSTEM | dict(linear_path=True, dropout=0.2, modality_dropout=0.2, delays=2,
@@ -630,10 +634,9 @@ def test_the_baseline_of_a_checkpoint(tmp_path, trained, linear, capsys):
 
 
 @pytest.mark.parametrize("case, words", [
-    ("old", "no train_runs.npy"), ("no target", "no target, which ridge regression"),
-    ("no rows", "0 training rows have all targets")])
+    ("old", "no train_runs.npy"), ("no rows", "0 training rows have all targets")])
 def test_what_a_linear_path_needs(tmp_path, case, words):
-    y = None if case == "no target" else np.full((40, 2), np.nan if case == "no rows" else 1)
+    y = np.full((40, 2), np.nan if case == "no rows" else 1)
     folder = tmp_path / "data"
     features.prepare_features(dict(a=np.eye(40)), y, str(folder), 0.2, np.arange(40) // 5)
     if case == "old":

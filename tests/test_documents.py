@@ -251,7 +251,7 @@ COMMANDS = [
       for line in (TORCHRUN, NODE.format(0), NODE.format(1),
                    "python scripts/train.py --config FILE.yaml --distributed")),
     (4, "python scripts/train.py --config FILE.yaml",
-     "run_train.py --config train/configs/autoencoder.yaml", dict(max_epochs=30))]
+     "run_train.py --config train/configs/autoencoder.yaml", dict(max_epochs=60))]
 # of other programs, and of the documents' own tests and data classes
 OTHER_PROGRAMS = ("mlflow ui", "watch ", "nvtop", "cp ", "pip ", "tensorboard ", "tail ", "vim ",
                   "python -m pytest", "python tests/", "python -c")
