@@ -1,17 +1,15 @@
-"""Downloads: models and data sets of the Hugging Face hub, and small files by URL.
+"""Downloads of models and data sets of the Hugging Face hub.
 
 The hub is accessed by the optional package huggingface_hub, which caches files, resumes downloads
 and uses the access token. HF_ENDPOINT names a mirror.
 """
 
 import contextlib
-import hashlib
 import json
 import os
 import re
 import subprocess
 import sys
-import threading
 from pathlib import Path
 
 from train.base.errors import DataError, require
@@ -46,8 +44,10 @@ def local_folder(name, weights=True):
     limits = (MAX_FILE_BYTES, MAX_SECONDS) if weights else (MAX_JSON_BYTES, MAX_JSON_SECONDS)
     folder = download(name, "snapshot_download", *limits, repo_id=name[3:],
                       allow_patterns=CONFIG_FILES + WEIGHT_FILES * weights)
-    for path in Path(folder).glob("*.json"):
-        if not looks_like_json(path):
+    for path in Path(folder).glob("*.json"):  # a mirror can answer with a page of HTML
+        with open(path, "rb") as f:
+            is_json = f.read(64).lstrip()[:1] == b"{"
+        if not is_json or path.stat().st_size > MAX_JSON_BYTES:
             for file in {os.path.realpath(path), str(path)}:
                 os.remove(file)
             raise DataError(f"{name}: {path.name} is not the JSON of a model; it is deleted. Check "
@@ -58,13 +58,6 @@ def local_folder(name, weights=True):
     return folder
 
 
-def looks_like_json(path):
-    """Return whether a file begins like a JSON object and has an ordinary size: a mirror can answer
-    with a page of HTML."""
-    with open(path, "rb") as f:
-        return f.read(64).lstrip()[:1] == b"{" and path.stat().st_size <= MAX_JSON_BYTES
-
-
 def download(name, function, max_bytes=MAX_FILE_BYTES, max_seconds=MAX_SECONDS, **arguments):
     """Return the path that a download function of huggingface_hub returns. Raises DataError for
     `name`, also if a file has more than max_bytes, or all files take more than max_seconds."""
@@ -72,54 +65,36 @@ def download(name, function, max_bytes=MAX_FILE_BYTES, max_seconds=MAX_SECONDS, 
     endpoint = os.environ.get("HF_ENDPOINT") or HUB
     if not re.match(TRUSTED_URL, endpoint):
         raise DataError(f"{endpoint}: expected the https:// address of a mirror of {HUB}")
-    request = [function, max_bytes, max_seconds, arguments | dict(endpoint=endpoint.rstrip("/"))]
+    request = json.dumps([function, max_bytes, arguments | dict(endpoint=endpoint.rstrip("/"))])
     # In a child process, which can be ended: huggingface_hub limits the time between two bytes
     # only, and a mirror may send without end.
-    done = subprocess.run([sys.executable, "-m", "data.hub", json.dumps(request)],
-                          cwd=Path(__file__).parents[1], stdout=subprocess.PIPE)
-    answer = json.loads(done.stdout or '{"error": "the process was killed"}')
-    if "error" in answer:
-        raise DataError(f"{name}: could not be downloaded ({answer['error']}). "
-                        "The same command resumes the download; HF_ENDPOINT names a mirror. "
-                        "Without a network, copy the files and give their path")
-    return answer["path"]
+    try:
+        done = subprocess.run([sys.executable, "-m", "data.hub", request], timeout=max_seconds,
+                              cwd=Path(__file__).parents[1], stdout=subprocess.PIPE, text=True)
+    except subprocess.TimeoutExpired:
+        reason = f"it took more than {max_seconds:,} seconds"
+    else:
+        if done.returncode == 0:
+            return done.stdout.removesuffix("\n")
+        reason = done.stdout.strip() or "the process was killed"
+    raise DataError(f"{name}: could not be downloaded ({reason}). The same command resumes the "
+                    "download; HF_ENDPOINT names a mirror. Without a network, copy the files and "
+                    "give their path")
 
 
-def run_download(function, max_bytes, max_seconds, arguments):
-    """Call a download function of huggingface_hub within these limits, print {"path": ...} or
-    {"error": ...} as JSON, and end this process."""
+def run_download(function, max_bytes, arguments):
+    """Print the path that a download function of huggingface_hub returns, or an error; end this
+    process."""
     import huggingface_hub
-    from huggingface_hub.constants import HF_HUB_CACHE
-
-    def end(**answer):
-        print(json.dumps(answer), flush=True)
-        os._exit(0)
-
-    def give_up():
-        repo = f"{arguments.get('repo_type', 'model')}s/{arguments['repo_id']}".replace("/", "--")
-        folder = Path(arguments.get("local_dir") or Path(HF_HUB_CACHE, repo))
-        for path in folder.rglob("*.incomplete"):
-            path.unlink(missing_ok=True)
-        end(error=f"it took more than {max_seconds:,} seconds")
-    threading.Timer(max_seconds, give_up).start()
     with contextlib.suppress(ImportError):  # Windows
         import resource
         resource.setrlimit(resource.RLIMIT_FSIZE, (max_bytes, max_bytes))
     try:
-        end(path=getattr(huggingface_hub, function)(**arguments))
+        print(getattr(huggingface_hub, function)(**arguments))
     except BaseException as error:  # many types, of the network and of the hub; Ctrl-C
         reason, *_ = str(error).strip().splitlines() or [""]
-        end(error=f"{type(error).__name__}: {reason:.200}")
-
-
-def fetch_file(url, sha256):
-    """Return the content (bytes) of a small file after checking the sha256. Raises OSError."""
-    import requests  # a dependency of tiktoken; slow to import
-    reply = requests.get(url, timeout=20)
-    reply.raise_for_status()
-    if hashlib.sha256(reply.content).hexdigest() != sha256:
-        raise OSError("the content has another sha256")
-    return reply.content
+        print(f"{type(error).__name__}: {reason:.200}", flush=True)
+        os._exit(1)  # without waiting for the other files
 
 
 if __name__ == "__main__":

@@ -101,14 +101,12 @@ def documents_in_val(first, count, fraction):
     return (mix64(index * np.uint64(0x9E3779B97F4A7C15)) >> np.uint64(11)) * 2.0 ** -53 < fraction
 
 
-def split_by_group(group, val_fraction, test_fraction):
-    """Return "train", "val" or "test" by a hash of the text `group`: samples of the same group
-    are in the same split."""
+def split_by_group(group, fraction):
+    """Return "train", or for `fraction` of the groups each "val" or "test", by a hash of the text
+    `group`: samples of the same group are in the same split."""
     digest = hashlib.blake2b(group.encode("utf-8", "replace"), digest_size=7).digest()
     position = int.from_bytes(digest, "big") / 2**56
-    if position < test_fraction:
-        return "test"
-    return "val" if position < test_fraction + val_fraction else "train"
+    return "test" if position < fraction else "val" if position < 2 * fraction else "train"
 
 
 def prompt_hash(ids, mask):

@@ -138,11 +138,8 @@ def read_template_spec(folder, tokenizer):
         with open(path, encoding="utf-8", errors="replace") as f:
             text = f.read()
     if isinstance(text, list):  # several with names, of earlier versions of transformers
-        named = {str(t.get("name")): t.get("template") for t in text if isinstance(t, dict)}
-        text = named.get("default")
-        if not isinstance(text, str):
-            raise DataError(f"{folder}/tokenizer_config.json: chat_template: expected a text, or "
-                            "a list with the name default and a template")
+        text = next((t.get("template") for t in text
+                     if isinstance(t, dict) and t.get("name") == "default"), None)
     if not isinstance(text, str) or tokenizer is None or tokenizer.eot_token is None:
         return None
     ends = [read_optional_json(folder, name).get("eos_token_id")

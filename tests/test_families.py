@@ -5,7 +5,6 @@ import itertools
 import json
 import os
 import re
-import shlex
 import shutil
 import sys
 import time
@@ -15,7 +14,6 @@ import pytest
 import torch
 from conftest import TINY, run
 from fake_hub import FakeHub
-from processes import python
 from runs import metrics
 from templates import ANSWERED, CONVERSATIONS, TEMPLATES
 from test_convert import assert_close, export, ids, logits_of, make, shake, train_tokenizer
@@ -146,29 +144,21 @@ def test_a_head_beside_a_tied_embedding_is_refused(folders, tmp_path):
                          logits_of(theirs, ids()))
 
 
-def test_a_bin_file_is_converted_by_the_command_that_is_printed(folders, tmp_path):
+def test_a_bin_file_is_one_line(folders, tmp_path):
     path, theirs = folders("llama3")
     folder = tmp_path / "a model"
     folder.mkdir()
     shutil.copy(Path(path) / "config.json", folder)
     torch.save(theirs.state_dict(), folder / "pytorch_model.bin")
     for name in (folder, folder / "pytorch_model.bin"):
-        with pytest.raises(CheckpointError, match="pytorch_model.bin is not read") as caught:
+        with pytest.raises(CheckpointError, match="save_pretrained.* of pytorch_model.bin"):
             load_model(str(name))
-    done = python(*shlex.split(str(caught.value).splitlines()[-1])[1:])
-    assert done.returncode == 0, done.stderr
-    assert_close(logits_of(load_model(str(folder))[0], ids()), logits_of(theirs, ids()))
-    for name, message in (("pytorch_model.bin", "which has model.safetensors"),
-                          ("other.bin", "no such file")):
-        with pytest.raises(CheckpointError, match=message):
-            load_model(str(folder / name))
 
 
-def test_a_gguf_file_has_the_name_of_the_folder_and_tells_of_a_window(folders, tmp_path, capsys):
+def test_a_gguf_file_has_the_name_of_the_folder(folders, tmp_path):
     gguf = pytest.importorskip("gguf")
     path, _ = folders("mistral-window")
     convert.convert(path, str(tmp_path / "m.gguf"))
-    assert "llama.cpp has no windows: use it up to 5 tokens" in capsys.readouterr().out
     field = gguf.GGUFReader(tmp_path / "m.gguf").get_field("general.name")
     assert field.contents() == "mistral-window" == model_name(f"{path}/ckpt.pt")
 
@@ -706,7 +696,7 @@ def test_templates_in_each_of_their_places(talker, tmp_path, monkeypatch, capsys
         (tmp_path / "tokenizer_config.json").write_text(json.dumps(about | dict(
             chat_template=given)))
         assert sample.main(["--ckpt", str(tmp_path), "--chat", "--device=cpu"]) == 2
-        assert "chat_template: expected a text, or a list" in capsys.readouterr().err
+        assert "not a chat model" in capsys.readouterr().err
     os.unlink(tmp_path / "generation_config.json")  # ids that no tensor holds are no end
     (tmp_path / "generation_config.json").write_text(json.dumps(dict(
         eos_token_id=[10**30, -1, True, template.ends[0]])))

@@ -3,7 +3,9 @@
 import contextlib
 import os
 
-from data.hub import HUB, download, fetch_file
+from tiktoken.load import read_file_cached
+
+from data.hub import HUB, download
 from data.meta import Meta, write_meta
 from data.prepare.folders import check_replaceable
 from data.token_files import open_shard
@@ -28,8 +30,8 @@ def download_shakespeare():
     path = os.path.join("data", "bin", "shakespeare.txt")
     if not os.path.exists(path):
         try:
-            content = fetch_file(SHAKESPEARE_URL, SHAKESPEARE_SHA256)
-        except OSError as error:
+            content = read_file_cached(SHAKESPEARE_URL, SHAKESPEARE_SHA256)
+        except (OSError, ValueError) as error:
             raise DataError(f"dataset shakespeare: could not be downloaded ({str(error)[:200]}); "
                             f"without a network, copy {SHAKESPEARE_URL} to {path}") from None
         os.makedirs(os.path.dirname(path), exist_ok=True)

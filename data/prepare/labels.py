@@ -48,8 +48,8 @@ class LabelOptions(FolderOptions, Fields):
                             "text is a group)", metavar="NAME")
     tokenizer: str = key("byte", "tokenizer of the model to start from: byte, gpt2, a rank file, a "
                          "prepared folder, or a checkpoint (.pt)", metavar="NAME")
-    val_fraction: float = key(0.1, "share of the texts for validation", gt=0)
-    test_fraction: float = key(0.1, "share of the texts for testing", ge=0)
+    val_fraction: float = key(0.1, "share of the texts for validation; as many are for testing",
+                              gt=0, lt=0.5)
     max_tokens: int = key(512, "cut longer texts", ge=1)
     example: bool = key(False, "instead of files: which word is missing from a piece of Python, "
                                "and where? Made of the sources of numpy and torch")
@@ -60,8 +60,6 @@ def prepare_labels(args):
     """Write the folder of prepared texts and print a summary. Raises UserError."""
     if bool(args.files) == args.example:
         raise UserError("give one or more FILEs, or --example")
-    if args.val_fraction + args.test_fraction >= 1:
-        raise UserError("--val_fraction and --test_fraction: expected a sum below 1")
     tokenizer = open_tokenizer(args.tokenizer)
     out = args.out or os.path.join("data", "bin", source_name([*args.files, "example"][0]))
     sources = args.files
@@ -79,7 +77,7 @@ def prepare_labels(args):
         task = "joint" if has_spans and classes else "span" if has_spans else "class"
         n_spans = 0
         width = 0
-        splits = split_rows(rows, args.val_fraction, args.test_fraction)
+        splits = split_rows(rows, args.val_fraction)
         for split, part in splits.items():
             arrays = to_arrays(part, tokenizer, classes, args.max_tokens)
             n_spans += int((arrays["spans"][:, 0] >= 0).sum())
@@ -98,13 +96,13 @@ def prepare_labels(args):
            "configs/classifier")
 
 
-def split_rows(rows, val_fraction, test_fraction):
+def split_rows(rows, fraction):
     """Assign rows to {"train": rows, "val": ..., "test": ...} by a hash of row.group, so that rows
     of a group stay together. Raises DataError for an empty split."""
     splits = {name: [] for name in SPLITS}
     for row in rows:
-        splits[split_by_group(row.group, val_fraction, test_fraction)].append(row)
-    if empty := [name for name in SPLITS if not splits[name] and (test_fraction or name != "test")]:
+        splits[split_by_group(row.group, fraction)].append(row)
+    if empty := [name for name in SPLITS if not splits[name]]:
         raise DataError(f"{', '.join(empty)}: none of {len(rows)} rows is in this split; more rows "
                         "or a larger fraction")
     return splits

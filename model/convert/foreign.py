@@ -7,7 +7,6 @@ are parsed here, without `transformers`. Unsupported options are refused by name
 
 import json
 import os
-import shlex
 import sys
 from dataclasses import asdict
 
@@ -30,10 +29,7 @@ from train.base.tensors import find_non_finite
 from train.distributed import convert_ddp_state
 from train.system import load_model_type
 
-# Arguments: the .bin file, and the file to write.
-TO_SAFETENSORS = ("import sys, torch, safetensors.torch as s; "
-                  "t = torch.load(sys.argv[1], weights_only=True); "
-                  "s.save_file({k: v.clone() for k, v in t.items()}, sys.argv[2])")
+FROM_BIN = "save_pretrained() of transformers makes model.safetensors of pytorch_model.bin"
 
 
 def read_model(path, state=None):
@@ -49,7 +45,7 @@ def read_model(path, state=None):
     if path.endswith(".safetensors"):
         return read_safetensors_model(path)
     if path.endswith(".bin"):
-        refuse_bin(path)
+        raise CheckpointError(f"{path}: .bin files are not read; {FROM_BIN}")
     state = load_checkpoint(path) if state is None else state
     weights = convert_ddp_state(state["model"])
     if not any(name.endswith("h.0.attn.c_attn.weight") for name in weights):
@@ -111,7 +107,7 @@ def read_safetensors(path):
         description = {k: json.loads(metadata[k]) for k in DESCRIPTION if k in metadata}
         check_content({"model": tensors} | description, os.path.getsize(path))
     except FileNotFoundError:
-        raise CheckpointError(f"{path}: no such file") from None
+        raise CheckpointError(f"{path}: no such file; {FROM_BIN}") from None
     except (safetensors.SafetensorError, OSError, ValueError, RecursionError) as error:
         raise CheckpointError(f"{path}: not a safetensors file that can be read: {error}") from None
     if bad := find_non_finite(tensors):
@@ -146,27 +142,11 @@ def read_folder(folder):
     return make_state(folder, weights, FAMILIES[kind].config_class(**args), tokenizer, template)
 
 
-def refuse_bin(path):
-    """Raise CheckpointError for a .bin file of transformers, with a command that converts it."""
-    folder = os.path.dirname(path) or "."
-    to = os.path.join(folder, "model.safetensors")
-    if not os.path.exists(path):
-        raise CheckpointError(f"{path}: no such file")
-    if os.path.exists(to):
-        raise CheckpointError(f"{path} is not read; specify {folder}, which has model.safetensors")
-    raise CheckpointError(f"{path} is not read; convert it, then specify {folder}:\n  "
-                          + shlex.join(["python", "-c", TO_SAFETENSORS, path, to]))
-
-
 def read_shards(folder):
     """Return {name: tensor} of model.safetensors in `folder`, or of the shards in the index."""
     index = os.path.join(folder, "model.safetensors.index.json")
     if not os.path.exists(index):
-        path = os.path.join(folder, "model.safetensors")
-        pickled = os.path.join(folder, "pytorch_model.bin")
-        if os.path.exists(pickled) and not os.path.exists(path):
-            refuse_bin(pickled)
-        return read_safetensors(path)[0]
+        return read_safetensors(os.path.join(folder, "model.safetensors"))[0]
     weight_map = read_json(index).get("weight_map")
     if not isinstance(weight_map, dict) or not all(  # never a file outside the folder
             isinstance(s, str) and os.path.basename(s) == s for s in weight_map.values()):

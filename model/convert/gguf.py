@@ -65,10 +65,7 @@ def export_gguf(source, to, precision):
         writer.write_kv_data_to_file()
         writer.write_tensors_to_file()
         writer.close()
-    window = source.shape.window
-    note = (f"; llama.cpp has no windows: use it up to {window} tokens"
-            if window and window < source.shape.full_context else "")
-    return f"{len(tensors)} tensors of {arch}{note}"
+    return f"{len(tensors)} tensors of {arch}"
 
 
 # -----------------------------------------------------------------------------
