@@ -34,6 +34,7 @@ WARN_EPOCHS = 20  # more are a warning, unless the length is given in epochs
 LINE_NAMES = {"iter", "tokens", "unit", "count", "loss", "lr", "grad_norm", "time_ms",
               "tokens_per_sec", "mfu", "eta_s", "max_iters", "memory_mib", "epoch", "train_loss",
               "work_ms", "slowest_ms", "slowest_rank"}
+RSS_SHIFT = 20 if sys.platform == "darwin" else 10  # to MiB: macOS reports bytes, Linux KiB
 NOT_STORED = {"max_iters", "eta_s"}  # in metrics.jsonl
 
 
@@ -256,13 +257,10 @@ def progress_line(record):
 
 def peak_memory(device):
     """Return the peak memory in MiB: allocated on a GPU, or resident on a CPU (None: unknown)."""
-    if device.type == "cuda":
-        import torch
-        return round(torch.cuda.max_memory_allocated(device) / 2**20)
-    if resource is None:  # Windows
-        return None
-    shift = 20 if sys.platform == "darwin" else 10  # macOS reports bytes, Linux KiB
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss >> shift
+    if device.type != "cuda":  # Windows has no `resource`
+        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss >> RSS_SHIFT if resource else None
+    import torch
+    return round(torch.cuda.max_memory_allocated(device) / 2**20)
 
 
 class Clock:
