@@ -121,8 +121,7 @@ class ChatTemplate:
             self, harmless, add_prompt, tokenizer, json.dumps(words))
         if surplus:
             raise DataError("its chat template makes the special token "
-                            f"{tokenizer.decode([*surplus][:1])} of the text of a message; change "
-                            "that text")
+                            f"{tokenizer.decode([*surplus][:1])} of the text of a message")
         return text, ids
 
     def prompt_ids(self, messages, tokenizer, variables=None):

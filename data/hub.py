@@ -50,9 +50,8 @@ def local_folder(name, weights=True):
         if not is_json or path.stat().st_size > MAX_JSON_BYTES:
             for file in {os.path.realpath(path), str(path)}:
                 os.remove(file)
-            raise DataError(f"{name}: {path.name} is not the JSON of a model; it is deleted. Check "
-                            "for a sign-in page of the network, and the mirror; the same command "
-                            "downloads it again")
+            raise DataError(f"{name}: {path.name} is not the JSON of a model; it is deleted. "
+                            "Check the network and the mirror, and repeat the command")
     if not os.path.exists(os.path.join(folder, "config.json")):
         raise DataError(f"{name}: the repository has no config.json: it is no model")
     return folder

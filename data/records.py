@@ -17,6 +17,7 @@ import gzip
 import io
 import itertools
 import json
+import math
 import os
 import re
 import sys
@@ -222,6 +223,22 @@ def source_records(source):
         raise DataError(f"{source}: cannot be read: {error}") from None
 
 
+def parse_each(stream, parse, problems, max_problems=MANY):
+    """Yield parse(record) of a stream of (location, record or ValueError). Problems are appended to
+    `problems` [(location, problem)]; the stream ends at max_problems."""
+    for where, record in stream:
+        try:
+            if isinstance(record, ValueError):
+                raise record
+            result = parse(record)
+        except (ValueError, RecursionError) as error:
+            problems.append((where, str(error)))
+            if len(problems) >= max_problems:
+                break
+        else:
+            yield result
+
+
 def parse_records(sources, parse, limit=None, skip_bad=False, log=echo,
                   hint="\n--skip_bad leaves such records out"):
     """Yield parse(record) for the records of all sources, at most `limit`.
@@ -231,23 +248,11 @@ def parse_records(sources, parse, limit=None, skip_bad=False, log=echo,
     line.
     """
     bad = []
-    n_good = 0
     streams = (source_records(source) if isinstance(source, str) else source
                for source in sources)
-    for where, record in itertools.chain.from_iterable(streams):
-        try:
-            if isinstance(record, ValueError):
-                raise record
-            result = parse(record)
-        except (ValueError, RecursionError) as error:
-            bad.append((where, str(error)))
-            if len(bad) >= MANY and not skip_bad:
-                break
-            continue
-        yield result
-        n_good += 1
-        if n_good == limit:
-            break
+    results = parse_each(itertools.chain.from_iterable(streams), parse, bad,
+                         math.inf if skip_bad else MANY)
+    yield from itertools.islice(results, limit)
     if bad and skip_bad:
         log(f"Left out {len(bad):,} bad records, the first: {': '.join(bad[0])}")
     elif bad:

@@ -44,9 +44,8 @@ class Options(FolderOptions):
         "text if there are few (default: 0.1, at most 10 MB)", gt=0, le=0.5)
     tokenizer: str = key(
         "", "byte (any text, 257 tokens), char (one token per character), gpt2 (50,257 tokens), "
-        "bpe (trained on the text; needs rustbpe), a rank file in tiktoken's format, or a prepared "
-        "folder, Hugging Face model or checkpoint with the same tokenizer (default: byte)",
-        metavar="NAME")
+        "bpe (trained on the text), a rank file in tiktoken's format, or a prepared folder, a "
+        "Hugging Face model or checkpoint with the same tokenizer (default: byte)", metavar="NAME")
     vocab_size: int | None = key(None, "tokens of --tokenizer bpe, including the end of text",
                                  ge=257, le=MAX_VOCAB)
     dataset: str = key("", "known text, instead of sources; fineweb10B and fineweb_edu are GPT-2's "

@@ -43,9 +43,8 @@ EXAMPLE_ROWS_PER_FILE = 6
 class LabelOptions(FolderOptions, Fields):
     """Prepare labelled texts for --model classifier."""
     files: list[str] = key([], SOURCES, positional=True, metavar="FILE")
-    group: str | None = key(None, "field that identifies texts that belong together, e.g. a "
-                            "document or a patient, and must be in the same split (default: each "
-                            "text is a group)", metavar="NAME")
+    group: str | None = key(None, "field, e.g. with the patient: equal values are in the "
+                            "same split (default: each text is a group)", metavar="NAME")
     tokenizer: str = key("byte", "tokenizer of the model to start from: byte, gpt2, a rank file, a "
                          "prepared folder, or a checkpoint (.pt)", metavar="NAME")
     val_fraction: float = key(0.1, "share of the texts for validation; as many are for testing",

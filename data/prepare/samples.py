@@ -122,8 +122,7 @@ class SampleWriter:
             print(f"{n:,} {self.noun}s {note}")
         if empty := [split for split, samples in splits.items() if not samples]:
             raise DataError(f"{', '.join(args.sources)}: no {self.noun} for {' and '.join(empty)}; "
-                            f"more {self.noun}s, a larger --block_size or a different "
-                            "--val_fraction")
+                            "give more, a larger --block_size or a different --val_fraction")
         return splits
 
     @property

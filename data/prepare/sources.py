@@ -54,7 +54,7 @@ def has_records(path):
 
 
 def read_text(path, separator):
-    """Yield (path, text, whether a document ends here): blocks of one document, or documents
+    """Yield (text, whether a document ends here): blocks of one document, or documents
     between lines equal to `separator` ("": blank lines). Raises ValueError for other files."""
     with records.open_bytes(path) as stream:
         if b"\0" in stream.peek(READ_BYTES):
@@ -63,23 +63,21 @@ def read_text(path, separator):
         lines = []
         try:
             while separator is None and (block := text.read(READ_BYTES)):
-                yield path, block, False
+                yield block, False
             for line in text:
                 if line.strip() != separator:
                     lines.append(line)
                 else:
-                    yield path, "".join(lines).strip("\r\n"), True
+                    yield "".join(lines).strip("\r\n"), True
                     lines = []
         except UnicodeDecodeError:
             raise ValueError("not UTF-8 text; give text, or convert it (iconv -f ENCODING -t utf-8)"
                              ) from None
-        yield path, "".join(lines).strip("\r\n"), True
+        yield "".join(lines).strip("\r\n"), True
 
 
 def record_text(record, fields):
     """Return the text of a record: the fields, joined by newlines. Raises ValueError."""
-    if isinstance(record, ValueError):
-        raise record
     records.check_columns(record, fields)
     for field in fields:
         if not isinstance(record[field], (str, type(None))):  # null is no text
@@ -108,17 +106,14 @@ class Documents:
         problems = []
         self.file.seek(size)  # over the documents of a file with problems
         is_record = has_records(path)
-        parts = (((where, record, True) for where, record in records.records(path, o.field))
-                 if is_record else read_text(path, o.separator))
+        texts = read_text(path, o.separator)
+        if is_record:
+            stream = records.records(path, o.field)
+            texts = ((text, True) for text in records.parse_each(
+                stream, lambda record: record_text(record, o.field), problems))
         try:
-            for where, part, is_end in parts:
-                try:
-                    content = (record_text(part, o.field) if is_record else part).encode()
-                except ValueError as error:
-                    problems.append((where, str(error)))
-                    if len(problems) == records.MANY:
-                        break
-                    continue
+            for text, is_end in texts:
+                content = text.encode()
                 self.file.write(content)
                 size += len(content)
                 if is_end and size > ends[-1]:  # an empty document does not count

@@ -189,10 +189,9 @@ def convert(ckpt, to, save_precision="float32", backbone=None, ema=False, quanti
 @dataclass
 class ConvertOptions:
     """Convert weights from and to nanoGPT, Hugging Face and llama.cpp; merge adapters or memory."""
-    to: str = key("", "FILE.pt: of a sharded checkpoint, the same in one file; else nanoGPT's "
-                  "format, or, of adapters or a memory, one checkpoint with the backbone; "
-                  "FILE.safetensors: the weights; FILE.gguf: for llama.cpp; otherwise a folder "
-                  "for transformers and vLLM", required=True)
+    to: str = key("", "FILE.pt: nanoGPT's format (of shards: one file; of adapters or a memory: "
+                  "merged); FILE.safetensors: the weights; FILE.gguf: for llama.cpp; otherwise a "
+                  "folder for transformers and vLLM", required=True)
     ckpt: str = key("out/ckpt.pt", "checkpoint (a file, or a folder of shards), .safetensors file, "
                     "Hugging Face folder or hf:OWNER/NAME")
     backbone: str | None = key(None, BACKBONE)

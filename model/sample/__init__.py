@@ -51,9 +51,8 @@ def load_text_model(options):
                          "or a prepared folder")
     tokenizer = tokenizer or open_tokenizer(options.tokenizer)
     if tokenizer.n_vocab > model.config.vocab_size:
-        raise ValueError(f"{ckpt}: the tokenizer has {tokenizer.n_vocab} ids, but the model's "
-                         f"vocabulary has {model.config.vocab_size}; specify the --tokenizer of "
-                         "the training data")
+        raise ValueError(f"{ckpt}: the tokenizer has {tokenizer.n_vocab} ids, the model "
+                         f"{model.config.vocab_size}; give --tokenizer of the training data")
     return model, tokenizer, device
 
 
