@@ -60,8 +60,7 @@ def fake_step(options, world_size):
         with modes, Bytes():
             run.signals.agree(ranks)
             train_step(run)
-        planned = step_collectives(run.raw_model, run.config, world_size,
-                                   run.config.replica_size(world_size), torch.float32)
+        planned = step_collectives(run.raw_model, run.config, world_size, torch.float32)
     counts = collections.Counter()
     for function, number in modes.get_comm_counts().items():
         counts[KINDS[str(function).rpartition(".")[2].strip("'>)")]] += number
@@ -98,16 +97,17 @@ def test_the_bytes_of_a_step_in_closed_form():
     root = model.wte.weight.numel() + model.ln_f.weight.numel()
     c = TrainConfig(batch_size=64, gradient_accumulation_steps=1)
     for W, nodes in ((8, 1), (64, 8), (64, 4)):
-        ddp = step_collectives(model, c, W, 1, torch.bfloat16)
-        within, between = bytes_sent(ddp, W, 1, nodes)
+        ddp = step_collectives(model, c, W, torch.bfloat16)
+        within, between = bytes_sent(ddp, W // nodes)
         assert within == pytest.approx(2 * (W - 1) / W * 4 * P, rel=1e-5)
         assert between == pytest.approx(2 * (nodes - 1) / nodes * 4 * P, rel=1e-5)
-        fsdp = step_collectives(model, c.replace(distributed="fsdp"), W, W, torch.bfloat16)
-        within, between = bytes_sent(fsdp, W, W, nodes)
+        fsdp = step_collectives(model, c.replace(distributed="fsdp"), W, torch.bfloat16)
+        within, between = bytes_sent(fsdp, W // nodes)
         assert within == pytest.approx((W - 1) / W * (8 * P - 2 * root), rel=1e-5)
         S = W // nodes
-        hsdp = step_collectives(model, c.replace(distributed="hsdp"), W, S, torch.bfloat16)
-        within, between = bytes_sent(hsdp, W, S, nodes)
+        changed = c.replace(distributed="hsdp", shard_size=S)
+        hsdp = step_collectives(model, changed, W, torch.bfloat16)
+        within, between = bytes_sent(hsdp, S)
         assert within == pytest.approx((S - 1) / S * (8 * P - 2 * root), rel=1e-5)
         # Each rank of a node reduces its shard with those of the other nodes.
         assert between == pytest.approx(2 * (nodes - 1) / nodes * 4 * P, rel=1e-5)

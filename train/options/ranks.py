@@ -39,10 +39,10 @@ SLOW_STEPS = 50    # in a row, before the rank is named
 def check_ranks(config, ranks, log):
     """Log the nodes and processes of a run, and warn of different versions, and if a launcher has
     started more than this run. SetupError, on all ranks, if code or configuration differ."""
-    rows = [None] * ranks.world_size
+    rows = [{}] * ranks.world_size
     if ranks.world_size > 1:
         dist.all_gather_object(rows, describe_rank(config, ranks), group=ranks.control)
-    nodes = len({row and (row["host"], row["node"]) for row in rows})
+    nodes = len({(row.get("host"), row.get("node")) for row in rows})
     for what, number in (("nodes", nodes), ("processes", ranks.world_size)):
         for name in STARTED[what]:
             if os.environ.get(name, "").isdigit() and int(os.environ[name]) > number:
@@ -52,22 +52,12 @@ def check_ranks(config, ranks, log):
     if ranks.world_size == 1:
         return
     log(f"Ranks: nodes {nodes}, processes {ranks.world_size}")
-    keys = rows[0].pop("keys")
-    others = [keys, *(row.pop("keys") for row in rows[1:])]
+    keys = [row.pop("keys") for row in rows]
     for row, members in group_ranks(rows):
         log(f"  {members}: " + ", ".join(f"{name} {value}" for name, value in row.items()))
-    errors = []
-    for name in ("device", "torch", "NCCL", "commit", "code", *keys):
-        column = [(keys if name in keys else row).get(name)
-                  for row, keys in zip(rows, others, strict=True)]
-        text = f"{name}: " + "; ".join(f"{v} on {members}" for v, members in group_ranks(column))
-        if len(group_ranks(column)) == 1:
-            continue
-        if name == "code" or name in keys:
-            errors.append(text)
-        else:
-            log(f"Warning: different {text}")
-    if errors:
+    for text in differences(rows, ("device", "torch", "NCCL", "commit")):
+        log(f"Warning: different {text}")
+    if errors := differences(rows, ["code"]) + differences(keys, keys[0]):
         raise SetupError("the ranks would train different runs; start the same code with the same "
                          "arguments on every node:\n  " + "\n  ".join(errors))
 
@@ -94,6 +84,13 @@ def describe_rank(config, ranks):
         configuration=hashlib.sha256(repr(keys).encode()).hexdigest()[:8], keys=keys)
 
 
+def differences(rows, names):
+    """Return a text for each of `names` whose values in `rows`, a dict per rank, differ."""
+    columns = {name: group_ranks([row.get(name) for row in rows]) for name in names}
+    return [f"{name}: " + "; ".join(f"{value} on {members}" for value, members in groups)
+            for name, groups in columns.items() if len(groups) > 1]
+
+
 def group_ranks(values):
     """Return [(value, name of the ranks that have it)] of a list with a value per rank."""
     groups = {}
@@ -109,27 +106,29 @@ def group_ranks(values):
 @dataclass
 class Collective:
     """`count` collectives of one kind per step, over tensors of `nbytes` bytes in all (whole
-    tensors, not shards). group: world, shard, replicate, or control (on the host)."""
+    tensors, not shards). ranks: of the group of rank 0."""
     kind: str
-    group: str
+    ranks: range
     count: int
     nbytes: int
 
 
-def step_collectives(model, config, world_size, shard_size, dtype):
+def step_collectives(model, config, world_size, dtype):
     """Return the Collectives of a step of the bare `model` (on any device, not sharded) with AdamW.
-    shard_size: ranks that share a copy of the model: 1 for DDP, world_size for FSDP. dtype: of
-    matrix products."""
+    dtype: of matrix products."""
     n = config.accumulation(world_size)
-    found = [Collective("all_reduce", "control", n, 8 * (n + 1)),  # requests to stop or save
-             Collective("all_reduce", "world", 1, 16)]  # sums of the loss
+    shard_size = config.replica_size(world_size)
+    world = range(world_size)
+    shard = range(shard_size)
+    found = [Collective("all_reduce", world, n, 8 * (n + 1)),  # requests to stop or save
+             Collective("all_reduce", world, 1, 16)]  # sums of the loss
     if shard_size == 1:
         trained = [p for p in model.parameters() if p.requires_grad][::-1]
         buckets, _ = dist._compute_bucket_assignment_by_size(
             trained, DDP_BUCKETS_BYTES, [False] * len(trained))
         size = sum(4 * p.numel() for p in trained)
-        return [*found, Collective("all_reduce", "world", len(buckets), size)]
-    found.append(Collective("all_reduce", "world", 1, 4))  # norm of the gradients
+        return [*found, Collective("all_reduce", world, len(buckets), size)]
+    found.append(Collective("all_reduce", world, 1, 4))  # norm of the gradients
     seen = set()
     for unit in [*blocks(model), model]:  # as distributed.shard(): the root has the rest
         params = [p for p in unit.parameters() if p not in seen]
@@ -137,11 +136,12 @@ def step_collectives(model, config, world_size, shard_size, dtype):
         trained = padded_numel([p for p in params if p.requires_grad], shard_size)
         gathers = n * (1 if unit is model else 2)  # blocks again in the backward pass
         size = padded_numel(params, shard_size) * (2 if dtype == torch.bfloat16 else 4)
-        found.append(Collective("all_gather", "shard", gathers, gathers * size))
+        found.append(Collective("all_gather", shard, gathers, gathers * size))
         if trained:
-            found.append(Collective("reduce_scatter", "shard", n, n * 4 * trained))
+            found.append(Collective("reduce_scatter", shard, n, n * 4 * trained))
         if trained and shard_size < world_size:
-            found.append(Collective("all_reduce", "replicate", n, n * 4 * trained // shard_size))
+            copies = range(0, world_size, shard_size)
+            found.append(Collective("all_reduce", copies, n, n * 4 * trained // shard_size))
     return found
 
 
@@ -150,16 +150,13 @@ def padded_numel(params, shard_size):
     return sum(-(-p.size(0) // shard_size) * shard_size * (p.numel() // p.size(0)) for p in params)
 
 
-def bytes_sent(collectives, world_size, shard_size, nodes):
+def bytes_sent(collectives, per_node):
     """Return (bytes that a rank sends within its node, bytes that a node sends to others) per step,
-    by rings over ranks that are numbered node by node."""
-    per_node = world_size // nodes
-    members = dict(world=range(world_size), shard=range(shard_size), control=range(1),
-                   replicate=range(0, world_size, shard_size))
+    by rings over ranks that are numbered node by node, with `per_node` ranks each."""
     within = between = 0.0
     for c in collectives:
-        n = len(members[c.group])
-        spanned = len({rank // per_node for rank in members[c.group]})
+        n = len(c.ranks)
+        spanned = len({rank // per_node for rank in c.ranks})
         size = c.nbytes * (2 if c.kind == "all_reduce" else 1)
         within += size * (n - 1) / n if spanned < n else 0
         rings = per_node * spanned / n  # of equal groups, side by side
@@ -177,10 +174,8 @@ def log_network(config, model, ranks, log):
     if world_size == 1 or world_size % per_node:
         return
     numbers = torch.arange(world_size).view(-1, per_node)
-    shard_size = config.replica_size(world_size)
     dtype, _ = choose_dtype(config.dtype, ranks.device)
-    collectives = step_collectives(model, config, world_size, shard_size, dtype)
-    sent = bytes_sent(collectives, world_size, shard_size, len(numbers))
+    sent = bytes_sent(step_collectives(model, config, world_size, dtype), per_node)
     for place, groups, size, senders in (("within a node", numbers, sent[0], 1),
                                          ("between nodes", numbers.T, sent[1], per_node)):
         if groups.size(1) > 1:

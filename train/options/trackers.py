@@ -15,7 +15,6 @@ from pathlib import Path
 from train.base.environment import environment
 from train.base.errors import SetupError
 from train.base.files import write_text
-from train.options.loss_svg import read_metrics
 
 PROJECT = "ironGPT"
 
@@ -88,12 +87,9 @@ class TensorBoard:
 
     def __init__(self, log, system_info, _):
         from torch.utils.tensorboard import SummaryWriter
-        first = log.first_iter  # later steps of an interrupted run are hidden
+        # Hide the steps of an interrupted run that are repeated, but not an evaluation that is not.
+        first = log.first_iter + log.evaluated
         self.writer = SummaryWriter(os.path.join(log.out_dir, "tensorboard"), purge_step=first)
-        if log.evaluated:  # purge_step hides also the evaluation at `first`, which is not repeated
-            for record in read_metrics(log.metrics.path, limit=1000):
-                if record["iter"] == first and "val_loss" in record:
-                    self.record(tracked_numbers(record), first)
         for name, table in (("config", log.config), ("system", system_info)):
             rows = "".join(f"| {k} | {v} |\n" for k, v in table.items())
             self.writer.add_text(name, f"| key | value |\n|---|---|\n{rows}", first)

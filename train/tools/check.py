@@ -26,7 +26,6 @@ import torch
 import torch.nn.functional as F
 from torch.multiprocessing.spawn import ProcessExitedException, start_processes
 from torch.nn.attention import SDPBackend, sdpa_kernel
-from torch.overrides import TorchFunctionMode
 from torch.utils.flop_counter import FlopCounterMode
 
 from model.convert import main as convert
@@ -181,32 +180,13 @@ def check_batches(case):
     return "functions of the step"
 
 
-class FixedChoices(TorchFunctionMode):
-    """Context in which topk repeats its choices of the first pass: with other choices the loss
-    would jump. Set n_used to 0 before each pass."""
-
-    def __init__(self):
-        super().__init__()
-        self.choices = {}
-        self.n_used = 0
-
-    def __torch_function__(self, func, types, args=(), kwargs=None):
-        out = func(*args, **kwargs or {})
-        if func not in (torch.topk, torch.Tensor.topk):
-            return out
-        self.n_used += 1
-        index = self.choices.setdefault(self.n_used, out.indices)
-        return torch.return_types.topk((args[0].gather(-1, index), index))
-
-
 def check_gradients(case):
     """Compare the slope of the loss along half of the gradient of each kind of parameter with
     central differences."""
     model = case.run.raw_model.train()
     batch = case.run.data.train.get_batch("cpu", 0)
-    with FixedChoices() as fixed:
-        loss = case.loss(model, batch)[0]
-        loss.backward()
+    loss = case.loss(model, batch)[0]
+    loss.backward()
     kinds = {re.sub(r"\d", "", name): (name, p) for name, p in model.named_parameters()
              if p.grad is not None}
     generator = torch.Generator().manual_seed(0)
@@ -219,10 +199,9 @@ def check_gradients(case):
         if slope * step < MIN_LOSS_CHANGE * max(1.0, abs(loss.item())):
             continue
         losses = []
-        with torch.no_grad(), fixed:
+        with torch.no_grad():
             for sign in (1, -2, 1):  # the last one restores the parameter
                 p.add_(direction, alpha=sign * step)
-                fixed.n_used = 0
                 losses.append(case.loss(model, batch)[0].double().item())
         ratios[name] = (losses[0] - losses[1]) / (2 * step * slope)
     compare(ratios, dict.fromkeys(ratios, 1.0), GRADIENT_TOLERANCE)

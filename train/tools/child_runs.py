@@ -1,8 +1,8 @@
 """Runs of run_train.py as processes, for train.tools.repeat and train.tools.scaling.
 
 The folder of a run is named by a digest of its configuration and data. A run that was stopped
-resumes there, and the result of a complete run is read from its result.json. A crash is a result
-without a value; the next command tries the run again.
+resumes there. The result is read from its metrics.jsonl; a complete run has a result.json and is
+not started again. A crash is a result without a value; the next command tries the run again.
 """
 
 import hashlib
@@ -20,7 +20,7 @@ from train.base.cli import under_torchrun
 from train.base.errors import UserError, echo
 from train.base.files import lock_folder, write_text
 from train.config import REPOSITORY, load_argv, to_yaml
-from train.options.loss_svg import read_metrics, to_number
+from train.options.loss_svg import curve, read_metrics, to_number
 from train.robust import on_signals
 
 POLL_SECONDS = 0.1
@@ -31,7 +31,7 @@ class ChildRun:
 
     name: on the console, and the start of the folder's name. arguments: of run_train.py.
     fingerprint: of the data. After train_all, `result` is a dict of value (the last of the metric;
-    None after a crash), seconds (of all starts of the run) and mib (peak memory)."""
+    None after a crash), seconds (of training) and mib (peak memory)."""
 
     def __init__(self, name, arguments, fingerprint, out):
         identity = to_yaml(load_argv(arguments)) + str(fingerprint)
@@ -42,44 +42,26 @@ class ChildRun:
         self.arguments = [*arguments, f"--out_dir={self.folder}", "--mirror=none"]
         self.log = self.folder / "console.log"
         self.result_file = self.folder / "result.json"
-        self.time_file = self.folder / "started.json"
 
     def start(self, environment):
         self.folder.mkdir(exist_ok=True)
-        self.earlier_seconds = 0.0  # of earlier starts, each until the last line of its log
-        if self.time_file.exists():
-            seconds, started = json.loads(self.time_file.read_text())
-            self.earlier_seconds = seconds + max(0.0, self.log.stat().st_mtime - started)
         self.environment = environment
-        self.started = time.time()
         self.process = start_process(self.arguments, os.environ | environment, self.log)
-        write_text(self.time_file, json.dumps([self.earlier_seconds, self.started]))
 
-    def finish(self, metric):
-        """After the end of the process: set the result; write it to result.json unless it is a
-        crash."""
-        seconds = self.earlier_seconds + time.time() - self.started
+    def finish(self, metric, note=""):
+        """Set and print the result of a run that has ended, now or in an earlier command."""
         records = read_metrics(self.folder / "metrics.jsonl")
-        values = [to_number(r[metric]) for r in records if metric in r]
-        value = values[-1] if values and self.process.poll() == 0 else None
+        minutes = [x for x, _ in curve(records, "iter", "time")] or [0.0]
+        values = [to_number(r[metric]) for r in records if metric in r] or [None]
         memory = max((r.get("memory_mib") or 0 for r in records), default=0)
-        self.result = dict(value=value, seconds=seconds, mib=memory)
+        complete = self.result_file.exists() or self.process.poll() == 0
+        value = values[-1] if complete else None
+        self.result = dict(value=value, seconds=60 * minutes[-1], mib=memory)
         if value is None:
             echo(f"{self.name}: crashed, see {self.log}")
         else:
             write_text(self.result_file, json.dumps(self.result))
-            echo(f"{self.name}: {metric} {value:.4f}, {seconds:.0f} s")
-
-    def read_result(self):
-        """Set the result to that of an earlier command. UserError if its file is damaged."""
-        try:
-            values = json.loads(self.result_file.read_text())
-            self.result = {name: to_number(values[name]) for name in ("value", "seconds", "mib")}
-        except (ValueError, LookupError, TypeError):
-            self.result = {"value": None}
-        if None in self.result.values():
-            raise UserError(f"{self.result_file}: damaged; delete it, and the same command reads "
-                            "the result from the run again")
+            echo(f"{self.name}: {metric} {value:.4f}, {self.result['seconds']:.0f} s{note}")
 
 
 def train_all(runs, metric, out, jobs):
@@ -104,9 +86,7 @@ def train_all(runs, metric, out, jobs):
                 if not (waiting and environments):
                     time.sleep(POLL_SECONDS)
                 elif waiting[0].result_file.exists():
-                    run = waiting.pop(0)
-                    run.read_result()
-                    echo(f"{run.name}: {metric} {run.result['value']:.4f} (cached)")
+                    waiting.pop(0).finish(metric, " (cached)")
                 else:
                     waiting[0].start(environments.pop(0))
                     running.append(waiting.pop(0))

@@ -75,11 +75,9 @@ def log_table(log, config, data, model, probe, flops):
 
 def costs(config, model, gpu, dtype, flops, activations, world_size, per_node):
     """Return {name: number} of a rank and of a step with config.distributed."""
-    nodes = -(-world_size // per_node)
     shards = config.replica_size(world_size)
-    collectives = [c for c in step_collectives(model, config, world_size, shards, dtype)
-                   if c.group != "control"]
-    within, between = bytes_sent(collectives, world_size, shards, nodes)
+    collectives = step_collectives(model, config, world_size, dtype)
+    within, between = bytes_sent(collectives, per_node)
     peak = PEAK_TFLOPS[gpu.name] * 1e12 / (2 if dtype == torch.float32 else 1)
     computing = flops / (world_size * peak * MFU)
     count = sum(c.count for c in collectives)

@@ -30,7 +30,6 @@ from train.tools.child_runs import ChildRun, train_all
 COLUMNS = ("change", "metric", "runs", "mean", "spread", "difference", "low", "high", "seconds",
            "mib", "verdict")
 BASE = "base"  # name of the setting without changes
-MAX_SETTING_CHARS = 200  # in the tables
 
 
 # -----------------------------------------------------------------------------
@@ -85,8 +84,8 @@ def make_table(results, seeds, config):
 
 
 def label(size, change):
-    """Return the name of a setting in tables and folders."""
-    return f"{change} at {size}" if size else change
+    """Return the name of a setting in tables and folders, one line."""
+    return " ".join((f"{change} at {size}" if size else change).split())
 
 
 # -----------------------------------------------------------------------------
@@ -115,19 +114,12 @@ def repeat(options, arguments_and_config):
     results = {(size, change): {} for size in options.sizes or [""]
                for change in [BASE, *options.changes]}
     runs = {}
-    names = {setting: label(*setting) for setting in results}
-    unfit = [name for name in names.values()
-             if len(name) > MAX_SETTING_CHARS or not name.isprintable()]
-    if unfit:  # for the table
-        raise UserError(f"--set: {unfit[0]!r:.60}: expected one line of at most "
-                        f"{MAX_SETTING_CHARS} characters; --set best_config=FILE.yaml adds the "
-                        "keys of a file")
-    for (size, change), name in names.items():
+    for size, change in results:
         changed = [*arguments, *shlex.split(size), *shlex.split(change if change != BASE else "")]
         fingerprint = open_data(load_argv(changed), Ranks()).train.fingerprint()
         for seed in range(config.seed, config.seed + options.seeds):
             runs[seed, size, change] = ChildRun(
-                f"{name}, seed {seed}", [*changed, f"--seed={seed}"], fingerprint, options.out)
+                f"{label(size, change)}, seed {seed}", [*changed, f"--seed={seed}"], fingerprint, options.out)
     # In the order of the seeds: after a stop, the settings have the same seeds to compare.
     train_all([runs[key] for key in sorted(runs)], metric, options.out, options.jobs)
     for (seed, *setting), run in runs.items():

@@ -19,7 +19,7 @@ from pathlib import Path
 
 from train.base.cli import run_command
 from train.base.fields import key
-from train.options.loss_svg import COLORS, loss_svg, read_metrics, to_number
+from train.options.loss_svg import COLORS, loss_svg, read_metrics
 
 METRICS = "metrics.jsonl"
 LOG = "train.log"
@@ -32,8 +32,7 @@ MAX_TRAINING_LINES = 3000  # read per run, evenly spaced
 LOG_LINES = 12
 TAIL_BYTES = 1 << 14       # of the log and of the samples
 MIN_INTERVAL_SECONDS = 2.0  # between two updates
-STALE_SECONDS = 120.0      # without a change, plus STALE_INTERVALS between two log lines: stale
-STALE_INTERVALS = 5
+STALE_SECONDS = 120.0      # without a change
 # The last of these in the log of a run, and its state (none at a start).
 ENDS = {"Device: ": None, "Training complete!": "finished", "This run is finished": "finished",
         "Stopped at iter": "stopped"}
@@ -56,18 +55,14 @@ class WatchOptions:
 def read_run(folder, stamps):
     """Return (records of metrics.jsonl, numbers and texts of the page) of a run."""
     records = read_metrics(folder / METRICS, MAX_TRAINING_LINES)
-    previous, step = [{}, {}, *(r for r in records if "loss" in r)][-2:]
-    evaluation = next((r for r in reversed(records) if "val_loss" in r), {})
-    n_steps = step.get("iter", 0) - previous.get("iter", 0)  # between the last two lines
-    interval_ms = n_steps * (to_number(step.get("time_ms")) or 0.0)
+    step, evaluation = (next((r for r in reversed(records) if name in r), {})
+                        for name in ("loss", "val_loss"))
     log = tail(folder / LOG)
     sample = "".join(tail(folder / SAMPLES).rpartition("=== iter ")[1:]).strip()
-    changed = max(stamps)[0]
     return records, dict(
-        name=str(folder), started=min(stamps)[0], changed=changed, step=step,
+        name=str(folder), started=min(stamps)[0], changed=max(stamps)[0], step=step,
         evaluation=evaluation, end=ENDS[max(ENDS, key=log.rfind)],
         eta="".join(re.findall(r", eta (\S+)", log)[-1:]),
-        stale_at=changed + STALE_SECONDS + STALE_INTERVALS * interval_ms / 1000,
         lines=log.splitlines()[:-LOG_LINES - 1:-1], sample=sample)
 
 
@@ -131,7 +126,8 @@ class Watcher:
         now = time.time()
         for i, (_, _, page) in enumerate(newest):
             page["color"] = COLORS[i % len(COLORS)]
-            page["state"] = page["end"] or ("stale" if now > page["stale_at"] else "running")
+            stale = now > page["changed"] + STALE_SECONDS
+            page["state"] = page["end"] or ("stale" if stale else "running")
         pages = json.dumps([page for _, _, page in newest])
         if pages != self.pages:
             self.pages = pages
@@ -168,12 +164,8 @@ class Handler(BaseHTTPRequestHandler):
 
 
 def open_server(options):
-    """Return a server that listens on 127.0.0.1. Raises ValueError if the port is not available."""
-    try:
-        server = ThreadingHTTPServer(("127.0.0.1", options.port), Handler)
-    except OSError as error:
-        raise ValueError(f"--port {options.port}: {error.strerror}; choose another port, or 0 for "
-                         "any free one") from None
+    """Return a server that listens on 127.0.0.1. Raises OSError if the port is not available."""
+    server = ThreadingHTTPServer(("127.0.0.1", options.port), Handler)
     server.watcher = Watcher(options)
     return server
 
