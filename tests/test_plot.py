@@ -108,17 +108,6 @@ def test_names_are_escaped(tmp_path):
     assert texts(parse(plot.loss_svg([(name, rows)])))[0].startswith(f"{name}: loss")
 
 
-def test_long_runs_are_decimated_but_spikes_stay():
-    rows = [dict(iter=k, loss=2.0 + (7.0 if k == 33_333 else 0.0), lr=1e-3) for k in range(100_000)]
-    text = plot.loss_svg([("long", rows)])
-    svg = parse(text)
-    assert all(len(line) <= plot.MAX_POINTS for style in ("faint", "solid")
-               for line in lines(svg, style))
-    (raw,) = lines(svg, "faint")
-    assert min(y for _, y in raw) < 200  # the spike is near the top
-    assert len(text) < 150_000
-
-
 @pytest.mark.parametrize("rows", [
     [],
     [dict(iter=0, loss="nan", lr=0.0)],
@@ -211,7 +200,8 @@ def test_comparing_runs(tmp_path):
 
 def test_of_long_names_the_end_is_shown():
     name = 60 * "x" + "seed_1"
-    short = texts(parse(plot.loss_svg([(name, [dict(iter=0, loss=1.0)])])))[0].partition(": loss")[0]
+    svg = parse(plot.loss_svg([(name, [dict(iter=0, loss=1.0)])]))
+    short = texts(svg)[0].partition(": loss")[0]
     assert len(short) == plot.MAX_NAME_CHARS and short.endswith("seed_1")
 
 
@@ -264,7 +254,7 @@ def test_bad_input_is_told_at_once(tmp_path):
     (empty / "metrics.jsonl").write_text("")
     done = command(good, empty, tmp_path / "missing", "--out", tmp_path / "x.svg")
     assert done.returncode == 2 and "Traceback" not in done.stderr
-    assert done.stderr.count("no metric 'loss'") == 2
+    assert done.stderr.count("no metric 'loss'") == 1
     assert f"{tmp_path / 'missing'}" in done.stderr
     assert not (tmp_path / "x.svg").exists()
     for out in ("x.png", "x.html", tmp_path / "no" / "folder" / "x.svg"):

@@ -26,7 +26,7 @@ LONG = dict(max_iters=8, eval_interval=4, save_interval=4, keep_last=3)
 def watching(folder, most=6):
     """(get(path, **headers) -> (status, body), the server)"""
     options = watch.WatchOptions(str(folder), port=0, runs=most)
-    with watch.open_server(options) as server:
+    with watch.Server(options) as server:
         thread = threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True)
         thread.start()
 
@@ -102,7 +102,7 @@ def test_only_files_that_have_changed_are_read(at_once, tmp_path, monkeypatch):
 
 
 def test_a_long_run_keeps_its_evaluations(tmp_path):
-    most = watch.MAX_TRAINING_LINES
+    most = watch.MAX_LINES
     records, _ = watch.read_run(write_run(tmp_path, steps=9 * most, evals=1000), [(0.0, 0)])
     assert [r["iter"] for r in records if "val_loss" in r] == list(range(0, 9 * most + 1, 1000))
     steps = [r["iter"] for r in records if "loss" in r]

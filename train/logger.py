@@ -23,7 +23,6 @@ try:
 except ImportError:  # Windows
     resource = None
 
-MAX_PLOTTED_STEPS = 20_000
 MAX_SAMPLE_CHARS = 160  # of a sample on the console during a run
 SLOW_INPUT_SHARE = 0.3  # of the time; a larger share is a warning
 SLOW_INPUT = ("{:.0%} of the time is spent reading batches: move data_dir to a local disk, or use "
@@ -157,8 +156,8 @@ class Logger:
         """Draw loss.svg from metrics.jsonl."""
         if self.is_main:
             try:
-                from train.options.loss_svg import loss_svg, read_metrics
-                records = read_metrics(self.metrics.path, limit=MAX_PLOTTED_STEPS)
+                from train.options.loss_svg import MAX_LINES, loss_svg, read_metrics
+                records = read_metrics(self.metrics.path, limit=MAX_LINES)
                 svg = loss_svg([(self.run_name, records)])
                 write_text(os.path.join(self.out_dir, "loss.svg"), svg)
             except ImportError:  # train/options/loss_svg.py is deleted

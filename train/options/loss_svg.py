@@ -12,7 +12,6 @@ import re
 from contextlib import suppress
 from html import escape
 from itertools import accumulate
-from operator import itemgetter
 from typing import NamedTuple
 
 from train.base.errors import printable
@@ -24,7 +23,7 @@ WIDTH = 960      # pixels
 LEFT = 64        # start and end of the horizontal axis
 RIGHT = 936
 PANEL_HEIGHTS = (380, 84)  # the metric, the learning rate
-MAX_POINTS = 1500    # per curve
+MAX_LINES = 3000     # of metrics.jsonl, per run in a picture
 MAX_NAME_CHARS = 40  # of a run, in the legend
 LINES = dict(solid='stroke-width="1.8"', faint='stroke-width="1" stroke-opacity=".35"',
              dashed='stroke-width="1.8" stroke-dasharray="6 4"')
@@ -86,16 +85,6 @@ def smooth(points, share=0.02):
         end = min(i + half + 1, len(points))
         means.append((x, (totals[end] - totals[i - half]) / (end - i + half)))
     return means
-
-
-def decimate(points):
-    """Return at most MAX_POINTS: the minimum and maximum of each interval, to keep spikes."""
-    if len(points) <= MAX_POINTS:
-        return points
-    y = itemgetter(1)
-    size = math.ceil(2 * len(points) / MAX_POINTS)
-    intervals = [points[i:i + size] for i in range(0, len(points), size)]
-    return [p for part in intervals for p in sorted({min(part, key=y), max(part, key=y)})]
 
 
 # -----------------------------------------------------------------------------
@@ -211,7 +200,7 @@ def draw_panel(name, curves, x, top, height):
         parts.append(f'{grid}{LEFT} {y(t):.1f}H{RIGHT}"/>')
         parts.append(draw_text(tick_label(t), LEFT - 8, y(t) + 4, "end"))
     for c in curves:
-        points = [f"{x(a):.1f},{y(b):.1f}" for a, b in decimate(c.points)]
+        points = [f"{x(a):.1f},{y(b):.1f}" for a, b in c.points]
         parts.append(f'<polyline stroke="{c.color}" {LINES[c.line]} points="{" ".join(points)}"/>')
         if c.line == "dashed" and len(points) <= 50:
             parts += [f'<circle fill="{c.color}" cx="{x(a):.1f}" cy="{y(b):.1f}" r="3"/>'

@@ -10,9 +10,7 @@ from dataclasses import dataclass
 from train.base.cli import run_command
 from train.base.fields import key
 from train.base.files import write_text
-from train.options.loss_svg import X_LABELS, loss_svg, read_metrics, to_number
-
-MAX_TRAINING_LINES = 100_000  # read per run
+from train.options.loss_svg import MAX_LINES, X_LABELS, loss_svg, read_metrics, to_number
 
 
 @dataclass
@@ -28,21 +26,18 @@ class PlotOptions:
 
 
 def plot_runs(options):
-    """Draw the picture that the options describe. ValueError lists all runs without numbers."""
+    """Draw the picture that the options describe. ValueError names a run without numbers."""
     metric = options.metric.removeprefix("val_")
     runs = []
-    problems = []
     for path in options.runs:
         file = os.path.join(path, "metrics.jsonl") if os.path.isdir(path) else path
-        records = read_metrics(file, MAX_TRAINING_LINES)
+        records = read_metrics(file, MAX_LINES)
         available = {name.removeprefix("val_") for r in records for name, value in r.items()
                      if to_number(value) is not None}
         if metric not in available:
-            problems.append(f"{file}: no metric {metric!r}; expected the out_dir of a run, with "
-                            f"one of: {', '.join(sorted(available)) or 'nothing yet'}")
+            raise ValueError(f"{file}: no metric {metric!r}; expected the out_dir of a run, with "
+                             f"one of: {', '.join(sorted(available)) or 'nothing yet'}")
         runs.append((os.path.normpath(path), records))
-    if problems:
-        raise ValueError("\n".join(problems))
     first = options.runs[0]
     folder = first if os.path.isdir(first) else os.path.dirname(first)
     default = f"{metric}.svg" if len(runs) == 1 else os.path.join("..", "compare.svg")

@@ -118,8 +118,9 @@ def repeat(options, arguments_and_config):
         changed = [*arguments, *shlex.split(size), *shlex.split(change if change != BASE else "")]
         fingerprint = open_data(load_argv(changed), Ranks()).train.fingerprint()
         for seed in range(config.seed, config.seed + options.seeds):
-            runs[seed, size, change] = ChildRun(
-                f"{label(size, change)}, seed {seed}", [*changed, f"--seed={seed}"], fingerprint, options.out)
+            runs[seed, size, change] = ChildRun(f"{label(size, change)}, seed {seed}",
+                                                [*changed, f"--seed={seed}"], fingerprint,
+                                                options.out)
     # In the order of the seeds: after a stop, the settings have the same seeds to compare.
     train_all([runs[key] for key in sorted(runs)], metric, options.out, options.jobs)
     for (seed, *setting), run in runs.items():

@@ -19,7 +19,7 @@ from pathlib import Path
 
 from train.base.cli import run_command
 from train.base.fields import key
-from train.options.loss_svg import COLORS, loss_svg, read_metrics
+from train.options.loss_svg import COLORS, MAX_LINES, loss_svg, read_metrics
 
 METRICS = "metrics.jsonl"
 LOG = "train.log"
@@ -28,7 +28,6 @@ SAMPLES = "samples.txt"
 FILES = (METRICS, LOG, SAMPLES, "training_args.json")  # the last one is written at the start
 MAX_DEPTH = 3              # of folders below the watched folder
 SKIPPED_FOLDERS = re.compile(r"\.|old_\d+$")  # old_N: renamed by --resume never
-MAX_TRAINING_LINES = 3000  # read per run, evenly spaced
 LOG_LINES = 12
 TAIL_BYTES = 1 << 14       # of the log and of the samples
 MIN_INTERVAL_SECONDS = 2.0  # between two updates
@@ -54,7 +53,7 @@ class WatchOptions:
 
 def read_run(folder, stamps):
     """Return (records of metrics.jsonl, numbers and texts of the page) of a run."""
-    records = read_metrics(folder / METRICS, MAX_TRAINING_LINES)
+    records = read_metrics(folder / METRICS, MAX_LINES)
     step, evaluation = (next((r for r in reversed(records) if name in r), {})
                         for name in ("loss", "val_loss"))
     log = tail(folder / LOG)
@@ -94,10 +93,12 @@ def find_runs(top, n):
 # -----------------------------------------------------------------------------
 # the server
 
-class Watcher:
-    """The content of the paths in TYPES, computed from the run folders when one is requested."""
+class Server(ThreadingHTTPServer):
+    """A server of the paths in TYPES on 127.0.0.1, whose content is computed from the run folders
+    when one is requested."""
 
     def __init__(self, options):
+        super().__init__(("127.0.0.1", options.port), Handler)
         self.options = options
         self.lock = threading.Lock()
         self.next_update = 0.0
@@ -150,7 +151,7 @@ class Handler(BaseHTTPRequestHandler):
         elif self.path not in TYPES:
             self.send_error(404)
         else:
-            body = self.server.watcher.get(self.path)
+            body = self.server.get(self.path)
             self.send_response(200)
             self.send_header("Content-Type", TYPES[self.path])
             self.send_header("Content-Length", str(len(body)))
@@ -163,18 +164,11 @@ class Handler(BaseHTTPRequestHandler):
         """Do nothing: requests are not logged."""
 
 
-def open_server(options):
-    """Return a server that listens on 127.0.0.1. Raises OSError if the port is not available."""
-    server = ThreadingHTTPServer(("127.0.0.1", options.port), Handler)
-    server.watcher = Watcher(options)
-    return server
-
-
 def watch(options):
     """Serve the page until SIGINT or SIGTERM."""
     if not os.path.isdir(options.folder):
         raise ValueError(f"{options.folder}: no such folder")
-    with open_server(options) as server:
+    with Server(options) as server:
         signal.signal(signal.SIGTERM, signal.default_int_handler)
         print(f"Watching {options.folder}: http://127.0.0.1:{server.server_port} "
               "(stop with Ctrl-C)", flush=True)
