@@ -267,7 +267,7 @@ def test_wandb_tells_the_address_of_its_run(tmp_path, monkeypatch):
 
 def test_a_tracker_that_fails_is_dropped_with_one_warning(tmp_path):
     class Breaks:
-        def record(self, numbers, step):
+        def record(self, record):
             raise RuntimeError("quota exceeded\nmore")
     with Logger(tmp_path) as log:
         log.trackers = Trackers([], log)

@@ -117,7 +117,7 @@ class Logger:
         if not self.config.get("eval_only"):
             self.metrics.write(to_json({"iter": record["iter"], **record}))
             if self.trackers:
-                self.trackers.record(record)
+                self.trackers.call("record", record)
 
     def start(self, iter, evaluated=False):
         """Start at iteration `iter`: remove the numbers of steps that will be repeated. The file of
@@ -182,7 +182,7 @@ class Logger:
         if self.is_main:
             self.console.show(live="")
             if self.trackers:
-                self.trackers.close(status)
+                self.trackers.call("close", status)
             for file in (self.log_file, self.metrics, self.sample_file):
                 file.close()
 

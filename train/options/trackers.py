@@ -59,18 +59,11 @@ class Trackers:
             self.log.warn(f"tracker {name!r} failed and is dropped, training continues: {reason}")
 
     def call(self, method, *args):
-        """Call a method of all trackers: record(numbers, step) or close(status)."""
+        """Call a method of all trackers: record(a record of metrics.jsonl), or close(status:
+        finished, failed or stopped)."""
         for name, tracker in [*self.trackers.items()]:
             with self.guard(name):
                 getattr(tracker, method)(*args)
-
-    def record(self, record):
-        """Log the numbers of a metrics.jsonl record."""
-        self.call("record", tracked_numbers(record), record["iter"])
-
-    def close(self, status):
-        """End the tracked runs. status: finished, failed or stopped."""
-        self.call("close", status)
 
 
 def tracked_numbers(record):
@@ -94,9 +87,9 @@ class TensorBoard:
             rows = "".join(f"| {k} | {v} |\n" for k, v in table.items())
             self.writer.add_text(name, f"| key | value |\n|---|---|\n{rows}", first)
 
-    def record(self, numbers, step):
-        for name, value in numbers.items():
-            self.writer.add_scalar(name, value, step)
+    def record(self, record):
+        for name, value in tracked_numbers(record).items():
+            self.writer.add_scalar(name, value, record["iter"])
 
     def close(self, status):
         self.writer.close()
@@ -124,8 +117,8 @@ class WandB:
                  "W&B is offline; to upload this run: wandb sync "
                  f"{shlex.quote(folder)}/offline-run-*-{self.id}")
 
-    def record(self, numbers, step):
-        self.run.log(numbers | dict(iter=step))
+    def record(self, record):
+        self.run.log(tracked_numbers(record) | dict(iter=record["iter"]))
 
     def close(self, status):
         self.run.finish(exit_code=0 if status == "finished" else 1)
@@ -158,12 +151,12 @@ class MLflow:
         self.client.log_batch(self.id, params=[
             Param(k, str(v)[:6000]) for k, v in log.config.items()])
 
-    def record(self, numbers, step):
+    def record(self, record):
         from mlflow.entities import Metric
         now = int(time.time() * 1000)
         self.client.log_batch(self.id, [
-            Metric(re.sub(r"[^\w./: -]", "_", name), value, now, step)  # permitted characters
-            for name, value in numbers.items()])
+            Metric(re.sub(r"[^\w./: -]", "_", name), value, now, record["iter"])  # permitted
+            for name, value in tracked_numbers(record).items()])
 
     def close(self, status):
         states = dict(finished="FINISHED", stopped="KILLED")

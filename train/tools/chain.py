@@ -30,7 +30,6 @@ class ChainOptions:
     """Train a chain of models on the same data, each also on the predictions of those before it."""
     models: int = key(4, "models of the ensemble, besides the student", ge=2, le=8)
     weight: float = key(0.5, "weight of the earlier models in the loss", ge=0, le=1)
-    jobs: int = key(1, "runs at the same time, with a GPU or a share of the cores each", ge=1)
     out: str = key("out/chain", "folder of the runs", aliases="out_dir")
 
 
@@ -42,18 +41,13 @@ def train_chain(options, arguments_and_config):
     fingerprint = open_data(config, Ranks()).train.fingerprint()
     runs = []
 
-    def start(*names):
+    for name in [*(f"model_{i + 1}" for i in range(options.models)), "student"]:
         teachers = [str(run.folder / "ckpt.pt") for run in runs if run.result["value"] is not None]
         taught = ["--model=distill", f"--teacher={','.join(teachers)}",
                   f"--distill_weight={options.weight}"] if teachers else []
-        wave = [ChildRun(name, [*arguments, *taught, f"--seed={config.seed + len(runs) + i}"],
-                         fingerprint, options.out) for i, name in enumerate(names)]
-        train_all(wave, METRIC, options.out, options.jobs)
-        runs.extend(wave)
-    names = [f"model_{i + 1}" for i in range(options.models)]
-    for first in range(0, len(names), options.jobs):
-        start(*names[first:first + options.jobs])
-    start("student")
+        runs.append(ChildRun(name, [*arguments, *taught, f"--seed={config.seed + len(runs)}"],
+                             fingerprint, options.out))
+        train_all(runs[-1:], METRIC, options.out, jobs=1)
     echo(format_table([("run", "seconds", METRIC, "ensemble of the earlier runs"),
                        *map(table_row, runs)]))
     return int(any(run.result["value"] is None for run in runs))
