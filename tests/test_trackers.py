@@ -57,9 +57,6 @@ def test_tensorboard(tmp_path, monkeypatch):
     assert [e.step for e in events.Scalars("train/loss")] == [0, 1, 2, 3, 4, 5]
     assert events.Scalars("train/loss")[3].value == pytest.approx(2.7)
     assert [e.step for e in events.Scalars("val/loss")] == [6]
-    config, system = (events.Tensors(f"{n}/text_summary")[0].tensor_proto.string_val[0].decode()
-                      for n in ("config", "system"))
-    assert "| n_layer | 2 |" in config and "| device | cpu |" in system and "git_commit" in system
 
 
 def scalars(folder, name):

@@ -83,9 +83,6 @@ class TensorBoard:
         # Hide the steps of an interrupted run that are repeated, but not an evaluation that is not.
         first = log.first_iter + log.evaluated
         self.writer = SummaryWriter(os.path.join(log.out_dir, "tensorboard"), purge_step=first)
-        for name, table in (("config", log.config), ("system", system_info)):
-            rows = "".join(f"| {k} | {v} |\n" for k, v in table.items())
-            self.writer.add_text(name, f"| key | value |\n|---|---|\n{rows}", first)
 
     def record(self, record):
         for name, value in tracked_numbers(record).items():

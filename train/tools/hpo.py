@@ -15,7 +15,6 @@ import json
 import math
 import os
 import shlex
-import sqlite3
 import sys
 import warnings
 from dataclasses import asdict, dataclass
@@ -25,6 +24,7 @@ import yaml
 
 try:
     import optuna
+    import sqlalchemy
 except ImportError:
     optuna = None  # run_search reports it
 
@@ -158,15 +158,15 @@ def open_study(config, space, number, stage, start, out):
     path = os.path.join(out, "study.db")
     with exclusive_lock(out):  # without POSIX locks, use a single worker
         try:
-            with contextlib.closing(sqlite3.connect(path, timeout=100)) as database:
-                database.execute("PRAGMA quick_check")
-        except sqlite3.DatabaseError as error:
-            raise UserError(f"{path}: {error}; move it away to begin the search again") from None
-        study = optuna.create_study(
-            storage=f"sqlite:///{path}?timeout=100", study_name=f"stage_{number}",
-            load_if_exists=True,
-            direction={"min": "minimize", "max": "maximize"}[config.early_stopping_mode],
-            pruner=optuna.pruners.MedianPruner(4, (stage["max_iters"] or config.max_iters) // 4))
+            study = optuna.create_study(
+                storage=f"sqlite:///{path}?timeout=100", study_name=f"stage_{number}",
+                direction={"min": "minimize", "max": "maximize"}[config.early_stopping_mode],
+                load_if_exists=True,
+                pruner=optuna.pruners.MedianPruner(
+                    4, (stage["max_iters"] or config.max_iters) // 4))
+        except sqlalchemy.exc.DatabaseError as error:
+            raise UserError(f"{path}: {error.orig}; move it away to begin the search again"
+                            ) from None
         if "asked" not in study.user_attrs:
             study.enqueue_trial(start)
             study.set_user_attr("start", start)
@@ -267,7 +267,6 @@ class SearchOptions:
     """Search for good hyperparameters with Optuna, in stages that narrow the space."""
     space: str = key("", "YAML file with the keys to search and the stages, e.g. "
                      "train/configs/hpo_example.yaml", required=True, aliases="hpo")
-    trials: int | None = key(None, "a single stage of N trials at full length", ge=1)
     out: str = key("out/hpo", "folder of the search", aliases="out_dir")
 
 
@@ -277,8 +276,6 @@ def run_search(options, config):
     optuna.logging.set_verbosity(optuna.logging.ERROR)
     warnings.filterwarnings("ignore", module="optuna")
     space, stages = read_space(options.space, config)
-    if options.trials:
-        stages = [read_stage(options.trials)]
     if under_torchrun():
         raise UserError("runs without torchrun: start it several times instead")
     if not config.eval_interval:
