@@ -19,7 +19,6 @@ dimensions of an array, P of all modalities, T of the target, H d_hidden, Z d_la
 
 import json
 import os
-import sys
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -33,7 +32,7 @@ from data.rows import open_rows
 from model.core.init import fill, normal
 from model.core.load import load_model
 from model.core.ridge import fit_ridge
-from train.base.cli import run_command
+from train.base.cli import command
 from train.base.errors import ConfigError, DataError, echo
 from train.base.fields import key
 from train.dataloader import Data, RowLoader
@@ -433,9 +432,4 @@ def evaluate_checkpoint(args):
         np.savez(args.arrays, **outputs)
 
 
-def main(argv=None):
-    return run_command(EvaluationOptions, evaluate_checkpoint, argv)
-
-
-if __name__ == "__main__":
-    sys.exit(main())
+main = command(EvaluationOptions, evaluate_checkpoint)

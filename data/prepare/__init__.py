@@ -20,7 +20,7 @@ from data.records import SOURCES
 from data.rows import id_dtype
 from data.tokenizer import open_tokenizer, write_tokenizer
 from data.tokenizer_types import MAX_VOCAB, CharTokenizer
-from train.base.cli import run_command
+from train.base.cli import command
 from train.base.errors import DataError, UserError, echo, require
 from train.base.fields import key
 from train.base.files import exclusive_lock
@@ -149,6 +149,4 @@ def run(o):
     report_text(o.out, splits)
 
 
-def main(argv=None):
-    """Run the command and return the exit code."""
-    return run_command(Options, run, argv, "interrupted; no tokens were written")
+main = command(Options, run, interrupt_message="interrupted; no tokens were written")

@@ -20,7 +20,6 @@ meta.json. The chat template is the model's (data/chat_template.py), or a built-
 tokens.
 """
 
-import sys
 from dataclasses import dataclass
 
 import numpy as np
@@ -29,7 +28,7 @@ from data.chat_template import parse_content, parse_messages
 from data.prepare.samples import SampleOptions, SampleWriter
 from data.records import check_columns
 from data.rows import pack_chats, pad_rows, save_arrays
-from train.base.cli import run_command
+from train.base.cli import command
 from train.base.errors import echo
 from train.base.fields import key
 
@@ -127,9 +126,4 @@ def bracket_answers(ids, mask, tokenizer):
     return "".join(f"[{text}]" if i % 2 else text for i, text in enumerate(texts))
 
 
-def main(argv=None):
-    return run_command(ChatOptions, lambda args: ChatWriter(args).run(), argv)
-
-
-if __name__ == "__main__":
-    sys.exit(main())
+main = command(ChatOptions, lambda args: ChatWriter(args).run())

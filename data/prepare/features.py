@@ -19,7 +19,6 @@ the validation split. Whole runs (films, sessions, stretches of time) are held o
 import functools
 import os
 import re
-import sys
 from dataclasses import dataclass
 
 import numpy as np
@@ -29,7 +28,7 @@ from data.prepare.folders import FolderOptions, new_folder, report
 from data.prepare.sources import source_name
 from data.rows import runs_in_val, save_arrays
 from data.token_files import open_npy
-from train.base.cli import run_command
+from train.base.cli import command
 from train.base.errors import DataError, UserError, echo
 from train.base.fields import key
 
@@ -192,9 +191,4 @@ def run(args):
     report(out, {split: dict(rows=n) for split, n in meta["rows"].items()}, "configs/autoencoder")
 
 
-def main(argv=None):
-    return run_command(FeatureOptions, run, argv)
-
-
-if __name__ == "__main__":
-    sys.exit(main())
+main = command(FeatureOptions, run)

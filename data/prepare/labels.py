@@ -16,7 +16,6 @@ import io
 import itertools
 import os
 import random
-import sys
 import tokenize
 from collections import Counter
 from dataclasses import dataclass
@@ -29,7 +28,7 @@ from data.prepare.sources import source_name
 from data.records import SOURCES, STDLIB_SKIP, walk
 from data.rows import save_arrays, split_by_group
 from data.tokenizer import open_tokenizer, write_tokenizer
-from train.base.cli import run_command
+from train.base.cli import command
 from train.base.errors import DataError, UserError, echo
 from train.base.fields import key
 
@@ -164,9 +163,4 @@ def example_records():
             break
 
 
-def main(argv=None):
-    return run_command(LabelOptions, prepare_labels, argv)
-
-
-if __name__ == "__main__":
-    sys.exit(main())
+main = command(LabelOptions, prepare_labels)

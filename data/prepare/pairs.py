@@ -15,7 +15,6 @@ same, training starts at a margin of 0.
 """
 
 import shlex
-import sys
 from dataclasses import dataclass
 
 import numpy as np
@@ -23,7 +22,7 @@ import numpy as np
 from data.chat_template import parse_messages
 from data.prepare.samples import SampleOptions, SampleWriter
 from data.rows import pad_rows, save_arrays
-from train.base.cli import run_command
+from train.base.cli import command
 from train.base.errors import DataError
 from train.base.fields import key
 
@@ -143,9 +142,4 @@ class PairWriter(SampleWriter):
         return dict(pairs=len(pairs), preferred=float((logps[:, 0] > logps[:, 1]).mean()))
 
 
-def main(argv=None):
-    return run_command(PairOptions, lambda args: PairWriter(args).run(), argv)
-
-
-if __name__ == "__main__":
-    sys.exit(main())
+main = command(PairOptions, lambda args: PairWriter(args).run())

@@ -14,7 +14,6 @@ questions as that of data.prepare.chat.
 
 import json
 import os
-import sys
 from dataclasses import dataclass
 
 import numpy as np
@@ -22,7 +21,7 @@ import numpy as np
 from data.prepare.chat import to_messages
 from data.prepare.samples import SampleOptions, SampleWriter
 from data.rows import pad_rows, save_arrays
-from train.base.cli import run_command
+from train.base.cli import command
 from train.base.fields import key
 
 
@@ -81,9 +80,4 @@ class PromptWriter(SampleWriter):
         return dict(questions=len(rows))
 
 
-def main(argv=None):
-    return run_command(PromptOptions, lambda args: PromptWriter(args).run(), argv)
-
-
-if __name__ == "__main__":
-    sys.exit(main())
+main = command(PromptOptions, lambda args: PromptWriter(args).run())

@@ -23,7 +23,7 @@ from model.classifier.metrics import (
 )
 from model.core.load import load_model
 from train.base.checkpoint_file import load_checkpoint
-from train.base.cli import format_table, run_command
+from train.base.cli import command, format_table
 from train.base.errors import DataError, echo, require
 from train.base.fields import key
 from train.distributed import get_device
@@ -221,5 +221,4 @@ def format_report(metrics):
     return "\n".join(parts)
 
 
-def main(argv=None):
-    return run_command(ReportOptions, evaluate_checkpoint, argv, prog="model.classifier")
+main = command(ReportOptions, evaluate_checkpoint, prog="model.classifier")

@@ -30,7 +30,7 @@ from model.core.adapters import merge
 from model.core.formulas import check_formulas
 from model.core.load import BACKBONE, EMA, model_of, open_text_format, saved_model_type, use_ema
 from train.base.checkpoint_file import FORMAT_VERSION, load_checkpoint, save_checkpoint
-from train.base.cli import run_command
+from train.base.cli import command
 from train.base.errors import CheckpointError
 from train.base.fields import key
 from train.base.sharded_file import is_sharded
@@ -201,5 +201,4 @@ class ConvertOptions:
     quantize: str | None = key(None, "quantize the weights of a .gguf file", choices=["q8_0"])
 
 
-def main(argv=None):
-    return run_command(ConvertOptions, lambda options: convert(**vars(options)), argv)
+main = command(ConvertOptions, lambda options: convert(**vars(options)))

@@ -8,7 +8,6 @@ The results equal the harness's `hf` model on the exported folder (model/convert
 
 import itertools
 import json
-import sys
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -19,7 +18,7 @@ from model.core.detokenizer import Detokenizer
 from model.core.generate import generate
 from model.core.load import load_model
 from model.eval.tasks import score_sequences
-from train.base.cli import run_command
+from train.base.cli import command
 from train.base.errors import DataError, require
 from train.base.fields import key
 from train.distributed import get_device
@@ -158,10 +157,4 @@ def report(options):
         Path(options.out).write_text(text, encoding="utf-8")
 
 
-def main(argv=None):
-    """Run the command line; return the exit code."""
-    return run_command(HarnessOptions, report, argv)
-
-
-if __name__ == "__main__":
-    sys.exit(main())
+main = command(HarnessOptions, report)

@@ -27,7 +27,7 @@ from model.core.ops import IGNORE
 from model.core.weights import check_tokenizer
 from model.sae.activations import N_SKIPPED, OUTLIER_RATIO, ActivationLoader, load_backbone
 from model.sae.activations import ActivationBuffer as ActivationBuffer  # a public name
-from train.base.cli import run_command
+from train.base.cli import command
 from train.base.errors import CheckpointError, echo
 from train.base.fields import key
 from train.base.tensors import write_safetensors
@@ -339,5 +339,4 @@ def show_features(options):
             echo(f"  {v:8.2f}  {format_context(idx[w], p, tokenizer)}")
 
 
-def main(argv=None):
-    return run_command(FeatureOptions, show_features, argv)
+main = command(FeatureOptions, show_features)

@@ -15,7 +15,7 @@ from model.core.generate import SamplingOptions, encode_prompt, generate
 from model.core.load import BACKBONE, EMA, load_model
 from model.core.quantize import Int8Linear, PackedLinear, replace_linear_layers
 from model.gpt import GPT
-from train.base.cli import run_command
+from train.base.cli import command
 from train.base.errors import UserError, echo
 from train.base.fields import key
 from train.device import choose_dtype, is_compile_error
@@ -129,6 +129,4 @@ def sample(options):
     print(f"\n[{n_tokens} tokens, {rate:.1f} tokens/s]", file=sys.stderr)
 
 
-def main(argv=None):
-    """Run the command; return the exit code."""
-    return run_command(SampleOptions, sample, argv)
+main = command(SampleOptions, sample)

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from data.hub import model_name
 from model.sample import LoadOptions, load_for_decoding
-from train.base.cli import run_command
+from train.base.cli import command
 from train.base.errors import require
 from train.base.fields import key
 from train.robust import on_signals
@@ -89,6 +89,4 @@ def serve(options):
             server.run()
 
 
-def main(argv=None):
-    """Run the command; return the exit code."""
-    return run_command(ServeOptions, serve, argv)
+main = command(ServeOptions, serve)

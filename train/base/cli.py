@@ -13,8 +13,7 @@ and --help like the configuration keys of a run:
     def head(options):
         ...
 
-    def main(argv=None):
-        return run_command(HeadOptions, head, argv)
+    main = command(HeadOptions, head)
 
 `python -m data.head --lines 3 a.txt b.txt` calls head(HeadOptions(["a.txt", "b.txt"], 3, False)).
 """
@@ -26,6 +25,7 @@ import re
 import sys
 import time
 from dataclasses import fields
+from functools import partial
 
 from train.base.errors import UserError, missing_part, warn_stderr
 from train.base.fields import base_type, describe, parse_value
@@ -104,6 +104,15 @@ def make_options(cls, values):
     if problems:
         raise ValueError("\n".join(problems))
     return cls(**options)
+
+
+def command(cls, work, **how):
+    """Return main(argv=None) -> exit code, which is run_command(cls, work, argv, **how). Where the
+    module is the program (python -m), run it and exit: this is then the last line of the module."""
+    main = partial(run_command, cls, work, **how)
+    if cls.__module__ == "__main__":
+        sys.exit(main())
+    return main
 
 
 def run_command(cls, work, argv=None, interrupt_message="interrupted", load=None, prog=None):

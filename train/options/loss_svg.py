@@ -1,4 +1,4 @@
-"""Draw the loss and the learning rate of runs as an SVG, without any package; read metrics.jsonl.
+"""Draw the loss and the learning rate of runs as an SVG; read metrics.jsonl.
 
 A run draws loss.svg at every evaluation. train/tools/plot.py and train/tools/watch.py draw several
 runs into one picture, train/tools/lr_finder.py a sweep. Text and lines have at least 3:1 contrast
@@ -11,8 +11,9 @@ import os
 import re
 from contextlib import suppress
 from html import escape
-from itertools import accumulate
 from typing import NamedTuple
+
+import numpy as np
 
 from train.base.errors import printable
 
@@ -77,14 +78,12 @@ def curve(records, key, x="iter"):
 def smooth(points, share=0.02):
     """Return the centred running mean over 2 x `share` of the points, fewer near the start, where
     the loss is steep."""
-    width = max(1, int(len(points) * share))
-    totals = [0.0, *accumulate(y for _, y in points)]
-    means = []
-    for i, (x, _) in enumerate(points):
-        half = min(width, i // 3)
-        end = min(i + half + 1, len(points))
-        means.append((x, (totals[end] - totals[i - half]) / (end - i + half)))
-    return means
+    x, y = np.array(points).T
+    i = np.arange(len(y))
+    half = np.minimum(max(1, int(len(y) * share)), i // 3)
+    end = np.minimum(i + half + 1, len(y))
+    totals = np.append(0.0, np.cumsum(y))
+    return list(zip(x, (totals[end] - totals[i - half]) / (end - i + half)))
 
 
 # -----------------------------------------------------------------------------

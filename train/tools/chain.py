@@ -10,10 +10,9 @@ resumes, and tries crashed runs again.
 """
 
 import math
-import sys
 from dataclasses import dataclass
 
-from train.base.cli import format_table, run_command
+from train.base.cli import command, format_table
 from train.base.errors import UserError, echo
 from train.base.fields import key
 from train.config import load_argv
@@ -61,11 +60,5 @@ def table_row(run):
     return (run.name, f"{run.result['seconds']:.0f}", *(f"{x:.4f}" for x in numbers))
 
 
-def main(argv=None):
-    """Run the command and return the exit code."""
-    return run_command(ChainOptions, train_chain, argv, load=lambda rest: (rest, load_argv(rest)),
-                       interrupt_message="stopped; the same command resumes")
-
-
-if __name__ == "__main__":
-    sys.exit(main())
+main = command(ChainOptions, train_chain, load=lambda rest: (rest, load_argv(rest)),
+               interrupt_message="stopped; the same command resumes")

@@ -15,7 +15,6 @@ import json
 import math
 import os
 import shlex
-import sys
 import warnings
 from dataclasses import asdict, dataclass
 
@@ -28,7 +27,7 @@ try:
 except ImportError:
     optuna = None  # run_search reports it
 
-from train.base.cli import run_command, under_torchrun
+from train.base.cli import command, under_torchrun
 from train.base.errors import BadNumbers, ConfigError, UserError, require
 from train.base.fields import base_type, fields_by_name, key, parse_value
 from train.base.files import exclusive_lock, write_text
@@ -286,10 +285,4 @@ def run_search(options, config):
     return run_reporting_errors(config, lambda c: search(c, space, stages, options.out))
 
 
-def main(argv=None):
-    """Run the command and return the exit code."""
-    return run_command(SearchOptions, run_search, argv, load=load_argv)
-
-
-if __name__ == "__main__":
-    sys.exit(main())
+main = command(SearchOptions, run_search, load=load_argv)

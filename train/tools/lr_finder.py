@@ -18,7 +18,7 @@ from statistics import fmean, pstdev
 
 import numpy as np
 
-from train.base.cli import env_rank, run_command
+from train.base.cli import command, env_rank
 from train.base.errors import BadNumbers, UserError
 from train.base.fields import key
 from train.base.files import write_text
@@ -134,10 +134,4 @@ def run_sweep(options, config):
     return run_reporting_errors(config, job)
 
 
-def main(argv=None):
-    """Run the command line; return the exit code."""
-    return run_command(SweepOptions, run_sweep, argv, load=load_argv)
-
-
-if __name__ == "__main__":
-    sys.exit(main())
+main = command(SweepOptions, run_sweep, load=load_argv)

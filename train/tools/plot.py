@@ -4,10 +4,9 @@
 """
 
 import os
-import sys
 from dataclasses import dataclass
 
-from train.base.cli import run_command
+from train.base.cli import command
 from train.base.fields import key
 from train.base.files import write_text
 from train.options.loss_svg import MAX_LINES, X_LABELS, loss_svg, read_metrics, to_number
@@ -48,10 +47,4 @@ def plot_runs(options):
     print(f"Wrote {path}")
 
 
-def main(argv=None):
-    """Run the command and return the exit code."""
-    return run_command(PlotOptions, plot_runs, argv)
-
-
-if __name__ == "__main__":
-    sys.exit(main())
+main = command(PlotOptions, plot_runs)

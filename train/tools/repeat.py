@@ -14,12 +14,11 @@ console and rows that are appended to results.tsv in the parent folder.
 import math
 import os
 import shlex
-import sys
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean, stdev
 
-from train.base.cli import format_table, run_command
+from train.base.cli import command, format_table
 from train.base.errors import UserError, echo
 from train.base.fields import key
 from train.config import load_argv
@@ -136,11 +135,5 @@ def repeat(options, arguments_and_config):
     return int(not any(results.values()))
 
 
-def main(argv=None):
-    """Run the command and return the exit code."""
-    return run_command(RepeatOptions, repeat, argv, load=lambda rest: (rest, load_argv(rest)),
-                       interrupt_message="stopped; the same command resumes")
-
-
-if __name__ == "__main__":
-    sys.exit(main())
+main = command(RepeatOptions, repeat, load=lambda rest: (rest, load_argv(rest)),
+               interrupt_message="stopped; the same command resumes")

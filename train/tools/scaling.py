@@ -13,14 +13,13 @@ a folder each; the same command resumes. The keys that a depth sets: depth_keys(
 import functools
 import math
 import shlex
-import sys
 from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
 import torch
 
-from train.base.cli import format_table, run_command
+from train.base.cli import command, format_table
 from train.base.errors import UserError, echo, require
 from train.base.fields import key
 from train.config import load_argv
@@ -215,11 +214,5 @@ def scaling(options, arguments_and_config):
     return int(options.check and not larger.loss)
 
 
-def main(argv=None):
-    """Run the command and return the exit code."""
-    return run_command(ScalingOptions, scaling, argv, load=lambda rest: (rest, load_argv(rest)),
-                       interrupt_message="stopped; the same command resumes")
-
-
-if __name__ == "__main__":
-    sys.exit(main())
+main = command(ScalingOptions, scaling, load=lambda rest: (rest, load_argv(rest)),
+               interrupt_message="stopped; the same command resumes")

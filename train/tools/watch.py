@@ -10,14 +10,13 @@ import json
 import os
 import re
 import signal
-import sys
 import threading
 import time
 from dataclasses import dataclass
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
-from train.base.cli import run_command
+from train.base.cli import command
 from train.base.fields import key
 from train.options.loss_svg import COLORS, MAX_LINES, loss_svg, read_metrics
 
@@ -176,10 +175,4 @@ def watch(options):
             server.serve_forever()
 
 
-def main(argv=None):
-    """Run the command and return the exit code."""
-    return run_command(WatchOptions, watch, argv)
-
-
-if __name__ == "__main__":
-    sys.exit(main())
+main = command(WatchOptions, watch)
