@@ -75,7 +75,7 @@ def test_what_is_planted_is_found_and_nothing_else(go, tmp_path, capsys):
     assert [(r["change"], r["verdict"]) for r in found] == [
         ("base", "base"), ("planted=0.5 salt=1", "kept"), ("salt=2", "unclear")]
     folder = tmp_path / "repeat"
-    values = [json.loads(path.read_text())["value"]
+    values = [json.loads(path.read_text())["val_loss"]
               for path in folder.glob("base,_seed_?_*/result.json")]
     assert len(values) == 5
     assert float(found[0]["mean"]) == pytest.approx(statistics.fmean(values), rel=1e-4)
@@ -143,19 +143,19 @@ def test_a_result_is_read_from_the_metrics(tmp_path, capsys):
     """Two lines of ten steps of half a second each, and an evaluation."""
     run = child_runs.ChildRun("a", ["--config=train/config_test.yaml"], "", tmp_path)
     run.folder.mkdir()
-    lines = [dict(iter=9, loss=3, time_ms=500.0, memory_mib=7),
-             dict(iter=19, loss=2, time_ms=500.0), dict(iter=20, val_loss=2.5)]
+    lines = [dict(iter=9, loss=3, time_ms=500.0), dict(iter=19, loss=2, time_ms=500.0),
+             dict(iter=20, val_loss=2.5)]
     (run.folder / "metrics.jsonl").write_text("".join(json.dumps(r) + "\n" for r in lines))
     run.process = SimpleNamespace(poll=lambda: 1)
     run.finish("val_loss")
-    assert run.result["value"] is None and not run.result_file.exists()
+    assert run.value is None and not run.result_file.exists()
     run.process = SimpleNamespace(poll=lambda: 0)
     run.finish("val_loss")
-    expected = dict(value=2.5, seconds=pytest.approx(10.0), mib=7)
-    assert run.result == json.loads(run.result_file.read_text()) == expected
+    assert (run.value, run.seconds) == (2.5, pytest.approx(10.0))
+    assert json.loads(run.result_file.read_text()) == dict(val_loss=2.5, seconds=run.seconds)
     del run.process
     run.finish("val_loss", " (cached)")
-    assert run.result == expected and "a: val_loss 2.5000, 10 s (cached)" in capsys.readouterr().out
+    assert run.value == 2.5 and "a: val_loss 2.5000, 10 s (cached)" in capsys.readouterr().out
 
 
 def test_a_terminals_ctrl_c_reaches_a_run_once(tmp_path, monkeypatch):

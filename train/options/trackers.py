@@ -23,8 +23,8 @@ def check_trackers(names):
     """Raise SetupError if a package of these trackers is missing."""
     for name in names:
         for package in TRACKERS[name].packages:
-            spec = importlib.util.find_spec(package)
-            if spec is None or spec.origin is None:  # a plain folder has no origin
+            # A plain folder has a spec, without an origin.
+            if getattr(importlib.util.find_spec(package), "origin", None) is None:
                 raise SetupError(f"tracker {name!r} needs the {package!r} package: pip install "
                                  f"{name} (or drop --tracker)")
 

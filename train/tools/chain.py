@@ -41,7 +41,7 @@ def train_chain(options, arguments_and_config):
     runs = []
 
     for name in [*(f"model_{i + 1}" for i in range(options.models)), "student"]:
-        teachers = [str(run.folder / "ckpt.pt") for run in runs if run.result["value"] is not None]
+        teachers = [str(run.folder / "ckpt.pt") for run in runs if run.value is not None]
         taught = ["--model=distill", f"--teacher={','.join(teachers)}",
                   f"--distill_weight={options.weight}"] if teachers else []
         runs.append(ChildRun(name, [*arguments, *taught, f"--seed={config.seed + len(runs)}"],
@@ -49,15 +49,15 @@ def train_chain(options, arguments_and_config):
         train_all(runs[-1:], METRIC, options.out, jobs=1)
     echo(format_table([("run", "seconds", METRIC, "ensemble of the earlier runs"),
                        *map(table_row, runs)]))
-    return int(any(run.result["value"] is None for run in runs))
+    return int(any(run.value is None for run in runs))
 
 
 def table_row(run):
     """Return the row of a run in the table."""
     losses = [r["val_teacher_loss"] for r in read_metrics(run.folder / "metrics.jsonl")
               if "val_teacher_loss" in r]
-    numbers = run.result["value"] or math.nan, losses[-1] if losses else math.nan
-    return (run.name, f"{run.result['seconds']:.0f}", *(f"{x:.4f}" for x in numbers))
+    numbers = run.value or math.nan, losses[-1] if losses else math.nan
+    return (run.name, f"{run.seconds:.0f}", *(f"{x:.4f}" for x in numbers))
 
 
 main = command(ChainOptions, train_chain, load=lambda rest: (rest, load_argv(rest)),

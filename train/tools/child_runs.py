@@ -30,8 +30,8 @@ class ChildRun:
     """A run in a process, with a folder below `out`.
 
     name: on the console, and the start of the folder's name. arguments: of run_train.py.
-    fingerprint: of the data. After train_all, `result` is a dict of value (the last of the metric;
-    None after a crash), seconds (of training) and mib (peak memory)."""
+    fingerprint: of the data. After train_all, `value` is the last of the metric, or None after a
+    crash, and `seconds` the time of training."""
 
     def __init__(self, name, arguments, fingerprint, out):
         identity = to_yaml(load_argv(arguments)) + str(fingerprint)
@@ -53,15 +53,14 @@ class ChildRun:
         records = read_metrics(self.folder / "metrics.jsonl")
         minutes = [x for x, _ in curve(records, "iter", "time")] or [0.0]
         values = [to_number(r[metric]) for r in records if metric in r] or [None]
-        memory = max((r.get("memory_mib") or 0 for r in records), default=0)
         complete = self.result_file.exists() or self.process.poll() == 0
-        value = values[-1] if complete else None
-        self.result = dict(value=value, seconds=60 * minutes[-1], mib=memory)
-        if value is None:
+        self.value = values[-1] if complete else None
+        self.seconds = 60 * minutes[-1]
+        if self.value is None:
             echo(f"{self.name}: crashed, see {self.log}")
         else:
-            write_text(self.result_file, json.dumps(self.result))
-            echo(f"{self.name}: {metric} {value:.4f}, {self.result['seconds']:.0f} s{note}")
+            write_text(self.result_file, json.dumps({metric: self.value, "seconds": self.seconds}))
+            echo(f"{self.name}: {metric} {self.value:.4f}, {self.seconds:.0f} s{note}")
 
 
 def train_all(runs, metric, out, jobs):

@@ -27,7 +27,7 @@ from train.setup import open_data
 from train.tools.child_runs import ChildRun, train_all
 
 COLUMNS = ("change", "metric", "runs", "mean", "spread", "difference", "low", "high", "seconds",
-           "mib", "verdict")
+           "verdict")
 BASE = "base"  # name of the setting without changes
 
 
@@ -61,10 +61,10 @@ def student_quantile(freedom):
 
 
 def make_table(results, seeds, config):
-    """Return the table of {(size, change): {seed: result}}, without crashed runs: rows of texts.
+    """Return the table of {(size, change): {seed: ChildRun}}, without crashed runs: rows of texts.
     The verdict on a change is that of all sizes where these agree, else unclear."""
     table = [COLUMNS]
-    metrics = {setting: {seed: r["value"] for seed, r in runs.items()}
+    metrics = {setting: {seed: run.value for seed, run in runs.items()}
                for setting, runs in results.items()}
     comparisons = {(size, change): compare(values, metrics[size, BASE], config.early_stopping_mode)
                    for (size, change), values in metrics.items()}
@@ -72,11 +72,11 @@ def make_table(results, seeds, config):
         *interval, _ = comparisons[size, change]
         verdicts = {c[3] for (_, other), c in comparisons.items() if other == change}
         verdict = verdicts.pop() if len(verdicts) == 1 else "unclear"
-        mean, seconds, mib = (fmean(r[column] for r in runs.values()) if runs else math.nan
-                              for column in ("value", "seconds", "mib"))
         values = metrics[size, change].values()
+        mean = fmean(values) if runs else math.nan
+        seconds = fmean(run.seconds for run in runs.values()) if runs else math.nan
         spread = stdev(values) if len(runs) > 1 else math.nan
-        numbers = [f"{x:.5g}" for x in (mean, spread, *interval, seconds, mib)]
+        numbers = [f"{x:.5g}" for x in (mean, spread, *interval, seconds)]
         table.append((label(size, change), config.early_stopping_metric, f"{len(runs)} of {seeds}",
                       *numbers, BASE if change == BASE and runs else verdict))
     return table
@@ -123,8 +123,8 @@ def repeat(options, arguments_and_config):
     # In the order of the seeds: after a stop, the settings have the same seeds to compare.
     train_all([runs[key] for key in sorted(runs)], metric, options.out, options.jobs)
     for (seed, *setting), run in runs.items():
-        if run.result["value"] is not None:
-            results[tuple(setting)][seed] = run.result
+        if run.value is not None:
+            results[tuple(setting)][seed] = run
     table = make_table(results, options.seeds, config)
     echo(format_table(table))
     path = Path(options.out).absolute().parent / "results.tsv"

@@ -22,7 +22,7 @@ import torch
 from train.base.cli import command, format_table
 from train.base.errors import UserError, echo, require
 from train.base.fields import key
-from train.config import load_argv
+from train.config import load_argv, load_config
 from train.distributed import Ranks
 from train.setup import open_data
 from train.system import flops_per_step, load_model_type
@@ -118,12 +118,9 @@ def depth_keys(depth, width, config):
 
 def make_planner(arguments, config, width, data):
     """Return plan(budget, depth) -> SmallRun. arguments: of run_train.py."""
-    def make_arguments(keys):
-        return [*arguments, *(f"--{k}={'null' if v is None else v}" for k, v in keys.items())]
-
     @functools.cache
     def count_flops(depth):
-        c = load_argv(make_arguments(depth_keys(depth, width, config)))
+        c = load_config(None, vars(config) | depth_keys(depth, width, config))
         with torch.device("meta"):
             model = load_model_type(c.model).build_model(c, data)
         if flops := flops_per_step(model, c, data.train):
@@ -138,8 +135,9 @@ def make_planner(arguments, config, width, data):
             max_iters=steps, eval_interval=steps, save_interval=saves,
             eval_on_start=False, max_epochs=None, eval_epochs=None, lr_decay_iters=None,
             early_stopping_patience=0, sample_tokens=0)  # a single evaluation, after the last step
+        settings = [f"--{k}={'null' if v is None else v}" for k, v in keys.items()]
         return SmallRun(budget, depth, count_flops(depth) / units / 6, steps * units,
-                        make_arguments(keys))
+                        [*arguments, *settings])
     return plan
 
 
@@ -150,7 +148,7 @@ def train_runs(runs, fingerprint, options):
     train_all(children, "val_loss", options.out, options.jobs)
     table = [("FLOPs", "depth", "weights", "tokens", "per weight", "loss")]
     for r, child in zip(runs, children):
-        r.loss = child.result["value"]
+        r.loss = child.value
         loss = "crash" if r.loss is None else f"{r.loss:.4f}"
         table.append((f"{r.budget:g}", str(r.depth), f"{r.n:,.0f}", f"{r.d:,}",
                       f"{r.d / r.n:.1f}", loss))
