@@ -59,10 +59,6 @@ def raise_problems(problems, hint=""):
 # -----------------------------------------------------------------------------
 # kinds of sources
 
-def is_jsonl(path):
-    return path.lower().removesuffix(".gz").endswith((".jsonl", ".ndjson"))
-
-
 def is_saved(folder):
     """Return whether a folder was saved by Hugging Face's datasets."""
     return any(os.path.isfile(os.path.join(folder, name))

@@ -301,13 +301,12 @@ def format_ranks(ranks):
                    for token, rank in sorted(ranks.items(), key=lambda item: item[1]))
 
 
-def rank_tokenizer(ranks, pattern=GPT2_PATTERN, eot_token=None, added=None, nfc=False):
-    """Return a RankTokenizer; GPT-2's ranks are recognised. eot_token: by default, the id after the
-    last rank."""
+def rank_tokenizer(ranks):
+    """Return a RankTokenizer that splits text as GPT-2's, whose ranks are recognised, with the end
+    of text after the last rank."""
     digest = hashlib.sha256(format_ranks(ranks).encode()).hexdigest()
-    kind = "gpt2" if digest == R50K_SHA256 and pattern == GPT2_PATTERN else "ranks"
-    eot_token = max(ranks.values()) + 1 if eot_token is None else eot_token
-    return RankTokenizer(kind, ranks, pattern, eot_token, added, nfc)
+    kind = "gpt2" if digest == R50K_SHA256 else "ranks"
+    return RankTokenizer(kind, ranks, GPT2_PATTERN, max(ranks.values()) + 1)
 
 
 def tokenizer_from_spec(spec):

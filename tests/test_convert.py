@@ -620,7 +620,7 @@ def test_other_bad_input(tmp_path, capsys):
     write_safetensors(str(tmp_path / "big.safetensors"), weights)
     for args, said in ((["--ckpt", tmp_path / "none.pt", "--to", tmp_path / "x"], "no such file"),
                        (["--ckpt", tmp_path / "none.safetensors", "--to", tmp_path / "x"],
-                        "none.safetensors: no such file\n"),
+                        "none.safetensors: no such file; save_pretrained"),
                        (["--ckpt", tmp_path, "--to", tmp_path / "x"], "expected a checkpoint file"),
                        (["--ckpt", tmp_path / "ckpt.pt", "--to", tmp_path / "ckpt.pt"], "nanoGPT"),
                        (["--ckpt", tmp_path / "big.safetensors", "--to", tmp_path / "x"],
@@ -630,7 +630,7 @@ def test_other_bad_input(tmp_path, capsys):
     with pytest.raises(SystemExit):  # where to?
         convert.main(["--ckpt", str(tmp_path / "ckpt.pt")])
     with pytest.raises(CheckpointError, match="too large for float16"):
-        convert.write_file(str(tmp_path / "y.safetensors"), weights, "float16")
+        convert.convert_weights(weights, "float16")
 
 
 def test_only_names_of_folders_become_folders(tmp_path, capsys):

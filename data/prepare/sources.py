@@ -6,6 +6,7 @@ a token is written, and several threads can encode pieces of it.
 
 import io
 import os
+import re
 import sys
 import sysconfig
 from array import array
@@ -148,7 +149,8 @@ def read_sources(o, path):
                 continue
             real_paths.add(os.path.realpath(file))
             file_problems = documents.add_file(file, o)
-            if file == source or records.is_jsonl(file) or file.endswith(".parquet"):
+            is_data = re.search(r"\.((jsonl|ndjson)(\.gz)?|parquet)$", file.lower())
+            if file == source or is_data:
                 problems += file_problems
             elif file_problems:
                 skipped.append(file)

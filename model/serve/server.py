@@ -4,7 +4,6 @@ One thread serves all connections; the engine computes in a second thread (model
 """
 
 import asyncio
-import collections
 import contextlib
 import functools
 import hmac
@@ -56,8 +55,6 @@ class Server(uvicorn.Server):
         self.key = key
         self.created = int(time.time())
         self.times = {}  # {(connection, its last request, whether it is being answered): since}
-        self.events = collections.deque()  # from the engine's thread: (queue, event)
-        self.delivering = False
         routes = [Route("/", self.get_page), Route("/health", self.get_health),
                   Route("/v1/models", self.get_models),
                   Route("/v1/models/{name:path}", self.get_models),
@@ -117,21 +114,10 @@ class Server(uvicorn.Server):
         await asyncio.to_thread(self.engine.close)
         await super().shutdown(sockets)
 
-    # events of the engine's thread
-
     def post(self, queue, index, event):
-        """Put the event of a request's job into a queue of the event loop, with one wake-up of the
-        loop for all events of a step: a wake-up per event would take longer than the event."""
-        self.events.append((queue, (index, *event)))
-        if not self.delivering:
-            self.delivering = True
-            self.loop.call_soon_threadsafe(self.deliver)
-
-    def deliver(self):
-        self.delivering = False  # first: an event from now on schedules the next delivery
-        while self.events:
-            queue, event = self.events.popleft()
-            queue.put_nowait(event)
+        """Put the event of a request's job, from the engine's thread, into a queue of the event
+        loop."""
+        self.loop.call_soon_threadsafe(queue.put_nowait, (index, *event))
 
     # routes
 
@@ -221,23 +207,16 @@ async def read_body(request):
 
 
 async def read_events(queue, jobs):
-    """Yield (index of the job, text, finish_reason) for the events of jobs (see Job), merged per
-    job if several are in the queue. Raises the exception of a failed job. At the end, the jobs are
-    cancelled."""
+    """Yield (index of the job, text, finish_reason) for the events of jobs (see Job). Raises the
+    exception of a failed job. At the end, the jobs are cancelled."""
     n_active = len(jobs)
     try:
         while n_active:
-            events = [await queue.get()]
-            while not queue.empty():
-                events.append(queue.get_nowait())
-            merged = {}  # {index: (text, finish_reason)}
-            for i, text, finish_reason in events:
-                if isinstance(finish_reason, Exception):
-                    raise finish_reason
-                merged[i] = merged.get(i, ("",))[0] + text, finish_reason
-            for i, (text, finish_reason) in merged.items():
-                n_active -= finish_reason is not None
-                yield i, text, finish_reason
+            i, text, finish_reason = await queue.get()
+            if isinstance(finish_reason, Exception):
+                raise finish_reason
+            n_active -= finish_reason is not None
+            yield i, text, finish_reason
     finally:
         for job in jobs:
             job.ended = True
