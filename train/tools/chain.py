@@ -32,9 +32,9 @@ class ChainOptions:
     out: str = key("out/chain", "folder of the runs", aliases="out_dir")
 
 
-def train_chain(options, arguments_and_config):
+def train_chain(options, arguments):
     """Train all models and the student; return the exit code: 1 if a run has crashed."""
-    arguments, config = arguments_and_config  # of run_train.py
+    config = load_argv(arguments)  # of run_train.py
     if config.model != "gpt" or not config.eval_interval:
         raise UserError("needs model: gpt, and evaluations: eval_interval above 0")
     fingerprint = open_data(config, Ranks()).train.fingerprint()
@@ -60,5 +60,4 @@ def table_row(run):
     return (run.name, f"{run.seconds:.0f}", *(f"{x:.4f}" for x in numbers))
 
 
-main = command(ChainOptions, train_chain, load=lambda rest: (rest, load_argv(rest)),
-               interrupt_message="stopped; the same command resumes")
+main = command(ChainOptions, train_chain, load=list, interrupt_message="the same command resumes")

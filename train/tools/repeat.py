@@ -104,9 +104,9 @@ class RepeatOptions:
     out: str = key("out/repeat", "folder of the runs", aliases="out_dir")
 
 
-def repeat(options, arguments_and_config):
+def repeat(options, arguments):
     """Run all settings with all seeds; return the exit code: 1 if every run has crashed."""
-    arguments, config = arguments_and_config  # arguments of run_train.py
+    config = load_argv(arguments)  # of run_train.py
     metric = config.early_stopping_metric
     if not config.eval_interval:
         raise UserError("needs evaluations: eval_interval above 0")
@@ -135,5 +135,4 @@ def repeat(options, arguments_and_config):
     return int(not any(results.values()))
 
 
-main = command(RepeatOptions, repeat, load=lambda rest: (rest, load_argv(rest)),
-               interrupt_message="stopped; the same command resumes")
+main = command(RepeatOptions, repeat, load=list, interrupt_message="the same command resumes")

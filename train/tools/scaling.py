@@ -172,9 +172,9 @@ class ScalingOptions:
     check: bool = key(False, "train the larger run as well")
 
 
-def scaling(options, arguments_and_config):
+def scaling(options, arguments):
     """Train the runs, fit the law and predict the larger run; return the exit code."""
-    arguments, config = arguments_and_config  # arguments of run_train.py
+    config = load_argv(arguments)  # of run_train.py
     budgets = sorted(set(options.budgets))
     if len(budgets) < 2:
         raise UserError("needs two --budgets or more")
@@ -212,5 +212,4 @@ def scaling(options, arguments_and_config):
     return int(options.check and not larger.loss)
 
 
-main = command(ScalingOptions, scaling, load=lambda rest: (rest, load_argv(rest)),
-               interrupt_message="stopped; the same command resumes")
+main = command(ScalingOptions, scaling, load=list, interrupt_message="the same command resumes")
