@@ -143,14 +143,13 @@ def check_columns(names, columns):
 
 def csv_rows(stream, name, columns):
     csv.field_size_limit(1 << 30)  # the default, 128 kB, is too small for documents
-    is_tsv = name.lower().removesuffix(".gz").endswith(".tsv")
     text = io.TextIOWrapper(stream, encoding="utf-8-sig", newline="")
+    is_tsv = name.lower().removesuffix(".gz").endswith(".tsv")
     rows = csv.DictReader(text, delimiter="\t" if is_tsv else ",")
     check_columns(rows.fieldnames, columns)
     for row in rows:
         if None in row:  # the values could be in the wrong columns
-            row = ValueError(f"more values than the {len(rows.fieldnames)} columns; quote what "
-                             f"holds a {'tab' if is_tsv else 'comma'}")
+            row = ValueError(f"more values than the {len(rows.fieldnames)} columns; quote texts")
         yield f"{name}:{rows.line_num}", row
 
 

@@ -132,8 +132,7 @@ def runs_in_val(runs, fraction):
     labels, index = np.unique(runs, return_inverse=True)
     n = len(labels)
     if n < 2:
-        raise DataError("all rows are one run: nothing can be held out; lower --run_length, or "
-                        "give --runs")
+        raise DataError("all rows are one run: nothing can be held out; give other --runs")
     count = min(n - 1, max(1, round(fraction * n)))
     chosen = (np.arange(count) * 2 + 1) * n // (2 * count)  # the middles of `count` equal parts
     return np.isin(index, chosen)

@@ -80,10 +80,11 @@ def test_arrays_to_a_folder(tmp_path):
     rng = np.random.default_rng(0)
     video = (rng.normal(size=(100, 5)) + 1000).astype("f8")
     audio, bold = rng.integers(0, 9, (100, 3)), rng.normal(size=100).astype("f2")
-    for name, array in dict(film=video, sound=audio, bold=bold).items():
+    runs = np.arange(100) // 10
+    for name, array in dict(film=video, sound=audio, bold=bold, runs=runs).items():
         np.save(tmp_path / f"{name}.npy", array)
     code, text = command(tmp_path / "film.npy", tmp_path / "sound.npy", "--target",
-                         tmp_path / "bold.npy", "--run_length", 10,
+                         tmp_path / "bold.npy", "--runs", tmp_path / "runs.npy",
                          "--val_fraction", 0.2, "--out", tmp_path / "out")
     assert code == 0 and "[train] 80 rows\n[val] 20 rows" in text
     meta = read_features_meta(tmp_path / "out")
@@ -182,7 +183,8 @@ def test_bad_arrays(tmp_path, capsys, case, words):
     np.save(tmp_path / "t.npy", target)
     (tmp_path / "full").mkdir()
     (tmp_path / "full/thesis.txt").write_text("all of it")
-    more = {"one run": ["--run_length", 100]}.get(case, [])
+    np.save(tmp_path / "runs.npy", np.zeros(30))
+    more = {"one run": ["--runs", tmp_path / "runs.npy"]}.get(case, [])
     source = tmp_path / f"{dict(missing='b', name='1').get(case, 'a')}.npy"
     out = tmp_path / ("full" if case == "other" else "out")
     code = features.main([str(a) for a in (source, "--target", tmp_path / "t.npy", *more, "--out",

@@ -158,9 +158,8 @@ class FeatureOptions(FolderOptions):
     target: str = key("", "signal to predict: an array (rows, dims)", metavar="FILE.npy")
     val_fraction: float = key(0.1, "share of the runs for validation; 0: no split, of rows "
                               "to predict", ge=0, lt=1)
-    runs: str = key("", "array (rows,): the number of each row's run (film, session)",
-                    metavar="FILE.npy")
-    run_length: int | None = key(None, "without --runs: rows per run (default: 1/20 of all)", ge=1)
+    runs: str = key("", "array (rows,): the number of each row's run, e.g. of a film (default: "
+                    "20 equal runs)", metavar="FILE.npy")
     synthetic: bool = key(False, "instead of files: generate data with a known structure")
 
 
@@ -175,7 +174,7 @@ def open_arrays(args):
     if args.runs:
         return arrays, target, open_array(args.runs)[:, 0]
     n = len(next(iter(arrays.values())))
-    return arrays, target, np.arange(n) // (args.run_length or max(1, n // 20))
+    return arrays, target, np.arange(n) // max(1, n // 20)
 
 
 def run(args):

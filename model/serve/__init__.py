@@ -35,7 +35,6 @@ class ServeOptions(LoadOptions):
     root_path: str | None = key(None, "path, such as /llm, under which a reverse proxy forwards "
                                 "requests without removing it", metavar="PATH")
     slots: int = key(16, "texts per batch", ge=1, le=1024)
-    queue: int = key(256, "waiting requests", ge=1, le=100_000)
     max_tokens: int = key(1024, "maximum number of new tokens per request", ge=1, le=10**6)
     timeout: float = key(300.0, "seconds per request", ge=0.1, le=86_400)
 
@@ -72,8 +71,8 @@ def serve(options):
         template = getattr(model, "template", None)
         end_tokens = template.end_ids(tokenizer) if template else ()
         try:
-            engine = Engine(model, tokenizer, options.slots, options.queue, options.max_tokens,
-                            options.timeout, end_tokens)
+            engine = Engine(model, tokenizer, options.slots, max_tokens=options.max_tokens,
+                            timeout=options.timeout, end_tokens=end_tokens)
         except RuntimeError as error:  # out of memory
             raise ValueError(f"--slots {options.slots}: not enough memory for the key-value cache: "
                              f"{error}; use fewer slots") from None
