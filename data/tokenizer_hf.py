@@ -4,7 +4,6 @@ tiktoken's rank files describe the same byte pair encoding: tiktoken joins the p
 rank of the joined bytes; tokenizer.json lists the pairs in this order.
 """
 
-import functools
 import json
 import os
 
@@ -12,20 +11,15 @@ from data.tokenizer_types import GPT2_PATTERN, MAX_VOCAB, JsonTokenizer, byte_ta
 from train.base.errors import DataError
 
 ANY_CHARACTER = r"[\s\S]"
+BYTE_CHARACTERS = {b: c for c, b in byte_table().items()}  # of byte-level vocabularies
 # Flags of an added token. If all are false, it matches exactly this text.
 ADDED_TOKEN_FLAGS = ("single_word", "lstrip", "rstrip", "normalized")
 MAX_MERGE_WORK = 1 << 22  # sum of squared token lengths, or 200 per token if that is more
 
 
-@functools.cache
-def byte_characters():
-    """Return {byte: character} of byte-level vocabularies."""
-    return {b: c for c, b in byte_table().items()}
-
-
 def token_text(token):
     """Return the text by which a byte-level vocabulary names the bytes of a token."""
-    return "".join(byte_characters()[b] for b in token)
+    return "".join(BYTE_CHARACTERS[b] for b in token)
 
 
 def list_merges(ranks):

@@ -32,7 +32,7 @@ from data.prepare import chat
 from data.records import walk
 from data.rows import check_array
 from data.tokenizer import tokenizer_from_spec
-from data.tokenizer_hf import byte_characters, list_merges
+from data.tokenizer_hf import BYTE_CHARACTERS, list_merges
 from data.tokenizer_types import JsonTokenizer
 from model import sample
 from model.chat import build_model
@@ -293,7 +293,7 @@ def tokenizer(name, words, pattern="a", merges=("a b",), text=None):
     @case(f"tokenizer: {name}", words)
     def make(folder):
         (folder / "a.txt").write_text("some text " * 100)
-        vocab = {token: i for i, token in enumerate([*byte_characters().values(), "ab"])}
+        vocab = {token: i for i, token in enumerate([*BYTE_CHARACTERS.values(), "ab"])}
         split = dict(type="Split", pattern=dict(Regex=pattern), behavior="Isolated",
                      invert=False)
         content = dict(model=dict(type="BPE", vocab=vocab, merges=merges), pre_tokenizer=dict(
