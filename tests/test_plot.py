@@ -198,6 +198,23 @@ def test_comparing_runs(tmp_path):
     assert texts(svg)[2].startswith("b/metrics.jsonl: loss ")
 
 
+def test_a_comparison_shows_the_end_of_the_runs():
+    """Losses that fall from 10 and end at 1.4 and 1.6: these are far apart, step 0 is cut off. In
+    the picture of one run it is not."""
+    def run(end):
+        steps = range(0, 101, 5)
+        return [dict(iter=k, val_loss=end + (10 - end) * math.exp(-k / 5)) for k in steps]
+    svg = parse(plot.loss_svg([("a", run(1.4)), ("b", run(1.6))]))
+    low, high = lines(svg, "dashed")
+    panel, _ = svg.findall(f"{SVG}svg")  # cuts off its content
+    top, height = float(panel.get("y")), float(panel.get("height"))
+    assert panel.get("viewBox") == f"0 {top:g} {plot.WIDTH} {height:g}"
+    assert low[-1][1] - high[-1][1] > height / 3
+    assert low[0][1] < top and top <= low[4][1] < low[-1][1] <= top + height
+    (alone,) = lines(parse(plot.loss_svg([("a", run(1.4))])), "dashed")
+    assert all(top - 18 <= y <= top + height for _, y in alone)
+
+
 def test_of_long_names_the_end_is_shown():
     name = 60 * "x" + "seed_1"
     svg = parse(plot.loss_svg([(name, [dict(iter=0, loss=1.0)])]))

@@ -856,8 +856,9 @@ def test_who_opens_it_says_who_may_ask(monkeypatch, capsys):
         assert choose_key(ServeOptions(), s) == "b"
         monkeypatch.delenv("IRONGPT_API_KEY")
         assert choose_key(ServeOptions(), s) is None
-        for key, used in ((" ", None), ("a\n", "a")):
-            assert choose_key(ServeOptions(api_key=key), s) == used
+        for key in (" ", "a\n", "\udcff"):  # no client can send it
+            with pytest.raises(ValueError, match="--api_key: expected printable"):
+                choose_key(ServeOptions(api_key=key), s)
         assert choose_key(ServeOptions(api_key="clé"), s) == "clé"
 
 

@@ -168,7 +168,7 @@ def test_the_state_of_each_run(at_once, data_dir, tmp_path, monkeypatch):
         go(data_dir, tmp_path / "c", "before_step@5=sigterm", **LONG)
         assert cards(get)["c"]["state"] == "stopped"
         log.write_text(text + "Device: cpu\niter 8: loss 1.0, 30 tok/s, eta 0:04:10\n")
-        assert cards(get)["b"]["state"] == "running"
+        assert cards(get)["b"]["state"] == "running" and cards(get)["b"]["eta"] == "0:04:10"
         now, version = watch.time.time(), state(get)["version"]
         monkeypatch.setattr(watch.time, "time", lambda: now + watch.STALE_SECONDS - 20)
         assert state(get)["version"] == version

@@ -161,6 +161,8 @@ def parse_choice(choices, answer, least):
         answer = choices.index(answer)
     if type(answer) is not int or not 0 <= answer < len(choices):
         raise ValueError(f"answer: {str(answer)[:60]!r} is not one of the choices, or its index")
+    if choices.count(choices[answer]) > 1:
+        raise ValueError(f"choices: {choices[answer][:60]!r}, the answer, is there twice")
     return answer
 
 

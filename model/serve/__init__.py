@@ -51,7 +51,9 @@ def listen(host, port):
 
 def choose_key(options, listening):
     """Return the key that clients must send, if any. Raises ValueError if a key is required."""
-    api_key = (options.api_key or os.environ.get(API_KEY_VARIABLE, "")).strip() or None
+    api_key = options.api_key or os.environ.get(API_KEY_VARIABLE) or None
+    if api_key and not (api_key.isprintable() and api_key == api_key.strip()):
+        raise ValueError("--api_key: expected printable characters, without blanks around them")
     if not (api_key or ipaddress.ip_address(listening.getsockname()[0]).is_loopback):
         raise ValueError(f"--host {options.host} makes this server reachable for others: set "
                          f"--api_key, or {API_KEY_VARIABLE} in the environment")

@@ -111,8 +111,11 @@ def lock_folder(folder):
         file.seek(0)
         holder = file.read(200).strip() or "another process"
         file.close()
-        raise UserError(f"{folder} is in use by {holder}; wait for it, stop it, or choose another "
-                        "folder; a run on several nodes is started by torchrun --nnodes") from None
+        here = " on " not in holder or holder.endswith(f" on {socket.gethostname()}")
+        hint = "" if here else (", a different machine; a run on several is started by torchrun "
+                                "with --nnodes (train/README.md)")
+        raise UserError(f"{folder} is in use by {holder}{hint}; wait for it, stop it, or choose "
+                        "another folder") from None
     except (ImportError, OSError):  # the file system has no locks
         return file
     file.truncate(0)

@@ -26,6 +26,7 @@ RIGHT = 936
 PANEL_HEIGHTS = (380, 84)  # the metric, the learning rate
 MAX_LINES = 3000     # of metrics.jsonl, per run in a picture
 MAX_NAME_CHARS = 40  # of a run, in the legend
+START_SHARE = 0.2    # of a run, which the axis of a comparison may cut off
 LINES = dict(solid='stroke-width="1.8"', faint='stroke-width="1" stroke-opacity=".35"',
              dashed='stroke-width="1.8" stroke-dasharray="6 4"')
 
@@ -83,7 +84,8 @@ def smooth(points, share=0.02):
     half = np.minimum(max(1, int(len(y) * share)), i // 3)
     end = np.minimum(i + half + 1, len(y))
     totals = np.append(0.0, np.cumsum(y))
-    return list(zip(x, (totals[end] - totals[i - half]) / (end - i + half)))
+    means = (totals[end] - totals[i - half]) / (end - i + half)
+    return list(zip(x.tolist(), means.tolist()))
 
 
 # -----------------------------------------------------------------------------
@@ -141,25 +143,28 @@ class Curve(NamedTuple):
     color: str
     name: str = ""       # in the legend
     line: str = "solid"  # a key of LINES
+    start: float = 0.0   # share of the horizontal axis that the vertical one may cut off
 
 
 def loss_svg(runs, x="iter", metric="loss"):
     """Return an SVG of `runs`, [(name, records of read_metrics), ...]: a panel for the metric,
     solid in training and dashed in validation (val_NAME), above one for the learning rate. x: a key
-    of X_LABELS. Names are without the folder that the runs share."""
+    of X_LABELS. Names are without the folder that the runs share. The axis of several runs follows
+    the values after their start, whose differences are small."""
     curves = []
     rates = []
     shared = os.path.commonprefix([name for name, _ in runs]).rpartition(os.sep)[0] + os.sep
+    start = START_SHARE if len(runs) > 1 else 0.0
     for i, (name, records) in enumerate(runs):
         name = name.removeprefix(shared)[-MAX_NAME_CHARS:]  # the end differs: the seed
         color = COLORS[i % len(COLORS)]
         for key, line in ((metric, "solid"), (f"val_{metric}", "dashed")):
             points = curve(records, key, x)
             if key == metric and len(points) > 60:
-                curves.append(Curve(points, color, line="faint"))
+                curves.append(Curve(points, color, line="faint", start=start))
                 points = smooth(points)
             label = f"{name}: {key} {points[-1][1]:.4f}" if points else ""
-            curves.append(Curve(points, color, label, line))
+            curves.append(Curve(points, color, label, line, start))
         rates.append(Curve(curve(records, "lr", x), color))
     return draw_chart({metric: curves, "learning rate": rates}, X_LABELS[x])
 
@@ -187,8 +192,9 @@ def draw_chart(panels, x_label, log_x=False):
 
 def draw_panel(name, curves, x, top, height):
     """Return SVG elements: grid, vertical axis and curves. The axis is logarithmic if its values
-    span more than a factor of 3: the start of a loss would flatten the rest."""
-    values = [p[1] for c in curves for p in c.points]
+    span more than a factor of 3: the start of a loss would flatten the rest. Other values (see
+    Curve.start) are cut off."""
+    values = [p[1] for c in curves for p in c.points if p[0] >= c.start * c.points[-1][0]]
     is_rate = name == "learning rate"
     log = not is_rate and bool(values) and min(values) > 1e-100 and max(values) > 3 * min(values)
     y = Axis(values, top + height, top, is_rate, log)
@@ -198,13 +204,15 @@ def draw_panel(name, curves, x, top, height):
     for t in y.ticks(40):
         parts.append(f'{grid}{LEFT} {y(t):.1f}H{RIGHT}"/>')
         parts.append(draw_text(tick_label(t), LEFT - 8, y(t) + 4, "end"))
+    # A nested <svg> cuts off its content at its edges.
+    parts.append(f'<svg y="{top}" height="{height}" viewBox="0 {top} {WIDTH} {height}">')
     for c in curves:
         points = [f"{x(a):.1f},{y(b):.1f}" for a, b in c.points]
         parts.append(f'<polyline stroke="{c.color}" {LINES[c.line]} points="{" ".join(points)}"/>')
         if c.line == "dashed" and len(points) <= 50:
             parts += [f'<circle fill="{c.color}" cx="{x(a):.1f}" cy="{y(b):.1f}" r="3"/>'
                       for a, b in c.points]
-    return parts
+    return [*parts, "</svg>"]
 
 
 def draw_text(text, x, y, anchor="start"):

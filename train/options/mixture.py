@@ -155,6 +155,8 @@ def mix(data, weights):
     """Return the Data of a mixture. data: {folder: Data}, weights: {folder: weight}. DataError if
     the folders cannot be mixed."""
     folders = {source_name(folder): folder for folder in sorted(data, key=source_name)}
+    if len({*map(os.path.realpath, data)}) < len(data):
+        raise DataError(f"data_dir: {', '.join(data)}: one of them is a link to another")
     if len(folders) < len(data) or "" in folders:
         raise DataError(f"data_dir: {', '.join(data)}: numbers are named after the last part of a "
                         "folder, e.g. val_loss_web: expected different names")
