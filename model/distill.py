@@ -49,7 +49,8 @@ class Keys:
     distill_temperature: float = key(1.0, "softmax temperature of both models in training", gt=0)
     on_policy: bool = key(False, "the student answers prompts (data.prepare.prompts), and learns "
                           "from the teacher's distribution at each token; no distill_weight")
-    answer_tokens: int = key(64, "on_policy: maximum number of tokens per answer", ge=1)
+    answer_tokens: int = key(64, "on_policy: maximum number of tokens per answer", ge=1,
+                             needs="on_policy")
 
     def problems(self):
         return [] if self.teacher else ["teacher: missing; e.g. out/quick/ckpt.pt"]

@@ -22,7 +22,7 @@ MODELS = {
     "distill": ("--teacher", "base/ckpt.pt", *SHAPE),
     "moe": SHAPE,
     "memory": ("--backbone", "base/ckpt.pt", "--n_chapters", "4", "--chapter_size", "8"),
-    "autoencoder": ("--data_dir", "features"),
+    "autoencoder": ("--data_dir", "features", "--delays", "0"),
     "sae": ("--backbone", "base/ckpt.pt", "--d_sae", "512", "--k", "4", "--auxk", "8",
             "--buffer_size", "2048"),
     "classifier": ("--data_dir", "labels", *SHAPE)}
@@ -149,7 +149,8 @@ FAULTS = {
     "initial values of a subclass that only FSDP has": (
         "model/gpt.py", "    fill(model, config.seed, model.filled)", "    pass  #", "fsdp", ()),
     "an optimizer that is not resumed": (
-        "train/checkpoint.py", "\n    fill(own, state, ranks)", "", "resume", ())}
+        "train/checkpoint.py", '\n    fill(own, state, ranks, shards, "optimizer.state.")', "",
+        "resume", ())}
 # Edits that are needed besides, for the fault to have an effect.
 BESIDES = {
     "a cap without its derivative": [(

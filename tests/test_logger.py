@@ -374,8 +374,8 @@ def test_status_of_trackers(tmp_path):
     log.step(STEP)
     log.close("stopped")
     names = [c[0] for c in Spy.calls]
-    assert names == ["record", "close"]
-    assert Spy.calls[-1] == ("close", "stopped")
+    assert names == ["call", "call"]
+    assert [c[1] for c in Spy.calls] == ["record", "close"] and Spy.calls[-1][2] == "stopped"
 
 
 def test_training_args_and_yaml(tmp_path):

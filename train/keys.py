@@ -280,12 +280,16 @@ class TrainConfig(GPTKeys, SystemKeys, OptimizerKeys, LearningRateKeys, LengthKe
         defaults = type(self)()
         unused = {}
         for f in fields(self):
-            name, _, values = f.metadata.get("needs", "").partition("=")
             is_set = self.is_explicit(f.name) or getattr(self, f.name) != getattr(defaults, f.name)
-            value = getattr(self, name, True)
-            if is_set and not (value in values.split("|") if values else value):
+            if is_set and not self.has_effect(f):
                 unused[f.name] = f.metadata["needs"]
         return unused
+
+    def has_effect(self, f):
+        """Return whether what the key of a field needs is set."""
+        name, _, values = f.metadata.get("needs", "").partition("=")
+        value = getattr(self, name, True)
+        return value in values.split("|") if values else value
 
     @property
     def samples_per_step(self):

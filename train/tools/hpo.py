@@ -191,7 +191,8 @@ def run_trial(study, config, space, stage, out):
         study.sampler = optuna.samplers.TPESampler(seed=config.seed + len(study.trials),
                                                    n_startup_trials=5)
         trial = study.ask(space)
-    print(f"{study.study_name}, trial {trial.number}: {trial.params}", flush=True)
+    params = ", ".join(f"{name} {value}" for name, value in trial.params.items())
+    print(f"{study.study_name}, trial {trial.number}: {params}", flush=True)
     folder = os.path.join(out, f"{study.study_name}_trial_{trial.number}")
     try:
         study.tell(trial, train_trial(trial, trial_config(
