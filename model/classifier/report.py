@@ -153,7 +153,7 @@ def fit_baselines(arrays, rows, texts, targets, n_classes):
 def faithfulness(model, arrays, scores, spans, batch_size):
     """Return {"comprehensiveness", "sufficiency"} of the predicted evidence (arXiv:1911.03429): the
     mean decrease of the predicted class's probability if the evidence is deleted, and if all else
-    is. Good evidence has a large and a small one. {} if no text is longer than its evidence."""
+    is. Good evidence has a large and a small one. {} if no text is longer than the evidence."""
     texts = [ids[:n] for ids, n in zip(*arrays[:2])]
     kept = [i for i, (first, last) in enumerate(spans) if last - first + 1 < len(texts[i])]
     cells = np.arange(len(kept)), scores[kept].argmax(1)
@@ -170,13 +170,13 @@ def faithfulness(model, arrays, scores, spans, batch_size):
 
 @torch.no_grad()
 def predict(model, arrays, batch_size):
-    """Return [probabilities (N, K), spans (N, 2)] as numpy arrays; `None` for what the model does
-    not predict. arrays: tokens (N, T), lengths (N,), ...; with RoPE, longer texts than in training
-    raise the model's block_size."""
+    """Return [probabilities (N, K), spans (N, 2)] as numpy arrays; `None` for outputs that the
+    model does not predict. arrays: tokens (N, T), lengths (N,), ...; with RoPE, longer texts than
+    in training raise the model's block_size."""
     tokens, lengths, *_ = arrays
     gpt = model.gpt
     device = gpt.wte.weight.device
-    if gpt.config.pos == "rope":  # positions for longer texts than those of training
+    if gpt.config.pos == "rope":  # positions for longer texts than in training
         gpt.config.block_size = max(gpt.config.block_size, int(max(lengths)))
         gpt.add_buffers(None)
         gpt.to(device)

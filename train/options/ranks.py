@@ -1,4 +1,4 @@
-"""The ranks of a run: whether their code, settings and versions are equal, what a step sends, the
+"""The ranks of a run: whether their code, settings and versions are equal, the data of a step, the
 speed of the network, and the time that each rank works per step."""
 
 import hashlib
@@ -74,7 +74,7 @@ def describe_rank(config, ranks):
     keys = {f.name: values[f.name] for f in fields(config) if not f.metadata.get("path")}
     address = None
     with (suppress(OSError, KeyError), socket.socket(type=socket.SOCK_DGRAM) as s):
-        s.connect((os.environ["MASTER_ADDR"], 1))  # sends nothing, and needs no name of its own
+        s.connect((os.environ["MASTER_ADDR"], 1))  # sends nothing, and needs no host name
         address = s.getsockname()[0]
     return dict(
         host=socket.gethostname(), node=os.environ.get("GROUP_RANK"), address=address,
@@ -151,7 +151,7 @@ def padded_numel(params, shard_size):
 
 
 def bytes_sent(collectives, per_node):
-    """Return (bytes that a rank sends within its node, bytes that a node sends to others) per step,
+    """Return (bytes that a rank sends in the node, bytes that a node sends to others) per step,
     by rings over ranks that are numbered node by node, with `per_node` ranks each."""
     within = between = 0.0
     for c in collectives:
@@ -168,7 +168,7 @@ def bytes_sent(collectives, per_node):
 # the network
 
 def log_network(config, model, ranks, log):
-    """Time an all-reduce within and between nodes, and log it beside what a step sends."""
+    """Time an all-reduce within and between nodes, and log it with the data of a step."""
     world_size = ranks.world_size
     per_node = ranks.ranks_per_node
     if world_size == 1 or world_size % per_node:
@@ -200,8 +200,8 @@ def all_reduce_speed(groups, device):
 # slow ranks
 
 class RankClock(Clock):
-    """A Clock that compares the ranks. The work of a rank in a step ends with the last of its
-    gradients; then it waits for the others. Under FSDP ranks wait for each other in every block,
+    """A Clock that compares the ranks. The work of a rank in a step ends with the last
+    gradient; then the rank waits. Under FSDP ranks wait for each other in every block,
     and only the time until the forward pass, e.g. for data, is a rank's own."""
 
     def __init__(self, model, optimizer, ranks):

@@ -1,11 +1,11 @@
-"""Train a chain of models on the same data, each also on the predictions of those before it:
+"""Train a chain of models on the same data, each also on the predictions of earlier ones:
 
     python -m train.tools.chain --config FILE.yaml --models 8
 
 The first model is a run of the configuration. The next ones have other seeds, and learn from the
 data and from the average distribution of all earlier models (model/distill.py). The last run, the
 student, distils all of them into one model. The table shows the loss of each model and of the
-ensemble of those before it. A run is a process with a folder in out/chain; the same command
+ensemble of the models before. A run is a process with a folder in out/chain; the same command
 resumes, and tries crashed runs again.
 """
 
@@ -26,7 +26,7 @@ METRIC = "val_loss"
 
 @dataclass
 class ChainOptions:
-    """Train a chain of models on the same data, each also on the predictions of those before it."""
+    """Train a chain of models on the same data, each also on the predictions of earlier ones."""
     models: int = key(4, "models of the ensemble, besides the student", ge=2, le=8)
     weight: float = key(0.5, "weight of the earlier models in the loss", ge=0, le=1)
     out: str = key("out/chain", "folder of the runs", aliases="out_dir")
