@@ -280,7 +280,7 @@ def test_a_trial_of_a_worker_that_died_does_not_count(tmp_path, data_dir, search
     worker = Fork(run_python, (["-m", "train.tools.hpo", *arguments(
         tmp_path, data_dir, trials(2), **long)],), stdout=output, stderr=tmp_path / "errors")
     soon(lambda: output.exists() and "\n" in output.read_text(), 30)
-    assert output.read_text().startswith("stage_1, trial 0: {'learning_rate': 0.01")
+    assert output.read_text().startswith("stage_1, trial 0: learning_rate 0.01")
     worker.kill()
     study, = optuna.study.get_all_study_names(f"sqlite:///{tmp_path}/hpo/study.db")
     study = optuna.load_study(study_name=study, storage=f"sqlite:///{tmp_path}/hpo/study.db")
