@@ -411,3 +411,17 @@ def test_epochs_are_rounded_up_to_whole_steps(epochs, steps):
 def test_the_words_of_resume_are_no_file():
     assert [TrainConfig(resume=r).resume_file for r in ("auto", "must", "never", "x.pt")] == [
         None, None, None, "x.pt"]
+
+
+def test_steps_replace_the_epochs_of_an_earlier_file(tmp_path):
+    (tmp_path / "a.yaml").write_text("max_epochs: 100\neval_epochs: 1\nmax_iters: 7\n")
+    (tmp_path / "b.yaml").write_text("base: a.yaml\nmax_iters: 20\n")
+
+    def lengths(file, *args):
+        c = load_config(tmp_path / file, args)
+        return c.max_epochs, c.max_iters, c.eval_epochs
+    assert lengths("a.yaml") == (100, 7, 1)  # in one file, epochs count
+    assert lengths("a.yaml", "--max_iters=6") == (None, 6, 1)
+    assert lengths("b.yaml") == (None, 20, 1)
+    assert lengths("b.yaml", "--max_epochs=3", "--eval_interval=5") == (3, 20, None)
+    assert lengths("a.yaml", "--max_iters=6", "--max_epochs=3")[0] == 3  # both are typed

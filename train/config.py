@@ -20,7 +20,14 @@ from train.base.fields import (
     nearest,
     parse_value,
 )
-from train.keys import FIELDS, GROUP_NAMES, GROUPS, START_KEYS, TrainConfig
+from train.keys import (
+    FIELDS,
+    GROUP_NAMES,
+    GROUPS,
+    LENGTHS_IN_EPOCHS,
+    START_KEYS,
+    TrainConfig,
+)
 from train.system import REPOSITORY, load_model_type
 
 DEFAULT_PATH = os.path.join("train", "config.yaml")
@@ -238,6 +245,14 @@ def resolve(settings, known, problems):
                 problems.append(f"{where}{f' as {alias}' if alias else ''}: {key} is set twice "
                                 f"(first at {first}); keep one{commas}")
             resolved[key] = value, where + (f" as {alias}" if alias else "")
+    # A length in steps replaces one in epochs that an earlier file sets.
+    names = list(resolved)
+    for epochs, (steps, _) in LENGTHS_IN_EPOCHS.items():
+        if {epochs, steps} <= resolved.keys() and names.index(epochs) < names.index(steps):
+            sources = {resolved[key][1].partition(" as ")[0].rpartition(":")[0]
+                       for key in (epochs, steps)}
+            if len(sources) > 1:
+                del resolved[epochs]
     return resolved
 
 

@@ -239,6 +239,9 @@ class GPTKeys:
             raise ConfigError(problems)
 
 
+# {key in epochs: (the key in steps that it replaces, minimum in steps)}
+LENGTHS_IN_EPOCHS = {"max_epochs": ("max_iters", 1), "eval_epochs": ("eval_interval", 1),
+                     "warmup_epochs": ("warmup_iters", 0)}
 GROUPS = {"Run": RunKeys, "Batch": BatchKeys, "Length": LengthKeys,
           "Learning rate": LearningRateKeys, "Optimizer": OptimizerKeys, "System": SystemKeys,
           "Model": GPTKeys}
@@ -310,9 +313,7 @@ class TrainConfig(GPTKeys, SystemKeys, OptimizerKeys, LearningRateKeys, LengthKe
         """Return a copy with epochs, of `samples` samples each, converted to steps."""
         steps_per_epoch = samples / self.samples_per_step
         changes = {}
-        for epochs, steps, minimum in (("max_epochs", "max_iters", 1),
-                                       ("eval_epochs", "eval_interval", 1),
-                                       ("warmup_epochs", "warmup_iters", 0)):
+        for epochs, (steps, minimum) in LENGTHS_IN_EPOCHS.items():
             if (value := getattr(self, epochs)) is not None:
                 changes[steps] = max(minimum, math.ceil(value * steps_per_epoch - 1e-9))
         return self.replace(**changes)

@@ -39,7 +39,6 @@ def train_chain(options, arguments):
         raise UserError("needs model: gpt, and evaluations: eval_interval above 0")
     fingerprint = open_data(config, Ranks()).train.fingerprint()
     runs = []
-
     for name in [*(f"model_{i + 1}" for i in range(options.models)), "student"]:
         teachers = [str(run.folder / "ckpt.pt") for run in runs if run.value is not None]
         taught = ["--model=distill", f"--teacher={','.join(teachers)}",
@@ -52,12 +51,12 @@ def train_chain(options, arguments):
     return int(any(run.value is None for run in runs))
 
 
-def table_row(run):
-    """Return the row of a run in the table."""
-    losses = [r["val_teacher_loss"] for r in read_metrics(run.folder / "metrics.jsonl")
+def table_row(child):
+    """Return the row of a ChildRun in the table."""
+    losses = [r["val_teacher_loss"] for r in read_metrics(child.folder / "metrics.jsonl")
               if "val_teacher_loss" in r]
-    numbers = run.value or math.nan, losses[-1] if losses else math.nan
-    return (run.name, f"{run.seconds:.0f}", *(f"{x:.4f}" for x in numbers))
+    numbers = child.value or math.nan, losses[-1] if losses else math.nan
+    return (child.name, f"{child.seconds:.0f}", *(f"{x:.4f}" for x in numbers))
 
 
 main = command(ChainOptions, train_chain, load=list, interrupt_message="the same command resumes")
