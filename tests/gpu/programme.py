@@ -35,7 +35,8 @@ def programme(o):
     end, results = time.monotonic() + 60 * o.minutes, []
     with tempfile.TemporaryDirectory() as folder:
         job = Job(Path(folder), torch.cuda.is_available() and not o.tiny, o.peer)
-        for name, (item, minutes) in ITEMS.items():
+        for name in o.items:
+            item, minutes = ITEMS[name]
             job.end = min(end, time.monotonic() + 60 * minutes)
             if end - time.monotonic() < LEAST:
                 results.append(dict(item=name, result="not measured: no time left"))
@@ -195,7 +196,7 @@ def profiled(job):
 
 def losses(job):
     """The same steps compiled, eager and in float32: how far apart are the losses?"""
-    n, first = 200 if job.large else 20, None
+    n, first = 60 if job.large else 20, None
     for name, args in (("float32", ["--no-compile", "--dtype=float32"]),
                        ("compiled", ["--compile"]), ("eager", ["--no-compile"])):
         x = [s["loss"] for s in job.train(f"loss_{name}", f"--max_iters={n}", *args)[1]]
@@ -285,6 +286,8 @@ def main(argv=None):
                                 formatter_class=argparse.RawDescriptionHelpFormatter)
     p.add_argument("--peer", help="a checkout of nanoGPT; without it only our side runs")
     p.add_argument("--minutes", type=float, default=25, help="when to stop (default: 25)")
+    p.add_argument("--items", nargs="+", choices=ITEMS, default=list(ITEMS), metavar="ITEM",
+                   help=f"only these (default: all): {', '.join(ITEMS)}")
     p.add_argument("--tiny", action="store_true", help="seconds: do the items themselves work?")
     p.add_argument("--out", help="write the results to this file as well, JSON lines")
     return programme(p.parse_args(argv))
