@@ -1,6 +1,7 @@
 """python -m train.tools.check: the unedited repository passes for every model type, and each of the
 silent faults that forks had made is found by the check that is for it."""
 
+import json
 import pathlib
 import shutil
 import subprocess
@@ -56,15 +57,20 @@ def folder(tmp_path_factory):
     base = str(folder / "base" / "ckpt.pt")
     succeed(*run, "--config", "train/config_test.yaml", *SHAPE, "--data_dir", folder / "text",
             "--out_dir", folder / "base")
-    succeed("-m", "data.prepare.chat", "example", "--out", folder / "chat", "--tokenizer", base)
+    few = ["--num_samples", "200"]
+    succeed("-m", "data.prepare.chat", "example", "--out", folder / "chat", "--tokenizer", base,
+            *few)
     succeed(*run, "--config", "train/configs/chat.yaml", "--init_from", base, "--data_dir",
             folder / "chat", "--out_dir", folder / "chat_model")
     chat_model = str(folder / "chat_model" / "ckpt.pt")
     succeed("-m", "data.prepare.pairs", "example", "--reference", chat_model, "--out",
-            folder / "pairs")
+            folder / "pairs", *few)
     succeed("-m", "data.prepare.prompts", "example", "--tokenizer", chat_model, "--out",
-            folder / "prompts")
-    succeed("-m", "data.prepare.labels", "--example", "--out", folder / "labels")
+            folder / "prompts", *few)
+    rows = [dict(text=f"{i} a {color} thing", label=color, evidence=color)
+            for i in range(200) for color in ("red", "blue")]
+    (folder / "rows.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    succeed("-m", "data.prepare.labels", folder / "rows.jsonl", "--out", folder / "labels")
     succeed("-m", "data.prepare.features", "--synthetic", "--out", folder / "features")
     return folder
 

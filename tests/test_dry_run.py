@@ -25,11 +25,15 @@ def folder(tmp_path_factory):
     """Data for each of CASES, and the resident MiB of a run with hardly any model."""
     folder = tmp_path_factory.mktemp("dry_run")
     (folder / "text.txt").write_text("Once upon a time there was a file.\n" * 5000)
+    rows = [dict(text=f"{i} " + f"a {color} thing, " * 8, label=color, evidence=color)
+            for i in range(600) for color in ("red", "blue")]
+    (folder / "rows.jsonl").write_text("\n".join(map(json.dumps, rows)))
     for command in (f"data.prepare {folder}/text.txt --tokenizer byte --out {folder}/gpt",
                     f"data.prepare.chat example --tokenizer {folder}/gpt --out {folder}/chat",
                     f"data.prepare.prompts example --tokenizer {folder}/gpt --out {folder}/grpo "
                     "--num_samples 500",
-                    f"data.prepare.labels --example --tokenizer byte --out {folder}/classifier"):
+                    f"data.prepare.labels {folder}/rows.jsonl --tokenizer byte --out "
+                    f"{folder}/classifier"):
         assert python("-m", *command.split()).returncode == 0, command
     (folder / "reward.py").write_text("def reward(prompt, answer, row):\n    return len(answer)\n")
     run(folder, "chat", CASES["chat"], "--n_embd=128", "--n_hidden=512", "--batch_size=1",
