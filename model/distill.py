@@ -56,38 +56,20 @@ class Keys:
         return [] if self.teacher else ["teacher: missing; e.g. out/quick/ckpt.pt"]
 
 
-class Student(weights.HoldsFrozen, GPT):
-    """A GPT that is trained on the mean distribution of the teachers `frozen`. Without one, it has
-    no loss.
-
-    Its numbers include "kl", the divergence in nats per token: in training at distill_temperature;
-    in evaluations also "teacher_loss", the teachers' cross-entropy.
-    """
+class HasTeachers(weights.HoldsFrozen):
+    """Mixin for a GPT that is compared with the mean distribution of the teachers `frozen`."""
     reverse = False  # whether the divergence is KL(student, teacher)
 
-    def compute_loss(self, idx, targets):
-        x = self.trunk(idx)  # (B, T, C)
-        loss, sums = self.score(x, targets)
-        with torch.no_grad():
-            states = [teacher.trunk(idx) for teacher in self.frozen]  # (B, T, C of each)
-        T, kl, teacher_loss = self.compare(x, states, targets, targets != IGNORE)
-        sums["kl"] = kl.detach()
-        if not self.training:
-            sums["teacher_loss"] = teacher_loss.detach()
-        if self.training:  # the gradient of the divergence is proportional to 1 / T^2
-            weight = self.keys.distill_weight
-            loss = (1 - weight) * loss + weight * T**2 * (kl / sums["count"].clamp(min=1))
-        return loss, sums
-
-    def compare(self, x, states, targets, weights):
-        """Return the softmax temperature, and the sums () float32 with weights (B, T) of divergence
-        and teachers' cross-entropy, from states x (B, T, C) and `states` of the teachers."""
+    def compare(self, x, states, targets, weights, temperature=1.0):
+        """Return the sums (2,) float32 with weights (B, T) of divergence, at the softmax
+        temperature, and teachers' cross-entropy, from states x (B, T, C) and `states` of the
+        teachers."""
         # One chunk of logits at a time, recomputed in the backward pass: 2 V numbers per token.
         n = chunk_rows(self.config.padded_vocab_size, x.device.type)
         chunks = zip(*(t.flatten(0, 1).split(n) for t in (x, targets, weights, *states)))
-        T = self.keys.distill_temperature if self.training else 1.0
-        sums = [checkpoint(self.divergence, T, *chunk, use_reentrant=False) for chunk in chunks]
-        return T, *torch.stack(sums).sum(0)
+        sums = [checkpoint(self.divergence, temperature, *chunk, use_reentrant=False)
+                for chunk in chunks]
+        return torch.stack(sums).sum(0)
 
     def divergence(self, temperature, x, targets, weights, *states):
         """Return the sums (2,) float32 with weights (N,), in nats, of KL(teachers, student), or the
@@ -102,6 +84,34 @@ class Student(weights.HoldsFrozen, GPT):
         pair = (p, q) if self.reverse else (q, p)  # F.kl_div(q, p) is KL(p, q)
         kl = F.kl_div(*pair, reduction="none", log_target=True).sum(-1)  # (N,)
         return (torch.stack((kl, teacher_loss)) * weights).sum(1)
+
+
+class Student(HasTeachers, GPT):
+    """A GPT that is trained on the mean distribution of the teachers `frozen`. Without one, it has
+    no loss.
+
+    Its numbers include "kl", the divergence in nats per token: in training at distill_temperature;
+    in evaluations also "teacher_loss", the teachers' cross-entropy.
+    """
+
+    @property
+    def temperature(self):
+        return self.keys.distill_temperature if self.training else 1.0
+
+    def compute_loss(self, idx, targets):
+        x = self.trunk(idx)  # (B, T, C)
+        loss, sums = self.score(x, targets)
+        with torch.no_grad():
+            states = [teacher.trunk(idx) for teacher in self.frozen]  # (B, T, C of each)
+        T = self.temperature
+        kl, teacher_loss = self.compare(x, states, targets, targets != IGNORE, T)
+        sums["kl"] = kl.detach()
+        if not self.training:
+            sums["teacher_loss"] = teacher_loss.detach()
+        if self.training:  # the gradient of the divergence is proportional to 1 / T^2
+            weight = self.keys.distill_weight
+            loss = (1 - weight) * loss + weight * T**2 * (kl / sums["count"].clamp(min=1))
+        return loss, sums
 
     def flops_per_unit(self):
         """Return the FLOPs per token, including the teacher's forward pass."""
@@ -125,7 +135,8 @@ class AnsweringStudent(Student, grpo.AnsweringGPT):
         x = grpo.answer_states(self, tokens)  # (B, T, C)
         with torch.no_grad():
             states = [grpo.answer_states(teacher, tokens) for teacher in self.frozen]
-        T, kl, _ = self.compare(x, states, tokens[..., 3], weights)
+        T = self.temperature
+        kl, _ = self.compare(x, states, tokens[..., 3], weights, T)
         return T**2 * kl / sums["count"], sums
 
     @torch.compiler.disable
