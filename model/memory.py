@@ -5,8 +5,18 @@
 
 Each block of a frozen backbone gets n_chapters chapters of trainable keys and values. A router, as
 in model/moe.py, chooses chapters_per_token chapters per token, to which the token's state attends;
-the result is multiplied by a gate and added to the state. Gates start at zero and values do not, so
-that step 0 equals the backbone and everything gets a gradient from step 1 on.
+the result is multiplied by a gate, a function of the state, and added to the state before the
+block. Gates start at zero, so that step 0 equals the backbone.
+
+As in Cartridges (arXiv:2506.06266), the memory starts from the document, i.e. the training data: a
+chapter has the keys and values that the block's attention computes for chapter_size consecutive
+tokens. Those of the first position, an attention sink, are visible to all tokens and frozen.
+Queries, output projection and norms start as those of the attention. Keys have no rotary positions.
+
+old_data_dir, a folder with text that the backbone knows, keeps this knowledge: old_weight times the
+KL divergence from the backbone's distribution on this text is added to the training loss, and
+evaluations report val_old_loss. context_tokens distils the context: the first tokens of a window
+are hidden from the model, which learns from the distribution of the backbone, which reads them.
 
 lora_rank adds adapters to the backbone (model/core/adapters.py), and train_base trains all of it.
 lr_groups sets learning rates: {memory: {learning_rate: 0.01}, lora_*: {learning_rate: 0.001}}, with
@@ -17,8 +27,9 @@ Shapes: B, T, C, H, D as in model/gpt.py; n chapters of S key-value pairs, k cha
 """
 
 import functools
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 
+import numpy as np
 import torch
 import torch.nn as nn
 
@@ -26,9 +37,11 @@ from model import gpt, lora
 from model.chat import ChatGPT
 from model.core.adapters import PartialStateDict, WithAdapters, add_adapters, is_adapter
 from model.core.init import normal
-from model.gpt import GPTConfig, Norm
+from model.core.ops import IGNORE
+from model.distill import HasTeachers
+from model.gpt import GPTConfig, qk_norm, stream_norm
 from model.moe import GroupedLinear, GroupOrder, RoutedBlock, RoutedGPT, Router, RouterKeys
-from train.base.errors import CheckpointError, ConfigError
+from train.base.errors import DataError
 from train.base.fields import key
 
 USE = lora.USE
@@ -45,9 +58,23 @@ class Keys(RouterKeys):
     n_chapters: int = key(16, "chapters per block", ge=1)
     chapters_per_token: int = key(2, "chapters per token", ge=1)
     chapter_size: int = key(32, "key-value pairs per chapter", ge=1)
+    old_data_dir: str = key("", "folder with text of the kind that the backbone was trained on: it "
+                            "is evaluated, and the model stays close to the backbone on it",
+                            path=True)
+    old_weight: float = key(1.0, "weight of the divergence from the backbone on the old text", ge=0,
+                            needs="old_data_dir")
+    context_tokens: int = key(0, "distillation: first tokens of each window that only the backbone "
+                              "reads, the target of the rest", ge=0)
+    distill_weight: float = key(0.5, "weight of this target in the loss, 0 to 1", ge=0, le=1,
+                                needs="context_tokens")
 
     def problems(self):
-        problems = []
+        problems = [f"{name}: it needs a backbone, e.g. --backbone out/quick/ckpt.pt"
+                    for name in ("old_data_dir", "context_tokens")
+                    if getattr(self, name) and not self.backbone]
+        if self.context_tokens >= self.block_size:
+            problems.append(f"context_tokens ({self.context_tokens}) must be less than block_size "
+                            f"({self.block_size})")
         if self.lora_rank and not self.backbone:
             problems.append("lora_rank: adapters need a trained backbone, e.g. --backbone "
                             "out/quick/ckpt.pt")
@@ -66,7 +93,7 @@ class MemoryConfig(GPTConfig, Keys):
 # the model
 
 class Chapters(nn.Module):
-    """Cross-attention of each token to the key-value pairs of k chapters.
+    """Cross-attention of each token to the key-value pairs of k chapters and of the sink.
 
     The products are grouped by chapter and head: group chapter * H + head has S pairs.
     """
@@ -75,35 +102,39 @@ class Chapters(nn.Module):
         super().__init__()
         c = self.config = config
         n_groups = c.n_chapters * c.n_head
-        if c.n_embd % c.n_head:  # possible with the key head_dim
-            raise ConfigError([f"a memory needs n_embd ({c.n_embd}) to be a multiple of n_head "
-                               f"({c.n_head})"])
-        head_dim = c.n_embd // c.n_head
-        self.ln = Norm(c.n_embd, c.norm, c.bias, c.norm_eps)
+        width = c.n_head * c.head_dim
+        self.ln = stream_norm(c, "pre")
         self.router = Router(c.n_embd, c.n_chapters, c.chapters_per_token)
-        self.q = nn.Linear(c.n_embd, c.n_embd, bias=False)
-        self.keys = GroupedLinear(n_groups, head_dim, c.chapter_size)  # weight (n H, S, D)
-        self.values = GroupedLinear(n_groups, c.chapter_size, head_dim)  # weight (n H, D, S)
-        self.o = nn.Linear(c.n_embd, c.n_embd, bias=False)
-        self.gate = nn.Parameter(torch.empty(c.n_embd))
+        self.q = nn.Linear(c.n_embd, width, bias=c.bias or c.qkv_bias)
+        self.q_norm = qk_norm(c, c.n_head)
+        self.keys = GroupedLinear(n_groups, c.head_dim, c.chapter_size)  # weight (n H, S, D)
+        self.values = GroupedLinear(n_groups, c.chapter_size, c.head_dim)  # weight (n H, D, S)
+        self.sink = nn.Parameter(torch.empty(2, c.n_head, c.head_dim))  # key and value, frozen
+        self.o = nn.Linear(width, c.n_embd, bias=c.bias)
+        self.gate = nn.Linear(c.n_embd, c.n_embd)
 
     def forward(self, x):
         """x (B, T, C) -> y (B, T, C) and the router's (logits (B, T, n), chosen (B, T, k))."""
-        c, (B, T, C) = self.config, x.size()
-        H, D, S, k = c.n_head, C // c.n_head, c.chapter_size, c.chapters_per_token
+        c, (B, T, _) = self.config, x.size()
+        H, D, S, k = c.n_head, c.head_dim, c.chapter_size, c.chapters_per_token
         x = self.ln(x)
         logits, _, chosen = self.router(x)
         heads = torch.arange(H, device=x.device)
         groups = GroupOrder((chosen.unsqueeze(-1) * H + heads).flatten(), c.n_chapters * H)
-        q = (self.q(x) * D ** -0.5).view(B, T, 1, H, D).expand(-1, -1, k, -1, -1)
-        scores = groups.unsort(self.keys(groups.sort(q.flatten(0, 3)), groups.ends))
+        q = self.q_norm(self.q(x).view(B, T, H, D)) * (c.score_scale * D ** -0.5)
+        sink_key, sink_value = self.sink.to(q.dtype)  # (H, D) each
+        sink_scores = (q * sink_key).sum(-1).float().view(B, T, 1, H, 1)
+        copies = q.unsqueeze(2).expand(-1, -1, k, -1, -1)  # (B, T, k, H, D)
+        scores = groups.unsort(self.keys(groups.sort(copies.flatten(0, 3)), groups.ends))
         # Scores of chapters and keys are added; one softmax over all pairs.
         chapter_scores = logits.log_softmax(-1).gather(-1, chosen).view(B, T, k, 1, 1)
         scores = scores.view(B, T, k, H, S).float() + chapter_scores
-        p = (scores - scores.logsumexp((2, 4), keepdim=True)).exp().to(q.dtype)  # (B, T, k, H, S)
+        total = torch.logaddexp(scores.logsumexp((2, 4), keepdim=True), sink_scores)
+        p = (scores - total).exp().to(q.dtype)  # (B, T, k, H, S)
         y = groups.unsort(self.values(groups.sort(p.flatten(0, 3)), groups.ends))
-        y = self.o(y.view(B, T, k, H, D).sum(2).view(B, T, C))
-        return y * self.gate.tanh().to(y.dtype), (logits, chosen)
+        y = y.view(B, T, k, H, D).sum(2)  # (B, T, H, D)
+        y = y + (sink_scores - total).exp().to(q.dtype).view(B, T, H, 1) * sink_value
+        return self.o(y.flatten(2)) * self.gate(x).tanh(), (logits, chosen)
 
 
 class MemoryBlock(RoutedBlock):
@@ -113,9 +144,8 @@ class MemoryBlock(RoutedBlock):
         self.memory = Chapters(config)
 
     def compute(self, x, *context):
-        x = super().compute(x, *context)
         y, routed = self.memory(x)
-        return x + y.type_as(x), routed
+        return super().compute(x + y.type_as(x), *context), routed
 
 
 def is_memory(name):
@@ -123,51 +153,147 @@ def is_memory(name):
     return "memory" in name.split(".") or is_adapter(name)
 
 
-class MemoryGPT(PartialStateDict, WithAdapters, ChatGPT, RoutedGPT):
+class MemoryGPT(HasTeachers, PartialStateDict, WithAdapters, ChatGPT, RoutedGPT):
     """A GPT with memory, for tokens or conversations. weights: {name: tensor} of the backbone;
-    without, all weights are in the model's checkpoint."""
+    without, all weights are in the model's checkpoint. initial_values: those of the memory, {name:
+    tensor}. frozen: the backbone, if it is compared with the model."""
     block_class = MemoryBlock
 
-    def __init__(self, config, seed, token_bytes, weights=None):
+    def __init__(self, config, seed, token_bytes, weights=None, initial_values=()):
+        self.initial_values = dict(initial_values)
         super().__init__(config, seed, token_bytes)
         if weights is not None:
             own = {n: p for n, p in self.named_parameters() if is_memory(n)}
             self.load_backbone(weights | own)
         add_adapters(self, config.lora_rank, seed)
         for name, p in self.named_parameters():
-            p.requires_grad_(is_memory(name) or config.train_base)
+            p.requires_grad_((is_memory(name) or config.train_base) and not name.endswith(".sink"))
 
     def is_saved(self, name):
         return is_memory(name) or self.config.train_base
 
-    def compute_loss(self, idx, targets, chat=None):
-        out = super().compute_loss(idx, targets, chat)
-        if chat is None:
-            return out
-        n_items = (targets[:, 1:] == 1).sum(1)  # (B,): targets per row
-        return self.add_router_losses(*out, n_items)
+    def compute_loss(self, idx, targets, *others):
+        """Return (loss, sums) of text or of conversations. others: `chat`, as of ChatGPT, then idx
+        and targets (B, T) of the old text, if any."""
+        chat, old = others[:len(others) % 2], others[len(others) % 2:]
+        if chat:
+            n_items = (targets[:, 1:] == 1).sum(1)  # (B,): targets per row
+            loss, sums = super().compute_loss(idx, targets, *chat)
+        else:
+            n = self.config.context_tokens if self.training else 0
+            targets = targets[:, n:]  # (B, T - n)
+            n_items = (targets != IGNORE).sum(1)
+            x = self.trunk(idx[:, n:])  # (B, T - n, C)
+            loss, sums = self.score(x, targets)
+            if n:
+                kl = self.diverge(x, idx, targets, n_items)
+                w = self.config.distill_weight
+                loss = (1 - w) * loss + w * kl
+                sums["kl"] = kl.detach() * sums["count"]
+        loss, sums = self.add_router_losses(loss, sums, n_items if chat else None)
+        return self.add_old_text(loss, sums, n_items, *old) if old else (loss, sums)
+
+    def add_old_text(self, loss, sums, n_items, idx, targets):
+        """Return (loss, sums) with the divergence from the backbone on the text idx, targets (B,
+        T); of an evaluation with the loss on it. Row b has the weight of row b of the new text,
+        n_items (B,), so that the split into micro-batches does not matter."""
+        x = self.trunk(idx)  # (B, T, C)
+        for block in self.h:
+            del block.routed  # no router losses
+        if not self.training:
+            old_loss, old = self.score(x, targets)
+            return loss, sums | dict(old_loss=old_loss * old["count"], old_count=old["count"])
+        kl = self.diverge(x, idx, targets, n_items)
+        return (loss + self.config.old_weight * kl,
+                sums | dict(old_kl=kl.detach() * sums["count"]))
+
+    def diverge(self, x, idx, targets, n_items):
+        """Return the mean KL divergence from the frozen backbone, which reads idx (B, T), of states
+        x (B, T - n, C) of the last tokens, by rows with weights n_items (B,). targets (B, T - n)"""
+        n = idx.size(1) - x.size(1)
+        with torch.no_grad():
+            states = [backbone.trunk(idx)[:, n:] for backbone in self.frozen]
+        weights = n_items / (n_items.sum().clamp(min=1) * x.size(1))  # (B,)
+        return self.compare(x, states, targets, weights[:, None].expand_as(targets))[0]
+
+    def numbers(self, sums):
+        """Return the numbers of a GPT with routers; of an evaluation with old text its "old_loss".
+        """
+        sums = dict(sums)
+        n_old = sums.pop("old_count", None)
+        own = {} if n_old is None else dict(old_loss=float(sums["old_loss"] / n_old))
+        return super().numbers(sums) | own
 
     def flops_per_unit(self):
-        n = super().flops_per_unit()
-        if not self.config.train_base and not self.config.lora_rank:
-            # No gradient reaches the inputs of the first block: its memory comes last.
-            block = self.h[0]
-            weights = sum(p.numel() for m in (block.attn, block.mlp) for p in m.parameters())
-            n -= 2 * weights + 8 * self.config.n_embd * self.train_tokens
-        return n
+        return super().flops_per_unit() * (2 if self.config.old_data_dir else 1)
 
     def initial(self, name, shape, seed):
-        """Return the initial value of a parameter. Scores and values have a size of about 1; gates
-        are 0."""
+        """Return the initial value of a parameter. Without a document, scores and values have a
+        size of about 1."""
+        if name in self.initial_values:
+            return self.initial_values[name]
         if is_adapter(name) or not is_memory(name):
             return super().initial(name, shape, seed)
         _, layer, part = name.rsplit(".", 2)
-        if part == "gate":
+        if layer == "gate" or part in ("bias", "sink"):
             return torch.zeros(shape)
         if len(shape) == 1:
-            return torch.full(shape, float(part == "weight"))
+            return torch.ones(shape)
         std = dict(router=0.02, keys=1.0, values=1.0).get(layer, self.config.n_embd ** -0.5)
         return normal(name, shape, std, seed)
+
+
+# -----------------------------------------------------------------------------
+# data
+
+class PairedLoader:
+    """The batches of the loader `new`, followed by those of `old` with the same number."""
+
+    def __init__(self, new, old):
+        self.new, self.old = new, old
+        self.samples, self.unit = new.samples, new.unit
+        self.units_per_sample, self.calls_per_chunk = new.units_per_sample, new.calls_per_chunk
+        self.n_fixed, self.locate = new.n_fixed, new.locate
+
+    def get_batch(self, device="cpu", step=None):
+        return self.new.get_batch(device, step) + self.old.get_batch(device, step)
+
+    def fixed_batch(self, index, count, device="cpu"):
+        old = self.old.fixed_batch(index % self.old.n_fixed(count), count, device)
+        return self.new.fixed_batch(index, count, device) + old
+
+    def fingerprint(self):
+        return dict(self.new.fingerprint(), old=self.old.fingerprint())
+
+
+@torch.no_grad()
+def read_document(backbone, loader, config):
+    """Return {name: initial value} of a memory: of the keys and values of the first windows that
+    `loader` visits, which are spread over the data, and copies of the attention's layers."""
+    def read(n):
+        windows = loader.tensors(loader.read(np.arange(n)), torch.device("cpu"))[0]
+        return windows[:, :backbone.config.block_size]  # (n, T)
+    n, S, H = config.n_chapters, config.chapter_size, backbone.config.n_head
+    idx = read(n * -(-S // read(1).size(1)))  # at least S tokens per chapter
+    inputs = []
+    hooks = [block.attn.register_forward_pre_hook(lambda _, args: inputs.append(args[0]))
+             for block in backbone.h]
+    backbone.trunk(idx)
+    for hook in hooks:
+        hook.remove()
+    values = {}
+    for i, (block, x) in enumerate(zip(backbone.h, inputs)):
+        attn = block.attn
+        k, v = (layer(x).unflatten(-1, (-1, attn.config.head_dim)) for layer in (attn.k, attn.v))
+        pairs = torch.stack(((attn.k_norm or attn.q_norm)(k), v))  # (2, windows, T, G, D)
+        pairs = pairs.repeat_interleave(H // pairs.size(3), 3)  # (2, windows, T, H, D)
+        chapters = pairs.unflatten(1, (n, -1)).flatten(2, 3)[:, :, -S:]  # (2, n, S, H, D)
+        keys, vals = chapters.transpose(2, 3).flatten(1, 2)  # (n H, S, D) each
+        own = {"keys.weight": keys, "values.weight": vals.mT, "sink": pairs[:, 0, 0]}
+        for part, layer in dict(ln=block.ln_1, q=attn.q, q_norm=attn.q_norm, o=attn.o).items():
+            own |= {f"{part}.{name}": t for name, t in layer.state_dict().items()}
+        values |= {f"h.{i}.memory.{name}": t for name, t in own.items()}
+    return values
 
 
 # -----------------------------------------------------------------------------
@@ -178,31 +304,42 @@ inherit_shape = gpt.inherit_shape
 
 
 def open_data(config, ranks):
-    return (lora.open_data if config.backbone else lora.open_text)(config, ranks)
+    data = (lora.open_data if config.backbone else lora.open_text)(config, ranks)
+    if config.context_tokens and "template" in data.spec:
+        raise DataError(f"context_tokens: {config.data_dir} has conversations; expected text")
+    if config.old_data_dir:
+        old = lora.open_data(config.replace(data_dir=config.old_data_dir), ranks)
+        if "template" in old.spec:
+            raise DataError(f"old_data_dir: {config.old_data_dir} has conversations; expected text")
+        data.train = PairedLoader(data.train, old.train)
+        data.val = data.val and PairedLoader(data.val, old.val)
+    return data
 
 
 def build_model(config, data):
     """Return the backbone with a memory. Without a backbone in data.spec, all weights are trained
     and in the checkpoint. Raises CheckpointError."""
-    weights = None
-    if "backbone" in data.spec:
-        config, weights = lora.load_backbone(config, data)
-    else:
+    weights, values, frozen = None, {}, None
+    if "backbone" not in data.spec:
         config = config.replace(train_base=True)
-    model_class = functools.partial(MemoryGPT, weights=weights)
-    return lora.base_type(data).build_model(config, data, model_class, MemoryConfig)
+    else:
+        config, weights = lora.load_backbone(config, data)
+        if hasattr(data, "train"):  # in training, not for a checkpoint
+            with torch.device("cpu"):
+                frozen = freeze(weights, config, data)
+                values = read_document(frozen, getattr(data.train, "new", data.train), config)
+    model_class = functools.partial(MemoryGPT, weights=weights, initial_values=values)
+    model = lora.base_type(data).build_model(config, data, model_class, MemoryConfig)
+    if frozen and (config.old_data_dir or config.context_tokens):
+        model.frozen = (frozen,)
+    return model
 
 
-def export_without_memory(state, path, backbone=None, ema=False):
-    """Return ({name: tensor}, GPTConfig) without the memory, if its gates are zero; no GPT computes
-    the same otherwise: CheckpointError."""
-    weights, shape = lora.as_gpt(state, path, backbone, ema)
-    if any(t.any() for name, t in weights.items() if name.endswith("memory.gate")):
-        raise CheckpointError(f"{path}: its memory cannot be folded into the weights of a GPT, and "
-                              "no other program has such layers; --to FILE.pt merges memory and "
-                              "backbone for model.sample and model.serve")
-    return ({name: t for name, t in weights.items() if not is_memory(name)},
-            GPTConfig(**{f.name: getattr(shape, f.name) for f in fields(GPTConfig)}))
-
-
-as_gpt = export_without_memory
+def freeze(weights, config, data):
+    """Return the backbone without a memory. Its tensors are `weights`, or copies if the model's are
+    trained."""
+    with torch.device("meta"):
+        backbone = gpt.build_model(config, data)
+    weights = {name: t.clone() for name, t in weights.items()} if config.train_base else weights
+    backbone.load_state_dict(weights, assign=True)
+    return backbone.requires_grad_(False).eval()

@@ -5,20 +5,33 @@ import random
 import shutil
 import types
 
+import numpy as np
 import pytest
 import torch
 from conftest import TINY, run
 from processes import python
-from runs import SMALL, Program, assert_same, go, run_program, tensors
+from runs import (
+    SMALL,
+    Program,
+    assert_a_kill_changes_nothing,
+    assert_same,
+    assert_two_ranks_equal_one,
+    go,
+    run_program,
+    tensors,
+)
 
+import data.prepare as data_prepare
 from data.prepare import chat as data_chat
 from model import convert, memory, sample
 from model.core.adapters import is_adapter
 from model.core.load import load_model
 from model.core.weights import check_must_match, read_backbone
 from train.base.errors import ConfigError
-from train.checkpoint import load_checkpoint, save_checkpoint
+from train.checkpoint import load_checkpoint
 from train.config import load_config
+from train.dataloader import open_token_data
+from train.distributed import Ranks
 
 BYTES = dict(tokenizer="byte", vocab_size=None)
 OWN = BYTES | dict(model="memory", n_chapters=4, chapters_per_token=2, chapter_size=8)
@@ -79,7 +92,8 @@ def test_adapters_on_a_trained_backbone_keep_its_weights(backbone):
 @pytest.mark.parametrize("rank", [0, 2])
 def test_everything_learns_but_the_backbone(backbone, rank):
     model, (x, y) = built(backbone, lora_rank=rank), batch()
-    own = {n: p for n, p in model.named_parameters() if memory.is_memory(n)}
+    own = {n: p for n, p in model.named_parameters() if memory.is_memory(n)
+           and not n.endswith("sink")}
     assert {n for n, p in model.named_parameters() if p.requires_grad} == own.keys()
     optimizer = torch.optim.AdamW(own.values(), lr=0.01)
     assert any(is_adapter(n) for n in own) == bool(rank)
@@ -87,39 +101,46 @@ def test_everything_learns_but_the_backbone(backbone, rank):
         optimizer.zero_grad()
         model(x, y)[0].backward()
         moved = {n for n, p in own.items() if p.grad is not None and p.grad.any()}
-        assert {n for n in own if n.endswith(("gate", "router.weight"))} <= moved
+        assert {n for n in own if n.endswith(("gate.weight", "router.weight"))} <= moved
         assert step or not {n for n in moved if "values" in n}
         optimizer.step()
     assert moved == own.keys()
 
 
 def test_reading_equals_attention_written_out(backbone):
-    model = built(backbone)
+    model = open_gates(built(backbone))
     chapters, c = model.h[0].memory, model.config
-    torch.nn.init.normal_(chapters.gate)
+    torch.nn.init.normal_(chapters.sink)
     x = torch.randn(2, 8, c.n_embd)
     y, (logits, _) = chapters(x)
     H, D, S, n = c.n_head, c.head_dim, c.chapter_size, c.n_chapters
     keys = chapters.keys.weight.view(n, H, S, D)
     values = chapters.values.weight.view(n, H, D, S).mT
+    sink_keys, sink_values = chapters.sink
     for b, t in ((0, 0), (1, 5)):
         h = chapters.ln(x)[b, t]
         p = (chapters.router.weight @ h).softmax(-1)
-        q = (chapters.q.weight @ h).view(H, D)
+        q = torch.nn.functional.rms_norm((chapters.q.weight @ h).view(H, D), (D,))
         read = []
         for i in range(H):
             chosen = p.topk(2).indices.tolist()
-            scores = torch.cat([keys[j, i] @ q[i] / D ** 0.5 + p[j].log() for j in chosen])
-            read.append(scores.softmax(0) @ torch.cat([values[j, i] for j in chosen]))
-        wanted = chapters.o.weight @ torch.cat(read) * chapters.gate.tanh()
-        assert torch.allclose(y[b, t], wanted, atol=1e-5)
+            scores = torch.cat([keys[j, i] @ q[i] / D ** 0.5 + p[j].log() for j in chosen]
+                               + [sink_keys[i:i + 1] @ q[i] / D ** 0.5])
+            read.append(scores.softmax(0) @ torch.cat([values[j, i] for j in chosen]
+                                                      + [sink_values[i:i + 1]]))
+        gate = (chapters.gate.weight @ h + chapters.gate.bias).tanh()
+        assert torch.allclose(y[b, t], chapters.o.weight @ torch.cat(read) * gate, atol=1e-5)
         assert torch.allclose(logits[b, t].softmax(-1), p, atol=1e-6)
 
 
-def test_split_into_micro_batches_changes_no_gradient(backbone):
-    model, (x, y) = built(backbone, load_balance_coef=1.0), batch()
+def open_gates(model):
     for block in model.h:
-        torch.nn.init.normal_(block.memory.gate)
+        torch.nn.init.normal_(block.memory.gate.weight)
+    return model
+
+
+def test_split_into_micro_batches_changes_no_gradient(backbone):
+    model, (x, y) = open_gates(built(backbone, load_balance_coef=1.0)), batch()
     found = []
     for parts in (1, 4):
         model.zero_grad()
@@ -193,7 +214,7 @@ def test_three_rates_and_early_stopping(tmp_path, data_dir, backbone):
     assert "no better val_use_max" in result["finished"]
     groups = load_checkpoint(str(tmp_path / "ckpt.pt"))["optimizer"]["param_groups"]
     rates = {name: group["initial_lr"] for group in groups for name in group["params"]}
-    assert rates["h.0.memory.gate"] == 1e-2 and rates["h.0.attn.q.base"] == 1e-4
+    assert rates["h.0.memory.gate.weight"] == 1e-2 and rates["h.0.attn.q.base"] == 1e-4
     assert rates["h.0.mlp.up.lora_B"] == 1e-3
     assert rates["ln_f.weight"] == TINY["learning_rate"] and "wte.weight" not in rates
 
@@ -238,9 +259,7 @@ def test_chats_are_learned_and_merged_it_talks(tmp_path, data_dir, backbone, cap
 def test_losses_of_chats_by_hand(tmp_path, backbone):
     """The answers' cross-entropy, and what the routers add to it by the answers of each row: the
     same gradient whatever the split into micro-batches."""
-    model = built(backbone, load_balance_coef=1.0)
-    for block in model.h:
-        torch.nn.init.normal_(block.memory.gate)
+    model = open_gates(built(backbone, load_balance_coef=1.0))
     tokens, mask = torch.randint(256, (4, 9)), torch.zeros(4, 9, dtype=torch.long)
     for row, n in enumerate((5, 1, 3, 0)):
         mask[row, 3:3 + n] = 1
@@ -311,24 +330,15 @@ def test_without_a_backbone_all_is_trained_and_exported_where_that_is_exact(tmp_
     model, _ = load_model(ckpt)
     assert model.state_dict().keys() == load_checkpoint(ckpt)["model"].keys()
     start = built_from_scratch(**settings).state_dict()
-    assert all((model.state_dict()[n] != t).any() for n, t in start.items())
+    assert all((model.state_dict()[n] != t).any() for n, t in start.items() if "sink" not in n)
     to_folder = python("-m", "model.convert", "--ckpt", ckpt, "--to", tmp_path / "hf")
-    assert to_folder.returncode == 2 and "cannot be folded" in to_folder.stderr
+    assert to_folder.returncode == 2 and "cannot be exported" in to_folder.stderr
     to_file = python("-m", "model.convert", "--ckpt", ckpt, "--to", merged)
     assert to_file.returncode == 0 and "a memory model" in to_file.stdout
     x, _ = batch()
     assert torch.equal(load_model(merged)[0](x), model(x))
     for path in (ckpt, merged):
         assert sample.main(["--ckpt", path, "--prompt", "say", "--max_new_tokens", "4"]) == 0
-    # With gates of zero, the memory does nothing: the export is exact.
-    state = load_checkpoint(ckpt)
-    for name in [n for n in state["model"] if n.endswith("gate")]:
-        state["model"][name] = torch.zeros_like(state["model"][name])
-    save_checkpoint(str(tmp_path / "off.pt"), state)
-    assert convert.main(["--ckpt", str(tmp_path / "off.pt"), "--to", str(tmp_path / "hf")]) == 0
-    folded, off = load_model(str(tmp_path / "hf"))[0], load_model(str(tmp_path / "off.pt"))[0]
-    assert type(folded).__name__ == "GPT"
-    torch.testing.assert_close(folded(x), off(x))
     code, text = run_program(data_dir, tmp_path / "c", **settings, lora_rank=2)
     assert code == 2 and "lora_rank: adapters need a trained backbone" in text
 
@@ -336,3 +346,143 @@ def test_without_a_backbone_all_is_trained_and_exported_where_that_is_exact(tmp_
 def built_from_scratch(**settings):
     config = load_config(None, SMALL | settings)
     return memory.build_model(config, types.SimpleNamespace(spec=dict(vocab_size=257)))
+
+
+# -----------------------------------------------------------------------------
+# the document, old text, distillation
+
+@pytest.fixture(scope="module")
+def old_dir(tmp_path_factory):
+    """Other text than that of data_dir."""
+    folder = tmp_path_factory.mktemp("old")
+    (folder / "old.txt").write_text("".join(f"{i} bottles on the wall\n" for i in range(400)))
+    assert data_prepare.main([str(folder / "old.txt"), "--out", str(folder / "old"),
+                              "--tokenizer", "byte"]) == 0
+    return folder / "old"
+
+
+def opened(data_dir, backbone, **changes):
+    config = tiny(backbone, data_dir=str(data_dir), block_size=8, **changes)
+    data = memory.open_data(config, Ranks())
+    return memory.build_model(config, data), data
+
+
+def test_the_memory_starts_from_the_keys_and_values_of_the_document(data_dir, backbone):
+    """Computed once more from the residual stream, block by block; chapters of 12 tokens are the
+    last ones of two windows of 8 each."""
+    model, data = opened(data_dir, backbone, chapter_size=12)
+    base, _ = load_model(str(backbone))
+    windows = [data.train.windows(np.array([i]))[0] for i in range(8)]
+    idx = torch.tensor(data.train.stream.read(np.array(windows), 8).astype(int))  # (8, T)
+    x = base.wte(idx)
+    rope = base.config.rope_tables(torch.arange(8.0)[:, None])[0]
+    for block, mine in zip(base.h, model.h):
+        attn, h, c = block.attn, block.ln_1(x), base.config
+        k, v = (layer(h).view(8, 8, c.n_head, c.head_dim) for layer in (attn.k, attn.v))
+        k = torch.nn.functional.rms_norm(k, (c.head_dim,), eps=c.norm_eps)
+        for chapter in range(4):
+            for head in range(c.n_head):
+                a, b = (t[2 * chapter:2 * chapter + 2, :, head].flatten(0, 1)[-12:] for t in (k, v))
+                group = chapter * c.n_head + head
+                torch.testing.assert_close(mine.memory.keys.weight[group], a)
+                torch.testing.assert_close(mine.memory.values.weight[group].mT, b)
+        torch.testing.assert_close(mine.memory.sink, torch.stack((k[0, 0], v[0, 0])))
+        assert torch.equal(mine.memory.q.weight, attn.q.weight)
+        assert torch.equal(mine.memory.o.weight, attn.o.weight)
+        x = block(x, (rope,))
+
+
+def divergence(p_logits, q_logits):
+    """KL(p, q) at each position, from logits."""
+    p, q = p_logits.softmax(-1), q_logits.softmax(-1)
+    return (p * (p / q).log()).sum(-1)
+
+
+@pytest.mark.parametrize("n, train_base", [(0, False), (3, False), (3, True)])
+def test_loss_of_old_text_and_hidden_context_by_hand(data_dir, old_dir, backbone, n, train_base):
+    model, data = opened(data_dir, backbone, old_data_dir=str(old_dir), old_weight=0.7,
+                         context_tokens=n, distill_weight=0.4, load_balance_coef=0.0,
+                         z_loss_coef=0.0, train_base=train_base)
+    open_gates(model)
+    if train_base:
+        with torch.no_grad():
+            model.h[0].attn.q.weight.mul_(2)  # the target stays
+    base, _ = load_model(str(backbone))
+    x, y, old_x, old_y = batch = data.train.get_batch("cpu", 3)
+    loss, sums = model(*batch)
+    logits = model(x[:, n:])
+    own = torch.nn.functional.cross_entropy(logits.flatten(0, 1), y[:, n:].flatten())
+    hidden = divergence(base(x)[:, n:], logits).mean()
+    wanted = 0.6 * own + 0.4 * hidden if n else own
+    old = divergence(base(old_x), model(old_x)).mean()
+    torch.testing.assert_close(loss, wanted + 0.7 * old)
+    found = model.numbers({name: v.double() for name, v in sums.items()} | dict(loss=loss))
+    assert found["old_kl"] == pytest.approx(old.item(), rel=1e-4)
+    assert ("kl" in found) == bool(n)
+    grads = [{name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+             for _ in [loss.backward()]][0]
+    model.zero_grad()
+    for rows in (slice(0, 1), slice(1, None)):  # as micro-batches
+        part = [t[rows] for t in batch]
+        (model(*part)[0] * len(part[0]) / len(x)).backward()
+    for name, p in model.named_parameters():
+        assert (p.grad is None) == (name not in grads)
+        if p.grad is not None:
+            torch.testing.assert_close(p.grad, grads[name], rtol=1e-3, atol=1e-6)
+
+
+def test_the_loss_on_old_text_is_reported(tmp_path, data_dir, old_dir, backbone):
+    """Equal to that of the checkpoint on the prepared folder; the new text's is unchanged by it."""
+    settings = OWN | dict(backbone=str(backbone), max_iters=6, eval_interval=3, learning_rate=0.03)
+    text = go(data_dir, tmp_path / "a", **settings, old_data_dir=str(old_dir))["history"]
+    start = go(data_dir, tmp_path / "b", **settings)["history"][0]
+    assert text[0]["val_loss"] == start["val_loss"] and "val_old_loss" not in start
+    config = load_config(None, SMALL | settings | dict(data_dir=str(old_dir)))
+    loader = open_token_data(config, Ranks()).val
+    model, _ = load_model(tmp_path / "a" / "ckpt.pt")
+    n = config.eval_iters
+    losses = [model(*loader.fixed_batch(i, n))[0] * len(loader.fixed_batch(i, n)[0])
+              for i in range(loader.n_fixed(n))]
+    rows = sum(len(loader.fixed_batch(i, n)[0]) for i in range(loader.n_fixed(n)))
+    assert text[-1]["val_old_loss"] == pytest.approx(sum(losses).item() / rows, rel=1e-5)
+
+
+@pytest.mark.parametrize("more", [{}, dict(context_tokens=3)])
+def test_with_old_text_a_kill_changes_nothing(tmp_path, data_dir, old_dir, backbone, more):
+    assert_a_kill_changes_nothing(data_dir, tmp_path, **OWN, **more, backbone=str(backbone),
+                                  old_data_dir=str(old_dir), max_iters=14, save_interval=4)
+
+
+@pytest.mark.parametrize("way", ["ddp", "fsdp"])
+def test_with_old_text_two_ranks_equal_one(tmp_path, data_dir, old_dir, backbone, way):
+    settings = SMALL | OWN | dict(data_dir=str(data_dir), backbone=str(backbone), max_iters=6,
+                                  old_data_dir=str(old_dir), context_tokens=3, n_chapters=8)
+    assert_two_ranks_equal_one(tmp_path, settings, way, val_loss=1e-4, val_old_loss=1e-4)
+
+
+def test_chats_with_old_text_are_merged(tmp_path, data_dir, old_dir, backbone):
+    go(data_dir, tmp_path / "base", **BYTES, block_size=60, max_iters=4)
+    base = str(tmp_path / "base/ckpt.pt")
+    history = go(chats(base, tmp_path), tmp_path / "out", **OWN, backbone=base, block_size=60,
+                 max_iters=4, eval_interval=2, old_data_dir=str(old_dir))["history"]
+    assert history[-1]["val_old_loss"] > 0 and "val_exact" in history[-1]
+    ckpt, merged = str(tmp_path / "out/ckpt.pt"), str(tmp_path / "merged.pt")
+    assert convert.main(["--ckpt", ckpt, "--to", merged]) == 0
+    ids = torch.arange(20)[None]
+    torch.testing.assert_close(load_model(merged)[0](ids), load_model(ckpt)[0](ids))
+
+
+def test_bad_old_text_is_named(tmp_path, data_dir, old_dir, backbone):
+    go(data_dir, tmp_path / "wide", **BYTES, block_size=60, max_iters=0)
+    wide = str(tmp_path / "wide/ckpt.pt")
+    for changes, message in [
+            (dict(old_data_dir=str(tmp_path / "none")), "none"),
+            (dict(old_data_dir=str(chats(wide, tmp_path)),
+                  block_size=60), "has conversations"),
+            (dict(context_tokens=8), "context_tokens"),
+            (dict(old_data_dir=str(old_dir), folder=f"{data_dir}:0.5,{old_dir}:0.5"),
+             "does not support mixtures")]:
+        folder = changes.pop("folder", data_dir)
+        code, text = run_program(folder, tmp_path / "o", **OWN | dict(backbone=str(backbone))
+                                 | changes)
+        assert code == 2 and message in text and "Traceback" not in text, text
