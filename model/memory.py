@@ -1,6 +1,7 @@
 """A trained GPT with additional memory layers, which learn other text or conversations.
 
     python run_train.py --config train/configs/memory.yaml
+    python -m model.memory --ckpt out/memory/ckpt.pt --baseline      # beside LoRA and kNN-LM
     python -m model.convert --ckpt out/memory/ckpt.pt --to merged.pt
 
 Each block of a frozen backbone gets n_chapters chapters of trainable keys and values. A router, as
@@ -26,7 +27,10 @@ model.convert merges both. Without a backbone, a GPT with memory is trained from
 Shapes: B, T, C, H, D as in model/gpt.py; n chapters of S key-value pairs, k chapters per token.
 """
 
+import contextlib
 import functools
+import os
+import time
 from dataclasses import dataclass
 
 import numpy as np
@@ -35,14 +39,28 @@ import torch.nn as nn
 
 from model import gpt, lora
 from model.chat import ChatGPT
-from model.core.adapters import PartialStateDict, WithAdapters, add_adapters, is_adapter
+from model.core.adapters import (
+    PartialStateDict,
+    WithAdapters,
+    add_adapters,
+    find_layers,
+    is_adapter,
+)
 from model.core.init import normal
+from model.core.knn_lm import N_STORED, knn_losses, read_states
+from model.core.load import load_model, saved_config
 from model.core.ops import IGNORE
+from model.core.weights import load_frozen
 from model.distill import HasTeachers
 from model.gpt import GPTConfig, qk_norm, stream_norm
 from model.moe import GroupedLinear, GroupOrder, RoutedBlock, RoutedGPT, Router, RouterKeys
-from train.base.errors import DataError
-from train.base.fields import key
+from train.base.checkpoint_file import load_checkpoint
+from train.base.cli import command, format_table
+from train.base.errors import CheckpointError, DataError, echo
+from train.base.fields import fields_by_name, key
+from train.distributed import Ranks
+from train.evaluate import evaluate
+from train.keys import TrainConfig
 
 USE = lora.USE
 MUST_MATCH_TO_INIT = ("backbone",)  # a memory belongs to one backbone
@@ -60,7 +78,7 @@ class Keys(RouterKeys):
     chapter_size: int = key(32, "key-value pairs per chapter", ge=1)
     old_data_dir: str = key("", "folder with text of the kind that the backbone was trained on: it "
                             "is evaluated, and the model stays close to the backbone on it",
-                            path=True)
+                            free=True, path=True)
     old_weight: float = key(1.0, "weight of the divergence from the backbone on the old text", ge=0,
                             needs="old_data_dir")
     context_tokens: int = key(0, "distillation: first tokens of each window that only the backbone "
@@ -266,15 +284,19 @@ class PairedLoader:
         return dict(self.new.fingerprint(), old=self.old.fingerprint())
 
 
+def first_batch(loader, n):
+    """Return the first n samples that a run visits, which are spread over the data, as a batch."""
+    loader = getattr(loader, "new", loader)
+    return loader.tensors(loader.read(np.arange(n)), torch.device("cpu"))
+
+
 @torch.no_grad()
 def read_document(backbone, loader, config):
-    """Return {name: initial value} of a memory: of the keys and values of the first windows that
-    `loader` visits, which are spread over the data, and copies of the attention's layers."""
-    def read(n):
-        windows = loader.tensors(loader.read(np.arange(n)), torch.device("cpu"))[0]
-        return windows[:, :backbone.config.block_size]  # (n, T)
+    """Return {name: initial value} of a memory: keys and values of windows of the text of `loader`,
+    and copies of the attention's layers."""
     n, S, H = config.n_chapters, config.chapter_size, backbone.config.n_head
-    idx = read(n * -(-S // read(1).size(1)))  # at least S tokens per chapter
+    T = min(first_batch(loader, 1)[0].size(1), backbone.config.block_size)
+    idx = first_batch(loader, n * -(-S // T))[0][:, :T]  # at least S tokens per chapter
     inputs = []
     hooks = [block.attn.register_forward_pre_hook(lambda _, args: inputs.append(args[0]))
              for block in backbone.h]
@@ -327,7 +349,7 @@ def build_model(config, data):
         if hasattr(data, "train"):  # in training, not for a checkpoint
             with torch.device("cpu"):
                 frozen = freeze(weights, config, data)
-                values = read_document(frozen, getattr(data.train, "new", data.train), config)
+                values = read_document(frozen, data.train, config)
     model_class = functools.partial(MemoryGPT, weights=weights, initial_values=values)
     model = lora.base_type(data).build_model(config, data, model_class, MemoryConfig)
     if frozen and (config.old_data_dir or config.context_tokens):
@@ -343,3 +365,87 @@ def freeze(weights, config, data):
     weights = {name: t.clone() for name, t in weights.items()} if config.train_base else weights
     backbone.load_state_dict(weights, assign=True)
     return backbone.requires_grad_(False).eval()
+
+
+# -----------------------------------------------------------------------------
+# evaluation beside baselines
+
+@dataclass
+class EvaluationOptions:
+    """Evaluate a memory on the new and the old text of its run, beside baselines."""
+    ckpt: str = key("out/memory/ckpt.pt", "checkpoint", metavar="FILE", path=True)
+    baseline: bool = key(False, "also train LoRA with as many parameters for as many steps (with "
+                         "old text: also on both, in equal parts), and evaluate kNN-LM")
+    lora_learning_rate: float = key(3e-3, "rate of LoRA, whose optimizer is AdamW", gt=0)
+
+
+def evaluate_checkpoint(args):
+    """Print a table of the losses of the checkpoint, the backbone and the baselines."""
+    values = load_checkpoint(args.ckpt)["config"]
+    config = saved_config(values)
+    if not config.backbone:
+        raise CheckpointError(f"{args.ckpt}: trained without a backbone: nothing to compare with")
+    data = open_data(config, Ranks())
+    loaders = [data.val.new, data.val.old] if config.old_data_dir else [data.val]
+    table = [["", "trained", "new text", "old text", "seconds"]]
+
+    def add_row(name, losses, n_trained=0, seconds=0.0):
+        numbers = [f"{loss:.4f}" for loss in losses] + ["-"] * (2 - len(losses))
+        table.append([name, f"{n_trained:,}", *numbers, f"{seconds:.0f}" if seconds else "-"])
+    model, backbone = load_model(args.ckpt)[0], load_frozen(config.backbone)[0]
+    n_trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
+    add_row("backbone", evaluate_on(backbone, loaders, config))
+    add_row("memory", evaluate_on(model, loaders, config), n_trained)
+    if args.baseline:
+        for name, path, size, seconds in train_lora(args, values, backbone, n_trained):
+            add_row(name, evaluate_on(load_model(path)[0], loaders, config), size, seconds)
+        if "template" not in data.spec:
+            started = time.perf_counter()
+            losses = evaluate_knn(backbone, data.train, loaders, config)
+            add_row("kNN-LM", losses, seconds=time.perf_counter() - started)
+    echo(format_table(table))
+
+
+def evaluate_on(model, loaders, config):
+    """Return the loss of a model on the validation batches of each loader."""
+    return [evaluate(model, model, loader, config.eval_iters, Ranks(),
+                     contextlib.nullcontext)["val_loss"] for loader in loaders]
+
+
+def train_lora(args, values, backbone, n_trained):
+    """Train adapters of about n_trained parameters with the configuration of the memory's run,
+    `values`. Yield (name, checkpoint, number of parameters, seconds)."""
+    from train.train import train  # not for sampling
+    layers = map(backbone.get_submodule, find_layers(backbone, ["attn", "mlp"]))
+    size = sum(sum(layer.weight.shape) for layer in layers)  # of rank 1
+    rank = max(1, round(n_trained / size))
+    new, old, n = (values[name] for name in ("data_dir", "old_data_dir", "batch_size"))
+    runs = {f"LoRA, rank {rank}": {}}
+    if old:
+        runs[f"LoRA, rank {rank}, new and old text"] = dict(data_dir=f"{new}:0.5,{old}:0.5",
+                                                            batch_size=2 * n)
+    for i, (name, changes) in enumerate(runs.items()):
+        folder = os.path.join(values["out_dir"], f"lora_{i}")
+        own = {name: values[name] for name in fields_by_name(TrainConfig) if name in values}
+        own |= dict(model="lora", backbone=values["backbone"], lora_rank=rank,
+                    lora_alpha=2.0 * rank, optimizer="adamw", resume="never", out_dir=folder,
+                    learning_rate=args.lora_learning_rate, lr_groups={}, init_from="scratch")
+        started = time.perf_counter()
+        train(saved_config(own | changes))
+        yield (name, os.path.join(folder, "ckpt.pt"), rank * size, time.perf_counter() - started)
+
+
+def evaluate_knn(backbone, train_loader, loaders, config):
+    """Return the losses of kNN-LM on each loader, with at most N_STORED tokens of the text of the
+    run, and the temperature and share with the lowest loss on the new text."""
+    n = min(config.max_iters * config.samples_per_step, N_STORED // config.block_size)
+    windows = zip(*(t.split(config.batch_size) for t in first_batch(train_loader, n)))
+    stored = [torch.cat(parts) for parts in zip(*read_states(backbone, windows))]
+    grids = [knn_losses(backbone, stored, (loader.fixed_batch(i, config.eval_iters) for i in
+                                           range(loader.n_fixed(config.eval_iters))))
+             for loader in loaders]
+    best = grids[0].argmin()
+    return [grid.flatten()[best].item() for grid in grids]
+
+
+main = command(EvaluationOptions, evaluate_checkpoint)

@@ -24,6 +24,7 @@ from runs import (
 import data.prepare as data_prepare
 from data.prepare import chat as data_chat
 from model import convert, memory, sample
+from model.core import knn_lm
 from model.core.adapters import is_adapter
 from model.core.load import load_model
 from model.core.weights import check_must_match, read_backbone
@@ -158,7 +159,8 @@ def memory_run(data_dir, out_dir, ranks=0, **changes):
     """train/configs/memory.yaml, made tiny; the shape is the backbone's."""
     settings = {k: v for k, v in TINY.items() if k not in ("n_layer", "n_head", "n_embd",
                                                            "n_hidden")}
-    settings |= dict(data_dir=data_dir, out_dir=out_dir, tokenizer="byte", block_size=8) | changes
+    settings |= dict(data_dir=data_dir, out_dir=out_dir, tokenizer="byte", block_size=8,
+                     old_data_dir="") | changes
     code, text = run("--config", "train/configs/memory.yaml",
                      *(f"--{k}={v}" for k, v in settings.items()), ranks=ranks)
     assert code == 0, text
@@ -486,3 +488,43 @@ def test_bad_old_text_is_named(tmp_path, data_dir, old_dir, backbone):
         code, text = run_program(folder, tmp_path / "o", **OWN | dict(backbone=str(backbone))
                                  | changes)
         assert code == 2 and message in text and "Traceback" not in text, text
+
+
+# -----------------------------------------------------------------------------
+# beside baselines
+
+def test_knn_lm_by_hand(backbone):
+    """The mixture of both distributions, with neighbours found in a sorted list."""
+    model, (x, y) = load_model(str(backbone))[0], batch(rows=16)
+    (keys, tokens), = knn_lm.read_states(model, [(x, y)])
+    queries = batch(rows=2, seed=1)
+    grid = knn_lm.knn_losses(model, (keys, tokens), [queries])
+    states, targets = next(iter(knn_lm.read_states(model, [queries])))
+    own = model(queries[0]).softmax(-1).flatten(0, 1)
+    for i, j in ((0, 0), (2, 5)):
+        losses = []
+        for q, target, p in zip(states, targets, own):
+            near = sorted(((q - k).square().sum().item(), int(t)) for k, t in zip(keys, tokens))
+            near = near[:knn_lm.N_NEIGHBOURS]
+            weights = np.exp([-d / knn_lm.TEMPERATURES[i] for d, _ in near])
+            found = sum(w for w, (_, t) in zip(weights, near) if t == target) / weights.sum()
+            share = knn_lm.SHARES[j]
+            losses.append(-np.log((1 - share) * p[target].item() + share * found))
+        assert grid[i, j].item() == pytest.approx(np.mean(losses), rel=1e-3)
+
+
+def test_baselines_are_printed_beside_the_memory(tmp_path, data_dir, old_dir, backbone, capsys):
+    settings = OWN | dict(backbone=str(backbone), max_iters=4, eval_interval=4)
+    history = go(data_dir, tmp_path / "a", **settings, old_data_dir=str(old_dir))["history"]
+    assert memory.main(["--ckpt", str(tmp_path / "a/ckpt.pt"), "--baseline"]) == 0
+    table = {line[:30].strip(): line[30:].split() for line in capsys.readouterr().out.splitlines()
+             if line.startswith(("backbone", "memory", "LoRA", "kNN-LM"))}
+    losses = {name: [*map(float, cells[-3:-1])] for name, cells in table.items()}
+    assert losses["memory"] == pytest.approx([history[-1]["val_loss"],
+                                              history[-1]["val_old_loss"]], abs=1e-4)
+    assert losses["backbone"] == pytest.approx([history[0]["val_loss"],
+                                                history[0]["val_old_loss"]], abs=1e-4)
+    assert len(losses) == 5 and losses["kNN-LM"][0] < losses["backbone"][0]
+    go(data_dir, tmp_path / "scratch", **settings | dict(backbone="", n_head=2))
+    assert memory.main(["--ckpt", str(tmp_path / "scratch/ckpt.pt")]) == 2
+    assert "without a backbone" in capsys.readouterr().err

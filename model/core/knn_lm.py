@@ -1,0 +1,42 @@
+"""kNN-LM (arXiv:1911.00172): a language model whose distribution is mixed with the tokens that
+followed the most similar states in a text. Nothing is trained: the baseline of a memory.
+
+Shapes: N stored tokens, M tokens of a batch, C channels.
+"""
+
+import torch
+
+N_STORED = 1 << 17  # tokens, at most
+N_NEIGHBOURS = 64
+TEMPERATURES = 1.0, 4.0, 16.0  # of squared distances of states
+SHARES = 0.1, 0.2, 0.3, 0.4, 0.5, 0.6  # of the neighbours in the distribution
+ROWS = 128  # distances of as many tokens at once
+
+
+@torch.no_grad()
+def read_states(model, batches):
+    """Yield (states (M, C), targets (M,)) of each batch (x, y), (B, T) each."""
+    for x, y in batches:
+        yield model.trunk(x).flatten(0, 1).float(), y.flatten()
+
+
+@torch.no_grad()
+def knn_losses(model, stored, batches):
+    """Return the mean loss of each temperature and share, (temperatures, shares), on batches (x,
+    y). stored: (states (N, C), targets (N,)) of the text."""
+    keys, tokens = stored
+    shares = torch.tensor(SHARES).view(1, -1, 1)
+    losses = []
+    for states, targets in read_states(model, batches):
+        own = model.logits(states).log_softmax(-1).gather(1, targets[:, None])[:, 0].exp()  # (M,)
+        found = torch.cat([neighbour_probability(*rows, keys, tokens) for rows in
+                           zip(states.split(ROWS), targets.split(ROWS))], 1)  # (temperatures, M)
+        losses.append(-((1 - shares) * own + shares * found[:, None]).log())
+    return torch.cat(losses, 2).mean(2)
+
+
+def neighbour_probability(states, targets, keys, tokens):
+    """Return the probability of targets (M,) among the neighbours, (temperatures, M)."""
+    distances, nearest = torch.cdist(states, keys).topk(N_NEIGHBOURS, largest=False)  # (M, k)
+    scores = -distances.square() / torch.tensor(TEMPERATURES).view(-1, 1, 1)
+    return (scores.softmax(-1) * (tokens[nearest] == targets[:, None])).sum(-1)
