@@ -243,7 +243,13 @@ class MemoryGPT(HasTeachers, PartialStateDict, WithAdapters, ChatGPT, RoutedGPT)
         return super().numbers(sums) | own
 
     def flops_per_unit(self):
-        return super().flops_per_unit() * (2 if self.config.old_data_dir else 1)
+        """Return the FLOPs per token or row of the model, of its pass over the old text, and of
+        each comparison with the backbone, for which the output layer is recomputed."""
+        c = self.config
+        head = 2 * (self.lm_head or self.wte).weight.numel() * self.row_tokens
+        compared = sum(m.flops_per_unit() * self.row_tokens + head for m in self.frozen)
+        n_old, n_hidden = bool(c.old_data_dir), bool(c.context_tokens)
+        return super().flops_per_unit() * (1 + n_old) + compared * (n_old + n_hidden)
 
     def initial(self, name, shape, seed):
         """Return the initial value of a parameter. Without a document, scores and values have a
