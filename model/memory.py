@@ -11,13 +11,12 @@ block. Gates start at zero, so that step 0 equals the backbone.
 
 As in Cartridges (arXiv:2506.06266), the memory starts from the document, i.e. the training data: a
 chapter has the keys and values that the block's attention computes for chapter_size consecutive
-tokens. Those of the first position, an attention sink, are visible to all tokens and frozen.
-Queries, output projection and norms start as those of the attention. Keys have no rotary positions.
+tokens. Queries, output projection and norms start as those of the attention. Keys have no rotary
+positions.
 
 old_data_dir, a folder with text that the backbone knows, keeps this knowledge: old_weight times the
 KL divergence from the backbone's distribution on this text is added to the training loss, and
-evaluations report val_old_loss. context_tokens distils the context: the first tokens of a window
-are hidden from the model, which learns from the distribution of the backbone, which reads them.
+evaluations report val_old_loss.
 
 lora_rank adds adapters to the backbone (model/core/adapters.py), and train_base trains all of it.
 lr_groups sets learning rates: {memory: {learning_rate: 0.01}, lora_*: {learning_rate: 0.001}}, with
@@ -81,21 +80,11 @@ class Keys(RouterKeys):
                             free=True, path=True)
     old_weight: float = key(1.0, "weight of the divergence from the backbone on the old text", ge=0,
                             needs="old_data_dir")
-    context_tokens: int = key(0, "distillation: first tokens of each window that only the backbone "
-                              "reads, the target of the rest", ge=0)
-    distill_weight: float = key(0.5, "weight of this target in the loss, 0 to 1", ge=0, le=1,
-                                needs="context_tokens")
 
     def problems(self):
-        problems = [f"{name}: it needs a backbone, e.g. --backbone out/quick/ckpt.pt"
-                    for name in ("old_data_dir", "context_tokens")
+        problems = [f"{name}: it needs a trained backbone, e.g. --backbone out/quick/ckpt.pt"
+                    for name in ("old_data_dir", "lora_rank")
                     if getattr(self, name) and not self.backbone]
-        if self.context_tokens >= self.block_size:
-            problems.append(f"context_tokens ({self.context_tokens}) must be less than block_size "
-                            f"({self.block_size})")
-        if self.lora_rank and not self.backbone:
-            problems.append("lora_rank: adapters need a trained backbone, e.g. --backbone "
-                            "out/quick/ckpt.pt")
         if self.chapters_per_token > self.n_chapters:
             problems.append(f"chapters_per_token ({self.chapters_per_token}) must not exceed "
                             f"n_chapters ({self.n_chapters})")
@@ -111,7 +100,7 @@ class MemoryConfig(GPTConfig, Keys):
 # the model
 
 class Chapters(nn.Module):
-    """Cross-attention of each token to the key-value pairs of k chapters and of the sink.
+    """Cross-attention of each token to the key-value pairs of k chapters.
 
     The products are grouped by chapter and head: group chapter * H + head has S pairs.
     """
@@ -127,7 +116,6 @@ class Chapters(nn.Module):
         self.q_norm = qk_norm(c, c.n_head)
         self.keys = GroupedLinear(n_groups, c.head_dim, c.chapter_size)  # weight (n H, S, D)
         self.values = GroupedLinear(n_groups, c.chapter_size, c.head_dim)  # weight (n H, D, S)
-        self.sink = nn.Parameter(torch.empty(2, c.n_head, c.head_dim))  # key and value, frozen
         self.o = nn.Linear(width, c.n_embd, bias=c.bias)
         self.gate = nn.Linear(c.n_embd, c.n_embd)
 
@@ -140,18 +128,14 @@ class Chapters(nn.Module):
         heads = torch.arange(H, device=x.device)
         groups = GroupOrder((chosen.unsqueeze(-1) * H + heads).flatten(), c.n_chapters * H)
         q = self.q_norm(self.q(x).view(B, T, H, D)) * (c.score_scale * D ** -0.5)
-        sink_key, sink_value = self.sink.to(q.dtype)  # (H, D) each
-        sink_scores = (q * sink_key).sum(-1).float().view(B, T, 1, H, 1)
         copies = q.unsqueeze(2).expand(-1, -1, k, -1, -1)  # (B, T, k, H, D)
         scores = groups.unsort(self.keys(groups.sort(copies.flatten(0, 3)), groups.ends))
         # Scores of chapters and keys are added; one softmax over all pairs.
         chapter_scores = logits.log_softmax(-1).gather(-1, chosen).view(B, T, k, 1, 1)
         scores = scores.view(B, T, k, H, S).float() + chapter_scores
-        total = torch.logaddexp(scores.logsumexp((2, 4), keepdim=True), sink_scores)
-        p = (scores - total).exp().to(q.dtype)  # (B, T, k, H, S)
+        p = (scores - scores.logsumexp((2, 4), keepdim=True)).exp().to(q.dtype)  # (B, T, k, H, S)
         y = groups.unsort(self.values(groups.sort(p.flatten(0, 3)), groups.ends))
         y = y.view(B, T, k, H, D).sum(2)  # (B, T, H, D)
-        y = y + (sink_scores - total).exp().to(q.dtype).view(B, T, H, 1) * sink_value
         return self.o(y.flatten(2)) * self.gate(x).tanh(), (logits, chosen)
 
 
@@ -185,7 +169,7 @@ class MemoryGPT(HasTeachers, PartialStateDict, WithAdapters, ChatGPT, RoutedGPT)
             self.load_backbone(weights | own)
         add_adapters(self, config.lora_rank, seed)
         for name, p in self.named_parameters():
-            p.requires_grad_((is_memory(name) or config.train_base) and not name.endswith(".sink"))
+            p.requires_grad_(is_memory(name) or config.train_base)
 
     def is_saved(self, name):
         return is_memory(name) or self.config.train_base
@@ -194,21 +178,11 @@ class MemoryGPT(HasTeachers, PartialStateDict, WithAdapters, ChatGPT, RoutedGPT)
         """Return (loss, sums) of text or of conversations. others: `chat`, as of ChatGPT, then idx
         and targets (B, T) of the old text, if any."""
         chat, old = others[:len(others) % 2], others[len(others) % 2:]
+        loss, sums = super().compute_loss(idx, targets, *chat)
+        n_items = (targets != IGNORE).sum(1)  # (B,): targets per row
         if chat:
-            n_items = (targets[:, 1:] == 1).sum(1)  # (B,): targets per row
-            loss, sums = super().compute_loss(idx, targets, *chat)
-        else:
-            n = self.config.context_tokens if self.training else 0
-            targets = targets[:, n:]  # (B, T - n)
-            n_items = (targets != IGNORE).sum(1)
-            x = self.trunk(idx[:, n:])  # (B, T - n, C)
-            loss, sums = self.score(x, targets)
-            if n:
-                kl = self.diverge(x, idx, targets, n_items)
-                w = self.config.distill_weight
-                loss = (1 - w) * loss + w * kl
-                sums["kl"] = kl.detach() * sums["count"]
-        loss, sums = self.add_router_losses(loss, sums, n_items if chat else None)
+            n_items = (targets[:, 1:] == 1).sum(1)
+            loss, sums = self.add_router_losses(loss, sums, n_items)
         return self.add_old_text(loss, sums, n_items, *old) if old else (loss, sums)
 
     def add_old_text(self, loss, sums, n_items, idx, targets):
@@ -221,18 +195,12 @@ class MemoryGPT(HasTeachers, PartialStateDict, WithAdapters, ChatGPT, RoutedGPT)
         if not self.training:
             old_loss, old = self.score(x, targets)
             return loss, sums | dict(old_loss=old_loss * old["count"], old_count=old["count"])
-        kl = self.diverge(x, idx, targets, n_items)
+        with torch.no_grad():
+            states = [backbone.trunk(idx) for backbone in self.frozen]
+        weights = n_items / (n_items.sum().clamp(min=1) * idx.size(1))  # (B,)
+        kl = self.compare(x, states, targets, weights[:, None].expand_as(targets))[0]
         return (loss + self.config.old_weight * kl,
                 sums | dict(old_kl=kl.detach() * sums["count"]))
-
-    def diverge(self, x, idx, targets, n_items):
-        """Return the mean KL divergence from the frozen backbone, which reads idx (B, T), of states
-        x (B, T - n, C) of the last tokens, by rows with weights n_items (B,). targets (B, T - n)"""
-        n = idx.size(1) - x.size(1)
-        with torch.no_grad():
-            states = [backbone.trunk(idx)[:, n:] for backbone in self.frozen]
-        weights = n_items / (n_items.sum().clamp(min=1) * x.size(1))  # (B,)
-        return self.compare(x, states, targets, weights[:, None].expand_as(targets))[0]
 
     def numbers(self, sums):
         """Return the numbers of a GPT with routers; of an evaluation with old text its "old_loss".
@@ -244,12 +212,12 @@ class MemoryGPT(HasTeachers, PartialStateDict, WithAdapters, ChatGPT, RoutedGPT)
 
     def flops_per_unit(self):
         """Return the FLOPs per token or row of the model, of its pass over the old text, and of
-        each comparison with the backbone, for which the output layer is recomputed."""
-        c = self.config
-        head = 2 * (self.lm_head or self.wte).weight.numel() * self.row_tokens
-        compared = sum(m.flops_per_unit() * self.row_tokens + head for m in self.frozen)
-        n_old, n_hidden = bool(c.old_data_dir), bool(c.context_tokens)
-        return super().flops_per_unit() * (1 + n_old) + compared * (n_old + n_hidden)
+        the comparison with the backbone, for which the output layer is recomputed."""
+        own = super().flops_per_unit()
+        if not self.config.old_data_dir:
+            return own
+        head = 2 * (self.lm_head or self.wte).weight.numel()
+        return 2 * own + sum(m.flops_per_unit() + head for m in self.frozen) * self.row_tokens
 
     def initial(self, name, shape, seed):
         """Return the initial value of a parameter. Without a document, scores and values have a
@@ -259,7 +227,7 @@ class MemoryGPT(HasTeachers, PartialStateDict, WithAdapters, ChatGPT, RoutedGPT)
         if is_adapter(name) or not is_memory(name):
             return super().initial(name, shape, seed)
         _, layer, part = name.rsplit(".", 2)
-        if layer == "gate" or part in ("bias", "sink"):
+        if layer == "gate" or part == "bias":
             return torch.zeros(shape)
         if len(shape) == 1:
             return torch.ones(shape)
@@ -317,7 +285,7 @@ def read_document(backbone, loader, config):
         pairs = pairs.repeat_interleave(H // pairs.size(3), 3)  # (2, windows, T, H, D)
         chapters = pairs.unflatten(1, (n, -1)).flatten(2, 3)[:, :, -S:]  # (2, n, S, H, D)
         keys, vals = chapters.transpose(2, 3).flatten(1, 2)  # (n H, S, D) each
-        own = {"keys.weight": keys, "values.weight": vals.mT, "sink": pairs[:, 0, 0]}
+        own = {"keys.weight": keys, "values.weight": vals.mT}
         for part, layer in dict(ln=block.ln_1, q=attn.q, q_norm=attn.q_norm, o=attn.o).items():
             own |= {f"{part}.{name}": t for name, t in layer.state_dict().items()}
         values |= {f"h.{i}.memory.{name}": t for name, t in own.items()}
@@ -333,8 +301,6 @@ inherit_shape = gpt.inherit_shape
 
 def open_data(config, ranks):
     data = (lora.open_data if config.backbone else lora.open_text)(config, ranks)
-    if config.context_tokens and "template" in data.spec:
-        raise DataError(f"context_tokens: {config.data_dir} has conversations; expected text")
     if config.old_data_dir:
         old = lora.open_data(config.replace(data_dir=config.old_data_dir), ranks)
         if "template" in old.spec:
@@ -358,7 +324,7 @@ def build_model(config, data):
                 values = read_document(frozen, data.train, config)
     model_class = functools.partial(MemoryGPT, weights=weights, initial_values=values)
     model = lora.base_type(data).build_model(config, data, model_class, MemoryConfig)
-    if frozen and (config.old_data_dir or config.context_tokens):
+    if frozen and config.old_data_dir:
         model.frozen = (frozen,)
     return model
 

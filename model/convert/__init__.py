@@ -141,7 +141,7 @@ def export_merged(state, path, to, precision, backbone):
     kind = "chat" if is_chat else "gpt"
     if saved_model_type(state) == "memory":
         kind = "memory"
-        shape |= dict(lora_rank=0, backbone="", old_data_dir="", context_tokens=0)
+        shape |= dict(lora_rank=0, backbone="", old_data_dir="")
     config = {k: v for k, v in state["config"].items() if k in FIELDS} | dict(model=kind)
     spec = {k: v for k, v in state["spec"].items() if k != "backbone"}
     unchanged = {k: state.get(k) for k in ("iter_num", "best_val_loss", "tokenizer", "formulas")}
