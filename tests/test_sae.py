@@ -11,6 +11,7 @@ from conftest import run
 from processes import python
 from runs import (
     SMALL,
+    assert_a_kill_changes_nothing,
     assert_keys_change_only,
     assert_same,
     configure,
@@ -22,8 +23,9 @@ from runs import (
 
 from model.core.weights import digest
 from model.gpt import GPT, GPTConfig
-from model.sae import ActivationBuffer, SparseAutoencoder, build_model, main, open_data
+from model.sae import ActivationBuffer, SparseAutoencoder, build_model, open_data
 from model.sae.activations import ActivationLoader, Backbone, load_backbone
+from model.sae.features import main
 from model.sample import load_model
 from train.checkpoint import load_checkpoint, save_checkpoint
 from train.config import load_config
@@ -137,13 +139,13 @@ def fit(steps=200, kill=0, **keys):
         model.sae.b_enc[:kill] = -5.0
     optimizer = torch.optim.Adam(model.parameters(), lr=1e-2)
     for it in range(steps):
-        loss, sums = model(x[it * 200 % 4000:][:200][:, None])
+        loss, sums = model(x[it * 200 % 4000:][:200][None])
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()
-        model.after_step(it, sums)
+        model.after_step(it, sums | dict(count=200))
     with torch.no_grad():
-        sums = model.sae(sparse_rows(2000, seed=1))[1]
+        sums = model.eval().sae(sparse_rows(2000, seed=1))[1]
     numbers = model.numbers({k: v.double() for k, v in sums.items()} | dict(count=2000))
     return numbers | dict(killed=int((model.sae.silent >= 20)[:kill].sum()))
 
@@ -304,7 +306,7 @@ def test_top_contexts(trained, data_dir):
     (dict(backbone="nowhere.pt"), "backbone: nowhere.pt: no such file"),
     (dict(layer=2), "expected a GPT with more than 2 blocks"),
     (dict(auxk=49), "auxk: 49 exceeds d_sae"),
-    (dict(sae="jump"), "must be one of topk, relu")], ids=str)
+    (dict(sae="jump"), "must be one of topk, batchtopk, jumprelu, relu")], ids=str)
 def test_bad_input(tmp_path, data_dir, backbone, changes, words):
     options = SAE | dict(backbone=str(backbone)) | changes
     code, text = run_program(data_dir, tmp_path / "out", **options)
@@ -478,8 +480,8 @@ def test_the_start_of_an_autoencoder(kind, length):
 
 
 def test_top_contexts_are_those_of_all_windows(trained, data_dir):
-    from model.sae import find_top_contexts
     from model.sae.activations import N_SKIPPED
+    from model.sae.features import find_top_contexts
     from train.dataloader import DataLoader
     model, _ = load_model(trained[0] / "ckpt.pt")
     tokens = DataLoader(data_dir, 16, 8, "val", vocab_size=256)
@@ -500,7 +502,7 @@ def test_top_contexts_are_those_of_all_windows(trained, data_dir):
 
 def test_a_place_and_what_stands_around_it():
     from data.tokenizer import load_tokenizer
-    from model.sae import format_context
+    from model.sae.features import format_context
     row = torch.arange(100, 200)
     assert format_context(row, 50, None) == (" ".join(map(str, range(110, 150))) + " [150] "
                                        + " ".join(map(str, range(151, 163))))
@@ -513,7 +515,7 @@ def test_a_place_and_what_stands_around_it():
 
 
 def test_what_sae_lens_gets_of_a_relu_autoencoder(tmp_path):
-    from model.sae import export_sae_lens
+    from model.sae.features import export_sae_lens
     config = load_config(None, dict(model="sae", sae="relu", d_sae=10, auxk=0, layer=3,
                                     backbone="runs/deep/ckpt.pt"))
     spec = dict(d_in=4, mean=[1.0, 2.0, 3.0, 4.0], scale=0.5, block_size=32)
@@ -533,3 +535,288 @@ def test_what_sae_lens_gets_of_a_relu_autoencoder(tmp_path):
         apply_b_dec_to_input=True, normalize_activations="none", reshape_activations="none",
         metadata=dict(model_name="deep", hook_name="blocks.3.hook_resid_post", prepend_bos=False,
                       context_size=32))
+
+
+# -----------------------------------------------------------------------------
+# batchtopk, jumprelu, Matryoshka, transcoders
+
+KINDS = [dict(sae="relu"), dict(sae="topk"), dict(sae="topk", prefixes=[2, 5]),
+         dict(sae="batchtopk"), dict(sae="batchtopk", prefixes=[2, 5]), dict(sae="jumprelu"),
+         dict(sae="jumprelu", prefixes=[3])]
+TRANSCODERS = [dict(sae=kind, target=target) for kind in ("relu", "batchtopk", "jumprelu")
+               for target in ("mlp", "1")]
+
+
+def untrained(**keys):
+    """A model of 6 channels and 10 features with random tensors."""
+    config = load_config(None, dict(model="sae", d_sae=10, k=3, auxk=4, dead_after=7, layer=0) |
+                         keys)
+    n = 1 if config.target == "input" else 2
+    spec = dict(d_in=6, mean=[0.5, -1.0, 0.0, 2.0, 0.1, 0.2] * n, block_size=8,
+                scale=[0.4, 0.7] if n == 2 else 0.4)
+    model = build_model(config, type("Data", (), {"spec": spec}))
+    draw = torch.Generator().manual_seed(4)
+    with torch.no_grad():
+        for p in model.parameters():
+            p.copy_(torch.randn(p.shape, generator=draw))
+        if hasattr(model.sae, "threshold"):
+            model.sae.threshold.fill_(0.8)
+        model.sae.silent[:6] = 7
+    return model, torch.randn(3, 4, 6 * n, generator=draw)
+
+
+def dense_loss(sae, rows, group, training=True):
+    """The loss of activations (N, D) and the reconstruction, with a full matrix for every product,
+    in float64. Differentiable; of jumprelu without the estimate."""
+    c, w = sae.keys, {n: t.double() for n, t in [*sae.named_parameters(), *sae.named_buffers()]}
+    scale = w["scale"].view(-1)
+    x, y = ((part - m) * s for part, m, s in zip(
+        (rows[:, :6].double(), rows[:, -6:].double()), (w["mean"][:6], w["mean"][-6:]),
+        (scale[0], scale[-1])))
+    W = w["W_dec"] if c.sae == "relu" else w["W_dec"] / w["W_dec"].norm(dim=1, keepdim=True)
+    pre = (x - (w["b_dec"] if c.target == "input" else 0)) @ w["W_enc"] + w["b_enc"]
+    if c.sae == "topk":
+        least = pre.sort(1, descending=True).values[:, c.k - 1:c.k]
+    elif c.sae == "batchtopk" and training:
+        sizes = [part.flatten().sort(descending=True).values for part in pre.split(group)]
+        least = torch.stack([s[group * c.k - 1] for s in sizes]).repeat_interleave(group)[:, None]
+        least = least.clamp(min=0)
+    else:
+        least = w.get("threshold", torch.tensor(0.0))
+    z = torch.where(pre >= least, pre, 0.0).clamp(min=0)
+    loss = 0
+    for n in [*c.prefixes, 10]:
+        out = z[:, :n] @ W[:n] + w["b_dec"]
+        loss = loss + (y - out).square().mean(1)
+    loss = loss + c.l1 * (z * W.norm(dim=1)).sum(1) * (c.sae == "relu")
+    loss = loss + c.l0 * (z > 0).sum(1) * (c.sae == "jumprelu")
+    order = pre[:, :6].argsort(1, descending=True)[:, :4]  # of the six dead features
+    helpers = torch.zeros_like(pre).scatter(1, order, pre[:, :6].gather(1, order))
+    error = (y - out).detach()
+    loss = loss + c.auxk_weight * (error - helpers @ W).square().sum(1) / error.square().sum(1)
+    return loss.mean(), out / scale[-1] + w["mean"][-6:], z, least
+
+
+@pytest.mark.parametrize("keys", KINDS + TRANSCODERS, ids=str)
+def test_loss_and_gradients_are_those_of_full_matrices(keys):
+    model, x = untrained(**keys)
+    loss, sums = model(x)
+    assert float(loss) == pytest.approx(float(dense_loss(model.sae, x.flatten(0, 1), 4)[0]),
+                                        rel=1e-5)
+    expected, _, z, least = dense_loss(model.sae, x.flatten(0, 1), 4)
+    assert sums["fired"].tolist() == (z > 0).sum(0).tolist()
+    if model.keys.sae == "batchtopk":
+        assert float(sums["threshold"]) == pytest.approx(float(least.sum()), rel=1e-5)
+        assert (z > 0).sum() <= 36 and least.unique().numel() == 3  # a group is a sample
+    names = [n for n, _ in model.named_parameters() if n != "sae.threshold"]
+    parameters = [dict(model.named_parameters())[n] for n in names]
+    for name, a, b in zip(names, torch.autograd.grad(loss, parameters),
+                          torch.autograd.grad(expected, parameters)):
+        torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-6, msg=lambda m, n=name: f"{n}: {m}")
+
+
+@pytest.mark.parametrize("keys", KINDS, ids=str)
+def test_evaluation_keeps_what_is_above_the_threshold(keys):
+    model, x = untrained(**keys)
+    rows = x.flatten(0, 1)
+    sae = model.eval().sae
+    loss, sums, out = sae(rows)
+    expected, outs, z, _ = dense_loss(sae, rows, 4, training=False)
+    assert float(loss) == pytest.approx(float(expected), rel=1e-5)
+    torch.testing.assert_close(out, outs.float(), rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(sae.encode(x).flatten(0, 1), z.float(), rtol=1e-4, atol=1e-5)
+    alone = torch.cat([sae(row[None])[2] for row in rows])  # a token does not depend on others
+    torch.testing.assert_close(alone, out)
+
+
+def test_gradients_of_thresholds_are_those_of_sae_lens():
+    """Its Step and JumpReLU are the autograd functions of arXiv:2407.14435."""
+    lens = pytest.importorskip("sae_lens.saes.jumprelu_sae")
+    from model.sae import BANDWIDTH
+    model, x = untrained(sae="jumprelu", auxk=0, l0=0.3)
+    sae = model.sae
+    ours = torch.autograd.grad(model(x)[0], [sae.threshold, sae.b_enc])
+    rows = sae.normalise(x.flatten(0, 1))[0]
+    pre = (rows - sae.b_dec) @ sae.W_enc + sae.b_enc
+    z = lens.JumpReLU.apply(pre, sae.threshold, BANDWIDTH, False)
+    l0 = lens.Step.apply(pre, sae.threshold, BANDWIDTH, False).sum(1)
+    loss = ((rows - z @ sae.decoder() - sae.b_dec).square().mean(1) + 0.3 * l0).mean()
+    for a, b in zip(ours, torch.autograd.grad(loss, [sae.threshold, sae.b_enc])):
+        torch.testing.assert_close(a, b)
+    assert ours[0].abs().sum() > 0
+
+
+def test_batch_threshold_is_that_of_sae_lens():
+    lens = pytest.importorskip("sae_lens.saes.batchtopk_sae")
+    pre = torch.randn(20, 50, generator=torch.Generator().manual_seed(1))
+    model, _ = untrained(sae="batchtopk")
+    for floor in (0.1, 9.0):  # 9: no feature is above half of it
+        model.sae.threshold.fill_(floor)
+        least = model.sae.batch_threshold(pre, 5)
+        for rows, values in zip(pre.split(5), least.split(5)):
+            kept = lens.BatchTopK(3)(rows)
+            assert torch.equal(kept, torch.where(rows >= values, rows, 0.0))
+
+
+def test_threshold_follows_the_batches():
+    model, x = untrained(sae="batchtopk")
+    for it in range(200):
+        model.after_step(it, model(x)[1] | dict(count=12))
+    least = dense_loss(model.sae, x.flatten(0, 1), 4)[3]
+    assert float(model.sae.threshold) == pytest.approx(float(least.mean()), rel=1e-3)
+
+
+@pytest.mark.parametrize("keys", [dict(sae="batchtopk", prefixes=[12, 24], k=3),
+                                  dict(sae="jumprelu", l0=0.02)], ids=str)
+def test_new_activations_find_sparse_directions(keys):
+    numbers = fit(auxk=8, steps=300, **keys)
+    assert numbers["explained_variance"] > 0.9 and numbers["l0"] < 4
+
+
+@pytest.mark.parametrize("keys", KINDS + TRANSCODERS, ids=str)
+def test_sae_lens_computes_the_same(tmp_path, keys):
+    """The folder, loaded by sae-lens: features and reconstruction."""
+    from model.sae.features import export_sae_lens
+    lens = pytest.importorskip("sae_lens")
+    model, x = untrained(**keys)
+    x = x.flatten(0, 1)
+    export_sae_lens(model.eval(), tmp_path)
+    other = lens.SAE.load_from_disk(tmp_path)
+    with torch.no_grad():
+        features = other.encode(x[:, :6])
+        torch.testing.assert_close(features, model.sae.encode(x), rtol=1e-5, atol=1e-5)
+        torch.testing.assert_close(other.decode(features), model.sae(x)[2], rtol=1e-5, atol=1e-5)
+    kind = dict(relu="standard", topk="topk").get(model.keys.sae, "jumprelu")
+    if model.keys.target != "input":
+        kind = dict(relu="transcoder").get(model.keys.sae, "jumprelu_transcoder")
+        metadata = json.loads((tmp_path / "cfg.json").read_text())["metadata"]
+        assert metadata["hook_name_out"] == dict(mlp="blocks.0.hook_mlp_out").get(
+            model.keys.target, "blocks.1.hook_resid_post")
+    assert other.cfg.architecture() == kind and (features > 0).any()
+
+
+def test_sae_lens_has_no_transcoder_with_topk(tmp_path):
+    from model.sae.features import export_sae_lens
+    with pytest.raises(ValueError, match="use batchtopk"):
+        export_sae_lens(untrained(sae="topk", target="mlp")[0], tmp_path)
+
+
+@pytest.mark.parametrize("target", ["mlp", "1"])
+def test_a_transcoder_reads_and_replaces_other_activations(target, data_dir, backbone):
+    """Input and target are those of the blocks; the splice replaces the target."""
+    b = load_backbone(str(backbone), 0, torch.device("cpu"), "float32", target)
+    idx, targets = opened(data_dir, backbone).tokens.get_batch("cpu", 0)
+    with torch.no_grad():
+        x = b.activations(idx)
+        stream = Backbone(str(backbone), 0, torch.device("cpu"), "float32").activations(idx)
+        upper = Backbone(str(backbone), 1, torch.device("cpu"), "float32").activations(idx)
+        source, out = x.split(16, dim=-1)
+        if target == "mlp":
+            torch.testing.assert_close(out, b.gpt.h[0].mlp(source))
+        else:
+            assert torch.equal(source, stream) and torch.equal(out, upper)
+        plain = float(b.gpt(idx, targets)[0])
+        assert float(b.loss(idx, targets, lambda v: out)) == pytest.approx(plain)
+        assert float(b.loss(idx, targets, lambda v: -out)) != pytest.approx(plain, abs=1e-3)
+    mean, scale = b.statistics(opened(data_dir, backbone).tokens)
+    assert len(mean) == 32 and len(scale) == 2
+
+
+RUNS = [dict(sae="batchtopk", prefixes=[6, 20]), dict(sae="jumprelu", target="mlp"),
+        dict(sae="batchtopk", target="1")]
+
+
+@pytest.mark.parametrize("keys", RUNS, ids=str)
+def test_new_activations_resume_bit_for_bit(tmp_path, data_dir, backbone, keys):
+    assert_a_kill_changes_nothing(data_dir, tmp_path, **SAE | dict(backbone=str(backbone)) | keys)
+
+
+@pytest.mark.parametrize("keys, way", [(RUNS[0], "ddp"), (RUNS[0], "fsdp"), (RUNS[1], "ddp"),
+                                       (RUNS[1], "fsdp")], ids=str)
+def test_new_activations_are_the_same_on_two_ranks(tmp_path, data_dir, backbone, keys, way):
+    options = {k: ",".join(map(str, v)) if isinstance(v, list) else v for k, v in keys.items()}
+    go(data_dir, tmp_path / "one", backbone=str(backbone), **SAE | keys)
+    code, text = run(*command_line(data_dir, tmp_path / "two", backbone, distributed=way,
+                                   **options), ranks=2)
+    assert code == 0, text
+    one, two = (tensors(tmp_path / folder / "ckpt.pt")[0] for folder in ("one", "two"))
+    assert one.keys() == two.keys() and "model.sae.threshold" in one
+    for name in one:
+        assert torch.allclose(one[name].float(), two[name].float(), atol=1e-5), name
+
+
+@pytest.fixture(scope="module")
+def activations(tmp_path_factory):
+    """A folder with activations: windows of 50 rows of sparse_rows()."""
+    folder = tmp_path_factory.mktemp("activations")
+    rows = sparse_rows(4000).view(80, 50, 16).numpy()
+    np.save(folder / "train_activations.npy", rows[:70])
+    np.save(folder / "val_activations.npy", rows[70:])
+    return folder
+
+
+def test_activations_of_a_folder(tmp_path, activations, capsys):
+    options = SAE | dict(backbone=None, sae="batchtopk", auxk=0, learning_rate=0.03)
+    result = go(activations, tmp_path / "out", **options, max_iters=60, lr_decay_iters=60)
+    first, last = result["history"][0], result["history"][-1]
+    assert last["val_explained_variance"] > first["val_explained_variance"] + 0.1
+    assert 2 < last["val_l0"] < 8 and last["val_explained_variance"] > 0.5
+    ckpt = str(tmp_path / "out/ckpt.pt")
+    model, _ = load_model(ckpt)
+    rows = np.load(activations / "train_activations.npy").reshape(-1, 16)
+    np.testing.assert_allclose(model.sae.mean, rows[:3200].mean(0), atol=0.2)
+    assert main(["--ckpt", ckpt, "--to", str(tmp_path / "lens")]) == 0
+    assert main(["--ckpt", ckpt]) == 2 and "activations" in capsys.readouterr().err
+
+
+# -----------------------------------------------------------------------------
+# the baseline, the page
+
+def test_random_directions(trained, data_dir, capsys):
+    """Of each activation the k closest random directions, by least squares in numpy."""
+    from model.sae.features import random_directions
+    model, _ = load_model(trained[0] / "ckpt.pt")
+    baseline = random_directions(model, 3)
+    x = torch.randn(5, 16, generator=torch.Generator().manual_seed(2))
+    W = baseline.sae.W_dec.detach().numpy()
+    assert not np.allclose(W, model.sae.W_dec.detach())
+    z = baseline.sae.features(x)[1].detach().numpy()
+    for row, weights in zip(x.numpy(), z):
+        chosen = np.argsort(-abs(W @ row))[:3]
+        assert set(np.flatnonzero(weights)) == set(chosen)
+        expected = np.linalg.lstsq(W[chosen].T, row, rcond=None)[0]
+        np.testing.assert_allclose(weights[chosen], expected, atol=1e-4)
+    assert main(["--ckpt", str(trained[0] / "ckpt.pt"), "--baseline", "--batches", "2"]) == 0
+    names, ours, random = capsys.readouterr().out.splitlines()
+    assert names.split() == ["explained_variance", "l0", "spliced_loss", "loss_recovered"]
+    assert ours.startswith("trained") and random.startswith("random directions")
+    assert float(random.split()[3]) == pytest.approx(float(ours.split()[2]), abs=0.5)  # L0
+
+
+def test_the_page_has_what_the_command_prints(trained, tmp_path, capsys):
+    command = ["--ckpt", str(trained[0] / "ckpt.pt"), "--features", "3", "--batches", "2"]
+    assert main(command) == 0
+    text = capsys.readouterr().out
+    assert main([*command, "--html", str(tmp_path / "page.html")]) == 0
+    page = (tmp_path / "page.html").read_text()
+    plain = re.sub("<mark>(.*?)</mark>", r"[\1]", page)
+    assert all(line in plain for line in text.splitlines()) and "<script" not in page
+    from model.sae.features import format_context
+    row = torch.tensor(list(b"a<b&c"))
+    tokenizer = type("Bytes", (), dict(decode=lambda self, ids: bytes(ids).decode()))()
+    import html
+    marked = format_context(row, 1, tokenizer, marks=("<mark>", "</mark>"), escape=html.escape)
+    assert marked == "a<mark>&lt;</mark>b&amp;c"
+
+
+@pytest.mark.parametrize("changes, words", [
+    (dict(prefixes=[8, 4]), "expected ascending numbers below d_sae"),
+    (dict(prefixes=[48]), "expected ascending numbers below d_sae"),
+    (dict(target="attn"), "target: expected input, mlp or the number of a block"),
+    (dict(target="2"), "expected a GPT with more than 2 blocks"),
+    (dict(sae="batchtopk", k=49), "k: 49 exceeds d_sae"),
+    (dict(backbone=None), "train_activations.npy")], ids=str)
+def test_bad_input_of_new_keys(tmp_path, data_dir, backbone, changes, words):
+    from train.base.errors import UserError
+    with pytest.raises(UserError, match=re.escape(words)):
+        go(data_dir, tmp_path / "out", **SAE | dict(backbone=str(backbone)) | changes)

@@ -1,63 +1,90 @@
 """A sparse autoencoder of a trained GPT's activations: --model sae --backbone out/quick/ckpt.pt
 
 It reconstructs the residual stream after one block as a sum of few directions out of many
-(features), which are easier to interpret than single dimensions. Top-k: arXiv:2406.04093; ReLU with
-an L1 penalty: transformer-circuits.pub/2024/april-update. The loader runs the frozen backbone, so
-that training sees rows of activations. An evaluation also measures the backbone's loss with the
-reconstruction in place of the activations.
+(features), which are easier to interpret than single dimensions. The loader runs the frozen
+backbone, so that training sees rows of activations. An evaluation also measures the backbone's loss
+with the reconstruction in place of the activations.
 
     python -m model.sae --ckpt out/sae/ckpt.pt                  # texts in which features fire
     python -m model.sae --ckpt out/sae/ckpt.pt --to out/folder  # a folder for sae-lens
 
-Shapes: B windows, T tokens, N activations, C channels (d_in), F features (d_sae).
+Activation functions, the key sae:
+    relu       any number of them, with an L1 penalty (transformer-circuits.pub/2024/april-update)
+    topk       the k largest features of each activation (arXiv:2406.04093)
+    batchtopk  k features on average (arXiv:2412.06410)
+    jumprelu   features above a learned threshold each, with an L0 penalty (arXiv:2407.14435)
+
+With prefixes (Matryoshka, arXiv:2503.17547) the first features also reconstruct alone, so that they
+are the general ones. A transcoder (target, arXiv:2406.11944) reconstructs other activations than
+those that it reads.
+
+Shapes: B windows, T tokens, N activations, C channels (d_in), D = C or, of a transcoder, 2C (input
+and target), F features (d_sae), P prefixes, the last of which is all features.
 """
 
-import json
-import os
+import itertools
 from dataclasses import dataclass, replace
-from pathlib import Path
 
+import numpy as np
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
 
 from model.core.init import fill, stable_hash
-from model.core.load import load_model
 from model.core.ops import IGNORE
 from model.core.weights import check_tokenizer
-from model.sae.activations import N_SKIPPED, OUTLIER_RATIO, ActivationLoader, load_backbone
+from model.sae.activations import (
+    N_SKIPPED,
+    OUTLIER_RATIO,
+    ActivationLoader,
+    load_backbone,
+    open_activations,
+)
 from model.sae.activations import ActivationBuffer as ActivationBuffer  # a public name
-from train.base.cli import command
-from train.base.errors import CheckpointError, echo
+from model.sae.sparse import ActiveFeatures, sum_rows
+from train.base.errors import CheckpointError
 from train.base.fields import key
-from train.base.tensors import write_safetensors
-from train.dataloader import Data, DataLoader, open_token_data
+from train.dataloader import Data, open_token_data
 from train.distributed import broadcast_from_rank0
 
 USE = "python -m model.sae --ckpt {out}/ckpt.pt"
-MUST_MATCH_TO_INIT = ("backbone", "layer")  # features belong to one layer of one model
+MUST_MATCH_TO_INIT = ("backbone", "layer", "target")  # features belong to one layer of one model
+THRESHOLD_RATE = 0.05  # batchtopk: share of the newest step in the running mean of the threshold
+BANDWIDTH = 0.5  # jumprelu: around a threshold, in which features have an effect on it
 
 
 @dataclass
 class Keys:
-    backbone: str = key("out/quick/ckpt.pt", "checkpoint of the GPT whose activations are learned",
-                        free=True, path=True, reads=True)
+    backbone: str | None = key("out/quick/ckpt.pt", "checkpoint of the GPT whose activations are "
+                               "learned; null: data_dir has activations", free=True, path=True,
+                               reads=True)
     layer: int = key(1, "block whose output is learned, from 0", ge=0)
-    sae: str = key("topk", "topk: k features per token; relu: any number, with an L1 penalty",
-                   choices=["topk", "relu"])
+    target: str = key("input", "what is reconstructed: input; mlp: the output of the block's MLP "
+                      "from its input; N: the output of block N from that of block `layer`")
+    sae: str = key("topk", "topk: k features per token; batchtopk: k on average; jumprelu: above "
+                   "learned thresholds, with an L0 penalty; relu: any number, with an L1 penalty",
+                   choices=["topk", "batchtopk", "jumprelu", "relu"])
     d_sae: int = key(1024, "number of features", ge=1)
-    k: int = key(32, "topk: features per token", ge=1, needs="sae=topk")
+    k: int = key(32, "topk, batchtopk: features per token", ge=1, needs="sae=topk|batchtopk")
     l1: float = key(0.02, "relu: weight of the L1 penalty, feature x norm of decoder row", ge=0,
                     needs="sae=relu")
+    l0: float = key(1e-3, "jumprelu: weight of the L0 penalty", ge=0, needs="sae=jumprelu")
+    prefixes: list[int] = key([], "Matryoshka: the first N features also reconstruct alone", ge=1)
     auxk: int = key(64, "dead features that are trained on the reconstruction error; 0: none", ge=0)
     auxk_weight: float = key(1 / 32, "weight of the AuxK loss", ge=0, needs="auxk")
     dead_after: int = key(1000, "steps without firing after which a feature is dead", ge=1)
     buffer_size: int = key(65536, "activations in the ring buffers of all ranks", ge=1)
 
     def problems(self):
-        used = ("k", "auxk") if self.sae == "topk" else ("auxk",)
-        return [f"{name}: {getattr(self, name)} exceeds d_sae, the number of features "
-                f"({self.d_sae})" for name in used if getattr(self, name) > self.d_sae]
+        used = ("k", "auxk") if "topk" in self.sae else ("auxk",)
+        found = [f"{name}: {getattr(self, name)} exceeds d_sae, the number of features "
+                 f"({self.d_sae})" for name in used if getattr(self, name) > self.d_sae]
+        ends = [*self.prefixes, self.d_sae]
+        if ends != sorted(set(ends)):
+            found.append(f"prefixes: {self.prefixes}: expected ascending numbers below d_sae")
+        if self.target not in ("input", "mlp") and not self.target.isdecimal():
+            found.append(f"target: expected input, mlp or the number of a block: {self.target}")
+        return found
 
 
 # -----------------------------------------------------------------------------
@@ -70,12 +97,15 @@ def keep_largest(x, k):
 
 
 class SparseAutoencoder(nn.Module):
-    """forward(activations (N, C)) -> (loss, sums, reconstruction (N, C)).
+    """forward(activations (N, D), group) -> (loss, sums, reconstruction (N, C)).
 
     Activations are centred and scaled with the mean and scale in `spec`. The mean variance is then
     1, and the squared error is about the share of variance that is not explained. Outliers
     (the first newline or comma in many published models) are replaced by the mean before encoding,
     and the reconstruction leaves each unchanged.
+
+    group: of batchtopk, the number of activations that keep k features each on average in training
+    (default: all). A run has groups of one sample, the same at any number of ranks.
     """
 
     def __init__(self, config, spec):
@@ -87,8 +117,12 @@ class SparseAutoencoder(nn.Module):
         self.b_enc = nn.Parameter(torch.empty(d_sae))
         self.W_dec = nn.Parameter(torch.empty(d_sae, d_in))
         self.b_dec = nn.Parameter(torch.empty(d_in))
-        self.register_buffer("mean", torch.empty(d_in))
-        self.register_buffer("scale", torch.empty(()))
+        if config.sae == "jumprelu":
+            self.threshold = nn.Parameter(torch.empty(d_sae))
+        if config.sae == "batchtopk":  # for evaluations: a running mean of the batches' thresholds
+            self.register_buffer("threshold", torch.empty(()))
+        self.register_buffer("mean", torch.empty(len(spec["mean"])))  # (D,)
+        self.register_buffer("scale", torch.empty(np.shape(spec["scale"])))  # () or (2,)
         # Steps since each feature last fired.
         self.register_buffer("silent", torch.empty(d_sae, dtype=torch.int64))
         self.may_have_dead = True  # updated after each step; True only costs time
@@ -100,63 +134,134 @@ class SparseAutoencoder(nn.Module):
             return torch.tensor(self.spec[name])
         if name in ("b_enc", "b_dec", "silent"):
             return torch.zeros(shape)
+        if name == "threshold":  # features are about N(0, 1) before training
+            return torch.ones(shape)
         if name not in ("W_enc", "W_dec"):
             return None
         generator = torch.Generator().manual_seed(stable_hash(seed, "W_dec"))
         rows = torch.randn(self.keys.d_sae, self.spec["d_in"], generator=generator)
-        rows = F.normalize(rows, dim=1) * (1.0 if self.keys.sae == "topk" else 0.1)
+        rows = F.normalize(rows, dim=1) * (0.1 if self.keys.sae == "relu" else 1.0)
         return rows if name == "W_dec" else rows.T
 
     def decoder(self):
-        """Return the decoder (F, C). For top-k, rows are normalised to length 1 here instead of
-        after each step; the gradient is then orthogonal to the row."""
+        """Return the decoder (F, C). Except for relu, rows are normalised to length 1 here instead
+        of after each step; the gradient is then orthogonal to the row."""
         W = self.W_dec.float()
-        return F.normalize(W, dim=1) if self.keys.sae == "topk" else W
+        return W if self.keys.sae == "relu" else F.normalize(W, dim=1)
+
+    def normalise(self, activations):
+        """Return input and target (N, C) of activations (N, D), centred and scaled, outliers 0, and
+        whether each input is an outlier (N, 1)."""
+        c, scale = self.spec["d_in"], self.scale.view(-1)
+        x = (activations[..., :c] - self.mean[:c]) * scale[0]
+        y = (activations[..., -c:] - self.mean[-c:]) * scale[-1]
+        is_outlier = x.square().mean(-1, keepdim=True) > OUTLIER_RATIO**2
+        return x.masked_fill(is_outlier, 0.0), y.masked_fill(is_outlier, 0.0), is_outlier
+
+    def encode(self, activations):
+        """Return the features (N, F) of activations (N, D)."""
+        return self.features(self.normalise(activations)[0])[1]
 
     def features(self, x):
         """Return the features (N, F) of normalised activations x (N, C), before and after the
         nonlinearity."""
-        pre = (x - self.b_dec) @ self.W_enc + self.b_enc
-        kept = keep_largest(pre, self.keys.k) if self.keys.sae == "topk" else pre
-        return pre, F.relu(kept)
-
-    def normalise(self, activations):
-        """Return the activations (N, C), centred and scaled, outliers 0, and whether each is an
-        outlier (N, 1)."""
-        x = (activations - self.mean) * self.scale
-        is_outlier = x.square().mean(-1, keepdim=True) > OUTLIER_RATIO**2
-        return x.masked_fill(is_outlier, 0.0), is_outlier
-
-    def encode(self, activations):
-        """Return the features (N, F) of activations (N, C)."""
-        return self.features(self.normalise(activations)[0])[1]
-
-    def forward(self, activations):
         c = self.keys
-        x, is_outlier = self.normalise(activations)  # (N, C), (N, 1)
-        pre, z = self.features(x)  # (N, F) each
-        W = self.decoder()  # (F, C)
-        out = (z @ W + self.b_dec).float()  # (N, C)
-        error = x - out
+        pre = (x - self.b_dec if c.target == "input" else x) @ self.W_enc + self.b_enc
+        if c.sae in ("batchtopk", "jumprelu"):
+            z = F.relu(pre) * (pre > self.threshold)
+            if c.sae == "jumprelu":  # the gradient of thresholds: arXiv:2407.14435, equation 11
+                z = z + self.threshold.detach() * self.step_estimate(pre)
+            return pre, z
+        return pre, F.relu(keep_largest(pre, c.k) if c.sae == "topk" else pre)
+
+    def step_estimate(self, pre):
+        """Return zeros (N, F) whose gradient is an estimate of that of (pre > threshold) with
+        respect to thresholds: of a ramp, i.e. with a rectangle as kernel."""
+        ramp = ((pre.detach() - self.threshold) / BANDWIDTH + 0.5).clamp(0.0, 1.0)
+        return ramp - ramp.detach()
+
+    def reconstruct(self, z, W):
+        """Return the reconstructions (N, C) by the prefixes of features z (N, F)."""
+        widths = np.diff([0, *self.keys.prefixes, len(W)]).tolist()
+        parts = map(torch.matmul, z.split(widths, dim=1), W.split(widths))
+        return [out.float() for out in itertools.accumulate(parts, initial=self.b_dec)][1:]
+
+    def batch_topk(self, x, group):
+        """Return of batchtopk in training what features() and reconstruct() return, but computed
+        for active features only: pre without gradient, and the number of rows in which each feature
+        fires instead of z; and the sum of the thresholds (arXiv:2412.06410)."""
+        bias = self.bias()
+        with torch.no_grad():
+            pre = torch.addmm(bias, x, self.W_enc).float()  # (N, F)
+            threshold = self.batch_threshold(pre, group)  # (N, 1)
+            row, column = ((pre >= threshold) & (pre > 0)).nonzero(as_tuple=True)  # (E,)
+        values = ActiveFeatures.apply(x, self.W_enc, bias, pre, row, column)
+        values = values / self.W_dec.norm(dim=1)[column]
+        ends = torch.tensor([*self.keys.prefixes, len(bias)], device=x.device)  # (P,)
+        section = row * len(ends) + torch.bucketize(column, ends, right=True)
+        parts = sum_rows(self.W_dec, column, section, len(x) * len(ends), values)
+        outs = parts.view(len(x), len(ends), -1).cumsum(1) + self.b_dec  # (N, P, C)
+        fired = torch.bincount(column, minlength=len(bias))  # (F,)
+        return pre, fired, threshold.sum(), outs.unbind(1)
+
+    def batch_threshold(self, pre, group):
+        """Return for each row of pre (N, F) the smallest feature to keep (N, 1), so that each group
+        of rows keeps k features per row: 0 or more."""
+        n = group * self.keys.k
+        smallest = []
+        for values in pre.flatten().split(group * pre.size(1)):
+            large = values[values > self.threshold / 2]  # selecting from few values is faster
+            values = large if len(large) >= n else values
+            smallest.append(values.kthvalue(len(values) - n + 1).values)
+        return torch.stack(smallest).clamp(min=0.0).repeat_interleave(group)[:, None]
+
+    def bias(self):
+        """Return the bias (F,) of features of x instead of x - b_dec."""
+        return self.b_enc - self.b_dec @ self.W_enc if self.keys.target == "input" else self.b_enc
+
+    def forward(self, activations, group=None):
+        c = self.keys
+        x, y, is_outlier = self.normalise(activations)  # (N, C), (N, C), (N, 1)
+        is_sparse = c.sae == "batchtopk" and self.training
+        if is_sparse:
+            pre, fired, threshold, (*inner, out) = self.batch_topk(x, group or len(x))
+            W = None
+        else:
+            pre, z = self.features(x)  # (N, F) each
+            fired, W = (z != 0).sum(0), self.decoder()  # (F,), (F, C)
+            *inner, out = self.reconstruct(z, W)  # (N, C) each
+        error = y - out
         losses = dict(mse=error.square().mean(1))  # (N,) each
-        weights = dict(mse=1.0, l1=c.l1, auxk=c.auxk_weight)
+        weights = dict(mse=1.0, inner=1.0, l0=c.l0, l1=c.l1, auxk=c.auxk_weight)
+        if inner:
+            losses["inner"] = sum((y - part).square().mean(1) for part in inner)
         if c.sae == "relu":
             losses["l1"] = z.float() @ W.norm(dim=1)
+        if c.sae == "jumprelu":
+            losses["l0"] = ((z > 0) + self.step_estimate(pre)).sum(1)
         if c.auxk:
-            losses["auxk"] = self.auxk_loss(pre, error.detach(), W)
+            losses["auxk"] = self.auxk_loss(x, pre, error.detach(), W)
         loss = sum(weights[name] * values for name, values in losses.items())
         sums = {name: values.sum() for name, values in losses.items()}
-        sums |= dict(x=x.sum(0), xx=x.square().sum(), fired=(z > 0).sum(0))
-        return loss.mean(), sums, torch.where(is_outlier, activations, out / self.scale + self.mean)
+        sums |= dict(x=y.sum(0), xx=y.square().sum(), fired=fired)
+        if is_sparse:
+            sums["threshold"] = threshold
+        n = out.size(1)
+        out = out / self.scale.view(-1)[-1] + self.mean[-n:]
+        return loss.mean(), sums, torch.where(is_outlier, activations[:, -n:], out)
 
-    def auxk_loss(self, pre, error, W):
+    def auxk_loss(self, x, pre, error, W):
         """Return the share (N,) of the reconstruction error (N, C) that the largest dead features
         do not explain (arXiv:2406.04093, A.2). It revives dead features. With fewer than auxk
-        dead features the weight is smaller."""
+        dead features the weight is smaller. W None: only dead features are computed."""
         if not self.may_have_dead:
             return error.new_zeros(len(error))
         dead = self.silent >= self.keys.dead_after  # (F,)
-        z = keep_largest(pre.masked_fill(~dead, -torch.inf), self.keys.auxk)
+        if W is None:
+            index = dead.nonzero()[:, 0]
+            pre = x @ self.W_enc[:, index] + self.bias()[index]
+            dead, W = dead[index], F.normalize(self.W_dec[index], dim=1)
+        z = keep_largest(pre.masked_fill(~dead, -torch.inf), min(self.keys.auxk, len(dead)))
         z = torch.where(dead, z, 0.0)  # -inf if fewer than auxk are dead
         rest = (error - z @ W).float().square().sum(1) / error.square().sum(1).clamp(min=1e-8)
         return rest * (dead.sum() / self.keys.auxk).clamp(max=1.0)
@@ -177,31 +282,36 @@ class SAEModel(nn.Module):
 
     def compile(self, *args, **kwargs):
         """Compile the autoencoder only: an evaluation adds a hook to the backbone."""
-        self.sae.compile(*args, **kwargs)
+        if self.keys.sae != "batchtopk":  # it has shapes that depend on the data
+            self.sae.compile(*args, **kwargs)
 
     def flops_per_unit(self):
+        if self.keys.sae == "batchtopk":  # all products but the first are with k rows
+            return 2 * self.sae.W_enc.numel() + 8 * self.keys.k * self.spec["d_in"]
         return 6 * (self.sae.W_enc.numel() + self.sae.W_dec.numel())
 
     def backbone(self):
         """Return the Backbone. CheckpointError if it is not the one of the training run."""
         c = self.keys
-        backbone = load_backbone(c.backbone, c.layer, self.sae.mean.device, c.dtype)
+        if c.backbone is None:
+            raise CheckpointError("backbone: null: it was trained on activations; see --to")
+        backbone = load_backbone(c.backbone, c.layer, self.sae.mean.device, c.dtype, c.target)
         if self.spec["backbone"] not in (backbone.digest, backbone.file_hash):
             raise CheckpointError(f"backbone: the weights of {c.backbone} are not those of the "
                                   f"training run (sha256 {self.spec['backbone'][:12]}...)")
         return backbone
 
     def forward(self, x, targets=None):
-        """Training: x (B, T, C) activations. Evaluation: x, targets (B, T) tokens, with sums of the
+        """Training: x (B, T, D) activations. Evaluation: x, targets (B, T) tokens, with sums of the
         backbone's loss: unchanged, spliced with the reconstruction, and with zeros instead."""
         if targets is None:
-            return self.sae(x.flatten(0, 1))[:2]
+            return self.sae(x.flatten(0, 1), x.size(1))[:2]
         backbone = self.backbone()
         targets = targets.clone()
         targets[:, :N_SKIPPED] = IGNORE
         loss, sums, out = self.sae(backbone.activations(x).flatten(0, 1))
-        losses = dict(lm_loss=backbone.loss(x, targets, lambda stream: stream),
-                      spliced_loss=backbone.loss(x, targets, lambda stream: out.view(stream.shape)),
+        losses = dict(lm_loss=backbone.loss(x, targets, lambda values: values),
+                      spliced_loss=backbone.loss(x, targets, lambda values: out.view(values.shape)),
                       zeroed_loss=backbone.loss(x, targets, torch.zeros_like))
         count = torch.tensor(len(out), device=out.device)
         return loss, sums | {name: v * count for name, v in losses.items()} | dict(count=count)
@@ -234,6 +344,9 @@ class SAEModel(nn.Module):
         fired = sums["fired"].to(silent.device) > 0
         silent.copy_(torch.where(fired, 0, silent + 1))
         self.sae.may_have_dead = bool((silent >= self.keys.dead_after).any())
+        if self.keys.sae == "batchtopk":
+            mean = float(sums["threshold"] / sums["count"])
+            self.sae.threshold.lerp_(self.sae.threshold.new_tensor(mean), THRESHOLD_RATE)
 
 
 # -----------------------------------------------------------------------------
@@ -241,7 +354,10 @@ class SAEModel(nn.Module):
 
 def open_data(config, ranks):
     """Return the Data: activations for training, windows of tokens for evaluations."""
-    backbone = load_backbone(config.backbone, config.layer, ranks.device, config.dtype)
+    if config.backbone is None:
+        return open_activations(config, ranks)
+    backbone = load_backbone(config.backbone, config.layer, ranks.device, config.dtype,
+                             config.target)
     shape, tokenizer = backbone.gpt.config, backbone.tokenizer
     data = open_token_data(replace(config, vocab_size=shape.vocab_size, block_size=min(
         config.block_size, shape.block_size)), ranks)
@@ -254,89 +370,3 @@ def open_data(config, ranks):
 
 def build_model(config, data):
     return SAEModel(config, data.spec)
-
-
-# -----------------------------------------------------------------------------
-# command
-
-def export_sae_lens(model, folder):
-    """Write cfg.json and sae_weights.safetensors, which sae_lens.SAE.load_from_disk(folder) reads.
-    The weights include the centring and scaling of the activations."""
-    sae, c = model.sae, model.keys
-    tensors = dict(W_enc=sae.W_enc * sae.scale, b_enc=sae.b_enc, W_dec=sae.decoder() / sae.scale,
-                   b_dec=sae.b_dec / sae.scale + sae.mean)
-    kind = (dict(architecture="topk", k=c.k, rescale_acts_by_decoder_norm=False)
-            if c.sae == "topk" else dict(architecture="standard"))
-    cfg = dict(kind, d_in=model.spec["d_in"], d_sae=c.d_sae, dtype="float32", device="cpu",
-               apply_b_dec_to_input=True, normalize_activations="none", reshape_activations="none",
-               metadata=dict(model_name=os.path.basename(os.path.dirname(c.backbone)),
-                             hook_name=f"blocks.{c.layer}.hook_resid_post", prepend_bos=False,
-                             context_size=model.spec["block_size"]))
-    os.makedirs(folder, exist_ok=True)
-    write_safetensors(os.path.join(folder, "sae_weights.safetensors"), tensors)
-    Path(folder, "cfg.json").write_text(json.dumps(cfg, indent=1))
-
-
-@torch.no_grad()
-def find_top_contexts(model, tokens, n_batches, n_contexts):
-    """Find the largest activations of each feature in fixed batches of the loader `tokens`, at most
-    one per window.
-
-    Returns the share of tokens at which each feature fires (F,); values (F, n_contexts) in
-    descending order, with windows and positions (F, n_contexts); the tokens (windows, T).
-    """
-    backbone = model.backbone()
-    batches = []
-    for i in range(tokens.n_fixed(n_batches)):
-        idx, _ = tokens.fixed_batch(i, n_batches, model.sae.mean.device)
-        z = model.sae.encode(backbone.activations(idx))  # (B, T - N_SKIPPED, F)
-        batches.append((idx, (z > 0).float().mean(1), *z.max(1)))  # (B, T), (B, F) each
-    idx, rates, values, positions = map(torch.cat, zip(*batches))
-    value, window = values.topk(min(n_contexts, len(idx)), dim=0)  # (n_contexts, F)
-    position = positions.gather(0, window) + N_SKIPPED
-    return rates.mean(0), value.T, window.T, position.T, idx
-
-
-def format_context(row, position, tokenizer, n_before=40, n_after=12):
-    """Return the text (without a tokenizer, the ids) around a position of row (T,), with the token
-    at the position in brackets."""
-    def decode(ids):
-        ids = ids.tolist()
-        return tokenizer.decode(ids).replace("\n", "\\n") if tokenizer else " ".join(map(str, ids))
-    before = decode(row[max(0, position - n_before):position])
-    token = decode(row[position:position + 1])
-    after = decode(row[position + 1:position + 1 + n_after])
-    return ("" if tokenizer else " ").join((before, f"[{token}]", after))
-
-
-@dataclass
-class FeatureOptions:
-    """Show the texts in which features of a sparse autoencoder fire, or export it for sae-lens."""
-    ckpt: str = key("out/sae/ckpt.pt", "checkpoint")
-    to: str | None = key(None, "export to this folder, which sae-lens loads", metavar="FOLDER")
-    data_dir: str | None = key(None, "tokens to search (default: those of the training run)")
-    features: int = key(5, "number of features to show", ge=1)
-    contexts: int = key(5, "texts per feature", ge=1)
-    batches: int = key(32, "batches of 16 validation windows to search", ge=1)
-
-
-def show_features(options):
-    """Print the contexts of the features that fire most strongly, or export the autoencoder."""
-    model, _ = load_model(options.ckpt, expect="sae")
-    if options.to:
-        export_sae_lens(model, options.to)
-        print(f"Wrote {options.to}; load it with sae_lens.SAE.load_from_disk({options.to!r})")
-        return
-    spec = model.spec
-    tokens = DataLoader(options.data_dir or model.keys.data_dir, 16, spec["block_size"], "val",
-                        vocab_size=spec["vocab_size"])
-    rate, value, window, position, idx = find_top_contexts(model, tokens, options.batches,
-                                                           options.contexts)
-    tokenizer = model.backbone().tokenizer
-    for f in value.mean(1).argsort(descending=True)[:options.features].tolist():
-        print(f"feature {f}: fires at {float(rate[f]):.2%} of the tokens")
-        for v, w, p in zip(value[f].tolist(), window[f].tolist(), position[f].tolist()):
-            echo(f"  {v:8.2f}  {format_context(idx[w], p, tokenizer)}")
-
-
-main = command(FeatureOptions, show_features)

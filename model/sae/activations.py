@@ -3,7 +3,8 @@
 A batch is a function of the step and independent of the number of ranks, as with every loader, so
 that a run resumes exactly.
 
-Shapes: B windows, T tokens, C channels of the residual stream.
+Shapes: B windows, T tokens, C channels of the residual stream, D channels of an activation: C, or
+2C of a transcoder (input and target).
 """
 
 import copy
@@ -16,10 +17,12 @@ import numpy as np
 import torch
 import torch.nn as nn
 
+from data.rows import open_rows
 from model.core.init import stable_hash
 from model.core.weights import load_frozen
 from model.gpt import GPT
 from train.base.errors import CheckpointError
+from train.dataloader import Data, RowLoader
 from train.device import choose_dtype
 from train.distributed import get_device
 
@@ -35,25 +38,31 @@ OUTLIER_RATIO = 4
 # the backbone
 
 class Backbone:
-    """Reads and replaces the residual stream of a frozen GPT after block `layer`. It is no module:
-    in no checkpoint, and not sharded.
+    """Reads and replaces the residual stream of a frozen GPT after block `layer`; for a transcoder
+    (`target`, a key), it replaces the target. It is no module: in no checkpoint, and not sharded.
 
     path: the checkpoint; dtype: the key of the configuration. Raises CheckpointError if the
     checkpoint is missing or no GPT with such a block.
     """
 
-    def __init__(self, path, layer, device, dtype):
+    def __init__(self, path, layer, device, dtype, target="input"):
         self.path = path
-        self.layer = layer
+        self.target = target
         self.dtype = choose_dtype(dtype, device)[0]
         self.gpt, self.tokenizer, state = load_frozen(path, device=device)
         self.digest = state["digest"]
-        if not isinstance(self.gpt, GPT) or layer >= len(self.gpt.h):
-            raise CheckpointError(f"backbone: {path}: expected a GPT with more than {layer} blocks "
-                                  "(the key layer)")
-        # The lower blocks without the final norm, with shared weights: trunk() is the stream.
+        last = int(target) if target.isdecimal() else layer
+        if not isinstance(self.gpt, GPT) or last >= len(self.gpt.h):
+            raise CheckpointError(f"backbone: {path}: expected a GPT with more than {last} blocks "
+                                  "(the keys layer, target)")
+        self.dim = self.gpt.config.n_embd * (1 if target == "input" else 2)  # D
+        # The modules that are read, and of which the output is replaced.
+        self.source, self.edited = self.gpt.h[layer], self.gpt.h[last]
+        if target == "mlp":
+            self.source = self.edited = self.source.mlp
+        # The lower blocks without the final norm, with shared weights.
         self.lower = copy.copy(self.gpt)
-        self.lower._modules = self.gpt._modules | {"h": self.gpt.h[:layer + 1],
+        self.lower._modules = self.gpt._modules | {"h": self.gpt.h[:last + 1],
                                                    "ln_f": nn.Identity()}
 
     @functools.cached_property
@@ -65,30 +74,44 @@ class Backbone:
 
     @torch.no_grad()
     def activations(self, idx):
-        """Return the stream after the block, (B, T - N_SKIPPED, C) float32, for tokens idx
-        (B, T)."""
-        with torch.autocast(idx.device.type, self.dtype, enabled=self.dtype != torch.float32):
-            return self.lower.trunk(idx)[:, N_SKIPPED:].float()
+        """Return the activations (B, T - N_SKIPPED, D), float32, for tokens idx (B, T)."""
+        rows = []
+        def record(module, args, out):
+            rows.extend((args[0], out))
+        with (torch.autocast(idx.device.type, self.dtype, enabled=self.dtype != torch.float32),
+              self.source.register_forward_hook(record), self.edited.register_forward_hook(record)):
+            self.lower.trunk(idx)
+        # If both are the same module, its input and output are recorded twice.
+        x = [] if self.target == "input" else [rows[0 if self.target == "mlp" else 1]]
+        return torch.cat((*x, rows[-1]), dim=-1)[:, N_SKIPPED:].float()
 
     @torch.no_grad()
     def loss(self, idx, targets, edit):
-        """Return the language model's loss with the stream x (B, T - N_SKIPPED, C) replaced by
+        """Return the language model's loss with the target x (B, T - N_SKIPPED, C) replaced by
         edit(x)."""
-        def hook(block, args, x):
+        def hook(module, args, x):
             return torch.cat((x[:, :N_SKIPPED], edit(x[:, N_SKIPPED:]).to(x.dtype)), dim=1)
-        with self.gpt.h[self.layer].register_forward_hook(hook):
+        with self.edited.register_forward_hook(hook):
             return self.gpt(idx, targets)[0]
 
     def statistics(self, tokens, n_windows=64):
-        """Return ([mean per channel], the scale for a mean variance of 1) of the
-        activations of windows that are evenly spaced in the loader `tokens`, without outliers."""
+        """Return measure_scale() of the activations of windows that are evenly spaced in the loader
+        `tokens`."""
         starts = np.linspace(0, tokens.n_tokens - tokens.block_size, n_windows).astype(np.int64)
         idx = tokens.stream.read(np.unique(starts), tokens.block_size).astype(np.int64)
         x = self.activations(torch.from_numpy(idx).to(self.gpt.wte.weight.device))
-        x = x.flatten(0, 1).cpu().double()  # (N, C)
-        length = x.norm(dim=1)
-        x = x[length <= OUTLIER_RATIO * length.median()]
-        return x.mean(0).tolist(), float(x.var(0, correction=0).mean().clamp(min=1e-12) ** -0.5)
+        return measure_scale(x.flatten(0, 1), self.gpt.config.n_embd)
+
+
+def measure_scale(x, d_in):
+    """Return ([mean per channel], the scale for a mean variance of 1) of activations x (N, D)
+    without outliers. Of a transcoder the scale is a list: of input and target."""
+    x = x.cpu().double()
+    length = x[:, :d_in].norm(dim=1)
+    x = x[length <= OUTLIER_RATIO * length.median()]
+    scales = [float(part.var(0, correction=0).mean().clamp(min=1e-12) ** -0.5)
+              for part in x.split(d_in, dim=1)]
+    return x.mean(0).tolist(), scales if len(scales) > 1 else scales[0]
 
 
 load_backbone = functools.lru_cache(maxsize=1)(Backbone)  # the loader and the model share it
@@ -133,7 +156,7 @@ class ActivationBuffer:
 
 
 class ActivationLoader:
-    """Loader of activations (B, T - N_SKIPPED, C).
+    """Loader of activations (B, T - N_SKIPPED, D).
 
     Each position of the global batch has a ring buffer. Every step adds the activations of a
     window of tokens to it and samples the same number of rows from it, so that a batch mixes the
@@ -171,7 +194,7 @@ class ActivationLoader:
         if last not in (step, step - n):
             last = max(micro - n, step - self.n_windows * n)
             size = self.n_windows * self.units_per_sample
-            buffers = [ActivationBuffer(size, self.backbone.gpt.config.n_embd, device)
+            buffers = [ActivationBuffer(size, self.backbone.dim, device)
                        for _ in range(self.tokens.batch_size)]
         for s in range(last + n, step + 1, n):
             idx, _ = self.tokens.get_batch(device, s)
@@ -182,3 +205,17 @@ class ActivationLoader:
 
     def fingerprint(self):
         return self.tokens.fingerprint() | {"backbone": self.backbone.digest}
+
+
+def open_activations(config, ranks):
+    """Return the Data of a folder with activations: {train,val}_activations.npy, float32 (windows,
+    T, C). The T activations of a window should be a random sample. Raises DataError."""
+    train, val = (RowLoader(open_rows(config.data_dir, split, activations=((None, None), None,
+                                                                           None)), config, ranks)
+                  for split in ("train", "val"))
+    some, = train.rows(np.linspace(0, train.samples - 1, 64).astype(np.int64))  # (64, T, C)
+    _, val.units_per_sample, d_in = some.shape
+    train.units_per_sample = val.units_per_sample
+    mean, scale = measure_scale(torch.from_numpy(some).flatten(0, 1), d_in)
+    spec = dict(d_in=d_in, mean=mean, scale=scale, backbone=None, block_size=some.shape[1])
+    return Data(train, val, spec)

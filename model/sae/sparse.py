@@ -1,0 +1,34 @@
+"""Products that compute active features only.
+
+With k of F features active, all products of a training step but the first one of the encoder are
+sums over the k N active entries of the features (N, F).
+
+Shapes: N activations, C channels, F features, E active entries, in the order of the rows.
+"""
+
+import torch
+import torch.nn.functional as F
+
+
+def sum_rows(W, index, groups, n, weights):
+    """Return sums (n, C) of weights (E,) times W[index] (E, C), by the ascending groups (E,)."""
+    starts = torch.searchsorted(groups, torch.arange(n, device=groups.device))
+    return F.embedding_bag(index, W, starts, mode="sum", per_sample_weights=weights)
+
+
+class ActiveFeatures(torch.autograd.Function):
+    """Entries (E,) at row, column of pre (N, F) = x @ W + bias. x (N, C) has no gradient."""
+
+    @staticmethod
+    def forward(ctx, x, W, bias, pre, row, column):
+        ctx.save_for_backward(x, row, column)
+        ctx.n_features = len(bias)
+        return pre[row, column]
+
+    @staticmethod
+    def backward(ctx, grad):
+        x, row, column = ctx.saved_tensors
+        columns, order = column.sort(stable=True)
+        d_W = sum_rows(x, row[order], columns, ctx.n_features, grad[order]).T  # (C, F)
+        d_bias = torch.bincount(column, grad, minlength=ctx.n_features)
+        return None, d_W, d_bias, None, None, None
