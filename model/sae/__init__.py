@@ -5,8 +5,10 @@ It reconstructs the residual stream after one block as a sum of few directions o
 backbone, so that training sees rows of activations. An evaluation also measures the backbone's loss
 with the reconstruction in place of the activations.
 
-    python -m model.sae --ckpt out/sae/ckpt.pt                  # texts in which features fire
-    python -m model.sae --ckpt out/sae/ckpt.pt --to out/folder  # a folder for sae-lens
+    python -m model.sae --ckpt out/sae/ckpt.pt                     # texts in which features fire
+    python -m model.sae --ckpt out/sae/ckpt.pt --html page.html    # the same as a page
+    python -m model.sae --ckpt out/sae/ckpt.pt --baseline          # random directions beside it
+    python -m model.sae --ckpt out/sae/ckpt.pt --to out/folder     # a folder for sae-lens
 
 Activation functions, the key sae:
     relu       any number of them, with an L1 penalty (transformer-circuits.pub/2024/april-update)
@@ -14,16 +16,20 @@ Activation functions, the key sae:
     batchtopk  k features on average (arXiv:2412.06410)
     jumprelu   features above a learned threshold each, with an L0 penalty (arXiv:2407.14435)
 
-With prefixes (Matryoshka, arXiv:2503.17547) the first features also reconstruct alone, so that they
-are the general ones. A transcoder (target, arXiv:2406.11944) reconstructs other activations than
-those that it reads.
+With prefixes (Matryoshka, arXiv:2503.17547) the first features of batchtopk also reconstruct alone
+in training, so that they are the general ones. A transcoder (target, arXiv:2406.11944) reconstructs
+other activations than those that it reads.
 
 Shapes: B windows, T tokens, N activations, C channels (d_in), D = C or, of a transcoder, 2C (input
 and target), F features (d_sae), P prefixes, the last of which is all features.
 """
 
-import itertools
+import contextlib
+import html
+import json
+import os
 from dataclasses import dataclass, replace
+from pathlib import Path
 
 import numpy as np
 import torch
@@ -31,6 +37,7 @@ import torch.nn as nn
 import torch.nn.functional as F
 
 from model.core.init import fill, stable_hash
+from model.core.load import load_model
 from model.core.ops import IGNORE
 from model.core.weights import check_tokenizer
 from model.sae.activations import (
@@ -42,15 +49,23 @@ from model.sae.activations import (
 )
 from model.sae.activations import ActivationBuffer as ActivationBuffer  # a public name
 from model.sae.sparse import ActiveFeatures, sum_rows
-from train.base.errors import CheckpointError
+from train.base.cli import command, format_table
+from train.base.errors import CheckpointError, ConfigError, echo
 from train.base.fields import key
-from train.dataloader import Data, open_token_data
-from train.distributed import broadcast_from_rank0
+from train.base.tensors import write_safetensors
+from train.dataloader import Data, DataLoader, open_token_data
+from train.distributed import Ranks, broadcast_from_rank0
+from train.evaluate import evaluate
 
 USE = "python -m model.sae --ckpt {out}/ckpt.pt"
 MUST_MATCH_TO_INIT = ("backbone", "layer", "target")  # features belong to one layer of one model
 THRESHOLD_RATE = 0.05  # batchtopk: share of the newest step in the running mean of the threshold
 BANDWIDTH = 0.5  # jumprelu: around a threshold, in which features have an effect on it
+NUMBERS = ("explained_variance", "l0", "spliced_loss", "loss_recovered")  # beside the baseline
+PAGE = """<!DOCTYPE html><meta charset="utf-8"><title>Features of {0}</title>
+<h1>Features of {0}</h1>
+<pre style="font-size: 14px; line-height: 1.6">{1}</pre>
+"""
 
 
 @dataclass
@@ -69,7 +84,8 @@ class Keys:
     l1: float = key(0.02, "relu: weight of the L1 penalty, feature x norm of decoder row", ge=0,
                     needs="sae=relu")
     l0: float = key(1e-3, "jumprelu: weight of the L0 penalty", ge=0, needs="sae=jumprelu")
-    prefixes: list[int] = key([], "Matryoshka: the first N features also reconstruct alone", ge=1)
+    prefixes: list[int] = key([], "batchtopk: the first N features also reconstruct alone, for "
+                              "each N of this list (Matryoshka)", ge=1, needs="sae=batchtopk")
     auxk: int = key(64, "dead features that are trained on the reconstruction error; 0: none", ge=0)
     auxk_weight: float = key(1 / 32, "weight of the AuxK loss", ge=0, needs="auxk")
     dead_after: int = key(1000, "steps without firing after which a feature is dead", ge=1)
@@ -82,8 +98,9 @@ class Keys:
         ends = [*self.prefixes, self.d_sae]
         if ends != sorted(set(ends)):
             found.append(f"prefixes: {self.prefixes}: expected ascending numbers below d_sae")
-        if self.target not in ("input", "mlp") and not self.target.isdecimal():
-            found.append(f"target: expected input, mlp or the number of a block: {self.target}")
+        is_block = self.target.isdecimal() and int(self.target) >= self.layer
+        if self.target not in ("input", "mlp") and not is_block:
+            found.append(f"target: {self.target}: expected input, mlp or a block from layer on")
         return found
 
 
@@ -180,16 +197,9 @@ class SparseAutoencoder(nn.Module):
         ramp = ((pre.detach() - self.threshold) / BANDWIDTH + 0.5).clamp(0.0, 1.0)
         return ramp - ramp.detach()
 
-    def reconstruct(self, z, W):
-        """Return the reconstructions (N, C) by the prefixes of features z (N, F)."""
-        widths = np.diff([0, *self.keys.prefixes, len(W)]).tolist()
-        parts = map(torch.matmul, z.split(widths, dim=1), W.split(widths))
-        return [out.float() for out in itertools.accumulate(parts, initial=self.b_dec)][1:]
-
     def batch_topk(self, x, group):
-        """Return of batchtopk in training what features() and reconstruct() return, but computed
-        for active features only: pre without gradient, and the number of rows in which each feature
-        fires instead of z; and the sum of the thresholds (arXiv:2412.06410)."""
+        """Return of batchtopk in training (arXiv:2412.06410) the features (N, F) before the
+        nonlinearity, without gradient; the reconstruction (N, C) by each prefix; and sums."""
         bias = self.bias()
         with torch.no_grad():
             pre = torch.addmm(bias, x, self.W_enc).float()  # (N, F)
@@ -202,7 +212,7 @@ class SparseAutoencoder(nn.Module):
         parts = sum_rows(self.W_dec, column, section, len(x) * len(ends), values)
         outs = parts.view(len(x), len(ends), -1).cumsum(1) + self.b_dec  # (N, P, C)
         fired = torch.bincount(column, minlength=len(bias))  # (F,)
-        return pre, fired, threshold.sum(), outs.unbind(1)
+        return pre, outs.unbind(1), dict(fired=fired, threshold=threshold.sum())
 
     def batch_threshold(self, pre, group):
         """Return for each row of pre (N, F) the smallest feature to keep (N, 1), so that each group
@@ -222,14 +232,14 @@ class SparseAutoencoder(nn.Module):
     def forward(self, activations, group=None):
         c = self.keys
         x, y, is_outlier = self.normalise(activations)  # (N, C), (N, C), (N, 1)
-        is_sparse = c.sae == "batchtopk" and self.training
-        if is_sparse:
-            pre, fired, threshold, (*inner, out) = self.batch_topk(x, group or len(x))
+        if c.sae == "batchtopk" and self.training:
+            pre, (*inner, out), counts = self.batch_topk(x, group or len(x))
             W = None
         else:
             pre, z = self.features(x)  # (N, F) each
-            fired, W = (z != 0).sum(0), self.decoder()  # (F,), (F, C)
-            *inner, out = self.reconstruct(z, W)  # (N, C) each
+            W = self.decoder()  # (F, C)
+            inner, out = [], (z @ W + self.b_dec).float()  # (N, C)
+            counts = dict(fired=(z != 0).sum(0))
         error = y - out
         losses = dict(mse=error.square().mean(1))  # (N,) each
         weights = dict(mse=1.0, inner=1.0, l0=c.l0, l1=c.l1, auxk=c.auxk_weight)
@@ -243,9 +253,7 @@ class SparseAutoencoder(nn.Module):
             losses["auxk"] = self.auxk_loss(x, pre, error.detach(), W)
         loss = sum(weights[name] * values for name, values in losses.items())
         sums = {name: values.sum() for name, values in losses.items()}
-        sums |= dict(x=y.sum(0), xx=y.square().sum(), fired=fired)
-        if is_sparse:
-            sums["threshold"] = threshold
+        sums |= dict(x=y.sum(0), xx=y.square().sum(), **counts)
         n = out.size(1)
         out = out / self.scale.view(-1)[-1] + self.mean[-n:]
         return loss.mean(), sums, torch.where(is_outlier, activations[:, -n:], out)
@@ -345,8 +353,8 @@ class SAEModel(nn.Module):
         silent.copy_(torch.where(fired, 0, silent + 1))
         self.sae.may_have_dead = bool((silent >= self.keys.dead_after).any())
         if self.keys.sae == "batchtopk":
-            mean = float(sums["threshold"] / sums["count"])
-            self.sae.threshold.lerp_(self.sae.threshold.new_tensor(mean), THRESHOLD_RATE)
+            mean = (sums["threshold"] / sums["count"]).to(self.sae.threshold)
+            self.sae.threshold.lerp_(mean, THRESHOLD_RATE)
 
 
 # -----------------------------------------------------------------------------
@@ -370,3 +378,154 @@ def open_data(config, ranks):
 
 def build_model(config, data):
     return SAEModel(config, data.spec)
+
+
+# -----------------------------------------------------------------------------
+# sae-lens
+
+def export_sae_lens(model, folder):
+    """Write cfg.json and sae_weights.safetensors, which sae_lens.SAE.load_from_disk(folder) reads.
+    The weights include the centring and scaling of the activations. A trained batchtopk autoencoder
+    is jumprelu, with or without prefixes. Raises ConfigError."""
+    sae, c, spec = model.sae, model.keys, model.spec
+    is_transcoder = c.target != "input"
+    scale, mean = sae.scale.view(-1), sae.mean
+    tensors = dict(W_enc=sae.W_enc * scale[0], b_enc=sae.b_enc, W_dec=sae.decoder() / scale[-1],
+                   b_dec=sae.b_dec / scale[-1] + mean[-spec["d_in"]:])
+    if hasattr(sae, "threshold"):
+        tensors["threshold"] = sae.threshold.expand(c.d_sae)
+    hook = "ln2.hook_normalized" if c.target == "mlp" else "hook_resid_post"
+    cfg = dict(architecture=dict(topk="topk", relu="standard").get(c.sae, "jumprelu"),
+               d_in=spec["d_in"], d_sae=c.d_sae, dtype="float32", device="cpu",
+               apply_b_dec_to_input=not is_transcoder, normalize_activations="none",
+               reshape_activations="none",
+               metadata=dict(model_name=os.path.basename(os.path.dirname(c.backbone or "")),
+                             hook_name=f"blocks.{c.layer}.{hook}", prepend_bos=False,
+                             context_size=spec["block_size"]))
+    if c.sae == "topk":
+        cfg |= dict(k=c.k, rescale_acts_by_decoder_norm=False)
+    if is_transcoder:
+        if c.sae == "topk":
+            raise ConfigError(["sae-lens has no transcoder with topk; use batchtopk"])
+        tensors["b_enc"] = sae.b_enc - mean[:spec["d_in"]] @ tensors["W_enc"]  # not of x - b_dec
+        cfg |= dict(architecture="transcoder" if c.sae == "relu" else "jumprelu_transcoder",
+                    d_out=spec["d_in"])
+    os.makedirs(folder, exist_ok=True)
+    write_safetensors(os.path.join(folder, "sae_weights.safetensors"), tensors)
+    Path(folder, "cfg.json").write_text(json.dumps(cfg, indent=1))
+
+
+# -----------------------------------------------------------------------------
+# the baseline
+
+def random_directions(model, k):
+    """Return the baseline of an autoencoder (arXiv:2602.14111): its directions are random. The k
+    that are closest to an activation reconstruct it, with the weights of least squares."""
+    c = model.keys.replace(sae="topk", k=k, auxk=0, prefixes=[])
+    baseline = SAEModel(c, model.spec).eval()
+    W = baseline.sae.W_dec  # (F, C)
+
+    def features(x):
+        index = (x @ W.T).abs().topk(k).indices  # (N, k)
+        weights = torch.linalg.lstsq(W[index].mT, x[..., None]).solution[..., 0]  # (N, k)
+        return x, x.new_zeros(len(x), c.d_sae).scatter(1, index, weights)
+
+    baseline.sae.features = features
+    return baseline
+
+
+def compare_with_random(model, tokens, n_batches):
+    """Return a table, rows of texts, of the numbers of an autoencoder and of the baseline with as
+    many features per token."""
+    if model.keys.target != "input":
+        raise ConfigError(["--baseline: random directions cannot predict a transcoder's target"])
+    table = [["", *NUMBERS]]
+    for name in ("trained", "random directions"):
+        numbers = evaluate(model, model, tokens, n_batches, Ranks(), contextlib.nullcontext)
+        table.append([name, *(f"{numbers[f'val_{n}']:.4f}" for n in NUMBERS)])
+        model = random_directions(model, max(1, round(numbers["val_l0"])))
+    return table
+
+
+# -----------------------------------------------------------------------------
+# texts
+
+@torch.no_grad()
+def find_top_contexts(model, tokens, n_batches, n_contexts):
+    """Find the largest activations of each feature in fixed batches of the loader `tokens`, at most
+    one per window.
+
+    Returns the share of tokens at which each feature fires (F,); values (F, n_contexts) in
+    descending order, with windows and positions (F, n_contexts); the tokens (windows, T).
+    """
+    backbone = model.backbone()
+    batches = []
+    for i in range(tokens.n_fixed(n_batches)):
+        idx, _ = tokens.fixed_batch(i, n_batches, model.sae.mean.device)
+        z = model.sae.encode(backbone.activations(idx))  # (B, T - N_SKIPPED, F)
+        batches.append((idx, (z > 0).float().mean(1), *z.max(1)))  # (B, T), (B, F) each
+    idx, rates, values, positions = map(torch.cat, zip(*batches))
+    value, window = values.topk(min(n_contexts, len(idx)), dim=0)  # (n_contexts, F)
+    position = positions.gather(0, window) + N_SKIPPED
+    return rates.mean(0), value.T, window.T, position.T, idx
+
+
+def format_context(row, position, tokenizer, n_before=40, n_after=12, marks="[]", escape=str):
+    """Return the text (without a tokenizer, the ids) around a position of row (T,), with the token
+    at the position between the `marks`."""
+    def decode(ids):
+        ids = ids.tolist()
+        return escape(tokenizer.decode(ids).replace("\n", "\\n") if tokenizer
+                      else " ".join(map(str, ids)))
+    before = decode(row[max(0, position - n_before):position])
+    token = decode(row[position:position + 1])
+    after = decode(row[position + 1:position + 1 + n_after])
+    return ("" if tokenizer else " ").join((before, f"{marks[0]}{token}{marks[1]}", after))
+
+
+@dataclass
+class FeatureOptions:
+    """Show the texts in which features of a sparse autoencoder fire, or export it for sae-lens."""
+    ckpt: str = key("out/sae/ckpt.pt", "checkpoint")
+    to: str | None = key(None, "export to this folder, which sae-lens loads", metavar="FOLDER")
+    html: str | None = key(None, "write the features to this page", metavar="FILE")
+    baseline: bool = key(False, "compare the reconstruction with that of random directions")
+    data_dir: str | None = key(None, "tokens to search (default: those of the training run)")
+    features: int = key(5, "number of features to show", ge=1)
+    contexts: int = key(5, "texts per feature", ge=1)
+    batches: int = key(32, "batches of 16 validation windows to search", ge=1)
+
+
+def show_features(options):
+    """Print the contexts of the features that fire most strongly, or write them to a page; print
+    the numbers beside the baseline's; or export the autoencoder."""
+    model, _ = load_model(options.ckpt, expect="sae")
+    if options.to:
+        export_sae_lens(model, options.to)
+        print(f"Wrote {options.to}; load it with sae_lens.SAE.load_from_disk({options.to!r})")
+        return
+    tokenizer = model.backbone().tokenizer
+    spec = model.spec
+    tokens = DataLoader(options.data_dir or model.keys.data_dir, 16, spec["block_size"], "val",
+                        vocab_size=spec["vocab_size"])
+    if options.baseline:
+        print(format_table(compare_with_random(model, tokens, options.batches)))
+        return
+    rate, value, window, position, idx = find_top_contexts(model, tokens, options.batches,
+                                                           options.contexts)
+    style = dict(marks=("<mark>", "</mark>"), escape=html.escape) if options.html else {}
+    lines = []
+    for f in value.mean(1).argsort(descending=True)[:options.features].tolist():
+        lines.append(f"feature {f}: fires at {float(rate[f]):.2%} of the tokens")
+        for v, w, p in zip(value[f].tolist(), window[f].tolist(), position[f].tolist()):
+            lines.append(f"  {v:8.2f}  {format_context(idx[w], p, tokenizer, **style)}")
+    if options.html:
+        Path(options.html).write_text(PAGE.format(html.escape(options.ckpt), "\n".join(lines)),
+                                      encoding="utf-8")
+        print(f"Wrote {options.html}")
+        return
+    for line in lines:
+        echo(line)
+
+
+main = command(FeatureOptions, show_features)

@@ -1,6 +1,6 @@
 import sys
 
-from model.sae.features import main
+from model.sae import main
 
 if __name__ == "__main__":
     sys.exit(main())
