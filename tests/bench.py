@@ -28,7 +28,7 @@ from pathlib import Path
 import torch
 
 from model.core.generate import generate
-from model.core.quantize import Int8Linear, replace_linear_layers
+from model.core.packed import replace_linear_layers
 from model.gpt import GPT, GPTConfig
 from train.base.cli import underscores
 from train.base.memory import keep_freed_memory
@@ -301,13 +301,9 @@ def sample(o):
     n = sum(p.numel() for p in our_model(o)[0].parameters())
     low = short(dtype)
     kinds = [(low, replace_linear_layers, dtype.itemsize)]
-    if o.device.type == "cpu":  # there is no good kernel for CUDA, see model/core/quantize.py
-        kinds.append(("int8", functools.partial(replace_linear_layers,
-                                                 linear_class=Int8Linear), 1))
     if o.compile:
         from model.sample.compiled import compile_decoder
-        kinds += [(f"{low}, compiled", compile_decoder, dtype.itemsize),
-                  ("int8, compiled", functools.partial(compile_decoder, quantized=True), 1)]
+        kinds.append((f"{low}, compiled", compile_decoder, dtype.itemsize))
     for kind, prepare, size in kinds:
         model = prepare(our_model(o)[0].to(dtype).eval())
         add(f"ours, {kind}", n * size, functools.partial(generate, model), T // 2)

@@ -96,7 +96,7 @@ def test_rows_against_a_peer(peer, tmp_path, capsys, monkeypatch):
     assert {name.split(",")[0] for name in training["results"]} == {"ours", "ours as GPT-2", "peer"}
     assert all(v["median"] > 0 and v["of_bound"] > 0 for r in result["rows"]
                for v in r["results"].values())
-    assert len(sampling["results"]) == 3 and "context of 32 full" in sampling["work"]
+    assert len(sampling["results"]) == 2 and "context of 32 full" in sampling["work"]
     machine = result["machine"]
     assert machine["matmul_tflops"]["bfloat16"] > 0 and machine["read_gb_s"] > 0
     assert machine["cpu"] and machine["gpu"] is None and machine["torch"] == torch.__version__
@@ -110,7 +110,7 @@ def test_without_a_peer_only_our_side_runs(capsys, monkeypatch):
     assert bench.main(["sample", "--tiny", "--repeats", "1", "--device", "cpu"]) == 0
     torch.set_num_threads(threads)
     out = capsys.readouterr().out
-    assert "peer" not in out and "ours, int8 |" in out and "ours, int8, compiled |" in out
+    assert "peer" not in out and out.count("| ours, ") == 2 and ", compiled |" in out
 
 
 def test_one_flop_formula_for_both_sides():

@@ -13,7 +13,7 @@ from data.tokenizer import load_tokenizer
 from model.core.generate import generate, sample_indices, sample_texts, sample_tokens
 from model.core.kv_cache import SINK_TOKENS, KVCache, create_cache
 from model.core.ops import apply_rope, attend, rope_table
-from model.core.quantize import Int8Linear, replace_linear_layers
+from model.core.packed import replace_linear_layers
 from model.gpt import GPT, GPTConfig
 from model.moe import RoutedBlock
 from model.sample import load_model, main
@@ -284,7 +284,7 @@ def test_rows_of_unequal_length_take_one_token_at_a_time(model):
         model(random_tokens(2, 2), cache=cache)
 
 
-# --- packed and quantized
+# --- packed
 
 SHAPES = [{}, dict(mlp="gelu", bias=True, norm="layer", tie_weights=False, pos="learned"),
           dict(n_kv_head=1, qk_norm=True, mlp="relu2")]
@@ -301,41 +301,6 @@ def test_packed_products_are_the_plain_ones(shape, dtype):
     if dtype == torch.float32:
         out = [generate(m, idx[:, :3], 10, temperature=0) for m in (plain, packed)]
         assert torch.equal(*out)
-
-
-@pytest.mark.parametrize("rows", [1, 3, 40])
-@pytest.mark.parametrize("bias", [True, False])
-@pytest.mark.parametrize("width", [32, 24])  # 24: past the kernel, which reads 16 at a time
-@torch.no_grad()
-def test_int8_weights_are_within_half_a_step(width, bias, rows):
-    torch.manual_seed(0)
-    layers = [torch.nn.Linear(width, n, bias=bias).bfloat16() for n in (48, 16)]
-    joined, x = Int8Linear(*layers), torch.randn(1, rows, width).bfloat16()
-    weight = torch.cat([layer.weight for layer in layers])
-    step = joined.scale.float()[:, None]  # as products have it: with 8 bits
-    torch.testing.assert_close(step, weight.float().abs().amax(1, keepdim=True) / 127, rtol=2 ** -8,
-                               atol=0)
-    assert ((joined.int8 * step - weight.float()).abs() <= 0.501 * step).all()
-    assert joined.has_kernel == (width == 32)
-    wanted = torch.cat([layer(x) for layer in layers], dim=-1)
-    assert (joined(x) - wanted).norm() < 0.01 * wanted.norm()
-
-
-def test_int8_logits_are_those_of_the_weights():
-    model, idx = replace_linear_layers(small().bfloat16(), Int8Linear), random_tokens(2, 16)
-    assert (model(idx) - small()(idx)).abs().max() < 0.05
-
-
-@torch.no_grad()
-def test_int8_keeps_the_perplexity_of_a_trained_model(checkpoint):
-    def perplexity(change):
-        model, tokenizer = load_model(checkpoint, dtype=torch.bfloat16)
-        ids = torch.tensor([tokenizer.encode(TEXT[i:i + 33]) for i in range(0, 3000, 29)])
-        model = change(model)
-        return model(ids[:, :-1], ids[:, 1:])[0].exp().item()
-    plain, quantized = perplexity(lambda m: m), perplexity(
-        lambda m: replace_linear_layers(m, Int8Linear))
-    assert plain < 10 and abs(quantized / plain - 1) < 0.002
 
 
 # --- compiled
@@ -358,17 +323,6 @@ def test_compiled_tokens_are_the_plain_ones(shape):
         texts = [generate(m, idx[:, :3].repeat(rows, 1), 50, temperature=0)
                  for m in (plain, decoder)]
         assert torch.equal(*texts)
-
-
-@torch.no_grad()
-def test_compiled_int8_is_int8():
-    decoder = compile_decoder(small().bfloat16(), quantized=True)
-    quantized = replace_linear_layers(small().bfloat16(), Int8Linear)
-    idx = random_tokens(1, 8)
-    caches = [create_cache(m, 1) for m in (quantized, decoder)]
-    for piece in idx.split([5, 1, 1, 1], dim=1):
-        a, b = (m(piece, cache=c, last_only=True) for m, c in zip((quantized, decoder), caches))
-        assert torch.allclose(a, b, atol=5e-3)  # bfloat16
 
 
 def test_only_plain_blocks_can_be_compiled():
@@ -409,12 +363,6 @@ def test_several_samples_at_once(checkpoint):
     done = sample("--ckpt", checkpoint, "--prompt", "the", "--num_samples", 3, "--top-k", 5,
                   "--seed", 3, "--max-new-tokens", 20)
     assert done.returncode == 0 and done.stdout.count("-" * 72) == 3
-
-
-def test_quantized_command_line(checkpoint):
-    done = sample("--ckpt", checkpoint, "--prompt", "the quick", "--max_new_tokens", 60,
-                  "--temperature", 0, "--quantize", "int8")
-    assert done.returncode == 0 and done.stdout.startswith("the quick b"), done.stderr
 
 
 def altered(checkpoint, tmp_path, **changes):

@@ -5,6 +5,7 @@
 
 import contextlib
 import ctypes
+import inspect
 import os
 import pickle
 import random
@@ -252,7 +253,10 @@ def wrap_ddp(model, ranks):
     change of a buffer is the same on all ranks."""
     if ranks.world_size == 1:
         return model
-    return DistributedDataParallel(model, gradient_as_bucket_view=True, broadcast_buffers=False)
+    names = inspect.signature(DistributedDataParallel).parameters
+    new = "forward_sync_buffers"  # from PyTorch 2.13 on
+    option = new if new in names else "broadcast_buffers"
+    return DistributedDataParallel(model, gradient_as_bucket_view=True, **{option: False})
 
 
 def build_mesh(ranks, replica_size):

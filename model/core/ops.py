@@ -161,7 +161,7 @@ def apply_dropout(x, p, training=True):
 
 def fused_linear(x, *layers):
     """Return the concatenated outputs of layers with a common input: by one product for many tokens
-    and plain layers; for decoding, the first layer is a ConcatLinear (model/core/quantize.py)."""
+    and plain layers; for decoding, the first layer is a ConcatLinear (model/core/packed.py)."""
     if hasattr(layers[0], "sizes"):
         return layers[0](x)
     is_plain = all(type(layer).forward is nn.Linear.forward for layer in layers)

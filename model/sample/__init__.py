@@ -13,7 +13,7 @@ from data.tokenizer import open_tokenizer
 from model.core.detokenizer import TextStreamer
 from model.core.generate import SamplingOptions, encode_prompt, generate
 from model.core.load import BACKBONE, EMA, load_model
-from model.core.quantize import Int8Linear, PackedLinear, replace_linear_layers
+from model.core.packed import replace_linear_layers
 from model.gpt import GPT
 from train.base.cli import command
 from train.base.errors import UserError, echo
@@ -34,8 +34,6 @@ class LoadOptions:
                                 "rank file or a prepared folder")
     device: str = key("auto", "auto, cpu, cuda or mps")
     dtype: str = key("auto", "precision of the weights", choices=["auto", "float32", "bfloat16"])
-    quantize: str | None = key(None, "int8 weights with one scale per row: half of bfloat16's "
-                               "memory", choices=["int8"])
 
 
 def load_text_model(options):
@@ -57,11 +55,9 @@ def load_text_model(options):
 
 
 def load_for_decoding(options):
-    """Return load_text_model(options) with linear layers for decoding, which are int8 with
-    --quantize and packed without."""
+    """Return load_text_model(options) with packed linear layers, for decoding."""
     model, tokenizer, device = load_text_model(options)
-    replace_linear_layers(model, Int8Linear if options.quantize else PackedLinear)
-    return model, tokenizer, device
+    return replace_linear_layers(model), tokenizer, device
 
 
 @dataclass
@@ -87,7 +83,7 @@ def load_compiled(options):
     model, tokenizer, device = load_text_model(options)
     print("--compile: compiling takes some ten seconds; the result is cached", file=sys.stderr)
     try:
-        return compile_decoder(model, quantized=bool(options.quantize)), tokenizer, device
+        return compile_decoder(model), tokenizer, device
     except Exception as error:
         if not is_compile_error(error):
             raise

@@ -1,6 +1,6 @@
 """Decoding of a single text with one compiled graph per token: `model.sample --compile`.
 
-With packed weights (model/core/quantize.py), half of the time per token on a CPU is not reading the
+With packed weights (model/core/packed.py), half of the time per token on a CPU is not reading the
 weights but some thirty small operations per block. Compilation fuses these into a few loops
 (train/LOG.md).
 """
@@ -12,10 +12,10 @@ import torch.nn as nn
 import torch.nn.functional as F
 
 from model.core.kv_cache import create_cache, find_slot
-from model.core.quantize import ConcatLinear, Int8Linear, replace_linear_layers
+from model.core.packed import ConcatLinear, replace_linear_layers
 
 
-def compile_decoder(model, quantized=False):
+def compile_decoder(model):
     """Return a CompiledDecoder of `model`; the first call needs some ten seconds. The linear layers
     of `model` are replaced in place. Raises ValueError for models other than a plain GPT, and what
     torch.compile raises."""
@@ -26,8 +26,7 @@ def compile_decoder(model, quantized=False):
             or device.type == "mps"):
         raise ValueError("--compile: expected a plain GPT with full attention and the same "
                          "positions in every layer, not on mps; remove the option")
-    linear_class = Int8Linear if quantized else ReductionLinear
-    decoder = CompiledDecoder(replace_linear_layers(model, linear_class))
+    decoder = CompiledDecoder(replace_linear_layers(model, ReductionLinear))
     with torch.no_grad():
         decoder(torch.zeros(1, 1, dtype=torch.int64, device=device), create_cache(model, 1))
     return decoder

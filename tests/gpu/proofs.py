@@ -354,7 +354,7 @@ def one_token():
     import torch
 
     from model.core.kv_cache import create_cache
-    from model.core.quantize import replace_linear_layers
+    from model.core.packed import replace_linear_layers
     from model.sample.compiled import CompiledDecoder, ReductionLinear
     fake_cuda.GRAPHS.clear()
     with fake_cuda.fake_tensors(), torch.no_grad():

@@ -32,7 +32,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from model.convert import main as convert
 from model.core.kv_cache import create_cache
 from model.core.ops import IGNORE
-from model.core.quantize import replace_linear_layers
+from model.core.packed import replace_linear_layers
 from model.gpt import GPT
 from train.base.checkpoint_file import load_checkpoint
 from train.base.cli import command

@@ -1,7 +1,7 @@
-"""Linear layers for decoding: weights in int8, or packed for the CPU's matrix kernels.
+"""Linear layers for decoding: concatenated, and packed for the CPU's matrix kernels.
 
-Decoding a few tokens is limited by reading the weights: small weights help, and kernels that reach
-the memory bandwidth.
+Decoding a few tokens is limited by reading the weights: kernels that reach the memory bandwidth
+help.
 """
 
 import torch
@@ -49,47 +49,6 @@ class PackedLinear(ConcatLinear):
         return self.stored.to_dense() if self.stored.is_mkldnn else self.stored
 
 
-class Int8Linear(ConcatLinear):
-    """ConcatLinear with int8 weights (N, K) and a scale per row (N,): a quarter of float32's
-    memory. Activations are not quantized, but converted to bfloat16 for the kernel."""
-
-    MAX_KERNEL_ROWS = 16  # with more rows it is faster to dequantize the weights first
-
-    def store(self, weight):
-        int8, scale = quantize_rows(weight)
-        self.register_buffer("int8", int8)
-        self.register_buffer("scale", scale[:, 0])
-        self.dtype = weight.dtype
-        # PyTorch 2.13's CPU kernel reads 16 columns at a time, beyond the end of other widths; the
-        # CUDA kernel is slower than bfloat16 products.
-        self.has_kernel = weight.device.type in ("cpu", "mps") and weight.size(1) % 16 == 0
-
-    def forward(self, x):
-        rows = x.flatten(0, -2)
-        if not self.has_kernel or len(rows) > self.MAX_KERNEL_ROWS:
-            return F.linear(x, self.weight.to(x.dtype), self.bias)
-        y = torch._weight_int8pack_mm(rows.to(torch.bfloat16), self.int8, self.scale).to(x.dtype)
-        return (y if self.bias is None else y + self.bias).view(*x.shape[:-1], -1)
-
-    @property
-    def weight(self):
-        """The dequantized weight (N, K)."""
-        return self.int8.to(self.dtype) * self.scale[:, None].to(self.dtype)
-
-
-def quantize_rows(weight):
-    """Return (int8 (N, K), scale (N, 1) bfloat16) of a weight (N, K): symmetric rounding to the
-    nearest, with the row's largest magnitude at 127."""
-    low, high = torch.aminmax(weight.detach(), dim=1, keepdim=True)
-    scale = (torch.maximum(high, -low).float().clamp(min=1e-12) / 127).to(torch.bfloat16)
-    int8 = torch.empty_like(weight, dtype=torch.int8)
-    # 64 rows at a time: float32 copies of whole weights, allocated between the weights that stay,
-    # would fragment the memory by gigabytes for a large model.
-    for rows, row_scale, out in zip(weight.split(64), scale.split(64), int8.split(64)):
-        out.copy_((rows.float() / row_scale.float()).round_())
-    return int8, scale
-
-
 def replace_linear_layers(model, linear_class=PackedLinear):
     """Replace every linear layer of `model`, in place, by a `linear_class` for decoding, with q, k,
     v fused; return the model. It can no longer be trained."""
@@ -114,6 +73,7 @@ def replace_children(module, linear_class):
 
 
 def is_linear(module):
-    """Return whether a module is a weight (for LoRALinear merged) and a bias."""
+    """Return whether a module computes x @ weight.T + bias: an nn.Linear, a subclass with the same
+    forward, or a LoRALinear, whose `weight` is the merged one."""
     return (isinstance(module, LoRALinear)
             or getattr(type(module), "forward", None) is nn.Linear.forward)
