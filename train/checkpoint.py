@@ -52,11 +52,12 @@ REQUIRED_KEYS = dict(optimizer=dict, state=dict, iter_num=int, config=dict, prog
 
 @dataclass
 class Start:
-    """Where a run starts.
+    """Where a run starts, the result of find_start().
 
-    kind: "scratch", "resume" or "init_from". path, state: the checkpoint; on ranks other than 0 the
-    tensors have no values. shards: of a sharded checkpoint, from which each rank reads the values.
-    shape: {key: value} of the configuration that the run inherits from it.
+    kind: "scratch", "resume" or "init_from". path, state: file and dict of the checkpoint; on ranks
+    other than 0 the tensors have no values. shards: of a sharded checkpoint, from which each rank
+    reads the values. shape: {key: value} of the configuration that the run inherits from the
+    weights.
     """
     kind: str = "scratch"
     path: str = ""
@@ -69,15 +70,17 @@ class Start:
 
 
 def weights_module():
-    """Return model/core/weights.py, which handles weights of a different run.
+    """Import and return the module model/core/weights.py, which handles weights of a different run.
     Imported here only: train/ does not depend on model/."""
     from model.core import weights
     return weights
 
 
 def find_start(folder, config, ranks, log):
-    """Lock `folder` (a RunFolder) and return the Start of the run. Raises CheckpointError on all
-    ranks."""
+    """Create and lock `folder` (a RunFolder) and return the Start of the run: a checkpoint that
+    --resume selects, otherwise the weights of --init_from, otherwise from scratch. log(text): for
+    messages. All ranks must call. Raises CheckpointError, or UserError if the folder is locked, on
+    all ranks."""
     damaged = {}  # sharded checkpoints, see find_newest_checkpoint()
 
     def find():
@@ -123,8 +126,9 @@ def find_start(folder, config, ranks, log):
 
 
 def find_damage(start, ranks):
-    """Return a problem that a rank finds in the files of a sharded checkpoint, on all ranks, or
-    `None`. The ranks share the work: each verifies the digests of some files."""
+    """Verify the files of the sharded checkpoint of `start` (a Start) by their digests; the ranks
+    share the work, and all must call. Return a message about the first problem, on all ranks, or
+    `None`, also for other checkpoints."""
     problem = None
     try:
         if start.shards:  # with as many ranks as at the save, those that it reads
@@ -137,7 +141,9 @@ def find_damage(start, ranks):
 
 def find_checkpoint(config, log, damaged=()):
     """Return (state, path, shards) of the checkpoint that --resume (auto, never, must or a file)
-    selects, on rank 0; state `None`: start from scratch. Raises CheckpointError."""
+    selects, state and shards as by open_checkpoint(); state `None`: start from scratch. `never`
+    moves the files of an earlier run. damaged: {path: problem} of checkpoints not to use. Rank 0
+    only. Raises CheckpointError."""
     folder = config.out_dir
     # torchrun restarts a failed job with the same command line: it continues what it has begun. The
     # mark shows that an earlier attempt of this job has been here.
@@ -172,8 +178,9 @@ def find_checkpoint(config, log, damaged=()):
 
 
 def inherited_shape(config):
-    """Return ({key: value} that a new run inherits from the weights that it starts from, file of
-    the weights), without starting a run. Raises CheckpointError."""
+    """Return ({key: value} that a new run of `config` inherits from the weights that it starts
+    from, path of the weights), or ({}, `None`) without such weights. No run is started. Raises
+    CheckpointError."""
     for path in input_files(config, (True,)).values():
         weights = weights_module()
         return weights.take_shape(config, weights.load.read_weights(path), path), path
@@ -181,8 +188,9 @@ def inherited_shape(config):
 
 
 def load_best(model, folder, ranks):
-    """Load the weights of ckpt_best.pt, if it exists in `folder`, into `model`.
-    Return a description of the weights that `model` then has."""
+    """Load the weights of ckpt_best.pt in `folder` (a RunFolder), if it exists, into `model`.
+    Return a description of the weights that `model` then has: the path, or "the last weights". All
+    ranks must call. Raises CheckpointError."""
     path = folder.file("ckpt_best.pt")
 
     def read():
@@ -197,8 +205,9 @@ def load_best(model, folder, ranks):
 
 
 def load_weights(model, start, config, spec, ranks, log):
-    """Initialise `model` with the weights of `start`, a checkpoint of a different run. spec:
-    Data.spec. Raises CheckpointError on all ranks."""
+    """Initialise `model` in place with the weights of `start` (a Start), a checkpoint of a
+    different run. spec: Data.spec, e.g. the tokenizer must be equal; log(text): for tensors that
+    are not used. All ranks must call. Raises CheckpointError on all ranks."""
     def read():
         weights_module().check_must_match(start.state, config, spec, start.path)
         start.state = weights_module().adopt_weights(model, start.state, start.path, log)
@@ -210,9 +219,10 @@ def load_weights(model, start, config, spec, ranks, log):
 # whether a checkpoint fits the run
 
 def check_fits(start, config, data, model, ranks):
-    """Raise CheckpointError, on all ranks, unless the checkpoint of `start` is complete and was
-    written by a run with the same configuration and data (except --allow_change), and `model` has
-    the same tensors."""
+    """Raise CheckpointError, on all ranks, unless the checkpoint of `start` (a Start) is complete
+    and was written by a run with the same configuration and data (except --allow_change), and
+    `model` has tensors of the same names, shapes and dtypes. data: the run's Data. All ranks must
+    call."""
     expected = model.state_dict()  # of a sharded model, on all ranks
 
     def check():
@@ -237,8 +247,9 @@ def check_fits(start, config, data, model, ranks):
 
 
 def find_changes(state, config, data):
-    """Return {name: (old value, new value)} of all differences between the run of a checkpoint and
-    this one: keys of the configuration, the content of the data, entries of Data.spec."""
+    """Return {name: (old value, new value)} of all differences between the run of a checkpoint,
+    `state` (its dict), and this one: keys of the configuration that affect the results, "data"
+    (fingerprint of the training data), entries of Data.spec."""
     changes = {name: values for name, *values in find_differences(
         state["config"], asdict(config), fields_by_name(config))}
     # Checkpoints of early versions have no spec.
@@ -251,8 +262,8 @@ def find_changes(state, config, data):
 
 
 def nearly_equal(a, b):
-    """Return whether values are equal, floats within 5%: statistics of the data differ a little
-    between precisions."""
+    """Return whether two values are equal, floats, also in lists and tuples, within 5% (or 0.01):
+    statistics of the data differ a little between precisions."""
     if isinstance(a, (list, tuple)) and isinstance(b, (list, tuple)):
         return len(a) == len(b) and all(map(nearly_equal, a, b))
     if isinstance(a, float) and isinstance(b, float):
@@ -264,8 +275,9 @@ def nearly_equal(a, b):
 # from a run to a checkpoint
 
 def make_checkpoint(config, data, model, optimizer, parts, ranks):
-    """Return the content of a checkpoint: nanoGPT's keys, the state_dict of every part
-    {name: part}, and facts that a resume compares. All ranks must call.
+    """Return the dict of a checkpoint: nanoGPT's keys, the state_dict of every part {name: object
+    with state_dict(), "progress" among them}, and facts that a resume compares. All ranks must
+    call.
 
     Tensors share memory with the model. For a checkpoint in one file, tensors of a sharded model
     are copies on rank 0, and `None` on other ranks.
@@ -295,14 +307,15 @@ def make_checkpoint(config, data, model, optimizer, parts, ranks):
 
 
 def named_params(optimizer):
-    """Return {name: parameter} of an optimizer."""
+    """Return {name: parameter} of an optimizer that build_optimizer() returned."""
     return {name: p for group in optimizer.param_groups
             for name, p in zip(group["names"], group["params"], strict=True)}
 
 
 def optimizer_state(optimizer):
     """Return the optimizer's state by parameter name: {"state": {name: {key: value}},
-    "param_groups": [options]}. The options are plain types, with names instead of parameters."""
+    "param_groups": [options]}. The options are plain types, with names instead of parameters;
+    tensors are not copied."""
     groups = [{k: list(v) if isinstance(v, tuple) else v for k, v in group.items() if k != "names"}
               | {"params": list(group["names"])} for group in optimizer.param_groups]
     return {"state": {name: dict(optimizer.state[p]) for name, p in named_params(optimizer).items()
@@ -311,15 +324,17 @@ def optimizer_state(optimizer):
 
 
 def copy_to_rank0(tensor):
-    """Return a copy of the whole tensor on the CPU of rank 0, `None` on other ranks. A rank holds
-    one whole tensor at a time. All ranks must call."""
+    """Return a copy of the whole tensor on the CPU of rank 0, `None` on other ranks; a DTensor is
+    gathered. A rank holds one whole tensor at a time. All ranks must call, in a process group."""
     whole = full(tensor)
     return whole.to("cpu", copy=True) if dist.get_rank() == 0 else None
 
 
 def save(folder, state, config, ranks, is_best, is_numbered, log, last=False):
-    """Save the `state` of make_checkpoint() into `folder`, a RunFolder (see its save()). All ranks
-    call."""
+    """Save `state` (of make_checkpoint) as ckpt.pt in `folder` (a RunFolder); is_best: also as
+    ckpt_best.pt, is_numbered: also as ckpt_NNNNNNN.pt. The files are written in the background,
+    where a failure is a warning in `log` (a Logger); last: before returning, a failure raises
+    CollectiveExit. All ranks must call."""
     if not config.saves_shards(ranks.world_size):
         is_copy = config.shards_model(ranks.world_size)
         broadcast_from_rank0(
@@ -343,9 +358,9 @@ def save(folder, state, config, ranks, is_best, is_numbered, log, last=False):
 
 
 def own_parts(state, ranks):
-    """Return {name: [offsets, tensor]} of the parts of tensors in a nested state that this rank
-    saves: its shards, with hybrid sharding in the first replica only; rank 0 saves whole tensors.
-    """
+    """Return {dotted name: [offsets in the whole tensor, tensor]} of the parts of the tensors in a
+    nested `state` that this rank saves: its shards, with hybrid sharding in the first replica only;
+    rank 0 saves whole tensors."""
     parts = {}
     for name, tensor in named_tensors(state):
         row, is_first = locate_shard(tensor, ranks)
@@ -355,8 +370,9 @@ def own_parts(state, ranks):
 
 
 def check_finite(model, optimizer, iter_num, path, ranks):
-    """Raise BadNumbers on all ranks if weights or optimizer state are non-finite; the
-    checkpoint at `path` is then kept. Each rank checks the local shards."""
+    """Raise BadNumbers, on all ranks, if weights or optimizer state contain NaN or infinity.
+    iter_num, path (of the last good checkpoint): for the message. Each rank checks the local
+    shards; all must call."""
     state = map_tensors(local, {"model": dict(model.state_dict()),
                                 "optimizer": optimizer_state(optimizer)})
     names = [name for name, _ in named_tensors(state)]
@@ -368,7 +384,8 @@ def check_finite(model, optimizer, iter_num, path, ranks):
 
 
 def check_plain(value, name):
-    """Raise CheckpointError unless `value` consists of plain Python types, which ckpt.pt needs."""
+    """Raise CheckpointError unless `value`, with everything in it, consists of plain Python types,
+    which ckpt.pt needs. name: of the value, for the message."""
     plain = int, float, bool, str, bytes, type(None), dict, list, tuple
     for path, part in walk(value):
         if type(part) not in plain:
@@ -381,7 +398,10 @@ def check_plain(value, name):
 # from a checkpoint to a run
 
 def restore(start, config, model, optimizer, parts, ranks, warn):
-    """Load the checkpoint of `start` into model, optimizer and the other parts {name: part}."""
+    """Resume from the checkpoint of `start` (a Start): copy it into model, optimizer and `parts`
+    {name: object with load_state_dict}, and set start.state to `None`. All ranks must call. Raises
+    CheckpointError; if config.allow_change is set, optimizer state that does not fit only causes
+    warn(text)."""
     state = start.state
     create_state(optimizer)
     entries = select_optimizer_state(optimizer, state["optimizer"]["state"], config, warn)
@@ -398,9 +418,10 @@ def restore(start, config, model, optimizer, parts, ranks, warn):
 
 
 def select_optimizer_state(optimizer, entries, config, warn):
-    """Return the entries of a checkpoint's optimizer state {name: {key: value}} that have the keys
-    of the state of `optimizer`. After --allow_change the other entries are newly initialised, with
-    a warning; without it this raises CheckpointError."""
+    """Return those of `entries`, the optimizer state of a checkpoint {parameter name: {key:
+    value}}, with the same keys as the state of `optimizer`, which must exist (create_state). If
+    others exist, or are missing, this calls warn(text) if config.allow_change is set, and otherwise
+    raises CheckpointError."""
     keys = {name: optimizer.state.get(p, {}).keys() for name, p in named_params(optimizer).items()}
     usable = {name: {k: v for k, v in entry.items() if k != "ema" or config.ema}
               for name, entry in entries.items()
@@ -416,9 +437,9 @@ def select_optimizer_state(optimizer, entries, config, warn):
 
 
 def restore_optimizer(optimizer, state, ranks, path, shards=None):
-    """Load `state` {name: {key: value}} into the state of the optimizer, which exists
-    (create_state). The state of other parameters is removed: the next step creates it.
-    CheckpointError if shapes differ."""
+    """Copy `state` {parameter name: {key: value}} into the state of the optimizer, which must exist
+    (create_state). The state of other parameters is removed: the next step creates it. ranks,
+    shards: as for fill(); path: for messages. CheckpointError if names, shapes or dtypes differ."""
     own = {}
     for name, p in named_params(optimizer).items():
         entry = optimizer.state.pop(p, {})
@@ -434,9 +455,10 @@ def restore_optimizer(optimizer, state, ranks, path, shards=None):
 
 
 def fill(own, state, ranks, shards=None, prefix=""):
-    """Copy the tensors in the nested `state`, with values on rank 0, to those in `own`, which may
-    be sharded, one at a time. With `shards`, in which the names start with `prefix`, each rank
-    reads the rows that it needs instead."""
+    """Copy the tensors in the nested `state`, with values on rank 0, to those of the same names in
+    `own`, which may be sharded, in place and one at a time. shards: a Shards, in which the names
+    start with `prefix`; each rank then reads the rows that it needs instead. All ranks must call.
+    """
     targets = dict(named_tensors(own))
     for name, tensor in named_tensors(state):
         if shards:
@@ -454,13 +476,14 @@ def fill(own, state, ranks, shards=None, prefix=""):
 
 
 def without_values(state):
-    """Return a nested state with all tensors on the meta device: shape and dtype only."""
+    """Return a copy of a nested state with all tensors on the meta device: shape and dtype only."""
     return map_tensors(lambda t: torch.empty(t.shape, dtype=t.dtype, device="meta"), state)
 
 
 def check_on_first_step(optimizer):
-    """Check, after the first step of an optimizer, that a checkpoint would hold its entire state:
-    save it to memory, restore and compare it. CheckpointError otherwise."""
+    """Register a hook that checks, after the first step of `optimizer`, that a checkpoint would
+    hold its entire state: it saves the state to memory, restores and compares it. If it differs,
+    that step() raises CheckpointError."""
     def attributes():
         return {k: repr(v) for k, v in vars(optimizer).items()
                 if not k.startswith("_") and k not in ("state", "param_groups", "defaults")}

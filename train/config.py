@@ -40,8 +40,9 @@ MAX_HINTS = 20  # problems that get a hint; the search for a similar key is slow
 
 @functools.cache
 def config_class(model="gpt"):
-    """Return TrainConfig extended by the keys of the class Keys in model/NAME.py. The file is only
-    imported if it is not gpt, so that plain --help does not import torch."""
+    """Return the configuration class of a model type: TrainConfig extended by the keys of the class
+    Keys in model/NAME.py, if any. The file is only imported if it is not gpt, so that plain --help
+    does not import torch. Raises ConfigError."""
     keys = None if model == "gpt" else load_model_type(model).Keys
     if keys is None:
         return TrainConfig
@@ -53,7 +54,7 @@ def config_class(model="gpt"):
 
 
 def group_fields(cls):
-    """Return {group: fields in it} of a configuration class."""
+    """Return {heading: dataclass fields} of a configuration class, in the order of --help."""
     own = [f for f in fields(cls) if f.name not in FIELDS]
     groups = {group: fields(keys) for group, keys in GROUPS.items()}
     return groups | {"Of this model": own} if own else groups
@@ -63,15 +64,17 @@ def group_fields(cls):
 # YAML files
 
 def find_file(path):
-    """Return `path`, or the same path inside the repository if only that one exists."""
+    """Return `path`, or the same path inside the repository if only that one exists. A leading ~ is
+    expanded. If neither exists, `path` is returned."""
     path = os.path.expanduser(path)
     inside = os.path.join(REPOSITORY, path)
     return inside if not os.path.exists(path) and os.path.exists(inside) else path
 
 
 def read_yaml(path, problems, groups=()):
-    """Return the settings [(key, raw value, "path:line")] in a YAML file, flattening the mappings
-    `groups`. Problems are appended to `problems`."""
+    """Return the settings [(key, raw value, "path:line")] in a YAML file; raw values are texts, or
+    lists and dicts of texts. Mappings named in `groups` are flattened. Nothing is raised: messages
+    about an unreadable or invalid file are appended to the list `problems`."""
     settings = []
 
     def add(mapping, group=""):
@@ -104,8 +107,10 @@ def read_yaml(path, problems, groups=()):
 
 
 def read_with_bases(path, problems, parents=()):
-    """Return the settings in the YAML file at `path`, after the settings of the `base:` file (a
-    path relative to this file). In a run's training_args.json, `arguments` are the settings."""
+    """Return the settings [(key, raw value, "path:line")] in the YAML file at `path`, after those
+    of its `base:` file (a path relative to this file). In a run's training_args.json, `arguments`
+    are the settings. Messages are appended to the list `problems`. parents: the files that led to
+    this one."""
     if os.path.abspath(path) in parents:
         problems.append(f"{path}: base files form a circle")
         return []
@@ -125,7 +130,8 @@ def read_with_bases(path, problems, parents=()):
 
 def parse_options(argv, problems):
     """Return the settings [(key, raw value, "command line")] in the arguments --key value,
-    --key=value, key=value, --flag and --no-flag. A group may precede the key (model.n_layer=4)."""
+    --key=value, key=value, --flag and --no-flag (True, False). A group may precede the key
+    (model.n_layer=4). Messages about other arguments are appended to the list `problems`."""
     settings = []
     tokens = list(argv)
     while tokens:
@@ -149,7 +155,8 @@ def parse_options(argv, problems):
 # from settings to keys
 
 class Aliases:
-    """The tables in train/aliases.yaml, which is read when the first one is needed."""
+    """The tables in train/aliases.yaml as attributes: names, words, switches, per_epoch, models,
+    hints. The file is read when the first one is needed."""
 
     def __getattr__(self, name):
         path = os.path.join(os.path.dirname(__file__), "aliases.yaml")
@@ -165,8 +172,8 @@ IGNORED = object()  # value of a setting without effect, of which the user is to
 
 
 def remove_groups(dotted):
-    """Return the name in "training.lr": lr. Returned unchanged: unknown groups, and names with a
-    meaning of their own in a group (optimizer.name)."""
+    """Return the name of a setting without groups: "lr" for "training.lr". Returned unchanged:
+    unknown groups, and names with a special meaning in a group (optimizer.name)."""
     *groups, name = dotted.split(".")
     if not groups or not GROUP_NAMES.issuperset(groups):
         return dotted
@@ -175,8 +182,9 @@ def remove_groups(dotted):
 
 
 def translate(name, raw, known, by_epochs=False):
-    """Return {our key: raw value} of a setting in the words of another trainer; {} if it has no
-    effect. A name without a translation is returned as it is.
+    """Return {our key: raw value} of the setting `name` with the value `raw`, in the words of other
+    trainers (train/aliases.yaml); {} if it has no effect. A name without a translation is returned
+    as it is. known: {key: field} of the configuration class.
 
     by_epochs: whether the length of the run is given in epochs (save_every).
     """
@@ -200,7 +208,8 @@ def translate(name, raw, known, by_epochs=False):
 
 
 def fill(template, raw):
-    """Return an entry of train/aliases.yaml with a value: $, or its items $1 and $2."""
+    """Return an entry of train/aliases.yaml with a value: "$" is replaced by `raw`, "$1" and "$2"
+    by the two items in it; in a dict, each value is replaced."""
     if isinstance(template, dict):
         return {name: fill(value, raw) for name, value in template.items()}
     items = re.findall(r"[\w.+-]+", str(raw)) if template != "$" else []
@@ -209,8 +218,9 @@ def fill(template, raw):
 
 def resolve(settings, known, problems):
     """Return {key: (raw value, where it is set)} of settings [(name, raw value, where)]. Later
-    settings take precedence. Aliases are replaced by the keys in `known`, and " as ALIAS" is
-    appended to `where`. Aliases without effect remain, with the value IGNORED."""
+    settings take precedence; a second one in the same file is appended to `problems`. Aliases are
+    replaced by the keys in `known` {key: field}, and " as ALIAS" is appended to `where`. Aliases
+    without effect remain, with the value IGNORED; unknown names remain too."""
     def place(setting):
         """Return the sort key of a setting: the number of its file, then -1 for a switch that is
         on (the file's other settings replace its keys), 1 for one that is off (it replaces theirs)
@@ -257,8 +267,9 @@ def resolve(settings, known, problems):
 
 
 def is_set_twice(key, first, where, known):
-    """Return whether a key that was set at `first` may not be set again at `where`: in the same
-    file, or a list on the command line."""
+    """Return whether a key that was set at `first` ("path:line" or "command line") may not be set
+    again at `where`: in the same file, or a list or dict on the command line. known: {key: field}.
+    """
     file = where.rpartition(":")[0]
     is_list = key in known and base_type(known[key].type) in (list, dict)
     return first.startswith(f"{file}:") if file else (
@@ -267,7 +278,9 @@ def is_set_twice(key, first, where, known):
 
 def read_settings(path, overrides, problems):
     """Return (configuration class, {key: (raw value, where it is set)}) of the file at `path`, or
-    of `config` in `overrides`, and of `overrides`. Problems are appended to `problems`."""
+    of `config` in `overrides`, of the file `best_config`, and of `overrides` (arguments, or a
+    dict). Later ones take precedence. Values are not parsed yet. Problems are appended to the list
+    `problems`."""
     options = ([(name, value, "overrides") for name, value in overrides.items()]
                if isinstance(overrides, Mapping) else parse_options(overrides, problems))
     given = {name: value for name, value, _ in options}
@@ -287,7 +300,7 @@ def load_config(path: str | os.PathLike | None = None,
                 overrides: Iterable[str] | Mapping[str, object] = ()) -> TrainConfig:
     """Return the configuration of a run: defaults, then the file at `path` (with the base files;
     --config in `overrides` replaces it), then `overrides` (command-line arguments, or a dict of
-    Python values). ConfigError lists all problems."""
+    Python values). Its `origins` are {key: where it is set}. ConfigError lists all problems."""
     problems = []
     cls, settings = read_settings(path, overrides, problems)
     known = fields_by_name(cls)
@@ -313,7 +326,8 @@ def load_config(path: str | os.PathLike | None = None,
 
 
 def describe_unknown(name, known, n_problems):
-    """Return the message about a name that is no key: what to use instead."""
+    """Return the message about a setting whose name is no key: what to use instead. known: {key:
+    field}; n_problems: so far, after MAX_HINTS of them no similar key is searched."""
     if name in ALIASES.hints:
         return f"unknown key {name!r}; {ALIASES.hints[name]}"
     if name in ALIASES.models:
@@ -323,13 +337,15 @@ def describe_unknown(name, known, n_problems):
 
 
 def load_argv(argv):
-    """Return the configuration that these arguments of run_train.py describe."""
+    """Return the TrainConfig that these arguments of run_train.py describe, on top of
+    train/config.yaml unless they have --config. Raises ConfigError."""
     return load_config(DEFAULT_PATH, argv)
 
 
 def input_files(config, kinds=(True, "apart")):
-    """Return {key: path} of the files that a run of `config` reads, e.g. weights to start from.
-    kinds: values of the metadata `reads` of the keys."""
+    """Return {key: path} of the files that a run of `config` reads, e.g. weights to start from;
+    keys that are not set are left out. kinds: values of the keys' metadata `reads`: True (weights
+    whose shape the run inherits) or "apart" (models of any shape)."""
     paths = {f.name: getattr(config, f.name) for f in fields(config)
              if f.metadata.get("reads") in kinds}
     # Values that name no file: init_from `scratch`, GRPO's reward `exact`.
@@ -341,7 +357,7 @@ def input_files(config, kinds=(True, "apart")):
 # checks between keys
 
 def find_conflicts(c):
-    """Return messages about keys of the configuration `c` that contradict each other."""
+    """Return messages, a list, about keys of the configuration `c` that contradict each other."""
     found = c.shape_problems() if c.model == "gpt" else []
     if c.min_lr is not None and c.min_lr > c.learning_rate:
         found.append(f"min_lr ({c.min_lr}) must not exceed learning_rate ({c.learning_rate})")
@@ -379,8 +395,9 @@ def find_conflicts(c):
 # comparing configurations
 
 def find_differences(old, new, known=FIELDS):
-    """Return [(key, old value, new value)] of changed keys that affect the results of a run. `old`
-    and `new` are dicts. The micro-batch may change if the global batch does not."""
+    """Return [(key, old value, new value)] of the keys that differ between two configurations,
+    dicts, and affect the results of a run. Keys that only one of them has are ignored, and so are
+    batch_size and gradient_accumulation_steps if their product is equal. known: {key: field}."""
     names = [n for n, f in known.items() if n in old and n in new and old[n] != new[n]
              and not (f.metadata.get("free") or f.metadata.get("start"))]
     batch = ("batch_size", "gradient_accumulation_steps")
@@ -404,7 +421,8 @@ python run_train.py [--config FILE.yaml] [--key value | key=value | --flag | --n
 
 
 def format_help(cls=TrainConfig):
-    """Return the --help page: every key by group, with type, default and meaning."""
+    """Return the --help page of a configuration class: every key by group, with type, default and
+    meaning."""
     formatter = functools.partial(argparse.HelpFormatter, max_help_position=38, width=100)
     parser = argparse.ArgumentParser(usage=USAGE, formatter_class=formatter, add_help=False)
     for group, keys in group_fields(cls).items():
@@ -415,7 +433,8 @@ def format_help(cls=TrainConfig):
 
 
 def format_config(config):
-    """Return the --print_config page: valid YAML with the origin of each value."""
+    """Return the --print_config page of a configuration made by load_config(): valid YAML with the
+    origin of each value as a comment."""
     lines = [f"# {line}" for line in describe_aliases(config)]
     config = config.replace(print_config=False)  # the page can be saved and used as --config
     for path in input_files(config, (True,)).values():
@@ -430,7 +449,8 @@ def format_config(config):
 
 
 def describe_aliases(config):
-    """Return lines that state how names of other trainers were read."""
+    """Return lines that state how names of other trainers were read, or why they are ignored; []
+    without such names. config: as returned by load_config()."""
     read = {}  # {alias: [key and value]}
     ignored = {}  # {reason: names}
     for name, where in config.origins.items():

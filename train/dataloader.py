@@ -50,9 +50,9 @@ ROUNDS = 6  # with 4, the order of fewer than about 10 samples is measurably bia
 class Data:
     """The data of a run.
 
-    train, val: loaders, or torch Datasets for train(data=...); val None: no evaluation. spec: what
-    the model must know about the data (vocabulary, tokenizer, classes, sizes), plain Python types,
-    saved in ckpt.pt. test: a loader that is evaluated once, at the end of the run.
+    train, val: loaders, or torch Datasets for train(data=...); val `None`: no evaluation. spec:
+    what the model must know about the data (vocabulary, tokenizer, classes, sizes), plain Python
+    types, saved in ckpt.pt. test: a loader that is evaluated once, at the end of the run.
     """
     train: object
     val: object = None
@@ -64,7 +64,8 @@ class Data:
 # the order: explicit arithmetic, since np.random may change between versions of numpy
 
 def hash64(seed, epoch, lane):
-    """Return one 64-bit number per epoch. seed, lane: ints; epoch: (n,) uint64 -> (n,) uint64."""
+    """Return one 64-bit number per epoch, a hash of (seed, epoch, lane). seed, lane: ints; numbers
+    with different lanes are independent. epoch: (n,) uint64 -> (n,) uint64."""
     # Multiples of the odd number gamma (2^64 / golden ratio) are well-spread inputs of mix64.
     gamma = np.uint64(0x9E3779B97F4A7C15)
     x = mix64(np.array([seed & (2**64 - 1)], np.uint64) + gamma)
@@ -72,8 +73,8 @@ def hash64(seed, epoch, lane):
 
 
 def permute(p, n, keys):
-    """Map positions to samples, a bijection of 0..n-1. p: (m,) uint64; keys: one (m,) or (1,) per
-    round.
+    """Map positions p to samples, by a pseudo-random bijection of 0..n-1. p: (m,) uint64 -> (m,)
+    uint64. keys: list of random uint64 arrays, one (m,) or (1,) per round.
 
     A shuffled list of a billion samples would need 8 GB. A Feistel network computes any entry of
     such a list directly: a position is a pair (left, right), a cell of an a x b grid, and each
@@ -100,8 +101,9 @@ def permute(p, n, keys):
 
 
 def shuffled(g, n, seed):
-    """Return (epoch, number in 0..n-1) of samples g. g: (m,) int64, ascending -> (m,) uint64 each;
-    the epochs are (1,) if all are equal."""
+    """Return (epoch, number in 0..n-1) of the samples g of a run over n samples, which are in a
+    different order in each epoch. g: (m,) int64, ascending, m > 0 -> (m,) uint64 each; the epochs
+    are (1,) if all are equal."""
     epoch, position = np.divmod(g.astype(np.uint64), np.uint64(n))
     if epoch[0] == epoch[-1]:
         epoch = epoch[:1]  # the usual case: all samples use the same keys
@@ -109,7 +111,8 @@ def shuffled(g, n, seed):
 
 
 def count_windows(n_tokens, block_size):
-    """Return the number of windows per epoch: one less than fit, so that all fit at every phase.
+    """Return the number of windows of block_size tokens per epoch: one less than fit in a stream of
+    n_tokens (at least 1), so that all fit at every phase, the offset of the first window.
 
         |..phase..|window 0|window 1| ... |window n-1|..rest..|    n_tokens
     """
@@ -117,7 +120,8 @@ def count_windows(n_tokens, block_size):
 
 
 def window_starts(g, n_tokens, block_size, seed):
-    """Return the first token of samples g. g: (m,) int64, ascending -> (m,) int64.
+    """Return the index of the first token of samples g, windows of a stream of n_tokens. g: (m,)
+    int64, ascending -> (m,) int64.
 
     The windows of an epoch are adjacent and do not overlap. The first one starts at a random
     offset, the phase of the epoch, so that different epochs cut the stream at different tokens.
@@ -133,8 +137,9 @@ def window_starts(g, n_tokens, block_size, seed):
 # arrays to a device
 
 def send(array, device):
-    """Copy a numpy array or CPU tensor to `device`. On CUDA from pinned memory, asynchronously:
-    torch reuses a pinned block only after the copies from it are done."""
+    """Return a numpy array or CPU tensor as a tensor on `device` (a torch.device). To CUDA from
+    pinned memory, asynchronously: torch reuses a pinned block only after the copies from it are
+    done. On a CPU memory is shared."""
     tensor = torch.as_tensor(array)
     if device.type == "cuda":
         return tensor.pin_memory().to(device, non_blocking=True)
@@ -145,12 +150,14 @@ def send(array, device):
 # loaders
 
 class Loader:
-    """Base class of loaders: it computes which samples a batch holds.
+    """Base class of loaders: it computes which samples a batch holds. get_batch(device, step)
+    returns one.
 
-    samples: per epoch. val_samples: number of validation samples, which do not overlap.
+    samples: number per epoch. val_samples: number of validation samples, which do not overlap.
     batch_size: of this rank's batches. val_batch_size: of validation batches, the same at any world
     size. A subclass has read(g) -> arrays of samples g (m,) int64, ascending; tensors(arrays,
-    device) -> a batch; describe(g) -> where the samples are; identity() -> plain types.
+    device) -> a batch; describe(g) -> where the samples are; identity() -> plain types;
+    fixed_batch(index, count, device) -> a validation batch.
     """
     calls_per_chunk = 1  # batches that are read at once
 
@@ -169,7 +176,9 @@ class Loader:
 
     def get_batch(self, device: str | torch.device = "cpu",
                   step: int | None = None) -> tuple[torch.Tensor, ...]:
-        """Return the batch of `step` (default: the next one), tensors (B, ...). Read-only."""
+        """Return this rank's batch of `step` (default: the next one) on `device`, a tuple of
+        tensors (B, ...). The same (seed, step) gives the same batch. Read-only: do not modify it.
+        DataError if step < 0."""
         index = self.step if step is None else step
         if index not in self.chunk_steps or device != self.chunk_device:
             self.read_chunk(index, device)
@@ -179,8 +188,8 @@ class Loader:
         return tuple([t[i] for t in self.chunk])
 
     def read_chunk(self, step, device):
-        """Read the batches from `step` on: many at once if steps are consecutive, since reading 256
-        windows takes little longer than reading four."""
+        """Read the batches from `step` on into self.chunk: many at once if steps are consecutive,
+        since reading 256 windows takes little longer than reading four. DataError if step < 0."""
         if step < 0:
             raise DataError(f"step {step}: expected 0 or more")
         sequential = step in (self.step, self.chunk_steps.stop)
@@ -190,21 +199,25 @@ class Loader:
         self.chunk_steps, self.chunk_device = steps, device
 
     def locate(self, step):
-        """Return where the batch of `step` comes from, for messages."""
+        """Return a text about where this rank's batch of `step` comes from, e.g. the numbers of its
+        rows."""
         return self.describe(self.sample_numbers([step]))
 
     def sample_numbers(self, steps):
-        """Return the numbers g of the samples in this rank's batches. (len(steps) * B,) int64."""
+        """Return the numbers g of the samples in this rank's batches of `steps`. (len(steps) * B,)
+        int64."""
         batches = np.array(steps, np.int64)[:, None] * self.world_size + self.rank
         return (batches * self.batch_size + np.arange(self.batch_size)).ravel()
 
     def n_fixed(self, count):
-        """Return how many of `count` validation batches exist; the last one may be smaller."""
+        """Return how many validation batches exist: `count`, or fewer if the data are smaller. The
+        last one may be smaller than the others."""
         return -(-min(count * self.val_batch_size, self.val_samples) // self.val_batch_size)
 
     def fixed_samples(self, count, index):
-        """Return the numbers of the samples in validation batch `index` of `count`.
-        (<= val_batch_size,) int64, ascending."""
+        """Return the numbers of the samples in validation batch `index` of `count`, spread evenly
+        over the data. (<= val_batch_size,) int64, ascending. IndexError if there is no such batch.
+        """
         if not 0 <= index < self.n_fixed(count):
             raise IndexError(f"fixed batch {index} of {self.n_fixed(count)}")
         # The batches are spread evenly: a few of them represent all of the data.
@@ -218,15 +231,17 @@ class Loader:
         return self.identity()
 
     def fingerprint(self):
-        """Return plain types that identify the data."""
+        """Return a dict of plain types that identifies the content of the data, e.g. sizes and a
+        digest."""
         return dict(self.cached_identity)
 
 
 class DataLoader(Loader):
-    """Batches of windows of one split's token stream: (x, y), int64 (B, T), y shifted by one token.
+    """Shuffled windows of one split's token stream. get_batch(device, step) returns (x, y), int64
+    (B, T), y shifted by one token. Not iterable; every window is used once per epoch.
 
     data_dir: files as in data/token_files.py. batch_size: of this rank. vocab_size: ids must be
-    smaller (default: the data's; None if unknown: ids are not checked). Raises DataError.
+    smaller (default: the data's; `None` if unknown: ids are not checked). Raises DataError.
     Attributes: n_tokens, dtype, vocab_size.
     """
     unit = "tok"
@@ -249,7 +264,7 @@ class DataLoader(Loader):
         self.calls_per_chunk = max(1, CHUNK_TOKENS // (batch_size * block_size))
 
     def windows(self, g):
-        """Return the first token of samples g. (m,) int64."""
+        """Return the index of the first token of samples g. (m,) int64, ascending -> (m,) int64."""
         return window_starts(g, self.n_tokens, self.block_size, self.seed)
 
     def describe(self, g):
@@ -259,18 +274,21 @@ class DataLoader(Loader):
         return (self.stream.read(self.windows(g), self.block_size + 1),)  # (m, T + 1)
 
     def tensors(self, arrays, device):
-        """Return (x, y) of the windows arrays[0] (B, T + 1); y is x shifted by one token."""
+        """Return (x, y), int64 (B, T) on `device`, of the windows arrays[0] (B, T + 1); y is x
+        shifted by one token."""
         tokens = arrays[0]
         return tuple(send(t.astype(np.int64), device) for t in (tokens[:, :-1], tokens[:, 1:]))
 
     def fixed_batch(self, index, count, device="cpu"):
         """Return (x, y), int64 (<= B, T), of validation batch `index` of `count`: windows without
-        overlap, spread over the stream."""
+        overlap, spread evenly over the stream, always the same. IndexError if there is no such
+        batch."""
         starts = self.fixed_samples(count, index) * self.block_size
         return self.tensors([self.stream.read(starts, self.block_size + 1)], torch.device(device))
 
     def identity(self):
-        """Return sizes, and the SHA-256 of the first and last MiB of every shard: fast for 1 TB."""
+        """Return a dict that identifies the tokens: sizes, dtype, and the SHA-256 of the first and
+        last MiB of every shard, which is fast for 1 TB."""
         # Content, not names or times: a copy on a different disk is the same data.
         digest = hashlib.sha256()
         shards = self.stream.shards
@@ -283,9 +301,11 @@ class DataLoader(Loader):
 
 
 class RowLoader(Loader):
-    """Batches of rows of arrays, in memory or memory-mapped: a tensor (B, ...) per array.
+    """Shuffled batches of rows of numpy arrays, in memory or memory-mapped: get_batch(device, step)
+    returns a tensor (B, ...) per array, of the same rows.
 
-    arrays: of equal length N. Unsigned integers become int64. Raises DataError for empty arrays.
+    arrays: of equal length N. Unsigned integers become int64. config, ranks: for batch size, seed
+    and rank. Raises DataError for arrays that are empty or of different lengths.
     """
     unit = "row"
     units_per_sample = 1
@@ -301,7 +321,7 @@ class RowLoader(Loader):
                          config.seed, ranks.rank, ranks.world_size)
 
     def row_numbers(self, g):
-        """Return the rows of samples g. (m,) int64."""
+        """Return the row of each of the samples g. (m,) int64, ascending -> (m,) int64."""
         return shuffled(g, self.samples, self.seed)[1].astype(np.int64)
 
     def describe(self, g):
@@ -311,7 +331,7 @@ class RowLoader(Loader):
         return self.rows(self.row_numbers(g))
 
     def rows(self, numbers):
-        """Return rows `numbers` (m,) of every array."""
+        """Return [rows `numbers` (m,) of the array, (m, ...)] for every array."""
         return [np.ascontiguousarray(array[numbers]) for array in self.arrays]
 
     def tensors(self, arrays, device):
@@ -322,7 +342,8 @@ class RowLoader(Loader):
         return self.tensors(self.rows(self.fixed_samples(count, index)), torch.device(device))
 
     def identity(self):
-        """Return shapes, types, and the SHA-256 of the first and last MiB of every array."""
+        """Return a dict of shapes, dtypes, and the SHA-256 of the first and last MiB of every
+        array."""
         digest = hashlib.sha256()
         for array in self.arrays:
             n = max(1, min(len(array), MIB // max(1, array[:1].nbytes)))
@@ -333,19 +354,21 @@ class RowLoader(Loader):
 
 
 class DatasetLoader(RowLoader):
-    """Batches of items of a map-style torch Dataset: a tensor (B, ...) per part of an item.
+    """Shuffled batches of items of a map-style torch Dataset: get_batch(device, step) returns a
+    tensor (B, ...) per part of an item.
 
     dataset: an object with __len__ and __getitem__. dataset[i] is a tensor, an array or a number,
-    or a tuple or dict of these, with the same shapes for all i. It must depend on i only, also in
-    another process (a resumed run, another rank): no random numbers, no state. It is called in a
-    thread. Raises DataError.
+    or a tuple or dict of these, with the same shapes for all i. It must depend on i only, also in a
+    different process (a resumed run, other ranks): no random numbers, no state. It is called in a
+    thread. Raises DataError for an empty dataset, and when items cannot be stacked.
     """
 
     def __init__(self, dataset, config, ranks):
         super().__init__([dataset], config, ranks)
 
     def rows(self, numbers):
-        """Return items `numbers` (m,) as a list of CPU tensors (m, ...)."""
+        """Return items `numbers` (m,) as a list of CPU tensors (m, ...), one per part of an item.
+        DataError if the items cannot be stacked."""
         dataset, = self.arrays
         numbers = numbers.tolist()
         items = [dataset[i] for i in numbers]
@@ -364,7 +387,7 @@ class DatasetLoader(RowLoader):
         return tuple(send(part, device) for part in arrays)
 
     def identity(self):
-        """Return the number of items, and the SHA-256 of the first and the last one."""
+        """Return a dict of the number of items, and the SHA-256 of the first and the last one."""
         digest = hashlib.sha256()
         for part in self.rows(np.array([0, self.samples - 1])):
             digest.update(part.flatten().view(torch.uint8).numpy())
@@ -372,7 +395,8 @@ class DatasetLoader(RowLoader):
 
 
 def as_loader(source, config, ranks):
-    """Return `source`, a loader or None; of a torch Dataset, a loader. Raises DataError."""
+    """Return `source` itself if it is a loader (it has get_batch) or `None`, or a DatasetLoader of
+    a map-style torch Dataset. Raises DataError for any other object."""
     if source is None or hasattr(source, "get_batch"):
         return source
     if hasattr(source, "__getitem__") and hasattr(source, "__len__"):
@@ -383,7 +407,8 @@ def as_loader(source, config, ranks):
 
 
 class Prefetcher:
-    """The batches of a loader on the device, prepared in advance by a thread.
+    """Batches of a loader on the device, prepared in advance by a thread: get(step) returns one,
+    close() ends the thread. `seconds` is the time spent waiting.
 
     The thread prepares batches in the order of the steps, as far ahead as the loader reads in one
     call, so the batches are the same as without it. Loaders that use the device (`computes`) would
@@ -405,7 +430,8 @@ class Prefetcher:
         self.n_ahead = 1 + min(MAX_BATCHES_AHEAD, getattr(loader, "calls_per_chunk", 1))
 
     def get(self, step):
-        """Return the batch of `step`, a tuple of tensors (B, ...)."""
+        """Return the batch of `step`, a tuple of tensors (B, ...), and begin to prepare the next
+        ones. steps should increase by one; errors of the loader are raised here."""
         if self.thread is None:
             return self.loader.get_batch(self.device, step)
         for s in range(step, step + self.n_ahead):
@@ -425,8 +451,9 @@ class Prefetcher:
 # token files as the data of a run
 
 def open_token_data(config, ranks, loader=None):
-    """Return the Data of the token files in config.data_dir; built-in data is prepared first.
-    loader: a class with the arguments of DataLoader, the default."""
+    """Return the Data of the token files in config.data_dir (splits train and val); the built-in
+    data, stdlib, is prepared first. val is `None` if eval_interval is 0. loader: a class with the
+    arguments of DataLoader, the default. Raises DataError."""
     c = config
     if (os.path.basename(os.path.normpath(c.data_dir)) == "stdlib"
             and not os.path.exists(os.path.join(c.data_dir, "train.bin"))):

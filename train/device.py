@@ -27,7 +27,8 @@ def get_device(name: str = "auto", local_rank: int = 0, local_world_size: int = 
                report: bool = False) -> torch.device:
     """Return the torch.device for `name`. auto: cuda (unless prefer_cuda is false), then mps, then
     cpu. The GPU with the index device_id (default: local_rank) becomes torch's current device.
-    report: print the capabilities. Raises SetupError if the device is missing."""
+    local_world_size: ranks on this machine. report: print the capabilities. Raises SetupError if
+    the device is missing."""
     if name == "auto" and prefer_cuda and torch.cuda.is_available():
         name = "cuda"
     elif name == "auto":
@@ -57,7 +58,9 @@ def get_device(name: str = "auto", local_rank: int = 0, local_world_size: int = 
 
 
 def device_facts(device):
-    """Return {name: value} of a device, for the log, training_args.json and trackers."""
+    """Return {name: value} about a torch.device, for the log, training_args.json and trackers:
+    device, bf16 (native or not), on CUDA the name, memory and capability of the GPU, otherwise the
+    number of CPU threads."""
     facts = dict(device=str(device), bf16=has_native_bfloat16(device))
     if device.type != "cuda":
         return facts | dict(threads=torch.get_num_threads())
@@ -67,14 +70,14 @@ def device_facts(device):
 
 
 def describe_device(device):
-    """Return one line about the device: name, memory, capability, native precisions."""
+    """Return one line about a torch.device: name, memory, capability, native precisions."""
     facts = device_facts(device)
     return ", ".join([facts.pop("device"), *(f"{name} {value}" for name, value in facts.items())])
 
 
 def has_native_bfloat16(device):
-    """Return whether the hardware multiplies bfloat16: from capability 8.0 on CUDA (emulated and
-    slow before), with AMX or AVX512-BF16 on x86, always on Apple's GPUs."""
+    """Return whether the hardware of a torch.device multiplies bfloat16: from capability 8.0 on
+    CUDA (emulated and slow before), with AMX or AVX512-BF16 on x86, always on Apple's GPUs."""
     if device.type == "cuda":
         return torch.cuda.get_device_capability(device)[0] >= 8
     if device.type == "cpu":
@@ -84,7 +87,9 @@ def has_native_bfloat16(device):
 
 
 def choose_dtype(name, device):
-    """Return (torch.dtype of matrix products, description with the reason) for the key dtype."""
+    """Return (torch.dtype of matrix products, description with the reason) for `name`, the key
+    dtype. auto: bfloat16 if the device has it natively, otherwise float16 on CUDA and float32
+    elsewhere."""
     native = has_native_bfloat16(device)
     if name == "auto":
         name = "bfloat16" if native else "float16" if device.type == "cuda" else "float32"
@@ -109,15 +114,16 @@ PEAK_TFLOPS = {
 
 
 def peak_flops(name):
-    """Return the peak FLOP/s of the GPU called `name` for 16-bit floats, or 0 if unknown. Names are
-    compared by whole words: an RTX A4000 is not an A40."""
+    """Return the peak FLOP/s of the GPU called `name` (by the driver) for 16-bit floats, or 0 if
+    unknown. Names are compared by whole words: an RTX A4000 is not an A40."""
     matches = [key for key in PEAK_TFLOPS if re.search(rf"\b{key}\b", name)]
     return PEAK_TFLOPS[max(matches, key=len)] * 1e12 if matches else 0
 
 
 def total_peak_flops(ranks, dtype):
-    """Return the peak FLOP/s of all ranks together; 0 if unknown, and for float32 without TF32. The
-    model FLOPs utilisation (MFU) is relative to it (PaLM, arXiv:2204.02311, appendix B)."""
+    """Return the peak FLOP/s of the GPUs of all ranks together for `dtype`; 0 if unknown, and for
+    float32 without TF32. The model FLOPs utilisation (MFU) is relative to it (PaLM,
+    arXiv:2204.02311, appendix B)."""
     if ranks.device.type != "cuda":
         return 0
     peak = ranks.world_size * peak_flops(torch.cuda.get_device_name(ranks.device))
@@ -131,8 +137,9 @@ def total_peak_flops(ranks, dtype):
 # torch.compile: whether to use it, for which modules, and the fallback if it fails
 
 def should_compile(config, flops_per_step, ranks):
-    """Return whether to compile. `compile: auto` compiles if the run is estimated to take at least
-    ten times as long as compiling."""
+    """Return whether to use torch.compile: config.compile; "auto" compiles if the run is estimated
+    to take at least ten times as long as compiling. flops_per_step: over all ranks, 0 if unknown
+    (then auto does not compile)."""
     if config.compile != "auto":
         return config.compile == "true"
     flops_per_second = {"cpu": CPU_FLOPS, "cuda": GPU_FLOPS * ranks.world_size}.get(
@@ -141,7 +148,8 @@ def should_compile(config, flops_per_step, ranks):
 
 
 def compile_model(model, device):
-    """Apply torch.compile in place: no wrapper, and the names in state_dict do not change.
+    """Apply torch.compile in place: no wrapper, and the names in state_dict do not change. device:
+    a torch.device, on which the model is.
 
     Compiled per block on a CPU, where all blocks share the code of the first, which is much faster
     than compiling the entire model; and with FSDP, where hooks around the blocks would break the
@@ -165,8 +173,8 @@ def compile_model(model, device):
 
 
 class Compiler:
-    """Calls a model's compiled code. If compiling fails, the run continues in eager mode, with one
-    warning.
+    """Calls a model's compiled code with call(model, *batch). If compiling fails, the run continues
+    in eager mode, with one warn(text). enabled: whether to compile; false after a failure.
 
     batch_size: samples per evaluation batch. A smaller last batch is computed in eager mode, since
     compiling for this size would be slower.
@@ -182,7 +190,8 @@ class Compiler:
             compile_model(model, device)
 
     def call(self, module, *batch):
-        """Return module(*batch). module: the model or the DDP wrapper."""
+        """Return module(*batch), compiled if that is enabled and works. module: the model or the
+        DDP wrapper."""
         partial = not module.training and len(batch[0]) < self.batch_size
         try:
             with eager_mode() if self.enabled and partial else contextlib.nullcontext():
@@ -198,14 +207,15 @@ class Compiler:
             return module(*batch)
 
     def paused(self):
-        """Context of eager mode on a CPU: for code that runs too rarely to compile."""
+        """Return a context of eager mode on a CPU, for code that runs too rarely to compile.
+        Without effect on other devices."""
         if self.enabled and self.device.type == "cpu":
             return eager_mode()
         return contextlib.nullcontext()
 
 
 def timed(f, device):
-    """Call f() and return the seconds until the device has finished."""
+    """Call f() and return the seconds until `device` (CUDA or a CPU) has finished the work."""
     wait = torch.cuda.synchronize if device.type == "cuda" else lambda device: None
     wait(device)
     start = time.perf_counter()
@@ -215,10 +225,10 @@ def timed(f, device):
 
 
 def blocks(model):
-    """Return the blocks of a model: the modules with the attribute is_block."""
+    """Return the blocks of a model, a list: the modules with the attribute is_block = True."""
     return [m for m in model.modules() if getattr(m, "is_block", False)]
 
 
 def is_compile_error(error):
-    """Return whether torch.compile raised this error."""
+    """Return whether torch.compile raised the exception `error`."""
     return type(error).__module__.startswith(("torch._dynamo", "torch._inductor"))

@@ -29,7 +29,9 @@ from train.device import blocks, get_device
 
 @dataclass
 class Ranks:
-    """The rank of this process, the number of ranks and the device."""
+    """This process among those of a run: its rank, the number of ranks (world_size), the device
+    and, in a process group, gloo groups for collectives on the host. is_main: rank 0. Made by
+    process_group."""
     rank: int = 0
     world_size: int = 1
     device: torch.device = torch.device("cpu")
@@ -48,7 +50,8 @@ class Ranks:
 def set_seed(seed: int, deterministic: bool = False,
              cudnn_benchmark: bool | None = None) -> None:
     """Seed python, numpy and torch (CPU and all GPUs). deterministic: also forbid algorithms with
-    results that depend on timing (https://pytorch.org/docs/stable/notes/randomness.html)."""
+    results that depend on timing (https://pytorch.org/docs/stable/notes/randomness.html), and TF32,
+    which is otherwise switched on. cudnn_benchmark: autotune cuDNN (default: not deterministic)."""
     os.environ["PYTHONHASHSEED"] = str(seed % 2**32)  # for child processes
     random.seed(seed)
     np.random.seed(seed % 2**32)
@@ -75,8 +78,9 @@ ENVIRONMENT = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 @contextlib.contextmanager
 def process_group(config):
-    """Context with the Ranks of this process; under torchrun in a process group (NCCL on CUDA,
-    gloo otherwise). Raises SetupError."""
+    """Context that yields the Ranks of this process; under torchrun in a process group (NCCL on
+    CUDA, gloo otherwise), which is closed, after all ranks arrive, on exit without an error or with
+    CollectiveExit. config: for device, num_threads and dist_timeout. Raises SetupError."""
     if config.num_threads:  # torch's default: OMP_NUM_THREADS, or one per physical core
         torch.set_num_threads(config.num_threads)
     env = read_environment()
@@ -114,8 +118,9 @@ def process_group(config):
 
 
 def read_environment():
-    """Return (RANK, LOCAL_RANK, WORLD_SIZE, LOCAL_WORLD_SIZE) as torchrun sets them, or `None`
-    without torchrun. SetupError if only some are set: the ranks would train independently."""
+    """Return RANK, LOCAL_RANK, WORLD_SIZE and LOCAL_WORLD_SIZE as torchrun sets them, a list of
+    ints, or `None` without torchrun. SetupError if only some are set: the ranks would train
+    independently."""
     env = {name: os.environ.get(name, "") for name in ENVIRONMENT}
     if not any(env[name] for name in ENVIRONMENT[:3]):
         return None
@@ -131,8 +136,9 @@ def read_environment():
 
 
 def choose_interface(address):
-    """Have gloo use the network interface through which this host reaches `address`. By default it
-    uses the address of the host's name, which on many hosts is a loopback address or unknown."""
+    """Set GLOO_SOCKET_IFNAME, unless it is set, to the network interface through which this host
+    reaches `address`. By default gloo uses the address of the host's name, which on many hosts is a
+    loopback address or unknown."""
     with contextlib.suppress(OSError, ImportError), socket.socket(type=socket.SOCK_DGRAM) as s:
         import fcntl  # POSIX only
         s.connect((address, 1))  # sends nothing
@@ -145,7 +151,8 @@ def choose_interface(address):
 
 
 def create_store(rank, world_size, timeout):
-    """Return the rendezvous store of the ranks, with a prefix that is unique to this start.
+    """Return the rendezvous store of the ranks, for init_process_group, with a prefix that is
+    unique to this start. timeout: a timedelta. SetupError on rank 0 if ranks do not start in time.
 
     torchrun keeps one store over restarts, in which an early rank finds the addresses of dead ranks
     and fails (pytorch#135712, #167288; with PyTorch 2.13 about every second restart). Therefore
@@ -176,7 +183,7 @@ _CLOSED = []  # process groups, see close_process_group
 
 
 def close_process_group(control):
-    """Wait for all ranks, then destroy the process group."""
+    """Wait for all ranks in the gloo group `control`, then destroy the process group."""
     dist.barrier(group=control)
     # A reference is kept: otherwise DDP's C++ part would be the last owner and hold the GIL while
     # it stops gloo's threads, which may wait for the GIL: 1 run in 15 hung (pytorch#56297,#179291).
@@ -188,7 +195,8 @@ def close_process_group(control):
 # collectives on the host
 
 def all_gather_vectors(vector, ranks):
-    """Return the 1-D CPU tensors of all ranks as rows, in the order of the ranks. (n,) -> (W, n)"""
+    """Return the 1-D CPU tensors of all ranks, of equal length, as rows in the order of the ranks.
+    (n,) -> (W, n). All ranks must call."""
     if ranks.world_size == 1:
         return vector[None]
     rows = vector.new_empty(ranks.world_size, len(vector))
@@ -198,7 +206,7 @@ def all_gather_vectors(vector, ranks):
 
 def max_over_ranks(values, ranks):
     """Return the maximum over all ranks of an integer, or of each integer in a list, on all ranks.
-    """
+    All ranks must call."""
     tensor = torch.tensor(values)
     if ranks.world_size > 1:
         dist.all_reduce(tensor, dist.ReduceOp.MAX, group=ranks.control)
@@ -206,8 +214,9 @@ def max_over_ranks(values, ranks):
 
 
 def gather_to_rank0(value, ranks):
-    """Return [value of each rank] on rank 0, `None` on other ranks. For threads: a failure is a
-    text in the list."""
+    """Return [value of each rank] on rank 0, `None` on other ranks. Values are pickled. For
+    threads: it does not raise; after a failure the result is [a text] instead. All ranks must call.
+    """
     values = [value] * ranks.world_size if ranks.is_main else None
     if ranks.world_size > 1:
         try:
@@ -218,7 +227,8 @@ def gather_to_rank0(value, ranks):
 
 
 def broadcast_object(value, rank, ranks):
-    """Return the `value` of this rank on every rank."""
+    """Return the `value` that rank number `rank` has on every rank; it is pickled. All ranks must
+    call."""
     objects = [value]
     if ranks.world_size > 1:
         dist.broadcast_object_list(objects, src=rank, group=ranks.control)
@@ -226,7 +236,8 @@ def broadcast_object(value, rank, ranks):
 
 
 def broadcast_from_rank0(make, ranks):
-    """Call make() on rank 0, and return the result, or raise the exception, on every rank."""
+    """Call make() on rank 0, and return the result, which is pickled, or raise the exception, on
+    every rank. All ranks must call."""
     result = None
     error = None
     if ranks.is_main:
@@ -261,8 +272,8 @@ def wrap_ddp(model, ranks):
 
 def build_mesh(ranks, replica_size):
     """Return the DeviceMesh of a sharded model: (ranks,), or with more than one replica (replicas,
-    ranks of a replica). The ranks of a replica have consecutive numbers: torchrun numbers the ranks
-    node by node. SetupError if the mesh is a different one."""
+    ranks of a replica). replica_size: ranks that hold one copy. They have consecutive numbers:
+    torchrun numbers the ranks node by node. SetupError if the mesh is a different one."""
     from torch.distributed.device_mesh import init_device_mesh
     W = ranks.world_size
     shape = (W,) if replica_size == W else (W // replica_size, replica_size)
@@ -274,8 +285,8 @@ def build_mesh(ranks, replica_size):
 
 
 def describe_mesh(model, ranks):
-    """Return how the ranks hold a model, e.g. "2 nodes x 8 GPUs: replicate 2 x shard 8". SetupError
-    if its parameters are held in different ways."""
+    """Return a text about how the ranks hold a model, e.g. "2 nodes x 8 GPUs: replicate 2 x shard
+    8". SetupError if its parameters are held in different ways."""
     meshes = {getattr(p, "device_mesh", None) for p in model.parameters()}
     if len(meshes) > 1:
         raise SetupError(f"the parameters are on {len(meshes)} device meshes; expected one")
@@ -289,8 +300,9 @@ def describe_mesh(model, ranks):
 
 
 def shard(model, ranks, dtype, seed, initial, replica_size=None):
-    """Shard a model on the meta device with FSDP2, then initialise it, and return it. replica_size:
-    ranks that hold one copy of the model (default: all).
+    """Shard a model on the meta device with FSDP2, then initialise it on ranks.device, and return
+    it. dtype: of computation, bfloat16 or other (the parameters'). replica_size: ranks that hold
+    one copy of the model (default: all).
 
     https://pytorch.org/docs/stable/distributed.fsdp.fully_shard.html: each block is gathered just
     before it computes, all other parameters (embedding, head) with the root. Each tensor is set to
@@ -343,8 +355,9 @@ def local(tensor):
 
 
 def locate_shard(tensor, ranks):
-    """Return (the row of the whole tensor with which this rank's part begins, whether this is the
-    first of the ranks that hold this part)."""
+    """Return (index of the first row of the whole tensor that this rank's part has, whether this is
+    the first of the ranks that hold this part). Of a tensor that is not sharded: (0, whether rank
+    0)."""
     if not is_sharded(tensor):
         return 0, ranks.is_main
     row = 0
@@ -359,12 +372,14 @@ def locate_shard(tensor, ranks):
 
 
 def full(tensor):
-    """Return the whole tensor. If it is sharded, all ranks must call."""
+    """Return the whole tensor: a sharded one is gathered, for which all ranks must call; others are
+    returned unchanged."""
     return tensor.full_tensor() if is_sharded(tensor) else tensor
 
 
 def assign(target, source):
-    """Copy the whole tensor `source` into `target`, which may be sharded."""
+    """Copy the whole tensor `source`, the same on every rank, in place into `target`, which may be
+    sharded."""
     with torch.no_grad():
         if is_sharded(target):
             from torch.distributed.tensor import distribute_tensor
@@ -375,8 +390,8 @@ def assign(target, source):
 
 
 def convert_ddp_state(state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Return a state dict without the prefixes of DDP (`module`) and torch.compile (`_orig_mod`)
-    in the names."""
+    """Return a state dict without the prefixes of DDP (`module`) and torch.compile (`_orig_mod`) in
+    the names."""
     prefixes = ("module", "_orig_mod")
     return {".".join(part for part in name.split(".") if part not in prefixes): tensor
             for name, tensor in state.items()}

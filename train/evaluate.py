@@ -19,7 +19,8 @@ from train.system import ModelHooks, hook
 
 def pack(loss, sums, count):
     """Return the sums of one batch as one vector (n,), which is added and sent at once: "count" (of
-    items, default: `count`), "loss" (summed over the items), then `sums` by name."""
+    items, default: `count`), "loss" (summed over the items), then `sums` by name. loss: 0-dim, the
+    mean of the batch; sums: {name: tensor}, summed over the batch."""
     # float32 sums depend on the order of additions in the eighth digit. MPS has no float64.
     precise = torch.float32 if loss.device.type == "mps" else torch.float64
     out = {name: sums[name].detach().to(precise) for name in sorted(sums)}
@@ -29,8 +30,9 @@ def pack(loss, sums, count):
 
 
 def unpack(vector, sums):
-    """Wait for the device. Return {name: float64 CPU tensor} of an addition of vectors of pack(),
-    with the shapes of `sums`, and the list of the numbers that follow in `vector`."""
+    """Return ({name: float64 CPU tensor}, list of the numbers that follow) of `vector`, an addition
+    of vectors of pack(). The names are "count", "loss" and those of `sums` {name: tensor}, which
+    defines the shapes. Waits for the device."""
     shapes = {"count": (), "loss": ()} | {name: sums[name].shape for name in sorted(sums)}
     ends = tuple(itertools.accumulate(map(math.prod, shapes.values())))
     # One transfer; every .item() would wait once more.
@@ -40,8 +42,9 @@ def unpack(vector, sums):
 
 
 def to_numbers(model, sums):
-    """Return {name: number or None} for a log line: "loss" (None if no item counted) and the
-    model's numbers(sums). A mean of means would weigh a small batch like a full one."""
+    """Return {name: number or `None`} for a log line: "loss" (`None` if no item counted) and the
+    model's numbers(sums). sums: {name: tensor}, over all batches: a mean of means would weigh a
+    small batch like a full one. ValueError if the model uses a reserved name."""
     model_numbers = getattr(model, "numbers", functools.partial(ModelHooks.numbers, model))
     numbers = {name: value.tolist() if hasattr(value, "tolist") else value
                for name, value in model_numbers(sums).items()}
@@ -57,8 +60,9 @@ def evaluate(model, forward, loader, n_batches, ranks, autocast, stop=lambda don
 
     forward(*batch) -> (loss, sums); the model, in eval mode, turns the sums into numbers. Rank r
     computes batches r, r + world_size, ... After each round the sums of all ranks are added in the
-    order of the batches, so the result does not depend on the number of ranks. stop(done, total) is
-    called before each round; if it is true on any rank, None is returned on every rank.
+    order of the batches, so the result does not depend on the number of ranks. autocast(): context
+    of forward. stop(done, total) is called before each round; if it is true on any rank, `None` is
+    returned on every rank. All ranks must call. SetupError if no item of a source counts.
     """
     n = loader.n_fixed(n_batches)
     source_of = hook(loader, "source_of")  # of a mixture: every batch belongs to one source
@@ -91,8 +95,8 @@ def evaluate(model, forward, loader, n_batches, ranks, autocast, stop=lambda don
 
 
 def join_numbers(numbers, more, key):
-    """Return the numbers of an evaluation and `more`, which are due to the configuration's `key`.
-    SetupError if both have the same name."""
+    """Return {**numbers, **more}, the numbers of an evaluation and those that are due to the
+    configuration's key called `key`. SetupError if both have the same name."""
     if equal := numbers.keys() & more.keys():
         raise SetupError(f"{key}: evaluations of this run already have {', '.join(sorted(equal))}; "
                          "rename the file or folder with this name")

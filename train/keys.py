@@ -28,7 +28,8 @@ MAX_CONTEXT = 4096  # of weights with a longer one: a cache allocates all of it
 
 
 def parse_rope_scaling(text):
-    """Return the numbers in "8" or "8,1,4,8192". ValueError for any other text."""
+    """Return the numbers in "8" or "8,1,4,8192" (the factor; or factor, low, high, original
+    length), a tuple of floats. ValueError for any other text and for numbers of 0 or less."""
     numbers = tuple(float(number) for number in text.split(","))
     if len(numbers) not in (1, 4) or not all(number > 0 for number in numbers):
         raise ValueError
@@ -159,8 +160,9 @@ class SystemKeys:
 
 @dataclass
 class GPTKeys:
-    """The shape of a GPT. Defaults: the production model. model/gpt.py's GPTConfig has the same
-    fields."""
+    """Keys of the shape of a GPT (n_layer, n_head, n_embd, block_size, ...), the same fields as
+    those of GPTConfig in model/gpt.py. Defaults: the production model. check_shape() finds
+    contradictions."""
     block_size: int = key(512, "context length, in tokens", ge=1)
     vocab_size: int | None = key(None, "vocabulary size (default: from the data)", ge=2, le=2**31)
     n_layer: int = key(16, "transformer blocks", ge=1, le=10_000)
@@ -199,25 +201,28 @@ class GPTKeys:
 
     @property
     def context(self):
-        """Tokens that a model of these keys can take: block_size, or more if the weights can and
-        only the windows of this run are shorter."""
+        """Number of tokens that a model of these keys can take: block_size, or more, up to
+        MAX_CONTEXT, if the weights can (max_positions) and only the windows of this run are
+        shorter."""
         return max(self.block_size, min(self.max_positions or 0, MAX_CONTEXT))
 
     @property
     def full_context(self):
-        """Tokens that the weights can take, for exports: without the limit on memory of `context`.
-        A run with longer windows than those of its initial weights has a longer context."""
+        """Number of tokens that the weights can take, for exports: without the limit on memory of
+        `context`. A run with longer windows than those of its initial weights has a longer context.
+        """
         if self.pos == "learned":
             return self.block_size
         return max(self.block_size, self.max_positions or 0)
 
     @property
     def rope_factors(self):
-        """rope_scaling as numbers: (), (factor,) or (factor, low, high, original length)."""
+        """rope_scaling as numbers: () if it is not set, (factor,) or (factor, low, high, original
+        length)."""
         return parse_rope_scaling(self.rope_scaling) if self.rope_scaling else ()
 
     def shape_problems(self):
-        """Return messages about keys that contradict each other."""
+        """Return messages, a list, about keys of the shape that contradict each other."""
         head_dim = self.head_dim or self.n_embd // self.n_head
         rules = {
             f"n_embd ({self.n_embd}) must be a multiple of n_head ({self.n_head}); e.g. n_head "
@@ -234,7 +239,7 @@ class GPTKeys:
         return [text for text, holds in rules.items() if not holds]
 
     def check_shape(self):
-        """Raise ConfigError if keys contradict each other."""
+        """Raise ConfigError, with all messages, if keys of the shape contradict each other."""
         if problems := self.shape_problems():
             raise ConfigError(problems)
 
@@ -254,32 +259,34 @@ GROUP_NAMES = {g.lower().replace(" ", "_") for g in GROUPS} | {
 @dataclass
 class TrainConfig(GPTKeys, SystemKeys, OptimizerKeys, LearningRateKeys, LengthKeys, BatchKeys,
                   RunKeys):
-    """Every key of a run, flat: load_config(), or directly TrainConfig(max_iters=10)."""
+    """Every key of a run, flat: made by load_config(), which checks the values, or directly,
+    without checks: TrainConfig(max_iters=10). Change one with replace()."""
     # {key: where it is set}, by load_config. In a slot, because vars(config) must be the keys.
     __slots__ = ("origins",)
 
     def is_explicit(self, name):
-        """Return whether the user set this key on the command line or in Python, not in a file. For
-        a TrainConfig() made directly: whether the key differs from its default."""
+        """Return whether the user set the key `name` on the command line or in Python, not in a
+        file. For a TrainConfig() made directly: whether the key differs from its default."""
         if hasattr(self, "origins"):
             return self.origins.get(name, "").partition(" as ")[0] in ("command line", "overrides")
         return getattr(self, name) != getattr(type(self)(), name)
 
     def replace(self, **changes):
-        """Return a copy with these changes."""
+        """Return a copy with these changes {key: value}, which are not checked."""
         out = replace(self, **changes)
         if hasattr(self, "origins"):
             out.origins = self.origins
         return out
 
     def probe(self, **changes):
-        """Return a copy for a short run whose steps are measured: without evaluations and
-        trackers."""
+        """Return a copy, with `changes` {key: value}, for a short run whose steps are measured:
+        without evaluations, trackers and mirror."""
         return self.replace(resume="auto", tracker=[], mirror=None, eval_only=False, eval_tasks=[],
                             eval_interval=0, early_stopping_metric="val_loss", **changes)
 
     def unused_keys(self):
-        """Return {key: what it needs} of keys that the user set and that have no effect."""
+        """Return {key: the "NAME" or "NAME=A|B" that it needs} of keys that the user set, or that
+        differ from the default, and that have no effect."""
         defaults = type(self)()
         unused = {}
         for f in fields(self):
@@ -289,28 +296,31 @@ class TrainConfig(GPTKeys, SystemKeys, OptimizerKeys, LearningRateKeys, LengthKe
         return unused
 
     def has_effect(self, f):
-        """Return whether what the key of a field needs is set."""
+        """Return whether the key of a dataclass field has an effect: whether the key NAME in its
+        metadata `needs` is set ("NAME") or has one of the values ("NAME=A|B"). True without
+        `needs`."""
         name, _, values = f.metadata.get("needs", "").partition("=")
         value = getattr(self, name, True)
         return value in values.split("|") if values else value
 
     @property
     def samples_per_step(self):
-        """Samples per optimizer step, over all ranks."""
+        """Number of samples per optimizer step, over all ranks."""
         return self.batch_size * self.gradient_accumulation_steps
 
     def micro_batch(self, world_size=1):
-        """Return the samples per micro-batch of a rank: the largest divisor of its share up to
-        batch_size."""
+        """Return the number of samples per micro-batch of a rank: the largest divisor of its share
+        of a step up to batch_size."""
         share = self.samples_per_step // world_size
         return next(b for b in range(min(self.batch_size, share), 0, -1) if share % b == 0)
 
     def accumulation(self, world_size=1):
-        """Return the micro-batches per step of a rank."""
+        """Return the number of micro-batches per optimizer step of a rank."""
         return self.samples_per_step // (world_size * self.micro_batch(world_size))
 
     def in_steps(self, samples):
-        """Return a copy with epochs, of `samples` samples each, converted to steps."""
+        """Return a copy with the lengths in epochs that are set (max_epochs, eval_epochs,
+        warmup_epochs) converted to steps. samples: number of samples per epoch."""
         steps_per_epoch = samples / self.samples_per_step
         changes = {}
         for epochs, (steps, minimum) in LENGTHS_IN_EPOCHS.items():
@@ -319,25 +329,27 @@ class TrainConfig(GPTKeys, SystemKeys, OptimizerKeys, LearningRateKeys, LengthKe
         return self.replace(**changes)
 
     def replica_size(self, world_size):
-        """Return the number of ranks that hold one copy of the model."""
+        """Return the number of ranks that hold one copy of the model together: 1 (ddp), all (fsdp),
+        or shard_size, by default the ranks of a node (hsdp)."""
         if self.distributed == "hsdp":
             return self.shard_size or int(os.environ.get("LOCAL_WORLD_SIZE") or world_size)
         return world_size if self.distributed == "fsdp" else 1
 
     def shards_model(self, world_size):
-        """Return whether a rank holds only a part of the model."""
+        """Return whether a rank holds only a part of the model (fsdp or hsdp, on several ranks)."""
         return self.replica_size(world_size) > 1 and world_size > 1
 
     def saves_shards(self, world_size):
-        """Return whether checkpoints are sharded. save_precision needs a file; machines with a
-        mirror may share no folder."""
+        """Return whether checkpoints are sharded: checkpoint_format, or if that is auto, whether
+        the model is sharded. Then not with save_precision, which needs a file, nor with a mirror:
+        its machines may share no folder."""
         if self.checkpoint_format == "auto":
             return self.shards_model(world_size) and not (self.save_precision or self.mirror)
         return self.checkpoint_format == "sharded"
 
     @property
     def resume_file(self):
-        """The checkpoint that `resume` names, or None."""
+        """Path of the checkpoint that `resume` names; `None` if `resume` is auto, must or never."""
         return None if self.resume in ("auto", "must", "never") else self.resume
 
 

@@ -38,7 +38,9 @@ NOT_STORED = {"max_iters", "eta_s"}  # in metrics.jsonl
 
 
 class Logger:
-    """The log of a run. On ranks other than 0 (main=False) no method has an effect.
+    """The log of a run: console, and train.log, metrics.jsonl and samples.txt in `out_dir`.
+    Methods: info, warn, step, evaluation, samples, plot, close. On ranks other than 0 (main=False)
+    no method has an effect. A failure of the output never raises. A context manager.
 
     trackers: names for train/options/trackers.py. config: the run's configuration as a dict.
     system_info: facts for the trackers besides environment().
@@ -72,19 +74,21 @@ class Logger:
         self.info(f"warning: {message}", YELLOW)
 
     def activity(self, text):
-        """Show the current activity, e.g. "evaluating", on a terminal."""
+        """Show `text`, the current activity, e.g. "evaluating", on a terminal; it is not logged."""
         if self.is_main and self.console.live:
             self.console.show(live=text)
 
     def write(self, text, line=None, live=None):
-        """Append `text` to train.log, and show `line` or `live` (see Console.show)."""
+        """Append `text` to train.log, with the time before each line. Print `line` on the console
+        and show `live` as the live line below; `None`: nothing is printed, or the live line stays.
+        """
         stamp = time.strftime("%Y-%m-%d %H:%M:%S ")
         self.log_file.write(stamp + text.replace("\n", f"\n{stamp}"))
         self.console.show(line, live)
 
     def samples(self, iter, text, whole=False):
-        """Append generated text to samples.txt, and print the start of it (all of it if `whole`).
-        """
+        """Append generated text of step `iter` to samples.txt, and print the start of it (all of it
+        if `whole`)."""
         if self.is_main:
             self.sample_file.write(f"=== iter {iter} ===\n{text}\n")
             line = " ".join(text.split())
@@ -96,7 +100,8 @@ class Logger:
     # numbers
 
     def step(self, record):
-        """Log the numbers of a training step; those in NOT_STORED are for the console only."""
+        """Log a training step, `record` {name: number} with "iter" and "max_iters": to the console,
+        train.log, metrics.jsonl and trackers. Those in NOT_STORED are for the console only."""
         if self.is_main:
             # The unit of `tokens` is stored if it is not tokens.
             self.store({k: v for k, v in record.items() if k not in NOT_STORED and v != "tok"})
@@ -105,23 +110,25 @@ class Logger:
             self.write(line, None if live else line, progress_line(record) if live else None)
 
     def evaluation(self, record):
-        """Log an evaluation before step `iter`: iter, tokens, train_loss (the mean since the last
-        one), val_loss and numbers that the model defines, `None` if unknown."""
+        """Log an evaluation before step `iter`, a dict: iter, tokens, train_loss (the mean since
+        the last one), val_loss and numbers that the model defines, `None` if unknown."""
         if self.is_main:
             self.store(record)
             line = format_line(f"step {record['iter']}", record, EVALUATION_FIELDS)
             self.write(line, line)
 
     def store(self, record):
-        """Append a record to metrics.jsonl and to the trackers."""
+        """Append a record {name: number} with "iter" to metrics.jsonl and to the trackers, unless
+        the run only evaluates (eval_only)."""
         if not self.config.get("eval_only"):
             self.metrics.write(to_json({"iter": record["iter"], **record}))
             if self.trackers:
                 self.trackers.call("record", record)
 
     def start(self, iter, evaluated=False):
-        """Start at iteration `iter`: remove the numbers of steps that will be repeated. The file of
-        a run without a checkpoint (iter 0) is renamed.
+        """Start at iteration `iter`: remove the numbers of steps that will be repeated from
+        metrics.jsonl, and open the trackers. The file of a run without a checkpoint (iter 0) is
+        renamed to *.old.
 
         Step k is logged as iter k when it is complete, so steps below `iter` stay. The evaluation
         at `iter` precedes the step: it is kept if it is not repeated (`evaluated`).
@@ -142,7 +149,8 @@ class Logger:
             self.trackers = Trackers(self.tracker_names, self)
 
     def read_tested(self):
-        """Return the test numbers in the last line of metrics.jsonl, or {}."""
+        """Return {test_NAME: number} of the last line of metrics.jsonl; {} if it has no test
+        numbers or the file cannot be read."""
         with (suppress(OSError, ValueError, AttributeError, RecursionError),
               open(self.metrics.path, encoding="utf-8") as f):
             *_, last = f
@@ -153,7 +161,7 @@ class Logger:
     # other files
 
     def plot(self):
-        """Draw loss.svg from metrics.jsonl."""
+        """Draw loss.svg from metrics.jsonl; a failure is a warning."""
         if self.is_main:
             try:
                 from train.options.loss_svg import MAX_LINES, loss_svg, read_metrics
@@ -166,7 +174,9 @@ class Logger:
                 self.warn(f"loss.svg could not be drawn: {error}")
 
     def describe_run(self, yaml_text, config, machine):
-        """Write config.yaml and training_args.json, from which the run can be repeated."""
+        """Write config.yaml (yaml_text) and training_args.json (the dict `config`, the command
+        line, versions, and the facts {name: value} in `machine`), from which the run can be
+        repeated. A failure is a warning."""
         record = dict(arguments=config, argv=sys.argv, command=shlex.join(sys.orig_argv),
                       **environment(), pid=os.getpid(), time=time.strftime("%Y-%m-%dT%H:%M:%S%z"),
                       **machine)
@@ -177,8 +187,8 @@ class Logger:
             self.warn(f"config.yaml and training_args.json were not written: {error}")
 
     def close(self, status="finished"):
-        """Clear the live line and end the trackers. status: finished, failed or stopped (by a
-        signal)."""
+        """Clear the live line, close the files and end the trackers. status, for these: finished,
+        failed or stopped (by a signal)."""
         if self.is_main:
             self.console.show(live="")
             if self.trackers:
@@ -195,14 +205,15 @@ class Logger:
 
 
 def to_json(value, indent=None):
-    """Return strict JSON: arrays become lists, NaN and infinities strings, unknown types text."""
+    """Return `value` as strict JSON text: arrays and tensors become lists, NaN and infinities
+    strings, unknown types text. indent: as for json.dumps."""
     text = json.dumps(value, default=lambda x: x.tolist() if hasattr(x, "tolist") else str(x))
     return json.dumps(json.loads(text, parse_constant=lambda name: str(float(name))), indent=indent)
 
 
 def drop_lines_from(path, iter, evaluated=False):
-    """Remove incomplete lines, steps from `iter` on and evaluations from `iter` on (after `iter` if
-    `evaluated`) from a metrics.jsonl, atomically."""
+    """Rewrite the metrics.jsonl at `path` atomically without incomplete lines, steps from `iter` on
+    and evaluations from `iter` on (after `iter` if `evaluated`). Raises OSError."""
     with open(path, "rb") as source, atomic_write(path) as target:
         for line in source:  # not json.loads, which is slow for millions of lines
             whole = re.fullmatch(rb'\{\s*"iter":\s*(\d{1,18})\b.*\}\s*\n', line)
@@ -229,8 +240,9 @@ CONVERSIONS = dict(lr=lambda lr: f"{lr:.6f}" if lr >= 1e-5 or lr == 0 else f"{lr
 
 
 def format_line(start, record, fields):
-    """Return `start` and the known fields of a record: "iter 120: loss 3.2104, time 48.7ms, ...".
-    fields: names; OWN: the numbers that the model defines."""
+    """Return `start` and the known fields of a record {name: number}: "iter 120: loss 3.2104, time
+    48.7ms, ...". fields: names, in order; OWN: the floats that the model defines. Missing ones are
+    left out."""
     own = [name for name, value in record.items()
            if isinstance(value, float) and name not in LINE_NAMES | FORMATS.keys()]
     texts = []
@@ -243,7 +255,8 @@ def format_line(start, record, fields):
 
 
 def progress_line(record):
-    """Return " 42%|####      | 2100/5000: loss 3.2104, ...", cut to the width of the terminal."""
+    """Return " 42%|####      | 2100/5000: loss 3.2104, ...", cut to the width of the terminal.
+    record: {name: number} of a training step, with "iter" and "max_iters"."""
     steps = record["iter"] + 1
     total = max(steps, record["max_iters"])
     bar = f"{steps / total:4.0%}|{'#' * (10 * steps // total):10}| {steps}/{total}"
@@ -255,7 +268,8 @@ def progress_line(record):
 # memory, time per step, duration of the run
 
 def peak_memory(device):
-    """Return the peak memory in MiB: allocated on a GPU, or resident on a CPU (None: unknown)."""
+    """Return the peak memory of this process in MiB: allocated on `device` if that is a GPU,
+    otherwise resident (`None`: unknown)."""
     if device.type != "cuda":  # Windows has no `resource`
         return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss >> RSS_SHIFT if resource else None
     import torch
@@ -263,7 +277,8 @@ def peak_memory(device):
 
 
 class Clock:
-    """Measures the time per step between two log lines, without evaluations and saves."""
+    """Measures the time per step between two log lines, lap(), without evaluations and saves,
+    away()."""
     numbers = {}  # for the log line, of a subclass
 
     def __init__(self):
@@ -278,7 +293,7 @@ class Clock:
 
     @contextmanager
     def away(self):
-        """Context that does not count as training."""
+        """Context whose duration does not count as training: an evaluation or a save."""
         started = time.perf_counter()
         try:
             yield
@@ -288,7 +303,9 @@ class Clock:
             self.total_away += seconds
 
     def lap(self, it, batches, warn):
-        """Return the seconds per step since the last lap, at the end of step `it`."""
+        """Return the seconds per step since the last lap (or start), at the end of step `it`; a new
+        lap begins. batches: the Prefetcher of the run; if waiting for it took too much of the time,
+        this calls warn(text)."""
         seconds = time.perf_counter() - self.started_at
         if batches.seconds > max(1.0, SLOW_INPUT_SHARE * seconds):  # below a second: noise
             warn(SLOW_INPUT.format(batches.seconds / seconds))
@@ -304,7 +321,9 @@ class Clock:
 # messages at the start and the end
 
 def log_plan(log, config, ranks, data, model, device, precision, flops):
-    """Log the plan of a run. device, precision: descriptions; flops: per step."""
+    """Log the plan of a run with log(line): data, device, model, batch, length, learning rate, and
+    keys without effect. device, precision: descriptions; flops: per step over all ranks, 0 if
+    unknown."""
     c = config
     train = data.train
     unit = "tokens" if train.unit == "tok" else f"{train.unit}s"
@@ -351,7 +370,8 @@ def log_plan(log, config, ranks, data, model, device, precision, flops):
 
 
 def resume_command(config, ranks):
-    """Return the command line that resumes this run, for several nodes the same one on each."""
+    """Return the command line, a text, that resumes this run, for several nodes the same one on
+    each."""
     launcher = ["python"]
     if ranks.world_size > 1:
         ranks_per_node = int(os.environ.get("LOCAL_WORLD_SIZE") or ranks.world_size)

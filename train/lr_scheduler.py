@@ -13,7 +13,8 @@ OTHER_NAMES = dict(warmup_steps="warmup_iters", max_steps="max_iters")
 def get_lr(it: int, args) -> float:
     """Return the learning rate of step `it` (0-based): a linear warm-up, then the schedule. Cosine
     (arXiv:1608.03983), linear and wsd (arXiv:2404.06395) reach min_lr at lr_decay_iters. args: a
-    TrainConfig, or any object that read_schedule() accepts."""
+    TrainConfig, or any object that read_schedule() accepts. The plateau schedule is constant here.
+    """
     c = args if hasattr(args, "lr_schedule") else read_schedule(args)
     warmup, end, min_lr = milestones(c)
     if it < warmup:  # + 1: the first step learns, and the step after the warm-up has the peak
@@ -36,8 +37,9 @@ def get_lr(it: int, args) -> float:
 
 
 def read_schedule(args):
-    """Return a TrainConfig of an object with the attributes learning_rate, min_lr, warmup_iters (or
-    warmup_steps) and max_iters (or max_steps), and optionally other keys of the learning rate."""
+    """Return a TrainConfig of an object with the attributes learning_rate, warmup_iters (or
+    warmup_steps) and max_iters (or max_steps), and optionally other keys of the learning rate, e.g.
+    min_lr. KeyError if one is missing."""
     values = {OTHER_NAMES.get(name, name): value for name, value in vars(args).items()}
     keys = {f.name: values[f.name] for f in fields(LearningRateKeys) if f.name in values}
     required = {name: values[name] for name in ("learning_rate", "warmup_iters", "max_iters")}
@@ -45,7 +47,8 @@ def read_schedule(args):
 
 
 def milestones(c):
-    """Return (steps of warm-up, step at which the decay ends, final rate), also of unset keys."""
+    """Return (steps of warm-up, step at which the decay ends, final rate) of a TrainConfig, with
+    defaults for unset keys."""
     warmup = c.warmup_iters if c.warmup_ratio is None else round(c.warmup_ratio * c.max_iters)
     end = max(1, c.max_iters) if c.lr_decay_iters is None else c.lr_decay_iters
     return warmup, end, c.learning_rate / 10 if c.min_lr is None else c.min_lr
@@ -53,8 +56,8 @@ def milestones(c):
 
 @dataclass
 class EarlyStopping:
-    """Stop after `patience` evaluations in a row without an improvement by more than `min_delta`;
-    patience 0: never.
+    """Detector of when to stop: check(value) returns True after `patience` evaluations in a row
+    without an improvement by more than `min_delta`; patience 0: never.
 
     mode: "min" if the value should fall, "max" if it should rise. best_loss: the value to improve
     on, times `sign`, so that lower is better in either mode. counter: evaluations since then.
@@ -71,7 +74,8 @@ class EarlyStopping:
         self.sign = 1 if self.mode == "min" else -1
 
     def check(self, val_loss: float) -> bool:
-        """Add an evaluation's value; return True to stop."""
+        """Add the value of an evaluation (the loss, or any other number that `mode` fits). Return
+        whether to stop."""
         # Smaller gains than min_delta do not count: best_loss may be above the lowest value.
         if self.sign * val_loss < self.best_loss - self.min_delta:
             self.best_loss = self.sign * val_loss
@@ -95,8 +99,9 @@ class EarlyStopping:
 
 
 class ReduceOnPlateau:
-    """Scale of the learning rate, multiplied by `factor` after more than `patience` evaluations in
-    a row without an improvement (like PyTorch's ReduceLROnPlateau), but never below `min_scale`."""
+    """Scale of the learning rate (`scale`, 1.0 at the start): update(loss) multiplies it by
+    `factor` after more than `patience` evaluations in a row without an improvement (like PyTorch's
+    ReduceLROnPlateau), but it never falls below `min_scale`."""
 
     def __init__(self, factor=0.5, patience=5, min_scale=0.0):
         self.factor = factor
@@ -105,7 +110,7 @@ class ReduceOnPlateau:
         self.waiting = EarlyStopping(patience + 1)
 
     def update(self, value):
-        """Add an evaluation's loss; return True if the rate was reduced."""
+        """Add the loss of an evaluation. Return whether `scale` was reduced."""
         if not self.waiting.check(value):
             return False
         self.waiting.counter = 0  # count from zero for the next drop
@@ -122,15 +127,17 @@ class ReduceOnPlateau:
 
 
 class SpikeDetector:
-    """Detects a loss more than `sigma` standard deviations above the mean of the last `window`
-    normal losses (OLMo 2's criterion, arXiv:2501.00656), once half of the window is filled."""
+    """Detector of loss spikes: update(loss) returns whether a loss is more than `sigma` standard
+    deviations above the mean of the last `window` normal losses (OLMo 2's criterion,
+    arXiv:2501.00656), once half of the window is filled."""
 
     def __init__(self, sigma=6.0, window=128):
         self.sigma = sigma
         self.losses = collections.deque(maxlen=window)
 
     def update(self, loss):
-        """Return whether `loss` is a spike; otherwise add it to the window."""
+        """Return whether `loss`, a float, is a spike; otherwise add it to the window of normal
+        losses."""
         if len(self.losses) >= self.losses.maxlen // 2:
             mean = sum(self.losses) / len(self.losses)
             deviation = math.sqrt(sum((x - mean) ** 2 for x in self.losses) / len(self.losses))

@@ -14,7 +14,9 @@ from train.distributed import is_sharded, local
 
 
 def build_optimizer(model, config, log=print):
-    """Return the optimizer of a run, with the settings of the configuration."""
+    """Return the optimizer of a run, AdamW or Muon, over the parameters of `model`, with the
+    settings of the TrainConfig. lr_groups may freeze parameters. log(line): for a summary. Raises
+    ConfigError."""
     c = config
     muon = dict(lr=c.muon_lr, momentum=c.muon_momentum, weight_decay=c.muon_weight_decay)
     return configure_optimizers(model, c.weight_decay, c.learning_rate, (c.beta1, c.beta2),
@@ -26,7 +28,8 @@ def configure_optimizers(model: torch.nn.Module, weight_decay: float, learning_r
                          betas: tuple[float, float], eps: float = 1e-8,
                          muon: dict[str, float] | None = None, lr_groups: dict | None = None,
                          log: Callable[[str], object] = print) -> torch.optim.Optimizer:
-    """Return one optimizer over the parameters of `model`.
+    """Return one optimizer, AdamW or Muon, over the parameters of `model`. weight_decay: of tensors
+    with two or more dimensions.
 
     muon: dict(lr, momentum, weight_decay); if given, Muon updates the matrices of linear layers.
     lr_groups: {name pattern: multiplier of the learning rate (0 freezes), or dict(learning_rate,
@@ -67,8 +70,9 @@ def configure_optimizers(model: torch.nn.Module, weight_decay: float, learning_r
 
 
 def muon_parameters(model):
-    """Return the names of the matrices for Muon: weights of linear layers, except the output layer
-    (rows are classes) and matrices with a side below 16 (too thin to orthogonalise)."""
+    """Return the set of names of the matrices of `model` for Muon: weights of linear layers, except
+    the output layer (rows are classes) and matrices with a side below 16 (too thin to
+    orthogonalise)."""
     # Embeddings are tables: the rows are independent, so there is no map to make orthogonal.
     return {f"{name}.weight" for name, m in model.named_modules()
             if isinstance(m, nn.Linear) and not name.endswith("head") and min(m.weight.shape) >= 16}
@@ -84,8 +88,10 @@ def matches(name, pattern):
 
 
 def match_lr_groups(lr_groups, names):
-    """Return {name: options of the last pattern that matches it}. ConfigError for a pattern that
-    matches no name (probably misspelt), or for an invalid value."""
+    """Return {parameter name: options of the last pattern that matches it}, for the names that a
+    pattern matches. lr_groups: {pattern: options, or a number for {"lr_mult": number}}; options:
+    some of learning_rate, lr_mult, weight_decay. ConfigError for a pattern that matches no name
+    (probably misspelt), or for an invalid value."""
     allowed = ("learning_rate", "lr_mult", "weight_decay")
     own_options = {}
     for pattern, value in lr_groups.items():
@@ -103,7 +109,8 @@ def match_lr_groups(lr_groups, names):
 
 
 def log_groups(model, groups, log):
-    """Log how many tensors decay, are updated by Muon, have a rate of their own, or are frozen."""
+    """Log how many tensors of the parameter groups decay, are updated by Muon, or have each
+    learning rate, and how many of `model` are frozen. log(line) is called."""
     def count(params, status=""):
         return f"{len(params)} tensors{status} ({sum(p.numel() for p in params):,} params)"
     decayed = [p for g in groups if g["weight_decay"] for p in g["params"]]
@@ -121,8 +128,9 @@ def log_groups(model, groups, log):
 
 
 class Muon(AdamW):
-    """Muon (Jordan et al. 2024, https://kellerjordan.github.io/posts/muon/) for groups with
-    muon=True, AdamW for all other groups. The ranks share the work: all must call step()."""
+    """Optimizer: Muon (Jordan et al. 2024, https://kellerjordan.github.io/posts/muon/) for
+    parameter groups with muon=True, AdamW for groups with muon=False. kwargs: of AdamW. The ranks
+    share the work: all must call step()."""
 
     def __init__(self, groups: Iterable[dict], momentum: float = 0.95, **kwargs):
         super().__init__(groups, **kwargs)
@@ -144,7 +152,8 @@ class Muon(AdamW):
 
 def create_state(optimizer):
     """Create the state that the first step of an optimizer creates, so that a checkpoint can be
-    loaded into it, by a step of zero gradients at a learning rate of zero."""
+    loaded into it, by a step of zero gradients at a learning rate of zero. Parameters and gradients
+    do not change; existing state is lost."""
     optimizer.state.clear()
     groups = optimizer.param_groups
     params = [p for group in groups for p in group["params"]]
@@ -162,7 +171,8 @@ def create_state(optimizer):
 
 
 def update_matrices(group, state):
-    """Do a Muon step for the matrices of a parameter group. state: {matrix: {name: tensor}}.
+    """Do a Muon step, in place, for the matrices of a parameter group. state: {matrix: {name:
+    tensor}}, to which momentum_buffer is added. All ranks must call.
 
     The update is the orthogonalised Nesterov momentum times sqrt(max(1, rows / columns)). Matrices
     of equal shape form a batch, which is divided among the ranks.
@@ -190,14 +200,15 @@ def update_matrices(group, state):
 
 
 def orthogonalize_together(matrices):
-    """Return the updates of N replicated matrices of equal (or transposed) shape, the same bits on
-    all ranks. Each rank computes ceil(N / ranks) matrices and sends the results. With more ranks
-    than matrices, it sends a part of one or two matrices. All parts have equal sizes: the last ones
-    may repeat the first matrices."""
+    """Return [orthogonalize(matrix)] of N replicated matrices of equal (or transposed) shape, the
+    same bits on all ranks, which must all call. Each rank computes ceil(N / ranks) matrices and
+    sends the results."""
     n_ranks = dist.get_world_size() if dist.is_initialized() else 1
     rank = dist.get_rank() if n_ranks > 1 else 0
     N = len(matrices)
     size = matrices[0].numel()
+    # With more ranks than matrices, a rank sends a part of one or two matrices. All parts have
+    # equal sizes: the last ones may repeat the first matrices.
     part = -(-N // n_ranks) * size if N >= n_ranks else -(-N * size // n_ranks)
     start, end = rank * part, (rank + 1) * part  # in all matrices one after the other
     mine = [matrices[i % N] for i in range(start // size, -(-end // size))]
@@ -210,7 +221,8 @@ def orthogonalize_together(matrices):
 
 
 def orthogonalize_shards(parts, param):
-    """Return the updates of N sharded matrices of the shape of `param`. (N, local rows, columns)
+    """Return this rank's shards of the N orthogonalised matrices, (N, local rows, columns). parts:
+    shards (local rows, columns) of the matrices, which are sharded like the DTensor `param`.
 
     The shards are redistributed so that each rank holds a few whole matrices, and back: two
     all-to-all collectives on a GPU, with constant memory per rank.
@@ -235,7 +247,8 @@ def wide(x):
 
 def orthogonalize(g, steps=5):
     """Return approximately the nearest semi-orthogonal matrices to g (N, rows, columns), by a
-    quintic Newton-Schulz iteration. The singular values become about 0.7 to 1.2."""
+    quintic Newton-Schulz iteration. The singular values become about 0.7 to 1.2. The dtype is that
+    of working_dtype()."""
     a, b, c = 3.4445, -4.7750, 2.0315
     x = wide(g).to(working_dtype(g.device))
     x = x / (x.norm(dim=(-2, -1), keepdim=True) + 1e-7)
@@ -246,5 +259,6 @@ def orthogonalize(g, steps=5):
 
 
 def working_dtype(device):
-    """Return bfloat16 if the device supports it natively; emulated, it is slower than float32."""
+    """Return the dtype for orthogonalising on a device: bfloat16 if it is supported natively,
+    otherwise float32 (emulated bfloat16 is slower)."""
     return torch.bfloat16 if has_native_bfloat16(device) else torch.float32

@@ -26,8 +26,9 @@ MAX_SPIKES_IN_A_ROW = 32
 
 @contextlib.contextmanager
 def on_signals(names, handler):
-    """Context in which the signals `names` call handler(number, frame). Signals that the process
-    was started to ignore (nohup) are still ignored."""
+    """Context in which the signals `names` (e.g. "SIGTERM") call handler(number, frame); the
+    previous handlers are restored on exit. Signals that the process was started to ignore (nohup)
+    are still ignored. Without effect outside the main thread."""
     old = {}
     for name in names:
         with contextlib.suppress(ValueError, AttributeError):  # not the main thread; Windows
@@ -42,12 +43,12 @@ def on_signals(names, handler):
 
 
 class Signals:
-    """SIGTERM, SIGINT and SIGHUP request a checkpoint and the end of the run, SIGUSR1 a checkpoint.
-
-    The handler only sets a flag. The loop reads it between micro-batches and drops a partial step.
-    A second request exits at once, except under torchrun, where one request causes two signals
-    (Slurm signals torchrun and all ranks, torchrun the ranks) and torchrun kills slow ranks.
-    """
+    """Context in which SIGTERM, SIGINT and SIGHUP request a checkpoint and the end of the run
+    (`stop`: the signal's number, or 0), and SIGUSR1 a checkpoint (`save`). agree() returns the
+    requests of all ranks. The handler only sets these flags; the loop reads them between
+    micro-batches and drops a partial step. A second request exits at once, except under torchrun,
+    where one request causes two signals (Slurm signals torchrun and all ranks, torchrun the ranks)
+    and torchrun kills slow ranks."""
 
     STOP = ("SIGTERM", "SIGINT", "SIGHUP")
 
@@ -84,18 +85,18 @@ class Signals:
         self.stop = self.stop or signum
 
     def agree(self, ranks):
-        """Return (signal number of a request to stop or 0, whether to save), equal on all ranks.
-        All ranks must call."""
+        """Return (signal number of a request to stop or 0, whether to save), requested on any rank,
+        equal on all ranks. Clears the request to save. All ranks must call."""
         save, self.save = self.save, 0
         stop, save = max_over_ranks([self.stop, save], ranks)
         return stop, bool(save)
 
 
 class Watchdog:
-    """Ends a hanging process: `seconds` (0: never) after the last call of restart(), a thread
-    appends the stacks of all threads to stacks.txt in `folder`, prints them, and exits. Code in C
-    that keeps Python's lock also stops this thread; then a timer in C prints them.
-    """
+    """Thread that ends a hanging process: if restart() was called and then not again for `seconds`
+    (0: never), it appends the stacks of all threads to stacks.txt in `folder`, prints them, and
+    exits with code 1. close() stops it. Code in C that holds the GIL also stops this thread; then a
+    timer in C prints the stacks and exits 10 seconds later."""
 
     def __init__(self, seconds, folder, rank):
         self.seconds = seconds
@@ -140,8 +141,9 @@ class Watchdog:
 # loss spikes and non-finite values
 
 def describe_non_finite(it, loss, norm, lr, source, path):
-    """Return the message of a run that stops at step `it`. source: description of the batch; path:
-    of the last checkpoint, which may not exist yet."""
+    """Return the message of a run that stops at step `it` because the loss or the gradient norm is
+    not finite. lr: learning rate; source: text that describes the batch; path: of the last
+    checkpoint, which may not exist yet."""
     path = path if os.path.exists(path) else "none yet"
     return (f"iter {it}: not finite: loss {loss}, gradient norm {norm}, lr {lr:.3g}; stopped "
             f"before the update. The batch: {source}.\nLast good checkpoint: {path}. Try a lower "
@@ -150,10 +152,12 @@ def describe_non_finite(it, loss, norm, lr, source, path):
 
 def decide_action(loss, norm, progress, spikes, on_spike, scaled):
     """Return the action, "update", "skip" or "stop", for a step whose loss is a spike, or whose
-    loss or gradient norm is not finite. Updates the counters in `progress`.
+    loss or gradient norm is not finite. Updates the counters in `progress` (a Progress); after many
+    spikes in a row, clears the losses in `spikes` (a SpikeDetector). on_spike: "skip", or "warn" to
+    update.
 
     scaled: with a loss scale (float16) some gradients overflow: the step is skipped, and the scale
-    decreases.
+    decreases. Other non-finite values stop the run.
     """
     p = progress
     if not (math.isfinite(loss) and math.isfinite(norm)):
@@ -173,8 +177,8 @@ def decide_action(loss, norm, progress, spikes, on_spike, scaled):
 # errors
 
 def run_reporting_errors(config, job):
-    """Call job(config), print errors, and return the exit code. 2: invalid input, 1: a crash,
-    128 + n: stopped by signal n."""
+    """Call job(config), print an error, and return the exit code, or exit with it under torchrun.
+    0: success, 2: invalid input, 1: a crash or non-finite numbers, 128 + n: stopped by signal n."""
     rank = env_rank()
     try:
         job(config)
@@ -192,8 +196,8 @@ def run_reporting_errors(config, job):
 
 
 def report_crash(error, config, rank):
-    """Print the traceback (not if memory was insufficient) and advice, and exit without waiting for
-    other ranks, which may not respond."""
+    """Print the traceback of `error` (not if memory was insufficient) and advice, and return exit
+    code 1; under torchrun exit without waiting for other ranks, which may not respond."""
     hint = suggest_fix(error, config)
     known = hint.startswith("Out of memory")
     text = "" if known else "".join(traceback.format_exception(error))
@@ -207,7 +211,8 @@ def report_crash(error, config, rank):
 
 
 def suggest_fix(error, config):
-    """Return one paragraph about possible remedies of `error`, or ""."""
+    """Return one paragraph about possible remedies of the exception `error` (memory, NCCL,
+    connections, compiling), or "" if there is no advice. config: TrainConfig of the run."""
     text = str(error).lower()
     if isinstance(error, (torch.OutOfMemoryError, MemoryError)) or "allocate memory" in text:
         b, g = config.batch_size, config.gradient_accumulation_steps
@@ -226,8 +231,9 @@ def suggest_fix(error, config):
 
 
 def exit_process(code):
-    """Return the exit code; under torchrun exit with it at once. Other ranks may not respond then,
-    and PyTorch's threads can hang or abort a normal exit (pytorch#190489)."""
+    """Flush stdout and return the exit code `code`; under torchrun exit with it at once. Other
+    ranks may not respond then, and PyTorch's threads can hang or abort a normal exit
+    (pytorch#190489)."""
     with contextlib.suppress(ValueError):  # closed, e.g. by a user's reward function
         sys.stdout.flush()
     if under_torchrun():

@@ -29,7 +29,9 @@ MAX_EPOCHS_IN_STEPS = 200  # more need a length in epochs (max_epochs)
 
 @dataclass
 class Progress:
-    """State of the loop between steps, besides weights and optimizer; saved in every checkpoint."""
+    """State of the training loop between steps, besides weights and optimizer, saved in every
+    checkpoint: step number, last and best losses, counters of spikes and float16 overflows, the
+    reason why the run is finished, and the history of evaluations."""
     iter_num: int = 0                  # number of completed optimizer steps
     evaluated: int = -1                # iter_num of the last evaluation
     val_loss: float | None = None      # of the last evaluation
@@ -52,15 +54,17 @@ class Progress:
             setattr(self, f.name, state.get(f.name, getattr(Progress(), f.name)))
 
     def recent_loss(self):
-        """Return the mean loss of the last steps, for a step without counted items: the spike
-        detector then sees no jump."""
+        """Return the mean loss of the steps since the last evaluation (without steps, val_loss or
+        0.0). It replaces the loss of a step without counted items, so that the spike detector sees
+        no jump."""
         return self.loss_sum / self.loss_count if self.loss_count else self.val_loss or 0.0
 
 
 class Run:
-    """The state of one run. Only the functions of train/train.py take the whole Run; all other
-    functions take the parts that they need. The methods open_... set the attributes, in this order.
-    """
+    """The state of one run: config, ranks, model, optimizer, data, log, progress and monitors. Made
+    by open_run(), which calls open_folder, open_data, open_model, open_optimizer and open_monitors
+    in this order; these methods set the attributes. Only functions of train/train.py take the whole
+    Run."""
 
     def __init__(self, config, ranks, on_evaluation=None):
         # TrainConfig: with the shape of inherited weights, and lengths in steps.
@@ -76,8 +80,10 @@ class Run:
         self.best_due = False   # the next save also writes ckpt_best.pt
 
     def open_folder(self, stack):
-        """Lock out_dir and find where the run starts: from scratch, from the last checkpoint of the
-        run, or from given weights; the configuration inherits the shape of these."""
+        """Lock out_dir until `stack` (an ExitStack) is closed, and set self.start, where the run
+        starts: from scratch, from the last checkpoint of the run, or from given weights, whose
+        shape self.config then inherits. Raises CheckpointError; UserError if a different process
+        has the lock."""
         c = self.config
         # out_dir, locked; saves in the background.
         self.folder = stack.enter_context(
@@ -93,7 +99,9 @@ class Run:
             echo(text)
 
     def open_data(self, data=None):
-        """Open the loaders, which define the length of an epoch, and convert lengths to steps."""
+        """Set self.data, the given Data or that of data_dir; convert epochs in self.config to
+        steps; set the number of micro-batches, items and tokens per step. Raises DataError,
+        SetupError."""
         # Data: loaders train, val, test; spec
         self.data = open_data(self.config, self.ranks, data)
         if self.config.eval_only and self.data.val is None:
@@ -109,8 +117,10 @@ class Run:
         self.units_per_step = c.samples_per_step * self.data.train.units_per_sample
 
     def open_model(self, stack, model=None):
-        """Build the model, check it against the checkpoint, and open the log, in this order: no
-        file is written into a folder that cannot be used."""
+        """Set self.raw_model, `model` or the one that the model file builds, check that the
+        checkpoint fits it, and open the log, in this order: no file is written into a folder that
+        cannot be used. stack: an ExitStack, which closes the log and waits for saves. Raises
+        CheckpointError."""
         c = self.config
         ranks = self.ranks
         self.dtype, reason = device.choose_dtype(c.dtype, ranks.device)
@@ -142,8 +152,9 @@ class Run:
                                  c.batch_size)
 
     def build_model(self, model=None):
-        """Return the bare model on the device: `model`, or the model file's. A sharded model is
-        built on the meta device, sharded and then filled, so that no rank holds all weights."""
+        """Return the bare model (without DDP) on the device: `model`, or the model file's. A
+        sharded model is built on the meta device, sharded and then filled, so that no rank holds
+        all weights."""
         if model is None:
             with torch.device("meta") if self.sharded else contextlib.nullcontext():
                 model = self.model_type.build_model(self.config, self.data)
@@ -154,7 +165,8 @@ class Run:
         return model.to(self.ranks.device)
 
     def open_log(self, precision):
-        """Return the Logger, after the start-up lines."""
+        """Return the Logger of the run, with the start-up lines logged, and write config.yaml and
+        training_args.json. precision: text about dtype and compiling, for a start-up line."""
         c = self.config
         ranks = self.ranks
         machine = dict(world_size=ranks.world_size, **device.device_facts(ranks.device))
@@ -169,8 +181,9 @@ class Run:
         return log
 
     def open_optimizer(self):
-        """Load the weights to start from, then build the optimizer, then wrap the model: the
-        optimizer may freeze parameters, which DDP must know."""
+        """Load the weights of init_from, if the run starts from them, then build the optimizer, the
+        moving average and the gradient scaler, then wrap the model in DDP: the optimizer may freeze
+        parameters, which DDP must know. Raises CheckpointError, ConfigError."""
         c = self.config
         if self.start.kind == "init_from":
             checkpoint.load_weights(self.raw_model, self.start, c, self.data.spec, self.ranks,
@@ -197,7 +210,8 @@ class Run:
         self.after_step = getattr(self.raw_model, "after_step", None)
 
     def open_monitors(self, stack):
-        """Create the monitors: early stopping, schedules, signals, clock, prefetcher."""
+        """Create early stopping, the plateau schedule, the spike detector, the signal handler, the
+        watchdog, the clock and the prefetcher. stack: an ExitStack, which ends their threads."""
         c = self.config
         self.stopping = EarlyStopping(c.early_stopping_patience, c.early_stopping_min_delta,
                                       mode=c.early_stopping_mode)
@@ -222,19 +236,23 @@ class Run:
         stack.callback(self.batches.close)
 
     def finish_saves(self, kind, error, trace):
-        """Wait for the save in progress and, except after a crash, for its copy in the mirror."""
+        """Wait for the save in progress and, except after a crash, for its copy in the mirror. An
+        exit function of an ExitStack: kind, error, trace as for __exit__; a crash is any other
+        exception than a UserError."""
         self.folder.wait()
         if self.folder.mirror and (kind is None or issubclass(kind, UserError)):
             self.folder.mirror.finish(self.log)
 
     def parts(self):
-        """Return {name in the checkpoint: part} of everything with state besides model and
-        optimizer."""
+        """Return {name in the checkpoint: object with state_dict() and load_state_dict()} of
+        everything with state besides model and optimizer: progress, loss scaler, plateau schedule,
+        early stopping, spikes."""
         return dict(progress=self.progress, scaler=self.scaler, plateau=self.plateau,
                     early_stopping=self.stopping, spikes=self.spikes)
 
     def restore(self, start):
-        """Continue from the checkpoint of `start`."""
+        """Load the checkpoint of `start` (a Start) into model, optimizer and parts(). Raises
+        CheckpointError."""
         p = self.progress
         checkpoint.restore(start, self.config, self.raw_model, self.optimizer, self.parts(),
                            self.ranks, self.log.warn)
@@ -243,9 +261,9 @@ class Run:
             self.order_buckets(p.iter_num)
 
     def order_buckets(self, it):
-        """Compute gradients of step `it` and discard them. DDP orders its buckets by the first
-        backward pass after a start, and sums of more than two ranks depend on the order: without
-        this, the first step after a resume would differ in the last bit."""
+        """Compute gradients of the first micro-batch of step `it` and discard them. DDP orders its
+        buckets by the first backward pass after a start, and sums of more than two ranks depend on
+        the order: without this, the first step after a resume would differ in the last bit."""
         if self.before_step:
             self.before_step(it)
         batch = self.data.train.get_batch(self.ranks.device, it * self.n_micro)
@@ -255,7 +273,9 @@ class Run:
         self.optimizer.zero_grad(set_to_none=True)
 
     def evaluation_is_due(self, last):
-        """Return whether to evaluate before the next step; last: the training is complete."""
+        """Return whether to evaluate before the next step: at an interval (ends_interval), before
+        step 0 if eval_on_start, and after the last step (`last`). Never twice at the same step,
+        without validation data, or if eval_interval is 0."""
         c = self.config
         it = self.progress.iter_num
         if not c.eval_interval or self.data.val is None or self.progress.evaluated == it:
@@ -263,7 +283,8 @@ class Run:
         return last or (self.ends_interval() if it else c.eval_on_start)
 
     def save_is_due(self):
-        """Return whether a checkpoint is due before the next step."""
+        """Return whether a checkpoint is due before the next step, by save_interval (default: the
+        interval of evaluations) or save_epochs; False if this step is saved already."""
         c = self.config
         it = self.progress.iter_num
         at_interval = (self.ends_interval() if c.save_interval is None
@@ -272,14 +293,16 @@ class Run:
         return it != self.saved_at and (at_interval or at_epoch)
 
     def is_numbered(self):
-        """Return whether a checkpoint saved now is also kept as a numbered file."""
+        """Return whether a checkpoint saved now is also kept as ckpt_NNNNNNN.pt: with save_epochs
+        at the end of each such period, otherwise always if keep_last is above 0."""
         c = self.config
         if c.save_epochs is None:
             return c.keep_last > 0
         return self.ends_period(c.save_epochs)
 
     def ends_interval(self):
-        """Return whether the last step completed eval_interval steps or eval_epochs epochs."""
+        """Return whether the last step completed eval_epochs epochs or, if that is not set,
+        eval_interval steps, counted from the start of the run. False before the first step."""
         c = self.config
         it = self.progress.iter_num
         if c.eval_epochs:
@@ -287,15 +310,16 @@ class Run:
         return it > 0 and c.eval_interval > 0 and it % c.eval_interval == 0
 
     def ends_period(self, epochs):
-        """Return whether the last step completed a period of `epochs` epochs."""
+        """Return whether the last step reached or passed a multiple of `epochs` (float) epochs."""
         it = self.progress.iter_num
         steps = epochs * self.data.train.samples / self.config.samples_per_step
         periods = [math.floor(i / steps + 1e-9) for i in (it - 1, it)]  # 3 x 1/3 is 1
         return it > 0 and periods[1] > periods[0]
 
     def count_epochs(self):
-        """Return the number of epochs until now. A step may go beyond the end of the period that
-        it completes; the number is then that of the period, e.g. 29 and not 29.01."""
+        """Return the number of epochs until now, a float of at most max_epochs, which must be set.
+        A step may go beyond the end of the evaluation period that it completes; the number is then
+        that of the period, e.g. 29 and not 29.01."""
         c = self.config
         epochs = self.progress.iter_num * c.samples_per_step / self.data.train.samples
         if c.eval_epochs and self.ends_interval():
@@ -303,15 +327,17 @@ class Run:
         return min(epochs, c.max_epochs)
 
     def limits_reached(self):
-        """Return the keys whose limits keep a finished run from continuing; []: it can continue."""
+        """Return the options whose limits keep a finished run from continuing, of "--max_iters" and
+        "--early_stopping_patience"; []: the run is not finished or can continue."""
         reached = {"--max_iters": self.progress.iter_num >= self.config.max_iters,
                    "--early_stopping_patience": self.stopping.over}
         return [key for key, yes in reached.items() if yes and self.progress.finished]
 
     @contextlib.contextmanager
     def eval_mode(self):
-        """Switch to eval mode; on a CPU also to eager mode, since compiling a second variant of the
-        model for evaluations would cost more than it saves."""
+        """Context in which the model is in eval mode; on a CPU also not compiled, since compiling a
+        second variant of the model for evaluations would cost more than it saves. Train mode
+        follows."""
         self.raw_model.eval()
         try:
             with self.compiler.paused():
@@ -322,7 +348,8 @@ class Run:
                 self.raw_model.reshard()
 
     def write_samples(self):
-        """Write samples of the model's output, from the same prompts and seed every time.
+        """Generate texts with the model type's sample(), from the same prompts and seed every time,
+        and append them to samples.txt.
 
         A sharded model computes on all ranks, any other model on rank 0. An error in sampling is
         only a warning.
@@ -346,8 +373,9 @@ class Run:
 
 @contextlib.contextmanager
 def open_run(config, ranks, model=None, on_evaluation=None, data=None):
-    """Open a Run, ready for the next step; leaving the context closes folder and log. model,
-    on_evaluation, data: see train()."""
+    """Context that yields a Run, opened from scratch, a checkpoint or given weights, ready for the
+    next step; on exit folder and log are closed. config: as returned by validate_config; ranks: of
+    process_group; model, on_evaluation, data: as for train(). Raises UserError."""
     distributed.set_seed(config.seed, config.deterministic, config.cudnn_benchmark)
     with contextlib.ExitStack() as stack:
         run = Run(config, ranks, on_evaluation)
@@ -375,8 +403,8 @@ def open_run(config, ranks, model=None, on_evaluation=None, data=None):
 
 
 def validate_config(config):
-    """Return `config`, checked like a configuration that was read from a file. Raises ConfigError,
-    also if the package of a tracker is missing."""
+    """Return a copy of the TrainConfig `config`, checked like a configuration that was read from a
+    file. Raises ConfigError, also if the package of a tracker is missing."""
     explicit = [f.name for f in fields(config) if config.is_explicit(f.name)]
     config = load_config(overrides=asdict(config))
     config.origins = dict.fromkeys(explicit, "overrides")
@@ -387,8 +415,8 @@ def validate_config(config):
 
 
 def check_epochs(config, samples):
-    """Refuse a length in steps (max_iters, default or given) of more than MAX_EPOCHS_IN_STEPS
-    epochs, unless max_epochs or eval_only is set. samples: in an epoch. Raises SetupError."""
+    """Raise SetupError if max_iters steps are more than MAX_EPOCHS_IN_STEPS epochs, unless
+    max_epochs or eval_only is set. samples: number of samples per epoch."""
     c = config
     epochs = c.max_iters * c.samples_per_step / samples
     if epochs > MAX_EPOCHS_IN_STEPS and not (c.max_epochs or c.eval_only):
@@ -399,8 +427,9 @@ def check_epochs(config, samples):
 
 
 def open_data(config, ranks, data=None):
-    """Return the Data of a run: `data`, or that of data_dir, where several weighted folders are a
-    mixture."""
+    """Return the Data of a run: `data`, with torch Datasets wrapped in loaders, or that of
+    data_dir, opened by the model type; several weighted folders ("a:0.7,b:0.3") become a mixture.
+    Raises DataError, and CheckpointError if Data.spec has other than plain Python types."""
     model_type = load_model_type(config.model)
     if data is not None:
         data = replace(data, **{name: as_loader(getattr(data, name), config, ranks)

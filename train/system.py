@@ -23,7 +23,9 @@ REPOSITORY = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 
 
 class ModelType:
-    """Definitions that a file model/NAME.py may have at module level, with their defaults."""
+    """Definitions that a file model/NAME.py may have at module level, with their defaults:
+    open_data, build_model (required), sample, inherit_shape, as_gpt, Keys, USE, MUST_MATCH_TO_INIT.
+    An instance is the model type that load_model_type() returns."""
 
     module = None  # the imported file
 
@@ -46,8 +48,9 @@ class ModelType:
 
     @staticmethod
     def build_model(config, data):
-        """Return the model. It may read data.spec only, so that it can be rebuilt from ckpt.pt, and
-        is also called under torch.device("meta")."""
+        """Return the model, an nn.Module, for a TrainConfig and the run's Data. It may read
+        data.spec only, so that it can be rebuilt from ckpt.pt, and is also called under
+        torch.device("meta"). The default raises ConfigError."""
         raise ConfigError(["build_model(config, data) is missing"])
 
     # sample(model, data, config) -> list of texts for samples.txt, written at each evaluation.
@@ -65,7 +68,8 @@ class ModelType:
 
 
 class ModelHooks:
-    """Methods that a model (torch.nn.Module) may have besides `forward`, with their defaults.
+    """Methods that a model (torch.nn.Module) may have besides `forward`, with their defaults:
+    numbers, initial, adopt, before_step, after_step, flops_per_unit.
 
     forward(*batch) -> (loss, sums): the mean loss over the batch's items, and {name: tensor} of
     sums over the items. sums["count"] is the number of items (default: all items of the batch).
@@ -73,20 +77,21 @@ class ModelHooks:
     """
 
     def numbers(self, sums):
-        """Return {name: float} for a log line. Default: every scalar sum divided by the count."""
+        """Return {name: float} for a log line. sums: {name: CPU tensor}, over all batches, with
+        "loss" and "count". Default: every scalar sum divided by the count (`None` if that is 0)."""
         return {name: float(value / sums["count"]) if sums["count"] else None
                 for name, value in sums.items()
                 if name not in ("loss", "count") and value.dim() == 0}
 
     def initial(self, name, shape, seed):
-        """Return the initial value of a parameter or persistent buffer, a function of (seed, name),
-        so that FSDP can fill a sharded model one tensor at a time. Default: None, the value that
-        the module assigned, which FSDP cannot use."""
+        """Return the initial value, a tensor, of a parameter or persistent buffer, a function of
+        (seed, name), so that FSDP can fill a sharded model one tensor at a time. Default: `None`,
+        the value that the module assigned, which FSDP cannot use."""
         return None
 
     def adopt(self, weights):
-        """Return the weights of another model (init_from) with the names and shapes of this model,
-        {name: tensor}, on rank 0. Default: unchanged."""
+        """Return the weights {name: tensor} of a different model (init_from) with the names and
+        shapes of this model. Called on rank 0. Default: unchanged."""
         return weights
 
     def before_step(self, it):
@@ -94,15 +99,18 @@ class ModelHooks:
         state that is a function of the step. Default: nothing."""
 
     def after_step(self, it, sums):
-        """Run after optimizer step `it`, with the step's sums over all ranks. Default: nothing."""
+        """Run after optimizer step `it`, with the step's sums over all ranks, {name: CPU tensor};
+        also if the update was skipped. Default: nothing."""
 
     def flops_per_unit(self):
-        """Return the FLOPs of forward and backward per token or row, for MFU. 0: unknown."""
+        """Return FLOPs, forward and backward, per token or row, for MFU. Default: 0, unknown."""
         return 0
 
 
 class LoaderHooks:
-    """Attributes that a loader may have besides the required ones, with their defaults."""
+    """Attributes that a loader may have besides the required ones (get_batch, fixed_batch, n_fixed,
+    fingerprint, samples, ...), with their defaults: computes, calls_per_chunk, locate, source_of,
+    merge, passes."""
 
     # True if get_batch computes on the device; batches are then not prefetched.
     computes = False
@@ -115,20 +123,24 @@ class LoaderHooks:
         return f"batch {step}"
 
     def source_of(self, index, count):
-        """Return the name of the source of validation batch `index`. "": only one source."""
+        """Return the name of the source, in a mixture, of validation batch `index` of `count`.
+        Default: "", there is only one source."""
         return ""
 
     def merge(self, sums_by_source):
-        """Return the sums over all sources, weighted by their shares."""
+        """Return the sums over all sources, weighted by their shares, {name: tensor}, from {source:
+        {name: tensor}}. Default: those of the only source, ""."""
         return sums_by_source[""]
 
     def passes(self, samples):
-        """Return log lines about how often `samples` samples use each source."""
+        """Return log lines about how often `samples` samples, of a whole run, use each source.
+        Default: no lines."""
         return ()
 
 
 def hook(owner, name):
-    """Return the method or attribute `name` of a model or loader, or the default."""
+    """Return the method or attribute `name` of a model or loader, or the default (of ModelHooks or
+    LoaderHooks; a method is bound to `owner`)."""
     if hasattr(owner, name):
         return getattr(owner, name)
     default = getattr(ModelHooks, name, None) or getattr(LoaderHooks, name)
@@ -136,7 +148,8 @@ def hook(owner, name):
 
 
 def load_model_type(name):
-    """Import model/NAME.py and return the ModelType. Raises ConfigError."""
+    """Import model/NAME.py and return the ModelType, with defaults for missing definitions. Raises
+    ConfigError if there is no such model type, or if it has no build_model."""
     known = model_types()
     if name not in known and f"model.{name}" not in sys.modules or name in NOT_MODEL_TYPES:
         raise ConfigError([f"model: there is no model type model/{name}.py; expected one of "
@@ -163,5 +176,5 @@ def model_types():
 
 
 def flops_per_step(model, config, loader):
-    """Return the FLOPs of an optimizer step over all ranks; 0: unknown."""
+    """Return the FLOPs, forward and backward, of an optimizer step over all ranks; 0: unknown."""
     return hook(model, "flops_per_unit")() * config.samples_per_step * loader.units_per_sample

@@ -31,13 +31,15 @@ from train.system import hook
 def train(config: TrainConfig, model: torch.nn.Module | None = None,
           on_evaluation: Callable[[int, dict], object] | None = None,
           data: Data | None = None) -> dict[str, Any]:
-    """Resume or start the run that `config` describes, train, and return the last numbers and the
-    history of evaluations.
+    """Resume or start the run that `config` describes, and train it until it is finished. Return a
+    dict: iter_num, val_loss, best_val_loss, finished (the reason), history (the numbers of each
+    evaluation) and test (numbers on the test data, {} if not evaluated).
 
     model: an nn.Module to train instead of the one that the model file builds.
-    on_evaluation(iter_num, numbers): called after each evaluation; an exception stops the run.
+    on_evaluation(iter_num, numbers): called after each evaluation with {val_NAME: number}, on every
+    rank; an exception stops the run.
     data: Data(train, val, spec, test) to train on instead of config.data_dir, of loaders or of
-    map-style torch Datasets (train.dataloader.DatasetLoader states what they must fulfil).
+    map-style torch Datasets (train.dataloader.DatasetLoader states the requirements).
     Raises UserError: Stopped after a signal, BadNumbers if loss or gradients are not finite,
     CollectiveExit if the last save fails; ConfigError, DataError, CheckpointError or SetupError for
     input that cannot be used.
@@ -62,7 +64,9 @@ def train(config: TrainConfig, model: torch.nn.Module | None = None,
 
 
 def training_loop(run):
-    """Evaluate, save and train until the run is finished, then test and report."""
+    """Evaluate, save and train an opened Run until it is finished, then save, evaluate the test
+    data and log a summary. Raises Stopped after a signal (the state is saved then), BadNumbers,
+    CollectiveExit."""
     c = run.config
     p = run.progress
     p.finished = ""  # a larger max_iters continues a finished run
@@ -99,8 +103,10 @@ def training_loop(run):
 
 
 def train_step(run, lr=None):
-    """Do one optimizer step on the global batch, on all ranks. lr: default, the schedule's. Returns
-    the mean loss, or None if a signal arrived before the last micro-batch: nothing is applied."""
+    """Do one optimizer step on the global batch; all ranks must call. lr: learning rate, default
+    the schedule's. Return the mean loss (float), or `None` if a signal arrived before the last
+    micro-batch: nothing is applied then. Also a skipped update (loss spike, float16 overflow)
+    increments progress.iter_num. Raises BadNumbers."""
     c = run.config
     p = run.progress
     it = p.iter_num
@@ -176,7 +182,8 @@ def train_step(run, lr=None):
 # parts of a step
 
 def seed_step(seed, it, ranks):
-    """Seed torch's generators by (seed, it, rank): a resumed run draws the same dropout masks."""
+    """Seed torch's generators, on the CPU and ranks.device, by (seed, step `it`, rank), so that a
+    resumed run has the same dropout masks."""
     number = ((seed * 1_000_003 + it) * 65_537 + ranks.rank) % 2**63
     # Not torch.manual_seed: it formats a traceback for each missing accelerator, 0.5 ms per step.
     torch.default_generator.manual_seed(number)
@@ -186,8 +193,9 @@ def seed_step(seed, it, ranks):
 
 @torch.no_grad()
 def clip_gradients(optimizer, max_norm, factor=1.0):
-    """Multiply all gradients by `factor` and clip the global norm to `max_norm` (0: no clipping).
-    Return the norm before clipping, a 0-dim tensor."""
+    """Multiply the gradients of all parameters of `optimizer` by `factor` (float or 0-dim tensor)
+    in place, then clip the global norm to `max_norm` (0: no clipping). Return the norm after the
+    multiplication and before clipping, a 0-dim tensor. With FSDP all ranks must call."""
     grads = [p.grad for g in optimizer.param_groups for p in g["params"] if p.grad is not None]
     norm = torch.nn.utils.get_total_norm(grads)
     if hasattr(norm, "full_tensor"):  # FSDP: local operations, and one collective
@@ -201,8 +209,10 @@ def clip_gradients(optimizer, max_norm, factor=1.0):
 
 
 def react_to_anomaly(run, lr, loss, norm):
-    """Handle a step with a loss spike or non-finite values. Return whether to update the weights,
-    the same on every rank. Raises BadNumbers before a harmful update."""
+    """Handle a step whose loss is a spike, or whose loss or gradient norm is not finite: count it
+    in run.progress and log a warning. Return whether to update the weights, the same on every rank.
+    Raises BadNumbers for non-finite numbers, except overflows that the loss scale of float16
+    explains."""
     p = run.progress
     action = decide_action(loss, norm, p, run.spikes, run.config.on_spike, run.scaler.is_enabled())
     # Bad data is a common cause. The message names two micro-batches at most: where this rank's
@@ -220,7 +230,9 @@ def react_to_anomaly(run, lr, loss, norm):
 
 
 def log_step(run, lr, loss, norm, sums):
-    """Count the step's loss and, every log_interval steps, log the step."""
+    """Count the loss of a step for the mean in the next evaluation line and, every log_interval
+    steps and in the last one, log the step. loss, norm: floats; sums: {name: CPU tensor}, summed
+    over the global batch. A step with a float16 overflow is ignored."""
     c = run.config
     p = run.progress
     it = p.iter_num
@@ -244,9 +256,10 @@ def log_step(run, lr, loss, norm, sums):
 # evaluation, and how the run reacts to it
 
 def validate(run):
-    """Evaluate on fixed validation batches, log the numbers and update what depends on the result.
+    """Evaluate a Run on fixed validation batches; all ranks must call. Log the numbers, and update
+    the best metric, the plateau schedule and early stopping; also write samples and loss.svg.
 
-    Returns {val_NAME: number}, or None after a signal.
+    Return {val_NAME: number}, or `None` after a signal: nothing is recorded then.
     """
     c = run.config
     p = run.progress
@@ -280,8 +293,9 @@ def validate(run):
 
 
 def evaluate_validation(run, n_batches):
-    """Return {val_NAME: number} for n_batches batches of the validation data, including the numbers
-    of task files and of averaged weights; None after a signal."""
+    """Return {val_NAME: number} over `n_batches` fixed batches of the validation data, including
+    the numbers of task files (eval_tasks) and of averaged weights (ema); `None` after a signal. All
+    ranks must call. Nothing is logged."""
     def evaluate_weights():
         numbers = evaluate_loader(run, run.data.val, n_batches)
         if numbers is None or not run.tasks:
@@ -294,7 +308,8 @@ def evaluate_validation(run, n_batches):
 
 
 def evaluate_loader(run, loader, n_batches):
-    """Return {val_NAME: number} for n_batches fixed batches of `loader`; None after a signal."""
+    """Return {val_NAME: number} of the run's model over `n_batches` fixed batches of `loader` (all
+    if it has fewer), in eval mode; `None` after a signal. All ranks must call."""
     forward = functools.partial(run.compiler.call, run.raw_model)
     # Eval mode switches dropout off and, on a CPU, the compiled code.
     with run.eval_mode():
@@ -303,14 +318,18 @@ def evaluate_loader(run, loader, n_batches):
 
 
 def must_stop_evaluation(run, done, total):
-    """Return whether a signal ends an evaluation; called before each of its batches."""
+    """Return whether a signal requests the end of an evaluation. Called before each of its rounds,
+    one batch per rank: shows `done` of `total` batches on the console, and restarts the time limit.
+    """
     run.log.activity(f"evaluating, batch {done} of {total}")
     run.watchdog.restart(slow=True)  # the limit is per batch
     return bool(run.signals.stop)
 
 
 def update_best_and_schedules(run, numbers):
-    """Update the best checkpoint, the plateau schedule and early stopping."""
+    """Update a Run after an evaluation, `numbers` {val_NAME: number}: the best metric (run.best_due
+    is set if this is the best), the plateau schedule, and early stopping, which sets
+    run.progress.finished."""
     c = run.config
     p = run.progress
     # The metric that selects ckpt_best.pt and stops the run early; by default val_loss.
@@ -335,8 +354,8 @@ def update_best_and_schedules(run, numbers):
 
 
 def check_metric_names(run):
-    """Refuse an early_stopping_metric that evaluations do not have, and equal names of numbers.
-    Raises SetupError."""
+    """Raise SetupError if the evaluations of a Run lack the number early_stopping_metric, or if two
+    numbers have the same name. Evaluates one batch to learn the names, if a problem is possible."""
     c = run.config
     metric = c.early_stopping_metric
     # val_loss exists in every evaluation; without options, no second name can be equal.
@@ -354,8 +373,9 @@ def check_metric_names(run):
 # checkpoints
 
 def save(run, last=False):
-    """Save a checkpoint in the background; all ranks call. last: write it before returning, and
-    raise CollectiveExit if that fails."""
+    """Save a checkpoint of a Run in the background, where a failure is a warning. last: write it
+    before returning, and raise CollectiveExit if that fails. Raises BadNumbers, without saving, if
+    weights or optimizer state are not finite. All ranks must call."""
     run.watchdog.restart(slow=True)
     with run.clock.away():
         # Only one save runs at a time: its snapshot needs as much memory as the state.
@@ -378,7 +398,8 @@ def save(run, last=False):
 # the beginning and the end of a run
 
 def report_finished(run):
-    """Log that the run is finished; evaluate the test data if that is missing."""
+    """Log that a resumed run is already finished, and how to continue it. Set run.test_numbers from
+    metrics.jsonl; if they are missing, evaluate the test data."""
     p = run.progress
     run.log.info(f"This run is finished at iter {p.iter_num}: {p.finished}. A larger "
                  f"{' and '.join(run.limits_reached())} continues it; with `--resume never` it "
@@ -390,7 +411,9 @@ def report_finished(run):
 
 
 def finish(run):
-    """Save, evaluate the test data, and log the next steps."""
+    """Complete a Run after its last step: save, draw loss.svg, evaluate the test data, log a
+    summary and the command that uses the result. Raises CollectiveExit if the save fails, Stopped
+    after a signal."""
     p = run.progress
     # The last save is not in the background: an error is raised.
     save(run, last=True)
@@ -413,8 +436,9 @@ def finish(run):
 
 
 def test(run):
-    """Evaluate the test data once, with the best weights. No decision depends on the result. The
-    best weights stay in the model; the last weights are saved already."""
+    """Evaluate the test data, if there are any, with the weights of ckpt_best.pt (without this
+    file, the last weights). Log the numbers and set run.test_numbers {test_NAME: number}, {} after
+    a signal. The loaded weights stay in the model; the last weights must be saved before."""
     p = run.progress
     loader = run.data.test
     if loader is None:

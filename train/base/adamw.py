@@ -4,7 +4,8 @@ import torch
 
 
 def undecorated(method):
-    """Return a method without the wrappers that decorators have added."""
+    """Return the function inside a decorated `method`, without the wrappers that functools.wraps
+    marks."""
     while hasattr(method, "__wrapped__"):
         method = method.__wrapped__
     return method

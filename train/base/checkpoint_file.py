@@ -33,9 +33,9 @@ DESCRIPTION = ("model_args", "config", "spec", "tokenizer", "formulas")
 
 def save_checkpoint(path: str | os.PathLike, state: Mapping[str, object],
                     links: Sequence[str] = ()) -> None:
-    """Write `state` to `path` durably. The file that it replaces becomes *_prev.pt, and each path
-    in `links` becomes a hard link to the new file. CheckpointError if that fails; the old file is
-    then unchanged."""
+    """Write `state`, plain tensors and builtin types, to `path` durably, with a digest. The file
+    that it replaces becomes *_prev.pt, and each path in `links` becomes a hard link to the new
+    file. CheckpointError if that fails; the old file is then unchanged."""
     def write(f):
         hashing = HashingFile(f)
         torch.save(state, hashing)
@@ -44,7 +44,9 @@ def save_checkpoint(path: str | os.PathLike, state: Mapping[str, object],
 
 
 def replace_checkpoint(path, write, links=()):
-    """save_checkpoint of what write(file) writes."""
+    """Replace the file `path`, durably and atomically, with the bytes that write(file) writes. The
+    old file becomes *_prev.pt, and each path in `links` a hard link to the new one. CheckpointError
+    if that fails; the old file is then unchanged."""
     folder = os.path.dirname(path) or "."
 
     def name_files(temporary):
@@ -64,7 +66,7 @@ def replace_checkpoint(path, write, links=()):
 
 
 def prev_path(path):
-    """Return the name of the previous checkpoint: out/ckpt.pt -> out/ckpt_prev.pt."""
+    """Return the path of the previous checkpoint: out/ckpt.pt -> out/ckpt_prev.pt."""
     return path.removesuffix(".pt") + "_prev.pt"
 
 
@@ -72,17 +74,19 @@ def prev_path(path):
 # reading
 
 def load_checkpoint(path: str | os.PathLike) -> dict[str, Any]:
-    """Return the verified state saved at `path`, on the CPU: correct digest, plain types, known
-    format, finite values. Also reads foreign files of plain tensors: nanoGPT's checkpoints,
-    {"model_state_dict": ...}, a bare state dict. Raises CheckpointError."""
+    """Return the verified state saved at `path`, a dict, on the CPU: correct digest, plain types,
+    known format, finite values. Also reads foreign files of plain tensors: nanoGPT's checkpoints,
+    {"model_state_dict": ...}, a bare state dict; the weights are always under "model". Raises
+    CheckpointError."""
     state, _ = open_checkpoint(path, values=True)
     return state
 
 
 def open_checkpoint(path, values=False):
-    """Return (state, shards). shards: `None` for a file, whose state is that of load_checkpoint; or
-    the Shards of a sharded checkpoint, which read and verify its files; unless `values`, its state
-    has tensors on the meta device. Raises CheckpointError."""
+    """Return (state, shards) of a checkpoint, checked like in load_checkpoint(). For a file, shards
+    is `None`. For a sharded checkpoint (a manifest, or a folder with one) shards is a Shards, which
+    reads and verifies the files; unless `values`, the tensors in the state are on the meta device.
+    Raises CheckpointError."""
     if tuple(int(n) for n in torch.__version__.split(".")[:2]) < SAFE_TORCH:
         raise CheckpointError(f"{path}: torch {torch.__version__} cannot load files safely; "
                               "pip install 'torch>=2.10'")
@@ -118,8 +122,8 @@ def open_checkpoint(path, values=False):
 
 
 def verify_digest(path):
-    """Return whether the file has a digest; in a foreign file without a digest the CRCs are
-    checked. ValueError for a damaged file."""
+    """Return whether a checkpoint file has a digest, which is verified; in a foreign file without a
+    digest the CRCs are checked. ValueError for a damaged, empty or compressed file."""
     size = os.path.getsize(path)
     if not size:  # also of pipes and devices, which would be read for ever
         raise ValueError("the file is empty")
@@ -140,8 +144,8 @@ def verify_digest(path):
 
 
 def with_model_key(state):
-    """Return `state` with the weights under "model", also if a foreign trainer used a different
-    key, or none."""
+    """Return `state`, the content of a checkpoint, as a dict with the weights under "model", also
+    if a foreign trainer used a different key, or no key (a bare state dict)."""
     for name in ("model", "model_state_dict", "state_dict"):
         if isinstance(state, dict) and isinstance(state.get(name), dict):
             return {**state, "model": state[name]}
@@ -149,9 +153,10 @@ def with_model_key(state):
 
 
 def check_content(state, size, device="cpu"):
-    """Raise ValueError unless the content of files of `size` bytes is a checkpoint: plain tensors,
-    builtin types in the keys that the program reads, and no more data in memory than in the files.
-    A few bytes of pickle can share objects so often that printing them would not terminate."""
+    """Raise ValueError unless `state`, read from files of `size` bytes, is a checkpoint: plain
+    tensors on `device`, builtin types in the keys that the program reads, and no more data in
+    memory than in the files. A few bytes of pickle can share objects so often that printing them
+    would not terminate."""
     if not isinstance(state["model"], dict):
         raise ValueError("not a checkpoint: expected a dict with the key `model`")
     for name in ("optimizer", *DESCRIPTION):
@@ -183,7 +188,7 @@ def check_content(state, size, device="cpu"):
 
 
 def describe_load_error(error):
-    """Return why a file could not be read as a checkpoint."""
+    """Return a text about why a file could not be read as a checkpoint, from its exception."""
     if isinstance(error, FileNotFoundError):
         if "." not in os.path.basename(error.filename):
             return "no such file; a model of the Hugging Face hub is hf:OWNER/NAME"
@@ -204,14 +209,15 @@ def describe_load_error(error):
 
 def check_match(tensors, expected, path, dtypes=True):
     """Raise CheckpointError, with the differences, unless `tensors` {name: tensor} of the file
-    `path` have the names, shapes and (if `dtypes`) dtypes of `expected`."""
+    `path` have the names, shapes and (if `dtypes`) dtypes of `expected` {name: tensor}."""
     if lines := describe_mismatches(tensors, expected, dtypes):
         raise CheckpointError(f"{path} does not fit this model:\n{bullets(lines)}\n"
                               "use the configuration it was trained with, or another out_dir")
 
 
 def describe_mismatches(tensors, expected, dtypes=True):
-    """Return a line per tensor of check_match that differs."""
+    """Return a line for each name whose tensors in `tensors` and `expected` {name: tensor} differ
+    in shape or (if `dtypes`) dtype, or that only one of them has; [] if all are equal."""
     def describe(state):
         return {name: f"shape {tuple(t.shape)}" + (f" {t.dtype}" if dtypes else "")
                 for name, t in state.items()}
@@ -223,8 +229,8 @@ def describe_mismatches(tensors, expected, dtypes=True):
 
 def check_unchanged(changes, path, allowed, alternatives="", fits=True):
     """Raise CheckpointError with the `changes` {name: (value in the checkpoint, new value)} that
-    are not in `allowed`, which is --allow_change. alternatives: more remedies. fits: whether the
-    tensors would fit with the changes."""
+    are not in `allowed`, which is --allow_change; no error if all are. path: the checkpoint.
+    alternatives: text, more remedies. fits: whether the tensors would fit with the changes."""
     lines = {name: f"{name}: checkpoint has {old!r:.200}, now {new!r:.200}"
              for name, (old, new) in changes.items() if not {name, "all"} & {*allowed}}
     if lines:
@@ -235,7 +241,8 @@ def check_unchanged(changes, path, allowed, alternatives="", fits=True):
 
 
 def bullets(lines):
-    """Return `lines` as a bulleted list: the first ones, and the number of the others."""
+    """Return `lines` as one text, a bulleted list: the first MAX_LINES_SHOWN, and the number of the
+    others."""
     more = len(lines) - MAX_LINES_SHOWN
     shown = [*lines[:MAX_LINES_SHOWN], *([f"and {more} more"] if more > 0 else [])]
     return "\n".join(f"  - {line}" for line in shown)

@@ -44,7 +44,8 @@ def underscores(argv):
 
 
 def add_dashes(argv, parser):
-    """Return `argv` with name=value as --name=value where `parser` has this option."""
+    """Return `argv` with name=value as --name=value where `parser`, an ArgumentParser, has this
+    option."""
     options = {name: action for action in parser._actions for name in action.option_strings}
     out = []
     previous = ""
@@ -60,7 +61,8 @@ def add_dashes(argv, parser):
 
 
 def make_parser(cls, prog, epilog=None):
-    """Return the argparse.ArgumentParser of the dataclass `cls`. The docstring is the description.
+    """Return the argparse.ArgumentParser of the dataclass `cls`, whose fields are made by key().
+    The docstring of `cls` is the description.
 
     A bool option is a flag, --NAME, or --no_NAME if the default is True. A list option can be given
     several times. Metadata of a field: positional, required, metavar, option (the option's name if
@@ -89,7 +91,7 @@ def make_parser(cls, prog, epilog=None):
 
 
 def make_options(cls, values):
-    """Return an instance of the dataclass `cls` from the texts {name: str, list of str or None}.
+    """Return an instance of the dataclass `cls` from the texts {field: str, list of str or `None`}.
     ValueError lists all invalid values. A missing or empty value means the default."""
     options = {}
     problems = []
@@ -107,8 +109,10 @@ def make_options(cls, values):
 
 
 def command(cls, work, **how):
-    """Return main(argv=None) -> exit code, which is run_command(cls, work, argv, **how). Where the
-    module is the program (python -m), run it and exit: this is then the last line of the module."""
+    """Return the main function of a command: main(argv=None) calls work(options), an instance of
+    the dataclass `cls` parsed from the arguments, and returns the exit code. how: arguments of
+    run_command. Where the module is the program (python -m), run it and exit: this is then the last
+    line of the module."""
     main = partial(run_command, cls, work, **how)
     if cls.__module__ == "__main__":
         sys.exit(main())
@@ -116,12 +120,13 @@ def command(cls, work, **how):
 
 
 def run_command(cls, work, argv=None, interrupt_message="interrupted", load=None, prog=None):
-    """Call work(the parsed options) and return the exit code of the command.
+    """Parse `argv` (default: sys.argv[1:]), call work(options) and return the exit code of the
+    command.
 
-    cls: the dataclass of the options. prog: the command's module, if `cls` is in another module. If
-    `load` is given, unknown arguments are allowed, load(unknown arguments) is the second argument
-    of `work` (train.config.load_argv: the configuration of a run), and the exit code is the result
-    of `work`.
+    cls: the dataclass of the options. prog: the command's module, if `cls` is in a different
+    module. If `load` is given, unknown arguments are allowed, load(unknown arguments) is the second
+    argument of `work` (train.config.load_argv: the configuration of a run), and the exit code is
+    the result of `work`.
 
     Exit codes: 0; 2 after a UserError, ValueError or OSError, which is printed in one message; 130
     after Ctrl-C, with `interrupt_message`.
@@ -145,8 +150,9 @@ def run_command(cls, work, argv=None, interrupt_message="interrupted", load=None
 
 
 def report_error(error, prefix=""):
-    """Print the message of an error that the user can fix and return the exit code. The failed
-    import of a package, which is a bug, is raised again."""
+    """Print the message of an error that the user can fix, after `prefix`, on stderr and return the
+    exit code: error.exit_code, or 2. The failed import of a package, which is a bug, is raised
+    again."""
     if isinstance(error, ModuleNotFoundError) and not missing_part(error):
         raise error
     if rank := env_rank():  # torchrun kills all ranks when one exits; rank 0 must print first
@@ -163,14 +169,15 @@ def interrupt_code(stop):
 
 
 def format_table(rows):
-    """Return rows of strings as aligned text: the first column to the left, the others right."""
+    """Return rows, lists of strings of equal length, as aligned text: the first column to the left,
+    the others right."""
     widths = [max(map(len, column)) for column in zip(*rows)]
     return "\n".join("  ".join([row[0].ljust(widths[0]),
                                 *map(str.rjust, row[1:], widths[1:])]).rstrip() for row in rows)
 
 
 def under_torchrun():
-    """Return whether a launcher such as torchrun started this process."""
+    """Return whether a launcher such as torchrun started this process (WORLD_SIZE is set)."""
     return "WORLD_SIZE" in os.environ
 
 

@@ -17,7 +17,8 @@ CLEAR_LINE = "\r\x1b[K"
 
 
 class Console:
-    """A text stream with lines and, on a terminal (`live`), one live line below them."""
+    """A text stream with lines and, on a terminal (`live`), one live line below them, both written
+    by show(). stream: e.g. sys.stdout; `None`: no output. `color`: whether to use colors."""
 
     def __init__(self, stream):
         self.live = bool(stream and stream.isatty()) and os.environ.get("TERM") != "dumb"
@@ -29,7 +30,9 @@ class Console:
         self.lock = threading.Lock()
 
     def show(self, line=None, live=None):
-        """Print `line` above the live line, and replace the live line by `live`; "" clears it."""
+        """Print `line` above the live line (`None`: no line), and replace the live line by `live`
+        (`None`: it stays, "": it is cleared). Never raises: after a failure, output is discarded.
+        """
         with self.lock:
             clear = CLEAR_LINE if self.live_line or live else ""
             self.live_line = self.live_line if live is None else live
@@ -43,8 +46,9 @@ class Console:
 
 
 class LineFile:
-    """A file that grows by lines, each written at once. Warns at the first failure, e.g. if `path`
-    is a link."""
+    """A file that grows by lines: write(line) appends one at once, and close() closes the file,
+    which the first write opens. A failure, e.g. if `path` is a link, does not raise: the first one
+    is a warning."""
 
     def __init__(self, path):
         self.path = path
@@ -69,7 +73,7 @@ class LineFile:
 
 
 def compact(n):
-    """Return a number with three digits and a unit: 950.2 -> 950, 12345 -> 12.3k, ..."""
+    """Return a number as text with three digits and a unit: 950.2 -> 950, 12345 -> 12.3k."""
     for size, unit in ((1e12, "T"), (1e9, "B"), (1e6, "M"), (1e3, "k")):
         if abs(n) >= size * 0.9995:  # would be rounded to 1000 of the smaller unit
             return f"{n / size:.3g}{unit}"
@@ -77,5 +81,5 @@ def compact(n):
 
 
 def duration(seconds):
-    """Return seconds as 1:02:05 or 2 days, 3:00:00."""
+    """Return seconds as text: 1:02:05 or 2 days, 3:00:00."""
     return str(timedelta(seconds=round(min(seconds, 1e13))))  # the limit of a timedelta

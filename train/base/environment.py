@@ -10,8 +10,8 @@ import subprocess
 
 @functools.cache
 def environment():
-    """Return versions, git commit, host and platform as a dict. Cached: the imported code does not
-    change when files change later."""
+    """Return a dict: versions {package: text}, git_commit and git_dirty (`None` without git), host
+    and platform. Cached: the imported code does not change when files change later."""
     versions = {package: found.version for package in ("torch", "numpy", "tiktoken", "pyyaml")
                 for found in importlib.metadata.distributions(name=package)}
     versions["python"] = platform.python_version()

@@ -15,12 +15,13 @@ if sys.version_info < (3, 10):  # noqa: UP036  every command imports this file
 
 
 class UserError(Exception):
-    """A problem that the user can fix."""
+    """A problem that the user can fix: a command prints its message without a traceback and exits
+    with `exit_code`."""
     exit_code = 2
 
 
 class ConfigError(UserError, ValueError):
-    """An invalid configuration; `problems` lists everything that is wrong with it."""
+    """An invalid configuration. problems: a list of texts, everything that is wrong with it."""
 
     def __init__(self, problems):
         self.problems = list(problems)
@@ -40,7 +41,8 @@ class CheckpointError(UserError, ValueError):
 
 
 class SetupError(UserError, ValueError):
-    """A device, process group or package that the run needs and that is not available."""
+    """A requirement of the run that is not met: a device, process group or package that is missing,
+    or data and keys that do not fit together."""
 
 
 class CollectiveExit(UserError):
@@ -50,11 +52,13 @@ class CollectiveExit(UserError):
 
 
 class BadNumbers(CollectiveExit):
-    """Non-finite loss, gradients or weights; training has stopped before updating the model."""
+    """Non-finite loss, gradients or weights; training has stopped before updating the model or
+    replacing a checkpoint."""
 
 
 class Stopped(CollectiveExit):
-    """The run has saved a checkpoint and stops because of a signal. Exit code: 128 + signal."""
+    """The run has saved a checkpoint and stops because of the signal `signum`. exit_code: 128 +
+    signum."""
 
     def __init__(self, signum):
         super().__init__(f"stopped by {signal.Signals(signum).name}")
@@ -99,11 +103,12 @@ def printable(text):
 
 
 def echo(text, file=None):
-    """Print `text`, which may contain untrusted text, and flush."""
+    """Print `text`, which may contain untrusted text, with control characters escaped, to `file`
+    (default: stdout), and flush."""
     print(printable(text), file=file, flush=True)
 
 
 def warn_stderr(text):
-    """Print `text` to stderr. A closed or full stderr is ignored."""
+    """Print `text` to stderr, control characters escaped. A closed or full stderr is ignored."""
     with contextlib.suppress(OSError, ValueError, AttributeError):
         echo(text, sys.stderr)

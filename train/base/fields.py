@@ -24,7 +24,8 @@ import yaml
 
 
 def key(default, help, **meta):
-    """Return a dataclass field for a configuration key or a command's option.
+    """Return a dataclass field for a configuration key or a command's option. help: its
+    description.
 
     Limits: choices, gt, ge, lt, le (of each item of a list), check (a function that raises
     ValueError). path=True: a leading ~ is expanded. text=True: a list whose items may contain
@@ -37,12 +38,12 @@ def key(default, help, **meta):
 
 
 def fields_by_name(cls):
-    """Return {name: field} of a dataclass."""
+    """Return {name: field} of a dataclass or of an instance."""
     return {f.name: f for f in fields(cls)}
 
 
 def describe(field):
-    """Return the help text of a field: meaning, choices and default; a % is doubled."""
+    """Return the --help text of a dataclass field: meaning, choices and default; a % is doubled."""
     default = field.default
     choices = field.metadata.get("choices")
     text = field.metadata.get("help", "") + (f" ({' | '.join(choices)})" if choices else "")
@@ -56,7 +57,8 @@ def describe(field):
 
 def parse_value(field, raw):
     """Convert `raw` (str, list or dict of str, or a Python value) to the type of the dataclass
-    `field` and check the limits. ValueError states the expected type or limit."""
+    `field` and check the limits. An empty value or null is `None`, if the type has it. ValueError
+    states the expected type or limit."""
     kind = base_type(field.type)
     meta = field.metadata
     choices = meta.get("choices", ())
@@ -82,7 +84,8 @@ def parse_value(field, raw):
 
 
 def convert(raw, function, expected):
-    """Return function(raw). ValueError states what was expected."""
+    """Return function(raw). An error that it raises becomes a ValueError with the text `expected`,
+    e.g. "an integer", and the value."""
     try:
         return function(raw)
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError, OverflowError,
@@ -91,7 +94,7 @@ def convert(raw, function, expected):
 
 
 def base_type(annotation):
-    """Return the type (bool, int, float, list, dict or str) of an annotation such as int | None."""
+    """Return the type (bool, int, float, list, dict, str) of an annotation, e.g. `int | None`."""
     for base in (bool, int, float, list, dict):
         if annotation is base or str(annotation).startswith(base.__name__):
             return base
@@ -142,7 +145,8 @@ LIMITS = dict(gt="above", ge="at least", lt="below", le="at most")  # names in `
 
 
 def check_limits(value, meta):
-    """ValueError if `value` is outside the limits in a field's metadata."""
+    """Raise ValueError if `value` is outside the limits in a field's metadata: gt, ge, lt, le,
+    choices."""
     for name, words in LIMITS.items():
         if name in meta and not getattr(operator, name)(value, meta[name]):
             raise ValueError(f"must be {words} {meta[name]}, got {value}")
@@ -165,14 +169,16 @@ def parse_mixture(data_dir):
 
 
 def nearest(word, words):
-    """Return " (did you mean ...?)" with the most similar of `words`, or "" if none is similar."""
+    """Return " (did you mean ...?)" with the most similar of `words`, or "" if there is no similar
+    one."""
     close = difflib.get_close_matches(word, words, n=1, cutoff=0.75)
     return f" (did you mean {close[0]!r}?)" if close else ""
 
 
 class PlainLoader(yaml.BaseLoader):
-    """A YAML loader that returns every scalar as text. Refused: tags, and aliases of a list or
-    mapping, because a few lines of nested aliases can expand to billions of nodes."""
+    """A YAML loader, for yaml.load, that returns every scalar as text. Refused, with a YAMLError:
+    tags, and aliases of a list or mapping, because a few lines of nested aliases can expand to
+    billions of nodes."""
 
     def compose_node(self, parent, index):
         event = self.peek_event()

@@ -17,14 +17,16 @@ from train.base.errors import UserError
 # files
 
 def open_no_follow(path, mode):
-    """Open `path` in `mode` ("ab", "a+", ...) unless it is a link. OSError (ELOOP) for a link."""
+    """Open `path` in `mode` ("ab", "a+", ...) and return the file, binary ones unbuffered. OSError
+    (ELOOP) if it is a symbolic link."""
     return open(path, mode, buffering=0 if "b" in mode else -1, opener=lambda name, flags: os.open(
         name, flags | getattr(os, "O_NOFOLLOW", 0), 0o666))
 
 
 @contextmanager
 def atomic_write(path, before_rename=lambda temporary: None):
-    """Context of a binary file that replaces `path` when the context exits without an error.
+    """Context that yields a binary file, which replaces `path` when the context exits without an
+    error; after an error `path` is unchanged.
 
     before_rename(temporary): called with the temporary name when the file is complete and durable.
     """
@@ -50,8 +52,8 @@ def write_text(path, text):
 
 
 def add_link(source, target):
-    """Make `target` a second name of the file `source`, atomically; a copy if the file system has
-    no hard links."""
+    """Make `target` a second name of the file `source`, atomically, replacing an existing file; a
+    copy if the file system has no hard links."""
     temporary = f"{target}.tmp.{os.getpid()}"
     with suppress(FileNotFoundError):  # left by a killed process with the same number
         os.unlink(temporary)
@@ -81,7 +83,8 @@ def exclusive_lock(folder):
 
 
 def sync_folder(folder):
-    """Make renames in `folder` durable (POSIX; without effect on Windows)."""
+    """Make renames in `folder` durable (POSIX; without effect on Windows). OSError only for a
+    failing disk."""
     try:
         fd = os.open(folder, os.O_RDONLY)
         try:
@@ -94,7 +97,8 @@ def sync_folder(folder):
 
 
 def next_free_path(folder, stem, suffix=".pt"):
-    """Return the first of the paths STEM_1.pt, STEM_2.pt, ... in `folder` that does not exist."""
+    """Return the first of the paths STEM_1.pt, STEM_2.pt, ... in `folder` that does not exist.
+    suffix: in place of .pt. Nothing is created."""
     paths = (os.path.join(folder, f"{stem}_{n}{suffix}") for n in range(1, 10**6))
     return next(p for p in paths if not os.path.lexists(p))
 
@@ -102,7 +106,7 @@ def next_free_path(folder, stem, suffix=".pt"):
 def lock_folder(folder):
     """Lock `folder` for this process and return the open lock file: close() releases the lock, as
     does the end of the process. UserError, with the holder's name, if a different process has the
-    lock."""
+    lock. Without effect if the system or the file system has no locks."""
     file = open_no_follow(os.path.join(folder, ".lock"), "a+")
     try:
         import fcntl  # POSIX only; no lock on Windows

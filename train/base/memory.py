@@ -22,7 +22,7 @@ def memory_available():
 
 
 def memory_resident():
-    """Return the resident bytes of this process (Linux), or None if unknown."""
+    """Return the resident bytes of this process (Linux), or `None` if unknown."""
     with contextlib.suppress(OSError, ValueError), open("/proc/self/statm") as f:
         return int(f.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
@@ -45,6 +45,7 @@ def keep_freed_memory():
 
 
 def return_freed_memory():
-    """Return all free memory to the system once, e.g. after writing a copy of a large state."""
+    """Release all memory that malloc keeps to the system once, e.g. after writing a copy of a large
+    state. Without effect for other C libraries than glibc."""
     with contextlib.suppress(OSError, AttributeError, TypeError):
         ctypes.CDLL(None).malloc_trim(0)

@@ -32,8 +32,10 @@ RUN_FILES = ("ckpt", "config.yaml", "training_args.json", "train.log", "metrics.
 
 
 class RunFolder:
-    """out_dir, locked by rank 0. Checkpoints are written in the background, one at a time, from a
-    snapshot that training does not change: a file by rank 0, or shards by every rank.
+    """out_dir at `path`, which open() locks (on rank 0) until the context exits. save() writes
+    checkpoints in the background, one at a time, from a snapshot that training does not change: a
+    file by rank 0, or shards by every rank. wait() waits for it; file(name) is a path in the
+    folder.
 
     keep_last: number of numbered checkpoints to keep; 0: all. save_precision: dtype of
     model.safetensors, which each save then also writes.
@@ -52,8 +54,8 @@ class RunFolder:
         return os.path.join(self.path, name)
 
     def open(self):
-        """Create and lock the folder. CheckpointError if it cannot be used; UserError if it is
-        locked by a different process."""
+        """Create and lock the folder, and remove incomplete files of killed processes.
+        CheckpointError if it cannot be used; UserError if it is locked by a different process."""
         try:
             os.makedirs(self.path, exist_ok=True)
             self.lock = lock_folder(self.path)
@@ -65,8 +67,8 @@ class RunFolder:
             raise CheckpointError(f"out_dir: {self.name} cannot be used: {error}") from error
 
     def save(self, state, is_best, is_numbered, logger, last=False, private=False):
-        """Save `state` as ckpt.pt, if `is_best` also as ckpt_best.pt, if `is_numbered` also
-        as ckpt_NNNNNNN.pt.
+        """Save `state`, the dict of a checkpoint, as ckpt.pt, if `is_best` also as ckpt_best.pt, if
+        `is_numbered` also as ckpt_NNNNNNN.pt. logger: has info(text), warn(text).
 
         Returns when a snapshot exists (or at once if `state` is a `private` copy). A thread writes
         it; if that fails it warns, and training continues with the old file intact. The `last` save
@@ -79,8 +81,8 @@ class RunFolder:
         self.start(write, state, logger, last, private)
 
     def prepare(self, iter_num, is_best, is_numbered):
-        """Wait for the save in progress, and return the paths that a checkpoint has besides
-        ckpt.pt."""
+        """Wait for the save in progress, and return the paths, besides ckpt.pt, of the checkpoint
+        of step `iter_num`: ckpt_best.pt if `is_best`, ckpt_NNNNNNN.pt if `is_numbered`."""
         self.wait()
         if not os.path.isdir(self.path):  # deleted during the run
             self.open()
@@ -88,8 +90,9 @@ class RunFolder:
         return links + ([self.file(f"ckpt_{iter_num:07d}.pt")] if is_numbered else [])
 
     def start(self, write, state, logger, last=False, private=False):
-        """Call write(snapshot of the nested `state`) in a thread. Without enough memory for it, or
-        for the `last` save, call write(state)."""
+        """Call write(snapshot of the nested `state`) in a thread; a `private` state is not copied.
+        Without enough memory for a snapshot, or for the `last` save, call write(state) before
+        returning."""
         start = time.perf_counter()
         copy = state if last or private else snapshot(state)
         stall = "" if last else f" (snapshot: {time.perf_counter() - start:.2g} s)"
@@ -100,15 +103,19 @@ class RunFolder:
         self.thread.start()
 
     def write_shards(self, folder, rank, parts):
-        """Return sharded_file.write_shards() in `folder`, or the error as a text."""
+        """Write the tensors of a rank, `parts` {name: [offsets in the whole tensor, tensor]}, to
+        the subfolder `folder`. Return (files, chunks) for save_manifest(), or the error as a text.
+        """
         try:
             return sharded_file.write_shards(self.file(folder), rank, parts)
         except Exception as error:
             return f"{self.file(folder)} could not be written by rank {rank}: {error}"
 
     def save_manifest(self, path, folder, state, written, links):
-        """Write the manifest of the shards in `folder` to `path`. state: with tensors on the meta
-        device. written: write_shards() of every rank. CheckpointError if one of them failed."""
+        """Write the manifest of the shards in the subfolder `folder` to `path`, with hard links at
+        `links`. state: dict of the checkpoint, with tensors on the meta device. written: results of
+        write_shards() of every rank. CheckpointError if one of them failed, or if the manifest
+        cannot be written."""
         if errors := [result for result in written if isinstance(result, str)]:
             raise CheckpointError("; ".join(errors))
         try:
@@ -120,8 +127,9 @@ class RunFolder:
         replace_checkpoint(path, lambda f: f.write(text), links)
 
     def write(self, save, logger, last=False, state=None):
-        """Call save(path of ckpt.pt), and write what is derived from the saved `state`. If ckpt.pt
-        fails, that is a warning; for the `last` save, CollectiveExit."""
+        """Call save(path of ckpt.pt), then update the mirror, delete old numbered checkpoints, and
+        write model.safetensors from `state` if save_precision is set. If save() fails, that is a
+        warning of `logger`; for the `last` save, CollectiveExit. Later failures are warnings."""
         try:
             save(self.file("ckpt.pt"))
         except Exception as error:
@@ -145,7 +153,8 @@ class RunFolder:
                         f"is not up to date: {error}")
 
     def export(self, state):
-        """Write model.safetensors: the weights, with the description of the model in the header."""
+        """Write model.safetensors from `state`, the dict of a checkpoint: the weights, converted to
+        save_precision, with the description of the model in the header."""
         dtype = getattr(torch, self.save_precision)
         weights = {n: t.to(dtype) if t.is_floating_point() else t
                    for n, t in state["model"].items()}
@@ -153,8 +162,9 @@ class RunFolder:
         write_safetensors(self.file("model.safetensors"), weights, description)
 
     def archive_later_checkpoints(self, iter_num, log):
-        """Move the checkpoints of steps after `iter_num` to old_1/ (or old_2/, ...), since a run
-        that resumes there would replace these files. An earlier best checkpoint is kept."""
+        """Move ckpt.pt, ckpt_prev.pt and ckpt_best.pt of steps after `iter_num`, and damaged ones,
+        to old_1/ (or old_2/, ...), since a run that resumes there would replace these files. An
+        earlier best checkpoint is kept. log(text) is called if files were moved."""
         def is_later(name):
             try:
                 return open_checkpoint(self.file(name))[0].get("iter_num", 0) > iter_num
@@ -186,13 +196,14 @@ class RunFolder:
 # snapshots
 
 def snapshot(state):
-    """Return a copy of a nested state on the CPU that training does not change, or `None` if memory
-    is insufficient.
+    """Return a copy of a nested state (dicts and lists with tensors) on the CPU that training does
+    not change, or `None` if memory is insufficient.
 
-    Tensors on a GPU are copied to pinned memory, at the speed of the bus. PyTorch rounds the size
-    of each pinned tensor up to a power of two (GPT-2 124M with AdamW: 1.39 GiB take 2.45) and
-    reserves the memory for the next save; hence the factor 2.
+    Tensors on a GPU are copied to pinned memory, at the speed of the bus. PyTorch reserves the
+    memory for the next save.
     """
+    # Factor 2: PyTorch rounds the size of each pinned tensor up to a power of two (GPT-2 124M with
+    # AdamW: 1.39 GiB take 2.45).
     if memory_available() < 2 * sum(t.nbytes for _, t in named_tensors(state)):
         return None
     try:
@@ -215,9 +226,10 @@ def copy_to_host(t):
 # checkpoints in a folder
 
 def find_newest_checkpoint(folder, log, damaged=()):
-    """Return (state, path, shards) of the newest good checkpoint in a run folder, state and shards
-    as by open_checkpoint(); (`None`, `None`, `None`) without any. damaged: {path: problem} of
-    sharded checkpoints with files that do not match their digest.
+    """Return (state, path, shards) of the newest good checkpoint in a run folder, ckpt.pt or
+    ckpt_prev.pt, state and shards as by open_checkpoint(); (`None`, `None`, `None`) without any.
+    damaged: {path: problem} of sharded checkpoints with files that do not match their digest.
+    log(text): for warnings.
 
     A damaged ckpt.pt is renamed to ckpt_bad_1.pt, and the previous checkpoint is used. If all are
     damaged this raises CheckpointError: an existing run must not start from scratch by accident.
@@ -252,16 +264,16 @@ def find_newest_checkpoint(folder, log, damaged=()):
 
 
 def numbered_checkpoints(folder):
-    """Return the paths of the numbered checkpoints, sorted by the time of writing (after --resume
-    FILE the oldest does not have the lowest number)."""
+    """Return the paths (pathlib.Path) of the checkpoints ckpt_NNNNNNN.pt, sorted by the time of
+    writing (after --resume FILE the oldest does not have the lowest number)."""
     paths = [path for path in pathlib.Path(folder).glob("ckpt_*.pt")
              if re.fullmatch("ckpt_[0-9]{7,}.pt", path.name)]
     return sorted(paths, key=lambda path: (path.stat().st_mtime_ns, path))
 
 
 def move_files(folder, names):
-    """Move the files `names` in `folder`, with the shards that they name, to the first free of
-    old_1/, old_2/, ...; return it."""
+    """Move the files `names` in `folder`, with the shards that their manifests name, to the first
+    free of old_1/, old_2/, ... in it; return the path of that folder."""
     target = next_free_path(folder, "old", "")
     os.makedirs(target)
     for name in names:

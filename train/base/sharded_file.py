@@ -40,14 +40,15 @@ SHARD = "shard-{:05}-model-00001-of-00001.safetensors"
 # writing
 
 def new_folder(iter_num):
-    """Return the name of a new folder of shards, relative to the folder of the run."""
+    """Return a new, unique name for a folder of shards, relative to the folder of the run, e.g.
+    shards/0001000_ab12cd. Nothing is created."""
     return f"shards/{iter_num:07d}_{secrets.token_hex(3)}"
 
 
 def write_shards(folder, rank, parts):
-    """Write the parts {name: [offsets in the whole tensor, tensor]} that a rank has, durably.
-    Return ({file: {"size", "sha256"}}, {name: chunk}); a chunk is the part of a tensor that starts
-    at byte `start` of `file`."""
+    """Write the parts {name: [offsets in the whole tensor, tensor]} that a rank has into `folder`,
+    durably. Return ({file: {"size", "sha256"}}, {name: chunk}); a chunk is the part of a tensor
+    that starts at byte `start` of `file`: a dict with file, start, offsets and shape."""
     files = {}
     chunks = {}
     for subfolder in ("", "optimizer/"):
@@ -73,8 +74,8 @@ def write_shards(folder, rank, parts):
 
 def make_manifest(root, folder, state, written):
     """Return the manifest, in bytes, of the shards in `folder` of the folder `root`. state: nested,
-    with tensors on the meta device. written: write_shards of every rank. ValueError if a file is
-    not in the folder or a tensor is incomplete."""
+    with tensors on the meta device. written: [(files, chunks) by write_shards() of every rank].
+    ValueError if a file is not in the folder or a tensor is incomplete."""
     names = {dtype: name for name, dtype in SAFETENSORS_DTYPES.items()}
     tensors = {name: dict(dtype=names[t.dtype], shape=list(t.shape), chunks=[])
                for name, t in named_tensors(state)}
@@ -93,8 +94,8 @@ def make_manifest(root, folder, state, written):
 
 
 def encode(value, path=()):
-    """Return a nested state as JSON: other types than JSON's become {"$TYPE": ...}, a tensor its
-    name."""
+    """Return a nested state as plain JSON types, for json.dumps: other types become {"$TYPE": ...},
+    a tensor its dotted name. path: the keys that lead to `value`."""
     if isinstance(value, torch.Tensor):
         return {"$tensor": ".".join(map(str, path))}
     if isinstance(value, dict):
@@ -113,7 +114,8 @@ def encode(value, path=()):
 
 
 def decode(value, tensor):
-    """Return the nested state that encode() made `value` from, with tensor(name) for a tensor."""
+    """Return the nested state that encode() made `value` from; each tensor is the result of
+    tensor(name)."""
     if isinstance(value, list):
         return [decode(v, tensor) for v in value]
     if not isinstance(value, dict):
@@ -130,7 +132,9 @@ def decode(value, tensor):
 
 @dataclass
 class Shards:
-    """The files of a sharded checkpoint. files, tensors: see the manifest; plain: encode() of the
+    """The files of a sharded checkpoint in `folder`: state() rebuilds the nested state, read()
+    reads a tensor or rows of it, verify() checks digests. Made by open_shards(). files: {name:
+    {"size", "sha256"}}; tensors: {name: {"dtype", "shape", "chunks"}}; plain: encode() of the
     state."""
     folder: str
     files: dict
@@ -139,16 +143,18 @@ class Shards:
 
     @property
     def size(self):
-        """Bytes of all files."""
+        """Number of bytes of all files and of the plain state."""
         return sum(file["size"] for file in self.files.values()) + len(json.dumps(self.plain))
 
     def state(self, tensor):
-        """Return the state of the run, with tensor(name) for each tensor."""
+        """Return the nested state of the run, with tensor(name) for each tensor, e.g. self.meta or
+        self.read."""
         return decode(self.plain, tensor)
 
     def check(self):
         """Raise ValueError, naming the file or tensor, unless the folder has exactly these files,
-        of these sizes, and the chunks of each tensor are the whole tensor."""
+        of these sizes, and the chunks of each tensor are the whole tensor. Digests are not
+        verified."""
         for name, file in self.files.items():
             path = os.path.join(self.folder, name)
             if not os.path.isfile(path):
@@ -179,13 +185,13 @@ class Shards:
                 raise ValueError(f"{path} is damaged: its content does not match its digest")
 
     def meta(self, name):
-        """Return a tensor on the meta device: shape and dtype only."""
+        """Return the tensor `name` on the meta device: shape and dtype only."""
         t = self.tensors[name]
         return torch.empty(t["shape"], dtype=SAFETENSORS_DTYPES[t["dtype"]], device="meta")
 
     def read(self, name, first=0, shape=None):
-        """Return a tensor, or the part of this `shape` from row `first`. Other rows are not read.
-        """
+        """Return the tensor `name` on the CPU, or the part of this `shape` from row `first`. Other
+        rows are not read. ValueError if a file is too short."""
         whole = self.meta(name)
         out = torch.empty(whole.shape if shape is None else shape, dtype=whole.dtype)
         if not out.numel():
@@ -208,7 +214,8 @@ class Shards:
 
 
 def rows_of(chunk):
-    """Return (first row, number of rows) of a chunk; a 0-dim tensor is a row."""
+    """Return (first row, number of rows) of a chunk, a dict with offsets and shape; a 0-dim tensor
+    is a row."""
     return (*chunk["offsets"], 0)[0], (*chunk["shape"], 1)[0]
 
 
@@ -218,8 +225,8 @@ def is_sharded(path):
 
 
 def folder_named_in(path):
-    """Return the folder of shards that the file `path` names, or `None` if it is no manifest. Also
-    of a manifest that is damaged elsewhere."""
+    """Return the folder of shards that the file `path`, a manifest, names, relative to the run's
+    folder; `None` if it is no manifest or no file. Also of a manifest that is damaged elsewhere."""
     if not os.path.isfile(path):  # not a pipe, which would be read for ever
         return None
     with open(path, "rb") as f:
@@ -228,8 +235,9 @@ def folder_named_in(path):
 
 
 def open_shards(path):
-    """Return the Shards of the manifest `path`, or of a folder with a manifest: correct digest, all
-    files complete. ValueError otherwise. The files' digests are for verify()."""
+    """Return the Shards of the manifest `path`, or of a folder with a manifest. ValueError unless
+    the digest of the manifest is correct and all files are complete. Shards.verify() checks their
+    digests."""
     path = os.path.join(path, MANIFEST) if os.path.isdir(path) else os.fspath(path)
     data = pathlib.Path(path).read_bytes()
     text = data[:-len(TAIL % bytes(64))]
@@ -253,7 +261,8 @@ def open_shards(path):
 # folders of shards
 
 def link_shards(path, target):
-    """Link the shards of the manifest `path`, if it is one, into the folder `target` too."""
+    """Link the files of shards that the manifest `path` names into the folder `target` too (copied
+    without hard links). Without effect if `path` is no manifest."""
     if folder := folder_named_in(path):
         source = os.path.join(os.path.dirname(path), folder)
         shutil.copytree(source, os.path.join(target, folder), copy_function=add_link,
@@ -261,8 +270,8 @@ def link_shards(path, target):
 
 
 def remove_unnamed_shards(root):
-    """Remove the folders of shards that no checkpoint ckpt*.pt in `root` names: of failed saves,
-    and of checkpoints that were replaced."""
+    """Remove the folders of shards that no checkpoint ckpt*.pt in `root`, a run's folder, names: of
+    failed saves, and of checkpoints that were replaced."""
     named = {folder_named_in(path) for path in pathlib.Path(root).glob("ckpt*.pt")}
     for path in pathlib.Path(root).glob("shards/*_*"):
         folder = f"shards/{path.name}"

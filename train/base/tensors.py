@@ -21,8 +21,9 @@ SAFETENSORS_DTYPES = {
 # nested states: dicts and lists with tensors
 
 def walk(nested, path=()):
-    """Yield (path, part) for a nested state and everything in it, in order; path: the keys that
-    lead to the part. ValueError if the nesting is too deep or circular."""
+    """Yield (path, part) for a nested state (dicts, lists, tuples) and everything in it, in order;
+    path: a tuple of the keys and indices that lead to the part. ValueError if the nesting is too
+    deep or circular."""
     yield path, nested
     if len(path) > MAX_DEPTH:
         raise ValueError("nested too deeply")
@@ -35,14 +36,16 @@ def walk(nested, path=()):
 
 
 def named_tensors(state):
-    """Yield (dotted name, tensor) of every tensor in a nested state."""
+    """Yield (dotted name, tensor) of every tensor in a nested state: {"a": {"b": t}} gives ("a.b",
+    t)."""
     for path, part in walk(state):
         if isinstance(part, torch.Tensor):
             yield ".".join(map(str, path)), part
 
 
 def map_tensors(f, state):
-    """Return a nested state in which every tensor is replaced by f(tensor)."""
+    """Return a copy of a nested state (dicts and lists) in which every tensor is replaced by
+    f(tensor)."""
     if isinstance(state, torch.Tensor):
         return f(state)
     if isinstance(state, dict):
@@ -51,8 +54,8 @@ def map_tensors(f, state):
 
 
 def find_non_finite(state):
-    """Return the name of a tensor in a nested state that contains NaN or infinity, or `None`.
-    0-dim tensors are not checked."""
+    """Return the dotted name of the first tensor in a nested state that contains NaN or infinity,
+    or `None`. 0-dim tensors are not checked."""
     named = [(n, t) for n, t in named_tensors(state)
              if t.is_floating_point() and t.dim() and t.numel()]
     if not named:
@@ -67,7 +70,8 @@ def find_non_finite(state):
 # files
 
 class HashingFile(io.RawIOBase):
-    """A file object that hashes the data written to it. torch.save writes strictly in order."""
+    """A file object that writes to `file` and hashes the data (`sha`, SHA-256). It cannot seek:
+    torch.save writes strictly in order."""
 
     def __init__(self, file):
         self.file = file
@@ -89,9 +93,10 @@ def digest(path, n_bytes=None):
 
 
 def write_safetensors(path, tensors, metadata=None):
-    """Write {name: tensor} as a .safetensors file (https://github.com/huggingface/safetensors):
-    the length of a JSON header, the header, and the bytes of all tensors, in order. Return
-    {"size": bytes, "sha256": digest} of the file."""
+    """Write {name: tensor} atomically as a .safetensors file
+    (https://github.com/huggingface/safetensors): the length of a JSON header, the header, and the
+    bytes of all tensors, in order. metadata: {name: text} for the header. Return {"size": bytes,
+    "sha256": digest} of the file."""
     names = {dtype: name for name, dtype in SAFETENSORS_DTYPES.items()}
     header = {"__metadata__": {"format": "pt", **(metadata or {})}}
     offset = 0
